@@ -153,7 +153,7 @@ def test_every_request_is_its_own_and_leaves_nothing(vllm: FakeVllm, files: Path
 
 
 def test_a_fault_is_outlived(vllm: FakeVllm, files: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr("fledge.target.vllm.served._AGAIN_S", 0.01)
+    monkeypatch.setattr("fledge.target.vllm.served._RETRY_EVERY_S", 0.01)
     with opened(vllm, files) as target:
         expected = target.generate_batch(*padded_rows())
         vllm.faults = [(500, {}), (429, {"error": {"message": "full"}}), (503, {})]

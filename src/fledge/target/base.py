@@ -1,4 +1,4 @@
-"""The abstract target: one signature for every backend, and the facts a trainer needs once."""
+"""The abstract target: the interface of every backend, and the static facts about a target."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
@@ -19,7 +19,7 @@ from fledge.target.layers import FinalNorm
 
 
 class HasWeight(Protocol):
-    """All that a draft reads of the target's input embedding."""
+    """The only part of the target's input embedding that a draft reads."""
 
     @property
     def weight(self) -> Tensor: ...
@@ -27,56 +27,56 @@ class HasWeight(Protocol):
 
 @dataclass(frozen=True)
 class InputEmbedding:
-    """The input embedding's weight [V, D] of a target that has no module to show."""
+    """The input embedding's weight [V, D] of a target that exposes no embedding module."""
 
     weight: Tensor
 
 
 @dataclass(frozen=True)
 class TargetInfo:
-    """What a trainer, a cache or a server needs to know of a target, once."""
+    """Static facts about a target that trainers, caches and servers need."""
 
     head: TargetHead
     final_norm: FinalNorm | None
     hidden_size: int
-    vocab_size: int  # rows of the head; a tokenizer may know fewer tokens
-    depth: int  # decoder layers
-    dtype: torch.dtype  # of the states it returns
-    weight_dtypes: str  # which dtypes hold which share of the weights
+    vocab_size: int  # rows of the head; the tokenizer may have fewer tokens
+    depth: int  # number of decoder layers
+    dtype: torch.dtype  # of the returned states
+    weight_dtypes: str  # share of the weights by dtype
     weights_fingerprint: str
     tokenizer_fingerprint: str | None
-    module: nn.Module | None = None  # the model itself, where it is in this process
-    vocabulary: DraftVocabulary | None = None  # the only one that its answers are over
-    suggested: DraftVocabulary | None = None  # taken where a recipe does not say another size
+    module: nn.Module | None = None  # the model itself, if it is in this process
+    vocabulary: DraftVocabulary | None = None  # set if its answers cover only this vocabulary
+    suggested: DraftVocabulary | None = None  # used unless the recipe sets another size
 
 
 class Eagle3TargetBackend(ABC):
     """A frozen target that turns token rows into supervision.
 
-    Every backend takes the same rows and gives the same batch, packed or padded, in the encoding it
-    was built for; `tests/target/contract.py` holds them to it. A backend implements `answer`, or
-    `generate_batch` with its six arguments: each is made of the other.
+    Every backend takes the same rows and returns the same batch, packed or padded, in the encoding
+    it was built for; `tests/target/contract.py` enforces this. A backend implements `answer` or
+    `generate_batch` with its six arguments: each defaults to calling the other.
     """
 
     aux_layer_ids: list[int]
     supervision: Supervision = "logits"
     supports_async: bool = False  # whether answer_async really overlaps with the caller
-    prefetch: int = 0  # if so: how many batches a trainer should ask for in advance
-    inside_engine: bool = False  # which compiles nothing here, and may hold its weights elsewhere
-    askers: int = 1  # ranks that ask about the same rows, each for itself
-    joins: bool = False  # ranks share its work: whenever one asks, all ask, or `join`
+    prefetch: int = 0  # how many batches a trainer should request in advance, if async
+    inside_engine: bool = False  # nothing to compile here, and weights may be in another process
+    askers: int = 1  # ranks that each ask about the same rows
+    joins: bool = False  # ranks share its work: when one asks, all others must ask or `join`
     _selected_token_ids: Tensor | None = None
     _selected_token_mask: Tensor | None = None
     _closed = False
 
     def __new__(cls, *_: Any, **__: Any) -> Self:
-        made, base = super().__new__(cls), Eagle3TargetBackend
+        backend, base = super().__new__(cls), Eagle3TargetBackend
         if cls.answer is base.answer and cls.generate_batch is base.generate_batch:
             raise TypeError(
                 f"{cls.__name__} cannot answer: it has neither answer(rows) nor generate_batch "
                 "with its six arguments"
             )
-        return made
+        return backend
 
     def __init__(self, supervision: Supervision = "logits") -> None:
         if supervision not in get_args(Supervision):
@@ -87,21 +87,21 @@ class Eagle3TargetBackend(ABC):
         self.supervision = supervision
 
     def answer(self, rows: TokenBatch) -> Eagle3TargetBatch:
-        """Run the target once over these rows, which may lie on any device."""
+        """Run the target once over these rows, which may be on any device."""
         return self.generate_batch(*rows.arguments())
 
     def features(self, rows: TokenBatch) -> Eagle3TargetBatch:
-        """`answer` for an objective that reads the aux states alone: a target that can stop behind
-        the last of them does, and zeros stand where its supervision would."""
+        """`answer` for an objective that reads only the aux states: a target that can stop after
+        the last aux layer does so, and its supervision is zeros."""
         return self.answer(rows)
 
     def join(self) -> None:
-        """Take part in the answers of the other ranks, having no rows of one's own. Does nothing
+        """Take part in the other ranks' answers without rows of this rank's own. Does nothing
         unless the target `joins`."""
         self._check_open()
 
     def answer_async(self, rows: TokenBatch) -> Future[Eagle3TargetBatch]:
-        """`answer` as a future. A backend without `supports_async` has finished already."""
+        """`answer` as a future, already completed unless the backend `supports_async`."""
         if type(self).generate_batch_async is not Eagle3TargetBackend.generate_batch_async:
             return self.generate_batch_async(*rows.arguments())
         return finished(self.answer(rows))
@@ -115,7 +115,7 @@ class Eagle3TargetBackend(ABC):
         seq_lens: Tensor | None = None,  # [B, max_docs]
         doc_remaining: Tensor | None = None,  # [B, T]
     ) -> Eagle3TargetBatch:
-        """`answer` for callers that have the tensors of a `TokenBatch` and not the batch."""
+        """`answer` for callers that have the tensors of a `TokenBatch` but not the batch."""
         packing = (position_ids, seq_lens, doc_remaining)
         return self.answer(TokenBatch(input_ids, attention_mask, loss_mask, *packing))
 
@@ -140,18 +140,18 @@ class Eagle3TargetBackend(ABC):
         """The target's input embedding: anything with a `.weight` [V, D]."""
 
     def info(self) -> TargetInfo:
-        """Head, sizes, dtype and fingerprints; computed once. A backend that answers with logits
-        need not have it: only `hidden` supervision, caches and servers need the head."""
+        """Head, sizes, dtype and fingerprints, computed once. Optional for a backend that answers
+        with logits: only `hidden` supervision, caches and servers need the head."""
         raise BadInput(
-            f"{type(self).__name__} says nothing about its target's head",
+            f"{type(self).__name__} does not describe its target's head",
             fix="use supervision 'logits', or give the backend an info()",
         )
 
     def set_vocab_mapping(
         self, selected_token_ids: Tensor, selected_token_mask: Tensor | None = None
     ) -> None:
-        """The draft vocabulary, needed by `probs` supervision: ids [W] in draft order, mask [V]
-        (which follows from the ids)."""
+        """Set the draft vocabulary, which `probs` supervision needs: ids [W] in draft order, and
+        their mask [V] (derived from the ids if omitted)."""
         if selected_token_mask is None:
             size = len(self.get_input_embeddings().weight)
             selected_token_mask = selection_mask(selected_token_ids, size)
@@ -160,11 +160,11 @@ class Eagle3TargetBackend(ABC):
         self._selected_token_mask = selected_token_mask.bool()
 
     def known_rows(self) -> KnownRows | None:
-        """The only rows that it can be asked about; None: any."""
+        """The only rows that it can be asked about, or None if it answers about any rows."""
         return None
 
     def read_ahead(self, rows: RowView) -> RowView:
-        """The same rows, of which collating may fetch the answers in advance."""
+        """The same rows as a view whose collation may prefetch their answers."""
         return rows
 
     def asked_before(self, packs: Iterable[Callable[[], TokenBatch]]) -> None:
@@ -188,7 +188,7 @@ class Eagle3TargetBackend(ABC):
             raise RuntimeError(f"this {type(self).__name__} is closed: build a new one")
 
     def _vocab_mapping(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """The draft vocabulary on `device`, moved there once."""
+        """The draft vocabulary, moved to `device` on first use."""
         if self._selected_token_ids is None or self._selected_token_mask is None:
             raise ValueError(
                 "supervision 'probs' needs the draft vocabulary: call set_vocab_mapping first"
@@ -199,7 +199,7 @@ class Eagle3TargetBackend(ABC):
 
 
 def finished(batch: Eagle3TargetBatch) -> Future[Eagle3TargetBatch]:
-    """An answer that is there already, as a future."""
+    """Wrap an answer in a completed future."""
     future: Future[Eagle3TargetBatch] = Future()
     future.set_result(batch)
     return future
@@ -226,7 +226,7 @@ def _check_selected(selected_token_ids: Tensor) -> None:
 
 
 def check_vocab_mapping(selected_token_ids: Tensor, selected_token_mask: Tensor) -> None:
-    """Ids [W] and membership mask [V] must describe the same set of tokens."""
+    """Check that ids [W] and membership mask [V] describe the same set of tokens."""
     _check_selected(selected_token_ids)
     if selected_token_mask.ndim != 1:
         raise ValueError(
@@ -242,7 +242,7 @@ def check_vocab_mapping(selected_token_ids: Tensor, selected_token_mask: Tensor)
 
 
 def check_token_ids(input_ids: Tensor, size: int) -> None:
-    """Refuse ids that the target's embedding has no row for."""
+    """Reject ids that the target's embedding has no row for."""
     low, high = int(input_ids.min()), int(input_ids.max())
     if low < 0 or high >= size:
         raise ValueError(

@@ -1,7 +1,7 @@
 """Capture a model's inner states during one forward pass, leaving nothing behind.
 
-Hooks live exactly as long as the `with` block, also when the forward raises; states are copied at
-once into the tensor that will be returned, so nothing else of the model's memory is held.
+Hooks live exactly as long as the `with` block, even when the forward raises. States are copied
+immediately into the tensor that is returned, so no other activations are kept alive.
 """
 
 from collections import OrderedDict
@@ -19,7 +19,8 @@ from fledge.target.packing import Group
 
 
 def hidden_of(output: Any) -> Tensor:
-    """The hidden states in a decoder layer's output: a tensor, a tuple's first, a named field."""
+    """The hidden states in a decoder layer's output: the output itself if it is a tensor, else a
+    named field, else its first tensor."""
     if isinstance(output, Tensor):
         return output
     if isinstance(output, Mapping):  # a transformers ModelOutput is one
@@ -39,7 +40,7 @@ def hidden_of(output: Any) -> Tensor:
 def layer_outputs(
     layers: Sequence[nn.Module], layer_ids: Sequence[int], on_output: Callable[[int, Tensor], None]
 ) -> Iterator[None]:
-    """While open, `on_output(layer id, hidden states)` is called as each of them returns."""
+    """While open, call `on_output(layer id, hidden states)` whenever one of the layers returns."""
 
     def hook(layer_id: int, _module: nn.Module, _args: Any, output: Any) -> None:
         on_output(layer_id, hidden_of(output))
@@ -52,14 +53,14 @@ def layer_outputs(
 
 @contextmanager
 def muted_head(head: nn.Module, answer: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """While open, the output head does no work: `answer` gets its input and stands in for it.
+    """While open, replace the output head's forward with `answer`, which gets the head's input.
 
-    The model's own forward still runs from root to end, and what arrives is by definition the
-    head's input: after the final norm and after any scaling that an architecture does in front of
-    its head. Hooks of the head rest too: those of sharding would fetch weights for nothing, and
-    take the stand-in's answer for a part of one.
+    The model's own forward still runs from start to end, so what `answer` receives is by definition
+    the head's input: after the final norm and any scaling that an architecture applies before its
+    head. The head's hooks are disabled too: those of sharding would fetch weights for nothing and
+    would mistake the output of `answer` for one shard.
     """
-    wrapped = head.__dict__.get("forward")  # offloading tools put their own forward here
+    wrapped = head.__dict__.get("forward")  # offloading tools store their own forward here
     hooks = head._forward_pre_hooks, head._forward_hooks
     head._forward_pre_hooks, head._forward_hooks = OrderedDict(), OrderedDict()
     head.forward = answer
@@ -73,46 +74,47 @@ def muted_head(head: nn.Module, answer: Callable[[Tensor], Tensor]) -> Iterator[
             head.forward = wrapped
 
 
-class _AllHeard(BaseException):
-    """No error, and nobody's to handle but ours: the rest of a pass is not needed."""
+class _PassStopped(BaseException):
+    """Unwinds a forward pass whose remaining layers are not needed. A BaseException, so that the
+    model's own `except Exception` does not catch it."""
 
 
 @contextmanager
 def stop_behind(
     layer_id: int, write: Callable[[int, Tensor], None], answer: Callable[[Tensor], Tensor]
 ) -> Iterator[Callable[[int, Tensor], None]]:
-    """Gives a `write` that ends the pass inside once this layer's states are written; `answer` gets
-    zeros where the last hidden state would have been."""
+    """Yield a `write` that ends the enclosed pass once this layer's states are written; `answer` is
+    called with zeros in place of the last hidden state."""
 
     def write_and_stop(number: int, states: Tensor) -> None:
         write(number, states)
         if number == layer_id:
             answer(states.new_zeros(()).expand_as(states))
-            raise _AllHeard
+            raise _PassStopped
 
     try:
         yield write_and_stop
-    except _AllHeard as heard:
-        # it has passed through the model's own frames, and would keep their tensors alive until
-        # Python looks for cycles
-        clear_frames(heard.__traceback__)
+    except _PassStopped as stopped:
+        # its traceback holds the model's frames and would keep their tensors alive until the next
+        # garbage collection
+        clear_frames(stopped.__traceback__)
 
 
 class AuxBuffer:
-    """The aux states [B, T, A * D] of one batch, filled layer by layer as the forward goes.
+    """The aux states [B, T, A * D] of one batch, filled layer by layer during the forward.
 
-    Layers land side by side in the order of `layer_ids`; the memory is taken at the first write,
-    when width, dtype and device are known. Slots that nothing is written to (padding) stay 0.
+    Layers are concatenated in the order of `layer_ids`. Memory is allocated at the first write,
+    when width, dtype and device are known. Slots that are never written (padding) stay 0.
     """
 
     def __init__(self, rows_BT: torch.Size, layer_ids: Sequence[int]) -> None:
         self.rows_BT = rows_BT
         self.layer_ids = list(layer_ids)
         self.aux_BTD: Tensor | None = None
-        self.captured: dict[int, Tensor] = {}  # layer id -> its part of aux_BTD
+        self.captured: dict[int, Tensor] = {}  # layer id -> its slice of aux_BTD
 
     def write(self, layer_id: int, states: Tensor, group: Group | None) -> None:
-        """Copy one layer's states to their place: the batch's own rows, or a group's documents."""
+        """Copy one layer's states into place: those of the batch, or of a group's documents."""
         width = states.shape[-1]
         if self.aux_BTD is None:
             self.aux_BTD = states.new_zeros((*self.rows_BT, width * len(self.layer_ids)))

@@ -1,11 +1,11 @@
-"""NaN and infinity are no answer: found on the device, refused on the host in one line.
+"""Reject answers that hold NaN or infinity: found on the device, reported on the host in one line.
 
-A target that overflows its number format, or whose weights are damaged, answers all the same, and
-NaN passes for agreement wherever two likeliest tokens are compared. So whoever asks a target looks
-at what it got: at once (`checked_answer`), or, where waiting for the device would cost time, by
-taking the verdict along (`inspect`) and reading it later, with the rest of the step.
+A target that overflows its number format, or whose weights are damaged, still answers, and NaN
+looks like agreement wherever two argmax tokens are compared. So every caller checks the answer: at
+once (`checked_answer`), or, where synchronizing with the device would cost time, by keeping the
+verdict (`inspect`) on the device and reading it later with the rest of the step.
 
-Not here: tokens picked from logits that are not finite (`core.picks`).
+Tokens picked from non-finite logits are handled in `core.picks`.
 """
 
 import math
@@ -32,35 +32,35 @@ _WIDER = {torch.float16: "bfloat16 or float32", torch.bfloat16: "float32"}
 
 
 class NotFinite(BadInput):
-    """A model's numbers are NaN or infinite: nothing that follows from them is a result."""
+    """A model's numbers are NaN or infinite, so nothing derived from them is meaningful."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """The first place of an answer that is not finite."""
+    """The first place in an answer that is not finite."""
 
-    layer: str  # what holds it: "layer 7", "last hidden state", "logits"
+    layer: str  # "layer 7", "last hidden state", "logits", ...
     row: int
-    token: int  # of the row
+    token: int  # index within the row
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What `inspect` found, still on the device."""
+    """The result of `inspect`, still on the device."""
 
-    first_BL: Tensor  # first bad slot of every aux layer, then of the supervision; T: none
+    first_BL: Tensor  # first bad slot of each aux layer, then of the supervision; T if none is bad
     width: int  # T
     supervision: Supervision
     dtype: torch.dtype  # of the states
 
     @property
     def broken(self) -> Tensor:
-        """bool on the device: something is not finite."""
+        """Whether anything is not finite, as a bool tensor on the device."""
         return (self.first_BL < self.width).any()
 
     def fault(self, aux_layer_ids: Sequence[int]) -> Fault | None:
-        """The lowest bad layer of the first bad row: there it began, as far as one can see. Waits
-        for the device."""
+        """The lowest bad layer of the first bad row, which is the likely origin; None if all is
+        finite. Waits for the device."""
         for row, (*aux, last) in enumerate(self.first_BL.tolist()):
             layers = zip(aux_layer_ids, aux, strict=True)
             for layer_id, slot in sorted(pair for pair in layers if pair[1] < self.width):
@@ -72,14 +72,14 @@ class Verdict:
 
 @torch.no_grad()
 def inspect(batch: Eagle3TargetBatch, aux_layers: int) -> Verdict:
-    """Look for NaN and infinity at real tokens, without waiting for the device. What stands at
-    padding, or looks past the end of a document, means nothing and may be anything."""
+    """Look for NaN and infinity at real tokens, without waiting for the device. Values at padding,
+    or about a token past the end of a document, are meaningless and are ignored."""
     aux_BTAD = by_layer(batch.aux_hidden_states, aux_layers)
     real_BT = batch.attention_mask.to(aux_BTAD.device) != 0
     bad_BTA = ~finite_rows(aux_BTAD) & real_BT[..., None]
     remaining_BT = batch.doc_remaining
-    about_BT = shift_left(real_BT) if remaining_BT is None else remaining_BT > 0
-    bad_BT = ~_finite_supervision(batch) & about_BT.to(real_BT.device)
+    supervised_BT = shift_left(real_BT) if remaining_BT is None else remaining_BT > 0
+    bad_BT = ~_finite_supervision(batch) & supervised_BT.to(real_BT.device)
     bad_BTL = torch.cat([bad_BTA, bad_BT[..., None]], dim=-1)
     width = real_BT.shape[1]
     slot_T1 = torch.arange(width, device=bad_BTL.device)[:, None]
@@ -93,14 +93,15 @@ def by_layer(aux: Tensor, layers: int) -> Tensor:
 
 
 def finite_rows(values: Tensor) -> Tensor:
-    """[...] of [..., D]: every number of the row is finite.
+    """Whether every number of a row is finite: [..., D] -> bool [...].
 
-    By the smallest and the largest: both propagate NaN, and they are exact, where a sum of large
-    bfloat16 numbers could overflow by itself. `isfinite().all()` would write a copy of everything.
+    Tests the minimum and the maximum: both propagate NaN, and both are exact, whereas a sum of
+    large bfloat16 numbers could itself overflow. `isfinite().all()` would materialize a mask of the
+    whole tensor.
     """
     if values.is_cuda:
         low, high = torch.aminmax(values, dim=-1)
-    else:  # no waiting here, and a look at everything is five times as fast as one at each row
+    else:  # no synchronization, and one reduction over everything is five times as fast as per row
         if values.numel() and all(map(math.isfinite, map(float, torch.aminmax(values)))):
             return torch.ones(values.shape[:-1], dtype=torch.bool, device=values.device)
         low, high = values.amin(-1), values.amax(-1)
@@ -108,7 +109,7 @@ def finite_rows(values: Tensor) -> Tensor:
 
 
 def _finite_supervision(batch: Eagle3TargetBatch) -> Tensor:
-    if batch.logits is not None:  # minus infinity is a token that cannot be said
+    if batch.logits is not None:  # minus infinity is a token that cannot be sampled
         return batch.logits.amax(-1).isfinite()
     states = batch.target_probs if batch.last_hidden_states is None else batch.last_hidden_states
     assert states is not None
@@ -116,14 +117,15 @@ def _finite_supervision(batch: Eagle3TargetBatch) -> Tensor:
 
 
 def checked_answer(target: Eagle3TargetBackend, rows: TokenBatch) -> Eagle3TargetBatch:
-    """The target's answer about these rows, refused unless it is finite. Waits for the device."""
+    """The target's answer about these rows; raises NotFinite unless it is finite. Waits for the
+    device."""
     batch = target.answer(rows)
     check_answer(target, batch, rows)
     return batch
 
 
 def check_answer(target: Eagle3TargetBackend, batch: Eagle3TargetBatch, rows: TokenBatch) -> None:
-    """Raise NotFinite about an answer that is not finite."""
+    """Raise NotFinite if an answer is not finite."""
     verdict = inspect(batch, len(target.aux_layer_ids))
     fault = verdict.fault(target.aux_layer_ids)
     if fault is not None:
@@ -132,8 +134,8 @@ def check_answer(target: Eagle3TargetBackend, batch: Eagle3TargetBatch, rows: To
 
 
 def check_probs(probs_MW: Tensor, batch: Eagle3TargetBatch) -> None:
-    """Refuse probabilities of a batch's supervised slots, made of finite states by a head that
-    overflowed. Waits for the device."""
+    """Reject probabilities of a batch's supervised slots that a head computed from finite states
+    but with an overflow. Waits for the device."""
     bad_M = ~finite_rows(probs_MW)
     if bool(bad_M.any()):
         row, slot = batch.loss_mask.nonzero()[bad_M][0].tolist()
@@ -142,12 +144,12 @@ def check_probs(probs_MW: Tensor, batch: Eagle3TargetBatch) -> None:
 
 
 def module_of(target: object) -> nn.Module | None:
-    """The model behind a backend, where it is in this process and can be looked at."""
-    if not isinstance(target, Eagle3TargetBackend):  # whatever else has an `answer`
+    """The model behind a backend, if it is in this process and can be inspected."""
+    if not isinstance(target, Eagle3TargetBackend):  # any other object with an `answer`
         return None
     try:
         return target.info().module
-    except BadInput:  # a backend that answers with logits need not say
+    except BadInput:  # `info` is optional for a backend that answers with logits
         return None
 
 
@@ -159,11 +161,11 @@ def refusal(
     model: nn.Module | None = None,
     where: str = "",
 ) -> NotFinite:
-    """The line about an answer: its layer, its row, and why it probably came to this."""
+    """The error about an answer: its layer, its row, and the probable cause."""
     row = f"row {fault.row} ({place})" if place else f"row {fault.row}"
     seen = f"the target's answer is not finite in {fault.layer}, {row}, token {fault.token}"
-    if model is not None and (found := bad_weight(model)) is not None:
-        return bad_weights(*found, owner=f"the target ({_name(model)})", where=where, seen=seen)
+    if model is not None and (tensor := bad_weight(model)) is not None:
+        return bad_weights(*tensor, owner=f"the target ({_name(model)})", where=where, seen=seen)
     name = str(dtype).removeprefix("torch.")
     if (wider := _WIDER.get(dtype)) is not None:
         what = f"{seen}: {name} overflows, or the weights are damaged"
@@ -173,7 +175,7 @@ def refusal(
 
 
 def place_of(rows: TokenBatch, fault: Fault) -> str:
-    """Where the document came from that a fault lies in; empty: nobody knows."""
+    """Where the document with the fault came from; empty if unknown."""
     places = rows.places[fault.row] if fault.row < len(rows.places) else ()
     if rows.seq_lens is None:
         return places[0] if places else ""
@@ -182,7 +184,7 @@ def place_of(rows: TokenBatch, fault: Fault) -> str:
 
 
 def bad_weights(name: str, what: str, *, owner: str, where: str = "", seen: str = "") -> NotFinite:
-    """The line about weights that hold no numbers."""
+    """The error about weights that hold NaN or infinity."""
     line = f"weights of {owner} hold {what}: tensor {name}"
     line += f" ({seen})" if seen else ""
     return NotFinite(line, where=where, fix="the files are damaged: fetch or convert them again")
@@ -190,7 +192,8 @@ def bad_weights(name: str, what: str, *, owner: str, where: str = "", seen: str 
 
 @torch.no_grad()
 def bad_weight(model: nn.Module) -> tuple[str, str] | None:
-    """The first tensor of a model that is not finite, and what it holds; None: all are."""
+    """Name of the first tensor of a model that is not finite, and what it holds; None if all are
+    finite."""
     for name, tensor in model.state_dict().items():
         if isinstance(tensor, Tensor) and (what := not_numbers(tensor)):
             return name, what
@@ -198,14 +201,14 @@ def bad_weight(model: nn.Module) -> tuple[str, str] | None:
 
 
 def not_numbers(tensor: Tensor) -> str:
-    """ "NaN" or "infinity" if a tensor holds it, else nothing."""
-    for part in stored_tensors(local_part(tensor)):  # each rank looks at what it holds
-        # 8-bit and packed parts have no such reductions, and none of these numbers to speak of
+    """ "NaN" or "infinity" if a tensor holds it, else an empty string."""
+    for part in stored_tensors(local_part(tensor)):  # each rank checks its own shard
+        # 8-bit and packed parts support no such reductions and hardly hold NaN or infinity
         plain = part.is_floating_point() and part.itemsize > 1 and part.device.type != "meta"
         if plain and part.numel():
-            ends = torch.stack([part.amin(), part.amax()])
-            if not bool(ends.isfinite().all()):
-                return "NaN" if bool(ends.isnan().any()) else "infinity"
+            extremes = torch.stack([part.amin(), part.amax()])
+            if not bool(extremes.isfinite().all()):
+                return "NaN" if bool(extremes.isnan().any()) else "infinity"
     return ""
 
 
@@ -216,16 +219,16 @@ def _name(model: nn.Module) -> str:
 
 @torch.no_grad()
 def broken_layer(model: nn.Module, token_ids: Sequence[int]) -> str:
-    """The lowest decoder layer whose output over a text is not finite, else the logits: one more
-    pass, to say where a decoded text went wrong. Empty: the text is sound."""
+    """The lowest decoder layer whose output over a text is not finite, else "logits"; empty if all
+    is finite. Runs one more pass, to report where a decoded text went wrong."""
     layers, broken = find_layers(model), []
 
-    def look(layer_id: int, states_BTD: Tensor) -> None:
+    def check(layer_id: int, states_BTD: Tensor) -> None:
         if not bool(finite_rows(states_BTD).all()):
             broken.append(layer_id)
 
     device = next(model.parameters()).device
-    with layer_outputs(layers, range(len(layers)), look):
+    with layer_outputs(layers, range(len(layers)), check):
         output = model(input_ids=torch.tensor([list(token_ids)], device=device))
     if broken:
         return f"layer {min(broken)}"

@@ -1,5 +1,5 @@
-"""A target that shows more layers than a draft listens to: the draft hears its own, as if it had
-asked alone. So one pass serves several drafts (`train/together.py`)."""
+"""A view of some aux layers of a target that returns more layers than one draft uses, so that one
+forward pass serves several drafts (`train/together.py`)."""
 
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
@@ -17,8 +17,8 @@ from fledge.target.finite import by_layer
 
 
 class HeardTarget(Eagle3TargetBackend):
-    """Some of the layers of another target, in an order of its own. That one stays open when this
-    is closed, for other drafts hear it, too; unless this one is its `owner`."""
+    """Some of the aux layers of another target, in any order. Closing the view leaves that target
+    open for other drafts, unless the view is its `owner`."""
 
     def __init__(
         self, inner: Eagle3TargetBackend, aux_layer_ids: Sequence[int], *, owner: bool = False
@@ -32,13 +32,15 @@ class HeardTarget(Eagle3TargetBackend):
         self.inside_engine, self.joins = inner.inside_engine, inner.joins
 
     def heard(self, answer: Eagle3TargetBatch) -> Eagle3TargetBatch:
-        """What a draft hears of the other target's answer."""
-        shown = self.inner.aux_layer_ids
-        if self.aux_layer_ids == shown:
+        """Reduce the inner target's answer to the aux layers of this view."""
+        all_ids = self.inner.aux_layer_ids
+        if self.aux_layer_ids == all_ids:
             return answer
-        aux_BTAD = by_layer(answer.aux_hidden_states, len(shown))
-        places = torch.tensor([shown.index(i) for i in self.aux_layer_ids], device=aux_BTAD.device)
-        return replace(answer, aux_hidden_states=aux_BTAD.index_select(2, places).flatten(2))
+        aux_BTAD = by_layer(answer.aux_hidden_states, len(all_ids))
+        index_A = torch.tensor(
+            [all_ids.index(i) for i in self.aux_layer_ids], device=aux_BTAD.device
+        )
+        return replace(answer, aux_hidden_states=aux_BTAD.index_select(2, index_A).flatten(2))
 
     def answer(self, rows: TokenBatch) -> Eagle3TargetBatch:
         self._check_open()
@@ -46,16 +48,16 @@ class HeardTarget(Eagle3TargetBackend):
 
     def answer_async(self, rows: TokenBatch) -> Future[Eagle3TargetBatch]:
         self._check_open()
-        ours: Future[Eagle3TargetBatch] = Future()
+        future: Future[Eagle3TargetBatch] = Future()
 
         def pass_on(done: Future[Eagle3TargetBatch]) -> None:
             try:
-                ours.set_result(self.heard(done.result()))
+                future.set_result(self.heard(done.result()))
             except BaseException as error:  # noqa: BLE001  (raised where the answer is awaited)
-                ours.set_exception(error)
+                future.set_exception(error)
 
         self.inner.answer_async(rows).add_done_callback(pass_on)
-        return ours
+        return future
 
     def join(self) -> None:
         self.inner.join()
@@ -71,8 +73,8 @@ class HeardTarget(Eagle3TargetBackend):
     def set_vocab_mapping(
         self, selected_token_ids: Tensor, selected_token_mask: Tensor | None = None
     ) -> None:
-        held = self.inner._selected_token_ids if self.supervision == "probs" else None
-        if held is not None and not torch.equal(held.cpu(), selected_token_ids.cpu()):
+        current = self.inner._selected_token_ids if self.supervision == "probs" else None
+        if current is not None and not torch.equal(current.cpu(), selected_token_ids.cpu()):
             what = "probabilities are over one draft vocabulary, and the drafts have several"
             fix = "target.supervision=hidden, or the same draft.draft_vocab_size for all"
             raise BadInput(what, where="target.supervision", fix=fix)
@@ -94,15 +96,15 @@ class HeardTarget(Eagle3TargetBackend):
 
 
 def shown_to_all(target: Eagle3TargetBackend) -> Eagle3TargetBackend:
-    """The target of which one draft hears its part; itself, where it is heard as it is."""
+    """The target behind a `HeardTarget` view; any other target is returned as it is."""
     return target.inner if isinstance(target, HeardTarget) else target
 
 
 def as_heard(
     answer: Eagle3TargetBatch, asked: Eagle3TargetBackend, target: Eagle3TargetBackend
 ) -> Eagle3TargetBatch:
-    """The answer of the target that was asked, as a draft hears it: whose target is that one, or
-    some layers of it."""
+    """The answer of the target `asked`, reduced to the layers of a draft's `target`: which is
+    either `asked` itself or a view of it."""
     if target is asked:
         return answer
     assert isinstance(target, HeardTarget), "a draft whose target was not asked"

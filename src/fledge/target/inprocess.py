@@ -1,7 +1,7 @@
-"""What the backends that run the target in this process share: rows in, one batch out.
+"""Shared base of the backends that run the target in this process.
 
-Moves, runs padded rows as they are and packed ones document by document, and derives probabilities
-where they are wanted. A subclass runs rows.
+Moves rows to the device, runs padded rows as they are and packed rows document by document, and
+derives probabilities if requested. A subclass implements the forward pass.
 """
 
 from abc import abstractmethod
@@ -28,49 +28,51 @@ class InProcessTarget(Eagle3TargetBackend):
 
     overhead_tokens: int  # cost of one more forward pass, in tokens; see `packing`
     tokenizer: Any
-    _depth: int  # decoder layers
+    _depth: int  # number of decoder layers
     _info: TargetInfo | None = None
-    _together: Together | None = None  # ranks that run it with this one
+    _together: Together | None = None  # the ranks that share the target with this one
 
     @abstractmethod
     def _forward(self, ids: Tensor, mask: Tensor, aux: AuxBuffer, group: Group | None) -> Tensor:
-        """One pass over some rows: aux states into `aux`, and the answer returned, unshifted.
+        """Run one pass over some rows: write aux states to `aux` and return the unshifted answer.
 
-        The answer is logits or last hidden states. Without `group` these are the batch's own rows;
-        with it, documents as rows, whose padding only follows the real tokens, where a causal model
-        cannot see it.
+        The answer is logits or last hidden states. Without `group` the rows are those of the batch;
+        with it, they are documents, padded on the right only, where a causal model cannot see the
+        padding.
         """
 
     @abstractmethod
     def _answers_logits(self) -> bool:
-        """Whether `_forward` answers with logits, and not with last hidden states."""
+        """Whether `_forward` returns logits rather than last hidden states."""
 
     @abstractmethod
     def _head_of_states(self) -> TargetHead:
-        """The head that turns the answered states into logits."""
+        """The head that turns the returned states into logits."""
 
     @abstractmethod
     def _device(self) -> torch.device:
-        """Where token ids must lie."""
+        """The device that token ids must be on."""
 
     @abstractmethod
     def _vocabulary_rows(self) -> int | None:
-        """Ids below this are known to the input embedding; None when unknown."""
+        """Number of rows of the input embedding; None when unknown."""
 
     @abstractmethod
     def _facts(self) -> dict[str, Any]:
-        """The fields of `TargetInfo` that neither the head nor the tokenizer decides."""
+        """The fields of `TargetInfo` that follow from neither the head nor the tokenizer."""
 
     def info(self) -> TargetInfo:
         self._check_open()
         if self._info is None:
-            head, known = self._head_of_states(), self.tokenizer is not None
+            head, has_tokenizer = self._head_of_states(), self.tokenizer is not None
             self._info = TargetInfo(
                 head=head,
                 hidden_size=head.weight_VD.shape[1],
                 vocab_size=head.weight_VD.shape[0],
                 depth=self._depth,
-                tokenizer_fingerprint=tokenizer_fingerprint(self.tokenizer) if known else None,
+                tokenizer_fingerprint=(
+                    tokenizer_fingerprint(self.tokenizer) if has_tokenizer else None
+                ),
                 **self._facts(),
             )
         return self._info
@@ -79,25 +81,25 @@ class InProcessTarget(Eagle3TargetBackend):
     def answer(self, rows: TokenBatch) -> Eagle3TargetBatch:
         """Run the target and capture aux hidden states plus supervision.
 
-        Documents of packed rows never see each other (see `packing`); padded rows run as they are,
-        under their attention mask. Ranks that share the target run each other's rows too.
+        Documents of packed rows never attend to each other (see `packing`); padded rows run as they
+        are, under their attention mask. Ranks that share the target run each other's rows too.
         """
         self._check_open()
         documents = find_documents(rows)
         if documents is not None and not documents.lengths:
             raise ValueError("attention_mask marks no token at all")
         size = self._vocabulary_rows()
-        if size is not None and rows.input_ids.device.type == "cpu":  # looked at on the host only
+        if size is not None and rows.input_ids.device.type == "cpu":  # avoid a synchronization
             check_token_ids(rows.input_ids, size)
         device = self._device()
         mapping = self._vocab_mapping(device) if self.supervision == "probs" else None
         if self._together is None:
-            here = rows.to(device)
-            batch = self._run_rows(here, self._passes(here, documents))
+            device_rows = rows.to(device)
+            batch = self._run_rows(device_rows, self._passes(device_rows, documents))
         else:
-            ours = self._run_together(rows, self._together)
-            assert ours is not None
-            batch = ours
+            shared_batch = self._run_together(rows, self._together)
+            assert shared_batch is not None
+            batch = shared_batch
         if mapping is not None:
             head = None if self._answers_logits() else self._head_of_states()
             batch = batch.with_probs(head, *mapping)
@@ -112,28 +114,30 @@ class InProcessTarget(Eagle3TargetBackend):
     def _run_together(
         self, rows: TokenBatch | None, together: Together
     ) -> Eagle3TargetBatch | None:
-        """What every rank asks, in the same order on all of them; only our answer is kept."""
+        """Run the rows of every rank, in the same order on all ranks; only the answer about this
+        rank's own rows is kept."""
         device = self._device()
-        questions, ours = together.exchange(rows)
-        here = [question.to(device) for question in questions]
+        questions, own_index = together.exchange(rows)
+        device_rows = [question.to(device) for question in questions]
         passes = [
-            self._passes(there, find_documents(question))
-            for question, there in zip(questions, here, strict=True)
+            self._passes(moved, find_documents(question))
+            for question, moved in zip(questions, device_rows, strict=True)
         ]
         count = sum(map(len, passes))
         idle = together.most(count) - count
-        kept = None
-        for index, question in enumerate(here):
+        own_batch = None
+        for index, question in enumerate(device_rows):
             batch = self._run_rows(question, passes[index])
-            kept = batch if index == ours else kept
-        nothing_11 = torch.zeros((1, 1), dtype=torch.long, device=device)
+            own_batch = batch if index == own_index else own_batch
+        dummy_11 = torch.zeros((1, 1), dtype=torch.long, device=device)
         for _ in range(idle):
-            aux = AuxBuffer(nothing_11.shape, self.aux_layer_ids)
-            self._forward(nothing_11, torch.ones_like(nothing_11), aux, None)
-        return kept
+            aux = AuxBuffer(dummy_11.shape, self.aux_layer_ids)
+            self._forward(dummy_11, torch.ones_like(dummy_11), aux, None)
+        return own_batch
 
     def _passes(self, rows: TokenBatch, documents: Documents | None) -> Sequence[Group | None]:
-        """The forward passes that rows take: one for padded rows, else by document."""
+        """The forward passes that rows take: one (None) for padded rows, else one per group of
+        documents."""
         return [None] if documents is None else self._groups(documents, rows.input_ids)
 
     def _run_rows(self, rows: TokenBatch, passes: Sequence[Group | None]) -> Eagle3TargetBatch:
@@ -161,7 +165,7 @@ class InProcessTarget(Eagle3TargetBackend):
         )
 
     def _keep_last(self, answer: Tensor, aux: AuxBuffer, group: Group | None) -> None:
-        """The last hidden state is the answer itself: as an aux state it costs one copy."""
+        """Copy the answer to `aux` if the last hidden state is one of the aux layers."""
         if self._depth in self.aux_layer_ids:
             aux.write(self._depth, answer, group)
 
@@ -170,7 +174,8 @@ class InProcessTarget(Eagle3TargetBackend):
         return inner_layers(self.aux_layer_ids, self._depth)
 
     def _check_last_state(self) -> None:
-        """Where the answer is logits, the state in front of the head is not seen."""
+        """Reject the last hidden state as an aux layer where the answer is logits: the state in
+        front of the head is then not available."""
         if self._depth in self.aux_layer_ids and self._answers_logits():
             raise BadInput(
                 f"aux layer {self._depth} is the last hidden state, which is not there with "
@@ -179,13 +184,13 @@ class InProcessTarget(Eagle3TargetBackend):
             )
 
     def _plan(self, documents: Documents, ids_BT: Tensor) -> list[list[int]]:
-        """Which documents run together as rows; no pass larger than the batch itself."""
+        """Which documents run in one pass, as its rows; no pass is larger than the batch itself."""
         return plan_groups(
             documents.lengths, overhead_tokens=self.overhead_tokens, max_tokens=ids_BT.numel()
         )
 
     def _groups(self, documents: Documents, ids_BT: Tensor) -> Sequence[Group]:
-        """How the documents of a packed batch are run."""
+        """The groups in which the documents of a packed batch are run."""
         return group_documents(documents, self._plan(documents, ids_BT), device=ids_BT.device)
 
     def _check_captured(self, captured: dict[int, Tensor]) -> None:

@@ -1,7 +1,7 @@
-"""Kinds of targets: everything that depends on who answers, one object per kind, by name.
+"""Kinds of targets: everything that depends on the target backend, one object per kind, by name.
 
-A kind is its section of a recipe and how the backend behind it is opened. Its file imports neither
-torch nor an engine when it is loaded: recipes are read before anything heavy is needed.
+A kind defines its section of a recipe and how its backend is opened. Its module imports neither
+torch nor an engine at import time: recipes are read before anything heavy is needed.
 """
 
 from abc import ABC, abstractmethod
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
     from fledge.target.base import Eagle3TargetBackend
 
-_SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "float8": "fp8"}
+_DTYPE_ALIASES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "float8": "fp8"}
 
 
 def spelt_out(value: Any) -> Any:
-    """A dtype's whole name where its short one is given."""
-    return _SHORT.get(value, value) if isinstance(value, str) else value
+    """The full name of a dtype given by its short name; other values are returned unchanged."""
+    return _DTYPE_ALIASES.get(value, value) if isinstance(value, str) else value
 
 
 def _comma_separated(value: Any) -> Any:
@@ -36,13 +36,13 @@ def _comma_separated(value: Any) -> Any:
 
 
 class TargetSection(Section):
-    """What every kind shares, so that it survives a switch of `target.backend`."""
+    """Fields that all kinds share, so that they survive a switch of `target.backend`."""
 
     backend: str
-    """Each kind says its own name; it stands here so that it comes first."""
+    """Narrowed by each kind to its own name; declared here so that it comes first."""
 
     model: Text | None = None
-    """Each kind says what it needs the name for."""
+    """Documented by each kind, as what it is needed for differs."""
 
     aux_layer_ids: Annotated[tuple[Count, ...], BeforeValidator(_comma_separated)] | None = None
     """Decoder layers that feed the draft, in order (EAGLE-3: three); null: the method's own."""
@@ -55,7 +55,7 @@ SectionT = TypeVar("SectionT", bound=TargetSection)
 
 
 class Cut(NamedTuple):
-    """How a target is cut over the ranks that train: `fsdp * tp * cp` of them hold it together."""
+    """How a target is sharded over the training ranks: `fsdp * tp * cp` of them hold one copy."""
 
     fsdp: int = 1
     tp: int = 1
@@ -70,67 +70,68 @@ class TargetKind(ABC, Generic[SectionT]):
     """One kind of target."""
 
     name: ClassVar[str]
-    """`target.backend` of its recipes."""
+    """Value of `target.backend` in its recipes."""
 
     section: type[SectionT]
-    """Its section of a recipe."""
+    """Type of its section of a recipe."""
 
     brings_rows: ClassVar[bool] = False
-    """Whether it answers about rows of its own (`known_rows`), whatever data a recipe names."""
+    """Whether it answers only about its own rows (`known_rows`), whatever data a recipe names."""
 
     shows_any_layers: ClassVar[bool] = False
-    """Whether it can be opened for any layers; a server or a cache was told when it was made."""
+    """Whether it can be opened for any layers; those of a server or a cache were fixed when it was
+    made."""
 
     @abstractmethod
     def open(
         self, section: SectionT, *, device: "torch.device", aux_layers: int
     ) -> "Eagle3TargetBackend":
-        """The target; `aux_layers` is how many layers it must show where the section names none."""
+        """Open the target; `aux_layers` is how many layers it returns if the section names none."""
 
     def model_name(self, section: SectionT) -> str:
-        """Where config and tokenizer come from."""
+        """The model whose config and tokenizer are used."""
         if section.model is None:
             raise BadInput("no model for the tokenizer", where="target.model")
         return section.model
 
-    # --- asked before a target is opened --------------------------------------------------------
+    # --- used before a target is opened ---------------------------------------------------------
 
     def aux_layer_ids(self, section: SectionT) -> Sequence[int] | None:
-        """The layers that it will show; None: the usual ones of its model."""
+        """The layers that it will return; None: the default ones of its model."""
         return section.aux_layer_ids
 
     def dtype(self, section: SectionT, device: "torch.device") -> "torch.dtype":
-        """The precision in which it will answer, as far as its config tells."""
+        """The precision in which it will answer, as far as its config states it."""
         import torch
 
         from fledge.target.cache.format import DTYPES
 
         stored = getattr(target_config(section), "dtype", None) or torch.float32
         if stored not in DTYPES.values() or (device.type == "cuda" and stored == torch.float32):
-            return torch.bfloat16  # what such a model runs in
+            return torch.bfloat16  # such a model runs in bfloat16
         return stored
 
     def cut(self, section: SectionT) -> Cut | None:
-        """How it lies on the ranks that train; None: it runs elsewhere."""
+        """How it is sharded over the training ranks; None: it runs elsewhere."""
         return None
 
     def draft_vocab_size(self, section: SectionT) -> int | None:
-        """Size of the draft vocabulary that comes with its answers; None: it has no say."""
+        """Size of the draft vocabulary that its answers are limited to; None: no restriction."""
         return None
 
     def asked_once(self, section: SectionT) -> SectionT:
-        """The section for a target that is asked about every row once, as a precompute does."""
+        """The section for a target that is asked about every row once, as in a precompute."""
         return section
 
     def placed(
         self, section: SectionT, *, aux_layers: int, name: str
     ) -> AbstractContextManager[Mapping[str, str]]:
-        """What is started once for all ranks of a run on a cluster, and outlives them, under
-        the run's name; yields the environment variables by which they find it."""
+        """Start what all ranks of a run on a cluster share and what outlives them, under the run's
+        name; yields the environment variables by which the ranks find it."""
         return nullcontext({})
 
     def kept_states(self, section: SectionT) -> KeptStates:
-        """Memory for answers that later epochs take instead of asking again."""
+        """Memory for answers that later epochs reuse instead of asking again."""
         return KeptStates()
 
 
@@ -153,7 +154,7 @@ LoadedT = TypeVar("LoadedT", bound=LoadedTarget)
 
 
 class LoadedKind(TargetKind[LoadedT]):
-    """What the kinds that load weights answer alike."""
+    """Defaults of the kinds that load weights."""
 
     shows_any_layers = True
 
@@ -180,27 +181,27 @@ EngineT = TypeVar("EngineT", bound=EngineTarget)
 
 
 class EngineKind(LoadedKind[EngineT]):
-    """A serving engine in this process, imported when it is opened."""
+    """A serving engine in this process, imported when the target is opened."""
 
     backend: ClassVar[str]
-    """Its backend, as `module:class`."""
+    """Its backend class, as `module:class`."""
 
     argument_names: ClassVar[tuple[str, str]]
-    """What the engine calls `tp_size` and `memory_fraction`."""
+    """The engine's own names of `tp_size` and `memory_fraction`."""
 
     def own_arguments(self, section: EngineT, device: "torch.device") -> dict[str, Any]:
-        """What its backend is told beyond what all engines share."""
+        """Arguments of its backend beyond those that all engines share."""
         return {}
 
     def open(
         self, section: EngineT, *, device: "torch.device", aux_layers: int
     ) -> "Eagle3TargetBackend":
-        split, memory = self.argument_names
+        tp_name, memory_name = self.argument_names
         arguments: dict[str, Any] = {}
         if section.tp_size > 1:
-            arguments[split] = section.tp_size
+            arguments[tp_name] = section.tp_size
         if section.memory_fraction is not None:
-            arguments[memory] = section.memory_fraction
+            arguments[memory_name] = section.memory_fraction
         if section.trust_remote_code:
             arguments["trust_remote_code"] = True
         try:
@@ -213,7 +214,7 @@ class EngineKind(LoadedKind[EngineT]):
                 **self.own_arguments(section, device),
                 **{**arguments, **section.engine_args},
             )
-        except BadInput as error:  # an engine speaks of itself: say which key chose it
+        except BadInput as error:  # the engine names only itself: add the recipe key that chose it
             key = f"target.backend={self.name}"
             where = error.where if key in error.where else f"{key} {error.where}".strip()
             raise BadInput(error.what, where=where, fix=error.fix) from error
@@ -242,12 +243,12 @@ TARGET_KINDS: Registry[TargetKind[Any]] = Registry(
 
 
 def target_sections() -> dict[str, type[TargetSection]]:
-    """The recipe sections by the name of their kind."""
+    """The recipe sections of all kinds, by name."""
     return {name: kind.section for name, kind in TARGET_KINDS.items()}
 
 
 def loaded_sections() -> dict[str, type[LoadedTarget]]:
-    """Those of the kinds that load the weights into the process that asks."""
+    """The recipe sections of the kinds that load weights into the calling process, by name."""
     return {n: k.section for n, k in TARGET_KINDS.items() if isinstance(k, LoadedKind)}
 
 
@@ -257,33 +258,34 @@ def kind_of(section: TargetSection) -> TargetKind[Any]:
 
 
 def model_name(section: TargetSection) -> str:
-    """Where a target's config and tokenizer come from."""
+    """The model whose config and tokenizer a target uses."""
     return kind_of(section).model_name(section)
 
 
 def target_config(section: TargetSection) -> Any:
-    """A target's transformers configuration, under the section's word about foreign code."""
+    """A target's transformers config, subject to the section's `trust_remote_code`."""
     from fledge.models.resolve import load_config
 
     return load_config(model_name(section), trust_remote_code=section.trust_remote_code)
 
 
 def target_tokenizer(section: TargetSection) -> Any:
-    """A target's tokenizer, likewise."""
+    """A target's tokenizer, subject to the section's `trust_remote_code`."""
     from fledge.models.resolve import load_tokenizer
 
     return load_tokenizer(model_name(section), trust_remote_code=section.trust_remote_code)
 
 
 def engine_section(engine: str, **given: Any) -> LoadedTarget:
-    """The section of a target that is loaded here, from flags; a kind takes those that it has."""
+    """The section of a target loaded in this process, from command-line flags; flags that the kind
+    has no field for are ignored."""
     engines = loaded_sections()
     if engine not in engines:
         raise BadInput(f"no engine {engine!r}", where="engine", fix=nearest(engine, [*engines]))
     section = engines[engine]
-    known = {name: value for name, value in given.items() if name in section.model_fields}
+    fields = {name: value for name, value in given.items() if name in section.model_fields}
     try:
-        return section.model_validate(known)
+        return section.model_validate(fields)
     except ValidationError as error:
         first = error.errors()[0]
         flag = str(first["loc"][0]).replace("_", "-") if first["loc"] else "engine"

@@ -1,4 +1,4 @@
-"""Where a causal LM keeps its decoder layers, and which of them a draft listens to.
+"""Where a causal LM keeps its decoder layers, and which of them a draft uses.
 
 Works on plain modules (anything with a known attribute path), not on model classes, so that new
 architectures need no entry here.
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fledge.core.errors import BadInput, in_words
 from fledge.target.weights import whole_weight
 
-EAGLE3_AUX_LAYERS = 3  # low, middle, high; other methods say their own number
+EAGLE3_AUX_LAYERS = 3  # low, middle, high; other methods define their own number
 
 # Checked in this order; the first path that holds a ModuleList or a ModuleDict is taken.
 LAYER_PATHS = (
@@ -27,13 +27,13 @@ LAYER_PATHS = (
     "gpt_neox.layers",
     "model.decoder.layers",  # OPT
 )
-# The norm stands beside the layers, under one of these names.
+# The norm is a sibling of the layers, under one of these names.
 NORM_NAMES = ("norm", "ln_f", "final_layer_norm", "final_layernorm", "norm_f")
 
 
 @dataclass(frozen=True)
 class FinalNorm:
-    """The norm in front of the head. `last_hidden_states` have been through it already."""
+    """The norm in front of the head. `last_hidden_states` are already normalized."""
 
     path: str
     kind: str  # class name of the module
@@ -46,17 +46,17 @@ def find_layers(model: nn.Module) -> list[nn.Module]:
     _, layers = _find(model)
     if isinstance(layers, nn.ModuleList):
         return list(layers)
-    wanted = [str(i) for i in range(len(layers))]
-    if set(layers.keys()) != set(wanted):
+    names = [str(i) for i in range(len(layers))]
+    if set(layers.keys()) != set(names):
         raise BadInput(
             f"decoder layers must be keyed '0' .. '{len(layers) - 1}', got {sorted(layers.keys())}"
         )
-    return [layers[key] for key in wanted]
+    return [layers[name] for name in names]
 
 
 def describe_final_norm(model: nn.Module, *, bare: bool = False) -> FinalNorm | None:
-    """The norm between the last layer and the head; None when there is none beside the layers.
-    A `bare` model was built without any layers."""
+    """The norm between the last layer and the head; None if the layers have no such sibling. A
+    `bare` model was built without any layers."""
     path, _ = _find(model, bare=bare)
     parent_path = path.rpartition(".")[0]
     parent = model.get_submodule(parent_path)
@@ -90,19 +90,20 @@ def _find(model: nn.Module, *, bare: bool = False) -> tuple[str, nn.ModuleList |
 
 
 def text_config(config: Any) -> Any:
-    """The language model's part of a config: itself, or a `text_config` that describes layers."""
+    """The language model's part of a config: its `text_config` if that describes layers, else the
+    config itself."""
     nested = getattr(config, "text_config", None)
     return nested if isinstance(getattr(nested, "num_hidden_layers", None), int) else config
 
 
 def stated(config: Any, name: str) -> int | None:
-    """A size of the language model if its config has it; a runner's config may lack some."""
+    """A size of the language model, or None if its config lacks it, as a runner's config may."""
     value = getattr(text_config(config), name, None)
     return value if isinstance(value, int) else None
 
 
 def longest_text(config: Any) -> int:
-    """Longest row that a target takes; practically unlimited if its config sets no limit."""
+    """Longest row that a target accepts; practically unlimited if its config sets no limit."""
     return getattr(text_config(config), "max_position_embeddings", None) or 1 << 40
 
 
@@ -118,24 +119,24 @@ def target_depth(config: Any, layers: Sequence[nn.Module] | None = None) -> int:
 
 def default_aux_layer_ids(depth: int, count: int = EAGLE3_AUX_LAYERS) -> list[int]:
     """Low, middle, high: [1, n//2 - 1, n - 4]. 16 layers give [1, 7, 12], 32 give [1, 15, 28].
-    One alone is what stands behind all layers, [n] (see `inner_layers`); another number of layers
-    is spread."""
+    A single one is the last hidden state, [n] (see `inner_layers`); any other number is spread
+    evenly."""
     if count == 1:
         return [depth]
     if count != EAGLE3_AUX_LAYERS:
         return spread_layer_ids(depth, count)
-    return _possible([1, depth // 2 - 1, depth - 4], depth)
+    return _check_distinct([1, depth // 2 - 1, depth - 4], depth)
 
 
 def spread_layer_ids(depth: int, count: int) -> list[int]:
-    """What block drafts listen to: evenly from the second layer to the third from the end, five of
-    36 are [1, 9, 17, 25, 33]. One alone is the middle one."""
+    """The layers that block drafts use: evenly from the second layer to the third from the end,
+    five of 36 are [1, 9, 17, 25, 33]. A single one is the middle layer."""
     if count == 1:
-        return _possible([depth // 2], depth)
-    return _possible([round(1 + i * (depth - 4) / (count - 1)) for i in range(count)], depth)
+        return _check_distinct([depth // 2], depth)
+    return _check_distinct([round(1 + i * (depth - 4) / (count - 1)) for i in range(count)], depth)
 
 
-def _possible(ids: list[int], depth: int) -> list[int]:
+def _check_distinct(ids: list[int], depth: int) -> list[int]:
     count = len(ids)
     if len(set(ids)) < count or not all(0 <= i < depth for i in ids):
         raise BadInput(
@@ -146,31 +147,31 @@ def _possible(ids: list[int], depth: int) -> list[int]:
 
 
 def inner_layers(aux_layer_ids: Sequence[int], depth: int) -> list[int]:
-    """Those whose output is asked for; the id `depth` behind them stands for the last hidden state,
-    after the final norm, as the head reads it."""
+    """The ids whose layer output is captured; the id `depth`, one past the last layer, stands for
+    the last hidden state, after the final norm, as the head reads it."""
     return [i for i in aux_layer_ids if i < depth]
 
 
 def validate_aux_layer_ids(
     aux_layer_ids: Sequence[int] | None, depth: int, count: int | None = EAGLE3_AUX_LAYERS
 ) -> list[int]:
-    """`count` distinct ids in range (None: any number), in the order of concatenation; without
-    ids, the default ones."""
+    """Check for `count` distinct ids in range (None: any number) and return them in the order of
+    concatenation; without ids, return the default ones."""
     if aux_layer_ids is None:
         return default_aux_layer_ids(depth, count or EAGLE3_AUX_LAYERS)
-    wanted = "" if count is None else f"{in_words(count)} "
+    number = "" if count is None else f"{in_words(count)} "
     try:
         given = list(aux_layer_ids)
-        ids = [index(i) for i in given]  # numpy's and torch's integers are integers too
+        ids = [index(i) for i in given]  # accepts integers of numpy and torch too
     except TypeError:
-        raise BadInput(f"aux_layer_ids must be {wanted}integers, got {aux_layer_ids!r}") from None
+        raise BadInput(f"aux_layer_ids must be {number}integers, got {aux_layer_ids!r}") from None
     if any(isinstance(i, bool) for i in given):
         raise BadInput(f"aux_layer_ids must be integers, got {given}")
     if not ids or len(ids) != (count or len(ids)):
-        raise BadInput(f"aux_layer_ids must be exactly {wanted}layers, got {len(ids)}: {ids}")
+        raise BadInput(f"aux_layer_ids must be exactly {number}layers, got {len(ids)}: {ids}")
     if len(set(ids)) != len(ids):
         raise BadInput(f"aux_layer_ids must be distinct, got {ids}")
-    last = depth if len(ids) == 1 else depth - 1  # no engine hands the last state out among others
+    last = depth if len(ids) == 1 else depth - 1  # engines return the last state only on its own
     outside = [i for i in ids if not 0 <= i <= last]
     if outside:
         raise BadInput(

@@ -1,8 +1,8 @@
-"""Packed rows through any causal LM: documents never see each other, and no mask is built.
+"""Run packed rows through any causal LM: documents never attend to each other, without a mask.
 
 Documents are *run as rows of their own*: sorted by length, grouped with others of similar length,
 right-padded to the longest of the group, run with plain causal attention, and their states written
-back to where they lie in the pack. That is exact for every architecture (docs/target.md says why,
+back to their slots in the pack. That is exact for every architecture (docs/target.md explains why,
 and what it costs); `plan_groups` keeps the padding inside a group small.
 
 Worked example, width 8, documents of 3 and 2 tokens (`a b c`, `d e`, three slots of padding):
@@ -25,7 +25,7 @@ from fledge.core.transfer import send
 
 @dataclass(frozen=True)
 class Documents:
-    """Where the documents of a batch lie, in slots of its flattened [B * T]."""
+    """Where the documents of a batch are, in slots of its flattened [B * T]."""
 
     starts: tuple[int, ...]
     lengths: tuple[int, ...]  # real tokens; padding after the last document is not one
@@ -35,7 +35,7 @@ class Documents:
 class Group:
     """Some documents run as one right-padded batch [N, L].
 
-    `slots_NL` says which flat slot every cell reads; cells past a document's end repeat its last
+    `slots_NL` holds the flat slot that each cell reads; cells past a document's end repeat its last
     token. `cells` and `slots` pair the real cells (of the flattened N * L) with their slots.
     """
 
@@ -56,7 +56,7 @@ class Group:
 
 
 def right_padded(attention_mask: Tensor) -> Tensor:
-    """The mask [B, T] as booleans on the CPU; only padding on the right is taken."""
+    """The mask [B, T] as booleans on the CPU; raises unless all padding is on the right."""
     real_BT = attention_mask.detach().cpu().numpy().astype(np.bool_)
     if (real_BT != (np.arange(real_BT.shape[1]) < real_BT.sum(1, keepdims=True))).any():
         raise ValueError("attention_mask must be ones followed by zeros in every row")
@@ -66,19 +66,19 @@ def right_padded(attention_mask: Tensor) -> Tensor:
 def find_documents(rows: TokenBatch) -> Documents | None:
     """Locate the documents of packed rows; None when the batch is not packed.
 
-    Lengths are needed on the host: keep `seq_lens` and `attention_mask` on the CPU until here and
-    no device queue is stalled.
+    Lengths are needed on the host: keep `seq_lens` and `attention_mask` on the CPU until here to
+    avoid a synchronization with the device.
     """
     if rows.packing is None:
         if rows.position_ids is not None and rows.position_ids.device.type != "cpu":
-            check_positions(rows.position_ids, rows.attention_mask)  # not looked at before
+            check_positions(rows.position_ids, rows.attention_mask)  # not checked before
         return None
     position_ids, seq_lens, _ = rows.packing
     width = rows.shape[1]
-    if seq_lens.device.type != "cpu":  # not looked at before
+    if seq_lens.device.type != "cpu":  # not checked before
         seq_lens = seq_lens.detach().cpu()
         check_lengths(seq_lens, width)
-    # numpy: of so few numbers, and at every step, torch's threads take longer to wake than to work
+    # numpy: for so few numbers, waking torch's threads at every step takes longer than the work
     real_BT = right_padded(rows.attention_mask).numpy()
     starts: list[int] = []
     lengths: list[int] = []
@@ -106,10 +106,10 @@ def find_documents(rows: TokenBatch) -> Documents | None:
 def plan_groups(
     lengths: Sequence[int], *, overhead_tokens: int, max_tokens: int
 ) -> list[list[int]]:
-    """Partition documents into groups with the least padded tokens plus overhead per group.
+    """Partition documents into groups that minimize padded tokens plus overhead per group.
 
-    Exact for documents sorted by length (a dynamic program over where to cut); a group never
-    holds more than `max_tokens` cells unless it is one long document. Depends on lengths alone:
+    Optimal for documents sorted by length (a dynamic program over where to cut); a group never
+    holds more than `max_tokens` cells unless it is one long document. Depends only on the lengths:
     the same lengths give the same groups.
     """
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
@@ -155,11 +155,11 @@ def group_documents(
 
 
 def overhead_in_tokens(model: nn.Module, *, depth: int) -> int:
-    """What one more forward pass costs beyond its tokens, counted in tokens.
+    """Fixed cost of one more forward pass, expressed in tokens.
 
-    Starting kernels and reading the weights takes a time per layer whatever the rows; a token takes
-    two operations per weight. Rough figures are enough: they only decide how finely documents are
-    grouped by length.
+    Kernel launches and reading the weights take a fixed time per layer, whatever the rows; a token
+    takes two operations per weight. Rough figures are enough: they only decide how finely documents
+    are grouped by length.
     """
     parameters = list(model.parameters())
     weights = max(1, sum(parameter.numel() for parameter in parameters))

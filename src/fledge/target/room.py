@@ -1,11 +1,12 @@
-"""How much of a target's states later epochs may find in memory. Imports no torch, no pydantic."""
+"""How much memory a target's states may take for reuse in later epochs. Imports neither torch nor
+pydantic."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class KeptStates:
-    """Room for states: on the target's device, and in the host's memory when that is full."""
+    """Memory for states: on the target's device first, then in host memory."""
 
     device_bytes: int = 0
     host_bytes: int = 0

@@ -1,7 +1,7 @@
-"""Engine-agnostic target: the contract on top of any engine that fulfils a narrow protocol.
+"""Engine-agnostic target: the backend contract on top of any engine behind a narrow protocol.
 
 Importing this module imports no engine. Shifting, packing and the choice of encoding are shared
-with the co-located backend, so that a run through any runner equals it.
+with the co-located backend, so that every runner gives equal results.
 """
 
 from collections.abc import Sequence
@@ -31,22 +31,23 @@ from fledge.target.weights import describe_weights, weights_fingerprint
 
 @runtime_checkable
 class TargetRunner(Protocol):
-    """The narrow surface a concrete engine must implement. `model` is the loaded module: it exposes
+    """The narrow interface an engine must implement. `model` is the loaded module: it exposes
     `.config` and `.parameters()`."""
 
-    if TYPE_CHECKING:  # reading is enough
+    if TYPE_CHECKING:  # read access is enough
 
         @property
         def model(self) -> Any: ...
 
-    else:  # and a runner that inherits from the protocol may still assign it
+    else:  # a runner that inherits from the protocol may still assign it
         model: Any
 
     def set_aux_layers(self, aux_layer_ids: list[int]) -> None:
         """Capture the outputs of these decoder layers from now on, in this order."""
 
     def forward_eagle3(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Run right-padded rows once: logits [B, T, V] and aux states [B, T, A * D], unshifted."""
+        """Run right-padded rows once; return logits [B, T, V] and aux states [B, T, A * D], both
+        unshifted."""
 
     def input_embedding_weight(self) -> Tensor:
         """The target's input embedding [V, D]."""
@@ -54,7 +55,7 @@ class TargetRunner(Protocol):
 
 @runtime_checkable
 class HiddenTargetRunner(TargetRunner, Protocol):
-    """A runner that can also stop in front of the head, and show it."""
+    """A runner that can also stop in front of the head, and that exposes the head."""
 
     def forward_eagle3_hidden(
         self, input_ids: Tensor, attention_mask: Tensor
@@ -65,12 +66,12 @@ class HiddenTargetRunner(TargetRunner, Protocol):
         """The frozen output head."""
 
     def final_norm(self) -> FinalNorm | None:
-        """The norm in front of the head, if it can be shown."""
+        """The norm in front of the head, if it is available."""
 
 
 @runtime_checkable
 class ClosableRunner(Protocol):
-    """A runner that holds something to release."""
+    """A runner with resources to release."""
 
     def close(self) -> None:
         """Free memory and engine handles."""
@@ -79,8 +80,8 @@ class ClosableRunner(Protocol):
 class RunnerEagle3TargetModel(InProcessTarget):
     """EAGLE-3 target backend that runs the frozen target through a runner.
 
-    `hidden` supervision needs a `HiddenTargetRunner`; `probs` uses one when it can and otherwise
-    projects the runner's logits.
+    `hidden` supervision needs a `HiddenTargetRunner`; `probs` uses its hidden states if available
+    and otherwise the runner's logits.
     """
 
     def __init__(
@@ -154,7 +155,7 @@ class RunnerEagle3TargetModel(InProcessTarget):
         if layers == 0:
             return answer
         width = stated(runner.model.config, "hidden_size") or aux_NLD.shape[-1] // layers
-        if aux_NLD.shape[-1] != layers * width:  # some engines drop a layer without a word
+        if aux_NLD.shape[-1] != layers * width:  # some engines drop a layer silently
             raise RuntimeError(
                 f"{type(runner).__name__} returned aux states {aux_NLD.shape[-1]} wide for layers "
                 f"{self._inner_layers}; {in_words(layers)} layers of {width} are {layers * width}"
@@ -183,14 +184,14 @@ class RunnerEagle3TargetModel(InProcessTarget):
 
 
 class EngineEagle3TargetModel(RunnerEagle3TargetModel):
-    """A target inside a serving engine that is started for it."""
+    """A target inside a serving engine that this process starts."""
 
     inside_engine = True
     runner_type: ClassVar[Any]  # its `build` starts the engine
 
     @classmethod
     def _build(cls, model: str | PathLike[str], **options: Any) -> Any:
-        """The runner of an engine, which is started, or ready to be."""
+        """The runner of an engine that is started, or ready to be started."""
         return cls.runner_type.build(model, **options)
 
     @classmethod
@@ -205,8 +206,8 @@ class EngineEagle3TargetModel(RunnerEagle3TargetModel):
         num_aux_layers: int = EAGLE3_AUX_LAYERS,
         **engine_kwargs: Any,
     ) -> Self:
-        """Load a model by any name that `fledge.local_model` knows; `engine_kwargs` are those of
-        its runner's `build`."""
+        """Load a model by any name that `fledge.local_model` accepts; `engine_kwargs` are passed to
+        the runner's `build`."""
         from fledge.models.resolve import local_model
 
         options = {"num_aux_layers": num_aux_layers, "trust_remote_code": trust_remote_code}

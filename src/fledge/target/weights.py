@@ -1,7 +1,7 @@
-"""Which weights answered: a fingerprint of them and of the tokenizer, and their dtypes.
+"""Identify a target's weights: fingerprints of them and of the tokenizer, and their dtypes.
 
 A draft fits one target. Caches, servers and checkpoints carry these strings so that supervision
-from other weights, or from the same weights at another precision, is noticed.
+from other weights, or from the same weights at another precision, is detected.
 """
 
 import hashlib
@@ -19,9 +19,9 @@ _COLUMNS = 4096
 
 
 def refuse_missing(model: nn.Module) -> None:
-    """Weights on the meta device are nowhere, unless offloading keeps them somewhere else."""
+    """Reject a model with weights on the meta device, unless offloading keeps them elsewhere."""
     for name, parameter in model.named_parameters():
-        if parameter.device.type == "meta" and _keeper(model, name) is None:
+        if parameter.device.type == "meta" and _offloading_module(model, name) is None:
             raise BadInput(
                 f"its weights are not here: {name} is on the meta device",
                 where=type(model).__name__,
@@ -30,44 +30,44 @@ def refuse_missing(model: nn.Module) -> None:
 
 
 def is_here(tensor: Tensor) -> bool:
-    """Whether a tensor lies in this process, and all of it."""
+    """Whether this process holds all of a tensor."""
     from torch.distributed.tensor import DTensor
 
     return not isinstance(tensor, DTensor) and tensor.device.type != "meta"
 
 
 def whole_weight(model: nn.Module, name: str) -> Tensor:
-    """One parameter or buffer as one process would have it.
+    """One parameter or buffer, unsharded.
 
-    Gathered where ranks hold a part each (FSDP2, tensor parallelism): every rank must ask for it.
-    Fetched where accelerate's offloading keeps it in host memory or on disk.
+    Gathered where ranks hold a part each (FSDP2, tensor parallelism), so that every rank must call
+    this. Fetched where accelerate's offloading keeps it in host memory or on disk.
     """
     path, _, attribute = name.rpartition(".")
     module = model.get_submodule(path)
     tensor = getattr(module, attribute)
     assert isinstance(tensor, Tensor)
-    return whole_tensor(tensor if tensor.device.type != "meta" else _fetched(model, name))
+    return whole_tensor(tensor if tensor.device.type != "meta" else _fetch_offloaded(model, name))
 
 
 def whole_tensor(tensor: Tensor) -> Tensor:
-    """The tensor itself, or what the ranks that share it hold together."""
+    """The tensor itself, or, if it is sharded, the full tensor gathered from all ranks."""
     from torch.distributed.tensor import DTensor
 
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
         return tensor
-    quiet = logging.getLogger("torch.distributed.tensor._redistribute")
-    level = quiet.level
-    quiet.setLevel(logging.ERROR)  # it would advise on how to gather faster
+    logger = logging.getLogger("torch.distributed.tensor._redistribute")
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # silence its advice on how to gather faster
     try:
         return tensor.full_tensor()
     finally:
-        quiet.setLevel(level)
+        logger.setLevel(level)
 
 
 def take_apart(model: nn.Module) -> None:
-    """FSDP2 may leave weights put together after a pass, in memory that it takes back later: call
-    this before reading what will be kept. Needs no other rank."""
+    """Reshard the modules of an FSDP2 model, which may stay unsharded after a pass, in memory that
+    FSDP2 reuses later: call this before reading weights that will be kept. Not a collective."""
     from torch.distributed.fsdp import FSDPModule
 
     for module in model.modules():
@@ -76,7 +76,7 @@ def take_apart(model: nn.Module) -> None:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """What of a tensor lies in this process."""
+    """The part of a tensor that this process holds."""
     from torch.distributed.tensor import DTensor
 
     if not isinstance(tensor, DTensor):
@@ -86,12 +86,12 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def is_offloaded(model: nn.Module) -> bool:
-    """Whether accelerate brings weights in when they are needed."""
+    """Whether accelerate loads weights on demand."""
     return any(hasattr(module, "_hf_hook") for module in model.modules())
 
 
 def runs_on(model: nn.Module) -> torch.device:
-    """Where its tokens must lie: beside its weights, or where offloading runs it."""
+    """The device its tokens must be on: that of its weights, or where offloading runs it."""
     for module in model.modules() if is_offloaded(model) else ():
         device = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
         if device is not None:
@@ -100,8 +100,8 @@ def runs_on(model: nn.Module) -> torch.device:
     return torch.device("cpu") if parameter is None else parameter.device
 
 
-def _keeper(model: nn.Module, name: str) -> nn.Module | None:
-    """The module whose accelerate hook brings this weight in, the owner or one above it."""
+def _offloading_module(model: nn.Module, name: str) -> nn.Module | None:
+    """The module whose accelerate hook loads this weight: its owner or an ancestor."""
     if not is_offloaded(model):
         return None
     from accelerate.utils import has_offloaded_params
@@ -115,14 +115,14 @@ def _keeper(model: nn.Module, name: str) -> nn.Module | None:
     return None
 
 
-def _fetched(model: nn.Module, name: str) -> Tensor:
-    keeper = _keeper(model, name)
-    if keeper is None:
+def _fetch_offloaded(model: nn.Module, name: str) -> Tensor:
+    hooked = _offloading_module(model, name)
+    if hooked is None:
         raise ValueError(f"{name} has no data (meta device): load the weights first")
     from accelerate.utils import align_module_device
 
     path, _, attribute = name.rpartition(".")
-    with align_module_device(keeper, torch.device("cpu")):
+    with align_module_device(hooked, torch.device("cpu")):
         tensor: Tensor = getattr(model.get_submodule(path), attribute).detach()
     return tensor
 
@@ -130,29 +130,29 @@ def _fetched(model: nn.Module, name: str) -> Tensor:
 def weights_fingerprint(model: nn.Module) -> str:
     """16 hex digits over every parameter and buffer that is saved: name, dtype, shape, content.
 
-    Contents enter as integer checksums computed where the weights lie (exact, so CPU and GPU agree;
-    sensitive to order), and not byte by byte: an 8B target takes a fraction of a second. This
-    guards against mix-ups, not against forgery. Sharded and offloaded weights are looked at whole,
-    one tensor at a time: how a model is spread over memory does not change it.
+    Contents enter as integer checksums computed on the weights' device (exact, so CPU and GPU
+    agree; sensitive to order) rather than byte by byte: an 8B target takes a fraction of a second.
+    This guards against mix-ups, not against forgery. Sharded and offloaded weights are read whole,
+    one tensor at a time, so the fingerprint does not depend on how a model is placed in memory.
     """
     digest = hashlib.sha256()
     sums: dict[tuple[Any, ...], list[int]] = {}
     for name, tensor in sorted(model.state_dict().items()):
         if not isinstance(tensor, Tensor):
             continue
-        away = tensor.device.type == "meta"
-        for part in stored_tensors(_fetched(model, name) if away else tensor):
-            place = (name if away else local_part(part).data_ptr(), part.dtype, part.shape)
-            if place not in sums:  # a tied weight is read once
-                sums[place] = _checksum(whole_tensor(part))
-            entry = [name, str(part.dtype), list(part.shape), sums[place]]
+        offloaded = tensor.device.type == "meta"
+        for part in stored_tensors(_fetch_offloaded(model, name) if offloaded else tensor):
+            key = (name if offloaded else local_part(part).data_ptr(), part.dtype, part.shape)
+            if key not in sums:  # a tied weight is read once
+                sums[key] = _checksum(whole_tensor(part))
+            entry = [name, str(part.dtype), list(part.shape), sums[key]]
             digest.update(json.dumps(entry).encode())
     return digest.hexdigest()[:16]
 
 
 def stored_tensors(tensor: Tensor) -> list[Tensor]:
-    """What a tensor keeps in memory: itself, or the parts that a quantised subclass wraps. One that
-    ranks share is left as it is."""
+    """The tensors that a tensor stores: itself, or the parts that a quantized subclass wraps. A
+    sharded tensor is returned as it is."""
     from torch.distributed.tensor import DTensor
 
     if isinstance(tensor, DTensor) or not hasattr(tensor, "__tensor_flatten__"):
@@ -166,9 +166,9 @@ def _checksum(tensor: Tensor) -> list[int]:
     raw = tensor.detach().contiguous().flatten().view(torch.uint8)
     if raw.numel() % 4:
         raw = torch.cat([raw, raw.new_zeros(4 - raw.numel() % 4)])
-    words = raw.view(torch.int32)
-    body = words[: words.numel() // _COLUMNS * _COLUMNS].view(-1, _COLUMNS)
-    tail = words[body.numel() :].long()
+    values = raw.view(torch.int32)
+    body = values[: values.numel() // _COLUMNS * _COLUMNS].view(-1, _COLUMNS)
+    tail = values[body.numel() :].long()
     by_row, by_column = _sums(body, 1), _sums(body, 0)
     return [
         int((sums * torch.arange(1, len(sums) + 1, device=sums.device)).sum())
@@ -176,10 +176,10 @@ def _checksum(tensor: Tensor) -> list[int]:
     ]
 
 
-def _sums(words: Tensor, axis: int) -> Tensor:
-    if words.device.type == "cpu":  # numpy adds integers eight times faster than torch does
-        return torch.from_numpy(words.numpy().sum(axis, dtype=np.int64))
-    return words.sum(axis, dtype=torch.long)
+def _sums(values: Tensor, axis: int) -> Tensor:
+    if values.device.type == "cpu":  # numpy adds integers eight times faster than torch does
+        return torch.from_numpy(values.numpy().sum(axis, dtype=np.int64))
+    return values.sum(axis, dtype=torch.long)
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
@@ -208,16 +208,16 @@ def dtype_shares(model: nn.Module) -> dict[str, float]:
 
 def describe_weights(model: nn.Module, *, stored_as: str | None = None) -> str:
     """One line for logs and manifests: `bfloat16 100.0%`, or `uint8 80.1%, ... (bitsandbytes)`.
-    `stored_as` is the checkpoint's quantisation; a model that runs without it was dequantised."""
+    `stored_as` is the checkpoint's quantization; a model that runs without it was dequantized."""
     shares = ", ".join(f"{name} {share:.1%}" for name, share in dtype_shares(model).items())
     method = quantisation_method(getattr(model, "config", None))
-    if method is not None and not _dequantised(model):
+    if method is not None and not _is_unquantized(model):
         return f"{shares} ({method})"
     return shares if stored_as is None else f"{shares} (dequantised from {stored_as})"
 
 
 def quantisation_method(config: Any) -> str | None:
-    """The name of the quantisation a transformers config declares: `fp8`, `bitsandbytes`, ..."""
+    """The name of the quantization a transformers config declares: `fp8`, `bitsandbytes`, ..."""
     declared = getattr(config, "quantization_config", None)
     if declared is None:
         return None
@@ -225,6 +225,6 @@ def quantisation_method(config: Any) -> str | None:
     return str(getattr(method, "value", method))
 
 
-def _dequantised(model: nn.Module) -> bool:
-    """Every matrix is plain floating point, even if the config says otherwise."""
+def _is_unquantized(model: nn.Module) -> bool:
+    """Whether every weight is plain floating point, even if the config declares otherwise."""
     return set(dtype_shares(model)) <= {"float64", "float32", "bfloat16", "float16"}

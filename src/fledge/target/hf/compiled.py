@@ -1,8 +1,9 @@
-"""A target's forward pass made cheap on a GPU, without changing the model.
+"""Speed up a target's forward pass on a GPU, without changing the model.
 
 `CompiledLayers` gives the decoder layers a compiled forward for one pass: norms, rotary
-positions, activations and residuals become a few kernels each. `RecordedPass` goes further for
-small models, whose GPU would wait for Python: a whole pass as a CUDA graph, started with one call.
+positions, activations and residuals are fused into a few kernels each. `RecordedPass` goes further
+for small models, which are limited by kernel launches: a whole pass as a CUDA graph, launched with
+one call.
 """
 
 import gc
@@ -23,15 +24,15 @@ Result = TypeVar("Result")
 
 
 class CompiledLayers:
-    """The compiled forwards of some layers, lent to them while a pass runs."""
+    """Compiled forwards of some layers, installed only while a pass runs."""
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         self._forwards: list[tuple[nn.Module, Any]] = [
             (layer, torch.compile(layer.forward))
             for layer in layers
-            if "forward" not in layer.__dict__  # offloading tools put their own forward there
+            if "forward" not in layer.__dict__  # offloading tools store their own forward there
         ]
-        self._untidy = bool(self._forwards)
+        self._needs_collection = bool(self._forwards)
 
     @contextmanager
     def lent(self) -> Iterator[None]:
@@ -42,18 +43,18 @@ class CompiledLayers:
         finally:
             for layer, _ in self._forwards:
                 del layer.forward
-        if self._untidy:  # the compiler leaves cycles behind, which hold tensors of this pass
-            self._untidy = False
+        if self._needs_collection:  # compiling leaves reference cycles that hold this pass' tensors
+            self._needs_collection = False
             gc.collect()
 
     def give_up(self, error: BaseException) -> None:
         reason = first_line(error)
-        log.warning("the target's layers run as they are: they could not be compiled (%s)", reason)
+        log.warning("the target's layers run uncompiled: compilation failed (%s)", reason)
         self._forwards = []
 
 
 def compile_errors() -> tuple[type[BaseException], ...]:
-    """What torch raises when it cannot compile something."""
+    """The exceptions that torch raises when compilation fails."""
     from torch._dynamo.exc import TorchDynamoException
     from torch._inductor.exc import InductorError
 
@@ -61,16 +62,16 @@ def compile_errors() -> tuple[type[BaseException], ...]:
 
 
 class CommonMemory:
-    """What passes of several sizes compute in, one at a time."""
+    """Memory shared by recorded passes of several sizes, which run one at a time."""
 
     def __init__(self) -> None:
         self.pool = torch.cuda.graph_pool_handle()
-        # what was freed on one stream is never given to another
+        # one stream for all: memory freed on one stream is never reused by another
         self.stream = _new_stream()
         self._inputs: dict[Hashable, Tensor] = {}
 
     def copy_of(self, name: str, tensor: Tensor) -> Tensor:
-        """Where an input of this name and shape lies."""
+        """The static buffer for an input of this name and shape, filled with `tensor`."""
         key = (name, tensor.shape, tensor.dtype)
         if key not in self._inputs:
             self._inputs[key] = torch.empty_like(tensor)
@@ -80,13 +81,13 @@ class CommonMemory:
 class RecordedPass(Generic[Result]):
     """`run(**inputs)` recorded once for inputs of one shape; each call copies new inputs in.
 
-    The results lie in the graph's own memory: the next call overwrites them. Passes that are given
-    the same `pool` and `stream`, or `common` memory, share it: there, the next call of *any* of
-    them does.
+    The results are in the graph's own memory: the next call overwrites them. Passes that get the
+    same `pool` and `stream`, or the same `common` memory, share it: there, the next call of *any*
+    of them overwrites the results.
 
-    A pass that waits for the GPU cannot be recorded, and the failed attempt leaves traces in torch.
-    `strict` detects it beforehand: such a pass raises `RuntimeError` in its trial run. (During the
-    trial run no thread may wait.)
+    A pass that synchronizes with the GPU cannot be recorded, and the failed attempt leaves torch in
+    a bad state. `strict` detects this beforehand: such a pass raises `RuntimeError` in its trial
+    run. (During the trial run no thread may synchronize.)
     """
 
     def __init__(
@@ -95,26 +96,26 @@ class RecordedPass(Generic[Result]):
         inputs: dict[str, Tensor],
         *,
         pool: Any = None,  # torch.cuda.graph_pool_handle()
-        stream: torch.cuda.Stream | None = None,  # to record on; each keeps memory of its own
+        stream: torch.cuda.Stream | None = None,  # to record on; each has its own memory
         common: CommonMemory | None = None,
         strict: bool = False,
     ) -> None:
-        self._run = run  # the graph reads whatever it refers to, wherever it lay
+        self._run = run  # keeps alive the tensors whose addresses the graph reads
         if common is None:
             self._inputs = {name: tensor.clone() for name, tensor in inputs.items()}
         else:
             pool, stream = common.pool, common.stream
-            self._inputs = {name: common.copy_of(name, given) for name, given in inputs.items()}
+            self._inputs = {name: common.copy_of(name, tensor) for name, tensor in inputs.items()}
         side = stream or _new_stream()
         side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):  # compile, choose algorithms, fill caches
+        with torch.cuda.stream(side):  # warm up: compile, choose algorithms, fill caches
             run(**self._inputs)
-            with _waiting_forbidden() if strict else nullcontext():
+            with _forbid_synchronization() if strict else nullcontext():
                 run(**self._inputs)
         torch.cuda.current_stream().wait_stream(side)
         self._graph = torch.cuda.CUDAGraph()
-        # a stream of its own: the default one of torch belongs to the device that recorded first;
-        # thread_local: other threads may go on preparing batches meanwhile
+        # an explicit stream: torch's default one belongs to the device that recorded first;
+        # thread_local: other threads may keep preparing batches meanwhile
         with torch.cuda.graph(
             self._graph, pool=pool, stream=side, capture_error_mode="thread_local"
         ):
@@ -128,55 +129,56 @@ class RecordedPass(Generic[Result]):
 
 
 class RecordedSizes(Generic[Result]):
-    """Recorded passes by size: only of sizes that come back, and only so many, the last used ones,
-    because each holds memory of its own. Those that are `sharing` it hold little, and have results
-    until the next call of any."""
+    """Recorded passes by size: only of sizes that recur, and only the `most` recently used ones,
+    because each holds its own memory. When `sharing` memory they hold little, but results last only
+    until the next call of any size."""
 
     def __init__(self, most: int = 8, *, sharing: bool = False) -> None:
         self._most, self._sharing = most, sharing
-        self._met: set[Hashable] = set()
-        self._held: dict[Hashable, RecordedPass[Result]] = {}
+        self._seen_sizes: set[Hashable] = set()
+        self._passes: dict[Hashable, RecordedPass[Result]] = {}
 
     @cached_property
     def memory(self) -> CommonMemory | None:
-        """What those that share compute in; other passes in between may, too."""
+        """The shared memory, or None if not `sharing`; other passes may use it in between."""
         return CommonMemory() if self._sharing else None
 
     @property
     def sizes(self) -> list[Hashable]:
-        """Those that are recorded, last used last."""
-        return list(self._held)
+        """The recorded sizes, most recently used last."""
+        return list(self._passes)
 
     def comes_back(self, size: Hashable) -> bool:
-        """Whether this size was asked about before: where every batch has a size of its own,
-        recording gains nothing."""
-        met = size in self._met
-        self._met.add(size)
-        return met
+        """Whether this method was called with this size before: where every batch has a different
+        size, recording gains nothing."""
+        seen_before = size in self._seen_sizes
+        self._seen_sizes.add(size)
+        return seen_before
 
     def __call__(
         self, size: Hashable, run: Callable[..., Result], inputs: dict[str, Tensor]
     ) -> Result:
-        """`run(**inputs)`, which depends on nothing else but its size."""
-        recorded = self._held.pop(size, None)
+        """`run(**inputs)`, where `run` must depend on nothing but its inputs and their size."""
+        recorded = self._passes.pop(size, None)
         if recorded is None:
-            while len(self._held) >= self._most:
-                del self._held[next(iter(self._held))]
+            while len(self._passes) >= self._most:
+                del self._passes[next(iter(self._passes))]
             recorded = RecordedPass(run, inputs, common=self.memory)
-        self._held[size] = recorded
+        self._passes[size] = recorded
         return recorded(inputs)
 
     def forget(self) -> None:
-        self._held.clear()
+        """Drop all recordings."""
+        self._passes.clear()
 
 
 def _new_stream() -> torch.cuda.Stream:
-    return torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch gives it no types
+    return torch.cuda.Stream()  # type: ignore[no-untyped-call]  # untyped in torch
 
 
 @contextmanager
-def _waiting_forbidden() -> Iterator[None]:
-    """While open, what makes the host wait for the GPU raises `RuntimeError`."""
+def _forbid_synchronization() -> Iterator[None]:
+    """While open, anything that makes the host wait for the GPU raises `RuntimeError`."""
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # "a prototype feature"

@@ -1,9 +1,9 @@
 """Both ends of a target from its files: embedding, final norm and head, without any layer.
 
-An engine that hands out hidden states hands them out as its last layer leaves them. What stands
-between them and the logits is read from the model's files: transformers builds the model with no
-layers at all, so that of a large target only a few tensors are read, and its own forward shows how
-the head is used (`probe`). Whoever uses the result compares it with the engine once.
+An engine that returns hidden states returns them as its last layer outputs them. What lies between
+them and the logits is read from the model's files: transformers builds the model with no layers, so
+that only a few tensors of a large target are read, and its own forward shows how the head is used
+(`probe`). Callers compare the result with the engine once.
 """
 
 from dataclasses import dataclass, replace
@@ -25,22 +25,22 @@ from fledge.target.weights import is_here
 
 @dataclass(frozen=True)
 class ModelEnds:
-    """What of a target is not in its layers."""
+    """The parts of a target outside its layers."""
 
-    config: Any  # the target's own, with all its layers
+    config: Any  # the target's original config, with all its layers
     embedding_VD: Tensor
-    norm: nn.Module  # makes the head's input of the last layer's output
+    norm: nn.Module  # turns the last layer's output into the head's input
     final_norm: FinalNorm
     head: TargetHead
 
     @torch.no_grad()
     def head_input(self, states_ND: Tensor) -> Tensor:
-        """The last hidden state, from what the last layer puts out."""
+        """The last hidden state, from the last layer's output."""
         normed_ND: Tensor = self.norm(states_ND)
         return normed_ND
 
     def to(self, device: torch.device, dtype: torch.dtype) -> "ModelEnds":
-        """The same where, and in the precision in which, the states will be."""
+        """A copy on the device and in the precision of the states."""
         head, weight_D = self.head.to(device), self.final_norm.weight_D
         bias_V = None if head.bias_V is None else head.bias_V.to(dtype)
         weight_D = None if weight_D is None else weight_D.to(device, dtype)
@@ -54,7 +54,7 @@ class ModelEnds:
 
 
 class UnknownEnds(BadInput):
-    """A target whose ends cannot be told from its files; a way through the engine may work."""
+    """The ends of a target cannot be derived from its files; the engine may still provide them."""
 
 
 def read_ends(directory: Path, *, trust_remote_code: bool = False) -> ModelEnds:
@@ -65,37 +65,37 @@ def read_ends(directory: Path, *, trust_remote_code: bool = False) -> ModelEnds:
         raise
     except BadInput as error:
         where, fix = str(directory), "target.capture=worker leaves them to vLLM"
-        told = f"its norm and head cannot be taken from its files ({error.what})"
-        raise UnknownEnds(told, where=where, fix=fix) from error
+        what = f"its norm and head cannot be taken from its files ({error.what})"
+        raise UnknownEnds(what, where=where, fix=fix) from error
 
 
 def _read_ends(directory: Path, *, trust_remote_code: bool) -> ModelEnds:
     config, bare = _load_bare(directory, trust_remote_code=trust_remote_code)
     final_norm = describe_final_norm(bare, bare=True)
     if final_norm is None:
-        raise BadInput("no norm stands between its layers and its head")
+        raise BadInput("there is no norm between its layers and its head")
     norm, few_BT = bare.get_submodule(final_norm.path), torch.arange(4)[None]
     options = accepted_options(bare, use_cache=False)
 
     def logits() -> Tensor:
-        found: Tensor = bare(few_BT, **options).logits
-        return found
+        logits_BTV: Tensor = bare(few_BT, **options).logits
+        return logits_BTV
 
     try:
         module = find_head_module(bare)
         head, _ = learn_head(logits, module, model=bare, where=str(directory))
-        direct = _norm_feeds_head(logits, norm, module)
+        norm_feeds_head = _norm_feeds_head(logits, norm, module)
     except (AttributeError, IndexError, KeyError, TypeError, RuntimeError) as error:
-        told = f"transformers does not run it without layers: {first_line(error)}"
-        raise BadInput(told) from error
-    if not direct:
-        raise BadInput("more than a norm stands between its layers and its head")
+        what = f"transformers does not run it without layers: {first_line(error)}"
+        raise BadInput(what) from error
+    if not norm_feeds_head:
+        raise BadInput("there is more than a norm between its layers and its head")
     embedding: Any = bare.get_input_embeddings()  # type: ignore[operator]
     return ModelEnds(config, embedding.weight.detach(), norm, final_norm, head)
 
 
 def _load_bare(directory: Path, *, trust_remote_code: bool) -> tuple[Any, nn.Module]:
-    """(config, model without layers): unquantized, because layers are what is quantized."""
+    """(config, model without layers). The model is unquantized, as only layers are quantized."""
     import transformers
 
     from fledge.models.resolve import wants_trust
@@ -105,7 +105,7 @@ def _load_bare(directory: Path, *, trust_remote_code: bool) -> tuple[Any, nn.Mod
         config, bare = (
             transformers.AutoConfig.from_pretrained(directory, **trust) for _ in range(2)
         )
-        _take_layers_out(bare)
+        _remove_layers(bare)
         with quiet_transformers():
             model, report = loader_for(bare).from_pretrained(
                 directory, config=bare, output_loading_info=True, ignore_mismatched_sizes=True,
@@ -114,16 +114,16 @@ def _load_bare(directory: Path, *, trust_remote_code: bool) -> tuple[Any, nn.Mod
     except broken_files() as error:
         if wants_trust(error):
             raise UntrustedCode.of(str(directory)) from error
-        told = f"its embedding and head could not be loaded ({first_line(error)})"
-        raise BadInput(told, where=str(directory)) from error
+        what = f"its embedding and head could not be loaded ({first_line(error)})"
+        raise BadInput(what, where=str(directory)) from error
     check_complete(report, str(directory))
     model = model.eval().requires_grad_(False)
     assert all(is_here(weight) for weight in model.parameters())
     return config, model
 
 
-def _take_layers_out(config: Any) -> None:
-    """Change a config to say that there are none, wherever it lists something for each layer."""
+def _remove_layers(config: Any) -> None:
+    """Change a config in place to zero layers, emptying every list with an entry per layer."""
     text = text_config(config)
     depth = target_depth(config)
     for name, value in list(vars(text).items()):
@@ -137,12 +137,12 @@ def _take_layers_out(config: Any) -> None:
 
 @torch.no_grad()
 def _norm_feeds_head(run_logits: Any, norm: nn.Module, head: nn.Module) -> bool:
-    """Whether what the norm puts out is what the head is given."""
+    """Whether the head's input is exactly the norm's output."""
     normed: list[Tensor] = []
-    given: list[Tensor] = []
+    head_inputs: list[Tensor] = []
 
     def answer(hidden: Tensor) -> Tensor:
-        given.append(hidden)
+        head_inputs.append(hidden)
         return hidden.new_zeros((*hidden.shape[:-1], 1))
 
     hook = norm.register_forward_hook(lambda _, args, output: normed.append(output))
@@ -151,4 +151,4 @@ def _norm_feeds_head(run_logits: Any, norm: nn.Module, head: nn.Module) -> bool:
             run_logits()
     finally:
         hook.remove()
-    return len(normed) == len(given) == 1 and torch.equal(normed[0], given[0])
+    return len(normed) == len(head_inputs) == 1 and torch.equal(normed[0], head_inputs[0])

@@ -1,4 +1,4 @@
-"""Whether two ways of running a model give the same states: the model is asked, not its class."""
+"""Numerical checks that two ways of running a model give the same states, whatever its class."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from fledge.target.hf.model import HFEagle3TargetModel
 
 Way = Callable[[Tensor, AuxBuffer], None]  # runs ids [B, T] and fills the buffer
-# What architectures raise that cannot run one of them (TypeError: a forward that takes no more
-# arguments).
+# Raised by architectures that cannot run one of the ways (TypeError: a forward that accepts no
+# further arguments).
 _REFUSALS = (Unsupported, TypeError, ValueError, RuntimeError, LookupError, AttributeError)
 
 
 def fill_alike(one: Way, other: Way, aux_layer_ids: Sequence[int], device: torch.device) -> bool:
-    """Whether both run twelve tokens, with the same aux states up to rounding."""
+    """Whether both ways run twelve tokens and give the same aux states up to rounding."""
     ids_BT = torch.arange(12, device=device)[None]
     answers = []
     try:
@@ -39,21 +39,21 @@ def fill_alike(one: Way, other: Way, aux_layer_ids: Sequence[int], device: torch
 def one_row_is_exact(
     target: "HFEagle3TargetModel", row_of: Callable[[Documents, Tensor], Group]
 ) -> bool:
-    """Whether two small documents in one row answer as they do alone."""
+    """Whether two small documents give the same states in one row as they do alone."""
     documents = Documents((0, 7), (7, 5))
 
     def as_rows(ids_BT: Tensor, aux: AuxBuffer) -> None:
         for group in InProcessTarget._groups(target, documents, ids_BT):
             _fill(target, group, ids_BT, aux)
 
-    def as_one(ids_BT: Tensor, aux: AuxBuffer) -> None:
+    def as_one_row(ids_BT: Tensor, aux: AuxBuffer) -> None:
         _fill(target, row_of(documents, ids_BT), ids_BT, aux)
 
-    return fill_alike(as_rows, as_one, target.aux_layer_ids, target._device())
+    return fill_alike(as_rows, as_one_row, target.aux_layer_ids, target._device())
 
 
 def sharing_is_exact(target: "HFEagle3TargetModel") -> bool:
-    """Whether a small row that ranks share has the states that it has alone."""
+    """Whether a small row gives the same states shared by ranks as on one rank."""
 
     def shared(ids_BT: Tensor, aux: AuxBuffer) -> None:
         answer = target._run_share(ids_BT, None, partial(aux.write, group=None))
@@ -65,8 +65,8 @@ def sharing_is_exact(target: "HFEagle3TargetModel") -> bool:
 
 @torch.no_grad()
 def stopping_is_exact(target: "HFEagle3TargetModel") -> bool:
-    """Whether a pass that ends behind the last aux layer has the states of a whole one, and leaves
-    the model as it was."""
+    """Whether a pass that ends after the last aux layer gives the states of a whole pass, and
+    leaves the model unchanged."""
     whole = partial(_fill, target, None)
 
     def stopped(ids_BT: Tensor, aux: AuxBuffer) -> None:

@@ -1,9 +1,9 @@
-"""A target whose linear layers multiply in 8 bits: half the time on a GPU that can.
+"""A target whose linear layers multiply in 8 bits: half the time on a GPU that supports it.
 
 Weights are stored as float8 (e4m3) with one scale per output channel, activations are rounded on
-the way with one scale per token: scale * float8 comes within 2^-4 of every number down to 2^-15 of
-the row's largest. `Fp8Linear.reference` is the definition. Embeddings and the head stay as they
-are. It changes what a draft learns: docs/performance.md has the measured effect.
+the fly with one scale per token: scale * float8 comes within 2^-4 of every number down to 2^-15 of
+the row's largest. `Fp8Linear.reference` is the definition. Embeddings and the head are not
+converted. This changes what a draft learns: docs/performance.md has the measured effect.
 """
 
 import torch
@@ -17,13 +17,13 @@ LARGEST = torch.finfo(FLOAT8).max
 
 
 def rounded(x_ND: Tensor) -> tuple[Tensor, Tensor]:
-    """(float8 [N, D], scale [N, 1] fp32): their product is nearly x."""
+    """(float8 [N, D], scale [N, 1] fp32), whose product approximates x."""
     scale_N1 = x_ND.abs().amax(-1, keepdim=True).float().clamp_min(1e-12) / LARGEST
     return (x_ND.float() / scale_N1).clamp(-LARGEST, LARGEST).to(FLOAT8), scale_N1
 
 
 class Fp8Linear(nn.Module):
-    """Stands in for an `nn.Linear`."""
+    """A replacement for `nn.Linear`."""
 
     scale_O1: Tensor
     bias: Tensor | None
@@ -55,14 +55,14 @@ class Fp8Linear(nn.Module):
             self.weight_OD.t(),
             scale_a=scale_N1,
             scale_b=self.scale_O1.t(),
-            out_dtype=torch.bfloat16,  # the only one it has for scales per row
+            out_dtype=torch.bfloat16,  # the only one it supports with scales per row
             use_fast_accum=True,
         )
         return out_NO.to(x_ND.dtype)
 
 
 def convert_linears(model: nn.Module) -> int:
-    """Put `Fp8Linear` in place of every linear of the decoder layers; how many there were."""
+    """Replace every linear of the decoder layers with `Fp8Linear`; returns how many."""
     replaced = 0
     for layer in find_layers(model):
         for parent in list(layer.modules()):
@@ -74,7 +74,7 @@ def convert_linears(model: nn.Module) -> int:
 
 
 def _fits(linear: nn.Linear) -> bool:
-    """The GPU product takes multiples of 16 only."""
+    """Whether the sizes are multiples of 16, as the GPU product requires."""
     return linear.in_features % 16 == 0 and linear.out_features % 16 == 0
 
 

@@ -52,18 +52,18 @@ class HfTarget(LoadedTarget):
     """Keep the target's states on its device up to this size: later epochs then need no target."""
 
     keep_states_host_gb: NonNegative = 0.0
-    """And in the host's memory up to this size, when those are full."""
+    """Then keep further states in host memory up to this size."""
 
     keep_states_fp8: bool = False
-    """Keep them in 8 bits, half of bfloat16: nearly the same states, where they do not fit else."""
+    """Keep states in 8 bits, half of bfloat16: nearly the same states, if they do not fit."""
 
     parallel: Parallel = Field(default_factory=Parallel)
     """Processes that share one target, where it is larger than a GPU: parallel.fsdp, .tp, .cp."""
 
     @model_validator(mode="after")
-    def _shared_or_kept(self) -> "HfTarget":
+    def _check_kept_states(self) -> "HfTarget":
         if self.parallel.ranks > 1 and (self.keep_states_gb or self.keep_states_host_gb):
-            raise ValueError("keep_states_gb needs a target of its own: leave parallel out")
+            raise ValueError("keep_states_gb needs a target that is not shared: leave parallel out")
         return self
 
 
@@ -86,7 +86,7 @@ class HfKind(LoadedKind[HfTarget]):
             section.model,
             aux_layer_ids=section.aux_layer_ids,
             supervision=section.supervision,
-            dtype=_as_stored(section, device) if section.dtype == "auto" else section.dtype,
+            dtype=_auto_dtype(section, device) if section.dtype == "auto" else section.dtype,
             device=device,
             attn_implementation=section.attn_implementation,
             compile_layers=section.compile,
@@ -98,8 +98,8 @@ class HfKind(LoadedKind[HfTarget]):
         return RememberingTarget(target, kept) if kept else target
 
     def asked_once(self, section: HfTarget) -> HfTarget:
-        """States are not kept, and layers not compiled: every batch of a precompute has a width of
-        its own, and would be compiled for."""
+        """The section without kept states and compilation: batches of a precompute differ in width,
+        and each would be compiled anew."""
         return section.model_copy(
             update={"keep_states_gb": 0.0, "keep_states_host_gb": 0.0, "compile": False}
         )
@@ -114,8 +114,9 @@ class HfKind(LoadedKind[HfTarget]):
         return KeptStates(int(device * 2**30), int(host * 2**30), section.keep_states_fp8)
 
 
-def _as_stored(section: HfTarget, device: "torch.device") -> str:
-    """As stored; but a model stored in float32 (a dequantised one) runs in bfloat16 on a GPU."""
+def _auto_dtype(section: HfTarget, device: "torch.device") -> str:
+    """As stored, except that a model stored in float32 (a dequantized one) runs in bfloat16 on a
+    GPU."""
     import torch
 
     from fledge.target.kinds import target_config

@@ -1,4 +1,4 @@
-"""From a name to a loaded Hugging Face model, plain or quantized, or one line that says why not."""
+"""Load a Hugging Face model by name, plain or quantized, or explain in one line why not."""
 
 import logging
 from dataclasses import dataclass
@@ -17,16 +17,16 @@ from fledge.target.weights import quantisation_method
 
 log = logging.getLogger(__name__)
 
-# One of these is in every directory that holds a tokenizer; without any, transformers makes up an
-# empty one for some architectures.
+# Every directory with a tokenizer holds one of these; without any, transformers creates an empty
+# tokenizer for some architectures.
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
 
 @dataclass(frozen=True)
 class LoadedModel:
     model: nn.Module
-    tokenizer: Any  # None when the directory holds none that can be read
-    stored_as: str | None  # the checkpoint's own quantisation method, if it has one
+    tokenizer: Any  # None if the directory has no readable one
+    stored_as: str | None  # the checkpoint's own quantization method, if any
 
 
 def load_hf_model(
@@ -39,8 +39,8 @@ def load_hf_model(
     trust_remote_code: bool = False,
     mesh: DeviceMesh | None = None,
 ) -> LoadedModel:
-    """The model on `device` (a GPU where there is one), with its tokenizer. Ranks of a `mesh` load
-    a part each (`sharded`)."""
+    """The model on `device` (by default a GPU if there is one), with its tokenizer. Each rank of a
+    `mesh` loads its part (`sharded`)."""
     import transformers
 
     from fledge.models.resolve import local_model, wants_trust
@@ -60,11 +60,11 @@ def load_hf_model(
         loader = loader_for(config)
         if stored_as is not None or quantization_config is not None:
             _refuse_sharding(mesh, stored_as or "this quantization", where=str(name_or_path))
-            options["device_map"] = {"": device}  # quantised weights are packed where they will run
+            options["device_map"] = {"": device}  # quantized weights are packed where they will run
         elif mesh is not None:
             loader = sharded_class(_class_for(config, loader), mesh, device)
             options |= loading_options(mesh)
-            options.pop("trust_remote_code")  # nothing of a checkpoint's own code runs here
+            options.pop("trust_remote_code")  # no code of the checkpoint runs here
         model, report = loader.from_pretrained(
             directory, output_loading_info=True, ignore_mismatched_sizes=True, **options
         )
@@ -78,7 +78,7 @@ def load_hf_model(
             where=str(name_or_path),
             fix="check the files, and whether this machine can run their number format",
         ) from error
-    if "device_map" in options:  # quantised: what is missing is made from what is there
+    if "device_map" in options:  # quantized: missing tensors are derived from those stored
         report["missing_keys"] = ()
     check_complete(report, str(name_or_path))
     if "device_map" not in options and mesh is None:
@@ -95,19 +95,19 @@ def _refuse_sharding(mesh: DeviceMesh | None, method: str, *, where: str) -> Non
 
 
 def _class_for(config: Any, auto: Any) -> Any:
-    """The model class that an auto class would take; sharding needs one that transformers has."""
+    """The model class that an auto class would choose; sharding needs one of transformers' own."""
     if type(config) not in auto._model_mapping:
-        what = f"{type(config).__name__} brings code of its own, which cannot be sharded"
+        what = f"{type(config).__name__} comes with its own code, which cannot be sharded"
         raise BadInput(what, where="target.parallel", fix="leave target.parallel out")
-    found = auto._model_mapping[type(config)]
-    if not isinstance(found, list | tuple):
-        return found
-    named = {one.__name__: one for one in found}
-    return next((named[n] for n in config.architectures or () if n in named), found[0])
+    classes = auto._model_mapping[type(config)]
+    if not isinstance(classes, list | tuple):
+        return classes
+    by_name = {model_class.__name__: model_class for model_class in classes}
+    return next((by_name[n] for n in config.architectures or () if n in by_name), classes[0])
 
 
 def check_complete(report: dict[str, Any], where: str) -> None:
-    """Refuse weights that transformers would fill up with random numbers."""
+    """Reject a checkpoint whose missing weights transformers would initialize randomly."""
     # names in transformers 4, (name, stored, wanted) in 5
     mismatched = [
         entry if isinstance(entry, str) else entry[0] for entry in report["mismatched_keys"]
@@ -124,7 +124,7 @@ def check_complete(report: dict[str, Any], where: str) -> None:
 
 
 def loader_for(config: Any) -> Any:
-    """The text-only auto class where the architecture has one, else the image-text one."""
+    """The text-only auto class if the architecture has one, else the image-text one."""
     import transformers
 
     for auto in (transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText):
@@ -134,7 +134,7 @@ def loader_for(config: Any) -> Any:
 
 
 def tokenizer_in(directory: Path, *, trust_remote_code: bool) -> Any:
-    """The tokenizer beside a target's weights; None when there is none that can be read."""
+    """The tokenizer in a target's directory; None if there is no readable one."""
     import transformers
 
     from fledge.models.resolve import wants_trust

@@ -1,8 +1,8 @@
 """The co-located target: a Hugging Face causal LM in this process.
 
-Decoder layers' outputs are copied into the returned tensor as they appear. The head's input is
-taken where the head would run: in `hidden` encoding the head never runs, in `probs` on supervised
-rows only, chunk by chunk, and in `logits` (the constructor's default) on every row.
+Decoder layers' outputs are copied into the returned tensor as they are computed. The head's input
+is captured where the head would run: in `hidden` encoding the head never runs, in `probs` only on
+supervised rows, chunk by chunk, and in `logits` (the constructor's default) on every row.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -76,8 +76,8 @@ class HFEagle3TargetModel(InProcessTarget):
 
     The model is put in eval mode and frozen; it is run without gradients and never changed.
     `compile_layers` runs large passes on a GPU through torch.compile, and those of small models as
-    CUDA graphs: other roundings, less time. EAGLE-3 listens to three layers, so another number of
-    `aux_layer_ids` is refused, unless `num_aux_layers` asks for it.
+    CUDA graphs: faster, with different rounding. EAGLE-3 uses three layers, so another number of
+    `aux_layer_ids` is rejected unless it equals `num_aux_layers`.
     """
 
     def __init__(
@@ -113,24 +113,24 @@ class HFEagle3TargetModel(InProcessTarget):
         device = self._device()
         self._together = find_together(model, cp_mesh if self._cp_size > 1 else None, device)
         self.joins = self._together is not None
-        # a CPU starts passes at no cost; ranks that share rows have an attention of their own
+        # a pass has no launch cost on a CPU; ranks that share rows use their own attention function
         self.try_one_row = device.type != "cpu" and self._cp_size == 1
         self._one_row_checked: bool | None = None
-        self._whole_row = False  # which kind of row was found exact
+        self._whole_row = False  # whether `WholeRow`, not `OneRow`, is the kind found exact
         gpu = device.type == "cuda"
         self.skip_masks = gpu and needs_no_mask(model)
         compiles = compile_layers and gpu and not self.joins and not is_offloaded(model)
         self._compiled = CompiledLayers(self._layers if compiles else ())
         self._recorded = RecordedSizes[list[Tensor]]()
         self._recorded_features = RecordedSizes[list[Tensor]]()
-        self._stop = False  # behind the last aux layer
+        self._stop = False  # whether passes stop after the last aux layer
         self._stop_checked: bool | None = None
         self.record_passes = compiles
-        self._stored_as: str | None = None  # quantisation of the checkpoint, if it came from one
+        self._stored_as: str | None = None  # quantization of the checkpoint, if any
         if supervision != "logits":
-            self._head_of_states()  # a head that cannot be represented is refused here, not later
+            self._head_of_states()  # reject a head that cannot be represented now, not later
         if self.joins:
-            self._meet()
+            self._run_collective_checks()
 
     @classmethod
     def from_pretrained(
@@ -148,15 +148,15 @@ class HFEagle3TargetModel(InProcessTarget):
         num_aux_layers: int = EAGLE3_AUX_LAYERS,
         mesh: DeviceMesh | None = None,
     ) -> "HFEagle3TargetModel":
-        """Load a model by any name that `fledge.local_model` knows, with its weights as stored.
+        """Load a model by any name that `fledge.local_model` accepts, with its weights as stored.
 
-        `dtype="auto"` keeps the checkpoint's own precision; `info().weight_dtypes` says what it is.
+        `dtype="auto"` keeps the checkpoint's own precision, which `info().weight_dtypes` reports.
         `dtype="fp8"` loads bfloat16 and multiplies in 8 bits (`target.fp8`).
-        For a quantised target name the quantised checkpoint, or give a `quantization_config` of
+        For a quantized target, name the quantized checkpoint or pass a `quantization_config` of
         transformers: a draft must learn from the states that will be served.
 
-        The ranks of a `mesh` hold one model together, along its dimensions named tp and fsdp, and
-        share long rows along the one named cp. Every rank calls this, each loads its part.
+        The ranks of a `mesh` shard one model along its dimensions named tp and fsdp, and share long
+        rows along the one named cp. Every rank calls this and loads its own part.
         """
         device = find_device(device)
         if dtype == "fp8" and (reason := "sharded" if mesh else fp8.why_not(device)):
@@ -185,7 +185,7 @@ class HFEagle3TargetModel(InProcessTarget):
         return target
 
     def hearing(self, aux_layer_ids: Sequence[int]) -> "HFEagle3TargetModel":
-        """The same model, of which another draft hears other layers. It is this one's to close."""
+        """The same model with other aux layers, for another draft. This target closes it."""
         ids = list(aux_layer_ids)
         if ids == self.aux_layer_ids:
             return self
@@ -197,7 +197,8 @@ class HFEagle3TargetModel(InProcessTarget):
         return other
 
     def features(self, rows: TokenBatch) -> Eagle3TargetBatch:
-        """The aux states, without the layers above the last of them where the model can do that."""
+        """`answer` with the aux states only, skipping the layers above the last aux layer where the
+        model supports it."""
         self._check_open()
         if not self._may_stop():
             return self.answer(rows)
@@ -206,7 +207,7 @@ class HFEagle3TargetModel(InProcessTarget):
 
     @contextmanager
     def stopping(self) -> Iterator[None]:
-        """While open, passes end behind the last aux layer."""
+        """While open, passes end after the last aux layer."""
         self._stop = True
         try:
             yield
@@ -214,17 +215,18 @@ class HFEagle3TargetModel(InProcessTarget):
             self._stop = False
 
     def _may_stop(self) -> bool:
-        """Whether a pass can end behind the last aux layer, and the model is none the worse."""
+        """Whether a pass can end after the last aux layer without side effects on the model."""
         if self._stop_checked is None:
-            alone = not self.joins and not is_offloaded(self.model)
-            above = self._depth - 1 - max(self.aux_layer_ids)
-            useful = alone and above > 0 and self.supervision == "hidden"
+            unshared = not self.joins and not is_offloaded(self.model)
+            layers_above = self._depth - 1 - max(self.aux_layer_ids)
+            useful = unshared and layers_above > 0 and self.supervision == "hidden"
             self._stop_checked = useful and stopping_is_exact(self)
         return self._stop_checked
 
     @torch.no_grad()
-    def _meet(self) -> None:
-        """What needs every rank, done while all of them are here: later one alone may ask."""
+    def _run_collective_checks(self) -> None:
+        """Run everything that needs all ranks while all of them are in the constructor: later, one
+        rank may ask alone."""
         if self.supervision != "logits":
             self.info()
         if self.try_one_row:
@@ -233,20 +235,20 @@ class HFEagle3TargetModel(InProcessTarget):
             raise not_shareable(self.model, self.cp_mesh)
 
     def _get_transformer_layers(self) -> list[nn.Module]:
-        """The decoder layers in order, of a ModuleList or of a ModuleDict keyed by str(i)."""
+        """The decoder layers in order, from a ModuleList or a ModuleDict keyed by str(i)."""
         return find_layers(self.model)
 
     def _default_aux_layer_ids(self) -> list[int]:
         return default_aux_layer_ids(self._depth, self._num_aux_layers)
 
     def _validate_aux_layer_ids(self, aux_layer_ids: Sequence[int]) -> list[int]:
-        """Distinct layers that exist, as many as the method listens to; else a ValueError."""
+        """Check for distinct existing layers, as many as the method uses; else a ValueError."""
         depth = min(self._depth, len(self._layers))
         return validate_aux_layer_ids(aux_layer_ids, depth, self._num_aux_layers)
 
     def get_input_embeddings(self) -> HasWeight:
-        """The model's own module; of a sharded or offloaded one, its whole weight. Where ranks
-        share the model, every rank must ask."""
+        """The model's own module, or, of a sharded or offloaded model, its whole weight. Where
+        ranks share the model, every rank must call this."""
         self._check_open()
         take_apart(self.model)
         module = self._embedding()
@@ -269,7 +271,7 @@ class HFEagle3TargetModel(InProcessTarget):
         }
 
     def close(self) -> None:
-        """Drop the model, so that its memory is freed when no one else holds it."""
+        """Drop the model, so that its memory is freed once nothing else references it."""
         if not self._closed:
             del self.model, self._layers, self._compiled
             self._recorded.forget()
@@ -283,7 +285,7 @@ class HFEagle3TargetModel(InProcessTarget):
         write = partial(aux.write, group=group)
         if self._cp_size > 1:
             return self._run_share(ids, mask if group is None else None, write)
-        # one pass over the whole batch has the same shape every time: worth compiling
+        # only a pass over the whole batch has the same shape every time and is worth compiling
         if isinstance(group, OneRow) or ids.numel() != aux.rows_BT.numel():
             return self._run(ids, mask, group, write)
         try:
@@ -298,7 +300,8 @@ class HFEagle3TargetModel(InProcessTarget):
     def _run(
         self, ids: Tensor, mask: Tensor | None, group: Group | None, write: StatesOf
     ) -> Tensor:
-        """The model's own forward: `write` gets the aux layers' states, the answer is returned."""
+        """Run the model's own forward: `write` gets the aux layers' states, the answer is
+        returned."""
         with ExitStack() as stack:
             if isinstance(group, OneRow | WholeRow):
                 stack.enter_context(documents_apart(self.model, group))
@@ -309,8 +312,8 @@ class HFEagle3TargetModel(InProcessTarget):
             return self._captured(write, ids, mask if group is None else None)
 
     def _run_share(self, ids_NL: Tensor, mask_NL: Tensor | None, write: StatesOf) -> Tensor:
-        """The same for rows that the ranks of `cp_mesh` share: each runs some slots of them, and
-        all get the states of all."""
+        """`_run` for rows that the ranks of `cp_mesh` share: each rank runs some of their slots,
+        and every rank gets the states of all slots."""
         share = share_of(self.cp_mesh, ids_NL.shape[1], mask_NL, caps=caps_scores(self.model))
         positions_NL = torch.arange(ids_NL.shape[1], device=ids_NL.device).expand_as(ids_NL)
         with shared_rows(self.model, share):
@@ -323,11 +326,12 @@ class HFEagle3TargetModel(InProcessTarget):
         return share.whole(answer_NQX)
 
     def _captured(self, write: StatesOf, *arguments: Any, **options: Any) -> Tensor:
-        """`_call`, its aux layers' states handed to `write`; logits, or what the head would get."""
-        seen: list[Tensor] = []
+        """`_call` with the aux layers' states passed to `write`; returns logits or, if the head is
+        not run, its input."""
+        head_inputs: list[Tensor] = []
 
         def keep(hidden: Tensor) -> Tensor:
-            seen.append(hidden)
+            head_inputs.append(hidden)
             return hidden
 
         with ExitStack() as stack:
@@ -338,10 +342,11 @@ class HFEagle3TargetModel(InProcessTarget):
                 assert self._head_module is not None
                 stack.enter_context(muted_head(self._head_module, keep))
             logits = self._call(*arguments, **options)
-        return logits if self.supervision == "logits" else seen[0]
+        return logits if self.supervision == "logits" else head_inputs[0]
 
     def _worth_recording(self, slots: int) -> bool:
-        """Whether Python needs longer to start such a pass than the GPU to run it."""
+        """Whether kernel launches take longer than running such a pass on the GPU, and its size
+        recurs."""
         short = self.record_passes and slots < 2 * self.overhead_tokens
         return short and self._recordings.comes_back(slots)
 
@@ -361,7 +366,7 @@ class HFEagle3TargetModel(InProcessTarget):
         return answer
 
     def _call(self, ids: Tensor, mask: Tensor | None, **options: Any) -> Tensor:
-        """The model's own forward; its logits, however they are wrapped."""
+        """Call the model's own forward and return its logits, however they are wrapped."""
         output = self.model(input_ids=ids, attention_mask=mask, **self._options, **options)
         logits = getattr(output, "logits", None)
         return logits if isinstance(logits, Tensor) else hidden_of(output)
@@ -370,9 +375,9 @@ class HFEagle3TargetModel(InProcessTarget):
         if self.try_one_row and documents.lengths:
             plan, lengths = self._plan(documents, ids_BT), documents.lengths
             cells = sum(len(members) * max(lengths[i] for i in members) for members in plan)
-            spared = cells - sum(lengths) + self.overhead_tokens * (len(plan) - 1)
+            saved = cells - sum(lengths) + self.overhead_tokens * (len(plan) - 1)
             # regrouping queries, keys and values costs about a twentieth of a pass
-            worth_it = 20 * spared > sum(lengths) or (spared > 0 and kernel_takes(self.model))
+            worth_it = 20 * saved > sum(lengths) or (saved > 0 and kernel_takes(self.model))
             if worth_it and self._one_row_is_exact():
                 return [self._row_of(documents, ids_BT)]
         return super()._groups(documents, ids_BT)
@@ -383,7 +388,7 @@ class HFEagle3TargetModel(InProcessTarget):
         return one_row(documents, device=ids_BT.device)
 
     def _one_row_is_exact(self) -> bool:
-        """Whether two small documents in one row answer as they do alone; asked once."""
+        """Whether two small documents give the same states in one row as alone; checked once."""
         if self._one_row_checked is None:
             self._one_row_checked = may_support(self.model) and (
                 (kernel_takes(self.model) and self._try_row(whole=True))

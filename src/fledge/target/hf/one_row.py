@@ -1,14 +1,14 @@
 """Packed documents in one forward pass, where an architecture allows it (docs/target.md).
 
-Everything but attention works token by token, so all documents of a batch can stand in one row;
-attention is replaced by a function that keeps them apart, without a mask. Two ways:
+Everything but attention works token by token, so all documents of a batch can share one row;
+attention is replaced by a function that keeps them apart, without a mask. There are two ways:
 
-- `WholeRow`: the batch as it lies, [1, B * T], padding included, and the rollout's own attention
+- `WholeRow`: the flattened batch, [1, B * T], padding included, with the rollout's own attention
   kernel: every pack has the same shape, so layers compile once and passes can be recorded.
 - `OneRow`: the real tokens, [1, N], regrouped by document for the plain causal kernel.
 
 Anything but plain causal or sliding-window attention raises `Unsupported`, or fails the numerical
-check before the first use, and the documents are run as rows (`packing`).
+check before the first use; the documents are then run as separate rows (`packing`).
 """
 
 from collections.abc import Iterator
@@ -31,13 +31,13 @@ from fledge.target.weights import local_part
 
 NAME, CAUSAL = "fledge_documents", "fledge_causal"
 _PLAIN_LAYERS = {"full_attention", "sliding_attention"}
-# Keyword arguments of attention functions that say nothing about which keys are seen, or how.
+# Keyword arguments of attention functions that do not affect which keys are visible, or how.
 HARMLESS = {"position_ids", "cache_position", "use_cache", "output_attentions", "return_dict"}
 HARMLESS |= {"output_hidden_states", "output_router_logits", "is_causal"}
-FIRST, SLOT = "fledge_first", "fledge_slot"  # keyword arguments that models hand down to attention
+FIRST, SLOT = "fledge_first", "fledge_slot"  # keyword arguments that models pass on to attention
 
 
-class Unsupported(Exception):  # noqa: N818  (a verdict, caught by the caller)
+class Unsupported(Exception):  # noqa: N818  (a signal, caught by the caller)
     """This architecture's attention is more than plain causal attention."""
 
 
@@ -49,7 +49,7 @@ class OneRow(Group):
     blocks: tuple[Group, ...]
 
     def options(self) -> dict[str, Tensor]:
-        """What the model's forward is called with besides the tokens."""
+        """Arguments of the model's forward besides the tokens."""
         return {"position_ids": self.position_ids_1N}
 
 
@@ -58,19 +58,19 @@ class WholeRow(Group):
     """The flattened batch as one row [1, S]; padding slots are documents of one token."""
 
     position_ids_1N: Tensor
-    first_N: Tensor  # where each slot's document begins
-    real_N: Tensor  # bool: no padding
+    first_N: Tensor  # slot where each slot's document begins
+    real_N: Tensor  # bool: not padding
 
     def put(self, states_NLD: Tensor, into_BTD: Tensor) -> None:
         into_SD = into_BTD.flatten(0, 1)
         into_SD.copy_(states_NLD[0]).masked_fill_(~self.real_N[:, None], 0)
 
     def options(self) -> dict[str, Tensor]:
-        """What the model's forward is called with besides the tokens."""
+        """Arguments of the model's forward besides the tokens."""
         return {"position_ids": self.position_ids_1N, FIRST: self.first_N, SLOT: self.slots}
 
     def with_options(self, options: dict[str, Tensor]) -> "WholeRow":
-        """The same row, these tensors in place of its own."""
+        """The same row with its tensors replaced by these."""
         first_N, slots = options[FIRST], options[SLOT]
         return replace(self, position_ids_1N=options["position_ids"], first_N=first_N, slots=slots)
 
@@ -79,14 +79,14 @@ _active: ContextVar[tuple[Group, ...] | None] = ContextVar("fledge_documents", d
 
 
 def one_row(documents: Documents, *, device: torch.device) -> OneRow:
-    """The documents end to end, longest first."""
+    """The documents concatenated, longest first."""
     order = sorted(range(len(documents.lengths)), key=lambda i: -documents.lengths[i])
     lengths = [documents.lengths[i] for i in order]
     positions = torch.cat([torch.arange(length) for length in lengths])
     slots = torch.cat([documents.starts[i] + torch.arange(documents.lengths[i]) for i in order])
     total = len(positions)
     begins = [sum(lengths[:i]) for i in range(len(lengths))]
-    # padding costs attention only: few groups, some padding
+    # padding costs time only in attention: prefer few groups with some padding
     plan = plan_groups(lengths, overhead_tokens=total, max_tokens=2 * total)
     blocks = group_documents(Documents(tuple(begins), tuple(lengths)), plan, device=device)
     return OneRow(
@@ -100,7 +100,7 @@ def one_row(documents: Documents, *, device: torch.device) -> OneRow:
 
 
 def whole_row(documents: Documents, slots: int, *, device: torch.device) -> WholeRow:
-    """The documents where they lie among `slots` slots."""
+    """The documents at their original places among `slots` slots."""
     slot = np.arange(slots)
     first, real = slot.copy(), np.zeros(slots, dtype=np.int64)
     for start, length in zip(documents.starts, documents.lengths, strict=True):
@@ -153,7 +153,7 @@ def attend(
         raise Unsupported(f"{type(module).__name__} does not hand options down to its attention")
     out_NHC = query_NHC.new_empty((*query_NHC.shape[:2], value_NGC.shape[-1]))
     for block in blocks:
-        visible_LL = _band(block.slots_NL, sliding_window)
+        visible_LL = _window_mask(block.slots_NL, sliding_window)
         out_BHLC = F.scaled_dot_product_attention(
             query_NHC[block.slots_NL].transpose(1, 2),
             key_NGC[block.slots_NL].transpose(1, 2),
@@ -168,8 +168,8 @@ def attend(
     return out_NHC[None], None
 
 
-def _band(slots_NL: Tensor, window: int | None) -> Tensor | None:
-    """Which keys [L, L] a sliding window lets through; None when it covers whole documents."""
+def _window_mask(slots_NL: Tensor, window: int | None) -> Tensor | None:
+    """Which keys are visible in a sliding window, [L, L]; None if it covers whole documents."""
     length = slots_NL.shape[1]
     if window is None or window >= length:
         return None
@@ -179,7 +179,7 @@ def _band(slots_NL: Tensor, window: int | None) -> Tensor | None:
 
 
 def may_support(model: nn.Module) -> bool:
-    """Whether the architecture could run documents in one row; `hf` then makes sure of it."""
+    """Whether the architecture may run documents in one row, pending a numerical check."""
     configs = _attention_configs(model)
     return bool(configs) and all(
         getattr(config, "attention_chunk_size", None) is None
@@ -189,19 +189,19 @@ def may_support(model: nn.Module) -> bool:
 
 
 def kernel_takes(model: nn.Module) -> bool:
-    """Whether the rollout's attention kernel runs this model's heads, on the model's device."""
+    """Whether the rollout's attention kernel supports this model's heads on its device."""
     weight = local_part(next(model.parameters()))
     dims: set[Any] = {getattr(module, "head_dim", None) for module in model.modules()} - {None}
     return len(dims) == 1 and kernel_runs(weight.new_empty((0, 1, dims.pop())))
 
 
 def caps_scores(model: nn.Module) -> bool:
-    """Whether its attention heeds a soft cap on scores; transformers' SDPA does not know one."""
+    """Whether its attention applies a soft cap on scores; transformers' SDPA ignores it."""
     return all(config._attn_implementation != "sdpa" for config in _attention_configs(model))
 
 
 def needs_no_mask(model: nn.Module) -> bool:
-    """Whether rows of whole documents run under SDPA's own causal rule, nothing else hidden."""
+    """Whether rows of whole documents need only SDPA's own causal rule, and no further mask."""
     return may_support(model) and all(
         config._attn_implementation == "sdpa"
         and getattr(config, "sliding_window", None) is None
@@ -226,8 +226,8 @@ def documents_apart(model: nn.Module, row: OneRow | WholeRow) -> Iterator[None]:
 
 @contextmanager
 def causal_rows(model: nn.Module) -> Iterator[None]:
-    """While open, no mask is built: to learn that none is needed, transformers would look at the
-    positions, and so wait for the GPU. Only where `needs_no_mask`."""
+    """While open, no mask is built: to find out that none is needed, transformers would read the
+    positions and so synchronize with the GPU. Only where `needs_no_mask`."""
     from transformers import AttentionInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -238,8 +238,8 @@ def causal_rows(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def lent_attention(model: nn.Module, name: str) -> Iterator[None]:
-    """While open, the model's attention is this implementation of transformers' registry.
-    transformers builds masks only for implementations it knows: for ours it builds none."""
+    """While open, the model uses this attention implementation of transformers' registry.
+    transformers builds masks only for its own implementations: for ours it builds none."""
     configs = [(config, config._attn_implementation) for config in _attention_configs(model)]
     try:
         for config, _ in configs:

@@ -1,8 +1,8 @@
-"""Learning a model's output head, and its forward, from the model itself and not from its class.
+"""Learn a model's output head, and its forward, from the model itself rather than from its class.
 
-After the head's linear layer architectures multiply (Cohere), divide (Granite) or soft-cap (Gemma),
-and configs name that differently. So it is measured: the head is muted, known numbers replace its
-output, and what the model makes of them shows scale and cap.
+After the head's linear layer, architectures multiply (Cohere), divide (Granite) or soft-cap (Gemma)
+the logits, and configs use different names for it. So it is measured: known numbers replace the
+head's output, and the model's logits reveal scale and cap.
 """
 
 import inspect
@@ -25,9 +25,9 @@ _PLAIN_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def find_head_module(model: nn.Module) -> nn.Module:
-    """The module that makes logits: what the model calls its output embeddings, or `lm_head`."""
-    ask: Any = getattr(model, "get_output_embeddings", None)
-    head = ask() if callable(ask) else None
+    """The module that computes logits: the model's output embeddings, or `lm_head`."""
+    get_head: Any = getattr(model, "get_output_embeddings", None)
+    head = get_head() if callable(get_head) else None
     for name in ("lm_head", "embed_out", "output"):
         head = head if head is not None else getattr(model, name, None)
     if not isinstance(head, nn.Module):
@@ -47,38 +47,38 @@ def learn_head(
     model: nn.Module | None = None,
     alone: bool = True,
 ) -> tuple[TargetHead, torch.dtype]:
-    """The frozen head, checked against the model, and the dtype of the states it is given.
+    """The frozen head, checked against the model, and the dtype of its input states.
     `run_logits` runs the whole model over a few tokens and returns its logits [1, few, V]. A head
-    that cannot be called `alone`, because its weights are put together for the model's forward
-    only, is asked within one."""
+    that cannot be called `alone`, because its weights are gathered only for the model's forward, is
+    called within such a forward."""
     weight_VD, bias_V = _linear_of(head, where=where)
-    seen: list[Tensor] = []
+    head_inputs: list[Tensor] = []
     wave_V = torch.linspace(-60.0, 60.0, len(weight_VD), dtype=_widest(weight_VD.device))
     wave_V[0], wave_V[-1] = _SMALL, _LARGE
     wave_V = wave_V.to(weight_VD.device)
 
     def answer(hidden_BTD: Tensor) -> Tensor:
-        seen.append(hidden_BTD)
+        head_inputs.append(hidden_BTD)
         return wave_V.expand(*hidden_BTD.shape[:-1], -1)
 
     with muted_head(head, answer):
         response_V = run_logits()[0, -1]
-    if len(seen) != 1 or response_V.shape != wave_V.shape:
+    if len(head_inputs) != 1 or response_V.shape != wave_V.shape:
         raise BadInput(
-            f"its forward called the head {len(seen)} times and returned "
+            f"its forward called the head {len(head_inputs)} times and returned "
             f"{response_V.shape[-1]} logits of {len(wave_V)}",
             where=where,
             fix="use supervision 'logits'",
         )
-    weight_VD = weight_VD.to(seen[0].device)  # it may have been fetched from where it is kept
-    bias_V = None if bias_V is None else bias_V.to(seen[0].device)
+    weight_VD = weight_VD.to(head_inputs[0].device)  # offloaded weights come from another device
+    bias_V = None if bias_V is None else bias_V.to(head_inputs[0].device)
     learned = replace(
-        _arithmetic(wave_V, response_V, where=where), weight_VD=weight_VD, bias_V=bias_V
+        _fit_scale_and_cap(wave_V, response_V, where=where), weight_VD=weight_VD, bias_V=bias_V
     )
-    ask = head if alone else partial(_within, run_logits, head)
-    hidden_BTD = _some_numbers(seen[0], ask, model or head, where=where)
+    call_head = head if alone else partial(_call_within_model, run_logits, head)
+    hidden_BTD = _finite_states(head_inputs[0], call_head, model or head, where=where)
     plain = TargetHead(weight_VD, bias_V).logits(hidden_BTD)
-    torch_logits = ask(hidden_BTD)
+    torch_logits = call_head(hidden_BTD)
     if not torch.allclose(torch_logits.float(), plain.float(), rtol=2e-2, atol=1e-3):
         raise BadInput(
             f"its head ({type(head).__name__}) does more than a matrix product",
@@ -88,31 +88,31 @@ def learn_head(
     return learned, hidden_BTD.dtype
 
 
-def _within(run_logits: Callable[[], Tensor], head: nn.Module, hidden: Tensor) -> Tensor:
-    """What the head makes of these states, in place of the model's own."""
-    seen: list[Tensor] = []
+def _call_within_model(run_logits: Callable[[], Tensor], head: nn.Module, hidden: Tensor) -> Tensor:
+    """The head's output for these states, passed to it in place of the model's own."""
+    outputs: list[Tensor] = []
     hooks = (
         head.register_forward_pre_hook(lambda _, args: (hidden, *args[1:]), prepend=True),
-        head.register_forward_hook(lambda _, args, output: seen.append(output)),
+        head.register_forward_hook(lambda _, args, output: outputs.append(output)),
     )
     try:
         run_logits()
     finally:
         for hook in hooks:
             hook.remove()
-    return seen[0]
+    return outputs[0]
 
 
-def _some_numbers(
-    hidden: Tensor, head: Callable[[Tensor], Tensor], whole: nn.Module, *, where: str
+def _finite_states(
+    hidden: Tensor, head: Callable[[Tensor], Tensor], model: nn.Module, *, where: str
 ) -> Tensor:
-    """States to compare two heads on: the model's own, unless these are not finite, or the head
-    overflows on them. That is no matter of the head's arithmetic, and told from real answers; but
-    weights that hold NaN are refused here."""
+    """States to compare two heads on: the model's own, or a ramp if these are not finite or the
+    head overflows on them. Such faults say nothing about the head's arithmetic and are reported for
+    real answers; but weights that hold NaN are rejected here."""
     if bool(torch.isfinite(hidden).all()) and bool(torch.isfinite(head(hidden)).all()):
         return hidden
-    if (found := bad_weight(whole)) is not None:
-        raise bad_weights(*found, owner="the target", where=where)
+    if (tensor := bad_weight(model)) is not None:
+        raise bad_weights(*tensor, owner="the target", where=where)
     wave = torch.linspace(-1.0, 1.0, hidden.numel(), device=hidden.device)
     return wave.view(hidden.shape).to(hidden.dtype)
 
@@ -124,17 +124,17 @@ def _linear_of(head: nn.Module, *, where: str) -> tuple[Tensor, Tensor | None]:
         raise BadInput(
             f"its output head is stored as {stored}, not as a plain matrix",
             where=where,
-            fix="keep the head unquantised (modules_to_not_convert) or use supervision 'logits'",
+            fix="keep the head unquantized (modules_to_not_convert) or use supervision 'logits'",
         )
     whole_VD = whole_weight(head, "weight")
     return whole_VD, None if bias is None else whole_weight(head, "bias")
 
 
-def _arithmetic(wave_V: Tensor, response_V: Tensor, *, where: str) -> TargetHead:
+def _fit_scale_and_cap(wave_V: Tensor, response_V: Tensor, *, where: str) -> TargetHead:
     """A head of width 1 that turns the wave into the response, by scale or divisor, and cap.
 
-    Slope near 0 is the factor; where large inputs stop growing is the cap. Multiplying by 1/13 and
-    dividing by 13 round differently, so both are tried and the closer one is taken.
+    The slope near 0 is the factor; the output for large inputs is the cap. Multiplying by 1/13 and
+    dividing by 13 round differently, so both are tried and the closer one is used.
     """
     factor = float(response_V[0]) / _SMALL
     top = float(response_V[-1])
@@ -151,7 +151,7 @@ def _arithmetic(wave_V: Tensor, response_V: Tensor, *, where: str) -> TargetHead
     tolerance = 1e-9 if response_V.dtype == torch.float64 else 1e-2
     if not torch.allclose(wanted_V, best.logits(ones_11)[0], rtol=tolerance, atol=1e-6):
         raise BadInput(
-            "its logits are not scale and soft cap of a matrix product",
+            "its logits are not a scaled and soft-capped matrix product",
             where=where,
             fix="use supervision 'logits'",
         )
@@ -167,7 +167,7 @@ def _widest(device: torch.device) -> torch.dtype:
 
 
 def accepted_options(model: nn.Module, **options: Any) -> dict[str, Any]:
-    """Those of `options` that the model's forward takes; not every causal LM knows a cache."""
+    """The `options` that the model's forward accepts; not every causal LM has a cache."""
     parameters = inspect.signature(model.forward).parameters
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
         return options

@@ -1,12 +1,12 @@
 """A target that several ranks hold together: the mesh, and loading straight into shards.
 
-transformers builds the model without memory (on the meta device), we say which rank holds which
-part of each weight, and its loader then reads those parts from the files and nothing else: no rank
-ever has the whole model, nor a whole matrix of it. What a rank holds:
+transformers builds the model without memory (on the meta device), we define which rank holds which
+part of each weight, and its loader then reads only those parts from the files: no rank ever holds
+the whole model, nor a whole matrix of it. What a rank holds:
 
     tp      rows or columns of each matrix, by the architecture's own plan; experts by their width.
-            Embedding and head are cut along the vocabulary.
-    fsdp    a slice of every weight; a layer is put together for the moment in which it runs (FSDP2)
+            Embedding and head are split along the vocabulary.
+    fsdp    a slice of every weight; a layer is gathered only while it runs (FSDP2)
     cp      everything: these ranks share long rows, not weights (`context`)
 """
 
@@ -19,12 +19,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from fledge.core.errors import BadInput, MissingPackage
 from fledge.target.layers import find_layers, text_config
 
-MESH = ("replicate", "fsdp", "cp", "tp")  # the last runs fastest: neighbours talk the most
+MESH = ("replicate", "fsdp", "cp", "tp")  # tp varies fastest: adjacent ranks communicate the most
 
 
 def target_mesh(device: torch.device, *, fsdp: int, cp: int, tp: int) -> DeviceMesh | None:
-    """All ranks, cut into copies of a target that `fsdp * cp * tp` of them hold together; None:
-    every rank has its own."""
+    """A mesh of all ranks, where `fsdp * cp * tp` of them hold one copy of the target; None if
+    every rank has its own copy."""
     together = fsdp * cp * tp
     if together == 1:
         return None
@@ -47,7 +47,7 @@ def along(mesh: DeviceMesh | None, name: str) -> DeviceMesh | None:
 
 
 def sharded_class(model_class: Any, mesh: DeviceMesh, device: torch.device) -> Any:
-    """A model class whose `from_pretrained` loads each rank's part only."""
+    """A model class whose `from_pretrained` loads only this rank's part."""
 
     class Sharded(model_class):  # type: ignore[misc]  # any architecture of transformers
         @classmethod
@@ -66,7 +66,7 @@ def sharded_class(model_class: Any, mesh: DeviceMesh, device: torch.device) -> A
 
 
 def loading_options(mesh: DeviceMesh) -> dict[str, Any]:
-    """What `from_pretrained` of a sharded class is called with besides."""
+    """Further arguments of `from_pretrained` for a sharded class."""
     try:
         from transformers.distributed import DistributedConfig
         from transformers.distributed.tensor_parallel import apply_tensor_parallelism  # noqa: F401
@@ -80,7 +80,7 @@ def loading_options(mesh: DeviceMesh) -> dict[str, Any]:
 
 
 def shard(model: Any, *, tp: DeviceMesh | None, fsdp: DeviceMesh | None) -> Any:
-    """Cut a model without memory: first within layers, then what remains of every weight."""
+    """Shard a model on the meta device: first by tensor parallelism, then by FSDP2."""
     if tp is not None:
         from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
@@ -92,7 +92,7 @@ def shard(model: Any, *, tp: DeviceMesh | None, fsdp: DeviceMesh | None) -> Any:
 
         ends = [model.get_input_embeddings(), model.get_output_embeddings()]
         if getattr(text_config(model.config), "tie_word_embeddings", False):
-            ends = []  # one weight, needed at both ends: it stays with the model's own forward
+            ends = []  # one weight, used at both ends: it belongs to the root module's FSDP unit
         for module in (*find_layers(model), *ends):
             if module is not None:
                 fully_shard(module, mesh=fsdp)
@@ -101,7 +101,8 @@ def shard(model: Any, *, tp: DeviceMesh | None, fsdp: DeviceMesh | None) -> Any:
 
 
 def _plan(model: Any, size: int) -> dict[str, str]:
-    """The architecture's own plan; embedding and head along the vocabulary, if it divides."""
+    """The architecture's own plan, with embedding and head split along the vocabulary if its size
+    is divisible."""
     plan = dict(model.tp_plan or {})
     if not plan:
         raise BadInput(
@@ -111,11 +112,11 @@ def _plan(model: Any, size: int) -> dict[str, str]:
         )
     names = {module: name for name, module in model.named_modules()}
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    divides = embedding.weight.shape[0] % size == 0
+    divisible = embedding.weight.shape[0] % size == 0
     for module, style in ((embedding, "embedding_rowwise"), (head, "colwise_gather_output")):
         if module is None:
             continue
-        if divides:
+        if divisible:
             plan[names[module]] = style
         else:
             plan.pop(names[module], None)
@@ -123,13 +124,14 @@ def _plan(model: Any, size: int) -> dict[str, str]:
 
 
 def _check_heads(model: Any, size: int) -> None:
-    """Attention is cut by heads, and so is what they share."""
+    """Reject a `tp` that does not divide the heads and key-value heads that attention is split
+    by."""
     config = text_config(model.config)
     for name in ("num_attention_heads", "num_key_value_heads"):
         heads = getattr(config, name, None)
         if isinstance(heads, int) and heads % size:
             raise BadInput(
-                f"target.parallel.tp={size}: its {heads} {name} cannot be divided by it",
+                f"target.parallel.tp={size} does not divide its {heads} {name}",
                 where=type(model).__name__,
                 fix="a tp that divides them, and target.parallel.fsdp for the rest of the ranks",
             )

@@ -1,7 +1,7 @@
-"""Tensors on their way through Ray's object store: bytes that it neither copies nor pickles.
+"""Tensors in transit through Ray's object store: bytes that it neither copies nor pickles.
 
-Ray hands numpy arrays over as views of shared memory, which nobody may write to; whoever takes an
-answer copies it once, into memory of its own (page-locked where a GPU is next).
+Ray delivers numpy arrays as read-only views of shared memory; the receiver copies an answer once,
+into its own memory (page-locked if it goes to a GPU next).
 """
 
 from dataclasses import dataclass

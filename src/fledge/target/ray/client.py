@@ -1,8 +1,8 @@
-"""The target on a Ray cluster as a trainer sees it: rows in, one batch out, asked for ahead.
+"""The target on a Ray cluster as a trainer sees it: rows in, one batch out, requested in advance.
 
-`prefetch` questions for each worker are under way at once, over all ranks. The others wait here, so
-a slow trainer fills neither the workers nor the object store, which an answer leaves as soon as it
-is there.
+`prefetch` questions per worker are in flight at once, over all ranks. The others wait here, so a
+slow trainer fills neither the workers' queues nor the object store, which an answer leaves as soon
+as it arrives.
 """
 
 import threading
@@ -43,24 +43,24 @@ class RayEagle3TargetModel(Eagle3TargetBackend):
         self._threads = ThreadPoolExecutor(self.prefetch, thread_name_prefix="fledge-ray")
         self._lock = threading.Lock()
         self._target: tuple[InputEmbedding, TargetInfo] | None = None
-        self._numbers: Iterator[int] = count()
+        self._question_numbers: Iterator[int] = count()
         self._facts = fleet.open()
         self.aux_layer_ids = list(self._facts["aux_layer_ids"])
 
     def get_input_embeddings(self) -> InputEmbedding:
         self._check_open()
-        return self._fetched()[0]
+        return self._fetch_target()[0]
 
     def info(self) -> TargetInfo:
         self._check_open()
-        return self._fetched()[1]
+        return self._fetch_target()[1]
 
     def answer(self, rows: TokenBatch) -> Eagle3TargetBatch:
-        """Ask a worker about these rows. The batch lies on the CPU."""
+        """Ask a worker about these rows. The returned batch is on the CPU."""
         return self.answer_async(rows).result()
 
     def answer_async(self, rows: TokenBatch) -> Future[Eagle3TargetBatch]:
-        """Ask in the background; so many calls at a time, the others wait their turn."""
+        """Ask in the background, with at most `prefetch` questions in flight."""
         self._check_open()
         rows = rows.map(lambda tensor: tensor.detach().cpu())
         documents = find_documents(rows)
@@ -72,8 +72,8 @@ class RayEagle3TargetModel(Eagle3TargetBackend):
             vocabulary = Array.of(self._vocab_mapping(torch.device("cpu"))[0])
         parts = tuple(None if part is None else Array.of(part) for part in rows.arguments())
         question = Question(parts, vocabulary, self.askers)
-        # Ranks that ask the same count alike, and so meet at one worker.
-        number = next(self._numbers) if self.askers > 1 else None
+        # Ranks with the same questions number them equally, and so ask the same worker.
+        number = next(self._question_numbers) if self.askers > 1 else None
         return self._threads.submit(self._answer, rows, question, number)
 
     def close(self) -> None:
@@ -89,11 +89,11 @@ class RayEagle3TargetModel(Eagle3TargetBackend):
     ) -> Eagle3TargetBatch:
         arrays = self._fleet.ask(lambda worker: worker.answer.remote(question), prefer=number)
         states = {name: array.tensor(pin_memory=self._pin) for name, array in arrays.items()}
-        del arrays  # its room in the object store
+        del arrays  # frees their memory in the object store
         aux = states.pop("aux_hidden_states")
         return Eagle3TargetBatch.about(rows, aux_hidden_states=aux, shifted=True, **states)
 
-    def _fetched(self) -> tuple[InputEmbedding, TargetInfo]:
+    def _fetch_target(self) -> tuple[InputEmbedding, TargetInfo]:
         with self._lock:
             if self._target is None:
                 arrays = self._fleet.ask(lambda worker: worker.tables.remote())

@@ -1,6 +1,6 @@
-"""This process as part of a Ray cluster, and what of ours lives there under a name.
+"""The connection of this process to a Ray cluster.
 
-Everything of fledge is in one namespace; a run's workers and its board carry the run's name.
+All actors of fledge are in one namespace; a run's workers and its board are named after the run.
 """
 
 import contextlib
@@ -14,32 +14,32 @@ from fledge.core.errors import BadInput, MissingPackage, first_line
 from fledge.core.install import install_extra
 
 NAMESPACE = "fledge"
-_joined: str | None = None  # the address by which this process joined its cluster itself
+_joined: str | None = None  # address of the cluster, if this process joined it itself
 
 
 class Connection:
-    """A connection to a cluster, closed by whoever made it: inside a Ray worker there is one, and
-    so there may be in a notebook; then nothing is opened, and nothing closed."""
+    """A connection to a cluster. If the process is connected already, as inside a Ray worker or
+    perhaps a notebook, nothing is opened, and nothing closed."""
 
     def __init__(self, address: str) -> None:
         global _joined
         ray = import_ray()
-        self._ours = not ray.is_initialized()
-        if self._ours:
+        self._opened = not ray.is_initialized()
+        if self._opened:
             _join(ray, address)
             _joined = address
-            sys.stdout = _WithoutRay(sys.stdout)
+            sys.stdout = _StdoutWithoutRay(sys.stdout)
         elif _joined is not None and address not in ("auto", _joined):
             what = f"this process is part of the cluster at {_joined} already, not of {address!r}"
             raise BadInput(what, where="address", fix="use one cluster at a time")
 
     def close(self) -> None:
         global _joined
-        if self._ours:
-            self._ours, _joined = False, None
-            with contextlib.redirect_stdout(sys.stderr):  # it says what it has held back
+        if self._opened:
+            self._opened, _joined = False, None
+            with contextlib.redirect_stdout(sys.stderr):  # it flushes buffered messages
                 import_ray().shutdown()
-            if isinstance(sys.stdout, _WithoutRay):
+            if isinstance(sys.stdout, _StdoutWithoutRay):
                 sys.stdout = sys.stdout.stdout
 
     def __enter__(self) -> "Connection":
@@ -54,16 +54,16 @@ class Connection:
         self.close()
 
 
-class _WithoutRay:
-    """stdout without what Ray's own threads say of the cluster, which goes to stderr: results go to
-    stdout, and `fledge ... --json | jq` must work while machines die."""
+class _StdoutWithoutRay:
+    """stdout without the messages of Ray's own threads, which go to stderr: results go to stdout,
+    and `fledge ... --json | jq` must work even while machines fail."""
 
     def __init__(self, stdout: Any) -> None:
         self.stdout = stdout
 
     def write(self, text: str) -> Any:
-        ray_speaks = threading.current_thread().name.startswith("ray_")
-        return (sys.stderr if ray_speaks else self.stdout).write(text)
+        from_ray = threading.current_thread().name.startswith("ray_")
+        return (sys.stderr if from_ray else self.stdout).write(text)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stdout, name)
@@ -80,7 +80,7 @@ def import_ray() -> Any:
 
 
 def _join(ray: Any, address: str) -> None:
-    in_main = threading.current_thread() is threading.main_thread()
+    in_main_thread = threading.current_thread() is threading.main_thread()
     handler = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(address, namespace=NAMESPACE, log_to_driver=False, configure_logging=False)
@@ -91,5 +91,6 @@ def _join(ray: Any, address: str) -> None:
             fix="ray start --head starts one here; or name the head of a running one, HOST:6379",
         ) from error
     finally:
-        if in_main and handler is not None:  # Ray ends the process at SIGTERM; a run saves first
+        # Ray's handler would end the process at SIGTERM; ours lets the run save first
+        if in_main_thread and handler is not None:
             signal.signal(signal.SIGTERM, handler)

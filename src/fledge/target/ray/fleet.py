@@ -1,9 +1,9 @@
-"""The workers of one run as a rank sees them: which are up, which one is asked next, and asking
-again where one died.
+"""The workers of one run as a rank sees them: which are up, which one is asked next, and retries
+when one dies.
 
-Ray restarts a worker that died, on another machine if need be. What it was asked meanwhile is lost
-with it: the rank that asked knows, and asks another worker, or the same one when it is back. So an
-answer is about the rows that were asked, whoever gave it, and there is exactly one.
+Ray restarts a worker that died, on another machine if need be. Questions in flight are lost with
+it: the rank that asked notices, and asks another worker, or the same one when it is back. So every
+question gets exactly one answer, whichever worker gives it.
 """
 
 import logging
@@ -19,26 +19,26 @@ from fledge.target.ray.connection import import_ray
 
 log = logging.getLogger("fledge.ray")
 
-_LOOK_EVERY_S, _PAUSE_S = 0.2, 1.0
-_REMIND_S = 30.0
-# what two workers must have in common to be the same target
+_POLL_EVERY_S, _RETRY_AFTER_S = 0.2, 1.0
+_REMIND_EVERY_S = 30.0
+# facts that must be equal for two workers to hold the same target
 _IDENTITY = ("weights_fingerprint", "aux_layer_ids", "supervision", "dtype", "hidden_size")
 
 
 @dataclass
 class WorkerState:
-    """What is known of one worker."""
+    """The state of one worker, as far as this rank knows it."""
 
     name: str
     actor: Any
     up: bool = False
-    in_flight: int = 0  # this rank's own questions
-    asked: int = 0  # when this rank last asked it, as a number
-    greeting: Any = None  # a word to it that is under way
-    loading: bool = False  # it is there, and loads its target: minutes, of a large one
-    not_before: float = 0.0  # when to greet it again
+    in_flight: int = 0  # questions of this rank only
+    asked: int = 0  # sequence number of this rank's last question to it
+    greeting: Any = None  # the pending call that checks whether it is up
+    loading: bool = False  # it is running and loads its target, which may take minutes
+    not_before: float = 0.0  # earliest time to greet it again
     error: str = "not yet placed: is there room for it?"
-    refusal: BaseException | None = None  # what it said instead of its name
+    refusal: BaseException | None = None  # why it cannot be used, if it answered with an error
 
 
 class Fleet:
@@ -53,7 +53,8 @@ class Fleet:
         rank: int = 0,
     ) -> None:
         self._ray = import_ray()
-        # Ranks begin at different workers: with one question each, all would ask the first one.
+        # Ranks start at different workers; otherwise the first question of each would go to the
+        # same one.
         self._states = [
             WorkerState(name, actor, asked=(index - rank) % len(workers) - len(workers))
             for index, (name, actor) in enumerate(workers)
@@ -66,27 +67,28 @@ class Fleet:
         self._reminded = 0.0
         self._facts: dict[str, Any] | None = None
         self._watcher = threading.Thread(target=self._watch, daemon=True, name="fledge-workers")
-        self.asked_again = 0  # questions that died with a worker
+        self.asked_again = 0  # questions that were lost with a worker
 
     def __len__(self) -> int:
         return len(self._states)
 
     def open(self) -> dict[str, Any]:
-        """Wait for the first worker; what it says of its target. The others may come later."""
+        """Wait for the first worker and return the facts about its target. The others may come up
+        later."""
         self._watcher.start()
         self._leave(self._take(None))
         assert self._facts is not None
         return self._facts
 
     def ask(self, use: Callable[[Any], Any], *, prefer: int | None = None) -> Any:
-        """The answer to the call that `use` makes of a worker, asked until one has given it.
-        `prefer`: the worker of that number, where it is up."""
+        """The result of the call that `use` makes on a worker, retried until a worker answers.
+        `prefer` is the index of the worker to use if it is up."""
         while True:
             state = self._take(prefer)
             try:
                 return self._result(use(state.actor))
-            except self._ray.exceptions.RayTaskError as error:  # it answered: with an exception
-                raise _told(error) from None
+            except self._ray.exceptions.RayTaskError as error:  # it answered with an exception
+                raise _cause(error) from None
             except self._ray.exceptions.RayError as error:
                 self._set_down(state, first_line(error))
                 self.asked_again += 1
@@ -94,7 +96,7 @@ class Fleet:
                 self._leave(state)
 
     def close(self) -> None:
-        """Let go of the workers; they end if this process started them."""
+        """Release the workers; they end if this process started them."""
         if self._closed.is_set():
             return
         self._closed.set()
@@ -106,8 +108,8 @@ class Fleet:
         self._release()
 
     def _result(self, reference: Any) -> Any:
-        """Looks up now and then: a closed fleet has no time to wait."""
-        while not self._ray.wait([reference], timeout=_LOOK_EVERY_S)[0]:
+        """Wait for a result; polls, so that closing the fleet ends the wait."""
+        while not self._ray.wait([reference], timeout=_POLL_EVERY_S)[0]:
             self._check_open()
         return self._ray.get(reference)
 
@@ -116,8 +118,8 @@ class Fleet:
             raise RuntimeError("this RayEagle3TargetModel is closed: build a new one")
 
     def _take(self, prefer: int | None) -> WorkerState:
-        """The least loaded worker that is up, of several the one that was asked longest ago;
-        waits for one."""
+        """The least loaded worker that is up, and of several the least recently asked one; waits
+        until there is one."""
         with self._changed:
             while True:
                 self._check_open()
@@ -126,20 +128,21 @@ class Fleet:
                     self._down_since = None
                     state = min(up, key=lambda state: (state.in_flight, state.asked))
                     if prefer is not None:
-                        wanted = self._states[prefer % len(self._states)]
-                        state = wanted if wanted.up else up[prefer % len(up)]
+                        preferred = self._states[prefer % len(self._states)]
+                        state = preferred if preferred.up else up[prefer % len(up)]
                     state.in_flight += 1
                     state.asked = next(self._turns)
                     return state
-                self._changed.wait(min(self._while_all_are_down(), _LOOK_EVERY_S))
+                self._changed.wait(min(self._check_wait(), _POLL_EVERY_S))
 
     def _leave(self, state: WorkerState) -> None:
         with self._changed:
             state.in_flight -= 1
             self._changed.notify_all()
 
-    def _while_all_are_down(self) -> float:
-        """Say so now and then, give up in the end; how long there is left to wait."""
+    def _check_wait(self) -> float:
+        """Seconds left to wait while all workers are down; logs a reminder from time to time, and
+        raises when the time is up."""
         now = time.monotonic()
         if self._down_since is None:
             self._down_since, self._reminded = now, 0.0
@@ -147,7 +150,7 @@ class Fleet:
             self._down_since = now
         waited = now - self._down_since
         refusals = [state.refusal for state in self._states if state.refusal is not None]
-        if len(refusals) == len(self._states):  # all are there, and none can do it
+        if len(refusals) == len(self._states):  # all are running, and none can be used
             raise refusals[0]
         why = ", ".join(f"{state.name}: {state.error}" for state in self._states)
         if waited >= self._wait_s:
@@ -155,15 +158,15 @@ class Fleet:
                 f"no target worker answered for {waited:.0f} s ({why})",
                 fix="give the cluster room for one and run the same command again",
             )
-        if waited - self._reminded >= _REMIND_S:
+        if waited - self._reminded >= _REMIND_EVERY_S:
             self._reminded = waited
-            left = self._wait_s - waited
-            log.warning("no target worker answers (%s); waiting, for another %.0f s", why, left)
+            left_s = self._wait_s - waited
+            log.warning("no target worker answers (%s); waiting for another %.0f s", why, left_s)
         return self._wait_s - waited
 
     def _watch(self) -> None:
         """Greet the workers that are down until they answer, or the fleet is closed."""
-        while not self._closed.wait(_LOOK_EVERY_S):
+        while not self._closed.wait(_POLL_EVERY_S):
             for state in self._states:
                 if not state.up:
                     self._greet(state)
@@ -182,7 +185,7 @@ class Fleet:
                 state.loading, state.greeting = True, state.actor.hello.remote()
                 return
         except errors.RayTaskError as error:
-            refusal = _told(error)
+            refusal = _cause(error)
             self._set_down(state, first_line(refusal), refusal=refusal)
         except errors.RayError as error:
             self._set_down(state, first_line(error))
@@ -190,10 +193,10 @@ class Fleet:
             self._admit(state, facts)
 
     def _admit(self, state: WorkerState, facts: dict[str, Any]) -> None:
-        """Use a worker from now on, if it holds the target that the others hold."""
+        """Use a worker from now on, if it holds the same target as the others."""
         with self._changed:
-            self._facts = known = self._facts or facts
-            differing = [name for name in _IDENTITY if known[name] != facts[name]]
+            self._facts = expected = self._facts or facts
+            differing = [name for name in _IDENTITY if expected[name] != facts[name]]
             state.greeting, state.loading = None, False
             if not differing:
                 state.up, state.error, state.refusal = True, "", None
@@ -210,15 +213,15 @@ class Fleet:
         self, state: WorkerState, why: str, *, refusal: BaseException | None = None
     ) -> None:
         with self._changed:
-            told, state.up, state.error, state.refusal = state.error, False, why, refusal
+            before, state.up, state.error, state.refusal = state.error, False, why, refusal
             state.greeting, state.loading = None, False
-            state.not_before = time.monotonic() + _PAUSE_S
+            state.not_before = time.monotonic() + _RETRY_AFTER_S
             self._changed.notify_all()
-        if told != why and not self._closed.is_set():
+        if before != why and not self._closed.is_set():
             log.warning("target worker %s is set aside: %s", state.name, why)
 
 
-def _told(error: Any) -> Exception:
-    """The worker's own exception, where it could travel."""
-    told: Exception = error.cause if isinstance(error.cause, Exception) else error
-    return told
+def _cause(error: Any) -> Exception:
+    """The worker's own exception, if it could be serialized."""
+    cause: Exception = error.cause if isinstance(error.cause, Exception) else error
+    return cause

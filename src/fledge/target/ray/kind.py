@@ -42,13 +42,13 @@ class RayTarget(LoadedTarget):
     """Workers on as many machines as possible, or on as few."""
 
     prefetch: PositiveCount = 2
-    """Batches under way at each worker; the ranks share them, and ask for so many ahead."""
+    """Batches in flight at each worker, requested in advance; the ranks share them."""
 
     wait_s: NonNegative = 300.0
     """How long to wait while no worker answers before the run stops, resumable."""
 
     @model_validator(mode="after")
-    def _worker_is_a_target(self) -> "RayTarget":
+    def _check_worker(self) -> "RayTarget":
         self.inner()
         return self
 
@@ -58,11 +58,11 @@ class RayTarget(LoadedTarget):
         if name not in kinds:
             why = f"one of {', '.join(kinds)} is wanted"
             raise refused("worker", "backend", value=name, why=why)
-        shared, own = set(LoadedTarget.model_fields), kinds[name].model_fields
+        shared, fields = set(LoadedTarget.model_fields), kinds[name].model_fields
         for key in self.worker:
-            if key != "backend" and (key in shared or key not in own):
+            if key != "backend" and (key in shared or key not in fields):
                 fix = "it belongs beside worker, under target" if key in shared else ""
-                fix = fix or nearest(key, [field for field in own if field not in shared])
+                fix = fix or nearest(key, [field for field in fields if field not in shared])
                 raise refused("worker", key, value=self.worker[key], why=fix)
         common = {key: getattr(self, key) for key in shared - {"backend"}}
         try:
@@ -86,7 +86,7 @@ class RayKind(TargetKind[RayTarget]):
     def open(
         self, section: RayTarget, *, device: "torch.device", aux_layers: int
     ) -> "RayEagle3TargetModel":
-        """The workers as one target; the first rank starts them unless somebody has."""
+        """The workers as one target; the first rank starts them unless they are running."""
         from fledge.target.ray.client import RayEagle3TargetModel
         from fledge.target.ray.placing import open_fleet
 
@@ -106,7 +106,8 @@ class RayKind(TargetKind[RayTarget]):
     def placed(
         self, section: RayTarget, *, aux_layers: int, name: str
     ) -> Iterator[Mapping[str, str]]:
-        """Workers that outlive the ranks: a restart of these loads no target again."""
+        """Start workers that outlive the ranks, so that restarted ranks do not reload the
+        target."""
         from fledge.target.ray.placing import FLEET_VARIABLE, start_fleet
 
         with start_fleet(section, aux_layers=aux_layers, name=name) as started:
@@ -119,8 +120,8 @@ class RayKind(TargetKind[RayTarget]):
     def asked_once(self, section: RayTarget) -> RayTarget:
         inner = section.inner()
         inner = kind_of(inner).asked_once(inner)
-        own = inner.model_dump(exclude=set(LoadedTarget.model_fields))
-        return section.model_copy(update={"worker": {"backend": inner.backend, **own}})
+        specific = inner.model_dump(exclude=set(LoadedTarget.model_fields))
+        return section.model_copy(update={"worker": {"backend": inner.backend, **specific}})
 
 
 RAY = RayKind()

@@ -1,7 +1,8 @@
-"""Workers placed on a cluster: started once for a run, found by all its ranks under its name.
+"""Place workers on a cluster: started once per run, found by all its ranks under the run's name.
 
-They live as long as whoever started them: the first rank, or `fledge cluster train`, in which case
-a restart of the ranks loads no target again. Either way Ray ends them when that process is gone.
+They live as long as the process that started them: the first rank, or `fledge cluster train`, in
+which case a restart of the ranks does not reload the target. Ray ends them when that process is
+gone.
 """
 
 import os
@@ -23,20 +24,20 @@ from fledge.target.ray.fleet import Fleet
 from fledge.target.ray.kind import RayTarget
 from fledge.target.ray.worker import TargetWorker
 
-FLEET_VARIABLE = "FLEDGE_RAY_TARGETS"  # the name of workers that somebody else has started
-_LOOK_EVERY_S = 0.2
+FLEET_VARIABLE = "FLEDGE_RAY_TARGETS"  # name of the workers, if another process started them
+_POLL_EVERY_S = 0.2
 
 
 @dataclass(frozen=True)
 class Started:
-    """Workers that run on the cluster."""
+    """Workers that were started on the cluster."""
 
     name: str
     workers: tuple[tuple[str, Any], ...]  # (name, actor)
 
 
 def open_fleet(section: RayTarget, *, aux_layers: int) -> Fleet:
-    """The workers of this run, as this rank asks them."""
+    """Start or find the workers of this run, as this rank's fleet."""
     with ExitStack() as undo:
         undo.enter_context(Connection(section.address))
         name = os.environ.get(FLEET_VARIABLE) or _agreed_name()
@@ -54,7 +55,7 @@ def start_fleet(
 ) -> Iterator[Started]:
     """Start workers and a board; they end with the context."""
     name = name or new_name()
-    inner = _by_whole_path(section.inner())
+    inner = _with_absolute_path(section.inner())
     with Connection(section.address), ExitStack() as undo:
         ray = import_ray()
         gpus = _gpus(section, inner)
@@ -70,7 +71,7 @@ def start_fleet(
                 namespace=NAMESPACE,
                 num_cpus=section.worker_cpus,
                 num_gpus=gpus,
-                max_restarts=-1,  # the question in flight is asked again by whoever asked it
+                max_restarts=-1,  # the rank that asked repeats the question that was in flight
                 scheduling_strategy=bundle_of(group, index),
             )
             options = {"aux_layers": aux_layers, "gpus": gpus, "board": board}
@@ -80,18 +81,18 @@ def start_fleet(
 
 
 def find_fleet(name: str, count: int, *, wait_s: float) -> Started:
-    """Workers that another process starts, or has started."""
-    ray, until = import_ray(), time.monotonic() + wait_s
+    """Find workers that another process starts or has started; waits up to `wait_s`."""
+    ray, deadline = import_ray(), time.monotonic() + wait_s
     names = [f"{name}.target-{index}" for index in range(count)]
     while True:
         try:
             actors = [ray.get_actor(worker, namespace=NAMESPACE) for worker in names]
             return Started(name, tuple(zip(names, actors, strict=True)))
         except ValueError as error:
-            if time.monotonic() >= until:
+            if time.monotonic() >= deadline:
                 what = f"the target workers {name} are not on this cluster"
                 raise TargetUnreachable(what, fix="run the same command again") from error
-            time.sleep(_LOOK_EVERY_S)
+            time.sleep(_POLL_EVERY_S)
 
 
 def new_name() -> str:
@@ -99,11 +100,11 @@ def new_name() -> str:
 
 
 def _agreed_name() -> str:
-    """One name for all ranks."""
-    held = [new_name()]
+    """A new name that is the same on all ranks."""
+    names = [new_name()]
     if _ranks() > 1:
-        dist.broadcast_object_list(held, src=0)
-    return held[0]
+        dist.broadcast_object_list(names, src=0)
+    return names[0]
 
 
 def _rank() -> int:
@@ -114,33 +115,33 @@ def _ranks() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
-def _by_whole_path(inner: LoadedTarget) -> LoadedTarget:
-    """A worker runs elsewhere, in another directory: `./model` would mean another place."""
-    place = Path(inner.model).expanduser()
-    return inner.model_copy(update={"model": str(place.absolute())}) if place.exists() else inner
+def _with_absolute_path(inner: LoadedTarget) -> LoadedTarget:
+    """The section with a local model's path made absolute: a worker runs in another directory."""
+    path = Path(inner.model).expanduser()
+    return inner.model_copy(update={"model": str(path.absolute())}) if path.exists() else inner
 
 
 def _gpus(section: RayTarget, inner: LoadedTarget) -> float:
     if section.worker_gpus is not None:
         return section.worker_gpus
-    split = inner.tp_size if isinstance(inner, EngineTarget) else 1
-    return split if import_ray().cluster_resources().get("GPU", 0) else 0
+    tp_size = inner.tp_size if isinstance(inner, EngineTarget) else 1
+    return tp_size if import_ray().cluster_resources().get("GPU", 0) else 0
 
 
 def _reserve(section: RayTarget, gpus: float) -> Any:
-    """Room for all workers. A machine that is lost gives up its part, for which Ray finds another
-    place; until then the other workers go on."""
+    """Reserve resources for all workers. When a machine is lost, Ray reserves its part on another
+    one; until then the other workers keep running."""
     ray = import_ray()
     from ray.util.placement_group import placement_group
 
     bundle = {"CPU": section.worker_cpus, "GPU": gpus}
-    bundle = {what: amount for what, amount in bundle.items() if amount} or {"CPU": 0.001}
+    bundle = {name: amount for name, amount in bundle.items() if amount} or {"CPU": 0.001}
     group = placement_group([bundle] * section.workers, strategy=section.placement.upper())
     if not group.wait(section.wait_s):
         remove_group(group)
         free = ray.available_resources()
-        room = ", ".join(f"{free.get(what, 0):g} {what}" for what in bundle)
-        wanted = ", ".join(f"{amount:g} {what}" for what, amount in bundle.items())
+        room = ", ".join(f"{free.get(name, 0):g} {name}" for name in bundle)
+        wanted = ", ".join(f"{amount:g} {name}" for name, amount in bundle.items())
         raise TargetUnreachable(
             f"no room for {section.workers} target workers of {wanted} each (free: {room})",
             where="target.workers",

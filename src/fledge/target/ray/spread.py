@@ -1,8 +1,8 @@
-"""The same work in many processes of a cluster, each of which claims what is nobody's.
+"""Run the same work in many processes of a cluster, each of which claims unclaimed parts.
 
 A worker is a Ray task that runs what the command runs without Ray, in a directory that all machines
-see. The claims there (`core.claims`) say who does what: Ray only places the workers, and starts
-them again where they die.
+share. The claims there (`core.claims`) divide the work: Ray only places the workers, and restarts
+them when they die.
 """
 
 import contextlib
@@ -16,14 +16,14 @@ from fledge.target.kinds import EngineTarget, TargetSection, loaded_sections
 from fledge.target.ray.connection import Connection, import_ray
 
 ResultT = TypeVar("ResultT")
-_LOOK_EVERY_S = 0.5
-_RESTARTS = 10  # of a worker: one that dies over and over has a reason
-_END_S = 10.0  # when a worker has found everything done: how long the others may take to see it
-_STOP_S = 10.0  # in which a worker that is killed should be gone
+_POLL_EVERY_S = 0.5
+_MAX_RESTARTS = 10  # of a worker: one that keeps dying has a persistent cause
+_FINISH_S = 10.0  # time for the other workers to return once one has found everything done
+_KILL_S = 10.0  # time for killed workers to end
 
 
 def gpus_of(section: TargetSection) -> int:
-    """How many GPUs a worker needs that opens this target itself."""
+    """How many GPUs a worker needs to open this target itself."""
     if section.backend not in loaded_sections():
         what = f"target.backend={section.backend} does not run where it is asked"
         raise BadInput(what, where="--ray", fix="leave out --ray, or take target.backend=hf")
@@ -31,8 +31,8 @@ def gpus_of(section: TargetSection) -> int:
 
 
 class Spread(Generic[ResultT]):
-    """Workers on a cluster: as many as asked for, else one for every GPU (or `gpus` of them); where
-    there is no GPU, or none is wanted, one for every machine."""
+    """Workers on a cluster: as many as requested, else one per GPU (or per `gpus` GPUs); without
+    GPUs, or if none are requested, one per machine."""
 
     def __init__(
         self, address: str, *, workers: int | None = None, gpus: int = 1, device: str = ""
@@ -40,16 +40,16 @@ class Spread(Generic[ResultT]):
         self._connection = Connection(address)
         try:
             nodes = [n["Resources"] for n in import_ray().nodes() if n["Alive"]]
-            wanted = gpus if device != "cpu" and any(n.get("GPU") for n in nodes) else 0
-            self._gpus, self.device = wanted, "cuda" if wanted else "cpu"
-            if wanted:
-                room = sum(int(node.get("GPU", 0) // wanted) for node in nodes)
+            needed = gpus if device != "cpu" and any(n.get("GPU") for n in nodes) else 0
+            self._gpus, self.device = needed, "cuda" if needed else "cpu"
+            if needed:
+                capacity = sum(int(node.get("GPU", 0) // needed) for node in nodes)
             else:
-                room = sum(node.get("CPU", 0) >= 1 for node in nodes)
-            if not room:
-                what = f"no machine of the cluster has {f'{wanted} GPUs' if wanted else 'a CPU'}"
+                capacity = sum(node.get("CPU", 0) >= 1 for node in nodes)
+            if not capacity:
+                what = f"no machine of the cluster has {f'{needed} GPUs' if needed else 'a CPU'}"
                 raise BadInput(what, where="--ray", fix="give it a larger machine")
-            self.workers = workers or room
+            self.workers = workers or capacity
         except BaseException:
             self.close()
             raise
@@ -64,40 +64,41 @@ class Spread(Generic[ResultT]):
         self.close()
 
     def run(self, work: Callable[[], ResultT], watch: Callable[[], None]) -> list[ResultT]:
-        """What the workers returned, the last one last. Each returns when all is done, so whoever
-        has not begun by then is not needed. `watch` is called now and then."""
+        """The workers' results in the order in which they returned. A worker returns when all work
+        is done, so those that have not started by then are not needed. `watch` is called
+        periodically."""
         ray = import_ray()
         task = ray.remote(
             num_cpus=0 if self._gpus else 1,
             num_gpus=self._gpus,
-            max_retries=_RESTARTS,
-            max_calls=1,  # a process of its own, which is gone afterwards
+            max_retries=_MAX_RESTARTS,
+            max_calls=1,  # a new process, which ends afterwards
             scheduling_strategy="SPREAD",
-        )(_begin)
+        )(_run_in)
         pending = [task.remote(work, os.getcwd()) for _ in range(self.workers)]
-        results, lost, until = list[ResultT](), "", float("inf")
+        results, last_error, deadline = list[ResultT](), "", float("inf")
         try:
-            while pending and time.monotonic() < until:
-                ready, pending = ray.wait(pending, timeout=_LOOK_EVERY_S)
+            while pending and time.monotonic() < deadline:
+                ready, pending = ray.wait(pending, timeout=_POLL_EVERY_S)
                 watch()
                 for reference in ready:
                     try:
                         results.append(ray.get(reference))
-                        until = min(until, time.monotonic() + _END_S)
+                        deadline = min(deadline, time.monotonic() + _FINISH_S)
                     except ray.exceptions.RayTaskError as error:
                         raise _cause(error) from None
-                    except ray.exceptions.RayError as error:  # the others go on
-                        lost = type(error).__name__
+                    except ray.exceptions.RayError as error:  # the others continue
+                        last_error = type(error).__name__
         finally:
             _stop(pending)
         if not results:
-            what = f"all workers were lost, each {_RESTARTS} times ({lost})"
+            what = f"all workers were lost, each {_MAX_RESTARTS} times ({last_error})"
             raise BadInput(what, fix="see Ray's logs; the same command goes on")
         return results
 
 
-def _begin(work: Callable[[], ResultT], directory: str) -> ResultT:
-    os.chdir(directory)  # relative paths mean the same as where the command was given
+def _run_in(work: Callable[[], ResultT], directory: str) -> ResultT:
+    os.chdir(directory)  # relative paths mean the same as where the command was run
     return work()
 
 
@@ -106,10 +107,10 @@ def _cause(error: Any) -> BaseException:
 
 
 def _stop(pending: list[Any]) -> None:
-    """By force: an interrupt reaches a worker late or never, and nothing is lost by a kill."""
+    """Kill the workers: an interrupt reaches them late or never, and a kill loses nothing."""
     ray = import_ray()
     for reference in pending:
         with contextlib.suppress(ray.exceptions.RayError):
             ray.cancel(reference, force=True)
     if pending:
-        ray.wait(pending, num_returns=len(pending), timeout=_STOP_S)
+        ray.wait(pending, num_returns=len(pending), timeout=_KILL_S)

@@ -1,8 +1,8 @@
-"""One target on a cluster: an ordinary target of this process, asked through Ray.
+"""One target on a cluster: an ordinary target in a Ray actor's process.
 
-A worker answers one question at a time, in the order in which Ray hands them over. It is loaded at
-the first word to it and not when it is made: a model that is not there is then an answer, and not
-a worker that dies over and over.
+A worker answers one question at a time, in the order in which Ray delivers them. It loads the
+target at the first call rather than in its constructor: a missing model is then an error that the
+caller gets, and not an actor that dies over and over.
 """
 
 import hashlib
@@ -21,8 +21,8 @@ from fledge.target.cache.manifest import target_facts, target_tensors
 from fledge.target.kinds import LoadedTarget, kind_of
 from fledge.target.ray.arrays import Array, Arrays
 
-_TELL_EVERY_S = 1.0
-_KEPT = 8  # answers that are kept for ranks that may never ask: they were asked of another worker
+_REPORT_EVERY_S = 1.0
+_MAX_KEPT = 8  # answers kept for ranks that may never ask for them, having asked another worker
 _STATES = (
     *("aux_hidden_states", "logits", "last_hidden_states"),
     *("target_probs", "position_mask"),
@@ -31,22 +31,22 @@ _STATES = (
 
 @dataclass(frozen=True)
 class Question:
-    """Rows, and what an answer about them depends on."""
+    """Rows, and what else an answer about them depends on."""
 
     rows: tuple[Array | None, ...]  # the arguments of a `TokenBatch`
     vocabulary: Array | None  # the draft's token ids, for probabilities
-    askers: int = 1  # ranks that ask about these very rows: they are captured once
+    askers: int = 1  # ranks that ask about the same rows, which are captured once
 
     def key(self) -> bytes:
         digest = hashlib.blake2b(digest_size=16)
         for part in (*self.rows, self.vocabulary):
-            told = b"-" if part is None else f"{part.dtype} {part.shape}".encode()
-            digest.update(told if part is None else told + part.data.tobytes())
+            header = b"-" if part is None else f"{part.dtype} {part.shape}".encode()
+            digest.update(header if part is None else header + part.data.tobytes())
         return digest.digest()
 
 
 class TargetWorker:
-    """The actor."""
+    """The Ray actor that holds one target."""
 
     def __init__(
         self, name: str, section: LoadedTarget, *, aux_layers: int, gpus: float, board: Any
@@ -57,13 +57,13 @@ class TargetWorker:
         self._vocabulary: torch.Tensor | None = None
         self._kept: OrderedDict[bytes, tuple[Arrays, int]] = OrderedDict()
         self._figures = {"asked": 0, "captured": 0, "tokens": 0, "seconds": 0.0}
-        self._born, self._told = time.monotonic(), 0.0
+        self._started_at, self._reported_at = time.monotonic(), 0.0
 
     def hello(self) -> dict[str, Any]:
-        """The target loaded, what it says of itself, and who says so."""
+        """Load the target and return the facts about it."""
         target = self._open()
         info = target.info()
-        self._tell(now=True)
+        self._report(now=True)
         return {
             **target_facts(info, {}),
             "hidden_size": info.hidden_size,
@@ -79,7 +79,7 @@ class TargetWorker:
         return {name: Array.of(tensor) for name, tensor in tensors.items()}
 
     def answer(self, question: Question) -> Arrays:
-        """The states of an `Eagle3TargetBatch` about these rows, shifted as they are there."""
+        """The states of an `Eagle3TargetBatch` about these rows, shifted like the batch's."""
         target = self._open()
         self._figures["asked"] += 1
         key = question.key() if question.askers > 1 else b""
@@ -89,13 +89,13 @@ class TargetWorker:
             answer, left = self._capture(target, question), question.askers
         if left > 1:
             self._kept[key] = answer, left - 1
-            while len(self._kept) > _KEPT:
+            while len(self._kept) > _MAX_KEPT:
                 self._kept.popitem(last=False)
-        self._tell()
+        self._report()
         return answer
 
     def figures(self) -> dict[str, Any]:
-        """What it has done since it was started."""
+        """Counters since the worker was started."""
         return dict(self._figures)
 
     def _open(self) -> Eagle3TargetBackend:
@@ -107,29 +107,31 @@ class TargetWorker:
         return self._target
 
     def _capture(self, target: Eagle3TargetBackend, question: Question) -> Arrays:
-        begin = time.perf_counter()
+        started_at = time.perf_counter()
         if question.vocabulary is not None:
             ids = question.vocabulary.tensor()
             if self._vocabulary is None or not torch.equal(ids, self._vocabulary):
                 target.set_vocab_mapping(ids)
                 self._vocabulary = ids
-        six = [None if part is None else part.tensor() for part in question.rows]
-        rows = TokenBatch(*six)  # type: ignore[arg-type]  # the first three are there
+        tensors = [None if part is None else part.tensor() for part in question.rows]
+        rows = TokenBatch(*tensors)  # type: ignore[arg-type]  # the first three are never None
         states = dict(target.answer(rows).tensors())
         answer = {name: Array.of(states[name]) for name in _STATES if name in states}
         self._figures["captured"] += 1
         self._figures["tokens"] += rows.tokens
-        self._figures["seconds"] += time.perf_counter() - begin
+        self._figures["seconds"] += time.perf_counter() - started_at
         return answer
 
-    def _tell(self, *, now: bool = False) -> None:
-        """Let the board know; nobody waits for it."""
-        if self._board is None or (not now and time.monotonic() - self._told < _TELL_EVERY_S):
+    def _report(self, *, now: bool = False) -> None:
+        """Send the counters to the board, at most once a second unless `now`, without waiting."""
+        if self._board is None or (
+            not now and time.monotonic() - self._reported_at < _REPORT_EVERY_S
+        ):
             return
-        self._told = time.monotonic()
+        self._reported_at = time.monotonic()
         import ray
 
-        here: dict[str, Any] = {"node": ray.util.get_node_ip_address(), "pid": os.getpid()}
-        here["up_s"] = time.monotonic() - self._born
-        here["node_id"] = ray.get_runtime_context().get_node_id()
-        self._board.tell.remote("targets", self._name, {**here, **self._figures})
+        process: dict[str, Any] = {"node": ray.util.get_node_ip_address(), "pid": os.getpid()}
+        process["up_s"] = time.monotonic() - self._started_at
+        process["node_id"] = ray.get_runtime_context().get_node_id()
+        self._board.tell.remote("targets", self._name, {**process, **self._figures})

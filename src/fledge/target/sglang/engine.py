@@ -1,6 +1,6 @@
-"""SGLang's inner classes, as few as possible: load a model, run one extend, capture the states.
+"""Drive SGLang's internal classes, as few as possible: load a model, run an extend, capture states.
 
-What differs between versions is in one small file for each. SGLang is imported when an engine is
+Differences between versions are in one small file per version. SGLang is imported when an engine is
 opened.
 """
 
@@ -23,12 +23,12 @@ from fledge.core.head import TargetHead
 from fledge.core.install import install_extra
 from fledge.target.layers import text_config
 
-# SGLang's inner classes change with almost every release: only versions that were run are named.
+# SGLang's internal classes change with almost every release: only tested versions are listed.
 VERSIONS = {"0.5.9": "fledge.target.sglang.v0_5_9", "0.5.23": "fledge.target.sglang.v0_5_23"}
 
 
 def installed_version() -> str:
-    """The installed SGLang's version, if it is one that we know how to drive."""
+    """The installed SGLang's version; raises unless it is a supported one."""
     try:
         version = importlib.metadata.version("sglang")
     except importlib.metadata.PackageNotFoundError as error:
@@ -39,7 +39,7 @@ def installed_version() -> str:
         ) from error
     if version not in VERSIONS:
         raise BadInput(
-            f"SGLang {version} is not a version that fledge knows from inside",
+            f"SGLang {version} is not supported by fledge",
             where="target.backend=sglang",
             fix=f"install one of {', '.join(VERSIONS)}",
         )
@@ -48,15 +48,15 @@ def installed_version() -> str:
 
 def engine_class(device: str) -> "type[SGLangEngine]":
     """The engine for the installed SGLang, which is imported here."""
-    if device == "cpu":  # SGLang looks at this when it is imported
+    if device == "cpu":  # SGLang reads this when it is imported
         os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
     module = importlib.import_module(VERSIONS[installed_version()])
     return cast(type[SGLangEngine], module.Engine)
 
 
 def joined_rank(tp_size: int) -> int | None:
-    """This process's rank in the caller's process group, which SGLang then uses too; None: there is
-    none, and SGLang makes its own."""
+    """This process's rank in the caller's process group, which SGLang then uses too; None if there
+    is none, and SGLang creates its own."""
     if not torch.distributed.is_initialized():
         return None
     size = torch.distributed.get_world_size()
@@ -70,8 +70,8 @@ def joined_rank(tp_size: int) -> int | None:
 
 
 def leave_world(parallel_state: Any) -> None:
-    """Drop SGLang's own groups over all ranks, and let the caller keep the process group that they
-    were made in (SGLang's `destroy_distributed_environment` destroys that one too)."""
+    """Destroy SGLang's own groups over all ranks, but not the caller's process group that they were
+    created in (SGLang's `destroy_distributed_environment` destroys that one too)."""
     if parallel_state._WORLD is not None:
         parallel_state._WORLD.destroy()
         parallel_state._WORLD = None
@@ -79,33 +79,33 @@ def leave_world(parallel_state: Any) -> None:
 
 @dataclass(frozen=True)
 class Captured:
-    """What one extend answered about its N tokens, row after row."""
+    """The result of one extend for its N tokens, row after row."""
 
     hidden_ND: Tensor  # the head's input
     aux_KND: list[Tensor]  # the captured layers' outputs, in layer order
-    logits_NV: Tensor | None  # when they were asked for
+    logits_NV: Tensor | None  # only if requested
 
 
 @dataclass(frozen=True)
 class Room:
-    """How much fits into one extend."""
+    """Limits of one extend."""
 
-    context_length: int  # tokens of the longest row the model is configured for
+    context_length: int  # longest row the model is configured for, in tokens
     rows: int
     tokens: int  # size of the KV pool
     page_size: int  # a row takes whole pages of the pool
 
 
 class Tap:
-    """Stands in for a model's `LogitsProcessor`, which is given everything that we want.
+    """Replaces the forward of a model's `LogitsProcessor`, which receives all the states we need.
 
     SGLang's own keeps the last position of each request. This one keeps every position, and calls
-    the original only for its matrix product (with whatever scale and cap belong to it).
+    the original only for its matrix product (with its scale and cap, if any).
     """
 
     def __init__(self, processor: Any) -> None:
         self.processor = processor
-        self.lm_head: Any = None  # the module whose matrix it is, known after the first forward
+        self.lm_head: Any = None  # the head's module, known after the first forward
         self._logits = False
         self._captured: Captured | None = None
         processor.forward = self._answer
@@ -140,7 +140,7 @@ class Tap:
 
 
 class NoPrefixCache(SimpleNamespace):
-    """What allocation asks of a prefix cache: nothing is shared, nothing can be evicted."""
+    """The part of a prefix cache's interface that allocation uses: nothing is shared or evicted."""
 
     def supports_swa(self) -> bool:
         return False
@@ -150,7 +150,7 @@ class NoPrefixCache(SimpleNamespace):
 
 
 def new_request(index: int, tokens: Sequence[int]) -> Any:
-    """A `Req` of these tokens, of whose answer one token is wanted."""
+    """A `Req` with these tokens as its prompt that generates one token."""
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.sampling.sampling_params import SamplingParams
 
@@ -165,8 +165,8 @@ def new_request(index: int, tokens: Sequence[int]) -> Any:
 class SGLangEngine(ABC):
     """One rank of a model in a `ModelRunner`, driven directly: no scheduler, sampling or server.
 
-    SGLang keeps its configuration and process groups in globals, so there is one engine in a
-    process at a time. With tensor parallelism every rank makes the same calls in the same order.
+    SGLang keeps its configuration and process groups in globals, so a process can hold one engine
+    at a time. With tensor parallelism every rank makes the same calls in the same order.
     """
 
     _in_use: ClassVar[bool] = False
@@ -198,14 +198,14 @@ class SGLangEngine(ABC):
 
     @abstractmethod
     def _start(self, options: dict[str, Any], *, rank: int, port: int) -> Any:
-        """Process groups, weights and memory pools: a `ModelRunner` ready to run."""
+        """Set up process groups, weights and memory pools; returns a `ModelRunner` ready to run."""
 
     @abstractmethod
     def _request(self, index: int, row: list[int]) -> Any:
-        """A row as a `Req` that is extended by all of its tokens."""
+        """A row as a `Req` whose extend covers all of its tokens."""
 
     def _schedule(self, rows: Sequence[list[int]]) -> Any:
-        """Whole rows as one extend, each a request of its own: a `ScheduleBatch`."""
+        """Whole rows as one extend, one request per row: a `ScheduleBatch`."""
         from sglang.srt.managers.schedule_batch import ScheduleBatch
         from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
@@ -228,19 +228,19 @@ class SGLangEngine(ABC):
 
     @abstractmethod
     def _forward_batch(self, batch: Any) -> Any:
-        """What the model is given for a `ScheduleBatch`."""
+        """The model's input for a `ScheduleBatch`."""
 
     @abstractmethod
-    def _forget(self, *, joined: bool) -> None:
-        """Destroy the process groups that `_start` made, and what else would hinder the next. Those
-        of a caller whom SGLang has `joined` stay."""
+    def _reset_globals(self, *, joined: bool) -> None:
+        """Destroy the process groups that `_start` created, and reset other globals that would
+        break the next engine. The process group of a caller that SGLang has `joined` is kept."""
 
     @property
     def model(self) -> nn.Module:
         return cast(nn.Module, self._runner.model)
 
     def room(self) -> Room:
-        """What one extend can hold; asked between extends, when everything is free."""
+        """The limits of one extend; to be called between extends, when all memory is free."""
         return Room(
             context_length=int(self._runner.model_config.context_len),
             rows=int(self._runner.req_to_token_pool.available_size()),
@@ -249,7 +249,7 @@ class SGLangEngine(ABC):
         )
 
     def capture_layers(self, layer_ids: list[int]) -> None:
-        """From now on, show the outputs of these layers (ascending)."""
+        """From now on, capture the outputs of these layers (ascending)."""
         capture = getattr(self.model, "set_eagle3_layers_to_capture", None)
         if not callable(capture):
             raise BadInput(
@@ -261,7 +261,7 @@ class SGLangEngine(ABC):
 
     @torch.no_grad()
     def extend(self, rows: Sequence[list[int]], logits: bool) -> Captured:
-        """Run whole rows once, in one batch and without padding, and let go of their memory. With
+        """Run whole rows once, in one batch and without padding, and free their memory. With
         `logits` the head runs on every position; without, it never runs."""
         for tap in self._taps:
             tap.open(logits=logits)
@@ -270,8 +270,8 @@ class SGLangEngine(ABC):
         finally:
             self._runner.req_to_token_pool.clear()
             self._runner.token_to_kv_pool_allocator.clear()
-            caught = [tap.take() for tap in self._taps]
-        answers = [captured for captured in caught if captured is not None]
+            taken = [tap.take() for tap in self._taps]
+        answers = [captured for captured in taken if captured is not None]
         assert len(answers) == 1, f"the forward reached {len(answers)} logits processors"
         return answers[0]
 
@@ -301,19 +301,19 @@ class SGLangEngine(ABC):
         )
 
     def close(self) -> None:
-        """Drop weights and pools, and the process groups with them. Twice is fine."""
+        """Free weights and pools and destroy the process groups. A second call does nothing."""
         if self._closed:
             return
         self._closed = True
         self.__dict__.pop("_taps", None)
         self.__dict__.pop("_runner", None)
-        self._forget(joined=self._joined)
+        self._reset_globals(joined=self._joined)
         SGLangEngine._in_use = False
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
     def _whole(self, part_VD: Tensor) -> Tensor:
-        """All ranks' parts of a matrix with one row per token, without the padding rows."""
+        """A matrix with one row per token, gathered from all ranks, without the padding rows."""
         from sglang.srt.distributed import tensor_model_parallel_all_gather
 
         whole_VD: Tensor = tensor_model_parallel_all_gather(part_VD.detach(), dim=0)

@@ -9,7 +9,7 @@ from fledge.core.errors import BadInput, nearest
 from fledge.target.cache.format import DTYPES
 from fledge.target.sglang.engine import installed_version
 
-# Capture depends on these; any other value is refused.
+# Capture depends on these; any other value is rejected.
 _FIXED: dict[str, Any] = {
     "skip_tokenizer_init": True,
     "enable_return_hidden_states": True,
@@ -20,11 +20,11 @@ _FIXED: dict[str, Any] = {
     "pp_size": 1,
     "dp_size": 1,
 }
-# SGLang's public capture: aux states *in place of* the last hidden state, which a draft needs too;
-# one engine cannot hand out both, and they would come as lists of numbers.
+# SGLang's public capture returns aux states *in place of* the last hidden state, which a draft
+# needs too; one engine cannot return both, and they would come as lists of numbers.
 _PUBLIC_CAPTURE = ("enable_return_aux_hidden_states", "return_aux_hidden_state_layer_ids")
-# SGLang would fill the whole GPU with its KV pool; a target needs room for one batch, and a larger
-# batch is run in parts.
+# SGLang would fill the whole GPU with its KV pool; a target needs memory for one batch only, and a
+# larger batch is run in parts.
 _DEFAULTS: dict[str, Any] = {"max_total_tokens": 65536, "tp_size": 1, "log_level": "error"}
 _ON_CPU: dict[str, Any] = {
     "max_total_tokens": 8192,
@@ -34,14 +34,14 @@ _ON_CPU: dict[str, Any] = {
 
 
 def server_options(asked: dict[str, Any], names: Sequence[str], *, device: str) -> dict[str, Any]:
-    """Arguments for `ServerArgs`: our defaults, the given ones, and those that capture needs."""
+    """Arguments for `ServerArgs`: our defaults, the user's, and those that capture needs."""
     for name, value in asked.items():
         if name in _PUBLIC_CAPTURE and value:
             raise BadInput(
                 f"{name}: SGLang then returns aux states in place of the last hidden state, and "
                 "drafts learn from both",
                 where="engine_args",
-                fix="leave it out: both are taken inside SGLang (target.aux_layer_ids says which)",
+                fix="leave it out: both are taken inside SGLang (target.aux_layer_ids names them)",
             )
         if name not in names:
             raise BadInput(
@@ -67,7 +67,8 @@ def server_options(asked: dict[str, Any], names: Sequence[str], *, device: str) 
 
 
 def sglang_dtype(dtype: torch.dtype | str | None) -> str:
-    """The word that SGLang expects; it compares strings, and would take no notice of a dtype."""
+    """The name of a dtype that SGLang expects: it compares strings, and would ignore a
+    `torch.dtype`."""
     name = "auto" if dtype is None else str(dtype).removeprefix("torch.")
     if name not in ("auto", *DTYPES):
         raise BadInput(

@@ -1,7 +1,7 @@
-"""All ranks of an SGLang engine: one here, and with tensor parallelism one process for each other.
+"""All ranks of an SGLang engine: one here, and with tensor parallelism a process for each other.
 
-The ranks of a tensor-parallel model meet in collectives, so all must make the same calls. A call
-goes to the other ranks through pipes and is then made here; only this rank's answer is kept.
+The ranks of a tensor-parallel model run collectives, so all must make the same calls. A call is
+sent to the other ranks through pipes and then made here; only this rank's result is kept.
 
 In a torch.distributed process group of `tp_size` ranks, the ranks are the caller's own: each
 builds a runner, and all make the same calls. Nothing is started, and the group outlives the engine.
@@ -26,13 +26,13 @@ class SGLangRanks:
         joined, port = joined_rank(int(options["tp_size"])), free_port()
         processes = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
         for rank in range(1, int(options["tp_size"]) if joined is None else 1):
-            ours, theirs = processes.Pipe()
-            # a peer waits for rank 0's next call: as a daemon it does not outlive it
-            arguments = (theirs, options, rank, port)
-            peer: BaseProcess = processes.Process(target=_follow, args=arguments, daemon=True)
+            own_end, peer_end = processes.Pipe()
+            # a daemon: it must not outlive rank 0, for whose calls it waits
+            arguments = (peer_end, options, rank, port)
+            peer: BaseProcess = processes.Process(target=_run_peer, args=arguments, daemon=True)
             peer.start()
-            theirs.close()
-            self._pipes.append(ours)
+            peer_end.close()
+            self._pipes.append(own_end)
             self._peers.append(peer)
         try:
             engine = engine_class(options["device"])
@@ -43,9 +43,9 @@ class SGLangRanks:
             raise
 
     def call(self, method: str, *args: Any) -> Any:
-        """Make a call on every rank at once; this rank's answer."""
+        """Make a call on every rank at once; returns this rank's result."""
         for rank, (pipe, peer) in enumerate(zip(self._pipes, self._peers, strict=True), 1):
-            if not peer.is_alive():  # in a collective we would wait for it for ever
+            if not peer.is_alive():  # a collective would wait for it forever
                 raise RuntimeError(
                     f"rank {rank} of the SGLang target ended with code {peer.exitcode}: "
                     "its own message is above"
@@ -54,9 +54,9 @@ class SGLangRanks:
         return getattr(self.engine, method)(*args)
 
     def close(self) -> None:
-        """Close every rank. Twice is fine."""
+        """Close every rank. A second call does nothing."""
         for pipe in self._pipes:
-            pipe.close()  # the peers read the end of their pipe, and leave
+            pipe.close()  # the peers get EOF, and end
         self._pipes = []
         self.engine.close()
         for peer in self._peers:
@@ -65,9 +65,9 @@ class SGLangRanks:
         self._peers = []
 
 
-def _follow(pipe: Connection, options: dict[str, Any], rank: int, port: int) -> None:
-    """The life of another rank: make rank 0's calls until its pipe ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches us too, and rank 0 decides
+def _run_peer(pipe: Connection, options: dict[str, Any], rank: int, port: int) -> None:
+    """Run another rank: repeat rank 0's calls until its pipe is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all ranks; rank 0 handles it
     engine = engine_class(options["device"])(options, rank=rank, port=port)
     while True:
         try:

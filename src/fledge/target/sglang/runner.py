@@ -1,6 +1,6 @@
-"""The target inside SGLang: the numbers that SGLang will serve, for the draft to learn from.
+"""The target inside SGLang: the draft learns from the very numbers that SGLang will serve.
 
-Rows and documents of any lengths run in one extend, each a request of its own, without padding and
+Rows and documents of any lengths run in one extend, each as a separate request, without padding and
 without a scheduler. SGLang itself is imported by `SGLangTargetRunner.build`.
 """
 
@@ -20,7 +20,7 @@ from fledge.target.sglang.engine import Captured, Room, engine_class, installed_
 from fledge.target.sglang.options import server_options, sglang_dtype
 from fledge.target.sglang.ranks import SGLangRanks
 
-# What SGLang raises for a model or an argument that it does not support.
+# Raised by SGLang for a model or an argument that it does not support.
 _ENGINE_ERRORS = (
     *(OSError, ValueError, RuntimeError, ImportError),
     *(AssertionError, AttributeError, TypeError, KeyError),
@@ -29,8 +29,8 @@ _ENGINE_ERRORS = (
 
 class SGLangTargetRunner:
     """A standalone SGLang `ModelRunner` that returns EAGLE-3 supervision; see `HiddenTargetRunner`.
-    One in a process at a time: SGLang's configuration and process groups are global. Built by
-    `build`."""
+    A process can hold one at a time: SGLang's configuration and process groups are global. Created
+    by `build`."""
 
     def __init__(self, ranks: SGLangRanks) -> None:
         self._ranks: SGLangRanks | None = ranks
@@ -48,14 +48,14 @@ class SGLangTargetRunner:
         num_aux_layers: int = EAGLE3_AUX_LAYERS,
         **sglang_kwargs: Any,
     ) -> "SGLangTargetRunner":
-        """Load a model by any name that `fledge.local_model` knows into SGLang, which needs no
-        `num_aux_layers`: it shows as many layers as it is asked for. Where torch.distributed is in
-        use with `tp_size` ranks, all of them build one and make the same calls (`ranks`).
+        """Load a model into SGLang by any name that `fledge.local_model` accepts. `num_aux_layers`
+        is not needed: SGLang can return any number of layers. Where torch.distributed is in use
+        with `tp_size` ranks, all of them build one and make the same calls (`ranks`).
 
-        `sglang_kwargs` go to `ServerArgs` under their own names (`page_size`, `tp_size`,
+        `sglang_kwargs` are passed to `ServerArgs` under their own names (`page_size`, `tp_size`,
         `mem_fraction_static`, `attention_backend`, `quantization`, `context_length`, ...).
-        `max_total_tokens` (default 65,536, on a CPU 8,192) is the most that runs at once, and what
-        the KV pool is sized for.
+        `max_total_tokens` (default 65,536, on a CPU 8,192) limits how many tokens run at once, and
+        is the size of the KV pool.
         """
         from fledge.models.resolve import local_model
 
@@ -81,7 +81,8 @@ class SGLangTargetRunner:
                 fix="check the files and the engine's arguments; target.backend=hf runs any model",
             ) from error
         finally:
-            torch.set_rng_state(random_state)  # some models draw: the draft's start must not change
+            # some models draw random numbers, which must not change the draft's initialization
+            torch.set_rng_state(random_state)
 
     @property
     def model(self) -> nn.Module:
@@ -103,28 +104,29 @@ class SGLangTargetRunner:
     def forward_eagle3(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
         """Logits [B, T, V] and aux states [B, T, A * D] of every position, unshifted.
 
-        Padding (mask 0) is not run and stays 0. In a row, tokens whose mask shows different numbers
-        are different documents and never see each other: 1 1 1 2 2 0 holds two.
+        Padding (mask 0) is not run and stays 0. In a row, tokens with different numbers in the mask
+        belong to different documents and never attend to each other: 1 1 1 2 2 0 holds two.
         """
         return self._run(input_ids, attention_mask, logits=True)
 
     def forward_eagle3_hidden(
         self, input_ids: Tensor, attention_mask: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The same with last hidden states [B, T, D]; the head never runs."""
+        """As `forward_eagle3`, with last hidden states [B, T, D] in place of logits; the head never
+        runs."""
         return self._run(input_ids, attention_mask, logits=False)
 
     def input_embedding_weight(self) -> Tensor:
         return cast(Tensor, self._open().call("input_embedding"))
 
     def target_head(self) -> TargetHead:
-        """The frozen output head, once checked against the logits that SGLang itself computes."""
+        """The frozen output head, checked once against the logits that SGLang itself computes."""
         if self._head is None:
             captured: Captured = self._open().call("extend", [[0, 1, 2, 3]], True)
             head: TargetHead = self._open().call("head")
             assert captured.logits_NV is not None
-            ours_NV, theirs_NV = head.logits(captured.hidden_ND).float(), captured.logits_NV.float()
-            if not torch.allclose(ours_NV, theirs_NV, rtol=2e-2, atol=1e-3):
+            head_NV, engine_NV = head.logits(captured.hidden_ND).float(), captured.logits_NV.float()
+            if not torch.allclose(head_NV, engine_NV, rtol=2e-2, atol=1e-3):
                 raise BadInput(
                     f"the head of {type(self.model).__name__} does more in SGLang than a matrix "
                     "product, scale and soft cap",
@@ -157,7 +159,7 @@ class SGLangTargetRunner:
             captured: Captured = self._open().call("extend", rows[first:last], logits)
             answer_NX = captured.logits_NV if logits else captured.hidden_ND
             assert answer_NX is not None
-            layers = self._in_given_order(captured.aux_KND)
+            layers = self._reorder(captured.aux_KND)
             if answer_BTX is None or aux_BTKD is None:
                 answer_BTX = answer_NX.new_zeros((*ids_BT.shape, answer_NX.shape[-1]))
                 width = layers[0].shape[-1]
@@ -165,14 +167,15 @@ class SGLangTargetRunner:
             slots_N = torch.cat([torch.arange(*span) for span in documents[first:last]])
             slots_N = slots_N.to(answer_NX.device)
             answer_BTX.flatten(0, 1)[slots_N] = answer_NX
-            for place, states_ND in enumerate(layers):
-                aux_BTKD.flatten(0, 1)[slots_N, place] = states_ND
+            for layer, states_ND in enumerate(layers):
+                aux_BTKD.flatten(0, 1)[slots_N, layer] = states_ND
         if answer_BTX is None or aux_BTKD is None:
             raise ValueError("attention_mask marks no token at all")
         return answer_BTX, aux_BTKD.flatten(2)
 
-    def _in_given_order(self, aux_KND: list[Tensor]) -> list[Tensor]:
-        """SGLang shows layers in its own order, and drops some that it has no place for."""
+    def _reorder(self, aux_KND: list[Tensor]) -> list[Tensor]:
+        """The states in the order of `set_aux_layers`: SGLang returns layers in ascending order,
+        and drops those it does not support."""
         ids = self._aux_layer_ids
         if ids is None:
             raise RuntimeError("set_aux_layers comes first")
@@ -184,12 +187,12 @@ class SGLangTargetRunner:
 
 
 class SGLangEagle3TargetModel(EngineEagle3TargetModel):
-    """A target that SGLang runs in this process; `fledge serve-target` gives it one of its own."""
+    """A target that SGLang runs in this process; `fledge serve-target` runs it in another one."""
 
     runner_type = SGLangTargetRunner
 
     def _groups(self, documents: Documents, ids_BT: Tensor) -> Sequence[Group]:
-        """All documents end to end in one row: SGLang needs no padding to keep them apart."""
+        """All documents concatenated in one row: SGLang needs no padding to keep them apart."""
         if not documents.lengths:
             return []
         lengths = torch.tensor(documents.lengths)
@@ -202,8 +205,8 @@ class SGLangEagle3TargetModel(EngineEagle3TargetModel):
 
 
 def find_rows(mask_BT: Tensor) -> list[tuple[int, int]]:
-    """Where the documents lie, as slots [begin, end) of the flattened batch: runs of one number in
-    a row's mask, which may not come back.
+    """The documents as slots [begin, end) of the flattened batch: runs of one number in a row's
+    mask, which may not occur again in that row.
 
     >>> find_rows(torch.tensor([[1, 1, 0], [1, 2, 2]]))
     [(0, 2), (3, 4), (4, 6)]
@@ -217,16 +220,16 @@ def find_rows(mask_BT: Tensor) -> list[tuple[int, int]]:
     for begin, end in zip(begins, [*begins[1:], len(flat)], strict=True):
         if flat[begin] == 0:
             continue
-        name = (begin // width, flat[begin])
-        if name in seen:
-            raise ValueError(f"attention_mask of row {name[0]} has a hole in a document")
-        seen.add(name)
+        document = (begin // width, flat[begin])
+        if document in seen:
+            raise ValueError(f"attention_mask of row {document[0]} has a hole in a document")
+        seen.add(document)
         rows.append((begin, end))
     return rows
 
 
 def cut_into_extends(lengths: Sequence[int], room: Room) -> Iterator[tuple[int, int]]:
-    """Rows in as few extends as the engine's memory allows: (first, last + 1) of each."""
+    """Split rows into as few extends as the engine's memory allows: (first, last + 1) of each."""
     first = taken = 0
     for index, length in enumerate(lengths):
         needed = -(-length // room.page_size) * room.page_size

@@ -86,7 +86,7 @@ class Engine(SGLangEngine):
             return_hidden_states_before_norm=False,
         )
 
-    def _forget(self, *, joined: bool) -> None:
+    def _reset_globals(self, *, joined: bool) -> None:
         parallel_state.destroy_model_parallel()
         if joined:
             leave_world(parallel_state)

@@ -56,9 +56,9 @@ class Engine(SGLangEngine):
     def _forward_batch(self, batch: Any) -> Any:
         return ForwardBatch.init_new(batch.get_model_worker_batch(), self._runner)
 
-    def _forget(self, *, joined: bool) -> None:
+    def _reset_globals(self, *, joined: bool) -> None:
         parallel_state.destroy_model_parallel()
-        parallel_state._ATTN_TP = None  # the one group that 0.5.9 forgets (it is the TP group)
+        parallel_state._ATTN_TP = None  # 0.5.9 does not reset this one (it is the TP group)
         if joined:
             leave_world(parallel_state)
         else:

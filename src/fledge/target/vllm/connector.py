@@ -1,18 +1,18 @@
-"""The target inside vLLM through vLLM's own doors: its `extract_hidden_states` method keeps the
-states of some layers, and a connector writes those of each request to a file.
+"""The target inside vLLM through vLLM's public interfaces: its `extract_hidden_states` method keeps
+the states of some layers, and a connector writes those of each request to a file.
 
-Nothing of vLLM is replaced, and no private function is called, so this works with any version that
-has the two. vLLM shows what its layers put out; final norm, head and embedding come from the
-model's files (`hf.ends`), and the first answer is compared with the token that vLLM itself says.
+Nothing in vLLM is replaced, and no private function is called, so this works with any version that
+has the two. vLLM returns its layers' outputs; final norm, head and embedding come from the model's
+files (`hf.ends`), and the first answer is compared with the token that vLLM itself generates.
 
 Layers: vLLM's id i is the residual stream after i layers, so our layer i is its i + 1, and its id n
-(of n layers) is what the final norm reads. States come in ascending order, each once.
+(of n layers) is the final norm's input. States come in ascending order, without duplicates.
 
     ours, of 8 layers      vLLM captures      places of [6, 0, 7] in a file
     [6, 0, 7]              1, 7, 8            1, 0, 2; the last hidden state is norm(place 2)
 
-Every row or packed document is one request with a cache salt of its own: prefix caching, where it
-is on, finds nothing, and so can neither shorten a capture nor answer with states of other layers.
+Every row or packed document is one request with a unique cache salt: prefix caching, if enabled,
+finds no match, and so can neither shorten a capture nor return states of other layers.
 """
 
 import hashlib
@@ -43,21 +43,21 @@ from fledge.target.weights import quantisation_method
 
 _CPU_CONNECTOR = "fledge.target.vllm.cpu_connector"
 _WRITTEN_S = 60.0  # how long states may take to appear after their request has finished
-_PROBES = (8, 3)  # tokens of the rows that are asked about first
-_SLACK = 0.05  # of the way from a mean logit to the largest: rounding, and nothing else
+_PROBE_LENGTHS = (8, 3)  # tokens of the rows for the first comparison
+_TOLERANCE = 0.05  # share of the distance from the mean logit to the largest, for rounding only
 
 
 @dataclass(frozen=True)
 class Captured:
-    """What vLLM says about one row."""
+    """vLLM's answer about one row."""
 
     row: int
     states_NKD: Tensor  # K layers, ascending
-    next_token: int  # its own greedy choice after the row
+    next_token: int  # vLLM's greedy choice after the row
 
 
 def layer_settings(vllm_ids: Sequence[int]) -> dict[str, Any]:
-    """vLLM's `speculative_config` that keeps the states of these layers, by vLLM's ids."""
+    """The `speculative_config` that makes vLLM keep the states of these layers (vLLM's ids)."""
     return {
         "method": "extract_hidden_states",
         "num_speculative_tokens": 1,
@@ -66,11 +66,11 @@ def layer_settings(vllm_ids: Sequence[int]) -> dict[str, Any]:
 
 
 def connector_settings(directory: Path, *, on_cpu: bool = False) -> dict[str, Any]:
-    """vLLM's `kv_transfer_config` that writes them to files in this directory."""
-    own = {"kv_connector": "ExampleHiddenStatesConnector"}
-    ours = {"kv_connector": "CpuHiddenStates", "kv_connector_module_path": _CPU_CONNECTOR}
+    """The `kv_transfer_config` that makes vLLM write states to files in this directory."""
+    vllm_connector = {"kv_connector": "ExampleHiddenStatesConnector"}
+    cpu_connector = {"kv_connector": "CpuHiddenStates", "kv_connector_module_path": _CPU_CONNECTOR}
     return {
-        **(ours if on_cpu else own),
+        **(cpu_connector if on_cpu else vllm_connector),
         "kv_role": "kv_producer",
         "kv_connector_extra_config": {"shared_storage_path": str(directory)},
     }
@@ -85,9 +85,10 @@ def serve_flags(vllm_ids: Sequence[int], directory: Path) -> str:
 
 
 class ConnectorRunner(ABC):
-    """A `HiddenTargetRunner` on states that vLLM writes; a subclass asks, and says where they are.
+    """A `HiddenTargetRunner` on states that vLLM writes; a subclass sends the requests and locates
+    the files.
 
-    Layers are chosen when vLLM starts: `set_aux_layers` starts it, or finds that it runs already.
+    Layers are fixed when vLLM starts: `set_aux_layers` starts it, unless it is running already.
     """
 
     def __init__(
@@ -98,32 +99,32 @@ class ConnectorRunner(ABC):
         dtype: torch.dtype | str | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        self._ends = ends  # as stored; as vLLM computes, after the first answer
+        self._ends = ends  # as stored; in vLLM's precision after the first answer
         self._device = find_device(device)
         self.directory = directory
-        self._ids: list[int] = []  # vLLM's
-        self._order: list[int] = []  # where our layers stand among them
-        self._asked_dtype = engines.vllm_dtype(dtype)
+        self._ids: list[int] = []  # of the captured layers, as vLLM numbers them
+        self._order: list[int] = []  # the index of each aux layer in `_ids`
+        self._requested_dtype = engines.vllm_dtype(dtype)
         self._dtype: torch.dtype | None = None  # known after the first answer
 
     @property
     def model(self) -> Any:
-        """The module is vLLM's; this is what can be said of it."""
+        """A substitute for the module, which is inside vLLM: its config and embedding only."""
         return SimpleNamespace(
             config=self._ends.config, parameters=lambda: [self._ends.embedding_VD]
         )
 
     @abstractmethod
-    def _listen(self, vllm_ids: list[int]) -> None:
-        """Make sure that vLLM runs, and captures these layers."""
+    def _ensure_running(self, vllm_ids: list[int]) -> None:
+        """Make sure that vLLM runs and captures these layers."""
 
     @abstractmethod
     def _capture(self, rows: Sequence[list[int]]) -> Iterator[Captured]:
-        """The states of every row that is not empty, as they come."""
+        """The states of every row that is not empty, in the order of arrival."""
 
     @abstractmethod
     def _longest(self) -> int:
-        """Tokens that a request may have, its answer included."""
+        """Maximum number of tokens of a request, including generated ones."""
 
     @abstractmethod
     def close(self) -> None: ...
@@ -132,7 +133,7 @@ class ConnectorRunner(ABC):
         depth = target_depth(self._ends.config)
         self._ids = sorted({layer_id + 1 for layer_id in aux_layer_ids} | {depth})
         self._order = [self._ids.index(layer_id + 1) for layer_id in aux_layer_ids]
-        self._listen(self._ids)
+        self._ensure_running(self._ids)
         self._compare_with_vllm()
 
     def forward_eagle3(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -151,7 +152,7 @@ class ConnectorRunner(ABC):
         hidden_BTD = new((*input_ids.shape, width))
         aux_BTD = new((*input_ids.shape, width * len(self._order)))
         for captured in self._capture(rows):
-            states_NKD = self._checked(captured.states_NKD).to(self._device)
+            states_NKD = self._check_states(captured.states_NKD).to(self._device)
             row, length = captured.row, len(states_NKD)
             hidden_BTD[row, :length] = self._ends.head_input(states_NKD[:, -1])
             aux_BTD[row, :length] = states_NKD[:, self._order].flatten(1)
@@ -167,63 +168,64 @@ class ConnectorRunner(ABC):
         return self._ends.final_norm
 
     def describe_weights(self) -> str:
-        """What is known of the weights inside vLLM: the precision, or how they are quantized."""
+        """The precision of the weights inside vLLM, and how they are quantized, if they are."""
         name = str(self._dtype).removeprefix("torch.")
-        method = self._quantised_by()
+        method = self._quantization()
         return f"{name} 100.0%" if method is None else f"{name} ({method})"
 
     def weights_fingerprint(self) -> str:
-        """Of the files, and of what vLLM makes of them."""
+        """A fingerprint of the files and of how vLLM loads them."""
         from fledge.target.cache.job import files_fingerprint
 
         parts = ["vllm", files_fingerprint(self.directory), self.describe_weights()]
         return hashlib.sha256(" ".join(parts).encode()).hexdigest()[:16]
 
-    def _quantised_by(self) -> str | None:
+    def _quantization(self) -> str | None:
         return quantisation_method(self._ends.config)
 
     def _compare_with_vllm(self) -> None:
-        """Ask about a few tokens: what we make of the last state must be what vLLM goes on with."""
-        words = len(self._ends.embedding_VD)
-        rows = [[(7 * place + 3) % words for place in range(length)] for length in _PROBES]
+        """Ask about a few tokens, and check that our logits from the last state agree with the
+        token that vLLM generates next."""
+        vocab_size = len(self._ends.embedding_VD)
+        rows = [[(7 * i + 3) % vocab_size for i in range(length)] for length in _PROBE_LENGTHS]
         for captured in self._capture(rows):
             states_NKD = captured.states_NKD
             if self._dtype is None:
-                self._adopt(states_NKD.dtype)
-            last_KD = self._checked(states_NKD)[-1].to(self._device)
+                self._adopt_dtype(states_NKD.dtype)
+            last_KD = self._check_states(states_NKD)[-1].to(self._device)
             logits_V = self._ends.head.logits(self._ends.head_input(last_KD[-1:]))[0].float()
-            missed = float(logits_V.max() - logits_V[captured.next_token])
-            # NaN compares as false: states that are not finite are told from real answers
-            if missed > _SLACK * float(logits_V.max() - logits_V.mean()):
+            gap = float(logits_V.max() - logits_V[captured.next_token])
+            # NaN compares as false: non-finite states are detected later, in real answers
+            if gap > _TOLERANCE * float(logits_V.max() - logits_V.mean()):
                 raise BadInput(
-                    "the last hidden state that vLLM hands out does not lead to the token that "
-                    "vLLM says next",
+                    "the last hidden state that vLLM returns does not lead to the token that vLLM "
+                    "generates next",
                     where=str(self.directory),
                     fix=self._how_to_match(),
                 )
 
-    def _adopt(self, dtype: torch.dtype) -> None:
-        """Compute in vLLM's precision, which must be the one that was asked for."""
-        if self._asked_dtype not in ("auto", str(dtype).removeprefix("torch.")):
-            what = f"vLLM computes in {dtype}, and {self._asked_dtype} was asked for"
+    def _adopt_dtype(self, dtype: torch.dtype) -> None:
+        """Compute in vLLM's precision, which must be the requested one."""
+        if self._requested_dtype not in ("auto", str(dtype).removeprefix("torch.")):
+            what = f"vLLM computes in {dtype}, and {self._requested_dtype} was asked for"
             raise BadInput(what, where="target.dtype", fix="auto takes what vLLM has")
         self._dtype = dtype
         self._ends = self._ends.to(self._device, dtype)
 
-    def _checked(self, states_NKD: Tensor) -> Tensor:
-        wanted = (len(self._ids), self._ends.head.weight_VD.shape[1])
-        if states_NKD.shape[1:] != wanted or states_NKD.dtype != self._dtype:
-            found = "x".join(map(str, states_NKD.shape[1:]))
+    def _check_states(self, states_NKD: Tensor) -> Tensor:
+        expected = (len(self._ids), self._ends.head.weight_VD.shape[1])
+        if states_NKD.shape[1:] != expected or states_NKD.dtype != self._dtype:
+            actual = "x".join(map(str, states_NKD.shape[1:]))
             raise BadInput(
-                f"vLLM hands out {found} {states_NKD.dtype} for each token, expected "
-                f"{in_words(wanted[0])} layers of {wanted[1]}",
+                f"vLLM returns {actual} {states_NKD.dtype} for each token, expected "
+                f"{in_words(expected[0])} layers of {expected[1]}",
                 where=str(self.directory),
                 fix=self._how_to_match(),
             )
         return states_NKD
 
     def _how_to_match(self) -> str:
-        """What vLLM would have to be told."""
+        """How vLLM would have to be configured, for error messages."""
         return f"vLLM must capture its layers {self._ids} of this model"
 
 
@@ -244,7 +246,7 @@ class EngineConnectorRunner(ConnectorRunner):
         self._place = StatesPlace(shared_dir)
         self._engine: Any = None
         self._running: list[int] = []  # vLLM's ids of the layers that the engine captures
-        self._numbers = count()
+        self._request_numbers = count()
 
     @classmethod
     def build(
@@ -258,25 +260,25 @@ class EngineConnectorRunner(ConnectorRunner):
         device: torch.device | str | None = None,
         **engine_kwargs: Any,
     ) -> Self:
-        """Read a target's ends; vLLM starts when it is told which layers, whatever their number."""
+        """Read a target's ends; vLLM starts in `set_aux_layers`, with any number of layers."""
         engines.installed_version()
         engines.check_alone()
         if not engines.can_extract():
             version = engines.installed_version()
             raise BadInput(
-                f"vLLM {version} hands out no hidden states", fix="target.capture=worker"
+                f"vLLM {version} cannot return hidden states", fix="target.capture=worker"
             )
         from fledge.models.resolve import local_model
 
         fixed = {"skip_tokenizer_init": True, "pipeline_parallel_size": 1, "data_parallel_size": 1}
         arguments = engines.with_fixed(engine_kwargs, fixed)
-        arguments.setdefault("enforce_eager", True)  # prompts of any length, each seen once
+        arguments.setdefault("enforce_eager", True)  # prompts of any length, each run once
         arguments.setdefault("enable_prefix_caching", False)
         arguments |= {"dtype": engines.vllm_dtype(dtype), "trust_remote_code": trust_remote_code}
         directory = local_model(str(model))
         ends = read_ends(directory, trust_remote_code=trust_remote_code)
-        place = None if shared_dir is None else Path(shared_dir)
-        return cls(ends, directory, arguments, shared_dir=place, device=device)
+        shared_path = None if shared_dir is None else Path(shared_dir)
+        return cls(ends, directory, arguments, shared_dir=shared_path, device=device)
 
     def close(self) -> None:
         self._stop()
@@ -287,7 +289,7 @@ class EngineConnectorRunner(ConnectorRunner):
             self._engine, self._running = None, []
             engines.stop()
 
-    def _listen(self, vllm_ids: list[int]) -> None:
+    def _ensure_running(self, vllm_ids: list[int]) -> None:
         if self._running == vllm_ids:
             return
         self._stop()
@@ -306,49 +308,49 @@ class EngineConnectorRunner(ConnectorRunner):
     def _longest(self) -> int:
         return cast(int, self._engine.model_config.max_model_len)
 
-    def _quantised_by(self) -> str | None:
-        given = self._engine_args.get("quantization")
-        return super()._quantised_by() if given is None else str(given)
+    def _quantization(self) -> str | None:
+        method = self._engine_args.get("quantization")
+        return super()._quantization() if method is None else str(method)
 
     def _capture(self, rows: Sequence[list[int]]) -> Iterator[Captured]:
         from vllm import SamplingParams
         from vllm.inputs import tokens_input
 
         params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, ignore_eos=True)
-        asked: dict[str, int] = {}
-        written: dict[str, tuple[Path, int]] = {}  # the file, and the next token
+        waiting: dict[str, int] = {}  # request id -> row
+        written: dict[str, tuple[Path, int]] = {}  # request id -> file, next token
         try:
             for row, tokens in enumerate(rows):
                 if tokens:
-                    request_id = str(next(self._numbers))
+                    request_id = str(next(self._request_numbers))
                     prompt = tokens_input(tokens, cache_salt=uuid.uuid4().hex)
                     self._engine.add_request(request_id, prompt, params)
-                    asked[request_id] = row
+                    waiting[request_id] = row
             deadline = time.monotonic() + _WRITTEN_S
-            while asked:
+            while waiting:
                 for output in self._engine.step():
-                    if output.finished and output.request_id in asked:
+                    if output.finished and output.request_id in waiting:
                         path = Path(output.kv_transfer_params["hidden_states_path"])
                         written[output.request_id] = path, output.outputs[0].token_ids[0]
-                came = list(self._take(rows, asked, written))
-                yield from came
+                arrived = list(self._take(rows, waiting, written))
+                yield from arrived
                 # a request's states are written in a step after the one that finished it
-                if came or self._engine.has_unfinished_requests():
+                if arrived or self._engine.has_unfinished_requests():
                     deadline = time.monotonic() + _WRITTEN_S
                 elif time.monotonic() > deadline:
-                    raise RuntimeError(f"vLLM wrote no states for {len(asked)} rows")
+                    raise RuntimeError(f"vLLM wrote no states for {len(waiting)} rows")
         finally:
-            if asked:
-                self._engine.abort_request(list(asked))
+            if waiting:
+                self._engine.abort_request(list(waiting))
                 for path, _ in written.values():
                     discard(path)
 
     @staticmethod
     def _take(
-        rows: Sequence[list[int]], asked: dict[str, int], written: dict[str, tuple[Path, int]]
+        rows: Sequence[list[int]], waiting: dict[str, int], written: dict[str, tuple[Path, int]]
     ) -> Iterator[Captured]:
         for request_id, (path, next_token) in list(written.items()):
-            states_NKD = take_states(path, rows[asked[request_id]])
+            states_NKD = take_states(path, rows[waiting[request_id]])
             if states_NKD is not None:
                 del written[request_id]
-                yield Captured(asked.pop(request_id), states_NKD, next_token)
+                yield Captured(waiting.pop(request_id), states_NKD, next_token)

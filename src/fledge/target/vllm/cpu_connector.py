@@ -1,7 +1,7 @@
 """vLLM's hidden-state connector for machines without a GPU, where its own needs CUDA streams.
 
-vLLM loads this module by name (`kv_connector_module_path`); nothing else imports it. Only hooks
-that vLLM offers to connectors are overridden. Files are put in place whole, so none is locked.
+vLLM loads this module by name (`kv_connector_module_path`). Only hooks that vLLM offers to
+connectors are overridden. Files are moved into place as a whole, so no locks are needed.
 
     vllm serve MODEL --kv-transfer-config '{"kv_connector": "CpuHiddenStates",
         "kv_connector_module_path": "fledge.target.vllm.cpu_connector", ...}'
@@ -23,13 +23,13 @@ from fledge.core.files import save_tensors
 
 
 def gather(cache: Tensor, pending: PendingSave) -> Tensor:
-    """States [N, K, D] of a finished request, out of pages [blocks, K, block size, D]. One that was
-    aborted has fewer than its tokens."""
+    """States [N, K, D] of a finished request, from pages [blocks, K, block size, D]. An aborted
+    request has states for only some of its tokens."""
     block_size = cache.shape[2]
     block_M = torch.tensor(pending.block_ids, device=cache.device, dtype=torch.long)
-    held = len(block_M) * block_size
-    place_N = torch.arange(min(len(pending.token_ids), held), device=cache.device)
-    return cache[block_M[place_N // block_size], :, place_N % block_size]
+    capacity = len(block_M) * block_size
+    slot_N = torch.arange(min(len(pending.token_ids), capacity), device=cache.device)
+    return cache[block_M[slot_N // block_size], :, slot_N % block_size]
 
 
 class CpuHiddenStates(ExampleHiddenStatesConnector):  # type: ignore[misc]
@@ -41,13 +41,14 @@ class CpuHiddenStates(ExampleHiddenStatesConnector):  # type: ignore[misc]
         self.pages = kv_caches[layer]
 
     def wait_for_save(self) -> None:
-        """No file is written in the background, so none is locked."""
+        """Does nothing: no file is written in the background."""
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         if not self.has_connector_metadata() or get_tensor_model_parallel_rank() != 0:
             return None, None
         written = set()
-        for pending in self._get_connector_metadata().pending_saves:  # what connectors may call
+        # despite its name, `_get_connector_metadata` is meant for connectors
+        for pending in self._get_connector_metadata().pending_saves:
             self._write(pending)
             written.add(pending.req_id)
         return written or None, None
@@ -62,4 +63,4 @@ class CpuHiddenStates(ExampleHiddenStatesConnector):  # type: ignore[misc]
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
-        return None  # a CPU has one layout and refuses to change it
+        return None  # vLLM has one layout on a CPU and rejects any request to change it

@@ -34,13 +34,13 @@ class VllmTarget(EngineTarget):
 
     @field_validator("url")
     @classmethod
-    def _http(cls, url: str | None) -> str | None:
+    def _check_url(cls, url: str | None) -> str | None:
         if url is not None and not url.startswith(("http://", "https://")):
             raise ValueError(f"'{url}' must start with http:// or https://")
         return url
 
     @model_validator(mode="after")
-    def _one_engine(self) -> "VllmTarget":
+    def _check_engine(self) -> "VllmTarget":
         if self.url is None:
             return self
         if self.shared_dir is None:
@@ -62,13 +62,13 @@ class VllmKind(EngineKind[VllmTarget]):
     argument_names = ("tensor_parallel_size", "gpu_memory_utilization")
 
     def own_arguments(self, section: VllmTarget, device: "torch.device") -> dict[str, Any]:
-        chosen: dict[str, Any] = {"shared_dir": section.shared_dir, "device": device}
+        arguments: dict[str, Any] = {"shared_dir": section.shared_dir, "device": device}
         if section.url is None:
-            return {**chosen, "capture": section.capture}
+            return {**arguments, "capture": section.capture}
         from fledge.target.remote.client import token_from
 
         token = token_from(section.token_env)
-        return {**chosen, "url": section.url, "token": token, "timeout_s": section.timeout_s}
+        return {**arguments, "url": section.url, "token": token, "timeout_s": section.timeout_s}
 
 
 VLLM = VllmKind()

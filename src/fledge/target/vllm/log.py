@@ -1,6 +1,6 @@
-"""vLLM's log: into a file, and only its errors onto the screen.
+"""Send vLLM's log to a file, and only its errors to the screen.
 
-By itself vLLM writes hundreds of lines to stdout, where the results of a command stand (`--json`).
+By default vLLM writes hundreds of lines to stdout, where commands print their results (`--json`).
 It reads a logging configuration when it is first imported, and so does each process it starts.
 """
 
@@ -14,9 +14,9 @@ from pathlib import Path
 from fledge.core.files import cache_dir, write_json
 
 _CONFIG = "VLLM_LOGGING_CONFIG_PATH"
-# Whoever sets one of these wants to see the log as vLLM shows it, or has a place for it.
-_USERS_OWN = (_CONFIG, "VLLM_LOGGING_LEVEL", "VLLM_CONFIGURE_LOGGING", "VLLM_LOGGING_STREAM")
-_MOST_BYTES = 10_000_000  # then the file is set aside, and the one before it goes
+# A user who sets one of these has chosen how vLLM logs.
+_USER_SETTINGS = (_CONFIG, "VLLM_LOGGING_LEVEL", "VLLM_CONFIGURE_LOGGING", "VLLM_LOGGING_STREAM")
+_MAX_BYTES = 10_000_000  # then the file is rotated, and the previous one deleted
 
 
 def log_file() -> Path:
@@ -24,8 +24,8 @@ def log_file() -> Path:
 
 
 def send_log_to_file() -> None:
-    """To be called before vLLM is imported; afterwards it changes nothing."""
-    if any(name in os.environ for name in _USERS_OWN):
+    """Configure vLLM's log; must be called before vLLM is imported, and has no effect later."""
+    if any(name in os.environ for name in _USER_SETTINGS):
         return
     path = log_file().absolute()
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -34,7 +34,7 @@ def send_log_to_file() -> None:
         "file": {
             "class": "logging.handlers.RotatingFileHandler",
             "filename": str(path),
-            "maxBytes": _MOST_BYTES,
+            "maxBytes": _MAX_BYTES,
             "backupCount": 1,
             "formatter": "plain",
         },
@@ -60,20 +60,20 @@ def send_log_to_file() -> None:
 
 
 def where_to_look() -> str:
-    """For the end of an error message."""
-    named = os.environ.get(_CONFIG) == str(log_file().absolute().with_suffix(".json"))
-    return f"its log: {log_file()}" if named else "see its log"
+    """Where vLLM's log is, for the end of an error message."""
+    configured = os.environ.get(_CONFIG) == str(log_file().absolute().with_suffix(".json"))
+    return f"its log: {log_file()}" if configured else "see its log"
 
 
 @contextmanager
 def quiet_start() -> Iterator[None]:
-    """While open, remarks of the libraries below vLLM on its own code stay away."""
-    below = logging.getLogger("torch._library.triton")
-    level = below.level
-    below.setLevel(logging.ERROR)
+    """While open, suppress warnings that libraries emit about vLLM's own code."""
+    logger = logging.getLogger("torch._library.triton")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
             yield
     finally:
-        below.setLevel(level)
+        logger.setLevel(level)

@@ -1,13 +1,13 @@
-"""The target inside vLLM: the numbers that vLLM will serve.
+"""The target inside vLLM: the draft learns from the very numbers that vLLM will serve.
 
-How states get out of the engine is decided by `capture`: through vLLM's own connector (`connector`,
-`served`), or by our half inside its workers (`worker`), which needs no files and leaves head and
-norm to vLLM, and is written for one version of it. Here are that second way, and the backend over
-all of them.
+`capture` selects how states leave the engine: through vLLM's own connector (`connector`, `served`),
+or through our code inside its workers (`worker`), which needs no files and leaves head and norm to
+vLLM, but is written for one version of it. This module has the second way, and the backend over all
+of them.
 
 Every row or packed document is one request of a prompt and one token, so padding is never computed.
 The engine lives in this process, one at a time, in eager mode. With tensor parallelism its workers
-are processes of their own, and states come to this one's CPU memory.
+are separate processes, and states are sent to this one's CPU memory.
 
 Layer ids: ours name the layer whose *output* is meant; vLLM's count the layers that have run, so
 our layer i is vLLM's i + 1, and the last layer needs no special case.
@@ -41,10 +41,10 @@ log = logging.getLogger(__name__)
 
 Capture = Literal["auto", "connector", "worker"]
 _WORKER = "fledge.target.vllm.worker"
-# What capturing relies on. Given to the engine as they stand; other values are refused.
+# Engine arguments on which capture depends; other values are rejected.
 _FIXED: dict[str, Any] = {
-    "enforce_eager": True,  # a compiled forward would have its layers baked in
-    "enable_prefix_caching": False,  # would answer from states of other layers
+    "enforce_eager": True,  # a compiled forward would have its aux layers baked in
+    "enable_prefix_caching": False,  # it would return states of other layers
     "async_scheduling": False,
     "skip_tokenizer_init": True,
     "pipeline_parallel_size": 1,
@@ -60,16 +60,16 @@ _MAX_IDLE_STEPS = 8
 
 
 class VLLMTargetRunner:
-    """A vLLM engine that answers with states; built by `build`, one at a time in a process."""
+    """A vLLM engine that returns states; created by `build`, one at a time in a process."""
 
     def __init__(
         self, engine: Any, directory: Path, num_aux_layers: int = EAGLE3_AUX_LAYERS
     ) -> None:
-        """Take over an engine that `build` made from the files in `directory`."""
+        """Wrap an engine that `build` started from the files in `directory`."""
         self._engine = engine
         self.directory = directory
-        self._num_aux_layers = num_aux_layers  # the engine has room for so many
-        self._order: list[int] = []  # where each wanted layer stands among those that arrive
+        self._num_aux_layers = num_aux_layers  # how many the engine was started for
+        self._order: list[int] = []  # the index of each aux layer among the returned states
         self.model: Any = self._model()
 
     @classmethod
@@ -81,18 +81,19 @@ class VLLMTargetRunner:
         num_aux_layers: int = EAGLE3_AUX_LAYERS,
         **engine_kwargs: Any,
     ) -> Self:
-        """Load a target by any name that `fledge.local_model` knows.
+        """Load a target by any name that `fledge.local_model` accepts.
 
-        `dtype` None keeps the checkpoint's own. `engine_kwargs` go to vLLM's `EngineArgs` by their
-        own names (`max_model_len`, `gpu_memory_utilization`, `quantization`, ...). Rows may be as
-        long as the model and the engine's memory allow, unless `max_model_len` says less. The
-        engine keeps the states of `num_aux_layers` layers; which ones is said later.
+        `dtype` None keeps the checkpoint's own. `engine_kwargs` are passed to vLLM's `EngineArgs`
+        under their own names (`max_model_len`, `gpu_memory_utilization`, `quantization`, ...). Rows
+        may be as long as the model and the engine's memory allow, unless `max_model_len` is less.
+        The engine keeps the states of `num_aux_layers` layers, which `set_aux_layers` selects.
         """
         engines.check_version(engines.installed_version())
         engines.check_alone()
-        # only their number counts: `set_aux_layers` chooses
-        capture = layer_settings(range(num_aux_layers + 1))  # the aux layers' and the head's input
-        fixed = {**deepcopy(_FIXED), "speculative_config": capture}  # vLLM may change what it gets
+        # only the number of ids matters here: the aux layers' outputs and the head's input
+        capture = layer_settings(range(num_aux_layers + 1))
+        # copied: vLLM may modify its arguments
+        fixed = {**deepcopy(_FIXED), "speculative_config": capture}
         arguments = engines.with_fixed(engine_kwargs, fixed)
         from fledge.models.resolve import local_model
 
@@ -107,14 +108,14 @@ class VLLMTargetRunner:
                 f"{aux_layer_ids}",
                 fix=f"VLLMTargetRunner.build(..., num_aux_layers={len(aux_layer_ids)})",
             )
-        theirs = [layer_id + 1 for layer_id in aux_layer_ids]
-        self._ask("fledge_capture", theirs)
-        self._order = [sorted(theirs).index(layer_id) for layer_id in theirs]  # it sorts them
+        vllm_ids = [layer_id + 1 for layer_id in aux_layer_ids]
+        self._call("fledge_capture", vllm_ids)
+        self._order = [sorted(vllm_ids).index(layer_id) for layer_id in vllm_ids]  # vLLM sorts them
 
     def forward_eagle3(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
         states_BTD, aux_BTD = self.forward_eagle3_hidden(input_ids, attention_mask)
         real_BT = attention_mask.bool().to(states_BTD.device)
-        logits_NV: Tensor = self._ask("fledge_logits", states_BTD[real_BT])
+        logits_NV: Tensor = self._call("fledge_logits", states_BTD[real_BT])
         logits_BTV = logits_NV.new_zeros((*real_BT.shape, logits_NV.shape[-1]))
         logits_BTV[real_BT] = logits_NV
         return logits_BTV, aux_BTD
@@ -142,20 +143,20 @@ class VLLMTargetRunner:
         return hidden_BTD, aux_BTD
 
     def input_embedding_weight(self) -> Tensor:
-        return cast(Tensor, self._ask("fledge_embedding"))
+        return cast(Tensor, self._call("fledge_embedding"))
 
     def target_head(self) -> TargetHead:
-        return cast(TargetHead, self._ask("fledge_head"))
+        return cast(TargetHead, self._call("fledge_head"))
 
     def final_norm(self) -> FinalNorm | None:
-        return cast(FinalNorm | None, self._ask("fledge_final_norm"))
+        return cast(FinalNorm | None, self._call("fledge_final_norm"))
 
     def describe_weights(self) -> str:
-        """The dtypes that hold the weights."""
-        return str(self._ask("fledge_dtypes"))
+        """The dtypes of the weights."""
+        return str(self._call("fledge_dtypes"))
 
     def weights_fingerprint(self) -> str:
-        """Of all ranks' weights and of the files: vLLM hides weights that it has repacked."""
+        """A fingerprint of all ranks' weights and of the files, as vLLM hides repacked weights."""
         from fledge.target.cache.job import files_fingerprint
 
         parts = self._engine.collective_rpc("fledge_fingerprint")
@@ -163,24 +164,25 @@ class VLLMTargetRunner:
         return hashlib.sha256(" ".join(parts).encode()).hexdigest()[:16]
 
     def close(self) -> None:
-        """Stop the engine and free what it holds; vLLM's process groups go with it."""
+        """Stop the engine, free its memory and destroy vLLM's process groups."""
         if self._engine is None:
             return
         self._engine = self.model = None
         engines.stop()
 
-    def _ask(self, method: str, *args: Any) -> Any:
-        """What the engine's first worker answers; all are asked."""
+    def _call(self, method: str, *args: Any) -> Any:
+        """Call a method on all workers; returns the first worker's result."""
         return self._engine.collective_rpc(method, args=args)[0]
 
     def _model(self) -> Any:
-        """The module, or what can be said of it where workers have processes of their own."""
+        """The module, or a substitute with its config where workers are separate processes."""
         if self._engine.vllm_config.parallel_config.world_size == 1:
-            return self._ask("fledge_model")
+            return self._call("fledge_model")
         return SimpleNamespace(config=self._engine.model_config.hf_config, parameters=list)
 
     def _run(self, rows: Sequence[list[int]], place: Callable[[int, Tensor], None]) -> None:
-        """Call `place(row, states [N, A + 1, D])` for every row that is not empty, as they come."""
+        """Call `place(row, states [N, A + 1, D])` for every row that is not empty, in the order of
+        arrival."""
         from vllm import SamplingParams
         from vllm.inputs import tokens_input
 
@@ -193,13 +195,13 @@ class VLLMTargetRunner:
                     request_id = self._engine.add_request(str(row), tokens_input(tokens), params)
                     waiting[request_id] = row
             while waiting:
-                # a request's states are handed over in a step after the one that finished it
+                # a request's states arrive in a step after the one that finished it
                 idle = 0 if self._engine.has_unfinished_requests() else idle + 1
                 if idle > _MAX_IDLE_STEPS:
-                    raise RuntimeError(f"vLLM handed over no states for {len(waiting)} rows")
+                    raise RuntimeError(f"vLLM returned no states for {len(waiting)} rows")
                 self._engine.step()
-                for request_id, states_NKD in self._ask("fledge_take").items():
-                    if request_id in waiting:  # else of a call that was interrupted
+                for request_id, states_NKD in self._call("fledge_take").items():
+                    if request_id in waiting:  # else it is left from an interrupted call
                         row = waiting.pop(request_id)
                         assert len(states_NKD) == len(rows[row]), "vLLM lost states of a row"
                         place(row, states_NKD)
@@ -209,16 +211,17 @@ class VLLMTargetRunner:
 
 
 class VLLMEagle3TargetModel(EngineEagle3TargetModel):
-    """EAGLE-3 target backend on a vLLM engine of its own, or on somebody's server.
+    """EAGLE-3 target backend on its own vLLM engine, or on a running server.
 
-    `from_pretrained` takes, beside what every engine takes: `capture`, "connector" (states through
-    vLLM's own connector), "worker" (out of memory) or "auto" (the connector where version and model
-    allow); `url` and `shared_dir` of a running `vllm serve`; and arguments of vLLM's `EngineArgs`.
+    Beside the arguments common to all engines, `from_pretrained` takes: `capture`, "connector"
+    (states through vLLM's own connector), "worker" (from memory) or "auto" (the connector where
+    version and model allow); `url` and `shared_dir` of a running `vllm serve`; and arguments of
+    vLLM's `EngineArgs`.
     """
 
     runner: VLLMTargetRunner | ConnectorRunner
     runner_type = VLLMTargetRunner
-    _asking: ThreadPoolExecutor | None = None  # where somebody else computes meanwhile
+    _executor: ThreadPoolExecutor | None = None  # only with a server, which computes meanwhile
 
     @classmethod
     def _build(
@@ -238,7 +241,7 @@ class VLLMEagle3TargetModel(EngineEagle3TargetModel):
                 if capture == "connector":
                     raise
                 log.warning("target.capture=worker is used: %s", error)
-        for name in ("shared_dir", "device"):  # states stay where they are
+        for name in ("shared_dir", "device"):  # no files, and states stay on vLLM's device
             options.pop(name, None)
         return VLLMTargetRunner.build(model, **options)
 
@@ -246,20 +249,21 @@ class VLLMEagle3TargetModel(EngineEagle3TargetModel):
         self.overhead_tokens = 2**40  # padding is never run: as few calls as memory allows
         if isinstance(self.runner, ServedRunner):
             self.supports_async, self.prefetch = True, 2
-            self._asking = ThreadPoolExecutor(1, "fledge-vllm")  # in order: rows travel together
+            # one thread: batches are answered in order, the rows of each concurrently
+            self._executor = ThreadPoolExecutor(1, "fledge-vllm")
         if self.supervision != "logits":
-            self._head_of_states()  # a head that cannot be represented is refused here, not later
+            self._head_of_states()  # reject a head that cannot be represented now, not later
 
     def answer_async(self, rows: TokenBatch) -> Future[Eagle3TargetBatch]:
         self._check_open()
-        if self._asking is None:
+        if self._executor is None:
             return super().answer_async(rows)
-        return self._asking.submit(self.answer, rows)
+        return self._executor.submit(self.answer, rows)
 
     def close(self) -> None:
-        if self._asking is not None and not self._closed:
-            self.runner.close()  # ends the answer that is under way
-            self._asking.shutdown(cancel_futures=True)
+        if self._executor is not None and not self._closed:
+            self.runner.close()  # ends the answer in progress
+            self._executor.shutdown(cancel_futures=True)
         super().close()
 
     def _describe_weights(self) -> str:

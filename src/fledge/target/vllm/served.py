@@ -1,8 +1,8 @@
-"""A `vllm serve` that somebody else started, with vLLM's hidden-state connector, as the target.
+"""A running `vllm serve` with vLLM's hidden-state connector as the target.
 
-Rows go there as prompts of token ids over its OpenAI interface, each with one token to be said; the
-reply names the file that holds the states. Of that name only the last part counts: the file is
-looked for in a directory that this process sees, wherever the server sees it.
+Rows are sent as prompts of token ids over its OpenAI interface, each with one token to generate;
+the response names the file that holds the states. Only the last part of that path is used: the file
+is looked up in a directory that this process can read, which the server may see under another path.
 """
 
 import json
@@ -27,10 +27,10 @@ from fledge.target.vllm.connector import Captured, ConnectorRunner, serve_flags
 from fledge.target.vllm.states import take_states
 
 T = TypeVar("T")
-_AT_ONCE = 64  # requests under way: vLLM runs them together
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05  # between two looks for a file
-_AGAIN_S = 1.0  # between two attempts to reach the server
-_PLAIN: dict[str, Any] = {  # whatever the model's files or the server's flags suggest
+_MAX_IN_FLIGHT = 64  # requests: vLLM batches them
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05  # between two checks for a file
+_RETRY_EVERY_S = 1.0  # between two attempts to reach the server
+_SAMPLING: dict[str, Any] = {  # overrides defaults of the model's files and the server's flags
     "max_tokens": 1,
     "temperature": 0.0,
     "repetition_penalty": 1.0,
@@ -66,9 +66,9 @@ class ServedRunner(ConnectorRunner):
         self._server = server
         self._shared_dir = shared_dir
         self._timeout_s = timeout_s
-        self._facts: dict[str, Any] = {}  # of the model it serves
-        self._pool = ThreadPoolExecutor(_AT_ONCE, "fledge-vllm-row")
-        self._ended = threading.Event()  # nobody waits any longer
+        self._facts: dict[str, Any] = {}  # about the served model
+        self._pool = ThreadPoolExecutor(_MAX_IN_FLIGHT, "fledge-vllm-row")
+        self._closed = threading.Event()  # ends all waiting
 
     @classmethod
     def build(
@@ -85,8 +85,8 @@ class ServedRunner(ConnectorRunner):
         trust_remote_code: bool = False,
         device: torch.device | str | None = None,
     ) -> Self:
-        """`model` names the files of the model that the server runs. Precision (`dtype`) and layers
-        are what it was started with, and are compared."""
+        """Connect to a server. `model` names the files of the model that it runs. Its precision and
+        layers were fixed when it was started, and are checked against those requested."""
         from fledge.models.resolve import local_model
 
         if shared_dir is None or not Path(shared_dir).is_dir():
@@ -103,14 +103,14 @@ class ServedRunner(ConnectorRunner):
         return cls(ends, directory, server, shared_dir=Path(shared_dir), **options)
 
     def close(self) -> None:
-        self._ended.set()
+        self._closed.set()
         self._server.close()
         self._pool.shutdown()
 
-    def _listen(self, vllm_ids: list[int]) -> None:
-        found = self._patiently(lambda left: self._server.get_json("/v1/models", timeout_s=left))
-        check(found, _MODELS, where=self._server.url, what="the list of models")
-        self._facts = found["data"][0]
+    def _ensure_running(self, vllm_ids: list[int]) -> None:
+        models = self._retry(lambda left_s: self._server.get_json("/v1/models", timeout_s=left_s))
+        check(models, _MODELS, where=self._server.url, what="the list of models")
+        self._facts = models["data"][0]
 
     def _longest(self) -> int:
         return int(self._facts["max_model_len"])
@@ -120,38 +120,38 @@ class ServedRunner(ConnectorRunner):
         return f"is target.model what it serves? Started with: vllm serve MODEL {flags}"
 
     def _capture(self, rows: Sequence[list[int]]) -> Iterator[Captured]:
-        asked = [
+        futures = [
             self._pool.submit(self._ask, row, tokens) for row, tokens in enumerate(rows) if tokens
         ]
         try:
-            for future in as_completed(asked):
+            for future in as_completed(futures):
                 yield future.result()
         finally:
-            for future in asked:
+            for future in futures:
                 future.cancel()
 
     def _ask(self, row: int, tokens: list[int]) -> Captured:
-        question = {"model": self._facts["id"], "prompt": tokens, **_PLAIN}
+        question = {"model": self._facts["id"], "prompt": tokens, **_SAMPLING}
         body = json.dumps({**question, "cache_salt": uuid.uuid4().hex}).encode()
 
         def post(left_s: float) -> dict[str, Any]:
             return self._server.get_json("/v1/completions", body, timeout_s=left_s)
 
-        answer = self._patiently(post)
+        answer = self._retry(post)
         url = self._server.url
         if not answer.get("kv_transfer_params"):
             raise BadInput(
-                "this vLLM hands out no hidden states", where=url, fix=self._how_to_match()
+                "this vLLM returns no hidden states", where=url, fix=self._how_to_match()
             )
         check(answer, _ANSWER, where=url, what="the answer")
         path = PurePosixPath(answer["kv_transfer_params"]["hidden_states_path"])
-        states_NKD = self._await(self._shared_dir / path.name, tokens)
+        states_NKD = self._wait_for_states(self._shared_dir / path.name, tokens)
         return Captured(row, states_NKD, answer["choices"][0]["token_ids"][0])
 
-    def _await(self, path: Path, tokens: list[int]) -> Tensor:
+    def _wait_for_states(self, path: Path, tokens: list[int]) -> Tensor:
         deadline, pause = time.monotonic() + self._timeout_s, _FIRST_PAUSE_S
         while (states_NKD := take_states(path, tokens)) is None:
-            if self._ended.wait(pause) or time.monotonic() > deadline:
+            if self._closed.wait(pause) or time.monotonic() > deadline:
                 raise BadInput(
                     f"no states in {path.name} after {self._timeout_s:g} s",
                     where=f"target.shared_dir {self._shared_dir}",
@@ -160,16 +160,16 @@ class ServedRunner(ConnectorRunner):
             pause = min(2 * pause, _LONGEST_PAUSE_S)
         return states_NKD
 
-    def _patiently(self, ask: Callable[[float], T]) -> T:
-        """What the server answers, asked again while it is busy or away."""
+    def _retry(self, request: Callable[[float], T]) -> T:
+        """The server's answer to a request, repeated while it is busy or unreachable."""
         deadline = time.monotonic() + self._timeout_s
         while True:
             left_s = deadline - time.monotonic()
             try:
-                return ask(max(left_s, 0.01))
+                return request(max(left_s, 0.01))
             except (ServerBusy, ServerDown, ServerFault) as error:
-                if left_s <= _AGAIN_S or self._ended.wait(_AGAIN_S):
-                    told = f"the vLLM server does not answer ({error})"
+                if left_s <= _RETRY_EVERY_S or self._closed.wait(_RETRY_EVERY_S):
+                    what = f"the vLLM server does not answer ({error})"
                     raise TargetUnreachable(
-                        told, where=self._server.url, fix="see target.url and target.timeout_s"
+                        what, where=self._server.url, fix="see target.url and target.timeout_s"
                     ) from error
