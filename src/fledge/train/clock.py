@@ -35,7 +35,7 @@ class Clock:
         self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
     def read(self) -> tuple[float, dict[str, float]]:
-        """(wall seconds, seconds per phase) since the last reading; synchronizes with the device."""
+        """(wall seconds, seconds per phase) since the last reading; waits for the device."""
         if self._gpu:
             torch.cuda.synchronize()
         for name, begin, end in self._events:
