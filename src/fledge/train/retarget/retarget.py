@@ -92,7 +92,7 @@ class Retargeted:
 
     @property
     def recovered(self) -> float | None:
-        """Share of the loss due to the new states that the refit recovered; None if there was none."""
+        """Share of the loss due to the new states that the refit recovered; None if no loss."""
         return self.share(self.length)
 
     def share(self, length: float) -> float | None:

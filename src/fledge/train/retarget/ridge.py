@@ -75,7 +75,7 @@ class Moments:
 
 @dataclass(frozen=True)
 class Fitted:
-    """The result of a fit. Errors are on the rows that chose the penalty, before they were fitted."""
+    """The result of a fit. Errors are on the rows that chose the penalty, before fitting them."""
 
     change_EX: Tensor
     penalty: float | None  # None: no penalty improved on leaving the map unchanged
