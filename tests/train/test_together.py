@@ -338,5 +338,5 @@ def test_drafts_that_do_not_go_together_are_refused(drafts, tmp_path):
     with pytest.raises(BadInput, match="probabilities are over one draft vocabulary"):
         set_up_together([*several.values()])
     (tmp_path / "recipe.yaml").touch()
-    with pytest.raises(BadInput, match="the run of one draft is here"):
+    with pytest.raises(BadInput, match="holds the run of one draft"):
         check_existing(several["chain"], one_of_several=True)

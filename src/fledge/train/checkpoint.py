@@ -42,8 +42,8 @@ _NEEDED = (CONFIG_NAME, WEIGHTS_NAME, TRAINING_NAME)
 _EVALUATION = Table(
     optional={"step": Whole(), "tau": Number(0), "prefix_acceptance": ListOf(Number(), most=4096)}
 )
-# What state.json holds beside any trained draft (`_STATE`), and what resuming a run needs besides
-# (`_CHECKPOINT`).
+# The fields of state.json for any trained draft (`_STATE`), and those that resuming a run needs in
+# addition (`_CHECKPOINT`).
 _STATE = Table(
     {"step": Whole(0, 10**12)},
     optional={

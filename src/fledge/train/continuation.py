@@ -37,7 +37,7 @@ def check_existing(recipe: "Recipe", *, one_of_several: bool = False) -> None:
 
     directory = Path(recipe.run.output_dir)
     if one_of_several and (directory.parent / RESOLVED_NAME).exists():
-        what, fix = "the run of one draft is here, not of several", "run.output_dir=..."
+        what, fix = "holds the run of one draft, not of several", "run.output_dir=..."
         raise BadInput(what, where=str(directory.parent), fix=fix)
     check_place(directory, directory=True)
     resolved = directory / RESOLVED_NAME
@@ -48,7 +48,7 @@ def check_existing(recipe: "Recipe", *, one_of_several: bool = False) -> None:
             raise BadInput(what, where=str(directory), fix=fix)
         return
     if not recipe.checkpoint.resume:
-        what = "a run is here already, and checkpoint.resume is false"
+        what = "already holds a run, and checkpoint.resume is false"
         raise BadInput(what, where=str(directory), fix="give another run.output_dir")
     differing = load_recipe(resolved).differences(as_begun(recipe))
     differing = [line for line in differing if not line.startswith(_FREE)]

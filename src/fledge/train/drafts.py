@@ -112,7 +112,7 @@ def _warm_draft(
     if old is not recipe.method:
         grown = recipe.method.grow(draft, _draft_config(recipe, target, vocabulary, tokenizer))
     if grown is None:
-        fix = f"objective.kind={old.name} goes on training it"
+        fix = f"objective.kind={old.name} continues training it"
         raise BadInput(f"a draft of {old.title}", where=str(start), fix=fix)
     layers = getattr(draft.config, "aux_layer_ids", None)  # missing in drafts of other tools
     if layers is not None and list(layers) != list(target.aux_layer_ids):

@@ -122,24 +122,24 @@ def prepare_data(
 
 def split_training(rows: Rows, recipe: Recipe) -> tuple[RowView, RowView]:
     """(training rows, held-out rows) of the recipe's `data.train`."""
-    data, begun = recipe.data, keeps_its_rows(recipe)
+    data, keep_split = recipe.data, keeps_its_rows(recipe)
     held_out = 0 if data.valid else data.valid_rows
-    return split_rows(rows, held_out, drop_truncated=data.drop_truncated, begun=begun)
+    return split_rows(rows, held_out, drop_truncated=data.drop_truncated, begun=keep_split)
 
 
 def known_data(recipe: Recipe, target: Eagle3TargetBackend) -> tuple[RowView, RowView, str]:
     """Like `prepare_data`, for a target that brings its own rows."""
-    known, data = target.known_rows(), recipe.data
-    assert known is not None, f"{type(target).__name__} brings no rows"
-    longest = int(known.rows.lengths.max())
+    known_rows, data = target.known_rows(), recipe.data
+    assert known_rows is not None, f"{type(target).__name__} brings no rows"
+    longest = int(known_rows.rows.lengths.max())
     if longest > recipe.packing.tokens:
         what = f"packing.tokens ({recipe.packing.tokens}) is below the longest row of the "
         what += f"{recipe.target.backend} ({longest})"
         raise BadInput(what, where="packing.tokens", fix=f"packing.tokens={longest} or more")
-    train, held_out = known.split(
+    train, held_out = known_rows.split(
         data.valid_rows, drop_truncated=data.drop_truncated, begun=keeps_its_rows(recipe)
     )
-    return _not_empty(train), held_out, known.fingerprint
+    return _not_empty(train), held_out, known_rows.fingerprint
 
 
 def _not_empty(train: RowView) -> RowView:

@@ -49,8 +49,8 @@ def vocabulary_of_run(
     recipe: Recipe, target: Eagle3TargetBackend, train: RowView, tokenizer: Any, fingerprint: str
 ) -> DraftVocabulary:
     """The vocabulary of a run's draft: the saved one if the run exists, else that of `init_from`,
-    else the cache's, else one chosen from the rows. A cache of probabilities dictates its own; one
-    that a cache merely suggests must have the recipe's size."""
+    else the cache's, else one chosen from the rows. A cache of probabilities dictates its own,
+    which a warm start must match; one that a cache only suggests must have the recipe's size."""
     saved = Path(recipe.run.output_dir) / VOCABULARY_NAME
     dictated, suggested = target.info().vocabulary, target.info().suggested
     vocab_size, size = target.info().vocab_size, recipe.draft.draft_vocab_size

@@ -66,7 +66,7 @@ class _Trace:
     def __init__(self, curve: Curve) -> None:
         times = Times(curve.course)
         steps, odds, self.variance = held_out(curve)
-        self.held, self.annealed = times(steps)
+        self.held, self.annealed = times(steps)  # at the held-out evaluations
         self.odds = odds - ANNEAL[0] * self.annealed
         self.now, self.sunk = (float(values[0]) for values in times([curve.step]))
         middles, taus = np.array(curve.windows, float).T
@@ -96,9 +96,9 @@ class _Voice:
 class _Guide:
     """A known run, shifted and offset to match this one."""
 
-    def __init__(self, known: Known, own: _Trace, fit: Fit) -> None:
+    def __init__(self, known: Known, current: _Trace, fit: Fit) -> None:
         self.name, self._misfit, self._trace = known.name, known.misfit, _Trace(known.curve)
-        self._own, self._fit, trace = own, fit, self._trace
+        self._current, self._fit, trace = current, fit, self._trace
         self._gap = trace.odds - np.interp(trace.held, trace.bins, trace.trained)
         self._shifts = _SHIFTS if known.misfit else np.zeros(1)
         comparisons = [self._compare(shift) for shift in self._shifts]
@@ -110,7 +110,7 @@ class _Guide:
     @property
     def leads(self) -> bool:
         """Whether it extends beyond the current point of this run."""
-        return self._end(self._shifts[self._best]) > self._own.now
+        return self._end(self._shifts[self._best]) > self._current.now
 
     def _end(self, shift: float) -> float:
         return float(self._trace.held[-1]) - shift
@@ -129,18 +129,21 @@ class _Guide:
     def _compare(self, shift: float) -> tuple[float, float, float]:
         """(offset, residual variance, deviance) of the shapes so far; the deviance is -2 ln of the
         shift's likelihood."""
-        own, trace = self._own, self._trace
-        residuals = own.odds - self._at(own.held, shift)
-        offset = _mean(residuals, _nearness(own.held - own.now, SPAN) / own.variance)
-        held_weights, held_squares = _nearness(own.held - own.now, SHAPE), (residuals - offset) ** 2
-        bins = own.bins + shift
+        current, trace = self._current, self._trace
+        residuals = current.odds - self._at(current.held, shift)
+        offset = _mean(residuals, _nearness(current.held - current.now, SPAN) / current.variance)
+        held_weights, held_squares = (
+            _nearness(current.held - current.now, SHAPE),
+            (residuals - offset) ** 2,
+        )
+        bins = current.bins + shift
         inside = (bins >= trace.bins[0]) & (bins <= trace.bins[-1])
-        trained = own.trained - np.interp(bins, trace.bins, trace.trained)
-        trained = trained - _mean(trained, _nearness(own.bins - own.now, SPAN) * inside)
-        weights = _nearness(own.bins - own.now, SHAPE)
+        trained = current.trained - np.interp(bins, trace.bins, trace.trained)
+        trained = trained - _mean(trained, _nearness(current.bins - current.now, SPAN) * inside)
+        weights = _nearness(current.bins - current.now, SHAPE)
         # Bins without a counterpart count as typical noise, so that no shift wins by avoiding them.
         noises = np.where(inside, (LINK / TRAINING_NOISE * trained) ** 2, 1.0)
-        deviance = (held_weights * held_squares / own.variance).sum()
+        deviance = (held_weights * held_squares / current.variance).sum()
         deviance += (shift / SHIFT) ** 2 + (offset / OFFSET) ** 2
         deviance += min(1.0, INDEPENDENT / (weights.sum() + 1e-9)) * (weights * noises).sum()
         weights = weights * inside
@@ -152,7 +155,7 @@ class _Guide:
     def voice(self, course: Course, steps: Any) -> _Voice:
         """Its forecast at these steps of a course."""
         times, annealed = Times(course)(steps)
-        now = np.array([self._own.now])
+        now = np.array([self._current.now])
         moved = (
             np.stack([self._at(times, shift) for shift in self._shifts]) + self._offsets[:, None]
         )
@@ -160,7 +163,7 @@ class _Guide:
         gain = best - self._at(now, shift) - self._offsets[self._best]
         known_annealed = np.interp(times + shift, self._trace.held, self._trace.annealed)
         known_before = np.interp(now + shift, self._trace.held, self._trace.annealed)
-        difference = (annealed - self._own.sunk) - (known_annealed - known_before)
+        difference = (annealed - self._current.sunk) - (known_annealed - known_before)
         variance = (
             self._shape_variance[self._best]
             + (MISFIT * self._beyond(times, shift)) ** 2
@@ -176,8 +179,8 @@ class Guided:
     """The forecast that combines the run's own formula with known runs."""
 
     def __init__(self, curve: Curve, known: Sequence[Known]) -> None:
-        self._fit, own = Fit(curve), _Trace(curve)
-        guides = [_Guide(run, own, self._fit) for run in known]
+        self._fit, current = Fit(curve), _Trace(curve)
+        guides = [_Guide(run, current, self._fit) for run in known]
         self._guides = [guide for guide in guides if guide.leads]
 
     def odds(self, course: Course, steps: Any) -> tuple[Floats, Floats]:

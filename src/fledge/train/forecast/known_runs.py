@@ -94,7 +94,7 @@ def _missing(curve: Curve) -> str:
 
 def _beside(kind: Kind, run: Path) -> list[Known]:
     """Finished runs of the same method and target in the same directory; others are skipped."""
-    resolved, known = run.resolve(), []
+    resolved, runs = run.resolve(), []
     folders = [folder for folder in resolved.parent.iterdir() if (folder / METRICS_NAME).is_file()]
     folders.sort(key=lambda folder: (folder / METRICS_NAME).stat().st_mtime, reverse=True)
     for folder in folders:
@@ -105,10 +105,10 @@ def _beside(kind: Kind, run: Path) -> list[Known]:
             if (other.method, other.target) == (kind.method, kind.target):
                 curve = read_curve(folder)
                 if not _missing(curve):
-                    known.append(Known(_name(folder), curve, kind.misfit(other)))
-        if len(known) == _MAX_RUNS:
+                    runs.append(Known(_name(folder), curve, kind.misfit(other)))
+        if len(runs) == _MAX_RUNS:
             break
-    return known
+    return runs
 
 
 def _shipped(kind: Kind) -> list[Known]:

@@ -171,8 +171,8 @@ def _objective(method: Method, config: Any) -> dict[str, Any]:
     values = {name: getattr(config, name, None) for name in names}
     if "listened_layers" in names:
         values["listened_layers"] = config.num_aux_hidden_states
-    known = {name: value for name, value in values.items() if value is not None}
-    return {"kind": method.name, **known}
+    present = {name: value for name, value in values.items() if value is not None}
+    return {"kind": method.name, **present}
 
 
 # --- the refit ----------------------------------------------------------------------------------
