@@ -179,13 +179,13 @@ def test_a_run_that_learns_nothing_says_so(run, recipe_file, tiny_target, tmp_pa
     code, out, _ = run("train", recipe, "--json")
     assert code == 0
     [warning] = json.loads(out)["warnings"]
-    assert warning.startswith("the draft learnt nothing: held-out acceptance length ")
+    assert warning.startswith("the draft learned nothing: held-out acceptance length ")
     assert "training.lr (1e+06)" in warning
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line).get("warning") for line in lines].count(warning) == 1
     code, out, _ = run("train", recipe)  # finished: it still says so
     assert code == 0
-    assert "the draft learnt nothing" in out
+    assert "the draft learned nothing" in out
     again = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert again == lines
 

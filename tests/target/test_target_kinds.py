@@ -167,5 +167,5 @@ def test_a_target_that_shows_another_number_of_layers_is_refused(toy, monkeypatc
 
     opened = ToyKind.open
     monkeypatch.setattr(ToyKind, "open", two)
-    with pytest.raises(BadInput, match=r"shows layers \[0, 1\].*EAGLE-3 listens to three"):
+    with pytest.raises(BadInput, match=r"provides layers \[0, 1\].*EAGLE-3 uses three"):
         make_target(toy(), CPU)

@@ -228,7 +228,7 @@ def test_the_verb_says_by_whom(tmp_path):
     [
         ("nowhere", "no such run"),
         ("empty", "not a run of fledge"),
-        ("unfinished", "not finished: step 500 of 1,000; give --like runs that are over"),
+        ("unfinished", "not finished: step 500 of 1,000; give --like runs that are finished"),
         ("eagle1", "a run of another method ('eagle1', not 'eagle3')"),
         ("unmeasured", "no held-out evaluation"),
     ],

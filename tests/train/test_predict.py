@@ -98,7 +98,7 @@ def test_a_trial_changes_nothing(recipe, tmp_path, kind):
 
 def test_a_machine_that_is_twice_as_slow_is_predicted_so(recipe, monkeypatch):
     """The rate is this machine's, now: not a constant of the one it was written on."""
-    training, real = set_up(recipe()), pace_module._try
+    training, real = set_up(recipe()), pace_module._run_trial
     slow = []
 
     def trying(*given):
@@ -106,7 +106,7 @@ def test_a_machine_that_is_twice_as_slow_is_predicted_so(recipe, monkeypatch):
         slow.append(Pace(*(2 * seconds for seconds in vars(pace).values())))
         return slow[-1]
 
-    monkeypatch.setattr(pace_module, "_try", trying)
+    monkeypatch.setattr(pace_module, "_run_trial", trying)
     assert pace_of(training) == slow[-1]
     assert len(slow) == 2  # the first passes of a process do not count
 
@@ -116,7 +116,7 @@ def test_a_target_that_is_broken_is_left_to_the_run(recipe, monkeypatch):
     module = training.parts.target.info().module
     with torch.no_grad():
         module.lm_head.weight.fill_(float("nan"))
-    assert pace_of(training) == pace_module._by_rate(training)
+    assert pace_of(training) == pace_module._pace_by_rate(training)
 
 
 def test_an_engine_on_a_gpu_is_asked_how_fast_it_is(recipe, monkeypatch):
@@ -130,14 +130,14 @@ def test_an_engine_on_a_gpu_is_asked_how_fast_it_is(recipe, monkeypatch):
         now[0] += 7.0 if len(asked) == 1 else 1.0  # the first time is no guide
         return real(rows)
 
-    monkeypatch.setattr(pace_module, "_tried", lambda _: None)  # as on a GPU
+    monkeypatch.setattr(pace_module, "_pace_by_trial", lambda _: None)  # as on a GPU
     monkeypatch.setattr(target, "inside_engine", True)
     monkeypatch.setattr(pace_module, "target_weights", lambda _: [])
     monkeypatch.setattr(pace_module.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(target, "answer", answer)
     pace = pace_of(training)
     assert asked[0] == asked[1] >= training.stream.tokens
-    assert pace == replace(pace_module._by_rate(training), target_s=1 / asked[0])
+    assert pace == replace(pace_module._pace_by_rate(training), target_s=1 / asked[0])
 
 
 def test_plan_and_train_show_the_parts(recipe, tmp_path, capsys, monkeypatch):

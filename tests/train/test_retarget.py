@@ -71,7 +71,7 @@ def test_from_the_command_to_a_run(place, tiny_target, tmp_path):
     changed = [name for name, value in after.state_dict().items()
                if not torch.equal(value, before.state_dict()[name])]  # fmt: skip
     assert changed == ["embed_tokens.weight", "fc.weight"]
-    assert "is there already" in str(run(*words).exception)
+    assert "already exists" in str(run(*words).exception)
 
 
 def test_tables_are_shown(place, tmp_path):

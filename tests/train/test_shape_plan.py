@@ -107,7 +107,7 @@ def test_plan_from_shapes(capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("overrides", "ranks", "line"),
     [
-        (["training.steps=null"], 8, "the number of steps must be said"),
+        (["training.steps=null"], 8, "the number of steps must be given"),
         ([], 6, "6 ranks cannot be cut into 4"),
         (["target.parallel={cp: 1}", "training.context=3"], 8, "cannot be cut into 3"),
         (["target.backend=remote", "target.urls=[http://x:1]"], 8, "the target runs elsewhere"),

@@ -332,11 +332,11 @@ def test_overrides_of_all_and_of_one(drafts, tmp_path):
 def test_drafts_that_do_not_go_together_are_refused(drafts, tmp_path):
     last = "{objective: {kind: eagle1}, target: {aux_layer_ids: null}}"
     recipes = drafts(tmp_path, ("chain", "last"), ["draft.draft_vocab_size=null"], last=last)
-    with pytest.raises(BadInput, match="layer 4, the last hidden state, is not handed out beside"):
+    with pytest.raises(BadInput, match="layer 4, the last hidden state, is not provided beside"):
         set_up_together([*recipes.values()])
     several = drafts(tmp_path, ("chain", "small"), ["target.supervision=probs"])
     with pytest.raises(BadInput, match="probabilities are over one draft vocabulary"):
         set_up_together([*several.values()])
     (tmp_path / "recipe.yaml").touch()
-    with pytest.raises(BadInput, match="the run of one draft is here"):
+    with pytest.raises(BadInput, match="holds the run of one draft"):
         check_existing(several["chain"], one_of_several=True)

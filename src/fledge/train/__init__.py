@@ -1,4 +1,7 @@
-"""The loop, the step, batches, checkpoints; called (`fledge.train(recipe)`), `fledge.api.train`."""
+"""Training: the loop, the step, batches, checkpoints.
+
+The package is also callable: `fledge.train(recipe)` is `fledge.api.train`.
+"""
 
 from fledge.core.callable import make_callable
 

@@ -1,13 +1,13 @@
-"""The exponential mean of a draft's weights (`training.ema`): what is measured, kept and exported.
+"""The exponential moving average of a draft's weights (`training.ema`).
 
     mean <- d * mean + (1 - d) * weights,  d = min(decay, t / (t + 9)) after good step t (1, 2, ...)
 
-from the weights before the first step. The second term of the minimum lets a short run forget where
-it began. A skipped step leaves the mean as it is.
+It starts from the weights before the first step; the second term of the minimum makes even a short
+run discount these. A skipped step leaves the mean unchanged.
 
-The optimizer works on the weights; the mean lies aside. For as long as the draft is to be the one
-that counts the two change places, which copies numbers and rounds none: checkpoints hold the mean
-as the draft, and the weights beside it.
+The mean is what is evaluated, saved and exported. The optimizer works on the weights, and the mean
+is kept aside; while the draft is evaluated or saved, the two are swapped, which copies values and
+rounds nothing. Checkpoints hold the mean as the draft, and the weights beside it.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from fledge.train.sharding import local_tensor
 
 
 class Average:
-    """Of some parameters, always given in the same order."""
+    """The average of some parameters, which are always passed in the same order."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], decay: float) -> None:
         self._decay = decay
@@ -28,20 +28,21 @@ class Average:
 
     @torch.no_grad()
     def update(self, parameters: Sequence[nn.Parameter], *, taken: Tensor, bad: Tensor) -> None:
-        """After a step, which was good (number `taken`) or skipped; both are on the device."""
+        """Update the mean after a step: good step number `taken`, or a skipped one if `bad`; both
+        are tensors on the device."""
         taken = taken.double()
-        new = 1 - (taken / (taken + 9)).clamp(max=self._decay)
-        new = torch.where(bad, torch.zeros_like(new), new)
+        weight = 1 - (taken / (taken + 9)).clamp(max=self._decay)
+        weight = torch.where(bad, torch.zeros_like(weight), weight)
         for mean, parameter in zip(self.aside, parameters, strict=True):
-            own = local_tensor(mean)
-            own.lerp_(local_tensor(parameter), new.to(own.dtype))
+            local_mean = local_tensor(mean)
+            local_mean.lerp_(local_tensor(parameter), weight.to(local_mean.dtype))
 
     @torch.no_grad()
     def swap(self, parameters: Sequence[nn.Parameter]) -> None:
         for mean, parameter in zip(self.aside, parameters, strict=True):
-            aside, own = local_tensor(mean), local_tensor(parameter)
-            weights = own.clone()
-            own.copy_(aside)
+            aside, current = local_tensor(mean), local_tensor(parameter)
+            weights = current.clone()
+            current.copy_(aside)
             aside.copy_(weights)
 
     @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Checkpoints: whole or absent, checked when read, and loadable as drafts.
+"""Checkpoints: written atomically, verified when read, and loadable as drafts.
 
     run/
       checkpoints/step-00000500/   config.json, model.safetensors   the draft itself
@@ -7,8 +7,8 @@
                                    state.json                       step, fingerprints, checksums
       best -> checkpoints/step-... the checkpoint with the best measured acceptance
 
-`state.json` carries a checksum of every other file. A checkpoint that does not match is skipped
-with a message, and the one before it is used.
+`state.json` holds a checksum of every other file. A checkpoint that does not match its checksums is
+skipped with a message, and the one before it is used.
 """
 
 import contextlib
@@ -33,24 +33,25 @@ from fledge.train.optimizer import state_like
 
 TRAINING_NAME = "training.safetensors"
 STATE_NAME = "state.json"
-STEPS = "steps"  # in state.json: how many the run was to have when the checkpoint was saved
-PACKS = "packs_per_step"  # over all ranks
-_LINK = ".best.tmp"  # until it is `best`
-_SHARE = "shard-"  # how files of one rank's share begin
+STEPS = "steps"  # key in state.json: the run's planned length when the checkpoint was saved
+PACKS = "packs_per_step"  # key in state.json: packs per step over all ranks
+_LINK = ".best.tmp"  # temporary name of the `best` link
+_SHARE = "shard-"  # file name prefix of the ranks' shares
 _NEEDED = (CONFIG_NAME, WEIGHTS_NAME, TRAINING_NAME)
-# A measurement on held-out rows: what of it is read again.
-_MEASURED = Table(
+# The fields of a held-out evaluation that are read back.
+_EVALUATION = Table(
     optional={"step": Whole(), "tau": Number(0), "prefix_acceptance": ListOf(Number(), most=4096)}
 )
-# What a draft's directory may say of the training that made it, and what one must to go on from.
+# The fields of state.json for any trained draft (`_STATE`), and those that resuming a run needs in
+# addition (`_CHECKPOINT`).
 _STATE = Table(
     {"step": Whole(0, 10**12)},
     optional={
         "seconds": Number(0),
         "best_length": Number(0),
         "best_step": Whole(0, 10**12),
-        "first": _MEASURED,
-        "last": _MEASURED,
+        "first": _EVALUATION,
+        "last": _EVALUATION,
         PACKS: Whole(1, 10**12),
     },
 )
@@ -64,7 +65,7 @@ _CHECKPOINT = Table(
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint that was found whole."""
+    """A checkpoint that was found intact."""
 
     path: Path
     state: dict[str, Any]
@@ -75,17 +76,18 @@ class Checkpoint:
 
     @property
     def finished(self) -> bool:
-        """Whether it ends its run and was measured, as far as it says; older ones do not."""
-        last = self.state.get("last") or {"step": self.step}  # nothing held out: nothing to measure
+        """Whether it is its run's last checkpoint and was evaluated. False for older checkpoints,
+        which do not record their run's length."""
+        last = self.state.get("last") or {"step": self.step}  # no held-out rows: never evaluated
         return bool(self.state.get(STEPS) == self.step == last["step"])
 
     @property
     def is_sharded(self) -> bool:
-        """Whether several ranks shared its moments."""
+        """Whether its optimizer moments are split over several files, one per rank."""
         return any(name.startswith(_SHARE) for name in self.state["checksums"])
 
     def tensors(self, *, but: tuple[str, ...] = ()) -> dict[str, Tensor]:
-        """What lies beside the draft; names that end with one of `but` are left alone."""
+        """The training state beside the draft, without names that end with one of `but`."""
         keep = (lambda name: not name.endswith(but)) if but else None
         return load_tensors(self.path / TRAINING_NAME, keep=keep)
 
@@ -98,32 +100,33 @@ def checkpoint_path(run: Path, step: int) -> Path:
 
 
 def complete(directory: Path, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Add to a draft, and to what else lies there, all that a run needs to go on as if nothing had
-    happened; the caller gives the directory its name."""
-    flat = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    save_tensors(directory / TRAINING_NAME, flat)
+    """Add the training state to a directory that holds the draft and any shares, so that a run can
+    resume exactly; the caller then renames the directory to its final name."""
+    host_tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    save_tensors(directory / TRAINING_NAME, host_tensors)
     sums = {file.name: checksum(file) for file in sorted(directory.iterdir())}
     write_json(directory / STATE_NAME, {**state, "checksums": sums})
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """What training wrote beside a checkpoint's draft: step, acceptance, fingerprints."""
-    what = "the checkpoint's state"  # in whose measurements a diverged run has NaN
+    """The contents of a checkpoint's state.json: step, acceptance, fingerprints."""
+    what = "the checkpoint's state"
+    # finite=False: a diverged run may have NaN in its evaluations
     state: dict[str, Any] = read_json(path / STATE_NAME, _STATE, what=what, finite=False)
     return state
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """A checkpoint, or BadInput that says what is wrong with it."""
+    """Read and verify a checkpoint; raises BadInput if anything is wrong with it."""
     state = read_state(path)
     check(state, _CHECKPOINT, where=str(path / STATE_NAME), what="the checkpoint's state")
     sums = state["checksums"]
     if missing := [name for name in _NEEDED if name not in sums]:
         raise BadInput(f"not a whole checkpoint: no {missing[0]} in it", where=str(path))
-    # what holds tensors is found by its name
+    # Readers find tensor files by their suffix, so a stray one would be read, too.
     if unknown := sorted({file.name for file in path.glob("*.safetensors")} - set(sums)):
         raise BadInput(f"not of this checkpoint: {unknown[0]}", where=str(path))
-    for name in sums:  # regular files of its own: a device would be read for ever
+    for name in sums:  # only regular files inside it: reading a device would never end
         check_inside(path / name, path)
         open_regular(path / name).close()
     if wrong := [name for name, crc in sums.items() if checksum(path / name) != crc]:
@@ -134,20 +137,21 @@ def read_checkpoint(path: Path) -> Checkpoint:
 def matching(
     tensors: Mapping[str, Tensor], want: Mapping[str, Tensor], *, prefix: str = ""
 ) -> dict[str, Tensor]:
-    """Of a checkpoint's tensors those that stand for `want`, if they are like them."""
-    found = {}
-    for name, own in want.items():
-        kept = tensors.get(f"{prefix}{name}")
-        if kept is None or kept.shape != own.shape or kept.dtype != own.dtype:
-            told = "missing" if kept is None else f"{kept.dtype} {list(kept.shape)}"
-            what = f"{prefix}{name} is {told}, expected {own.dtype} {list(own.shape)}"
+    """The checkpoint's tensors for the names in `want`; raises BadInput if one is missing or
+    differs from the wanted one in shape or dtype."""
+    matched = {}
+    for name, wanted in want.items():
+        saved = tensors.get(f"{prefix}{name}")
+        if saved is None or saved.shape != wanted.shape or saved.dtype != wanted.dtype:
+            actual = "missing" if saved is None else f"{saved.dtype} {list(saved.shape)}"
+            what = f"{prefix}{name} is {actual}, expected {wanted.dtype} {list(wanted.shape)}"
             raise BadInput(what, where="the newest checkpoint", fix="remove it")
-        found[name] = kept
-    return found
+        matched[name] = saved
+    return matched
 
 
 def newest_checkpoint(run: Path) -> tuple[Checkpoint | None, list[str]]:
-    """The newest whole checkpoint, and what was wrong with newer ones."""
+    """The newest intact checkpoint, and what was wrong with newer ones."""
     complaints: list[str] = []
     for path in sorted((run / "checkpoints").glob("step-*"), reverse=True):
         try:
@@ -158,7 +162,8 @@ def newest_checkpoint(run: Path) -> tuple[Checkpoint | None, list[str]]:
 
 
 def data_fingerprint(run: Path) -> str:
-    """Of the rows that the newest checkpoint was trained on; empty: there is none to read."""
+    """The fingerprint of the rows that the newest readable checkpoint was trained on; empty if
+    there is no such checkpoint."""
     for path in sorted((run / "checkpoints").glob("step-*"), reverse=True):
         with contextlib.suppress(BadInput):
             state = read_state(path)
@@ -168,20 +173,20 @@ def data_fingerprint(run: Path) -> str:
 
 
 def newest_step(run: Path) -> int:
-    """The step of the newest checkpoint, whole or not; 0: there is none."""
+    """The step of the newest checkpoint, intact or not; 0 if there is none."""
     names = [path.name for path in (run / "checkpoints").glob("step-*")]
     return int(max(names, default="step-0").removeprefix("step-"))
 
 
 def best_step(run: Path) -> int | None:
-    """The step that `best` points to."""
+    """The step that `best` points to; None if there is no valid link."""
     link = run / "best"
-    named = re.fullmatch(r"step-(\d{1,12})", link.readlink().name) if link.is_symlink() else None
-    return None if named is None else int(named[1])
+    match = re.fullmatch(r"step-(\d{1,12})", link.readlink().name) if link.is_symlink() else None
+    return None if match is None else int(match[1])
 
 
 def mark_best(run: Path, path: Path) -> None:
-    """Point `best` to a checkpoint, in one move."""
+    """Point `best` to a checkpoint, atomically."""
     temporary = run / _LINK
     temporary.unlink(missing_ok=True)
     temporary.symlink_to(os.path.relpath(path, run))
@@ -196,9 +201,9 @@ def prune(run: Path, keep: int) -> None:
     best = best_step(run)
     for path in checkpoints[:-keep]:
         if path.is_symlink():
-            path.unlink()  # not ours, and what it leads to even less
+            path.unlink()  # fledge did not create the link, nor what it points to
         elif best is None or path != checkpoint_path(run, best):
-            doomed = path.with_name(f".{path.name}.old")  # gone at once, however long it takes
+            doomed = path.with_name(f".{path.name}.old")  # removal takes time, renaming is atomic
             path.replace(doomed)
             shutil.rmtree(doomed)
     for leftover in root.glob(".step-*"):
@@ -207,8 +212,8 @@ def prune(run: Path, keep: int) -> None:
 
 
 def finish_save(run: Path, best: int, *, keep: int | None) -> None:
-    """What a process that was killed right after its last checkpoint did not finish; `best`: the
-    step of the best one by the newest's own word."""
+    """Finish what a process left undone if it was killed right after writing its last checkpoint.
+    `best`: the best step, as recorded in that checkpoint."""
     path = checkpoint_path(run, best)
     if best_step(run) != best and path.is_dir():
         mark_best(run, path)
@@ -217,7 +222,7 @@ def finish_save(run: Path, best: int, *, keep: int | None) -> None:
 
 
 def rng_tensors() -> dict[str, Tensor]:
-    """torch's generators, as tensors."""
+    """The state of torch's random generators, as tensors."""
     states = {"rng.cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         states["rng.cuda"] = torch.cuda.get_rng_state()
@@ -225,14 +230,14 @@ def rng_tensors() -> dict[str, Tensor]:
 
 
 def restore_rng(tensors: Mapping[str, Tensor]) -> None:
-    own = rng_tensors()
-    want = {name: state for name, state in own.items() if name == "rng.cpu" or name in tensors}
+    current = rng_tensors()
+    want = {name: state for name, state in current.items() if name == "rng.cpu" or name in tensors}
     states = matching(tensors, want)
     try:
         torch.set_rng_state(states["rng.cpu"])
         if "rng.cuda" in states:
             torch.cuda.set_rng_state(states["rng.cuda"])
-    except RuntimeError as error:  # the right size, and no state of a generator
+    except RuntimeError as error:  # the right size, but not a valid generator state
         raise BadInput(f"the random generator's state is damaged ({first_line(error)})") from None
 
 
@@ -251,13 +256,14 @@ def optimizer_tensors(
 def restore_optimizer(
     optimizer: torch.optim.Optimizer, names: Mapping[int, str], tensors: Mapping[str, Tensor]
 ) -> None:
-    """A parameter that no gradient has reached yet has no state: all of it is there, or nothing."""
+    """Restore an optimizer's state. A parameter that has not had a gradient yet has none; otherwise
+    its state must be complete."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             prefix = f"optimizer.{names[id(parameter)]}."
             like = state_like(optimizer, parameter)
-            held = any(f"{prefix}{name}" in tensors for name in like)
-            state = matching(tensors, like, prefix=prefix) if held else {}
+            has_state = any(f"{prefix}{name}" in tensors for name in like)
+            state = matching(tensors, like, prefix=prefix) if has_state else {}
             optimizer.state[parameter] = {
                 name: tensor.to(parameter.device) for name, tensor in state.items()
             }

@@ -1,4 +1,4 @@
-"""Where the time of a step goes, measured without stopping the device."""
+"""Measures where the time of a step goes, without synchronizing with the device."""
 
 import contextlib
 import time
@@ -10,7 +10,7 @@ from fledge.core.transfer import new_event
 
 
 class Clock:
-    """Seconds per named phase since the last reading; on a GPU by events, read late."""
+    """Seconds per named phase since the last reading; on a GPU by CUDA events, read only then."""
 
     def __init__(self, device: torch.device) -> None:
         self._gpu = device.type == "cuda"
@@ -47,7 +47,7 @@ class Clock:
 
 
 class Clocks(Clock):
-    """What several drafts wait for at the same time, by the clock of each."""
+    """A clock that records each phase in the clocks of several drafts, which it serves at once."""
 
     def __init__(self, clocks: Sequence[Clock], device: torch.device) -> None:
         super().__init__(device)

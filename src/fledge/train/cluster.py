@@ -1,9 +1,9 @@
-"""A run's ranks on a Ray cluster: started together, watched, and started again when one is lost.
+"""Runs the ranks of a training on a Ray cluster, and restarts them when one is lost.
 
-Each rank is an actor that calls what `fledge train` calls, under the environment that torchrun
-would give it. A lost rank ends the others, which wait for it in vain; then all start again where
-there is room, from the newest checkpoint. Where there is room for fewer ranks only, each of them
-takes several ranks' share of a step: the steps stay the same.
+Each rank is an actor that calls what `fledge train` calls, in the environment that torchrun would
+set up. When a rank is lost, the others are ended, because they could only wait for it; then all
+restart from the newest checkpoint, wherever there is room. If there is room only for fewer ranks,
+each takes the share of several, so that the steps stay the same.
 
 The run's directory, its data and its models must have the same paths on every machine.
 """
@@ -36,30 +36,30 @@ from fledge.train.targets import listening
 
 
 class Observer(Protocol):
-    """Who is told how a run goes; the command line shows it."""
+    """Receives the progress of a run; the command line displays it."""
 
     def note(self, text: str) -> None: ...
     def placed(self, ranks: int) -> None: ...
     def look(self) -> dict[str, Any]:
-        """What the run wrote last, for the board."""
+        """The latest figures that the run wrote, for the board."""
 
 
 Entry = Callable[..., int]  # what a rank runs: `run_recipe(recipe, as_json=...)`
-_LOOK_EVERY_S = 0.5
-_WHO_DIED_S = 40.0  # after a rank has failed: how long until it is known whether another died
-_START_S = 120.0  # for the processes of the ranks
-_SMALLER_S = 5.0  # before fewer ranks are tried
-_IN_VAIN = 3  # losses in a row without a new checkpoint
+_POLL_S = 0.5
+_LOSS_REPORT_S = 40.0  # time after a rank's error for Ray to report the loss of another rank
+_START_S = 120.0  # time limit for starting the ranks' processes
+_SMALLER_S = 5.0  # time to wait for room before fewer ranks are tried
+_MAX_LOSSES = 3  # losses in a row without a new checkpoint
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How many ranks, and what the cluster sets aside for each."""
+    """The number of ranks, and what the cluster reserves for each."""
 
     ranks: int = 1
     cpus: float = 1.0
-    gpus: float | None = None  # None: one where the cluster has any
-    wait_s: float = 60.0  # for room
+    gpus: float | None = None  # None: one if the cluster has any
+    wait_s: float = 60.0  # time to wait for room
 
 
 @dataclass(frozen=True)
@@ -70,11 +70,11 @@ class Place:
     node_id: str
     pid: int
     gpus: tuple[str, ...]
-    port: int  # free there a moment ago
+    port: int  # was free there a moment ago
 
 
 class Rank:
-    """The actor."""
+    """The actor that runs one rank."""
 
     def __init__(self, index: int, board: Any) -> None:
         self._index, self._board = index, board
@@ -96,27 +96,27 @@ class Rank:
         directory: str,
         **more: Any,
     ) -> tuple[int, str]:
-        """The exit code, and what was written to stdout."""
+        """Run `entry`; return its exit code and what it wrote to stdout."""
         os.environ |= environment
         os.chdir(directory)
-        threading.Thread(target=self._obey, daemon=True, name="fledge-obey").start()
+        threading.Thread(target=self._forward_stop, daemon=True, name="fledge-obey").start()
         if self._index == 0:
-            _wait_for_place(Path(recipe.run.output_dir))
+            _wait_for_lock(Path(recipe.run.output_dir))
         with contextlib.redirect_stdout(io.StringIO()) as written:
             return entry(recipe, **more), written.getvalue()
 
-    def _obey(self) -> None:
-        """Pass on the word to stop, as the signal that a run knows."""
+    def _forward_stop(self) -> None:
+        """Wait for a stop request on the board, and pass it on as SIGTERM."""
         ray, stopping = import_ray(), False
         while not stopping:
-            time.sleep(_LOOK_EVERY_S)
-            with contextlib.suppress(ray.exceptions.RayError):  # a board may be lost, and come back
+            time.sleep(_POLL_S)
+            with contextlib.suppress(ray.exceptions.RayError):  # the board may be lost and return
                 stopping = ray.get(self._board.stopping.remote())
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _wait_for_place(directory: Path) -> None:
-    """The rank before us may not be quite dead yet."""
+def _wait_for_lock(directory: Path) -> None:
+    """Wait until the directory is unlocked: the previous rank 0 may still be exiting."""
     until = time.monotonic() + _START_S
     while directory.is_dir():
         try:
@@ -125,13 +125,13 @@ def _wait_for_place(directory: Path) -> None:
         except BadInput:
             if time.monotonic() >= until:
                 raise
-            time.sleep(_LOOK_EVERY_S)
+            time.sleep(_POLL_S)
 
 
 def train_on_cluster(
     recipe: Recipe, entry: Entry, layout: Layout, *, address: str, observer: Observer, **more: Any
 ) -> tuple[int, str]:
-    """Train to the end, whatever dies meanwhile; the first rank's exit code and words."""
+    """Train to the end, restarting lost ranks; return the first rank's exit code and stdout."""
     name = f"{recipe.run_name}-{secrets.token_hex(2)}"
     section, layers = listening(recipe), recipe.method.aux_layers(recipe.objective)
     with Connection(address), ExitStack() as undo:
@@ -156,23 +156,23 @@ class _Run:
     restarts: int = 0
 
     def to_the_end(self, stop: StopSignal) -> tuple[int, str]:
-        in_vain, step = 0, self._step()
+        losses, step = 0, self._step()
         while True:
-            ended = self._attempt(stop)
-            if isinstance(ended, tuple):
-                return ended
+            outcome = self._attempt(stop)
+            if isinstance(outcome, tuple):
+                return outcome
             if stop.received:
                 return 128 + stop.received, ""
-            in_vain = in_vain + 1 if self._step() == step else 1
+            losses = losses + 1 if self._step() == step else 1
             step = self._step()
-            if in_vain >= _IN_VAIN:
-                what = f"{in_vain} starts in a row were lost at step {step} ({ended})"
+            if losses >= _MAX_LOSSES:
+                what = f"{losses} starts in a row were lost at step {step} ({outcome})"
                 raise BadInput(what, fix="look at ray's logs; the same command continues the run")
             self.restarts += 1
-            self.observer.note(f"{ended}; all ranks start again from step {step}")
+            self.observer.note(f"{outcome}; all ranks start again from step {step}")
 
     def _attempt(self, stop: StopSignal) -> tuple[int, str] | str:
-        """One start of all ranks; the outcome, or in words what was lost."""
+        """Start all ranks once; return the outcome, or a description of what was lost."""
         ray = import_ray()
         with ExitStack() as undo:
             count, group = self._room(undo)
@@ -185,19 +185,19 @@ class _Run:
                 )
                 actors.append(options.remote(index, self.board))
                 undo.callback(ray.kill, actors[-1])
-            found = [actor.place.remote() for actor in actors]
-            ready, missing = ray.wait(found, num_returns=count, timeout=_START_S)
+            references = [actor.place.remote() for actor in actors]
+            ready, missing = ray.wait(references, num_returns=count, timeout=_START_S)
             if missing:
                 return f"{len(missing)} of {count} ranks did not start"
             try:
-                places = ray.get(ready if len(ready) < count else found)
+                places = ray.get(ready if len(ready) < count else references)
             except ray.exceptions.RayError as error:
                 return _lost_rank(error)
-            self._tell_places(places)
+            self._report_places(places)
             self.observer.placed(count)
-            recipe, here = self._cut_for(count), os.getcwd()
+            recipe, directory = self._cut_for(count), os.getcwd()
             runs = {
-                actor.run.remote(self.entry, recipe, environment, here, **self.more): index
+                actor.run.remote(self.entry, recipe, environment, directory, **self.more): index
                 for index, (actor, environment) in enumerate(
                     zip(actors, _environments(places, self.variables), strict=True)
                 )
@@ -205,43 +205,43 @@ class _Run:
             return self._watch(runs, stop)
 
     def _watch(self, runs: dict[Any, int], stop: StopSignal) -> tuple[int, str] | str:
-        """Until all ranks are done, or one is lost."""
+        """Wait until all ranks are done or one is lost; returns as `_attempt` does."""
         errors, ray = import_ray().exceptions, import_ray()
         pending, done = list(runs), dict[int, tuple[int, str]]()
         failed: list[BaseException] = []
         lost, until = "", float("inf")
-        told = False
+        stop_sent = False
         while pending and not lost and time.monotonic() < until:
-            ready, pending = ray.wait(pending, timeout=_LOOK_EVERY_S)
+            ready, pending = ray.wait(pending, timeout=_POLL_S)
             for reference in ready:
                 try:
                     done[runs[reference]] = ray.get(reference)
                 except errors.RayTaskError as error:
                     cause = error.cause if isinstance(error.cause, Exception) else error
                     failed.append(cause)
-                    until = min(until, time.monotonic() + _WHO_DIED_S)
+                    until = min(until, time.monotonic() + _LOSS_REPORT_S)
                 except errors.RayError as error:
                     lost = f"rank {runs[reference]} is lost ({_lost_rank(error)})"
-            if stop.received and not told:
-                told = True
+            if stop.received and not stop_sent:
+                stop_sent = True
                 self.board.stop.remote()
-            self._tell_run("stopping" if told else "training")
+            self._report_run("stopping" if stop_sent else "training")
         refused = [e for e in failed if isinstance(e, BadInput) and not isinstance(e, RankLost)]
         if refused:
             raise refused[0]
         if not lost and not failed:
             return done[0]
         if lost or any(isinstance(error, RankLost) for error in failed):
-            self._tell_run("restarting")
+            self._report_run("restarting")
             return lost or str(failed[0])
         raise failed[0]
 
     def _room(self, undo: ExitStack) -> tuple[int, Any]:
-        """A reservation for as many ranks as there is room for."""
+        """Reserve room for as many ranks as possible; return their number and the reservation."""
         from ray.util.placement_group import placement_group
 
         bundle = {"CPU": self.layout.cpus, "GPU": self._gpus()}
-        bundle = {what: amount for what, amount in bundle.items() if amount} or {"CPU": 0.001}
+        bundle = {name: amount for name, amount in bundle.items() if amount} or {"CPU": 0.001}
         sizes = list(self._sizes()) if self.restarts else [self.layout.ranks]
         for count in sizes:
             group = placement_group([bundle] * count, strategy="PACK")
@@ -251,22 +251,22 @@ class _Run:
                     self.observer.note(f"room for {count} of {self.layout.ranks} ranks")
                 return count, group
             remove_group(group)
-        wanted = ", ".join(f"{amount:g} {what}" for what, amount in bundle.items())
+        resources = ", ".join(f"{amount:g} {name}" for name, amount in bundle.items())
         raise BadInput(
-            f"no room for {sizes[-1]} ranks of {wanted} each",
+            f"no room for {sizes[-1]} ranks of {resources} each",
             where="--ranks",
             fix="give the cluster more machines; the same command continues the run",
         )
 
     def _sizes(self) -> Iterator[int]:
-        """Numbers of ranks that can take the same steps, the largest first."""
-        training, whole = self.recipe.training, self.layout.ranks
-        for count in range(whole, 0, -1):
-            if whole % count == 0 and count % (training.shard * training.context) == 0:
+        """Numbers of ranks that can take the same steps, largest first."""
+        training, ranks = self.recipe.training, self.layout.ranks
+        for count in range(ranks, 0, -1):
+            if ranks % count == 0 and count % (training.shard * training.context) == 0:
                 yield count
 
     def _cut_for(self, count: int) -> Recipe:
-        """The same steps, taken by fewer ranks."""
+        """The recipe for the same steps on fewer ranks: each accumulates more micro-batches."""
         training = self.recipe.training
         accumulate = training.accumulate * (self.layout.ranks // count)
         training = training.model_copy(update={"accumulate": accumulate})
@@ -283,37 +283,37 @@ class _Run:
         newest, _ = newest_checkpoint(Path(self.recipe.run.output_dir))
         return 0 if newest is None else newest.step
 
-    def _tell_places(self, places: Sequence[Place]) -> None:
+    def _report_places(self, places: Sequence[Place]) -> None:
         self.board.forget.remote("ranks")
         for index, place in enumerate(places):
             facts: dict[str, Any] = {"node": place.node, "node_id": place.node_id, "pid": place.pid}
             self.board.tell.remote("ranks", f"rank-{index}", {**facts, "gpus": list(place.gpus)})
 
-    def _tell_run(self, state: str) -> None:
-        told: dict[str, Any] = {"directory": self.recipe.run.output_dir, "state": state}
-        told |= {"restarts": self.restarts, **self.observer.look()}
-        self.board.tell.remote("run", "run", told)
+    def _report_run(self, state: str) -> None:
+        facts: dict[str, Any] = {"directory": self.recipe.run.output_dir, "state": state}
+        facts |= {"restarts": self.restarts, **self.observer.look()}
+        self.board.tell.remote("run", "run", facts)
 
 
 def _environments(
     places: Sequence[Place], variables: Mapping[str, str]
 ) -> Iterator[dict[str, str]]:
-    """What torchrun would say to each rank. All ranks of a machine see all their GPUs, so that they
-    can copy from one another's directly."""
+    """The environment variables that torchrun would set for each rank. All ranks on a machine see
+    all of their GPUs, so that they can copy directly between them."""
     for rank, place in enumerate(places):
-        beside = [i for i, other in enumerate(places) if other.node_id == place.node_id]
-        told = {
+        local = [i for i, other in enumerate(places) if other.node_id == place.node_id]
+        env = {
             **variables,
-            "RANK": str(rank), "LOCAL_RANK": str(beside.index(rank)),
-            "WORLD_SIZE": str(len(places)), "LOCAL_WORLD_SIZE": str(len(beside)),
+            "RANK": str(rank), "LOCAL_RANK": str(local.index(rank)),
+            "WORLD_SIZE": str(len(places)), "LOCAL_WORLD_SIZE": str(len(local)),
             "MASTER_ADDR": places[0].node, "MASTER_PORT": str(places[0].port),
         }  # fmt: skip
         if place.gpus:
-            told["CUDA_VISIBLE_DEVICES"] = ",".join(g for i in beside for g in places[i].gpus)
-        yield told
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(g for i in local for g in places[i].gpus)
+        yield env
 
 
 def _lost_rank(error: Exception) -> str:
-    """Ray explains a death at length."""
-    words = {"NodeDiedError": "its machine is gone", "ActorDiedError": "its process is gone"}
-    return words.get(type(error).__name__, type(error).__name__)
+    """A short reason for a loss; Ray's own explanation is long."""
+    reasons = {"NodeDiedError": "its machine is gone", "ActorDiedError": "its process is gone"}
+    return reasons.get(type(error).__name__, type(error).__name__)

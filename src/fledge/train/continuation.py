@@ -1,6 +1,6 @@
-"""Whether a recipe may be trained where it wants to be: in an empty place, or as its own run.
+"""Checks that a recipe's output directory is either free or holds the run of that same recipe.
 
-The command line asks before torch is loaded.
+The command line calls this before torch is loaded.
 """
 
 from pathlib import Path
@@ -12,10 +12,9 @@ from fledge.core.files import check_place
 if TYPE_CHECKING:
     from fledge.recipe.schema import Recipe
 
-# Fields that may differ between a run and its continuation: they do not touch the arithmetic, or
-# (`record_steps`) its last digits only. Data and target may lie elsewhere: what they hold is
-# checked by fingerprint. A step may be cut into other pieces for other ranks: `fit` looks that it
-# stays the same one.
+# Fields that may differ between a run and its continuation: they do not affect the arithmetic, or
+# (`record_steps`) only its last digits. Data and target may have moved: their contents are checked
+# by fingerprint. A step may be split differently over ranks: `fit` checks that it stays the same.
 _FREE = (
     "run.", "data.train:", "data.valid:", "target.model:", "tracking.", "checkpoint.",
     "evaluation.every_steps", "data.workers", "training.prefetch", "training.device",
@@ -29,8 +28,8 @@ _FREE = (
 
 
 def check_existing(recipe: "Recipe", *, one_of_several: bool = False) -> None:
-    """Refuse to continue a run with a recipe that is not its own; and, for one of several drafts,
-    to put it into somebody else's."""
+    """Raise BadInput if the output directory holds a run of another recipe, or other files; and,
+    for one of several drafts, if its parent directory is the run of a single draft."""
     from fledge.recipe.schema import RESOLVED_NAME, load_recipe
     from fledge.train.checkpoint import newest_checkpoint
     from fledge.train.lengthening import LENGTH, ways_on
@@ -38,23 +37,23 @@ def check_existing(recipe: "Recipe", *, one_of_several: bool = False) -> None:
 
     directory = Path(recipe.run.output_dir)
     if one_of_several and (directory.parent / RESOLVED_NAME).exists():
-        what, fix = "the run of one draft is here, not of several", "run.output_dir=..."
+        what, fix = "holds the run of one draft, not of several", "run.output_dir=..."
         raise BadInput(what, where=str(directory.parent), fix=fix)
     check_place(directory, directory=True)
     resolved = directory / RESOLVED_NAME
     if not resolved.exists():
-        # hidden: what a command that was killed at its very beginning left
+        # Hidden files may be left over from a command that was killed right at its start.
         if directory.is_dir() and any(not p.name.startswith(".") for p in directory.iterdir()):
             what, fix = "not empty, and not a run of fledge", "run.output_dir=..."
             raise BadInput(what, where=str(directory), fix=fix)
         return
     if not recipe.checkpoint.resume:
-        what = "a run is here already, and checkpoint.resume is false"
+        what = "already holds a run, and checkpoint.resume is false"
         raise BadInput(what, where=str(directory), fix="give another run.output_dir")
     differing = load_recipe(resolved).differences(as_begun(recipe))
     differing = [line for line in differing if not line.startswith(_FREE)]
     if differing and all(line.startswith(LENGTH) for line in differing):
-        if recipe.training.extend:  # `fit` looks how far the run is
+        if recipe.training.extend:  # `fit` checks how far the run is
             return
         newest, _ = newest_checkpoint(directory)
         if newest is not None and newest.finished:

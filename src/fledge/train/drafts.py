@@ -1,4 +1,4 @@
-"""The draft that a recipe describes: a fresh one that fits the target, or one to start from."""
+"""Builds the draft that a recipe describes: a new one that fits the target, or a warm start."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +24,7 @@ def make_draft(
     tokenizer: Any,
     device: torch.device,
 ) -> DraftModel:
-    """A fresh draft that fits the target, or the one that the recipe starts from; in float32."""
+    """A new draft that fits the target, or the one that the recipe starts from; in float32."""
     section = recipe.draft
     ids = torch.from_numpy(vocabulary.selected_token_ids)
     mask = torch.from_numpy(vocabulary.t2d)
@@ -40,9 +40,9 @@ def make_draft(
             draft.copy_head_from_target(_HeadWeight(target.info().head.weight_VD))
         if section.layers_from_target:
             _copy_layers(draft, target)
-    # The layers a draft reads are part of it: states of other layers are noise to it.
+    # The aux layers are part of the draft: it cannot use states of other layers.
     draft.config.aux_layer_ids = list(target.aux_layer_ids)
-    if (module := target.info().module) is not None:  # elsewhere nobody can look at its rotary
+    if (module := target.info().module) is not None:  # a remote target's rotary cannot be checked
         verify_rotary(draft.config, module)
     for name, tensor in draft.state_dict().items():
         if what := not_numbers(tensor):
@@ -61,7 +61,7 @@ def _copy_layers(draft: DraftModel, target: Eagle3TargetBackend) -> None:
     module = target.info().module
     if module is None:
         where = "draft.layers_from_target"
-        what = "the target is not in this process, and shows no layers"
+        what = "the target is not in this process, so its layers cannot be copied"
         raise BadInput(what, where=where, fix=f"{where}=false")
     draft.start_as_target(module)
 
@@ -79,7 +79,7 @@ def _draft_config(
 def config_of_draft(
     recipe: Recipe, target_config: Any, draft_vocab_size: int, settings: dict[str, Any]
 ) -> Any:
-    """The same for any target of that config; `settings`: what the method adds."""
+    """The draft config for any target of that config; `settings`: what the method adds."""
     section = recipe.draft
     return derive_draft_config(
         target_config,
@@ -98,7 +98,8 @@ def config_of_draft(
 def _warm_draft(
     recipe: Recipe, target: Eagle3TargetBackend, vocabulary: DraftVocabulary, tokenizer: Any
 ) -> DraftModel:
-    """The draft that `init_from` names; an EAGLE-3 one grows into P-EAGLE where that is trained."""
+    """The draft that `init_from` names. An EAGLE-3 draft grows into a P-EAGLE one if the recipe
+    trains that."""
     start = starting_draft(recipe)
     assert start is not None
     draft = load_draft(start, dtype=torch.float32)
@@ -111,9 +112,9 @@ def _warm_draft(
     if old is not recipe.method:
         grown = recipe.method.grow(draft, _draft_config(recipe, target, vocabulary, tokenizer))
     if grown is None:
-        fix = f"objective.kind={old.name} goes on training it"
+        fix = f"objective.kind={old.name} continues training it"
         raise BadInput(f"a draft of {old.title}", where=str(start), fix=fix)
-    layers = getattr(draft.config, "aux_layer_ids", None)  # foreign drafts do not say
+    layers = getattr(draft.config, "aux_layer_ids", None)  # missing in drafts of other tools
     if layers is not None and list(layers) != list(target.aux_layer_ids):
         what = f"trained on the target's layers {list(layers)}, not {list(target.aux_layer_ids)}"
         fix = f"target.aux_layer_ids={','.join(map(str, layers))}"

@@ -1,4 +1,4 @@
-"""Acceptance on held-out rows: the number that chooses the best checkpoint."""
+"""Acceptance on held-out rows: the metric that selects the best checkpoint."""
 
 import contextlib
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ from fledge.train.metrics import acceptance_metrics
 from fledge.train.sharding import whole
 from fledge.train.step import Models, Sums
 
-_ANYTHING = 1.0005  # the least acceptance length that does not read 1.000
+_MIN_LENGTH = 1.0005  # the smallest acceptance length that is not displayed as 1.000
 
 
 def evaluate(
@@ -29,14 +29,14 @@ def evaluate(
     picks: dict[int, Ints] | None = None,
     on_pack: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, Any]:
-    """Two views of this rank's share of the held-out packs, summed over ranks.
+    """Measure acceptance in two ways on this rank's share of the held-out packs, summed over ranks.
 
-    `acceptance_length` is the one that counts: tokens per round of greedy drafting, by exact replay
-    of the rounds through every answer. `tau` is what a training step also measures: 1 + sum over
-    depths of P(all tokens up to that depth are right), every slot a start.
+    `acceptance_length` is the one that selects checkpoints: tokens per round of greedy drafting, by
+    exact replay of the rounds through every answer. `tau` is the one that training steps log, too:
+    1 + sum over depths of P(all tokens up to that depth are correct), with every slot as a start.
 
-    `picks` caches, by batch, the frozen target's picks, so its head runs once per run. `on_pack`
-    is told how many of this rank's packs are done.
+    `picks` caches the frozen target's picks by batch, so that its head runs once per run. `on_pack`
+    is called with the number of this rank's packs that are done, and their total.
     """
     return evaluate_together(models, [models], batches, [picks], on_pack)[0]
 
@@ -49,33 +49,33 @@ def evaluate_together(
     picks: Sequence[dict[int, Ints] | None],
     on_pack: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[dict[str, Any]]:
-    """The same of several drafts, with one answer a pack: of `asked`, whose target shows what all
-    of them hear."""
+    """Evaluate several drafts with one answer per pack. The target of `asked` is the one that gives
+    it, with the aux layers of all drafts."""
     target, world = asked.target, asked.world
-    measured = [_Measured(*pair) for pair in zip(drafts, picks, strict=True)]
-    mine = held_out_share(batches, world)
+    evaluations = [_Evaluation(*pair) for pair in zip(drafts, picks, strict=True)]
+    indices = held_out_share(batches, world)
 
     def measure() -> None:
-        answers = answers_ahead(target, [batches[index] for index in mine])
-        for done, (index, (batch, on_host)) in enumerate(zip(mine, answers, strict=True)):
-            on_pack(done, len(mine))
+        answers = answers_ahead(target, [batches[index] for index in indices])
+        for done, (index, (batch, on_host)) in enumerate(zip(indices, answers, strict=True)):
+            on_pack(done, len(indices))
             answer = on_host.to(asked.device)
             check_answer(target, answer, batch)
-            for one in measured:
-                with one.models.turn():
-                    one.add(index, batch, as_heard(answer, target, one.models.target))
-        for _ in range(len(mine), -(-len(batches) // world.size)):
-            target.join()  # other ranks have one pack more
+            for evaluation in evaluations:
+                with evaluation.models.turn():
+                    evaluation.add(index, batch, as_heard(answer, target, evaluation.models.target))
+        for _ in range(len(indices), -(-len(batches) // world.size)):
+            target.join()  # other ranks have one more pack
 
     with contextlib.ExitStack() as whole_drafts:
         for models in drafts:
             whole_drafts.enter_context(whole(models.objective.draft_model))
         together(asked, measure)
-    return [one.total() for one in measured]
+    return [evaluation.total() for evaluation in evaluations]
 
 
-class _Measured:
-    """What has been seen of one draft, which is in eval mode meanwhile."""
+class _Evaluation:
+    """The evaluation of one draft, which is in eval mode from here to `total`."""
 
     def __init__(self, models: Models, picks: dict[int, Ints] | None) -> None:
         self.models, objective = models, models.objective
@@ -97,22 +97,22 @@ class _Measured:
         self._replayed += replay_held_out(answer, batch, rollouts, picks[index])
 
     def total(self) -> dict[str, Any]:
-        """Over all ranks; there is no more to come."""
+        """End the evaluation; return its metrics over all ranks."""
         world = self.models.world
         self.models.objective.draft_model.train(self._was_training)
-        mine = torch.tensor(self._replayed.counts(), dtype=torch.int64, device=self.models.device)
-        total = Acceptance.from_counts(world.sum_(mine).tolist())
+        counts = torch.tensor(self._replayed.counts(), dtype=torch.int64, device=self.models.device)
+        total = Acceptance.from_counts(world.sum_(counts).tolist())
         return {**total.to_json(), **acceptance_metrics(self._sums.over(world))}
 
 
 def learnt_nothing(before: float | None, best: float, *, lr: float) -> list[str]:
-    """What to say of a draft whose best length is that of no draft, or of itself before training;
-    nothing to say: an empty list."""
-    if best < _ANYTHING:
-        so = f"{best:.3f}, equal to no draft at all"
+    """A warning if a draft's best length is no better than that of no draft, or than its own before
+    training; otherwise an empty list."""
+    if best < _MIN_LENGTH:
+        length = f"{best:.3f}, equal to no draft at all"
     elif before is not None and best <= before:
-        so = f"{best:.3f}, and {before:.3f} before training"
+        length = f"{best:.3f}, and {before:.3f} before training"
     else:
         return []
-    what = f"the draft learnt nothing: held-out acceptance length {so}"
+    what = f"the draft learned nothing: held-out acceptance length {length}"
     return [f"{what}; is training.lr ({lr:g}) too high, or the data too little?"]

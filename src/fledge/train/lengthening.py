@@ -1,9 +1,9 @@
-"""A finished run that is lengthened on purpose (`training.extend`).
+"""Lengthening a finished run on request (`training.extend`).
 
-The run goes on where it ended: weights, moments, and the stream of packs, which has no end. The
-schedule, which had come down to its end, begins anew over the added steps, warm-up included: a
-schedule over all steps would be one that the first steps did not follow. Where it began is in every
-checkpoint (`schedule_from`), so that a lengthened run resumes bit for bit as any other does.
+The run continues where it ended: weights, moments, and the stream of packs, which is endless. The
+learning-rate schedule, which had run to its end, restarts over the added steps, warm-up included: a
+schedule over all steps would be one that the first steps did not follow. Every checkpoint records
+where it started (`schedule_from`), so that a lengthened run resumes bit for bit like any other.
 """
 
 from pathlib import Path
@@ -16,18 +16,19 @@ from fledge.train.checkpoint import STEPS, Checkpoint
 if TYPE_CHECKING:
     from fledge.train.setup import Training
 
-LENGTH = ("training.steps:", "training.epochs:")  # the fields that say how long a run is
+LENGTH = ("training.steps:", "training.epochs:")  # the fields that define the length of a run
 
 
 def begins(training: "Training", checkpoint: Checkpoint) -> bool:
-    """Whether a run that this checkpoint ended goes on now; refused unless it was asked for."""
+    """Whether the run that ended with this checkpoint is lengthened now; raises BadInput if the
+    recipe has another length without asking for that."""
     now, step = training.stream.steps, checkpoint.step
     if not other_length(training.recipe, training.directory):
-        # the run is known to be lengthened, but the checkpoints of its added steps are damaged
+        # The run was lengthened before, but the checkpoints of its added steps are damaged.
         written = load_recipe(training.directory / RESOLVED_NAME)
         return written.training.extend and checkpoint.state.get(STEPS) == step < now
     before = _steps_before(training, checkpoint)
-    if before == now:  # killed behind a checkpoint of the added steps, before `write_down`
+    if before == now:  # killed after a checkpoint of the added steps, before `write_down`
         return False
     where = str(training.directory)
     if step < before:
@@ -40,13 +41,13 @@ def begins(training: "Training", checkpoint: Checkpoint) -> bool:
 
 
 def other_length(recipe: Recipe, directory: Path) -> list[str]:
-    """In which fields the recipe is longer or shorter than the run's own."""
+    """The length fields in which the recipe differs from the run's own recipe."""
     lines = load_recipe(directory / RESOLVED_NAME).differences(recipe)
     return [line for line in lines if line.startswith(LENGTH)]
 
 
 def ways_on(directory: Path) -> str:
-    """What to do with a finished run of which one wants more."""
+    """How to train further from a finished run, for error messages."""
     return (
         "ask for more steps (or epochs) with training.extend=true, or start a new run from it: "
         f"draft.init_from={directory} and another run.output_dir"
@@ -54,8 +55,9 @@ def ways_on(directory: Path) -> str:
 
 
 def write_down(recipe: Recipe, directory: Path) -> None:
-    """The run's own recipe says its new length as soon as a checkpoint does: not before, or an
-    older run, whose checkpoints do not say theirs, could not be known to have ended."""
+    """Write the new length into the run's own recipe, right after the first checkpoint that records
+    it. Not earlier: older checkpoints do not record the length, and then only the recipe tells that
+    the run had finished."""
     if recipe.training.extend and other_length(recipe, directory):
         written = load_recipe(directory / RESOLVED_NAME)
         section = recipe.training
@@ -65,7 +67,7 @@ def write_down(recipe: Recipe, directory: Path) -> None:
 
 
 def _steps_before(training: "Training", checkpoint: Checkpoint) -> int:
-    """How many steps the run was to have when the checkpoint was saved."""
+    """The planned length of the run when the checkpoint was saved."""
     from fledge.train.setup import make_stream
 
     if STEPS in checkpoint.state:

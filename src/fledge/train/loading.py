@@ -1,6 +1,6 @@
-"""Targets and drafts as a run knows them: what a caller leaves out is the run's own.
+"""Loads targets and drafts; what a caller leaves out is taken from the draft's run.
 
-Loads nothing heavy before it is asked to.
+Heavy modules are imported only when they are needed.
 """
 
 from collections.abc import Sequence
@@ -25,8 +25,8 @@ def load_target(
     device: "torch.device | str | None" = None,
     trust_remote_code: bool = False,
 ) -> "HFEagle3TargetModel":
-    """The target of a draft. Its run may know it; whether its code may run is the user's to say:
-    a recipe that came with the draft does not speak for them."""
+    """Load the target of a draft; by default the one that its run names. Only the user decides
+    whether remote code may run: a recipe that came with the draft must not."""
     from fledge.draft.files import read_draft_config
     from fledge.target.hf.model import HFEagle3TargetModel
     from fledge.train.runs import recipe_of
@@ -50,7 +50,8 @@ def load_target(
 
 
 def known_layers(draft: Path) -> list[int] | None:
-    """The target's layers that a draft says it was trained on, or its run; others' do not."""
+    """The aux layers that a draft was trained on, from its config or its run; None if neither
+    records them."""
     from fledge.draft.files import read_config
     from fledge.train.runs import recipe_of
 
@@ -62,8 +63,9 @@ def known_layers(draft: Path) -> list[int] | None:
 
 
 def heard_by(target: "HFEagle3TargetModel", draft: Path) -> "HFEagle3TargetModel":
-    """The target as a draft hears it: drafts of several methods, side by side, listen to different
-    layers. One that was made for another target gets it as it is: `check_fits` says why not."""
+    """The target with the aux layers of a draft; drafts of several methods that are used side by
+    side need different ones. A draft that was made for another target gets it unchanged:
+    `check_fits` then reports why they do not match."""
     from fledge.draft.files import read_draft_config
     from fledge.methods.registry import method_of
     from fledge.target.layers import target_depth
@@ -79,7 +81,7 @@ def heard_by(target: "HFEagle3TargetModel", draft: Path) -> "HFEagle3TargetModel
 
 
 def check_method(draft: Path, method: str | None) -> None:
-    """Refuse a way of drafting that a draft does not have before any weights are read."""
+    """Raise BadInput if a draft does not support a drafting method; reads no weights."""
     import torch
 
     from fledge.decode.strategies.registry import choose
@@ -87,12 +89,12 @@ def check_method(draft: Path, method: str | None) -> None:
     from fledge.methods.registry import method_of
 
     config = read_draft_config(draft)
-    with torch.device("meta"):  # its shape without its weights
+    with torch.device("meta"):  # shapes only, no weights
         choose(method_of(config).draft_type()(config), method)
 
 
 def load_draft_beside(target: "HFEagle3TargetModel", path: Path) -> "DraftModel":
-    """A draft in the target's precision, on its device, with what it borrows from the target."""
+    """Load a draft in the target's dtype, on its device, with what it borrows from the target."""
     from fledge.methods.registry import load_draft
 
     device = target.get_input_embeddings().weight.device

@@ -1,4 +1,4 @@
-"""Sums and counts -> the numbers people read; and the files and trackers they go to."""
+"""Turns sums and counts into readable metrics, and writes them to files and trackers."""
 
 import json
 import os
@@ -19,11 +19,11 @@ _LINE = Table({"step": Whole()})
 
 
 def acceptance_metrics(sums: Sums) -> dict[str, Any]:
-    """Rates per depth and the acceptance length they imply; waits for the device."""
+    """Rates per depth and the acceptance length that they imply; synchronizes with the device."""
     hits_K, valid_K = sums.hits_K.tolist(), sums.valid_K.tolist()
     prefix = [hit / max(1, valid) for hit, valid in zip(hits_K, valid_K, strict=True)]
     return {
-        "tau": 1.0 + sum(prefix),  # joint prefix acceptance length, the bonus token counted
+        "tau": 1.0 + sum(prefix),  # joint prefix acceptance length, including the bonus token
         "prefix_acceptance": prefix,
         "conditional_accuracy": _rates(sums.hits_K, sums.reached_K),
         "accuracy": _rates(sums.correct_K, sums.charged_K),
@@ -43,7 +43,7 @@ class Tracker(Protocol):
 
 
 class MetricsFile:
-    """`metrics.jsonl`: one line per logged step, cut back to the step a run resumes from."""
+    """`metrics.jsonl`: one line per logged step, truncated to the step that a run resumes from."""
 
     def __init__(self, path: Path, *, resume_at: int) -> None:
         self.path = path
@@ -53,7 +53,7 @@ class MetricsFile:
                 try:
                     value = parse_json(line, _LINE, where=str(path), finite=False)
                 except BadInput:
-                    break  # the line a killed process was writing
+                    break  # a line that a killed process did not finish
                 if value["step"] <= resume_at:
                     kept.append(line)
         with atomic_file(path) as handle:
@@ -69,7 +69,7 @@ class MetricsFile:
 
 
 def flat_numbers(values: dict[str, Any]) -> dict[str, float]:
-    """Scalars by name, one per depth where a value is a list: what trackers take."""
+    """Scalars by name, as trackers expect them; a list becomes one scalar per depth."""
     flat: dict[str, float] = {}
     for name, value in values.items():
         if isinstance(value, list):
@@ -82,7 +82,7 @@ def flat_numbers(values: dict[str, Any]) -> dict[str, float]:
 def open_trackers(
     names: tuple[str, ...], *, project: str, run: str, directory: Path
 ) -> list[Tracker]:
-    """The trackers a recipe names; each is imported only here."""
+    """Open the trackers that a recipe names; each package is imported only if it is needed."""
     makers: dict[str, Callable[[str, str, Path], Tracker]] = {
         "tensorboard": _Tensorboard,
         "wandb": _Wandb,
@@ -117,8 +117,8 @@ class _Wandb:
         import wandb
 
         os.environ.setdefault("WANDB_SILENT", "true")
-        place = str(directory)
-        self._run = wandb.init(project=project, name=run, dir=place, resume="allow", id=run)
+        files_dir = str(directory)
+        self._run = wandb.init(project=project, name=run, dir=files_dir, resume="allow", id=run)
 
     def log(self, step: int, values: dict[str, float]) -> None:
         self._run.log(values, step=step)

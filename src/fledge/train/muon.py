@@ -1,9 +1,10 @@
-"""Muon for the matrices of a draft, those of one shape all at once.
+"""Muon for the matrices of a draft, batched by shape.
 
-The definition is `torch.optim.Muon`, which takes matrix after matrix, thirty launches for each: a
-GPU would wait for them longer than for a small draft's whole pass. Matrices of one shape, upright
-or lying, are one batch here, up to some size: large ones keep a GPU busy, and their copies would
-take memory. A bad step changes nothing, and nothing waits for the device.
+The update is that of `torch.optim.Muon`, which processes one matrix at a time with thirty kernel
+launches each: for a small draft, these take longer than its whole pass. Here, matrices of one shape
+(or its transpose) form one batch, up to a size limit: large matrices keep a GPU busy on their own,
+and stacking them would cost memory. A bad step changes nothing, and nothing synchronizes with the
+device.
 """
 
 import math
@@ -13,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_BATCH = 2**24  # numbers of a batch, at most; a larger matrix is one by itself
+_BATCH = 2**24  # maximum number of elements in a batch; a larger matrix is a batch of its own
 
 
 class SkippingMuon(torch.optim.Muon):
-    """torch's Muon, its steps as large as AdamW's, with a name for what skips a step."""
+    """torch's Muon with steps scaled to the size of AdamW's, and `found_inf` to skip a step."""
 
     found_inf: Tensor | None = None  # above 0: the step is skipped
 
@@ -28,28 +29,28 @@ class SkippingMuon(torch.optim.Muon):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        assert closure is None, "gradients are there before the step"
+        assert closure is None, "gradients are computed before the step"
         for group in self.param_groups:
-            for matrices in _alike([p for p in group["params"] if p.grad is not None]):
+            for matrices in _batches([p for p in group["params"] if p.grad is not None]):
                 self._update(matrices, group)
 
     def _update(self, matrices: Sequence[nn.Parameter], group: dict[str, Any]) -> None:
         buffers = [self._momentum_buffer(matrix) for matrix in matrices]
-        grad_MRC = torch.stack([_lying(matrix.grad) for matrix in matrices])
+        grad_MRC = torch.stack([_wide(matrix.grad) for matrix in matrices])
         taken = grad_MRC.new_ones(())
         if self.found_inf is not None:
             taken = (self.found_inf <= 0).to(grad_MRC.dtype)
-            grad_MRC.masked_fill_(taken == 0, 0.0)  # it need not be finite
+            grad_MRC.masked_fill_(taken == 0, 0.0)  # a skipped gradient may not be finite
         momentum, lr = group["momentum"], group["lr"]
-        held_MRC = torch.stack([_lying(buffer) for buffer in buffers])
-        held_MRC.lerp_(grad_MRC, (1 - momentum) * taken)
-        torch._foreach_copy_(list(map(_lying, buffers)), held_MRC.unbind())
-        wanted_MRC = grad_MRC.lerp_(held_MRC, momentum) if group["nesterov"] else held_MRC
-        way_MRC = _orthogonal(wanted_MRC, group).to(grad_MRC.dtype)
-        size = lr * 0.2 * math.sqrt(way_MRC.shape[-1])  # the root mean square of AdamW's steps
-        lying = list(map(_lying, matrices))
-        torch._foreach_mul_(lying, 1 - lr * group["weight_decay"] * taken)
-        torch._foreach_sub_(lying, way_MRC.mul_(size * taken).unbind())
+        momentum_MRC = torch.stack([_wide(buffer) for buffer in buffers])
+        momentum_MRC.lerp_(grad_MRC, (1 - momentum) * taken)
+        torch._foreach_copy_(list(map(_wide, buffers)), momentum_MRC.unbind())
+        update_MRC = grad_MRC.lerp_(momentum_MRC, momentum) if group["nesterov"] else momentum_MRC
+        direction_MRC = _orthogonal(update_MRC, group).to(grad_MRC.dtype)
+        size = lr * 0.2 * math.sqrt(direction_MRC.shape[-1])  # matches the RMS of AdamW's steps
+        weights = list(map(_wide, matrices))
+        torch._foreach_mul_(weights, 1 - lr * group["weight_decay"] * taken)
+        torch._foreach_sub_(weights, direction_MRC.mul_(size * taken).unbind())
 
     def _momentum_buffer(self, matrix: nn.Parameter) -> Tensor:
         state = self.state[matrix]
@@ -59,27 +60,27 @@ class SkippingMuon(torch.optim.Muon):
         return buffer
 
 
-def _lying(matrix: Any) -> Tensor:
+def _wide(matrix: Any) -> Tensor:
     """The matrix, or its transpose if that has fewer rows."""
-    lying: Tensor = matrix.t() if matrix.shape[0] > matrix.shape[1] else matrix
-    return lying
+    wide: Tensor = matrix.t() if matrix.shape[0] > matrix.shape[1] else matrix
+    return wide
 
 
-def _alike(matrices: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Batches of matrices of one shape."""
+def _batches(matrices: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """Yield batches of matrices of one shape."""
     by_shape: dict[tuple[Any, ...], list[nn.Parameter]] = {}
     for matrix in matrices:
         key = (*sorted(matrix.shape), matrix.dtype, matrix.device)
         by_shape.setdefault(key, []).append(matrix)
-    for alike in by_shape.values():
-        count = max(1, _BATCH // max(1, alike[0].numel()))
-        yield from (alike[begin : begin + count] for begin in range(0, len(alike), count))
+    for same_shape in by_shape.values():
+        count = max(1, _BATCH // max(1, same_shape[0].numel()))
+        yield from (same_shape[begin : begin + count] for begin in range(0, len(same_shape), count))
 
 
-def _orthogonal(wanted_MRC: Tensor, group: dict[str, Any]) -> Tensor:
-    """Each matrix with its singular values all near 1, by Newton and Schulz's iteration."""
+def _orthogonal(update_MRC: Tensor, group: dict[str, Any]) -> Tensor:
+    """Each matrix with all its singular values near 1, by Newton-Schulz iteration."""
     a, b, c = group["ns_coefficients"]
-    x_MRC = wanted_MRC.bfloat16()
+    x_MRC = update_MRC.bfloat16()
     x_MRC /= x_MRC.flatten(1).norm(dim=1)[:, None, None].clamp_min(group["eps"])
     for _ in range(group["ns_steps"]):
         gram_MRR = x_MRC @ x_MRC.mT

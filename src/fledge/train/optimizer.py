@@ -1,7 +1,7 @@
-"""AdamW and Muon on float32 masters, the learning-rate schedule, and the guard against bad steps.
+"""AdamW and Muon on float32 master weights, the learning-rate schedule, and the step guard.
 
-Nothing here waits for the device: whether a step is bad is decided there, and a bad step is skipped
-there.
+Nothing here synchronizes with the device: whether a step is bad is decided there, and a bad step is
+skipped there.
 """
 
 import math
@@ -19,37 +19,37 @@ from fledge.train.sharding import whole_tensor
 if TYPE_CHECKING:
     from fledge.recipe.sections import Training
 
-GUARD_WINDOW = 64  # gradient norms remembered
-GUARD_WARMUP = 16  # norms needed before one can be called a spike
+GUARD_WINDOW = 64  # number of recent gradient norms kept
+GUARD_WARMUP = 16  # good steps needed before a norm can count as a spike
 
-_LARGE = 2**20  # numbers of a tensor that is worth a kernel's launch
+_LARGE = 2**20  # elements above which a tensor is worth its own kernel launch
 
 
 class SkippingAdamW(torch.optim.AdamW):
-    """torch's AdamW, with names for what its fused kernel takes from whoever scales gradients. On a
-    GPU large tensors are updated by a kernel of our own."""
+    """torch's AdamW, with the attributes that its fused kernel reads, as a gradient scaler would
+    set them. On a GPU, large tensors are updated by fledge's own kernel."""
 
     found_inf: Tensor | None = None  # above 0: the step is skipped
     grad_scale: Tensor | None = None  # what gradients are divided by
 
     def _accelerator_graph_capture_health_check(self) -> None:
-        """Torch would want `capturable`, which is for kernels that are not fused: what this step
-        counts is on the device, and so is the learning rate of whoever records it."""
+        """Skip torch's check for `capturable`, which only unfused kernels need: the step count is
+        on the device already, and so is the learning rate when an update is recorded."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        assert closure is None, "gradients are there before the step"
+        assert closure is None, "gradients are computed before the step"
         updated = [p for group in self.param_groups for p in self._update_large(group)]
         grads = [p.grad for p in updated]
         for p in updated:
-            p.grad = None  # so that torch passes it by
+            p.grad = None  # so that torch skips it
         super().step()
         for p, grad in zip(updated, grads, strict=True):
             p.grad = grad
 
     def _update_large(self, group: dict[str, Any]) -> list[nn.Parameter]:
-        """Updates what our kernel can, and says what that was. The first step of a tensor is left
-        to torch, which makes its state."""
+        """Update the parameters that our kernel supports, and return them. A parameter's first step
+        is left to torch, which creates its state."""
         large = [p for p in group["params"] if self.state.get(p) and _is_large(p, self.state[p])]
         if large:
             from fledge.kernels.adamw import adamw
@@ -67,12 +67,12 @@ class SkippingAdamW(torch.optim.AdamW):
 
 
 def _is_large(p: nn.Parameter, state: dict[str, Tensor]) -> bool:
-    """Whether our kernel updates it. Small ones are faster all at once; shares of a tensor that
-    ranks hold together are torch's business."""
+    """Whether our kernel updates a parameter. torch updates small ones, which are faster in one
+    fused launch, and sharded ones (DTensor)."""
     if p.grad is None or p.numel() < _LARGE or isinstance(p, DTensor):
         return False
-    held = (p, p.grad, state["exp_avg"], state["exp_avg_sq"])
-    return all(tensor.is_contiguous() for tensor in held) and kernel_runs(p, what="AdamW")
+    tensors = (p, p.grad, state["exp_avg"], state["exp_avg_sq"])
+    return all(tensor.is_contiguous() for tensor in tensors) and kernel_runs(p, what="AdamW")
 
 
 def make_optimizer(
@@ -83,7 +83,7 @@ def make_optimizer(
     eps: float,
     weight_decay: float,
 ) -> SkippingAdamW:
-    """Fused AdamW; weight decay on matrices only (norms and placeholders are left alone)."""
+    """Fused AdamW with weight decay on matrices only, not on norms and placeholders."""
     trained = [p for p in parameters if p.requires_grad]
     groups = [
         {"params": [p for p in trained if p.ndim == 2], "weight_decay": weight_decay},
@@ -98,23 +98,23 @@ Skipping = SkippingAdamW | SkippingMuon
 
 
 def make_optimizers(draft: nn.Module, training: "Training") -> tuple[Skipping, ...]:
-    """What updates the trained parameters: AdamW, and Muon for matrices where a recipe says so.
+    """The optimizers of the trained parameters: AdamW, and Muon for matrices if a recipe sets it.
 
-    Muon's steps are scaled to the size of AdamW's, so one learning rate and one weight decay do for
-    both.
+    Muon's steps are scaled to the size of AdamW's, so both share one learning rate and one weight
+    decay.
     """
-    both: dict[str, Any] = {"lr": training.lr, "weight_decay": training.weight_decay}
+    common: dict[str, Any] = {"lr": training.lr, "weight_decay": training.weight_decay}
     muon = trained_by_muon(draft) if training.optimizer == "muon" else {}
     rest = [p for name, p in draft.named_parameters() if p.requires_grad and name not in muon]
     return (
-        make_optimizer(rest, betas=training.betas, eps=training.eps, **both),
-        *([SkippingMuon(muon.values(), **both)] if muon else []),
+        make_optimizer(rest, betas=training.betas, eps=training.eps, **common),
+        *([SkippingMuon(muon.values(), **common)] if muon else []),
     )
 
 
 def trained_by_muon(draft: nn.Module) -> dict[str, nn.Parameter]:
-    """The matrices that lead from hidden states to hidden states: of the layers, and fc. Embeddings
-    and heads, whose rows are tokens, are not among them."""
+    """The matrices that map hidden states to hidden states: those of the layers, and fc. Embeddings
+    and heads, whose rows are tokens, are excluded."""
     return {
         name: parameter
         for name, parameter in draft.named_parameters()
@@ -123,7 +123,7 @@ def trained_by_muon(draft: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def state_like(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:
-    """What an optimizer keeps of a parameter: names, shapes and dtypes."""
+    """Tensors with the names, shapes and dtypes of an optimizer's state for a parameter."""
     if isinstance(optimizer, SkippingMuon):
         return {"momentum_buffer": parameter}
     return {"step": torch.zeros(()), "exp_avg": parameter, "exp_avg_sq": parameter}
@@ -134,17 +134,17 @@ def clip_gradients(
     parameters: Sequence[nn.Parameter],
     limit: float | None,
 ) -> Tensor:
-    """The norm of all gradients, which the next step limits. On a GPU AdamW scales them while it
-    updates, and need not read and write all of them once more for that."""
+    """Clip the gradients to a total norm of `limit`; return their norm before clipping. On a GPU,
+    AdamW scales them during its update, which saves one read and write of all gradients."""
     limit = math.inf if limit is None else limit
     norm = whole_tensor(nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
-    over = (norm + 1e-6) / limit  # as torch.nn.utils.clip_grads_with_norm_ has it
+    excess = (norm + 1e-6) / limit  # as in torch.nn.utils.clip_grads_with_norm_
     for optimizer in optimizers:
         if norm.is_cuda and isinstance(optimizer, SkippingAdamW):
-            optimizer.grad_scale = over.clamp_min(1.0).float()
+            optimizer.grad_scale = excess.clamp_min(1.0).float()
         else:
-            own = [p for group in optimizer.param_groups for p in group["params"]]
-            nn.utils.clip_grads_with_norm_(own, limit, norm)
+            trained = [p for group in optimizer.param_groups for p in group["params"]]
+            nn.utils.clip_grads_with_norm_(trained, limit, norm)
     return norm
 
 
@@ -158,34 +158,37 @@ def learning_rate(
     final_share: float,
     decay_share: float = 0.2,
 ) -> float:
-    """Linear warm-up to `peak`, then down to `final_share` of it: along a cosine or a line, or not
-    at all (constant); or, wsd, only over the last `decay_share` of all steps, as 1 - sqrt does."""
+    """The learning rate of a step: linear warm-up to `peak`, then a decay to `final_share` of it.
+
+    The decay is `cosine` or `linear` over all remaining steps, `wsd` (1 - sqrt) over the last
+    `decay_share` of all steps, or absent (`constant`).
+    """
     if step < warmup:
         return peak * (step + 1) / warmup
     if schedule == "constant":
         return peak
     begin = max(warmup, total - math.ceil(decay_share * total)) if schedule == "wsd" else warmup
-    done = max(0, step - begin) / max(1, total - begin)
-    falls = {
-        "cosine": (1 + math.cos(math.pi * done)) / 2,
-        "linear": 1 - done,
-        "wsd": 1 - math.sqrt(done),
+    progress = max(0, step - begin) / max(1, total - begin)
+    decay = {
+        "cosine": (1 + math.cos(math.pi * progress)) / 2,
+        "linear": 1 - progress,
+        "wsd": 1 - math.sqrt(progress),
     }
-    return peak * (final_share + (1 - final_share) * falls[schedule])
+    return peak * (final_share + (1 - final_share) * decay[schedule])
 
 
 class StepGuard:
-    """Judges steps by their gradient norm: not finite, or far above the recent median, is bad. So
-    is a step whose target's answer was not finite, whatever its gradient."""
+    """Judges steps by their gradient norm: a step is bad if its norm is not finite or far above the
+    recent median. So is a step on a non-finite answer of the target, whatever its gradient."""
 
     def __init__(self, spike_factor: float | None, device: torch.device) -> None:
         self._factor = math.inf if spike_factor is None else spike_factor
-        self.norms = torch.full((GUARD_WINDOW,), math.nan, device=device)  # a ring
-        self.good = torch.zeros((), dtype=torch.int64, device=device)  # steps taken
+        self.norms = torch.full((GUARD_WINDOW,), math.nan, device=device)  # a ring buffer
+        self.good = torch.zeros((), dtype=torch.int64, device=device)  # number of good steps
         self.bad_in_a_row = torch.zeros((), dtype=torch.int64, device=device)
 
     def judge(self, norm: Tensor, broken: Tensor | None = None) -> Tensor:
-        """True (on the device) for a bad step; good norms are remembered."""
+        """Return whether a step is bad, as a bool tensor on the device; keep a good norm."""
         spike = (self.good >= GUARD_WARMUP) & (norm > self._factor * self._median())
         bad = ~torch.isfinite(norm) | spike
         if broken is not None:
@@ -198,9 +201,9 @@ class StepGuard:
         return bad
 
     def _median(self) -> Tensor:
-        """`norms.nanmedian()`, which on a GPU would wait for it."""
+        """`norms.nanmedian()` without its synchronization on a GPU."""
         middle = (self.norms.isnan().logical_not().sum() - 1).clamp_min(0) // 2
-        ordered = self.norms.sort().values  # NaN come last
+        ordered = self.norms.sort().values  # NaNs come last
         return ordered.index_select(0, middle.reshape(1)).squeeze(0)
 
     def state(self) -> dict[str, Tensor]:

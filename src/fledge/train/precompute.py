@@ -1,4 +1,4 @@
-"""From a recipe to the work of `fledge precompute`: its rows, its vocabulary, its target."""
+"""Builds what `fledge precompute` needs from a recipe: rows, vocabulary, target, cache layout."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -24,8 +24,8 @@ from fledge.train.targets import listening, make_target, open_target
 from fledge.train.vocabulary import choose_vocabulary
 
 
-class _Joined:
-    """Training rows, then held-out rows."""
+class _Concatenated:
+    """Training rows, followed by held-out rows."""
 
     def __init__(self, first: Rows, then: Rows | None) -> None:
         self._first, self._then = first, then
@@ -51,7 +51,7 @@ def _precomputable(recipe: Recipe) -> TargetKind[Any]:
 
 
 def cache_dtype(recipe: Recipe, device: torch.device) -> torch.dtype:
-    """The precision in which the recipe's target answers, as far as its config tells."""
+    """The dtype of the target's answers, as far as it can be read from the config."""
     return _precomputable(recipe).dtype(recipe.target, device)
 
 
@@ -63,11 +63,11 @@ def recipe_job(
     *,
     others: Sequence[Recipe] = (),
 ) -> tuple[CacheJob, ModelFacts]:
-    """Tokenise the recipe's data and lay out the cache; no weights are read.
+    """Tokenize the recipe's data and lay out the cache; no weights are read.
 
-    All rows are kept, in the order of the data: which of them are held out is decided when
-    training, unless the recipe names held-out data of its own (`data.valid`). `others`: more drafts
-    of the same data, whose layers are kept, too.
+    All rows are kept, in the order of the data: which of them are held out is decided in training,
+    unless the recipe names separate held-out data (`data.valid`). `others`: recipes of more drafts
+    on the same data, whose aux layers are kept, too.
     """
     recipe = as_begun(recipe)
     kind, section, data = _precomputable(recipe), recipe.target, recipe.data
@@ -83,12 +83,12 @@ def recipe_job(
     )
     train = tokenised(data.train, recipe, on_progress)
     valid = tokenised(data.valid, recipe, on_progress) if data.valid else None
-    rows = _Joined(train, valid)
+    rows = _Concatenated(train, valid)
     vocabulary = None
     if options.encoding in OVER_A_VOCABULARY or recipe.says_vocab_size:
-        counted, _ = split_training(train, recipe)
+        training_rows, _ = split_training(train, recipe)
         vocabulary = choose_vocabulary(
-            recipe, counted, vocab_size=model.vocab_size, fingerprint=train.fingerprint,
+            recipe, training_rows, vocab_size=model.vocab_size, fingerprint=train.fingerprint,
             special_ids=special_token_ids(model.tokenizer),
         )  # fmt: skip
     facts = {
@@ -112,9 +112,9 @@ def recipe_job(
 def recipe_target(
     recipe: Recipe, device: torch.device, others: Sequence[Recipe] = ()
 ) -> Eagle3TargetBackend:
-    """The recipe's target, to be asked about each row once."""
-    once = [
-        one.model_copy(update={"target": kind_of(one.target).asked_once(one.target)})
-        for one in (recipe, *others)
+    """The recipe's target, set up for a single pass over the rows."""
+    single_pass = [
+        r.model_copy(update={"target": kind_of(r.target).asked_once(r.target)})
+        for r in (recipe, *others)
     ]
-    return open_target(once, device) if others else make_target(once[0], device)
+    return open_target(single_pass, device) if others else make_target(single_pass[0], device)

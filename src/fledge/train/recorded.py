@@ -1,13 +1,13 @@
-"""The passes and the update of a step as CUDA graphs, for drafts that leave a GPU idle.
+"""A step's forward and backward passes and its update as CUDA graphs, for small drafts.
 
-A step of a small draft is a thousand small launches, and the GPU waits for Python most of the time.
-What is launched depends on the sizes of a rollout alone, and those are rounded up
-(`rollout/even.py`, `even_blocks.py`, `even_parallel.py`). So the passes of a size that comes back
-are recorded, from the target's answer to the gradients, and started with one call. So is the
-update, which is the same every time: clipping, the verdict, AdamW, Muon, the average.
+A step of a small draft is a thousand small kernel launches, and the GPU waits for Python most of
+the time. Which kernels are launched depends only on the sizes of a rollout, and those are rounded
+up (`rollout/even.py`, `even_blocks.py`, `even_parallel.py`). So the passes of a recurring size are
+recorded, from the target's answer to the gradients, and replayed with one call. So is the update,
+which is the same every time: clipping, the verdict, AdamW, Muon, the average.
 
-One micro-batch on one rank, whose own count is the step's. The numbers are those of `train_step`'s
-other way, which tests compare.
+This works for one micro-batch on one rank, whose own count is the step's. The results equal those
+of the eager path in `train_step`; tests compare the two.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,17 +24,18 @@ from fledge.rollout.plan import RolloutPlan
 from fledge.target.hf import compiled
 from fledge.target.hf.compiled import RecordedPass, RecordedSizes
 
-_WIDEST = 1024  # hidden size: larger drafts keep a GPU busy
-_ALONE = 2  # updates before one is recorded: optimizers make their states, kernels are chosen
-_SIZES = 16  # rows a step may have are so many: some are padding, and each is recorded
+_MAX_HIDDEN_SIZE = 1024  # larger drafts keep a GPU busy without recording
+_EAGER_UPDATES = 2  # before recording: optimizers create their state, kernels are selected
+_SIZES = 16  # distinct rollout sizes, each recorded once; fewer would mean more padding
 
 
 def recorded_steps(
     objective: Any, parameters: Sequence[nn.Parameter], *, tokens: int
 ) -> "RecordedSteps | None":
-    """Recorded steps of micro-batches of so many tokens; None: it does not pay, or cannot be."""
+    """Recorded steps for micro-batches of `tokens` tokens; None where recording is impossible or
+    would not pay off."""
     draft = objective.draft_model
-    small = draft.config.hidden_size <= _WIDEST and not draft.gradient_checkpointing
+    small = draft.config.hidden_size <= _MAX_HIDDEN_SIZE and not draft.gradient_checkpointing
     if draft.device.type != "cuda" or not small or not getattr(objective, "can_be_even", False):
         return None
     objective.quantum = objective.quantum_for(tokens, sizes=_SIZES)
@@ -42,26 +43,27 @@ def recorded_steps(
 
 
 class RecordedSteps:
-    """Of an objective whose plans are even (`quantum`)."""
+    """Recorded steps of an objective with even plans (sizes are multiples of its `quantum`)."""
 
     def __init__(self, objective: Any, parameters: Sequence[nn.Parameter]) -> None:
         self._objective, self._parameters = objective, parameters
-        # of all sizes in one place: those of a pass would be kept as long as it is
+        # Shared by all sizes: otherwise every recorded pass would keep gradients of its own.
         self._grads: list[Tensor | None] = []
         self._sizes = RecordedSizes[RolloutOutput](_SIZES, sharing=True)
         self._updates = 0
         self._update: RecordedPass[tuple[Tensor, Tensor]] | None = None
 
     def __call__(self, plan: RolloutPlan, answer: Eagle3TargetBatch) -> RolloutOutput:
-        """Loss and metrics; the gradients are where a backward pass leaves them. All of it lies in
-        memory that the next call writes over."""
+        """Return loss and metrics, and leave the gradients in `parameter.grad`. The next call
+        overwrites all of them."""
 
         def run(**given: Tensor) -> RolloutOutput:
             return self._passes(plan.with_tensors(given), {name: given[name] for name in names})
 
-        told = answer.to_trainer_inputs()
-        names = [name for name in told if name not in PACKING_FIELDS]  # which the plan has read
-        inputs = {name: told[name] for name in names} | plan.tensors()
+        answer_inputs = answer.to_trainer_inputs()
+        # The packing fields are already part of the plan.
+        names = [name for name in answer_inputs if name not in PACKING_FIELDS]
+        inputs = {name: answer_inputs[name] for name in names} | plan.tensors()
         size = tuple(tuple(tensor.shape) for tensor in inputs.values())
         comes_back = self._sizes.comes_back(size)
         output = self._sizes(size, run, inputs) if comes_back else run(**inputs)
@@ -69,22 +71,22 @@ class RecordedSteps:
             parameter.grad = grad
         return output
 
-    def _passes(self, plan: RolloutPlan, told: dict[str, Tensor]) -> RolloutOutput:
+    def _passes(self, plan: RolloutPlan, answer_inputs: dict[str, Tensor]) -> RolloutOutput:
         for parameter in self._parameters:
             parameter.grad = None
-        ready = self._objective.prepare_inputs(**told, plan=plan)
+        ready = self._objective.prepare_inputs(**answer_inputs, plan=plan)
         output = self._objective.score(ready, ready.charged_K)
         output.loss.backward()
         self._take_gradients()
-        found = {each.name: getattr(output, each.name).detach() for each in fields(output)}
-        return RolloutOutput(**found)
+        detached = {field.name: getattr(output, field.name).detach() for field in fields(output)}
+        return RolloutOutput(**detached)
 
     def _take_gradients(self) -> None:
-        found = [parameter.grad for parameter in self._parameters]
-        if not self._grads:  # never while recording: the first step is not
-            self._grads = [None if grad is None else torch.empty_like(grad) for grad in found]
-        held, theirs = ([x for x in grads if x is not None] for grads in (self._grads, found))
-        torch._foreach_copy_(held, theirs)
+        new_grads = [parameter.grad for parameter in self._parameters]
+        if not self._grads:  # never allocated while recording: the first step is not recorded
+            self._grads = [None if grad is None else torch.empty_like(grad) for grad in new_grads]
+        kept, new = ([x for x in grads if x is not None] for grads in (self._grads, new_grads))
+        torch._foreach_copy_(kept, new)
         for parameter in self._parameters:
             parameter.grad = None
 
@@ -96,17 +98,17 @@ class RecordedSteps:
         *,
         changed: Sequence[Tensor],
     ) -> tuple[Tensor, Tensor]:
-        """`run(lr, broken)`, with the rate on the device; `changed` is all that a step which is
-        skipped, for it was `broken`, writes to."""
+        """`run(lr, broken)`, recorded, with the learning rate on the device. `changed` lists every
+        tensor that `run` writes to even when the step is skipped because it is `broken`."""
         inputs = {"lr": torch.full((), lr, device=broken.device), "broken": broken}
         self._updates += 1
-        if self._updates <= _ALONE:
+        if self._updates <= _EAGER_UPDATES:
             return run(**inputs)
         if self._update is None:
             before = [tensor.clone() for tensor in changed]
-            # it is rehearsed, and must not train the draft twice
-            rehearsed = inputs | {"broken": torch.ones_like(broken)}
-            self._update = compiled.RecordedPass(run, rehearsed, common=self._sizes.memory)
+            # Recording starts with trial runs, which must not train the draft: they are skipped.
+            trial_inputs = inputs | {"broken": torch.ones_like(broken)}
+            self._update = compiled.RecordedPass(run, trial_inputs, common=self._sizes.memory)
             torch._foreach_copy_(list(changed), before)
         norm, bad = self._update(inputs)
         return norm.clone(), bad.clone()

@@ -1,6 +1,6 @@
-"""Find the parts of a run: its draft, its recipe, its state.
+"""Finds the parts of a run: its draft, its recipe, its state.
 
-A verb may be given a run, one of its checkpoints, its `best`, or a draft that belongs to no run.
+A command accepts a run, one of its checkpoints, its `best`, or a draft that belongs to no run.
 """
 
 from pathlib import Path
@@ -12,8 +12,8 @@ from fledge.draft.files import CONFIG_NAME, read_draft_config
 from fledge.recipe.schema import RESOLVED_NAME, Recipe, load_recipe
 from fledge.train.checkpoint import STATE_NAME, data_fingerprint, read_state
 
-_DRAFT_TOKENS = 5  # where neither a run nor the config says how many it was trained for
-_HELD_OUT_BEFORE = 512  # the default of `data.valid_rows` in recipes that runs wrote down
+_DRAFT_TOKENS = 5  # if neither a run nor the config records how many it was trained for
+_OLD_DEFAULT = 512  # of `data.valid_rows`; older versions wrote it into the recipes of their runs
 
 
 def draft_directory(path: Path) -> Path:
@@ -32,9 +32,9 @@ def starting_draft(recipe: Recipe) -> Path | None:
 
 def run_directory(path: Path) -> Path | None:
     """The run that a draft belongs to, if any."""
-    here = path.absolute()
-    places = [here, *list(here.parents)[:1], *list(path.resolve().parents)[:2]]
-    return next((place for place in places if (place / RESOLVED_NAME).is_file()), None)
+    absolute = path.absolute()
+    candidates = [absolute, *list(absolute.parents)[:1], *list(path.resolve().parents)[:2]]
+    return next((folder for folder in candidates if (folder / RESOLVED_NAME).is_file()), None)
 
 
 def recipe_of(path: Path) -> Recipe | None:
@@ -44,8 +44,8 @@ def recipe_of(path: Path) -> Recipe | None:
 
 
 def trained_tokens(draft: Path, config: Any = None) -> int:
-    """How many tokens a draft proposes per round unless told otherwise: as many as it was trained
-    for, by its run or its config. Every verb asks here."""
+    """The default number of tokens that a draft proposes per round, for all commands: as many as it
+    was trained for, according to its run or its config."""
     recipe = recipe_of(draft)
     if recipe is not None:
         return recipe.objective.depths
@@ -53,37 +53,37 @@ def trained_tokens(draft: Path, config: Any = None) -> int:
 
 
 def trained_length(draft: Path) -> int | None:
-    """The longest row that a draft may have learnt from, if its run says."""
+    """The maximum length of the rows that a draft was trained on, if it belongs to a run."""
     recipe = recipe_of(draft)
     return None if recipe is None else recipe.data.max_length
 
 
 def as_begun(recipe: Recipe) -> Recipe:
-    """The recipe, with the number of held-out rows that the run in its place was begun with: before
-    it could be left out, it was written down as 512."""
-    if recipe.data.valid_rows is None and _held_out_before(recipe) == _HELD_OUT_BEFORE:
-        data = recipe.data.model_copy(update={"valid_rows": _HELD_OUT_BEFORE})
+    """The recipe with the number of held-out rows that its existing run was started with. Older
+    versions, which had no None there, wrote the default of 512 into the run's recipe."""
+    if recipe.data.valid_rows is None and _valid_rows_of_run(recipe) == _OLD_DEFAULT:
+        data = recipe.data.model_copy(update={"valid_rows": _OLD_DEFAULT})
         return recipe.model_copy(update={"data": data})
     return recipe
 
 
 def keeps_its_rows(recipe: Recipe) -> bool:
-    """Whether a run was begun with the recipe's number of held-out rows, however many there are."""
-    asked = recipe.data.valid_rows
-    return asked is not None and asked == _held_out_before(recipe)
+    """Whether the recipe's existing run was started with the same explicit `data.valid_rows`."""
+    valid_rows = recipe.data.valid_rows
+    return valid_rows is not None and valid_rows == _valid_rows_of_run(recipe)
 
 
 def rows_begun_with(recipe: Recipe) -> list[str]:
-    """Fingerprints of the rows, training and held-out ones, that the run in the recipe's place goes
-    on with; none: it has not come as far as a checkpoint."""
+    """Fingerprints of the training and held-out rows of the recipe's existing run, which it must
+    continue with; [""] if there is no checkpoint yet."""
     return data_fingerprint(Path(recipe.run.output_dir)).split("+")
 
 
-def _held_out_before(recipe: Recipe) -> int | None:
-    written = Path(recipe.run.output_dir) / RESOLVED_NAME
-    return load_recipe(written).data.valid_rows if written.is_file() else None
+def _valid_rows_of_run(recipe: Recipe) -> int | None:
+    resolved = Path(recipe.run.output_dir) / RESOLVED_NAME
+    return load_recipe(resolved).data.valid_rows if resolved.is_file() else None
 
 
 def checkpoint_state(draft: Path) -> dict[str, Any] | None:
-    """What training wrote beside a checkpoint's draft, if it is one."""
+    """The training state beside a draft; None if the draft is not a checkpoint."""
     return read_state(draft) if (draft / STATE_NAME).exists() else None

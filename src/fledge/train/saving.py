@@ -1,9 +1,9 @@
-"""A run's state, to its checkpoints and back, whatever number of ranks shared it or share it now.
+"""Saves a run's state to checkpoints and restores it, over any number of ranks on either side.
 
-A run that is not sharded writes its moments into `training.safetensors`, by its main rank. In a
-sharded one every rank writes its share of them beside that file (`shard_files.py`), and the main
-rank everything else, the whole draft included; then it gives the directory its name. Either kind is
-read by any number of ranks.
+In a run that is not sharded, the main rank writes the optimizer moments into
+`training.safetensors`. In a sharded one every rank writes its share of them beside that file
+(`shard_files.py`), and the main rank writes everything else, including the whole draft, and then
+renames the directory to its final name. Any number of ranks can read either kind.
 """
 
 import contextlib
@@ -25,26 +25,27 @@ if TYPE_CHECKING:
     from fledge.train.setup import Training
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-_STEPPED = "stepped."  # weights that the optimizer works on, where the draft holds their average
+_STEPPED = "stepped."  # prefix of the optimizer's weights in checkpoints whose draft is the average
 
 
 def save(training: "Training", state: Mapping[str, Any], window: Sums) -> Path:
-    """Write a checkpoint; all ranks call it, and it is there when they return."""
+    """Write a checkpoint and return its path. All ranks must call this."""
     with training.parts.averaged():
         return _save(training, state, window)
 
 
 def _save(training: "Training", state: Mapping[str, Any], window: Sums) -> Path:
     parts, directory = training.parts, training.directory
-    # Held sums are this rank's share; the main rank keeps everybody's, the others restart at zero.
-    kept = window.over(parts.world)
+    # `window` is this rank's share. Saved are the sums over all ranks; on resuming, the main rank
+    # starts from them and the others from zero.
+    total = window.over(parts.world)
     if parts.world.is_main and not training.vocabulary_path.exists():
         raise removed(directory)
     tensors = {
         **checkpoints.optimizer_tensors(parts.optimizers, _names(training)),
         **_stepped(training),
         **{f"guard.{name}": tensor for name, tensor in parts.guard.state().items()},
-        **{f"window.{name}": tensor for name, tensor in vars(kept).items()},
+        **{f"window.{name}": tensor for name, tensor in vars(total).items()},
         **checkpoints.rng_tensors(),
     }
     record = {
@@ -72,11 +73,11 @@ def _save_shares(
         for name, tensor in tensors.items()
         if name.endswith(_MOMENTS) or name.startswith(_STEPPED)
     }
-    with _one_directory(path, world) as temporary:
+    with _shared_directory(path, world) as temporary:
         write_shares(temporary, shared)
         whole = {}
         for name, tensor in draft.state_dict().items():
-            gathered = whole_tensor(tensor)  # by all ranks, one at a time
+            gathered = whole_tensor(tensor)  # a collective: all ranks take part
             if world.is_main:
                 whole[name] = gathered.cpu()
         if world.is_main:
@@ -86,38 +87,40 @@ def _save_shares(
 
 
 @contextlib.contextmanager
-def _one_directory(path: Path, world: World) -> Iterator[Path]:
-    """A directory that all ranks write to and the main rank names: whole or absent, as ever."""
+def _shared_directory(path: Path, world: World) -> Iterator[Path]:
+    """An atomic directory that all ranks write to; the main rank renames it when all are done."""
     with contextlib.ExitStack() as stack:
-        own = stack.enter_context(atomic_directory(path)) if world.is_main else None
-        yield Path(world.from_main(str(own)))
+        temporary = stack.enter_context(atomic_directory(path)) if world.is_main else None
+        yield Path(world.from_main(str(temporary)))
         world.barrier()
 
 
 def newest(training: "Training") -> tuple[checkpoints.Checkpoint | None, list[str]]:
-    """The newest whole checkpoint, and what was wrong with newer ones: looked at by the main rank
-    for all of them."""
+    """The newest intact checkpoint, and what was wrong with newer ones. Only the main rank verifies
+    them; the others use its result."""
     world = training.parts.world
-    found, complaints = None, list[str]()
+    checkpoint, complaints = None, list[str]()
     if world.is_main:
-        found, complaints = checkpoints.newest_checkpoint(training.directory)
-    step, complaints = world.from_main((None if found is None else found.step, complaints))
-    if found is None and step is not None:
+        checkpoint, complaints = checkpoints.newest_checkpoint(training.directory)
+    step, complaints = world.from_main(
+        (None if checkpoint is None else checkpoint.step, complaints)
+    )
+    if checkpoint is None and step is not None:
         path = checkpoints.checkpoint_path(training.directory, step)
-        found = checkpoints.Checkpoint(path, checkpoints.read_state(path))
-    return found, complaints
+        checkpoint = checkpoints.Checkpoint(path, checkpoints.read_state(path))
+    return checkpoint, complaints
 
 
 def restore(training: "Training", checkpoint: checkpoints.Checkpoint, window: Sums) -> None:
-    """Weights, moments, guard, sums and generators as they were."""
+    """Restore weights, moments, guard, sums and random generators from a checkpoint."""
     parts, draft = training.parts, training.draft
     if parts.world.shard > 1 or checkpoint.is_sharded:
         tensors = checkpoint.tensors(but=_MOMENTS)
         tensors |= _read_shares(training, checkpoint.path)
     else:
         tensors = checkpoint.tensors()
-        own = draft.state_dict()
-        draft.load_state_dict(checkpoints.matching(checkpoint.draft_tensors(), own))
+        current = draft.state_dict()
+        draft.load_state_dict(checkpoints.matching(checkpoint.draft_tensors(), current))
     for optimizer in parts.optimizers:
         checkpoints.restore_optimizer(optimizer, _names(training), tensors)
     if parts.average is not None:
@@ -125,19 +128,19 @@ def restore(training: "Training", checkpoint: checkpoints.Checkpoint, window: Su
     parts.guard.load(checkpoints.matching(tensors, parts.guard.state(), prefix="guard."))
     checkpoints.restore_rng(tensors)
     if parts.world.is_main:
-        kept = checkpoints.matching(tensors, vars(window), prefix="window.")
+        saved = checkpoints.matching(tensors, vars(window), prefix="window.")
         for name, tensor in vars(window).items():
-            tensor.copy_(kept[name])
+            tensor.copy_(saved[name])
 
 
 def _read_shares(training: "Training", path: Path) -> dict[str, Tensor]:
-    """Read the weights where they are; return the moments, cut as the weights are."""
-    names, held = _names(training), held_names(path)
+    """Read the draft's weights in place; return moments and averaged weights, sharded like them."""
+    names, saved_names = _names(training), held_names(path)
     moments = {
         name: torch.zeros_like(parameter)
         for parameter in training.parts.parameters
         for key in _MOMENTS
-        if (name := f"optimizer.{names[id(parameter)]}.{key}") in held
+        if (name := f"optimizer.{names[id(parameter)]}.{key}") in saved_names
     }
     stepped = {name: torch.zeros_like(tensor) for name, tensor in _stepped(training).items()}
     read_shares(path, {**training.draft.state_dict(), **moments, **stepped})
@@ -145,7 +148,7 @@ def _read_shares(training: "Training", path: Path) -> dict[str, Tensor]:
 
 
 def _stepped(training: "Training") -> dict[str, Tensor]:
-    """What lies aside while the draft holds the average of its weights."""
+    """The tensors that are kept aside by `Average`, by name; empty if there is no average."""
     parts, names = training.parts, _names(training)
     if parts.average is None:
         return {}
@@ -154,10 +157,11 @@ def _stepped(training: "Training") -> dict[str, Tensor]:
 
 
 def _restore_stepped(training: "Training", tensors: Mapping[str, Tensor]) -> None:
-    """The draft was read with its average in it: lay the weights aside, and change places."""
+    """Restore the optimizer's weights. A checkpoint's draft holds the average, so the weights are
+    first read into the tensors kept aside and then swapped with it."""
     for name, tensor in checkpoints.matching(tensors, _stepped(training)).items():
-        own = _stepped(training)[name]
-        own.copy_(tensor)
+        aside = _stepped(training)[name]
+        aside.copy_(tensor)
     assert training.parts.average is not None
     training.parts.average.swap(training.parts.parameters)
 

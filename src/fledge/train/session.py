@@ -1,7 +1,7 @@
-"""A run while it is trained: its draft's state, and what happens around a step of it.
+"""A run during training: its draft's state, and what happens around each step.
 
-`fit.py` is the loop. Here is what each draft does on its own, however many are trained in one pass:
-resume, read a step's verdict, log, remember an evaluation, save.
+`fit.py` is the loop. This module is what each draft does on its own, however many are trained in
+one pass: resume, check a step's verdict, log, record an evaluation, save.
 """
 
 from collections.abc import Sequence
@@ -39,20 +39,20 @@ class Observer(Protocol):
 
 @dataclass
 class State:
-    """Everything that changes during a run, besides weights and moments."""
+    """Everything that changes during a run, apart from weights and optimizer moments."""
 
     step: int = 0
-    seconds: float = 0.0  # spent in training, over all resumptions
+    seconds: float = 0.0  # spent training, over all resumptions
     best_length: float = 0.0  # held-out acceptance length, by replay
-    best_step: int = 0  # where it was measured; 0: nowhere yet
+    best_step: int = 0  # step at which it was measured; 0: not yet
     first: dict[str, Any] = field(default_factory=dict)  # held-out acceptance before training
-    last: dict[str, Any] = field(default_factory=dict)  # and the latest
-    schedule_from: int = 0  # where the schedule began: 0, or where a finished run was lengthened
+    last: dict[str, Any] = field(default_factory=dict)  # the latest held-out acceptance
+    schedule_from: int = 0  # first step of the schedule: 0, or where a finished run was lengthened
 
     @classmethod
     def of(cls, checkpoint: checkpoints.Checkpoint) -> "State":
-        held = checkpoint.state
-        return cls(**{name: held[name] for name in vars(cls()) if name in held})
+        saved = checkpoint.state
+        return cls(**{name: saved[name] for name in vars(cls()) if name in saved})
 
 
 @dataclass(frozen=True)
@@ -60,12 +60,12 @@ class Outcome:
     state: State
     finished: bool
     signal: int = 0  # the signal that ended it early
-    already: bool = False  # it was finished before, and nothing was trained
-    warnings: tuple[str, ...] = ()  # a run that is over, and hardly what was meant
+    already: bool = False  # the run had finished before, so nothing was trained
+    warnings: tuple[str, ...] = ()  # signs that the run is not what the user intended
 
 
 class Session:
-    """One draft's run, from where it stands."""
+    """One draft's run, continued from its newest checkpoint if there is one."""
 
     def __init__(self, training: Training, observer: Observer) -> None:
         self.training, self.parts, self.observer = training, training.parts, observer
@@ -73,18 +73,18 @@ class Session:
             observer.note(f"warning: {line}")
         with self.parts.turn():
             self.state, self._window = resume(training, observer)
-        self._begun = self._saved = self.state.step
+        self._first_step = self._saved = self.state.step
         self._pending: tuple[StepBatch, StepResult] | None = None
         main = self.parts.world.is_main
         self._logs = Logs(training, observer, self.state) if main else None
 
     @property
     def step(self) -> int:
-        """How many steps are done."""
+        """The number of completed steps."""
         return self.state.step
 
     @property
-    def _last(self) -> bool:
+    def _at_end(self) -> bool:
         return self.state.step == self.training.stream.steps
 
     @property
@@ -93,19 +93,20 @@ class Session:
         return self.training.lr(self.state.step, schedule_from=self.state.schedule_from)
 
     def stepped(self, batch: StepBatch, result: StepResult, lr: float) -> bool:
-        """Count a step, and read the verdict on the one before: no waiting. True: all ranks know
-        that a stop was asked for."""
+        """Record a step and check the one before it, which avoids waiting for the device. Returns
+        True when all ranks have been informed of a request to stop."""
         self.state.step += 1
         self._window += result.sums
         stopping = self.read()
         self._pending = (batch, result)
-        if self._last or self.state.step % self.training.recipe.tracking.every_steps == 0:
+        if self._at_end or self.state.step % self.training.recipe.tracking.every_steps == 0:
             self._log(result, lr, batch.epoch)
             self._window = Sums.zeros(self.parts.objective.depths, self.parts.device)
         return stopping
 
     def read(self) -> bool:
-        """Look at a finished step: was it skipped, have we had enough, was a stop asked for?"""
+        """Check the pending step: report it if it was skipped, raise after too many skipped steps
+        in a row, and return whether any rank was asked to stop."""
         if self._pending is None:
             return False
         batch, result = self._pending
@@ -128,14 +129,14 @@ class Session:
         limit = training.recipe.training.max_bad_steps
         if int(result.bad_in_a_row) >= limit:
             where, what = str(training.directory), f"{limit} steps in a row were skipped"
-            if broken is not None:  # not the draft's doing, nor the learning rate's
+            if broken is not None:  # neither the draft nor the learning rate is the cause
                 raise NotFinite(f"{what}: {broken.what}", where=where, fix=broken.fix)
             what += f" (last gradient norm {norm:.3g}, documents {shown})"
             fix = "lower training.lr or look at these rows; the last checkpoint is intact"
             raise BadInput(what, where=where, fix=fix)
 
     def _log(self, result: StepResult, lr: float, epoch: int) -> None:
-        """One line of metrics about the steps since the last one."""
+        """Write one line of metrics about the steps since the last line."""
         parts, stream, state, logs = self.parts, self.training.stream, self.state, self._logs
         sums = self._window.over(parts.world)
         wall, phases = parts.clock.read()
@@ -165,18 +166,19 @@ class Session:
     @property
     def evaluation_due(self) -> bool:
         every = self.training.recipe.evaluation.every_steps
-        due = self._last or self.state.step % every == 0
+        due = self._at_end or self.state.step % every == 0
         return due and bool(self.training.held_out)
 
     @property
     def evaluation_missed(self) -> bool:
-        """The one before the first step, or one that a vanished target cut off."""
+        """Whether an evaluation is due at this step and missing: the one before the first step, or
+        one that was interrupted because the target became unreachable."""
         return self.evaluation_due and self.state.last.get("step") != self.state.step
 
     def evaluated(self, evaluation: dict[str, Any]) -> bool:
-        """Remember held-out acceptance; True when it is the best so far."""
+        """Record held-out acceptance; return whether it is the best so far."""
         state = self.state
-        self.parts.clock.read()  # not part of the training speed
+        self.parts.clock.read()  # keeps evaluation time out of the training speed
         state.last = {"step": state.step, **evaluation}
         if self._logs is not None:
             self._logs.evaluated({"step": state.step, "evaluation": evaluation})
@@ -190,11 +192,11 @@ class Session:
     # --- saving, ending -------------------------------------------------------------------------
 
     def save_if_due(self, *, best: bool, stopping: bool) -> None:
-        """Also when a step made the best draft so far, was the last, or was asked to be."""
-        if self._last and self._logs is not None:
+        """Save on cadence, when the draft is the best so far, and at the end or before a stop."""
+        if self._at_end and self._logs is not None:
             self._logs.warned(self.state.step, in_vain(self.training.recipe, self.state))
         cadence = self.training.recipe.checkpoint.every_steps
-        if best or self._last or stopping or self.state.step % cadence == 0:
+        if best or self._at_end or stopping or self.state.step % cadence == 0:
             self.save(best=best)
 
     def save(self, *, best: bool = False) -> None:
@@ -211,26 +213,29 @@ class Session:
         self._saved = state.step
 
     def stop_here(self) -> None:
-        """Between two steps, where the target is gone: nothing is half done."""
+        """Save and report where the run stopped. Only called between two steps, when the target is
+        unreachable, so no step is left half done."""
         if self.state.step > self._saved:
             self.save()
-        at = f"stopped after step {self.state.step}"
-        self.observer.note(f"{at}; the same command continues the run")
+        stopped = f"stopped after step {self.state.step}"
+        self.observer.note(f"{stopped}; the same command continues the run")
 
     def close(self) -> None:
         if self._logs is not None:
             self._logs.close()
 
     def outcome(self, signal: int) -> Outcome:
-        training, state, finished = self.training, self.state, self._last
+        training, state, finished = self.training, self.state, self._at_end
         assert self._saved == state.step or finished
-        vain = in_vain(training.recipe, state) if finished else ()
-        already = self._begun == training.stream.steps
-        return Outcome(state, finished, signal, already, warnings=(*training.warnings, *vain))
+        learned_nothing = in_vain(training.recipe, state) if finished else ()
+        already = self._first_step == training.stream.steps
+        return Outcome(
+            state, finished, signal, already, warnings=(*training.warnings, *learned_nothing)
+        )
 
 
 def in_vain(recipe: Recipe, state: State) -> list[str]:
-    """The warning about a finished run that came to nothing, if it did."""
+    """A warning if a finished run did not improve its draft, otherwise an empty list."""
     if not state.last.get("rounds"):
         return []
     lengths = state.first.get("acceptance_length"), state.best_length
@@ -240,8 +245,8 @@ def in_vain(recipe: Recipe, state: State) -> list[str]:
 def _not_finite(
     training: Training, micro: Sequence[TokenBatch], result: StepResult
 ) -> NotFinite | None:
-    """What is wrong with the target's answers of a bad step; None: it is not their fault, or they
-    are another rank's."""
+    """The error that describes the non-finite answers of a bad step; None when this rank's answers
+    are finite."""
     target, config = training.parts.target, training.draft.config
     for rows, verdict in zip(micro, result.verdicts, strict=True):
         fault = verdict.fault(config.aux_layer_ids)
@@ -252,7 +257,7 @@ def _not_finite(
 
 
 def resume(training: Training, observer: Observer) -> tuple[State, Sums]:
-    """Continue from the newest whole checkpoint, or start: write recipe and vocabulary."""
+    """Continue from the newest intact checkpoint, or start a run: write recipe and vocabulary."""
     parts, directory = training.parts, training.directory
     window = Sums.zeros(parts.objective.depths, parts.device)
     checkpoint, complaints = saving.newest(training)
@@ -271,7 +276,7 @@ def resume(training: Training, observer: Observer) -> tuple[State, Sums]:
         state.schedule_from = state.step
     saving.restore(training, checkpoint, window)
     if parts.world.is_main:
-        # a damaged checkpoint counts for nothing: then all others stay
+        # Prune nothing while a damaged checkpoint takes one of the `keep` places.
         keep = None if complaints else training.recipe.checkpoint.keep
         checkpoints.finish_save(directory, state.best_step, keep=keep)
     observer.note(f"resuming at step {state.step} of {training.stream.steps}")
@@ -287,11 +292,11 @@ def _check_same_run(training: Training, checkpoint: checkpoints.Checkpoint) -> N
                 fix = f"{DTYPE_VARIABLE}=float32 reads it as earlier versions did; or {fix}"
             raise BadInput(what, where=str(checkpoint.path), fix=fix)
     now = training.stream.packs_per_step
-    before = checkpoint.state.get(checkpoints.PACKS, now)  # older ones do not say
+    before = checkpoint.state.get(checkpoints.PACKS, now)  # not in older checkpoints
     if now != before:
         what = f"the run takes {before} packs a step, not {now} (training.micro_batch x "
         what += f"training.accumulate x {training.parts.world.data_size} processes)"
-        fix = "the product may be made in another way, but must stay the same"
+        fix = "the factors may change, but their product must stay the same"
         raise BadInput(what, where=str(checkpoint.path), fix=fix)
 
 
@@ -300,12 +305,12 @@ class Logs:
 
     def __init__(self, training: Training, observer: Observer, state: State) -> None:
         self._training, self._state, recipe = training, state, training.recipe
-        self._known: list[Known] | None = None  # finished runs; not looked for yet
-        begun = state.step - state.step % recipe.tracking.every_steps
-        self.last_step = max(begun, state.schedule_from)  # a run's last step ends a window, too
-        self.timed_from = state.step  # a resumed run has not seen the whole window
+        self._known: list[Known] | None = None  # finished runs; None: not searched for yet
+        window_start = state.step - state.step % recipe.tracking.every_steps
+        self.last_step = max(window_start, state.schedule_from)  # a finished run closed its window
+        self.timed_from = state.step  # a resumed process timed only part of its first window
         self._observer = observer
-        resume_at = state.step or -1  # a run that starts over measures step 0 again
+        resume_at = state.step or -1  # a run that starts over evaluates step 0 again
         self._file = metrics.MetricsFile(training.directory / "metrics.jsonl", resume_at=resume_at)
         self._trackers: list[metrics.Tracker] = metrics.open_trackers(
             recipe.tracking.trackers,
@@ -324,10 +329,10 @@ class Logs:
         self._track(
             values["step"], {f"evaluation/{name}": v for name, v in values["evaluation"].items()}
         )
-        self._observer.evaluated({**values, "forecast": self._ahead()})
+        self._observer.evaluated({**values, "forecast": self._forecast_line()})
 
-    def _ahead(self) -> str | None:
-        """A line about the rest of the run, once its curve tells."""
+    def _forecast_line(self) -> str | None:
+        """A forecast of the rest of the run; None while its curve is too short for one."""
         recipe, directory = self._training.recipe, self._training.directory
         steps = self._training.stream.steps
         try:
@@ -336,7 +341,7 @@ class Logs:
                 self._known = known_runs(directory)
             curve = curve_of(recipe, steps, *lines, begun_at=self._state.schedule_from)
             return forecast(curve, known=self._known).line()
-        except BadInput:  # too early
+        except BadInput:  # too early to forecast
             return None
 
     def warned(self, step: int, warnings: Sequence[str]) -> None:

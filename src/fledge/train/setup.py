@@ -1,7 +1,7 @@
-"""From a recipe to everything a run works with: data, target, vocabulary, draft, objective.
+"""Builds everything a run needs from its recipe: data, target, vocabulary, draft, objective.
 
-The data is prepared before any process group exists: ranks that wait for one another must not sit
-in a collective while one of them tokenizes for an hour.
+The data is prepared before any process group exists: the other ranks must not block in a collective
+while one of them tokenizes for an hour.
 """
 
 import math
@@ -52,12 +52,12 @@ from fledge.train.step import Models, Parts
 from fledge.train.targets import heard_by, open_target
 from fledge.train.vocabulary import VOCABULARY_NAME, vocabulary_of_run
 
-FEW_ROWS = 32  # fewer are trained on, with a warning
+FEW_ROWS = 32  # fewer training rows cause a warning
 
 
 @dataclass
 class OpenRun:
-    """A run with its rows and models: enough to evaluate its draft."""
+    """A run with its rows and models: enough to evaluate its draft, not to train it."""
 
     recipe: Recipe
     directory: Path
@@ -67,29 +67,29 @@ class OpenRun:
     pad_id: int
     draft: DraftModel
     vocabulary: DraftVocabulary
-    fingerprints: dict[str, str]  # of what must not change between a run and its resumption
-    warnings: list[str]  # what is allowed, and hardly meant
-    data_s: float  # spent on preparing the data
+    fingerprints: dict[str, str]  # of what must not change when a run is resumed
+    warnings: list[str]  # about what is allowed, but probably not intended
+    data_s: float  # seconds spent on preparing the data
 
     @property
     def vocabulary_path(self) -> Path:
-        """Written when a run begins: without it, there is none."""
+        """Written when a run starts, so it exists if and only if the run has started."""
         return self.directory / VOCABULARY_NAME
 
 
 @dataclass
 class Training(OpenRun):
-    """A run, ready to go."""
+    """A run that is ready to be trained."""
 
     parts: Parts
     stream: PackStream
     held_out_picks: dict[int, Ints] = field(default_factory=dict)  # see `evaluate`
-    # told what is going on (training, evaluating, saving), at which step, and how far inside it
-    watch: Callable[[str, int, str], None] = lambda what, step, far: None
+    # called with the activity (training, evaluating, saving), the step, and the progress within it
+    watch: Callable[[str, int, str], None] = lambda activity, step, progress: None
 
     def lr(self, step: int, *, schedule_from: int = 0) -> float:
-        """The learning rate of a step; the schedule runs from the step at which the run was begun,
-        or lengthened, to its end."""
+        """The learning rate of a step; the schedule runs from the step at which the run started, or
+        was lengthened, to its end."""
         training, total = self.recipe.training, self.stream.steps - schedule_from
         warmup = training.warmup_steps
         return learning_rate(
@@ -106,7 +106,7 @@ class Training(OpenRun):
 def prepare_data(
     recipe: Recipe, on_progress: Callable[[Progress], None] = lambda _: None
 ) -> tuple[RowView, RowView, str]:
-    """(training rows, held-out rows, fingerprint), tokenised at most once."""
+    """(training rows, held-out rows, fingerprint); tokenized rows are cached on disk."""
     data = recipe.data
     if not data.train:
         raise BadInput("no training data", where="data.train", fix="data.train=chats.jsonl")
@@ -122,24 +122,24 @@ def prepare_data(
 
 def split_training(rows: Rows, recipe: Recipe) -> tuple[RowView, RowView]:
     """(training rows, held-out rows) of the recipe's `data.train`."""
-    data, begun = recipe.data, keeps_its_rows(recipe)
+    data, keep_split = recipe.data, keeps_its_rows(recipe)
     held_out = 0 if data.valid else data.valid_rows
-    return split_rows(rows, held_out, drop_truncated=data.drop_truncated, begun=begun)
+    return split_rows(rows, held_out, drop_truncated=data.drop_truncated, begun=keep_split)
 
 
 def known_data(recipe: Recipe, target: Eagle3TargetBackend) -> tuple[RowView, RowView, str]:
-    """The same of a target that brings its rows."""
-    known, data = target.known_rows(), recipe.data
-    assert known is not None, f"{type(target).__name__} brings no rows"
-    longest = int(known.rows.lengths.max())
+    """Like `prepare_data`, for a target that brings its own rows."""
+    known_rows, data = target.known_rows(), recipe.data
+    assert known_rows is not None, f"{type(target).__name__} brings no rows"
+    longest = int(known_rows.rows.lengths.max())
     if longest > recipe.packing.tokens:
         what = f"packing.tokens ({recipe.packing.tokens}) is below the longest row of the "
         what += f"{recipe.target.backend} ({longest})"
         raise BadInput(what, where="packing.tokens", fix=f"packing.tokens={longest} or more")
-    train, held_out = known.split(
+    train, held_out = known_rows.split(
         data.valid_rows, drop_truncated=data.drop_truncated, begun=keeps_its_rows(recipe)
     )
-    return _not_empty(train), held_out, known.fingerprint
+    return _not_empty(train), held_out, known_rows.fingerprint
 
 
 def _not_empty(train: RowView) -> RowView:
@@ -151,9 +151,9 @@ def _not_empty(train: RowView) -> RowView:
 def _few_rows(train: int, held_out: int) -> list[str]:
     if train >= FEW_ROWS:
         return []
-    out = counted(held_out, "is held out", "are held out")
-    held = f" ({out})" if held_out else ", none is held out"
-    few = f"only {counted(train, 'row')} to train on{held}"
+    count = counted(held_out, "is held out", "are held out")
+    held_out_note = f" ({count})" if held_out else ", none is held out"
+    few = f"only {counted(train, 'row')} to train on{held_out_note}"
     return [f"{few}: too few for a draft to learn from; see data.train"]
 
 
@@ -165,7 +165,7 @@ def tokenise_options(data: Data) -> TokeniseOptions:
 def tokenised(
     names: tuple[str, ...], recipe: Recipe, on_progress: Callable[[Progress], None]
 ) -> TokenRows:
-    """The rows of some sources under the recipe's options."""
+    """The rows of the named sources, tokenized with the recipe's options."""
     data, model = recipe.data, tokenizer_directory(model_name(recipe.target))
     return prepare_rows(
         list(names), model, tokenise_options(data), workers=data.workers,
@@ -181,8 +181,8 @@ def set_up(
     watched: bool = False,
     target: Eagle3TargetBackend | None = None,
 ) -> Training:
-    """Build a run. Nothing is written but caches. `watched`: see `join_world`. `target`: the
-    recipe's, where it is open already and shows what the draft listens to."""
+    """Build a run; writes nothing but caches. `watched`: see `join_world`. `target`: the recipe's
+    target if it is already open; it must provide the aux layers that the draft uses."""
     return set_up_together([recipe], on_progress, watched=watched, target=target)[0]
 
 
@@ -194,14 +194,14 @@ def set_up_together(
     target: Eagle3TargetBackend | None = None,
 ) -> list[Training]:
     """Build the runs of several drafts that share target, data and packing (`recipe/drafts.py`).
-    Close `together.target_of` them when they are done."""
-    ground = _lay_ground(recipes, on_progress, watched=watched, target=target)
+    The caller closes their shared target (`together.target_of`) when they are done."""
+    shared = _open_shared(recipes, on_progress, watched=watched, target=target)
     with ExitStack() as undo:
         if target is None:
-            undo.enter_context(ground.target)
+            undo.enter_context(shared.target)
         trainings: list[Training] = []
         for recipe in recipes:
-            opened = _open(recipe, ground, alone=len(recipes) == 1)
+            opened = _open(recipe, shared, alone=len(recipes) == 1)
             parts = _parts(opened.recipe, opened.parts)
             stream = trainings[0].stream if trainings else make_stream(opened, opened.recipe)
             trainings.append(Training(**{**vars(opened), "parts": parts, "stream": stream}))
@@ -217,47 +217,49 @@ def open_run(
     *,
     watched: bool = False,
 ) -> OpenRun:
-    """The rows and the models of a run; its target is let go of when something is missing."""
-    ground = _lay_ground([recipe], on_progress, watched=watched)
+    """The rows and the models of a run; closes its target if anything fails."""
+    shared = _open_shared([recipe], on_progress, watched=watched)
     with ExitStack() as undo:
-        undo.enter_context(ground.target)
-        opened = _open(recipe, ground)
+        undo.enter_context(shared.target)
+        opened = _open(recipe, shared)
         undo.pop_all()
     return opened
 
 
 @dataclass(frozen=True)
-class _Ground:
-    """What drafts of one recipe share."""
+class _Shared:
+    """What the drafts of one recipe share."""
 
     device: torch.device
     world: World
-    target: Eagle3TargetBackend  # shows all layers that any of them listens to
+    target: Eagle3TargetBackend  # provides all aux layers that any of the drafts uses
     train: RowView
     held_out: RowView
     fingerprint: str  # of the data
     tokenizer: Any
     data_s: float
-    generators: dict[str, Tensor]  # as each draft finds them
+    generators: dict[str, Tensor]  # the RNG state that each draft starts from
 
 
-def _lay_ground(
+def _open_shared(
     recipes: Sequence[Recipe],
     on_progress: Callable[[Progress], None],
     *,
     watched: bool,
     target: Eagle3TargetBackend | None = None,
-) -> _Ground:
-    """Data first, then the other ranks, then the target, unless it is there already."""
-    # where a run was killed, one draft may know already what rows it was begun with
-    recipe = max(map(_settled, recipes), key=lambda one: newest_step(Path(one.run.output_dir)))
+) -> _Shared:
+    """Prepare the data, then join the other ranks, then open the target unless one is passed."""
+    # If a run was killed, only the furthest draft may have a checkpoint that names its rows.
+    recipe = max(
+        map(_settled, recipes), key=lambda recipe: newest_step(Path(recipe.run.output_dir))
+    )
     device = pick_device(recipe.training.device)
     begin = time.perf_counter()
     data = None if kind_of(recipe.target).brings_rows else prepare_data(recipe, on_progress)
     data_s = time.perf_counter() - begin
     training = recipe.training
-    cut = {"shard": training.shard, "context": training.context}
-    world = join_world(device, **cut, watched=watched)
+    layout = {"shard": training.shard, "context": training.context}
+    world = join_world(device, **layout, watched=watched)
     torch.manual_seed(recipe.training.seed)
     with ExitStack() as undo:
         if target is None:
@@ -267,44 +269,44 @@ def _lay_ground(
         tokenizer = target_tokenizer(recipe.target)
         generators = rng_tensors() if len(recipes) > 1 else {}
         undo.pop_all()
-    found = (train, held_out, fingerprint, tokenizer)
-    return _Ground(device, world, target, *found, data_s, generators)
+    rows = (train, held_out, fingerprint, tokenizer)
+    return _Shared(device, world, target, *rows, data_s, generators)
 
 
 def _settled(recipe: Recipe) -> Recipe:
     return as_begun(recipe).settled()
 
 
-def _open(recipe: Recipe, ground: _Ground, *, alone: bool = True) -> OpenRun:
-    """The models of one draft, and the rows as it takes them."""
-    recipe, device, world = _settled(recipe), ground.device, ground.world
+def _open(recipe: Recipe, shared: _Shared, *, alone: bool = True) -> OpenRun:
+    """Open the run of one draft: its own models, and its view of what it shares with others."""
+    recipe, device, world = _settled(recipe), shared.device, shared.world
     if not alone:
-        restore_rng(ground.generators)
-    target = heard_by(recipe, ground.target, alone=alone)
-    train, held_out = ground.train, ground.held_out
-    vocabulary = vocabulary_of_run(recipe, target, train, ground.tokenizer, ground.fingerprint)
+        restore_rng(shared.generators)
+    target = heard_by(recipe, shared.target, alone=alone)
+    train, held_out = shared.train, shared.held_out
+    vocabulary = vocabulary_of_run(recipe, target, train, shared.tokenizer, shared.fingerprint)
     target.set_vocab_mapping(
         torch.from_numpy(vocabulary.selected_token_ids), torch.from_numpy(vocabulary.t2d)
     )
-    few = _few_rows(len(train), len(held_out))
+    warnings = _few_rows(len(train), len(held_out))
     train, held_out = target.read_ahead(train), target.read_ahead(held_out)
-    draft = make_draft(recipe, target, vocabulary, ground.tokenizer, device)
+    draft = make_draft(recipe, target, vocabulary, shared.tokenizer, device)
     world.copy_from_main(draft)
     objective = make_objective(recipe, draft, vocabulary, target, device, world)
-    pad_id = ground.tokenizer.pad_token_id or 0
+    pad_id = shared.tokenizer.pad_token_id or 0
     return OpenRun(
         recipe=recipe,
         directory=Path(recipe.run.output_dir),
         parts=Models(target, objective, device, world),
         train=train,
         held_out=held_out_batches(held_out, recipe, pad_id),
-        warnings=few,
-        data_s=ground.data_s,
+        warnings=warnings,
+        data_s=shared.data_s,
         pad_id=pad_id,
         draft=draft,
         vocabulary=vocabulary,
         fingerprints={
-            "data": ground.fingerprint,
+            "data": shared.fingerprint,
             "target": target.info().weights_fingerprint,
             "vocabulary": vocabulary.digest(),
         },
@@ -314,7 +316,7 @@ def _open(recipe: Recipe, ground: _Ground, *, alone: bool = True) -> OpenRun:
 def _recorded(
     recipe: Recipe, models: Models, parameters: Sequence[nn.Parameter]
 ) -> RecordedSteps | None:
-    """Where a step is one micro-batch on one GPU, and nothing else is wanted."""
+    """Recorded steps, if the recipe allows them and a step is one micro-batch on one GPU."""
     training = recipe.training
     if not training.record_steps or training.accumulate > 1 or models.world.size > 1:
         return None
@@ -341,7 +343,7 @@ def _parts(recipe: Recipe, models: Models) -> Parts:
 
 
 def make_stream(opened: OpenRun, recipe: Recipe) -> PackStream:
-    """The rows of a run in the order in which a recipe takes them."""
+    """The run's training rows, packed and ordered as the recipe specifies."""
     packing, training = recipe.packing, recipe.training
     return PackStream(
         opened.train,
@@ -358,7 +360,7 @@ def make_stream(opened: OpenRun, recipe: Recipe) -> PackStream:
 
 
 def held_out_batches(rows: RowView, recipe: Recipe, pad_id: int) -> list[TokenBatch]:
-    """The packs on which a recipe's drafts are measured."""
+    """The packs on which a recipe's drafts are evaluated."""
     count = min(len(rows), recipe.evaluation.rows)
     packing = pack_rows(rows.lengths[:count], recipe.packing.tokens)
     return [collate(rows, [pack], recipe.packing.tokens, pad_id) for pack in packing.packs]
@@ -372,13 +374,13 @@ def make_objective(
     device: torch.device,
     world: World,
 ) -> Objective[Any]:
-    wanted = recipe.training.compute_dtype
-    bfloat16 = wanted == "bfloat16" or (wanted == "auto" and device.type == "cuda")
-    given = TrainerInputs(
+    dtype = recipe.training.compute_dtype
+    bfloat16 = dtype == "bfloat16" or (dtype == "auto" and device.type == "cuda")
+    inputs = TrainerInputs(
         selected_token_ids=torch.from_numpy(vocabulary.selected_token_ids),
         selected_token_mask=torch.from_numpy(vocabulary.t2d),
         target_head=target.info().head.to(device),
         compute_dtype=torch.bfloat16 if bfloat16 else None,
         context=ContextRanks.of(world),
     )
-    return recipe.method.objective(draft, given, **recipe.objective.options())
+    return recipe.method.objective(draft, inputs, **recipe.objective.options())

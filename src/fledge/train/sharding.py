@@ -1,18 +1,18 @@
-"""One draft over several ranks: `training.shard` of them share its weights, gradients and moments.
+"""A draft sharded over ranks: `training.shard` of them share its weights, gradients and moments.
 
-The engine is torch's FSDP2. What is ours is when it works. A rollout reads every weight at every
-depth, so weights cannot come and go layer by layer, and hardly a gradient is complete before the
+This is torch's FSDP2 with a schedule of our own. A rollout reads every weight at every depth, so
+weights cannot be gathered and freed layer by layer, and hardly any gradient is complete before the
 backward pass ends. Therefore a step gathers the weights once, computes with whole tensors exactly
-as one process does, and sums and cuts the gradients after each backward:
+as a single process does, and sums and shards the gradients after each backward pass:
 
     between steps        weights, gradients, moments: this rank's share of each
-    `whole(draft)`       the weights are whole, for whoever reads them, methods and kernels alike
-    `backward(...)`      gradients: whole for a moment, then summed over all ranks and cut
+    `whole(draft)`       the weights are whole, for all code that reads them
+    `backward(...)`      gradients: whole for a moment, then summed over all ranks and sharded
 
-Precision is that of one process: masters, moments and the sums over ranks in float32. Matrices that
-a step casts to its dtype once are gathered in that dtype; embedding and head, whose gradients are
-summed in float32, are gathered as they are. Frozen weights are not cut: a step needs them whole,
-and they have neither gradients nor moments.
+Precision is that of a single process: master weights, moments and the sums over ranks are float32.
+Matrices that a step casts to its dtype once are gathered in that dtype; embedding and head, whose
+gradients are summed in float32, are gathered as they are. Frozen weights are not sharded: a step
+needs them whole, and they have neither gradients nor moments.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ from fledge.draft.base import DraftModel
 
 
 def shard_draft(draft: DraftModel, world: World, *, compute_dtype: torch.dtype | None) -> None:
-    """Cut a draft that is whole and equal on all ranks; each keeps its share."""
+    """Shard a draft that is whole and equal on all ranks; each rank keeps its share."""
     frozen = {p for p in draft.parameters() if not p.requires_grad}
     dtype = draft.dtype
     common: dict[str, Any] = {
@@ -43,18 +43,18 @@ def shard_draft(draft: DraftModel, world: World, *, compute_dtype: torch.dtype |
         "reshard_after_forward": False,
         "ignored_params": frozen,
     }
-    as_they_are = _policy(None, dtype)
+    uncast = _policy(None, dtype)
     for module in (draft.embed_tokens, draft.lm_head):
         if module.weight.requires_grad:
-            fully_shard(module, mp_policy=as_they_are, **common)
+            fully_shard(module, mp_policy=uncast, **common)
     root = fully_shard(draft, mp_policy=_policy(compute_dtype, dtype), **common)
-    # The loss is divided by the count over all ranks already: gradients are summed, not averaged.
+    # The loss is already divided by the count over all ranks: gradients are summed, not averaged.
     for part in _parts(draft):
         part.set_gradient_divide_factor(1.0)
         part.set_force_sum_reduction_for_comms(True)
     root.set_reshard_after_backward(False)
     register_fsdp_forward_method(draft, "reach_weights")
-    with torch.no_grad():  # its first forward tells FSDP which module is the root
+    with torch.no_grad():  # the first forward is how FSDP determines the root module
         draft.reach_weights()
     _reshard(draft)
 
@@ -65,8 +65,8 @@ def is_sharded(draft: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def whole(draft: nn.Module) -> Iterator[None]:
-    """Every weight is whole inside, on all ranks: all of them have to come here. A gradient that
-    was not cut by `backward` is dropped at the end."""
+    """Context in which every weight is whole. Entering is a collective: all ranks must take part.
+    A gradient that `backward` has not sharded is dropped at the end."""
     if not is_sharded(draft):
         yield
         return
@@ -75,28 +75,28 @@ def whole(draft: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        draft.zero_grad(set_to_none=True)  # of the whole weights: the shares have theirs
+        draft.zero_grad(set_to_none=True)  # of the whole weights; the shares keep their own
         _reshard(draft)
 
 
 def backward(draft: DraftModel, loss: Tensor | None) -> None:
-    """The gradients of a micro-batch's loss. A sharded draft's are summed over the ranks right
-    away, so a rank that has no micro-batch (None) where others have one adds nothing to theirs."""
+    """Compute the gradients of a micro-batch's loss. A sharded draft's are summed over the ranks
+    right away, so a rank that has no micro-batch (None) joins the sum and adds nothing to it."""
     if is_sharded(draft):
-        # No tensor goes in: FSDP would take its gradient for the end of the backward pass.
-        nothing = draft.reach_weights()
-        loss = nothing if loss is None else loss + nothing
+        # Takes no tensor as input: FSDP would read its gradient as the end of the backward pass.
+        zero = draft.reach_weights()
+        loss = zero if loss is None else loss + zero
     if loss is not None:
         loss.backward()  # type: ignore[no-untyped-call]
 
 
 def whole_tensor(tensor: Tensor) -> Tensor:
-    """A tensor put together from all ranks' shares, on all of them; others as they are."""
+    """A sharded tensor assembled from all ranks' shares, on all ranks; other tensors unchanged."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """This rank's share of a tensor; others as they are."""
+    """This rank's share of a sharded tensor; other tensors unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -107,8 +107,8 @@ def _policy(compute_dtype: torch.dtype | None, dtype: torch.dtype) -> MixedPreci
 
 
 def _mesh(world: World, device: torch.device) -> DeviceMesh:
-    """[copies, shard]; ranks that share their rows hold copies, whose gradients are summed as the
-    others' are."""
+    """[copies, shard]. Ranks that share their rows (context parallelism) hold copies, whose
+    gradients are summed like those of data-parallel copies."""
     ranks = torch.arange(world.size).view(-1, world.shard, world.context)
     copies = ranks.transpose(1, 2).reshape(-1, world.shard)
     if len(copies) == 1:

@@ -1,4 +1,4 @@
-"""Signals that end a run, or an answer, early: between two steps, or rounds."""
+"""Signals that end a run early between two steps, or an answer between two rounds."""
 
 import signal
 import threading
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class StopSignal:
-    """SIGINT and SIGTERM ask for a stop after the step; a second SIGINT stops at once."""
+    """SIGINT and SIGTERM request a stop after the current step; a second SIGINT stops at once."""
 
     def __init__(self, *numbers: int) -> None:
         self.received = 0
@@ -17,14 +17,14 @@ class StopSignal:
     def __enter__(self) -> "StopSignal":
         if threading.current_thread() is threading.main_thread():
             for number in self._numbers:
-                self._old[number] = signal.signal(number, self._ask)
+                self._old[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._old.items():
             signal.signal(number, handler)
 
-    def _ask(self, number: int, _: FrameType | None) -> None:
+    def _handle(self, number: int, _: FrameType | None) -> None:
         if self.received and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.received = number

@@ -1,8 +1,8 @@
-"""One optimizer step. Together with `fit.py` this is the whole of training.
+"""One optimizer step. Together with `fit.py` this is the core of training.
 
-The gradient is that of one big batch, however it is cut: every micro-batch's loss is a sum divided
-by the number of charged elements over all micro-batches and ranks; so is the mean acceptance that
-LK-lambda weighs by. Nothing waits for the device.
+The gradient is that of one big batch, however it is split: every micro-batch's loss is a sum
+divided by the number of charged elements over all micro-batches and ranks, and so is the mean
+acceptance that LK-lambda weights by. Nothing here synchronizes with the device.
 """
 
 from collections.abc import Iterator, Sequence
@@ -32,18 +32,18 @@ from fledge.train.sharding import backward, whole
 
 @dataclass
 class Models:
-    """What evaluation works with: a target, and the objective that holds the draft."""
+    """What evaluation needs: a target, and the objective that holds the draft."""
 
     target: Eagle3TargetBackend
-    objective: Objective[Any]  # whatever it prepares, it scores
+    objective: Objective[Any]  # only it sees the type that it prepares and scores
     device: torch.device
     world: World
-    # the state of torch's generators as this draft left it, where others draw from them, too
+    # torch's RNG state as this draft left it; empty when no other draft shares the generators
     generators: dict[str, Tensor] = field(default_factory=dict, kw_only=True)
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """While open, what is drawn is what this draft would draw if it were alone."""
+        """Context in which random draws are those that this draft would make if trained alone."""
         if not self.generators:
             yield
             return
@@ -56,33 +56,33 @@ class Models:
 
 @dataclass
 class Parts(Models):
-    """What a step works with besides."""
+    """What a training step needs on top of that."""
 
-    parameters: list[nn.Parameter]  # the trained ones
+    parameters: list[nn.Parameter]  # the trainable ones
     optimizers: tuple[Skipping, ...]
     guard: StepGuard
     clip: float | None
     clock: Clock
     seed: int = 0
-    average: Average | None = None  # of the weights, where it is the average that counts
-    recorded: RecordedSteps | None = None  # where the GPU would wait for Python
+    average: Average | None = None  # of the weights (`training.ema`)
+    recorded: RecordedSteps | None = None  # for drafts whose steps are bound by kernel launches
 
     def averaged(self) -> AbstractContextManager[None]:
-        """While open, the draft is the one that counts: to be measured, to be saved."""
+        """Context in which the draft holds its averaged weights, if any: to evaluate and save."""
         return nullcontext() if self.average is None else self.average.swapped(self.parameters)
 
 
 @dataclass
 class Sums:
-    """Metrics as sums and counts on the device, per depth [K] where the name says so."""
+    """Metrics as sums and counts on the device; names that end in _K are per depth."""
 
-    loss: Tensor  # of the whole step, this rank's share
+    loss: Tensor  # this rank's share of the step's loss
     loss_K: Tensor
     charged_K: Tensor
     correct_K: Tensor
     valid_K: Tensor  # slots supervised at all depths up to k
-    reached_K: Tensor  # ... and right at all depths before k
-    hits_K: Tensor  # ... and right at k too
+    reached_K: Tensor  # ... and correct at all depths before k
+    hits_K: Tensor  # ... and correct at k too
 
     @classmethod
     def zeros(cls, depths: int, device: torch.device) -> "Sums":
@@ -101,58 +101,59 @@ class Sums:
         self.hits_K += output.step_prefix_hits
 
     def __iadd__(self, other: "Sums") -> "Sums":
-        for each in fields(self):
-            getattr(self, each.name).add_(getattr(other, each.name))
+        for metric in fields(self):
+            getattr(self, metric.name).add_(getattr(other, metric.name))
         return self
 
     def over(self, world: World) -> "Sums":
         """The sums over all ranks."""
-        return Sums(*(world.sum_(getattr(self, each.name).clone()) for each in fields(self)))
+        return Sums(*(world.sum_(getattr(self, metric.name).clone()) for metric in fields(self)))
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step left behind: on the device, but for what is looked at after every step."""
+    """The outcome of a step. Everything stays on the device except `flags`, which is read back
+    after every step."""
 
     sums: Sums
     grad_norm: Tensor
     bad: Tensor  # the step was skipped
-    verdicts: tuple[Verdict, ...]  # on this rank's answers
+    verdicts: tuple[Verdict, ...]  # on the target's answers to this rank
     bad_in_a_row: Tensor
-    flags: Fetched  # [2] int64: the step was skipped; ranks that were asked to stop
+    flags: Fetched  # [2] int64: whether the step was skipped; ranks that were asked to stop
 
 
 def answers_of(
     parts: Parts, batch: StepBatch, *, features: bool = False
 ) -> Iterator[tuple[TokenBatch, Eagle3TargetBatch]]:
-    """This rank's rows and the target's answers, or `features` of them, one after another; where it
-    has no rows, the others may need it for theirs."""
+    """Yield this rank's micro-batches, each with the target's answer, or just its `features`. For a
+    missing micro-batch the rank still joins the target's pass, which other ranks may depend on."""
     ask = parts.target.features if features else parts.target.answer
-    early = None if batch.answers is None else iter(batch.answers)
+    futures = None if batch.answers is None else iter(batch.answers)
     for rows in batch.micro:
         with parts.clock.phase("target"):
             if rows is None:
-                if early is None:
+                if futures is None:
                     parts.target.join()
                 continue
-            answer = ask(rows) if early is None else next(early).result()
+            answer = ask(rows) if futures is None else next(futures).result()
             answer = answer.to(parts.device, non_blocking=True)
         yield rows, answer
         del answer
 
 
 def train_step(parts: Parts, batch: StepBatch, *, lr: float, stopping: bool = False) -> StepResult:
-    """Target's answers, global count, forward and backward per micro-batch, clip, update."""
+    """Ask the target, count globally, run forward and backward per micro-batch, clip, update."""
     world = parts.world
-    # One seed a step: what is drawn for a document depends on it alone, not on ranks or packing.
+    # One seed per step, so that random draws for a document do not depend on ranks or packing.
     seed = parts.seed + 1_000_003 * batch.step
-    passes = _in_one if _recordable(parts, batch) else _one_by_one
+    passes = _recorded_passes if _recordable(parts, batch) else _eager_passes
     sums, counts, verdicts = passes(parts, batch, seed, stopping=stopping)
     with parts.clock.phase("update"):
         if world.shard == 1:
             world.sum_gradients(parts.parameters)
-        # which reads gradients where recorded passes leave them
-        update = _recorded_update if passes is _in_one else _update
+        # The recorded update reads gradients from the addresses that recorded passes write to.
+        update = _recorded_update if passes is _recorded_passes else _update
         norm, bad = update(parts, lr, counts[-2] > 0)
         for optimizer in parts.optimizers:
             optimizer.zero_grad(set_to_none=True)
@@ -161,13 +162,13 @@ def train_step(parts: Parts, batch: StepBatch, *, lr: float, stopping: bool = Fa
 
 
 def _update(parts: Parts, lr: float | Tensor, broken: Tensor) -> tuple[Tensor, Tensor]:
-    """Clip, judge, update, average: the gradients' norm, and whether the step was skipped."""
+    """Clip, judge, update, average; return the gradient norm and whether the step was skipped."""
     norm = clip_gradients(parts.optimizers, parts.parameters, parts.clip)
     bad = parts.guard.judge(norm, broken=broken)
     for optimizer in parts.optimizers:
         for group in optimizer.param_groups:
             group["lr"] = lr
-        optimizer.found_inf = bad.float()  # skips a bad step
+        optimizer.found_inf = bad.float()  # above 0 skips the step
         optimizer.step()
     if parts.average is not None:
         parts.average.update(parts.parameters, taken=parts.guard.good, bad=bad)
@@ -177,27 +178,27 @@ def _update(parts: Parts, lr: float | Tensor, broken: Tensor) -> tuple[Tensor, T
 def _recorded_update(parts: Parts, lr: float, broken: Tensor) -> tuple[Tensor, Tensor]:
     assert parts.recorded is not None
     grads = [p.grad for p in parts.parameters if p.grad is not None]
-    changed = [parts.guard.bad_in_a_row, *grads]  # by a bad step, besides nothing
+    changed = [parts.guard.bad_in_a_row, *grads]  # all that a bad step writes to
     return parts.recorded.update(partial(_update, parts), lr, broken, changed=changed)
 
 
-# [K + 2]: charged elements per depth, answers that are not finite, ranks asked to stop
+# [K + 2]: charged elements per depth, non-finite answers, ranks that were asked to stop
 Counts = Tensor
 
 
-def _one_by_one(
+def _eager_passes(
     parts: Parts, batch: StepBatch, seed: int, *, stopping: bool
 ) -> tuple[Sums, Counts, list[Verdict]]:
-    """Micro-batch after micro-batch, once it is known how much is charged in all of them."""
+    """Prepare all micro-batches, sum their charged elements, then run them one after another."""
     objective, world = parts.objective, parts.world
     layers = objective.draft_model.config.num_aux_hidden_states
     prepared, verdicts = [], []
     for rows, answer in answers_of(parts, batch, features=_reads_features(objective)):
         with parts.clock.phase("supervision"):
-            # Planned from host masks while the GPU is still busy with the target.
+            # Planned from host masks, while the GPU is still running the target.
             prepared.append(objective.prepare(rows, answer, seed))
-        verdicts.append(inspect(answer, layers))  # read with the step, later
-        del answer  # of several ranks on the same rows, each has taken its part
+        verdicts.append(inspect(answer, layers))  # on the device; read after the step
+        del answer  # under context parallelism, `prepare` has kept only this rank's part
     counts = _count(parts, [ready.charged_K for ready in prepared], verdicts, stopping=stopping)
     world.sum_(counts)
     sums = Sums.zeros(objective.depths, parts.device)
@@ -215,10 +216,10 @@ def _one_by_one(
     return sums, counts, verdicts
 
 
-def _in_one(
+def _recorded_passes(
     parts: Parts, batch: StepBatch, seed: int, *, stopping: bool
 ) -> tuple[Sums, Counts, list[Verdict]]:
-    """The only micro-batch, in one recorded call."""
+    """Run the step's only micro-batch as a recorded CUDA graph."""
     objective: Any = parts.objective
     assert parts.recorded is not None
     [(rows, answer)] = answers_of(parts, batch, features=_reads_features(objective))
@@ -233,13 +234,13 @@ def _in_one(
 
 
 def _reads_features(objective: Objective[Any]) -> bool:
-    """Whether it reads the aux states alone."""
+    """Whether the objective reads only the aux states of an answer."""
     return not getattr(objective, "reads_target", True)
 
 
 def _recordable(parts: Parts, batch: StepBatch) -> bool:
-    alone = parts.world.size == 1 and len(batch.micro) == 1 and batch.micro[0] is not None
-    return alone and parts.recorded is not None
+    single = parts.world.size == 1 and len(batch.micro) == 1 and batch.micro[0] is not None
+    return single and parts.recorded is not None
 
 
 def _count(
@@ -250,5 +251,5 @@ def _count(
         counts[:-2] += charged_K
     for verdict in verdicts:
         counts[-2] += verdict.broken
-    counts[-1].fill_(int(stopping))  # assigning a number would wait for the device
+    counts[-1].fill_(int(stopping))  # assigning a Python number would synchronize
     return counts

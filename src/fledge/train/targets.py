@@ -1,5 +1,4 @@
-"""The target that a recipe names, with the layers that its draft listens to; or that all drafts of
-one recipe do."""
+"""Opens the target that a recipe names, with the aux layers that its draft, or its drafts, use."""
 
 from collections.abc import Sequence
 
@@ -14,19 +13,19 @@ from fledge.target.layers import target_depth
 
 
 def listening(*recipes: Recipe) -> TargetSection:
-    """The target that recipes share, with the layers that their drafts listen to if it can show
-    any. A server or a cache shows those that it was made for, and says so when it is opened."""
+    """The target section that recipes share, with the aux layers of all their drafts if the backend
+    can provide any layer. A server or a cache provides fixed layers, known once it is opened."""
     section = recipes[0].target
     if not kind_of(section).shows_any_layers:
         return section if len(recipes) == 1 else section.model_copy(update={"aux_layer_ids": None})
-    heard = [_layers(recipe) for recipe in recipes]
-    same = all(ids == heard[0] for ids in heard)
-    ids = heard[0] if same else _all_of(heard, target_depth(target_config(section)))
+    layers = [_layers(recipe) for recipe in recipes]
+    same = all(ids == layers[0] for ids in layers)
+    ids = layers[0] if same else _union(layers, target_depth(target_config(section)))
     return section.model_copy(update={"aux_layer_ids": tuple(ids)})
 
 
 def _layers(recipe: Recipe) -> list[int]:
-    """Those that a recipe names, or its method's own."""
+    """The aux layers that a recipe names, or its method's defaults."""
     section = recipe.target
     if section.aux_layer_ids is not None:
         return list(section.aux_layer_ids)
@@ -34,11 +33,11 @@ def _layers(recipe: Recipe) -> list[int]:
     return recipe.method.default_layers(target_depth(target_config(section)), count)
 
 
-def _all_of(heard: Sequence[Sequence[int]], depth: int) -> list[int]:
-    ids = sorted({i for one in heard for i in one})
+def _union(layers: Sequence[Sequence[int]], depth: int) -> list[int]:
+    ids = sorted({i for draft_layers in layers for i in draft_layers})
     if depth in ids:
-        what = f"layer {depth}, the last hidden state, is not handed out beside others ({ids})"
-        fix = "a draft that listens to it alone is trained with its like"
+        what = f"layer {depth}, the last hidden state, is not provided beside others ({ids})"
+        fix = "train drafts that use only that layer together, without others"
         raise BadInput(what, where="drafts", fix=fix)
     return ids
 
@@ -54,7 +53,7 @@ def make_target(recipe: Recipe, device: torch.device) -> Eagle3TargetBackend:
 
 
 def open_target(recipes: Sequence[Recipe], device: torch.device) -> Eagle3TargetBackend:
-    """The frozen target that recipes share: it shows what each of them listens to, or more."""
+    """The frozen target that recipes share: it provides the aux layers of each draft, or more."""
     section, first = listening(*recipes), recipes[0]
     ids = section.aux_layer_ids
     layers = first.method.aux_layers(first.objective) if ids is None else len(ids)
@@ -62,15 +61,15 @@ def open_target(recipes: Sequence[Recipe], device: torch.device) -> Eagle3Target
 
 
 def heard_by(recipe: Recipe, target: Eagle3TargetBackend, *, alone: bool) -> Eagle3TargetBackend:
-    """The target as a recipe's draft hears it. `alone`: it is the draft's own, to be closed with
-    it, and itself where it shows nothing else."""
-    shown, count = list(target.aux_layer_ids), recipe.method.aux_layers(recipe.objective)
-    made_for_it = recipe.target.aux_layer_ids is None and len(shown) == count
-    ids = shown if made_for_it else _layers(recipe)
-    if alone and ids == shown:
+    """The target restricted to the aux layers of a recipe's draft. `alone`: no other draft uses the
+    target, so it is returned as it is if its layers match, and closing the result closes it."""
+    available, count = list(target.aux_layer_ids), recipe.method.aux_layers(recipe.objective)
+    made_for_it = recipe.target.aux_layer_ids is None and len(available) == count
+    ids = available if made_for_it else _layers(recipe)
+    if alone and ids == available:
         return target
-    if not set(ids) <= set(shown):
-        what = f"the target shows layers {shown}, a draft of {recipe.method.title} "
-        what += f"listens to {in_words(count)}: {ids}"
+    if not set(ids) <= set(available):
+        what = f"the target provides layers {available}, a draft of {recipe.method.title} "
+        what += f"uses {in_words(count)}: {ids}"
         raise BadInput(what, where="target.aux_layer_ids")
     return HeardTarget(target, ids, owner=alone)

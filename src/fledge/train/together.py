@@ -1,10 +1,10 @@
-"""Several drafts from one pass: the target is asked once a batch, and every draft takes its step.
+"""Several drafts in one pass: the target is asked once per batch, and every draft takes a step.
 
-Each of them is a run of its own, and its directory holds what it would hold had it been trained
-alone, bit for bit. They share the target, which shows all layers that any of them listens to
+Each draft is a run of its own, and its directory holds what it would hold had it been trained
+alone, bit for bit. The drafts share the target, which provides all aux layers that any of them uses
 (`target/heard.py`), and the rows in their order. Each has its own weights, optimizer, schedule,
-metrics and checkpoints, and draws from generators of its own. A run that was killed may leave them
-at different steps: those that are further wait until the others have caught up.
+metrics, checkpoints and random generators. A killed run may leave them at different steps: those
+that are ahead wait until the others have caught up.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 
 def target_of(trainings: Sequence["Training"]) -> Eagle3TargetBackend:
-    """The one target behind all drafts; of a single one, its own."""
+    """The target that all drafts share; for a single draft, its own."""
     target = trainings[0].parts.target
     return target if len(trainings) == 1 else shown_to_all(target)
 
 
 def asking(sessions: Sequence["Session"]) -> Parts:
-    """What asks the target for all drafts: the parts of the only one, or of the first, with the
-    target behind all of them."""
+    """The parts that ask the target for all drafts: those of the only draft, or those of the first
+    one with the shared target."""
     parts = sessions[0].parts
     if len(sessions) == 1:
         return parts
@@ -43,20 +43,20 @@ def asking(sessions: Sequence["Session"]) -> Parts:
 def heard(
     asking: Parts, batch: StepBatch, sessions: Sequence["Session"]
 ) -> Iterator[tuple["Session", StepBatch]]:
-    """The batch as each draft takes it: with its part of the one answer; or, for the only draft, as
-    it is."""
+    """Yield the batch for each draft, with its aux layers of the shared answer. A draft that is
+    trained alone gets the batch as it is."""
     if sessions[0].parts.target is asking.target:
         yield sessions[0], batch
         return
     answers = [answer for _, answer in answers_of(asking, batch)]
     for session in sessions:
         target = session.parts.target
-        own = tuple(finished(as_heard(answer, asking.target, target)) for answer in answers)
-        yield session, replace(batch, answers=own)
+        futures = tuple(finished(as_heard(answer, asking.target, target)) for answer in answers)
+        yield session, replace(batch, answers=futures)
 
 
 def evaluate(sessions: Sequence["Session"]) -> list[dict[str, Any]]:
-    """Held-out acceptance of each of several drafts, from one answer a pack."""
+    """Held-out acceptance of each of several drafts, from one answer per pack."""
     trainings = [session.training for session in sessions]
 
     def on_pack(done: int, packs: int) -> None:

@@ -1,8 +1,8 @@
-"""Which tokens a recipe's draft can say: a warm start's own, else its cache's where the recipe does
-not say another size, else the most frequent of the rows.
+"""Chooses a draft's vocabulary: that of a warm start, else that of a cache unless the recipe sets
+another size, else the most frequent tokens of the rows.
 
-Training and precompute both choose here, so a cache of probabilities is made for the vocabulary
-that training would have taken.
+Training and precompute share this choice, so that a cache of probabilities is made for the
+vocabulary that training would choose.
 """
 
 from collections.abc import Iterable
@@ -48,19 +48,19 @@ def choose_vocabulary(
 def vocabulary_of_run(
     recipe: Recipe, target: Eagle3TargetBackend, train: RowView, tokenizer: Any, fingerprint: str
 ) -> DraftVocabulary:
-    """The draft's vocabulary: the run's own, else the cache's (probabilities are over one only; a
-    suggested one must have the recipe's size), else chosen; `init_from` goes before the cache's,
-    which then has to fit."""
+    """The vocabulary of a run's draft: the saved one if the run exists, else that of `init_from`,
+    else the cache's, else one chosen from the rows. A cache of probabilities dictates its own,
+    which a warm start must match; one that a cache only suggests must have the recipe's size."""
     saved = Path(recipe.run.output_dir) / VOCABULARY_NAME
     dictated, suggested = target.info().vocabulary, target.info().suggested
     vocab_size, size = target.info().vocab_size, recipe.draft.draft_vocab_size
     wanted = vocab_size if size is None else min(size, vocab_size)
-    warm = recipe.draft.init_from is not None  # brings a map of its own, whatever size is said
+    warm = recipe.draft.init_from is not None  # brings its own map, whatever size the recipe sets
     if dictated is not None and dictated.size != wanted and recipe.says_vocab_size and not warm:
         what = f"made for a draft vocabulary of {dictated.size}, draft.draft_vocab_size says {size}"
         fix = f"draft.draft_vocab_size={dictated.size}, or a cache of hidden states"
         raise BadInput(what, where=f"target.backend={recipe.target.backend}", fix=fix)
-    if saved.exists():  # a resumed run keeps its map, always
+    if saved.exists():  # a resumed run always keeps its map
         kept = DraftVocabulary.load(saved)
         if kept.vocab_size != vocab_size:
             what = f"made for a target of {kept.vocab_size} tokens, this one has {vocab_size}"

@@ -1,1 +1,1 @@
-"""What length a run will reach: from its own curve, and from runs that are known to their end."""
+"""Forecasts the length that a run will reach, from its own curve and from finished runs."""

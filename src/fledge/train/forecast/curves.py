@@ -1,7 +1,7 @@
-"""What a run has shown so far, as plain numbers: its metrics, and the schedule it follows.
+"""Reads the curve of a run so far as plain numbers: its metrics, and its schedule.
 
-`read_metrics` is the one reader of `metrics.jsonl`; `read_curve` adds what the run's recipe and
-checkpoints say of its length. Nothing is computed here: see `forecast.py`.
+`read_metrics` is the only reader of `metrics.jsonl`; `read_curve` adds the length of the run from
+its recipe and checkpoints. Nothing is computed here: see `forecast.py`.
 """
 
 import contextlib
@@ -25,21 +25,21 @@ from fledge.train.optimizer import learning_rate
 METRICS_NAME = "metrics.jsonl"
 CURVES = ("loss", "lr", "grad_norm", "tokens_per_s", "target_share", "tau")
 Floats = NDArray[np.float64]
-_BEGUN = "schedule_from"  # in a checkpoint's state: see `lengthening.py`
-_LENGTH = Table(optional={STEPS: Whole(1, 10**12), _BEGUN: Whole(0, 10**12)})
-_GRID = 2048  # points that a schedule is summed over
+_SCHEDULE_FROM = "schedule_from"  # key in a checkpoint's state: see `lengthening.py`
+_LENGTH = Table(optional={STEPS: Whole(1, 10**12), _SCHEDULE_FROM: Whole(0, 10**12)})
+_GRID = 2048  # number of points over which a schedule is summed
 _MOST_BYTES = 1 << 28
 
 
 class _Figure:
-    """A number, NaN and infinity among them: a diverged run has gaps in its curves."""
+    """A number, including NaN and infinity: a diverged run has gaps in its curves."""
 
     def fault(self, value: Any, at: str) -> Fault | None:
         return None if type(value) in (int, float) else Fault(at, value, "a number")
 
 
-_FIGURES = ListOf(_Figure(), most=4096)  # one a depth
-_MEASURED = Table(
+_FIGURES = ListOf(_Figure(), most=4096)  # one per depth
+_EVALUATION = Table(
     optional={
         "acceptance_length": _Figure(), "rounds": Whole(), "tau": _Figure(), "joint": _FIGURES,
         "conditional": _FIGURES, "prefix_acceptance": _FIGURES,
@@ -53,22 +53,22 @@ _LINE = Table(
         "prefix_acceptance": _FIGURES,
         "depth_loss": _FIGURES,
         "seconds": Maybe(_Figure()),
-        "evaluation": _MEASURED,
+        "evaluation": _EVALUATION,
     },
 )
 
 
 @dataclass(frozen=True)
 class Course:
-    """How a run's learning rate goes, and how often it comes back to its data."""
+    """The learning-rate schedule of a run, and how often it repeats its data."""
 
     steps: int
     warmup: int = 0
     schedule: str = "constant"
     final_share: float = 0.0
     decay_share: float = 0.2  # of schedule wsd
-    epoch_steps: float = math.inf  # of a pass over the data; infinite: not known to be repeated
-    begun_at: int = 0  # a lengthened run's second schedule
+    epoch_steps: float = math.inf  # steps per pass over the data; infinite: no repetition is known
+    begun_at: int = 0  # first step of a lengthened run's second schedule
 
     @classmethod
     def of(cls, recipe: Recipe, steps: int, *, epoch_steps: float, begun_at: int = 0) -> "Course":
@@ -85,12 +85,12 @@ class Course:
         )
 
     def doubled(self, *, data: bool) -> "Course":
-        """The same schedule over twice the steps; `data`: because there are twice the rows."""
-        times = 2 if data else 1
-        return replace(self, steps=2 * self.steps, begun_at=0, epoch_steps=times * self.epoch_steps)
+        """The same schedule over twice the steps; `data`: over twice the rows, too."""
+        rows = 2 if data else 1
+        return replace(self, steps=2 * self.steps, begun_at=0, epoch_steps=rows * self.epoch_steps)
 
     def rates(self) -> tuple[Floats, Floats]:
-        """(steps, their learning rate as a share of the peak), evenly over the run."""
+        """(steps, learning rates as shares of the peak), evenly spaced over the run."""
         steps = np.unique(np.linspace(0, self.steps, min(self.steps, _GRID) + 1).round())
         return steps, np.array([self._rate(int(step)) for step in steps])
 
@@ -107,15 +107,15 @@ class Curve:
     """A run's lengths over its steps: every logged window, and every held-out evaluation."""
 
     course: Course
-    depths: int  # tokens drafted a round
-    trained_depths: int  # of these, those that training steps measure: one for EAGLE-1
+    depths: int  # tokens drafted per round
+    trained_depths: int  # number of these that training steps measure: one for EAGLE-1
     windows: tuple[tuple[float, float], ...]  # (middle step, tau over every slot)
-    measured: tuple[tuple[int, float, int], ...]  # (step, tokens per round, rounds), step 0 not
-    seconds: float = 0.0  # of training, up to `step`
-    step: int = 0  # the latest
+    measured: tuple[tuple[int, float, int], ...]  # (step, tokens per round, rounds), without step 0
+    seconds: float = 0.0  # training time up to `step`
+    step: int = 0  # the latest step
 
     def upto(self, share: float) -> "Curve":
-        """What was known when this share of the run was done."""
+        """The curve as it was when this share of the run was done."""
         step = int(share * self.course.steps)
         return replace(
             self,
@@ -148,7 +148,7 @@ def read_metrics(run: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]
         try:
             value = parse_json(line, Table(), where=str(path), finite=False)
         except BadInput:
-            break  # the run is being written to, or was killed
+            break  # an unfinished line: the run is still writing, or was killed
         check(value, _LINE, where=f"{path}, line {len(lines) + 1}", what="the line")
         lines.append(value)
     steps = [line for line in lines if "loss" in line]
@@ -156,8 +156,8 @@ def read_metrics(run: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]
 
 
 def read_curve(run: Path, *, steps: int = 0) -> Curve:
-    """The curve of a run in its directory, finished or not; `steps` for one that does not say how
-    many it will have."""
+    """The curve of a run in its directory, finished or not; `steps` is its length if that is not
+    recorded there."""
     logged, measured = read_metrics(run)
     recipe = load_recipe(run / RESOLVED_NAME)
     state = _newest_state(run)
@@ -165,7 +165,7 @@ def read_curve(run: Path, *, steps: int = 0) -> Curve:
     if not steps:
         what = "no checkpoint says how many steps the run will have"
         raise BadInput(what, where=str(run), fix="wait for the next one, or give --steps")
-    begun_at = state.get(_BEGUN, 0)
+    begun_at = state.get(_SCHEDULE_FROM, 0)
     return curve_of(recipe, steps, logged, measured, begun_at=begun_at if begun_at < steps else 0)
 
 
@@ -177,12 +177,12 @@ def curve_of(
     *,
     begun_at: int = 0,
 ) -> Curve:
-    """The curve of these lines of metrics."""
-    passes = None if recipe.training.steps else steps / recipe.training.epochs
-    epoch_steps = passes or _first_pass(logged)
+    """The curve from lines of metrics."""
+    planned = None if recipe.training.steps else steps / recipe.training.epochs
+    epoch_steps = planned or _first_pass(logged)
     ends = [0, *(line["step"] for line in logged)]
     middles = [(begin + end) / 2 for begin, end in pairwise(ends)]
-    found = [(line["step"], line["evaluation"]) for line in measured if line["step"]]
+    evaluations = [(line["step"], line["evaluation"]) for line in measured if line["step"]]
     depths = max((len(line["evaluation"].get("joint", [])) for line in measured), default=0)
     charged = [sum(loss > 0 for loss in line.get("depth_loss", [])) for line in logged]
     return Curve(
@@ -195,17 +195,17 @@ def curve_of(
             if math.isfinite(line.get("tau") or math.nan)
         ),
         measured=tuple(
-            (step, float(one["acceptance_length"]), int(one["rounds"]))
-            for step, one in found
-            if one.get("rounds") and math.isfinite(one.get("acceptance_length", math.nan))
+            (step, float(values["acceptance_length"]), int(values["rounds"]))
+            for step, values in evaluations
+            if values.get("rounds") and math.isfinite(values.get("acceptance_length", math.nan))
         ),
         seconds=float(logged[-1].get("seconds") or 0.0) if logged else 0.0,
-        step=max(ends[-1], *(step for step, _ in found), 0),
+        step=max(ends[-1], *(step for step, _ in evaluations), 0),
     )
 
 
 def _first_pass(logged: Sequence[dict[str, Any]]) -> float:
-    """Steps of a pass over the data, from where the second one begins."""
+    """Steps per pass over the data, judged by where the second pass begins."""
     return next((line["step"] for line in logged if line.get("epoch")), math.inf)
 
 

@@ -1,8 +1,8 @@
-"""Which finished runs a forecast may go by: those that are named, else those beside the run, else
-the few that come with fledge. Reads files, computes nothing: see `guides.py`.
+"""Finds the finished runs that a forecast uses: those that are named, else those beside the run,
+else the few that ship with fledge. This only reads files; `guides.py` computes.
 
-`known_runs.json` holds curves of shipped recipes on one H200, out of tests/train/curves, where
-benchmarks/results/forecast.md says how they were made.
+`known_runs.json` holds curves of shipped recipes on one H200, taken from tests/train/curves;
+benchmarks/results/forecast.md describes how they were made.
 """
 
 import contextlib
@@ -21,8 +21,8 @@ from fledge.train.forecast.forecast import FEWEST_WINDOWS
 from fledge.train.forecast.formula import MISFIT
 from fledge.train.forecast.guides import OTHER_SETTINGS, Known
 
-_MOST = 12  # runs beside one, the newest
-_DECIDING = ("data", "packing", "draft", "objective", "training")  # sections
+_MAX_RUNS = 12  # the newest ones beside a run
+_SECTIONS = ("data", "packing", "draft", "objective", "training")  # those that shape a curve
 _FREE = {
     "training": {"seed", "steps", "epochs", "extend", "device", "record_steps"},
     "data": {"workers"},
@@ -31,32 +31,32 @@ _FREE = {
 
 @dataclass(frozen=True)
 class Kind:
-    """What a run trains, as far as its course depends on it."""
+    """What determines the curve of a run."""
 
     method: str
-    target: str  # without the place it is kept at
-    settings: str  # equal where only seed and length may differ
+    target: str  # name without its directory
+    settings: str  # a hash, equal for runs that differ at most in seed and length
 
     @classmethod
     def of(cls, recipe: Recipe) -> "Kind":
-        held = recipe.model_dump(mode="json", include=set(_DECIDING), exclude=_FREE)
-        words = json.dumps(held, sort_keys=True).encode()
-        target = _bare(model_name(recipe.target))
-        return cls(recipe.objective.kind, target, hashlib.sha256(words).hexdigest()[:16])
+        settings = recipe.model_dump(mode="json", include=set(_SECTIONS), exclude=_FREE)
+        settings_json = json.dumps(settings, sort_keys=True).encode()
+        target = _base_name(model_name(recipe.target))
+        return cls(recipe.objective.kind, target, hashlib.sha256(settings_json).hexdigest()[:16])
 
     def misfit(self, other: "Kind") -> float:
-        """Share of a gain by which a run of the other kind may part from one of this."""
+        """Share of a gain by which a run of the other kind may deviate from one of this kind."""
         if self.target != other.target:
             return MISFIT
         return 0.0 if self.settings == other.settings else OTHER_SETTINGS
 
 
 def known_runs(run: Path, like: Sequence[Path] = ()) -> list[Known]:
-    """Those that a run's forecast goes by; BadInput where one of `like` cannot be gone by."""
+    """The known runs for a run's forecast; raises BadInput if one of `like` cannot be used."""
     if like:
         kind = Kind.of(_recipe(run))
         return [_named(kind, other) for other in dict.fromkeys(like)]
-    # nobody asked for them: where they cannot be read, the run's own curve is left
+    # Optional: if they cannot be read, the forecast uses only the run's own curve.
     with contextlib.suppress(BadInput, OSError):
         kind = Kind.of(_recipe(run))
         return _beside(kind, run) or _shipped(kind)
@@ -66,13 +66,13 @@ def known_runs(run: Path, like: Sequence[Path] = ()) -> list[Known]:
 def _named(kind: Kind, other: Path) -> Known:
     if not other.is_dir():
         raise BadInput("no such run", where=str(other))
-    theirs, curve = Kind.of(_recipe(other)), read_curve(other)
-    if theirs.method != kind.method:
-        what = f"a run of another method ('{theirs.method}', not '{kind.method}')"
+    other_kind, curve = Kind.of(_recipe(other)), read_curve(other)
+    if other_kind.method != kind.method:
+        what = f"a run of another method ('{other_kind.method}', not '{kind.method}')"
         raise BadInput(what, where=str(other), fix="give --like runs of the same method")
     if missing := _missing(curve):
-        raise BadInput(missing, where=str(other), fix="give --like runs that are over")
-    return Known(_name(other), curve, kind.misfit(theirs))
+        raise BadInput(missing, where=str(other), fix="give --like runs that are finished")
+    return Known(_name(other), curve, kind.misfit(other_kind))
 
 
 def _recipe(run: Path) -> Recipe:
@@ -82,7 +82,7 @@ def _recipe(run: Path) -> Recipe:
 
 
 def _missing(curve: Curve) -> str:
-    """What keeps a run from being gone by; nothing: it can be."""
+    """What makes a run unusable for forecasts; empty if it is usable."""
     if curve.step < curve.course.steps:
         return f"not finished: step {curve.step:,} of {curve.course.steps:,}"
     if not curve.measured or not curve.depths:
@@ -93,30 +93,30 @@ def _missing(curve: Curve) -> str:
 
 
 def _beside(kind: Kind, run: Path) -> list[Known]:
-    """Finished runs in the same folder, of the same method and target; others are passed over."""
-    own, found = run.resolve(), []
-    places = [place for place in own.parent.iterdir() if (place / METRICS_NAME).is_file()]
-    places.sort(key=lambda place: (place / METRICS_NAME).stat().st_mtime, reverse=True)
-    for place in places:
-        if place.resolve() == own:
+    """Finished runs of the same method and target in the same directory; others are skipped."""
+    resolved, runs = run.resolve(), []
+    folders = [folder for folder in resolved.parent.iterdir() if (folder / METRICS_NAME).is_file()]
+    folders.sort(key=lambda folder: (folder / METRICS_NAME).stat().st_mtime, reverse=True)
+    for folder in folders:
+        if folder.resolve() == resolved:
             continue
         with contextlib.suppress(BadInput, OSError):
-            theirs = Kind.of(_recipe(place))
-            if (theirs.method, theirs.target) == (kind.method, kind.target):
-                curve = read_curve(place)
+            other = Kind.of(_recipe(folder))
+            if (other.method, other.target) == (kind.method, kind.target):
+                curve = read_curve(folder)
                 if not _missing(curve):
-                    found.append(Known(_name(place), curve, kind.misfit(theirs)))
-        if len(found) == _MOST:
+                    runs.append(Known(_name(folder), curve, kind.misfit(other)))
+        if len(runs) == _MAX_RUNS:
             break
-    return found
+    return runs
 
 
 def _shipped(kind: Kind) -> list[Known]:
-    held: list[dict[str, Any]] = json.loads(Path(__file__).with_suffix(".json").read_text())
+    runs: list[dict[str, Any]] = json.loads(Path(__file__).with_suffix(".json").read_text())
     return [
-        Known(one["name"], Curve.from_json(one["curve"]), MISFIT)
-        for one in held
-        if one["method"] == kind.method and kind.target in one["targets"]
+        Known(run["name"], Curve.from_json(run["curve"]), MISFIT)
+        for run in runs
+        if run["method"] == kind.method and kind.target in run["targets"]
     ]
 
 
@@ -124,5 +124,5 @@ def _name(run: Path) -> str:
     return run.absolute().name
 
 
-def _bare(model: str) -> str:
+def _base_name(model: str) -> str:
     return Path(model).name.lower()

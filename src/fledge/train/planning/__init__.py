@@ -1,1 +1,1 @@
-"""How long a training takes, what memory it needs, how many machines: before anything runs."""
+"""Predicts, before anything runs, the time, memory and number of machines that training needs."""

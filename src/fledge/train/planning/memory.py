@@ -1,7 +1,7 @@
-"""Bytes that a rank of a run holds, counted from shapes: exactly what stays, nearly what a step
-needs besides.
+"""Memory that a rank of a run needs, computed from shapes: exact for what is kept between steps,
+approximate for what a step needs on top.
 
-`predict.py` counts for a run that is set up, `shape_plan.py` for one that is only a recipe.
+`predict.py` uses it for a run that is set up, `shape_plan.py` for one that is only a recipe.
 """
 
 from dataclasses import dataclass
@@ -15,15 +15,15 @@ from fledge.train.optimizer import trained_by_muon
 if TYPE_CHECKING:
     from fledge.recipe.sections import Training
 
-USABLE = 0.92  # of a GPU's memory: the rest is its context, libraries and fragments
+USABLE = 0.92  # share of a GPU's memory; the rest is its context, libraries and fragmentation
 
 
 def draft_bytes(
     trained: int, frozen: int, *, shard: int = 1, width: int = 4, kept: int | None = None
 ) -> int:
-    """Weights, gradients, and what is `kept` of the weights besides (None: AdamW's moments). Ranks
-    that share them have the whole weights, in the dtype of the step, and the whole gradients while
-    a step runs."""
+    """Bytes of weights, gradients, and what else is `kept` per weight (None: AdamW's moments).
+    During a step, sharded ranks also hold the whole weights, in the dtype of the step, and the
+    whole gradients."""
     kept = 8 * trained if kept is None else kept
     if shard == 1:
         return 8 * trained + kept + 4 * frozen
@@ -31,7 +31,7 @@ def draft_bytes(
 
 
 def kept_bytes(draft: nn.Module, training: "Training") -> int:
-    """AdamW's two moments or Muon's one, and the average of the weights."""
+    """Bytes of AdamW's two moments or Muon's one, and of the averaged weights."""
     trained = sum(p.numel() for p in draft.parameters() if p.requires_grad)
     muon = trained_by_muon(draft).values() if training.optimizer == "muon" else ()
     average = 0 if training.ema is None else 4 * trained
@@ -40,20 +40,20 @@ def kept_bytes(draft: nn.Module, training: "Training") -> int:
 
 @dataclass(frozen=True)
 class StepMemory:
-    """What one step holds besides, by the work of its draft and by what it is fed."""
+    """What one step needs on top, from the work of its draft and the size of its input."""
 
     work: Work
     tokens: int  # of a micro-batch
     accumulate: int
-    width: int  # bytes of a number
+    width: int  # bytes per element
 
     def bytes(self, context: int = 1) -> int:
-        """Of a rank, where so many share their rows."""
+        """Bytes on one rank, if `context` ranks share their rows."""
         kept = self.work.kept_bytes(self.tokens, self.width, context)
         return int(kept + self._states(context) + self.work.chunk_bytes(self.tokens, self.width))
 
     def _states(self, context: int) -> float:
-        """The target's answer: while it is made in two pieces, then this rank's part of it."""
+        """Bytes of the target's answers: two copies while one is made, then this rank's part."""
         config = self.work.config
         per_token = (config.num_aux_hidden_states + 1) * config.target_hidden_size
         answer = float(self.tokens * per_token * self.width)
@@ -63,7 +63,7 @@ class StepMemory:
 
 
 def context_needed(step: StepMemory, free_bytes: float, *, most: int = 64) -> int | None:
-    """The fewest ranks, a power of two, among which a step fits; None: not even the most help."""
+    """The smallest power of two of ranks over which a step fits; None if `most` are too few."""
     size = 1
     while size <= most:
         if step.bytes(size) <= free_bytes:

@@ -1,9 +1,10 @@
-"""How fast a run's own arithmetic is on this machine, in seconds a token.
+"""Estimates the speed of a run's computations on this machine, in seconds per token.
 
-A CPU is tried out for a moment, on a few rows of the run: how fast it is depends on its cores, and
-on who else uses them. A GPU would first compile for minutes, so it is taken at a rate that was
-measured on whole steps, not at a data sheet's; but an engine is asked, for it compiles nothing, and
-hides how many weights it has, over how many GPUs.
+On a CPU, a short trial on a few rows of the run is timed: its speed depends on its cores, and on
+what else uses them. A GPU would first compile for minutes, so its speed is taken from a rate that
+was measured on whole steps, not from a data sheet. A target inside an engine is timed even there:
+it compiles nothing, and does not reveal how many weights it has or over how many GPUs they are
+split.
 """
 
 import time
@@ -28,47 +29,48 @@ from fledge.train.sharding import whole
 if TYPE_CHECKING:
     from fledge.train.setup import Training
 
-# Operations per second on whole steps (a CPU's per thread, float32; H200: 8B shape 0.43 s, 135M
-# shape 0.15 s a step).
+# Operations per second, measured on whole steps (CPU: per thread, float32; H200: 0.43 s per step of
+# the 8B shape, 0.15 s of the 135M shape).
 RATES = {"cpu": 55e9, "cuda": 600e12}
-_TRIAL_TOKENS, _TRIAL_ROWS = 256, 64  # about so many tokens, out of the first rows
+_TRIAL_TOKENS, _TRIAL_ROWS = 256, 64  # approximate size of a trial, and rows that it is chosen from
 
 
 @dataclass(frozen=True)
 class Pace:
-    """Seconds a token."""
+    """Seconds per token."""
 
     target_s: float  # the target's forward
     step_s: float  # the draft's rollouts, forward and backward
     replay_s: float  # the draft's rollouts in an evaluation, scored and replayed
-    picks_s: float  # the target's choice of held-out tokens, which is made once
+    picks_s: float  # the target's picks on held-out rows, computed once per run
 
 
 def pace_of(training: "Training") -> Pace:
-    """By a trial on a CPU, where the target answers at once; else by operations and rate."""
+    """The pace of a run: by a trial on a CPU with a synchronous target, otherwise from the number
+    of operations and the measured rate."""
     parts = training.parts
-    tried = None
+    by_trial = None
     if parts.device.type == "cpu" and not parts.target.supports_async:
-        tried = _tried(training)
-    if tried is None and parts.target.inside_engine:
-        return replace(_by_rate(training), target_s=_asked(training))
-    return tried or _by_rate(training)
+        by_trial = _pace_by_trial(training)
+    if by_trial is None and parts.target.inside_engine:
+        return replace(_pace_by_rate(training), target_s=_engine_s(training))
+    return by_trial or _pace_by_rate(training)
 
 
 def target_weights(training: "Training") -> list[nn.Parameter]:
-    """Those of a target in this process; others run elsewhere."""
+    """The parameters of a target in this process; empty for a target that runs elsewhere."""
     module = training.parts.target.info().module
     return [] if module is None else list(module.parameters())
 
 
 def work_of(training: "Training") -> Work:
-    """What a step of the run computes and keeps."""
+    """The operations and memory of a step of the run."""
     recipe = training.recipe
     return recipe.method.work(training.draft, recipe.objective)
 
 
-def _by_rate(training: "Training") -> Pace:
-    """By operations, as `objective/work.py` counts them; attention is left out."""
+def _pace_by_rate(training: "Training") -> Pace:
+    """From the number of operations, as `objective/work.py` counts them, without attention."""
     parts, work = training.parts, work_of(training)
     kind = parts.device.type
     rate = RATES[kind] * (torch.get_num_threads() if kind == "cpu" else 1)
@@ -82,13 +84,13 @@ def _by_rate(training: "Training") -> Pace:
     )
 
 
-def _tried(training: "Training") -> Pace | None:
-    """None: the target does not answer soundly, which the run itself will say better."""
-    batch = _few_rows(training)
+def _pace_by_trial(training: "Training") -> Pace | None:
+    """From a timed trial; None if the target fails, which the run itself will report better."""
+    batch = _trial_batch(training)
     try:
         with torch.random.fork_rng(devices=[]), whole(training.draft):
-            _try(training, batch)  # the first passes of a process are slow and must not count
-            return _try(training, batch)
+            _run_trial(training, batch)  # warm-up: the first passes of a process are slow
+            return _run_trial(training, batch)
     except (NotFinite, TargetUnreachable):
         return None
     finally:
@@ -96,29 +98,29 @@ def _tried(training: "Training") -> Pace | None:
             parameter.grad = None
 
 
-def _asked(training: "Training") -> float:
-    """Seconds a token of an engine: a pack as the run's own, for a small one does not fill a GPU.
-    0: it does not answer soundly, as above."""
+def _engine_s(training: "Training") -> float:
+    """Seconds per token of an engine's answer, timed on a pack of full size, because a small one
+    would not fill a GPU; 0 if the target fails, as above."""
     target = training.parts.target
-    batch = _few_rows(training, tokens=training.stream.tokens)
+    batch = _trial_batch(training, tokens=training.stream.tokens)
     try:
         target.answer(batch)
-        _finish(training.parts.device)
+        _synchronize(training.parts.device)
         begin = time.perf_counter()
         target.answer(batch)
-        _finish(training.parts.device)
+        _synchronize(training.parts.device)
     except (NotFinite, TargetUnreachable):
         return 0.0
     return (time.perf_counter() - begin) / batch.tokens
 
 
-def _finish(device: torch.device) -> None:
+def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
-def _few_rows(training: "Training", *, tokens: int = _TRIAL_TOKENS) -> TokenBatch:
-    """One pack of rows of a usual length."""
+def _trial_batch(training: "Training", *, tokens: int = _TRIAL_TOKENS) -> TokenBatch:
+    """One pack of rows near the median length."""
     rows = training.stream.rows
     lengths = np.asarray(rows.lengths[:_TRIAL_ROWS])
     pack: list[Piece] = []
@@ -128,10 +130,11 @@ def _few_rows(training: "Training", *, tokens: int = _TRIAL_TOKENS) -> TokenBatc
     return collate(rows, [tuple(pack)], sum(map(len, pack)), training.pad_id)
 
 
-def _try(training: "Training", batch: TokenBatch) -> Pace:
-    """What a step and an evaluation do with a pack; nothing is kept but the time."""
+def _run_trial(training: "Training", batch: TokenBatch) -> Pace:
+    """Do with a pack what a step and an evaluation do; keep only the times."""
     parts, objective = training.parts, training.parts.objective
-    target = colocated(parts.target) or parts.target  # its memory is the run's own
+    # Bypass the states that a target keeps in memory: those belong to the run.
+    target = colocated(parts.target) or parts.target
     marks = [time.perf_counter()]
 
     def mark() -> None:

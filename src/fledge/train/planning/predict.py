@@ -1,9 +1,9 @@
-"""What a run will cost: memory, disk, hours, predicted first and later compared with the run.
+"""Predicts the cost of a run in memory, disk space and time, for comparison with the run itself.
 
-The model is simple on purpose. Memory: weights, moments and gradients are counted exactly, what a
-step holds besides is counted from the widths of its tensors. Time: start-up and data are over when
-a run is predicted; steps, evaluations and checkpoints are counted and multiplied by what each of
-them costs here (`pace.py`).
+The model is simple on purpose. Memory: weights, moments and gradients are counted exactly, and what
+a step needs on top is computed from the widths of its tensors. Time: start-up and data preparation
+are already over when a run is predicted; steps, evaluations and checkpoints are counted and
+multiplied by what each of them costs on this machine (`pace.py`).
 """
 
 import time
@@ -24,8 +24,8 @@ from fledge.train.planning.pace import Pace, pace_of, target_weights, work_of
 if TYPE_CHECKING:
     from fledge.train.setup import Training
 
-# Besides its tokens: seconds that a step takes however small it is, bytes a second of the update
-# (which reads and writes weights, gradients and moments) and of a checkpoint, checksums included.
+# Fixed seconds per step, whatever its size; bytes per second of the update, which reads and writes
+# weights, gradients and moments; bytes per second of a checkpoint, checksums included.
 STEP_SECONDS = {"cpu": 0.02, "cuda": 0.12}
 UPDATE_BYTES = {"cpu": 5e9, "cuda": 2e12}
 SAVE_BYTES = 250e6
@@ -36,8 +36,8 @@ PARTS = ("start_up", "data", "steps", "evaluations", "checkpoints")
 @dataclass(frozen=True)
 class Prediction:
     target_bytes: int
-    draft_bytes: int  # weights, gradients, moments: usually 16 bytes a trained parameter
-    step_bytes: int  # what one step holds besides
+    draft_bytes: int  # weights, gradients, moments: usually 16 bytes per trained parameter
+    step_bytes: int  # what one step needs on top
     disk_bytes: int
     seconds_by_part: dict[str, float]  # of PARTS
     tokens: int
@@ -52,9 +52,9 @@ class Prediction:
 
     @classmethod
     def of_all(cls, drafts: "Sequence[Prediction]") -> "Prediction":
-        """Of several drafts that take their steps in turn, of which the first was predicted with
-        the target's part and the others without."""
-        last = drafts[-1].seconds_by_part  # by then, all were tried out
+        """The total of several drafts that take their steps in turn. Only the prediction of the
+        first includes the target's time."""
+        last = drafts[-1].seconds_by_part  # its start-up time includes the trials of all drafts
         in_turn = {part: sum(draft.seconds_by_part[part] for draft in drafts) for part in PARTS[2:]}
         return cls(
             target_bytes=max(draft.target_bytes for draft in drafts),
@@ -76,33 +76,35 @@ class Prediction:
         table.title_justify = "left"
         if truth is not None:
             table.add_column("measured", justify="right")
-        held = {"target": self.target_bytes, "draft and optimizer": self.draft_bytes}
-        for part, size in {**held, "one step": self.step_bytes}.items():
+        permanent = {"target": self.target_bytes, "draft and optimizer": self.draft_bytes}
+        for part, size in {**permanent, "one step": self.step_bytes}.items():
             if truth is None:
                 table.add_row(f"  {part}", _size(size), style="dim")
-        known = truth or {}
+        actual = truth or {}
         for name, size, key in (
             ("peak memory", self.peak_bytes, "peak_bytes"),
             ("disk", self.disk_bytes, "disk_bytes"),
         ):
-            table.add_row(name, _size(size), *([_size(known[key])] if known else []))
+            table.add_row(name, _size(size), *([_size(actual[key])] if actual else []))
         for part, seconds in self.seconds_by_part.items():
-            measured = [_time(known["seconds_by_part"][part])] if known else []
+            measured = [_time(actual["seconds_by_part"][part])] if actual else []
             table.add_row(f"  {part.replace('_', '-')}", _time(seconds), *measured, style="dim")
-        table.add_row("time", _time(self.seconds), *([_time(known["seconds"])] if known else []))
+        table.add_row("time", _time(self.seconds), *([_time(actual["seconds"])] if actual else []))
         return table
 
 
 def predict_together(trainings: "Sequence[Training]", begin: float | None = None) -> Prediction:
-    """Cost of the runs of several drafts, whose target is asked for all of them at once."""
+    """Predict the runs of several drafts, whose target answers once for all of them."""
     asks = [index == 0 for index in range(len(trainings))]
-    each = [predict(one, begin, asks=ask) for one, ask in zip(trainings, asks, strict=True)]
-    return Prediction.of_all(each)
+    predictions = [
+        predict(training, begin, asks=ask) for training, ask in zip(trainings, asks, strict=True)
+    ]
+    return Prediction.of_all(predictions)
 
 
 def predict(training: "Training", begin: float | None = None, *, asks: bool = True) -> Prediction:
-    """Cost of a run that is set up: its target and draft are there to be counted. `begin`: when the
-    command began, by `time.perf_counter`. `asks`: the target's time is this run's, too."""
+    """Predict a run that is set up, so that its target and draft can be counted. `begin`: when the
+    command started, by `time.perf_counter`. `asks`: include the target's time."""
     recipe, parts, stream, draft = training.recipe, training.parts, training.stream, training.draft
     world = parts.world
     target_bytes = sum(p.nbytes for p in target_weights(training)) + _kept_states(training)
@@ -112,7 +114,7 @@ def predict(training: "Training", begin: float | None = None, *, asks: bool = Tr
     kept = kept_bytes(draft, recipe.training)
     saved = 4 * (trained + frozen) + kept
     pace = pace_of(training)
-    to_come = _seconds(training, pace if asks else replace(pace, target_s=0.0), trained, saved)
+    remaining = _seconds(training, pace if asks else replace(pace, target_s=0.0), trained, saved)
     now = time.perf_counter()
     start_up_s = 0.0 if begin is None else now - begin - training.data_s
     return Prediction(
@@ -122,13 +124,13 @@ def predict(training: "Training", begin: float | None = None, *, asks: bool = Tr
         ),
         step_bytes=step_memory(training).bytes(world.context),
         disk_bytes=(recipe.checkpoint.keep + 1) * saved,
-        seconds_by_part={"start_up": start_up_s, "data": training.data_s, **to_come},
+        seconds_by_part={"start_up": start_up_s, "data": training.data_s, **remaining},
         tokens=tokens,
     )
 
 
 def step_memory(training: "Training") -> StepMemory:
-    """What a step of the run holds, on however many ranks."""
+    """The memory of a step of the run, for any number of ranks."""
     section, stream = training.recipe.training, training.stream
     return StepMemory(
         work_of(training),
@@ -139,18 +141,19 @@ def step_memory(training: "Training") -> StepMemory:
 
 
 def _width(training: "Training") -> int:
-    """Bytes of a number that a step computes with."""
+    """Bytes per element in a step's computations."""
     return 2 if training.parts.device.type == "cuda" else 4
 
 
 def _kept_states(training: "Training") -> int:
-    """Where the target is."""
-    kept = _room_for_states(training)
-    on_host = kept.host_bytes if training.parts.device.type == "cpu" else 0
-    return min(kept.device_bytes + on_host, _wanted_states(training))
+    """Bytes of target states kept in the memory of the training device."""
+    room = _room_for_states(training)
+    on_host = room.host_bytes if training.parts.device.type == "cpu" else 0
+    return min(room.device_bytes + on_host, _all_states(training))
 
 
-def _wanted_states(training: "Training") -> int:
+def _all_states(training: "Training") -> int:
+    """Bytes of the target's states on all training rows."""
     config = training.draft.config
     width = 1 if _room_for_states(training).eight_bits else _width(training)
     per_token = (config.num_aux_hidden_states + 1) * config.target_hidden_size * width
@@ -164,31 +167,34 @@ def _room_for_states(training: "Training") -> KeptStates:
 
 
 def _seconds(training: "Training", pace: Pace, trained: int, saved: int) -> dict[str, float]:
-    """What is still to do, from the newest checkpoint on."""
+    """Seconds of the remaining work, from the newest checkpoint on."""
     recipe, stream, world = training.recipe, training.stream, training.parts.world
     device = training.parts.device.type
-    begun, total = newest_step(training.directory), stream.steps
-    # packs are padded, and padding costs next to nothing
-    packs = stream.packs_per_step // world.data_size * max(0, total - begun)
+    start, total = newest_step(training.directory), stream.steps
+    # Padding is not counted: it costs next to nothing.
+    packs = stream.packs_per_step // world.data_size * max(0, total - start)
     tokens = packs * stream.tokens * (1 - stream.padding_share)
     held_out = sum(int(batch.attention_mask.sum()) for batch in training.held_out) / world.size
-    measured = times(begun, total, recipe.evaluation.every_steps) if training.held_out else set()
-    saves = times(begun, total, recipe.checkpoint.every_steps) | measured  # each may be the best
-    asked, asked_held_out = tokens, held_out * len(measured)
-    if _keeps_all(training):  # the target is asked about each row once
-        asked, asked_held_out = min(tokens, float(stream.rows.lengths.sum())), held_out
+    evaluations = times(start, total, recipe.evaluation.every_steps) if training.held_out else set()
+    # Every evaluation may find the best draft so far, which is then saved.
+    saves = times(start, total, recipe.checkpoint.every_steps) | evaluations
+    target_tokens, target_held_out = tokens, held_out * len(evaluations)
+    if _keeps_all(training):  # then the target computes each row once
+        target_tokens, target_held_out = min(tokens, float(stream.rows.lengths.sum())), held_out
     update = STEP_SECONDS[device] + 36 * trained / UPDATE_BYTES[device]
     return {
-        "steps": asked * pace.target_s + tokens * pace.step_s + max(0, total - begun) * update,
-        "evaluations": asked_held_out * pace.target_s
-        + held_out * (len(measured) * pace.replay_s + pace.picks_s),
+        "steps": target_tokens * pace.target_s
+        + tokens * pace.step_s
+        + max(0, total - start) * update,
+        "evaluations": target_held_out * pace.target_s
+        + held_out * (len(evaluations) * pace.replay_s + pace.picks_s),
         "checkpoints": len(saves - {0}) * saved / SAVE_BYTES,
     }
 
 
 def times(begun: int, total: int, every: int) -> set[int]:
-    """The steps at which something is done that is done every so many, at the end, and, if that is
-    still to come, before the first."""
+    """The remaining steps at which something happens that is due every `every` steps, at the end,
+    and before the first step."""
     if begun >= total:
         return set()
     due = {*range(begun + every - begun % every, total, every), total}
@@ -196,12 +202,13 @@ def times(begun: int, total: int, every: int) -> set[int]:
 
 
 def _keeps_all(training: "Training") -> bool:
-    kept = _room_for_states(training)
-    return 0 < _wanted_states(training) <= kept.device_bytes + kept.host_bytes
+    """Whether the states of all training rows fit into the memory reserved for them."""
+    room = _room_for_states(training)
+    return 0 < _all_states(training) <= room.device_bytes + room.host_bytes
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Most memory in use so far: allocated on the GPU, or resident in this process."""
+    """Peak memory so far: allocated on the GPU, or resident in this process."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     import resource

@@ -1,9 +1,10 @@
-"""A run predicted from its recipe alone: no weights, no data, no GPU. For machines that one does
-not have yet, and targets that fit no single GPU of them.
+"""Predicts a run from its recipe alone, without weights, data or a GPU: for machines that are not
+at hand yet, and for targets that do not fit on a single GPU.
 
-Bytes are counted from the target's config (`memory.py`). Times rest on the rate that whole steps
-reached on one H200 (`pace.py`) and on rates of links that were not measured here: an order of
-magnitude, and a way to compare recipes. Steps are those of `training.steps`: the data is not read.
+Bytes are counted from the target's config (`memory.py`). Times are based on the rate that whole
+steps reached on one H200 (`pace.py`) and on nominal link rates, which were not measured: they give
+an order of magnitude, and a way to compare recipes. The number of steps is `training.steps`: the
+data is not read.
 """
 
 from collections.abc import Callable
@@ -26,17 +27,17 @@ from fledge.train.planning.pace import RATES
 from fledge.train.planning.predict import SAVE_BYTES, STEP_SECONDS, UPDATE_BYTES, Prediction, times
 
 GPUS_OF_A_MACHINE = 8
-LINK_BYTES = (300e9, 40e9)  # a second and GPU: inside a machine (NVLink), between machines
+LINK_BYTES = (300e9, 40e9)  # per second and GPU: within a machine (NVLink), between machines
 
 
 @dataclass(frozen=True)
 class TargetShape:
-    """What a target costs, from a model without memory."""
+    """The sizes of a target, from a model on the meta device."""
 
     weights: int  # all parameters
-    active: int  # of its matrices, those that a token goes through; not the embedding
+    active: int  # parameters of the matrices that a token passes through, without the embedding
     layer: int  # parameters of a decoder layer
-    head: int  # of the head
+    head: int  # parameters of the head
     config: Any
 
     @classmethod
@@ -46,10 +47,10 @@ class TargetShape:
         with torch.device("meta"):
             model: nn.Module = AutoModelForCausalLM.from_config(config)
         text = text_config(config)
-        chosen = getattr(text, "num_experts_per_tok", None) or 1
+        active_experts = getattr(text, "num_experts_per_tok", None) or 1
         names = ("num_experts", "num_local_experts", "n_routed_experts")
         experts = next((n for n in (getattr(text, name, None) for name in names) if n), None)
-        share = chosen / experts if experts else 1.0
+        share = active_experts / experts if experts else 1.0
         sizes = {name: p.numel() for name, p in model.named_parameters()}
         matrices = {name: p.numel() for name, p in model.named_parameters() if p.ndim > 1}
         return cls(
@@ -68,22 +69,22 @@ class TargetShape:
 
     @property
     def widest(self) -> int:
-        """Numbers a token that a layer holds while it runs: states, and the MLP's."""
+        """Elements per token that a layer holds while it runs: hidden states, and the MLP's."""
         text = self.config
-        experts = getattr(text, "moe_intermediate_size", None)
-        chosen = getattr(text, "num_experts_per_tok", None) or 1
-        wide = chosen * experts if experts else text.intermediate_size
-        return 4 * int(text.hidden_size) + 3 * int(wide)
+        expert_size = getattr(text, "moe_intermediate_size", None)
+        active_experts = getattr(text, "num_experts_per_tok", None) or 1
+        mlp_size = active_experts * expert_size if expert_size else text.intermediate_size
+        return 4 * int(text.hidden_size) + 3 * int(mlp_size)
 
 
 @dataclass(frozen=True)
 class ShapePlan:
-    """A recipe on so many ranks, a GPU each."""
+    """A recipe on a number of ranks with one GPU each."""
 
     recipe: Recipe
     ranks: int
     target: TargetShape
-    draft: DraftModel  # without memory
+    draft: DraftModel  # on the meta device
     cut: Cut
 
     @classmethod
@@ -94,7 +95,7 @@ class ShapePlan:
             what = "the target runs elsewhere: --ranks is for targets beside the draft"
             raise BadInput(what, where="target.backend", fix="leave --ranks out")
         if recipe.training.steps is None:
-            what = "the data is not read, so the number of steps must be said"
+            what = "the data is not read, so the number of steps must be given"
             raise BadInput(what, where="training.steps", fix="training.steps=10000, for example")
         training = recipe.training
         for key, size in (
@@ -117,19 +118,19 @@ class ShapePlan:
         return StepMemory(self._work, tokens, training.accumulate, width=2)
 
     def target_bytes(self) -> int:
-        """A rank's share of the weights, the layers that are whole while they run, the head that
-        the loss reads, and what a pass holds."""
+        """Bytes of a rank's share of the weights, of the layers that are gathered while they run,
+        of the head that the loss reads, and of a pass."""
         target, cut, width = self.target, self.cut, self._target_width
-        held = target.weights * width / (cut.fsdp * cut.tp)
+        weight_bytes = target.weights * width / (cut.fsdp * cut.tp)
         if cut.fsdp > 1:
-            held += 2 * target.layer * width / cut.tp  # this layer, and the next on its way
+            weight_bytes += 2 * target.layer * width / cut.tp  # this layer, and the prefetched one
         if cut.fsdp * cut.tp > 1:
-            held += 2 * target.head
-        a_pass = self.recipe.packing.tokens / cut.cp * target.widest / cut.tp * 2
-        return int(held + a_pass)
+            weight_bytes += 2 * target.head
+        pass_bytes = self.recipe.packing.tokens / cut.cp * target.widest / cut.tp * 2
+        return int(weight_bytes + pass_bytes)
 
     def predict(self, *, asks: bool = True) -> Prediction:
-        """`asks`: the target's time is this draft's, too."""
+        """Predict the run; `asks`: include the target's time."""
         training = self.recipe.training
         trained, frozen = self._trained()
         kept = kept_bytes(self.draft, training)
@@ -141,18 +142,18 @@ class ShapePlan:
             draft_bytes=draft_bytes(trained, frozen, shard=training.shard, width=2, kept=kept),
             step_bytes=self.step.bytes(training.context),
             disk_bytes=(self.recipe.checkpoint.keep + 1) * saved,
-            seconds_by_part=self._seconds(saved, self._target_s if asks else _nothing),
+            seconds_by_part=self._seconds(saved, self._target_s if asks else _no_time),
             tokens=(training.steps or 0) * packs * self.recipe.packing.tokens,
         )
 
     def _trained(self) -> tuple[int, int]:
-        """Parameters of the draft that are trained, and that are not."""
+        """The numbers of trained and of frozen parameters of the draft."""
         trained = sum(p.numel() for p in self.draft.parameters() if p.requires_grad)
         return trained, sum(p.numel() for p in self.draft.parameters()) - trained
 
     @property
     def _target_width(self) -> int:
-        """Bytes of a weight."""
+        """Bytes per weight of the target."""
         dtype = getattr(self.recipe.target, "dtype", "auto")
         return {"fp8": 1, "float32": 4}.get(dtype, 2)
 
@@ -162,64 +163,64 @@ class ShapePlan:
         recipe, training = self.recipe, self.recipe.training
         total = training.steps or 0
         packs = training.micro_batch * training.accumulate
-        one = target_s() + self._pack_s(self._work.step(self._seen())) / training.context
+        pack_s = target_s() + self._pack_s(self._work.step(self._mean_keys())) / training.context
         trained, _ = self._trained()
         update = STEP_SECONDS["cuda"] + 36 * trained / training.shard / UPDATE_BYTES["cuda"]
         update += 2 * 4 * trained / self._link(self.ranks) * (self.ranks > 1)
-        measured = times(0, total, recipe.evaluation.every_steps)
-        saves = times(0, total, recipe.checkpoint.every_steps) | measured
+        evaluations = times(0, total, recipe.evaluation.every_steps)
+        saves = times(0, total, recipe.checkpoint.every_steps) | evaluations
         held_out = recipe.evaluation.rows * recipe.data.max_length / recipe.packing.tokens
-        scored = self._pack_s(self._work.scored(self._seen()))
-        evaluated = held_out / self.ranks * (target_s(alone=True) + scored)
+        score_s = self._pack_s(self._work.scored(self._mean_keys()))
+        evaluation_s = held_out / self.ranks * (target_s(alone=True) + score_s)
         return {
             "start_up": 0.0,
             "data": 0.0,
-            "steps": total * (packs * one + update),
-            "evaluations": len(measured) * evaluated,
+            "steps": total * (packs * pack_s + update),
+            "evaluations": len(evaluations) * evaluation_s,
             "checkpoints": len(saves - {0}) * saved / SAVE_BYTES,
         }
 
-    def _seen(self) -> float:
-        """Keys that a query looks at: rows as long as they may be."""
+    def _mean_keys(self) -> float:
+        """Mean number of keys per query, assuming rows of the maximum length."""
         return self.recipe.data.max_length / 2
 
     def _target_s(self, *, alone: bool = False) -> float:
-        """Seconds that a rank spends on the answer about a pack of its own. `alone`: ranks ask
-        about different packs, as in an evaluation."""
+        """Seconds that a rank spends per pack of its own on the target. `alone`: all ranks have
+        different packs, as in an evaluation."""
         target, cut, tokens = self.target, self.cut, self.recipe.packing.tokens
-        text, together = target.config, cut.tp * cut.cp
+        text, group = target.config, cut.tp * cut.cp
         context = 1 if alone else self.recipe.training.context
-        asked = max(1, together // context)  # packs that ranks of one target ask about at a time
+        packs = max(1, group // context)  # that the ranks of one target answer one after another
         width = text.num_attention_heads * text.head_dim
-        operations = 2 * target.active + 4 * width * self._seen() * text.num_hidden_layers
-        pass_s = tokens * operations / RATES["cuda"] / together
-        if cut.fsdp > 1:  # the next layer comes while this one runs
-            others = target.weights * self._target_width / cut.tp * (1 - 1 / cut.fsdp)
-            pass_s = max(pass_s, others / self._link(cut.ranks))
-        if cut.tp > 1:  # twice a layer, and nothing else to do meanwhile
-            summed = 4 * text.num_hidden_layers * tokens / cut.cp * text.hidden_size * 2
-            pass_s += summed / self._link(together)
-        return float(asked * pass_s)
+        operations = 2 * target.active + 4 * width * self._mean_keys() * text.num_hidden_layers
+        pass_s = tokens * operations / RATES["cuda"] / group
+        if cut.fsdp > 1:  # the next layer is gathered while this one runs
+            gathered = target.weights * self._target_width / cut.tp * (1 - 1 / cut.fsdp)
+            pass_s = max(pass_s, gathered / self._link(cut.ranks))
+        if cut.tp > 1:  # two all-reduces per layer, which do not overlap with computation
+            reduced = 4 * text.num_hidden_layers * tokens / cut.cp * text.hidden_size * 2
+            pass_s += reduced / self._link(group)
+        return float(packs * pass_s)
 
     @property
     def _work(self) -> Work:
         return self.recipe.method.work(self.draft, self.recipe.objective)
 
     def _pack_s(self, operations: float) -> float:
-        """Seconds for so many operations a token of a pack, on one rank."""
+        """Seconds for a pack on one rank, given the operations per token."""
         return float(self.recipe.packing.tokens * operations / RATES["cuda"])
 
     def _link(self, ranks: int) -> float:
-        """Bytes a second between so many neighboring ranks."""
+        """Bytes per second between the GPUs of a group of `ranks` neighboring ranks."""
         return LINK_BYTES[ranks > GPUS_OF_A_MACHINE]
 
 
-def _nothing(*, alone: bool = False) -> float:
+def _no_time(*, alone: bool = False) -> float:
     return 0.0
 
 
 def draft_without_memory(recipe: Recipe, config: Any) -> DraftModel:
-    """The recipe's draft, on a target of this config."""
+    """The recipe's draft for a target of this config, on the meta device."""
     vocab_size = text_config(config).vocab_size
     size = min(recipe.draft.draft_vocab_size or vocab_size, vocab_size)
     settings = recipe.method.bench_draft_settings(vocab_size, recipe.objective)

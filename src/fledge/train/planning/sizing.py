@@ -1,9 +1,9 @@
-"""How large a cluster has to be: GPUs for capture and for training, what every link carries, hours
-and cost. From a recipe alone: nothing is fetched, and no GPU is needed.
+"""Sizes a cluster for a recipe: GPUs for capture and for training, traffic on every link, hours and
+cost. Only the recipe is needed: nothing is downloaded, and no GPU is used.
 
-What targets and drafts of three sizes take was measured on one H200. Other sizes are scaled from
-these by operations a token of the parameters that are active; a plan says by how much. How workers
-and ranks then get along is simulated (`simulation.py`).
+The speed of targets and drafts of three sizes was measured on one H200. Other sizes are scaled from
+these by operations per token of the active parameters; a plan reports the factor. The interplay of
+workers and ranks is simulated (`simulation.py`).
 """
 
 import math
@@ -30,7 +30,7 @@ from fledge.train.planning.simulation import Pipeline, Simulated
 
 @dataclass(frozen=True)
 class Measured:
-    """Operations a token, and the seconds that they took."""
+    """Operations per token, and the seconds that they took."""
 
     operations: float
     seconds: float
@@ -40,8 +40,8 @@ class Measured:
         return self.operations / self.seconds
 
 
-# EAGLE-3 steps of 135M, 1B and 8B shapes (benchmarks/results/train_step.md): their targets, and
-# what a rank does besides, at 7 depths with 60 % of the tokens supervised.
+# EAGLE-3 steps of 135M, 1B and 8B shapes (benchmarks/results/train_step.md): their targets, and the
+# rest of a rank's step, at 7 depths with 60 % of the tokens supervised.
 TARGETS = (
     Measured(0.221e9, 0.015 / 16_384),
     Measured(2.080e9, 0.0593 / 16_384),
@@ -52,19 +52,19 @@ STEPS = (
     Measured(3.524e9, 0.1360 / 16_384),
     Measured(9.947e9, 0.1638 / 8192),
 )
-FP8 = 0.1189 / 0.1906  # of the 8B target's time
+FP8 = 0.1189 / 0.1906  # time of the 8B target in fp8, relative to bfloat16
 
 SAMPLES = (1_000_000, 100_000_000)
-_STEPS, _SKIPPED = 160, 40  # simulated; the first fill queues
-_GOOD_ENOUGH = 1.03  # times the best cost a token: a smaller cluster is taken instead
+_STEPS, _SKIPPED = 160, 40  # simulated steps; the first ones, in which queues fill, do not count
+_GOOD_ENOUGH = 1.03  # up to this factor of the lowest cost per token, a smaller cluster is chosen
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """A kind of GPU."""
+    """A GPU model."""
 
     gib: float
-    speed: float  # of an H200, by the data sheets' dense bfloat16
+    speed: float  # relative to an H200, by the data sheets' dense bfloat16
 
     @property
     def usable_bytes(self) -> float:
@@ -76,27 +76,27 @@ GPUS = {"h200": Gpu(140, 1.0), "h100": Gpu(80, 1.0), "a100": Gpu(80, 0.32), "b20
 
 @dataclass(frozen=True)
 class Given:
-    """What a recipe does not say."""
+    """The inputs of a sizing that a recipe does not contain."""
 
     gpu: Gpu = GPUS["h200"]
-    link_bytes: float = 3e9  # a second, into one rank
-    gpu_hour: float = 3.0  # its price
+    link_bytes: float = 3e9  # per second, into one rank
+    gpu_hour: float = 3.0  # price of a GPU hour
     sample_tokens: int = 1024
-    ranks: int = 0  # 0: as many as suit
-    target_tokens_s: float | None = None  # of one worker, if somebody has measured it
-    train_tokens_s: float | None = None  # of one rank, likewise
+    ranks: int = 0  # 0: choose the number
+    target_tokens_s: float | None = None  # of one worker; None: estimated
+    train_tokens_s: float | None = None  # of one rank; None: estimated
 
 
 def seconds_for(operations: float, measured: Sequence[Measured]) -> float:
-    """On an H200: at the rate that was measured for so many operations a token, between two sizes
-    at one between theirs, beyond them at that of the nearest."""
-    sizes = [math.log(one.operations) for one in measured]
-    rates = [math.log(one.rate) for one in measured]
+    """Seconds per token on an H200, given the operations per token. The rate is interpolated
+    between the measured sizes; beyond them it is that of the nearest."""
+    sizes = [math.log(point.operations) for point in measured]
+    rates = [math.log(point.rate) for point in measured]
     return float(operations / np.exp(np.interp(math.log(operations), sizes, rates)))
 
 
 def gpu_of(name: str, gib: float | None = None) -> Gpu:
-    """A kind of GPU by name, perhaps with another memory."""
+    """A GPU model by name, optionally with another memory size."""
     if name.lower() not in GPUS:
         raise BadInput(f"no GPU {name!r}", where="--gpu", fix=nearest(name, [*GPUS]))
     gpu = GPUS[name.lower()]
@@ -105,39 +105,39 @@ def gpu_of(name: str, gib: float | None = None) -> Gpu:
 
 @dataclass(frozen=True)
 class Load:
-    """What one batch asks of a cluster, whatever its size."""
+    """What one batch requires of a cluster, independent of the cluster's size."""
 
     model: str
     target: TargetShape
-    tokens: int  # of a batch
-    token_bytes: int  # of an answer
+    tokens: int  # per batch
+    token_bytes: int  # of an answer, per token
     worker_gpus: int
-    worker_bytes: int  # on each of them
-    rank_bytes: int  # a GPU that trains holds
-    target_s: float  # seconds a token of one worker
-    step_s: float  # ... and of one rank
-    target_scale: float | None  # operations in those of the 8B shape; None: given
+    worker_bytes: int  # on each GPU of a worker
+    rank_bytes: int  # on each GPU that trains
+    target_s: float  # seconds per token of one worker
+    step_s: float  # seconds per token of one rank
+    target_scale: float | None  # operations relative to the 8B shape; None: the speed was given
     step_scale: float | None
 
     @classmethod
     def of(cls, recipes: Sequence[Recipe], given: Given, size: str = "") -> "Load":
-        """The drafts of a recipe (their target answers once) on its own target, or on a well-known
-        one of some `size`."""
+        """The load of a recipe's drafts, for which the target answers once, on the recipe's own
+        target or on a well-known one of the given `size`."""
         recipe, (name, config) = recipes[0], _target(recipes[0], size)
         target, drafts = TargetShape.of(config), [draft_without_memory(r, config) for r in recipes]
         tokens = recipe.training.micro_batch * recipe.packing.tokens
-        seen = given.sample_tokens / 2
+        mean_keys = given.sample_tokens / 2
         width = _weight_bytes(recipe, name)
-        gpus, held = _worker(recipe, target, width, given.gpu)
-        target_s, target_scale = _target_s(target, width, gpus, seen, given)
-        step_s, step_scale = _step_s(recipes, drafts, seen, given)
+        gpus, worker_bytes = _worker(recipe, target, width, given.gpu)
+        target_s, target_scale = _target_s(target, width, gpus, mean_keys, given)
+        step_s, step_scale = _step_s(recipes, drafts, mean_keys, given)
         return cls(
             model=name,
             target=target,
             tokens=tokens,
             token_bytes=max(_token_bytes(recipe, draft) for draft in drafts),
             worker_gpus=gpus,
-            worker_bytes=held,
+            worker_bytes=worker_bytes,
             rank_bytes=sum(map(_rank_bytes, recipes, drafts)),
             target_s=target_s,
             step_s=step_s,
@@ -164,62 +164,61 @@ def _weight_bytes(recipe: Recipe, name: str) -> int:
 
 
 def _token_bytes(recipe: Recipe, draft: DraftModel) -> int:
-    """Of an answer in bfloat16: the layers that the draft listens to, and what supervises it."""
+    """Bytes per token of an answer in bfloat16: the draft's aux layers and its supervision."""
     config: Any = draft.config
-    supervision = {"probs": config.draft_vocab_size, "logits": config.vocab_size}
-    asked = getattr(recipe.target, "supervision", "hidden")
-    heard = config.num_aux_hidden_states * config.target_hidden_size
-    return int(2 * (heard + supervision.get(asked, config.target_hidden_size)))
+    sizes = {"probs": config.draft_vocab_size, "logits": config.vocab_size}
+    supervision = getattr(recipe.target, "supervision", "hidden")
+    aux_size = config.num_aux_hidden_states * config.target_hidden_size
+    return int(2 * (aux_size + sizes.get(supervision, config.target_hidden_size)))
 
 
 def _worker(recipe: Recipe, target: TargetShape, width: int, gpu: Gpu) -> tuple[int, int]:
-    """GPUs of a target worker, a power of two, and the bytes on each: weights and one pass. At
-    least as many as the recipe splits it over."""
+    """The number of GPUs of a target worker, and the bytes of weights and one pass on each: the
+    recipe's tensor-parallel size, doubled until they fit."""
     section: Any = recipe.target
     worker: dict[str, Any] = getattr(section, "worker", {})
-    split: int = worker.get("tp_size", getattr(section, "tp_size", 1))
-    a_pass = recipe.training.micro_batch * recipe.packing.tokens * target.widest * 2
-    gpus, whole = split, target.weights * width + a_pass
-    while whole / gpus > gpu.usable_bytes:
+    tp_size: int = worker.get("tp_size", getattr(section, "tp_size", 1))
+    pass_bytes = recipe.training.micro_batch * recipe.packing.tokens * target.widest * 2
+    gpus, total = tp_size, target.weights * width + pass_bytes
+    while total / gpus > gpu.usable_bytes:
         gpus *= 2
-    return gpus, int(whole / gpus)
+    return gpus, int(total / gpus)
 
 
 def _target_s(
-    target: TargetShape, width: int, gpus: int, seen: float, given: Given
+    target: TargetShape, width: int, gpus: int, mean_keys: float, given: Given
 ) -> tuple[float, float | None]:
-    """Seconds a token of a worker, and its operations in those of the 8B target."""
+    """Seconds per token of a worker, and its operations relative to the 8B target."""
     if given.target_tokens_s:
         return 1 / given.target_tokens_s, None
     text = target.config
-    operations = 2 * target.active + 4 * _attention_width(text) * seen * text.num_hidden_layers
+    operations = 2 * target.active + 4 * _attention_width(text) * mean_keys * text.num_hidden_layers
     seconds = seconds_for(operations, TARGETS) / given.gpu.speed / gpus
     seconds *= FP8 if width == 1 else 1.0
-    if (
-        gpus > 1
-    ):  # states are summed over the GPUs twice a layer, and nothing else is done meanwhile
-        summed = 4 * text.num_hidden_layers * text.hidden_size * 2
-        seconds += summed / LINK_BYTES[gpus > GPUS_OF_A_MACHINE]
+    if gpus > 1:  # two all-reduces per layer, which do not overlap with computation
+        reduced = 4 * text.num_hidden_layers * text.hidden_size * 2
+        seconds += reduced / LINK_BYTES[gpus > GPUS_OF_A_MACHINE]
     return seconds, operations / TARGETS[-1].operations
 
 
 def _attention_width(text: Any) -> float:
-    """Channels of queries; where keys and values differ (MLA), the mean of both."""
-    keys = getattr(text, "qk_head_dim", None)
-    channels = (keys + text.v_head_dim) / 2 if keys else text.head_dim
+    """Channels of all query heads; where keys and values differ in width (MLA), their mean."""
+    key_dim = getattr(text, "qk_head_dim", None)
+    channels = (key_dim + text.v_head_dim) / 2 if key_dim else text.head_dim
     return float(text.num_attention_heads * channels)
 
 
 def _step_s(
-    recipes: Sequence[Recipe], drafts: Sequence[DraftModel], seen: float, given: Given
+    recipes: Sequence[Recipe], drafts: Sequence[DraftModel], mean_keys: float, given: Given
 ) -> tuple[float, float | None]:
-    """Seconds a token of a rank, likewise; drafts from one pass take their steps in turn."""
+    """Seconds per token of a rank, and its operations relative to the 8B shape; several drafts take
+    their steps in turn."""
     if given.train_tokens_s:
         return 1 / given.train_tokens_s, None
     works = (r.method.work(d, r.objective) for r, d in zip(recipes, drafts, strict=True))
-    each = [work.step(seen) for work in works]
-    seconds = sum(seconds_for(operations, STEPS) for operations in each)
-    return seconds / given.gpu.speed, sum(each) / STEPS[-1].operations
+    by_draft = [work.step(mean_keys) for work in works]
+    seconds = sum(seconds_for(operations, STEPS) for operations in by_draft)
+    return seconds / given.gpu.speed, sum(by_draft) / STEPS[-1].operations
 
 
 def _rank_bytes(recipe: Recipe, draft: DraftModel) -> int:
@@ -235,7 +234,7 @@ def _rank_bytes(recipe: Recipe, draft: DraftModel) -> int:
 
 @dataclass(frozen=True)
 class Sizing:
-    """A cluster for a load, and how it would do."""
+    """A cluster for a load, and its simulated performance."""
 
     load: Load
     given: Given
@@ -255,7 +254,8 @@ class Sizing:
 
     @property
     def period_s(self) -> float:
-        """From step to step in the long run: stocks that were used up meanwhile are not speed."""
+        """Seconds per step in the long run. At least the bound: a simulation that uses up queued
+        answers looks faster than it can stay."""
         return max(self.run.step_s(_SKIPPED), self.run.pipeline.bound_s)
 
     @property
@@ -263,11 +263,11 @@ class Sizing:
         return self.ranks * self.load.tokens / self.period_s
 
     def hours(self, samples: int) -> float:
-        """To train on so many samples, each counted as often as it is trained on."""
+        """Hours to train on `samples` samples, each counted as often as it is trained on."""
         return samples * self.given.sample_tokens / self.tokens_s / 3600
 
     def stored_bytes(self, samples: int) -> int:
-        """What a cache of so many samples would hold."""
+        """The size of a cache of `samples` samples."""
         return samples * self.given.sample_tokens * self.load.token_bytes
 
     def to_json(self) -> dict[str, Any]:
@@ -313,23 +313,23 @@ class Sizing:
 
 
 def size_cluster(recipes: Sequence[Recipe], given: Given, size: str = "") -> Sizing:
-    """The smallest cluster whose GPUs are about as busy as can be: up to a machine of ranks, or as
-    many ranks as are given, with the workers that suit them."""
+    """The smallest cluster with about the lowest cost per token: up to one machine of ranks, or the
+    given number of ranks, with a matching number of workers."""
     load = Load.of(recipes, given, size)
-    several = (given.ranks,) if given.ranks else range(1, GPUS_OF_A_MACHINE + 1)
+    rank_counts = (given.ranks,) if given.ranks else range(1, GPUS_OF_A_MACHINE + 1)
     prefetch = getattr(recipes[0].target, "prefetch", 2)
-    one = Pipeline(
+    pipeline = Pipeline(
         target_s=load.tokens * load.target_s,
         step_s=load.tokens * load.step_s,
         carry_s=load.tokens * load.token_bytes / given.link_bytes,
     )
-    tried = []
-    for ranks in several:
-        needed = ranks * load.target_s / load.step_s  # workers that give what the ranks take
+    sizings = []
+    for ranks in rank_counts:
+        needed = ranks * load.target_s / load.step_s  # workers that keep these ranks busy
         for workers in {max(1, math.floor(needed)), math.ceil(needed)}:
-            for more in (1, 2, 4):
-                tuned = replace(one, ranks=ranks, workers=workers, prefetch=more * prefetch)
-                tried.append(Sizing(load, given, tuned.run(_STEPS)))
-    best = min(one.gpus / one.tokens_s for one in tried)
-    good = (one for one in tried if one.gpus / one.tokens_s <= _GOOD_ENOUGH * best)
-    return min(good, key=lambda one: (one.gpus, one.run.pipeline.prefetch))
+            for factor in (1, 2, 4):
+                tuned = replace(pipeline, ranks=ranks, workers=workers, prefetch=factor * prefetch)
+                sizings.append(Sizing(load, given, tuned.run(_STEPS)))
+    best = min(sizing.gpus / sizing.tokens_s for sizing in sizings)
+    good = (sizing for sizing in sizings if sizing.gpus / sizing.tokens_s <= _GOOD_ENOUGH * best)
+    return min(good, key=lambda sizing: (sizing.gpus, sizing.run.pipeline.prefetch))

@@ -1,1 +1,1 @@
-"""A draft for a target that was changed: its map refitted in closed form, then perhaps trained."""
+"""Adapts a draft to a changed target: refits its input map in closed form, then may train it."""

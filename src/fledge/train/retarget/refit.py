@@ -1,16 +1,16 @@
-"""A draft's reading moved from one target to another: what it made of the old target's states, it
-is to make of the new one's.
+"""Moves a draft from one target to another: its input map is refitted so that the new target's
+states lead to what the old target's states led to.
 
     fc' = the map nearest to fc with   fc' (new states of a token)  =  fc (its old states)
 
-in the sense of `ridge.py`, over all tokens of some rows. Every token counts alike, however large
-its state is: both sides are divided by the size of what the draft makes of the old one, for norms
-follow. Nothing else of the draft changes. So where the new states are a linear function of the old
-ones, the draft says what it said; where they are not, it says the nearest that one map can.
+in the sense of `ridge.py`, over all tokens of some rows. Every token has the same weight, whatever
+the magnitude of its state: both sides are divided by the size of the old output, because norms
+follow. Nothing else in the draft changes. So if the new states are a linear function of the old
+ones, the draft proposes exactly what it did before; otherwise one map comes as close as it can.
 
-EAGLE-1 and EAGLE-2 read their own states by the same map, deeper in a round, and those stay what
-they were: their map is fitted to both, and gains less. Tables that a draft has from its target
-(embedding, head) become the new one's.
+At deeper positions of a round, EAGLE-1 and EAGLE-2 read their own states through the same map, and
+those do not change: their map is fitted to both, and recovers less. Tables that a draft took from
+its target (embedding, head) are replaced by the new one's.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -32,19 +32,19 @@ from fledge.target.base import Eagle3TargetBackend, InputEmbedding
 from fledge.target.finite import check_answer, checked_answer
 from fledge.train.retarget.ridge import Fitted, Moments, fit_change
 
-_TINY = 1e-12  # size below which a draft makes nothing of a token
+_TINY = 1e-12  # lower limit for the size of a token's output, which is divided by
 
 
 @dataclass(frozen=True)
 class Targets:
-    """The same rows before and after."""
+    """The target before and after its change."""
 
     old: Eagle3TargetBackend
     new: Eagle3TargetBackend
 
 
 def reading_of(draft: DraftModel, where: str = "") -> Reading:
-    """How a draft reads its target, or one line that it cannot be refitted."""
+    """The map through which a draft reads its target; raises BadInput if it has no such map."""
     method = method_of(draft.config)
     reading = method.reading(draft)
     if reading is None:
@@ -62,22 +62,23 @@ def refit(
     judged: Iterable[TokenBatch],
     on_pack: Callable[[], None] = lambda: None,
 ) -> Fitted:
-    """Change the draft in place. The penalty is the one that is best on the `judged` packs; then
-    they are fitted as well."""
+    """Refit the draft in place. The penalty is the one that is best on the `judged` packs; the
+    final fit includes them as well."""
     reading = reading_of(draft)
     sums = [_moments(reading, targets, packs, on_pack) for packs in (fitted, judged)]
-    found = fit_change(sums[0], sums[1], reading.fixed_MX)
+    fit = fit_change(sums[0], sums[1], reading.fixed_MX)
     before_EX = reading.weight_EX.to(torch.float64, copy=True)
-    reading.weight_EX.copy_(before_EX + found.change_EX)
+    reading.weight_EX.copy_(before_EX + fit.change_EX)
     if reading.own_MX is not None:
-        _move_along(reading.own_MX, before_EX, reading.weight_EX.double())
-    return found
+        _adjust_own(reading.own_MX, before_EX, reading.weight_EX.double())
+    return fit
 
 
-def _move_along(own_MX: Tensor, before_EX: Tensor, after_EX: Tensor) -> None:
-    """The draft's own inputs, as near to themselves as reads like before."""
-    off_ME = own_MX.double() @ (before_EX - after_EX).t()
-    own_MX += (off_ME @ torch.linalg.pinv(after_EX).t()).to(own_MX.dtype)
+def _adjust_own(own_MX: Tensor, before_EX: Tensor, after_EX: Tensor) -> None:
+    """Change the draft's own inputs as little as possible so that the new map's output for them is
+    the old map's."""
+    error_ME = own_MX.double() @ (before_EX - after_EX).t()
+    own_MX += (error_ME @ torch.linalg.pinv(after_EX).t()).to(own_MX.dtype)
 
 
 def _moments(
@@ -86,12 +87,12 @@ def _moments(
     weight_EX = reading.weight_EX.double()
     sums = Moments.like(weight_EX)
     for old_NX, new_NX in _inputs(reading, targets, packs):
-        made_NE = old_NX @ weight_EX.t()
-        size_N1 = made_NE.square().mean(-1, keepdim=True).sqrt().clamp_min(_TINY)
-        off_NE = (old_NX - new_NX) @ weight_EX.t()
-        sums.add(new_NX / size_N1, off_NE / size_N1)
+        output_NE = old_NX @ weight_EX.t()
+        size_N1 = output_NE.square().mean(-1, keepdim=True).sqrt().clamp_min(_TINY)
+        error_NE = (old_NX - new_NX) @ weight_EX.t()
+        sums.add(new_NX / size_N1, error_NE / size_N1)
         if reading.feeds_back:
-            sums.add(old_NX / size_N1, torch.zeros_like(off_NE))
+            sums.add(old_NX / size_N1, torch.zeros_like(error_NE))
         on_pack()
     return sums
 
@@ -99,7 +100,7 @@ def _moments(
 def _inputs(
     reading: Reading, targets: Targets, packs: Iterable[TokenBatch]
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """[N, X] of every real token of a pack, from both targets, in float64."""
+    """Yield per pack the inputs [N, X] of all real tokens, from both targets, in float64."""
     device = reading.weight_EX.device
     for tokens in packs:
         real_BT = tokens.attention_mask.bool()
@@ -114,9 +115,9 @@ def _inputs(
 
 @torch.no_grad()
 def take_tables(draft: DraftModel, targets: Targets) -> list[str]:
-    """Where the draft has the old target's embedding or head, number for number, give it the new
-    one's: engines would do so. Not one in another basis, which the draft could not read: it keeps
-    its own. Block drafts have neither, and borrow both."""
+    """Replace the draft's embedding or head by the new target's if it equals the old one's exactly,
+    as engines would; return which were replaced. A table in another basis is not taken: the draft
+    could not read it. Block drafts have neither table, and borrow both."""
     if draft.embed_tokens.weight.is_meta:
         return []
     ids = draft.selected_token_ids
@@ -133,55 +134,55 @@ def take_tables(draft: DraftModel, targets: Targets) -> list[str]:
     return taken
 
 
-def _same(own: Tensor, theirs: Tensor) -> bool:
-    return own.shape == theirs.shape and torch.equal(own, theirs.to(own.device, own.dtype))
+def _same(table: Tensor, other: Tensor) -> bool:
+    return table.shape == other.shape and torch.equal(table, other.to(table.device, table.dtype))
 
 
 def _alike(old_VD: Tensor, new_VD: Tensor) -> bool:
-    """Whether one is the other, tuned or rounded: off by less than half of its size. Rows that are
-    turned into another basis are off by 1.4 times of it."""
+    """Whether the new table is the old one, tuned or rounded: their difference is less than half of
+    its norm. A rotation into another basis makes it 1.4 times the norm."""
     old, new = (table.to(old_VD.device, torch.float32) for table in (old_VD, new_VD))
     return bool((new - old).norm() < 0.5 * old.norm())
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Rounds through the same held-out rows, replayed.
+    """Acceptance in replayed rounds on the same held-out rows.
 
-    A changed target costs a draft two things. It has other states: a refit wins that back, as far
-    as one map can. And it says other things, which the draft has not learnt, and which the rows, if
-    others wrote them, do not say: training does. `with_old_states` lies between the two.
+    A changed target costs a draft acceptance in two ways. Its states differ: a refit recovers that,
+    as far as one map can. And it chooses other tokens, which the draft has not learned, and which
+    rows that others wrote do not show: training recovers that. `with_old_states` separates the two.
     """
 
     old: Acceptance  # the draft with the old target
-    before: Acceptance  # with the new one
-    with_old_states: Acceptance  # judged by the new one, having heard the old one
-    refitted: Acceptance  # the refitted draft with the new one
+    before: Acceptance  # the draft with the new target
+    with_old_states: Acceptance  # the draft reads the old target's states, the new one judges
+    refitted: Acceptance  # the refitted draft with the new target
 
 
 @torch.no_grad()
 def measure(
     targets: Targets,
-    drafts: tuple[DraftModel, DraftModel, DraftModel],  # beside the old; beside the new; refitted
+    drafts: tuple[DraftModel, DraftModel, DraftModel],  # for the old; for the new; refitted
     held_out: Iterable[TokenBatch],
     *,
     num_draft_tokens: int,
 ) -> Lengths:
     with_old, with_new, refitted = (rollouts_of(draft, num_draft_tokens) for draft in drafts)
-    found = [Acceptance.none(with_old.depths)] * 4
+    totals = [Acceptance.none(with_old.depths)] * 4
     heads = targets.old.info().head, targets.new.info().head
     ids_W = with_old.selected_token_ids
     for tokens in held_out:
         old, new = (checked_answer(target, tokens) for target in (targets.old, targets.new))
-        said, says = (
+        old_picks, new_picks = (
             target_picks(answer, tokens, head, ids_W)
             for answer, head in zip((old, new), heads, strict=True)
         )
         replayed = (
-            replay_held_out(old, tokens, with_old, said),
-            replay_held_out(new, tokens, with_new, says),
-            replay_held_out(old, tokens, with_new, says),
-            replay_held_out(new, tokens, refitted, says),
+            replay_held_out(old, tokens, with_old, old_picks),
+            replay_held_out(new, tokens, with_new, new_picks),
+            replay_held_out(old, tokens, with_new, new_picks),
+            replay_held_out(new, tokens, refitted, new_picks),
         )
-        found = [total + more for total, more in zip(found, replayed, strict=True)]
-    return Lengths(*found)
+        totals = [total + added for total, added in zip(totals, replayed, strict=True)]
+    return Lengths(*totals)
