@@ -93,8 +93,8 @@ class Encoder:
         plain = plain_text(raw)
         conversation = parse_conversation(raw) if plain is None else None
         notes = (PLAIN_TEXT,) if conversation is None else conversation.notes
-        if self._as_before and (past := [READ_SINCE[note] for note in notes if note in READ_SINCE]):
-            raise BadRow(past[0], "as when the run was begun")
+        if self._as_before and (reasons := [READ_SINCE[n] for n in notes if n in READ_SINCE]):
+            raise BadRow(reasons[0], "as when the run was begun")
         if conversation is not None:
             return masked_texts(conversation, self.template, self._mask_options)
         assert plain is not None
