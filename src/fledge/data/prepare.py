@@ -237,7 +237,7 @@ def _run(job: _Job, parts: list[sources.Part], missing: list[int], workers: int)
             yield future.result()
     except BrokenProcessPool as error:
         raise BadInput(
-            "a process that tokenised has ended (killed? out of memory?)",
+            "a process that tokenized has ended (killed? out of memory?)",
             where=str(job.directory),
             fix="the finished parts stay: run it again, with fewer workers perhaps",
         ) from error

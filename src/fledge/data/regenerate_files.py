@@ -135,11 +135,11 @@ class JobFiles:
 
     def check(self) -> None:
         """Refuse files of another job before anything is written, claims included."""
-        begun = self.is_begun
+        was_begun = self.is_begun
         try:
-            self._compare_settings() if begun else self.finished(0)
+            self._compare_settings() if was_begun else self.finished(0)
         except BadInput:
-            if self.is_begun == begun:  # else another process has just started or finished it
+            if self.is_begun == was_begun:  # else another process has just started or finished it
                 raise
 
     def begin(self) -> None:

@@ -167,7 +167,7 @@ class KnownRows:
         if not self.held_out:
             return split_rows(self.rows, held_out, drop_truncated=drop_truncated, begun=begun)
         index = np.arange(len(self.rows), dtype=np.int64)
-        train, held = np.split(index, [len(index) - self.held_out])
+        train, held_out_rows = np.split(index, [len(index) - self.held_out])
         if drop_truncated:
             train = train[~_truncated(self.rows)[train]]
-        return RowView(self.rows, train), RowView(self.rows, held)
+        return RowView(self.rows, train), RowView(self.rows, held_out_rows)

@@ -34,7 +34,7 @@ def count_supervised(
         if len(supervised) and int(supervised.max()) >= vocab_size:
             raise BadInput(
                 f"token id {int(supervised.max())} is outside the vocabulary of {vocab_size}",
-                fix="the data was tokenised with another model's tokenizer",
+                fix="the data was tokenized with another model's tokenizer",
             )
         counts_V += np.bincount(supervised, minlength=vocab_size)
     return counts_V

@@ -68,7 +68,7 @@ def _byte_level_bpe(path: Path, facts: Facts) -> Any:
     rule = _PRE_TOKENIZER.get(pre)
     if rule is None:
         raise BadInput(
-            f"its pre-tokenizer '{pre}' is not known, and guessing would tokenise text wrongly",
+            f"its pre-tokenizer '{pre}' is not known, and guessing would tokenize text wrongly",
             where=str(path),
             fix="use the model's Hugging Face directory or hub id instead",
         )

@@ -31,7 +31,7 @@ def snapshot(repo: str, *, revision: str | None = None, weights: bool = True) ->
                 repo, revision=revision, allow_patterns=patterns, local_files_only=True
             )
     except errors.GatedRepoError as error:
-        fix = "accept its licence on the hub, then log in with 'hf auth login' or set HF_TOKEN"
+        fix = "accept its license on the hub, then log in with 'hf auth login' or set HF_TOKEN"
         raise BadInput(f"'{name}' is gated", where="model", fix=fix) from error
     except errors.RevisionNotFoundError as error:
         fix = "check the part after the @"

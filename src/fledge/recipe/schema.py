@@ -141,12 +141,12 @@ class Recipe(Section):
 
     def differences(self, other: "Recipe") -> list[str]:
         """`section.key: self -> other` for every field in which two recipes differ."""
-        ours, theirs = self.model_dump(), other.model_dump()
+        old, new = self.model_dump(), other.model_dump()
         return [
-            f"{section}.{key}: {ours[section].get(key)!r} -> {theirs[section].get(key)!r}"
-            for section in ours
-            for key in {**ours[section], **theirs[section]}
-            if ours[section].get(key) != theirs[section].get(key)
+            f"{section}.{key}: {old[section].get(key)!r} -> {new[section].get(key)!r}"
+            for section in old
+            for key in {**old[section], **new[section]}
+            if old[section].get(key) != new[section].get(key)
         ]
 
 

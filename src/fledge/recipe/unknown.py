@@ -28,11 +28,11 @@ def unknown_key(
 ) -> BadInput:
     shape = shapes[section]
     owners = [name for name in shape.kinds if key in shape.fields(name)]
-    known = shape.fields(kind)
+    fields = shape.fields(kind)
     places = _places_of(key, shapes)
     # a match in the section itself, with its current kind, is preferred
-    in_section = [place for place in places if place.removeprefix(f"{section}.") in known]
-    fix = _did_you_mean(in_section or places) if places else nearest(key, list(known))
+    in_section = [place for place in places if place.removeprefix(f"{section}.") in fields]
+    fix = _did_you_mean(in_section or places) if places else nearest(key, list(fields))
     if owners:
         tag = f"{section}.{shape.tag}"
         fix = f"it belongs to {tag}={owners[0]}, but {tag} is {kind}"
