@@ -65,7 +65,7 @@ def test_a_claim_that_is_not_touched_is_taken_over_by_one(tmp_path):
         assert dead.take("x")
         time.sleep(2 * QUICK["stale_s"])
         assert not a.take("x")  # it is alive, and touches its claim
-        dead._over.set()
+        dead._stopped.set()
         dead._thread.join()
         time.sleep(1.5 * QUICK["stale_s"])
         assert not b.take("x")  # more patient

@@ -45,7 +45,7 @@ def until(true, seconds=10.0):
 
 def test_a_rank_that_falls_silent_is_named_by_all_others(three):
     ranks, ended = three
-    ranks[1]._over.set()  # its thread ends without a word, as with its process
+    ranks[1]._stopped.set()  # its thread ends without a word, as with its process
     until(lambda: len(ended) == 2)
     assert set(ended) == {0, 2}
     for told in ended.values():
@@ -76,7 +76,7 @@ def test_a_store_that_is_gone_ends_the_rank(three, monkeypatch):
     def gone(_):
         raise RuntimeError("Connection reset by peer")
 
-    monkeypatch.setattr(ranks[1], "_say", gone)
+    monkeypatch.setattr(ranks[1], "_publish", gone)
     until(lambda: 1 in ended)
     assert "rank 0 or its torchrun is gone" in ended[1]
     monkeypatch.undo()
@@ -85,7 +85,7 @@ def test_a_store_that_is_gone_ends_the_rank(three, monkeypatch):
 def test_a_failed_collective_names_the_rank_that_died(three, monkeypatch):
     ranks, _ = three
     monkeypatch.setattr(heartbeat, "_current", ranks[0])
-    ranks[2]._over.set()
+    ranks[2]._stopped.set()
     named = r"rank 2 .* is gone.*; the same command continues the run"
     with pytest.raises(RankLost, match=named), ending_together(nullcontext):
         raise RuntimeError("Connection closed by peer [127.0.0.1]:4711")

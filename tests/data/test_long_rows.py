@@ -15,7 +15,7 @@ from fledge.data import mask, sources
 from fledge.data.drops import BadRow
 from fledge.data.mask import MaskedText
 from fledge.data.template import shared_prefix
-from fledge.data.tokenise import Encoder, TokeniseOptions, _masked, tokenise_part
+from fledge.data.tokenise import Encoder, TokeniseOptions, _mask_tokens, tokenise_part
 
 pytestmark = pytest.mark.slow
 
@@ -28,7 +28,7 @@ def chat(*turns):
 def whole(encoder, text, place):
     """The definition: all of a text is tokenised, and then cut or dropped."""
     encoding = encoder._backend.encode(text.text, add_special_tokens=False)
-    return encoder.fit(_masked(text, place, encoding))
+    return encoder.fit(_mask_tokens(text, place, encoding))
 
 
 def outcome(make):
@@ -85,7 +85,7 @@ def test_only_a_beginning_is_tokenised(limited):
     [text] = encoder.texts(chat(*["Say it again, please."] * 400))
     [row] = encoder.encode([text], ["x"])
     assert 100 < len(row.input_ids) < 1000
-    assert len(_masked(text, "x", encoder._backend.encode(text.text)).input_ids) > 3000
+    assert len(_mask_tokens(text, "x", encoder._backend.encode(text.text)).input_ids) > 3000
 
 
 ADDED = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
@@ -114,7 +114,7 @@ def test_the_mask_is_every_token_within_any_span(spans, ends):
 
     offsets = list(zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True))
     encoding = SimpleNamespace(ids=ends, offsets=offsets)
-    row = _masked(MaskedText("", tuple(map(tuple, spans))), "x", encoding)
+    row = _mask_tokens(MaskedText("", tuple(map(tuple, spans))), "x", encoding)
     inside = [any(s <= a and b <= e for s, e in spans) for a, b in offsets]
     assert row.loss_mask.tolist() == inside
 

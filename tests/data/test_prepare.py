@@ -265,7 +265,7 @@ def test_a_script_that_its_workers_would_run_again_is_told(smollm2, tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
     assert f"{script}: worker processes import the script that starts them" in done.stderr
-    assert "a process that tokenised has ended" in done.stderr.splitlines()[-1]
+    assert "a process that tokenized has ended" in done.stderr.splitlines()[-1]
 
 
 def test_a_part_that_vanishes_is_named(prepare, tmp_path):

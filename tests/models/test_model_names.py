@@ -79,7 +79,7 @@ def bare(kind: type[Exception]) -> Exception:
 @pytest.mark.parametrize(
     ("error", "says"),
     [
-        (bare(errors.GatedRepoError), "'org/name@v1' is gated; accept its licence"),
+        (bare(errors.GatedRepoError), "'org/name@v1' is gated; accept its license"),
         (bare(errors.RevisionNotFoundError), "'org/name' has no revision 'v1'"),
         (bare(errors.RepositoryNotFoundError), "no 'org/name' on the hub"),
         (errors.LocalEntryNotFoundError("x"), "is not on the disk, and the hub cannot be reached"),

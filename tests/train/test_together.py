@@ -325,7 +325,7 @@ def test_overrides_of_all_and_of_one(drafts, tmp_path):
         with pytest.raises(BadInput, match=complaint):
             drafts(tmp_path, ("chain", "small"), [word])
     for name in ("../chain", "-", "a b"):
-        with pytest.raises(BadInput, match="is no name of a draft"):
+        with pytest.raises(BadInput, match="is not a valid name for a draft"):
             drafts(tmp_path, (f"'{name}'",), **{f"'{name}'": "{}"})
 
 

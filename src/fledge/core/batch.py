@@ -1,6 +1,6 @@
 """A target's answer about one batch of rows: the contract between every backend and every trainer.
 
-Not here: who computes it (`hf`, `runner`), or how supervision is derived from states (`head`).
+Elsewhere: how it is computed (`hf`, `runner`) and how supervision is derived from states (`head`).
 
 One row of six tokens, `x0 x1` the prompt and `x2 .. x5` the answer (loss mask 0 0 1 1 1 1). The
 target ran once over the row; `a_t` are its aux states and `h_t` its last hidden state at token t,
@@ -15,7 +15,7 @@ by one with a zero tail, and everything else unshifted:
     last_hidden_states   h1   h2   h3   h4   h5   0      shifted (logits and target_probs alike)
 
 So slot t at step k of a rollout reads token x[t+1+k], carries a_t (k = 0) or the draft's own state,
-and is asked for p(. | x<=t+1+k); it is supervised iff the loss mask of x[t+1+k] is set:
+and predicts p(. | x<=t+1+k); it is supervised iff the loss mask of x[t+1+k] is set:
 
     slot t    step 0                      step 1                      step 2
     0         reads x1, prompt: no loss   reads x2, says p(.|x<=2)    reads x3, says p(.|x<=3)
@@ -25,8 +25,9 @@ and is asked for p(. | x<=t+1+k); it is supervised iff the loss mask of x[t+1+k]
     4         reads x5, says p(.|x<=5)    past the row: no loss       past the row: no loss
     5         past the row: no loss       past the row: no loss       past the row: no loss
 
-The mask is keyed on the token that is *read*: x2, the first answer token, is never asked for, and
-what comes after x5 is. Values at padding slots mean nothing and are never charged.
+The mask is keyed on the token that is *read*: x2, the first answer token, is never a prediction
+target, whereas the token after x5 is. Values at padding slots are meaningless and never enter the
+loss.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -54,9 +55,9 @@ SUPERVISIONS: tuple[Supervision, ...] = ("logits", "probs", "hidden")
 class Eagle3TargetBatch:
     """The target's answer about B rows of T tokens, with exactly one supervision encoding.
 
-    Construction checks shapes and dtypes, and names the field that is wrong. Values are checked
-    only where looking costs nothing: `seq_lens` on the CPU must sum to the width. Packing may come
-    without `doc_remaining`, which follows from the rest.
+    The constructor checks shapes and dtypes, and its error names the offending field. Values are
+    checked only where this needs no synchronization: `seq_lens` on the CPU must sum to the width.
+    In packed batches `doc_remaining` may be omitted: it is derived from the other fields.
     """
 
     aux_hidden_states: Tensor  # [B, T, A * D], the outputs of A decoder layers, unshifted
@@ -65,7 +66,7 @@ class Eagle3TargetBatch:
     loss_mask: Tensor  # [B, T], shifted
     logits: Tensor | None = None  # [B, T, V], shifted
     target_probs: Tensor | None = None  # [B, T, W] over the draft vocabulary, shifted
-    position_mask: Tensor | None = None  # [B, T, 1], supervised and the draft can say the top token
+    position_mask: Tensor | None = None  # [B, T, 1], supervised, top token in draft vocabulary
     position_ids: Tensor | None = None  # [B, T], restart at 0 with each document, unshifted
     seq_lens: Tensor | None = None  # [B, max_docs], 0-padded; every row sums to T
     doc_remaining: Tensor | None = None  # [B, T], real tokens after the slot in its document
@@ -105,11 +106,11 @@ class Eagle3TargetBatch:
         shifted: bool = False,
         **supervision: Tensor | None,
     ) -> "Eagle3TargetBatch":
-        """The answer about `rows`, where the states lie: the one place where a batch is shifted.
+        """Build the answer about `rows` on the states' device; only here is a batch shifted.
 
-        Supervision is given as the target computes it, slot t about token t, and moves left here
-        together with ids and loss mask; `shifted` says that it has moved already, as what was kept
-        or sent has.
+        Supervision is passed as the target computes it (slot t describes token t) and is shifted
+        left here together with ids and loss mask. `shifted` means that it already is, as in cached
+        or received answers.
         """
         rows = rows.to(aux_hidden_states.device)
         if not shifted:
@@ -138,7 +139,7 @@ class Eagle3TargetBatch:
 
     @property
     def supervision(self) -> Supervision:
-        """Which encoding this batch carries."""
+        """The encoding that this batch carries."""
         if self.logits is not None:
             return "logits"
         return "probs" if self.target_probs is not None else "hidden"
@@ -183,15 +184,15 @@ class Eagle3TargetBatch:
         return self._map(lambda tensor: tensor[index])
 
     def pin_memory(self) -> "Eagle3TargetBatch":
-        """In page-locked memory, from which `to(device, non_blocking=True)` overlaps with work."""
+        """A copy in pinned memory, so that `to(device, non_blocking=True)` is asynchronous."""
         return self._map(lambda tensor: tensor.pin_memory())
 
-    def _map(self, change: Callable[[Tensor], Tensor]) -> "Eagle3TargetBatch":
-        return replace(self, **{name: change(tensor) for name, tensor in self.tensors()})
+    def _map(self, transform: Callable[[Tensor], Tensor]) -> "Eagle3TargetBatch":
+        return replace(self, **{name: transform(tensor) for name, tensor in self.tensors()})
 
     @torch.no_grad()
     def with_logits(self, head: TargetHead, *, chunk_rows: int = 1024) -> "Eagle3TargetBatch":
-        """The same batch as full-vocabulary logits; from last hidden states only."""
+        """The same batch with full-vocabulary logits, computed from last hidden states."""
         if self.logits is not None:
             return self
         if self.last_hidden_states is None:
@@ -207,7 +208,7 @@ class Eagle3TargetBatch:
             rows = slice(begin, begin + chunk_rows)
             logits_NV[rows] = head.logits(hidden_ND[rows])
         logits_BTV = logits_NV.view(*self.input_ids.shape, -1)
-        logits_BTV[:, -1] = 0.0  # the shift's tail is zero in every encoding, a head's bias is not
+        logits_BTV[:, -1] = 0.0  # zero in every encoding, even where the head has a bias
         return replace(self, logits=logits_BTV, last_hidden_states=None)
 
     @torch.no_grad()
@@ -219,19 +220,19 @@ class Eagle3TargetBatch:
         *,
         chunk_rows: int = 1024,
     ) -> "Eagle3TargetBatch":
-        """The same batch as draft-vocabulary probabilities and `position_mask`.
+        """The same batch with draft-vocabulary probabilities and `position_mask`.
 
-        Only supervised rows are computed (the others stay 0, and nothing reads them), `chunk_rows`
-        at a time. `head` may be None when the batch carries logits.
+        Only supervised positions are computed, `chunk_rows` at a time; the others stay 0 and are
+        never read. `head` may be None when the batch carries logits.
         """
         if self.target_probs is not None:
             raise ValueError("target_probs is already there, made for one draft vocabulary")
         supervised_BT = self.loss_mask.bool()
         vocabulary = (selected_token_ids, selected_token_mask)
         if self.logits is not None:
-            probs_NW, sayable_N = target_distribution(self.logits[supervised_BT], *vocabulary)
+            probs_NW, covered_N = target_distribution(self.logits[supervised_BT], *vocabulary)
         elif head is not None and self.last_hidden_states is not None:
-            probs_NW, sayable_N = target_distribution_from_hidden(
+            probs_NW, covered_N = target_distribution_from_hidden(
                 self.last_hidden_states[supervised_BT], head, *vocabulary, chunk_rows=chunk_rows
             )
         else:
@@ -240,7 +241,7 @@ class Eagle3TargetBatch:
         probs_BTW = probs_NW.new_zeros((*rows_BT, len(selected_token_ids)))
         probs_BTW[supervised_BT] = probs_NW
         position_BT1 = torch.zeros((*rows_BT, 1), dtype=torch.bool, device=probs_BTW.device)
-        position_BT1[supervised_BT] = sayable_N[:, None]
+        position_BT1[supervised_BT] = covered_N[:, None]
         return replace(
             self, logits=None, last_hidden_states=None,
             target_probs=probs_BTW, position_mask=position_BT1,

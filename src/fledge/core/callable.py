@@ -1,9 +1,9 @@
-"""Packages that are called: `fledge.train(recipe)` is a function, `fledge.train` is a room.
+"""Callable packages: `fledge.train(recipe)` is a function call, `fledge.train` is a package.
 
-`import fledge.train.fit`, anywhere, makes the attribute `train` of fledge the package, whatever it
-was before. So there is one object for both: the package itself, which passes a call on to the
-function. The function's module is imported at the first call; until then the package is as light as
-an empty one. Type checkers see the functions (`fledge/__init__.py` declares them).
+`import fledge.train.fit`, anywhere, sets the attribute `train` of fledge to the package, whatever
+it was before. So one object serves as both: the package itself, which forwards calls to the
+function. The function's module is imported at the first call; until then the package costs no more
+than an empty one. Type checkers see the functions (`fledge/__init__.py` declares them).
 """
 
 import sys
@@ -15,7 +15,7 @@ from typing import Any
 
 
 class _CallablePackage(ModuleType):
-    _called: str  # module:name
+    _target: str  # the function to call, as module:name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._function()(*args, **kwargs)
@@ -25,13 +25,13 @@ class _CallablePackage(ModuleType):
         return signature(self._function())
 
     def _function(self) -> Callable[..., Any]:
-        module, _, name = self._called.partition(":")
+        module, _, name = self._target.partition(":")
         function: Callable[..., Any] = getattr(import_module(module), name)
         return function
 
 
 def make_callable(package: str, function: str) -> None:
-    """Let a call of `package` call `function`, which is written `module:name`."""
+    """Make calls of `package` call `function`, given as `module:name`."""
     module = sys.modules[package]
     module.__class__ = _CallablePackage
-    vars(module)["_called"] = function
+    vars(module)["_target"] = function

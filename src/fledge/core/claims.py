@@ -1,17 +1,17 @@
 """Work that any number of processes share, on any machines that see the same directory.
 
-    .claims/.beat.X    a process, which touches its files every few seconds
-    .claims/00012.0    made by one process alone, gone when the work is done
-    .claims/00012.1    the first was not touched for too long: taken over, by one process alone
+    .claims/.beat.X    one per process, which touches its files every few seconds
+    .claims/00012.0    a claim, created by exactly one process, removed when the work is done
+    .claims/00012.1    the first claim went stale and was taken over, again by exactly one process
 
-Making a file that must not exist yet is atomic on every file system; locks and renames over a
-network are not always. So a claim is a file, and to take one over is to make the next file: nobody
-can take away what somebody has just taken. A process that only slept may still finish what was
-taken from it. Results are written whole and come out the same whoever writes them, so this costs
-time and nothing else.
+Exclusive creation of a file is atomic on every file system; locks and renames over a network are
+not always. So a claim is a file, and taking one over means creating the next file: a claim that was
+just taken cannot be taken away. A process that was merely suspended may still finish work that
+another has taken over. Results are written atomically and do not depend on who writes them, so this
+costs time and nothing else.
 
-Ages are differences between times of one file system: machines whose clocks differ agree on them.
-A process that was killed on this machine is known to be dead at once.
+Ages are differences between timestamps of one file system, so machines whose clocks differ agree on
+them. A process that was killed on this machine is recognized as dead at once.
 """
 
 import contextlib
@@ -25,50 +25,52 @@ from pathlib import Path
 from fledge.core.files import removed
 
 BEAT_S = 5.0  # how often a claim is touched
-STALE_S = 60.0  # not touched for so long: its process is dead
-POLL_S = 0.5  # how often a process without work looks at what the others do
+STALE_S = 60.0  # a claim not touched for this long belongs to a dead process
+POLL_S = 0.5  # how often a process without work checks on the others
 
 
 class Claims:
-    """The claims of this process in a directory of claims; all are given up at the end.
+    """The claims of this process in a directory of claims; all are released on exit.
 
-    The directory lies in the place of work. Whoever leaves last removes it, and from that place the
-    temporary files of processes that were killed."""
+    The directory is inside the output directory. The last process to leave removes it, and removes
+    from the output directory the temporary files of processes that were killed.
+    """
 
     def __init__(self, directory: Path, *, beat_s: float = BEAT_S, stale_s: float = STALE_S):
         self._directory, self._beat_s, self._stale_s = directory, beat_s, stale_s
         self._clock = directory / f".beat.{uuid.uuid4().hex}"
         self._held: dict[str, Path] = {}
-        self._lock = threading.Lock()  # of what is held: the thread below touches it
-        self._over = threading.Event()
+        self._lock = threading.Lock()  # guards _held, which the thread below reads
+        self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._beat, daemon=True, name="fledge-claims")
 
     def __enter__(self) -> "Claims":
-        # renamed, for a process that is killed in between would leave a file that is nobody's
-        begun = self._directory.parent / f"{self._clock.name}.tmp"
+        # Written elsewhere and renamed: a process killed in between must not leave a clock file
+        # without an owner.
+        temporary = self._directory.parent / f"{self._clock.name}.tmp"
         while not self._clock.exists():
-            with contextlib.suppress(FileNotFoundError):  # the last one has just left
+            with contextlib.suppress(FileNotFoundError):  # the last process has just left
                 self._directory.mkdir(parents=True, exist_ok=True)
-                begun.write_text(_owner())
-                begun.replace(self._clock)
+                temporary.write_text(_owner())
+                temporary.replace(self._clock)
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._over.set()
+        self._stopped.set()
         self._thread.join()
         for name in list(self._held):
             self.release(name)
         _unlink(path for path in list(self._directory.glob("*.*")) if self._is_stale(path))
-        left = self._temporary()  # what is there before nobody is at work is nobody's then
+        leftovers = self._temporary_files()  # before we leave: what comes later is not a leftover
         self._clock.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # not the last one
+        with contextlib.suppress(OSError):  # another process is still at work
             self._directory.rmdir()
-            _unlink(left)
+            _unlink(leftovers)
 
     def take(self, name: str) -> bool:
-        """Claim a piece of work; False: somebody is at it."""
-        taken = self._generations(name)
+        """Claim a piece of work. Returns False if another process is working on it."""
+        taken = self._claims_of(name)
         if taken and not self._is_stale(taken[-1]):
             return False
         number = int(taken[-1].suffix[1:]) + 1 if taken else 0
@@ -80,8 +82,8 @@ class Claims:
             return False
         except FileNotFoundError:
             raise removed(self._directory.parent) from None
-        # what we looked at may have been given back since, and taken anew under a lower number
-        if not all(self._is_stale(other) for other in self._generations(name) if other != path):
+        # the claim seen above may have been released since, and taken again under a lower number
+        if not all(self._is_stale(other) for other in self._claims_of(name) if other != path):
             path.unlink(missing_ok=True)
             return False
         with self._lock:
@@ -89,16 +91,16 @@ class Claims:
         return True
 
     def release(self, name: str) -> None:
-        """Give a piece of work back, finished or not, with what was left by those before."""
+        """Release a piece of work, finished or not, and remove the stale claims before ours."""
         with self._lock:
             path = self._held.pop(name)
-        for older in self._generations(name):
+        for older in self._claims_of(name):
             if int(older.suffix[1:]) <= int(path.suffix[1:]):
                 older.unlink(missing_ok=True)
 
     @contextlib.contextmanager
     def alone(self, name: str) -> Iterator[None]:
-        """One process after the other."""
+        """Run the body in one process at a time."""
         while not self.take(name):
             time.sleep(POLL_S / 10)
         try:
@@ -113,10 +115,10 @@ class Claims:
         *,
         waiting: Callable[[int], None] = lambda _: None,
     ) -> Iterator[str]:
-        """The pieces that fall to this process, one by one, until all are done or in its own hands.
+        """Yield the pieces that this process claims, until all are done or claimed by it.
 
-        What is yielded counts as this process's until `is_done` says that it is there. `waiting`
-        is called with their number while only pieces of others are left.
+        A yielded piece stays claimed until `is_done` is true for it. While only pieces of other
+        processes are left, `waiting` is called with their number.
         """
         left = dict.fromkeys(names)
         while left:
@@ -126,59 +128,64 @@ class Claims:
                 time.sleep(POLL_S)
 
     def free(self, left: dict[str, None], is_done: Callable[[str], bool]) -> Iterator[str]:
-        """One look at every piece that is left: what nobody has is claimed and yielded. Of `left`
-        the pieces remain that others have; for workers that must not wait while they have work."""
+        """Claim and yield every unclaimed piece of `left`, in one pass and without waiting.
+
+        Afterwards `left` holds the pieces of other processes. For workers that have other work to
+        do meanwhile.
+        """
         for name in list(left):
             self._release_done(is_done)
             if is_done(name):
                 del left[name]
             elif self.take(name):
                 del left[name]
-                if is_done(name):  # meanwhile, by whoever had it before
+                if is_done(name):  # finished just now by its previous owner
                     self.release(name)
                 else:
                     yield name
         self._release_done(is_done)
 
     def has_company(self) -> bool:
-        """Whether another process works here, too."""
+        """Whether another process is at work here."""
         clocks = self._directory.glob(".beat.*")
         return any(path != self._clock and not self._is_stale(path) for path in clocks)
 
     def remove_temporary_files(self) -> None:
-        """Those of processes that were killed, unless others are at work: whoever made one before
-        we looked is seen when we look for company."""
-        left = self._temporary()
-        if not self.has_company():
-            _unlink(left)
+        """Remove the temporary files of killed processes, unless other processes are at work.
 
-    def _temporary(self) -> list[Path]:
+        Files are listed first: a process that had made one by then is seen by `has_company`.
+        """
+        leftovers = self._temporary_files()
+        if not self.has_company():
+            _unlink(leftovers)
+
+    def _temporary_files(self) -> list[Path]:
         return list(self._directory.parent.rglob(".*.tmp"))
 
     def _release_done(self, is_done: Callable[[str], bool]) -> None:
         for name in [name for name in self._held if is_done(name)]:
             self.release(name)
 
-    def _generations(self, name: str) -> list[Path]:
-        """The claims of a piece of work, the one that counts last."""
-        found = self._directory.glob(f"{name}.*")
-        return sorted((p for p in found if p.suffix[1:].isdigit()), key=lambda p: int(p.suffix[1:]))
+    def _claims_of(self, name: str) -> list[Path]:
+        """The claims on a piece of work, oldest first; the last one is the valid one."""
+        paths = self._directory.glob(f"{name}.*")
+        return sorted((p for p in paths if p.suffix[1:].isdigit()), key=lambda p: int(p.suffix[1:]))
 
     def _is_stale(self, path: Path) -> bool:
-        """A claim that is gone was given back: nobody's."""
+        """Whether a claim's process is dead; a claim that no longer exists counts as stale, too."""
         try:
-            os.utime(self._clock)  # without a time: the file system's own
+            os.utime(self._clock)  # sets the file system's current time
             age = self._clock.stat().st_mtime - path.stat().st_mtime
             return age > self._stale_s or _is_dead(path.read_text())
         except FileNotFoundError:
             return not path.exists()
 
     def _beat(self) -> None:
-        while not self._over.wait(self._beat_s):
+        while not self._stopped.wait(self._beat_s):
             with self._lock:
                 paths = [self._clock, *self._held.values()]
             for path in paths:
-                with contextlib.suppress(OSError):  # removed by hand: the work goes on
+                with contextlib.suppress(OSError):  # the user removed it: carry on
                     os.utime(path)
 
 
@@ -192,16 +199,16 @@ def _owner() -> str:
 
 
 def _machine() -> str:
-    """Where a process number means something: this start of this machine, this container."""
+    """Identifies where a process id is valid: this boot of this machine, this container."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:  # not Linux: nothing is known, time will tell
+    except OSError:  # not Linux: rely on the age of the claim
         return ""
 
 
 def _is_dead(owner: str) -> bool:
-    """Whether a claim's process was one of this machine and is no more."""
+    """Whether a claim's process ran on this machine and has ended."""
     number, _, machine = owner.partition(" ")
     if not machine or machine != _machine():
         return False
@@ -209,6 +216,6 @@ def _is_dead(owner: str) -> bool:
         os.kill(int(number), 0)
     except ProcessLookupError:
         return True
-    except PermissionError:  # somebody else's, and alive
+    except PermissionError:  # alive, and another user's
         return False
     return False

@@ -1,16 +1,16 @@
-"""Several processes (torchrun): ranks, and sums over all of them. One process is the plain case.
+"""Several processes (torchrun): ranks, and sums over all of them. A single process works, too.
 
 Ranks form a mesh, `replicate x shard x context`, the last index running fastest:
 
     context     ranks that share their rows and take a slice of each (long rows)
-    shard       ranks that share the draft's weights and moments (FSDP2)
+    shard       ranks that share the draft's weights and optimizer moments (FSDP2)
     replicate   whole copies of that
 
-Ranks that differ in `context` alone read the same rows, all others different ones: `data_rank`.
+Ranks that differ only in `context` read the same rows; all others read different ones: `data_rank`.
 
-Gradients are summed by hand after the last backward of a step instead of through DDP: the loss is
-already divided by the count over all ranks, so a sum is exact, and ranks may hold different numbers
-of micro-batches.
+Gradients are summed explicitly after the last backward pass of a step instead of through DDP: the
+loss is already divided by the count over all ranks, so a sum is exact, and ranks may have different
+numbers of micro-batches.
 """
 
 import os
@@ -34,7 +34,7 @@ MESH = ("replicate", "shard", "context")
 
 @dataclass(frozen=True)
 class World:
-    """This process among the others."""
+    """This process's place among all ranks."""
 
     rank: int = 0
     size: int = 1
@@ -49,7 +49,7 @@ class World:
 
     @property
     def data_rank(self) -> int:
-        """Which share of the rows this rank reads, of `data_size`."""
+        """Index of this rank's share of the rows, of `data_size`."""
         return self.rank // self.context
 
     @property
@@ -58,7 +58,7 @@ class World:
 
     @property
     def context_rank(self) -> int:
-        """Which slice of its rows this rank takes, of `context`."""
+        """Index of this rank's slice of each row, of `context`."""
         return self.rank % self.context
 
     def sum_(self, tensor: Tensor) -> Tensor:
@@ -68,7 +68,7 @@ class World:
         return tensor
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Sum the gradients over all ranks; a rank that had nothing to do adds zeros."""
+        """Sum the gradients over all ranks; a parameter without a gradient counts as zeros."""
         if self.size == 1:
             return
         pending = []
@@ -80,7 +80,7 @@ class World:
             work.wait()
 
     def copy_from_main(self, module: nn.Module) -> None:
-        """Give every rank the main rank's weights."""
+        """Copy the main rank's weights and buffers to every rank."""
         if self.size > 1:
             for tensor in (*module.parameters(), *module.buffers()):
                 dist.broadcast(tensor.data, src=0)
@@ -89,9 +89,9 @@ class World:
         """The main rank's value, on every rank."""
         if self.size == 1:
             return value
-        held: list[T] = [value]
-        dist.broadcast_object_list(held, src=0)
-        return held[0]
+        objects: list[T] = [value]
+        dist.broadcast_object_list(objects, src=0)
+        return objects[0]
 
     def barrier(self) -> None:
         if self.size > 1:
@@ -99,7 +99,7 @@ class World:
 
 
 def pick_device(name: str) -> torch.device:
-    """`auto` is this process's GPU when there is one, else the CPU."""
+    """The named device; `auto` is this process's GPU if there is one, else the CPU."""
     local = int(os.environ.get("LOCAL_RANK", "0"))
     if name == "auto":
         name = f"cuda:{local}" if torch.cuda.is_available() else "cpu"
@@ -112,9 +112,9 @@ def pick_device(name: str) -> torch.device:
 def join_world(
     device: torch.device, *, shard: int = 1, context: int = 1, watched: bool = False
 ) -> World:
-    """Join the other processes that torchrun started, if any. Call it after the data is ready.
+    """Join the other processes that torchrun started, if any. Call it once the data is ready.
 
-    `watched`: end this process, too, when another one is gone (`heartbeat.py`).
+    `watched` ends this process, too, when another one has died (`heartbeat.py`).
     """
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size % (shard * context):
@@ -136,5 +136,5 @@ def join_world(
 def leave_world(world: World) -> None:
     if world.size > 1 and dist.is_initialized():
         stop_heartbeat()
-        dist.barrier()  # the store that everybody's beats go to may be in the first who leaves
+        dist.barrier()  # the first rank to leave may host the store that the heartbeats go to
         dist.destroy_process_group()

@@ -1,17 +1,17 @@
-"""How fledge refuses: one exception whose text is the one line that a user reads.
+"""How fledge refuses input: one exception whose message is the one line that a user reads.
 
 Failures of the machine (full disks, bad paths, lack of memory) are turned into such a line here.
 
-Not for our own broken invariants: those are asserts.
+Not for broken invariants of our own: those are asserts.
 """
 
 import errno
 
-LONGEST_LINE = 400  # of another library's message inside ours
+LONGEST_LINE = 400  # characters quoted from another library's message
 
 
 class BadInput(ValueError):  # noqa: N818  (it is a verdict on input, and reads as one)
-    """Bad input: what is wrong, where, and what to do about it, in one line.
+    """Bad input: what is wrong, where, and how to fix it, in one line.
 
     The command line prints the line and exits with code 2; library users catch a `ValueError`.
     """
@@ -24,12 +24,12 @@ class BadInput(ValueError):  # noqa: N818  (it is a verdict on input, and reads 
 
 
 class MissingPackage(BadInput, ImportError):  # noqa: N818  (a verdict too)
-    """An optional package is not installed: bad input on the command line, and the
-    `ImportError` with which library users guard optional parts."""
+    """An optional package is not installed: bad input on the command line, and an `ImportError`
+    for library users, who guard optional imports with it."""
 
 
 class UntrustedCode(BadInput):
-    """A model brings Python code of its own, and nobody has said that it may run."""
+    """A model comes with its own Python code, and the user has not allowed it to run."""
 
     @classmethod
     def of(cls, name: str) -> "UntrustedCode":
@@ -59,7 +59,7 @@ _ADVICE = {
 
 
 def explain(error: BaseException) -> tuple[str, int] | None:
-    """The line and the exit code of a failure that is not a bug; None: show the traceback."""
+    """The message and exit code of a failure that is not a bug, or None to show the traceback."""
     if isinstance(error, BadInput):
         return str(error), 2
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
@@ -80,10 +80,10 @@ def explain(error: BaseException) -> tuple[str, int] | None:
 
 
 def broken_files() -> tuple[type[Exception], ...]:
-    """What transformers and safetensors raise about files that are not what they seem to be.
+    """The exceptions that transformers and safetensors raise for damaged files.
 
-    For `except` around nothing but the reading of such files: anything may come out of a broken
-    configuration, a division by zero of heads included.
+    For `except` around nothing but reading such files: a broken configuration may raise anything,
+    even a division by zero heads.
     """
     from huggingface_hub.errors import StrictDataclassError
     from safetensors import SafetensorError
@@ -95,8 +95,8 @@ def broken_files() -> tuple[type[Exception], ...]:
 
 
 def first_line(error: BaseException) -> str:
-    """Other libraries explain themselves over many lines: the first one is enough (with the next,
-    where it only announces that one), and of a list of every model they know its beginning."""
+    """The first line of another library's message, shortened; with the second line where the first
+    only announces it with a colon."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [repr(error)]
     line = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
     return line if len(line) <= LONGEST_LINE else f"{line[:LONGEST_LINE].rstrip()} ..."
@@ -109,17 +109,17 @@ def in_words(count: int) -> str:
 
 
 def nearest(name: str, valid: list[str]) -> str:
-    """`did you mean 'x'?` for the valid name closest to a mistyped one (all of them where several
-    are equally close), else the valid names."""
+    """`did you mean 'x'?` for the valid name closest to a mistyped one (several if they are equally
+    close), else a list of the valid names."""
     import difflib
     import itertools
 
     def bare(text: str) -> str:
-        """EAGLE-3, eagle_3 and eagle3 are one name."""
+        """Spelling variants compare equal: EAGLE-3, eagle_3 and eagle3."""
         return "".join(letter for letter in text.casefold() if letter.isalnum())
 
     def closeness(candidate: str) -> tuple[bool, float, int]:
-        """Of names equally close the one that begins like it."""
+        """Sort key: equal up to spelling, similarity, then the length of the common prefix."""
         ratio = difflib.SequenceMatcher(None, candidate.casefold(), name.casefold()).ratio()
         pairs = zip(bare(candidate), bare(name), strict=False)
         begins = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))

@@ -1,11 +1,10 @@
-"""What a value from a file should be, said before it is read: small descriptions, put together.
+"""Schemas for values read from files, composed of small descriptions.
 
     STATE = Table({"step": Whole(), "best": Maybe(Number(0))}, optional={"note": Text()})
     STATE.fault({"step": -1, "best": None}, "")  # Fault("step", -1, "a whole number from 0 to ...")
 
-Keys that a description does not name are left alone: other versions write more, or less.
-`core.reading` turns a fault into the one line that a user reads. Needs neither pydantic nor torch:
-machines that only train read their files too.
+Keys that a description does not name are ignored: other versions may write more or fewer.
+`core.reading` turns a fault into the one line that a user reads. Needs neither pydantic nor torch.
 """
 
 import reprlib
@@ -20,18 +19,18 @@ _SHOWN = 60  # characters of an offending value
 
 @dataclass(frozen=True)
 class Fault:
-    """The first place where a value is not what it should be."""
+    """The first part of a value that is not as expected."""
 
-    at: str  # `target.head.scale`, `rows[3]`; empty: the whole value
+    at: str  # `target.head.scale`, `rows[3]`; empty: the value itself
     value: object
     expected: str
 
 
 class Expected(Protocol):
-    """What a value should be."""
+    """A description of a value."""
 
     def fault(self, value: Any, at: str) -> Fault | None:
-        """None: it is."""
+        """The first fault of a value found at `at`, or None if it is as expected."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ class Number:
     high: float = _HUGE
 
     def fault(self, value: Any, at: str) -> Fault | None:
-        if type(value) in (int, float) and self.low <= value <= self.high:  # so NaN is none
+        if type(value) in (int, float) and self.low <= value <= self.high:  # rejects NaN, too
             return None
         above = f" from {self.low:g}" if self.low > -_HUGE else ""
         below = f" up to {self.high:g}" if self.high < _HUGE else ""
@@ -84,11 +83,11 @@ class Text:
 
 @dataclass(frozen=True)
 class FileName:
-    """The name of a file beside the one that names it: never a path, so never another place."""
+    """The name of a file in the same directory as the file that mentions it; never a path."""
 
     def fault(self, value: Any, at: str) -> Fault | None:
-        named = isinstance(value, str) and 0 < len(value) <= 255 and value not in (".", "..")
-        if named and not any(mark in value for mark in ("/", "\\", "\0")):
+        is_name = isinstance(value, str) and 0 < len(value) <= 255 and value not in (".", "..")
+        if is_name and not any(character in value for character in ("/", "\\", "\0")):
             return None
         return Fault(at, value, "the name of a file in the same directory")
 
@@ -98,14 +97,14 @@ class Choice:
     values: tuple[Any, ...]
 
     def fault(self, value: Any, at: str) -> Fault | None:
-        if any(type(value) is type(known) and value == known for known in self.values):
+        if any(type(value) is type(choice) and value == choice for choice in self.values):
             return None
         return Fault(at, value, f"one of {', '.join(map(str, self.values))}")
 
 
 @dataclass(frozen=True)
 class Maybe:
-    """The same, or null."""
+    """A value of that kind, or null."""
 
     kind: Expected
 
@@ -128,7 +127,7 @@ class ListOf:
 
 @dataclass(frozen=True)
 class Row:
-    """A list of as many items as there are kinds, each of its own."""
+    """A list of fixed length whose items each have their own kind."""
 
     kinds: tuple[Expected, ...]
 
@@ -150,15 +149,15 @@ class MapOf:
         if not isinstance(value, dict):
             return Fault(at, value, "an object")
         for key, item in value.items():
-            found = self.keys.fault(key, f"{at}: key") or self.kind.fault(item, _inner(at, key))
-            if found:
-                return found
+            fault = self.keys.fault(key, f"{at}: key") or self.kind.fault(item, _inner(at, key))
+            if fault:
+                return fault
         return None
 
 
 @dataclass(frozen=True)
 class Table:
-    """An object with these fields; `optional` ones may be absent, others may be there too."""
+    """An object with these fields; `optional` ones may be absent, unknown ones are allowed."""
 
     fields: Mapping[str, Expected] = field(default_factory=dict)
     optional: Mapping[str, Expected] = field(default_factory=dict)
@@ -168,11 +167,11 @@ class Table:
             return Fault(at, value, "an object")
         for key, kind in (*self.fields.items(), *self.optional.items()):
             if key in value:
-                found = kind.fault(value[key], _inner(at, key))
+                fault = kind.fault(value[key], _inner(at, key))
             else:
-                found = None if key in self.optional else Fault(_inner(at, key), _ABSENT, "a value")
-            if found:
-                return found
+                fault = None if key in self.optional else Fault(_inner(at, key), _ABSENT, "a value")
+            if fault:
+                return fault
         return None
 
 
@@ -191,7 +190,7 @@ def _inner(at: str, key: str) -> str:
 
 
 def shown(value: object) -> str:
-    """A value as a message quotes it: never long, however large or deep it is."""
+    """A value as a message quotes it: short, however large or deep it is."""
     short = reprlib.Repr()
     short.maxstring = short.maxother = short.maxlong = _SHOWN
     text = short.repr(value)

@@ -17,13 +17,13 @@ from typing import Any, BinaryIO
 
 from fledge.core.errors import BadInput
 
-# Asked once, on import: to ask is to set it, for all threads at that moment.
+# Read once, on import: reading the umask means setting it, which affects all threads.
 _UMASK = os.umask(0o077)
 os.umask(_UMASK)
 
 
 def fsync_path(path: Path) -> None:
-    """Flush a file or a directory entry to the disk."""
+    """Flush a file or a directory entry to disk."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -37,9 +37,9 @@ def _mode(wanted: int) -> int:
 
 
 def check_place(path: Path, *, directory: bool = False, read: Iterable[str | Path] = ()) -> None:
-    """Refuse early a place that cannot be written: hours of work may lie between.
+    """Refuse an output path that cannot be written, before hours of work go into it.
 
-    `read` are the command's own inputs: none of them may be overwritten by its output.
+    `read` are the command's inputs, which its output must not overwrite.
     """
     if path.exists() and any(os.path.exists(source) and path.samefile(source) for source in read):
         raise BadInput("is read by this command", where=str(path), fix="name another output")
@@ -47,26 +47,26 @@ def check_place(path: Path, *, directory: bool = False, read: Iterable[str | Pat
         raise BadInput("not a directory", where=str(path), fix="name another one")
     if not directory and path.is_dir():
         raise BadInput("is a directory", where=str(path), fix="name a file")
-    holder = path if path.is_dir() else path.absolute().parent
-    while not os.path.lexists(holder):  # missing ones will be made
-        holder = holder.parent
-    if not holder.is_dir():
-        raise BadInput(f"'{holder}' is not a directory", where=str(path), fix="name another place")
-    if not os.access(holder, os.W_OK | os.X_OK):
-        raise BadInput(f"'{holder}' may not be written", where=str(path), fix="name another place")
+    folder = path if path.is_dir() else path.absolute().parent
+    while not os.path.lexists(folder):  # missing ones will be created
+        folder = folder.parent
+    if not folder.is_dir():
+        raise BadInput(f"'{folder}' is not a directory", where=str(path), fix="name another place")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise BadInput(f"'{folder}' may not be written", where=str(path), fix="name another place")
 
 
 def removed(directory: Path) -> BadInput:
-    """The directory was removed while a command wrote to it: its output is incomplete."""
+    """The error for a directory that was removed while a command wrote to it."""
     fix = "remove what is left of it and run it again"
     return BadInput("was removed meanwhile", where=str(directory), fix=fix)
 
 
 @contextlib.contextmanager
 def alone_in(directory: Path) -> Iterator[None]:
-    """One writer at a time, in the same directory to the end.
+    """Lock a directory for one writer at a time, and check at the end that it was not replaced.
 
-    The lock goes with its process and leaves nothing behind.
+    The lock ends with its process and leaves nothing behind.
     """
     directory.mkdir(parents=True, exist_ok=True)
     fd = os.open(directory, os.O_RDONLY)
@@ -80,7 +80,7 @@ def alone_in(directory: Path) -> Iterator[None]:
                 fix="wait for it, or name another place",
             ) from None
         except OSError:
-            pass  # some file systems know no locks
+            pass  # some file systems do not support locks
         yield
         if not (directory.exists() and os.path.samestat(os.fstat(fd), directory.stat())):
             raise removed(directory)
@@ -89,11 +89,11 @@ def alone_in(directory: Path) -> Iterator[None]:
 
 
 def _remove_abandoned(path: Path, suffix: str) -> None:
-    """Remove what killed writers of `path` left; a living writer holds a lock on its own."""
+    """Remove leftovers of killed writers of `path`; a running writer holds a lock on its own."""
     for entry in os.scandir(path.parent):
         if not (entry.name.startswith(f".{path.name}.") and entry.name.endswith(suffix)):
             continue
-        with contextlib.suppress(OSError):  # locked, or gone meanwhile
+        with contextlib.suppress(OSError):  # locked, or already gone
             fd = os.open(entry.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -107,7 +107,7 @@ def _remove_abandoned(path: Path, suffix: str) -> None:
 
 @contextlib.contextmanager
 def _temporary_sibling(path: Path, *, directory: bool) -> Iterator[Path]:
-    """A new empty file or directory beside `path`, locked as long as its writer lives."""
+    """A new empty file or directory beside `path`, locked while its writer is running."""
     path.parent.mkdir(parents=True, exist_ok=True)
     _remove_abandoned(path, ".tmp")
     prefix, suffix = f".{path.name}.", ".tmp"
@@ -115,23 +115,23 @@ def _temporary_sibling(path: Path, *, directory: bool) -> Iterator[Path]:
         if directory:
             temporary = Path(tempfile.mkdtemp(suffix, prefix, path.parent))
         else:
-            made, name = tempfile.mkstemp(suffix, prefix, path.parent)
-            os.close(made)
+            descriptor, name = tempfile.mkstemp(suffix, prefix, path.parent)
+            os.close(descriptor)
             temporary = Path(name)
         try:
             fd = os.open(temporary, os.O_RDONLY)
-        except FileNotFoundError:  # another process took it for abandoned before it was locked
+        except FileNotFoundError:  # another process considered it abandoned before it was locked
             continue
-        with contextlib.suppress(OSError):  # some file systems know no locks: nothing is removed
+        with contextlib.suppress(OSError):  # no locks on this file system: nothing is removed there
             fcntl.flock(fd, fcntl.LOCK_EX)
-        if temporary.exists():  # else the same, a moment later
+        if temporary.exists():  # else it was removed just before it was locked
             break
         os.close(fd)
     try:
         yield temporary
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            error.filename = str(path)  # the path that was asked for, not our temporary name
+            error.filename = str(path)  # the requested path, not the temporary one
         raise
     finally:
         if directory:
@@ -143,21 +143,22 @@ def _temporary_sibling(path: Path, *, directory: bool) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def atomic_file(path: Path) -> Iterator[BinaryIO]:
-    """Open a temporary sibling for writing; on success it replaces `path`, on failure it goes.
+    """Open a temporary sibling for writing; on success it replaces `path`, on failure it is
+    removed.
 
-    A device or a pipe (/dev/stdout, /dev/null) is written as it is: renaming would destroy it.
+    A device or a pipe (/dev/stdout, /dev/null) is written directly: renaming would replace it.
     """
     if path.exists() and not path.is_file() and not path.is_dir():
         with path.open("wb") as handle:
             yield handle
         return
-    path = Path(os.path.realpath(path))  # a link keeps pointing to what is written
+    path = Path(os.path.realpath(path))  # write to a link's target, keep the link
     with _temporary_sibling(path, directory=False) as temporary:
         with temporary.open("wb") as handle:
             yield handle
             handle.flush()
             os.fsync(handle.fileno())
-        temporary.chmod(_mode(0o666))  # mkstemp makes 0600
+        temporary.chmod(_mode(0o666))  # mkstemp creates it with 0600
         temporary.replace(path)
         fsync_path(path.parent)
 
@@ -168,7 +169,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Sorted and indented, so that two equal values give two equal files."""
+    """Write JSON, sorted and indented, so that equal values give equal files."""
     write_text(path, json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n")
 
 
@@ -189,7 +190,7 @@ def atomic_directory(path: Path) -> Iterator[Path]:
 
 
 def _rename_over(temporary: Path, path: Path) -> None:
-    """A directory cannot be renamed over a full one: the old one is moved aside first."""
+    """Replace a directory: it cannot be renamed over a non-empty one, so that is moved aside."""
     if not path.exists():
         temporary.replace(path)
         return
@@ -207,7 +208,7 @@ def _rename_over(temporary: Path, path: Path) -> None:
 
 
 def save_tensors(path: Path, tensors: Any, metadata: dict[str, str] | None = None) -> None:
-    """A safetensors file of torch tensors; what the disk refuses is an OSError as elsewhere."""
+    """Write torch tensors to a safetensors file; disk errors are OSErrors as elsewhere."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
@@ -221,7 +222,7 @@ def save_tensors(path: Path, tensors: Any, metadata: dict[str, str] | None = Non
 
 
 def cache_dir() -> Path:
-    """Where fledge keeps what it can make again: $FLEDGE_CACHE, else the user's cache directory."""
+    """Directory for files that can be recreated: $FLEDGE_CACHE, else the user's cache directory."""
     if root := os.environ.get("FLEDGE_CACHE"):
         return Path(root).expanduser()
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"

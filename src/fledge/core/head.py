@@ -1,4 +1,4 @@
-"""From the target's last hidden state to what a draft learns: the frozen head and one function.
+"""From the target's last hidden state to the supervision of a draft: the frozen head and softmax.
 
 The trainer, the offline cache and the remote server all derive supervision here, so the three
 encodings (logits, draft-vocabulary probabilities, last hidden states) cannot drift apart.
@@ -21,10 +21,10 @@ class TargetHead:
     bias_V: Tensor | None = None
     scale: float = 1.0  # logits are multiplied by it (Cohere's logit_scale)
     softcap: float | None = None  # Gemma's final soft-capping: cap * tanh(logits / cap)
-    divisor: float = 1.0  # and divided by it (Granite's logits_scaling; 1 / it rounds differently)
+    divisor: float = 1.0  # logits are divided by it (Granite); 1 / it as a scale rounds differently
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
-        """Full-vocabulary logits [N, V], in the head's dtype, ops in the target's order."""
+        """Full-vocabulary logits [N, V] in the head's dtype, with the target's order of ops."""
         logits_NV = F.linear(hidden_ND.to(self.weight_VD.dtype), self.weight_VD, self.bias_V)
         if self.scale != 1.0:
             logits_NV = logits_NV * self.scale
@@ -36,10 +36,10 @@ class TargetHead:
 
     @classmethod
     def of(cls, head: "HeadLike") -> "TargetHead":
-        """A head in any of the usual forms: a model's `lm_head` module, or its weight [V, D].
+        """A head from any of the usual forms: a model's `lm_head` module, or its weight [V, D].
 
-        A scale or soft cap that the model applies behind the module is not seen here; a backend's
-        `info().head` has been checked for them.
+        A scale or soft cap that the model applies outside the module cannot be detected here; a
+        backend's `info().head` includes them.
         """
         if isinstance(head, cls):
             return head
@@ -57,7 +57,7 @@ class TargetHead:
         return replace(self, weight_VD=self.weight_VD.to(device), bias_V=bias_V)
 
 
-HeadLike = TargetHead | nn.Module | Tensor  # what `TargetHead.of` understands
+HeadLike = TargetHead | nn.Module | Tensor  # what `TargetHead.of` accepts
 
 
 @torch.no_grad()
@@ -68,7 +68,7 @@ def target_distribution(
 
     `selected_token_ids` [W] are the target ids of the draft vocabulary in draft order,
     `selected_token_mask` [V] marks them. The second value [N] is True where the target's top token
-    over the *whole* vocabulary is one the draft can say.
+    over the *whole* vocabulary is in the draft vocabulary.
     """
     probs_NW = torch.softmax(logits_NV[:, selected_token_ids].float(), dim=-1)
     return probs_NW, selected_token_mask[logits_NV.argmax(dim=-1)]
@@ -83,7 +83,8 @@ def target_distribution_from_hidden(
     *,
     chunk_rows: int = 1024,
 ) -> tuple[Tensor, Tensor]:
-    """The same from last hidden states; logits exist for `chunk_rows` rows at a time."""
+    """`target_distribution` from last hidden states, computing `chunk_rows` rows of logits at a
+    time to bound memory."""
     parts = [
         target_distribution(head.logits(rows_JD), selected_token_ids, selected_token_mask)
         for rows_JD in torch.split(hidden_ND, chunk_rows)

@@ -1,10 +1,10 @@
-"""Noticing that another rank is gone, wherever it ran, and saying which one.
+"""Detecting that another rank has died, on whichever machine, and reporting which one.
 
-A rank that dies leaves the others waiting: gloo tells them that some connection was closed, NCCL
-lets them wait for ten minutes. So every rank says once a second in torch's own store that it is
-alive, and looks who else is. When one has been silent for too long, or has said why it ended, the
-others end as well, and the first of each machine says which one it was. Nothing is saved on the
-way: a checkpoint is whole or absent, and the same command continues from the newest.
+A rank that dies leaves the others waiting: gloo reports that some connection was closed, NCCL waits
+for ten minutes. So every rank writes a heartbeat to torch's own store once a second and reads those
+of the others. When a rank has been silent for too long, or has published why it failed, the others
+exit as well, and the first rank of each machine reports which one it was. Nothing is saved at that
+point: a checkpoint is either complete or absent, and the same command resumes from the newest.
 """
 
 import contextlib
@@ -27,13 +27,13 @@ from fledge.core.errors import BadInput, first_line
 from fledge.core.terminal import Terminal
 
 BEAT_S = 1.0
-SILENT_S = 30.0  # a rank that has said nothing for so long is gone
-SUSPECT_S = 6.0  # the same, where something else went wrong already
+SILENT_S = 30.0  # a rank that has been silent for this long is considered dead
+SUSPECT_S = 6.0  # the same once this rank or another has failed
 _LEFT, _FAILED, _LOST = "left", "failed ", "lost "
 
 
 class RankLost(BadInput):
-    """Another rank is gone; the run can be continued."""
+    """Another rank has died; the run can be resumed."""
 
     @classmethod
     def of(cls, told: str) -> "RankLost":
@@ -41,7 +41,7 @@ class RankLost(BadInput):
 
 
 class Heartbeat:
-    """This rank's beats, and its look at the others'."""
+    """Publishes this rank's heartbeat and monitors those of the others."""
 
     def __init__(
         self, store: Store, rank: int, size: int, *, end: Callable[[str], None] | None = None
@@ -50,111 +50,112 @@ class Heartbeat:
         self._end = end or self._end_process
         self._host = socket.gethostname()
         self._beats = 0
-        self._seen: dict[int, tuple[str, float]] = {}  # a rank's last words, and when we heard them
-        self._lock, self._over = threading.Lock(), threading.Event()
+        self._seen: dict[int, tuple[str, float]] = {}  # by rank: status, time it was first read
+        self._lock, self._stopped = threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True, name="fledge-heartbeat")
-        self._say(str(self._beats))
+        self._publish(str(self._beats))
 
     def start(self) -> None:
-        """Once all ranks have said something."""
+        """Start monitoring; call it once every rank has published a status."""
         self._thread.start()
 
     def stop(self, failure: str | None = None) -> None:
-        """The last word: this rank ends in order, or this is why it does not."""
-        if self._over.is_set():
+        """Publish this rank's final status: it ended normally, or failed for this reason."""
+        if self._stopped.is_set():
             return
-        self._silence()
-        self._say(_LEFT if failure is None else _FAILED + failure)
+        self._stop_beating()
+        self._publish(_LEFT if failure is None else _FAILED + failure)
 
     def lost(self, *, silent_s: float) -> str | None:
-        """Who is gone, in words; None: everybody is there, as far as one can tell."""
-        return self._told(self._look(), silent_s)
+        """A message that names the dead rank, or None if all ranks seem to be alive."""
+        return self._describe_lost(self._read_statuses(), silent_s)
 
     def wait_for_lost(self) -> str | None:
-        """The same after a failure that another rank's death may have caused: whoever is dead will
-        soon have been silent for long."""
+        """`lost` after a failure that another rank's death may have caused: waits until a dead rank
+        has been silent for long enough to be recognized."""
         until = time.monotonic() + SUSPECT_S + 2 * BEAT_S
-        while (told := self.lost(silent_s=SUSPECT_S)) is None and time.monotonic() < until:
+        while (message := self.lost(silent_s=SUSPECT_S)) is None and time.monotonic() < until:
             time.sleep(BEAT_S / 2)
-        return told
+        return message
 
     def pass_on(self, told: str) -> None:
-        """Tell all others, who end at once, and end after them: where torchrun starts a job anew,
-        its agents must not take one another's restart for new machines that want to join."""
-        self._silence()
-        known = any(said.split(" ", 1)[1].startswith(_LOST) for said, _ in self._seen.values())
-        if not known:
+        """Pass the message to all other ranks, which exit at once, and return after they have: when
+        torchrun restarts a job, its agents must not mistake one another's restart for new machines
+        that want to join."""
+        self._stop_beating()
+        published = any(text.split(" ", 1)[1].startswith(_LOST) for text, _ in self._seen.values())
+        if not published:
             with contextlib.suppress(RuntimeError):  # the store may be what is lost
-                self._say(_LOST + told)
+                self._publish(_LOST + told)
             time.sleep(3 * BEAT_S)
 
-    def _silence(self) -> None:
-        """No more beats, which would stand over the last word."""
-        self._over.set()
+    def _stop_beating(self) -> None:
+        """Stop the heartbeat, which would overwrite the final status."""
+        self._stopped.set()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join()
 
     def _watch(self) -> None:
-        while not self._over.wait(BEAT_S):
+        while not self._stopped.wait(BEAT_S):
             try:
                 self._beats += 1
-                self._say(str(self._beats))
-                told = self.lost(silent_s=SILENT_S)
+                self._publish(str(self._beats))
+                message = self.lost(silent_s=SILENT_S)
             except RuntimeError:  # the store lives in rank 0, or in the torchrun that started it
-                told = "rank 0 or its torchrun is gone: its store does not answer"
-            if told is not None and not self._over.is_set():
-                self.pass_on(told)
-                self._end(told)
+                message = "rank 0 or its torchrun is gone: its store does not answer"
+            if message is not None and not self._stopped.is_set():
+                self.pass_on(message)
+                self._end(message)
                 return
 
-    def _say(self, words: str) -> None:
-        self._store.set(str(self._rank), f"{self._host} {words}")
+    def _publish(self, status: str) -> None:
+        self._store.set(str(self._rank), f"{self._host} {status}")
 
-    def _look(self) -> list[str]:
-        with self._lock:  # the main thread looks, too
+    def _read_statuses(self) -> list[str]:
+        with self._lock:  # the main thread reads them, too
             values = self._store.multi_get([str(rank) for rank in range(self._size)])
             now = time.monotonic()
-            words = [value.decode(errors="replace") for value in values]
-            for rank, said in enumerate(words):
-                if self._seen.get(rank, ("", 0.0))[0] != said:
-                    self._seen[rank] = said, now
-        return words
+            statuses = [value.decode(errors="replace") for value in values]
+            for rank, status in enumerate(statuses):
+                if self._seen.get(rank, ("", 0.0))[0] != status:
+                    self._seen[rank] = status, now
+        return statuses
 
-    def _told(self, words: list[str], silent_s: float) -> str | None:
+    def _describe_lost(self, statuses: list[str], silent_s: float) -> str | None:
         now = time.monotonic()
-        for rank, said in enumerate(words):
-            host, last = said.split(" ", 1)
+        for rank, status in enumerate(statuses):
+            host, last = status.split(" ", 1)
             silent = now - self._seen[rank][1]
             if rank == self._rank or last == _LEFT:
                 continue
             if last.startswith(_LOST):
                 return last.removeprefix(_LOST)
             if last.startswith(_FAILED):
-                if silent >= min(silent_s, SUSPECT_S):  # it may have failed as we are failing
+                if silent >= min(silent_s, SUSPECT_S):  # it may be a victim of the same death
                     return f"rank {rank} on {host} ended: {last.removeprefix(_FAILED)}"
             elif silent >= silent_s:
                 return f"rank {rank} on {host} is gone: nothing heard of it for {silent:.0f} s"
         return None
 
     def speaks(self) -> bool:
-        """Whether this rank is the first living one of its machine: one line is enough."""
+        """Whether this is the lowest live rank of its machine, which alone prints the message."""
         now = time.monotonic()
         lower = [self._seen.get(rank, ("", 0.0)) for rank in range(self._rank)]
-        alive = [said for said, heard in lower if now - heard < SUSPECT_S]
-        return not any(said.split(" ", 1)[0] == self._host for said in alive)
+        alive = [status for status, read_at in lower if now - read_at < SUSPECT_S]
+        return not any(status.split(" ", 1)[0] == self._host for status in alive)
 
-    def _end_process(self, told: str) -> None:
-        """From a thread, while the main one may wait for the dead forever."""
+    def _end_process(self, message: str) -> None:
+        """Exit from this thread: the main thread may be waiting for the dead rank forever."""
         if self.speaks():
-            Terminal(stderr=True, soft_wrap=True).say(f"fledge: {RankLost.of(told)}")
+            Terminal(stderr=True, soft_wrap=True).say(f"fledge: {RankLost.of(message)}")
         os._exit(2)
 
 
-_current: Heartbeat | None = None  # of this process, as its process group is
+_current: Heartbeat | None = None  # one per process, like the process group
 
 
 def start_heartbeat(rank: int, size: int, *, run: str) -> None:
-    """Begin to watch; all ranks call it, with the same word for this start of the run."""
+    """Start the heartbeat; all ranks call it with the same unique `run` id for this launch."""
     global _current
     _current = Heartbeat(_store_of_ranks(f"fledge/{run}"), rank, size)
     dist.barrier()
@@ -162,7 +163,7 @@ def start_heartbeat(rank: int, size: int, *, run: str) -> None:
 
 
 def stop_heartbeat() -> None:
-    """This rank ends in order."""
+    """Stop the heartbeat of a rank that ends normally."""
     global _current
     if _current is not None:
         _current.stop()
@@ -171,29 +172,29 @@ def stop_heartbeat() -> None:
 
 @contextlib.contextmanager
 def ending_together(waiting: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
-    """Tell the other ranks why this one ends, and turn a failure that another one's death caused
-    into a line that names it. `waiting`: what to enter while it is not yet clear who died."""
+    """Report this rank's failure to the others, and turn a failure that another rank's death caused
+    into an error that names that rank. `waiting` is entered while the dead rank is identified."""
     try:
         yield
     except BaseException as error:
-        told = None
-        if _current is not None and isinstance(error, RuntimeError):  # so collectives fail
+        message = None
+        if _current is not None and isinstance(error, RuntimeError):  # raised by collectives
             with waiting():
-                told = _current.wait_for_lost()
-        if _current is None or told is None:
+                message = _current.wait_for_lost()
+        if _current is None or message is None:
             if _current is not None:
                 _current.stop(first_line(error))
             raise
         speaks = _current.speaks()
-        _current.pass_on(told)
+        _current.pass_on(message)
         if not speaks:
             raise SystemExit(2) from None
-        raise RankLost.of(told) from None
+        raise RankLost.of(message) from None
 
 
 def _store_of_ranks(prefix: str) -> Store:
-    """A connection of its own to the store through which the ranks met: another one may be waiting
-    for something."""
+    """A separate connection to the store that the process group uses: the shared one may be blocked
+    in a wait."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = TCPStore(
         host, port, is_master=False, timeout=timedelta(seconds=20), wait_for_workers=False

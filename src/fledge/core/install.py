@@ -1,7 +1,7 @@
-"""How this fledge was installed, and so what a person types to call it or to add to it.
+"""How this fledge was installed, and hence the commands that run it or add extras to it.
 
-Whoever prints a command to type asks here: a virtual environment may be activated or not, and
-extras come from a checkout, a repository or an index.
+All code that prints a command for the user to type gets it from here: a virtual environment may be
+active or not, and extras come from a checkout, a repository or an index.
 """
 
 import json
@@ -19,34 +19,34 @@ _NAME = "fledge"
 
 def fledge_command(*words: str | os.PathLike[str]) -> str:
     """A command line of this fledge: `fledge chat runs/x`, or `.venv/bin/fledge chat runs/x` where
-    another `fledge`, or none, would be found."""
-    own = [Path(sysconfig.get_path("scripts", scheme)) / _NAME for scheme in _schemes()]
-    script = next((path for path in own if path.is_file()), None)
+    the shell would find another `fledge`, or none."""
+    scripts = [Path(sysconfig.get_path("scripts", scheme)) / _NAME for scheme in _schemes()]
+    script = next((path for path in scripts if path.is_file()), None)
     if script is None:
         call = [_typed(Path(sys.executable)), "-m", _NAME]
     else:
-        found = shutil.which(_NAME)  # a link to ours is ours, too
-        same = found is not None and os.path.samefile(found, script)
+        on_path = shutil.which(_NAME)  # a link to our script counts as ours
+        same = on_path is not None and os.path.samefile(on_path, script)
         call = [_NAME if same else _shown(script)]
     return shlex.join([*call, *(os.fspath(word) for word in words)])
 
 
 def install_extra(extra: str) -> str:
-    """The line that adds an extra to this installation: `pip install 'fledge[serve]'`."""
-    words = [_NAME] if (place := checkout()) is None else ["-e", _shown(place)]
+    """The command that adds an extra to this installation: `pip install 'fledge[serve]'`."""
+    package = [_NAME] if (place := checkout()) is None else ["-e", _shown(place)]
     source = _direct_url() if place is None else None
     if source is not None:
         url, version_control = source
         path = Path(unquote(urlsplit(url).path))
-        if version_control:  # the extra belongs to the name, which stands before the address
+        if version_control:  # the extra is part of the name, which precedes the URL
             return install_packages(f"{_NAME}[{extra}] @ {version_control}+{url}")
         if url.startswith("file:") and path.exists():
-            words = [_shown(path)]
-    return install_packages(*words[:-1], f"{words[-1]}[{extra}]")
+            package = [_shown(path)]
+    return install_packages(*package[:-1], f"{package[-1]}[{extra}]")
 
 
 def install_packages(*words: str) -> str:
-    """The line that installs packages where this interpreter finds them."""
+    """The command that installs packages where this interpreter finds them."""
     python = Path(sys.executable)
     pip = python.with_name("pip")
     if pip.is_file():
@@ -66,31 +66,31 @@ def checkout() -> Path | None:
 
 
 def _schemes() -> list[str]:
-    """Where pip may have put the command: this environment, or the user's own."""
+    """Install schemes that pip may have used for the script: this environment, or the user's."""
     return [sysconfig.get_default_scheme(), sysconfig.get_preferred_scheme("user")]
 
 
 def _direct_url() -> tuple[str, str] | None:
-    """What was installed instead of an index's: its URL, and the version control system, if any."""
+    """URL of an installation that is not from an index, and its version control system, if any."""
     try:
         text = metadata.distribution(_NAME).read_text("direct_url.json")
     except metadata.PackageNotFoundError:
         return None
     if text is None:
         return None
-    noted = json.loads(text)
-    return str(noted["url"]), str(noted.get("vcs_info", {}).get("vcs", ""))
+    record = json.loads(text)
+    return str(record["url"]), str(record.get("vcs_info", {}).get("vcs", ""))
 
 
 def _typed(program: Path) -> str:
-    """The program's name where the shell finds this very one, else its path. By directory, not by
-    file: the interpreters of two environments are often links to one file."""
-    found = shutil.which(program.name)
-    same = found is not None and Path(found).absolute().parent == program.absolute().parent
+    """The program's name if the shell finds this very program, else its path. Compares directories,
+    not files: the interpreters of two environments are often links to one file."""
+    on_path = shutil.which(program.name)
+    same = on_path is not None and Path(on_path).absolute().parent == program.absolute().parent
     return program.name if same else _shown(program)
 
 
 def _shown(path: Path) -> str:
-    """A path as one would type it here."""
+    """The path, relative to the current directory where possible."""
     path = path.absolute()
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

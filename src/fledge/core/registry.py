@@ -1,7 +1,7 @@
-"""Things by name: algorithms, losses, kinds of targets, ways of drafting.
+"""Registries by name: algorithms, losses, kinds of targets, ways of drafting.
 
-A registry knows its own entries by import path and imports one when it is first asked for, so that
-a list of names costs nothing. Code outside fledge adds entries with `add`.
+A registry stores fledge's own entries as import paths and imports one on first access, so that
+listing the names costs nothing. Code outside fledge adds entries with `add`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,14 +14,14 @@ Entry = TypeVar("Entry")
 
 
 class Registry(Mapping[str, Entry], Generic[Entry]):
-    """A mapping from names to entries, in the order in which they were named."""
+    """A mapping from names to entries, in the order in which they were added."""
 
     def __init__(self, what: str, paths: Mapping[str, str]) -> None:
         self.what = what  # what an entry is, for messages: "objective.kind"
         self._entries: dict[str, Entry | str] = dict(paths)  # "package.module:attribute"
 
     def add(self, name: str, entry: Entry) -> None:
-        """Make `entry` known under a new name."""
+        """Register `entry` under a new name."""
         if name in self._entries:
             raise ValueError(f"{self.what} {name!r} is taken")
         self._entries[name] = entry
@@ -38,7 +38,7 @@ class Registry(Mapping[str, Entry], Generic[Entry]):
         return entry
 
     def named(self, name: str) -> Entry:
-        """The entry of that name, or one line that says which names there are."""
+        """The entry of that name; an unknown name is refused with the valid or nearest names."""
         if name not in self._entries:
             fix = nearest(name, list(self._entries))
             raise BadInput(f"unknown {self.what} '{name}'", where=self.what, fix=fix)

@@ -1,8 +1,9 @@
 """Token rows: one document on the host, and the batch of rows that every target is asked about.
 
 A batch is [B, T]: right-padded rows of one document each, or rows that several documents share
-(`fledge.data.pack` draws one). Nothing in it is shifted; `shift_left` is the one place that does.
-Imports no torch when loaded: worker processes that tokenise have no use for it.
+(`fledge.data.pack` shows an example). Nothing in it is shifted; all shifting is done by
+`shift_left`. Importing this module does not import torch: tokenizer worker processes do not need
+it.
 """
 
 from collections.abc import Callable
@@ -26,7 +27,7 @@ SixTensors = tuple["Tensor", "Tensor", "Tensor", "Tensor | None", "Tensor | None
 
 @dataclass(frozen=True)
 class TokenRow:
-    """One document: ids and mask [T], where it came from, and whether its end is missing."""
+    """One document: ids and loss mask [T], its origin, and whether its end was cut off."""
 
     input_ids: NDArray[np.int32]
     loss_mask: NDArray[np.uint8]
@@ -36,11 +37,11 @@ class TokenRow:
 
 @dataclass(frozen=True, eq=False)
 class TokenBatch:
-    """Rows as a target takes them, on any device.
+    """A batch of rows as targets take them, on any device.
 
-    Construction checks shapes and dtypes, and names the field that is wrong. Packed rows have the
-    last three tensors (`doc_remaining` follows from the others where it is not given). Padded rows
-    need none; their `position_ids` may be given and count their tokens from 0.
+    The constructor checks shapes and dtypes, and its error names the offending field. Packed rows
+    need `position_ids` and `seq_lens`; `doc_remaining` is derived from them when omitted. Padded
+    rows need none of the three, but may have `position_ids` that count their tokens from 0.
     """
 
     input_ids: "Tensor"  # [B, T]
@@ -49,7 +50,7 @@ class TokenBatch:
     position_ids: "Tensor | None" = None  # [B, T], restart at 0 with each document
     seq_lens: "Tensor | None" = None  # [B, max_docs], 0-padded; every row sums to T
     doc_remaining: "Tensor | None" = None  # [B, T], real tokens after the slot in its document
-    places: tuple[tuple[str, ...], ...] = field(default=(), kw_only=True)  # of the documents
+    places: tuple[tuple[str, ...], ...] = field(default=(), kw_only=True)  # per row and document
 
     def __post_init__(self) -> None:
         check_tokens(*self.arguments())
@@ -64,31 +65,31 @@ class TokenBatch:
 
     @property
     def tokens(self) -> int:
-        """Cells of the batch, padding included."""
+        """Number of token slots, padding included."""
         return self.input_ids.numel()
 
     @property
     def packing(self) -> "tuple[Tensor, Tensor, Tensor] | None":
-        """`position_ids`, `seq_lens` and `doc_remaining`; None: padded rows."""
+        """`position_ids`, `seq_lens` and `doc_remaining`, or None for padded rows."""
         if self.position_ids is None or self.seq_lens is None or self.doc_remaining is None:
             return None
         return self.position_ids, self.seq_lens, self.doc_remaining
 
     def arguments(self) -> SixTensors:
-        """In the order of `generate_batch`."""
+        """The tensors, in the order of `generate_batch`'s arguments."""
         return (
             *(self.input_ids, self.attention_mask, self.loss_mask),
             *(self.position_ids, self.seq_lens, self.doc_remaining),
         )
 
     def to(self, device: "torch.device") -> "TokenBatch":
-        """The same rows on `device`, without waiting for it."""
+        """The same rows on `device`, copied without synchronization."""
         from fledge.core.transfer import send
 
         return self.map(lambda tensor: send(tensor, device))
 
     def map(self, change: "Callable[[Tensor], Tensor]") -> "TokenBatch":
-        """The same batch with every tensor changed."""
+        """The same batch with `change` applied to every tensor."""
         tensors = [t for t in self.arguments() if t is not None]
         changed = [change(tensor) for tensor in tensors]
         if all(new is old for new, old in zip(changed, tensors, strict=True)):
@@ -97,7 +98,7 @@ class TokenBatch:
 
 
 def shift_left(tensor: "Tensor") -> "Tensor":
-    """[B, T, ...] moved one position to the left along T, zeros in the last position."""
+    """Shift [B, T, ...] left by one along T, with zeros in the last position."""
     shifted = tensor.new_zeros(tensor.shape)
     shifted[:, :-1] = tensor[:, 1:]
     return shifted
@@ -111,9 +112,12 @@ def check_tokens(
     seq_lens: "Tensor | None",
     doc_remaining: "Tensor | None",
 ) -> None:
-    """Ids [B, T], their masks, and their packing: `position_ids` and `seq_lens`, perhaps with
-    `doc_remaining`; `position_ids` alone, of padded rows; or nothing. Else a ValueError that names
-    the field. Values are looked at only where looking costs nothing."""
+    """Check ids [B, T], their masks and their packing; a ValueError names the offending field.
+
+    Packed rows have `position_ids` and `seq_lens`, optionally `doc_remaining`; padded rows have
+    none of them, or `position_ids` alone. Values are checked only on the CPU, where this needs no
+    synchronization.
+    """
     check_integers("input_ids", input_ids)
     if input_ids.ndim != 2 or 0 in input_ids.shape:
         raise ValueError(f"input_ids must be [B, T], not empty; got {list(input_ids.shape)}")
@@ -144,7 +148,7 @@ def _on_host(*tensors: "Tensor") -> bool:
 
 
 def count_remaining(attention_mask: "Tensor", seq_lens: "Tensor") -> "Tensor":
-    """`doc_remaining`: the real tokens after each slot in its document, where the mask lies."""
+    """`doc_remaining`: the real tokens after each slot in its document, on the mask's device."""
     import torch
 
     rows, width = attention_mask.shape
@@ -157,8 +161,11 @@ def count_remaining(attention_mask: "Tensor", seq_lens: "Tensor") -> "Tensor":
 
 
 def check_positions(position_ids: "Tensor", attention_mask: "Tensor") -> None:
-    """Without `seq_lens` a row is one document: its tokens are at 0 .. n - 1, wherever its padding
-    lies (whose positions mean nothing). Looks at the values."""
+    """Check the position ids of rows without `seq_lens`, which are one document each.
+
+    A row's real tokens must be at 0 .. n - 1, wherever its padding is; positions of padding are
+    ignored. This reads values, so tensors on a device are synchronized.
+    """
     real_BT = attention_mask.cpu() != 0
     expected_BT = real_BT.long().cumsum(1) - 1
     wrong_BT = real_BT & (position_ids.cpu() != expected_BT)
@@ -170,7 +177,7 @@ def check_positions(position_ids: "Tensor", attention_mask: "Tensor") -> None:
 
 
 def check_lengths(seq_lens: "Tensor", width: int) -> None:
-    """Whether the documents of every row fill it; `seq_lens` lies on the CPU."""
+    """Check that the documents of every row fill it; `seq_lens` is on the CPU."""
     wrong = [row for row, total in enumerate(seq_lens.sum(1).tolist()) if total != width]
     if wrong or bool((seq_lens < 0).any()):
         raise ValueError(

@@ -1,7 +1,7 @@
-"""The value types of recipes: numbers as people write them, and the base of every section.
+"""The value types of recipes: numbers as people write them, and the base class of every section.
 
-YAML readers hand over `1e-4` as a string and `true` where a number was meant; the types here
-take the first and refuse the second. Imports no torch.
+YAML parsers return `1e-4` as a string, and `true` may be given for a number; the types here accept
+the former and refuse the latter. Does not import torch.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,20 +12,21 @@ from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, cor
 
 
 class Section(BaseModel):
-    """Frozen, nothing unknown, no NaN; field docstrings are the reference (docs, JSON schema)."""
+    """A recipe section: frozen, no unknown keys, no NaN. Field docstrings are the reference (docs,
+    JSON schema)."""
 
     model_config = ConfigDict(
         extra="forbid",
         frozen=True,
         validate_default=True,
         allow_inf_nan=False,
-        coerce_numbers_to_str=True,  # run.name=7 on the command line is a name
+        coerce_numbers_to_str=True,  # run.name=7 on the command line is text
         use_attribute_docstrings=True,
     )
 
 
 def refused(*place: str, value: object, why: str) -> ValidationError:
-    """What a validator of several sections raises about one key of one of them."""
+    """The error of a validator that spans several sections, about one key of one of them."""
     error = PydanticCustomError("refused", why)
     detail = InitErrorDetails(type=error, loc=place, input=value)
     return ValidationError.from_exception_data("recipe", [detail])
@@ -38,7 +39,7 @@ def _number(value: Any) -> Any:
 
 
 def _whole(value: Any) -> Any:
-    """`1e4`, `1_000` and `10000.0` are whole numbers too."""
+    """Accept `1e4`, `1_000` and `10000.0` as whole numbers."""
     value = _number(value)
     if isinstance(value, str):
         try:
@@ -50,15 +51,15 @@ def _whole(value: Any) -> Any:
     return value
 
 
-def _listed(value: Any) -> Any:
-    """One value stands for a list of one: `data.train=chats.jsonl`."""
+def _as_list(value: Any) -> Any:
+    """Accept a single string for a list of one: `data.train=chats.jsonl`."""
     return [value] if isinstance(value, str) else value
 
 
 _Int = Annotated[int, BeforeValidator(_whole, json_schema_input_type=int | str)]
 Number = Annotated[float, BeforeValidator(_number, json_schema_input_type=float | str)]
 
-MOST = 2**48  # of anything: sums and products of counts stay far within 64 bits
+MOST = 2**48  # bound of every count, far below 2**63
 Count = Annotated[_Int, Field(ge=0, le=MOST)]
 PositiveCount = Annotated[_Int, Field(gt=0, le=MOST)]
 Positive = Annotated[Number, Field(gt=0)]
@@ -68,7 +69,7 @@ PositiveShare = Annotated[Number, Field(gt=0, le=1)]
 ShareBelowOne = Annotated[Number, Field(ge=0, lt=1)]
 Text = Annotated[str, Field(min_length=1)]
 Device = Annotated[str, Field(pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$")]
-Texts = Annotated[tuple[Text, ...], BeforeValidator(_listed)]
+Texts = Annotated[tuple[Text, ...], BeforeValidator(_as_list)]
 
 
 class Tagged:
@@ -76,7 +77,7 @@ class Tagged:
 
         target: Annotated[TargetSection, Tagged("backend", kinds, default="hf")]
 
-    `kinds` is asked every time, so that a section registered later is understood as well. A value
+    `kinds` is called every time, so that sections registered later are accepted as well. A value
     may be a section, its mapping, or with `bare` the tag alone (`loss: kl`).
     """
 
@@ -91,11 +92,11 @@ class Tagged:
         self.tag, self.kinds, self.default, self.bare = tag, kinds, default, bare
 
     def spread(self, value: Any) -> Any:
-        """The mapping that a bare tag stands for; anything else as it is."""
+        """The mapping that a bare tag stands for; any other value unchanged."""
         return {self.tag: value} if self.bare and isinstance(value, str) else value
 
     def dump(self, section: Section) -> Any:
-        """Its mapping, or its bare tag where there is nothing else to say."""
+        """The section's mapping, or its bare tag where it has no other fields."""
         values = section.model_dump()
         return values[self.tag] if self.bare and list(values) == [self.tag] else values
 

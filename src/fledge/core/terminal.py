@@ -1,7 +1,7 @@
-"""The one way to a terminal: strings are shown as they are, neither obeyed nor read as markup.
+"""All output to a terminal: strings are shown literally, never as control codes or markup.
 
-A verb that prints through `Terminal` is safe without doing anything for it. Styles are asked for
-with `style=`, or with `marked`, whose template is ours and whose values are not.
+A command that prints through `Terminal` is safe without further effort. Styles are set with
+`style=`, or with `marked`, whose template is trusted and whose values are not.
 """
 
 from collections.abc import Iterable
@@ -19,8 +19,8 @@ from fledge.core.text import visible
 
 def marked(template: str, *values: str | float) -> Text:
     """Text with rich's markup in the template: `marked("[bold]{:,}[/] rows", count)`."""
-    shown = (escape(visible(value)) if isinstance(value, str) else value for value in values)
-    return Text.from_markup(template.format(*shown), emoji=False)
+    escaped = (escape(visible(value)) if isinstance(value, str) else value for value in values)
+    return Text.from_markup(template.format(*escaped), emoji=False)
 
 
 class Terminal(Console):
@@ -30,33 +30,33 @@ class Terminal(Console):
         super().__init__(highlight=False, markup=False, emoji=False, **options)
 
     def on_broken_pipe(self) -> None:
-        """A reader that closes the pipe (`| head`) is not a failure: `main.run` ends with 0."""
+        """A reader that closes the pipe (`| head`) is not a failure: `main.run` exits with 0."""
         raise BrokenPipeError
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """Every string comes by here, those in tables included, before it is measured."""
+        """Every string passes through here, including those in tables, before it is measured."""
         return super().render_str(visible(text), **options)
 
     def render(self, renderable: RenderableType, options: Any = None) -> Iterable[Segment]:
-        """And all that is shown comes by here: a `Text` that somebody made by hand, too."""
+        """All output passes through here, including `Text` objects built by the caller."""
         for segment in super().render(renderable, options):
-            if segment.control:  # rich's own: the cursor of a progress bar
+            if segment.control:  # rich's own, such as cursor movements of a progress bar
                 yield segment
             else:
                 yield Segment(visible(segment.text), segment.style)
 
     def say(self, text: str, style: str | None = None) -> None:
-        """A line however narrow the terminal."""
+        """Print one line, without breaking it in a narrow terminal."""
         self.print(text, style=style, soft_wrap=True)
 
     def plain(self, text: str, end: str = "\n") -> None:
-        """Text without any layout: tabs stay tabs."""
+        """Print text without any layout: tabs stay tabs."""
         self.file.write(visible(text) + end)
         self.file.flush()
 
     def waiting(self, text: str) -> AbstractContextManager[Any]:
-        """A spinner with a text (which `status` would read as markup); without a terminal, a line
-        now and then."""
+        """A spinner with a text (which `status` would parse as markup); without a terminal, a line
+        at intervals."""
         if self.is_terminal:
             return self.status(Text(visible(text)))
         return PlainProgress(self.say, text)

@@ -1,33 +1,33 @@
-"""How large a template's values are, and how large an operation's result can become.
+"""Sizes of a template's values, and upper bounds on the sizes of results of operations.
 
-The second is an upper bound, known before the operation runs: that is what stops `'a' * 10**10`.
-Operations that are not listed make nothing larger than what they are given (times a constant).
+The bounds are computed before the operation runs: that is what stops `'a' * 10**10`. Results of
+operations that are not listed are no larger than their inputs (times a constant).
 """
 
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-ENDLESS = 1 << 62  # a size for which there is never room
-PART = 64  # what anything weighs besides its characters: it takes as long to look at
+ENDLESS = 1 << 62  # a size that no allowance covers
+PART = 64  # size of any item besides its characters: visiting it takes about as long
 _NUMBER = re.compile(r"\d+")
 
 
 def weight(value: Any, most: int) -> int:
-    """The size of a value with everything in it, or something above `most`. A part counts as often
-    as it occurs: thirty times `x = [x, x]` is one list, and a text of gigabytes."""
-    total, left = 0, [value]
-    while left and total <= most:
-        item = left.pop()
+    """The size of a value with everything in it, or any number above `most`. A part counts as often
+    as it occurs: `x = [x, x]` thirty times is a small object, but gigabytes of text."""
+    total, pending = 0, [value]
+    while pending and total <= most:
+        item = pending.pop()
         total += PART
         if isinstance(item, str | bytes):
             total += len(item)
         elif isinstance(item, Mapping):
-            left += item.keys()
-            left += item.values()
+            pending += item.keys()
+            pending += item.values()
         elif isinstance(item, list | tuple):
-            left += item
-        elif hasattr(item, "__len__"):  # a range; a view of a dictionary
+            pending += item
+        elif hasattr(item, "__len__"):  # a range or a dictionary view
             total += len(item)
     return total
 
@@ -47,32 +47,32 @@ def _depth(value: Any) -> int:
 
 
 def product_size(operator: str, left: Any, right: Any) -> int:
-    """Of `left * right`, `left % right` (which formats texts) and `left ** right`."""
+    """Bound for `left * right`, `left % right` (which formats strings) and `left ** right`."""
     if operator == "%":
         return _formatted(left, right) if isinstance(left, str | bytes) else 0
     if operator == "**":
         return ENDLESS if isinstance(right, int) and abs(right) > 512 else 0
-    many: Any = right if isinstance(left, int) else left
+    sequence: Any = right if isinstance(left, int) else left
     times = left if isinstance(left, int) else right
-    if not isinstance(times, int) or isinstance(many, int | float):
+    if not isinstance(times, int) or isinstance(sequence, int | float):
         return 0
-    size: int = len(many) if isinstance(many, str | bytes) else weight(many, ENDLESS)
+    size: int = len(sequence) if isinstance(sequence, str | bytes) else weight(sequence, ENDLESS)
     return size * max(0, times)
 
 
 def _formatted(text: Any, *args: Any, **kwargs: Any) -> int:
-    """Of a format: every place may be as wide as the largest number in sight, or all values."""
+    """Bound for a format: each field may be as wide as the largest number given plus all values."""
     if isinstance(text, bytes):
         return ENDLESS
-    written = [int(digits) if len(digits) < 10 else ENDLESS for digits in _NUMBER.findall(text)]
-    given = _numbers((args, kwargs))
-    widest = 64 + max(written, default=0) + max(given, default=0) + weight((args, kwargs), ENDLESS)
-    places: int = max(text.count("%"), text.count("{"))
-    return len(text) + places * widest
+    widths = [int(digits) if len(digits) < 10 else ENDLESS for digits in _NUMBER.findall(text)]
+    numbers = _numbers((args, kwargs))
+    widest = 64 + max(widths, default=0) + max(numbers, default=0) + weight((args, kwargs), ENDLESS)
+    fields: int = max(text.count("%"), text.count("{"))
+    return len(text) + fields * widest
 
 
 def _numbers(value: Any) -> list[int]:
-    """The numbers among some arguments: a width may be one of them."""
+    """The integers among the arguments, any of which may be a width."""
     if isinstance(value, Mapping):
         value = tuple(value.values())
     if isinstance(value, list | tuple):
@@ -102,8 +102,8 @@ def _joined_by_filter(items: Any, d: Any = "", *_: Any, **__: Any) -> int:
 
 
 def _indented(text: Any, width: Any = 4, *_: Any, **__: Any) -> int:
-    wide = width if isinstance(width, int) else len(str(width))
-    return (str(text).count("\n") + 1) * max(0, wide)
+    columns = width if isinstance(width, int) else len(str(width))
+    return (str(text).count("\n") + 1) * max(0, columns)
 
 
 def _wrapped(
@@ -122,17 +122,17 @@ def _rounded(_: Any, precision: Any = 0, *__: Any, **___: Any) -> int:
 
 
 def _summed(_: Any, attribute: Any = None, start: Any = 0) -> int:
-    return 0 if isinstance(start, int | float) else ENDLESS  # of lists: quadratic
+    return 0 if isinstance(start, int | float) else ENDLESS  # summing lists is quadratic
 
 
 def _as_json(value: Any, ensure_ascii: Any = False, indent: Any = None, *_: Any, **__: Any) -> int:
     if indent is None:
         return 0
-    wide = indent if isinstance(indent, int) else len(str(indent))
-    return weight(value, ENDLESS) * (1 + max(0, wide) * _depth(value))
+    columns = indent if isinstance(indent, int) else len(str(indent))
+    return weight(value, ENDLESS) * (1 + max(0, columns) * _depth(value))
 
 
-def _same(*_: Any, **__: Any) -> int:
+def _no_larger(*_: Any, **__: Any) -> int:
     return 0
 
 
@@ -144,8 +144,8 @@ _HARMLESS = (
     *("rstrip", "split", "splitlines", "startswith", "strip", "swapcase", "title", "upper"),
     "values",
 )
-METHODS: dict[str, Callable[..., int]] = {  # of texts, lists, dictionaries and numbers
-    **dict.fromkeys(_HARMLESS, _same),
+METHODS: dict[str, Callable[..., int]] = {  # of strings, lists, dictionaries and numbers
+    **dict.fromkeys(_HARMLESS, _no_larger),
     **dict.fromkeys(("center", "ljust", "rjust", "zfill"), _padded),
     **dict.fromkeys(("format", "format_map"), _formatted),
     "expandtabs": _with_tabs,

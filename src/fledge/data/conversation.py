@@ -1,4 +1,4 @@
-"""One raw row -> one conversation in the shape chat templates expect, or the reason why not.
+"""One raw row -> one conversation in the form chat templates expect, or the reason why not.
 
 Takes OpenAI `messages` and ShareGPT `conversations`, with `role/content` or `from/value`; pairs of
 a question and an answer (`prompt/response`, `instruction/input/output`, ...); and plain `text`.
@@ -12,21 +12,22 @@ from fledge.data.drops import BadRow
 
 Message = dict[str, Any]
 
-MESSAGE_KEYS = ("messages", "conversations", "conversation")  # where rows keep them
-_QUESTIONS = ("instruction", "prompt", "question", "query", "input")  # what is asked, if not there
+MESSAGE_KEYS = ("messages", "conversations", "conversation")  # where rows keep their messages
+_QUESTIONS = ("instruction", "prompt", "question", "query", "input")  # where there are no messages
 _ANSWERS = ("output", "response", "completion", "answer")
 PAIR_KEYS = {*_QUESTIONS, *_ANSWERS}
-_SYSTEM_KEYS = ("system", "system_prompt")  # the latter beside pairs only
+_SYSTEM_KEYS = ("system", "system_prompt")  # the second one only beside pairs
 _IMAGE_KEYS = ("images", "image")
 
-# What is said of a row that is kept: counted, so short and always the same words.
+# Notes on rows that are kept. They are counted, hence short and constant.
 UNASKED = "an answer before any question was left out"
 NO_IMAGES = "images beside the messages were left out"
 PAIR = "a question and its answer, read as a chat of one turn"
 PLAIN_TEXT = "plain text, without a template: all but its first token is supervised"
 
-# Earlier versions dropped such rows, for these reasons ("tool first": an unasked one, too). All
-# that they kept is read as it was then, so that a run begun with it can go on with its rows.
+# Earlier versions dropped such rows, for these reasons ("tool first" also stood for an unasked
+# answer). Rows that they kept are read as before, so that a run that was started with them can be
+# resumed with the same rows.
 READ_SINCE = {UNASKED: "assistant first", PAIR: "no messages", PLAIN_TEXT: "no messages"}
 DROPPED_THEN = {*READ_SINCE.values(), "tool first"}
 
@@ -43,7 +44,7 @@ _CUT = {"length", "max_tokens", "truncated"}  # finish reasons of an answer that
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages as templates take them; the last one is always the assistant's."""
+    """Messages in the form templates take; the last one is always the assistant's."""
 
     messages: tuple[Message, ...]
     tools: tuple[dict[str, Any], ...] | None = None
@@ -52,7 +53,7 @@ class Conversation:
 
 
 def plain_text(row: Any) -> str | None:
-    """The text of a row that is nothing but `text`; None: it may be a conversation."""
+    """The text of a row that has only `text`, or None if it may be a conversation."""
     if not isinstance(row, dict) or looks_like_conversation(row):
         return None
     text = row.get("text")
@@ -62,16 +63,16 @@ def plain_text(row: Any) -> str | None:
 
 
 def looks_like_conversation(row: dict[Any, Any]) -> bool:
-    """Whether there are messages, or at least a question."""
+    """Whether the row has messages, or at least a question."""
     return any(row.get(key) is not None for key in (*MESSAGE_KEYS, *_QUESTIONS))
 
 
 def parse_messages(row: Any) -> list[Message]:
-    """The row's messages, whoever speaks last. Raises BadRow like `parse_conversation`."""
+    """The row's messages, whatever the last role. Raises BadRow like `parse_conversation`."""
     if not isinstance(row, dict):
         raise BadRow("row is not an object", type(row).__name__)
     paired = _is_pair(row)
-    raw = _pair(row) if paired else next(row[key] for key in MESSAGE_KEYS if key in row)
+    raw = _pair_messages(row) if paired else next(row[key] for key in MESSAGE_KEYS if key in row)
     if raw is None:
         raise BadRow("no messages", f"keys: {', '.join(map(str, row))[:80]}")
     if not isinstance(raw, list):
@@ -79,7 +80,7 @@ def parse_messages(row: Any) -> list[Message]:
     if not raw:
         raise BadRow("messages is empty")
     messages = [_parse_message(item) for item in raw]
-    # ShareGPT files often keep it beside the turns
+    # ShareGPT files often keep the system prompt beside the turns
     system = next((row[key] for key in _SYSTEM_KEYS[: 1 + paired] if row.get(key)), None)
     if isinstance(system, str) and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system})
@@ -90,57 +91,57 @@ def _is_pair(row: dict[Any, Any]) -> bool:
     return next((row[key] for key in MESSAGE_KEYS if key in row), None) is None
 
 
-def _pair(row: dict[Any, Any]) -> list[Any] | None:
-    """A question and its answer as messages, the answer if there is one. Either may be a list of
-    messages itself. Alpaca's `input` is what its `instruction` is about."""
-    asked = next((key for key in _QUESTIONS if row.get(key) is not None), None)
-    if asked is None:
+def _pair_messages(row: dict[Any, Any]) -> list[Any] | None:
+    """A question and, if there is one, its answer, as messages. Either may itself be a list of
+    messages. Alpaca's `input` is what its `instruction` refers to."""
+    name = next((key for key in _QUESTIONS if row.get(key) is not None), None)
+    if name is None:
         return None
-    question, about = row[asked], row.get("input")
-    if asked == "instruction" and isinstance(question, str) and isinstance(about, str) and about:
-        question = f"{question}\n\n{about}"
+    question, context = row[name], row.get("input")
+    if name == "instruction" and isinstance(question, str) and isinstance(context, str) and context:
+        question = f"{question}\n\n{context}"
     answer = next((row[key] for key in _ANSWERS if row.get(key) is not None), None)
-    messages = question if isinstance(question, list) else [_said("user", question)]
+    messages = question if isinstance(question, list) else [_message("user", question)]
     if answer is None:
         return messages
-    return [*messages, *(answer if isinstance(answer, list) else [_said("assistant", answer)])]
+    return [*messages, *(answer if isinstance(answer, list) else [_message("assistant", answer)])]
 
 
-def _said(role: str, content: Any) -> dict[str, Any]:
+def _message(role: str, content: Any) -> dict[str, Any]:
     return {"role": role, "content": content}
 
 
 def without_unasked(messages: list[Message]) -> list[Message]:
-    """The messages without what an assistant (or its tools) said before the first question."""
+    """The messages without those of an assistant (or its tools) before the first question."""
     start = next((i for i, m in enumerate(messages) if m["role"] != "system"), len(messages))
-    asked = next((i for i, m in enumerate(messages) if m["role"] == "user"), None)
-    if asked is None or messages[start]["role"] == "user":
+    first_question = next((i for i, m in enumerate(messages) if m["role"] == "user"), None)
+    if first_question is None or messages[start]["role"] == "user":
         return messages
     return [
         *messages[:start],
-        *(m for m in messages[start:asked] if m["role"] == "system"),
-        *messages[asked:],
+        *(m for m in messages[start:first_question] if m["role"] == "system"),
+        *messages[first_question:],
     ]
 
 
 def parse_conversation(row: Any) -> Conversation:
-    """Normalise one row. Raises BadRow with a short, countable reason."""
+    """Normalize one row. Raises BadRow with a short, countable reason."""
     messages = parse_messages(row)
     length = len(messages)
-    while messages and messages[-1]["role"] != "assistant":  # nothing after the last answer teaches
+    while messages and messages[-1]["role"] != "assistant":  # nothing to learn after it
         messages.pop()
     if not messages:
         raise BadRow("no assistant turn")
-    is_last = len(messages) == length  # the row's finish reason speaks of its last message
-    asked = without_unasked(messages)
-    _check_order(asked)
+    is_last = len(messages) == length  # the finish reason is about the row's last message
+    kept = without_unasked(messages)
+    _check_order(kept)
     finish = row.get("finish_reason", row.get("finish"))
     cut = (isinstance(finish, str) and finish in _CUT) or row.get("truncated") is True
     notes = [PAIR] if _is_pair(row) else []
-    notes += [UNASKED] if len(asked) < len(messages) else []
+    notes += [UNASKED] if len(kept) < len(messages) else []
     notes += [NO_IMAGES] if any(row.get(key) for key in _IMAGE_KEYS) else []
     tools = parse_tools(row.get("tools"))
-    return Conversation(tuple(asked), tools, cut and is_last, tuple(notes))
+    return Conversation(tuple(kept), tools, cut and is_last, tuple(notes))
 
 
 def _check_order(messages: list[Message]) -> None:
@@ -204,7 +205,7 @@ def _parse_content(content: Any, *, optional: bool) -> str:
 
 
 def _parse_call(call: Any) -> dict[str, Any]:
-    """One tool call in the form transformers documents: arguments as an object."""
+    """One tool call in the form that transformers documents: arguments as an object."""
     if isinstance(call, str):
         call = _loads(call, "tool call is not JSON")
     if not isinstance(call, dict):
@@ -222,7 +223,7 @@ def _parse_call(call: Any) -> dict[str, Any]:
 
 
 def parse_tools(tools: Any) -> tuple[dict[str, Any], ...] | None:
-    """The tools of a row, which some files keep as JSON text."""
+    """The tools of a row, which some files store as JSON text."""
     if isinstance(tools, str) and tools.strip():
         tools = _loads(tools, "tools is not JSON")
     if not tools:

@@ -1,6 +1,6 @@
 """What was dropped, why, and where: a bad row never stops a job and is always reported.
 
-So is what was left out of rows that were kept: their notes."""
+What was left out of rows that were kept is reported, too: their notes."""
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
@@ -22,13 +22,13 @@ class BadRow(Exception):  # noqa: N818  (caught row by row, never shown as a tra
 
 @dataclass
 class DropReport:
-    """Counts by reason, and the first examples of each with their place in the data."""
+    """Counts by reason, and for each reason the places of the first examples."""
 
     kept: int = 0
     counts: dict[str, int] = field(default_factory=dict)
     examples: dict[str, list[str]] = field(default_factory=dict)
-    notes: dict[str, int] = field(default_factory=dict)  # of kept rows, by what is said of them
-    noted: dict[str, list[str]] = field(default_factory=dict)  # where first
+    notes: dict[str, int] = field(default_factory=dict)  # counts of notes on kept rows
+    noted: dict[str, list[str]] = field(default_factory=dict)  # places of the first examples
 
     @property
     def dropped(self) -> int:
@@ -36,7 +36,7 @@ class DropReport:
 
     @property
     def share(self) -> float:
-        """Share of the rows that were read and dropped."""
+        """Share of all rows that were dropped."""
         return self.dropped / max(1, self.kept + self.dropped)
 
     def add(self, where: str, bad: BadRow) -> None:
@@ -53,8 +53,8 @@ class DropReport:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> "DropReport":
-        found = (value.get(name, {}) for name in ("counts", "examples", "notes", "noted"))
-        return cls(value["kept"], *map(dict, found))
+        tables = (value.get(name, {}) for name in ("counts", "examples", "notes", "noted"))
+        return cls(value["kept"], *map(dict, tables))
 
     @classmethod
     def merged(cls, parts: Iterable["DropReport"]) -> "DropReport":
@@ -68,7 +68,7 @@ class DropReport:
         return total
 
     def check(self, max_share: float) -> None:
-        """Refuse data of which too much had to be dropped."""
+        """Refuse data if too many rows had to be dropped."""
         if self.kept == 0:
             raise BadInput(
                 f"no usable row: {self._summary()}", fix="look at them with `data preview`"
@@ -78,7 +78,7 @@ class DropReport:
                 f"of {counted(self.dropped + self.kept, 'row')} {self.dropped:,} "
                 f"({self.share:.1%}) cannot be used, more than the allowed {max_share:.1%}: "
                 f"{self._summary()}",
-                fix="mend the data, or raise max_drop_share",
+                fix="fix the data, or raise max_drop_share",
             )
 
     def _summary(self) -> str:
@@ -90,8 +90,8 @@ class DropReport:
 
 
 def _count(
-    counts: dict[str, int], examples: dict[str, list[str]], what: str, more: int, seen: list[str]
+    counts: dict[str, int], examples: dict[str, list[str]], key: str, more: int, places: list[str]
 ) -> None:
-    counts[what] = counts.get(what, 0) + more
-    shown = examples.setdefault(what, [])
-    shown += seen[: EXAMPLES_PER_REASON - len(shown)]
+    counts[key] = counts.get(key, 0) + more
+    kept = examples.setdefault(key, [])
+    kept += places[: EXAMPLES_PER_REASON - len(kept)]

@@ -1,7 +1,7 @@
-"""Which characters of a conversation the assistant said: the loss mask, before tokenising.
+"""The loss mask in characters, before tokenization: which part of a conversation the model wrote.
 
-The definition: the supervised text of a turn is what the model itself would have said, from the
-end of the generation prompt to its end token, both taken from the model's own template:
+The definition: the supervised text of a turn is what the model itself would have generated, from
+the end of the generation prompt to its end token, both taken from the model's own template:
 
     prompt  = render(messages[:i], with the generation prompt)
     full    = render(messages[:i + 1])
@@ -12,9 +12,9 @@ Worked example (ChatML), supervised text in brackets:
     <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\n[Hello!<|im_end|>]\\n
 
 A template that rewrites history (drops earlier reasoning, closes a past turn differently) makes
-`full` of an early turn differ from the same stretch of the whole conversation. Then the early turn
+`full` of an early turn differ from the same part of the whole conversation. Then the early turn
 gets a row of its own, with the history as the model saw it. `{% generation %}` tags, where a
-template has them, narrow the spans further (text inside a turn that the model did not say).
+template has them, narrow the spans further (text inside a turn that the model did not generate).
 """
 
 import re
@@ -28,13 +28,13 @@ from fledge.data.drops import BadRow
 from fledge.data.template import PROBE, ChatTemplate, shared_prefix
 
 LONGEST_ROW = 1 << 23  # characters; a longer conversation is dropped before it is rendered
-# Every answer is found by rendering what stands before it. So that a row costs seconds, not hours,
-# one with more answers is dropped, and one with too many for its length:
+# Every answer is located by rendering the conversation up to it. So that a row takes seconds rather
+# than hours, rows with too many answers, in total or for their length, are dropped:
 MOST_ANSWERS = 1000
-_MOST_RENDERED = 1 << 28  # characters, over all answers
+_MOST_RENDERED = 1 << 28  # characters, summed over all answers
 
 NO_REASONING = "reasoning was left out: the template does not show it"
-# Opening and closing marks of reasoning, as the templates in use write them.
+# Opening and closing markers of reasoning in common templates.
 _REASONING = [
     ("<think>", "</think>"),
     ("<|channel|>analysis<|message|>", "<|end|>"),  # gpt-oss
@@ -46,7 +46,7 @@ _REASONING = [
 
 @dataclass(frozen=True)
 class MaskOptions:
-    """What the user may choose about supervision."""
+    """The user's choices about supervision."""
 
     last_turn_only: bool = False
     mask_reasoning: bool = False
@@ -57,8 +57,8 @@ DEFAULTS = MaskOptions()
 
 @dataclass(frozen=True)
 class MaskedText:
-    """One row before tokenising: text, supervised spans (ascending, disjoint), and whether the
-    last answer was cut short in the data (then its end token is neither shown nor supervised)."""
+    """One row before tokenization: text, supervised spans (ascending, disjoint), and whether the
+    last answer was cut short in the data (then its end token is left out of text and spans)."""
 
     text: str
     spans: tuple[Span, ...]
@@ -71,14 +71,14 @@ class MaskedText:
 
 @dataclass(frozen=True)
 class _Turn:
-    """One assistant turn as the model met it: `full[start:end]` is what it said."""
+    """One assistant turn in the context the model saw: `full[start:end]` is what it generated."""
 
     full: str
     start: int
     end: int
-    spans: tuple[Span, ...]  # inside [start, end): less where tags or reasoning say so
-    closing: str  # its last part, the end token
-    unreasoned: bool  # it had reasoning that the template does not show
+    spans: tuple[Span, ...]  # within [start, end), narrowed by tags and masked reasoning
+    closing: str  # the end token, which the generated text ends with
+    unreasoned: bool  # the message has reasoning that the template does not show
 
     @property
     def spoken_to(self) -> str:
@@ -90,26 +90,26 @@ def masked_texts(
 ) -> list[MaskedText]:
     """The rows of one conversation: one, or several when the template rewrites history."""
     messages = conversation.messages
-    at = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    at = at[-1:] if options.last_turn_only else at
-    _check_size(conversation, len(at))
+    turn_indices = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    turn_indices = turn_indices[-1:] if options.last_turn_only else turn_indices
+    _check_size(conversation, len(turn_indices))
     try:
-        last = _render_turn(conversation, at[-1], template, options)
-    except BadRow:  # of several reasons, the first turn's is the row's
-        for i in at[:-1]:
+        last = _render_turn(conversation, turn_indices[-1], template, options)
+    except BadRow:  # report the first turn that fails, not the last
+        for i in turn_indices[:-1]:
             _render_turn(conversation, i, template, options)
         raise
     unreasoned = last.unreasoned
-    shared, turns = [], []  # the last turn's text carries every earlier turn it repeats unchanged
-    for i in at[:-1]:
+    shared, turns = [], []  # the last turn's row includes every earlier turn it repeats unchanged
+    for i in turn_indices[:-1]:
         turn = _render_turn(conversation, i, template, options)
         unreasoned |= turn.unreasoned
         if last.full.startswith(turn.spoken_to):
-            shared.append(turn.spans)  # and not its text: those of all turns would be quadratic
+            shared.append(turn.spans)  # without the text: keeping every turn's would be quadratic
         else:
             turns.append(turn)
     rows = [_assemble(last, [*shared, last.spans], template, truncated=conversation.truncated)]
-    while turns:  # and so on with those that it does not repeat
+    while turns:  # the same again for the turns that no row includes yet
         row = turns[-1]
         shared = [turn.spans for turn in turns if row.full.startswith(turn.spoken_to)]
         turns = [turn for turn in turns if not row.full.startswith(turn.spoken_to)]
@@ -119,7 +119,7 @@ def masked_texts(
 
 
 def _check_size(conversation: Conversation, answers: int) -> None:
-    """Refuse what would take too long before anything is rendered."""
+    """Drop a row that would take too long to render, before anything is rendered."""
     characters = weight(conversation.tools, LONGEST_ROW) if conversation.tools else 0
     for message in conversation.messages:
         characters += len(message["content"]) + len(message.get("reasoning_content", ""))
@@ -153,9 +153,9 @@ def _render_turn(
         full, tags = template.render_tagged(messages, tools)
     else:
         full, tags = template.render(messages, tools), None
-    start = _start(prompt, full, messages, tools, template)
+    start = _answer_start(prompt, full, messages, tools, template)
     if start is None:  # gpt-oss: the answer changed the history before it; keep what the model saw
-        start = _start_after_rewrite(full, messages, tools, template)
+        start = _answer_start_after_rewrite(full, messages, tools, template)
         shift = len(prompt) - start
         full, start = prompt + full[start:], len(prompt)
         tags = None if tags is None else [(a + shift, b + shift) for a, b in tags]
@@ -169,19 +169,19 @@ def _render_turn(
         spans = [(max(start, a), min(end, b)) for a, b in tags if a < end and b > start]
     if options.mask_reasoning:
         spans = _subtract(spans, _reasoning_spans(full, start, end))
-    reasons = messages[-1].get("reasoning_content", "").strip().splitlines()
-    unreasoned = bool(reasons) and reasons[-1].strip() not in full[start:end]
-    return _Turn(full, start, end, _joined(spans), turn_end.closing, unreasoned)
+    reasoning = messages[-1].get("reasoning_content", "").strip().splitlines()
+    unreasoned = bool(reasoning) and reasoning[-1].strip() not in full[start:end]
+    return _Turn(full, start, end, _merged(spans), turn_end.closing, unreasoned)
 
 
-def _start(
+def _answer_start(
     prompt: str, full: str, messages: Sequence[Message], tools: object, template: ChatTemplate
 ) -> int | None:
-    """Where the assistant begins to speak: the end of the prompt, if the full text repeats it.
+    """Where the answer starts: at the end of the prompt, if the full text repeats the prompt.
 
-    Some prompts go further than the text does (DeepSeek-R1 prefills `<think>` and then drops the
-    reasoning): then the longest part of the generation prompt that ends a line or a special token
-    and is repeated.
+    Some prompts contain more than the full text repeats (DeepSeek-R1 prefills `<think>` and then
+    drops the reasoning). Then it starts after the longest repeated part of the generation prompt
+    that ends with a line or a special token. None: the answer changed the history before it.
     """
     if full.startswith(prompt):
         # After a tool's answer some templates print the opening only in the full text.
@@ -197,31 +197,31 @@ def _start(
     return None
 
 
-def _start_after_rewrite(
+def _answer_start_after_rewrite(
     full: str, messages: Sequence[Message], tools: object, template: ChatTemplate
 ) -> int:
-    """The same where the answer changed the history: another answer changes it in the same way, so
-    the text that both share ends just after the opening of the turn."""
+    """Where the answer starts if it changed the history: another answer changes it in the same way,
+    so the text that the two share ends just after the opening of the turn."""
     other: Message = {"role": "assistant", "content": PROBE}
     shared = shared_prefix(full, template.render([*messages[:-1], other], tools))
-    at = full.rfind(template.opening, 0, shared) if template.opening else -1
-    if at < 0:
+    opening_at = full.rfind(template.opening, 0, shared) if template.opening else -1
+    if opening_at < 0:
         raise BadRow("cannot tell where the answer begins", repr(full[-40:]))
-    return at + len(template.opening)
+    return opening_at + len(template.opening)
 
 
 def _check_spoken(spoken: str, message: Message) -> None:
-    """The template must have rendered what the assistant said, not silently left it out."""
-    words = message["content"].rpartition("</think>")[2].strip()
-    if words and words.splitlines()[-1].strip() not in spoken:
-        raise BadRow("template does not render the answer", repr(words[-40:]))
+    """Check that the template rendered the answer and did not silently leave it out."""
+    answer = message["content"].rpartition("</think>")[2].strip()
+    if answer and answer.splitlines()[-1].strip() not in spoken:
+        raise BadRow("template does not render the answer", repr(answer[-40:]))
     for call in message.get("tool_calls", ()):
         if call["function"]["name"] not in spoken:
             raise BadRow("template does not render tool calls", call["function"]["name"][:40])
 
 
 def _reasoning_spans(text: str, start: int, end: int) -> list[Span]:
-    """Reasoning inside text[start:end], marks included; it may have been opened by the prompt."""
+    """Spans of reasoning in text[start:end], markers included; the prompt may have opened it."""
     spans: list[Span] = []
     for opening, closing in _REASONING:
         opened = text[:start].rstrip().endswith(opening.rstrip())
@@ -234,15 +234,15 @@ def _reasoning_spans(text: str, start: int, end: int) -> list[Span]:
     return spans
 
 
-def _joined(spans: Sequence[Span]) -> tuple[Span, ...]:
-    """Non-empty spans in order, those that touch made one."""
-    joined: list[Span] = []
+def _merged(spans: Sequence[Span]) -> tuple[Span, ...]:
+    """The non-empty spans in order, adjacent ones merged."""
+    merged: list[Span] = []
     for start, end in spans:
-        if joined and joined[-1][1] == start:
-            joined[-1] = (joined[-1][0], end)
+        if merged and merged[-1][1] == start:
+            merged[-1] = (merged[-1][0], end)
         elif start < end:
-            joined.append((start, end))
-    return tuple(joined)
+            merged.append((start, end))
+    return tuple(merged)
 
 
 def _subtract(spans: Sequence[Span], holes: Sequence[Span]) -> list[Span]:

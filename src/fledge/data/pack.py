@@ -1,7 +1,8 @@
 """Packing: documents into rows of a fixed token budget, and rows into batches.
 
-A padded batch is the case of one document per row. Worked example, width 8, documents of 3 and 2
-tokens (trailing padding counts as part of the last document, so `seq_lens` sums to the width):
+A padded batch is the special case of one document per row. Worked example, width 8, documents of 3
+and 2 tokens (trailing padding counts as part of the last document, so `seq_lens` sums to the
+width):
 
     position_ids    0 1 2 0 1 2 3 4
     attention_mask  1 1 1 1 1 0 0 0
@@ -21,7 +22,7 @@ from fledge.core.errors import BadInput
 from fledge.core.rows import TokenBatch, TokenRow
 
 WINDOW = 16384  # documents packed together: enough for a tight fit, few enough to stay shuffled
-_PACK_BITS = 32  # of a number that says first how much room is left, then in which pack
+_PACK_BITS = 32  # low bits of a sort key: free tokens above, pack index below
 
 Overlong = Literal["cut", "drop", "split"]
 
@@ -43,20 +44,20 @@ Pack = tuple[Piece, ...]
 
 @dataclass(frozen=True, eq=False)
 class Packs(Sequence[Pack]):
-    """Packs in the order in which they are to be used, made of arrays when they are asked for: an
-    epoch of millions of rows takes eight bytes a row, where objects would take hundreds.
+    """Packs in the order in which they are used, built from arrays on access: an epoch of millions
+    of rows takes eight bytes per row, where objects would take hundreds.
 
-    The pieces lie pack by pack, as they were packed; `order_P` says which pack comes when. Where a
+    The pieces are stored pack by pack; `order_P` is the order in which the packs are used. Where a
     piece stops follows from the lengths of the rows, which are shared and not copied.
     """
 
     row_N: NDArray[np.int32]
     start_N: NDArray[np.int32]
-    first_P: NDArray[np.int64]  # piece at which each pack begins, and where the last one ends
+    first_P: NDArray[np.int64]  # index of each pack's first piece, and the end of the last
     order_P: NDArray[np.int64]
     lengths: NDArray[np.int64]  # of the rows
     budget: int
-    tokens: int  # real ones, in all packs
+    tokens: int  # real tokens in all packs
 
     def __len__(self) -> int:
         return len(self.order_P)
@@ -76,7 +77,7 @@ class Packs(Sequence[Pack]):
 
 @dataclass(frozen=True)
 class Packing:
-    """The packs of one epoch, in the order in which they are to be used."""
+    """The packs of one epoch, in the order in which they are used."""
 
     packs: Packs
     budget: int
@@ -108,10 +109,10 @@ def pack_rows(
         _pack_window(order[begin : begin + WINDOW], sizes, budget, overlong)
         for begin in range(0, len(order), WINDOW)
     ]
-    first_P = np.concatenate([[0], np.cumsum(_joined([w.count_P for w in windows], np.int64))])
+    first_P = np.concatenate([[0], np.cumsum(_concat([w.count_P for w in windows], np.int64))])
     packs = Packs(
-        row_N=_joined([w.row_N for w in windows], np.int32),
-        start_N=_joined([w.start_N for w in windows], np.int32),
+        row_N=_concat([w.row_N for w in windows], np.int32),
+        start_N=_concat([w.start_N for w in windows], np.int32),
         first_P=first_P,
         order_P=rng.permutation(len(first_P) - 1),
         lengths=sizes,
@@ -130,7 +131,7 @@ def pack_rows(
 
 @dataclass(frozen=True)
 class _Window:
-    """Documents that were packed together, pack by pack."""
+    """The pieces of documents that were packed together, pack by pack."""
 
     row_N: NDArray[np.int32]
     start_N: NDArray[np.int32]
@@ -141,14 +142,14 @@ class _Window:
 def _pack_window(
     rows: NDArray[np.int64], sizes: NDArray[np.int64], budget: int, overlong: Overlong
 ) -> _Window:
-    """Longest first, each piece into the pack where it leaves the least room."""
+    """Place pieces longest first, each into the pack where it leaves the least room."""
     if overlong == "drop":
         rows = rows[sizes[rows] <= budget]
     count_R = -(-sizes[rows] // budget)  # pieces of each row
     if overlong == "cut":
         count_R = np.minimum(count_R, 1)
     row_N = np.repeat(rows, count_R)
-    before_N = np.repeat(np.cumsum(count_R) - count_R, count_R)  # pieces of the rows before
+    before_N = np.repeat(np.cumsum(count_R) - count_R, count_R)  # pieces of all earlier rows
     start_N = budget * (np.arange(len(row_N)) - before_N)
     size_N = np.minimum(budget, sizes[row_N] - start_N)
     longest_N = np.argsort(-size_N, kind="stable")
@@ -163,33 +164,33 @@ def _pack_window(
 
 
 def _best_fit(sizes: Sequence[int], budget: int) -> list[int]:
-    """The pack of each piece, which take their turn in the order given."""
+    """The pack index of each piece; pieces are placed in the given order."""
     packs: list[int] = []
-    room: list[int] = []  # free tokens and pack, in one number, ascending
+    room: list[int] = []  # free tokens and pack index in one number, ascending
     opened = 0
     for size in sizes:
-        at = bisect_left(room, size << _PACK_BITS)
-        if at == len(room):
+        index = bisect_left(room, size << _PACK_BITS)
+        if index == len(room):
             free, pack, opened = budget, opened, opened + 1
         else:
-            free, pack = divmod(room.pop(at), 1 << _PACK_BITS)
+            free, pack = divmod(room.pop(index), 1 << _PACK_BITS)
         packs.append(pack)
         if free > size:
             insort(room, (free - size) << _PACK_BITS | pack)
     return packs
 
 
-def _joined(arrays: Sequence[NDArray[Any]], dtype: Any) -> NDArray[Any]:
+def _concat(arrays: Sequence[NDArray[Any]], dtype: Any) -> NDArray[Any]:
     return np.concatenate([np.zeros(0, dtype), *arrays])
 
 
 def one_per_row(lengths: Sequence[int], width: int) -> list[Pack]:
-    """The padded batch: one document per row."""
+    """The packs of a padded batch: one document per row."""
     return [(Piece(row, 0, min(length, width)),) for row, length in enumerate(lengths)]
 
 
 def pad_rows(lengths: NDArray[np.int64], width: int, *, seed: int = 0, epoch: int = 0) -> Packing:
-    """An epoch of padded batches: `one_per_row`, shuffled."""
+    """An epoch of padded rows: one document each, shuffled."""
     rows = len(lengths)
     packs = Packs(
         row_N=np.arange(rows, dtype=np.int32),
@@ -215,20 +216,20 @@ def collate(rows: Sequence[TokenRow], packs: Sequence[Pack], width: int, pad_id:
     lens = np.zeros((B, max([1, *(len(pack) for pack in packs)])), dtype=np.int64)
     places = []
     for b, pack in enumerate(packs):
-        at = 0
+        offset = 0
         documents = [rows[piece.row] for piece in pack]
         for d, (piece, row) in enumerate(zip(pack, documents, strict=True)):
-            n, end = len(piece), at + len(piece)
-            ids_BT[b, at:end] = row.input_ids[piece.start : piece.stop]
-            loss_BT[b, at:end] = row.loss_mask[piece.start : piece.stop]
-            position_BT[b, at:end] = np.arange(n)
-            remaining_BT[b, at:end] = np.arange(n - 1, -1, -1)
+            n, end = len(piece), offset + len(piece)
+            ids_BT[b, offset:end] = row.input_ids[piece.start : piece.stop]
+            loss_BT[b, offset:end] = row.loss_mask[piece.start : piece.stop]
+            position_BT[b, offset:end] = np.arange(n)
+            remaining_BT[b, offset:end] = np.arange(n - 1, -1, -1)
             lens[b, d] = n
-            at = end
-        attention_BT[b, :at] = 1
+            offset = end
+        attention_BT[b, :offset] = 1
         last = max(0, len(pack) - 1)
-        position_BT[b, at:] = np.arange(lens[b, last], lens[b, last] + width - at)
-        lens[b, last] += width - at
+        position_BT[b, offset:] = np.arange(lens[b, last], lens[b, last] + width - offset)
+        lens[b, last] += width - offset
         places.append(tuple(row.place for row in documents))
     return TokenBatch(
         input_ids=torch.from_numpy(ids_BT),

@@ -1,6 +1,6 @@
-"""Tokenise once: data + tokenizer + template + options -> token rows, kept by fingerprint.
+"""Tokenize once: data + tokenizer + template + options -> token rows, cached by fingerprint.
 
-Interrupt it and run it again: finished parts are kept. Damage a file: that part is made again.
+If interrupted, run it again: finished parts are kept. Damaged parts are rebuilt.
 """
 
 import contextlib
@@ -29,9 +29,9 @@ from fledge.data.drops import DropReport
 from fledge.data.store import DROPS, TokenRows, read_record, write_part
 from fledge.data.tokenise import Encoder, TokeniseOptions, tokenise_part
 
-_WAIT_S = 1.0  # that another process holds the lock is worth a word after so long
+_WAIT_S = 1.0  # report that another process holds the lock after waiting this long
 ROWS_FORMAT = 1  # raise when the meaning of the files changes
-_READING = 2  # raise when rows are read that were dropped before: see `prepare_rows`
+_READING = 2  # raise when rows are kept that were dropped before: see `prepare_rows`
 _MANIFEST_NAME = "manifest.json"
 _TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json"),
@@ -42,22 +42,22 @@ _TOKENIZER_FILES = (
 
 @dataclass(frozen=True)
 class Progress:
-    """How far tokenising is; `reused` parts came from an earlier run."""
+    """Progress of tokenization; `reused` parts are from an earlier run."""
 
     parts: int
     done: int
     reused: int
     tokens: int
-    waiting: bool = False  # for another process that is at it
+    waiting: bool = False  # for another process that tokenizes the same data
 
 
 def tokenizer_files_fingerprint(model_dir: Path) -> str:
     """A digest of the files that make up a tokenizer and its template."""
     digest = hashlib.sha256()
-    found = [name for name in _TOKENIZER_FILES if (model_dir / name).is_file()]
-    if not found:
+    names = [name for name in _TOKENIZER_FILES if (model_dir / name).is_file()]
+    if not names:
         raise BadInput("no tokenizer files", where=str(model_dir), fix="is this a model directory?")
-    for name in found:
+    for name in names:
         digest.update(name.encode() + b"\0" + (model_dir / name).read_bytes() + b"\0")
     return digest.hexdigest()
 
@@ -75,14 +75,14 @@ def prepare_rows(
     trust_remote_code: bool = False,
     begun: Collection[str] = (),
 ) -> TokenRows:
-    """Token rows of `data` under the model's tokenizer and template, tokenised at most once: of
-    several processes by one, while the others wait, which is progress to be told too.
+    """Token rows of `data` under the model's tokenizer and template, tokenized at most once: one of
+    several processes does it while the others wait, which is reported as progress, too.
 
-    Of data in which earlier versions dropped nothing that is read now, the fingerprint is
-    the one that it had then. Of other data it is a new one, unless the old one is among those that
-    a run was `begun` with: then the rows are those of then.
+    If earlier versions dropped no row of the data that is kept now, its fingerprint is unchanged.
+    Otherwise it is a new one, unless the old one is among those that a run was started with
+    (`begun`): then the rows are those of the earlier version.
     """
-    _refuse_a_script_run_by_workers()
+    _refuse_unguarded_script()
     options = options or TokeniseOptions()
     fields = {
         "format": ROWS_FORMAT,
@@ -93,29 +93,29 @@ def prepare_rows(
         "most_parts": sources.MOST_PARTS,
     }
     root = (cache or cache_dir()) / "rows"
-    now = _Job(root, fields | {"reading": _READING}, model_dir, options, trust_remote_code)
-    then = replace(now, fields=fields, as_before=True)
+    current = _Job(root, fields | {"reading": _READING}, model_dir, options, trust_remote_code)
+    earlier = replace(current, fields=fields, as_before=True)
     parts = sources.make_parts(data, rows_per_part)
 
-    def made(job: _Job) -> TokenRows:
-        return _made(job, parts, workers, on_progress)
+    def prepare(job: _Job) -> TokenRows:
+        return _prepare(job, parts, workers, on_progress)
 
-    held = _held_drops(then.directory)
-    if held is not None and (then.key in begun or not held.counts.keys() & DROPPED_THEN):
-        rows = made(then)
+    drops = _read_drops(earlier.directory)
+    if drops is not None and (earlier.key in begun or not drops.counts.keys() & DROPPED_THEN):
+        rows = prepare(earlier)
     else:
-        rows = made(now)
+        rows = prepare(current)
         if not rows.drops.notes.keys() & READ_SINCE.keys():
-            rows.fingerprint = then.key  # the rows of then
-        elif then.key in begun:
-            rows = made(then)
+            rows.fingerprint = earlier.key  # the rows are the same
+        elif earlier.key in begun:
+            rows = prepare(earlier)
     rows.drops.check(max_drop_share)
     rows.check_mask()
     return rows
 
 
-def _held_drops(directory: Path) -> DropReport | None:
-    """What was dropped when the rows of a directory were made, if they were, to the end."""
+def _read_drops(directory: Path) -> DropReport | None:
+    """What was dropped when the rows of a directory were prepared, or None if they are not."""
     try:
         manifest = read_json(directory / _MANIFEST_NAME, Table({"drops": DROPS}))
     except BadInput:
@@ -124,8 +124,8 @@ def _held_drops(directory: Path) -> DropReport | None:
 
 
 @contextlib.contextmanager
-def _alone(path: Path, on_progress: Callable[[Progress], None]) -> Iterator[None]:
-    """Ranks of a run, or two runs of one recipe: the second waits, then reads."""
+def _locked(path: Path, on_progress: Callable[[Progress], None]) -> Iterator[None]:
+    """Lock against other ranks, or another run of the same recipe: they wait, then read."""
     lock = FileLock(path)
     try:
         lock.acquire(timeout=_WAIT_S)
@@ -138,8 +138,9 @@ def _alone(path: Path, on_progress: Callable[[Progress], None]) -> Iterator[None
         lock.release()
 
 
-def _refuse_a_script_run_by_workers() -> None:
-    """Refuse here: otherwise a worker would wait forever for the lock that its parent holds."""
+def _refuse_unguarded_script() -> None:
+    """Refuse a script without a main guard when a worker process imports it: otherwise the worker
+    would wait forever for the lock that its parent holds."""
     if getattr(current_process(), "_inheriting", False):  # a spawned process imports its script
         raise BadInput(
             "worker processes import the script that starts them, and it prepares data again",
@@ -150,14 +151,14 @@ def _refuse_a_script_run_by_workers() -> None:
 
 @dataclass(frozen=True)
 class _Job:
-    """What a process that tokenises must know."""
+    """Everything a process needs for tokenization."""
 
     root: Path  # of all prepared data
     fields: dict[str, Any]  # what the rows depend on
     model_dir: Path
     options: TokeniseOptions
     trust_remote_code: bool
-    as_before: bool = False
+    as_before: bool = False  # drop what earlier versions dropped
 
     @property
     def key(self) -> str:
@@ -172,7 +173,7 @@ class _Job:
         return Encoder.load(self.model_dir, self.options, trust_remote_code=trust, as_before=before)
 
 
-def _made(
+def _prepare(
     job: _Job,
     parts: list[sources.Part],
     workers: int | None,
@@ -180,7 +181,7 @@ def _made(
 ) -> TokenRows:
     directory = job.directory
     directory.mkdir(parents=True, exist_ok=True)
-    with _alone(directory / ".lock", on_progress):
+    with _locked(directory / ".lock", on_progress):
         records = _fill(job, parts, workers, on_progress)
         drops = DropReport.merged(DropReport.from_json(record["drops"]) for record in records)
         totals = {name: sum(r[name] for r in records) for name in ("rows", "tokens", "supervised")}
@@ -195,7 +196,7 @@ def _fill(
     workers: int | None,
     on_progress: Callable[[Progress], None],
 ) -> list[dict[str, Any]]:
-    """Make the parts that are missing or damaged; return the records of all of them."""
+    """Create the parts that are missing or damaged; return the records of all parts."""
     directory = job.directory
     records = {i: r for i in range(len(parts)) if (r := read_record(directory, i)) is not None}
     reused, missing = len(records), [i for i in range(len(parts)) if i not in records]
@@ -219,16 +220,16 @@ def _fill(
 
 
 def _run(job: _Job, parts: list[sources.Part], missing: list[int], workers: int) -> Iterator[int]:
-    """Tokenise the missing parts, here or in `workers` processes; yield each as it is written."""
+    """Tokenize the missing parts, here or in `workers` processes; yield each once it is written."""
     if not missing:
         return
-    encoder = job.encoder()  # one that is refused is refused here: a worker would just be gone
+    encoder = job.encoder()  # loaded here first: its errors would be lost in a worker
     if workers <= 1:
         for index in missing:
             write_part(job.directory, index, tokenise_part(parts[index], encoder))
             yield index
         return
-    spawn = get_context("spawn")  # fork and tokenizers' own threads do not mix
+    spawn = get_context("spawn")  # fork does not mix with the threads of `tokenizers`
     pool = ProcessPoolExecutor(workers, spawn, initializer=_start_worker, initargs=(job,))
     try:
         futures = [pool.submit(_work, index, parts[index]) for index in missing]
@@ -236,7 +237,7 @@ def _run(job: _Job, parts: list[sources.Part], missing: list[int], workers: int)
             yield future.result()
     except BrokenProcessPool as error:
         raise BadInput(
-            "a process that tokenised has ended (killed? out of memory?)",
+            "a process that tokenized has ended (killed? out of memory?)",
             where=str(job.directory),
             fix="the finished parts stay: run it again, with fewer workers perhaps",
         ) from error
@@ -249,15 +250,15 @@ _worker: tuple[Path, Encoder] | None = None  # set once per worker process
 
 def _start_worker(job: _Job) -> None:
     global _worker
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides; a part is whole or absent
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _worker = (job.directory, job.encoder())
 
 
 def _end_with_parent() -> None:
-    """End with a killed parent, which cannot say goodbye: its workers would wait for work forever.
-    A part is whole or absent, so any moment is safe."""
+    """Exit when the parent is killed: its workers would wait for work forever. Parts are written
+    atomically, so this is safe at any moment."""
     parent = parent_process()
     assert parent is not None
     parent.join()

@@ -1,4 +1,4 @@
-"""Conversations with their supervised tokens in color, for the terminal and as a page."""
+"""Conversations with their supervised tokens in color, for the terminal and as an HTML page."""
 
 import html
 import itertools
@@ -13,7 +13,7 @@ from fledge.data.sources import make_parts
 from fledge.data.tokenise import Encoder
 
 _BEGINNING, _END = 6000, 2000  # tokens of a row that the terminal shows
-MARKS = "⟦⟧"  # around what is supervised, where there are no colors
+MARKS = "⟦⟧"  # around supervised text where there are no colors
 
 _Piece = tuple[int, tuple[str, bool]]  # number, text, supervised
 
@@ -36,19 +36,19 @@ class PreviewRow:
         if self.dropped:
             return f"{self.place}  dropped: {self.dropped}"
         cut = ", end missing" if self.truncated else ""
-        said = "".join(f"; {note}" for note in self.notes)
+        notes = "".join(f"; {note}" for note in self.notes)
         tokens = counted(len(self.pieces), "token")
-        return f"{self.place}  {tokens}, {self.supervised:,} supervised{cut}{said}"
+        return f"{self.place}  {tokens}, {self.supervised:,} supervised{cut}{notes}"
 
 
 def preview_rows(data: list[str], encoder: Encoder, count: int) -> Iterator[PreviewRow]:
     """The first `count` conversations of the data, dropped ones included."""
-    shown = 0
+    previewed = 0
     for part in make_parts(data):
         for place, raw in part.rows():
-            if shown == count:
+            if previewed == count:
                 return
-            shown += 1
+            previewed += 1
             yield from _preview(place, raw, encoder)
 
 
@@ -63,22 +63,22 @@ def _preview(place: str, raw: object, encoder: Encoder) -> Iterator[PreviewRow]:
 
 
 def to_terminal(row: PreviewRow, *, colors: bool = True) -> Text:
-    """Supervised tokens in two greens (so that token borders show), the rest dim; without colors,
-    what is supervised between marks. The middle of a very long row is left out: laying out a
-    million colored tokens takes a minute."""
-    shown = _coloured if colors else _marked
+    """Supervised tokens in two greens (to show token boundaries), the rest dim; without colors,
+    supervised text between marks. The middle of a very long row is left out: laying out a million
+    colored tokens takes a minute."""
+    add_pieces = _add_colored if colors else _add_marked
     text = Text()
     text.append(f"{visible(row.title())}\n", style="bold red" if row.dropped else "bold")
     pieces, left_out = list(enumerate(row.pieces)), len(row.pieces) - _BEGINNING - _END
     if left_out <= 0:
-        return shown(text, pieces)
-    shown(text, pieces[:_BEGINNING])
+        return add_pieces(text, pieces)
+    add_pieces(text, pieces[:_BEGINNING])
     what = counted(left_out, "token")
     text.append(f"\n[{what} not shown here: --html and --json have them]\n", style="bold")
-    return shown(text, pieces[-_END:])
+    return add_pieces(text, pieces[-_END:])
 
 
-def _coloured(text: Text, pieces: Iterable[_Piece]) -> Text:
+def _add_colored(text: Text, pieces: Iterable[_Piece]) -> Text:
     for index, (piece, supervised) in pieces:
         style = (
             ("black on green3" if index % 2 else "black on pale_green1") if supervised else "dim"
@@ -88,7 +88,7 @@ def _coloured(text: Text, pieces: Iterable[_Piece]) -> Text:
     return text
 
 
-def _marked(text: Text, pieces: Iterable[_Piece]) -> Text:
+def _add_marked(text: Text, pieces: Iterable[_Piece]) -> Text:
     """For pipes and terminals without colors."""
     for supervised, group in itertools.groupby(pieces, key=lambda item: item[1][1]):
         run = visible("".join(piece for _, (piece, _) in group))

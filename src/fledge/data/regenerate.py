@@ -1,10 +1,10 @@
-"""Rewrite the answers of a data set with the target's own words.
+"""Replace the answers of a data set by the target's own.
 
-A draft learns to say what the target would say: answers by another author teach the wrong thing.
-This file is the job (rows in, rows out, nothing lost or repeated), which any number of processes
-share: each answers the shards that it has claimed (`regenerate_share`), and whoever finds all of
-them done puts the answers together (`regenerate_files`). An `Answerer` answers: a server
-(`regenerate_http`) or a model in this process (`decode.regenerate`).
+A draft learns to predict what the target would generate: answers by another author teach the wrong
+distribution. This module is the job (rows in, rows out, nothing lost or repeated), which any number
+of processes share: each answers the shards that it has claimed (`regenerate_share`), and a process
+that finds all of them done merges the answers (`regenerate_files`). An `Answerer` generates them: a
+server (`regenerate_http`) or a model in this process (`decode.regenerate`).
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ from fledge.data.sources import fingerprint
 __all__ = ["Answerer", "EndedTask", "Sampling", "Summary", "Task", "check_out", "regenerate"]
 
 _FORMAT = 1
-_SHARD_ROWS = 64  # at least; as many more as are answered together
+_SHARD_ROWS = 64  # rounded up to a multiple of the rows that are answered together
 
 
 def regenerate(
@@ -37,11 +37,11 @@ def regenerate(
     watch: Watch = lambda done, so_far: None,
     say: Callable[[str], None] = lambda line: None,
 ) -> Summary:
-    """Answer every row of `sources` once, going on wherever an earlier process stopped, beside as
-    many others as there are.
+    """Answer every row of `sources` once, resuming where earlier processes stopped, alongside any
+    number of other processes.
 
-    Rows that failed before are tried again. A row that fails does not end the job; `patience` of
-    them in a row, because the server does not answer at all, do.
+    Rows that failed before are retried. A failed row does not end the job, but `patience`
+    consecutive failures do if the server does not answer at all.
     """
     check_out(out, sources)
     data = {"sources": sources, "fingerprint": fingerprint(sources), "limit": limit}

@@ -1,6 +1,6 @@
-"""One conversation regenerated: the user's turns stay, every answer is the target's own.
+"""Regenerating one conversation: the user's turns stay, every answer becomes the target's own.
 
-Turn by turn: the question of a turn is everything before it, the new answers included.
+The question of each turn is everything before it, including the new answers.
 
     row         user  assistant  user  assistant
     question 1  user
@@ -22,7 +22,7 @@ from fledge.data.conversation import (
 from fledge.data.drops import BadRow
 
 _REPLACED = {*MESSAGE_KEYS, "prompt", "system", "finish", "finish_reason", "truncated", "tokens"}
-_THOUGHT_BEGINS, _THOUGHT_ENDS = "<think>", "</think>"
+_REASONING_START, _REASONING_END = "<think>", "</think>"
 
 
 @dataclass(frozen=True)
@@ -38,47 +38,47 @@ class Reply:
     def of(cls, text: str, *, cut: bool, tokens: int, reasoning: str = "") -> "Reply":
         """Split reasoning from the answer where the server did not.
 
-        A generation prompt may have opened the thought already: the end mark alone decides. A
-        thought that was cut short has no answer behind it.
+        The generation prompt may have opened the reasoning already, so the end mark alone decides.
+        Reasoning that was cut short has no answer after it.
         """
-        if not reasoning and _THOUGHT_ENDS in text:
-            reasoning, _, text = text.partition(_THOUGHT_ENDS)
-        elif not reasoning and cut and text.lstrip().startswith(_THOUGHT_BEGINS):
+        if not reasoning and _REASONING_END in text:
+            reasoning, _, text = text.partition(_REASONING_END)
+        elif not reasoning and cut and text.lstrip().startswith(_REASONING_START):
             reasoning, text = text, ""
-        reasoning = reasoning.strip().removeprefix(_THOUGHT_BEGINS).strip()
-        words = text.lstrip("\n") if reasoning else text
-        return cls(words, "length" if cut else "stop", tokens, reasoning)
+        reasoning = reasoning.strip().removeprefix(_REASONING_START).strip()
+        answer = text.lstrip("\n") if reasoning else text
+        return cls(answer, "length" if cut else "stop", tokens, reasoning)
 
 
 class Dialogue:
-    """A row on its way; raises BadRow for one that cannot be asked again."""
+    """The state of a row that is being answered; raises BadRow if it cannot be regenerated."""
 
     def __init__(self, row: Any, *, keep_reasoning: bool = True) -> None:
         self._keep_reasoning = keep_reasoning
-        self._left = deque(_script(row))
-        self.said: list[Message] = []
-        self.tools = parse_tools(row.get("tools"))  # shown, though the target may not call them
+        self._remaining = deque(_turns_of(row))
+        self.said: list[Message] = []  # the messages so far
+        self.tools = parse_tools(row.get("tools"))  # in the prompt; calls are not supported
         self.tokens = 0
         self.truncated = False
-        self._listen()
+        self._copy_to_next_answer()
 
     @property
     def question(self) -> list[Message] | None:
-        """What the target is asked next; None when the dialogue is complete."""
+        """What the target is asked next, or None when the dialogue is complete."""
         return self.said if self.said[-1]["role"] != "assistant" else None
 
     @property
     def last(self) -> bool:
-        """Nothing is asked after this question."""
-        return all(message["role"] == "assistant" for message in self._left)
+        """Whether this question is the last one."""
+        return all(message["role"] == "assistant" for message in self._remaining)
 
-    def _listen(self) -> None:
-        """Up to the next answer."""
-        while self._left and self._left[0]["role"] != "assistant":
-            self.said.append(self._left.popleft())
+    def _copy_to_next_answer(self) -> None:
+        """Copy the messages up to the next answer."""
+        while self._remaining and self._remaining[0]["role"] != "assistant":
+            self.said.append(self._remaining.popleft())
 
     def hear(self, reply: Reply) -> None:
-        """Take an answer. A truncated one ends the conversation: nothing sensible could follow."""
+        """Add an answer. A truncated one ends the conversation: nothing sensible could follow."""
         if not reply.text.strip() and reply.finish == "stop":
             raise BadRow("empty answer", f"turn {self._turns + 1}")
         message: Message = {"role": "assistant", "content": reply.text}
@@ -86,33 +86,33 @@ class Dialogue:
             message["reasoning_content"] = reply.reasoning
         self.tokens += reply.tokens
         self.said = [*self.said, message]
-        while self._left and self._left[0]["role"] == "assistant":
-            self._left.popleft()
+        while self._remaining and self._remaining[0]["role"] == "assistant":
+            self._remaining.popleft()
         if reply.finish == "length":
             self.truncated = True
-            self._left.clear()
-        self._listen()
+            self._remaining.clear()
+        self._copy_to_next_answer()
 
     @property
     def _turns(self) -> int:
         return sum(message["role"] == "assistant" for message in self.said)
 
     def new_row(self, row: dict[str, Any]) -> dict[str, Any]:
-        """The row as it was, with its messages replaced and how the last answer ended."""
-        gone = _REPLACED if any(key in row for key in MESSAGE_KEYS) else _REPLACED | PAIR_KEYS
-        kept = {key: value for key, value in row.items() if key not in gone}
+        """The original row with its messages replaced, and how the last answer ended."""
+        replaced = _REPLACED if any(key in row for key in MESSAGE_KEYS) else _REPLACED | PAIR_KEYS
+        kept = {key: value for key, value in row.items() if key not in replaced}
         finish = "length" if self.truncated else "stop"
         return {**kept, "messages": self.said, "finish": finish, "tokens": self.tokens}
 
 
-def _script(row: Any) -> list[Message]:
-    """The row's turns, the old answers still in place as marks of where new ones belong."""
+def _turns_of(row: Any) -> list[Message]:
+    """The row's messages; its old answers mark where the new ones belong."""
     if isinstance(row, dict) and isinstance(row.get("prompt"), str):
         row = {"messages": [{"role": "user", "content": row["prompt"]}]}
     messages = without_unasked(parse_messages(row))
     if any(m["role"] == "tool" or m.get("tool_calls") for m in messages):
         raise BadRow("tool calls", "what a tool answered belongs to the old call")
-    spoken = [m for m in messages if m["role"] != "system"]
-    if not spoken or spoken[0]["role"] != "user":
-        raise BadRow(f"{spoken[0]['role']} first" if spoken else "nothing to answer")
+    turns = [m for m in messages if m["role"] != "system"]
+    if not turns or turns[0]["role"] != "user":
+        raise BadRow(f"{turns[0]['role']} first" if turns else "nothing to answer")
     return messages

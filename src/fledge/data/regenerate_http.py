@@ -1,6 +1,6 @@
 """Answers from any OpenAI-compatible chat server (vLLM, SGLang, ...), many at a time.
 
-A failed request is tried again after a pause; one that fails for good costs its row, no more.
+A failed request is retried after a pause; one that fails for good costs only its row.
 """
 
 import asyncio
@@ -18,8 +18,8 @@ from fledge.data.drops import BadRow
 from fledge.data.regenerate_dialogue import Reply
 from fledge.data.regenerate_task import EndedTask, Sampling, Task
 
-_AGAIN = {408, 409, 425, 429}  # and every 5xx
-_REFUSED = {401, 403, 404}  # wrong key, wrong address, wrong model: the next row will not do better
+_RETRIED = {408, 409, 425, 429}  # and every 5xx
+_REFUSED = {401, 403, 404}  # wrong key, address or model: every row will fail
 _ENDPOINT = "/chat/completions"
 
 
@@ -27,15 +27,15 @@ _ENDPOINT = "/chat/completions"
 class HttpOptions:
     concurrency: int = 32
     retries: int = 5  # after the first try
-    timeout_s: float = 600.0  # of one request, from first byte to last
-    pause_s: float = 0.5  # before the first retry; doubles
-    max_pause_s: float = 60.0  # of ours and of what a server asks for
-    headers: dict[str, str] = field(default_factory=dict)  # e.g. Authorization; kept nowhere
+    timeout_s: float = 600.0  # of one request, from start to end
+    pause_s: float = 0.5  # before the first retry; doubles with each
+    max_pause_s: float = 60.0  # also limits what a server requests
+    headers: dict[str, str] = field(default_factory=dict)  # e.g. Authorization; never stored
     body: dict[str, Any] = field(default_factory=dict)  # added to every request
 
 
 class _Failure(Exception):  # noqa: N818  (caught request by request)
-    """One try that failed."""
+    """One failed attempt."""
 
     def __init__(
         self, reason: str, detail: str, *, again: bool, hopeless: bool, wait_s: float | None = None
@@ -48,7 +48,7 @@ class _Failure(Exception):  # noqa: N818  (caught request by request)
 class ChatServers:
     """One model behind one or several addresses, which take turns."""
 
-    together = 1  # as far as we know
+    together = 1  # answers are taken to be independent
 
     def __init__(
         self,
@@ -65,12 +65,12 @@ class ChatServers:
         self._random = random.Random()
 
     def identity(self) -> dict[str, Any]:
-        """Addresses are left out: a job may go on with another server of the same model."""
+        """Excludes addresses: a job may be resumed with another server of the same model."""
         return {"by": "server", "model": self._model, "template": "the server's",
                 "body": self._options.body}  # fmt: skip
 
     def _only_model(self) -> str:
-        """The server's model, when it has just one."""
+        """The server's model, if it has exactly one."""
         import httpx
 
         url = self._urls[0].removesuffix(_ENDPOINT) + "/models"
@@ -86,11 +86,11 @@ class ChatServers:
     def run(self, tasks: Iterator[Task], report: Callable[[EndedTask], None]) -> None:
         try:
             asyncio.run(self._run(tasks, report))
-        except BaseExceptionGroup as group:  # what ended one worker ended them all
-            known = [e for e in group.exceptions if isinstance(e, BadInput | OSError)]
-            if not known:
+        except BaseExceptionGroup as group:  # an error of one worker cancels all
+            errors = [e for e in group.exceptions if isinstance(e, BadInput | OSError)]
+            if not errors:
                 raise
-            raise known[0] from None
+            raise errors[0] from None
 
     async def _run(self, tasks: Iterator[Task], report: Callable[[EndedTask], None]) -> None:
         import httpx
@@ -107,7 +107,7 @@ class ChatServers:
     async def _work(
         self, client: Any, number: int, tasks: Iterator[Task], report: Callable[[EndedTask], None]
     ) -> None:
-        """One of the workers: row after row, as long as there are any."""
+        """One worker: answers row after row until there are none left."""
         for task in tasks:
             try:
                 while task.dialogue.question is not None:
@@ -121,33 +121,33 @@ class ChatServers:
                 report(EndedTask(task))
 
     async def _ask(self, client: Any, turn: int, body: dict[str, Any]) -> Reply:
-        """One answer, tried as often as allowed; each try at the next address."""
+        """Request one answer, with retries; each attempt goes to the next address."""
         for attempt in range(self._options.retries + 1):
             url = self._urls[(turn + attempt) % len(self._urls)]
             try:
                 async with asyncio.timeout(self._options.timeout_s):
                     return await self._try(client, url, body)
             except TimeoutError:
-                late = f"no answer within {self._options.timeout_s:g} s"
-                failure = _Failure("timed out", late, again=True, hopeless=True)
-            except _Failure as found:
-                failure = found
+                detail = f"no answer within {self._options.timeout_s:g} s"
+                failure = _Failure("timed out", detail, again=True, hopeless=True)
+            except _Failure as error:
+                failure = error
             if not failure.again or attempt == self._options.retries:
                 raise failure
             await asyncio.sleep(self._pause(attempt, failure.wait_s))
         raise AssertionError("the last attempt returns or raises")
 
-    def _pause(self, attempt: int, wanted_s: float | None) -> float:
-        """What the server asked for, else twice as long each time; spread, so that requests that
-        failed together do not come back together."""
+    def _pause(self, attempt: int, requested_s: float | None) -> float:
+        """The delay that the server requested, else an exponential one; with jitter, so that
+        requests that failed together are not retried together."""
         longest = self._options.max_pause_s
-        if wanted_s is not None:
-            return min(wanted_s, longest) * self._random.uniform(1.0, 1.1)
+        if requested_s is not None:
+            return min(requested_s, longest) * self._random.uniform(1.0, 1.1)
         pause_s = float(self._options.pause_s * 2**attempt)
         return min(pause_s, longest) * self._random.uniform(0.5, 1.0)
 
     def _body(self, task: Task) -> dict[str, Any]:
-        """The request for a task's next answer."""
+        """The request body for a task's next answer."""
         sampling, dialogue = self._sampling, task.dialogue
         keys = ("role", "content", "name")  # earlier reasoning is not sent back: templates drop it
         body: dict[str, Any] = {
@@ -174,7 +174,7 @@ class ChatServers:
             raise _Failure("no connection", detail, again=True, hopeless=True) from None
         status = answer.status_code
         if status != 200:
-            again = status in _AGAIN or status >= 500
+            again = status in _RETRIED or status >= 500
             raise _Failure(
                 f"HTTP {status}",
                 " ".join(answer.text.split())[:200],
@@ -186,23 +186,23 @@ class ChatServers:
 
 
 def _reply(content: bytes) -> Reply:
-    """The answer in a response's body."""
+    """The answer in a response body."""
     try:
         value = json.loads(content)
         choice = value["choices"][0]
         message, finish = choice["message"], choice["finish_reason"]
         text = message.get("content") or ""
-        thought = message.get("reasoning_content") or message.get("reasoning") or ""
+        reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
         tokens = int((value.get("usage") or {}).get("completion_tokens") or 0)
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise _Failure("malformed answer", str(error)[:80], again=True, hopeless=False) from None
     if finish not in ("stop", "length"):
         raise BadRow("finish_reason", str(finish)[:40])
-    return Reply.of(str(text), cut=finish == "length", tokens=tokens, reasoning=str(thought))
+    return Reply.of(str(text), cut=finish == "length", tokens=tokens, reasoning=str(reasoning))
 
 
 def retry_after(header: str | None) -> float | None:
-    """Seconds that a server asks us to wait: a number, or the time when to come back."""
+    """Seconds to wait according to a Retry-After header: a number, or a date."""
     if header is None:
         return None
     try:
@@ -212,12 +212,12 @@ def retry_after(header: str | None) -> float | None:
     try:
         when = parsedate_to_datetime(header)
         return max(0.0, (when - datetime.now(UTC)).total_seconds())
-    except (ValueError, TypeError):  # neither a date nor one with a zone
+    except (ValueError, TypeError):  # not a date, or without a time zone
         return None
 
 
 def endpoint(url: str) -> str:
-    """The chat endpoint of an address given with or without its path."""
+    """The chat endpoint of an address that is given with or without its path."""
     parts = server_address(url, where="--url")
     plain = url.rstrip("/")
     if plain.endswith(_ENDPOINT):

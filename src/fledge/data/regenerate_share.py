@@ -1,8 +1,8 @@
-"""One process's share of a regeneration: the shards that it claims, while others claim others.
+"""One process's share of a regeneration: it answers the shards that it claims.
 
-The journal says what is done, by whomever. A shard whose process is gone is taken over where that
-process stopped. Rows that had failed before this process began are tried again, those that fail
-meanwhile are not.
+The journal records what is done, by any process. A shard whose process has died is taken over where
+that process stopped. Rows that had failed before this process started are retried; those that fail
+while it runs are not.
 """
 
 import itertools
@@ -19,12 +19,12 @@ from fledge.data.regenerate_files import JobFiles, Summary
 from fledge.data.regenerate_task import Answerer, EndedTask, Task
 from fledge.data.shards import NumberedRow, Shards
 
-Watch = Callable[[int, Summary], None]  # rows that are over, and the figures so far
-_LOOK_S = 2.0  # how often a process at work looks what the others have done
+Watch = Callable[[int, Summary], None]  # arguments: finished rows, figures so far
+_REFRESH_S = 2.0  # how often a busy process reads what the others have done
 
 
 class Share:
-    """Answers what falls to this process."""
+    """Answers the rows that this process claims."""
 
     def __init__(
         self,
@@ -39,85 +39,85 @@ class Share:
         self.journal, self.summary = job.journal(), Summary(shards.rows)
         self._job, self._shards, self._answerer = job, shards, answerer
         self._keep_reasoning, self._watch = keep_reasoning, watch
-        self._patience = self._left = patience
-        self._again = dict(self.journal.failed())  # rows that failed before, not yet tried again
-        self._own: set[str] = set()  # shards that were answered here
-        self._before = self._over
-        self._begin = self._looked = time.perf_counter()
-        self._show()
+        self._patience = self._failures_left = patience
+        self._to_retry = dict(self.journal.failed())  # failed before, not yet retried
+        self._own_shards: set[str] = set()  # shards that were answered here
+        self._finished_before = self._finished_rows
+        self._begin = self._refreshed_at = time.perf_counter()
+        self._report_progress()
 
     def work(self, claims: Claims, say: Callable[[str], None]) -> None:
-        """Until every shard is done, by this process or another."""
-        left, told = dict.fromkeys(self._shards.names), 0
+        """Answer rows until every shard is done, by this process or another."""
+        left, reported = dict.fromkeys(self._shards.names), 0
         while left:
             idle = True
             free = claims.free(left, self._is_done)
             for name in free:
-                # where rows are answered together, the next shard is claimed when this one is done
+                # rows that are answered together: claim the next shard when this one is done
                 names = [name] if self._answerer.together > 1 else itertools.chain([name], free)
                 self._answerer.run(self._tasks(names), self._report)
                 idle = False
-            if left and idle:  # else some are done by now, or nobody's again
-                if len(left) != told:
+            if left and idle:  # else some may be done or free again by now
+                if len(left) != reported:
                     what = counted(len(left), "shard")
                     say(f"waiting for {what} that other processes are answering")
-                told = len(left)
+                reported = len(left)
                 time.sleep(POLL_S)
-                self._look()
-                self._show()
-        # who sees last that all is over finds no parts to count in
-        here = self.summary.answered_now + self.summary.failed_now
-        self.summary.others_now = max(0, self.summary.rows - self._before - here)
+                self._refresh()
+                self._report_progress()
+        # by difference: the last process may find the parts already removed
+        done_here = self.summary.answered_now + self.summary.failed_now
+        self.summary.others_now = max(0, self.summary.rows - self._finished_before - done_here)
 
     def _is_done(self, name: str) -> bool:
-        """What another process has done is seen in its part, until the job is over."""
+        """Whether a shard is done; the parts show what others did, until the job is finished."""
         numbers = self._shards.numbers(name)
-        if not all(map(self._is_over, numbers)):
-            self._look()
-            # asked after looking: nobody removes parts before the job is over
-            return all(map(self._is_over, numbers)) or not self._job.is_begun
-        if name in self._own:  # it is given up now: others must find it done
+        if not all(map(self._is_finished, numbers)):
+            self._refresh()
+            # checked after reading: parts are removed only once the job is finished
+            return all(map(self._is_finished, numbers)) or not self._job.is_begun
+        if name in self._own_shards:  # about to be released: others must see it as done
             self.journal.sync()
-            self._own.remove(name)
+            self._own_shards.remove(name)
         return True
 
-    def _is_over(self, row: int) -> bool:
-        return row in self.journal.entries and row not in self._again
+    def _is_finished(self, row: int) -> bool:
+        return row in self.journal.entries and row not in self._to_retry
 
-    def _look(self) -> None:
-        """See what the others have written, unless all is over and removed."""
-        self._looked, before = time.perf_counter(), self._over
+    def _refresh(self) -> None:
+        """Read what the others have written, unless the job is finished and its parts removed."""
+        self._refreshed_at, before = time.perf_counter(), self._finished_rows
         for row in self.journal.read_new() if self._job.is_begun else ():
-            self._tried(row)
-        self.summary.others_now += self._over - before
+            self._mark_retried(row)
+        self.summary.others_now += self._finished_rows - before
 
-    def _tried(self, row: int) -> None:
-        if row in self._again and self.journal.entries[row] != self._again[row]:
-            del self._again[row]
+    def _mark_retried(self, row: int) -> None:
+        if row in self._to_retry and self.journal.entries[row] != self._to_retry[row]:
+            del self._to_retry[row]
 
     @property
-    def _over(self) -> int:
-        return len(self.journal.entries) - len(self._again)
+    def _finished_rows(self) -> int:
+        return len(self.journal.entries) - len(self._to_retry)
 
     def _tasks(self, names: Iterable[str]) -> Iterator[Task]:
         for name in names:
-            self._own.add(name)
+            self._own_shards.add(name)
             rows = iter(self._shards.read(name))
             while group := list(itertools.islice(rows, self._answerer.together)):
-                yield from self._group(group)
+                yield from self._group_tasks(group)
 
-    def _group(self, group: list[NumberedRow]) -> Iterator[Task]:
-        """Rows that are not done yet; those that cannot be asked are noted on the way.
+    def _group_tasks(self, group: list[NumberedRow]) -> Iterator[Task]:
+        """Yield the rows that are not done yet; rows that cannot be asked are recorded as failed.
 
-        Of a group that a killed process left in the middle the done ones come too: answers that are
-        drawn, or computed together, are then what they would have been without the kill.
+        If a killed process left a group unfinished, its done rows are included, too: answers that
+        are sampled or computed together are then the same as without the interruption.
         """
-        known = {number: self.journal.entries.get(number) for number, _ in group}
-        begun = None in known.values()  # else nothing but failures to try again
+        entries = {number: self.journal.entries.get(number) for number, _ in group}
+        unfinished = None in entries.values()  # else only failures are retried
         for number, (place, row) in group:
-            entry = known[number]
+            entry = entries[number]
             done = entry is not None and entry.good
-            if done and not begun:
+            if done and not unfinished:
                 continue
             try:
                 if isinstance(row, BadRow):
@@ -134,8 +134,8 @@ class Share:
             return
         if bad is not None:
             self._fail(task.number, task.place, task.row, bad)
-            self._left = self._left - 1 if outcome.hopeless else self._patience
-            if self._left <= 0:
+            self._failures_left = self._failures_left - 1 if outcome.hopeless else self._patience
+            if self._failures_left <= 0:
                 raise BadInput(
                     f"{self._patience} rows one after another failed: {bad.reason} ({bad.detail})",
                     fix="see to the server and run the same command again: nothing done is lost",
@@ -144,7 +144,7 @@ class Share:
         dialogue = task.dialogue
         facts = {"truncated": dialogue.truncated, "tokens": dialogue.tokens}
         value = dialogue.new_row(task.row)
-        self._left = self._patience
+        self._failures_left = self._patience
         self.summary.answered_now += 1
         self.summary.tokens_now += dialogue.tokens
         self._add(task.number, {**facts, "value": value}, good=True)
@@ -156,11 +156,11 @@ class Share:
 
     def _add(self, number: int, value: dict[str, Any], *, good: bool) -> None:
         self.journal.add(number, value, good=good)
-        self._tried(number)
-        if time.perf_counter() - self._looked > _LOOK_S:
-            self._look()
-        self._show()
+        self._mark_retried(number)
+        if time.perf_counter() - self._refreshed_at > _REFRESH_S:
+            self._refresh()
+        self._report_progress()
 
-    def _show(self) -> None:
+    def _report_progress(self) -> None:
         self.summary.seconds_now = time.perf_counter() - self._begin
-        self._watch(min(self._over, self.summary.rows), self.summary)
+        self._watch(min(self._finished_rows, self.summary.rows), self.summary)

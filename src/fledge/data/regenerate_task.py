@@ -1,4 +1,4 @@
-"""What a regeneration asks, and of whom: the tasks, and who answers them."""
+"""The tasks of a regeneration, and the protocol of what answers them."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from fledge.data.regenerate_dialogue import Dialogue
 
 @dataclass(frozen=True)
 class Sampling:
-    """How answers are drawn, and what becomes of reasoning."""
+    """How answers are sampled, and whether reasoning is kept."""
 
     max_new_tokens: int = 1024
     temperature: float = 0.0
@@ -21,31 +21,31 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Task:
-    """A row to be answered."""
+    """A row to answer."""
 
     number: int  # in the data, from 0
     place: str
     row: dict[str, Any]
     dialogue: Dialogue
-    done: bool = False  # by an earlier process: here for the sake of those asked beside it
+    done: bool = False  # by an earlier process; only completes a group of rows answered together
 
 
 @dataclass(frozen=True)
 class EndedTask:
-    """A finished task: its dialogue is complete, or there is a reason why not."""
+    """A finished task: its dialogue is complete, or `bad` is the reason why not."""
 
     task: Task
     bad: BadRow | None = None
-    hopeless: bool = False  # any other row would have failed too: the server is down
+    hopeless: bool = False  # any other row would fail, too: the server is down
 
 
 class Answerer(Protocol):
-    """Answers tasks: takes new ones while it has room, and reports each when it is finished."""
+    """Answers tasks: takes new ones while it has capacity, and reports each when finished."""
 
-    together: int  # rows, from the data's first on, whose answers may depend on one another
+    together: int  # size of consecutive groups of rows whose answers may depend on one another
 
     def identity(self) -> dict[str, Any]:
-        """Target and template: what must not change between a job and its continuation."""
+        """Target and template: what must not change when a job is resumed."""
         ...
 
     def run(self, tasks: Iterator[Task], report: Callable[[EndedTask], None]) -> None: ...

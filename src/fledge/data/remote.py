@@ -1,7 +1,7 @@
-"""Files by address: `s3://`, `hf://`, `https://` and whatever else fsspec has a package for.
+"""Remote files by URL: `s3://`, `hf://`, `https://` and whatever else fsspec has a package for.
 
-They are read where they lie, some megabytes at a time: nothing of them is copied to the disk. The
-packages of the protocols find their credentials themselves (environment, files of the user).
+They are streamed, some megabytes at a time, and never copied to disk. The protocols' packages find
+credentials themselves (environment, the user's configuration files).
 """
 
 import contextlib
@@ -21,10 +21,10 @@ from fledge.core.files import cache_dir, write_json
 from fledge.core.reading import read_json
 
 _ADDRESS = re.compile(r"^[a-z][a-z0-9+.-]*://", re.IGNORECASE)
-_REQUEST, _SURVEYED = 1 << 20, 1 << 23  # bytes asked for at a time: of a part, of a whole file
-# Exceptions of protocols' packages that are no OSErrors: looked up where a package is loaded.
+_REQUEST, _SURVEYED = 1 << 20, 1 << 23  # bytes per request: for a part, for a whole file
+# Exceptions of the protocols' packages that are not OSErrors, looked up if a package is loaded.
 _FAILURES = (("aiohttp", "ClientError"), ("botocore.exceptions", "BotoCoreError"))
-# What a store may say of a file that changes when its bytes do.
+# Metadata of a store that changes when the bytes of a file do.
 _VERSIONS = (
     *("ETag", "etag", "blob_id", "generation", "Digest", "Content-MD5", "content_md5", "md5Hash"),
     *("LastModified", "Last-Modified", "last_modified", "mtime", "created"),
@@ -34,7 +34,7 @@ _SURVEY = Table({"sha256": Text(64), "cuts": ListOf(ListOf(Whole(), least=3))})
 
 @dataclass(frozen=True)
 class Survey:
-    """What one pass over a file tells."""
+    """The result of one pass over a file."""
 
     sha256: str
     cuts: list[tuple[int, int, int]]  # first byte of a part, byte past its last, its first line
@@ -48,7 +48,7 @@ def is_address(name: str) -> bool:
 
 
 def public_name(address: str) -> str:
-    """An address without what may be secret in it (a query, a user); another name as it is."""
+    """An address without its possibly secret parts (query, user); other names unchanged."""
     if not is_address(address):
         return address
     scheme, _, rest = address.partition("://")
@@ -57,36 +57,36 @@ def public_name(address: str) -> str:
 
 
 def list_files(address: str, suffixes: tuple[str, ...]) -> list[str]:
-    """The file at an address, or the files of the directory that is there."""
-    with _reached(address):
+    """The file at an address, or the files of a directory there."""
+    with _network_errors(address):
         system, path = _system(address)
         if public_name(address).endswith(suffixes):
             if not system.exists(path):
                 raise BadInput("no such file", where=public_name(address))
             return [address]
-        found = sorted(file for file in system.find(path) if file.endswith(suffixes))
-    if not found:
+        files = sorted(file for file in system.find(path) if file.endswith(suffixes))
+    if not files:
         raise BadInput(f"no {', '.join(suffixes)} file", where=public_name(address))
-    return [system.unstrip_protocol(file) for file in found]
+    return [system.unstrip_protocol(file) for file in files]
 
 
 @contextlib.contextmanager
 def open_binary(name: str) -> Iterator[io.BufferedReader]:
-    """A file on the disk or at an address, to be read from any byte on."""
+    """Open a local or remote file for reading, from any offset."""
     if not is_address(name):
         with Path(name).open("rb") as file:
             yield file
         return
-    with _reached(name):
+    with _network_errors(name):
         system, path = _system(name)
-        # A request is what our own buffer asks for; a cache below it would fetch beyond each part.
+        # Our buffer determines the requests; a cache below it would fetch beyond each part.
         with system.open(path, "rb", cache_type="none") as raw:
             yield io.BufferedReader(raw, _REQUEST)
 
 
 @contextlib.contextmanager
-def _reached(address: str) -> Iterator[None]:
-    """What goes wrong on the way is one line."""
+def _network_errors(address: str) -> Iterator[None]:
+    """Turn errors of the network or the store into one BadInput."""
     modules = ((sys.modules.get(module), name) for module, name in _FAILURES)
     failures = [getattr(module, name) for module, name in modules if module is not None]
     try:
@@ -100,13 +100,13 @@ def _reached(address: str) -> Iterator[None]:
 
 
 def _system(address: str) -> tuple[Any, str]:
-    """The file system that knows an address, and the path in it."""
+    """The fsspec file system of an address, and the path in it."""
     protocol, where = address.partition("://")[0], public_name(address)
     try:
         from fsspec.core import url_to_fs
 
         system, path = url_to_fs(address)
-    except ImportError as error:  # fsspec says which package
+    except ImportError as error:  # the message names the package
         what = f"addresses of {protocol}:// need a package ({first_line(error)[:120]})"
         fix = "install it beside fledge, or name a local file"
         raise MissingPackage(what, where=where, fix=fix) from None
@@ -117,7 +117,7 @@ def _system(address: str) -> tuple[Any, str]:
 
 
 class _Hashed(io.RawIOBase):
-    """A file that is read from its beginning, and the digest of what has been read of it."""
+    """A file read from its beginning, with a digest of what has been read so far."""
 
     def __init__(self, file: io.BufferedReader) -> None:
         self._file, self.sha256 = file, hashlib.sha256()
@@ -132,29 +132,32 @@ class _Hashed(io.RawIOBase):
 
 
 def survey(address: str, cut: Cut, how: str) -> Survey:
-    """The digest of a file and where it is cut, from one pass over it, which is made once for every
-    version of the file: each rank and each start would read it all again. (A store that does not
-    tell versions apart is asked again.) `how` it is cut says the same for the same `cut`."""
-    known = _survey_path(address, how)
-    if known is not None:
+    """The digest of a file and where it is cut, from one pass over it.
+
+    The result is cached for each version of the file, since otherwise every rank and every start
+    would read it all again (as happens with stores that do not report versions). `how` identifies
+    `cut` in the cache.
+    """
+    cached = _survey_path(address, how)
+    if cached is not None:
         with contextlib.suppress(BadInput):
-            found = read_json(known, _SURVEY)
-            return Survey(found["sha256"], [(at[0], at[1], at[2]) for at in found["cuts"]])
+            stored = read_json(cached, _SURVEY)
+            return Survey(stored["sha256"], [(at[0], at[1], at[2]) for at in stored["cuts"]])
     with open_binary(address) as file:
         hashed = _Hashed(file)
         cuts = cut(io.BufferedReader(hashed, _SURVEYED))
         while hashed.readinto(bytearray(_SURVEYED)):
-            pass  # to the end, wherever cutting ended
-    made = Survey(hashed.sha256.hexdigest(), cuts)
-    if known is not None:
-        known.parent.mkdir(parents=True, exist_ok=True)
-        write_json(known, {"sha256": made.sha256, "cuts": made.cuts})
-    return made
+            pass  # hash the rest of the file
+    result = Survey(hashed.sha256.hexdigest(), cuts)
+    if cached is not None:
+        cached.parent.mkdir(parents=True, exist_ok=True)
+        write_json(cached, {"sha256": result.sha256, "cuts": result.cuts})
+    return result
 
 
 def _survey_path(address: str, how: str) -> Path | None:
-    """Where the survey of this version of a file is kept; None: there is no telling versions."""
-    with _reached(address):
+    """Where the survey of this version of a file is cached; None: the store reports no version."""
+    with _network_errors(address):
         system, path = _system(address)
         info = system.info(path)
     versions = {name: str(info[name]) for name in _VERSIONS if info.get(name)}

@@ -1,4 +1,4 @@
-"""Views of token rows: some of them in an order, and which are held out of training."""
+"""Views of token rows: subsets in a fixed order, and the split into training and held-out rows."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -11,8 +11,8 @@ from fledge.core.errors import BadInput
 from fledge.core.rows import TokenRow
 from fledge.core.text import counted
 
-ONE_IN, MOST_HELD_OUT = 10, 512  # held out where nobody says how many
-_BLOCK = 4096  # rows that are looked at together where they do not lie together
+ONE_IN, MOST_HELD_OUT = 10, 512  # defaults for the number of held-out rows
+_BLOCK = 4096  # rows per block where the data set has no blocks of its own
 
 
 class Rows(Protocol):
@@ -26,7 +26,7 @@ class Rows(Protocol):
 
 @dataclass(frozen=True)
 class Block:
-    """Some rows one after another, as columns: flat tokens, and where each row begins."""
+    """Consecutive rows as columns: flat tokens, and where each row begins."""
 
     ids: NDArray[np.int32]
     mask: NDArray[np.uint8]
@@ -52,14 +52,14 @@ class Block:
 
 @runtime_checkable
 class InBlocks(Protocol):
-    """Rows that lie in blocks."""
+    """Rows that are stored in blocks."""
 
     def blocks(self) -> Iterator[Block]: ...
 
 
 def blocks_of(rows: Rows) -> Iterator[Block]:
-    """All rows in their order, some thousands at a time: millions are not looked at one by one, and
-    nothing is kept of them that is not asked for."""
+    """All rows in order, some thousands at a time: visiting millions one by one would be slow, and
+    keeping them would take too much memory."""
     if isinstance(rows, InBlocks):
         yield from rows.blocks()
         return
@@ -68,14 +68,14 @@ def blocks_of(rows: Rows) -> Iterator[Block]:
 
 
 class RowView(Sequence[TokenRow]):
-    """Some rows of a prepared data set, in a fixed order, none of them twice."""
+    """Some rows of a prepared data set, in a fixed order, without duplicates."""
 
     def __init__(self, rows: Rows, index: NDArray[np.int64]) -> None:
         self._rows, self._index = rows, index
         self.lengths: NDArray[np.int64] = rows.lengths[index]
 
     def through(self, rows: Rows) -> "RowView":
-        """The same rows, taken from another view of the data set."""
+        """The same rows, read from another view of the data set."""
         return RowView(rows, self._index)
 
     def __len__(self) -> int:
@@ -86,15 +86,15 @@ class RowView(Sequence[TokenRow]):
         return row
 
     def flat(self) -> Iterator[tuple[NDArray[np.int32], NDArray[np.bool_]]]:
-        """Tokens and their mask, block by block in the order of the data set; what belongs to other
-        rows is masked."""
-        wanted, at = np.zeros(len(self._rows), dtype=bool), 0
+        """Tokens and their mask, block by block in the order of the data set; tokens of rows that
+        are not in this view are masked."""
+        wanted, begin = np.zeros(len(self._rows), dtype=bool), 0
         wanted[self._index] = True
         for block in blocks_of(self._rows):
-            wanted_T = np.repeat(wanted[at : at + len(block)], np.diff(block.offsets))
+            wanted_T = np.repeat(wanted[begin : begin + len(block)], np.diff(block.offsets))
             tokens = slice(block.offsets[0], block.offsets[-1])
             yield block.ids[tokens], block.mask[tokens].astype(bool) & wanted_T
-            at += len(block)
+            begin += len(block)
 
 
 def split_rows(
@@ -103,9 +103,9 @@ def split_rows(
     """(training rows, held-out rows). Rows of one conversation stay on one side, and are counted
     once. `held_out` None: one in `ONE_IN`, at most `MOST_HELD_OUT`.
 
-    A number that leaves next to nothing to train on is refused, unless a run has `begun` with it:
-    it keeps its rows. The held-out ones are drawn with a fixed seed: they must be the same in every
-    run on this data, or figures could not be compared.
+    A number that leaves almost nothing to train on is refused, unless a run was started with it
+    (`begun`) and must keep its rows. The held-out rows are drawn with a fixed seed: they must be
+    the same in every run on this data, or figures could not be compared.
     """
     conversation = _conversations(rows)
     count = int(conversation.max(initial=-1)) + 1
@@ -118,18 +118,18 @@ def split_rows(
 
 
 def _conversations(rows: Rows) -> NDArray[np.int64]:
-    """The conversation of each row, numbered in the order of their places (of their characters)."""
+    """The conversation number of each row, in the lexical order of their places."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    # Copies, or every part would stay mapped: fifty bytes a row, for as long as they are compared.
+    # Copied, or every part would stay mapped: fifty bytes per row while they are compared.
     copies = [block.places.take(np.arange(len(block))) for block in blocks_of(rows)]
     places = pa.chunked_array(copies, pa.string())
     conversation: NDArray[np.int64] = (
         pc.rank(places, tiebreaker="dense").to_numpy().astype(np.int64)
     )
     del copies, places
-    pa.default_memory_pool().release_unused()  # it would be kept for other columns, which none are
+    pa.default_memory_pool().release_unused()  # Arrow would keep it for reuse
     return conversation - 1
 
 
@@ -138,36 +138,36 @@ def _truncated(rows: Rows) -> NDArray[np.bool_]:
     return np.concatenate([np.zeros(0, dtype=bool), *parts])
 
 
-def _held_out(total: int, asked: int | None, *, begun: bool) -> int:
-    """How many of `total` conversations are held out."""
-    if asked is None:
+def _held_out(total: int, requested: int | None, *, begun: bool) -> int:
+    """The number of conversations, out of `total`, that are held out."""
+    if requested is None:
         return min(MOST_HELD_OUT, total // ONE_IN)
-    if asked and not begun and total - asked < max(1, total // ONE_IN):
+    if requested and not begun and total - requested < max(1, total // ONE_IN):
         raise BadInput(
-            f"{counted(asked, 'row is', 'rows are')} to be held out, and there are {total:,}: "
-            f"{max(0, total - asked):,} would be left to train on",
+            f"{counted(requested, 'row is', 'rows are')} to be held out, and there are {total:,}: "
+            f"{max(0, total - requested):,} would be left to train on",
             where="data.valid_rows",
             fix=f"leave it out: one row in {ONE_IN} is held out then",
         )
-    return min(asked, max(0, total - 1))
+    return min(requested, max(0, total - 1))
 
 
 @dataclass(frozen=True)
 class KnownRows:
-    """The rows that a target brings itself, and what it knows of them."""
+    """The rows that a target provides itself, and their split and fingerprint."""
 
     rows: Rows
-    held_out: int  # so many of the last ones are held out of training; 0: nobody has decided
+    held_out: int  # number of last rows held out of training; 0: undecided
     fingerprint: str
 
     def split(
         self, held_out: int | None, *, drop_truncated: bool, begun: bool = False
     ) -> tuple[RowView, RowView]:
-        """(training rows, held-out rows), as `split_rows` where it has not been decided."""
+        """(training rows, held-out rows), as in `split_rows` if it is undecided."""
         if not self.held_out:
             return split_rows(self.rows, held_out, drop_truncated=drop_truncated, begun=begun)
         index = np.arange(len(self.rows), dtype=np.int64)
-        train, held = np.split(index, [len(index) - self.held_out])
+        train, held_out_rows = np.split(index, [len(index) - self.held_out])
         if drop_truncated:
             train = train[~_truncated(self.rows)[train]]
-        return RowView(self.rows, train), RowView(self.rows, held)
+        return RowView(self.rows, train), RowView(self.rows, held_out_rows)

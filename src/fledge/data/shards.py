@@ -1,4 +1,4 @@
-"""The rows of sources in shards: runs of rows that one process after another takes to work on."""
+"""The rows of sources in shards: runs of consecutive rows that processes claim to work on."""
 
 import bisect
 import itertools
@@ -10,11 +10,11 @@ NumberedRow = tuple[int, Row]  # from 0, over all sources
 
 
 class Shards:
-    """All rows, or the first `limit`, `size` to a shard; read in any order, best in their own."""
+    """All rows, or the first `limit`, `size` per shard; fastest when read in order."""
 
     def __init__(self, sources: list[str], *, size: int, limit: int | None = None) -> None:
         self._parts, self._size = make_parts(sources), size
-        self._starts, rows = [0], 0  # of each part
+        self._starts, rows = [0], 0  # first row of each part
         for part in self._parts:
             rest = None if limit is None else limit - rows
             rows += sum(1 for _ in itertools.islice(part.rows(), rest))
@@ -25,12 +25,12 @@ class Shards:
 
     @property
     def names(self) -> list[str]:
-        """The shards, by the rows they hold: whoever cuts otherwise claims something else."""
+        """Names of the shards, made of their rows: another shard size gives other claims."""
         firsts = range(0, self.rows, self._size)
         return [f"{first:09d}-{min(self.rows, first + self._size):09d}" for first in firsts]
 
     def read(self, name: str) -> list[NumberedRow]:
-        """The rows of a shard. What lies before them in their part is read over, once."""
+        """The rows of a shard. Rows before them in their part are skipped, once."""
         numbers = self.numbers(name)
         part = self._part_of(numbers.start)
         if numbers.start < self._next or part > self._part_of(self._next):

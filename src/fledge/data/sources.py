@@ -1,7 +1,8 @@
-"""Where rows come from: JSONL, JSON, parquet, a directory of them (on the disk, or at an address:
-see `remote`), or a data set id.
+"""Where rows come from: JSONL, JSON, parquet, a directory of them (local or remote, see `remote`),
+or a data set id.
 
-A source is cut into parts of whole rows, which yield them in any process: tokenising can be spread.
+A source is cut into parts of whole rows that any process can read, so tokenization can run in
+parallel.
 """
 
 import contextlib
@@ -23,12 +24,12 @@ from fledge.data.drops import BadRow
 from fledge.data.remote import Survey, is_address, list_files, open_binary, public_name, survey
 
 ROWS_PER_PART = 2000
-MOST_PARTS = 16  # of a file that every part reads from its beginning: gzip, one JSON array
+MOST_PARTS = 16  # of files that every part reads from the beginning: gzip, JSON arrays
 LONGEST_LINE = 1 << 26  # bytes of a JSON line; a longer one is dropped without being decoded
 _SUFFIXES = (".jsonl", ".ndjson", ".jsonl.gz", ".json", ".parquet")
-# How files begin that are not what their names say, and what they should be called.
+# Magic bytes of files with a wrong name, and the suffix they should have.
 _MAGIC = {b"\x1f\x8b": ("gzip", ".jsonl.gz"), b"PAR1": ("parquet", ".parquet")}
-# name, or name with a split and slice: `train`, `train[:1000]`, `train[10%:20%]`
+# a name, or a name with a split and slice: `train`, `train[:1000]`, `train[10%:20%]`
 _SPLIT = re.compile(r"^(?P<id>[^\[\]]+?)(?::(?P<split>[A-Za-z_][\w.+\[\]:%-]*))?$")
 
 # A row as read: (place, value), where the value is raw bytes of one JSON line, a decoded object,
@@ -38,9 +39,9 @@ Row = tuple[str, Any]
 
 @dataclass(frozen=True)
 class Part:
-    """A run of whole rows of one source."""
+    """Consecutive whole rows of one source."""
 
-    name: str  # how the source is called in messages
+    name: str  # of the source, for messages
     path: str  # file, address, or data set id
     kind: str  # jsonl | json | parquet | dataset
     start: int  # first row (jsonl: first byte)
@@ -57,21 +58,21 @@ class Part:
             yield f"{self.name}:{index + 1}", row
 
     def _jsonl_rows(self) -> Iterator[Row]:
-        at = self.start
+        offset = self.start
         with _reading(self.path, self.first_line) as lines:
-            lines.skip_to(at)
-            while at < self.stop:
+            lines.skip_to(offset)
+            while offset < self.stop:
                 number = lines.number
                 line, size = lines.next()
                 if size == 0:
                     raise BadInput("the file became shorter while it was read", where=self.name)
-                at += size
+                offset += size
                 if line is None or line.strip():
                     yield f"{self.name}:{number}", decode_line(line)
 
 
 def decode_line(line: bytes | None) -> Any:
-    """One JSON line (None: one that is too long), or the BadRow that says what is wrong with it."""
+    """The value of a JSON line (None: a line that is too long), or a BadRow with the fault."""
     if line is None:
         return BadRow("row is too long", f"more than {LONGEST_LINE:,} bytes")
     try:
@@ -85,17 +86,17 @@ def decode_line(line: bytes | None) -> Any:
 
 
 class _Lines:
-    """The lines of a file, of which none is held that is too long."""
+    """The lines of a file; overlong lines are skipped without keeping them in memory."""
 
     def __init__(self, handle: Any, number: int) -> None:
         self._handle, self.number = handle, number
 
     def skip_to(self, offset: int) -> None:
-        if offset:  # a server may give whole files only
+        if offset:  # not at 0: a server may not support seeking
             self._handle.seek(offset)
 
     def next(self) -> tuple[bytes | None, int]:
-        """The next line, None in place of one that is too long, and its bytes; 0 at the end."""
+        """The next line (None if it is too long) and its size in bytes, 0 at the end."""
         line: bytes = self._handle.readline(LONGEST_LINE)
         size, ended = len(line), line.endswith(b"\n") or len(line) < LONGEST_LINE
         whole = ended
@@ -115,12 +116,12 @@ def _reading(path: str, line: int = 1) -> Iterator[_Lines]:
 
 @contextlib.contextmanager
 def _lines(file: io.BufferedReader, path: str, line: int = 1) -> Iterator[_Lines]:
-    """The lines of an open file; one that is damaged is one line about it."""
+    """The lines of an open file; damage is reported as one BadInput."""
     name = public_name(path)
     zipped = name.endswith(".gz")
-    begins = file.peek(4)[:4] if line == 1 else b""  # from the middle of a file, that is elsewhere
+    first_bytes = file.peek(4)[:4] if line == 1 else b""  # only the first part sees the beginning
     for magic, (what, suffix) in _MAGIC.items():
-        if begins.startswith(magic) and not (zipped and what == "gzip"):
+        if first_bytes.startswith(magic) and not (zipped and what == "gzip"):
             raise BadInput(f"is a {what} file", where=name, fix=f"name it {suffix}")
     lines = _Lines(gzip.GzipFile(fileobj=file) if zipped else file, line)
     try:
@@ -138,15 +139,15 @@ def _load_objects(part: Part) -> list[Any]:
         return _load_parquet(part)
     if part.kind == "dataset":
         rows = _load_dataset(part.path, part.split).select(range(part.start, part.stop))
-        with _damaged(part.name, "data set"):
+        with _arrow_errors(part.name, "data set"):
             return list(rows)
     return list(_load_json(part.path)[part.start : part.stop])
 
 
 @contextlib.contextmanager
-def _damaged(where: str, what: str) -> Iterator[None]:
-    """What Arrow says of bytes that it cannot read is one line. (Its errors are ValueErrors,
-    OSErrors, KeyErrors, NotImplementedErrors or nothing but ArrowExceptions.)"""
+def _arrow_errors(where: str, what: str) -> Iterator[None]:
+    """Turn Arrow's errors about unreadable bytes into one BadInput. (They are ValueErrors,
+    OSErrors, KeyErrors, NotImplementedErrors or plain ArrowExceptions.)"""
     import pyarrow as pa
 
     try:
@@ -159,7 +160,7 @@ def _damaged(where: str, what: str) -> Iterator[None]:
 
 
 def _load_parquet(part: Part) -> list[Any]:
-    """Only the row groups that hold the part: not every part may read the whole file."""
+    """Read only the row groups that contain the part, not the whole file for every part."""
     with _parquet_file(part.path) as file:
         sizes = _group_sizes(file.metadata, part.name)
         begins = [0, *itertools.accumulate(sizes)]
@@ -177,17 +178,17 @@ def _load_parquet(part: Part) -> list[Any]:
 def _parquet_file(path: str) -> Iterator[Any]:
     import pyarrow.parquet as pq
 
-    with _damaged(public_name(path), "parquet file"):
+    with _arrow_errors(public_name(path), "parquet file"):
         if is_address(path):
             with open_binary(path) as file, pq.ParquetFile(file) as parquet:
                 yield parquet
-        else:  # Arrow reads those itself
+        else:  # Arrow reads local files itself
             with pq.ParquetFile(path) as parquet:
                 yield parquet
 
 
 def _group_sizes(metadata: Any, path: str) -> list[int]:
-    """Rows in each group; the file's total must agree, which says that neither is a flipped bit."""
+    """Rows in each group; the file's total must agree, which detects flipped bits in either."""
     groups = range(metadata.num_row_groups)
     sizes = [int(metadata.row_group(group).num_rows) for group in groups]
     if any(size < 0 for size in sizes) or sum(sizes) != metadata.num_rows:
@@ -224,7 +225,7 @@ def _load_dataset(name: str, split: str) -> Any:
         OSError,
         ValueError,
         DatasetsError,
-    ) as error:  # of the hub, of splits
+    ) as error:  # errors of the hub or about splits
         raise BadInput(
             f"cannot load the data set {name!r} ({str(error)[:120]})",
             fix="give a local .jsonl, .json or .parquet file, or check the name and the network",
@@ -232,7 +233,7 @@ def _load_dataset(name: str, split: str) -> Any:
 
 
 def expand(sources: list[str]) -> list[tuple[str, str, str]]:
-    """Resolve what the user named to (kind, path or id, split), directories to their files."""
+    """Resolve the user's sources to (kind, path or id, split), and directories to their files."""
     resolved: list[tuple[str, str, str]] = []
     for source in sources:
         path = Path(source).expanduser()
@@ -258,7 +259,7 @@ def expand(sources: list[str]) -> list[tuple[str, str, str]]:
 
 
 def _regular(path: Path) -> str:
-    if not stat.S_ISREG(path.stat().st_mode):  # a pipe would be waited for, and a device never ends
+    if not stat.S_ISREG(path.stat().st_mode):  # a pipe may block, and a device may never end
         raise BadInput(
             "not a regular file", where=str(path), fix="data is read twice: write it to a file"
         )
@@ -289,19 +290,19 @@ def make_parts(sources: list[str], rows_per_part: int = ROWS_PER_PART) -> list[P
                 for start in range(0, total, rows_per_part)
             ]
         whole = kind == "json" or name.endswith(".gz")
-        parts += _joined(cut, MOST_PARTS) if whole else cut
+        parts += _merge_parts(cut, MOST_PARTS) if whole else cut
     return parts
 
 
-def _joined(parts: list[Part], most: int) -> list[Part]:
-    """The same rows in at most so many parts."""
+def _merge_parts(parts: list[Part], most: int) -> list[Part]:
+    """The same rows in at most `most` parts."""
     size = max(1, -(-len(parts) // most))
     groups = [parts[i : i + size] for i in range(0, len(parts), size)]
     return [replace(group[0], stop=group[-1].stop) for group in groups]
 
 
 def _cuts(path: str, rows_per_part: int) -> list[tuple[int, int, int]]:
-    """Where a file of lines is cut."""
+    """Where a file of lines is cut; see `_cut`."""
     if is_address(path):
         return _survey("jsonl", path, rows_per_part).cuts
     with open_binary(path) as file:
@@ -339,8 +340,8 @@ def _count(kind: str, path: str, split: str) -> int:
 
 
 def fingerprint(sources: list[str], rows_per_part: int = ROWS_PER_PART) -> str:
-    """A digest of the rows' bytes: equal data, wherever it lies, has equal fingerprints. What is
-    read from far away is looked at once, for this and for `make_parts` with as many rows a part."""
+    """A digest of the rows' bytes: equal data has equal fingerprints, wherever it is stored. Remote
+    files are read once for this and for `make_parts` with the same `rows_per_part`."""
     digest = hashlib.sha256()
     for kind, path, split in expand(sources):
         digest.update(kind.encode())

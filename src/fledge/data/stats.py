@@ -1,4 +1,4 @@
-"""Numbers about prepared rows that decide a recipe: lengths, supervision, packing, vocabulary."""
+"""Statistics of prepared rows that inform a recipe: lengths, supervision, packing, vocabulary."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -25,7 +25,7 @@ class DataStats:
     padding_share: float
     overlong: int  # rows longer than a pack
     coverage: list[tuple[int, float]]  # (draft vocabulary, share of supervised tokens)
-    distinct: int  # target tokens that occur among the supervised ones
+    distinct: int  # number of target tokens that occur among the supervised ones
     drops: dict[str, Any]
 
     @property

@@ -1,7 +1,7 @@
 """Token rows on disk: memory-mapped Arrow files, one per part, and the view over them.
 
 A part is `part-00007.arrow` with the rows and `part-00007.json`, written last, with the checksum
-and the drop report. A part whose record is missing or does not match is made again.
+and the drop report. A part whose record is missing or does not match is rebuilt.
 """
 
 import os
@@ -23,7 +23,7 @@ from fledge.data.drops import DropReport
 from fledge.data.rows import Block
 from fledge.data.tokenise import TokenisedPart, checksum
 
-# Bytes of parts that stay mapped: their pages count as this process's memory once they were read.
+# Bytes of parts that stay mapped: once read, their pages count as memory of this process.
 _MAPPED_BYTES = 1 << 29
 _SCHEMA = pa.schema(
     [
@@ -55,7 +55,7 @@ def part_path(directory: Path, index: int) -> Path:
 
 
 def write_part(directory: Path, index: int, part: TokenisedPart) -> None:
-    """Write rows, then the record that makes them count."""
+    """Write the rows, then the record that makes the part valid."""
     path = part_path(directory, index)
     columns = [
         _list_column([row.input_ids for row in part.rows], np.int32),
@@ -96,15 +96,15 @@ def read_record(directory: Path, index: int) -> dict[str, Any] | None:
 
 
 class TokenRows(Sequence[TokenRow]):
-    """All rows of a prepared data set, memory-mapped; rows come out as views. Kept of every row is
-    its length; parts are mapped when they are asked for, the last ones stay so."""
+    """All rows of a prepared data set, memory-mapped; rows are returned as views. Only the lengths
+    of all rows are kept in memory; parts are mapped on access, and the latest ones stay mapped."""
 
     def __init__(self, directory: Path, parts: int, drops: DropReport, fingerprint: str) -> None:
         self.directory, self.drops, self.fingerprint = directory, drops, fingerprint
         self._parts = parts
         size = sum(_size(part_path(directory, part)) for part in range(parts))
         self._block = lru_cache(maxsize=_MAPPED_BYTES * parts // max(1, size))(self._map)
-        self._first = np.zeros(1, dtype=np.int64)  # row at which each part begins
+        self._first = np.zeros(1, dtype=np.int64)  # first row of each part
         self.lengths: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
         lengths = [np.diff(block.offsets) for block in self.blocks()]
         self._first = np.cumsum([0, *map(len, lengths)])
@@ -112,13 +112,13 @@ class TokenRows(Sequence[TokenRow]):
 
     def _map(self, part: int) -> Block:
         path = part_path(self.directory, part)
-        if not len(self.lengths):  # they are just being read
+        if not len(self.lengths):  # called from __init__, which reads the lengths
             return _map_part(path)
         rows = slice(self._first[part], self._first[part + 1])
         return _map_part(path, known=self.lengths[rows])
 
     def blocks(self) -> Iterator[Block]:
-        """Part by part."""
+        """The rows, part by part."""
         return map(self._block, range(self._parts))
 
     def __len__(self) -> int:
@@ -130,8 +130,8 @@ class TokenRows(Sequence[TokenRow]):
         index = index + len(self) if index < 0 else index
         if not 0 <= index < len(self):
             raise IndexError(index)
-        which = int(np.searchsorted(self._first, index, side="right")) - 1
-        block, local = self._block(which), int(index - self._first[which])
+        part = int(np.searchsorted(self._first, index, side="right")) - 1
+        block, local = self._block(part), int(index - self._first[part])
         start, end = int(block.offsets[local]), int(block.offsets[local + 1])
         return TokenRow(
             block.ids[start:end],
@@ -141,7 +141,7 @@ class TokenRows(Sequence[TokenRow]):
         )
 
     def flat(self) -> Iterator[tuple[NDArray[np.int32], NDArray[np.uint8]]]:
-        """All tokens and their mask, one part at a time, without cutting into rows."""
+        """All tokens and their mask, one part at a time, not split into rows."""
         for block in self.blocks():
             yield block.ids, block.mask
 
@@ -159,7 +159,7 @@ class TokenRows(Sequence[TokenRow]):
         return sum(int(block.truncated.true_count) for block in self.blocks())
 
     def check_mask(self) -> None:
-        """An all-zero or all-one mask means that the template was misread: never train on it."""
+        """Refuse an all-zero or all-one mask: the template was misread."""
         supervised = self.supervised
         if supervised in (0, self.tokens):
             raise BadInput(
@@ -175,8 +175,9 @@ def _size(path: Path) -> int:
 
 
 def _map_part(path: Path, known: NDArray[np.int64] | None = None) -> Block:
-    """Offsets are compared with what they point into: a view beyond it would read anything. A part
-    whose lengths are `known` was looked through before, and has to have them still."""
+    """Map a part, and check that its offsets stay within the tokens: a view beyond them would read
+    arbitrary memory. A part whose lengths are `known` was fully checked before, and must still have
+    these lengths."""
     open_regular(path, what="a part of the rows").close()
     try:
         table = pa.ipc.open_file(pa.memory_map(str(path))).get_batch(0)

@@ -19,8 +19,8 @@ from fledge.data.mask import LONGEST_ROW, MaskedText, MaskOptions, masked_texts
 from fledge.data.sources import Part
 from fledge.data.template import ChatTemplate
 
-_BATCH = 1 << 23  # characters tokenised at a time: their tokens take fifty times that many bytes
-_BEGINNING = 16  # characters for each token of the limit that are tried first
+_BATCH = 1 << 23  # characters tokenized at a time: their encodings take fifty bytes each
+_BEGINNING = 16  # characters per token of the length limit that are encoded at first
 
 
 @dataclass(frozen=True)
@@ -38,12 +38,12 @@ class TokeniseOptions:
 
 
 class Encoder:
-    """A tokenizer with its template: the one way from a conversation to token rows."""
+    """A tokenizer with its template: turns every conversation into token rows."""
 
     def __init__(
         self, tokenizer: Any, options: TokeniseOptions, *, as_before: bool = False
     ) -> None:
-        """`as_before` drops what earlier versions dropped."""
+        """`as_before` drops the rows that earlier versions dropped."""
         from tokenizers import Tokenizer
 
         if not getattr(tokenizer, "is_fast", False):
@@ -54,8 +54,8 @@ class Encoder:
             )
         self.options, self._tokenizer, self._as_before = options, tokenizer, as_before
         self._mask_options = MaskOptions(options.last_turn_only, options.mask_reasoning)
-        # Offsets must cover each token's whole text: trimmed ones hide a leading space or newline,
-        # and a boundary token would land on the wrong side. The ids are not affected.
+        # Offsets must cover each token's whole text: trimmed ones omit a leading space or newline,
+        # and a token at a boundary would land on the wrong side. The ids are not affected.
         spec = json.loads(tokenizer.backend_tokenizer.to_str())
         spec["truncation"] = spec["padding"] = None
         self._backend = Tokenizer.from_str(json.dumps(_untrimmed(spec)))
@@ -79,22 +79,22 @@ class Encoder:
         """The masked texts of one raw row."""
         if isinstance(raw, BadRow):
             raise raw
-        texts = self._masked(raw)
+        texts = self._masked_texts(raw)
         for text in texts:
             if len(text.text) > LONGEST_ROW:
                 raise BadRow("row is too long", f"more than {LONGEST_ROW:,} characters")
             try:
                 text.text.encode()
-            except UnicodeEncodeError as error:  # a lone surrogate, in a tool's arguments perhaps
+            except UnicodeEncodeError as error:  # a lone surrogate, e.g. in a tool's arguments
                 raise BadRow("broken UTF-8", repr(text.text[error.start :][:40])) from None
         return texts
 
-    def _masked(self, raw: Any) -> list[MaskedText]:
+    def _masked_texts(self, raw: Any) -> list[MaskedText]:
         plain = plain_text(raw)
         conversation = parse_conversation(raw) if plain is None else None
         notes = (PLAIN_TEXT,) if conversation is None else conversation.notes
-        if self._as_before and (then := [READ_SINCE[note] for note in notes if note in READ_SINCE]):
-            raise BadRow(then[0], "as when the run was begun")
+        if self._as_before and (reasons := [READ_SINCE[n] for n in notes if n in READ_SINCE]):
+            raise BadRow(reasons[0], "as when the run was begun")
         if conversation is not None:
             return masked_texts(conversation, self.template, self._mask_options)
         assert plain is not None
@@ -102,12 +102,12 @@ class Encoder:
 
     @cached_property
     def template(self) -> ChatTemplate:
-        """Wanted by the first conversation: plain texts, and models for them, have none."""
+        """Loaded for the first conversation: models for plain text may not have one."""
         return ChatTemplate.of(self._tokenizer, self.options.template_options)
 
     def _plain(self, text: str) -> MaskedText:
-        """Everything in it is to be predicted. Not the first token, which nothing stands before:
-        the bos token where the tokenizer writes one."""
+        """Plain text with everything supervised except the first token, which has no context: the
+        bos token where the tokenizer adds one."""
         tokenizer = self._tokenizer
         bos, first = tokenizer.bos_token, tokenizer("x")["input_ids"][0]
         if bos and first == tokenizer.bos_token_id and not text.startswith(bos):
@@ -115,35 +115,36 @@ class Encoder:
         return MaskedText(text, ((1, len(text)),), notes=(PLAIN_TEXT,))  # 1: inside the first token
 
     def encode(self, texts: Sequence[MaskedText], places: Sequence[str]) -> list[TokenRow]:
-        """Tokenise rows; a token is supervised when its whole text lies in a supervised span. Of a
-        row that `fit` will cut only a beginning is sure to be there."""
-        ends = [self._enough(text.text) for text in texts]
+        """Tokenize rows; a token is supervised if its whole text lies in a supervised span. Rows
+        that `fit` will cut may be encoded only in part, beyond the length limit."""
+        ends = [self._sufficient_end(text.text) for text in texts]
         beginnings = [text.text[:end] for text, end in zip(texts, ends, strict=True)]
         encodings = self._backend.encode_batch(beginnings, add_special_tokens=False)
         rows = zip(texts, places, encodings, ends, strict=True)
         return [self._row(text, place, encoding, end)[0] for text, place, encoding, end in rows]
 
     def _row(self, text: MaskedText, place: str, encoding: Any, end: int) -> tuple[TokenRow, Any]:
-        """The row of a text whose beginning, up to `end`, is encoded: with more of it where that
-        was not enough to know what `fit` makes of the whole."""
-        row = _masked(text, place, encoding)
-        while end < len(text.text) and not self._settled(row, encoding, end):
-            end = self._enough(text.text, 4 * end)
+        """The row of a text that is encoded up to `end`. Encodes more of it if `fit` could treat
+        the whole text differently."""
+        row = _mask_tokens(text, place, encoding)
+        while end < len(text.text) and not self._is_sufficient(row, encoding, end):
+            end = self._sufficient_end(text.text, 4 * end)
             encoding = self._backend.encode(text.text[:end], add_special_tokens=False)
-            row = _masked(text, place, encoding)
+            row = _mask_tokens(text, place, encoding)
         return row, encoding
 
-    def _enough(self, text: str, wanted: int = 0) -> int:
-        """Where a text may end that will be cut anyway: behind a control token, because what
-        stands before one is tokenised without regard to what comes after it."""
+    def _sufficient_end(self, text: str, minimum: int = 0) -> int:
+        """Where a text that will be cut anyway may end: after a control token, since the text
+        before one is tokenized independently of what follows."""
         if self.options.max_length is None:
             return len(text)
-        wanted = wanted or _BEGINNING * self.options.max_length
-        border = self._borders.search(text, wanted) if wanted < len(text) else None
+        minimum = minimum or _BEGINNING * self.options.max_length
+        border = self._borders.search(text, minimum) if minimum < len(text) else None
         return border.end() if border else len(text)
 
-    def _settled(self, row: TokenRow, encoding: Any, end: int) -> bool:
-        """There is more than the limit, something supervised in it, and it does end in a border."""
+    def _is_sufficient(self, row: TokenRow, encoding: Any, end: int) -> bool:
+        """Whether the encoded part is longer than the limit, has a supervised token, and ends with
+        a border token."""
         assert self.options.max_length is not None
         start, stop = encoding.offsets[-1]
         token = encoding.tokens[-1]
@@ -154,17 +155,17 @@ class Encoder:
     def encode_to_show(
         self, text: MaskedText, place: str
     ) -> tuple[TokenRow, list[tuple[str, bool]]]:
-        """A row as `fit` leaves it, and each token's own text with whether it is supervised. A
-        character that takes several tokens is shown with the first of them."""
-        end = self._enough(text.text)
+        """A row after `fit`, and the text of each token with whether it is supervised. A character
+        that spans several tokens is shown with the first of them."""
+        end = self._sufficient_end(text.text)
         encoding = self._backend.encode(text.text[:end], add_special_tokens=False)
         whole, encoding = self._row(text, place, encoding, end)
         row = self.fit(whole)
-        pieces, at = [], 0
+        pieces, begin = [], 0
         for (_, end), supervised in zip(encoding.offsets, row.loss_mask.tolist(), strict=False):
-            if end > at:
-                pieces.append((text.text[at:end], bool(supervised)))
-                at = end
+            if end > begin:
+                pieces.append((text.text[begin:end], bool(supervised)))
+                begin = end
         return row, pieces
 
     def fit(self, row: TokenRow) -> TokenRow:
@@ -178,37 +179,37 @@ class Encoder:
             raise BadRow("longer than max_length", f"more than {limit} tokens")
         if not row.loss_mask[:limit].any():
             raise BadRow("cut before any supervised token", f"more than {limit} tokens")
-        cut = bool(row.loss_mask[limit])  # the cut went through something the assistant said
+        cut = bool(row.loss_mask[limit])  # the cut went through an answer
         ids_T, mask_T = row.input_ids[:limit], row.loss_mask[:limit]
         return TokenRow(ids_T, mask_T, row.place, row.truncated or cut)
 
 
-def _masked(text: MaskedText, place: str, encoding: Any) -> TokenRow:
+def _mask_tokens(text: MaskedText, place: str, encoding: Any) -> TokenRow:
     ids_T = np.asarray(encoding.ids, dtype=np.int32)
     offsets_T2 = np.asarray(encoding.offsets, dtype=np.int64).reshape(-1, 2)
     mask_T = np.zeros(len(ids_T), dtype=np.uint8)
-    if text.spans:  # of the spans that begin before a token, does any end after it?
+    if text.spans:  # does any span that begins before a token end after it?
         begins_S, ends_S = np.asarray(sorted(text.spans), dtype=np.int64).T
-        at_T = np.searchsorted(begins_S, offsets_T2[:, 0], side="right") - 1
-        mask_T[:] = (at_T >= 0) & (offsets_T2[:, 1] <= np.maximum.accumulate(ends_S)[at_T])
+        span_T = np.searchsorted(begins_S, offsets_T2[:, 0], side="right") - 1
+        mask_T[:] = (span_T >= 0) & (offsets_T2[:, 1] <= np.maximum.accumulate(ends_S)[span_T])
     return TokenRow(ids_T, mask_T, place, text.truncated)
 
 
 def _borders(added_tokens: Sequence[dict[str, Any]]) -> re.Pattern[str]:
-    """The control tokens at whose end a text may be cut without changing the tokens before.
+    """Matches the control tokens after which a text can be cut without changing the tokens before.
 
-    The tokenizer splits a text at its added tokens first, and each piece on its own. Not so sure
-    are tokens that look at their neighbors or take spaces from them, that are looked for in the
-    normalized text, or that are a part of another one, which may go on behind the cut.
+    The tokenizer first splits a text at its added tokens, then tokenizes each piece on its own.
+    Excluded are tokens that depend on their neighbors or absorb spaces from them, that are matched
+    in the normalized text, or that are a part of another token, which may extend beyond the cut.
     """
-    words = [token["content"] for token in added_tokens]
-    sure = [
+    texts = [token["content"] for token in added_tokens]
+    safe = [
         token["content"]
         for token in added_tokens
         if not (token["single_word"] or token["rstrip"] or token["normalized"])
-        and not any(token["content"] in word and word != token["content"] for word in words)
+        and not any(token["content"] in text and text != token["content"] for text in texts)
     ]
-    return re.compile("|".join(map(re.escape, sorted(sure, key=len, reverse=True))) or r"(?!)")
+    return re.compile("|".join(map(re.escape, sorted(safe, key=len, reverse=True))) or r"(?!)")
 
 
 def _untrimmed(value: Any) -> Any:
@@ -225,7 +226,7 @@ class TokenisedPart:
 
 
 def tokenise_part(part: Part, encoder: Encoder) -> TokenisedPart:
-    """All rows of a part: a bad one is counted, never raised."""
+    """All rows of a part; bad rows are counted, never raised."""
     drops = DropReport()
     rows: list[TokenRow] = []
     for texts, places in _batches(part, encoder, drops):
@@ -248,8 +249,8 @@ def tokenise_part(part: Part, encoder: Encoder) -> TokenisedPart:
 def _batches(
     part: Part, encoder: Encoder, drops: DropReport
 ) -> Iterator[tuple[list[MaskedText], list[str]]]:
-    """The texts of a part with their places, as many at a time as memory is meant for; those of one
-    conversation stay together."""
+    """The texts of a part with their places, in batches of bounded size; those of one conversation
+    stay together."""
     texts: list[MaskedText] = []
     places: list[str] = []
     size = 0
@@ -269,7 +270,7 @@ def _batches(
 
 
 def _by_place(rows: Sequence[TokenRow]) -> Iterator[tuple[str, list[TokenRow]]]:
-    """Rows that one conversation fanned out to stand together."""
+    """Group consecutive rows that came from one conversation."""
     group: list[TokenRow] = []
     for row in rows:
         if group and row.place != group[0].place:
@@ -281,7 +282,7 @@ def _by_place(rows: Sequence[TokenRow]) -> Iterator[tuple[str, list[TokenRow]]]:
 
 
 def checksum(path: Path) -> int:
-    """CRC of a file, streamed."""
+    """CRC-32 of a file, streamed."""
     crc = 0
     with path.open("rb") as handle:
         while block := handle.read(1 << 22):

@@ -1,7 +1,8 @@
-"""The draft vocabulary: which target tokens the draft can say, and how much of the data that is.
+"""The draft vocabulary: which target tokens the draft can predict, and how much of the data they
+cover.
 
-Order of merit (docs/semantics.md): bos, eos, pad, unk; then by count over supervised tokens (ties:
-lower id); then unseen ids ascending; cut at the wanted size. The selection is then sorted by target
+Priority (docs/semantics.md): bos, eos, pad, unk; then by count over supervised tokens (ties: lower
+id); then unseen ids ascending; cut at the requested size. The selection is then sorted by target
 id, as the engines need it.
 """
 
@@ -26,14 +27,14 @@ _FACTS = Table({"coverage": Number(0, 1), "rows": Text(), "digest": Text(256)})
 def count_supervised(
     rows: Iterable[tuple[NDArray[np.int32], NDArray[np.uint8] | NDArray[np.bool_]]], vocab_size: int
 ) -> NDArray[np.int64]:
-    """How often each target token occurs among the supervised tokens: [V]."""
+    """Counts [V] of each target token among the supervised tokens."""
     counts_V = np.zeros(vocab_size, dtype=np.int64)
     for ids, mask in rows:
         supervised = ids[mask.astype(bool)]
         if len(supervised) and int(supervised.max()) >= vocab_size:
             raise BadInput(
                 f"token id {int(supervised.max())} is outside the vocabulary of {vocab_size}",
-                fix="the data was tokenised with another model's tokenizer",
+                fix="the data was tokenized with another model's tokenizer",
             )
         counts_V += np.bincount(supervised, minlength=vocab_size)
     return counts_V
@@ -41,12 +42,12 @@ def count_supervised(
 
 @dataclass(frozen=True, eq=False)
 class DraftVocabulary:
-    """The selection and its two maps."""
+    """The selected target tokens and their two maps."""
 
     selected_token_ids: NDArray[np.int64]  # [W] target ids, ascending, in draft order
     vocab_size: int  # V of the target
-    coverage: float  # share of the supervised tokens it was built from that it can say
-    fingerprint: str = ""  # of the rows it was counted on
+    coverage: float  # share of supervised tokens it covers, in the rows it was built from
+    fingerprint: str = ""  # of the rows whose tokens were counted
 
     @property
     def size(self) -> int:
@@ -70,7 +71,7 @@ class DraftVocabulary:
         return hashlib.sha256(header + self.selected_token_ids.tobytes()).hexdigest()
 
     def save(self, path: Path) -> None:
-        """One safetensors file: the maps, with coverage and fingerprints in its metadata."""
+        """Write the maps to a safetensors file, with coverage and fingerprints as metadata."""
         from safetensors.numpy import save
 
         facts = {"coverage": self.coverage, "rows": self.fingerprint, "digest": self.digest()}
@@ -105,7 +106,7 @@ class DraftVocabulary:
 
 
 def special_token_ids(tokenizer: Any) -> list[int | None]:
-    """bos, eos, pad and unk, as far as the tokenizer has them."""
+    """The ids of bos, eos, pad and unk; None where the tokenizer has none."""
     return [getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad", "unk")]
 
 
@@ -124,11 +125,11 @@ def select_vocabulary(
     if size is None or size >= vocab_size:
         return DraftVocabulary(np.arange(vocab_size, dtype=np.int64), vocab_size, 1.0, fingerprint)
     ids = np.arange(vocab_size)
-    merit = np.lexsort((ids, -counts_V))  # by count, ties and unseen by id
+    by_count = np.lexsort((ids, -counts_V))  # ties and unseen tokens by id
     first = [i for i in special_ids if i is not None and 0 <= i < vocab_size]
-    order = np.concatenate([np.asarray(first, dtype=np.int64), merit])
-    _, place = np.unique(order, return_index=True)  # first mention counts
-    chosen = np.sort(order[np.sort(place)[:size]])
+    order = np.concatenate([np.asarray(first, dtype=np.int64), by_count])
+    _, first_index = np.unique(order, return_index=True)  # the first occurrence counts
+    chosen = np.sort(order[np.sort(first_index)[:size]])
     total = int(counts_V.sum())
     coverage = float(counts_V[chosen].sum() / total) if total else 0.0
     return DraftVocabulary(chosen, vocab_size, coverage, fingerprint)

@@ -1,8 +1,8 @@
-"""A GGUF file becomes a plain Hugging Face directory: bfloat16 safetensors and a tokenizer.
+"""Converts a GGUF file to a plain Hugging Face directory: bfloat16 safetensors and a tokenizer.
 
 transformers dequantizes the weights. `$FLEDGE_GGUF_DTYPE=float32` keeps what rounding to bfloat16
-would lose, in twice the space. Whoever only wants to tokenise gets the tokenizer and the
-configuration alone, from the file's metadata.
+would lose, in twice the space. For tokenization alone, only the tokenizer and the configuration are
+extracted, from the file's metadata.
 """
 
 import contextlib
@@ -24,8 +24,8 @@ from fledge.models.progress import Percentages, phase
 from fledge.models.stored import is_whole, models_root, need_free, stored
 
 DTYPE_VARIABLE = "FLEDGE_GGUF_DTYPE"
-_BYTES = {"bfloat16": 2, "float32": 4}  # of a weight, by the precision it is stored in
-_BLOAT = 2  # how many times larger than the file's tensors a model may be: tied tables are two
+_BYTES = {"bfloat16": 2, "float32": 4}  # per weight, by the precision of the output
+_MAX_GROWTH = 2  # limit of model size / size of the file's tensors: tied tables become two
 
 
 def is_gguf(path: Path) -> bool:
@@ -36,16 +36,17 @@ def is_gguf(path: Path) -> bool:
 
 
 def directory_name(sha256: str, dtype: str = "float32") -> str:
-    """v2 is this file's way of converting: raise it when the output changes."""
+    """Name of the converted directory. v2 is the version of this conversion: raise it when the
+    output changes."""
     return f"gguf-v2-{sha256}" + ("" if dtype == "float32" else f"-{dtype}")
 
 
 def converted_directory(path: Path) -> Path:
-    """The converted directory of a GGUF file, made on first use and keyed by its contents."""
+    """The converted directory of a GGUF file, created on first use and keyed by its contents."""
     _check(path)
-    sha256 = _noted(path, "file", _sha256)
-    dtype = _asked_dtype()
-    if dtype is None:  # a conversion that is there already is good, and a run may depend on it
+    sha256 = _cached_digest(path, "file", _sha256)
+    dtype = _requested_dtype()
+    if dtype is None:  # reuse an existing float32 conversion: a run may depend on it
         exact = is_whole(models_root() / directory_name(sha256))
         dtype = "float32" if exact else "bfloat16"
     source = {"name": path.name, "source": str(path.resolve()), "sha256": sha256}
@@ -58,15 +59,15 @@ def converted_directory(path: Path) -> Path:
 
 def tokenizer_directory(path: Path) -> Path:
     """Tokenizer and configuration of a GGUF file, in files equal to those of its conversion. Keyed
-    by its metadata: the weights are not even read."""
+    by its metadata, so the weights are not read at all."""
     _check(path)
-    sha256 = _noted(path, "metadata", _metadata_sha256)
+    sha256 = _cached_digest(path, "metadata", _metadata_sha256)
     source = {"name": path.name, "source": str(path.resolve()), "metadata_sha256": sha256}
 
     def make(directory: Path) -> None:
         from transformers import AutoConfig
 
-        with phase(f"{path.name}: reading its tokenizer (once)") as tell, _quietly(path, tell):
+        with phase(f"{path.name}: reading its tokenizer (once)") as tell, _relay_bars(path, tell):
             facts = read_facts(path)
             _check_sizes(path, facts)
             make_tokenizer(path, facts).save_pretrained(directory)
@@ -78,15 +79,15 @@ def tokenizer_directory(path: Path) -> Path:
 
 
 def repositories(path: Path) -> list[str]:
-    """The repositories that the file says it was made from, likelier ones first, unchecked."""
+    """The repositories that the file names as its source, likelier ones first, unchecked."""
     with _readable(path):
         facts = read_facts(path)
-    places = (
+    keys = (
         "general.source.huggingface.repository",
         "general.source.repo_url",
         "general.base_model.0.repo_url",
     )
-    urls = (str(facts.get(place) or "") for place in places)
+    urls = (str(facts.get(key) or "") for key in keys)
     return ["/".join(url.rstrip("/").split("/")[-2:]) for url in urls]
 
 
@@ -98,23 +99,23 @@ def _check(path: Path) -> None:
         raise BadInput("not a GGUF file (it does not start with GGUF)", where=str(path))
 
 
-def _asked_dtype() -> str | None:
-    asked = os.environ.get(DTYPE_VARIABLE) or None
-    if asked is not None and asked not in _BYTES:
-        fix = nearest(asked, list(_BYTES))
-        raise BadInput(f"'{asked}' is not a precision", where=DTYPE_VARIABLE, fix=fix)
-    return asked
+def _requested_dtype() -> str | None:
+    dtype = os.environ.get(DTYPE_VARIABLE) or None
+    if dtype is not None and dtype not in _BYTES:
+        fix = nearest(dtype, list(_BYTES))
+        raise BadInput(f"'{dtype}' is not a precision", where=DTYPE_VARIABLE, fix=fix)
+    return dtype
 
 
 def convert(path: Path, directory: Path, *, name: str, dtype: str) -> None:
-    """Write `path` as a Hugging Face directory; the caller sees to it that it appears whole."""
+    """Write `path` as a Hugging Face directory; the caller makes the result appear atomically."""
     with _readable(path):
         facts = read_facts(path)
         _check_sizes(path, facts)
     n_bytes = _BYTES[dtype] * facts.n_parameters
     need_free(n_bytes, what=f"converting {name}")
     sizes = f"{_size(path.stat().st_size)} to {_size(n_bytes)} of {dtype} safetensors"
-    with phase(f"{name}: converting {sizes} (once)") as tell, _quietly(path, tell):
+    with phase(f"{name}: converting {sizes} (once)") as tell, _relay_bars(path, tell):
         tokenizer = make_tokenizer(path, facts)
         tokenizer.save_pretrained(directory)
         _save_model(path, directory, tokenizer, dtype)
@@ -126,29 +127,29 @@ def _size(n_bytes: int) -> str:
 
 
 @contextlib.contextmanager
-def _quietly(path: Path, tell: Callable[[str], None]) -> Iterator[None]:
-    """The libraries' bars would cut through our line: it says how far they are."""
+def _relay_bars(path: Path, tell: Callable[[str], None]) -> Iterator[None]:
+    """Show the progress of the libraries in our line, which their own bars would disrupt."""
     with _readable(path), contextlib.redirect_stderr(Percentages(tell)):
         yield
 
 
 @contextlib.contextmanager
 def _readable(path: Path) -> Iterator[None]:
-    """gguf and transformers raise all kinds of errors for a damaged file, and tokenizers nothing
-    more precise than an Exception."""
+    """Turn errors about a damaged file into one BadInput: gguf and transformers raise all kinds of
+    errors, and tokenizers nothing more specific than Exception."""
     try:
         yield
     except (BadInput, MemoryError):
         raise
-    except Exception as error:  # whatever the three raise: see above
+    except Exception as error:  # see above
         fix = "the file may be damaged or of an architecture that transformers cannot load"
         what = f"cannot convert ({first_line(error)})"
         raise BadInput(what, where=str(path), fix=fix) from error
 
 
 def _check_sizes(path: Path, facts: Facts) -> None:
-    """Refuse metadata that describe a far larger model than the tensors make up, before memory is
-    spent on it: the model is built of its shapes alone."""
+    """Refuse metadata that describe a far larger model than the file's tensors, before memory is
+    allocated for it: the model is built on the meta device."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -159,17 +160,17 @@ def _check_sizes(path: Path, facts: Facts) -> None:
     config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    promised = sum(x.numel() for x in (*model.parameters(), *model.buffers()))
-    if promised > _BLOAT * facts.n_parameters + 2**20:
-        what = f"its metadata describe {promised:,} numbers, it holds {facts.n_parameters:,}"
+    described = sum(tensor.numel() for tensor in (*model.parameters(), *model.buffers()))
+    if described > _MAX_GROWTH * facts.n_parameters + 2**20:
+        what = f"its metadata describe {described:,} numbers, it holds {facts.n_parameters:,}"
         raise BadInput(what, where=str(path), fix="the file is damaged: fetch it again")
 
 
 def _make_portable(directory: Path) -> None:
-    """Say what transformers 5 writes in a way that 4.57 understands too.
+    """Rewrite the files of transformers 5 so that 4.57 can read them, too.
 
-    It does not know the tokenizer's class, would add token types (which decoders refuse) unless the
-    inputs are named, and without `rope_theta` turns at a base of 10,000.
+    It does not have the tokenizer's class, adds token types (which decoders refuse) unless the
+    inputs are listed, and without `rope_theta` uses a rotary base of 10,000.
     """
     file = directory / "tokenizer_config.json"
     inputs = ["input_ids", "attention_mask"]
@@ -209,11 +210,11 @@ def _save_model(path: Path, directory: Path, tokenizer: Any, dtype: str) -> None
     for key, value in ids.items():
         setattr(model.config, key, value)
     eps = getattr(model.config, "rms_norm_eps", None)
-    if eps is not None:  # the file holds float32: 9.999999747378752e-06 was meant as 1e-05
+    if eps is not None:  # stored as float32: 9.999999747378752e-06 stands for 1e-05
         model.config.rms_norm_eps = float(str(np.float32(eps)))
-    vars(model.config).pop("_model_name_or_path", None)  # the file's title, not a place
-    # Chat models of Qwen's kind end a turn with one token and a document with another, which also
-    # pads: after either there is nothing more to say.
+    vars(model.config).pop("_model_name_or_path", None)  # the file's title, not a path
+    # Chat models such as Qwen end a turn with one token and a document with another, which is also
+    # the pad token: generation stops at either.
     ends = [end for end in (ids["eos_token_id"], ids["pad_token_id"]) if end is not None]
     if len(set(ends)) > 1:
         ids["eos_token_id"] = ends
@@ -227,25 +228,25 @@ def _sha256(path: Path) -> str:
 
 
 def _metadata_sha256(path: Path) -> str:
-    """All that stands before the weights."""
+    """Digest of everything before the weights."""
     with _readable(path):
         size = read_facts(path).data_offset
     with path.open("rb") as handle:
         return hashlib.sha256(handle.read(size)).hexdigest()
 
 
-def _noted(path: Path, what: str, digest: Callable[[Path], str]) -> str:
-    """A hash of the file, remembered by path, size and time: large files are read only once."""
+def _cached_digest(path: Path, what: str, digest: Callable[[Path], str]) -> str:
+    """A hash of the file, cached by path, size and time: large files are read only once."""
     stat = path.stat()
-    place = str(path.resolve())
-    state = [place, stat.st_size, stat.st_mtime_ns, stat.st_ino]
-    key = hashlib.sha256(place.encode()).hexdigest()[:24]
-    note = models_root() / "hashes" / (f"{key}.json" if what == "file" else f"{key}-{what}.json")
-    with contextlib.suppress(BadInput):  # no note, or none that can be read
-        noted = read_json(note, Table({"sha256": Text(64)}))
-        if noted.get("state") == state:
-            return str(noted["sha256"])
+    location = str(path.resolve())
+    state = [location, stat.st_size, stat.st_mtime_ns, stat.st_ino]
+    key = hashlib.sha256(location.encode()).hexdigest()[:24]
+    file = models_root() / "hashes" / (f"{key}.json" if what == "file" else f"{key}-{what}.json")
+    with contextlib.suppress(BadInput):  # missing or unreadable
+        cached = read_json(file, Table({"sha256": Text(64)}))
+        if cached.get("state") == state:
+            return str(cached["sha256"])
     sha256 = digest(path)
-    with contextlib.suppress(OSError):  # only a note: a real problem with the cache shows later
-        write_json(note, {"state": state, "sha256": sha256})
+    with contextlib.suppress(OSError):  # not essential: real cache problems show up later
+        write_json(file, {"state": state, "sha256": sha256})
     return sha256

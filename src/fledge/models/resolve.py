@@ -1,4 +1,4 @@
-"""Models by name: what a user may write as a target, and the local directory it stands for.
+"""Models by name: what a user may give as a target, and the local directory it stands for.
 
 A name is a local directory, a GGUF file, an embedded name (`smollm2-135m`) or a hub id (`org/name`,
 `org/name@revision`); the rest of fledge sees a Hugging Face directory on the local disk. torch and
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _HUB_ID = re.compile(r"(?P<id>[A-Za-z0-9][\w.-]*/[\w.-]+)(@(?P<revision>[\w./-]+))?")
 
-# Numbers of which transformers makes lists, or modules, before it has seen a weight.
+# Numbers from which transformers builds lists or modules before it reads any weights.
 _COUNTS: dict[str, Expected] = {
     "num_labels": Maybe(Whole(0, 2**20)),
     **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer"), Maybe(Whole(0, 2**12))),
@@ -30,10 +30,10 @@ _CONFIG = Table(optional={**_COUNTS, "text_config": Maybe(Table(optional=_COUNTS
 
 
 def local_model(name: str, *, weights: bool = True) -> Path:
-    """The local directory of a model; fetched or converted first where that is needed, once.
+    """The local directory of a model, which is fetched or converted once if needed.
 
-    `weights=False` promises that only the configuration and the tokenizer are wanted, so that
-    a hub id does not bring gigabytes with it.
+    With `weights=False` only the configuration and the tokenizer are needed, so that gigabytes of
+    weights are not fetched for a hub id.
     """
     if name in embedded.MODELS:
         return embedded.embedded_directory(name)
@@ -50,7 +50,7 @@ def local_model(name: str, *, weights: bool = True) -> Path:
         )
     if match := _HUB_ID.fullmatch(name):
         return hub.snapshot(match["id"], revision=match["revision"], weights=weights)
-    raise BadInput(f"no such model '{name}'", where="model", fix=_what_a_name_may_be(name))
+    raise BadInput(f"no such model '{name}'", where="model", fix=_name_hint(name))
 
 
 def is_hub_id(name: str) -> bool:
@@ -58,7 +58,7 @@ def is_hub_id(name: str) -> bool:
 
 
 def public_name(name: str) -> str:
-    """What others know a model by: a hub id, or else a name without this machine's directories."""
+    """The name of a model for others: a hub id, or else a name without local directories."""
     if name in embedded.MODELS:
         return embedded.MODELS[name].public_name
     path = Path(name).expanduser()
@@ -74,8 +74,8 @@ def public_name(name: str) -> str:
 
 
 def tokenizer_directory(name: str) -> Path:
-    """A directory with the model's tokenizer and configuration, for those who will not run it: a
-    GGUF file is not converted for them."""
+    """A directory with the model's tokenizer and configuration, for callers that do not run the
+    model: a GGUF file is not converted."""
     path = Path(name).expanduser()
     is_gguf = name not in embedded.MODELS and convert_gguf.is_gguf(path)
     return convert_gguf.tokenizer_directory(path) if is_gguf else local_model(name, weights=False)
@@ -86,7 +86,7 @@ def load_config(name: str, *, trust_remote_code: bool = False) -> Any:
     from transformers import AutoConfig
 
     directory = local_model(name, weights=False)
-    with _one_line("configuration", name):
+    with _load_errors("configuration", name):
         return AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
 
 
@@ -95,7 +95,7 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> Any:
     from transformers import AutoTokenizer
 
     directory = local_model(name, weights=False)
-    with _one_line("tokenizer", name):
+    with _load_errors("tokenizer", name):
         return AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code)
 
 
@@ -112,13 +112,13 @@ def load_model(
     from transformers import AutoModelForCausalLM
 
     if isinstance(dtype, str) and dtype != "auto":
-        named = getattr(torch, dtype, None)
-        if not isinstance(named, torch.dtype):
+        torch_dtype = getattr(torch, dtype, None)
+        if not isinstance(torch_dtype, torch.dtype):
             raise BadInput(f"'{dtype}' is not a dtype", where="dtype", fix="for example bfloat16")
-        dtype = named
+        dtype = torch_dtype
     options = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     directory = local_model(name)
-    with _one_line("model", name):
+    with _load_errors("model", name):
         model = AutoModelForCausalLM.from_pretrained(
             directory, dtype=dtype, trust_remote_code=trust_remote_code, **options
         )
@@ -129,18 +129,18 @@ def _checked_directory(path: Path, name: str) -> Path:
     if (config := path / "config.json").is_file():
         read_json(config, _CONFIG, what="the model's config", fix="is it a model?", finite=False)
         return path.resolve()
-    inside = sorted(path.glob("*.gguf"))
-    fix = f"name the file itself: {inside[0]}" if inside else "it must hold a Hugging Face model"
+    files = sorted(path.glob("*.gguf"))
+    fix = f"name the file itself: {files[0]}" if files else "it must hold a Hugging Face model"
     raise BadInput(f"directory '{name}' has no config.json", where="model", fix=fix)
 
 
-def _what_a_name_may_be(name: str) -> str:
-    if re.fullmatch(r"[\w.-]+", name):  # one word: an embedded name mistyped, or a bare hub name
-        known = sorted(embedded.MODELS)
-        hint = nearest(name, known)
+def _name_hint(name: str) -> str:
+    if re.fullmatch(r"[\w.-]+", name):  # a mistyped embedded name, or a bare hub name
+        names = sorted(embedded.MODELS)
+        hint = nearest(name, names)
         if hint.startswith("did you mean"):
             return f"{hint} (hub ids are written org/name)"
-        return f"embedded models: {', '.join(known)}; hub ids are written org/name"
+        return f"embedded models: {', '.join(names)}; hub ids are written org/name"
     return "give a directory, a .gguf file, an embedded name (smollm2-135m) or a hub id (org/name)"
 
 
@@ -150,8 +150,8 @@ def wants_trust(error: Exception) -> bool:
 
 
 @contextlib.contextmanager
-def _one_line(part: str, name: str) -> Iterator[None]:
-    """transformers explains a broken directory over several lines: the first one is enough."""
+def _load_errors(part: str, name: str) -> Iterator[None]:
+    """Turn errors of transformers about a broken directory into one BadInput."""
     try:
         yield
     except broken_files() as error:

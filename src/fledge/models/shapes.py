@@ -1,7 +1,7 @@
 """Shapes of some well-known models, so that runs can be planned before anything is fetched.
 
-What their configs say about sizes; everything else has the architecture's defaults. Not for
-loading: a model that runs brings its own config.
+The sizes are those of their configs; everything else has the architecture's defaults. Not for
+loading: a model that is run has its own config.
 """
 
 from typing import Any
@@ -35,18 +35,18 @@ SHAPES: dict[str, dict[str, Any]] = {
     | {"n_routed_experts": 384, "num_experts_per_tok": 8, "n_shared_experts": 1}
     | {"n_group": 1, "topk_group": 1},
 }
-SIZES = {  # a well-known model of each
+SIZES = {  # a well-known model of each size
     "8b": "meta-llama/Llama-3.1-8B-Instruct",
     "70b": "meta-llama/Llama-3.3-70B-Instruct",
     "235b-moe": "Qwen/Qwen3-235B-A22B",
     "1t-moe": "moonshotai/Kimi-K2-Instruct",
 }
-STORED_BYTES = {"moonshotai/Kimi-K2-Instruct": 1}  # of a weight, where it is not two
+STORED_BYTES = {"moonshotai/Kimi-K2-Instruct": 1}  # per weight, where it is not 2
 
 
 def shape_of(name: str, *, trust_remote_code: bool = False) -> Any:
-    """The config of a model, for its sizes: its own where it can be read, else what is known."""
-    if name in SHAPES:  # the same everywhere, whatever this machine has fetched
+    """The config of a model, for its sizes: from `SHAPES`, else the model's own."""
+    if name in SHAPES:  # first, so that results do not depend on what this machine has fetched
         from transformers import AutoConfig
 
         sizes = dict(SHAPES[name])
@@ -56,6 +56,6 @@ def shape_of(name: str, *, trust_remote_code: bool = False) -> Any:
     try:
         return load_config(name, trust_remote_code=trust_remote_code)
     except BadInput as error:
-        known = ", ".join(SHAPES)
-        fix = f"name a directory that holds its config.json; known without: {known}"
+        names = ", ".join(SHAPES)
+        fix = f"name a directory that holds its config.json; known without: {names}"
         raise BadInput(f"the config of '{name}' is not here", where="model", fix=fix) from error

@@ -1,7 +1,7 @@
-"""Directories that are made once under the cache and then only read.
+"""Directories that are created once in the cache and then only read.
 
-One process makes, the others wait; a directory appears whole or not at all, and a damaged one is
-made again. Not for hub snapshots, whose library has rules of its own.
+One process creates a directory while the others wait; it appears complete or not at all, and a
+damaged one is created again. Not for hub snapshots, whose library has its own rules.
 """
 
 import shutil
@@ -17,7 +17,7 @@ from fledge.core.files import atomic_directory, cache_dir, write_json
 from fledge.core.reading import read_json
 
 RECORD = "fledge_source.json"  # where the directory came from, and the size of every file
-_NOTE = Table(optional={"bytes": MapOf(Whole())})
+_RECORD_FIELDS = Table(optional={"bytes": MapOf(Whole())})
 
 
 def models_root() -> Path:
@@ -25,18 +25,18 @@ def models_root() -> Path:
 
 
 def stored(name: str, make: Callable[[Path], None], *, source: dict[str, str]) -> Path:
-    """The directory `name` under the model cache; `make` fills it when it is not there yet."""
+    """The directory `name` in the model cache; `make` fills it if it does not exist yet."""
     path = models_root() / name
     if is_whole(path):
         return path
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(path.parent / f"{name}.lock"):
-            if not is_whole(path):  # another process may have made it while we waited
-                _sweep(path)
+            if not is_whole(path):  # another process may have created it while this one waited
+                _remove_leftovers(path)
                 with atomic_directory(path) as directory:
                     make(directory)
-                    _seal(directory, source)
+                    _write_record(directory, source)
     except OSError as error:
         raise BadInput(
             f"cannot write the model cache ({error.strerror or error})",
@@ -47,7 +47,7 @@ def stored(name: str, make: Callable[[Path], None], *, source: dict[str, str]) -
 
 
 def need_free(n_bytes: int, *, what: str) -> None:
-    """Refuse before filling a disk that is too small."""
+    """Refuse work that needs more disk space than is free."""
     root = models_root()
     root.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(root).free
@@ -60,16 +60,16 @@ def need_free(n_bytes: int, *, what: str) -> None:
 
 
 def record_of(path: Path) -> dict[str, Any] | None:
-    """What `stored` noted about a directory, or None when the note is missing or unreadable."""
+    """The record that `stored` wrote for a directory, or None if it is missing or unreadable."""
     try:
-        record: dict[str, Any] = read_json(path / RECORD, _NOTE)
+        record: dict[str, Any] = read_json(path / RECORD, _RECORD_FIELDS)
     except BadInput:
         return None
     return record
 
 
 def is_whole(path: Path) -> bool:
-    """Whether the directory is there with every file that it was made with."""
+    """Whether the directory exists with every file that it was created with."""
     record = record_of(path)
     if record is None or "bytes" not in record:
         return False
@@ -77,14 +77,14 @@ def is_whole(path: Path) -> bool:
     return all(file.is_file() and file.stat().st_size == size for file, size in files)
 
 
-def _seal(directory: Path, source: dict[str, str]) -> None:
+def _write_record(directory: Path, source: dict[str, str]) -> None:
     files = sorted(file for file in directory.rglob("*") if file.is_file())
     sizes = {str(file.relative_to(directory)): file.stat().st_size for file in files}
     write_json(directory / RECORD, {**source, "bytes": sizes})
 
 
-def _sweep(path: Path) -> None:
-    """Remove what a killed process left behind; under the lock no one else writes there."""
+def _remove_leftovers(path: Path) -> None:
+    """Remove leftovers of a killed process; the lock excludes other writers."""
     for pattern in (f".{path.name}.*.tmp", f".{path.name}.*.old", f".{path.name}.download.*"):
-        for left in path.parent.glob(pattern):
-            shutil.rmtree(left, ignore_errors=True)
+        for leftover in path.parent.glob(pattern):
+            shutil.rmtree(leftover, ignore_errors=True)

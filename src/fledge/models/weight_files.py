@@ -1,7 +1,7 @@
 """Tensors from a model's directory, all or some: safetensors, sharded or not, or torch's own files.
 
-Reading two tables of a target must not cost loading the target: safetensors are opened and only
-what is wanted is read.
+Reading two tables of a target must not require loading the target: only the requested tensors of
+safetensors files are read.
 """
 
 from collections.abc import Callable
@@ -17,14 +17,14 @@ from fledge.core.reading import open_regular
 
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
 _HEADS = ("lm_head.weight", "embed_out.weight", "output.weight")
-_ASIDE = ("vision", "visual", "audio", "mtp")  # towers and extra heads with tables of their own
+_EXCLUDED = ("vision", "visual", "audio", "mtp")  # towers and extra heads with their own tables
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """Safetensors if there are any, else torch's own; not what only training needs."""
+    """Safetensors files if there are any, else torch's own; without files for training only."""
     for pattern in ("*.safetensors", "*.bin"):
-        paths, aside = sorted(directory.glob(pattern)), ("training", "optimizer", "adapter")
-        if files := [path for path in paths if not path.name.startswith(aside)]:
+        paths, excluded = sorted(directory.glob(pattern)), ("training", "optimizer", "adapter")
+        if files := [path for path in paths if not path.name.startswith(excluded)]:
             return files
     fix = "give the directory that holds model.safetensors or pytorch_model.bin"
     raise BadInput("no weights here", where=str(directory), fix=fix)
@@ -33,7 +33,7 @@ def weight_files(directory: Path) -> list[Path]:
 def read_tensors(
     directory: Path, *, wanted: Callable[[str], object] = lambda name: True
 ) -> dict[str, Tensor]:
-    """The tensors whose names are wanted, by name."""
+    """The tensors whose names `wanted` accepts, by name."""
     tensors: dict[str, Tensor] = {}
     for path in weight_files(directory):
         open_regular(path).close()
@@ -41,7 +41,7 @@ def read_tensors(
             tensors |= _tensors_of(path, wanted)
         except MemoryError:
             raise
-        except Exception as error:  # torch's reader raises whatever it stumbles over
+        except Exception as error:  # torch's reader may raise anything
             raise BadInput(f"cannot be read ({first_line(error)})", where=str(path)) from error
     return tensors
 
@@ -50,24 +50,24 @@ def _tensors_of(path: Path, wanted: Callable[[str], object]) -> dict[str, Tensor
     if path.suffix == ".safetensors":
         with safe_open(path, framework="pt") as handle:
             return {name: handle.get_tensor(name) for name in filter(wanted, handle.keys())}
-    held = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    found = {name: x for name, x in held.items() if isinstance(x, Tensor) and wanted(name)}
-    for name, tensor in found.items():  # by its strides a small file may claim to be a huge tensor
+    contents = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    tensors = {name: x for name, x in contents.items() if isinstance(x, Tensor) and wanted(name)}
+    for name, tensor in tensors.items():  # by strides, a small file may describe a huge one
         if tensor.layout != torch.strided or tensor.nbytes > path.stat().st_size:
             raise ValueError(f"{name} is not a tensor that the file could hold")
-    return found
+    return tensors
 
 
 @dataclass(frozen=True)
 class TargetTables:
-    """The target's input embedding and output head: one tensor when they are tied."""
+    """The target's input embedding and output head: the same tensor if they are tied."""
 
     embedding_VD: Tensor
     head_VD: Tensor
 
 
 def read_target_tables(directory: Path) -> TargetTables:
-    """Two tables of a target, without loading the rest of it."""
+    """Read the two tables of a target without loading the rest of it."""
     tables = read_tensors(directory, wanted=lambda name: _is_table(name, _EMBEDDINGS + _HEADS))
     embeddings = [table for name, table in tables.items() if _is_table(name, _EMBEDDINGS)]
     heads = [table for name, table in tables.items() if _is_table(name, _HEADS)]
@@ -79,4 +79,4 @@ def read_target_tables(directory: Path) -> TargetTables:
 
 
 def _is_table(name: str, endings: tuple[str, ...]) -> bool:
-    return name.endswith(endings) and not any(part in name for part in _ASIDE)
+    return name.endswith(endings) and not any(part in name for part in _EXCLUDED)

@@ -1,12 +1,13 @@
-"""What other trainers call the keys of a recipe: a name from there is refused with ours.
+"""Other trainers' names for the keys of a recipe: such a name is refused with a pointer to ours.
 
-Names of transformers' Trainer, SpecForge, speculators, AutoModel and vLLM. Not accepted as keys:
-a recipe says one thing in one way. A name that means two things here lists both, likelier first.
+Names from transformers' Trainer, SpecForge, speculators, AutoModel and vLLM. They are not accepted
+as keys: there is one way to write each setting. A name with two meanings here lists both, likelier
+first.
 """
 
 from collections.abc import Iterable
 
-_OURS: dict[str, Iterable[str]] = {
+_NAMES_ELSEWHERE: dict[str, Iterable[str]] = {
     "training.steps": ("max_steps", "total_steps", "num_training_steps", "num_steps"),
     "training.epochs": ("num_epochs", "num_train_epochs", "max_epochs", "n_epochs"),
     "training.lr": ("learning_rate", "max_lr", "peak_lr"),
@@ -82,11 +83,11 @@ _OURS: dict[str, Iterable[str]] = {
 }
 
 ALIASES: dict[str, list[str]] = {}
-for _place, _names in _OURS.items():
+for _place, _names in _NAMES_ELSEWHERE.items():
     for _name in _names:
         ALIASES.setdefault(_name, []).append(_place)
 
 
 def ours(name: str) -> list[str]:
-    """`section.key` for what another trainer calls `name`, likelier ones first."""
+    """The keys (`section.key`) that another trainer calls `name`, likelier ones first."""
     return ALIASES.get(name.lower().replace("-", "_").lstrip("_"), [])

@@ -1,8 +1,8 @@
-"""A recipe file and its overrides become one mapping, and every refusal one line.
+"""Merges a recipe file and its overrides into one mapping, and reports every error in one line.
 
-Every value is kept by section and key with the place it was written in, file first, overrides
-after. So a switched kind can drop what only the old kind understood, overrides may come in any
-order, and an error can name the line or the override it is about. Imports no torch.
+Every value is stored by section and key with the place where it was written, the file first, then
+the overrides. So switching a kind can drop keys that only the old kind has, overrides may come in
+any order, and an error can name the line or the override that caused it. Does not import torch.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,19 +23,19 @@ from fledge.recipe.yaml_text import parse_yaml
 
 @dataclass(frozen=True)
 class Setting:
-    """One written value and where it was written."""
+    """One value and where it was written."""
 
     value: Any
     where: str
 
 
-Layer = dict[str, dict[str, Setting]]  # by section and key: what a file sets, or the overrides
-DRAFTS = "drafts"  # what a recipe of several drafts sets for each of them, by its name
+Layer = dict[str, dict[str, Setting]]  # settings of a file or of the overrides, by section and key
+DRAFTS = "drafts"  # in a recipe of several drafts: the settings of each, by name
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What a section may hold: one kind, or several selected by a tag (`backend`, `kind`)."""
+    """What a section may contain: one kind, or several selected by a tag (`backend`, `kind`)."""
 
     tag: str | None
     kinds: Mapping[str, type[BaseModel]]
@@ -52,7 +52,7 @@ class Shape:
         return [self.fields(kind)[key] for kind in self.kinds if key in self.fields(kind)]
 
     def nested(self, key: str) -> Tagged | None:
-        """How the kinds of a field are told apart, if it has any (`objective.loss`)."""
+        """The tag that selects the kind of a field, if it has several (`objective.loss`)."""
         return next(
             (tagged for field in self.fields_named(key) if (tagged := _tagged(field))), None
         )
@@ -76,7 +76,7 @@ def _tagged(field: Any) -> Tagged | None:
 
 
 class Written:
-    """What a file sets, or the overrides: for every draft, and for each one by its name."""
+    """The settings of a file, or of the overrides: for all drafts, and for each one by name."""
 
     def __init__(self, shapes: Mapping[str, Shape]) -> None:
         self._shapes = shapes
@@ -84,11 +84,11 @@ class Written:
         self.drafts: dict[str, Layer] = {}
 
     def of(self, draft: str) -> Layer:
-        """What it sets for one draft alone."""
+        """The settings for one draft alone."""
         return self.drafts.get(draft) or self._empty()
 
     def begin(self, draft: str) -> Layer:
-        """The same, to be added to."""
+        """The settings for one draft alone, to be added to."""
         return self.drafts.setdefault(draft, self._empty())
 
     def _empty(self) -> Layer:
@@ -101,8 +101,8 @@ def read_layers(
     *,
     shapes: Mapping[str, Shape],
 ) -> tuple[Written, Written]:
-    """What the recipe sets, and what is to be different. Overrides are texts
-    (`section.key=value`), or sections with the keys to change."""
+    """The settings of the recipe, and those of the overrides, which are either strings
+    (`section.key=value`) or sections with the keys to change."""
     written, changes = Written(shapes), Written(shapes)
     if isinstance(source, Path):
         _read_file(source, shapes=shapes, written=written)
@@ -120,14 +120,14 @@ def read_layers(
 def layered(
     layers: Sequence[Layer], *, shapes: Mapping[str, Shape]
 ) -> tuple[dict[str, dict[str, Any]], Layer]:
-    """The merged mapping, ready for validation, and the entries it was made of; each layer goes
-    over those before it."""
+    """The merged mapping, ready for validation, and the entries it was built from; each layer takes
+    precedence over those before it."""
     merged: dict[str, dict[str, Any]] = {}
     entries: Layer = {}
     for name in shapes:
         below = layers[0][name]
         for layer in layers[1:]:
-            merged[name], entries[name] = _settled(name, below, layer[name], shapes=shapes)
+            merged[name], entries[name] = _merge_section(name, below, layer[name], shapes=shapes)
             below = {
                 key: Setting(value, entries[name][key].where if key in entries[name] else "recipe")
                 for key, value in merged[name].items()
@@ -135,20 +135,20 @@ def layered(
     return merged, entries
 
 
-def _settled(
+def _merge_section(
     name: str,
     written: Mapping[str, Setting],
     changes: Mapping[str, Setting],
     *,
     shapes: Mapping[str, Shape],
 ) -> tuple[dict[str, Any], dict[str, Setting]]:
-    """A section's values, and the entries they come from: overrides over the file. Keys of the file
-    that the kind chosen by an override does not know, but the old one does, are dropped."""
+    """A section's values, and the entries they come from: overrides take precedence over the file.
+    If an override switches the kind, keys of the file that only the old kind has are dropped."""
     shape = shapes[name]
     old = _kind(name, shape, written, shape.default_kind)
     kind = _kind(name, shape, changes, old)
-    gone = shape.fields(old).keys() - shape.fields(kind).keys()
-    entries = {key: entry for key, entry in written.items() if key not in gone} | dict(changes)
+    dropped = shape.fields(old).keys() - shape.fields(kind).keys()
+    entries = {key: entry for key, entry in written.items() if key not in dropped} | dict(changes)
     values = {}
     for key, entry in entries.items():
         field = shape.fields(kind).get(key)
@@ -160,24 +160,24 @@ def _settled(
 
 
 def _nested(section: str, key: str, field: Any, layers: Sequence[Setting]) -> Any:
-    """The value of a field that has kinds of its own (`objective.loss`): settled as a section, of
-    which the file says something and overrides say more."""
+    """The value of a field that has kinds of its own (`objective.loss`): merged like a section,
+    with the overrides taking precedence over the file."""
     name, tagged = f"{section}.{key}", _tagged(field)
     assert tagged is not None
     values = [tagged.spread(layer.value) for layer in layers]
     if not isinstance(values[-1], dict):
-        return values[-1]  # refused later, with its place
+        return values[-1]  # refused later, with the place where it was written
     parts = [
         {str(part): Setting(inner, layer.where) for part, inner in value.items()}
         for value, layer in zip(values, layers, strict=True)
         if isinstance(value, dict)
     ]
     changes = parts[1] if len(parts) == 2 else {}
-    return _settled(name, parts[0], changes, shapes={name: _shape_of(field)})[0]
+    return _merge_section(name, parts[0], changes, shapes={name: _shape_of(field)})[0]
 
 
 def one_line(error: ValidationError, *, entries: Layer, where: str) -> BadInput:
-    """The first complaint of pydantic, with its place, the value, and how many more there are."""
+    """The first error of pydantic, with its place, the value, and how many more there are."""
     first, more = error.errors()[0], error.error_count() - 1
     section, key, *_ = [*map(str, first["loc"]), "", ""]
     name = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in first["loc"]).lstrip(".")
@@ -193,7 +193,7 @@ def one_line(error: ValidationError, *, entries: Layer, where: str) -> BadInput:
 
 
 def _read_file(path: Path, *, shapes: Mapping[str, Shape], written: Written) -> None:
-    """Add what a recipe file sets to `written`."""
+    """Add the settings of a recipe file to `written`."""
     data, lines = parse_yaml(_recipe_text(path), where=str(path))
     data = {} if data is None else data
     if not isinstance(data, dict):
@@ -213,7 +213,7 @@ def _read_all(
     shapes: Mapping[str, Shape],
     written: Written,
 ) -> None:
-    """Add what a mapping sets: its sections, and those of its `drafts`."""
+    """Add the settings of a mapping: its sections, and those of its `drafts`."""
     sections = {name: body for name, body in data.items() if name != DRAFTS}
     _read_sections(sections, place, shapes=shapes, written=written.sections)
     drafts = data.get(DRAFTS, {})
@@ -225,8 +225,8 @@ def _read_all(
         if body is not None and not isinstance(body, Mapping):
             fix = "write its sections on indented lines below it"
             raise BadInput(f"draft '{name}' holds {shown(body)}", where=where, fix=fix)
-        own = partial(place, DRAFTS, str(name))
-        _read_sections(body or {}, own, shapes=shapes, written=written.begin(str(name)))
+        draft_place = partial(place, DRAFTS, str(name))
+        _read_sections(body or {}, draft_place, shapes=shapes, written=written.begin(str(name)))
 
 
 def _read_sections(
@@ -236,7 +236,7 @@ def _read_sections(
     shapes: Mapping[str, Shape],
     written: Layer,
 ) -> None:
-    """Add what a mapping of sections sets to `written`."""
+    """Add the settings of a mapping of sections to `written`."""
     for section, body in data.items():
         where = place(str(section))
         if section not in shapes:
@@ -250,7 +250,7 @@ def _read_sections(
 
 
 def _recipe_text(path: Path) -> bytes:
-    """A user may name a pipe too: `fledge plan <(make-recipe)`."""
+    """The text of a recipe, which may also be a pipe: `fledge plan <(make-recipe)`."""
     if path.is_fifo():
         with path.open("rb") as pipe:
             return pipe.read(MAX_BYTES)
@@ -260,7 +260,7 @@ def _recipe_text(path: Path) -> bytes:
 def _read_override(
     text: str, *, shapes: Mapping[str, Shape], changes: Written, below: Written
 ) -> None:
-    """Add what `section.key=value`, or `drafts.name.section.key=value`, sets to `changes`."""
+    """Add an override `section.key=value`, or `drafts.name.section.key=value`, to `changes`."""
     where = f"override '{text}'" if len(text) <= 200 else f"override '{text[:100]}...'"
     name, equals, raw = text.partition("=")
     parts = [part.strip() for part in name.split(".")]
@@ -272,15 +272,15 @@ def _read_override(
         return
     draft = parts[1] if len(parts) > 1 else ""
     if draft not in below.drafts or len(parts) == 2:
-        known = ", ".join(below.drafts) or "none"
-        fix = f"write {DRAFTS}.name.section.key=value; the drafts of this recipe: {known}"
+        names = ", ".join(below.drafts) or "none"
+        fix = f"write {DRAFTS}.name.section.key=value; the drafts of this recipe: {names}"
         raise BadInput("not a key of a draft", where=where, fix=fix)
     into = changes.begin(draft)
     _override(parts[2:], raw, where, shapes=shapes, into=into, below=below.of(draft))
 
 
 def _override(
-    parts: Sequence[str],  # section, key, and what lies inside
+    parts: Sequence[str],  # section, key, and keys inside its value
     raw: str,
     where: str,
     *,
@@ -288,21 +288,21 @@ def _override(
     into: Layer,
     below: Layer,
 ) -> None:
-    """Set one value; a mapping for a section sets its keys."""
+    """Set one value; a mapping given for a section sets its keys."""
     section, keys = parts[0], parts[1:]
     if section not in shapes:
         raise unknown_section(section, where, shapes, keys)
-    shape, value, set_here = shapes[section], _override_value(raw, where=where), into[section]
+    shape, value, settings = shapes[section], _override_value(raw, where=where), into[section]
     if not keys:
         if not isinstance(value, dict):
             fix = f"write {section}.key=value"
             raise BadInput(f"'{section}' is a section, not a value", where=where, fix=fix)
-        set_here |= {str(key): Setting(inner, where) for key, inner in value.items()}
+        settings |= {str(key): Setting(inner, where) for key, inner in value.items()}
         return
     key, inside = keys[0], keys[1:]
-    earlier = set_here.get(key)
+    earlier = settings.get(key)
     if (tagged := shape.nested(key)) is not None:  # loss=lk_lambda, loss.scale=0.5 in any order
-        value = _with({}, inside, value) if inside else tagged.spread(value)
+        value = _with_value({}, inside, value) if inside else tagged.spread(value)
         if earlier is not None and isinstance(earlier.value, dict) and isinstance(value, dict):
             value, where = {**earlier.value, **value}, f"{earlier.where} and {where}"
     elif inside:
@@ -313,8 +313,8 @@ def _override(
             raise BadInput(f"'{section}.{key}' has no parts", where=where, fix=fix)
         old = earlier or below[section].get(key)
         base = old.value if old is not None and isinstance(old.value, dict) else {}
-        value = _with(base, inside, value)
-    set_here[key] = Setting(value, where)
+        value = _with_value(base, inside, value)
+    settings[key] = Setting(value, where)
 
 
 def _has_parts(annotation: Any) -> bool:
@@ -332,17 +332,17 @@ def _override_value(raw: str, *, where: str) -> Any:
         raise BadInput(error.what, where=where, fix=fix) from error
 
 
-def _with(base: Mapping[str, Any], keys: Sequence[str], value: Any) -> dict[str, Any]:
+def _with_value(base: Mapping[str, Any], keys: Sequence[str], value: Any) -> dict[str, Any]:
     """A copy of nested mappings with one value set."""
     if len(keys) == 1:
         return {**base, keys[0]: value}
     inner = base.get(keys[0])
-    return {**base, keys[0]: _with(inner if isinstance(inner, dict) else {}, keys[1:], value)}
+    return {**base, keys[0]: _with_value(inner if isinstance(inner, dict) else {}, keys[1:], value)}
 
 
 def _kind(name: str, shape: Shape, layer: Mapping[str, Setting], default: str) -> str:
-    """The kind that a file, or the overrides, ask for: by the tag, else by a key that one kind
-    alone has and cannot do without (`target.cached_target_path` is of no use to another)."""
+    """The kind that a file, or the overrides, select: by the tag, else by a key that only one kind
+    has and requires (`target.cached_target_path`)."""
     if shape.tag is None:
         return default
     if shape.tag not in layer:

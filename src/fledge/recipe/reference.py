@@ -1,4 +1,4 @@
-"""The reference of all recipe fields, written from the schema itself: JSON schema and Markdown."""
+"""The reference of all recipe fields, generated from the schema: JSON schema and Markdown."""
 
 import json
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from fledge.recipe.schema import Recipe, recipe_shapes
 
 
 def json_schema() -> dict[str, Any]:
-    """For editors: point `# yaml-language-server: $schema=...` at a file with this content."""
+    """JSON schema for editors: point `# yaml-language-server: $schema=...` at a file with it."""
     schema: dict[str, Any] = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
     schema |= Recipe.model_json_schema(by_alias=False)
     schema["properties"] |= {DRAFTS: _drafts(schema["properties"])}
@@ -22,25 +22,25 @@ def json_schema() -> dict[str, Any]:
 
 
 def _drafts(sections: dict[str, Any]) -> dict[str, Any]:
-    """Of what a recipe sets for each of several drafts."""
-    own = {
+    """The schema of what a recipe sets for each of several drafts."""
+    properties = {
         section: sections[section] if keys is None else {"type": "object"}
         for section, keys in OWN.items()
     }
-    entry = {"type": "object", "properties": own, "additionalProperties": False}
-    described = "Several drafts from one pass of the target: what each sets over the rest."
-    return {"type": "object", "additionalProperties": entry, "description": described}
+    entry = {"type": "object", "properties": properties, "additionalProperties": False}
+    description = "Several drafts from one pass of the target: what each sets over the rest."
+    return {"type": "object", "additionalProperties": entry, "description": description}
 
 
 def markdown() -> str:
-    """One table per section and kind; docs/recipes.md carries it, and a test compares."""
+    """One table per section and kind; docs/recipes.md contains it, and a test compares them."""
     return "\n".join(_lines()).rstrip() + "\n"
 
 
 def _lines() -> Iterator[str]:
     for section, shape in recipe_shapes().items():
-        described = Recipe.model_fields[section].description
-        yield f"### `{section}`: {_sentence(described)}"
+        description = Recipe.model_fields[section].description
+        yield f"### `{section}`: {_sentence(description)}"
         yield ""
         for kind, model in shape.kinds.items():
             if shape.tag is not None:
@@ -58,19 +58,19 @@ def _lines() -> Iterator[str]:
 
 
 def _fields(model: type[BaseModel], shape: Shape) -> Iterator[tuple[str, Any, dict[str, Any]]]:
-    """Every key, its field and its JSON schema; a section within the section by the keys in it."""
+    """Every key, its field and its JSON schema; nested sections are expanded into their keys."""
     schemas = model.model_json_schema()["properties"]
     for key, field in model.model_fields.items():
-        within: Any = field.annotation
-        if hasattr(within, "model_fields") and shape.nested(key) is None:
-            for part, inner, schema in _fields(within, shape):
+        annotation: Any = field.annotation
+        if hasattr(annotation, "model_fields") and shape.nested(key) is None:
+            for part, inner, schema in _fields(annotation, shape):
                 yield f"{key}.{part}", inner, schema
         else:
             yield key, field, schemas[key]
 
 
 def _nested_lines(name: str, tagged: Tagged | None) -> Iterator[str]:
-    """The kinds of one field, each with its parameters: one table."""
+    """One table of the kinds of a field, each with its parameters."""
     if tagged is None:
         return
     yield f"**`{name}`** by its {tagged.tag}, each with its parameters:"
@@ -82,8 +82,8 @@ def _nested_lines(name: str, tagged: Tagged | None) -> Iterator[str]:
         values = model.model_json_schema()["properties"]
         for key, field in model.model_fields.items():
             if key != tagged.tag:
-                allowed, means = _allowed(values[key]), _plain(field.description)
-                yield f"| `{kind}`: `{key}` | {allowed} | {_default(field)} | {means} |"
+                allowed, meaning = _allowed(values[key]), _plain(field.description)
+                yield f"| `{kind}`: `{key}` | {allowed} | {_default(field)} | {meaning} |"
     yield ""
 
 
@@ -92,10 +92,10 @@ _BOUNDS = {"ge": "from {}", "gt": "above {}", "le": "up to {}", "lt": "below {}"
 
 
 def _allowed(schema: dict[str, Any]) -> str:
-    """What a key takes, in words, read from its JSON schema: `whole number above 0, or null`."""
+    """The values of a key in words, from its JSON schema: `whole number above 0, or null`."""
     if "enum" in schema or "const" in schema:
         return ", ".join(f"`{value}`" for value in schema.get("enum", [schema.get("const")]))
-    if "pattern" in schema:  # the device's
+    if "pattern" in schema:  # of a device
         names = schema["pattern"][2:-2].replace(r"(:\d+)?", "|cuda:N").split("|")
         return ", ".join(f"`{name}`" for name in names)
     if "prefixItems" in schema:
@@ -108,11 +108,11 @@ def _allowed(schema: dict[str, Any]) -> str:
     branches = schema.get("anyOf", [])
     or_null = ", or `null`" if {"type": "null"} in branches else ""
     branch: dict[str, Any] = branches[0] if branches else {}
-    if or_null or "enum" in branch:  # of a loss: its names; the mappings stand in a table of theirs
+    if or_null or "enum" in branch:  # a loss: its names here, its mappings in a table of their own
         return _allowed(branch) + (or_null or ", or a mapping")
     kind = _TYPES[branch.get("type") or schema["type"]]
-    named = ((text, schema[name]) for name, text in _BOUNDS.items() if name in schema)
-    bounds = [text.format(bound) for text, bound in named if bound != MOST]  # no limit to speak of
+    limits = ((text, schema[name]) for name, text in _BOUNDS.items() if name in schema)
+    bounds = [text.format(bound) for text, bound in limits if bound != MOST]  # MOST: no limit
     return " ".join([kind, *bounds])
 
 
@@ -126,10 +126,10 @@ def _default(field: Any) -> str:
 
 
 def _plain(text: str | None) -> str:
-    """On one line, and in one cell of a table."""
+    """The text on one line, escaped for a table cell."""
     return " ".join((text or "").split()).replace("|", "\\|")
 
 
 def _sentence(text: str | None) -> str:
-    words = _plain(text).rstrip(".")
-    return words[:1].lower() + words[1:]
+    sentence = _plain(text).rstrip(".")
+    return sentence[:1].lower() + sentence[1:]

@@ -1,9 +1,8 @@
-"""Recipes: everything that decides a run, typed, frozen and written down.
+"""Recipes: everything that determines a run, typed, frozen and saved with the run.
 
-A recipe is a sparse YAML file plus `section.key=value` overrides from the command line; what
-neither says has a default. The sections live in `sections.py`, with the methods and with the kinds
-of targets.
-Imports no torch: the command line reads recipes before anything heavy is needed.
+A recipe is a sparse YAML file plus `section.key=value` overrides from the command line; everything
+else has a default. The sections are defined in `sections.py`, with the methods and with the kinds
+of targets. Does not import torch: the command line reads recipes before anything heavy is needed.
 
     recipe = load_recipe("smollm2_cpu", ["training.lr=3e-4", "target.backend=remote"])
     recipe.training.lr, recipe.objective.kind
@@ -91,17 +90,17 @@ class Recipe(Section):
             )
         layers, ids = self.method.aux_layers(self.objective), self.target.aux_layer_ids
         if ids is not None and not len(ids) == len(set(ids)) == layers:
-            words = "one layer is" if layers == 1 else f"{in_words(layers)} distinct layers are"
-            why = f"{words} wanted"
+            needed = "one layer is" if layers == 1 else f"{in_words(layers)} distinct layers are"
+            why = f"{needed} wanted"
             raise refused("target", "aux_layer_ids", value=list(ids), why=why)
         if self.training.context > 1 and not self.method.splits_rows:
             why = f"must be 1: {self.method.title} needs each row on one rank"
             raise refused("training", "context", value=self.training.context, why=why)
         for key, value in self.method.fixed_draft.items():
-            if (asked := getattr(self.draft, key)) != value:
+            if (given := getattr(self.draft, key)) != value:
                 wanted = "null" if value is None else str(value).lower()
                 why = f"must be {wanted} for {self.method.title}"
-                raise refused("draft", key, value=asked, why=why)
+                raise refused("draft", key, value=given, why=why)
         return self
 
     @property
@@ -115,12 +114,12 @@ class Recipe(Section):
 
     @property
     def says_vocab_size(self) -> bool:
-        """Whether it says a draft vocabulary itself (null is a word): a default is silence."""
+        """Whether the recipe sets a draft vocabulary explicitly (null counts), not by default."""
         return "draft_vocab_size" in self.draft.model_fields_set
 
     def settled(self) -> "Recipe":
-        """With the size of the draft vocabulary that its cache brings, where it is silent: what a
-        run writes down, and is later compared with, is then what it does."""
+        """The recipe with the draft vocabulary size of its cache filled in, unless it sets one:
+        what a run saves, and is later compared with, is then what it uses."""
         if self.says_vocab_size or self.draft.init_from is not None:
             return self
         size = kind_of(self.target).draft_vocab_size(self.target)
@@ -130,7 +129,7 @@ class Recipe(Section):
         return self.model_copy(update={"draft": draft})
 
     def to_yaml(self) -> str:
-        """Every field, so that `load_recipe` of the text gives an equal recipe."""
+        """YAML with every field; `load_recipe` of it gives an equal recipe."""
         return dump_yaml(self.model_dump())
 
     def write_resolved(self, directory: Path) -> Path:
@@ -141,13 +140,13 @@ class Recipe(Section):
         return path
 
     def differences(self, other: "Recipe") -> list[str]:
-        """`section.key: ours -> theirs` for every field in which two recipes differ."""
-        ours, theirs = self.model_dump(), other.model_dump()
+        """`section.key: self -> other` for every field in which two recipes differ."""
+        old, new = self.model_dump(), other.model_dump()
         return [
-            f"{section}.{key}: {ours[section].get(key)!r} -> {theirs[section].get(key)!r}"
-            for section in ours
-            for key in {**ours[section], **theirs[section]}
-            if ours[section].get(key) != theirs[section].get(key)
+            f"{section}.{key}: {old[section].get(key)!r} -> {new[section].get(key)!r}"
+            for section in old
+            for key in {**old[section], **new[section]}
+            if old[section].get(key) != new[section].get(key)
         ]
 
 
@@ -159,33 +158,33 @@ def recipe_shapes() -> dict[str, Shape]:
 def load_recipe(
     path: str | os.PathLike[str] | None, overrides: Sequence[str] | Mapping[str, Any] = ()
 ) -> Recipe:
-    """Read a recipe (a file, or a shipped one by name; None: defaults only), apply overrides, check
-    everything.
+    """Read a recipe (a file, or a shipped one by name; None: defaults only), apply the overrides,
+    and validate the result.
 
     Raises BadInput with one line: the place (file and line, or the override), the key, the fix.
     """
     file = None if path is None else recipe_file(path)
-    return _checked(file, overrides, where="recipe" if file is None else str(file))
+    return _read_recipe(file, overrides, where="recipe" if file is None else str(file))
 
 
 def as_recipe(
     source: "str | os.PathLike[str] | Mapping[str, Any] | Recipe | None",
     sections: Mapping[str, Any] = MappingProxyType({}),
 ) -> Recipe:
-    """A recipe as programs give it: a file, the name of a shipped one, sections by name, or a
-    recipe; None is the defaults. `sections` hold what is to be different.
+    """A recipe from any form that programs use: a file, the name of a shipped one, sections by
+    name, or a recipe; None gives the defaults. `sections` override it.
 
         as_recipe("smollm2_cpu", {"training": {"lr": 3e-4, "steps": 200}})
     """
     changes = _without_paths(sections)
     if source is None or isinstance(source, Mapping):
-        return _checked(_without_paths(source or {}), changes, where="recipe")
+        return _read_recipe(_without_paths(source or {}), changes, where="recipe")
     if isinstance(source, Recipe):
-        return _checked(_said(source), changes, where="recipe") if changes else source
+        return _read_recipe(_explicit(source), changes, where="recipe") if changes else source
     return load_recipe(source, changes)
 
 
-def _checked(
+def _read_recipe(
     source: Path | Mapping[str, Any] | None,
     overrides: Sequence[str] | Mapping[str, Any],
     *,
@@ -200,7 +199,7 @@ def _checked(
 
 
 def merged_recipe(layers: Sequence[Layer], *, where: str) -> Recipe:
-    """The recipe that layers make, each over those before it."""
+    """The recipe of merged layers, each taking precedence over those before it."""
     merged, entries = layered(layers, shapes=recipe_shapes())
     try:
         return Recipe.model_validate(merged)
@@ -208,21 +207,21 @@ def merged_recipe(layers: Sequence[Layer], *, where: str) -> Recipe:
         raise one_line(error, entries=entries, where=where) from error
 
 
-def _said(recipe: Recipe) -> dict[str, Any]:
-    """What a recipe says itself: a change may ask for another kind, whose defaults are others."""
-    said = {
+def _explicit(recipe: Recipe) -> dict[str, Any]:
+    """A recipe's explicit settings: a change may select another kind, with other defaults."""
+    settings = {
         name: {key: fields[key] for key in getattr(recipe, name).model_fields_set}
         for name, fields in recipe.model_dump().items()
     }
-    usual = {**recipe.method.draft_defaults, **recipe.method.fixed_draft}
-    for key in usual.keys() & said["draft"].keys():  # filled in: see `_draft_follows_objective`
-        if said["draft"][key] == usual[key]:
-            del said["draft"][key]
-    return said
+    defaults = {**recipe.method.draft_defaults, **recipe.method.fixed_draft}
+    for key in defaults.keys() & settings["draft"].keys():  # see `_draft_follows_objective`
+        if settings["draft"][key] == defaults[key]:
+            del settings["draft"][key]
+    return settings
 
 
 def _without_paths(value: Any) -> Any:
-    """The same values, paths as the texts that a recipe holds."""
+    """The same values with paths as strings."""
     if isinstance(value, Mapping):
         return {key: _without_paths(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -231,7 +230,7 @@ def _without_paths(value: Any) -> Any:
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[Path | None, list[str]]:
-    """Sort a verb's trailing arguments into at most one recipe file and its overrides."""
+    """Split a command's trailing arguments into at most one recipe file and its overrides."""
     files = [text for text in arguments if "=" not in text]
     overrides = [text for text in arguments if "=" in text]
     if len(files) > 1:

@@ -1,7 +1,7 @@
-"""Recipe sections other than the target: data, draft, objective, training. Imports no torch.
+"""Recipe sections other than target and objective: data, draft, training, ...
 
-Defaults are what a practitioner would start an 8B run with on one GPU; shipped recipes say where
-they differ and why.
+Defaults are what a practitioner would start an 8B run with on one GPU; shipped recipes explain
+where they differ and why. Does not import torch.
 """
 
 from typing import Annotated, Any, Literal
@@ -113,20 +113,20 @@ class Draft(Section):
 
     layers_from_target: bool = False
     """EAGLE-3, P-EAGLE: start the layers as copies of the target's last ones, with its norm; fc
-    hands on the last state heard. The target must be in this process, its layers like Llama's."""
+    passes on the last aux state. The target must be in this process, its layers like Llama's."""
 
     init_from: Text | None = None
     """Draft to start from (a run, a checkpoint, an export for vLLM; `fledge import` converts
     others); its vocabulary map is kept."""
 
     @model_validator(mode="after")
-    def _some_engine_loads_it(self) -> "Draft":
+    def _loadable_by_an_engine(self) -> "Draft":
         if self.qk_norm and (self.attention_bias or self.mlp_bias):
             raise ValueError("no engine loads a draft with qk_norm and biases; leave one out")
         return self
 
 
-def _pair(value: Any) -> Any:
+def _as_pair(value: Any) -> Any:
     return value.split(",") if isinstance(value, str) else value
 
 
@@ -140,7 +140,7 @@ class Training(Section):
     """muon: for the matrices of the layers and fc, with steps of AdamW's size; AdamW for the rest.
     Not with shard."""
 
-    betas: Annotated[tuple[ShareBelowOne, ShareBelowOne], BeforeValidator(_pair)] = (0.9, 0.95)
+    betas: Annotated[tuple[ShareBelowOne, ShareBelowOne], BeforeValidator(_as_pair)] = (0.9, 0.95)
     """AdamW's two decay rates."""
 
     eps: Positive = 1e-8
@@ -201,7 +201,7 @@ class Training(Section):
 
     record_steps: bool = True
     """On one GPU, run the steps of small EAGLE-3, P-EAGLE, DFlash and DSpark drafts as CUDA graphs,
-    which takes Python's time away; false: step by step, as everywhere else."""
+    which removes Python's overhead; false: step by step, as everywhere else."""
 
     shard: PositiveCount = 1
     """Processes that share one copy of the draft's weights and moments (FSDP2)."""
@@ -219,7 +219,7 @@ class Training(Section):
     """Stop after this many skipped steps (spike, NaN, infinity) in a row."""
 
     @model_validator(mode="after")
-    def _whole_matrices(self) -> "Training":
+    def _muon_without_shards(self) -> "Training":
         if self.optimizer == "muon" and self.shard > 1:
             raise ValueError(
                 "muon needs whole matrices, which ranks with shard > 1 do not have; leave one out"
@@ -231,7 +231,7 @@ class Checkpoint(Section):
     """What is saved, and whether a run continues."""
 
     every_steps: PositiveCount = 500
-    """A checkpoint every so many steps, and at the end."""
+    """Steps between two checkpoints; one is also saved at the end."""
 
     keep: PositiveCount = 2
     """Newest checkpoints kept; the best by acceptance is kept besides."""
@@ -267,7 +267,7 @@ class Tracking(Section):
 
     @field_validator("trackers")
     @classmethod
-    def _once(cls, trackers: tuple[str, ...]) -> tuple[str, ...]:
+    def _no_duplicates(cls, trackers: tuple[str, ...]) -> tuple[str, ...]:
         if len(set(trackers)) != len(trackers):
             raise ValueError("the same tracker is named twice")
         return trackers

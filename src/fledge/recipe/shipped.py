@@ -1,5 +1,5 @@
-"""The recipes that come with fledge, by name: they travel in the package, so that an install from
-an index has them as a checkout has (there `recipes/` is a link to them). Imports no torch."""
+"""The recipes that come with fledge, by name: they are part of the package, so that an install from
+an index has them, too (in a checkout, `recipes/` is a link to them). Does not import torch."""
 
 import os
 from pathlib import Path
@@ -10,7 +10,7 @@ _HOME = Path(__file__).parents[1] / "recipes"
 
 
 def shipped_recipes() -> dict[str, Path]:
-    """By name, in alphabetical order."""
+    """The files of all shipped recipes, by name, in alphabetical order."""
     return {path.stem: path for path in sorted(_HOME.glob("*.yaml"))}
 
 
@@ -24,8 +24,8 @@ def shipped_recipe(name: str) -> Path:
 
 
 def recipe_file(path: str | os.PathLike[str]) -> Path:
-    """A recipe as people name it: a file, or else the name of a shipped recipe. A directory of that
-    name (a run, for example) is not in its way."""
+    """The file of a recipe that a user names: a path, or else the name of a shipped recipe. A
+    directory of that name (a run, for example) does not hide it."""
     file = Path(path).expanduser()
     if file.exists() and not file.is_dir():
         return file
@@ -33,7 +33,7 @@ def recipe_file(path: str | os.PathLike[str]) -> Path:
     if name in shipped_recipes():
         return shipped_recipe(name)
     if not file.exists():
-        bare = name == file.stem  # neither a directory nor a suffix: meant as a name
+        bare = name == file.stem  # without directory and suffix: meant as a name
         if bare or file.stem in shipped_recipes():
             fix = nearest(file.stem, list(shipped_recipes()))
             fix = f"by name, shipped recipes need no file: {file.stem}" if not bare else fix
@@ -42,5 +42,5 @@ def recipe_file(path: str | os.PathLike[str]) -> Path:
 
 
 def title(path: Path) -> str:
-    """What a shipped recipe is for: its first line."""
+    """The purpose of a shipped recipe, which is its first line."""
     return path.read_text().partition("\n")[0].removeprefix("# ").rstrip(".")

@@ -1,8 +1,8 @@
-"""YAML as recipes mean it: the small core of YAML 1.2, with places and without surprises.
+"""YAML for recipes: the small core of YAML 1.2, with line numbers and without surprises.
 
-PyYAML's own rules read `1e-4` as a string, `no` as false, `1:30` as ninety and let the second of
-two equal keys win silently. Here a number is a number, only true and false are booleans, and a
-key may be given once. Imports no torch.
+PyYAML's own rules read `1e-4` as a string, `no` as false and `1:30` as ninety, and let the second
+of two equal keys win silently. Here a number is a number, only true and false are booleans, and
+duplicate keys are refused. Does not import torch.
 """
 
 import math
@@ -14,10 +14,10 @@ import yaml
 
 from fledge.core.errors import BadInput
 
-_MAX_BYTES = 1 << 18  # a recipe has a few thousand
+_MAX_BYTES = 1 << 18  # recipes have a few thousand
 _MAX_DEPTH = 32
-_PLACED_DEPTH = 4  # drafts, one of them, a section, a key
-_MAX_VALUES = 20_000  # with every alias and merge written out
+_LINES_DEPTH = 4  # levels with line numbers: drafts, one of them, a section, a key
+_MAX_VALUES = 20_000  # with all aliases and merges expanded
 _INT = re.compile(r"[-+]?[0-9][0-9_]*$")
 _FLOAT = re.compile(
     r"[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9_]*)?)([eE][-+]?[0-9]+)?$|[-+]?\.(inf|Inf|INF)$|\.(nan|NaN|NAN)$"
@@ -35,7 +35,7 @@ class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012  (PyYAML fills it)
 
     def fetch_flow_collection_start(self, TokenClass: Any) -> None:
-        """PyYAML looks at every open bracket again with each new one: thousands take minutes."""
+        """Limit the depth: PyYAML's time is quadratic in open brackets, thousands take minutes."""
         if self.flow_level >= _MAX_DEPTH:
             raise RecursionError
         super().fetch_flow_collection_start(TokenClass)
@@ -51,7 +51,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes whatever either set of rules would take for something other than a string."""
+    """Quotes every string that either set of rules would read as something else."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012  (PyYAML adds to it)
         first: list(rules) for first, rules in yaml.SafeDumper.yaml_implicit_resolvers.items()
@@ -77,7 +77,7 @@ def _represent_tuple(dumper: yaml.SafeDumper, value: tuple[Any, ...]) -> yaml.No
 
 
 def _represent_str(dumper: yaml.SafeDumper, value: str) -> yaml.Node:
-    """PyYAML folds rare line breaks (NEL, U+2028) away unless they are escaped."""
+    """Escape rare line breaks (NEL, U+2028), which PyYAML would otherwise fold away."""
     style = None if value.isprintable() else '"'
     return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
 
@@ -96,7 +96,7 @@ def parse_yaml(text: str | bytes, *, where: str) -> tuple[Any, dict[tuple[str, .
     if len(text) > _MAX_BYTES:
         raise BadInput(f"YAML: more than {_MAX_BYTES:,} bytes", where=where, fix="is it a recipe?")
     try:
-        loader = _Loader(text)  # already reads the beginning
+        loader = _Loader(text)  # the constructor already reads the beginning
         try:
             node = loader.get_single_node()
             _check_expanded(node)
@@ -108,12 +108,12 @@ def parse_yaml(text: str | bytes, *, where: str) -> tuple[Any, dict[tuple[str, .
         mark = error.problem_mark or error.context_mark
         at = where if mark is None else f"{where}, line {mark.line + 1}, column {mark.column + 1}"
         problem = error.problem or ""
-        if problem.startswith("but ") or not problem:  # the context is half of the sentence
+        if problem.startswith("but ") or not problem:  # the context is its first half
             problem = f"{error.context} {problem}"
         raise BadInput(f"YAML: {problem}", where=at) from error
-    except yaml.YAMLError as error:  # a byte that no text contains
+    except yaml.YAMLError as error:  # a byte that is not allowed in text
         raise BadInput(f"YAML: {error}", where=where) from error
-    except ValueError as error:  # an absurd number
+    except ValueError as error:  # a number with too many digits
         raise BadInput(f"YAML: a value cannot be read ({error})", where=where) from error
     except RecursionError as error:
         raise BadInput("YAML: nested too deeply", where=where) from error
@@ -125,10 +125,10 @@ def dump_yaml(value: Any) -> str:
 
 
 def _check_expanded(root: yaml.Node | None) -> None:
-    """Refuse what is small only as long as its aliases are not written out: a few lines of aliases
-    to aliases stand for billions of values, and merge keys copy what they name."""
+    """Refuse text that is small only until its aliases are expanded: a few lines of aliases to
+    aliases stand for billions of values, and merge keys copy what they refer to."""
     sizes: dict[int, int] = {}  # of finished nodes
-    open_nodes: set[int] = set()  # those that hold the one in question
+    open_nodes: set[int] = set()  # ancestors of the current node
 
     def size_of(node: yaml.Node) -> int:
         if isinstance(node, yaml.ScalarNode):
@@ -162,7 +162,7 @@ def _lines(root: yaml.Node | None) -> dict[tuple[str, ...], int]:
         for key, body in node.value if isinstance(node, yaml.MappingNode) else []:
             place = (*above, str(key.value))
             lines[place] = key.start_mark.line + 1
-            if len(place) < _PLACED_DEPTH:
+            if len(place) < _LINES_DEPTH:
                 note(body, place)
 
     note(root, ())
