@@ -59,10 +59,8 @@ class Peagle(Eagle3):
 
     def reading(self, draft: Any) -> "Reading":
         reading = super().reading(draft)
-        placeholder_1X = draft.mask_hidden.view(
-            1, -1
-        )  # read in the same way as the target's states
-        if draft.config.fc_norm:  # the norm keeps only the direction of these
+        placeholder_1X = draft.mask_hidden.view(1, -1)  # read as the target's states are
+        if draft.config.fc_norm:  # the norm keeps only the direction of its input
             return replace(reading, fixed_MX=reading.inputs(placeholder_1X))
         return replace(reading, own_MX=placeholder_1X)
 

@@ -19,7 +19,7 @@ class ObjectiveSection(Section):
     """Fields that are not arguments of the method's objective."""
 
     kind: str
-    """Each method says its own name; it stands here so that it comes first."""
+    """The name of the method; declared here so that it is the first field."""
 
     @property
     @abstractmethod
@@ -36,7 +36,7 @@ class LossChoice(Section):
     """One of `objective.losses` with its parameters; each loss gets a section with its fields."""
 
     kind: str
-    """Each loss says its own name."""
+    """The name of the loss."""
 
     def loss(self) -> Loss:
         return LOSSES[self.kind](**self.model_dump(exclude={"kind"}))
