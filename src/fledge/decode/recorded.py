@@ -10,7 +10,7 @@ call to call, and of constants (an engine with its caches, a width, a flag), whi
 is recorded.
 
 Recording runs a pass twice. So it must give the same results when it is run again on the same
-inputs, or provide harmless inputs for the rehearsal. Results lie in memory that the next pass,
+inputs, or provide harmless inputs for the rehearsal. Results are in memory that the next pass,
 whichever it is, overwrites.
 """
 

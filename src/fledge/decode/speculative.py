@@ -220,8 +220,8 @@ class SpeculativeDecoder:
         where they begin."""
         known = [*row.prompt_ids, *row.token_ids, *accepted]
         model = self.target.model
-        # tokens do not attend to drafted ones behind them, but a masked NaN is still a NaN
-        layer = broken_layer(model, known) or "what was drafted behind it"
+        # known tokens do not attend to drafted ones, but a masked NaN is still a NaN
+        layer = broken_layer(model, known) or "what was drafted after it"
         fault = Fault(layer, number, len(known) - 1)
         return refusal(fault, dtype=self.target.dtype, model=model)
 

@@ -46,7 +46,7 @@ CAUSES = {
     ),
     "context": Cause("long context", "training rows as long as these texts: data.max_length"),
     "depth": Cause(
-        "deep positions", "fewer --draft-tokens, or training that looks so many tokens ahead"
+        "deep positions", "fewer --draft-tokens, or training that looks that many tokens ahead"
     ),
     "rest": Cause("rest", "more rows and steps, or a larger draft (draft.layers)"),
 }

@@ -258,8 +258,8 @@ class DraftEvaluation:
             self._watch("decoding live", done, len(which))
             prompts = [self.answers[index].prompt_ids]
             if done == 0:  # the first passes of a process are slow and must not count
-                for runner in watches:
-                    runner.generate(prompts, Stops(min(8, options.max_new_tokens)))
+                for cold in watches:
+                    cold.generate(prompts, Stops(min(8, options.max_new_tokens)))
             timed = index in self._sample
             order = ([decoder, plain] if done % 2 else [plain, decoder]) if timed else [decoder]
             texts = {runner: runner.generate(prompts, self._stops)[0] for runner in order}

@@ -1,6 +1,6 @@
 """How far a draft gets from every slot of packed texts: one pass of the draft, the core of replay.
 
-Texts lie in packs, as in training; the loss mask marks the answers. Which slots count, and what is
+Texts are packed as in training; the loss mask marks the answers. Which slots count, and what is
 drafted from them, is defined in `decode.strategies.rollouts`.
 
 Shapes: N rollout elements of a depth.

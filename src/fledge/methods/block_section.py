@@ -72,7 +72,7 @@ class BlockSection(ObjectiveSection):
         }
 
     @model_validator(mode="after")
-    def _layers_once(self) -> "BlockSection":
+    def _check_sliding_layers(self) -> "BlockSection":
         if len(set(self.sliding_layers)) < len(self.sliding_layers):
             raise ValueError("sliding_layers: each layer once")
         return self

@@ -69,7 +69,7 @@ class DflashSection(BlockSection):
         return self.loss.kind != "text"
 
     @model_validator(mode="after")
-    def _dpace_reads_the_text(self) -> "DflashSection":
+    def _check_dpace_loss(self) -> "DflashSection":
         if self.weights == "dpace" and self.loss.kind != "text":
             raise ValueError("weights dpace needs the loss text, whose probabilities it weighs by")
         return self

@@ -58,12 +58,12 @@ def flatten_slots(masks: RowMasks) -> Slots:
     assert attend is not None
     index = np.arange(rows * width, dtype=np.int64)
     real = attend.reshape(-1) != 0
-    if alone := lens is None:  # left padding is a document of its own, without rows
+    if unpacked := lens is None:  # left padding is a document of its own, without rows
         ahead = np.argmax(real.reshape(rows, width), axis=1) if width else np.zeros(rows, np.int64)
         lens = np.stack([ahead, width - ahead], axis=1)
     start, end = _document_bounds(lens, width)
     reach = end - index
-    if remaining is None and not alone:
+    if remaining is None and not unpacked:
         count = np.cumsum(real)
         remaining = count[end - 1] - count
     if remaining is not None:
@@ -71,7 +71,7 @@ def flatten_slots(masks: RowMasks) -> Slots:
     place = index - start if position is None else position.reshape(-1)
     if (place - place[start] != index - start)[real].any():
         raise ValueError("position_ids: positions must rise by one inside a document")
-    if alone and (place != index - start)[real].any():
+    if unpacked and (place != index - start)[real].any():
         raise ValueError("position_ids: without seq_lens a row's tokens are at 0 .. n - 1")
     target = (loss.reshape(-1) != 0) & real & (reach > 0)
     return Slots(start, end, real, target, reach, place)

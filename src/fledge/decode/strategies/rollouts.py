@@ -1,6 +1,6 @@
 """The teacher-forced counterpart of a strategy: what it would draft from every slot of a text.
 
-Texts lie in packs, as in training; the loss mask marks the answers. Slot t reads token t + 1 and
+Texts are packed as in training; the loss mask marks the answers. Slot t reads token t + 1 and
 drafts token t + 2, so the slots that count are those whose next two tokens belong to one answer:
 the first token of an answer comes from the prompt's pass.
 

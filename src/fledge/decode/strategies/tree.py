@@ -57,12 +57,12 @@ class Tree(DrafterStrategy):
         number_F = torch.arange(width, device=drafter.device)
         frontier_BF = number_F.expand(batch, -1)
         state_BFE = carried_BE[:, None].expand(-1, width, -1)
-        behind_U = torch.arange(shape.behind(width), device=drafter.device)
+        entry_U = torch.arange(shape.behind(width), device=drafter.device)
         ancestors_BFU = torch.zeros(
-            (batch, width, len(behind_U)), dtype=torch.bool, device=drafter.device
+            (batch, width, len(entry_U)), dtype=torch.bool, device=drafter.device
         )
         for depth in range(1, shape.depth):
-            itself_FU = behind_U == number_F[:, None] + (depth - 1) * width
+            itself_FU = entry_U == number_F[:, None] + (depth - 1) * width
             ancestors_BFU = ancestors_BFU | itself_FU  # each attends to itself
             token_BF = token_BN[rows_B1, frontier_BF]
             state_BFE = _expand(drafter, state, state_BFE, token_BF, ancestors_BFU, depth)
@@ -127,13 +127,13 @@ def _expand(
 ) -> Tensor:
     """Run the frontier at `depth`, and return its carried states."""
     width, space = ancestors_BFU.shape[1:]
-    behind_B1 = state.anchor_B[:, None] + 1
-    place_BU = torch.arange(state.used, device=drafter.device) - behind_B1  # 0: the first node
+    first_B1 = state.anchor_B[:, None] + 1
+    place_BU = torch.arange(state.used, device=drafter.device) - first_B1  # 0: the first node
     node_BFU = place_BU.clamp(0, space - 1)[:, None].expand(-1, width, -1)
     seen_BFU = ancestors_BFU.gather(2, node_BFU) & (place_BU < space)[:, None]
     visible_BFU = (place_BU < 0)[:, None] | seen_BFU
-    index_BF = behind_B1 + (depth - 1) * width + torch.arange(width, device=drafter.device)
-    position_BF = (behind_B1 - 1 + depth).expand(-1, width)
+    index_BF = first_B1 + (depth - 1) * width + torch.arange(width, device=drafter.device)
+    position_BF = (first_B1 - 1 + depth).expand(-1, width)
     return drafter.run(
         state_BFE,
         token_BF,
