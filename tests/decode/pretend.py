@@ -50,14 +50,14 @@ class PretendPasses(Passes):
 
     def __init__(self, device, *, record=True):
         super().__init__(device, record=record)
-        self._able = record
+        self._can_record = record
         self.everything, self.learned = [], []
         self.caches = list  # where the caches lie
 
-    def _learn(self, key, run, inputs):
+    def _try_record(self, key, run, inputs):
         function, constants = key[:2]
         self.learned.append((function.__name__, dict(constants).get("used")))
-        return super()._learn(key, run, inputs)
+        return super()._try_record(key, run, inputs)
 
     def _recorded(self, run, inputs):
         if self.broken:

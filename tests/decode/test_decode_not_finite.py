@@ -92,7 +92,7 @@ def test_the_row_and_the_layer_of_a_text_that_goes_wrong(drafts, asked, answers,
     sound = next(i for i, a in enumerate(answers) if token not in (*a[0], *asked[i]))
     at = len(asked[row]) + text.index(token)
     where = f"layer 0, row 1, token {at}"  # or as soon as a draft proposes it
-    where = where if method is None else r"(layer 0|what was drafted behind it), row 1, token \d+"
+    where = where if method is None else r"(layer 0|what was drafted after it), row 1, token \d+"
     expected = f"not finite in {where}: its numbers overflow even"
     with pytest.raises(NotFinite, match=expected):
         decoder.generate([asked[sound], asked[row]], STOPS)

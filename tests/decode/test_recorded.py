@@ -86,10 +86,10 @@ def test_the_second_text_finds_everything_recorded(narrow, target, drafts, asked
 def test_rows_that_have_ended_run_along_until_they_are_half(narrow, target, drafts, asked):
     ours = decoder(target, drafts["trained"])
     sizes = []
-    select, go_on = ours.target.select, ours._go_on
+    select, advance = ours.target.select, ours._advance
     ours.target.select = lambda rows: (sizes.append((here[-1], len(rows))), select(rows))
-    here = []  # rows before they go on
-    ours._go_on = lambda rows, *more: (here.append(len(rows)), go_on(rows, *more))[1]
+    here = []  # rows before they advance
+    ours._advance = lambda rows, *more: (here.append(len(rows)), advance(rows, *more))[1]
     limits = Stops(40, frozenset(range(3, 12)))  # rows end here and there
     found = ours.generate(asked[:16], limits)
     want = [plain_greedy(target, prompt, limits) for prompt in asked[:16]]
@@ -103,8 +103,8 @@ def test_another_batch_ends_in_sizes_that_are_recorded(narrow, target, drafts, a
     limits = Stops(40, frozenset(range(3, 12)))
     ours = decoder(target, drafts["trained"])
     sizes = []
-    go_on = ours._go_on
-    ours._go_on = lambda rows, *more: (sizes.append(len(rows)), go_on(rows, *more))[1]
+    advance = ours._advance
+    ours._advance = lambda rows, *more: (sizes.append(len(rows)), advance(rows, *more))[1]
     alone = decoder(target, drafts["trained"], record=False)
     for seed in range(4):
         prompts = random_prompts(16, seed=seed, longest=12)
@@ -213,7 +213,7 @@ def test_only_so_many_passes_are_kept(monkeypatch):
         got = passes(times, {"x": torch.arange(size)}, factor=2)
         assert got.tolist() == [2 * i for i in range(size)]
     assert len(passes.learned) == 4  # when 3 comes, 2 has gone unused for longest; and comes again
-    assert len(passes._held) == 2
+    assert len(passes._graphs) == 2
 
 
 def times(x, *, factor):

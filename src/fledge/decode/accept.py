@@ -1,15 +1,15 @@
-"""Which proposed tokens stand: the rules that make speculative decoding lossless.
+"""Which proposed tokens are accepted: the rules that make speculative decoding lossless.
 
 Without sampling, or with a tree, the target picks its own token after every node (the likeliest,
-or one drawn from its distribution); the walk goes on while the proposal holds that very token. So
+or one drawn from its distribution); the walk continues while the proposal contains that token. So
 whatever was proposed, each emitted token is the target's own pick.
 
-A chain that was itself drawn from the draft's distribution q has the better rule: keep token x
-with probability min(1, p(x) / q(x)); the first rejected one is replaced by a draw from
-max(p - q, 0), normalised. Every emitted token is then distributed as p, exactly. Tokens outside
-the draft vocabulary have q = 0.
+A chain that was itself drawn from the draft's distribution q has a better rule: keep token x with
+probability min(1, p(x) / q(x)); the first rejected one is replaced by a draw from max(p - q, 0),
+normalized. Every emitted token is then distributed exactly as p. Tokens outside the draft
+vocabulary have q = 0.
 
-Where either model's numbers are not finite nothing is accepted: NO_TOKEN equals no token.
+Where either model's numbers are not finite, nothing is accepted: NO_TOKEN equals no token.
 
 Shapes: N proposed tokens of a row.
 """
@@ -26,14 +26,14 @@ from fledge.decode.proposal import Chooser, Proposal
 
 @dataclass(frozen=True)
 class Verdict:
-    """Of one row: the accepted nodes in order; their tokens, and the target's own after them."""
+    """One row's accepted nodes in order, and their tokens followed by the target's own."""
 
     path: list[int]
     tokens: list[int]
 
 
 def pack_picks(proposal: Proposal, logits_BNV: Tensor, chooser: Chooser) -> Tensor:
-    """Tokens, parents (of a tree) and the target's picks side by side: one copy to the host.
+    """Tokens, parents (of a tree) and the target's picks in one tensor: one copy to the host.
 
     `logits_BNV` [B, N + 1, V]: after the verified text, then after each node.
     """
@@ -42,7 +42,7 @@ def pack_picks(proposal: Proposal, logits_BNV: Tensor, chooser: Chooser) -> Tens
 
 
 def judge(packed: Sequence[Sequence[int]], count: int) -> list[Verdict]:
-    """Walk every row of what `pack_picks` put together, with `count` proposed tokens each."""
+    """Walk every row of the output of `pack_picks`, with `count` proposed tokens each."""
     chain = range(-1, count - 1)
     verdicts = []
     for row in packed:
@@ -56,7 +56,7 @@ def walk(tokens: Sequence[int], parents: Sequence[int], picks: Sequence[int]) ->
     path: list[int] = []
     at = -1
     for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
-        # parents come first: one pass is enough
+        # parents precede their children: one pass is enough
         if parent == at and token == picks[at + 1] != NO_TOKEN:
             path.append(node)
             at = node
@@ -71,7 +71,7 @@ def judge_drawn(
     top_BN = logits_BNV.amax(dim=-1)
     sound_BN = top_BN.isfinite()
     p_BNV = chooser.probabilities(logits_BNV.masked_fill(~sound_BN[..., None], 0.0))
-    q_BNV = torch.zeros_like(p_BNV)  # its last place stays 0: nothing is proposed there
+    q_BNV = torch.zeros_like(p_BNV)  # stays 0 after the last node, where nothing is proposed
     q_BNV[:, :-1, selected_W] = proposal.probs_BNW.to(p_BNV.dtype)
     token_BN1 = proposal.token_BN[..., None]
     p_BN, q_BN = (x[:, :-1].gather(2, token_BN1)[..., 0] for x in (p_BNV, q_BNV))
@@ -89,13 +89,13 @@ def judge_drawn(
 
 
 def acceptance_probability(p: Tensor, q: Tensor) -> Tensor:
-    """min(1, p / q) for a token that was drawn from q (so q > 0); 0 where q = 0, which stands for
-    no token at all: a strategy that stops early proposes nothing there."""
+    """min(1, p / q) for a token that was drawn from q (so q > 0); 0 where q = 0, which means that
+    there is no token: a strategy that stops early proposes nothing there."""
     return torch.where(q > 0, (p / q).clamp_max(1.0), 0.0)
 
 
 def residual(p_BV: Tensor, q_BV: Tensor) -> Tensor:
-    """What a rejected token is replaced from. Where p <= q to rounding, p itself is left."""
+    """The distribution that replaces a rejected token; p itself where p <= q up to rounding."""
     left_BV = (p_BV - q_BV).clamp_min(0)
     total_B1 = left_BV.sum(dim=-1, keepdim=True)
     return torch.where(total_B1 > 0, left_BV / total_B1, p_BV)

@@ -1,4 +1,4 @@
-"""Where the time of decoding goes, measured by events on the device, without waiting for it."""
+"""Where the time of decoding goes, measured by device events without synchronization."""
 
 import time
 from typing import NamedTuple
@@ -25,7 +25,8 @@ class RoundClock:
         self._marks: list[tuple[torch.cuda.Event | float, float]] = []
 
     def mark(self, recording_s: float) -> None:
-        """`recording_s`: spent on recording passes so far, which is not step time."""
+        """Mark the current time. `recording_s`: seconds spent on recording passes so far, which do
+        not count as decoding."""
         if self._cuda is None:
             self._marks.append((time.perf_counter(), recording_s))
         else:
@@ -34,14 +35,14 @@ class RoundClock:
             self._marks.append((event, recording_s))
 
     def read(self) -> tuple[list[RoundTime], float]:
-        """Every round's seconds, and those from the first mark to the last."""
+        """The times of all rounds, and the seconds from the first mark to the last."""
         if not self._marks:
             return [], 0.0
         if self._cuda is not None:
             torch.cuda.synchronize(self._cuda)
         begins = range(0, len(self._marks), 3)
-        each = [RoundTime(self._between(i, i + 1), self._between(i + 1, i + 2)) for i in begins]
-        return each, self._between(0, -1)
+        times = [RoundTime(self._between(i, i + 1), self._between(i + 1, i + 2)) for i in begins]
+        return times, self._between(0, -1)
 
     def _between(self, first: int, last: int) -> float:
         (begin, recorded_before), (end, recorded_after) = self._marks[first], self._marks[last]

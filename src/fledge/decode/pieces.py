@@ -3,23 +3,23 @@
 from collections.abc import Sequence
 from typing import Any
 
-_BROKEN = "\ufffd"  # what a tokenizer prints for bytes that are not yet a whole character
+_BROKEN = "\ufffd"  # what a tokenizer decodes an incomplete character to
 
 
 class Pieces:
-    """Takes ids as they come. A character that several tokens share belongs to the last of them."""
+    """Decodes ids as they come. A character spread over several tokens belongs to the last one."""
 
     def __init__(self, tokenizer: Any, *, skip_special_tokens: bool = True) -> None:
         self._tokenizer, self._skip = tokenizer, skip_special_tokens
-        self._pending: list[int] = []  # from the last whole character on
-        self._shown = ""  # the text of all pending ids but the newest ones
+        self._pending: list[int] = []  # ids since the last complete character
+        self._shown = ""  # the part of their text that was returned already
 
     def add(self, token_ids: Sequence[int]) -> list[str]:
-        """One piece per id; "" while a character is not whole."""
+        """One piece per id; "" while a character is incomplete."""
         return [self._add(token) for token in token_ids]
 
     def rest(self) -> str:
-        """What was never made whole."""
+        """The text of a character that was never completed."""
         return self._text(self._pending)[len(self._shown) :]
 
     def _add(self, token: int) -> str:
@@ -28,7 +28,7 @@ class Pieces:
         if text.endswith(_BROKEN):
             return ""
         piece = text[len(self._shown) :]
-        # One id of context stays: some tokenizers treat the first of a sequence differently.
+        # Keep one id as context: some tokenizers decode the first id of a sequence differently.
         self._pending = self._pending[-1:]
         self._shown = self._text(self._pending)
         return piece

@@ -1,4 +1,4 @@
-"""What a strategy hands to the target in one round, and how tokens are picked from logits.
+"""What a strategy proposes to the target in one round, and how tokens are picked from logits.
 
 Shapes: N proposed tokens of a row.
 """
@@ -17,7 +17,7 @@ class Proposal:
 
     token_BN: Tensor  # NO_TOKEN (`core.picks`): the draft's numbers were not finite, never accepted
     parent_BN: Tensor | None = None  # index of the parent, -1: the verified text; None: a chain
-    probs_BNW: Tensor | None = None  # what each token was drawn from; None: it was the likeliest
+    probs_BNW: Tensor | None = None  # the distributions they were drawn from; None: greedy
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Chooser:
         return torch.softmax(logits.to(wide) / self.temperature, dim=-1)
 
     def draw(self, probs: Tensor) -> Tensor:
-        """[...] one token of each distribution [..., V]."""
+        """[...] one token drawn from each distribution [..., V]."""
         flat = probs.flatten(0, -2)
         return torch.multinomial(flat, 1, generator=self.generator).view(probs.shape[:-1])
 
@@ -42,13 +42,13 @@ class Chooser:
         return token, probs
 
     def pick_scored(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The same, with the largest logits: where these are not finite, the token means nothing
-        (`core.picks`)."""
+        """The same with the largest logits in between: where these are not finite, the token is
+        meaningless (`core.picks`)."""
         if self.temperature == 0:
             top, token = logits.max(dim=-1)
             return token, top, None
         top = logits.amax(dim=-1)
-        # all alike where they are not finite: on a GPU, a draw from NaN ends the process
+        # uniform where they are not finite: on a GPU, sampling from NaN ends the process
         probs = self.probabilities(logits.masked_fill(~top.isfinite()[..., None], 0.0))
         return self.draw(probs), top, probs
 

@@ -16,11 +16,11 @@ from fledge.target.hf.loading import LoadedModel
 from fledge.target.layers import longest_text
 from fledge.target.weights import tokenizer_fingerprint, weights_fingerprint
 
-_WINDOW = 4  # batches of rows taken at a time: similar lengths run together
+_WINDOW = 4  # batches of rows taken at a time, so that similar lengths run together
 
 
 class LocalModel:
-    """A target as it was loaded, answering `batch` questions at a time."""
+    """A loaded target that answers `batch` questions at a time."""
 
     def __init__(self, target: LoadedModel, name: str, sampling: Sampling, batch: int) -> None:
         if target.tokenizer is None:
@@ -50,15 +50,15 @@ class LocalModel:
                 window = self._turn(window, report)
 
     def _turn(self, tasks: list[Task], report: Callable[[EndedTask], None]) -> list[Task]:
-        """Answer the next question of every task; those that have another one."""
-        asked: list[tuple[Task, list[int]]] = []
+        """Answer the next question of every task; returns the tasks that have another one."""
+        encoded: list[tuple[Task, list[int]]] = []
         for task in tasks:
             try:
-                asked.append((task, self._encode(task)))
+                encoded.append((task, self._encode(task)))
             except BadRow as bad:
                 report(EndedTask(task, bad))
-        go_on = []
-        order = sorted(asked, key=lambda pair: len(pair[1]))
+        unfinished = []
+        order = sorted(encoded, key=lambda pair: len(pair[1]))
         for begin in range(0, len(order), self._batch):
             members = order[begin : begin + self._batch]
             if all(task.done and task.dialogue.last for task, _ in members):
@@ -73,8 +73,8 @@ class LocalModel:
                 if task.dialogue.question is None:
                     report(EndedTask(task))
                 else:
-                    go_on.append(task)
-        return go_on
+                    unfinished.append(task)
+        return unfinished
 
     def _generate(self, members: list[tuple[Task, list[int]]]) -> list[Generation]:
         sampling = self._sampling
@@ -85,7 +85,7 @@ class LocalModel:
                 temperature=sampling.temperature,
                 seed=sampling.seed + members[0][0].number,
             )
-        except NotFinite as error:  # no answer of this model is worth anything
+        except NotFinite as error:  # no answer of this model can be trusted
             places = ", ".join(task.place for task, _ in members[:3])
             raise NotFinite(error.what, where=f"the answers to {places}", fix=error.fix) from None
 

@@ -1,4 +1,4 @@
-"""Rounds of drafting and verification, however they were found: the record that figures come from.
+"""Rounds of drafting and verification, live or replayed: the record that figures come from.
 
 A round starts with `context` known tokens, drafts up to k more, and adds `emitted` tokens to the
 text: the `accepted` drafted ones, then one of the target's own (the bonus token), unless the text
@@ -17,7 +17,7 @@ class Round:
 
 
 def walk_rounds(accepted_T: Sequence[int], *, prompt: int, total: int) -> list[Round]:
-    """The rounds that live decoding takes through a known text.
+    """The rounds that live decoding would take through a known text.
 
     `accepted_T[t]` is how many drafted tokens hold when the rollout starts at slot t (which reads
     token t + 1 and drafts tokens t + 2, ...), counted inside the text. The first answer token comes
@@ -41,9 +41,9 @@ def walk_rounds(accepted_T: Sequence[int], *, prompt: int, total: int) -> list[R
 
 
 def drafted_depths(rounds: Sequence[Round], *, prompt: int, new: int) -> list[int]:
-    """Per new token: its depth if the draft wrote it (from 1), 0 if the target did."""
+    """Per new token: its depth (from 1) if the draft wrote it, 0 if the target did."""
     depths = [0] * new
-    for r in rounds:  # a round adds its accepted tokens first, then the target's own
-        at = r.context - prompt
-        depths[at : at + r.accepted] = range(1, r.accepted + 1)
+    for round_ in rounds:  # a round adds its accepted tokens first, then the target's own
+        begin = round_.context - prompt
+        depths[begin : begin + round_.accepted] = range(1, round_.accepted + 1)
     return depths

@@ -1,9 +1,9 @@
-"""Speculative generation: draft, verify, take back, again. The text is the target's own.
+"""Speculative generation: draft, verify, roll back, repeat. The text is the target's own.
 
 One round: the draft runs the slots that the last round verified, with the target's true features,
 and proposes tokens; the target reads the last known token and all proposed ones in one pass; the
-accepted ones and one token of the target's own are added; both caches forget the rest. How tokens
-are drafted is the strategy's matter (`strategies`).
+accepted ones and one token of the target's own are appended; both caches drop the rest. How tokens
+are drafted is up to the strategy (`strategies`).
 """
 
 from collections.abc import Callable, Sequence
@@ -37,7 +37,7 @@ from fledge.target.layers import (
 
 @dataclass
 class Generation:
-    """One prompt's continuation, and how it came about."""
+    """One prompt's continuation, and the rounds that produced it."""
 
     prompt_ids: list[int]
     token_ids: list[int] = field(default_factory=list)  # new ones only, the ending token included
@@ -49,7 +49,7 @@ class Generation:
         return len(self.prompt_ids) + len(self.token_ids)
 
     def add(self, tokens: Sequence[int], stops: Stops) -> int:
-        """Append up to where the text ends; how many were taken."""
+        """Append tokens up to where the text ends, and return how many were appended."""
         before = len(self.token_ids)
         count, self.finish = stops.cut([*self.token_ids, *tokens], before)
         self.token_ids += tokens[: count - before]
@@ -58,28 +58,28 @@ class Generation:
 
 @dataclass
 class Timing:
-    """Where the time of one `generate` went after the prompts were read."""
+    """Where the time of one `generate` call went after the prompts were read."""
 
     rounds: int = 0  # passes of the target; a batch counts once
     decode_s: float = 0.0
-    each: list[RoundTime] = field(default_factory=list)  # one by one: a mean hides a hiccup
-    recording_s: float = 0.0  # in none of the above: a GPU's passes are recorded once
+    each: list[RoundTime] = field(default_factory=list)  # per round: a mean hides outliers
+    recording_s: float = 0.0  # not included above: passes are recorded once on a GPU
 
     @property
     def draft_s(self) -> float:
-        return sum(one.draft_s for one in self.each)
+        return sum(time.draft_s for time in self.each)
 
     @property
     def target_s(self) -> float:
-        return sum(one.target_s for one in self.each)
+        return sum(time.target_s for time in self.each)
 
 
 class SpeculativeDecoder:
     """A Hugging Face target with a draft, or, for comparison, without one.
 
-    `method` names a strategy; None takes what the draft was trained for. `num_draft_tokens` is the
-    length of a chain, or the number of parallel tokens; a tree has its own shape. `record`: whether
-    greedy decoding on a GPU runs recorded passes (`recorded`).
+    `method` names a strategy; None selects the one that the draft was trained for.
+    `num_draft_tokens` is the length of a chain, or the number of parallel tokens; a tree has its
+    own shape. `record`: whether greedy decoding on a GPU runs recorded passes (`recorded`).
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class SpeculativeDecoder:
                     "move the draft there"
                 )
         self._count = 0 if self.strategy is None else self.strategy.count
-        self._most_kept = 1 if self.strategy is None else self.strategy.depth + 1
+        self._max_kept = 1 if self.strategy is None else self.strategy.depth + 1
         self.timing = Timing()
 
     @property
@@ -126,7 +126,8 @@ class SpeculativeDecoder:
         seed: int = 0,
         on_round: Callable[[list[Generation]], None] | None = None,
     ) -> list[Generation]:
-        """Continue every prompt, all at once, each at its own pace; `on_round` may watch."""
+        """Continue all prompts as one batch, each at its own pace; `on_round` is called after every
+        round."""
         if not temperature >= 0:
             raise ValueError(f"temperature must not be negative, got {temperature}")
         if not prompts or not all(prompts):
@@ -136,19 +137,19 @@ class SpeculativeDecoder:
         self.passes.begin(greedy=temperature == 0)
         clock = RoundClock(self.target.device)
         texts = [Generation(list(prompt)) for prompt in prompts]
-        now = self._begin(texts, stops, chooser)
+        batch = self._begin(texts, stops, chooser)
         self.timing = Timing()
-        while now is not None:
+        while batch is not None:
             clock.mark(self.passes.recording_s)
-            proposal = self._propose(now, chooser)
+            proposal = self._propose(batch, chooser)
             clock.mark(self.passes.recording_s)
-            verdicts, aux_BND = self._verify(now, proposal, chooser)
-            for row, verdict in zip(now.rows, verdicts, strict=True):
+            verdicts, aux_BND = self._verify(batch, proposal, chooser)
+            for row, verdict in zip(batch.rows, verdicts, strict=True):
                 if row.finish is None and verdict.tokens[-1] == NO_TOKEN:
                     number = next(i for i, text in enumerate(texts) if text is row)
                     raise self._refusal(number, row, verdict.tokens[:-1])
                 self._add(row, verdict, stops)
-            now = self._go_on(now.rows, [verdict.path for verdict in verdicts], aux_BND)
+            batch = self._advance(batch.rows, [verdict.path for verdict in verdicts], aux_BND)
             clock.mark(self.passes.recording_s)
             self.timing.rounds += 1
             if on_round is not None:
@@ -157,8 +158,8 @@ class SpeculativeDecoder:
         self.timing.recording_s = self.passes.recording_s
         return texts
 
-    def _begin(self, rows: list[Generation], stops: Stops, chooser: Chooser) -> "_Now | None":
-        """Read the prompts and take the first token, which no draft had a say in."""
+    def _begin(self, rows: list[Generation], stops: Stops, chooser: Chooser) -> "_Batch | None":
+        """Read the prompts and append the first token of each answer, which is never drafted."""
         prompts = [row.prompt_ids for row in rows]
         output = self.target.begin(prompts, ahead=self._count + 1)
         first_B = chooser.pick_sound(output.logits_BNV[:, 0])
@@ -171,23 +172,23 @@ class SpeculativeDecoder:
         last_B1 = torch.tensor([[len(prompt) - 1] for prompt in prompts])
         aux_BND = take(output.aux_BND, last_B1.to(self.target.device))
         if self.passes.fixed:  # as wide as it will be after every round
-            aux_BND = F.pad(aux_BND, (0, 0, 0, self._most_kept - 1))
-        return self._go_on(rows, [[] for _ in rows], aux_BND)
+            aux_BND = F.pad(aux_BND, (0, 0, 0, self._max_kept - 1))
+        return self._advance(rows, [[] for _ in rows], aux_BND)
 
-    def _propose(self, now: "_Now", chooser: Chooser) -> Proposal:
+    def _propose(self, batch: "_Batch", chooser: Chooser) -> Proposal:
         if self.strategy is None:
-            return Proposal(now.table_BX[:, :0])
-        tensors = {"table_BX": now.table_BX, "aux_BQD": now.aux_BQD}
+            return Proposal(batch.table_BX[:, :0])
+        tensors = {"table_BX": batch.table_BX, "aux_BQD": batch.aux_BQD}
         return self.passes(
-            propose, tensors, strategy=self.strategy, used=now.draft_used, chooser=chooser
+            propose, tensors, strategy=self.strategy, used=batch.draft_used, chooser=chooser
         )
 
     def _verify(
-        self, now: "_Now", proposal: Proposal, chooser: Chooser
+        self, batch: "_Batch", proposal: Proposal, chooser: Chooser
     ) -> tuple[list[Verdict], Tensor]:
-        count, used = proposal.token_BN.shape[1], now.target_used
-        ends = {row.known + count for row in now.rows}
-        tensors = {"table_BX": now.table_BX, "token_BN": proposal.token_BN}
+        count, used = proposal.token_BN.shape[1], batch.target_used
+        ends = {row.known + count for row in batch.rows}
+        tensors = {"table_BX": batch.table_BX, "token_BN": proposal.token_BN}
         if proposal.parent_BN is not None:
             tensors["parent_BN"] = proposal.parent_BN
         verified = self.passes(
@@ -215,19 +216,20 @@ class SpeculativeDecoder:
                 row.rounds.append(Round(context, min(len(verdict.path), emitted), emitted))
 
     def _refusal(self, number: int, row: Generation, accepted: Sequence[int]) -> NotFinite:
-        """The target's numbers are none behind the known text: say where that begins."""
+        """The error for non-finite numbers of the target after the known text: it names the layer
+        where they begin."""
         known = [*row.prompt_ids, *row.token_ids, *accepted]
         model = self.target.model
-        # a drafted token is masked from what stands before it, but zero times NaN is NaN
-        layer = broken_layer(model, known) or "what was drafted behind it"
+        # known tokens do not attend to drafted ones, but a masked NaN is still a NaN
+        layer = broken_layer(model, known) or "what was drafted after it"
         fault = Fault(layer, number, len(known) - 1)
         return refusal(fault, dtype=self.target.dtype, model=model)
 
-    def _go_on(
+    def _advance(
         self, rows: list[Generation], paths: Sequence[Sequence[int]], aux_BND: Tensor
-    ) -> "_Now | None":
-        """Drop finished rows (none left: None), and forget what was not accepted."""
-        kept = self._kept(rows)
+    ) -> "_Batch | None":
+        """Drop finished rows and what was not accepted; None when all rows are finished."""
+        kept = self._rows_to_keep(rows)
         if not kept:
             return None
         places = [
@@ -240,53 +242,53 @@ class SpeculativeDecoder:
             aux_BND = aux_BND[torch.tensor(kept, device=aux_BND.device)]
             if self.strategy is not None:
                 self.strategy.select(kept)
-        known = [
-            (row.known - 1, row.token_ids[-len(stood) :], stood)
-            for row, stood in zip(rows, places, strict=True)
+        table = [
+            (row.known - 1, row.token_ids[-len(row_places) :], row_places)
+            for row, row_places in zip(rows, places, strict=True)
         ]
-        width = self._most_kept if self.passes.fixed else max(map(len, places))
-        table_BX = send_rows(known, self.target.device, width=width)
-        end = max(length for length, _, _ in known)
+        width = self._max_kept if self.passes.fixed else max(map(len, places))
+        table_BX = send_rows(table, self.target.device, width=width)
+        end = max(length for length, _, _ in table)
         target_used = self.target.room(end + 1 + self._count)
         if self.strategy is None:
-            return _Now(rows, table_BX, aux_BND, 0, target_used)
+            return _Batch(rows, table_BX, aux_BND, 0, target_used)
         used = self.strategy.reserve(end)
         aux_BQD = self.strategy.settle(self.target, table_BX, aux_BND, places)
-        return _Now(rows, table_BX, aux_BQD, used, target_used)
+        return _Batch(rows, table_BX, aux_BQD, used, target_used)
 
-    def _kept(self, rows: list[Generation]) -> list[int]:
-        """Rows that have not ended. Where shapes should come back, with as many that have as make
-        it all of the rows, half of them, a quarter, ...: the next batch ends in the same sizes."""
+    def _rows_to_keep(self, rows: list[Generation]) -> list[int]:
+        """Indices of the unfinished rows. With fixed shapes, enough finished rows stay that the
+        number of rows is only ever halved: every batch then shrinks through the same sizes."""
         alive = [index for index, row in enumerate(rows) if row.finish is None]
         if not alive or not self.passes.fixed:
             return alive
         count = len(rows)
         while count // 2 >= len(alive):
             count //= 2
-        ended = [index for index, row in enumerate(rows) if row.finish is not None]
-        return sorted([*alive, *ended[: count - len(alive)]])
+        finished = [index for index, row in enumerate(rows) if row.finish is not None]
+        return sorted([*alive, *finished[: count - len(alive)]])
 
 
-class _Now(NamedTuple):
-    """Between two rounds: the rows, and what is true since the last pass of the target."""
+class _Batch(NamedTuple):
+    """The rows between two rounds, and what the target's last pass verified."""
 
     rows: list[Generation]
-    table_BX: Tensor  # of `decode.state`
+    table_BX: Tensor  # see `decode.state`
     aux_BQD: Tensor
-    draft_used: int  # how far the next round looks in the strategy's cache
-    target_used: int  # and in the target's
+    draft_used: int  # entries of the strategy's cache that the next round reads
+    target_used: int  # entries of the target's cache that it reads
 
 
 @dataclass(frozen=True)
 class Verified:
-    """What the target made of a proposal."""
+    """The target's output on a proposal."""
 
     aux_BND: Tensor
     picks_BX: Tensor | None = None  # for `judge`
     logits_BNV: Tensor | None = None  # for `judge_drawn`
 
 
-# The passes that a GPU records: functions of their arguments alone.
+# The passes that are recorded on a GPU: functions of their arguments alone.
 
 
 def propose(
@@ -307,10 +309,11 @@ def verify(
     drawn: bool,
     chooser: Chooser,
 ) -> Verified:
-    """The target over the newest known token and the proposed ones; `drawn`: judged by chance."""
+    """Run the target over the newest known token and the proposed ones. `drawn`: the proposal was
+    sampled from the draft, and rejection sampling needs the logits."""
     length_B, count_B, token_BQ, _ = columns(table_BX)
     last_B1 = token_BQ.gather(1, count_B[:, None] - 1)
-    read_BN = torch.cat([last_B1, token_BN.clamp_min(0)], dim=1)  # NO_TOKEN: read, never accepted
+    read_BN = torch.cat([last_B1, token_BN.clamp_min(0)], dim=1)  # NO_TOKEN is never accepted
     layout = None if strategy is None else strategy.layout(parent_BN)
     output = target.read(read_BN, length_B, used=used, layout=layout, level=level)
     if drawn:
@@ -319,9 +322,11 @@ def verify(
     return Verified(output.aux_BND, picks_BX=picks_BX)
 
 
-def _aux_layer_ids(model: nn.Module, draft: DraftModel, wanted: Sequence[int] | None) -> list[int]:
-    """The layers that a draft listens to: as asked, as it was trained, or the default ones."""
+def _aux_layer_ids(
+    model: nn.Module, draft: DraftModel, requested: Sequence[int] | None
+) -> list[int]:
+    """The aux layers that a draft reads: as requested, as it was trained, or the default ones."""
     depth, count = target_depth(model.config), draft.config.num_aux_hidden_states
     trained = getattr(draft.config, "aux_layer_ids", None)
-    ids = wanted or trained or method_of(draft.config).default_layers(depth, count)
+    ids = requested or trained or method_of(draft.config).default_layers(depth, count)
     return validate_aux_layer_ids(ids, depth, count)

@@ -1,4 +1,4 @@
-"""When a text ends: an end token, a stop string, or enough tokens."""
+"""When a text ends: at an end token, a stop string, or the maximum number of tokens."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,24 +28,25 @@ class Stops:
             raise ValueError("stop_strings: an empty string stops everything")
 
     def cut(self, new_ids: Sequence[int], checked: int) -> tuple[int, Finish | None]:
-        """How many of the new tokens stay, and why the text ends there (None: it goes on).
+        """How many of the new tokens to keep, and why the text ends there (None: it does not).
 
         The first `checked` tokens are known not to end it.
         """
         for count in range(checked + 1, len(new_ids) + 1):
             if new_ids[count - 1] in self.eos_token_ids:
                 return count, "eos"
-            if self._says_stop(new_ids[:count]):
+            if self._has_stop_string(new_ids[:count]):
                 return count, "stop"
             if count == self.max_new_tokens:
                 return count, "length"
         return len(new_ids), None
 
-    def _says_stop(self, new_ids: Sequence[int]) -> bool:
+    def _has_stop_string(self, new_ids: Sequence[int]) -> bool:
         if not self.stop_strings or self.decode is None:
             return False
         longest = max(len(stop.encode()) for stop in self.stop_strings)
-        tail = self.decode(new_ids[-longest - 4 :])  # a token is at least a byte; 4: a broken one
+        # a token is at least one byte; 4 more for a character that the cut may break
+        tail = self.decode(new_ids[-longest - 4 :])
         return any(stop in tail for stop in self.stop_strings)
 
 

@@ -1,8 +1,8 @@
-"""The target as an engine runs it: a Hugging Face model with a cache that can take back tokens.
+"""The target as an engine runs it: a Hugging Face model with a cache that can roll back tokens.
 
 `begin` reads prompts. `read` is one pass over a few new tokens of every row, written as plain
-tensor code, so that it can be recorded (`recorded`): the lengths of the rows are a tensor, and the
-mask, sliding windows and trees included, is made from them.
+tensor code so that it can be recorded (`recorded`): the lengths of the rows are a tensor, from
+which the mask, including sliding windows and trees, is computed.
 
 Shapes: N new tokens of a row.
 """
@@ -28,18 +28,18 @@ _ATTENTION = ("full_attention", "sliding_attention")
 
 @dataclass(frozen=True)
 class PassOutput:
-    """What the target made of some new tokens."""
+    """The target's output on some new tokens."""
 
     logits_BNV: Tensor
-    aux_BND: Tensor  # the aux layers' states side by side: [B, N, 0] where there are none
+    aux_BND: Tensor  # the aux layers' states concatenated; [B, N, 0] without aux layers
 
 
 @dataclass(frozen=True)
 class Layout:
-    """New tokens that do not stand one after another: where each stands, and what it sees."""
+    """New tokens that do not form a sequence: where each stands, and what it attends to."""
 
-    depth_BN: Tensor  # how far behind the row's end
-    visible_BNN: Tensor  # which of the new tokens, itself included
+    depth_BN: Tensor  # distance from the row's end
+    visible_BNN: Tensor  # the new tokens that it attends to, itself included
 
 
 class CachedTarget:
@@ -60,9 +60,9 @@ class CachedTarget:
         self._cache = SlotCache(len(self._layers))
 
     def begin(self, prompts: Sequence[Sequence[int]], *, ahead: int = 0) -> PassOutput:
-        """Read the prompts; logits [B, 1, V] of the next token, aux states left-aligned.
+        """Read the prompts; returns logits [B, 1, V] of the next token, aux states left-aligned.
 
-        `ahead` is how many tokens the first `read` will put behind them.
+        `ahead` is how many tokens the first `read` will append.
         """
         lengths = [len(prompt) for prompt in prompts]
         width = max(lengths)
@@ -73,12 +73,12 @@ class CachedTarget:
         position_BN = torch.arange(width, device=self.device).expand(token_BN.shape)
         last_B1 = torch.tensor(lengths, device=self.device)[:, None] - 1
         self._cache.aim(None, used=width, count=width)
-        # padding stands behind the text, where a causal model does not look
-        with _only(self._head, last_B1):
+        # padding comes after the text, where a causal model does not attend
+        with _head_input_at(self._head, last_B1):
             return self._forward(token_BN, None, position_BN)
 
     def room(self, needed: int) -> int:
-        """Make room for `needed` places of a row; how many a pass should look at."""
+        """Make room for `needed` places per row, and return how many of them a pass should read."""
         used = self.passes.room(needed)
         if self._cache.reserve(used):
             self.passes.drop_recordings()
@@ -93,10 +93,10 @@ class CachedTarget:
         layout: Layout | None = None,
         level: bool = False,
     ) -> PassOutput:
-        """Read N new tokens behind each row: one after another, or as `layout` says.
+        """Read N new tokens after the end of each row, as a sequence or in the given `layout`.
 
-        `level`: every row ends where `used` ends, so that the model's own mask is right for a
-        chain, and attention may run without any.
+        `level`: every row ends at `used`, so that the model's own causal mask is right for a chain,
+        and attention may run without an explicit one.
         """
         step_BN = torch.arange(token_BN.shape[1], device=self.device).expand(token_BN.shape)
         length_B1 = length_B[:, None]
@@ -111,11 +111,11 @@ class CachedTarget:
         return self._forward(token_BN, mask, position_BN)
 
     def select(self, rows: Sequence[int]) -> None:
-        """Go on with these rows only, moved to the front."""
+        """Keep these rows only, moved to the front."""
         self._cache.select(list(rows))
 
     def settle(self, start_B: Tensor, place_BQ: Tensor) -> None:
-        """Move the entries at `place_BQ` behind `start_B` together: the accepted path of a tree."""
+        """Move the entries at `start_B` + `place_BQ` together: the accepted path of a tree."""
         start_B1 = start_B[:, None]
         into_BQ = start_B1 + torch.arange(place_BQ.shape[1], device=self.device)
         self._cache.move(start_B1 + place_BQ, into_BQ)
@@ -123,34 +123,38 @@ class CachedTarget:
     def _mask(
         self, length_B1: Tensor, position_BN: Tensor, visible_BNN: Tensor | None, used: int
     ) -> Tensor | dict[str, Tensor]:
-        """[B, 1, N, U] for every kind of layer: 0 where visible, the least number elsewhere."""
+        """[B, 1, N, U] for every kind of layer: 0 where visible, the lowest number elsewhere."""
         count = position_BN.shape[1]
         place_U = torch.arange(used, device=self.device)
         new_BU = place_U - length_B1  # 0: the first new token
-        stands_BU = place_U.expand_as(new_BU)
+        key_position_BU = place_U.expand_as(new_BU)
         if visible_BNN is None:
-            visible_BNU = stands_BU[:, None] <= position_BN[..., None]
+            visible_BNU = key_position_BU[:, None] <= position_BN[..., None]
         else:
             node_BU = new_BU.clamp(0, count - 1)
             seen_BNU = visible_BNN.gather(2, node_BU[:, None].expand(-1, count, -1))
             visible_BNU = (new_BU < 0)[:, None] | (seen_BNU & (new_BU < count)[:, None])
-            stands_BU = torch.where(new_BU < 0, stands_BU, position_BN.gather(1, node_BU))
+            key_position_BU = torch.where(
+                new_BU < 0, key_position_BU, position_BN.gather(1, node_BU)
+            )
         masks = {}
         for kind, window in self._kinds.items():
-            shown_BNU = visible_BNU
+            in_window_BNU = visible_BNU
             if window is not None:
-                shown_BNU = visible_BNU & (stands_BU[:, None] > position_BN[..., None] - window)
-            mask_BNU = torch.zeros(shown_BNU.shape, dtype=self.dtype, device=self.device)
-            mask_BNU.masked_fill_(~shown_BNU, torch.finfo(self.dtype).min)
+                in_window_BNU = visible_BNU & (
+                    key_position_BU[:, None] > position_BN[..., None] - window
+                )
+            mask_BNU = torch.zeros(in_window_BNU.shape, dtype=self.dtype, device=self.device)
+            mask_BNU.masked_fill_(~in_window_BNU, torch.finfo(self.dtype).min)
             masks[kind] = mask_BNU[:, None]
         return masks if len(masks) > 1 else masks.popitem()[1]
 
     def _forward(
         self, token_BN: Tensor, mask: Tensor | dict[str, Tensor] | None, position_BN: Tensor
     ) -> PassOutput:
-        seen: dict[int, Tensor] = {}
+        states: dict[int, Tensor] = {}
         with ExitStack() as stack:
-            stack.enter_context(self._watched(seen))
+            stack.enter_context(self._captured(states))
             if mask is not None and self._attention is not None:
                 stack.enter_context(lent_attention(self.model, self._attention))
             output = self.model(
@@ -162,28 +166,28 @@ class CachedTarget:
             )
         if not self.aux_layer_ids:
             return PassOutput(output.logits, output.logits.new_empty((*token_BN.shape, 0)))
-        aux_BND = torch.cat([seen[i] for i in self.aux_layer_ids], -1)
+        aux_BND = torch.cat([states[i] for i in self.aux_layer_ids], -1)
         return PassOutput(output.logits, aux_BND)
 
     @contextmanager
-    def _watched(self, seen: dict[int, Tensor]) -> Iterator[None]:
-        """While open, the aux layers' states are put into `seen`."""
+    def _captured(self, states: dict[int, Tensor]) -> Iterator[None]:
+        """While open, the aux layers' states are stored in `states`."""
         depth = len(self._layers)
 
         def keep_last(_module: nn.Module, args: tuple[Any, ...]) -> None:
-            seen[depth] = args[0]
+            states[depth] = args[0]
 
         with ExitStack() as stack:
             inner = inner_layers(self.aux_layer_ids, depth)
-            stack.enter_context(layer_outputs(self._layers, inner, seen.__setitem__))
-            if depth in self.aux_layer_ids:  # first of all: another hook cuts the head's input
+            stack.enter_context(layer_outputs(self._layers, inner, states.__setitem__))
+            if depth in self.aux_layer_ids:  # must run first: another hook cuts the head's input
                 stack.enter_context(self._head.register_forward_pre_hook(keep_last, prepend=True))
             yield
 
     def _layer_kinds(self) -> dict[str, int | None]:
-        """The kinds of attention in the model and how far each looks back (None: all the way).
+        """The kinds of attention in the model and the window of each (None: unlimited).
 
-        Only keys and values of plain attention can be taken back token by token.
+        Only keys and values of plain attention can be rolled back token by token.
         """
         config = text_config(self.model.config)
         window = getattr(config, "sliding_window", None)
@@ -204,7 +208,7 @@ class CachedTarget:
         return {kind: window if kind == "sliding_attention" else None for kind in kinds}
 
     def _masked_attention(self) -> str | None:
-        """What to run instead of attention that takes no mask of ours; None: it takes one."""
+        """The implementation to use instead of one that takes no custom mask; None if it does."""
         config = text_config(self.model.config)
         if getattr(config, "_attn_implementation", "eager") in ("eager", "sdpa"):
             return None
@@ -212,8 +216,8 @@ class CachedTarget:
 
 
 @contextmanager
-def _only(head: nn.Module, place_B1: Tensor) -> Iterator[None]:
-    """While open, the head makes logits of one place of each row alone."""
+def _head_input_at(head: nn.Module, place_B1: Tensor) -> Iterator[None]:
+    """While open, the head computes logits at one place of each row only."""
 
     def pick(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return (take(args[0], place_B1), *args[1:])
@@ -226,5 +230,5 @@ def _only(head: nn.Module, place_B1: Tensor) -> Iterator[None]:
 
 
 def take(values_BND: Tensor, index_BQ: Tensor) -> Tensor:
-    """[B, Q, D]: entries of each row by index."""
+    """[B, Q, D]: the entries of each row at the given indices."""
     return values_BND.gather(1, index_BQ[..., None].expand(-1, -1, values_BND.shape[-1]))

@@ -1,8 +1,8 @@
-"""The target's own greedy answers: made once, kept by fingerprint of everything they depend on.
+"""The target's own greedy answers: generated once, cached by a fingerprint of all they depend on.
 
 answers/KEY.json     all of them
-answers/KEY.parts/   those that are finished while others are not: a killed command loses no more
-                     than the batch it was at
+answers/KEY.parts/   the finished ones while others are not: a killed command loses only the batch
+                     in progress
 """
 
 import hashlib
@@ -31,7 +31,7 @@ from fledge.target.layers import longest_text
 
 _IDS, _FINISH = ListOf(Whole(0, 2**31), most=2**31), Choice(get_args(Finish))
 _ANSWER = Table({"token_ids": _IDS, "finish": _FINISH})
-_HELD = Table(
+_CACHED = Table(
     {
         "skipped": Whole(),
         "turns": ListOf(
@@ -64,7 +64,7 @@ class AnsweredTurn:
     prompt_ids: list[int]
     answer_ids: list[int]
     finish: Finish
-    question: str = ""  # the user's last words
+    question: str = ""  # the user's last message
 
 
 @dataclass(frozen=True)
@@ -83,19 +83,19 @@ def cached_answers(
     batch: int = 16,
     on_answer: Watch = lambda done, total: None,
 ) -> Answers:
-    """The answers from the cache, or generated now and kept there."""
+    """The answers from the cache, or generated now and cached."""
     tokenizer = target.tokenizer
     if tokenizer is None:
         raise BadInput("the target has no tokenizer", fix="name a directory that holds one")
-    asked = [asdict(prompt) for prompt in prompts]
-    path = cache_dir() / "answers" / f"{_key(target, asked, max_new_tokens)}.json"
+    prompts_json = [asdict(prompt) for prompt in prompts]
+    path = cache_dir() / "answers" / f"{_key(target, prompts_json, max_new_tokens)}.json"
     parts = path.with_suffix(".parts")
     if path.is_file():
-        return _held(path, parts)
+        return _read_answers(path, parts)
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(path.with_suffix(".lock")):  # a second command waits, then reads
         if path.is_file():
-            return _held(path, parts)
+            return _read_answers(path, parts)
         journal = Journal(parts, good=_ANSWER, failed=_ANSWER)
         try:
             writer = _Writer(target, tokenizer, max_new_tokens, batch, journal)
@@ -109,51 +109,52 @@ def cached_answers(
     return Answers(turns, skipped, False, path)
 
 
-def _held(path: Path, parts: Path) -> Answers:
-    shutil.rmtree(parts, ignore_errors=True)  # their writer may have been killed at that moment
+def _read_answers(path: Path, parts: Path) -> Answers:
+    shutil.rmtree(parts, ignore_errors=True)  # left over if the writer was killed before removal
     what, fix = "the file of answers", "remove it: they are made again"
-    held = read_json(path, _HELD, what=what, fix=fix, max_bytes=1 << 30)
+    cached = read_json(path, _CACHED, what=what, fix=fix, max_bytes=1 << 30)
     names = [field.name for field in fields(AnsweredTurn)]
-    turns = [AnsweredTurn(**{n: turn[n] for n in names if n in turn}) for turn in held["turns"]]
-    return Answers(turns, held["skipped"], True, path)
+    turns = [AnsweredTurn(**{n: turn[n] for n in names if n in turn}) for turn in cached["turns"]]
+    return Answers(turns, cached["skipped"], True, path)
 
 
 def cached_continuations(
     target: HFEagle3TargetModel, prompts: list[list[int]], stops: Stops
 ) -> list[Generation]:
-    """The target's greedy continuations of token ids, from the cache or made now and kept there:
+    """The target's greedy continuations of token ids, from the cache or generated now and cached:
     drafts of one target, and exports for several engines, are checked on the same ones."""
     path = cache_dir() / "answers" / f"{_key(target, prompts, stops.max_new_tokens)}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(path.with_suffix(".lock")):
         if path.is_file():
-            return _held_continuations(path, prompts)
-        made = SpeculativeDecoder(target.model).generate(prompts, stops)
+            return _read_continuations(path, prompts)
+        texts = SpeculativeDecoder(target.model).generate(prompts, stops)
         with atomic_file(path) as handle:
-            held = [{"token_ids": one.token_ids, "finish": one.finish} for one in made]
-            handle.write(json.dumps({"continuations": held}).encode())
-    return made
+            values = [{"token_ids": text.token_ids, "finish": text.finish} for text in texts]
+            handle.write(json.dumps({"continuations": values}).encode())
+    return texts
 
 
-def _held_continuations(path: Path, prompts: list[list[int]]) -> list[Generation]:
+def _read_continuations(path: Path, prompts: list[list[int]]) -> list[Generation]:
     count, fix = len(prompts), "remove it: they are made again"
     expected = Table({"continuations": ListOf(_ANSWER, least=count, most=count)})
-    held = read_json(path, expected, what="the file of answers", fix=fix, max_bytes=1 << 30)
-    found = zip(prompts, held["continuations"], strict=True)
-    return [Generation(ids, one["token_ids"], one["finish"]) for ids, one in found]
+    cached = read_json(path, expected, what="the file of answers", fix=fix, max_bytes=1 << 30)
+    pairs = zip(prompts, cached["continuations"], strict=True)
+    return [Generation(ids, value["token_ids"], value["finish"]) for ids, value in pairs]
 
 
 def _key(target: HFEagle3TargetModel, prompts: Sequence[Any], max_new_tokens: int) -> str:
-    """Everything that changes an answer. Not the batch: it changes rounding, as a machine does."""
+    """A hash of everything that changes an answer. The batch size does not count: like the machine,
+    it changes only rounding."""
     info = target.info()
     model: Any = target.model
     config = json.loads(model.config.to_json_string(use_diff=False))
-    for name in ("_name_or_path", "transformers_version"):  # the same model elsewhere
+    for name in ("_name_or_path", "transformers_version"):  # they do not change the model
         config.pop(name, None)
     key = {
         "version": 3,
         "weights": info.weights_fingerprint,
-        "config": config,  # angles, scales, how long a text may be
+        "config": config,  # rotary angles, scales, the longest text
         "ends": sorted(eos_token_ids(model, target.tokenizer)) if target.tokenizer else [],
         "tokenizer": info.tokenizer_fingerprint,
         "dtype": str(info.dtype),
@@ -164,7 +165,7 @@ def _key(target: HFEagle3TargetModel, prompts: Sequence[Any], max_new_tokens: in
 
 
 class _Writer:
-    """Answers what the journal does not hold yet."""
+    """Generates the answers that are not in the journal yet."""
 
     def __init__(
         self,
@@ -181,25 +182,28 @@ class _Writer:
         self._room = longest_text(target.model.config)
 
     def answer(self, prompts: Sequence[Prompt], on_answer: Watch) -> tuple[list[AnsweredTurn], int]:
-        """Turn after turn: a follow-up is asked when what goes before it is answered."""
+        """The answered turns and the number skipped. A follow-up is asked once all turns before it
+        are answered."""
         turns: list[AnsweredTurn] = []
         skipped = number = 0
         total = sum(1 + len(prompt.followups) for prompt in prompts)
-        asked = [(row, list(prompt.messages)) for row, prompt in enumerate(prompts)]
-        while asked:
-            encoded = [encode_prompt(talk, self._template, self._tokenizer) for _, talk in asked]
+        chats = [(row, list(prompt.messages)) for row, prompt in enumerate(prompts)]
+        while chats:
+            encoded = [
+                encode_prompt(messages, self._template, self._tokenizer) for _, messages in chats
+            ]
             fits = [len(ids) + self._stops.max_new_tokens <= self._room for ids in encoded]
             skipped += fits.count(False)
-            asked = list(itertools.compress(asked, fits))
+            chats = list(itertools.compress(chats, fits))
             encoded = list(itertools.compress(encoded, fits))
             before = len(turns)
 
             def watch(done: float, before: int = before) -> None:
                 on_answer(before + done, total)
 
-            names = [number * len(prompts) + row for row, _ in asked]  # in the journal
+            names = [number * len(prompts) + row for row, _ in chats]  # in the journal
             answers = self._generate(names, encoded, watch)
-            for (row, messages), answer in zip(asked, answers, strict=True):
+            for (row, messages), answer in zip(chats, answers, strict=True):
                 assert answer.finish is not None
                 prompt = prompts[row]
                 turns.append(
@@ -208,9 +212,9 @@ class _Writer:
                         answer.prompt_ids, answer.token_ids, answer.finish, messages[-1]["content"],
                     )
                 )  # fmt: skip
-            asked = [
+            chats = [
                 (row, self._next(messages, turn, prompts[row].followups[number]))
-                for (row, messages), turn in zip(asked, turns[before:], strict=True)
+                for (row, messages), turn in zip(chats, turns[before:], strict=True)
                 if number < len(prompts[row].followups)
             ]
             number += 1
@@ -219,7 +223,7 @@ class _Writer:
     def _generate(
         self, names: list[int], encoded: list[list[int]], watch: Callable[[float], None]
     ) -> list[Generation]:
-        """Continue prompts, those of similar length together."""
+        """Continue prompts in batches of similar length."""
         texts: dict[int, Generation] = {}
         limit = self._stops.max_new_tokens
         order = sorted(range(len(encoded)), key=lambda i: len(encoded[i]))
@@ -229,25 +233,25 @@ class _Writer:
             def on_round(rows: list[Generation], begin: int = begin) -> None:
                 watch(begin + sum(1 if row.finish else len(row.token_ids) / limit for row in rows))
 
-            asked = [encoded[i] for i in members]
-            out = self._finished([names[i] for i in members], asked)
-            if out is None:
-                out = self._decoder.generate(asked, self._stops, on_round=on_round)
-                for i, text in zip(members, out, strict=True):
+            batch_ids = [encoded[i] for i in members]
+            batch = self._from_journal([names[i] for i in members], batch_ids)
+            if batch is None:
+                batch = self._decoder.generate(batch_ids, self._stops, on_round=on_round)
+                for i, text in zip(members, batch, strict=True):
                     value = {"token_ids": text.token_ids, "finish": text.finish}
                     self._journal.add(names[i], value, good=True)
-            texts |= dict(zip(members, out, strict=True))
+            texts |= dict(zip(members, batch, strict=True))
         return [texts[i] for i in range(len(encoded))]
 
-    def _finished(self, names: list[int], encoded: list[list[int]]) -> list[Generation] | None:
-        """A batch whose answers are all in the journal. One that lacks some is answered again as a
-        whole: with other neighbors, numbers round differently."""
+    def _from_journal(self, names: list[int], encoded: list[list[int]]) -> list[Generation] | None:
+        """A batch whose answers are all in the journal, else None: an incomplete batch is answered
+        again as a whole, since numbers round differently in another batch."""
         if not all(name in self._journal.entries for name in names):
             return None
-        held = [self._journal.entries[name].read() for name in names]
+        entries = [self._journal.entries[name].read() for name in names]
         return [
             Generation(ids, entry["token_ids"], entry["finish"])
-            for ids, entry in zip(encoded, held, strict=True)
+            for ids, entry in zip(encoded, entries, strict=True)
         ]
 
     def _next(self, messages: list[Message], turn: AnsweredTurn, follow: str) -> list[Message]:

@@ -1,9 +1,10 @@
-"""Is a draft as sure as it is right? Temperatures that make it so, and the table that shows it.
+"""Calibration of a draft's confidence: temperatures by depth, and reliability tables.
 
-A confidence head foretells, token by token, the chance that a drafted token stands. What decides
-how far a block is worth verifying is the running product: the chance that all tokens so far stand.
-So temperatures are fitted depth by depth, each given those before it, such that the product is
-calibrated on held-out texts. What stood is found out by replay, from every slot that drafts.
+A confidence head predicts, token by token, the probability that a drafted token is accepted. What
+decides how far a block is worth verifying is the running product: the probability that all tokens
+so far are accepted. So temperatures are fitted depth by depth, each given those before it, such
+that the product is calibrated on held-out texts. Replay shows which tokens are accepted, from every
+slot that drafts.
 
 Shapes: N slots of a depth.
 """
@@ -35,17 +36,17 @@ _GOLDEN = (5**0.5 - 1) / 2
 
 @dataclass(frozen=True)
 class Sureness:
-    """Of every slot that drafts: log-odds by depth (NaN past its text), and tokens accepted."""
+    """Per drafting slot: log-odds by depth (NaN past the end of its text), and tokens accepted."""
 
     odds_NK: Floats
     accepted_N: Ints
 
     def stood(self, depth: int) -> NDArray[np.bool_]:
-        """[N]: all tokens up to this depth were accepted."""
+        """[N]: whether all tokens up to this depth were accepted."""
         return self.accepted_N > depth
 
     def at(self, temperatures: Sequence[float]) -> "Sureness":
-        """The same with every depth's odds divided by its temperature; 1 where there is none."""
+        """The same with every depth's log-odds divided by its temperature, by default 1."""
         scale = np.ones(self.odds_NK.shape[1])
         scale[: len(temperatures)] = temperatures[: len(scale)]
         return Sureness(self.odds_NK / scale, self.accepted_N)
@@ -58,10 +59,10 @@ class Sureness:
 
 @dataclass(frozen=True)
 class Bin:
-    """Slots whose foretold chance lies in one interval."""
+    """The slots whose predicted probability lies in one interval."""
 
-    foretold: float  # their mean chance
-    found: float  # share of them where all tokens so far stood
+    foretold: float  # their mean probability
+    found: float  # share of them where all tokens so far were accepted
     count: int
 
 
@@ -70,11 +71,11 @@ Reliability = list[list[Bin]]  # by depth
 
 @dataclass(frozen=True)
 class Calibration:
-    """Temperatures of all texts, and what they are worth on texts that did not choose them."""
+    """Temperatures fitted on all texts, and their reliability by two-fold cross-validation."""
 
     temperatures: list[float]  # by depth
-    before: Reliability  # with the temperatures that the draft came with
-    after: Reliability  # each half of the texts under the temperatures of the other half
+    before: Reliability  # with the draft's previous temperatures
+    after: Reliability  # each half of the texts with the temperatures of the other half
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -88,7 +89,7 @@ class Calibration:
 
 def _bins_to_json(tables: Reliability) -> list[list[list[float]]]:
     """[foretold, found, slots] of every interval, by depth."""
-    return [[[one.foretold, one.found, one.count] for one in table] for table in tables]
+    return [[[bin_.foretold, bin_.found, bin_.count] for bin_ in table] for table in tables]
 
 
 def says_nothing(where: str = "") -> BadInput:
@@ -97,7 +98,7 @@ def says_nothing(where: str = "") -> BadInput:
 
 
 def foretells(draft: DraftModel) -> TypeGuard[BlockDraftModel]:
-    """Whether a draft says how sure it is, so that it can be calibrated."""
+    """Whether a draft has a confidence head, so that it can be calibrated."""
     return isinstance(draft, BlockDraftModel) and draft.confidence_head is not None
 
 
@@ -109,31 +110,31 @@ def calibrate(
     depths: int,
     batch_tokens: int = 8192,
 ) -> Calibration:
-    """Fit temperatures on the target's own texts. What they are worth is measured crosswise, every
-    text under temperatures that it had no part in; a single text judges itself."""
+    """Fit temperatures on the target's own texts. Their reliability is cross-validated: every text
+    is judged with temperatures fitted on others, except for a single text."""
     halves = [
-        sureness(draft, _asked(target, draft, half, batch_tokens), depths)
+        sureness(draft, _answered_packs(target, draft, half, batch_tokens), depths)
         for half in (texts[::2], texts[1::2])
         if half
     ]
     fitted = [fit_temperatures(half) for half in halves]
     whole = Sureness.joined(halves)
-    own = list(draft.config.confidence_temperatures)
+    previous = list(draft.config.confidence_temperatures)
     crossed = Sureness.joined(
-        [half.at(cool) for half, cool in zip(halves, fitted[::-1], strict=True)]
+        [half.at(others) for half, others in zip(halves, fitted[::-1], strict=True)]
     )
     temperatures = fit_temperatures(whole)
     return Calibration(
         temperatures,
-        [reliability(whole, own, depth) for depth in range(len(temperatures))],
+        [reliability(whole, previous, depth) for depth in range(len(temperatures))],
         [reliability(crossed, [], depth) for depth in range(len(temperatures))],
     )
 
 
-def _asked(
+def _answered_packs(
     target: Eagle3TargetBackend, draft: DraftModel, texts: Sequence[Text], batch_tokens: int
 ) -> Iterator[tuple[Eagle3TargetBatch, TokenBatch, Ints]]:
-    """The texts in packs, with what the target says about each."""
+    """The texts in packs, each with the target's answer and picks."""
     selected_W = draft.selected_token_ids
     assert selected_W is not None  # checked when it was loaded
     for pack in packs_of([len(text) for text in texts], batch_tokens):
@@ -148,7 +149,7 @@ def sureness(
     packs: Iterable[tuple[Eagle3TargetBatch, TokenBatch, Ints]],  # `picks` of `packed.target_picks`
     depths: int,
 ) -> Sureness:
-    """What the draft foretells at every drafting slot of some packs, and what came true."""
+    """The draft's confidence at every drafting slot of some packs, and the tokens accepted."""
     if draft.confidence_head is None or draft.markov_head is None:
         raise says_nothing()
     rollouts = MarkovRollouts(draft, depths)
@@ -162,8 +163,8 @@ def sureness(
             slot_N = slot_T[plan.depths[0].slot_N.cpu().numpy()]
             odds_NK = np.full((len(slot_N), depths), np.nan)
             for depth, inputs_NE in enumerate(rollouts.head_inputs(batch, plan)):
-                found_N = rollouts.confidence(inputs_NE).double().cpu().numpy()
-                odds_NK[: len(found_N), depth] = found_N  # rows of a depth are the first of depth 0
+                odds_N = rollouts.confidence(inputs_NE).double().cpu().numpy()
+                odds_NK[: len(odds_N), depth] = odds_N  # rows of a depth are the first of depth 0
             odds.append(odds_NK)
             accepted.append(accepted_S[slot_N])
     return Sureness(np.concatenate(odds), np.concatenate(accepted))
@@ -171,7 +172,7 @@ def sureness(
 
 @contextmanager
 def _all_proposed(draft: BlockDraftModel) -> Iterator[None]:
-    """While open, no confidence leaves anything out."""
+    """While open, all tokens are proposed, whatever their confidence."""
     config: Any = draft.config
     before, config.confidence_threshold = config.confidence_threshold, 0.0
     try:
@@ -181,50 +182,54 @@ def _all_proposed(draft: BlockDraftModel) -> Iterator[None]:
 
 
 def fit_temperatures(found: Sureness) -> list[float]:
-    """One for each depth, left to right: the likeliest, given those before it."""
+    """Maximum-likelihood temperatures, one per depth, each given those before it."""
     temperatures: list[float] = []
     for depth in range(found.odds_NK.shape[1]):
-        here_N = ~np.isnan(found.odds_NK[:, depth])
-        if not here_N.any():
+        reached_N = ~np.isnan(found.odds_NK[:, depth])
+        if not reached_N.any():
             break
-        before_N = chances(found, temperatures)[here_N, depth - 1] if depth else 1.0
-        odds_N, stood_N = found.odds_NK[here_N, depth], found.stood(depth)[here_N]
+        before_N = chances(found, temperatures)[reached_N, depth - 1] if depth else 1.0
+        odds_N, stood_N = found.odds_NK[reached_N, depth], found.stood(depth)[reached_N]
 
-        def unlikely(
+        def loss(
             log_temperature: float, odds_N: Floats = odds_N, before_N: Any = before_N,
             stood_N: Any = stood_N,
         ) -> float:  # fmt: skip
             chance_N = before_N * _sigmoid(odds_N / np.exp(log_temperature))
             return _log_loss(chance_N, stood_N)
 
-        temperatures.append(float(np.exp(_lowest(unlikely, np.log(_COLDEST), np.log(_HOTTEST)))))
+        temperatures.append(float(np.exp(_minimize(loss, np.log(_COLDEST), np.log(_HOTTEST)))))
     return temperatures
 
 
 def chances(found: Sureness, temperatures: Sequence[float]) -> Floats:
-    """[N, depths] the running product; depths without a temperature have 1."""
+    """[N, depths] the running product of probabilities; depths without a temperature use 1."""
     return np.cumprod(_sigmoid(found.at(temperatures).odds_NK), axis=1, dtype=np.float64)
 
 
 def reliability(
     found: Sureness, temperatures: Sequence[float], depth: int, bins: int = 10
 ) -> list[Bin]:
-    """Foretold and found, side by side, for the tokens up to one depth; no empty intervals."""
+    """Predicted and observed acceptance of the tokens up to one depth; no empty intervals."""
     chance_N = chances(found, temperatures)[:, depth]
-    here_N = ~np.isnan(chance_N)
-    chance_N, stood_N = chance_N[here_N], found.stood(depth)[here_N]
-    which_N = np.minimum((chance_N * bins).astype(np.int64), bins - 1)
+    reached_N = ~np.isnan(chance_N)
+    chance_N, stood_N = chance_N[reached_N], found.stood(depth)[reached_N]
+    which_bin_N = np.minimum((chance_N * bins).astype(np.int64), bins - 1)
     return [
-        Bin(float(chance_N[which_N == b].mean()), float(stood_N[which_N == b].mean()), int(n))
+        Bin(
+            float(chance_N[which_bin_N == b].mean()),
+            float(stood_N[which_bin_N == b].mean()),
+            int(n),
+        )
         for b in range(bins)
-        if (n := (which_N == b).sum())
+        if (n := (which_bin_N == b).sum())
     ]
 
 
 def calibration_error(table: Sequence[Bin]) -> float:
-    """How far foretold and found lie apart, on average over slots."""
-    total = sum(one.count for one in table)
-    return sum(abs(one.foretold - one.found) * one.count for one in table) / max(1, total)
+    """The mean absolute difference of predicted and observed acceptance over slots."""
+    total = sum(bin_.count for bin_ in table)
+    return sum(abs(bin_.foretold - bin_.found) * bin_.count for bin_ in table) / max(1, total)
 
 
 def _sigmoid(odds: Floats) -> Floats:
@@ -233,12 +238,12 @@ def _sigmoid(odds: Floats) -> Floats:
 
 
 def _log_loss(chance_N: Floats, stood_N: NDArray[np.bool_]) -> float:
-    clear_N = np.clip(chance_N, 1e-12, 1 - 1e-12)
-    return float(-np.where(stood_N, np.log(clear_N), np.log1p(-clear_N)).mean())
+    clipped_N = np.clip(chance_N, 1e-12, 1 - 1e-12)
+    return float(-np.where(stood_N, np.log(clipped_N), np.log1p(-clipped_N)).mean())
 
 
-def _lowest(value: Any, low: float, high: float) -> float:
-    """Where a function of one valley is lowest, by golden sections."""
+def _minimize(value: Any, low: float, high: float) -> float:
+    """The minimum point of a unimodal function, by golden-section search."""
     left, right = high - _GOLDEN * (high - low), low + _GOLDEN * (high - low)
     at_left, at_right = value(left), value(right)
     while high - low > 1e-4:

@@ -1,14 +1,14 @@
-"""Where a draft fails: every first rejection is charged to one cause, what it cost to that cause.
+"""Where a draft fails: every first rejection, with its cost, is attributed to one cause.
 
-A round that drafts K tokens adds K + 1 to the text at best. What it adds less is its loss; over all
-rounds, per round, that is the lost length: K + 1 - acceptance length. It falls into two parts:
+A round that drafts K tokens adds at most K + 1 to the text. The shortfall is its loss; averaged
+over all rounds, that is the lost length: K + 1 - acceptance length. It has two parts:
 
     K + 1 - added  =  (room - added)    +  (K + 1 - room)       room = min(K + 1, tokens left)
                       its rejection's      the end of the text's
 
-A round without a rejection adds all that there is room for, and charges nothing. A rejection is
-charged to the first of `CAUSES` that holds of it, so the shares of all causes and of the end of the
-text sum to 1. A share is an upper bound of what a remedy wins: the next token may be rejected too.
+A round without a rejection adds all that there is room for, and is charged to no cause. A rejection
+is charged to the first of `CAUSES` that applies, so the shares of all causes and of the end of the
+text sum to 1. A share is an upper bound on what a remedy gains: the next token may be rejected too.
 """
 
 import unicodedata
@@ -19,19 +19,19 @@ from typing import Any
 from fledge.decode.pieces import Pieces
 from fledge.measure.figures import Sample
 
-LONG_CONTEXT = 2048  # tokens; where nobody knows how long the rows were that a draft learnt from
+LONG_CONTEXT = 2048  # tokens; used where the length of a draft's training rows is unknown
 
 
 @dataclass(frozen=True)
 class Cause:
-    """What is said of the rejections that are charged to it."""
+    """A cause of rejections, as reports name it."""
 
     title: str
     remedy: str
 
 
-# The order is the rule. What no training can mend comes first, then what stands before the token,
-# then where the round is, then where the token is in its round.
+# The first cause that applies is charged, so the order matters. What no training can fix comes
+# first, then what precedes the token, then where the round is, then where the token is in it.
 CAUSES = {
     "vocabulary": Cause(
         "outside the draft vocabulary",
@@ -46,11 +46,11 @@ CAUSES = {
     ),
     "context": Cause("long context", "training rows as long as these texts: data.max_length"),
     "depth": Cause(
-        "deep positions", "fewer --draft-tokens, or training that looks so many tokens ahead"
+        "deep positions", "fewer --draft-tokens, or training that looks that many tokens ahead"
     ),
     "rest": Cause("rest", "more rows and steps, or a larger draft (draft.layers)"),
 }
-_CODE_SIGNS = frozenset("{}[]<>=_\\|^~`")  # that prose seldom has
+_CODE_SIGNS = frozenset("{}[]<>=_\\|^~`")  # rare in prose
 _FENCE = "```"
 
 
@@ -58,9 +58,9 @@ _FENCE = "```"
 class Blame:
     """One cause over all rounds."""
 
-    judged: int = 0  # drafted tokens in such a place that were compared with the text's
+    judged: int = 0  # drafted tokens to which it applies, compared with the text's
     rejected: int = 0  # of these, those that ended their round
-    lost: int = 0  # tokens that these rounds did not add
+    lost: int = 0  # tokens that these rounds failed to add
 
     def __add__(self, other: "Blame") -> "Blame":
         rejected = self.rejected + other.rejected
@@ -73,7 +73,7 @@ class Failures:
 
     rounds: int
     depth: int  # K
-    blames: dict[str, Blame]  # every cause, in the order in which they are asked
+    blames: dict[str, Blame]  # every cause, in the order in which they are checked
     ended: int  # tokens for which the text had no room left
 
     @property
@@ -86,18 +86,18 @@ class Failures:
         return self.lost / max(1, self.rounds)
 
     def share(self, tokens: int) -> float:
-        """Of the lost length."""
+        """The share of some lost tokens in all lost tokens."""
         return tokens / self.lost if self.lost else 0.0
 
     @property
     def largest(self) -> str | None:
-        """The cause that is charged with the most; None: nothing was rejected."""
+        """The cause that is charged with the most; None if nothing was rejected."""
         name = max(self.blames, key=lambda name: self.blames[name].lost)
         return name if self.blames[name].lost else None
 
     @property
     def remedy(self) -> str:
-        """What to change, in a line."""
+        """What to change, in one line."""
         if self.largest is None:
             return "nothing was lost to a rejection"
         cause, share = CAUSES[self.largest], self.share(self.blames[self.largest].lost)
@@ -133,8 +133,9 @@ def failures(
     *,
     long_context: int = LONG_CONTEXT,
 ) -> Failures:
-    """Charge every rejection. `kinds` says of an answer what each token is to the one behind it
-    (`kinds_of`); a round that begins behind `long_context` tokens has a long one."""
+    """Attribute every rejection. `kinds` returns the kind of each token of an answer (`kinds_of`),
+    which may explain a rejection after it; a round has a long context if it starts after more than
+    `long_context` tokens."""
     blames = dict.fromkeys(CAUSES, Blame())
     rounds = ended = 0
     for sample in samples:
@@ -145,14 +146,15 @@ def failures(
             room, reach = min(depth + 1, left), min(depth, left)
             ended += depth + 1 - room
             for place in range(min(round_.accepted + 1, reach)):
-                at = round_.context + place - prompt  # in the answer; its first token is no round's
-                if not can_say(sample.answer_ids[at]):
+                # in the answer, whose first token belongs to no round
+                index = round_.context + place - prompt
+                if not can_say(sample.answer_ids[index]):
                     cause = "vocabulary"
-                elif before[at - 1]:
-                    cause = before[at - 1]
+                elif before[index - 1]:
+                    cause = before[index - 1]
                 elif round_.context > long_context:
                     cause = "context"
-                else:  # deep: behind the first half
+                else:  # deep: in the second half of the round
                     cause = "depth" if 2 * place > depth else "rest"
                 missed = place == round_.accepted
                 lost = room - round_.emitted if missed else 0
@@ -161,11 +163,11 @@ def failures(
 
 
 def kinds_of(answer_ids: Sequence[int], tokenizer: Any) -> list[str]:
-    """Of each token, what it is to the one behind it: one of code, scripts, digits, punctuation, or
-    "" where it is an ordinary word.
+    """The kind of each token, as context of the next one: one of code, scripts, digits,
+    punctuation, or "" for an ordinary word.
 
-    The last sign of the token decides; inside a fence (```) everything is code. A token that is but
-    a part of a character belongs to a script that the tokenizer spells in bytes.
+    The last character of the token decides; inside a fence (```) everything is code. A token that
+    is only part of a character belongs to a script that the tokenizer encodes in bytes.
     """
     special = set(tokenizer.all_special_ids)
     text, kinds = "", [""]
@@ -179,18 +181,18 @@ def kinds_of(answer_ids: Sequence[int], tokenizer: Any) -> list[str]:
             kinds.append("code")
         elif piece.strip(" "):
             kinds.append(_kind(piece))
-        else:  # spaces say nothing themselves
+        else:  # spaces inherit the kind before them
             kinds.append(kinds[-1] if piece else "scripts")
     return kinds[1:]
 
 
 def _kind(piece: str) -> str:
-    sign = piece.strip()[-1:]
-    if not sign:
+    last = piece.strip()[-1:]
+    if not last:
         return "punctuation"  # a line break
-    if sign in _CODE_SIGNS:
+    if last in _CODE_SIGNS:
         return "code"
-    category = unicodedata.category(sign)[0]
+    category = unicodedata.category(last)[0]
     if category in "LM":
-        return "" if unicodedata.name(sign, "").startswith("LATIN") else "scripts"
+        return "" if unicodedata.name(last, "").startswith("LATIN") else "scripts"
     return {"N": "digits", "P": "punctuation", "S": "punctuation"}.get(category, "")

@@ -1,8 +1,8 @@
-"""One draft against the target's answers: replayed for the figures, decoded live for the proof.
+"""One draft against the target's answers: replayed for the figures, decoded live to confirm them.
 
 Where its strategy can be replayed, a draft is replayed over all answers, and a sample of them is
-decoded live: the live texts must be the target's, the live rounds the replayed ones, and the clock
-says what it gains. Otherwise (a tree) all answers are decoded live.
+decoded live: the live texts must be the target's, the live rounds the replayed ones, and the
+speed-up is measured. Otherwise (a tree) all answers are decoded live.
 """
 
 import time
@@ -27,33 +27,33 @@ from fledge.measure.speed import Speed, Stopwatch
 from fledge.measure.tokens import WrittenToken, look_closely, written_tokens
 from fledge.target.hf.model import HFEagle3TargetModel
 
-Watch = Callable[[str, int, int], None]  # what is going on, done, in all
+Watch = Callable[[str, int, int], None]  # current phase, done, total
 
 
 @dataclass(frozen=True)
 class EvalOptions:
     num_draft_tokens: int = 7
-    method: str | None = None  # of drafting; None: what a draft was trained for
+    method: str | None = None  # name of a strategy; None: the one a draft was trained for
     tree: TreeShape = TreeShape()  # noqa: RUF009  (frozen)
-    live: int = 4  # answers to decode live as well; all where there is no replay
+    live: int = 4  # answers to decode live as well; all if there is no replay
     max_new_tokens: int = 256
-    batch_tokens: int = 8192  # of one replayed batch
+    batch_tokens: int = 8192  # tokens of one replayed batch
     samples: int = 0  # answers to show token by token
 
 
 @dataclass(frozen=True)
 class LiveCheck:
-    """Live decoding beside the target's own answers and the replay of them."""
+    """Live decoding compared with the target's own answers and with their replay."""
 
     texts: int
     same_texts: int  # token for token the target's own; rounding may break ties differently
     rounds: int  # live rounds inside the part of the text that agrees
-    same_rounds: int  # of these, with exactly the replayed length
+    same_rounds: int  # of these, those with exactly the replayed length
     acceptance: Acceptance
 
     @property
     def agrees(self) -> bool:
-        """Whether live decoding confirms the replay, up to ties that rounding breaks either way."""
+        """Whether live decoding confirms the replay, except for ties that rounding breaks."""
         return self.rounds == 0 or self.same_rounds >= 0.95 * self.rounds
 
     def to_json(self) -> dict[str, Any]:
@@ -88,7 +88,7 @@ class ShownAnswer:
 
 @dataclass(frozen=True)
 class DraftReport:
-    """Everything `fledge eval` says about one draft."""
+    """Everything that `fledge eval` reports about one draft."""
 
     name: str
     method: str
@@ -100,12 +100,12 @@ class DraftReport:
     contexts: dict[str, Acceptance]
     misses: VocabularyMisses
     failures: Failures
-    other_picks: int | None  # answer tokens the target would not pick again (ties), if replayed
+    other_picks: int | None  # if replayed: answer tokens the target would not pick again (ties)
     live: LiveCheck | None
     speed: Speed | None
     replay_s: float | None  # seconds for all answers
     samples: list[ShownAnswer]
-    calibration: Calibration | None = None  # of drafts that say how sure they are
+    calibration: Calibration | None = None  # of drafts with a confidence head
 
     def to_json(self) -> dict[str, Any]:
         value: dict[str, Any] = {
@@ -132,7 +132,7 @@ class DraftReport:
 
 
 class DraftEvaluation:
-    """A target and its answers; drafts are put to the test one after another."""
+    """A target and its answers, on which drafts are evaluated one after another."""
 
     def __init__(
         self,
@@ -158,8 +158,8 @@ class DraftEvaluation:
         *,
         trained_length: int | None = None,
     ) -> DraftReport:
-        """`num_draft_tokens`: this draft's own, instead of the options' for all. `trained_length`:
-        of the longest rows that it learnt from, if anybody knows."""
+        """Evaluate one draft. `num_draft_tokens` overrides that of the options for this draft.
+        `trained_length`: the length of the longest rows it was trained on, if known."""
         check_fits(self.target, draft, name)
         count = num_draft_tokens or self.options.num_draft_tokens
         shape = DraftShape(count, self.options.tree)
@@ -206,7 +206,7 @@ class DraftEvaluation:
 
     def _calibrate(self, strategy: Strategy) -> Calibration | None:
         draft = strategy.draft
-        # the first token of an answer is the prompt's own: nothing is drafted before the second
+        # the first token of an answer comes from the prompt's pass: drafting starts at the second
         texts = [Text(t.prompt_ids, t.answer_ids) for t in self.answers if len(t.answer_ids) > 1]
         if not foretells(draft) or not texts:
             return None
@@ -215,7 +215,8 @@ class DraftEvaluation:
         return calibrate(self.target, draft, texts, depths=strategy.depth, batch_tokens=tokens)
 
     def _show(self, strategy: Strategy, index: int, sample: Sample) -> ShownAnswer:
-        """An answer token by token; without replay only who wrote it: proposals are not kept."""
+        """An answer token by token; without a replay only who wrote each token, since proposals are
+        not kept."""
         text = Text(list(sample.prompt_ids), list(sample.answer_ids))
         tokenizer = self.target.tokenizer
         if strategy.rollouts is None:
@@ -239,10 +240,11 @@ class DraftEvaluation:
     def _decode(
         self, strategy: Strategy, which: list[int], count: int
     ) -> tuple[dict[int, Generation], Speed | None]:
-        """Decode some prompts live, one at a time; the sample's plainly too, for the clock.
+        """Decode some prompts live, one at a time; those of the sample also without a draft, to
+        measure the speed-up.
 
-        The two ways take turns, and take turns in being the first: a machine that slows down slows
-        down both.
+        The two decoders alternate, and alternate in going first, so that a machine that slows down
+        affects both.
         """
         options = self.options
         decoder = SpeculativeDecoder(
@@ -256,15 +258,15 @@ class DraftEvaluation:
             self._watch("decoding live", done, len(which))
             prompts = [self.answers[index].prompt_ids]
             if done == 0:  # the first passes of a process are slow and must not count
-                for either in watches:
-                    either.generate(prompts, Stops(min(8, options.max_new_tokens)))
+                for cold in watches:
+                    cold.generate(prompts, Stops(min(8, options.max_new_tokens)))
             timed = index in self._sample
-            ways = ([decoder, plain] if done % 2 else [plain, decoder]) if timed else [decoder]
-            texts = {way: way.generate(prompts, self._stops)[0] for way in ways}
+            order = ([decoder, plain] if done % 2 else [plain, decoder]) if timed else [decoder]
+            texts = {runner: runner.generate(prompts, self._stops)[0] for runner in order}
             live[index] = texts[decoder]
-            if timed and all(way.timing.rounds for way in ways):
-                for way, text in texts.items():
-                    watches[way].add(way.timing, text)
+            if timed and all(runner.timing.rounds for runner in order):
+                for runner, text in texts.items():
+                    watches[runner].add(runner.timing, text)
         return live, Speed.of(watches[plain], watches[decoder])
 
     def _check(
@@ -274,11 +276,11 @@ class DraftEvaluation:
         for index, text in live.items():
             answer_ids = self.answers[index].answer_ids
             same_texts += text.token_ids == answer_ids
-            agreed = len(text.prompt_ids) + _shared(text.token_ids, answer_ids)
+            agreed = len(text.prompt_ids) + _common_prefix(text.token_ids, answer_ids)
             if replays is not None:
                 inside = {r for r in text.rounds if r.context + r.emitted <= agreed}
-                begun = {r.context for r in replays[index].rounds}
-                compared = {r for r in inside if r.context in begun}
+                contexts = {r.context for r in replays[index].rounds}
+                compared = {r for r in inside if r.context in contexts}
                 rounds += len(compared)
                 same_rounds += len(compared & set(replays[index].rounds))
         samples = [_live_sample(text, self.answers[i]) for i, text in live.items()]
@@ -288,29 +290,29 @@ class DraftEvaluation:
 
 
 def check_fits(target: HFEagle3TargetModel, draft: DraftModel, name: str) -> None:
-    """Refuse a draft that was made for another target, as far as shapes show it."""
-    info, config, another = target.info(), draft.config, "name the target it was trained for"
-    for what, ours, theirs in (
+    """Reject a draft that was made for another target, as far as its config shows."""
+    info, config, fix = target.info(), draft.config, "name the target it was trained for"
+    for key, of_draft, of_target in (
         ("target_hidden_size", config.target_hidden_size, info.hidden_size),
         ("num_aux_hidden_states", config.num_aux_hidden_states, len(target.aux_layer_ids)),
     ):
-        if ours != theirs:
-            complaint = f"the draft's {what} is {ours}, the target's {theirs}"
-            raise BadInput(complaint, where=name, fix=another)
-    layers, shown = getattr(config, "aux_layer_ids", None), list(target.aux_layer_ids)
-    if layers is not None and list(layers) != shown:
-        complaint = f"trained on the target's layers {list(layers)}, not {shown}"
-        raise BadInput(complaint, where=name, fix=f"--aux-layers {','.join(map(str, layers))}")
+        if of_draft != of_target:
+            message = f"the draft's {key} is {of_draft}, the target's {of_target}"
+            raise BadInput(message, where=name, fix=fix)
+    layers, target_layers = getattr(config, "aux_layer_ids", None), list(target.aux_layer_ids)
+    if layers is not None and list(layers) != target_layers:
+        message = f"trained on the target's layers {list(layers)}, not {target_layers}"
+        raise BadInput(message, where=name, fix=f"--aux-layers {','.join(map(str, layers))}")
     if config.vocab_size > info.vocab_size:
-        complaint = f"the draft knows {config.vocab_size} tokens, the target {info.vocab_size}"
-        raise BadInput(complaint, where=name, fix=another)
+        message = f"the draft knows {config.vocab_size} tokens, the target {info.vocab_size}"
+        raise BadInput(message, where=name, fix=fix)
     if draft.selected_token_ids is None:
         raise BadInput("the draft has no vocabulary mapping (d2t)", where=name)
 
 
-def _shared(ours: Sequence[int], theirs: Sequence[int]) -> int:
-    pairs = zip(ours, theirs, strict=False)
-    shorter = min(len(ours), len(theirs))
+def _common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
+    pairs = zip(first, second, strict=False)
+    shorter = min(len(first), len(second))
     return next((i for i, (a, b) in enumerate(pairs) if a != b), shorter)
 
 

@@ -1,7 +1,7 @@
 """Acceptance figures from rounds, and the sentence that defines them.
 
-No figure leaves this file without its definition: other projects count differently, and most
-arguments about acceptance are about definitions.
+Figures are reported with their definition: other projects count differently, and most arguments
+about acceptance are about definitions.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -15,7 +15,7 @@ _FIRST_BUCKET = 128
 
 @dataclass(frozen=True)
 class Sample:
-    """One text with the rounds that led through it."""
+    """One text with the rounds that produced it."""
 
     prompt_ids: Sequence[int]
     answer_ids: Sequence[int]
@@ -31,7 +31,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Acceptance:
-    """What some rounds add up to. Position k counts rounds whose text reaches that far."""
+    """Counts over some rounds. Position k counts the rounds whose text reaches that far."""
 
     rounds: int
     emitted: int
@@ -45,7 +45,7 @@ class Acceptance:
         return cls(0, 0, zeros, zeros, zeros)
 
     def counts(self) -> list[int]:
-        """All counts in one row, which add up over sets of rounds."""
+        """All counts in one list; lists of several sets of rounds can be added elementwise."""
         return [self.rounds, self.emitted, *self.tried, *self.reached, *self.accepted]
 
     @classmethod
@@ -56,8 +56,8 @@ class Acceptance:
         return cls(rounds, emitted, *parts)
 
     def __add__(self, other: "Acceptance") -> "Acceptance":
-        both = zip(self.counts(), other.counts(), strict=True)
-        return Acceptance.from_counts([a + b for a, b in both])
+        pairs = zip(self.counts(), other.counts(), strict=True)
+        return Acceptance.from_counts([a + b for a, b in pairs])
 
     @property
     def length(self) -> float:
@@ -71,7 +71,7 @@ class Acceptance:
 
     @property
     def conditional(self) -> list[float]:
-        """P(token k accepted | those before it were)."""
+        """P(token k accepted | those before it accepted)."""
         return _shares(self.accepted, self.reached)
 
     def to_json(self) -> dict[str, Any]:
@@ -85,7 +85,8 @@ class Acceptance:
 
 
 def count_rounds(pairs: Iterable[tuple[Round, int]], depth: int) -> Acceptance:
-    """From (round, tokens of its text in all) pairs; `depth` tokens are drafted at most."""
+    """The acceptance of (round, total tokens of its text) pairs; a round drafts at most `depth`
+    tokens."""
     rounds = emitted = 0
     tried, reached, accepted = [0] * depth, [0] * depth, [0] * depth
     for round_, total in pairs:
@@ -98,8 +99,8 @@ def count_rounds(pairs: Iterable[tuple[Round, int]], depth: int) -> Acceptance:
     return Acceptance(rounds, emitted, tuple(tried), tuple(reached), tuple(accepted))
 
 
-def _shares(some: Sequence[int], of: Sequence[int]) -> list[float]:
-    return [part / whole if whole else 0.0 for part, whole in zip(some, of, strict=True)]
+def _shares(parts: Sequence[int], wholes: Sequence[int]) -> list[float]:
+    return [part / whole if whole else 0.0 for part, whole in zip(parts, wholes, strict=True)]
 
 
 def acceptance(samples: Iterable[Sample], depth: int) -> Acceptance:
@@ -117,7 +118,7 @@ def by_label(
 
 
 def by_context(samples: Iterable[Sample], depth: int) -> dict[str, Acceptance]:
-    """By how many tokens were known when the round began: up to 128, 256, 512, ..."""
+    """The acceptance by number of known tokens when a round starts: up to 128, 256, 512, ..."""
     groups: dict[int, list[tuple[Round, int]]] = {}
     for sample in samples:
         for round_ in sample.rounds:
@@ -129,9 +130,9 @@ def by_context(samples: Iterable[Sample], depth: int) -> dict[str, Acceptance]:
 
 
 def every_slot_length(samples: Iterable[Sample], depth: int) -> float | None:
-    """What training estimates: 1 + sum over k of P(tokens 1..k right), every slot a start.
+    """What training estimates: 1 + sum over k of P(tokens 1..k right), starting at every slot.
 
-    None for rounds that were not replayed. It differs from tokens per round, because live rounds do
+    None for rounds that were not replayed. It differs from tokens per round because live rounds do
     not start everywhere: after a long accepted run they skip the easy slots.
     """
     tried, hits = [0] * depth, [0] * depth
@@ -147,7 +148,7 @@ def every_slot_length(samples: Iterable[Sample], depth: int) -> float | None:
 
 @dataclass(frozen=True)
 class VocabularyMisses:
-    """Tokens that the draft cannot say: no training helps there, a larger map does."""
+    """Tokens outside the draft vocabulary: no training helps there, only a larger vocabulary."""
 
     tokens: int  # answer tokens that a draft could have drafted
     outside: int  # of these, outside the draft vocabulary
@@ -178,7 +179,7 @@ def vocabulary_misses(
 
 
 def definition(drafted: str, *, temperature: float = 0.0) -> str:
-    """The sentence that goes with every figure; `drafted` is a strategy's label."""
+    """The sentence that accompanies every figure; `drafted` is a strategy's label."""
     return (
         "acceptance length = tokens per round of drafting and verification: the accepted drafted "
         "tokens and the one the target adds (bonus token counted; the first token of an answer "

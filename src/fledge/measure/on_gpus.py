@@ -1,5 +1,5 @@
-"""What drafts of shipped recipes gained on a GPU, for those who measure on a machine that gains
-nothing. The figures (`on_gpus.json`) are those of `SOURCE`, where the commands stand.
+"""Speed-ups of drafts of the shipped recipes on a GPU, for users of machines without a speed-up.
+The figures (`on_gpus.json`) come from `SOURCE`, which also lists the commands.
 """
 
 import json
@@ -11,13 +11,13 @@ SOURCE = "benchmarks/results/smollm2_decoding.md"
 
 @dataclass(frozen=True)
 class MeasuredGain:
-    """One text at a time, with recorded passes, bfloat16."""
+    """A speed-up measured one text at a time, with recorded passes, in bfloat16."""
 
     target: str
-    method: str  # of drafting
+    method: str  # strategy of drafting
     gpu: str
-    recipe: str  # whose draft it was
-    drafted: int  # tokens a round
+    recipe: str  # that trained the draft
+    drafted: int  # tokens per round
     length: float  # acceptance length
     break_even: float
     speedup: float
@@ -32,6 +32,6 @@ def measured_gains() -> list[MeasuredGain]:
 
 
 def gain_on_a_gpu(target: str, method: str) -> MeasuredGain | None:
-    """What is known of this target and this way of drafting."""
-    known = (one for one in measured_gains() if (one.target, one.method) == (target, method))
-    return next(known, None)
+    """The measured gain for this target and strategy; None if there is none."""
+    matches = (gain for gain in measured_gains() if (gain.target, gain.method) == (target, method))
+    return next(matches, None)

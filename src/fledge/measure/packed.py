@@ -1,7 +1,7 @@
 """How far a draft gets from every slot of packed texts: one pass of the draft, the core of replay.
 
-Texts lie in packs, as in training; the loss mask marks the answers. Which slots count, and what is
-drafted from them, `decode.strategies.rollouts` says.
+Texts are packed as in training; the loss mask marks the answers. Which slots count, and what is
+drafted from them, is defined in `decode.strategies.rollouts`.
 
 Shapes: N rollout elements of a depth.
 """
@@ -24,12 +24,12 @@ from fledge.target.finite import Fault, place_of, refusal
 
 Ints = NDArray[np.int64]
 
-_CHUNK_SCORES = {"cpu": 2**24, "cuda": 2**27}  # rows x vocabulary of one piece of logits
+_CHUNK_SCORES = {"cpu": 2**24, "cuda": 2**27}  # rows x vocabulary of one chunk of logits
 
 
 @dataclass(frozen=True)
 class AnswerSpan:
-    """One answer inside a pack: its document's slots, and where it lies among the document's."""
+    """One answer inside a pack: the slots of its document, and its place in the document."""
 
     row: int
     begin: int  # first slot of the document in the pack
@@ -63,9 +63,9 @@ def accepted_lengths(
 ) -> Ints:
     """[B, T]: from each slot, how many drafted tokens in a row are the target's picks.
 
-    `pick_S` [S] is what the target picks where slot t drafts (its token t + 2), -1 where none
-    does. Where that is not the text's token, a draft may still be right, but nothing behind it can
-    be judged.
+    `pick_S` [S] is the target's pick for the token t + 2 that slot t drafts, -1 where a slot does
+    not draft. Where that is not the text's token, a draft may still be right, but nothing after it
+    can be judged.
     """
     text_BT = tokens.input_ids
     accepted_S = np.zeros(text_BT.numel(), dtype=np.int64)
@@ -80,7 +80,7 @@ def accepted_lengths(
         zip(plan.depths, rollouts.head_inputs(batch, plan), strict=True)
     ):
         slot_N = slot_T[rows.slot_N.cpu().numpy()]
-        # the head is asked about these only: most rollouts are over after a token or two
+        # the head is computed for these only: most rollouts are over after a token or two
         index_M = np.flatnonzero(alive_S[slot_N])
         slot_M, alive_S = slot_N[index_M], np.zeros_like(alive_S)
         if len(index_M) == 0:
@@ -93,9 +93,9 @@ def accepted_lengths(
 
 
 def drafted_tokens(rollouts: Rollouts, head_input_NE: Tensor) -> Tensor:
-    """[N] the target ids that are drafted; NO_TOKEN where its numbers are not finite."""
+    """[N] the drafted tokens as target ids; NO_TOKEN where the draft's numbers are not finite."""
     selected_W = rollouts.selected_token_ids
-    parts = _pieces(head_input_NE, len(selected_W))
+    parts = _chunks(head_input_NE, len(selected_W))
     tops = [rollouts.logits(part).max(-1) for part in parts]
     return torch.cat([tokens_of(selected_W[top.indices], top.values) for top in tops])
 
@@ -104,9 +104,9 @@ def drafted_tokens(rollouts: Rollouts, head_input_NE: Tensor) -> Tensor:
 def target_picks(
     batch: Eagle3TargetBatch, tokens: TokenBatch, head: TargetHead, selected_W: Tensor
 ) -> Ints:
-    """[S]: the target's likeliest token where slots draft; -1 elsewhere, and where probabilities
-    over the draft vocabulary only say that it is outside. Logits that are not finite are refused:
-    their states are finite (`target.finite`), so it is the head that overflows."""
+    """[S]: the target's likeliest token where slots draft; -1 elsewhere, and where it is outside
+    the draft vocabulary and only probabilities over that are known. Logits that are not finite are
+    an error: the states are finite (`target.finite`), so it is the head that overflows."""
     wanted_S = drafting_slots(tokens).flatten()
     picks_S = np.full(len(wanted_S), -1, dtype=np.int64)
     if batch.target_probs is not None and batch.position_mask is not None:
@@ -120,17 +120,17 @@ def target_picks(
         assert batch.last_hidden_states is not None
         hidden_SD = batch.last_hidden_states.flatten(0, 1)
         hidden_ND = hidden_SD[wanted_S.to(hidden_SD.device)]
-        parts = _pieces(hidden_ND, len(head.weight_VD))
+        parts = _chunks(hidden_ND, len(head.weight_VD))
         token_N = torch.cat([likeliest(head.logits(part)) for part in parts])
     picks_S[wanted_S.numpy()] = token_N.cpu().numpy()
     if len(bad_S := np.flatnonzero(picks_S == NO_TOKEN)):
         row, slot = divmod(int(bad_S[0]), tokens.shape[1])
-        fault = Fault("logits", row, slot + 1)  # of token t + 1: what slot t drafts is behind it
+        fault = Fault("logits", row, slot + 1)  # at token t + 1: slot t drafts the one after it
         dtype = batch.aux_hidden_states.dtype
         raise refusal(fault, dtype=dtype, place=place_of(tokens, fault))
     return picks_S
 
 
-def _pieces(rows_NX: Tensor, width: int) -> tuple[Tensor, ...]:
+def _chunks(rows_NX: Tensor, width: int) -> tuple[Tensor, ...]:
     most = _CHUNK_SCORES.get(rows_NX.device.type, _CHUNK_SCORES["cpu"])
     return torch.split(rows_NX, max(1, most // width))

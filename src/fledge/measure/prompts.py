@@ -1,4 +1,4 @@
-"""What a draft is judged on: prompts from files, or the set that ships with the project."""
+"""The prompts that a draft is evaluated on: from files, or the set that ships with the project."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ SETS = {"mixed": Path(__file__).parent / "mixed_prompts.jsonl"}
 
 @dataclass(frozen=True)
 class Prompt:
-    """A conversation to be continued; `followups` are what the user says next, turn by turn."""
+    """A conversation to be continued; `followups` are the user's next messages, turn by turn."""
 
     name: str
     group: str  # the file or set it came from
@@ -26,7 +26,7 @@ class Prompt:
 
 
 def read_prompts(sources: Sequence[str], *, limit: int | None = None) -> list[Prompt]:
-    """All prompts of some files or named sets; `limit` per source, evenly spread over it."""
+    """All prompts of some files or named sets; at most `limit` per source, evenly spread."""
     prompts: list[Prompt] = []
     for source in sources:
         path = str(SETS.get(source, source))
@@ -42,13 +42,13 @@ def read_prompts(sources: Sequence[str], *, limit: int | None = None) -> list[Pr
 
 
 def given_prompts(rows: Sequence[Mapping[str, Any]], *, limit: int | None = None) -> list[Prompt]:
-    """Prompts from rows as a file would hold them."""
-    placed = [(f"prompt {at}", dict(row)) for at, row in enumerate(rows, 1)]
+    """Prompts from rows in the format of a prompt file."""
+    placed = [(f"prompt {number}", dict(row)) for number, row in enumerate(rows, 1)]
     return [_prompt(place, row, "given") for place, row in _spread(placed, limit)]
 
 
 def _spread(rows: list[tuple[str, Any]], limit: int | None) -> list[tuple[str, Any]]:
-    """At most `limit` of them, evenly spread."""
+    """At most `limit` of the rows, evenly spread."""
     if limit is None or limit >= len(rows):
         return rows
     return [rows[i * len(rows) // limit] for i in range(limit)]
@@ -63,7 +63,7 @@ def _prompt(place: str, row: Any, group: str) -> Prompt:
         messages = [{"role": "user", "content": row["prompt"]}]
     if not isinstance(messages, list) or not all(_is_message(m) for m in messages):
         raise BadInput("no messages in this row", where=place, fix=fix)
-    while messages and messages[-1]["role"] == "assistant":  # the target will answer itself
+    while messages and messages[-1]["role"] == "assistant":  # the target gives its own answer
         messages = messages[:-1]
     if not messages:
         raise BadInput("nothing to answer in this row", where=place, fix=fix)
@@ -80,10 +80,10 @@ def _is_message(value: Any) -> bool:
 
 
 def encode_prompt(messages: Sequence[Message], template: ChatTemplate, tokenizer: Any) -> list[int]:
-    """Token ids up to where the assistant begins to speak."""
+    """Token ids up to where the assistant's answer begins."""
     try:
         text = template.render(messages, prompt=True)
-        text.encode()  # tokenizers take no half surrogate pairs, JSON does
+        text.encode()  # tokenizers reject lone surrogates, which JSON allows
     except BadRow as bad:
         raise BadInput(f"the chat template refuses a prompt ({bad})") from None
     except UnicodeEncodeError:

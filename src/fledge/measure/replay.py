@@ -6,7 +6,7 @@ by the rollout that training uses; walking the rounds over it gives the accepted
 decoding (`rounds.walk_rounds`). Texts are packed: one pass of the target and one of the draft for
 all that fit together (`packed.py`).
 
-The text must be the target's own greedy text. How often the target, shown the text, would pick
+The text must be the target's own greedy text. How often the target, given the text, would pick
 another token is counted and returned: ties that rounding breaks differently, or a wrong text.
 """
 
@@ -47,7 +47,7 @@ class Replay:
 
     accepted_T: list[int]  # from slot t: drafted tokens that equal the text's, counted inside it
     rounds: list[Round]
-    other_picks: int  # answer tokens that the target, shown the text, would not have picked
+    other_picks: int  # answer tokens that the target, given the text, would not have picked
 
 
 def replay(
@@ -61,10 +61,10 @@ def replay(
     batch_tokens: int = 8192,
     on_text: Callable[[int], None] | None = None,
 ) -> list[Replay]:
-    """Replay every text; `method` names a strategy, None takes what the draft was trained for.
+    """Replay every text. `method` names a strategy; None selects the one the draft was trained for.
 
     The target needs `supervision="hidden"`. Texts are packed up to `batch_tokens` tokens; `on_text`
-    hears how many are done.
+    is called with the number of texts done.
     """
     rollouts = rollouts_of(draft, num_draft_tokens, name=method, dtype=draft_dtype)
     if not all(len(text.prompt_ids) for text in texts):
@@ -72,15 +72,15 @@ def replay(
     replays: dict[int, Replay] = {}
     for pack in packs_of([len(text) for text in texts], batch_tokens):
         members = [piece.row for piece in pack]
-        done = _replay_pack(target, rollouts, [texts[i] for i in members])
-        replays |= zip(members, done, strict=True)
+        pack_replays = _replay_pack(target, rollouts, [texts[i] for i in members])
+        replays |= zip(members, pack_replays, strict=True)
         if on_text is not None:
             on_text(len(replays))
     return [replays[i] for i in range(len(texts))]
 
 
 def packs_of(lengths: Sequence[int], batch_tokens: int) -> Sequence[Pack]:
-    """Texts that run together. Longer ones than a pack run alone."""
+    """Packs of texts that run together; packs hold at least the longest text."""
     return pack_rows(lengths, max(batch_tokens, *lengths)).packs if lengths else ()
 
 
@@ -97,14 +97,14 @@ def _replay_pack(
         span = slice(begin, begin + len(text))
         accepted = accepted_T[span].tolist()
         rounds = walk_rounds(accepted, prompt=len(text.prompt_ids), total=len(text))
-        other = int((picks_T[span] != text_T[span]).sum())
-        replays.append(Replay(accepted, rounds, other))
+        other_picks = int((picks_T[span] != text_T[span]).sum())
+        replays.append(Replay(accepted, rounds, other_picks))
         begin += len(text)
     return replays
 
 
 def ask(target: Eagle3TargetBackend, tokens: TokenBatch) -> Eagle3TargetBatch:
-    """The target's states over a pack."""
+    """The target's answer for a pack: its states, checked to be finite."""
     batch = checked_answer(target, tokens)
     if batch.last_hidden_states is None:
         raise ValueError("supervision: replay needs a target with supervision 'hidden'")
@@ -112,7 +112,7 @@ def ask(target: Eagle3TargetBackend, tokens: TokenBatch) -> Eagle3TargetBatch:
 
 
 def as_pack(texts: list[Text]) -> TokenBatch:
-    """One pack, just wide enough; the answers are supervised."""
+    """The texts as one pack without padding; the answers are supervised."""
     rows = []
     for text in texts:
         ids = np.array([*text.prompt_ids, *text.answer_ids], dtype=np.int32)
@@ -125,10 +125,10 @@ def as_pack(texts: list[Text]) -> TokenBatch:
 def replay_held_out(
     batch: Eagle3TargetBatch, tokens: TokenBatch, rollouts: Rollouts, picks_S: Ints
 ) -> Acceptance:
-    """Rounds through the supervised answers of packs, whoever wrote them.
+    """The acceptance of rounds through the supervised answers of packs, whoever wrote them.
 
     A drafted token counts when it is the target's pick (`packed.target_picks`) after the text so
-    far; the walk then goes on along the text. On the target's own text these are the rounds of
+    far; the walk then continues along the text. On the target's own text these are the rounds of
     `replay`.
     """
     accepted_BT = accepted_lengths(rollouts, batch, tokens, picks_S)

@@ -1,4 +1,4 @@
-"""One answer decoded without the draft and with it: what was there when, for people to watch."""
+"""One answer decoded without the draft and with it: which tokens were there when, for a display."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,28 +17,28 @@ from fledge.target.hf.model import HFEagle3TargetModel
 
 @dataclass(frozen=True)
 class Course:
-    """How one answer came about after the prompt's pass, which gives its first token away."""
+    """How one answer was decoded after the prompt's pass, which yields its first token."""
 
     token_ids: list[int]
     pieces: list[str]  # the text of each token; together they are the answer
     depths: list[int]  # by token: how far ahead the draft wrote it, 0 if the target did
-    moments: list[tuple[float, int]]  # seconds after the first token, tokens there are then
+    moments: list[tuple[float, int]]  # (seconds after the first token, number of tokens by then)
 
     @classmethod
     def of(cls, text: Generation, each: Sequence[RoundTime], tokenizer: Any) -> "Course":
-        emitted = [r.emitted for r in text.rounds] or [1] * len(each)  # no draft: one by one
-        ends = accumulate((one.seconds for one in each), initial=0.0)
-        known = accumulate(emitted, initial=1)
+        emitted = [r.emitted for r in text.rounds] or [1] * len(each)  # no draft: one per round
+        ends = accumulate((time.seconds for time in each), initial=0.0)
+        counts = accumulate(emitted, initial=1)
         new = len(text.token_ids)
         depths = drafted_depths(text.rounds, prompt=len(text.prompt_ids), new=new)
         stream = Pieces(tokenizer)
         *pieces, last = stream.add(text.token_ids)
-        moments = list(zip(ends, known, strict=True))
+        moments = list(zip(ends, counts, strict=True))
         return cls(text.token_ids, [*pieces, last + stream.rest()], depths, moments)
 
     @property
     def passes(self) -> int:
-        """Of the target."""
+        """The number of passes of the target."""
         return len(self.moments) - 1
 
     @property
@@ -50,8 +50,8 @@ class Course:
         return (len(self.token_ids) - 1) / self.seconds
 
     def known(self, seconds: float) -> int:
-        """Tokens that are there by then."""
-        return max(count for at, count in self.moments if at <= seconds)
+        """The number of tokens decoded by then."""
+        return max(count for end, count in self.moments if end <= seconds)
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def decode_both(
     num_draft_tokens: int,
     max_new_tokens: int,
 ) -> SideBySide | None:
-    """Decode one prompt both ways, one after the other; None for an answer of a single token."""
+    """Decode one prompt without and then with the draft; None for an answer of a single token."""
     drafted = SpeculativeDecoder(
         target.model, draft, aux_layer_ids=target.aux_layer_ids, num_draft_tokens=num_draft_tokens
     )
@@ -85,13 +85,13 @@ def decode_both(
     stops = Stops(max_new_tokens, eos_token_ids(target.model, target.tokenizer))
     watches: list[Stopwatch] = []
     courses: list[Course] = []
-    for way in (plain, drafted):
-        way.generate([prompt_ids], Stops(min(8, max_new_tokens)))  # the first passes are slow
-        [text] = way.generate([prompt_ids], stops)
-        if not way.timing.rounds:
+    for decoder in (plain, drafted):
+        decoder.generate([prompt_ids], Stops(min(8, max_new_tokens)))  # the first passes are slow
+        [text] = decoder.generate([prompt_ids], stops)
+        if not decoder.timing.rounds:
             return None
         watch = Stopwatch()
-        watch.add(way.timing, text)
+        watch.add(decoder.timing, text)
         watches.append(watch)
-        courses.append(Course.of(text, way.timing.each, target.tokenizer))
+        courses.append(Course.of(text, decoder.timing.each, target.tokenizer))
     return SideBySide(courses[0], courses[1], Speed(watches[0], watches[1]))

@@ -1,8 +1,8 @@
-"""Whether a draft pays: step times, the speed-up they predict, and the measured one.
+"""Whether a draft pays off: step times, the speed-up they predict, and the measured one.
 
-Rounds are timed one by one and their *median* counts, so that a machine that is busy for a moment
-does not decide. One that is busy all the time may still give a plain step more than a whole round:
-such a clock is called disturbed, and no speed-up is said.
+Rounds are timed one by one and their *median* is used, so that a machine that is busy for a moment
+does not distort it. On one that is busy all the time, a plain step may still take longer than a
+whole round: the clock is then called disturbed, and no speed-up is reported.
 """
 
 from dataclasses import dataclass, field
@@ -17,11 +17,10 @@ DISTURBED = "the clock was disturbed: measure again"
 
 @dataclass
 class Stopwatch:
-    """Times of several texts, decoded one way."""
+    """Times of several texts decoded in the same way."""
 
-    tokens: list[int] = field(
-        default_factory=list
-    )  # by text, without the first, which is the prompt's
+    # by text, without the first token, which comes from the prompt's pass
+    tokens: list[int] = field(default_factory=list)
     decode_s: list[float] = field(default_factory=list)  # by text
     each: list[RoundTime] = field(default_factory=list)  # all rounds of all texts
 
@@ -44,25 +43,25 @@ class Stopwatch:
 
     @property
     def draft_s(self) -> float:
-        return median(one.draft_s for one in self.each)
+        return median(time.draft_s for time in self.each)
 
     @property
     def target_s(self) -> float:
-        return median(one.target_s for one in self.each)
+        return median(time.target_s for time in self.each)
 
     @property
     def round_s(self) -> list[float]:
-        return [one.seconds for one in self.each]
+        return [time.seconds for time in self.each]
 
     @property
     def tokens_per_s(self) -> float:
-        """A usual text's."""
+        """The median over texts."""
         return median(count / s for count, s in zip(self.tokens, self.decode_s, strict=True))
 
 
 @dataclass(frozen=True)
 class Speed:
-    """The times of the same texts decoded both ways, one at a time.
+    """The times of the same texts decoded with and without a draft, one at a time.
 
     A round costs one draft and one verification and yields `acceptance length` tokens, each of
     which would have cost one plain step.
@@ -73,7 +72,7 @@ class Speed:
 
     @classmethod
     def of(cls, plain: Stopwatch, live: Stopwatch) -> "Speed | None":
-        """None when there was no round to time."""
+        """Returns None when there was no round to time."""
         return cls(plain, live) if plain.rounds and live.rounds else None
 
     @property
@@ -86,12 +85,12 @@ class Speed:
 
     @property
     def draft_s(self) -> float:
-        """Per round: all drafted tokens."""
+        """Per round, for all drafted tokens."""
         return self.live.draft_s
 
     @property
     def verify_s(self) -> float:
-        """Per round: the target over all of them, and taking back what was rejected."""
+        """Per round, for the target over all of them and for dropping what was rejected."""
         return self.live.target_s
 
     @property
@@ -105,11 +104,11 @@ class Speed:
     @property
     def gains(self) -> list[float]:
         """Per text: tokens per second with the draft over tokens per second without."""
-        ways = zip(
+        texts = zip(
             self.live.tokens, self.live.decode_s, self.plain.tokens, self.plain.decode_s,
             strict=True,
         )  # fmt: skip
-        return [(live / live_s) / (plain / plain_s) for live, live_s, plain, plain_s in ways]
+        return [(live / live_s) / (plain / plain_s) for live, live_s, plain, plain_s in texts]
 
     @property
     def measured(self) -> float:
@@ -117,8 +116,8 @@ class Speed:
 
     @property
     def disturbed(self) -> bool:
-        """A round holds a plain step and more: it cannot have been the cheaper one, nor can a text
-        have gained more than its rounds have tokens."""
+        """Whether the times are implausible: a round includes a plain step, so it cannot be faster,
+        and a text cannot gain more than the tokens per round."""
         return self.break_even < 1 or self.measured > self.live.tokens_per_round
 
     def to_json(self, acceptance_length: float) -> dict[str, Any]:
@@ -146,7 +145,7 @@ class Speed:
 
 
 def quartiles(values: list[float]) -> tuple[float, float]:
-    """Between these lies the middle half of the values."""
+    """The first and third quartile, between which the middle half of the values lies."""
     if len(values) == 1:
         return values[0], values[0]
     first, _, third = quantiles(values, n=4, method="inclusive")

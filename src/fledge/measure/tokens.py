@@ -1,7 +1,7 @@
-"""Who wrote each token of an answer, and how sure both models were: the report colors them.
+"""Who wrote each token of an answer, and both models' probabilities: the report colors them.
 
-A round gives its accepted tokens to the draft, at depths 1, 2, ..., and the token behind them to
-the target. Probabilities come from one pass of each model over the finished text, as in replay: at
+The accepted tokens of a round are the draft's, at depths 1, 2, ..., and the token after them is the
+target's. Probabilities come from one pass of each model over the finished text, as in replay: at
 the slot and depth where a token was drafted live.
 """
 
@@ -35,14 +35,14 @@ class WrittenToken:
 
     text: str
     depth: int  # drafted and accepted as the k-th of its round; 0: the target's own
-    round: int  # from 0; -1: the first token, which no round gave
+    round: int  # from 0; -1: the first token, which belongs to no round
     target_p: float | None = None
-    draft_p: float | None = None  # None: the draft was not asked here
+    draft_p: float | None = None  # None: the draft was not evaluated here
     instead: str | None = None  # what the draft proposed, where the target rejected it
     instead_p: float | None = None
 
     def to_json(self) -> list[Any]:
-        """A short row: pages hold thousands."""
+        """A compact row, since a page holds thousands."""
         numbers = [None if p is None else round(p, 4) for p in (self.target_p, self.draft_p)]
         last = None if self.instead_p is None else round(self.instead_p, 4)
         return [self.text, self.depth, self.round, *numbers, self.instead, last]
@@ -56,10 +56,11 @@ def written_tokens(
     target_p: Sequence[float | None] = (),
     drafted: dict[tuple[int, int], Drafted] | None = None,
 ) -> list[WrittenToken]:
-    """The answer's tokens. `drafted` is by (round's context, depth from 0), `target_p` by token."""
+    """The answer's tokens. `drafted` is keyed by (context of the round, depth from 0); `target_p`
+    has one entry per token."""
     drafted = drafted or {}
     prompt = len(text.prompt_ids)
-    names = Pieces(tokenizer, skip_special_tokens=False).add(text.answer_ids)
+    pieces = Pieces(tokenizer, skip_special_tokens=False).add(text.answer_ids)
     places: dict[int, tuple[int, int, Drafted | None]] = {prompt: (-1, 0, None)}
     places |= {
         r.context + k: (number, k + 1 if k < r.accepted else 0, drafted.get((r.context, k)))
@@ -67,12 +68,12 @@ def written_tokens(
         for k in range(r.emitted)
     }
     tokens = []
-    for index, name in enumerate(names):
+    for index, piece in enumerate(pieces):
         number, depth, proposed = places[prompt + index]
         missed = proposed if depth == 0 else None
         tokens.append(
             WrittenToken(
-                text=name,
+                text=piece,
                 depth=depth,
                 round=number,
                 target_p=target_p[index] if target_p else None,
@@ -98,33 +99,33 @@ def look_closely(
     assert batch.last_hidden_states is not None
     total, prompt = len(text), len(text.prompt_ids)
     ids = [*text.prompt_ids, *text.answer_ids]
-    sure = _target_probabilities(
+    probabilities = _target_probabilities(
         batch.last_hidden_states[0], target.info().head, ids, range(max(2, prompt), total)
     )
-    asked: dict[int, list[Round]] = {}  # by depth: rounds that drafted a token of the text there
+    by_depth: dict[int, list[Round]] = {}  # rounds that drafted a token inside the text there
     for r in rounds:
         for k in range(min(rollouts.depths, r.accepted + 1, total - r.context)):
-            asked.setdefault(k, []).append(r)
+            by_depth.setdefault(k, []).append(r)
     drafted: dict[tuple[int, int], Drafted] = {}
-    if asked:
+    if by_depth:
         plan = rollouts.plan(tokens)
         for depth, (rows, states_NE) in enumerate(
             zip(plan.depths, rollouts.head_inputs(batch, plan), strict=True)
         ):
             row_of = {slot: row for row, slot in enumerate(plan.slot_T[rows.slot_N].tolist())}
-            here = asked.get(depth, [])
-            states_ME = states_NE[[row_of[r.context - 2] for r in here]]
-            wanted = [ids[r.context + depth] for r in here]
-            for r, token in zip(here, _drafted(rollouts, states_ME, wanted), strict=True):
+            drafting = by_depth.get(depth, [])
+            states_ME = states_NE[[row_of[r.context - 2] for r in drafting]]
+            text_ids = [ids[r.context + depth] for r in drafting]
+            for r, token in zip(drafting, _drafted(rollouts, states_ME, text_ids), strict=True):
                 drafted[r.context, depth] = token
-    target_p = [sure.get(index) for index in range(prompt, total)]
+    target_p = [probabilities.get(index) for index in range(prompt, total)]
     return written_tokens(text, rounds, tokenizer, target_p=target_p, drafted=drafted)
 
 
 def _target_probabilities(
     hidden_TD: Tensor, head: TargetHead, ids: Sequence[int], places: Iterable[int]
 ) -> dict[int, float]:
-    """Of some tokens of a text, by their place; slot t speaks of token t + 2."""
+    """The probabilities of some tokens of a text, by their place; slot t predicts token t + 2."""
     probabilities: dict[int, float] = {}
     for part in torch.split(torch.tensor(list(places)), 256):
         logits_NV = head.logits(hidden_TD[(part - 2).to(hidden_TD.device)])
@@ -135,13 +136,13 @@ def _target_probabilities(
     return probabilities
 
 
-def _drafted(rollouts: Rollouts, states_ME: Tensor, wanted: Sequence[int]) -> list[Drafted]:
-    """What the draft says in some places; `wanted` are the text's tokens there."""
+def _drafted(rollouts: Rollouts, states_ME: Tensor, text_ids: Sequence[int]) -> list[Drafted]:
+    """What the draft proposes in some places; `text_ids` are the text's tokens there."""
     selected_W = rollouts.selected_token_ids
     probs_MW = torch.softmax(rollouts.logits(states_ME).float(), dim=-1)
     best_M = probs_MW.max(dim=-1)
-    wanted_M1 = torch.tensor(wanted, device=selected_W.device, dtype=torch.long)[:, None]
-    of_text_M = (probs_MW * (selected_W == wanted_M1)).sum(-1)
+    text_M1 = torch.tensor(text_ids, device=selected_W.device, dtype=torch.long)[:, None]
+    of_text_M = (probs_MW * (selected_W == text_M1)).sum(-1)
     columns = (selected_W[best_M.indices], best_M.values, of_text_M)
     rows = zip(*(column.tolist() for column in columns), strict=True)
     return [Drafted(*row) for row in rows]

@@ -1,8 +1,8 @@
 """A method: everything that depends on the algorithm, in one object.
 
-All code that depends on how a draft is built, trained, decoded, replayed, exported or measured asks
-its method; no other code compares an algorithm's name. A method's file imports no other
-room when it is loaded: recipes are read without torch, steps run without pydantic. Each function
+All code that depends on how a draft is built, trained, decoded, replayed, exported or measured goes
+through its method; no other code compares the names of algorithms. A method's file imports no other
+package at load time: recipes are read without torch, steps run without pydantic. Each function
 imports what it returns.
 """
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TrainerInputs:
-    """What every objective is given besides its draft and its own section."""
+    """The inputs of every objective besides its draft and the options of its section."""
 
     selected_token_ids: "Tensor"  # [W]
     selected_token_mask: "Tensor"  # [V]
@@ -36,11 +36,11 @@ class TrainerInputs:
     context: "ContextRanks | None" = None  # only for methods that split rows
 
     def arguments(self) -> dict[str, Any]:
-        """The same as keyword arguments of a trainer module."""
-        given = dict(vars(self))
-        if self.context is None:  # not every method knows the word
-            del given["context"]
-        return given
+        """These inputs as keyword arguments of a trainer module."""
+        arguments = dict(vars(self))
+        if self.context is None:  # not every method accepts it
+            del arguments["context"]
+        return arguments
 
 
 class Method(ABC):
@@ -50,56 +50,56 @@ class Method(ABC):
     """`objective.kind` of its recipes."""
 
     title: ClassVar[str]
-    """As people write it."""
+    """Its name in prose."""
 
     draft_defaults: ClassVar[Mapping[str, Any]] = {}
-    """Defaults for keys of the draft's section that differ from the usual ones."""
+    """Keys of the draft's section whose defaults differ from the usual ones."""
 
     fixed_draft: ClassVar[Mapping[str, Any]] = {}
-    """Keys of the draft's section that can have no other value."""
+    """Keys of the draft's section whose values are fixed."""
 
     carries_states: ClassVar[bool] = True
     """Whether its drafts carry a state from depth to depth."""
 
     splits_rows: ClassVar[bool] = False
-    """Whether several ranks can train on the same rows, each on a part (`training.context`): its
-    objective takes `context`."""
+    """Whether several ranks can train on the same rows, each on a part (`training.context`); its
+    objective then takes `context`."""
 
     strategies: ClassVar[Mapping[str, "type[Strategy]"]]
-    """The ways in which its drafts propose (`decode.strategies`) by name, its own first."""
+    """Drafting strategies for its drafts (`decode.strategies`) by name, its own first."""
 
     formats: ClassVar[Mapping[str, str]]
-    """Engine -> the layout in which its drafts are written for it (`export.formats`)."""
+    """Engine -> the format in which its drafts are exported (`export.formats`)."""
 
     algorithms: ClassVar[Mapping[str, str]]
-    """Engine -> what it calls the algorithm when it is started."""
+    """Engine -> the engine's own name for the algorithm, given when it is started."""
 
     vllm_settings: ClassVar[Mapping[str, object]] = {}
-    """What vLLM's speculative config must say besides."""
+    """Further entries that vLLM's speculative config needs."""
 
     @property
     def own_strategy(self) -> str:
-        """The way of drafting that it trains for."""
+        """The strategy that it trains for."""
         return next(iter(self.strategies))
 
     @property
     def replayed_strategy(self) -> str | None:
-        """The way of drafting in which texts are replayed: its own, if that has a replay."""
-        known = self.strategies
-        return next((name for name in known if known[name].rollouts is not None), None)
+        """The first strategy that can be replayed; None if no strategy can."""
+        strategies = self.strategies
+        return next((name for name in strategies if strategies[name].rollouts is not None), None)
 
     # --- its recipe -----------------------------------------------------------------------------
 
     @property
     @abstractmethod
     def section(self) -> "type[ObjectiveSection]":
-        """Its section of a recipe."""
+        """The class of its recipe section."""
 
     # --- the draft ------------------------------------------------------------------------------
 
     @abstractmethod
     def owns(self, config: Any) -> bool:
-        """Whether a draft with this config is one of this method's."""
+        """Whether a draft with this config belongs to this method."""
 
     @abstractmethod
     def draft_type(self) -> "type[DraftModel]":
@@ -107,10 +107,10 @@ class Method(ABC):
 
     @abstractmethod
     def aux_layers(self, section: "ObjectiveSection | None" = None) -> int:
-        """How many of the target's layers its drafts listen to; without a section, the usual."""
+        """The number of aux layers that its drafts read; without a section, the default."""
 
     def default_layers(self, depth: int, count: int) -> list[int]:
-        """Which `count` layers of a target of `depth` they are, where nobody says."""
+        """The `count` layers that are read by default, of a target with `depth` layers."""
         from fledge.target.layers import default_aux_layer_ids
 
         return default_aux_layer_ids(depth, count)
@@ -118,16 +118,16 @@ class Method(ABC):
     def draft_settings(
         self, section: "ObjectiveSection", *, tokenizer: Any, vocab_size: int
     ) -> dict[str, Any]:
-        """What its drafts' configs hold besides the usual, for `derive_draft_config`."""
+        """Additional entries of its drafts' configs, for `derive_draft_config`."""
         return {}
 
     def grow(self, draft: "DraftModel", config: Any) -> "DraftModel | None":
-        """A draft of `config` that starts from another method's; None: it cannot."""
+        """A draft of `config` initialized from another method's draft; None if it cannot be."""
         return None
 
     def reading(self, draft: "DraftModel") -> "Reading | None":
-        """How its drafts read the target's states, for a refit to another target; None: not by one
-        linear map."""
+        """How its drafts read the target's states, for a refit to another target; None if not
+        through a single linear map."""
         return None
 
     # --- training -------------------------------------------------------------------------------
@@ -136,34 +136,34 @@ class Method(ABC):
     def objective(
         self, draft: "DraftModel", given: TrainerInputs, **options: Any
     ) -> "Objective[Any]":
-        """The draft and its loss, as a training step calls them; `options` as its section has."""
+        """The draft with its loss, as called by a training step; `options` are its section's."""
 
     def work(self, draft: "DraftModel", said: Any) -> "Work":
-        """What a step computes and keeps, for predictions and benchmarks: of a section, or of an
-        objective, which answer to the same names."""
+        """What a step computes and keeps in memory, for predictions and benchmarks. `said` is a
+        section or an objective; both have the attributes that are read here."""
         from fledge.objective.work import ChainWork
 
         return ChainWork(draft, said.depths)
 
     def bench_options(self, **flags: Any) -> dict[str, Any]:
-        """`options` for `fledge bench train`, given its flags (0: the usual)."""
+        """`options` for `fledge bench train`, given its flags (0 means the default)."""
         return {}
 
     def bench_draft_settings(
         self, vocab_size: int, section: "ObjectiveSection | None" = None
     ) -> dict[str, Any]:
-        """`draft_settings` for random weights, where there is no tokenizer to ask; without a
-        section, of what `fledge bench train` measures."""
+        """`draft_settings` for random weights, where there is no tokenizer; without a section,
+        those of `fledge bench train`."""
         return {}
 
     # --- engines --------------------------------------------------------------------------------
 
     def sglang_flags(self, num_draft_tokens: int) -> list[str]:
-        """How SGLang is told what a round drafts."""
-        count = str(num_draft_tokens + 1)  # the newest known token is counted
+        """SGLang's flags for what a round drafts."""
+        count = str(num_draft_tokens + 1)  # SGLang counts the newest known token too
         steps = ["--speculative-num-steps", str(num_draft_tokens)]
         return [*steps, "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", count]
 
     def version(self, config: Any) -> str:
-        """What a draft's card calls it."""
+        """The name of the method on a draft's model card."""
         return self.title

@@ -47,7 +47,7 @@ class BlockSection(ObjectiveSection):
 
     @property
     def decay_tokens(self) -> float:
-        """`gamma`, or what stands for it."""
+        """`gamma`, or its default for this block size."""
         if self.gamma is not None:
             return self.gamma
         near = min(_GAMMAS, key=lambda size: abs(size - self.block_size))
@@ -62,7 +62,7 @@ class BlockSection(ObjectiveSection):
         return {**super().options(), "gamma": self.decay_tokens}
 
     def draft_settings(self) -> dict[str, object]:
-        """What of it the draft's config holds."""
+        """The entries of the draft's config that this section sets."""
         return {
             "block_size": self.block_size,
             "causal": self.causal,
@@ -72,7 +72,7 @@ class BlockSection(ObjectiveSection):
         }
 
     @model_validator(mode="after")
-    def _layers_once(self) -> "BlockSection":
+    def _check_sliding_layers(self) -> "BlockSection":
         if len(set(self.sliding_layers)) < len(self.sliding_layers):
             raise ValueError("sliding_layers: each layer once")
         return self

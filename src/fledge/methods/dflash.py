@@ -1,6 +1,6 @@
 """DFlash: all tokens of a block in one pass of a few layers that attend to the target's features.
 
-What block drafters share stands here; `dspark.py` adds its heads.
+What block drafters share is here; `dspark.py` adds its heads.
 """
 
 from collections.abc import Mapping
@@ -32,9 +32,9 @@ class BlockMethod(Method):
         "mlp_bias": False,
     }
     carries_states = False
-    usual_layers: ClassVar[int] = 5  # that a draft listens to
+    usual_layers: ClassVar[int] = 5  # default number of aux layers
     bench_settings: ClassVar[Mapping[str, Any]] = {"block_size": 8}
-    """What the config of a draft in `fledge bench train` says besides the usual."""
+    """Additional entries of a draft's config in `fledge bench train`."""
 
     def draft_type(self) -> "type[BlockDraftModel]":
         from fledge.draft.block import BlockDraftModel
@@ -77,9 +77,9 @@ class BlockMethod(Method):
         return {"anchors": 512, "gamma": 4.0}
 
     def bench_draft_settings(self, vocab_size: int, section: Any = None) -> dict[str, Any]:
-        usual = {"num_aux_hidden_states": self.usual_layers, **self.bench_settings}
-        said = usual if section is None else section.draft_settings()
-        return {**said, "mask_token_id": vocab_size - 1}
+        defaults = {"num_aux_hidden_states": self.usual_layers, **self.bench_settings}
+        settings = defaults if section is None else section.draft_settings()
+        return {**settings, "mask_token_id": vocab_size - 1}
 
     def sglang_flags(self, num_draft_tokens: int) -> list[str]:
         return ["--speculative-num-draft-tokens", str(num_draft_tokens + 1)]

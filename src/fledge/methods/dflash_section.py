@@ -14,7 +14,7 @@ class TextChoice(LossChoice):
     """Cross entropy with the text's own token: answers should be the target's."""
 
     kind: Literal["text"] = "text"
-    """Each loss says its own name."""
+    """The name of the loss."""
 
     def loss(self) -> Loss:
         from fledge.objective.losses.text import TextCrossEntropy
@@ -26,7 +26,7 @@ class DistanceChoice(LossChoice):
     """Half the sum of |draft - target|: the chance that speculative sampling rejects."""
 
     kind: Literal["tv"] = "tv"
-    """Each loss says its own name."""
+    """The name of the loss."""
 
     def loss(self) -> Loss:
         from fledge.objective.losses.total_variation import TotalVariation
@@ -69,7 +69,7 @@ class DflashSection(BlockSection):
         return self.loss.kind != "text"
 
     @model_validator(mode="after")
-    def _dpace_reads_the_text(self) -> "DflashSection":
+    def _check_dpace_loss(self) -> "DflashSection":
         if self.weights == "dpace" and self.loss.kind != "text":
             raise ValueError("weights dpace needs the loss text, whose probabilities it weighs by")
         return self

@@ -1,5 +1,5 @@
-"""DSpark: DFlash's block with two small heads. A Markov head lets each token know the one before
-it, a confidence head says how likely it is to stand."""
+"""DSpark: DFlash's block with two small heads. A Markov head conditions each token on the one
+before it; a confidence head predicts how likely it is to be accepted."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar

@@ -1,5 +1,5 @@
-"""EAGLE-1 and EAGLE-2: the draft foretells the target's last hidden state, and the target's own
-head reads it. They train the same weights; EAGLE-2 drafts a tree of the likeliest continuations.
+"""EAGLE-1 and EAGLE-2: the draft predicts the target's last hidden state, and the target's own head
+reads it. They train the same weights; EAGLE-2 drafts a tree of the likeliest continuations.
 """
 
 from collections.abc import Mapping
@@ -52,7 +52,7 @@ class Eagle1(Method):
         return LlamaEagle1DraftModel
 
     def aux_layers(self, section: Any = None) -> int:
-        return 1  # the state behind the final norm
+        return 1  # the state after the final norm
 
     def draft_settings(self, section: Any, *, tokenizer: Any, vocab_size: int) -> dict[str, Any]:
         return self.bench_draft_settings(vocab_size)

@@ -7,7 +7,7 @@ from fledge.methods.section import LossSection
 
 
 class _Shared(LossSection):
-    """They are trained alike."""
+    """The settings of both, which are trained in the same way."""
 
     draft_tokens: PositiveCount = 5
     """Tokens drafted in serving, and followed on held-out rows; training looks one ahead."""

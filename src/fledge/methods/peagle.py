@@ -1,6 +1,6 @@
 """P-EAGLE: all tokens of a round in one pass, from a learned placeholder.
 
-Its draft is EAGLE-3's with a placeholder; what is not here is as there.
+Its draft is EAGLE-3's with a placeholder; everything else is inherited.
 """
 
 from collections.abc import Mapping
@@ -54,15 +54,15 @@ class Peagle(Eagle3):
         from fledge.draft.warm_start import peagle_from_eagle3
 
         if not isinstance(draft, self.draft_type()):
-            return None  # nothing of it means the same here
+            return None  # its weights have another meaning
         return peagle_from_eagle3(draft, config)
 
     def reading(self, draft: Any) -> "Reading":
-        usual = super().reading(draft)
-        own_1X = draft.mask_hidden.view(1, -1)  # goes the way of the target's states
-        if draft.config.fc_norm:  # of which a norm leaves no more than the direction
-            return replace(usual, fixed_MX=usual.inputs(own_1X))
-        return replace(usual, own_MX=own_1X)
+        reading = super().reading(draft)
+        placeholder_1X = draft.mask_hidden.view(1, -1)  # read as the target's states are
+        if draft.config.fc_norm:  # the norm keeps only the direction of its input
+            return replace(reading, fixed_MX=reading.inputs(placeholder_1X))
+        return replace(reading, own_MX=placeholder_1X)
 
     def objective(self, draft: Any, given: TrainerInputs, **options: Any) -> "Objective[Any]":
         from fledge.objective.peagle import PEagleTrainerModule

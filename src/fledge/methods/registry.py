@@ -1,4 +1,4 @@
-"""All methods. A new one is its own file, its draft's weights, and one line here."""
+"""All methods. A new one needs its own file, its draft's weights, and one line here."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,12 +28,12 @@ DEFAULT_METHOD = "eagle3"
 
 
 def objective_sections() -> "dict[str, type[ObjectiveSection]]":
-    """The recipe sections by the name of their method."""
+    """The recipe sections by name of method."""
     return {name: method.section for name, method in METHODS.items()}
 
 
 def method_of(config: Any) -> Method:
-    """The method that a draft's config belongs to: the newest that calls it its own."""
+    """The method that a draft's config belongs to: the last listed that claims it."""
     for name in reversed(list(METHODS)):
         if METHODS[name].owns(config):
             return METHODS[name]
@@ -41,7 +41,7 @@ def method_of(config: Any) -> Method:
 
 
 def method_that_drafts(strategy: str) -> Method:
-    """The method whose own way of drafting this is, as an export's record names it."""
+    """The method whose own strategy this is, by its name in the record of an export."""
     for method in METHODS.values():
         if method.own_strategy == strategy:
             return method
@@ -49,7 +49,7 @@ def method_that_drafts(strategy: str) -> Method:
 
 
 def load_draft(directory: str | Path, *, dtype: "torch.dtype | None" = None) -> "DraftModel":
-    """The draft in a directory, of whichever method."""
+    """Load the draft in a directory, of any method."""
     from fledge.draft.files import read_draft_config
 
     method = method_of(read_draft_config(Path(directory)))

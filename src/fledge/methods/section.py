@@ -1,4 +1,4 @@
-"""The section of a recipe that says what is trained for: each method has its own. No torch here."""
+"""The `objective` section of a recipe: each method has its own. This file does not import torch."""
 
 from abc import abstractmethod
 from dataclasses import fields
@@ -13,30 +13,30 @@ from fledge.objective.losses.registry import LOSSES
 
 
 class ObjectiveSection(Section):
-    """What a recipe says under `objective`."""
+    """The `objective` section of a recipe."""
 
     not_options: ClassVar[frozenset[str]] = frozenset({"kind"})
     """Fields that are not arguments of the method's objective."""
 
     kind: str
-    """Each method says its own name; it stands here so that it comes first."""
+    """The name of the method; declared here so that it is the first field."""
 
     @property
     @abstractmethod
     def depths(self) -> int:
-        """Tokens that a draft is trained to propose: as many as serving should ask for."""
+        """The number of tokens that a draft is trained to propose, and that serving should use."""
 
     def options(self) -> dict[str, Any]:
-        """What the method's objective is told, by the names of its arguments."""
+        """The keyword arguments of the method's objective."""
         names = set(type(self).model_fields) - self.not_options
         return {name: getattr(self, name) for name in names}
 
 
 class LossChoice(Section):
-    """One of `objective.losses` with its parameters; a section for each is made from its fields."""
+    """One of `objective.losses` with its parameters; each loss gets a section with its fields."""
 
     kind: str
-    """Each loss says its own name."""
+    """The name of the loss."""
 
     def loss(self) -> Loss:
         return LOSSES[self.kind](**self.model_dump(exclude={"kind"}))
@@ -86,17 +86,17 @@ class LossSection(ObjectiveSection):
 
     @model_validator(mode="after")
     def _read_older_spellings(self) -> Self:
-        """They belong to lk_lambda and mean nothing to other losses. Recipes of earlier versions
-        hold their defaults where nobody asked for them, so a default yields to the new spelling."""
+        """They belong to lk_lambda and are ignored for other losses. Recipes of earlier versions
+        contain their defaults even if unused, so a default yields to the new spelling."""
         older = {"scale": self.lk_kl_scale, "decay": self.lk_kl_decay}
         loss = self.loss
         for name, value in older.items():
-            known = type(loss).model_fields.get(name)
-            if value is None or known is None:
+            field = type(loss).model_fields.get(name)
+            if value is None or field is None:
                 continue
             if name not in self.loss.model_fields_set:
                 loss = loss.model_copy(update={name: value})
-            elif value not in (getattr(loss, name), known.default):
+            elif value not in (getattr(loss, name), field.default):
                 raise ValueError(
                     f"loss.{name} is {getattr(loss, name)}, but lk_kl_{name}, its older spelling, "
                     f"is {value}; leave one out"

@@ -1,11 +1,11 @@
-"""The plan of a batch of blocks (DFlash, DSpark): where blocks start, and what they are asked for.
+"""The plan of a batch of blocks (DFlash, DSpark): where blocks start, and what they predict.
 
 Slots are those of `plan.py`: slot t holds the target's features of token t, and reads token t + 1.
 A block that starts at slot t has token t + 1 as its first, the *newest*, so that "all features
-strictly before the newest token" are the slots of its document up to t: the prefix of every other
-rollout. Depth k of the rollout is the token that lies k + 2 places behind t. A slot may be asked
-for when the token that it foretells, t + 2, is in the document and supervised, and a block may
-start there when the token t + 1 is supervised too.
+strictly before the newest token" are the slots of its document up to t: the same prefix as for any
+other rollout. Depth k of the rollout predicts token t + k + 2. A slot may be asked for when the
+token that it predicts, t + 2, is in the document and supervised, and a block may start there when
+token t + 1 is supervised too.
 
 Example: seven tokens, the answer is x3 .. x6, blocks of 4 that propose 3 tokens.
 
@@ -16,9 +16,9 @@ Example: seven tokens, the answer is x3 .. x6, blocks of 4 that propose 3 tokens
     may start a block   .   .   yes yes yes .   .      newest token x3, x4 or x5
     block from slot 3   context x0 .. x3, [x4, MASK, MASK, MASK] at positions 4 .. 7: x5, x6, -
 
-Blocks are drawn for each document by itself, from the seed and the document's own loss mask:
-`anchors` of them in 2,048 tokens, in proportion. Padding, packing, ranks and micro-batches do not
-change what is drawn.
+Blocks are drawn for each document separately, from the seed and the document's own loss mask:
+`anchors` per 2,048 tokens, in proportion. Padding, packing, ranks and micro-batches do not change
+what is drawn.
 """
 
 from collections.abc import Mapping
@@ -35,17 +35,17 @@ from fledge.rollout.cod import Bools, Ints, slot_words
 from fledge.rollout.plan import QueryRows, RolloutPlan, lay_out, to_device
 from fledge.rollout.slots import KeyAxis, RowMasks, Slots, flatten_slots, key_axis
 
-ANCHOR_TOKENS = 2048  # `anchors` is how many blocks start in so many tokens of a document
+ANCHOR_TOKENS = 2048  # `anchors` is the number of blocks per this many tokens of a document
 
 
 @dataclass(frozen=True)
 class BlockRows:
-    """Where blocks start, in the order of the key axis; each has `size` queries."""
+    """Where blocks start, in key-axis order; each has `size` queries."""
 
     slot_N: Tensor  # key-axis index of the last slot that a block sees
     first_N: Tensor  # key-axis index of the first slot of its document
     size: int
-    # the same on the host, to walk over blocks of scores; kernels never ask
+    # the same on the host, to walk over blocks of scores; fused kernels do not need it
     ends_host: tuple[Ints, Ints] | None = None
 
     def __len__(self) -> int:
@@ -61,8 +61,8 @@ class BlockRows:
         return {}
 
     def flat(self, window: int | None) -> QueryRows:
-        """Every query as a row of its own. A window is a later first key: the query at place j sits
-        j + 1 places behind the last key, and sees less than `window` places back."""
+        """Every query as a separate row. A window means a later first key: the query at place j is
+        j + 1 places after the last key, and sees less than `window` places back."""
         if window not in self._flat:
             place_J = torch.arange(self.size, device=self.slot_N.device)
             slot_NJ = self.slot_N[:, None].expand(-1, self.size)
@@ -83,7 +83,7 @@ class BlockRows:
         return np.repeat(slot, self.size), np.repeat(lowest, self.size)
 
     def part(self, begin: int, end: int) -> "BlockRows":
-        """Some of the blocks."""
+        """The blocks from `begin` to `end`."""
         cut, ends = slice(begin, end), self.ends_host
         ends = None if ends is None else (ends[0][cut], ends[1][cut])
         return BlockRows(self.slot_N[cut], self.first_N[cut], self.size, ends)
@@ -92,9 +92,9 @@ class BlockRows:
 @dataclass(frozen=True, kw_only=True)
 class BlockPlan(RolloutPlan):
     blocks: BlockRows
-    element_P: Tensor  # where each element lies in the blocks' queries end to end
+    element_P: Tensor  # index of each element among the queries of all blocks end to end
 
-    # --- of an even plan (`even_blocks.py`): its rows are the blocks, in the same order -----------
+    # --- even plans (`even_blocks.py`): their rows are the blocks, in the same order --------------
 
     def tensors(self) -> dict[str, Tensor]:
         return super().tensors() | {"target_X": self.head.target_N}
@@ -112,20 +112,20 @@ def plan_blocks(
     masks: RowMasks,
     *,
     size: int,
-    first_place: int,  # the query of a block that foretells depth 0
+    first_place: int,  # the query of a block that predicts depth 0
     anchors: int,
     seed: int,
-    contiguous: bool = False,  # what lies behind a token that is not supervised is not asked for
+    contiguous: bool = False,  # a block predicts nothing beyond an unsupervised token
     device: torch.device | None = None,
     quantum: int = 0,
     share_targets: bool = True,
 ) -> BlockPlan:
-    """Draw the blocks of a batch and lay them out; one host sync, as `plan_rollout`.
+    """Draw the blocks of a batch and lay them out; one host sync, as in `plan_rollout`.
 
-    With `quantum` there are few sizes, so that they come back (`even_blocks.py`), with
-    `share_targets` fit for a loss that reads the target's distributions.
+    With `quantum`, sizes are rounded up so that the same few recur (`even_blocks.py`); then
+    `share_targets` suits a loss that reads the target's distributions.
     """
-    from fledge.rollout.even_blocks import lay_out_evenly  # made of the pieces of this file
+    from fledge.rollout.even_blocks import lay_out_evenly  # which imports this file
 
     slots = flatten_slots(masks)
     asked_S = asked_slots(slots)
@@ -143,14 +143,14 @@ def plan_blocks(
 
 
 def asked_slots(slots: Slots) -> Bools:
-    """[S]: the token behind the one that is read is in the same document, and supervised."""
+    """[S]: whether the token after the one that is read is in the same document and supervised."""
     asked = np.zeros_like(slots.target)
     asked[:-1] = slots.target[1:] & (slots.start[1:] == slots.start[:-1]) & slots.real[:-1]
     return asked
 
 
 def draw_anchors(slots: Slots, candidate_S: Bools, *, anchors: int, seed: int) -> Bools:
-    """[S] bool: of each document's candidates, `anchors` in 2,048 of its tokens, rounded up."""
+    """[S] bool: of each document's candidates, `anchors` per 2,048 of its tokens, rounded up."""
     documents = slots.documents
     tokens = np.bincount(documents.ordinal[slots.real], minlength=documents.ordinal[-1] + 1)
     wanted = -(-anchors * tokens // ANCHOR_TOKENS)
@@ -168,7 +168,7 @@ def lay_out_blocks(
     asked_S: Bools,
     chosen_S: Bools,
     num_depths: int,
-    place: tuple[int, int],  # size of a block, and the query that foretells depth 0
+    place: tuple[int, int],  # size of a block, and the query that predicts depth 0
     *,
     contiguous: bool = False,
     device: torch.device,
@@ -181,9 +181,9 @@ def lay_out_blocks(
     )
     order = np.argsort(axis.row_key, kind="stable")
     size, first_place = place
-    lies = np.empty_like(order)
-    lies[order] = np.arange(len(order))  # row of depth 0 -> block
-    element = [lies[:n] * size + first_place + k for k, n in enumerate(axis.counts)]
+    row_block = np.empty_like(order)  # row of depth 0 -> block
+    row_block[order] = np.arange(len(order))
+    element = [row_block[:n] * size + first_place + k for k, n in enumerate(axis.counts)]
     element_P = send(torch.from_numpy(np.concatenate(element)), device)
     key = axis.row_key[order]
     blocks = BlockRows.of(key, axis.first[key], size, device)
@@ -194,7 +194,7 @@ def lay_out_blocks(
 def _supervised(
     slots: Slots, asked_S: Bools, chosen_S: Bools, num_depths: int, *, contiguous: bool
 ) -> Bools:
-    """[S, K]: a block starts here, and is asked for the token at this depth."""
+    """[S, K]: whether a block starts here and predicts the token at this depth."""
     count = len(asked_S)
     supervised_SK = np.zeros((count, num_depths), dtype=np.bool_)
     for k in range(min(num_depths, count)):
@@ -213,7 +213,7 @@ def axis_of_blocks(slots: Slots, supervised_SK: Bools) -> KeyAxis:
 
 
 def _needed(supervised_SK: Bools) -> Bools:
-    """[S]: some block asks what the target says here."""
+    """[S]: whether some block needs the target's answer here."""
     count, depths = supervised_SK.shape
     needed = np.zeros(count, dtype=np.bool_)
     for k in range(min(depths, count)):

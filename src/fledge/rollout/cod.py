@@ -2,10 +2,9 @@
 P-EAGLE) and, at the end of the file, the plain thinning of EAGLE-3 (`objective.depth_keep`).
 
 Depth 0 is every position. Deeper depths are thinned: of a document with n supervised positions,
-int((n - d) * max(ratio^d, ratio_min)) elements are kept at depth d, each set of that many as likely
-as another, of those whose rollout was kept at depth d - 1 and goes on; all of them where they are
-fewer. Rollouts are nested, so the whole draw is one number per anchor: the deepest depth that its
-rollout was followed to.
+int((n - d) * max(ratio^d, ratio_min)) elements are kept at depth d, a uniform sample of those whose
+rollout was kept at depth d - 1 and continues; all of them if there are fewer. Rollouts are nested,
+so the whole draw is one number per anchor: the deepest depth to which its rollout is followed.
 
 Example: six positions, all supervised, 3 depths, ratio 0.7: 6, int(5 * 0.7) = 3, int(4 * 0.49) = 1.
 
@@ -15,8 +14,8 @@ Example: six positions, all supervised, 3 depths, ratio 0.7: 6, int(5 * 0.7) = 3
     deepest per anchor    1   .   2   .   1   .
 
 The draw of a document is a function of the seed and of its own loss mask, and of nothing else:
-padding, packing, order, micro-batches and ranks do not change what is sampled of it. (Two documents
-with the same mask are sampled alike; the next step's seed samples both anew.)
+padding, packing, order, micro-batches and ranks do not change what is sampled from it. (Two
+documents with the same mask get the same sample; the next step's seed resamples both.)
 """
 
 from typing import NamedTuple
@@ -40,12 +39,12 @@ def generate_cod_sample_indices(
     *,
     generator: torch.Generator | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """One document's elements as (anchor_pos, depth), depth 0 first, anchors ascending per depth.
+    """One document's elements as (anchor_pos, depth): depth 0 first, anchors ascending per depth.
 
     An element's position is anchor_pos + depth; at depths >= 1 it is supervised.
     """
     check_cod_options(num_depths, down_sample_ratio, down_sample_ratio_min)
-    if loss_mask.squeeze().ndim > 1:  # rows end to end would be one document
+    if loss_mask.squeeze().ndim > 1:  # several rows would be read as one document
         raise ValueError(f"loss_mask: one row at a time, got {list(loss_mask.shape)}")
     mask = loss_mask.reshape(-1)
     if seq_length < 0 or len(mask) < seq_length:
@@ -76,7 +75,7 @@ def check_cod_options(num_depths: int, ratio: float, ratio_min: float) -> None:
 
 
 def draw_seed(generator: torch.Generator | None = None) -> int:
-    """One number from the generator (torch's own when None), the root of a whole draw."""
+    """One number from the generator (torch's default if None), the seed of a whole draw."""
     device = torch.device("cpu") if generator is None else generator.device
     return int(torch.randint(2**62, (), generator=generator, device=device))
 
@@ -99,15 +98,15 @@ def sample_depths(
     row: Ints | None = None,  # [slots] the pack that `max_anchors` is counted in
     max_anchors: int | None = None,
 ) -> Ints:
-    """[slots] the deepest depth of each anchor's rollout, 0 where none goes beyond depth 0.
+    """[slots] the deepest depth of each anchor's rollout, 0 where it stays at depth 0.
 
-    `max_anchors` caps the rollouts of a row; depths are thinned further only once the sizes of
-    their documents fall below what the cap left.
+    `max_anchors` caps the rollouts of a row; deeper depths are thinned further only once their
+    documents' sizes fall below what the cap left.
     """
     supervised, document, place = documents
     deepest = np.zeros(len(supervised), dtype=np.int64)
-    goes_on = np.zeros_like(supervised)  # the next position is supervised, in the same document
-    goes_on[:-1] = supervised[1:] & (document[1:] == document[:-1])
+    continues = np.zeros_like(supervised)  # the next position is supervised, in the same document
+    continues[:-1] = supervised[1:] & (document[1:] == document[:-1])
     key = _keys(supervised, document, place)
     valid_count = np.bincount(document[supervised], minlength=_documents(document))
     pool = np.flatnonzero(supervised & (place > 0))
@@ -120,18 +119,18 @@ def sample_depths(
             noise = _noise(seed, depth, key[kept], place[kept])
             kept = kept[_rank(row[kept], noise) < max_anchors]
         deepest[kept - depth] = depth
-        pool = kept[goes_on[kept]] + 1
+        pool = kept[continues[kept]] + 1
     return deepest
 
 
 def kept_shares(num_depths: int, ratio: float, ratio_min: float) -> tuple[float, ...]:
-    """[K] of all supervised positions no greater share is sampled at a depth."""
+    """[K] the largest share of the supervised positions that is sampled at each depth."""
     return tuple(max(ratio**depth, ratio_min) if depth else 1.0 for depth in range(num_depths))
 
 
 def surviving_depths(documents: Documents, *, num_depths: int, keep: float, seed: int) -> Ints:
-    """[slots] the deepest depth of each anchor's rollout when every step deeper is survived with
-    the chance `keep`, independently: depth k is reached with the chance keep^k, never without the
+    """[slots] the deepest depth of each anchor's rollout when it survives every step deeper with
+    probability `keep`, independently: depth k is reached with probability keep^k, always after the
     depths before it."""
     word = slot_words(documents, seed)
     chance = (word.astype(np.float64) + 1) / 2.0**64  # (0, 1]
@@ -140,7 +139,7 @@ def surviving_depths(documents: Documents, *, num_depths: int, keep: float, seed
 
 
 def slot_words(documents: Documents, seed: int) -> Words:
-    """[slots] a random word for each place of each document: the root of a draw per slot."""
+    """[slots] a random word for each place of each document: the seed of a draw per slot."""
     return _noise(seed, 0, _keys(*documents), documents.place)
 
 
@@ -150,7 +149,7 @@ def _documents(document: Ints) -> int:
 
 
 def _rank(group: Ints, noise: Words) -> Ints:
-    """Each member's place among its group, by rising noise."""
+    """The rank of each member in its group, by ascending noise."""
     order = np.lexsort((noise, group))
     ordered = group[order]
     rank = np.empty_like(order)
@@ -158,11 +157,11 @@ def _rank(group: Ints, noise: Words) -> Ints:
     return rank
 
 
-# --- random words: splitmix64's finaliser, once per coordinate ------------------------------------
+# --- random words: splitmix64's finalizer, once per coordinate ------------------------------------
 
 
 def _keys(supervised: Bools, document: Ints, place: Ints) -> Words:
-    """[slots] a word that stands for the document: the sum of a word per supervised position."""
+    """[slots] a hash of the slot's document: the sum of one word per supervised position."""
     words = np.where(supervised, _mix(place.astype(np.uint64) * _GOLDEN + _GOLDEN), np.uint64(0))
     sums = np.zeros(_documents(document), dtype=np.uint64)
     np.add.at(sums, document, words)
@@ -170,7 +169,7 @@ def _keys(supervised: Bools, document: Ints, place: Ints) -> Words:
 
 
 def _noise(seed: int, depth: int, key: Words, place: Ints) -> Words:
-    """A word for each place of each document."""
+    """A random word for each place of each document."""
     word = np.full(len(place), seed % 2**64, dtype=np.uint64)
     for coordinate in (np.full_like(key, depth), key, place.astype(np.uint64)):
         word = _mix((word ^ coordinate) + _GOLDEN)

@@ -1,13 +1,14 @@
-"""The same rollout laid out in round sizes, so that batches come back to shapes seen before.
+"""The same rollout laid out in rounded sizes, so that shapes recur from batch to batch.
 
-What a step launches depends on nothing but the sizes of its plan. There are few of them where the
-key axis is always as long as the batch, and rows and target slots are equally many, rounded up to a
-multiple of some quantum: a step of each size can be recorded once and started with one call.
+The kernels that a step launches depend on the sizes of its plan only. These take few values if the
+key axis is always as long as the batch, and the numbers of rows and of target slots are equal and
+rounded up to a multiple of some quantum: a step of each size can then be recorded once and replayed
+with one call.
 
-Padding changes no number that is read. A padding slot is a document of its own, a padding row sits
-on one; every row is followed to the last depth, past its own end into tokens that mean nothing; the
-head's elements are all pairs of a target slot and a depth, those that are not supervised among them
-(`real_N` says which), which stand for a padding row and are charged nothing.
+Padding changes no number that is read. A padding slot is a document of its own, and a padding row
+sits on one; every row is followed to the last depth, past its own end into meaningless tokens; the
+head's elements are all pairs of a target slot and a depth, including those that are not supervised
+(see `real_N`), which refer to a padding row and do not count in the loss.
 """
 
 import numpy as np
@@ -17,16 +18,17 @@ from fledge.rollout.cod import Bools, Ints
 from fledge.rollout.plan import HeadElements, QueryRows, RolloutPlan, supervised_so_far, to_device
 from fledge.rollout.slots import KeyAxis, Slots
 
-ALIGNED = 64  # what matrix products like
+ALIGNED = 64  # efficient for matrix products
 
 
 def lay_out_evenly(
     slots: Slots, supervised_SK: Bools, axis: KeyAxis, *, quantum: int, device: torch.device
 ) -> RolloutPlan:
-    """As `plan.lay_out`, the numbers of rows and of target slots multiples of `quantum`."""
+    """As `plan.lay_out`, with numbers of rows and of target slots that are multiples of
+    `quantum`."""
     depths = supervised_SK.shape[1]
     target = np.flatnonzero(slots.target)
-    # a padding slot has `depths` others behind it to read from, and there is a padding row
+    # room for `depths` padding slots, which a padding row reads from, and for one padding row
     size_T = rounded(len(slots.target) + depths, ALIGNED)
     size_N = size_M = rounded(max(len(axis.row_key) + 1, len(target)), quantum)
     padding = np.arange(len(axis.slot), size_T)
@@ -67,17 +69,17 @@ def lay_out_evenly(
 def _grid(
     supervised_SK: Bools, row_slot: Ints, target: Ints, sizes: tuple[int, int]
 ) -> tuple[Ints, Ints]:
-    """[M, K] the element that asks for each target at each depth, and whether there is one; where
-    there is none, the last row's."""
+    """[M, K] the element that asks for each target at each depth (the last row's if there is none),
+    and whether there is one."""
     depth, (size_M, size_N) = np.arange(supervised_SK.shape[1]), sizes
     anchor_MK = target[:, None] - depth
-    known_MK = supervised_SK[np.maximum(anchor_MK, 0), depth] & (anchor_MK >= 0)
+    asked_MK = supervised_SK[np.maximum(anchor_MK, 0), depth] & (anchor_MK >= 0)
     row_of = np.full(len(supervised_SK), size_N - 1, dtype=np.int64)
     row_of[row_slot] = np.arange(len(row_slot))
     element_MK = np.broadcast_to(depth * size_N + size_N - 1, (size_M, len(depth))).copy()
     real_MK = np.zeros_like(element_MK)
-    element_MK[: len(target)] = depth * size_N + np.where(known_MK, row_of[anchor_MK], size_N - 1)
-    real_MK[: len(target)] = known_MK
+    element_MK[: len(target)] = depth * size_N + np.where(asked_MK, row_of[anchor_MK], size_N - 1)
+    real_MK[: len(target)] = asked_MK
     return element_MK, real_MK
 
 
@@ -86,6 +88,6 @@ def rounded(size: int, quantum: int) -> int:
 
 
 def filled(values: Ints, size: int, with_: int) -> Ints:
-    filled = np.full(size, with_, dtype=np.int64)
-    filled[: len(values)] = values
-    return filled
+    result = np.full(size, with_, dtype=np.int64)
+    result[: len(values)] = values
+    return result

@@ -1,13 +1,13 @@
-"""P-EAGLE's rollouts in round sizes, so that a step of each size can be recorded: see `even.py`.
+"""P-EAGLE's rollouts in rounded sizes, so that a step of each size can be recorded: see `even.py`.
 
-The key axis is as long as the batch. The rows of depth 0 are so many, rounded up to a multiple of
-some quantum, and all other sizes follow from theirs: of n supervised positions sampling keeps no
-more than a share of n at each depth (`cod.kept_shares`), and every depth has room for that many,
-rounded up a little.
+The key axis is as long as the batch. The number of rows of depth 0 is rounded up to a multiple of
+some quantum, and all other sizes follow from it: of n supervised positions, sampling keeps at most
+a given share at each depth (`cod.kept_shares`), and every depth has room for that many, rounded up
+a little.
 
-Rows that are padding sit on a padding slot, a document of its own. Where a depth has more room than
-rollouts, the next ones are followed a depth further than was sampled: rows that nobody sees, and
-that are charged nothing (`HeadElements.real_N`).
+Padding rows sit on a padding slot, a document of its own. Where a depth has more room than
+rollouts, the next ones are followed a depth further than was sampled: rows that no other row sees,
+and that do not count in the loss (`HeadElements.real_N`).
 
 Example: rollouts from slots 4 (to depth 2), 5 (to depth 1) and 6, shares 1, 0.7, 0.49, quantum 4;
 P is padding, brackets are around what is not real.
@@ -17,13 +17,13 @@ P is padding, brackets are around what is not real.
     depth 2     4  (5)                 for 1.96: 2
 
 The head's elements are all rows of all depths: the real ones sorted by the slot that they ask for,
-the others evenly between them. As in `even_blocks.py` groups of elements side by side have target
-slots of their own, all groups as many as the one that needs most: a sixteenth more than an average
-group could need, or, in packs of very short answers, half as much again, and so on.
+the others spread evenly between them. As in `even_blocks.py`, groups of adjacent elements have
+their own target slots, every group as many as the one that needs most: a sixteenth more than an
+average group could need or, in packs of very short answers, half as much again, and so on.
 
-Chats in packs of 4,096 tokens, 300 of them, with 8 depths and a quantum of 256: layers run 6 % more
-rows, the head has 7 % more elements and 12 % more target slots (medians). There are 12 sizes, and
-four of them are four fifths of the packs.
+For 300 packs of chats of 4,096 tokens, with 8 depths and a quantum of 256, layers run 6 % more
+rows, the head has 7 % more elements and 12 % more target slots (medians). There are 12 sizes, four
+of which cover four fifths of the packs.
 """
 
 from collections.abc import Sequence
@@ -38,29 +38,29 @@ from fledge.rollout.parallel_plan import ParallelPlan, Segment, elements_of
 from fledge.rollout.plan import HeadElements, QueryRows, query_rows, supervised_so_far, to_device
 from fledge.rollout.slots import KeyAxis, Slots
 
-GROUP = 2048  # elements that share target slots: with fewer, groups differ more
-ROOM = 17 / 16  # for target slots, of what a group needs where documents are long
-CHAIN_ALIGNED = 16  # rows of a depth: what kernels like, and little for seven depths
+GROUP = 2048  # elements that share target slots: smaller groups differ more
+ROOM = 17 / 16  # room for target slots, relative to the need of a group in long documents
+CHAIN_ALIGNED = 16  # rows of a depth: efficient for kernels, and little padding in seven depths
 
 
 def lay_out_evenly(
     slots: Slots,
     deepest_S: Ints,
-    shares: Sequence[float],  # [K] of the supervised positions no more are sampled at a depth
+    shares: Sequence[float],  # [K] largest share of the supervised positions sampled at a depth
     *,
-    limit: int | None,  # nor more than so many beyond depth 0
+    limit: int | None,  # most rows sampled at a depth beyond 0
     quantum: int,
     device: torch.device,
 ) -> ParallelPlan:
-    """As `parallel_plan.lay_out_parallel` in one segment, the number of rows of depth 0 a multiple
-    of `quantum`."""
-    supervised_SK, exact = elements_of(slots, deepest_S, len(shares))  # as there are, no padding
+    """As `parallel_plan.lay_out_parallel` in one segment, with a number of rows of depth 0 that is
+    a multiple of `quantum`."""
+    supervised_SK, exact = elements_of(slots, deepest_S, len(shares))  # without padding
     axis = _padded(exact, _counts(len(exact.row_key), shares, limit, quantum), len(slots.target))
-    assert all(held <= room for held, room in zip(exact.counts, axis.counts, strict=True))
+    assert all(rows <= room for rows, room in zip(exact.counts, axis.counts, strict=True))
     supervised_P = np.concatenate(
         [
-            filled(supervised_SK[exact.row_slot[:held], depth].astype(np.int64), room, 0)
-            for depth, (held, room) in enumerate(zip(exact.counts, axis.counts, strict=True))
+            filled(supervised_SK[exact.row_slot[:rows], depth].astype(np.int64), room, 0)
+            for depth, (rows, room) in enumerate(zip(exact.counts, axis.counts, strict=True))
         ]
     )
     head, target = _head(axis, supervised_P != 0, sum(shares), device)
@@ -86,7 +86,7 @@ def lay_out_evenly(
 
 
 def _counts(rows: int, shares: Sequence[float], limit: int | None, quantum: int) -> tuple[int, ...]:
-    """[K] room for rows; a function of the rounded number of rows of depth 0."""
+    """[K] room for rows, a function of the rounded number of rows of depth 0."""
     most = rounded(rows, quantum)
     beyond = most if limit is None else min(most, limit)
     room = (min(int(np.ceil(share * most)), beyond) for share in shares[1:])
@@ -94,7 +94,7 @@ def _counts(rows: int, shares: Sequence[float], limit: int | None, quantum: int)
 
 
 def _padded(exact: KeyAxis, counts: tuple[int, ...], tokens: int) -> KeyAxis:
-    """The axes with a padding slot at least, and padding rows on the first one."""
+    """The axes with at least one padding slot, and padding rows on the first one."""
     size_T = rounded(tokens + 1, ALIGNED)
     padding = np.arange(len(exact.slot), size_T)
     return KeyAxis(
@@ -136,8 +136,8 @@ def _head(
     depth_P = np.repeat(np.arange(len(axis.counts)), axis.counts)
     asked_P = np.concatenate([axis.row_slot[:n] + depth for depth, n in enumerate(axis.counts)])
     element, real = _in_order(asked_P, real_P)
-    group = -(-len(element) // -(-len(element) // GROUP))  # all as large
-    step = int(np.ceil(ROOM * group / depths_a_slot / 2))  # two of these are the usual room
+    group = -(-len(element) // -(-len(element) // GROUP))  # all of equal size
+    step = int(np.ceil(ROOM * group / depths_a_slot / 2))  # the usual room is two of these
     target, target_X1, spread = targets_by_group(
         asked_P[element, None], real[:, None], group, step=step
     )
@@ -151,8 +151,8 @@ def _head(
 
 
 def _in_order(asked_P: Ints, real_P: Bools) -> tuple[Ints, Bools]:
-    """The elements, real ones by the slot that they ask for, and which of them are real. The others
-    lie evenly between them, so that every group has as many."""
+    """The elements, real ones sorted by the slot that they ask for, and which of them are real. The
+    others are spread evenly between them, so that every group has equally many."""
     ordered, others = np.flatnonzero(real_P), np.flatnonzero(~real_P)
     ordered = ordered[np.argsort(asked_P[ordered], kind="stable")]
     real = np.zeros_like(real_P)

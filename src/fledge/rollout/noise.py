@@ -1,10 +1,10 @@
-"""Noise on features that does not depend on how a batch is cut: EAGLE-1 trains under it, EAGLE-3
-may (features left out).
+"""Noise on features that does not depend on how a batch is cut: EAGLE-1 trains with it, EAGLE-3
+can (feature dropout).
 
 A slot's noise is a function of the step's seed, of its document's loss mask, of its place in the
 document and of the channel, and of nothing else: padding, packing, micro-batches, ranks and devices
 do not change it. The slot's part is a word from the host (`cod.slot_words`); the channels are mixed
-in on the device, in whole numbers, whose products wrap alike everywhere.
+in on the device in integer arithmetic, which wraps identically everywhere.
 """
 
 from dataclasses import dataclass
@@ -19,19 +19,19 @@ from fledge.rollout.plan import RolloutPlan
 from fledge.rollout.slots import RowMasks, flatten_slots
 
 _CHUNK = 2**23  # numbers at a time: a few arrays of 64 MB
-_BITS = 24  # a float32 holds every one of so many bits
-# splitmix64's constants as the signed numbers that torch has
+_BITS = 24  # a float32 represents all integers of this many bits
+# splitmix64's constants as signed integers, for torch's int64
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 _FIRST, _SECOND = 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
 
 
 @dataclass(frozen=True, kw_only=True)
 class NoisyPlan(RolloutPlan):
-    word_O: Tensor | None = None  # the root of each slot's noise; None: no noise
+    word_O: Tensor | None = None  # the seed of each slot's noise; None: no noise
 
 
 def noisy(plan: RolloutPlan, masks: RowMasks, seed: int) -> NoisyPlan:
-    """The same plan under the noise of `seed`."""
+    """The same plan with the noise of `seed`."""
     words = slot_words(flatten_slots(masks).documents, seed).view(np.int64)
     word_BT = send(torch.from_numpy(words), plan.slot_T.device).view(masks.loss_mask.shape)
     share = plan.share
@@ -40,7 +40,7 @@ def noisy(plan: RolloutPlan, masks: RowMasks, seed: int) -> NoisyPlan:
 
 
 def dropped(values_TD: Tensor, word_T: Tensor, share: float) -> Tensor:
-    """The values without `share` of them, which are zero; the others stand for all."""
+    """The values with `share` of them set to zero and the others scaled up (dropout)."""
     kept_TD = uniform_noise(word_T, values_TD.shape[1], 0.5) >= share - 0.5
     return torch.where(kept_TD, values_TD / (1 - share), 0.0)
 
@@ -66,6 +66,6 @@ def _mix(word: Tensor) -> Tensor:
 
 
 def _shifted(word: Tensor, bits: int) -> Tensor:
-    """To the right with zeros coming in; torch's own shift repeats the sign."""
+    """Logical right shift; torch's own shift is arithmetic."""
     shifted: Tensor = (word >> bits) & (2 ** (64 - bits) - 1)
     return shifted

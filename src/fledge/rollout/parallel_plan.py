@@ -6,7 +6,7 @@ the rows of depth d are the first `counts[d - 1]` of depth 1, row i of every dep
 
 With one segment that is the whole batch. With S segments (the paper's Algorithm 1), a depth-0 slot
 belongs to the segment of its position and a chain row to that of its anchor + 1; keys of earlier
-segments are handed on, so the result is the same and only one segment's activations are alive.
+segments are passed on, so the result is the same and only one segment's activations are alive.
 
 Example: slots 0..5, rollouts from anchor 1 (to depth 2) and anchor 2 (to depth 1), two segments of
 slots 0..2 and 3..5.
@@ -35,24 +35,24 @@ class Segment:
     begin: int  # its depth-0 slots are [begin, end) of the key axis, or of this rank's part of it
     end: int
     counts: tuple[int, ...]  # chain rows at depths 1, 2, ...
-    starts_K: Tensor  # where the chain rows of each of these depths begin; behind the last one
+    starts_K: Tensor  # where the chain rows of each of these depths begin, and where they end
     chain_position_M: Tensor  # rotary positions of the chain rows: anchor's + depth
-    every: QueryRows  # its slots and chain rows, as they ask in all layers but the last
-    anchor_N: Tensor  # the slots that ask in the last layer, counted from `begin`
+    every: QueryRows  # its slots and chain rows, the queries of all layers but the last
+    anchor_N: Tensor  # the slots that are queries of the last layer, counted from `begin`
     asking: QueryRows  # these and the chain rows
-    gathering: Gathering | None  # of several ranks on the same rows, of the segment's keys
+    gathering: Gathering | None  # of the segment's keys, when ranks share the rows
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelPlan(RolloutPlan):
     segments: tuple[Segment, ...]
-    element_P: Tensor | None  # where each element lies in the segments' rows; None: as they come
+    element_P: Tensor | None  # index of each element in the segments' rows; None: in order
 
     def in_order(self, rows_PE: Tensor) -> Tensor:
         """The segments' last-layer rows end to end -> all depths' rows end to end."""
         return rows_PE if self.element_P is None else rows_PE.index_select(0, self.element_P)
 
-    # --- of an even plan (`even_parallel.py`): one segment, whose slots are the key axis ----------
+    # --- even plans (`even_parallel.py`): one segment, whose slots are the key axis ---------------
 
     def tensors(self) -> dict[str, Tensor]:
         [segment], head = self.segments, self.head
@@ -94,10 +94,10 @@ def plan_parallel(
     ranks: ContextRanks | None = None,
     quantum: int = 0,
 ) -> ParallelPlan:
-    """Sample the rollouts of a batch and lay them out; one host sync, as `plan_rollout`. With
-    `ranks`, which all read the same rows, the plan is this rank's part. With `quantum` there are
-    few sizes, so that they come back (`even_parallel.py`)."""
-    from fledge.rollout.even_parallel import lay_out_evenly  # made of the pieces of this file
+    """Sample the rollouts of a batch and lay them out; one host sync, as in `plan_rollout`. With
+    `ranks`, which all read the same rows, the plan is this rank's part. With `quantum`, sizes are
+    rounded up so that the same few recur (`even_parallel.py`)."""
+    from fledge.rollout.even_parallel import lay_out_evenly  # which imports this file
 
     slots = flatten_slots(masks)
     deepest_S = sample_depths(
@@ -135,13 +135,14 @@ def lay_out_parallel(
     ends = _boundaries(axis, partitions)
     part, share = None, None
     if ranks is not None:
-        owner = owners(axis, ranks.size, element=1, ends=ends)  # several layers: slots run too
+        # with several layers, a slot costs as much as an element
+        owner = owners(axis, ranks.size, element=1, ends=ends)
         part = part_of(slots, supervised_SK, axis, owner, ranks.rank)
         slots, axis = part.slots, part.axis
         supervised_SK &= part.mine[:, None]
         share = part.share(ranks, device, depths=1)
     plan = lay_out(slots, supervised_SK, axis, device=device)
-    segments, element_P = _Cut(axis, part, ranks, device).segments(ends)
+    segments, element_P = _Segmenter(axis, part, ranks, device).segments(ends)
     shared = {field.name: getattr(plan, field.name) for field in fields(RolloutPlan)}
     return ParallelPlan(**(shared | {"share": share}), segments=segments, element_P=element_P)
 
@@ -156,7 +157,7 @@ def elements_of(slots: Slots, deepest_S: Ints, num_depths: int) -> tuple[Bools, 
 
 
 def _boundaries(axis: KeyAxis, partitions: int) -> list[int]:
-    """Ends of the segments on the key axis: as equal in rows as whole positions allow."""
+    """Ends of the segments on the key axis: rows are as evenly split as whole positions allow."""
     size = len(axis.slot)
     load = np.ones(size, dtype=np.int64)
     for count in axis.counts[1:]:
@@ -167,12 +168,12 @@ def _boundaries(axis: KeyAxis, partitions: int) -> list[int]:
 
 
 def _chain_home(axis: KeyAxis) -> Ints:
-    """[N] the slot that decides in which segment a rollout runs."""
+    """[N] the slot that determines in which segment a rollout runs."""
     home: Ints = np.minimum(axis.row_key + 1, len(axis.slot) - 1)
     return home
 
 
-class _Cut:
+class _Segmenter:
     """Cuts the rows of an axis, a rank's own or all of them, into segments."""
 
     def __init__(
@@ -182,13 +183,13 @@ class _Cut:
         self.own = np.arange(len(axis.slot), dtype=np.int64) if part is None else part.own
 
     def segments(self, ends: list[int]) -> tuple[tuple[Segment, ...], Tensor | None]:
-        """The segments, and where their rows put each element."""
+        """The segments, and the index of each element in their rows."""
         begins = [0, *ends[:-1]]
         segments, elements = zip(*map(self._segment, begins, ends), strict=True)
         if len(segments) == 1:
             return segments, None
-        lies_at = np.argsort(np.concatenate(elements))
-        return segments, send(torch.from_numpy(lies_at), self.device)
+        index = np.argsort(np.concatenate(elements))
+        return segments, send(torch.from_numpy(index), self.device)
 
     def _segment(self, begin: int, end: int) -> tuple[Segment, Ints]:
         """One segment, and the element (all depths' rows end to end) of each last-layer row."""

@@ -1,6 +1,6 @@
 """Which elements (anchor, depth) a batch needs, decided once on the host from the masks.
 
-Everything after this file works on flat axes without asking the device for a number again:
+Everything downstream works on flat axes without another device synchronization:
 
 - the *key axis* T: the slots that some row attends to (of each document, everything up to its last
   anchor; padding and slots after the last anchor are dropped);
@@ -20,10 +20,10 @@ Example: one document of 6 tokens x0..x5, loss mask on x3, x4 (shifted: slots 2,
 
     key axis  = slots 0..3        rows = 0, 1 (depth 2), 2 (depth 1), 3 (depth 0); counts 4, 3, 2
 
-Slot 0 is not supervised at depths 0 and 1, but its own chain must run through them to reach
-depth 2: it is a row there, and no head element.
+Slot 0 is not supervised at depths 0 and 1, but its chain must run through them to reach depth 2: it
+is a row there, but not a head element.
 
-Not for the arithmetic: attention lives next door, the head in `objective`.
+The arithmetic is elsewhere: attention in `kernels.attention`, the head in `objective`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -41,14 +41,14 @@ from fledge.rollout.context import ContextRanks, Share, owners, part_of
 from fledge.rollout.slots import KeyAxis, RowMasks, Slots, flatten_slots, key_axis, per_document
 
 BLOCK_ROWS = 256  # query rows that share one block of scores
-BLOCK_SCORES = 2**19  # rows x keys of a block, per head: what bounds the memory of long documents
-ELEMENT = 3  # cost of an element, in slots: drafts have one layer, which slots leave half-way
-GPU_BLOCKS = 4  # times both, away from the CPU: fewer and larger operations, twice the speed
+BLOCK_SCORES = 2**19  # rows x keys of a block, per head: bounds the memory of long documents
+ELEMENT = 3  # cost of an element in slots, which in a one-layer draft only produce keys and values
+GPU_BLOCKS = 4  # factor on both, off the CPU: fewer and larger operations, twice the speed
 
 
 @dataclass(frozen=True)
 class QueryBlock:
-    """Rows `order[row_start:row_end]` see no key outside [key_start, key_end)."""
+    """Rows `order[row_start:row_end]`, which attend to keys in [key_start, key_end) only."""
 
     row_start: int
     row_end: int
@@ -58,12 +58,12 @@ class QueryBlock:
 
 @dataclass(frozen=True)
 class QueryRows:
-    """The rows that ask at one depth: where each sits on the key axis, how to walk over them."""
+    """The query rows of one depth: where each sits on the key axis, and how to walk over them."""
 
     slot_N: Tensor  # key-axis index of the anchor: the last depth-0 key the row may see
     first_N: Tensor  # key-axis index of the first slot of its document
     order_N: Tensor  # the rows sorted by slot, so that neighbours share keys
-    # slot and first in that order, on the host; for several rows with one slot, any lower first
+    # slot and first in that order, on the host; rows that share a slot may share a lower `first`
     sorted_host: tuple[Ints, Ints] | None = None
 
     def __len__(self) -> int:
@@ -71,7 +71,7 @@ class QueryRows:
 
     @cached_property
     def blocks(self) -> tuple[QueryBlock, ...]:
-        """For attention block by block; kernels never ask."""
+        """The blocks of block-wise attention; fused kernels do not need them."""
         if self.sorted_host is None:
             raise ValueError("sorted_host: needed to cut the rows into blocks")
         return cut_blocks(*self.sorted_host, self.slot_N.device)
@@ -85,17 +85,18 @@ class HeadElements:
     depth_N: Tensor
     target_N: Tensor  # index into `RolloutPlan.target_M`, ascending
     target_host: Ints  # the same on the host, to cut chunks without a sync
-    real_N: Tensor | None = None  # bool, only when some are there for the size alone: see `even.py`
-    # (elements, target slots): elements are sorted by group only, so many to each, and ask for any
-    # of so many slots; `target_host` is the first of these. See `even_blocks.py`
+    real_N: Tensor | None = None  # bool, only when some elements are padding: see `even.py`
+    # (elements, target slots) per group: elements are sorted by group only and may use any target
+    # slot of their group; `target_host` is the first of these. See `even_blocks.py`
     group: tuple[int, int] = (1, 1)
 
     def __len__(self) -> int:
         return len(self.target_host)
 
     def chunks(self, rows: int) -> Iterator[tuple[slice, slice]]:
-        """So many elements at a time, whole groups if they fit, and the target slots that they ask
-        for. A slot that two chunks share is in both; all depths of it in one chunk share one."""
+        """Yield slices of at most `rows` elements, whole groups if they fit, and of the target
+        slots that they need. A slot needed by two chunks is in both; within a chunk, all depths
+        share it."""
         size, spread = self.group
         rows = max(rows // size * size, min(rows, size))
         for begin in range(0, len(self), rows):
@@ -107,23 +108,24 @@ class HeadElements:
 @dataclass(frozen=True, kw_only=True)
 class RolloutPlan:
     slot_T: Tensor  # position in the flattened [B * T] batch of every slot on the key axis
-    span: tuple[int, int] | None  # the key axis is this part of the flattened batch, as it lies
+    span: tuple[int, int] | None  # (begin, end) if the key axis is one slice of the flattened batch
     position_T: Tensor  # rotary position of every slot on the key axis
-    every: QueryRows  # all slots as queries: depth 0 of the lower layers of a deep draft
+    every: QueryRows  # all slots as queries, for depth 0 in the lower layers of a deep draft
     depths: tuple[QueryRows, ...]
     counts: tuple[int, ...]  # rows per depth
     target_M: Tensor  # flattened position of every slot that holds a target
     head: HeadElements
     supervised_P: Tensor  # bool, over all depths' rows laid end to end
     step_valid_K: Tensor  # int64: slots supervised at all depths <= k
-    # bool, only when rollouts were left out: the elements (target, depth) that the rest stands for
+    # bool, only when rollouts were dropped: all (target, depth) pairs, dropped ones included
     asked_MK: Tensor | None = None
-    # of several ranks on the same rows this one's part: all but the key axis is cut down to it
+    # this rank's part, when ranks share the rows: all but the key axis is restricted to it
     share: Share | None = None
 
     @property
     def position_L(self) -> Tensor:  # noqa: N802  (its shape)
-        """Rotary positions of the slots whose tokens are read: the key axis, or this rank's."""
+        """Rotary positions of the slots whose tokens are read: the key axis, or this rank's part
+        of it."""
         return self.position_T if self.share is None else self.share.position_L
 
     def by_depth(self, values_P: Tensor) -> tuple[Tensor, ...]:
@@ -131,14 +133,14 @@ class RolloutPlan:
         return torch.split(values_P, list(self.counts))
 
     def answered(self, answer_BTX: Tensor) -> Tensor:
-        """[S, X] what the target says of all slots; of several ranks on the same rows, [M, X] of
-        those that this one is asked about."""
+        """The target's answer [S, X] at all slots or, when ranks share the rows, [M, X] at the
+        target slots of this rank."""
         answer_SX = answer_BTX.flatten(0, 1)
         return answer_SX if self.share is None else answer_SX.index_select(0, self.target_M)
 
     @property
     def answered_M(self) -> Tensor:  # noqa: N802  (its shape)
-        """Where each target slot lies in that."""
+        """Index of each target slot in what `answered` returns."""
         if self.share is None:
             return self.target_M
         return torch.arange(len(self.target_M), device=self.target_M.device)
@@ -150,10 +152,10 @@ class RolloutPlan:
             return flat[self.span[0] : self.span[1]]
         return flat.index_select(0, self.slot_T)
 
-    # --- of an even plan (`even.py`) --------------------------------------------------------------
+    # --- even plans (`even.py`) -------------------------------------------------------------------
 
     def tensors(self) -> dict[str, Tensor]:
-        """What of it differs from batch to batch of the same sizes, and these sizes."""
+        """The tensors that differ between batches of the same sizes; their shapes are the sizes."""
         rows, head = self.depths[0], self.head
         assert head.real_N is not None
         return {
@@ -164,8 +166,8 @@ class RolloutPlan:
         }  # fmt: skip
 
     def with_tensors(self, given: Mapping[str, Tensor]) -> Self:
-        """The same plan with other tensors: those of another batch, or the same ones elsewhere.
-        What the host knows of rows is left out, for it is another batch's."""
+        """The same plan with other tensors: those of another batch, or copies of the same ones.
+        Data of rows on the host is left out, because it belongs to the original batch."""
         every, head = self.every, self.head
         rows = QueryRows(given["slot_N"], given["first_N"], given["order_N"])
         return replace(
@@ -194,19 +196,19 @@ def plan_rollout(
 ) -> RolloutPlan:
     """Read the masks (the only host sync of a step) and lay out the rollout on `device`.
 
-    Masks that are still on the host cost no sync at all: plan before the target runs.
+    Masks that are still on the host need no sync at all: plan before the target runs.
 
     With `compact=False` every real slot is a row as long as its input token exists: the wasteful
-    layout that must give the same loss.
+    layout, which must give the same loss.
 
-    With `keep` < 1 a rollout goes one depth deeper with that chance only, drawn from `seed` and the
-    document's own loss mask.
+    With `keep` < 1 a rollout continues to the next depth with that probability only, drawn from
+    `seed` and the document's own loss mask.
 
     With `ranks`, which all read the same rows, the plan is this rank's part.
 
-    With `quantum` there are few sizes, so that they come back (`even.py`).
+    With `quantum`, sizes are rounded up so that the same few recur (`even.py`).
     """
-    from fledge.rollout.even import lay_out_evenly  # which is made of the pieces of this file
+    from fledge.rollout.even import lay_out_evenly  # which imports this file
 
     slots = flatten_slots(masks)
     asked_SK = supervised_SK = _supervised(slots, num_depths)
@@ -230,12 +232,12 @@ def plan_rollout(
         every = query_rows(part.own, axis.first[part.own], device)
         plan = replace(plan, every=every, share=part.share(ranks, device, depths=num_depths))
     if keep < 1:
-        return replace(plan, asked_MK=_asked(slots, asked_SK, device))
+        return replace(plan, asked_MK=_asked_targets(slots, asked_SK, device))
     return plan
 
 
-def _asked(slots: Slots, supervised_SK: Bools, device: torch.device) -> Tensor:
-    """[M, K]: the target slot is asked for at depth k, by the anchor k slots before it."""
+def _asked_targets(slots: Slots, supervised_SK: Bools, device: torch.device) -> Tensor:
+    """[M, K]: whether a target slot is asked for at depth k, by the anchor k slots before it."""
     target = np.flatnonzero(slots.target)
     depth = np.arange(supervised_SK.shape[1])
     anchor_MK = target[:, None] - depth
@@ -244,7 +246,7 @@ def _asked(slots: Slots, supervised_SK: Bools, device: torch.device) -> Tensor:
 
 
 def _supervised(slots: Slots, num_depths: int) -> Bools:
-    """[slots, depths]: the rollout of slot t has something to predict at depth k."""
+    """[S, K]: whether the rollout of slot t has something to predict at depth k."""
     size = len(slots.start)
     supervised = np.zeros((size, num_depths), dtype=np.bool_)
     for k in range(min(num_depths, size)):
@@ -253,11 +255,11 @@ def _supervised(slots: Slots, num_depths: int) -> Bools:
 
 
 def _last_depth(slots: Slots, supervised_SK: Bools, *, compact: bool) -> Ints:
-    """The deepest depth each slot's rollout has to reach, -1 where it need not start."""
+    """The deepest depth that each slot's rollout has to reach, -1 where it need not start."""
     num_depths = supervised_SK.shape[1]
     if compact:
-        from_the_back = np.argmax(supervised_SK[:, ::-1], axis=1)
-        return np.where(supervised_SK.any(axis=1), num_depths - 1 - from_the_back, -1)
+        from_end = np.argmax(supervised_SK[:, ::-1], axis=1)
+        return np.where(supervised_SK.any(axis=1), num_depths - 1 - from_end, -1)
     index = np.arange(len(slots.start), dtype=np.int64)
     real_end = slots.start + per_document(slots, slots.real.astype(np.int64), np.add)
     return np.where(slots.real, np.minimum(num_depths, real_end - index) - 1, -1)
@@ -275,11 +277,11 @@ def lay_out(
     arrays += [np.flatnonzero(slots.target), *head, supervised_P.astype(np.int64)]
     arrays += [supervised_so_far(supervised_SK)]
 
-    it = iter(to_device(arrays, device))
-    slot_T, position_T, first_T, slot_N, first_N = (next(it) for _ in range(5))
+    moved = iter(to_device(arrays, device))
+    slot_T, position_T, first_T, slot_N, first_N = (next(moved) for _ in range(5))
     arange_T = torch.arange(len(keep), device=device)
     depths = tuple(
-        QueryRows(slot_N[:count], first_N[:count], next(it), (row_key[order], row_first[order]))
+        QueryRows(slot_N[:count], first_N[:count], next(moved), (row_key[order], row_first[order]))
         for count, order in zip(counts, orders, strict=True)
     )
     return RolloutPlan(
@@ -289,15 +291,15 @@ def lay_out(
         every=QueryRows(arange_T, first_T, arange_T, (np.arange(len(keep)), key_first)),
         depths=depths,
         counts=counts,
-        target_M=next(it),
-        head=HeadElements(next(it), next(it), next(it), head[2]),
-        supervised_P=next(it).bool(),
-        step_valid_K=next(it),
+        target_M=next(moved),
+        head=HeadElements(next(moved), next(moved), next(moved), head[2]),
+        supervised_P=next(moved).bool(),
+        step_valid_K=next(moved),
     )
 
 
 def supervised_so_far(supervised_SK: Bools) -> Ints:
-    """[K] slots that are supervised at all depths <= k."""
+    """[K] number of slots that are supervised at all depths <= k."""
     counts, alive_S = [], np.ones(len(supervised_SK), dtype=np.bool_)
     for supervised_S in supervised_SK.T:
         alive_S = alive_S & supervised_S
@@ -306,7 +308,7 @@ def supervised_so_far(supervised_SK: Bools) -> Ints:
 
 
 def _span(slot: Ints) -> tuple[int, int] | None:
-    """(begin, end) when the slots lie side by side."""
+    """(begin, end) if the slots are contiguous, else None."""
     if len(slot) == 0:
         return 0, 0
     begin, end = int(slot[0]), int(slot[-1]) + 1
@@ -329,7 +331,8 @@ def _head_elements(
 
 
 def query_rows(slot: Ints, first: Ints, device: torch.device) -> QueryRows:
-    """Rows in any order, given by the key-axis index of their anchor and of its document."""
+    """Rows in any order, given by the key-axis indices of their anchors and of the first slots of
+    their documents."""
     order = np.argsort(slot, kind="stable")
     slot_N, first_N, order_N = to_device([slot, first, order], device)
     return QueryRows(slot_N, first_N, order_N, (slot[order], first[order]))
@@ -354,10 +357,10 @@ def cut_blocks(slot: Ints, first: Ints, device: torch.device) -> tuple[QueryBloc
 
 
 def to_device(arrays: list[Ints], device: torch.device) -> tuple[Tensor, ...]:
-    """All index arrays in one copy, each begun on a 128-byte border: a kernel compiled for aligned
-    pointers then serves every batch, whatever the lengths before it."""
-    border = 16
-    starts = np.cumsum([0, *(-(-len(array) // border) * border for array in arrays)])
+    """Copy all index arrays to the device at once, each aligned to 128 bytes: a kernel compiled for
+    aligned pointers then serves every batch, whatever the lengths of the arrays."""
+    alignment = 16
+    starts = np.cumsum([0, *(-(-len(array) // alignment) * alignment for array in arrays)])
     flat = np.zeros(starts[-1], dtype=np.int64)
     for start, array in zip(starts, arrays, strict=False):
         flat[start : start + len(array)] = array

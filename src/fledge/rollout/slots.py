@@ -1,6 +1,6 @@
-"""A batch as planning sees it, on the host: its slots on one flat axis, and the key axis on them.
+"""The inputs of planning, on the host: the slots of a batch on one flat axis, and the key axis.
 
-`plan.py` says what the two axes are for; `context.py` cuts the key axis between ranks.
+`plan.py` explains the purpose of the two axes; `context.py` splits the key axis between ranks.
 """
 
 from dataclasses import dataclass
@@ -27,14 +27,14 @@ class Slots:
 
     @property
     def documents(self) -> Documents:
-        """The same as sampling sees it."""
+        """The slots in the form that sampling takes."""
         ordinal: Ints = np.unique(self.start, return_inverse=True)[1].astype(np.int64)
         place = np.arange(len(self.start), dtype=np.int64) - self.start
         return Documents(self.target, ordinal, place)
 
 
 class RowMasks(NamedTuple):
-    """What a plan reads of a batch, on any device; the loss mask shifted."""
+    """What a plan reads from a batch, on any device; the loss mask is shifted."""
 
     loss_mask: Tensor  # [B, T]
     attention_mask: Tensor
@@ -58,12 +58,12 @@ def flatten_slots(masks: RowMasks) -> Slots:
     assert attend is not None
     index = np.arange(rows * width, dtype=np.int64)
     real = attend.reshape(-1) != 0
-    if alone := lens is None:  # padding in front of a row is a document of its own, without rows
+    if unpacked := lens is None:  # left padding is a document of its own, without rows
         ahead = np.argmax(real.reshape(rows, width), axis=1) if width else np.zeros(rows, np.int64)
         lens = np.stack([ahead, width - ahead], axis=1)
     start, end = _document_bounds(lens, width)
     reach = end - index
-    if remaining is None and not alone:
+    if remaining is None and not unpacked:
         count = np.cumsum(real)
         remaining = count[end - 1] - count
     if remaining is not None:
@@ -71,14 +71,14 @@ def flatten_slots(masks: RowMasks) -> Slots:
     place = index - start if position is None else position.reshape(-1)
     if (place - place[start] != index - start)[real].any():
         raise ValueError("position_ids: positions must rise by one inside a document")
-    if alone and (place != index - start)[real].any():
+    if unpacked and (place != index - start)[real].any():
         raise ValueError("position_ids: without seq_lens a row's tokens are at 0 .. n - 1")
     target = (loss.reshape(-1) != 0) & real & (reach > 0)
     return Slots(start, end, real, target, reach, place)
 
 
 def _to_host(tensors: list[Tensor | None]) -> list[Ints | None]:
-    """All of them in one copy, so that a batch on the device costs one wait."""
+    """Copy all tensors at once, so that a batch on the device needs one synchronization."""
     present = [tensor for tensor in tensors if tensor is not None]
     flat = torch.cat([tensor.detach().reshape(-1).to(torch.int64) for tensor in present]).cpu()
     parts = iter(torch.split(flat, [tensor.numel() for tensor in present]))
@@ -110,7 +110,8 @@ class KeyAxis(NamedTuple):
 
 
 def key_axis(slots: Slots, last_S: Ints, num_depths: int) -> KeyAxis:
-    """`last_S`: the deepest depth of each slot's rollout, -1 where none starts."""
+    """The key axis of a batch. `last_S`: the deepest depth of each slot's rollout, -1 where none
+    starts."""
     index = np.arange(len(last_S), dtype=np.int64)
     last_anchor = per_document(slots, np.where(last_S >= 0, index, -1), np.maximum)
     keep = np.flatnonzero(index <= last_anchor)
@@ -125,7 +126,7 @@ def key_axis(slots: Slots, last_S: Ints, num_depths: int) -> KeyAxis:
 
 
 def per_document(slots: Slots, values: Ints, reduce: np.ufunc) -> Ints:
-    """Reduce a value over each document and hand the result to each of its slots."""
+    """Reduce a value over each document and broadcast the result to each of its slots."""
     if len(values) == 0:
         return values
     starts, inverse = np.unique(slots.start, return_inverse=True)

@@ -1,10 +1,10 @@
-"""A strategy: everything in decoding that depends on the way of drafting.
+"""A strategy: everything in decoding that depends on how tokens are drafted.
 
-The engine (`decode.speculative`) runs rounds. Before the first it hands the strategy the prompts
-and the target's states of them (`start`); in every round, the slots that were verified since
-(`RoundState`). The strategy proposes tokens, says how the target is to read them, and which of the
-target's states stand when some are accepted. What it remembers of a text, and where, is its own
-business: a cache of keys and values, something else, or nothing.
+The engine (`decode.speculative`) runs rounds. Before the first it passes the strategy the prompts
+and the target's states of them (`start`); in every round, the slots verified since the last one
+(`RoundState`). The strategy proposes tokens, and determines how the target reads them and which of
+the target's states remain when some are accepted. What it keeps of a text, and where, is up to it:
+a cache of keys and values, something else, or nothing.
 
 A new strategy is a subclass that a method lists under `strategies`.
 
@@ -35,7 +35,7 @@ class Strategy(ABC):
     """What a round drafts, for the title of a table: "chain"."""
 
     rollouts: ClassVar[type[Rollouts] | None] = None
-    """Its teacher-forced twin, for exact replay; None: it has to be decoded live."""
+    """Its teacher-forced counterpart, for exact replay; None: it has to be decoded live."""
 
     def __init__(
         self,
@@ -56,12 +56,12 @@ class Strategy(ABC):
 
     @classmethod
     def fits(cls, draft: DraftModel) -> bool:
-        """Whether it can draft with this one; the draft's method has named it already."""
+        """Whether it can use this draft, whose method is known to list the strategy."""
         return True
 
     @property
     def name(self) -> str:
-        """What the draft's method calls it."""
+        """Its name in the draft's method."""
         strategies = method_of(self.draft.config).strategies
         return next(name for name in strategies if strategies[name] is type(self))
 
@@ -72,7 +72,7 @@ class Strategy(ABC):
 
     @property
     def depth(self) -> int:
-        """Tokens of them that can be accepted at most."""
+        """The most of them that can be accepted."""
         return self.count
 
     @property
@@ -80,34 +80,35 @@ class Strategy(ABC):
     def label(self) -> str:
         """What a round drafts, for the sentence that goes with a figure."""
 
-    # --- its memory of the texts ----------------------------------------------------------------
-    # Empty bodies on purpose (B027): a strategy may remember nothing.
+    # --- its cache of the texts -----------------------------------------------------------------
+    # Empty bodies on purpose (B027): a strategy may cache nothing.
 
     def start(self, prompts: Sequence[Sequence[int]], aux_BTD: Tensor) -> None:  # noqa: B027
-        """New texts: the prompts and the target's states of their tokens, left-aligned.
+        """Start new texts, given the prompts and the target's left-aligned states of their tokens.
 
-        The last slot of a prompt lacks its token yet: the first round brings it.
+        The last slot of a prompt still lacks its token, which the first round provides.
         """
 
     def reserve(self, end: int) -> int:
-        """Make room for a round behind `end` slots; how far its pass looks (`RoundState.used`)."""
+        """Make room for a round after `end` slots; returns how many entries of the cache its pass
+        reads (`RoundState.used`)."""
         return 0
 
     def select(self, rows: Sequence[int]) -> None:  # noqa: B027
-        """Go on with these rows only, moved to the front."""
+        """Keep these rows only, moved to the front."""
 
     # --- a round --------------------------------------------------------------------------------
 
     @abstractmethod
     def propose(self, state: RoundState, chooser: Chooser) -> Proposal:
-        """Take in the verified slots and draft behind them.
+        """Process the verified slots and draft tokens after them.
 
-        Plain tensor code that may be recorded (`decode.recorded`): no look at a tensor's values,
-        and the same result when it is run again on the same state.
+        Plain tensor code that may be recorded (`decode.recorded`): it must not read a tensor's
+        values on the host, and must give the same result when it is run again on the same state.
         """
 
     def layout(self, parent_BN: Tensor | None) -> Layout | None:
-        """How the target reads the newest known token and the proposed ones; None: in a row."""
+        """How the target reads the newest known token and the proposed ones; None: in sequence."""
         return None
 
     def settle(
@@ -117,8 +118,9 @@ class Strategy(ABC):
         aux_BND: Tensor,
         places: Sequence[Sequence[int]],
     ) -> Tensor:
-        """Put what was accepted in its place in the target's cache; its aux states [B, Q, D].
+        """Move accepted tokens to their places in the target's cache, and return their aux states
+        [B, Q, D].
 
-        `places`: where each row's accepted tokens stood in the target's last pass.
+        `places`: indices of each row's accepted tokens in the target's last pass.
         """
         return aux_BND[:, : table_BX.shape[1] // 2 - 1]

@@ -1,9 +1,9 @@
-"""DFlash's and DSpark's way: a block of slots behind the verified text, in one pass.
+"""The strategies of DFlash and DSpark: a block of slots after the verified text, in one pass.
 
-The cache holds keys and values of the context, made of the target's features, by position. A
-block's own keys lie behind them, at the positions of its slots, where the true ones of the next
-round will overwrite them: what stands there afterwards is never a block's. A block is always as
-long as it was in training; fewer tokens are proposed by looking at fewer of its slots.
+The cache holds keys and values of the context by position, computed from the target's features. A
+block's own keys follow them, at the positions of its slots, and are overwritten by the true ones in
+the next round: the cached context never contains a block's keys. A block is always as long as it
+was in training; to propose fewer tokens, fewer of its slots are read.
 
 Shapes: J slots of a block, N proposed tokens, U places of the cache.
 """
@@ -31,12 +31,12 @@ from fledge.rollout.block_plan import BlockPlan, lay_out_blocks
 from fledge.rollout.plan import RolloutPlan
 from fledge.rollout.slots import RowMasks, flatten_slots
 
-_SLOTS_AT_ONCE = {"cpu": 2**14, "cuda": 2**16}  # of blocks that are replayed together
+_SLOTS_AT_ONCE = {"cpu": 2**14, "cuda": 2**16}  # in the blocks that are replayed together
 
 
 class BlockRollouts(Rollouts):
-    """The block from every slot. What it says does not depend on the text behind its first token,
-    so it is what live decoding says there."""
+    """The block from every slot. It does not depend on the text after its first token, so it is
+    what live decoding would draft there."""
 
     draft: BlockDraftModel
 
@@ -53,7 +53,7 @@ class BlockRollouts(Rollouts):
         return plan.by_depth(self._states(aux_TD, ids_T, plan))
 
     def _states(self, aux_TD: Tensor, ids_T: Tensor, plan: BlockPlan) -> Tensor:
-        """[P, E]: all depths' rows end to end."""
+        """[P, E]: the states of all depths' rows end to end."""
         rows, device = plan.blocks, self.draft.device
         most = _SLOTS_AT_ONCE.get(device.type, _SLOTS_AT_ONCE["cpu"])
         step = max(1, most // rows.size)
@@ -74,7 +74,8 @@ class BlockRollouts(Rollouts):
 class MarkovRollouts(BlockRollouts):
     """The same left to right: up to its first miss, a live block has read the text's own tokens.
 
-    Head inputs carry the state, the features of the token before, and whether it is proposed."""
+    Head inputs hold the state, the features of the previous token, and whether a token is proposed.
+    """
 
     def unroll(self, aux_TD: Tensor, ids_T: Tensor, plan: RolloutPlan) -> Sequence[Tensor]:
         assert isinstance(plan, BlockPlan)
@@ -94,7 +95,7 @@ class MarkovRollouts(BlockRollouts):
         return inputs
 
     def confidence(self, head_input_NE: Tensor) -> Tensor:
-        """[N] log-odds, before any temperature, that a drafted token stands."""
+        """[N] log-odds, before any temperature, that a drafted token is accepted."""
         assert self.draft.confidence_head is not None
         state_NE, features_NR, _ = self._parts(head_input_NE)
         odds_N: Tensor = self.draft.confidence_head(state_NE, features_NR)
@@ -109,7 +110,7 @@ class MarkovRollouts(BlockRollouts):
         assert head is not None
         state_NE, features_NR, proposed_N1 = self._parts(head_input_NE)
         logits_NW = super().logits(state_NE) + F.linear(features_NR, head.out_WR.to(state_NE.dtype))
-        return logits_NW.masked_fill(proposed_N1 == 0, float("-inf"))  # no likeliest token
+        return logits_NW.masked_fill(proposed_N1 == 0, float("-inf"))  # -> NO_TOKEN
 
 
 def running_chance(
@@ -119,14 +120,14 @@ def running_chance(
     depth: int,
     before_N: Tensor | None,
 ) -> Tensor | None:
-    """[N] how sure the draft is that all tokens up to this one stand, given the same of those
-    before; None: every token is proposed, whatever the confidence."""
+    """[N] the draft's probability that all tokens up to this one are accepted, given that of the
+    tokens before; None if every token is proposed, whatever the confidence."""
     if draft.confidence_head is None or not draft.config.confidence_threshold:
         return None
     temperatures = draft.config.confidence_temperatures
     temperature = temperatures[depth] if depth < len(temperatures) else 1.0
-    sure_N: Tensor = (draft.confidence_head(state_NE, features_NR) / temperature).sigmoid()
-    return sure_N if before_N is None else before_N[: len(sure_N)] * sure_N
+    chance_N: Tensor = (draft.confidence_head(state_NE, features_NR) / temperature).sigmoid()
+    return chance_N if before_N is None else before_N[: len(chance_N)] * chance_N
 
 
 class BlockDrafter(Drafter):
@@ -144,7 +145,7 @@ class BlockDrafter(Drafter):
         self.block, self.sights = draft, draft.sights()
 
     def read_prompts(self, prompts: Sequence[Sequence[int]], aux_BTD: Tensor) -> None:
-        """The features of the prompts' tokens, but for the last, which the first round brings."""
+        """Cache the features of the prompts' tokens, except the last: the first round adds it."""
         width = max(len(prompt) for prompt in prompts) - 1
         if width > 0:
             self.room(width)
@@ -152,8 +153,8 @@ class BlockDrafter(Drafter):
             self.take_in(aux_BTD[:, :width], start_B)
 
     def take_in(self, aux_BQD: Tensor, start_B: Tensor) -> None:
-        """Keys and values of verified tokens, from `start_B` on. What follows a row's last true one
-        is overwritten before it is looked at."""
+        """Cache keys and values of verified tokens, from `start_B` on. Entries after a row's last
+        real one are overwritten before they are read."""
         count = aux_BQD.shape[1]
         context = self.block.project_hidden_states(aux_BQD, self.dtype).flatten(0, 1)
         index_BQ = start_B[:, None] + torch.arange(count, device=self.device)
@@ -163,22 +164,22 @@ class BlockDrafter(Drafter):
 
     def _put(self, layer: int, index_BQ: Tensor, keys: Tensor, values: Tensor) -> None:
         rows_B1 = torch.arange(len(index_BQ), device=self.device)[:, None]
-        for kept_BUGC, new in zip(self._cache[layer], (keys, values), strict=True):
-            kept_BUGC[rows_B1, index_BQ] = new.reshape(*index_BQ.shape, *new.shape[1:])
+        for cache_BUGC, new in zip(self._cache[layer], (keys, values), strict=True):
+            cache_BUGC[rows_B1, index_BQ] = new.reshape(*index_BQ.shape, *new.shape[1:])
 
     def run_block(self, newest_B: Tensor, length_B: Tensor, *, used: int) -> Tensor:
-        """[B, J, E] head inputs of a block behind `length_B` verified tokens of each row."""
+        """[B, J, E] head inputs of a block after `length_B` verified tokens of each row."""
         block, batch = self.block, len(newest_B)
         size = int(block.config.block_size)
         index_BJ = length_B[:, None] + torch.arange(size, device=self.device)
         turn = block.rotary(index_BJ.flatten(), self.dtype)
-        seen = {sight: _visible(sight, length_B, index_BJ, used) for sight in {*self.sights}}
+        masks = {sight: _visible(sight, length_B, index_BJ, used) for sight in {*self.sights}}
         state = block.embed(block.block_tokens(newest_B), self.dtype).flatten(0, 1)
         for number, (layer, sight) in enumerate(zip(self.layers, self.sights, strict=True)):
             q, keys, values = block.block_heads(layer, state, turn)
             self._put(number, index_BJ, keys, values)
-            kept = self._cache[number, :, :batch, :used]
-            out = _attend(q.view(batch, size, *q.shape[1:]), kept, seen[sight])
+            cache = self._cache[number, :, :batch, :used]
+            out = _attend(q.view(batch, size, *q.shape[1:]), cache, masks[sight])
             state = layer.finish(state, out.flatten(0, 1))
         state = rms_norm(state, block.norm_weight(self.dtype), block.config.rms_norm_eps)
         return state.view(batch, size, -1)
@@ -189,7 +190,7 @@ class BlockDrafter(Drafter):
 
 
 def _visible(sight: Sight, length_B: Tensor, index_BJ: Tensor, used: int) -> Tensor:
-    """[B, J, U]: the text before the block, and the block's own slots."""
+    """[B, J, U]: whether a slot sees a place: the text before the block, and the block's slots."""
     place_U = torch.arange(used, device=index_BJ.device)
     last_BJ = index_BJ if sight.causal else index_BJ[:, -1:].expand_as(index_BJ)
     visible_BJU = place_U <= last_BJ[..., None]
@@ -198,10 +199,10 @@ def _visible(sight: Sight, length_B: Tensor, index_BJ: Tensor, used: int) -> Ten
     return visible_BJU
 
 
-def _attend(q_BJHC: Tensor, kept: Tensor, visible_BJU: Tensor) -> Tensor:
-    """`kept`: keys and values [2, B, U, G, C]."""
-    share = q_BJHC.shape[2] // kept.shape[3]
-    keys, values = kept.repeat_interleave(share, dim=3).transpose(2, 3)
+def _attend(q_BJHC: Tensor, cache: Tensor, visible_BJU: Tensor) -> Tensor:
+    """`cache`: keys and values [2, B, U, G, C]."""
+    share = q_BJHC.shape[2] // cache.shape[3]
+    keys, values = cache.repeat_interleave(share, dim=3).transpose(2, 3)
     mask = visible_BJU[:, None]
     out = F.scaled_dot_product_attention(q_BJHC.transpose(1, 2), keys, values, attn_mask=mask)
     return out.transpose(1, 2)
@@ -210,7 +211,7 @@ def _attend(q_BJHC: Tensor, kept: Tensor, visible_BJU: Tensor) -> Tensor:
 class Block(DrafterStrategy):
     drafted = "block"
     rollouts = BlockRollouts
-    draft: BlockDraftModel  # type: ignore[assignment]  # all that a `DrafterStrategy` asks of it
+    draft: BlockDraftModel  # type: ignore[assignment]  # has all that a `DrafterStrategy` needs
 
     @classmethod
     def fits(cls, draft: DraftModel) -> bool:
@@ -233,7 +234,7 @@ class Block(DrafterStrategy):
         return BlockDrafter(self.draft, dtype=self.dtype, passes=self.passes)
 
     def states(self, state: RoundState) -> Tensor:
-        """[B, N, E] of the slots that propose: the verified tokens are taken in, a block run."""
+        """Cache the verified tokens and run a block; returns [B, N, E] of the proposing slots."""
         drafter, first = self.drafter, self.draft.first_place
         drafter.take_in(state.aux_BQD, state.start_B)
         states_BJE = drafter.run_block(newest(state), state.length_B, used=state.used)
@@ -254,7 +255,7 @@ def newest(state: RoundState) -> Tensor:
 
 
 class MarkovBlock(Block):
-    """Left to right through the Markov head; the states are one pass all the same."""
+    """Left to right through the Markov head; the states still come from one pass."""
 
     drafted = "block, left to right"
     rollouts = MarkovRollouts
@@ -276,7 +277,7 @@ class MarkovBlock(Block):
             logits_BW = self.drafter.logits(state_BE) + F.linear(features_BR, out_WR)
             picked_B, top_B, probs_BW = chooser.pick_scored(logits_BW)
             chance = running_chance(draft, state_BE, features_BR, depth, chance)
-            if chance is not None:  # behind the first that is left out, nothing is proposed
+            if chance is not None:  # after the first token left out, nothing is proposed
                 kept_B = chance >= draft.config.confidence_threshold
                 top_B = top_B.masked_fill(~kept_B, float("-inf"))
                 probs_BW = None if probs_BW is None else probs_BW * kept_B[:, None]

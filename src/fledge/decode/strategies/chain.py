@@ -1,4 +1,4 @@
-"""EAGLE-3's own way: one token after another, each from the draft's own last state and token."""
+"""EAGLE-3's strategy: one token after another, each from the draft's own last state and token."""
 
 from collections.abc import Sequence
 

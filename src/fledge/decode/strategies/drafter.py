@@ -1,10 +1,10 @@
-"""The draft as an engine runs it: keys and values kept by slot, a few new slots per call.
+"""The draft as an engine runs it: keys and values cached by slot, a few new slots per call.
 
 Slot t reads the target's aux states at token t and token t + 1, sits at position t and predicts
-token t + 2. The cache index of a slot *is* t. A rollout that starts at
-anchor t leaves the keys of depth k at index t + k: what verification rejects is overwritten when
-the true slots come, and "keys up to my own index" is the whole visibility rule of a chain and of
-P-EAGLE's mask slots. A tree says itself who sees whom.
+token t + 2. The cache index of a slot *is* t. A rollout that starts at anchor t writes the keys of
+depth k at index t + k: what verification rejects is overwritten by the verified slots, and "keys up
+to my own index" is the whole visibility rule of a chain and of P-EAGLE's mask slots. A tree passes
+its own visibility.
 """
 
 from abc import abstractmethod
@@ -42,7 +42,7 @@ class Drafter:
         self._cache = self._empty(0, 0)  # [layers, keys and values, B, U, G, C]
 
     def start(self, batch: int) -> None:
-        """Empty caches for `batch` rows; they grow as they are written to."""
+        """Clear the cache for `batch` rows; it grows as needed."""
         rows, places = self._cache.shape[2:4]
         if batch > rows:
             self._cache = self._empty(batch, places)
@@ -51,31 +51,31 @@ class Drafter:
             self._cache.zero_()
 
     def _empty(self, rows: int, places: int) -> Tensor:
-        """Keys and values of all layers; zeros, not garbage: a masked NaN is still a NaN."""
+        """An empty cache for all layers: zeros, not garbage, since a masked NaN is still a NaN."""
         config = self.draft.config
         heads, channels = config.num_key_value_heads, config.head_dim
         shape = (len(self.layers), 2, rows, places, heads, channels)
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
     def room(self, needed: int) -> int:
-        """Make room for `needed` entries of a row; how many a pass should look at."""
+        """Make room for `needed` entries per row, and return how many a pass should read."""
         used = self.passes.room(needed)
-        held = self._cache
-        rows, places = held.shape[2:4]
+        old = self._cache
+        rows, places = old.shape[2:4]
         if used > places:
             self._cache = self._empty(rows, max(used, 2 * places))
-            self._cache[:, :, :, :places] = held
+            self._cache[:, :, :, :places] = old
             self.passes.drop_recordings()
         return used
 
     def select(self, rows: Sequence[int]) -> None:
-        """Go on with these rows only, moved to the front."""
+        """Keep these rows only, moved to the front."""
         index = torch.tensor(rows, device=self.device, dtype=torch.long)
         cache = self._cache
         cache[:, :, : len(rows)] = cache.index_select(2, index)
 
     def read_prompts(self, prompts: Sequence[Sequence[int]], aux_BTD: Tensor) -> None:
-        """The prompts' slots, but for the last, which reads the first token behind the prompt."""
+        """Run the prompts' slots, except the last, which reads the first token after the prompt."""
         width = max(len(prompt) for prompt in prompts) - 1
         if width > 0:
             tokens = [[*prompt[1:], *[0] * (width + 1 - len(prompt))] for prompt in prompts]
@@ -86,7 +86,7 @@ class Drafter:
             self.run(state_BQE, token_BQ, index_BQ, used=width)
 
     def extend(self, state: RoundState) -> Tensor:
-        """Run verified slots with the target's true features; [B, E] at each row's anchor."""
+        """Run verified slots with the target's true features; returns [B, E] at the anchors."""
         state_BQE = self.draft.project_hidden_states(state.aux_BQD, self.dtype)
         place_Q = torch.arange(state.token_BQ.shape[1], device=self.device)
         index_BQ = state.start_B[:, None] + place_Q
@@ -104,11 +104,11 @@ class Drafter:
         position_BQ: Tensor | None = None,
         visible_BQU: Tensor | None = None,
     ) -> Tensor:
-        """New entries through all layers; what the next depth carries ([B, Q, E]).
+        """Run new entries through all layers; returns the states for the next depth ([B, Q, E]).
 
-        `used` is at least one past the highest index, and what `room` was asked for: so much of the
-        cache is looked at. Without `position_BQ` and `visible_BQU` an entry sits at its index and
-        sees every index up to it.
+        `used` is the number of cache entries to read: at least one past the highest index, and
+        covered by `room`. Without `position_BQ` and `visible_BQU` an entry sits at its index and
+        attends to every index up to it.
         """
         batch, count = token_BQ.shape
         if position_BQ is None:
@@ -156,7 +156,7 @@ def _attend(q_BQHC: Tensor, keys_BUGC: Tensor, values_BUGC: Tensor, visible_BQU:
     used, share = visible_BQU.shape[-1], q_BQHC.shape[2] // keys_BUGC.shape[2]
 
     def by_head(x_BUGC: Tensor) -> Tensor:
-        # repeated here: the kernels that take a mask and no [Q, U] memory know no grouped heads
+        # repeated here: memory-efficient kernels that take a mask do not support grouped heads
         return x_BUGC[:, :used].repeat_interleave(share, dim=2).transpose(1, 2)
 
     out_BHQC = F.scaled_dot_product_attention(
@@ -169,7 +169,7 @@ def _attend(q_BQHC: Tensor, keys_BUGC: Tensor, values_BUGC: Tensor, visible_BQU:
 
 
 class DrafterStrategy(Strategy):
-    """What strategies share whose draft carries a state from depth to depth: a `Drafter`."""
+    """The base of strategies whose draft carries a state from depth to depth in a `Drafter`."""
 
     draft: UnrolledDraftModel
 
@@ -184,7 +184,7 @@ class DrafterStrategy(Strategy):
     @property
     @abstractmethod
     def slots(self) -> int:
-        """Cache entries that a round writes behind the newest verified slot, at most."""
+        """The most cache entries that a round writes after the newest verified slot."""
 
     @cached_property
     def drafter(self) -> Drafter:

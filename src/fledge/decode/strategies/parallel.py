@@ -1,4 +1,4 @@
-"""P-EAGLE's own way: all tokens of a round in one pass, from a learned placeholder."""
+"""P-EAGLE's strategy: all tokens of a round in one pass, from a learned placeholder."""
 
 from collections.abc import Sequence
 
@@ -53,28 +53,28 @@ class Parallel(DrafterStrategy):
         return 2 * self.count
 
     def propose(self, state: RoundState, chooser: Chooser) -> Proposal:
-        """The verified slots and `count` - 1 mask slots behind them.
+        """Run the verified slots and `count` - 1 mask slots after them.
 
         Rows differ in how many slots were verified: a shorter row simply has more mask slots, whose
-        surplus lies behind everything that is read, and is overwritten.
+        surplus comes after everything that is read, and is overwritten.
         """
-        drafter, more = self.drafter, self.count - 1
+        drafter, num_masks = self.drafter, self.count - 1
         draft, device = self.draft, drafter.device
         batch, width = state.token_BQ.shape
-        place_Q = torch.arange(width + more, device=device)
+        place_Q = torch.arange(width + num_masks, device=device)
         count_B1 = state.count_B[:, None]
         real_BQ = place_Q < count_B1
-        token_BQ = F.pad(state.token_BQ, (0, more)).masked_fill(
+        token_BQ = F.pad(state.token_BQ, (0, num_masks)).masked_fill(
             ~real_BQ, draft.config.mask_token_id
         )
         placeholder_11E = draft.project_hidden_states(draft.mask_hidden, drafter.dtype)
         true_BQE = draft.project_hidden_states(state.aux_BQD, drafter.dtype)
-        state_BQE = F.pad(true_BQE, (0, 0, 0, more)).where(real_BQ[..., None], placeholder_11E)
+        state_BQE = F.pad(true_BQE, (0, 0, 0, num_masks)).where(real_BQ[..., None], placeholder_11E)
         index_BQ = state.start_B[:, None] + place_Q
         state_BQE = drafter.run(state_BQE, token_BQ, index_BQ, used=state.used)
         rows_B1 = torch.arange(batch, device=device)[:, None]
-        asking_BN = count_B1 - 1 + torch.arange(self.count, device=device)
-        logits_BNW = drafter.logits(state_BQE[rows_B1, asking_BN])
+        proposing_BN = count_B1 - 1 + torch.arange(self.count, device=device)
+        logits_BNW = drafter.logits(state_BQE[rows_B1, proposing_BN])
         picked_BN, top_BN, probs_BNW = chooser.pick_scored(logits_BNW)
         token_BN = self.selected_W[picked_BN]
         if probs_BNW is None:
@@ -83,7 +83,7 @@ class Parallel(DrafterStrategy):
 
 
 def run_lengths(marked_S: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """[S]: marked slots from here on without a gap.
+    """[S]: the number of consecutive marked slots from each slot on.
 
     Example: 1 1 0 1 -> 2 1 0 1
     """

@@ -1,4 +1,4 @@
-"""Which strategy a draft is decoded with: its method lists those that it has."""
+"""Which strategy a draft is decoded with, of those that its method lists."""
 
 import torch
 
@@ -11,7 +11,7 @@ from fledge.methods.registry import METHODS, method_of
 
 
 def choose(draft: DraftModel, name: str | None = None) -> type[Strategy]:
-    """The strategy that was asked for, if the draft has it; None: what it was trained for."""
+    """The named strategy, if it fits the draft; None selects the one the draft was trained for."""
     method = method_of(draft.config)
     name, strategies = name or method.own_strategy, method.strategies
     known = {name for method in METHODS.values() for name in method.strategies}
@@ -38,7 +38,8 @@ def rollouts_of(
     name: str | None = None,
     dtype: torch.dtype | None = None,
 ) -> Rollouts:
-    """The teacher-forced twin of a draft's strategy; without a name, of one that has a twin."""
+    """The teacher-forced counterpart of a draft's strategy; without a name, of one that can be
+    replayed."""
     kind = choose(draft, name or method_of(draft.config).replayed_strategy)
     strategy = kind(draft, DraftShape(num_draft_tokens))
     if strategy.rollouts is None:

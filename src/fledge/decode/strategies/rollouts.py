@@ -1,6 +1,6 @@
-"""The teacher-forced twin of a strategy: what it would draft from every slot of a known text.
+"""The teacher-forced counterpart of a strategy: what it would draft from every slot of a text.
 
-Texts lie in packs, as in training; the loss mask marks the answers. Slot t reads token t + 1 and
+Texts are packed as in training; the loss mask marks the answers. Slot t reads token t + 1 and
 drafts token t + 2, so the slots that count are those whose next two tokens belong to one answer:
 the first token of an answer comes from the prompt's pass.
 
@@ -34,7 +34,7 @@ def drafting_slots(tokens: TokenBatch) -> Tensor:
 
 @dataclass(frozen=True)
 class Rollouts(ABC):
-    """The draft from every slot at once, `depths` tokens far."""
+    """Rollouts of the draft from all slots at once, `depths` tokens long."""
 
     draft: Any  # of the strategy's kind
     depths: int
@@ -49,7 +49,7 @@ class Rollouts(ABC):
         return selected
 
     def plan(self, tokens: TokenBatch) -> RolloutPlan:
-        """Every drafting slot starts a rollout that goes as far as its answer."""
+        """A plan in which every drafting slot starts a rollout, up to the end of its answer."""
         masks = RowMasks.of(tokens, drafting_slots(tokens))
         return plan_rollout(masks, num_depths=self.depths, device=self.draft.device)
 
@@ -64,5 +64,5 @@ class Rollouts(ABC):
         """[N, E] per depth; aux states and next tokens lie on the plan's key axis."""
 
     def logits(self, head_input_NE: Tensor) -> Tensor:
-        """[N, W] what the draft says."""
+        """[N, W] the draft's logits."""
         return F.linear(head_input_NE, self.draft.lm_head.weight.to(head_input_NE.dtype))

@@ -17,18 +17,18 @@ class TreeShape:
                 raise BadInput(f"{name} of a tree must be positive, got {getattr(self, name)}")
 
     def proposed(self, vocabulary: int) -> int:
-        """How many nodes are proposed: `nodes`, or all that are ever scored."""
+        """The number of nodes proposed: `nodes`, or all scored nodes if there are fewer."""
         width = min(self.width, vocabulary)
         return min(self.nodes, width + (self.depth - 1) * width**2)
 
     def behind(self, vocabulary: int) -> int:
-        """How many entries expanded nodes take in the draft's cache, behind the anchor."""
+        """The number of entries that expanded nodes take in the draft's cache, after the anchor."""
         return (self.depth - 1) * min(self.width, vocabulary)
 
 
 @dataclass(frozen=True)
 class DraftShape:
-    """What a user asks for; a strategy takes the part that is its own."""
+    """What a user requests; each strategy uses its part of it."""
 
     num_draft_tokens: int = 7  # without a tree
     tree: TreeShape = TreeShape()

@@ -5,12 +5,12 @@ nodes ever scored, the `nodes` with the highest probability (product along the p
 A child never outscores its parent, and on equal scores the shallower node goes first, so what is
 kept is a tree again.
 
-Expanded nodes lie in the draft's cache behind the anchor, depth by depth, `width` to a depth:
+Expanded nodes lie in the draft's cache after the anchor, depth by depth, `width` per depth:
 
     index   anchor | +1 .. +width (depth 1) | +width+1 .. (depth 2) | ...
     position       |  anchor + 1            |  anchor + 2           |
 
-Each sees the slots up to the anchor, its ancestors and itself.
+Each attends to the slots up to the anchor, its ancestors and itself.
 """
 
 from collections.abc import Sequence
@@ -57,13 +57,13 @@ class Tree(DrafterStrategy):
         number_F = torch.arange(width, device=drafter.device)
         frontier_BF = number_F.expand(batch, -1)
         state_BFE = carried_BE[:, None].expand(-1, width, -1)
-        behind_U = torch.arange(shape.behind(width), device=drafter.device)
+        entry_U = torch.arange(shape.behind(width), device=drafter.device)
         ancestors_BFU = torch.zeros(
-            (batch, width, len(behind_U)), dtype=torch.bool, device=drafter.device
+            (batch, width, len(entry_U)), dtype=torch.bool, device=drafter.device
         )
         for depth in range(1, shape.depth):
-            itself_FU = behind_U == number_F[:, None] + (depth - 1) * width
-            ancestors_BFU = ancestors_BFU | itself_FU  # each sees itself
+            itself_FU = entry_U == number_F[:, None] + (depth - 1) * width
+            ancestors_BFU = ancestors_BFU | itself_FU  # each attends to itself
             token_BF = token_BN[rows_B1, frontier_BF]
             state_BFE = _expand(drafter, state, state_BFE, token_BF, ancestors_BFU, depth)
             child_BFF, logp_BFF = self._best_tokens(state_BFE, width)
@@ -96,8 +96,8 @@ class Tree(DrafterStrategy):
         aux_BND: Tensor,
         places: Sequence[Sequence[int]],
     ) -> Tensor:
-        """The accepted path's nodes stand apart: move them together."""
-        aux_BQD = take(aux_BND, columns(table_BX)[3])  # before a pass runs, which overwrites it
+        """Move the nodes of the accepted path, which are scattered, together."""
+        aux_BQD = take(aux_BND, columns(table_BX)[3])  # copied before a pass overwrites it
         if self.passes.fixed or any(row != [*range(len(row))] for row in places):
             self.passes(settle, {"table_BX": table_BX}, rehearse=_stay_in_place, target=target)
         return aux_BQD
@@ -110,7 +110,7 @@ def settle(table_BX: Tensor, *, target: CachedTarget) -> None:
 
 
 def _stay_in_place(table_BX: Tensor) -> dict[str, Tensor]:
-    """What to rehearse with: moved twice, the path would be elsewhere."""
+    """Inputs for the rehearsal that move nothing: moving a path twice would misplace it."""
     table_BX = table_BX.clone()
     place_BQ = columns(table_BX)[3]
     place_BQ.copy_(torch.arange(place_BQ.shape[1], device=table_BX.device))
@@ -125,15 +125,15 @@ def _expand(
     ancestors_BFU: Tensor,
     depth: int,
 ) -> Tensor:
-    """Run the frontier at `depth`; its carried states."""
+    """Run the frontier at `depth`, and return its carried states."""
     width, space = ancestors_BFU.shape[1:]
-    behind_B1 = state.anchor_B[:, None] + 1
-    place_BU = torch.arange(state.used, device=drafter.device) - behind_B1  # 0: the first node
+    first_B1 = state.anchor_B[:, None] + 1
+    place_BU = torch.arange(state.used, device=drafter.device) - first_B1  # 0: the first node
     node_BFU = place_BU.clamp(0, space - 1)[:, None].expand(-1, width, -1)
     seen_BFU = ancestors_BFU.gather(2, node_BFU) & (place_BU < space)[:, None]
     visible_BFU = (place_BU < 0)[:, None] | seen_BFU
-    index_BF = behind_B1 + (depth - 1) * width + torch.arange(width, device=drafter.device)
-    position_BF = (behind_B1 - 1 + depth).expand(-1, width)
+    index_BF = first_B1 + (depth - 1) * width + torch.arange(width, device=drafter.device)
+    position_BF = (first_B1 - 1 + depth).expand(-1, width)
     return drafter.run(
         state_BFE,
         token_BF,
@@ -152,23 +152,24 @@ def _prune(token_BN: Tensor, score_BN: Tensor, parent_BN: Tensor, nodes: int) ->
     renumbered_BN = torch.full_like(parent_BN, -1).scatter(1, kept_BM, number)
     parent_BM = parent_BN.gather(1, kept_BM)
     number_BM = renumbered_BN.gather(1, parent_BM.clamp_min(0)).masked_fill(parent_BM < 0, -1)
-    # a log-probability may be minus infinity; what is NaN was scored from numbers that are none
+    # a log-probability may be minus infinity; NaN comes from numbers that are not finite
     token_BM = token_BN.masked_fill(score_BN.isnan(), NO_TOKEN).gather(1, kept_BM)
     return Proposal(token_BM, number_BM)
 
 
 def tree_layout(parent_BN: Tensor, max_depth: int) -> Layout:
-    """For the target, which reads [last verified token, nodes]: depths and who sees whom.
+    """The layout of [last verified token, nodes], as read by the target: depths and visibility.
 
     Depth [B, N + 1] counts from 0 at the verified token; visibility is [B, N + 1, N + 1].
     """
     batch, count = parent_BN.shape
-    step_BN1 = torch.cat([parent_BN.new_zeros(batch, 1), parent_BN + 1], 1)  # the root stays put
+    # the parent of each token; the root's is the root itself
+    parent_BN1 = torch.cat([parent_BN.new_zeros(batch, 1), parent_BN + 1], 1)
     visible = torch.eye(count + 1, dtype=torch.bool, device=parent_BN.device).repeat(batch, 1, 1)
-    depth = torch.zeros_like(step_BN1)
-    at = torch.arange(count + 1, device=parent_BN.device).expand(batch, -1)
+    depth = torch.zeros_like(parent_BN1)
+    ancestor = torch.arange(count + 1, device=parent_BN.device).expand(batch, -1)
     for _ in range(max_depth):
-        depth += at > 0
-        at = step_BN1.gather(1, at)
-        visible.scatter_(2, at[..., None], True)
+        depth += ancestor > 0
+        ancestor = parent_BN1.gather(1, ancestor)
+        visible.scatter_(2, ancestor[..., None], True)
     return Layout(depth, visible)
