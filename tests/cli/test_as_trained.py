@@ -64,13 +64,13 @@ def test_eval_drafts_with_each_as_it_was_trained(place):
 
 
 def test_chat_drafts_as_trained(place, monkeypatch):
-    talk, given = chat_verb._Talk, []
+    talk, given = chat_verb._Chat, []
 
     def noticed(*arguments):
         given.append(arguments[4]["num_draft_tokens"])
         return talk(*arguments)
 
-    monkeypatch.setattr(chat_verb, "_Talk", noticed)
+    monkeypatch.setattr(chat_verb, "_Chat", noticed)
     for more in ([], ["--draft-tokens", 2]):
         words = ["--max-new-tokens", 4, "--device", "cpu", "--json", *more]
         fledge("chat", place / "run", *words, text="count to 5\n")

@@ -114,7 +114,8 @@ class PackStream:
         """The packs of this rank's micro-batch `index` of a step; none when the data ran out."""
         place = index * self._world.data_size + self._world.data_rank
         start = step * self.packs_per_step + place * self._micro
-        positions = (self._at(position) for position in range(start, start + self._micro))
+        stop = start + self._micro if self._end is None else min(start + self._micro, self._end)
+        positions = (self._at(position) for position in range(start, stop))
         return [at[1] for at in positions if at is not None]
 
     def _collate(self, packs: Sequence[Pack]) -> TokenBatch:
