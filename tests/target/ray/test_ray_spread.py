@@ -138,7 +138,7 @@ def test_what_a_worker_refuses_the_command_refuses(nodes, tmp_path):
 
 
 def test_workers_that_die_over_and_over_end_the_command(nodes, monkeypatch):
-    monkeypatch.setattr(spread_module, "_RESTARTS", 1)
+    monkeypatch.setattr(spread_module, "_MAX_RESTARTS", 1)
     looks = []
     with Spread(nodes.address, workers=3) as spread:
         with pytest.raises(BadInput, match="all workers were lost"):
