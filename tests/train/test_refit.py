@@ -15,7 +15,7 @@ from fledge.measure.replay import Text, as_pack
 from fledge.methods.eagle3 import EAGLE3
 from fledge.methods.registry import METHODS
 from fledge.target.hf.model import HFEagle3TargetModel
-from fledge.train.retarget.refit import Targets, measure, reading_of, refit, take_tables
+from fledge.train.retarget.refit import Tables, Targets, measure, reading_of, refit, take_tables
 
 
 @pytest.fixture(scope="module")
@@ -189,15 +189,17 @@ def test_tables_of_the_target_follow_it(target, drafts):
     )
     draft = make_draft(target, width=25)
     head = draft.lm_head.weight.detach().clone()
-    assert take_tables(draft, targets) == ["embedding"]
+    assert take_tables(draft, targets) == Tables(taken=("embedding",))
     assert torch.equal(draft.embed_tokens.weight, tuned.model.embed_tokens.weight)
     assert torch.equal(draft.lm_head.weight, head)
     trained = copy.deepcopy(drafts["trained"])  # embeddings and all
-    assert take_tables(trained, targets) == []
+    assert take_tables(trained, targets) == Tables()
     borrowed = block_draft(target, targets.old)
-    assert take_tables(borrowed, targets) == ["embedding", "head"]
+    assert take_tables(borrowed, targets) == Tables(taken=("embedding", "head"))
     assert borrowed.embed_tokens.weight.data_ptr() == tuned.model.embed_tokens.weight.data_ptr()
-    assert take_tables(BlockDraftModel(borrowed.config), targets) == []  # as its files have it
+    assert (
+        take_tables(BlockDraftModel(borrowed.config), targets) == Tables()
+    )  # as its files have it
 
 
 def test_a_method_without_such_a_map_is_refused_in_a_line(drafts, monkeypatch):

@@ -110,6 +110,12 @@ def _remarks(done: "Retargeted") -> list[str]:
         f"by {done.error_before:.1%}, now by {done.error:.1%}"
         + (f"; {' and '.join(done.taken)} are the new target's" if done.taken else "")
     ]
+    if done.kept:
+        tables = " and ".join(done.kept)
+        lines.append(
+            f"the new target's {tables} is in another basis: the draft keeps its own, which SGLang "
+            "does not read: serve it with vLLM"
+        )
     if done.penalty is None:
         lines[0] += "; no change of the map was better than none"
     if done.length < done.length_before:

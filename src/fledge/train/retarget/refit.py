@@ -113,25 +113,39 @@ def _inputs(
         yield pair[0], pair[1]
 
 
+@dataclass(frozen=True)
+class Tables:
+    """The embedding and head that a draft had from its old target, by what became of them."""
+
+    taken: tuple[str, ...] = ()  # replaced by the new target's
+    kept: tuple[str, ...] = ()  # not replaced: the new one's is in another basis
+
+
 @torch.no_grad()
-def take_tables(draft: DraftModel, targets: Targets) -> list[str]:
+def take_tables(draft: DraftModel, targets: Targets) -> Tables:
     """Replace the draft's embedding or head by the new target's if it equals the old one's exactly,
-    as engines would; return which were replaced. A table in another basis is not taken: the draft
-    could not read it. Block drafts have neither table, and borrow both."""
+    as engines would. A table in another basis is not taken: the draft could not read it. Block
+    drafts have neither table, and borrow both."""
     if draft.embed_tokens.weight.is_meta:
-        return []
+        return Tables()
     ids = draft.selected_token_ids
     assert ids is not None
-    taken = []
-    tables = [target.get_input_embeddings().weight for target in (targets.old, targets.new)]
-    if _same(draft.embed_tokens.weight, tables[0]) and _alike(*tables):
-        draft.copy_embeddings_from_target(InputEmbedding(tables[1]))
-        taken.append("embedding")
-    heads = [target.info().head.weight_VD for target in (targets.old, targets.new)]
-    if _same(draft.lm_head.weight, heads[0][ids.to(heads[0].device)]) and _alike(*heads):
-        draft.copy_head_from_target(InputEmbedding(heads[1]))
-        taken.append("head")
-    return taken
+    both = (targets.old, targets.new)
+    embeddings = [target.get_input_embeddings().weight for target in both]
+    heads = [target.info().head.weight_VD for target in both]
+    shared: dict[str, tuple[list[Tensor], Callable[[InputEmbedding], None]]] = {}
+    if _same(draft.embed_tokens.weight, embeddings[0]):
+        shared["embedding"] = (embeddings, draft.copy_embeddings_from_target)
+    if _same(draft.lm_head.weight, heads[0][ids.to(heads[0].device)]):
+        shared["head"] = (heads, draft.copy_head_from_target)
+    alike = {name: _alike(*tables) for name, (tables, _) in shared.items()}
+    for name, (tables, copy) in shared.items():
+        if alike[name]:
+            copy(InputEmbedding(tables[1]))
+    return Tables(
+        taken=tuple(name for name in shared if alike[name]),
+        kept=tuple(name for name in shared if not alike[name]),
+    )
 
 
 def _same(table: Tensor, other: Tensor) -> bool:

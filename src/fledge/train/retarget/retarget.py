@@ -81,6 +81,7 @@ class Retargeted:
     error_before: float  # relative error of the map's output on the new target's states
     error: float  # the same after the refit; both on rows that were not fitted
     taken: tuple[str, ...]  # tables that were replaced by the new target's
+    kept: tuple[str, ...]  # tables that were not: the new target's are in another basis
     num_draft_tokens: int
     held_out_rows: int
     old_length: float  # with the old target
@@ -200,7 +201,7 @@ def _refit_and_measure(
             draft, targets, fitted=packs.of(judged=False), judged=packs.of(judged=True),
             on_pack=packs.step,
         )  # fmt: skip
-        taken = take_tables(draft, targets)
+        tables = take_tables(draft, targets)
         draft.save_pretrained(out / "refit")
         recipe.write_resolved(out)
         mark_best(out, out / "refit")
@@ -212,7 +213,7 @@ def _refit_and_measure(
     return Retargeted(
         directory=out, old=asked.old, target=asked.target, method=method_of(draft.config).title,
         rows=len(packs.rows), tokens=int(packs.rows.lengths.sum()), penalty=fit.penalty,
-        error_before=fit.error_before, error=fit.error, taken=tuple(taken),
+        error_before=fit.error_before, error=fit.error, taken=tables.taken, kept=tables.kept,
         num_draft_tokens=tokens, held_out_rows=min(len(held_out), recipe.evaluation.rows),
         old_length=lengths.old.length, length_before=lengths.before.length,
         length_with_old_states=lengths.with_old_states.length, length=lengths.refitted.length,
