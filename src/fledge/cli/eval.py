@@ -254,18 +254,18 @@ def _calibration(calibration: Any) -> Table:
     from fledge.measure.calibration import calibration_error
 
     table = plain_table(
-        "all up to", "temperature", "foretold", "found", "off before", "off after", no_wrap=True
+        "all up to", "temperature", "predicted", "observed", "off before", "off after", no_wrap=True
     )
     rows = zip(calibration.temperatures, calibration.before, calibration.after, strict=True)
     for depth, (temperature, before, after) in enumerate(rows):
         count = sum(bin_.count for bin_ in after)
-        predicted = sum(bin_.foretold * bin_.count for bin_ in after) / count
-        observed = sum(bin_.found * bin_.count for bin_ in after) / count
+        predicted = sum(bin_.predicted * bin_.count for bin_ in after) / count
+        observed = sum(bin_.observed * bin_.count for bin_ in after) / count
         table.add_row(
             f"token {depth + 1}", f"{temperature:.2f}", f"{predicted:.1%}", f"{observed:.1%}",
             f"{calibration_error(before):.1%}", f"{calibration_error(after):.1%}",
         )  # fmt: skip
-    table.caption = "off: mean distance of foretold and found; after: by the other half's texts"
+    table.caption = "off: mean distance of predicted and observed; after: fitted on the other half"
     table.caption_justify = "left"
     return table
 

@@ -61,8 +61,8 @@ class Sureness:
 class Bin:
     """The slots whose predicted probability lies in one interval."""
 
-    foretold: float  # their mean probability
-    found: float  # share of them where all tokens so far were accepted
+    predicted: float  # their mean probability
+    observed: float  # share of them where all tokens so far were accepted
     count: int
 
 
@@ -88,8 +88,8 @@ class Calibration:
 
 
 def _bins_to_json(tables: Reliability) -> list[list[list[float]]]:
-    """[foretold, found, slots] of every interval, by depth."""
-    return [[[bin_.foretold, bin_.found, bin_.count] for bin_ in table] for table in tables]
+    """[predicted, observed, slots] of every interval, by depth."""
+    return [[[bin_.predicted, bin_.observed, bin_.count] for bin_ in table] for table in tables]
 
 
 def says_nothing(where: str = "") -> BadInput:
@@ -97,7 +97,7 @@ def says_nothing(where: str = "") -> BadInput:
     return BadInput(what, where=where, fix="objective.kind=dspark trains one that does")
 
 
-def foretells(draft: DraftModel) -> TypeGuard[BlockDraftModel]:
+def has_confidence(draft: DraftModel) -> TypeGuard[BlockDraftModel]:
     """Whether a draft has a confidence head, so that it can be calibrated."""
     return isinstance(draft, BlockDraftModel) and draft.confidence_head is not None
 
@@ -229,7 +229,7 @@ def reliability(
 def calibration_error(table: Sequence[Bin]) -> float:
     """The mean absolute difference of predicted and observed acceptance over slots."""
     total = sum(bin_.count for bin_ in table)
-    return sum(abs(bin_.foretold - bin_.found) * bin_.count for bin_ in table) / max(1, total)
+    return sum(abs(bin_.predicted - bin_.observed) * bin_.count for bin_ in table) / max(1, total)
 
 
 def _sigmoid(odds: Floats) -> Floats:

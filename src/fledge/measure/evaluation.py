@@ -19,7 +19,7 @@ from fledge.decode.strategies.shape import DraftShape, TreeShape
 from fledge.draft.base import DraftModel
 from fledge.measure import figures
 from fledge.measure.answers import AnsweredTurn
-from fledge.measure.calibration import Calibration, calibrate, foretells
+from fledge.measure.calibration import Calibration, calibrate, has_confidence
 from fledge.measure.causes import LONG_CONTEXT, Failures, failures, kinds_of
 from fledge.measure.figures import Acceptance, Sample, VocabularyMisses
 from fledge.measure.replay import Replay, Text, replay
@@ -208,7 +208,7 @@ class DraftEvaluation:
         draft = strategy.draft
         # the first token of an answer comes from the prompt's pass: drafting starts at the second
         texts = [Text(t.prompt_ids, t.answer_ids) for t in self.answers if len(t.answer_ids) > 1]
-        if not foretells(draft) or not texts:
+        if not has_confidence(draft) or not texts:
             return None
         self._watch("calibrating", 0, len(texts))
         tokens = self.options.batch_tokens

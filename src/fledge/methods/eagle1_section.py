@@ -28,7 +28,7 @@ class _Shared(LossSection):
 
 
 class Eagle1Section(_Shared):
-    """EAGLE-1: the target's next hidden state is foretold, one step at a time."""
+    """EAGLE-1: predicts the target's next hidden state, one step at a time."""
 
     kind: Literal["eagle1"] = "eagle1"
     """Drafts tokens one after another, which the target's own head reads."""

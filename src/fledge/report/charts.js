@@ -205,8 +205,8 @@ function hoverLayer(svg, x, series, { px, py, left, right, top, bottom, W, heigh
     } });
 }
 
-// What was foretold (across) and what was found (up), both from 0 to 1; on the diagonal they agree.
-// series: [{name, points: [[foretold, found, count]], colour, dash}]
+// Predicted (across) and observed (up) probabilities, both from 0 to 1; on the diagonal they agree.
+// series: [{name, points: [[predicted, observed, count]], colour, dash}]
 function agreement(series) {
   const place = make("div", { class: "drawing" });
   drawings.push(() => place.replaceChildren(drawAgreement(series, place.clientWidth || 440)));
@@ -219,7 +219,7 @@ function drawAgreement(series, W) {
   const px = (v) => left + v * (W - left - right);
   const py = (v) => top + (1 - v) * (height - top - bottom);
   const svg = make("svg", { class: "chart agreement", viewBox: `0 0 ${W} ${height}`, role: "img",
-    "aria-label": "foretold and found" });
+    "aria-label": "predicted and observed" });
   for (const at of [0, 0.25, 0.5, 0.75, 1]) {
     svg.append(make("line", { class: "gridline", x1: left, x2: W - right, y1: py(at), y2: py(at) }),
       make("text", { x: left - 7, y: py(at) + 4, "text-anchor": "end" }, percents(0)(at)),
@@ -230,8 +230,8 @@ function drawAgreement(series, W) {
     const [x, y] = [0, 1].map((i) => one.points.map((point) => point[i]));
     svg.append(...strokes({ ...one, y }, x, px, py), ...one.points.map((point) => make("circle", {
       class: "bin", cx: px(point[0]), cy: py(point[1]), r: 3.5, style: `fill:${one.colour}`,
-      onmousemove: (event) => showTip(event, make("div", {}, `all up to ${one.name}`), tipRow("foretold", percent(point[0])),
-        tipRow("found", percent(point[1])), tipRow("slots", point[2].toLocaleString("en"))),
+      onmousemove: (event) => showTip(event, make("div", {}, `all up to ${one.name}`), tipRow("predicted", percent(point[0])),
+        tipRow("observed", percent(point[1])), tipRow("slots", point[2].toLocaleString("en"))),
       onmouseleave: hideTip })));
   }
   svg.append(...endLabels(series.map((one) => ({ ...one, y: one.points.map((point) => point[1]) })), py,

@@ -74,7 +74,7 @@ function whyTwoLengths() {
   if (!first || held.best == null) return null;
   const [asked, kept] = [first.acceptance_length.toFixed(2), held.length[held.best].toFixed(2)];
   if (asked === kept) return null;
-  const how = held.replayed ? "by rounds along the rows that training held out, whose texts are like those it learnt from"
+  const how = held.replayed ? "by rounds along the rows that training held out, whose texts resemble those it learned from"
     : "from every position of the rows that training held out, not by rounds";
   return `Why ${asked} and ${kept}? ${asked} counts tokens by rounds through the target's own answers to ${data.evaluation.answers} new prompts; `
     + `${kept} counts them ${how}.`;
@@ -98,8 +98,8 @@ function whyBelowOne(speed) {
   const lines = [`Below 1 on ${here()}: reading ${read} tokens at once takes ${ratio(speed.verify_ms_per_round)} times as long as reading one, `
     + `and drafting adds ${ratio(speed.draft_ms_per_round)}; a round yields ${first.acceptance_length.toFixed(2)} tokens.`];
   if (onCpu()) {
-    lines.push("A CPU computes with every token that it reads, and the smaller the target, the more the draft weighs beside it. "
-      + "A GPU reads a few tokens in the time of one.");
+    lines.push("On a CPU every token of a pass costs compute, and the smaller the target, the larger the share of the draft. "
+      + "A GPU verifies a few tokens in the time of one.");
   }
   const gpu = data.on_gpu;
   if (gpu) {
@@ -231,7 +231,7 @@ function losses() {
     notes: drafts.map((draft) => (of(draft, name) ? `${of(draft, name).rejected.toLocaleString("en")} of ${of(draft, name).judged.toLocaleString("en")} rejected` : "")) }));
   rows.push({ name: "none: the text ends", values: drafts.map((draft) => draft.where_it_fails?.end_of_text?.share ?? null) });
   const most = Math.max(...rows.flatMap((row) => row.values.map((v) => v ?? 0)), 0.01);
-  return panel("Where it fails", `share of the ${found.lost_length.toFixed(2)} tokens a round that are lost, by the first rejected token; a line takes what those above it leave`,
+  return panel("Where it fails", `share of the ${found.lost_length.toFixed(2)} tokens lost per round, by the first rejected token; each line counts what those above it leave`,
     legend(drafts.map((draft) => draft.draft)), bars(rows, { most, format: percent }),
     make("p", { class: "note", id: "remedy", style: "margin-top:10px" }, `${found.remedy[0].toUpperCase()}${found.remedy.slice(1)}.`));
 }
@@ -241,7 +241,7 @@ function pays() {
   if (!speed) return null;
   if (speed.disturbed) {
     return panel("Does it pay?", null, make("p", { class: "note" },
-      "The clock was disturbed while this was measured: a round seemed cheaper than the plain step that it holds. Measure again."));
+      "The clock was disturbed while this was measured: a round seemed cheaper than the plain step it contains. Measure again."));
   }
   const length = first.acceptance_length, even = speed.break_even_acceptance_length;
   const round = speed.draft_ms_per_round + speed.verify_ms_per_round;
@@ -279,11 +279,11 @@ function confidence() {
   const rows = found.temperatures.map((temperature, k) => ({ name: `token ${k + 1}`,
     values: [found.error_before[k], found.error_after[k]], notes: ["", `temperature ${temperature.toFixed(2)}`] }));
   const most = Math.max(0.01, ...found.error_before, ...found.error_after);
-  section("How sure, how right", "The draft foretells the chance that all tokens up to one stand; replay says how often they did. "
-    + "Temperatures are fitted on these answers, and each half of them is judged under the other half's.",
+  section("Calibration", "The draft predicts the probability that all tokens up to a depth are accepted; replay shows how often they were. "
+    + "Temperatures are fitted on these answers; each half is judged with those fitted on the other half.",
     make("div", { class: "grid two", id: "confidence" },
-      panel("Foretold and found", "across: the chance it foretold; up: the share that stood; on the diagonal it is right", agreement(series)),
-      panel("How far off", "mean distance of foretold and found", legend(["as it came", "with temperatures"]), bars(rows, { most, format: percent }))));
+      panel("Predicted and observed", "across: the predicted probability; up: the share that was accepted; on the diagonal they agree", agreement(series)),
+      panel("Calibration error", "mean distance between predicted and observed", legend(["uncalibrated", "with temperatures"]), bars(rows, { most, format: percent }))));
 }
 
 function heldOut() {
@@ -307,7 +307,7 @@ function ahead() {
   const rows = [["measured last", f.measured.toFixed(2)], ["twice the data", between(f.twice_data)], ["twice the time", between(f.twice_time)]];
   if (!f.finished) rows.splice(1, 0, [`at step ${f.steps.toLocaleString("en")}`, between(f.end)]);
   const limits = f.limits.map((one) => [one.name, `+${one.gain.toFixed(1)} %: ${one.says}`]);
-  section("What is to come", `Forecast from the run's own curve${f.by_whom && " and " + f.by_whom}, in tokens per round on its held-out rows; eight in ten should lie in the interval.`,
+  section("Forecast", `Forecast from the run's own curve${f.by_whom && " and " + f.by_whom}, in tokens per round on its held-out rows; the interval should hold eight runs in ten.`,
     make("div", { class: "grid two", id: "forecast" },
       f.finished ? null : panel("Acceptance length", "measured, forecast, and its interval", aheadChart(f)),
       panel("How far it can go", stopping(f), table(rows)),
@@ -381,6 +381,6 @@ ahead();
 training();
 recipe();
 machine();
-page.append(make("footer", {}, `Made by fledge ${data.version}. This page holds all its data and asks nobody for anything.`));
+page.append(make("footer", {}, `Made by fledge ${data.version}. This page contains all its data and loads nothing from elsewhere.`));
 drawAll();
 addEventListener("resize", drawAll);

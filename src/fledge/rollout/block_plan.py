@@ -11,7 +11,7 @@ Example: seven tokens, the answer is x3 .. x6, blocks of 4 that propose 3 tokens
 
     slot t              0   1   2   3   4   5   6
     reads token         x1  x2  x3  x4  x5  x6  .
-    foretells           x2  x3  x4  x5  x6  .   .
+    predicts            x2  x3  x4  x5  x6  .   .
     may be asked for    .   yes yes yes yes .   .
     may start a block   .   .   yes yes yes .   .      newest token x3, x4 or x5
     block from slot 3   context x0 .. x3, [x4, MASK, MASK, MASK] at positions 4 .. 7: x5, x6, -
