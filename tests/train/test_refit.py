@@ -197,9 +197,18 @@ def test_tables_of_the_target_follow_it(target, drafts):
     borrowed = block_draft(target, targets.old)
     assert take_tables(borrowed, targets) == Tables(taken=("embedding", "head"))
     assert borrowed.embed_tokens.weight.data_ptr() == tuned.model.embed_tokens.weight.data_ptr()
-    assert (
-        take_tables(BlockDraftModel(borrowed.config), targets) == Tables()
-    )  # as its files have it
+    from_files = BlockDraftModel(borrowed.config)
+    assert take_tables(from_files, targets) == Tables()
+
+
+@pytest.mark.parametrize("precision", [torch.float64, torch.bfloat16, torch.float16])
+def test_a_copy_of_a_table_is_known_by_what_it_was_loaded_in(target, precision):
+    targets = Targets(*[HFEagle3TargetModel(target, AUX, supervision="hidden")] * 2)
+    draft = make_draft(target, width=25)
+    with torch.no_grad():
+        draft.embed_tokens.weight.copy_(target.model.embed_tokens.weight.to(precision))
+    assert take_tables(draft, targets) == Tables(taken=("embedding",))
+    assert torch.equal(draft.embed_tokens.weight, target.model.embed_tokens.weight)
 
 
 def test_a_method_without_such_a_map_is_refused_in_a_line(drafts, monkeypatch):

@@ -134,18 +134,18 @@ def bench_train(
 
 
 def _compare(device: "torch.device", steps: int, warmup: int, *, as_json: bool) -> None:
-    """Lines are there as soon as they are measured: it takes minutes."""
+    """Print every line as soon as it is measured: all of them take minutes."""
     from fledge.bench import compare as table
 
     if device.type != "cuda":
-        what = "the table's steps are for a GPU, and there is none"
+        what = "the steps of the table need a GPU, and there is none"
         raise BadInput(what, where="--compare", fix="fledge bench train --shape 135m")
     if not as_json:
         out.plain("\n".join(table.HEAD))
-    found = []
+    rows = []
     for name, figures in table.compare(device, steps=steps, warmup=warmup):
         if not as_json:
             out.plain(table.markdown_line(table.table_row(name, figures)))
-        found.append({"step": name, **figures.to_json()})
+        rows.append({"step": name, **figures.to_json()})
     if as_json:
-        print_json(found)
+        print_json(rows)

@@ -149,7 +149,13 @@ def take_tables(draft: DraftModel, targets: Targets) -> Tables:
 
 
 def _same(table: Tensor, other: Tensor) -> bool:
-    return table.shape == other.shape and torch.equal(table, other.to(table.device, table.dtype))
+    """Whether a table is a copy of the other one, which may have been loaded in less precision when
+    it was copied."""
+    if table.shape != other.shape:
+        return False
+    precisions = (table.dtype, torch.bfloat16, torch.float16)
+    copies = (other.to(table.device, precision).to(table.dtype) for precision in precisions)
+    return any(torch.equal(table, copy) for copy in copies)
 
 
 def _alike(old_VD: Tensor, new_VD: Tensor) -> bool:
