@@ -181,6 +181,11 @@ class Decoded:
         }
 
 
+def taking(ways: Mapping[str, Way], batch: int) -> dict[str, Way]:
+    """Those of the ways that take batches of this size."""
+    return {name: way for name, way in ways.items() if (way.max_batch or batch) >= batch}
+
+
 def decode_all(
     ways: Mapping[str, Way],
     prompts: Sequence[Sequence[int]],
@@ -189,11 +194,10 @@ def decode_all(
     device: torch.device,
     on_batch: Callable[[str], None] = lambda way: None,
 ) -> dict[str, Decoded]:
-    """Decode all prompts in every way that takes batches of this size."""
-    able = {name: way for name, way in ways.items() if (way.max_batch or batch) >= batch}
-    results = {name: Decoded(name, batch) for name in able}
+    """Decode all prompts in every way; see `taking` for those that take batches of this size."""
+    results = {name: Decoded(name, batch) for name in ways}
     for rows in _batches(prompts, batch):
-        for name, way in able.items():
+        for name, way in ways.items():
             way.decode(rows)
             begin = _now(device)
             call, result = way.decode(rows), results[name]

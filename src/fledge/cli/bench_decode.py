@@ -87,14 +87,15 @@ def bench(
             )
         figures = []
         for size in batch or [1]:
+            able = bench_ways.taking(ways, size)
             with progress_bar(f"batch {size}", "batches") as update:
-                update(total=-(-len(ids) // size) * len(ways))
+                update(total=-(-len(ids) // size) * len(able))
 
                 def on_batch(way: str, update: Any = update) -> None:
                     update(advance=1, note=way)
 
                 decoded = bench_ways.decode_all(
-                    ways, ids, batch=size, device=model.device, on_batch=on_batch
+                    able, ids, batch=size, device=model.device, on_batch=on_batch
                 )
             figures += [result.to_json(decoded) for result in decoded.values()]
     if as_json:

@@ -205,11 +205,12 @@ def _refit_and_measure(
         draft.save_pretrained(out / "refit")
         recipe.write_resolved(out)
         mark_best(out, out / "refit")
-        watch("measuring", 0, 1)
         tokens, batches = trained_tokens(path), held_out_batches(held_out, recipe, pad_id)
         pairs = ((old, path), (new, path), (new, out / "refit"))
         for_old, for_new, refitted = (loading.load_draft_beside(*pair) for pair in pairs)
-        lengths = measure(targets, (for_old, for_new, refitted), batches, num_draft_tokens=tokens)
+        lengths = measure(
+            targets, (for_old, for_new, refitted), _counted(batches, watch), num_draft_tokens=tokens
+        )
     return Retargeted(
         directory=out, old=asked.old, target=asked.target, method=method_of(draft.config).title,
         rows=len(packs.rows), tokens=int(packs.rows.lengths.sum()), penalty=fit.penalty,
@@ -265,6 +266,13 @@ def _check_alike(path: Path, old: "HFEagle3TargetModel", new: "HFEagle3TargetMod
     if len(vocabularies) == 2 and vocabularies[0] != vocabularies[1]:
         complaint = "the old and the new target have different tokens"
         raise BadInput(complaint, where="--target", fix=fix)
+
+
+def _counted(batches: "Sequence[TokenBatch]", watch: Watch) -> "Iterator[TokenBatch]":
+    """The same batches; `watch` follows as they are measured."""
+    for done, batch in enumerate(batches):
+        watch("measuring", done, len(batches))
+        yield batch
 
 
 def _spread(rows: RowView, most: int) -> RowView:
