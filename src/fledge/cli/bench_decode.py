@@ -1,10 +1,9 @@
 """`fledge bench decode`: drafts against the target alone and against transformers, in one run."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Annotated, Any
 
-from typer import Argument, Option
+from typer import Option
 
 from fledge.api import shortest_names
 from fledge.cli import options as opt
@@ -19,12 +18,10 @@ EXAMPLE = (
 
 
 def bench(
-    drafts: Annotated[
-        list[Path], Argument(metavar="DRAFT...", help="Drafts, or runs (their best).")
-    ],
+    drafts: opt.DraftArguments,
     target: opt.TargetOption = "",
     prompts: opt.Prompts = None,
-    limit: Annotated[int, Option(min=0, help="Prompts per file; 0: all.")] = 16,
+    limit: opt.PromptLimit = 16,
     batch: Annotated[
         list[int] | None, Option(min=1, help="Texts at a time; repeatable. Default: 1.")
     ] = None,
@@ -40,9 +37,7 @@ def bench(
     aux_layers: Annotated[
         str, Option(help="The layers that the drafts read, e.g. 1,14,26; default: the run's.")
     ] = "",
-    dtype: Annotated[
-        str, Option(help="float32, bfloat16, ...; auto: as stored; default: the run's.")
-    ] = "",
+    dtype: opt.RunDtype = "",
     device: opt.DeviceOption = "",
     trust_remote_code: opt.TrustRemoteCode = False,
     as_json: opt.AsJson = False,

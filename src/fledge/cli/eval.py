@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from rich.table import Table
 from rich.text import Text
-from typer import Argument, Exit, Option
+from typer import Exit, Option
 
 from fledge.api import Evaluation, evaluate_drafts
 from fledge.cli import options as opt
@@ -22,12 +22,10 @@ EXAMPLE = "Example: fledge eval runs/my_draft/best --target smollm2-135m --promp
 
 
 def evaluate(
-    drafts: Annotated[
-        list[Path], Argument(metavar="DRAFT...", help="Drafts, or runs (their best).")
-    ],
+    drafts: opt.DraftArguments,
     target: Annotated[str, Option(help="The target's name; a run of fledge knows its own.")] = "",
     prompts: opt.Prompts = None,
-    limit: Annotated[int, Option(min=0, help="Prompts per file; 0: all.")] = 0,
+    limit: opt.PromptLimit = 0,
     draft_tokens: opt.TrainedTokens = 0,
     method: opt.MethodOption = "",
     tree: Annotated[str, Option(help="Shape of a tree: depth,width,nodes.")] = "5,4,24",
@@ -37,9 +35,7 @@ def evaluate(
     aux_layers: Annotated[
         str, Option(help="Three layers, e.g. 1,14,26; default: the run's, or fledge's own.")
     ] = "",
-    dtype: Annotated[
-        str, Option(help="float32, bfloat16, ...; auto: as stored; default: the run's.")
-    ] = "",
+    dtype: opt.RunDtype = "",
     device: opt.DeviceOption = "",
     trust_remote_code: opt.TrustRemoteCode = False,
     output: Annotated[

@@ -34,6 +34,9 @@ RayWorkers = Annotated[int | None, Option(min=1, help="Workers on the cluster.")
 
 # drafts and how they are used
 DraftArgument = Annotated[Path, Argument(metavar="DRAFT", help="A draft, or a run (its best).")]
+DraftArguments = Annotated[
+    list[Path], Argument(metavar="DRAFT", help="Drafts, or runs (their best).")
+]
 TargetOption = Annotated[str, Option(help="The target; a run of fledge knows its own.")]
 MethodOption = Annotated[
     str, Option(help="chain, parallel or tree; default: what the draft was trained for.")
@@ -42,6 +45,10 @@ TrainedTokens = Annotated[int, Option(min=0, help="Tokens drafted per round (k);
 Prompts = Annotated[
     list[str] | None,
     Option(help="JSONL with `messages` or `prompt`, or the set `mixed`; repeatable."),
+]
+PromptLimit = Annotated[int, Option(min=0, help="Prompts per file; 0: all.")]
+RunDtype = Annotated[
+    str, Option(help="float32, bfloat16, ...; auto: as stored; default: the run's.")
 ]
 LiveAnswers = Annotated[
     int, Option(min=0, help="Answers to decode live too: proof and clock; 0: none.")
