@@ -17,7 +17,9 @@ EXAMPLE = (
 
 
 def bench(
-    url: Annotated[str, Argument(help="An OpenAI-compatible server with the draft.")],
+    url: Annotated[
+        str, Argument(metavar="URL", help="An OpenAI-compatible server with the draft.")
+    ],
     baseline: Annotated[str, Option(help="The same target served without it.")] = "",
     model: Annotated[str, Option(help="Default: what each server names first.")] = "",
     prompts: opt.Prompts = None,

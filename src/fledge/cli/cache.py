@@ -18,7 +18,9 @@ app = Verbs(
     help="Look at an offline cache, check it, convert it.",
     epilog="Example: fledge cache info cache",
 )
-Directory = Annotated[Path, Argument(help="Directory of the cache.", show_default=False)]
+Directory = Annotated[
+    Path, Argument(metavar="CACHE", help="Directory of the cache.", show_default=False)
+]
 
 
 @app.command(epilog="Example: fledge cache info cache --json")

@@ -25,6 +25,7 @@ app = Verbs(
 Sources = Annotated[
     list[str],
     Argument(
+        metavar="DATA",
         help="Files (.jsonl, .json, .parquet), directories, addresses of them (s3://, hf://, "
         "https://), or data set ids such as 'org/name' or 'org/name:train[:1000]'.",
         show_default=False,

@@ -23,7 +23,7 @@ app = Verbs(
 _Arguments = Annotated[
     list[str] | None,
     Argument(
-        metavar="[RECIPE] [SECTION.KEY=VALUE]...",
+        metavar="RECIPE [section.key=value ...]",
         help="A file or the name of a shipped recipe, then overrides.",
     ),
 ]
@@ -100,7 +100,9 @@ def schema(
 
 @app.command(epilog="Example: fledge recipe check my_recipe.yaml")
 def check(
-    recipes: Annotated[list[Path], Argument(help="Recipe files, or names of shipped ones.")],
+    recipes: Annotated[
+        list[Path], Argument(metavar="RECIPE", help="Recipe files, or names of shipped ones.")
+    ],
     as_json: Annotated[bool, Option("--json", help="One JSON object per file.")] = False,
 ) -> None:
     """Check recipe files, one line each; the first bad one ends the check with exit code 2."""

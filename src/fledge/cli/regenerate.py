@@ -27,7 +27,7 @@ EXAMPLE = (
 
 def regenerate(
     sources: Annotated[
-        list[str], Argument(metavar="DATA...", help="Files, directories, addresses, data set ids.")
+        list[str], Argument(metavar="DATA", help="Files, directories, addresses, data set ids.")
     ],
     output: Annotated[Path, Option(*opt.OUT, help="The new data set (.jsonl).")],
     target: Annotated[str, Option(help="Run this model here.")] = "",
