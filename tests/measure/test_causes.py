@@ -88,7 +88,8 @@ def test_the_first_cause_that_holds_is_charged():
     assert charged(0, kind="digits", long_context=0) == "digits"
     assert charged(3, long_context=40) == "context"
     assert charged(3, long_context=41) == "depth"
-    assert charged(2) == "rest"
+    assert charged(2) == "depth"  # the third of four
+    assert charged(1) == "rest"
     assert list(CAUSES) == [
         *("vocabulary", "code", "scripts", "digits", "punctuation", "context", "depth", "rest")
     ]

@@ -154,8 +154,8 @@ def failures(
                     cause = before[index - 1]
                 elif round_.context > long_context:
                     cause = "context"
-                else:  # deep: in the second half of the round
-                    cause = "depth" if 2 * place > depth else "rest"
+                else:  # deep: past the first half of the drafted tokens
+                    cause = "depth" if 2 * place >= depth else "rest"
                 missed = place == round_.accepted
                 lost = room - round_.emitted if missed else 0
                 blames[cause] += Blame(1, int(missed), lost)
