@@ -160,9 +160,7 @@ def test_an_overflow_in_a_local_target_is_reported(make, supervision):
     mask = torch.zeros(97, dtype=torch.bool)
     mask[:9] = True
     for scale, finite in ((1.0, True), (1e30, False)):
-        target = make(
-            overflowing(scale), supervision=supervision
-        )  # its head is finite
+        target = make(overflowing(scale), supervision=supervision)  # its head is finite
         target.set_vocab_mapping(torch.arange(9), mask)
         if finite:
             checked_answer(target, rows)

@@ -117,9 +117,7 @@ def _every_dimension(directory: str, layout: Layout, changes: dict[str, int]) ->
 
 @layouts({"cp": 2, "tp": 2}, {"fsdp": 2, "cp": 2}, {"tp": 2})
 def test_all_dimensions_work_together(saved: Any, layout: Layout) -> None:
-    run_ranks(
-        4, _every_dimension, str(saved / "llama"), layout, {}
-    )  # tp2 alone: two copies
+    run_ranks(4, _every_dimension, str(saved / "llama"), layout, {})  # tp2 alone: two copies
 
 
 def test_a_vocabulary_that_does_not_divide_stays_whole(tmp_path: Any) -> None:
