@@ -271,16 +271,9 @@ def test_a_different_model_is_refused(foreign, tmp_path):
 
 
 def test_only_probabilities_can_be_stored_in_automodels_layout(cache_pair, tmp_path, capsys):
-    arguments = [
-        cache_pair("probs")[0],
-        tmp_path / "x",
-        "--layout",
-        "automodel",
-        "--encoding",
-        "hidden",
-    ]
-    assert verb("cache", "convert", *arguments) == 2
-    assert verb("cache", "convert", *arguments[:3], "automodle") == 2
+    args = [cache_pair("probs")[0], tmp_path / "x", "--layout", "automodel", "--encoding", "hidden"]
+    assert verb("cache", "convert", *args) == 2
+    assert verb("cache", "convert", *args[:3], "automodle") == 2
     assert "did you mean 'automodel'" in capsys.readouterr().err
     assert not (tmp_path / "x").exists()
 

@@ -188,9 +188,7 @@ def test_bad_input_is_a_one_line_error_and_touches_nothing(
         (["--aux-layer-ids"], "--aux-layer-ids"),
     ],
 )
-def test_arguments_that_cannot_be_parsed_are_a_one_line_error_with_code_2(
-    argv, extra, words, capsys
-):
+def test_unparsable_arguments_are_a_one_line_error_with_code_2(argv, extra, words, capsys):
     with pytest.raises(SystemExit) as stop:
         main([*argv(), *extra])
     assert stop.value.code == 2
@@ -317,22 +315,15 @@ def test_resuming_with_another_configuration_names_the_field(
              if not callable(v) or not (tmp_path / "other").mkdir()}  # fmt: skip
     forbid_loading(monkeypatch)
     before = payload(finished)
-    finished_flags = {
-        "output_dir": finished,
-        "encoding": "probs",
-        "draft_vocab_size": 128,
-        "resume": True,
-    }
-    assert main(argv(**{**finished_flags, **flags})) == 2
+    base = {"output_dir": finished, "encoding": "probs", "draft_vocab_size": 128, "resume": True}
+    assert main(argv(**{**base, **flags})) == 2
     error = capsys.readouterr().err
     assert "made with another configuration" in error
     assert words in error
     assert payload(finished) == before
 
 
-def test_other_weights_with_the_same_file_fingerprint_are_detected(
-    argv, tmp_path, monkeypatch, capsys
-):
+def test_changed_weights_behind_the_same_files_are_detected(argv, tmp_path, monkeypatch, capsys):
     """The files' fingerprint is a sample; the loaded weights are compared in full."""
     monkeypatch.setattr(cache_job, "files_fingerprint", lambda _: "the same")
     assert main(argv()) == 0
@@ -374,9 +365,7 @@ def test_a_quota_is_never_exceeded_and_resume_continues(argv, tmp_path, finished
         assert path.stat().st_mtime_ns == mtime
 
 
-def test_a_full_disk_leaves_a_cache_that_can_be_resumed(
-    argv, tmp_path, finished, monkeypatch, capsys
-):
+def test_a_full_disk_leaves_a_resumable_cache(argv, tmp_path, finished, monkeypatch, capsys):
     real, calls = os.posix_fallocate, []
 
     def filling(*args):
