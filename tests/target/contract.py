@@ -72,9 +72,9 @@ def packed_rows(
     documents: list[list[list[int]]], width: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Rows of documents as the six tensors of a `TokenBatch`; everything is supervised."""
-    rows, most = len(documents), max(len(row) for row in documents)
+    rows, most_documents = len(documents), max(len(row) for row in documents)
     ids, mask, positions, remaining = (torch.zeros((rows, width), dtype=torch.long) for _ in "1234")
-    seq_lens = torch.zeros((rows, most), dtype=torch.long)
+    seq_lens = torch.zeros((rows, most_documents), dtype=torch.long)
     for r, row in enumerate(documents):
         begin = 0
         for d, tokens in enumerate(row):
@@ -97,7 +97,7 @@ def some_documents(seed: int = 0) -> list[list[list[int]]]:
 
 
 def answer(batch: Eagle3TargetBatch) -> torch.Tensor:
-    """Whatever supervision the batch carries, on its supervised slots."""
+    """The batch's supervision, in whichever encoding, at its supervised slots."""
     supervision = batch.logits if batch.logits is not None else batch.last_hidden_states
     if supervision is None:
         supervision = batch.target_probs
@@ -144,14 +144,14 @@ def supervision_is_the_target_shifted_by_one(case: Case) -> None:
         assert batch.logits is not None
         torch.testing.assert_close(answer(batch), logits, rtol=case.rtol, atol=case.atol)
         return
-    # probs and hidden go through a matrix product of other rows: equal up to its rounding
-    probs, sayable = target_distribution(logits, *draft_vocabulary(case.model))
+    # probs and hidden multiply a different set of rows by the head: equal up to rounding
+    probs, covered = target_distribution(logits, *draft_vocabulary(case.model))
     if batch.supervision == "hidden":
         with case.backend() as backend:
             batch = batch.with_probs(backend.info().head, *draft_vocabulary(case.model))
     assert batch.position_mask is not None
     torch.testing.assert_close(answer(batch), probs, rtol=1e-5 + case.rtol, atol=1e-6 + case.atol)
-    torch.testing.assert_close(batch.position_mask[supervised][:, 0], sayable)
+    torch.testing.assert_close(batch.position_mask[supervised][:, 0], covered)
     assert not batch.position_mask[~supervised].any()
 
 
@@ -192,29 +192,29 @@ def same_tokens_give_the_same_batch(case: Case) -> None:
 
 @check
 def lengths_and_positions_are_enough(case: Case) -> None:
-    """`doc_remaining` follows from them, and padded rows may come with their positions."""
+    """`doc_remaining` is derived from them; padded rows may be passed with their positions."""
     rows, packed = padded_rows(), packed_rows(some_documents(), 14)
     positions = torch.arange(rows[0].shape[1]).expand_as(rows[0])
     with case.backend() as backend:
         expected = dict(ask(backend, *packed).tensors())
-        found = dict(backend.generate_batch(*packed[:5]).tensors())
-        plain = dict(ask(backend, *rows).tensors())
-        placed = dict(backend.generate_batch(*rows, position_ids=positions).tensors())
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-    assert torch.equal(placed.pop("position_ids"), positions)
-    assert placed.keys() == plain.keys()
-    assert all(torch.equal(placed[name], tensor) for name, tensor in plain.items())
+        derived = dict(backend.generate_batch(*packed[:5]).tensors())
+        padded = dict(ask(backend, *rows).tensors())
+        positioned = dict(backend.generate_batch(*rows, position_ids=positions).tensors())
+    assert derived.keys() == expected.keys()
+    assert all(torch.equal(derived[name], tensor) for name, tensor in expected.items())
+    assert torch.equal(positioned.pop("position_ids"), positions)
+    assert positioned.keys() == padded.keys()
+    assert all(torch.equal(positioned[name], tensor) for name, tensor in padded.items())
 
 
 @check
 def six_arguments_are_the_same_question(case: Case) -> None:
-    """`generate_batch` is public, and older than `answer`."""
-    for given in (padded_rows(), packed_rows(some_documents(), 14)):
+    """`generate_batch`, older than `answer`, is still public and returns the same batch."""
+    for tensors in (padded_rows(), packed_rows(some_documents(), 14)):
         with case.backend() as backend:
-            expected = dict(ask(backend, *given).tensors())
-            batch = backend.generate_batch(*given)
-            future = backend.generate_batch_async(*given).result(timeout=60)
+            expected = dict(ask(backend, *tensors).tensors())
+            batch = backend.generate_batch(*tensors)
+            future = backend.generate_batch_async(*tensors).result(timeout=60)
         for name, tensor in expected.items():
             assert torch.equal(dict(batch.tensors())[name], tensor), name
             assert torch.equal(dict(future.tensors())[name], tensor), name
@@ -260,9 +260,9 @@ def packed_documents_equal_documents_alone(case: Case) -> None:
                 slots = slice(begin, begin + length)
                 _close(packed.aux_hidden_states[row, slots], alone.aux_hidden_states[0])
                 for name in ("logits", "last_hidden_states", "target_probs"):
-                    ours, theirs = getattr(packed, name), getattr(alone, name)
-                    if theirs is not None:  # the last slot of a document looks past its end
-                        _close(ours[row, begin : begin + length - 1], theirs[0, :-1])
+                    packed_states, alone_states = getattr(packed, name), getattr(alone, name)
+                    if alone_states is not None:  # the last slot of a document looks past its end
+                        _close(packed_states[row, begin : begin + length - 1], alone_states[0, :-1])
                 begin += length
 
 
@@ -304,7 +304,7 @@ def bad_input_is_refused_by_name(case: Case) -> None:
         }.items():
             with pytest.raises(ValueError, match=name.strip()):
                 ask(backend, *arguments)  # type: ignore[arg-type]
-        ask(backend, ids, mask, loss)  # and a refusal breaks nothing
+        ask(backend, ids, mask, loss)  # the backend still works after the refusals
 
 
 @check
@@ -320,10 +320,10 @@ def probs_need_a_draft_vocabulary(case: Case) -> None:
             backend.set_vocab_mapping(ids[None], mask)
         with pytest.raises(ValueError, match="selected_token_ids hold"):
             backend.set_vocab_mapping(ids + case.model.config.vocab_size)
-        backend.set_vocab_mapping(ids)  # the mask follows from them
-        answered = ask(backend, *padded_rows())
+        backend.set_vocab_mapping(ids)  # the mask is derived from the ids
+        batch = ask(backend, *padded_rows())
     with case.backend() as backend:
-        assert torch.equal(answer(answered), answer(ask(backend, *padded_rows())))
+        assert torch.equal(answer(batch), answer(ask(backend, *padded_rows())))
 
 
 @check
@@ -363,5 +363,5 @@ def info_tells_what_a_trainer_needs(case: Case) -> None:
         assert fresh.info().weights_fingerprint == info.weights_fingerprint
 
 
-def _close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
-    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=2e-5)
+def _close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=2e-5)

@@ -1,8 +1,8 @@
 """A target runner for tests: the runner protocol over a plain Hugging Face model.
 
-It takes the place of an engine, so the contract layer can be tested without one. It shares
-no code with the co-located backend's capture: states come from `output_hidden_states`, which makes
-the equality of the two backends a test of both. One limit follows: transformers returns the *last*
+It stands in for an engine, so the contract layer can be tested without one. It shares
+no code with the co-located backend's capture: states come from `output_hidden_states`, so that
+comparing the two backends tests both. One limitation: transformers returns the *last*
 layer's state already normed, so that layer cannot be captured here.
 """
 
@@ -37,7 +37,7 @@ class HFTargetRunner:
         self, input_ids: Tensor, attention_mask: Tensor
     ) -> tuple[Tensor, Tensor]:
         base = self.model.base_model
-        if base is self.model:  # Gemma 3 in transformers 4.57 names no base
+        if base is self.model:  # Gemma 3 in transformers 4.57 defines no base model
             base = self.model.model
         output = self._run(base, input_ids, attention_mask)
         return output.last_hidden_state, self._aux(output)
@@ -64,8 +64,8 @@ class HFTargetRunner:
         probe_BT = torch.arange(4)[None]
 
         def logits() -> Tensor:
-            found: Tensor = self.model(probe_BT).logits
-            return found
+            output: Tensor = self.model(probe_BT).logits
+            return output
 
         return learn_head(logits, find_head_module(self.model), where="HFTargetRunner")[0]
 

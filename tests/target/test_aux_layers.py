@@ -1,4 +1,4 @@
-"""Another number of aux layers than EAGLE-3's: captured, kept and sent like three of them."""
+"""Any number of aux layers, not only EAGLE-3's three, can be captured, cached and sent."""
 
 import pytest
 import torch
@@ -25,33 +25,33 @@ def target(ids):
     return HFEagle3TargetModel(model, ids, supervision="hidden", num_aux_layers=len(ids))
 
 
-def assert_same(ours, theirs, rtol=0.0, atol=0.0):
-    real = theirs.doc_remaining > 0  # what a trainer may read
-    for name, tensor in theirs.tensors():
-        mine = getattr(ours, name)
+def assert_same(actual, expected, rtol=0.0, atol=0.0):
+    real = expected.doc_remaining > 0  # what a trainer may read
+    for name, tensor in expected.tensors():
+        actual_tensor = getattr(actual, name)
         if tensor.is_floating_point():
-            torch.testing.assert_close(mine[real], tensor[real], rtol=rtol, atol=atol)
+            torch.testing.assert_close(actual_tensor[real], tensor[real], rtol=rtol, atol=atol)
         else:
-            assert torch.equal(mine, tensor), name
+            assert torch.equal(actual_tensor, tensor), name
 
 
 @pytest.mark.parametrize("ids", LAYERS, ids=len)
-def test_they_are_captured_in_the_order_given(ids):
+def test_aux_layers_are_captured_in_the_given_order(ids):
     model = tiny_model("llama")
     tokens, mask, loss = padded_rows()
     with torch.no_grad():
         states = model(tokens, attention_mask=mask, output_hidden_states=True).hidden_states
     expected = torch.cat([states[i + 1] for i in ids], dim=-1)[mask.bool()]
-    through = RunnerEagle3TargetModel(
+    runner_target = RunnerEagle3TargetModel(
         HFTargetRunner(model), ids, supervision="hidden", num_aux_layers=len(ids)
     )
-    for backend in (target(ids), through):
+    for backend in (target(ids), runner_target):
         batch = backend.answer(TokenBatch(tokens, mask, loss))
         assert torch.equal(batch.aux_hidden_states[mask.bool()], expected)
 
 
 @pytest.mark.parametrize("ids", LAYERS, ids=len)
-def test_without_their_number_they_are_refused(ids):
+def test_a_number_of_layers_other_than_three_must_be_given(ids):
     for make in (
         HFEagle3TargetModel,
         lambda *a: RunnerEagle3TargetModel(HFTargetRunner(a[0]), a[1]),
@@ -63,7 +63,7 @@ def test_without_their_number_they_are_refused(ids):
 
 @pytest.mark.parametrize("encoding", ["hidden", "hidden-fp8", "probs", "topk"])
 @pytest.mark.parametrize("ids", LAYERS, ids=len)
-def test_they_go_through_a_cache(ids, encoding, tmp_path):
+def test_aux_layers_can_be_cached(ids, encoding, tmp_path):
     live = target(ids)
     rows = [token_row(tokens) for row in DOCUMENTS for tokens in row]
     top_k = 4 if encoding == "topk" else None
@@ -75,23 +75,25 @@ def test_they_go_through_a_cache(ids, encoding, tmp_path):
         batch, expected = cached.answer(ROWS), live.answer(ROWS)
     assert cached.aux_layer_ids == ids
     if encoding == "hidden":
-        assert_same(batch, expected, rtol=1e-4, atol=2e-5)  # other documents shared its passes
+        assert_same(batch, expected, rtol=1e-4, atol=2e-5)  # batched with other documents
     real = ROWS.attention_mask.bool()
-    aux, wanted = batch.aux_hidden_states[real], expected.aux_hidden_states[real]
-    torch.testing.assert_close(aux, wanted, rtol=0.07 if encoding == "hidden-fp8" else 0, atol=0.02)
+    aux, expected_aux = batch.aux_hidden_states[real], expected.aux_hidden_states[real]
+    torch.testing.assert_close(
+        aux, expected_aux, rtol=0.07 if encoding == "hidden-fp8" else 0, atol=0.02
+    )
 
 
 @pytest.mark.parametrize("ids", LAYERS, ids=len)
-def test_they_go_over_the_wire(ids):
+def test_aux_layers_can_be_sent_over_http(ids):
     live = target(ids)
     with (
-        running(backend=target(ids)) as started,
-        RemoteEagle3TargetModel(started.url, aux_layer_ids=ids) as there,
+        running(backend=target(ids)) as server,
+        RemoteEagle3TargetModel(server.url, aux_layer_ids=ids) as remote,
     ):
-        assert there.aux_layer_ids == ids
-        assert_same(there.answer(ROWS), live.answer(ROWS))
+        assert remote.aux_layer_ids == ids
+        assert_same(remote.answer(ROWS), live.answer(ROWS))
         with pytest.raises(ValueError, match="capture aux layers"):
-            RemoteEagle3TargetModel(started.url, aux_layer_ids=[1, 2, 3])
+            RemoteEagle3TargetModel(server.url, aux_layer_ids=[1, 2, 3])
 
 
 def test_a_batch_holds_a_whole_number_of_layers():

@@ -1,4 +1,4 @@
-"""Ranks that share the rows of a target end with the batch that one process would have."""
+"""Ranks that split a target's rows (context parallelism) get the batch of a single process."""
 
 from typing import Any
 
@@ -29,21 +29,21 @@ def _assert_equal(model: Any, mesh: Any, supervision: Supervision, rows: list[Ro
     for target in (alone, shared):
         target.set_vocab_mapping(torch.arange(0, model.config.vocab_size, 3))
     for tensors in rows:
-        expected, found = (target.answer(TokenBatch(*tensors)) for target in (alone, shared))
+        expected, actual = (target.answer(TokenBatch(*tensors)) for target in (alone, shared))
         real = expected.attention_mask.bool()
-        theirs = dict(expected.tensors())
-        assert dict(found.tensors()).keys() == theirs.keys()
-        for name, tensor in found.tensors():
+        expected_tensors = dict(expected.tensors())
+        assert dict(actual.tensors()).keys() == expected_tensors.keys()
+        for name, tensor in actual.tensors():
             if name == "aux_hidden_states":
-                pair = tensor[real], theirs[name][real]
+                pair = tensor[real], expected_tensors[name][real]
                 torch.testing.assert_close(*pair, rtol=1e-10, atol=1e-10)
             elif not tensor.is_floating_point():
-                assert torch.equal(tensor, theirs[name]), name
-        torch.testing.assert_close(answer(found), answer(expected), rtol=1e-10, atol=1e-10)
+                assert torch.equal(tensor, expected_tensors[name]), name
+        torch.testing.assert_close(answer(actual), answer(expected), rtol=1e-10, atol=1e-10)
 
 
 def _row(lengths: list[int], width: int, seed: int = 0) -> Rows:
-    """One packed row, or several of one document each that are padded to their longest."""
+    """One packed row of random documents with these lengths."""
     generator = torch.Generator().manual_seed(seed)
     documents = [torch.randint(3, 90, (n,), generator=generator).tolist() for n in lengths]
     return packed_rows([documents], width)
@@ -72,23 +72,23 @@ def _every_architecture() -> None:
             _assert_equal(model, mesh, supervision, rows)
 
 
-def _joined(function: Any, *args: Any) -> Any:
+def _in_process_group(function: Any, *args: Any) -> Any:
     torch.distributed.init_process_group("gloo")
     return function(*args)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_every_architecture_and_encoding(ranks: int) -> None:
-    run_ranks(ranks, _joined, _every_architecture)
+    run_ranks(ranks, _in_process_group, _every_architecture)
 
 
 def _cases(cases: list[tuple[str, list[int], int]]) -> None:
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     model = tiny_model("gemma3-text", dtype=torch.float64)
     rows = []
-    for kind, lengths, spare in cases:
+    for kind, lengths, padding in cases:
         if kind == "packed":
-            rows.append(_row(lengths, sum(lengths) + spare))
+            rows.append(_row(lengths, sum(lengths) + padding))
         else:
             rows.append(_padded(lengths, left=kind == "left"))
     _assert_equal(model, mesh, "hidden", rows)
@@ -102,7 +102,7 @@ _kinds = st.sampled_from(["packed", "left", "right"])
 @settings(max_examples=6, deadline=None, derandomize=True)
 @given(cases=st.lists(st.tuples(_kinds, _lengths, st.integers(0, 9)), min_size=4, max_size=8))
 def test_any_lengths_and_documents(ranks: int, cases: list[tuple[str, list[int], int]]) -> None:
-    run_ranks(ranks, _joined, _cases, cases)
+    run_ranks(ranks, _in_process_group, _cases, cases)
 
 
 def _contract() -> None:
@@ -122,11 +122,11 @@ def _contract() -> None:
 
 
 def test_contract() -> None:
-    run_ranks(2, _joined, _contract)
+    run_ranks(2, _in_process_group, _contract)
 
 
-def _work() -> int:
-    """Pairs of queries and keys that this rank's attention looks at, of one row."""
+def _attention_work() -> int:
+    """The number of query-key pairs that this rank's attention computes for one row."""
     from fledge.target.hf.context import share_of
 
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
@@ -135,11 +135,11 @@ def _work() -> int:
 
 
 def test_every_rank_has_the_same_work() -> None:
-    assert len(set(run_ranks(4, _joined, _work))) == 1
+    assert len(set(run_ranks(4, _in_process_group, _attention_work))) == 1
 
 
 def _different_rows() -> None:
-    """Data-parallel ranks ask about different rows, one of them about none."""
+    """Data-parallel ranks ask about different rows; rank 0 has none."""
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     mesh, model = init_device_mesh("cpu", (size,)), tiny_model("llama")
     shared = HFEagle3TargetModel(model, cp_mesh=mesh, supervision="hidden")
@@ -150,17 +150,17 @@ def _different_rows() -> None:
     rows = TokenBatch(*_row([rank, 7, 5 + rank], 20, seed=rank))
     alone = HFEagle3TargetModel(model, supervision="hidden").answer(rows)
     real = rows.attention_mask.bool()
-    found = shared.answer(rows)
+    batch = shared.answer(rows)
     torch.testing.assert_close(
-        found.aux_hidden_states[real], alone.aux_hidden_states[real], rtol=1e-4, atol=1e-4
+        batch.aux_hidden_states[real], alone.aux_hidden_states[real], rtol=1e-4, atol=1e-4
     )
 
 
 def test_ranks_may_ask_about_different_rows() -> None:
-    run_ranks(4, _joined, _different_rows)
+    run_ranks(4, _in_process_group, _different_rows)
 
 
-def _refused() -> None:
+def _linear_attention_is_refused() -> None:
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     model = tiny_model("llama")
     model.config.layer_types = ["linear_attention"] * 8
@@ -169,4 +169,4 @@ def _refused() -> None:
 
 
 def test_layers_that_carry_a_state_are_refused() -> None:
-    run_ranks(2, _joined, _refused)
+    run_ranks(2, _in_process_group, _linear_attention_is_refused)

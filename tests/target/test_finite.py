@@ -1,4 +1,4 @@
-"""Answers that hold NaN or infinity: found wherever it lies, named with its layer and row."""
+"""NaN or infinity anywhere in an answer is detected and reported with its layer and row."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ from fledge.target.runner import RunnerEagle3TargetModel
 from target.hf_runner import HFTargetRunner
 from target.tiny_models import tiny_model
 
-LAYERS = [7, 2, 5]  # in no order
+LAYERS = [7, 2, 5]  # not sorted
 NAMES = {"hidden": "last hidden state", "logits": "logits", "probs": "probabilities"}
 FIELDS = {"hidden": "last_hidden_states", "logits": "logits", "probs": "target_probs"}
 BAD = [float("nan"), float("inf"), float("-inf")]
@@ -37,17 +37,17 @@ def padded(lengths, width):
 
 
 def answer(rows, supervision, dtype, *, width=6):
-    """Large numbers, all finite; at padding, anything."""
+    """A batch of large, finite numbers; padding holds NaN and infinity."""
     generator = torch.Generator().manual_seed(0)
     shape, top = rows.shape, torch.finfo(dtype).max
     aux = (torch.rand((*shape, 3 * width), generator=generator) * 2 - 1).to(dtype) * top
-    given = (torch.rand((*shape, width), generator=generator)).to(dtype) * top
+    states = (torch.rand((*shape, width), generator=generator)).to(dtype) * top
     real = rows.attention_mask.bool()
     aux[~real] = float("nan")
-    given[:, 1:][~real[:, 1:]] = float("inf")  # of token t, before the shift
+    states[:, 1:][~real[:, 1:]] = float("inf")  # of token t, before the shift
     if supervision == "logits":
-        given[..., 1] = float("-inf")  # a token that cannot be said
-    fields = {FIELDS[supervision]: given}
+        states[..., 1] = float("-inf")  # a masked token
+    fields = {FIELDS[supervision]: states}
     if supervision == "probs":
         fields["position_mask"] = torch.ones((*shape, 1), dtype=torch.bool)
     return Eagle3TargetBatch.about(rows, aux_hidden_states=aux, **fields)
@@ -55,7 +55,7 @@ def answer(rows, supervision, dtype, *, width=6):
 
 @given(st.data())
 @settings(max_examples=150, deadline=None)
-def test_one_bad_number_is_named_with_its_layer_and_row(data):
+def test_one_bad_number_is_reported_with_its_layer_and_row(data):
     lengths = data.draw(st.lists(st.integers(1, 7), min_size=1, max_size=4))
     rows = padded(lengths, 7)
     supervision = data.draw(st.sampled_from(SUPERVISIONS))
@@ -81,7 +81,7 @@ def test_one_bad_number_is_named_with_its_layer_and_row(data):
     assert "\n" not in line
 
 
-def test_the_lowest_layer_of_the_first_row_is_where_it_began():
+def test_the_lowest_layer_of_the_first_row_is_reported():
     batch = answer(padded([4, 4], 4), "hidden", torch.float32)
     batch.aux_hidden_states[1] = float("nan")
     batch.last_hidden_states[0, 2] = float("nan")
@@ -90,7 +90,7 @@ def test_the_lowest_layer_of_the_first_row_is_where_it_began():
     assert (fault.layer, fault.row, fault.token) == ("layer 2", 0, 3)
 
 
-def test_documents_of_a_pack_are_named():
+def test_the_document_within_a_pack_is_reported():
     class Row:
         truncated = False
 
@@ -111,15 +111,15 @@ def test_documents_of_a_pack_are_named():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_largest_numbers_are_numbers(dtype):
-    """A sum of them would overflow."""
+def test_the_largest_numbers_count_as_finite(dtype):
+    """Although their sum overflows."""
     values = torch.full((2, 999), torch.finfo(dtype).max, dtype=dtype)
     values[1] *= -1
     assert finite_rows(values).all()
 
 
-class Foreign(Eagle3TargetBackend):
-    """A backend of somebody else's: six arguments, logits, and nothing more."""
+class ThirdPartyBackend(Eagle3TargetBackend):
+    """A third-party backend with the minimum: `generate_batch` with logits, and embeddings."""
 
     def __init__(self, value):
         super().__init__("logits")
@@ -134,11 +134,11 @@ class Foreign(Eagle3TargetBackend):
         return InputEmbedding(torch.zeros(4, 4))
 
 
-def test_a_backend_of_ones_own_is_looked_at_too():
+def test_third_party_backends_are_checked_too():
     rows = padded([3, 4], 4)
-    assert checked_answer(Foreign(1.0), rows).logits is not None
+    assert checked_answer(ThirdPartyBackend(1.0), rows).logits is not None
     with pytest.raises(NotFinite, match=r"not finite in layer 2, row 1 \(chats:1\), token 2"):
-        checked_answer(Foreign(float("nan")), rows)
+        checked_answer(ThirdPartyBackend(float("nan")), rows)
 
 
 def by_runner(model, **options):
@@ -155,14 +155,14 @@ def overflowing(scale):
 
 @pytest.mark.parametrize("supervision", SUPERVISIONS)
 @pytest.mark.parametrize("make", [HFEagle3TargetModel, by_runner])
-def test_targets_in_this_process(make, supervision):
+def test_an_overflow_in_a_local_target_is_reported(make, supervision):
     rows = TokenBatch(*(torch.ones((2, 5), dtype=torch.long) for _ in range(3)))
     mask = torch.zeros(97, dtype=torch.bool)
     mask[:9] = True
-    for scale, sound in ((1.0, True), (1e30, False)):
-        target = make(overflowing(scale), supervision=supervision)  # built: its head is sound
+    for scale, finite in ((1.0, True), (1e30, False)):
+        target = make(overflowing(scale), supervision=supervision)  # its head is finite
         target.set_vocab_mapping(torch.arange(9), mask)
-        if sound:
+        if finite:
             checked_answer(target, rows)
             continue
         with pytest.raises(NotFinite, match=r"not finite in layer 3, row 0, token 0: its numbers"):
@@ -171,7 +171,7 @@ def test_targets_in_this_process(make, supervision):
 
 @pytest.mark.parametrize("name", ["lm_head.weight", "model.layers.5.mlp.up_proj.weight"])
 @pytest.mark.parametrize(("value", "what"), [(float("nan"), "NaN"), (float("inf"), "infinity")])
-def test_damaged_weights_are_named_as_that(name, value, what):
+def test_damaged_weights_are_reported_by_name(name, value, what):
     model = tiny_model("llama")
     assert bad_weight(model) is None
     model.get_parameter(name).data[2, 3] = value

@@ -1,4 +1,4 @@
-"""A draft hears its layers of a target that shows more, as if it had asked alone."""
+"""A draft gets its own layers of a target that captures more, as if it had asked alone."""
 
 import pytest
 import torch
@@ -15,27 +15,27 @@ def rows():
 
 @pytest.mark.parametrize("supervision", ["hidden", "logits"])
 @pytest.mark.parametrize("ids", [[3, 0], [1, 2], [0, 1, 2, 3]])
-def test_as_if_it_had_asked_alone(tiny_target, supervision, ids):
+def test_a_subset_of_layers_is_answered_as_if_asked_for_alone(tiny_target, supervision, ids):
     options = {"supervision": supervision, "dtype": "float32", "device": "cpu"}
     with HFEagle3TargetModel.from_pretrained(
         tiny_target, aux_layer_ids=[0, 1, 2, 3], num_aux_layers=4, **options
-    ) as shown:
-        heard = HeardTarget(shown, ids)
-        alone = dict(shown.hearing(ids).answer(rows()).tensors())
+    ) as target:
+        subset = HeardTarget(target, ids)
+        alone = dict(target.hearing(ids).answer(rows()).tensors())
         for answer in (
-            heard.answer(rows()),
-            heard.answer_async(rows()).result(),
-            as_heard(shown.answer(rows()), shown, heard),
+            subset.answer(rows()),
+            subset.answer_async(rows()).result(),
+            as_heard(target.answer(rows()), target, subset),
         ):
             assert dict(answer.tensors()).keys() == alone.keys()
             assert all(torch.equal(t, alone[name]) for name, t in answer.tensors())
             assert answer.aux_hidden_states.is_contiguous()
-        heard.close()
-        assert shown.info() is not None  # others go on hearing it
+        subset.close()
+        assert target.info() is not None  # other drafts still use it
         with pytest.raises(RuntimeError, match="is closed"):
-            heard.answer(rows())
+            subset.answer(rows())
         with pytest.raises(ValueError, match=r"layers \[7\] are not shown"):
-            HeardTarget(shown, [0, 7])
-        HeardTarget(shown, ids, owner=True).close()
+            HeardTarget(target, [0, 7])
+        HeardTarget(target, ids, owner=True).close()
         with pytest.raises(RuntimeError, match="is closed"):
-            shown.info()
+            target.info()

@@ -57,12 +57,12 @@ def test_three_encodings_agree(architecture: str) -> None:
     from_logits = logits.generate_batch(*rows).with_probs(None, *vocabulary)
     from_probs = probs.generate_batch(*rows)
     from_hidden = hidden.generate_batch(*rows)
-    expected, sayable = target_distribution(
+    expected, covered = target_distribution(
         logits.generate_batch(*rows).logits[from_logits.loss_mask.bool()], *vocabulary
     )
     supervised = from_logits.loss_mask.bool()
     assert torch.equal(from_logits.target_probs[supervised], expected)
-    assert torch.equal(from_logits.position_mask[supervised][:, 0], sayable)
+    assert torch.equal(from_logits.position_mask[supervised][:, 0], covered)
     assert torch.equal(from_probs.target_probs, from_logits.target_probs)
     assert torch.equal(from_probs.position_mask, from_logits.position_mask)
     full = logits.generate_batch(*rows).logits
@@ -149,10 +149,10 @@ def test_nothing_leaks() -> None:
     before = hooks_of(model), set(model.lm_head.__dict__)
     target = HFEagle3TargetModel(model, supervision="hidden")
     batch = target.generate_batch(*padded_rows())
-    held = weakref.ref(batch.aux_hidden_states)
+    aux_states = weakref.ref(batch.aux_hidden_states)
     del batch
     gc.collect()
-    assert held() is None, "the target keeps its last batch alive"
+    assert aux_states() is None, "the target keeps its last batch alive"
     tensors = _live_tensors()
     for _ in range(5):
         target.generate_batch(*padded_rows())
@@ -184,7 +184,7 @@ def test_hooks_are_removed_when_the_forward_fails(monkeypatch: pytest.MonkeyPatc
     assert "forward" not in model.lm_head.__dict__
 
 
-def test_model_is_frozen_and_in_eval_mode_even_if_somebody_changes_it() -> None:
+def test_model_stays_frozen_and_in_eval_mode() -> None:
     model = tiny_model("llama")
     model.config.attention_dropout = 0.5
     for layer in model.model.layers:
@@ -220,7 +220,7 @@ WRAPPERS: dict[str, Callable[[torch.Tensor], Any]] = {
 
 
 class HandMade(nn.Module):
-    """A causal LM that no library knows: layers under `path`, outputs wrapped in any way."""
+    """A causal LM from no library: its layers are under `path`, their outputs wrapped."""
 
     def __init__(self, path: str, container: str, wrap: str) -> None:
         super().__init__()
@@ -229,16 +229,16 @@ class HandMade(nn.Module):
         for layer in layers:
             layer.register_forward_hook(lambda _m, _a, out: self.wrap(out))
         if container == "list":
-            held: nn.Module = nn.ModuleList(layers)
+            layer_container: nn.Module = nn.ModuleList(layers)
         else:
-            # keyed by str(i), and not in the order of i
-            held = nn.ModuleDict({str(i): layers[i] for i in (3, 0, 7, 1, 2, 6, 5, 4)})
+            # keyed by str(i), out of order on purpose
+            layer_container = nn.ModuleDict({str(i): layers[i] for i in (3, 0, 7, 1, 2, 6, 5, 4)})
         parent: nn.Module = self
         *parents, last = path.split(".")
         for name in parents:
             setattr(parent, name, nn.Module())
             parent = getattr(parent, name)
-        setattr(parent, last, held)
+        setattr(parent, last, layer_container)
         self.ordered = layers
         self.embed, self.lm_head = nn.Embedding(97, 6), nn.Linear(6, 97)
 
@@ -298,7 +298,7 @@ def test_layer_outputs_of_any_kind(wrap: str, supervision: Any) -> None:
 
 
 class Weightless(nn.Module):
-    """Nothing to learn and nowhere to be: runs where its input lies."""
+    """A model without parameters, which runs on the device of its input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -343,7 +343,7 @@ def test_a_head_that_cannot_be_represented_is_refused_at_once() -> None:
         HFEagle3TargetModel(headless, supervision="hidden")
 
 
-def test_unknown_supervision_names_the_nearest() -> None:
+def test_an_unknown_supervision_suggests_the_closest() -> None:
     with pytest.raises(fledge.BadInput, match="did you mean 'hidden'"):
         HFEagle3TargetModel(tiny_model("llama"), supervision="hiden")  # type: ignore[arg-type]
 

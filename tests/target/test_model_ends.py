@@ -1,4 +1,4 @@
-"""Embedding, norm and head from a model's files: what the whole model does with them."""
+"""Embedding, norm and head read from a model's files act as they do in the whole model."""
 
 from typing import Any
 
@@ -13,13 +13,13 @@ from fledge.target.hf.ends import UnknownEnds, read_ends
 from fledge.target.hf.probe import find_head_module
 from fledge.target.layers import find_layers
 
-REFUSED = {"minicpm3"}  # divides what comes out of its norm
+REFUSED = {"minicpm3"}  # divides the output of its norm
 IDS = torch.tensor([[5, 17, 3, 88, 41]])
 
 
 @torch.no_grad()
 def last_layer_and_head(model: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What the last layer puts out, what the head is given, and the logits."""
+    """The output of the last layer, the input of the head, and the logits."""
     seen: dict[str, torch.Tensor] = {}
 
     def answer(hidden: torch.Tensor) -> torch.Tensor:
@@ -36,7 +36,7 @@ def last_layer_and_head(model: Any) -> tuple[torch.Tensor, torch.Tensor, torch.T
 
 
 @pytest.mark.parametrize("name", BUILDERS)
-def test_states_of_the_last_layer_become_the_models_own_logits(name: str, tmp_path: Any) -> None:
+def test_states_of_the_last_layer_become_the_models_logits(name: str, tmp_path: Any) -> None:
     model = tiny_model(name)
     model.save_pretrained(tmp_path)
     last_ND, given_ND, logits_NV = last_layer_and_head(model)
@@ -46,8 +46,8 @@ def test_states_of_the_last_layer_become_the_models_own_logits(name: str, tmp_pa
         return
     ends = read_ends(tmp_path)
     torch.testing.assert_close(ends.head_input(last_ND), given_ND, rtol=1e-6, atol=1e-6)
-    found_NV = ends.head.logits(ends.head_input(last_ND))
-    torch.testing.assert_close(found_NV, logits_NV, rtol=1e-5, atol=1e-5)
+    actual_NV = ends.head.logits(ends.head_input(last_ND))
+    torch.testing.assert_close(actual_NV, logits_NV, rtol=1e-5, atol=1e-5)
     assert torch.equal(ends.embedding_VD, model.get_input_embeddings().weight)
     assert ends.config.get_text_config().num_hidden_layers == 8
     half = ends.to(torch.device("cpu"), torch.bfloat16)
@@ -55,19 +55,19 @@ def test_states_of_the_last_layer_become_the_models_own_logits(name: str, tmp_pa
     assert half.head.weight_VD.dtype == half.embedding_VD.dtype == torch.bfloat16
 
 
-def test_no_layer_is_read(tmp_path: Any, monkeypatch: Any) -> None:
-    """Of a target of any size: what is loaded has a handful of tensors."""
+def test_no_decoder_layer_is_read(tmp_path: Any, monkeypatch: Any) -> None:
+    """Only a few tensors are loaded, whatever the size of the target."""
     tiny_model("llama").save_pretrained(tmp_path)
-    loaded = []
-    complete = ends_module.check_complete
+    skipped = []
+    check_complete = ends_module.check_complete
 
     def counted(report: Any, where: str) -> None:
-        loaded.append(len(report["unexpected_keys"]))
-        complete(report, where)
+        skipped.append(len(report["unexpected_keys"]))
+        check_complete(report, where)
 
     monkeypatch.setattr(ends_module, "check_complete", counted)
     read_ends(tmp_path)
-    assert loaded == [8 * 9]
+    assert skipped == [8 * 9]
 
 
 def test_a_quantized_body_does_not_matter_and_a_missing_head_does(tmp_path: Any) -> None:

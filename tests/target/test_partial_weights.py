@@ -1,4 +1,4 @@
-"""Targets whose weights are not all here: offloaded, or cut up (see `test_sharded_target` too)."""
+"""Targets with offloaded or sharded weights (see also `test_sharded_target`)."""
 
 import accelerate
 import pytest
@@ -36,27 +36,27 @@ def partial_model(how, mesh, tmp_path):
 
 @pytest.mark.parametrize("supervision", SUPERVISIONS)
 @pytest.mark.parametrize("how", ["tensor parallel", "FSDP2", "in host memory", "on disk"])
-def test_it_is_the_same_target(how, supervision, mesh, tmp_path):
+def test_offloaded_and_sharded_targets_answer_like_the_whole_one(how, supervision, mesh, tmp_path):
     whole = HFEagle3TargetModel(tiny_model("llama"), AUX_LAYER_IDS, supervision=supervision)
     model = partial_model(how, mesh, tmp_path)
     target = HFEagle3TargetModel(model, AUX_LAYER_IDS, supervision=supervision)
-    assert not target.joins  # one rank is nobody to wait for
+    assert not target.joins  # a single rank has nobody to wait for
     for backend in (whole, target):
         backend.set_vocab_mapping(torch.arange(0, 97, 3))
     expected = dict(whole.generate_batch(*padded_rows()).tensors())
-    found = dict(target.generate_batch(*padded_rows()).tensors())
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-    theirs, ours = whole.info(), target.info()
-    assert ours.weights_fingerprint == theirs.weights_fingerprint
-    assert ours.weight_dtypes == theirs.weight_dtypes
-    assert torch.equal(ours.head.weight_VD, theirs.head.weight_VD)
-    assert torch.equal(ours.final_norm.weight_D, theirs.final_norm.weight_D)
+    actual = dict(target.generate_batch(*padded_rows()).tensors())
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(actual[name], tensor) for name, tensor in expected.items())
+    whole_info, info = whole.info(), target.info()
+    assert info.weights_fingerprint == whole_info.weights_fingerprint
+    assert info.weight_dtypes == whole_info.weight_dtypes
+    assert torch.equal(info.head.weight_VD, whole_info.head.weight_VD)
+    assert torch.equal(info.final_norm.weight_D, whole_info.final_norm.weight_D)
     embeddings = [backend.get_input_embeddings().weight for backend in (whole, target)]
     assert torch.equal(*embeddings)
 
 
-def test_weights_that_are_nowhere_are_refused():
+def test_weights_on_the_meta_device_are_refused():
     with torch.device("meta"):
         model = type(tiny_model("llama"))(tiny_model("llama").config)
     with pytest.raises(BadInput, match=r"embed_tokens.weight is on the meta device.*load") as error:

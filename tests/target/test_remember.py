@@ -1,4 +1,4 @@
-"""States that are kept are those that the target would give again, wherever they are kept."""
+"""Remembered states equal what the target would answer again, wherever they are kept."""
 
 from dataclasses import replace
 from functools import partial
@@ -24,8 +24,8 @@ ROOMS = {
 }
 
 
-class Asked:
-    """Packs of the tiny chats, and a target that counts how often it is asked."""
+class CountingTarget:
+    """Packs of the tiny chats, and a target that counts its calls."""
 
     def __init__(self, model, chats):
         self.rows = prepare_rows([str(chats)], model, workers=1)
@@ -45,50 +45,54 @@ class Asked:
 
 
 @pytest.fixture
-def asked(tiny_target, tiny_chats):
-    return Asked(tiny_target, tiny_chats)
+def counting(tiny_target, tiny_chats):
+    return CountingTarget(tiny_target, tiny_chats)
 
 
 @pytest.mark.parametrize("place", ROOMS)
-def test_a_remembering_target_answers_as_the_target_does(asked, place):
-    remembering = RememberingTarget(asked.target, ROOMS[place])
-    near = {"rtol": 0.07, "atol": 0.02} if place == "fp8" else {"rtol": 1e-7, "atol": 1e-7}
+def test_a_remembering_target_answers_as_the_target_does(counting, place):
+    remembering = RememberingTarget(counting.target, ROOMS[place])
+    tolerance = {"rtol": 0.07, "atol": 0.02} if place == "fp8" else {"rtol": 1e-7, "atol": 1e-7}
     for epoch in range(3):
-        for batch in asked.packs(epoch):
-            ours, theirs = remembering.answer(batch), asked.answer(batch)
+        for batch in counting.packs(epoch):
+            actual, expected = remembering.answer(batch), counting.answer(batch)
             real_slots = batch.doc_remaining > 0  # what a trainer may read
-            for name, tensor in theirs.tensors():
-                mine = getattr(ours, name)
+            for name, tensor in expected.tensors():
+                actual_tensor = getattr(actual, name)
                 if tensor.is_floating_point():
-                    torch.testing.assert_close(mine[real_slots], tensor[real_slots], **near)
+                    torch.testing.assert_close(
+                        actual_tensor[real_slots], tensor[real_slots], **tolerance
+                    )
                 else:
-                    assert torch.equal(mine, tensor)
+                    assert torch.equal(actual_tensor, tensor)
         if epoch == 0:
-            first = asked.calls
-    assert asked.calls == first  # later epochs asked nobody
+            first_epoch_calls = counting.calls
+    assert counting.calls == first_epoch_calls  # later epochs did not ask the target
 
 
-def test_what_one_has_learnt_can_be_given_to_another(asked):
-    remembering = RememberingTarget(asked.target, ROOMS["both"])
-    [*batches] = asked.packs(0)
+def test_remembered_states_can_be_passed_to_another_target(counting):
+    remembering = RememberingTarget(counting.target, ROOMS["both"])
+    [*batches] = counting.packs(0)
     for batch in batches:
         remembering.answer(batch)
-    told = RememberingTarget(asked.target, KeptStates(), remembering.states())
-    before = asked.calls
+    second = RememberingTarget(counting.target, KeptStates(), remembering.states())
+    before = counting.calls
     for batch in batches:
-        pairs = zip(remembering.answer(batch).tensors(), told.answer(batch).tensors(), strict=True)
-        assert all(torch.equal(mine, theirs) for (_, mine), (_, theirs) in pairs)
-    assert asked.calls == before
+        pairs = zip(
+            remembering.answer(batch).tensors(), second.answer(batch).tensors(), strict=True
+        )
+        assert all(torch.equal(a, b) for (_, a), (_, b) in pairs)
+    assert counting.calls == before
     with pytest.raises(ValueError, match="not in 8 bits"):
-        RememberingTarget(asked.target, ROOMS["fp8"], remembering.states())
+        RememberingTarget(counting.target, ROOMS["fp8"], remembering.states())
 
 
-def test_without_room_the_target_is_asked_again_and_bad_rows_are_refused(asked):
-    forgetful = RememberingTarget(asked.target, KeptStates())
-    batch = next(asked.packs(0))
+def test_without_room_the_target_is_asked_again_and_bad_rows_are_refused(counting):
+    forgetful = RememberingTarget(counting.target, KeptStates())
+    batch = next(counting.packs(0))
     for count in (1, 2):
         forgetful.answer(batch)
-        assert asked.calls == count
+        assert counting.calls == count
     with pytest.raises(ValueError, match="no token at all"):
         forgetful.answer(replace(batch, attention_mask=torch.zeros_like(batch.attention_mask)))
 
@@ -98,43 +102,43 @@ def test_without_room_the_target_is_asked_again_and_bad_rows_are_refused(asked):
     budgets=st.tuples(st.integers(0, 600), st.integers(0, 600)),
     block=st.sampled_from([64, 100, 256]),
 )
-def test_what_found_room_is_there_and_no_budget_is_exceeded(lengths, budgets, block):
-    """Parts of 4 x 2 and 4 x 1 bytes a row; nothing overlaps, and a full memory says so."""
+def test_stored_tensors_are_intact_and_no_budget_is_exceeded(lengths, budgets, block):
+    """Parts of 4 x 2 and 4 x 1 bytes a row; nothing overlaps, and only a full memory refuses."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kept_module, "_BLOCK", block)
         memories = [Memory(budgets[0]), Memory(budgets[1], on_host=True)]
-        held = []
+        stored = []
         for number, length in enumerate(lengths):
-            own = (torch.full((length, 2), float(number)), torch.full((length, 1), float(number)))
-            room = find_room(memories, own)
+            parts = (torch.full((length, 2), float(number)), torch.full((length, 1), float(number)))
+            room = find_room(memories, parts)
             if room is None:
                 assert all(memory._left < 12 * length for memory in memories)
             else:
-                copy_all(zip(room, own, strict=True))
-                held.append((room, own))
-    for room, own in held:
-        assert all(torch.equal(a, b) for a, b in zip(room, own, strict=True))
-    assert 12 * sum(len(own[0]) for _, own in held) <= sum(budgets)
+                copy_all(zip(room, parts, strict=True))
+                stored.append((room, parts))
+    for room, parts in stored:
+        assert all(torch.equal(a, b) for a, b in zip(room, parts, strict=True))
+    assert 12 * sum(len(parts[0]) for _, parts in stored) <= sum(budgets)
 
 
-def test_memory_that_is_not_there_ends_the_keeping(asked, monkeypatch, caplog):
-    """A budget is what a user said; the machine may have less."""
+def test_no_more_states_are_kept_once_memory_runs_out(counting, monkeypatch, caplog):
+    """The budget is the user's choice; the machine may have less memory."""
 
     def refuse(*_):
         raise RuntimeError("out of memory\nand a trace")
 
-    remembering = RememberingTarget(asked.target, KeptStates(2**30))
+    remembering = RememberingTarget(counting.target, KeptStates(2**30))
     monkeypatch.setattr(Memory, "_block", refuse)
-    for count, batch in enumerate(asked.packs(0), start=1):
-        assert torch.equal(remembering.answer(batch).input_ids, asked.answer(batch).input_ids)
-        assert asked.calls == count
+    for count, batch in enumerate(counting.packs(0), start=1):
+        assert torch.equal(remembering.answer(batch).input_ids, counting.answer(batch).input_ids)
+        assert counting.calls == count
     assert [record.getMessage() for record in caplog.records] == [
         "no more states are kept: out of memory"
     ]
 
 
-class RoundsByPack(Asked):
-    """A target whose states carry a rounding of the pack that they were computed in."""
+class RoundsByPack(CountingTarget):
+    """A target whose states are rounded differently in every pack."""
 
     def _answer(self, rows):
         batch = super()._answer(rows)
@@ -163,39 +167,39 @@ ROWS_KEPT = 40_000  # bytes: some of the documents, not all
 def test_a_resumed_target_answers_as_the_uninterrupted_one(
     tiny_target, tiny_chats, monkeypatch, room, stopped
 ):
-    """Bit for bit, although each pack rounds otherwise and not every document finds room."""
+    """Bit for bit, although each pack rounds differently and not every document is kept."""
     monkeypatch.setattr(kept_module, "_BLOCK", 4_000)
-    asked = RoundsByPack(tiny_target, tiny_chats)
-    epochs = [list(asked.packs(epoch)) for epoch in range(3)]
+    counting = RoundsByPack(tiny_target, tiny_chats)
+    epochs = [list(counting.packs(epoch)) for epoch in range(3)]
     packs = [*epochs[0][-2:], *epochs[0], *epochs[1], *epochs[2]]  # held-out ones come first
     first = 2 + len(epochs[0])
     cut = {"in the first epoch": first - 3, "between": first, "in the second": first + 4}[stopped]
-    whole, resumed = (RememberingTarget(asked.target, room) for _ in range(2))
+    whole, resumed = (RememberingTarget(counting.target, room) for _ in range(2))
     for batch in packs[:cut]:
         whole.answer(batch)
     resumed.asked_before(partial(packs.__getitem__, index) for index in range(min(cut, first)))
     for batch in packs[cut:]:
-        before = asked.calls
+        before = counting.calls
         expected = dict(whole.answer(batch).tensors())
-        recalled = asked.calls == before
+        from_memory = counting.calls == before
         for name, tensor in resumed.answer(batch).tensors():
-            if recalled and tensor.is_floating_point():  # only what a trainer may read
+            if from_memory and tensor.is_floating_point():  # only what a trainer may read
                 real_slots = batch.doc_remaining > 0
                 tensor, expected[name] = tensor[real_slots], expected[name][real_slots]
             assert torch.equal(tensor, expected[name]), name
     assert whole._known.keys() == {*resumed._known, *resumed._reserved}
     if room.device_bytes == ROWS_KEPT:
-        assert 0 < len(whole._known) < len(asked.rows)
+        assert 0 < len(whole._known) < len(counting.rows)
 
 
 def test_lost_documents_are_recomputed_once_and_only_when_needed(tiny_target, tiny_chats):
-    asked = RoundsByPack(tiny_target, tiny_chats)
-    first, second = list(asked.packs(0)), list(asked.packs(1))
-    target = RememberingTarget(asked.target, KeptStates(2**30))
+    counting = RoundsByPack(tiny_target, tiny_chats)
+    first, second = list(counting.packs(0)), list(counting.packs(1))
+    target = RememberingTarget(counting.target, KeptStates(2**30))
     target.asked_before(partial(first.__getitem__, index) for index in range(len(first)))
-    assert asked.calls == 1  # for the shapes
+    assert counting.calls == 1  # to learn the shapes
     target.answer(first[3])
-    assert asked.calls == 2
+    assert counting.calls == 2
     for batch in second:
         target.answer(batch)
-    assert asked.calls == 1 + len(first)
+    assert counting.calls == 1 + len(first)

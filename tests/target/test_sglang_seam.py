@@ -22,7 +22,7 @@ NAMES = ["device", "page_size", "tp_size", "max_total_tokens", "disable_radix_ca
 
 @pytest.fixture
 def pretend_sglang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A machine on which pip knows an SGLang that nobody has met."""
+    """A machine on which pip lists an SGLang of an unknown version."""
     (tmp_path / "sglang-0.6.1.dist-info").mkdir()
     metadata = "Metadata-Version: 2.1\nName: sglang\nVersion: 0.6.1\n"
     (tmp_path / "sglang-0.6.1.dist-info" / "METADATA").write_text(metadata)
@@ -31,7 +31,7 @@ def pretend_sglang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("sglang") is not None, reason="SGLang is here")
-def test_a_machine_without_sglang_is_told_so() -> None:
+def test_without_sglang_the_error_says_so() -> None:
     with pytest.raises(fledge.BadInput, match=r"SGLang is not installed.*\[sglang\]"):
         fledge.SGLangTargetRunner.build("smollm2-135m")
     with pytest.raises(ImportError, match="SGLang is not installed") as refusal:
@@ -47,7 +47,7 @@ def test_an_unknown_version_is_refused_before_anything_is_loaded(pretend_sglang:
 
 
 @pytest.mark.parametrize("module", VERSIONS.values())
-def test_every_known_version_has_its_file(module: str) -> None:
+def test_every_known_version_has_a_module(module: str) -> None:
     assert importlib.util.find_spec(module) is not None
 
 
@@ -56,9 +56,9 @@ def test_importing_the_backend_imports_no_engine() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_the_runner_shows_everything_the_contract_can_use() -> None:
-    wanted = {*dir(HiddenTargetRunner), *dir(ClosableRunner)}
-    public = {name for name in wanted if not name.startswith("_")}
+def test_the_runner_implements_every_protocol() -> None:
+    names = {*dir(HiddenTargetRunner), *dir(ClosableRunner)}
+    public = {name for name in names if not name.startswith("_")}
     assert public <= set(dir(SGLangTargetRunner))
 
 
@@ -73,7 +73,7 @@ def test_the_runner_shows_everything_the_contract_can_use() -> None:
         ("bfloat16", "bfloat16"),
     ],
 )
-def test_dtypes_become_words(dtype: torch.dtype | str | None, word: str) -> None:
+def test_dtypes_as_sglang_spells_them(dtype: torch.dtype | str | None, word: str) -> None:
     assert sglang_dtype(dtype) == word
 
 
@@ -83,7 +83,7 @@ def test_other_dtypes_are_refused(dtype: torch.dtype | str) -> None:
         sglang_dtype(dtype)
 
 
-def test_options_go_through_and_capture_keeps_its_own() -> None:
+def test_options_are_passed_on_except_those_that_capture_needs() -> None:
     options = server_options({"page_size": 16, "tp_size": 4}, NAMES, device="cuda")
     assert options["page_size"] == 16
     assert options["tp_size"] == 4
@@ -102,7 +102,7 @@ def test_options_go_through_and_capture_keeps_its_own() -> None:
         server_options({"enable_return_aux_hidden_states": True}, NAMES, device="cuda")
 
 
-def test_a_mistyped_option_names_its_neighbour(pretend_sglang: str, monkeypatch) -> None:
+def test_a_mistyped_option_suggests_the_closest(pretend_sglang: str, monkeypatch) -> None:
     monkeypatch.setitem(VERSIONS, pretend_sglang, "")
     with pytest.raises(fledge.BadInput, match="no argument 'pagesize'; did you mean 'page_size'"):
         server_options({"pagesize": 1}, NAMES, device="cpu")
@@ -112,7 +112,9 @@ ROWS = st.lists(st.lists(st.integers(1, 5), max_size=4), min_size=1, max_size=4)
 
 
 @given(ROWS, st.integers(0, 3), st.integers(0, 3))
-def test_documents_are_found_where_they_lie(rows: list[list[int]], before: int, after: int) -> None:
+def test_documents_are_found_at_their_offsets(
+    rows: list[list[int]], before: int, after: int
+) -> None:
     """Each row: some padding, documents numbered 1, 2, ..., more padding."""
     width = max(1, before + after + max(sum(lengths) for lengths in rows))
     mask_BT = torch.zeros((len(rows), width), dtype=torch.long)
@@ -146,7 +148,7 @@ def test_extends_hold_every_row_once_and_no_more_than_fits(
     for first, last in cuts:
         assert last - first <= rows
         assert pages(lengths[first:last]) <= room.tokens
-        if last < len(lengths):  # nothing is cut that would have fitted
+        if last < len(lengths):  # the next row would not have fit
             one_more = lengths[first : last + 1]
             assert len(one_more) > rows or pages(one_more) > room.tokens
 

@@ -1,4 +1,4 @@
-"""Targets that several ranks hold together keep the contract, and are the model of one process."""
+"""Targets sharded over several ranks keep the contract and answer as in one process."""
 
 import math
 import os
@@ -27,7 +27,7 @@ from ranks import run_ranks
 pytestmark = pytest.mark.ranks
 
 ARCHITECTURES = ("llama", "qwen3-moe", "gemma3-text")
-EVEN = {"vocab_size": 96, "num_key_value_heads": 4}  # vocabulary and heads can be cut in four
+EVEN = {"vocab_size": 96, "num_key_value_heads": 4}  # vocabulary and heads are divisible by four
 CPU = torch.device("cpu")
 Layout = dict[str, int]
 
@@ -56,9 +56,9 @@ def ranks_of(layout: Layout) -> int:
     return math.prod(layout.values())
 
 
-def near(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Within 1e-5 of one process, by the size of what is compared."""
-    return bool((found - expected).norm() <= 1e-5 * expected.norm())
+def near(actual: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Whether the relative error to the single process is at most 1e-5."""
+    return bool((actual - expected).norm() <= 1e-5 * expected.norm())
 
 
 def assert_same_answers(target: Any, model: Any, supervision: Supervision) -> None:
@@ -66,18 +66,18 @@ def assert_same_answers(target: Any, model: Any, supervision: Supervision) -> No
     for backend in (target, alone):
         backend.set_vocab_mapping(torch.arange(0, 96, 3))
     for rows in (padded_rows(), packed_rows(some_documents(), 14)):
-        found, expected = (backend.answer(TokenBatch(*rows)) for backend in (target, alone))
+        actual, expected = (backend.answer(TokenBatch(*rows)) for backend in (target, alone))
         real = rows[1].bool()
-        assert near(found.aux_hidden_states[real], expected.aux_hidden_states[real])
-        assert near(answer(found), answer(expected))
+        assert near(actual.aux_hidden_states[real], expected.aux_hidden_states[real])
+        assert near(answer(actual), answer(expected))
 
 
 def _contract(architecture: str, directory: str, layout: Layout) -> None:
     mesh, reference = mesh_of(layout), tiny_model(architecture, **EVEN)
     loaded = HFEagle3TargetModel.from_pretrained(directory, supervision="logits", mesh=mesh)
     make = partial(HFEagle3TargetModel, loaded.model, None, loaded.cp_mesh)
-    once = cache(weights_fingerprint)  # all weights travel: not for each of a hundred targets
-    with mock.patch.object(hf_model, "weights_fingerprint", once):
+    cached_fingerprint = cache(weights_fingerprint)  # gathers all weights: once is enough
+    with mock.patch.object(hf_model, "weights_fingerprint", cached_fingerprint):
         for supervision in get_args(Supervision):
             assert_same_answers(make(supervision=supervision), reference, supervision)
             if supervision != "hidden" and ranks_of(layout) > 2:
@@ -117,7 +117,7 @@ def _every_dimension(directory: str, layout: Layout, changes: dict[str, int]) ->
 
 @layouts({"cp": 2, "tp": 2}, {"fsdp": 2, "cp": 2}, {"tp": 2})
 def test_all_dimensions_work_together(saved: Any, layout: Layout) -> None:
-    run_ranks(4, _every_dimension, str(saved / "llama"), layout, {})  # tp2: two copies
+    run_ranks(4, _every_dimension, str(saved / "llama"), layout, {})  # tp2 alone: two copies
 
 
 def test_a_vocabulary_that_does_not_divide_stays_whole(tmp_path: Any) -> None:
@@ -125,8 +125,8 @@ def test_a_vocabulary_that_does_not_divide_stays_whole(tmp_path: Any) -> None:
     run_ranks(2, _every_dimension, str(tmp_path), {"tp": 2}, {"vocab_size": 97})
 
 
-def _by_hand(how: str, directory: str) -> None:
-    """A model that the user has cut up himself."""
+def _sharded_by_the_user(how: str, directory: str) -> None:
+    """A model that the user has already sharded."""
     import transformers
 
     join_world(CPU)
@@ -149,15 +149,15 @@ def _by_hand(how: str, directory: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["tp_plan", "fully_shard"])
-def test_a_model_that_somebody_else_has_sharded(saved: Any, how: str) -> None:
-    run_ranks(2, _by_hand, how, str(saved / "llama"))
+def test_a_model_that_the_user_has_sharded(saved: Any, how: str) -> None:
+    run_ranks(2, _sharded_by_the_user, how, str(saved / "llama"))
 
 
 def _uneven(directory: str, layout: Layout) -> int:
-    """Each rank asks about its own rows, with another number of passes; one has nothing to ask."""
+    """Each rank asks about its own rows in a different number of passes; one rank has no rows."""
     mesh, model = mesh_of(layout), tiny_model("llama", **EVEN)
     target = HFEagle3TargetModel.from_pretrained(directory, mesh=mesh)
-    target.overhead_tokens = 0  # documents of every length are a pass of their own
+    target.overhead_tokens = 0  # a pass for every document length
     alone = HFEagle3TargetModel(model, supervision="hidden")
     rank, passes = torch.distributed.get_rank(), []
     model_of_target = target.model
@@ -170,10 +170,10 @@ def _uneven(directory: str, layout: Layout) -> int:
         generator = torch.Generator().manual_seed(rank)
         documents = [torch.randint(3, 90, (n,), generator=generator).tolist() for n in lengths]
         rows = TokenBatch(*packed_rows([documents], 20))
-        found, expected = target.answer(rows), alone.answer(rows)
+        actual, expected = target.answer(rows), alone.answer(rows)
         real = rows.attention_mask.bool()
-        assert near(found.aux_hidden_states[real], expected.aux_hidden_states[real])
-        assert near(answer(found)[:-1], answer(expected)[:-1])
+        assert near(actual.aux_hidden_states[real], expected.aux_hidden_states[real])
+        assert near(answer(actual)[:-1], answer(expected)[:-1])
     return len(passes)
 
 
@@ -181,33 +181,35 @@ def _uneven(directory: str, layout: Layout) -> int:
 def test_ranks_ask_about_different_rows_and_some_about_none(saved: Any, layout: Layout) -> None:
     passes = run_ranks(4, _uneven, str(saved / "llama"), layout)
     assert len(set(passes)) == 1
-    if layout == {"fsdp": 4}:  # as many as the busiest rank has to run, not as all together
+    if layout == {"fsdp": 4}:  # as many as the busiest rank needs, not the sum over ranks
         assert passes[0] == 3 * 3
 
 
-def _loaded(directory: str, layout: Layout) -> tuple[int, int, int, int]:
+def _bytes_while_loading(directory: str, layout: Layout) -> tuple[int, int, int, int]:
     mesh = mesh_of(layout)
-    os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # one thread, which the counter sees
-    with LiveBytes() as seen:
+    os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # one thread, so that the counter sees it
+    with LiveBytes() as live_bytes:
         model = load_hf_model(directory, dtype=torch.float32, device=CPU, mesh=mesh).model
-    held = [local_part(p).nbytes for p in model.parameters()]
-    return seen.largest, max(held), seen.peak, sum(held)
+    shard_sizes = [local_part(p).nbytes for p in model.parameters()]
+    return live_bytes.largest, max(shard_sizes), live_bytes.peak, sum(shard_sizes)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_nothing_larger_than_a_shard_is_ever_loaded(tmp_path: Any, architecture: str) -> None:
     whole = tiny_model(architecture, **EVEN)
-    # stored in another precision: what is read is copied out of the mapped files, and so counted
+    # stored in another precision: tensors are copied out of the mapped files, and so counted
     tiny_model(architecture, **EVEN).bfloat16().save_pretrained(tmp_path)
     bytes_of_all = sum(p.nbytes for p in whole.parameters())
     for layout in ({"fsdp": 4}, {"tp": 4}, {"fsdp": 2, "tp": 2}):
         ranks = ranks_of(layout)
-        for largest, shard, peak, held in run_ranks(ranks, _loaded, str(tmp_path), layout):
+        for largest, shard, peak, total in run_ranks(
+            ranks, _bytes_while_loading, str(tmp_path), layout
+        ):
             assert largest <= shard, layout
             assert shard <= max(p.nbytes for p in whole.parameters()) / ranks + 1
             # norms stay whole under tensor parallelism
-            assert held < 1.15 * bytes_of_all / ranks
-            assert peak < held + 4 * shard
+            assert total < 1.15 * bytes_of_all / ranks
+            assert peak < total + 4 * shard
 
 
 def _refusals(directory: str) -> None:
@@ -216,7 +218,7 @@ def _refusals(directory: str) -> None:
         HFEagle3TargetModel.from_pretrained(directory, mesh=mesh)
 
 
-def test_what_cannot_be_cut_is_refused_in_one_line(tmp_path: Any) -> None:
+def test_indivisible_heads_and_missing_ranks_are_refused(tmp_path: Any) -> None:
     tiny_model("llama", num_key_value_heads=1).save_pretrained(tmp_path)
     run_ranks(2, _refusals, str(tmp_path))
     with pytest.raises(BadInput, match="torchrun --nproc-per-node 4"):

@@ -1,4 +1,4 @@
-"""A real model through the whole path: SmolLM2-135M, where it is cached or can be fetched."""
+"""A real model through the whole path: SmolLM2-135M, if it is cached or can be fetched."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ def target() -> HFEagle3TargetModel:
     return HFEagle3TargetModel.from_pretrained("smollm2-135m", device="cpu")
 
 
-def test_smollm2_says_paris_in_hidden_states(target: HFEagle3TargetModel) -> None:
+def test_smollm2_predicts_paris_from_hidden_states(target: HFEagle3TargetModel) -> None:
     info = target.info()
     assert (info.depth, info.hidden_size, info.vocab_size) == (30, 576, 49152)
     assert target.aux_layer_ids == [1, 14, 26]

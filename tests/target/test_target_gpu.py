@@ -33,13 +33,13 @@ def small_llama(dtype):
 
 def packs(count):
     rows = random_rows(Case(shape="tiny", seq=600), 60, 70)
-    cut = pack_rows([len(row.input_ids) for row in rows], 600).packs
-    return [collate(rows, cut[i : i + 1], 600, pad_id=0) for i in range(count)]
+    all_packs = pack_rows([len(row.input_ids) for row in rows], 600).packs
+    return [collate(rows, all_packs[i : i + 1], 600, pad_id=0) for i in range(count)]
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.bfloat16, 2e-2)])
 @pytest.mark.parametrize("recorded", [True, False])
-def test_whole_packs_answer_as_documents_alone(dtype, tolerance, recorded):
+def test_whole_packs_are_answered_like_separate_documents(dtype, tolerance, recorded):
     model = small_llama(dtype)
     plain = HFEagle3TargetModel(copy.deepcopy(model), supervision="hidden")
     plain.try_one_row = False
@@ -53,16 +53,16 @@ def test_whole_packs_answer_as_documents_alone(dtype, tolerance, recorded):
             assert not g[pack.attention_mask.cuda() == 0].any()  # padding stays empty
     assert fast._whole_row
     assert bool(fast._recorded.sizes) == recorded
-    assert "forward" not in model.model.layers[0].__dict__  # nothing stays behind
+    assert "forward" not in model.model.layers[0].__dict__  # the patch is removed
 
 
 @pytest.mark.parametrize("recorded", [True, False])
-def test_features_are_those_of_the_answer(recorded):
+def test_features_equal_those_of_the_answer(recorded):
     model = small_llama(torch.float32)
     target = HFEagle3TargetModel(model, [0, 2, 4], supervision="hidden", compile_layers=True)
     target.record_passes = recorded
     for pack in packs(3):
-        for ask in (target.features, target.answer):  # in turns: neither spoils the other
+        for ask in (target.features, target.answer):  # alternating: neither affects the other
             aux = ask(pack).aux_hidden_states
         assert torch.equal(target.features(pack).aux_hidden_states, aux)
         assert target.answer(pack).last_hidden_states.any()
@@ -70,34 +70,34 @@ def test_features_are_those_of_the_answer(recorded):
     assert bool(target._recorded_features.sizes) == recorded
 
 
-def test_an_fp8_product_is_its_definition():
+def test_an_fp8_product_matches_its_reference():
     linear = torch.nn.Linear(576, 192, bias=True, device="cuda", dtype=torch.bfloat16)
-    eight, x = Fp8Linear(linear), torch.randn(77, 576, device="cuda", dtype=torch.bfloat16)
-    want = eight.reference(x).float() + linear.bias.float()
-    assert (eight(x).float() - want).norm() < 1e-2 * want.norm()
+    fp8_linear, x = Fp8Linear(linear), torch.randn(77, 576, device="cuda", dtype=torch.bfloat16)
+    want = fp8_linear.reference(x).float() + linear.bias.float()
+    assert (fp8_linear(x).float() - want).norm() < 1e-2 * want.norm()
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "peagle", "dflash", "dspark"])
 @pytest.mark.parametrize("documents", [0, 60])
-def test_a_step_waits_for_nothing(kind, documents):
-    """After warm-up no call of a step stops until the GPU has caught up."""
+def test_a_step_never_synchronizes(kind, documents):
+    """After warm-up, no call of a training step waits for the GPU."""
     case = Case(shape="135m", kind=kind, seq=512, batch=1, documents=documents)
     parts = build_parts(case, torch.device("cuda"))
     batches = build_batches(case, 4)
-    assert waits_of(parts, batches) == []
+    assert synchronizations(parts, batches) == []
 
 
-def test_nor_does_one_with_every_option():
+def test_a_step_with_every_option_never_synchronizes():
     case = Case(shape="135m", kind="eagle3", seq=512, batch=1, documents=60)
     parts = build_parts(case, torch.device("cuda"))
     parts.objective.feature_dropout = 0.1
     parts.optimizers = make_optimizers(parts.objective.draft_model, Training(optimizer="muon"))
     parts.average = Average(parts.parameters, 0.99)
-    assert waits_of(parts, build_batches(case, 4)) == []
+    assert synchronizations(parts, build_batches(case, 4)) == []
 
 
-def waits_of(parts, batches):
-    """Where the last step stopped until the GPU had caught up."""
+def synchronizations(parts, batches):
+    """Source lines at which the last step waited for the GPU."""
     for batch in batches[:3]:
         train_step(parts, batch, lr=1e-4)
     torch.cuda.set_sync_debug_mode("warn")
@@ -107,4 +107,4 @@ def waits_of(parts, batches):
             train_step(parts, batches[3], lr=1e-4)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    return [f"{one.filename}:{one.lineno}" for one in caught if "synchron" in str(one.message)]
+    return [f"{w.filename}:{w.lineno}" for w in caught if "synchron" in str(w.message)]

@@ -1,4 +1,4 @@
-"""Kinds of targets: the ones we have, and one that comes from outside."""
+"""Kinds of targets: the built-in ones, and one that is registered from outside."""
 
 import subprocess
 import sys
@@ -35,7 +35,7 @@ CPU = torch.device("cpu")
 
 
 class ToyTarget(TargetSection):
-    """A Hugging Face model behind somebody else's class."""
+    """A Hugging Face model behind a third-party class."""
 
     backend: Literal["toy"] = "toy"
     """Registered by a test."""
@@ -78,7 +78,7 @@ class ToyKind(TargetKind[ToyTarget]):
 
 @pytest.fixture
 def toy(recipe, tmp_path):
-    """Makes recipes of the new kind: a written one of ours, switched."""
+    """Make recipes of the new kind: a built-in one with its backend switched."""
     TARGET_KINDS.add("toy", ToyKind())
 
     def make(*overrides, run="toy"):
@@ -90,21 +90,23 @@ def toy(recipe, tmp_path):
         TARGET_KINDS.remove("toy")
 
 
-def test_a_kind_from_outside_is_read_opened_and_planned(toy, tiny_target):
+def test_an_external_kind_is_read_opened_and_planned(toy, tiny_target):
     recipe = toy("target.gain=2")
     assert recipe.target == ToyTarget(model=str(tiny_target), aux_layer_ids=(0, 1, 2), gain=2.0)
     assert model_name(recipe.target) == str(tiny_target)
     rows = TokenBatch(*(torch.arange(1, 9)[None] for _ in range(3)))
-    with make_target(recipe, CPU) as ours, make_target(toy(), CPU) as plain:
-        doubled = 2 * plain.answer(rows).aux_hidden_states
-        assert torch.equal(ours.answer(rows).aux_hidden_states, doubled)
+    with make_target(recipe, CPU) as scaled, make_target(toy(), CPU) as plain:
+        expected = 2 * plain.answer(rows).aux_hidden_states
+        assert torch.equal(scaled.answer(rows).aux_hidden_states, expected)
     training = set_up(recipe)
     assert predict(training).target_bytes == sum(
         weight.nbytes for weight in training.parts.target.info().module.parameters()
     )
 
 
-def test_a_kind_from_outside_trains_and_resumes_like_our_own(toy, recipe, tmp_path, monkeypatch):
+def test_an_external_kind_trains_and_resumes_like_a_built_in_one(
+    toy, recipe, tmp_path, monkeypatch
+):
     with pytest.raises(BadInput, match=r"gian.*did you mean 'gain'"):
         toy("target.gian=2")
     assert fit(set_up(recipe(run="hf")), Notes()).finished
@@ -116,13 +118,13 @@ def test_a_kind_from_outside_trains_and_resumes_like_our_own(toy, recipe, tmp_pa
 
 
 @pytest.mark.parametrize("words", [["recipe", "check"], ["plan"]], ids=" ".join)
-def test_verbs_take_a_kind_from_outside(toy, words, tmp_path):
+def test_commands_accept_an_external_kind(toy, words, tmp_path):
     path = toy().write_resolved(tmp_path / "toy-recipe")
     result = CliRunner().invoke(app, [*words, str(path)])
     assert result.exit_code == 0, result.output
 
 
-def test_a_removed_kind_is_not_known(toy):
+def test_a_removed_kind_is_unknown(toy):
     section = toy().target
     TARGET_KINDS.remove("toy")
     with pytest.raises(BadInput, match=r"unknown target\.backend 'toy'"):
@@ -131,7 +133,7 @@ def test_a_removed_kind_is_not_known(toy):
         load_recipe(None, ["target.backend=toy"])
 
 
-def test_sections_need_no_torch():
+def test_sections_do_not_import_torch():
     code = (
         "import sys, fledge.recipe.schema; from fledge.target.kinds import target_sections; "
         "assert list(target_sections()) == ['hf', 'remote', 'cache', 'sglang', 'vllm', 'ray']; "
@@ -140,13 +142,13 @@ def test_sections_need_no_torch():
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
-def test_every_kind_says_its_name_once():
+def test_kinds_and_sections_agree_on_their_names():
     for name, section in target_sections().items():
         assert TARGET_KINDS[name].name == name
         assert section.model_fields["backend"].default == name
 
 
-def test_a_server_opens_only_what_loads_weights():
+def test_only_kinds_that_load_weights_are_engines():
     section = engine_section("hf", model="m", dtype="bf16", compile=False, engine_args={"a": 1})
     assert section == HfTarget(model="m", dtype="bfloat16", compile=False)
     assert engine_section("vllm", model="m", engine_args={"a": 1}).engine_args == {"a": 1}
@@ -160,12 +162,12 @@ def test_a_server_opens_only_what_loads_weights():
         engine_section("hf", model="m", dtype="int3")
 
 
-def test_a_target_that_shows_another_number_of_layers_is_refused(toy, monkeypatch):
-    def two(self, section, *, device, aux_layers):
+def test_a_target_with_the_wrong_number_of_layers_is_refused(toy, monkeypatch):
+    def open_with_two_layers(self, section, *, device, aux_layers):
         section = section.model_copy(update={"aux_layer_ids": (0, 1)})
-        return opened(self, section, device=device, aux_layers=2)
+        return original_open(self, section, device=device, aux_layers=2)
 
-    opened = ToyKind.open
-    monkeypatch.setattr(ToyKind, "open", two)
+    original_open = ToyKind.open
+    monkeypatch.setattr(ToyKind, "open", open_with_two_layers)
     with pytest.raises(BadInput, match=r"provides layers \[0, 1\].*EAGLE-3 uses three"):
         make_target(toy(), CPU)

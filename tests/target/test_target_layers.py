@@ -1,4 +1,4 @@
-"""Which three layers a draft listens to, and that nothing is hooked before they are checked."""
+"""Which aux layers a draft reads, and that they are validated before any hook is registered."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +29,7 @@ def test_default_ids(depth: int, ids: list[int]) -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3, 4, 5, 6])
-def test_too_shallow(depth: int) -> None:
+def test_shallow_targets_have_no_default_ids(depth: int) -> None:
     with pytest.raises(ValueError, match="too shallow"):
         default_aux_layer_ids(depth)
 
@@ -48,7 +48,9 @@ def test_validation_accepts_exactly_three_distinct_ids_in_range(ids: list[int], 
     ("depth", "count", "ids"),
     [(32, 1, [32]), (32, 2, [1, 29]), (36, 5, [1, 9, 17, 25, 33]), (9, 5, [1, 2, 4, 5, 6])],
 )
-def test_other_numbers_of_layers_are_spread(depth: int, count: int, ids: list[int]) -> None:
+def test_other_numbers_of_layers_are_spread_over_the_depth(
+    depth: int, count: int, ids: list[int]
+) -> None:
     assert default_aux_layer_ids(depth, count) == ids
     assert validate_aux_layer_ids(ids, depth, count) == validate_aux_layer_ids(ids, depth, None)
     with pytest.raises(ValueError, match=r"too shallow .* distinct aux_layer_ids"):
@@ -62,11 +64,11 @@ def test_other_numbers_of_layers_are_spread(depth: int, count: int, ids: list[in
 @pytest.mark.parametrize(
     "ids", [(5, 0, 2), range(3), np.array([5, 0, 2]), torch.tensor([5, 0, 2]), iter([5, 0, 2])]
 )
-def test_ids_of_any_integer_kind_become_ints(ids: Any) -> None:
+def test_ids_of_any_integer_type_become_ints(ids: Any) -> None:
     expected = [0, 1, 2] if isinstance(ids, range) else [5, 0, 2]
-    found = validate_aux_layer_ids(ids, 8)
-    assert found == expected
-    assert {type(i) for i in found} == {int}
+    validated = validate_aux_layer_ids(ids, 8)
+    assert validated == expected
+    assert {type(i) for i in validated} == {int}
 
 
 @pytest.mark.parametrize(
@@ -96,12 +98,12 @@ def test_shallow_models_take_explicit_ids() -> None:
     assert target.info().depth == 4
 
 
-def test_depth_comes_from_the_text_part() -> None:
+def test_depth_comes_from_the_text_config() -> None:
     nested = SimpleNamespace(num_hidden_layers=2, text_config=SimpleNamespace(num_hidden_layers=16))
     assert target_depth(nested) == 16
     assert target_depth(SimpleNamespace(num_hidden_layers=16)) == 16
-    beside = SimpleNamespace(num_hidden_layers=16, text_config=SimpleNamespace(prompt="caption"))
-    assert target_depth(beside) == 16  # a text_config that describes no layers is something else
+    unrelated = SimpleNamespace(num_hidden_layers=16, text_config=SimpleNamespace(prompt="caption"))
+    assert target_depth(unrelated) == 16  # a text_config without layers is not the model's
     assert target_depth(None, [nn.Identity()] * 9) == 9
     assert target_depth(tiny_model("gpt2").config) == 8
     with pytest.raises(ValueError, match="num_hidden_layers"):

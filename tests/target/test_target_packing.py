@@ -1,4 +1,4 @@
-"""Documents as rows: the grouping is a partition, cheap, and writes states where they belong."""
+"""Documents as rows: groups are a cheap partition, and states return to their slots."""
 
 from itertools import combinations
 from typing import Any
@@ -23,11 +23,11 @@ def cost(groups: list[list[int]], lengths: list[int], overhead: int) -> int:
 
 @given(lengths_lists, st.integers(0, 60), st.integers(1, 200))
 def test_groups_partition_the_documents_within_the_limit(
-    lengths: list[int], overhead: int, most: int
+    lengths: list[int], overhead: int, limit: int
 ) -> None:
-    groups = plan_groups(lengths, overhead_tokens=overhead, max_tokens=most)
+    groups = plan_groups(lengths, overhead_tokens=overhead, max_tokens=limit)
     assert sorted(i for g in groups for i in g) == list(range(len(lengths)))
-    assert all(len(g) == 1 or len(g) * max(lengths[i] for i in g) <= most for g in groups)
+    assert all(len(g) == 1 or len(g) * max(lengths[i] for i in g) <= limit for g in groups)
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=7), st.integers(0, 60))
@@ -53,15 +53,15 @@ def test_take_and_put_are_inverse_on_documents(lengths: list[int], overhead: int
     starts = [sum(lengths[:i]) for i in range(len(lengths))]
     documents = Documents(tuple(starts), tuple(lengths))
     tokens_BT = torch.arange(1, width + 1)[None]
-    found = torch.zeros(1, width, 2)
+    restored = torch.zeros(1, width, 2)
     plan = plan_groups(lengths, overhead_tokens=overhead, max_tokens=10**6)
     for group in group_documents(documents, plan, device=torch.device("cpu")):
         rows = group.take(tokens_BT)
         assert rows.shape == group.attention_mask_NL.shape
-        group.put(torch.stack([rows, -rows], dim=-1).float(), found)
+        group.put(torch.stack([rows, -rows], dim=-1).float(), restored)
     real = torch.arange(width) < width - 3
-    assert torch.equal(found[0, :, 0], tokens_BT[0] * real)
-    assert torch.equal(found[0, :, 1], -tokens_BT[0] * real)
+    assert torch.equal(restored[0, :, 0], tokens_BT[0] * real)
+    assert torch.equal(restored[0, :, 1], -tokens_BT[0] * real)
 
 
 def test_the_worked_example() -> None:
@@ -73,9 +73,9 @@ def test_the_worked_example() -> None:
     assert remaining.tolist() == [[2, 1, 0, 1, 0, 0, 0, 0]]
     documents = find_documents(TokenBatch(ids, mask, loss, positions, seq_lens, remaining))
     assert documents == Documents((0, 3), (3, 2))
-    zeroed = positions * mask  # positions of padding are nobody's business
-    again = TokenBatch(ids, mask, loss, zeroed, seq_lens, remaining)
-    assert find_documents(again) == documents
+    zeroed = positions * mask  # positions of padding do not matter
+    without_padding = TokenBatch(ids, mask, loss, zeroed, seq_lens, remaining)
+    assert find_documents(without_padding) == documents
     plan = plan_groups(documents.lengths, overhead_tokens=100, max_tokens=8)
     (group,) = group_documents(documents, plan, device=torch.device("cpu"))
     assert group.take(ids).tolist() == [[11, 12, 13], [14, 15, 15]]
@@ -109,7 +109,7 @@ def test_grouping_does_not_change_the_answer(overhead: int) -> None:
 
 
 def test_packed_equals_the_dense_block_causal_mask() -> None:
-    """The textbook way, a [B, 1, T, T] mask, on every real slot."""
+    """Compared with the textbook [B, 1, T, T] mask at every real slot."""
     model = tiny_model("llama", dtype=torch.float64)
     ids, mask, loss, positions, seq_lens, remaining = packed_rows(some_documents(), 14)
     document = torch.stack(
@@ -147,8 +147,8 @@ def test_one_row_equals_documents_as_rows(architecture: str) -> None:
     assert target._one_row_checked == (architecture in ONE_ROW)
     assert model.config._attn_implementation == implementation
     expected = HFEagle3TargetModel(model, supervision="hidden").generate_batch(*rows)
-    for ours, theirs in zip(batch.tensors(), expected.tensors(), strict=True):
-        torch.testing.assert_close(ours[1], theirs[1], rtol=1e-10, atol=1e-10)
+    for actual, wanted in zip(batch.tensors(), expected.tensors(), strict=True):
+        torch.testing.assert_close(actual[1], wanted[1], rtol=1e-10, atol=1e-10)
 
 
 def test_one_row_runs_once_and_without_padding(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,11 +157,11 @@ def test_one_row_runs_once_and_without_padding(monkeypatch: pytest.MonkeyPatch) 
     shapes: list[torch.Size] = []
     plain = target._call
 
-    def noting(ids: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
+    def recording(ids: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
         shapes.append(ids.shape)
         return plain(ids, *rest, **options)
 
-    monkeypatch.setattr(target, "_call", noting)
+    monkeypatch.setattr(target, "_call", recording)
     target.generate_batch(*packed_rows(some_documents(), 14))
     assert shapes == [(1, 33)]  # 3 + 2 + 6 + 12 + 5 + 1 + 4 tokens
     shapes.clear()
@@ -182,7 +182,7 @@ def test_one_row_documents_never_see_each_other() -> None:
 
 
 def test_one_row_is_refused_when_states_cross_documents() -> None:
-    """A layer that looks at its neighbour in the row is caught by comparing, not by its name."""
+    """A layer that reads its neighbor in the row is detected by comparison, not by its name."""
     model = tiny_model("llama")
     mlp = model.model.layers[2].mlp
     plain = mlp.forward
@@ -199,7 +199,7 @@ def test_one_row_is_refused_when_states_cross_documents() -> None:
 
 
 @pytest.mark.parametrize("error", [TypeError, ValueError, RuntimeError, KeyError, AttributeError])
-def test_one_row_is_given_up_whatever_an_architecture_says_to_it(error: type[Exception]) -> None:
+def test_one_row_is_abandoned_whatever_error_the_model_raises(error: type[Exception]) -> None:
     model = tiny_model("llama")
     rotary = model.model.rotary_emb
     plain = rotary.forward
@@ -210,10 +210,10 @@ def test_one_row_is_given_up_whatever_an_architecture_says_to_it(error: type[Exc
         return plain(x, position_ids)
 
     rotary.forward = forward
-    target, asked = in_one_row(model), packed_rows(some_documents(), 14)
-    batch = target.generate_batch(*asked)
+    target, rows = in_one_row(model), packed_rows(some_documents(), 14)
+    batch = target.generate_batch(*rows)
     assert target._one_row_checked is False
-    expected = HFEagle3TargetModel(model, supervision="hidden").generate_batch(*asked)
+    expected = HFEagle3TargetModel(model, supervision="hidden").generate_batch(*rows)
     torch.testing.assert_close(batch.aux_hidden_states, expected.aux_hidden_states)
 
 

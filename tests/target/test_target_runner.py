@@ -18,20 +18,20 @@ from fledge.core.rows import TokenBatch
 from fledge.target.hf.model import HFEagle3TargetModel
 from fledge.target.runner import RunnerEagle3TargetModel, TargetRunner
 
-# transformers' base model is in front of MiniCPM3's scaling, which its head's input is behind
+# MiniCPM3 scales the output of transformers' base model before its head
 BASE_MODEL_IS_ALL = [name for name in ARCHITECTURES if name != "minicpm3"]
 
-# A runner is given the mask of a group and this one uses it, the co-located target does not. The
-# states of padding then differ, are routed to other experts, and change the sizes of the grouped
-# matrix products: equal up to their rounding.
+# This runner uses the mask of a group that it is passed; the co-located target does not. States of
+# padding then differ and are routed to other experts, which changes the sizes of the grouped matrix
+# products: the results are equal up to rounding.
 EXPERTS = ("gpt-oss", "qwen3-moe")
 
 
-def assert_same(ours: fledge.Eagle3TargetBatch, theirs: fledge.Eagle3TargetBatch) -> None:
-    ours_by_name, theirs_by_name = dict(ours.tensors()), dict(theirs.tensors())
-    assert ours_by_name.keys() == theirs_by_name.keys()
-    for name, tensor in ours_by_name.items():
-        assert torch.equal(tensor, theirs_by_name[name]), name
+def assert_same(actual: fledge.Eagle3TargetBatch, expected: fledge.Eagle3TargetBatch) -> None:
+    actual_by_name, expected_by_name = dict(actual.tensors()), dict(expected.tensors())
+    assert actual_by_name.keys() == expected_by_name.keys()
+    for name, tensor in actual_by_name.items():
+        assert torch.equal(tensor, expected_by_name[name]), name
 
 
 @pytest.mark.parametrize("architecture", BASE_MODEL_IS_ALL)
@@ -39,16 +39,16 @@ def assert_same(ours: fledge.Eagle3TargetBatch, theirs: fledge.Eagle3TargetBatch
 def test_runner_equals_hf_bitwise(architecture: str, supervision: Any) -> None:
     model = tiny_model(architecture)
     local = HFEagle3TargetModel(model, supervision=supervision)
-    through = RunnerEagle3TargetModel(HFTargetRunner(model), supervision=supervision)
-    for backend in (local, through):
+    runner_target = RunnerEagle3TargetModel(HFTargetRunner(model), supervision=supervision)
+    for backend in (local, runner_target):
         backend.set_vocab_mapping(*draft_vocabulary(model))
-    assert_same(through.generate_batch(*padded_rows()), local.generate_batch(*padded_rows()))
+    assert_same(runner_target.generate_batch(*padded_rows()), local.generate_batch(*padded_rows()))
     packed = packed_rows(some_documents(), 14)
-    ours, theirs = through.generate_batch(*packed), local.generate_batch(*packed)
+    actual, expected = runner_target.generate_batch(*packed), local.generate_batch(*packed)
     if architecture in EXPERTS:
-        torch.testing.assert_close(ours.aux_hidden_states, theirs.aux_hidden_states)
+        torch.testing.assert_close(actual.aux_hidden_states, expected.aux_hidden_states)
     else:
-        assert_same(ours, theirs)
+        assert_same(actual, expected)
 
 
 class SeedRunner:
@@ -76,7 +76,7 @@ class SeedRunner:
 
 
 def test_a_mock_of_a_runner_is_enough() -> None:
-    """Every attribute of a mock is there and is a mock: only whole numbers are sizes."""
+    """Every attribute of a mock exists and is a mock: only integers count as sizes."""
     runner = MagicMock(spec=["model", "set_aux_layers", "forward_eagle3", "input_embedding_weight"])
     runner.model.config.num_hidden_layers = 16
     runner.model.parameters.side_effect = lambda: iter([torch.zeros(1)])
@@ -90,7 +90,7 @@ def test_a_mock_of_a_runner_is_enough() -> None:
     assert torch.equal(batch.aux_hidden_states, aux)
 
 
-def test_a_runner_with_the_narrow_protocol_is_enough() -> None:
+def test_a_runner_with_the_minimal_protocol_is_enough() -> None:
     model = tiny_model("qwen3")
     runner = SeedRunner(model)
     assert isinstance(runner, TargetRunner)
@@ -124,9 +124,9 @@ def test_a_runner_may_inherit_from_the_protocol() -> None:
 
 
 class TwoMethods(fledge.Eagle3TargetBackend):
-    """A backend of somebody else's that answers with logits, and has no more to say."""
+    """A third-party backend that answers with logits and implements nothing else."""
 
-    def __init__(self, model: Any) -> None:  # does not call ours
+    def __init__(self, model: Any) -> None:  # does not call super().__init__
         self.inner = HFEagle3TargetModel(model)
 
     def generate_batch(self, *rows: Any, **more: Any) -> fledge.Eagle3TargetBatch:
@@ -137,11 +137,11 @@ class TwoMethods(fledge.Eagle3TargetBackend):
         return self.inner.get_input_embeddings()
 
 
-def test_two_methods_make_a_backend() -> None:
+def test_two_methods_are_enough_for_a_backend() -> None:
     with TwoMethods(tiny_model("llama")) as backend:
         assert backend.supervision == backend.generate_batch(*padded_rows()).supervision == "logits"
         assert backend.generate_batch_async(*padded_rows()).result().logits is not None
-        rows = TokenBatch(*padded_rows())  # what a trainer asks
+        rows = TokenBatch(*padded_rows())  # as a trainer calls it
         assert_same(backend.answer(rows), backend.inner.answer(rows))
         assert_same(backend.answer_async(rows).result(), backend.inner.answer(rows))
         with pytest.raises(fledge.BadInput, match=r"TwoMethods.*head"):
@@ -157,8 +157,8 @@ class NoMethod(fledge.Eagle3TargetBackend):
         raise NotImplementedError
 
 
-class InItsOwnTime(TwoMethods):
-    """An older asynchronous backend: it never heard of `answer`."""
+class OlderAsyncBackend(TwoMethods):
+    """An asynchronous backend that was written before `answer` existed."""
 
     def generate_batch_async(self, *rows: Any, **more: Any) -> Future[fledge.Eagle3TargetBatch]:
         self.asked = len(rows)
@@ -168,13 +168,13 @@ class InItsOwnTime(TwoMethods):
 def test_a_backend_that_cannot_answer_is_refused_when_it_is_built() -> None:
     with pytest.raises(TypeError, match=r"NoMethod cannot answer.*answer\(rows\).*generate_batch"):
         NoMethod()
-    late = InItsOwnTime(tiny_model("llama"))
-    assert late.answer_async(TokenBatch(*padded_rows())).result().logits is not None
-    assert late.asked == 6
+    backend = OlderAsyncBackend(tiny_model("llama"))
+    assert backend.answer_async(TokenBatch(*padded_rows())).result().logits is not None
+    assert backend.asked == 6
 
 
-def test_a_runner_may_show_a_model_that_is_no_module() -> None:
-    """All that is read of it is `config` and `parameters()`, which may be any iterable."""
+def test_the_model_of_a_runner_need_not_be_a_module() -> None:
+    """Only `config` and `parameters()` are read; the parameters may be any iterable."""
     model = tiny_model("llama")
     runner = SeedRunner(model)
     expected = RunnerEagle3TargetModel(runner).generate_batch(*padded_rows())
@@ -198,12 +198,12 @@ def test_probs_come_from_logits_when_the_runner_has_nothing_else() -> None:
     )
 
 
-def test_hidden_supervision_needs_a_runner_that_can() -> None:
+def test_hidden_supervision_needs_a_runner_that_supports_it() -> None:
     with pytest.raises(fledge.BadInput, match="forward_eagle3_hidden"):
         RunnerEagle3TargetModel(SeedRunner(tiny_model("llama")), supervision="hidden")
 
 
-def test_aux_ids_are_checked_before_the_runner_hears_of_them() -> None:
+def test_aux_ids_are_checked_before_they_reach_the_runner() -> None:
     runner = SeedRunner(tiny_model("llama"))
     for ids in ([1, 2], [1, 1, 2], [1, 2, 99]):
         with pytest.raises(ValueError, match="aux_layer_ids"):
@@ -214,7 +214,7 @@ def test_aux_ids_are_checked_before_the_runner_hears_of_them() -> None:
         RunnerEagle3TargetModel(runner)
 
 
-def test_an_engine_that_drops_a_layer_is_noticed() -> None:
+def test_an_engine_that_drops_a_layer_is_detected() -> None:
     class Forgetful(SeedRunner):
         def forward_eagle3(self, *rows: Any) -> tuple[torch.Tensor, torch.Tensor]:
             logits, aux = super().forward_eagle3(*rows)

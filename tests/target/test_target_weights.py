@@ -1,4 +1,4 @@
-"""Fingerprints notice any change, dtype reports tell what answered, and quantised targets load."""
+"""Fingerprints detect any change, dtype reports describe the weights, quantized targets load."""
 
 import importlib.util
 import json
@@ -23,7 +23,7 @@ from fledge.target.weights import (
 )
 
 
-def test_every_single_weight_counts() -> None:
+def test_every_weight_affects_the_fingerprint() -> None:
     model = tiny_model("llama")
     before = weights_fingerprint(model)
     assert weights_fingerprint(tiny_model("llama")) == before
@@ -40,7 +40,7 @@ def test_every_single_weight_counts() -> None:
     assert weights_fingerprint(model.bfloat16()) != before
 
 
-def test_rows_and_columns_of_a_large_matrix_count() -> None:
+def test_swapped_rows_or_columns_change_the_fingerprint() -> None:
     layer = torch.nn.Linear(4096, 5, bias=False)
     before = weights_fingerprint(layer)
     with torch.no_grad():
@@ -110,7 +110,7 @@ def test_from_pretrained_reads_what_was_saved(name: str, tmp_path: Path) -> None
     assert torch.equal(batch.aux_hidden_states, expected.aux_hidden_states)
 
 
-def test_from_pretrained_keeps_the_stored_dtype_unless_told(tmp_path: Path) -> None:
+def test_from_pretrained_keeps_the_stored_dtype_by_default(tmp_path: Path) -> None:
     saved(tiny_model("llama", dtype=torch.bfloat16), tmp_path)
     assert (
         HFEagle3TargetModel.from_pretrained(tmp_path, device="cpu").info().dtype == torch.bfloat16
@@ -119,7 +119,7 @@ def test_from_pretrained_keeps_the_stored_dtype_unless_told(tmp_path: Path) -> N
     assert wide.info().weight_dtypes == "float32 100.0%"
 
 
-def test_what_cannot_be_loaded_is_one_line(tmp_path: Path) -> None:
+def test_a_model_that_cannot_be_loaded_is_a_one_line_error(tmp_path: Path) -> None:
     with pytest.raises(fledge.BadInput):
         HFEagle3TargetModel.from_pretrained(tmp_path / "nowhere")
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
@@ -129,23 +129,23 @@ def test_what_cannot_be_loaded_is_one_line(tmp_path: Path) -> None:
 
 
 def save_as_fp8(model: Any, directory: Path) -> dict[str, torch.Tensor]:
-    """A checkpoint in block-wise fp8 as it is served; returns the weights it stands for."""
+    """Save a checkpoint in block-wise fp8; return the weights that it represents."""
     stored: dict[str, torch.Tensor] = {}
-    meant: dict[str, torch.Tensor] = {}
+    represented: dict[str, torch.Tensor] = {}
     for name, weight in saved_tensors(model, directory).items():
-        stored[name] = meant[name] = weight
+        stored[name] = represented[name] = weight
         if name.endswith("proj.weight"):
             blocks = weight.unflatten(1, (-1, 16)).unflatten(0, (-1, 16))
             scale = blocks.abs().amax((1, 3), keepdim=True) / 448
-            eighth = (blocks / scale).to(torch.float8_e4m3fn)
-            stored[name] = eighth.flatten(2, 3).flatten(0, 1)
+            codes = (blocks / scale).to(torch.float8_e4m3fn)
+            stored[name] = codes.flatten(2, 3).flatten(0, 1)
             stored[f"{name}_scale_inv"] = scale[:, 0, :, 0].contiguous()
-            meant[name] = (eighth.float() * scale).flatten(2, 3).flatten(0, 1)
+            represented[name] = (codes.float() * scale).flatten(2, 3).flatten(0, 1)
     save_file(stored, directory / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((directory / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [16, 16]}
     (directory / "config.json").write_text(json.dumps(config))
-    return meant
+    return represented
 
 
 def saved_tensors(model: Any, directory: Path) -> dict[str, torch.Tensor]:
@@ -155,22 +155,22 @@ def saved_tensors(model: Any, directory: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU fp8 weights stay fp8")
 @pytest.mark.skipif(transformers.__version__ < "5", reason="transformers 4 wants a GPU for fp8")
-def test_an_fp8_checkpoint_answers_with_its_own_weights(tmp_path: Path) -> None:
-    """Without a GPU transformers dequantises: the weights are those stored; the report says so."""
+def test_an_fp8_checkpoint_answers_with_its_stored_weights(tmp_path: Path) -> None:
+    """Without a GPU transformers dequantizes the stored weights, and the report says so."""
     model = tiny_model("llama")
-    meant = save_as_fp8(model, tmp_path)
+    represented = save_as_fp8(model, tmp_path)
     target = HFEagle3TargetModel.from_pretrained(tmp_path, device="cpu")
     assert target.info().weight_dtypes == "float32 100.0% (dequantised from fp8)"
     full = HFEagle3TargetModel(model, supervision="hidden").generate_batch(*padded_rows())
-    model.load_state_dict(meant)
+    model.load_state_dict(represented)
     same = HFEagle3TargetModel(model, supervision="hidden").generate_batch(*padded_rows())
     batch = target.generate_batch(*padded_rows())
     torch.testing.assert_close(batch.last_hidden_states, same.last_hidden_states)
     assert not torch.allclose(batch.last_hidden_states, full.last_hidden_states, atol=1e-2)
 
 
-def quantisation_of(library: str) -> Any:
-    """A transformers quantisation config that runs on a CPU, where the library is installed."""
+def quantization_of(library: str) -> Any:
+    """A transformers quantization config that runs on a CPU; skips if the library is missing."""
     import transformers
 
     pytest.importorskip(library, reason=f"{library} is not installed")
@@ -182,10 +182,10 @@ def quantisation_of(library: str) -> Any:
 
 
 @pytest.mark.parametrize("library", ["bitsandbytes", "torchao"])
-def test_a_target_quantised_on_load(library: str, tmp_path: Path) -> None:
+def test_a_target_can_be_quantized_on_load(library: str, tmp_path: Path) -> None:
     model = tiny_model("llama")
     target = HFEagle3TargetModel.from_pretrained(
-        saved(model, tmp_path), device="cpu", quantization_config=quantisation_of(library)
+        saved(model, tmp_path), device="cpu", quantization_config=quantization_of(library)
     )
     assert target.info().weight_dtypes.startswith("int8 6")
     assert target.info().weight_dtypes.endswith(f"({library})")
@@ -196,7 +196,7 @@ def test_a_target_quantised_on_load(library: str, tmp_path: Path) -> None:
     assert 1e-3 < float((again - full).abs().max()) < 3.0, "not the quantised weights, or garbage"
 
 
-def test_a_quantisation_that_is_not_installed_is_one_line(tmp_path: Path) -> None:
+def test_a_missing_quantization_library_is_a_one_line_error(tmp_path: Path) -> None:
     import transformers
 
     if importlib.util.find_spec("bitsandbytes") is not None:
@@ -210,7 +210,7 @@ def test_a_quantisation_that_is_not_installed_is_one_line(tmp_path: Path) -> Non
     assert "\n" not in str(caught.value)
 
 
-def test_a_quantised_subclass_is_reported_by_what_it_stores() -> None:
+def test_a_quantized_tensor_subclass_is_reported_by_what_it_stores() -> None:
     layer = torch.nn.Linear(8, 8, bias=False)
     layer.weight = torch.nn.Parameter(Packed(torch.arange(64, dtype=torch.int8).view(8, 8)), False)
     assert dtype_shares(layer) == {"int8": 64 / 96, "float32": 32 / 96}
@@ -220,13 +220,13 @@ def test_a_quantised_subclass_is_reported_by_what_it_stores() -> None:
 
 
 class Packed(torch.Tensor):
-    """int8 codes with a scale per row, which says that it is float32: as torchao does it."""
+    """int8 codes with a scale per row whose dtype is float32, as in torchao."""
 
     @staticmethod
     def __new__(cls, codes: torch.Tensor) -> "Packed":
-        made = torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)
-        made.codes, made.scales = codes, torch.ones(len(codes))
-        return made
+        tensor = torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)
+        tensor.codes, tensor.scales = codes, torch.ones(len(codes))
+        return tensor
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
         return ["codes", "scales"], None
@@ -238,29 +238,29 @@ class Packed(torch.Tensor):
         raise NotImplementedError(str(func))
 
 
-def test_tokenizer_fingerprint_sees_vocabulary_and_template() -> None:
+def test_tokenizer_fingerprint_covers_vocabulary_and_template() -> None:
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
     def tokenizer(words: str, template: str) -> Any:
         vocabulary = {word: i for i, word in enumerate(words.split())}
-        made = PreTrainedTokenizerFast(
+        result = PreTrainedTokenizerFast(
             tokenizer_object=Tokenizer(models.WordLevel(vocabulary, unk_token="a"))
         )
-        made.chat_template = template
-        return made
+        result.chat_template = template
+        return result
 
-    prints = [
+    fingerprints = [
         tokenizer_fingerprint(tokenizer(words, template))
         for words, template in [("a b", "x"), ("b a", "x"), ("a b c", "x"), ("a b", "y")]
     ]
-    assert len(set(prints)) == 4
-    assert tokenizer_fingerprint(tokenizer("a b", "x")) == prints[0]
+    assert len(set(fingerprints)) == 4
+    assert tokenizer_fingerprint(tokenizer("a b", "x")) == fingerprints[0]
     target = HFEagle3TargetModel(tiny_model("llama"), tokenizer=tokenizer("a b", "x"))
-    assert target.info().tokenizer_fingerprint == prints[0]
+    assert target.info().tokenizer_fingerprint == fingerprints[0]
 
 
-def test_a_tokenizer_that_cannot_be_read_is_said(tmp_path, caplog) -> None:
+def test_a_tokenizer_that_cannot_be_read_is_reported(tmp_path, caplog) -> None:
     assert tokenizer_in(tmp_path, trust_remote_code=False) is None
     assert caplog.messages == []
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')

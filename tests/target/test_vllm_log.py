@@ -1,4 +1,4 @@
-"""Where vLLM's log goes, tried with Python's own logging: vLLM applies the same file."""
+"""Where vLLM's log goes, tested with Python's own logging: vLLM reads the same config file."""
 
 import json
 import logging
@@ -13,14 +13,14 @@ VARIABLES = ("CONFIG_PATH", "LEVEL", "STREAM")
 
 
 @pytest.fixture(autouse=True)
-def nobody_has_said_anything(tmp_path, monkeypatch):
+def no_user_settings(tmp_path, monkeypatch):
     monkeypatch.setenv("FLEDGE_CACHE", str(tmp_path / "cache"))
     for name in (*(f"VLLM_LOGGING_{name}" for name in VARIABLES), "VLLM_CONFIGURE_LOGGING"):
-        monkeypatch.setenv(name, "")  # so that it is put back
+        monkeypatch.setenv(name, "")  # so that it is restored afterwards
         monkeypatch.delenv(name)
 
 
-def test_all_goes_to_the_file_and_errors_to_the_screen_too(capsys):
+def test_everything_goes_to_the_file_and_errors_also_to_stderr(capsys):
     send_log_to_file()
     with open(os.environ["VLLM_LOGGING_CONFIG_PATH"]) as file:
         logging.config.dictConfig(json.load(file))
@@ -28,12 +28,12 @@ def test_all_goes_to_the_file_and_errors_to_the_screen_too(capsys):
     try:
         for level in ("info", "warning", "error"):
             getattr(logging.getLogger("vllm.engine"), level)("some %s", level)
-        shown = capsys.readouterr()
-        assert shown.out == ""
-        [line] = shown.err.splitlines()
+        output = capsys.readouterr()
+        assert output.out == ""
+        [line] = output.err.splitlines()
         assert line.endswith("some error")
-        kept = log_file().read_text().splitlines()
-        assert [line.split()[-1] for line in kept] == ["info", "warning", "error"]
+        logged = log_file().read_text().splitlines()
+        assert [line.split()[-1] for line in logged] == ["info", "warning", "error"]
     finally:
         for handler in [*vllm.handlers]:
             vllm.removeHandler(handler)
@@ -43,7 +43,7 @@ def test_all_goes_to_the_file_and_errors_to_the_screen_too(capsys):
 
 
 @pytest.mark.parametrize("name", VARIABLES)
-def test_what_the_user_has_set_up_stays(name, monkeypatch):
+def test_logging_settings_of_the_user_are_kept(name, monkeypatch):
     monkeypatch.setenv(f"VLLM_LOGGING_{name}", "DEBUG")
     send_log_to_file()
     assert not log_file().parent.exists()

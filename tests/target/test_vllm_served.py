@@ -1,5 +1,5 @@
-"""A server that answers as `vllm serve` with the hidden-state connector does, and our side of it.
-The real one: tests/engines/vllm/test_vllm_connector.py."""
+"""The client of `vllm serve` with the hidden-state connector, tested with a fake server.
+With the real one: tests/engines/vllm/test_vllm_connector.py."""
 
 import fcntl
 import json
@@ -22,12 +22,12 @@ from fledge.core.rows import TokenBatch
 from fledge.target.kinds import kind_of
 from fledge.target.vllm.kind import VllmTarget
 
-LAYERS = [2, 4, 5, 8]  # vLLM's ids of our 1, 3, 4 and of the last
+LAYERS = [2, 4, 5, 8]  # vLLM's ids of layers 1, 3, 4 and the last
 CPU = torch.device("cpu")
 
 
 class FakeVllm:
-    """transformers behind vLLM's interface. `faults` are replies that come before the real ones."""
+    """transformers behind vLLM's HTTP API. `faults` are replies sent before the real ones."""
 
     def __init__(self, model: Any, shared_dir: Path) -> None:
         self.model, self.shared_dir, self.layers = model, shared_dir, list(LAYERS)
@@ -43,9 +43,9 @@ class FakeVllm:
         return {"data": [{"id": "tiny", "max_model_len": 64}]}
 
     @torch.no_grad()
-    def complete(self, question: dict[str, Any]) -> dict[str, Any]:
-        self.asked.append(question)
-        tokens = question["prompt"]
+    def complete(self, request: dict[str, Any]) -> dict[str, Any]:
+        self.asked.append(request)
+        tokens = request["prompt"]
         states: list[torch.Tensor] = []
         hooks = [
             layer.register_forward_hook(lambda _, args, out: states.append(out.clone()))
@@ -54,16 +54,16 @@ class FakeVllm:
         logits = self.model(torch.tensor([tokens]), use_cache=False).logits[0, -1]
         for hook in hooks:
             hook.remove()
-        name = f"cmpl-{len(self.asked)}-{question['cache_salt']}.safetensors"
+        name = f"cmpl-{len(self.asked)}-{request['cache_salt']}.safetensors"
         hidden = torch.stack([states[layer - 1][0] for layer in self.layers], 1)
         self._write(name, {"hidden_states": hidden, "token_ids": torch.tensor(tokens)})
-        said = int(logits.argmax()) if self.next_token < 0 else self.next_token
+        token = int(logits.argmax()) if self.next_token < 0 else self.next_token
         params = {"hidden_states_path": f"/as/the/server/sees/it/{name}"}
-        answer = {"choices": [{"token_ids": [said]}], "kv_transfer_params": params}
+        answer = {"choices": [{"token_ids": [token]}], "kv_transfer_params": params}
         return answer if self.extracts else {**answer, "kv_transfer_params": None}
 
     def _write(self, name: str, tensors: dict[str, torch.Tensor]) -> None:
-        """As vLLM does: locked first, written in a thread when the reply is out."""
+        """Like vLLM: lock the file first, write it in a thread after the reply is sent."""
         lock = (self.shared_dir / f"{name}.lock").open("w")
         fcntl.flock(lock, fcntl.LOCK_EX)
 
@@ -77,7 +77,7 @@ class FakeVllm:
 class _Handler(BaseHTTPRequestHandler):
     vllm: FakeVllm
     protocol_version = "HTTP/1.1"
-    running = threading.Lock()  # hooks on the model: one question at a time
+    running = threading.Lock()  # hooks on the model: one request at a time
 
     def log_message(self, *_: Any) -> None: ...
 
@@ -86,12 +86,12 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         assert self.headers["Content-Type"] == "application/json"  # vLLM refuses anything else
-        question = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        request_json = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         with self.running:
             if self.vllm.faults:
                 self._reply(*self.vllm.faults.pop())
             else:
-                self._reply(200, self.vllm.complete(question))
+                self._reply(200, self.vllm.complete(request_json))
 
     def _reply(self, status: int, value: dict[str, Any]) -> None:
         body = json.dumps(value).encode()
@@ -120,13 +120,13 @@ def vllm(tmp_path: Path) -> Iterator[FakeVllm]:
 
 
 def section(vllm: FakeVllm, files: Path, **more: Any) -> VllmTarget:
-    given = {"model": str(files), "url": vllm.url, "shared_dir": str(vllm.shared_dir), **more}
-    return VllmTarget.model_validate(given)
+    fields = {"model": str(files), "url": vllm.url, "shared_dir": str(vllm.shared_dir), **more}
+    return VllmTarget.model_validate(fields)
 
 
 def opened(vllm: FakeVllm, files: Path, **more: Any) -> Any:
-    chosen = section(vllm, files, **more)
-    return kind_of(chosen).open(chosen, device=CPU, aux_layers=3)
+    target_section = section(vllm, files, **more)
+    return kind_of(target_section).open(target_section, device=CPU, aux_layers=3)
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
@@ -137,8 +137,8 @@ def test_contract(check: Any, vllm: FakeVllm, files: Path) -> None:
     check(Case("vllm-served", MODEL, make, "hidden", rtol=1e-4, atol=1e-4))
 
 
-def test_every_request_is_its_own_and_leaves_nothing(vllm: FakeVllm, files: Path) -> None:
-    """Equal prompts are never told apart by a prefix cache, and files are gone once read."""
+def test_every_request_is_unique_and_leaves_no_files(vllm: FakeVllm, files: Path) -> None:
+    """Equal prompts never share a prefix cache, and files are deleted once read."""
     ids, mask, loss = padded_rows()
     same = TokenBatch(ids[:1].repeat(4, 1), mask[:1].repeat(4, 1), loss[:1].repeat(4, 1))
     with opened(vllm, files) as target:
@@ -146,30 +146,30 @@ def test_every_request_is_its_own_and_leaves_nothing(vllm: FakeVllm, files: Path
         assert target.supports_async
         assert target.answer_async(same).result(60).aux_hidden_states.equal(batch.aux_hidden_states)
     assert all(torch.equal(row, batch.aux_hidden_states[0]) for row in batch.aux_hidden_states)
-    salts = [question["cache_salt"] for question in vllm.asked]
+    salts = [request["cache_salt"] for request in vllm.asked]
     assert len(set(salts)) == len(salts) == 2 + 4 + 4
-    assert all(question["repetition_penalty"] == 1.0 for question in vllm.asked)
+    assert all(request["repetition_penalty"] == 1.0 for request in vllm.asked)
     assert list(vllm.shared_dir.iterdir()) == []
 
 
-def test_a_fault_is_outlived(vllm: FakeVllm, files: Path, monkeypatch: Any) -> None:
+def test_temporary_faults_are_retried(vllm: FakeVllm, files: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr("fledge.target.vllm.served._RETRY_EVERY_S", 0.01)
     with opened(vllm, files) as target:
         expected = target.generate_batch(*padded_rows())
         vllm.faults = [(500, {}), (429, {"error": {"message": "full"}}), (503, {})]
-        found = target.generate_batch(*padded_rows())
+        actual = target.generate_batch(*padded_rows())
         assert vllm.faults == []
-        assert torch.equal(found.aux_hidden_states, expected.aux_hidden_states)
+        assert torch.equal(actual.aux_hidden_states, expected.aux_hidden_states)
         vllm.faults = [(400, {"error": {"message": "no such model", "code": 400}})]
         with pytest.raises(BadInput, match="no such model"):
             target.generate_batch(*padded_rows())
         monkeypatch.setattr(target.runner, "_timeout_s", 0.1)
         vllm.faults = [(500, {})] * 10**6
-        with pytest.raises(TargetUnreachable, match="does not answer"):  # a run can be continued
+        with pytest.raises(TargetUnreachable, match="does not answer"):  # a run can be resumed
             target.generate_batch(*padded_rows())
         monkeypatch.setattr(target.runner, "_timeout_s", 120.0)
         waiting = target.answer_async(TokenBatch(*padded_rows()))
-    with pytest.raises((BadInput, RuntimeError)):  # closing ends it, begun or not
+    with pytest.raises((BadInput, RuntimeError)):  # closing cancels it, started or not
         waiting.result(10)
 
 
@@ -184,7 +184,7 @@ def test_a_fault_is_outlived(vllm: FakeVllm, files: Path, monkeypatch: Any) -> N
     ],
     ids=str,
 )
-def test_another_server_than_was_meant_is_refused(
+def test_a_server_that_does_not_match_the_section_is_refused(
     change: dict[str, Any], message: str, vllm: FakeVllm, files: Path
 ) -> None:
     for name, value in change.items():
@@ -193,7 +193,7 @@ def test_another_server_than_was_meant_is_refused(
         opened(vllm, files)
 
 
-def test_what_is_wrong_with_the_section_is_said(vllm: FakeVllm, files: Path) -> None:
+def test_mistakes_in_the_section_are_explained(vllm: FakeVllm, files: Path) -> None:
     with pytest.raises(BadInput, match=r"float32.*float16 was asked for"):
         opened(vllm, files, dtype="float16")
     with pytest.raises(BadInput, match=r"target\.shared_dir.*shared_storage_path"):
@@ -216,7 +216,7 @@ def test_what_is_wrong_with_the_section_is_said(vllm: FakeVllm, files: Path) -> 
     ],
     ids=str,
 )
-def test_keys_that_do_not_go_together(given: dict[str, Any], message: str) -> None:
-    words = ["target.backend=vllm", *(f"target.{key}={value}" for key, value in given.items())]
+def test_conflicting_keys_are_refused(given: dict[str, Any], message: str) -> None:
+    overrides = ["target.backend=vllm", *(f"target.{key}={value}" for key, value in given.items())]
     with pytest.raises(BadInput, match=message):
-        fledge.load_recipe(None, words)
+        fledge.load_recipe(None, overrides)

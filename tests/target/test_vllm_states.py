@@ -1,4 +1,4 @@
-"""Files of hidden states: never half of one, never another question's."""
+"""Files of hidden states: never a partial one, never one of another request."""
 
 import fcntl
 import signal
@@ -24,11 +24,11 @@ def write(path: Path, *, tokens: Any = TOKENS, states: torch.Tensor | None = Non
     return states
 
 
-def test_a_file_is_taken_when_its_writer_has_let_go(tmp_path: Path) -> None:
+def test_a_file_is_taken_once_its_writer_has_released_the_lock(tmp_path: Path) -> None:
     path, lock = tmp_path / "one.safetensors", tmp_path / "one.safetensors.lock"
     assert take_states(path, TOKENS) is None
-    with lock.open("w") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
+    with lock.open("w") as lock_file:
+        fcntl.flock(lock_file, fcntl.LOCK_EX)
         assert take_states(path, TOKENS) is None
         written = write(path)
         assert take_states(path, TOKENS) is None
@@ -39,7 +39,7 @@ def test_a_file_is_taken_when_its_writer_has_let_go(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_half_a_file_is_not_there_yet_unless_its_writer_has_let_go(tmp_path: Path) -> None:
+def test_a_partial_file_is_pending_until_its_writer_has_released_the_lock(tmp_path: Path) -> None:
     path = tmp_path / "one.safetensors"
     written = write(path)
     whole = path.read_bytes()
@@ -67,13 +67,15 @@ def test_half_a_file_is_not_there_yet_unless_its_writer_has_let_go(tmp_path: Pat
     ],
     ids=str,
 )
-def test_another_answer_is_refused(given: Any, message: str, tmp_path: Path) -> None:
+def test_states_that_do_not_match_the_request_are_refused(
+    given: Any, message: str, tmp_path: Path
+) -> None:
     write(tmp_path / "one.safetensors", **given)
     with pytest.raises(BadInput, match=message):
         take_states(tmp_path / "one.safetensors", TOKENS)
 
 
-def test_a_place_goes_with_its_holder_even_if_that_was_killed(tmp_path: Path) -> None:
+def test_directories_are_removed_even_if_their_owner_was_killed(tmp_path: Path) -> None:
     code = (
         "import os, signal, pathlib; from fledge.target.vllm.place import StatesPlace; "
         f"(StatesPlace(pathlib.Path({str(tmp_path)!r})).make() / 'one').touch(); "
@@ -81,11 +83,11 @@ def test_a_place_goes_with_its_holder_even_if_that_was_killed(tmp_path: Path) ->
     )
     killed = subprocess.run([sys.executable, "-c", code], check=False)
     assert killed.returncode == -signal.SIGKILL
-    [left] = tmp_path.iterdir()
-    ours, theirs = StatesPlace(tmp_path), StatesPlace(tmp_path)
-    made = {ours.make(), theirs.make()}
+    [leftover] = tmp_path.iterdir()
+    first, second = StatesPlace(tmp_path), StatesPlace(tmp_path)
+    made = {first.make(), second.make()}
     assert set(tmp_path.iterdir()) == made
-    assert left not in made
-    ours.remove()
-    theirs.remove()
+    assert leftover not in made
+    first.remove()
+    second.remove()
     assert list(tmp_path.iterdir()) == []

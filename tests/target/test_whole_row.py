@@ -24,7 +24,7 @@ def in_whole_rows(model, monkeypatch):
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3-text"])
-def test_whole_rows_answer_as_documents_alone(architecture, monkeypatch):
+def test_whole_rows_are_answered_like_separate_documents(architecture, monkeypatch):
     model = tiny_model(architecture)
     rows = packed_rows(some_documents(), 14)
     want = HFEagle3TargetModel(copy.deepcopy(model), supervision="hidden").generate_batch(*rows)
@@ -32,19 +32,19 @@ def test_whole_rows_answer_as_documents_alone(architecture, monkeypatch):
     got = target.generate_batch(*rows)
     assert target._whole_row
     for name in ("aux_hidden_states", "last_hidden_states"):
-        ours, theirs = getattr(got, name), getattr(want, name)
-        assert (ours - theirs).norm() < 1e-4 * theirs.norm()
-        assert torch.equal(ours == 0, theirs == 0)  # padding stays empty
+        actual, expected = getattr(got, name), getattr(want, name)
+        assert (actual - expected).norm() < 1e-4 * expected.norm()
+        assert torch.equal(actual == 0, expected == 0)  # padding stays empty
 
 
 @pytest.fixture
-def made(monkeypatch):
-    """Sizes for which a pass was recorded; a plain call stands in place of the CUDA graph."""
+def recorded_sizes(monkeypatch):
+    """Sizes for which a pass was recorded; a plain call replaces the CUDA graph."""
     sizes = []
 
     class Recorded:
         def __init__(self, run, inputs, *, common):
-            assert common is None  # each has memory of its own
+            assert common is None  # each has its own memory
             self.run = run
             sizes.append(inputs["ids"].numel())
 
@@ -55,20 +55,20 @@ def made(monkeypatch):
     return sizes
 
 
-def test_a_pass_is_recorded_when_its_size_comes_back(made, monkeypatch):
+def test_a_pass_is_recorded_when_its_size_recurs(recorded_sizes, monkeypatch):
     rows = packed_rows(some_documents(), 14)
     target = in_whole_rows(tiny_model("llama"), monkeypatch)
     target.record_passes = True
     first = target.generate_batch(*rows)
-    assert made == []
+    assert recorded_sizes == []
     again = target.generate_batch(*rows)
-    assert made == target._recorded.sizes == [rows[0].numel()]
+    assert recorded_sizes == target._recorded.sizes == [rows[0].numel()]
     assert torch.equal(again.aux_hidden_states, first.aux_hidden_states)
     assert torch.equal(again.last_hidden_states, first.last_hidden_states)
 
 
-def test_only_so_many_passes_stay_recorded(made):
-    """Each holds memory on the GPU, and a server is asked for any number of sizes."""
+def test_the_number_of_recorded_passes_is_limited(recorded_sizes):
+    """Each holds memory on the GPU, and a server may be asked for any number of sizes."""
     passes, sizes = compiled.RecordedSizes(most=8), list(range(1, 13))
     assert [passes.comes_back(size) for size in (3, 3, 4, 3)] == [False, True, False, True]
 
@@ -77,13 +77,13 @@ def test_only_so_many_passes_stay_recorded(made):
 
     for size in sizes:
         assert ask(size).tolist() == [size + 1] * size
-    assert made == sizes
+    assert recorded_sizes == sizes
     assert passes.sizes == sizes[-8:]
     ask(sizes[-2])
-    assert made == sizes  # still there
+    assert recorded_sizes == sizes  # still recorded
     assert passes.sizes[-1] == sizes[-2]
     ask(sizes[0])
-    assert made == [*sizes, sizes[0]]  # gone, and made again
+    assert recorded_sizes == [*sizes, sizes[0]]  # evicted, and recorded again
     passes.forget()
     assert passes.sizes == []
 
@@ -100,7 +100,7 @@ def test_documents_of_a_whole_row_never_see_each_other(monkeypatch):
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_rows_that_need_no_mask_answer_alike_without(architecture):
+def test_rows_that_need_no_mask_give_the_same_answer_without(architecture):
     model = tiny_model(architecture)
     masked = architecture in ("mistral", "gpt-oss") or "gemma" in architecture  # windows, sinks
     assert needs_no_mask(model) == (not masked)
@@ -109,7 +109,7 @@ def test_rows_that_need_no_mask_answer_alike_without(architecture):
     rows = packed_rows(some_documents(), 14)
     want = HFEagle3TargetModel(copy.deepcopy(model)).generate_batch(*rows)
     target = HFEagle3TargetModel(model)
-    assert not target.skip_masks  # a CPU has nothing to wait for
+    assert not target.skip_masks  # only useful on a GPU
     target.skip_masks = True
     seen = set()
     target._layers[0].register_forward_hook(lambda *_: seen.add(model.config._attn_implementation))
@@ -117,4 +117,4 @@ def test_rows_that_need_no_mask_answer_alike_without(architecture):
     assert seen == {CAUSAL}
     assert torch.equal(got.aux_hidden_states, want.aux_hidden_states)
     assert torch.equal(got.logits, want.logits)
-    assert model.config._attn_implementation == "sdpa"  # nothing stays behind
+    assert model.config._attn_implementation == "sdpa"  # restored afterwards

@@ -1,4 +1,4 @@
-"""Tiny random models of every architecture the target room is held to, built in milliseconds."""
+"""Tiny random models of every architecture that targets are tested on, built in milliseconds."""
 
 from typing import Any
 
@@ -85,11 +85,11 @@ BUILDERS: dict[str, Any] = {
             qk_nope_head_dim=8,
             qk_rope_head_dim=8,
             v_head_dim=8,
-            dim_model_base=20,  # divides the states in front of the head
+            dim_model_base=20,  # divides the states before the head
         )
     ),
 }
-if not hasattr(transformers, "MiniCPM3Config"):  # transformers 4.57 does not know it
+if not hasattr(transformers, "MiniCPM3Config"):  # transformers 4.57 does not have it
     del BUILDERS["minicpm3"]
 ARCHITECTURES = sorted(BUILDERS)
 
@@ -98,7 +98,7 @@ def tiny_model(
     name: str = "llama", *, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any
 ) -> Any:
     """A random model in eval mode, its weights spread so that every part of it matters. `changes`
-    are those of its config."""
+    override fields of its config."""
     torch.manual_seed(seed)
     model = BUILDERS[name]()
     if changes:
@@ -115,5 +115,5 @@ def tiny_model(
             else:
                 parameter.normal_(std=0.2)
     if dtype == torch.float64 and hasattr(model, "set_experts_implementation"):
-        model.set_experts_implementation("eager")  # grouped matrix products know no fp64
+        model.set_experts_implementation("eager")  # grouped matrix products do not support fp64
     return model

@@ -1,4 +1,4 @@
-"""Small caches, written through the same job as the commands, from any backend and any rows."""
+"""Small caches of any backend and any rows, written by the same job as the commands use."""
 
 from pathlib import Path
 
@@ -28,13 +28,15 @@ def make_job(directory, target, rows, encoding, *, dtype=torch.float32, top_k=No
     info = target.info()
     vocabulary = every_third(info.vocab_size) if encoding in ("probs", "topk") else None
     width = 0 if vocabulary is None else vocabulary.size
-    only = more.pop("supervised_only", False)
+    supervised_only = more.pop("supervised_only", False)
     layers = len(target.aux_layer_ids)
-    shape = CacheShape(encoding, dtype, info.hidden_size, layers, width, top_k or 0, only)
+    shape = CacheShape(
+        encoding, dtype, info.hidden_size, layers, width, top_k or 0, supervised_only
+    )
     more = {"shard_size": 4, "batch_size": 3, **more}
     manifest = {
         "format": FORMAT, "encoding": encoding, "dtype": dtype_name(dtype), "top_k": top_k,
-        "supervised_only": only, "shard_size": more["shard_size"], "rows": len(rows),
+        "supervised_only": supervised_only, "shard_size": more["shard_size"], "rows": len(rows),
         "held_out_rows": 0, "hidden_size": info.hidden_size, "vocab_size": info.vocab_size,
         "aux_layer_ids": list(target.aux_layer_ids),
         "vocabulary": None if vocabulary is None else {"size": width},
@@ -52,6 +54,6 @@ def write_cache(directory, target, rows, encoding, **more):
 
 
 def payload(directory):
-    """name -> bytes of everything in a cache; claims that were left behind would be part of it."""
+    """name -> bytes of every file in a cache, including claims that were left behind."""
     files = [p for p in Path(directory).rglob("*") if p.is_file()]
     return {str(p.relative_to(directory)): p.read_bytes() for p in files}

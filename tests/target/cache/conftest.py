@@ -5,7 +5,7 @@ from fledge.compat.precompute_eagle3 import main
 
 @pytest.fixture(autouse=True, scope="session")
 def own_rows(tmp_path_factory):
-    """Tokenised rows of these tests stay with these tests."""
+    """Keep the tokenized rows of these tests out of the user's cache."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FLEDGE_CACHE", str(tmp_path_factory.mktemp("fledge")))
         yield
@@ -13,10 +13,10 @@ def own_rows(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def caches(tiny_target, tiny_chats, tmp_path_factory):
-    """encoding -> directory; rows run through the target one at a time, as padded packs are."""
+    """encoding -> directory; the target runs on one row at a time, as it does on padded packs."""
     root = tmp_path_factory.mktemp("caches")
 
-    def made(encoding, dtype="fp32", *more):
+    def make(encoding, dtype="fp32", *more):
         path = root / f"{encoding}-{dtype}{''.join(more)}"
         if not path.exists():
             code = main(
@@ -31,4 +31,4 @@ def caches(tiny_target, tiny_chats, tmp_path_factory):
             assert code == 0
         return path
 
-    return made
+    return make

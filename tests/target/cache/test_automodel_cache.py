@@ -1,4 +1,4 @@
-"""AutoModel's own cache directory: ours becomes theirs and ours again; theirs trains."""
+"""AutoModel's cache layout: caches are converted to it and back, and training reads it."""
 
 import json
 import shutil
@@ -33,23 +33,23 @@ def verb(*words):
 
 
 @pytest.fixture(scope="module")
-def ours(caches, tmp_path_factory):
-    """encoding -> (our cache, the same in AutoModel's layout)."""
+def cache_pair(caches, tmp_path_factory):
+    """encoding -> (a cache of fledge, the same in AutoModel's layout)."""
     root = tmp_path_factory.mktemp("automodel")
 
-    def made(encoding, dtype="fp32"):
+    def make(encoding, dtype="fp32"):
         more = ("--target-probs-topk", "16") if encoding == "topk" else ()
-        source, theirs = caches(encoding, dtype, *more), root / f"{encoding}-{dtype}"
-        if not theirs.exists():
+        source, automodel = caches(encoding, dtype, *more), root / f"{encoding}-{dtype}"
+        if not automodel.exists():
             flags = ["--draft-vocab-size", 128, "--shard-size", 16]
-            assert verb("cache", "convert", source, theirs, "--layout", "automodel", *flags) == 0
-        return source, theirs
+            assert verb("cache", "convert", source, automodel, "--layout", "automodel", *flags) == 0
+        return source, automodel
 
-    return made
+    return make
 
 
-def their_reader(directory):
-    """Samples as AutoModel's data set reads them: by the manifest and the names of its fields."""
+def automodel_samples(directory):
+    """Samples as AutoModel's dataset reads them: by the manifest and its field names."""
     manifest = json.loads((directory / "manifest.json").read_text())
     assert manifest["format_version"] == 2
     compressed = 0 < manifest["target_probs_topk"] < manifest["draft_vocab_size"]
@@ -63,51 +63,51 @@ def their_reader(directory):
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_ours_to_theirs_to_ours_is_equal(ours, tmp_path, dtype):
-    """Every shard to the byte: tokens (the first one too), masks, states, probabilities, places."""
-    source, theirs = ours("probs", dtype)
-    assert verb("cache", "convert", theirs, tmp_path / "back", "--shard-size", 16) == 0
-    first, last = CacheStore(source), CacheStore(tmp_path / "back")
-    for a, b in zip(first.shards, last.shards, strict=True):
+def test_a_round_trip_through_automodels_layout_is_exact(cache_pair, tmp_path, dtype):
+    """Every shard, to the byte: tokens (also the first), masks, states, probabilities, places."""
+    source, automodel = cache_pair("probs", dtype)
+    assert verb("cache", "convert", automodel, tmp_path / "back", "--shard-size", 16) == 0
+    original, restored = CacheStore(source), CacheStore(tmp_path / "back")
+    for a, b in zip(original.shards, restored.shards, strict=True):
         assert a.bytes.tobytes() == b.bytes.tobytes()
     for name in ("target.safetensors", "vocabulary.safetensors", "target/tokenizer.json"):
         assert (source / name).read_bytes() == (tmp_path / "back" / name).read_bytes()
-    assert "layout" not in last.manifest
+    assert "layout" not in restored.manifest
 
 
-def test_the_largest_probabilities_come_back_too(ours, tmp_path):
-    """They are renormalised on every way, which rounds."""
-    source, theirs = ours("topk")
-    assert verb("cache", "convert", theirs, tmp_path / "back") == 0
-    there, back = CachedEagle3TargetModel(source), CachedEagle3TargetModel(tmp_path / "back")
-    rows = there.rows()[:8]
+def test_top_k_probabilities_survive_a_round_trip(cache_pair, tmp_path):
+    """They are renormalized in each conversion, which rounds."""
+    source, automodel = cache_pair("topk")
+    assert verb("cache", "convert", automodel, tmp_path / "back") == 0
+    original, restored = CachedEagle3TargetModel(source), CachedEagle3TargetModel(tmp_path / "back")
+    rows = original.rows()[:8]
     batch = collate(rows, one_per_row([len(row.input_ids) for row in rows], WIDTH), WIDTH, 0)
-    for cached in (there, back):
+    for cached in (original, restored):
         maps = cached.vocabulary.selected_token_ids, cached.vocabulary.t2d
         cached.set_vocab_mapping(*map(torch.from_numpy, maps))
-    first, last = there.answer(batch), back.answer(batch)
+    first, last = original.answer(batch), restored.answer(batch)
     assert torch.equal(first.aux_hidden_states, last.aux_hidden_states)
     assert torch.equal(first.position_mask, last.position_mask)
     torch.testing.assert_close(first.target_probs, last.target_probs, rtol=1e-6, atol=1e-7)
 
 
-def test_what_they_read_is_what_a_trainer_takes(ours, tiny_target):
+def test_automodel_reads_what_a_trainer_is_passed(cache_pair, tiny_target):
     """Shifted and padded; zero where nothing is supervised; the columns by `selected_token_ids`."""
-    source, theirs = ours("probs")
+    source, automodel = cache_pair("probs")
     cached = CachedEagle3TargetModel(source)
-    kept = cached.vocabulary.selected_token_ids
-    cached.set_vocab_mapping(torch.from_numpy(kept), torch.from_numpy(cached.vocabulary.t2d))
+    selected = cached.vocabulary.selected_token_ids
+    cached.set_vocab_mapping(torch.from_numpy(selected), torch.from_numpy(cached.vocabulary.t2d))
     rows = cached.rows()
-    for number, (manifest, sample) in enumerate(their_reader(theirs)):
+    for number, (manifest, sample) in enumerate(automodel_samples(automodel)):
         row = rows[number]
         batch = cached.answer(collate([row], one_per_row([len(row.input_ids)], WIDTH), WIDTH, 0))
-        assert manifest["selected_token_ids"] == kept.tolist()
+        assert manifest["selected_token_ids"] == selected.tolist()
         assert manifest["aux_hidden_dim"] == sample["aux_hidden_states"].shape[-1] == 96
         assert sample["input_ids"].dtype == sample["loss_mask"].dtype == torch.int64
         assert sample["position_mask"].dtype == torch.bool
         for name in sample:
             assert torch.equal(sample[name], getattr(batch, name)[0].to(sample[name].dtype)), name
-    embedding = load_file(theirs / "target_embeddings.safetensors")["weight"]
+    embedding = load_file(automodel / "target_embeddings.safetensors")["weight"]
     assert embedding.dtype == torch.float32
     model = HFEagle3TargetModel.from_pretrained(tiny_target, aux_layer_ids=[0, 1, 2], device="cpu")
     assert torch.equal(embedding, model.get_input_embeddings().weight)
@@ -115,8 +115,8 @@ def test_what_they_read_is_what_a_trainer_takes(ours, tiny_target):
 
 @pytest.mark.parametrize("top_k", [0, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_columns_come_in_our_order(tmp_path, top_k, dtype):
-    """Whatever order `selected_token_ids` has: a slot's probabilities by ascending token id."""
+def test_columns_are_ordered_by_token_id(tmp_path, top_k, dtype):
+    """Probabilities come by ascending token id, whatever the order of `selected_token_ids`."""
     random = np.random.default_rng(top_k)
     selected, slots = random.permutation(20)[:8], 5
     dense_SW = torch.rand(slots, 8).to(dtype)
@@ -142,25 +142,25 @@ def test_columns_come_in_our_order(tmp_path, top_k, dtype):
         for field in shape.slot_fields()
     }
     stored = {name: tensor.view(3, -1) for name, tensor in stored.items()}
-    nothing = {"aux_hidden_states": torch.empty(3, 6, dtype=dtype)}
-    found = decode_states(stored | nothing, shape, dtype)["target_probs"]
-    wanted = dense_SW[[0, 2, 3]][:, torch.from_numpy(np.argsort(selected))]
-    assert torch.equal(found, wanted.float())
+    aux = {"aux_hidden_states": torch.empty(3, 6, dtype=dtype)}
+    decoded = decode_states(stored | aux, shape, dtype)["target_probs"]
+    expected = dense_SW[[0, 2, 3]][:, torch.from_numpy(np.argsort(selected))]
+    assert torch.equal(decoded, expected.float())
 
 
-def test_training_from_theirs_is_training_from_ours(ours, recipe, tmp_path):
-    """Bit for bit: the numbers are the same float32 ones, only their places on the disk differ."""
-    for name, cache in zip(("ours", "theirs"), ours("probs"), strict=True):
+def test_training_is_the_same_from_both_layouts(cache_pair, recipe, tmp_path):
+    """Bit for bit: the float32 numbers are the same, only their places on disk differ."""
+    for name, cache in zip(("ours", "theirs"), cache_pair("probs"), strict=True):
         train(cache_recipe(recipe, cache, "training.steps=4", run=name))
     assert differing(final_weights(tmp_path / "ours"), final_weights(tmp_path / "theirs")) == []
     assert comparable(tmp_path / "ours") == comparable(tmp_path / "theirs")
 
 
 @pytest.fixture(scope="module")
-def foreign(ours, tiny_target, tmp_path_factory):
+def foreign(cache_pair, tiny_target, tmp_path_factory):
     """A directory as AutoModel itself writes it, from the live target: the draft vocabulary by
-    frequency, a distribution at every slot, no files of ours, the first tokens gone."""
-    source, _ = ours("probs")
+    frequency, a distribution at every slot, no files of fledge, first tokens missing."""
+    source, _ = cache_pair("probs")
     cached = CachedEagle3TargetModel(source)
     selected = np.random.default_rng(0).permutation(cached.vocabulary.selected_token_ids)
     rows, directory = cached.rows(), tmp_path_factory.mktemp("foreign")
@@ -189,14 +189,14 @@ def foreign(ours, tiny_target, tmp_path_factory):
     return directory
 
 
-def test_training_from_a_directory_of_their_own(ours, foreign, recipe, tmp_path):
-    """To 1e-4: the target saw other batches and its softmax summed other columns first. The draft
-    vocabulary comes from the manifest, config, tokenizer and head from the model it names."""
+def test_training_from_a_directory_written_by_automodel(cache_pair, foreign, recipe, tmp_path):
+    """To 1e-4: the target ran on different batches and its softmax summed columns in another order.
+    The draft vocabulary is from the manifest; config, tokenizer and head are from its model."""
     short = ("data.valid_rows=0", "training.steps=6")
-    silent = cache_recipe(recipe, foreign, *short, run="foreign").model_dump()
-    del silent["draft"]["draft_vocab_size"]
-    train(cache_recipe(recipe, ours("probs")[0], *short, run="ours"))
-    train(Recipe.model_validate(silent))
+    without_size = cache_recipe(recipe, foreign, *short, run="foreign").model_dump()
+    del without_size["draft"]["draft_vocab_size"]
+    train(cache_recipe(recipe, cache_pair("probs")[0], *short, run="ours"))
+    train(Recipe.model_validate(without_size))
     np.testing.assert_allclose(losses(tmp_path / "foreign"), losses(tmp_path / "ours"), rtol=1e-4)
     first, second = final_weights(tmp_path / "ours"), final_weights(tmp_path / "foreign")
     assert torch.equal(first["d2t"], second["d2t"])
@@ -204,31 +204,33 @@ def test_training_from_a_directory_of_their_own(ours, foreign, recipe, tmp_path)
         torch.testing.assert_close(second[name], first[name], rtol=1e-3, atol=1e-4, equal_nan=True)
 
 
-def test_their_own_becomes_ours(ours, foreign, tmp_path):
+def test_a_directory_written_by_automodel_can_be_converted(cache_pair, foreign, tmp_path):
     moved = shutil.copytree(foreign, tmp_path / "moved")  # from a machine with other paths
     manifest = json.loads((moved / "manifest.json").read_text())
-    named = json.dumps(manifest | {"target_model": "/elsewhere"})
-    (moved / "manifest.json").write_text(named)
-    words = ["cache", "convert", moved, tmp_path / "made", "--shard-size", 16]
-    assert verb(*words) == 2
-    assert verb(*words, "--target", manifest["target_model"]) == 0
-    wanted, made = (CachedEagle3TargetModel(p) for p in (ours("probs")[0], tmp_path / "made"))
-    assert made.vocabulary.digest() == wanted.vocabulary.digest()
-    assert made.vocabulary.coverage == pytest.approx(wanted.vocabulary.coverage)
+    manifest_json = json.dumps(manifest | {"target_model": "/elsewhere"})
+    (moved / "manifest.json").write_text(manifest_json)
+    arguments = ["cache", "convert", moved, tmp_path / "made", "--shard-size", 16]
+    assert verb(*arguments) == 2
+    assert verb(*arguments, "--target", manifest["target_model"]) == 0
+    expected, converted = (
+        CachedEagle3TargetModel(p) for p in (cache_pair("probs")[0], tmp_path / "made")
+    )
+    assert converted.vocabulary.digest() == expected.vocabulary.digest()
+    assert converted.vocabulary.coverage == pytest.approx(expected.vocabulary.coverage)
     assert (tmp_path / "made" / "target" / "tokenizer.json").exists()
-    torch.testing.assert_close(made.info().head.weight_VD, wanted.info().head.weight_VD)
-    for a, b in zip(made.store.shards, wanted.store.shards, strict=True):
+    torch.testing.assert_close(converted.info().head.weight_VD, expected.info().head.weight_VD)
+    for a, b in zip(converted.store.shards, expected.store.shards, strict=True):
         for row in range(len(a)):
             ids, mask = a.tokens(row)
-            assert ids[0] == mask[0] == 0  # nobody knows
+            assert ids[0] == mask[0] == 0  # not stored in AutoModel's layout
             np.testing.assert_array_equal(ids[1:], b.tokens(row)[0][1:])
             np.testing.assert_array_equal(mask[1:], b.tokens(row)[1][1:])
             for name in ("aux_hidden_states", "target_probs"):
-                one, two = (s.payload(name, row).view(np.float32) for s in (a, b))
-                np.testing.assert_allclose(one, two, rtol=1e-3, atol=1e-5)
+                first, second = (s.payload(name, row).view(np.float32) for s in (a, b))
+                np.testing.assert_allclose(first, second, rtol=1e-3, atol=1e-5)
 
 
-def test_other_verbs_read_it(foreign, capsys):
+def test_info_and_verify_read_automodels_layout(foreign, capsys):
     assert verb("cache", "info", foreign, "--json") == 0
     facts = json.loads(capsys.readouterr().out)
     assert (facts["layout"], facts["encoding"], facts["rows"]) == ("automodel", "probs", 60)
@@ -250,7 +252,7 @@ def test_other_verbs_read_it(foreign, capsys):
         ("target_vocab_size", 500, "made from a target of 500 tokens"),
     ],
 )
-def test_what_contradicts_itself_is_refused(foreign, tmp_path, field, value, said):
+def test_a_contradictory_manifest_is_refused(foreign, tmp_path, field, value, said):
     broken = shutil.copytree(foreign, tmp_path / "broken")
     manifest = json.loads((broken / "manifest.json").read_text())
     (broken / "manifest.json").write_text(json.dumps(manifest | {field: value}))
@@ -258,7 +260,7 @@ def test_what_contradicts_itself_is_refused(foreign, tmp_path, field, value, sai
         CachedEagle3TargetModel(broken)
 
 
-def test_another_model_is_refused(foreign, tmp_path):
+def test_a_different_model_is_refused(foreign, tmp_path):
     other = json.loads((foreign / "manifest.json").read_text())["target_model"]
     other = shutil.copytree(other, tmp_path / "other")
     tensors = load_file(other / "model.safetensors")
@@ -268,20 +270,20 @@ def test_another_model_is_refused(foreign, tmp_path):
         CachedEagle3TargetModel(foreign, model=str(other))
 
 
-def test_only_probabilities_have_that_layout(ours, tmp_path, capsys):
-    words = [ours("probs")[0], tmp_path / "x", "--layout", "automodel", "--encoding", "hidden"]
-    assert verb("cache", "convert", *words) == 2
-    assert verb("cache", "convert", *words[:3], "automodle") == 2
+def test_only_probabilities_can_be_stored_in_automodels_layout(cache_pair, tmp_path, capsys):
+    args = [cache_pair("probs")[0], tmp_path / "x", "--layout", "automodel", "--encoding", "hidden"]
+    assert verb("cache", "convert", *args) == 2
+    assert verb("cache", "convert", *args[:3], "automodle") == 2
     assert "did you mean 'automodel'" in capsys.readouterr().err
     assert not (tmp_path / "x").exists()
 
 
-def test_an_interrupted_conversion_is_continued(ours, tmp_path):
-    source, theirs = ours("probs")
-    copy = shutil.copytree(theirs, tmp_path / "cut")
+def test_an_interrupted_conversion_can_be_resumed(cache_pair, tmp_path):
+    source, automodel = cache_pair("probs")
+    copy = shutil.copytree(automodel, tmp_path / "cut")
     (copy / "shard-000001.safetensors").unlink()
-    words = ["cache", "convert", source, copy, "--layout", "automodel", "--shard-size", 16]
-    assert verb(*words) == 2
-    assert verb(*words, "--resume") == 0
-    for path in theirs.glob("shard-*"):
+    arguments = ["cache", "convert", source, copy, "--layout", "automodel", "--shard-size", 16]
+    assert verb(*arguments) == 2
+    assert verb(*arguments, "--resume") == 0
+    for path in automodel.glob("shard-*"):
         assert (copy / path.name).read_bytes() == path.read_bytes()

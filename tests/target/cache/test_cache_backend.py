@@ -1,4 +1,4 @@
-"""The cache as a target: held to the contract of every backend, and to what the live one said."""
+"""The cache as a target: it passes the backend contract and answers like the live target."""
 
 from functools import cache
 
@@ -60,7 +60,7 @@ def directory(tmp_path_factory):
     return root
 
 
-# topk keeps the whole draft vocabulary of 33 here: nothing is lost, so it is held to it as well
+# topk keeps the whole draft vocabulary of 33 here: nothing is lost, so it must pass as well
 SERVED = [
     ("hidden", "hidden"), ("hidden", "probs"), ("hidden", "logits"), ("hidden-only", "hidden"),
     ("probs", "probs"), ("topk", "probs"),
@@ -77,23 +77,23 @@ def test_contract(check, encoding, supervision, directory):
 
 
 @pytest.mark.parametrize("encoding", ["hidden", "hidden-only", "probs", "topk"])
-def test_packed_answers_are_the_live_ones(directory, encoding):
+def test_packed_answers_match_the_live_target(directory, encoding):
     live = HFEagle3TargetModel(model(), supervision="probs" if encoding[0] != "h" else "hidden")
     cached = CachedEagle3TargetModel(directory / encoding)
     for target in (live, cached):
         target.set_vocab_mapping(*draft_vocabulary(model()))
-    given = packed_rows(some_documents(), 14)
-    ours, theirs = cached.generate_batch(*given), live.generate_batch(*given)
-    inside = given[5] > 0  # the last slot of a document looks past its end and is never charged
-    for name, tensor in theirs.tensors():
-        found = dict(ours.tensors())[name]
-        assert found.dtype == tensor.dtype, name
+    rows = packed_rows(some_documents(), 14)
+    actual, expected = cached.generate_batch(*rows), live.generate_batch(*rows)
+    inside = rows[5] > 0  # the last slot of a document looks past its end and is never charged
+    for name, tensor in expected.tensors():
+        actual_tensor = dict(actual.tensors())[name]
+        assert actual_tensor.dtype == tensor.dtype, name
         per_slot = name in ("target_probs", "position_mask", "last_hidden_states")
-        kept = inside if per_slot else given[1].bool()
+        kept = inside if per_slot else rows[1].bool()
         if name == "seq_lens":
-            assert torch.equal(found, tensor)
+            assert torch.equal(actual_tensor, tensor)
         else:
-            torch.testing.assert_close(found[kept], tensor[kept], rtol=2e-4, atol=5e-5)
+            torch.testing.assert_close(actual_tensor[kept], tensor[kept], rtol=2e-4, atol=5e-5)
 
 
 def test_a_row_written_alone_is_bitwise_the_live_answer(tmp_path):
@@ -103,26 +103,26 @@ def test_a_row_written_alone_is_bitwise_the_live_answer(tmp_path):
     cached = CachedEagle3TargetModel(tmp_path / "c")
     for row in rows:
         ids = torch.from_numpy(row.input_ids.astype(np.int64))[None]
-        given = packed_rows([[ids[0].tolist()]], ids.shape[1])
-        ours, theirs = cached.generate_batch(*given), live.generate_batch(*given)
-        for name, tensor in theirs.tensors():
-            assert torch.equal(dict(ours.tensors())[name], tensor), name
+        packed = packed_rows([[ids[0].tolist()]], ids.shape[1])
+        actual, expected = cached.generate_batch(*packed), live.generate_batch(*packed)
+        for name, tensor in expected.tensors():
+            assert torch.equal(dict(actual.tensors())[name], tensor), name
 
 
-def test_fp8_states_are_close_and_in_the_targets_own_dtype(directory):
+def test_fp8_states_are_close_and_in_the_dtype_of_the_target(directory):
     exact = CachedEagle3TargetModel(directory / "hidden")
     small = CachedEagle3TargetModel(directory / "hidden-fp8")
-    given = packed_rows(some_documents(), 14)
-    ours, theirs = small.generate_batch(*given), exact.generate_batch(*given)
+    rows = packed_rows(some_documents(), 14)
+    fp8_batch, exact_batch = small.generate_batch(*rows), exact.generate_batch(*rows)
     for name in ("aux_hidden_states", "last_hidden_states"):
-        a, b = getattr(ours, name), getattr(theirs, name)
+        a, b = getattr(fp8_batch, name), getattr(exact_batch, name)
         assert a.dtype == b.dtype == torch.float32
         error = (a - b).norm() / b.norm()
         assert 0.001 < error < 0.04, name
 
 
-def test_states_travel_to_the_device_as_they_are_stored(directory, monkeypatch):
-    """A device of its own (here one without memory) gets 8-bit floats, and decodes them there."""
+def test_states_are_sent_to_the_device_as_they_are_stored(directory, monkeypatch):
+    """A separate device (here `meta`) receives 8-bit floats and decodes them itself."""
     seen = []
 
     def decode(stored, shape, dtype):
@@ -152,8 +152,8 @@ def test_every_state_of_a_token_has_its_own_scale(directory):
         np.testing.assert_allclose(scale, largest / 448, rtol=1e-6)
 
 
-def test_what_is_not_asked_for_is_not_charged(directory):
-    """A cache of probabilities asked with fewer supervised tokens than it holds."""
+def test_tokens_that_a_batch_does_not_supervise_are_not_charged(directory):
+    """A cache of probabilities is asked about fewer supervised tokens than it holds."""
     ids, mask, loss = padded_rows()
     target = CachedEagle3TargetModel(directory / "probs")
     target.set_vocab_mapping(*draft_vocabulary(model()))
@@ -166,7 +166,7 @@ def test_what_is_not_asked_for_is_not_charged(directory):
     assert not batch.position_mask[charged[0], charged[1]]
 
 
-def test_supervised_only_keeps_no_more_and_refuses_what_it_lacks(directory):
+def test_supervised_only_stores_less_and_refuses_other_tokens(directory):
     ids, mask, loss = padded_rows()
     target = CachedEagle3TargetModel(directory / "hidden-only")
     target.generate_batch(ids, mask, loss)
@@ -192,7 +192,7 @@ def test_a_cache_of_probabilities_serves_only_its_own_vocabulary(directory):
     assert target.vocabulary.digest() == every_third(97).digest()
 
 
-def test_rows_of_equal_tokens_are_told_apart_by_what_they_supervise(tmp_path):
+def test_rows_of_equal_tokens_are_distinguished_by_their_loss_mask(tmp_path):
     live = HFEagle3TargetModel(model(), supervision="hidden")
     ids = list(range(5, 13))
     rows = [token_row(ids, [0, 0, 0, 0, 0, 0, 1, 1]), token_row(ids, [0, 0, 1, 1, 1, 1, 0, 0])]
@@ -200,9 +200,9 @@ def test_rows_of_equal_tokens_are_told_apart_by_what_they_supervise(tmp_path):
     target = CachedEagle3TargetModel(tmp_path / "c")
     target.set_vocab_mapping(*draft_vocabulary(model()))
     for row in rows:
-        given = torch.tensor([ids])
+        tokens = torch.tensor([ids])
         loss = torch.from_numpy(row.loss_mask.astype(np.int64))[None]
-        batch = target.generate_batch(given, torch.ones_like(given), loss)
+        batch = target.generate_batch(tokens, torch.ones_like(tokens), loss)
         sums = batch.target_probs[batch.loss_mask.bool()].sum(-1)
         torch.testing.assert_close(sums, torch.ones_like(sums))
 
@@ -241,13 +241,13 @@ def test_a_damaged_row_is_reported_by_name(damaged):
             batch_of(target, rows[4])
     target.known_rows().rows[4]  # its tokens are fine
     ahead = CachedEagle3TargetModel(directory)
-    CachedRows(ahead.store, reading=True)[4]  # looked at in the background; said where it is needed
+    CachedRows(ahead.store, reading=True)[4]  # read in the background; reported when needed
     with pytest.raises(BadInput, match=r"chats.jsonl:5"):
         batch_of(ahead, rows[4])
     assert list(target.store.damaged()) == [4]
 
 
-def test_a_damaged_row_is_skipped_by_choice(damaged, caplog):
+def test_a_damaged_row_is_skipped_on_request(damaged, caplog):
     directory, rows = damaged
     target = CachedEagle3TargetModel(directory, on_damage="skip")
     everything = RowView(CachedRows(target.store), np.arange(6))
@@ -258,10 +258,10 @@ def test_a_damaged_row_is_skipped_by_choice(damaged, caplog):
     ]
     skipped = batch_of(target, rows[4])
     assert not skipped.aux_hidden_states.any()
-    assert not skipped.loss_mask.any()  # whoever asks: states that are not there teach nothing
+    assert not skipped.loss_mask.any()  # missing states must not be trained on
 
 
-def test_a_damaged_document_takes_no_neighbour_with_it(damaged):
+def test_a_damaged_document_does_not_affect_its_neighbors(damaged):
     """Rows 3, 4 (damaged) and 5 in one pack: the other two answer as they do without it."""
     directory, rows = damaged
     target = CachedEagle3TargetModel(directory, on_damage="skip")
@@ -298,13 +298,13 @@ def test_a_cache_of_a_later_format_is_refused(damaged):
         CachedEagle3TargetModel(damaged[0])
 
 
-def test_rows_of_a_cache_are_the_rows_it_was_made_of(directory):
+def test_rows_of_a_cache_are_the_rows_it_was_made_from(directory):
     rows = CachedRows(CacheStore(directory / "hidden"))
     assert len(rows) == len(contract_rows())
-    for ours, theirs in zip(rows, contract_rows(), strict=True):
-        assert np.array_equal(ours.input_ids, theirs.input_ids)
-        assert np.array_equal(ours.loss_mask, theirs.loss_mask)
-        assert (ours.place, ours.truncated) == (theirs.place, theirs.truncated)
+    for actual, expected in zip(rows, contract_rows(), strict=True):
+        assert np.array_equal(actual.input_ids, expected.input_ids)
+        assert np.array_equal(actual.loss_mask, expected.loss_mask)
+        assert (actual.place, actual.truncated) == (expected.place, expected.truncated)
     assert [r.place for r in rows[1:3]] == [r.place for r in contract_rows()[1:3]]
     assert np.array_equal(rows[-1].input_ids, contract_rows()[-1].input_ids)
     with pytest.raises(IndexError):

@@ -1,4 +1,4 @@
-"""Shards: every byte where the layout says, readable by safetensors, noticed when it changes."""
+"""Shards: laid out as predicted, readable by safetensors, and every changed byte is detected."""
 
 import os
 
@@ -33,7 +33,7 @@ def random_rows(rng, lengths):
 
 
 def random_payload(shape, row, seed):
-    """Any bytes at all, but for ids, which must be ids: a shard does not look further inside."""
+    """Random bytes, except that ids must be valid: a shard checks nothing else."""
     generator = torch.Generator().manual_seed(seed)
     tokens, slots = len(row.input_ids), len(shape.slots(row.loss_mask))
     counted = [(f, tokens) for f in shape.token_fields()]
@@ -107,7 +107,7 @@ def test_the_worked_example_of_the_module(tmp_path):
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
-def test_every_changed_byte_of_a_row_is_noticed(tmp_path, encoding):
+def test_every_changed_byte_of_a_row_is_detected(tmp_path, encoding):
     path = tmp_path / "shard-00000.safetensors"
     shape, rng = shape_for(encoding), np.random.default_rng(0)
     rows = random_rows(rng, [5, 3, 4])
@@ -127,7 +127,7 @@ def test_every_changed_byte_of_a_row_is_noticed(tmp_path, encoding):
             assert [shard.is_whole(i) for i in range(3)] == [i != row for i in range(3)], at
 
 
-def test_a_system_that_cannot_reserve_room_writes_the_same(tmp_path, monkeypatch):
+def test_shards_are_also_written_where_space_cannot_be_reserved(tmp_path, monkeypatch):
     rows = random_rows(np.random.default_rng(0), [5, 3])
     write(tmp_path / "reserved", shape_for("hidden"), rows)
     monkeypatch.delattr(os, "posix_fallocate")  # as on macOS
@@ -138,7 +138,7 @@ def test_a_system_that_cannot_reserve_room_writes_the_same(tmp_path, monkeypatch
     assert shard.is_whole(1)
 
 
-def test_damage_to_the_frame_is_refused(tmp_path):
+def test_damage_to_the_header_or_size_is_refused(tmp_path):
     path = tmp_path / "shard-00000.safetensors"
     shape = shape_for("hidden")
     layout, _ = write(path, shape, random_rows(np.random.default_rng(0), [5, 3]))
@@ -155,7 +155,7 @@ def test_damage_to_the_frame_is_refused(tmp_path):
         Shard(path, shape_for("hidden", torch.bfloat16))
 
 
-def test_a_shard_that_is_not_finished_never_appears(tmp_path):
+def test_an_unfinished_shard_never_appears(tmp_path):
     path = tmp_path / "shard-00000.safetensors"
     shape, rows = shape_for("hidden"), random_rows(np.random.default_rng(0), [5, 3])
     layout = layout_of(shape, rows)
@@ -167,7 +167,7 @@ def test_a_shard_that_is_not_finished_never_appears(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_cannot_be_kept_is_refused():
+def test_what_cannot_be_stored_is_refused():
     with pytest.raises(BadInput, match="hidden"):
         CacheShape("hiden", torch.float32, D, 3)
     with pytest.raises(BadInput, match="float64"):
@@ -184,7 +184,7 @@ def test_fp8_keeps_four_bits_of_every_state_whatever_its_size(exponent, seed):
     torch.manual_seed(seed)
     states = torch.randn(7, 12) * 2.0**exponent
     states[:, 0] *= 50  # a massive channel
-    states[3, 4:8] = 0  # a chunk of nothing
+    states[3, 4:8] = 0  # a chunk of zeros
     coded, scale = to_fp8(states, 3)
     assert coded.dtype == torch.float8_e4m3fn
     assert scale.shape == (7, 3)
@@ -200,7 +200,7 @@ def test_fp8_keeps_four_bits_of_every_state_whatever_its_size(exponent, seed):
     assert torch.equal(to_fp8(changed, 3)[1][:, :2], scale[:, :2])
 
 
-def test_top_k_is_renormalised_and_comes_back_in_place():
+def test_top_k_is_renormalized_and_decoded_in_place():
     torch.manual_seed(0)
     probs = torch.softmax(3 * torch.randn(5, W), -1)
     top, ids = keep_top(probs, K)
@@ -216,27 +216,32 @@ def test_top_k_is_renormalised_and_comes_back_in_place():
 
 
 def test_sizes_of_an_8b_target_on_real_lengths(shared_data):
-    """At draft vocabulary 32,000 and 2,048 tokens: hidden <= 40 %, hidden-fp8 <= 20 % of padded
+    """At draft vocabulary 32,000 and 2,048 tokens: hidden <= 40 %, hidden-fp8 <= 20 % of
     padded rows. Lengths are those of real chats, about 4 characters a token."""
     import json
 
     lines = (shared_data / "smollm2_chat.jsonl").open()
     texts = ["".join(m["content"] for m in json.loads(line)["messages"]) for line in lines]
     lengths = [min(2048, 20 + len(text) // 4) for text in texts[:2000]]
-    seed = padded_layout_bytes(len(lengths), 2048, 3 * 4096, 32_000)
+    padded_bytes = padded_layout_bytes(len(lengths), 2048, 3 * 4096, 32_000)
     for encoding, limit in (("hidden", 0.40), ("hidden-fp8", 0.20)):
         shape = CacheShape(encoding, torch.bfloat16, 4096, 3)
         rows = [token_row(np.zeros(n)) for n in lengths]
-        assert layout_of(shape, rows).n_bytes < limit * seed
+        assert layout_of(shape, rows).n_bytes < limit * padded_bytes
     # and even if every row were full
     full = [token_row(np.zeros(2048))] * 10
-    seed = padded_layout_bytes(10, 2048, 3 * 4096, 32_000)
-    assert layout_of(CacheShape("hidden", torch.bfloat16, 4096, 3), full).n_bytes < 0.40 * seed
-    assert layout_of(CacheShape("hidden-fp8", torch.bfloat16, 4096, 3), full).n_bytes < 0.20 * seed
+    padded_bytes = padded_layout_bytes(10, 2048, 3 * 4096, 32_000)
+    assert (
+        layout_of(CacheShape("hidden", torch.bfloat16, 4096, 3), full).n_bytes < 0.40 * padded_bytes
+    )
+    assert (
+        layout_of(CacheShape("hidden-fp8", torch.bfloat16, 4096, 3), full).n_bytes
+        < 0.20 * padded_bytes
+    )
 
 
 @pytest.mark.parametrize("block", [1, 1000, 1 << 19])
-def test_every_8_bit_number_is_read_as_torch_reads_it(monkeypatch, block):
+def test_every_8_bit_number_is_decoded_as_torch_does(monkeypatch, block):
     """Number times scale in float32, rounded once, for the smallest and largest scales too."""
     monkeypatch.setattr(cache_codec, "_CPU_BLOCK", block)  # rows at once: 1, 3 of 130, all
     codes = torch.arange(256, dtype=torch.uint8)

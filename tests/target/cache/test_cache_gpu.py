@@ -1,4 +1,4 @@
-"""A cache read for a GPU: the bytes that a CPU would decode, decoded there to the same numbers."""
+"""A cache read on a GPU: the stored bytes decode to the same numbers as on a CPU."""
 
 import pytest
 import torch
@@ -22,22 +22,22 @@ def test_a_gpu_reads_what_a_cpu_reads(tmp_path, encoding, dtype):
     rows = [token_row(tokens) for row in some_documents() for tokens in row]
     with HFEagle3TargetModel(tiny_model("llama", dtype=dtype), supervision="hidden") as live:
         write_cache(tmp_path / "c", live, rows, encoding, dtype=dtype)
-    given = packed_rows(some_documents(), 14)
+    tensors = packed_rows(some_documents(), 14)
     with (
-        CachedEagle3TargetModel(tmp_path / "c", device="cuda") as there,
-        CachedEagle3TargetModel(tmp_path / "c") as here,
+        CachedEagle3TargetModel(tmp_path / "c", device="cuda") as on_gpu,
+        CachedEagle3TargetModel(tmp_path / "c") as on_cpu,
     ):
-        found = dict(there.generate_batch(*given).tensors())
-        for name, tensor in here.generate_batch(*given).tensors():
-            assert found[name].is_cuda, name
-            assert torch.equal(found[name].cpu(), tensor), name
+        gpu_tensors = dict(on_gpu.generate_batch(*tensors).tensors())
+        for name, tensor in on_cpu.generate_batch(*tensors).tensors():
+            assert gpu_tensors[name].is_cuda, name
+            assert torch.equal(gpu_tensors[name].cpu(), tensor), name
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_8_bit_numbers_are_decoded_alike(dtype):
+def test_8_bit_numbers_are_decoded_alike_on_cpu_and_gpu(dtype):
     codes = torch.arange(256, dtype=torch.uint8)
     codes = codes[(codes & 0x7F) != 0x7F].repeat(70_000, 1)  # more than one block of a GPU
     states = codes.view(torch.float8_e4m3fn)
     scale = torch.logspace(-30, 30, 70_000 * 2, dtype=torch.float64).float().view(-1, 2)
-    found = from_fp8(states.cuda(), scale.cuda(), dtype)
-    assert torch.equal(found.cpu(), from_fp8(states, scale, dtype))
+    decoded = from_fp8(states.cuda(), scale.cuda(), dtype)
+    assert torch.equal(decoded.cpu(), from_fp8(states, scale, dtype))

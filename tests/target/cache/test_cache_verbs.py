@@ -18,20 +18,20 @@ from train.tiny import make_chats
 
 @pytest.fixture
 def command(capsys):
-    """Run a verb; (exit code, stdout, stderr)."""
+    """Run a command; returns (exit code, stdout, stderr)."""
 
-    def call(*words):
+    def call(*arguments):
         with pytest.raises(SystemExit) as stop:
-            run([str(word) for word in words])
-        said = capsys.readouterr()
-        return stop.value.code or 0, said.out, said.err
+            run([str(argument) for argument in arguments])
+        output = capsys.readouterr()
+        return stop.value.code or 0, output.out, output.err
 
     return call
 
 
 @pytest.fixture
-def words(tiny_target, tiny_chats):
-    """A recipe's words for a tiny cache."""
+def overrides(tiny_target, tiny_chats):
+    """Recipe overrides for a tiny cache."""
     return [
         f"target.model={tiny_target}", "target.aux_layer_ids=0,1,2", "target.dtype=float32",
         f"data.train={tiny_chats}", "data.max_length=64", "data.workers=1", "training.device=cpu",
@@ -40,11 +40,11 @@ def words(tiny_target, tiny_chats):
 
 
 def test_the_recipe_form_writes_what_the_plain_flags_write(
-    command, words, tiny_target, tiny_chats, tmp_path
+    command, overrides, tiny_target, tiny_chats, tmp_path
 ):
     code, text, error = command(
         "precompute",
-        *words,
+        *overrides,
         "data.valid_rows=0",
         "-o",
         tmp_path / "a",
@@ -63,22 +63,22 @@ def test_the_recipe_form_writes_what_the_plain_flags_write(
         "--num-workers", 1, "--device", "cpu", "--draft-vocab-size", 128, "--shuffle-seed", "none",
     ]  # fmt: skip
     assert main([str(word) for word in argv]) == 0
-    ours, theirs = payload(tmp_path / "a"), payload(tmp_path / "b")
-    assert ours.keys() == theirs.keys()
-    assert [name for name in ours if ours[name] != theirs[name]] == ["manifest.json"]
-    code, _, error = command("precompute", *words, "--output-dir", tmp_path / "a")
+    by_recipe, by_flags = payload(tmp_path / "a"), payload(tmp_path / "b")
+    assert by_recipe.keys() == by_flags.keys()
+    assert [name for name in by_recipe if by_recipe[name] != by_flags[name]] == ["manifest.json"]
+    code, _, error = command("precompute", *overrides, "--output-dir", tmp_path / "a")
     assert code == 2
     assert "--resume" in error
 
 
 def test_probs_of_the_recipe_form_have_the_vocabulary_of_a_live_run(
-    command, words, recipe, tmp_path
+    command, overrides, recipe, tmp_path
 ):
-    """Counted on the training rows alone: the run from the cache is the live run, held-out rows
-    and all."""
+    """It is counted on the training rows alone: the run from the cache equals the live run, also
+    on held-out rows."""
     cache = tmp_path / "cache"
     flags = ["--encoding", "probs", "--batch-size", 1]
-    assert command("precompute", *words, "--output-dir", cache, *flags)[0] == 0
+    assert command("precompute", *overrides, "--output-dir", cache, *flags)[0] == 0
     alone = ("packing.padded=true", "training.micro_batch=1", "training.accumulate=2")
     train(recipe(*alone, "target.supervision=probs", "evaluation.every_steps=1000", run="live"))
     train(cache_recipe(recipe, cache, *alone, "evaluation.every_steps=1000"))
@@ -90,13 +90,13 @@ def test_probs_of_the_recipe_form_have_the_vocabulary_of_a_live_run(
     assert evaluated[0] == evaluated[1]
 
 
-def test_held_out_data_of_its_own_travels_with_the_cache(command, words, recipe, tmp_path):
+def test_separate_held_out_data_is_stored_in_the_cache(command, overrides, recipe, tmp_path):
     from fledge.train.setup import known_data
     from fledge.train.targets import make_target
 
     valid = make_chats(tmp_path / "valid.jsonl", count=7)
     cache = tmp_path / "cache"
-    assert command("precompute", *words, f"data.valid={valid}", "-o", cache)[0] == 0
+    assert command("precompute", *overrides, f"data.valid={valid}", "-o", cache)[0] == 0
     cached = cache_recipe(recipe, cache)
     with make_target(cached, torch.device("cpu")) as target:
         train_rows, held_out, _ = known_data(cached, target)
@@ -104,7 +104,7 @@ def test_held_out_data_of_its_own_travels_with_the_cache(command, words, recipe,
     assert {held_out[i].place.rpartition(":")[0] for i in range(7)} == {str(valid)}
 
 
-def test_bad_words_are_one_line(command, words, tmp_path):
+def test_bad_arguments_are_one_line_errors(command, overrides, tmp_path):
     for flags, expected in (
         (["--encoding", "hiden"], "did you mean 'hidden'"),
         (["--encoding", "topk"], "--top-k"),
@@ -113,7 +113,7 @@ def test_bad_words_are_one_line(command, words, tmp_path):
         (["target.supervision=logits"], "target.supervision=hidden"),
         (["data.train=[]"], "no training data"),
     ):
-        code, _, error = command("precompute", *words, "-o", tmp_path / "c", *flags)
+        code, _, error = command("precompute", *overrides, "-o", tmp_path / "c", *flags)
         assert code == 2, flags
         assert expected in error
     cached = ["target.backend=cache", "target.cached_target_path=x"]
@@ -123,9 +123,9 @@ def test_bad_words_are_one_line(command, words, tmp_path):
     assert not (tmp_path / "c").exists()
 
 
-def test_info_and_verify(command, words, tmp_path):
+def test_info_and_verify(command, overrides, tmp_path):
     cache = tmp_path / "cache"
-    assert command("precompute", *words, "-o", cache, "--shard-size", 16)[0] == 0
+    assert command("precompute", *overrides, "-o", cache, "--shard-size", 16)[0] == 0
     facts = json.loads(command("cache", "info", cache, "--json")[1])
     assert facts["complete"]
     assert facts["tokens"] == 1742
@@ -135,21 +135,21 @@ def test_info_and_verify(command, words, tmp_path):
     break_row(cache, 33)
     code, text, _ = command("cache", "verify", cache, "--json")
     assert code == 1
-    [named] = json.loads(text)["damaged"]
-    assert "chats.jsonl:34; shard-00002.safetensors, row 1" in named
+    [message] = json.loads(text)["damaged"]
+    assert "chats.jsonl:34; shard-00002.safetensors, row 1" in message
     (cache / "shard-00001.safetensors").unlink()
     assert "unfinished" in command("cache", "info", cache)[1]
     assert command("cache", "verify", cache)[0] == 2
     assert command("cache", "info", tmp_path)[0] == 2
 
 
-def test_a_damaged_manifest_is_one_line(command, words, tmp_path):
+def test_a_damaged_manifest_is_a_one_line_error(command, overrides, tmp_path):
     cache = tmp_path / "cache"
-    assert command("precompute", *words, "--output-dir", cache)[0] == 0
+    assert command("precompute", *overrides, "--output-dir", cache)[0] == 0
     path = cache / "manifest.json"
     whole = json.loads(path.read_text())
-    needed = ("encoding", "dtype", "rows", "shard_size", "hidden_size", "vocabulary", "target")
-    for name in needed:
+    required = ("encoding", "dtype", "rows", "shard_size", "hidden_size", "vocabulary", "target")
+    for name in required:
         for value in ("nonsense", None, [1]):
             if value is None and name == "vocabulary":
                 continue
@@ -162,25 +162,29 @@ def test_a_damaged_manifest_is_one_line(command, words, tmp_path):
     assert command("cache", "verify", cache)[0] == 0
 
 
-def test_convert_equals_precompute(command, words, tmp_path):
+def test_convert_equals_precompute(command, overrides, tmp_path):
     """hidden -> anything is what precompute would have written."""
     hidden = tmp_path / "hidden"
-    assert command("precompute", *words, "data.valid_rows=0", "-o", hidden)[0] == 0
+    assert command("precompute", *overrides, "data.valid_rows=0", "-o", hidden)[0] == 0
     for encoding, flags in (
         ("hidden-fp8", []),
         ("probs", ["--draft-vocab-size", 128]),
         ("topk", ["--draft-vocab-size", 128, "--top-k", 7]),
         ("hidden", ["--supervised-only"]),
     ):
-        made, wanted = tmp_path / f"made-{encoding}", tmp_path / f"wanted-{encoding}"
-        code, _, error = command("cache", "convert", hidden, made, "--encoding", encoding, *flags)
+        converted, expected = tmp_path / f"made-{encoding}", tmp_path / f"wanted-{encoding}"
+        code, _, error = command(
+            "cache", "convert", hidden, converted, "--encoding", encoding, *flags
+        )
         assert code == 0, error
         direct = [f for f in flags if f not in ("--draft-vocab-size", 128)]
         direct += ["data.valid_rows=0", "--encoding", encoding]
-        assert command("precompute", *words, "-o", wanted, *direct)[0] == 0
-        ours, theirs = CacheStore(made), CacheStore(wanted)
-        assert [s.layout.header for s in ours.shards] == [s.layout.header for s in theirs.shards]
-        for a, b in zip(ours.shards, theirs.shards, strict=True):
+        assert command("precompute", *overrides, "-o", expected, *direct)[0] == 0
+        converted_store, expected_store = CacheStore(converted), CacheStore(expected)
+        assert [s.layout.header for s in converted_store.shards] == [
+            s.layout.header for s in expected_store.shards
+        ]
+        for a, b in zip(converted_store.shards, expected_store.shards, strict=True):
             if encoding == "hidden-fp8" or encoding == "hidden":
                 assert a.bytes.tobytes() == b.bytes.tobytes()
             else:  # a matrix product over other rows: equal up to its rounding
@@ -192,9 +196,9 @@ def test_convert_equals_precompute(command, words, tmp_path):
                 torch.testing.assert_close(*ps, rtol=1e-4, atol=1e-6)
 
 
-def test_convert_refuses_what_cannot_be(command, words, tmp_path):
+def test_convert_refuses_what_is_impossible(command, overrides, tmp_path):
     probs = tmp_path / "probs"
-    assert command("precompute", *words, "-o", probs, "--encoding", "probs")[0] == 0
+    assert command("precompute", *overrides, "-o", probs, "--encoding", "probs")[0] == 0
     for places in ([], [tmp_path / "x", "--out", tmp_path / "y"]):
         code, _, error = command("cache", "convert", probs, *places)
         assert code == 2
@@ -217,11 +221,11 @@ def test_convert_refuses_what_cannot_be(command, words, tmp_path):
     assert command("cache", "convert", probs, tmp_path / "x", *flags, "--resume")[0] == 0
 
 
-def test_a_run_from_a_cache_can_be_planned(command, words, tmp_path):
+def test_a_run_from_a_cache_can_be_planned(command, overrides, tmp_path):
     cache = tmp_path / "cache"
-    assert command("precompute", *words, "-o", cache)[0] == 0
-    given = ["target.backend=cache", f"target.cached_target_path={cache}", "training.device=cpu"]
-    code, text, _ = command("plan", *given, f"run.output_dir={tmp_path / 'run'}", "--json")
+    assert command("precompute", *overrides, "-o", cache)[0] == 0
+    cached = ["target.backend=cache", f"target.cached_target_path={cache}", "training.device=cpu"]
+    code, text, _ = command("plan", *cached, f"run.output_dir={tmp_path / 'run'}", "--json")
     assert code == 0
     assert json.loads(text)["target_bytes"] == 0  # no target is loaded
     assert not (tmp_path / "run").exists()

@@ -18,16 +18,16 @@ from train.tiny import Notes, make_target
 
 
 def cache_recipe(recipe, path, *overrides, run="cached"):
-    """The same run from a cache: the target's section goes, everything else stays."""
+    """The same run from a cache: the target's section is replaced, everything else stays."""
     live = recipe(run=run).model_dump()
     target = {"backend": "cache", "cached_target_path": str(path)}
-    given = [f"{s}={json.dumps(v)}" for s, v in live.items() if s not in ("target", "data")]
+    sections = [f"{s}={json.dumps(v)}" for s, v in live.items() if s not in ("target", "data")]
     rows = ["data.valid_rows=8", "data.max_length=64"]
-    return load_recipe(None, [f"target={json.dumps(target)}", *given, *rows, *overrides])
+    return load_recipe(None, [f"target={json.dumps(target)}", *sections, *rows, *overrides])
 
 
 def with_section(recipe, override):
-    """The recipe with a whole section exchanged."""
+    """The recipe with a whole section replaced."""
     section = override.partition("=")[0]
     rest = {name: value for name, value in recipe.model_dump().items() if name != section}
     return load_recipe(None, [*(f"{s}={json.dumps(v)}" for s, v in rest.items()), override])
@@ -62,7 +62,7 @@ def test_a_float32_cache_of_hidden_states_trains_bit_for_bit(recipe, caches, tmp
 
 
 def test_a_float32_cache_of_probs_trains_bit_for_bit(recipe, caches, tmp_path):
-    """The cache counts its vocabulary on all rows: so does a live run that holds none out."""
+    """The cache counts its vocabulary on all rows, like a live run without held-out rows."""
     options = (*ALONE, "data.valid_rows=0", "target.supervision=probs")
     train(recipe(*options, run="live"))
     train(cache_recipe(recipe, caches("probs"), *ALONE, "data.valid_rows=0"))
@@ -121,7 +121,7 @@ def test_the_target_is_not_needed_at_all(recipe, tiny_chats, tmp_path):
     assert train(cache_recipe(recipe, tmp_path / "cache")).finished
 
 
-def test_what_does_not_fit_the_recipe_is_refused(recipe, caches, tiny_target, tmp_path):
+def test_a_cache_that_does_not_fit_the_recipe_is_refused(recipe, caches, tiny_target, tmp_path):
     hidden = caches("hidden")
     with pytest.raises(BadInput, match=r"made with aux layers \[0, 1, 2\]"):
         set_up(cache_recipe(recipe, hidden, "target.aux_layer_ids=0,1,3"))
@@ -142,7 +142,7 @@ def test_what_does_not_fit_the_recipe_is_refused(recipe, caches, tiny_target, tm
         set_up(cache_recipe(recipe, hidden, f"target.model={other}"))
 
 
-def test_a_run_is_not_continued_from_another_cache(recipe, caches):
+def test_a_run_cannot_be_continued_from_another_cache(recipe, caches):
     train(cache_recipe(recipe, caches("hidden")))
     with pytest.raises(BadInput, match="the data is not what this run was started with"):
         train(cache_recipe(recipe, caches("hidden", "bf16")))
@@ -159,7 +159,7 @@ def damage_some_row(path, into):
     return into
 
 
-def test_a_damaged_row_fails_or_is_left_out_by_choice(recipe, caches, tmp_path):
+def test_a_damaged_row_is_an_error_or_is_skipped_on_request(recipe, caches, tmp_path):
     broken = damage_some_row(caches("hidden"), tmp_path / "broken")
     with pytest.raises(BadInput, match=r"row 20 \(.*chats.jsonl:21; shard-00001"):
         train(cache_recipe(recipe, broken))
@@ -177,5 +177,5 @@ def test_a_damaged_row_fails_or_is_left_out_by_choice(recipe, caches, tmp_path):
 
 def test_checkpoints_of_a_cached_run_are_drafts(recipe, caches, tmp_path):
     train(cache_recipe(recipe, caches("hidden")))
-    found, _ = newest_checkpoint(Path(tmp_path / "cached"))
-    assert torch.isfinite(found.draft_tensors()["fc.weight"]).all()
+    checkpoint, _ = newest_checkpoint(Path(tmp_path / "cached"))
+    assert torch.isfinite(checkpoint.draft_tensors()["fc.weight"]).all()

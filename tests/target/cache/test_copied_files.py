@@ -1,5 +1,5 @@
-"""What of a model's directory goes into a cache or over a server: its config and tokenizer, nothing
-that only looks like them."""
+"""Which files of a model are copied into a cache or sent by a server: its config and tokenizer, and
+nothing that only resembles them."""
 
 import os
 
@@ -46,14 +46,14 @@ def fill(directory, files=(*TRAVEL, *STAY)):
             (directory / name).write_text(name)
 
 
-def test_the_files_of_every_tokenizer_travel_and_no_others(tmp_path):
+def test_config_and_tokenizer_files_are_copied_and_no_others(tmp_path):
     fill(tmp_path)
     assert sorted(names(tmp_path)) == sorted(TRAVEL)
     assert all(map(is_copied, TRAVEL))
     assert not any(map(is_copied, STAY))
 
 
-def test_only_regular_files_in_the_directory_itself(tmp_path):
+def test_only_regular_files_in_the_directory_itself_are_copied(tmp_path):
     model, secret = tmp_path / "model", tmp_path / "secret"
     fill(model, ["config.json", "vocab.txt"])
     secret.write_text("secret")
@@ -65,7 +65,7 @@ def test_only_regular_files_in_the_directory_itself(tmp_path):
     assert names(model) == ["config.json", "vocab.txt"]
 
 
-def test_code_travels_where_a_config_names_it_and_never_through_a_link(tmp_path):
+def test_code_is_copied_if_a_config_names_it_and_never_through_a_link(tmp_path):
     model, secret = tmp_path / "model", tmp_path / "secret.py"
     fill(model, ["modeling_x.py"])
     secret.write_text("secret")
@@ -77,7 +77,7 @@ def test_code_travels_where_a_config_names_it_and_never_through_a_link(tmp_path)
 
 
 def hub_snapshot(hub):
-    """As huggingface_hub keeps a repository: names that are links to blobs."""
+    """A repository as huggingface_hub stores it: its files are links to blobs."""
     repository = hub / "models--org--name"
     snapshot = repository / "snapshots" / ("0" * 40)
     fill(repository / "blobs", ["1" * 40, "2" * 40])
@@ -87,7 +87,7 @@ def hub_snapshot(hub):
     return snapshot
 
 
-def test_links_of_the_hubs_cache_lead_to_its_blobs_and_nowhere_else(tmp_path):
+def test_links_in_the_hub_cache_may_only_lead_to_its_blobs(tmp_path):
     snapshot = hub_snapshot(tmp_path / "hub")
     fill(tmp_path / "hub" / "models--org--other" / "blobs", ["3" * 40])
     (tmp_path / "secret").write_text("secret")
@@ -98,7 +98,7 @@ def test_links_of_the_hubs_cache_lead_to_its_blobs_and_nowhere_else(tmp_path):
     (snapshot / "tokenizer.model").symlink_to(f"../../blobs/{'4' * 40}")
     assert names(snapshot) == ["config.json", "tokenizer.json"]
     assert copied_files(snapshot)[0].read_text() == "1" * 40
-    linked = tmp_path / "linked"  # the cache itself may lie behind a link
+    linked = tmp_path / "linked"  # the cache itself may be behind a link
     linked.symlink_to(tmp_path / "hub")
     assert names(linked / snapshot.relative_to(tmp_path / "hub")) == names(snapshot)
 
@@ -130,7 +130,7 @@ def test_a_client_writes_no_other_file(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.rglob("*")] == ["into", "config.json"]
 
 
-def test_a_server_hands_out_a_hub_snapshot(tmp_path):
+def test_a_server_sends_a_hub_snapshot(tmp_path):
     pytest.importorskip("uvicorn", reason="needs the serve extra")
     from fledge.target.remote.client import RemoteEagle3TargetModel
     from target.remote.servers import running
@@ -139,5 +139,5 @@ def test_a_server_hands_out_a_hub_snapshot(tmp_path):
     fill(snapshot, ["hf_token.txt"])
     with running(model_dir=snapshot) as server, RemoteEagle3TargetModel(server.url) as target:
         target.fetch_files(tmp_path / "into")
-    found = {path.name: path.read_text() for path in (tmp_path / "into").iterdir()}
-    assert found == {"config.json": "1" * 40, "tokenizer.json": "2" * 40}
+    fetched = {path.name: path.read_text() for path in (tmp_path / "into").iterdir()}
+    assert fetched == {"config.json": "1" * 40, "tokenizer.json": "2" * 40}

@@ -1,4 +1,4 @@
-"""Caches that somebody wrote on purpose: refused before a number in them is believed."""
+"""Maliciously crafted caches are refused before any number in them is trusted."""
 
 import json
 import os
@@ -46,11 +46,11 @@ def read_all(cache):
         ({"hidden_size": -16}, "'hidden_size' is -16"),
         ({"aux_layer_ids": ["a"]}, "aux_layer_ids[0]"),
         ({"vocabulary": {"size": True}}, "vocabulary.size"),
-        ({"vocab_size": 5}, "damaged"),  # tokens that the target does not know
+        ({"vocab_size": 5}, "damaged"),  # tokens outside the target's vocabulary
         ({"target": {}}, "'target.depth' is absent"),
     ],
 )
-def test_every_field_of_a_manifest(cache, fields, told):
+def test_a_bad_field_in_the_manifest_is_refused(cache, fields, told):
     rewrite(cache, **fields)
     with pytest.raises(BadInput) as caught:
         read_all(cache)
@@ -58,17 +58,17 @@ def test_every_field_of_a_manifest(cache, fields, told):
 
 
 @pytest.mark.parametrize("facts", [{"dtype": "nn"}, {"head": {"scale": "x"}}, {"final_norm": [1]}])
-def test_what_it_says_of_the_target(cache, facts):
-    held = json.loads((cache / "manifest.json").read_bytes())["target"]
-    rewrite(cache, target={**held, **facts})
+def test_bad_facts_about_the_target_are_refused(cache, facts):
+    target_facts = json.loads((cache / "manifest.json").read_bytes())["target"]
+    rewrite(cache, target={**target_facts, **facts})
     with pytest.raises(BadInput, match="the manifest is damaged: 'target"):
         CachedEagle3TargetModel(cache)
 
 
-def test_tables_of_other_sizes_than_the_targets(cache):
+def test_target_tensors_of_wrong_shapes_are_refused(cache):
     tensors = load_file(cache / "target.safetensors")
-    held = json.loads((cache / "manifest.json").read_bytes())["target"]
-    rewrite(cache, target={**held, "crc": {}})
+    target_facts = json.loads((cache / "manifest.json").read_bytes())["target"]
+    rewrite(cache, target={**target_facts, "crc": {}})
     for name in ("embed_tokens", "lm_head", "final_norm"):
         save_file({**tensors, name: torch.zeros(3, 5, 7)}, cache / "target.safetensors")
         with pytest.raises(BadInput, match=f"{name} is torch.float32"):
@@ -76,7 +76,7 @@ def test_tables_of_other_sizes_than_the_targets(cache):
 
 
 @pytest.mark.parametrize("name", ["manifest.json", SHARD, "target.safetensors"])
-def test_no_link_out_and_no_pipe(cache, tmp_path, name):
+def test_links_out_of_the_cache_and_pipes_are_refused(cache, tmp_path, name):
     outside = (cache / name).rename(tmp_path / name)
     (cache / name).symlink_to(outside)
     with pytest.raises(BadInput, match="leads out"):
@@ -90,7 +90,7 @@ def test_no_link_out_and_no_pipe(cache, tmp_path, name):
 
 
 def starts_of(path):
-    """(bytes of the shard, where its `row_start` lies)."""
+    """The bytes of the shard, and the slice of them that is its `row_start`."""
     data = bytearray(path.read_bytes())
     length = int.from_bytes(data[:8], "little")
     begin, end = json.loads(data[8 : 8 + length])["row_start"]["data_offsets"]
@@ -98,7 +98,7 @@ def starts_of(path):
 
 
 @pytest.mark.parametrize("change", [(1, -5), (3, 2**62), (0, 7), (-1, 2**40)])
-def test_rows_that_do_not_follow_one_another(cache, change):
+def test_inconsistent_row_starts_are_refused(cache, change):
     path = cache / SHARD
     data, place = starts_of(path)
     starts = np.frombuffer(data[place], dtype=np.int64).copy()
@@ -109,7 +109,7 @@ def test_rows_that_do_not_follow_one_another(cache, change):
         CacheStore(cache)
 
 
-def test_a_header_longer_than_its_shard(cache):
+def test_a_header_longer_than_its_shard_is_refused(cache):
     path = cache / SHARD
     shape = CacheStore(cache).shape
     for length in (2**63, 2**40, path.stat().st_size):
@@ -118,7 +118,7 @@ def test_a_header_longer_than_its_shard(cache):
             Shard(path, shape)
 
 
-def test_a_vocabulary_of_tokens_that_are_none(tmp_path):
+def test_a_vocabulary_of_invalid_tokens_is_refused(tmp_path):
     path = tmp_path / "vocabulary.safetensors"
     DraftVocabulary(np.arange(4), 9, 1.0).save(path)
     whole = DraftVocabulary.load(path)

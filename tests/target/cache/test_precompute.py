@@ -1,4 +1,4 @@
-"""precompute_eagle3: its plain flags, refusals before any harm, resumption to the byte."""
+"""precompute_eagle3: its flags, refusals before anything is written, byte-exact resumption."""
 
 import contextlib
 import errno
@@ -46,13 +46,13 @@ def argv(tiny_target, tiny_chats, tmp_path):
     """The command with some flags changed; a flag given as None is left out."""
 
     def make(**flags):
-        given = {
+        values = {
             "target_model": tiny_target, "input_data": tiny_chats, "output_dir": tmp_path / "cache",
             "seq_length": 64, "shard_size": 8, "batch_size": 4, "dtype": "fp32",
             "aux_layer_ids": "0,1,2", "num_workers": 1, "device": "cpu", **flags,
         }  # fmt: skip
         words = []
-        for name, value in given.items():
+        for name, value in values.items():
             if value is not None and value is not False:
                 words.append(f"--{name.replace('_', '-')}")
                 words += [] if value is True else [str(value)]
@@ -61,7 +61,7 @@ def argv(tiny_target, tiny_chats, tmp_path):
     return make
 
 
-def no_model(monkeypatch):
+def forbid_loading(monkeypatch):
     """Any attempt to load weights is an error."""
 
     def refuse(*_, **__):
@@ -74,19 +74,19 @@ def shards(directory):
     return sorted(path.name for path in Path(directory).glob("shard-*"))
 
 
-def test_the_documented_flags_are_there():
-    words = {option for action in _build_parser()._actions for option in action.option_strings}
+def test_the_documented_flags_exist():
+    flags = {option for action in _build_parser()._actions for option in action.option_strings}
     assert {
         "--target-model", "--input-data", "--output-dir", "--seq-length", "--draft-vocab-size",
         "--batch-size", "--shard-size", "--dtype", "--resume", "--split", "--shuffle-seed",
         "--aux-layer-ids", "--target-probs-topk", "--trust-remote-code", "--device",
         "--num-workers", "--log-level",
-    } <= words  # fmt: skip
+    } <= flags  # fmt: skip
     assert fledge.precompute_eagle3.main is main
 
 
 def test_the_documented_command_line_works(argv, tmp_path, caplog):
-    """`--dtype bf16 --draft-vocab-size`, default aux layers refused on a shallow model."""
+    """With `--dtype bf16 --draft-vocab-size`; a shallow model needs explicit aux layers."""
     with caplog.at_level("INFO"):
         assert main(argv(dtype="bf16", draft_vocab_size=128, encoding="probs")) == 0
     store = CacheStore(tmp_path / "cache")
@@ -98,7 +98,7 @@ def test_the_documented_command_line_works(argv, tmp_path, caplog):
 
 
 @pytest.mark.parametrize("encoding", ["hidden", "hidden-fp8", "probs", "topk"])
-def test_bytes_are_predicted_to_the_byte(argv, tmp_path, encoding, monkeypatch):
+def test_sizes_are_predicted_to_the_byte(argv, tmp_path, encoding, monkeypatch):
 
     plans = []
     real = precompute.plan_cache
@@ -115,7 +115,7 @@ def test_bytes_are_predicted_to_the_byte(argv, tmp_path, encoding, monkeypatch):
     assert sizes == list(plans[0].shard_bytes)
 
 
-def test_progress_is_shown_by_one_process_that_may_speak(argv, tmp_path, monkeypatch, caplog):
+def test_progress_is_shown_by_one_process_unless_it_is_quiet(argv, tmp_path, monkeypatch, caplog):
     seen = []
 
     @contextlib.contextmanager
@@ -167,12 +167,12 @@ BAD = [
 
 
 @pytest.mark.parametrize(("flags", "words"), BAD, ids=[str(flags) for flags, _ in BAD])
-def test_bad_input_is_one_line_and_touches_nothing(
+def test_bad_input_is_a_one_line_error_and_touches_nothing(
     argv, flags, words, monkeypatch, capsys, tmp_path
 ):
     if "device" in flags and torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    no_model(monkeypatch)
+    forbid_loading(monkeypatch)
     assert main(argv(**flags)) == 2
     [line] = capsys.readouterr().err.strip().splitlines()
     assert words in line
@@ -188,7 +188,7 @@ def test_bad_input_is_one_line_and_touches_nothing(
         (["--aux-layer-ids"], "--aux-layer-ids"),
     ],
 )
-def test_words_that_cannot_be_read_are_one_line_and_code_2(argv, extra, words, capsys):
+def test_unparsable_arguments_are_a_one_line_error_with_code_2(argv, extra, words, capsys):
     with pytest.raises(SystemExit) as stop:
         main([*argv(), *extra])
     assert stop.value.code == 2
@@ -197,11 +197,11 @@ def test_words_that_cannot_be_read_are_one_line_and_code_2(argv, extra, words, c
     assert "--help" in line
 
 
-def test_layers_apart_and_the_split_that_a_file_is(argv, tmp_path):
-    """`--aux-layer-ids 0 1 2` is `0,1,2`; a local file is its own `train`, as in `datasets`."""
+def test_layers_may_be_separate_arguments_and_a_file_is_its_train_split(argv, tmp_path):
+    """`--aux-layer-ids 0 1 2` equals `0,1,2`; a file is its own `train` split, as in `datasets`."""
     assert main(argv()) == 0
-    apart = argv(aux_layer_ids=None, split="train", output_dir=tmp_path / "apart")
-    assert main([*apart, "--aux-layer-ids", "0", "1", "2"]) == 0
+    separate = argv(aux_layer_ids=None, split="train", output_dir=tmp_path / "apart")
+    assert main([*separate, "--aux-layer-ids", "0", "1", "2"]) == 0
     for name in ("manifest.json", *shards(tmp_path / "cache")):
         assert (tmp_path / "cache" / name).read_bytes() == (tmp_path / "apart" / name).read_bytes()
 
@@ -218,7 +218,7 @@ def test_help_shows_a_command_that_can_be_pasted(capsys):
 
 
 def test_validation_needs_no_model_and_no_data(argv, monkeypatch):
-    no_model(monkeypatch)
+    forbid_loading(monkeypatch)
     _validate_args(_build_parser().parse_args(argv()))
     with pytest.raises(BadInput, match="--batch-size"):
         _validate_args(_build_parser().parse_args(argv(batch_size=0)))
@@ -227,7 +227,7 @@ def test_validation_needs_no_model_and_no_data(argv, monkeypatch):
 def test_an_existing_cache_is_refused_without_resume(argv, tmp_path, monkeypatch, capsys):
     assert main(argv()) == 0
     before = payload(tmp_path / "cache")
-    no_model(monkeypatch)
+    forbid_loading(monkeypatch)
     assert main(argv()) == 2
     assert "continue it with --resume" in capsys.readouterr().err
     assert payload(tmp_path / "cache") == before
@@ -237,7 +237,7 @@ def test_an_existing_cache_is_refused_without_resume(argv, tmp_path, monkeypatch
 def test_shards_without_a_manifest_are_refused(argv, tmp_path, monkeypatch, capsys, resume):
     assert main(argv()) == 0
     (tmp_path / "cache" / "manifest.json").unlink()
-    no_model(monkeypatch)
+    forbid_loading(monkeypatch)
     before = payload(tmp_path / "cache")
     assert main(argv(resume=resume)) == 2
     error = capsys.readouterr().err
@@ -245,8 +245,8 @@ def test_shards_without_a_manifest_are_refused(argv, tmp_path, monkeypatch, caps
     assert payload(tmp_path / "cache") == before
 
 
-def test_a_directory_of_something_else_is_refused(argv, tmp_path, monkeypatch, capsys):
-    no_model(monkeypatch)
+def test_a_directory_with_other_files_is_refused(argv, tmp_path, monkeypatch, capsys):
+    forbid_loading(monkeypatch)
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache" / "thesis.tex").write_text("all of it")
     for resume in (True, False):
@@ -313,17 +313,17 @@ def test_resuming_with_another_configuration_names_the_field(
 ):
     flags = {n: v(tmp_path / "other") if callable(v) else v for n, v in flags.items()
              if not callable(v) or not (tmp_path / "other").mkdir()}  # fmt: skip
-    no_model(monkeypatch)
+    forbid_loading(monkeypatch)
     before = payload(finished)
-    given = {"output_dir": finished, "encoding": "probs", "draft_vocab_size": 128, "resume": True}
-    assert main(argv(**{**given, **flags})) == 2
+    base = {"output_dir": finished, "encoding": "probs", "draft_vocab_size": 128, "resume": True}
+    assert main(argv(**{**base, **flags})) == 2
     error = capsys.readouterr().err
     assert "made with another configuration" in error
     assert words in error
     assert payload(finished) == before
 
 
-def test_other_weights_behind_the_same_files_are_noticed(argv, tmp_path, monkeypatch, capsys):
+def test_changed_weights_behind_the_same_files_are_detected(argv, tmp_path, monkeypatch, capsys):
     """The files' fingerprint is a sample; the loaded weights are compared in full."""
     monkeypatch.setattr(cache_job, "files_fingerprint", lambda _: "the same")
     assert main(argv()) == 0
@@ -348,10 +348,10 @@ def test_resuming_with_another_configuration_is_refused(tmp_path, more):
 
 
 def test_a_quota_is_never_exceeded_and_resume_continues(argv, tmp_path, finished, caplog):
-    given = {"encoding": "probs", "draft_vocab_size": 128}
+    flags = {"encoding": "probs", "draft_vocab_size": 128}
     total = sum(path.stat().st_size for path in finished.iterdir() if path.is_file())
     with caplog.at_level("INFO"):
-        assert main(argv(**given, quota_gb=0.6 * total / 1e9)) == 3
+        assert main(argv(**flags, quota_gb=0.6 * total / 1e9)) == 3
     assert "--resume continues" in caplog.text
     written = sum(p.stat().st_size for p in (tmp_path / "cache").iterdir() if p.is_file())
     assert 0.3 * total < written <= 0.6 * total
@@ -359,13 +359,13 @@ def test_a_quota_is_never_exceeded_and_resume_continues(argv, tmp_path, finished
     with pytest.raises(BadInput, match="unfinished"):
         CacheStore(tmp_path / "cache")
     times = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").glob("shard-*")}
-    assert main(argv(**given, resume=True)) == 0
+    assert main(argv(**flags, resume=True)) == 0
     assert payload(tmp_path / "cache") == payload(finished)
-    for path, moment in times.items():  # what was complete was not written again
-        assert path.stat().st_mtime_ns == moment
+    for path, mtime in times.items():  # what was complete was not written again
+        assert path.stat().st_mtime_ns == mtime
 
 
-def test_a_full_disk_leaves_a_cache_that_continues(argv, tmp_path, finished, monkeypatch, capsys):
+def test_a_full_disk_leaves_a_resumable_cache(argv, tmp_path, finished, monkeypatch, capsys):
     real, calls = os.posix_fallocate, []
 
     def filling(*args):
@@ -374,20 +374,20 @@ def test_a_full_disk_leaves_a_cache_that_continues(argv, tmp_path, finished, mon
             raise OSError(errno.ENOSPC, "No space left on device")
         real(*args)
 
-    given = {"encoding": "probs", "draft_vocab_size": 128}
+    flags = {"encoding": "probs", "draft_vocab_size": 128}
     with monkeypatch.context() as patch:
         patch.setattr(cache_shard.os, "posix_fallocate", filling)
-        assert main(argv(**given)) == 3
+        assert main(argv(**flags)) == 3
     assert "the disk is full" in capsys.readouterr().err
     assert shards(tmp_path / "cache") == shards(finished)[:2]
     assert not list((tmp_path / "cache").glob(".*.tmp"))
-    assert main(argv(**given, resume=True)) == 0
+    assert main(argv(**flags, resume=True)) == 0
     assert payload(tmp_path / "cache") == payload(finished)
 
 
 @pytest.mark.timeout(60)
-def test_whatever_stops_the_writing_thread_is_raised_where_the_target_runs(tmp_path):
-    """Also what nobody foresaw: a thread that is gone must not be waited for."""
+def test_any_error_of_the_writing_thread_is_raised_in_the_main_thread(tmp_path):
+    """Also an unexpected one: the main thread must not wait for a thread that has died."""
     rows = [token_row(range(3 + i, 9 + i)) for i in range(40)]
 
     def broken(_progress):
@@ -404,7 +404,7 @@ def test_whatever_stops_the_writing_thread_is_raised_where_the_target_runs(tmp_p
 
 
 def test_a_disk_that_is_too_small_is_refused_before_writing(argv, tmp_path, monkeypatch, capsys):
-    no_model(monkeypatch)
+    forbid_loading(monkeypatch)
     usage = shutil._ntuple_diskusage(10**6, 10**6, 1000)
     monkeypatch.setattr("fledge.target.cache.job.shutil.disk_usage", lambda _: usage)
     assert main(argv()) == 2
@@ -412,7 +412,7 @@ def test_a_disk_that_is_too_small_is_refused_before_writing(argv, tmp_path, monk
     assert not (tmp_path / "cache").exists()
 
 
-def test_a_cut_shard_is_made_again(argv, tmp_path, finished):
+def test_a_truncated_shard_is_written_again(argv, tmp_path, finished):
     shutil.copytree(finished, tmp_path / "cache")
     victim = tmp_path / "cache" / "shard-00002.safetensors"
     victim.write_bytes(victim.read_bytes()[:-10])
@@ -429,7 +429,7 @@ def test_leftovers_of_a_kill_are_removed(argv, tmp_path, finished):
     assert payload(tmp_path / "cache") == payload(finished)
 
 
-def test_a_cache_that_is_removed_meanwhile_is_not_called_complete(
+def test_a_cache_that_is_removed_meanwhile_is_not_reported_as_complete(
     argv, tmp_path, capsys, monkeypatch
 ):
     real = precompute.write_shards
@@ -444,7 +444,7 @@ def test_a_cache_that_is_removed_meanwhile_is_not_called_complete(
     assert not (tmp_path / "cache").exists()
 
 
-def test_a_head_with_a_file_missing_is_completed(argv, tmp_path, finished):
+def test_a_missing_tokenizer_file_is_restored(argv, tmp_path, finished):
     shutil.copytree(finished, tmp_path / "cache")
     (tmp_path / "cache" / "target" / "tokenizer.json").unlink()
     (tmp_path / "cache" / "shard-00001.safetensors").unlink()
@@ -453,11 +453,11 @@ def test_a_head_with_a_file_missing_is_completed(argv, tmp_path, finished):
     assert (tmp_path / "cache" / "target" / "tokenizer.json").is_file()
 
 
-def test_another_configuration_beside_a_running_one_is_refused(argv, tmp_path, capsys):
-    """Even before the first shard is there."""
+def test_another_configuration_is_refused_while_one_is_running(argv, tmp_path, capsys):
+    """Even before the first shard exists."""
     cache = tmp_path / "cache"
     assert main(argv(output_dir=cache, quota_gb=1e-9)) == 3  # a manifest, no shard
-    with Claims(cache / CLAIMS):  # somebody is about to write one
+    with Claims(cache / CLAIMS):  # another process is about to write one
         assert main(argv(output_dir=cache, encoding="hidden-fp8", resume=True)) == 2
         assert "made with another configuration: encoding" in capsys.readouterr().err
         assert main(argv(output_dir=cache, resume=True)) == 0
@@ -468,31 +468,32 @@ def test_a_shuffle_seed_orders_the_rows_and_changes_nothing_else(argv, tmp_path)
     plain, mixed = tmp_path / "plain", tmp_path / "mixed"
     assert main(argv(output_dir=plain)) == 0
     assert main(argv(output_dir=mixed, shuffle_seed=5)) == 0
-    ours, theirs = CacheStore(plain), CacheStore(mixed)
+    plain_store, mixed_store = CacheStore(plain), CacheStore(mixed)
     places = [
-        [place for shard in store.shards for place in shard.places] for store in (ours, theirs)
+        [place for shard in store.shards for place in shard.places]
+        for store in (plain_store, mixed_store)
     ]
     assert places[0] != places[1]
     assert sorted(places[0]) == sorted(places[1])
-    assert sorted(ours.lengths) == sorted(theirs.lengths)
+    assert sorted(plain_store.lengths) == sorted(mixed_store.lengths)
 
 
-def test_the_batch_cache_of_the_seed_is_what_a_live_trainer_sees():
+def test_the_cached_batch_is_what_a_live_trainer_sees():
     model = tiny_model("llama")
     vocabulary = draft_vocabulary(model)
     live = HFEagle3TargetModel(model).generate_batch(*padded_rows())
-    kept = _compute_batch_cache(live, *vocabulary, torch.float32)
+    cached = _compute_batch_cache(live, *vocabulary, torch.float32)
     supervised = live.loss_mask.bool()
     slots = supervised.flatten().nonzero()[:, 0]
     objective = LogitsSupervision(live.logits.flatten(0, 1), slots, VocabularyTensors(*vocabulary))
-    assert torch.equal(kept["target_probs"][supervised], objective.probs(0, len(slots)))
+    assert torch.equal(cached["target_probs"][supervised], objective.probs(0, len(slots)))
     ids, _ = vocabulary  # and a distribution where nothing is supervised, see docs/semantics.md, 6
-    assert torch.equal(kept["target_probs"], live.logits[..., ids].softmax(-1, torch.float32))
-    assert torch.equal(kept["loss_mask"], live.loss_mask)
-    assert torch.equal(kept["position_mask"][supervised][:, 0], objective.coverage())
-    assert not kept["position_mask"][~supervised].any()
-    assert torch.equal(kept["aux_hidden_states"], live.aux_hidden_states)
-    assert torch.equal(kept["input_ids"], live.input_ids)
+    assert torch.equal(cached["target_probs"], live.logits[..., ids].softmax(-1, torch.float32))
+    assert torch.equal(cached["loss_mask"], live.loss_mask)
+    assert torch.equal(cached["position_mask"][supervised][:, 0], objective.coverage())
+    assert not cached["position_mask"][~supervised].any()
+    assert torch.equal(cached["aux_hidden_states"], live.aux_hidden_states)
+    assert torch.equal(cached["input_ids"], live.input_ids)
     half = _compute_batch_cache(live, *vocabulary, torch.bfloat16)
     assert half["target_probs"].dtype == half["aux_hidden_states"].dtype == torch.bfloat16
     assert half["loss_mask"].dtype == live.loss_mask.dtype
@@ -500,11 +501,13 @@ def test_the_batch_cache_of_the_seed_is_what_a_live_trainer_sees():
     derived = _compute_batch_cache(
         hidden.generate_batch(*padded_rows()), *vocabulary, torch.float32, head=hidden.info().head
     )
-    torch.testing.assert_close(derived["target_probs"], kept["target_probs"], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        derived["target_probs"], cached["target_probs"], rtol=1e-5, atol=1e-6
+    )
 
 
 def _run_slowly(words):
-    """The command in a process of its own, its disk slowed down so that a kill meets it at work."""
+    """Run the command with a slowed-down disk, so that a kill interrupts its work."""
     torch.set_num_threads(1)
     real = cache_shard.ShardWriter.put
 
@@ -524,10 +527,10 @@ def test_kill_nine_at_ten_random_moments(argv, tmp_path):
     rng, kills, caught = random.Random(5), 0, 0
     while kills < 10:
         process = context.Process(target=_run_slowly, args=(words,))
-        begun = shards(tmp_path / "cache")
+        shards_before = shards(tmp_path / "cache")
         process.start()
         if kills % 3:  # let it get to work, then kill it somewhere in its next shards
-            while process.is_alive() and shards(tmp_path / "cache") == begun:
+            while process.is_alive() and shards(tmp_path / "cache") == shards_before:
                 time.sleep(0.002)
             process.join(timeout=rng.uniform(0, 0.02))
         else:  # while it starts: reading, loading, writing the manifest
@@ -546,22 +549,22 @@ def test_kill_nine_at_ten_random_moments(argv, tmp_path):
 
 @pytest.mark.slow
 def test_four_at_once_and_ten_kills(argv, tmp_path):
-    """The same command four times at any moment; whoever is killed is started again."""
+    """The same command four times at any moment; every killed process is started again."""
     flags = {"encoding": "hidden", "shard_size": 2, "batch_size": 2}
     assert main(argv(**flags, output_dir=tmp_path / "whole")) == 0
     words, cache = argv(**flags, resume=True), tmp_path / "cache"
     context, rng, codes = multiprocessing.get_context("fork"), random.Random(7), []
 
-    def begin():
+    def start():
         process = context.Process(target=_run_slowly, args=(words,))
         process.start()
         return process
 
-    team, kills = [begin() for _ in range(4)], 0
+    team, kills = [start() for _ in range(4)], 0
     while kills < 10:
         time.sleep(rng.uniform(0, 0.15))
         alive = [process for process in team if process.is_alive()]
-        if not alive:  # too quick for the murderer: one shard less, and on they go
+        if not alive:  # all have finished: remove a shard so that there is work again
             sorted(cache.glob("shard-*"))[rng.randrange(3)].unlink()
         else:
             victim = rng.choice(alive)
@@ -570,7 +573,7 @@ def test_four_at_once_and_ten_kills(argv, tmp_path):
             team.remove(victim)
             kills += 1
         team = [process for process in team if process.is_alive()]
-        team += [begin() for _ in range(4 - len(team))]
+        team += [start() for _ in range(4 - len(team))]
     for process in team:
         process.join(timeout=120)
         codes.append(process.exitcode)
@@ -587,7 +590,7 @@ def _rank(rank, size, port, words):
     os._exit(main(words))
 
 
-def _two(words):
+def _run_two_ranks(words):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -601,14 +604,14 @@ def _two(words):
 
 
 def test_two_processes_write_what_one_writes(argv, tmp_path, finished):
-    given = {"encoding": "probs", "draft_vocab_size": 128}
-    assert _two(argv(**given)) == [0, 0]
+    flags = {"encoding": "probs", "draft_vocab_size": 128}
+    assert _run_two_ranks(argv(**flags)) == [0, 0]
     assert payload(tmp_path / "cache") == payload(finished)
-    # and may take over from one, or leave the rest to one
+    # they may also continue the work of one process, or leave the rest to one
     total = sum(path.stat().st_size for path in finished.iterdir() if path.is_file())
     mixed = tmp_path / "mixed"
-    assert main(argv(**given, output_dir=mixed, quota_gb=0.4 * total / 1e9)) == 3
+    assert main(argv(**flags, output_dir=mixed, quota_gb=0.4 * total / 1e9)) == 3
     quota = 0.8 * total / 1e9
-    assert _two(argv(**given, output_dir=mixed, resume=True, quota_gb=quota)) == [3, 3]
-    assert main(argv(**given, output_dir=mixed, resume=True)) == 0
+    assert _run_two_ranks(argv(**flags, output_dir=mixed, resume=True, quota_gb=quota)) == [3, 3]
+    assert main(argv(**flags, output_dir=mixed, resume=True)) == 0
     assert payload(mixed) == payload(finished)

@@ -1,4 +1,4 @@
-"""The documented precompute command as it is written, and what training takes from its cache."""
+"""The documented precompute command, verbatim, and what training takes from its cache."""
 
 import json
 import shlex
@@ -31,7 +31,7 @@ COMMAND = """
 
 @pytest.fixture(scope="module")
 def deep_target(tmp_path_factory):
-    """Deep enough for the default layers, and with more tokens than the command asks for."""
+    """A target deep enough for the default layers, with a larger vocabulary than requested."""
     directory = make_target(tmp_path_factory.mktemp("deep"))
     torch.manual_seed(0)
     LlamaForCausalLM(
@@ -45,7 +45,7 @@ def deep_target(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def made(deep_target, tiny_chats, tmp_path_factory):
-    """Run the command with its three paths exchanged and flags added; encoding -> cache."""
+    """Run the command with its three paths replaced and flags added; returns the cache."""
     root = tmp_path_factory.mktemp("caches")
 
     def make(name="seed", *flags):
@@ -63,7 +63,7 @@ def made(deep_target, tiny_chats, tmp_path_factory):
 
 
 def recipe_words(cache, output_dir, *more):
-    """A recipe that is silent about the draft's vocabulary."""
+    """Overrides of a recipe that does not set the draft's vocabulary."""
     return [
         f"target.cached_target_path={cache}", "training.device=cpu", "training.steps=2",
         "data.valid_rows=4", "objective.ttt_steps=2", f"run.output_dir={output_dir}", *more,
@@ -76,8 +76,8 @@ def vocabulary_of(words):
     return opened.vocabulary
 
 
-def test_training_takes_the_size_that_the_command_was_given(made, tmp_path):
-    """Written down as what it is, so that resuming, reading and repeating the run agree."""
+def test_training_uses_the_vocabulary_size_of_the_command(made, tmp_path):
+    """The resolved recipe records it, so that resuming, reading and repeating the run agree."""
     words = recipe_words(made(), tmp_path / "run")
     training = set_up(load_recipe(None, words))
     assert fit(training, Notes()).finished
@@ -93,7 +93,7 @@ def resolved_words(recipe):
     return [f"{name}={json.dumps(value)}" for name, value in recipe.model_dump().items()]
 
 
-def test_the_same_verb_continues_the_run(made, tmp_path, capsys):
+def test_the_same_command_continues_the_run(made, tmp_path, capsys):
     words = ["train", *recipe_words(made(), tmp_path / "run")]
     for _ in range(2):
         with pytest.raises(SystemExit) as stop:
@@ -109,21 +109,21 @@ def test_the_same_verb_continues_the_run(made, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("said", "size"), [("64", 64), ("null", 9000), ("32000", 9000)])
-def test_of_hidden_states_it_is_a_suggestion(made, tmp_path, said, size):
+def test_a_cache_of_hidden_states_only_suggests_a_vocabulary_size(made, tmp_path, said, size):
     words = recipe_words(made(), tmp_path / "run", f"draft.draft_vocab_size={said}")
     assert vocabulary_of(words).size == size
 
 
-def test_of_probabilities_it_is_the_only_one(made, tmp_path):
+def test_a_cache_of_probabilities_allows_only_its_vocabulary_size(made, tmp_path):
     cache = made("probs", "--encoding", "probs")
     assert vocabulary_of(recipe_words(cache, tmp_path / "run")).size == 8192
-    for said, named in (("64", "64"), ("null", "None"), ("32000", "32000")):
-        with pytest.raises(BadInput, match=f"of 8192, draft.draft_vocab_size says {named}"):
-            vocabulary_of(recipe_words(cache, tmp_path / "run", f"draft.draft_vocab_size={said}"))
+    for value, shown in (("64", "64"), ("null", "None"), ("32000", "32000")):
+        with pytest.raises(BadInput, match=f"of 8192, draft.draft_vocab_size says {shown}"):
+            vocabulary_of(recipe_words(cache, tmp_path / "run", f"draft.draft_vocab_size={value}"))
 
 
-def test_a_warm_start_keeps_its_own(made, tmp_path):
-    """Whatever size the recipe has, said or not; over probabilities the map has to fit."""
+def test_a_warm_start_keeps_its_vocabulary(made, tmp_path):
+    """Whether or not the recipe sets a size; for a cache of probabilities it must be the same."""
     probs, start = made("probs", "--encoding", "probs"), tmp_path / "start"
     for size, cache in ((8192, probs), (64, made())):
         size_word = f"draft.draft_vocab_size={size}"
@@ -137,19 +137,19 @@ def test_a_warm_start_keeps_its_own(made, tmp_path):
         shutil.rmtree(start)
 
 
-def test_a_converted_cache_suggests_the_same(made, tmp_path):
+def test_a_converted_cache_suggests_the_same_vocabulary(made, tmp_path):
     hidden = CachedEagle3TargetModel(made()).info().suggested
     for encoding in ("hidden-fp8", "probs"):
         with pytest.raises(SystemExit) as stop:
             run(["cache", "convert", str(made()), str(tmp_path / encoding), "--encoding", encoding])
         assert not stop.value.code
         info = CachedEagle3TargetModel(tmp_path / encoding).info()
-        found = info.vocabulary if encoding == "probs" else info.suggested
-        assert found.digest() == hidden.digest()
+        vocabulary = info.vocabulary if encoding == "probs" else info.suggested
+        assert vocabulary.digest() == hidden.digest()
 
 
-def test_floats_are_stored_in_dtype_and_computed_as_the_target_is_stored(made, deep_target):
-    """bfloat16 states of a float32 target: its own answers, rounded once."""
+def test_states_are_stored_in_dtype_and_computed_in_the_dtype_of_the_target(made, deep_target):
+    """bfloat16 states of a float32 target are its answers, rounded once."""
     cached = CachedEagle3TargetModel(made())
     rows = cached.rows()
     live = HFEagle3TargetModel.from_pretrained(deep_target, device="cpu")
@@ -158,10 +158,10 @@ def test_floats_are_stored_in_dtype_and_computed_as_the_target_is_stored(made, d
         batch = token_batch(rows[i])
         stored, exact = cached.answer(batch), live.answer(batch)
         for name in ("aux_hidden_states", "last_hidden_states"):
-            kept, own = getattr(stored, name), getattr(exact, name)
-            assert kept.dtype == torch.bfloat16
-            assert own.dtype == torch.float32
-            torch.testing.assert_close(kept.float(), own, rtol=2**-8, atol=1e-6)
+            cached_states, live_states = getattr(stored, name), getattr(exact, name)
+            assert cached_states.dtype == torch.bfloat16
+            assert live_states.dtype == torch.float32
+            torch.testing.assert_close(cached_states.float(), live_states, rtol=2**-8, atol=1e-6)
     low = CachedEagle3TargetModel(made("low", "--target-dtype", "bf16"))
     assert low.info().dtype == torch.bfloat16
     assert (
@@ -178,7 +178,7 @@ def token_batch(row):
     return TokenBatch(ids, torch.ones_like(ids), mask)
 
 
-def test_recipes_have_the_same_two_dtypes(deep_target, tiny_chats, made, tmp_path):
+def test_recipes_take_the_same_two_dtypes(deep_target, tiny_chats, made, tmp_path):
     words = [
         f"target.model={deep_target}", f"data.train={tiny_chats}", "data.workers=1",
         "training.device=cpu", "data.valid_rows=0", "draft.draft_vocab_size=8192",
@@ -187,8 +187,11 @@ def test_recipes_have_the_same_two_dtypes(deep_target, tiny_chats, made, tmp_pat
     with pytest.raises(SystemExit) as stop:
         run(["precompute", *words, "target.dtype=bfloat16", *flags])
     assert not stop.value.code
-    ours, theirs = payload(tmp_path / "cache"), payload(made("ordered", "--shuffle-seed", "none"))
-    assert [name for name in ours if ours[name] != theirs[name]] == ["manifest.json"]
+    by_recipe, by_command = (
+        payload(tmp_path / "cache"),
+        payload(made("ordered", "--shuffle-seed", "none")),
+    )
+    assert [name for name in by_recipe if by_recipe[name] != by_command[name]] == ["manifest.json"]
 
 
 def test_the_advice_about_unusable_rows_can_be_followed(deep_target, tmp_path, capsys):
