@@ -94,7 +94,7 @@ def test_half_precision_on_the_wire_rounds_the_states(server):
 
 
 def test_message_size_stays_within_the_announced_bound():
-    """hidden, bfloat16, 8B shape: at bound 34 kB per token, and the client's bound is tight."""
+    """hidden, bfloat16, 8B shape: at most 34 kB per token, and the client's bound is tight."""
     hidden, tokens = 4096, 64
     ids = torch.ones(1, tokens, dtype=torch.long)
     rows = TokenBatch(ids, ids, ids)
