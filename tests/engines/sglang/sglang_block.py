@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 
 class PlainAttention(nn.Module):
-    """Queries of a block see the context and, as the layer's type says, all or the past of the block."""
+    """Queries of a block see the context and the block; in causal layers, only its past."""
 
     def __init__(self, layer: Any) -> None:
         from sglang.srt.layers.radix_attention import AttentionType
