@@ -62,9 +62,7 @@ class ForeignBlockConfig(ForeignConfig):
 
     def build(self):
         draft = self.place / "own"
-        make_draft(engine_target(), [1, 3, 5], block_size=5, mask_token_id=2).save_pretrained(
-            source
-        )
+        make_draft(engine_target(), [1, 3, 5], block_size=5, mask_token_id=2).save_pretrained(draft)
         options = {"engine": "vllm", "target": "org/model", "without_target": True}
         exported = export_draft(draft, self.place / "out", **options)
         for name in ("config.json", "model.safetensors"):

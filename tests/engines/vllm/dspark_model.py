@@ -44,8 +44,8 @@ class PlainAttention(nn.Module):
 
 @contextmanager
 def loaded_dspark(target: Path, speculative: dict[str, Any] | None, place: Path) -> Iterator[Any]:
-    """vLLM's model of a draft; `speculative` is the serve command's config, None where `target` is a
-    draft that names its own target."""
+    """vLLM's model of a draft; `speculative` is the serve command's config, None where `target` is
+    a draft that names its own target."""
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.distributed import (
         cleanup_dist_env_and_memory,
