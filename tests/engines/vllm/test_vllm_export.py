@@ -152,13 +152,13 @@ def compare(trained: Trained, served: Served) -> tuple[list[int], list[int]]:
     """Per depth, how many of vLLM's proposals there were and how many were ours."""
     total, equal = [0] * DEPTHS, [0] * DEPTHS
     for text, rounds in zip(trained.texts, served.proposals, strict=True):
-        ours = trained.proposals(text)
+        our_proposals = trained.proposals(text)
         known = PROMPT + 1
         for tokens in rounds:
             if known >= PROMPT + ANSWER:
                 break  # proposed after the last token was decoded
             assert len(tokens) == DEPTHS
-            expected = ours[known - 2]  # the slot that reads the last known token
+            expected = our_proposals[known - 2]  # the slot that reads the last known token
             for depth in range(DEPTHS):
                 total[depth] += 1
                 equal[depth] += tokens[depth] == expected[depth]

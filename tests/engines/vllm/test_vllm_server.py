@@ -173,7 +173,7 @@ def test_bench_and_eval_count_the_last_round_as_documented(running: Running) -> 
 
 
 def test_the_defect_that_mended_sampling_fixes_still_exists() -> None:
-    """If it fails, vLLM has fixed it: drop `mended_sampling` and the warning in `fledge serve`."""
+    """If this fails, vLLM has fixed it: drop `mended_sampling` and `fledge serve`'s warning."""
     from vllm.platforms import current_platform
     from vllm.utils.cpu_triton_utils import _expand_kernel_impl
 
