@@ -1,5 +1,5 @@
-"""A random block draft with opinions, a text to draft behind, and what we compute for it: what an
-engine's own classes are compared with."""
+"""A random block draft, a text for it to continue, and what fledge computes for both: the reference
+that an engine's own classes are compared with."""
 
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ DSPARK: dict[str, Any] = {
 
 
 class BlockCase:
-    """KNOWN verified tokens with their aux states, and one more, which nobody has read yet."""
+    """KNOWN verified tokens with their aux states, and one more that no model has read yet."""
 
     def __init__(self, root: Path, slots: int = SLOTS, **options: Any) -> None:
         self.root, self.slots = root, slots
@@ -51,7 +51,7 @@ class BlockCase:
 
     @torch.inference_mode()
     def ours(self) -> dict[str, Tensor]:
-        """States and tokens of the slots that draft; of DSpark its heads' words too."""
+        """Logits and tokens of the slots that draft; for DSpark, its biases and confidences too."""
         draft, strategy = self.draft, choose(self.draft)(self.draft, DraftShape(self.slots))
         blocks: Any = strategy
         aux_1TD = self.aux_TD[None]
@@ -60,12 +60,12 @@ class BlockCase:
         state = RoundState(*columns(table), aux_1TD, blocks.reserve(KNOWN))
         states_JE = blocks.states(state)[0]
         tokens_J = blocks.propose(state, Chooser()).token_BN[0]
-        found = {"tokens": tokens_J, "logits": F.linear(states_JE, draft.lm_head.weight)}
+        results = {"tokens": tokens_J, "logits": F.linear(states_JE, draft.lm_head.weight)}
         if draft.markov_head is None or draft.confidence_head is None:
-            return found
+            return results
         before_J = torch.cat([torch.tensor(self.text[-1:]), tokens_J[:-1]])
         features_JR = draft.markov_head.features(before_J, torch.float32)
-        return found | {
+        return results | {
             "biases": F.linear(features_JR, draft.markov_head.out_WR),
             "confidence": draft.confidence_head(states_JE, features_JR).sigmoid(),
         }

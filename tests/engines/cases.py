@@ -1,6 +1,6 @@
 """Tiny targets as directories that an engine loads, and short training runs of drafts for them.
 
-Engines want head sizes that their kernels know (32 and more), so these are a little wider than the
+Engines need head sizes that their kernels support (32 and up), so these are a little wider than the
 tiny models of tests/target; depth 8 and the vocabulary are the same, and the contract suite runs
 over them.
 """
@@ -68,7 +68,7 @@ def saved(model: Any, directory: Path) -> Path:
 def make_draft(
     model: Any, aux_layer_ids: list[int], *, width: int | None = None, seed: int = 1, **options: Any
 ) -> DraftModel:
-    """A random draft for a target, `width` tokens of whose vocabulary it can say."""
+    """A random draft for a target, limited to `width` tokens of its vocabulary."""
     torch.manual_seed(seed)
     vocabulary, hidden = model.get_input_embeddings().weight.shape
     plain = {
@@ -88,7 +88,7 @@ def make_draft(
     }
     config = transformers.LlamaConfig(**plain | options)
     draft = method_of(config).draft_type()(config)
-    with torch.no_grad():  # norms that matter: nobody must mistake one for another
+    with torch.no_grad():  # distinct norms: a mix-up must show
         for weight in draft.parameters():
             if weight.ndim == 1:
                 weight.add_(0.5 * torch.randn_like(weight))
@@ -115,12 +115,12 @@ def train(
     *,
     lr: float = 3e-3,
 ) -> list[float]:
-    """Train the draft on what the target says about each batch; the loss of every step."""
+    """Train the draft on the target's answers to the batches; returns the loss of every step."""
     ids = draft.selected_token_ids
     assert ids is not None
-    given = TrainerInputs(ids, _marked(ids, draft.config.vocab_size), target.info().head, None)
+    inputs = TrainerInputs(ids, _marked(ids, draft.config.vocab_size), target.info().head, None)
     method = method_of(draft.config)
-    module: Any = method.objective(draft, given, **method.bench_options(depths=4))
+    module: Any = method.objective(draft, inputs, **method.bench_options(depths=4))
     optimizer = torch.optim.Adam([p for p in draft.parameters() if p.requires_grad], lr=lr)
     losses = []
     for batch in batches:

@@ -1,4 +1,4 @@
-"""A test for every case of every kind, with examples that are the same in every CI run."""
+"""Runs the examples of a case, which are the same in every CI run."""
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -28,7 +28,7 @@ def fuzzed(tmp_path_factory):
             outcomes.append(survives(case, rng)[0])
 
         case.restore()
-        case.read()  # untouched, it is taken
+        case.read()  # the unchanged files are accepted
         one()
         assert "refused" in outcomes, "nothing was spoiled"
         assert peak_bytes() - before < GROWTH

@@ -1,4 +1,4 @@
-"""Valid documents, changed at random places into what a hostile or broken writer might leave.
+"""Mutate valid documents at random places into what a hostile or broken writer might produce.
 
 Everything is drawn from a `random.Random`: hypothesis hands one in and shrinks what it draws,
 `make fuzz` seeds one and prints the seed.
@@ -32,20 +32,20 @@ def nested(depth, kind=list):
 
 
 def places(value, limit=4000):
-    """(container, key) of everything inside a document, the outer levels first."""
-    found, level = [], [value]
-    while level and len(found) < limit:
+    """(container, key) of every value inside a document, outer levels first."""
+    spots, level = [], [value]
+    while level and len(spots) < limit:
         inner = []
         for item in level:
             keys = list(item) if isinstance(item, dict) else range(len(item))
-            found += [(item, key) for key in keys]
+            spots += [(item, key) for key in keys]
             inner += [item[key] for key in keys if isinstance(item[key], dict | list)]
         level = inner
-    return found
+    return spots
 
 
 def mutated(document, rng, changes=3):
-    """A copy with a few values replaced, removed, doubled, renamed or put somewhere else."""
+    """A copy with a few values replaced, removed, duplicated, renamed or moved."""
     box = [copy.deepcopy(document)]
     for _ in range(rng.randint(1, changes)):
         spots = places(box)
@@ -62,7 +62,7 @@ def _change(holder, key, spots, rng):
         holder[key] = copy.deepcopy(rng.choice(HOSTILE))
     elif how == 3:
         del holder[key]
-    elif how == 4:  # of another place: types that exist, where they do not belong
+    elif how == 4:  # a value from elsewhere: a valid type in the wrong place
         other, name = rng.choice(spots)
         if name in other if isinstance(other, dict) else name < len(other):
             holder[key] = copy.deepcopy(other[name])
@@ -80,7 +80,7 @@ def _change(holder, key, spots, rng):
 
 
 def json_bytes(document, rng):
-    """A mutated document as bytes; now and then JSON that is not quite JSON."""
+    """A mutated document as bytes; sometimes not quite valid JSON."""
     text = json.dumps(mutated(document, rng), ensure_ascii=rng.random() < 0.9)
     data = text.encode(errors="surrogatepass")
     trick = rng.randrange(24)
@@ -102,7 +102,7 @@ def json_bytes(document, rng):
 
 
 def mutated_bytes(data, rng, near=None):
-    """Bytes flipped, cut, doubled or overwritten with hostile numbers, in the first `near`."""
+    """Flip, cut, duplicate or overwrite bytes with hostile numbers, within the first `near`."""
     data = bytearray(data)
     for _ in range(rng.randint(1, 3)):
         reach = min(len(data), near or len(data))
@@ -131,7 +131,7 @@ def mutated_bytes(data, rng, near=None):
 
 
 def mutated_header(data, rng):
-    """A safetensors file whose JSON header is changed as a document, its length told anew."""
+    """A safetensors file with a mutated JSON header, whose length is updated."""
     length = int.from_bytes(data[:8], "little")
     if rng.random() < 0.3:
         return mutated_bytes(data, rng, near=8 + length)
@@ -141,7 +141,7 @@ def mutated_header(data, rng):
 
 
 def hostile_yaml(document, rng):
-    """A mutated document as YAML, which JSON is a part of; or what only YAML can do."""
+    """A mutated document as YAML (a superset of JSON), or an attack that only YAML allows."""
     trick = rng.randrange(16)
     if trick == 0:
         return billion_laughs(rng.choice((5, 20, 60)))

@@ -2,8 +2,8 @@
 
     python tests/fuzz/run.py --minutes 10 [--only Manifest,Config] [--seed 123]
 
-Prints what was tried per kind and ends with code 1 when an example did not survive; its seed is
-printed, and `--only KIND --seed SEED --minutes 0` tries it again.
+Prints a summary per kind and exits with code 1 when an example did not survive; its seed is
+printed, and `--only KIND --seed SEED --minutes 0` runs it again.
 """
 
 import argparse
@@ -37,7 +37,7 @@ KINDS = (
     "reports",
     "journals",
 )
-TURN_S = 5.0  # that a kind has before the next one's turn
+TURN_S = 5.0  # for a kind before the next one's turn
 
 
 @dataclass
@@ -59,19 +59,19 @@ def main() -> int:
     warnings.simplefilter("ignore")
     sys.stderr = open(os.devnull, "w")  # noqa: SIM115  (progress of thousands of conversions)
     modules = [importlib.import_module(f"fuzz.test_fuzz_{kind}") for kind in KINDS]
-    known = {case.__name__: case for module in modules for case in module.CASES}
-    wanted = [name for name in known if not arguments.only or name in arguments.only.split(",")]
+    cases = {case.__name__: case for module in modules for case in module.CASES}
+    wanted = [name for name in cases if not arguments.only or name in arguments.only.split(",")]
     with tempfile.TemporaryDirectory() as root:
         os.environ["FLEDGE_CACHE"] = str(Path(root) / "fledge-cache")
-        counts = _fuzz({name: known[name] for name in wanted}, Path(root), arguments)
+        counts = _fuzz({name: cases[name] for name in wanted}, Path(root), arguments)
     _print(counts)
     return 1 if any(count.failed for count in counts.values()) else 0
 
 
-def _fuzz(known, root, arguments):
-    counts = {name: Count() for name in known}
-    cases = {name: make(root / name) for name, make in known.items()}
-    for case in cases.values():  # what is imported and loaded once is not growth
+def _fuzz(case_types, root, arguments):
+    counts = {name: Count() for name in case_types}
+    cases = {name: make(root / name) for name, make in case_types.items()}
+    for case in cases.values():  # one-time imports and loads do not count as growth
         case.restore()
         case.read()
     end = time.monotonic() + 60 * arguments.minutes
@@ -80,19 +80,19 @@ def _fuzz(known, root, arguments):
             turn = min(end, time.monotonic() + TURN_S)
             while True:
                 seed = secrets.randbits(48) if arguments.seed is None else arguments.seed
-                _one(name, case, seed, counts[name])
+                _try_example(name, case, seed, counts[name])
                 if time.monotonic() >= turn:
                     break
         if time.monotonic() >= end:
             return counts
 
 
-def _one(name, case, seed, count):
+def _try_example(name, case, seed, count):
     before = peak_bytes()
     count.examples += 1
     try:
         outcome, seconds = survives(case, random.Random(seed))
-    except Exception:  # noqa: BLE001  (whatever it is, it is counted and shown)
+    except Exception:  # noqa: BLE001  (any error is counted and printed)
         count.failed += 1
         print(f"--- {name} did not survive seed {seed}", flush=True)
         traceback.print_exc(file=sys.stdout)
@@ -113,8 +113,8 @@ def _print(counts):
             f"{count.slowest_s:8.2f} s{count.grown >> 20:6} MB"
         )
     grown = sum(count.grown for count in counts.values())
-    tried = sum(count.examples for count in counts.values())
-    print(f"{tried:,} examples, memory grew by {grown >> 20} MB")
+    examples = sum(count.examples for count in counts.values())
+    print(f"{examples:,} examples, memory grew by {grown >> 20} MB")
     assert grown < GROWTH, "too much memory"
 
 

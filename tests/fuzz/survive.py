@@ -1,8 +1,8 @@
-"""The property: whatever is read, it is taken or refused in one line, soon, with little memory,
-and a refusal leaves everything as it was.
+"""The property: any input is accepted or refused in one line, quickly and with little memory, and a
+refusal leaves all files unchanged.
 
-A `Case` is a place with something valid in it, and a way to spoil and read that. It reads with the
-functions that the verbs call.
+A `Case` is a directory with valid files, and a way to corrupt and read them. It reads with the
+functions that the commands call.
 """
 
 import contextlib
@@ -14,13 +14,13 @@ from pathlib import Path
 
 from fledge.core.errors import BadInput
 
-SECONDS = 10.0  # that one example may take
-GROWTH = 1 << 30  # bytes that all examples of a process together may add
-_AT_ONCE = 3 << 30  # that an example may ask for at all: beyond, it fails instead of the machine
+SECONDS = 10.0  # limit for one example
+GROWTH = 1 << 30  # limit in bytes for all examples of a process together
+_AT_ONCE = 3 << 30  # allocation limit of an example: it fails before the machine does
 
 
 class Case:
-    """`spoil` changes files below `root`, `read` reads them; `restore` puts them back."""
+    """`spoil` corrupts files below `root`, `read` reads them, `restore` restores them."""
 
     examples = 60  # in CI
 
@@ -32,7 +32,7 @@ class Case:
         shutil.copytree(self.place, self.root / "valid", symlinks=True)
 
     def build(self):
-        """Put something valid into `place`."""
+        """Write valid files to `place`."""
         raise NotImplementedError
 
     def spoil(self, rng):
@@ -47,7 +47,7 @@ class Case:
 
 
 def files_below(place):
-    """Everything that writing would change."""
+    """Sizes and modification times of all files below a directory."""
     return {
         str(path.relative_to(place)): (path.lstat().st_size, path.lstat().st_mtime_ns)
         for path in sorted(Path(place).rglob("*"))
@@ -56,7 +56,7 @@ def files_below(place):
 
 @contextlib.contextmanager
 def bounded_memory():
-    """An absurd allocation is an error of this process, not the end of the machine."""
+    """Let an absurd allocation fail in this process instead of exhausting the machine."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     resource.setrlimit(resource.RLIMIT_AS, (pages * os.sysconf("SC_PAGESIZE") + _AT_ONCE, hard))
@@ -67,7 +67,7 @@ def bounded_memory():
 
 
 def survives(case, rng):
-    """(taken or refused, seconds) of one example; an AssertionError, or what came instead."""
+    """(taken or refused, seconds) of one example; raises when it does not survive."""
     case.restore()
     case.spoil(rng)
     before = files_below(case.place)

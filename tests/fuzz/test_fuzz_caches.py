@@ -30,7 +30,7 @@ class Manifest(Case):
         path.write_bytes(json_bytes(json.loads(path.read_bytes()), rng))
 
     def read(self):
-        """As `fledge cache info` and training do; what is taken can be read to its last row."""
+        """As `fledge cache info` and training do; an accepted cache can be read to its last row."""
         _facts(self.place)
         target = CachedEagle3TargetModel(self.place)
         try:
@@ -79,5 +79,5 @@ CASES = (Manifest, ShardHeader, ShardBytes, TargetTables, Vocabulary)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_a_cache_is_whole_or_refused(fuzzed, case):
+def test_a_cache_is_valid_or_refused(fuzzed, case):
     fuzzed(case)

@@ -1,4 +1,4 @@
-"""Checkpoints: the state, and the trainer's tensors, from which a run goes on."""
+"""Checkpoints: the state and the trainer's tensors from which a run resumes."""
 
 import json
 import shutil
@@ -41,7 +41,7 @@ class State(Case):
 
 
 class Trainer(State):
-    """Tensors of other names, shapes and dtypes, under checksums that fit."""
+    """Tensors of other names, shapes and dtypes, with matching checksums."""
 
     examples = 60
 
@@ -63,9 +63,9 @@ class Trainer(State):
                 _spoil_tensor(tensors, rng)
             save_file(tensors, path)
         state = self.place / CHECKPOINT / "state.json"
-        held = json.loads(state.read_bytes())
+        content = json.loads(state.read_bytes())
         state.write_text(
-            json.dumps({**held, "checksums": {**held["checksums"], name: checksum(path)}})
+            json.dumps({**content, "checksums": {**content["checksums"], name: checksum(path)}})
         )
 
     def read(self):
@@ -93,5 +93,5 @@ CASES = (State, Trainer)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_a_checkpoint_is_whole_or_refused(fuzzed, case):
+def test_a_checkpoint_is_valid_or_refused(fuzzed, case):
     fuzzed(case)

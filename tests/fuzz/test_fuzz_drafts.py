@@ -1,4 +1,4 @@
-"""Drafts: config.json and the header of the weights, ours and those of other trainers."""
+"""Drafts: config.json and the header of the weights, from fledge and from other trainers."""
 
 import json
 import shutil
@@ -51,26 +51,26 @@ class ForeignConfig(Config):
 
 
 class BlockConfig(Config):
-    """A DSpark draft: heads of its own, lists of layers and temperatures."""
+    """A DSpark draft: its own heads, lists of layers and temperatures."""
 
     def build(self):
         make_draft(engine_target(), [1, 3, 5], **DSPARK).save_pretrained(self.place)
 
 
 class ForeignBlockConfig(ForeignConfig):
-    """Drafts in the layout of engines, nested keys included."""
+    """Drafts in an engine's layout, including nested keys."""
 
     def build(self):
-        own = self.place / "own"
-        make_draft(engine_target(), [1, 3, 5], block_size=5, mask_token_id=2).save_pretrained(own)
+        draft = self.place / "own"
+        make_draft(engine_target(), [1, 3, 5], block_size=5, mask_token_id=2).save_pretrained(draft)
         options = {"engine": "vllm", "target": "org/model", "without_target": True}
-        made = export_draft(own, self.place / "out", **options)
+        exported = export_draft(draft, self.place / "out", **options)
         for name in ("config.json", "model.safetensors"):
-            shutil.copy(made / name, self.place)
+            shutil.copy(exported / name, self.place)
 
 
 class TorchFile(Case):
-    """torch's own files hold pickles: only what weights are made of is read from them."""
+    """torch's own files contain pickles: only what weights consist of is read from them."""
 
     def build(self):
         (self.place / "config.json").write_text("{}")
@@ -79,7 +79,7 @@ class TorchFile(Case):
 
     def spoil(self, rng):
         path = self.place / "pytorch_model.bin"
-        if rng.random() < 0.3:  # one number, which claims to be a trillion
+        if rng.random() < 0.3:  # one number that claims to be up to a trillion
             huge = torch.zeros(1).expand(rng.choice((10**6, 10**12)))
             torch.save({"fc.weight": huge, "norm.weight": rng.choice((1, "x", [huge]))}, path)
             return
@@ -97,5 +97,5 @@ CASES = (Config, Weights, ForeignConfig, BlockConfig, ForeignBlockConfig, TorchF
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_a_draft_is_whole_or_refused(fuzzed, case):
+def test_a_draft_is_valid_or_refused(fuzzed, case):
     fuzzed(case)

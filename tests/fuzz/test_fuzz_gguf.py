@@ -13,7 +13,7 @@ from models.tiny_gguf import tiny_llama, write_gguf
 
 pytestmark = pytest.mark.slow
 
-# Sizes in the metadata, each a 32-bit number behind its name and type.
+# Sizes in the metadata, each a 32-bit number after its name and type.
 SIZES = (
     b"llama.block_count", b"llama.context_length", b"llama.embedding_length",
     b"llama.feed_forward_length", b"llama.attention.head_count", b"llama.attention.head_count_kv",
@@ -43,7 +43,7 @@ class Header(Case):
         out = self.root / "converted"
         shutil.rmtree(out, ignore_errors=True)
         out.mkdir()
-        assert "/" not in public_name(str(self.place / "tiny.gguf"))  # it names no repository
+        assert "/" not in public_name(str(self.place / "tiny.gguf"))  # not a repository's name
         convert(self.place / "tiny.gguf", out, name="tiny.gguf", dtype="bfloat16")
 
 

@@ -1,4 +1,4 @@
-"""What jobs leave to go on from: prepared rows, the journal and manifest of `regenerate`."""
+"""Files from which jobs resume: prepared rows, the journal and manifest of `regenerate`."""
 
 import contextlib
 import json
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 
 class Parrot:
-    """Answers every turn with the same words; breaks down after a few rows, at first."""
+    """Answers every turn with the same words, and fails after `patience` rows."""
 
     together = 1
 
@@ -39,7 +39,7 @@ class Parrot:
 
 
 class PreparedRows(Case):
-    """A part that is not what it says is made again, never read."""
+    """A part that does not match its record is rebuilt, never read."""
 
     examples = 150
 
@@ -59,8 +59,8 @@ class PreparedRows(Case):
         from fledge.data.tokenise import checksum
 
         arrow.write_bytes(mutated_bytes(arrow.read_bytes(), rng))
-        held = json.loads(record.read_bytes())
-        record.write_text(json.dumps({**held, "crc32": checksum(arrow)}))
+        content = json.loads(record.read_bytes())
+        record.write_text(json.dumps({**content, "crc32": checksum(arrow)}))
 
     def read(self):
         if read_record(self.place, 0) is None:
@@ -72,7 +72,7 @@ class PreparedRows(Case):
 
 
 class Regenerated(Case):
-    """A job that is over, and one that was stopped: both are read by the next command."""
+    """A job that was stopped (below: one that finished), which the next command reads."""
 
     examples = 100
     patience = 3
@@ -87,8 +87,8 @@ class Regenerated(Case):
         return regenerate([str(self.root / "chats.jsonl")], self.out, parrot, Sampling())
 
     def spoil(self, rng):
-        found = sorted(self.place.rglob("*.json*"))
-        path = rng.choice([path for path in found if path.is_file() and path != self.out])
+        paths = sorted(self.place.rglob("*.json*"))
+        path = rng.choice([path for path in paths if path.is_file() and path != self.out])
         lines = path.read_bytes().splitlines() if path.suffix == ".jsonl" else [path.read_bytes()]
         at = rng.randrange(len(lines))
         lines[at] = json_bytes(json.loads(lines[at]), rng)
@@ -107,5 +107,5 @@ CASES = (PreparedRows, Regenerated, Finished)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_a_record_is_whole_or_not_used(fuzzed, case):
+def test_a_record_is_valid_or_not_used(fuzzed, case):
     fuzzed(case)

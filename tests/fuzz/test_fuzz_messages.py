@@ -1,4 +1,4 @@
-"""What comes over the network: the body of a question to a target server.
+"""Network input: the body of a question to a target server.
 
 Refused means ValueError, which the server answers with 400; anything else would be a 500.
 """
@@ -40,7 +40,7 @@ class Body(Case):
     def spoil(self, rng):
         spoilt = mutated_header if rng.random() < 0.7 else mutated_bytes
         body = spoilt(self.valid, rng)
-        if rng.random() < 0.9:  # a digest that fits: what lies behind it is read too
+        if rng.random() < 0.9:  # a matching digest, so that the checks behind it run too
             covered = body[:-DIGEST_BYTES]
             body = covered + xxhash.xxh3_64(covered).digest()[::-1]
         self.body = body

@@ -57,5 +57,5 @@ CASES = (RecipeFile, Override)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_a_recipe_is_right_or_refused(fuzzed, case):
+def test_a_recipe_is_valid_or_refused(fuzzed, case):
     fuzzed(case)

@@ -1,4 +1,4 @@
-"""What `fledge report` reads of a run; some of it through the command line itself."""
+"""The files of a run that `fledge report` reads; partly through the command line itself."""
 
 import contextlib
 import io
@@ -58,19 +58,19 @@ class Report(Case):
 
 
 class Verb(Report):
-    """Exit code 2 and one line on stderr, or 0."""
+    """Through the command: exit code 0, or 2 and one line on stderr."""
 
     examples = 60
 
     def read(self):
-        told = io.StringIO()
+        stderr = io.StringIO()
         command = ["report", str(self.place), "--out", str(self.root / "page.html"), "--json"]
-        with contextlib.redirect_stderr(told), contextlib.redirect_stdout(io.StringIO()):
+        with contextlib.redirect_stderr(stderr), contextlib.redirect_stdout(io.StringIO()):
             try:
                 main.run(command)
             except SystemExit as ended:
                 code = ended.code
-        lines = told.getvalue().splitlines()
+        lines = stderr.getvalue().splitlines()
         assert code in (0, 2), lines[-5:]
         if code == 2:
             [line] = lines
@@ -82,5 +82,5 @@ CASES = (Report, Verb)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_a_page_is_made_or_refused(fuzzed, case):
+def test_a_page_is_rendered_or_refused(fuzzed, case):
     fuzzed(case)

@@ -1,4 +1,4 @@
-"""Data: rows of any JSON, of which a bad one is dropped and never ends the job."""
+"""Data: rows of arbitrary JSON. A bad row is dropped and never ends the job."""
 
 import json
 
@@ -51,7 +51,7 @@ class Lines(Case):
         self.write([line.replace(b"\n", b" ") for line in lines])
 
     def read(self):
-        """Rows that are dropped are counted; when none is left, the job refuses."""
+        """Dropped rows are counted; when no row is left, the job is refused."""
         for part in make_parts([str(self.place / self.name)]):
             tokenised = tokenise_part(part, self.encoder)
             assert all(len(row.input_ids) == len(row.loss_mask) for row in tokenised.rows)

@@ -1,4 +1,4 @@
-"""Files of hidden states in a directory that others write to."""
+"""Files of hidden states in a directory that other programs write to."""
 
 import pytest
 import torch
@@ -32,5 +32,5 @@ class States(Case):
         assert len(states) == len(TOKENS)
 
 
-def test_states_are_whole_or_refused(fuzzed):
+def test_states_are_valid_or_refused(fuzzed):
     fuzzed(States)

@@ -1,4 +1,4 @@
-"""Real SGLang on a CPU. `make test-sglang` makes the environments and runs these in each."""
+"""Real SGLang on a CPU. `make test-sglang` creates the environments and runs these in each."""
 
 import importlib.metadata
 import importlib.util
@@ -10,8 +10,8 @@ HERE = __file__.rpartition("/")[0]
 
 def pytest_collection_modifyitems(items):
     """Everything here needs SGLang."""
-    ours = [item for item in items if str(item.path).startswith(HERE)]
-    for item in ours:
+    engine_items = [item for item in items if str(item.path).startswith(HERE)]
+    for item in engine_items:
         item.add_marker(pytest.mark.engine)
         if importlib.util.find_spec("sglang") is None:
             item.add_marker(pytest.mark.skip(reason="SGLang is not installed: make test-sglang"))

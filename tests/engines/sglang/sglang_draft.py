@@ -23,10 +23,10 @@ from fledge.target.sglang.ranks import free_port
 
 def open_engine(directory: Path, **options: Any) -> SGLangEngine:
     engine = engine_class("cpu")
-    asked = {"max_total_tokens": 4096, **options}
-    told = server_options(asked, engine.option_names(), device="cpu")
-    told |= {"model_path": str(directory), "dtype": "float32"}
-    return engine(told, rank=0, port=free_port())
+    engine_options = {"max_total_tokens": 4096, **options}
+    settings = server_options(engine_options, engine.option_names(), device="cpu")
+    settings |= {"model_path": str(directory), "dtype": "float32"}
+    return engine(settings, rank=0, port=free_port())
 
 
 def layers_that_sglang_reads(draft_directory: Path) -> list[int] | None:
@@ -61,7 +61,7 @@ class SGLangDraft:
 
     def __init__(self, directory: Path, embedding_VD: Tensor) -> None:
         self.engine = open_engine(directory)
-        with torch.no_grad():  # as `set_embed` does, which wants a GPU
+        with torch.no_grad():  # as `set_embed` does, which needs a GPU
             self.model.model.embed_tokens.weight[: len(embedding_VD)] = embedding_VD
 
     @property
@@ -70,7 +70,7 @@ class SGLangDraft:
 
     @torch.no_grad()
     def propose(self, token_rows: list[list[int]], aux_rows: list[Tensor], count: int) -> Drafted:
-        """From the end of each row, `count` tokens one after another.
+        """Draft `count` tokens, one after another, from the end of each row.
 
         Row i reads tokens x[1] .. x[n] beside the aux states of x[0] .. x[n - 1].
         """
@@ -93,7 +93,7 @@ class SGLangDraft:
         return Drafted(torch.stack(tokens, 1), torch.stack(logits, 1))
 
     def _state(self, captured: Captured) -> Tensor:
-        """What a worker feeds to the next step."""
+        """The state that a worker feeds into the next step."""
         return captured.aux_KND[0]
 
     def _target_ids(self, draft_id_B: Tensor) -> Tensor:
@@ -101,8 +101,8 @@ class SGLangDraft:
         return draft_id_B if hot is None else hot[draft_id_B]
 
     def _decode(self, batch: Any, token_B: Tensor, state_BD: Tensor) -> Captured:
-        batch.output_ids = token_B  # where 0.5.9 looks
-        batch.input_ids = token_B  # and where 0.5.23 does
+        batch.output_ids = token_B  # read by 0.5.9
+        batch.input_ids = token_B  # read by 0.5.23
         batch.prepare_for_decode()
         return self._run(batch, state_BD)
 

@@ -1,4 +1,4 @@
-"""The SGLang runner's document, in real SGLang. Each test quotes the sentence that it checks."""
+"""The documented behavior of the SGLang runner, in real SGLang. Each test quotes what it checks."""
 
 import pytest
 import torch
@@ -10,9 +10,9 @@ from target.tiny_models import tiny_model
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
-    made = tmp_path_factory.mktemp("llama")
-    tiny_model("llama").save_pretrained(made)
-    return made
+    path = tmp_path_factory.mktemp("llama")
+    tiny_model("llama").save_pretrained(path)
+    return path
 
 
 @pytest.fixture
@@ -48,11 +48,11 @@ def test_the_contract_layer_applies_the_shift(runner):
     """ "the contract layer applies the EAGLE-3 shift" """
     target = RunnerEagle3TargetModel(runner)
     assert target.model is runner.model
-    ours = target.generate_batch(*padded_rows())
-    theirs = HFEagle3TargetModel(tiny_model("llama")).generate_batch(*padded_rows())
-    supervised = theirs.loss_mask.bool()
+    batch = target.generate_batch(*padded_rows())
+    expected = HFEagle3TargetModel(tiny_model("llama")).generate_batch(*padded_rows())
+    supervised = expected.loss_mask.bool()
     torch.testing.assert_close(
-        ours.logits[supervised], theirs.logits[supervised], rtol=1e-3, atol=1e-3
+        batch.logits[supervised], expected.logits[supervised], rtol=1e-3, atol=1e-3
     )
-    assert torch.equal(ours.input_ids, theirs.input_ids)
-    assert torch.equal(ours.loss_mask, theirs.loss_mask)
+    assert torch.equal(batch.input_ids, expected.input_ids)
+    assert torch.equal(batch.loss_mask, expected.loss_mask)

@@ -1,6 +1,6 @@
-"""DFlash and DSpark exports in SGLang's own classes: they listen to our layers, load our files and
-compute our logits, Markov biases, confidences and tokens. Its worker wants a GPU
-(tests/engines/sglang/sglang_block.py says what stands for it here). Controls must not pass."""
+"""DFlash and DSpark exports in SGLang's own classes: they read our layers, load our files and
+compute our logits, Markov biases, confidences and tokens. Its worker needs a GPU;
+tests/engines/sglang/sglang_block.py describes what replaces it. Negative controls must fail."""
 
 import importlib.util
 import shutil
@@ -49,8 +49,8 @@ def engine(case: BlockCase) -> Iterator[Any]:
     engine.close()
 
 
-def theirs(case: BlockCase, export: Path, engine: Any) -> dict[str, Tensor]:
-    """As the worker calls its model: DFlash drafts behind its newest token, DSpark from it on."""
+def sglang_results(case: BlockCase, export: Path, engine: Any) -> dict[str, Tensor]:
+    """Call the model as the worker does: DFlash drafts after the newest token, DSpark at it too."""
     sglang = SGLangBlock(export, engine.model)
     assert sglang.listened(8) == LAYERS
     model, newest = sglang.model, torch.tensor(case.text[-1:])
@@ -68,31 +68,31 @@ def theirs(case: BlockCase, export: Path, engine: Any) -> dict[str, Tensor]:
             biases.append(bias_1V[0])
             tokens.append((logits_V + bias_1V).argmax(-1))
         tokens_J = torch.cat(tokens[1:])
-        sure_1J, _ = model.compute_confidence(
+        confidence_1J, _ = model.compute_confidence(
             anchor_tokens=newest, draft_tokens=tokens_J[None], confidence_features=features_JE
         )
     return {
-        "logits": logits_JV, "biases": torch.stack(biases), "confidence": sure_1J[0],
+        "logits": logits_JV, "biases": torch.stack(biases), "confidence": confidence_1J[0],
         "tokens": tokens_J,
     }  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
 def confidences_read(monkeypatch: Any) -> None:
-    monkeypatch.setenv("SGLANG_RAGGED_VERIFY_MODE", "compact")  # in the other it ignores them
+    monkeypatch.setenv("SGLANG_RAGGED_VERIFY_MODE", "compact")  # the other mode ignores them
 
 
 def test_sglang_computes_our_blocks(case: BlockCase, engine: Any) -> None:
-    ours, found = case.ours(), theirs(case, case.export("sglang"), engine)
-    assert ours.keys() == found.keys()
-    assert torch.equal(ours.pop("tokens"), found["tokens"])
-    for name, tensor in ours.items():
-        torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-4)
-    assert ours["logits"].std() > 0.5
+    expected, results = case.ours(), sglang_results(case, case.export("sglang"), engine)
+    assert expected.keys() == results.keys()
+    assert torch.equal(expected.pop("tokens"), results["tokens"])
+    for name, tensor in expected.items():
+        torch.testing.assert_close(results[name], tensor, rtol=0, atol=1e-4)
+    assert expected["logits"].std() > 0.5
 
 
-def test_sglang_hears_our_layers(case: BlockCase, engine: Any) -> None:
-    """The ids in our files, read as SGLang reads them: the states that our target shows."""
+def test_sglang_reads_our_layers(case: BlockCase, engine: Any) -> None:
+    """The layer ids in our files, as SGLang reads them, select the states of our own target."""
     row = [*case.text]
     engine.model.set_dflash_layers_to_capture(
         SGLangBlock(case.export("sglang"), engine.model).listened(8)
@@ -104,16 +104,16 @@ def test_sglang_hears_our_layers(case: BlockCase, engine: Any) -> None:
     torch.testing.assert_close(aux_TD, batch.aux_hidden_states[0], rtol=0, atol=1e-4)
 
 
-def _swap(one: str, other: str) -> Callable[[dict[str, Tensor]], None]:
-    def change(held: dict[str, Tensor]) -> None:
-        held[one], held[other] = held[other], held[one]
+def _swap(first: str, second: str) -> Callable[[dict[str, Tensor]], None]:
+    def change(tensors: dict[str, Tensor]) -> None:
+        tensors[first], tensors[second] = tensors[second], tensors[first]
 
     return change
 
 
 CONTROLS: dict[str, Callable[[dict[str, Tensor]], None]] = {
     "norms of keys": _swap("layers.0.self_attn.k_norm.weight", "layers.1.self_attn.k_norm.weight"),
-    "norm of features": lambda held: held["hidden_norm.weight"].fill_(1.0),
+    "norm of features": lambda tensors: tensors["hidden_norm.weight"].fill_(1.0),
 }
 
 
@@ -122,8 +122,8 @@ def test_a_wrong_tensor_is_noticed(
     control: str, case: BlockCase, engine: Any, tmp_path: Path
 ) -> None:
     broken = shutil.copytree(case.export("sglang"), tmp_path / "broken")
-    held = load_file(broken / "model.safetensors")
-    CONTROLS[control](held)
-    save_file(held, broken / "model.safetensors", {"format": "pt"})
-    far = theirs(case, broken, engine)["logits"] - case.ours()["logits"]
-    assert far.abs().max() > 0.05
+    tensors = load_file(broken / "model.safetensors")
+    CONTROLS[control](tensors)
+    save_file(tensors, broken / "model.safetensors", {"format": "pt"})
+    difference = sglang_results(case, broken, engine)["logits"] - case.ours()["logits"]
+    assert difference.abs().max() > 0.05

@@ -1,4 +1,4 @@
-"""The SGLang backend through the suite that every target backend is held to."""
+"""The SGLang backend passes the contract suite of all target backends."""
 
 import atexit
 import tempfile

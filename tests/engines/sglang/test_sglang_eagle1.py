@@ -34,7 +34,7 @@ __all__ = ["deep_target"]
 
 
 class SGLangEagle1Draft(SGLangDraft):
-    """Embeddings and head are the target's, as its worker hands them over."""
+    """With the target's embeddings and head, as SGLang's worker passes them on."""
 
     def __init__(self, directory: Path, draft: LlamaEagle1DraftModel) -> None:
         super().__init__(directory, draft.embed_tokens.weight)
@@ -98,13 +98,13 @@ def proposals(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     sglang = SGLangEagle1Draft(directory, exported.draft)  # type: ignore[arg-type]
     try:
-        strange, unused = compare_with_files(sglang.model, directory, never_read="")
-        assert strange == ["lm_head.weight"]  # the target's
+        mismatched, unused = compare_with_files(sglang.model, directory, never_read="")
+        assert mismatched == ["lm_head.weight"]  # the target's
         assert not unused
-        found = sglang.propose(*every_slot(exported.rows, states), DEPTHS)
+        drafted = sglang.propose(*every_slot(exported.rows, states), DEPTHS)
     finally:
         sglang.close()
-    return found.token_BK, found.logits_BKW
+    return drafted.token_BK, drafted.logits_BKW
 
 
 def test_every_proposal_is_ours(exported: Exported, tmp_path: Path) -> None:
@@ -116,13 +116,13 @@ def test_every_proposal_is_ours(exported: Exported, tmp_path: Path) -> None:
         expected = replay(target, exported.draft, exported.texts, num_draft_tokens=DEPTHS)
     states = [batch.aux_hidden_states[0] for batch in batches]
     token_BK, logits_BKV = our_proposals(exported, states)
-    found_BK, found_BKV = proposals(exported.directory, exported, states)
-    torch.testing.assert_close(found_BKV, logits_BKV, rtol=1e-3, atol=1e-3)
-    assert torch.equal(found_BK, token_BK)
-    assert len(found_BK.unique()) > 5, "a draft that always says the same proves nothing"
-    assert accepted(exported, found_BK) == [one.accepted_T for one in expected]
-    assert any(any(one.accepted_T) for one in expected)
-    # the control: a bias of fc that is not zero is read
+    sglang_BK, sglang_BKV = proposals(exported.directory, exported, states)
+    torch.testing.assert_close(sglang_BKV, logits_BKV, rtol=1e-3, atol=1e-3)
+    assert torch.equal(sglang_BK, token_BK)
+    assert len(sglang_BK.unique()) > 5, "a draft that always says the same proves nothing"
+    assert accepted(exported, sglang_BK) == [result.accepted_T for result in expected]
+    assert any(any(result.accepted_T) for result in expected)
+    # negative control: a nonzero bias of fc changes the proposals
     shutil.copytree(exported.directory, tmp_path / "biased")
     tensors = load_file(exported.directory / "model.safetensors")
     tensors["fc.bias"] += torch.linspace(-1, 1, 32)

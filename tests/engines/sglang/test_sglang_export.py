@@ -1,4 +1,4 @@
-"""What `fledge export --engine sglang` writes, in SGLang's own draft class and loader."""
+"""What `fledge export --engine sglang` writes, loaded by SGLang's own draft class and loader."""
 
 import importlib.metadata
 import importlib.util
@@ -31,7 +31,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "eagle3": {"draft_vocab_size": 128},
     "chosen-layers": {"aux_layer_ids": [0, 2, 5]},
 }
-if VERSION != "0.5.9":  # which can do neither, and export says so
+if VERSION != "0.5.9":  # which supports neither; export refuses them
     KINDS |= {
         "eagle3.1": {"draft_vocab_size": 128, "fc_norm": True, "norm_output": True},
         "two-layers": {"num_hidden_layers": 2},
@@ -59,10 +59,10 @@ def deep_target(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     config = LlamaConfig(
         vocab_size=400, hidden_size=32, intermediate_size=64, num_hidden_layers=8,
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512,
-        rope_theta=500.0,  # an engine that did not read it would turn at 10,000
+        rope_theta=500.0,  # an engine that ignored it would use 10,000
     )  # fmt: skip
     model = LlamaForCausalLM(config)
-    with torch.no_grad():  # each layer says something of its own
+    with torch.no_grad():  # so that layers differ clearly
         for parameter in model.parameters():
             if parameter.ndim == 2:
                 parameter.normal_(std=0.3)
@@ -93,7 +93,7 @@ def exported(
 def fitted_draft(
     directory: Path, texts: list[Text], *, aux_layer_ids: list[int] = DEFAULT_LAYERS, **options: Any
 ) -> LlamaEagle3DraftModel:
-    """A draft that has half learnt these texts, and whose every norm matters."""
+    """A draft that has partly learned these texts and in which every norm matters."""
     with HFEagle3TargetModel.from_pretrained(
         directory, aux_layer_ids=aux_layer_ids, dtype="float32"
     ) as target:
@@ -104,8 +104,8 @@ def fitted_draft(
         draft.config.aux_layer_ids = aux_layer_ids
         draft.copy_embeddings_from_target(target.get_input_embeddings())
         head, size = target.info().head, target.info().vocab_size
-    spoken = [*rows.unique().tolist(), *range(size)]
-    ids = torch.tensor(sorted(list(dict.fromkeys(spoken))[: draft.config.draft_vocab_size]))
+    candidates = [*rows.unique().tolist(), *range(size)]
+    ids = torch.tensor(sorted(list(dict.fromkeys(candidates))[: draft.config.draft_vocab_size]))
     mask = torch.zeros(size, dtype=torch.bool)
     mask[ids] = True
     draft.set_vocab_mapping(ids, mask)
@@ -146,11 +146,11 @@ def greedy_texts(directory: Path) -> list[Text]:
 def test_every_parameter_comes_from_the_files(exported: Exported) -> None:
     sglang = SGLangDraft(exported.directory, exported.draft.embed_tokens.weight)
     try:
-        strange, unused = compare_with_files(sglang.model, exported.directory)
+        mismatched, unused = compare_with_files(sglang.model, exported.directory)
         hot = sglang.model.get_hot_token_id()
     finally:
         sglang.close()
-    assert strange == []
+    assert mismatched == []
     assert unused <= {"d2t", "t2d"}
     if exported.draft.config.draft_vocab_size == exported.draft.config.vocab_size:
         assert hot is None
@@ -159,47 +159,47 @@ def test_every_parameter_comes_from_the_files(exported: Exported) -> None:
 
 
 def test_a_layer_that_sglang_skips_is_noticed(exported: Exported, tmp_path: Path) -> None:
-    """The control: 0.5.9 knows the first layer as `midlayer` only, and says nothing otherwise."""
+    """Negative control: 0.5.9 knows layer 0 only as `midlayer`, and skips other names silently."""
     shutil.copytree(exported.directory, tmp_path / "renamed")
     files = load_file(exported.directory / "model.safetensors")
     renamed = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in files.items()}
     save_file(renamed, tmp_path / "renamed" / "model.safetensors")
     sglang = SGLangDraft(tmp_path / "renamed", exported.draft.embed_tokens.weight)
     try:
-        strange, _ = compare_with_files(sglang.model, tmp_path / "renamed")
+        mismatched, _ = compare_with_files(sglang.model, tmp_path / "renamed")
     finally:
         sglang.close()
-    ours = [name for name in strange if "midlayer" in name or "layers.0" in name]
-    assert len(ours) == (7 if VERSION == "0.5.9" else 0)
+    first_layer = [name for name in mismatched if "midlayer" in name or "layers.0" in name]
+    assert len(first_layer) == (7 if VERSION == "0.5.9" else 0)
 
 
-# made by SGLang's EAGLE-3 class, and used by no forward
+# created by SGLang's EAGLE-3 class, but unused in its forward pass
 NEVER_READ = "model.layers.1.input_layernorm.weight"
 
 
 def compare_with_files(
     model: Any, directory: Path, never_read: str = NEVER_READ
 ) -> tuple[list[str], set[str]]:
-    """Parameters of SGLang's draft that are not what the files say, and tensors nobody took."""
+    """Parameters of SGLang's draft that differ from the files, and tensors that it did not load."""
     files = load_file(directory / "model.safetensors")
-    strange, unused = [], set(files)
+    mismatched, unused = [], set(files)
     for name, parameter in model.named_parameters():
-        if name in ("model.embed_tokens.weight", never_read):  # embeddings: the target's, always
+        if name in ("model.embed_tokens.weight", never_read):  # always the target's
             continue
         parts = [part for part in parts_of(name) if part in files]
         unused -= set(parts)
         if not parts:
-            strange.append(name)
+            mismatched.append(name)
             continue
         expected = torch.cat([files[part] for part in parts])
-        padding = len(parameter) - len(expected)  # of a vocabulary, to whole blocks of 64
+        padding = len(parameter) - len(expected)  # a vocabulary is padded to blocks of 64
         if not torch.equal(parameter[: len(expected)], expected) or padding >= 64:
-            strange.append(name)
-    return strange, unused
+            mismatched.append(name)
+    return mismatched, unused
 
 
 def parts_of(name: str) -> list[str]:
-    """The tensors in a file that become one parameter of SGLang's."""
+    """The possible names in a file of the tensors that make up one of SGLang's parameters."""
     plain = name.removeprefix("model.")
     names = [plain, plain.replace("layers.0.", "midlayer.")]
     fused = {"qkv_proj": "q_proj k_proj v_proj", "gate_up_proj": "gate_proj up_proj"}
@@ -212,10 +212,10 @@ def proposals(exported: Exported, aux: list[torch.Tensor]) -> tuple[torch.Tensor
     """SGLang's tokens and logits, drafted from every slot of every text."""
     sglang = SGLangDraft(exported.directory, exported.draft.embed_tokens.weight)
     try:
-        found = sglang.propose(*every_slot(exported.rows, aux), DEPTHS)
+        drafted = sglang.propose(*every_slot(exported.rows, aux), DEPTHS)
     finally:
         sglang.close()
-    return found.token_BK, found.logits_BKW
+    return drafted.token_BK, drafted.logits_BKW
 
 
 def every_slot(rows: list[list[int]], aux: list[torch.Tensor]) -> tuple[Any, Any]:
@@ -225,7 +225,7 @@ def every_slot(rows: list[list[int]], aux: list[torch.Tensor]) -> tuple[Any, Any
 
 @torch.no_grad()
 def our_proposals(exported: Exported, aux: list[torch.Tensor]) -> tuple[Any, Any]:
-    """Our own decoder, one row after another."""
+    """Tokens and logits of our own decoder, one row after another."""
     tokens, logits = [], []
     selected_W = exported.draft.selected_token_ids
     assert selected_W is not None
@@ -264,28 +264,28 @@ def test_every_proposal_is_ours(exported: Exported) -> None:
     aux = target_states(exported.target, ids, exported.rows)
     for theirs_TD, ours_TD in zip(aux, our_aux, strict=True):
         torch.testing.assert_close(theirs_TD, ours_TD, rtol=1e-3, atol=1e-3)
-    found_BK, found_BKW = proposals(exported, aux)
-    torch.testing.assert_close(found_BKW, logits_BKW, rtol=1e-3, atol=1e-3)
-    assert torch.equal(found_BK, token_BK)
-    assert len(found_BK.unique()) > 5, "a draft that always says the same proves nothing"
-    assert accepted(exported, found_BK) == [one.accepted_T for one in expected]
-    assert any(any(one.accepted_T) for one in expected)
-    # the controls: what a wrong layer, or the layers in another order, would look like
+    sglang_BK, sglang_BKW = proposals(exported, aux)
+    torch.testing.assert_close(sglang_BKW, logits_BKW, rtol=1e-3, atol=1e-3)
+    assert torch.equal(sglang_BK, token_BK)
+    assert len(sglang_BK.unique()) > 5, "a draft that always says the same proves nothing"
+    assert accepted(exported, sglang_BK) == [result.accepted_T for result in expected]
+    assert any(any(result.accepted_T) for result in expected)
+    # negative controls: wrong layers, and the layers in another order
     neighbours = [i + 1 for i in exported.draft.config.aux_layer_ids]
-    turned = [torch.cat(aux_TD.chunk(3, -1)[::-1], -1) for aux_TD in aux]
-    for control in (target_states(exported.target, neighbours, exported.rows), turned):
+    reordered = [torch.cat(aux_TD.chunk(3, -1)[::-1], -1) for aux_TD in aux]
+    for control in (target_states(exported.target, neighbours, exported.rows), reordered):
         control_BK, control_BKW = proposals(exported, control)
         assert (control_BK == token_BK).float().mean() < 0.9
         assert (control_BKW - logits_BKW).abs().max() > 0.1
 
 
 def accepted(exported: Exported, token_BK: torch.Tensor) -> list[list[int]]:
-    """From each slot, how many of SGLang's tokens equal the text's; as replay counts them."""
-    counts, found = [], iter(token_BK.tolist())
+    """For each slot, how many of SGLang's tokens match the text, counted as replay does."""
+    counts, chains = [], iter(token_BK.tolist())
     for text, row in zip(exported.texts, exported.rows, strict=True):
         hits = [0] * len(row)
         for slot in range(len(row) - 1):
-            chain = next(found)
+            chain = next(chains)
             if slot >= len(text.prompt_ids) - 1:
                 rest = row[slot + 2 :]
                 wrong = (i for i, (a, b) in enumerate(zip(chain, rest, strict=False)) if a != b)

@@ -1,4 +1,4 @@
-"""What SGLang computes is what transformers computes: logits, aux states, last hidden states."""
+"""SGLang computes what transformers computes: logits, aux states, last hidden states."""
 
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,11 @@ CLOSE = {"rtol": 1e-3, "atol": 1e-3}
 
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    made = {}
+    paths = {}
     for name in ("llama", "qwen3", "qwen3-moe", "cohere"):
-        made[name] = tmp_path_factory.mktemp(name)
-        tiny_model(name).save_pretrained(made[name])
-    return made
+        paths[name] = tmp_path_factory.mktemp(name)
+        tiny_model(name).save_pretrained(paths[name])
+    return paths
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def engine(directory: Path, *aux_layer_ids: int, **options: Any) -> fledge.SGLan
     )
 
 
-def transformers_says(
+def transformers_batch(
     directory: Path, supervision: Any, aux_layer_ids: list[int], rows: Any
 ) -> fledge.Eagle3TargetBatch:
     with fledge.HFEagle3TargetModel.from_pretrained(
@@ -47,11 +47,11 @@ def transformers_says(
 
 def answer(batch: fledge.Eagle3TargetBatch) -> torch.Tensor:
     """The supervision at every slot that holds a real token and is followed by one."""
-    found = batch.logits if batch.logits is not None else batch.last_hidden_states
-    assert found is not None
+    values = batch.logits if batch.logits is not None else batch.last_hidden_states
+    assert values is not None
     if batch.doc_remaining is not None:
-        return found[batch.doc_remaining > 0]
-    return found[:, :-1][batch.attention_mask[:, 1:].bool()]
+        return values[batch.doc_remaining > 0]
+    return values[:, :-1][batch.attention_mask[:, 1:].bool()]
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
@@ -62,51 +62,51 @@ def test_states_equal_those_of_transformers(
 ) -> None:
     rows = packed_rows(some_documents(), 14) if packed else padded_rows()
     with engine(directory, supervision=supervision) as target:
-        ours = target.generate_batch(*rows)
+        batch = target.generate_batch(*rows)
         aux_layer_ids = target.aux_layer_ids
-    theirs = transformers_says(directory, supervision, aux_layer_ids, rows)
-    real = ours.attention_mask.bool()
+    expected = transformers_batch(directory, supervision, aux_layer_ids, rows)
+    real = batch.attention_mask.bool()
     torch.testing.assert_close(
-        ours.aux_hidden_states[real], theirs.aux_hidden_states[real], **CLOSE
+        batch.aux_hidden_states[real], expected.aux_hidden_states[real], **CLOSE
     )
-    torch.testing.assert_close(answer(ours), answer(theirs), **CLOSE)
-    # the control: a comparison that a neighbouring layer would pass is worth nothing
+    torch.testing.assert_close(answer(batch), answer(expected), **CLOSE)
+    # negative control: the states of neighboring layers must not pass
     neighbours = [i + 1 for i in aux_layer_ids]
-    wrong = transformers_says(directory, supervision, neighbours, rows).aux_hidden_states[real]
-    for ours_ND, wrong_ND in zip(
-        ours.aux_hidden_states[real].chunk(3, -1), wrong.chunk(3, -1), strict=True
+    wrong = transformers_batch(directory, supervision, neighbours, rows).aux_hidden_states[real]
+    for batch_ND, wrong_ND in zip(
+        batch.aux_hidden_states[real].chunk(3, -1), wrong.chunk(3, -1), strict=True
     ):
-        assert (ours_ND - wrong_ND).abs().max() > 0.1
+        assert (batch_ND - wrong_ND).abs().max() > 0.1
 
 
 @pytest.mark.parametrize("directory", ["llama"], indirect=True)
-def test_layers_come_in_the_order_that_was_asked_for(directory: Path) -> None:
+def test_layers_come_in_the_requested_order(directory: Path) -> None:
     rows = padded_rows()
     with engine(directory, 6, 0, 3) as target:
-        ours = target.generate_batch(*rows)
-    theirs = transformers_says(directory, "hidden", [6, 0, 3], rows)
-    real = ours.attention_mask.bool()
+        batch = target.generate_batch(*rows)
+    expected = transformers_batch(directory, "hidden", [6, 0, 3], rows)
+    real = batch.attention_mask.bool()
     torch.testing.assert_close(
-        ours.aux_hidden_states[real], theirs.aux_hidden_states[real], **CLOSE
+        batch.aux_hidden_states[real], expected.aux_hidden_states[real], **CLOSE
     )
 
 
 @pytest.fixture
 def extends(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    """The rows' lengths of every extend that is run."""
-    seen: list[list[int]] = []
+    """The row lengths of every extend that runs."""
+    lengths: list[list[int]] = []
     run = SGLangEngine.extend
 
-    def noted(self: SGLangEngine, rows: Any, logits: bool) -> Any:
-        seen.append([len(row) for row in rows])
+    def recorded(self: SGLangEngine, rows: Any, logits: bool) -> Any:
+        lengths.append([len(row) for row in rows])
         return run(self, rows, logits)
 
-    monkeypatch.setattr(SGLangEngine, "extend", noted)
-    return seen
+    monkeypatch.setattr(SGLangEngine, "extend", recorded)
+    return lengths
 
 
 @pytest.mark.parametrize("directory", ["llama"], indirect=True)
-def test_one_extend_without_padding_and_memory_comes_back(
+def test_a_batch_is_one_extend_without_padding_and_its_memory_is_freed(
     directory: Path, extends: list[list[int]]
 ) -> None:
     with engine(directory, supervision="hidden") as target:
@@ -124,14 +124,14 @@ def test_a_batch_larger_than_the_pool_runs_in_parts(
 ) -> None:
     rows = packed_rows(some_documents(), 14)
     with engine(directory, supervision="logits", max_total_tokens=13) as target:
-        ours = target.generate_batch(*rows)
+        batch = target.generate_batch(*rows)
         too_long = torch.ones((1, 14), dtype=torch.long)
         with pytest.raises(fledge.BadInput, match="14 tokens does not fit"):
             target.generate_batch(too_long, too_long, too_long)
     assert extends == [[3, 2, 6], [12], [5, 1, 4]]
-    theirs = transformers_says(directory, "logits", ours_ids := [1, 3, 4], rows)
-    assert target.aux_layer_ids == ours_ids
-    torch.testing.assert_close(answer(ours), answer(theirs), **CLOSE)
+    expected = transformers_batch(directory, "logits", default_ids := [1, 3, 4], rows)
+    assert target.aux_layer_ids == default_ids
+    torch.testing.assert_close(answer(batch), answer(expected), **CLOSE)
 
 
 @pytest.mark.parametrize("directory", ["llama"], indirect=True)
@@ -152,51 +152,51 @@ def test_hidden_supervision_never_runs_the_head(
         target.generate_batch(*padded_rows())
         assert calls == []
         target.runner.forward_eagle3(*padded_rows()[:2])
-        assert calls == [(20, 32)]  # and with logits on every position
+        assert calls == [(20, 32)]  # logits need it at every position
 
 
-def test_an_expert_model_stands_in_nobodys_way(directories: dict[str, Path]) -> None:
-    """SGLang keeps what it knows of experts in a global that it sets only once."""
+def test_another_model_can_follow_a_mixture_of_experts(directories: dict[str, Path]) -> None:
+    """SGLang keeps metadata of experts in a global that it sets only once."""
     rows = padded_rows()
     for name in ("qwen3-moe", "llama"):
         with engine(directories[name], 1, 3, 4) as target:
-            ours = target.generate_batch(*rows)
-        theirs = transformers_says(directories[name], "hidden", [1, 3, 4], rows)
-        real = ours.attention_mask.bool()
+            batch = target.generate_batch(*rows)
+        expected = transformers_batch(directories[name], "hidden", [1, 3, 4], rows)
+        real = batch.attention_mask.bool()
         torch.testing.assert_close(
-            ours.aux_hidden_states[real], theirs.aux_hidden_states[real], **CLOSE
+            batch.aux_hidden_states[real], expected.aux_hidden_states[real], **CLOSE
         )
 
 
 @pytest.mark.parametrize("directory", ["cohere"], indirect=True)
-def test_a_model_that_shows_no_layers_is_refused(directory: Path) -> None:
+def test_a_model_without_access_to_its_layers_is_refused(directory: Path) -> None:
     with pytest.raises(fledge.BadInput, match="cannot show the inner layers of CohereForCausalLM"):
         engine(directory)
 
 
 @pytest.mark.parametrize("directory", ["llama"], indirect=True)
 def test_two_ranks_answer_as_one(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|1")  # SGLang wants a core for each rank
+    monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|1")  # SGLang needs a core per rank
     rows = padded_rows()
     with engine(directory, supervision="logits", tp_size=2) as target:
-        ours = target.generate_batch(*rows)
+        batch = target.generate_batch(*rows)
         head, embedding = target.info().head, target.get_input_embeddings().weight
         (peer,) = target.runner._ranks._peers
         assert peer.is_alive()
     assert not peer.is_alive()
-    theirs = transformers_says(directory, "logits", target.aux_layer_ids, rows)
-    real = ours.attention_mask.bool()
+    expected = transformers_batch(directory, "logits", target.aux_layer_ids, rows)
+    real = batch.attention_mask.bool()
     torch.testing.assert_close(
-        ours.aux_hidden_states[real], theirs.aux_hidden_states[real], **CLOSE
+        batch.aux_hidden_states[real], expected.aux_hidden_states[real], **CLOSE
     )
-    torch.testing.assert_close(answer(ours), answer(theirs), **CLOSE)
+    torch.testing.assert_close(answer(batch), answer(expected), **CLOSE)
     model = tiny_model("llama")
     assert torch.equal(embedding, model.get_input_embeddings().weight)
     assert torch.equal(head.weight_VD, model.lm_head.weight)
 
 
 @pytest.mark.parametrize("directory", ["llama"], indirect=True)
-def test_what_sglang_cannot_do_is_refused(directory: Path, sglang_version: str) -> None:
+def test_unsupported_options_are_refused(directory: Path, sglang_version: str) -> None:
     with pytest.raises(fledge.BadInput, match="layer 7 is the last"):
         engine(directory, 1, 3, 7)
     with pytest.raises(
@@ -236,13 +236,13 @@ def test_a_process_group_of_the_right_size_is_joined_and_left_alone(directory: P
             assert torch.equal(batch.logits, expected.logits)
     finally:
         torch.distributed.destroy_process_group()
-    with engine(directory, supervision="logits") as target:  # and now in groups of its own again
+    with engine(directory, supervision="logits") as target:  # again in groups of its own
         assert torch.equal(target.generate_batch(*rows).logits, expected.logits)
     assert not torch.distributed.is_initialized()
 
 
 def one_of_two_ranks(rank: int, directory: Path, store: str, out: str) -> None:
-    """The life of a caller's rank: build, ask, close."""
+    """What each rank of the caller does: build, ask, close."""
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=2
     )
@@ -264,9 +264,9 @@ def test_two_ranks_of_the_caller_answer_as_one(
     monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|1")
     arguments = (directory, str(tmp_path / "store"), str(tmp_path / "out"))
     torch.multiprocessing.spawn(one_of_two_ranks, arguments, nprocs=2)
-    theirs = transformers_says(directory, "logits", [1, 3, 4], padded_rows())
-    followed = theirs.attention_mask[:, 1:].bool()
+    expected = transformers_batch(directory, "logits", [1, 3, 4], padded_rows())
+    followed = expected.attention_mask[:, 1:].bool()
     for rank in range(2):
         logits, head_VD = torch.load(tmp_path / f"out-{rank}")
-        torch.testing.assert_close(logits[:, :-1][followed], answer(theirs), **CLOSE)
+        torch.testing.assert_close(logits[:, :-1][followed], answer(expected), **CLOSE)
         assert torch.equal(head_VD, tiny_model("llama").lm_head.weight)

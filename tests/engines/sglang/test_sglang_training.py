@@ -1,4 +1,4 @@
-"""A short training run through SGLang walks down the same curve as one through transformers."""
+"""A short training run through SGLang has the same loss curve as one through transformers."""
 
 import dataclasses
 
@@ -21,18 +21,18 @@ def losses(recipe, target=None):
 
 
 @pytest.mark.parametrize("padded", ["true", "false"])
-def test_the_loss_curve_is_that_of_transformers(recipe, tiny_target, padded):
+def test_the_loss_curve_equals_that_of_transformers(recipe, tiny_target, padded):
     shared = ("training.steps=12", "tracking.every_steps=1", f"packing.padded={padded}")
     expected = losses(recipe(*shared, run="hf"))
     with fledge.SGLangEagle3TargetModel.from_pretrained(
         tiny_target, aux_layer_ids=[0, 1, 2], dtype=torch.float32, device="cpu"
     ) as target:
-        found = losses(recipe(*shared, run="sglang"), target)
+        sglang_losses = losses(recipe(*shared, run="sglang"), target)
     assert len(expected) == 12
     assert expected[-1] < 0.95 * expected[0]
-    assert found == pytest.approx(expected, abs=1e-3)
-    with fledge.SGLangEagle3TargetModel.from_pretrained(  # the control: other layers, another curve
+    assert sglang_losses == pytest.approx(expected, abs=1e-3)
+    with fledge.SGLangEagle3TargetModel.from_pretrained(  # negative control: other layers
         tiny_target, aux_layer_ids=[1, 0, 2], dtype=torch.float32, device="cpu"
     ) as target:
-        other = losses(recipe(*shared, run="other"), target)
-    assert other != pytest.approx(expected, abs=1e-3)
+        other_losses = losses(recipe(*shared, run="other"), target)
+    assert other_losses != pytest.approx(expected, abs=1e-3)

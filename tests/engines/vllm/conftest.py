@@ -4,7 +4,7 @@ import os
 
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # engines here: tests look inside
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # in this process: tests inspect them
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,15 +21,15 @@ RUNNERS: dict[str, Any] = {"worker": VLLMTargetRunner, "connector": EngineConnec
 
 
 def lent(runner: Any) -> Any:
-    """An open runner that its borrower may close: it stays open."""
+    """A view of an open runner whose `close` leaves it open."""
     kind = type("Lent", (type(runner),), {"close": lambda self: None})
     borrowed = kind.__new__(kind)
-    borrowed.__dict__ = runner.__dict__  # the same: what becomes of the engine, its owner knows
+    borrowed.__dict__ = runner.__dict__  # shared: changes of the engine show in both
     return borrowed
 
 
 class Engines:
-    """One engine at a time: asking for another target closes the one that is open."""
+    """One engine at a time: requesting another target closes the open one."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -67,8 +67,8 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
 
 @pytest.fixture
 def norms_by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM norms the context's keys of all layers at once, with one row of weights a layer. Its CPU
-    kernel (0.32) takes the first row for all of them; on a GPU each layer gets its own, as here."""
+    """vLLM normalizes the context keys of all layers at once, with one row of weights per layer.
+    Its CPU kernel (0.32) uses the first row for all; on a GPU each layer uses its own, as here."""
     from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Model
 
     def normalize(self: Any, all_k: torch.Tensor) -> torch.Tensor:

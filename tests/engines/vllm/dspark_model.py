@@ -1,6 +1,6 @@
-"""A DSpark draft as vLLM loads and computes it, without the runner, which wants a GPU.
+"""A DSpark draft as vLLM loads and computes it, without the runner, which needs a GPU.
 
-vLLM's own config, loader and classes, and its target beside them, whose embedding and head the
+Everything else is vLLM's own: config, loader, classes, and the target whose embedding and head the
 draft shares. Only the paged attention kernel is replaced, by one that keeps keys and values as
 they come.
 """
@@ -35,8 +35,8 @@ class PlainAttention(nn.Module):
         heads, kv_heads, size = self._shape
         assert self._context is not None
         keys, values = (
-            torch.cat([kept, own.view(-1, kv_heads, size)]).repeat_interleave(heads // kv_heads, 1)
-            for kept, own in zip(self._context, (k, v), strict=True)
+            torch.cat([kept, new.view(-1, kv_heads, size)]).repeat_interleave(heads // kv_heads, 1)
+            for kept, new in zip(self._context, (k, v), strict=True)
         )
         parts = (x.transpose(0, 1)[None] for x in (q.view(-1, heads, size), keys, values))
         return F.scaled_dot_product_attention(*parts)[0].transpose(0, 1).flatten(1)
@@ -44,8 +44,8 @@ class PlainAttention(nn.Module):
 
 @contextmanager
 def loaded_dspark(target: Path, speculative: dict[str, Any] | None, place: Path) -> Iterator[Any]:
-    """vLLM's model of a draft; `speculative`: as the serve command says it, None where `target` is
-    a draft that names its own."""
+    """vLLM's model of a draft; `speculative` is the serve command's config, None where `target` is
+    a draft that names its own target."""
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.distributed import (
         cleanup_dist_env_and_memory,
@@ -70,36 +70,36 @@ def loaded_dspark(target: Path, speculative: dict[str, Any] | None, place: Path)
             initialize_model_parallel(1, 1)
             try:
                 model = load_dspark_model(get_model(vllm_config=config), config)
-                _without_pages(model)
+                _replace_attention(model)
                 yield model
             finally:
                 cleanup_dist_env_and_memory()
 
 
-def _without_pages(model: Any) -> None:
+def _replace_attention(model: Any) -> None:
     for number, layer in enumerate(model.model.layers):
-        own = layer.self_attn
-        own.attn = PlainAttention(own.num_heads, own.num_kv_heads, own.head_dim)
-        model.model._attn_layers[number] = own.attn
+        outer = layer.self_attn
+        outer.attn = PlainAttention(outer.num_heads, outer.num_kv_heads, outer.head_dim)
+        model.model._attn_layers[number] = outer.attn
 
 
 @torch.inference_mode()
 def draft_block(model: Any, aux_TD: Tensor, newest: int, slots: int) -> dict[str, Tensor]:
-    """What the classes compute behind T verified tokens, as the runner calls them: left to right,
-    each token the likeliest."""
-    place_T = torch.arange(len(aux_TD))
+    """What the classes compute after T verified tokens, called as the runner does: from left to
+    right, always taking the most likely token."""
+    pos_T = torch.arange(len(aux_TD))
     mask = model.config.mask_token_id
-    model.precompute_and_store_context_kv(model.combine_hidden_states(aux_TD), place_T, place_T)
+    model.precompute_and_store_context_kv(model.combine_hidden_states(aux_TD), pos_T, pos_T)
     tokens_J = torch.tensor([newest] + [mask] * (slots - 1))
     states_JE = model(tokens_J, len(aux_TD) + torch.arange(slots))
     logits_JW = model.compute_draft_logits(states_JE)
-    before, found = torch.tensor([newest]), []
+    before, rows = torch.tensor([newest]), []
     for state_E, base_W in zip(states_JE, logits_JW, strict=True):
         features = model.markov_embed(before)
         bias_W = model.markov_bias(features)[0]
-        sure = model.compute_confidence(state_E[None], features)[0]
+        confidence = model.compute_confidence(state_E[None], features)[0]
         before = model.map_draft_to_target((base_W + bias_W).argmax()[None])
-        found.append((base_W, bias_W, sure, before[0]))
+        rows.append((base_W, bias_W, confidence, before[0]))
     names = ("logits", "biases", "confidence", "tokens")
-    by_name = zip(names, zip(*found, strict=True), strict=True)
-    return {name: torch.stack(one) for name, one in by_name}
+    by_name = zip(names, zip(*rows, strict=True), strict=True)
+    return {name: torch.stack(values) for name, values in by_name}

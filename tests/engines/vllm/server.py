@@ -28,7 +28,7 @@ _PLUGIN = Path(__file__).parent / "mended_sampling"
 
 @dataclass(frozen=True)
 class Reply:
-    """What came back, and how vLLM says that it came about, round by round."""
+    """The tokens of a reply, and what vLLM reports to have drafted and accepted in each round."""
 
     tokens: list[int]
     drafted: list[int]
@@ -49,17 +49,17 @@ class Server:
             "return_token_ids": True,
             **sampling,
         }
-        answer = httpx.post(f"{self.url}/v1/completions", json=body, timeout=120)
-        assert answer.status_code == 200, answer.text
-        found = answer.json()
-        rounds = found["metrics"]["speculative_decoding"]
-        tokens = found["choices"][0]["token_ids"]
+        response = httpx.post(f"{self.url}/v1/completions", json=body, timeout=120)
+        assert response.status_code == 200, response.text
+        reply = response.json()
+        rounds = reply["metrics"]["speculative_decoding"]
+        tokens = reply["choices"][0]["token_ids"]
         return Reply(tokens, rounds["per_step_drafted"], rounds["per_step_accepted"])
 
     def ask_all(
         self, seeds: Sequence[int], prompts: Sequence[Sequence[int]], **options: Any
     ) -> list[Reply]:
-        """All of them at once."""
+        """Send all prompts at once."""
 
         def ask(seed: int, prompt: Sequence[int]) -> Reply:
             return self.ask(prompt, seed=seed, **options)
@@ -76,8 +76,8 @@ class Server:
         return _finished(self._metrics())
 
     def counters(self, finished: int) -> dict[str, float]:
-        """vLLM's own, once they have heard of so many finished requests: an answer may be here a
-        moment earlier."""
+        """vLLM's own counters, once they include `finished` requests: a reply may arrive a moment
+        earlier."""
         deadline = time.monotonic() + _COUNTED_S
         while _finished(text := self._metrics()) < finished:
             assert time.monotonic() < deadline, "requests are missing in /metrics"
@@ -92,14 +92,14 @@ def _finished(metrics: str) -> int:
 
 
 def serving(export: Path, *flags: str) -> AbstractContextManager[Server]:
-    """An export, as `fledge serve` starts it."""
+    """Serve an export as `fledge serve` starts it."""
     port = _free_port()
     command = ["-m", "fledge", "serve", str(export), "--run"]
     return _running([*command, "--host", "127.0.0.1", "--port", str(port), "--", *flags], port)
 
 
 def serving_model(directory: Path, *flags: str) -> AbstractContextManager[Server]:
-    """A model, as somebody starts it who has never heard of fledge."""
+    """Serve a model with vLLM's own command, without fledge."""
     port = _free_port()
     command = ["-m", "vllm.entrypoints.openai.api_server", "--model", str(directory)]
     return _running([*command, "--host", "127.0.0.1", "--port", str(port), *flags], port)
@@ -113,9 +113,9 @@ def _free_port() -> int:
 
 @contextmanager
 def _running(arguments: list[str], port: int) -> Iterator[Server]:
-    """The server, ready; it and its processes are gone afterwards."""
+    """Start a server and wait until it is ready; stop it and all its processes afterwards."""
     command = [sys.executable, *arguments]
-    # as a user's shell: without what our other tests tell the vLLM inside their process
+    # as in a user's shell: without the settings of tests that run vLLM in their own process
     environment = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_")}
     environment |= {
         "PYTHONPATH": os.pathsep.join([str(Path(fledge.__file__).parents[1]), str(_PLUGIN)]),
@@ -135,7 +135,7 @@ def _running(arguments: list[str], port: int) -> Iterator[Server]:
             server.log.append(line)
             if _READY in line:
                 ready.set()
-        ready.set()  # it has ended
+        ready.set()  # the process has ended
 
     reader = threading.Thread(target=read, daemon=True)
     reader.start()

@@ -53,7 +53,7 @@ def serve(prompts: Sequence[Sequence[int]], *, new_tokens: int, **engine_args: A
             llm.llm_engine.engine_core.shutdown()
             del llm
             cleanup_dist_env_and_memory()
-    # counters belong to the process: an earlier engine's are still in them
+    # counters are per process: they still include those of earlier engines
     served.counted = {name: after[name] - before.get(name, 0) for name in _COUNTERS}
     by_depth, earlier = after["by_depth"], before.get("by_depth", [0] * len(after["by_depth"]))
     served.accepted_by_depth = [now - then for now, then in zip(by_depth, earlier, strict=True)]
@@ -62,7 +62,7 @@ def serve(prompts: Sequence[Sequence[int]], *, new_tokens: int, **engine_args: A
 
 @contextmanager
 def _proposals() -> Iterator[list[Any]]:
-    """While open, every proposal [batch, depth] of vLLM's drafter lands in the list."""
+    """While open, every proposal [batch, depth] of vLLM's drafter is appended to the list."""
     from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 
     seen: list[Any] = []
@@ -81,8 +81,10 @@ def _proposals() -> Iterator[list[Any]]:
 
 
 def _counters(llm: Any) -> dict[str, Any]:
-    found = {metric.name.removeprefix("vllm:spec_decode_"): metric for metric in llm.get_metrics()}
-    values: dict[str, Any] = {name: found[name].value for name in _COUNTERS if name in found}
-    if "num_accepted_tokens_per_pos" in found:
-        values["by_depth"] = list(found["num_accepted_tokens_per_pos"].values)
+    by_name = {
+        metric.name.removeprefix("vllm:spec_decode_"): metric for metric in llm.get_metrics()
+    }
+    values: dict[str, Any] = {name: by_name[name].value for name in _COUNTERS if name in by_name}
+    if "num_accepted_tokens_per_pos" in by_name:
+        values["by_depth"] = list(by_name["num_accepted_tokens_per_pos"].values)
     return values

@@ -1,5 +1,5 @@
-"""Exported DFlash drafts in a real vLLM: every token that it proposes is ours, at every slot, and
-its counters equal our replay. Controls must not pass. (DSpark: test_vllm_dspark.py.)"""
+"""Exported DFlash drafts in a real vLLM: it proposes our tokens at every slot, and its counters
+equal our replay. Negative controls must fail. (DSpark: test_vllm_dspark.py.)"""
 
 import json
 import shutil
@@ -40,7 +40,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 class TrainedBlock(Trained):
-    """A reduced vocabulary is exported with rows of the target's head, so with the target."""
+    """Exporting a reduced vocabulary takes rows of the target's head, so it needs the target."""
 
     def export(self, engine: str) -> Path:
         if self.draft.config.draft_vocab_size == self.draft.config.vocab_size:
@@ -54,7 +54,7 @@ class TrainedBlock(Trained):
 
 
 def with_tokenizer(target: Path, out: Path) -> Path:
-    """A copy of the target that knows some words, for prompts."""
+    """A copy of the target with a small tokenizer, for prompts."""
     words = Tokenizer(WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w5"))
     words.pre_tokenizer = Whitespace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w5", eos_token="w2")
@@ -99,7 +99,7 @@ def test_vllm_proposes_what_unusual_blocks_propose(kind: str, trained: Any) -> N
 
 
 def test_a_norm_of_another_layer_is_noticed(trained: Any) -> None:
-    """Without the mended kernel: the day this fails, the kernel is right and the mend can go."""
+    """Without `norms_by_layer`: once this fails, vLLM's kernel is right and the fixture can go."""
     draft: Trained = trained("dflash")
     total, equal = compare(draft, draft.serve(draft.export("vllm")))
     assert sum(equal) < 0.95 * sum(total)
@@ -136,5 +136,5 @@ def test_a_wrong_block_is_noticed(control: str, trained: Any, tmp_path: Path) ->
     (broken / "config.json").write_text(json.dumps(config))
     served = draft.serve(broken)
     total, equal = compare(draft, served)
-    assert sum(equal) < 0.99 * sum(total)  # placeholders are alike: direction matters least
+    assert sum(equal) < 0.99 * sum(total)  # the window's direction matters least
     assert served.answers == draft.answers

@@ -32,19 +32,19 @@ AUX = [6, 0, 7]  # any order, the first layer and the last
 
 
 def assert_equal(through: Any, local: Any, *rows: Any) -> None:
-    """Aux states, last hidden states and logits, wherever there is a token."""
-    for given in rows:
-        ours, theirs = through.generate_batch(*given), local.generate_batch(*given)
-        real, known = given[1].bool(), ours.loss_mask.bool()
+    """Compare aux states, last hidden states and logits wherever there is a token."""
+    for batch in rows:
+        actual, expected = through.generate_batch(*batch), local.generate_batch(*batch)
+        real, supervised = batch[1].bool(), actual.loss_mask.bool()
         torch.testing.assert_close(
-            ours.aux_hidden_states[real], theirs.aux_hidden_states[real], **CLOSE
+            actual.aux_hidden_states[real], expected.aux_hidden_states[real], **CLOSE
         )
         torch.testing.assert_close(
-            ours.last_hidden_states[known], theirs.last_hidden_states[known], **CLOSE
+            actual.last_hidden_states[supervised], expected.last_hidden_states[supervised], **CLOSE
         )
         torch.testing.assert_close(
-            ours.with_logits(through.info().head).logits[known],
-            theirs.with_logits(local.info().head).logits[known],
+            actual.with_logits(through.info().head).logits[supervised],
+            expected.with_logits(local.info().head).logits[supervised],
             **CLOSE,
         )
 
@@ -67,13 +67,13 @@ def long_rows() -> Any:
     ids=str,
 )
 def test_states_equal_transformers(name: str, aux: list[int], engines: Any) -> None:
-    """Three layers, five, none but the last hidden state (EAGLE-1); divided and normed heads."""
-    count = {"num_aux_layers": len(aux), "supervision": "hidden"}
-    local = HFEagle3TargetModel(engine_target(name), aux, **count)
+    """Three layers, five, and only the last hidden state (EAGLE-1); scaled and normed heads."""
+    options = {"num_aux_layers": len(aux), "supervision": "hidden"}
+    local = HFEagle3TargetModel(engine_target(name), aux, **options)
     runner = engines.runner(name, "connector")
-    through = VLLMEagle3TargetModel(runner, aux, **count)
+    through = VLLMEagle3TargetModel(runner, aux, **options)
     assert_equal(through, local, *ROWS)
-    if aux == AUX:  # the control: a layer too early is noticed
+    if aux == AUX:  # negative control: a layer too early is noticed
         early = HFEagle3TargetModel(engine_target(name), [5, 1, 6], supervision="hidden")
         with pytest.raises(AssertionError):
             assert_equal(through, early, *ROWS)
@@ -81,13 +81,13 @@ def test_states_equal_transformers(name: str, aux: list[int], engines: Any) -> N
     logits, _ = runner.forward_eagle3(ids, mask)
     expected = engine_target(name)(input_ids=ids, attention_mask=mask).logits
     torch.testing.assert_close(logits[mask.bool()], expected[mask.bool()], **CLOSE)
-    assert list(runner._place.make().glob("*.safetensors*")) == []  # every file was taken
+    assert list(runner._place.make().glob("*.safetensors*")) == []  # every file was consumed
 
 
 PREFIXES = {"enable_prefix_caching": True, "max_num_batched_tokens": 64, "max_num_seqs": 2}
 
 
-def test_prefix_caching_shortens_nothing(engines: Any) -> None:
+def test_prefix_caching_does_not_shorten_states(engines: Any) -> None:
     """Repeated and shared prompts, in pieces of 64 tokens, on an engine that caches prefixes."""
     runner = engines.runner("llama", "connector", **PREFIXES)
     through = VLLMEagle3TargetModel(runner, supervision="hidden")
@@ -97,15 +97,15 @@ def test_prefix_caching_shortens_nothing(engines: Any) -> None:
     first, again = through.answer(rows), through.answer(rows)
     assert torch.equal(first.aux_hidden_states, again.aux_hidden_states)
     assert cached_tokens(runner, salted=True) == [0, 0, 0]
-    assert max(cached_tokens(runner, salted=False)) >= 128  # the control: the cache is on
+    assert max(cached_tokens(runner, salted=False)) >= 128  # control: the cache is on
 
 
 def cached_tokens(runner: EngineConnectorRunner, *, salted: bool) -> list[int]:
-    """How many tokens of a prompt, asked three times, vLLM finds in its cache."""
+    """How many tokens of a prompt vLLM finds in its cache, in each of three requests."""
     from vllm import SamplingParams
     from vllm.inputs import tokens_input
 
-    found = []
+    counts = []
     for number in range(3):
         salt = f"another {number}" if salted else None
         prompt = tokens_input(long_rows()[0][0].tolist(), cache_salt=salt)
@@ -113,24 +113,24 @@ def cached_tokens(runner: EngineConnectorRunner, *, salted: bool) -> list[int]:
         outputs: list[Any] = []
         while runner._engine.has_unfinished_requests():
             outputs += runner._engine.step()
-        found.append(outputs[-1].num_cached_tokens)
-    return found
+        counts.append(outputs[-1].num_cached_tokens)
+    return counts
 
 
-def test_an_interrupted_batch_disturbs_nobody(engines: Any) -> None:
+def test_an_interrupted_batch_does_not_affect_later_ones(engines: Any) -> None:
     runner = engines.runner("llama", "connector", **PREFIXES)
     target = VLLMEagle3TargetModel(runner, supervision="hidden")
     before = target.generate_batch(*padded_rows())
     capture = runner._capture([[5, 6, 7], [8] * 200, [9] * 20])
     next(capture)
-    capture.close()  # while a longer row is not done
+    capture.close()  # before a longer row is done
     assert not runner._engine.has_unfinished_requests()
     after = target.generate_batch(*padded_rows())
     assert torch.equal(before.aux_hidden_states, after.aux_hidden_states)
     assert torch.equal(before.last_hidden_states, after.last_hidden_states)
 
 
-def test_auto_takes_the_connector_and_the_worker_where_that_cannot(
+def test_auto_uses_the_connector_and_falls_back_to_the_worker(
     engines: Any, monkeypatch: Any, caplog: Any
 ) -> None:
     engines.close()
@@ -170,8 +170,8 @@ def test_smollm2(smollm2: Any, engines: Any) -> None:
 def server(
     engines: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Server, Path, Path]]:
-    """A `vllm serve` with prefix caching, as it is by default, that writes states of our layers 1,
-    3, 4 and of the last."""
+    """A `vllm serve` with prefix caching (the default) that writes the states of our layers 1, 3, 4
+    and of the last."""
     engines.close()
     model, shared = engines.saved("llama"), tmp_path_factory.mktemp("states")
     with serving_model(
@@ -183,14 +183,14 @@ def server(
         yield running, model, shared
 
 
-def opened(server: tuple[Server, Path, Path], aux: list[int], **more: Any) -> Any:
+def opened(server: tuple[Server, Path, Path], aux: list[int], **options: Any) -> Any:
     running, model, shared = server
-    given = {"model": str(model), "url": f"{running.url}/v1", "shared_dir": str(shared), **more}
-    section = VllmTarget.model_validate({"aux_layer_ids": aux, **given})
+    fields = {"model": str(model), "url": f"{running.url}/v1", "shared_dir": str(shared), **options}
+    section = VllmTarget.model_validate({"aux_layer_ids": aux, **fields})
     return kind_of(section).open(section, device=torch.device("cpu"), aux_layers=3)
 
 
-def test_a_server_that_somebody_else_started(server: Any) -> None:
+def test_a_server_that_fledge_did_not_start(server: Any) -> None:
     local = HFEagle3TargetModel(engine_target("llama"), [4, 1, 3], supervision="hidden")
     with opened(server, [4, 1, 3]) as target:
         assert_equal(target, local, long_rows(), *ROWS, long_rows())

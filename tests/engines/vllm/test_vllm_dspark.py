@@ -1,6 +1,6 @@
 """DSpark exports in vLLM's own classes: its loader takes our files, shares the target's embedding
-and head, and computes our logits, Markov biases, confidences and tokens. Its runner wants a GPU
-(tests/engines/vllm/dspark_model.py says what stands for it here). Controls must not pass."""
+and head, and computes our logits, Markov biases, confidences and tokens. Its runner needs a GPU;
+tests/engines/vllm/dspark_model.py describes what replaces it. Negative controls must fail."""
 
 import json
 import shutil
@@ -23,13 +23,13 @@ pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("norms_by_layer")]
 
 class Case(BlockCase):
     def theirs(self, export: Path, place: Path) -> dict[str, Tensor]:
-        """From what the serve command names."""
+        """What vLLM computes with the models and options of the serve command."""
         command = serve_command(read_export_record(export), str(export), target=str(self.target))
-        said = None
+        speculative = None
         if "--speculative-config" in command:
-            said = json.loads(command[command.index("--speculative-config") + 1])
-            assert said["num_speculative_tokens"] == SLOTS
-        with loaded_dspark(Path(command[2]), said, place) as model:
+            speculative = json.loads(command[command.index("--speculative-config") + 1])
+            assert speculative["num_speculative_tokens"] == SLOTS
+        with loaded_dspark(Path(command[2]), speculative, place) as model:
             assert type(model).__name__ == "Qwen3DSparkForCausalLM"
             assert model.config.sample_from_anchor is True
             return draft_block(model, self.aux_TD, self.text[-1], SLOTS)
@@ -43,18 +43,18 @@ def case(tmp_path_factory: Any, engines: Any) -> Case:
 
 @pytest.mark.parametrize("engine", ["vllm", "speculators"])
 def test_vllm_computes_our_blocks(engine: str, case: Case, tmp_path: Path) -> None:
-    ours = case.ours()
-    theirs = case.theirs(case.export(engine), tmp_path / "init")
-    assert torch.equal(ours["tokens"], theirs["tokens"])
+    expected = case.ours()
+    results = case.theirs(case.export(engine), tmp_path / "init")
+    assert torch.equal(expected["tokens"], results["tokens"])
     for name in ("logits", "biases", "confidence"):
-        torch.testing.assert_close(theirs[name], ours[name], rtol=0, atol=1e-4)
-    assert ours["logits"].std() > 0.5
-    assert ours["biases"].std() > 0.05
+        torch.testing.assert_close(results[name], expected[name], rtol=0, atol=1e-4)
+    assert expected["logits"].std() > 0.5
+    assert expected["biases"].std() > 0.05
 
 
-def _swap(one: str, other: str) -> Callable[[dict[str, Tensor]], None]:
-    def change(held: dict[str, Tensor]) -> None:
-        held[one], held[other] = held[other], held[one]
+def _swap(first: str, second: str) -> Callable[[dict[str, Tensor]], None]:
+    def change(tensors: dict[str, Tensor]) -> None:
+        tensors[first], tensors[second] = tensors[second], tensors[first]
 
     return change
 
@@ -62,16 +62,18 @@ def _swap(one: str, other: str) -> Callable[[dict[str, Tensor]], None]:
 CONTROLS: dict[str, Callable[[dict[str, Tensor]], None]] = {
     "Markov factors": _swap("markov_head.markov_w1.weight", "markov_head.markov_w2.weight"),
     "norms of keys": _swap("layers.0.self_attn.k_norm.weight", "layers.1.self_attn.k_norm.weight"),
-    "norm of features": lambda held: held["hidden_norm.weight"].fill_(1.0),
+    "norm of features": lambda tensors: tensors["hidden_norm.weight"].fill_(1.0),
 }
 
 
 @pytest.mark.parametrize("control", CONTROLS)
 def test_a_wrong_tensor_is_noticed(control: str, case: Case, tmp_path: Path) -> None:
     broken = shutil.copytree(case.export("vllm"), tmp_path / "broken")
-    held = load_file(broken / "model.safetensors")
-    CONTROLS[control](held)
-    save_file(held, broken / "model.safetensors", {"format": "pt"})
-    theirs, ours = case.theirs(broken, tmp_path / "init"), case.ours()
-    far = [(theirs[name] - ours[name]).abs().max() for name in ("logits", "biases", "confidence")]
-    assert max(far) > 0.05
+    tensors = load_file(broken / "model.safetensors")
+    CONTROLS[control](tensors)
+    save_file(tensors, broken / "model.safetensors", {"format": "pt"})
+    results, expected = case.theirs(broken, tmp_path / "init"), case.ours()
+    errors = [
+        (results[name] - expected[name]).abs().max() for name in ("logits", "biases", "confidence")
+    ]
+    assert max(errors) > 0.05

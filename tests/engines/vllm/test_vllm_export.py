@@ -1,7 +1,7 @@
 """Exported drafts in a real vLLM: every token that it proposes is the one that we propose.
 
-Acceptance alone does not notice, say, wrong aux layers of an overfitted draft; proposals do. The
-controls at the end change one thing in a config.json each, and must not pass.
+Acceptance alone does not reveal, say, wrong aux layers of an overfitted draft; proposals do. The
+negative controls at the end change one thing each in a config.json, and must fail.
 """
 
 import json
@@ -71,13 +71,13 @@ UNUSUAL: dict[str, tuple[list[int], dict[str, Any]]] = {
 
 @dataclass(frozen=True)
 class Trained:
-    """A draft, fitted a little, and texts on which it is watched."""
+    """A briefly trained draft, and texts on which its proposals are compared."""
 
     draft: DraftModel
     target: HFEagle3TargetModel
     directory: Path
     target_directory: Path
-    texts: list[list[int]]  # longer than what is decoded, so that no round is cut short
+    texts: list[list[int]]  # longer than the decoded text, so that no round is cut short
 
     @property
     def prompts(self) -> list[list[int]]:
@@ -97,7 +97,7 @@ class Trained:
         return out
 
     def serve(self, export: Path) -> Served:
-        """With the very command that `fledge serve` prints."""
+        """Serve with the very command that `fledge serve` prints."""
         target = str(self.target_directory)
         command = serve_command(read_export_record(export), str(export), target=target)
         assert command[:2] == ["vllm", "serve"]
@@ -109,7 +109,7 @@ class Trained:
 
     @torch.no_grad()
     def proposals(self, text: list[int]) -> list[list[int]]:
-        """What our rollout proposes from every slot of a text: each slot is a row of its own."""
+        """What our rollout proposes from every slot of a text, each slot as a separate row."""
         ids_1T = torch.tensor([text])
         aux_1TD = self.target.generate_batch(ids_1T, torch.ones_like(ids_1T), ids_1T * 0 + 1)
         rows = len(text) - 1
@@ -124,13 +124,13 @@ class Trained:
 
 
 def fitted(kind: str, directory: Path, target_directory: Path) -> Trained:
-    """A draft of some kind for the tiny Llama whose files lie in `target_directory`."""
+    """A draft of the given kind for the tiny Llama saved in `target_directory`."""
     aux, options = (KINDS | UNUSUAL | EAGLE1)[kind]
     model = engine_target("llama")
     target = HFEagle3TargetModel(model, aux, supervision="hidden", num_aux_layers=len(aux))
     draft = make_draft(model, aux, **options)
     rows = greedy_texts(model, count=10, prompt=PROMPT, answer=ANSWER + DEPTHS + 1)
-    seen = rows[:8]  # two of them are watched again, and two that it has not seen
+    seen = rows[:8]  # texts 6 and 7 are tested again, beside two unseen ones
     train(draft, target, [(seen, torch.ones_like(seen), torch.ones_like(seen))] * 80)
     draft.eval().save_pretrained(directory)
     return Trained(draft, target, directory, target_directory, rows[6:].tolist())
@@ -138,7 +138,7 @@ def fitted(kind: str, directory: Path, target_directory: Path) -> Trained:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: Any, engines: Any) -> Callable[[str], Trained]:
-    """Drafts by kind, each made once; no engine of the target tests is left open."""
+    """Drafts by kind, each trained once; engines left open by other tests are closed."""
     engines.close()
 
     @cache
@@ -152,16 +152,16 @@ def compare(trained: Trained, served: Served) -> tuple[list[int], list[int]]:
     """Per depth, how many of vLLM's proposals there were and how many were ours."""
     total, equal = [0] * DEPTHS, [0] * DEPTHS
     for text, rounds in zip(trained.texts, served.proposals, strict=True):
-        ours = trained.proposals(text)
+        our_proposals = trained.proposals(text)
         known = PROMPT + 1
         for tokens in rounds:
             if known >= PROMPT + ANSWER:
                 break  # proposed after the last token was decoded
             assert len(tokens) == DEPTHS
-            wanted = ours[known - 2]  # the slot that reads the last known token
+            expected = our_proposals[known - 2]  # the slot that reads the last known token
             for depth in range(DEPTHS):
                 total[depth] += 1
-                equal[depth] += tokens[depth] == wanted[depth]
+                equal[depth] += tokens[depth] == expected[depth]
             hits = [a == b for a, b in zip(tokens, text[known:], strict=False)]
             known += 1 + ([*hits, False].index(False))
         assert known >= PROMPT + ANSWER
@@ -196,12 +196,12 @@ def assert_parity(draft: Trained, engine: str) -> None:
 def assert_counters_equal_replay(trained: Trained, served: Served) -> None:
     texts = [Text(text[:PROMPT], text[PROMPT:]) for text in trained.texts]
     drafts, by_depth = 0, [0] * DEPTHS
-    for one in replay(trained.target, trained.draft, texts, num_draft_tokens=DEPTHS):
-        assert one.other_picks == 0
-        for walked in walk_rounds(one.accepted_T, prompt=PROMPT, total=PROMPT + ANSWER):
+    for result in replay(trained.target, trained.draft, texts, num_draft_tokens=DEPTHS):
+        assert result.other_picks == 0
+        for walked in walk_rounds(result.accepted_T, prompt=PROMPT, total=PROMPT + ANSWER):
             drafts += 1
-            # vLLM counts what it verified, also past the last token that it was asked for
-            for depth in range(one.accepted_T[walked.context - 2]):
+            # vLLM counts what it verified, even past the last requested token
+            for depth in range(result.accepted_T[walked.context - 2]):
                 by_depth[depth] += 1
     assert served.counted["num_drafts"] == drafts
     assert served.counted["num_accepted_tokens"] == sum(by_depth)
@@ -237,4 +237,4 @@ def test_a_wrong_config_is_noticed(control: str, trained: Any, tmp_path: Path) -
     served = draft.serve(tmp_path / "broken")
     total, equal = compare(draft, served)
     assert equal[-1] < 0.9 * total[-1]
-    assert served.answers == draft.answers  # whatever the draft says, the text is the target's
+    assert served.answers == draft.answers  # whatever is drafted, the text is the target's

@@ -1,5 +1,5 @@
-"""From targets of several families to a served draft: derived, trained, exported, and every
-proposal of a real vLLM is ours."""
+"""Drafts for targets of several families, derived, trained and exported: a real vLLM proposes
+exactly what fledge proposes."""
 
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,12 @@ from fledge.target.hf.model import HFEagle3TargetModel
 pytestmark = pytest.mark.engine
 
 
-# vLLM hands the inner states of Gemma 3 to no draft: EAGLE-1 needs none
+# vLLM does not pass inner states of Gemma 3 to drafts; EAGLE-1 needs none
 FAMILIES = {"qwen3": "eagle3", "phi3": "eagle3", "gpt-oss": "eagle3", "gemma3": "eagle1"}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_draft_of_its_own_making(family: str, engines: Any, tmp_path: Path) -> None:
+def test_vllm_proposes_what_each_family_proposes(family: str, engines: Any, tmp_path: Path) -> None:
     engines.close()
     model, method = engine_target(family), METHODS[FAMILIES[family]]
     target = HFEagle3TargetModel(model, supervision="hidden", num_aux_layers=method.aux_layers())
@@ -40,5 +40,5 @@ def test_a_draft_of_its_own_making(family: str, engines: Any, tmp_path: Path) ->
     assert losses[-1] < losses[0]
     draft.eval().save_pretrained(tmp_path / "draft")
     directory = saved(model, tmp_path / "target")
-    made = Trained(draft, target, tmp_path / "draft", directory, rows[6:].tolist())
-    assert_parity(made, "vllm")
+    trained = Trained(draft, target, tmp_path / "draft", directory, rows[6:].tolist())
+    assert_parity(trained, "vllm")

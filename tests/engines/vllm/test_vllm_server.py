@@ -1,15 +1,15 @@
-"""A real vLLM server, started by `fledge serve --run`: what it counts is what our replay says.
+"""A real vLLM server, started by `fledge serve --run`: its counters equal those of our replay.
 
-Greedily the text is known beforehand. At a temperature the server draws it; still the replay of
-that very text says which drafted tokens were accepted, exactly, because vLLM drafts greedily at
-every temperature and treats the proposal as certain: it takes a drafted token with the target's
-probability, and a token that replaces a rejected one is drawn from all others. So a drafted token
-was accepted if and only if the text goes on with it.
+Under greedy decoding the text is known in advance. At a temperature the server samples it; yet
+replaying that very text tells exactly which drafted tokens were accepted, because vLLM drafts
+greedily at every temperature and treats the proposal as certain: it accepts a drafted token with
+the target's probability, and a token that replaces a rejected one is drawn from all others. So a
+drafted token was accepted if and only if the text continues with it.
 
-vLLM counts what it has verified, also past the last token that was asked for. Texts are therefore
-known a round further than they are asked for: greedily from the target, at a temperature from a
-longer request with the same seed. (On a CPU, vLLM 0.32 itself loses the temperature, so these
-servers run with `mended_sampling`; the last test says when it can go.)
+vLLM counts what it has verified, even past the last requested token. The texts are therefore known
+one round beyond the requested length: from the target under greedy decoding, from a longer request
+with the same seed at a temperature. (On a CPU, vLLM 0.32 itself loses the temperature, so these
+servers run with `mended_sampling`; the last test tells when it can go.)
 """
 
 from collections.abc import Iterator, Sequence
@@ -34,7 +34,7 @@ from fledge.measure.replay import Text, replay
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 LONGER = ANSWER + DEPTHS + 1
 PROMPTS = 12
-TEMPERATURE = 0.1  # low enough that drafts for a random model are taken now and then
+TEMPERATURE = 0.1  # low enough that drafts for a random model are sometimes accepted
 _COUNTED = "vllm:spec_decode_num"
 _PER_DEPTH = f"{_COUNTED}_accepted_tokens_per_pos"
 _FIRST_TWO = (f"{_PER_DEPTH}:0", f"{_PER_DEPTH}:1")
@@ -63,7 +63,7 @@ def running(request: Any, engines: Any, tmp_path_factory: Any) -> Iterator[Runni
     tokenizer.chat_template = "{{ messages[0]['content'] }}"
     tokenizer.save_pretrained(root / "tiny-llama")
     made = fitted(request.param, root / "draft", root / "tiny-llama")
-    texts = greedy_texts(model, count=PROMPTS, prompt=PROMPT, answer=LONGER)  # 8 that it has seen
+    texts = greedy_texts(model, count=PROMPTS, prompt=PROMPT, answer=LONGER)  # 8 seen in training
     flags = ["--max-model-len", "128", "--max-num-seqs", "4", "--enforce-eager"]
     flags += ["--per-request-spec-decode-metrics", "detailed"]
     with serving(made.export("vllm"), *flags) as server:
@@ -73,24 +73,24 @@ def running(request: Any, engines: Any, tmp_path_factory: Any) -> Iterator[Runni
 def rounds_of(
     made: Trained, texts: Sequence[Sequence[int]], new_tokens: int = ANSWER
 ) -> list[list[tuple[int, int]]]:
-    """By our replay, until so many tokens are there: of every round, how many drafted tokens were
-    verified as right, also past the end, and how many tokens it added."""
+    """Every round of our replay until `new_tokens` are generated: how many drafted tokens were
+    verified as right, even past the end, and how many tokens the round added."""
     known = [Text(text[:PROMPT], text[PROMPT:]) for text in texts]
     return [
         [
-            (one.accepted_T[walked.context - 2], walked.emitted)
-            for walked in walk_rounds(one.accepted_T, prompt=PROMPT, total=PROMPT + new_tokens)
+            (result.accepted_T[walked.context - 2], walked.emitted)
+            for walked in walk_rounds(result.accepted_T, prompt=PROMPT, total=PROMPT + new_tokens)
         ]
-        for one in replay(made.target, made.draft, known, num_draft_tokens=DEPTHS)
+        for result in replay(made.target, made.draft, known, num_draft_tokens=DEPTHS)
     ]
 
 
 def assert_counted(
     running: Running, texts: Sequence[Sequence[int]], *, concurrency: int, temperature: float
 ) -> None:
-    """As many prompts as run at a time are one group: /metrics grows by their rounds, which every
-    reply lists as well."""
-    expected = [[right for right, _ in one] for one in rounds_of(running.made, texts)]
+    """Send the prompts in groups of `concurrency`: /metrics grows by the rounds of a group, and
+    each reply lists its own."""
+    expected = [[right for right, _ in walked] for walked in rounds_of(running.made, texts)]
     for first in range(0, len(texts), concurrency):
         group = slice(first, first + concurrency)
         finished = running.server.finished()
@@ -104,17 +104,17 @@ def assert_counted(
             text[PROMPT : PROMPT + ANSWER] for text in texts[group]
         ]
         assert [reply.accepted for reply in replies] == expected[group]
-        rounds = [accepted for one in expected[group] for accepted in one]
+        rounds = [accepted for walked in expected[group] for accepted in walked]
         assert [n for reply in replies for n in reply.drafted] == [DEPTHS] * len(rounds)
         growth = {name: after[name] - before[name] for name in after if name.startswith(_COUNTED)}
         assert growth == counted(rounds)
-    every = counted([accepted for one in expected for accepted in one])
-    drafts, *accepted = (every[name] for name in (f"{_COUNTED}_drafts", *_FIRST_TWO))
-    assert 0 < accepted[1] < accepted[0] < drafts  # or nothing was tried out
+    total = counted([accepted for walked in expected for accepted in walked])
+    drafts, *accepted = (total[name] for name in (f"{_COUNTED}_drafts", *_FIRST_TWO))
+    assert 0 < accepted[1] < accepted[0] < drafts  # otherwise nothing was tested
 
 
 def counted(rounds: list[int]) -> dict[str, float]:
-    """vLLM's counters after such rounds."""
+    """vLLM's counters after these rounds."""
     by_depth = [sum(accepted > depth for accepted in rounds) for depth in range(DEPTHS)]
     return {
         f"{_COUNTED}_drafts": len(rounds),
@@ -145,35 +145,35 @@ def test_at_a_temperature(running: Running, concurrency: int) -> None:
     assert_counted(running, texts, concurrency=concurrency, temperature=TEMPERATURE)
 
 
-def test_bench_and_eval_count_the_last_round_as_they_say(running: Running) -> None:
-    """Bench as vLLM: all that was verified. Replay, which `fledge eval` shows: what it added."""
-    ended = running.made.target.model.config.eos_token_id
-    texts = [text for text in running.texts if ended not in text[PROMPT : PROMPT + ANSWER]]
+def test_bench_and_eval_count_the_last_round_as_documented(running: Running) -> None:
+    """Bench counts all verified tokens, as vLLM does; replay (`fledge eval`) counts those added."""
+    eos_id = running.made.target.model.config.eos_token_id
+    texts = [text for text in running.texts if eos_id not in text[PROMPT : PROMPT + ANSWER]]
     by_length = {
-        n: [one for text in rounds_of(running.made, texts, n) for one in text]
+        n: [counts for text in rounds_of(running.made, texts, n) for counts in text]
         for n in range(ANSWER // 2, ANSWER)
     }
 
     def cut_off(n: int) -> int:
         return sum(right + 1 - added for right, added in by_length[n])
 
-    most = max(by_length, key=cut_off)  # answers whose end cuts off as much as possible
-    rounds = by_length[most]
-    asked = [[{"role": "user", "content": " ".join(f"w{i}" for i in t[:PROMPT])}] for t in texts]
-    load = Load(asked, requests=len(asked), concurrency=4, max_tokens=most)
-    found = measure_server(running.server.url, load)
-    assert found.tokens == most * len(texts)
-    assert found.acceptance is not None
-    assert found.acceptance.drafts == len(rounds)
-    assert found.acceptance.length == 1 + sum(right for right, _ in rounds) / len(rounds)
-    as_asked = [Text(text[:PROMPT], text[PROMPT : PROMPT + most]) for text in texts]
-    replayed = replay(running.made.target, running.made.draft, as_asked, num_draft_tokens=DEPTHS)
-    assert [one.emitted for text in replayed for one in text.rounds] == [n for _, n in rounds]
-    assert cut_off(most) > 0
+    length = max(by_length, key=cut_off)  # its end cuts off the most tokens
+    rounds = by_length[length]
+    chats = [[{"role": "user", "content": " ".join(f"w{i}" for i in t[:PROMPT])}] for t in texts]
+    load = Load(chats, requests=len(chats), concurrency=4, max_tokens=length)
+    measured = measure_server(running.server.url, load)
+    assert measured.tokens == length * len(texts)
+    assert measured.acceptance is not None
+    assert measured.acceptance.drafts == len(rounds)
+    assert measured.acceptance.length == 1 + sum(right for right, _ in rounds) / len(rounds)
+    known = [Text(text[:PROMPT], text[PROMPT : PROMPT + length]) for text in texts]
+    replayed = replay(running.made.target, running.made.draft, known, num_draft_tokens=DEPTHS)
+    assert [walked.emitted for text in replayed for walked in text.rounds] == [n for _, n in rounds]
+    assert cut_off(length) > 0
 
 
-def test_the_defect_that_is_mended_is_there() -> None:
-    """If this fails, vLLM has mended it: `mended_sampling` and the warning of `fledge serve` go."""
+def test_the_defect_that_mended_sampling_fixes_still_exists() -> None:
+    """If this fails, vLLM has fixed it: drop `mended_sampling` and `fledge serve`'s warning."""
     from vllm.platforms import current_platform
     from vllm.utils.cpu_triton_utils import _expand_kernel_impl
 

@@ -35,16 +35,16 @@ def test_contract(check: Any, supervision: Supervision, capture: str, engines: A
 
 
 def test_a_layer_too_early_is_noticed(engines: Any) -> None:
-    """The control: with ids off by one the comparison above fails."""
+    """Negative control: with ids off by one, the comparison fails."""
     local = HFEagle3TargetModel(engine_target("llama"), [0, 2, 3], supervision="hidden")
     through = VLLMEagle3TargetModel(engines.runner("llama"), [1, 3, 4], supervision="hidden")
-    ours, theirs = (t.generate_batch(*padded_rows()) for t in (through, local))
+    actual, expected = (t.generate_batch(*padded_rows()) for t in (through, local))
     with pytest.raises(AssertionError):
-        assert_close(ours, theirs, real=padded_rows()[1].bool())
+        assert_close(actual, expected, real=padded_rows()[1].bool())
 
 
-def test_the_head_runs_on_one_position_of_a_row(engines: Any) -> None:
-    """Hidden supervision never makes logits of all tokens: only vLLM's own one per request."""
+def test_the_head_runs_on_one_position_per_row(engines: Any) -> None:
+    """Hidden supervision computes no logits but those that vLLM itself needs, one per request."""
     runner = engines.runner("llama")
     head = runner.model.lm_head
     method, rows = head.quant_method, []
@@ -96,17 +96,17 @@ def test_rows_are_checked_before_the_engine_sees_them(engines: Any) -> None:
 @pytest.mark.parametrize("aux", [[1, 3, 4], [6, 0, 3], [2, 7, 5]], ids=str)
 @pytest.mark.parametrize("name", ["llama", "llama-tied", "granite", "qwen3"])
 def test_states_and_logits_equal_transformers(name: str, aux: list[int], engines: Any) -> None:
-    """Ids in any order, the last layer among them; heads tied, divided, with norms in front."""
+    """Ids in any order, including the last layer; heads tied, scaled, with norms in front."""
     model = engine_target(name)
     local = HFEagle3TargetModel(model, aux, supervision="hidden")
     through = VLLMEagle3TargetModel(engines.runner(name), aux, supervision="hidden")
     for rows in (padded_rows(), packed_rows(some_documents(), 14)):
-        ours, theirs = through.generate_batch(*rows), local.generate_batch(*rows)
-        assert_close(ours, theirs, real=rows[1].bool())
+        actual, reference = through.generate_batch(*rows), local.generate_batch(*rows)
+        assert_close(actual, reference, real=rows[1].bool())
         head = through.info().head
         torch.testing.assert_close(
-            ours.with_logits(head).logits[ours.loss_mask.bool()],
-            theirs.with_logits(local.info().head).logits[ours.loss_mask.bool()],
+            actual.with_logits(head).logits[actual.loss_mask.bool()],
+            reference.with_logits(local.info().head).logits[actual.loss_mask.bool()],
             **CLOSE,
         )
     ids, mask, _ = padded_rows()
@@ -115,7 +115,7 @@ def test_states_and_logits_equal_transformers(name: str, aux: list[int], engines
     torch.testing.assert_close(logits[mask.bool()], expected[mask.bool()], **CLOSE)
 
 
-def test_training_takes_the_same_course(engines: Any) -> None:
+def test_the_loss_curve_equals_that_of_transformers(engines: Any) -> None:
     model = engine_target("qwen3")
     batches = [padded_rows(0), packed_rows(some_documents(1), 14), padded_rows(2)] * 8
 
@@ -138,7 +138,7 @@ def test_a_recipe_trains_through_vllm(engines: Any, tiny_chats: Any, tmp_path: A
     from train.tiny import Notes, make_target, recipe_for
 
     engines.close()
-    directory = make_target(tmp_path / "target")  # its tokenizer and template, and another model
+    directory = make_target(tmp_path / "target")  # for its tokenizer and template
     saved(engine_target(vocab_size=400, num_hidden_layers=4), directory)
     curves = []
     for backend in ("hf", "vllm"):
@@ -152,9 +152,9 @@ def test_a_recipe_trains_through_vllm(engines: Any, tiny_chats: Any, tmp_path: A
     assert curves[1] == pytest.approx(curves[0], abs=1e-3)
 
 
-def test_a_command_predicts_its_time_and_keeps_to_itself(tiny_chats: Any, tmp_path: Any) -> None:
-    """As a user runs it: results on stdout alone, vLLM's log in a file, and its start and its pace
-    in the predicted time."""
+def test_a_command_predicts_its_time_and_keeps_stdout_clean(tiny_chats: Any, tmp_path: Any) -> None:
+    """As a user runs it: only results on stdout, vLLM's log in a file, and a predicted time that
+    includes vLLM's start-up and speed."""
     from train.tiny import make_target, recipe_for
 
     directory = make_target(tmp_path / "target")
@@ -170,13 +170,13 @@ def test_a_command_predicts_its_time_and_keeps_to_itself(tiny_chats: Any, tmp_pa
         env=environment, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    outcome = json.loads(done.stdout)
     assert "INFO" not in done.stderr
     assert "safetensors checkpoint shards" not in done.stderr
     assert "Initializing a V1 LLM engine" in (tmp_path / "cache/logs/vllm.log").read_text()
-    predicted, measured = found["predicted"], found["measured"]
+    predicted, measured = outcome["predicted"], outcome["measured"]
     assert predicted["seconds_by_part"]["start_up"] > 2  # vLLM's
-    # a machine that does other things too; without start and pace it was a twentieth
+    # the machine may be busy; without start-up and speed the prediction was a twentieth
     assert measured["seconds"] / 3 < predicted["seconds"] < 3 * measured["seconds"]
 
 
@@ -189,25 +189,25 @@ def test_smollm2(smollm2: Any, engines: Any) -> None:
     for aux in ([1, 14, 26], [29, 14, 0]):  # the default, and the last layer
         local = HFEagle3TargetModel(model, aux, supervision="hidden")
         through = VLLMEagle3TargetModel(engines.runner(smollm2), aux, supervision="hidden")
-        theirs, ours = local.generate_batch(*rows), through.generate_batch(*rows)
+        expected, actual = local.generate_batch(*rows), through.generate_batch(*rows)
         torch.testing.assert_close(
-            ours.aux_hidden_states[real], theirs.aux_hidden_states[real], **close
+            actual.aux_hidden_states[real], expected.aux_hidden_states[real], **close
         )
-        for batch in (ours, theirs):
+        for batch in (actual, expected):
             assert batch.last_hidden_states is not None
         torch.testing.assert_close(
-            ours.last_hidden_states[:, :-1][supervised],
-            theirs.last_hidden_states[:, :-1][supervised],
+            actual.last_hidden_states[:, :-1][supervised],
+            expected.last_hidden_states[:, :-1][supervised],
             **close,
         )
-        our_logits = ours.with_logits(through.info().head).logits
-        their_logits = theirs.with_logits(local.info().head).logits
+        actual_logits = actual.with_logits(through.info().head).logits
+        expected_logits = expected.with_logits(local.info().head).logits
         torch.testing.assert_close(
-            our_logits[:, :-1][supervised], their_logits[:, :-1][supervised], **close
+            actual_logits[:, :-1][supervised], expected_logits[:, :-1][supervised], **close
         )
 
 
-def test_little_memory_makes_rows_shorter_and_says_so(engines: Any) -> None:
+def test_little_memory_limits_row_length_with_an_explanation(engines: Any) -> None:
     runner = engines.runner("llama", kv_cache_memory_bytes=3 * 2**19)
     target = VLLMEagle3TargetModel(runner, supervision="hidden")
     ids = torch.full((1, 255), 5)
@@ -217,7 +217,7 @@ def test_little_memory_makes_rows_shorter_and_says_so(engines: Any) -> None:
     target.generate_batch(ids, torch.ones_like(ids), torch.ones_like(ids))
 
 
-# vLLM splits prompts over steps, and more rows wait than run at once
+# vLLM splits prompts over several steps, and only some rows run at once
 PIECES = {"max_num_batched_tokens": 64, "max_num_seqs": 2, "kv_cache_memory_bytes": 2**23}
 
 
@@ -227,18 +227,18 @@ def test_long_rows_run_in_pieces(engines: Any) -> None:
     ids = torch.randint(3, 90, mask.shape, generator=generator) * mask
     local = HFEagle3TargetModel(engine_target("llama"), supervision="hidden")
     through = VLLMEagle3TargetModel(engines.runner("llama", **PIECES), supervision="hidden")
-    ours, theirs = (t.generate_batch(ids, mask, mask) for t in (through, local))
-    assert_close(ours, theirs, real=mask.bool())
+    actual, expected = (t.generate_batch(ids, mask, mask) for t in (through, local))
+    assert_close(actual, expected, real=mask.bool())
 
 
-def test_an_interrupted_batch_disturbs_nobody(engines: Any) -> None:
+def test_an_interrupted_batch_does_not_affect_later_ones(engines: Any) -> None:
     def interrupt(row: int, states: torch.Tensor) -> None:
         raise KeyboardInterrupt
 
     runner = engines.runner("llama", **PIECES)
     target = VLLMEagle3TargetModel(runner, supervision="hidden")
     before, free = target.generate_batch(*padded_rows()), free_pages(runner)
-    with pytest.raises(KeyboardInterrupt):  # while the longer row and the last one are not done
+    with pytest.raises(KeyboardInterrupt):  # before the longer and the last row are done
         runner._run([[5, 6, 7], [8] * 200, [9] * 20], interrupt)
     assert not runner._engine.has_unfinished_requests()
     after = target.generate_batch(*padded_rows())
@@ -273,15 +273,15 @@ def test_from_pretrained_and_close(engines: Any, smollm2: Any, monkeypatch: Any)
 
 @pytest.mark.parametrize("capture", ["connector", "worker"])
 def test_a_target_split_over_two_ranks(capture: str, engines: Any, monkeypatch: Any) -> None:
-    """Workers in processes of their own; 97 rows of embedding and head are split 64 and 33."""
+    """Workers in separate processes; 97 rows of embedding and head are split into 64 and 33."""
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     model = engine_target("llama")
     local = HFEagle3TargetModel(model, [6, 0, 3], supervision="hidden")
     runner = engines.runner("llama", capture, tensor_parallel_size=2)
     through = VLLMEagle3TargetModel(runner, [6, 0, 3], supervision="hidden")
     for rows in (padded_rows(), packed_rows(some_documents(), 14)):
-        ours, theirs = through.generate_batch(*rows), local.generate_batch(*rows)
-        assert_close(ours, theirs, real=rows[1].bool())
+        actual, reference = through.generate_batch(*rows), local.generate_batch(*rows)
+        assert_close(actual, reference, real=rows[1].bool())
     ids, mask, _ = padded_rows()
     logits, _ = runner.forward_eagle3(ids, mask)
     expected = model(input_ids=ids, attention_mask=mask).logits
@@ -307,7 +307,7 @@ def test_a_target_split_over_two_ranks(capture: str, engines: Any, monkeypatch: 
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_engine_arguments_that_do_not_work(options: Any, message: str, engines: Any) -> None:
+def test_impossible_engine_arguments_are_refused(options: Any, message: str, engines: Any) -> None:
     engines.close()
     with pytest.raises(fledge.BadInput, match=message):
         VLLMTargetRunner.build(engines.saved("llama"), dtype="float32", **options)
@@ -336,13 +336,13 @@ def test_an_architecture_without_aux_states_is_refused(tmp_path: Any, engines: A
     assert VLLMEagle3TargetModel(engines.runner("llama")).aux_layer_ids == [1, 3, 4]
 
 
-def assert_close(ours: Any, theirs: Any, *, real: torch.Tensor) -> None:
+def assert_close(actual: Any, expected: Any, *, real: torch.Tensor) -> None:
     torch.testing.assert_close(
-        ours.aux_hidden_states[real], theirs.aux_hidden_states[real], **CLOSE
+        actual.aux_hidden_states[real], expected.aux_hidden_states[real], **CLOSE
     )
-    supervised = ours.loss_mask.bool()
+    supervised = actual.loss_mask.bool()
     torch.testing.assert_close(
-        ours.last_hidden_states[supervised], theirs.last_hidden_states[supervised], **CLOSE
+        actual.last_hidden_states[supervised], expected.last_hidden_states[supervised], **CLOSE
     )
 
 

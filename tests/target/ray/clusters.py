@@ -1,4 +1,4 @@
-"""Real Ray clusters on this machine: a head without room for work, and nodes that come and go."""
+"""Real Ray clusters on this machine: a head node without CPUs, and nodes that come and go."""
 
 import os
 import time
@@ -19,7 +19,7 @@ _STORE = 100 << 20
 
 
 class Cluster:
-    """A head and some nodes; what they leave behind is looked at in the end."""
+    """A head node, and one more node for each of the given numbers of CPUs."""
 
     def __init__(self, *cpus):
         os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
@@ -36,14 +36,14 @@ class Cluster:
         return self._cluster.add_node(num_cpus=cpus, object_store_memory=_STORE)
 
     def remove(self, node):
-        """As a machine that loses power."""
+        """Remove a node without warning, like a machine that loses power."""
         self._cluster.remove_node(node, allow_graceful=False)
         if node in self.nodes:
             self.nodes.remove(node)
 
     def node_of(self, node_id):
-        [found] = [node for node in self.nodes if node.node_id == node_id]
-        return found
+        [match] = [node for node in self.nodes if node.node_id == node_id]
+        return match
 
     def shutdown(self):
         ray.shutdown()
@@ -60,13 +60,13 @@ def cluster(*cpus):
 
 
 def told(kind="targets"):
-    """What the one run of this cluster told its board, by name."""
+    """What the only run on this cluster reported to its board, by name."""
     [board] = read_boards()
     return board[kind]
 
 
 def until(condition, *, timeout_s=60):
-    """The first true value of a condition."""
+    """Poll a condition until it is true; returns its value."""
     end = time.monotonic() + timeout_s
     while time.monotonic() < end:
         if value := condition():
@@ -76,10 +76,10 @@ def until(condition, *, timeout_s=60):
 
 
 def everything_is_free():
-    """Whether nothing of ours is on the cluster any more: no actor, no reservation."""
+    """Whether fledge has left the cluster: no actor, no reserved CPU."""
     named = [a for a in ray.util.list_named_actors(all_namespaces=True) if NAMESPACE in a.values()]
-    available, whole = ray.available_resources(), ray.cluster_resources()
-    return not named and available.get("CPU") == whole.get("CPU")
+    available, total = ray.available_resources(), ray.cluster_resources()
+    return not named and available.get("CPU") == total.get("CPU")
 
 
 def section(nodes, model, **options):
@@ -109,7 +109,7 @@ class Traces:
             self.shared |= _shared_memory(pid)
 
     def left(self):
-        """Those that are still there."""
+        """Those that still exist."""
         alive = {pid for pid in self.pids if _alive(pid)}
         files = {path for path in self.shared if Path(path).exists()}
         return alive | (self.ports & set(_listening().values())) | files
@@ -117,16 +117,16 @@ class Traces:
 
 def _descendants(root):
     parents = {}
-    for place in Path("/proc").glob("[0-9]*/stat"):
+    for path in Path("/proc").glob("[0-9]*/stat"):
         try:
-            fields = place.read_text().rpartition(")")[2].split()
+            fields = path.read_text().rpartition(")")[2].split()
         except OSError:
             continue
-        parents[int(place.parent.name)] = int(fields[1])
-    found = {root}
-    while more := {pid for pid, parent in parents.items() if parent in found} - found:
-        found |= more
-    return found - {root}
+        parents[int(path.parent.name)] = int(fields[1])
+    pids = {root}
+    while more := {pid for pid, parent in parents.items() if parent in pids} - pids:
+        pids |= more
+    return pids - {root}
 
 
 def _alive(pid):
@@ -137,26 +137,26 @@ def _alive(pid):
 
 
 def _sockets(pid):
-    found = set()
-    for place in Path(f"/proc/{pid}/fd").glob("*"):
+    inodes = set()
+    for path in Path(f"/proc/{pid}/fd").glob("*"):
         try:
-            name = os.readlink(place)
+            name = os.readlink(path)
         except OSError:
             continue
         if name.startswith("socket:["):
-            found.add(name[8:-1])
-    return found
+            inodes.add(name[8:-1])
+    return inodes
 
 
 def _listening():
-    """Ports that somebody listens to, by the inode of the socket."""
-    found = {}
+    """Listening ports, by the inode of their socket."""
+    ports = {}
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
             fields = line.split()
             if fields[3] == "0A":
-                found[fields[9]] = int(fields[1].rpartition(":")[2], 16)
-    return found
+                ports[fields[9]] = int(fields[1].rpartition(":")[2], 16)
+    return ports
 
 
 def _shared_memory(pid):

@@ -3,7 +3,7 @@ import pytest
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory):
-    """The target of the contract, as files."""
+    """The target of the contract suite, saved to files."""
     from target.tiny_models import tiny_model
 
     directory = tmp_path_factory.mktemp("model")

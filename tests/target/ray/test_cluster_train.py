@@ -29,11 +29,11 @@ def train(recipe):
     assert fit(set_up(recipe), Notes()).finished
 
 
-def fledge(*words):
-    return [sys.executable, "-m", "fledge", *map(str, words)]
+def fledge(*arguments):
+    return [sys.executable, "-m", "fledge", *map(str, arguments)]
 
 
-def shown(nodes, *options):
+def status_output(nodes, *options):
     command = fledge("cluster", "status", "--address", nodes.address, *options)
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
@@ -41,7 +41,7 @@ def shown(nodes, *options):
 
 
 def status(nodes):
-    return json.loads(shown(nodes, "--json"))
+    return json.loads(status_output(nodes, "--json"))
 
 
 def steps(run):
@@ -61,39 +61,39 @@ def training(nodes, path, *options):
             process.kill()
 
 
-def comes_to(step, run, process):
+def wait_for_step(step, run, process):
     until(lambda: steps(run) >= step or process.poll() is not None, timeout_s=120)
     assert process.poll() is None, process.communicate()
 
 
-def started_again(nodes, process):
-    """What status says when both ranks are there for the second time."""
+def status_after_restart(nodes, process):
+    """The status once both ranks are up again."""
     for _ in range(40):
         assert process.poll() is None, process.communicate()
-        [told] = status(nodes)
-        if told["run"]["run"]["restarts"] and len(told["ranks"]) == 2:
-            return told
+        [run_status] = status(nodes)
+        if run_status["run"]["run"]["restarts"] and len(run_status["ranks"]) == 2:
+            return run_status
     raise AssertionError("the ranks did not come back")
 
 
-def test_a_machine_lost_in_the_middle_changes_nothing(recipe, tmp_path):
+def test_losing_a_machine_mid_run_changes_nothing(recipe, tmp_path):
     run_ranks(2, train, recipe(*LONG, run="whole"))
-    there = ("target.backend=ray", "target.workers=2", "target.placement=spread")
+    ray_target = ("target.backend=ray", "target.workers=2", "target.placement=spread")
     path, run = tmp_path / "recipe.yaml", tmp_path / "cut"
-    path.write_text(recipe(*LONG, *there, run="cut").to_yaml())
+    path.write_text(recipe(*LONG, *ray_target, run="cut").to_yaml())
     with cluster(4, 4) as nodes:
         with training(nodes, path, "--json") as process:
-            comes_to(20, run, process)
+            wait_for_step(20, run, process)
             [before] = status(nodes)
             nodes.remove(nodes.node_of(before["ranks"]["rank-0"]["node_id"]))
-            after = started_again(nodes, process)
-            table = shown(nodes)
-            written, said = process.communicate(timeout=120)
+            after = status_after_restart(nodes, process)
+            table = status_output(nodes)
+            stdout, stderr = process.communicate(timeout=120)
         with Connection(nodes.address):
             until(everything_is_free)
-    assert process.returncode == 0, said
-    assert "start again from step" in said
-    outcome = json.loads(written)
+    assert process.returncode == 0, stderr
+    assert "start again from step" in stderr
+    outcome = json.loads(stdout)
     assert (outcome["finished"], outcome["step"]) == (True, STEPS)
     assert set(before["ranks"]) == set(after["ranks"]) == {"rank-0", "rank-1"}
     assert set(before["targets"]) == {"target-0", "target-1"}
@@ -101,32 +101,32 @@ def test_a_machine_lost_in_the_middle_changes_nothing(recipe, tmp_path):
     assert after["run"]["run"]["restarts"] == 1
     assert after["ranks"]["rank-0"]["restarts"] == 1
     assert after["run"]["run"]["tokens_per_s"] > 0
-    said_of = {line.split()[0]: line for line in table.splitlines() if line.strip()}
+    lines = {line.split()[0]: line for line in table.splitlines() if line.strip()}
     assert "waiting for the target" in table
-    assert {"rank-0", "rank-1", "target-0", "target-1"} <= said_of.keys()
-    assert str(after["ranks"]["rank-1"]["pid"]) in said_of["rank-1"]
+    assert {"rank-0", "rank-1", "target-0", "target-1"} <= lines.keys()
+    assert str(after["ranks"]["rank-1"]["pid"]) in lines["rank-1"]
     assert {facts["node_id"] for facts in after["ranks"].values()} == {nodes.nodes[0].node_id}
     assert differing(final_weights(tmp_path / "whole"), final_weights(run)) == []
     assert comparable(tmp_path / "whole") == comparable(run)
 
 
-def test_a_run_is_stopped_continued_and_goes_on_with_fewer_ranks(recipe, tmp_path):
-    """Ranks with a target each: what is placed is up to the recipe."""
+def test_a_run_can_be_stopped_resumed_and_continued_with_fewer_ranks(recipe, tmp_path):
+    """Each rank has its own target: the recipe decides what is placed on the cluster."""
     run_ranks(2, train, recipe(*LONG, run="whole"))
     path, run = tmp_path / "recipe.yaml", tmp_path / "cut"
     path.write_text(recipe(*LONG, run="cut").to_yaml())
     with cluster(1, 1) as nodes:
         with training(nodes, path) as process:
-            comes_to(20, run, process)
+            wait_for_step(20, run, process)
             process.send_signal(signal.SIGTERM)
-            written, said = process.communicate(timeout=60)
-        assert process.returncode == 143, said
-        assert "the same command continues the run" in written
+            stdout, stderr = process.communicate(timeout=60)
+        assert process.returncode == 143, stderr
+        assert "the same command continues the run" in stdout
         with training(nodes, path, "--wait-s", 5) as process:
-            comes_to(steps(run) + 20, run, process)
+            wait_for_step(steps(run) + 20, run, process)
             [before] = status(nodes)
             nodes.remove(nodes.node_of(before["ranks"]["rank-0"]["node_id"]))
-            written, said = process.communicate(timeout=120)
-        assert process.returncode == 0, said
-    assert "room for 1 of 2 ranks" in said
+            stdout, stderr = process.communicate(timeout=120)
+        assert process.returncode == 0, stderr
+    assert "room for 1 of 2 ranks" in stderr
     assert differing(final_weights(tmp_path / "whole"), final_weights(run)) == []

@@ -1,4 +1,4 @@
-"""Which worker is asked next, by the rules alone."""
+"""Which worker a fleet chooses next, tested without a cluster."""
 
 import pytest
 
@@ -10,28 +10,28 @@ pytestmark = pytest.mark.cluster
 
 
 def fleet(rank, workers):
-    made = Fleet([(f"t{n}", None) for n in range(workers)], wait_s=1, release=list, rank=rank)
-    for state in made._states:
+    result = Fleet([(f"t{n}", None) for n in range(workers)], wait_s=1, release=list, rank=rank)
+    for state in result._states:
         state.up = True
-    return made
+    return result
 
 
 @pytest.mark.parametrize(("ranks", "workers"), [(8, 4), (4, 4), (3, 2), (2, 3)])
 def test_ranks_with_one_question_each_keep_all_workers_busy(ranks, workers):
-    """Each of them sees only its own questions: an empty fleet, over and over."""
+    """Each rank sees only its own questions, so its fleet looks idle every time."""
     fleets = [fleet(rank, workers) for rank in range(ranks)]
     for _ in range(2 * workers):
-        taken = [each._take(None) for each in fleets]
-        counts = [sum(state.name == f"t{n}" for state in taken) for n in range(workers)]
+        states = [rank_fleet._take(None) for rank_fleet in fleets]
+        counts = [sum(state.name == f"t{n}" for state in states) for n in range(workers)]
         assert max(counts) - min(counts) <= 1
-        for each, state in zip(fleets, taken, strict=True):
-            each._leave(state)
+        for rank_fleet, state in zip(fleets, states, strict=True):
+            rank_fleet._leave(state)
 
 
-def test_the_fewest_questions_come_first():
-    one = fleet(0, 3)
-    first, second, third = (one._take(None) for _ in range(3))
+def test_the_worker_with_the_fewest_questions_comes_first():
+    rank_fleet = fleet(0, 3)
+    first, second, third = (rank_fleet._take(None) for _ in range(3))
     assert {first.name, second.name, third.name} == {"t0", "t1", "t2"}
-    one._leave(second)
-    assert one._take(None) is second
-    assert one._take(1).name == "t1"  # ranks that share rows name the worker
+    rank_fleet._leave(second)
+    assert rank_fleet._take(None) is second
+    assert rank_fleet._take(1).name == "t1"  # ranks that share rows name the worker

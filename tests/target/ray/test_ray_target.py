@@ -1,4 +1,4 @@
-"""Workers on a cluster are the target in this process: the contract, and what cannot work."""
+"""Workers on a cluster equal a target in this process: the contract, and what is refused."""
 
 import os
 import subprocess
@@ -31,7 +31,7 @@ def nodes():
 
 
 def test_contract(nodes, model, monkeypatch):
-    """One start of the workers for each encoding: a backend finds them by name."""
+    """Workers start once per encoding; the backends find them by name."""
     reference = tiny_model("llama")
     for supervision, workers in {"hidden": 2, "probs": 1, "logits": 1}.items():
         described = section(nodes, model, supervision=supervision, workers=workers)
@@ -46,38 +46,38 @@ def test_contract(nodes, model, monkeypatch):
     until(everything_is_free)
 
 
-def test_rows_of_several_ranks_are_captured_once(nodes, model, monkeypatch):
+def test_rows_shared_by_several_ranks_are_captured_once(nodes, model, monkeypatch):
     described = section(nodes, model, workers=2)
     with RAY.placed(described, aux_layers=3, name="shared") as variables:
         monkeypatch.setenv(FLEET_VARIABLE, variables[FLEET_VARIABLE])
-        with opened(described) as one, opened(described) as other:
-            until(lambda: all(state.up for t in (one, other) for state in t._fleet._states))
-            one.askers = other.askers = 2
+        with opened(described) as first, opened(described) as second:
+            until(lambda: all(state.up for t in (first, second) for state in t._fleet._states))
+            first.askers = second.askers = 2
             for rows in batches(12):
-                ours, theirs = one.answer_async(rows), other.answer_async(rows)
-                pairs = zip(ours.result().tensors(), theirs.result().tensors(), strict=True)
+                answer, other_answer = first.answer_async(rows), second.answer_async(rows)
+                pairs = zip(answer.result().tensors(), other_answer.result().tensors(), strict=True)
                 assert all(torch.equal(a, b) for (_, a), (_, b) in pairs)
-            workers = [state.actor for state in one._fleet._states]
+            workers = [state.actor for state in first._fleet._states]
             figures = ray.get([worker.figures.remote() for worker in workers])
     assert [(f["asked"], f["captured"]) for f in figures] == [(12, 6), (12, 6)]
 
 
-def test_a_slow_trainer_fills_nothing(nodes, model):
-    """However much is asked for, only `prefetch` questions leave this process at a time."""
+def test_prefetch_bounds_the_questions_in_flight(nodes, model):
+    """However many questions are queued, only `prefetch` leave this process at a time."""
     with opened(section(nodes, model, workers=1, prefetch=2)) as target:
-        seen, ask = [], target._fleet.ask
+        in_flight, ask = [], target._fleet.ask
 
-        def counted(use, **more):
-            seen.append(sum(state.in_flight for state in target._fleet._states) + 1)
-            return ask(use, **more)
+        def counted(use, **options):
+            in_flight.append(sum(state.in_flight for state in target._fleet._states) + 1)
+            return ask(use, **options)
 
         target._fleet.ask = counted
         futures = [target.answer_async(rows) for rows in batches(30)]
         assert len([future.result() for future in futures]) == 30
-    assert max(seen) <= 2
+    assert max(in_flight) <= 2
 
 
-def test_what_cannot_work_is_one_line(nodes, model, tmp_path):
+def test_impossible_settings_are_refused_in_one_line(nodes, model, tmp_path):
     with pytest.raises(BadInput, match="nowhere"):
         opened(section(nodes, tmp_path / "nowhere"))
     with pytest.raises(TargetUnreachable, match="no room for 9 target workers of 1 CPU each"):
@@ -85,19 +85,19 @@ def test_what_cannot_work_is_one_line(nodes, model, tmp_path):
     until(everything_is_free)
 
 
-def _asked(worker):
+def _figures_or_error(worker):
     try:
         return ray.get(worker.figures.remote())
     except ray.exceptions.RayError as error:
         return error
 
 
-def test_without_a_worker_the_run_stops_resumable(nodes, model):
+def test_losing_the_only_worker_raises_target_unreachable(nodes, model):
     with opened(section(nodes, model, workers=1)) as target:
         target._fleet._wait_s = 2.0
         worker = target._fleet._states[0].actor
         ray.kill(worker)  # for good
-        until(lambda: isinstance(_asked(worker), ray.exceptions.RayActorError))
+        until(lambda: isinstance(_figures_or_error(worker), ray.exceptions.RayActorError))
         with pytest.raises(TargetUnreachable, match="no target worker answered for 2 s"):
             target.answer(next(batches(1)))
 
@@ -114,7 +114,7 @@ with opened(section(SimpleNamespace(address=sys.argv[1]), sys.argv[2], workers=2
 """
 
 
-def test_a_trainer_that_is_killed_leaves_nothing(nodes, model):
+def test_a_killed_trainer_leaves_nothing_behind(nodes, model):
     command = [sys.executable, "-c", _DRIVER, nodes.address, str(model)]
     paths = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
     with subprocess.Popen(

@@ -1,4 +1,4 @@
-"""Training with targets on a cluster is training with the target in the process, bit for bit."""
+"""Training with targets on a cluster equals training with a local target, bit for bit."""
 
 import subprocess
 import sys
@@ -26,8 +26,8 @@ def nodes():
 
 def on_cluster(recipe, nodes, *overrides):
     """The same run with its target in two workers: only the kind of target changes."""
-    there = ["target.backend=ray", f"target.address={nodes.address}", "target.workers=2"]
-    return recipe(*overrides, *there, run="ray")
+    ray_target = ["target.backend=ray", f"target.address={nodes.address}", "target.workers=2"]
+    return recipe(*overrides, *ray_target, run="ray")
 
 
 def train(recipe):
@@ -36,10 +36,10 @@ def train(recipe):
         assert fit(training, Notes()).finished
 
 
-def test_training_over_a_cluster_is_training_here(recipe, nodes, tmp_path):
-    more = ("training.accumulate=2", "training.micro_batch=1")
-    train(recipe(*more, run="here"))
-    train(on_cluster(recipe, nodes, *more))
+def test_training_over_a_cluster_equals_local_training(recipe, nodes, tmp_path):
+    overrides = ("training.accumulate=2", "training.micro_batch=1")
+    train(recipe(*overrides, run="here"))
+    train(on_cluster(recipe, nodes, *overrides))
     assert differing(final_weights(tmp_path / "here"), final_weights(tmp_path / "ray")) == []
     assert comparable(tmp_path / "here") == comparable(tmp_path / "ray")
     with Connection(nodes.address):

@@ -1,5 +1,5 @@
-"""What can go wrong between a client and a server: a TCP proxy that does it on purpose, and servers
-that can be killed for good and started again quickly."""
+"""Fault injection: a TCP proxy that damages replies on purpose, and servers that can be killed and
+restarted quickly."""
 
 import asyncio
 import json
@@ -14,11 +14,11 @@ from pathlib import Path
 
 
 class Proxy:
-    """Forwards connections to `port`, and spoils some of them; by default none.
+    """Forwards connections to `port` and damages some of the replies; by default none.
 
-    `mischief` maps a kind to the share of the replies' connections it happens to: `cut` closes in
-    the middle of a reply, `garble` changes one byte, `stall` stops for `stall_s`, `trickle` sends a
-    few bytes at a time. Only pieces of at least `spare` bytes are spoilt.
+    `mischief` maps a kind of fault to the share of reply chunks that it hits: `cut` closes the
+    connection in the middle of a reply, `garble` changes one byte, `stall` pauses for `stall_s`,
+    `trickle` sends a few bytes at a time. Chunks of less than `spare` bytes are left alone.
     """
 
     def __init__(self, port, *, seed=0, mischief=None, stall_s=3.0, spare=0):
@@ -70,7 +70,7 @@ class Proxy:
 
     async def _replies(self, reader, writer):
         while data := await reader.read(1 << 16):
-            kind = self._chosen() if len(data) >= self.spare else None
+            kind = self._choose_fault() if len(data) >= self.spare else None
             if kind == "cut":
                 writer.write(data[: self._random.randrange(len(data))])
                 await writer.drain()
@@ -89,7 +89,7 @@ class Proxy:
             writer.write(data)
             await writer.drain()
 
-    def _chosen(self):
+    def _choose_fault(self):
         draw = self._random.random()
         for kind, share in self.mischief.items():
             draw -= share
@@ -103,18 +103,18 @@ class Nursery:
     """A process with the tiny target loaded that forks servers: a restart takes milliseconds."""
 
     def __init__(self):
-        here = Path(__file__).parent
+        directory = Path(__file__).parent
         self._process = subprocess.Popen(
-            [sys.executable, str(here / "nursery.py")],
+            [sys.executable, str(directory / "nursery.py")],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(here.parent)])},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(directory.parent)])},
         )  # fmt: skip
         assert self._process.stdout.readline() == "ready\n"
 
     def start(self, port=0, *, drain_s=60.0, stderr="", **limits):
-        """(pid, port) of a new server."""
-        asked = {"port": port, "drain_s": drain_s, "stderr": stderr, "limits": limits}
-        self._process.stdin.write(json.dumps(asked) + "\n")
+        """Start a server; returns (pid, port)."""
+        settings = {"port": port, "drain_s": drain_s, "stderr": stderr, "limits": limits}
+        self._process.stdin.write(json.dumps(settings) + "\n")
         self._process.stdin.flush()
         facts = json.loads(self._process.stdout.readline())
         return facts["pid"], facts["port"]
@@ -123,7 +123,7 @@ class Nursery:
         os.kill(pid, signal.SIGKILL)
 
     def close(self):
-        self._process.stdin.close()  # it ends its children and itself
+        self._process.stdin.close()  # on which it kills its children and exits
         self._process.wait(timeout=20)
         self._process.stdout.close()
 

@@ -5,7 +5,7 @@ import pytest
 
 @pytest.fixture(scope="session")
 def server():
-    """One server for all tests that only ask questions."""
+    """One server for all tests that only send it requests."""
     from target.remote.servers import running
 
     with running() as started:
@@ -14,7 +14,7 @@ def server():
 
 @pytest.fixture(scope="session")
 def nursery():
-    """Makes servers in processes of their own, quickly."""
+    """Starts servers in separate processes, quickly."""
     from target.remote.chaos import Nursery
 
     started = Nursery()
@@ -24,7 +24,7 @@ def nursery():
 
 @pytest.fixture(autouse=True, scope="session")
 def own_cache(tmp_path_factory):
-    """Tokenised rows and fetched tokenizers of these tests stay with these tests."""
+    """Keep tokenized rows and fetched tokenizers of these tests out of the user's cache."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FLEDGE_CACHE", str(tmp_path_factory.mktemp("fledge")))
         yield

@@ -1,5 +1,5 @@
-"""Forks target servers on demand: a line of JSON with what a server is made with on stdin, one with
-where it is on stdout."""
+"""Forks target servers on demand: reads the settings of a server as a line of JSON from stdin, and
+writes its pid and port as a line of JSON to stdout."""
 
 import json
 import os
@@ -9,7 +9,7 @@ import time
 
 
 def bind(address):
-    """The port of a server that was killed a moment ago: its last breath may take a while."""
+    """Bind, with retries: a server that was just killed may still hold the port."""
     from fledge.core.errors import BadInput
 
     deadline = time.monotonic() + 10
@@ -31,22 +31,22 @@ def main():
 
     model = tiny_model("llama")
     print("ready", flush=True)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # killed children are nobody's zombies
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # killed children leave no zombies
     children = []
     for line in sys.stdin:
-        asked = json.loads(line)
-        address = Address(port=asked["port"])
+        settings = json.loads(line)
+        address = Address(port=settings["port"])
         with bind(address) as bound:
             bound.listen(128)
             pid = os.fork()
             if pid == 0:
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                if asked["stderr"]:
-                    os.dup2(os.open(asked["stderr"], os.O_WRONLY | os.O_CREAT), 2)
+                if settings["stderr"]:
+                    os.dup2(os.open(settings["stderr"], os.O_WRONLY | os.O_CREAT), 2)
                 backend = HFEagle3TargetModel(model, supervision="hidden")
-                limits = Limits(**{"max_requests": 12, **asked["limits"]})
+                limits = Limits(**{"max_requests": 12, **settings["limits"]})
                 server = TargetServer(backend, model="tiny", limits=limits)
-                serve(server, address, bound, drain_s=asked["drain_s"])
+                serve(server, address, bound, drain_s=settings["drain_s"])
                 os._exit(0)
             children.append(pid)
             print(json.dumps({"pid": pid, "port": bound.getsockname()[1]}), flush=True)

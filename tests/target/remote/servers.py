@@ -29,7 +29,7 @@ class Running:
         self, *, model=None, backend=None, port=0, drain_s=5.0, address=None, connections=None,
         **options,
     ):  # fmt: skip
-        # a model of its own: hooks of two passes at once would get into each other's way
+        # each server has its own model: hooks of concurrent passes would interfere
         model = copy.deepcopy(model or tiny())
         backend = backend or HFEagle3TargetModel(model, supervision="hidden")
         self.server = TargetServer(backend, model="tiny", **options)

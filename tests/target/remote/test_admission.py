@@ -1,4 +1,4 @@
-"""Requests of those who may ask: counted before they are read, and dropped with their client."""
+"""Admission of requests: counted before they are read, and dropped when their client leaves."""
 
 import http.client
 import json
@@ -29,7 +29,7 @@ def connect(port):
 
 
 def whole_reply(raw):
-    """A reply whose body is JSON."""
+    """Read a reply whose body is JSON."""
     reply = b""
     while not reply.endswith(b"}"):
         reply += raw.recv(1000)
@@ -37,7 +37,7 @@ def whole_reply(raw):
 
 
 @pytest.mark.slow
-def test_memory_under_30_stalled_bodies_of_60_mb(nursery):
+def test_memory_is_bounded_under_30_stalled_bodies_of_60_mb(nursery):
     pid, port = nursery.start(max_requests=64, max_bodies_bytes=256 * MB)
     try:
         assert http_status(port, question()) == 200
@@ -78,23 +78,23 @@ def http_status(port, body):
     return reply.status
 
 
-def test_a_body_is_refused_before_it_is_sent_and_the_connection_goes_on():
+def test_a_body_is_refused_before_it_is_sent_and_the_connection_stays_usable():
     limits = Limits(max_body_bytes=60_000, max_bodies_bytes=100_000)
     with running(limits=limits) as started, connect(started.port) as first:
         first.sendall(head(60_000) + b"x")
         wait_for(lambda: "fledge_pending_body_bytes 60000" in started.server.metrics.text())
         with connect(started.port) as second:
-            second.sendall(head(50_000))  # none of it
+            second.sendall(head(50_000))  # the body is not sent yet
             assert whole_reply(second).startswith(b"HTTP/1.1 429 ")
             first.close()
             wait_for(lambda: "fledge_pending_body_bytes 0" in started.server.metrics.text())
-            second.sendall(bytes(50_000))  # dropped: it was answered
+            second.sendall(bytes(50_000))  # discarded: already answered
             body = question()
             second.sendall(head(len(body)) + body)
             assert second.recv(1000).startswith(b"HTTP/1.1 200 ")
 
 
-def test_bodies_without_a_length_are_counted_as_they_come():
+def test_bodies_without_a_length_are_counted_as_they_arrive():
     limits = Limits(max_body_bytes=60_000, max_bodies_bytes=100_000)
     with running(limits=limits) as started:
         chunk = b"c350\r\n" + bytes(50_000) + b"\r\n"
@@ -106,18 +106,18 @@ def test_bodies_without_a_length_are_counted_as_they_come():
             first.sendall(b"1f40\r\n" + bytes(8000))
             assert first.recv(1000).startswith(b"HTTP/1.1 429 ")
             second.sendall(chunk[45_006:] + b"1\r\nx\r\n0\r\n\r\n")
-            assert second.recv(1000).startswith(b"HTTP/1.1 400 ")  # it was read, and is no question
+            assert second.recv(1000).startswith(b"HTTP/1.1 400 ")  # read, but not a question
         wait_for(lambda: "fledge_pending_body_bytes 0" in started.server.metrics.text())
 
 
-def test_a_body_that_stops_coming_is_408(server, monkeypatch):
+def test_a_stalled_body_is_408(server, monkeypatch):
     monkeypatch.setattr("fledge.target.remote.server.app._STALL_S", 0.2)
     with connect(server.port) as raw:
         raw.sendall(head(100) + b"abc")
         assert raw.recv(100).startswith(b"HTTP/1.1 408")
 
 
-def test_requests_count_from_their_head_on():
+def test_requests_count_once_their_header_has_arrived():
     with running(limits=Limits(max_requests=2)) as started:
         stalled = [connect(started.port) for _ in range(2)]
         for raw in stalled:
@@ -138,16 +138,16 @@ def error(server, **changes):
     return status, json.loads(data)["error"]
 
 
-def test_what_is_longer_than_the_context_is_refused_at_once(server, monkeypatch):
+def test_rows_longer_than_the_context_are_refused_at_once(server, monkeypatch):
     """The tiny target's context is 64."""
-    asked = []
-    monkeypatch.setattr(server.server.target.backend, "answer", asked.append)
+    calls = []
+    monkeypatch.setattr(server.server.target.backend, "answer", calls.append)
     wide = torch.ones(1, 65, dtype=torch.long)
-    what = "is longer than the target's context, 64"
-    assert error(server, rows=TokenBatch(wide, wide, wide)) == (400, f"a row of 65 tokens {what}")
+    reason = "is longer than the target's context, 64"
+    assert error(server, rows=TokenBatch(wide, wide, wide)) == (400, f"a row of 65 tokens {reason}")
     rows = TokenBatch(*packed_rows([[[5] * 65, [6] * 10]], 80))
-    assert error(server, rows=rows) == (400, f"a document of 65 tokens {what}")
-    assert asked == []
+    assert error(server, rows=rows) == (400, f"a document of 65 tokens {reason}")
+    assert calls == []
 
 
 def test_packed_rows_may_be_longer_than_the_context(server):
@@ -155,13 +155,13 @@ def test_packed_rows_may_be_longer_than_the_context(server):
     assert call(server, "/v1/generate", question(rows=rows))[0] == 200
 
 
-def test_work_that_grows_with_a_square_is_bounded():
+def test_attention_pairs_and_documents_are_bounded():
     with running(limits=Limits(max_attention=1000, max_documents=5)) as started:
         square = torch.ones(2, 25, dtype=torch.long)
-        status, what = error(started, rows=TokenBatch(square, square, square))
+        status, message = error(started, rows=TokenBatch(square, square, square))
         assert status == 413
-        assert "1250 pairs" in what
-        assert "1000 are allowed" in what
+        assert "1250 pairs" in message
+        assert "1000 are allowed" in message
         rows = TokenBatch(*packed_rows([[[5] * 10, [6] * 10, [7] * 5], [[5] * 25]], 25))
         assert error(started, rows=rows)[0] == 413
         rows = TokenBatch(*packed_rows([[[5] * 10, [6] * 10, [7] * 5], [[5] * 20, [6] * 5]], 25))
@@ -170,28 +170,28 @@ def test_work_that_grows_with_a_square_is_bounded():
         assert error(started, rows=rows) == (413, "6 documents in one request, 5 are allowed")
 
 
-def test_small_numbers_are_not_made_large_before_they_are_counted(server, monkeypatch):
-    """A mask travels as bytes and is used as 64-bit numbers: no tensor may grow unseen."""
+def test_tensors_are_counted_before_they_are_widened(server, monkeypatch):
+    """Masks are sent as bytes and used as int64: sizes are checked before anything is widened."""
     from fledge.target.remote.wire import Message
 
     def never(tensor):
         raise AssertionError(f"widened {list(tensor.shape)}")
 
     ids = torch.ones(1, 4, dtype=torch.uint8)
-    facts = {"protocol": "1", "request_id": "0" * 32, "encoding": "hidden", "dtype": "auto"}
+    metadata = {"protocol": "1", "request_id": "0" * 32, "encoding": "hidden", "dtype": "auto"}
     large = torch.ones(600_000, dtype=torch.uint8)
     good = {"input_ids": ids, "attention_mask": ids, "loss_mask": ids}
     monkeypatch.setattr(torch.Tensor, "long", never)
-    for changes, wanted in (
+    for changes, expected in (
         ({"attention_mask": large.view(1, -1)}, 400),
         ({"vocabulary": large}, 400),
         (dict.fromkeys(good, large.view(1, -1)), 413),
     ):
-        body = Message({**good, **changes}, facts).to_bytes()
-        assert call(server, "/v1/generate", body)[0] == wanted
+        body = Message({**good, **changes}, metadata).to_bytes()
+        assert call(server, "/v1/generate", body)[0] == expected
 
 
-def test_after_a_failed_pass_only_those_who_still_wait_are_computed(monkeypatch):
+def test_after_a_failed_pass_only_requests_still_waiting_are_retried(monkeypatch):
     with running() as started:
         backend, sizes = started.server.target.backend, []
         real, go, begun = backend.answer, threading.Event(), threading.Semaphore(0)
@@ -206,21 +206,21 @@ def test_after_a_failed_pass_only_those_who_still_wait_are_computed(monkeypatch)
             return real(rows)
 
         monkeypatch.setattr(backend, "answer", answer)
-        one = TokenBatch(*(tensor[:1] for tensor in padded_rows()))
+        row = TokenBatch(*(tensor[:1] for tensor in padded_rows()))
         with ThreadPoolExecutor(2) as pool:
-            first = pool.submit(call, started, "/v1/generate", question(rows=one))
+            first = pool.submit(call, started, "/v1/generate", question(rows=row))
             assert begun.acquire(timeout=20)
             stays = pool.submit(
-                call, started, "/v1/generate", question(rows=one, request_id="1" * 32, alone=False)
+                call, started, "/v1/generate", question(rows=row, request_id="1" * 32, alone=False)
             )
             leaves = http.client.HTTPConnection("127.0.0.1", started.port)
             leaves.request(
-                "POST", "/v1/generate", body=question(rows=one, request_id="2" * 32, alone=False)
+                "POST", "/v1/generate", body=question(rows=row, request_id="2" * 32, alone=False)
             )
             wait_for(lambda: "fledge_queue_requests 2" in started.server.metrics.text())
             go.set()
             go.clear()
-            assert begun.acquire(timeout=20)  # the pass of both
+            assert begun.acquire(timeout=20)  # the merged pass
             leaves.close()
             wait_for(lambda: "fledge_pending_requests 1" in started.server.metrics.text())
             go.set()
@@ -230,23 +230,23 @@ def test_after_a_failed_pass_only_those_who_still_wait_are_computed(monkeypatch)
 
 
 @pytest.mark.parametrize("field", ["rows", "encoding", "dtype"])
-def test_an_id_that_comes_again_with_another_question_is_refused(monkeypatch, field):
+def test_reusing_a_request_id_for_a_different_question_is_refused(monkeypatch, field):
     changed = {
         "rows": TokenBatch(*(tensor[:1] for tensor in padded_rows())),
         "encoding": "probs",
         "dtype": "float16",
     }[field]
-    more = {"vocabulary": torch.tensor([1, 2])} if field == "encoding" else {}
+    extra = {"vocabulary": torch.tensor([1, 2])} if field == "encoding" else {}
     with running() as started:
-        held = Held(started, monkeypatch)
+        gate = Held(started, monkeypatch)
         with ThreadPoolExecutor(2) as pool:
             first = pool.submit(call, started, "/v1/generate", question())
-            assert held.begun.acquire(timeout=20)
-            status, what = error(started, **{field: changed}, **more)
+            assert gate.begun.acquire(timeout=20)
+            status, message = error(started, **{field: changed}, **extra)
             assert status == 400
-            assert "under way with another question" in what
-            again = pool.submit(call, started, "/v1/generate", question())
+            assert "under way with another question" in message
+            repeated = pool.submit(call, started, "/v1/generate", question())
             wait_for(lambda: "fledge_pending_requests 2" in started.server.metrics.text())
-            held.go.set()
-            assert first.result()[2] == again.result()[2]
-        assert held.calls == 1
+            gate.go.set()
+            assert first.result()[2] == repeated.result()[2]
+        assert gate.calls == 1

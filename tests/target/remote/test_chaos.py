@@ -1,4 +1,4 @@
-"""Eight trainers, two servers, two thousand batches, and everything that goes wrong in a night."""
+"""Eight trainers, two servers and two thousand batches, with killed servers and damaged replies."""
 
 import contextlib
 import gc
@@ -25,35 +25,35 @@ MISCHIEF = {"cut": 0.02, "garble": 0.01, "stall": 0.004, "trickle": 0.03}
 
 def questions():
     """Packed rows of many sizes, all different."""
-    draw = random.Random(0)
-    found = []
+    rng = random.Random(0)
+    batches = []
     for _ in range(KINDS):
         documents = [
-            [[draw.randrange(3, 90) for _ in range(draw.randint(1, 9))] for _ in range(2)]
-            for _ in range(draw.randint(1, 3))
+            [[rng.randrange(3, 90) for _ in range(rng.randint(1, 9))] for _ in range(2)]
+            for _ in range(rng.randint(1, 3))
         ]
-        found.append(packed_rows(documents, 20))
-    return found
+        batches.append(packed_rows(documents, 20))
+    return batches
 
 
 def open_segments():
-    """Shared memory that this process still holds; that of other tests at work is not ours."""
-    found = []
+    """Segments that this process still has open; other tests may have their own."""
+    names = []
     for descriptor in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):  # the descriptor of the listing itself is gone
-            found.append(descriptor.readlink().name)
-    return [name for name in found if name.startswith("fledge-")]
+            names.append(descriptor.readlink().name)
+    return [name for name in names if name.startswith("fledge-")]
 
 
-def client(number, urls, asked, expected, finished):
-    """Ask for every batch of this client's own order; the answers must come in that order."""
+def client(number, urls, batches, expected, finished):
+    """Request batches in this client's own order; the answers must come in that order."""
     order = [(number * 7 + step * 11) % KINDS for step in range(EACH)]
     with RemoteEagle3TargetModel(
         urls, prefetch=3, timeout_s=2.0, retries=100, wait_s=60.0, shared_memory=number % 2 == 0
     ) as target:
         waiting = []
         for kind in order:
-            waiting.append((kind, target.generate_batch_async(*asked[kind])))
+            waiting.append((kind, target.generate_batch_async(*batches[kind])))
             if len(waiting) > 5:
                 check(*waiting.pop(0), expected)
                 finished.release()
@@ -63,49 +63,49 @@ def client(number, urls, asked, expected, finished):
 
 
 def check(kind, future, expected):
-    found = future.result(timeout=100)
+    batch = future.result(timeout=100)
     for name, tensor in expected[kind].tensors():
-        assert torch.equal(getattr(found, name), tensor), name
+        assert torch.equal(getattr(batch, name), tensor), name
 
 
 @pytest.mark.slow  # 2,000 batches
-def test_every_batch_comes_once_in_order_and_right():
-    asked = questions()
+def test_every_batch_arrives_once_in_order_and_correct():
+    batches = questions()
     local = HFEagle3TargetModel(tiny(), supervision="hidden")
-    expected = [local.generate_batch(*rows) for rows in asked]
+    expected = [local.generate_batch(*rows) for rows in batches]
     nursery = Nursery()
     servers = [nursery.start(free_port()) for _ in range(2)]
     proxies = [Proxy(port, seed=seed, mischief=MISCHIEF) for seed, (_, port) in enumerate(servers)]
     finished, over, kills = threading.Semaphore(0), threading.Event(), []
     before = resident_bytes(os.getpid())
 
-    def assassin():
-        """Kills a server for good after some batches, and starts it again a moment later."""
-        draw = random.Random(1)
+    def kill_servers():
+        """Kill a server after some batches, and restart it a moment later."""
+        rng = random.Random(1)
         while not over.is_set():
-            for _ in range(draw.randint(120, 200)):
+            for _ in range(rng.randint(120, 200)):
                 while not finished.acquire(timeout=0.2):
                     if over.is_set():
                         return
-            victim = draw.randrange(2)
+            victim = rng.randrange(2)
             nursery.kill(servers[victim][0])
             kills.append(victim)
-            over.wait(draw.uniform(0.05, 0.6))
+            over.wait(rng.uniform(0.05, 0.6))
             servers[victim] = nursery.start(servers[victim][1])
 
-    killer = threading.Thread(target=assassin)
+    killer = threading.Thread(target=kill_servers)
     killer.start()
     begin = time.monotonic()
     try:
         urls = [proxy.url for proxy in proxies]
         with ThreadPoolExecutor(CLIENTS) as pool:
             runs = [
-                pool.submit(client, number, urls, asked, expected, finished)
+                pool.submit(client, number, urls, batches, expected, finished)
                 for number in range(CLIENTS)
             ]
             for run in runs:
                 run.result()
-        grown = [resident_bytes(pid) for pid, _ in servers]
+        server_bytes = [resident_bytes(pid) for pid, _ in servers]
     finally:
         over.set()
         killer.join()
@@ -116,7 +116,7 @@ def test_every_batch_comes_once_in_order_and_right():
     done = {kind: sum(proxy.done[kind] for proxy in proxies) for kind in MISCHIEF}
     assert all(done.values()), done
     assert resident_bytes(os.getpid()) - before < 200e6, "the clients' memory grew"
-    assert all(size < 1.5e9 for size in grown), "a server's memory grew"
+    assert all(size < 1.5e9 for size in server_bytes), "a server's memory grew"
     gc.collect()
     assert open_segments() == []
     assert remove_leftovers() == 0, "shared memory was left behind"

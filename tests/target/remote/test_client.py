@@ -1,4 +1,4 @@
-"""The client among servers that come, go and change; the clock is short, the servers are real."""
+"""The client with real servers that come, go and change, under short timeouts."""
 
 import copy
 import logging
@@ -42,7 +42,7 @@ def wait_for(condition, seconds=20):
         time.sleep(0.01)
 
 
-def test_work_is_shared_and_a_dead_server_is_replaced_and_used_again(caplog):
+def test_work_is_shared_and_a_dead_server_is_skipped_until_it_is_back(caplog):
     port = free_port()
     first = Running(port=port)
     with running() as second, caplog.at_level(logging.WARNING, "fledge.remote"):
@@ -68,11 +68,11 @@ def test_the_least_loaded_server_is_asked(monkeypatch):
         backend = busy.server.target.backend
         real = backend.answer
 
-        def held(*args):
+        def blocked(*args):
             assert go.wait(30)
             return real(*args)
 
-        monkeypatch.setattr(backend, "answer", held)
+        monkeypatch.setattr(backend, "answer", blocked)
         with RemoteEagle3TargetModel([busy.url, idle.url], prefetch=3, **QUICK) as target:
             futures = [target.generate_batch_async(*padded_rows(seed)) for seed in range(20)]
             wait_for(lambda: sum(future.done() for future in futures) >= 17)
@@ -81,20 +81,20 @@ def test_the_least_loaded_server_is_asked(monkeypatch):
             assert all(right(future.result(30), seed) for seed, future in enumerate(futures))
 
 
-def test_two_targets_are_refused():
+def test_servers_with_different_weights_are_refused():
     torch.manual_seed(5)
     other = tiny_model("llama")
     with torch.no_grad():
         other.lm_head.weight[0, 0] += 1.0
     with (
-        running() as one,
-        running(model=other) as two,
+        running() as first,
+        running(model=other) as second,
         pytest.raises(BadInput, match=r"holds another target than .*weights_fingerprint"),
     ):
-        RemoteEagle3TargetModel([one.url, two.url], **QUICK)
+        RemoteEagle3TargetModel([first.url, second.url], **QUICK)
 
 
-def test_a_server_that_returns_with_other_weights_is_not_used(caplog):
+def test_a_server_that_comes_back_with_other_weights_is_not_used(caplog):
     other = tiny_model("llama")
     with torch.no_grad():
         other.model.embed_tokens.weight[5] += 1.0
@@ -115,17 +115,17 @@ def test_a_server_that_returns_with_other_weights_is_not_used(caplog):
     first.stop()
 
 
-def test_other_aux_layers_are_another_target():
+def test_servers_with_different_aux_layers_are_refused():
     shifted = HFEagle3TargetModel(copy.deepcopy(tiny()), [1, 3, 5], supervision="hidden")
     with (
-        running() as one,
-        running(backend=shifted) as two,
+        running() as first,
+        running(backend=shifted) as second,
         pytest.raises(BadInput, match=r"aux_layer_ids: \[1, 3, 5\], not \[1, 3, 4\]"),
     ):
-        RemoteEagle3TargetModel([one.url, two.url], **QUICK)
+        RemoteEagle3TargetModel([first.url, second.url], **QUICK)
 
 
-def test_no_server_at_all_waits_then_says_so(caplog):
+def test_unreachable_servers_are_reported_after_the_wait(caplog):
     url = f"http://127.0.0.1:{free_port()}"
     begin = time.monotonic()
     with (
@@ -139,7 +139,7 @@ def test_no_server_at_all_waits_then_says_so(caplog):
     assert isinstance(TargetUnreachable("x"), BadInput)
 
 
-def test_a_server_that_comes_late_is_waited_for():
+def test_the_client_waits_for_a_server_that_starts_late():
     port = free_port()
     late = {}
     timer = threading.Timer(0.8, lambda: late.update(server=Running(port=port)))
@@ -150,7 +150,7 @@ def test_a_server_that_comes_late_is_waited_for():
     late["server"].stop()
 
 
-def test_all_servers_vanish_and_calls_end_after_the_wait(caplog):
+def test_calls_fail_after_the_wait_when_all_servers_vanish(caplog):
     started = Running()
     with RemoteEagle3TargetModel(started.url, **QUICK | {"wait_s": 1.0}) as target:
         assert right(target.generate_batch(*padded_rows()))
@@ -167,8 +167,8 @@ def test_all_servers_vanish_and_calls_end_after_the_wait(caplog):
     ("mischief", "error"),
     [("cut", "reply ended after|closed the"), ("garble", "digest"), ("stall", "timed out|in time")],
 )
-def test_a_request_that_never_works_ends_after_its_retries(server, mischief, error):
-    """/health is well all the time, and every answer is spoilt."""
+def test_a_request_that_always_fails_ends_after_its_retries(server, mischief, error):
+    """/health always works, and every answer is damaged."""
     proxy = Proxy(server.port, stall_s=30.0, spare=2000)
     try:
         with RemoteEagle3TargetModel(proxy.url, **QUICK | {"timeout_s": 0.5}, retries=2) as target:
@@ -190,7 +190,7 @@ def test_trickling_replies_do_not_outlast_the_deadline(server):
         with RemoteEagle3TargetModel(
             proxy.url, retries=0, timeout_s=30.0, wait_s=5.0, shared_memory=False
         ) as target:
-            assert right(target.generate_batch(*padded_rows()))  # slow, and right
+            assert right(target.generate_batch(*padded_rows()))  # slow but right
             target._timeout_s = 0.03
             with pytest.raises(TargetUnreachable):
                 target.generate_batch(*padded_rows())
@@ -198,7 +198,7 @@ def test_trickling_replies_do_not_outlast_the_deadline(server):
         proxy.close()
 
 
-def test_kept_connections_that_the_server_closed_are_not_a_failure(server, caplog):
+def test_idle_connections_that_the_server_closed_are_not_a_failure(server, caplog):
     with RemoteEagle3TargetModel(server.url, **QUICK) as target:
         assert right(target.generate_batch(*padded_rows()))
         for connection in target._fleet._states[0].server._idle:
@@ -220,18 +220,18 @@ def test_addresses_are_checked():
 
 def test_closing_ends_calls_that_wait_for_a_slow_server(monkeypatch):
     with running() as started:
-        go, begun = threading.Event(), threading.Event()
+        go, entered = threading.Event(), threading.Event()
         backend = started.server.target.backend
 
-        def held(*args):
-            begun.set()
+        def blocked(*args):
+            entered.set()
             assert go.wait(30)
             raise RuntimeError("too late")
 
-        monkeypatch.setattr(backend, "answer", held)
+        monkeypatch.setattr(backend, "answer", blocked)
         target = RemoteEagle3TargetModel(started.url, **QUICK | {"timeout_s": 300.0})
         futures = [target.generate_batch_async(*padded_rows()) for _ in range(5)]
-        assert begun.wait(20)
+        assert entered.wait(20)
         begin = time.monotonic()
         target.close()
         assert time.monotonic() - begin < 10
@@ -247,7 +247,7 @@ def test_an_exchange_that_ends_after_closing_leaves_no_connection(server):
         def _receive(self, connection, *rest):
             self.used = connection
             reply = super()._receive(connection, *rest)
-            self.close()  # in another thread, a moment after the reply is whole
+            self.close()  # as another thread may, once the reply is complete
             return reply
 
     leaving = Leaving(server.url)
@@ -255,7 +255,7 @@ def test_an_exchange_that_ends_after_closing_leaves_no_connection(server):
     assert leaving.used.sock is None
 
 
-def test_a_client_leaves_the_global_dice_alone(server):
+def test_a_client_leaves_the_global_random_state_alone(server):
     random.seed(1)
     with RemoteEagle3TargetModel([server.url], **QUICK) as target:
         target.generate_batch(*padded_rows())

@@ -1,4 +1,4 @@
-"""Strangers: connections without end, heads without end, and others who still want to be served."""
+"""Hostile clients: floods of connections and endless headers must not lock out anybody else."""
 
 import asyncio
 import contextlib
@@ -34,7 +34,7 @@ def connect(port, source="127.0.0.1"):
 
 
 def ask(port, source):
-    """Seconds of one question on a connection of its own, which must be answered."""
+    """Ask one question on a new connection; returns the seconds until its successful reply."""
     begin = time.perf_counter()
     connection = http.client.HTTPConnection("127.0.0.1", port, 10, source_address=(source, 0))
     connection.request("POST", "/v1/generate", body=question())
@@ -58,13 +58,13 @@ def closed(raw, within_s=10.0):
     return True
 
 
-def test_1100_half_open_connections_and_endless_heads_keep_nobody_out(nursery):
+def test_1100_half_open_connections_and_endless_headers_lock_nobody_out(nursery):
     raise_file_limit()
     pid, port = nursery.start()
-    over, held = threading.Event(), []
+    over, half_open = threading.Event(), []
 
     def send_endlessly():
-        """Heads that never end, on new connections as the old ones are closed."""
+        """Send headers that never end, and reconnect whenever the server closes the connection."""
         while not over.is_set():
             with contextlib.suppress(OSError), connect(port) as raw:
                 raw.sendall(HEAD + b"X-Long: ")
@@ -78,7 +78,7 @@ def test_1100_half_open_connections_and_endless_heads_keep_nobody_out(nursery):
         for _ in range(1100):
             raw = connect(port)
             raw.sendall(HEAD)
-            held.append(raw)
+            half_open.append(raw)
         for attacker in attackers:
             attacker.start()
         attacked = statistics.median(ask(port, "127.0.0.2") for _ in range(25))
@@ -91,7 +91,7 @@ def test_1100_half_open_connections_and_endless_heads_keep_nobody_out(nursery):
         for attacker in attackers:
             if attacker.ident:
                 attacker.join()
-        for raw in held:
+        for raw in half_open:
             raw.close()
         nursery.kill(pid)
 
@@ -113,7 +113,7 @@ def endless():
 @pytest.mark.parametrize(
     ("begin", "more"), [e[1:] for e in endless()], ids=[e[0] for e in endless()]
 )
-def test_what_never_ends_is_cut_off(server, begin, more):
+def test_endless_input_is_cut_off(server, begin, more):
     sent = 0
     with connect(server.port) as raw:
         raw.settimeout(5.0)
@@ -135,24 +135,24 @@ def test_too_many_headers_are_431(server):
     assert call(server, "/v1/info", headers=many)[0] == 200
 
 
-def test_heads_have_their_time_the_first_and_the_next(server):
+def test_the_header_timeout_applies_to_first_and_later_requests(server):
     with running(connections=ConnectionLimits(header_s=0.4)) as started:
-        silent, begun, second = (connect(started.port) for _ in range(3))
-        begun.sendall(HEAD)
+        silent, partial, second = (connect(started.port) for _ in range(3))
+        partial.sendall(HEAD)
         second.sendall(HEAD + b"\r\n")
         assert second.recv(100).startswith(b"HTTP/1.1 200")
         second.sendall(HEAD)
-        for raw in (silent, begun, second):
+        for raw in (silent, partial, second):
             assert closed(raw, 5.0)
             raw.close()
-        with connect(started.port) as kept:  # a whole request, and then a pause
+        with connect(started.port) as kept:  # a complete request, then a pause
             kept.sendall(HEAD + b"\r\n")
             assert kept.recv(1 << 16).startswith(b"HTTP/1.1 200")
             assert not closed(kept, 2.0)
         assert "fledge_dropped_connections_total 3" in started.server.metrics.text()
 
 
-def test_a_tls_handshake_that_never_comes_keeps_nobody_out(certificate):
+def test_missing_tls_handshakes_lock_nobody_out(certificate):
     cert, key = certificate
     limits = ConnectionLimits(max_connections=4, max_per_address=4, header_s=0.5)
     address = Address(port=0, tls_cert=cert, tls_key=key)
@@ -170,59 +170,59 @@ def test_a_tls_handshake_that_never_comes_keeps_nobody_out(certificate):
             raw.close()
 
 
-def test_requests_at_work_are_never_replaced_and_the_newest_goes(monkeypatch):
+def test_connections_with_active_requests_are_never_evicted(monkeypatch):
     limits = ConnectionLimits(max_connections=3, max_per_address=2)
     with running(connections=limits) as started:
-        held = Held(started, monkeypatch)
+        gate = Held(started, monkeypatch)
         busy = []
         for source in ("127.0.0.2", "127.0.0.2", "127.0.0.3"):
-            one = http.client.HTTPConnection(
+            client = http.client.HTTPConnection(
                 "127.0.0.1", started.port, 20, source_address=(source, 0)
             )
-            one.request("POST", "/v1/generate", body=question(request_id=f"{len(busy)}" * 32))
-            busy.append(one)
+            client.request("POST", "/v1/generate", body=question(request_id=f"{len(busy)}" * 32))
+            busy.append(client)
         wait_for(lambda: "fledge_pending_requests 3" in started.server.metrics.text())
         for source in ("127.0.0.2", "127.0.0.4"):
             with connect(started.port, source) as raw:
                 assert closed(raw, 5.0)
-        held.go.set()
-        assert [one.getresponse().status for one in busy] == [200, 200, 200]
-        for one in busy:
-            one.close()
+        gate.go.set()
+        assert [client.getresponse().status for client in busy] == [200, 200, 200]
+        for client in busy:
+            client.close()
 
 
 class Ends:
-    """Connections as a listener would make them, with addresses to order."""
+    """Connections as a listener would create them, with freely chosen addresses."""
 
     def __init__(self, **limits):
         self.all, self.ends = Connections(ConnectionLimits(**limits)), {}
 
     def add(self, home, port):
-        here, there = socket.socketpair()
-        made = Connection(here.family, here.type, here.proto, fileno=here.detach())
-        made.peer, made.home = (home, port), home
-        self.ends[home, port] = made, there
-        if self.all.add(made):
+        near, far = socket.socketpair()
+        connection = Connection(near.family, near.type, near.proto, fileno=near.detach())
+        connection.peer, connection.home = (home, port), home
+        self.ends[home, port] = connection, far
+        if self.all.add(connection):
             return True
-        made.close()
+        connection.close()
         return False
 
     def gone(self):
-        found = set()
-        for peer, (_, there) in self.ends.items():
-            there.setblocking(False)
+        closed_peers = set()
+        for peer, (_, far) in self.ends.items():
+            far.setblocking(False)
             with contextlib.suppress(BlockingIOError):
-                assert there.recv(1) == b""
-                found.add(peer)
-        return found
+                assert far.recv(1) == b""
+                closed_peers.add(peer)
+        return closed_peers
 
     def close(self):
-        for made, there in self.ends.values():
-            made.close()
-            there.close()
+        for connection, far in self.ends.values():
+            connection.close()
+            far.close()
 
 
-def test_who_makes_place():
+def test_which_connection_is_evicted():
     ends = Ends(max_connections=4, max_per_address=2)
     add, gone = ends.add, ends.gone
     with ends.all.busy(("nobody", 0)):
@@ -231,15 +231,15 @@ def test_who_makes_place():
     with ends.all.busy(("a", 1)):
         pass  # now idle
     assert add("a", 2)
-    assert add("a", 3)  # one too many of a: the newer but silent one goes, not the idle one
+    assert add("a", 3)  # one too many from a: the silent one is closed, not the older idle one
     assert gone() == {("a", 2)}
     assert add("b", 1)
     assert add("c", 1)
     with ends.all.busy(("a", 3)), ends.all.busy(("b", 1)), ends.all.busy(("c", 1)):
-        assert add("d", 1)  # only an idle one is left
+        assert add("d", 1)  # only an idle one can be closed
         assert gone() == {("a", 2), ("a", 1)}
         with ends.all.busy(("d", 1)):
-            assert not add("e", 1)  # all are at work
+            assert not add("e", 1)  # all are busy
             assert len(ends.all) == 4
         assert add("e", 1)
     assert len(ends.all) == 4
@@ -247,7 +247,7 @@ def test_who_makes_place():
     assert len(ends.all) == 0
 
 
-def test_addresses_of_one_network_are_one():
+def test_ipv6_addresses_of_one_network_count_as_one():
     from fledge.target.remote.server.connections import _home
 
     assert _home("10.0.0.1") != _home("10.0.0.2")
@@ -256,15 +256,15 @@ def test_addresses_of_one_network_are_one():
     assert _home("fe80::1%eth0") == _home("fe80::2%eth0")
 
 
-def test_no_file_left_is_one_line_and_the_loop_goes_on(caplog):
+def test_running_out_of_files_logs_one_line_and_the_loop_continues(caplog):
     with Listener(socket.AF_INET, ConnectionLimits()) as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(16)
         listener.setblocking(False)
         waiting = [socket.create_connection(listener.getsockname()) for _ in range(5)]
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        most, filled = max(map(int, os.listdir("/proc/self/fd"))) + 1, []
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+        limit, filled = max(map(int, os.listdir("/proc/self/fd"))) + 1, []
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
         try:
             with contextlib.suppress(OSError):
                 while True:
@@ -287,7 +287,7 @@ def test_no_file_left_is_one_line_and_the_loop_goes_on(caplog):
             raw.close()
 
 
-def test_connections_leave_half_of_the_files(caplog):
+def test_connections_use_at_most_half_of_the_file_limit(caplog):
     limits = ConnectionLimits(max_connections=1024)
     assert limits.below(20_000) is limits
     with caplog.at_level(logging.WARNING, "fledge.remote"):
@@ -312,24 +312,24 @@ def test_noise_is_logged_once_a_minute(server, capfd):
     assert capfd.readouterr().err.count("Invalid HTTP request") <= 1
 
 
-def test_a_client_that_reads_nothing_is_closed_in_the_end():
-    """A reply that nobody takes stays in the transport's buffer; closing waits for it for ever."""
+def test_a_client_that_reads_nothing_is_eventually_disconnected():
+    """An unread reply stays in the transport's buffer, and closing would wait for it forever."""
 
     async def run():
         with Listener(socket.AF_INET, ConnectionLimits()) as listener:
             listener.bind(("127.0.0.1", 0))
             listener.listen()
-            loop, made = asyncio.get_running_loop(), asyncio.Queue()
+            loop, transports = asyncio.get_running_loop(), asyncio.Queue()
 
             class Full(asyncio.Protocol):
                 def connection_made(self, transport):
                     transport.write(b"x" * (64 << 20))
                     transport.close()
-                    made.put_nowait(transport)
+                    transports.put_nowait(transport)
 
             listening = await loop.create_server(Full, sock=listener)
             with socket.create_connection(listener.getsockname()):
-                transport = await made.get()
+                transport = await transports.get()
                 listener.connections.find(transport.get_extra_info("peername")).due = 0.0
                 listener.connections.drop_late()
                 for _ in range(100):

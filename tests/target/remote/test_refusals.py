@@ -1,5 +1,5 @@
-"""What is refused in one line: tensors of wrong sizes, foreign hosts, odd tokens, locked keys; and
-endings that leave no trace."""
+"""One-line refusals of wrong tensor sizes, foreign hosts, malformed tokens and encrypted keys; and
+clean exits."""
 
 import json
 import os
@@ -27,8 +27,8 @@ FACTS = {"protocol": "1", "request_id": "0" * 32, "encoding": "hidden", "dtype":
 def tensors():
     ids = torch.tensor([[5, 6, 7, 8]], dtype=torch.int32)
     ones, length = torch.ones_like(ids), torch.tensor([[4]], dtype=torch.int32)
-    places = torch.arange(4, dtype=torch.int32)[None]
-    values = (ids, ones, ones, places, length, places.flip(1))
+    positions = torch.arange(4, dtype=torch.int32)[None]
+    values = (ids, ones, ones, positions, length, positions.flip(1))
     return dict(zip(FIELDS, values, strict=True))
 
 
@@ -38,22 +38,22 @@ def tensors():
     st.sampled_from([torch.int32, torch.uint8, torch.int64, torch.float32, torch.bfloat16]),
 )
 @settings(max_examples=60, deadline=None)
-def test_sizes_that_fit_nothing_are_400(server, field, shape, dtype):
+def test_tensors_of_wrong_sizes_are_400(server, field, shape, dtype):
     assert call(server, "/v1/generate", Message(tensors(), FACTS).to_bytes())[0] == 200
-    asked = {**tensors(), field: torch.ones(shape, dtype=dtype)}
+    fields = {**tensors(), field: torch.ones(shape, dtype=dtype)}
     good = field != "vocabulary" and shape == list(tensors()[field].shape)
     good = good or (field == "vocabulary" and len(shape) == 1 and shape[0] > 0)
     if good and not dtype.is_floating_point:
-        return  # nothing wrong with its sizes
-    status, _, data = call(server, "/v1/generate", Message(asked, FACTS).to_bytes())
+        return  # its sizes are right
+    status, _, data = call(server, "/v1/generate", Message(fields, FACTS).to_bytes())
     assert status == 400, data
-    what = json.loads(data)["error"]
-    assert field in what or field == "input_ids"  # by which the others are measured
-    assert "\n" not in what
+    message = json.loads(data)["error"]
+    assert field in message or field == "input_ids"  # the others are compared with it
+    assert "\n" not in message
 
 
-def test_sizes_beside_a_zero_are_sizes_too():
-    """A tensor of no numbers whose other sizes overflow: torch raises, and the answer was 500."""
+def test_sizes_that_overflow_beside_a_zero_are_refused():
+    """An empty tensor whose other sizes overflow: torch raises, which must not become a 500."""
     shape = [0, 2**47, 2**47]
     header = {
         "a": {"dtype": "U8", "shape": shape, "data_offsets": [0, 0]},
@@ -75,7 +75,7 @@ def raw_get(port, host, path="/v1/info"):
     return int(reply.split()[1]), reply
 
 
-def test_only_names_of_this_machine_are_answered_without_a_token(server):
+def test_without_a_token_only_local_host_names_are_answered(server):
     for host in ("localhost", "LOCALHOST", "127.0.0.1", "[::1]"):
         for port in ("", f":{server.port}", ":9000"):  # forwarded, as ssh -L does
             assert raw_get(server.port, host + port)[0] == 200
@@ -96,15 +96,15 @@ def test_only_names_of_this_machine_are_answered_without_a_token(server):
     assert raw_get(server.port, twice)[0] in (400, 421)
 
 
-def test_with_a_token_any_name_will_do():
+def test_with_a_token_any_host_name_is_answered():
     with running(token="secret") as started:
-        found = call(
+        reply = call(
             started, "/v1/info", headers={"Host": "gpu1", "Authorization": "Bearer secret"}
         )
-        assert found[0] == 200
+        assert reply[0] == 200
 
 
-def test_no_redirect_repeats_what_it_was_sent(server):
+def test_no_redirect_echoes_the_request(server):
     for path in ("/v1/info/", "/health/", "/metrics/"):
         status, headers, data = call(server, path)
         assert status == 404
@@ -116,8 +116,8 @@ def test_no_redirect_repeats_what_it_was_sent(server):
     "token",
     ["", " ", "gehe\u00efm", "two words", "a\tb", "line\nbreak", "\x7f", "\u2603", "a\x00b"],
 )
-def test_odd_tokens_are_one_line(monkeypatch, token, server):
-    if "\x00" not in token:  # which no environment can hold
+def test_malformed_tokens_are_refused_in_one_line(monkeypatch, token, server):
+    if "\x00" not in token:  # no environment variable can hold it
         monkeypatch.setenv("ODD", token)
         with pytest.raises(BadInput, match="ODD"):
             token_from("ODD")
@@ -127,7 +127,7 @@ def test_odd_tokens_are_one_line(monkeypatch, token, server):
         running(token=token).__enter__()
 
 
-def test_an_encrypted_key_is_one_line_and_asks_nobody(certificate, tmp_path):
+def test_an_encrypted_key_is_refused_without_a_prompt(certificate, tmp_path):
     cert, key = certificate
     locked = tmp_path / "locked.pem"
     command = ["openssl", "pkey", "-in", key, "-out", locked, "-aes128", "-passout", "pass:secret"]
@@ -142,15 +142,15 @@ def test_an_encrypted_key_is_one_line_and_asks_nobody(certificate, tmp_path):
 
 
 def stalled(port, count):
-    found = []
+    connections = []
     for _ in range(count):
         raw = socket.create_connection(("127.0.0.1", port), 10)
         raw.sendall(
             b"POST /v1/generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\nx"
         )
-        found.append(raw)
+        connections.append(raw)
     half_open = socket.create_connection(("127.0.0.1", port), 10)
-    return [*found, half_open]
+    return [*connections, half_open]
 
 
 def test_a_second_interrupt_leaves_no_traceback(nursery, tmp_path):
@@ -178,7 +178,7 @@ def listens(port):
 
 
 @pytest.mark.parametrize("drain_s", [0.0, 1.5])
-def test_stalled_bodies_delay_the_exit_by_the_drain_and_no_more(nursery, drain_s):
+def test_stalled_bodies_delay_the_exit_by_no_more_than_the_drain(nursery, drain_s):
     pid, port = nursery.start(drain_s=drain_s)
     waiting = stalled(port, 5)
     wait_for(lambda: b"fledge_pending_requests 5" in raw_get(port, "localhost", "/metrics")[1])
@@ -198,5 +198,5 @@ def alive(pid):
     return True
 
 
-def test_the_server_lives_on(server):
+def test_the_server_still_answers(server):
     assert answers(server)

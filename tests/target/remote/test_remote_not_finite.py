@@ -1,4 +1,4 @@
-"""A served target that overflows: an error reply of one line, no bytes with NaN, no second try."""
+"""A served target that overflows: a one-line error reply, no NaN on the wire, no retry."""
 
 import json
 import urllib.error
@@ -16,7 +16,7 @@ from target.tiny_models import tiny_model
 
 
 def overflowing(dtype=torch.float32):
-    """Layer 3 makes numbers near 1e6, or beyond all measure."""
+    """A model whose layer 3 overflows float32, or only float16 (numbers near 1e6)."""
     model = tiny_model("llama")
     with torch.no_grad():
         model.model.layers[3].mlp.up_proj.weight.mul_(1e30 if dtype == torch.float32 else 1e3)
@@ -36,7 +36,7 @@ def vocabulary(target):
 
 
 @pytest.mark.parametrize("supervision", ["hidden", "probs", "topk"])
-def test_one_line_at_once(supervision):
+def test_an_overflow_is_reported_at_once_in_one_line(supervision):
     with (
         running(model=overflowing()) as server,
         RemoteEagle3TargetModel(server.url, supervision=supervision, top_k=3) as target,
@@ -53,7 +53,7 @@ def test_one_line_at_once(supervision):
         assert "not finite in layer 3" in json.loads(reply.value.read())["error"]
 
 
-def test_a_precision_of_the_wire_that_is_too_narrow():
+def test_a_wire_dtype_that_is_too_narrow_is_reported():
     with running(model=overflowing(torch.float16)) as server:
         with RemoteEagle3TargetModel(server.url) as target:
             wide = target.answer(rows())
@@ -66,7 +66,7 @@ def test_a_precision_of_the_wire_that_is_too_narrow():
             target.answer(rows())
 
 
-def test_a_head_that_overflows_where_probabilities_are_made():
+def test_a_head_that_overflows_while_computing_probabilities_is_reported():
     model = tiny_model("llama")
     model.lm_head.weight.data.mul_(1e38)
     with (
@@ -78,33 +78,33 @@ def test_a_head_that_overflows_where_probabilities_are_made():
             target.answer(rows())
 
 
-def test_others_are_answered_beside_it():
-    """A question merged with a broken one is asked again alone, and gets its answer."""
+def test_questions_merged_with_an_overflowing_one_are_answered():
+    """A question merged with a broken one is retried alone and gets its answer."""
 
-    class Sometimes:
+    class NaNForToken90:
         def __init__(self, inner):
             self.__dict__.update(inner.__dict__)
             self.inner, self.supervision = inner, inner.supervision
 
         def answer(self, batch):
-            found = self.inner.answer(batch)
-            found.aux_hidden_states[batch.input_ids[:, 0] == 90] = float("nan")
-            return found
+            answered = self.inner.answer(batch)
+            answered.aux_hidden_states[batch.input_ids[:, 0] == 90] = float("nan")
+            return answered
 
         def __getattr__(self, name):
             return getattr(self.inner, name)
 
     from fledge.target.hf.model import HFEagle3TargetModel
 
-    backend = Sometimes(HFEagle3TargetModel(tiny_model("llama"), supervision="hidden"))
+    backend = NaNForToken90(HFEagle3TargetModel(tiny_model("llama"), supervision="hidden"))
     bad = rows()
     bad.input_ids[1, 0] = 90
     with (
         running(backend=backend) as server,
         RemoteEagle3TargetModel(server.url, merge=True, prefetch=4) as target,
     ):
-        asked = [target.answer_async(bad if i == 1 else rows()) for i in range(4)]
-        for i, future in enumerate(asked):
+        futures = [target.answer_async(bad if i == 1 else rows()) for i in range(4)]
+        for i, future in enumerate(futures):
             if i == 1:
                 with pytest.raises(NotFinite, match="not finite in layer 1, row 1, token 0"):
                     future.result(30)

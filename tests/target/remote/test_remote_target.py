@@ -1,4 +1,4 @@
-"""The remote backend is the local one: the contract, bit for bit, and what travels."""
+"""The remote backend equals the local one: the contract, bit-for-bit answers, and what is sent."""
 
 import logging
 
@@ -38,11 +38,14 @@ def local(supervision="hidden"):
     return target
 
 
-def differing(one: Eagle3TargetBatch, other: Eagle3TargetBatch):
-    ours, theirs = dict(one.tensors()), dict(other.tensors())
-    assert ours.keys() == theirs.keys()
+def differing(batch: Eagle3TargetBatch, other: Eagle3TargetBatch):
+    tensors, other_tensors = dict(batch.tensors()), dict(other.tensors())
+    assert tensors.keys() == other_tensors.keys()
     return [
-        n for n in ours if ours[n].dtype != theirs[n].dtype or not torch.equal(ours[n], theirs[n])
+        n
+        for n in tensors
+        if tensors[n].dtype != other_tensors[n].dtype
+        or not torch.equal(tensors[n], other_tensors[n])
     ]
 
 
@@ -57,7 +60,7 @@ def test_contract(server, check, supervision, shared_memory):
         options = {"shared_memory": shared_memory, "timeout_s": 30.0, "wait_s": 5.0}
         return RemoteEagle3TargetModel(server.url, supervision=wanted, **options)
 
-    rounding = 1e-5 if supervision == "logits" else 0.0  # other rows in the head's matrix product
+    rounding = 1e-5 if supervision == "logits" else 0.0  # its head multiplies other rows
     check(Case("remote", tiny(), make, supervision, rtol=rounding, atol=rounding))
 
 
@@ -65,33 +68,33 @@ def test_contract(server, check, supervision, shared_memory):
 @pytest.mark.parametrize("supervision", ["hidden", "probs"])
 @pytest.mark.parametrize("rows", ROWS.values(), ids=list(ROWS))
 def test_remote_equals_local_bit_for_bit(server, rows, supervision, shared_memory):
-    with remote(server, supervision, shared_memory=shared_memory) as there:
+    with remote(server, supervision, shared_memory=shared_memory) as target:
         assert (
-            differing(there.generate_batch(*rows), local(supervision).generate_batch(*rows)) == []
+            differing(target.generate_batch(*rows), local(supervision).generate_batch(*rows)) == []
         )
 
 
 def test_topk_keeps_the_largest(server):
-    with remote(server, "topk", top_k=5) as there:
-        found = there.generate_batch(*ROWS["packed"])
+    with remote(server, "topk", top_k=5) as target:
+        batch = target.generate_batch(*ROWS["packed"])
     whole = local("probs").generate_batch(*ROWS["packed"])
     top, ids = whole.target_probs.topk(5, dim=-1)
     kept = torch.zeros_like(whole.target_probs).scatter_(-1, ids, top)
     kept = kept / kept.sum(-1, keepdim=True).clamp_min(1e-30)
-    torch.testing.assert_close(found.target_probs, kept, rtol=1e-6, atol=1e-7)
-    assert torch.equal(found.position_mask, whole.position_mask)
+    torch.testing.assert_close(batch.target_probs, kept, rtol=1e-6, atol=1e-7)
+    assert torch.equal(batch.position_mask, whole.position_mask)
 
 
-def test_half_precision_on_the_wire_is_the_rounded_state(server):
-    with remote(server, dtype="bfloat16") as there:
-        found = there.generate_batch(*ROWS["packed"])
-    here = local().generate_batch(*ROWS["packed"])
-    assert torch.equal(found.aux_hidden_states, here.aux_hidden_states.bfloat16())
-    assert torch.equal(found.last_hidden_states, here.last_hidden_states.bfloat16())
+def test_half_precision_on_the_wire_rounds_the_states(server):
+    with remote(server, dtype="bfloat16") as target:
+        batch = target.generate_batch(*ROWS["packed"])
+    expected = local().generate_batch(*ROWS["packed"])
+    assert torch.equal(batch.aux_hidden_states, expected.aux_hidden_states.bfloat16())
+    assert torch.equal(batch.last_hidden_states, expected.last_hidden_states.bfloat16())
 
 
-def test_bytes_on_the_wire_are_what_was_announced():
-    """hidden, bfloat16, 8B shape: at most 34 kB a token; and the client's bound is exact."""
+def test_message_size_stays_within_the_announced_bound():
+    """hidden, bfloat16, 8B shape: at most 34 kB per token, and the client's bound is tight."""
     hidden, tokens = 4096, 64
     ids = torch.ones(1, tokens, dtype=torch.long)
     rows = TokenBatch(ids, ids, ids)
@@ -103,15 +106,15 @@ def test_bytes_on_the_wire_are_what_was_announced():
     question = Question("0" * 32, rows)
     message = encode_answer(batch, question, head=None)
     assert 4 * 2 * hidden * tokens < message.nbytes <= 34_000 * tokens
-    most = WireShape(hidden, 3, torch.bfloat16, "hidden").answer_bytes(tokens, tokens)
-    assert message.nbytes <= most <= message.nbytes + 4096
+    bound = WireShape(hidden, 3, torch.bfloat16, "hidden").answer_bytes(tokens, tokens)
+    assert message.nbytes <= bound <= message.nbytes + 4096
 
 
 @st.composite
 def questions(draw):
-    """Rows of one kind, as several clients may ask them."""
+    """Rows of one kind, as several clients may send them."""
     packed = draw(st.booleans())
-    found = []
+    batches = []
     for _ in range(draw(st.integers(1, 4))):
         width = draw(st.integers(4, 12))
         count = draw(st.integers(1, 3))
@@ -122,42 +125,42 @@ def questions(draw):
                 lengths.pop()
             lengths = lengths or [1]
             documents.append([[draw(st.integers(3, 90)) for _ in range(n)] for n in lengths])
-        six = packed_rows(documents, width)
-        found.append(TokenBatch(*six) if packed else TokenBatch(*six[:3]))
-    return found
+        fields = packed_rows(documents, width)
+        batches.append(TokenBatch(*fields) if packed else TokenBatch(*fields[:3]))
+    return batches
 
 
 @given(questions())
 @settings(max_examples=25, deadline=None)
-def test_merged_questions_get_the_answers_they_would_get_alone(asked):
+def test_merged_questions_get_the_answers_they_would_get_alone(batches):
     target = local()
-    together = split(target.answer(merge(asked)), asked)
-    for rows, found in zip(asked, together, strict=True):
+    together = split(target.answer(merge(batches)), batches)
+    for rows, merged in zip(batches, together, strict=True):
         alone = target.answer(rows)
         real = rows.attention_mask.bool()
         for name in ("aux_hidden_states", "last_hidden_states"):
-            ours, theirs = getattr(found, name), getattr(alone, name)
-            if name == "last_hidden_states":  # about the next token: defined where that is real
-                assert not ours[:, -1].any()
+            states, expected = getattr(merged, name), getattr(alone, name)
+            if name == "last_hidden_states":  # describes the next token: defined where that is real
+                assert not states[:, -1].any()
                 real = torch.cat([real[:, 1:], torch.zeros_like(real[:, :1])], 1)
                 if rows.position_ids is not None:
                     real &= rows.doc_remaining > 0
-            # states reach 30: a few of their last bits
-            torch.testing.assert_close(ours[real], theirs[real], rtol=1e-4, atol=2e-4)
-        assert torch.equal(found.loss_mask, alone.loss_mask)
+            # states reach 30: allow for a few of their last bits
+            torch.testing.assert_close(states[real], expected[real], rtol=1e-4, atol=2e-4)
+        assert torch.equal(merged.loss_mask, alone.loss_mask)
 
 
-def test_requests_of_several_clients_share_a_pass_when_they_may():
-    """With `merge`, what waits together runs together, to rounding; without, never."""
+def test_requests_share_a_pass_only_when_merging_is_allowed():
+    """With `merge`, waiting requests share a pass, equal up to rounding; without, they never do."""
     rows = [padded_rows(seed) for seed in range(12)]
     expected = [local().generate_batch(*r) for r in rows]
     for merging in (True, False):
-        with running() as started, remote(started, merge=merging, prefetch=12) as there:
-            futures = [there.generate_batch_async(*r) for r in rows]
-            for future, here in zip(futures, expected, strict=True):
-                found, real = future.result(timeout=60), here.attention_mask.bool()
+        with running() as started, remote(started, merge=merging, prefetch=12) as target:
+            futures = [target.generate_batch_async(*r) for r in rows]
+            for future, reference in zip(futures, expected, strict=True):
+                batch, real = future.result(timeout=60), reference.attention_mask.bool()
                 torch.testing.assert_close(
-                    found.aux_hidden_states[real], here.aux_hidden_states[real],
+                    batch.aux_hidden_states[real], reference.aux_hidden_states[real],
                     rtol=1e-4 if merging else 0, atol=2e-5 if merging else 0,
                 )  # fmt: skip
             text = started.server.metrics.text()
@@ -170,51 +173,51 @@ def value(text, name):
     return next(line.split()[-1] for line in text.splitlines() if line.startswith(name + " "))
 
 
-def test_a_question_that_spoils_a_merged_pass_spoils_only_its_own(monkeypatch):
+def test_a_question_that_breaks_a_merged_pass_fails_alone(monkeypatch):
     with running() as started:
         backend = started.server.target.backend
         real = backend.answer
 
-        def moody(rows):
+        def fail_on_66(rows):
             if (rows.input_ids == 66).any():
                 raise RuntimeError("out of something")
             return real(rows)
 
-        monkeypatch.setattr(backend, "answer", moody)
+        monkeypatch.setattr(backend, "answer", fail_on_66)
         ids = torch.arange(3, 11)[None]
         bad = torch.full_like(ids, 66)
         ones = torch.ones_like(ids)
-        with remote(started, merge=True, prefetch=6, retries=0) as there:
-            futures = [there.generate_batch_async(ids + i, ones, ones) for i in range(4)]
-            spoilt = there.generate_batch_async(bad, ones, ones)
+        with remote(started, merge=True, prefetch=6, retries=0) as target:
+            futures = [target.generate_batch_async(ids + i, ones, ones) for i in range(4)]
+            failing = target.generate_batch_async(bad, ones, ones)
             with pytest.raises(BadInput, match="out of something"):
-                spoilt.result(timeout=30)
+                failing.result(timeout=30)
             for i, future in enumerate(futures):
-                here = local().generate_batch(ids + i, ones, ones)
+                expected = local().generate_batch(ids + i, ones, ones)
                 torch.testing.assert_close(
-                    future.result(30).aux_hidden_states, here.aux_hidden_states
+                    future.result(30).aux_hidden_states, expected.aux_hidden_states
                 )
 
 
-def test_the_servers_aux_layers_count(server):
-    with remote(server, aux_layer_ids=[1, 3, 4]) as there:
-        assert there.aux_layer_ids == [1, 3, 4]
+def test_the_aux_layers_must_be_those_of_the_server(server):
+    with remote(server, aux_layer_ids=[1, 3, 4]) as target:
+        assert target.aux_layer_ids == [1, 3, 4]
     with pytest.raises(BadInput, match=r"capture aux layers \[1, 3, 4\], \[0, 3, 4\] are wanted"):
         remote(server, aux_layer_ids=[0, 3, 4])
 
 
-def test_shared_memory_is_really_used_and_falls_back(monkeypatch, caplog):
+def test_shared_memory_is_used_and_falls_back_to_the_body(monkeypatch, caplog):
     with running() as started:
-        with remote(started) as there:
-            there.generate_batch(*ROWS["packed"])
+        with remote(started) as target:
+            target.generate_batch(*ROWS["packed"])
         assert 'way="shared_memory"' in started.server.metrics.text()
         assert 'way="body"' not in started.server.metrics.text()
         monkeypatch.setattr(
             "fledge.target.remote.server.app.write_segment", lambda name, message: False
         )
-        with caplog.at_level(logging.INFO, "fledge.remote"), remote(started) as there:
+        with caplog.at_level(logging.INFO, "fledge.remote"), remote(started) as target:
             for _ in range(3):
-                batch = there.generate_batch(*ROWS["packed"])
+                batch = target.generate_batch(*ROWS["packed"])
                 assert differing(batch, local().generate_batch(*ROWS["packed"])) == []
         assert caplog.text.count("does not see our shared memory") == 1
         assert 'way="body"' in started.server.metrics.text()
@@ -223,7 +226,7 @@ def test_shared_memory_is_really_used_and_falls_back(monkeypatch, caplog):
 def test_too_many_tokens_are_refused_with_the_limit():
     with (
         running(limits=Limits(max_tokens=20)) as started,
-        remote(started) as there,
+        remote(started) as target,
         pytest.raises(BadInput, match="33 tokens in one request, 20 are allowed"),
     ):
-        there.generate_batch(*padded_rows())
+        target.generate_batch(*padded_rows())

@@ -1,4 +1,4 @@
-"""Training through servers is training with the target, whatever happens to the servers."""
+"""Training through servers equals local training, whatever happens to the servers."""
 
 import copy
 import json
@@ -40,14 +40,14 @@ def target(tiny_target):
 
 @pytest.fixture
 def start(target, tiny_target):
-    """Start servers of the tiny target; those still running at the end are stopped."""
+    """Start servers of the tiny target; all of them are stopped at the end."""
     started = []
 
     def begin(**options):
-        own = HFEagle3TargetModel(
+        backend = HFEagle3TargetModel(
             copy.deepcopy(target.model), [0, 1, 2], supervision="hidden", tokenizer=target.tokenizer
         )
-        started.append(Running(backend=own, model_dir=tiny_target, **options))
+        started.append(Running(backend=backend, model_dir=tiny_target, **options))
         return started[-1]
 
     yield begin
@@ -58,10 +58,10 @@ def start(target, tiny_target):
 def remote_recipe(recipe, urls, *overrides, run="remote", **section):
     """The same run with its target on servers."""
     plain = recipe(run=run).model_dump()
-    there = {"backend": "remote", "urls": urls, "timeout_s": 20.0, "wait_s": 20.0, **section}
+    target = {"backend": "remote", "urls": urls, "timeout_s": 20.0, "wait_s": 20.0, **section}
     sections = {name: value for name, value in plain.items() if name != "target"}
-    given = [f"{name}={json.dumps(value)}" for name, value in sections.items()]
-    return load_recipe(None, [f"target={json.dumps(there)}", *given, *overrides])
+    section_overrides = [f"{name}={json.dumps(value)}" for name, value in sections.items()]
+    return load_recipe(None, [f"target={json.dumps(target)}", *section_overrides, *overrides])
 
 
 def train(recipe, notes=None):
@@ -73,20 +73,20 @@ def train(recipe, notes=None):
 
 
 @pytest.mark.parametrize("options", [{}, {"shared_memory": False, "prefetch": 5}], ids=str)
-def test_remote_training_is_local_training_bit_for_bit(recipe, start, tmp_path, options):
+def test_remote_training_equals_local_training_bit_for_bit(recipe, start, tmp_path, options):
     urls = [start().url, start().url]
-    more = ("training.accumulate=2", "training.micro_batch=1")
-    train(recipe(*more, run="local"))
-    outcome = train(remote_recipe(recipe, urls, *more, **options))
+    overrides = ("training.accumulate=2", "training.micro_batch=1")
+    train(recipe(*overrides, run="local"))
+    outcome = train(remote_recipe(recipe, urls, *overrides, **options))
     assert outcome.finished
     assert differing(final_weights(tmp_path / "local"), final_weights(tmp_path / "remote")) == []
     assert comparable(tmp_path / "local") == comparable(tmp_path / "remote")
 
 
 def test_several_drafts_ask_the_servers_once(recipe, start, tmp_path):
-    """Asked in advance for all of them; each as if it had a local target of its own."""
-    server, more = start(), ("training.accumulate=2", "training.micro_batch=1")
-    kinds = {"one": more, "other": (*more, "draft.intermediate_size=48")}
+    """Each answer is prefetched once for all drafts; each trains as with its own local target."""
+    server, overrides = start(), ("training.accumulate=2", "training.micro_batch=1")
+    kinds = {"one": overrides, "other": (*overrides, "draft.intermediate_size=48")}
     for name, kind in kinds.items():
         train(recipe(*kind, run=f"local/{name}"))
     recipes = [
@@ -94,23 +94,23 @@ def test_several_drafts_ask_the_servers_once(recipe, start, tmp_path):
         for name, kind in kinds.items()
     ]
     trainings = set_up_together(recipes)
-    target, asked = target_of(trainings), []
+    target, requests = target_of(trainings), []
     real = target.answer_async
-    target.answer_async = lambda rows: (asked.append(rows), real(rows))[1]
+    target.answer_async = lambda rows: (requests.append(rows), real(rows))[1]
     notes = [Notes(), Notes()]
     with target:
         assert all(outcome.finished for outcome in fit_together(trainings, notes))
     micro = sum(rows is not None for step in range(trainings[0].stream.steps)
                 for rows in trainings[0].stream.batch(step).micro)  # fmt: skip
-    assert len(asked) == micro + len(notes[0].evaluations) * len(trainings[0].held_out)
+    assert len(requests) == micro + len(notes[0].evaluations) * len(trainings[0].held_out)
     for name in kinds:
-        local, there = tmp_path / "local" / name, tmp_path / "remote" / name
-        assert differing(final_weights(local), final_weights(there)) == []
-        assert comparable(local) == comparable(there)
+        local, remote = tmp_path / "local" / name, tmp_path / "remote" / name
+        assert differing(final_weights(local), final_weights(remote)) == []
+        assert comparable(local) == comparable(remote)
 
 
 @pytest.mark.parametrize("supervision", ["probs", "topk"])
-def test_thin_links_train_too(recipe, start, tmp_path, supervision):
+def test_training_with_probs_and_topk_supervision(recipe, start, tmp_path, supervision):
     train(recipe("target.supervision=probs", run="local"))
     notes = Notes()
     train(remote_recipe(recipe, [start().url], supervision=supervision, top_k=64), notes)
@@ -122,22 +122,22 @@ def test_thin_links_train_too(recipe, start, tmp_path, supervision):
 
 
 def stop_servers_at(monkeypatch, step, *servers):
-    """Take the servers away while a step is trained."""
+    """Stop the servers when training reaches `step`."""
     real = fit_module.train_step
 
-    def stepping(parts, batch, **more):
+    def stepping(parts, batch, **options):
         if batch.step == step:
             for server in servers:
                 server.stop()
-        return real(parts, batch, **more)
+        return real(parts, batch, **options)
 
     monkeypatch.setattr(fit_module, "train_step", stepping)
 
 
 @pytest.mark.parametrize(
     "step", [4, 5]
-)  # counted from 0: an evaluation follows step 4's neighbour 3
-def test_all_servers_gone_is_an_exit_that_resumes_bitwise(
+)  # counted from 0; an evaluation comes between steps 3 and 4
+def test_losing_all_servers_exits_and_resumes_bitwise(
     recipe, start, monkeypatch, tmp_path, step, caplog
 ):
     port = free_port()
@@ -150,16 +150,16 @@ def test_all_servers_gone_is_an_exit_that_resumes_bitwise(
         with pytest.raises(TargetUnreachable, match="no target server answered"):
             train(cut, notes)
     assert "waiting, for another" in caplog.text
-    found, _ = newest_checkpoint(tmp_path / "cut")
-    assert found.state["step"] > step  # what was trained is there, asked ahead or not
-    assert notes.notes[-1].startswith(f"stopped after step {found.state['step']}")
+    checkpoint, _ = newest_checkpoint(tmp_path / "cut")
+    assert checkpoint.state["step"] > step  # no trained step is lost, whatever was prefetched
+    assert notes.notes[-1].startswith(f"stopped after step {checkpoint.state['step']}")
     start(port=port)
     assert train(cut).finished
     assert differing(final_weights(tmp_path / "whole"), final_weights(tmp_path / "cut")) == []
     assert comparable(tmp_path / "whole") == comparable(tmp_path / "cut")
 
 
-def test_an_evaluation_that_was_cut_off_is_made_up_for(recipe, start, monkeypatch, tmp_path):
+def test_an_interrupted_evaluation_is_rerun_on_resume(recipe, start, monkeypatch, tmp_path):
     port = free_port()
     first = start(port=port)
     train(remote_recipe(recipe, [first.url], run="whole"))
@@ -168,7 +168,7 @@ def test_an_evaluation_that_was_cut_off_is_made_up_for(recipe, start, monkeypatc
 
     def evaluating(*args):
         calls.append(1)
-        if len(calls) == 2:  # the first one was before training
+        if len(calls) == 2:  # the first evaluation precedes training
             first.stop()
         return real(*args)
 
@@ -182,7 +182,7 @@ def test_an_evaluation_that_was_cut_off_is_made_up_for(recipe, start, monkeypatc
     assert comparable(tmp_path / "whole") == comparable(tmp_path / "cut")
 
 
-def test_a_signal_ends_the_waiting(recipe, start, monkeypatch, tmp_path):
+def test_a_signal_ends_the_wait_for_a_server(recipe, start, monkeypatch, tmp_path):
     port = free_port()
     first = start(port=port)
     cut = remote_recipe(recipe, [first.url], run="cut", wait_s=60.0)
@@ -191,12 +191,12 @@ def test_a_signal_ends_the_waiting(recipe, start, monkeypatch, tmp_path):
         timer = threading.Timer(0.0, lambda: None)
         real = fit_module.train_step
 
-        def stepping(parts, batch, **more):
+        def stepping(parts, batch, **options):
             nonlocal timer
             if batch.step == 4:
                 timer = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM))
                 timer.start()
-            return real(parts, batch, **more)
+            return real(parts, batch, **options)
 
         patch.setattr(fit_module, "train_step", stepping)
         outcome = train(cut)
@@ -207,9 +207,9 @@ def test_a_signal_ends_the_waiting(recipe, start, monkeypatch, tmp_path):
     assert train(cut).finished
 
 
-def test_the_command_says_it_in_one_line_and_ends_with_code_2(recipe, tmp_path, capsys):
-    written = remote_recipe(recipe, [f"http://127.0.0.1:{free_port()}"], wait_s=0.2)
-    path = written.write_resolved(tmp_path / "r")
+def test_the_command_reports_unreachable_servers_and_exits_with_code_2(recipe, tmp_path, capsys):
+    remote = remote_recipe(recipe, [f"http://127.0.0.1:{free_port()}"], wait_s=0.2)
+    path = remote.write_resolved(tmp_path / "r")
     with pytest.raises(SystemExit) as ended:
         run(["train", str(path)])
     assert ended.value.code == 2
@@ -217,7 +217,7 @@ def test_the_command_says_it_in_one_line_and_ends_with_code_2(recipe, tmp_path, 
     assert last.startswith("fledge: no target server answered for")
 
 
-def test_the_address_may_change_and_the_target_may_not(recipe, start, tmp_path):
+def test_the_address_may_change_but_not_the_target(recipe, start, tmp_path):
     from fledge.cli.train import check_existing
 
     server = start()
@@ -229,9 +229,9 @@ def test_the_address_may_change_and_the_target_may_not(recipe, start, tmp_path):
 
 def test_the_tokenizer_comes_from_the_server(recipe, start, tiny_target):
     """`target.model` is null in these recipes: the trainer has never seen the model."""
-    cut = remote_recipe(recipe, [start().url])
-    assert cut.target.model is None
-    training = set_up(cut)
+    remote = remote_recipe(recipe, [start().url])
+    assert remote.target.model is None
+    training = set_up(remote)
     assert training.draft.config.vocab_size == 400
     training.parts.target.close()
     named = remote_recipe(recipe, [start().url], model=str(tiny_target))
@@ -239,10 +239,10 @@ def test_the_tokenizer_comes_from_the_server(recipe, start, tiny_target):
         assert target.aux_layer_ids == [0, 1, 2]
 
 
-def test_a_cache_made_through_a_server_is_the_same_cache(recipe, start, tmp_path, tiny_target):
-    there = remote_recipe(recipe, [start().url], model=str(tiny_target))
-    for name, written in (("here", recipe()), ("there", there)):
-        path = written.write_resolved(tmp_path / f"{name}-recipe")
+def test_a_cache_written_through_a_server_equals_a_local_one(recipe, start, tmp_path, tiny_target):
+    remote = remote_recipe(recipe, [start().url], model=str(tiny_target))
+    for name, variant in (("here", recipe()), ("there", remote)):
+        path = variant.write_resolved(tmp_path / f"{name}-recipe")
         with pytest.raises(SystemExit) as ended:
             run(
                 ["precompute", str(path), "--output-dir", str(tmp_path / name), "--batch-size", "3"]
@@ -268,8 +268,8 @@ def test_a_flaky_link_changes_nothing(recipe, start, tmp_path):
 
 
 def test_engines_are_opened_by_name_with_their_own_arguments(recipe, monkeypatch):
-    """The engines are not here: what they would be asked is."""
-    asked = {}
+    """Stand-ins replace the engines and record the arguments that those would receive."""
+    received = {}
 
     def stand_in(engine, name):
         class Model:
@@ -277,7 +277,7 @@ def test_engines_are_opened_by_name_with_their_own_arguments(recipe, monkeypatch
 
             @classmethod
             def from_pretrained(cls, model, **options):
-                asked[engine] = model, options
+                received[engine] = model, options
                 return cls()
 
         module = types.ModuleType(f"fledge.target.{engine}.runner")
@@ -287,17 +287,17 @@ def test_engines_are_opened_by_name_with_their_own_arguments(recipe, monkeypatch
     stand_in("sglang", "SGLangEagle3TargetModel")
     stand_in("vllm", "VLLMEagle3TargetModel")
     plain = {name: value for name, value in recipe().model_dump().items() if name != "target"}
-    given = [f"{name}={json.dumps(value)}" for name, value in plain.items()]
+    overrides = [f"{name}={json.dumps(value)}" for name, value in plain.items()]
     for engine in ("sglang", "vllm"):
         section = {"backend": engine, "model": "org/name", "aux_layer_ids": [0, 1, 2]}
         section |= {"memory_fraction": 0.5, "tp_size": 2, "engine_args": {"page_size": 16}}
-        written = load_recipe(None, [f"target={json.dumps(section)}", *given])
-        make_target(written, torch.device("cpu"))
+        engine_recipe = load_recipe(None, [f"target={json.dumps(section)}", *overrides])
+        make_target(engine_recipe, torch.device("cpu"))
     shared = {"aux_layer_ids": (0, 1, 2), "num_aux_layers": 3, "page_size": 16}
     shared |= {"dtype": "auto", "supervision": "hidden"}
     sglang = {**shared, "tp_size": 2, "mem_fraction_static": 0.5}
     vllm = {**shared, "tensor_parallel_size": 2, "gpu_memory_utilization": 0.5}
     vllm |= {"capture": "auto", "shared_dir": None, "device": torch.device("cpu")}
-    assert asked == {"sglang": ("org/name", sglang), "vllm": ("org/name", vllm)}
+    assert received == {"sglang": ("org/name", sglang), "vllm": ("org/name", vllm)}
     with pytest.raises(BadInput, match=r"no engine 'sgl'.*did you mean 'sglang'"):
         engine_section("sgl", model="x")

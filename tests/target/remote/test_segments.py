@@ -1,4 +1,4 @@
-"""Shared memory: used again when nobody looks, gone after kills, closed to strangers."""
+"""Shared memory: reused once it is free, removed after kills; nothing else can be written to."""
 
 import errno
 import gc
@@ -28,7 +28,7 @@ def message(value=1.0, count=1000):
     return Message({"t": torch.full((count,), value)}, {"request_id": "x"})
 
 
-def test_a_reply_passes_through_and_the_memory_is_used_again(directory):
+def test_a_reply_passes_through_and_the_memory_is_reused(directory):
     segments = Segments()
     names = []
     for value in (1.0, 2.0, 3.0):
@@ -45,7 +45,7 @@ def test_a_reply_passes_through_and_the_memory_is_used_again(directory):
     assert list(directory.iterdir()) == []
 
 
-def test_memory_that_is_looked_at_is_not_used_again(directory):
+def test_memory_still_in_use_is_not_reused(directory):
     segments = Segments()
     first = segments.lease(message().nbytes)
     write_segment(first.name, message(1.0))
@@ -59,7 +59,7 @@ def test_memory_that_is_looked_at_is_not_used_again(directory):
     assert [path.name for path in directory.iterdir()] == [first.name]
     del kept
     gc.collect()
-    assert list(directory.iterdir()) == []  # closed before: removed when the batch goes
+    assert list(directory.iterdir()) == []  # already closed: removed with the last view
 
 
 def test_a_segment_grows(directory):
@@ -86,7 +86,7 @@ def test_only_segments_are_written_to(directory, tmp_path):
     segment.discard()
 
 
-def test_leftovers_of_a_killed_process_are_removed_and_held_ones_are_not(directory):
+def test_segments_of_a_killed_process_are_removed_and_those_in_use_are_not(directory):
     code = (
         "import sys, time; from pathlib import Path; from fledge.target.remote import segment as r;"
         "r.DIRECTORY = Path(sys.argv[1]); s = r.Segments(); keep = s.lease(100); print('held');"
@@ -106,7 +106,7 @@ def test_leftovers_of_a_killed_process_are_removed_and_held_ones_are_not(directo
     assert list(directory.iterdir()) == []
 
 
-def test_a_living_server_removes_what_a_killed_client_left(directory, monkeypatch):
+def test_a_running_server_removes_segments_of_a_killed_client(directory, monkeypatch):
     from target.remote.servers import running
 
     monkeypatch.setattr("fledge.target.remote.server.run._LEFTOVERS_S", 0.1)
@@ -120,9 +120,9 @@ def test_a_living_server_removes_what_a_killed_client_left(directory, monkeypatc
             [sys.executable, "-c", code, str(directory)], stdout=subprocess.PIPE, text=True
         )
         assert process.stdout.readline() == "held\n"
-        mine = Segments()
-        kept = mine.lease(100)
-        time.sleep(2.5)  # more than two rounds
+        segments = Segments()
+        kept = segments.lease(100)
+        time.sleep(2.5)  # more than two rounds of cleanup
         assert len(list(directory.iterdir())) == 2
         process.kill()
         process.communicate()
@@ -134,36 +134,36 @@ def test_a_living_server_removes_what_a_killed_client_left(directory, monkeypatc
         kept.discard()
 
 
-def test_leftovers_are_looked_for_twice_a_minute():
+def test_leftovers_are_removed_at_least_twice_a_minute():
     from fledge.target.remote.server import run
 
     assert run._LEFTOVERS_S <= 30
 
 
 def test_all_segments_of_a_machine_are_bounded_together(directory):
-    one, other = (Segments(max_bytes=5 << 20) for _ in range(2))
-    first, second = one.lease(2 << 20), other.lease(2 << 20)
-    assert one.lease(2 << 20) is None  # there is room for one megabyte more
-    third = other.lease(1 << 20)
+    segments, others = (Segments(max_bytes=5 << 20) for _ in range(2))
+    first, second = segments.lease(2 << 20), others.lease(2 << 20)
+    assert segments.lease(2 << 20) is None  # only one more megabyte fits
+    third = others.lease(1 << 20)
     assert third is not None
-    assert one.lease(1) is None
+    assert segments.lease(1) is None
     second.discard()
-    view = one.adopt(first, 100)
+    view = segments.adopt(first, 100)
     del view
     gc.collect()
-    again = one.lease(2 << 20)
-    assert again is first  # what is used again needs no new room
-    one.adopt(again, 100)
+    reused = segments.lease(2 << 20)
+    assert reused is first  # reusing a segment needs no more room
+    segments.adopt(reused, 100)
     gc.collect()
-    grown = one.lease(4 << 20)  # 2 -> 4 with 1 elsewhere: it grows
+    grown = segments.lease(4 << 20)  # grows from 2 to 4, beside 1 elsewhere
     assert grown is first
-    assert other.lease(1 << 20) is None
+    assert others.lease(1 << 20) is None
     assert remote_segment.living_bytes() == 5 << 20
     for segment in (grown, third):
         segment.discard()
 
 
-def test_without_room_the_answer_travels_as_a_body(monkeypatch, server):
+def test_without_room_the_answer_is_sent_as_a_body(monkeypatch, server):
     from fledge.target.remote.client import RemoteEagle3TargetModel
     from target.contract import padded_rows
 
@@ -177,13 +177,13 @@ def test_without_room_the_answer_travels_as_a_body(monkeypatch, server):
     with RemoteEagle3TargetModel(server.url) as target:
         expected = target.generate_batch(*padded_rows())
         assert (sent_by("body") > before[0], sent_by("shared_memory")) == (True, before[1])
-        target._segments._most_bytes = 1 << 30  # room again: the next one is shared
-        found = target.generate_batch(*padded_rows())
+        target._segments._most_bytes = 1 << 30  # room again: the next answer is shared
+        shared = target.generate_batch(*padded_rows())
         assert sent_by("shared_memory") > before[1]
-    assert torch.equal(found.aux_hidden_states, expected.aux_hidden_states)
+    assert torch.equal(shared.aux_hidden_states, expected.aux_hidden_states)
 
 
-def test_a_program_that_just_ends_leaves_nothing(directory):
+def test_a_normal_exit_leaves_no_segments(directory):
     code = (
         "import sys; from pathlib import Path; from fledge.target.remote import segment as r;"
         "r.DIRECTORY = Path(sys.argv[1]); s = r.Segments(); a = s.lease(100);"
@@ -193,7 +193,7 @@ def test_a_program_that_just_ends_leaves_nothing(directory):
     assert list(directory.iterdir()) == []
 
 
-def test_a_full_memory_disk_sends_the_reply_elsewhere(directory, monkeypatch):
+def test_writing_to_full_shared_memory_fails_cleanly(directory, monkeypatch):
     segments = Segments()
     segment = segments.lease(message().nbytes)
     real = os.pwrite
@@ -206,6 +206,6 @@ def test_a_full_memory_disk_sends_the_reply_elsewhere(directory, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", full)
         assert not write_segment(segment.name, message())
-    assert segment.path.stat().st_blocks == 0  # and takes nothing of it
+    assert segment.path.stat().st_blocks == 0  # no space stays allocated
     assert write_segment(segment.name, message())
     segment.discard()

@@ -1,4 +1,4 @@
-"""The server at its edges: who may ask, what is refused, and that it lives on."""
+"""The server's edge cases: who may ask, what is refused, and that it keeps running."""
 
 import http.client
 import json
@@ -38,19 +38,19 @@ def call(server, path, body=None, *, method=None, headers=None):
 
 
 def question(**changes):
-    given = {"request_id": "0" * 32, "rows": TokenBatch(*padded_rows()), **changes}
-    return Question(**given).to_message().to_bytes()
+    fields = {"request_id": "0" * 32, "rows": TokenBatch(*padded_rows()), **changes}
+    return Question(**fields).to_message().to_bytes()
 
 
 def answers(server):
-    """Whether the server still answers a good question well."""
+    """Whether the server still answers a valid question correctly."""
     status, _, data = call(server, "/v1/generate", question())
     tensors, _ = unpack(bytearray(data))
-    here = HFEagle3TargetModel(tiny(), supervision="hidden").generate_batch(*padded_rows())
-    return status == 200 and torch.equal(tensors["aux_hidden_states"], here.aux_hidden_states)
+    expected = HFEagle3TargetModel(tiny(), supervision="hidden").generate_batch(*padded_rows())
+    return status == 200 and torch.equal(tensors["aux_hidden_states"], expected.aux_hidden_states)
 
 
-def test_info_tells_who_it_is(server):
+def test_info_describes_the_target(server):
     status, _, data = call(server, "/v1/info")
     info = json.loads(data)
     assert status == 200
@@ -72,13 +72,13 @@ def test_messages_carry_their_digest(server):
         assert set(unpack(bytearray(data))[0]) == names
 
 
-def test_a_wrong_token_is_401_and_the_right_one_is_not():
+def test_a_wrong_token_is_401_and_the_right_one_is_accepted():
     with running(token="secret") as started:
         for path, body in (("/v1/info", None), ("/metrics", None), ("/v1/generate", question())):
             for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}):
-                status, found, data = call(started, path, body, headers=headers)
+                status, reply_headers, data = call(started, path, body, headers=headers)
                 assert status == 401
-                assert found["WWW-Authenticate"] == "Bearer"
+                assert reply_headers["WWW-Authenticate"] == "Bearer"
                 assert "token" in json.loads(data)["error"]
         assert call(started, "/health")[0] == 200  # for load balancers
         right = {"Authorization": "Bearer secret"}
@@ -89,7 +89,7 @@ def test_a_wrong_token_is_401_and_the_right_one_is_not():
             RemoteEagle3TargetModel(started.url, token="wrong", wait_s=1.0)
 
 
-def test_large_bodies_are_413_and_the_server_lives_on():
+def test_large_bodies_are_413_and_the_server_keeps_running():
     with running(limits=Limits(max_body_bytes=20_000, max_tokens=40)) as started:
         status, _, data = call(
             started, "/v1/generate", headers={"Content-Length": str(10**12)}, method="POST"
@@ -132,7 +132,7 @@ def garbage():
     yield "documents", question(rows=TokenBatch(*packed[:4], many, packed[5]))
 
 
-def test_garbage_is_400_in_one_line_and_the_server_lives_on(server):
+def test_garbage_is_400_in_one_line_and_the_server_keeps_running(server):
     for name, body in garbage():
         status, _, data = call(server, "/v1/generate", body)
         assert status == 400, name
@@ -142,7 +142,7 @@ def test_garbage_is_400_in_one_line_and_the_server_lives_on(server):
     assert answers(server)
 
 
-def test_what_is_no_http_or_no_route_does_no_harm(server):
+def test_invalid_http_and_unknown_routes_do_no_harm(server):
     for noise in (
         b"\0\1\2\3\r\n\r\n",
         b"GET / HTTP/9.9\r\n\r\n",
@@ -157,7 +157,7 @@ def test_what_is_no_http_or_no_route_does_no_harm(server):
     assert answers(server)
 
 
-def test_a_body_that_does_not_come_is_408(server, monkeypatch):
+def test_a_body_that_does_not_arrive_is_408(server, monkeypatch):
     monkeypatch.setattr("fledge.target.remote.server.app._BODY_TIMEOUT_S", 0.2)
     with socket.create_connection(("127.0.0.1", server.port), timeout=20) as raw:
         raw.sendall(
@@ -167,7 +167,7 @@ def test_a_body_that_does_not_come_is_408(server, monkeypatch):
     assert answers(server)
 
 
-def test_other_weights_are_409(server):
+def test_a_question_for_other_weights_is_409(server):
     status, _, data = call(server, "/v1/generate", question(fingerprint="f" * 16))
     assert status == 409
     assert "this server holds" in json.loads(data)["error"]
@@ -175,7 +175,7 @@ def test_other_weights_are_409(server):
 
 
 class Held:
-    """A target that answers when it is told to."""
+    """Makes a server's target wait for `go` before it answers."""
 
     def __init__(self, server, monkeypatch):
         self.go, self.begun, self.calls = threading.Event(), threading.Semaphore(0), 0
@@ -198,9 +198,9 @@ def wait_for(condition):
         time.sleep(0.005)
 
 
-def test_a_full_queue_is_429_with_a_time_and_the_client_comes_back(monkeypatch):
+def test_a_full_queue_is_429_with_retry_after_and_the_client_retries(monkeypatch):
     with running(limits=Limits(max_requests=2)) as started:
-        held = Held(started, monkeypatch)
+        gate = Held(started, monkeypatch)
         with ThreadPoolExecutor(3) as pool:
             first = [
                 pool.submit(call, started, "/v1/generate", question(request_id=f"{i}" * 32))
@@ -215,54 +215,54 @@ def test_a_full_queue_is_429_with_a_time_and_the_client_comes_back(monkeypatch):
             with RemoteEagle3TargetModel(started.url, timeout_s=30) as target:
                 late = target.generate_batch_async(*padded_rows())
                 wait_for(lambda: 'status="429"} 2' in started.server.metrics.text())
-                held.go.set()
+                gate.go.set()
                 late.result(timeout=30)
             assert [future.result()[0] for future in first] == [200, 200]
         assert "fledge_pending_requests 0" in started.server.metrics.text()
 
 
-def test_replies_are_bounded_in_bytes_too(monkeypatch):
+def test_pending_replies_are_bounded_in_bytes_too(monkeypatch):
     with running(limits=Limits(max_reply_bytes=30_000)) as started:  # one answer is 21 kB
-        held = Held(started, monkeypatch)
+        gate = Held(started, monkeypatch)
         with ThreadPoolExecutor(1) as pool:
             first = pool.submit(call, started, "/v1/generate", question())
-            assert held.begun.acquire(timeout=20)
+            assert gate.begun.acquire(timeout=20)
             assert call(started, "/v1/generate", question(request_id="9" * 32))[0] == 429
-            held.go.set()
+            gate.go.set()
             assert first.result()[0] == 200
-        assert answers(started)  # and one that is larger than the limit alone is let in
+        assert answers(started)  # there is room again
 
 
 def test_a_repeated_question_is_computed_once(monkeypatch):
     with running() as started:
-        held = Held(started, monkeypatch)
+        gate = Held(started, monkeypatch)
         with ThreadPoolExecutor(3) as pool:
             calls = [pool.submit(call, started, "/v1/generate", question()) for _ in range(3)]
             wait_for(lambda: "fledge_pending_requests 3" in started.server.metrics.text())
-            held.go.set()
+            gate.go.set()
             replies = {future.result()[2] for future in calls}
         assert len(replies) == 1
-        assert held.calls == 1
+        assert gate.calls == 1
 
 
-def test_a_client_that_leaves_is_not_computed_for(monkeypatch):
+def test_requests_of_a_disconnected_client_are_not_computed(monkeypatch):
     with running() as started:
-        held = Held(started, monkeypatch)
+        gate = Held(started, monkeypatch)
         with ThreadPoolExecutor(1) as pool:
             first = pool.submit(call, started, "/v1/generate", question())
-            assert held.begun.acquire(timeout=20)
+            assert gate.begun.acquire(timeout=20)
             connection = http.client.HTTPConnection("127.0.0.1", started.port)
             connection.request("POST", "/v1/generate", body=question(request_id="7" * 32))
             wait_for(lambda: "fledge_queue_requests 1" in started.server.metrics.text())
             connection.close()
             wait_for(lambda: "fledge_abandoned_total 1" in started.server.metrics.text())
-            held.go.set()
+            gate.go.set()
             assert first.result()[0] == 200
-        assert held.calls == 1
+        assert gate.calls == 1
         assert answers(started)
 
 
-def test_an_error_inside_the_target_is_500_and_the_server_lives_on(monkeypatch):
+def test_an_error_inside_the_target_is_500_and_the_server_keeps_running(monkeypatch):
     with running() as started:
         backend = started.server.target.backend
         with monkeypatch.context() as patch:
@@ -278,9 +278,9 @@ def test_an_error_inside_the_target_is_500_and_the_server_lives_on(monkeypatch):
         assert "fledge_failed_passes_total 1" in started.server.metrics.text()
 
 
-def test_stopping_finishes_what_was_accepted(monkeypatch):
+def test_stopping_finishes_accepted_requests(monkeypatch):
     started = Running(drain_s=20)
-    held = Held(started, monkeypatch)
+    gate = Held(started, monkeypatch)
     with ThreadPoolExecutor(4) as pool:
         calls = [
             pool.submit(call, started, "/v1/generate", question(request_id=f"{i}" * 32))
@@ -289,7 +289,7 @@ def test_stopping_finishes_what_was_accepted(monkeypatch):
         wait_for(lambda: "fledge_pending_requests 3" in started.server.metrics.text())
         started.web.should_exit = True
         wait_for(lambda: not listening(started.port))
-        held.go.set()
+        gate.go.set()
         assert [future.result()[0] for future in calls] == [200, 200, 200]
     started.stop()
 
@@ -313,7 +313,7 @@ def test_metrics_can_be_read(server):
     assert 'fledge_http_requests_total{path="/v1/generate",status="200"}' in data.decode()
 
 
-def test_a_network_needs_a_token_or_a_decision():
+def test_serving_a_network_needs_a_token_or_insecure():
     for host in ("0.0.0.0", "192.168.1.5", "example.org", "::"):
         with pytest.raises(BadInput, match="can be reached from other machines"):
             Address(host).check(token=None, insecure=False)
@@ -327,7 +327,7 @@ def test_a_network_needs_a_token_or_a_decision():
         Address(tls_cert=Path("no"), tls_key=Path("no")).check(token=None, insecure=False)
 
 
-def test_a_busy_port_is_one_line(server):
+def test_a_busy_port_is_reported_in_one_line(server):
     with pytest.raises(BadInput, match=f"cannot listen on 127.0.0.1:{server.port}"):
         Address(port=server.port).bind()
 
@@ -348,13 +348,13 @@ def test_tls(certificate):
         options = {"token": "t", "wait_s": 1.0, "shared_memory": False}
         with RemoteEagle3TargetModel(started.url, ca_file=str(cert), **options) as target:
             batch = target.generate_batch(*padded_rows())
-        here = HFEagle3TargetModel(tiny(), supervision="hidden").generate_batch(*padded_rows())
-        assert torch.equal(batch.aux_hidden_states, here.aux_hidden_states)
+        expected = HFEagle3TargetModel(tiny(), supervision="hidden").generate_batch(*padded_rows())
+        assert torch.equal(batch.aux_hidden_states, expected.aux_hidden_states)
         with pytest.raises(BadInput, match=r"TLS failed .*ca_file"):
             RemoteEagle3TargetModel(started.url, **options)
 
 
-def test_the_command_serves_drains_and_ends_with_code_0(tiny_target, tmp_path):
+def test_the_command_serves_drains_and_exits_with_code_0(tiny_target, tmp_path):
     command = [
         sys.executable,
         "-m",
@@ -382,7 +382,7 @@ def test_the_command_serves_drains_and_ends_with_code_0(tiny_target, tmp_path):
         process.communicate()
 
 
-def test_bad_options_are_one_line(tiny_target, monkeypatch):
+def test_bad_options_exit_with_code_2(tiny_target, monkeypatch):
     from fledge.cli.main import run
 
     monkeypatch.setenv("ODD_TOKEN", "two words")

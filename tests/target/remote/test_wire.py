@@ -1,4 +1,4 @@
-"""Messages: what goes in comes out, and whatever else comes in is refused."""
+"""Messages round-trip, and malformed ones are refused."""
 
 import json
 
@@ -31,15 +31,15 @@ def same(a, b):
 
 @given(named_tensors(), st.dictionaries(st.text(max_size=5), st.text(max_size=5), max_size=3))
 @settings(max_examples=60, deadline=None)
-def test_what_goes_in_comes_out(tensors, metadata):
+def test_messages_round_trip(tensors, metadata):
     message = Message(tensors, metadata)
     data = bytearray(message.to_bytes())
     assert len(data) == message.nbytes
     check_digest(data)
-    found, facts = unpack(data)
-    assert facts == metadata
-    assert found.keys() == tensors.keys()
-    assert all(same(found[name], tensors[name]) for name in tensors)
+    unpacked, unpacked_metadata = unpack(data)
+    assert unpacked_metadata == metadata
+    assert unpacked.keys() == tensors.keys()
+    assert all(same(unpacked[name], tensors[name]) for name in tensors)
     # any safetensors reader can load it
     plain = safetensors.torch.load(bytes(data))
     assert all(same(plain[name], tensors[name]) for name in tensors)
@@ -51,7 +51,7 @@ def sample():
 
 @given(st.data())
 @settings(max_examples=80, deadline=None)
-def test_every_flipped_bit_and_every_cut_is_noticed(data):
+def test_every_flipped_bit_and_every_cut_is_detected(data):
     whole = bytearray(sample().to_bytes())
     if data.draw(st.booleans()):
         at = data.draw(st.integers(0, len(whole) - 1))
@@ -62,7 +62,7 @@ def test_every_flipped_bit_and_every_cut_is_noticed(data):
         check_digest(whole)
 
 
-def test_the_digest_follows_pieces_of_any_size():
+def test_the_digest_accepts_pieces_of_any_size():
     whole = bytearray(sample().to_bytes())
     for size in (1, 7, 64, 10_000):
         check = DigestCheck(len(whole))
@@ -75,7 +75,7 @@ def test_the_digest_follows_pieces_of_any_size():
         check.finish(whole)
 
 
-def test_large_tensors_travel_in_pieces_of_their_own_memory():
+def test_large_tensors_are_sent_in_pieces_without_a_copy():
     tensor = torch.arange(1 << 20, dtype=torch.float32)
     pieces = list(Message({"t": tensor}, {}).chunks())
     assert max(len(piece) for piece in pieces) == 1 << 20
@@ -128,7 +128,7 @@ DIGEST = {"dtype": "U8", "shape": [8], "data_offsets": [8, 16]}
         b"\xff\xfe",
     ],
 )
-def test_headers_that_lie_are_refused(header):
+def test_inconsistent_headers_are_refused(header):
     with pytest.raises(WireError):
         unpack(with_header(header))
 

@@ -1,11 +1,11 @@
 """Lets SGLang be imported on a machine without a GPU. Test side only: never part of the package.
 
-SGLang imports `sgl_kernel` (its CUDA kernels) and `torchvision` (image preprocessing) without
-asking, and neither has a build that fits CPU torch. What runs on a CPU calls nothing of either, so
-modules are enough whose names all exist and none of which can be called. They stand last in the
-import path (a real package wins) and are shown to SGLang alone: transformers must go on seeing
-that there is no torchvision. Python imports a file of this name at start, in the engine's child
-processes too, when its directory is on PYTHONPATH.
+SGLang imports `sgl_kernel` (its CUDA kernels) and `torchvision` (image preprocessing)
+unconditionally, and neither has a build for CPU torch. Code that runs on a CPU calls neither, so
+stub modules suffice in which every name exists and none can be called. They come last in the import
+order (a real package wins) and are visible to SGLang alone: transformers must still find that there
+is no torchvision. Python imports a file of this name at startup, also in the engine's child
+processes, when its directory is on PYTHONPATH.
 """
 
 import importlib.abc
@@ -19,7 +19,7 @@ ABSENT = ("sgl_kernel", "torchvision")
 
 
 class Missing:
-    """A name of an absent package: may be looked at and passed around, not called."""
+    """A name in an absent package: it can be read and passed around, but not called."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -41,10 +41,10 @@ class AbsentModule(types.ModuleType):
 
 
 class AbsentPackages(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds the absent packages and everything below them, when nobody else did."""
+    """Finds the absent packages and everything below them, when no other finder does."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name.partition(".")[0] not in ABSENT or not _sglang_asks():
+        if name.partition(".")[0] not in ABSENT or not _imported_by_sglang():
             return None
         return importlib.machinery.ModuleSpec(name, self, is_package=True)
 
@@ -52,11 +52,11 @@ class AbsentPackages(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return AbsentModule(spec.name)
 
     def exec_module(self, module: types.ModuleType) -> None:
-        """Nothing to run: attributes appear when they are asked for."""
+        """Nothing to run: attributes are created on access."""
 
 
-def _sglang_asks() -> bool:
-    """Whether the import statement that led here stands in SGLang's code."""
+def _imported_by_sglang() -> bool:
+    """Whether the import statement that led here is in SGLang's code."""
     frame = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__", "").startswith(
         (__name__, "importlib", "_frozen_importlib")

@@ -1,10 +1,10 @@
-"""A plugin of vLLM's own kind (`vllm.general_plugins`), for servers that tests start on a CPU.
+"""A vLLM plugin (`vllm.general_plugins`) for servers that tests start on a CPU.
 
-vLLM 0.32 without Triton loses the temperature of requests that are drafted for: its CPU kernel
-writes the value of each drafted token into a copy (`_expand_kernel_impl` turns a float tensor into
-an integer one and fills that), and what the sampler then divides by was never written. Texts are
-drawn from other distributions than the target's, NaN among them. On a GPU the kernel is right, and
-with this in its place so are the results on a CPU: what the tests then look at is vLLM's sampling.
+vLLM 0.32 without Triton loses the temperature of requests with drafts: its CPU kernel writes the
+value of each drafted token into a copy (`_expand_kernel_impl` converts a float tensor to integers
+and fills the result), so the sampler divides by memory that was never written. Texts are drawn from
+distributions other than the target's, NaN included. The GPU kernel is right. With this replacement
+the CPU results are right too, and the tests examine vLLM's actual sampling.
 """
 
 import torch
@@ -22,7 +22,7 @@ def expanded(
 
 
 def mend() -> None:
-    """vLLM calls this in each of its processes."""
+    """Install the replacement; vLLM calls this in each of its processes."""
     from vllm.v1.sample import rejection_sampler
 
     rejection_sampler.expand_batch_to_tokens = expanded
