@@ -93,9 +93,8 @@ def test_tensors_that_do_not_match_the_trainer_are_refused(path):
 
 
 def test_the_state_file_beside_a_draft_is_checked_too(path):
-    (path / "state.json").write_text(
-        '{"step": 3, "last": {"step": 3}}'
-    )  # as an older version wrote it
+    # as an older version wrote it
+    (path / "state.json").write_text('{"step": 3, "last": {"step": 3}}')
     assert checkpoint_state(path)["step"] == 3
     (path / "state.json").write_text("[" * 9999)
     with pytest.raises(BadInput, match="nested too deeply"):

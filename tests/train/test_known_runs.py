@@ -38,7 +38,9 @@ def shifted(curve, by):
     return replace(
         curve,
         windows=tuple((at, shift(tau, curve.trained_depths, 1.35)) for at, tau in curve.windows),
-        measured=tuple((at, shift(tau, curve.depths, 1.0), n) for at, tau, n in curve.measured),
+        measured=tuple(
+            (at, shift(length, curve.depths, 1.0), rounds) for at, length, rounds in curve.measured
+        ),
     )
 
 

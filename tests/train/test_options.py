@@ -207,9 +207,8 @@ def test_a_sharded_average_can_be_resumed_by_one_rank(recipe, tmp_path):
     for name, tensor in final_weights(tmp_path / "run").items():
         if name in draft:
             torch.testing.assert_close(tensor, draft[name], rtol=1e-3, atol=2e-5)
-    assert alone.draft.fc.weight.ne(
-        draft["fc.weight"]
-    ).any()  # the weights differ from their average
+    # the weights differ from their average
+    assert alone.draft.fc.weight.ne(draft["fc.weight"]).any()
 
 
 # --- memory -------------------------------------------------------------------------------------

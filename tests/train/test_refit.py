@@ -130,7 +130,7 @@ def test_a_normed_placeholder_is_left_alone(target, packs):
 
 def test_a_draft_that_reads_its_own_states_is_fitted_to_old_and_new_ones(target, packs):
     """EAGLE-1: only the state half of fc changes, and it reads the old states better than a map
-    that is fitted to the new ones new_only."""
+    that is fitted to the new ones alone."""
     torch.manual_seed(0)
     draft = LlamaEagle1DraftModel(
         config_of(target, eagle_version=1, num_aux_hidden_states=1, draft_vocab_size=40)

@@ -56,7 +56,7 @@ def test_the_command_produces_a_run(place, tiny_target, tmp_path):
     lost = figures["length_with_old_states"] - figures["length_before"]
     gained = figures["length"] - figures["length_before"]
     assert figures["recovered"] == (pytest.approx(gained / lost) if lost > 0 else None)
-    # the steps began where the refit last, on the same held-out rows
+    # training started where the refit ended, on the same held-out rows
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     first, *_, last = (line["evaluation"] for line in lines if "evaluation" in line)
     assert first["acceptance_length"] == pytest.approx(figures["length"])
@@ -119,7 +119,7 @@ def test_a_draft_without_a_run(place, tmp_path):
     assert recipe.objective.depths == 3
     assert recipe.target.aux_layer_ids == (0, 1, 2)
     result = run("retarget", draft_path, "--target", place / "tuned", "--old", tmp_path / "gone",
-               "--data", place / "chats.jsonl", "--device", "cpu")  # fmt: skip
+                 "--data", place / "chats.jsonl", "--device", "cpu")  # fmt: skip
     assert isinstance(result.exception, BadInput)
     assert "the old target: no such model" in str(result.exception)
     assert "draft.init_from=DRAFT" in str(result.exception)

@@ -34,7 +34,7 @@ sizes = {
 def test_solve_is_least_squares_with_the_penalty_as_extra_rows(
     seed, rows, inputs, outputs, penalty, pieces
 ):
-    """With fewer rows than inputs, stacked, or one; streamed or whole."""
+    """With fewer rows than inputs, with more, or with one; streamed or whole."""
     x_NX, r_NE = problem(seed, rows, inputs, outputs)
     weight_X = (penalty * x_NX.square().sum(0)).sqrt()
     stacked = (

@@ -38,7 +38,7 @@ building_make_draft = building.make_draft
 
 
 def weights_after_ten_steps(recipe):
-    """The idle ten steps of a run; the very idle step has fewer micro-batches than slots."""
+    """The last ten steps of a run; the very last step has fewer micro-batches than slots."""
     building.make_draft = doubled
     training = set_up(recipe)
     stream, parts = training.stream, training.parts

@@ -36,6 +36,5 @@ def test_a_run_of_an_earlier_version_resumes(place, kind):
     assert outcome.finished
     final = load_file(place / kind / "checkpoints" / "step-00000006" / "model.safetensors")
     expected = load_file(place / f"{kind}-finished.safetensors")
-    torch.testing.assert_close(
-        final, expected, rtol=1e-5, atol=1e-6
-    )  # other CPUs round differently
+    # not bit for bit: other CPUs round differently
+    torch.testing.assert_close(final, expected, rtol=1e-5, atol=1e-6)
