@@ -248,10 +248,10 @@ def test_an_unusable_known_run_is_refused_in_one_line(tmp_path, what, line, monk
     monkeypatch.setattr(
         "sys.argv", ["fledge", "forecast", str(run), "--like", str(tmp_path / what)]
     )
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as exit_info:
         command()
     stderr = capsys.readouterr().err
-    assert ended.value.code == 2
+    assert exit_info.value.code == 2
     assert "Traceback" not in stderr
     with pytest.raises(BadInput, match=re.escape(line)) as refused:
         known_runs(run, [tmp_path / what])

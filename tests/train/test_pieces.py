@@ -169,29 +169,31 @@ class BlockRows:
 @settings(deadline=None)
 @given(
     rows=st.lists(st.tuples(st.text("a:19é\U0001f600", max_size=3), st.booleans()), max_size=60),
-    asked=st.integers(0, 20),
+    requested=st.integers(0, 20),
     drop=st.booleans(),
 )
-def test_held_out_rows_follow_their_definition(rows, asked, drop):
+def test_held_out_rows_follow_their_definition(rows, requested, drop):
     """They are drawn from the sorted places, so that existing runs keep their held-out rows."""
     places, truncated = [place for place, _ in rows], [end for _, end in rows]
     conversations = sorted(set(places))
     order = np.random.default_rng(0).permutation(len(conversations))
-    chosen = {conversations[i] for i in order[: min(asked, max(0, len(conversations) - 1))]}
-    train, held = split_rows(BlockRows(places, truncated), asked, drop_truncated=drop, begun=True)
+    chosen = {conversations[i] for i in order[: min(requested, max(0, len(conversations) - 1))]}
+    train, held_out = split_rows(
+        BlockRows(places, truncated), requested, drop_truncated=drop, begun=True
+    )
     out = [i for i, place in enumerate(places) if place in chosen]
     kept = [i for i in range(len(rows)) if i not in out and not (drop and truncated[i])]
-    assert (train._index.tolist(), held._index.tolist()) == (kept, out)
+    assert (train._index.tolist(), held_out._index.tolist()) == (kept, out)
     counted = count_supervised(train.flat(), max(1, len(rows)))
     assert counted.tolist() == ([2 * (i in kept) for i in range(len(rows))] or [0])
 
 
 def test_held_out_rows_share_no_conversation_with_the_rest():
     rows = Rows([4] * 40)
-    train, held = split_rows(rows, 5)
-    assert len({row.place for row in (held[i] for i in range(len(held)))}) == 5
+    train, held_out = split_rows(rows, 5)
+    assert len({row.place for row in (held_out[i] for i in range(len(held_out)))}) == 5
     places = {train[i].place for i in range(len(train))}
-    assert not places & {held[i].place for i in range(len(held))}
+    assert not places & {held_out[i].place for i in range(len(held_out))}
     kept, _ = split_rows(rows, 0, drop_truncated=True)
     assert all(not kept[i].truncated for i in range(len(kept)))
 

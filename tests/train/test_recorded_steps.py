@@ -148,12 +148,12 @@ def test_recorded_updates_match_plain_updates(pretend, bad, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["dflash", "dspark"])
 def test_the_target_computes_only_what_the_method_reads(pretend, kind, monkeypatch):
-    asked = []
+    calls = []
     parts, _ = trained(kind, [], quantum=8)
     for name in ("answer", "features"):
         ask = getattr(parts.target, name)
         monkeypatch.setattr(
-            parts.target, name, lambda rows, ask=ask, name=name: asked.append(name) or ask(rows)
+            parts.target, name, lambda rows, ask=ask, name=name: calls.append(name) or ask(rows)
         )
     train_step(parts, build_batches(CASE, 1)[0], lr=1e-3)
-    assert asked[0] == ("features" if kind == "dflash" else "answer")
+    assert calls[0] == ("features" if kind == "dflash" else "answer")

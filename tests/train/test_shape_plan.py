@@ -96,9 +96,9 @@ def test_plan_from_shapes(capsys, monkeypatch):
     monkeypatch.setattr(out, "_width", 200)
     long = "llama31_8b_128k_8gpu"
     plan([long, "training.context=1", "target.parallel={cp: 1}"], ranks=8, as_json=True)
-    found = json.loads(capsys.readouterr().out)
-    assert found["context_needed"] == 4
-    assert found["tokens"] == 1200 * 8 * 131_072
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["context_needed"] == 4
+    assert figures["tokens"] == 1200 * 8 * 131_072
     plan([long], ranks=8, gpu_gib=20)
     shown = capsys.readouterr().out
     assert "1,200 steps on 8 ranks" in shown

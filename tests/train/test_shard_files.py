@@ -47,16 +47,16 @@ def cut_off(run, copy):
 
 def everything(run):
     """The whole weights and moments of a run's newest checkpoint."""
-    found, _ = newest_checkpoint(run)
-    assert found.step == 6
-    weights = found.draft_tensors()
+    newest, _ = newest_checkpoint(run)
+    assert newest.step == 6
+    weights = newest.draft_tensors()
     trained = {n: w for n, w in weights.items() if w.is_floating_point() and "embed" not in n}
     moments = {
         f"optimizer.{name}.{key}": torch.zeros_like(weight)
         for name, weight in trained.items()
         for key in ("exp_avg", "exp_avg_sq")
     }
-    read_shares(found.path, moments)
+    read_shares(newest.path, moments)
     return weights | moments
 
 

@@ -38,10 +38,10 @@ def test_every_batch_is_taken_once_in_order(pipeline, steps):
 @settings(max_examples=60, deadline=None)
 @given(pipelines(), st.integers(0, 60))
 def test_nothing_is_faster_than_its_slowest_part(pipeline, more):
-    """Workers, trainers, links and questions under way bound any run from its first moment on;
-    times that come in turn are whole turns here."""
-    turns = len(pipeline.target_s) * len(pipeline.step_s)
-    steps = turns * (1 + more // turns)
+    """Workers, trainers, links and questions in flight bound every run from its start; the run
+    covers whole cycles of the times that it cycles through."""
+    cycle = len(pipeline.target_s) * len(pipeline.step_s)
+    steps = cycle * (1 + more // cycle)
     run = pipeline.run(steps)
     assert run.end_s[-1] >= steps * pipeline.bound_s * (1 - 1e-9)
     assert run.busy_share() <= 1 + 1e-9

@@ -36,26 +36,29 @@ class Rows:
 
 @given(st.integers(0, 12_000))
 def test_by_default_at_most_a_tenth_is_held_out(count):
-    train, held = split_rows(Rows(count), None)
-    assert len(held) == min(512, count // 10)
-    assert len(train) + len(held) == count
+    train, held_out = split_rows(Rows(count), None)
+    assert len(held_out) == min(512, count // 10)
+    assert len(train) + len(held_out) == count
 
 
 @given(st.integers(1, 300), st.integers(0, 400))
-def test_the_requested_rows_are_held_out_or_refused(count, asked):
-    left = count - asked
+def test_the_requested_rows_are_held_out_or_refused(count, requested):
+    left = count - requested
     known = KnownRows(Rows(count), 0, "")
-    if asked and left < max(1, count // 10):
-        line = rf"data\.valid_rows: {asked} rows? (is|are) to be held out, and there are {count}: "
-        for split in (lambda: split_rows(Rows(count), asked),
-                      lambda: known.split(asked, drop_truncated=False)):  # fmt: skip
+    if requested and left < max(1, count // 10):
+        line = (
+            rf"data\.valid_rows: {requested} rows? (is|are) to be held out, "
+            rf"and there are {count}: "
+        )
+        for split in (lambda: split_rows(Rows(count), requested),
+                      lambda: known.split(requested, drop_truncated=False)):  # fmt: skip
             with pytest.raises(BadInput, match=line + rf"{max(0, left)} would be left"):
                 split()
     else:
-        assert [len(part) for part in split_rows(Rows(count), asked)] == [left, asked]
+        assert [len(part) for part in split_rows(Rows(count), requested)] == [left, requested]
     # an existing run keeps the split it always had
-    train, held = split_rows(Rows(count), asked, begun=True)
-    assert (len(train), len(held)) == (max(1, left), min(asked, count - 1))
+    train, held_out = split_rows(Rows(count), requested, begun=True)
+    assert (len(train), len(held_out)) == (max(1, left), min(requested, count - 1))
 
 
 @pytest.fixture

@@ -120,9 +120,11 @@ def assert_as_alone(run, alone, names=tuple(DRAFTS)):
 
 
 def test_drafts_from_one_pass_match_those_trained_alone(drafts, alone, tmp_path, monkeypatch):
-    asked, real = [], HFEagle3TargetModel.answer
+    questions, real = [], HFEagle3TargetModel.answer
     monkeypatch.setattr(
-        HFEagle3TargetModel, "answer", lambda self, rows: (asked.append(rows), real(self, rows))[1]
+        HFEagle3TargetModel,
+        "answer",
+        lambda self, rows: (questions.append(rows), real(self, rows))[1],
     )
     trainings = set_up_together([*drafts(tmp_path).values()])
     notes = [Notes() for _ in trainings]
@@ -132,7 +134,7 @@ def test_drafts_from_one_pass_match_those_trained_alone(drafts, alone, tmp_path,
     evaluations = len(notes[0].evaluations)
     assert (steps, evaluations) == (5, 3)
     assert packs > 1
-    assert len(asked) == 2 * steps + evaluations * packs  # independent of the number of drafts
+    assert len(questions) == 2 * steps + evaluations * packs  # independent of the number of drafts
     assert all(0 < line["target_share"] < 1 for note in notes for line in note.lines)
     assert_as_alone(tmp_path, alone)
 
