@@ -1,4 +1,4 @@
-"""Scripts of benchmarks/ are imported by name, as they import each other."""
+"""Make the scripts of benchmarks/ importable by name, as they import each other."""
 
 import sys
 from pathlib import Path

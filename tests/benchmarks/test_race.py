@@ -1,4 +1,4 @@
-"""The race of recipes for equal seconds, on a tiny target."""
+"""The race of recipes over equal training time, on a tiny target."""
 
 import json
 
@@ -9,7 +9,7 @@ import race
 
 
 @pytest.mark.slow
-def test_all_that_is_asked_and_nothing_twice(tiny_target, tmp_path, monkeypatch, capsys):
+def test_a_race_runs_everything_once(tiny_target, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("FLEDGE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("RACE_RUNS", str(tmp_path / "runs"))
     monkeypatch.setattr(race, "fledge", lambda *words: json.loads(here([*words, "--json"])))
@@ -21,14 +21,17 @@ def test_all_that_is_asked_and_nothing_twice(tiny_target, tmp_path, monkeypatch,
             here(["train", recipe, f"run.output_dir={run}", f"training.seed={seed}", *words])
 
     monkeypatch.setattr(race, "train", train)
-    said = [{"role": "user", "content": "who?"}, {"role": "assistant", "content": "me, and you"}]
+    messages = [
+        {"role": "user", "content": "who?"},
+        {"role": "assistant", "content": "me, and you"},
+    ]
     rows = {
-        "chats": [{"messages": said} for _ in range(24)],
+        "chats": [{"messages": messages} for _ in range(24)],
         "eval_some": [{"prompt": f"and then {i}?"} for i in range(3)],
         "others": [{"prompt": f"why {i}?"} for i in range(2)],
     }
-    for name, own in rows.items():
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in own))
+    for name, lines in rows.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
     recipes = [tmp_path / "slow.yaml", tmp_path / "fast.yaml"]
     for recipe, rate in zip(recipes, ("1e-4", "1e-2"), strict=True):
         text = RECIPE.replace("nobody", str(tiny_target)).replace("1e-2", rate)
@@ -41,15 +44,15 @@ def test_all_that_is_asked_and_nothing_twice(tiny_target, tmp_path, monkeypatch,
     race.main([str(recipes[0]), *words])
     first = json.loads(out.read_text())[str(recipes[0])]
     race.main([*map(str, recipes), *words])
-    found = json.loads(out.read_text())
+    results = json.loads(out.read_text())
     assert trained == [
         f"{name}-{kind}{seed}"
         for name in ("slow", "fast")
         for kind in ("probe", "")
         for seed in (0, 1)
     ]
-    assert found[str(recipes[0])]["length"] == first["length"]
-    for entrant in found.values():
+    assert results[str(recipes[0])]["length"] == first["length"]
+    for entrant in results.values():
         assert entrant["steps"] > 0
         assert sorted(entrant["length"]) == ["others", "some"]
         assert all(len(seeds) == 2 for seeds in entrant["length"].values())

@@ -1,4 +1,4 @@
-"""The script that takes a target from its file to speed-ups, on a tiny one."""
+"""The script that takes a target from its files to speed-ups, on a tiny target."""
 
 import contextlib
 import io
@@ -24,12 +24,12 @@ training: {lr: 1e-2, device: cpu}
 
 
 def here(words):
-    """What a process of `fledge` would print."""
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said), pytest.raises(SystemExit) as ended:
+    """Run `fledge` in this process; returns what it prints."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), pytest.raises(SystemExit) as exit_info:
         run(words)
-    assert ended.value.code == 0, said.getvalue()
-    return said.getvalue()
+    assert exit_info.value.code == 0, printed.getvalue()
+    return printed.getvalue()
 
 
 @pytest.fixture
@@ -53,8 +53,8 @@ def command(tiny_target, tmp_path, monkeypatch):
         }
         for i, kind in enumerate(kinds)
     ]
-    asked = [{"prompt": f"and then {i}?"} for i in range(3)]
-    for name, rows in {"chats": chats, "eval_asked": asked}.items():
+    prompts = [{"prompt": f"and then {i}?"} for i in range(3)]
+    for name, rows in {"chats": chats, "eval_asked": prompts}.items():
         text = "".join(json.dumps(row) + "\n" for row in rows)
         (tmp_path / f"{name}.jsonl").write_text(text)
     (tmp_path / "recipe.yaml").write_text(RECIPE)
@@ -76,7 +76,7 @@ def kinds(path):
 
 
 @pytest.mark.slow
-def test_from_a_target_to_a_table_and_nothing_twice(command, tmp_path, capsys):
+def test_the_script_gets_from_a_target_to_a_table_and_repeats_nothing(command, tmp_path, capsys):
     out = tmp_path / "out"
     second_target.main(command)
     held_out = {row["id"] for row in rows(out / "eval_code.jsonl")}
@@ -90,20 +90,20 @@ def test_from_a_target_to_a_table_and_nothing_twice(command, tmp_path, capsys):
     assert draft["live"]["agrees"]
     assert set(draft["by_set"]) == {"eval_asked", "eval_code"}
     [live] = (json.loads(path.read_text()) for path in out.glob("stage-live-*.json"))
-    assert {batch: set(found) for batch, found in live.items()} == {
+    assert {batch: set(by_prompts) for batch, by_prompts in live.items()} == {
         "1": {"asked", "code"}, "3": {"asked", "code"},
     }  # fmt: skip
-    for one in (one for found in live.values() for one in found.values()):
-        assert one["same_texts"] == one["texts"] > 0  # float32: no tie falls otherwise
-        assert 1 <= one["acceptance_length"] <= 4
-        assert one["disturbed"] == (one["speedup"] is None)
+    for figures in (figures for by_prompts in live.values() for figures in by_prompts.values()):
+        assert figures["same_texts"] == figures["texts"] > 0  # float32: ties break the same way
+        assert 1 <= figures["acceptance_length"] <= 4
+        assert figures["disturbed"] == (figures["speedup"] is None)
     assert "| float32 | 3 | code |" in (out / "result.md").read_text()
     before = {path: path.stat().st_mtime_ns for path in out.glob("stage-*")}
     second_target.main(command)
     assert {path: path.stat().st_mtime_ns for path in out.glob("stage-*")} == before
 
 
-def test_no_gain_is_said_that_cannot_be():
+def test_an_impossible_speedup_is_not_reported():
     """Two texts of 20 tokens: 20 plain passes, 10 with a draft."""
     plain = second_target.Spent([40], [2.0], [20])
     good = second_target.gained(plain, second_target.Spent([40], [1.25], [10]))
@@ -114,7 +114,7 @@ def test_no_gain_is_said_that_cannot_be():
     assert second_target._gain(odd["speedup"]) == "clock disturbed"
 
 
-def test_answers_stop_in_time_and_go_on_later(command, tmp_path, capsys):
+def test_answering_stops_in_time_and_resumes_later(command, tmp_path, capsys):
     out = tmp_path / "out"
     short = [*command, "--stages", "prompts", "regenerate", "--regenerate-s", "0"]
     second_target.main(short)

@@ -1,4 +1,4 @@
-"""The tuning harness: from a file of variants to lengths, however often it is interrupted."""
+"""The tuning harness: from a file of variants to acceptance lengths, across interruptions."""
 
 import json
 import multiprocessing
@@ -44,7 +44,7 @@ variants:
 
 @pytest.fixture(scope="module")
 def place(tiny_target, tmp_path_factory):
-    """Chats of two kinds, prompts, a recipe and its variants; and a cache of its own."""
+    """Chats of two kinds, prompts, a recipe and its variants, and a separate cache."""
     place = tmp_path_factory.mktemp("tune")
     rows = [
         {
@@ -56,8 +56,8 @@ def place(tiny_target, tmp_path_factory):
         }
         for i in range(60)
     ]
-    asked = [{"prompt": f"and then {i}?", "category": "other"} for i in range(3)]
-    for name, lines in {"chats": rows, "eval_asked": asked}.items():
+    prompts = [{"prompt": f"and then {i}?", "category": "other"} for i in range(3)]
+    for name, lines in {"chats": rows, "eval_asked": prompts}.items():
         text = "".join(json.dumps(line) + "\n" for line in lines)
         (place / f"{name}.jsonl").write_text(text)
     (place / "recipe.yaml").write_text(RECIPE.format(target=tiny_target))
@@ -77,7 +77,7 @@ def command(place, out, *more, workers=0):
 
 
 def runs_in(path):
-    """Without clock times."""
+    """The runs in a file of results, without clock times."""
     timed = ("seconds", "wall_s")
     runs = json.loads(path.read_text())["runs"]
     for run in runs:
@@ -92,7 +92,7 @@ def whole(place):
     return place / "whole.json"
 
 
-def test_every_variant_and_seed_is_trained_and_judged(whole, capsys):
+def test_every_variant_and_seed_is_trained_and_measured(whole, capsys):
     runs = runs_in(whole)
     order = [("plain", 0), ("wide", 0), ("averaged", 0), ("plain", 1), ("wide", 1), ("averaged", 1)]
     assert [(run["name"], run["seed"]) for run in runs] == order
@@ -101,7 +101,7 @@ def test_every_variant_and_seed_is_trained_and_judged(whole, capsys):
     assert all(length >= 1 for run in runs for length in run["lengths"].values())
     assert [point["step"] for point in runs[0]["curve"]] == [4, 8, 12, 16, 20]
     plain, wide, averaged = runs[:3]
-    assert plain["loss"] == averaged["loss"]  # the same training, and what is measured is not
+    assert plain["loss"] == averaged["loss"]  # trained alike; the average is measured
     assert [point["lengths"] for point in plain["curve"]] != [
         point["lengths"] for point in averaged["curve"]
     ]
@@ -117,16 +117,16 @@ def test_every_variant_and_seed_is_trained_and_judged(whole, capsys):
 
 
 @pytest.mark.parametrize("name", ["wide-1", "averaged-0"])
-def test_the_drafts_that_are_left_are_those_that_were_judged(whole, place, tiny_target, name):
-    asked, words = str(place / "eval_asked.jsonl"), ["--max-new-tokens", "12", "--live", "0"]
+def test_the_saved_drafts_are_those_that_were_measured(whole, place, tiny_target, name):
+    prompts, words = str(place / "eval_asked.jsonl"), ["--max-new-tokens", "12", "--live", "0"]
     draft = ["eval", str(place / "drafts" / name), "--target", str(tiny_target)]
-    [found] = json.loads(here([*draft, "--prompts", asked, *words, "--json"]))["drafts"]
+    [figures] = json.loads(here([*draft, "--prompts", prompts, *words, "--json"]))["drafts"]
     [run] = [run for run in runs_in(whole) if f"{run['name']}-{run['seed']}" == name]
-    assert found["acceptance_length"] == run["lengths"]["asked"]
+    assert figures["acceptance_length"] == run["lengths"]["asked"]
 
 
 def test_a_curve_can_be_forecast(whole, tmp_path, capsys, monkeypatch):
-    """A run that was measured at several points is kept as `fledge forecast` reads it."""
+    """A run that was measured at several points is stored in the form `fledge forecast` reads."""
     monkeypatch.setattr("sys.argv", ["collect_curves", str(whole), "--out", str(tmp_path)])
     collect_curves.main()
     assert "| whole_averaged_1 | 20 | " in capsys.readouterr().out
@@ -140,13 +140,13 @@ def test_a_curve_can_be_forecast(whole, tmp_path, capsys, monkeypatch):
 
 
 def test_another_method_trains_on_the_same_states(place, capsys):
-    """A variant may name a recipe of its own, and its draft may listen to other layers."""
+    """A variant may name its own recipe, and its draft may read other layers."""
     other = (place / "recipe.yaml").read_text().replace("[0, 1, 2]", "[1, 2]")
     other = other.replace("ttt_steps: 3", "kind: dflash, block_size: 4, listened_layers: 2")
     (place / "blocks.yaml").write_text(other)
     blocks = {"recipe": str(place / "blocks.yaml"), "set": "training.lr=5e-3"}
-    held = {"recipe": str(place / "recipe.yaml"), "variants": {"chain": [], "blocks": blocks}}
-    (place / "methods.yaml").write_text(json.dumps(held))
+    variants = {"recipe": str(place / "recipe.yaml"), "variants": {"chain": [], "blocks": blocks}}
+    (place / "methods.yaml").write_text(json.dumps(variants))
     _, *rest = command(place, "methods.json", "--seeds", "1", "--draft-tokens", "3")
     assert tune.main([str(place / "methods.yaml"), *rest]) == 0, capsys.readouterr().err
     chain, blocks = runs_in(place / "methods.json")
@@ -167,8 +167,8 @@ def test_equal_seconds_instead_of_equal_tokens(place, monkeypatch, capsys):
     assert "begun with other seconds" in capsys.readouterr().err
 
 
-def killed_at_the_third(words):
-    """In a process of its own: gone when its third run begins, as by kill -9."""
+def killed_at_third_run(words):
+    """Tune until the third run starts, then kill this process with SIGKILL."""
     real, calls = tune_runs.Bench.run, []
 
     def dying(self, job):
@@ -182,9 +182,9 @@ def killed_at_the_third(words):
     tune.main(words)
 
 
-def test_the_same_command_goes_on_after_a_kill(place, whole):
+def test_the_same_command_resumes_after_a_kill(place, whole):
     words = command(place, "cut.json", "--points", "5")
-    process = multiprocessing.get_context("fork").Process(target=killed_at_the_third, args=(words,))
+    process = multiprocessing.get_context("fork").Process(target=killed_at_third_run, args=(words,))
     process.start()
     process.join()
     assert process.exitcode == -signal.SIGKILL
@@ -193,24 +193,24 @@ def test_the_same_command_goes_on_after_a_kill(place, whole):
     assert runs_in(place / "cut.json") == runs_in(whole)
 
 
-def test_a_run_is_that_of_fledge_train(place, whole):
-    """Same draft, same figure: of the first variant on held-out rows, from rows as it had them."""
-    words = ["training.clip=0.9", f"data.train={place / 'cache/tune/but-abc.jsonl'}"]
-    words += ["training.steps=20", f"run.output_dir={place / 'run'}", "packing.seed=0"]
-    training = set_up(load_recipe(place / "recipe.yaml", words))
+def test_a_run_matches_fledge_train(place, whole):
+    """Training the first variant on the same rows gives the same figure on its held-out rows."""
+    overrides = ["training.clip=0.9", f"data.train={place / 'cache/tune/but-abc.jsonl'}"]
+    overrides += ["training.steps=20", f"run.output_dir={place / 'run'}", "packing.seed=0"]
+    training = set_up(load_recipe(place / "recipe.yaml", overrides))
     fit(training, Notes())
-    found = evaluate(training.parts, training.held_out)["acceptance_length"]
-    assert runs_in(whole)[0]["lengths"]["held out"] == pytest.approx(found, abs=0.05)
+    length = evaluate(training.parts, training.held_out)["acceptance_length"]
+    assert runs_in(whole)[0]["lengths"]["held out"] == pytest.approx(length, abs=0.05)
 
 
-def test_nothing_is_begun_that_would_end_too_late(place, capsys):
+def test_no_run_is_started_that_would_end_too_late(place, capsys):
     assert tune.main(command(place, "late.json", "--minutes", "0", "--only", "plain")) == 0
     assert "2 runs are left: the same command continues" in capsys.readouterr().out
     assert not (place / "late.json").exists()
 
 
 @pytest.mark.slow
-def test_workers_do_what_one_process_does(place, whole):
+def test_workers_give_the_same_results_as_one_process(place, whole):
     words = command(place, "side.json", "--points", "5", workers=2)
     assert tune.main(words) == 0
     by_id = {run["id"]: run for run in runs_in(place / "side.json")}
@@ -231,7 +231,7 @@ def test_refusals_are_one_line(place, whole, capsys, more, complaint):
     assert complaint in capsys.readouterr().err
 
 
-def test_files_of_variants_that_are_none_are_refused_in_one_line(place, capsys):
+def test_invalid_variant_files_are_refused_in_one_line(place, capsys):
     bad = place / "bad.yaml"
     bad.write_text("recipe: smollm2_gpu\nvariants: {one: {recipes: smollm2_gpu}}\n")
     for path, complaint in ((bad, "a variant has no 'recipes'"), (place / "none", "No such file")):
@@ -242,7 +242,7 @@ def test_files_of_variants_that_are_none_are_refused_in_one_line(place, capsys):
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "benchmarks/variants").glob("*.yaml")), ids=str)
-def test_the_shipped_variants_are_recipes(path):
+def test_the_shipped_variants_are_valid_and_distinct(path):
     variants = tune.Variants.read(path, only=(), also=())
     jobs = variants.jobs(["data.train=chats.jsonl"], tokens=8e6, seeds=1)
     assert len({job.id for job in jobs}) == len(jobs)

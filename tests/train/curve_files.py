@@ -1,4 +1,4 @@
-"""Curves of runs: real ones, as `benchmarks/collect_curves.py` keeps them, and made ones."""
+"""Curves of runs: real ones, as `benchmarks/collect_curves.py` keeps them, and synthetic ones."""
 
 import json
 from itertools import pairwise
@@ -21,12 +21,13 @@ def real_curves() -> dict[str, Curve]:
 
 
 def made(slope, level, schedule, *, noise=0.0, seed=0, every=5, steps=1000, depths=6):
-    """A run whose held-out log-odds follow a law of ours: straight in ln S until it is tired."""
+    """A run whose held-out log-odds follow a known law: linear in ln S (S: the summed learning
+    rate) for the first fifth, then flattening."""
     course = Course(steps, warmup=20, schedule=schedule)
     at, rates = course.rates()
     summed = np.concatenate([[1e-3], np.cumsum((rates[1:] + rates[:-1]) / 2 * np.diff(at))])
     ahead = np.log(np.maximum(summed, 1e-3) / np.interp(steps / 5, at, summed))
-    # by hand, not by the code that is tested: bent after the first fifth, straight before it
+    # written out here, independently of the tested code
     bent = np.where(ahead > 0, -np.expm1(-0.6 * np.maximum(ahead, 0)) / 0.6, ahead)
     odds = level + slope * bent + 0.25 * (np.maximum.accumulate(rates) - rates)
     random = np.random.default_rng(seed)
@@ -44,8 +45,8 @@ def made(slope, level, schedule, *, noise=0.0, seed=0, every=5, steps=1000, dept
         trained_depths=depths,
         windows=tuple(zip(middles.tolist(), lengths(middles, True).tolist(), strict=True)),
         measured=tuple(
-            (int(step), float(one), 20_000)
-            for step, one in zip(measured, lengths(measured, False), strict=True)
+            (int(step), float(length), 20_000)
+            for step, length in zip(measured, lengths(measured, False), strict=True)
         ),
         seconds=3600.0,
         step=steps,
@@ -53,7 +54,7 @@ def made(slope, level, schedule, *, noise=0.0, seed=0, every=5, steps=1000, dept
 
 
 def written(run, curve, recipe, *, joint=(0.6, 0.35, 0.2), epochs=1):
-    """A directory with what a run of this curve would have written."""
+    """Write the files that a run with this curve would have written; returns its directory."""
     recipe.write_resolved(run)
     lines = []
     for index, (middle, tau) in enumerate(curve.windows):
@@ -66,11 +67,11 @@ def written(run, curve, recipe, *, joint=(0.6, 0.35, 0.2), epochs=1):
         )  # fmt: skip
     for step, length, rounds in curve.measured:
         conditional = [after / before for before, after in pairwise((1.0, *joint))]
-        found = {
+        figures = {
             "acceptance_length": length, "rounds": rounds, "tau": 2.0, "joint": list(joint),
             "conditional": conditional,
         }  # fmt: skip
-        lines.append({"step": step, "evaluation": found})
+        lines.append({"step": step, "evaluation": figures})
     lines.sort(key=lambda line: line["step"])
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return run

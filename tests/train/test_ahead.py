@@ -1,4 +1,5 @@
-"""Asking in advance: order, how far, on all ranks together, and stopping while it takes long."""
+"""Asking the target ahead: batch order, prefetch depth, agreement of all ranks, and stopping
+while an answer is pending."""
 
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ CPU = torch.device("cpu")
 
 
 class Distant:
-    """Answers each row with its own number, when it is told to."""
+    """Answers each row with its own number: at once, or never."""
 
     supports_async = True
 
@@ -42,16 +43,16 @@ def steps(count, micro):
 
 
 @pytest.mark.parametrize(("micro", "prefetch"), [(1, 1), (1, 3), (2, 1), (2, 4), (3, 2)])
-def test_batches_stay_in_order_and_are_asked_so_far_ahead(micro, prefetch):
+def test_batches_stay_in_order_and_are_prefetched_as_configured(micro, prefetch):
     target = Distant(prefetch)
     for number, batch in enumerate(ask_ahead(parts(target), steps(10, micro))):
         assert batch.step == number
         assert [f.result() for f in batch.answers] == [number * micro + i for i in range(micro)]
-        behind = len(target.futures) - (number + 1) * micro
-        assert min(prefetch, (9 - number) * micro) <= behind <= prefetch + micro - 1
-    assert len(target.futures) == 10 * micro  # each once
-    asked = [(batch, answer) for batch, answer in answers_ahead(target, list(range(7)))]
-    assert [answer for _, answer in asked] == list(range(7))
+        pending = len(target.futures) - (number + 1) * micro
+        assert min(prefetch, (9 - number) * micro) <= pending <= prefetch + micro - 1
+    assert len(target.futures) == 10 * micro  # each micro-batch is asked once
+    answers = [(batch, answer) for batch, answer in answers_ahead(target, list(range(7)))]
+    assert [answer for _, answer in answers] == list(range(7))
 
 
 def test_a_target_in_this_process_is_not_asked_ahead():
@@ -59,7 +60,7 @@ def test_a_target_in_this_process_is_not_asked_ahead():
     assert [b.answers for b in ask_ahead(parts(target), steps(3, 1))] == [None] * 3
 
 
-def test_a_stop_ends_the_waiting_and_what_was_asked_is_called_off():
+def test_a_stop_ends_the_wait_and_cancels_pending_questions():
     target = Distant(2, at_once=False)
     with pytest.raises(TargetUnreachable, match="stopped while"):
         next(ask_ahead(parts(target), steps(9, 1), stopping=lambda: True))
@@ -67,16 +68,16 @@ def test_a_stop_ends_the_waiting_and_what_was_asked_is_called_off():
 
 
 class Peer(World):
-    """One of two ranks, of which the other has lost its servers."""
+    """One of two ranks; the other one has lost its servers."""
 
     def sum_(self, tensor):
         return tensor + 1
 
 
-def test_when_one_rank_loses_its_target_all_stop():
-    lost = Peer(rank=0, size=2)
+def test_all_ranks_stop_when_one_loses_its_target():
+    world = Peer(rank=0, size=2)
     with pytest.raises(TargetUnreachable, match="of another rank"):
-        together(parts(Distant(1), lost), lambda: None)
+        together(parts(Distant(1), world), lambda: None)
     with pytest.raises(TargetUnreachable, match="of another rank"):
-        next(ask_ahead(parts(Distant(1), lost), steps(3, 1)))
-    together(parts(SimpleNamespace(supports_async=False), lost), lambda: None)  # nothing to lose
+        next(ask_ahead(parts(Distant(1), world), steps(3, 1)))
+    together(parts(SimpleNamespace(supports_async=False), world), lambda: None)  # nothing to lose

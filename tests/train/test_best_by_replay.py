@@ -1,4 +1,4 @@
-"""The best checkpoint is the one that a replay of the held-out rows likes best."""
+"""The best checkpoint is the one with the longest acceptance in a replay of the held-out rows."""
 
 import json
 
@@ -13,12 +13,12 @@ from fledge.train.setup import set_up
 from train.tiny import Notes
 
 
-def test_replayed_acceptance_chooses_not_the_teacher_forced_estimate(recipe, tmp_path, monkeypatch):
+def test_best_is_chosen_by_replay_not_by_the_teacher_forced_estimate(recipe, tmp_path, monkeypatch):
     def measured(parts, batches, *more):
-        found = evaluate(parts, batches, *more)
-        evaluations.append(found)
-        length = {2: 9.0}.get(len(evaluations), found["acceptance_length"])
-        return {**found, "tau": 100.0 + len(evaluations), "acceptance_length": length}
+        figures = evaluate(parts, batches, *more)
+        evaluations.append(figures)
+        length = {2: 9.0}.get(len(evaluations), figures["acceptance_length"])
+        return {**figures, "tau": 100.0 + len(evaluations), "acceptance_length": length}
 
     evaluations = []
     monkeypatch.setattr(fit_module, "evaluate", measured)
@@ -30,15 +30,15 @@ def test_replayed_acceptance_chooses_not_the_teacher_forced_estimate(recipe, tmp
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "peagle"])
-def test_figures_are_those_of_the_files_and_are_logged(recipe, tmp_path, kind):
-    """What was measured on the run's last step is what its checkpoint's files give, reloaded."""
+def test_logged_figures_match_the_saved_checkpoint(recipe, tmp_path, kind):
+    """Reloading the last checkpoint gives the figures that were measured at the run's last step."""
     more = ["objective.num_depths=3"] if kind == "peagle" else []
     training = set_up(recipe(f"objective.kind={kind}", *more))
     notes = Notes()
     fit(training, notes)
-    logged = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
-    kept = [line["evaluation"] for line in logged if "evaluation" in line]
-    assert kept == [values["evaluation"] for values in notes.evaluations]
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
+    logged = [line["evaluation"] for line in lines if "evaluation" in line]
+    assert logged == [values["evaluation"] for values in notes.evaluations]
     last = notes.evaluations[-1]
     assert 1.0 <= last["evaluation"]["acceptance_length"] <= 4.0
     assert len(last["evaluation"]["joint"]) == 3

@@ -1,4 +1,4 @@
-"""DFlash and DSpark from a recipe to figures: the same loop, caches, resumption and verbs."""
+"""DFlash and DSpark from a recipe to figures: the same loop, caches, resumption and commands."""
 
 import json
 
@@ -53,8 +53,8 @@ def test_learns_and_resumes_bitwise(block, kind, tmp_path, monkeypatch):
     assert differing(final_weights(tmp_path / "whole"), final_weights(tmp_path / "cut")) == []
 
 
-def test_cut_into_micro_batches_it_is_the_same(block, tmp_path):
-    """Blocks belong to the document, not to the batch, and D-PACE's weights to the whole step."""
+def test_micro_batches_do_not_change_the_run(block, tmp_path):
+    """Blocks depend on the document, not on the batch, and D-PACE's weights on the whole step."""
     kind = ("dflash", "objective.weights=dpace", "training.lr=1e-3", "training.steps=4")
     fit(set_up(block(*kind, "training.micro_batch=4", run="one")), Notes())
     cut = ("training.micro_batch=1", "training.accumulate=4")
@@ -84,23 +84,25 @@ def test_eval_and_chat(block, kind, tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     questions = [{"prompt": f"count to {n}"} for n in (3, 9, 12)]
     prompts.write_text("".join(json.dumps(q) + "\n" for q in questions))
-    sure = tmp_path / "run" / "calibrated"
-    asked = ("--prompts", prompts, "--max-new-tokens", 24, "--device", "cpu")
-    measured = run("eval", best, *asked, *(("--calibrated", sure) if kind == "dspark" else ()))
+    calibrated = tmp_path / "run" / "calibrated"
+    options = ("--prompts", prompts, "--max-new-tokens", 24, "--device", "cpu")
+    measured = run(
+        "eval", best, *options, *(("--calibrated", calibrated) if kind == "dspark" else ())
+    )
     report = measured["drafts"][0]
     assert report["method"] == method_of(load_draft(best).config).own_strategy
     assert report["live"]["texts"] == report["live"]["same_texts"] == 3
     assert report["live"]["compared_rounds"] == report["live"]["same_rounds"] > 0
     if kind == "dspark":
-        kept = load_draft(sure).config.confidence_temperatures
-        assert kept == report["calibration"]["temperatures"]
-        assert len(kept) == 4
-        again = run("eval", sure, *asked)["drafts"][0]
-        assert again["calibration"]["temperatures"] == kept  # of the odds, whatever is written
+        temperatures = load_draft(calibrated).config.confidence_temperatures
+        assert temperatures == report["calibration"]["temperatures"]
+        assert len(temperatures) == 4
+        again = run("eval", calibrated, *options)["drafts"][0]
+        assert again["calibration"]["temperatures"] == temperatures  # fitted to the raw odds
         assert again["acceptance_length"] == report["acceptance_length"]
-        shown = CliRunner().invoke(app, ["eval", *map(str, (best, *asked))]).output
+        shown = CliRunner().invoke(app, ["eval", *map(str, (best, *options))]).output
         assert "how sure best is, and how right" in shown
-        refused = CliRunner().invoke(app, ["eval", str(best), "--calibrated", str(sure)])
+        refused = CliRunner().invoke(app, ["eval", str(best), "--calibrated", str(calibrated)])
         assert "is there already" in str(refused.exception)
     else:
         assert "calibration" not in report
@@ -111,31 +113,33 @@ def test_eval_and_chat(block, kind, tmp_path):
 @pytest.mark.parametrize("engine", ["vllm", "sglang", "speculators"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_is_exported_diagnosed_imported_and_served(block, kind, engine, tmp_path):
-    """The files decode as the checkpoint does, and what comes back is that checkpoint."""
+    """The files decode as the checkpoint does, and importing them gives that checkpoint back."""
     fit(set_up(block(kind, "training.steps=2")), Notes())
     out, target = tmp_path / "out", block(kind).target.model
     few = ("--limit", 2, "--max-new-tokens", 8)
     record = run("export", tmp_path / "run", "--engine", engine, "--out", out, *few)
     check = record["self_check"]
-    assert check["same_rows"] == check["estimate"]  # fp32, one machine: bit for bit
+    assert check["same_rows"] == check["estimate"]  # float32 on one machine: bit for bit
     assert check["decoded"]["same_as_checkpoint"]
-    loader = "vllm" if engine == "speculators" else engine  # who serves that format
-    found = run("diagnose", out, "--target", target, "--engine", loader, "--static")
-    assert [one for one in found["findings"] if one["level"] == "error"] == []
+    loader = "vllm" if engine == "speculators" else engine  # the engine that serves this format
+    diagnosis = run("diagnose", out, "--target", target, "--engine", loader, "--static")
+    assert [entry for entry in diagnosis["findings"] if entry["level"] == "error"] == []
     back = tmp_path / "back"
     assert run("import", out, "--target", target, "--out", back)["aux_layer_ids"]
-    ours, theirs = (load_draft(place).state_dict() for place in (tmp_path / "run" / "best", back))
-    assert differing(ours, theirs) == []
+    trained, imported = (
+        load_draft(path).state_dict() for path in (tmp_path / "run" / "best", back)
+    )
+    assert differing(trained, imported) == []
     words = run("serve", out)
     assert any(kind in word.lower() for word in words)
 
 
-def test_a_dspark_run_starts_from_a_dflash_one(block, tmp_path):
-    same = "objective.block_size=4"
-    fit(set_up(block("dflash", same, run="first")), Notes())
+def test_a_dspark_run_can_start_from_a_dflash_run(block, tmp_path):
+    size = "objective.block_size=4"
+    fit(set_up(block("dflash", size, run="first")), Notes())
     start = f"draft.init_from={tmp_path / 'first'}"
-    heard = ("objective.listened_layers=3", "target.aux_layer_ids=0,1,2")
-    training = set_up(block("dspark", start, same, *heard, run="second"))
+    layers = ("objective.listened_layers=3", "target.aux_layer_ids=0,1,2")
+    training = set_up(block("dspark", start, size, *layers, run="second"))
     first = load_draft(tmp_path / "first" / "best")
     assert training.draft.whole
     assert (training.draft.fc.weight == first.fc.weight).all()
@@ -152,7 +156,7 @@ def test_a_dspark_run_starts_from_a_dflash_one(block, tmp_path):
         ("training.context=2", "must be 1: DFlash needs each row on one rank"),
     ],
 )
-def test_recipes_that_cannot_be(override, complaint):
+def test_impossible_recipes_are_refused(override, complaint):
     with pytest.raises(BadInput, match=complaint):
         load_recipe(None, ["objective.kind=dflash", "objective.loss=kl", override])
 
@@ -167,8 +171,9 @@ def test_recipes_that_cannot_be(override, complaint):
         (["eagle1"], (30,)),
     ],
 )
-def test_each_method_says_which_layers_it_listens_to(objective, ids):
-    """Of SmolLM2's 30 layers; a block draft's three are not EAGLE-3's, its one not EAGLE-1's."""
+def test_each_method_chooses_its_default_layers(objective, ids):
+    """Of SmolLM2's 30 layers. A block draft with three layers does not read those of EAGLE-3, and
+    one with a single layer not that of EAGLE-1."""
     kind, *rest = objective
     recipe = load_recipe(None, [f"objective.kind={kind}", *(f"objective.{key}" for key in rest)])
     assert listening(recipe).aux_layer_ids == ids
@@ -176,9 +181,8 @@ def test_each_method_says_which_layers_it_listens_to(objective, ids):
     assert listening(named).aux_layer_ids == (3, 5, 7)
 
 
-def test_four_methods_side_by_side(block, recipe, tmp_path, monkeypatch):
-    """One target, one table: each draft hears its own layers, and has the figures that it has
-    alone."""
+def test_four_methods_are_evaluated_side_by_side(block, recipe, tmp_path, monkeypatch):
+    """One target, one table: each draft reads its own layers, and has the same figures as alone."""
     monkeypatch.setenv("FLEDGE_CACHE", str(tmp_path / "cache"))
     few = ("training.steps=2", "data.valid_rows=8")
     runs = {
@@ -187,20 +191,20 @@ def test_four_methods_side_by_side(block, recipe, tmp_path, monkeypatch):
         "dflash": block("dflash", *few, run="dflash"),
         "dspark": block("dspark", *few, run="dspark"),
     }
-    for one in runs.values():
-        fit(set_up(one), Notes())
+    for run_recipe in runs.values():
+        fit(set_up(run_recipe), Notes())
     (tmp_path / "asked.jsonl").write_text('{"prompt": "count to 5"}\n{"prompt": "count to 9"}\n')
-    words = ("--prompts", tmp_path / "asked.jsonl", "--max-new-tokens", 12, "--device", "cpu")
-    places = [tmp_path / name for name in runs]
-    together = run("eval", *places, *words, "--live", 1)["drafts"]
-    assert [one["method"] for one in together] == ["chain", "parallel", "block", "markov"]
-    assert [one["draft"] for one in together] == list(runs)
-    assert all(one["live"]["agrees"] for one in together)
-    for place, found in zip(places, together, strict=True):
-        [alone] = run("eval", place, *words, "--live", 0)["drafts"]
-        assert alone["acceptance_length"] == found["acceptance_length"]
-        assert alone["joint"] == found["joint"]
-    shown = CliRunner().invoke(app, ["eval", *map(str, (*places, *words)), "--live", "1"])
+    options = ("--prompts", tmp_path / "asked.jsonl", "--max-new-tokens", 12, "--device", "cpu")
+    paths = [tmp_path / name for name in runs]
+    together = run("eval", *paths, *options, "--live", 1)["drafts"]
+    assert [draft["method"] for draft in together] == ["chain", "parallel", "block", "markov"]
+    assert [draft["draft"] for draft in together] == list(runs)
+    assert all(draft["live"]["agrees"] for draft in together)
+    for path, draft in zip(paths, together, strict=True):
+        [alone] = run("eval", path, *options, "--live", 0)["drafts"]
+        assert alone["acceptance_length"] == draft["acceptance_length"]
+        assert alone["joint"] == draft["joint"]
+    shown = CliRunner().invoke(app, ["eval", *map(str, (*paths, *options)), "--live", "1"])
     assert shown.exit_code == 0
     acceptance = shown.output.partition("by category")[0]
     assert all(name in acceptance for name in runs)

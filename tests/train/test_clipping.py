@@ -1,4 +1,4 @@
-"""Gradients are limited by their norm: on a GPU by the update itself, else as torch does it."""
+"""Gradients are clipped by norm: within the optimizer update on a GPU, as torch does elsewhere."""
 
 import pytest
 import torch
@@ -10,14 +10,14 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def updated(device, limit, *, by_torch):
-    """The norm, and weights after one step from the same gradients."""
+    """The gradient norm, and the weights after one step."""
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     torch.manual_seed(0)
     parameters = [nn.Parameter(torch.randn(shape)) for shape in ((7, 5), (3,), (4, 9))]
     parameters = [nn.Parameter(p.detach().to(device)) for p in parameters]
     optimizer = make_optimizer(parameters, lr=0.1, betas=(0.9, 0.95), eps=1e-3, weight_decay=0.1)
-    for p in parameters[:2]:  # the last one has none
+    for p in parameters[:2]:  # the last one has no gradient
         p.grad = 3 * torch.randn(p.shape).to(device)
     if by_torch:
         norm = nn.utils.clip_grad_norm_(parameters, float("inf") if limit is None else limit)
@@ -30,9 +30,9 @@ def updated(device, limit, *, by_torch):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("limit", [None, 0.5, 1e6])
-def test_the_update_is_that_of_clipped_gradients(device, limit):
+def test_the_update_matches_that_of_gradients_clipped_by_torch(device, limit):
     pairs = zip(
         updated(device, limit, by_torch=False), updated(device, limit, by_torch=True), strict=True
     )
-    for ours, theirs in pairs:
-        torch.testing.assert_close(ours, theirs, rtol=0 if device == "cpu" else 1e-6, atol=0)
+    for actual, expected in pairs:
+        torch.testing.assert_close(actual, expected, rtol=0 if device == "cpu" else 1e-6, atol=0)

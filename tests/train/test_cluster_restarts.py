@@ -1,4 +1,4 @@
-"""When a run on a cluster starts again, and when it has had enough; without a cluster."""
+"""When a run on a cluster restarts and when it gives up, tested without a cluster."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from train.tiny import Notes
 
 
 def run_of(recipe, monkeypatch, steps, ranks=1):
-    """A run that is lost at each of these steps, and then ends."""
+    """A run that loses a rank at each of these steps and then finishes."""
     run = _Run(recipe, print, Layout(ranks=ranks), None, Notes(), {}, {})
     lost = iter(steps)
     at = [0]
@@ -23,7 +23,7 @@ def run_of(recipe, monkeypatch, steps, ranks=1):
     return run
 
 
-def test_losses_end_a_run_only_where_it_gets_no_further(recipe, monkeypatch):
+def test_losses_end_a_run_only_when_it_makes_no_progress(recipe, monkeypatch):
     run = run_of(recipe(), monkeypatch, [0, 0, 10, 10, 20, 30])
     assert run.to_the_end(StopSignal()) == (0, "done")
     assert run.restarts == 6
@@ -42,5 +42,5 @@ def test_a_stop_is_not_a_loss(recipe, monkeypatch):
 def test_fewer_ranks_take_the_same_steps(recipe, monkeypatch):
     run = run_of(recipe("training.shard=2", "training.accumulate=3"), monkeypatch, [], ranks=12)
     sizes = list(run._sizes())
-    assert sizes == [12, 6, 4, 2]  # whole copies of a draft in two parts
+    assert sizes == [12, 6, 4, 2]  # whole copies of a draft that is sharded over two ranks
     assert [n * run._cut_for(n).training.accumulate for n in sizes] == [36] * 4

@@ -1,4 +1,4 @@
-"""Training on ranks that share their rows: the same weights, the same figures, less memory."""
+"""Training on ranks that split their rows: the same weights and figures as on one rank."""
 
 import pytest
 import torch
@@ -19,20 +19,20 @@ MICRO = "training.micro_batch=2"
 
 
 def in_float64(training):
-    """The same run in float64: what is left of a difference is the order of sums."""
-    opened, recipe = training.parts, training.recipe
-    module = opened.target.info().module.double()
-    target = HFEagle3TargetModel(module, opened.target.aux_layer_ids, supervision="hidden")
+    """The same run in float64, so that only the order of sums can make a difference."""
+    parts, recipe = training.parts, training.recipe
+    module = parts.target.info().module.double()
+    target = HFEagle3TargetModel(module, parts.target.aux_layer_ids, supervision="hidden")
     draft, vocabulary = training.draft.double(), training.vocabulary
     target.set_vocab_mapping(
         torch.from_numpy(vocabulary.selected_token_ids), torch.from_numpy(vocabulary.t2d)
     )
-    objective = make_objective(recipe, draft, vocabulary, target, opened.device, opened.world)
-    return _parts(recipe, Models(target, objective, opened.device, opened.world))
+    objective = make_objective(recipe, draft, vocabulary, target, parts.device, parts.world)
+    return _parts(recipe, Models(target, objective, parts.device, parts.world))
 
 
 def ten_steps(recipe):
-    """(weights, sums, evaluation) of a rank after ten steps."""
+    """Returns (weights, sums, evaluation) of a rank after ten steps."""
     training = set_up(recipe)
     parts, stream = in_float64(training), training.stream
     parts.objective.draft_model.train()
@@ -46,10 +46,10 @@ def ten_steps(recipe):
 @pytest.mark.ranks
 @pytest.mark.parametrize("kind", [(), PEAGLE], ids=["eagle3", "peagle"])
 @pytest.mark.parametrize(("size", "context"), [(2, 2), (4, 4), (4, 2)])
-def test_ten_steps_are_those_of_one_rank(recipe, kind, size, context):
+def test_ten_steps_match_those_of_one_rank(recipe, kind, size, context):
     steps = (f"training.steps={STEPS}", *kind)
     weights, sums, evaluation = ten_steps(recipe(*steps, MICRO))
-    packs = 2 // (size // context)  # of a step, by rank
+    packs = 2 // (size // context)  # per step and rank
     cut = (f"training.context={context}", f"training.micro_batch={packs}")
     for got, summed, evaluated in run_ranks(size, ten_steps, recipe(*steps, *cut)):
         for name, tensor in weights.items():
@@ -59,10 +59,10 @@ def test_ten_steps_are_those_of_one_rank(recipe, kind, size, context):
         assert_figures(evaluated, evaluation, rel=1e-9)
 
 
-def assert_figures(found, wanted, *, rel):
-    assert found.keys() == wanted.keys()
-    for name, value in wanted.items():
-        assert found[name] == pytest.approx(value, rel=rel), name
+def assert_figures(actual, expected, *, rel):
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        assert actual[name] == pytest.approx(value, rel=rel), name
 
 
 def trained(recipe):
@@ -72,19 +72,21 @@ def trained(recipe):
 
 
 @pytest.mark.ranks
-def test_a_whole_run_on_shared_rows(recipe):
-    """With evaluations, logs and checkpoints; two micro-batches a step."""
+def test_a_whole_run_on_split_rows(recipe):
+    """With evaluations, logs and checkpoints; two micro-batches per step."""
     options = ("training.steps=6", "training.accumulate=2", "training.micro_batch=1")
     lines, evaluations = trained(recipe(*options, run="one"))
-    (shared, found), _ = run_ranks(2, trained, recipe(*options, "training.context=2", run="two"))
-    for ours, theirs in zip(lines, shared, strict=True):
-        assert theirs["loss"] == pytest.approx(ours["loss"], rel=1e-5)
-        assert theirs["supervised"] == ours["supervised"]
-    for ours, theirs in zip(evaluations, found, strict=True):
-        assert_figures(theirs["evaluation"], ours["evaluation"], rel=1e-4)
+    (shared, evaluated), _ = run_ranks(
+        2, trained, recipe(*options, "training.context=2", run="two")
+    )
+    for expected, actual in zip(lines, shared, strict=True):
+        assert actual["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+        assert actual["supervised"] == expected["supervised"]
+    for expected, actual in zip(evaluations, evaluated, strict=True):
+        assert_figures(actual["evaluation"], expected["evaluation"], rel=1e-4)
 
 
-def test_a_method_that_needs_whole_rows_says_so(recipe, monkeypatch):
+def test_a_method_that_needs_whole_rows_refuses_to_split_them(recipe, monkeypatch):
     monkeypatch.setattr(Eagle3, "splits_rows", False)
     with pytest.raises(BadInput, match=r"context=2.*must be 1: EAGLE-3 needs each row on one rank"):
         recipe("training.context=2")

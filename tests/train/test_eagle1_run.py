@@ -49,8 +49,8 @@ def test_learns_and_resumes_bitwise(eagle1, tmp_path, monkeypatch):
     assert differing(final_weights(tmp_path / "whole"), final_weights(tmp_path / "cut")) == []
 
 
-def test_cut_into_micro_batches_it_is_the_same(eagle1, tmp_path):
-    """The noise belongs to the document, not to the batch."""
+def test_micro_batches_do_not_change_the_run(eagle1, tmp_path):
+    """The noise depends on the document, not on the batch."""
     fit(set_up(eagle1("training.micro_batch=4", run="one")), Notes())
     fit(set_up(eagle1("training.micro_batch=1", "training.accumulate=4", run="four")), Notes())
     one, four = final_weights(tmp_path / "one"), final_weights(tmp_path / "four")
@@ -73,11 +73,11 @@ def test_a_cache_trains_the_same_weights(eagle1, tmp_path):
 @pytest.mark.parametrize("kind", ["eagle1", "eagle2"])
 def test_evaluated_and_exported(eagle1, tmp_path, tiny_target, kind):
     fit(set_up(eagle1(kind=kind)), Notes())
-    asked = tmp_path / "prompts.jsonl"
-    asked.write_text("".join(json.dumps({"prompt": f"count to {n}"}) + "\n" for n in range(4)))
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"count to {n}"}) + "\n" for n in range(4)))
     for method in ("chain", "tree"):
         [draft] = run(
-            "eval", tmp_path / "run", "--prompts", asked, "--live", "3", "--method", method,
+            "eval", tmp_path / "run", "--prompts", prompts, "--live", "3", "--method", method,
             "--max-new-tokens", "16", "--dtype", "float32", "--device", "cpu",
         )["drafts"]  # fmt: skip
         assert draft["live"]["same_texts"] == draft["live"]["texts"]
@@ -91,8 +91,8 @@ def test_evaluated_and_exported(eagle1, tmp_path, tiny_target, kind):
         assert record["self_check"]["decoded"]["same_as_checkpoint"]
         command = serve_command(record, str(out), target="T")
         if engine == "vllm":
-            given = command[command.index("--speculative-config") + 1]
-            assert json.loads(given)["method"] == "eagle"
+            config_json = command[command.index("--speculative-config") + 1]
+            assert json.loads(config_json)["method"] == "eagle"
         else:
             assert command[command.index("--speculative-algorithm") + 1] == "EAGLE"
             topk = command[command.index("--speculative-eagle-topk") + 1]
@@ -101,13 +101,13 @@ def test_evaluated_and_exported(eagle1, tmp_path, tiny_target, kind):
         export_draft(tmp_path / "run", tmp_path / "no", engine="speculators")
 
 
-def test_one_version_goes_on_from_the_other(eagle1, recipe, tmp_path):
+def test_eagle2_can_start_from_an_eagle1_draft(eagle1, recipe, tmp_path):
     fit(set_up(eagle1(run="one")), Notes())
     start = f"draft.init_from={tmp_path / 'one'}"
-    opened = set_up(eagle1(start, kind="eagle2", run="two"))
-    assert method_of(opened.draft.config).name == "eagle2"
+    training = set_up(eagle1(start, kind="eagle2", run="two"))
+    assert method_of(training.draft.config).name == "eagle2"
     before = load_draft(tmp_path / "one" / "best").state_dict()
-    assert differing(before, opened.draft.state_dict()) == []
+    assert differing(before, training.draft.state_dict()) == []
     with pytest.raises(BadInput, match="EAGLE-1"):
         set_up(recipe(start, run="three"))
 
@@ -120,6 +120,6 @@ def test_one_version_goes_on_from_the_other(eagle1, recipe, tmp_path):
         ("target.aux_layer_ids=0,1", "target.aux_layer_ids: one layer is wanted"),
     ],
 )
-def test_what_it_cannot_be_is_refused(eagle1, override, says):
+def test_unsupported_settings_are_refused(eagle1, override, says):
     with pytest.raises(BadInput, match=says):
         eagle1(override)

@@ -1,4 +1,4 @@
-"""The loop: it learns, it resumes bit for bit, it never loses work, it says why it stops."""
+"""The training loop: it learns, resumes bit for bit, never loses work and reports why it stops."""
 
 import json
 import multiprocessing
@@ -33,8 +33,8 @@ def train(recipe, notes=None):
 
 
 def final_weights(directory):
-    found, _ = newest_checkpoint(Path(directory))
-    return found.draft_tensors() | found.tensors()
+    checkpoint, _ = newest_checkpoint(Path(directory))
+    return checkpoint.draft_tensors() | checkpoint.tensors()
 
 
 def differing(a, b):
@@ -71,7 +71,7 @@ def test_a_run_learns_and_leaves_a_loadable_draft(recipe, tmp_path):
     assert "ttt_steps: 3" in resolved
 
 
-def test_one_line_of_metrics(recipe):
+def test_a_metrics_line_has_every_figure(recipe):
     notes = Notes()
     train(recipe(), notes)
     line = notes.lines[0]
@@ -80,22 +80,22 @@ def test_one_line_of_metrics(recipe):
     assert len(line["prefix_acceptance"]) == len(line["accuracy"]) == 3
 
 
-def test_a_run_says_what_it_is_doing(recipe):
-    training, told = set_up(recipe()), []
-    training.watch = lambda *what: told.append(what)
+def test_a_run_reports_its_progress(recipe):
+    training, events = set_up(recipe()), []
+    training.watch = lambda *event: events.append(event)
     total = training.stream.steps
     fit(training, Notes())
     packs = len(training.held_out)
     assert packs > 1
-    evaluated = [(step, far) for what, step, far in told if what == "evaluating"]
+    evaluated = [(step, detail) for event, step, detail in events if event == "evaluating"]
     due = sorted({0, total, *range(4, total, 4)})
     assert evaluated == [(step, f"{i} of {packs} packs") for step in due for i in range(packs)]
-    assert [step for what, step, _ in told if what == "training"] == list(range(total))
-    assert ("saving", total, "") in told
+    assert [step for event, step, _ in events if event == "training"] == list(range(total))
+    assert ("saving", total, "") in events
 
 
 def stop_after(monkeypatch, steps):
-    """Ask a run to stop as a signal would, after so many steps."""
+    """Send this process SIGTERM in its `steps`-th training step, so that the run stops after it."""
     real, taken = fit_module.train_step, []
 
     def stepping(parts, batch, **more):
@@ -126,7 +126,7 @@ def test_a_signal_stops_after_the_step_and_resuming_is_bitwise(
 
 @pytest.mark.parametrize("steps", [3, 9])  # of 7 in an epoch
 def test_a_run_that_keeps_states_resumes_bitwise(recipe, monkeypatch, tmp_path, steps):
-    """Kept states are lost with the process, and depend on the pack that they came from."""
+    """Kept states are lost with the process, and depend on the pack they were computed in."""
     real = HFEagle3TargetModel.answer
 
     def rounding(target, rows):
@@ -135,12 +135,12 @@ def test_a_run_that_keeps_states_resumes_bitwise(recipe, monkeypatch, tmp_path, 
         return replace(batch, aux_hidden_states=batch.aux_hidden_states * factor)
 
     monkeypatch.setattr(HFEagle3TargetModel, "answer", rounding)
-    keeping = ("target.keep_states_gb=1", "training.epochs=3")
-    train(recipe(*keeping, run="whole"))
+    options = ("target.keep_states_gb=1", "training.epochs=3")
+    train(recipe(*options, run="whole"))
     with monkeypatch.context() as patch:
         stop_after(patch, steps)
-        assert not train(recipe(*keeping, run="cut")).finished
-    assert train(recipe(*keeping, run="cut")).finished
+        assert not train(recipe(*options, run="cut")).finished
+    assert train(recipe(*options, run="cut")).finished
     assert differing(final_weights(tmp_path / "whole"), final_weights(tmp_path / "cut")) == []
     assert comparable(tmp_path / "whole") == comparable(tmp_path / "cut")
 
@@ -152,7 +152,7 @@ def _train_quietly(recipe):
 
 @pytest.mark.slow
 def test_kill_nine_at_ten_random_moments(recipe, tmp_path):
-    """Real processes, SIGKILL while computing and while saving; the end is the same bit for bit."""
+    """SIGKILL real processes while they compute or save; the final weights are the same bits."""
     options = ("checkpoint.every_steps=1", "training.epochs=4")
     train(recipe(*options, run="whole"))
     context = multiprocessing.get_context("fork")
@@ -169,7 +169,7 @@ def test_kill_nine_at_ten_random_moments(recipe, tmp_path):
             kills += 1
         elif kills >= 10:
             break
-        else:  # finished before enough kills: start over
+        else:  # finished before it was killed often enough: start over
             assert process.exitcode == 0
             assert (
                 differing(final_weights(tmp_path / "whole"), final_weights(tmp_path / "cut")) == []
@@ -183,7 +183,7 @@ def test_kill_nine_at_ten_random_moments(recipe, tmp_path):
 
 
 @pytest.mark.parametrize("victim", ["model.safetensors", "training.safetensors", "state.json"])
-def test_a_damaged_checkpoint_falls_back_to_the_one_before(recipe, monkeypatch, tmp_path, victim):
+def test_a_damaged_checkpoint_falls_back_to_the_previous_one(recipe, monkeypatch, tmp_path, victim):
     train(recipe(run="whole"))
     with monkeypatch.context() as patch:
         stop_after(patch, 5)
@@ -199,26 +199,28 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(recipe, monkeypatch, 
 
 
 def layout(directory):
-    """What lies in a run, and where its link leads."""
+    """The names of all files of a run, and what its `best` link points to."""
     names = {str(path.relative_to(directory)) for path in directory.rglob("*")}
     return names, os.readlink(directory / "best")
 
 
 @pytest.mark.parametrize("undone", ["mark_best", "prune"])
-def test_a_kill_right_behind_a_checkpoint(recipe, monkeypatch, tmp_path, undone):
-    """The checkpoint is whole, but `best` still points elsewhere, or old ones are still there."""
+def test_a_kill_right_after_a_checkpoint(recipe, monkeypatch, tmp_path, undone):
+    """The checkpoint is complete, but `best` is not updated yet, or old ones are not removed."""
     options = ("checkpoint.keep=1", "evaluation.every_steps=2")
     real, calls = getattr(fit_module.checkpoints, undone), []
     monkeypatch.setattr(
-        fit_module.checkpoints, undone, lambda *given: (calls.append(given), real(*given))
+        fit_module.checkpoints,
+        undone,
+        lambda *args: (calls.append(args), real(*args)),
     )
     train(recipe(*options, run="whole"))
 
-    def dying(*given):
+    def dying(*args):
         calls.pop()
         if not calls:
             raise KeyboardInterrupt
-        real(*given)
+        real(*args)
 
     monkeypatch.setattr(fit_module.checkpoints, undone, dying)  # at its last call
     with pytest.raises(KeyboardInterrupt):
@@ -230,7 +232,7 @@ def test_a_kill_right_behind_a_checkpoint(recipe, monkeypatch, tmp_path, undone)
     assert comparable(tmp_path / "whole") == comparable(tmp_path / "cut")
 
 
-def test_two_commands_do_not_train_one_run(recipe, tmp_path):
+def test_two_commands_cannot_train_the_same_run(recipe, tmp_path):
     training = set_up(recipe())
     with alone_in(tmp_path / "run"), pytest.raises(BadInput, match="another command is writing"):
         fit(training, Notes())
@@ -238,12 +240,12 @@ def test_two_commands_do_not_train_one_run(recipe, tmp_path):
     assert fit(training, Notes()).finished
 
 
-def test_a_run_that_is_removed_stops_at_its_next_save(recipe, monkeypatch, tmp_path):
+def test_a_run_whose_directory_is_removed_stops_at_its_next_save(recipe, monkeypatch, tmp_path):
     real = fit_module.train_step
 
-    def removing(*given, **more):
+    def removing(*arguments, **options):
         shutil.rmtree(tmp_path / "run", ignore_errors=True)
-        return real(*given, **more)
+        return real(*arguments, **options)
 
     monkeypatch.setattr(fit_module, "train_step", removing)
     with pytest.raises(BadInput, match="removed meanwhile"):
@@ -251,7 +253,7 @@ def test_a_run_that_is_removed_stops_at_its_next_save(recipe, monkeypatch, tmp_p
     assert not (tmp_path / "run").exists()
 
 
-def test_a_run_that_was_killed_at_its_very_beginning_begins_again(recipe, tmp_path):
+def test_a_run_that_was_killed_at_its_very_start_starts_over(recipe, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / ".recipe.yaml.abcdefgh.tmp").touch()
     check_existing(recipe())
@@ -287,8 +289,8 @@ def _one_rank(rank, size, port, recipe):
 
 
 @pytest.mark.parametrize("kind", [(), PEAGLE, LAMBDA], ids=["eagle3", "peagle", "lambda"])
-def test_two_ranks_are_one(recipe, tmp_path, kind):
-    """gloo on the CPU: the same packs, the same gradient, the same weights to rounding."""
+def test_two_ranks_match_one(recipe, tmp_path, kind):
+    """gloo on the CPU: the same packs, the same gradients, and the same weights up to rounding."""
     import socket
 
     train(recipe(*kind, "training.micro_batch=2", run="one"))
@@ -296,23 +298,23 @@ def test_two_ranks_are_one(recipe, tmp_path, kind):
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     context = multiprocessing.get_context("fork")
-    two = recipe(*kind, "training.micro_batch=1", run="two")
-    ranks = [context.Process(target=_one_rank, args=(r, 2, port, two)) for r in range(2)]
+    shared = recipe(*kind, "training.micro_batch=1", run="two")
+    ranks = [context.Process(target=_one_rank, args=(r, 2, port, shared)) for r in range(2)]
     for process in ranks:
         process.start()
     for process in ranks:
         process.join(timeout=120)
         assert process.exitcode == 0
     one = load_file(tmp_path / "one" / "best" / "model.safetensors")
-    both = load_file(tmp_path / "two" / "best" / "model.safetensors")
+    two = load_file(tmp_path / "two" / "best" / "model.safetensors")
     for name, tensor in one.items():
-        torch.testing.assert_close(both[name], tensor, rtol=1e-4, atol=1e-5)
-    for ours, theirs in zip(
+        torch.testing.assert_close(two[name], tensor, rtol=1e-4, atol=1e-5)
+    for one_line, two_line in zip(
         comparable(tmp_path / "one"), comparable(tmp_path / "two"), strict=True
     ):
-        if "loss" in ours:
-            assert theirs["loss"] == pytest.approx(ours["loss"], rel=1e-5)
-            assert theirs["supervised"] == ours["supervised"]
+        if "loss" in one_line:
+            assert two_line["loss"] == pytest.approx(one_line["loss"], rel=1e-5)
+            assert two_line["supervised"] == one_line["supervised"]
 
 
 class _Poisoned:
@@ -331,7 +333,7 @@ class _Poisoned:
         return batch
 
 
-def test_a_bad_step_is_skipped_and_named(recipe):
+def test_a_bad_step_is_skipped_and_reported(recipe):
     training = set_up(recipe("data.valid_rows=0", "training.epochs=3"))
     before = {n: p.clone() for n, p in training.draft.named_parameters()}
     training.parts.target = _Poisoned(training.parts.target, {2})
@@ -355,8 +357,8 @@ def test_too_many_bad_steps_end_the_run(recipe):
         fit(training, Notes())
 
 
-def test_a_bad_answer_that_no_gradient_shows_is_a_bad_step(recipe):
-    """Where nothing is supervised, and nothing supervised looks."""
+def test_a_bad_answer_that_leaves_gradients_finite_is_still_a_bad_step(recipe):
+    """The bad value is at a position that is not supervised and that no supervised one reads."""
     from fledge.data.pack import collate
     from fledge.train.batches import StepBatch
     from fledge.train.step import train_step
@@ -367,8 +369,8 @@ def test_a_bad_answer_that_no_gradient_shows_is_a_bad_step(recipe):
     batch.loss_mask[:, -8:] = 0
     batch.attention_mask[:, -8:] = 1
     inner = parts.target.answer(batch)
-    sound = train_step(parts, StepBatch(0, 0, (batch,)), lr=0.0)
-    assert not bool(sound.bad)
+    good = train_step(parts, StepBatch(0, 0, (batch,)), lr=0.0)
+    assert not bool(good.bad)
     before = [p.clone() for p in parts.parameters]
 
     class Last:
@@ -393,13 +395,14 @@ def test_a_run_that_fails_leaves_no_thread_behind(recipe, monkeypatch, asked_ahe
     training = set_up(recipe("training.prefetch=2"))
     training.parts.target.supports_async = asked_ahead
     monkeypatch.setattr(fit_module, "train_step", failing)
-    with pytest.raises(RuntimeError, match="the device is gone") as held:  # and with it its frames
+    # `error` keeps the frames of the failed run alive
+    with pytest.raises(RuntimeError, match="the device is gone") as error:
         fit(training, Notes())
     assert "fledge-batches" not in {thread.name for thread in threading.enumerate()}
-    assert held.traceback
+    assert error.traceback
 
 
-def test_a_run_that_cannot_be_built_lets_go_of_its_target(recipe, monkeypatch, tmp_path):
+def test_a_run_that_cannot_be_built_closes_its_target(recipe, monkeypatch, tmp_path):
     opened, real = [], building.open_target
 
     def open_target(*arguments):
@@ -414,10 +417,10 @@ def test_a_run_that_cannot_be_built_lets_go_of_its_target(recipe, monkeypatch, t
         target.info()
 
 
-def test_an_existing_run_says_which_field_differs(recipe):
+def test_an_existing_run_reports_which_field_differs(recipe):
     train(recipe())
     check_existing(recipe("checkpoint.keep=5", "tracking.every_steps=1"))  # free to change
-    check_existing(recipe("data.train=moved.jsonl"))  # what it holds is checked by fingerprint
+    check_existing(recipe("data.train=moved.jsonl"))  # its content is checked by fingerprint
     with pytest.raises(BadInput, match=r"data\.valid_rows: 8 -> 9"):
         check_existing(recipe("data.valid_rows=9"))
     with pytest.raises(BadInput, match=r"training\.lr: 0\.003 -> 0\.5"):
@@ -426,7 +429,7 @@ def test_an_existing_run_says_which_field_differs(recipe):
         check_existing(recipe("checkpoint.resume=false"))
 
 
-def test_other_data_is_not_continued(recipe, tiny_chats, tmp_path):
+def test_a_run_does_not_continue_on_different_data(recipe, tiny_chats, tmp_path):
     chats = tmp_path / "mine.jsonl"
     chats.write_text(tiny_chats.read_text())
     train(recipe(f"data.train={chats}"))
@@ -436,7 +439,7 @@ def test_other_data_is_not_continued(recipe, tiny_chats, tmp_path):
         train(recipe(f"data.train={chats}"))
 
 
-def test_a_warm_start_keeps_the_map(recipe, tmp_path):
+def test_a_warm_start_keeps_the_vocabulary_map(recipe, tmp_path):
     train(recipe("training.epochs=6"))
     start = tmp_path / "run" / "best"
     notes = Notes()
@@ -448,12 +451,12 @@ def test_a_warm_start_keeps_the_map(recipe, tmp_path):
     with pytest.raises(BadInput, match=r"trained on the target's layers \[0, 1, 2\]"):
         set_up(recipe(f"draft.init_from={start}", "target.aux_layer_ids=0,1,3", run="other"))
     outcome = fit(warm, notes)
-    assert outcome.state.first["tau"] > 1.0  # it starts from what it knew
+    assert outcome.state.first["tau"] > 1.0  # it starts from what was already learned
     assert notes.evaluations[0]["evaluation"]["tau"] == outcome.state.first["tau"]
 
 
 def test_parallel_drafts_train_and_resume_bitwise(recipe, monkeypatch, tmp_path):
-    """P-EAGLE samples its rollouts: a resumed run must draw what it would have drawn."""
+    """P-EAGLE samples its rollouts: a resumed run must draw the same samples."""
     notes = Notes()
     train(recipe(*PEAGLE, "training.epochs=4", run="whole"), notes)
     assert notes.lines[-1]["loss"] < notes.lines[0]["loss"]
@@ -467,7 +470,7 @@ def test_parallel_drafts_train_and_resume_bitwise(recipe, monkeypatch, tmp_path)
     assert "mask_hidden" in draft.state_dict()
 
 
-def test_an_eagle3_draft_grows_into_a_parallel_one(recipe, tmp_path):
+def test_a_parallel_draft_can_start_from_an_eagle3_draft(recipe, tmp_path):
     train(recipe("training.epochs=6"))
     start = f"draft.init_from={tmp_path / 'run'}"  # a run stands for its best checkpoint
     grown = set_up(recipe(*PEAGLE, start, run="grown"))
@@ -475,13 +478,13 @@ def test_an_eagle3_draft_grows_into_a_parallel_one(recipe, tmp_path):
     assert torch.equal(grown.draft.lm_head.weight, old.lm_head.weight)
     assert torch.equal(grown.draft.selected_token_ids, old.selected_token_ids)
     outcome = fit(grown, Notes())
-    assert outcome.state.first["tau"] > 1.0  # depth 0 says what the old draft said
+    assert outcome.state.first["tau"] > 1.0  # depth 0 predicts what the old draft did
     with pytest.raises(BadInput, match="a draft of P-EAGLE"):
         set_up(recipe(f"draft.init_from={tmp_path / 'grown' / 'best'}", run="back"))
 
 
-def test_the_generator_goes_on_where_it_was(recipe, monkeypatch, tmp_path):
-    """No step of ours draws from torch's generator; one that does must resume bitwise too."""
+def test_the_random_generator_resumes_where_it_was(recipe, monkeypatch, tmp_path):
+    """No training step draws from torch's generator; one that did must resume bitwise too."""
     real = fit_module.train_step
 
     def drawing(parts, batch, **more):

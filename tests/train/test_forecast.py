@@ -1,4 +1,5 @@
-"""Forecasts: right where the truth is known, sane on anything, and as good on real runs as said."""
+"""Forecasts: right where the truth is known, sane on any input, and as accurate on real runs as
+documented."""
 
 import json
 import math
@@ -34,13 +35,13 @@ from train.tiny import Notes, recipe_for
     schedule=st.sampled_from(["cosine", "linear", "constant"]),
     seed=st.integers(0, 9),
 )
-def test_where_a_run_goes_that_follows_the_law(slope, level, schedule, seed):
+def test_a_run_that_follows_the_law_is_forecast_correctly(slope, level, schedule, seed):
     curve = made(slope, level, schedule, noise=0.01, seed=seed)
     truth = curve.measured[-1][1]
     ahead = forecast(curve.upto(0.2))
     assert ahead.end.low < truth < ahead.end.high
     assert abs(ahead.end.length / truth - 1) < 0.06
-    # the further, the surer
+    # the later the forecast, the narrower its interval
     later = forecast(curve.upto(0.7))
     assert abs(later.end.length / truth - 1) < 0.06
     assert later.end.high - later.end.low < ahead.end.high - ahead.end.low
@@ -55,19 +56,19 @@ def test_where_a_run_goes_that_follows_the_law(slope, level, schedule, seed):
     seed=st.integers(0, 9),
 )
 def test_forecasts_are_sane(slope, level, noise, share, seed):
-    """Finite, in order, never more than can be drafted, and nothing is unlearnt by training on."""
+    """Finite, ordered, at most what can be drafted, and never falling as training goes on."""
     curve = made(slope, level, "cosine", noise=noise, seed=seed).upto(share)
     assume(rate_of(np.array([curve.measured[-1][1]]), curve.depths)[0] >= 0.2)
     ahead = forecast(curve)
-    everything = [ahead.end, ahead.twice_data, ahead.twice_time, *(one for _, one in ahead.path)]
-    for one in everything:
-        assert all(map(math.isfinite, (one.low, one.length, one.high)))
-        assert 1 <= one.low <= one.length <= one.high <= curve.depths + 1
-    along = [one.length for _, one in ahead.path]
-    assert all(after >= before - 1e-9 for before, after in pairwise(along))
+    estimates = [ahead.end, ahead.twice_data, ahead.twice_time, *(point for _, point in ahead.path)]
+    for estimate in estimates:
+        assert all(map(math.isfinite, (estimate.low, estimate.length, estimate.high)))
+        assert 1 <= estimate.low <= estimate.length <= estimate.high <= curve.depths + 1
+    lengths = [estimate.length for _, estimate in ahead.path]
+    assert all(after >= before - 1e-9 for before, after in pairwise(lengths))
     assert ahead.twice_data.length >= ahead.twice_time.length - 1e-9 >= 0
     assert ahead.end.length > (1 - 0.02 - 2 * noise) * min(m[1] for m in curve.measured[-3:])
-    assert forecast(curve) == ahead  # and always the same
+    assert forecast(curve) == ahead  # deterministic
 
 
 @settings(max_examples=25)
@@ -75,11 +76,11 @@ def test_forecasts_are_sane(slope, level, noise, share, seed):
 def test_how_often_a_run_is_logged_does_not_matter(times, schedule, seed):
     curve = made(0.7, -0.3, schedule, noise=0.02, seed=seed, every=4).upto(0.4)
     groups = [curve.windows[at : at + times] for at in range(0, len(curve.windows), times)]
-    rarely = replace(
+    sparse = replace(
         curve, windows=tuple(tuple(np.mean(group, axis=0).tolist()) for group in groups)
     )
-    often, rare = forecast(curve).end.length, forecast(rarely).end.length
-    assert abs(rare / often - 1) < 0.012
+    dense_length, sparse_length = forecast(curve).end.length, forecast(sparse).end.length
+    assert abs(sparse_length / dense_length - 1) < 0.012
 
 
 def test_lengths_and_rates_are_inverse():
@@ -97,18 +98,18 @@ def test_a_lengthened_run_has_two_schedules():
     assert course.doubled(data=True).steps == 60
 
 
-def test_a_course_is_that_of_the_recipe():
-    """Every field of the schedule arrives: a forecast of another one would be wrong unnoticed."""
-    said = ["training.schedule=wsd", "training.decay_share=0.5", "training.final_lr_share=0.1"]
-    recipe = load_recipe(None, [*said, "training.warmup_steps=4", "training.lr=1"])
+def test_a_course_follows_the_recipe():
+    """Every field of the schedule is passed on: a missing one would silently spoil the forecast."""
+    overrides = ["training.schedule=wsd", "training.decay_share=0.5", "training.final_lr_share=0.1"]
+    recipe = load_recipe(None, [*overrides, "training.warmup_steps=4", "training.lr=1"])
     steps, rates = Course.of(recipe, 100, epoch_steps=math.inf).rates()
-    wanted = [
+    expected = [
         learning_rate(
             int(step), 100, peak=1.0, warmup=4, schedule="wsd", final_share=0.1, decay_share=0.5
         )
         for step in steps
     ]
-    assert rates.tolist() == wanted
+    assert rates.tolist() == expected
     assert rates[49] == 1.0 > rates[52]
 
 
@@ -124,20 +125,20 @@ def test_when_to_stop():
     short = replace(curve, seconds=60.0)
     assert forecast(short).stop_at is None  # minutes: nothing is gained by less
     long = replace(curve, seconds=1e7)
-    assert forecast(long).stop_at == curve.step  # months: stop here
+    assert forecast(long).stop_at == curve.step  # months: stop now
     hours = replace(curve, seconds=36_000.0)
     rates = {
-        begin: 100 * (there.length / here.length - 1) / (10.0 / 500 * (end - begin))
-        for (begin, here), (end, there) in pairwise(forecast(hours).path)
+        begin: 100 * (later.length / now.length - 1) / (10.0 / 500 * (end - begin))
+        for (begin, now), (end, later) in pairwise(forecast(hours).path)
     }
-    enough = (max(rates.values()) + min(rates.values())) / 2
-    between = forecast(hours, stop_below=enough)
-    assert curve.step < between.stop_at < 1000
-    assert all((rate < enough) == (step >= between.stop_at) for step, rate in rates.items())
+    threshold = (max(rates.values()) + min(rates.values())) / 2
+    stopped = forecast(hours, stop_below=threshold)
+    assert curve.step < stopped.stop_at < 1000
+    assert all((rate < threshold) == (step >= stopped.stop_at) for step, rate in rates.items())
 
 
 def test_forecasts_of_real_runs():
-    """What benchmarks/results/forecast.md says of the runs in tests/train/curves."""
+    """As accurate for the runs in tests/train/curves as benchmarks/results/forecast.md states."""
     curves = real_curves()
     assert len(curves) >= 20
     for share, allowed in ((0.2, 8.0), (0.4, 2.5), (0.6, 1.2), (0.8, 1.0)):
@@ -160,8 +161,8 @@ def test_forecasts_of_real_runs():
 
 @pytest.fixture
 def run(tmp_path):
-    words = ("training.steps=1000", "training.warmup_steps=20")
-    recipe = recipe_for("target", "chats.jsonl", tmp_path / "run", *words)
+    overrides = ("training.steps=1000", "training.warmup_steps=20")
+    recipe = recipe_for("target", "chats.jsonl", tmp_path / "run", *overrides)
     (tmp_path / "run").mkdir()
     curve = made(0.8, -0.3, "cosine", depths=3).upto(0.4)
     return written(tmp_path / "run", curve, recipe)
@@ -171,23 +172,23 @@ def fledge(*words):
     return CliRunner().invoke(app, ["forecast", *map(str, words)])
 
 
-def test_files_say_what_the_curve_said(run):
+def test_a_curve_read_back_from_files_is_the_same(run):
     curve = made(0.8, -0.3, "cosine", depths=3).upto(0.4)
-    read = read_curve(run)
-    assert read.course == replace(curve.course, final_share=0.0)
-    assert read.measured == curve.measured
-    assert np.allclose(read.windows, curve.windows)
-    assert read.step == 400
-    assert Curve.from_json(json.loads(json.dumps(read.to_json()))) == read
+    loaded = read_curve(run)
+    assert loaded.course == replace(curve.course, final_share=0.0)
+    assert loaded.measured == curve.measured
+    assert np.allclose(loaded.windows, curve.windows)
+    assert loaded.step == 400
+    assert Curve.from_json(json.loads(json.dumps(loaded.to_json()))) == loaded
 
 
-def test_the_verb(run):
+def test_the_forecast_command(run):
     result = fledge(run, "--json")
     assert result.exit_code == 0, result.output
-    told = json.loads(result.output)
+    figures = json.loads(result.output)
     ahead = forecast(read_curve(run))
-    assert told["end"] == vars(ahead.end)
-    assert {limit["name"] for limit in told["limits"]} >= {"training", "depth"}
+    assert figures["end"] == vars(ahead.end)
+    assert {limit["name"] for limit in figures["limits"]} >= {"training", "depth"}
     shown = fledge(run).output
     for text in (f"{ahead.end.length:.2f}", "twice the data", "step 400 of 1,000", "o measured"):
         assert text in shown
@@ -195,7 +196,7 @@ def test_the_verb(run):
     assert "stop here" in fledge(run, "--stop-below", "1e9").output
 
 
-def test_what_cannot_be_forecast_is_one_line(run, tmp_path):
+def test_a_run_that_cannot_be_forecast_is_refused_in_one_line(run, tmp_path):
     def refused(place, *words):
         result = CliRunner().invoke(app, ["forecast", str(place), *words])
         assert isinstance(result.exception, BadInput)
@@ -215,8 +216,8 @@ def test_what_cannot_be_forecast_is_one_line(run, tmp_path):
     assert fledge(run, "--steps", "1000").exit_code == 0
 
 
-def test_limits(run, tmp_path):
-    """Each names what the files show, with the length it costs."""
+def test_limits_name_their_cause_and_cost(run, tmp_path):
+    """Each limit names its cause in the files and the acceptance length it costs."""
     curve = made(0.8, -0.3, "cosine", depths=3).upto(0.4)
     recipe = recipe_for("target", "chats.jsonl", run, "training.steps=1000")
     written(run, curve, recipe, joint=(0.6, 0.18, 0.018), epochs=3)
@@ -225,47 +226,49 @@ def test_limits(run, tmp_path):
     figures = {"drafts": [{"acceptance_length": 1.8, "by_category": parts, "by_context": {}}]}
     (run / "eval.json").write_text(json.dumps(figures))
     ahead = forecast(read_curve(run))
-    found = {limit.name: limit for limit in limits_of(run, ahead, evaluation=run / "eval.json")}
-    # 0.6, 0.3, 0.1 given those before: all at 0.6 would be 1 + 0.6 + 0.36 + 0.216
-    assert found["deep tokens"].gain == pytest.approx(100 * (2.176 / 1.798 - 1))
-    assert "token 3" in found["deep tokens"].says
-    # 500 rounds of 1.2 tokens would be 333 of 1.8
-    assert found["kind of prompt"].gain == pytest.approx(100 * (1000 / (500 + 1000 / 3) - 1))
-    assert "'code'" in found["kind of prompt"].says
+    limits = {limit.name: limit for limit in limits_of(run, ahead, evaluation=run / "eval.json")}
+    # conditional rates 0.6, 0.3, 0.1: with 0.6 at every depth it is 1 + 0.6 + 0.36 + 0.216
+    assert limits["deep tokens"].gain == pytest.approx(100 * (2.176 / 1.798 - 1))
+    assert "token 3" in limits["deep tokens"].says
+    # 500 rounds of 1.2 tokens become 333 rounds of 1.8
+    assert limits["kind of prompt"].gain == pytest.approx(100 * (1000 / (500 + 1000 / 3) - 1))
+    assert "'code'" in limits["kind of prompt"].says
     taus = [tau for _, tau in curve.windows[-10:]]
-    assert found["data"].gain == pytest.approx(100 * (np.mean(taus) / 2.0 - 1))
-    assert "context" not in found
-    assert [*found.values()] == sorted(found.values(), key=lambda limit: -limit.gain)
+    assert limits["data"].gain == pytest.approx(100 * (np.mean(taus) / 2.0 - 1))
+    assert "context" not in limits
+    assert [*limits.values()] == sorted(limits.values(), key=lambda limit: -limit.gain)
 
 
-def test_a_vocabulary_limits(run, tmp_path):
+def test_a_small_vocabulary_is_a_limit(run, tmp_path):
     from fledge.data.vocab import DraftVocabulary
 
     ids = np.arange(64, dtype=np.int64)
     DraftVocabulary(ids, 128, 0.9, "rows").save(run / "vocabulary.safetensors")
     ahead = forecast(read_curve(run))
-    [limit] = [one for one in limits_of(run, ahead) if one.name == "vocabulary"]
+    [limit] = [limit for limit in limits_of(run, ahead) if limit.name == "vocabulary"]
     rate = rate_of(np.array([ahead.measured]), 3)
     assert limit.gain == pytest.approx(100 * (length_of(rate / 0.9, 3)[0] / ahead.measured - 1))
     assert "10.00%" in limit.says
 
 
-def test_training_says_it_beside_evaluations(tiny_target, tiny_chats, tmp_path, monkeypatch):
+def test_training_reports_forecasts_with_evaluations(
+    tiny_target, tiny_chats, tmp_path, monkeypatch
+):
     monkeypatch.setattr(forecasting, "_LEAST_RATE", 0.0)  # the tiny target's drafts hardly learn
     notes = Notes()
     recipe = recipe_for(tiny_target, tiny_chats, tmp_path / "run", "tracking.every_steps=1")
     fit(set_up(recipe), notes)
-    told = [line["forecast"] for line in notes.evaluations]
-    assert told[0] is None  # nothing is known before the first step
-    assert told[-2].startswith("forecast: ")
-    assert f"at step {notes.evaluations[-1]['step']}" in told[-2]
-    assert "the run is over" in told[-1]
-    assert told[-1] == forecast(read_curve(tmp_path / "run")).line()
+    forecasts = [line["forecast"] for line in notes.evaluations]
+    assert forecasts[0] is None  # nothing is known before the first step
+    assert forecasts[-2].startswith("forecast: ")
+    assert f"at step {notes.evaluations[-1]['step']}" in forecasts[-2]
+    assert "the run is over" in forecasts[-1]
+    assert forecasts[-1] == forecast(read_curve(tmp_path / "run")).line()
     kept = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
-    assert not any("forecast" in line for line in kept)  # what is measured, not what is guessed
+    assert not any("forecast" in line for line in kept)  # only measurements are logged
 
 
-def test_a_finished_run():
+def test_a_finished_run_is_forecast_as_measured():
     curve = made(0.6, 0.0, "cosine")
     ahead = forecast(curve)
     assert isinstance(ahead, Forecast)

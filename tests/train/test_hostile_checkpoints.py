@@ -1,4 +1,4 @@
-"""Checkpoints that somebody wrote on purpose: passed over or refused, in one line."""
+"""Maliciously written checkpoints are passed over or refused, in one line."""
 
 import json
 import os
@@ -42,25 +42,25 @@ def rewrite(path, **fields):
     ],
     ids=str,
 )  # fmt: skip
-def test_a_state_of_other_types(run, path, fields):
+def test_a_state_with_wrong_types_is_passed_over(run, path, fields):
     rewrite(path, **fields)
-    found, complaints = newest_checkpoint(run)
-    assert found is None
+    checkpoint, complaints = newest_checkpoint(run)
+    assert checkpoint is None
     [line] = complaints
     assert next(iter(fields)) in line
     assert str(path) in line
 
 
 @pytest.mark.parametrize("name", ["/dev/zero", "../../recipe.yaml", "..", ""])
-def test_names_lead_nowhere_else(path, name):
-    """The checksum of /dev/zero would never be finished."""
+def test_file_names_cannot_lead_out_of_the_checkpoint(path, name):
+    """Computing the checksum of /dev/zero would never end."""
     sums = json.loads((path / "state.json").read_bytes())["checksums"]
     rewrite(path, checksums={**sums, name: 0})
     with pytest.raises(BadInput, match="the name of a file"):
         read_checkpoint(path)
 
 
-def test_neither_links_nor_pipes_nor_missing_files(path):
+def test_links_pipes_and_missing_files_are_refused(path):
     sums = rewrite(path)["checksums"]
     (path / "device").symlink_to("/dev/zero")
     rewrite(path, checksums={**sums, "device": 0})
@@ -77,7 +77,7 @@ def test_neither_links_nor_pipes_nor_missing_files(path):
     assert read_checkpoint(path).step == 3
 
 
-def test_tensors_of_another_trainer(path):
+def test_tensors_that_do_not_match_the_trainer_are_refused(path):
     file = path / "training.safetensors"
     whole = load_file(file)
     want = {"norms": whole["guard.norms"]}
@@ -92,15 +92,16 @@ def test_tensors_of_another_trainer(path):
             matching(read_checkpoint(path).tensors(), want, prefix="guard.")
 
 
-def test_what_stands_beside_a_draft_is_checked_too(path):
-    (path / "state.json").write_text('{"step": 3, "last": {"step": 3}}')  # of an older version
+def test_the_state_file_beside_a_draft_is_checked_too(path):
+    # as an older version wrote it
+    (path / "state.json").write_text('{"step": 3, "last": {"step": 3}}')
     assert checkpoint_state(path)["step"] == 3
     (path / "state.json").write_text("[" * 9999)
     with pytest.raises(BadInput, match="nested too deeply"):
         checkpoint_state(path)
 
 
-def test_links_in_a_run(run, path, tmp_path):
+def test_links_in_a_run_are_not_followed(run, path, tmp_path):
     (run / "best").symlink_to("checkpoints/step-of-mine")
     assert best_step(run) is None
     other = tmp_path / "important"

@@ -1,4 +1,5 @@
-"""kill -9 of one rank, at any moment: the others end, nothing is lost, the end is the same."""
+"""kill -9 of one rank at any moment: the others end, no saved step is lost, and the final weights
+are the same."""
 
 import multiprocessing
 import os
@@ -17,14 +18,14 @@ from ranks import _free_port, run_ranks
 from train.test_fit import differing
 from train.tiny import Notes
 
-pytestmark = [pytest.mark.ranks, pytest.mark.slow]  # a start of two ranks for every kill
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]  # every kill starts two ranks again
 
 
 def tensors(run):
-    found, complaints = newest_checkpoint(run)
+    checkpoint, complaints = newest_checkpoint(run)
     assert complaints == []
     files = {}
-    for path in sorted(found.path.glob("*.safetensors")):
+    for path in sorted(checkpoint.path.glob("*.safetensors")):
         files |= {f"{path.name}/{name}": tensor for name, tensor in load_file(path).items()}
     return {n: t for n, t in files.items() if "window" not in n}
 
@@ -39,12 +40,12 @@ def _one_rank(rank, port, recipe):
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
     }  # fmt: skip
     torch.set_num_threads(1)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what gloo says of the dead
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # silence gloo's messages about dead peers
     train(recipe)
 
 
 def test_kill_nine_of_one_rank_at_ten_random_moments(recipe, tmp_path):
-    """Two ranks share the draft; a checkpoint at every step, so that kills meet the saving too."""
+    """Two ranks share the draft; a checkpoint at every step, so that some kills hit a save."""
     often = ("checkpoint.every_steps=1", "training.steps=60", "evaluation.every_steps=100")
     options = (*often, "data.valid_rows=2", "training.micro_batch=1", "training.shard=2")
     run_ranks(2, train, recipe(*options, run="whole"))
@@ -67,10 +68,10 @@ def test_kill_nine_of_one_rank_at_ten_random_moments(recipe, tmp_path):
         for process in ranks:
             process.join(timeout=60)
             assert not process.is_alive()
-        found, complaints = newest_checkpoint(tmp_path / "cut")
+        newest, complaints = newest_checkpoint(tmp_path / "cut")
         assert complaints == []
-        assert found.step >= steps  # never back behind what was saved
-        steps = found.step
+        assert newest.step >= steps  # no saved step is lost
+        steps = newest.step
         if all(process.exitcode == 0 for process in ranks):
             break
     assert kills == 10
@@ -80,7 +81,7 @@ def test_kill_nine_of_one_rank_at_ten_random_moments(recipe, tmp_path):
 
 
 def _wait_for_a_step(run, *, beyond, ranks):
-    """Until one more checkpoint is there: the ranks are in the middle of their work."""
+    """Wait for one more checkpoint, so that the ranks are in the middle of their work."""
     end = time.monotonic() + 60
     while time.monotonic() < end and all(process.is_alive() for process in ranks):
         names = [path.name for path in (run / "checkpoints").glob("step-*")]

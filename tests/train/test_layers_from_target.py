@@ -1,4 +1,4 @@
-"""A draft that starts as the end of its target."""
+"""A draft that is initialized from the last layers of its target."""
 
 import pytest
 import torch
@@ -19,16 +19,16 @@ from target.tiny_models import tiny_model
 from train.tiny import make_chats, recipe_for
 
 
-def end_of(model, layers):
-    """A draft that hears the states before the last layers, and starts as them."""
+def draft_from_last_layers(model, layers):
+    """A draft that reads the states before the last layers and is initialized from those layers."""
     depth = len(find_layers(model))
-    heard = depth - 1 - layers
-    ids = [*(i for i in range(depth) if i != heard), heard][-3:]
+    read_layer = depth - 1 - layers
+    ids = [*(i for i in range(depth) if i != read_layer), read_layer][-3:]
     target = HFEagle3TargetModel(model, ids, supervision="hidden")
     vocab = model.config.vocab_size
-    normed = hasattr(find_layers(model)[0].self_attn, "q_norm")
+    has_qk_norm = hasattr(find_layers(model)[0].self_attn, "q_norm")
     config = derive_draft_config(
-        model.config, draft_vocab_size=vocab, num_hidden_layers=layers, qk_norm=normed
+        model.config, draft_vocab_size=vocab, num_hidden_layers=layers, qk_norm=has_qk_norm
     )
     draft = LlamaEagle3DraftModel(config)
     draft.set_vocab_mapping(torch.arange(vocab), torch.ones(vocab, dtype=torch.bool))
@@ -40,9 +40,9 @@ def end_of(model, layers):
 
 @pytest.mark.parametrize("layers", [1, 2])
 @pytest.mark.parametrize("architecture", ["llama", "qwen3"])
-def test_without_the_tokens_half_it_says_what_the_target_says(architecture, layers):
+def test_without_the_token_half_the_draft_predicts_what_the_target_does(architecture, layers):
     model = tiny_model(architecture)
-    draft, target = end_of(model, layers)
+    draft, target = draft_from_last_layers(model, layers)
     size = model.config.hidden_size
     with torch.no_grad():
         for name in ("q_proj", "k_proj", "v_proj"):
@@ -57,12 +57,12 @@ def test_without_the_tokens_half_it_says_what_the_target_says(architecture, laye
     plan = objective.plan(RowMasks(torch.ones(1, 12), torch.ones(1, 12)))
     with torch.no_grad():
         [states] = draft(answer.aux_hidden_states[0], answer.input_ids[0], plan)
-        ours = states @ draft.lm_head.weight.t()
-        theirs = model(ids).logits[0, plan.slot_T[plan.depths[0].slot_N]]
-    torch.testing.assert_close(ours, theirs.float(), rtol=1e-4, atol=1e-4)
+        draft_logits = states @ draft.lm_head.weight.t()
+        target_logits = model(ids).logits[0, plan.slot_T[plan.depths[0].slot_N]]
+    torch.testing.assert_close(draft_logits, target_logits.float(), rtol=1e-4, atol=1e-4)
 
 
-def test_a_norm_that_adds_one_is_copied_as_what_it_does():
+def test_a_norm_that_adds_one_is_copied_by_its_effective_weight():
     model = tiny_model("llama")
     layer = find_layers(model)[-1]
 
@@ -74,15 +74,15 @@ def test_a_norm_that_adds_one_is_copied_as_what_it_does():
         def forward(self, x):
             return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True)) * (1 + self.weight)
 
-    wanted = torch.rand_like(layer.input_layernorm.weight) + 0.5
-    layer.input_layernorm = AddsOne(wanted)
-    draft, _ = end_of(model, 1)
-    torch.testing.assert_close(draft.layers[0].hidden_norm.weight, wanted)
+    effective = torch.rand_like(layer.input_layernorm.weight) + 0.5
+    layer.input_layernorm = AddsOne(effective)
+    draft, _ = draft_from_last_layers(model, 1)
+    torch.testing.assert_close(draft.layers[0].hidden_norm.weight, effective)
 
 
-def test_what_does_not_fit_is_said_in_one_line():
+def test_a_layer_that_does_not_fit_is_reported_in_one_line():
     model, qwen3 = tiny_model("llama"), tiny_model("qwen3")
-    draft, _ = end_of(model, 1)
+    draft, _ = draft_from_last_layers(model, 1)
     del find_layers(qwen3)[-1].mlp.up_proj
     with pytest.raises(BadInput, match=r"no plain weight mlp\.up_proj; .*from_target=false"):
         start_as_target(draft, qwen3)
@@ -91,7 +91,7 @@ def test_what_does_not_fit_is_said_in_one_line():
         start_as_target(draft, model)
 
 
-def test_a_recipe_that_asks_for_it(tiny_target, tmp_path):
+def test_a_recipe_can_request_it(tiny_target, tmp_path):
     chats, run = make_chats(tmp_path / "chats.jsonl"), tmp_path / "run"
     training = set_up(recipe_for(tiny_target, chats, run, "draft.layers_from_target=true"))
     model = AutoModelForCausalLM.from_pretrained(tiny_target)
@@ -102,6 +102,6 @@ def test_a_recipe_that_asks_for_it(tiny_target, tmp_path):
 
 @pytest.mark.parametrize("kind", ["eagle1", "dflash", "dspark"])
 def test_other_methods_refuse_it(kind):
-    words = [f"objective.kind={kind}", "draft.draft_vocab_size=null"]
+    overrides = [f"objective.kind={kind}", "draft.draft_vocab_size=null"]
     with pytest.raises(BadInput, match="layers_from_target: must be false"):
-        load_recipe("smollm2_gpu", [*words, "draft.layers_from_target=true"])
+        load_recipe("smollm2_gpu", [*overrides, "draft.layers_from_target=true"])

@@ -1,4 +1,5 @@
-"""A finished run says so, and is lengthened only on purpose: bit for bit, whenever it is killed."""
+"""A finished run is reported as such, and is extended only on request: bit for bit, no matter when
+it is killed."""
 
 import json
 import re
@@ -19,7 +20,9 @@ pytestmark = pytest.mark.slow
 FEW, MORE = ("training.steps=5",), ("training.steps=12", "training.extend=true")
 
 
-def test_a_finished_run_says_so_without_its_target(recipe, monkeypatch, capsys, tmp_path):
+def test_a_finished_run_is_reported_without_loading_its_target(
+    recipe, monkeypatch, capsys, tmp_path
+):
     assert run_recipe(recipe(*FEW)) == 0
     capsys.readouterr()
 
@@ -31,14 +34,14 @@ def test_a_finished_run_says_so_without_its_target(recipe, monkeypatch, capsys, 
     assert run_recipe(recipe(*FEW)) == 0
     assert "already finished at step 5" in capsys.readouterr().out
     assert run_recipe(recipe(*FEW), as_json=True) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (found["step"], found["finished"], found["already_finished"]) == (5, True, True)
-    assert found["after"]["step"] == 5
+    result = json.loads(capsys.readouterr().out)
+    assert (result["step"], result["finished"], result["already_finished"]) == (5, True, True)
+    assert result["after"]["step"] == 5
     assert (layout(tmp_path / "run"), comparable(tmp_path / "run")) == before
 
 
-def test_a_finished_run_from_before_says_so_too(recipe, capsys, tmp_path):
-    """Its checkpoints do not say how long it was to be: it is set up, and then nothing happens."""
+def test_a_finished_run_of_an_earlier_version_is_reported_too(recipe, capsys, tmp_path):
+    """Its checkpoints do not record the run's length: it is set up, and then nothing is done."""
     train(recipe(*FEW))
     forget_length(tmp_path / "run")
     assert run_recipe(recipe(*FEW)) == 0
@@ -48,18 +51,18 @@ def test_a_finished_run_from_before_says_so_too(recipe, capsys, tmp_path):
 def forget_length(run):
     newest, _ = newest_checkpoint(run)
     state = newest.path / "state.json"
-    held = json.loads(state.read_text())
-    assert held.pop("steps") == held["step"]
-    held.pop("schedule_from")
-    state.write_text(json.dumps(held))
+    fields = json.loads(state.read_text())
+    assert fields.pop("steps") == fields["step"]
+    fields.pop("schedule_from")
+    state.write_text(json.dumps(fields))
 
 
-def test_more_steps_are_refused_unless_they_are_meant(recipe, tmp_path):
+def test_more_steps_are_refused_without_extend(recipe, tmp_path):
     train(recipe(*FEW))
-    both = re.compile(
+    message = re.compile(
         r"finished at step 5 .*steps: 5 -> 12.*training.extend=true.*draft.init_from="
     )
-    with pytest.raises(BadInput, match=both):
+    with pytest.raises(BadInput, match=message):
         check_existing(recipe("training.steps=12"))
     with pytest.raises(BadInput, match="finished at step 5, the recipe asks for 12"):
         train(recipe("training.steps=12"))  # from Python, too
@@ -71,7 +74,7 @@ def test_more_steps_are_refused_unless_they_are_meant(recipe, tmp_path):
     check_existing(recipe(*FEW, "training.extend=true"))
 
 
-def test_an_unfinished_run_is_not_lengthened(recipe, monkeypatch):
+def test_an_unfinished_run_cannot_be_extended(recipe, monkeypatch):
     with monkeypatch.context() as patch:
         stop_after(patch, 1)
         train(recipe(*FEW))
@@ -87,19 +90,19 @@ def test_the_added_steps_have_a_schedule_of_their_own(recipe, tmp_path):
     notes = Notes()
     assert train(recipe(*MORE, *options), notes).finished
     shape = {"peak": 3e-3, "warmup": 2, "schedule": "cosine", "final_share": 0.0}
-    wanted = [learning_rate(step, 5, **shape) for step in range(5)]
-    wanted += [learning_rate(step, 7, **shape) for step in range(7)]
+    expected = [learning_rate(step, 5, **shape) for step in range(5)]
+    expected += [learning_rate(step, 7, **shape) for step in range(7)]
     lines = [line for line in comparable(tmp_path / "run") if "loss" in line]
     assert [line["step"] for line in lines] == list(range(1, 13))
-    assert [line["lr"] for line in lines] == pytest.approx(wanted)
+    assert [line["lr"] for line in lines] == pytest.approx(expected)
     assert load_recipe(tmp_path / "run" / "recipe.yaml").training.steps == 12
-    check_existing(recipe("training.steps=12", *options))  # that is its recipe now
+    check_existing(recipe("training.steps=12", *options))  # the run's own recipe by now
 
 
 @pytest.mark.parametrize(("taken", "old"), [(0, True), (1, False), (3, True), (6, False)], ids=str)
-def test_a_kill_in_the_added_steps_changes_nothing(recipe, monkeypatch, tmp_path, taken, old):
-    """Killed without a word after so many added steps: before, at and behind a checkpoint (6, 9).
-    Windows of metrics do not end where the first part did."""
+def test_a_kill_during_the_added_steps_changes_nothing(recipe, monkeypatch, tmp_path, taken, old):
+    """Killed without warning after `taken` added steps: before, at and after a checkpoint (6, 9).
+    The first part does not end at the end of a metrics window."""
     options = ("tracking.every_steps=4", "training.prefetch=0")
     for run in ("whole", "cut"):
         train(recipe(*FEW, *options, run=run))
@@ -119,7 +122,7 @@ def test_a_kill_in_the_added_steps_changes_nothing(recipe, monkeypatch, tmp_path
 
 
 def die_after(monkeypatch, steps):
-    """A process that is gone, as far as the run's files are concerned."""
+    """Interrupt the run after this many steps; to its files that looks like a killed process."""
     from fledge.train import fit as fit_module
 
     real, taken = fit_module.train_step, []
@@ -133,8 +136,8 @@ def die_after(monkeypatch, steps):
     monkeypatch.setattr(fit_module, "train_step", stepping)
 
 
-def test_damaged_added_steps_are_added_again(recipe, monkeypatch, tmp_path):
-    """Back to the checkpoint that ended the run, though its recipe says its new length by now."""
+def test_damaged_added_steps_are_repeated(recipe, monkeypatch, tmp_path):
+    """From the checkpoint that ended the first part, although the recipe has the new length."""
     for run in ("whole", "cut"):
         train(recipe(*FEW, run=run))
     train(recipe(*MORE, run="whole"))
@@ -150,7 +153,7 @@ def test_damaged_added_steps_are_added_again(recipe, monkeypatch, tmp_path):
     assert comparable(tmp_path / "whole") == comparable(tmp_path / "cut")
 
 
-def test_epochs_lengthen_too_and_a_run_twice(recipe, tmp_path):
+def test_epochs_can_be_extended_and_more_than_once(recipe, tmp_path):
     first = train(recipe("training.epochs=1")).state.step
     second = train(recipe("training.epochs=2", "training.extend=true")).state
     assert second.step > first

@@ -1,4 +1,4 @@
-"""Training options that are off by default: schedule wsd, Muon, the average of the weights."""
+"""Training options that are off by default: the wsd schedule, Muon, weight averaging."""
 
 import math
 import shutil
@@ -44,45 +44,51 @@ def test_warm_up_stable_decay():
     assert at(99) == pytest.approx(2.0 * (0.1 + 0.9 * (1 - math.sqrt(19 / 20))))
     assert at(100) == pytest.approx(0.2)
     assert at(11, total=12, share=1.0) == pytest.approx(2.0 * (0.1 + 0.9 * (1 - math.sqrt(0.5))))
-    assert at(10, total=12, share=1.0) == 2.0  # never before the warm-up is over
+    assert at(10, total=12, share=1.0) == 2.0  # decay never starts before the warm-up is over
 
 
 # --- Muon ---------------------------------------------------------------------------------------
 
 
-SHAPES = [(6, 4), (4, 6), (6, 4), (5, 5), (8, 3), (6, 4)]  # one batch of four, two of one
+# Muon batches equal shapes, transposed where needed: one batch of four, two of one
+SHAPES = [(6, 4), (4, 6), (6, 4), (5, 5), (8, 3), (6, 4)]
 
 
-def test_muon_is_torchs_and_a_bad_step_leaves_everything_as_it_was(monkeypatch):
-    monkeypatch.setattr("fledge.train.muon._BATCH", 3 * 24)  # of those four, three fit
+def test_muon_matches_torch_and_a_bad_step_changes_nothing(monkeypatch):
+    monkeypatch.setattr("fledge.train.muon._BATCH", 3 * 24)  # at most three of those four fit
     torch.manual_seed(0)
-    ours, theirs = ([torch.nn.Parameter(torch.ones(shape)) for shape in SHAPES] for _ in range(2))
+    weights, torch_weights = (
+        [torch.nn.Parameter(torch.ones(shape)) for shape in SHAPES] for _ in range(2)
+    )
     options = {"lr": 0.1, "weight_decay": 0.1}
-    muon = SkippingMuon(ours, **options)
-    plain = torch.optim.Muon(theirs, **options, adjust_lr_fn="match_rms_adamw")
+    muon = SkippingMuon(weights, **options)
+    plain = torch.optim.Muon(torch_weights, **options, adjust_lr_fn="match_rms_adamw")
     for bad in (1.0, 0.0, 1.0, 0.0, 0.0):
-        before = [(p.clone(), muon.state[p].get("momentum_buffer")) for p in ours]
+        before = [(p.clone(), muon.state[p].get("momentum_buffer")) for p in weights]
         before = [(p, None if buffer is None else buffer.clone()) for p, buffer in before]
-        for mine, other in zip(ours, theirs, strict=True):
-            other.grad = torch.randn_like(mine)
-            mine.grad = torch.full_like(mine, math.nan) if bad else other.grad.clone()
+        for weight, expected in zip(weights, torch_weights, strict=True):
+            expected.grad = torch.randn_like(weight)
+            weight.grad = torch.full_like(weight, math.nan) if bad else expected.grad.clone()
         muon.found_inf = torch.tensor(bad)
         muon.step()
         if bad:
-            for mine, (old, buffer) in zip(ours, before, strict=True):
-                assert torch.equal(mine, old)
-                now = muon.state[mine]["momentum_buffer"]
+            for weight, (old, buffer) in zip(weights, before, strict=True):
+                assert torch.equal(weight, old)
+                now = muon.state[weight]["momentum_buffer"]
                 assert torch.equal(now, torch.zeros_like(now) if buffer is None else buffer)
             continue
         plain.step()
-        for mine, other in zip(ours, theirs, strict=True):
-            held = [o.state[p]["momentum_buffer"] for o, p in ((muon, mine), (plain, other))]
-            torch.testing.assert_close(*held, rtol=1e-6, atol=1e-7)
-            # steps are rounded to bfloat16, and products of another shape round otherwise
-            torch.testing.assert_close(mine, other, rtol=0, atol=0.02 * 0.1)
+        for weight, expected in zip(weights, torch_weights, strict=True):
+            momenta = [
+                optimizer.state[p]["momentum_buffer"]
+                for optimizer, p in ((muon, weight), (plain, expected))
+            ]
+            torch.testing.assert_close(*momenta, rtol=1e-6, atol=1e-7)
+            # steps are rounded to bfloat16, and products of another shape round differently
+            torch.testing.assert_close(weight, expected, rtol=0, atol=0.02 * 0.1)
 
 
-def test_muon_takes_no_step_where_there_is_no_gradient():
+def test_muon_leaves_weights_without_a_gradient_alone():
     still, moved = (torch.nn.Parameter(torch.ones(4, 4)) for _ in range(2))
     moved.grad = torch.randn(4, 4)
     SkippingMuon([still, moved], lr=0.1, weight_decay=0.5).step()
@@ -90,24 +96,24 @@ def test_muon_takes_no_step_where_there_is_no_gradient():
     assert not torch.equal(moved, torch.ones(4, 4))
 
 
-def test_muon_takes_the_matrices_of_the_layers_and_adamw_the_rest(recipe):
+def test_muon_trains_the_matrices_of_the_layers_and_adamw_the_rest(recipe):
     training = set_up(recipe("training.optimizer=muon", "draft.freeze_embeddings=false"))
     adamw, *muon = training.parts.optimizers
     names = {id(p): name for name, p in training.draft.named_parameters()}
 
-    def held(optimizer):
+    def trained(optimizer):
         return [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
 
-    matrices = [name for one in muon for name in held(one)]
+    matrices = [name for optimizer in muon for name in trained(optimizer)]
     assert "fc.weight" in matrices
     assert all(name.endswith(("proj.weight", "fc.weight")) for name in matrices)
-    assert {"embed_tokens.weight", "lm_head.weight", "norm.weight"} <= set(held(adamw))
-    assert sorted(matrices + held(adamw)) == sorted(names.values())
+    assert {"embed_tokens.weight", "lm_head.weight", "norm.weight"} <= set(trained(adamw))
+    assert sorted(matrices + trained(adamw)) == sorted(names.values())
     with pytest.raises(BadInput, match="muon needs whole matrices"):
         recipe("training.optimizer=muon", "training.shard=2")
 
 
-def test_a_run_with_all_of_them_resumes_bit_for_bit(recipe, monkeypatch, tmp_path):
+def test_a_run_with_all_options_resumes_bit_for_bit(recipe, monkeypatch, tmp_path):
     train(recipe(*ALL, run="whole"))
     with monkeypatch.context() as patch:
         stop_after(patch, 5)
@@ -124,7 +130,7 @@ def train(recipe, notes=None):
 # --- the average --------------------------------------------------------------------------------
 
 
-def test_the_average_is_its_definition():
+def test_the_average_follows_its_definition():
     torch.manual_seed(0)
     weight = torch.nn.Parameter(torch.randn(5, 3, dtype=torch.float64))
     average, mean = Average([weight], 0.75), weight.detach().clone()
@@ -144,7 +150,7 @@ def test_the_average_is_its_definition():
     assert torch.equal(weight, kept)
 
 
-def test_an_average_that_forgets_at_once_is_no_average(recipe, tmp_path):
+def test_an_average_with_zero_decay_is_the_last_weights(recipe, tmp_path):
     train(recipe(run="plain"))
     train(recipe("training.ema=0", run="ema"))
     plain, averaged = final_weights(tmp_path / "plain"), final_weights(tmp_path / "ema")
@@ -152,20 +158,20 @@ def test_an_average_that_forgets_at_once_is_no_average(recipe, tmp_path):
     assert comparable(tmp_path / "plain") == comparable(tmp_path / "ema")
 
 
-def test_what_is_measured_and_kept_is_the_average(recipe, tmp_path):
-    asked, notes = recipe("training.ema=0.9"), Notes()
-    train(asked, notes)
+def test_the_average_is_what_is_evaluated_and_saved(recipe, tmp_path):
+    averaged, notes = recipe("training.ema=0.9"), Notes()
+    train(averaged, notes)
     checkpoint, _ = newest_checkpoint(tmp_path / "run")
-    draft, beside = checkpoint.draft_tensors(), checkpoint.tensors()
-    assert not torch.equal(draft["fc.weight"], beside["stepped.fc.weight"])
+    draft, training_state = checkpoint.draft_tensors(), checkpoint.tensors()
+    assert not torch.equal(draft["fc.weight"], training_state["stepped.fc.weight"])
     other = set_up(recipe(run="other"))
     other.draft.load_state_dict(draft)
-    found = evaluate(other.parts, other.held_out)
-    assert found == notes.evaluations[-1]["evaluation"]
+    figures = evaluate(other.parts, other.held_out)
+    assert figures == notes.evaluations[-1]["evaluation"]
 
 
 def averages_after(recipe):
-    """The average and the weights after six steps, whole."""
+    """The average and the weights after six steps, gathered from all ranks."""
     building.make_draft = doubled
     training = set_up(recipe)
     parts = training.parts
@@ -175,20 +181,20 @@ def averages_after(recipe):
 
 
 @pytest.mark.ranks
-def test_the_average_on_two_ranks_is_that_on_one(recipe):
+def test_the_average_on_two_ranks_matches_one_rank(recipe):
     def cut(ranks, shard):
         share = f"training.accumulate={4 // ranks}", f"training.shard={shard}"
         return recipe("training.ema=0.9", "training.micro_batch=1", "training.epochs=7", *share)
 
-    [one] = run_ranks(1, averages_after, cut(1, 1))
+    [expected] = run_ranks(1, averages_after, cut(1, 1))
     for shard in (1, 2):
-        for found in run_ranks(2, averages_after, cut(2, shard)):
-            assert max(abs(a - b).max() for a, b in zip(one, found, strict=True)) < 1e-9
+        for actual in run_ranks(2, averages_after, cut(2, shard)):
+            assert max(abs(a - b).max() for a, b in zip(expected, actual, strict=True)) < 1e-9
 
 
 @pytest.mark.ranks
-def test_a_sharded_average_is_saved_and_read_by_one_rank(recipe, tmp_path):
-    """Two ranks train; one takes the second half again, from their checkpoint."""
+def test_a_sharded_average_can_be_resumed_by_one_rank(recipe, tmp_path):
+    """Two ranks train; one rank repeats the second half from their checkpoint."""
     cut = ("training.ema=0.9", "training.steps=6", "checkpoint.every_steps=3", "checkpoint.keep=9")
     shared = recipe(*cut, "training.micro_batch=1", "training.shard=2")
     run_ranks(2, lambda: train(shared) and None)
@@ -201,13 +207,14 @@ def test_a_sharded_average_is_saved_and_read_by_one_rank(recipe, tmp_path):
     for name, tensor in final_weights(tmp_path / "run").items():
         if name in draft:
             torch.testing.assert_close(tensor, draft[name], rtol=1e-3, atol=2e-5)
-    assert alone.draft.fc.weight.ne(draft["fc.weight"]).any()  # the weights are not their average
+    # the weights differ from their average
+    assert alone.draft.fc.weight.ne(draft["fc.weight"]).any()
 
 
 # --- memory -------------------------------------------------------------------------------------
 
 
-def test_the_plan_counts_what_is_kept(recipe):
+def test_the_plan_counts_the_optimizer_state(recipe):
     training = set_up(recipe())
     draft = training.draft
     trained = sum(p.numel() for p in training.parts.parameters)
@@ -221,7 +228,7 @@ def test_the_plan_counts_what_is_kept(recipe):
         real = set_up(recipe(*options))
         parts = real.parts
         train_step(parts, real.stream.batch(0), lr=1e-3)
-        held = [v for one in parts.optimizers for s in one.state.values() for v in s.values()]
-        held += [] if parts.average is None else parts.average.aside
-        assert sum(t.nbytes for t in held if t.ndim) == expected
+        state = [v for opt in parts.optimizers for s in opt.state.values() for v in s.values()]
+        state += [] if parts.average is None else parts.average.aside
+        assert sum(t.nbytes for t in state if t.ndim) == expected
     assert draft_bytes(1000, 10, kept=12_000) == 20_040

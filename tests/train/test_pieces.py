@@ -1,4 +1,4 @@
-"""The loop's parts on their own: order of the data, schedule, guard, memory of a target."""
+"""Parts of the training loop on their own: data order, schedule, step guard, optimizer."""
 
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -24,7 +24,7 @@ from fledge.train.session import _check_same_run
 
 
 class Rows(list):
-    """Rows in memory, with the two attributes a stream asks for."""
+    """Rows in memory, with the `lengths` that a stream reads."""
 
     def __init__(self, sizes):
         super().__init__(
@@ -38,14 +38,14 @@ sizes = st.lists(st.integers(1, 20), min_size=1, max_size=30)
 
 
 def documents(batches):
-    """Which rows a list of step batches holds, as a sorted multiset."""
-    found = []
+    """The rows in a list of step batches, sorted, with repetitions."""
+    numbers = []
     for batch in batches:
         for micro in batch.micro:
             for row in micro.input_ids if micro is not None else []:
                 ids = row[row > 0]
-                found += ids.unique_consecutive().tolist()
-    return sorted(found)
+                numbers += ids.unique_consecutive().tolist()
+    return sorted(numbers)
 
 
 @settings(deadline=None, max_examples=40)
@@ -56,7 +56,7 @@ def documents(batches):
     epochs=st.integers(1, 3),
     world=st.integers(1, 3),
 )
-def test_every_document_once_an_epoch_over_all_ranks(sizes, micro, accumulate, epochs, world):
+def test_each_document_comes_once_per_epoch_over_all_ranks(sizes, micro, accumulate, epochs, world):
     rows = Rows(sizes)
 
     def stream(rank, size):
@@ -70,7 +70,7 @@ def test_every_document_once_an_epoch_over_all_ranks(sizes, micro, accumulate, e
     assert documents(batches) == sorted(list(range(1, len(sizes) + 1)) * epochs)
 
 
-def test_any_step_can_be_asked_for_and_prefetching_changes_nothing():
+def test_any_step_can_be_requested_and_prefetching_changes_nothing():
     rows = Rows([5, 9, 12, 3, 8, 20, 1, 7] * 4)
     plain = PackStream(rows, tokens=24, pad_id=0, seed=1, epochs=2)
     ahead = PackStream(rows, tokens=24, pad_id=0, seed=1, epochs=2)
@@ -87,8 +87,10 @@ def test_any_step_can_be_asked_for_and_prefetching_changes_nothing():
     ranks=st.integers(1, 3),
     data=st.data(),
 )
-def test_any_ranks_from_any_step_take_the_packs_of_one_rank(sizes, window, padded, ranks, data):
-    """Whichever epochs are kept: the order depends on seed, epoch and data alone."""
+def test_any_ranks_resumed_at_any_step_take_the_packs_of_one_rank(
+    sizes, window, padded, ranks, data
+):
+    """The order depends on seed, epoch and data alone, not on which epochs are cached."""
 
     def stream(rank=0, size=1, micro=1):
         return PackStream(
@@ -105,20 +107,20 @@ def test_any_ranks_from_any_step_take_the_packs_of_one_rank(sizes, window, padde
         together = [stream(rank, ranks) for rank in range(ranks)]
         first = data.draw(st.integers(0, together[0].steps - 1), label="resumed at")
         for step in range(first, together[0].steps):
-            taken = [row for one in together for row in rows(one.batch(step))]
+            taken = [row for rank in together for row in rows(rank.batch(step))]
             whole = [row for packs in expected[step * ranks : (step + 1) * ranks] for row in packs]
             assert taken == whole
         assert alone._packing.cache_info().maxsize == 2
 
 
-def test_whatever_stops_the_thread_is_raised_where_the_batch_is_awaited():
+def test_an_error_in_the_thread_is_raised_where_the_batch_is_awaited():
     rows = Rows([5, 9, 12, 3, 8, 20, 1, 7])
     stream = PackStream(rows, tokens=24, pad_id=0, seed=1, epochs=2)
     plain = stream.batch
 
     def batch(step):
         if step == 2:
-            raise MemoryError("no room")  # of any kind: a silent thread would hang the run
+            raise MemoryError("no room")  # any error: a thread that died silently hangs the run
         return plain(step)
 
     stream.batch = batch
@@ -128,7 +130,7 @@ def test_whatever_stops_the_thread_is_raised_where_the_batch_is_awaited():
         next(ahead)
 
 
-def test_a_micro_batch_larger_than_the_data_is_all_of_it():
+def test_a_micro_batch_larger_than_the_data_holds_all_of_it():
     rows = Rows([5, 9, 12, 3, 8, 20, 1, 7])
     huge = PackStream(rows, tokens=24, pad_id=0, seed=1, micro_batch=10**12)
     assert huge.steps == 1
@@ -136,20 +138,20 @@ def test_a_micro_batch_larger_than_the_data_is_all_of_it():
     assert len(batch.input_ids) == PackStream(rows, tokens=24, pad_id=0, seed=1).steps
 
 
-def test_steps_beyond_the_epochs_go_on_with_new_orders():
+def test_steps_beyond_the_epochs_continue_in_new_orders():
     rows = Rows([5, 9, 12, 3])
     stream = PackStream(rows, tokens=24, pad_id=0, seed=1, steps=50)
     assert stream.steps == 50
     assert stream.batch(49).epoch > 5
 
 
-class Held:
-    """Rows of which only places and ends are looked at, block by block."""
+class BlockRows:
+    """Rows that can only be read in blocks, and of which only `place` and `truncated` matter."""
 
     def __init__(self, places, truncated):
         self._rows = [
-            TokenRow(np.full(2, i, np.int32), np.ones(2, np.uint8), place, end)
-            for i, (place, end) in enumerate(zip(places, truncated, strict=True))
+            TokenRow(np.full(2, i, np.int32), np.ones(2, np.uint8), place, is_cut)
+            for i, (place, is_cut) in enumerate(zip(places, truncated, strict=True))
         ]
         self.lengths = np.full(len(places), 2)
 
@@ -167,29 +169,31 @@ class Held:
 @settings(deadline=None)
 @given(
     rows=st.lists(st.tuples(st.text("a:19é\U0001f600", max_size=3), st.booleans()), max_size=60),
-    asked=st.integers(0, 20),
+    requested=st.integers(0, 20),
     drop=st.booleans(),
 )
-def test_held_out_rows_are_the_defined_ones(rows, asked, drop):
-    """Runs keep their held-out rows: drawn from the sorted places."""
+def test_held_out_rows_follow_their_definition(rows, requested, drop):
+    """They are drawn from the sorted places, so that existing runs keep their held-out rows."""
     places, truncated = [place for place, _ in rows], [end for _, end in rows]
     conversations = sorted(set(places))
     order = np.random.default_rng(0).permutation(len(conversations))
-    chosen = {conversations[i] for i in order[: min(asked, max(0, len(conversations) - 1))]}
-    train, held = split_rows(Held(places, truncated), asked, drop_truncated=drop, begun=True)
+    chosen = {conversations[i] for i in order[: min(requested, max(0, len(conversations) - 1))]}
+    train, held_out = split_rows(
+        BlockRows(places, truncated), requested, drop_truncated=drop, begun=True
+    )
     out = [i for i, place in enumerate(places) if place in chosen]
     kept = [i for i in range(len(rows)) if i not in out and not (drop and truncated[i])]
-    assert (train._index.tolist(), held._index.tolist()) == (kept, out)
+    assert (train._index.tolist(), held_out._index.tolist()) == (kept, out)
     counted = count_supervised(train.flat(), max(1, len(rows)))
     assert counted.tolist() == ([2 * (i in kept) for i in range(len(rows))] or [0])
 
 
-def test_held_out_rows_share_no_conversation():
+def test_held_out_rows_share_no_conversation_with_the_rest():
     rows = Rows([4] * 40)
-    train, held = split_rows(rows, 5)
-    assert len({row.place for row in (held[i] for i in range(len(held)))}) == 5
+    train, held_out = split_rows(rows, 5)
+    assert len({row.place for row in (held_out[i] for i in range(len(held_out)))}) == 5
     places = {train[i].place for i in range(len(train))}
-    assert not places & {held[i].place for i in range(len(held))}
+    assert not places & {held_out[i].place for i in range(len(held_out))}
     kept, _ = split_rows(rows, 0, drop_truncated=True)
     assert all(not kept[i].truncated for i in range(len(kept)))
 
@@ -207,7 +211,7 @@ def test_learning_rate():
     assert at(99, "constant") == 2.0
 
 
-def test_guard_knows_spikes_from_slow_growth():
+def test_guard_tells_spikes_from_slow_growth():
     guard = StepGuard(10.0, torch.device("cpu"))
     for i in range(GUARD_WARMUP + 5):
         assert not guard.judge(torch.tensor(1.0 + 0.1 * i))
@@ -247,8 +251,9 @@ def test_a_skipped_step_changes_neither_weights_nor_moments():
 
 
 @pytest.mark.parametrize(("model", "says"), [("m.gguf", "FLEDGE_GGUF_DTYPE=float32"), ("m", "")])
-def test_another_target_is_refused_and_a_gguf_file_may_be_the_same(tmp_path, model, says):
-    """Its weights were once stored in float32; bfloat16 ones have another fingerprint."""
+def test_a_different_target_is_refused_with_a_hint_for_gguf_files(tmp_path, model, says):
+    """GGUF weights used to be loaded in float32; in bfloat16 the same file has another fingerprint,
+    so it may be the same target."""
     recipe = load_recipe(None, [f"target.model={model}"])
     training = SimpleNamespace(recipe=recipe, fingerprints={"target": "now"})
     checkpoint = Checkpoint(tmp_path, {"fingerprints": {"target": "then"}})

@@ -1,4 +1,4 @@
-"""The predicted time holds all that a run does, and a prediction leaves the run as it was."""
+"""The predicted time covers everything a run does, and a prediction leaves the run unchanged."""
 
 import json
 from dataclasses import replace
@@ -23,64 +23,64 @@ PACE = Pace(target_s=1e-3, step_s=1e-2, replay_s=1e-4, picks_s=1e-5)
 
 @pytest.fixture
 def paced(monkeypatch):
-    """A machine whose speed is known, and whose steps and disks cost nothing besides."""
+    """A machine with a known pace, whose steps and updates cost nothing else."""
     monkeypatch.setattr(predict_module, "pace_of", lambda _: PACE)
     monkeypatch.setattr(predict_module, "STEP_SECONDS", {"cpu": 0.0})
     monkeypatch.setattr(predict_module, "UPDATE_BYTES", {"cpu": 1e18})
 
 
 def counted(training):
-    """(steps, evaluations, checkpoints) that a run really does, from now on."""
-    told = []
-    training.watch = lambda *what: told.append(what)
+    """Train, and return how many (steps, evaluations) there were."""
+    events = []
+    training.watch = lambda *event: events.append(event)
     fit(training, Notes())
-    evaluated = {step for what, step, _ in told if what == "evaluating"}
-    return len([1 for what, *_ in told if what == "training"]), len(evaluated)
+    evaluated = {step for event, step, _ in events if event == "evaluating"}
+    return len([1 for event, *_ in events if event == "training"]), len(evaluated)
 
 
 def test_every_part_is_counted(recipe, paced):
     training = set_up(recipe("training.steps=11", "checkpoint.every_steps=3"))
-    found = predict(training, begin=None).seconds_by_part
-    assert tuple(found) == PARTS
+    predicted = predict(training, begin=None).seconds_by_part
+    assert tuple(predicted) == PARTS
     held_out = sum(int(batch.attention_mask.sum()) for batch in training.held_out)
     stream = training.stream
     tokens = stream.packs_per_step * stream.tokens * (1 - stream.padding_share)
     steps, evaluations = counted(training)
     assert (steps, evaluations) == (11, 4)  # before, 4, 8, 11
-    assert found["steps"] == pytest.approx(steps * tokens * (PACE.target_s + PACE.step_s))
-    assert found["evaluations"] == pytest.approx(
+    assert predicted["steps"] == pytest.approx(steps * tokens * (PACE.target_s + PACE.step_s))
+    assert predicted["evaluations"] == pytest.approx(
         held_out * (evaluations * (PACE.target_s + PACE.replay_s) + PACE.picks_s)
     )
     weights = sum(p.numel() for p in training.draft.parameters())
     saved = 4 * weights + 8 * sum(p.numel() for p in training.parts.parameters)
     saves = 6  # 3, 4 (may be the best), 6, 8, 9, 11
-    assert found["checkpoints"] == pytest.approx(saves * saved / predict_module.SAVE_BYTES)
-    assert found["data"] == training.data_s > 0
+    assert predicted["checkpoints"] == pytest.approx(saves * saved / predict_module.SAVE_BYTES)
+    assert predicted["data"] == training.data_s > 0
 
 
-def test_a_run_that_goes_on_is_predicted_from_where_it_is(recipe, paced):
+def test_a_resumed_run_is_predicted_from_its_current_step(recipe, paced):
     fit(set_up(recipe("training.steps=5")), Notes())
-    more = recipe("training.steps=11", "training.extend=true")
-    left = predict(set_up(more)).seconds_by_part
+    longer = recipe("training.steps=11", "training.extend=true")
+    remaining = predict(set_up(longer)).seconds_by_part
     whole = predict(set_up(recipe("training.steps=11", run="other"))).seconds_by_part
-    assert left["steps"] == pytest.approx(6 / 11 * whole["steps"])
-    assert 0 < left["evaluations"] < whole["evaluations"]
+    assert remaining["steps"] == pytest.approx(6 / 11 * whole["steps"])
+    assert 0 < remaining["evaluations"] < whole["evaluations"]
 
 
-def test_states_that_are_kept_are_asked_for_once(recipe, paced):
-    kept, asked = (
+def test_kept_states_are_computed_only_once(recipe, paced):
+    kept, recomputed = (
         predict(set_up(recipe("training.epochs=9", f"target.keep_states_gb={size}", run=str(size))))
         for size in (1, 0)
     )
     rows = int(set_up(recipe()).stream.rows.lengths.sum())
-    saved = asked.seconds_by_part["steps"] - kept.seconds_by_part["steps"]
+    saved = recomputed.seconds_by_part["steps"] - kept.seconds_by_part["steps"]
     assert saved == pytest.approx(8 * rows * PACE.target_s, rel=0.05)
-    assert kept.seconds_by_part["evaluations"] < asked.seconds_by_part["evaluations"]
+    assert kept.seconds_by_part["evaluations"] < recomputed.seconds_by_part["evaluations"]
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "peagle"])
 def test_a_trial_changes_nothing(recipe, tmp_path, kind):
-    """Neither weights nor gradients nor the generator nor what the target remembers."""
+    """Neither weights nor gradients, the random generator or the target's kept states."""
     options = (f"objective.kind={kind}", "target.keep_states_gb=1", "training.steps=3")
     options += ("evaluation.every_steps=100", "data.valid_rows=2")
     fit(set_up(recipe(*options, run="plain")), Notes())
@@ -96,22 +96,22 @@ def test_a_trial_changes_nothing(recipe, tmp_path, kind):
     assert comparable(tmp_path / "plain") == comparable(tmp_path / "tried")
 
 
-def test_a_machine_that_is_twice_as_slow_is_predicted_so(recipe, monkeypatch):
-    """The rate is this machine's, now: not a constant of the one it was written on."""
+def test_a_machine_that_is_twice_as_slow_is_predicted_to_be(recipe, monkeypatch):
+    """The pace is measured on this machine, now; it is not a constant."""
     training, real = set_up(recipe()), pace_module._run_trial
     slow = []
 
-    def trying(*given):
-        pace = real(*given)
+    def slow_trial(*arguments):
+        pace = real(*arguments)
         slow.append(Pace(*(2 * seconds for seconds in vars(pace).values())))
         return slow[-1]
 
-    monkeypatch.setattr(pace_module, "_run_trial", trying)
+    monkeypatch.setattr(pace_module, "_run_trial", slow_trial)
     assert pace_of(training) == slow[-1]
     assert len(slow) == 2  # the first passes of a process do not count
 
 
-def test_a_target_that_is_broken_is_left_to_the_run(recipe, monkeypatch):
+def test_a_broken_target_is_reported_by_the_run_not_the_prediction(recipe, monkeypatch):
     training = set_up(recipe())
     module = training.parts.target.info().module
     with torch.no_grad():
@@ -119,15 +119,15 @@ def test_a_target_that_is_broken_is_left_to_the_run(recipe, monkeypatch):
     assert pace_of(training) == pace_module._pace_by_rate(training)
 
 
-def test_an_engine_on_a_gpu_is_asked_how_fast_it_is(recipe, monkeypatch):
-    """Its weights cannot be counted: by them its answers would cost nothing."""
+def test_the_speed_of_an_engine_on_a_gpu_is_measured(recipe, monkeypatch):
+    """Its weights are not visible, so a prediction from them would make its answers free."""
     training = set_up(recipe())
     target, now, asked = training.parts.target, [0.0], []
     real = target.answer
 
     def answer(rows):
         asked.append(rows.tokens)
-        now[0] += 7.0 if len(asked) == 1 else 1.0  # the first time is no guide
+        now[0] += 7.0 if len(asked) == 1 else 1.0  # the first answer is a warm-up
         return real(rows)
 
     monkeypatch.setattr(pace_module, "_pace_by_trial", lambda _: None)  # as on a GPU
@@ -140,7 +140,7 @@ def test_an_engine_on_a_gpu_is_asked_how_fast_it_is(recipe, monkeypatch):
     assert pace == replace(pace_module._pace_by_rate(training), target_s=1 / asked[0])
 
 
-def test_plan_and_train_show_the_parts(recipe, tmp_path, capsys, monkeypatch):
+def test_plan_and_train_show_the_time_by_part(recipe, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(out, "_width", 200)
     (tmp_path / "recipe.yaml").write_text(recipe("training.steps=4").to_yaml())
     plan([str(tmp_path / "recipe.yaml")], as_json=True)
@@ -151,9 +151,9 @@ def test_plan_and_train_show_the_parts(recipe, tmp_path, capsys, monkeypatch):
     shown = capsys.readouterr().out
     assert all(part.replace("_", "-") in shown for part in PARTS)
     assert run_recipe(recipe("training.steps=4"), as_json=True) == 0
-    found = json.loads(capsys.readouterr().out)
+    result = json.loads(capsys.readouterr().out)
     for side in ("predicted", "measured"):
-        parts = found[side]["seconds_by_part"]
+        parts = result[side]["seconds_by_part"]
         assert set(parts) == set(PARTS)
-        assert found[side]["seconds"] == pytest.approx(sum(parts.values()))
+        assert result[side]["seconds"] == pytest.approx(sum(parts.values()))
         assert min(parts.values()) > 0

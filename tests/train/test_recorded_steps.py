@@ -1,4 +1,4 @@
-"""Recorded steps train as others do."""
+"""Recorded steps train exactly as unrecorded ones do."""
 
 from dataclasses import replace
 from typing import ClassVar
@@ -17,7 +17,7 @@ from fledge.train.recorded import RecordedSteps
 from fledge.train.step import train_step
 
 CASE = Case(shape="tiny", seq=96, documents=20, depths=4, batch=2)
-# method, and what its objective is made to be
+# the method, and the attributes that are set on its objective
 KINDS = {
     "eagle3": ("eagle3", {}),
     "dflash": ("dflash", {}),
@@ -29,10 +29,10 @@ KINDS = {
 
 
 class PretendPass:
-    """Rehearsed; then runs on inputs that all passes share, into results that stay where they are
-    until any of them runs."""
+    """Stands in for a recorded pass: rehearses once, then runs on inputs that all passes share and
+    writes into results that are overwritten by the next pass."""
 
-    made = 0  # of passes, updates aside
+    made = 0  # number of passes recorded, not counting updates
     held: ClassVar[dict] = {}
 
     def __init__(self, run, inputs, *, common):
@@ -49,8 +49,8 @@ class PretendPass:
             assert tensor.shape == self._inputs[name].shape
             self._inputs[name].copy_(tensor)
         output = self._run(**self._inputs)
-        for held, new in zip(tensors_of(self._output), tensors_of(output), strict=True):
-            held.copy_(new)
+        for old, new in zip(tensors_of(self._output), tensors_of(output), strict=True):
+            old.copy_(new)
         return self._output
 
 
@@ -70,7 +70,7 @@ def trained(kind, batches, *, quantum, muon=False):
     torch.manual_seed(0)
     method, changes = KINDS[kind]
     parts = build_parts(replace(CASE, kind=method), torch.device("cpu"))
-    parts.objective.attention = "reference"  # as a kernel, it walks over no blocks
+    parts.objective.attention = "reference"  # like a kernel, it does not loop over blocks
     for name, value in changes.items():
         setattr(parts.objective, name, value)
     if quantum:
@@ -84,75 +84,76 @@ def trained(kind, batches, *, quantum, muon=False):
 
 @pytest.mark.parametrize("quantum", [8, 64])
 @pytest.mark.parametrize("kind", KINDS)
-def test_recorded_steps_are_the_steps(pretend, kind, quantum):
+def test_recorded_steps_match_plain_steps(pretend, kind, quantum):
     batches = build_batches(CASE, 6)
-    plainly, wanted = trained(kind, batches, quantum=0)
-    ours, found = trained(kind, batches, quantum=quantum)
+    plain, plain_results = trained(kind, batches, quantum=0)
+    recorded, recorded_results = trained(kind, batches, quantum=quantum)
     assert 0 < PretendPass.made < len(batches)
-    for mine, theirs in zip(found, wanted, strict=True):
-        torch.testing.assert_close(mine.grad_norm, theirs.grad_norm, rtol=1e-4, atol=1e-6)
-        for name, value in vars(theirs.sums).items():
-            close = (
+    for actual, expected in zip(recorded_results, plain_results, strict=True):
+        torch.testing.assert_close(actual.grad_norm, expected.grad_norm, rtol=1e-4, atol=1e-6)
+        for name, value in vars(expected.sums).items():
+            tolerance = (
                 {"rtol": 1e-4, "atol": 1e-5}
                 if value.is_floating_point()
                 else {"rtol": 0, "atol": 0}
             )
-            torch.testing.assert_close(vars(mine.sums)[name], value, **close)
+            torch.testing.assert_close(vars(actual.sums)[name], value, **tolerance)
     fresh = trained(kind, [], quantum=0)[0].parameters
-    for mine, theirs, start in zip(ours.parameters, plainly.parameters, fresh, strict=True):
-        moved = (theirs - start).norm()  # AdamW makes much of roundings where a gradient is nothing
+    for actual, expected, start in zip(recorded.parameters, plain.parameters, fresh, strict=True):
+        # relative to the whole move: AdamW amplifies rounding where a gradient is almost zero
+        moved = (expected - start).norm()
         assert moved > 0
-        assert (mine - theirs).norm() < 1e-3 * moved
+        assert (actual - expected).norm() < 1e-3 * moved
 
 
 def with_muon(parts):
-    """And with an average, and with weights that decay."""
+    """Switch to Muon with weight decay, and average the weights."""
     training = Training(optimizer="muon", weight_decay=0.1, lr=1e-3)
     parts.optimizers = make_optimizers(parts.objective.draft_model, training)
     parts.average = Average(parts.parameters, 0.9)
 
 
 @pytest.mark.parametrize("bad", [None, 2, 4])
-def test_recorded_updates_are_the_updates(pretend, bad, monkeypatch):
-    """Of one that is rehearsed nothing is seen; a step that is broken is skipped in both."""
+def test_recorded_updates_match_plain_updates(pretend, bad, monkeypatch):
+    """A rehearsal leaves no trace, and a bad step is skipped in both."""
     batches = build_batches(CASE, 7)
 
     def run(*, record):
         parts, _ = trained("eagle3", [], quantum=8, muon=True)
         parts.clip = 0.01
         parts.recorded._updates = 0 if record else -len(batches)
-        found = []
+        results = []
         for index, batch in enumerate(batches):
             monkeypatch.setattr(Verdict, "broken", torch.tensor(index == bad))
-            found.append(train_step(parts, batch, lr=1e-3 / (1 + index)))
-        return parts, found
+            results.append(train_step(parts, batch, lr=1e-3 / (1 + index)))
+        return parts, results
 
-    ours, found = run(record=True)
-    assert ours.recorded._update is not None
-    assert [bool(one.bad) for one in found] == [index == bad for index in range(len(batches))]
-    plainly, wanted = run(record=False)
-    assert plainly.recorded._update is None
-    for mine, theirs in zip(found, wanted, strict=True):
-        assert torch.equal(mine.grad_norm, theirs.grad_norm)
-        assert torch.equal(mine.bad_in_a_row, theirs.bad_in_a_row)
-        assert torch.equal(mine.flags.read(), theirs.flags.read())
-    assert torch.equal(ours.guard.norms.nan_to_num(), plainly.guard.norms.nan_to_num())
-    for mine, theirs in zip(
-        (*ours.parameters, *ours.average.aside),
-        (*plainly.parameters, *plainly.average.aside),
+    recorded, results = run(record=True)
+    assert recorded.recorded._update is not None
+    assert [bool(step.bad) for step in results] == [index == bad for index in range(len(batches))]
+    plain, plain_results = run(record=False)
+    assert plain.recorded._update is None
+    for actual, expected in zip(results, plain_results, strict=True):
+        assert torch.equal(actual.grad_norm, expected.grad_norm)
+        assert torch.equal(actual.bad_in_a_row, expected.bad_in_a_row)
+        assert torch.equal(actual.flags.read(), expected.flags.read())
+    assert torch.equal(recorded.guard.norms.nan_to_num(), plain.guard.norms.nan_to_num())
+    for actual, expected in zip(
+        (*recorded.parameters, *recorded.average.aside),
+        (*plain.parameters, *plain.average.aside),
         strict=True,
     ):
-        assert torch.equal(mine, theirs)
+        assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize("kind", ["dflash", "dspark"])
-def test_a_target_is_asked_for_no_more_than_is_read(pretend, kind, monkeypatch):
-    asked = []
+def test_the_target_computes_only_what_the_method_reads(pretend, kind, monkeypatch):
+    calls = []
     parts, _ = trained(kind, [], quantum=8)
     for name in ("answer", "features"):
         ask = getattr(parts.target, name)
         monkeypatch.setattr(
-            parts.target, name, lambda rows, ask=ask, name=name: asked.append(name) or ask(rows)
+            parts.target, name, lambda rows, ask=ask, name=name: calls.append(name) or ask(rows)
         )
     train_step(parts, build_batches(CASE, 1)[0], lr=1e-3)
-    assert asked[0] == ("features" if kind == "dflash" else "answer")
+    assert calls[0] == ("features" if kind == "dflash" else "answer")

@@ -1,4 +1,4 @@
-"""Recorded steps on a GPU: the same bits as steps that are not, in the memory of one."""
+"""Recorded steps on a GPU: the same bits as unrecorded ones, in the memory of one recording."""
 
 from dataclasses import replace
 
@@ -28,7 +28,7 @@ def make_parts(kind, *, quantum):
 
 
 def trained(batches, *, record, kind="eagle3", lr=1e-3, muon=False):
-    parts = make_parts(kind, quantum=64 if kind == "eagle3" else 8)  # many sizes
+    parts = make_parts(kind, quantum=64 if kind == "eagle3" else 8)  # so that many sizes occur
     if muon:
         with_muon(parts)
     if not record:
@@ -44,21 +44,21 @@ def trained(batches, *, record, kind="eagle3", lr=1e-3, muon=False):
 def test_recorded_steps_have_the_same_bits(kind, muon):
     batches = build_batches(CASE, 12)[:10]
     batches = [*batches, *batches]  # every size comes back
-    ours, norms = trained(batches, record=True, kind=kind, muon=muon)
-    assert len(ours.recorded._sizes.sizes) > 1
-    theirs, wanted = trained(batches, record=False, kind=kind, muon=muon)
+    recorded, norms = trained(batches, record=True, kind=kind, muon=muon)
+    assert len(recorded.recorded._sizes.sizes) > 1
+    plain, wanted = trained(batches, record=False, kind=kind, muon=muon)
     assert torch.equal(norms, wanted)
-    for mine, other in zip(ours.parameters, theirs.parameters, strict=True):
-        assert torch.equal(mine, other)
+    for actual, expected in zip(recorded.parameters, plain.parameters, strict=True):
+        assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_recorded_steps_are_those_of_exact_sizes(kind):
-    """But for the roundings of products of other shapes."""
+def test_recorded_steps_match_those_of_exact_sizes(kind):
+    """Up to rounding, which differs between matrix products of different shapes."""
     batches = build_batches(CASE, 12)[:4]
     batches = [*batches, *batches]
-    ours, norms = trained(batches, record=True, kind=kind, lr=1e-5)
-    assert ours.recorded._sizes.sizes
+    recorded, norms = trained(batches, record=True, kind=kind, lr=1e-5)
+    assert recorded.recorded._sizes.sizes
     exact = make_parts(kind, quantum=0)
     assert exact.recorded is None
     wanted = torch.stack([train_step(exact, batch, lr=1e-5).grad_norm for batch in batches])
@@ -68,13 +68,13 @@ def test_recorded_steps_are_those_of_exact_sizes(kind):
 def test_recorded_sizes_share_their_memory():
     batches = build_batches(CASE, 12)[:10]
     parts = make_parts("eagle3", quantum=64)
-    held = {}  # by how many sizes are recorded
+    reserved = {}  # bytes by number of recorded sizes
     for batch in [*batches, *batches]:
         train_step(parts, batch, lr=1e-3)
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
-        held.setdefault(len(parts.recorded._sizes.sizes), torch.cuda.memory_reserved())
-    assert max(held) > 2
-    activations = held[1] - torch.cuda.memory_allocated()
-    # each of its own would be as much again for every size; later ones are larger, and leave gaps
-    assert held[max(held)] - held[1] < max(activations, 256 * 2**20)
+        reserved.setdefault(len(parts.recorded._sizes.sizes), torch.cuda.memory_reserved())
+    assert max(reserved) > 2
+    activations = reserved[1] - torch.cuda.memory_allocated()
+    # without sharing, every size would add as much again; later ones are larger and leave gaps
+    assert reserved[max(reserved)] - reserved[1] < max(activations, 256 * 2**20)

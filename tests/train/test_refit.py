@@ -1,4 +1,4 @@
-"""A draft after its target changed: a linear change costs it nothing, whatever its method."""
+"""Refitting a draft to a changed target: a linear change costs no draft anything."""
 
 import copy
 from dataclasses import replace
@@ -34,7 +34,7 @@ def drafts(target):
 
 @pytest.fixture(scope="module")
 def texts(target):
-    """The target's own greedy answers to anything."""
+    """The target's own greedy answers to random prompts."""
     prompts = torch.randint(0, 39, (90, 5), generator=torch.Generator().manual_seed(0))
     rows = target.generate(
         prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=12, do_sample=False,
@@ -44,7 +44,7 @@ def texts(target):
 
 
 class Changed(HFEagle3TargetModel):
-    """The same target, whose states are a linear function of what they were."""
+    """The same target with linearly transformed states."""
 
     change_DD: torch.Tensor
 
@@ -60,12 +60,12 @@ def pair(model, aux_layer_ids, change_DD):
     return Targets(HFEagle3TargetModel(model, aux_layer_ids, **options), new)
 
 
-def any_change(size):
+def random_change(size):
     return torch.eye(size).double() + 0.3 * torch.randn(size, size).double()
 
 
-def turned(layers, size=16):
-    """Each layer's states turned in themselves, which a norm leaves as long as they are."""
+def rotation(layers, size=16):
+    """A rotation of each layer's states, which keeps their norms."""
     return torch.block_diag(
         *(torch.linalg.qr(torch.randn(size, size).double()).Q for _ in range(layers))
     )
@@ -73,7 +73,7 @@ def turned(layers, size=16):
 
 @pytest.fixture(scope="module")
 def packs(texts):
-    """(fitted, judged, held out)."""
+    """Packs to (fit, judge, hold out)."""
     return [as_pack(texts[:40])], [as_pack(texts[40:55])], [as_pack(texts[55:])]
 
 
@@ -85,101 +85,103 @@ def config_of(model, **options):
     )  # fmt: skip
 
 
-def block_draft(model, known):
+def block_draft(model, borrowed_target):
     torch.manual_seed(5)
     draft = BlockDraftModel(
         config_of(model, block_size=4, num_aux_hidden_states=3, mask_token_id=39)
     ).double()
-    draft.borrow_from(known)
+    draft.borrow_from(borrowed_target)
     return draft
 
 
 @pytest.mark.parametrize("name", ["trained", "normed", "parallel", "block"])
 def test_a_linear_change_is_undone(target, drafts, packs, name):
-    """`normed` norms each layer's states, `parallel` has a placeholder of its own."""
+    """`normed` normalizes each layer's states; `parallel` has a placeholder of its own."""
     torch.manual_seed(0)
     fitted, judged, held_out = packs
-    change_DD = turned(3) if name == "normed" else any_change(48)
+    change_DD = rotation(3) if name == "normed" else random_change(48)
     targets = pair(target, AUX, change_DD)
     draft = block_draft(target, targets.old) if name == "block" else copy.deepcopy(drafts[name])
     with torch.no_grad():
-        told = draft.project_hidden_states(targets.old.answer(held_out[0]).aux_hidden_states)
+        before = draft.project_hidden_states(targets.old.answer(held_out[0]).aux_hidden_states)
     placeholder = draft.masked_projected_hidden() if name == "parallel" else None
-    lost = copy.deepcopy(draft)
-    found = refit(draft, targets, fitted=fitted, judged=judged)
+    unfitted = copy.deepcopy(draft)
+    result = refit(draft, targets, fitted=fitted, judged=judged)
     with torch.no_grad():
-        tells = draft.project_hidden_states(targets.new.answer(held_out[0]).aux_hidden_states)
-    assert float((tells - told).norm()) < 1e-5 * float(told.norm())
+        after = draft.project_hidden_states(targets.new.answer(held_out[0]).aux_hidden_states)
+    assert float((after - before).norm()) < 1e-5 * float(before.norm())
     if placeholder is not None:
         torch.testing.assert_close(draft.masked_projected_hidden(), placeholder)
-    lengths = measure(targets, (lost, lost, draft), held_out, num_draft_tokens=3)
-    assert lengths.refitted == lengths.with_old_states == lengths.old  # round for round
-    # the block is random, and accepts next to nothing
+    lengths = measure(targets, (unfitted, unfitted, draft), held_out, num_draft_tokens=3)
+    assert lengths.refitted == lengths.with_old_states == lengths.old  # exactly, in every round
+    # the block draft is random: next to nothing is accepted
     assert lengths.before != lengths.old or name == "block"
-    assert found.error < 1e-5 < 0.1 < found.error_before
+    assert result.error < 1e-5 < 0.1 < result.error_before
 
 
 def test_a_normed_placeholder_is_left_alone(target, packs):
     torch.manual_seed(0)
     draft = make_draft(target, parallel=True, fc_norm=True)
     before = draft.masked_projected_hidden()
-    found = refit(draft, pair(target, AUX, turned(3)), fitted=packs[0], judged=packs[1])
+    result = refit(draft, pair(target, AUX, rotation(3)), fitted=packs[0], judged=packs[1])
     torch.testing.assert_close(draft.masked_projected_hidden(), before)
-    assert found.error < 0.5 * found.error_before  # all but what looks like the placeholder
+    assert result.error < 0.5 * result.error_before  # except along the placeholder
 
 
-def test_a_draft_that_reads_its_own_states_meets_them_half_way(target, packs):
-    """EAGLE-1: only the state's half of fc moves, and it reads the old states better than a map
-    that was fitted to the new ones alone."""
+def test_a_draft_that_reads_its_own_states_is_fitted_to_old_and_new_ones(target, packs):
+    """EAGLE-1: only the state half of fc changes, and it reads the old states better than a map
+    that is fitted to the new ones alone."""
     torch.manual_seed(0)
     draft = LlamaEagle1DraftModel(
         config_of(target, eagle_version=1, num_aux_hidden_states=1, draft_vocab_size=40)
     ).double()
-    targets, alone = pair(target, [3], any_change(16)), copy.deepcopy(draft)
+    targets, new_only = pair(target, [3], random_change(16)), copy.deepcopy(draft)
     token_EE, state_EE = draft.fc.weight.detach().clone().chunk(2, dim=1)
     old_ND = targets.old.answer(packs[2][0]).aux_hidden_states[0]
     new_ND = old_ND @ targets.new.change_DD.t()
 
     @torch.no_grad()
-    def off(one, states_ND):
-        read_EE = one.fc.weight.chunk(2, dim=1)[1]
+    def error(model, states_ND):
+        read_EE = model.fc.weight.chunk(2, dim=1)[1]
         return float((states_ND @ read_EE.t() - old_ND @ state_EE.t()).norm())
 
-    before = off(draft, new_ND)
+    before = error(draft, new_ND)
     refit(draft, targets, fitted=packs[0], judged=packs[1])
     assert torch.equal(draft.fc.weight.chunk(2, dim=1)[0], token_EE)
-    assert off(draft, new_ND) < 0.8 * before
+    assert error(draft, new_ND) < 0.8 * before
     with pytest.MonkeyPatch.context() as patch:
-        forward = replace(METHODS["eagle1"].reading(alone), feeds_back=False)
+        forward = replace(METHODS["eagle1"].reading(new_only), feeds_back=False)
         patch.setattr(METHODS["eagle1"], "reading", lambda _: forward, raising=False)
-        refit(alone, targets, fitted=packs[0], judged=packs[1])
-    assert off(alone, new_ND) < off(draft, new_ND)
-    assert off(draft, old_ND) < off(alone, old_ND)
+        refit(new_only, targets, fitted=packs[0], judged=packs[1])
+    assert error(new_only, new_ND) < error(draft, new_ND)
+    assert error(draft, old_ND) < error(new_only, old_ND)
 
 
 def test_an_unchanged_target_changes_nothing(target, drafts, packs):
     draft = copy.deepcopy(drafts["trained"])
     targets = pair(target, AUX, torch.eye(48).double())
-    found = refit(draft, targets, fitted=packs[0], judged=packs[1])
-    assert found.error_before == 0.0
+    result = refit(draft, targets, fitted=packs[0], judged=packs[1])
+    assert result.error_before == 0.0
     assert torch.equal(draft.fc.weight, drafts["trained"].fc.weight)
 
 
-def test_the_pieces_do_not_matter(target, drafts, texts):
-    """Streamed, text by text, it is the same refit."""
+def test_streaming_does_not_change_the_refit(target, drafts, texts):
+    """Text by text gives the same refit as one pack."""
     torch.manual_seed(0)
-    targets, judged = pair(target, AUX, any_change(48)), [as_pack(texts[50:])]
+    targets, judged = pair(target, AUX, random_change(48)), [as_pack(texts[50:])]
     whole, streamed = copy.deepcopy(drafts["trained"]), copy.deepcopy(drafts["trained"])
     refit(whole, targets, fitted=[as_pack(texts[:50])], judged=judged)
     one_by_one = (as_pack([text]) for text in texts[:50])
     refit(streamed, targets, fitted=one_by_one, judged=judged)
     aux_BTD = targets.new.answer(judged[0]).aux_hidden_states
-    made, streams = (one.project_hidden_states(aux_BTD).detach() for one in (whole, streamed))
-    assert float((made - streams).norm()) < 1e-6 * float(made.norm())
+    expected, actual = (
+        draft.project_hidden_states(aux_BTD).detach() for draft in (whole, streamed)
+    )
+    assert float((expected - actual).norm()) < 1e-6 * float(expected.norm())
 
 
-def test_tables_of_the_target_follow_it(target, drafts):
-    """The embedding was never trained; the head was, and stays."""
+def test_untrained_tables_follow_the_target(target, drafts):
+    """The embedding was not trained and is replaced; the head was trained and stays."""
     tuned = copy.deepcopy(target)
     with torch.no_grad():
         tuned.model.embed_tokens.weight.add_(0.1)
@@ -202,7 +204,7 @@ def test_tables_of_the_target_follow_it(target, drafts):
 
 
 @pytest.mark.parametrize("precision", [torch.float64, torch.bfloat16, torch.float16])
-def test_a_copy_of_a_table_is_known_by_what_it_was_loaded_in(target, precision):
+def test_a_copied_table_is_recognized_in_any_precision(target, precision):
     targets = Targets(*[HFEagle3TargetModel(target, AUX, supervision="hidden")] * 2)
     draft = make_draft(target, width=25)
     with torch.no_grad():
@@ -211,7 +213,7 @@ def test_a_copy_of_a_table_is_known_by_what_it_was_loaded_in(target, precision):
     assert torch.equal(draft.embed_tokens.weight, target.model.embed_tokens.weight)
 
 
-def test_a_method_without_such_a_map_is_refused_in_a_line(drafts, monkeypatch):
+def test_a_method_without_one_linear_map_is_refused_in_one_line(drafts, monkeypatch):
     monkeypatch.setattr(type(EAGLE3), "reading", lambda *_: None)
     with pytest.raises(BadInput, match=r"EAGLE-3 does not read its target by one linear map.*init"):
         reading_of(drafts["trained"], where="d")

@@ -1,4 +1,4 @@
-"""`fledge retarget` from a run and a changed target to a run that every verb takes."""
+"""`fledge retarget`: from a run and a changed target to a run that every command accepts."""
 
 import json
 import shutil
@@ -21,7 +21,7 @@ from train.tiny import Notes, make_chats
 
 @pytest.fixture(scope="module")
 def place(tiny_target, tmp_path_factory):
-    """Chats, a target that was tuned a little, and an EAGLE-3 run for the old one."""
+    """Chats, a slightly fine-tuned target, and an EAGLE-3 run for the original one."""
     root = tmp_path_factory.mktemp("retarget")
     chats = make_chats(root / "chats.jsonl", 80)
     shutil.copytree(tiny_target, root / "tuned")
@@ -41,29 +41,29 @@ def run(*words):
     return CliRunner().invoke(app, [*map(str, words)])
 
 
-def test_from_the_command_to_a_run(place, tiny_target, tmp_path):
+def test_the_command_produces_a_run(place, tiny_target, tmp_path):
     out = tmp_path / "followed"
     words = ["retarget", place / "run", "--target", place / "tuned", "--data"]
     words += [place / "chats.jsonl", "--steps", "4", "--out", out, "--device", "cpu"]
     result = run(*words, "--json")
     assert result.exit_code == 0, result.output
-    found = json.loads(result.stdout)
-    assert found == json.loads((out / "retarget.json").read_text())
-    assert (found["old"], found["method"]) == (str(tiny_target), "EAGLE-3")
-    assert found["taken"] == ["embedding"]  # the head was trained
-    assert 0 < found["error"] < found["error_before"]
-    assert found["rows"] == 72  # one conversation in ten is held out
-    lost = found["length_with_old_states"] - found["length_before"]
-    gained = found["length"] - found["length_before"]
-    assert found["recovered"] == (pytest.approx(gained / lost) if lost > 0 else None)
-    # the steps began where the refit ended, on the same held-out rows
+    figures = json.loads(result.stdout)
+    assert figures == json.loads((out / "retarget.json").read_text())
+    assert (figures["old"], figures["method"]) == (str(tiny_target), "EAGLE-3")
+    assert figures["taken"] == ["embedding"]  # the head was trained
+    assert 0 < figures["error"] < figures["error_before"]
+    assert figures["rows"] == 72  # one conversation in ten is held out
+    lost = figures["length_with_old_states"] - figures["length_before"]
+    gained = figures["length"] - figures["length_before"]
+    assert figures["recovered"] == (pytest.approx(gained / lost) if lost > 0 else None)
+    # training started where the refit ended, on the same held-out rows
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    begun, *_, ended = (line["evaluation"] for line in lines if "evaluation" in line)
-    assert begun["acceptance_length"] == pytest.approx(found["length"])
-    assert found["trained_length"] == pytest.approx(ended["acceptance_length"])
-    better = "refit" if found["trained_length"] < found["length"] else "step-00000004"
+    first, *_, last = (line["evaluation"] for line in lines if "evaluation" in line)
+    assert first["acceptance_length"] == pytest.approx(figures["length"])
+    assert figures["trained_length"] == pytest.approx(last["acceptance_length"])
+    better = "refit" if figures["trained_length"] < figures["length"] else "step-00000004"
     assert (out / "best").resolve().name == better
-    # what was written is a run of the new target, and its refit a draft of it
+    # the output is a run for the new target, and its refit is a draft for it
     draft = draft_directory(out)
     assert recipe_of(draft).target.model == str(place / "tuned")
     assert recipe_of(out / "refit").target.model == str(place / "tuned")
@@ -80,61 +80,63 @@ def test_tables_are_shown(place, tmp_path):
         "--out", tmp_path / "out", "--rows", "20", "--device", "cpu",
     )  # fmt: skip
     assert result.exit_code == 0, result.output
-    words = " ".join(result.output.split())
-    for said in ("old target", "new target, before", "refitted", "8 held-out rows", "20 rows"):
-        assert said in words
-    assert "fledge eval" in words
+    shown = " ".join(result.output.split())
+    for text in ("old target", "new target, before", "refitted", "8 held-out rows", "20 rows"):
+        assert text in shown
+    assert "fledge eval" in shown
     assert (tmp_path / "out" / "best").resolve() == tmp_path / "out" / "refit"
 
 
 @pytest.mark.parametrize("kind", ["peagle", "eagle1", "eagle2", "dflash", "dspark"])
-def test_every_method(place, tiny_target, tmp_path, kind):
-    own = {"dflash": ["objective.block_size=4"], "dspark": ["objective.block_size=4"]}.get(kind, [])
-    if own:
-        own += ["objective.listened_layers=3", "draft.draft_vocab_size=null"]
-    options = [f"objective.kind={kind}", *own, "draft.layers=1", "training.steps=2"]
+def test_every_method_can_be_retargeted(place, tiny_target, tmp_path, kind):
+    more = {"dflash": ["objective.block_size=4"], "dspark": ["objective.block_size=4"]}.get(
+        kind, []
+    )
+    if more:
+        more += ["objective.listened_layers=3", "draft.draft_vocab_size=null"]
+    options = [f"objective.kind={kind}", *more, "draft.layers=1", "training.steps=2"]
     chats = place / "chats.jsonl"
     fit(set_up(tiny.recipe_for(tiny_target, chats, tmp_path / "run", *options)), Notes())
-    asked = Asked(tmp_path / "run", str(place / "tuned"), [str(chats)], device="cpu")
-    found = retarget(asked, Notes())
-    assert found.directory == tmp_path / "run-retargeted"
-    assert found.error < found.error_before
-    draft = load_draft(found.directory / "best")
+    request = Asked(tmp_path / "run", str(place / "tuned"), [str(chats)], device="cpu")
+    result = retarget(request, Notes())
+    assert result.directory == tmp_path / "run-retargeted"
+    assert result.error < result.error_before
+    draft = load_draft(result.directory / "best")
     assert method_of(draft.config).name == kind
-    assert found.taken == (("embedding", "head") if kind in ("eagle1", "eagle2") else ())
+    assert result.taken == (("embedding", "head") if kind in ("eagle1", "eagle2") else ())
 
 
 def test_a_draft_without_a_run(place, tmp_path):
-    """It does not know its target; its recipe is that of its method, as long as it drafts."""
-    alone = tmp_path / "alone"
-    shutil.copytree((place / "run" / "best").resolve(), alone)
-    asked = Asked(alone, str(place / "tuned"), [str(place / "chats.jsonl")], device="cpu")
-    with pytest.raises(BadInput, match=r"which target was it trained for\?.*--old MODEL") as told:
-        retarget(asked, Notes())
-    assert "draft.init_from=DRAFT" in str(told.value)
-    recipe = recipe_for(asked, alone, tmp_path / "out")
+    """It does not name its target; the recipe has its method's defaults and its draft length."""
+    draft_path = tmp_path / "alone"
+    shutil.copytree((place / "run" / "best").resolve(), draft_path)
+    request = Asked(draft_path, str(place / "tuned"), [str(place / "chats.jsonl")], device="cpu")
+    with pytest.raises(BadInput, match=r"which target was it trained for\?.*--old MODEL") as error:
+        retarget(request, Notes())
+    assert "draft.init_from=DRAFT" in str(error.value)
+    recipe = recipe_for(request, draft_path, tmp_path / "out")
     assert recipe.objective.kind == "eagle3"
     assert recipe.objective.depths == 3
     assert recipe.target.aux_layer_ids == (0, 1, 2)
-    gone = run("retarget", alone, "--target", place / "tuned", "--old", tmp_path / "gone",
-               "--data", place / "chats.jsonl", "--device", "cpu")  # fmt: skip
-    assert isinstance(gone.exception, BadInput)
-    assert "the old target: no such model" in str(gone.exception)
-    assert "draft.init_from=DRAFT" in str(gone.exception)
+    result = run("retarget", draft_path, "--target", place / "tuned", "--old", tmp_path / "gone",
+                 "--data", place / "chats.jsonl", "--device", "cpu")  # fmt: skip
+    assert isinstance(result.exception, BadInput)
+    assert "the old target: no such model" in str(result.exception)
+    assert "draft.init_from=DRAFT" in str(result.exception)
 
 
-def test_another_model_is_no_changed_one(place, tiny_target, tmp_path):
+def test_a_different_model_is_rejected(place, tiny_target, tmp_path):
     model = LlamaForCausalLM.from_pretrained(tiny_target)
     model.config.num_hidden_layers = 5
     other = LlamaForCausalLM(model.config)
     shutil.copytree(tiny_target, tmp_path / "other")
     other.save_pretrained(tmp_path / "other")
-    asked = Asked(
+    request = Asked(
         place / "run", str(tmp_path / "other"), [str(place / "chats.jsonl")],
         out=tmp_path / "out", device="cpu",
     )  # fmt: skip
     with pytest.raises(BadInput, match="have layers 4 and 5"):
-        retarget(asked, Notes())
+        retarget(request, Notes())
     few = make_chats(tmp_path / "few.jsonl", 4)
     with pytest.raises(BadInput, match="too few to fit"):
         retarget(

@@ -1,4 +1,4 @@
-"""The closed form is least squares, however the rows come."""
+"""The closed form is penalized least squares, streamed or not."""
 
 import pytest
 import torch
@@ -31,22 +31,27 @@ sizes = {
 
 
 @given(**sizes, penalty=st.sampled_from([1e-6, 1e-3, 0.3, 10.0]), pieces=st.integers(1, 5))
-def test_it_is_least_squares_with_the_penalty_as_rows(seed, rows, inputs, outputs, penalty, pieces):
-    """Fewer rows than inputs, more, one: streamed or whole."""
+def test_solve_is_least_squares_with_the_penalty_as_extra_rows(
+    seed, rows, inputs, outputs, penalty, pieces
+):
+    """With fewer rows than inputs, with more, or with one; streamed or whole."""
     x_NX, r_NE = problem(seed, rows, inputs, outputs)
     weight_X = (penalty * x_NX.square().sum(0)).sqrt()
-    more = torch.cat([x_NX, torch.diag(weight_X)]), torch.cat([r_NE, torch.zeros(inputs, outputs)])
-    [wanted_XE, *_] = torch.linalg.lstsq(*(part.double() for part in more))
-    found = moments(x_NX, r_NE, pieces)
-    change_EX = found.solve(penalty)
+    stacked = (
+        torch.cat([x_NX, torch.diag(weight_X)]),
+        torch.cat([r_NE, torch.zeros(inputs, outputs)]),
+    )
+    [wanted_XE, *_] = torch.linalg.lstsq(*(part.double() for part in stacked))
+    sums = moments(x_NX, r_NE, pieces)
+    change_EX = sums.solve(penalty)
     torch.testing.assert_close(change_EX.t(), wanted_XE, rtol=1e-6, atol=1e-6)
-    off = (x_NX @ change_EX.t() - r_NE).square().mean().sqrt()
-    assert found.error(change_EX) == pytest.approx(float(off), rel=1e-6, abs=1e-7)
+    error = (x_NX @ change_EX.t() - r_NE).square().mean().sqrt()
+    assert sums.error(change_EX) == pytest.approx(float(error), rel=1e-6, abs=1e-7)
 
 
 @given(**sizes, kept=st.integers(1, 3))
-def test_kept_inputs_are_read_as_before(seed, rows, inputs, outputs, kept):
-    """And what is left free is the best that is left: no step along them improves it."""
+def test_kept_inputs_give_the_same_outputs_as_before(seed, rows, inputs, outputs, kept):
+    """The rest is optimal under that constraint: no step in a free direction improves it."""
     inputs += kept
     x_NX, r_NE = problem(seed, rows, inputs, outputs)
     z_MX, _ = problem(seed + 1, kept, inputs, 1)
@@ -60,28 +65,31 @@ def test_kept_inputs_are_read_as_before(seed, rows, inputs, outputs, kept):
     assert float((gradient_EX @ free_XX).abs().max()) < 1e-6 * max(1.0, float(sums.rx_EX.norm()))
 
 
-def test_parts_add_up_to_the_whole():
+def test_moments_of_parts_add_up_to_those_of_the_whole():
     x_NX, r_NE = problem(0, 30, 7, 3)
-    whole, both = moments(x_NX, r_NE), moments(x_NX[:11], r_NE[:11]) + moments(x_NX[11:], r_NE[11:])
-    for ours, theirs in zip(vars(both).values(), vars(whole).values(), strict=True):
-        torch.testing.assert_close(ours, theirs)
+    whole, added = (
+        moments(x_NX, r_NE),
+        moments(x_NX[:11], r_NE[:11]) + moments(x_NX[11:], r_NE[11:]),
+    )
+    for actual, expected in zip(vars(added).values(), vars(whole).values(), strict=True):
+        torch.testing.assert_close(actual, expected)
 
 
-def test_the_penalty_is_chosen_on_other_rows():
-    """A linear relation: the smallest that is solved. None at all: no change, or next to none."""
+def test_the_penalty_is_chosen_on_held_out_rows():
+    """The smallest one for an exactly linear relation; for pure noise a large one, or no change."""
     x_NX, noise_NE = problem(0, 200, 20, 3)
     map_EX, _ = problem(1, 3, 20, 1)
     exact_NE = x_NX @ map_EX.t()
-    found = fit_change(moments(x_NX[:150], exact_NE[:150]), moments(x_NX[150:], exact_NE[150:]))
-    assert found.penalty == PENALTIES[0]
-    torch.testing.assert_close(found.change_EX, map_EX, rtol=1e-6, atol=1e-6)
-    assert found.error < 1e-6 * found.error_before
-    few = fit_change(moments(x_NX[:25], noise_NE[:25]), moments(x_NX[150:], noise_NE[150:]))
-    assert few.penalty is None or few.penalty >= 1.0
-    assert few.error <= few.error_before
+    exact = fit_change(moments(x_NX[:150], exact_NE[:150]), moments(x_NX[150:], exact_NE[150:]))
+    assert exact.penalty == PENALTIES[0]
+    torch.testing.assert_close(exact.change_EX, map_EX, rtol=1e-6, atol=1e-6)
+    assert exact.error < 1e-6 * exact.error_before
+    noisy = fit_change(moments(x_NX[:25], noise_NE[:25]), moments(x_NX[150:], noise_NE[150:]))
+    assert noisy.penalty is None or noisy.penalty >= 1.0
+    assert noisy.error <= noisy.error_before
 
 
-def test_inputs_that_are_silent_stay_where_they_were():
+def test_inputs_that_are_always_zero_keep_their_weights():
     x_NX, r_NE = problem(0, 30, 6, 2)
     x_NX[:, 2] = 0.0
     change_EX = moments(x_NX, r_NE).solve(1e-6)

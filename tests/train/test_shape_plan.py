@@ -1,4 +1,5 @@
-"""What a recipe would cost on GPUs that are not here: from shapes alone, and as its header says."""
+"""What a recipe would cost on GPUs that are not available: computed from shapes alone, and equal to
+the figures in its header."""
 
 import json
 import re
@@ -26,17 +27,17 @@ def planned(name, *overrides):
 
 
 @pytest.mark.parametrize("name", NOT_RUN)
-def test_headers_say_what_plan_says(name):
+def test_recipe_headers_match_the_plan(name):
     text = shipped_recipe(name).read_text()
-    said = re.search(
+    memory = re.search(
         r"memory +([\d.]+) GiB a GPU: target ([\d.]+), draft and optimizer ([\d.]+), one step "
         r"(\d+\.\d)", text,
     )  # fmt: skip
     hours, tokens = re.search(r"time +([\d.]+) h for (\d+) million tokens", text).groups()
     predicted = planned(name).predict()
-    held = (predicted.target_bytes, predicted.draft_bytes, predicted.step_bytes)
-    assert [float(n) for n in said.groups()] == pytest.approx(
-        [predicted.peak_bytes / GIB, *(size / GIB for size in held)], abs=0.051
+    sizes = (predicted.target_bytes, predicted.draft_bytes, predicted.step_bytes)
+    assert [float(n) for n in memory.groups()] == pytest.approx(
+        [predicted.peak_bytes / GIB, *(size / GIB for size in sizes)], abs=0.051
     )
     assert float(hours) == pytest.approx(predicted.seconds / 3600, abs=0.051)
     assert float(tokens) == pytest.approx(predicted.tokens / 1e6, abs=0.51)
@@ -44,14 +45,14 @@ def test_headers_say_what_plan_says(name):
     assert "NOT RUN" in text
 
 
-def test_weights_are_counted_as_the_models_have_them():
-    """Published sizes: 70.55, 235.09 (22.2 active, embedding and head in) and 8.03 billion."""
+def test_weight_counts_match_the_published_models():
+    """Published sizes: 70.55, 235.09 (22.2 active, with embedding and head) and 8.03 billion."""
     big, moe, small = (planned(name).target for name in NOT_RUN)
     assert [round(x.weights / 1e9, 2) for x in (big, moe, small)] == [70.55, 235.09, 8.03]
     assert (moe.active + 2 * moe.head) / 1e9 == pytest.approx(22.2, abs=0.1)
 
 
-def test_cutting_a_target_cuts_its_bytes():
+def test_sharding_a_target_reduces_its_bytes():
     whole = planned("llama33_70b_8gpu", "target.parallel={fsdp: 1}").target_bytes()
     for cut in ("{tp: 8}", "{fsdp: 8}", "{fsdp: 4, tp: 2}"):
         part = planned("llama33_70b_8gpu", f"target.parallel={cut}").target_bytes()
@@ -61,14 +62,14 @@ def test_cutting_a_target_cuts_its_bytes():
         for n in (1, 2, 4, 8)
     ]
     assert rows == sorted(rows, reverse=True)
-    assert rows[-1] > 8.03e9 * 2  # its ranks share rows, not weights
+    assert rows[-1] > 8.03e9 * 2  # with cp, ranks split rows, not weights
 
 
-def test_sharing_rows_cuts_a_step_down_to_what_all_ranks_need():
+def test_splitting_rows_reduces_a_step_to_what_every_rank_needs():
     step = planned("llama31_8b_128k_8gpu").step
     sizes = [step.bytes(n) for n in (1, 2, 4, 8, 16)]
     assert sizes == sorted(sizes, reverse=True)
-    answer = 2 * step.tokens * 4 * 4096 * 2  # whole on every rank, for a moment
+    answer = 2 * step.tokens * 4 * 4096 * 2  # briefly whole on every rank
     for n in (2, 4, 8):
         assert step.bytes(n) - answer < 1.25 * (sizes[0] - answer) / n + 2 * GIB
     assert context_needed(step, sizes[0]) == 1
@@ -77,16 +78,16 @@ def test_sharing_rows_cuts_a_step_down_to_what_all_ranks_need():
     assert context_needed(step, 1e9) is None
 
 
-def test_sharing_weights_leaves_the_whole_ones_of_a_step():
+def test_sharded_weights_are_still_gathered_whole_in_a_step():
     assert draft_bytes(1000, 10) == 16_040
     assert draft_bytes(1000, 10, shard=4, width=2) == 3000 + 6000 + 40
 
 
-def test_ranks_and_rows_cost_time():
+def test_time_depends_on_ranks_and_rows():
     one = planned("llama31_8b_128k_8gpu", "training.context=1", "target.parallel={cp: 1}")
     four = planned("llama31_8b_128k_8gpu")
-    fewer = four.predict().seconds_by_part["steps"] / one.predict().seconds_by_part["steps"]
-    assert fewer == pytest.approx(1 / 4, rel=0.1)  # a quarter of the rows a step
+    ratio = four.predict().seconds_by_part["steps"] / one.predict().seconds_by_part["steps"]
+    assert ratio == pytest.approx(1 / 4, rel=0.1)  # a quarter of the rows per step
     redundant = planned("llama31_8b_128k_8gpu", "target.parallel={fsdp: 8}").predict()
     assert redundant.seconds > 2 * four.predict().seconds  # every rank asks about the whole row
 
@@ -95,9 +96,9 @@ def test_plan_from_shapes(capsys, monkeypatch):
     monkeypatch.setattr(out, "_width", 200)
     long = "llama31_8b_128k_8gpu"
     plan([long, "training.context=1", "target.parallel={cp: 1}"], ranks=8, as_json=True)
-    found = json.loads(capsys.readouterr().out)
-    assert found["context_needed"] == 4
-    assert found["tokens"] == 1200 * 8 * 131_072
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["context_needed"] == 4
+    assert figures["tokens"] == 1200 * 8 * 131_072
     plan([long], ranks=8, gpu_gib=20)
     shown = capsys.readouterr().out
     assert "1,200 steps on 8 ranks" in shown
@@ -114,14 +115,14 @@ def test_plan_from_shapes(capsys, monkeypatch):
         (["target.model=nobody/nothing"], 8, "the config of 'nobody/nothing' is not here"),
     ],
 )
-def test_what_cannot_be_predicted_says_why(overrides, ranks, line):
+def test_a_recipe_that_cannot_be_predicted_is_refused_with_a_reason(overrides, ranks, line):
     recipe = load_recipe("llama31_8b_128k_8gpu", overrides)
     with pytest.raises(BadInput, match=line):
         ShapePlan.of(recipe, ranks)
 
 
-def test_a_run_that_is_set_up_is_counted_alike(recipe):
-    """The same bytes from the same shapes, whichever way they were found."""
+def test_a_run_that_is_set_up_has_the_same_figures(recipe):
+    """The same shapes give the same bytes, whether or not the run is set up."""
     training = set_up(recipe())
     predicted, step = predict(training), step_memory(training)
     assert predicted.step_bytes == step.bytes(1)
@@ -141,7 +142,7 @@ def test_a_run_that_is_set_up_is_counted_alike(recipe):
 
 def test_blocks_are_not_counted_as_chains():
     """The 8B shape: four rows of 2,048, 512 blocks of 8 in each, 5 layers, a frozen
-    head of 128,256. A chain of 7 would keep seven rows a token; this keeps two."""
+    head of 128,256. A chain of 7 would keep seven rows per token; this keeps two."""
     shape = (
         "packing.tokens=2048", "data.max_length=2048", "training.context=1", "training.shard=1",
         "target.parallel={cp: 1}", "training.micro_batch=4", "objective.kind=dflash",
@@ -167,14 +168,14 @@ def test_blocks_are_not_counted_as_chains():
 
 @pytest.mark.parametrize("gpus", [1, 8])
 @pytest.mark.parametrize("kind", ["dflash", "dspark"])
-def test_headers_of_block_recipes_say_what_plan_says(kind, gpus):
+def test_block_recipe_headers_match_the_plan(kind, gpus):
     path = shipped_recipe(f"qwen3_8b_{kind}_{gpus}gpu")
-    [said] = re.findall(
+    [memory] = re.findall(
         r"memory +([\d.]+) GiB a GPU: target ([\d.]+), draft and optimizer ([\d.]+), one step "
         r"(\d+\.\d)", path.read_text(),
     )  # fmt: skip
     predicted = ShapePlan.of(load_recipe(path, ["training.steps=10"]), gpus).predict()
-    held = (predicted.target_bytes, predicted.draft_bytes, predicted.step_bytes)
-    assert [float(n) for n in said] == pytest.approx(
-        [predicted.peak_bytes / GIB, *(size / GIB for size in held)], abs=0.051
+    sizes = (predicted.target_bytes, predicted.draft_bytes, predicted.step_bytes)
+    assert [float(n) for n in memory] == pytest.approx(
+        [predicted.peak_bytes / GIB, *(size / GIB for size in sizes)], abs=0.051
     )

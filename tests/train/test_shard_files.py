@@ -1,4 +1,4 @@
-"""Checkpoints of sharded runs: whole or absent, and read by any number of ranks."""
+"""Checkpoints of sharded runs: complete or absent, and readable by any number of ranks."""
 
 import json
 import shutil
@@ -30,14 +30,14 @@ def run(recipe):
 
 
 def cut(recipe, name, *, ranks, shard):
-    """The same four packs a step on so many ranks, six steps, a checkpoint in the middle."""
+    """Six steps of the same four packs on this many ranks, with a checkpoint in the middle."""
     step = f"training.micro_batch=1 training.accumulate={4 // ranks} training.shard={shard}"
     often = f"checkpoint.every_steps={SAVED_AT} checkpoint.keep=9 evaluation.every_steps=9"
     return recipe("training.steps=6", "data.valid_rows=2", *step.split(), *often.split(), run=name)
 
 
 def cut_off(run, copy):
-    """A run as it was at its first checkpoint."""
+    """Copy a run as it was at its first checkpoint."""
     shutil.copytree(run, copy, symlinks=True)
     for path in (copy / "checkpoints").iterdir():
         if path.name != f"step-{SAVED_AT:08d}":
@@ -46,23 +46,23 @@ def cut_off(run, copy):
 
 
 def everything(run):
-    """Weights and moments of a run's newest checkpoint, put together."""
-    found, _ = newest_checkpoint(run)
-    assert found.step == 6
-    weights = found.draft_tensors()
+    """The whole weights and moments of a run's newest checkpoint."""
+    newest, _ = newest_checkpoint(run)
+    assert newest.step == 6
+    weights = newest.draft_tensors()
     trained = {n: w for n, w in weights.items() if w.is_floating_point() and "embed" not in n}
     moments = {
         f"optimizer.{name}.{key}": torch.zeros_like(weight)
         for name, weight in trained.items()
         for key in ("exp_avg", "exp_avg_sq")
     }
-    read_shares(found.path, moments)
+    read_shares(newest.path, moments)
     return weights | moments
 
 
-def farthest(one, other):
-    assert one.keys() == other.keys()
-    return max(float((one[name].double() - other[name].double()).abs().max()) for name in one)
+def largest_difference(a, b):
+    assert a.keys() == b.keys()
+    return max(float((a[name].double() - b[name].double()).abs().max()) for name in a)
 
 
 @pytest.fixture(scope="module")
@@ -79,37 +79,37 @@ def saved_on_four(tiny_target, tiny_chats, tmp_path_factory):
 
 
 @pytest.mark.parametrize(("ranks", "shard"), [(4, 4), (4, 2), (2, 2), (1, 1)])
-def test_saved_on_four_ranks_and_resumed_on_others(saved_on_four, ranks, shard):
+def test_a_run_saved_on_four_ranks_resumes_on_other_layouts(saved_on_four, ranks, shard):
     make, four = saved_on_four
     name = f"resumed-{ranks}-{shard}"
     copy = cut_off(four, four.parent / name)
     run_ranks(ranks, run, cut(make, name, ranks=ranks, shard=shard))
-    difference = farthest(everything(four), everything(copy))
+    difference = largest_difference(everything(four), everything(copy))
     assert difference == 0.0 if (ranks, shard) == (4, 4) else difference < 1e-9
 
 
-def test_saved_by_one_rank_and_resumed_on_two(saved_on_four):
+def test_a_run_saved_by_one_rank_resumes_on_two(saved_on_four):
     make, four = saved_on_four
     run_ranks(1, run, cut(make, "one", ranks=1, shard=1))
     one = four.parent / "one"
     assert not read_checkpoint(next((one / "checkpoints").iterdir())).is_sharded
-    assert farthest(everything(four), everything(one)) < 1e-9
+    assert largest_difference(everything(four), everything(one)) < 1e-9
     copy = cut_off(one, four.parent / "from-one")
     run_ranks(2, run, cut(make, "from-one", ranks=2, shard=2))
     assert newest_checkpoint(copy)[0].is_sharded
-    assert farthest(everything(one), everything(copy)) < 1e-9
+    assert largest_difference(everything(one), everything(copy)) < 1e-9
 
 
-def test_another_number_of_packs_a_step_is_refused(saved_on_four):
+def test_a_different_number_of_packs_per_step_is_refused(saved_on_four):
     make, four = saved_on_four
     cut_off(four, four.parent / "fewer")
-    fewer = cut(make, "fewer", ranks=4, shard=1)  # as if there were four of us
+    fewer = cut(make, "fewer", ranks=4, shard=1)  # cut for four ranks, run on one
     with pytest.raises(BadInput, match="takes 4 packs a step, not 1"):
         run_ranks(1, run, fewer)
 
 
-def test_a_sharded_run_leaves_a_loadable_draft_and_shares(saved_on_four):
-    """Each rank's file holds its share; no tensor is in two of them."""
+def test_a_sharded_run_leaves_a_loadable_draft_and_one_share_per_rank(saved_on_four):
+    """Each rank's file holds only its share of the moments, and all shares add up to the whole."""
     _, four = saved_on_four
     checkpoint, _ = newest_checkpoint(four)
     assert LlamaEagle3DraftModel.from_pretrained(four / "best").config.draft_vocab_size == 128
@@ -153,8 +153,8 @@ def nowhere(tensors, info):
 
 
 @pytest.mark.parametrize("spoil", [spoil_size, spoil_dtype, drop_one, negative, words, nowhere])
-def test_shares_that_somebody_wrote_on_purpose(saved_on_four, tmp_path, spoil):
-    """Fitting checksums, and still one line."""
+def test_maliciously_written_shares_are_refused(saved_on_four, tmp_path, spoil):
+    """The checksums match, and the shares are still refused, in one line."""
     _, four = saved_on_four
     path = newest_checkpoint(shutil.copytree(four, tmp_path / "run", symlinks=True))[0].path
     wanted = {
@@ -182,7 +182,7 @@ def test_shares_that_somebody_wrote_on_purpose(saved_on_four, tmp_path, spoil):
     assert "\n" not in str(refused.value)
 
 
-def test_a_file_that_does_not_belong_there(saved_on_four, tmp_path):
+def test_a_file_that_does_not_belong_to_the_checkpoint_is_refused(saved_on_four, tmp_path):
     _, four = saved_on_four
     path = newest_checkpoint(shutil.copytree(four, tmp_path / "run", symlinks=True))[0].path
     save_file({"x": torch.zeros(1)}, path / "other.safetensors")

@@ -1,4 +1,4 @@
-"""Runs whose ranks hold one target together: what they train and write is what one process does."""
+"""Runs whose ranks share one target train and write the same as a single process."""
 
 from functools import partial
 from pathlib import Path
@@ -19,23 +19,23 @@ from train.tiny import Notes
 pytestmark = pytest.mark.ranks
 
 CPU = torch.device("cpu")
-# three micro-batches a step on two ranks: at the end of the data some rank has none
+# three micro-batches per step on two ranks: at the end of the data some rank has none
 UNEVEN = ("training.accumulate=3", "training.epochs=2")
 
 
 @pytest.mark.parametrize(
     "layout", [("fsdp", 2), ("tp", 2), ("cp", 2)], ids=lambda layout: "".join(map(str, layout))
 )
-def test_two_ranks_that_share_the_target_are_one(recipe, tmp_path, layout):
+def test_two_ranks_that_share_the_target_match_one(recipe, tmp_path, layout):
     fit(set_up(recipe(*UNEVEN, "training.micro_batch=2", run="one")), Notes())
     kind, size = layout
     cut = f"target.parallel.{kind}={size}"
     shared = recipe(*UNEVEN, "training.micro_batch=1", cut, run="two")
     assert run_ranks(2, run_recipe, shared) == [0, 0]
     one = load_file(tmp_path / "one" / "best" / "model.safetensors")
-    both = load_file(tmp_path / "two" / "best" / "model.safetensors")
+    two = load_file(tmp_path / "two" / "best" / "model.safetensors")
     for name, tensor in one.items():
-        torch.testing.assert_close(both[name], tensor, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(two[name], tensor, rtol=1e-4, atol=1e-5)
 
 
 def _precompute(recipe, directory):
@@ -47,7 +47,7 @@ def _precompute(recipe, directory):
 
 
 def _payload(directory: Path) -> dict[str, bytes]:
-    """Every shard, and what stands beside them."""
+    """The bytes of every shard and of the other safetensors files beside them."""
     return {
         path.name: path.read_bytes()
         for path in directory.iterdir()
@@ -55,11 +55,11 @@ def _payload(directory: Path) -> dict[str, bytes]:
     }
 
 
-def test_a_shared_target_fills_a_cache(recipe, tmp_path):
-    """FSDP2 runs whole layers, so that even the bytes are those of one process."""
+def test_a_shared_target_writes_the_same_cache(recipe, tmp_path):
+    """FSDP2 runs whole layers, so even the bytes are those of one process."""
     assert _precompute(recipe(), tmp_path / "alone")
     shared = recipe("target.parallel.fsdp=2")
     assert run_ranks(2, _precompute, shared, tmp_path / "shared") == [True, True]
-    alone, both = _payload(tmp_path / "alone"), _payload(tmp_path / "shared")
+    alone, together = _payload(tmp_path / "alone"), _payload(tmp_path / "shared")
     assert len(alone) > 3
-    assert alone == both
+    assert alone == together

@@ -1,4 +1,5 @@
-"""One draft over several ranks (`training.shard`): the same weights as on one, and a share each."""
+"""One draft sharded over several ranks (`training.shard`): the same weights as on one rank, and
+each rank holds its share."""
 
 import pytest
 import torch
@@ -25,11 +26,11 @@ DPACE = (*DFLASH, "objective.weights=dpace")
 BLOCKS = {"dflash": DFLASH, "dspark": DSPARK, "dpace": DPACE}
 KINDS = {"eagle3": (), "peagle": PEAGLE, "lambda": LAMBDA, **BLOCKS}
 
-LAYOUTS = ((2, 2), (4, 4), (4, 2))  # ranks, and how many of them share a draft
+LAYOUTS = ((2, 2), (4, 4), (4, 2))  # (ranks, ranks that share one draft)
 
 
 def doubled(*given):
-    """Drafts in float64: what is not equal to the ninth place is not the same arithmetic."""
+    """A draft in float64: a difference beyond the ninth decimal place is more than rounding."""
     return building_make_draft(*given).double()
 
 
@@ -37,7 +38,7 @@ building_make_draft = building.make_draft
 
 
 def weights_after_ten_steps(recipe):
-    """Ten steps; in the last one there are fewer micro-batches than places for them."""
+    """The last ten steps of a run; the very last step has fewer micro-batches than slots."""
     building.make_draft = doubled
     training = set_up(recipe)
     stream, parts = training.stream, training.parts
@@ -47,13 +48,13 @@ def weights_after_ten_steps(recipe):
         norms.append(float(result.grad_norm))
     weights = {name: whole_tensor(p).detach() for name, p in training.draft.named_parameters()}
     moments = [state["exp_avg_sq"] for state in parts.optimizers[0].state.values()]
-    held = sum(local_tensor(t).numel() for t in [*parts.parameters, *moments])
-    last = [rows is None for rows in stream.batch(stream.steps - 1).micro]
-    return {n: w.numpy() for n, w in weights.items()}, norms, held, last
+    elements = sum(local_tensor(t).numel() for t in [*parts.parameters, *moments])
+    idle = [rows is None for rows in stream.batch(stream.steps - 1).micro]
+    return {n: w.numpy() for n, w in weights.items()}, norms, elements, idle
 
 
 def cut(recipe, *options, ranks, shard):
-    """The same four packs a step on so many ranks."""
+    """The same four packs per step, divided over this many ranks."""
     parts = f"training.micro_batch=1 training.accumulate={4 // ranks} training.epochs=7"
     return recipe(
         *options,
@@ -65,9 +66,9 @@ def cut(recipe, *options, ranks, shard):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_sharded_is_one_rank(recipe, kind):
+def test_sharded_training_matches_one_rank(recipe, kind):
     options = KINDS[kind]
-    [(one, norms, held, last)] = run_ranks(
+    [(wanted, norms, elements, last)] = run_ranks(
         1, weights_after_ten_steps, cut(recipe, *options, ranks=1, shard=1)
     )
     assert any(last)
@@ -76,11 +77,11 @@ def test_sharded_is_one_rank(recipe, kind):
         results = run_ranks(
             ranks, weights_after_ten_steps, cut(recipe, *options, ranks=ranks, shard=shard)
         )
-        assert any(all(idle) for *_, idle in results)  # a rank that has nothing to do
-        for weights, their_norms, share, _ in results:
-            assert their_norms == pytest.approx(norms, rel=1e-9)
-            assert share == pytest.approx(held / shard, rel=0.05)
-            for name, weight in one.items():
+        assert any(all(idle) for *_, idle in results)  # some rank has nothing to do
+        for weights, sharded_norms, share, _ in results:
+            assert sharded_norms == pytest.approx(norms, rel=1e-9)
+            assert share == pytest.approx(elements / shard, rel=0.05)
+            for name, weight in wanted.items():
                 difference = abs(weights[name] - weight).max()
                 assert difference < 1e-9, (name, ranks, shard)
 
@@ -93,10 +94,10 @@ def norms_in_bfloat16(recipe):
     return [float(result.grad_norm) for result in results]
 
 
-def test_sharded_in_bfloat16_is_one_rank_in_bfloat16(recipe):
+def test_sharded_bfloat16_matches_one_rank_in_bfloat16(recipe):
     """The same casts in the same places: only the order of float32 sums differs."""
     options = ("training.compute_dtype=bfloat16",)
-    [one] = run_ranks(1, norms_in_bfloat16, cut(recipe, *options, ranks=1, shard=1))
+    [wanted] = run_ranks(1, norms_in_bfloat16, cut(recipe, *options, ranks=1, shard=1))
     for norms in run_ranks(2, norms_in_bfloat16, cut(recipe, *options, ranks=2, shard=2)):
-        assert norms[0] == pytest.approx(one[0], rel=1e-5)
-        assert norms == pytest.approx(one, rel=2e-2)
+        assert norms[0] == pytest.approx(wanted[0], rel=1e-5)
+        assert norms == pytest.approx(wanted, rel=2e-2)

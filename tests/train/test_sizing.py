@@ -1,5 +1,4 @@
-"""Clusters on paper: what was measured comes out as it was measured, and figures agree with one
-another."""
+"""Cluster sizing: measured shapes give their measured times, and the figures are consistent."""
 
 import json
 from pathlib import Path
@@ -32,11 +31,11 @@ def measured(name):
     ("shape", "at", "tokens", "seen"),
     [("135m", 0, 16_384, 125), ("1b", 1, 16_384, 1024), ("8b", 2, 8192, 1024)],
 )
-def test_what_was_measured_comes_out_as_measured(shape, at, tokens, seen):
-    """Operations are those of the benchmark's shapes, seconds those of its results."""
+def test_measured_shapes_give_their_measured_times(shape, at, tokens, seen):
+    """Operations are those of the benchmark's shapes, and seconds those of its results."""
     from transformers import LlamaConfig
 
-    target_s, whole_s = 0.015, 0.089  # of the 135M step; the page has no more digits
+    target_s, whole_s = 0.015, 0.089  # the 135M step, with the digits its results page gives
     if shape != "135m":
         target_s, whole_s = measured(f"EAGLE-3\n{shape.upper()}")
     fields = dict(zip(SHAPE_FIELDS, SHAPES[shape], strict=True))
@@ -45,15 +44,15 @@ def test_what_was_measured_comes_out_as_measured(shape, at, tokens, seen):
     draft = draft_without_memory(recipe, config)
     attended = 4 * config.num_attention_heads * config.head_dim * seen * config.num_hidden_layers
     operations = 2 * TargetShape.of(config).active + attended
-    stepped = 6 * recipe.method.work(draft, recipe.objective)._forward(0.6, seen)
+    step_operations = 6 * recipe.method.work(draft, recipe.objective)._forward(0.6, seen)
     assert sizing.TARGETS[at].operations == pytest.approx(operations, rel=1e-3)
-    assert sizing.STEPS[at].operations == pytest.approx(stepped, rel=1e-3)
+    assert sizing.STEPS[at].operations == pytest.approx(step_operations, rel=1e-3)
     assert seconds_for(operations, sizing.TARGETS) == pytest.approx(target_s / tokens, rel=1e-3)
     rest_s = (whole_s - target_s) / tokens
-    assert seconds_for(stepped, sizing.STEPS) == pytest.approx(rest_s, rel=1e-3)
+    assert seconds_for(step_operations, sizing.STEPS) == pytest.approx(rest_s, rel=1e-3)
 
 
-def test_the_sizes_are_those_that_are_published():
+def test_the_sizes_match_the_published_models():
     loads = {size: Load.of([load_recipe(RECIPE)], Given(), size) for size in SIZES}
     weights = [round(load.target.weights / 1e9) for load in loads.values()]
     active = [round((load.target.active + load.target.head) / 1e9) for load in loads.values()]
@@ -61,39 +60,39 @@ def test_the_sizes_are_those_that_are_published():
     assert active == [8, 70, 22, 32]
     assert [load.worker_gpus for load in loads.values()] == [1, 2, 4, 8]
     assert [load.token_bytes for load in loads.values()] == [32_768, 65_536, 32_768, 57_344]
-    own = Load.of([load_recipe(RECIPE)], Given())
-    assert own == loads["8b"]  # nothing is fetched for either
+    default = Load.of([load_recipe(RECIPE)], Given())
+    assert default == loads["8b"]  # nothing is fetched for either
 
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("ranks", [0, 3])
-def test_the_figures_of_a_plan_agree(size, ranks):
+def test_the_figures_of_a_plan_are_consistent(size, ranks):
     given = Given(ranks=ranks)
-    found = size_cluster([load_recipe(RECIPE)], given, size).to_json()
-    capture = found["target_workers"] * found["worker_tokens_per_s"]
-    training = found["train_gpus"] * found["rank_tokens_per_s"]
-    speed, flow, size = found["tokens_per_s"], found["bytes_per_s"], found["bytes_per_token"]
+    figures = size_cluster([load_recipe(RECIPE)], given, size).to_json()
+    capture = figures["target_workers"] * figures["worker_tokens_per_s"]
+    training = figures["train_gpus"] * figures["rank_tokens_per_s"]
+    speed, flow, size = figures["tokens_per_s"], figures["bytes_per_s"], figures["bytes_per_token"]
     assert speed <= min(capture, training) * (1 + 1e-9)
-    assert found["waiting_share"] == pytest.approx(1 - speed / training)
-    assert found["busy_share"] == pytest.approx(speed / capture)
-    assert found["train_gpus"] == ranks or not ranks
-    if not ranks:  # both are busy
-        assert found["waiting_share"] < 0.1
-        assert found["busy_share"] > 0.9
+    assert figures["waiting_share"] == pytest.approx(1 - speed / training)
+    assert figures["busy_share"] == pytest.approx(speed / capture)
+    assert figures["train_gpus"] == ranks or not ranks
+    if not ranks:  # balanced: both sides are busy
+        assert figures["waiting_share"] < 0.1
+        assert figures["busy_share"] > 0.9
     assert flow["store_to_ranks"] == pytest.approx(speed * size)
-    assert flow["store_to_ranks"] == pytest.approx(flow["store_to_rank"] * found["train_gpus"])
+    assert flow["store_to_ranks"] == pytest.approx(flow["store_to_rank"] * figures["train_gpus"])
     assert flow["store_to_ranks"] == pytest.approx(
-        flow["worker_to_store"] * found["target_workers"]
+        flow["worker_to_store"] * figures["target_workers"]
     )
     assert flow["store_to_rank"] <= flow["link"] * (1 + 1e-9)
-    gpus = found["capture_gpus"] + found["train_gpus"]
-    for asked, samples in zip(found["samples"], (1e6, 1e8), strict=True):
-        assert asked["hours"] == pytest.approx(samples * 1024 / speed / 3600)
-        assert asked["cost"] == pytest.approx(asked["hours"] * gpus * 3.0)
-        assert asked["cache_bytes"] == samples * 1024 * size
+    gpus = figures["capture_gpus"] + figures["train_gpus"]
+    for row, samples in zip(figures["samples"], (1e6, 1e8), strict=True):
+        assert row["hours"] == pytest.approx(samples * 1024 / speed / 3600)
+        assert row["cost"] == pytest.approx(row["hours"] * gpus * 3.0)
+        assert row["cache_bytes"] == samples * 1024 * size
 
 
-def test_a_slow_link_is_what_counts():
+def test_a_slow_link_is_the_bottleneck():
     fast, slow = (
         size_cluster([load_recipe(RECIPE)], Given(link_bytes=rate, ranks=2)).to_json()
         for rate in (3e9, 0.3e9)
@@ -103,27 +102,31 @@ def test_a_slow_link_is_what_counts():
     assert slow["waiting_share"] > 0.5
 
 
-def test_what_somebody_measured_goes_before_what_we_did():
+def test_given_speeds_override_the_measured_ones():
     given = Given(target_tokens_s=1000.0, train_tokens_s=3000.0, ranks=1)
-    found = size_cluster([load_recipe(RECIPE)], given).to_json()
-    assert (found["target_workers"], found["train_gpus"]) == (3, 1)
-    assert found["tokens_per_s"] == pytest.approx(3000, rel=0.01)
-    assert found["worker_operations"] is None
+    figures = size_cluster([load_recipe(RECIPE)], given).to_json()
+    assert (figures["target_workers"], figures["train_gpus"]) == (3, 1)
+    assert figures["tokens_per_s"] == pytest.approx(3000, rel=0.01)
+    assert figures["worker_operations"] is None
 
 
-def test_a_draft_more_costs_its_step_only(tmp_path):
+def test_an_additional_draft_costs_only_its_step(tmp_path):
     path = tmp_path / "two.yaml"
     path.write_text("drafts:\n  a: {objective: {kind: eagle3}}\n  b: {objective: {ttt_steps: 3}}\n")
-    words = [f"target.model={SIZES['8b']}", "packing.tokens=8192", "draft.draft_vocab_size=32000"]
-    both = [*load_recipes(path, words).values()]
-    alone = [Load.of([recipe], Given()) for recipe in both]
-    together = Load.of(both, Given())
+    overrides = [
+        f"target.model={SIZES['8b']}",
+        "packing.tokens=8192",
+        "draft.draft_vocab_size=32000",
+    ]
+    recipes = [*load_recipes(path, overrides).values()]
+    alone = [Load.of([recipe], Given()) for recipe in recipes]
+    together = Load.of(recipes, Given())
     assert together.target_s == alone[0].target_s
     assert together.step_s == pytest.approx(sum(load.step_s for load in alone))
     assert together.rank_bytes == sum(load.rank_bytes for load in alone)
 
 
-def test_plan_cluster_says_what_the_page_shows(capsys, monkeypatch):
+def test_plan_cluster_matches_the_documentation(capsys, monkeypatch):
     monkeypatch.setattr(out, "_width", 80)
     plan([RECIPE], cluster=True, target_shape=[*SIZES])
     shown = capsys.readouterr().out
@@ -132,21 +135,21 @@ def test_plan_cluster_says_what_the_page_shows(capsys, monkeypatch):
     assert len(table) > 20
     assert [line for line in table if line.rstrip() not in page] == []
     assert "measured: targets and EAGLE-3 steps" in shown
-    assert "x 9.53" in shown  # how far the 70B target is scaled
+    assert "x 9.53" in shown  # by how much the 70B target is extrapolated
     assert "does not fit" not in shown
     plan([RECIPE], cluster=True, target_shape=["1t-moe"], as_json=True)
-    [found] = json.loads(capsys.readouterr().out)
-    assert found["model"] == SIZES["1t-moe"]
+    [figures] = json.loads(capsys.readouterr().out)
+    assert figures["model"] == SIZES["1t-moe"]
     [speeds] = [line for line in table if "tokens/s, simulated" in line]
-    assert speeds.split()[-1] == f"{found['tokens_per_s']:,.0f}"
+    assert speeds.split()[-1] == f"{figures['tokens_per_s']:,.0f}"
     plan([RECIPE], cluster=True, gpu="h100", gpu_gib=12, ranks=1)
     shown = capsys.readouterr().out
     assert "the draft of Llama-3.1-8B-Instruct does not fit a GPU that trains" in shown
 
 
-def test_a_split_target_stays_split():
-    words = ["target.backend=ray", "target.worker={backend: vllm, tp_size: 2}"]
-    recipe = load_recipe(RECIPE, words)
+def test_a_tensor_parallel_target_stays_split():
+    overrides = ["target.backend=ray", "target.worker={backend: vllm, tp_size: 2}"]
+    recipe = load_recipe(RECIPE, overrides)
     assert Load.of([recipe], Given()).worker_gpus == 2
     assert Load.of([recipe], Given(gpu=gpu_of("h100", 24)), "70b").worker_gpus == 8
 
@@ -159,6 +162,6 @@ def test_a_split_target_stays_split():
         ({"target_shape": ["8b"]}, "add --cluster"),
     ],
 )
-def test_what_cannot_be_planned_is_named(options, line):
+def test_what_cannot_be_planned_is_refused_by_name(options, line):
     with pytest.raises(BadInput, match=line):
         plan([RECIPE], **options)

@@ -1,4 +1,5 @@
-"""Little data: most of it is trained on, too little is said, and nobody's split changes."""
+"""Small data sets: most rows are trained on, too few are reported, and existing runs keep their
+split."""
 
 import json
 import shutil
@@ -35,31 +36,34 @@ class Rows:
 
 @given(st.integers(0, 12_000))
 def test_by_default_at_most_a_tenth_is_held_out(count):
-    train, held = split_rows(Rows(count), None)
-    assert len(held) == min(512, count // 10)
-    assert len(train) + len(held) == count
+    train, held_out = split_rows(Rows(count), None)
+    assert len(held_out) == min(512, count // 10)
+    assert len(train) + len(held_out) == count
 
 
 @given(st.integers(1, 300), st.integers(0, 400))
-def test_what_is_asked_for_is_held_out_or_refused(count, asked):
-    left = count - asked
+def test_the_requested_rows_are_held_out_or_refused(count, requested):
+    left = count - requested
     known = KnownRows(Rows(count), 0, "")
-    if asked and left < max(1, count // 10):
-        line = rf"data\.valid_rows: {asked} rows? (is|are) to be held out, and there are {count}: "
-        for split in (lambda: split_rows(Rows(count), asked),
-                      lambda: known.split(asked, drop_truncated=False)):  # fmt: skip
+    if requested and left < max(1, count // 10):
+        line = (
+            rf"data\.valid_rows: {requested} rows? (is|are) to be held out, "
+            rf"and there are {count}: "
+        )
+        for split in (lambda: split_rows(Rows(count), requested),
+                      lambda: known.split(requested, drop_truncated=False)):  # fmt: skip
             with pytest.raises(BadInput, match=line + rf"{max(0, left)} would be left"):
                 split()
     else:
-        assert [len(part) for part in split_rows(Rows(count), asked)] == [left, asked]
-    # a run that was begun goes on with its rows, as they always were
-    train, held = split_rows(Rows(count), asked, begun=True)
-    assert (len(train), len(held)) == (max(1, left), min(asked, count - 1))
+        assert [len(part) for part in split_rows(Rows(count), requested)] == [left, requested]
+    # an existing run keeps the split it always had
+    train, held_out = split_rows(Rows(count), requested, begun=True)
+    assert (len(train), len(held_out)) == (max(1, left), min(requested, count - 1))
 
 
 @pytest.fixture
 def little(tiny_target, tmp_path):
-    """Recipes that do not say how many rows to hold out, on `count` chats."""
+    """Makes recipes for `count` chats that do not set how many rows to hold out."""
 
     def make(count, *overrides, run="run"):
         chats = tmp_path / f"chats-{count}.jsonl"
@@ -76,17 +80,17 @@ def counts(recipe):
     return tuple(len(part) for part in prepare_data(recipe)[:2])
 
 
-def test_160_rows_are_trained_on(little):
+def test_most_of_160_rows_are_trained_on(little):
     recipe = little(160)
     assert recipe.data.valid_rows is None
     assert counts(recipe) == (144, 16)
     assert load_recipe(None, ["data.valid_rows=null"]).data.valid_rows is None
     with pytest.raises(BadInput, match="512 rows are to be held out, and there are 160: 0 would"):
         prepare_data(little(160, "data.valid_rows=512"))
-    assert counts(little(160, "data.valid_rows=100")) == (60, 100)  # asked for
+    assert counts(little(160, "data.valid_rows=100")) == (60, 100)  # explicitly requested
 
 
-def test_a_handful_of_rows_is_said(little, tmp_path):
+def test_a_handful_of_rows_is_reported(little, tmp_path):
     run = open_run(little(20))
     [warning] = run.warnings
     assert "only 18 rows to train on (2 are held out)" in warning
@@ -99,7 +103,7 @@ def test_a_handful_of_rows_is_said(little, tmp_path):
 
 
 def written_before(recipe, rows):
-    """Leave what a run before left: its recipe with every default written down."""
+    """Write what an earlier version wrote: the run's recipe with every default filled in."""
     path = Path(recipe.run.output_dir)
     recipe.write_resolved(path)
     text = (path / "recipe.yaml").read_text()
@@ -107,11 +111,11 @@ def written_before(recipe, rows):
     (path / "recipe.yaml").write_text(text.replace("valid_rows: null", f"valid_rows: {rows}"))
 
 
-def test_a_run_from_before_keeps_its_split(little, tmp_path):
+def test_a_run_of_an_earlier_version_keeps_its_split(little, tmp_path):
     recipe = little(60, "training.steps=2")
     written_before(recipe, 512)
     resolved = load_recipe(tmp_path / "run" / "recipe.yaml")
-    for again in (recipe, resolved):  # the recipe it was begun with, or the one it wrote down
+    for again in (recipe, resolved):  # the recipe it was started with, or the one it wrote
         check_existing(again)
         run = open_run(again)
         assert (len(run.train), run.recipe.data.valid_rows) == (1, 512)
@@ -120,7 +124,7 @@ def test_a_run_from_before_keeps_its_split(little, tmp_path):
         check_existing(little(60, "training.steps=2", "data.valid_rows=6"))
 
 
-def test_a_run_of_today_keeps_its_split(little, tmp_path):
+def test_a_run_of_this_version_keeps_its_split(little, tmp_path):
     fit(set_up(little(60, "training.steps=2")), Notes())
     resolved = load_recipe(tmp_path / "run" / "recipe.yaml")
     assert resolved.data.valid_rows is None
@@ -131,40 +135,40 @@ def test_a_run_of_today_keeps_its_split(little, tmp_path):
         check_existing(little(60, "training.steps=2", "data.valid_rows=512"))
 
 
-def test_a_cache_is_split_alike(little, tmp_path):
+def test_a_cache_is_split_the_same_way(little, tmp_path):
     from fledge.cli import main
 
     for encoding in ("hidden", "probs"):
         recipe, cache = tmp_path / "sparse.yaml", tmp_path / encoding
         live = little(40)
         words = ["precompute", str(recipe), "-o", str(cache), "--encoding", encoding]
-        with pytest.raises(SystemExit) as ended:
+        with pytest.raises(SystemExit) as exit_info:
             main.run(words)
-        assert not ended.value.code
-        from_it = [
+        assert not exit_info.value.code
+        cached = [
             "target.backend=cache",
             "target.model=null",
             f"target.cached_target_path={cache}",
         ]
-        run = open_run(load_recipe(recipe, from_it))
+        run = open_run(load_recipe(recipe, cached))
         assert [len(run.train), sum(len(p) for b in run.held_out for p in b.places)] == [36, 4]
         assert run.vocabulary.digest() == open_run(live).vocabulary.digest()
         with pytest.raises(BadInput, match="39 rows are to be held out, and there are 40: 1 would"):
-            open_run(load_recipe(recipe, [*from_it, "data.valid_rows=39"]))
+            open_run(load_recipe(recipe, [*cached, "data.valid_rows=39"]))
     with pytest.raises(BadInput, match="39 rows are to be held out"):
         recipe_job(little(40, "data.valid_rows=39"), tmp_path / "x", CacheOptions("probs"))
 
 
-def test_plan_says_so_too(little, tmp_path, capfd):
+def test_plan_reports_a_handful_of_rows_too(little, tmp_path, capfd):
     from fledge.cli import main
 
     little(20)
-    for words in (["--json"], []):
+    for flags in (["--json"], []):
         with pytest.raises(SystemExit):
-            main.run(["plan", str(tmp_path / "sparse.yaml"), *words])
+            main.run(["plan", str(tmp_path / "sparse.yaml"), *flags])
         out = capfd.readouterr().out
-        said = json.loads(out)["warnings"][0] if words else " ".join(out.split())
-        assert "only 18 rows to train on" in said
+        text = json.loads(out)["warnings"][0] if flags else " ".join(out.split())
+        assert "only 18 rows to train on" in text
 
 
 class Everything:
@@ -172,24 +176,24 @@ class Everything:
         return True
 
 
-def test_a_run_begun_on_fewer_rows_goes_on_with_them(little, tmp_path, monkeypatch):
-    """Earlier versions dropped chats that the assistant begins; they are read now, by new runs."""
+def test_a_run_started_on_fewer_rows_resumes_with_them(little, tmp_path, monkeypatch):
+    """Earlier versions dropped chats that start with the assistant; new runs read them."""
     chats = make_chats(tmp_path / "chats-60.jsonl", 60)
     row = json.loads(chats.read_text().splitlines()[0])
     row["messages"].insert(0, {"role": "assistant", "content": "Hello!"})
     chats.write_text(f"{json.dumps(row)}\n{chats.read_text()}")
-    words = ("training.steps=4", "checkpoint.every_steps=2", "checkpoint.keep=9")
-    with monkeypatch.context() as before:  # as they began it
-        before.setattr("fledge.train.setup.rows_begun_with", lambda recipe: Everything())
-        begun = set_up(little(60, *words))
-        assert len(begun.train) == 54
-        assert fit(begun, Notes()).finished
+    overrides = ("training.steps=4", "checkpoint.every_steps=2", "checkpoint.keep=9")
+    with monkeypatch.context() as patch:  # start the run as an earlier version did
+        patch.setattr("fledge.train.setup.rows_begun_with", lambda recipe: Everything())
+        started = set_up(little(60, *overrides))
+        assert len(started.train) == 54
+        assert fit(started, Notes()).finished
     last = tmp_path / "run" / "checkpoints" / "step-00000004"
-    ended = (last / "model.safetensors").read_bytes()
+    final = (last / "model.safetensors").read_bytes()
     shutil.rmtree(last)
 
-    notes, resumed = Notes(), set_up(little(60, *words))
+    notes, resumed = Notes(), set_up(little(60, *overrides))
     assert fit(resumed, notes).finished
     assert "resuming at step 2 of 4" in notes.notes
-    assert (last / "model.safetensors").read_bytes() == ended
+    assert (last / "model.safetensors").read_bytes() == final
     assert counts(little(60, run="new")) == (55, 6)

@@ -1,5 +1,5 @@
-"""Several drafts from one pass: each is what it is when it is trained alone, to the last bit, and
-the target is asked once."""
+"""Several drafts trained from one pass of the target: each is bit for bit what it is when trained
+alone, and the target is asked once."""
 
 import json
 import multiprocessing
@@ -45,7 +45,7 @@ tracking: {{every_steps: 2}}
 run: {{output_dir: {run}}}
 drafts:
 """
-# Another method, another size and vocabulary, and one that hears other layers, in another order.
+# A different method, a different size and vocabulary, and one that reads other layers, reordered.
 DRAFTS = {
     "chain": "{}",
     "parallel": "{objective: {kind: peagle, num_depths: 4}, draft: {layers: 2}}",
@@ -57,7 +57,7 @@ DRAFTS = {
 
 @pytest.fixture(scope="module")
 def written(tiny_target, tiny_chats, tmp_path_factory):
-    """A file that names these drafts."""
+    """Writes a recipe file that names the given drafts."""
 
     def write(run, names=tuple(DRAFTS), **entries):
         text = SHARED.format(target=tiny_target, chats=tiny_chats, run=run)
@@ -72,7 +72,7 @@ def written(tiny_target, tiny_chats, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def drafts(written):
-    """Their recipes by name."""
+    """Loads the recipes of the given drafts, by name."""
 
     def make(run, names=tuple(DRAFTS), overrides=(), **entries):
         return load_recipes(written(run, names, **entries), overrides)
@@ -82,7 +82,7 @@ def drafts(written):
 
 @pytest.fixture(scope="module")
 def alone(drafts, tmp_path_factory):
-    """Every draft, trained by itself."""
+    """The directory of runs in which every draft was trained by itself."""
     run = tmp_path_factory.mktemp("alone")
     for recipe in drafts(run).values():
         fit(set_up(recipe), Notes())
@@ -96,33 +96,35 @@ def train(recipes):
 
 
 def content(directory):
-    """All that a run leaves behind, without clock times and its own place."""
-    found = {}
+    """Everything that a run leaves behind, without clock times and its own path."""
+    contents = {}
     for path in sorted(Path(directory).rglob("*")):
         name = str(path.relative_to(directory))
         if path.suffix == ".safetensors":
-            found |= {f"{name}/{key}": t.numpy().tobytes() for key, t in load_file(path).items()}
+            contents |= {f"{name}/{key}": t.numpy().tobytes() for key, t in load_file(path).items()}
         elif path.name == "state.json":
             state = json.loads(path.read_text())
-            found[name] = {k: v for k, v in state.items() if k not in ("seconds", "checksums")}
+            contents[name] = {k: v for k, v in state.items() if k not in ("seconds", "checksums")}
         elif path.name == "metrics.jsonl":
-            found[name] = comparable(directory)
+            contents[name] = comparable(directory)
         elif path.is_file():
-            found[name] = path.read_text().replace(str(directory), "RUN")
-    return found | {"best": os.readlink(Path(directory) / "best")}
+            contents[name] = path.read_text().replace(str(directory), "RUN")
+    return contents | {"best": os.readlink(Path(directory) / "best")}
 
 
 def assert_as_alone(run, alone, names=tuple(DRAFTS)):
     for name in names:
-        ours, theirs = content(run / name), content(alone / name)
-        assert ours.keys() == theirs.keys()
-        assert [key for key in ours if ours[key] != theirs[key]] == []
+        actual, expected = content(run / name), content(alone / name)
+        assert actual.keys() == expected.keys()
+        assert [key for key in actual if actual[key] != expected[key]] == []
 
 
-def test_drafts_from_one_pass_are_those_trained_alone(drafts, alone, tmp_path, monkeypatch):
-    asked, real = [], HFEagle3TargetModel.answer
+def test_drafts_from_one_pass_match_those_trained_alone(drafts, alone, tmp_path, monkeypatch):
+    questions, real = [], HFEagle3TargetModel.answer
     monkeypatch.setattr(
-        HFEagle3TargetModel, "answer", lambda self, rows: (asked.append(rows), real(self, rows))[1]
+        HFEagle3TargetModel,
+        "answer",
+        lambda self, rows: (questions.append(rows), real(self, rows))[1],
     )
     trainings = set_up_together([*drafts(tmp_path).values()])
     notes = [Notes() for _ in trainings]
@@ -132,21 +134,21 @@ def test_drafts_from_one_pass_are_those_trained_alone(drafts, alone, tmp_path, m
     evaluations = len(notes[0].evaluations)
     assert (steps, evaluations) == (5, 3)
     assert packs > 1
-    assert len(asked) == 2 * steps + evaluations * packs  # however many drafts
+    assert len(questions) == 2 * steps + evaluations * packs  # independent of the number of drafts
     assert all(0 < line["target_share"] < 1 for note in notes for line in note.lines)
     assert_as_alone(tmp_path, alone)
 
 
 def killed_at(recipes, place, count):
-    """In a process of its own: gone at the n-th call, as by kill -9."""
+    """Train until the `count`-th call, then kill this process with SIGKILL."""
     module, name = {"save": (saving, "save"), "step": (fit_module, "train_step")}[place]
     real, calls = getattr(module, name), []
 
-    def dying(*given, **more):
-        calls.append(given)
+    def dying(*args, **options):
+        calls.append(args)
         if len(calls) == count:
             os.kill(os.getpid(), signal.SIGKILL)
-        return real(*given, **more)
+        return real(*args, **options)
 
     setattr(module, name, dying)
     torch.set_num_threads(1)
@@ -161,10 +163,8 @@ def killed_at(recipes, place, count):
         pytest.param("save", 6, [4, 3], id="later-save", marks=pytest.mark.slow),
     ],
 )
-def test_a_kill_at_any_moment_ends_as_if_nothing_had_happened(
-    drafts, alone, tmp_path, place, count, stand
-):
-    """Also where one draft is saved, and the other is not yet: the first one waits."""
+def test_a_kill_at_any_moment_changes_nothing(drafts, alone, tmp_path, place, count, stand):
+    """Also when one draft is saved and the other is not yet: the first one waits."""
     names = ("chain", "block")
     recipes = drafts(tmp_path, names)
     process = multiprocessing.get_context("fork").Process(
@@ -178,7 +178,7 @@ def test_a_kill_at_any_moment_ends_as_if_nothing_had_happened(
     assert_as_alone(tmp_path, alone, names)
 
 
-def test_a_signal_stops_all_of_them_after_the_step(drafts, alone, tmp_path, monkeypatch):
+def test_a_signal_stops_all_drafts_after_the_step(drafts, alone, tmp_path, monkeypatch):
     names, real, taken = ("chain", "small"), fit_module.train_step, []
     recipes = drafts(tmp_path, names)
 
@@ -191,14 +191,14 @@ def test_a_signal_stops_all_of_them_after_the_step(drafts, alone, tmp_path, monk
     with monkeypatch.context() as patch:
         patch.setattr(fit_module, "train_step", stepping)
         outcomes = train(recipes)
-    assert [(one.finished, one.signal) for one in outcomes] == [(False, signal.SIGTERM)] * 2
-    assert len({one.state.step for one in outcomes}) == 1
+    assert [(run.finished, run.signal) for run in outcomes] == [(False, signal.SIGTERM)] * 2
+    assert len({run.state.step for run in outcomes}) == 1
     assert all(outcome.finished for outcome in train(recipes))
     assert_as_alone(tmp_path, alone, names)
 
 
-def test_one_of_them_goes_on_alone(drafts, alone, tmp_path):
-    """A draft's directory is an ordinary run: whatever takes one takes it."""
+def test_one_of_several_drafts_can_continue_alone(drafts, alone, tmp_path):
+    """A draft's directory is an ordinary run, and is accepted wherever a run is."""
     recipes = drafts(tmp_path, ("chain", "small"), ["training.steps=3"])
     train(recipes)
     longer = drafts(tmp_path, ("chain", "small"), ["training.extend=true"])
@@ -208,16 +208,16 @@ def test_one_of_them_goes_on_alone(drafts, alone, tmp_path):
     assert [outcome.already for outcome in train(longer)] == [True, False]
 
 
-def run_verb(*words):
-    result = CliRunner().invoke(app, [*map(str, words)])
+def run_command(*arguments):
+    result = CliRunner().invoke(app, [*map(str, arguments)])
     assert result.exit_code == 0, result.output
     return result.stdout
 
 
-def test_from_a_cache_that_was_made_for_all_of_them(written, tmp_path):
-    """It holds the layers of all; together and alone, each draft hears its own."""
+def test_drafts_train_from_a_cache_made_for_all_of_them(written, tmp_path):
+    """It holds the layers of all drafts; together and alone, each draft reads its own."""
     names = ("chain", "block")
-    run_verb("precompute", written(tmp_path, names), "--out", tmp_path / "cache")
+    run_command("precompute", written(tmp_path, names), "--out", tmp_path / "cache")
     cached = ["target.backend=cache", f"target.cached_target_path={tmp_path / 'cache'}"]
     train(load_recipes(written(tmp_path / "both", names), cached))
     for recipe in load_recipes(written(tmp_path / "alone", names), cached).values():
@@ -227,64 +227,66 @@ def test_from_a_cache_that_was_made_for_all_of_them(written, tmp_path):
     assert_as_alone(tmp_path / "both", tmp_path / "alone", names)
 
 
-def test_the_verbs_take_a_recipe_of_several(written, tmp_path):
+def test_commands_accept_a_recipe_of_several_drafts(written, tmp_path):
     file, few = written(tmp_path, ("chain", "small")), ("training.steps=2",)
-    planned = json.loads(run_verb("plan", file, *few, "--json"))
-    alone = json.loads(run_verb("plan", file, *few, "--json", "--ranks", 2))
+    planned = json.loads(run_command("plan", file, *few, "--json"))
+    alone = json.loads(run_command("plan", file, *few, "--json", "--ranks", 2))
     assert 0 < alone["draft_bytes"] <= planned["draft_bytes"]
-    told = json.loads(run_verb("train", file, *few, "--json"))
-    assert {name: one["step"] for name, one in told["drafts"].items()} == {"chain": 2, "small": 2}
-    assert told["measured"]["seconds"] > 0
-    again = run_verb("train", file, *few)
+    trained = json.loads(run_command("train", file, *few, "--json"))
+    assert {name: draft["step"] for name, draft in trained["drafts"].items()} == {
+        "chain": 2, "small": 2,
+    }  # fmt: skip
+    assert trained["measured"]["seconds"] > 0
+    again = run_command("train", file, *few)
     assert again.count("already finished at step 2") == 2
     assert f"small: best checkpoint (a loadable draft): {tmp_path / 'small'}" in again
-    shown = json.loads(run_verb("recipe", "show", file, "--json"))
+    shown = json.loads(run_command("recipe", "show", file, "--json"))
     assert shown["small"]["draft"]["intermediate_size"] == 48
-    assert "eagle3 and eagle3" in run_verb("recipe", "check", file)
+    assert "eagle3 and eagle3" in run_command("recipe", "check", file)
     with pytest.raises(BadInput, match=r"a recipe of several drafts \(chain, small\)"):
         load_recipe(file)
 
 
-def test_the_second_draft_costs_its_own_step_only(drafts, tmp_path):
-    """At most 1.15 times the sum of the drafts' own steps and one pass of the target, by the
-    process's own time: neighbors on the machine do not count."""
+def test_a_second_draft_costs_only_its_own_step(drafts, tmp_path):
+    """At most 1.15 times the sum of the drafts' own steps and one pass of the target, in this
+    process's CPU time: other load on the machine does not count."""
     names, length = ("chain", "parallel"), ["training.steps=24", "training.accumulate=1"]
     recipes = drafts(tmp_path, names, length)
     pairs = set_up_together([*recipes.values()])
     single = [set_up(recipe) for recipe in recipes.values()]
-    sessions = [Session(one, Notes()) for one in pairs]
+    sessions = [Session(training, Notes()) for training in pairs]
     asking = together.asking(sessions)
     batches = [pairs[0].stream.batch(step) for step in range(24)]
 
     def one_pass(batch):
         asking.target.answer(batch.micro[0])
 
-    def both(batch):
-        for session, heard in together.heard(asking, batch, sessions):
+    def both_steps(batch):
+        for session, answered in together.heard(asking, batch, sessions):
             with session.parts.turn():
-                train_step(session.parts, heard, lr=1e-3)
+                train_step(session.parts, answered, lr=1e-3)
 
-    works = [one_pass, both]
-    works += [lambda batch, one=one: train_step(one.parts, batch, lr=1e-3) for one in single]
+    works = [one_pass, both_steps]
+    works += [lambda batch, run=run: train_step(run.parts, batch, lr=1e-3) for run in single]
     spent = [[] for _ in works]
-    for batch in batches:  # in turn, so that all see the same machine
+    for batch in batches:  # interleaved, so that all see the same machine load
         for work, seconds in zip(works, spent, strict=True):
             begin = time.process_time()
             work(batch)
             seconds.append(time.process_time() - begin)
     target, shared, *alone = (statistics.median(seconds[4:]) for seconds in spent)
-    own = sum(step - target for step in alone)
-    assert shared <= 1.15 * (own + target)
+    steps = sum(step - target for step in alone)
+    assert shared <= 1.15 * (steps + target)
 
 
 @pytest.mark.ranks
-def test_on_two_ranks(drafts, tmp_path):
-    """The last batch of the epoch is one rank's alone."""
+def test_two_ranks_train_several_drafts(drafts, tmp_path):
+    """Only one of the ranks has rows in the last batch of the epoch."""
     names, length = ("chain", "block"), ["training.steps=null", "training.accumulate=3"]
     run_ranks(2, train, drafts(tmp_path / "both", names, length))
     for name in names:
         recipe = drafts(tmp_path / "alone", names, length)[name]
-        run_ranks(2, lambda one=recipe: fit(set_up(one), Notes()) and None)
+        run_ranks(2, lambda recipe=recipe: fit(set_up(recipe), Notes()) and None)
     assert_as_alone(tmp_path / "both", tmp_path / "alone", names)
 
 
@@ -303,33 +305,33 @@ def test_on_two_ranks(drafts, tmp_path):
         ("3", "draft 'other' holds 3"),
     ],
 )
-def test_what_drafts_share_is_said_once(drafts, tmp_path, entry, complaint):
+def test_shared_settings_cannot_be_set_per_draft(drafts, tmp_path, entry, complaint):
     with pytest.raises(BadInput, match=complaint):
         drafts(tmp_path, ("chain", "other"), other=entry)
 
 
-def test_overrides_of_all_and_of_one(drafts, tmp_path):
-    words = ["training.lr=1e-2", "drafts.small.training.lr=2e-2", "run.name=pair"]
-    recipes = drafts(tmp_path, ("chain", "small", "parallel"), words)
+def test_overrides_apply_to_all_drafts_or_to_one(drafts, tmp_path):
+    overrides = ["training.lr=1e-2", "drafts.small.training.lr=2e-2", "run.name=pair"]
+    recipes = drafts(tmp_path, ("chain", "small", "parallel"), overrides)
     assert [recipe.training.lr for recipe in recipes.values()] == [1e-2, 2e-2, 1e-2]
     assert [recipe.run_name for recipe in recipes.values()] == [
         "pair-chain", "pair-small", "pair-parallel",
     ]  # fmt: skip
-    assert recipes["parallel"].draft.freeze_embeddings is False  # as of any recipe of its method
-    for word, complaint in {
+    assert recipes["parallel"].draft.freeze_embeddings is False  # its method's default
+    for override, complaint in {
         "drafts.smal.training.lr=1": "the drafts of this recipe: chain, small",
         "drafts.small.training.seed=1": "'training.seed' is one for all",
         "drafts=small": "write drafts.name.section.key=value",
         "tracking.trackers=wandb": "wandb follows one run, these are 2",
     }.items():
         with pytest.raises(BadInput, match=complaint):
-            drafts(tmp_path, ("chain", "small"), [word])
+            drafts(tmp_path, ("chain", "small"), [override])
     for name in ("../chain", "-", "a b"):
         with pytest.raises(BadInput, match="is not a valid name for a draft"):
             drafts(tmp_path, (f"'{name}'",), **{f"'{name}'": "{}"})
 
 
-def test_drafts_that_do_not_go_together_are_refused(drafts, tmp_path):
+def test_incompatible_drafts_are_refused(drafts, tmp_path):
     last = "{objective: {kind: eagle1}, target: {aux_layer_ids: null}}"
     recipes = drafts(tmp_path, ("chain", "last"), ["draft.draft_vocab_size=null"], last=last)
     with pytest.raises(BadInput, match="layer 4, the last hidden state, is not provided beside"):

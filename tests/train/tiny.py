@@ -40,7 +40,7 @@ def make_target(directory: Path) -> Path:
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512,
     )  # fmt: skip
     model = LlamaForCausalLM(config)
-    with torch.no_grad():  # a target with opinions: something to learn
+    with torch.no_grad():  # confident predictions, so that there is something to learn
         model.lm_head.weight.mul_(60)
         model.model.embed_tokens.weight.mul_(30)
     model.save_pretrained(directory)
@@ -48,14 +48,14 @@ def make_target(directory: Path) -> Path:
 
 
 def make_overflowing(target: Path, directory: Path) -> Path:
-    """The same target in float16, with finite weights of which layer 2 makes numbers that float16
-    cannot hold; float32 can. Special tokens alone do not show it, as a quick look does not."""
+    """The same target in float16: its weights are finite, but layer 2 overflows float16 (not
+    float32). Special tokens alone do not trigger it, so a quick check does not find it."""
     shutil.copytree(target, directory)
     model = LlamaForCausalLM.from_pretrained(target)
     mlp = model.model.layers[2].mlp
     with torch.no_grad():
         model.model.embed_tokens.weight[:5, 0] = 0.0
-        model.model.embed_tokens.weight[5:, 0] = 5.0  # a channel that says: this is text
+        model.model.embed_tokens.weight[5:, 0] = 5.0  # a channel that marks ordinary text
         for weight, factor in ((mlp.gate_proj.weight, 10.0), (mlp.up_proj.weight, 50.0)):
             weight[0] = 0.0
             weight[0, 0] = factor
@@ -108,7 +108,7 @@ def recipe_for(target: Path, chats: Path, run: Path, *overrides: str) -> Recipe:
 
 
 class Notes:
-    """An observer that keeps what it is told."""
+    """An observer that keeps everything it receives."""
 
     def __init__(self):
         self.notes, self.lines, self.evaluations = [], [], []
