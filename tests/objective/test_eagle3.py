@@ -114,10 +114,10 @@ def check_against_textbook(changes, loss, kind, **options):
     batch = with_logits(padded_batch(make_documents(LENGTHS)), make_head())
     result = run(module, batch)
     module.zero_grad()
-    loss_object = LOSS_OBJECTS[kind]
+    reference = LOSS_OBJECTS[kind]
     naive = naive_eagle3(
         module.draft_model, batch, ids=ids, mask=mask, steps=STEPS,
-        depth_loss=lambda logits, probs, charged: reference_loss(logits, probs, charged, loss_object),
+        depth_loss=lambda logits, probs, charged: reference_loss(logits, probs, charged, reference),
     )  # fmt: skip
     naive.loss.backward()
     out, grads = result
@@ -194,7 +194,7 @@ def test_packed_equals_padded_for_any_documents(rows, pad, supervised, seed):
 
 
 def test_packed_equals_padded_when_everything_is_supervised():
-    """The shift moves the next document's first token into the last slot, which is never charged."""
+    """The shift moves the next document's first token into the last slot; it is never charged."""
     module = make_module()
     documents = make_documents(LENGTHS, supervised=1.1)
     padded = run(module, padded_batch(documents))

@@ -88,7 +88,7 @@ def test_round_sizes_change_nothing_for_any_draft(variant, kind):
 @pytest.mark.parametrize("kind", ["text", "dpace", "kl", "dspark"])
 @pytest.mark.parametrize("chunk_rows", [1, 5, 12, 100])
 def test_round_sizes_change_nothing_for_any_chunk_size(kind, chunk_rows):
-    """Chunks smaller than, as large as and larger than a group of 4 blocks of 3 depths (DSpark: 4)."""
+    """Chunks smaller than, equal to and larger than a group of 4 blocks of 3 depths (DSpark: 4)."""
     batch = packed_batch([make_block_documents(LENGTHS)], 60)
     expected = run_with_zero_grads(make_module(**KINDS[kind]), batch)
     module = make_module(**KINDS[kind], chunk_rows=chunk_rows)
@@ -206,7 +206,7 @@ def test_the_sizes_are_round(share):
 
 
 def test_groups_share_target_slots():
-    """With a block at every slot, a group of 4 blocks of 4 depths needs 7 slots, rounded up to 8."""
+    """With a block at every slot, 4 blocks of 4 depths need 7 target slots, rounded up to 8."""
     batch = packed_batch([make_block_documents([57], supervised=1.1)], 60)
     options = {"size": 5, "first_place": 1, "anchors": 2048, "seed": 0, "quantum": 8}
     shared = plan_blocks(masks_of(batch), **options)
