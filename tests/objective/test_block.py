@@ -64,8 +64,8 @@ def backward(module, out):
 COUNTS = ("step_prefix_hits", "step_valid", "step_reached", "charged", "correct")
 
 
-def assert_same(one, other, *, tolerance=1e-11):
-    (out_a, grads_a), (out_b, grads_b) = one, other
+def assert_same(first, second, *, tolerance=1e-11):
+    (out_a, grads_a), (out_b, grads_b) = first, second
     torch.testing.assert_close(out_a.loss, out_b.loss, rtol=tolerance, atol=tolerance)
     for name, grad in grads_a.items():
         torch.testing.assert_close(

@@ -61,8 +61,8 @@ def run(module, batch, **extra):
     return out, {name: p.grad.clone() for name, p in trained.items()}
 
 
-def assert_same(one, other, tolerance=1e-11):
-    (out_a, grads_a), (out_b, grads_b) = one, other
+def assert_same(first, second, tolerance=1e-11):
+    (out_a, grads_a), (out_b, grads_b) = first, second
     torch.testing.assert_close(out_a.loss, out_b.loss, rtol=tolerance, atol=tolerance)
     assert grads_a.keys() == grads_b.keys()
     for name in grads_a:

@@ -58,8 +58,8 @@ def backward(module, out):
     return out, {name: p.grad.clone() for name, p in module.draft_model.named_parameters()}
 
 
-def assert_same(one, other, *, tolerance=1e-11, metrics=True):
-    (out_a, grads_a), (out_b, grads_b) = one, other
+def assert_same(first, second, *, tolerance=1e-11, metrics=True):
+    (out_a, grads_a), (out_b, grads_b) = first, second
     torch.testing.assert_close(out_a.loss, out_b.loss, rtol=tolerance, atol=tolerance)
     assert grads_a.keys() == grads_b.keys()
     for name in grads_a:

@@ -164,7 +164,7 @@ def test_a_frozen_head_gets_no_gradient():
 
 
 def test_probabilities_that_do_not_sum_to_one_still_match_the_definition():
-    """A cache may store rounded probabilities; the gradient must still be that of the definition."""
+    """A cache may round probabilities; the gradient must still be that of the definition."""
     hidden, head, elements, supervision, charged = make_case(8)
     rounded = ProbsSupervision(
         supervision.probs_SW.bfloat16().double(), supervision.mask_S, supervision.slot_M

@@ -57,8 +57,8 @@ def backward(module, out):
 COUNTS = ("step_prefix_hits", "step_valid", "step_reached", "charged", "correct")
 
 
-def assert_same(one, other, *, tolerance=1e-11):
-    (out_a, grads_a), (out_b, grads_b) = one, other
+def assert_same(first, second, *, tolerance=1e-11):
+    (out_a, grads_a), (out_b, grads_b) = first, second
     torch.testing.assert_close(out_a.loss, out_b.loss, rtol=tolerance, atol=tolerance)
     assert grads_a.keys() == grads_b.keys()
     for name, grad in grads_a.items():
@@ -291,7 +291,7 @@ def test_target_batches_of_every_encoding_go_straight_into_the_module():
 
 @pytest.mark.parametrize("layers", [1, 3])
 def test_one_depth_equals_one_step_of_eagle3(layers):
-    """With the same weights and a full vocabulary, both charge the same elements and agree fully."""
+    """With the same weights and a full vocabulary, both charge the same elements: all agrees."""
     draft = make_parallel_draft(layers=layers, draft_vocab_size=V)
     full = {
         "selected_token_ids": torch.arange(V),
