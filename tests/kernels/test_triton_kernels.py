@@ -1,7 +1,7 @@
 """The rollout attention GPU kernels against the dense definition.
 
-Without a GPU they are interpreted, so sizes are tiny. They cover the cases of a tile: documents that
-share a tile or fill several, rows of one document in several tiles, padded head dims.
+Without a GPU they are interpreted, so sizes are tiny. They cover what a tile can contain: documents
+that share a tile or fill several, rows of one document in several tiles, padded head dims.
 """
 
 import pytest
