@@ -135,7 +135,7 @@ def test_embeddings_and_head_come_from_the_target():
 
 
 def test_split_projection_equals_projecting_the_concatenation():
-    """q, k, v of layer 0 read [norm(embedding); norm(hidden)], computed as a sum of two products."""
+    """q, k, v of layer 0 read [norm(embedding); norm(hidden)], as a sum of two products."""
     layer = make_draft().double().layers[0]
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter)

@@ -37,7 +37,7 @@ def sample(documents, *, num_depths=5, ratios=(0.7, 0.2), seed=0, **options):
 
 
 def test_sizes_of_a_fully_supervised_row():
-    """Sizes follow the formula, or are one short if it does not shrink and the last slot was kept."""
+    """Sizes follow the formula, less one if it does not shrink and the last position was kept."""
     formula, short = [4096, 2866, 2006, 1403, 982, 818, 818, 817], 0
     for seed in range(40):
         anchor, depth = generate_cod_sample_indices(
@@ -182,7 +182,7 @@ def draw_probabilities(supervised, num_depths, ratios):
     ],
 )
 def test_every_draw_has_the_probability_of_the_definition(document, num_depths, ratios):
-    """The whole distribution, not only means: a chi-square test over all outcomes, seeds 0 .. 2499."""
+    """Not only means but the whole distribution, by a chi-square test over seeds 0 .. 2499."""
     supervised, runs = [c == "1" for c in document], 2500
     expected = draw_probabilities(supervised, num_depths, ratios)
     assert abs(sum(expected.values()) - 1) < 1e-9

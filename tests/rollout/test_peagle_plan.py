@@ -220,7 +220,7 @@ def brute_force(inputs, queries, keys, document):
 
 
 def flex(inputs, queries, keys, lengths):
-    """All elements in one flat sequence under the flex mask, from which the queries are selected."""
+    """Attend over all elements in one flat sequence under the flex mask and select the queries."""
     q, prefix, chain = inputs
     anchor, depth = torch.tensor(keys).T
     mask = peagle_block_mask(anchor, depth, lengths, sum(lengths))
