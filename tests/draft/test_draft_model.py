@@ -92,9 +92,7 @@ def test_invalid_maps_are_rejected():
     other = mask.roll(1)
     twice = ids.clone()
     twice[0] = twice[1]
-    negative = torch.where(
-        ids == 22, -1, ids
-    )  # the same token as an index, but a different one in d2t
+    negative = torch.where(ids == 22, -1, ids)  # same token as an index, another one in d2t
     bad_maps = [(ids[:-1], mask), (ids, mask[:-1]), (ids, other), (twice, mask)]
     bad_maps += [(negative, mask), (ids + 23, mask), (ids.float(), mask)]
     for bad_ids, bad_mask in bad_maps:

@@ -195,9 +195,7 @@ def test_gradient_checkpointing_is_exact_and_off_in_evaluation(monkeypatch, way,
     draft.gradient_checkpointing = True
     segments = len(plan.segments) if way == "plan" else 1
     out = forward(draft, plan, aux, ids)
-    segment_calls = (
-        segments if segments > 1 else 0
-    )  # with several segments, each is checkpointed as a whole, too
+    segment_calls = segments if segments > 1 else 0  # several segments are checkpointed themselves
     assert calls == [False] * (3 * segments + segment_calls)
     assert_same(plain, weighted_gradients(draft, out), tolerance=0)
     calls.clear()
@@ -337,9 +335,8 @@ def test_a_warm_start_from_eagle3_carries_everything_over():
     states = unrolled(draft, parallel, aux, ids)
     torch.testing.assert_close(states[rows], before, rtol=1e-12, atol=1e-12)
     grads = weighted_gradients(draft, states)[1]
-    assert (
-        grads["layers.2.mlp.down_proj.weight"].abs().max() > 0
-    )  # no effect on the output yet, but trainable
+    # the new layers do not change the output yet, but they can learn
+    assert grads["layers.2.mlp.down_proj.weight"].abs().max() > 0
 
 
 def test_an_incompatible_warm_start_reports_why():

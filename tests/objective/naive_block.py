@@ -190,18 +190,18 @@ def naive_dspark(draft, documents, anchors, *, head, gamma, text, distance, conf
                 logits = logits + p["markov_head.markov_w2.weight"] @ previous
                 q, target_q = logits.softmax(-1), target_probs(head, document, label - 1)
                 cross_entropy = -q[document.ids[label]].log()
-                total_variation = (q - target_q).abs().sum()
+                l1_distance = (q - target_q).abs().sum()
                 head_input = torch.cat([states[k], previous])
                 logit = (
                     p["confidence_head.proj.weight"][0] @ head_input
                     + p["confidence_head.proj.bias"][0]
                 )
-                acceptance = (1 - 0.5 * total_variation).detach()
+                acceptance = (1 - 0.5 * l1_distance).detach()
                 predicted = logit.sigmoid()
                 bce = -(acceptance * predicted.log() + (1 - acceptance) * (1 - predicted).log())
                 weight = torch.tensor(-k / gamma, dtype=torch.float64).exp()
                 terms.append(
-                    weight * (text * cross_entropy + distance * total_variation + confidence * bce)
+                    weight * (text * cross_entropy + distance * l1_distance + confidence * bce)
                 )
                 weights.append(weight)
                 outcomes.append((True, int(logits.argmax()) == int(document.ids[label])))
@@ -210,17 +210,12 @@ def naive_dspark(draft, documents, anchors, *, head, gamma, text, distance, conf
     return _add_counts(out, block_outcomes, drafts)
 
 
-def _add_counts(out, block_outcomes, drafts):
+def _add_counts(out, blocks, drafts):
     for k in range(drafts):
-        out.charged.append(sum(outcomes[k][0] for outcomes in block_outcomes))
-        out.correct.append(sum(outcomes[k][0] and outcomes[k][1] for outcomes in block_outcomes))
-        out.valid.append(
-            sum(all(charged for charged, _ in outcomes[: k + 1]) for outcomes in block_outcomes)
-        )
+        out.charged.append(sum(block[k][0] for block in blocks))
+        out.correct.append(sum(block[k][0] and block[k][1] for block in blocks))
+        out.valid.append(sum(all(charged for charged, _ in block[: k + 1]) for block in blocks))
         out.hits.append(
-            sum(
-                all(charged and hit for charged, hit in outcomes[: k + 1])
-                for outcomes in block_outcomes
-            )
+            sum(all(charged and hit for charged, hit in block[: k + 1]) for block in blocks)
         )
     return out

@@ -188,9 +188,8 @@ def saved_on_rank(kind, context):
 def test_memory_per_rank_falls_with_the_number_of_ranks(kind):
     """Keys and values are the only tensors that a rank keeps for all slots."""
     alone_bytes, shapes, slots, key_bytes, answer = saved_on_rank(kind, 1)
-    assert any(
-        shape[:1] >= (slots,) and shape[1:] == (12,) for shape in shapes
-    )  # hidden states too
+    # one rank alone keeps hidden states for all slots, too
+    assert any(shape[:1] >= (slots,) and shape[1:] == (12,) for shape in shapes)
     for size in (2, 4):
         for saved_bytes, shapes, _, _, answer_part in run_ranks(size, saved_on_rank, kind, size):
             assert {shape[1:] for shape in shapes if shape[:1] == (slots,)} == {(2, 4)}

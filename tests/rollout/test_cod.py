@@ -171,11 +171,7 @@ def draw_probabilities(supervised, num_depths, ratios):
     ("document", "num_depths", "ratios"),
     [
         ("1111111", 4, (0.7, 0.4)),  # sizes 4, 2, 1
-        (
-            "1111111",
-            4,
-            (0.5, 0.5),
-        ),  # 3, 2, 2: does not shrink, and rollouts end at the last position
+        ("1111111", 4, (0.5, 0.5)),  # 3, 2, 2: does not shrink; rollouts end at the last position
         ("0110111", 3, (0.5, 0.5)),  # 2, 1; every second rollout ends at a gap
         ("11011011", 3, (0.6, 0.6)),  # 3, 2; only two positions of the pool continue
         ("10111101", 5, (0.4, 0.4)),  # 2, 1, 1, 1

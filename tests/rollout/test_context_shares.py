@@ -60,16 +60,15 @@ def test_parallel_shares_partition_the_plan(documents, size, partitions):
         return plan_parallel(masks, seed=3, **options, **rank_options)
 
     whole, parts = make(), shares(make, size)
-    assert {len(part.segments) for part in parts} == {
-        len(whole.segments)
-    }  # otherwise ranks would wait forever
+    # otherwise ranks would wait for each other forever
+    assert {len(part.segments) for part in parts} == {len(whole.segments)}
     elements = {e: t for part in parts for e, t in plan_elements(part).items()}
     assert elements == plan_elements(whole)
     assert sum(len(part.head) for part in parts) == len(whole.head)
 
 
 def test_work_is_balanced_wherever_the_answers_are():
-    """Balances the work of a rank, counted in slots, and its number of query-key pairs."""
+    """Covers the work of a rank, counted in slots, and its number of query-key pairs."""
     for prompt in (0, 3000, 3900):
         for count in (1, 3):
             document = [False] * prompt + [True] * (4000 - prompt)
@@ -78,15 +77,8 @@ def test_work_is_balanced_wherever_the_answers_are():
             load = [len(p.share.slot_O) + ELEMENT * sum(p.counts) for p in parts]
             assert spread(load) < 0.01
             if prompt == 0:
-                keys_per_query = [
-                    [rows.slot_N - rows.first_N + 1 for rows in p.depths] for p in parts
-                ]
-                assert (
-                    spread(
-                        [sum(int(counts.sum()) for counts in depths) for depths in keys_per_query]
-                    )
-                    < 0.05
-                )
+                keys = [[rows.slot_N - rows.first_N + 1 for rows in p.depths] for p in parts]
+                assert spread([sum(int(seen.sum()) for seen in depths) for depths in keys]) < 0.05
 
 
 def spread(values):

@@ -117,8 +117,8 @@ def test_segments_contain_every_element_once_and_in_place(draw, partitions):
         anchors = plan.slot_T[segment.begin + segment.anchor_N].tolist()
         assert [a for a, d in asking if d == 0] == anchors
         for a, d in asking:
-            key_slot = min(a + (d > 0), sum(lengths) - 1)
-            assert segment.begin <= key_slot < segment.end
+            home_slot = min(a + (d > 0), sum(lengths) - 1)
+            assert segment.begin <= home_slot < segment.end
         chains = [[a for a, d in asking if d == depth] for depth in range(1, 4)]
         assert all(deep == shallow[: len(deep)] for shallow, deep in itertools.pairwise(chains))
         places = [a - max(s for s in np.cumsum([0, *lengths]) if s <= a) for a, _ in every]
