@@ -135,8 +135,8 @@ def test_row_values_and_hits():
     assert torch.equal(result.correct_N, logits.argmax(-1) == probs.argmax(-1))
 
 
-def test_zero_acceptance_gives_zero_gradient():
-    """With alpha == 0, the loss and its gradient are 0, not infinite."""
+def test_zero_acceptance_gives_finite_gradients():
+    """Where alpha == 0, all gradients are finite and the LK-alpha loss is 0."""
     hidden, head, elements, supervision, charged = make_case(4, slots=1)
     one_hot = torch.zeros(1, W, dtype=torch.float64)
     one_hot[0, 3] = 1.0

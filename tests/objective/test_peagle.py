@@ -291,7 +291,7 @@ def test_target_batches_of_every_encoding_go_straight_into_the_module():
 
 @pytest.mark.parametrize("layers", [1, 3])
 def test_one_depth_equals_one_step_of_eagle3(layers):
-    """With the same weights and a full vocabulary, both charge the same elements: all agrees."""
+    """With a full vocabulary, both charge the same elements, so all numbers agree."""
     draft = make_parallel_draft(layers=layers, draft_vocab_size=V)
     full = {
         "selected_token_ids": torch.arange(V),

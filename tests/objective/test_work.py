@@ -66,9 +66,8 @@ def test_predicted_operations_match_torchs_count(kind):
     with FlopCounterMode(display=False) as counter:
         module.score(ready).loss.backward()
     target_flops = 2 * D * work.target_logits(ready.plan)
-    uncounted = (
-        2 * V * 12 * counts.elements if kind == "dspark" else 0
-    )  # torch's counter misses `addmm_`
+    # torch's counter misses `addmm_`
+    uncounted = 2 * V * 12 * counts.elements if kind == "dspark" else 0
     assert counter.get_total_flops() + uncounted == work.training(dense) + target_flops
     assert work.planned(ready.plan, 0.0) == work.training(counts)
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
