@@ -1,4 +1,4 @@
-"""The draft of DFlash and DSpark: its states against the textbook, its files, what it shares."""
+"""The DFlash and DSpark draft: its states against a textbook version, its files, shared tables."""
 
 import numpy as np
 import pytest
@@ -32,15 +32,18 @@ VARIANTS = {
 
 @pytest.mark.parametrize("kind", ["fast", "reference"])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_states_equal_the_textbook(variant, kind):
-    """Two documents on one key axis; blocks at the first place, in the middle and at the end."""
+def test_states_match_the_textbook(variant, kind):
+    """Two documents on one key axis, with blocks at the start, in the middle and at the end."""
     draft = make_block_draft(**VARIANTS[variant])
     documents = make_block_documents([9, 12])
     starts = [(0, 1), (0, 4), (0, 8), (1, 2), (1, 11)]  # document and anchor
-    begin = [0, 9]
-    slot = np.array([begin[d] + a - 1 for d, a in starts])
+    document_begin = [0, 9]
+    slot = np.array([document_begin[d] + a - 1 for d, a in starts])
     rows = BlockRows.of(
-        slot, np.array([begin[d] for d, _ in starts]), draft.config.block_size, torch.device("cpu")
+        slot,
+        np.array([document_begin[d] for d, _ in starts]),
+        draft.config.block_size,
+        torch.device("cpu"),
     )
     aux = torch.cat([d.aux for d in documents])
     position = torch.cat([torch.arange(9), torch.arange(12)])
@@ -49,8 +52,8 @@ def test_states_equal_the_textbook(variant, kind):
     expected = torch.stack([block_states(draft, documents[d], a) for d, a in starts])
     torch.testing.assert_close(states, expected, rtol=1e-10, atol=1e-11)
     wanted = torch.tensor([17, 3, 8, 4])
-    some = draft(aux, newest, position, rows, wanted_P=wanted, attention=kind)
-    torch.testing.assert_close(some, expected.flatten(0, 1)[wanted], rtol=1e-10, atol=1e-11)
+    selected = draft(aux, newest, position, rows, wanted_P=wanted, attention=kind)
+    torch.testing.assert_close(selected, expected.flatten(0, 1)[wanted], rtol=1e-10, atol=1e-11)
 
 
 def test_the_context_is_computed_once_for_each_token_and_layer(monkeypatch):
@@ -69,24 +72,24 @@ def test_the_context_is_computed_once_for_each_token_and_layer(monkeypatch):
 
 
 @pytest.mark.parametrize("make", [make_block_draft, make_spark_draft])
-def test_files_hold_the_draft_and_nothing_of_the_target(make, tmp_path):
+def test_files_contain_the_draft_but_no_tables_of_the_target(make, tmp_path):
     draft = make(dtype=torch.float32, sliding_layers=[1], sliding_window=9, causal=True)
     draft.save_pretrained(tmp_path / "draft")
-    again = load_draft(tmp_path / "draft")
+    loaded = load_draft(tmp_path / "draft")
     names = set(draft.state_dict())
-    assert names == set(again.state_dict())
+    assert names == set(loaded.state_dict())
     assert not {"embed_tokens.weight", "lm_head.weight"} & names
     layer = {f"layers.0.self_attn.{x}.weight" for x in ("q_norm", "k_norm", "q_proj", "o_proj")}
     assert {"fc.weight", "hidden_norm.weight", "norm.weight", *layer} <= names
     assert all(torch.equal(a, b) for a, b in zip(
-        draft.state_dict().values(), again.state_dict().values(), strict=True))  # fmt: skip
+        draft.state_dict().values(), loaded.state_dict().values(), strict=True))  # fmt: skip
     for key in ("block_size", "mask_token_id", "causal", "sliding_layers", "sliding_window",
                 "sample_from_anchor", "markov_rank", "draft_tokens"):  # fmt: skip
-        assert getattr(again.config, key) == getattr(draft.config, key), key
-    assert method_of(again.config) is method_of(draft.config)
-    assert method_of(again.config).name == ("dspark" if draft.markov_head else "dflash")
+        assert getattr(loaded.config, key) == getattr(draft.config, key), key
+    assert method_of(loaded.config) is method_of(draft.config)
+    assert method_of(loaded.config).name == ("dspark" if draft.markov_head else "dflash")
     with pytest.raises(ValueError, match="its target's embedding and head"):
-        again.embed(torch.tensor([1]), torch.float32)
+        loaded.embed(torch.tensor([1]), torch.float32)
 
 
 def test_the_targets_tables_are_shared_and_never_trained():
@@ -95,7 +98,7 @@ def test_the_targets_tables_are_shared_and_never_trained():
     draft.copy_embeddings_from_target(table)
     draft.copy_head_from_target(table)
     assert draft.lm_head.weight.data_ptr() == table.weight.data_ptr()
-    assert draft.to(torch.float64).lm_head.weight.dtype == torch.bfloat16  # theirs, not ours
+    assert draft.to(torch.float64).lm_head.weight.dtype == torch.bfloat16  # tables are not cast
     assert not {id(draft.embed_tokens.weight), id(draft.lm_head.weight)} & {
         id(p) for p in draft.parameters()
     }
@@ -103,7 +106,7 @@ def test_the_targets_tables_are_shared_and_never_trained():
         draft.copy_embeddings_from_target(Table(V + 1, torch.float32))
 
 
-def test_a_reduced_vocabulary_takes_its_rows_of_the_head():
+def test_a_reduced_vocabulary_uses_its_rows_of_the_head():
     draft = make_block_draft(draft_vocab_size=5)
     with pytest.raises(ValueError, match="vocabulary mapping"):
         draft.copy_head_from_target(Table(V, torch.float64))
@@ -124,12 +127,12 @@ def test_a_reduced_vocabulary_takes_its_rows_of_the_head():
         ({"mask_token_id": V}, "mask_token_id"),
     ],
 )
-def test_configs_that_no_block_draft_can_have(changes, complaint):
+def test_invalid_configs_are_rejected(changes, complaint):
     with pytest.raises(ValueError, match=complaint):
         make_block_draft(**changes)
 
 
-def test_a_dspark_draft_grows_from_a_dflash_one():
+def test_a_dspark_draft_can_grow_from_a_dflash_draft():
     dflash = make_block_draft(dtype=torch.float32)
     config = LlamaConfig(**make_spark_draft().config.to_dict())
     grown = method_of(config).grow(dflash, config)
@@ -139,7 +142,7 @@ def test_a_dspark_draft_grows_from_a_dflash_one():
     assert method_of(wider).grow(dflash, wider) is None
 
 
-def test_a_config_that_cannot_be_is_one_line(tmp_path):
+def test_an_invalid_config_file_is_rejected(tmp_path):
     make_block_draft(dtype=torch.float32).save_pretrained(tmp_path / "draft")
     path = tmp_path / "draft" / "config.json"
     path.write_text(path.read_text().replace('"block_size": 4', '"block_size": 1'))

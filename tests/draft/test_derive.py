@@ -1,4 +1,4 @@
-"""A draft's config from the target's, proven against transformers' own rotary modules."""
+"""Deriving a draft's config from the target's, verified with transformers' rotary modules."""
 
 import copy
 
@@ -100,7 +100,7 @@ def test_every_registered_architecture_is_tested():
 def test_derived_from_every_architecture(name):
     target = build(TARGETS[name](), name)
     config = derive_draft_config(target.config, architecture=name, draft_vocab_size=20)
-    assert verify_rotary(config, target) < 0.05  # angles of 131072 rad hold no more in fp32
+    assert verify_rotary(config, target) < 0.05  # fp32 angles near 131072 rad are no more precise
     inner = getattr(target.config, "text_config", target.config)
     layer = inner.per_layer_config[0] if "Gemma4" in name else inner
     for field in ("vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads"):
@@ -115,15 +115,15 @@ def test_derived_from_every_architecture(name):
     assert draft.lm_head.weight.shape == (20, 32)
 
 
-def test_the_config_may_name_its_architecture_itself():
+def test_the_architecture_may_come_from_the_config():
     config = gemma3()
     config.architectures = ["Gemma3ForConditionalGeneration"]
     draft_config = derive_draft_config(config)
-    assert rope_parameters(draft_config)["rope_theta"] == 1e6  # the global layers' own
+    assert rope_parameters(draft_config)["rope_theta"] == 1e6  # that of the global layers
 
 
 @pytest.mark.parametrize("kind", ROPES)
-def test_every_kind_of_rope_is_carried_over(kind):
+def test_every_rope_type_is_carried_over(kind):
     target = build(text(hf.LlamaConfig, **ROPES[kind]), "LlamaForCausalLM")
     config = derive_draft_config(target.config)
     assert verify_rotary(config, target) < 0.05
@@ -134,15 +134,15 @@ def test_partial_rotary_is_carried_over():
     target = build(text(hf.Phi3Config, partial_rotary_factor=0.5), "Phi3ForCausalLM")
     config = derive_draft_config(target.config)
     verify_rotary(config, target)
-    assert len(LlamaEagle3DraftModel(config).rotary.inv_freq) == 2  # 8 channels, 4 of them turned
+    assert len(LlamaEagle3DraftModel(config).rotary.inv_freq) == 2  # 8 channels, 4 of them rotated
 
 
-def test_interleaved_targets_have_the_same_angles():
+def test_interleaved_rotary_has_the_same_angles():
     target = build(text(hf.CohereConfig), "CohereForCausalLM")
     verify_rotary(derive_draft_config(target.config), target)
 
 
-def test_the_rotary_check_sees_what_was_dropped():
+def test_the_rotary_check_notices_what_was_dropped():
     scaled = build(text(hf.LlamaConfig, **ROPES["llama3"]), "LlamaForCausalLM")
     config = derive_draft_config(scaled.config)
     for wrong in ({"rope_theta": 4.9e5, "rope_scaling": LLAMA3}, {"rope_theta": 5e5}):
@@ -154,10 +154,13 @@ def test_the_rotary_check_sees_what_was_dropped():
         verify_rotary(narrower, scaled)
     verify_rotary(config, scaled)
     yarn = build(text(hf.LlamaConfig, **ROPES["yarn"]), "LlamaForCausalLM")
-    near = YARN | {"attention_factor": 1.0}
+    no_attention_scaling = YARN | {"attention_factor": 1.0}
     with pytest.raises(BadInput, match="rotary"):
         verify_rotary(
-            derive_draft_config(text(hf.LlamaConfig, rope_theta=1e6, rope_scaling=near)), yarn
+            derive_draft_config(
+                text(hf.LlamaConfig, rope_theta=1e6, rope_scaling=no_attention_scaling)
+            ),
+            yarn,
         )
 
 
@@ -188,13 +191,13 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_represented_is_refused_with_the_reason(case):
+def test_unsupported_positions_are_rejected_with_the_reason(case):
     make, reason = REFUSED[case]
     with pytest.raises(BadInput, match=reason) as caught:
         derive_draft_config(make())
     assert "\n" not in str(caught.value)
 
 
-def test_a_target_without_a_rotary_module_is_refused():
+def test_a_target_without_a_rotary_module_is_rejected():
     with pytest.raises(BadInput, match="rotary_emb"):
         verify_rotary(derive_draft_config(text(hf.LlamaConfig)), nn.Linear(2, 2))

@@ -1,4 +1,4 @@
-"""The draft network: names on disk, vocabulary maps, the split product, files."""
+"""The draft network: tensor names, vocabulary maps, the split projection, files."""
 
 import json
 from types import SimpleNamespace
@@ -48,7 +48,7 @@ LAYER = {
 }
 
 
-def test_state_dict_is_the_plain_layout():
+def test_state_dict_has_the_expected_layout():
     draft = make_draft(num_hidden_layers=2, fc_norm=True, norm_output=True)
     expected = {
         "embed_tokens.weight": (23, 12),
@@ -84,15 +84,15 @@ def test_d2t_is_an_offset():
     assert (torch.arange(9) + draft.d2t).tolist() == ids.tolist()
     assert torch.equal(draft.t2d, mask)
     assert torch.equal(draft.selected_token_ids, ids)
-    draft.set_vocab_mapping(ids.int(), mask.float())  # the same again is fine
+    draft.set_vocab_mapping(ids.int(), mask.float())  # setting the same map again is fine
 
 
-def test_bad_maps_are_refused():
+def test_invalid_maps_are_rejected():
     ids, mask = some_vocabulary()
     other = mask.roll(1)
     twice = ids.clone()
     twice[0] = twice[1]
-    negative = torch.where(ids == 22, -1, ids)  # as an index the same token, in d2t another
+    negative = torch.where(ids == 22, -1, ids)  # same token as an index, another one in d2t
     bad_maps = [(ids[:-1], mask), (ids, mask[:-1]), (ids, other), (twice, mask)]
     bad_maps += [(negative, mask), (ids + 23, mask), (ids.float(), mask)]
     for bad_ids, bad_mask in bad_maps:
@@ -106,11 +106,11 @@ def test_bad_maps_are_refused():
 
 def test_the_mask_follows_from_the_ids():
     ids, mask = some_vocabulary()
-    one, both = make_draft(), make_draft()
-    one.set_vocab_mapping(ids)
-    both.set_vocab_mapping(ids, mask)
-    assert torch.equal(one.t2d, both.t2d)
-    assert torch.equal(one.d2t, both.d2t)
+    from_ids, from_ids_and_mask = make_draft(), make_draft()
+    from_ids.set_vocab_mapping(ids)
+    from_ids_and_mask.set_vocab_mapping(ids, mask)
+    assert torch.equal(from_ids.t2d, from_ids_and_mask.t2d)
+    assert torch.equal(from_ids.d2t, from_ids_and_mask.d2t)
     for wrong in (ids + 1, ids - 1, ids.float(), ids[None], ids[:-1], ids.clone().fill_(3)):
         with pytest.raises(ValueError, match="selected_token"):
             make_draft().set_vocab_mapping(wrong)
@@ -132,8 +132,8 @@ def test_embeddings_and_head_come_from_the_target():
         draft.copy_embeddings_from_target(torch.nn.Embedding(22, 12))
 
 
-def test_split_product_is_the_product_with_the_concatenation():
-    """q, k, v of layer 0 read [norm(embedding); norm(hidden)]: two products, one sum."""
+def test_split_projection_equals_projecting_the_concatenation():
+    """q, k, v of layer 0 read [norm(embedding); norm(hidden)], as a sum of two products."""
     layer = make_draft().double().layers[0]
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter)
@@ -144,22 +144,22 @@ def test_split_product_is_the_product_with_the_concatenation():
     expected = torch.cat([proj(joined) for proj in projections], dim=-1)
     token = weights.token_part(embedding)
     for columns in (slice(None), slice(0, 24), slice(24, None)):
-        mine = weights.project(weights.normed(state), token, columns)
-        torch.testing.assert_close(mine, expected[:, columns], rtol=1e-12, atol=1e-12)
+        actual = weights.project(weights.normed(state), token, columns)
+        torch.testing.assert_close(actual, expected[:, columns], rtol=1e-12, atol=1e-12)
 
 
-def test_lean_mlp_is_the_plain_mlp():
+def test_gated_mlp_matches_the_plain_mlp():
     mlp = make_draft().double().layers[0].mlp
     for parameter in mlp.parameters():
         torch.nn.init.normal_(parameter)
     x = torch.randn(7, 12, dtype=torch.float64, requires_grad=True)
     weights = [mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight]
-    lean = gated_mlp(x, *weights)
+    gated = gated_mlp(x, *weights)
     plain = mlp.down_proj(F.silu(mlp.gate_proj(x)) * mlp.up_proj(x))
-    torch.testing.assert_close(lean, plain, rtol=1e-13, atol=1e-13)
-    grads = [torch.autograd.grad((y**2).sum(), [x, *weights]) for y in (lean, plain)]
-    for mine, theirs in zip(*grads, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(gated, plain, rtol=1e-13, atol=1e-13)
+    grads = [torch.autograd.grad((y**2).sum(), [x, *weights]) for y in (gated, plain)]
+    for got, want in zip(*grads, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
 
 def test_project_hidden_states_norms_each_chunk():
@@ -182,7 +182,7 @@ def test_compute_logits_norms_once(norm_output):
     torch.testing.assert_close(draft.compute_logits(hidden), expected)
 
 
-def test_partial_rotary_leaves_the_rest_alone():
+def test_partial_rotary_leaves_the_other_channels_alone():
     rotary = Rotary(make_config(partial_rotary_factor=0.5, head_dim=8))
     cos, sin = rotary(torch.tensor([0, 3, 50]), torch.float64)
     assert cos.shape == (3, 4)
@@ -193,16 +193,16 @@ def test_partial_rotary_leaves_the_rest_alone():
     torch.testing.assert_close(y.norm(dim=-1), x.norm(dim=-1), rtol=1e-6, atol=1e-6)
 
 
-def test_scores_depend_on_distance_only():
+def test_rotary_scores_depend_on_distance_only():
     rotary = Rotary(make_config())
     q, k = torch.randn(2, 1, 1, 6, dtype=torch.float64)
     scores = []
     for shift in (0, 5, 40):
-        turned = [
+        rotated = [
             rotate(x, *rotary(torch.tensor([p + shift]), torch.float64))
             for x, p in ((q, 9), (k, 2))
         ]
-        scores.append(float((turned[0] * turned[1]).sum()))
+        scores.append(float((rotated[0] * rotated[1]).sum()))
     assert scores == pytest.approx([scores[0]] * 3, rel=1e-5)
 
 
@@ -215,22 +215,22 @@ def test_casting_the_draft_keeps_fp32_angles():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_saved_and_read_back_bitwise(tmp_path, dtype):
+def test_a_saved_draft_is_loaded_back_bitwise(tmp_path, dtype):
     rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
     draft = make_draft(
         fc_norm=True, norm_output=True, num_hidden_layers=2, rope_theta=5e5, rope_scaling=rope
     ).to(dtype)
     draft.set_vocab_mapping(*some_vocabulary())
     draft.save_pretrained(tmp_path / "draft")
-    again = LlamaEagle3DraftModel.from_pretrained(tmp_path / "draft")
-    assert again.state_dict().keys() == draft.state_dict().keys()
+    loaded = LlamaEagle3DraftModel.from_pretrained(tmp_path / "draft")
+    assert loaded.state_dict().keys() == draft.state_dict().keys()
     for name, tensor in draft.state_dict().items():
-        assert tensor.dtype == again.state_dict()[name].dtype
-        assert torch.equal(tensor, again.state_dict()[name]), name
+        assert tensor.dtype == loaded.state_dict()[name].dtype
+        assert torch.equal(tensor, loaded.state_dict()[name]), name
     for name in ("fc_norm", "norm_output", "draft_vocab_size", "target_hidden_size", "head_dim"):
-        assert getattr(again.config, name) == getattr(draft.config, name)
-    assert torch.equal(again.rotary.inv_freq, draft.rotary.inv_freq)
-    assert again.rotary.scale == draft.rotary.scale != 1.0
+        assert getattr(loaded.config, name) == getattr(draft.config, name)
+    assert torch.equal(loaded.rotary.inv_freq, draft.rotary.inv_freq)
+    assert loaded.rotary.scale == draft.rotary.scale != 1.0
     assert (
         LlamaEagle3DraftModel.from_pretrained(
             tmp_path / "draft", dtype=torch.float64
@@ -239,7 +239,7 @@ def test_saved_and_read_back_bitwise(tmp_path, dtype):
     )
 
 
-def test_config_json_says_what_engines_read(tmp_path):
+def test_config_json_has_the_fields_that_engines_read(tmp_path):
     draft = make_draft(rope_theta=5e5)
     draft.save_pretrained(tmp_path / "draft")
     config = json.loads((tmp_path / "draft" / "config.json").read_text())
@@ -256,7 +256,7 @@ def test_config_json_says_what_engines_read(tmp_path):
     ]  # fmt: skip
 
 
-def test_reading_says_what_is_missing(tmp_path):
+def test_loading_reports_what_is_missing(tmp_path):
     with pytest.raises(BadInput, match=r"config\.json"):
         LlamaEagle3DraftModel.from_pretrained(tmp_path)
     make_draft().save_pretrained(tmp_path / "draft")
@@ -287,14 +287,14 @@ def test_reading_says_what_is_missing(tmp_path):
         ({"rope_parameters": {"rope_type": "yarn", "factor": "x"}}, "rope_parameters.factor"),
         ({"num_hidden_layers": -1}, "num_hidden_layers"),
         ({"draft_vocab_size": 10**9}, "draft_vocab_size"),
-        ({"num_hidden_layers": 9}, "and 6"),  # not a page of names
+        ({"num_hidden_layers": 9}, "and 6"),  # the list of names is shortened
         (
             {"intermediate_size": 7},
             "shape than config.json says: layers.0.mlp.down_proj",
         ),
     ],
 )
-def test_a_broken_config_is_one_line(tmp_path, config, message):
+def test_a_broken_config_gives_a_short_error(tmp_path, config, message):
     make_draft().save_pretrained(tmp_path)
     path = tmp_path / "config.json"
     if isinstance(config, dict):
@@ -307,18 +307,18 @@ def test_a_broken_config_is_one_line(tmp_path, config, message):
     assert len(str(caught.value)) < 500 + len(str(tmp_path))
 
 
-def test_a_config_of_transformers_4_is_handed_on_in_its_spelling():
+def test_rope_settings_are_written_in_both_spellings_of_transformers():
     """transformers 4 reads `rope_scaling` and `rope_theta` where 5 reads `rope_parameters`."""
-    told = {"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0}
-    config = SimpleNamespace(rope_parameters=told)
-    spelt = _in_both_spellings(config, rope_parameters(config))
-    assert spelt.rope_parameters == spelt.rope_scaling == told
-    assert (spelt.rope_theta, spelt.partial_rotary_factor) == (500.0, 1.0)
-    assert vars(config) == {"rope_parameters": told}  # a copy
+    rope = {"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0}
+    config = SimpleNamespace(rope_parameters=rope)
+    copied = _in_both_spellings(config, rope_parameters(config))
+    assert copied.rope_parameters == copied.rope_scaling == rope
+    assert (copied.rope_theta, copied.partial_rotary_factor) == (500.0, 1.0)
+    assert vars(config) == {"rope_parameters": rope}  # a copy
 
 
 @pytest.mark.parametrize("content", [b"", b"\x00" * 999, "half", "nan"])
-def test_broken_weights_are_one_line(tmp_path, content):
+def test_broken_weights_are_rejected(tmp_path, content):
     make_draft().save_pretrained(tmp_path)
     path = tmp_path / "model.safetensors"
     if content == "nan":
@@ -347,12 +347,12 @@ def test_broken_weights_are_one_line(tmp_path, content):
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_parameters"),
     ],
 )
-def test_bad_configs_name_the_field(changes, field):
+def test_config_errors_name_the_field(changes, field):
     with pytest.raises(ValueError, match=field):
         make_draft(**changes)
 
 
-def test_a_config_of_a_classifier_makes_no_list_of_its_labels(tmp_path):
+def test_num_labels_in_a_config_is_ignored(tmp_path):
     make_draft().save_pretrained(tmp_path)
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "num_labels": 10**12}))

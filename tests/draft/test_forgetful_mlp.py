@@ -1,4 +1,4 @@
-"""MLPs that compute twice instead of keeping their activations."""
+"""MLPs that recompute their activations instead of keeping them."""
 
 import pytest
 import torch
@@ -21,15 +21,15 @@ def kept_and_gradients(recompute):
     return kept, [out.detach(), *(tensor.grad for tensor in tensors)]
 
 
-def test_the_same_gradients_from_less():
-    keeping, want = kept_and_gradients(recompute=False)
-    forgetting, got = kept_and_gradients(recompute=True)
-    assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True))
-    assert [x.shape for x in keeping if x.shape == (7, 9)] == [(7, 9)] * 2
-    assert not [x.shape for x in forgetting if x.shape == (7, 9)]
+def test_recomputing_gives_the_same_gradients_from_fewer_saved_tensors():
+    saved, expected = kept_and_gradients(recompute=False)
+    saved_recomputing, actual = kept_and_gradients(recompute=True)
+    assert all(torch.equal(got, want) for got, want in zip(actual, expected, strict=True))
+    assert [x.shape for x in saved if x.shape == (7, 9)] == [(7, 9)] * 2
+    assert not [x.shape for x in saved_recomputing if x.shape == (7, 9)]
 
 
 @pytest.mark.parametrize(("rows", "forgets"), [(2**17, False), (2**17 + 1, True)])
-def test_only_beyond_the_limit(rows, forgets):
-    config = LlamaConfig(intermediate_size=4096)  # two products of 4096 bf16: 16 KiB a row
+def test_activations_are_recomputed_only_beyond_the_limit(rows, forgets):
+    config = LlamaConfig(intermediate_size=4096)  # two products of 4096 bf16 values: 16 KiB per row
     assert forget_mlp(config, rows, torch.bfloat16, kept_gib=2.0) is forgets

@@ -1,4 +1,4 @@
-"""Weights that are cast where they are used: the same numbers, and nothing of them kept."""
+"""Casting weights where they are used gives the same numbers and keeps no copies."""
 
 import pytest
 import torch
@@ -23,23 +23,23 @@ def random(*shape, dtype, seed):
 
 
 def leaves(rows, outs, *, dtype, master):
-    """x, a norm's weight, and masters of so many outputs each."""
+    """x, a norm's weight, and one master weight for each number of outputs."""
     masters = [random(out, 13, dtype=master, seed=2 + i) for i, out in enumerate(outs)]
     return random(rows, 13, dtype=dtype, seed=0), random(13, dtype=dtype, seed=1), *masters
 
 
-def results(function, given):
-    out = function(*given)
+def results(function, inputs):
+    out = function(*inputs)
     weight = random(*out.shape, dtype=out.dtype, seed=9).detach()
-    return [out.detach(), *torch.autograd.grad((out * weight).sum(), given, allow_unused=True)]
+    return [out.detach(), *torch.autograd.grad((out * weight).sum(), inputs, allow_unused=True)]
 
 
-def assert_equal(found, expected):
-    for mine, theirs in zip(found, expected, strict=True):
-        if theirs is None:
-            assert mine is None
+def assert_equal(actual, expected):
+    for got, want in zip(actual, expected, strict=True):
+        if want is None:
+            assert got is None
         else:
-            torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+            torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
 def cast_early(x, masters):
@@ -50,17 +50,17 @@ def cast_early(x, masters):
 @pytest.mark.parametrize("outs", [(11,), (7, 3, 3)])
 @pytest.mark.parametrize("rows", [1, 190])
 @pytest.mark.parametrize("normed", [False, True])
-def test_values_and_gradients_are_those_of_weights_cast_before(rows, outs, dtype, master, normed):
+def test_values_and_gradients_equal_those_of_weights_cast_early(rows, outs, dtype, master, normed):
     def late(x, norm, *masters):
         return norm_linear(x, norm, masters, EPS) if normed else late_linear(x, masters)
 
     def early(x, norm, *masters):
         return cast_early(rms_norm(x, norm if normed else None, EPS), masters)
 
-    given = leaves(rows, outs, dtype=dtype, master=master)
-    found = results(late, given)
-    assert_equal(found, results(early, given))
-    assert [grad.dtype for grad in found[3:]] == [master] * len(outs)
+    inputs = leaves(rows, outs, dtype=dtype, master=master)
+    actual = results(late, inputs)
+    assert_equal(actual, results(early, inputs))
+    assert [grad.dtype for grad in actual[3:]] == [master] * len(outs)
 
 
 def test_an_input_without_gradients():
@@ -77,7 +77,7 @@ def test_an_input_without_gradients():
 
 
 def attention_and_mlp(layer, dtype, *, used_once):
-    """Everything that a layer does with its weights, and the gradients of all of them."""
+    """Everything that a layer computes with its weights, and the gradients of all weights."""
     weights = layer.weights(dtype, used_once=used_once)
     assert (weights.late_qkv is not None) is used_once
     size = layer.mlp.gate_proj.in_features
@@ -86,55 +86,55 @@ def attention_and_mlp(layer, dtype, *, used_once):
     out = weights.finish(state, qkv[:, : weights.q_size])
     total = (qkv.square().sum() + kv.square().sum() + out.square().sum()).float()
     named = dict(layer.named_parameters())
-    wanted = {"state": state, "context": context, **named}
-    grads = torch.autograd.grad(total, [*wanted.values()], allow_unused=True)
-    return {"qkv": qkv, "kv": kv, "out": out, **dict(zip(wanted, grads, strict=True))}
+    inputs = {"state": state, "context": context, **named}
+    grads = torch.autograd.grad(total, [*inputs.values()], allow_unused=True)
+    return {"qkv": qkv, "kv": kv, "out": out, **dict(zip(inputs, grads, strict=True))}
 
 
 @pytest.mark.parametrize(("dtype", "master"), DTYPES)
-def test_a_layer_used_once_computes_what_it_does_otherwise(dtype, master):
+def test_a_layer_used_once_computes_the_same(dtype, master):
     layer = make_block_draft(dtype=master).layers[0]
     late, early = (attention_and_mlp(layer, dtype, used_once=once) for once in (True, False))
-    for name, theirs in early.items():
-        if theirs is None:
-            continue  # norms of heads, which are not asked here
+    for name, expected in early.items():
+        if expected is None:
+            continue  # head norms, which are not used here
         tolerance = 1e-12 if dtype == torch.float64 else 1e-5
-        if dtype == torch.bfloat16:  # k and v are used twice: two gradients, now added in fp32
+        if dtype == torch.bfloat16:  # k and v are used twice; their two gradients are added in fp32
             tolerance = 2**-7
-        scale = theirs.abs().max().item()
-        torch.testing.assert_close(late[name], theirs, rtol=0, atol=tolerance * scale)
+        scale = expected.abs().max().item()
+        torch.testing.assert_close(late[name], expected, rtol=0, atol=tolerance * scale)
     for name in ("qkv", "kv"):
         assert torch.equal(late[name], early[name]), name
 
 
-def test_gradients_of_keys_used_twice_add_up_in_the_masters_precision():
+def test_gradients_of_keys_used_twice_are_added_in_the_masters_precision():
     layer = make_block_draft(dtype=torch.float32).layers[0]
     size, k = layer.mlp.gate_proj.in_features, layer.self_attn.k_proj.weight
     state, context = (random(rows, size, dtype=torch.bfloat16, seed=rows) for rows in (9, 5))
 
     def grad(*passes):
         weights = layer.weights(torch.bfloat16, used_once=True)
-        made = {"own": weights.project_normed(state), "context": weights.project_keys(context)}
-        return torch.autograd.grad(sum(made[name].square().sum() for name in passes), k)[0]
+        outputs = {"own": weights.project_normed(state), "context": weights.project_keys(context)}
+        return torch.autograd.grad(sum(outputs[name].square().sum() for name in passes), k)[0]
 
     assert torch.equal(grad("own", "context"), grad("own") + grad("context"))
     assert not torch.equal(grad("own", "context"), grad("own"))
 
 
 @pytest.mark.parametrize("function", ["late_linear", "norm_linear"])
-def test_only_masters_and_inputs_are_kept(function):
+def test_only_masters_and_inputs_are_saved(function):
     x, norm, *masters = leaves(5, (7, 3, 3), dtype=torch.bfloat16, master=torch.float32)
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         late_linear(x, masters) if function == "late_linear" else norm_linear(x, norm, masters, EPS)
-    there = {tensor.data_ptr() for tensor in (x, norm, *masters)}
-    assert kept
-    assert all(tensor.data_ptr() in there for tensor in kept)
+    allowed = {tensor.data_ptr() for tensor in (x, norm, *masters)}
+    assert saved
+    assert all(tensor.data_ptr() in allowed for tensor in saved)
 
 
 @pytest.mark.parametrize("used_once", [False, True])
-def test_a_layer_keeps_no_copy_of_a_matrix(used_once):
-    """The control keeps q, k and v side by side, and o."""
+def test_a_layer_used_once_saves_no_copy_of_a_matrix(used_once):
+    """The control, not used once, does keep copies: q, k and v side by side, and o."""
     layer = make_block_draft(dtype=torch.float32).layers[0]
     size = layer.mlp.gate_proj.in_features
     with watch_saved(layer.parameters()) as saved:

@@ -1,4 +1,4 @@
-"""P-EAGLE's side of the draft: its parameter, its forwards, its files, its start from EAGLE-3."""
+"""P-EAGLE drafts: the extra parameter, the forward passes, files, warm start from EAGLE-3."""
 
 import inspect
 
@@ -32,7 +32,7 @@ def make_parallel(*, layers=3, spread=0.3, dtype=torch.float64, **changes):
 
 
 def make_batch(seed=2):
-    """One packed row: (masks and packing, aux, ids)."""
+    """One packed row, as (masks and packing, aux, ids)."""
     g = torch.Generator().manual_seed(seed)
     real = sum(LENGTHS)
     position = torch.cat([torch.arange(n) for n in LENGTHS] + [torch.arange(2, 2 + WIDTH - real)])
@@ -57,23 +57,23 @@ def make_plan(batch, *, num_depths=4, **options):
     )
 
 
-def weigh(draft, out):
+def weighted_gradients(draft, out):
     weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(7), dtype=out.dtype)
     names, parameters = zip(*draft.named_parameters(), strict=True)
     grads = torch.autograd.grad((out * weight).sum(), parameters, allow_unused=True)
     return out.detach(), dict(zip(names, grads, strict=True))
 
 
-def assert_same(one, other, tolerance=1e-11):
-    torch.testing.assert_close(one[0], other[0], rtol=tolerance, atol=tolerance)
-    for name, grad in one[1].items():
-        assert (grad is None) == (other[1][name] is None), name
+def assert_same(first, second, tolerance=1e-11):
+    torch.testing.assert_close(first[0], second[0], rtol=tolerance, atol=tolerance)
+    for name, grad in first[1].items():
+        assert (grad is None) == (second[1][name] is None), name
         if grad is not None:
-            torch.testing.assert_close(grad, other[1][name], rtol=tolerance, atol=tolerance)
+            torch.testing.assert_close(grad, second[1][name], rtol=tolerance, atol=tolerance)
 
 
 def flat_forward(draft, plan, aux, ids, *, shuffle=False):
-    """The plan's elements through `forward_peagle`, as an outside caller would."""
+    """Run the plan's elements through `forward_peagle`, as an outside caller would."""
     real = sum(LENGTHS)
     deeper = [
         (slot, depth)
@@ -86,7 +86,7 @@ def flat_forward(draft, plan, aux, ids, *, shuffle=False):
         elements = [elements[i] for i in order]
     anchor, depth = torch.tensor(elements).T
     lengths = torch.tensor(LENGTHS)
-    first = torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)
+    document_start = torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)
     real_depth = (depth == 0)[:, None]
     projected = torch.where(
         real_depth, draft.project_hidden_states(aux[0])[anchor], draft.masked_projected_hidden()
@@ -94,7 +94,7 @@ def flat_forward(draft, plan, aux, ids, *, shuffle=False):
     hidden = draft.forward_peagle(
         torch.where(depth == 0, ids[0][anchor], MASK_ID)[None],
         projected[None],
-        (anchor - first[anchor] + depth)[None],
+        (anchor - document_start[anchor] + depth)[None],
         draft.build_peagle_block_mask(anchor, depth, torch.tensor(LENGTHS), WIDTH),
     )
     wanted = [
@@ -123,22 +123,23 @@ VARIANTS = {
 
 @pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_both_ways_through_the_draft_agree(variant, shuffle):
-    """The flat sequence under a flex mask, in any order, and the plan through the primitive."""
+def test_both_forward_passes_agree(variant, shuffle):
+    """One is a flat sequence under a flex mask, in any order, the other `unroll_parallel`."""
     draft = make_parallel(**VARIANTS[variant])
     batch, aux, ids = make_batch()
     plan = make_plan(batch)
     assert min(plan.counts) > 0
     flat = flat_forward(draft, plan, aux, ids, shuffle=shuffle)
     logits = draft.compute_logits(flat)
-    mine = unrolled(draft, plan, aux, ids)
+    states = unrolled(draft, plan, aux, ids)
     assert_same(
-        weigh(draft, logits), weigh(draft, torch.nn.functional.linear(mine, draft.lm_head.weight))
+        weighted_gradients(draft, logits),
+        weighted_gradients(draft, torch.nn.functional.linear(states, draft.lm_head.weight)),
     )
 
 
 @pytest.mark.parametrize("layers", [1, 2])
-def test_one_depth_is_the_first_step_of_eagle3(layers):
+def test_one_depth_equals_the_first_step_of_eagle3(layers):
     draft = make_parallel(layers=layers)
     batch, aux, ids = make_batch()
     parallel = make_plan(batch, num_depths=1)
@@ -151,14 +152,14 @@ def test_one_depth_is_the_first_step_of_eagle3(layers):
 def test_gradients_reach_the_placeholder_and_every_layer():
     draft = make_parallel()
     batch, aux, ids = make_batch()
-    _, grads = weigh(draft, unrolled(draft, make_plan(batch), aux, ids))
+    _, grads = weighted_gradients(draft, unrolled(draft, make_plan(batch), aux, ids))
     assert grads.pop("lm_head.weight") is None
     assert all(grad.abs().max() > 0 for grad in grads.values())
     assert grads["embed_tokens.weight"][MASK_ID].abs().max() > 0
 
 
 def test_the_embedding_of_the_mask_token_is_read():
-    """Deeper depths change with it, depth 0 does not."""
+    """Changing it changes the deeper depths, but not depth 0."""
     draft = make_parallel()
     batch, aux, ids = make_batch()
     ids[ids == MASK_ID] = 0
@@ -181,7 +182,7 @@ def test_gradient_checkpointing_is_exact_and_off_in_evaluation(monkeypatch, way,
     batch, aux, ids = make_batch()
     plan = make_plan(batch, partitions=partitions)
     forward = flat_forward if way == "flat" else unrolled
-    plain = weigh(draft, forward(draft, plan, aux, ids))
+    plain = weighted_gradients(draft, forward(draft, plan, aux, ids))
     calls = []
     original = parallel_draft.checkpoint
 
@@ -194,13 +195,13 @@ def test_gradient_checkpointing_is_exact_and_off_in_evaluation(monkeypatch, way,
     draft.gradient_checkpointing = True
     segments = len(plan.segments) if way == "plan" else 1
     out = forward(draft, plan, aux, ids)
-    own = segments if segments > 1 else 0  # a segment among several is checkpointed itself
-    assert calls == [False] * (3 * segments + own)
-    assert_same(plain, weigh(draft, out), tolerance=0)
+    segment_calls = segments if segments > 1 else 0  # several segments are checkpointed themselves
+    assert calls == [False] * (3 * segments + segment_calls)
+    assert_same(plain, weighted_gradients(draft, out), tolerance=0)
     calls.clear()
     draft.eval()
-    assert_same(plain, weigh(draft, forward(draft, plan, aux, ids)), tolerance=0)
-    assert len(calls) == own
+    assert_same(plain, weighted_gradients(draft, forward(draft, plan, aux, ids)), tolerance=0)
+    assert len(calls) == segment_calls
 
 
 def test_the_flat_forward_runs_under_autocast():
@@ -218,7 +219,7 @@ def test_the_flat_forward_runs_under_autocast():
 # --- the parameter and the files ---------------------------------------------------------------
 
 
-def test_mask_hidden_is_there_only_for_parallel_drafting(tmp_path):
+def test_mask_hidden_exists_only_for_parallel_drafting(tmp_path):
     torch.manual_seed(0)
     plain, parallel = LlamaEagle3DraftModel(make_config()), make_parallel(layers=1, spread=0)
     assert set(parallel.state_dict()) - set(plain.state_dict()) == {"mask_hidden"}
@@ -242,21 +243,21 @@ def test_mask_hidden_starts_as_unit_noise():
 
 
 @pytest.mark.parametrize("fc_norm", [False, True])
-def test_the_placeholder_goes_where_aux_states_go(fc_norm):
+def test_the_placeholder_is_projected_like_aux_states(fc_norm):
     draft = make_parallel(fc_norm=fc_norm)
     projected = draft.masked_projected_hidden()
     assert projected.shape == (1, 12)
     torch.testing.assert_close(projected, draft.project_hidden_states(draft.mask_hidden)[0])
 
 
-def test_files_round_trip_strictly(tmp_path):
+def test_files_round_trip_exactly(tmp_path):
     draft = make_parallel(dtype=torch.float32)
     draft.set_vocab_mapping(*some_vocabulary())
     draft.save_pretrained(tmp_path / "draft")
-    again = LlamaEagle3DraftModel.from_pretrained(tmp_path / "draft")
-    assert again.config.parallel_drafting is True
-    assert again.config.mask_token_id == MASK_ID
-    state = again.state_dict()
+    loaded = LlamaEagle3DraftModel.from_pretrained(tmp_path / "draft")
+    assert loaded.config.parallel_drafting is True
+    assert loaded.config.mask_token_id == MASK_ID
+    state = loaded.state_dict()
     assert set(state) == set(draft.state_dict())
     assert all(torch.equal(tensor, state[name]) for name, tensor in draft.state_dict().items())
     draft.load_state_dict(state, strict=True)
@@ -266,7 +267,7 @@ def test_files_round_trip_strictly(tmp_path):
     assert "mask_hidden" not in plain.state_dict()
 
 
-def test_a_config_derived_from_a_target():
+def test_a_config_can_be_derived_from_a_target():
     config = derive_draft_config(
         make_config(), num_hidden_layers=4, parallel_drafting=True, mask_token_id=MASK_ID
     )
@@ -275,7 +276,7 @@ def test_a_config_derived_from_a_target():
     assert not derive_draft_config(make_config()).parallel_drafting
 
 
-def test_the_mask_token_must_be_an_id():
+def test_the_mask_token_must_be_a_valid_id():
     with pytest.raises(ValueError, match="mask_token_id"):
         LlamaEagle3DraftModel(make_config(parallel_drafting=True, mask_token_id=23))
     draft = LlamaEagle3DraftModel(make_config(parallel_drafting=True))
@@ -311,7 +312,7 @@ def test_public_signatures():
 # --- from EAGLE-3 ------------------------------------------------------------------------------
 
 
-def test_a_start_from_eagle3_carries_everything_over():
+def test_a_warm_start_from_eagle3_carries_everything_over():
     torch.manual_seed(3)
     eagle3 = LlamaEagle3DraftModel(make_config(fc_norm=True)).double()
     eagle3.set_vocab_mapping(*some_vocabulary())
@@ -333,11 +334,12 @@ def test_a_start_from_eagle3_carries_everything_over():
     rows = [slots.index(slot) for slot in plan.slot_T[plan.depths[0].slot_N].tolist()]
     states = unrolled(draft, parallel, aux, ids)
     torch.testing.assert_close(states[rows], before, rtol=1e-12, atol=1e-12)
-    weighed = weigh(draft, states)[1]
-    assert weighed["layers.2.mlp.down_proj.weight"].abs().max() > 0  # silent, not dead
+    grads = weighted_gradients(draft, states)[1]
+    # the new layers do not change the output yet, but they can learn
+    assert grads["layers.2.mlp.down_proj.weight"].abs().max() > 0
 
 
-def test_a_start_that_does_not_fit_says_why():
+def test_an_incompatible_warm_start_reports_why():
     eagle3 = LlamaEagle3DraftModel(make_config(num_hidden_layers=2))
     with pytest.raises(ValueError, match="parallel_drafting"):
         peagle_from_eagle3(eagle3, make_config(num_hidden_layers=2))

@@ -1,4 +1,4 @@
-"""The mask token: never one that a text could contain."""
+"""The mask token is never a token that a text could contain."""
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
@@ -9,7 +9,7 @@ from fledge.draft.mask_token import check_mask_token_id, choose_mask_token_id
 
 
 def byte_level(added=(), **options):
-    """A byte-level vocabulary of the 256 bytes alone, and some added tokens."""
+    """A byte-level tokenizer with the 256 bytes and some added tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     bare = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
     bare.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -24,7 +24,7 @@ def choose(tokenizer, extra=0, **options):
     return tokenizer.convert_ids_to_tokens(token_id) or token_id
 
 
-def test_rows_without_a_token_come_first():
+def test_first_choice_is_an_embedding_row_without_a_token():
     tokenizer = byte_level([("<|reserved_special_token_0|>", True)])
     assert choose(tokenizer, extra=3) == len(tokenizer)
 
@@ -36,12 +36,12 @@ def test_rows_without_a_token_come_first():
         "<|placeholder1|>", "<｜place▁holder▁no▁0｜>", "<SPECIAL_20>", "[control_8]",
     ],
 )  # fmt: skip
-def test_reserved_names_come_next(name):
+def test_second_choice_is_a_reserved_token(name):
     tokenizer = byte_level([("<tool>", True), (name, False), ("unused", False)])
     assert choose(tokenizer) == name
 
 
-def test_then_special_tokens_that_nothing_uses():
+def test_third_choice_is_an_unused_special_token():
     tokenizer = byte_level(
         [("<think>", False), ("<|user|>", True), ("<repo>", True), ("<file>", True)],
         chat_template="<|user|>{{ messages[0].content }}<eos>",
@@ -51,8 +51,8 @@ def test_then_special_tokens_that_nothing_uses():
     assert choose(tokenizer, seen_ids={repo}) == "<file>"
 
 
-def test_last_a_byte_that_no_text_contains():
-    """0xC0 never occurs in UTF-8; the letter it is written with is two other bytes."""
+def test_last_choice_is_a_byte_that_no_text_contains():
+    """0xC0 never occurs in UTF-8; the letter that stands for it is encoded as two other bytes."""
     tokenizer = byte_level()
     assert choose(tokenizer) == "À"
     chosen = tokenizer.convert_tokens_to_ids("À")
@@ -60,7 +60,7 @@ def test_last_a_byte_that_no_text_contains():
     assert chosen not in tokenizer.encode(every_letter)
 
 
-def test_a_vocabulary_of_letters_has_no_such_byte():
+def test_a_vocabulary_of_letters_has_no_mask_token():
     letters = {letter: i for i, letter in enumerate("abÀÿ")} | {"<eos>": 4}
     bare = Tokenizer(models.WordLevel(letters, unk_token="a"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bare, eos_token="<eos>", unk_token="a")
@@ -68,7 +68,7 @@ def test_a_vocabulary_of_letters_has_no_such_byte():
         choose_mask_token_id(tokenizer, len(tokenizer))
 
 
-def test_explicit_ids_are_held_to_the_same_rule():
+def test_explicit_ids_must_follow_the_same_rule():
     tokenizer = byte_level(
         [("<|user|>", True), ("<think>", False)], chat_template="<|user|>{{ messages }}"
     )
@@ -90,7 +90,7 @@ def test_explicit_ids_are_held_to_the_same_rule():
         check_mask_token_id(spare, tokenizer, size, seen_ids=[spare])
 
 
-def test_real_tokenizers(smollm2_tokenizer, shared_data):
+def test_choices_for_real_tokenizers(smollm2_tokenizer, shared_data):
     assert choose(smollm2_tokenizer) == "<repo_name>"
     stories = AutoTokenizer.from_pretrained(shared_data / "models" / "stories260K")
     assert choose(stories) == "<0xC0>"

@@ -1,4 +1,4 @@
-"""The blocked attention against the dense definition, and the definition against one loop."""
+"""The blocked attention against the dense definition, and the definition against a plain loop."""
 
 import pytest
 import torch
@@ -45,7 +45,7 @@ def make_inputs(plan, depth, *, heads=4, groups=2, channels=6, dtype=torch.float
 
 
 def attend(plan, depth, inputs, kind):
-    """(output, gradients of all inputs) under a fixed random weighting of the output."""
+    """Returns (output, gradients of all inputs) under a fixed random weighting of the output."""
     q, keys, values, chain = inputs
     out = rollout_attention(q, keys, values, plan.depths[depth], chain=chain, kind=kind)
     weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(7), dtype=out.dtype)
@@ -53,20 +53,20 @@ def attend(plan, depth, inputs, kind):
     return out.detach(), torch.autograd.grad((out * weight).sum(), leaves)
 
 
-def assert_fast_is_reference(plan, depth, inputs, *, tolerance=1e-12):
+def assert_fast_matches_reference(plan, depth, inputs, *, tolerance=1e-12):
     out, grads = attend(plan, depth, inputs, "fast")
     expected, expected_grads = attend(plan, depth, inputs, "reference")
     torch.testing.assert_close(out, expected, rtol=tolerance, atol=tolerance)
-    for mine, theirs in zip(grads, expected_grads, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance)
+    for got, want in zip(grads, expected_grads, strict=True):
+        torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize(("heads", "groups"), [(4, 2), (3, 3), (5, 1)])
 @pytest.mark.parametrize("depth", [0, 1, 3])
 @pytest.mark.parametrize("lengths", [[1], [17], [5, 1, 12, 3], [300, 41]])
-def test_fast_is_reference(lengths, depth, heads, groups):
+def test_fast_matches_reference(lengths, depth, heads, groups):
     plan = make_plan(lengths, 4)
-    assert_fast_is_reference(plan, depth, make_inputs(plan, depth, heads=heads, groups=groups))
+    assert_fast_matches_reference(plan, depth, make_inputs(plan, depth, heads=heads, groups=groups))
 
 
 @settings(max_examples=60, deadline=None)
@@ -77,17 +77,17 @@ def test_fast_is_reference(lengths, depth, heads, groups):
     limits=st.sampled_from([(1, 1), (3, 20), (256, 2**19)]),
     seed=st.integers(0, 1000),
 )
-def test_fast_is_reference_for_any_documents_rows_and_blocks(
+def test_fast_matches_reference_for_any_documents_rows_and_blocks(
     lengths, depth, supervised, limits, seed
 ):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plan_module, "BLOCK_ROWS", limits[0])
         patch.setattr(plan_module, "BLOCK_SCORES", limits[1])
         plan = make_plan(lengths, 4, seed=seed, supervised=supervised)
-    assert_fast_is_reference(plan, depth, make_inputs(plan, depth, seed=seed))
+    assert_fast_matches_reference(plan, depth, make_inputs(plan, depth, seed=seed))
 
 
-def test_gradients_numerically():
+def test_gradients_match_finite_differences():
     plan = make_plan([4, 3], 3, supervised=1.1)
     q, keys, values, chain = make_inputs(plan, 2, channels=2)
 
@@ -100,8 +100,8 @@ def test_gradients_numerically():
     )
 
 
-def test_definition_row_by_row():
-    """One row at a time: its document's keys up to its anchor, then its own chain."""
+def test_the_definition_matches_a_loop_over_rows():
+    """Each row attends to its document's keys up to its anchor, then to its own chain."""
     lengths = [5, 1, 12, 3]
     plan = make_plan(lengths, 3)
     depth, starts = 2, [0, 5, 6, 18]
@@ -124,10 +124,10 @@ def test_low_precision_keeps_its_dtype(dtype, tolerance):
     plan = make_plan([50, 30], 3)
     inputs = make_inputs(plan, 2, dtype=dtype)
     assert attend(plan, 2, inputs, "fast")[0].dtype == dtype
-    assert_fast_is_reference(plan, 2, inputs, tolerance=tolerance)
+    assert_fast_matches_reference(plan, 2, inputs, tolerance=tolerance)
 
 
-def test_every_slot_may_ask():
+def test_every_slot_may_be_a_query():
     plan = make_plan([6, 5], 2)
     g = torch.Generator().manual_seed(0)
     q, k, v = (

@@ -1,4 +1,4 @@
-"""Block attention: the fast path against the definition, and the definition against sentences."""
+"""Block attention: the fast path against the definition, and the definition against the docs."""
 
 import numpy as np
 import pytest
@@ -26,8 +26,14 @@ def make_rows(size=4, device="cpu"):
 
 def make_inputs(rows, *, keys=KEYS, heads=6, groups=2, channels=16, dtype=torch.float64):
     g = torch.Generator().manual_seed(0)
-    own = (len(rows), rows.size)
-    shapes = [(*own, heads), (keys, groups), (keys, groups), (*own, groups), (*own, groups)]
+    block_shape = (len(rows), rows.size)
+    shapes = [
+        (*block_shape, heads),
+        (keys, groups),
+        (keys, groups),
+        (*block_shape, groups),
+        (*block_shape, groups),
+    ]
     device = rows.slot_N.device
     random = [torch.randn(*shape, channels, generator=g) for shape in shapes]
     return [x.to(device, dtype).requires_grad_() for x in random]
@@ -42,33 +48,31 @@ def results(function, inputs, rows, sight):
 
 @pytest.mark.parametrize("sight", SIGHTS, ids=str)
 @pytest.mark.parametrize("size", [1, 4, 7])
-def test_fast_is_reference(sight, size, monkeypatch):
+def test_fast_matches_reference(sight, size, monkeypatch):
     rows = make_rows(size)
     inputs = make_inputs(rows)
     expected = results(reference_blocks, inputs, rows, sight)
-    for most in (plan.BLOCK_SCORES, 40):  # in one piece, and in many
-        monkeypatch.setattr(plan, "BLOCK_SCORES", most)
+    for limit in (plan.BLOCK_SCORES, 40):  # in one block of scores, and in many
+        monkeypatch.setattr(plan, "BLOCK_SCORES", limit)
         rows = make_rows(size)
-        for mine, theirs in zip(
-            results(block_attention, inputs, rows, sight), expected, strict=True
-        ):
-            torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-12)
+        for got, want in zip(results(block_attention, inputs, rows, sight), expected, strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-12)
 
 
-def test_who_sees_whom():
-    """Key by key, as docs/semantics.md says it."""
+def test_visibility_follows_the_documented_rule():
+    """Visibility key by key, as docs/semantics.md defines it."""
     rows = make_rows(4)
     for sight in SIGHTS:
-        context, own = block_visible(rows, KEYS, sight)
+        context, within = block_visible(rows, KEYS, sight)
         for n, (slot, first) in enumerate(zip(*rows.ends_host, strict=True)):
             for j in range(4):
-                at = slot + 1 + j
-                near = [sight.window is None or at - u < sight.window for u in range(KEYS)]
-                wanted = [first <= u <= slot and near[u] for u in range(KEYS)]
-                assert context[n, j].tolist() == wanted
+                position = slot + 1 + j
+                near = [sight.window is None or position - u < sight.window for u in range(KEYS)]
+                expected = [first <= u <= slot and near[u] for u in range(KEYS)]
+                assert context[n, j].tolist() == expected
         for j in range(4):
             for i in range(4):
-                seen = (not sight.causal or i <= j) and (
+                visible = (not sight.causal or i <= j) and (
                     sight.window is None or j - i < sight.window
                 )
-                assert bool(own[j, i]) == seen
+                assert bool(within[j, i]) == visible

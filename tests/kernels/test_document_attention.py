@@ -1,4 +1,4 @@
-"""Documents in one row: the kernel behind compiled targets against the definition."""
+"""Attention within packed documents: the kernel of compiled targets against the definition."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def first_of(lengths, window=None):
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("heads", [(4, 2, 16), (3, 1, 24), (2, 2, 40)])
 @pytest.mark.parametrize("lengths", [[1], [37], [9, 1, 1, 70, 3], [1] * 11, [64, 65]])
-def test_kernel_equals_the_definition(lengths, heads, window):
+def test_kernel_matches_the_definition(lengths, heads, window):
     torch.manual_seed(0)
     queries, groups, channels = heads
     first_N = first_of(lengths, window)

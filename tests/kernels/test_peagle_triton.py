@@ -1,7 +1,6 @@
-"""All depths at once on the GPU kernels, against the dense definition.
+"""The GPU kernels on all depths at once, against the dense definition.
 
-The kernels meet what EAGLE-3 never shows them: several rows of one anchor, and keys that end where
-a segment does.
+This covers what EAGLE-3 never exercises: several rows per anchor, and keys that end with a segment.
 """
 
 import pytest
@@ -20,7 +19,9 @@ DEVICE = interpreted_triton.DEVICE
 
 @pytest.mark.parametrize(("partitions", "quantum"), [(1, 0), (3, 0), (1, 32)])
 @pytest.mark.parametrize("lengths", [[70], [5, 1, 40, 3]])
-def test_kernels_serve_all_depths_at_once(monkeypatch, lengths, partitions, quantum):
+def test_kernels_match_the_definition_on_all_depths_at_once(
+    monkeypatch, lengths, partitions, quantum
+):
     ones = torch.ones(1, sum(lengths))
     masks = RowMasks(
         ones,
@@ -41,15 +42,15 @@ def test_kernels_serve_all_depths_at_once(monkeypatch, lengths, partitions, quan
     )
     monkeypatch.setattr(parallel, "kernel_runs", lambda *tensors: True)
     assert len(plan.segments) == partitions
-    real_slots = sum(lengths) - len(lengths)  # nothing is asked for at the last one of a document
+    real_slots = sum(lengths) - len(lengths)  # the last slot of a document has no target
     for segment in plan.segments:
         for rows in (segment.every, segment.asking):
             inputs = make_inputs(segment, rows)
-            fast, wanted = (
+            fast, expected = (
                 results(inputs, segment, rows, kind, real_slots) for kind in ("fast", "reference")
             )
-            for mine, theirs in zip(fast, wanted, strict=True):
-                torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+            for got, want in zip(fast, expected, strict=True):
+                torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
 def make_inputs(segment, rows, heads=4, groups=2, channels=16):
@@ -69,6 +70,6 @@ def results(inputs, segment, rows, kind, real_slots):
     if kind == "fast":
         assert out.grad_fn.name() == "_FusedParallelBackward"
     weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(7)).to(DEVICE)
-    # padding rows, which are all on one slot, see each other by the definition alone
+    # padding rows, all on one slot, attend to each other in the definition only
     out = out * (rows.slot_N < real_slots)[:, None, None]
     return [out.detach(), *torch.autograd.grad((out * weight).sum(), inputs)]

@@ -1,4 +1,4 @@
-"""The GPU kernel of AdamW against torch's; interpreted without a GPU."""
+"""The AdamW GPU kernel against torch's AdamW; interpreted without a GPU."""
 
 import copy
 
@@ -12,7 +12,7 @@ from fledge.train import optimizer as optimizer_module
 from fledge.train.optimizer import make_optimizer
 
 DEVICE = interpreted_triton.DEVICE
-# steps as large as the weights, eps as large as some gradients: so that each of them shows
+# steps as large as the weights and eps as large as some gradients, so that each has an effect
 SETTINGS = {"lr": 0.3, "betas": (0.9, 0.999), "eps": 1e-3, "weight_decay": 0.1}
 SHAPES = ((7, 5), (1,), (3, 1024), (1030,), (43, 71))
 
@@ -28,7 +28,7 @@ def fresh():
 
 @pytest.fixture
 def use(monkeypatch):
-    """Take the kernel for all tensors, or for none, whatever the device."""
+    """Use the kernel for all tensors or for none, whatever the device."""
 
     def choose(allowed):
         monkeypatch.setattr(optimizer_module, "_LARGE", 1)
@@ -37,8 +37,8 @@ def use(monkeypatch):
     return choose
 
 
-def walk(parameters, optimizer, steps, *, scale=None, bad=()):
-    """Steps from gradients that are drawn for each; those of bad ones are not finite."""
+def take_steps(parameters, optimizer, steps, *, scale=None, bad=()):
+    """Take steps with random gradients, which are not finite in the `bad` steps."""
     for step in steps:
         for i, p in enumerate(parameters):
             p.grad = random(*p.shape, seed=1000 + 10 * step + i) * 10.0 ** (i - 2)
@@ -50,40 +50,40 @@ def walk(parameters, optimizer, steps, *, scale=None, bad=()):
     return parameters
 
 
-def held(parameters, optimizer):
-    """Everything that a step changes."""
+def state_tensors(parameters, optimizer):
+    """Yields every tensor that a step changes."""
     for p in parameters:
         yield from (p.detach(), *(optimizer.state[p][name] for name in ("exp_avg", "exp_avg_sq")))
         yield optimizer.state[p]["step"]
 
 
-def assert_close(found, expected, tolerance=1e-6):
-    for mine, theirs in zip(found, expected, strict=True):
-        assert mine.dtype == theirs.dtype
-        scale = theirs.abs().max().item()
-        torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance * scale)
+def assert_close(actual, expected, tolerance=1e-6):
+    for got, want in zip(actual, expected, strict=True):
+        assert got.dtype == want.dtype
+        scale = want.abs().max().item()
+        torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance * scale)
 
 
 @pytest.mark.parametrize("scale", [None, 1.0, 3.7])
 @pytest.mark.parametrize("decay", [0.0, 0.1])
-def test_many_steps_are_those_of_torch(use, scale, decay):
-    """Some of them skipped, the second one among them."""
-    ends = []
+def test_many_steps_match_torch(use, scale, decay):
+    """Some steps are skipped, including the second."""
+    results = []
     for allowed in (True, False):
         use(allowed)
         parameters = fresh()
         optimizer = make_optimizer(parameters, **SETTINGS | {"weight_decay": decay})
-        walk(parameters, optimizer, range(40), scale=scale, bad=(1, 17))
-        ends.append([*held(parameters, optimizer)])
-    assert_close(*ends)
-    assert all(step == 38 for step in ends[0][3::4])
+        take_steps(parameters, optimizer, range(40), scale=scale, bad=(1, 17))
+        results.append([*state_tensors(parameters, optimizer)])
+    assert_close(*results)
+    assert all(step == 38 for step in results[0][3::4])
 
 
-def test_the_reference_in_float64(use):
+def test_steps_match_a_float64_reference(use):
     use(True)
     parameters = fresh()
     optimizer = make_optimizer(parameters, **SETTINGS)
-    walk(parameters, optimizer, range(30))
+    take_steps(parameters, optimizer, range(30))
     exact = [nn.Parameter(p.detach().double()) for p in fresh()]
     groups = [
         {"params": [p for p in exact if p.ndim == 2], "weight_decay": 0.1},
@@ -94,22 +94,22 @@ def test_the_reference_in_float64(use):
         for i, p in enumerate(exact):
             p.grad = (random(*p.shape, seed=1000 + 10 * step + i) * 10.0 ** (i - 2)).double()
         reference.step()
-    for mine, theirs in zip(parameters, exact, strict=True):
-        torch.testing.assert_close(mine.double(), theirs, rtol=2e-6, atol=2e-6)
+    for got, want in zip(parameters, exact, strict=True):
+        torch.testing.assert_close(got.double(), want, rtol=2e-6, atol=2e-6)
 
 
 @pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize("step", [1, 2, 7, 100_000])
-def test_factors_are_precise_when_betas_are_almost_one(step, on_device):
+def test_factors_are_precise_for_betas_close_to_one(step, on_device):
     lr, (beta1, beta2) = 2.0**-12, (0.99, 0.9999)
     steps = [torch.tensor(float(n), device=DEVICE) for n in (step, 3)]
-    given = torch.tensor(lr, device=DEVICE) if on_device else lr
-    [found, _] = _factors(steps, given, (beta1, beta2), 0.1).tolist()
+    lr_arg = torch.tensor(lr, device=DEVICE) if on_device else lr
+    [actual, _] = _factors(steps, lr_arg, (beta1, beta2), 0.1).tolist()
     exact = [lr / (1 - beta1**step), (1 - beta2**step) ** -0.5, 0.1 * lr]
-    assert found == pytest.approx(exact, rel=1e-7)
+    assert actual == pytest.approx(exact, rel=1e-7)
 
 
-def test_the_kernel_is_taken_from_the_second_step_on(use, monkeypatch):
+def test_the_kernel_is_used_from_the_second_step_on(use, monkeypatch):
     import fledge.kernels.adamw as kernel_module
 
     calls = []
@@ -120,19 +120,19 @@ def test_the_kernel_is_taken_from_the_second_step_on(use, monkeypatch):
     use(True)
     parameters = fresh()
     optimizer = make_optimizer(parameters, **SETTINGS)
-    walk(parameters, optimizer, range(1))
+    take_steps(parameters, optimizer, range(1))
     assert calls == []
-    walk(parameters, optimizer, range(1, 2))
-    assert calls == [3, 2]  # matrices, and the others
+    take_steps(parameters, optimizer, range(1, 2))
+    assert calls == [3, 2]  # matrices, then all others
     assert all(p.grad is not None for p in parameters)
     monkeypatch.setattr(optimizer_module, "_LARGE", 1031)
-    walk(parameters, optimizer, range(2, 3))
+    take_steps(parameters, optimizer, range(2, 3))
     assert calls == [3, 2, 2]
     assert all(optimizer.state[p]["step"] == 3 for p in parameters)
 
 
 def test_other_layouts_and_missing_gradients_are_left_to_torch(use):
-    ends = []
+    results = []
     for allowed in (True, False):
         use(allowed)
         parameters = [nn.Parameter(random(9, 5, seed=i)) for i in range(3)]
@@ -142,48 +142,50 @@ def test_other_layouts_and_missing_gradients_are_left_to_torch(use):
             parameters[1].grad = None if step % 2 else random(9, 5, seed=step + 10)
             optimizer.step()
         assert parameters[2] not in optimizer.state
-        ends.append([*held(parameters[:2], optimizer)])
-    assert_close(*ends)
+        results.append([*state_tensors(parameters[:2], optimizer)])
+    assert_close(*results)
 
 
 def test_a_skipped_step_changes_nothing(use):
     use(True)
     parameters = fresh()
     optimizer = make_optimizer(parameters, **SETTINGS)
-    walk(parameters, optimizer, range(2))
-    before = [tensor.clone() for tensor in held(parameters, optimizer)]
-    walk(parameters, optimizer, range(2, 3), bad=(2,))
-    for now, then in zip(held(parameters, optimizer), before, strict=True):
-        assert torch.equal(now, then)
+    take_steps(parameters, optimizer, range(2))
+    before = [tensor.clone() for tensor in state_tensors(parameters, optimizer)]
+    take_steps(parameters, optimizer, range(2, 3), bad=(2,))
+    for after, previous in zip(state_tensors(parameters, optimizer), before, strict=True):
+        assert torch.equal(after, previous)
 
 
 @pytest.mark.parametrize(("first", "then"), [(True, True), (True, False), (False, True)])
-def test_either_way_goes_on_where_the_other_stopped(use, first, then):
+def test_kernel_and_torch_can_resume_each_others_state(use, first, then):
     use(first)
     parameters = fresh()
     optimizer = make_optimizer(parameters, **SETTINGS)
-    walk(parameters, optimizer, range(4))
+    take_steps(parameters, optimizer, range(4))
     state = copy.deepcopy(optimizer.state_dict())
     assert [*state["state"][0]] == ["step", "exp_avg", "exp_avg_sq"]
-    again = [nn.Parameter(p.detach().clone()) for p in parameters]
+    copies = [nn.Parameter(p.detach().clone()) for p in parameters]
     use(then)
-    walk(parameters, optimizer, range(4, 8))
-    resumed = make_optimizer(again, **SETTINGS)
+    take_steps(parameters, optimizer, range(4, 8))
+    resumed = make_optimizer(copies, **SETTINGS)
     resumed.load_state_dict(state)
-    walk(again, resumed, range(4, 8))
-    for mine, theirs in zip(held(again, resumed), held(parameters, optimizer), strict=True):
-        assert torch.equal(mine, theirs)
+    take_steps(copies, resumed, range(4, 8))
+    for got, want in zip(
+        state_tensors(copies, resumed), state_tensors(parameters, optimizer), strict=True
+    ):
+        assert torch.equal(got, want)
     use(False)
     plain = fresh()
     reference = make_optimizer(plain, **SETTINGS)
-    walk(plain, reference, range(8))
-    assert_close(held(again, resumed), held(plain, reference))
+    take_steps(plain, reference, range(8))
+    assert_close(state_tensors(copies, resumed), state_tensors(plain, reference))
 
 
 @pytest.mark.parametrize("kinds", [("bfloat16", "bfloat16"), ("bfloat16", "float32"),
                                    ("float32", "bfloat16")])  # fmt: skip
 def test_parameters_and_gradients_in_16_bits(kinds):
-    """As in float32, and rounded at the end."""
+    """The same as in float32, rounded at the end."""
     kind, grad_kind = (getattr(torch, name) for name in kinds)
     p, grad = random(1030, seed=0, dtype=kind), random(1030, seed=1, dtype=grad_kind)
     m, v = 0.1 * random(1030, seed=2), random(1030, seed=3).square()
@@ -205,7 +207,7 @@ def test_parameters_and_gradients_in_16_bits(kinds):
 
 @pytest.mark.gpu
 def test_large_tensors_on_a_gpu():
-    """Taken by themselves there, equal to torch's fused AdamW, and bit for bit each time."""
+    """The kernel is used by default, matches torch's fused AdamW and repeats bit for bit."""
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     shapes = ((2048, 1024), (2**20 + 3,), (1023, 1025), (64, 3))
@@ -213,16 +215,16 @@ def test_large_tensors_on_a_gpu():
     def run(make):
         parameters = [nn.Parameter(random(*shape, seed=i)) for i, shape in enumerate(shapes)]
         optimizer = make(parameters)
-        walk(parameters, optimizer, range(30), scale=3.7, bad=(0, 5))
-        return [*held(parameters, optimizer)]
+        take_steps(parameters, optimizer, range(30), scale=3.7, bad=(0, 5))
+        return [*state_tensors(parameters, optimizer)]
 
-    def ours(parameters):
+    def fledge_adamw(parameters):
         return make_optimizer(parameters, **SETTINGS | {"weight_decay": 0.0})
 
-    def theirs(parameters):
+    def torch_adamw(parameters):
         return torch.optim.AdamW(parameters, **SETTINGS | {"weight_decay": 0.0}, fused=True)
 
-    found = run(ours)
-    # torch's kernel takes 1 - beta2 in float32: of 0.999 it is off by 1.3e-5
-    assert_close(found, run(theirs), tolerance=2e-5)
-    assert all(torch.equal(a, b) for a, b in zip(found, run(ours), strict=True))
+    actual = run(fledge_adamw)
+    # torch's kernel computes 1 - beta2 in float32: for 0.999 it is off by 1.3e-5
+    assert_close(actual, run(torch_adamw), tolerance=2e-5)
+    assert all(torch.equal(a, b) for a, b in zip(actual, run(fledge_adamw), strict=True))

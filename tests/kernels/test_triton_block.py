@@ -1,4 +1,4 @@
-"""The block kernels against the definition, natively or interpreted."""
+"""The block attention kernels against the definition, on a GPU or interpreted."""
 
 import pytest
 import torch
@@ -14,19 +14,19 @@ DEVICE = interpreted_triton.DEVICE
 
 def check(inputs, rows, sight, tolerance=1e-5):
     expected = results(reference_blocks, inputs, rows, sight)
-    for mine, theirs in zip(results(fused_blocks, inputs, rows, sight), expected, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance)
+    for got, want in zip(results(fused_blocks, inputs, rows, sight), expected, strict=True):
+        torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("sight", SIGHTS, ids=str)
-def test_fused_is_reference(sight):
+def test_fused_matches_reference(sight):
     for size in (1, 7):
         rows = make_rows(size, DEVICE)
         check(make_inputs(rows, heads=2, groups=1, dtype=torch.float32), rows, sight)
 
 
 @pytest.mark.parametrize("channels", [64, 96, 128, 256])
-def test_head_sizes(channels):
+def test_head_dims(channels):
     rows = make_rows(4, DEVICE)
     for sight in (Sight(), Sight(causal=True, window=6)):
         inputs = make_inputs(rows, heads=2, groups=1, channels=channels, dtype=torch.float32)
@@ -41,42 +41,42 @@ def test_any_number_of_heads_share_a_key_head(heads, groups):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("sight", [Sight(), Sight(causal=True, window=6)], ids=str)
-def test_16_bit_error_is_within_twice_that_of_the_reference(dtype, sight):
+def test_16_bit_error_is_at_most_twice_that_of_the_reference(dtype, sight):
     rows = make_rows(4, DEVICE)
     inputs = make_inputs(rows, heads=2, groups=1, channels=64, dtype=dtype)
     exact = [x.detach().double().requires_grad_() for x in inputs]
     truth = results(reference_blocks, exact, rows, sight)
-    theirs = results(reference_blocks, inputs, rows, sight)
-    found = results(fused_blocks, inputs, rows, sight)
-    for mine, other, true in zip(found, theirs, truth, strict=True):
-        assert mine.dtype == dtype
-        assert (mine - true).norm() <= 2 * (other - true).norm()
+    reference = results(reference_blocks, inputs, rows, sight)
+    fused = results(fused_blocks, inputs, rows, sight)
+    for got, rounded, want in zip(fused, reference, truth, strict=True):
+        assert got.dtype == dtype
+        assert (got - want).norm() <= 2 * (rounded - want).norm()
 
 
 def test_strided_keys_and_no_blocks_at_all():
-    """Keys and values as a projection leaves them: side by side in one tensor."""
+    """Keys and values lie side by side in one tensor, as a projection returns them."""
     rows = make_rows(4, DEVICE)
     q, k, v, keys, values = make_inputs(rows, dtype=torch.float32)
-    both = [torch.cat(pair, dim=-2).detach() for pair in ((k, v), (keys, values))]
-    views = [part.requires_grad_() for x in both for part in x.chunk(2, dim=-2)]
-    for mine, theirs in zip(
+    joined = [torch.cat(pair, dim=-2).detach() for pair in ((k, v), (keys, values))]
+    views = [part.requires_grad_() for x in joined for part in x.chunk(2, dim=-2)]
+    for got, want in zip(
         results(fused_blocks, [q, *views], rows, Sight()),
         results(reference_blocks, [q, k, v, keys, values], rows, Sight()),
         strict=True,
     ):
-        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
-    none = rows.part(0, 0)
-    found = results(fused_blocks, make_inputs(none, dtype=torch.float32), none, Sight())
-    assert found[0].numel() == 0
-    assert all(bool((grad == 0).all()) for grad in found[1:])
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    no_rows = rows.part(0, 0)
+    result = results(fused_blocks, make_inputs(no_rows, dtype=torch.float32), no_rows, Sight())
+    assert result[0].numel() == 0
+    assert all(bool((grad == 0).all()) for grad in result[1:])
 
 
 @pytest.mark.parametrize("sight", SIGHTS, ids=str)
-def test_padding_blocks_of_which_the_host_knows_nothing(sight):
-    """As in a recorded step: many blocks at one key behind the others, a document of its own."""
-    known = make_rows(4, DEVICE)
-    padding = known.slot_N.new_full((9,), KEYS)
-    ends = (torch.cat([ends_N, padding]) for ends_N in (known.slot_N, known.first_N))
+def test_padding_blocks_without_host_side_ends(sight):
+    """As in a recorded step: many padding blocks on one key after the others, its own document."""
+    real_rows = make_rows(4, DEVICE)
+    padding = real_rows.slot_N.new_full((9,), KEYS)
+    ends = (torch.cat([ends_N, padding]) for ends_N in (real_rows.slot_N, real_rows.first_N))
     rows = BlockRows(*ends, 4)
     inputs = make_inputs(rows, keys=KEYS + 7, heads=2, groups=1, dtype=torch.float32)
     check(inputs, rows, sight)
@@ -86,6 +86,6 @@ def test_scores_far_below_zero():
     rows = make_rows(4, DEVICE)
     q, *rest = (x.detach().abs() for x in make_inputs(rows, dtype=torch.float32))
     inputs = [x.requires_grad_() for x in (q * -100, *rest)]
-    found = results(fused_blocks, inputs, rows, Sight(causal=True))
-    assert all(x.isfinite().all() for x in found)
+    result = results(fused_blocks, inputs, rows, Sight(causal=True))
+    assert all(x.isfinite().all() for x in result)
     check(inputs, rows, Sight(causal=True), tolerance=1e-3)

@@ -1,4 +1,4 @@
-"""When GPU kernels are taken, and what the log says when they are not."""
+"""When GPU kernels are used, and what is logged when they are not."""
 
 from types import SimpleNamespace
 
@@ -21,7 +21,7 @@ def fresh():
 ON_GPU = SimpleNamespace(is_cuda=True)
 
 
-def test_cpu_never_takes_a_kernel_and_says_nothing(caplog):
+def test_cpu_never_uses_a_kernel_and_logs_nothing(caplog):
     assert not triton_gate.triton_runs(torch.zeros(1), what="norm", unsupported="anything")
     assert not caplog.records
 
@@ -54,10 +54,10 @@ def test_switched_off_by_environment(monkeypatch, caplog):
     ],
 )
 def test_what_attention_supports(monkeypatch, dtype, other, channels, reason):
-    given = []
+    reasons = []
     monkeypatch.setattr(
-        blocked, "triton_runs", lambda x, *, what, unsupported: given.append(unsupported) or True
+        blocked, "triton_runs", lambda x, *, what, unsupported: reasons.append(unsupported) or True
     )
     q, k = torch.zeros(1, 2, channels, dtype=dtype), torch.zeros(1, 1, channels, dtype=other)
     blocked.kernel_runs(q, k, k)
-    assert (given == [None]) if reason is None else reason in given[0]
+    assert (reasons == [None]) if reason is None else reason in reasons[0]

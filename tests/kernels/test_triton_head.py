@@ -1,4 +1,4 @@
-"""The GPU kernel of the head's loss against its torch lines; interpreted where there is no GPU."""
+"""The GPU kernel of the head's loss against the torch version; interpreted without a GPU."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ DEVICE = interpreted_triton.DEVICE
 
 
 def make_rows(count, width, *, slots=3, dtype=torch.float32, seed=0):
-    """Logits near the target's own (else acceptance would be nothing), with shared slots."""
+    """Logits close to the target's, so that acceptance is not 0, with shared target slots."""
     g = torch.Generator().manual_seed(seed)
     target = 2 * torch.randn(slots, width, generator=g)
     slot = torch.randint(0, slots, (count,), generator=g)
@@ -31,7 +31,7 @@ def make_rows(count, width, *, slots=3, dtype=torch.float32, seed=0):
 
 
 def by_torch(logits, targets, kind, coefficient, ce_weight):
-    """The lines of `head_loss`, which run as long as no kernel is allowed."""
+    """The torch version in `head_loss`, which runs when no kernel is allowed."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(head_loss_module, "kernel_runs", lambda x, *, what: False)
         loss = LOSSES[kind]()
@@ -48,19 +48,19 @@ def by_kernel(logits, targets, kind, coefficient, ce_weight):
     return loss, correct, grads
 
 
-def assert_kernel_is_torch(kind, case, tolerance=1e-5):
+def assert_kernel_matches_torch(kind, case, tolerance=1e-5):
     logits, targets, coefficient, ce_weight = case
-    found = by_kernel(logits, targets, kind, coefficient, ce_weight)
+    actual = by_kernel(logits, targets, kind, coefficient, ce_weight)
     expected = by_torch(logits, targets, kind, coefficient, ce_weight)
-    torch.testing.assert_close(found[0], expected[0], rtol=tolerance, atol=tolerance)
-    assert torch.equal(found[1], expected[1])
-    torch.testing.assert_close(found[2], expected[2], rtol=tolerance, atol=1e-6)
+    torch.testing.assert_close(actual[0], expected[0], rtol=tolerance, atol=tolerance)
+    assert torch.equal(actual[1], expected[1])
+    torch.testing.assert_close(actual[2], expected[2], rtol=tolerance, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("width", [1, 7, 512, 4096, 5000])
-def test_kernel_is_torch(kind, width):
-    assert_kernel_is_torch(kind, make_rows(4, width))
+def test_kernel_matches_torch(kind, width):
+    assert_kernel_matches_torch(kind, make_rows(4, width))
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -71,33 +71,33 @@ def test_kernel_is_torch(kind, width):
     block=st.sampled_from([16, 64]),
     seed=st.integers(0, 999),
 )
-def test_kernel_is_torch_for_any_sizes(kind, width, count, block, seed):
+def test_kernel_matches_torch_for_any_sizes(kind, width, count, block, seed):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(triton_head, "BLOCK", block)
-        assert_kernel_is_torch(kind, make_rows(count, width, seed=seed))
+        assert_kernel_matches_torch(kind, make_rows(count, width, seed=seed))
 
 
 @pytest.mark.parametrize("kind", ["ce", "lk_lambda"])
 def test_wide_vocabulary(kind):
-    assert_kernel_is_torch(kind, make_rows(2, 262_144, slots=1))
+    assert_kernel_matches_torch(kind, make_rows(2, 262_144, slots=1))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_16_bit_error_is_within_twice_that_of_torch(kind, dtype):
+def test_16_bit_error_is_at_most_twice_that_of_torch(kind, dtype):
     logits, targets, coefficient, ce_weight = make_rows(6, 700, dtype=dtype)
     exact = _Targets(targets.slots_MW.double(), targets.slot_J, targets.top_J)
     truth = by_torch(logits.double(), exact, kind, coefficient.double(), ce_weight.double())
-    found = by_kernel(logits, targets, kind, coefficient, ce_weight)
-    theirs = by_torch(logits, targets, kind, coefficient, ce_weight)
-    assert found[2].dtype == dtype
-    assert (found[2] - truth[2]).norm() <= 2 * (theirs[2] - truth[2]).norm()
-    torch.testing.assert_close(found[0].double(), truth[0], rtol=1e-5, atol=1e-5)
+    actual = by_kernel(logits, targets, kind, coefficient, ce_weight)
+    torch_result = by_torch(logits, targets, kind, coefficient, ce_weight)
+    assert actual[2].dtype == dtype
+    assert (actual[2] - truth[2]).norm() <= 2 * (torch_result[2] - truth[2]).norm()
+    torch.testing.assert_close(actual[0].double(), truth[0], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("block", [16, 64])
 def test_the_first_of_equal_logits_is_the_top(monkeypatch, block):
-    """Equal ones in one block of columns, and in two."""
+    """Ties within one block of columns, and across two."""
     monkeypatch.setattr(triton_head, "BLOCK", block)
     logits, targets, coefficient, ce_weight = make_rows(3, 40)
     logits[:] = torch.arange(40, device=DEVICE) // 10
@@ -106,8 +106,8 @@ def test_the_first_of_equal_logits_is_the_top(monkeypatch, block):
         assert by_kernel(logits, tied, "ce", coefficient, ce_weight)[1].tolist() == [top == 30] * 3
 
 
-def test_no_acceptance_has_no_direction():
-    """alpha 0: loss 0 and no gradient, not infinity."""
+def test_zero_acceptance_gives_zero_gradient():
+    """With alpha == 0, the loss and its gradient are 0, not infinite."""
     probs = torch.zeros(1, 20, device=DEVICE)
     probs[0, 3] = 1.0
     zero = torch.zeros(2, dtype=torch.long, device=DEVICE)
@@ -119,7 +119,7 @@ def test_no_acceptance_has_no_direction():
     assert not grads.any()
 
 
-def test_without_coefficients_the_logits_stay():
+def test_without_coefficients_the_logits_are_unchanged():
     logits, targets, _, _ = make_rows(3, 30)
     before = logits.clone()
     loss, _ = fused_rows(logits, targets.slots_MW, targets.slot_J, targets.top_J, kind="acceptance")
@@ -137,16 +137,16 @@ def test_whole_head_through_the_kernel(kind, monkeypatch):
     expected = chunked(*case, loss, 5)
     expected_grads = torch.autograd.grad(expected.loss, (hidden, head))
     monkeypatch.setattr(head_loss_module, "kernel_runs", lambda x, *, what: True)
-    found = chunked(*case, loss, 5)
-    torch.testing.assert_close(found.row_loss_N, expected.row_loss_N, rtol=1e-5, atol=1e-6)
-    assert torch.equal(found.correct_N, expected.correct_N)
-    for mine, theirs in zip(
-        torch.autograd.grad(found.loss, (hidden, head)), expected_grads, strict=True
+    actual = chunked(*case, loss, 5)
+    torch.testing.assert_close(actual.row_loss_N, expected.row_loss_N, rtol=1e-5, atol=1e-6)
+    assert torch.equal(actual.correct_N, expected.correct_N)
+    for got, want in zip(
+        torch.autograd.grad(actual.loss, (hidden, head)), expected_grads, strict=True
     ):
-        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
 
 
-def test_the_kernel_takes_longer_chunks(monkeypatch):
+def test_the_kernel_uses_longer_chunks(monkeypatch):
     rows = []
     for allowed in (False, True):
         monkeypatch.setattr(head_loss_module, "kernel_runs", lambda x, *, what, a=allowed: a)

@@ -1,4 +1,4 @@
-"""The GPU kernel that norms and turns heads against its torch lines; interpreted without a GPU."""
+"""The kernel that normalizes and rotates heads against torch; interpreted without a GPU."""
 
 import pytest
 import torch
@@ -15,8 +15,8 @@ def random(*shape, seed=0, dtype=torch.float32):
     return torch.randn(*shape, generator=g).to(DEVICE, dtype)
 
 
-def case(rows, heads, groups, channels, dtype=torch.float32):
-    """Leaves (projection, both norms), and cos and sin of random angles, other in each half."""
+def make_case(rows, heads, groups, channels, dtype=torch.float32):
+    """Leaves (projection, both norms), and random cos and sin that differ between the halves."""
     x = random(rows, (heads + 2 * groups) * channels, dtype=dtype)
     norms = [1 + 0.3 * random(channels, seed=seed, dtype=dtype) for seed in (1, 2)]
     turn = random(rows, channels, seed=3).cos(), random(rows, channels, seed=4).sin()
@@ -25,17 +25,17 @@ def case(rows, heads, groups, channels, dtype=torch.float32):
 
 def results(leaves, turn, groups):
     leaves = [leaf.detach().clone().requires_grad_() for leaf in leaves]
-    found = split_heads(*leaves, tuple(turn), eps=1e-5, groups=groups)
-    weights = [random(*out.shape, seed=7 + i, dtype=out.dtype) for i, out in enumerate(found)]
-    total = sum((out * weight).sum() for out, weight in zip(found, weights, strict=True))
-    return [*(out.detach() for out in found), *torch.autograd.grad(total, leaves)]
+    outputs = split_heads(*leaves, tuple(turn), eps=1e-5, groups=groups)
+    weights = [random(*out.shape, seed=7 + i, dtype=out.dtype) for i, out in enumerate(outputs)]
+    total = sum((out * weight).sum() for out, weight in zip(outputs, weights, strict=True))
+    return [*(out.detach() for out in outputs), *torch.autograd.grad(total, leaves)]
 
 
 @pytest.fixture
 def use(monkeypatch):
-    def run(allowed, *given):
+    def run(allowed, *arguments):
         monkeypatch.setattr(heads_module, "kernel_runs", lambda x, *, what: allowed)
-        return results(*given)
+        return results(*arguments)
 
     return run
 
@@ -44,32 +44,32 @@ def use(monkeypatch):
 @pytest.mark.parametrize(
     ("heads", "groups", "channels"), [(4, 2, 16), (9, 3, 24), (0, 2, 64), (2, 1, 96)]
 )
-def test_split_heads(use, rows, heads, groups, channels):
-    """Queries or none, head counts and dims of any size."""
-    leaves, turn = case(rows, heads, groups, channels)
-    found, expected = use(True, leaves, turn, groups), use(False, leaves, turn, groups)
-    assert [out.shape for out in found[:3]] == [
+def test_split_heads_matches_torch(use, rows, heads, groups, channels):
+    """With and without queries, for various head counts and dims."""
+    leaves, turn = make_case(rows, heads, groups, channels)
+    actual, expected = use(True, leaves, turn, groups), use(False, leaves, turn, groups)
+    assert [out.shape for out in actual[:3]] == [
         (rows, n, channels) for n in (heads, groups, groups)
     ]
-    for mine, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=2e-5)
+    for got, want in zip(actual, expected, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_in_16_bits(use, dtype):
-    leaves, turn = case(70, 4, 2, 64, dtype)
-    exact = [[x.double() for x in given] for given in (leaves, turn)]
+def test_16_bit_error_is_at_most_twice_that_of_torch(use, dtype):
+    leaves, turn = make_case(70, 4, 2, 64, dtype)
+    exact = [[x.double() for x in tensors] for tensors in (leaves, turn)]
     truth = use(False, *exact, 2)
-    found, theirs = use(True, leaves, turn, 2), use(False, leaves, turn, 2)
-    for mine, other, true in zip(found, theirs, truth, strict=True):
-        assert mine.dtype == other.dtype
-        assert (mine - true).norm() <= 2 * (other - true).norm() + 1e-6 * true.norm()
+    fused, reference = use(True, leaves, turn, 2), use(False, leaves, turn, 2)
+    for got, rounded, want in zip(fused, reference, truth, strict=True):
+        assert got.dtype == rounded.dtype
+        assert (got - want).norm() <= 2 * (rounded - want).norm() + 1e-6 * want.norm()
 
 
-def test_channels_that_are_not_turned_take_the_torch_lines(use):
-    (leaves, turn), groups = case(5, 2, 1, 16), 1
+def test_partial_rotary_falls_back_to_torch(use):
+    (leaves, turn), groups = make_case(5, 2, 1, 16), 1
     part = [angle[:, :8] for angle in turn]
-    for mine, theirs in zip(
+    for got, want in zip(
         use(True, leaves, part, groups), use(False, leaves, part, groups), strict=True
     ):
-        assert torch.equal(mine, theirs)
+        assert torch.equal(got, want)

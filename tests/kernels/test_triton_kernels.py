@@ -1,7 +1,7 @@
-"""The GPU kernels of rollout attention against the dense definition.
+"""The rollout attention GPU kernels against the dense definition.
 
-Without a GPU they are interpreted, so sizes are tiny and cover what a tile can meet: documents that
-share a tile or fill several, rows of one document in several tiles, head dims that are padded.
+Without a GPU they are interpreted, so sizes are tiny. They cover what a tile can contain: documents
+that share a tile or fill several, rows of one document in several tiles, padded head dims.
 """
 
 import pytest
@@ -37,7 +37,7 @@ def make_plan(lengths, num_depths, *, seed=0, supervised=0.5):
 
 
 def make_inputs(plan, depth, *, heads, groups, channels, dtype=torch.float32, seed=1):
-    """q, k, v and the chain's keys and values; shallower depths of a chain have more rows."""
+    """q, k, v and the chain's keys and values; shallower depths of the chain have more rows."""
     g = torch.Generator().manual_seed(seed)
     shapes = [(plan.counts[depth], heads, channels)] + [(len(plan.slot_T), groups, channels)] * 2
     shapes += [(plan.counts[k], groups, channels) for k in range(1, depth + 1) for _ in range(2)]
@@ -55,28 +55,28 @@ def results(function, rows, inputs):
     return [out.detach(), *torch.autograd.grad((out * weight).sum(), inputs)]
 
 
-def assert_fused_is_reference(rows, inputs, tolerance=1e-5):
-    found = results(fused_attention, rows, inputs)
+def assert_fused_matches_reference(rows, inputs, tolerance=1e-5):
+    actual = results(fused_attention, rows, inputs)
     expected = results(reference_attention, rows, inputs)
-    for mine, theirs in zip(found, expected, strict=True):
-        assert mine.dtype == theirs.dtype
-        torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance)
+    for got, want in zip(actual, expected, strict=True):
+        assert got.dtype == want.dtype
+        torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize(("heads", "groups"), [(2, 2), (3, 1), (8, 2)])
 @pytest.mark.parametrize("depth", [0, 1, 6])
 @pytest.mark.parametrize("lengths", [[1], [5, 1, 12, 3], [101, 41]])
-def test_fused_is_reference(lengths, depth, heads, groups):
+def test_fused_matches_reference(lengths, depth, heads, groups):
     plan = make_plan(lengths, 7)
     inputs = make_inputs(plan, depth, heads=heads, groups=groups, channels=16)
-    assert_fused_is_reference(plan.depths[depth], inputs)
+    assert_fused_matches_reference(plan.depths[depth], inputs)
 
 
 @pytest.mark.parametrize("channels", [16, 24, 64, 96, 128, 256])
 def test_head_dims(channels):
     plan = make_plan([30, 9], 3)
     inputs = make_inputs(plan, 2, heads=3, groups=1, channels=channels)
-    assert_fused_is_reference(plan.depths[2], inputs)
+    assert_fused_matches_reference(plan.depths[2], inputs)
 
 
 TILES = st.sampled_from([Tile(16, 32, 4, 1), Tile(64, 32, 4, 1), Tile(16, 64, 4, 1)])
@@ -92,14 +92,14 @@ TILES = st.sampled_from([Tile(16, 32, 4, 1), Tile(64, 32, 4, 1), Tile(16, 64, 4,
     tile=TILES,
     seed=st.integers(0, 1000),
 )
-def test_fused_is_reference_for_any_documents_rows_and_tiles(
+def test_fused_matches_reference_for_any_documents_rows_and_tiles(
     lengths, depth, supervised, heads, tile, seed
 ):
     plan = make_plan(lengths, 4, seed=seed, supervised=supervised)
     inputs = make_inputs(plan, depth, heads=heads[0], groups=heads[1], channels=16, seed=seed)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(triton_attention.TILES_FP32, 64, tile)
-        assert_fused_is_reference(plan.depths[depth], inputs)
+        assert_fused_matches_reference(plan.depths[depth], inputs)
 
 
 def test_row_bounds():
@@ -111,18 +111,18 @@ def test_row_bounds():
     key = GRANULE * torch.arange(count, device=DEVICE)[:, None]
     assert key[-1] >= len(plan.slot_T)
     expected = [rows.slot_N < key, rows.first_N < key, rows.first_N <= key]
-    assert torch.equal(bounds.long(), torch.stack([seen.sum(1) for seen in expected]))
+    assert torch.equal(bounds.long(), torch.stack([selected.sum(1) for selected in expected]))
 
 
 def test_no_rows_at_all():
     plan = make_plan([9, 4], 3, supervised=0.0)
     inputs = make_inputs(plan, 2, heads=2, groups=1, channels=16)
     assert len(inputs[0]) == 0
-    assert_fused_is_reference(plan.depths[2], inputs)
+    assert_fused_matches_reference(plan.depths[2], inputs)
 
 
 def test_keys_without_rows_get_no_gradient():
-    """Rows of a depth may leave out whole documents, yet their keys are on the key axis."""
+    """The rows of a depth may skip whole documents, whose keys are on the key axis all the same."""
     plan = make_plan([40, 40, 40], 2, supervised=1.1)
     rows = plan.depths[0]
     middle = int(rows.first_N.unique()[1])
@@ -131,29 +131,29 @@ def test_keys_without_rows_get_no_gradient():
     few = QueryRows(slot_N, rows.first_N[keep], torch.argsort(slot_N))
     q, k, v = make_inputs(plan, 0, heads=2, groups=1, channels=16)
     inputs = [q[keep].detach().requires_grad_(), k, v]
-    assert_fused_is_reference(few, inputs)
+    assert_fused_matches_reference(few, inputs)
     assert not results(fused_attention, few, inputs)[2][middle : 2 * middle].any()
 
 
-def test_every_slot_may_ask():
+def test_every_slot_may_be_a_query():
     plan = make_plan([30, 5], 2)
     inputs = make_inputs(plan, 0, heads=2, groups=1, channels=16)
-    everybody = torch.randn(len(plan.slot_T), 2, 16, device=DEVICE, requires_grad=True)
-    assert_fused_is_reference(plan.every, [everybody, *inputs[1:]])
+    queries = torch.randn(len(plan.slot_T), 2, 16, device=DEVICE, requires_grad=True)
+    assert_fused_matches_reference(plan.every, [queries, *inputs[1:]])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("heads", "groups", "channels"), [(9, 3, 64), (4, 1, 128)])
-def test_16_bit_error_is_within_twice_that_of_the_reference(dtype, heads, groups, channels):
+def test_16_bit_error_is_at_most_twice_that_of_the_reference(dtype, heads, groups, channels):
     plan = make_plan([70, 33], 4)
     inputs = make_inputs(plan, 3, heads=heads, groups=groups, channels=channels, dtype=dtype)
     exact_inputs = [x.detach().double().requires_grad_() for x in inputs]
     exact = results(reference_attention, plan.depths[3], exact_inputs)
     reference = results(reference_attention, plan.depths[3], inputs)
     fused = results(fused_attention, plan.depths[3], inputs)
-    for mine, theirs, truth in zip(fused, reference, exact, strict=True):
-        assert mine.dtype == dtype
-        assert (mine - truth).norm() <= 2 * (theirs - truth).norm()
+    for got, rounded, want in zip(fused, reference, exact, strict=True):
+        assert got.dtype == dtype
+        assert (got - want).norm() <= 2 * (rounded - want).norm()
 
 
 def test_large_scores_do_not_overflow():
@@ -164,7 +164,7 @@ def test_large_scores_do_not_overflow():
 
 
 def strided(x):
-    """The same values, rows and heads apart in memory, as halves of a fused projection are."""
+    """The same values, strided in memory like one part of a fused projection."""
     rows, heads, channels = x.shape
     wide = x.new_empty(rows, 2 * heads + 1, channels)
     wide[:, heads : 2 * heads] = x
@@ -179,13 +179,13 @@ def test_strided_inputs():
         pairs = [(keys, strided(values)) for keys, values in chain]
         return fused_attention(strided(q), k, strided(v), rows, pairs)
 
-    found = results(fused_on_views, plan.depths[3], inputs)
+    actual = results(fused_on_views, plan.depths[3], inputs)
     expected = results(fused_attention, plan.depths[3], inputs)
-    for mine, theirs in zip(found, expected, strict=True):
-        assert torch.equal(mine, theirs)
+    for got, want in zip(actual, expected, strict=True):
+        assert torch.equal(got, want)
 
 
-def test_repeats_bit_for_bit():
+def test_results_repeat_bit_for_bit():
     plan = make_plan([60, 20], 3)
     inputs = make_inputs(plan, 2, heads=3, groups=1, channels=16, dtype=torch.bfloat16)
     first = results(fused_attention, plan.depths[2], inputs)
@@ -193,7 +193,7 @@ def test_repeats_bit_for_bit():
         assert torch.equal(a, b)
 
 
-def test_dispatch_takes_the_kernels(monkeypatch):
+def test_dispatch_uses_the_kernels(monkeypatch):
     monkeypatch.setattr(blocked, "triton_runs", lambda x, *, what, unsupported: not unsupported)
     plan = make_plan([40, 9], 3)
     rows, (q, k, v, *chain) = plan.depths[2], make_inputs(plan, 2, heads=2, groups=1, channels=16)
@@ -207,8 +207,8 @@ def test_dispatch_takes_the_kernels(monkeypatch):
     assert path(q.double(), k.double(), v.double()) == "_BlockedAttentionBackward"
 
 
-def test_heads_that_lie_further_apart_than_the_kernels_reach_are_copied():
-    """Offsets of heads are 32-bit products: past 2^31 they would point in front of the tensor."""
+def test_heads_too_far_apart_for_32_bit_offsets_are_copied():
+    """Head offsets are 32-bit products: past 2^31 they would overflow and become negative."""
 
     def head_major(stride):
         return torch.empty_strided((5, 4, 16), (16, stride, 1), device="meta")
@@ -223,7 +223,7 @@ def test_heads_that_lie_further_apart_than_the_kernels_reach_are_copied():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
-def test_one_compilation_serves_all_sizes():
+def test_kernels_are_compiled_once_for_all_sizes():
     from fledge.kernels.attention.triton_keys import chain_grad, key_grad, row_bounds
     from fledge.kernels.attention.triton_queries import attend, query_grad
 

@@ -1,6 +1,6 @@
-"""What is particular about P-EAGLE's kernels; `test_peagle_triton.py` has real plans.
+"""P-EAGLE's kernels on hand-made rows; `test_peagle_triton.py` runs them on real plans.
 
-Rows are laid out by hand: every rollout begins at its own slot of one document.
+Every rollout begins at its own slot of one document.
 """
 
 import pytest
@@ -16,7 +16,7 @@ SLOTS = 50
 
 
 def make_rows(counts):
-    """All slots ask at depth 0; rollout i begins at slot 3 * i."""
+    """All slots are queries at depth 0; rollout i begins at slot 3 * i."""
     chain = [3 * torch.arange(count) for count in counts]
     slot_X = torch.cat([torch.arange(SLOTS), *chain])
     return QueryRows(*(x.to(DEVICE) for x in (slot_X, slot_X * 0, torch.argsort(slot_X))))
@@ -37,32 +37,32 @@ def results(function, inputs, counts):
 
 
 @pytest.mark.parametrize("counts", [(), (0, 0), (1,), (16, 9, 9, 2, 0), (16,) * 10])
-def test_fused_is_reference(counts):
+def test_fused_matches_reference(counts):
     inputs = make_inputs(counts)
     expected = results(reference_parallel, inputs, counts)
-    for mine, theirs in zip(results(fused_parallel, inputs, counts), expected, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+    for got, want in zip(results(fused_parallel, inputs, counts), expected, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_16_bit_error_is_within_twice_that_of_the_reference(dtype):
+def test_16_bit_error_is_at_most_twice_that_of_the_reference(dtype):
     counts = (16, 9, 4)
     inputs = make_inputs(counts, channels=64, dtype=dtype)
     exact = [x.detach().double().requires_grad_() for x in inputs]
     truth = results(reference_parallel, exact, counts)
-    theirs = results(reference_parallel, inputs, counts)
-    found = results(fused_parallel, inputs, counts)
-    for mine, other, true in zip(found, theirs, truth, strict=True):
-        assert mine.dtype == dtype
-        assert (mine - true).norm() <= 2 * (other - true).norm()
+    reference = results(reference_parallel, inputs, counts)
+    fused = results(fused_parallel, inputs, counts)
+    for got, rounded, want in zip(fused, reference, truth, strict=True):
+        assert got.dtype == dtype
+        assert (got - want).norm() <= 2 * (rounded - want).norm()
 
 
 def test_scores_far_below_zero():
-    """A key that a row does not have counts nothing, not exp(0 - a very negative log-sum-exp)."""
+    """A missing key contributes nothing, not exp(0 - a very negative log-sum-exp)."""
     counts = (16, 4)
     q, k, v, keys, values = (x.detach().abs() for x in make_inputs(counts))
     inputs = [x.requires_grad_() for x in (q * -100, k, v, keys, values)]
-    found = results(fused_parallel, inputs, counts)
-    assert all(x.isfinite().all() for x in found)
-    for mine, theirs in zip(found, results(reference_parallel, inputs, counts), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-3)
+    result = results(fused_parallel, inputs, counts)
+    assert all(x.isfinite().all() for x in result)
+    for got, want in zip(result, results(reference_parallel, inputs, counts), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)

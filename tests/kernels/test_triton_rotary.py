@@ -1,4 +1,4 @@
-"""The GPU kernel of rotary positions against its torch lines; interpreted without a GPU."""
+"""The rotary GPU kernel against the torch version; interpreted without a GPU."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ def results(function, *leaves):
 
 @pytest.fixture
 def use(monkeypatch):
-    """Run a function with its kernels allowed or not, whatever the device."""
+    """Run a function with its kernels enabled or disabled, whatever the device."""
 
     def run(allowed, function, *leaves):
         monkeypatch.setattr(rotary_module, "kernel_runs", lambda x, *, what: allowed)
@@ -38,38 +38,38 @@ def use(monkeypatch):
     return run
 
 
-def assert_close(found, expected, tolerance=1e-5):
-    for mine, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance)
+def assert_close(actual, expected, tolerance=1e-5):
+    for got, want in zip(actual, expected, strict=True):
+        torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
 
 
-def assert_error_within_twice(found, theirs, truth):
-    for mine, other, exact in zip(found, theirs, truth, strict=True):
-        assert mine.dtype == other.dtype
-        assert (mine - exact).norm() <= 2 * (other - exact).norm()
+def assert_error_at_most_twice(actual, reference, exact_results):
+    for got, rounded, want in zip(actual, reference, exact_results, strict=True):
+        assert got.dtype == rounded.dtype
+        assert (got - want).norm() <= 2 * (rounded - want).norm()
 
 
 @pytest.mark.parametrize("rows", [0, 1, 130])
 @pytest.mark.parametrize(("heads", "channels", "rotated"), [(3, 16, 16), (9, 24, 24), (2, 20, 6)])
-def test_rotate(use, rows, heads, channels, rotated):
-    """All channels turned, or only some; head counts and dims of any size."""
+def test_rotate_matches_torch(use, rows, heads, channels, rotated):
+    """All channels rotated, or only some; various head counts and dims."""
     x, (cos, sin) = random(rows, heads, channels), angles(rows, rotated)
-    found = use(True, lambda x: rotate(x, cos, sin), x)
-    assert_close(found, use(False, lambda x: rotate(x, cos, sin), x))
+    actual = use(True, lambda x: rotate(x, cos, sin), x)
+    assert_close(actual, use(False, lambda x: rotate(x, cos, sin), x))
 
 
 def test_rotate_a_strided_view(use):
     wide, (cos, sin) = random(7, 5, 16), angles(7, 16)
     expected = results(lambda x: fused_rotate(x[:, 1:4].contiguous(), cos, sin), wide)
-    found = results(lambda x: fused_rotate(x[:, 1:4], cos, sin), wide)
-    for mine, theirs in zip(found, expected, strict=True):
-        assert torch.equal(mine, theirs)
+    actual = results(lambda x: fused_rotate(x[:, 1:4], cos, sin), wide)
+    for got, want in zip(actual, expected, strict=True):
+        assert torch.equal(got, want)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_rotate_in_16_bits(use, dtype):
+def test_16_bit_error_is_at_most_twice_that_of_torch(use, dtype):
     x, (cos, sin) = random(40, 4, 64, dtype=dtype), angles(40, 64, dtype)
     exact = x.detach().double().requires_grad_()
     truth = use(False, lambda x: rotate(x, cos.double(), sin.double()), exact)
-    found = use(True, lambda x: rotate(x, cos, sin), x)
-    assert_error_within_twice(found, use(False, lambda x: rotate(x, cos, sin), x), truth)
+    actual = use(True, lambda x: rotate(x, cos, sin), x)
+    assert_error_at_most_twice(actual, use(False, lambda x: rotate(x, cos, sin), x), truth)

@@ -1,4 +1,4 @@
-"""The GPU kernels of SwiGLU against its torch lines; interpreted without a GPU."""
+"""The SwiGLU GPU kernels against the torch version; interpreted without a GPU."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def results(function, *leaves):
 
 @pytest.fixture
 def use(monkeypatch):
-    """Run a function with its kernels allowed or not, whatever the device."""
+    """Run a function with its kernels enabled or disabled, whatever the device."""
 
     def run(allowed, function, *leaves):
         monkeypatch.setattr(mlp_module, "kernel_runs", lambda x, *, what: allowed)
@@ -32,15 +32,15 @@ def use(monkeypatch):
     return run
 
 
-def assert_close(found, expected, tolerance=1e-5):
-    for mine, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance)
+def assert_close(actual, expected, tolerance=1e-5):
+    for got, want in zip(actual, expected, strict=True):
+        torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
 
 
-def assert_error_within_twice(found, theirs, truth):
-    for mine, other, exact in zip(found, theirs, truth, strict=True):
-        assert mine.dtype == other.dtype
-        assert (mine - exact).norm() <= 2 * (other - exact).norm()
+def assert_error_at_most_twice(actual, reference, exact_results):
+    for got, rounded, want in zip(actual, reference, exact_results, strict=True):
+        assert got.dtype == rounded.dtype
+        assert (got - want).norm() <= 2 * (rounded - want).norm()
 
 
 def mlp_leaves(rows, dtype=torch.float32):
@@ -50,7 +50,7 @@ def mlp_leaves(rows, dtype=torch.float32):
 
 
 @pytest.mark.parametrize("rows", [0, 1, 190])
-def test_gated_mlp(use, rows):
+def test_gated_mlp_matches_torch(use, rows):
     """190 x 11 does not fill its last block."""
     leaves = mlp_leaves(rows)
     assert_close(use(True, gated_mlp, *leaves), use(False, gated_mlp, *leaves))
@@ -66,27 +66,27 @@ def test_gated_mlp_backward_twice(use):
         assert torch.equal(a, b)
 
 
-def once(*leaves):
+def single_use_mlp(*leaves):
     return gated_mlp(*leaves, once=True)
 
 
-def test_activations_that_become_gradients(use):
+def test_overwriting_activations_with_gradients_changes_nothing(use):
     leaves = mlp_leaves(190)
-    assert_close(use(True, once, *leaves), use(False, gated_mlp, *leaves))
+    assert_close(use(True, single_use_mlp, *leaves), use(False, gated_mlp, *leaves))
 
 
-def test_activations_that_became_gradients_are_not_read_again(use):
+def test_a_second_backward_over_overwritten_activations_is_rejected(use):
     leaves = mlp_leaves(5)
-    use(True, once, *leaves)
-    out = once(*leaves).sum()
+    use(True, single_use_mlp, *leaves)
+    out = single_use_mlp(*leaves).sum()
     torch.autograd.grad(out, leaves, retain_graph=True)
     with pytest.raises(RuntimeError, match="a second pass"):
         torch.autograd.grad(out, leaves)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_gated_mlp_in_16_bits(use, dtype):
+def test_16_bit_error_is_at_most_twice_that_of_torch(use, dtype):
     leaves = mlp_leaves(60, dtype)
     truth = use(False, gated_mlp, *(x.detach().double().requires_grad_() for x in leaves))
-    found, theirs = use(True, gated_mlp, *leaves), use(False, gated_mlp, *leaves)
-    assert_error_within_twice(found, theirs, truth)
+    actual, reference = use(True, gated_mlp, *leaves), use(False, gated_mlp, *leaves)
+    assert_error_at_most_twice(actual, reference, truth)

@@ -1,8 +1,8 @@
-"""DFlash and DSpark as a textbook would write them: one document, one block, one slot at a time.
+"""A textbook implementation of DFlash and DSpark: one document, one block, one slot at a time.
 
-A block is a list of tokens; what a query sees is decided key by key; every loss is a sum over
-Python lists. Positions are those of the text, nothing is shifted. Nothing is shared with the code
-under test except the draft's parameters, its rotary table and the anchors that were drawn.
+A block is a list of tokens, visibility is decided key by key, and every loss is a sum over Python
+lists. Positions are text positions; nothing is shifted. The only things shared with the code under
+test are the draft's parameters, its rotary table and the sampled anchors.
 """
 
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from transformers import LlamaConfig
 from fledge.draft.block import BlockDraftModel
 from objective.naive_eagle3 import Document, E, V, _norm, _rope
 
-MASK_ID, LISTENED = 30, 2
+MASK_ID, NUM_AUX = 30, 2
 
 
 def make_block_draft(*, dtype=torch.float64, seed=0, spread=0.3, tables=True, **changes):
@@ -22,12 +22,12 @@ def make_block_draft(*, dtype=torch.float64, seed=0, spread=0.3, tables=True, **
     settings = {
         "vocab_size": V, "hidden_size": E, "intermediate_size": 20, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4,
-        "max_position_embeddings": 64, "num_aux_hidden_states": LISTENED, "block_size": 4,
+        "max_position_embeddings": 64, "num_aux_hidden_states": NUM_AUX, "block_size": 4,
         "mask_token_id": MASK_ID,
     }  # fmt: skip
     draft = BlockDraftModel(LlamaConfig(**(settings | changes))).to(dtype)
     with torch.no_grad():
-        for parameter in draft.parameters():  # norms too, so that a forgotten one shows
+        for parameter in draft.parameters():  # norms too, so that a missing norm is noticed
             parameter.add_(torch.randn_like(parameter) * spread)
     if tables:
         draft.copy_embeddings_from_target(Table(V, dtype))
@@ -55,7 +55,7 @@ def make_block_documents(lengths, *, seed=3, supervised=0.75, dtype=torch.float6
         Document(
             torch.randint(0, V, (n,), generator=g),
             (torch.rand(n, generator=g) < supervised).long(),
-            torch.randn(n, LISTENED * E, generator=g, dtype=dtype),
+            torch.randn(n, NUM_AUX * E, generator=g, dtype=dtype),
             torch.randn(n, E, generator=g, dtype=dtype),
         )
         for n in lengths
@@ -63,21 +63,21 @@ def make_block_documents(lengths, *, seed=3, supervised=0.75, dtype=torch.float6
 
 
 def candidates(document):
-    """Positions where a block may start: supervised, and so is the next; with something before."""
+    """Positions where a block may start: itself and its successor supervised, and not the first."""
     loss = document.loss.tolist()
     return [a for a in range(1, len(loss) - 1) if loss[a] and loss[a + 1]]
 
 
 def sees(query, key, anchor, *, causal, window):
-    """Whether the slot at position `query` of a block sees a position: context lies before the
-    anchor, the rest is the block."""
+    """Whether the slot at position `query` attends to position `key`: keys before the anchor are
+    context, the others belong to the block."""
     if window is not None and query - key >= window:
         return False
     return key < anchor or not (causal or window is not None) or key <= query
 
 
 def block_states(draft, document, anchor):
-    """[slots, E] of one block, after the final norm."""
+    """States [slots, E] of one block, after the final norm."""
     c, p = draft.config, dict(draft.named_parameters())
     eps, size = c.rms_norm_eps, c.block_size
     context = _norm(document.aux[:anchor] @ p["fc.weight"].T, p["hidden_norm.weight"], eps)
@@ -87,25 +87,28 @@ def block_states(draft, document, anchor):
     for i in range(c.num_hidden_layers):
         w = {n.removeprefix(f"layers.{i}."): v for n, v in p.items() if f"layers.{i}." in n}
         y = _norm(x, w["input_layernorm.weight"], eps)
-        rows = torch.cat([context, y])  # the context as it is
+        rows = torch.cat([context, y])  # no layer norm on the context
         window = c.sliding_window if i in c.sliding_layers else None
 
         def heads(rows, name, count, w=w):
-            made = (rows @ w[f"self_attn.{name}_proj.weight"].T).view(len(rows), count, -1)
+            projected = (rows @ w[f"self_attn.{name}_proj.weight"].T).view(len(rows), count, -1)
             if name != "v":
-                made = _norm(made, w[f"self_attn.{name}_norm.weight"], eps)
-            return made.transpose(0, 1)
+                projected = _norm(projected, w[f"self_attn.{name}_norm.weight"], eps)
+            return projected.transpose(0, 1)
 
-        share = c.num_attention_heads // c.num_key_value_heads
+        heads_per_group = c.num_attention_heads // c.num_key_value_heads
         at = torch.tensor(positions)
         q = _rope(heads(y, "q", c.num_attention_heads), at[anchor:], draft.rotary)
         k = _rope(heads(rows, "k", c.num_key_value_heads), at, draft.rotary)
-        k, v = (z.repeat_interleave(share, 0) for z in (k, heads(rows, "v", c.num_key_value_heads)))
-        seen = torch.tensor([
+        k, v = (
+            z.repeat_interleave(heads_per_group, 0)
+            for z in (k, heads(rows, "v", c.num_key_value_heads))
+        )
+        visible = torch.tensor([
             [sees(anchor + j, u, anchor, causal=c.causal, window=window) for u in positions]
             for j in range(size)
         ])  # fmt: skip
-        scores = (q @ k.transpose(1, 2) / c.head_dim**0.5).masked_fill(~seen, float("-inf"))
+        scores = (q @ k.transpose(1, 2) / c.head_dim**0.5).masked_fill(~visible, float("-inf"))
         out = (scores.softmax(-1) @ v).transpose(0, 1).reshape(size, -1)
         x = x + out @ w["self_attn.o_proj.weight"].T
         y = _norm(x, w["post_attention_layernorm.weight"], eps)
@@ -114,8 +117,8 @@ def block_states(draft, document, anchor):
     return _norm(x, p["norm.weight"], eps)
 
 
-def target_says(head, document, position):
-    """Its distribution of the next token, in float32 as everywhere."""
+def target_probs(head, document, position):
+    """The target's next-token distribution, in float32 as everywhere."""
     return head.logits(document.hidden[position]).float().softmax(-1).double()
 
 
@@ -128,82 +131,91 @@ class NaiveBlocks:
     hits: list = field(default_factory=list)
 
 
-def dpace_weights(chances):
-    """w_k = sum over m >= k of the product of the smoothed chances up to m."""
-    smooth = [0.5 * q + 0.5 for q in chances]
-    upto = [torch.stack(smooth[: m + 1]).prod() for m in range(len(smooth))]
-    return [torch.stack(upto[k:]).sum() for k in range(len(smooth))]
+def dpace_weights(probabilities):
+    """w_k = sum over m >= k of the product of the smoothed probabilities up to m."""
+    smooth = [0.5 * q + 0.5 for q in probabilities]
+    cumulative = [torch.stack(smooth[: m + 1]).prod() for m in range(len(smooth))]
+    return [torch.stack(cumulative[k:]).sum() for k in range(len(smooth))]
 
 
 def naive_dflash(draft, documents, anchors, *, head, row_loss, gamma=None):
-    """`row_loss(logits, label, probs)`; weights by `gamma`, or by D-PACE where that is None."""
+    """Terms are `row_loss(logits, label, probs)`, weighted by `gamma`, or by D-PACE if None."""
     drafts = draft.config.block_size - 1
     out, terms, weights = NaiveBlocks(), [], []
-    walks = []
+    block_outcomes = []
     for document, starts in zip(documents, anchors, strict=True):
         for a in starts:
             states = block_states(draft, document, a)
-            pays, found, walk = [], [], []
-            for k in range(1, drafts + 1):  # slot k foretells token a + k; slot 0 is not charged
+            charged_slots, scored, outcomes = [], [], []
+            for k in range(1, drafts + 1):  # slot k predicts token a + k; slot 0 is not charged
                 label = a + k
-                inside = label < len(document.ids) and bool(document.loss[label])
-                if not inside:
-                    walk.append((False, False))
+                is_charged = label < len(document.ids) and bool(document.loss[label])
+                if not is_charged:
+                    outcomes.append((False, False))
                     continue
                 logits = states[k] @ draft.lm_head.weight.T
-                probs = target_says(head, document, label - 1)
-                loss, right = row_loss(logits, int(document.ids[label]), probs)
-                found.append((k, loss, logits.softmax(-1)[document.ids[label]].detach()))
-                pays.append(k)
-                walk.append((True, right))
+                probs = target_probs(head, document, label - 1)
+                loss, hit = row_loss(logits, int(document.ids[label]), probs)
+                scored.append((k, loss, logits.softmax(-1)[document.ids[label]].detach()))
+                charged_slots.append(k)
+                outcomes.append((True, hit))
             if gamma is None:
-                own = dpace_weights([chance for _, _, chance in found]) if found else []
+                block_weights = dpace_weights([prob for _, _, prob in scored]) if scored else []
             else:
-                own = [torch.tensor(-(k - 1) / gamma, dtype=torch.float64).exp() for k in pays]
-            terms += [loss * weight for (_, loss, _), weight in zip(found, own, strict=True)]
-            weights += own
-            walks.append(walk)
+                block_weights = [
+                    torch.tensor(-(k - 1) / gamma, dtype=torch.float64).exp() for k in charged_slots
+                ]
+            terms += [
+                loss * weight for (_, loss, _), weight in zip(scored, block_weights, strict=True)
+            ]
+            weights += block_weights
+            block_outcomes.append(outcomes)
     out.loss = sum(terms) / sum(weights) if terms else torch.zeros(())
-    return _counted(out, walks, drafts)
+    return _add_counts(out, block_outcomes, drafts)
 
 
 def naive_dspark(draft, documents, anchors, *, head, gamma, text, distance, confidence):
     p, drafts = dict(draft.named_parameters()), draft.config.block_size
-    out, terms, weights, walks = NaiveBlocks(), [], [], []
+    out, terms, weights, block_outcomes = NaiveBlocks(), [], [], []
     for document, starts in zip(documents, anchors, strict=True):
         for a in starts:
             states = block_states(draft, document, a)
-            walk = []
-            for k in range(drafts):  # slot k foretells token a + k + 1
+            outcomes = []
+            for k in range(drafts):  # slot k predicts token a + k + 1
                 label = a + k + 1
                 if label >= len(document.ids) or not document.loss[label]:
                     break  # only the contiguous supervised prefix
-                before = p["markov_head.markov_w1.weight"][document.ids[label - 1]]
+                previous = p["markov_head.markov_w1.weight"][document.ids[label - 1]]
                 logits = states[k] @ draft.lm_head.weight.T
-                logits = logits + p["markov_head.markov_w2.weight"] @ before
-                q, truth = logits.softmax(-1), target_says(head, document, label - 1)
-                cross = -q[document.ids[label]].log()
-                apart = (q - truth).abs().sum()
-                read = torch.cat([states[k], before])
-                odds = (
-                    p["confidence_head.proj.weight"][0] @ read + p["confidence_head.proj.bias"][0]
+                logits = logits + p["markov_head.markov_w2.weight"] @ previous
+                q, target_q = logits.softmax(-1), target_probs(head, document, label - 1)
+                cross_entropy = -q[document.ids[label]].log()
+                l1_distance = (q - target_q).abs().sum()
+                head_input = torch.cat([states[k], previous])
+                logit = (
+                    p["confidence_head.proj.weight"][0] @ head_input
+                    + p["confidence_head.proj.bias"][0]
                 )
-                wanted = (1 - 0.5 * apart).detach()
-                sure = odds.sigmoid()
-                bce = -(wanted * sure.log() + (1 - wanted) * (1 - sure).log())
+                acceptance = (1 - 0.5 * l1_distance).detach()
+                predicted = logit.sigmoid()
+                bce = -(acceptance * predicted.log() + (1 - acceptance) * (1 - predicted).log())
                 weight = torch.tensor(-k / gamma, dtype=torch.float64).exp()
-                terms.append(weight * (text * cross + distance * apart + confidence * bce))
+                terms.append(
+                    weight * (text * cross_entropy + distance * l1_distance + confidence * bce)
+                )
                 weights.append(weight)
-                walk.append((True, int(logits.argmax()) == int(document.ids[label])))
-            walks.append(walk + [(False, False)] * (drafts - len(walk)))
+                outcomes.append((True, int(logits.argmax()) == int(document.ids[label])))
+            block_outcomes.append(outcomes + [(False, False)] * (drafts - len(outcomes)))
     out.loss = sum(terms) / sum(weights) if terms else torch.zeros(())
-    return _counted(out, walks, drafts)
+    return _add_counts(out, block_outcomes, drafts)
 
 
-def _counted(out, walks, drafts):
+def _add_counts(out, blocks, drafts):
     for k in range(drafts):
-        out.charged.append(sum(walk[k][0] for walk in walks))
-        out.correct.append(sum(walk[k][0] and walk[k][1] for walk in walks))
-        out.valid.append(sum(all(pays for pays, _ in walk[: k + 1]) for walk in walks))
-        out.hits.append(sum(all(pays and hit for pays, hit in walk[: k + 1]) for walk in walks))
+        out.charged.append(sum(block[k][0] for block in blocks))
+        out.correct.append(sum(block[k][0] and block[k][1] for block in blocks))
+        out.valid.append(sum(all(charged for charged, _ in block[: k + 1]) for block in blocks))
+        out.hits.append(
+            sum(all(charged and hit for charged, hit in block[: k + 1]) for block in blocks)
+        )
     return out

@@ -1,7 +1,7 @@
-"""EAGLE-3's training-time test as a textbook would write it, and batches to feed both versions.
+"""A textbook implementation of EAGLE-3's training-time test, and batches for both versions.
 
 Dense masks, explicit concatenation, tensors shifted at every step, one padded row per document.
-Nothing is shared with the code under test except the draft's parameters and rotary table.
+The only things shared with the code under test are the draft's parameters and rotary table.
 """
 
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ def make_draft(*, dtype=torch.float64, seed=0, spread=0.3, **changes):
     }  # fmt: skip
     draft = LlamaEagle3DraftModel(LlamaConfig(**(settings | changes))).to(dtype)
     with torch.no_grad():
-        for parameter in draft.parameters():  # norms too, so that a forgotten one shows
+        for parameter in draft.parameters():  # norms too, so that a missing norm is noticed
             parameter.add_(torch.randn_like(parameter) * spread)
     return draft
 
@@ -46,7 +46,7 @@ def make_head(dtype=torch.float64, seed=2):
 
 @dataclass
 class Document:
-    """One conversation, unshifted: what the tokens are and what the target said after each."""
+    """One unshifted conversation: its tokens and the target's states at each of them."""
 
     ids: torch.Tensor
     loss: torch.Tensor
@@ -68,7 +68,7 @@ def make_documents(lengths, *, seed=3, supervised=0.6, dtype=torch.float64):
 
 
 def shift(x):
-    """Left by one along the positions of each row, zeros at the end."""
+    """Shift each row left by one position, with a zero at the end."""
     return torch.cat([x[:, 1:], torch.zeros_like(x[:, :1])], dim=1)
 
 
@@ -77,7 +77,7 @@ def _pad(tensors, width):
 
 
 def padded_batch(documents, width=None):
-    """One document a row, as `Eagle3TargetBatch.to_trainer_inputs` emits it (hidden encoding)."""
+    """One document per row, as `Eagle3TargetBatch.to_trainer_inputs` emits it (hidden encoding)."""
     width = width or max(len(d.ids) for d in documents)
     return {
         "input_ids": shift(_pad([d.ids for d in documents], width)),
@@ -89,14 +89,14 @@ def padded_batch(documents, width=None):
 
 
 def masks_of(batch):
-    """What a plan is made from."""
+    """The masks and packing metadata from which a plan is made."""
     packing = [batch.get(name) for name in ("position_ids", "seq_lens", "doc_remaining")]
     return RowMasks(batch["loss_mask"], batch["attention_mask"], *packing)
 
 
 def packed_batch(rows, width):
-    """Several documents a row; the trailing pad is folded into the last document."""
-    most = max(len(row) for row in rows)
+    """Several documents per row; the trailing padding is folded into the last document."""
+    max_documents = max(len(row) for row in rows)
     batch = {}
     joined = [
         Document(
@@ -105,7 +105,7 @@ def packed_batch(rows, width):
         for row in rows
     ]
     batch |= padded_batch(joined, width)
-    seq_lens = torch.zeros(len(rows), most, dtype=torch.long)
+    seq_lens = torch.zeros(len(rows), max_documents, dtype=torch.long)
     position_ids = torch.zeros(len(rows), width, dtype=torch.long)
     doc_remaining = torch.zeros(len(rows), width, dtype=torch.long)
     for r, row in enumerate(rows):
@@ -153,12 +153,12 @@ def _rope(x, position, rotary):  # x [B, heads, T, C]
 
 
 def _times(x, p, name):
-    """A projection, with its bias where it has one."""
+    """Apply a projection, with its bias if it has one."""
     return F.linear(x, p[f"{name}.weight"], p.get(f"{name}.bias"))
 
 
 def _head_norm(x, p, name, eps):
-    """Over the channels of each head, where the draft does that."""
+    """Normalize over the channels of each head, if the draft has that norm."""
     return _norm(x, p[f"{name}.weight"], eps) if f"{name}.weight" in p else x
 
 
@@ -172,7 +172,7 @@ class Naive:
 
 
 def naive_eagle3(draft, batch, *, ids, mask, steps, depth_loss, decay=0.8):
-    """`batch`: logits encoding, padded. `depth_loss(logits, probs, charged)` scores a depth."""
+    """`batch`: padded, in logits encoding. `depth_loss(logits, probs, charged)` scores a depth."""
     c = draft.config
     p = dict(draft.named_parameters())
     tokens, loss_mask = batch["input_ids"], batch["loss_mask"].bool()
@@ -205,9 +205,9 @@ def naive_eagle3(draft, batch, *, ids, mask, steps, depth_loss, decay=0.8):
         total = total + decay**k * depth_loss(
             logits.flatten(0, 1), probs.flatten(0, 1), charged.flatten()
         )
-        right = (logits.argmax(-1) == probs.argmax(-1)) & charged
-        alive, valid = alive & right, valid & loss_mask
-        out.correct.append(int(right.sum()))
+        correct = (logits.argmax(-1) == probs.argmax(-1)) & charged
+        alive, valid = alive & correct, valid & loss_mask
+        out.correct.append(int(correct.sum()))
         out.charged.append(int(charged.sum()))
         out.hits.append(int(alive.sum()))
         out.valid.append(int(valid.sum()))
@@ -252,8 +252,8 @@ def _naive_layer(draft, p, prefix, embed, state, visible, cache, k):
 
 
 def check_autocast(make, batch, **extra):
-    """The forward under torch.autocast, as many loops have it: one dtype for the whole step, and
-    the module's own where `make(compute_dtype)` was given one."""
+    """Check the forward pass under torch.autocast, as many training loops run it: the whole step
+    uses autocast's dtype, unless `make(compute_dtype)` was given a dtype."""
 
     def step(compute_dtype, *, autocast):
         module = make(compute_dtype)
@@ -265,5 +265,5 @@ def check_autocast(make, batch, **extra):
 
     low, full = (step(dtype, autocast=False) for dtype in (torch.bfloat16, torch.float32))
     assert not torch.equal(low[0], full[0])
-    for dtype, wanted in ((None, low), (torch.float32, full)):
-        assert all(map(torch.equal, step(dtype, autocast=True), wanted))
+    for dtype, expected in ((None, low), (torch.float32, full)):
+        assert all(map(torch.equal, step(dtype, autocast=True), expected))

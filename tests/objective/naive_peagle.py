@@ -1,8 +1,8 @@
-"""P-EAGLE as a textbook would write it: one document at a time, every element against every other.
+"""A textbook implementation of P-EAGLE: one document at a time, every element against every other.
 
-Elements are (anchor, depth) pairs in a list; visibility is the sentence of docs/semantics.md in a
-double loop; q, k, v read explicit concatenations. Nothing is shared with the code under test except
-the draft's parameters and rotary table.
+Elements are (anchor, depth) pairs in a list; visibility is the rule of docs/semantics.md in a
+double loop; q, k, v read explicit concatenations. The only things shared with the code under test
+are the draft's parameters and rotary table.
 """
 
 from dataclasses import dataclass, field
@@ -26,7 +26,7 @@ def make_parallel_draft(*, layers=2, **changes):
 
 
 def sampled_depths(documents, *, num_depths, ratio, ratio_min, seed):
-    """Deepest depth per anchor of each document, from the sampler under its documented contract."""
+    """The deepest depth of each anchor, per document, from the sampler's documented interface."""
     lengths = torch.tensor([len(d.ids) for d in documents])
     supervised = torch.cat([F.pad(d.loss[1:], (0, 1)) for d in documents]).bool()
     slots = Documents(
@@ -45,7 +45,7 @@ def sampled_depths(documents, *, num_depths, ratio, ratio_min, seed):
 
 
 def visible(query, key):
-    """The rule, for two elements (anchor, depth) of one document."""
+    """The visibility rule for two elements (anchor, depth) of one document."""
     (qa, qd), (ka, kd) = query, key
     return (kd == 0 and ka <= qa) or (ka == qa and kd <= qd)
 
@@ -62,28 +62,37 @@ class NaiveParallel:
 def naive_peagle(
     draft, documents, deepest, *, head, ids, mask, num_depths, loss=None, balance=False
 ):
-    logits, probs, charged, depths, right = [], [], [], [], []
-    walks = []
-    for document, deep in zip(documents, deepest, strict=True):
+    logits, probs, charged, depths, correct = [], [], [], [], []
+    document_outcomes = []
+    for document, document_deepest in zip(documents, deepest, strict=True):
         elements = [(a, 0) for a in range(len(document.ids))]
         elements += [
-            (a, d) for d in range(1, num_depths) for a, last in enumerate(deep) if last >= d
+            (a, d)
+            for d in range(1, num_depths)
+            for a, last in enumerate(document_deepest)
+            if last >= d
         ]
         doc_logits = element_logits(draft, document, elements)
-        follows = F.pad(document.hidden[1:], (0, 0, 0, 1))
-        doc_probs, covered = target_distribution(head.logits(follows), ids, mask)
+        next_hidden = F.pad(document.hidden[1:], (0, 0, 0, 1))
+        doc_probs, covered = target_distribution(head.logits(next_hidden), ids, mask)
         supervised = F.pad(document.loss[1:], (0, 1)).bool()
-        at = torch.tensor([a + d for a, d in elements])
-        pays = supervised[at]
-        hit = (doc_logits.argmax(-1) == doc_probs.argmax(-1)[at]) & covered[at] & pays
+        target_slot = torch.tensor([a + d for a, d in elements])
+        is_charged = supervised[target_slot]
+        hit = (
+            (doc_logits.argmax(-1) == doc_probs.argmax(-1)[target_slot])
+            & covered[target_slot]
+            & is_charged
+        )
         logits.append(doc_logits)
-        probs.append(doc_probs[at])
-        charged.append(pays)
+        probs.append(doc_probs[target_slot])
+        charged.append(is_charged)
         depths.append(torch.tensor([d for _, d in elements]))
-        right.append(hit)
-        outcomes = zip(hit.tolist(), pays.tolist(), strict=True)
-        walks.append((elements, dict(zip(elements, outcomes, strict=True))))
-    logits, probs, charged, depths, right = map(torch.cat, (logits, probs, charged, depths, right))
+        correct.append(hit)
+        outcomes = zip(hit.tolist(), is_charged.tolist(), strict=True)
+        document_outcomes.append((elements, dict(zip(elements, outcomes, strict=True))))
+    logits, probs, charged, depths, correct = map(
+        torch.cat, (logits, probs, charged, depths, correct)
+    )
     parts = [depths == k for k in range(num_depths)] if balance else [depths >= 0]
     losses = [
         reference_loss(logits[n], probs[n], charged[n], loss or KLDivergence()) for n in parts
@@ -91,20 +100,20 @@ def naive_peagle(
     out = NaiveParallel(loss=torch.stack(losses).mean())
     for k in range(num_depths):
         out.charged.append(int((charged & (depths == k)).sum()))
-        out.correct.append(int((right & (depths == k)).sum()))
+        out.correct.append(int((correct & (depths == k)).sum()))
         rollouts = [
             [outcome[a, j] for j in range(k + 1)]
-            for elements, outcome in walks
+            for elements, outcome in document_outcomes
             for a, d in elements
             if d == k
         ]
-        out.valid.append(sum(all(pays for _, pays in walk) for walk in rollouts))
-        out.hits.append(sum(all(hit for hit, _ in walk) for walk in rollouts))
+        out.valid.append(sum(all(is_charged for _, is_charged in rollout) for rollout in rollouts))
+        out.hits.append(sum(all(hit for hit, _ in rollout) for rollout in rollouts))
     return out
 
 
 def element_logits(draft, document, elements):
-    """[N, W] of one document's elements."""
+    """Logits [N, W] of one document's elements."""
     c, p = draft.config, dict(draft.named_parameters())
     anchor = torch.tensor([a for a, _ in elements])
     depth = torch.tensor([d for _, d in elements])

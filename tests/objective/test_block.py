@@ -1,4 +1,4 @@
-"""The objectives of DFlash and DSpark against the textbook, and the equalities of the design."""
+"""The DFlash and DSpark objectives against textbook versions, and the equalities they promise."""
 
 import multiprocessing
 import os
@@ -40,14 +40,14 @@ def make_head(dtype=torch.float64):
 
 def make_module(draft=None, *, kind=DFlashTrainerModule, dtype=torch.float64, **options):
     make = make_block_draft if kind is DFlashTrainerModule else make_spark_draft
-    given = {"anchors": HALF, "gamma": 3.0, "target_head": make_head(dtype)}
+    defaults = {"anchors": HALF, "gamma": 3.0, "target_head": make_head(dtype)}
     ids = torch.arange(V) if draft is None else draft.selected_token_ids
     mask = torch.zeros(V, dtype=torch.bool).index_fill(0, ids, True)
     return kind(
         draft if draft is not None else make(dtype=dtype),
         selected_token_ids=ids,
         selected_token_mask=mask,
-        **(given | options),
+        **(defaults | options),
     )
 
 
@@ -64,8 +64,8 @@ def backward(module, out):
 COUNTS = ("step_prefix_hits", "step_valid", "step_reached", "charged", "correct")
 
 
-def assert_same(one, other, *, tolerance=1e-11):
-    (out_a, grads_a), (out_b, grads_b) = one, other
+def assert_same(first, second, *, tolerance=1e-11):
+    (out_a, grads_a), (out_b, grads_b) = first, second
     torch.testing.assert_close(out_a.loss, out_b.loss, rtol=tolerance, atol=tolerance)
     for name, grad in grads_a.items():
         torch.testing.assert_close(
@@ -76,8 +76,8 @@ def assert_same(one, other, *, tolerance=1e-11):
     torch.testing.assert_close(out_a.loss_sums, out_b.loss_sums, rtol=tolerance, atol=tolerance)
 
 
-def drawn(module, documents, seed=SEED):
-    """Where the blocks of each document start, asked of each document alone."""
+def sampled_anchors(module, documents, seed=SEED):
+    """Where the blocks of each document start, with every document planned alone."""
     starts = []
     for document in documents:
         batch = padded_batch([document])
@@ -109,8 +109,8 @@ def by_text(logits, label, _probs):
 
 def by_target(loss):
     def row(logits, _label, probs):
-        right = int(logits.argmax()) == int(probs.argmax())
-        return loss.definition(logits[None], probs[None])[0], right
+        hit = int(logits.argmax()) == int(probs.argmax())
+        return loss.definition(logits[None], probs[None])[0], hit
 
     return row
 
@@ -126,22 +126,22 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_dflash_equals_the_textbook(variant):
-    """Lengths from 1 to 21: blocks at document ends, blocks longer than what is left."""
+def test_dflash_matches_the_textbook(variant):
+    """Lengths from 1 to 21: blocks at document ends, and blocks that reach past them."""
     module = make_module(make_block_draft(**VARIANTS[variant]))
     documents = make_block_documents(LENGTHS)
-    starts = drawn(module, documents)
+    starts = sampled_anchors(module, documents)
     draft = module.draft_model
     naive = naive_dflash(draft, documents, starts, head=make_head(), row_loss=by_text, gamma=3.0)
     check(module, documents, naive)
 
 
 @pytest.mark.parametrize("kind", ["ce", "kl", "hard", "lk_alpha", "tv"])
-def test_dflash_with_the_targets_distribution(kind):
+def test_dflash_with_losses_on_the_target_distribution(kind):
     module = make_module(loss=kind)
     documents = make_block_documents(LENGTHS)
     row_loss = by_target(TotalVariation() if kind == "tv" else LOSSES[kind]())
-    starts = drawn(module, documents)
+    starts = sampled_anchors(module, documents)
     naive = naive_dflash(
         module.draft_model, documents, starts, head=make_head(), row_loss=row_loss, gamma=3.0
     )
@@ -151,7 +151,7 @@ def test_dflash_with_the_targets_distribution(kind):
 def test_dflash_with_dpace():
     module = make_module(weights="dpace")
     documents = make_block_documents(LENGTHS)
-    starts = drawn(module, documents)
+    starts = sampled_anchors(module, documents)
     naive = naive_dflash(
         module.draft_model, documents, starts, head=make_head(), row_loss=by_text, gamma=None
     )
@@ -159,13 +159,13 @@ def test_dflash_with_dpace():
 
 
 @pytest.mark.parametrize("variant", ["plain", "causal", "blocks of 7"])
-def test_dspark_equals_the_textbook(variant):
+def test_dspark_matches_the_textbook(variant):
     weights = {"text": 0.3, "distance": 0.8, "confidence": 0.6}
     options = {f"{name}_weight": value for name, value in weights.items()}
     draft = make_spark_draft(**VARIANTS[variant])
     module = make_module(draft, kind=DSparkTrainerModule, **options)
     documents = make_block_documents(LENGTHS, supervised=0.85)
-    starts = drawn(module, documents)
+    starts = sampled_anchors(module, documents)
     naive = naive_dspark(draft, documents, starts, head=make_head(), gamma=3.0, **weights)
     check(module, documents, naive)
 
@@ -179,7 +179,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_reference_attention_and_chunks_and_checkpoints(kind):
+def test_attention_kind_chunk_size_and_checkpointing_change_nothing(kind):
     batch = packed_batch([make_block_documents(LENGTHS)], 60)
     module = make_module(**KINDS[kind])
     whole = run(module, batch)
@@ -233,12 +233,12 @@ def test_micro_batches_add_up_to_one_batch(kind):
     whole = run(module, packed_batch([documents], 60))
     one_by_one = [padded_batch([document]) for document in documents]
     halves = [padded_batch(documents[:2]), packed_batch([documents[:1:-1]], 60)]
-    for micro in (one_by_one, halves):
-        ready = [module.prepare_inputs(**batch, seed=SEED) for batch in micro]
+    for micro_batches in (one_by_one, halves):
+        ready = [module.prepare_inputs(**batch, seed=SEED) for batch in micro_batches]
         normalizer = sum(r.charged_K for r in ready)
-        known = module.acceptance(ready, World())
+        acceptance = module.acceptance(ready, World())
         module.zero_grad()
-        outs = [module.score(r, normalizer, known) for r in ready]
+        outs = [module.score(r, normalizer, acceptance) for r in ready]
         total = sum(out.loss for out in outs)
         total.backward()
         torch.testing.assert_close(total, whole[0].loss, rtol=1e-11, atol=1e-12)
@@ -250,15 +250,15 @@ def test_micro_batches_add_up_to_one_batch(kind):
             )
 
 
-def step_gradients(module, micro, world):
-    """As `train_step` takes them."""
-    ready = [module.prepare_inputs(**batch, seed=SEED) for batch in micro]
+def step_gradients(module, micro_batches, world):
+    """A step's loss and gradients, computed as `train_step` does."""
+    ready = [module.prepare_inputs(**batch, seed=SEED) for batch in micro_batches]
     normalizer = world.sum_(sum(batch.charged_K for batch in ready))
-    known = module.acceptance(ready, world)
+    acceptance = module.acceptance(ready, world)
     module.zero_grad()
     loss = torch.zeros((), dtype=torch.float64)
     for batch in ready:
-        output = module.score(batch, normalizer, known)
+        output = module.score(batch, normalizer, acceptance)
         output.loss.backward()
         loss += output.loss.detach()
     parameters = list(module.draft_model.parameters())
@@ -274,17 +274,17 @@ def rank_step(rank, port, kind, queue):
     torch.set_num_threads(1)
     world = join_world(torch.device("cpu"))
     documents = make_block_documents(LENGTHS)
-    # unequal ranks, and one of them has a single micro-batch
-    mine = [padded_batch(documents[:3]), padded_batch(documents[3:5])]
-    mine = mine if rank == 0 else [packed_batch([documents[5:]], 40)]
-    found = step_gradients(make_module(**KINDS[kind]), mine, world)
+    # ranks with unequal work, one of them with a single micro-batch
+    rank_batches = [padded_batch(documents[:3]), padded_batch(documents[3:5])]
+    rank_batches = rank_batches if rank == 0 else [packed_batch([documents[5:]], 40)]
+    gradients = step_gradients(make_module(**KINDS[kind]), rank_batches, world)
     if rank == 0:
-        queue.put([tensor.tolist() for tensor in found])
+        queue.put([tensor.tolist() for tensor in gradients])
     leave_world(world)
 
 
 @pytest.mark.parametrize("kind", ["dflash dpace", "dspark"])
-def test_two_ranks_are_one(kind):
+def test_two_ranks_match_one(kind):
     whole = step_gradients(
         make_module(**KINDS[kind]), [padded_batch(make_block_documents(LENGTHS))], World()
     )
@@ -296,30 +296,32 @@ def test_two_ranks_are_one(kind):
     ranks = [context.Process(target=rank_step, args=(r, port, kind, queue)) for r in range(2)]
     for process in ranks:
         process.start()
-    found = [torch.tensor(values, dtype=torch.float64) for values in queue.get(timeout=60)]
+    gradients = [torch.tensor(values, dtype=torch.float64) for values in queue.get(timeout=60)]
     for process in ranks:
         process.join(timeout=60)
         assert process.exitcode == 0
-    for ours, theirs in zip(found, whole, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-11)
+    for actual, expected in zip(gradients, whole, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-11)
 
 
-def test_blocks_are_drawn_from_the_document_and_the_seed():
+def test_anchors_depend_on_the_document_and_the_seed_only():
     module = make_module(anchors=ANCHOR_TOKENS // 4)
     documents = make_block_documents([40, 7, 64], supervised=0.9)
-    for document, starts in zip(documents, drawn(module, documents), strict=True):
-        may = candidates(document)
-        assert len(starts) == min(len(may), -(-len(document.ids) // 4))
+    for document, starts in zip(documents, sampled_anchors(module, documents), strict=True):
+        allowed = candidates(document)
+        assert len(starts) == min(len(allowed), -(-len(document.ids) // 4))
         assert starts == sorted(set(starts))
-        assert set(starts) <= set(may)
-    assert drawn(module, documents) == drawn(module, documents)
-    assert drawn(module, documents, seed=1) != drawn(module, documents, seed=2)
-    every = make_module(anchors=ANCHOR_TOKENS)
-    assert drawn(every, documents) == [candidates(document) for document in documents]
+        assert set(starts) <= set(allowed)
+    assert sampled_anchors(module, documents) == sampled_anchors(module, documents)
+    assert sampled_anchors(module, documents, seed=1) != sampled_anchors(module, documents, seed=2)
+    exhaustive = make_module(anchors=ANCHOR_TOKENS)
+    assert sampled_anchors(exhaustive, documents) == [
+        candidates(document) for document in documents
+    ]
     counts = dict.fromkeys(candidates(documents[0]), 0)
     for seed in range(400):
-        for a in drawn(module, documents[:1], seed)[0]:
-            counts[a] += 1
+        for anchor in sampled_anchors(module, documents[:1], seed)[0]:
+            counts[anchor] += 1
     mean = sum(counts.values()) / len(counts)
     assert all(abs(count - mean) < 5 * mean**0.5 for count in counts.values())
 
@@ -343,7 +345,7 @@ def test_a_batch_without_supervision_gives_zero_and_zero_gradients(kind):
 
 
 @pytest.mark.parametrize("kind", ["dflash", "dflash kl"])
-def test_a_reduced_vocabulary_charges_what_the_draft_can_say(kind):
+def test_a_reduced_vocabulary_charges_only_tokens_in_it(kind):
     ids = torch.arange(0, V, 2)
     draft = make_block_draft(draft_vocab_size=len(ids))
     draft.set_vocab_mapping(ids)
@@ -352,18 +354,18 @@ def test_a_reduced_vocabulary_charges_what_the_draft_can_say(kind):
     documents = make_block_documents([30, 25], supervised=1.1)
     out, _ = run(module, padded_batch(documents))
     full = make_module(**KINDS[kind])(**padded_batch(documents), seed=SEED)
-    sayable = [
+    document_labels = [
         document.ids.tolist() if kind == "dflash" else
         [0, *make_head().logits(document.hidden).argmax(-1).tolist()]
         for document in documents
     ]  # fmt: skip
-    starts = drawn(module, documents)
+    starts = sampled_anchors(module, documents)
     expected = [
         sum(
-            says[a + 1 + k] % 2 == 0
-            for says, own, n in zip(sayable, starts, (30, 25), strict=True)
-            for a in own
-            if a + 1 + k < n
+            labels[anchor + 1 + k] % 2 == 0
+            for labels, anchors, n in zip(document_labels, starts, (30, 25), strict=True)
+            for anchor in anchors
+            if anchor + 1 + k < n
         )
         for k in range(3)
     ]
@@ -376,16 +378,16 @@ def test_bf16_compute_trains_fp32_masters():
         documents = make_block_documents(LENGTHS, dtype=torch.float32)
         exact, grads = run(make_module(dtype=torch.float32, **kind), padded_batch(documents))
         module = make_module(dtype=torch.float32, compute_dtype=torch.bfloat16, **kind)
-        out, rough = run(module, padded_batch(documents))
+        out, low_precision = run(module, padded_batch(documents))
         torch.testing.assert_close(out.loss, exact.loss, rtol=0.03, atol=0.03)
         for name, grad in grads.items():
-            assert rough[name].dtype == torch.float32
+            assert low_precision[name].dtype == torch.float32
             assert torch.nn.functional.cosine_similarity(
-                rough[name].flatten(), grad.flatten(), dim=0
+                low_precision[name].flatten(), grad.flatten(), dim=0
             ) > 0.98, name  # fmt: skip
 
 
-def test_what_is_refused():
+def test_invalid_options_are_rejected():
     for options, complaint in (
         ({"weights": "dpace", "loss": "kl"}, "needs the loss 'text'"),
         ({"weights": "x"}, "'decay' or 'dpace'"),

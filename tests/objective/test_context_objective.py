@@ -1,4 +1,4 @@
-"""Several ranks on the same rows: their losses, counts and gradients add up to one rank's."""
+"""Context parallelism: the losses, counts and gradients of the ranks add up to those of one."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.ranks
 
 SEED = 7
 SUMS = ("loss_sums", "charged", "correct", "step_valid", "step_reached", "step_prefix_hits")
-ROWS = [[13, 1, 6], [9, 2], [17]]  # documents of packed rows, 20 tokens wide
+ROWS = [[13, 1, 6], [9, 2], [17]]  # document lengths of packed rows, 20 tokens wide
 
 
 def eagle3(context, draft=None, **options):
@@ -54,11 +54,11 @@ def eagle1(context, layers=1, **options):
     return make_eagle1(make_eagle1_draft(layers=layers), context=context, **options)
 
 
-def recomputed(make):
+def with_checkpointing(make):
     def module(context):
-        made = make(context)
-        made.draft_model.gradient_checkpointing_enable()
-        return made
+        instance = make(context)
+        instance.draft_model.gradient_checkpointing_enable()
+        return instance
 
     return module
 
@@ -71,7 +71,7 @@ CASES = {
     "eagle3, biases, not compact": lambda c: eagle3(
         c, {"num_hidden_layers": 2, "attention_bias": True, "mlp_bias": True}, compact=False
     ),
-    "eagle3, recomputed": recomputed(lambda c: eagle3(c, {"num_hidden_layers": 2})),
+    "eagle3, recomputed": with_checkpointing(lambda c: eagle3(c, {"num_hidden_layers": 2})),
     "eagle3, reference attention": lambda c: eagle3(c, attention="reference"),
     "eagle3, thinned": lambda c: eagle3(c, depth_keep=0.6),
     "eagle3, lambda": lambda c: eagle3(c, loss="lk_lambda"),
@@ -79,7 +79,7 @@ CASES = {
     "peagle": peagle,
     "peagle, three segments": lambda c: peagle(c, sequence_partitions=3),
     "peagle, balanced lambda": lambda c: peagle(c, loss="lk_lambda", balance_depths=True),
-    "peagle, recomputed, capped": recomputed(lambda c: peagle(c, max_anchors=3)),
+    "peagle, recomputed, capped": with_checkpointing(lambda c: peagle(c, max_anchors=3)),
     "eagle1": eagle1,
     "eagle1, two layers": lambda c: eagle1(c, layers=2),
 }
@@ -96,8 +96,8 @@ def batch_of(name):
     return packed(ROWS)
 
 
-def share_of_a_step(make, batch, world, context):
-    """This rank's part, summed over all ranks."""
+def reduced_step(make, batch, world, context):
+    """This rank's share of a step, summed over all ranks."""
     module = make(context)
     ready = module.prepare_inputs(**batch, seed=SEED)
     normalizer = world.sum_(ready.charged_K.clone())
@@ -111,34 +111,34 @@ def share_of_a_step(make, batch, world, context):
 
 
 def steps(cases, context):
-    """On every rank: one step of each case (a way to make a module, and a batch)."""
+    """Run on every rank: one step of each case (a module factory and a batch)."""
     world = join_world(torch.device("cpu"), context=context)
     ranks = ContextRanks.of(world)
-    return [share_of_a_step(make, batch, world, ranks) for make, batch in cases]
+    return [reduced_step(make, batch, world, ranks) for make, batch in cases]
 
 
-def assert_as_one(cases, size):
+def assert_matches_one_rank(cases, size):
     alone = steps(cases, 1)
-    for shared in run_ranks(size, steps, cases, size):
-        for i, (one, many) in enumerate(zip(alone, shared, strict=True)):
-            assert one.keys() == many.keys()
-            for name in one:
+    for rank_results in run_ranks(size, steps, cases, size):
+        for i, (expected, actual) in enumerate(zip(alone, rank_results, strict=True)):
+            assert expected.keys() == actual.keys()
+            for name in expected:
                 torch.testing.assert_close(
-                    many[name], one[name], rtol=1e-11, atol=1e-11,
+                    actual[name], expected[name], rtol=1e-11, atol=1e-11,
                     msg=lambda m, at=(i, name): f"{at}: {m}",
                 )  # fmt: skip
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_ranks_on_the_same_rows_are_one(size):
-    assert_as_one([(make, batch_of(name)) for name, make in CASES.items()], size)
+def test_ranks_on_the_same_rows_match_one_rank(size):
+    assert_matches_one_rank([(make, batch_of(name)) for name, make in CASES.items()], size)
 
 
-def test_every_encoding_is_cut():
+def test_every_supervision_encoding_is_split():
     batch, head, (ids, mask) = packed(ROWS), make_head(), vocabulary()
     encodings = [with_logits(batch, head), with_probs(batch, head, ids, mask)]
     padded = padded_batch(make_documents([5, 12, 1]))
-    assert_as_one([(eagle3, given) for given in (*encodings, padded)], 2)
+    assert_matches_one_rank([(eagle3, inputs) for inputs in (*encodings, padded)], 2)
 
 
 @settings(max_examples=6, deadline=None)
@@ -148,15 +148,15 @@ def test_every_encoding_is_cut():
     size=st.integers(2, 5),
     seed=st.integers(0, 99),
 )
-def test_any_rows_are_shared_out(rows, supervised, size, seed):
-    """Fewer slots than ranks, nothing supervised, one document, many."""
+def test_any_rows_can_be_split_over_ranks(rows, supervised, size, seed):
+    """Includes fewer slots than ranks, no supervision, one document and many."""
     batch = packed(rows, width=36, supervised=supervised, seed=seed)
     kinds = ("eagle3, thinned", "peagle", "peagle, three segments")
-    assert_as_one([(CASES[name], batch) for name in kinds], size)
+    assert_matches_one_rank([(CASES[name], batch) for name in kinds], size)
 
 
-def test_sampling_apart_is_refused():
-    """Each rank's own generator would cut the rows elsewhere."""
+def test_sampling_without_a_common_seed_is_rejected():
+    """Without a seed, every rank would cut the rows at different places."""
     module = peagle(ContextRanks(0, 2, None))
     with pytest.raises(ValueError, match="seed: ranks on the same rows must sample alike"):
         module.prepare_inputs(**packed(ROWS))
@@ -165,9 +165,9 @@ def test_sampling_apart_is_refused():
 LONG = 400
 
 
-def kept_on_ranks(kind, context):
-    """What a rank keeps for the backward pass of one long row: (bytes, shapes, slots on the key
-    axis, bytes of keys and values, bytes of the answer)."""
+def saved_on_rank(kind, context):
+    """What a rank saves for the backward pass of one long row: (bytes, shapes, slots on the key
+    axis, bytes of keys and values, bytes of the target's answer)."""
     world = join_world(torch.device("cpu"), context=context)
     module = kind(ContextRanks.of(world))
     batch = padded_batch(make_documents([LONG], supervised=0.9))
@@ -176,21 +176,22 @@ def kept_on_ranks(kind, context):
     weights = [*module.parameters(), *module.buffers(), *answer]
     with watch_saved(weights) as saved:
         out = module.score(ready, world.sum_(ready.charged_K.clone()))
-    held = saved.total_bytes, saved.shapes
+    saved_totals = saved.total_bytes, saved.shapes
     out.loss.backward()
     config, slots = module.draft_model.config, len(ready.plan.slot_T)
-    numbers = 2 * slots * config.num_key_value_heads * config.head_dim
-    keys = 8 * config.num_hidden_layers * numbers
-    return *held, slots, keys, sum(x.untyped_storage().nbytes() for x in answer)
+    elements = 2 * slots * config.num_key_value_heads * config.head_dim
+    key_bytes = 8 * config.num_hidden_layers * elements
+    return *saved_totals, slots, key_bytes, sum(x.untyped_storage().nbytes() for x in answer)
 
 
 @pytest.mark.parametrize("kind", [eagle3, peagle], ids=["eagle3", "peagle"])
-def test_what_a_rank_keeps_falls_with_their_number(kind):
-    """Of all slots, keys and values are kept, and nothing else."""
-    alone, shapes, slots, keys, answer = kept_on_ranks(kind, 1)
-    assert any(shape[:1] >= (slots,) and shape[1:] == (12,) for shape in shapes)  # states, too
+def test_memory_per_rank_falls_with_the_number_of_ranks(kind):
+    """Keys and values are the only tensors that a rank keeps for all slots."""
+    alone_bytes, shapes, slots, key_bytes, answer = saved_on_rank(kind, 1)
+    # one rank alone keeps hidden states for all slots, too
+    assert any(shape[:1] >= (slots,) and shape[1:] == (12,) for shape in shapes)
     for size in (2, 4):
-        for kept, shapes, _, _, part in run_ranks(size, kept_on_ranks, kind, size):
+        for saved_bytes, shapes, _, _, answer_part in run_ranks(size, saved_on_rank, kind, size):
             assert {shape[1:] for shape in shapes if shape[:1] == (slots,)} == {(2, 4)}
-            assert kept < 1.15 * (alone - keys) / size + 2 * keys
-            assert part < 1.3 * answer / size
+            assert saved_bytes < 1.15 * (alone_bytes - key_bytes) / size + 2 * key_bytes
+            assert answer_part < 1.3 * answer / size

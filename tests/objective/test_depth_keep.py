@@ -1,4 +1,4 @@
-"""`depth_keep`: rollouts left out at random, without changing the expected gradient."""
+"""`depth_keep`: dropping rollouts at random does not change the expected gradient."""
 
 import numpy as np
 import pytest
@@ -45,30 +45,30 @@ def gradients(module, batch, **extra):
 @pytest.mark.parametrize("changes", [{}, {"num_hidden_layers": 2}], ids=["one layer", "two layers"])
 @pytest.mark.parametrize("pack", [padded_batch, packed])
 def test_the_expected_gradient_is_that_of_the_full_unroll(monkeypatch, changes, pack):
-    """Gradients add up over rollouts, so their expectation depends on each rollout's own chances
-    alone: all of them may survive together, and the expectation is a sum of STEPS terms."""
+    """Gradients add up over rollouts, so their expectation depends only on each rollout's survival
+    probabilities: here all rollouts survive equally long, and the expectation has STEPS terms."""
     draft, batch = make_draft(**changes), pack(make_documents(LENGTHS))
     full, want = gradients(module_of(draft), batch)
     thinned = module_of(draft, depth_keep=KEEP)
     loss, got = 0.0, {name: torch.zeros_like(grad) for name, grad in want.items()}
     for deepest in range(STEPS):
-        chance = KEEP**deepest - (KEEP ** (deepest + 1) if deepest < STEPS - 1 else 0)
+        probability = KEEP**deepest - (KEEP ** (deepest + 1) if deepest < STEPS - 1 else 0)
         monkeypatch.setattr(
             plans, "surviving_depths", lambda slots, d=deepest, **_: np.full(len(slots.place), d)
         )
         out, grads = gradients(thinned, batch)
         assert out.charged.tolist()[: deepest + 1] == full.charged.tolist()[: deepest + 1]
         assert out.charged[deepest + 1 :].sum() == 0
-        loss += chance * out.loss
+        loss += probability * out.loss
         for name in got:
-            got[name] += chance * grads[name]
+            got[name] += probability * grads[name]
     torch.testing.assert_close(loss, full.loss, rtol=1e-11, atol=1e-11)
     for name in want:
         torch.testing.assert_close(got[name], want[name], rtol=1e-10, atol=1e-12)
 
 
-def test_rollouts_left_out_do_not_change_the_others():
-    """What is left of a rollout is charged what it is charged in the full unroll."""
+def test_dropped_rollouts_do_not_change_the_others():
+    """The remaining rollouts are normalized by the counts of the full unroll."""
     draft, batch = make_draft(), padded_batch(make_documents(LENGTHS))
     full = module_of(draft)
     thinned = module_of(draft, depth_keep=KEEP)
@@ -92,13 +92,13 @@ def test_a_seed_fixes_the_sample_and_packing_does_not_change_it():
     draft, documents = make_draft(), make_documents(LENGTHS)
     module = module_of(draft, depth_keep=KEEP)
     padded = padded_batch(documents)
-    one, again = (gradients(module, padded, seed=3)[0] for _ in range(2))
-    assert one.loss == again.loss
-    elsewhere = gradients(module, packed(documents), seed=3)[0]
-    assert one.charged.tolist() == elsewhere.charged.tolist()
-    torch.testing.assert_close(one.loss, elsewhere.loss, rtol=1e-11, atol=1e-11)
-    others = {gradients(module, padded, seed=s)[0].loss.item() for s in range(4, 9)}
-    assert len(others) == 5
+    first, again = (gradients(module, padded, seed=3)[0] for _ in range(2))
+    assert first.loss == again.loss
+    repacked = gradients(module, packed(documents), seed=3)[0]
+    assert first.charged.tolist() == repacked.charged.tolist()
+    torch.testing.assert_close(first.loss, repacked.loss, rtol=1e-11, atol=1e-11)
+    other_losses = {gradients(module, padded, seed=s)[0].loss.item() for s in range(4, 9)}
+    assert len(other_losses) == 5
 
 
 @given(
@@ -106,7 +106,7 @@ def test_a_seed_fixes_the_sample_and_packing_does_not_change_it():
     keep=st.floats(0.1, 0.99),
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=5),
 )
-def test_survivors_are_nested_and_inside_the_depths(seed, keep, lengths):
+def test_surviving_depths_are_within_range(seed, keep, lengths):
     document = np.repeat(np.arange(len(lengths)), lengths)
     place = np.concatenate([np.arange(n) for n in lengths])
     slots = Documents(place % 3 > 0, document, place)
@@ -115,17 +115,17 @@ def test_survivors_are_nested_and_inside_the_depths(seed, keep, lengths):
     assert ((deepest >= 0) & (deepest < 7)).all()
 
 
-def test_depths_are_reached_as_often_as_promised():
+def test_depths_survive_with_the_stated_probability():
     place = np.arange(200_000)
     slots = Documents(np.ones(len(place), dtype=bool), np.zeros_like(place), place)
     deepest = surviving_depths(slots, num_depths=7, keep=0.7, seed=1)
     for depth in range(7):
-        chance = 0.7**depth
-        deviation = (chance * (1 - chance) / len(place)) ** 0.5
-        assert abs((deepest >= depth).mean() - chance) <= 4 * deviation
+        probability = 0.7**depth
+        deviation = (probability * (1 - probability) / len(place)) ** 0.5
+        assert abs((deepest >= depth).mean() - probability) <= 4 * deviation
 
 
 @pytest.mark.parametrize("keep", [0.0, 1.1, -0.5])
-def test_a_share_outside_of_0_and_1_is_refused(keep):
+def test_a_share_outside_0_to_1_is_rejected(keep):
     with pytest.raises(ValueError, match="depth_keep"):
         module_of(make_draft(), depth_keep=keep)

@@ -1,4 +1,4 @@
-"""EAGLE-1's objective against a textbook version, and the equalities that every objective keeps."""
+"""EAGLE-1's objective against a textbook version, and the equalities every objective satisfies."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ from fledge.objective.eagle1 import Eagle1TrainerModule
 from fledge.rollout.cod import Documents, slot_words
 from fledge.rollout.noise import uniform_noise
 
-V, D = 31, 10  # as the documents of `naive_eagle3` have them
+V, D = 31, 10  # the sizes of the documents of `naive_eagle3`
 LENGTHS = [9, 1, 6, 13, 2]
 SEED = 11
 
@@ -35,7 +35,7 @@ def make_draft(*, layers=1, fc_bias=False):
 
 
 def make_module(draft, **options):
-    """The head is the target's own: the draft's copy of it."""
+    """The target head is the draft's copy of it."""
     return Eagle1TrainerModule(
         draft,
         selected_token_ids=torch.arange(V),
@@ -46,7 +46,7 @@ def make_module(draft, **options):
 
 
 def documents_of(lengths=LENGTHS, seed=3):
-    """The one aux state of a token is its last hidden state."""
+    """A token's only aux state is its last hidden state."""
     documents = make_documents(lengths, seed=seed)
     for document in documents:
         document.aux = document.hidden
@@ -61,8 +61,8 @@ def run(module, batch, **extra):
     return out, {name: p.grad.clone() for name, p in trained.items()}
 
 
-def assert_same(one, other, tolerance=1e-11):
-    (out_a, grads_a), (out_b, grads_b) = one, other
+def assert_same(first, second, tolerance=1e-11):
+    (out_a, grads_a), (out_b, grads_b) = first, second
     torch.testing.assert_close(out_a.loss, out_b.loss, rtol=tolerance, atol=tolerance)
     assert grads_a.keys() == grads_b.keys()
     for name in grads_a:
@@ -75,32 +75,34 @@ def assert_same(one, other, tolerance=1e-11):
 
 
 def naive_states(draft, document, features):
-    """[T, D]: the draft over one document, all concatenations written out."""
+    """The draft's states [T, D] for one document, with all concatenations written out."""
     config, p = draft.config, dict(draft.named_parameters())
     embedding = p["embed_tokens.weight"][F.pad(document.ids[1:], (0, 1))]
     state = F.linear(torch.cat([embedding, features], -1), p["fc.weight"], p.get("fc.bias"))
     heads, groups, size = 2, 1, 4
     for i in range(config.num_hidden_layers):
-        own = {n.removeprefix(f"layers.{i}."): w for n, w in p.items() if f"layers.{i}." in n}
+        weights = {n.removeprefix(f"layers.{i}."): w for n, w in p.items() if f"layers.{i}." in n}
         x = state
         if i > 0:
-            x = _norm(x, own["input_layernorm.weight"], config.rms_norm_eps)
-        q, k, v = ((x @ own[f"self_attn.{n}_proj.weight"].T).view(len(x), -1, size) for n in "qkv")
-        at = torch.arange(len(x))
-        q, k = (_rope(x.transpose(0, 1), at, draft.rotary).transpose(0, 1) for x in (q, k))
+            x = _norm(x, weights["input_layernorm.weight"], config.rms_norm_eps)
+        q, k, v = (
+            (x @ weights[f"self_attn.{n}_proj.weight"].T).view(len(x), -1, size) for n in "qkv"
+        )
+        position = torch.arange(len(x))
+        q, k = (_rope(x.transpose(0, 1), position, draft.rotary).transpose(0, 1) for x in (q, k))
         k, v = (t.repeat_interleave(heads // groups, dim=1) for t in (k, v))
         scores = torch.einsum("qhc,khc->hqk", q, k) / size**0.5
         scores = scores.masked_fill(~torch.ones(len(x), len(x)).tril().bool(), -torch.inf)
         out = torch.einsum("hqk,khc->qhc", scores.softmax(-1), v).flatten(1)
-        state = state + out @ own["self_attn.o_proj.weight"].T
-        x = _norm(state, own["post_attention_layernorm.weight"], config.rms_norm_eps)
-        gate, up = (x @ own[f"mlp.{n}_proj.weight"].T for n in ("gate", "up"))
-        state = state + (F.silu(gate) * up) @ own["mlp.down_proj.weight"].T
+        state = state + out @ weights["self_attn.o_proj.weight"].T
+        x = _norm(state, weights["post_attention_layernorm.weight"], config.rms_norm_eps)
+        gate, up = (x @ weights[f"mlp.{n}_proj.weight"].T for n in ("gate", "up"))
+        state = state + (F.silu(gate) * up) @ weights["mlp.down_proj.weight"].T
     return state
 
 
 def naive_noise(document, seed, bound):
-    """splitmix64 by hand, a word at a time."""
+    """splitmix64 written out, one word at a time."""
     wrap = 2**64 - 1
 
     def mix(word):
@@ -129,21 +131,21 @@ def naive_eagle1(draft, documents, *, noise=0.0, feature_weight=1.0, token_weigh
         for t in range(len(document.ids) - 1):
             if not document.loss[t + 1]:
                 continue
-            truth, count = document.hidden[t + 1], count + 1
-            difference = (states[t] - truth).abs()
+            target_state, count = document.hidden[t + 1], count + 1
+            difference = (states[t] - target_state).abs()
             smooth = torch.where(difference < 1, 0.5 * difference**2, difference - 0.5)
             regression = regression + smooth.mean()
-            says, wanted = head @ states[t], head @ truth
-            probs = wanted.softmax(-1, dtype=torch.float32)  # the rule for every method
-            entropy = entropy - (probs * says.log_softmax(-1)).sum()
-            hits += int(says.argmax() == wanted.argmax())
+            logits, target_logits = head @ states[t], head @ target_state
+            probs = target_logits.softmax(-1, dtype=torch.float32)  # as in every method
+            entropy = entropy - (probs * logits.log_softmax(-1)).sum()
+            hits += int(logits.argmax() == target_logits.argmax())
     return (feature_weight * regression + token_weight * entropy) / count, count, hits
 
 
 @pytest.mark.parametrize("layers", [1, 3])
 @pytest.mark.parametrize("noise", [0.0, 0.1])
 @pytest.mark.parametrize("fc_bias", [False, True])
-def test_loss_and_gradients_are_the_textbooks(layers, noise, fc_bias):
+def test_loss_and_gradients_match_the_textbook(layers, noise, fc_bias):
     draft, documents = make_draft(layers=layers, fc_bias=fc_bias), documents_of()
     options = {"feature_weight": 0.7, "token_weight": 0.3}
     module = make_module(draft, feature_noise=noise, **options)
@@ -151,12 +153,12 @@ def test_loss_and_gradients_are_the_textbooks(layers, noise, fc_bias):
     draft.zero_grad()
     loss, count, hits = naive_eagle1(draft, documents, noise=noise, **options)
     loss.backward()
-    # the noise is drawn in fp32, and added to fp64 features here
+    # the noise is drawn in fp32 but added to fp64 features
     tolerance = 1e-10 if noise == 0 else 1e-7
     torch.testing.assert_close(out.loss, loss, rtol=tolerance, atol=tolerance)
     for name, gradient in gradients.items():
-        theirs = dict(draft.named_parameters())[name].grad
-        torch.testing.assert_close(gradient, theirs, rtol=tolerance, atol=tolerance)
+        expected = dict(draft.named_parameters())[name].grad
+        torch.testing.assert_close(gradient, expected, rtol=tolerance, atol=tolerance)
     assert out.charged.tolist() == [count, 0, 0, 0, 0]
     assert out.correct.tolist() == [hits, 0, 0, 0, 0]
     torch.testing.assert_close(out.loss_sums[0] / count, out.loss.detach().to(out.loss_sums.dtype))

@@ -1,4 +1,4 @@
-"""The EAGLE-3 objective against the textbook, and every equality that the design promises."""
+"""The EAGLE-3 objective against a textbook version, and every equality that it promises."""
 
 import pytest
 import torch
@@ -48,7 +48,7 @@ def make_module(draft=None, *, steps=STEPS, **options):
 
 
 def run(module, batch, **extra):
-    """(output, gradient of every parameter by name)."""
+    """Returns (output, gradients by parameter name)."""
     return backward(module, module(**batch, **extra))
 
 
@@ -58,8 +58,8 @@ def backward(module, out):
     return out, {name: p.grad.clone() for name, p in module.draft_model.named_parameters()}
 
 
-def assert_same(one, other, *, tolerance=1e-11, metrics=True):
-    (out_a, grads_a), (out_b, grads_b) = one, other
+def assert_same(first, second, *, tolerance=1e-11, metrics=True):
+    (out_a, grads_a), (out_b, grads_b) = first, second
     torch.testing.assert_close(out_a.loss, out_b.loss, rtol=tolerance, atol=tolerance)
     assert grads_a.keys() == grads_b.keys()
     for name in grads_a:
@@ -99,7 +99,7 @@ LOSSES = {
     "alpha": {"lk_loss_type": "alpha"},
     "lambda": {"lk_loss_type": "lambda", "lk_kl_scale": 0.7, "lk_kl_decay": 2.0},
 }
-DEFINED = {
+LOSS_OBJECTS = {
     "ce": CrossEntropy(),
     "kl": KLDivergence(),
     "hard": HardCrossEntropy(),
@@ -112,15 +112,15 @@ def check_against_textbook(changes, loss, kind, **options):
     module = make_module(make_draft(**changes), **loss, **options)
     ids, mask = vocabulary()
     batch = with_logits(padded_batch(make_documents(LENGTHS)), make_head())
-    ours = run(module, batch)
+    result = run(module, batch)
     module.zero_grad()
-    defined = DEFINED[kind]
+    reference = LOSS_OBJECTS[kind]
     naive = naive_eagle3(
         module.draft_model, batch, ids=ids, mask=mask, steps=STEPS,
-        depth_loss=lambda logits, probs, charged: reference_loss(logits, probs, charged, defined),
+        depth_loss=lambda logits, probs, charged: reference_loss(logits, probs, charged, reference),
     )  # fmt: skip
     naive.loss.backward()
-    out, grads = ours
+    out, grads = result
     torch.testing.assert_close(out.loss, naive.loss, rtol=1e-10, atol=1e-10)
     for name, parameter in module.draft_model.named_parameters():
         torch.testing.assert_close(grads[name], parameter.grad, rtol=1e-9, atol=1e-11)
@@ -133,22 +133,22 @@ def check_against_textbook(changes, loss, kind, **options):
     torch.testing.assert_close(
         out.accuracy, torch.tensor(sum(naive.correct) / sum(naive.charged)), check_dtype=False
     )
-    assert 0 < sum(naive.charged) < STEPS * naive.valid[0]  # the vocabulary does leave targets out
+    assert 0 < sum(naive.charged) < STEPS * naive.valid[0]  # some targets are not in the vocabulary
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_module_equals_the_textbook(variant):
+def test_module_matches_the_textbook(variant):
     check_against_textbook(VARIANTS[variant], {}, "ce")
 
 
 @pytest.mark.parametrize("kind", LOSSES)
-def test_every_loss_equals_the_textbook(kind):
+def test_every_loss_matches_the_textbook(kind):
     check_against_textbook({}, LOSSES[kind], kind)
 
 
-@pytest.mark.parametrize("kind", DEFINED)
-def test_a_loss_is_given_by_name_or_as_itself(kind):
-    loss = DEFINED[kind]
+@pytest.mark.parametrize("kind", LOSS_OBJECTS)
+def test_a_loss_may_be_given_by_name_or_as_an_object(kind):
+    loss = LOSS_OBJECTS[kind]
     assert make_module(**LOSSES[kind]).loss == loss
     assert make_module(loss=loss).loss == loss
     parameters = {"lk_kl_scale": 0.7, "lk_kl_decay": 2.0}
@@ -157,7 +157,7 @@ def test_a_loss_is_given_by_name_or_as_itself(kind):
 
 @pytest.mark.parametrize("attention", ["fast", "reference"])
 @pytest.mark.parametrize("compact", [True, False])
-def test_slow_twins_equal_the_textbook(attention, compact):
+def test_reference_implementations_match_the_textbook(attention, compact):
     check_against_textbook({"num_hidden_layers": 2}, {}, "ce", attention=attention, compact=compact)
 
 
@@ -192,7 +192,7 @@ def test_packed_equals_padded_for_any_documents(rows, pad, supervised, seed):
 
 
 def test_packed_equals_padded_when_everything_is_supervised():
-    """The shift pulls the next document's first token into the last slot: never charged."""
+    """The shift moves the next document's first token into the last slot; it is never charged."""
     module = make_module()
     documents = make_documents(LENGTHS, supervised=1.1)
     padded = run(module, padded_batch(documents))
@@ -202,7 +202,7 @@ def test_packed_equals_padded_when_everything_is_supervised():
     assert_same(padded, run(module, packed_batch([documents], 33)))
 
 
-def test_the_worked_packing_example_of_semantics_5():
+def test_the_packing_example_of_semantics_section_5():
     batch = packed_batch([make_documents([3, 2], supervised=1.1)], 8)
     assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2, 3, 4]]
     assert batch["doc_remaining"].tolist() == [[2, 1, 0, 1, 0, 0, 0, 0]]
@@ -223,13 +223,15 @@ def test_chunk_sizes_do_not_matter(chunk_rows, kind):
 def test_compaction_changes_nothing():
     draft = make_draft(num_hidden_layers=2)
     batch = packed_batch([make_documents(LENGTHS)], 40)
-    compact, wasteful = make_module(draft), make_module(draft, compact=False)
-    assert_same(run(compact, batch), run(wasteful, batch))
-    few, many = (module.prepare_inputs(**batch).plan.counts for module in (compact, wasteful))
-    assert sum(few) < sum(many)
+    compact, full = make_module(draft), make_module(draft, compact=False)
+    assert_same(run(compact, batch), run(full, batch))
+    compact_counts, full_counts = (
+        module.prepare_inputs(**batch).plan.counts for module in (compact, full)
+    )
+    assert sum(compact_counts) < sum(full_counts)
 
 
-def test_encodings_agree_logits_and_probs_bitwise():
+def test_encodings_agree_and_logits_equal_probs_bitwise():
     module = make_module(make_draft(dtype=torch.float32), target_head=make_head(torch.float32))
     ids, mask = vocabulary()
     hidden = padded_batch(make_documents(LENGTHS, dtype=torch.float32))
@@ -239,7 +241,7 @@ def test_encodings_agree_logits_and_probs_bitwise():
     assert_same(from_logits, run(module, hidden), tolerance=2e-6)
 
 
-def test_full_vocabulary_needs_no_map():
+def test_a_full_vocabulary_needs_no_map():
     draft = make_draft(draft_vocab_size=V)
     module = Eagle3TrainerModule(
         draft,
@@ -274,13 +276,13 @@ def test_micro_batches_add_up_to_one_batch(kind):
     assert sum(o.step_prefix_hits for o in outs).tolist() == whole[0].step_prefix_hits.tolist()
 
 
-def test_a_plan_made_beforehand_is_the_same_plan():
+def test_a_plan_made_in_advance_gives_the_same_result():
     module = make_module()
     batch = packed_batch([make_documents(LENGTHS)], 40)
     fields = ("loss_mask", "attention_mask", "position_ids", "seq_lens", "doc_remaining")
     plan = module.plan(RowMasks(**{name: batch[name] for name in fields}))
-    ahead = backward(module, module.score(module.prepare_inputs(**batch, plan=plan)))
-    assert_same(run(module, batch), ahead, tolerance=0)
+    planned = backward(module, module.score(module.prepare_inputs(**batch, plan=plan)))
+    assert_same(run(module, batch), planned, tolerance=0)
 
 
 def test_a_batch_without_supervision_gives_zero_and_zero_gradients():
@@ -294,7 +296,7 @@ def test_a_batch_without_supervision_gives_zero_and_zero_gradients():
 
 
 def test_a_target_outside_the_vocabulary_is_a_rejection():
-    """All probability on a token the draft cannot say: uncharged, valid, never a hit."""
+    """All probability is on a token outside the draft vocabulary: uncharged, valid, never a hit."""
     module = make_module()
     _, mask = vocabulary()
     batch = with_logits(padded_batch(make_documents([8], supervised=1.1)), make_head())
@@ -324,7 +326,7 @@ def test_gradient_checkpointing_changes_nothing():
     assert_same(plain, run(module, batch), tolerance=1e-13)
 
 
-def test_backward_twice_and_scaled():
+def test_backward_twice_with_a_scaled_loss():
     module = make_module()
     out = module(**padded_batch(make_documents(LENGTHS)))
     head = module.draft_model.lm_head.weight
@@ -348,22 +350,22 @@ def test_bf16_compute_trains_fp32_masters():
         assert cosine > 0.97, name
 
 
-def test_autocast_is_a_compute_dtype():
+def test_autocast_sets_the_compute_dtype():
     draft, head = make_draft(dtype=torch.float32), make_head(torch.float32)
     batch = padded_batch(make_documents(LENGTHS, dtype=torch.float32))
     check_autocast(lambda dtype: make_module(draft, target_head=head, compute_dtype=dtype), batch)
 
 
-def test_evaluation_without_gradients():
+def test_evaluation_without_gradients_gives_the_same_loss():
     module = make_module()
     batch = padded_batch(make_documents(LENGTHS))
     with torch.no_grad():
-        quiet = module(**batch)
-    assert not quiet.loss.requires_grad
-    assert quiet.loss == module(**batch).loss
+        evaluated = module(**batch)
+    assert not evaluated.loss.requires_grad
+    assert evaluated.loss == module(**batch).loss
 
 
-def test_conditional_accuracy_multiplies_to_the_prefix():
+def test_conditional_accuracies_multiply_to_the_prefix_accuracy():
     out = make_module()(**padded_batch(make_documents([40, 40], supervised=1.1)))
     assert out.step_reached[0] == out.step_valid[0]
     assert (out.step_reached[1:] <= out.step_prefix_hits[:-1]).all()
@@ -383,12 +385,12 @@ def test_conditional_accuracy_multiplies_to_the_prefix():
         ([], [], 1.0),
     ],
 )
-def test_tau_hand_values(hits, valid, tau):
+def test_tau_of_hand_computed_cases(hits, valid, tau):
     assert simulated_accept_length(torch.tensor(hits), torch.tensor(valid)) == tau
     assert simulated_accept_length(hits, valid) == tau
 
 
-def test_tau_of_different_depths_is_refused():
+def test_tau_rejects_counts_of_different_lengths():
     with pytest.raises(ValueError, match="step_valid"):
         simulated_accept_length([1], [2, 3])
 
@@ -409,12 +411,12 @@ def test_ttt_steps_must_be_a_positive_int(steps):
         ({"chunk_rows": 0}, "chunk_rows"),
     ],
 )
-def test_bad_options_name_themselves(options, field):
+def test_errors_name_the_bad_option(options, field):
     with pytest.raises(ValueError, match=field):
         make_module(**options)
 
 
-def test_exactly_one_supervision():
+def test_exactly_one_supervision_encoding_is_required():
     module = make_module()
     batch = padded_batch(make_documents([5]))
     neither = {k: v for k, v in batch.items() if k != "target_last_hidden_states"}
@@ -428,8 +430,8 @@ def test_exactly_one_supervision():
 
 
 @pytest.mark.parametrize("compact", [True, False])
-def test_padding_on_either_side_is_the_same(compact):
-    """Rolled to the right, a right-padded row is a left-padded one; the last row is all padding."""
+def test_left_padding_equals_right_padding(compact):
+    """Rolling a right-padded row to the right makes it left-padded. The last row is all padding."""
     documents = make_documents(LENGTHS, supervised=1.1)
     batch = {name: F.pad(x, [0, 0] * (x.ndim - 1) + [0, 1]) for name, x in
              padded_batch(documents, max(LENGTHS) + 2).items()}  # fmt: skip
@@ -440,15 +442,15 @@ def test_padding_on_either_side_is_the_same(compact):
         for name, x in batch.items()
     }
     for row, length in enumerate(LENGTHS):
-        left["loss_mask"][row, :-length] = 1  # what padding says is nobody's business
+        left["loss_mask"][row, :-length] = 1  # the contents of padding must not matter
         left["aux_hidden_states"][row, :-length] = 9.0
     module = make_module(make_draft(num_hidden_layers=2), compact=compact)
     assert_same(run(module, left), run(module, batch))
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int32, torch.float32])
-def test_masks_say_yes_or_no_in_any_dtype(dtype):
-    """Also by fractions: whatever is not zero is supervised, in every encoding."""
+def test_masks_may_have_any_dtype(dtype):
+    """Every nonzero value means supervised, fractions included."""
     batch = padded_batch(make_documents(LENGTHS))
     expected = run(make_module(), batch)
     factor = 0.5 if dtype.is_floating_point else 1
@@ -472,7 +474,7 @@ def test_masks_say_yes_or_no_in_any_dtype(dtype):
         ("position_mask", lambda x: x[:, :-1]),
     ],
 )
-def test_what_does_not_fit_is_named(field, change):
+def test_shape_errors_name_the_field(field, change):
     batch = padded_batch(make_documents(LENGTHS))
     if field == "target_logits":
         batch = with_logits(batch, make_head())
@@ -482,15 +484,15 @@ def test_what_does_not_fit_is_named(field, change):
         make_module()(**batch | {field: change(batch[field])})
 
 
-def test_padding_inside_a_document_is_refused():
+def test_padding_inside_a_document_is_rejected():
     batch = padded_batch(make_documents([6, 6], supervised=1.1))
     batch["attention_mask"][0, 2] = 0
     with pytest.raises(ValueError, match="attention_mask"):
         make_module()(**batch)
 
 
-def test_a_target_head_as_people_have_it():
-    """The model's own output module, or its weight; nothing of it is trained or saved."""
+def test_a_target_head_may_be_a_module_or_a_tensor():
+    """The model's output module or its weight, neither of which is trained or saved."""
     head = make_head()
     module = nn.Linear(D, V, bias=False, dtype=torch.float64)
     module.weight = nn.Parameter(head.weight_VD.clone())
@@ -515,6 +517,6 @@ def test_a_draft_keeps_its_vocabulary_map():
         Eagle3TrainerModule(draft, selected_token_ids=other, selected_token_mask=mask, ttt_steps=1)
 
 
-def test_sizes_of_this_file_are_all_different():
-    """A shape mix-up can only hide where sizes coincide."""
+def test_sizes_in_this_file_are_all_different():
+    """Mixed-up dimensions would go unnoticed if their sizes were equal."""
     assert len({V, W, D, E, 3 * D}) == 5

@@ -1,4 +1,4 @@
-"""Blocks laid out in round sizes are the same blocks: loss, metrics and every gradient."""
+"""Rounding the number of blocks up changes nothing: loss, metrics and every gradient."""
 
 from dataclasses import fields, replace
 
@@ -40,13 +40,13 @@ KINDS = {
 
 @pytest.fixture(autouse=True)
 def small_groups(monkeypatch):
-    """So that there are several of them."""
+    """Small groups, so that there are several of them."""
     monkeypatch.setattr(even_blocks, "GROUP", 4)
     monkeypatch.setattr(even_blocks, "SHARES", 2)
 
 
-def run_or_zero(module, batch, **extra):
-    """Parameters that a loss does not read have no gradient."""
+def run_with_zero_grads(module, batch, **extra):
+    """Returns (output, gradients), with zeros for parameters that the loss does not use."""
     out = module(**batch, seed=SEED, **extra)
     module.zero_grad()
     out.loss.backward()
@@ -57,9 +57,9 @@ def run_or_zero(module, batch, **extra):
 
 def run_evenly(module, batch, quantum):
     module.quantum = quantum
-    found = run_or_zero(module, batch)
+    result = run_with_zero_grads(module, batch)
     module.quantum = 0
-    return found
+    return result
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -68,52 +68,52 @@ def test_round_sizes_change_nothing(kind, attention):
     module = make_module(**KINDS[kind], attention=attention)
     documents = make_block_documents(LENGTHS)
     for batch in (packed_batch([documents], 60), padded_batch(documents)):
-        wanted = run_or_zero(module, batch)
-        assert wanted[0].loss > 0
+        expected = run_with_zero_grads(module, batch)
+        assert expected[0].loss > 0
         for quantum in (1, 16, 100):
-            assert_same(wanted, run_evenly(module, batch, quantum))
+            assert_same(expected, run_evenly(module, batch, quantum))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("kind", ["text", "kl", "dspark"])
-def test_of_any_draft(variant, kind):
+def test_round_sizes_change_nothing_for_any_draft(variant, kind):
     make = make_spark_draft if kind == "dspark" else make_block_draft
     module = make_module(make(**VARIANTS[variant]), **KINDS[kind])
     batch = packed_batch([make_block_documents(LENGTHS)], 57)
-    wanted = run_or_zero(module, batch)
+    expected = run_with_zero_grads(module, batch)
     for quantum in (1, 7, 32):
-        assert_same(wanted, run_evenly(module, batch, quantum))
+        assert_same(expected, run_evenly(module, batch, quantum))
 
 
 @pytest.mark.parametrize("kind", ["text", "dpace", "kl", "dspark"])
 @pytest.mark.parametrize("chunk_rows", [1, 5, 12, 100])
-def test_in_any_chunks(kind, chunk_rows):
-    """Smaller than a group of 4 blocks of 3 depths (4, of DSpark), as large, larger."""
+def test_round_sizes_change_nothing_for_any_chunk_size(kind, chunk_rows):
+    """Chunks smaller than, equal to and larger than a group of 4 blocks of 3 depths (DSpark: 4)."""
     batch = packed_batch([make_block_documents(LENGTHS)], 60)
-    wanted = run_or_zero(make_module(**KINDS[kind]), batch)
+    expected = run_with_zero_grads(make_module(**KINDS[kind]), batch)
     module = make_module(**KINDS[kind], chunk_rows=chunk_rows)
-    assert_same(wanted, run_evenly(module, batch, 8))
+    assert_same(expected, run_evenly(module, batch, 8))
 
 
 @pytest.mark.parametrize("kind", ["text", "dpace", "kl"])
-def test_a_reduced_vocabulary(kind):
+def test_round_sizes_change_nothing_with_a_reduced_vocabulary(kind):
     ids = torch.arange(0, V, 2)
     draft = make_block_draft(draft_vocab_size=len(ids))
     draft.set_vocab_mapping(ids)
     draft.copy_head_from_target(Table(V, torch.float64))
     module = make_module(draft, **KINDS[kind])
     batch = padded_batch(make_block_documents([30, 25], supervised=1.1))
-    assert_same(run_or_zero(module, batch), run_evenly(module, batch, 16))
+    assert_same(run_with_zero_grads(module, batch), run_evenly(module, batch, 16))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_nothing_supervised(kind):
+def test_a_batch_without_supervision_gives_zeros(kind):
     module = make_module(**KINDS[kind])
     for documents in (make_block_documents(LENGTHS, supervised=-1), make_block_documents([1])):
         out, grads = run_evenly(module, padded_batch(documents), 8)
         assert out.loss == 0
         assert all(bool((grad == 0).all()) for grad in grads.values())
-        assert sum(int(getattr(out, each.name).abs().sum()) for each in fields(out)) == 0
+        assert sum(int(getattr(out, field.name).abs().sum()) for field in fields(out)) == 0
 
 
 @settings(max_examples=40, deadline=None)
@@ -125,25 +125,27 @@ def test_nothing_supervised(kind):
     kind=st.sampled_from(sorted(KINDS)),
     seed=st.integers(0, 999),
 )
-def test_for_any_documents(lengths, pad, supervised, quantum, kind, seed):
+def test_round_sizes_change_nothing_for_any_documents(
+    lengths, pad, supervised, quantum, kind, seed
+):
     module = make_module(**KINDS[kind])
     documents = make_block_documents(lengths, seed=seed, supervised=supervised)
     batch = packed_batch([documents], sum(lengths) + pad)
-    assert_same(run_or_zero(module, batch), run_evenly(module, batch, quantum))
+    assert_same(run_with_zero_grads(module, batch), run_evenly(module, batch, quantum))
 
 
-def test_tests_would_notice():
-    """Elements that are padding would be charged, were they called real."""
+def test_charging_padding_would_be_noticed():
+    """Marking padding elements as real does change the result."""
     module = make_module()
     batch = padded_batch(make_block_documents(LENGTHS))
     module.quantum = 64
     plan = module.plan(masks_of(batch), SEED)
-    told = {name: batch[name] for name in batch}
-    honest = module.score(module.prepare_inputs(**told, plan=plan))
+    inputs = {name: batch[name] for name in batch}
+    correct = module.score(module.prepare_inputs(**inputs, plan=plan))
     head = replace(plan.head, real_N=torch.ones_like(plan.head.real_N))
-    wrong = module.score(module.prepare_inputs(**told, plan=replace(plan, head=head)))
-    assert wrong.charged.sum() > honest.charged.sum()
-    assert wrong.loss != honest.loss
+    wrong = module.score(module.prepare_inputs(**inputs, plan=replace(plan, head=head)))
+    assert wrong.charged.sum() > correct.charged.sum()
+    assert wrong.loss != correct.loss
 
 
 def even_plan(lengths, *, share, seed=0, quantum=16, width=60):
@@ -155,8 +157,8 @@ def even_plan(lengths, *, share, seed=0, quantum=16, width=60):
 
 
 @pytest.mark.parametrize("share", [True, False])
-def test_what_a_recording_keeps_follows_from_the_sizes(share):
-    """All that the host knows, and all tensors that are not read anew."""
+def test_what_a_recorded_step_keeps_depends_on_sizes_only(share):
+    """Host-side values, and tensors that a replay does not replace, are equal for equal sizes."""
     plans = [
         even_plan(lengths, share=share, seed=seed)
         for seed in range(3)
@@ -167,24 +169,24 @@ def test_what_a_recording_keeps_follows_from_the_sizes(share):
         size = tuple(tuple(tensor.shape) for tensor in plan.tensors().values())
         by_size.setdefault(size, []).append(plan)
     assert len(by_size) <= (3 if share else 1)
-    assert max(len(alike) for alike in by_size.values()) > 3
-    for one, *others in by_size.values():
+    assert max(len(group) for group in by_size.values()) > 3
+    for first, *others in by_size.values():
         for other in others:
-            assert one.counts == other.counts
-            assert one.head.group == other.head.group
-            assert np.array_equal(one.head.target_host, other.head.target_host)
-            assert one.blocks.size == other.blocks.size
-            taken = one.with_tensors(other.tensors())
-            assert taken.blocks.ends_host is None
+            assert first.counts == other.counts
+            assert first.head.group == other.head.group
+            assert np.array_equal(first.head.target_host, other.head.target_host)
+            assert first.blocks.size == other.blocks.size
+            replayed = first.with_tensors(other.tensors())
+            assert replayed.blocks.ends_host is None
             for name in ("element_N", "depth_N", "target_N", "real_N"):
-                assert torch.equal(getattr(taken.head, name), getattr(other.head, name))
+                assert torch.equal(getattr(replayed.head, name), getattr(other.head, name))
             for name in ("slot_T", "position_T", "target_M", "supervised_P", "step_valid_K"):
-                assert torch.equal(getattr(taken, name), getattr(other, name))
-            assert torch.equal(taken.element_P, other.element_P)
+                assert torch.equal(getattr(replayed, name), getattr(other, name))
+            assert torch.equal(replayed.element_P, other.element_P)
             for window in (None, 3):
-                ours, theirs = (plan.blocks.flat(window) for plan in (taken, other))
+                actual, expected = (plan.blocks.flat(window) for plan in (replayed, other))
                 for name in ("slot_N", "first_N", "order_N"):
-                    assert torch.equal(getattr(ours, name), getattr(theirs, name))
+                    assert torch.equal(getattr(actual, name), getattr(expected, name))
 
 
 @pytest.mark.parametrize("share", [True, False])
@@ -196,48 +198,48 @@ def test_the_sizes_are_round(share):
     assert len(plan.slot_T) == 64
     exact = even_plan([20, 20, 17], share=share, quantum=0)
     assert int(plan.head.real_N.sum()) == len(exact.head)
-    asked = plan.target_M[plan.head.target_N][plan.head.real_N]
-    assert sorted(asked.tolist()) == exact.target_M[exact.head.target_N].tolist()
+    requested = plan.target_M[plan.head.target_N][plan.head.real_N]
+    assert sorted(requested.tolist()) == exact.target_M[exact.head.target_N].tolist()
     padding = plan.blocks.slot_N[len(exact.blocks) :]
     assert (padding >= len(exact.slot_T)).all()
     assert torch.equal(padding, plan.blocks.first_N[len(exact.blocks) :])
 
 
 def test_groups_share_target_slots():
-    """Of blocks at every slot, a group of 4 with 4 depths asks for 7 slots, rounded up to 8."""
+    """With a block at every slot, 4 blocks of 4 depths need 7 target slots, rounded up to 8."""
     batch = packed_batch([make_block_documents([57], supervised=1.1)], 60)
-    given = {"size": 5, "first_place": 1, "anchors": 2048, "seed": 0, "quantum": 8}
-    shared = plan_blocks(masks_of(batch), **given)
+    options = {"size": 5, "first_place": 1, "anchors": 2048, "seed": 0, "quantum": 8}
+    shared = plan_blocks(masks_of(batch), **options)
     assert shared.head.group == (16, 8)
-    alone = plan_blocks(masks_of(batch), **given, share_targets=False)
+    alone = plan_blocks(masks_of(batch), **options, share_targets=False)
     assert alone.head.group == (4, 4)
     assert len(alone.target_M) == len(alone.head)
     assert len(shared.target_M) == len(shared.head) // 2
 
 
-def test_in_evaluation_sizes_are_exact():
+def test_sizes_are_exact_in_evaluation():
     module, batch = make_module(), padded_batch(make_block_documents(LENGTHS))
     module.quantum = 64
     module.draft_model.eval()
     assert module.plan(masks_of(batch), SEED).head.real_N is None
 
 
-def test_what_lies_in_padding_is_not_read():
-    """Other features and tokens of slots that no document has."""
+def test_padding_is_not_read():
+    """Changing the features of padding slots changes nothing."""
     documents = make_block_documents([9, 14])
     module = make_module(kind=DSparkTrainerModule)
     batch = padded_batch(documents, width=20)
-    wanted = run(module, batch)
-    other = dict(batch)
-    hole = batch["attention_mask"] == 0
-    other["aux_hidden_states"] = batch["aux_hidden_states"] + 9.0 * hole[..., None]
+    expected = run(module, batch)
+    changed = dict(batch)
+    padding = batch["attention_mask"] == 0
+    changed["aux_hidden_states"] = batch["aux_hidden_states"] + 9.0 * padding[..., None]
     module.quantum = 16
-    found = backward(module, module(**other, seed=SEED))
-    assert_same(wanted, found)
-    assert F.mse_loss(other["aux_hidden_states"], batch["aux_hidden_states"]) > 0
+    actual = backward(module, module(**changed, seed=SEED))
+    assert_same(expected, actual)
+    assert F.mse_loss(changed["aux_hidden_states"], batch["aux_hidden_states"]) > 0
 
 
-def test_blocks_are_rounded_up_by_little():
+def test_the_quantum_is_small():
     module = make_module(anchors=512)
     assert module.can_be_even
     assert module.quantum_for(16_384, sizes=16) == 128  # of 4,096 blocks

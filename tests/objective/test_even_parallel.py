@@ -1,4 +1,4 @@
-"""P-EAGLE's rollouts laid out in round sizes are the same rollouts: loss, metrics, gradients."""
+"""Rounding the sizes of P-EAGLE's rollouts up changes nothing: loss, metrics, gradients."""
 
 from dataclasses import fields, replace
 
@@ -29,28 +29,28 @@ from fledge.rollout.context import ContextRanks
 from fledge.rollout.parallel_plan import plan_parallel
 from fledge.rollout.slots import RowMasks
 
-AS_IT_IS = {name: getattr(even_parallel, name) for name in ("GROUP", "CHAIN_ALIGNED")}
+REAL_SIZES = {name: getattr(even_parallel, name) for name in ("GROUP", "CHAIN_ALIGNED")}
 
 
 @pytest.fixture(autouse=True)
 def small_groups(monkeypatch):
-    """So that there are several of them, and depths are not all as large as the first."""
+    """Small groups, so that there are several of them and depths differ in size."""
     monkeypatch.setattr(even_parallel, "GROUP", 16)
     monkeypatch.setattr(even_parallel, "CHAIN_ALIGNED", 2)
 
 
 def run_evenly(module, batch, quantum):
     module.quantum = quantum
-    found = run(module, batch)
+    result = run(module, batch)
     module.quantum = 0
-    return found
+    return result
 
 
 def check(module, batch, quanta=(1, 16, 100), *, tolerance=1e-11):
-    wanted = run(module, batch)
+    expected = run(module, batch)
     for quantum in quanta:
-        assert_same(wanted, run_evenly(module, batch, quantum), tolerance=tolerance)
-    return wanted[0]
+        assert_same(expected, run_evenly(module, batch, quantum), tolerance=tolerance)
+    return expected[0]
 
 
 @pytest.mark.parametrize("attention", ["fast", "reference"])
@@ -67,24 +67,24 @@ def test_round_sizes_change_nothing(kind, attention):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_of_any_draft(variant):
+def test_round_sizes_change_nothing_for_any_draft(variant):
     module = make_module(make_parallel_draft(**VARIANTS[variant]))
     check(module, packed_batch([make_documents(LENGTHS)], 57), (1, 7, 32))
 
 
 @pytest.mark.parametrize("kind", ["kl", "lk_lambda"])
-def test_balanced_depths(kind):
+def test_round_sizes_change_nothing_with_balanced_depths(kind):
     module = make_module(**LOSSES[kind], balance_depths=True)
     check(module, packed_batch([make_documents(LENGTHS)], 60))
 
 
 @pytest.mark.parametrize("depths", [1, 2, 9])
-def test_any_number_of_depths(depths):
+def test_round_sizes_change_nothing_for_any_number_of_depths(depths):
     check(make_module(depths=depths), packed_batch([make_documents(LENGTHS)], 60))
 
 
 @pytest.mark.parametrize("max_anchors", [1, 4, 11, 1000])
-def test_limited_anchors(max_anchors):
+def test_round_sizes_change_nothing_with_capped_anchors(max_anchors):
     documents = make_documents(LENGTHS, supervised=1.1)
     module = make_module(max_anchors=max_anchors)
     for rows in ([documents], [documents[:3], documents[3:]]):
@@ -92,37 +92,37 @@ def test_limited_anchors(max_anchors):
         module.quantum = 16
         plan = module.plan(masks_of(packed_batch(rows, 60)), SEED)
         module.quantum = 0
-        assert plan.counts[1] <= max(2, max_anchors * len(rows) + 1)  # rounded up to even
+        assert plan.counts[1] <= max(2, max_anchors * len(rows) + 1)  # rounded up to an even number
 
 
 @pytest.mark.parametrize(("ratio", "least"), [(1.0, 0.0), (0.7, 0.2), (0.05, 0.0), (0.3, 1.0)])
-def test_any_sampling(ratio, least):
+def test_round_sizes_change_nothing_for_any_sampling_ratios(ratio, least):
     options = {"down_sample_ratio": ratio, "down_sample_ratio_min": least}
     check(make_module(**options), packed_batch([make_documents(LENGTHS, supervised=1.1)], 60))
 
 
 @pytest.mark.parametrize("chunk_rows", [1, 5, 16, 20, 1000])
-def test_in_any_chunks(chunk_rows):
-    """Smaller than a group of 16 elements, as large, larger."""
+def test_round_sizes_change_nothing_for_any_chunk_size(chunk_rows):
+    """Chunks smaller than, as large as and larger than a group of 16 elements."""
     batch = packed_batch([make_documents(LENGTHS)], 60)
-    wanted = run(make_module(), batch)
-    assert_same(wanted, run_evenly(make_module(chunk_rows=chunk_rows), batch, 8))
+    expected = run(make_module(), batch)
+    assert_same(expected, run_evenly(make_module(chunk_rows=chunk_rows), batch, 8))
 
 
-def test_any_supervision():
+def test_round_sizes_change_nothing_for_any_supervision():
     batch = packed_batch([make_documents(LENGTHS)], 60)
     check(make_module(), with_logits(batch, make_head()))
     check(make_module(), with_probs(batch, make_head(), *vocabulary()))
 
 
 @pytest.mark.parametrize("supervised", [-1.0, 1.1])
-def test_documents_of_nothing(supervised):
+def test_tiny_and_unsupervised_documents(supervised):
     module = make_module()
     for documents in (make_documents([1], supervised=supervised), make_documents([1, 2, 1])):
         check(module, padded_batch(documents))
     out, grads = run_evenly(module, padded_batch(make_documents(LENGTHS, supervised=-1.0)), 8)
     assert all(bool((grad == 0).all()) for grad in grads.values())
-    assert sum(int(getattr(out, each.name).abs().sum()) for each in fields(out)) == 0
+    assert sum(int(getattr(out, field.name).abs().sum()) for field in fields(out)) == 0
 
 
 @settings(max_examples=40, deadline=None)
@@ -135,7 +135,9 @@ def test_documents_of_nothing(supervised):
     attention=st.sampled_from(["fast", "reference"]),
     seed=st.integers(0, 999),
 )
-def test_for_any_documents(lengths, pad, supervised, quantum, max_anchors, attention, seed):
+def test_round_sizes_change_nothing_for_any_documents(
+    lengths, pad, supervised, quantum, max_anchors, attention, seed
+):
     module = make_module(max_anchors=max_anchors, attention=attention)
     documents = make_documents(lengths, seed=seed, supervised=supervised)
     batch = packed_batch([documents], sum(lengths) + pad)
@@ -148,14 +150,14 @@ def test_for_any_documents(lengths, pad, supervised, quantum, max_anchors, atten
     assert plan.counts[0] == -(-max(1, exact.counts[0]) // quantum) * quantum
     assert len(plan.head) == sum(plan.counts)
     assert int(plan.head.real_N.sum()) == len(exact.head)
-    asked = plan.target_M[plan.head.target_N][plan.head.real_N]
-    assert asked.tolist() == exact.target_M[exact.head.target_N].tolist()
+    requested = plan.target_M[plan.head.target_N][plan.head.real_N]
+    assert requested.tolist() == exact.target_M[exact.head.target_N].tolist()
     assert sorted(plan.head.element_N.tolist()) == list(range(sum(plan.counts)))
     check_padding(plan, exact)
 
 
 def check_padding(plan, exact):
-    """Slots and rows that are padding are documents of their own."""
+    """Every padding slot is a document of its own, and padding rows are on the first of them."""
     real_T, real_N, [segment] = len(exact.slot_T), exact.counts[0], plan.segments
     assert torch.equal(plan.every.first_N[real_T:], torch.arange(real_T, len(plan.slot_T)))
     assert (plan.every.first_N[:real_T] < max(1, real_T)).all()
@@ -169,28 +171,28 @@ def check_padding(plan, exact):
 @settings(max_examples=10, deadline=None)
 @given(seed=st.integers(0, 999), shortest=st.integers(1, 300), supervised=st.floats(0.3, 1.0))
 def test_there_are_few_sizes(seed, shortest, supervised):
-    """Packs of one length, of documents as different as they may be."""
+    """Rows of one length, packed with very different documents."""
     rng, tokens, quantum = np.random.default_rng(seed), 2048, 128
-    vars(even_parallel).update(AS_IT_IS)
-    sizes, most = set(), 0
+    vars(even_parallel).update(REAL_SIZES)
+    sizes, max_elements = set(), 0
     for step in range(30):
         masks = random_masks(rng, tokens, shortest, supervised)
         plan = plan_parallel(
             masks, num_depths=8, ratio=0.7, ratio_min=0.2, seed=step, quantum=quantum
         )
         sizes.add(tuple(tuple(tensor.shape) for tensor in plan.tensors().values()))
-        most = max(most, sum(plan.counts))
+        max_elements = max(max_elements, sum(plan.counts))
     assert len(sizes) <= tokens // quantum
-    assert most <= (3.38 * tokens) + 7 * 16
+    assert max_elements <= (3.38 * tokens) + 7 * 16
 
 
-def test_few_target_slots_are_asked_for_twice():
+def test_few_target_slots_are_requested_twice():
     rng = np.random.default_rng(0)
-    vars(even_parallel).update(AS_IT_IS)
+    vars(even_parallel).update(REAL_SIZES)
     for seed in range(10):
-        masks, draw = random_masks(rng, 4096, 250, 1.0), {"ratio": 0.7, "ratio_min": 0.2}
-        exact = plan_parallel(masks, num_depths=8, seed=seed, **draw)
-        plan = plan_parallel(masks, num_depths=8, seed=seed, quantum=256, **draw)
+        masks, ratios = random_masks(rng, 4096, 250, 1.0), {"ratio": 0.7, "ratio_min": 0.2}
+        exact = plan_parallel(masks, num_depths=8, seed=seed, **ratios)
+        plan = plan_parallel(masks, num_depths=8, seed=seed, quantum=256, **ratios)
         assert len(plan.target_M) < 1.5 * len(exact.target_M)
 
 
@@ -211,7 +213,7 @@ def random_masks(rng, tokens, shortest, supervised):
 
 
 class StaticShapes(TorchDispatchMode):
-    """Refuses what would wait for a GPU, or read numbers of the host, in a recorded pass."""
+    """Rejects operations that would synchronize with a GPU or copy host data in a recorded pass."""
 
     REFUSED = ("nonzero", "_local_scalar_dense", "masked_select", "unique", "lift_fresh")
     paused = False
@@ -225,29 +227,29 @@ class StaticShapes(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("kind", LOSSES)
-def test_passes_depend_on_sizes_alone(kind, monkeypatch):
-    """All but attention, which is a kernel's: embedding, layers, head, loss and gradients."""
+def test_passes_depend_on_sizes_only(kind, monkeypatch):
+    """Embedding, layers, head, loss and gradients; attention, which is a kernel, is exempt."""
     module, batch = make_module(**LOSSES[kind]), packed_batch([make_documents(LENGTHS)], 60)
-    wanted = run(module, batch)
+    expected = run(module, batch)
     module.quantum = 16
     plan = module.plan(masks_of(batch), SEED)
     shapes = StaticShapes()
 
-    def by_definition(*args, kind, starts_K):
+    def reference_attention(*args, kind, starts_K):
         shapes.paused = True
         out = parallel_attention(*args, kind="reference")
         shapes.paused = False
         assert starts_K.tolist() == [0, *np.cumsum(args[-1])]
         return out
 
-    monkeypatch.setattr(draft_parallel, "parallel_attention", by_definition)
+    monkeypatch.setattr(draft_parallel, "parallel_attention", reference_attention)
     module.zero_grad()
-    told = {name: given for name, given in batch.items() if name not in PACKING_FIELDS}
+    inputs = {name: tensor for name, tensor in batch.items() if name not in PACKING_FIELDS}
     with shapes:
-        out = module.score(module.prepare_inputs(**told, plan=plan.with_tensors(plan.tensors())))
+        out = module.score(module.prepare_inputs(**inputs, plan=plan.with_tensors(plan.tensors())))
         out.loss.backward()
     grads = {name: p.grad for name, p in module.draft_model.named_parameters()}
-    assert_same(wanted, (out, grads))
+    assert_same(expected, (out, grads))
 
 
 def even_plan(lengths, *, seed=0, quantum=16, width=60):
@@ -257,8 +259,8 @@ def even_plan(lengths, *, seed=0, quantum=16, width=60):
     )
 
 
-def test_what_a_recording_keeps_follows_from_the_sizes():
-    """All that the host knows, and all tensors that are not read anew."""
+def test_what_a_recorded_step_keeps_depends_on_sizes_only():
+    """Host-side values, and tensors that a replay does not replace, are equal for equal sizes."""
     by_size = {}
     for seed in range(3):
         for lengths in ([20, 20, 17], [25, 18, 14], [57], [9, 9, 9, 9, 9, 9]):
@@ -266,68 +268,68 @@ def test_what_a_recording_keeps_follows_from_the_sizes():
             size = tuple(tuple(tensor.shape) for tensor in plan.tensors().values())
             by_size.setdefault(size, []).append(plan)
     assert len(by_size) <= 3
-    assert max(len(alike) for alike in by_size.values()) > 3
-    for one, *others in by_size.values():
+    assert max(len(group) for group in by_size.values()) > 3
+    for first, *others in by_size.values():
         for other in others:
-            assert_alike(one.with_tensors(other.tensors()), other)
+            assert_plans_equal(first.with_tensors(other.tensors()), other)
 
 
-def assert_alike(mine, theirs):
-    """All that is read of a plan, the same or not known to the host."""
-    for each in fields(theirs):
-        value, other = getattr(mine, each.name), getattr(theirs, each.name)
-        if isinstance(other, torch.Tensor):
-            assert torch.equal(value, other), each.name
-        elif isinstance(other, np.ndarray):
-            assert np.array_equal(value, other), each.name
-        elif each.name == "sorted_host":
+def assert_plans_equal(actual, expected):
+    """Check that all fields of a plan are equal, or None if the host does not have them."""
+    for field in fields(expected):
+        value, expected_value = getattr(actual, field.name), getattr(expected, field.name)
+        if isinstance(expected_value, torch.Tensor):
+            assert torch.equal(value, expected_value), field.name
+        elif isinstance(expected_value, np.ndarray):
+            assert np.array_equal(value, expected_value), field.name
+        elif field.name == "sorted_host":
             assert value is None
-        elif each.name in ("segments", "depths"):
-            assert_alike(value[0], other[0])
-        elif hasattr(other, "__dataclass_fields__"):
-            assert_alike(value, other)
+        elif field.name in ("segments", "depths"):
+            assert_plans_equal(value[0], expected_value[0])
+        elif hasattr(expected_value, "__dataclass_fields__"):
+            assert_plans_equal(value, expected_value)
         else:
-            assert value == other, each.name
+            assert value == expected_value, field.name
 
 
-def test_the_example():
-    """Of the module's docstring."""
+def test_the_example_of_the_module_docstring():
+    """The example of the docstring of `even_parallel`."""
     assert even_parallel._counts(3, (1.0, 0.7, 0.49), None, 4) == (4, 4, 2)
     even_parallel.CHAIN_ALIGNED = 1
     assert even_parallel._counts(3, (1.0, 0.7, 0.49), None, 4) == (4, 3, 2)
     assert even_parallel._counts(3, (1.0, 0.7, 0.49), 1, 4) == (4, 1, 1)
 
 
-def test_tests_would_notice():
-    """Elements that are padding would be charged, were they called real."""
+def test_charging_padding_would_be_noticed():
+    """Marking padding elements as real does change the result."""
     module, batch = make_module(), padded_batch(make_documents(LENGTHS))
     module.quantum = 64
     plan = module.plan(masks_of(batch), SEED)
-    honest = module.score(module.prepare_inputs(**batch, plan=plan))
+    correct = module.score(module.prepare_inputs(**batch, plan=plan))
     head = replace(plan.head, real_N=torch.ones_like(plan.head.real_N))
     wrong = module.score(module.prepare_inputs(**batch, plan=replace(plan, head=head)))
-    assert wrong.charged.sum() > honest.charged.sum()
-    assert wrong.loss != honest.loss
+    assert wrong.charged.sum() > correct.charged.sum()
+    assert wrong.loss != correct.loss
 
 
-def test_what_lies_in_padding_is_not_read():
-    """Other features of slots that no document has."""
+def test_padding_is_not_read():
+    """Changing the features of padding slots changes nothing."""
     module, batch = make_module(), padded_batch(make_documents([9, 14]), width=20)
-    wanted = run(module, batch)
-    hole = batch["attention_mask"] == 0
-    assert hole.any()
-    other = batch | {"aux_hidden_states": batch["aux_hidden_states"] + 9.0 * hole[..., None]}
-    assert_same(wanted, run_evenly(module, other, 16))
+    expected = run(module, batch)
+    padding = batch["attention_mask"] == 0
+    assert padding.any()
+    changed = batch | {"aux_hidden_states": batch["aux_hidden_states"] + 9.0 * padding[..., None]}
+    assert_same(expected, run_evenly(module, changed, 16))
 
 
-def test_in_evaluation_sizes_are_exact():
+def test_sizes_are_exact_in_evaluation():
     module, batch = make_module(), padded_batch(make_documents(LENGTHS))
     module.quantum = 64
     module.draft_model.eval()
     assert module.plan(masks_of(batch), SEED).head.real_N is None
 
 
-def test_which_objectives_can():
+def test_which_objectives_support_round_sizes():
     assert make_module().can_be_even
     assert make_module(max_anchors=4).can_be_even
     assert not make_module(sequence_partitions=2).can_be_even

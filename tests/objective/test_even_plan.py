@@ -1,4 +1,4 @@
-"""A rollout laid out in round sizes is the same rollout: loss, metrics and every gradient."""
+"""Rounding a rollout's sizes up changes nothing: loss, metrics and every gradient stay the same."""
 
 import pytest
 from hypothesis import given, settings
@@ -12,9 +12,9 @@ from fledge.rollout.slots import RowMasks
 
 def run_evenly(module, batch, quantum):
     module.quantum = quantum
-    found = run(module, batch)
+    result = run(module, batch)
     module.quantum = 0
-    return found
+    return result
 
 
 def even_plan(batch, quantum, *, steps):
@@ -28,9 +28,9 @@ def even_plan(batch, quantum, *, steps):
 def test_round_sizes_change_nothing(variant, kind):
     module = make_module(make_draft(**VARIANTS[variant]), **LOSSES[kind])
     batch = packed_batch([make_documents([9, 1, 6, 13, 2])], 36)
-    wanted = run(module, batch)
+    expected = run(module, batch)
     for quantum in (1, 16, 100):
-        assert_same(wanted, run_evenly(module, batch, quantum))
+        assert_same(expected, run_evenly(module, batch, quantum))
 
 
 @settings(max_examples=25, deadline=None)
@@ -42,7 +42,9 @@ def test_round_sizes_change_nothing(variant, kind):
     attention=st.sampled_from(["fast", "reference"]),
     seed=st.integers(0, 999),
 )
-def test_for_any_documents(lengths, pad, supervised, quantum, attention, seed):
+def test_round_sizes_change_nothing_for_any_documents(
+    lengths, pad, supervised, quantum, attention, seed
+):
     module = make_module(make_draft(num_hidden_layers=2), steps=3, attention=attention)
     documents = make_documents(lengths, seed=seed, supervised=supervised)
     batch = packed_batch([documents], sum(lengths) + pad)
@@ -54,7 +56,7 @@ def test_for_any_documents(lengths, pad, supervised, quantum, attention, seed):
     assert len(plan.slot_T) == -(-(sum(lengths) + pad + 3) // 64) * 64
 
 
-def test_batches_that_differ_a_little_have_the_same_sizes():
+def test_similar_batches_have_the_same_sizes():
     plans = [
         even_plan(packed_batch([make_documents(lengths, supervised=1.1)], 40), 32, steps=3)
         for lengths in ([9, 9, 9], [12, 8, 7], [25])

@@ -1,4 +1,4 @@
-"""`feature_dropout`: features left out by the step's seed, whatever the batch looks like."""
+"""`feature_dropout`: the step's seed decides which features are dropped, not the batch's layout."""
 
 import pytest
 import torch
@@ -26,14 +26,14 @@ def module_of(draft, **options):
     )  # fmt: skip
 
 
-def scored(module, batch, seed):
+def loss_and_gradients(module, batch, seed):
     module.zero_grad()
     out = module(**batch, seed=seed)
     out.loss.backward()
     return out.loss, [p.grad.clone() for p in module.draft_model.parameters()]
 
 
-def test_a_channel_is_left_out_with_the_chance_given_and_the_others_stand_for_it():
+def test_channels_are_dropped_at_the_given_rate_and_the_rest_rescaled():
     words = torch.randint(-(2**62), 2**62, (500,), generator=torch.Generator().manual_seed(0))
     values = torch.ones(500, 40, dtype=torch.float64)
     kept = dropped(values, words, SHARE)
@@ -42,20 +42,23 @@ def test_a_channel_is_left_out_with_the_chance_given_and_the_others_stand_for_it
     assert torch.equal(dropped(values[7:9], words[7:9], SHARE), kept[7:9])
 
 
-def test_packed_is_padded_and_the_seed_decides():
+def test_packed_equals_padded_and_the_seed_decides():
     draft, documents = make_draft(), make_documents(LENGTHS)
     module = module_of(draft, feature_dropout=SHARE)
     padded = padded_batch(documents)
     packed = packed_batch([documents[:2], documents[2:4], documents[4:]], 20)
-    loss, gradients = scored(module, padded, seed=5)
+    loss, gradients = loss_and_gradients(module, padded, seed=5)
     for batch, seed, same in ((packed, 5, True), (padded, 6, False)):
-        other, others = scored(module, batch, seed=seed)
-        equal = [torch.allclose(*pair, atol=1e-9) for pair in zip(gradients, others, strict=True)]
-        assert torch.allclose(loss, other, atol=1e-9) is same
+        other_loss, other_gradients = loss_and_gradients(module, batch, seed=seed)
+        equal = [
+            torch.allclose(*pair, atol=1e-9)
+            for pair in zip(gradients, other_gradients, strict=True)
+        ]
+        assert torch.allclose(loss, other_loss, atol=1e-9) is same
         assert all(equal) is same
 
 
-def test_nothing_is_left_out_in_eval_mode():
+def test_nothing_is_dropped_in_eval_mode():
     draft, batch = make_draft(), padded_batch(make_documents(LENGTHS))
     draft.eval()
     whole, sparse = module_of(draft), module_of(draft, feature_dropout=SHARE)

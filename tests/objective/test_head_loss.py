@@ -1,4 +1,4 @@
-"""The chunked head and loss against the definitions, values and gradients."""
+"""The chunked head and loss against the definitions: values and gradients."""
 
 import numpy as np
 import pytest
@@ -28,7 +28,7 @@ KINDS = list(LOSSES)
 
 
 def make_loss(kind):
-    """Its parameters away from their defaults, if it has any."""
+    """The loss, with non-default parameters if it has any."""
     return LkLambda(scale=0.8, decay=1.5) if kind == "lk_lambda" else LOSSES[kind]()
 
 
@@ -39,7 +39,7 @@ def make_case(count, *, slots=6, seed=0, dtype=torch.float64):
     head = torch.randn(W, E, generator=g, dtype=dtype).requires_grad_()
     target = torch.randint(0, slots, (count,), generator=g).sort().values
     elements = HeadElements(
-        torch.randperm(count + 2, generator=g)[:count],  # two states are no element at all
+        torch.randperm(count + 2, generator=g)[:count],  # two states belong to no element
         torch.randint(0, DEPTHS, (count,), generator=g),
         target,
         target.numpy().astype(np.int64),
@@ -50,7 +50,7 @@ def make_case(count, *, slots=6, seed=0, dtype=torch.float64):
     return hidden, head, elements, supervision, charged
 
 
-def by_definition(hidden, head, elements, supervision, charged, loss):
+def definition_loss(hidden, head, elements, supervision, charged, loss):
     logits = hidden[elements.element_N] @ head.T
     probs = supervision.probs_SW[elements.target_N]
     return sum(
@@ -66,22 +66,22 @@ def chunked(hidden, head, elements, supervision, charged, loss, chunk_rows):
     return head_loss(hidden, head, task, coefficient_N=coefficient[elements.depth_N])
 
 
-def assert_chunked_is_definition(count, kind, chunk_rows, seed):
+def assert_chunked_matches_definition(count, kind, chunk_rows, seed):
     case = make_case(count, seed=seed)
     loss = make_loss(kind)
-    expected = by_definition(*case, loss)
-    ours = chunked(*case, loss, chunk_rows)
-    torch.testing.assert_close(ours.loss, torch.as_tensor(expected), rtol=1e-12, atol=1e-12)
-    grads = torch.autograd.grad(2.5 * ours.loss, case[:2])
+    expected = definition_loss(*case, loss)
+    result = chunked(*case, loss, chunk_rows)
+    torch.testing.assert_close(result.loss, torch.as_tensor(expected), rtol=1e-12, atol=1e-12)
+    grads = torch.autograd.grad(2.5 * result.loss, case[:2])
     expected_grads = torch.autograd.grad(2.5 * expected, case[:2])
-    for mine, theirs in zip(grads, expected_grads, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-12)
+    for got, want in zip(grads, expected_grads, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-12)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("chunk_rows", [1, 3, 8, 100])
-def test_chunked_is_definition(kind, chunk_rows):
-    assert_chunked_is_definition(17, kind, chunk_rows, seed=0)
+def test_chunked_matches_the_definition(kind, chunk_rows):
+    assert_chunked_matches_definition(17, kind, chunk_rows, seed=0)
 
 
 @settings(max_examples=80, deadline=None)
@@ -91,12 +91,12 @@ def test_chunked_is_definition(kind, chunk_rows):
     chunk_rows=st.integers(1, 25),
     seed=st.integers(0, 999),
 )
-def test_chunked_is_definition_for_any_sizes(count, kind, chunk_rows, seed):
-    assert_chunked_is_definition(count, kind, chunk_rows, seed)
+def test_chunked_matches_the_definition_for_any_sizes(count, kind, chunk_rows, seed):
+    assert_chunked_matches_definition(count, kind, chunk_rows, seed)
 
 
 class Squares(Loss):
-    """A loss that is only its definition."""
+    """A loss that has nothing but its definition."""
 
     kind: str = "squares"
 
@@ -105,38 +105,38 @@ class Squares(Loss):
 
 
 @pytest.mark.parametrize("chunk_rows", [3, 100])
-def test_a_loss_may_be_its_definition_alone(chunk_rows):
+def test_a_loss_may_have_nothing_but_a_definition(chunk_rows):
     case = make_case(17)
-    expected, ours = by_definition(*case, Squares()), chunked(*case, Squares(), chunk_rows)
-    torch.testing.assert_close(ours.loss, expected, rtol=1e-12, atol=1e-12)
-    grads = torch.autograd.grad(ours.loss, case[:2])
-    for mine, theirs in zip(grads, torch.autograd.grad(expected, case[:2]), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-12)
+    expected, result = definition_loss(*case, Squares()), chunked(*case, Squares(), chunk_rows)
+    torch.testing.assert_close(result.loss, expected, rtol=1e-12, atol=1e-12)
+    grads = torch.autograd.grad(result.loss, case[:2])
+    for got, want in zip(grads, torch.autograd.grad(expected, case[:2]), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-12)
     with torch.no_grad():
-        assert chunked(*case, Squares(), chunk_rows).loss == ours.loss
+        assert chunked(*case, Squares(), chunk_rows).loss == result.loss
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if not LOSSES[kind].needs_acceptance])
-def test_rows_written_out_are_those_of_the_definition(kind):
-    """Every loss that could do without its own `rows`."""
+def test_handwritten_rows_match_the_definition(kind):
+    """Covers every loss whose `rows` could be derived from its definition."""
     torch.manual_seed(0)
     logits, probs = torch.randn(7, W).double(), torch.softmax(2 * torch.randn(7, W).double(), -1)
     derived = Loss.rows(LOSSES[kind](), logits.clone(), probs)
-    written = LOSSES[kind]().rows(logits.clone(), probs)
-    torch.testing.assert_close(written, derived, rtol=1e-12, atol=1e-12)
+    handwritten = LOSSES[kind]().rows(logits.clone(), probs)
+    torch.testing.assert_close(handwritten, derived, rtol=1e-12, atol=1e-12)
 
 
 def test_row_values_and_hits():
     hidden, head, elements, supervision, _ = case = make_case(9)
-    ours = chunked(*case, KLDivergence(), 4)
+    result = chunked(*case, KLDivergence(), 4)
     logits = hidden[elements.element_N] @ head.T
     probs = supervision.probs_SW[elements.target_N]
-    torch.testing.assert_close(ours.row_loss_N, KLDivergence().definition(logits, probs).detach())
-    assert torch.equal(ours.correct_N, logits.argmax(-1) == probs.argmax(-1))
+    torch.testing.assert_close(result.row_loss_N, KLDivergence().definition(logits, probs).detach())
+    assert torch.equal(result.correct_N, logits.argmax(-1) == probs.argmax(-1))
 
 
-def test_no_acceptance_has_no_direction():
-    """alpha == 0: the loss is 0 and so is its gradient, not an infinity."""
+def test_zero_acceptance_gives_finite_gradients():
+    """Where alpha == 0, all gradients are finite and the LK-alpha loss is 0."""
     hidden, head, elements, supervision, charged = make_case(4, slots=1)
     one_hot = torch.zeros(1, W, dtype=torch.float64)
     one_hot[0, 3] = 1.0
@@ -148,55 +148,55 @@ def test_no_acceptance_has_no_direction():
     assert acceptance(hidden @ head.T, one_hot).max() == 0
     for loss in (LkAlpha(), LkLambda()):
         case = (hidden, head, elements, supervision, charged)
-        ours = chunked(*case, loss, 3)
-        torch.testing.assert_close(ours.loss, by_definition(*case, loss))
-        assert all(g.isfinite().all() for g in torch.autograd.grad(ours.loss, (hidden, head)))
+        result = chunked(*case, loss, 3)
+        torch.testing.assert_close(result.loss, definition_loss(*case, loss))
+        assert all(g.isfinite().all() for g in torch.autograd.grad(result.loss, (hidden, head)))
     assert chunked(hidden, head, elements, supervision, charged, LkAlpha(), 3).loss == 0
 
 
 def test_a_frozen_head_gets_no_gradient():
     hidden, head, *rest = make_case(6)
-    ours = chunked(hidden, head.detach(), *rest, CrossEntropy(), 4)
-    with_head = chunked(hidden, head, *rest, CrossEntropy(), 4)
-    (mine,) = torch.autograd.grad(ours.loss, hidden)
-    (theirs,) = torch.autograd.grad(with_head.loss, hidden)
-    assert torch.equal(mine, theirs)
+    frozen = chunked(hidden, head.detach(), *rest, CrossEntropy(), 4)
+    trained = chunked(hidden, head, *rest, CrossEntropy(), 4)
+    (frozen_grad,) = torch.autograd.grad(frozen.loss, hidden)
+    (trained_grad,) = torch.autograd.grad(trained.loss, hidden)
+    assert torch.equal(frozen_grad, trained_grad)
 
 
 def test_probabilities_that_do_not_sum_to_one_still_match_the_definition():
-    """A cache may store them rounded; the gradient must be that of the loss as written."""
+    """A cache may round probabilities; the gradient must still be that of the definition."""
     hidden, head, elements, supervision, charged = make_case(8)
-    rough = ProbsSupervision(
+    rounded = ProbsSupervision(
         supervision.probs_SW.bfloat16().double(), supervision.mask_S, supervision.slot_M
     )
-    case = (hidden, head, elements, rough, charged)
+    case = (hidden, head, elements, rounded, charged)
     for loss in (CrossEntropy(), KLDivergence()):
-        expected, ours = by_definition(*case, loss), chunked(*case, loss, 3)
-        torch.testing.assert_close(ours.loss, expected, rtol=1e-12, atol=1e-12)
-        for mine, theirs in zip(
-            torch.autograd.grad(ours.loss, (hidden, head)),
+        expected, result = definition_loss(*case, loss), chunked(*case, loss, 3)
+        torch.testing.assert_close(result.loss, expected, rtol=1e-12, atol=1e-12)
+        for got, want in zip(
+            torch.autograd.grad(result.loss, (hidden, head)),
             torch.autograd.grad(expected, (hidden, head)),
             strict=True,
         ):
-            torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-12)
+            torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-12)
 
 
 def test_bf16_states_with_an_fp32_head():
     """The head's gradient comes back in fp32, summed over chunks in fp32."""
     hidden, head, elements, supervision, charged = make_case(40, dtype=torch.float32)
     low = hidden.detach().bfloat16().requires_grad_()
-    ours = chunked(low, head, elements, supervision, charged, CrossEntropy(), 7)
-    exact = by_definition(hidden, head, elements, supervision, charged, CrossEntropy())
-    grads = torch.autograd.grad(ours.loss, (low, head))
-    assert (ours.loss.dtype, grads[0].dtype, grads[1].dtype) == (
+    result = chunked(low, head, elements, supervision, charged, CrossEntropy(), 7)
+    exact = definition_loss(hidden, head, elements, supervision, charged, CrossEntropy())
+    grads = torch.autograd.grad(result.loss, (low, head))
+    assert (result.loss.dtype, grads[0].dtype, grads[1].dtype) == (
         torch.float32, torch.bfloat16, torch.float32,
     )  # fmt: skip
-    torch.testing.assert_close(ours.loss, exact, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(result.loss, exact, rtol=1e-2, atol=1e-2)
     expected = torch.autograd.grad(exact, (hidden, head))
     torch.testing.assert_close(grads[1], expected[1], rtol=0.05, atol=0.02)
 
 
-def test_the_draft_vocabularys_head_scores_as_the_whole_one():
+def test_the_reduced_head_scores_like_the_full_head():
     """Every step between states and logits is kept: bias, scale, divisor, soft cap."""
     torch.manual_seed(0)
     head = TargetHead(torch.randn(20, 6), torch.randn(20), scale=1.5, softcap=2.0, divisor=3.0)

@@ -1,4 +1,4 @@
-"""The P-EAGLE objective against the textbook, and every equality that the design promises."""
+"""The P-EAGLE objective against a textbook version, and every equality that it promises."""
 
 import pytest
 import torch
@@ -44,7 +44,7 @@ def make_module(draft=None, *, depths=DEPTHS, **options):
 
 
 def run(module, batch, *, seed=SEED, **extra):
-    """(output, gradient of every parameter by name)."""
+    """Returns (output, gradients by parameter name)."""
     return backward(module, module(**batch, seed=seed, **extra))
 
 
@@ -57,8 +57,8 @@ def backward(module, out):
 COUNTS = ("step_prefix_hits", "step_valid", "step_reached", "charged", "correct")
 
 
-def assert_same(one, other, *, tolerance=1e-11):
-    (out_a, grads_a), (out_b, grads_b) = one, other
+def assert_same(first, second, *, tolerance=1e-11):
+    (out_a, grads_a), (out_b, grads_b) = first, second
     torch.testing.assert_close(out_a.loss, out_b.loss, rtol=tolerance, atol=tolerance)
     assert grads_a.keys() == grads_b.keys()
     for name, grad in grads_a.items():
@@ -89,7 +89,7 @@ LOSSES = {
     "ce": {"loss": "ce"},
     "hard": {"loss": "hard"},
     "lk_alpha": {"lk_loss_type": "alpha"},
-    "lk_lambda": {"lk_loss_type": "lambda"},  # one mean acceptance: all elements are one loss
+    "lk_lambda": {"lk_loss_type": "lambda"},  # one mean acceptance over all elements
 }
 
 
@@ -109,7 +109,7 @@ def check_against_textbook(changes, loss, kind, **options):
     torch.testing.assert_close(out.loss, naive.loss, rtol=1e-10, atol=1e-10)
     for name, parameter in module.draft_model.named_parameters():
         torch.testing.assert_close(grads[name], parameter.grad, rtol=1e-9, atol=1e-11)
-        assert parameter.grad.abs().max() > 0, name  # mask_hidden and every layer among them
+        assert parameter.grad.abs().max() > 0, name  # including mask_hidden and every layer
     assert out.charged.tolist() == naive.charged
     assert out.correct.tolist() == naive.correct
     assert out.step_prefix_hits.tolist() == naive.hits
@@ -119,22 +119,22 @@ def check_against_textbook(changes, loss, kind, **options):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_module_equals_the_textbook(variant):
+def test_module_matches_the_textbook(variant):
     check_against_textbook(VARIANTS[variant], {}, "kl")
 
 
 @pytest.mark.parametrize("kind", LOSSES)
-def test_every_loss_equals_the_textbook(kind):
+def test_every_loss_matches_the_textbook(kind):
     check_against_textbook({}, LOSSES[kind], kind)
 
 
 @pytest.mark.parametrize("kind", ["kl", "lk_lambda"])
-def test_balanced_depths_are_losses_of_their_own(kind):
+def test_balanced_depths_match_the_textbook(kind):
     check_against_textbook({}, LOSSES[kind], kind, balance_depths=True)
 
 
 @pytest.mark.parametrize("partitions", [1, 3])
-def test_the_reference_attention_equals_the_textbook(partitions):
+def test_the_reference_attention_matches_the_textbook(partitions):
     check_against_textbook({}, {}, "kl", attention="reference", sequence_partitions=partitions)
 
 
@@ -147,8 +147,8 @@ def test_partitioned_equals_flat(layers, partitions):
         flat = run(make_module(draft), batch)
         module = make_module(draft, sequence_partitions=partitions)
         assert_same(flat, run(module, batch))
-        found = len(module.prepare_inputs(**batch, seed=SEED).plan.segments)
-        assert found == min(partitions, found) > 1
+        segments = len(module.prepare_inputs(**batch, seed=SEED).plan.segments)
+        assert segments == min(partitions, segments) > 1
 
 
 @pytest.mark.parametrize("partitions", [2, 4, 7])
@@ -212,7 +212,7 @@ def test_packed_equals_padded_for_any_documents(rows, pad, supervised, partition
 
 @pytest.mark.parametrize("balance", [False, True])
 def test_micro_batches_add_up_to_one_batch(balance):
-    """One seed for the whole step: a document's rollouts are its own, however it is cut."""
+    """With one seed per step, a document's rollouts do not depend on how the step is split."""
     module = make_module(balance_depths=balance)
     documents = make_documents(LENGTHS)
     whole = run(module, packed_batch([documents], 60))
@@ -242,7 +242,7 @@ def test_chunk_sizes_do_not_matter(chunk_rows):
     assert_same(whole, run(make_module(draft, chunk_rows=chunk_rows), batch))
 
 
-def test_encodings_agree_logits_and_probs_bitwise():
+def test_encodings_agree_and_logits_equal_probs_bitwise():
     head = make_head(torch.float32)
     module = make_module(make_parallel_draft(dtype=torch.float32), target_head=head)
     ids, mask = vocabulary()
@@ -254,8 +254,8 @@ def test_encodings_agree_logits_and_probs_bitwise():
 
 
 @pytest.mark.parametrize("partitions", [1, 3])
-def test_padding_on_either_side_is_the_same(partitions):
-    """What is sampled of a document does not depend on where it lies in its row."""
+def test_left_padding_equals_right_padding(partitions):
+    """Sampling does not depend on where a document lies in its row."""
     batch = padded_batch(make_documents(LENGTHS), max(LENGTHS) + 1)
     left = {
         name: torch.stack([row.roll(len(row) - n, 0) for row, n in zip(x, LENGTHS, strict=True)])
@@ -265,8 +265,8 @@ def test_padding_on_either_side_is_the_same(partitions):
     assert_same(run(module, left), run(module, batch))
 
 
-def test_the_public_call():
-    """As a user's script makes it: a target's batch in any encoding, straight into the module."""
+def test_target_batches_of_every_encoding_go_straight_into_the_module():
+    """As in a user's script: a target's batch, in any encoding, goes straight into the module."""
     inputs = padded_batch(make_documents(LENGTHS))
     hidden = inputs.pop("target_last_hidden_states")
     batch = Eagle3TargetBatch(**inputs, last_hidden_states=hidden)
@@ -290,8 +290,8 @@ def test_the_public_call():
 
 
 @pytest.mark.parametrize("layers", [1, 3])
-def test_one_depth_is_one_step_of_eagle3(layers):
-    """Same weights, full vocabulary (both charge the same elements): the same in every number."""
+def test_one_depth_equals_one_step_of_eagle3(layers):
+    """With a full vocabulary, both charge the same elements, so all numbers agree."""
     draft = make_parallel_draft(layers=layers, draft_vocab_size=V)
     full = {
         "selected_token_ids": torch.arange(V),
@@ -300,47 +300,47 @@ def test_one_depth_is_one_step_of_eagle3(layers):
     }
     batch = packed_batch([make_documents(LENGTHS)], 60)
     parallel = PEagleTrainerModule(draft, num_depths=1, mask_token_id=MASK_ID, **full)
-    ours = run(parallel, batch)
+    peagle_result = run(parallel, batch)
     eagle3 = Eagle3TrainerModule(draft, ttt_steps=1, loss="kl", **full)
     eagle3.zero_grad()
-    theirs = eagle3(**batch)
-    theirs.loss.backward()
+    eagle3_out = eagle3(**batch)
+    eagle3_out.loss.backward()
     grads = {n: p.grad for n, p in draft.named_parameters() if n != "mask_hidden"}
-    assert (ours[1].pop("mask_hidden") == 0).all()
-    assert_same(ours, (theirs, grads), tolerance=1e-12)
+    assert (peagle_result[1].pop("mask_hidden") == 0).all()
+    assert_same(peagle_result, (eagle3_out, grads), tolerance=1e-12)
 
 
-def test_tau_is_that_of_eagle3_where_depth_0_is_all():
-    """What is charged differs (EAGLE-3 skips what it cannot say), acceptance does not."""
+def test_tau_equals_that_of_eagle3_with_one_depth():
+    """Charges differ (EAGLE-3 skips targets outside its vocabulary), acceptance does not."""
     draft = make_parallel_draft()
     batch = padded_batch(make_documents(LENGTHS))
     ids, mask = vocabulary()
     options = {"selected_token_ids": ids, "selected_token_mask": mask, "target_head": make_head()}
-    ours = make_module(draft, depths=1)(**batch)
-    theirs = Eagle3TrainerModule(draft, ttt_steps=1, **options)(**batch)
-    assert ours.charged[0] == ours.step_valid[0] > theirs.charged[0]
-    assert ours.step_valid.tolist() == theirs.step_valid.tolist()
-    assert ours.step_prefix_hits.tolist() == theirs.step_prefix_hits.tolist()
-    assert ours.step_prefix_hits[0] > 0
+    peagle = make_module(draft, depths=1)(**batch)
+    eagle3 = Eagle3TrainerModule(draft, ttt_steps=1, **options)(**batch)
+    assert peagle.charged[0] == peagle.step_valid[0] > eagle3.charged[0]
+    assert peagle.step_valid.tolist() == eagle3.step_valid.tolist()
+    assert peagle.step_prefix_hits.tolist() == eagle3.step_prefix_hits.tolist()
+    assert peagle.step_prefix_hits[0] > 0
 
 
-def test_all_rollouts_are_those_of_eagle3():
-    """With nothing thinned out, the slots that count for tau are EAGLE-3's, depth by depth."""
+def test_without_down_sampling_valid_counts_equal_those_of_eagle3():
+    """Without down-sampling, the slots that count for tau are EAGLE-3's, depth by depth."""
     batch = padded_batch(make_documents([40, 25], supervised=1.1))
     module = make_module(down_sample_ratio=1.0, down_sample_ratio_min=1.0)
     ids, mask = vocabulary()
     eagle3 = Eagle3TrainerModule(
         make_draft(), selected_token_ids=ids, selected_token_mask=mask, ttt_steps=DEPTHS
     )
-    theirs = eagle3.plan(RowMasks(batch["loss_mask"], batch["attention_mask"]))
-    ours = module.plan(RowMasks(batch["loss_mask"], batch["attention_mask"]), seed=0)
-    assert ours.step_valid_K.tolist() == theirs.step_valid_K.tolist()
+    eagle3_plan = eagle3.plan(RowMasks(batch["loss_mask"], batch["attention_mask"]))
+    peagle_plan = module.plan(RowMasks(batch["loss_mask"], batch["attention_mask"]), seed=0)
+    assert peagle_plan.step_valid_K.tolist() == eagle3_plan.step_valid_K.tolist()
 
 
 # --- what a step is made of --------------------------------------------------------------------
 
 
-def test_balanced_depths_weigh_the_same():
+def test_balanced_depths_have_equal_weight():
     out = make_module(balance_depths=True)(**padded_batch(make_documents(LENGTHS)), seed=3)
     torch.testing.assert_close(out.loss, (out.loss_sums / out.charged).mean())
 
@@ -351,7 +351,7 @@ def test_the_loss_is_the_mean_over_charged_elements():
     assert out.charged.sum() == out.valid_tokens
 
 
-def test_a_target_outside_the_vocabulary_is_charged_and_a_rejection():
+def test_a_target_outside_the_vocabulary_is_charged_and_rejected():
     module = make_module()
     _, mask = vocabulary()
     batch = with_logits(padded_batch(make_documents([30], supervised=1.1)), make_head())
@@ -376,14 +376,14 @@ def test_a_batch_without_supervision_gives_zero_and_zero_gradients():
 # --- sampling ----------------------------------------------------------------------------------
 
 
-def test_seeds_decide_what_is_sampled():
+def test_the_seed_decides_what_is_sampled():
     module = make_module()
     batch = padded_batch(make_documents([40, 30]))
     assert_same(run(module, batch, seed=1), run(module, batch, seed=1), tolerance=0)
     assert run(module, batch, seed=1)[0].loss != run(module, batch, seed=2)[0].loss
     assert run(module, batch, seed=-1)[0].loss == run(module, batch, seed=2**64 - 1)[0].loss
-    ahead = module.plan(RowMasks(batch["loss_mask"], batch["attention_mask"]), seed=2)
-    ready = module.prepare_inputs(**batch, plan=ahead)
+    planned = module.plan(RowMasks(batch["loss_mask"], batch["attention_mask"]), seed=2)
+    ready = module.prepare_inputs(**batch, plan=planned)
     assert_same(run(module, batch, seed=2), backward(module, module.score(ready)))
 
 
@@ -395,14 +395,14 @@ def test_without_a_seed_training_varies_and_evaluation_does_not():
     assert first != second
     torch.manual_seed(0)
     assert module(**batch).loss == first
-    module.draft_model.eval()  # as the training loop does it
+    module.draft_model.eval()  # as the training loop does
     before = torch.random.get_rng_state()
     with torch.no_grad():
         assert module(**batch).loss == module(**batch).loss
     assert torch.equal(before, torch.random.get_rng_state())
 
 
-def test_a_cap_on_anchors():
+def test_max_anchors_caps_the_rollouts_of_each_row():
     batch = padded_batch(make_documents([40, 30], supervised=1.1))
     free, capped = make_module(), make_module(max_anchors=5)
     assert capped.prepare_inputs(**batch, seed=0).charged_K.tolist()[:2] == [68, 10]
@@ -432,7 +432,7 @@ def test_bf16_compute_trains_fp32_masters():
             assert cosine > 0.97, name
 
 
-def test_autocast_is_a_compute_dtype():
+def test_autocast_sets_the_compute_dtype():
     draft, head = make_parallel_draft(dtype=torch.float32), make_head(torch.float32)
     batch = padded_batch(make_documents(LENGTHS, dtype=torch.float32))
     check_autocast(
@@ -440,18 +440,18 @@ def test_autocast_is_a_compute_dtype():
     )
 
 
-def test_evaluation_without_gradients():
+def test_evaluation_without_gradients_gives_the_same_loss():
     for partitions in (1, 3):
         module = make_module(sequence_partitions=partitions)
         batch = padded_batch(make_documents(LENGTHS))
         with torch.no_grad():
-            quiet = module(**batch, seed=0)
-        assert not quiet.loss.requires_grad
-        torch.testing.assert_close(quiet.loss, module(**batch, seed=0).loss.detach())
+            evaluated = module(**batch, seed=0)
+        assert not evaluated.loss.requires_grad
+        torch.testing.assert_close(evaluated.loss, module(**batch, seed=0).loss.detach())
 
 
-def test_the_loss_falls():
-    """A few steps on one batch: every depth gets better, the deeper ones through mask_hidden."""
+def test_a_few_steps_lower_the_loss_of_every_depth():
+    """A few steps on one batch improve every depth, the deeper ones through mask_hidden."""
     module = make_module(make_parallel_draft(spread=0.05), down_sample_ratio_min=0.7)
     batch = padded_batch(make_documents([40, 40], supervised=1.1))
     optimizer = torch.optim.Adam(module.parameters(), lr=5e-3)
@@ -472,7 +472,7 @@ def test_the_loss_falls():
         ({"depths": 0}, "num_depths"),
         ({"depths": 2.0}, "num_depths"),
         ({"mask_token_id": V}, "mask_token_id"),
-        ({"mask_token_id": 3}, "mask_token_id"),  # the draft was built with another
+        ({"mask_token_id": 3}, "mask_token_id"),  # the draft was built with another id
         ({"down_sample_ratio": 1.5}, "down_sample_ratio"),
         ({"down_sample_ratio_min": -1}, "down_sample_ratio_min"),
         ({"sequence_partitions": 0}, "sequence_partitions"),
@@ -482,7 +482,7 @@ def test_the_loss_falls():
         ({"draft": make_draft()}, "parallel_drafting"),
     ],
 )
-def test_bad_options_name_themselves(options, field):
+def test_errors_name_the_bad_option(options, field):
     with pytest.raises(ValueError, match=field):
         make_module(**options)
 

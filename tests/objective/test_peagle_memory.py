@@ -1,4 +1,4 @@
-"""What a P-EAGLE step keeps in memory: nothing quadratic, and with segments, one at a time."""
+"""Memory of a P-EAGLE step: nothing quadratic, and with partitions, one segment at a time."""
 
 import pytest
 import torch
@@ -43,19 +43,19 @@ def make_step(*, width=T, hidden=16, mlp=56, **options):
 
 
 @pytest.mark.parametrize("partitions", [1, 4])
-def test_nothing_quadratic_and_nothing_as_wide_as_a_vocabulary(monkeypatch, partitions):
+def test_no_tensor_is_quadratic_or_vocabulary_wide(monkeypatch, partitions):
     monkeypatch.setattr(supervision, "CHUNK_SCORES", CHUNK * V)
     module, batch = make_step(sequence_partitions=partitions)
-    with LargestShapes() as watch:
+    with LargestShapes() as recorder:
         module(**batch, seed=0).loss.backward()
-    long = [s for s in watch.shapes if max(s, default=0) >= T // 2]
+    long = [s for s in recorder.shapes if max(s, default=0) >= T // 2]
     assert not [s for s in long if sum(n >= T // 2 for n in s) >= 2]
     assert not [s for s in long if {V, W} & set(s)]
-    assert {(CHUNK, V), (CHUNK, W)} <= watch.shapes  # the watch does see chunks
+    assert {(CHUNK, V), (CHUNK, W)} <= recorder.shapes  # chunks are recorded
 
 
 class LiveBytes(TorchDispatchMode):
-    """The most bytes that were alive at once, of all that operations returned."""
+    """Tracks the peak number of live bytes among all tensors that operations returned."""
 
     def __init__(self):
         super().__init__()
@@ -67,19 +67,21 @@ class LiveBytes(TorchDispatchMode):
             if isinstance(x, torch.Tensor):
                 storage = x.untyped_storage()
                 self.live[storage.data_ptr()] = (StorageWeakRef(storage), storage.nbytes())
-        self.live = {at: kept for at, kept in self.live.items() if not kept[0].expired()}
+        self.live = {
+            address: entry for address, entry in self.live.items() if not entry[0].expired()
+        }
         self.peak = max(self.peak, sum(size for _, size in self.live.values()))
         return out
 
 
-def test_a_segment_at_a_time_in_forward_and_backward():
-    """MLP-wide tensors, the bulk of a step, exist for one segment's rows only."""
+def test_forward_and_backward_hold_one_segment_at_a_time():
+    """MLP-wide tensors, the bulk of a step, exist only for the rows of one segment at a time."""
     rows, peaks = {}, {}
     for partitions in (1, 4):
         module, batch = make_step(width=300, hidden=48, mlp=160, sequence_partitions=partitions)
-        with LargestShapes() as watch, LiveBytes() as live:
+        with LargestShapes() as recorder, LiveBytes() as live:
             module(**batch, seed=0).loss.backward()
-        rows[partitions] = max(s[0] for s in watch.shapes if len(s) == 2 and s[1] == 160)
+        rows[partitions] = max(s[0] for s in recorder.shapes if len(s) == 2 and s[1] == 160)
         peaks[partitions] = live.peak
     elements = sum(module.prepare_inputs(**batch, seed=0).plan.counts)
     assert rows[1] == elements

@@ -1,4 +1,4 @@
-"""LK-lambda weighs by the mean acceptance of the whole step, so cutting a step changes nothing."""
+"""LK-lambda weights by the mean acceptance of the whole step, so splitting it changes nothing."""
 
 import multiprocessing
 import os
@@ -24,16 +24,16 @@ KINDS = ["eagle3", "eagle3 thinned", "peagle", "peagle balanced"]
 
 def make_module(kind, loss=LOSS):
     ids, mask = vocabulary()
-    given = {
+    options = {
         "selected_token_ids": ids, "selected_token_mask": mask, "target_head": make_head(),
         "loss": loss,
     }  # fmt: skip
     if kind.startswith("eagle3"):
         keep = 0.6 if "thinned" in kind else 1.0
-        return Eagle3TrainerModule(make_draft(), ttt_steps=3, depth_keep=keep, **given)
+        return Eagle3TrainerModule(make_draft(), ttt_steps=3, depth_keep=keep, **options)
     return PEagleTrainerModule(
         make_parallel_draft(), num_depths=4, mask_token_id=MASK_ID,
-        balance_depths="balanced" in kind, **given,
+        balance_depths="balanced" in kind, **options,
     )  # fmt: skip
 
 
@@ -45,18 +45,19 @@ class Row:
 
 
 def step_rows(*, packed) -> list[tuple[TokenBatch, Eagle3TargetBatch]]:
-    """The documents of a step, one row at a time: two documents a row, or one."""
+    """The documents of a step, one batch per row, with two documents per row or one."""
     documents = make_documents(LENGTHS)
     rows = [Row(document.ids.tolist(), document.loss.tolist()) for document in documents]
     per_row = 2 if packed else 1
-    cuts = [range(i, i + per_row) for i in range(0, len(rows), per_row)]
+    row_indices = [range(i, i + per_row) for i in range(0, len(rows), per_row)]
     return [
-        together(collate(rows, [[Piece(i, 0, LENGTHS[i]) for i in cut]], WIDTH, 0)) for cut in cuts
+        with_answer(collate(rows, [[Piece(i, 0, LENGTHS[i]) for i in indices]], WIDTH, 0))
+        for indices in row_indices
     ]
 
 
-def together(tokens):
-    """Rows, and what a target would say of them: of a token and its place in its document."""
+def with_answer(tokens):
+    """Rows and a pretend target's answer, which depends on each token and its position."""
     g = torch.Generator().manual_seed(5)
     table_VX, place_TX = (torch.randn(n, 4 * D, generator=g).double() for n in (V, WIDTH))
     states = table_VX[tokens.input_ids] + place_TX[tokens.position_ids]
@@ -84,9 +85,9 @@ def join(rows):
     return TokenBatch(**merged, places=()), Eagle3TargetBatch(**answer)
 
 
-def gradients(module, micro, world=World()):  # noqa: B008
-    """A step's loss and gradients, as `train_step` takes them."""
-    ready = [module.prepare(rows, answer, SEED) for rows, answer in micro]
+def gradients(module, micro_batches, world=World()):  # noqa: B008
+    """A step's loss and gradients, computed as `train_step` does."""
+    ready = [module.prepare(rows, answer, SEED) for rows, answer in micro_batches]
     normalizer = world.sum_(sum(batch.charged_K for batch in ready))
     acceptance = module.acceptance(ready, world)
     parameters = list(module.draft_model.parameters())
@@ -100,42 +101,42 @@ def gradients(module, micro, world=World()):  # noqa: B008
     return [world.sum_(loss), *(parameter.grad.clone() for parameter in parameters)]
 
 
-def cut(rows, parts):
+def split(rows, parts):
     size = len(rows) // parts
     return [join(rows[i : i + size]) for i in range(0, len(rows), size)]
 
 
-def assert_equal(found, expected):
-    for ours, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
+def assert_equal(actual, expected):
+    for got, want in zip(actual, expected, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_micro_batches_and_packing_change_nothing(kind):
     module = make_module(kind)
-    whole = gradients(module, cut(step_rows(packed=True), 1))
+    whole = gradients(module, split(step_rows(packed=True), 1))
     assert sum(grad.abs().max() > 0 for grad in whole[1:]) == len(whole) - 1
     for packed in (True, False):
         for parts in (1, 2, 4):
-            assert_equal(gradients(module, cut(step_rows(packed=packed), parts)), whole)
+            assert_equal(gradients(module, split(step_rows(packed=packed), parts)), whole)
 
 
-def test_each_micro_batch_by_itself_would_differ():
-    """The test above can fail: acceptance differs between the parts of the step."""
+def test_acceptance_per_micro_batch_would_differ():
+    """The test above is not vacuous: acceptance differs between the parts of the step."""
     module = make_module("eagle3")
-    whole = gradients(module, cut(step_rows(packed=True), 1))
+    whole = gradients(module, split(step_rows(packed=True), 1))
     module.acceptance = lambda ready, world: None
-    parts = gradients(module, cut(step_rows(packed=True), 4))
+    parts = gradients(module, split(step_rows(packed=True), 4))
     assert (parts[0] - whole[0]).abs() > 1e-4
 
 
-def test_only_a_loss_that_asks_gets_a_forward_in_advance():
+def test_only_losses_that_need_acceptance_get_an_extra_forward():
     rows = step_rows(packed=True)
     for name in LOSSES:
         module = make_module("eagle3", loss=name)
         ready = [module.prepare(*row, SEED) for row in rows]
-        found = module.acceptance(ready, World())
-        assert (found is not None) == (name == "lk_lambda")
+        acceptance = module.acceptance(ready, World())
+        assert (acceptance is not None) == (name == "lk_lambda")
         assert module.acceptance(ready[:1], World()) is None
 
 
@@ -147,17 +148,17 @@ def rank_step(rank, port, kind, queue):
     torch.set_num_threads(1)
     world = join_world(torch.device("cpu"))
     rows = step_rows(packed=True)
-    # three rows and one: unequal ranks, and one of them has a single micro-batch
-    mine = cut(rows[:3], 3) if rank == 0 else cut(rows[3:], 1)
-    found = gradients(make_module(kind), mine, world)
+    # three rows and one: ranks with unequal work, one of them with a single micro-batch
+    rank_batches = split(rows[:3], 3) if rank == 0 else split(rows[3:], 1)
+    results = gradients(make_module(kind), rank_batches, world)
     if rank == 0:
-        queue.put([tensor.tolist() for tensor in found])
+        queue.put([tensor.tolist() for tensor in results])
     leave_world(world)
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "peagle"])
-def test_two_ranks_are_one(kind):
-    whole = gradients(make_module(kind), cut(step_rows(packed=True), 1))
+def test_two_ranks_match_one(kind):
+    whole = gradients(make_module(kind), split(step_rows(packed=True), 1))
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -166,8 +167,8 @@ def test_two_ranks_are_one(kind):
     ranks = [context.Process(target=rank_step, args=(r, port, kind, queue)) for r in range(2)]
     for process in ranks:
         process.start()
-    found = [torch.tensor(values, dtype=torch.float64) for values in queue.get(timeout=60)]
+    results = [torch.tensor(values, dtype=torch.float64) for values in queue.get(timeout=60)]
     for process in ranks:
         process.join(timeout=60)
         assert process.exitcode == 0
-    assert_equal(found, whole)
+    assert_equal(results, whole)

@@ -1,4 +1,4 @@
-"""No [T, T], no [tokens, V], no [tokens, W] in an EAGLE-3 step: every tensor is watched."""
+"""No tensor in an EAGLE-3 step is [T, T], [tokens, V] or [tokens, W]; every one is checked."""
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -14,7 +14,7 @@ CHUNK = 40
 
 
 class LargestShapes(TorchDispatchMode):
-    """Remembers the shape of everything any operation returns."""
+    """Records the shape of every tensor that an operation returns."""
 
     def __init__(self):
         super().__init__()
@@ -26,7 +26,7 @@ class LargestShapes(TorchDispatchMode):
         return out
 
 
-def watched_step(monkeypatch, **options):
+def recorded_shapes(monkeypatch, **options):
     monkeypatch.setattr(supervision, "CHUNK_SCORES", CHUNK * V)
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -50,19 +50,19 @@ def watched_step(monkeypatch, **options):
         "aux_hidden_states": torch.randn(1, T, 3 * D),
         "target_last_hidden_states": torch.randn(1, T, D),
     }
-    with LargestShapes() as watch:
+    with LargestShapes() as recorder:
         module(**batch).loss.backward()
-    return watch.shapes
+    return recorder.shapes
 
 
-def test_nothing_quadratic_and_nothing_as_wide_as_a_vocabulary(monkeypatch):
-    shapes = watched_step(monkeypatch)
+def test_no_tensor_is_quadratic_or_vocabulary_wide(monkeypatch):
+    shapes = recorded_shapes(monkeypatch)
     long = [s for s in shapes if max(s, default=0) >= T // 2]
     assert not [s for s in long if sum(n >= T // 2 for n in s) >= 2]
     assert not [s for s in long if {V, W} & set(s)]
-    assert {(CHUNK, V), (CHUNK, W), (T, 3 * D)} <= shapes  # the watch does see chunks and tokens
+    assert {(CHUNK, V), (CHUNK, W), (T, 3 * D)} <= shapes  # chunks and tokens are recorded
 
 
-def test_the_watch_sees_a_dense_attention(monkeypatch):
-    shapes = watched_step(monkeypatch, attention="reference")
+def test_dense_attention_would_be_noticed(monkeypatch):
+    shapes = recorded_shapes(monkeypatch, attention="reference")
     assert any(sum(n == T for n in s) >= 2 for s in shapes)

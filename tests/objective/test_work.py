@@ -1,4 +1,4 @@
-"""What a block step is said to compute and keep, against torch's own counts of it."""
+"""Predicted compute and memory of a block step against what torch counts."""
 
 from dataclasses import replace
 from types import SimpleNamespace as Namespace
@@ -56,60 +56,61 @@ def make_step(kind, *, attention="fast"):
 
 
 @pytest.mark.parametrize("kind", MODULES)
-def test_operations_are_those_that_torch_counts(kind):
-    """Exactly. The reference sees every key, so that many pairs are counted on both sides."""
+def test_predicted_operations_match_torchs_count(kind):
+    """Counts match exactly. The reference attends densely, so `pairs` is set to all pairs."""
     module, ready, work = make_step(kind, attention="reference")
-    found = work.counted(ready.plan)
-    rows = found.blocks * work.config.block_size
-    dense = replace(found, pairs=rows * (found.tokens + work.config.block_size))
-    assert 0.3 * dense.pairs < found.pairs < dense.pairs
+    counts = work.counted(ready.plan)
+    rows = counts.blocks * work.config.block_size
+    dense = replace(counts, pairs=rows * (counts.tokens + work.config.block_size))
+    assert 0.3 * dense.pairs < counts.pairs < dense.pairs
     with FlopCounterMode(display=False) as counter:
         module.score(ready).loss.backward()
-    asked = 2 * D * work.target_logits(ready.plan)
-    unknown = 2 * V * 12 * found.elements if kind == "dspark" else 0  # its counter misses `addmm_`
-    assert counter.get_total_flops() + unknown == work.training(dense) + asked
-    assert work.planned(ready.plan, 0.0) == work.training(found)
+    target_flops = 2 * D * work.target_logits(ready.plan)
+    # torch's counter misses `addmm_`
+    uncounted = 2 * V * 12 * counts.elements if kind == "dspark" else 0
+    assert counter.get_total_flops() + uncounted == work.training(dense) + target_flops
+    assert work.planned(ready.plan, 0.0) == work.training(counts)
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         module._hidden(ready, None)
     forward = work.forward(dense)
     assert counter.get_total_flops() == forward["fc"] + forward["layers"]
 
 
-def held_by_nodes(loss):
-    """Bytes of what the MLPs keep themselves, not by torch's own means."""
+def kept_by_nodes(loss):
+    """Bytes that the MLPs keep on their graph nodes, outside torch's saved tensors."""
     nodes, todo = set(), [loss.grad_fn]
     while todo:
         node = todo.pop()
         if node is not None and node not in nodes:
             nodes.add(node)
-            todo += [before for before, _ in node.next_functions]
+            todo += [parent for parent, _ in node.next_functions]
     return sum(x.nbytes for node in nodes for x in getattr(node, "kept", None) or ())
 
 
 @pytest.mark.parametrize("kind", MODULES)
-def test_bytes_are_those_that_autograd_keeps(kind):
+def test_predicted_bytes_match_what_autograd_saves(kind):
     module, ready, work = make_step(kind)
     batch = [ready.aux_OD, ready.input_ids, ready.supervision.hidden_SD]
     with watch_saved([*module.parameters(), work.draft.lm_head.weight, *batch]) as saved:
         loss = module.score(ready).loss
-    predicted, found = work.kept(work.counted(ready.plan), width=4), held_by_nodes(loss)
-    assert found > 0
-    found += saved.total_bytes
-    assert predicted == pytest.approx(found, rel=0.03)
+    predicted, measured = work.kept(work.counted(ready.plan), width=4), kept_by_nodes(loss)
+    assert measured > 0
+    measured += saved.total_bytes
+    assert predicted == pytest.approx(measured, rel=0.03)
     loss.backward()
-    # what is predicted without a plan: as many anchors as a usual row has places for
-    assert work.kept_bytes(T, 4) == pytest.approx(found, rel=0.1)
+    # predicted without a plan, assuming as many anchors as a typical row has room for
+    assert work.kept_bytes(T, 4) == pytest.approx(measured, rel=0.1)
 
 
 @pytest.mark.parametrize("kind", MODULES)
-def test_the_loss_holds_what_a_chunk_is_said_to_hold(kind):
-    """Here all elements are one chunk, and a chunk is nearly all that the loss holds."""
+def test_predicted_chunk_bytes_match_the_peak_of_the_loss(kind):
+    """Here all elements form one chunk, which accounts for nearly all memory of the loss."""
     module, ready, work = make_step(kind)
     with torch.no_grad():
         hidden = module._hidden(ready, None)
         task = module._head_task(ready)
-        counts = module._coefficients(ready.charged_K, hidden.dtype)[ready.plan.head.depth_N]
+        coefficients = module._coefficients(ready.charged_K, hidden.dtype)[ready.plan.head.depth_N]
         with LiveBytes() as live:
-            module._score(ready, task, hidden, counts, None)
-    lent = work.draft.lm_head.weight.nbytes + hidden.nbytes
-    assert 0.6 < (live.peak - lent) / work.chunk_bytes(T, 4) < 1.2
+            module._score(ready, task, hidden, coefficients, None)
+    inputs = work.draft.lm_head.weight.nbytes + hidden.nbytes
+    assert 0.6 < (live.peak - inputs) / work.chunk_bytes(T, 4) < 1.2

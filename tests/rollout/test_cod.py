@@ -1,4 +1,4 @@
-"""COD sampling against the sentences of docs/semantics.md, P-EAGLE."""
+"""COD sampling against the rules of docs/semantics.md, P-EAGLE."""
 
 import itertools
 from collections import Counter
@@ -16,7 +16,7 @@ DOCUMENTS = st.lists(st.lists(st.booleans(), min_size=1, max_size=14), min_size=
 RATIOS = st.sampled_from([(0.7, 0.2), (0.5, 0.0), (1.0, 1.0), (0.3, 0.9), (0.01, 0.0)])
 
 
-def sample(documents, *, num_depths=5, ratios=(0.7, 0.2), seed=0, **more):
+def sample(documents, *, num_depths=5, ratios=(0.7, 0.2), seed=0, **options):
     lengths = [len(d) for d in documents]
     if not documents:
         return []
@@ -31,13 +31,13 @@ def sample(documents, *, num_depths=5, ratios=(0.7, 0.2), seed=0, **more):
         ratio=ratios[0],
         ratio_min=ratios[1],
         seed=seed,
-        **more,
+        **options,
     )
     return [part.tolist() for part in np.split(deepest, np.cumsum(lengths)[:-1])]
 
 
 def test_sizes_of_a_fully_supervised_row():
-    """By the formula, or one short where it does not shrink and the last position was kept."""
+    """Sizes follow the formula, less one if it does not shrink and the last position was kept."""
     formula, short = [4096, 2866, 2006, 1403, 982, 818, 818, 817], 0
     for seed in range(40):
         anchor, depth = generate_cod_sample_indices(
@@ -49,12 +49,12 @@ def test_sizes_of_a_fully_supervised_row():
             assert len(position) == min(size, pool)
             pool = int((position < 4095).sum())
             short += len(position) < size
-    assert 2 <= short <= 16  # at depth 6 in one draw of five: 8 +- 2.5
+    assert 2 <= short <= 16  # at depth 6 in one of five draws: 8 +- 2.5
 
 
 @settings(max_examples=200, deadline=None)
 @given(documents=DOCUMENTS, ratios=RATIOS, num_depths=st.integers(1, 6), seed=st.integers(0, 99))
-def test_every_sentence_of_the_rule(documents, ratios, num_depths, seed):
+def test_samples_follow_every_rule(documents, ratios, num_depths, seed):
     sampled = sample(documents, num_depths=num_depths, ratios=ratios, seed=seed)
     for supervised, deepest in zip(documents, sampled, strict=True):
         valid = sum(supervised)
@@ -72,7 +72,7 @@ def test_every_sentence_of_the_rule(documents, ratios, num_depths, seed):
 
 @settings(max_examples=100, deadline=None)
 @given(document=st.lists(st.booleans(), max_size=20), num_depths=st.integers(1, 6), ratios=RATIOS)
-def test_the_public_function_lists_the_elements_depth_by_depth(document, num_depths, ratios):
+def test_the_public_function_lists_elements_depth_by_depth(document, num_depths, ratios):
     mask = torch.tensor(document, dtype=torch.long)
     draws = [
         generate_cod_sample_indices(
@@ -101,7 +101,7 @@ def test_the_public_function_lists_the_elements_depth_by_depth(document, num_dep
 
 @settings(max_examples=50, deadline=None)
 @given(documents=DOCUMENTS, seed=st.integers(0, 9), pad=st.integers(0, 3))
-def test_a_document_is_sampled_the_same_wherever_it_stands(documents, seed, pad):
+def test_a_documents_sample_does_not_depend_on_its_place(documents, seed, pad):
     alone = [sample([document], seed=seed)[0] for document in documents]
     assert sample(documents, seed=seed) == alone
     assert sample(documents[::-1], seed=seed) == alone[::-1]
@@ -109,12 +109,12 @@ def test_a_document_is_sampled_the_same_wherever_it_stands(documents, seed, pad)
     assert [row[: len(d)] for row, d in zip(padded, documents, strict=True)] == alone
 
 
-def test_documents_with_other_masks_are_sampled_apart():
-    one, other = sample([[True] * 30, [True] * 29 + [False]], seed=4)
-    assert one != other
+def test_documents_with_different_masks_are_sampled_differently():
+    first, second = sample([[True] * 30, [True] * 29 + [False]], seed=4)
+    assert first != second
 
 
-def test_generators_decide():
+def test_the_generator_decides_what_is_sampled():
     def draw(seed):
         generator = None if seed is None else torch.Generator().manual_seed(seed)
         return generate_cod_sample_indices(
@@ -129,7 +129,7 @@ def test_generators_decide():
     assert draw(None) == from_torch
 
 
-def test_every_position_is_as_likely_as_another():
+def test_all_positions_are_equally_likely():
     """Depth 1 of 13 supervised positions keeps 6 of 12 anchors, depth 2 keeps 2 of 11."""
     runs = 2000
     counts = np.zeros((3, 13))
@@ -144,15 +144,15 @@ def test_every_position_is_as_likely_as_another():
         assert np.abs(counts[depth][:eligible] - runs * share).max() < 5 * sigma
 
 
-def chances(supervised, num_depths, ratios):
-    """Every draw of one document and its chance: docs/semantics.md read aloud. At each depth all
-    sets of n_d positions of the pool (or the whole pool) are tried, each as likely as another."""
-    valid, found = sum(supervised), Counter()
+def draw_probabilities(supervised, num_depths, ratios):
+    """Every possible draw of one document with its probability, straight from docs/semantics.md. At
+    each depth, all sets of n_d positions of the pool (or the whole pool) are equally likely."""
+    valid, probabilities = sum(supervised), Counter()
 
-    def follow(depth, pool, deepest, chance):
+    def follow(depth, pool, deepest, probability):
         size = int(max(0, valid - depth) * max(ratios[0] ** depth, ratios[1]))
         if depth == num_depths or size == 0:
-            found[deepest] += chance
+            probabilities[deepest] += probability
             return
         subsets = list(itertools.combinations(pool, min(size, len(pool))))
         for kept in subsets:
@@ -160,27 +160,27 @@ def chances(supervised, num_depths, ratios):
                 depth if anchor + depth in kept else last for anchor, last in enumerate(deepest)
             )
             following = [p + 1 for p in kept if supervised[p + 1 : p + 2] == [True]]
-            follow(depth + 1, following, reached, chance / len(subsets))
+            follow(depth + 1, following, reached, probability / len(subsets))
 
     pool = [p for p in range(1, len(supervised)) if supervised[p]]
     follow(1, pool, (0,) * len(supervised), 1.0)
-    return found
+    return probabilities
 
 
 @pytest.mark.parametrize(
     ("document", "num_depths", "ratios"),
     [
         ("1111111", 4, (0.7, 0.4)),  # sizes 4, 2, 1
-        ("1111111", 4, (0.5, 0.5)),  # 3, 2, 2: does not shrink, and the last position ends
+        ("1111111", 4, (0.5, 0.5)),  # 3, 2, 2: does not shrink; rollouts end at the last position
         ("0110111", 3, (0.5, 0.5)),  # 2, 1; every second rollout ends at a gap
-        ("11011011", 3, (0.6, 0.6)),  # 3, 2; of the pool only two positions go on
+        ("11011011", 3, (0.6, 0.6)),  # 3, 2; only two positions of the pool continue
         ("10111101", 5, (0.4, 0.4)),  # 2, 1, 1, 1
     ],
 )
-def test_every_draw_is_as_likely_as_the_definition_says(document, num_depths, ratios):
-    """The whole distribution, not only means: a chi-square over all outcomes, seeds 0 .. 2499."""
+def test_every_draw_has_the_probability_of_the_definition(document, num_depths, ratios):
+    """Not only means but the whole distribution, by a chi-square test over seeds 0 .. 2499."""
     supervised, runs = [c == "1" for c in document], 2500
-    expected = chances(supervised, num_depths, ratios)
+    expected = draw_probabilities(supervised, num_depths, ratios)
     assert abs(sum(expected.values()) - 1) < 1e-9
     drawn = Counter(
         tuple(sample([supervised], num_depths=num_depths, ratios=ratios, seed=seed)[0])
@@ -192,7 +192,7 @@ def test_every_draw_is_as_likely_as_the_definition_says(document, num_depths, ra
     assert distance < freedom + 4 * (2 * freedom) ** 0.5
 
 
-def test_neighbouring_seeds_depths_and_places_are_unrelated():
+def test_neighboring_seeds_are_uncorrelated():
     draws = np.array([sample([[True] * 400], num_depths=2, seed=s)[0] for s in range(8)])
     correlation = np.corrcoef(draws[:, :-1])
     assert np.abs(correlation - np.eye(8)).max() < 0.25
@@ -200,17 +200,19 @@ def test_neighbouring_seeds_depths_and_places_are_unrelated():
 
 @settings(max_examples=50, deadline=None)
 @given(documents=DOCUMENTS, cap=st.integers(1, 8), seed=st.integers(0, 9))
-def test_a_cap_on_anchors(documents, cap, seed):
+def test_max_anchors_caps_the_anchors_of_a_row(documents, cap, seed):
     lengths = [len(d) for d in documents]
-    row = np.repeat(np.arange(len(lengths)) // 2, lengths)  # two documents a row
+    row = np.repeat(np.arange(len(lengths)) // 2, lengths)  # two documents per row
     free = sample(documents, seed=seed, ratios=(1.0, 1.0))
     capped = sample(documents, seed=seed, ratios=(1.0, 1.0), row=row, max_anchors=cap)
     for begin in range(0, len(documents), 2):
-        pair = [sum(x > 0 for d in run[begin : begin + 2] for x in d) for run in (free, capped)]
-        assert pair[1] == min(pair[0], cap)
-    for one, other in zip(capped, free, strict=True):
-        # the same anchors, fewer of them; those that are left may go deeper, having more room
-        assert all(y > 0 for x, y in zip(one, other, strict=True) if x > 0)
+        anchor_counts = [
+            sum(x > 0 for d in run[begin : begin + 2] for x in d) for run in (free, capped)
+        ]
+        assert anchor_counts[1] == min(anchor_counts[0], cap)
+    for capped_document, free_document in zip(capped, free, strict=True):
+        # a subset of the same anchors, which may go deeper because they have more room
+        assert all(y > 0 for x, y in zip(capped_document, free_document, strict=True) if x > 0)
 
 
 @pytest.mark.parametrize(
@@ -226,7 +228,7 @@ def test_a_cap_on_anchors(documents, cap, seed):
         ({"loss_mask": torch.ones(2, 3)}, "one row at a time"),
     ],
 )
-def test_bad_options_name_themselves(change, field):
+def test_errors_name_the_bad_option(change, field):
     options = {
         "seq_length": 3, "loss_mask": torch.ones(3), "num_depths": 2,
         "down_sample_ratio": 0.7, "down_sample_ratio_min": 0.2,

@@ -1,4 +1,4 @@
-"""The parallel plan and its attention: the truth table, exhaustively, however it is computed."""
+"""The parallel plan and its attention: an exhaustive truth table for every implementation."""
 
 import itertools
 
@@ -21,15 +21,15 @@ CPU = torch.device("cpu")
 
 
 def rule(query, key, document):
-    """docs/semantics.md, P-EAGLE, word for word; elements are (anchor, depth), -1 is padding."""
+    """The rule of docs/semantics.md, P-EAGLE; elements are (anchor, depth), -1 is padding."""
     (qa, qd), (ka, kd) = query, key
-    same = document(qa) == document(ka) and document(qa) != -1
-    return same and ((kd == 0 and ka <= qa) or (ka == qa and kd <= qd))
+    same_document = document(qa) == document(ka) and document(qa) != -1
+    return same_document and ((kd == 0 and ka <= qa) or (ka == qa and kd <= qd))
 
 
 def test_truth_table_of_the_mask_exhaustively():
     """Every pair of (anchor, depth) over a row of documents of 2, 3 and 1 tokens and 2 of padding:
-    own rollout, earlier anchors, other documents, padding, deeper depths, anchors outside."""
+    own rollout, earlier anchors, other documents, padding, deeper depths, anchors out of range."""
     lengths, width = [2, 3, 1], 8
     documents = [0, 0, 1, 1, 1, 2, -1, -1]
     elements = [(a, d) for a in range(-1, width + 1) for d in range(4)]
@@ -43,12 +43,12 @@ def test_truth_table_of_the_mask_exhaustively():
     index = torch.arange(len(elements))
     for given_lengths in (lengths, torch.tensor(lengths), torch.tensor([lengths])):
         mask_mod = create_peagle_mask_mod(anchor, depth, given_lengths, width)
-        found = mask_mod(torch.tensor(0), torch.tensor(0), index[:, None], index[None])
-        assert torch.equal(found, expected)
+        actual = mask_mod(torch.tensor(0), torch.tensor(0), index[:, None], index[None])
+        assert torch.equal(actual, expected)
     assert 0 < expected.sum() < expected.numel()
 
 
-def test_bad_masks_name_the_field():
+def test_mask_errors_name_the_field():
     anchor = torch.tensor([0, 1])
     with pytest.raises(ValueError, match="lengths"):
         create_peagle_mask_mod(anchor, anchor, [2, 3], 4)
@@ -77,13 +77,13 @@ def make_plan(lengths, deepest, *, num_depths, partitions=1, supervised=None):
 
 
 def all_draws(lengths, num_depths):
-    """Every nested draw: any depth per anchor that stays inside its document."""
+    """Every nested draw: for each anchor, any depth that stays inside its document."""
     reach = [min(num_depths, n - a) for n in lengths for a in range(n)]
     return itertools.product(*(range(n) for n in reach))
 
 
 def segment_elements(plan, segment, rows):
-    """(slot, depth) of each row of a segment, depth-0 rows first."""
+    """The (slot, depth) of each row of a segment, depth-0 rows first."""
     slots = plan.slot_T[rows.slot_N].tolist()
     depths = [0] * (len(slots) - sum(segment.counts))
     for depth, count in enumerate(segment.counts, start=1):
@@ -101,24 +101,24 @@ DRAWS = st.lists(st.integers(1, 7), min_size=1, max_size=4).flatmap(
 
 @settings(max_examples=150, deadline=None)
 @given(draw=DRAWS, partitions=st.integers(1, 9))
-def test_segments_hold_every_element_once_and_where_it_belongs(draw, partitions):
+def test_segments_contain_every_element_once_and_in_place(draw, partitions):
     lengths, deepest = draw
     plan = make_plan(lengths, deepest, num_depths=4, partitions=partitions)
     assert 1 <= len(plan.segments) <= partitions
     expected = [(a, d) for a, last in enumerate(deepest) for d in range(last + 1)]
-    found, begin = [], 0
+    elements, begin = [], 0
     for segment in plan.segments:
         assert segment.begin == begin < segment.end
         begin = segment.end
         every = segment_elements(plan, segment, segment.every)
         asking = segment_elements(plan, segment, segment.asking)
         assert sorted(every) == sorted(asking)  # all slots are supervised here
-        found += asking
+        elements += asking
         anchors = plan.slot_T[segment.begin + segment.anchor_N].tolist()
         assert [a for a, d in asking if d == 0] == anchors
         for a, d in asking:
-            home = min(a + (d > 0), sum(lengths) - 1)
-            assert segment.begin <= home < segment.end
+            home_slot = min(a + (d > 0), sum(lengths) - 1)
+            assert segment.begin <= home_slot < segment.end
         chains = [[a for a, d in asking if d == depth] for depth in range(1, 4)]
         assert all(deep == shallow[: len(deep)] for shallow, deep in itertools.pairwise(chains))
         places = [a - max(s for s in np.cumsum([0, *lengths]) if s <= a) for a, _ in every]
@@ -127,11 +127,11 @@ def test_segments_hold_every_element_once_and_where_it_belongs(draw, partitions)
             place + d for place, (_, d) in zip(places[chain], every[chain], strict=True)
         ]
     assert begin == sum(lengths)
-    assert sorted(found) == sorted(expected)
-    in_order = plan.in_order(torch.arange(len(found)))
+    assert sorted(elements) == sorted(expected)
+    in_order = plan.in_order(torch.arange(len(elements)))
     slots = torch.cat([plan.slot_T[rows.slot_N] for rows in plan.depths]).tolist()
     depths = [k for k, rows in enumerate(plan.depths) for _ in range(len(rows))]
-    assert [found[i] for i in in_order] == list(zip(slots, depths, strict=True))
+    assert [elements[i] for i in in_order] == list(zip(slots, depths, strict=True))
 
 
 def test_segments_are_balanced_by_rows():
@@ -151,8 +151,8 @@ def test_the_example_of_the_module_docstring():
     assert segment_elements(uneven, second, second.every) == [(3, 0), (4, 0), (5, 0), (2, 1)]
 
 
-def test_slots_that_nobody_asks_about_are_not_on_the_axis():
-    """Prompt slots are keys only; what follows the last anchor is gone."""
+def test_slots_that_are_never_read_are_not_on_the_key_axis():
+    """Prompt slots are keys only; slots after the last anchor are dropped."""
     plan = make_plan(
         [8], [0, 0, 1, 0, 0, 0, 0, 0], num_depths=2, supervised=[0, 0, 0, 1, 0, 0, 0, 0]
     )
@@ -170,7 +170,7 @@ def test_slots_that_nobody_asks_about_are_not_on_the_axis():
     assert plan.step_valid_K.tolist() == [1, 0]  # the rollout of slot 2 is unsupervised at depth 0
 
 
-def test_a_cap_counts_per_row():
+def test_max_anchors_counts_per_row():
     options = {"num_depths": 3, "ratio": 1.0, "ratio_min": 1.0, "seed": 1}
     plan = plan_parallel(RowMasks(torch.ones(2, 9), torch.ones(2, 9)), max_anchors=3, **options)
     assert plan.counts[1] == 6
@@ -192,52 +192,52 @@ def make_inputs(plan, segment, rows, *, heads=4, groups=2, channels=6, dtype=tor
     return q, prefix, (random(chain, groups, channels), random(chain, groups, channels))
 
 
-def weigh(out, inputs):
-    """(values, gradients of all inputs) under a fixed random weighting of the output."""
+def weighted_gradients(out, inputs):
+    """Returns (output, gradients of all inputs) under a fixed random weighting of the output."""
     q, prefix, chain = inputs
     weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(7), dtype=out.dtype)
     return out.detach(), torch.autograd.grad((out * weight).sum(), [q, *prefix, *chain])
 
 
-def assert_same(one, other, tolerance=1e-12):
-    torch.testing.assert_close(one[0], other[0], rtol=tolerance, atol=tolerance)
-    for mine, theirs in zip(one[1], other[1], strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance)
+def assert_same(first, second, tolerance=1e-12):
+    torch.testing.assert_close(first[0], second[0], rtol=tolerance, atol=tolerance)
+    for got, want in zip(first[1], second[1], strict=True):
+        torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
 
 
 def brute_force(inputs, queries, keys, document):
-    """One query at a time, over a list of the keys that the rule lets it see."""
+    """One query at a time, over a list of the keys that are visible by the rule."""
     q, prefix, chain = inputs
     all_keys, all_values = (torch.cat(pair) for pair in zip(prefix, chain, strict=True))
     rows = []
     for x, query in enumerate(queries):
-        seen = [i for i, key in enumerate(keys) if rule(query, key, document)]
+        visible = [i for i, key in enumerate(keys) if rule(query, key, document)]
         for head in range(q.shape[1]):
             group = head * all_keys.shape[1] // q.shape[1]
-            weight = (all_keys[seen, group] @ q[x, head] / q.shape[-1] ** 0.5).softmax(0)
-            rows.append(weight @ all_values[seen, group])
+            weight = (all_keys[visible, group] @ q[x, head] / q.shape[-1] ** 0.5).softmax(0)
+            rows.append(weight @ all_values[visible, group])
     return torch.stack(rows).view(q.shape)
 
 
 def flex(inputs, queries, keys, lengths):
-    """The keys' elements in one flat sequence under the flex mask; queries picked out of it."""
+    """Attend over all elements in one flat sequence under the flex mask and select the queries."""
     q, prefix, chain = inputs
     anchor, depth = torch.tensor(keys).T
     mask = peagle_block_mask(anchor, depth, lengths, sum(lengths))
-    place = [keys.index(query) for query in queries]
-    spread = q.new_zeros(len(keys), *q.shape[1:]).index_copy(0, torch.tensor(place), q)
+    indices = [keys.index(query) for query in queries]
+    scattered = q.new_zeros(len(keys), *q.shape[1:]).index_copy(0, torch.tensor(indices), q)
 
     def by_head(x):
         return x.transpose(0, 1)[None]
 
     keys_X, values_X = (torch.cat(pair) for pair in zip(prefix, chain, strict=True))
     out = peagle_flex_attention(
-        by_head(spread), by_head(keys_X), by_head(values_X), mask, q.shape[-1] ** -0.5
+        by_head(scattered), by_head(keys_X), by_head(values_X), mask, q.shape[-1] ** -0.5
     )
-    return out[0].transpose(0, 1)[place]
+    return out[0].transpose(0, 1)[indices]
 
 
-def check_all_ways(lengths, deepest, *, num_depths, seed=0):
+def check_all_implementations(lengths, deepest, *, num_depths, seed=0):
     plan = make_plan(lengths, deepest, num_depths=num_depths)
     (segment,) = plan.segments
     documents = np.repeat(np.arange(len(lengths)), lengths)
@@ -245,32 +245,34 @@ def check_all_ways(lengths, deepest, *, num_depths, seed=0):
     for rows in (segment.every, segment.asking):
         queries = segment_elements(plan, segment, rows)
         inputs = make_inputs(plan, segment, rows, seed=seed)
-        sees = parallel_visible(rows, segment.counts, segment.end)
+        visible = parallel_visible(rows, segment.counts, segment.end)
         expected = [[rule(q, k, lambda a: documents[a]) for k in every] for q in queries]
-        assert sees.tolist() == expected
-        definition = weigh(brute_force(inputs, queries, every, lambda a: documents[a]), inputs)
+        assert visible.tolist() == expected
+        definition = weighted_gradients(
+            brute_force(inputs, queries, every, lambda a: documents[a]), inputs
+        )
         for kind in ("fast", "reference"):
             out = parallel_attention(*inputs, rows, segment.counts, kind=kind)
-            assert_same(weigh(out, inputs), definition)
-        assert_same(weigh(flex(inputs, queries, every, lengths), inputs), definition)
+            assert_same(weighted_gradients(out, inputs), definition)
+        assert_same(weighted_gradients(flex(inputs, queries, every, lengths), inputs), definition)
 
 
 @pytest.mark.parametrize("lengths", [[3, 2], [1, 3], [4]])
 def test_primitive_flex_and_brute_force_agree_on_every_draw(lengths):
     for deepest in all_draws(lengths, 3):
-        check_all_ways(lengths, deepest, num_depths=3)
+        check_all_implementations(lengths, deepest, num_depths=3)
 
 
 @settings(max_examples=25, deadline=None)
 @given(draw=DRAWS, limits=st.sampled_from([(1, 1), (3, 20), (256, 2**19)]), seed=st.integers(0, 99))
-def test_they_agree_on_larger_draws_however_blocks_are_cut(draw, limits, seed):
+def test_implementations_agree_on_larger_draws_for_any_block_size(draw, limits, seed):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plan_module, "BLOCK_ROWS", limits[0])
         patch.setattr(plan_module, "BLOCK_SCORES", limits[1])
-        check_all_ways(*draw, num_depths=4, seed=seed)
+        check_all_implementations(*draw, num_depths=4, seed=seed)
 
 
-def test_gradients_numerically():
+def test_gradients_match_finite_differences():
     plan = make_plan([4, 3], [2, 1, 0, 0, 1, 0, 0], num_depths=3)
     (segment,) = plan.segments
     q, prefix, chain = make_inputs(plan, segment, segment.every, channels=2)
@@ -287,12 +289,14 @@ def test_low_precision_keeps_its_dtype(dtype, tolerance):
     plan = plan_parallel(RowMasks(ones, ones), num_depths=5, ratio=0.7, ratio_min=0.2, seed=0)
     (segment,) = plan.segments
     inputs = make_inputs(plan, segment, segment.every, dtype=dtype)
-    out = [
+    outputs = [
         parallel_attention(*inputs, segment.every, segment.counts, kind=kind)
         for kind in ("fast", "reference")
     ]
-    assert out[0].dtype == dtype
-    assert_same(weigh(out[0], inputs), weigh(out[1], inputs), tolerance)
+    assert outputs[0].dtype == dtype
+    assert_same(
+        weighted_gradients(outputs[0], inputs), weighted_gradients(outputs[1], inputs), tolerance
+    )
 
 
 # --- flex --------------------------------------------------------------------------------------
@@ -304,24 +308,24 @@ def flex_inputs(count=150, heads=2, channels=16):
     k, v = (torch.randn(1, 1, count, channels, generator=g) for _ in range(2))
     elements = [(a, d) for d in range(3) for a in range(count // 3)]
     anchor, depth = torch.tensor(elements).T
-    lengths = [30, 11]  # 50 anchors: nine of them padding
+    lengths = [30, 11]  # 50 anchors, nine of them padding
     return q, k, v, peagle_block_mask(anchor, depth, lengths, 50)
 
 
-def test_the_block_mask_is_what_torch_takes():
+def test_the_block_mask_works_with_torchs_flex_attention():
     q, k, v, mask = flex_inputs()
-    theirs = flex_attention(q, k, v, block_mask=mask, scale=0.3, enable_gqa=True)
-    ours = peagle_flex_attention(q, k, v, mask, 0.3)
-    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
-    assert (ours[:, :, 41:50] == 0).all()  # padding sees nothing
+    expected = flex_attention(q, k, v, block_mask=mask, scale=0.3, enable_gqa=True)
+    actual = peagle_flex_attention(q, k, v, mask, 0.3)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+    assert (actual[:, :, 41:50] == 0).all()  # padding attends to nothing
 
 
-def test_a_failed_compilation_is_recorded_and_not_tried_again(monkeypatch, caplog):
+def test_a_failed_compilation_is_recorded_and_not_retried(monkeypatch, caplog):
     q, k, v, mask = flex_inputs()
-    tried = []
+    attempts = []
 
     def broken(*args, **kwargs):
-        tried.append(1)
+        attempts.append(1)
         raise RuntimeError("no lowering for this")
 
     monkeypatch.setattr(peagle_mask, "compile_supported", lambda *tensors: True)
@@ -330,7 +334,7 @@ def test_a_failed_compilation_is_recorded_and_not_tried_again(monkeypatch, caplo
     expected = peagle_mask._dense_attention(q, k, v, mask, 0.3)
     for _ in range(2):
         assert torch.equal(peagle_flex_attention(q, k, v, mask, 0.3), expected)
-    assert tried == [1]
+    assert attempts == [1]
     assert "no lowering for this" in peagle_mask._Compiled.failure
     assert "no lowering for this" in caplog.text
 
@@ -348,8 +352,8 @@ def test_out_of_memory_is_not_a_failed_compilation(monkeypatch):
     assert peagle_mask._Compiled.failure is None
 
 
-def test_compiled_only_where_inductor_can():
-    class Tensor:  # device, dtype and shape are all that is looked at
+def test_compiled_only_where_inductor_supports_it():
+    class Tensor:  # only device, dtype and shape are read
         def __init__(self, device="cuda", dtype=torch.bfloat16, channels=64):
             self.device, self.dtype, self.shape = torch.device(device), dtype, (1, 2, 3, channels)
 

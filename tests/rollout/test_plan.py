@@ -34,7 +34,7 @@ def packed(documents, width):
 
 
 def expected_elements(documents, num_depths):
-    """{(slot, depth): target slot} straight from the rule, slots counted along the row."""
+    """{(slot, depth): target slot} straight from the rule; slots are counted along the row."""
     elements, begin = {}, 0
     for document in documents:
         for t in range(len(document)):
@@ -46,20 +46,20 @@ def expected_elements(documents, num_depths):
 
 
 def plan_elements(plan):
-    """The same, read out of a plan's tensors."""
+    """The same mapping, read from a plan's tensors."""
     slots = torch.cat([plan.slot_T[rows.slot_N] for rows in plan.depths])
-    found = {}
+    elements = {}
     for e, k, m in zip(plan.head.element_N, plan.head.depth_N, plan.head.target_N, strict=True):
-        found[int(slots[e]), int(k)] = int(plan.target_M[m])
-    assert len(found) == len(plan.head)
-    return found
+        elements[int(slots[e]), int(k)] = int(plan.target_M[m])
+    assert len(elements) == len(plan.head)
+    return elements
 
 
 @settings(max_examples=150, deadline=None)
 @given(
     documents=DOCUMENTS, pad=st.integers(0, 3), num_depths=st.integers(1, 5), compact=st.booleans()
 )
-def test_elements_are_those_of_the_rule(documents, pad, num_depths, compact):
+def test_elements_follow_the_rule(documents, pad, num_depths, compact):
     width = sum(map(len, documents)) + pad
     plan = plan_rollout(packed(documents, width), num_depths=num_depths, compact=compact)
     expected = expected_elements(documents, num_depths)
@@ -75,7 +75,7 @@ def test_elements_are_those_of_the_rule(documents, pad, num_depths, compact):
 
 @settings(max_examples=100, deadline=None)
 @given(documents=DOCUMENTS, num_depths=st.integers(1, 5), compact=st.booleans())
-def test_rows_are_nested_and_as_few_as_can_be(documents, num_depths, compact):
+def test_rows_are_nested_and_as_few_as_possible(documents, num_depths, compact):
     width = sum(map(len, documents)) + 2
     plan = plan_rollout(packed(documents, width), num_depths=num_depths, compact=compact)
     expected = expected_elements(documents, num_depths)
@@ -88,7 +88,7 @@ def test_rows_are_nested_and_as_few_as_can_be(documents, num_depths, compact):
         assert torch.equal(rows.slot_N[rows.order_N], rows.slot_N.sort().values)
         for slot, first in zip(slots, plan.slot_T[rows.first_N].tolist(), strict=True):
             assert first == max(s for s in starts if s <= slot)
-        # the token k places on lies on the key axis, k places on
+        # the token k later is k entries later on the key axis
         assert plan.slot_T[rows.slot_N + k].tolist() == [slot + k for slot in slots]
     if compact and not expected:
         assert len(plan.slot_T) == 0
@@ -122,7 +122,7 @@ def test_blocks_end_with_documents_where_that_is_cheap():
     documents = [[True] * 40 for _ in range(20)]
     plan = plan_rollout(packed(documents, 800), num_depths=1)
     blocks = plan.depths[0].blocks
-    assert len(blocks) == 4  # 39 rows a document: six documents fit 256 rows
+    assert len(blocks) == 4  # 39 rows per document: six documents fit into 256 rows
     assert [block.key_end - block.key_start for block in blocks] == [6 * 39, 6 * 39, 6 * 39, 2 * 39]
 
 
@@ -160,24 +160,24 @@ def test_the_example_of_the_module_docstring():
     assert plan.counts == (4, 3, 2)
 
 
-def test_an_unpadded_slot_is_charged_by_its_mask_alone():
-    """Callers may hand over masks of their own making: slot T - 1 counts if its mask says so."""
+def test_an_unpadded_slot_is_charged_by_its_mask_only():
+    """Callers may pass their own masks: slot T - 1 counts if its mask is set."""
     plan = plan_rollout(RowMasks(torch.ones(1, 3), torch.ones(1, 3)), num_depths=3)
     assert plan.step_valid_K.tolist() == [3, 2, 1]
     assert plan.span == (0, 3)
 
 
-def same_plan(one, other):
-    return one.counts == other.counts and all(
-        torch.equal(getattr(one, name), getattr(other, name))
+def same_plan(first, second):
+    return first.counts == second.counts and all(
+        torch.equal(getattr(first, name), getattr(second, name))
         for name in ("slot_T", "position_T", "target_M", "supervised_P", "step_valid_K")
     )
 
 
 def test_lengths_and_positions_are_enough():
-    """What remains of a document follows; positions alone say what a padded row means anyway."""
+    """`doc_remaining` follows from them; without lengths, positions add nothing to a padded row."""
     full = packed([[True, True, True], [True, True]], 8)
-    full = full._replace(loss_mask=torch.ones(1, 8))  # reads over the ends, unless it is stopped
+    full = full._replace(loss_mask=torch.ones(1, 8))  # rollouts must be stopped at document ends
     assert same_plan(
         plan_rollout(full, num_depths=3),
         plan_rollout(full._replace(doc_remaining=None), num_depths=3),
@@ -187,7 +187,7 @@ def test_lengths_and_positions_are_enough():
     assert same_plan(plan_rollout(left, num_depths=3), plan_rollout(with_positions, num_depths=3))
 
 
-def test_bad_metadata_names_the_field():
+def test_metadata_errors_name_the_field():
     good = packed([[True, True, True], [True, True]], 6)
     with pytest.raises(ValueError, match="seq_lens"):
         plan_rollout(good._replace(seq_lens=torch.tensor([[3, 2]])), num_depths=2)

@@ -1,6 +1,6 @@
-"""The engine-agnostic target: "a pluggable runner", called as its document describes it.
+"""The engine-agnostic target, "a pluggable runner", used as its specification describes.
 
-Each test quotes the sentence that it checks.
+Each test quotes the sentence of the specification that it checks.
 """
 
 import subprocess
@@ -23,7 +23,7 @@ from target.tiny_models import tiny_model
 
 
 class FakeRunner:
-    """ "The narrow surface a concrete engine must implement", and nothing more."""
+    """Has "the narrow surface a concrete engine must implement", and nothing more."""
 
     def __init__(self, model):
         self.model = model
@@ -49,7 +49,7 @@ def runner():
     return FakeRunner(tiny_model("llama"))
 
 
-def test_a_runner_needs_four_names(runner):
+def test_a_runner_needs_four_members(runner):
     """`forward_eagle3` / `set_aux_layers` / `input_embedding_weight` and a `model` exposing
     `.config` + `.parameters()`."""
     assert isinstance(runner, TargetRunner)
@@ -59,7 +59,7 @@ def test_a_runner_needs_four_names(runner):
         assert not isinstance(partial, TargetRunner)
 
 
-def test_importing_the_contract_imports_no_engine():
+def test_importing_the_interface_imports_no_engine():
     """ "importing this module never pulls in SGLang or vLLM" """
     code = (
         "import sys; from fledge import RunnerEagle3TargetModel, SGLangTargetRunner, TargetRunner;"
@@ -68,7 +68,7 @@ def test_importing_the_contract_imports_no_engine():
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
-def test_the_shared_default_layers_and_a_choice_of_three(runner):
+def test_aux_layers_default_to_the_shared_recipe_and_can_be_chosen(runner):
     """ "When None the shared EAGLE-3 default recipe is used, matching every other backend." """
     target = RunnerEagle3TargetModel(runner)
     assert isinstance(target, Eagle3TargetBackend)
@@ -89,26 +89,26 @@ def test_the_shared_default_layers_and_a_choice_of_three(runner):
             RunnerEagle3TargetModel(runner, aux_layer_ids=wrong)
 
 
-def test_a_batch_equals_the_co_located_one_byte_for_byte(runner):
+def test_a_batch_equals_that_of_the_co_located_target_byte_for_byte(runner):
     """ "an Eagle3TargetBatch byte-for-byte compatible with HFEagle3TargetModel.generate_batch: the
     logits, input_ids and loss_mask are shifted left by one (next-token alignment) while the aux
     hidden states are kept position-aligned" """
     rows = padded_rows()  # "sequences are assumed right-padded"
-    ours = RunnerEagle3TargetModel(runner).generate_batch(*rows)
-    theirs = HFEagle3TargetModel(tiny_model("llama")).generate_batch(*rows)
-    assert dict(ours.tensors()).keys() == dict(theirs.tensors()).keys()
-    for name, tensor in theirs.tensors():
-        assert torch.equal(getattr(ours, name), tensor), name
+    batch = RunnerEagle3TargetModel(runner).generate_batch(*rows)
+    expected = HFEagle3TargetModel(tiny_model("llama")).generate_batch(*rows)
+    assert dict(batch.tensors()).keys() == dict(expected.tensors()).keys()
+    for name, tensor in expected.tensors():
+        assert torch.equal(getattr(batch, name), tensor), name
     logits, aux = runner.forward_eagle3(*rows[:2])  # "full vocab, unshifted"
-    assert torch.equal(ours.logits[:, :-1], logits[:, 1:])
-    assert not ours.logits[:, -1].any()
-    assert torch.equal(ours.input_ids[:, :-1], rows[0][:, 1:])
-    assert torch.equal(ours.loss_mask[:, :-1], rows[2][:, 1:])
-    assert torch.equal(ours.aux_hidden_states, aux)
+    assert torch.equal(batch.logits[:, :-1], logits[:, 1:])
+    assert not batch.logits[:, -1].any()
+    assert torch.equal(batch.input_ids[:, :-1], rows[0][:, 1:])
+    assert torch.equal(batch.loss_mask[:, :-1], rows[2][:, 1:])
+    assert torch.equal(batch.aux_hidden_states, aux)
     assert aux.shape == (*rows[0].shape, 3 * runner.model.config.hidden_size)
 
 
-def test_the_model_and_its_embeddings(runner):
+def test_the_model_and_its_embeddings_are_exposed(runner):
     """ "Return an object exposing .weight (the target input embeddings)": "the draft's
     copy_embeddings_from_target only reads .weight"."""
     target = RunnerEagle3TargetModel(runner)
@@ -120,7 +120,7 @@ def test_the_model_and_its_embeddings(runner):
     assert torch.equal(draft.embed_tokens.weight, embedding.weight)
 
 
-def test_engines_subclass_it_and_closing_releases_the_runner(runner):
+def test_engines_can_subclass_it_and_closing_releases_the_runner(runner):
     """ "Concrete engines subclass this to add their own from_pretrained (which builds the runner);
     everything else is inherited." "Release the runner (frees GPU memory / engine handles)." """
     released = []

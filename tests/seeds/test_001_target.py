@@ -1,6 +1,6 @@
-"""The co-located target and its batch, called as their document describes them.
+"""The co-located target and its batch, used as their specification describes.
 
-Each test quotes the sentence that it checks.
+Each test quotes the sentence of the specification that it checks.
 """
 
 import dataclasses
@@ -30,17 +30,17 @@ FIELDS = [
 ]  # fmt: skip
 
 
-def test_the_batch_has_the_fields_in_their_order_with_ours_last():
+def test_the_batch_has_the_documented_fields_first_and_in_order():
     fields = dataclasses.fields(Eagle3TargetBatch)
     assert [field.name for field in fields][: len(FIELDS)] == FIELDS
-    needed = [field.name for field in fields if field.default is dataclasses.MISSING]
-    assert needed == FIELDS[:4]
+    required = [field.name for field in fields if field.default is dataclasses.MISSING]
+    assert required == FIELDS[:4]
     assert all(field.default is None for field in fields[4:])
 
 
-def parts(**given):
+def batch_fields(**supervision):
     tokens = dict.fromkeys(("input_ids", "attention_mask", "loss_mask"), torch.ones(1, 4).long())
-    return {"aux_hidden_states": torch.zeros(1, 4, 6), **tokens, **given}
+    return {"aux_hidden_states": torch.zeros(1, 4, 6), **tokens, **supervision}
 
 
 LOGITS, PROBS = (
@@ -54,17 +54,17 @@ LOGITS, PROBS = (
 
 def test_exactly_one_supervision_encoding():
     """ "Carries exactly one supervision encoding (validated in __post_init__)" """
-    assert set(Eagle3TargetBatch(**parts(**LOGITS)).to_trainer_inputs()) == {
+    assert set(Eagle3TargetBatch(**batch_fields(**LOGITS)).to_trainer_inputs()) == {
         "aux_hidden_states", "input_ids", "attention_mask", "loss_mask", "target_logits",
     }  # fmt: skip
-    made = Eagle3TargetBatch(**parts(**PROBS)).to_trainer_inputs()
-    assert {"target_probs", "position_mask"} < set(made)
-    assert all(isinstance(tensor, torch.Tensor) for tensor in made.values())
-    positional = Eagle3TargetBatch(*parts().values(), LOGITS["logits"])
+    inputs = Eagle3TargetBatch(**batch_fields(**PROBS)).to_trainer_inputs()
+    assert {"target_probs", "position_mask"} < set(inputs)
+    assert all(isinstance(tensor, torch.Tensor) for tensor in inputs.values())
+    positional = Eagle3TargetBatch(*batch_fields().values(), LOGITS["logits"])
     assert positional.logits is LOGITS["logits"]
     for wrong in ({}, LOGITS | PROBS, {"target_probs": PROBS["target_probs"]}):
         with pytest.raises(ValueError, match=r"encoding|belong together"):
-            Eagle3TargetBatch(**parts(**wrong))
+            Eagle3TargetBatch(**batch_fields(**wrong))
 
 
 def trainer_of(kind, model, *, vocabulary=None):
@@ -77,12 +77,12 @@ def trainer_of(kind, model, *, vocabulary=None):
     ids = torch.arange(size) if vocabulary is None else vocabulary
     member = torch.zeros(size, dtype=torch.bool).index_fill(0, ids, True)
     depth = {"num_depths": 3} if kind is PEagleTrainerModule else {"ttt_steps": 3}
-    given = {"selected_token_ids": ids, "selected_token_mask": member, **depth}
-    return kind(LlamaEagle3DraftModel(config).eval(), **given)
+    options = {"selected_token_ids": ids, "selected_token_mask": member, **depth}
+    return kind(LlamaEagle3DraftModel(config).eval(), **options)
 
 
 @pytest.mark.parametrize("kind", [Eagle3TrainerModule, PEagleTrainerModule])
-def test_the_trainer_takes_either_encoding(kind):
+def test_the_trainer_accepts_either_encoding(kind):
     """ "both consumed directly by Eagle3TrainerModule.forward" """
     model, ids = tiny_model("llama"), torch.arange(0, 90, 2)
     logits = HFEagle3TargetModel(model)
@@ -97,7 +97,7 @@ def test_the_trainer_takes_either_encoding(kind):
     assert torch.equal(*losses)
 
 
-def test_the_constructor():
+def test_the_constructor_follows_the_specification():
     """`HFEagle3TargetModel(model, aux_layer_ids=None, cp_mesh=None)`; `model = model.eval()`;
     `_cp_size = cp_mesh.size() if cp_mesh is not None else 1`."""
     names = list(inspect.signature(HFEagle3TargetModel).parameters)
@@ -135,7 +135,7 @@ def test_layers_are_validated_before_any_hook_is_registered():
 
 
 class KeyedLayers(nn.Module):
-    """ "AutoModel's custom-impl layouts (where layers is a ModuleDict keyed by str(i))" """
+    """One of "AutoModel's custom-impl layouts (where layers is a ModuleDict keyed by str(i))"."""
 
     def __init__(self, model):
         super().__init__()
@@ -161,7 +161,7 @@ class KeyedLayers(nn.Module):
         return self.lm_head(self.norm(hidden))
 
 
-def test_layers_in_a_module_list_and_in_a_module_dict():
+def test_layers_may_be_in_a_module_list_or_a_module_dict():
     """ "Return decoder layers as an ordered list indexable by integer." """
     model = tiny_model("llama")
     listed = HFEagle3TargetModel(model)
@@ -169,10 +169,10 @@ def test_layers_in_a_module_list_and_in_a_module_dict():
     assert listed._get_transformer_layers() == list(model.model.layers)
     keyed = HFEagle3TargetModel(KeyedLayers(model))
     assert keyed._get_transformer_layers() == list(model.model.layers)
-    found = keyed.generate_batch(*padded_rows())
+    actual = keyed.generate_batch(*padded_rows())
     real = expected.attention_mask.bool()
     torch.testing.assert_close(
-        found.aux_hidden_states[real], expected.aux_hidden_states[real], rtol=1e-4, atol=1e-5
+        actual.aux_hidden_states[real], expected.aux_hidden_states[real], rtol=1e-4, atol=1e-5
     )
     assert keyed.get_input_embeddings() is model.get_input_embeddings()
     assert isinstance(listed.get_input_embeddings(), nn.Embedding)
@@ -192,7 +192,7 @@ def test_sequence_aligned_tensors_shift_left_with_a_zero_tail():
 
 @torch.no_grad()
 def block_causal(model, ids, mask, position_ids, seq_lens):
-    """The document's own words: a [B, 1, T, T] mask and positions of each document."""
+    """As the specification states: a [B, 1, T, T] mask and per-document positions."""
     rows, width = ids.shape
     owner = torch.stack([torch.repeat_interleave(torch.arange(len(row)), row) for row in seq_lens])
     allowed = (owner[:, :, None] == owner[:, None]) & torch.ones(width, width).tril().bool()
@@ -229,23 +229,23 @@ def test_packed_documents_never_see_each_other(given):
 
 @pytest.mark.parametrize("kind", [Eagle3TrainerModule, PEagleTrainerModule])
 def test_packing_reaches_the_trainer_with_or_without_doc_remaining(kind):
-    """N packed documents are charged as N rows, however the packing is told."""
+    """N packed documents are charged like N rows, with either form of packing metadata."""
     documents, model = some_documents(), tiny_model("llama")
     target, trainer = HFEagle3TargetModel(model), trainer_of(kind, model)
     batch = target.generate_batch(*packed_rows(documents, 14))
-    given = batch.to_trainer_inputs()
-    alone = [[tokens] for row in documents for tokens in row]
-    rows = target.generate_batch(*packed_rows(alone, 14)[:3]).to_trainer_inputs()
+    inputs = batch.to_trainer_inputs()
+    one_per_row = [[tokens] for row in documents for tokens in row]
+    rows = target.generate_batch(*packed_rows(one_per_row, 14)[:3]).to_trainer_inputs()
     expected = trainer(**rows)
-    for left_out in ([], ["doc_remaining"]):
-        found = trainer(**{k: v for k, v in given.items() if k not in left_out})
-        assert torch.equal(found.charged, expected.charged)
-        torch.testing.assert_close(found.loss, expected.loss, rtol=1e-5, atol=1e-6)
-    made = Eagle3TargetBatch(
+    for omitted in ([], ["doc_remaining"]):
+        actual = trainer(**{k: v for k, v in inputs.items() if k not in omitted})
+        assert torch.equal(actual.charged, expected.charged)
+        torch.testing.assert_close(actual.loss, expected.loss, rtol=1e-5, atol=1e-6)
+    rebuilt = Eagle3TargetBatch(
         **{f.name: getattr(batch, f.name) for f in dataclasses.fields(batch)}
         | {"doc_remaining": None}
     )
-    assert torch.equal(made.doc_remaining, batch.doc_remaining)
+    assert torch.equal(rebuilt.doc_remaining, batch.doc_remaining)
 
 
 def test_positions_of_padded_rows_may_be_given():

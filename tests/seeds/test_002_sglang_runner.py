@@ -1,8 +1,8 @@
-"""The SGLang runner, as far as its document can be checked without SGLang.
+"""The SGLang runner, as far as its specification can be checked without SGLang.
 
 "This forward path requires a GPU and SGLang, so it is validated on the training server, not in CPU
 unit tests": `tests/engines/sglang/test_seed_002_sglang_runner.py` runs the rest in real SGLang.
-Each test quotes the sentence that it checks.
+Each test quotes the sentence of the specification that it checks.
 """
 
 import inspect
@@ -17,7 +17,7 @@ from fledge.target.sglang.engine import VERSIONS
 from fledge.target.sglang.options import server_options, sglang_dtype
 
 
-def test_it_is_the_runner_of_a_backend_and_tracks_its_versions():
+def test_it_is_the_runner_of_its_target_and_supports_the_stated_version():
     """ "the calls here track sglang==0.5.9". (That it is "imported lazily" is checked in
     `test_000_target_runner.py`.)"""
     assert issubclass(SGLangEagle3TargetModel, RunnerEagle3TargetModel)
@@ -25,7 +25,7 @@ def test_it_is_the_runner_of_a_backend_and_tracks_its_versions():
     assert "0.5.9" in VERSIONS
 
 
-def test_the_surface():
+def test_it_has_the_documented_surface():
     """ "Built via build; consumed through the engine-agnostic TargetRunner surface (model /
     set_aux_layers / forward_eagle3 / input_embedding_weight)" """
     surface = ("model", "set_aux_layers", "forward_eagle3", "input_embedding_weight", "close")
@@ -42,7 +42,7 @@ def test_the_surface():
     ("dtype", "word"),
     [(None, "auto"), (torch.bfloat16, "bfloat16"), (torch.float16, "float16"), ("auto", "auto")],
 )
-def test_dtypes_become_the_words_that_sglang_compares(dtype, word):
+def test_dtypes_are_mapped_to_the_strings_that_sglang_expects(dtype, word):
     """ "Map a torch dtype to the string form SGLang's ServerArgs.dtype expects." "None means 'let
     SGLang pick' ('auto')." """
     assert sglang_dtype(dtype) == word
@@ -51,15 +51,15 @@ def test_dtypes_become_the_words_that_sglang_compares(dtype, word):
 def test_arguments_are_forwarded_to_server_args():
     """ "sglang_kwargs are forwarded to ServerArgs (e.g. page_size, mem_fraction_static,
     attention_backend)"; "Build a SGLang ModelRunner with enable_return_hidden_states=True." """
-    asked = {"page_size": 16, "mem_fraction_static": 0.3, "attention_backend": "triton"}
-    options = server_options(asked, [*asked, "device"], device="cuda")
-    assert asked.items() <= options.items()
+    requested = {"page_size": 16, "mem_fraction_static": 0.3, "attention_backend": "triton"}
+    options = server_options(requested, [*requested, "device"], device="cuda")
+    assert requested.items() <= options.items()
     assert options["enable_return_hidden_states"] is True
     assert options["tp_size"] == 1
 
 
 class PretendRanks:
-    """What the runner asks of an engine."""
+    """The engine interface that the runner uses."""
 
     def __init__(self, options):
         self.options, self.calls = options, []
@@ -78,7 +78,7 @@ class PretendRanks:
 
 @pytest.fixture
 def pretend_sglang(monkeypatch, tmp_path):
-    """A machine that has SGLang 0.5.9, which loads anything."""
+    """Pretends that SGLang 0.5.9 is installed and loads any model."""
     engine = type("Engine", (), {"option_names": staticmethod(lambda: ["page_size", "device"])})
     monkeypatch.setattr(module, "installed_version", lambda: "0.5.9")
     monkeypatch.setattr(module, "engine_class", lambda device: engine)
@@ -87,7 +87,7 @@ def pretend_sglang(monkeypatch, tmp_path):
     return tmp_path
 
 
-def test_build_takes_the_path_and_hands_everything_on(pretend_sglang):
+def test_build_forwards_the_path_and_all_options(pretend_sglang):
     """ "Construct the SGLang ModelRunner for a standalone target server." """
     runner = SGLangTargetRunner.build(
         model_path=str(pretend_sglang), dtype=torch.bfloat16, device="cpu", page_size=4
@@ -97,8 +97,8 @@ def test_build_takes_the_path_and_hands_everything_on(pretend_sglang):
     assert ranks.options["dtype"] == "bfloat16"
     assert ranks.options["page_size"] == 4
     assert [*runner.model.parameters()]
-    silent = SGLangTargetRunner.build(str(pretend_sglang), device="cpu")
-    assert silent._ranks.options["dtype"] == "auto"
+    default = SGLangTargetRunner.build(str(pretend_sglang), device="cpu")
+    assert default._ranks.options["dtype"] == "auto"
     runner.close()  # "Release the SGLang model runner (best effort)."
     runner.close()
     assert ranks.calls == [("close", ())]

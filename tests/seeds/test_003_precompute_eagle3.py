@@ -1,6 +1,6 @@
-"""The offline cache's command, called as its document describes it.
+"""The command that writes the offline cache, used as its specification describes.
 
-Each test quotes the sentence that it checks.
+Each test quotes the sentence of the specification that it checks.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from target.tiny_models import tiny_model
 
 
 def test_the_documented_command_line():
-    """python -m ...precompute_eagle3 --target-model ... --dtype bf16, and what is left out."""
+    """python -m ...precompute_eagle3 --target-model ... --dtype bf16, and defaults for the rest."""
     documented = (
         "--target-model meta-llama/Llama-3.1-8B-Instruct "
         "--input-data Aeala/ShareGPT_Vicuna_unfiltered "
@@ -43,12 +43,12 @@ def test_the_documented_command_line():
 
 @pytest.fixture
 def argv(tiny_target, tiny_chats, tmp_path):
-    def make(*more):
+    def make(*extra):
         return [
             "--target-model", str(tiny_target), "--input-data", str(tiny_chats), "--output-dir",
             str(tmp_path / "cache"), "--seq-length", "64", "--draft-vocab-size", "128",
             "--batch-size", "4", "--shard-size", "32", "--dtype", "fp32", "--aux-layer-ids",
-            "0,1,2", "--encoding", "probs", "--num-workers", "1", "--device", "cpu", *more,
+            "0,1,2", "--encoding", "probs", "--num-workers", "1", "--device", "cpu", *extra,
         ]  # fmt: skip
 
     return make
@@ -62,25 +62,25 @@ BAD = {
 
 @pytest.mark.parametrize("flag", BAD)
 def test_bad_values_are_rejected_before_any_model_is_loaded(argv, monkeypatch, capsys, flag):
-    """ "Reject invalid CLI values before loading any model." Also where a program calls `_run`."""
+    """ "Reject invalid CLI values before loading any model." Also if a program calls `_run`."""
 
     def refuse(*_, **__):
         raise AssertionError("a model was loaded")
 
     monkeypatch.setattr("fledge.target.hf.model.load_hf_model", refuse)
-    words = argv(flag, BAD[flag])
-    args = command._build_parser().parse_args(words)
+    arguments = argv(flag, BAD[flag])
+    args = command._build_parser().parse_args(arguments)
     for function in (command._validate_args, command._run):
         with pytest.raises(BadInput, match=flag):
             function(args)
-    assert command.main(words) == 2  # "Parses argv and returns the process exit code."
-    said = capsys.readouterr().err
-    assert flag in said
-    assert said.count("\n") == 1
+    assert command.main(arguments) == 2  # "Parses argv and returns the process exit code."
+    stderr = capsys.readouterr().err
+    assert flag in stderr
+    assert stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize("level", ["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL", "critical"])
-def test_every_level_of_logging_is_accepted(argv, level):
+def test_every_log_level_is_accepted(argv, level):
     command._validate_args(command._build_parser().parse_args(argv("--log-level", level)))
 
 
@@ -89,13 +89,13 @@ def places(directory):
     return [place for shard in store.shards for place in shard.places]
 
 
-def test_written_resumed_and_read_back(argv, tmp_path, monkeypatch, capsys, tiny_chats):
+def test_a_cache_is_written_resumed_and_read_back(argv, tmp_path, monkeypatch, capsys, tiny_chats):
     """ "This script runs the target once over a dataset and writes the supervision to disk"; "Load
     the target, scan the dataset once, and write the sharded cache. Returns an exit code." """
     cache = tmp_path / "cache"
-    words = argv("--target-probs-topk", "0", "--log-level", "CRITICAL")
-    assert command._run(command._build_parser().parse_args(words)) == 0
-    monkeypatch.setattr("sys.argv", ["precompute_eagle3", *words, "--resume"])
+    arguments = argv("--target-probs-topk", "0", "--log-level", "CRITICAL")
+    assert command._run(command._build_parser().parse_args(arguments)) == 0
+    monkeypatch.setattr("sys.argv", ["precompute_eagle3", *arguments, "--resume"])
     assert command.main() == 0  # complete: nothing to do
     shuffled = places(cache)
 
@@ -104,16 +104,16 @@ def test_written_resumed_and_read_back(argv, tmp_path, monkeypatch, capsys, tiny
     other = tmp_path / "other.jsonl"
     other.write_text(tiny_chats.read_text().splitlines()[0] + "\n")
     for change in (["--shuffle-seed", "7"], ["--input-data", str(other)], ["--seq-length", "48"]):
-        assert command.main([*words, *change, "--resume"]) == 2
+        assert command.main([*arguments, *change, "--resume"]) == 2
         assert change[0].lstrip("-").replace("-", "_").removeprefix("input_") in (
-            said := capsys.readouterr().err
-        ), said
+            stderr := capsys.readouterr().err
+        ), stderr
     assert places(cache) == shuffled
 
-    # the default order is that of seed 42, and none is the data's
+    # the default order is that of seed 42, and "none" keeps the data's order
     for seed in ("42", "none"):
         out = tmp_path / seed
-        assert command.main([*words, "--shuffle-seed", seed, "--output-dir", str(out)]) == 0
+        assert command.main([*arguments, "--shuffle-seed", seed, "--output-dir", str(out)]) == 0
     assert places(tmp_path / "42") == shuffled
     in_order = places(tmp_path / "none")
     numbers = [int(place.rpartition(":")[2].split()[-1]) for place in in_order]
@@ -129,38 +129,38 @@ def test_training_reads_it_back_via_cached_target_path(argv, tmp_path):
     path = str(tmp_path / "cache")
     recipe = load_recipe(None, [f"target.cached_target_path={path}"])
     assert (recipe.target.backend, recipe.target.cached_target_path) == ("cache", path)
-    elsewhere = tmp_path / "r.yaml"
-    elsewhere.write_text(f"recipe_args:\n  cached_target_path: {path}\n")
-    for given in (
-        lambda: load_recipe(elsewhere),
+    recipe_file = tmp_path / "r.yaml"
+    recipe_file.write_text(f"recipe_args:\n  cached_target_path: {path}\n")
+    for load in (
+        lambda: load_recipe(recipe_file),
         lambda: load_recipe(None, [f"recipe_args.cached_target_path={path}"]),
     ):
         with pytest.raises(BadInput, match=r"did you mean 'target\.cached_target_path'\?"):
-            given()
+            load()
     with pytest.raises(BadInput, match=str(tmp_path / "nothing")):
         CachedEagle3TargetModel(cached_target_path=tmp_path / "nothing")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_one_batch_as_the_tensors_that_the_trainer_caches(dtype):
+def test_a_batch_becomes_the_tensors_that_are_cached(dtype):
     """ "the cached target_probs / position_mask are numerically identical to the live path. Float
     fields are downcast to cache_dtype; everything is moved to CPU for writing." """
     model = tiny_model("llama")
     ids = torch.arange(0, 90, 2)
     mask = torch.zeros(model.config.vocab_size, dtype=torch.bool).index_fill(0, ids, True)
     batch = HFEagle3TargetModel(model).generate_batch(*padded_rows())
-    kept = command._compute_batch_cache(batch, ids, mask, dtype)
-    probs, sayable = target_distribution(batch.logits.flatten(0, 1), ids, mask)
-    assert torch.equal(kept["target_probs"].flatten(0, 1), probs.to(dtype))
-    charged = sayable & batch.loss_mask.bool().flatten()
-    assert torch.equal(kept["position_mask"].flatten(), charged)
-    assert torch.equal(kept["aux_hidden_states"], batch.aux_hidden_states.to(dtype))
-    assert torch.equal(kept["input_ids"], batch.input_ids)
-    assert torch.equal(kept["loss_mask"], batch.loss_mask)
-    assert {tensor.device.type for tensor in kept.values()} == {"cpu"}
+    cached = command._compute_batch_cache(batch, ids, mask, dtype)
+    probs, covered = target_distribution(batch.logits.flatten(0, 1), ids, mask)
+    assert torch.equal(cached["target_probs"].flatten(0, 1), probs.to(dtype))
+    charged = covered & batch.loss_mask.bool().flatten()
+    assert torch.equal(cached["position_mask"].flatten(), charged)
+    assert torch.equal(cached["aux_hidden_states"], batch.aux_hidden_states.to(dtype))
+    assert torch.equal(cached["input_ids"], batch.input_ids)
+    assert torch.equal(cached["loss_mask"], batch.loss_mask)
+    assert {tensor.device.type for tensor in cached.values()} == {"cpu"}
 
 
-def test_a_different_configuration_is_refused_by_its_fields(tmp_path):
+def test_resuming_with_a_different_configuration_names_the_fields(tmp_path):
     """`_ensure_resume_compatible(cache_dir: str, manifest: dict, existing_shards: set[int])`"""
     cache = str(tmp_path)
     command._ensure_resume_compatible(cache, {"seq_length": 64}, set())

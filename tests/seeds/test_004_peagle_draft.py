@@ -1,6 +1,6 @@
-"""P-EAGLE's side of the draft, called as its document describes it.
+"""The P-EAGLE parts of the draft, used as their specification describes.
 
-Each test quotes the sentence that it checks.
+Each test quotes the sentence of the specification that it checks.
 """
 
 import inspect
@@ -54,13 +54,13 @@ def test_the_placeholder_is_one_parameter_before_fc():
 
 
 @pytest.mark.parametrize("fc_norm", [False, True])
-def test_the_placeholder_goes_the_way_of_aux_states(fc_norm):
+def test_the_placeholder_is_projected_like_aux_states(fc_norm):
     """ "Returns a [1, hidden_size] tensor obtained by running the placeholder through the same
     project_hidden_states path (fc plus optional fc_norm)" """
     draft = make_draft(fc_norm=fc_norm)
-    found = draft.masked_projected_hidden()
-    assert found.shape == (1, 16)
-    assert torch.equal(found, draft.project_hidden_states(draft.mask_hidden)[0])
+    projected = draft.masked_projected_hidden()
+    assert projected.shape == (1, 16)
+    assert torch.equal(projected, draft.project_hidden_states(draft.mask_hidden)[0])
 
 
 def elements(generator=3):
@@ -89,7 +89,7 @@ def inputs(draft, anchor, depth):
 
 
 @pytest.mark.parametrize("norm_output", [False, True])
-def test_one_pass_over_all_depths_is_what_each_element_would_see_alone(norm_output):
+def test_one_pass_over_all_depths_equals_a_pass_for_each_element(norm_output):
     """ "P-EAGLE flattens all COD depths into one sequence and attends in a single pass";
     "Cross-depth visibility is enforced entirely by block_mask"; "Returns the pre-logits hidden
     states (post-norm when config.norm_output is set), one row per sampled element." """
@@ -106,15 +106,15 @@ def test_one_pass_over_all_depths_is_what_each_element_would_see_alone(norm_outp
     assert out.shape == (1, len(anchor), 16)
     assert depth.max() == 2
     for index, (a, d) in enumerate(zip(anchor.tolist(), depth.tolist(), strict=True)):
-        # as in serving: the verified tokens of its document, then its own mask slots, causally
+        # as in serving: the verified tokens of its document, then its mask slots, all causal
         begin = 0 if a < 4 else 4
-        alone = torch.tensor([*range(begin, a + 1), *[a] * d])
+        anchors = torch.tensor([*range(begin, a + 1), *[a] * d])
         depths = torch.tensor([0] * (a + 1 - begin) + [*range(1, d + 1)])
         causal = create_block_mask(
-            lambda b, h, q, kv: q >= kv, None, None, len(alone), len(alone), device="cpu"
+            lambda b, h, q, kv: q >= kv, None, None, len(anchors), len(anchors), device="cpu"
         )
-        given = inputs(draft, alone, depths)
-        expected = draft.forward_peagle(*given, causal)[0, -1]
+        element_inputs = inputs(draft, anchors, depths)
+        expected = draft.forward_peagle(*element_inputs, causal)[0, -1]
         torch.testing.assert_close(out[0, index], expected, rtol=1e-9, atol=1e-9)
     logits = draft.compute_logits(out)
     assert logits.shape == (1, len(anchor), 9)
@@ -122,7 +122,7 @@ def test_one_pass_over_all_depths_is_what_each_element_would_see_alone(norm_outp
     torch.testing.assert_close(logits, head_input @ draft.lm_head.weight.T)
 
 
-def test_the_mask_is_the_one_that_the_mask_function_describes():
+def test_the_block_mask_uses_the_documented_mask_function():
     """ "Construct the COD flex_attention block mask for one sequence" "(see
     create_peagle_mask_mod)"."""
     anchor, depth = elements()
@@ -132,12 +132,12 @@ def test_the_mask_is_the_one_that_the_mask_function_describes():
     expected = create_peagle_mask_mod(anchor, depth, [4, 3], WIDTH)(
         zero, zero, index[:, None], index[None]
     )
-    found = block.mask_mod(zero, zero, index[:, None], index[None])
-    assert torch.equal(found, expected)
+    actual = block.mask_mod(zero, zero, index[:, None], index[None])
+    assert torch.equal(actual, expected)
     assert 0 < expected.sum() < expected.numel()
 
 
-def test_the_layers_have_forwards_of_their_own():
+def test_the_layers_have_their_own_peagle_forwards():
     """ "Decoder-layer variant for the P-EAGLE single parallel forward": "same norms, residuals, MLP
     and [embeds, hidden] concatenation"; "Standard pre-norm Llama block over H hidden states with
     the COD mask." """
@@ -153,9 +153,9 @@ def test_the_layers_have_forwards_of_their_own():
         "hidden_states", "position_ids", "block_mask",
     ]  # fmt: skip
     embeds = draft.embed_tokens(ids)
-    both = torch.cat([fused.input_layernorm(embeds), fused.hidden_norm(hidden)], dim=-1)
+    combined = torch.cat([fused.input_layernorm(embeds), fused.hidden_norm(hidden)], dim=-1)
     attended = fused.self_attn.forward_peagle(
-        combined_states=both, position_ids=positions, block_mask=mask
+        combined_states=combined, position_ids=positions, block_mask=mask
     )
     state = hidden + attended
     state = state + fused.mlp(fused.post_attention_layernorm(state))
@@ -193,9 +193,9 @@ def test_gradient_checkpointing_trades_one_forward_for_memory(monkeypatch):
     expected = gradient()
     assert calls == []
     draft.gradient_checkpointing_enable()
-    found = gradient()
+    actual = gradient()
     assert calls == [False, False]
-    assert all(map(torch.equal, found, expected))
+    assert all(map(torch.equal, actual, expected))
     draft.eval()
     gradient()
     draft.train()
@@ -216,9 +216,9 @@ def test_compiled_only_where_inductor_supports_the_tensors():
     assert flex_peagle._Compiled.failure is None
 
 
-def test_what_a_trainer_adds_to_the_draft(tmp_path):
-    """ "The P-EAGLE trainer scatters the result into every masked COD depth"; the checkpoint says
-    what it was trained for, and the embeddings may be frozen."""
+def test_training_reaches_the_placeholder_and_is_recorded_in_the_config(tmp_path):
+    """ "The P-EAGLE trainer scatters the result into every masked COD depth"; the checkpoint
+    records the training settings, and the embeddings may be frozen."""
     draft = make_draft().float()
     draft.freeze_embeddings()
     ids = draft.selected_token_ids
@@ -242,9 +242,9 @@ def test_what_a_trainer_adds_to_the_draft(tmp_path):
     assert (config.parallel_drafting, config.mask_token_id) == (True, MASK_ID)
 
 
-def test_cod_sampling_has_its_defaults():
-    named = inspect.signature(generate_cod_sample_indices).parameters
-    assert [named[name].default for name in (
+def test_cod_sampling_has_the_documented_defaults():
+    parameters = inspect.signature(generate_cod_sample_indices).parameters
+    assert [parameters[name].default for name in (
         "num_depths", "down_sample_ratio", "down_sample_ratio_min",
     )] == [8, 0.7, 0.2]  # fmt: skip
     anchor, depth = generate_cod_sample_indices(12, torch.ones(12))
