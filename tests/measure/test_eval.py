@@ -338,7 +338,7 @@ def test_figures_of_the_worked_example():
     assert figures.joint == [2 / 3, 0.0]
     assert figures.conditional == [2 / 3, 0.0]
     assert figures.reached == (3, 1)
-    # rounds may start at slots 2..5: hits 1, 0, 0, 2 (one of the last two is inside the text)
+    # rounds may start at slots 2..5: hits 1, 0, 0, 2 (one of the 2 is inside the text)
     assert every_slot_length([sample()], depth=2) == 1 + 2 / 4 + 0 / 3
     assert every_slot_length([Sample([1], [2, 3, 4], [])], depth=2) is None
 

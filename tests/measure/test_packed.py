@@ -24,8 +24,8 @@ def conversations(target, draft, asked, depth):
     """Conversations of two answers as token rows, and the acceptance of their live rounds."""
     live = SpeculativeDecoder(target, draft, aux_layer_ids=AUX, num_draft_tokens=depth)
     first = live.generate(asked, STOPS)
-    turn = [answer.prompt_ids + answer.token_ids for answer in first]
-    second = live.generate([[*ids, 7, 5] for ids in turn], STOPS)
+    answered = [answer.prompt_ids + answer.token_ids for answer in first]
+    second = live.generate([[*ids, 7, 5] for ids in answered], STOPS)
     rows, pairs = [], []
     for answer_1, answer_2 in zip(first, second, strict=True):
         text = answer_2.prompt_ids + answer_2.token_ids
@@ -33,9 +33,9 @@ def conversations(target, draft, asked, depth):
         mask[len(answer_1.prompt_ids) : len(answer_1.prompt_ids) + len(answer_1.token_ids)] = 1
         mask[len(answer_2.prompt_ids) :] = 1
         rows.append(TokenRow(np.array(text, dtype=np.int32), mask, "", truncated=False))
-        for turn in (answer_1, answer_2):
-            total = len(turn.prompt_ids) + len(turn.token_ids)
-            pairs += [(round_, total) for round_ in turn.rounds]
+        for answered in (answer_1, answer_2):
+            total = len(answered.prompt_ids) + len(answered.token_ids)
+            pairs += [(round_, total) for round_ in answered.rounds]
     return rows, count_rounds(pairs, depth)
 
 
