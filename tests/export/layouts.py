@@ -78,7 +78,7 @@ def as_automodel(config: dict, tensors: dict, out: Path, target: Path) -> None:
 
 
 def as_modelopt(config: dict, tensors: dict, out: Path, target: Path) -> None:
-    """ModelOpt: plain names, no embeddings or t2d; layers in `eagle_config`, counted as in fledge."""
+    """ModelOpt: plain names, no embeddings, no t2d; layer ids in `eagle_config`, as in fledge."""
     kept = {k: v for k, v in tensors.items() if k not in ("embed_tokens.weight", "t2d")}
     save_file(kept, out / "model.safetensors")
     eagle = {

@@ -32,18 +32,18 @@ def made(tiny_target, tmp_path_factory):
     root = tmp_path_factory.mktemp("blocks")
     exports = {}
     for kind, engine in CASES:
-        ours = root / kind
-        if not ours.exists():
-            make_block(ours, **KINDS[kind])
+        draft_dir = root / kind
+        if not draft_dir.exists():
+            make_block(draft_dir, **KINDS[kind])
         out = root / f"{kind}-{engine}"
         options = {"engine": engine, "target": str(tiny_target), "check": CHECK}
-        exports[kind, engine] = ours, export_draft(ours, out, **options)
+        exports[kind, engine] = draft_dir, export_draft(draft_dir, out, **options)
     return exports
 
 
 @pytest.mark.parametrize(("kind", "engine"), CASES)
 def test_the_files_match_the_draft_and_decode_like_it(made, kind, engine):
-    ours, out = made[kind, engine]
+    draft_dir, out = made[kind, engine]
     record = read_export_record(out)
     check = record["self_check"]
     assert check["decoded"]["same_as_checkpoint"] is True
@@ -51,7 +51,7 @@ def test_the_files_match_the_draft_and_decode_like_it(made, kind, engine):
     assert record["num_draft_tokens"] == (5 if "dspark" in kind else 4)
     tensors = tensors_of(out)
     extra = {"lm_head.weight"} if "small" in kind else set()
-    assert tensors.keys() == tensors_of(ours).keys() | extra
+    assert tensors.keys() == tensors_of(draft_dir).keys() | extra
     assert check["tensors"] == len(tensors)
     assert not any(name.startswith("embed_tokens") for name in tensors)
 
@@ -89,8 +89,8 @@ def test_config_keys_of_each_layout(made):
 
 @pytest.mark.parametrize("kind", ["dflash", "dflash, causal", "dflash, sliding", "dspark"])
 def test_a_flat_export_loads_as_the_original_draft(made, kind):
-    ours, out = made[kind, "vllm"]
-    original, reloaded = (BlockDraftModel.from_pretrained(path) for path in (ours, out))
+    draft_dir, out = made[kind, "vllm"]
+    original, reloaded = (BlockDraftModel.from_pretrained(path) for path in (draft_dir, out))
     assert differing_tensors(original.state_dict(), reloaded.state_dict()) == []
     assert differing_flags(original.config, reloaded.config) == []
     assert list(reloaded.config.aux_layer_ids) == [0, 2]
@@ -98,41 +98,43 @@ def test_a_flat_export_loads_as_the_original_draft(made, kind):
 
 @pytest.mark.parametrize(("kind", "engine"), sorted(REFUSED))
 def test_drafts_that_an_engine_would_misread_are_refused(tiny_target, tmp_path, kind, engine):
-    ours = make_block(tmp_path / "ours", **KINDS[kind])
+    draft_dir = make_block(tmp_path / "ours", **KINDS[kind])
     with pytest.raises(BadInput, match=REFUSED[kind, engine]):
-        export_draft(ours, tmp_path / "out", engine=engine, target=str(tiny_target))
+        export_draft(draft_dir, tmp_path / "out", engine=engine, target=str(tiny_target))
 
 
 @pytest.mark.parametrize(("engine", "version"), [("vllm", "0.31.0"), ("sglang", "0.5.9")])
 def test_older_engines_cannot_serve_blocks(tiny_target, tmp_path, engine, version):
-    ours = make_block(tmp_path / "ours")
+    draft_dir = make_block(tmp_path / "ours")
     options = {"engine": engine, "engine_version": version, "target": str(tiny_target)}
     with pytest.raises(BadInput, match="blocks"):
-        export_draft(ours, tmp_path / "out", **options)
+        export_draft(draft_dir, tmp_path / "out", **options)
 
 
 def test_a_block_cannot_be_served_in_part(tiny_target, tmp_path):
-    ours = make_block(tmp_path / "ours")
+    draft_dir = make_block(tmp_path / "ours")
     options = {"engine": "vllm", "target": str(tiny_target), "num_draft_tokens": 3}
     with pytest.raises(BadInput, match="blocks are of 4 drafted tokens"):
-        export_draft(ours, tmp_path / "out", **options)
+        export_draft(draft_dir, tmp_path / "out", **options)
 
 
 def test_a_reduced_vocabulary_needs_the_targets_head(tiny_target, tmp_path):
-    ours = make_block(tmp_path / "ours", draft_vocab_size=90)
+    draft_dir = make_block(tmp_path / "ours", draft_vocab_size=90)
     options = {"engine": "vllm", "target": str(tiny_target), "without_target": True}
     with pytest.raises(BadInput, match="rows of the target's head"):
-        export_draft(ours, tmp_path / "out", **options)
-    ours = make_block(tmp_path / "full")
-    export_draft(ours, tmp_path / "out", **options)
+        export_draft(draft_dir, tmp_path / "out", **options)
+    draft_dir = make_block(tmp_path / "full")
+    export_draft(draft_dir, tmp_path / "out", **options)
 
 
 def test_unsorted_layers_are_sorted(tiny_target, tmp_path):
     """Engines pass features in ascending order of layers, so fc's columns are reordered."""
-    ours = make_block(tmp_path / "ours", aux_layer_ids=[2, 0])
-    out = export_draft(ours, tmp_path / "out", engine="vllm", target=str(tiny_target), check=CHECK)
+    draft_dir = make_block(tmp_path / "ours", aux_layer_ids=[2, 0])
+    out = export_draft(
+        draft_dir, tmp_path / "out", engine="vllm", target=str(tiny_target), check=CHECK
+    )
     assert config_of(out)["dflash_config"]["target_layer_ids"] == [0, 2]
-    before, after = tensors_of(ours)["fc.weight"], tensors_of(out)["fc.weight"]
+    before, after = tensors_of(draft_dir)["fc.weight"], tensors_of(out)["fc.weight"]
     assert torch.equal(after, torch.cat([before[:, 32:], before[:, :32]], dim=1))
 
 
@@ -172,9 +174,9 @@ BREAKS = [
 
 @pytest.mark.parametrize(("kind", "engine", "change"), BREAKS)
 def test_the_reader_detects_a_changed_key(made, tmp_path, kind, engine, change):
-    ours, out = made[kind, engine]
+    draft_dir, out = made[kind, engine]
     broken = shutil.copytree(out, tmp_path / "broken")
-    draft = BlockDraftModel.from_pretrained(ours)
+    draft = BlockDraftModel.from_pretrained(draft_dir)
     assert _faults(broken, engine, draft) == []
     rewrite(broken, config=change)
     assert _faults(broken, engine, draft)

@@ -32,7 +32,7 @@ def made(speculators, tiny_target, tmp_path_factory):
     root = tmp_path_factory.mktemp("speculators-blocks")
     exports = {}
     for kind in READ:
-        ours = make_block(root / kind, **KINDS[kind])
+        draft_dir = make_block(root / kind, **KINDS[kind])
         target_path = str(tiny_target)  # they read the shared tables from the named target
         options = {
             "engine": "speculators",
@@ -40,8 +40,8 @@ def made(speculators, tiny_target, tmp_path_factory):
             "target_name": target_path,
             "check": CHECK,
         }
-        out = export_draft(ours, root / f"{kind}-out", **options)
-        exports[kind] = whole_block(ours, tiny_target), out
+        out = export_draft(draft_dir, root / f"{kind}-out", **options)
+        exports[kind] = whole_block(draft_dir, tiny_target), out
     return exports
 
 
@@ -144,7 +144,7 @@ BREAKS = {
             rope_theta=1e4
         )
     },
-    "norm of features": {"tensors": lambda held: held["hidden_norm.weight"].fill_(1.0)},
+    "norm of features": {"tensors": lambda state: state["hidden_norm.weight"].fill_(1.0)},
     "sliding": {
         "config": lambda values: values["transformer_layer_config"].update(
             layer_types=["sliding_attention"] * 2, use_sliding_window=True, sliding_window=3

@@ -68,7 +68,7 @@ def test_the_depth_is_read_from_speculators_own_keys(draft, kind, tiny_target, t
     depth_key, depth = next(iter(TRAINED[kind].items()))
     options = {"target": str(tiny_target), "without_target": True}
     exported = export_draft(draft, tmp_path / "exported", engine="speculators", **options)
-    rewrite(exported, config=lambda said: [said.pop(name) for name in TRAINED[kind]])
+    rewrite(exported, config=lambda values: [values.pop(name) for name in TRAINED[kind]])
     imported = import_draft(exported, tmp_path / "imported", target=str(tiny_target))
     assert trained_depth(imported) == {depth_key: depth}
 
