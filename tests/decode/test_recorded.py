@@ -92,13 +92,11 @@ def test_finished_rows_stay_in_the_batch_until_half_have_finished(narrow, target
     shrinks = []
     select, advance = recording.target.select, recording._advance
     recording.target.select = lambda rows: (
-        shrinks.append((sizes_before[-1], len(rows))),
+        shrinks.append((sizes[-1], len(rows))),
         select(rows),
     )
-    sizes_before = []  # batch sizes before each round
-    recording._advance = lambda rows, *more: (sizes_before.append(len(rows)), advance(rows, *more))[
-        1
-    ]
+    sizes = []  # batch sizes before each round
+    recording._advance = lambda rows, *more: (sizes.append(len(rows)), advance(rows, *more))[1]
     limits = Stops(40, frozenset(range(3, 12)))  # rows end at different times
     generations = recording.generate(asked[:16], limits)
     expected = [plain_greedy(target, prompt, limits) for prompt in asked[:16]]
