@@ -1,4 +1,4 @@
-"""One target, a few drafts and the definition's answers, made once."""
+"""One target, a few drafts, and the target's plain greedy answers, built once per session."""
 
 import pytest
 
@@ -27,5 +27,5 @@ def asked():
 
 @pytest.fixture(scope="session")
 def answers(target, asked):
-    """The target's own greedy text, by the definition."""
+    """The target's greedy answers, decoded without caches or drafts."""
     return [plain_greedy(target, prompt, STOPS) for prompt in asked]

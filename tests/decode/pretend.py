@@ -1,4 +1,4 @@
-"""CUDA graphs without a GPU: what recording does to a pass's inputs, results and memory."""
+"""Emulates CUDA graphs on a CPU: what recording does to a pass's inputs, results and memory."""
 
 from dataclasses import fields, is_dataclass
 
@@ -17,7 +17,7 @@ def tensors_of(result):
 
 
 class PretendPass:
-    """Rehearsed twice; then runs on inputs of its own, into results that stay where they are."""
+    """Warmed up twice; then runs on its own input buffers, into results at fixed addresses."""
 
     def __init__(self, owner, run, inputs):
         self._owner, self._run = owner, run
@@ -34,7 +34,7 @@ class PretendPass:
         }
         for name, tensor in inputs.items():
             self._inputs[name].copy_(tensor)
-        for other in self._owner.everything:  # memory is shared: nobody's results outlive this
+        for other in self._owner.everything:  # memory is shared: this overwrites all results
             for tensor in tensors_of(other.results):
                 tensor.fill_(float("nan") if tensor.is_floating_point() else 1 << 40)
         new = tensors_of(self._run(**self._inputs))
@@ -44,7 +44,7 @@ class PretendPass:
 
 
 class PretendPasses(Passes):
-    """As on a GPU. `broken`: the passes that cannot be recorded."""
+    """Records as on a GPU. With `broken` set, every attempt to record a pass fails."""
 
     broken = False
 
@@ -52,7 +52,7 @@ class PretendPasses(Passes):
         super().__init__(device, record=record)
         self._can_record = record
         self.everything, self.learned = [], []
-        self.caches = list  # where the caches lie
+        self.caches = list  # returns the addresses of the caches
 
     def _try_record(self, key, run, inputs):
         function, constants = key[:2]

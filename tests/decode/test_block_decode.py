@@ -1,4 +1,4 @@
-"""DFlash and DSpark decode losslessly, as the textbook's block says, and replay foresees it all."""
+"""DFlash and DSpark decode losslessly, propose what a naive block does, and replay predicts it."""
 
 import copy
 
@@ -52,7 +52,7 @@ def make_block(target, *, fit=0, seed=1, width=None, **options):
 
 
 def fit_draft(target, draft, steps):
-    """On the target's own greedy texts."""
+    """Train on the target's own greedy texts."""
     prompts = torch.tensor([[n, n + 1, 2 * n % 40, 7] for n in range(16)])
     rows = target.generate(
         prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=20, do_sample=False,
@@ -91,14 +91,14 @@ def blocks(target):
 
 @pytest.mark.parametrize("batch", [1, 8])
 @pytest.mark.parametrize("kind", ["random", "trained", "causal", "spark", "sure"])
-def test_the_text_is_the_targets(target, blocks, asked, answers, kind, batch):
+def test_output_matches_plain_greedy_decoding(target, blocks, asked, answers, kind, batch):
     decoder = SpeculativeDecoder(target, blocks[kind], num_draft_tokens=4)
     count = (200 if kind in ("trained", "spark") else 40) if batch == 8 else 12
-    found = []
+    generations = []
     for begin in range(0, count, batch):
-        found += decoder.generate(asked[begin : begin + batch], STOPS)
-    assert [(one.token_ids, one.finish) for one in found] == answers[:count]
-    accepted = [r.accepted for one in found for r in one.rounds]
+        generations += decoder.generate(asked[begin : begin + batch], STOPS)
+    assert [(text.token_ids, text.finish) for text in generations] == answers[:count]
+    accepted = [r.accepted for text in generations for r in text.rounds]
     if kind != "random":
         assert max(accepted) >= 2
         assert min(accepted) == 0
@@ -106,54 +106,56 @@ def test_the_text_is_the_targets(target, blocks, asked, answers, kind, batch):
 
 @pytest.mark.parametrize("kind", ["random", "trained", "causal", "spark", "sure"])
 @pytest.mark.parametrize("count", [2, 4])
-def test_replay_is_live(target, blocks, asked, answers, kind, count):
-    """Accepted lengths of every round, foreseen from the text alone."""
+def test_replay_matches_live_rounds(target, blocks, asked, answers, kind, count):
+    """Replay predicts the accepted length of every round from the text alone."""
     draft = blocks[kind]
     live = SpeculativeDecoder(target, draft, num_draft_tokens=count).generate(asked[:60], STOPS)
-    texts = [Text(one.prompt_ids, one.token_ids) for one in live]
+    texts = [Text(text.prompt_ids, text.token_ids) for text in live]
     with HFEagle3TargetModel(target, AUX, supervision="hidden") as backend:
-        foreseen = replay(backend, draft, texts, num_draft_tokens=count, batch_tokens=64)
-    assert [one.rounds for one in live] == [one.rounds for one in foreseen]
-    assert sum(len(one.rounds) for one in live) > 60
+        replayed = replay(backend, draft, texts, num_draft_tokens=count, batch_tokens=64)
+    assert [text.rounds for text in live] == [text.rounds for text in replayed]
+    assert sum(len(text.rounds) for text in live) > 60
 
 
 @pytest.mark.parametrize("kind", ["random", "trained", "causal", "spark"])
-def test_proposals_are_the_textbooks(target, blocks, monkeypatch, kind):
-    """Every proposed token of every round, rows of different lengths, against one block written
-    out in loops."""
+def test_proposals_match_the_textbook_block(target, blocks, monkeypatch, kind):
+    """Compare every proposed token of every round, for rows of different lengths, with a block
+    computed in plain loops."""
     draft = blocks[kind]
     strategy = MarkovBlock if kind == "spark" else Block
     assert choose(draft) is strategy
-    seen, plain = [], strategy.propose
+    proposals, propose = [], strategy.propose
     monkeypatch.setattr(
         strategy,
         "propose",
-        lambda self, state, chooser: seen.append(plain(self, state, chooser)) or seen[-1],
+        lambda self, state, chooser: (
+            proposals.append(propose(self, state, chooser)) or proposals[-1]
+        ),
     )
     prompts = [[5, 9, 1], [7], [2, 2, 8, 30, 4]]
     decoder = SpeculativeDecoder(target, draft, num_draft_tokens=4)
-    states = []
-    decoder.generate(prompts, STOPS, on_round=lambda texts: states.append(
+    after_rounds = []
+    decoder.generate(prompts, STOPS, on_round=lambda texts: after_rounds.append(
         [(list(t.token_ids), t.finish) for t in texts]))  # fmt: skip
-    known = [[(g, None) for g in first(target, prompts)], *states]
+    before_rounds = [[(g, None) for g in first_tokens(target, prompts)], *after_rounds]
     compared = 0
-    for proposal, before in zip(seen, known, strict=False):
-        alive = [row for row, (_, finish) in enumerate(before) if finish is None]
-        for tokens, row in zip(proposal.token_BN.tolist(), alive, strict=True):
+    for proposal, before in zip(proposals, before_rounds, strict=False):
+        unfinished = [row for row, (_, finish) in enumerate(before) if finish is None]
+        for tokens, row in zip(proposal.token_BN.tolist(), unfinished, strict=True):
             text = [*prompts[row], *before[row][0]]
             assert tokens == textbook_tokens(target, draft, text), (row, text)
             compared += 1
     assert compared > 10
 
 
-def first(target, prompts):
+def first_tokens(target, prompts):
     with torch.no_grad():
         return [[int(target(torch.tensor([p])).logits[0, -1].argmax())] for p in prompts]
 
 
 @torch.no_grad()
 def textbook_tokens(target, draft, text):
-    """What is proposed behind `text`, whose last token the target has not read."""
+    """The tokens proposed after `text`, whose last token the target has not read yet."""
     states = {}
     hooks = [
         target.model.layers[i].register_forward_hook(
@@ -164,8 +166,8 @@ def textbook_tokens(target, draft, text):
     target(torch.tensor([text[:-1]]))
     for hook in hooks:
         hook.remove()
-    found = [out[0] if isinstance(out, tuple) else out for _, out in sorted(states.items())]
-    aux = torch.cat([out[0] for out in found], -1)
+    layer_outputs = [out[0] if isinstance(out, tuple) else out for _, out in sorted(states.items())]
+    aux = torch.cat([out[0] for out in layer_outputs], -1)
     document = Document(torch.tensor(text), None, aux, None)
     out = block_states(draft, document, len(text) - 1)
     selected, newest, tokens = draft.selected_token_ids, text[-1], []
@@ -180,46 +182,49 @@ def textbook_tokens(target, draft, text):
     return tokens
 
 
-def test_a_threshold_cuts_what_is_unlikely_to_stand(target, blocks, asked):
+def test_a_confidence_threshold_drops_unlikely_tokens(target, blocks, asked):
     draft = blocks["spark"]
-    found = {}
+    by_threshold = {}
     for threshold in (0.0, 0.3, 0.999):
         draft.config.confidence_threshold = threshold
         decoder = SpeculativeDecoder(target, draft, num_draft_tokens=4)
-        found[threshold] = decoder.generate(asked[:20], STOPS)
+        by_threshold[threshold] = decoder.generate(asked[:20], STOPS)
     draft.config.confidence_threshold = 0.0
-    texts = [[one.token_ids for one in each] for each in found.values()]
+    texts = [[text.token_ids for text in generations] for generations in by_threshold.values()]
     assert texts[0] == texts[1] == texts[2]
-    lengths = [sum(r.accepted for one in each for r in one.rounds) for each in found.values()]
+    lengths = [
+        sum(r.accepted for text in generations for r in text.rounds)
+        for generations in by_threshold.values()
+    ]
     assert lengths[0] >= lengths[1] > lengths[2]
 
 
 @pytest.mark.parametrize("kind", ["dflash", "dspark", "dspark with a threshold"])
-def test_texts_are_distributed_as_the_targets_own(kind):
+def test_texts_follow_the_targets_distribution(kind):
     target = make_target(vocab=test_sampling.VOCAB, sharp=0.35, seed=4)
     options = SPARK if "dspark" in kind else {}
-    cut = {"confidence_threshold": 0.45} if "threshold" in kind else {}
-    draft = make_block(target, width=4, seed=5, **options, **cut)
-    if cut:
-        state = draft.confidence_head.proj
+    threshold = {"confidence_threshold": 0.45} if "threshold" in kind else {}
+    draft = make_block(target, width=4, seed=5, **options, **threshold)
+    if threshold:
+        projection = draft.confidence_head.proj
         with torch.no_grad():
-            state.bias.fill_(0.4)
+            projection.bias.fill_(0.4)
     values = [test_sampling.p_value(target, draft, None, seed) for seed in (0, 1)]
     assert max(values) > 0.05
     assert min(values) > 0.001
 
 
-def test_recorded_passes_say_the_same(target, blocks, asked, answers, monkeypatch):
-    """As on a GPU: fixed shapes, garbage where nothing was accepted."""
+def test_recorded_passes_give_the_same_output(target, blocks, asked, answers, monkeypatch):
+    """As on a GPU: shapes are fixed, and positions that were not accepted hold garbage."""
     monkeypatch.setattr(speculative, "Passes", PretendPasses)
     for kind in ("trained", "spark", "causal"):
         decoder = SpeculativeDecoder(target, blocks[kind], num_draft_tokens=4)
-        found = decoder.generate(asked[:24], STOPS)
-        assert [(one.token_ids, one.finish) for one in found] == answers[:24]
+        generations = decoder.generate(asked[:24], STOPS)
+        assert [(text.token_ids, text.finish) for text in generations] == answers[:24]
         assert {name for name, _ in decoder.passes.learned} == {"propose", "verify"}
 
 
-def test_a_draft_without_its_targets_tables_says_so(target):
+def test_a_draft_without_its_targets_tables_is_rejected(target):
     draft = make_block(target)
     bare = BlockDraftModel(draft.config).double()
     with pytest.raises(ValueError, match="its target's embedding and head"):

@@ -1,4 +1,4 @@
-"""The caches compute what one pass over the whole text computes."""
+"""Cached passes compute the same as one uncached pass over the whole text."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def whole_pass(model, ids):
     return out.logits[0], torch.cat([out.hidden_states[i + 1][0] for i in AUX[:2]], -1)
 
 
-def windowed(window=4):
+def windowed_target(window=4):
     torch.manual_seed(2)
     config = MistralConfig(
         vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=3,
@@ -37,8 +37,8 @@ def windowed(window=4):
 @pytest.mark.parametrize("kind", ["full", "window"])
 @settings(max_examples=12, deadline=None)
 @given(data=st.data())
-def test_the_target_forgets_exactly_what_was_rejected(target, kind, data):
-    model = target if kind == "full" else windowed()
+def test_the_target_cache_drops_exactly_the_rejected_tokens(target, kind, data):
+    model = target if kind == "full" else windowed_target()
     tokens = st.lists(st.integers(0, 39), min_size=1, max_size=9)
     rows = data.draw(st.lists(tokens, min_size=1, max_size=4))
     cached = NumberedTarget(model, AUX[:2])
@@ -58,9 +58,9 @@ def test_the_target_forgets_exactly_what_was_rejected(target, kind, data):
                 torch.testing.assert_close(answer.logits_BNV[index], logits[len(row) :], **EXACT)
                 torch.testing.assert_close(answer.aux_BND[index], aux[len(row) :], **EXACT)
             alive = sorted(data.draw(st.sets(st.sampled_from(range(len(rows))), min_size=1)))
-            take = [data.draw(st.integers(0, count)) for _ in alive]
-            cached.keep(alive, [list(range(n)) for n in take])
-            rows = [rows[i] + new[i][:n] for i, n in zip(alive, take, strict=True)]
+            accepted = [data.draw(st.integers(0, count)) for _ in alive]
+            cached.keep(alive, [list(range(n)) for n in accepted])
+            rows = [rows[i] + new[i][:n] for i, n in zip(alive, accepted, strict=True)]
             assert cached.lengths == [len(row) for row in rows]
 
 
@@ -68,13 +68,13 @@ def test_the_target_forgets_exactly_what_was_rejected(target, kind, data):
     "kept",
     [
         {0: [0, 1, 3], 2: [0, 5]},  # root, nodes 0, 2 of the first row; root, node 4 of the last
-        {0: [0, 1, 3], 1: [0, 1, 2], 2: [0, 1, 3]},  # every row, as many tokens each
+        {0: [0, 1, 3], 1: [0, 1, 2], 2: [0, 1, 3]},  # every row, the same number of tokens each
         {0: [0, 1, 2, 4], 1: [0], 2: [0, 5]},
     ],
 )
-def test_a_tree_is_read_as_its_paths_and_one_of_them_is_kept(target, kept):
+def test_a_tree_is_verified_path_by_path_and_one_path_is_kept(target, kept):
     rows = [[5, 6, 7], [9], [1, 2]]
-    #         0 -> 1 -> 3, 0 -> 2, and 4 from the root
+    # 0 -> 1 -> 3, 0 -> 2, and 4 from the root
     parents = [[-1, 0, 0, 1, -1]] * 3
     nodes = [[11, 12, 13, 14, 15], [21, 22, 23, 24, 25], [31, 32, 33, 34, 35]]
     roots = [4, 8, 3]
@@ -83,7 +83,9 @@ def test_a_tree_is_read_as_its_paths_and_one_of_them_is_kept(target, kept):
     with torch.no_grad():
         cached.begin(rows)
         layout = tree_layout(torch.tensor(parents), 3)
-        token = torch.tensor([[root, *own] for root, own in zip(roots, nodes, strict=True)])
+        token = torch.tensor(
+            [[root, *row_nodes] for root, row_nodes in zip(roots, nodes, strict=True)]
+        )
         answer = cached.step(token, layout)
         for index, row in enumerate(rows):
             for node, path in paths.items():
@@ -93,15 +95,16 @@ def test_a_tree_is_read_as_its_paths_and_one_of_them_is_kept(target, kept):
                 torch.testing.assert_close(answer.aux_BND[index, node + 1], aux[-1], **EXACT)
         cached.keep(list(kept), list(kept.values()))
         after = cached.step(torch.tensor([[20], [19], [18]][: len(kept)]))
-        for place, (index, own) in enumerate(kept.items()):
-            text = [*rows[index], *(int(token[index, i]) for i in own), 20 - place]
+        for place, (index, places) in enumerate(kept.items()):
+            text = [*rows[index], *(int(token[index, i]) for i in places), 20 - place]
             logits, _ = whole_pass(target, text)
             torch.testing.assert_close(after.logits_BNV[place, 0], logits[-1], **EXACT)
 
 
-def test_a_window_counts_places_in_the_text_not_nodes():
-    """0 and 1 from the root, 1 -> 2 -> 3: node 1 stands next to the root, behind node 0."""
-    model, row, nodes = windowed(2), [5, 6, 7], [11, 12, 13, 14]
+def test_a_sliding_window_counts_text_positions_not_tree_nodes():
+    """0 and 1 from the root, 1 -> 2 -> 3: node 1 comes right after the root in the text, though it
+    is stored after node 0."""
+    model, row, nodes = windowed_target(2), [5, 6, 7], [11, 12, 13, 14]
     cached = NumberedTarget(model, AUX[:2])
     with torch.no_grad():
         cached.begin([row])
@@ -114,7 +117,7 @@ def test_a_window_counts_places_in_the_text_not_nodes():
 
 
 @pytest.mark.parametrize("options", [{}, {"layers": 3}, {"norm_output": True, "fc_norm": True}])
-def test_the_cached_draft_computes_the_rollout_of_training(target, options):
+def test_the_cached_draft_matches_the_training_rollout(target, options):
     draft = make_draft(target, **options)
     ids = torch.randint(0, 40, (1, 9))
     ones = torch.ones_like(ids)
@@ -126,9 +129,9 @@ def test_the_cached_draft_computes_the_rollout_of_training(target, options):
         drafter.start(1)
         begin = 0
         for anchor in (2, 3, 5):  # after two, one and two more verified slots
-            own = slice(begin, anchor + 1)
+            new = slice(begin, anchor + 1)
             verified = round_state(
-                drafter, batch.aux_hidden_states[:, own], batch.input_ids[:, own], [begin],
+                drafter, batch.aux_hidden_states[:, new], batch.input_ids[:, new], [begin],
                 [anchor + 1 - begin], ahead=2,
             )  # fmt: skip
             state = drafter.extend(verified)
@@ -138,20 +141,20 @@ def test_the_cached_draft_computes_the_rollout_of_training(target, options):
                     index = torch.tensor([[anchor + depth]])
                     state = drafter.run(state[:, None], token, index, used=anchor + depth + 1)[:, 0]
                 row = plan.depths[depth].slot_N.tolist().index(anchor)
-                want = by_depth[depth][row] @ draft.lm_head.weight.t()
-                torch.testing.assert_close(drafter.logits(state)[0], want, **EXACT)
+                expected = by_depth[depth][row] @ draft.lm_head.weight.t()
+                torch.testing.assert_close(drafter.logits(state)[0], expected, **EXACT)
             begin = anchor + 1
 
 
 @pytest.mark.parametrize("nodes", [52, 15])
 def test_tree_nodes_carry_the_probability_of_their_path(target, nodes):
-    """Every node's children are those of a chain forced along its path; the best nodes are kept.
+    """A node's children are those of a chain forced along its path, and the best nodes are kept.
 
-    52 nodes are all that are ever scored: 4, and 16 at each of three depths.
+    52 is the number of all scored nodes: 4, and 16 at each of three more depths.
     """
     draft = make_draft(target, width=20, layers=2)
     with torch.no_grad():
-        draft.lm_head.weight.mul_(0.1)  # undecided: deep nodes of many parents are in the running
+        draft.lm_head.weight.mul_(0.1)  # flat probabilities: deep nodes of many parents compete
     shape = TreeShape(depth=4, width=4, nodes=nodes)
     aux, ids = torch.randn(2, 5, 48).double(), torch.randint(0, 40, (2, 5))
     with torch.no_grad():
@@ -168,28 +171,28 @@ def test_tree_nodes_carry_the_probability_of_their_path(target, nodes):
             assert sorted(paths) == sorted(best)
 
 
-def forced(draft, aux, ids, path, width):
-    """The likeliest next tokens after a forced path, with their log-probabilities."""
+def forced_next_tokens(draft, aux, ids, path, width):
+    """The likeliest tokens after a forced path, with their log-probabilities."""
     drafter = Drafter(draft)
     drafter.start(1)
     verified = round_state(drafter, aux[None], ids[None], [0], [len(ids)], ahead=len(path))
     state = drafter.extend(verified)
-    for depth, said in enumerate(path, start=1):
+    for depth, token_id in enumerate(path, start=1):
         index = torch.tensor([[len(ids) - 1 + depth]])
-        token = torch.tensor([[said]])
+        token = torch.tensor([[token_id]])
         state = drafter.run(state[:, None], token, index, used=len(ids) + depth)[:, 0]
     logp, picked = drafter.logits(state)[0].log_softmax(-1).topk(width)
     return dict(zip(draft.selected_token_ids[picked].tolist(), logp.tolist(), strict=True))
 
 
 def score_paths(draft, aux, ids, shape):
-    """All scored paths of the beam, by plain recursion over forced chains."""
+    """The scores of all paths that the beam search considers, from forced chains."""
     scores, frontier = {}, {(): 0.0}
     for _ in range(shape.depth):
         children = {
             (*path, token): score + logp
             for path, score in frontier.items()
-            for token, logp in forced(draft, aux, ids, path, shape.width).items()
+            for token, logp in forced_next_tokens(draft, aux, ids, path, shape.width).items()
         }
         scores |= children
         best = sorted(children, key=lambda path: -children[path])[: shape.width]

@@ -1,4 +1,4 @@
-"""NaN equals nothing: not in acceptance, not in a text; a target that says NaN is refused."""
+"""NaN is never accepted and never ends up in a text; a target that computes NaN is refused."""
 
 import pytest
 import torch
@@ -18,26 +18,26 @@ BAD = [float("nan"), float("inf")]
 
 @given(st.integers(0, 4), st.integers(0, 7), st.sampled_from([*BAD, float("-inf")]))
 @settings(deadline=None, max_examples=40)
-def test_the_likeliest_of_no_numbers_is_no_token(row, place, value):
+def test_the_likeliest_of_non_finite_logits_is_no_token(row, place, value):
     logits = torch.randn(5, 8, generator=torch.Generator().manual_seed(row))
     expected = logits.argmax(-1)
     logits[row, place] = value
     if value > 0 or value != value:
         expected[row] = NO_TOKEN
     else:
-        expected = logits.argmax(-1)  # minus infinity is a token that cannot be said
+        expected = logits.argmax(-1)  # minus infinity only excludes a token
     assert torch.equal(likeliest(logits), expected)
     assert torch.equal(Chooser().pick_sound(logits), expected)
 
 
-def test_no_token_equals_no_token():
+def test_the_no_token_marker_is_never_accepted():
     assert walk([NO_TOKEN, 4], [-1, 0], [NO_TOKEN, 4, 4]).path == []
     assert walk([3, NO_TOKEN], [-1, 0], [3, NO_TOKEN, 5]).path == [0]
 
 
 @pytest.mark.parametrize("value", BAD)
 def test_nothing_is_accepted_where_the_target_is_not_finite(value):
-    """The likeliest of NaN is token 0, and so is what a NaN drafts."""
+    """argmax over NaN is token 0, for the target's logits and the draft's alike."""
     logits = torch.randn(1, 4, 6)
     token_BN = logits.argmax(-1)[:, :3]
     whole = judge(pack_picks(Proposal(token_BN), logits, Chooser()).tolist(), 3)
@@ -61,15 +61,15 @@ def test_a_drawn_chain_ends_where_the_target_is_not_finite(value):
     assert broken.tokens == [3, 4, NO_TOKEN]
 
 
-def spoiled(model, name):
+def with_nan(model, name):
     model.get_parameter(name).data[0, 0] = float("nan")
     return model
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("method", [None, "chain", "tree"])
-def test_a_target_that_says_nan_is_refused(drafts, method, temperature):
-    model = spoiled(make_target(), "model.layers.1.self_attn.v_proj.weight")
+def test_a_target_that_computes_nan_is_refused(drafts, method, temperature):
+    model = with_nan(make_target(), "model.layers.1.self_attn.v_proj.weight")
     draft = None if method is None else drafts["trained"]
     decoder = SpeculativeDecoder(
         model, draft, method=method, tree=TreeShape(3, 2, 6), aux_layer_ids=AUX
@@ -79,8 +79,8 @@ def test_a_target_that_says_nan_is_refused(drafts, method, temperature):
 
 
 @pytest.mark.parametrize("method", [None, "chain", "tree"])
-def test_the_row_and_the_layer_of_a_text_that_goes_wrong(drafts, asked, answers, method):
-    """One token's embedding is beyond all numbers: texts are fine until they come to it."""
+def test_the_error_names_the_row_and_layer_that_overflowed(drafts, asked, answers, method):
+    """One token's embedding makes the target overflow: texts are fine until they reach it."""
     row, (text, _) = next((i, a) for i, a in enumerate(answers[:20]) if len(set(a[0])) > 4)
     token = next(t for t in text[2:] if t not in text[:2] and t not in asked[row])
     model = make_target()
@@ -90,8 +90,8 @@ def test_the_row_and_the_layer_of_a_text_that_goes_wrong(drafts, asked, answers,
         model, draft, method=method, tree=TreeShape(3, 2, 6), aux_layer_ids=AUX
     )
     sound = next(i for i, a in enumerate(answers) if token not in (*a[0], *asked[i]))
-    at = len(asked[row]) + text.index(token)
-    where = f"layer 0, row 1, token {at}"  # or as soon as a draft proposes it
+    position = len(asked[row]) + text.index(token)
+    where = f"layer 0, row 1, token {position}"  # or as soon as a draft proposes it
     where = where if method is None else r"(layer 0|what was drafted after it), row 1, token \d+"
     expected = f"not finite in {where}: its numbers overflow even"
     with pytest.raises(NotFinite, match=expected):
@@ -101,7 +101,7 @@ def test_the_row_and_the_layer_of_a_text_that_goes_wrong(drafts, asked, answers,
 
 
 @pytest.mark.parametrize("kind", ["chain", "tree", "parallel"])
-def test_a_draft_that_says_nan_gains_nothing_and_spoils_nothing(target, asked, answers, kind):
+def test_a_draft_that_computes_nan_is_never_accepted_and_does_no_harm(target, asked, answers, kind):
     draft = make_draft(target, layers=1, parallel=kind == "parallel")
     draft.lm_head.weight.data.fill_(float("nan"))
     decoder = SpeculativeDecoder(

@@ -1,4 +1,4 @@
-"""EAGLE-1 and EAGLE-2 drafts decode losslessly, and replay foresees every round."""
+"""EAGLE-1 and EAGLE-2 drafts decode losslessly, and replay predicts every round."""
 
 import pytest
 import torch
@@ -38,7 +38,7 @@ def make_eagle1(target, *, layers=1, version=1, fit=0):
 
 
 def fit_draft(target, draft, steps):
-    """On the target's own greedy texts."""
+    """Train on the target's own greedy texts."""
     prompts = torch.tensor([[n, n + 1, 2 * n % 40, 7] for n in range(16)])
     rows = target.generate(
         prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=20, do_sample=False,
@@ -74,14 +74,14 @@ def eagle1(target):
 @pytest.mark.parametrize("batch", [1, 8])
 @pytest.mark.parametrize("method", ["chain", "tree"])
 @pytest.mark.parametrize("kind", ["random", "trained", "deep"])
-def test_the_text_is_the_targets(target, eagle1, asked, answers, kind, method, batch):
+def test_output_matches_plain_greedy_decoding(target, eagle1, asked, answers, kind, method, batch):
     decoder = SpeculativeDecoder(target, eagle1[kind], num_draft_tokens=4, method=method, tree=TREE)
     count = (200 if kind == "trained" else 64) if batch == 8 else 12
-    found = []
+    generations = []
     for begin in range(0, count, batch):
-        found += decoder.generate(asked[begin : begin + batch], STOPS)
-    assert [(one.token_ids, one.finish) for one in found] == answers[:count]
-    accepted = [r.accepted for one in found for r in one.rounds]
+        generations += decoder.generate(asked[begin : begin + batch], STOPS)
+    assert [(text.token_ids, text.finish) for text in generations] == answers[:count]
+    accepted = [r.accepted for text in generations for r in text.rounds]
     if kind != "random":
         assert max(accepted) >= 2
         assert min(accepted) == 0
@@ -89,16 +89,16 @@ def test_the_text_is_the_targets(target, eagle1, asked, answers, kind, method, b
 
 @pytest.mark.parametrize("depth", [1, 2, 5])
 @pytest.mark.parametrize("kind", ["random", "trained", "deep"])
-def test_replayed_rounds_are_the_live_rounds(target, eagle1, asked, kind, depth):
+def test_replay_matches_live_rounds(target, eagle1, asked, kind, depth):
     draft = eagle1[kind]
     live = SpeculativeDecoder(target, draft, num_draft_tokens=depth).generate(asked[:40], STOPS)
-    texts = [Text(one.prompt_ids, one.token_ids) for one in live]
+    texts = [Text(generation.prompt_ids, generation.token_ids) for generation in live]
     with backend_of(target) as backend:
-        found = replay(backend, draft, texts, num_draft_tokens=depth, batch_tokens=90)
-    assert [one.rounds for one in found] == [one.rounds for one in live]
+        replayed = replay(backend, draft, texts, num_draft_tokens=depth, batch_tokens=90)
+    assert [text.rounds for text in replayed] == [text.rounds for text in live]
 
 
-def test_eagle2_drafts_trees_unless_told(target):
+def test_eagle2_drafts_trees_by_default(target):
     draft = make_eagle1(target, version=2)
     assert choose(draft).drafted == "tree"
     assert choose(draft, "chain").drafted == "chain"
@@ -107,5 +107,5 @@ def test_eagle2_drafts_trees_unless_told(target):
     decoder = SpeculativeDecoder(target, draft, tree=TREE)
     prompts = random_prompts(4)
     plain = SpeculativeDecoder(target).generate(prompts, STOPS)
-    found = decoder.generate(prompts, STOPS)
-    assert [one.token_ids for one in found] == [one.token_ids for one in plain]
+    generations = decoder.generate(prompts, STOPS)
+    assert [text.token_ids for text in generations] == [text.token_ids for text in plain]

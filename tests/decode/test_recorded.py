@@ -1,4 +1,4 @@
-"""Passes as a GPU replays them: fixed widths, inputs copied in, results in shared memory."""
+"""Passes as a GPU replays them: fixed widths, copied inputs, results in shared memory."""
 
 import logging
 
@@ -25,7 +25,7 @@ METHODS = [("trained", "chain"), ("deep", "chain"), ("deep", "tree"), ("parallel
 
 @pytest.fixture
 def narrow(monkeypatch):
-    """Recorded passes without a GPU; caches that are soon too narrow."""
+    """Recorded passes without a GPU, and caches so narrow that they soon have to grow."""
     monkeypatch.setattr(speculative, "Passes", PretendPasses)
     monkeypatch.setattr(recorded, "_NARROWEST", 8)
 
@@ -38,89 +38,102 @@ def decoder(target, draft=None, **options):
 
 
 def addresses(decoder):
-    held = [x for layer in decoder.target._cache.layers for x in (layer.keys, layer.values)]
+    caches = [x for layer in decoder.target._cache.layers for x in (layer.keys, layer.values)]
     if decoder.strategy is not None:
-        held.append(decoder.strategy.drafter._cache)
-    return [None if x is None else x.data_ptr() for x in held]
+        caches.append(decoder.strategy.drafter._cache)
+    return [None if x is None else x.data_ptr() for x in caches]
 
 
-def said(generations):
-    return [(one.token_ids, one.finish, one.rounds) for one in generations]
+def outcomes(generations):
+    return [(text.token_ids, text.finish, text.rounds) for text in generations]
 
 
 @pytest.mark.parametrize("batch", [1, 7])
 @pytest.mark.parametrize(("kind", "method"), [(None, None), *METHODS])
-def test_recorded_rounds_are_the_rounds(narrow, target, drafts, asked, kind, method, batch):
+def test_recorded_rounds_match_unrecorded_rounds(
+    narrow, target, drafts, asked, kind, method, batch
+):
     draft = drafts.get(kind)
-    ours = decoder(target, draft, method=method)
-    plainly = decoder(target, draft, method=method, record=False)
+    recording = decoder(target, draft, method=method)
+    unrecorded = decoder(target, draft, method=method, record=False)
     for begin in range(0, 14, batch):
         prompts = asked[begin : begin + batch]
-        assert said(ours.generate(prompts, LONG)) == said(plainly.generate(prompts, LONG))
-    names = {name for name, _ in ours.passes.learned}
+        assert outcomes(recording.generate(prompts, LONG)) == outcomes(
+            unrecorded.generate(prompts, LONG)
+        )
+    names = {name for name, _ in recording.passes.learned}
     assert names == {"verify"} | ({"propose"} if kind else set()) | (
         {"settle"} if method == "tree" else set()
     )
-    widths = [used for name, used in ours.passes.learned if name == "verify"]
+    widths = [used for name, used in recording.passes.learned if name == "verify"]
     assert len({*widths}) > 1  # the caches grew in the middle of a text
-    assert plainly.passes.learned == []
+    assert unrecorded.passes.learned == []
 
 
 @pytest.mark.parametrize(("kind", "method"), [(None, None), *METHODS[1:]])
-def test_the_second_text_finds_everything_recorded(narrow, target, drafts, asked, kind, method):
-    ours = decoder(target, drafts.get(kind), method=method)
+def test_a_repeated_batch_records_nothing_new(narrow, target, drafts, asked, kind, method):
+    recording = decoder(target, drafts.get(kind), method=method)
     prompts = sorted(asked[:6], key=len)
-    first = said(ours.generate(prompts, STOPS))
-    learned = len(ours.passes.learned)
-    again = said(ours.generate(prompts, STOPS))
+    first = outcomes(recording.generate(prompts, STOPS))
+    learned = len(recording.passes.learned)
+    again = outcomes(recording.generate(prompts, STOPS))
     assert again == first
-    # graphs of memory that was too narrow are gone, those since it last moved are still there
-    assert len(ours.passes.learned) <= learned + 6
-    third = len(ours.passes.learned)
-    assert said(ours.generate(prompts, STOPS)) == first
-    assert len(ours.passes.learned) == third
-    assert ours.timing.recording_s == 0.0
-    assert ours.timing.rounds > 0
+    # graphs recorded before the caches grew are gone, those recorded since are kept
+    assert len(recording.passes.learned) <= learned + 6
+    before_third = len(recording.passes.learned)
+    assert outcomes(recording.generate(prompts, STOPS)) == first
+    assert len(recording.passes.learned) == before_third
+    assert recording.timing.recording_s == 0.0
+    assert recording.timing.rounds > 0
 
 
-def test_rows_that_have_ended_run_along_until_they_are_half(narrow, target, drafts, asked):
-    ours = decoder(target, drafts["trained"])
-    sizes = []
-    select, advance = ours.target.select, ours._advance
-    ours.target.select = lambda rows: (sizes.append((here[-1], len(rows))), select(rows))
-    here = []  # rows before they advance
-    ours._advance = lambda rows, *more: (here.append(len(rows)), advance(rows, *more))[1]
-    limits = Stops(40, frozenset(range(3, 12)))  # rows end here and there
-    found = ours.generate(asked[:16], limits)
-    want = [plain_greedy(target, prompt, limits) for prompt in asked[:16]]
-    assert [(one.token_ids, one.finish) for one in found] == want
-    assert sizes
-    assert all(2 * after <= before for before, after in sizes)
+def test_finished_rows_stay_in_the_batch_until_half_have_finished(narrow, target, drafts, asked):
+    recording = decoder(target, drafts["trained"])
+    shrinks = []
+    select, advance = recording.target.select, recording._advance
+    recording.target.select = lambda rows: (
+        shrinks.append((sizes[-1], len(rows))),
+        select(rows),
+    )
+    sizes = []  # batch sizes before each round
+    recording._advance = lambda rows, *more: (sizes.append(len(rows)), advance(rows, *more))[1]
+    limits = Stops(40, frozenset(range(3, 12)))  # rows end at different times
+    generations = recording.generate(asked[:16], limits)
+    expected = [plain_greedy(target, prompt, limits) for prompt in asked[:16]]
+    assert [(text.token_ids, text.finish) for text in generations] == expected
+    assert shrinks
+    assert all(2 * after <= before for before, after in shrinks)
 
 
-def test_another_batch_ends_in_sizes_that_are_recorded(narrow, target, drafts, asked):
-    """However its rows end: with sizes of their own every batch would record for itself."""
+def test_batches_shrink_to_recorded_sizes_only(narrow, target, drafts, asked):
+    """No matter when rows end: with arbitrary sizes, every batch would need new recordings."""
     limits = Stops(40, frozenset(range(3, 12)))
-    ours = decoder(target, drafts["trained"])
+    recording = decoder(target, drafts["trained"])
     sizes = []
-    advance = ours._advance
-    ours._advance = lambda rows, *more: (sizes.append(len(rows)), advance(rows, *more))[1]
-    alone = decoder(target, drafts["trained"], record=False)
+    advance = recording._advance
+    recording._advance = lambda rows, *more: (sizes.append(len(rows)), advance(rows, *more))[1]
+    unrecorded = decoder(target, drafts["trained"], record=False)
     for seed in range(4):
         prompts = random_prompts(16, seed=seed, longest=12)
-        assert said(ours.generate(prompts, limits)) == said(alone.generate(prompts, limits))
+        assert outcomes(recording.generate(prompts, limits)) == outcomes(
+            unrecorded.generate(prompts, limits)
+        )
     assert {*sizes} == {16, 8, 4, 2, 1}
 
 
 def test_sampling_is_not_recorded(narrow, target, drafts, asked):
-    ours = decoder(target, drafts["trained"])
-    drawn = ours.generate(asked[:4], STOPS, temperature=1.0, seed=5)
-    assert ours.passes.learned == []
-    ours.generate(asked[:4], STOPS)
-    assert ours.passes.learned
-    plainly = decoder(target, drafts["trained"], record=False)
-    assert said(plainly.generate(asked[:4], STOPS, temperature=1.0, seed=5)) == said(drawn)
-    assert said(ours.generate(asked[:4], STOPS, temperature=1.0, seed=5)) == said(drawn)
+    recording = decoder(target, drafts["trained"])
+    drawn = recording.generate(asked[:4], STOPS, temperature=1.0, seed=5)
+    assert recording.passes.learned == []
+    recording.generate(asked[:4], STOPS)
+    assert recording.passes.learned
+    unrecorded = decoder(target, drafts["trained"], record=False)
+    assert outcomes(unrecorded.generate(asked[:4], STOPS, temperature=1.0, seed=5)) == outcomes(
+        drawn
+    )
+    assert outcomes(recording.generate(asked[:4], STOPS, temperature=1.0, seed=5)) == outcomes(
+        drawn
+    )
 
 
 def test_windows_and_mixed_layers_at_fixed_widths(narrow):
@@ -136,83 +149,87 @@ def test_windows_and_mixed_layers_at_fixed_widths(narrow):
             if weight.ndim >= 2:
                 weight.mul_(6)
     draft, prompts, stops = make_draft(model, fit=40), random_prompts(5, seed=3), Stops(16)
-    want = [plain_greedy(model, prompt, stops) for prompt in prompts]
+    expected = [plain_greedy(model, prompt, stops) for prompt in prompts]
     for method in ("chain", "tree"):
-        found = decoder(model, draft, method=method).generate(prompts, stops)
-        assert [(one.token_ids, one.finish) for one in found] == want
+        generations = decoder(model, draft, method=method).generate(prompts, stops)
+        assert [(text.token_ids, text.finish) for text in generations] == expected
 
 
-def test_what_cannot_be_recorded_runs_step_by_step(
+def test_a_pass_that_cannot_be_recorded_runs_step_by_step(
     narrow, target, drafts, asked, answers, monkeypatch, caplog
 ):
     monkeypatch.setattr(PretendPasses, "broken", True)
-    ours = decoder(target, drafts["trained"])
+    recording = decoder(target, drafts["trained"])
     with caplog.at_level(logging.WARNING):
-        for own in (slice(0, 1), slice(1, 7)):
-            found = ours.generate(asked[own], STOPS)
-            assert [(one.token_ids, one.finish) for one in found] == answers[own]
+        for batch in (slice(0, 1), slice(1, 7)):
+            generations = recording.generate(asked[batch], STOPS)
+            assert [(text.token_ids, text.finish) for text in generations] == answers[batch]
     [line] = caplog.messages
     assert line.endswith("(operation not permitted when stream is capturing)")
-    assert len(ours.passes.learned) == 1
+    assert len(recording.passes.learned) == 1
     for prompt, (tokens, _) in zip(asked[:8], answers, strict=False):
-        [one] = decoder(target, drafts["trained"]).generate([prompt], STOPS)
-        assert one.token_ids == tokens
+        [text] = decoder(target, drafts["trained"]).generate([prompt], STOPS)
+        assert text.token_ids == tokens
 
 
-def test_a_text_that_broke_the_target_leaves_nothing_to_the_next(narrow, target, drafts, asked):
-    """A NaN in the cache would come through every mask."""
-    ours = decoder(target, drafts["trained"])
-    want = said(ours.generate(asked[:3], STOPS))
-    for layer in ours.target._cache.layers:
+def test_nan_left_in_the_caches_does_not_reach_the_next_text(narrow, target, drafts, asked):
+    """A NaN in the cache would get past any mask."""
+    recording = decoder(target, drafts["trained"])
+    expected = outcomes(recording.generate(asked[:3], STOPS))
+    for layer in recording.target._cache.layers:
         layer.keys.fill_(float("nan"))
         layer.values.fill_(float("nan"))
-    ours.strategy.drafter._cache.fill_(float("nan"))
-    assert said(ours.generate(asked[:3], STOPS)) == want
+    recording.strategy.drafter._cache.fill_(float("nan"))
+    assert outcomes(recording.generate(asked[:3], STOPS)) == expected
 
 
 @pytest.mark.parametrize(("kind", "method"), METHODS)
-def test_a_pass_recorded_at_any_time_has_done_no_harm(narrow, target, drafts, asked, kind, method):
-    """Recording runs a pass twice beforehand: the target's cache holds what it should hold."""
-    slim = TreeShape(depth=4, width=2, nodes=8)  # accepted nodes stand close by
-    ours = decoder(target, drafts[kind], method=method, tree=slim)
+def test_recording_in_the_middle_of_a_text_leaves_the_cache_intact(
+    narrow, target, drafts, asked, kind, method
+):
+    """Recording first runs a pass twice; the target's cache must be correct nevertheless."""
+    slim = TreeShape(depth=4, width=2, nodes=8)  # accepted nodes are close together
+    recording = decoder(target, drafts[kind], method=method, tree=slim)
     seen = 0
 
     def look(rows):
         nonlocal seen
-        ours.passes.drop_recordings()
+        recording.passes.drop_recordings()
         [row] = rows
         if row.finish is None:
             seen += row.rounds[-1].accepted > 2
             text = [*row.prompt_ids, *row.token_ids][:-1]
-            alone = CachedTarget(target, None)
-            alone.begin([text])
-            for layer, want in zip(ours.target._cache.layers, alone._cache.layers, strict=True):
-                torch.testing.assert_close(layer.keys[:1, :, : len(text)], want.keys)
-                torch.testing.assert_close(layer.values[:1, :, : len(text)], want.values)
+            fresh = CachedTarget(target, None)
+            fresh.begin([text])
+            for layer, expected in zip(
+                recording.target._cache.layers, fresh._cache.layers, strict=True
+            ):
+                torch.testing.assert_close(layer.keys[:1, :, : len(text)], expected.keys)
+                torch.testing.assert_close(layer.values[:1, :, : len(text)], expected.values)
 
     for prompt in asked[:6]:
-        ours.generate([prompt], STOPS, on_round=look)
+        recording.generate([prompt], STOPS, on_round=look)
     assert seen > 2
 
 
-def test_a_pass_first_seen_at_the_end_of_its_width_serves_shorter_texts(
+def test_a_pass_recorded_at_the_end_of_its_width_serves_shorter_texts(
     narrow, target, drafts, asked, answers
 ):
     for prompt, (tokens, _) in zip(asked[:12], answers, strict=False):
-        ours = decoder(target, drafts["trained"])
-        ours.generate([[*range(11)]], Stops(2))  # a round of 11 + 1 + 4: up to 16
-        [one] = ours.generate([prompt], STOPS)
-        assert one.token_ids == tokens
+        recording = decoder(target, drafts["trained"])
+        recording.generate([[*range(11)]], Stops(2))  # a round of 11 + 1 + 4 = 16 slots
+        [text] = recording.generate([prompt], STOPS)
+        assert text.token_ids == tokens
 
 
-def test_only_so_many_passes_are_kept(monkeypatch):
+def test_the_number_of_kept_passes_is_limited(monkeypatch):
     monkeypatch.setattr(recorded, "_MOST_GRAPHS", 2)
     passes = PretendPasses(torch.device("cpu"))
     passes.begin(greedy=True)
     for size in (1, 2, 1, 3, 1, 2):
-        got = passes(times, {"x": torch.arange(size)}, factor=2)
-        assert got.tolist() == [2 * i for i in range(size)]
-    assert len(passes.learned) == 4  # when 3 comes, 2 has gone unused for longest; and comes again
+        result = passes(times, {"x": torch.arange(size)}, factor=2)
+        assert result.tolist() == [2 * i for i in range(size)]
+    assert len(passes.learned) == 4  # 3 evicts 2, the least recently used; 2 is recorded again
     assert len(passes._graphs) == 2
 
 
@@ -224,7 +241,7 @@ def negative(x, *, factor):
     return -x * factor
 
 
-def test_a_recording_is_of_its_function_and_all_of_its_constants():
+def test_recordings_are_keyed_by_function_and_constants():
     passes = PretendPasses(torch.device("cpu"))
     passes.begin(greedy=True)
     x = {"x": torch.arange(3)}
@@ -245,7 +262,7 @@ def test_a_cpu_records_nothing():
     assert [pretend.room(n) for n in (1, 256, 257, 512, 513)] == [256, 256, 512, 512, 1024]
 
 
-def test_recording_is_in_nobodys_time(monkeypatch):
+def test_recording_time_is_not_charged_to_any_round(monkeypatch):
     now = iter([0.0, 1.0, 5.0, 5.0, 6.0, 8.0])  # two rounds: begin, drafted, end
     monkeypatch.setattr("time.perf_counter", lambda: next(now))
     clock = RoundClock(torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""Regeneration by a model in this process: its own greedy words, turn by turn, resumable."""
+"""Regeneration by a model in this process: its own greedy answers, turn by turn, resumable."""
 
 import json
 import multiprocessing
@@ -34,7 +34,7 @@ def data(tmp_path):
     return [str(path)]
 
 
-def by_definition(loaded, messages, limit):
+def greedy_answer(loaded, messages, limit):
     """transformers' own greedy answer, one prompt at a time."""
     tokenizer, model = loaded.tokenizer, loaded.model
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
@@ -46,23 +46,25 @@ def by_definition(loaded, messages, limit):
     return out[0, prompt_BT.shape[1] :].tolist()
 
 
-def test_answers_are_the_models_own(loaded, data, tmp_path):
+def test_answers_match_plain_greedy_generation(loaded, data, tmp_path):
     out, sampling = tmp_path / "new.jsonl", Sampling(max_new_tokens=12)
-    found = regenerate(data, out, LocalModel(loaded, "tiny", sampling, 3), sampling)
+    summary = regenerate(data, out, LocalModel(loaded, "tiny", sampling, 3), sampling)
     rows = [json.loads(line) for line in out.open()]
-    assert (found.rows, found.written, len(rows)) == (9, 8, 8)
-    assert found.failed.counts == {"prompt too long": 1}
+    assert (summary.rows, summary.written, len(rows)) == (9, 8, 8)
+    assert summary.failed.counts == {"prompt too long": 1}
     tokens = 0
     for row in rows:
         for at, message in enumerate(row["messages"]):
             if message["role"] != "assistant":
                 continue
-            said = by_definition(loaded, row["messages"][:at], 12)
-            assert message["content"] == loaded.tokenizer.decode(said, skip_special_tokens=True)
-            tokens += len(said)
-            cut = said[-1] != loaded.tokenizer.eos_token_id
+            answer_ids = greedy_answer(loaded, row["messages"][:at], 12)
+            assert message["content"] == loaded.tokenizer.decode(
+                answer_ids, skip_special_tokens=True
+            )
+            tokens += len(answer_ids)
+            cut = answer_ids[-1] != loaded.tokenizer.eos_token_id
         assert row["finish"] == ("length" if cut else "stop")
-    assert found.tokens == tokens
+    assert summary.tokens == tokens
     manifest = json.loads((tmp_path / "new.manifest.json").read_text())
     assert "generation_prompt" in manifest["target"]["template"]
     assert manifest["sampling"]["max_new_tokens"] == 12
@@ -70,10 +72,10 @@ def test_answers_are_the_models_own(loaded, data, tmp_path):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
 @pytest.mark.parametrize("batch", [1, 2, 3])
-def test_interrupted_at_any_answer_it_goes_on_with_the_rest(
+def test_an_interrupted_run_resumes_with_the_remaining_answers(
     loaded, data, tmp_path, batch, temperature
 ):
-    """Also with answers that are drawn: what is drawn for a row depends on those beside it."""
+    """Also with sampled answers, where a row's draws depend on the other rows of its batch."""
     sampling = Sampling(max_new_tokens=6, temperature=temperature)
     model = LocalModel(loaded, "tiny", sampling, batch)
     whole = regenerate(data, tmp_path / "whole.jsonl", model, sampling)
@@ -86,8 +88,8 @@ def test_interrupted_at_any_answer_it_goes_on_with_the_rest(
         out = tmp_path / f"cut{at}.jsonl"
         with pytest.raises(KeyboardInterrupt):
             regenerate(data, out, model, sampling, watch=stop)
-        found = regenerate(data, out, model, sampling)
-        assert (found.written, found.answered_now) == (whole.written, whole.written - at)
+        resumed = regenerate(data, out, model, sampling)
+        assert (resumed.written, resumed.answered_now) == (whole.written, whole.written - at)
         assert out.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
 
 
@@ -97,8 +99,10 @@ def answer_all(*job):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
-def test_several_processes_answer_what_one_does(loaded, data, tmp_path, monkeypatch, temperature):
-    """Also with answers that are drawn: rows that are answered together are never parted."""
+def test_several_processes_write_the_same_file_as_one(
+    loaded, data, tmp_path, monkeypatch, temperature
+):
+    """Also with sampled answers: rows of one batch are never split among processes."""
     monkeypatch.setattr(regenerate_module, "_SHARD_ROWS", 1)
     sampling = Sampling(max_new_tokens=6, temperature=temperature)
     model = LocalModel(loaded, "tiny", sampling, 1)
@@ -106,26 +110,26 @@ def test_several_processes_answer_what_one_does(loaded, data, tmp_path, monkeypa
     regenerate(data, whole, model, sampling)
     context = multiprocessing.get_context("fork")
     job = (data, out, model, sampling)
-    team = [context.Process(target=answer_all, args=job) for _ in range(3)]
-    for process in team:
+    workers = [context.Process(target=answer_all, args=job) for _ in range(3)]
+    for process in workers:
         process.start()
-    for process in team:
+    for process in workers:
         process.join(60)
-    assert [process.exitcode for process in team] == [0] * 3
+    assert [process.exitcode for process in workers] == [0] * 3
     assert out.read_bytes() == whole.read_bytes()
 
 
-def test_batches_that_are_done_are_not_answered_again(loaded, data, tmp_path, monkeypatch):
+def test_finished_batches_are_not_answered_again(loaded, data, tmp_path, monkeypatch):
     sampling = Sampling(max_new_tokens=6)
-    model, asked, real = LocalModel(loaded, "tiny", sampling, 2), [], SpeculativeDecoder.generate
+    model, decoded, real = LocalModel(loaded, "tiny", sampling, 2), [], SpeculativeDecoder.generate
 
     def generate(self, prompts, *rest, **options):
-        asked.append(prompts)
+        decoded.append(prompts)
         return real(self, prompts, *rest, **options)
 
     monkeypatch.setattr(SpeculativeDecoder, "generate", generate)
     regenerate(data, tmp_path / "whole.jsonl", model, sampling)
-    every = list(asked)
+    all_batches = list(decoded)
 
     def stop(done, so_far):
         if so_far.answered_now == 5:
@@ -133,15 +137,15 @@ def test_batches_that_are_done_are_not_answered_again(loaded, data, tmp_path, mo
 
     with pytest.raises(KeyboardInterrupt):
         regenerate(data, tmp_path / "cut.jsonl", model, sampling, watch=stop)
-    asked.clear()
+    decoded.clear()
     regenerate(data, tmp_path / "cut.jsonl", model, sampling)
-    assert asked == every[2:]  # the third batch had one answer of two
-    asked.clear()
-    regenerate(data, tmp_path / "cut.jsonl", model, sampling)  # tries what failed, nothing else
-    assert asked == []
+    assert decoded == all_batches[2:]  # the third batch had one answer of two
+    decoded.clear()
+    regenerate(data, tmp_path / "cut.jsonl", model, sampling)  # retries only what failed
+    assert decoded == []
 
 
-def test_the_verb_with_a_model(tiny_target, data, tmp_path):
+def test_the_command_with_a_local_model(tiny_target, data, tmp_path):
     out = tmp_path / "new.jsonl"
     arguments = [
         "regenerate", *data, "--out", str(out), "--target", str(tiny_target), "--batch", "4",

@@ -1,4 +1,4 @@
-"""At temperature 1 the texts are distributed as the target's own; a broken rule is noticed."""
+"""At temperature 1, texts follow the target's distribution; a broken rule is detected."""
 
 import itertools
 
@@ -25,7 +25,7 @@ def small():
 
 
 def true_probabilities(target):
-    """Of every text of LENGTH tokens."""
+    """The target's probability of every text of LENGTH tokens."""
     texts = list(itertools.product(range(VOCAB), repeat=LENGTH))
     with torch.no_grad():
         logits = target(torch.tensor([[*PROMPT, *text] for text in texts])).logits
@@ -38,15 +38,19 @@ def p_value(target, draft, method, seed, temperature=1.0):
         target, draft, aux_layer_ids=AUX, method=method, num_draft_tokens=2,
         tree=TreeShape(depth=2, width=2, nodes=5),
     )  # fmt: skip
-    found = decoder.generate([PROMPT] * ROWS, Stops(LENGTH), temperature=temperature, seed=seed)
-    accepted = sum(r.accepted for one in found for r in one.rounds)
+    generations = decoder.generate(
+        [PROMPT] * ROWS, Stops(LENGTH), temperature=temperature, seed=seed
+    )
+    accepted = sum(r.accepted for text in generations for r in text.rounds)
     assert accepted > 0.05 * ROWS
     if decoder.method == "tree" or accept.acceptance_probability is not always:
-        assert accepted < 1.9 * ROWS  # both branches of the rule were taken
-    index = torch.tensor([one.token_ids for one in found]) @ torch.tensor([VOCAB**2, VOCAB, 1])
+        assert accepted < 1.9 * ROWS  # tokens were both accepted and rejected
+    index = torch.tensor([text.token_ids for text in generations]) @ torch.tensor(
+        [VOCAB**2, VOCAB, 1]
+    )
     seen = torch.bincount(index, minlength=VOCAB**LENGTH).double()
     expected = true_probabilities(target) * ROWS
-    rare = expected < 5  # pooled: the test's approximation needs filled cells
+    rare = expected < 5  # pooled: the chi-squared approximation needs well-filled cells
     seen = torch.cat([seen[~rare], seen[rare].sum()[None]])
     expected = torch.cat([expected[~rare], expected[rare].sum()[None]])
     statistic = ((seen - expected) ** 2 / expected.clamp_min(1e-9)).sum()
@@ -55,7 +59,7 @@ def p_value(target, draft, method, seed, temperature=1.0):
 
 
 @pytest.mark.parametrize("method", ["chain", "parallel", "tree"])
-def test_texts_are_distributed_as_the_targets_own(small, method):
+def test_texts_follow_the_targets_distribution(small, method):
     target, drafts = small
     values = [p_value(target, drafts[method], method, seed) for seed in (0, 1)]
     assert max(values) > 0.05
@@ -89,29 +93,29 @@ def no_clamp(p, q):
     ],
 )
 @pytest.mark.parametrize("method", ["chain", "parallel"])
-def test_a_broken_rule_is_noticed(small, monkeypatch, name, broken, method):
+def test_a_broken_acceptance_rule_is_detected(small, monkeypatch, name, broken, method):
     target, drafts = small
     monkeypatch.setattr(accept, name, broken)
     assert p_value(target, drafts[method], method, 0) < 1e-6
 
 
-def test_a_seed_gives_the_same_text_and_another_another(small):
+def test_the_seed_determines_the_text(small):
     target, drafts = small
     decoder = SpeculativeDecoder(target, drafts["chain"], aux_layer_ids=AUX, num_draft_tokens=3)
 
-    def say(seed):
-        found = decoder.generate([PROMPT] * 4, Stops(20), temperature=1.0, seed=seed)
-        return [one.token_ids for one in found]
+    def sample_texts(seed):
+        generations = decoder.generate([PROMPT] * 4, Stops(20), temperature=1.0, seed=seed)
+        return [text.token_ids for text in generations]
 
-    assert say(1) == say(1)
-    assert say(1) != say(2)
+    assert sample_texts(1) == sample_texts(1)
+    assert sample_texts(1) != sample_texts(2)
 
 
 def test_a_cold_temperature_is_greedy(target, drafts, asked):
     decoder = SpeculativeDecoder(target, drafts["trained"], aux_layer_ids=AUX)
     cold = decoder.generate(asked[:8], Stops(12), temperature=1e-4)
-    assert [one.token_ids for one in cold] == [
-        one.token_ids for one in decoder.generate(asked[:8], Stops(12))
+    assert [text.token_ids for text in cold] == [
+        text.token_ids for text in decoder.generate(asked[:8], Stops(12))
     ]
 
 

@@ -1,4 +1,4 @@
-"""Speculative output == plain greedy output, token for token, whatever the draft says."""
+"""Speculative output == plain greedy output, token for token, whatever the draft proposes."""
 
 import pytest
 import torch
@@ -36,31 +36,33 @@ def run(decoder, prompts, stops, batch):
 
 
 def texts(generations):
-    return [(one.token_ids, one.finish) for one in generations]
+    return [(text.token_ids, text.finish) for text in generations]
 
 
 @pytest.mark.parametrize("method", [None, "tree"])
 @pytest.mark.parametrize("kind", ["random", "trained", "deep", "parallel"])
-def test_batches_of_eight_say_what_the_target_says(target, drafts, asked, answers, kind, method):
-    found = run(decoder(target, drafts[kind], method=method), asked, STOPS, batch=8)
-    assert texts(found) == answers
-    for one in found:
-        assert sum(r.emitted for r in one.rounds) == len(one.token_ids) - 1
-        assert all(r.accepted <= r.emitted <= r.accepted + 1 for r in one.rounds)
+def test_batches_of_eight_match_plain_greedy_decoding(target, drafts, asked, answers, kind, method):
+    generations = run(decoder(target, drafts[kind], method=method), asked, STOPS, batch=8)
+    assert texts(generations) == answers
+    for text in generations:
+        assert sum(r.emitted for r in text.rounds) == len(text.token_ids) - 1
+        assert all(r.accepted <= r.emitted <= r.accepted + 1 for r in text.rounds)
     if kind != "random":  # there was something to accept, and something to reject
-        lengths = [r.accepted for one in found for r in one.rounds]
+        lengths = [r.accepted for text in generations for r in text.rounds]
         assert max(lengths) >= 3
         assert min(lengths) == 0
 
 
 @pytest.mark.parametrize("method", [None, "tree"])
 @pytest.mark.parametrize("kind", ["trained", "parallel"])
-def test_one_row_alone_takes_the_same_rounds(target, drafts, asked, answers, kind, method):
-    ours = decoder(target, drafts[kind], method=method)
-    alone = run(ours, asked[:24], STOPS, batch=1)
-    together = run(ours, asked[:24], STOPS, batch=24)
+def test_a_single_row_takes_the_same_rounds_as_in_a_batch(
+    target, drafts, asked, answers, kind, method
+):
+    speculative = decoder(target, drafts[kind], method=method)
+    alone = run(speculative, asked[:24], STOPS, batch=1)
+    together = run(speculative, asked[:24], STOPS, batch=24)
     assert texts(alone) == answers[:24]
-    assert [one.rounds for one in alone] == [one.rounds for one in together]
+    assert [text.rounds for text in alone] == [text.rounds for text in together]
 
 
 def test_without_a_draft_it_is_plain_greedy_decoding(target, asked, answers):
@@ -73,9 +75,9 @@ def test_transformers_generates_the_same(target, drafts, asked):
         torch.tensor([prompt]), max_new_tokens=20, do_sample=False, eos_token_id=None,
         pad_token_id=0,
     )  # fmt: skip
-    [ours] = decoder(target, drafts["trained"]).generate([prompt], Stops(20))
-    assert ours.token_ids == ids[0, len(prompt) :].tolist()
-    assert ours.finish == "length"
+    [generation] = decoder(target, drafts["trained"]).generate([prompt], Stops(20))
+    assert generation.token_ids == ids[0, len(prompt) :].tolist()
+    assert generation.finish == "length"
 
 
 def letters(ids):
@@ -86,20 +88,20 @@ def letters(ids):
 def test_stop_strings_end_the_text_where_plain_decoding_ends_it(
     target, drafts, asked, answers, method
 ):
-    spoken = letters(answers[0][0])
-    stops = Stops(14, frozenset({3}), (spoken[5:7], spoken[2:4] + "?"), decode=letters)
-    want = [plain_greedy(target, prompt, stops) for prompt in asked[:16]]
-    assert "stop" in {finish for _, finish in want}
-    found = run(decoder(target, drafts["trained"], method=method), asked[:16], stops, batch=8)
-    assert texts(found) == want
+    answer_text = letters(answers[0][0])
+    stops = Stops(14, frozenset({3}), (answer_text[5:7], answer_text[2:4] + "?"), decode=letters)
+    expected = [plain_greedy(target, prompt, stops) for prompt in asked[:16]]
+    assert "stop" in {finish for _, finish in expected}
+    generations = run(decoder(target, drafts["trained"], method=method), asked[:16], stops, batch=8)
+    assert texts(generations) == expected
 
 
 def test_every_length_limit_cuts_exactly(target, drafts, asked, answers):
-    ours = decoder(target, drafts["trained"])
+    speculative = decoder(target, drafts["trained"])
     for limit in range(1, 9):
-        found = ours.generate(asked[:8], Stops(limit, STOPS.eos_token_ids))
-        for one, (want, _) in zip(found, answers[:8], strict=True):
-            assert one.token_ids == want[:limit]
+        generations = speculative.generate(asked[:8], Stops(limit, STOPS.eos_token_ids))
+        for text, (answer, _) in zip(generations, answers[:8], strict=True):
+            assert text.token_ids == answer[:limit]
 
 
 def windowed_targets():
@@ -123,7 +125,7 @@ def windowed_targets():
 def test_other_architectures_and_sliding_windows(kind):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(windowed_targets()[kind]).eval()
-    if kind != "gpt-oss":  # its grouped products know no fp64
+    if kind != "gpt-oss":  # its grouped matrix products do not support fp64
         model = model.double()
     with torch.no_grad():
         for weight in model.parameters():
@@ -131,15 +133,15 @@ def test_other_architectures_and_sliding_windows(kind):
                 weight.mul_(6)
     draft = make_draft(model)
     prompts, stops = random_prompts(4, seed=3), Stops(16)
-    want = [plain_greedy(model, prompt, stops) for prompt in prompts]
+    expected = [plain_greedy(model, prompt, stops) for prompt in prompts]
     for method in ("chain", "tree"):
-        ours = decoder(model, draft, method=method)
-        assert texts(ours.generate(prompts, stops)) == want
-        assert texts(run(ours, prompts, stops, batch=1)) == want  # where no row needs a mask
+        speculative = decoder(model, draft, method=method)
+        assert texts(speculative.generate(prompts, stops)) == expected
+        assert texts(run(speculative, prompts, stops, batch=1)) == expected  # no mask needed
 
 
-def test_attention_that_takes_no_mask_gives_way_where_one_is_needed(drafts, asked, answers):
-    """A kernel like flash attention: causal from the end, and nothing else."""
+def test_attention_without_mask_support_is_replaced_where_a_mask_is_needed(drafts, asked, answers):
+    """A kernel like flash attention: aligned causal attention is all it supports."""
     calls = []
 
     def maskless(module, query, key, value, attention_mask, **options):
@@ -153,14 +155,14 @@ def test_attention_that_takes_no_mask_gives_way_where_one_is_needed(drafts, aske
     model = make_target()
     model.config._attn_implementation = "maskless"
     for method in ("chain", "tree"):
-        ours = decoder(model, drafts["trained"], method=method)
-        assert texts(run(ours, asked[:4], STOPS, batch=1)) == answers[:4]
-        assert texts(run(ours, asked[:8], STOPS, batch=8)) == answers[:8]
-    assert 5 in calls  # a chain of one row needs none
+        speculative = decoder(model, drafts["trained"], method=method)
+        assert texts(run(speculative, asked[:4], STOPS, batch=1)) == answers[:4]
+        assert texts(run(speculative, asked[:8], STOPS, batch=8)) == answers[:8]
+    assert 5 in calls  # a chain of a single row needs no mask
     assert model.config._attn_implementation == "maskless"
 
 
-def test_a_target_with_a_running_state_is_refused(target, drafts):
+def test_a_target_with_a_recurrent_state_is_refused(target, drafts):
     config = Qwen3NextConfig(
         vocab_size=40, hidden_size=16, num_hidden_layers=4, num_experts=2, num_experts_per_tok=1,
         intermediate_size=16, moe_intermediate_size=16, shared_expert_intermediate_size=16,
@@ -169,18 +171,18 @@ def test_a_target_with_a_running_state_is_refused(target, drafts):
         SpeculativeDecoder(AutoModelForCausalLM.from_config(config))
 
 
-def test_a_target_that_takes_no_mask_of_ours_is_refused():
+def test_a_target_that_ignores_custom_masks_is_refused():
     config = BloomConfig(vocab_size=40, hidden_size=16, n_layer=2, n_head=2)
     with pytest.raises(BadInput, match="biases"):
         SpeculativeDecoder(AutoModelForCausalLM.from_config(config))
 
 
-def test_bad_arguments_say_what_is_wrong(target, drafts):
-    ours = decoder(target, drafts["trained"])
+def test_errors_name_the_bad_argument(target, drafts):
+    speculative = decoder(target, drafts["trained"])
     with pytest.raises(ValueError, match="temperature"):
-        ours.generate([[1]], STOPS, temperature=-1.0)
+        speculative.generate([[1]], STOPS, temperature=-1.0)
     with pytest.raises(ValueError, match="prompts"):
-        ours.generate([[1], []], STOPS)
+        speculative.generate([[1], []], STOPS)
     with pytest.raises(ValueError, match="num_draft_tokens"):
         decoder(target, drafts["trained"], num_draft_tokens=0)
     with pytest.raises(BadInput, match="parallel"):

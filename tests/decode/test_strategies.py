@@ -1,6 +1,6 @@
-"""A way of drafting from outside: no attention, no cache, two tokens at once, any number of layers.
+"""A third-party drafting method: no attention, no cache, two tokens at once, any number of layers.
 
-Nothing in the engine or in replay knows it, and it is as lossless as the others.
+Neither the decoder nor replay has code for it, and it is as lossless as the built-in ones.
 """
 
 import pytest
@@ -28,7 +28,7 @@ from fledge.target.hf.model import HFEagle3TargetModel
 
 
 class PairDraft(DraftModel):
-    """Two tokens from the target's states at one token, and the token behind it."""
+    """Drafts two tokens from the target's states at one token and the token after it."""
 
     architecture = "PairDraft"
 
@@ -43,8 +43,8 @@ class PairDraft(DraftModel):
 
     def states(self, aux, token):
         """[..., 2, E]"""
-        both = torch.cat([aux, self.embed_tokens(token)], -1)
-        return torch.tanh(self.mix(both)).unflatten(-1, (2, -1))
+        features = torch.cat([aux, self.embed_tokens(token)], -1)
+        return torch.tanh(self.mix(features)).unflatten(-1, (2, -1))
 
 
 class PairRollouts(Rollouts):
@@ -75,7 +75,7 @@ class PairMethod(Eagle3):
 
 
 @pytest.fixture(autouse=True)
-def outside():
+def register_pair():
     METHODS.add("pair", PairMethod())
     yield
     METHODS.remove("pair")
@@ -87,7 +87,7 @@ def backend(target):
 
 
 def make_pair(target, layers, prompts):
-    """Fitted to what the target says next on its own texts."""
+    """A draft fitted to the target's next tokens on its own texts."""
     torch.manual_seed(1)
     vocab = target.config.vocab_size
     draft = PairDraft(
@@ -104,39 +104,41 @@ def make_pair(target, layers, prompts):
     with torch.no_grad():
         hidden = target(ids, output_hidden_states=True).hidden_states
     aux = torch.cat([hidden[i + 1] for i in range(layers)], -1)[:, :-3]
-    wanted = torch.stack([ids[:, 2:-1], ids[:, 3:]], -1)
+    labels = torch.stack([ids[:, 2:-1], ids[:, 3:]], -1)
     optimizer = torch.optim.Adam(draft.parameters(), lr=3e-2)
     for _ in range(60):
         optimizer.zero_grad()
         logits = draft.lm_head(draft.states(aux, ids[:, 1:-2]))
-        nn.functional.cross_entropy(logits.flatten(0, 2), wanted.flatten()).backward()
+        nn.functional.cross_entropy(logits.flatten(0, 2), labels.flatten()).backward()
         optimizer.step()
     return draft.eval()
 
 
 @pytest.mark.parametrize("layers", [1, 2, 3])
 @pytest.mark.parametrize("recorded", [False, True])
-def test_it_says_what_the_target_says(target, asked, answers, layers, recorded, monkeypatch):
+def test_output_matches_plain_greedy_decoding(
+    target, asked, answers, layers, recorded, monkeypatch
+):
     if recorded:
         monkeypatch.setattr(speculative, "Passes", PretendPasses)
     decoder = SpeculativeDecoder(target, make_pair(target, layers, asked[:16]))
     assert decoder.method == "pair"
     assert decoder.target.aux_layer_ids == list(range(layers))
-    found = decoder.generate(asked[:32], STOPS)
-    assert [(one.token_ids, one.finish) for one in found] == answers[:32]
-    assert {r.accepted for one in found for r in one.rounds} == {0, 1, 2}
+    generations = decoder.generate(asked[:32], STOPS)
+    assert [(text.token_ids, text.finish) for text in generations] == answers[:32]
+    assert {r.accepted for text in generations for r in text.rounds} == {0, 1, 2}
     if recorded:
         assert {name for name, _ in decoder.passes.learned} == {"propose", "verify"}
-    drawn = decoder.generate(asked[:4], STOPS, temperature=1.0, seed=1)
-    assert all(one.finish is not None for one in drawn)
+    sampled = decoder.generate(asked[:4], STOPS, temperature=1.0, seed=1)
+    assert all(text.finish is not None for text in sampled)
 
 
-def test_its_replay_is_its_live_rounds(target, backend, asked):
+def test_replay_matches_live_rounds(target, backend, asked):
     draft = make_pair(target, 3, asked[:16])
     live = SpeculativeDecoder(target, draft, aux_layer_ids=AUX).generate(asked[:24], STOPS)
-    texts = [Text(one.prompt_ids, one.token_ids) for one in live]
-    found = replay(backend, draft, texts)
-    assert [one.rounds for one in found] == [one.rounds for one in live]
+    texts = [Text(generation.prompt_ids, generation.token_ids) for generation in live]
+    replayed = replay(backend, draft, texts)
+    assert [text.rounds for text in replayed] == [text.rounds for text in live]
 
 
 def test_a_draft_has_the_strategies_of_its_method(target, drafts, asked):

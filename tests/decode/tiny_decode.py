@@ -1,4 +1,4 @@
-"""Tiny targets and drafts in fp64, with opinions strong enough to agree now and then."""
+"""Tiny targets and drafts in fp64, peaked enough that they sometimes agree."""
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -43,7 +43,7 @@ def make_draft(target, *, width=None, seed=1, layers=1, parallel=False, fit=0, *
         mask = torch.zeros(vocab, dtype=torch.bool)
         mask[ids] = True
         draft.set_vocab_mapping(ids, mask)
-    with torch.no_grad():  # not silent: its own choices must differ from slot to slot
+    with torch.no_grad():  # large weights, so that its choices differ from slot to slot
         for weight in draft.parameters():
             if weight.ndim == 2:
                 weight.mul_(8)
@@ -54,7 +54,7 @@ def make_draft(target, *, width=None, seed=1, layers=1, parallel=False, fit=0, *
 
 
 def fit_draft(target, draft, steps, depths=4):
-    """Train on greedy continuations: real agreement, far from perfect."""
+    """Train on greedy continuations, until draft and target agree often but not always."""
     from fledge.objective.eagle3 import Eagle3TrainerModule
     from fledge.objective.peagle import PEagleTrainerModule
     from fledge.target.hf.model import HFEagle3TargetModel
@@ -90,7 +90,7 @@ def random_prompts(count, *, vocab=VOCAB, seed=0, longest=12):
 
 
 def plain_greedy(model, prompt, stops: Stops):
-    """The definition: the whole text through the whole model for every token."""
+    """Greedy decoding by definition: one uncached pass over the whole text per token."""
     ids = list(prompt)
     while True:
         with torch.no_grad():
@@ -102,7 +102,7 @@ def plain_greedy(model, prompt, stops: Stops):
 
 
 def round_state(drafter, aux_BQD, token_BQ, start, count, *, ahead=0):
-    """Verified slots by plain numbers, with room for `ahead` more entries behind them."""
+    """A round state from plain lists of numbers, with room for `ahead` more cache entries."""
     rows = [
         (begin + n, tokens[:n], range(n))
         for begin, n, tokens in zip(start, count, token_BQ.tolist(), strict=True)
@@ -113,14 +113,14 @@ def round_state(drafter, aux_BQD, token_BQ, start, count, *, ahead=0):
 
 
 class NumberedTarget(CachedTarget):
-    """The target's passes by plain numbers, as a decoder's rounds would ask for them."""
+    """The target's passes, called with plain lists of numbers."""
 
     def begin(self, prompts, **options):
         self.lengths = [len(prompt) for prompt in prompts]
         return super().begin(prompts, **options)
 
     def step(self, token_BN, layout=None):
-        """Read new tokens behind each row. They stay in the cache until `keep` is called."""
+        """Append new tokens to each row. They all stay in the cache until `keep` is called."""
         used = self.room(max(self.lengths) + token_BN.shape[1])
         level = len({*self.lengths}) == 1
         return self.read(
@@ -128,12 +128,12 @@ class NumberedTarget(CachedTarget):
         )
 
     def keep(self, rows, kept):
-        """Go on with these rows, each with these of its last step's tokens (ascending)."""
+        """Keep these rows, and of each row these tokens of its last step (ascending)."""
         if rows != list(range(len(self.lengths))):
             self.select(rows)
         lengths = [self.lengths[row] for row in rows]
-        most = max(1, *(len(own) for own in kept))
+        most = max(1, *(len(places) for places in kept))
         self.room(max(lengths) + most)
-        place_BQ = torch.tensor([[*own, *range(len(own), most)] for own in kept])
+        place_BQ = torch.tensor([[*places, *range(len(places), most)] for places in kept])
         self.settle(torch.tensor(lengths), place_BQ)
-        self.lengths = [length + len(own) for length, own in zip(lengths, kept, strict=True)]
+        self.lengths = [length + len(places) for length, places in zip(lengths, kept, strict=True)]

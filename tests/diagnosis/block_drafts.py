@@ -1,4 +1,4 @@
-"""Block drafts fitted to the tiny target of the diagnosis tests, and other trainers' files."""
+"""Block drafts fitted to the tiny target of the diagnosis tests, in any trainer's layout."""
 
 import json
 import shutil
@@ -19,7 +19,7 @@ _SPARK = {"sample_from_anchor": True, "markov_rank": 16, "confidence_head": True
 
 
 def make_block(target: Path, *, spark=False, fit=60, late=0, **flags) -> BlockDraftModel:
-    """`late`: trained on features that come so many tokens late."""
+    """A fitted draft. `late`: the number of tokens by which its training features are delayed."""
     backend = HFEagle3TargetModel.from_pretrained(
         target, aux_layer_ids=LAYERS, num_aux_layers=len(LAYERS), device="cpu"
     )
@@ -39,7 +39,7 @@ def make_block(target: Path, *, spark=False, fit=60, late=0, **flags) -> BlockDr
 
 @torch.no_grad()
 def prepare(draft: BlockDraftModel) -> None:
-    """fc starts as differences of layers, weights are spread: what is wrong must cost."""
+    """Start fc as differences of layers and spread the weights, so that faults cost acceptance."""
     for weight in draft.parameters():
         weight.mul_(6 if weight.ndim == 2 else 1)
     size = draft.config.hidden_size
@@ -53,9 +53,9 @@ def prepare(draft: BlockDraftModel) -> None:
 
 def fit_block(draft, backend, *, steps, late=0) -> None:
     full = torch.arange(draft.config.vocab_size)
-    given = TrainerInputs(full, torch.ones_like(full).bool(), backend.info().head, None)
+    inputs = TrainerInputs(full, torch.ones_like(full).bool(), backend.info().head, None)
     method = method_of(draft.config)
-    module = method.objective(draft, given, **method.bench_options())
+    module = method.objective(draft, inputs, **method.bench_options())
     batch = backend.generate_batch(*answered_rows(backend)).to_trainer_inputs()
     batch["aux_hidden_states"] = batch["aux_hidden_states"].roll(late, dims=1)
     optimizer = torch.optim.Adam([w for w in draft.parameters() if w.requires_grad], lr=5e-3)
@@ -65,9 +65,9 @@ def fit_block(draft, backend, *, steps, late=0) -> None:
         optimizer.step()
 
 
-# --- other trainers' layouts, from their own files -----------------------------------------------
+# --- other trainers' layouts, as in their own files ----------------------------------------------
 
-_OWN = (
+_FLEDGE_ONLY = (
     "aux_layer_ids", "num_aux_hidden_states", "qk_norm", "causal", "sliding_layers", "draft_tokens",
     "confidence_head", "confidence_threshold", "confidence_temperatures", "fc_norm", "norm_output",
     "parallel_drafting", "norm_before_residual", "sliding_window", "sample_from_anchor",
@@ -77,7 +77,7 @@ _OWN = (
 
 
 def _qwen3(config) -> dict:
-    kept = {key: value for key, value in config.items() if key not in _OWN}
+    kept = {key: value for key, value in config.items() if key not in _FLEDGE_ONLY}
     kinds = ["full_attention"] * config["num_hidden_layers"]
     return kept | {"model_type": "qwen3", "layer_types": kinds}
 

@@ -1,4 +1,4 @@
-"""The same drafts as the export's tests have, and one of EAGLE-1."""
+"""The drafts of the export tests, and an EAGLE-1 draft."""
 
 import pytest
 
@@ -9,7 +9,7 @@ __all__ = ["answering", "eagle1", "place"]
 
 @pytest.fixture(scope="session")
 def eagle1(place):
-    """An EAGLE-1 draft of the same target, beside the others."""
+    """An EAGLE-1 draft of the same target, stored next to the others."""
     from export.drafts import make_eagle1
 
     make_eagle1(place / "target").save_pretrained(place / "eagle1")
@@ -18,7 +18,7 @@ def eagle1(place):
 
 @pytest.fixture
 def look(place, answering):
-    """Diagnose a draft of the target that all of them are for."""
+    """A function that diagnoses a draft of the target that all fixtures share."""
     from fledge.diagnosis.diagnose import diagnose
 
     target = str(place / "target")

@@ -1,5 +1,5 @@
-"""DFlash and DSpark drafts: healthy in every layout, imported to the bit, and each way to break one
-named by its check; a certain repair gives the healthy draft back."""
+"""DFlash and DSpark drafts: healthy in every layout, imported bit for bit, and every fault named by
+its check; a certain repair restores the healthy draft."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ FOREIGN = [(kind, layout) for kind in LAYOUTS for layout in LAYOUTS[kind]]
 
 @pytest.fixture(scope="session")
 def blocks(place):
-    """kind -> a fitted draft of ours."""
+    """kind -> the directory of a fitted draft in our own layout."""
     for kind in ("dflash", "dspark"):
         if not (place / kind).exists():
             make_block(place / "target", spark=kind == "dspark").save_pretrained(place / kind)
@@ -27,40 +27,40 @@ def blocks(place):
 
 
 @pytest.mark.parametrize("kind", ["dflash", "dspark"])
-def test_a_healthy_draft_of_ours_passes(blocks, look, kind):
-    found = look(blocks[kind])
-    assert found.healthy, found.findings
-    assert found.layout == "fledge"
-    assert not found.skipped
-    assert found.score.first > 0.3
+def test_a_healthy_draft_passes(blocks, look, kind):
+    diagnosis = look(blocks[kind])
+    assert diagnosis.healthy, diagnosis.findings
+    assert diagnosis.layout == "fledge"
+    assert not diagnosis.skipped
+    assert diagnosis.score.first > 0.3
 
 
 @pytest.mark.parametrize(("kind", "layout"), FOREIGN)
-def test_other_trainers_drafts_are_healthy_and_come_back_bit_for_bit(
+def test_other_trainers_drafts_are_healthy_and_import_bit_for_bit(
     place, blocks, tmp_path, kind, layout
 ):
     foreign = write_block_as(layout, blocks[kind], tmp_path / "foreign")
-    found = diagnose(foreign, str(place / "target"), answering=no_decoding)
-    assert found.healthy, found.findings
-    assert found.layout == layout
+    diagnosis = diagnose(foreign, str(place / "target"), answering=no_decoding)
+    assert diagnosis.healthy, diagnosis.findings
+    assert diagnosis.layout == layout
     import_draft(foreign, tmp_path / "ours", target=str(place / "target"))
     assert_same_files(tmp_path / "ours", blocks[kind])
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang", "speculators"])
 @pytest.mark.parametrize("kind", ["dflash", "dspark"])
-def test_exports_are_healthy_and_come_back_bit_for_bit(place, blocks, tmp_path, kind, engine):
+def test_exports_are_healthy_and_import_bit_for_bit(place, blocks, tmp_path, kind, engine):
     target = str(place / "target")
     out = export_draft(
         blocks[kind], tmp_path / "out", engine=engine, target=target, without_target=True
     )
-    found = diagnose(out, target, answering=no_decoding)
-    assert found.healthy, found.findings
+    diagnosis = diagnose(out, target, answering=no_decoding)
+    assert diagnosis.healthy, diagnosis.findings
     import_draft(out, tmp_path / "ours", target=target)
     assert_same_files(tmp_path / "ours", blocks[kind])
 
 
-# --- broken, seen in the files -------------------------------------------------------------------
+# --- faults visible in the files -----------------------------------------------------------------
 
 
 def _set(path, value):
@@ -128,48 +128,48 @@ STATIC = {
 
 
 @pytest.mark.parametrize("fault", STATIC)
-def test_a_fault_of_the_files_is_named(place, blocks, tmp_path, fault):
-    """`repaired`: True: to the bit; None: to files that agree with themselves; False: it cannot."""
+def test_a_fault_in_the_files_is_named(place, blocks, tmp_path, fault):
+    """`repaired`: True means bit for bit, None to files that are consistent, False not at all."""
     kind, layout, check, break_, repaired = STATIC[fault]
     healthy = write_block_as(layout, blocks[kind], tmp_path / "healthy")
     broken = broken_copy(healthy, tmp_path / "broken", break_)
-    found = diagnose(broken, str(place / "target"), answering=no_decoding)
-    assert errors_and_warnings(found) == {check: "error"}
+    diagnosis = diagnose(broken, str(place / "target"), answering=no_decoding)
+    assert errors_and_warnings(diagnosis) == {check: "error"}
     if repaired is False:
-        assert found.repaired is None
+        assert diagnosis.repaired is None
         with pytest.raises(BadInput, match="fault"):
             import_draft(broken, tmp_path / "ours", target=str(place / "target"))
         return
-    mended = write_repaired(found, tmp_path / "mended")
-    assert diagnose(mended, str(place / "target"), answering=no_decoding).healthy
+    fixed = write_repaired(diagnosis, tmp_path / "mended")
+    assert diagnose(fixed, str(place / "target"), answering=no_decoding).healthy
     if repaired:
-        assert_same_files(mended, healthy)
+        assert_same_files(fixed, healthy)
 
 
-def test_a_key_that_vllm_takes_for_causal_blocks(place, blocks, tmp_path):
+def test_a_key_that_vllm_reads_as_causal_blocks_is_named(place, blocks, tmp_path):
     healthy = write_block_as("speculators", blocks["dflash"], tmp_path / "healthy")
     break_ = _set("sliding_window_non_causal", False)
     broken = broken_copy(healthy, tmp_path / "broken", break_)
     target = str(place / "target")
     assert diagnose(broken, target, answering=no_decoding).healthy
-    found = diagnose(broken, target, engine="vllm", answering=no_decoding)
-    assert errors_and_warnings(found) == {"block-direction": "error"}
-    assert_same_files(write_repaired(found, tmp_path / "mended"), healthy)
+    diagnosis = diagnose(broken, target, engine="vllm", answering=no_decoding)
+    assert errors_and_warnings(diagnosis) == {"block-direction": "error"}
+    assert_same_files(write_repaired(diagnosis, tmp_path / "mended"), healthy)
 
 
-# --- broken, seen in decoding --------------------------------------------------------------------
+# --- faults that only decoding shows -------------------------------------------------------------
 
 
 def _interleaved(config, tensors):
-    """As if neighbors turned: the inverse of what `in_halves` does."""
+    """Permute to the layout that rotates neighboring channels: the inverse of `in_halves`."""
     channels = config["head_dim"]
     order = torch.cat([torch.arange(0, channels, 2), torch.arange(1, channels, 2)]).argsort()
-    for name, held in tensors.items():
+    for name, tensor in tensors.items():
         if name.endswith(("q_proj.weight", "k_proj.weight")):
-            turned = held.view(-1, channels, held.shape[1])[:, order]
-            tensors[name] = turned.reshape(held.shape).contiguous()
+            permuted = tensor.view(-1, channels, tensor.shape[1])[:, order]
+            tensors[name] = permuted.reshape(tensor.shape).contiguous()
         elif name.endswith(("q_norm.weight", "k_norm.weight")):
-            tensors[name] = held[order].contiguous()
+            tensors[name] = tensor[order].contiguous()
 
 
 def _swapped(config, tensors):
@@ -200,34 +200,34 @@ DECODED = {
 def test_a_fault_that_only_decoding_shows_is_named(blocks, look, tmp_path, fault):
     kind, check, break_ = DECODED[fault]
     healthy = write_block_as(kind, blocks[kind], tmp_path / "healthy")
-    found = look(broken_copy(healthy, tmp_path / "broken", break_))
-    errors = {finding.check for finding in found.of("error")}
-    assert errors == {check}, found.findings
-    assert found.repaired_score.first > found.score.first
-    assert_same_files(write_repaired(found, tmp_path / "mended"), healthy)
+    diagnosis = look(broken_copy(healthy, tmp_path / "broken", break_))
+    errors = {finding.check for finding in diagnosis.of("error")}
+    assert errors == {check}, diagnosis.findings
+    assert diagnosis.repaired_score.first > diagnosis.score.first
+    assert_same_files(write_repaired(diagnosis, tmp_path / "mended"), healthy)
 
 
 def test_a_context_off_by_one_is_named(place, look, tmp_path):
-    """Trained with the anchor's own features in its context, which decoding does not have yet."""
+    """Trained with the anchor's own features in its context, which decoding cannot have yet."""
     make_block(place / "target", fit=150, late=-1).save_pretrained(tmp_path / "late")
-    found = look(tmp_path / "late")
-    assert {finding.check for finding in found.of("error")} == {"context-shifted"}
-    assert found.repaired is None
+    diagnosis = look(tmp_path / "late")
+    assert {finding.check for finding in diagnosis.of("error")} == {"context-shifted"}
+    assert diagnosis.repaired is None
 
 
-def test_halves_and_neighbors_turn_alike():
-    """Permuted, a rotation of neighbors is one of halves: scores between q and k stay."""
+def test_neighboring_channels_are_moved_to_halves():
+    """After permuting channels, rotating neighbors becomes rotating halves, with equal scores."""
     torch.manual_seed(0)
-    names = [f"layers.0.self_attn.{one}_proj.weight" for one in "qk"]
+    names = [f"layers.0.self_attn.{letter}_proj.weight" for letter in "qk"]
     state = {name: torch.randn(16, 6) for name in names}
-    state |= {f"layers.0.self_attn.{one}_norm.weight": torch.rand(8) for one in "qk"}
-    found = in_halves(state, 8)
-    assert found.keys() == state.keys()
+    state |= {f"layers.0.self_attn.{letter}_norm.weight": torch.rand(8) for letter in "qk"}
+    permuted = in_halves(state, 8)
+    assert permuted.keys() == state.keys()
     for name in names:
-        assert torch.equal(found[name][:4], state[name][0:8:2])
-        assert torch.equal(found[name][12:], state[name][9:16:2])
+        assert torch.equal(permuted[name][:4], state[name][0:8:2])
+        assert torch.equal(permuted[name][12:], state[name][9:16:2])
 
 
-def test_the_fitted_drafts_are_what_the_tests_take_them_for(blocks):
+def test_the_fitted_drafts_have_the_expected_config(blocks):
     config, _ = files_of(blocks["dflash"])
     assert (config["aux_layer_ids"], config["mask_token_id"]) == (LAYERS, MASK)

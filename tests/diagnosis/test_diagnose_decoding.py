@@ -1,4 +1,4 @@
-"""Faults that only decoding shows: settings tried both ways, labels, estimates, no acceptance."""
+"""Faults that only decoding shows: wrong settings, labels, estimates, no acceptance."""
 
 import json
 
@@ -28,89 +28,89 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.parametrize("kind", ["eagle3", "eagle31", "peagle"])
 @pytest.mark.parametrize("shift", [-1, 1])
-def test_layers_off_by_one_are_measured_and_moved_back(place, tmp_path, look, kind, shift):
+def test_layers_off_by_one_are_measured_and_repaired(place, tmp_path, look, kind, shift):
     wrong = [layer + shift for layer in AUX]
     broken = broken_copy(place / kind, tmp_path / "broken", put(aux_layer_ids=wrong))
-    found = look(broken)
-    assert errors_and_warnings(found) == {"aux-shifted": "error"}
-    evidence = found.of("error")[0].evidence
+    diagnosis = look(broken)
+    assert errors_and_warnings(diagnosis) == {"aux-shifted": "error"}
+    evidence = diagnosis.of("error")[0].evidence
     assert f"outputs of {wrong}" in evidence
     assert f"; of {AUX}" in evidence
-    assert found.score.first < found.repaired_score.first
-    assert_same_files(write_repaired(found, tmp_path / "repaired"), place / kind)
+    assert diagnosis.score.first < diagnosis.repaired_score.first
+    assert_same_files(write_repaired(diagnosis, tmp_path / "repaired"), place / kind)
 
 
 @pytest.mark.parametrize("layout", ["speculators", "modelopt"])
-def test_layers_off_by_one_in_files_of_others(place, tmp_path, look, layout):
+def test_layers_off_by_one_in_foreign_files(place, tmp_path, look, layout):
     healthy = write_as(layout, place / "eagle3", tmp_path / "healthy", place / "target")
 
     def break_(config, tensors):
-        home = config.get("eagle_config", config)
-        ids = home["eagle_aux_hidden_state_layer_ids"]
-        home["eagle_aux_hidden_state_layer_ids"] = [layer + 1 for layer in ids]
+        section = config.get("eagle_config", config)
+        ids = section["eagle_aux_hidden_state_layer_ids"]
+        section["eagle_aux_hidden_state_layer_ids"] = [layer + 1 for layer in ids]
 
-    found = look(broken_copy(healthy, tmp_path / "broken", break_))
-    assert errors_and_warnings(found) == {"aux-shifted": "error"}
-    assert_same_files(write_repaired(found, tmp_path / "repaired"), healthy)
+    diagnosis = look(broken_copy(healthy, tmp_path / "broken", break_))
+    assert errors_and_warnings(diagnosis) == {"aux-shifted": "error"}
+    assert_same_files(write_repaired(diagnosis, tmp_path / "repaired"), healthy)
 
 
-def test_a_norm_flag_against_the_training(place, tmp_path, look):
+def test_a_norm_flag_that_contradicts_the_training(place, tmp_path, look):
     broken = broken_copy(place / "eagle31", tmp_path / "broken", put(norm_output=False))
-    found = look(broken)
-    assert errors_and_warnings(found) == {"norm-output": "error"}
-    assert_same_files(write_repaired(found, tmp_path / "repaired"), place / "eagle31")
+    diagnosis = look(broken)
+    assert errors_and_warnings(diagnosis) == {"norm-output": "error"}
+    assert_same_files(write_repaired(diagnosis, tmp_path / "repaired"), place / "eagle31")
 
 
-def test_too_little_to_tell_is_a_note(place, tmp_path, look, monkeypatch):
+def test_an_insignificant_difference_is_only_a_note(place, tmp_path, look, monkeypatch):
     monkeypatch.setitem(probe._ENOUGH, "aux-shifted", probe.Enough(100.0))
     wrong = [layer + 1 for layer in AUX]
-    found = look(broken_copy(place / "eagle3", tmp_path / "broken", put(aux_layer_ids=wrong)))
-    assert found.healthy
-    [said] = [one for one in found.findings if one.check == "aux-shifted"]
-    assert f"the outputs of {AUX} accept more" in said.evidence
+    diagnosis = look(broken_copy(place / "eagle3", tmp_path / "broken", put(aux_layer_ids=wrong)))
+    assert diagnosis.healthy
+    [note] = [finding for finding in diagnosis.findings if finding.check == "aux-shifted"]
+    assert f"the outputs of {AUX} accept more" in note.evidence
 
 
 def test_standard_errors_by_hand():
-    one, two = (probe.Score(np.array(x), None) for x in ([0, 0, 1, 2], [1, 0, 3, 2]))
-    assert one.errors_below(two) == pytest.approx(0.75 / (np.std([1, 0, 2, 0]) / 2))
-    assert one.errors_below(two, depths=1) == pytest.approx(0.25 / (np.std([1, 0, 0, 0]) / 2))
-    assert one.errors_below(one) == 0.0
+    lower, higher = (probe.Score(np.array(x), None) for x in ([0, 0, 1, 2], [1, 0, 3, 2]))
+    assert lower.errors_below(higher) == pytest.approx(0.75 / (np.std([1, 0, 2, 0]) / 2))
+    assert lower.errors_below(higher, depths=1) == pytest.approx(0.25 / (np.std([1, 0, 0, 0]) / 2))
+    assert lower.errors_below(lower) == 0.0
 
 
-def test_a_normed_residual_that_the_file_does_not_say(place, tmp_path, look):
+def test_a_normed_residual_missing_from_the_config(place, tmp_path, look):
     draft = make_draft(place / "target", norm_before_residual=True, fc_scale=4)
     draft.save_pretrained(tmp_path / "healthy")
     assert look(tmp_path / "healthy").healthy
     change = put(norm_before_residual=False)
-    found = look(broken_copy(tmp_path / "healthy", tmp_path / "broken", change))
-    assert errors_and_warnings(found) == {"norm-residual": "error"}
-    assert_same_files(write_repaired(found, tmp_path / "repaired"), tmp_path / "healthy")
+    diagnosis = look(broken_copy(tmp_path / "healthy", tmp_path / "broken", change))
+    assert errors_and_warnings(diagnosis) == {"norm-residual": "error"}
+    assert_same_files(write_repaired(diagnosis, tmp_path / "repaired"), tmp_path / "healthy")
 
 
-def test_two_settings_at_once(place, tmp_path, look):
+def test_two_wrong_settings_at_once(place, tmp_path, look):
     wrong = [layer + 1 for layer in AUX]
     broken = broken_copy(
         place / "eagle31", tmp_path / "broken", put(aux_layer_ids=wrong, norm_output=False)
     )
-    found = look(broken)
-    assert errors_and_warnings(found) == {"aux-shifted": "error", "norm-output": "error"}
-    assert_same_files(write_repaired(found, tmp_path / "repaired"), place / "eagle31")
+    diagnosis = look(broken)
+    assert errors_and_warnings(diagnosis) == {"aux-shifted": "error", "norm-output": "error"}
+    assert_same_files(write_repaired(diagnosis, tmp_path / "repaired"), place / "eagle31")
 
 
-def test_dropped_rotary_scaling_of_others_is_measured(place, tmp_path, look):
+def test_dropped_rotary_scaling_in_foreign_files_is_measured(place, tmp_path, look):
     healthy = write_as("specforge", place / "eagle31", tmp_path / "healthy", place / "target")
 
     def break_(config, tensors):
         config["rope_parameters"] = {"rope_type": "default", "rope_theta": 100.0}
         del config["rope_scaling"]
 
-    found = look(broken_copy(healthy, tmp_path / "broken", break_))
-    assert errors_and_warnings(found) == {"rope": "warning", "rope-measured": "error"}
-    assert_same_files(write_repaired(found, tmp_path / "repaired"), healthy)
+    diagnosis = look(broken_copy(healthy, tmp_path / "broken", break_))
+    assert errors_and_warnings(diagnosis) == {"rope": "warning", "rope-measured": "error"}
+    assert_same_files(write_repaired(diagnosis, tmp_path / "repaired"), healthy)
 
 
-def test_other_rotary_settings_that_were_trained_are_left_alone(place, tmp_path, look):
-    """A foreign draft that really learnt without the scaling: a warning, and no repair."""
+def test_different_rotary_settings_used_in_training_are_left_alone(place, tmp_path, look):
+    """A foreign draft that was really trained without the scaling gets a warning, no repair."""
     draft = make_draft(place / "target", fit=0)
     draft.config.rope_parameters = {"rope_type": "default", "rope_theta": 100.0}
     draft.config.rope_scaling = None
@@ -120,9 +120,9 @@ def test_other_rotary_settings_that_were_trained_are_left_alone(place, tmp_path,
     fit_draft(draft, backend, rows, draft.selected_token_ids, draft.t2d, steps=30)
     draft.save_pretrained(tmp_path / "ours")
     foreign = write_as("specforge", tmp_path / "ours", tmp_path / "foreign", place / "target")
-    found = look(foreign)
-    assert errors_and_warnings(found) == {"rope": "warning"}
-    assert found.repaired is None
+    diagnosis = look(foreign)
+    assert errors_and_warnings(diagnosis) == {"rope": "warning"}
+    assert diagnosis.repaired is None
 
 
 def test_labels_that_were_not_shifted(place, tmp_path, look):
@@ -132,23 +132,26 @@ def test_labels_that_were_not_shifted(place, tmp_path, look):
     ids, mask = draft.selected_token_ids, draft.t2d
     fit_draft(draft, backend, rows, ids, mask, steps=40, shift=1)
     draft.save_pretrained(tmp_path / "draft")
-    found = look(tmp_path / "draft")
-    assert errors_and_warnings(found)["labels"] == "error"
-    assert set(errors_and_warnings(found)) <= {"labels", "acceptance"}
-    assert "just given" in next(o for o in found.findings if o.check == "labels").evidence
+    diagnosis = look(tmp_path / "draft")
+    assert errors_and_warnings(diagnosis)["labels"] == "error"
+    assert set(errors_and_warnings(diagnosis)) <= {"labels", "acceptance"}
+    assert "just given" in next(o for o in diagnosis.findings if o.check == "labels").evidence
 
 
-def test_states_captured_behind_the_norm(place, tmp_path, look):
-    """Trained on what transformers calls the last hidden state."""
+def test_states_captured_after_the_final_norm(place, tmp_path, look):
+    """The draft was trained on what transformers calls the last hidden state."""
     ids = [1, 3, 7]
     draft = make_draft(place / "target", aux=ids, fit=0)
     inner = HFEagle3TargetModel.from_pretrained(place / "target", aux_layer_ids=ids, device="cpu")
     rows = answered_rows(inner)
     fit_draft(draft, probe._LastNormed(inner), rows, draft.selected_token_ids, draft.t2d, steps=40)
     draft.save_pretrained(tmp_path / "draft")
-    found = look(tmp_path / "draft")
-    assert errors_and_warnings(found) == {"capture-point": "warning", "capture-measured": "error"}
-    assert found.repaired is None
+    diagnosis = look(tmp_path / "draft")
+    assert errors_and_warnings(diagnosis) == {
+        "capture-point": "warning",
+        "capture-measured": "error",
+    }
+    assert diagnosis.repaired is None
 
 
 def test_an_estimate_that_decoding_does_not_confirm(place, tmp_path, look):
@@ -161,9 +164,9 @@ def test_an_estimate_that_decoding_does_not_confirm(place, tmp_path, look):
     assert look(draft).healthy
     state["last"]["prefix_acceptance"][0] = 0.98
     (draft / "state.json").write_text(json.dumps(state))
-    found = look(draft)
-    assert errors_and_warnings(found) == {"estimate": "warning"}
-    assert "98.0%" in found.of("warning")[0].evidence
+    diagnosis = look(draft)
+    assert errors_and_warnings(diagnosis) == {"estimate": "warning"}
+    assert "98.0%" in diagnosis.of("warning")[0].evidence
 
 
 def test_a_draft_that_accepts_nothing(place, tmp_path, look):
@@ -173,32 +176,32 @@ def test_a_draft_that_accepts_nothing(place, tmp_path, look):
         for name in ("fc.weight", "layers.0.mlp.down_proj.weight"):
             tensors[name] = torch.randn_like(tensors[name]) * 3
 
-    found = look(broken_copy(place / "eagle3", tmp_path / "draft", break_))
-    assert errors_and_warnings(found) == {"acceptance": "error"}
-    assert "labels or masks" in found.of("error")[0].fix
+    diagnosis = look(broken_copy(place / "eagle3", tmp_path / "draft", break_))
+    assert errors_and_warnings(diagnosis) == {"acceptance": "error"}
+    assert "labels or masks" in diagnosis.of("error")[0].fix
 
 
-def test_repaired_files_are_what_is_decoded(place, tmp_path, look):
-    """A fault of the files does not keep decoding from telling what they are worth mended."""
+def test_decoding_uses_the_repaired_files(place, tmp_path, look):
+    """With a fault in the files, decoding measures the repaired files."""
     broken = broken_copy(place / "eagle3", tmp_path / "draft", put(num_hidden_layers=8))
     healthy = look(place / "eagle3")
-    found = look(broken)
-    assert not found.skipped
-    assert found.score.acceptance == healthy.score.acceptance
+    diagnosis = look(broken)
+    assert not diagnosis.skipped
+    assert diagnosis.score.acceptance == healthy.score.acceptance
 
 
 def test_a_score_counts_every_slot_of_the_answers(place, answering):
-    """Against the definition in `figures`: 1 + sum over depths of P(all up to there right)."""
+    """Checked against `figures`: 1 + the sum over depths of P(all tokens so far accepted)."""
     loaded = answering(None)
     draft = make_draft(place / "target", fit=5)
     score = loaded.score(draft, AUX)
     texts = [Text(turn.prompt_ids, turn.answer_ids) for turn in loaded.answers]
     replays = replay(loaded.backend(AUX), draft, texts, num_draft_tokens=4)
     samples = [
-        Sample(one.prompt_ids, one.answer_ids, found.rounds, "", found.accepted_T)
-        for one, found in zip(texts, replays, strict=True)
+        Sample(text.prompt_ids, text.answer_ids, result.rounds, "", result.accepted_T)
+        for text, result in zip(texts, replays, strict=True)
     ]
-    assert len(score.accepted_S) == sum(len(one.answer_ids) - 1 for one in texts)
+    assert len(score.accepted_S) == sum(len(turn_text.answer_ids) - 1 for turn_text in texts)
     assert 1 + score.first == pytest.approx(every_slot_length(samples, 1))
     assert len(texts) == PROMPTS
-    assert all(len(one.answer_ids) == NEW_TOKENS for one in texts)
+    assert all(len(turn_text.answer_ids) == NEW_TOKENS for turn_text in texts)

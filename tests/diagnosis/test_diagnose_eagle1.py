@@ -1,4 +1,4 @@
-"""EAGLE-1 drafts: healthy ones pass in every layout, broken ones are named, and mended exactly."""
+"""EAGLE-1 drafts: healthy ones pass in every layout, faults are named and repaired exactly."""
 
 import re
 
@@ -30,36 +30,36 @@ from fledge.export.export import export_draft
 # --- healthy -------------------------------------------------------------------------------------
 
 
-def test_a_healthy_draft_of_ours_passes(eagle1, look):
-    found = look(eagle1)
-    assert found.healthy, found.findings
-    assert found.layout == "fledge"
-    assert not found.skipped
-    assert found.score.first > 0.3
+def test_a_healthy_draft_passes(eagle1, look):
+    diagnosis = look(eagle1)
+    assert diagnosis.healthy, diagnosis.findings
+    assert diagnosis.layout == "fledge"
+    assert not diagnosis.skipped
+    assert diagnosis.score.first > 0.3
 
 
 @pytest.mark.parametrize("layout", EAGLE1_LAYOUTS)
-def test_a_healthy_draft_of_others_decodes_as_ours(place, eagle1, tmp_path, look, layout):
-    found = look(write_as(layout, eagle1, tmp_path / "draft", place / "target"))
-    assert found.healthy, found.findings
-    assert found.layout == layout
-    assert not found.skipped
-    assert found.score.acceptance == look(eagle1).score.acceptance
+def test_a_healthy_foreign_draft_decodes_like_ours(place, eagle1, tmp_path, look, layout):
+    diagnosis = look(write_as(layout, eagle1, tmp_path / "draft", place / "target"))
+    assert diagnosis.healthy, diagnosis.findings
+    assert diagnosis.layout == layout
+    assert not diagnosis.skipped
+    assert diagnosis.score.acceptance == look(eagle1).score.acceptance
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_an_export_is_healthy_for_its_engine(place, eagle1, tmp_path, engine):
-    """And for the other it is not, which is said, and mended to the bit."""
+    """For the other engine it has faults, which are named and repaired bit for bit."""
     outs, target = {}, str(place / "target")
     for name in ("vllm", "sglang"):
         outs[name] = tmp_path / name
         export_draft(eagle1, outs[name], engine=name, target=target, without_target=True)
-    found = diagnose(outs[engine], target, engine=engine, answering=no_decoding)
-    assert found.healthy, found.findings
+    diagnosis = diagnose(outs[engine], target, engine=engine, answering=no_decoding)
+    assert diagnosis.healthy, diagnosis.findings
     [other] = {*outs} - {engine}
-    found = diagnose(outs[other], target, engine=engine, answering=no_decoding)
-    assert errors_and_warnings(found) == {"architecture": "error", "fc-bias": "error"}
-    repaired = write_repaired(found, tmp_path / "repaired")
+    diagnosis = diagnose(outs[other], target, engine=engine, answering=no_decoding)
+    assert errors_and_warnings(diagnosis) == {"architecture": "error", "fc-bias": "error"}
+    repaired = write_repaired(diagnosis, tmp_path / "repaired")
     assert_same_files(repaired, outs[engine])
 
 
@@ -72,17 +72,17 @@ def test_an_export_is_healthy_for_its_engine(place, eagle1, tmp_path, engine):
         ("eagle1-wrapped", "sglang", {"serving", "fc-bias"}),
     ],
 )
-def test_an_engine_makes_errors_of_its_limits(place, eagle1, tmp_path, layout, engine, faults):
+def test_an_engines_limits_become_errors(place, eagle1, tmp_path, layout, engine, faults):
     foreign = write_as(layout, eagle1, tmp_path / "foreign", place / "target")
-    found = diagnose(foreign, str(place / "target"), engine=engine, answering=no_decoding)
-    assert set(errors_and_warnings(found)) == faults
+    diagnosis = diagnose(foreign, str(place / "target"), engine=engine, answering=no_decoding)
+    assert set(errors_and_warnings(diagnosis)) == faults
 
 
 def test_two_layers_and_a_bias_are_healthy(place, tmp_path):
     draft = make_eagle1(place / "target", fit=0, layers=2, bias=True)
     draft.save_pretrained(tmp_path / "draft")
 
-    def spread(config, tensors):  # no longer what an initializer leaves
+    def spread(config, tensors):  # so that weights no longer look freshly initialized
         torch.manual_seed(2)
         for name, tensor in tensors.items():
             if tensor.ndim == 2 and name.startswith(("fc", "layers")):
@@ -91,10 +91,10 @@ def test_two_layers_and_a_bias_are_healthy(place, tmp_path):
                 )
 
     healthy = broken_copy(tmp_path / "draft", tmp_path / "healthy", spread)
-    found = diagnose(healthy, str(place / "target"), answering=no_decoding)
-    assert found.healthy, found.findings
-    found = diagnose(healthy, str(place / "target"), engine="vllm", answering=no_decoding)
-    assert "vLLM does not serve fc bias" in [one.evidence for one in found.of("error")]
+    diagnosis = diagnose(healthy, str(place / "target"), answering=no_decoding)
+    assert diagnosis.healthy, diagnosis.findings
+    diagnosis = diagnose(healthy, str(place / "target"), engine="vllm", answering=no_decoding)
+    assert "vLLM does not serve fc bias" in [error.evidence for error in diagnosis.of("error")]
 
 
 # --- broken --------------------------------------------------------------------------------------
@@ -119,7 +119,7 @@ def with_maps(config, tensors):
 
 
 def fused_queries(config, tensors):
-    """One tensor of an EAGLE-3 draft among the others."""
+    """Give one tensor the shape it has in an EAGLE-3 draft."""
     name = "layers.0.self_attn.q_proj.weight"
     tensors[name] = torch.cat([tensors[name], tensors[name]], dim=1)
 
@@ -169,75 +169,76 @@ FAULTS = {
 def test_a_fault_is_named_and_repaired(place, eagle1, tmp_path, name):
     fault, target = FAULTS[name], str(place / "target")
     broken = broken_copy(eagle1, tmp_path / "broken", fault.break_)
-    found = diagnose(broken, target, answering=no_decoding)
-    assert errors_and_warnings(found) == {fault.check: fault.severity}
-    [said] = [one for one in found.findings if one.check == fault.check and one.severity != "note"]
-    assert said.evidence
-    assert said.fix
-    assert bool(said.repair) == fault.repaired
+    diagnosis = diagnose(broken, target, answering=no_decoding)
+    assert errors_and_warnings(diagnosis) == {fault.check: fault.severity}
+    [finding] = [f for f in diagnosis.findings if f.check == fault.check and f.severity != "note"]
+    assert finding.evidence
+    assert finding.fix
+    assert bool(finding.repair) == fault.repaired
     if not fault.repaired:
         with pytest.raises(BadInput, match="certainty"):
-            write_repaired(found, tmp_path / "repaired")
+            write_repaired(diagnosis, tmp_path / "repaired")
         return
-    assert_same_files(write_repaired(found, tmp_path / "repaired"), eagle1)
+    assert_same_files(write_repaired(diagnosis, tmp_path / "repaired"), eagle1)
 
 
-def test_an_eagle3_draft_that_is_called_eagle1(place, tmp_path):
+def test_an_eagle3_draft_declared_as_eagle1(place, tmp_path):
     def break_(config, tensors):
         config.update(architectures=["LlamaForCausalLMEagle"], eagle_version=1)
 
     broken = broken_copy(place / "eagle3", tmp_path / "broken", break_)
-    found = diagnose(broken, str(place / "target"), answering=no_decoding)
-    assert errors_and_warnings(found) == {"algorithm": "error"}
-    assert_same_files(write_repaired(found, tmp_path / "repaired"), place / "eagle3")
+    diagnosis = diagnose(broken, str(place / "target"), answering=no_decoding)
+    assert errors_and_warnings(diagnosis) == {"algorithm": "error"}
+    assert_same_files(write_repaired(diagnosis, tmp_path / "repaired"), place / "eagle3")
 
 
-def test_another_target(place, eagle1, tmp_path):
+def test_a_different_target_is_named(place, eagle1, tmp_path):
     wider = other_target(place, tmp_path / "wider", hidden_size=64, head_dim=16)
-    found = diagnose(eagle1, str(wider), static=True)
-    assert errors_and_warnings(found)["hidden-size"] == "error"
-    assert "32 wide, the target 64" in found.of("error")[0].evidence
+    diagnosis = diagnose(eagle1, str(wider), static=True)
+    assert errors_and_warnings(diagnosis)["hidden-size"] == "error"
+    assert "32 wide, the target 64" in diagnosis.of("error")[0].evidence
     larger = other_target(place, tmp_path / "larger", vocab_size=300)
-    found = diagnose(eagle1, str(larger), static=True)
-    assert errors_and_warnings(found)["vocab-size"] == "error"
+    diagnosis = diagnose(eagle1, str(larger), static=True)
+    assert errors_and_warnings(diagnosis)["vocab-size"] == "error"
 
 
 # --- what only decoding shows --------------------------------------------------------------------
 
 
-def test_halves_of_fc_in_the_other_order(eagle1, tmp_path, look):
+def test_swapped_halves_of_fc_are_repaired(eagle1, tmp_path, look):
     broken = broken_copy(eagle1, tmp_path / "broken", fill("fc.weight", swapped_halves))
-    found = look(broken)
-    assert errors_and_warnings(found) == {"fc-swapped": "error"}
-    assert "[state; embedding]" in found.of("error")[0].evidence
-    assert found.score.first < 0.5 * found.repaired_score.first
-    assert_same_files(write_repaired(found, tmp_path / "repaired"), eagle1)
+    diagnosis = look(broken)
+    assert errors_and_warnings(diagnosis) == {"fc-swapped": "error"}
+    assert "[state; embedding]" in diagnosis.of("error")[0].evidence
+    assert diagnosis.score.first < 0.5 * diagnosis.repaired_score.first
+    assert_same_files(write_repaired(diagnosis, tmp_path / "repaired"), eagle1)
 
 
 @pytest.mark.parametrize("states", ["read", "all"])
 def test_trained_on_states_before_the_norm(place, tmp_path, look, states):
-    """Which it reads, or reads and foretells: then only the target's norm makes sense of them."""
+    """The draft reads such states, or reads and predicts them: then the target's norm is needed to
+    interpret its output."""
     make_eagle1(place / "target", states=states).save_pretrained(tmp_path / "draft")
-    found = look(tmp_path / "draft")
-    assert errors_and_warnings(found) == {"capture-measured": "error"}
-    [better] = re.findall(r"with the one before it: ([\d.]+)%", found.of("error")[0].evidence)
+    diagnosis = look(tmp_path / "draft")
+    assert errors_and_warnings(diagnosis) == {"capture-measured": "error"}
+    [better] = re.findall(r"with the one before it: ([\d.]+)%", diagnosis.of("error")[0].evidence)
     assert float(better) > 60
-    assert found.repaired is None
+    assert diagnosis.repaired is None
 
 
-def test_other_rotary_settings_are_measured(place, eagle1, tmp_path, look):
+def test_dropped_rotary_scaling_is_measured(place, eagle1, tmp_path, look):
     foreign = write_as("eagle1-vllm", eagle1, tmp_path / "foreign", place / "target")
-    found = look(broken_copy(foreign, tmp_path / "broken", rope_dropped))
-    assert errors_and_warnings(found) == {"rope": "warning", "rope-measured": "error"}
-    assert_same_files(write_repaired(found, tmp_path / "repaired"), foreign)
+    diagnosis = look(broken_copy(foreign, tmp_path / "broken", rope_dropped))
+    assert errors_and_warnings(diagnosis) == {"rope": "warning", "rope-measured": "error"}
+    assert_same_files(write_repaired(diagnosis, tmp_path / "repaired"), foreign)
 
 
-def test_noise_for_weights_accepts_nothing(eagle1, tmp_path, look):
+def test_random_weights_accept_nothing(eagle1, tmp_path, look):
     torch.manual_seed(5)
 
     def noise(config, tensors):
         for name in ("fc.weight", "layers.0.mlp.down_proj.weight"):
             tensors[name] = torch.randn_like(tensors[name]) * 3
 
-    found = look(broken_copy(eagle1, tmp_path / "draft", noise))
-    assert errors_and_warnings(found) == {"acceptance": "error"}
+    diagnosis = look(broken_copy(eagle1, tmp_path / "draft", noise))
+    assert errors_and_warnings(diagnosis) == {"acceptance": "error"}

@@ -1,5 +1,5 @@
-"""Deliberately broken drafts: each is named by its check and by no other error, and a certain
-repair gives back the healthy files exactly."""
+"""Deliberately broken drafts: each fault is named by its check and by no other error, and a certain
+repair restores the healthy files exactly."""
 
 import json
 import shutil
@@ -67,7 +67,7 @@ def stale_t2d(config, tensors):
 
 
 def recomputed_map(config, tensors):
-    """Another vocabulary, sound in itself: what a warm start on new data leaves behind."""
+    """A different, self-consistent vocabulary: what a warm start on new data leaves behind."""
     full = len(tensors["t2d"])
     ids = torch.arange(full - WIDTH, full)
     mask = torch.zeros(full, dtype=torch.bool)
@@ -86,8 +86,8 @@ def random_table(name, std=0.02):
 def rotated(config, tensors):
     torch.manual_seed(3)
     size = tensors["embed_tokens.weight"].shape[1]
-    turn, _ = torch.linalg.qr(torch.randn(size, size))
-    tensors["embed_tokens.weight"] = tensors["embed_tokens.weight"] @ turn
+    rotation, _ = torch.linalg.qr(torch.randn(size, size))
+    tensors["embed_tokens.weight"] = tensors["embed_tokens.weight"] @ rotation
 
 
 def shuffled_rows(config, tensors):
@@ -95,7 +95,7 @@ def shuffled_rows(config, tensors):
 
 
 def other_order(config, tensors):
-    """The same draft, its aux states in another order."""
+    """The same draft with its aux states in another order."""
     order = [2, 0, 1]
     config["aux_layer_ids"] = [AUX[i] for i in order]
     chunks = tensors["fc.weight"].chunk(3, dim=1)
@@ -111,14 +111,14 @@ def rope_dropped(config, tensors):
 
 
 def prefixed(config, tensors):
-    held = {f"model.{name}": tensor for name, tensor in tensors.items()}
+    renamed = {f"model.{name}": tensor for name, tensor in tensors.items()}
     tensors.clear()
-    tensors.update(held)
+    tensors.update(renamed)
 
 
 def twice(config, tensors):
-    held = {n.replace("layers.0.", "midlayer."): t.clone() for n, t in tensors.items()}
-    tensors.update(held)
+    copies = {n.replace("layers.0.", "midlayer."): t.clone() for n, t in tensors.items()}
+    tensors.update(copies)
 
 
 def with_nan(config, tensors):
@@ -252,13 +252,13 @@ def broken_copy(source: Path, out: Path, break_) -> Path:
     break_(config, tensors)
     out.mkdir()
     (out / "config.json").write_text(json.dumps(config))
-    save_file({name: one.contiguous() for name, one in tensors.items()}, out / "model.safetensors")
+    save_file({name: t.contiguous() for name, t in tensors.items()}, out / "model.safetensors")
     return out
 
 
 def assert_same_files(one: Path, other: Path) -> None:
-    (config, tensors), (wanted, healthy) = files_of(one), files_of(other)
-    assert config == wanted
+    (config, tensors), (expected_config, healthy) = files_of(one), files_of(other)
+    assert config == expected_config
     assert tensors.keys() == healthy.keys()
     for name, tensor in tensors.items():
         assert tensor.dtype == healthy[name].dtype, name
@@ -269,28 +269,28 @@ def assert_same_files(one: Path, other: Path) -> None:
 def test_a_fault_is_named_and_repaired(place, tmp_path, name):
     fault, target = FAULTS[name], str(place / "target")
     broken = broken_copy(place / fault.kind, tmp_path / "broken", fault.break_)
-    found = diagnose(broken, target, answering=no_decoding)
-    said = [one for one in found.findings if one.check == fault.check]
-    assert [one.severity for one in said if one.severity != "note"] == [fault.severity]
-    wrong = {one.check for one in found.of("error")} - {fault.check}
-    assert not wrong, found.findings
-    assert any(one.evidence and one.fix for one in said) or fault.check == "algorithm"
-    assert bool(said[0].repair) == fault.repaired
+    diagnosis = diagnose(broken, target, answering=no_decoding)
+    named = [finding for finding in diagnosis.findings if finding.check == fault.check]
+    assert [f.severity for f in named if f.severity != "note"] == [fault.severity]
+    wrong = {error.check for error in diagnosis.of("error")} - {fault.check}
+    assert not wrong, diagnosis.findings
+    assert any(f.evidence and f.fix for f in named) or fault.check == "algorithm"
+    assert bool(named[0].repair) == fault.repaired
     if not fault.repaired:
         with pytest.raises(BadInput, match="certainty"):
-            write_repaired(found, tmp_path / "repaired")
+            write_repaired(diagnosis, tmp_path / "repaired")
         assert not (tmp_path / "repaired").exists()
         return
-    repaired = write_repaired(found, tmp_path / "repaired")
+    repaired = write_repaired(diagnosis, tmp_path / "repaired")
     assert_same_files(repaired, place / fault.kind)
     assert diagnose(repaired, target, answering=no_decoding).healthy
 
 
-# --- what lies around the draft ------------------------------------------------------------------
+# --- faults outside the draft's own tensors ------------------------------------------------------
 
 
 def other_target(place, out: Path, *, tokenizer=None, **changed) -> Path:
-    """The target's config and tokenizer with something changed; no weights."""
+    """A copy of the target's config and tokenizer with changes, without weights."""
     shutil.copytree(place / "target", out, ignore=shutil.ignore_patterns("*.safetensors"))
     path = out / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changed))
@@ -299,69 +299,73 @@ def other_target(place, out: Path, *, tokenizer=None, **changed) -> Path:
     return out
 
 
-def errors_and_warnings(found):
-    return {one.check: one.severity for one in found.findings if one.severity != "note"}
+def errors_and_warnings(diagnosis):
+    return {
+        finding.check: finding.severity
+        for finding in diagnosis.findings
+        if finding.severity != "note"
+    }
 
 
 def test_a_shallow_target_has_no_default_layers(place, tmp_path):
     target = other_target(place, tmp_path / "target", num_hidden_layers=4)
     broken = broken_copy(place / "eagle3", tmp_path / "draft", lambda c, t: c.pop("aux_layer_ids"))
-    found = diagnose(broken, str(target), static=True)
-    assert errors_and_warnings(found) == {"aux-layers": "error"}
-    assert "too shallow" in found.of("error")[0].evidence
+    diagnosis = diagnose(broken, str(target), static=True)
+    assert errors_and_warnings(diagnosis) == {"aux-layers": "error"}
+    assert "too shallow" in diagnosis.of("error")[0].evidence
 
 
 @pytest.mark.parametrize(
     ("method", "severity"), [({"quant_method": "fp8"}, "warning"),
                              ({"quant_method": "fp8", "rotation": "hadamard"}, "error")]
 )  # fmt: skip
-def test_a_quantised_target_is_a_caution(place, tmp_path, method, severity):
+def test_a_quantized_target_is_reported(place, tmp_path, method, severity):
     target = other_target(place, tmp_path / "target", quantization_config=method)
-    found = diagnose(place / "eagle3", str(target), static=True)
-    assert errors_and_warnings(found) == {"target-quantised": severity}
+    diagnosis = diagnose(place / "eagle3", str(target), static=True)
+    assert errors_and_warnings(diagnosis) == {"target-quantised": severity}
 
 
-def test_a_draft_that_cannot_end_an_answer(place, tmp_path):
+def test_a_draft_vocabulary_without_the_end_token(place, tmp_path):
     tokenizer = make_tokenizer()
     _, tensors = files_of(place / "eagle3")
-    unsaid = int((~tensors["t2d"]).nonzero()[-1])
-    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(unsaid)
+    missing_id = int((~tensors["t2d"]).nonzero()[-1])
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(missing_id)
     target = other_target(place, tmp_path / "target", tokenizer=tokenizer)
-    found = diagnose(place / "eagle3", str(target), static=True)
-    assert errors_and_warnings(found) == {"end-token": "warning"}
-    assert f"({unsaid})" in found.of("warning")[0].evidence
+    diagnosis = diagnose(place / "eagle3", str(target), static=True)
+    assert errors_and_warnings(diagnosis) == {"end-token": "warning"}
+    assert f"({missing_id})" in diagnosis.of("warning")[0].evidence
 
 
-def test_another_tokenizer_beside_the_draft(place, tmp_path):
+def test_a_different_tokenizer_next_to_the_draft(place, tmp_path):
     broken = broken_copy(place / "eagle3", tmp_path / "draft", lambda c, t: None)
     tokenizer = make_tokenizer()
     tokenizer.save_pretrained(broken)
     assert diagnose(broken, str(place / "target"), static=True).healthy
     path = broken / "tokenizer.json"
-    held = json.loads(path.read_text())
-    vocab = held["model"]["vocab"]
+    contents = json.loads(path.read_text())
+    vocab = contents["model"]["vocab"]
     vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
-    path.write_text(json.dumps(held))
-    found = diagnose(broken, str(place / "target"), static=True)
-    assert errors_and_warnings(found) == {"tokenizer": "error"}
-    assert found.of("error")[0].evidence.startswith("2 of the target's")
+    path.write_text(json.dumps(contents))
+    diagnosis = diagnose(broken, str(place / "target"), static=True)
+    assert errors_and_warnings(diagnosis) == {"tokenizer": "error"}
+    assert diagnosis.of("error")[0].evidence.startswith("2 of the target's")
 
 
-def test_the_last_layer_is_a_caution(place, tmp_path):
+def test_reading_the_last_layer_is_a_warning(place, tmp_path):
     broken = broken_copy(place / "eagle3", tmp_path / "draft", put(aux_layer_ids=[1, 3, 7]))
-    found = diagnose(broken, str(place / "target"), static=True)
-    assert errors_and_warnings(found) == {"capture-point": "warning"}
+    diagnosis = diagnose(broken, str(place / "target"), static=True)
+    assert errors_and_warnings(diagnosis) == {"capture-point": "warning"}
 
 
-def test_two_faults_at_once_are_both_repaired(place, tmp_path):
+def test_several_faults_at_once_are_all_repaired(place, tmp_path):
     def break_(config, tensors):
-        tensors["d2t"] = _ids(tensors).float()  # absolute, and no integers either
+        tensors["d2t"] = _ids(tensors).float()  # absolute ids, and not integers either
         config.update(num_hidden_layers=8, vocab_size=WIDTH)
         prefixed(config, tensors)
 
     broken = broken_copy(place / "eagle3", tmp_path / "draft", break_)
-    found = diagnose(broken, str(place / "target"), answering=no_decoding)
-    assert {one.check for one in found.of("error")} == {
+    diagnosis = diagnose(broken, str(place / "target"), answering=no_decoding)
+    assert {error.check for error in diagnosis.of("error")} == {
         "names", "vocab-size", "d2t-type", "d2t-absolute", "num-hidden-layers",
     }  # fmt: skip
-    assert_same_files(write_repaired(found, tmp_path / "repaired"), place / "eagle3")
+    assert_same_files(write_repaired(diagnosis, tmp_path / "repaired"), place / "eagle3")

@@ -1,4 +1,4 @@
-"""`fledge diagnose` as people meet it: words, JSON, exit codes, --fix, and files of no use."""
+"""`fledge diagnose` as users see it: text, JSON, exit codes, --fix, and unusable files."""
 
 import contextlib
 import json
@@ -33,25 +33,25 @@ def run(place, draft, *options):
     return CliRunner().invoke(app, [*arguments, *limits, *options])
 
 
-def test_a_healthy_draft_in_words(place):
+def test_a_healthy_draft_as_text(place):
     result = run(place, place / "eagle3")
     assert result.exit_code == 0, result.output
     assert "healthy" in result.stdout.splitlines()[-1]
     assert "replay of the files" in result.stdout
 
 
-def test_fix_repairs_and_proves_it(place, tmp_path):
+def test_fix_repairs_and_verifies_the_repair(place, tmp_path):
     broken = broken_copy(
         place / "eagle3", tmp_path / "broken", put(num_hidden_layers=8, aux_layer_ids=[2, 4, 5])
     )
     result = run(place, broken, "--fix", str(tmp_path / "fixed"), "--json")
     assert result.exit_code == 0, result.output
-    found = json.loads(result.stdout)
-    checks = {one["check"]: one for one in found["findings"] if one["severity"] == "error"}
-    assert set(checks) == {"num-hidden-layers", "aux-shifted"}
-    assert all(one["repairable"] and one["fix"] for one in checks.values())
-    assert found["repaired"]["healthy"]
-    assert found["repaired_acceptance"] == found["repaired"]["acceptance"]
+    printed = json.loads(result.stdout)
+    errors = {f["check"]: f for f in printed["findings"] if f["severity"] == "error"}
+    assert set(errors) == {"num-hidden-layers", "aux-shifted"}
+    assert all(error["repairable"] and error["fix"] for error in errors.values())
+    assert printed["repaired"]["healthy"]
+    assert printed["repaired_acceptance"] == printed["repaired"]["acceptance"]
     assert_same_files(tmp_path / "fixed", place / "eagle3")
     again = run(place, broken, "--fix", str(tmp_path / "fixed"))
     assert again.exit_code == 2 or "exists already" in str(again.exception)
@@ -66,13 +66,13 @@ def test_what_cannot_be_repaired_stays_an_error(place, tmp_path):
     assert not (tmp_path / "fixed").exists()
 
 
-def test_static_reads_no_weights_of_the_target(place, tmp_path):
+def test_static_does_not_read_the_targets_weights(place, tmp_path):
     shutil.copytree(
         place / "target", tmp_path / "target", ignore=shutil.ignore_patterns("*.safetensors")
     )
-    found = diagnose(place / "eagle3", str(tmp_path / "target"), static=True)
-    assert found.healthy
-    assert "--static" in found.skipped[0]
+    diagnosis = diagnose(place / "eagle3", str(tmp_path / "target"), static=True)
+    assert diagnosis.healthy
+    assert "--static" in diagnosis.skipped[0]
     with pytest.raises(BadInput, match="no weights"):
         diagnose(place / "eagle3", str(tmp_path / "target"))
 
@@ -91,14 +91,14 @@ def test_static_reads_no_weights_of_the_target(place, tmp_path):
         ("speculators", "peagle", "sglang", {"serving", "embeddings"}),
     ],
 )
-def test_an_engine_makes_errors_of_its_limits(place, tmp_path, layout, kind, engine, faults):
+def test_an_engines_limits_become_errors(place, tmp_path, layout, kind, engine, faults):
     foreign = write_as(layout, place / kind, tmp_path / "foreign", place / "target")
-    found = diagnose(foreign, str(place / "target"), engine=engine, answering=no_decoding)
-    assert set(errors_and_warnings(found)) <= faults
-    assert faults <= {*errors_and_warnings(found), "embeddings"}
+    diagnosis = diagnose(foreign, str(place / "target"), engine=engine, answering=no_decoding)
+    assert set(errors_and_warnings(diagnosis)) <= faults
+    assert faults <= {*errors_and_warnings(diagnosis), "embeddings"}
 
 
-def test_bad_questions_are_one_line(place, tmp_path):
+def test_bad_input_is_a_one_line_error(place, tmp_path):
     with pytest.raises(BadInput, match="not an engine"):
         diagnose(place / "eagle3", str(place / "target"), engine="tensorrt")
     with pytest.raises(BadInput, match=r"no config\.json"):
@@ -121,8 +121,8 @@ JUNK = st.sampled_from(
 
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
-def test_no_file_brings_it_down(place, eagle1, tmp_path_factory, data):
-    """Whatever stands in the files: findings, or one line; never a traceback."""
+def test_no_file_makes_it_crash(place, eagle1, tmp_path_factory, data):
+    """Whatever the files contain, the result is findings or a one-line error, not a traceback."""
     kind = data.draw(st.sampled_from(["eagle3", "peagle", eagle1.name]))
     layouts = ["fledge", "specforge", "speculators", "modelopt"]
     if kind == eagle1.name:
@@ -134,13 +134,13 @@ def test_no_file_brings_it_down(place, eagle1, tmp_path_factory, data):
         source = write_as(layout, source, root / "source", place / "target")
     config, tensors = files_of(source)
     for _ in range(data.draw(st.integers(1, 3))):
-        home = config
-        inside = {"speculators": "transformer_layer_config", "eagle1-wrapped": "model"}.get(layout)
-        if inside is not None and data.draw(st.booleans()):
-            home = config[inside]
+        section = config
+        nested = {"speculators": "transformer_layer_config", "eagle1-wrapped": "model"}.get(layout)
+        if nested is not None and data.draw(st.booleans()):
+            section = config[nested]
         if data.draw(st.booleans()):
-            if isinstance(home, dict) and home:
-                home[data.draw(st.sampled_from(sorted(home)))] = data.draw(JUNK)
+            if isinstance(section, dict) and section:
+                section[data.draw(st.sampled_from(sorted(section)))] = data.draw(JUNK)
         else:
             name = data.draw(st.sampled_from(sorted(tensors)))
             shape = data.draw(st.sampled_from([(), (0,), (1,), (5,), (3, 4), (32, 32), (2, 2, 2)]))
@@ -149,9 +149,9 @@ def test_no_file_brings_it_down(place, eagle1, tmp_path_factory, data):
     (root / "draft").mkdir()
     (root / "draft" / "config.json").write_text(json.dumps(config))
     save_file(tensors, root / "draft" / "model.safetensors")
-    with contextlib.suppress(BadInput):  # one line is fine
-        found = diagnose(root / "draft", str(place / "target"), answering=no_decoding)
-        json.dumps(found.to_json())
+    with contextlib.suppress(BadInput):  # a one-line error is fine
+        diagnosis = diagnose(root / "draft", str(place / "target"), answering=no_decoding)
+        json.dumps(diagnosis.to_json())
 
 
 def test_the_page_lists_every_check():
@@ -160,8 +160,8 @@ def test_the_page_lists_every_check():
     assert len(CHECKS) > 30
 
 
-def test_a_small_file_does_not_hold_a_huge_tensor(tmp_path):
-    """torch's files keep strides: one number may claim to be a trillion."""
+def test_a_small_file_claiming_a_huge_tensor_is_rejected(tmp_path):
+    """torch's files store strides, so one number can claim to be a tensor of a trillion."""
     import torch
 
     from fledge.models.weight_files import read_tensors
@@ -169,7 +169,7 @@ def test_a_small_file_does_not_hold_a_huge_tensor(tmp_path):
     path = tmp_path / "pytorch_model.bin"
     torch.save({"fc.weight": torch.ones(3, 4)}, path)
     assert read_tensors(tmp_path)["fc.weight"].shape == (3, 4)
-    for held in ({"fc.weight": torch.zeros(1).expand(10**12)}, [torch.zeros(3)]):
-        torch.save(held, path)
+    for contents in ({"fc.weight": torch.zeros(1).expand(10**12)}, [torch.zeros(3)]):
+        torch.save(contents, path)
         with pytest.raises(BadInput, match="cannot be read"):
             read_tensors(tmp_path)

@@ -1,4 +1,4 @@
-"""Ours -> every layout -> import == ours, bit for bit; and what an import does with the rest."""
+"""Our draft -> any layout -> import gives our draft, bit for bit; and imports that are refused."""
 
 import json
 import os
@@ -31,14 +31,14 @@ KINDS = ("eagle3", "eagle31", "peagle")
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_comes_back_bit_for_bit(place, tmp_path, layout, kind):
+def test_every_layout_imports_bit_for_bit(place, tmp_path, layout, kind):
     foreign = write_as(layout, place / kind, tmp_path / "foreign", place / "target")
     import_draft(foreign, tmp_path / "ours", target=str(place / "target"))
     assert_same_files(tmp_path / "ours", place / kind)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_ours_comes_back_bit_for_bit(place, tmp_path, kind):
+def test_our_own_layout_imports_bit_for_bit(place, tmp_path, kind):
     import_draft(place / kind, tmp_path / "ours", target=str(place / "target"))
     assert_same_files(tmp_path / "ours", place / kind)
 
@@ -58,16 +58,16 @@ def test_import_export_import(place, tmp_path, kind, engine):
         check=CheckOptions(**options),
     )  # fmt: skip
     import_draft(exported, tmp_path / "again", target=target)
-    (config, tensors), (wanted, healthy) = files_of(tmp_path / "again"), files_of(ours)
+    (config, tensors), (expected, healthy) = files_of(tmp_path / "again"), files_of(ours)
     assert tensors.keys() == healthy.keys()
     for name in healthy:
         assert torch.equal(tensors[name], healthy[name]), name
-    differing = {key for key in {*config, *wanted} if config.get(key) != wanted.get(key)}
+    differing = {key for key in {*config, *expected} if config.get(key) != expected.get(key)}
     assert not differing
 
 
-def test_other_layers_come_back_too(place, tmp_path):
-    """Layers that are not the default, where a layout can say them."""
+def test_non_default_layers_are_imported(place, tmp_path):
+    """Layers that are not the default, in layouts that can express them."""
     source = broken_copy(place / "eagle3", tmp_path / "source", put(aux_layer_ids=[0, 2, 5]))
     for layout in ("speculators", "modelopt"):
         foreign = write_as(layout, source, tmp_path / layout, place / "target")
@@ -76,23 +76,23 @@ def test_other_layers_come_back_too(place, tmp_path):
 
 
 def test_a_full_vocabulary_needs_no_maps_and_no_head(place, tmp_path):
-    """The target's head stands in where engines would share it; identity maps go."""
+    """A missing head is the target's, as engines share it; identity maps are dropped."""
     from fledge.models.weight_files import read_target_tables
 
     config, tensors = files_of(place / "eagle3")
     full, head = config["vocab_size"], read_target_tables(place / "target").head_VD
-    held = {k: v for k, v in tensors.items() if k not in ("lm_head.weight", "d2t", "t2d")}
+    kept = {k: v for k, v in tensors.items() if k not in ("lm_head.weight", "d2t", "t2d")}
     config["draft_vocab_size"] = full
     (tmp_path / "bare").mkdir()
     (tmp_path / "bare" / "config.json").write_text(json.dumps(config))
-    save_file(held, tmp_path / "bare" / "model.safetensors")
+    save_file(kept, tmp_path / "bare" / "model.safetensors")
     shutil.copytree(tmp_path / "bare", tmp_path / "full")
     identity = {
         "lm_head.weight": head,
         "d2t": torch.zeros(full, dtype=torch.int64),
         "t2d": torch.ones(full, dtype=torch.bool),
     }
-    save_file({**held, **identity}, tmp_path / "full" / "model.safetensors")
+    save_file({**kept, **identity}, tmp_path / "full" / "model.safetensors")
     for name in ("bare", "full"):
         import_draft(tmp_path / name, tmp_path / f"{name}_ours", target=str(place / "target"))
     assert_same_files(tmp_path / "bare_ours", tmp_path / "full_ours")
@@ -109,7 +109,7 @@ def test_a_full_vocabulary_needs_no_maps_and_no_head(place, tmp_path):
           "rope_theta": 1e4, "rope_scaling": None}, "rope"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_ours_is_refused(place, tmp_path, change, says):
+def test_unsupported_drafts_are_refused(place, tmp_path, change, says):
     foreign = write_as("specforge", place / "eagle3", tmp_path / "foreign", place / "target")
     path = foreign / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
@@ -118,27 +118,27 @@ def test_what_cannot_be_ours_is_refused(place, tmp_path, change, says):
     assert not (tmp_path / "ours").exists()
 
 
-def test_a_normed_residual_is_carried_but_not_exported(place, tmp_path):
+def test_a_normed_residual_is_imported_but_not_exported(place, tmp_path):
     from export.drafts import make_draft
 
-    own = make_draft(place / "target", fit=0, norm_before_residual=True)
-    own.config.ttt_steps = 3  # as the speculators format will say
-    own.save_pretrained(tmp_path / "own")
+    draft = make_draft(place / "target", fit=0, norm_before_residual=True)
+    draft.config.ttt_steps = 3  # as the speculators file will have it
+    draft.save_pretrained(tmp_path / "own")
     assert files_of(tmp_path / "own")[0]["norm_before_residual"]
     foreign = tmp_path / "foreign"
     write_as("speculators", tmp_path / "own", foreign, place / "target")
     path = foreign / "config.json"
-    said = json.loads(path.read_text())
-    del said["norm_before_residual"]  # speculators' EAGLE-3 means true by silence
-    del said["transformer_layer_config"]["norm_before_residual"]
-    path.write_text(json.dumps(said))
+    values = json.loads(path.read_text())
+    del values["norm_before_residual"]  # speculators' default for EAGLE-3 is true
+    del values["transformer_layer_config"]["norm_before_residual"]
+    path.write_text(json.dumps(values))
     import_draft(foreign, tmp_path / "ours", target=str(place / "target"))
     assert_same_files(tmp_path / "ours", tmp_path / "own")
     with pytest.raises(BadInput, match="norm_before_residual"):
         export_draft(tmp_path / "ours", tmp_path / "out", engine="vllm", without_target=True)
 
 
-def test_mixed_formats_lose_nothing_and_nothing_is_overwritten(place, tmp_path):
+def test_mixed_dtypes_lose_nothing_and_nothing_is_overwritten(place, tmp_path):
     def break_(config, tensors):
         tensors["norm.weight"] = tensors["norm.weight"].bfloat16()
         tensors["fc.weight"] = tensors["fc.weight"].half()
@@ -146,28 +146,28 @@ def test_mixed_formats_lose_nothing_and_nothing_is_overwritten(place, tmp_path):
     mixed = broken_copy(place / "eagle3", tmp_path / "mixed", break_)
     import_draft(mixed, tmp_path / "ours", target=str(place / "target"))
     _, tensors = files_of(tmp_path / "ours")
-    for name, held in files_of(mixed)[1].items():
-        assert torch.equal(tensors[name], held.to(tensors[name].dtype)), name
+    for name, tensor in files_of(mixed)[1].items():
+        assert torch.equal(tensors[name], tensor.to(tensors[name].dtype)), name
         assert tensors[name].dtype in (torch.float32, torch.int64, torch.bool)
     with pytest.raises(BadInput, match="exists already"):
         import_draft(place / "eagle3", tmp_path / "ours", target=str(place / "target"))
 
 
-def test_the_verb(place, tmp_path):
+def test_the_command(place, tmp_path):
     foreign = write_as("eagle", place / "eagle3", tmp_path / "foreign", place / "target")
     arguments = ["import", str(foreign), "--target", str(place / "target"), "--out"]
     result = CliRunner().invoke(app, [*arguments, str(tmp_path / "one"), "--json"])
     assert result.exit_code == 0, result.output
-    found = json.loads(result.stdout)
-    assert found["layout"] == "eagle"
-    assert found["aux_layer_ids"] == [1, 3, 4]
+    printed = json.loads(result.stdout)
+    assert printed["layout"] == "eagle"
+    assert printed["aux_layer_ids"] == [1, 3, 4]
     result = CliRunner().invoke(app, [*arguments, str(tmp_path / "two")])
     assert "SafeAILab EAGLE" in result.stdout
     assert_same_files(tmp_path / "two", place / "eagle3")
 
 
 def test_an_executable_weights_file_is_not_run(place, tmp_path):
-    """torch's own format may carry code; it is read as data or not at all."""
+    """torch's own format may contain code; it is read as data or not at all."""
 
     class Evil:
         def __reduce__(self):
@@ -181,19 +181,19 @@ def test_an_executable_weights_file_is_not_run(place, tmp_path):
 
 
 @pytest.mark.parametrize("kind", VLLM_ONLY)
-def test_norms_and_biases_of_layers_come_back(kind, tiny_target, tmp_path):
-    """What only vLLM serves: exported for it, and imported again, it is the same draft."""
+def test_norms_and_biases_survive_export_and_import(kind, tiny_target, tmp_path):
+    """A draft that only vLLM serves survives an export and import unchanged."""
     draft = make_exported(tmp_path / "draft", tiny_target, **VLLM_ONLY[kind])
     options = {"engine": "vllm", "target": str(tiny_target), "without_target": True}
     exported = export_draft(draft, tmp_path / "exported", **options)
     back = import_draft(exported, tmp_path / "back", target=str(tiny_target))
-    ours, theirs = (load_draft(place) for place in (draft, back))
-    assert not differing_flags(ours.config, theirs.config)
-    assert ours.state_dict().keys() == theirs.state_dict().keys()
-    for name, tensor in ours.state_dict().items():
-        assert torch.equal(tensor, theirs.state_dict()[name]), name
+    before, after = (load_draft(directory) for directory in (draft, back))
+    assert not differing_flags(before.config, after.config)
+    assert before.state_dict().keys() == after.state_dict().keys()
+    for name, tensor in before.state_dict().items():
+        assert torch.equal(tensor, after.state_dict()[name]), name
     files = read_files(exported)
     files.tensors.pop("layers.1.self_attn.q_norm.weight", None)
     files.tensors.pop("layers.1.self_attn.q_proj.bias", None)
     findings = run_checks(Subject(files, TargetFiles(str(tiny_target))), ("static",))
-    assert "missing" in {one.check for one in findings if one.severity == "error"}
+    assert "missing" in {finding.check for finding in findings if finding.severity == "error"}

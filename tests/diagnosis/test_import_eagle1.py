@@ -1,4 +1,4 @@
-"""EAGLE-1: ours -> every layout -> import == ours, bit for bit; it evaluates as the original."""
+"""EAGLE-1: our draft -> any layout -> import gives our draft, bit for bit, with equal scores."""
 
 import json
 
@@ -18,7 +18,7 @@ from fledge.models.weight_files import read_target_tables
 
 
 @pytest.mark.parametrize("layout", EAGLE1_LAYOUTS)
-def test_every_layout_comes_back_bit_for_bit(place, eagle1, tmp_path, layout):
+def test_every_layout_imports_bit_for_bit(place, eagle1, tmp_path, layout):
     foreign = write_as(layout, eagle1, tmp_path / "foreign", place / "target")
     import_draft(foreign, tmp_path / "ours", target=str(place / "target"))
     assert_same_files(tmp_path / "ours", eagle1)
@@ -26,7 +26,7 @@ def test_every_layout_comes_back_bit_for_bit(place, eagle1, tmp_path, layout):
 
 @pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize("engine", ["vllm", "sglang", None])
-def test_exports_come_back_bit_for_bit(place, eagle1, tmp_path, engine, version):
+def test_exports_import_bit_for_bit(place, eagle1, tmp_path, engine, version):
     target = str(place / "target")
     exported = broken_copy(eagle1, tmp_path / "own", put(eagle_version=version))
     if engine is not None:
@@ -38,7 +38,7 @@ def test_exports_come_back_bit_for_bit(place, eagle1, tmp_path, engine, version)
 
 
 @pytest.mark.parametrize("layout", ["eagle", "eagle1-sglang"])
-def test_a_bias_is_kept_and_the_tables_are_the_targets(place, tmp_path, layout):
+def test_a_bias_is_kept_and_the_tables_come_from_the_target(place, tmp_path, layout):
     make_eagle1(place / "target", fit=0, bias=True).save_pretrained(tmp_path / "own")
     foreign = write_as(layout, tmp_path / "own", tmp_path / "foreign", place / "target")
     ours = import_draft(foreign, tmp_path / "ours", target=str(place / "target"))
@@ -56,7 +56,7 @@ def test_a_bias_is_kept_and_the_tables_are_the_targets(place, tmp_path, layout):
     assert_same_files(tmp_path / "again", ours)
 
 
-def test_an_imported_draft_evaluates_as_the_original(place, eagle1, tmp_path, answering):
+def test_an_imported_draft_scores_like_the_original(place, eagle1, tmp_path, answering):
     foreign = write_as("eagle", eagle1, tmp_path / "foreign", place / "target")
     ours = import_draft(foreign, tmp_path / "ours", target=str(place / "target"))
     scores = [
@@ -67,14 +67,14 @@ def test_an_imported_draft_evaluates_as_the_original(place, eagle1, tmp_path, an
     assert scores[0].first > 0.3
 
 
-def test_the_verb(place, eagle1, tmp_path):
+def test_the_command(place, eagle1, tmp_path):
     foreign = write_as("eagle", eagle1, tmp_path / "foreign", place / "target")
     arguments = ["import", str(foreign), "--target", str(place / "target"), "--out"]
     result = CliRunner().invoke(app, [*arguments, str(tmp_path / "one"), "--json"])
     assert result.exit_code == 0, result.output
-    found = json.loads(result.stdout)
-    assert (found["layout"], found["eagle_version"], found["fc_bias"]) == ("eagle", 1, False)
-    assert found["aux_layer_ids"] == [8]
+    printed = json.loads(result.stdout)
+    assert (printed["layout"], printed["eagle_version"], printed["fc_bias"]) == ("eagle", 1, False)
+    assert printed["aux_layer_ids"] == [8]
     result = CliRunner().invoke(app, [*arguments, str(tmp_path / "two")])
     assert "EAGLE-1 from SafeAILab EAGLE" in result.stdout
     assert "last hidden state" in result.stdout

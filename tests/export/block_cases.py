@@ -1,4 +1,4 @@
-"""Block drafts for the tiny target of tests/export: random, but with opinions."""
+"""Block drafts for the tiny target of tests/export: random, but with peaked predictions."""
 
 from pathlib import Path
 
@@ -33,7 +33,7 @@ def block_config(**options) -> LlamaConfig:
 
 
 def make_block(directory: Path, *, seed: int = 0, **options) -> Path:
-    """A random draft on disk."""
+    """Write a random draft to disk."""
     torch.manual_seed(seed)
     draft = BlockDraftModel(block_config(**options))
     if draft.config.draft_vocab_size < 400:
@@ -49,7 +49,7 @@ def make_block(directory: Path, *, seed: int = 0, **options) -> Path:
 
 
 def whole_block(directory: Path, target: Path) -> BlockDraftModel:
-    """A draft of ours with its target's embedding and head."""
+    """A draft from disk, completed with its target's embedding and head."""
     draft = BlockDraftModel.from_pretrained(directory)
     backend = HFEagle3TargetModel.from_pretrained(
         target, aux_layer_ids=[0, 2], num_aux_layers=2, device="cpu"

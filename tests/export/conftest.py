@@ -1,4 +1,4 @@
-"""One target, healthy drafts of three kinds, and the target's answers, made once."""
+"""One target, healthy drafts of three kinds, and the target's answers, built once per session."""
 
 import pytest
 
@@ -26,7 +26,7 @@ def place(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def answering(place):
-    """The target loaded once, whoever asks."""
+    """The target, loaded once for all tests."""
     from export.drafts import NEW_TOKENS, PROMPTS
     from fledge.diagnosis.checks.base import TargetFiles
     from fledge.diagnosis.checks.probe import Answering

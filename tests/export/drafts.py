@@ -1,7 +1,7 @@
-"""A tiny target with a tokenizer, and drafts fitted to it that depend on what they are told.
+"""A tiny target with a tokenizer, and drafts fitted to it that are sensitive to their settings.
 
-The target's layers say different things, fc reads differences between them, and the rotary base is
-small: so a wrong layer, norm or base costs acceptance, as it does with real drafts.
+The target's layers differ, fc reads differences between them, and the rotary base is small: so a
+wrong layer, norm or base costs acceptance, as it does with real drafts.
 """
 
 import json
@@ -21,7 +21,7 @@ from fledge.objective.eagle3 import Eagle3TrainerModule
 from fledge.objective.peagle import PEagleTrainerModule
 from fledge.target.hf.model import HFEagle3TargetModel
 
-AUX = [1, 3, 4]  # the default of eight layers
+AUX = [1, 3, 4]  # the default for eight layers
 WIDTH, PROMPTS, NEW_TOKENS = 200, 8, 48
 ROPE = {"rope_type": "linear", "factor": 8.0, "rope_theta": 100.0}
 TEMPLATE = (
@@ -45,7 +45,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_target(directory: Path) -> Path:
-    """Eight random layers of which each turns the state by a fair amount."""
+    """A target of eight random layers, each of which changes the state considerably."""
     tokenizer = make_tokenizer()
     tokenizer.save_pretrained(directory)
     torch.manual_seed(0)
@@ -59,7 +59,7 @@ def make_target(directory: Path) -> Path:
         model.lm_head.weight.mul_(60)
         model.lm_head.weight[1] = -1.0  # never ends an answer early
         model.model.embed_tokens.weight.mul_(30)
-        model.model.norm.weight.copy_(torch.randn(32).mul(1.2).exp())  # no mere rescaling
+        model.model.norm.weight.copy_(torch.randn(32).mul(1.2).exp())  # not a mere rescaling
         for layer in model.model.layers:
             layer.self_attn.o_proj.weight.mul_(16)
             layer.mlp.down_proj.weight.mul_(16)
@@ -77,7 +77,7 @@ def make_draft(
     fc_scale=1,
     **flags,
 ) -> LlamaEagle3DraftModel:
-    """A draft fitted to the target's own answers to the prompts that `diagnose` asks."""
+    """A draft fitted to the target's own answers to the prompts that `diagnose` uses."""
     backend = HFEagle3TargetModel.from_pretrained(target, aux_layer_ids=aux, device="cpu")
     model = backend.model
     torch.manual_seed(1)
@@ -89,9 +89,9 @@ def make_draft(
     config.aux_layer_ids, config.norm_before_residual = list(aux), norm_before_residual
     draft = LlamaEagle3DraftModel(config)
     rows = answered_rows(backend)
-    common = torch.bincount(rows[0][rows[2] != 0], minlength=config.vocab_size)
-    common[1] += 10_000  # the end token belongs to every draft vocabulary
-    ids = common.argsort(descending=True, stable=True)[:WIDTH].sort().values
+    counts = torch.bincount(rows[0][rows[2] != 0], minlength=config.vocab_size)
+    counts[1] += 10_000  # the end token belongs to every draft vocabulary
+    ids = counts.argsort(descending=True, stable=True)[:WIDTH].sort().values
     mask = torch.zeros(config.vocab_size, dtype=torch.bool)
     mask[ids] = True
     draft.set_vocab_mapping(ids, mask)
@@ -105,7 +105,7 @@ def make_draft(
 
 @torch.no_grad()
 def prepare(draft: LlamaEagle3DraftModel, fc_scale: float) -> None:
-    """fc starts as differences of layers: what only the right layers show."""
+    """Start fc as differences of layers, which only the right layers provide."""
     size = draft.config.hidden_size
     for name, weight in draft.named_parameters():
         if weight.ndim == 2 and name not in ("embed_tokens.weight", "lm_head.weight"):
@@ -116,17 +116,17 @@ def prepare(draft: LlamaEagle3DraftModel, fc_scale: float) -> None:
 
 
 def answered_rows(backend: HFEagle3TargetModel) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The target's answers behind their prompts: ids, attention mask, loss mask."""
+    """Prompts followed by the target's answers: ids, attention mask, loss mask."""
     answers = cached_answers(
         backend, read_prompts(["mixed"], limit=PROMPTS), max_new_tokens=NEW_TOKENS
     ).turns
-    width = max(len(one.prompt_ids) + len(one.answer_ids) for one in answers)
+    width = max(len(turn.prompt_ids) + len(turn.answer_ids) for turn in answers)
     ids, real, loss = torch.zeros(3, len(answers), width, dtype=torch.long)
-    for row, one in enumerate(answers):
-        end = len(one.prompt_ids) + len(one.answer_ids)
-        ids[row, :end] = torch.tensor(one.prompt_ids + one.answer_ids)
+    for row, turn in enumerate(answers):
+        end = len(turn.prompt_ids) + len(turn.answer_ids)
+        ids[row, :end] = torch.tensor(turn.prompt_ids + turn.answer_ids)
         real[row, :end] = 1
-        loss[row, len(one.prompt_ids) : end] = 1
+        loss[row, len(turn.prompt_ids) : end] = 1
     return ids, real, loss
 
 
@@ -140,21 +140,21 @@ def fit_draft(draft, backend, rows, ids, mask, *, steps, depths=3, shift=0) -> N
     else:
         head = backend.info().head
         module = Eagle3TrainerModule(draft, ttt_steps=depths, target_head=head, **common)
-    given = backend.generate_batch(*rows).to_trainer_inputs()
+    inputs = backend.generate_batch(*rows).to_trainer_inputs()
     if shift:
         name = "target_last_hidden_states"
-        given[name] = given[name].roll(shift, dims=1)
+        inputs[name] = inputs[name].roll(shift, dims=1)
     trained = [weight for weight in draft.parameters() if weight.requires_grad]
     optimizer = torch.optim.Adam(trained, lr=5e-3)
     for _ in range(steps):
         optimizer.zero_grad()
-        module(**given).loss.backward()
+        module(**inputs).loss.backward()
         optimizer.step()
 
 
 def make_eagle1(target: Path, *, fit=20, layers=1, bias=False, states="") -> LlamaEagle1DraftModel:
-    """An EAGLE-1 draft. `states`: "read": it learns to read the last layer's own output, before the
-    final norm, instead of what engines show; "all": and to foretell it too."""
+    """An EAGLE-1 draft. With `states` "read" it is trained to read the last layer's output before
+    the final norm, instead of what engines provide; with "all" it also learns to predict it."""
     backend = HFEagle3TargetModel.from_pretrained(target, num_aux_layers=1, device="cpu")
     model = backend.model
     torch.manual_seed(1)
@@ -183,24 +183,24 @@ def fit_eagle1(draft, backend, *, steps, states="") -> None:
         target_head=backend.info().head, token_weight=0.0 if states == "all" else 1.0,
     )  # fmt: skip
     rows = answered_rows(backend)
-    given = backend.generate_batch(*rows).to_trainer_inputs()
+    inputs = backend.generate_batch(*rows).to_trainer_inputs()
     if states:
         inner = HFEagle3TargetModel(
             backend.model, [backend.info().depth - 1], supervision="hidden", num_aux_layers=1
         )
         before = inner.generate_batch(*rows).aux_hidden_states
-        given |= {"aux_hidden_states": before}
+        inputs |= {"aux_hidden_states": before}
         if states == "all":
-            given |= {"target_last_hidden_states": before.roll(-1, dims=1)}
+            inputs |= {"target_last_hidden_states": before.roll(-1, dims=1)}
     optimizer = torch.optim.Adam([w for w in draft.parameters() if w.requires_grad], lr=1e-2)
     for step in range(steps):
         optimizer.zero_grad()
-        module(**given, seed=step).loss.backward()
+        module(**inputs, seed=step).loss.backward()
         optimizer.step()
 
 
 def files_of(directory: Path):
-    """config and tensors, for comparing."""
+    """The config and the tensors of a draft, for comparisons."""
     from safetensors.torch import load_file
 
     config = json.loads((directory / "config.json").read_text())

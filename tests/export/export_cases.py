@@ -1,4 +1,4 @@
-"""Drafts of every kind for a tiny target on disk: random, but with opinions."""
+"""Drafts of every kind for a tiny target on disk: random, but with peaked predictions."""
 
 import json
 from pathlib import Path
@@ -24,7 +24,7 @@ VLLM_ONLY = {
 
 
 def make_draft(directory, target=None, *, seed=0, aux_layer_ids=INNER, **options) -> Path:
-    """A random draft; with a target directory it has that target's embeddings."""
+    """Write a random draft; given a target's directory, the draft has that target's embeddings."""
     torch.manual_seed(seed)
     width = options.pop("draft_vocab_size", 90)
     values = {
@@ -58,7 +58,7 @@ def tensors_of(directory) -> dict:
 
 
 def rewrite(directory, *, config=None, tensors=None) -> None:
-    """Break an export by hand: `config` and `tensors` change what they are given."""
+    """Break an export: `config` and `tensors` are functions that change their argument in place."""
     if config is not None:
         values = config_of(directory)
         config(values)

@@ -1,4 +1,4 @@
-"""A healthy draft of ours, written as the trainers of others write theirs."""
+"""Writes a healthy draft of ours in the layouts of other trainers."""
 
 import json
 import shutil
@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 
 from export.drafts import files_of
 
-_OURS = ("aux_layer_ids", "parallel_drafting", "num_aux_hidden_states")  # what others do not say
+_OURS = ("aux_layer_ids", "parallel_drafting", "num_aux_hidden_states")  # keys only fledge writes
 
 
 def _config(ours: dict, *, drop=(), **changed) -> dict:
@@ -18,30 +18,30 @@ def _config(ours: dict, *, drop=(), **changed) -> dict:
 
 
 def _midlayer(tensors: dict) -> dict:
-    return {name.replace("layers.0.", "midlayer."): one for name, one in tensors.items()}
+    return {name.replace("layers.0.", "midlayer."): tensor for name, tensor in tensors.items()}
 
 
 def as_eagle(config: dict, tensors: dict, out: Path, target: Path) -> None:
     """SafeAILab: midlayer, torch's own file, no embeddings, the target's architecture."""
-    held = {k: v for k, v in _midlayer(tensors).items() if k != "embed_tokens.weight"}
-    torch.save(held, out / "pytorch_model.bin")
+    kept = {k: v for k, v in _midlayer(tensors).items() if k != "embed_tokens.weight"}
+    torch.save(kept, out / "pytorch_model.bin")
     _write(out, _config(config, architectures=["LlamaForCausalLM"]))
 
 
 def as_specforge(config: dict, tensors: dict, out: Path, target: Path) -> None:
-    """SpecForge: midlayer, no embeddings; P-EAGLE drafts are a class of their own."""
-    held = {k: v for k, v in tensors.items() if k != "embed_tokens.weight"}
+    """SpecForge: midlayer, no embeddings; P-EAGLE drafts have a separate class."""
+    kept = {k: v for k, v in tensors.items() if k != "embed_tokens.weight"}
     name = "LlamaForCausalLMEagle3"
     if "mask_hidden" in tensors:
-        name, held = "PEagleDraftModel", dict(tensors)
+        name, kept = "PEagleDraftModel", dict(tensors)
     else:
-        held = _midlayer(held)
-    save_file(held, out / "model.safetensors")
+        kept = _midlayer(kept)
+    save_file(kept, out / "model.safetensors")
     _write(out, _config(config, architectures=[name]))
 
 
 def as_speculators(config: dict, tensors: dict, out: Path, target: Path) -> None:
-    """Everything of Llama's nested; layers counted as vLLM counts them."""
+    """speculators: the Llama config is nested; layers are counted as in vLLM."""
     kind = "peagle" if "mask_hidden" in tensors else "eagle3"
     top = ("draft_vocab_size", "fc_norm", "norm_output", "mask_token_id", "target_hidden_size")
     outer = {key: config[key] for key in top if config.get(key) is not None}
@@ -69,18 +69,18 @@ def as_automodel(config: dict, tensors: dict, out: Path, target: Path) -> None:
     half = len(names) // 2
     parts = {"model-00001-of-00002.safetensors": list(names)[:half],
              "model-00002-of-00002.safetensors": list(names)[half:]}  # fmt: skip
-    for part, held in parts.items():
-        save_file({names[name]: tensors[name] for name in held}, out / part)
-    index = {names[name]: part for part, held in parts.items() for name in held}
+    for part, part_names in parts.items():
+        save_file({names[name]: tensors[name] for name in part_names}, out / part)
+    index = {names[name]: part for part, part_names in parts.items() for name in part_names}
     (out / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
     extra = {"parallel_drafting": True} if "mask_hidden" in tensors else {}
     _write(out, _config(config, architectures=["LlamaEagle3DraftModel"], **extra))
 
 
 def as_modelopt(config: dict, tensors: dict, out: Path, target: Path) -> None:
-    """ModelOpt: plain names, no embeddings, no t2d; layers in `eagle_config`, counted as ours."""
-    held = {k: v for k, v in tensors.items() if k not in ("embed_tokens.weight", "t2d")}
-    save_file(held, out / "model.safetensors")
+    """ModelOpt: plain names, no embeddings, no t2d; layer ids in `eagle_config`, as in fledge."""
+    kept = {k: v for k, v in tensors.items() if k not in ("embed_tokens.weight", "t2d")}
+    save_file(kept, out / "model.safetensors")
     eagle = {
         "eagle_aux_hidden_state_layer_ids": config["aux_layer_ids"],
         "use_aux_hidden_state": True,
@@ -98,33 +98,33 @@ _OURS_OF_1 = (
 
 
 def as_eagle1(config: dict, tensors: dict, out: Path, target: Path) -> None:
-    """SafeAILab: torch's own file with the target's embeddings, the target's config with one layer,
-    and whether fc has a bias."""
-    held = {k: v for k, v in tensors.items() if k != "lm_head.weight"}
-    torch.save(held, out / "pytorch_model.bin")
-    named = _config(config, drop=_OURS_OF_1, architectures=["LlamaForCausalLM"])
-    _write(out, named | {"bias": "fc.bias" in tensors})
+    """SafeAILab: torch's own file with the target's embeddings; the target's config with one layer
+    and a flag for the bias of fc."""
+    kept = {k: v for k, v in tensors.items() if k != "lm_head.weight"}
+    torch.save(kept, out / "pytorch_model.bin")
+    values = _config(config, drop=_OURS_OF_1, architectures=["LlamaForCausalLM"])
+    _write(out, values | {"bias": "fc.bias" in tensors})
 
 
 def as_eagle1_vllm(config: dict, tensors: dict, out: Path, target: Path) -> None:
-    """What vLLM's class is called, and the tensors that it has."""
-    held = {k: v for k, v in tensors.items() if k not in ("lm_head.weight", "embed_tokens.weight")}
-    save_file(held, out / "model.safetensors")
+    """vLLM: the name of its class, and only the tensors that it has."""
+    kept = {k: v for k, v in tensors.items() if k not in ("lm_head.weight", "embed_tokens.weight")}
+    save_file(kept, out / "model.safetensors")
     _write(out, _config(config, drop=_OURS_OF_1, architectures=["EagleLlamaForCausalLM"]))
 
 
 def as_eagle1_wrapped(config: dict, tensors: dict, out: Path, target: Path) -> None:
-    """vLLM's own type, with the Llama config inside."""
+    """vLLM's own model type, with the Llama config nested."""
     as_eagle1_vllm(config, tensors, out, target)
-    inside = json.loads((out / "config.json").read_text()) | {"architectures": ["LlamaForCausalLM"]}
-    _write(out, {"model_type": "eagle", "architectures": ["EAGLEModel"], "model": inside})
+    nested = json.loads((out / "config.json").read_text()) | {"architectures": ["LlamaForCausalLM"]}
+    _write(out, {"model_type": "eagle", "architectures": ["EAGLEModel"], "model": nested})
 
 
 def as_eagle1_sglang(config: dict, tensors: dict, out: Path, target: Path) -> None:
-    """SGLang's class; its fc has a bias, if only of zeros. The embeddings are often left in."""
-    held = {k: v for k, v in tensors.items() if k != "lm_head.weight"}
-    held.setdefault("fc.bias", tensors["fc.weight"].new_zeros(len(tensors["fc.weight"])))
-    save_file(held, out / "model.safetensors")
+    """SGLang: its class, whose fc always has a bias (maybe zeros). Often includes embeddings."""
+    kept = {k: v for k, v in tensors.items() if k != "lm_head.weight"}
+    kept.setdefault("fc.bias", tensors["fc.weight"].new_zeros(len(tensors["fc.weight"])))
+    save_file(kept, out / "model.safetensors")
     _write(out, _config(config, drop=_OURS_OF_1, architectures=["LlamaForCausalLMEagle"]))
 
 
@@ -152,6 +152,6 @@ def write_as(layout: str, ours: Path, out: Path, target: Path) -> Path:
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     config, tensors = files_of(ours)
-    known = EAGLE1_LAYOUTS if "eagle_version" in config else LAYOUTS
-    known[layout](config, tensors, out, target)
+    layouts = EAGLE1_LAYOUTS if "eagle_version" in config else LAYOUTS
+    layouts[layout](config, tensors, out, target)
     return out

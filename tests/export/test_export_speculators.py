@@ -1,4 +1,4 @@
-"""Our exports in the real speculators package: loaded whole, and the same logits (fp32)."""
+"""Our exports in the real speculators package: every tensor is loaded, with equal logits (fp32)."""
 
 import shutil
 
@@ -16,7 +16,7 @@ from fledge.rollout.slots import RowMasks
 pytestmark = pytest.mark.engine
 
 CHECK = CheckOptions(limit=2, max_new_tokens=8)
-T, DEPTHS = 128, 4  # their extended masks want whole blocks of 128
+T, DEPTHS = 128, 4  # their extended masks need whole blocks of 128
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def speculators():
 def made(speculators, tiny_target, tmp_path_factory):
     """kind, engine -> (our draft, its export)."""
     root = tmp_path_factory.mktemp("speculators")
-    found = {}
+    exports = {}
     for kind in KINDS:
         directory = make_draft(root / kind, tiny_target, **KINDS[kind])
         draft = LlamaEagle3DraftModel.from_pretrained(directory)
@@ -36,10 +36,10 @@ def made(speculators, tiny_target, tmp_path_factory):
             if (kind, engine) != ("peagle", "sglang"):
                 out = root / f"{kind}-{engine}"
                 options = {"engine": engine, "target": str(tiny_target), "check": CHECK}
-                if engine == "speculators":  # they read the target's head where the file says
+                if engine == "speculators":  # they read the target's head from the named target
                     options["target_name"] = str(tiny_target)
-                found[kind, engine] = draft, export_draft(directory, out, **options)
-    return found
+                exports[kind, engine] = draft, export_draft(directory, out, **options)
+    return exports
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def inputs():
 
 
 def captured(model, **inputs):
-    """What their head says at every step of their own forward pass."""
+    """The outputs of their head at every step of their own forward pass."""
     logits = []
     handle = model.lm_head.register_forward_hook(lambda *args: logits.append(args[-1][0]))
     with torch.no_grad():
@@ -59,7 +59,7 @@ def captured(model, **inputs):
 
 
 def check_whole(model, draft):
-    """No tensor of theirs is left out, none is NaN or other than ours."""
+    """Check that every tensor of their model is loaded and equals ours."""
     theirs = dict(model.state_dict())
     for name, tensor in draft.state_dict().items():
         assert torch.equal(theirs.pop(name), tensor), name
@@ -67,7 +67,7 @@ def check_whole(model, draft):
 
 
 def check_logits(model, draft, inputs):
-    """Every slot at every depth."""
+    """Compare the logits of every slot at every depth."""
     aux_TD, ids_T = inputs
     theirs = captured(
         model, hidden_states=aux_TD[None], input_ids=ids_T[None], ttt_steps=DEPTHS,
@@ -85,7 +85,7 @@ def check_logits(model, draft, inputs):
         slot_N = plan.slot_T[plan.depths[depth].slot_N]
         assert len(slot_N) == T - depth
         torch.testing.assert_close(theirs[depth][slot_N], ours, rtol=0, atol=1e-4)
-        assert ours.std() > 0.1  # not a comparison of nothings
+        assert ours.std() > 0.1  # not a comparison of zeros
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "full vocabulary", "eagle3.1"])
@@ -97,8 +97,10 @@ def test_eagle3_loads_and_computes_our_logits(speculators, made, inputs, kind):
     check_logits(model, draft, inputs)
 
 
-def test_a_local_target_is_found_beside_them(speculators, tiny_target, tmp_path, monkeypatch):
-    """Without a name for the target the file holds the last part of its path, and no other."""
+def test_a_local_target_is_found_in_the_working_directory(
+    speculators, tiny_target, tmp_path, monkeypatch
+):
+    """Without a name for the target, the file contains only the last part of its path."""
     directory = make_draft(tmp_path / "draft", tiny_target)
     options = {"engine": "speculators", "target": str(tiny_target), "check": CHECK}
     out = export_draft(directory, tmp_path / "out", **options)
@@ -109,7 +111,7 @@ def test_a_local_target_is_found_beside_them(speculators, tiny_target, tmp_path,
 
 
 @pytest.mark.parametrize("flag", ["norm_before_residual", "norm_output"])
-def test_a_wrong_flag_is_noticed(speculators, made, inputs, tmp_path, flag):
+def test_a_wrong_flag_is_detected(speculators, made, inputs, tmp_path, flag):
     draft, directory = made["eagle3.1", "speculators"]
     broken = shutil.copytree(directory, tmp_path / "broken")
     rewrite(broken, config=lambda values: values.__setitem__(flag, not values[flag]))
@@ -172,11 +174,11 @@ def test_their_converter_takes_our_plain_exports(
 def test_their_converter_takes_exports_without_embeddings(
     speculators, made, tiny_target, tmp_path, kind
 ):
-    """An export for SGLang has none. Their files have none either then, which vLLM understands;
-    their own loader (0.9.0) leaves such a table uninitialised, so only the files are compared."""
+    """An export for SGLang has no embeddings, so their converted files have none, which vLLM
+    supports. Their loader (0.9.0) leaves such a table uninitialized, so only files are compared."""
     draft, directory = made[kind, "sglang"]
-    found = tensors_of(converted(directory, tiny_target, tmp_path / "converted"))
+    theirs = tensors_of(converted(directory, tiny_target, tmp_path / "converted"))
     ours = draft.state_dict()
-    assert found.keys() == ours.keys() - {"embed_tokens.weight"}
-    for name, tensor in found.items():
+    assert theirs.keys() == ours.keys() - {"embed_tokens.weight"}
+    for name, tensor in theirs.items():
         assert torch.equal(tensor, ours[name]), name

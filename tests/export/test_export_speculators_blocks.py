@@ -1,4 +1,4 @@
-"""DFlash and DSpark exports in the real speculators package: loaded whole, and the same logits."""
+"""DFlash and DSpark exports in the real speculators package: all tensors loaded, equal logits."""
 
 import shutil
 
@@ -30,14 +30,19 @@ def speculators():
 def made(speculators, tiny_target, tmp_path_factory):
     """kind -> (our draft, its export)."""
     root = tmp_path_factory.mktemp("speculators-blocks")
-    found = {}
+    exports = {}
     for kind in READ:
-        ours = make_block(root / kind, **KINDS[kind])
-        named = str(tiny_target)  # from here they read what the draft shares with it
-        options = {"engine": "speculators", "target": named, "target_name": named, "check": CHECK}
-        out = export_draft(ours, root / f"{kind}-out", **options)
-        found[kind] = whole_block(ours, tiny_target), out
-    return found
+        draft_dir = make_block(root / kind, **KINDS[kind])
+        target_path = str(tiny_target)  # they read the shared tables from the named target
+        options = {
+            "engine": "speculators",
+            "target": target_path,
+            "target_name": target_path,
+            "check": CHECK,
+        }
+        out = export_draft(draft_dir, root / f"{kind}-out", **options)
+        exports[kind] = whole_block(draft_dir, tiny_target), out
+    return exports
 
 
 @pytest.fixture
@@ -58,7 +63,7 @@ def load(speculators, directory):
 
 
 def check_whole(model, draft):
-    """Every tensor of ours is theirs; what else they have is the target's."""
+    """Check that their model has all of our tensors, and otherwise only the target's."""
     theirs = dict(model.state_dict())
     for name, tensor in draft.state_dict().items():
         assert torch.equal(theirs.pop(name), tensor), name
@@ -70,7 +75,7 @@ def check_whole(model, draft):
 
 @torch.no_grad()
 def their_blocks(model, inputs, monkeypatch):
-    """logits [N, J, W] at all anchors, and the Markov biases and confidences where there are."""
+    """Their logits [N, J, W] at all anchors, and Markov biases and confidences if any."""
     from speculators.models.dflash import core
 
     anchor_N = torch.tensor(list(ANCHORS))
@@ -96,7 +101,7 @@ def their_blocks(model, inputs, monkeypatch):
 
 @torch.no_grad()
 def our_blocks(draft, inputs):
-    """The same, from the model that training, replay and decoding share."""
+    """The same from our model, which training, replay and decoding share."""
     aux_TD, ids_T = inputs
     ones = torch.ones(1, T, dtype=torch.long)
     slots = flatten_slots(RowMasks(ones, ones))
@@ -105,18 +110,18 @@ def our_blocks(draft, inputs):
         slots, slots.target, slots.target, draft.drafts, place, device=torch.device("cpu")
     )
     aux = plan.on_key_axis(aux_TD[None])
-    ids = plan.on_key_axis(ids_T.roll(-1)[None])  # a slot holds the token behind its features
+    ids = plan.on_key_axis(ids_T.roll(-1)[None])  # a slot holds the token after its features
     rows = plan.blocks
     states = draft(aux, ids.index_select(0, rows.slot_N), plan.position_T, rows)
-    newest_N = plan.position_T[rows.slot_N] + 1  # what each block starts with
+    newest_N = plan.position_T[rows.slot_N] + 1  # the position that each block starts with
     states = states[[newest_N.tolist().index(anchor) for anchor in ANCHORS]]
-    found = {"lm_head": F.linear(states, draft.lm_head.weight)}
+    outputs = {"lm_head": F.linear(states, draft.lm_head.weight)}
     if draft.markov_head is not None:
         place_NJ = torch.tensor(list(ANCHORS))[:, None] + torch.arange(SLOTS)
         features = draft.markov_head.features(ids_T[place_NJ], torch.float32)
-        found["markov_head.markov_w2"] = F.linear(features, draft.markov_head.out_WR)
-        found["confidence_head"] = draft.confidence_head(states, features)[..., None]
-    return found
+        outputs["markov_head.markov_w2"] = F.linear(features, draft.markov_head.out_WR)
+        outputs["confidence_head"] = draft.confidence_head(states, features)[..., None]
+    return outputs
 
 
 @pytest.mark.parametrize("kind", READ)
@@ -139,7 +144,7 @@ BREAKS = {
             rope_theta=1e4
         )
     },
-    "norm of features": {"tensors": lambda held: held["hidden_norm.weight"].fill_(1.0)},
+    "norm of features": {"tensors": lambda state: state["hidden_norm.weight"].fill_(1.0)},
     "sliding": {
         "config": lambda values: values["transformer_layer_config"].update(
             layer_types=["sliding_attention"] * 2, use_sliding_window=True, sliding_window=3
@@ -149,10 +154,10 @@ BREAKS = {
 
 
 @pytest.mark.parametrize("fault", BREAKS)
-def test_a_wrong_file_is_noticed(speculators, made, inputs, monkeypatch, tmp_path, fault):
+def test_a_wrong_file_is_detected(speculators, made, inputs, monkeypatch, tmp_path, fault):
     draft, directory = made["dflash"]
     broken = shutil.copytree(directory, tmp_path / "broken")
     rewrite(broken, **BREAKS[fault])
     theirs = their_blocks(load(speculators, broken), inputs, monkeypatch)
-    far = (theirs["lm_head"] - our_blocks(draft, inputs)["lm_head"]).abs().max()
-    assert far > 1e-2
+    difference = (theirs["lm_head"] - our_blocks(draft, inputs)["lm_head"]).abs().max()
+    assert difference > 1e-2

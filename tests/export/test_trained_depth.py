@@ -1,4 +1,4 @@
-"""How deep a draft was trained stays with its files, when its run is gone."""
+"""A draft's files keep the depth it was trained at, without its run."""
 
 import json
 
@@ -21,7 +21,7 @@ SERVED = [("eagle3", "vllm"), ("eagle3", "sglang"), ("eagle3", "speculators"), (
 
 
 def train(kind, directory):
-    """A draft that an objective has had in its hands, written without a run."""
+    """Pass a draft through its objective, which records the depth, and write it without a run."""
     draft = LlamaEagle3DraftModel.from_pretrained(directory)
     ids = draft.selected_token_ids
     vocabulary = {"selected_token_ids": ids, "selected_token_mask": draft.t2d}
@@ -36,53 +36,55 @@ def draft(kind, tiny_target, tmp_path):
     return train(kind, make_draft(tmp_path / "draft", tiny_target, **KINDS[kind]))
 
 
-def written(directory):
-    said = config_of(directory)
-    return {name: said[name] for trained in TRAINED.values() for name in trained if name in said}
+def trained_depth(directory):
+    values = config_of(directory)
+    return {
+        name: values[name] for trained in TRAINED.values() for name in trained if name in values
+    }
 
 
 @pytest.mark.parametrize(("kind", "engine"), SERVED)
-def test_an_export_and_its_import_know_it(draft, kind, engine, tiny_target, tmp_path):
+def test_the_depth_survives_export_and_import(draft, kind, engine, tiny_target, tmp_path):
     depth = next(iter(TRAINED[kind].values()))
-    assert written(draft) == TRAINED[kind]
-    assert written(train(kind, draft)) == TRAINED[kind]
+    assert trained_depth(draft) == TRAINED[kind]
+    assert trained_depth(train(kind, draft)) == TRAINED[kind]
     options = {"engine": engine, "target": str(tiny_target), "without_target": engine != "sglang"}
     options["check"] = CheckOptions(limit=1, max_new_tokens=4)
     exported = export_draft(draft, tmp_path / "exported", **options)
     assert read_export_record(exported)["num_draft_tokens"] == depth
-    assert written(exported) == TRAINED[kind]
+    assert trained_depth(exported) == TRAINED[kind]
     imported = import_draft(exported, tmp_path / "imported", target=str(tiny_target))
-    assert written(imported) == TRAINED[kind]
+    assert trained_depth(imported) == TRAINED[kind]
     again = export_draft(imported, tmp_path / "again", **options)
     assert read_export_record(again)["num_draft_tokens"] == depth
     fewer = export_draft(draft, tmp_path / "fewer", num_draft_tokens=2, **options)
     assert read_export_record(fewer)["num_draft_tokens"] == 2
-    assert written(fewer) == TRAINED[kind]  # what it was trained for is another matter
+    assert trained_depth(fewer) == TRAINED[kind]  # the trained depth does not change
 
 
 @pytest.mark.parametrize("kind", TRAINED)
-def test_speculators_says_it_in_its_own_words(draft, kind, tiny_target, tmp_path):
-    """Files of others have no key of ours."""
+def test_the_depth_is_read_from_speculators_own_keys(draft, kind, tiny_target, tmp_path):
+    """Files of other trainers do not have our keys."""
     depth_key, depth = next(iter(TRAINED[kind].items()))
     options = {"target": str(tiny_target), "without_target": True}
     exported = export_draft(draft, tmp_path / "exported", engine="speculators", **options)
-    rewrite(exported, config=lambda said: [said.pop(name) for name in TRAINED[kind]])
+    rewrite(exported, config=lambda values: [values.pop(name) for name in TRAINED[kind]])
     imported = import_draft(exported, tmp_path / "imported", target=str(tiny_target))
-    assert written(imported) == {depth_key: depth}
+    assert trained_depth(imported) == {depth_key: depth}
 
 
 @pytest.mark.parametrize("kind", TRAINED)
 def test_older_drafts_load_and_draft_five_tokens(kind, tiny_target, tmp_path):
     old = make_draft(tmp_path / "draft", tiny_target, **KINDS[kind])
-    assert written(old) == {}
+    assert trained_depth(old) == {}
     options = {"engine": "vllm", "target": str(tiny_target), "without_target": True}
     exported = export_draft(old, tmp_path / "exported", **options)
     assert read_export_record(exported)["num_draft_tokens"] == 5
-    assert written(exported) == {}
+    assert trained_depth(exported) == {}
 
 
 @pytest.mark.parametrize("bad", [0, -1, 2.5, "three", True])
-def test_a_depth_that_is_none_is_refused(bad, tiny_target, tmp_path):
+def test_an_invalid_depth_is_refused(bad, tiny_target, tmp_path):
     draft = make_draft(tmp_path / "draft", tiny_target)
     path = draft / "config.json"
     path.write_text(json.dumps(config_of(draft) | {"ttt_steps": bad}))
@@ -92,13 +94,13 @@ def test_a_depth_that_is_none_is_refused(bad, tiny_target, tmp_path):
         import_draft(draft, tmp_path / "ours", target=str(tiny_target))
 
 
-def test_going_on_at_another_depth_is_written_too(tiny_target, tmp_path):
+def test_training_on_at_another_depth_updates_it(tiny_target, tmp_path):
     directory = train("eagle3", make_draft(tmp_path / "draft", tiny_target))
     draft = LlamaEagle3DraftModel.from_pretrained(directory)
     vocabulary = {"selected_token_ids": draft.selected_token_ids, "selected_token_mask": draft.t2d}
     Eagle3TrainerModule(draft, ttt_steps=9, **vocabulary)
     draft.save_pretrained(directory)
-    assert written(directory) == {"ttt_steps": 9}
+    assert trained_depth(directory) == {"ttt_steps": 9}
     assert torch.equal(
         draft.lm_head.weight, LlamaEagle3DraftModel.from_pretrained(directory).lm_head.weight
     )

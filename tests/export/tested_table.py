@@ -1,7 +1,7 @@
-"""The two tables of docs/export.md, made from the code: what is tested where, who serves what.
+"""Generates the two tables of docs/export.md: what is tested where, and what engines cannot serve.
 
-`python tests/export/tested_table.py` rewrites them; a test holds the page to what this file says.
-Kinds of drafts come from the tests' own `KINDS`, versions and limits from `formats.py`.
+`python tests/export/tested_table.py` rewrites them; a test checks that the page is up to date.
+Kinds of drafts come from the tests' own `KINDS`, versions and limits from `engines.py`.
 """
 
 import ast
@@ -17,14 +17,14 @@ PAGE = ROOT / "docs" / "export.md"
 
 @dataclass(frozen=True)
 class Tested:
-    """One test against a reader of our files; listed when the test is there."""
+    """A test against a reader of our files; listed if its file is in this checkout."""
 
     where: str  # file::function
     formats: str
     reader: str
     what: str
     kinds: tuple[str, ...] = ()  # (): the file's KINDS
-    newest_only: bool = False  # those that the file adds for newer versions
+    newest_only: bool = False  # True: only the kinds that the file adds for newer versions
 
 
 def _versions(engine: str, *, newest_only: bool = False) -> str:
@@ -38,7 +38,7 @@ _VLLM, _SGLANG = (
 )
 _SGLANG_EAGLE1 = "tests/engines/sglang/test_sglang_eagle1.py"
 _SPECULATORS = "tests/export/test_export_speculators.py"
-_BLOCKS, _DSPARK = (f"tests/engines/vllm/test_vllm_{one}.py" for one in ("blocks", "dspark"))
+_BLOCKS, _DSPARK = (f"tests/engines/vllm/test_vllm_{name}.py" for name in ("blocks", "dspark"))
 _PROPOSALS = "every proposed token is ours, at every depth"
 TESTED = [
     Tested(
@@ -138,7 +138,7 @@ TESTED = [
         kinds=("eagle3", "full vocabulary"),
     ),
     Tested(
-        "tests/export/test_export_files.py::test_files_are_the_draft",
+        "tests/export/test_export_files.py::test_files_match_the_draft",
         "plain-vllm, plain-sglang, speculators", "our reader (`reread.py`)",
         "every tensor and flag; decoding equal to the checkpoint's",
     ),
@@ -147,7 +147,7 @@ TESTED = [
         "our reader (`reread.py`)", "the same", kinds=("eagle1", "eagle2"),
     ),
     Tested(
-        "tests/export/test_export_blocks.py::test_the_files_are_the_draft_and_decode_as_it_does",
+        "tests/export/test_export_blocks.py::test_the_files_match_the_draft_and_decode_like_it",
         "dflash-flat, dspark-flat, speculators", "our reader (`reread_block.py`)",
         "every tensor and flag; decoding equal to the checkpoint's",
         kinds=("dflash", "dspark", "small vocabularies, causal, sliding"),
@@ -161,18 +161,18 @@ TESTED = [
 
 
 def _kinds(module: ast.Module, *, newest_only: bool) -> list[str]:
-    """Keys of the dictionaries that make up KINDS: at the top, or added under a condition."""
-    places = [node for node in module.body if isinstance(node, ast.If)] if newest_only else [module]
-    found: list[str] = []
-    for place in places:
-        for node in place.body:
+    """The keys of KINDS: those at module level, or those added under a condition."""
+    blocks = [node for node in module.body if isinstance(node, ast.If)] if newest_only else [module]
+    names: list[str] = []
+    for block in blocks:
+        for node in block.body:
             targets = (
                 node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
             )
             value = getattr(node, "value", None)
-            if any(getattr(name, "id", "") == "KINDS" for name in targets) and value:
-                found += [key.value for key in getattr(value, "keys", [])]
-    return found
+            if any(getattr(target, "id", "") == "KINDS" for target in targets) and value:
+                names += [key.value for key in getattr(value, "keys", [])]
+    return names
 
 
 def _module(path: str) -> ast.Module | None:
@@ -184,19 +184,19 @@ def tested_table() -> str:
     rows = ["| format | read by | drafts | what is tested |", "|---|---|---|---|"]
     shared = _module("tests/export/export_cases.py")
     assert shared is not None
-    for one in TESTED:
-        path, function = one.where.split("::")
+    for test in TESTED:
+        path, function = test.where.split("::")
         module = _module(path)
         if module is None:  # the engines' tests may not be part of this checkout
             continue
         names = {node.name for node in module.body if isinstance(node, ast.FunctionDef)}
-        assert function in names, f"{one.where}: no such test"
+        assert function in names, f"{test.where}: no such test"
         kinds = (
-            one.kinds
-            or _kinds(module, newest_only=one.newest_only)
+            test.kinds
+            or _kinds(module, newest_only=test.newest_only)
             or _kinds(shared, newest_only=False)
         )
-        rows.append(f"| {one.formats} | {one.reader} | {', '.join(kinds)} | {one.what} |")
+        rows.append(f"| {test.formats} | {test.reader} | {', '.join(kinds)} | {test.what} |")
     return "\n".join(rows)
 
 
@@ -215,7 +215,7 @@ def limits_table() -> str:
 
 
 def with_tables(page: str) -> str:
-    """The page with both tables as they are now."""
+    """The page with both tables regenerated."""
     for name, table in (("tested", tested_table()), ("limits", limits_table())):
         marks = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
         page, count = re.subn(

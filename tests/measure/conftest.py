@@ -1,4 +1,4 @@
-"""The same targets, drafts and answers as the decoder's tests have."""
+"""The target, drafts and answers of the decoding tests."""
 
 from decode.conftest import answers, asked, drafts, target
 

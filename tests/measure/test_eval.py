@@ -1,4 +1,4 @@
-"""`fledge eval` from prompts to tables: figures by hand, answers once, drafts side by side."""
+"""`fledge eval` from prompts to tables: figures checked by hand, cached answers, several drafts."""
 
 import json
 from types import SimpleNamespace
@@ -41,7 +41,7 @@ TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A target with a byte-level tokenizer, two drafts, prompts, and a cache of our own."""
+    """A directory with a target that has a byte-level tokenizer, three drafts, and prompts."""
     root = tmp_path_factory.mktemp("eval")
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = ["<pad>", "<e>", "<u>", "<a>", *letters]
@@ -76,8 +76,8 @@ def own_cache(tmp_path, monkeypatch):
     return tmp_path
 
 
-def kept(cache):
-    """The names of the answers in a cache; locks are nobody's."""
+def cached_names(cache):
+    """The names of the answer files in a cache, without lock files."""
     return [path.name for path in (cache / "answers").iterdir() if path.suffix != ".lock"]
 
 
@@ -92,7 +92,7 @@ def run(place, *arguments):
     )  # fmt: skip
 
 
-def test_drafts_side_by_side_as_json(place, own_cache, monkeypatch):
+def test_several_drafts_as_json(place, own_cache, monkeypatch):
     loaded, load = [], LlamaEagle3DraftModel.from_pretrained
 
     def from_pretrained(directory, **options):
@@ -102,65 +102,66 @@ def test_drafts_side_by_side_as_json(place, own_cache, monkeypatch):
     monkeypatch.setattr(LlamaEagle3DraftModel, "from_pretrained", from_pretrained)
     result = run(place, str(place / "trained"), str(place / "random"), "--json")
     assert result.exit_code == 0, result.output
-    assert loaded == ["trained", "random"]  # each once
-    found = json.loads(result.stdout)
-    assert found["answers"] == 4  # three prompts and one follow-up
-    assert found["target"]["dtype"] == "float64"
-    assert [one["method"] for one in found["drafts"]] == ["chain", "chain"]
-    for one in found["drafts"]:
-        live = one["live"]
+    assert loaded == ["trained", "random"]  # each draft once
+    printed = json.loads(result.stdout)
+    assert printed["answers"] == 4  # three prompts and one follow-up
+    assert printed["target"]["dtype"] == "float64"
+    assert [draft["method"] for draft in printed["drafts"]] == ["chain", "chain"]
+    for figures in printed["drafts"]:
+        live = figures["live"]
         assert live["same_texts"] == live["texts"] == 4
-        assert live["same_rounds"] == live["compared_rounds"] == one["rounds"]
-        assert live["acceptance_length"] == one["acceptance_length"]
-        assert "bonus token counted" in one["definition"]
-        assert "chain of k = 3" in one["definition"]
-        assert set(one["by_category"]) == {"one", "two", "asked"}
-        assert one["by_set"]["asked"]["rounds"] == one["rounds"]
-        assert sum(part["rounds"] for part in one["by_context"].values()) == one["rounds"]
-        lost = one["where_it_fails"]
-        assert lost["lost_length"] == pytest.approx(3 + 1 - one["acceptance_length"])
-        misses = one["draft_vocabulary_misses"]["ended_round_share"] * one["rounds"]
+        assert live["same_rounds"] == live["compared_rounds"] == figures["rounds"]
+        assert live["acceptance_length"] == figures["acceptance_length"]
+        assert "bonus token counted" in figures["definition"]
+        assert "chain of k = 3" in figures["definition"]
+        assert set(figures["by_category"]) == {"one", "two", "asked"}
+        assert figures["by_set"]["asked"]["rounds"] == figures["rounds"]
+        assert sum(part["rounds"] for part in figures["by_context"].values()) == figures["rounds"]
+        lost = figures["where_it_fails"]
+        assert lost["lost_length"] == pytest.approx(3 + 1 - figures["acceptance_length"])
+        misses = figures["draft_vocabulary_misses"]["ended_round_share"] * figures["rounds"]
         assert lost["causes"]["vocabulary"]["rejected"] == pytest.approx(misses)
-        speed = one["speed"]
+        speed = figures["speed"]
         assert speed["predicted_speedup"] == pytest.approx(
-            one["acceptance_length"] / speed["break_even_acceptance_length"]
+            figures["acceptance_length"] / speed["break_even_acceptance_length"]
         )
-    assert found["drafts"][0]["draft_vocabulary_misses"]["tokens"] == 0
-    assert found["drafts"][1]["draft_vocabulary_misses"]["tokens"] > 0
+    assert printed["drafts"][0]["draft_vocabulary_misses"]["tokens"] == 0
+    assert printed["drafts"][1]["draft_vocabulary_misses"]["tokens"] > 0
 
 
-def test_a_parallel_draft_is_recognised_and_a_run_knows_its_target(place, own_cache, tmp_path):
+def test_a_parallel_draft_is_recognized_and_a_run_names_its_target(place, own_cache, tmp_path):
     overrides = [f"target.model={place / 'target'}", "target.aux_layer_ids=0,1,2"]
     recipe = load_recipe(None, [*overrides, "data.train=x.jsonl", f"run.output_dir={tmp_path}"])
     recipe.write_resolved(tmp_path)
     (tmp_path / "best").symlink_to(place / "parallel")
-    asked = ["--prompts", str(place / "asked.jsonl"), "--max-new-tokens", "9", "--json"]
-    result = CliRunner().invoke(app, ["eval", str(tmp_path), "--draft-tokens", "5", *asked])
+    options = ["--prompts", str(place / "asked.jsonl"), "--max-new-tokens", "9", "--json"]
+    result = CliRunner().invoke(app, ["eval", str(tmp_path), "--draft-tokens", "5", *options])
     assert result.exit_code == 0, result.output
-    [found] = json.loads(result.stdout)["drafts"]
-    assert found["method"] == "parallel"
-    assert "k = 5 tokens drafted in parallel" in found["definition"].replace("K", "k")
-    assert found["live"]["same_rounds"] == found["live"]["compared_rounds"] > 0
-    assert found["draft"] == tmp_path.name
+    [figures] = json.loads(result.stdout)["drafts"]
+    assert figures["method"] == "parallel"
+    assert "k = 5 tokens drafted in parallel" in figures["definition"].replace("K", "k")
+    assert figures["live"]["same_rounds"] == figures["live"]["compared_rounds"] > 0
+    assert figures["draft"] == tmp_path.name
 
 
 def test_answers_are_generated_once(place, own_cache, monkeypatch):
     first = run(place, str(place / "trained"))
     assert first.exit_code == 0, first.output
     assert "kept in" in first.output
-    assert len(kept(own_cache)) == 1
+    assert len(cached_names(own_cache)) == 1
     again = run(place, str(place / "trained"), "--live", "0")
     assert "from the cache" in again.output
     assert "acceptance length = tokens per round" in " ".join(again.output.split())
     assert "where trained loses length" in again.output
     assert "largest cause: " in " ".join(again.output.split())
     run(place, str(place / "trained"), "--limit", "2", "--live", "0")
-    assert len(kept(own_cache)) == 2
+    assert len(cached_names(own_cache)) == 2
 
 
 @pytest.fixture
 def answering(place, own_cache, monkeypatch):
-    """Answers three prompts and a follow-up; also which prompts the decoder really continued."""
+    """A function that answers three prompts and a follow-up; it returns the bytes of the answer
+    file and the prompts that were really decoded."""
     model = HFEagle3TargetModel.from_pretrained(place / "target", aux_layer_ids=AUX, device="cpu")
     prompts = read_prompts([str(place / "asked.jsonl")])
     decoded, real = [], SpeculativeDecoder.generate
@@ -178,58 +179,58 @@ def answering(place, own_cache, monkeypatch):
 
         monkeypatch.setenv("FLEDGE_CACHE", str(cache))
         decoded.clear()
-        found = cached_answers(model, prompts, max_new_tokens=9, batch=batch, on_answer=watch)
-        return found.path.read_bytes(), list(decoded)
+        answers = cached_answers(model, prompts, max_new_tokens=9, batch=batch, on_answer=watch)
+        return answers.path.read_bytes(), list(decoded)
 
     answer.model = model
     return answer
 
 
 @pytest.mark.parametrize(("batch", "stop_at", "left"), [(1, 2.9, 2), (2, 2.9, 2), (1, 3.5, 1)])
-def test_interrupted_answers_go_on_where_they_were(answering, tmp_path, batch, stop_at, left):
-    whole, every = answering(tmp_path / "whole", batch=batch)
+def test_interrupted_answers_resume(answering, tmp_path, batch, stop_at, left):
+    whole, all_batches = answering(tmp_path / "whole", batch=batch)
     with pytest.raises(KeyboardInterrupt):
         answering(tmp_path / "cut", batch=batch, stop_at=stop_at)
-    [parts] = kept(tmp_path / "cut")
+    [parts] = cached_names(tmp_path / "cut")
     assert parts.endswith(".parts")
     again, rest = answering(tmp_path / "cut", batch=batch)
-    assert rest == every[-left:]
+    assert rest == all_batches[-left:]
     assert again == whole
-    assert [name[-5:] for name in kept(tmp_path / "cut")] == [".json"]
+    assert [name[-5:] for name in cached_names(tmp_path / "cut")] == [".json"]
 
 
-def test_a_batch_that_was_half_written_down_is_answered_whole(answering, tmp_path):
-    """Another batch rounds otherwise: what is left of one may not be answered by itself."""
-    whole, every = answering(tmp_path / "whole", batch=2)
+def test_a_half_written_batch_is_answered_again_as_a_whole(answering, tmp_path):
+    """Rounding depends on the batch, so the rest of a batch must not be answered alone."""
+    whole, all_batches = answering(tmp_path / "whole", batch=2)
     with pytest.raises(KeyboardInterrupt):
         answering(tmp_path / "cut", batch=2, stop_at=2.9)
     [part] = tmp_path.glob("cut/answers/*.parts/part-*.jsonl")
     lines = part.read_bytes().splitlines(keepends=True)
     part.write_bytes(lines[0] + lines[1][:-9])  # killed while the second was written
     again, rest = answering(tmp_path / "cut", batch=2)
-    assert rest == every
+    assert rest == all_batches
     assert again == whole
 
 
-def test_parts_of_finished_answers_do_not_stay(answering, tmp_path):
+def test_leftover_parts_of_finished_answers_are_removed(answering, tmp_path):
     answering(tmp_path, batch=4)
-    [name] = kept(tmp_path)
+    [name] = cached_names(tmp_path)
     (tmp_path / "answers" / name).with_suffix(".parts").mkdir()  # killed before they were removed
     assert answering(tmp_path, batch=4)[1] == []
-    assert kept(tmp_path) == [name]
+    assert cached_names(tmp_path) == [name]
 
 
-def test_another_configuration_of_the_same_weights_answers_anew(answering, tmp_path):
+def test_a_different_configuration_of_the_same_weights_answers_again(answering, tmp_path):
     answering(tmp_path, batch=4)
     answering.model.model.generation_config.eos_token_id = [1, 7]
     assert answering(tmp_path, batch=4)[1]
     answering.model.model.config.rope_parameters["rope_theta"] = 77.0
     assert answering(tmp_path, batch=4)[1]
-    assert len(kept(tmp_path)) == 3
+    assert len(cached_names(tmp_path)) == 3
 
 
-def test_answers_are_those_of_this_very_target(place, own_cache):
-    """Equal weights are not enough: what ends an answer and how positions turn is in the files."""
+def test_cached_answers_belong_to_the_exact_target(place, own_cache):
+    """Equal weights are not enough: end tokens and rotary settings are part of the cache key."""
     with HFEagle3TargetModel.from_pretrained(place / "target", aux_layer_ids=AUX) as target:
         prompts = read_prompts([str(place / "asked.jsonl")])
 
@@ -238,8 +239,8 @@ def test_answers_are_those_of_this_very_target(place, own_cache):
 
         first = ask()
         assert ask().from_cache
-        said = first.turns[0].answer_ids
-        target.model.generation_config.eos_token_id = [1, said[1]]
+        answer_ids = first.turns[0].answer_ids
+        target.model.generation_config.eos_token_id = [1, answer_ids[1]]
         other = ask()
         assert not other.from_cache
         assert len(other.turns[0].answer_ids) <= 2
@@ -247,12 +248,12 @@ def test_answers_are_those_of_this_very_target(place, own_cache):
         assert not ask().from_cache
 
 
-def test_a_tree_is_decoded_live_everywhere(place, own_cache):
+def test_trees_are_measured_by_live_decoding_only(place, own_cache):
     result = run(place, str(place / "trained"), "--method", "tree", "--tree", "3,2,5", "--json")
-    [found] = json.loads(result.stdout)["drafts"]
-    assert found["live"]["texts"] == found["live"]["same_texts"] == 4
-    assert found["every_slot_length"] is None
-    assert "tree of 5 nodes, 3 deep" in found["definition"]
+    [figures] = json.loads(result.stdout)["drafts"]
+    assert figures["live"]["texts"] == figures["live"]["same_texts"] == 4
+    assert figures["every_slot_length"] is None
+    assert "tree of 5 nodes, 3 deep" in figures["definition"]
 
 
 @pytest.mark.parametrize(
@@ -267,14 +268,16 @@ def test_a_tree_is_decoded_live_everywhere(place, own_cache):
         (["TRAINED", "--method", "trees"], "did you mean 'tree'"),
     ],
 )
-def test_bad_input_is_one_line(place, own_cache, arguments, message):
-    given = [str(place / "trained") if word == "TRAINED" else word for word in arguments]
+def test_bad_input_is_a_one_line_error(place, own_cache, arguments, message):
+    given = [
+        str(place / "trained") if argument == "TRAINED" else argument for argument in arguments
+    ]
     result = run(place, *given)
     assert isinstance(result.exception, BadInput)
     assert message in str(result.exception)
 
 
-def test_a_draft_of_another_target_is_refused(place, own_cache, tmp_path):
+def test_a_draft_of_a_different_target_is_refused(place, own_cache, tmp_path):
     model = HFEagle3TargetModel.from_pretrained(place / "target", aux_layer_ids=AUX, device="cpu")
     other = make_draft(make_target(vocab=300))
     prompts = read_prompts([str(place / "asked.jsonl")], limit=1)
@@ -283,11 +286,11 @@ def test_a_draft_of_another_target_is_refused(place, own_cache, tmp_path):
         DraftEvaluation(model, answers.turns, EvalOptions(live=0)).evaluate("other", other)
 
 
-def test_followups_are_asked_after_the_answer(place, own_cache):
+def test_follow_ups_come_after_the_answer(place, own_cache):
     model = HFEagle3TargetModel.from_pretrained(place / "target", aux_layer_ids=AUX, device="cpu")
     prompts = read_prompts([str(place / "asked.jsonl")])
     turns = cached_answers(model, prompts, max_new_tokens=6, batch=2).turns
-    first, second = (next(one for one in turns if (one.name, one.turn) == ("a", n)) for n in (0, 1))
+    first, second = (next(t for t in turns if (t.name, t.turn) == ("a", n)) for n in (0, 1))
     reply = model.tokenizer.decode(first.answer_ids, skip_special_tokens=True)
     text = f"<u>hello<e><a>{reply}<e><u>and then?<e><a>"
     assert second.prompt_ids == model.tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -298,11 +301,11 @@ def test_prompts_without_room_are_skipped_and_counted(place, own_cache):
     model = HFEagle3TargetModel.from_pretrained(place / "target", aux_layer_ids=AUX, device="cpu")
     model.model.config.max_position_embeddings = 12
     answers = cached_answers(model, read_prompts([str(place / "asked.jsonl")]), max_new_tokens=5)
-    assert [one.name for one in answers.turns] == ["b"]
+    assert [turn.name for turn in answers.turns] == ["b"]
     assert answers.skipped == 2
 
 
-def test_the_set_that_ships_is_sound():
+def test_the_built_in_prompt_set_is_valid():
     prompts = read_prompts(["mixed"])
     assert len({prompt.name for prompt in prompts}) == len(prompts) == 32
     assert len({prompt.category for prompt in prompts}) == 8
@@ -328,42 +331,42 @@ def sample(category="x", prompt=3, total=8, accepted=(0, 0, 1, 0, 0, 2, 0, 0)):
 
 
 def test_figures_of_the_worked_example():
-    """Rounds (4 known, 1 of 2 accepted), (6 known, 0), (7 known, 1 and the text ends)."""
-    found = acceptance([sample()], depth=2)
-    assert (found.rounds, found.emitted, found.length) == (3, 4, 4 / 3)
-    assert found.tried == (3, 2)  # the last round's second token lies behind the text
-    assert found.joint == [2 / 3, 0.0]
-    assert found.conditional == [2 / 3, 0.0]
-    assert found.reached == (3, 1)
-    # slots 2..5 may start: hits 1, 0, 0, 2 (of which one inside the text)
+    """Rounds (context 4, 1 of 2 accepted), (context 6, 0), (context 7, 1 and the text ends)."""
+    figures = acceptance([sample()], depth=2)
+    assert (figures.rounds, figures.emitted, figures.length) == (3, 4, 4 / 3)
+    assert figures.tried == (3, 2)  # the last round's second token is past the end of the text
+    assert figures.joint == [2 / 3, 0.0]
+    assert figures.conditional == [2 / 3, 0.0]
+    assert figures.reached == (3, 1)
+    # rounds may start at slots 2..5: hits 1, 0, 0, 2 (one of the 2 is inside the text)
     assert every_slot_length([sample()], depth=2) == 1 + 2 / 4 + 0 / 3
     assert every_slot_length([Sample([1], [2, 3, 4], [])], depth=2) is None
 
 
-def test_figures_of_nothing_are_zero():
-    found = acceptance([], depth=3)
-    assert found.length == 0.0
-    assert found.joint == found.conditional == [0.0] * 3
+def test_figures_of_no_rounds_are_zero():
+    figures = acceptance([], depth=3)
+    assert figures.length == 0.0
+    assert figures.joint == figures.conditional == [0.0] * 3
 
 
-def test_groups_share_out_the_rounds():
+def test_groups_partition_the_rounds():
     samples = [sample("x"), sample("y"), sample("x")]
-    groups = by_label(samples, 2, lambda one: one.category)
-    assert {name: one.rounds for name, one in groups.items()} == {"x": 6, "y": 3}
-    far = Sample([0] * 128, [0] * 5, [Round(129, 1, 2), Round(131, 1, 2)])
-    contexts = by_context([*samples, far], 2)
-    assert {name: one.rounds for name, one in contexts.items()} == {"<= 128": 9, "<= 256": 2}
+    groups = by_label(samples, 2, lambda sample: sample.category)
+    assert {name: group.rounds for name, group in groups.items()} == {"x": 6, "y": 3}
+    long = Sample([0] * 128, [0] * 5, [Round(129, 1, 2), Round(131, 1, 2)])
+    contexts = by_context([*samples, long], 2)
+    assert {name: group.rounds for name, group in contexts.items()} == {"<= 128": 9, "<= 256": 2}
 
 
 def test_misses_count_tokens_and_the_rounds_they_ended():
     # tokens 104..107 could be drafted; rounds reject 105 (token 5), 106 (token 6), nothing
-    found = vocabulary_misses([sample()], 2, lambda token: token not in (105, 107))
-    assert (found.tokens, found.outside) == (4, 2)
-    assert (found.rounds, found.ended_rounds) == (3, 1)
+    misses = vocabulary_misses([sample()], 2, lambda token: token not in (105, 107))
+    assert (misses.tokens, misses.outside) == (4, 2)
+    assert (misses.rounds, misses.ended_rounds) == (3, 1)
 
 
-def test_misses_are_said_of_the_tokens_they_are(capsys):
-    """A draft drafts nothing outside its vocabulary: it is the target that says such tokens."""
+def test_vocabulary_misses_are_attributed_to_the_target(capsys):
+    """A draft cannot propose tokens outside its vocabulary: it is the target that picks them."""
     misses = vocabulary_misses([sample()], 2, lambda token: token not in (105, 107))
     report = SimpleNamespace(
         name="d",
@@ -375,12 +378,12 @@ def test_misses_are_said_of_the_tokens_they_are(capsys):
         replay_s=None,
     )
     eval_verb._remarks(report)
-    said = " ".join(capsys.readouterr().out.split())
-    assert "50.00% of the target's tokens are outside the draft vocabulary" in said
-    assert "1 token the target would not pick again" in said
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "50.00% of the target's tokens are outside the draft vocabulary" in printed
+    assert "1 token the target would not pick again" in printed
 
 
-def test_every_method_has_its_definition():
+def test_every_method_has_a_definition():
     target, shape = make_target(), DraftShape(4, TreeShape(depth=3, nodes=5))
     labels = {
         name: strategy(make_draft(target, parallel=name == "parallel"), shape).label
@@ -392,19 +395,19 @@ def test_every_method_has_its_definition():
     assert "temperature 1" in definition(labels["chain"], temperature=1.0)
 
 
-def test_eval_keeps_answers_token_by_token(place, own_cache, tmp_path):
+def test_eval_stores_samples_token_by_token(place, own_cache, tmp_path):
     for method in ("chain", "tree"):
         out = tmp_path / f"{method}.json"
-        more = ["--out", str(out), "--samples", "2", "--method", method]
-        result = run(place, str(place / "trained"), *more)
+        options = ["--out", str(out), "--samples", "2", "--method", method]
+        result = run(place, str(place / "trained"), *options)
         assert result.exit_code == 0, result.output
-        [found] = json.loads(out.read_text())["drafts"]
-        assert len(found["samples"]) == 2
-        for sample in found["samples"]:
+        [figures] = json.loads(out.read_text())["drafts"]
+        assert len(figures["samples"]) == 2
+        for sample in figures["samples"]:
             assert sample["prompt"] in ("hello", "and then?", "why", "plain words")
             assert len(sample["tokens"]) > 2
-            asked = [token[4] for token in sample["tokens"] if token[1]]
-            assert all((p is None) == (method == "tree") for p in asked)
+            draft_probabilities = [token[4] for token in sample["tokens"] if token[1]]
+            assert all((p is None) == (method == "tree") for p in draft_probabilities)
     assert (
         "samples"
         not in json.loads(run(place, str(place / "trained"), "--json").stdout)["drafts"][0]

@@ -1,4 +1,4 @@
-"""Replay of numbers that are none: refused where the target's, no hit where the draft's."""
+"""Replay with NaN or infinity: an error if they are the target's, a miss if the draft's."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from fledge.measure.replay import Text, as_pack, ask, replay
 from fledge.target.finite import NotFinite
 from fledge.target.hf.model import HFEagle3TargetModel
 
-TEXT = Text([1, 2, 3], [0, 0, 0, 0, 0, 0])  # token 0: what a NaN's place would be taken for
+TEXT = Text([1, 2, 3], [0, 0, 0, 0, 0, 0])  # token 0 is what argmax over NaN returns
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,7 @@ def backend(model):
 
 
 @pytest.mark.parametrize("parallel", [False, True])
-def test_a_draft_that_says_nan_is_never_right(model, backend, parallel):
+def test_a_draft_that_computes_nan_is_never_accepted(model, backend, parallel):
     draft = make_draft(model, parallel=parallel)
     rollouts, tokens = rollouts_of(draft, 4), as_pack([TEXT])
     batch = ask(backend, tokens)

@@ -20,22 +20,22 @@ from fledge.measure.replay import replay_held_out
 from fledge.target.hf.model import HFEagle3TargetModel
 
 
-def talks(target, draft, asked, depth):
-    """Conversations of two answers as token rows, and the live rounds of all their answers."""
+def conversations(target, draft, asked, depth):
+    """Conversations of two answers as token rows, and the acceptance of their live rounds."""
     live = SpeculativeDecoder(target, draft, aux_layer_ids=AUX, num_draft_tokens=depth)
     first = live.generate(asked, STOPS)
-    said = [one.prompt_ids + one.token_ids for one in first]
-    second = live.generate([[*ids, 7, 5] for ids in said], STOPS)
+    answered = [answer.prompt_ids + answer.token_ids for answer in first]
+    second = live.generate([[*ids, 7, 5] for ids in answered], STOPS)
     rows, pairs = [], []
-    for one, two in zip(first, second, strict=True):
-        text = two.prompt_ids + two.token_ids
+    for answer_1, answer_2 in zip(first, second, strict=True):
+        text = answer_2.prompt_ids + answer_2.token_ids
         mask = np.zeros(len(text), dtype=np.uint8)
-        mask[len(one.prompt_ids) : len(one.prompt_ids) + len(one.token_ids)] = 1
-        mask[len(two.prompt_ids) :] = 1
+        mask[len(answer_1.prompt_ids) : len(answer_1.prompt_ids) + len(answer_1.token_ids)] = 1
+        mask[len(answer_2.prompt_ids) :] = 1
         rows.append(TokenRow(np.array(text, dtype=np.int32), mask, "", truncated=False))
-        for said in (one, two):
-            total = len(said.prompt_ids) + len(said.token_ids)
-            pairs += [(round_, total) for round_ in said.rounds]
+        for answered in (answer_1, answer_2):
+            total = len(answered.prompt_ids) + len(answered.token_ids)
+            pairs += [(round_, total) for round_ in answered.rounds]
     return rows, count_rounds(pairs, depth)
 
 
@@ -46,23 +46,23 @@ def packs_of(rows, width):
 
 @pytest.mark.parametrize("width", [60, 300])
 @pytest.mark.parametrize("kind", ["random", "trained", "deep", "parallel"])
-def test_held_out_rounds_are_the_live_rounds(target, drafts, asked, kind, width):
+def test_held_out_rounds_match_live_rounds(target, drafts, asked, kind, width):
     depth = 4
-    rows, expected = talks(target, drafts[kind], asked[:24], depth)
+    rows, expected = conversations(target, drafts[kind], asked[:24], depth)
     backend = HFEagle3TargetModel(target, AUX, supervision="hidden")
     rollouts = rollouts_of(drafts[kind], depth)
-    found = Acceptance.none(depth)
+    measured = Acceptance.none(depth)
     for tokens in packs_of(rows, width):
         batch = backend.generate_batch(*tokens.arguments())
         picks = target_picks(batch, tokens, backend.info().head, drafts[kind].selected_token_ids)
-        found += replay_held_out(batch, tokens, rollouts, picks)
-    assert found == expected
-    assert found.rounds > 100
+        measured += replay_held_out(batch, tokens, rollouts, picks)
+    assert measured == expected
+    assert measured.rounds > 100
 
 
-def test_every_encoding_says_the_same(target, drafts, asked):
+def test_every_supervision_gives_the_same_rounds(target, drafts, asked):
     draft = drafts["trained"]
-    rows, expected = talks(target, draft, asked[:12], 3)
+    rows, expected = conversations(target, draft, asked[:12], 3)
     [tokens] = packs_of(rows, 600)
     ids = draft.selected_token_ids
     member = torch.zeros(target.config.vocab_size, dtype=torch.bool)
@@ -72,11 +72,11 @@ def test_every_encoding_says_the_same(target, drafts, asked):
         backend.set_vocab_mapping(ids, member)
         batch = backend.generate_batch(*tokens.arguments())
         picks = target_picks(batch, tokens, backend.info().head, ids)
-        found = replay_held_out(batch, tokens, rollouts_of(draft, 3), picks)
-        assert found == expected, supervision
+        measured = replay_held_out(batch, tokens, rollouts_of(draft, 3), picks)
+        assert measured == expected, supervision
         if supervision == "logits":
             likeliest = picks
-        elif supervision == "probs":  # all they know of a token outside the draft vocabulary
+        elif supervision == "probs":  # tokens outside the draft vocabulary are only known as such
             outside = ~np.isin(likeliest, ids)
             assert outside.sum() > (likeliest == -1).sum()
             assert (picks == np.where(outside, -1, likeliest)).all()
@@ -84,13 +84,13 @@ def test_every_encoding_says_the_same(target, drafts, asked):
             assert (picks == likeliest).all()
 
 
-def test_on_foreign_text_a_hit_is_what_the_target_would_have_said(target, drafts, asked):
-    """A text nobody would say: the draft is judged by the target's picks, and never beyond a place
-    where the text leaves them."""
+def test_on_foreign_text_a_hit_is_what_the_target_would_pick(target, drafts, asked):
+    """On a text that the target would not write, the draft is judged by the target's picks, and
+    never past a position where the text departs from them."""
     draft, depth = drafts["trained"], 3
     rng = np.random.default_rng(0)
     text = rng.integers(4, 40, 60).astype(np.int32)
-    text[20:34] = plain_greedy(target, text[:20].tolist(), Stops(14))[0]  # and a stretch it would
+    text[20:34] = plain_greedy(target, text[:20].tolist(), Stops(14))[0]  # a stretch of its own
     row = TokenRow(text, (np.arange(60) >= 5).astype(np.uint8), "", truncated=False)
     [tokens] = packs_of([row], 60)
     backend = HFEagle3TargetModel(target, AUX, supervision="hidden")
@@ -105,10 +105,12 @@ def test_on_foreign_text_a_hit_is_what_the_target_would_have_said(target, drafts
     accepted = accepted_lengths(rollouts, batch, tokens, picks)[0]
     plan = rollouts.plan(tokens)
     with torch.no_grad():
-        said = [drafted_tokens(rollouts, states) for states in rollouts.head_inputs(batch, plan)]
+        tokens_by_depth = [
+            drafted_tokens(rollouts, states) for states in rollouts.head_inputs(batch, plan)
+        ]
     drafted = {
         (int(plan.slot_T[slot]), k): int(token)
-        for k, (rows, tokens_N) in enumerate(zip(plan.depths, said, strict=True))
+        for k, (rows, tokens_N) in enumerate(zip(plan.depths, tokens_by_depth, strict=True))
         for slot, token in zip(rows.slot_N, tokens_N, strict=True)
     }
     for slot in range(4, 58):
@@ -126,12 +128,12 @@ def test_the_slots_of_the_worked_example():
     row = TokenRow(np.arange(9, dtype=np.int32), mask, "", truncated=False)
     [tokens] = packs_of([row], 9)
     assert drafting_slots(tokens)[0].nonzero()[:, 0].tolist() == [2, 3, 4]
-    [one] = answers_of(tokens)
-    assert (one.prompt, one.total, one.slots) == (3, 7, slice(0, 7))
+    [answer] = answers_of(tokens)
+    assert (answer.prompt, answer.total, answer.slots) == (3, 7, slice(0, 7))
 
 
 def test_no_slot_drafts_a_token_of_the_next_document():
-    ones = np.ones(3, dtype=np.uint8)  # answers without a prompt: nothing else parts the two
+    ones = np.ones(3, dtype=np.uint8)  # without prompts, nothing else separates the two answers
     rows = [TokenRow(np.arange(3, dtype=np.int32), ones, "", truncated=False) for _ in range(2)]
     [tokens] = packs_of(rows, 6)
     assert drafting_slots(tokens)[0].tolist() == [True, False, False] * 2
@@ -146,10 +148,10 @@ def test_an_answer_without_a_prompt_has_no_rounds():
 @given(st.lists(st.booleans(), max_size=30))
 @settings(max_examples=60, deadline=None)
 def test_run_lengths_count_to_the_next_gap(marked):
-    found = run_lengths(np.array(marked, dtype=bool)).tolist()
-    for at, length in enumerate(found):
-        assert all(marked[at : at + length])
-        assert at + length == len(marked) or not marked[at + length]
+    lengths = run_lengths(np.array(marked, dtype=bool)).tolist()
+    for start, length in enumerate(lengths):
+        assert all(marked[start : start + length])
+        assert start + length == len(marked) or not marked[start + length]
 
 
 def test_counts_add_up():

@@ -1,4 +1,4 @@
-"""Replay == live decoding, per round; and from every slot, whichever round would start there."""
+"""Replay == live decoding, round by round, and for a round started at any slot."""
 
 import pytest
 import torch
@@ -30,42 +30,44 @@ def test_rounds_of_drafts_with_norms_or_biases(target, backend, asked, layers):
 
 @pytest.mark.parametrize("depth", [1, 2, 5])
 @pytest.mark.parametrize("kind", ["random", "trained", "deep", "parallel"])
-def test_replayed_rounds_are_the_live_rounds(target, backend, drafts, asked, kind, depth):
+def test_replay_matches_live_rounds(target, backend, drafts, asked, kind, depth):
     check_rounds(target, backend, drafts, asked, kind, depth)
 
 
 def check_rounds(target, backend, drafts, asked, kind, depth):
     live = SpeculativeDecoder(target, drafts[kind], aux_layer_ids=AUX, num_draft_tokens=depth)
     generations = live.generate(asked[:40], STOPS)
-    found = replay(
+    replayed = replay(
         backend,
         drafts[kind],
-        [Text(one.prompt_ids, one.token_ids) for one in generations],
+        [Text(generation.prompt_ids, generation.token_ids) for generation in generations],
         num_draft_tokens=depth,
         batch_tokens=90,
     )
-    assert [one.rounds for one in found] == [one.rounds for one in generations]
-    assert sum(one.other_picks for one in found) == 0
+    assert [text.rounds for text in replayed] == [text.rounds for text in generations]
+    assert sum(text.other_picks for text in replayed) == 0
     if kind != "random":
-        assert max(r.accepted for one in found for r in one.rounds) >= min(depth, 3)
+        assert max(r.accepted for text in replayed for r in text.rounds) >= min(depth, 3)
 
 
 @pytest.mark.parametrize("kind", ["trained", "parallel"])
-def test_every_slot_holds_what_a_round_from_there_accepts(target, backend, drafts, asked, kind):
+def test_every_slot_has_the_accepted_length_of_a_round_started_there(
+    target, backend, drafts, asked, kind
+):
     depth = 3
     live = SpeculativeDecoder(target, drafts[kind], aux_layer_ids=AUX, num_draft_tokens=depth)
     [whole] = live.generate(asked[:1], Stops(20))
-    [found] = replay(backend, drafts[kind], [Text(whole.prompt_ids, whole.token_ids)],
+    [replayed] = replay(backend, drafts[kind], [Text(whole.prompt_ids, whole.token_ids)],
                      num_draft_tokens=depth)  # fmt: skip
     text = whole.prompt_ids + whole.token_ids
-    assert not any(found.accepted_T[: len(whole.prompt_ids) - 1])  # no round starts there
+    assert not any(replayed.accepted_T[: len(whole.prompt_ids) - 1])  # no round starts there
     for slot in range(len(whole.prompt_ids) - 1, len(text) - 2):
-        [one] = live.generate([text[: slot + 1]], Stops(depth + 2))
-        assert found.accepted_T[slot] == min(one.rounds[0].accepted, len(text) - slot - 2)
+        [generation] = live.generate([text[: slot + 1]], Stops(depth + 2))
+        assert replayed.accepted_T[slot] == min(generation.rounds[0].accepted, len(text) - slot - 2)
 
 
-def test_a_real_model_says_the_same_with_and_without_a_draft(shared_data):
-    """TinyStories' 260k-parameter Llama, as stored but in fp64, with an untrained draft."""
+def test_a_real_model_gives_the_same_output_with_and_without_a_draft(shared_data):
+    """TinyStories' 260k-parameter Llama in fp64, with an untrained draft."""
     backend = HFEagle3TargetModel.from_pretrained(
         shared_data / "models/stories260K", aux_layer_ids=[0, 2, 4], supervision="hidden",
         dtype=torch.float64, device="cpu",
@@ -78,12 +80,12 @@ def test_a_real_model_says_the_same_with_and_without_a_draft(shared_data):
     stops = Stops(40, eos_token_ids(backend.model, backend.tokenizer))
     plain = SpeculativeDecoder(backend.model).generate(prompts, stops)
     live = SpeculativeDecoder(backend.model, draft, aux_layer_ids=[0, 2, 4], num_draft_tokens=3)
-    found = live.generate(prompts, stops)
-    assert [one.token_ids for one in found] == [one.token_ids for one in plain]
+    generations = live.generate(prompts, stops)
+    assert [text.token_ids for text in generations] == [text.token_ids for text in plain]
     assert "a time, there was a little girl" in backend.tokenizer.decode(plain[0].token_ids)
-    texts = [Text(one.prompt_ids, one.token_ids) for one in found]
+    texts = [Text(text.prompt_ids, text.token_ids) for text in generations]
     replayed = replay(backend, draft, texts, num_draft_tokens=3)
-    assert [one.rounds for one in replayed] == [one.rounds for one in found]
+    assert [text.rounds for text in replayed] == [text.rounds for text in generations]
 
 
 def draft_config(config):
@@ -108,16 +110,16 @@ def test_packs_hold_every_text_once_and_whole(lengths, batch_tokens):
 def test_short_texts_have_no_rounds_to_replay(backend, drafts):
     texts = [Text([1, 2], []), Text([4], [5]), Text([1, 2, 3], [7, 8])]
     for kind in ("trained", "parallel"):
-        found = replay(backend, drafts[kind], texts)
-        assert [len(one.rounds) for one in found] == [0, 0, 1]
-        assert found[2].rounds[0].emitted == 1
+        replayed = replay(backend, drafts[kind], texts)
+        assert [len(text.rounds) for text in replayed] == [0, 0, 1]
+        assert replayed[2].rounds[0].emitted == 1
 
 
-def test_a_text_that_is_not_the_targets_is_noticed(backend, drafts, asked, answers):
+def test_a_text_that_the_target_would_not_write_is_detected(backend, drafts, asked, answers):
     prompt, answer = asked[0], list(answers[0][0])
     answer[4] = (answer[4] + 1) % 40
-    [found] = replay(backend, drafts["trained"], [Text(prompt, answer)])
-    assert found.other_picks >= 1
+    [replayed] = replay(backend, drafts["trained"], [Text(prompt, answer)])
+    assert replayed.other_picks >= 1
 
 
 def test_the_worked_example_of_the_walk():
@@ -131,12 +133,12 @@ def test_the_worked_example_of_the_walk():
 def test_rounds_tile_the_text(accepted, data):
     prompt = data.draw(st.integers(1, len(accepted)))
     rounds = walk_rounds(accepted, prompt=prompt, total=len(accepted))
-    known = prompt + 1
-    for one in rounds:
-        assert one.context == known
-        assert one.accepted in (one.emitted, one.emitted - 1)
-        known += one.emitted
-    assert known == max(len(accepted), prompt + 1)
+    context = prompt + 1
+    for round_ in rounds:
+        assert round_.context == context
+        assert round_.accepted in (round_.emitted, round_.emitted - 1)
+        context += round_.emitted
+    assert context == max(len(accepted), prompt + 1)
 
 
 def test_bad_arguments(backend, drafts):

@@ -1,4 +1,4 @@
-"""The clock: medians of rounds that were timed one by one, and no speed-up from a disturbed one."""
+"""Timing: medians over individually timed rounds, and no speed-up from a disturbed measurement."""
 
 from types import SimpleNamespace
 
@@ -16,16 +16,16 @@ from fledge.target.hf.model import HFEagle3TargetModel
 
 
 def watch(*texts, hiccup=0.0):
-    """(tokens, rounds, draft seconds, target seconds) of each text; the hiccup is in the first
-    round of the first text."""
-    found = Stopwatch()
+    """A stopwatch for texts of (tokens, rounds, draft seconds, target seconds); `hiccup` seconds
+    are added to the first round of the first text."""
+    stopwatch = Stopwatch()
     for number, (tokens, rounds, draft_s, target_s) in enumerate(texts):
-        each = [RoundTime(draft_s, target_s) for _ in range(rounds)]
+        times = [RoundTime(draft_s, target_s) for _ in range(rounds)]
         if number == 0:
-            each[0] = RoundTime(draft_s, target_s + hiccup)
-        total = sum(one.seconds for one in each)
-        found.add(Timing(rounds, total, each), Generation([0], [0] * (tokens + 1)))
-    return found
+            times[0] = RoundTime(draft_s, target_s + hiccup)
+        total = sum(time.seconds for time in times)
+        stopwatch.add(Timing(rounds, total, times), Generation([0], [0] * (tokens + 1)))
+    return stopwatch
 
 
 PLAIN = [(10, 10, 0.0, 0.1), (20, 20, 0.0, 0.1), (10, 10, 0.0, 0.1)]
@@ -37,16 +37,16 @@ def test_arithmetic():
     assert speed.break_even == pytest.approx(2.0)
     assert speed.predicted(3.0) == pytest.approx(1.5)
     assert speed.measured == pytest.approx(1.5)
-    found = speed.to_json(2.0)
-    assert found["predicted_speedup"] == pytest.approx(1.0)
-    assert (found["texts"], found["rounds"], found["plain_steps"]) == (3, 16, 40)
-    assert found["plain_step_ms_quartiles"] == pytest.approx([100, 100])
+    values = speed.to_json(2.0)
+    assert values["predicted_speedup"] == pytest.approx(1.0)
+    assert (values["texts"], values["rounds"], values["plain_steps"]) == (3, 16, 40)
+    assert values["plain_step_ms_quartiles"] == pytest.approx([100, 100])
     assert Speed.of(Stopwatch(), watch(*LIVE)) is None
 
 
 @pytest.mark.parametrize("busy", ["plain", "live"])
-def test_a_busy_moment_changes_nothing(busy):
-    """A hundred times a step's time, once: means would say that the draft gains fivefold."""
+def test_a_single_hiccup_changes_nothing(busy):
+    """One step takes a hundred times as long: by means, the draft would gain fivefold."""
     hiccups = {"plain": 0.0, "live": 0.0, busy: 10.0}
     speed = Speed.of(watch(*PLAIN, hiccup=hiccups["plain"]), watch(*LIVE, hiccup=hiccups["live"]))
     calm = Speed.of(watch(*PLAIN), watch(*LIVE))
@@ -55,14 +55,14 @@ def test_a_busy_moment_changes_nothing(busy):
     assert not speed.disturbed
 
 
-def in_vain():
-    """What a newcomer met: a draft of length 1.000, and a plain step that took five rounds."""
+def disturbed_speed():
+    """As a user once saw: acceptance length 1.000, and plain steps as slow as five rounds."""
     slow = [(tokens, rounds, 0.0, 1.06) for tokens, rounds, _, _ in PLAIN]
     useless = [(tokens, rounds, 0.05, 0.15) for tokens, rounds, _, _ in PLAIN]
     return Speed.of(watch(*slow), watch(*useless))
 
 
-def shown(monkeypatch, capsys, speed):
+def print_speed(monkeypatch, capsys, speed):
     class Report:
         name, every_slot, other_picks, live, replay_s = "mine", None, 0, None, None
 
@@ -83,42 +83,42 @@ def shown(monkeypatch, capsys, speed):
     return capsys.readouterr()
 
 
-def test_a_disturbed_clock_says_no_speed_up(monkeypatch, capsys):
-    speed = in_vain()
+def test_a_disturbed_measurement_reports_no_speed_up(monkeypatch, capsys):
+    speed = disturbed_speed()
     assert speed.disturbed
-    found = speed.to_json(1.0)
-    assert found["disturbed"] is True
-    assert {name: value for name, value in found.items() if "speedup" in name} == dict.fromkeys(
+    values = speed.to_json(1.0)
+    assert values["disturbed"] is True
+    assert {name: value for name, value in values.items() if "speedup" in name} == dict.fromkeys(
         ("predicted_speedup", "predicted_speedup_live_sample", "measured_speedup_live_sample",
          "measured_speedup_quartiles")
     )  # fmt: skip
-    assert found["break_even_acceptance_length"] is None
-    told = shown(monkeypatch, capsys, speed)
-    assert "the clock was disturbed: measure again" in told.err
-    assert "5.3" not in told.out
-    assert "x" not in told.out.split("middle half")[0].split("(live)")[1]
+    assert values["break_even_acceptance_length"] is None
+    printed = print_speed(monkeypatch, capsys, speed)
+    assert "the clock was disturbed: measure again" in printed.err
+    assert "5.3" not in printed.out
+    assert "x" not in printed.out.split("middle half")[0].split("(live)")[1]
 
 
-def test_a_text_cannot_gain_more_than_its_rounds_have_tokens():
-    """One text, and the busy moment in its plain steps: medians are calm, its seconds are not."""
+def test_a_speed_up_beyond_the_tokens_per_round_is_a_disturbance():
+    """One text with a slow moment in its plain steps: it shows in the total, not in medians."""
     speed = Speed.of(watch((10, 10, 0.0, 0.1), hiccup=10.0), watch((12, 10, 0.0, 0.11)))
     assert speed.break_even > 1
     assert speed.disturbed
 
 
-def test_texts_rounds_and_spread_are_said(monkeypatch, capsys):
+def test_texts_rounds_and_spread_are_printed(monkeypatch, capsys):
     uneven = watch(*LIVE[:2], (12, 12, 0.05, 0.35))
     speed = Speed.of(watch(*PLAIN), uneven)
     assert speed.to_json(3.0)["round_ms_quartiles"] == pytest.approx([200, 400])
-    told = shown(monkeypatch, capsys, Speed.of(watch(*PLAIN), watch(*LIVE)))
-    assert "timed on 3 texts: 16 rounds and 40 plain steps" in told.out
-    assert "1.50 to 1.50" in told.out
-    assert "200.0 to 200.0" in told.out
-    assert told.err == ""
+    printed = print_speed(monkeypatch, capsys, Speed.of(watch(*PLAIN), watch(*LIVE)))
+    assert "timed on 3 texts: 16 rounds and 40 plain steps" in printed.out
+    assert "1.50 to 1.50" in printed.out
+    assert "200.0 to 200.0" in printed.out
+    assert printed.err == ""
 
 
-def test_the_two_ways_take_turns_in_being_first(target, asked, monkeypatch):
-    """In both orders, so that a machine that slows down slows down both."""
+def test_plain_and_speculative_decoding_alternate_in_going_first(target, asked, monkeypatch):
+    """The order alternates, so that a machine that slows down affects both alike."""
     order, real = [], SpeculativeDecoder.generate
 
     def generate(self, *given, **more):

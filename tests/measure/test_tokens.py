@@ -1,4 +1,4 @@
-"""Who wrote which token: the report's colours, and the probabilities behind them."""
+"""Which model wrote which token: the report's colors, and the probabilities behind them."""
 
 import pytest
 import torch
@@ -17,43 +17,45 @@ from fledge.target.hf.model import HFEagle3TargetModel
 
 
 class Numbers:
-    """A tokenizer whose words are numbers."""
+    """A tokenizer that decodes ids as numbers in brackets."""
 
     def decode(self, ids, **_):
         return "".join(f"[{i}]" for i in ids)
 
 
 @pytest.mark.parametrize("kind", ["trained", "parallel"])
-def test_every_token_has_its_writer_and_both_models_probabilities(target, drafts, asked, kind):
-    """Against a plain pass of the target, and the live proposals' own rounds."""
+def test_every_token_has_its_author_and_both_models_probabilities(target, drafts, asked, kind):
+    """Compared with a plain pass of the target and with the rounds of live decoding."""
     draft, depth = drafts[kind], 4
     live = SpeculativeDecoder(target, draft, aux_layer_ids=AUX, num_draft_tokens=depth)
     backend = HFEagle3TargetModel(target, AUX, supervision="hidden")
     seen = set()
-    for one in live.generate(asked[:12], STOPS):
-        if not one.rounds:
+    for generation in live.generate(asked[:12], STOPS):
+        if not generation.rounds:
             continue
-        text = Text(one.prompt_ids, one.token_ids)
+        text = Text(generation.prompt_ids, generation.token_ids)
         rollouts = rollouts_of(draft, depth)
-        tokens = look_closely(backend, rollouts, text, one.rounds, Numbers())
-        assert "".join(t.text for t in tokens) == Numbers().decode(one.token_ids)
-        ids = one.prompt_ids + one.token_ids
+        tokens = look_closely(backend, rollouts, text, generation.rounds, Numbers())
+        assert "".join(t.text for t in tokens) == Numbers().decode(generation.token_ids)
+        ids = generation.prompt_ids + generation.token_ids
         with torch.no_grad():
             probs = target(torch.tensor([ids])).logits[0].softmax(-1)
         for index, token in enumerate(tokens):
-            at = len(one.prompt_ids) + index
-            if at >= 2:
-                assert token.target_p == pytest.approx(float(probs[at - 1, ids[at]]), abs=1e-5)
+            position = len(generation.prompt_ids) + index
+            if position >= 2:
+                assert token.target_p == pytest.approx(
+                    float(probs[position - 1, ids[position]]), abs=1e-5
+                )
             if index == 0:
                 assert (token.depth, token.round, token.draft_p) == (0, -1, None)
                 continue
-            own = one.rounds[token.round]
-            k = at - own.context
-            assert token.depth == (k + 1 if k < own.accepted else 0)
+            round_ = generation.rounds[token.round]
+            k = position - round_.context
+            assert token.depth == (k + 1 if k < round_.accepted else 0)
             if token.depth:
                 assert token.instead is None
                 assert 0 < token.draft_p <= 1
-            elif k < depth:  # the draft was asked, and said something else
+            elif k < depth:  # the draft proposed a different token
                 assert token.instead != token.text
                 assert token.instead_p >= token.draft_p
             else:
@@ -62,16 +64,16 @@ def test_every_token_has_its_writer_and_both_models_probabilities(target, drafts
     assert {0, 1, 2} <= seen
 
 
-def test_the_drafts_probability_is_that_of_its_own_distribution(target, drafts):
-    """At depth 0 a chain's logits can be had from the live drafter."""
+def test_the_draft_probability_comes_from_the_drafts_own_distribution(target, drafts):
+    """At depth 0, a chain's logits follow from one unrolled state."""
     draft = drafts["trained"]
     live = SpeculativeDecoder(target, draft, aux_layer_ids=AUX, num_draft_tokens=1)
-    [one] = live.generate([[5, 6, 7]], STOPS)
+    [generation] = live.generate([[5, 6, 7]], STOPS)
     backend = HFEagle3TargetModel(target, AUX, supervision="hidden")
-    text = Text(one.prompt_ids, one.token_ids)
-    tokens = look_closely(backend, rollouts_of(draft, 1), text, one.rounds, Numbers())
-    first = one.rounds[0]
-    ids = (one.prompt_ids + one.token_ids)[: first.context]
+    text = Text(generation.prompt_ids, generation.token_ids)
+    tokens = look_closely(backend, rollouts_of(draft, 1), text, generation.rounds, Numbers())
+    first = generation.rounds[0]
+    ids = (generation.prompt_ids + generation.token_ids)[: first.context]
     ones = torch.ones(1, len(ids), dtype=torch.long)
     batch = backend.generate_batch(torch.tensor([ids]), ones, ones)
     from fledge.rollout.plan import plan_rollout
@@ -84,14 +86,14 @@ def test_the_drafts_probability_is_that_of_its_own_distribution(target, drafts):
         [state] = draft.unroll(batch.aux_hidden_states[0][: len(ids) - 1],
                                batch.input_ids[0][: len(ids) - 1], plan)  # fmt: skip
         probs = torch.softmax(draft.lm_head(state)[0].float(), -1)
-    wanted = (one.prompt_ids + one.token_ids)[first.context]
-    place = (draft.selected_token_ids == wanted).nonzero()
+    token_id = (generation.prompt_ids + generation.token_ids)[first.context]
+    place = (draft.selected_token_ids == token_id).nonzero()
     expected = float(probs[place[0, 0]]) if len(place) else 0.0
     assert tokens[1].draft_p == pytest.approx(expected, abs=1e-5)
 
 
 def test_the_worked_example_of_rounds():
-    # Prompt of 2, then 0 (the prompt's own), round 1: 1 2 drafted and 3 the target's, round 2: 4.
+    # Prompt of 2, then 0 (from the prompt's pass), round 1: 1 2 drafted, 3 the target's, round 2: 4
     rounds = [Round(context=3, accepted=2, emitted=3), Round(context=6, accepted=0, emitted=1)]
     tokens = written_tokens(Text([7, 7], [0, 1, 2, 3, 4]), rounds, Numbers())
     assert [(t.text, t.depth, t.round) for t in tokens] == [
@@ -102,7 +104,7 @@ def test_the_worked_example_of_rounds():
 
 @given(st.text(max_size=40))
 @settings(max_examples=60, deadline=None)
-def test_pieces_join_to_the_text(tiny_target, text):
+def test_pieces_concatenate_to_the_text(tiny_target, text):
     tokenizer = load_tokenizer(str(tiny_target))
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     pieces = Pieces(tokenizer)
@@ -112,7 +114,7 @@ def test_pieces_join_to_the_text(tiny_target, text):
     assert not any("\ufffd" in piece for piece in shown if "\ufffd" not in text)
 
 
-def test_a_character_cut_in_two_belongs_to_its_last_token(tiny_target):
+def test_a_character_split_across_tokens_belongs_to_the_last_one(tiny_target):
     tokenizer = load_tokenizer(str(tiny_target))
     ids = tokenizer("a\u1e9eb", add_special_tokens=False)["input_ids"]
     assert len(ids) == 5

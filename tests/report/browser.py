@@ -1,4 +1,4 @@
-"""A real Chromium without a window, driven over its debugging pipe. Also a camera:
+"""A headless Chromium, driven over its debugging pipe. Also takes screenshots:
 
 python tests/report/browser.py report.html report-dark.png dark 1160 1900
 """
@@ -23,7 +23,7 @@ def find():
 
 
 class Browser:
-    """One page; remembers everything it asked for and everything that went wrong."""
+    """One page; records every request it makes and every error or warning it logs."""
 
     def __init__(self, send, receive):
         self._send, self._receive, self._number, self._session = send, receive, 0, None
@@ -84,9 +84,9 @@ class Browser:
 
     def run(self, expression):
         """The value of a JavaScript expression."""
-        found = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
-        assert "exceptionDetails" not in found, found
-        return found["result"].get("value")
+        response = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
+        assert "exceptionDetails" not in response, response
+        return response["result"].get("value")
 
     def point_at(self, selector):
         """Move the mouse onto an element."""
@@ -103,8 +103,8 @@ class Browser:
 
 @contextlib.contextmanager
 def open_browser():
-    theirs_in, send = os.pipe()
-    receive, theirs_out = os.pipe()
+    child_in, send = os.pipe()
+    receive, child_out = os.pipe()
     with tempfile.TemporaryDirectory() as home:
         command = [
             find(), "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
@@ -112,17 +112,17 @@ def open_browser():
             "--remote-debugging-pipe", f"--user-data-dir={home}/profile",
         ]  # fmt: skip
 
-        def wire():  # Chromium reads commands from descriptor 3 and answers on 4
-            read, write = os.dup(theirs_in), os.dup(theirs_out)
+        def connect_pipes():  # Chromium reads commands from descriptor 3 and answers on 4
+            read, write = os.dup(child_in), os.dup(child_out)
             os.dup2(read, 3)
             os.dup2(write, 4)
 
         process = subprocess.Popen(
-            command, preexec_fn=wire, close_fds=False, stderr=subprocess.DEVNULL,
+            command, preexec_fn=connect_pipes, close_fds=False, stderr=subprocess.DEVNULL,
             env={**os.environ, "HOME": home},
         )  # fmt: skip
-        os.close(theirs_in)
-        os.close(theirs_out)
+        os.close(child_in)
+        os.close(child_out)
         try:
             browser = Browser(send, receive)
             browser.attach()

@@ -1,4 +1,4 @@
-"""One real run, measured, and one browser for all tests of the page."""
+"""One real run, measured, and one browser shared by all tests of the page."""
 
 import json
 
@@ -14,7 +14,7 @@ from train.tiny import Notes, make_chats, make_target, recipe_for
 
 @pytest.fixture(scope="session")
 def run(tmp_path_factory):
-    """A real run on the tiny target, measured."""
+    """The directory of a real run on the tiny target, with measurements."""
     root = tmp_path_factory.mktemp("report")
     target, chats = make_target(root / "target"), make_chats(root / "chats.jsonl")
     fit(set_up(recipe_for(target, chats, root / "run", "training.epochs=4")), Notes())

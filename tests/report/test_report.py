@@ -1,4 +1,4 @@
-"""The report in a real browser: it opens from disk, asks nobody, and says what the files say."""
+"""The report in a real browser: opens from disk, sends no requests, shows the files' figures."""
 
 import json
 import re
@@ -16,7 +16,7 @@ from train.tiny import recipe_for
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_it_opens_from_disk_without_an_error_or_a_request(run, page, scheme):
+def test_it_opens_from_disk_without_errors_or_requests(run, page, scheme):
     page.requests.clear()
     page.open(run / "report.html", scheme)
     assert page.complaints == []
@@ -33,33 +33,33 @@ def test_it_opens_from_disk_without_an_error_or_a_request(run, page, scheme):
     assert page.run("document.querySelectorAll('svg.chart path').length") >= 8
 
 
-def test_it_says_what_the_files_say(run, page):
-    found = json.loads((run / "eval.json").read_text())["drafts"][0]
+def test_it_shows_the_figures_of_the_files(run, page):
+    figures = json.loads((run / "eval.json").read_text())["drafts"][0]
     page.open(run / "report.html")
     cards = page.run("[...document.querySelectorAll('.card')].map((c) => c.innerText)")
-    assert f"{found['acceptance_length']:.2f}" in cards[0]
+    assert f"{figures['acceptance_length']:.2f}" in cards[0]
     data = gather(run)
-    assert data["method"] == "EAGLE-3"  # its title, not the recipe's word for it
-    held = data["held_out"]
-    assert any(f"{held['length'][held['best']]:.2f}" in card for card in cards)
+    assert data["method"] == "EAGLE-3"  # its title, not its name in the recipe
+    held_out = data["held_out"]
+    assert any(f"{held_out['length'][held_out['best']]:.2f}" in card for card in cards)
     bars = page.run("[...document.querySelectorAll('.bars')].map((b) => b.innerText).join('|')")
-    for name, part in found["by_category"].items():
+    for name, part in figures["by_category"].items():
         assert name in bars
         assert f"{part['acceptance_length']:.2f}" in bars
-    for one in found["where_it_fails"]["causes"].values():
-        assert f"{one['rejected']:,} of {one['judged']:,} rejected" in bars
+    for cause in figures["where_it_fails"]["causes"].values():
+        assert f"{cause['rejected']:,} of {cause['judged']:,} rejected" in bars
     text = page.run("document.querySelector('main').innerText")
-    assert found["where_it_fails"]["remedy"][1:] in text
-    assert found["definition"][1:] in text
-    assert len(found["joint"]) == 3  # as many as the run trained
+    assert figures["where_it_fails"]["remedy"][1:] in text
+    assert figures["definition"][1:] in text
+    assert len(figures["joint"]) == 3  # the number of depths the run trained
     assert "ttt_steps" in text
-    assert found["samples"][0]["prompt"] in text
+    assert figures["samples"][0]["prompt"] in text
 
 
-def test_every_token_is_shown_in_its_writers_colour(run, page, tmp_path):
+def test_every_token_has_the_color_of_its_author(run, page, tmp_path):
     data = gather(run)
     samples = data["evaluation"]["drafts"][0]["samples"]
-    for index, token in enumerate(samples[1]["tokens"]):  # a better draft than the tiny one
+    for index, token in enumerate(samples[1]["tokens"]):  # as of a better draft than the tiny one
         token[1] = index % 10
     (tmp_path / "page.html").write_text(render(data))
     page.open(tmp_path / "page.html")
@@ -72,10 +72,10 @@ def test_every_token_is_shown_in_its_writers_colour(run, page, tmp_path):
         clear = "rgba(0, 0, 0, 0)"
         assert [row[0].replace("⏎", "") for row in shown] == [t[0] for t in sample["tokens"]]
         assert [row[1:3] for row in shown] == [t[1:3] for t in sample["tokens"]]
-        assert all((colour != clear) == (depth > 0) for _, depth, _, colour in shown)
+        assert all((color != clear) == (depth > 0) for _, depth, _, color in shown)
         if index == 1:
-            colours = {min(depth, 8): colour for _, depth, _, colour in shown}
-            assert len(set(colours.values())) == 9  # eight depths and none
+            colors = {min(depth, 8): color for _, depth, _, color in shown}
+            assert len(set(colors.values())) == 9  # eight depths, and the target's own tokens
 
 
 def test_pointing_at_a_token_shows_both_probabilities(run, page):
@@ -92,13 +92,13 @@ def test_pointing_at_a_token_shows_both_probabilities(run, page):
     assert page.complaints == []
 
 
-def test_it_fits_a_telephone(run, page):
+def test_it_fits_a_phone_screen(run, page):
     page.open(run / "report.html", width=390, height=800)
     assert page.run("document.documentElement.scrollWidth <= innerWidth")
 
 
-def test_texts_cannot_break_out(run, page, tmp_path):
-    """Whatever a model says stays text, in the data, the title and the tokens."""
+def test_texts_cannot_inject_markup(run, page, tmp_path):
+    """Whatever a model writes stays text: in the data, the title and the tokens."""
     evil = "</script><script>document.title='broken'</script><img src=x onerror=alert(1)>{{style}}"
     data = gather(run)
     data["name"] = evil
@@ -114,7 +114,7 @@ def test_texts_cannot_break_out(run, page, tmp_path):
     assert page.run("document.querySelectorAll('img').length") == 0
 
 
-def test_a_run_that_was_not_measured(run, page, tmp_path):
+def test_a_run_without_measurements(run, page, tmp_path):
     (tmp_path / "metrics.jsonl").write_bytes((run / "metrics.jsonl").read_bytes() + b'{"step": 9')
     result = CliRunner().invoke(app, ["report", str(tmp_path), "--out", str(tmp_path / "x.html")])
     assert result.exit_code == 0, result.output
@@ -126,14 +126,16 @@ def test_a_run_that_was_not_measured(run, page, tmp_path):
     assert "Held-out acceptance over time" in text
 
 
-def test_a_disturbed_clock_shows_no_speed_up(run, page, tmp_path):
+def test_a_disturbed_measurement_shows_no_speed_up(run, page, tmp_path):
     figures = json.loads((run / "eval.json").read_text())
     speed = figures["drafts"][0]["speed"]
-    lost = [name for name in speed if "speedup" in name or "break_even" in name or "_per_s" in name]
-    speed |= {"disturbed": True, **dict.fromkeys(lost)}
+    missing = [
+        name for name in speed if "speedup" in name or "break_even" in name or "_per_s" in name
+    ]
+    speed |= {"disturbed": True, **dict.fromkeys(missing)}
     (tmp_path / "eval.json").write_text(json.dumps(figures))
-    words = ["--eval", str(tmp_path / "eval.json"), "--out", str(tmp_path / "x.html")]
-    result = CliRunner().invoke(app, ["report", str(run), *words])
+    options = ["--eval", str(tmp_path / "eval.json"), "--out", str(tmp_path / "x.html")]
+    result = CliRunner().invoke(app, ["report", str(run), *options])
     assert result.exit_code == 0, result.output
     page.complaints.clear()
     page.open(tmp_path / "x.html")
@@ -144,9 +146,9 @@ def test_a_disturbed_clock_shows_no_speed_up(run, page, tmp_path):
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_draft_that_says_how_sure_it_is(run, page, tmp_path, scheme):
-    """Every interval is a point where its two shares are; the diagonal runs through where they
-    agree, and the bars say how far off the draft was before and after."""
+def test_a_draft_with_calibrated_confidences(run, page, tmp_path, scheme):
+    """Every interval is drawn at its predicted and its actual share; the diagonal is where the two
+    agree, and the bars show the calibration error before and after."""
     data = gather(run)
     draft = data["evaluation"]["drafts"][0]
     table = [[[0.05, 0.1, 40], [0.45, 0.5, 30], [0.95, 0.9, 1200]], [[0.25, 0.25, 9]]]
@@ -157,17 +159,17 @@ def test_a_draft_that_says_how_sure_it_is(run, page, tmp_path, scheme):
     (tmp_path / "page.html").write_text(render(data))
     page.open(tmp_path / "page.html", scheme)
     assert page.complaints == []
-    at = page.run(
+    drawn = page.run(
         "(() => { const chart = document.querySelector('.agreement');"
         "const box = (n) => ['cx', 'cy'].map((a) => Number(n.getAttribute(a)));"
         "const line = chart.querySelector('.diagonal'), end = (n) => Number(line.getAttribute(n));"
         "return { points: [...chart.querySelectorAll('.bin')].map(box),"
         " ends: ['x1', 'y1', 'x2', 'y2'].map(end) }; })()"
     )
-    x1, y1, x2, y2 = at["ends"]
-    shares = [[(x - x1) / (x2 - x1), (y - y1) / (y2 - y1)] for x, y in at["points"]]
-    wanted = [point[:2] for points in table for point in points]
-    assert [pytest.approx(point, abs=1e-6) for point in wanted] == shares
+    x1, y1, x2, y2 = drawn["ends"]
+    shares = [[(x - x1) / (x2 - x1), (y - y1) / (y2 - y1)] for x, y in drawn["points"]]
+    expected = [point[:2] for points in table for point in points]
+    assert [pytest.approx(point, abs=1e-6) for point in expected] == shares
     assert page.run(TOUCHING) == []
     text = page.run("document.querySelector('#confidence').innerText")
     assert "21.3 %" in text
@@ -176,7 +178,7 @@ def test_a_draft_that_says_how_sure_it_is(run, page, tmp_path, scheme):
     assert page.run("document.querySelector('#confidence')") is None
 
 
-def test_what_is_no_run(tmp_path):
+def test_a_directory_that_is_not_a_run_is_refused(tmp_path):
     for arguments, complaint in (
         ([tmp_path / "nowhere"], "no such run"),
         ([tmp_path], "no metrics.jsonl"),
@@ -188,16 +190,16 @@ def test_what_is_no_run(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_gathering(run, tmp_path):
+def test_gathered_figures(run, tmp_path):
     data = gather(run)
     assert data["target"].endswith("target")
     assert data["machine"]["cpu_cores"] >= 1
-    held = data["held_out"]
-    assert held["replayed"]
-    assert held["step"][0] == 0
-    assert held["length"][held["best"]] == max(held["length"][1:])
-    assert len(held["joint"]) == 3
-    # long runs are thinned, ends included; runs from before replay show what they have
+    held_out = data["held_out"]
+    assert held_out["replayed"]
+    assert held_out["step"][0] == 0
+    assert held_out["length"][held_out["best"]] == max(held_out["length"][1:])
+    assert len(held_out["joint"]) == 3
+    # long runs are thinned but keep both ends; runs older than replay show what they have
     lines = [{"step": i + 1, "loss": 1.0, "prefix_acceptance": [0.5]} for i in range(5000)]
     lines += [{"step": s, "evaluation": {"tau": 1.0 + s, "prefix_acceptance": [s]}} for s in (0, 1)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -225,9 +227,9 @@ def test_gathering(run, tmp_path):
         ("recipe.yaml", "a: &a [*a]", "an alias"),
     ],
 )
-def test_files_of_other_types_are_one_line(tmp_path, name, content, told):
+def test_damaged_files_are_a_one_line_error(tmp_path, name, content, told):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": NaN}\n')
-    assert gather(tmp_path)["training"]["step"] == [1]  # a diverged run has a page too
+    assert gather(tmp_path)["training"]["step"] == [1]  # a diverged run also gets a page
     (tmp_path / name).write_text(content)
     with pytest.raises(BadInput) as caught:
         gather(tmp_path)
@@ -235,7 +237,7 @@ def test_files_of_other_types_are_one_line(tmp_path, name, content, told):
     assert str(tmp_path / name) in str(caught.value)
 
 
-def test_half_a_surrogate_pair_is_shown_as_something_else(tmp_path):
+def test_half_a_surrogate_pair_is_replaced(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
     (tmp_path / "eval.json").write_text('{"drafts": [{"name": "\\ud800"}]}')
     assert '"name": "?"' in render(gather(tmp_path)).encode().decode()
@@ -247,9 +249,9 @@ def test_lines_of_different_depths_leave_gaps(tmp_path):
     assert gather(tmp_path)["training"]["joint"] == [[0.5, None], [0.2, None]]
 
 
-def test_what_is_to_come(run, page, tmp_path):
-    """A run in its middle has a panel with the forecast's numbers; one of which nothing can be said
-    has none."""
+def test_the_forecast_panel(run, page, tmp_path):
+    """An unfinished run has a panel with the forecast's numbers; a run that cannot be forecast has
+    no such panel."""
     assert gather(run)["forecast"] is None  # the tiny draft hardly learns
     place = tmp_path / "half"
     place.mkdir()
@@ -261,13 +263,13 @@ def test_what_is_to_come(run, page, tmp_path):
     ]
     joint = [0.5, 0.3, 0.2, 0.1, 0.1, 0.05, 0.02]
     for i, (_, length, rounds) in enumerate(curve.measured):
-        found = {
+        evaluation = {
             "acceptance_length": length,
             "rounds": rounds,
             "joint": joint,
             "conditional": joint,
         }
-        lines.append({"step": 75 * i + 75, "evaluation": found})
+        lines.append({"step": 75 * i + 75, "evaluation": evaluation})
     lines.sort(key=lambda line: line["step"])
     (place / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     data = gather(place)
@@ -276,9 +278,9 @@ def test_what_is_to_come(run, page, tmp_path):
     page.open(place / "x.html")
     assert page.complaints == []
     text = page.run("document.getElementById('forecast').innerText")
-    ahead = data["forecast"]
-    for one in (ahead["end"], ahead["twice_data"], ahead["twice_time"]):
-        assert f"{one['length']:.2f} ({one['low']:.2f} to {one['high']:.2f})" in text
-    assert ahead["limits"]
-    assert all(limit["says"] in text for limit in ahead["limits"])
+    forecast = data["forecast"]
+    for case in (forecast["end"], forecast["twice_data"], forecast["twice_time"]):
+        assert f"{case['length']:.2f} ({case['low']:.2f} to {case['high']:.2f})" in text
+    assert forecast["limits"]
+    assert all(limit["says"] in text for limit in forecast["limits"])
     assert page.run("document.querySelectorAll('#forecast path.curve').length") == 4

@@ -1,4 +1,4 @@
-"""What the page looks like in a real browser: marks, labels, colours, and words beside them."""
+"""What the page looks like in a real browser: tick marks, labels, colors, and explanations."""
 
 import json
 import re
@@ -13,7 +13,7 @@ from fledge.report.page import render
 
 ROOT = Path(__file__).parents[2]
 
-# --- axes, labels and colours -------------------------------------------------------------------
+# --- axes, labels and colors --------------------------------------------------------------------
 
 AXES = """[...document.querySelectorAll('svg.chart')].map((svg) => {
   const texts = [...svg.querySelectorAll('text:not(.label):not(.best-label)')];
@@ -44,8 +44,8 @@ TOUCHING = """[...document.querySelectorAll('svg.chart')].flatMap((svg) => {
 })"""
 
 
-def drawn(data, path, *, depths, steps=50, best=-1, slope=0.0, size=1.0):
-    """The page of a run whose curves are flat, or nearly so: all labels want to be in one place."""
+def write_page(data, path, *, depths, steps=50, best=-1, slope=0.0, size=1.0):
+    """The page of a run with flat or nearly flat curves, whose labels all compete for one place."""
     x = list(range(1, steps + 1))
     curve = [size + slope * i for i in x]
     names = ("loss", "lr", "grad_norm", "tokens_per_s", "target_share", "tau")
@@ -57,12 +57,12 @@ def drawn(data, path, *, depths, steps=50, best=-1, slope=0.0, size=1.0):
 
 
 @pytest.mark.parametrize("size", [2e-4, 0.013, 1.0, 83.0, 10_300.0])
-def test_the_marks_of_an_axis_differ(run, page, tmp_path, size):
+def test_tick_marks_of_an_axis_are_distinct(run, page, tmp_path, size):
     for slope in (size / 7, size / 900):
         for steps in (3, 50):
             data = gather(run)
             page.open(
-                drawn(data, tmp_path / "x.html", depths=3, steps=steps, slope=slope, size=size)
+                write_page(data, tmp_path / "x.html", depths=3, steps=steps, slope=slope, size=size)
             )
             axes = page.run(AXES)
             assert len(axes) == 8
@@ -72,23 +72,24 @@ def test_the_marks_of_an_axis_differ(run, page, tmp_path, size):
 
 
 @pytest.mark.parametrize("width", [390, 700, 1160, 1700])
-def test_no_label_touches_another(run, page, tmp_path, width):
+def test_labels_do_not_overlap(run, page, tmp_path, width):
     for depths in (2, 3, 8, 16):
         for best, size in ((0, 0.0), (-1, 0.0), (25, 0.37), (-1, 0.9)):
             data = gather(run)
             page.open(
-                drawn(data, tmp_path / "x.html", depths=depths, best=best, size=size), width=width
+                write_page(data, tmp_path / "x.html", depths=depths, best=best, size=size),
+                width=width,
             )
             assert page.run(TOUCHING) == []
     page.open(run / "report.html", width=width)
     assert page.run(TOUCHING) == []
 
 
-def seen_by(colours):
-    """Colours as points of OKLab, for four kinds of eyes (Machado et al. 2009, severity 1)."""
-    linear = np.array(colours) / 255
+def as_seen(colors):
+    """The colors in OKLab, for four kinds of color vision (Machado et al. 2009, severity 1)."""
+    linear = np.array(colors) / 255
     linear = np.where(linear <= 0.04045, linear / 12.92, ((linear + 0.055) / 1.055) ** 2.4)
-    eyes = [
+    visions = [
         np.eye(3),
         [[0.152, 1.053, -0.205], [0.115, 0.786, 0.099], [-0.004, -0.048, 1.052]],  # protanopia
         [[0.367, 0.861, -0.228], [0.280, 0.673, 0.047], [-0.012, 0.043, 0.969]],  # deuteranopia
@@ -96,51 +97,51 @@ def seen_by(colours):
     ]
     cones = [[0.41222, 0.53633, 0.05145], [0.2119, 0.6807, 0.1074], [0.0883, 0.28172, 0.62998]]
     axes = [[0.21045, 0.79362, -0.00407], [1.978, -2.42859, 0.45059], [0.0259, 0.78277, -0.80868]]
-    for matrix in eyes:
+    for matrix in visions:
         yield np.cbrt(
             np.clip(linear @ np.transpose(matrix), 0, 1) @ np.transpose(cones)
         ) @ np.transpose(axes)
 
 
-def closest(colours):
-    """How near the two nearest of some colours are, for whom they are nearest."""
+def smallest_distance(colors):
+    """The smallest distance between any two of the colors, for any kind of color vision."""
     gaps = [
         np.linalg.norm(lab[:, None] - lab[None], axis=2) + np.eye(len(lab))
-        for lab in seen_by(colours)
+        for lab in as_seen(colors)
     ]
     return min(gap.min() for gap in gaps)
 
 
-def light(colour):
-    linear = [c / 255 / 12.92 if c <= 10 else ((c / 255 + 0.055) / 1.055) ** 2.4 for c in colour]
+def luminance(color):
+    linear = [c / 255 / 12.92 if c <= 10 else ((c / 255 + 0.055) / 1.055) ** 2.4 for c in color]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_tokens_two_and_three_differ_for_every_kind_of_eyes(run, page, tmp_path, scheme):
+def test_token_colors_differ_for_every_kind_of_color_vision(run, page, tmp_path, scheme):
     def rgb(texts):
         return [[int(x) for x in re.findall(r"\d+", text)[:3]] for text in texts]
 
-    page.open(drawn(gather(run), tmp_path / "x.html", depths=8), scheme)
+    page.open(write_page(gather(run), tmp_path / "x.html", depths=8), scheme)
     curves = page.run(
         "[...document.querySelectorAll('svg.chart')].map((c) => [...c.querySelectorAll('.curve')])"
         ".find((c) => c.length === 8).map((c) => getComputedStyle(c).stroke)"
     )
     [card] = rgb([page.run("getComputedStyle(document.querySelector('.panel')).backgroundColor")])
-    colours = rgb(curves)
-    assert closest(colours) > 0.09
-    assert closest(colours[:3]) > 0.13
-    for colour in colours:
-        low, high = sorted([light(colour), light(card)])
-        assert (high + 0.05) / (low + 0.05) >= 3  # what WCAG asks of lines
+    colors = rgb(curves)
+    assert smallest_distance(colors) > 0.09
+    assert smallest_distance(colors[:3]) > 0.13
+    for color in colors:
+        low, high = sorted([luminance(color), luminance(card)])
+        assert (high + 0.05) / (low + 0.05) >= 3  # the contrast that WCAG requires for lines
     page.open(run / "report.html", scheme)
     swatches = "[...document.querySelectorAll('.legend .t:not(.own)')]"
     shades = rgb(page.run(f"{swatches}.map((t) => getComputedStyle(t).backgroundColor)"))
     assert len(shades) == 3
-    assert closest(shades) > 0.13
+    assert smallest_distance(shades) > 0.13
 
 
-# --- what is said beside the figures ------------------------------------------------------------
+# --- explanations beside the figures ------------------------------------------------------------
 
 
 def with_speed(data, gain, target="smollm2-135m"):
@@ -167,13 +168,13 @@ def text_of(page, path, data):
     return page.run("document.querySelector('main').innerText")
 
 
-def test_a_speed_up_below_one_is_explained_with_the_figure_of_a_gpu(run, page, tmp_path):
-    known = gain_on_a_gpu("smollm2-135m", "chain")
+def test_a_speed_up_below_one_is_explained_with_a_gpu_figure(run, page, tmp_path):
+    on_h200 = gain_on_a_gpu("smollm2-135m", "chain")
     text = text_of(page, tmp_path / "x.html", with_speed(gather(run), 0.85))
     assert "Below 1 on this CPU: reading 4 tokens at once takes 1.30 times as long" in text
     assert "drafting adds 0.20" in text
-    assert f"it pays from {known.break_even:.2f} tokens per round" in text
-    assert f"on an H200, smollm2_gpu gains {known.speedup:.2f}×" in text  # beside the figure
+    assert f"it pays from {on_h200.break_even:.2f} tokens per round" in text
+    assert f"on an H200, smollm2_gpu gains {on_h200.speedup:.2f}×" in text  # beside the figure
     unknown = text_of(page, tmp_path / "x.html", with_speed(gather(run), 0.85, "another"))
     assert "Below 1 on this CPU" in unknown
     assert "H200" not in unknown
@@ -185,14 +186,14 @@ def test_a_speed_up_below_one_is_explained_with_the_figure_of_a_gpu(run, page, t
     assert "Below 1" not in text_of(page, tmp_path / "x.html", with_speed(gather(run), 1.2))
 
 
-def test_two_lengths_say_what_they_count(run, page, tmp_path):
+def test_different_acceptance_lengths_are_explained(run, page, tmp_path):
     data = gather(run)
-    held, draft = data["held_out"], data["evaluation"]["drafts"][0]
-    held["length"][held["best"]], draft["acceptance_length"] = 1.51, 1.39
+    held_out, draft = data["held_out"], data["evaluation"]["drafts"][0]
+    held_out["length"][held_out["best"]], draft["acceptance_length"] = 1.51, 1.39
     text = text_of(page, tmp_path / "x.html", data)
     assert "Why 1.39 and 1.51?" in text
     assert "the target's own answers to 6 new prompts; 1.51 counts them by rounds along" in text
-    held["replayed"] = False
+    held_out["replayed"] = False
     assert "1.51 counts them from every position" in text_of(page, tmp_path / "x.html", data)
     draft["acceptance_length"] = 1.51
     assert "Why 1.51" not in text_of(page, tmp_path / "x.html", data)
@@ -200,7 +201,7 @@ def test_two_lengths_say_what_they_count(run, page, tmp_path):
 
 @pytest.mark.parametrize("width", [390, 1160])
 def test_no_panel_is_half_empty(run, page, width):
-    """One bar is no panel, and none is stretched to the height of its neighbor."""
+    """A single bar gets no panel, and no panel is stretched to the height of its neighbor."""
     assert len(json.loads((run / "eval.json").read_text())["drafts"][0]["by_context"]) == 1
     page.open(run / "report.html", width=width)
     assert "By context" not in page.run("document.querySelector('main').innerText")
