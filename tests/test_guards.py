@@ -155,7 +155,7 @@ def test_all_output_goes_through_the_escaping_terminal():
     """So every verb, present or future, escapes control characters in untrusted text."""
     allowed = {"core/terminal.py", "cli/console.py"}
     others = [p for p in SRC.rglob("*.py") if str(p.relative_to(SRC)) not in allowed]
-    assert {str(p.relative_to(SRC)): used for p in others if (used := written_to_the_terminal(p))} == {}
+    assert {str(p.relative_to(SRC)): w for p in others if (w := written_to_the_terminal(p))} == {}
 
 
 def test_no_module_has_a_meaningless_name():
