@@ -156,7 +156,7 @@ def test_ctrl_c_stops_the_answer_but_not_the_chat(run):
 
 
 def test_depths_and_colours_of_a_worked_example():
-    # A prompt of 2; a follows from the prompt; round 1: b c by the draft, d by the target; round 2: e.
+    # A prompt of 2, then a; round 1: b and c by the draft, d by the target; round 2: e.
     rounds = [Round(context=3, accepted=2, emitted=3), Round(context=6, accepted=0, emitted=1)]
     generation = Generation([7, 7], [0, 1, 2, 3, 4], rounds=rounds)
     assert accepted_depths(generation) == [0, 1, 2, 0, 0]
