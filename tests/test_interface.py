@@ -25,7 +25,7 @@ def test_public_names_keep_their_arguments_and_members(name):
     if listed is None:
         return
     arguments = set(inspect.signature(thing).parameters)
-    if inspect.isclass(thing):  # a class may validate its arguments in __new__
+    if inspect.isclass(thing):  # a class may validate its arguments before __init__
         arguments |= set(inspect.signature(thing.__init__).parameters)
     assert not set(listed["arguments"]) - arguments
     assert not [member for member in listed["members"] if not hasattr(thing, member)]

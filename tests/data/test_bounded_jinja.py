@@ -176,8 +176,8 @@ def exploded():
 
 @pytest.mark.parametrize("name", BOMBS)
 def test_a_bomb_drops_its_row_within_bounded_time_and_memory(exploded, name):
-    outcome, seconds, kilobytes = exploded[name]
-    assert outcome.startswith("template "), outcome
+    reason, seconds, kilobytes = exploded[name]
+    assert reason.startswith("template "), reason
     assert seconds < 22
     assert kilobytes < 400_000  # growth since the start, earlier bombs included
 

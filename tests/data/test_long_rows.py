@@ -166,9 +166,9 @@ def test_a_lone_surrogate_anywhere_drops_the_row(smollm2_tokenizer, tmp_path):
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
     [part] = sources.make_parts([str(path)])
-    part_rows = tokenise_part(part, Encoder(tokenizer, TokeniseOptions()))
-    assert part_rows.drops.counts == {"broken UTF-8": 1}
-    assert len(part_rows.rows) == 1
+    tokenized = tokenise_part(part, Encoder(tokenizer, TokeniseOptions()))
+    assert tokenized.drops.counts == {"broken UTF-8": 1}
+    assert len(tokenized.rows) == 1
 
 
 def test_the_batch_size_does_not_change_the_rows(encoder, tmp_path, monkeypatch):

@@ -281,8 +281,10 @@ def test_a_full_loss_mask_is_refused(smollm2, tmp_path):
     """A template that renders only the assistant: every token would be supervised."""
     model = tmp_path / "model"
     shutil.copytree(smollm2, model, ignore=shutil.ignore_patterns("*.safetensors"))
-    words = "{% for m in messages %}{% if m['role'] == 'assistant' %}{{ m['content'] }}{% endif %}"
-    (model / "chat_template.jinja").write_text(words + "{% endfor %}")
+    template = (
+        "{% for m in messages %}{% if m['role'] == 'assistant' %}{{ m['content'] }}{% endif %}"
+    )
+    (model / "chat_template.jinja").write_text(template + "{% endfor %}")
     path = write_jsonl(tmp_path / "a.jsonl", [chat(1)])
     with pytest.raises(BadInput, match="the loss mask is full"):
         prepare_rows([str(path)], model, workers=1, cache=tmp_path / "cache")

@@ -145,7 +145,7 @@ def small_shards(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_four_at_once_and_ten_kills(tmp_path, small_shards, temperature):
+def test_four_processes_survive_ten_kills(tmp_path, small_shards, temperature):
     """Four processes run the same command; each one that is killed is replaced."""
     rows = [chat(f"{'never' if i % 40 == 7 else 'row'} {i}", "old", f"and {i}") for i in range(160)]
     data, sampling = (
@@ -167,12 +167,12 @@ def test_four_at_once_and_ten_kills(tmp_path, small_shards, temperature):
     server, rng = ChatServer(behave), random.Random(11)
     context = multiprocessing.get_context("fork")
     with server.serving() as url:
-        found = ask(data, whole, url, options, sampling)
-        once = len(server.requests)
+        outcome = ask(data, whole, url, options, sampling)
+        single_run = len(server.requests)
 
         def begin():
-            words = (data, out, url, options, sampling)
-            process = context.Process(target=ask, args=words)
+            arguments = (data, out, url, options, sampling)
+            process = context.Process(target=ask, args=arguments)
             process.start()
             return process
 
@@ -189,10 +189,10 @@ def test_four_at_once_and_ten_kills(tmp_path, small_shards, temperature):
         for process in team:
             process.join(60)
     assert [process.exitcode for process in team] == [0] * 4
-    assert (found.written, found.failed.dropped) == (156, 5)
+    assert (outcome.written, outcome.failed.dropped) == (156, 5)
     assert files_of(out) == files_of(whole)
     # only requests in flight, and rows that failed before a process started, were repeated
-    assert len(server.requests) - 2 * once <= 10 * 3 * 2 + 14 * 4
+    assert len(server.requests) - 2 * single_run <= 10 * 3 * 2 + 14 * 4
     assert not (tmp_path / "four" / "new.jsonl.parts" / ".claims").exists()
 
 
@@ -533,12 +533,12 @@ def test_all_readers_of_a_journal_agree(tmp_path_factory, data):
     directory = tmp_path_factory.mktemp("journal")
     team = [Journal(directory) for _ in range(3)]
     steps = st.tuples(st.sampled_from(team), st.sampled_from(["good", "bad", "look"]))
-    for number, (journal_of_step, action) in enumerate(data.draw(st.lists(steps, max_size=25))):
+    for number, (writer, action) in enumerate(data.draw(st.lists(steps, max_size=25))):
         if action == "look":
-            journal_of_step.read_new()
+            writer.read_new()
         else:
             row = data.draw(st.integers(0, 3))
-            journal_of_step.add(row, {"value": number}, good=action == "good")
+            writer.add(row, {"value": number}, good=action == "good")
     afterwards = Journal(directory)
     for journal in team:
         journal.read_new()
@@ -630,8 +630,8 @@ def test_the_command_with_a_server(tmp_path, monkeypatch):
         out = ["--out", tmp_path / "new.jsonl", "--json"]
         result = run(*data, *out, "--url", url, "--url", url, *more)
         assert result.exit_code == 0, result.output
-        result_json = json.loads(result.stdout)
-        assert (result_json["rows"], result_json["written"], result_json["failed"]) == (3, 3, 0)
+        summary = json.loads(result.stdout)
+        assert (summary["rows"], summary["written"], summary["failed"]) == (3, 3, 0)
         assert server.requests[0]["top_p"] == 0.5
         assert server.requests[0]["model"] == "tiny"  # the only model of the server
         assert server.requests[0]["chat_template_kwargs"] == {"deep": True}

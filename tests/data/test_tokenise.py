@@ -167,12 +167,12 @@ def test_notes_about_kept_rows_are_counted(encoder, tmp_path):
     rows = [good, unasked, text, unasked, {}, pair]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     [part] = make_parts([str(path)])
-    part_rows = tokenise_part(part, encoder)
-    assert part_rows.drops.kept == len(part_rows.rows) == 5
-    assert part_rows.drops.notes == {UNASKED: 2, PLAIN_TEXT: 1, PAIR: 1}
-    assert part_rows.drops.noted[UNASKED] == [f"{path}:2", f"{path}:4"]
-    assert part_rows.drops.counts == {"no messages": 1}
-    assert part_rows.rows[1].input_ids.tolist() == part_rows.rows[0].input_ids.tolist()
-    merged = DropReport.merged([part_rows.drops, DropReport.from_json(part_rows.drops.to_json())])
+    tokenized = tokenise_part(part, encoder)
+    assert tokenized.drops.kept == len(tokenized.rows) == 5
+    assert tokenized.drops.notes == {UNASKED: 2, PLAIN_TEXT: 1, PAIR: 1}
+    assert tokenized.drops.noted[UNASKED] == [f"{path}:2", f"{path}:4"]
+    assert tokenized.drops.counts == {"no messages": 1}
+    assert tokenized.rows[1].input_ids.tolist() == tokenized.rows[0].input_ids.tolist()
+    merged = DropReport.merged([tokenized.drops, DropReport.from_json(tokenized.drops.to_json())])
     assert (merged.kept, merged.notes) == (10, {UNASKED: 4, PLAIN_TEXT: 2, PAIR: 2})
     assert merged.noted[UNASKED] == [f"{path}:2", f"{path}:4", f"{path}:2"]
