@@ -52,8 +52,8 @@ def tiny_llama(seed: int = 0) -> LlamaForCausalLM:
 
 
 def tiny_qwen2(seed: int = 0) -> Qwen2ForCausalLM:
-    """A model with what is particular to Qwen2: biases at q, k and v. Its head is untied, as in files
-    whose head is quantized at a higher precision."""
+    """A model with what is particular to Qwen2: biases at q, k and v. Its head is untied, as in
+    files whose head is quantized at a higher precision."""
     torch.manual_seed(seed)
     config = Qwen2Config(
         **SIZES,
