@@ -1,4 +1,4 @@
-"""Is a line that mentions `fledge ...` a command that exists? Verbs, flags and keys count."""
+"""Check that a line with `fledge ...` is a valid command: its verb, its flags, its recipe keys."""
 
 import re
 import shlex
@@ -15,13 +15,13 @@ TAKES_RECIPE = ("train", "plan", "precompute", "recipe")
 
 
 def words_of(line: str) -> list[str]:
-    """A command line without comments, pipes and what stands before the command."""
+    """The arguments after `fledge`, without comments, pipes and anything before the command."""
     words = shlex.split(re.split(r"\s#|\s[|>&]|;|\s\(|\sthen:", line)[0])
     return words[words.index("fledge") + 1 :]
 
 
 def understand(line: str) -> None:
-    """Raises what typer or the recipe raises about a command that does not exist."""
+    """Raise what typer or the recipe loader raises if the command does not exist."""
     words, command = words_of(line), typer.main.get_command(app)
     context = command.make_context("fledge", [], resilient_parsing=True)
     verb = words[0]
@@ -32,12 +32,12 @@ def understand(line: str) -> None:
     if not any(word.startswith("-") or "=" in word or "." in word or "/" in word for word in words):
         return  # a mention, not a command line
     if any(re.fullmatch(r"[A-Z]|\.\.\.|\[.*", word) for word in words):
-        return  # with letters for numbers, or an ellipsis
+        return  # has placeholders or an ellipsis
     parsed = command.make_context(verb, list(words)).params
     if verb in TAKES_RECIPE and parsed.get("arguments"):
         path, overrides = split_arguments(parsed["arguments"])
         if path is not None and str(path).startswith("recipes/"):
             path = ROOT / path
-        elif path is not None and path.suffix:  # one of the reader's own
+        elif path is not None and path.suffix:  # stands for a file of the reader's
             path = None
         load_recipe(path, overrides)

@@ -19,7 +19,7 @@ if not torch.cuda.is_available():  # kernels run in Triton's interpreter, chosen
 if importlib.util.find_spec("hypothesis"):  # not in the engines' environments
     from hypothesis import settings
 
-    settings.register_profile("shared machine", deadline=None)  # how long a case takes says nothing
+    settings.register_profile("shared machine", deadline=None)  # timings mean nothing there
     settings.load_profile("shared machine")
 
 ROOT = Path(__file__).parent.parent
@@ -50,7 +50,7 @@ def smollm2_tokenizer(smollm2):
 
 @pytest.fixture(scope="session")
 def trl_templates() -> Path:
-    """Real chat templates, carried by the trl wheel; found without importing it."""
+    """Real chat templates from the trl wheel, located without importing it."""
     spec = importlib.util.find_spec("trl")
     if spec is None or not spec.submodule_search_locations:
         pytest.skip("trl is not installed: `make test` installs it for its chat templates")

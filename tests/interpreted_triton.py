@@ -1,7 +1,7 @@
 """Triton kernels in tests: natively where there is a GPU, else interpreted on the CPU.
 
-Import this before a file with kernels: it skips where there is no Triton, and mends the
-interpreter, which `conftest.py` has chosen by then.
+Import this before any module with kernels: it skips where Triton is not installed, and patches the
+interpreter, which `conftest.py` has enabled by then.
 """
 
 import importlib.util
@@ -19,8 +19,8 @@ if DEVICE == "cpu":
     import triton.language as tl
     from triton.runtime import interpreter
 
-    # Triton 3.6 keeps bf16 as its bits in uint16 when interpreting: it would multiply the bits in a
-    # dot, and it cuts fp32 off where a GPU rounds to nearest even.
+    # The interpreter of Triton 3.6 stores bf16 as raw bits in uint16: a dot would multiply the
+    # bits, and a cast from fp32 truncates where a GPU rounds to nearest even.
 
     def widened(x: np.ndarray, dtype: tl.dtype) -> np.ndarray:
         return (x.astype(np.uint32) << 16).view(np.float32) if dtype == tl.bfloat16 else x

@@ -1,4 +1,4 @@
-"""Several ranks (gloo) on this machine, for tests of everything that needs more than one process.
+"""Several ranks (gloo) on this machine, for tests that need more than one process.
 
     def case(factor):
         world = join_world(torch.device("cpu"))
@@ -6,7 +6,7 @@
 
     assert run_ranks(2, case, 10) == [0, 10]
 
-Ranks are forked: they start at once, and see what the test has already built.
+Ranks are forked: they start quickly and inherit what the test has already built.
 """
 
 import multiprocessing
@@ -25,23 +25,23 @@ import torch.distributed as dist
 
 
 def run_ranks(size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 240) -> list:
-    """Call `function(*args)` on `size` ranks; their results by rank, or the first error of any.
+    """Call `function(*args)` on `size` ranks; return results by rank, or raise the first error.
 
-    The ranks have torchrun's environment, and join when the function does so (`join_world`,
-    `init_device_mesh`). Results and errors are pickled on their way back.
+    The ranks have torchrun's environment; the function itself joins the group (`join_world`,
+    `init_device_mesh`). Results and errors come back pickled.
     """
     context = multiprocessing.get_context("fork")
     port = _free_port()
-    ends, processes = [], []
+    receivers, processes = [], []
     for rank in range(size):
-        ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=_rank, args=(rank, size, port, theirs, function, args))
+        receiver, sender = context.Pipe(duplex=False)
+        process = context.Process(target=_rank, args=(rank, size, port, sender, function, args))
         process.start()
-        theirs.close()
-        ends.append(ours)
+        sender.close()
+        receivers.append(receiver)
         processes.append(process)
     try:
-        return _collect(ends, time.monotonic() + timeout_s)
+        return _collect(receivers, time.monotonic() + timeout_s)
     finally:
         for process in processes:
             process.join(timeout=5)
@@ -63,7 +63,7 @@ def _rank(
     except BaseException as error:  # noqa: BLE001  # whatever it is, the test shows it
         error.add_note(f"on rank {rank} of {size}:\n{traceback.format_exc()}")
         message = _pickled(error)
-    with suppress(BrokenPipeError):  # another rank failed first, and nobody listens any more
+    with suppress(BrokenPipeError):  # another rank failed first, and the receiver is closed
         end.send_bytes(message)
     if dist.is_initialized():
         with suppress(RuntimeError):  # the others may be gone
@@ -73,7 +73,7 @@ def _rank(
 def _pickled(error: BaseException) -> bytes:
     try:
         message = pickle.dumps((False, error))
-        pickle.loads(message)  # some errors can be written, and not read
+        pickle.loads(message)  # some errors can be pickled but not unpickled
     except Exception:  # noqa: BLE001
         message = pickle.dumps((False, RuntimeError("\n".join(error.__notes__))))
     return message

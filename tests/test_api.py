@@ -1,4 +1,4 @@
-"""fledge from Python: the same runs as the command line's, as functions that print nothing."""
+"""fledge from Python: functions that do what the commands do, and print nothing."""
 
 import dataclasses
 import json
@@ -44,8 +44,8 @@ def weights(draft):
     return load_tensors(draft / "model.safetensors")
 
 
-def same(one, other):
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+def same(left, right):
+    return left.keys() == right.keys() and all(torch.equal(left[k], right[k]) for k in left)
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def trained(place):
     return fledge.train(recipe_in(place, "run"))
 
 
-# --- the packages that are called ---------------------------------------------------------------
+# --- packages that are callable ------------------------------------------------------------------
 
 ORDERS = {
     "attribute first": "import fledge; a = fledge.train; import fledge.train.signals",
@@ -63,7 +63,7 @@ ORDERS = {
 
 
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
-def test_one_object_is_the_package_and_the_function(order):
+def test_the_package_and_the_function_are_one_object(order):
     code = f"""{order}
 import sys, inspect
 assert a is fledge.train is sys.modules["fledge.train"] and fledge.train.signals.StopSignal
@@ -95,13 +95,13 @@ fledge.export("draft")
 
 
 def test_type_checkers_see_functions(tmp_path):
-    """mypy on a user's file; only the public list and the API are followed: the rest is slow."""
+    """mypy on a user's file; to be fast, it follows only `__init__.py` and `api.py`."""
     (tmp_path / "user.py").write_text(SNIPPET)
     (tmp_path / "mypy.ini").write_text("[mypy]\nfollow_imports = skip\nstrict = true\n")
     files = [ROOT / "src" / "fledge" / name for name in ("__init__.py", "api.py")]
-    words = ["--config-file", "mypy.ini", "--cache-dir", "cache", "--disable-error-code"]
+    options = ["--config-file", "mypy.ini", "--cache-dir", "cache", "--disable-error-code"]
     result = subprocess.run(
-        [sys.executable, "-m", "mypy", *words, "no-any-unimported", "user.py", *map(str, files)],
+        [sys.executable, "-m", "mypy", *options, "no-any-unimported", "user.py", *map(str, files)],
         capture_output=True, text=True, cwd=tmp_path,
     )  # fmt: skip
     shown = [line for line in result.stdout.splitlines() if line.startswith("user.py")]
@@ -117,7 +117,7 @@ def test_type_checkers_see_functions(tmp_path):
 # --- train --------------------------------------------------------------------------------------
 
 
-def test_a_run_is_the_command_lines_and_prints_nothing(place, trained, capfd):
+def test_train_equals_the_command_and_prints_nothing(place, trained, capfd):
     fit(set_up(recipe_in(place, "by_hand")), Notes())
     capfd.readouterr()
     assert same(weights(trained.best), weights(place / "by_hand" / "best"))
@@ -142,9 +142,9 @@ def test_a_run_is_the_command_lines_and_prints_nothing(place, trained, capfd):
     assert capfd.readouterr() == ("", "")
 
 
-def test_nothing_held_out_leaves_the_newest_checkpoint(place):
-    few = {"data": {"valid_rows": 0}, "training": {"steps": 2}}
-    done = fledge.train(recipe_in(place, "all"), **few)
+def test_without_held_out_rows_best_is_the_newest_checkpoint(place):
+    sections = {"data": {"valid_rows": 0}, "training": {"steps": 2}}
+    done = fledge.train(recipe_in(place, "all"), **sections)
     assert done.acceptance_length is None
     assert (done.best / "model.safetensors").is_file()
 
@@ -157,11 +157,11 @@ class Interrupts(Notes):
             signal.raise_signal(signal.SIGINT)
 
 
-def test_an_interrupt_leaves_a_run_that_goes_on(place, trained):
+def test_an_interrupted_run_can_be_continued(place, trained):
     with pytest.raises(KeyboardInterrupt):
         fledge.train(recipe_in(place, "interrupted"), observer=Interrupts())
-    begun = sorted((place / "interrupted" / "checkpoints").iterdir())
-    assert 0 < int(begun[-1].name.removeprefix("step-")) < trained.step
+    checkpoints = sorted((place / "interrupted" / "checkpoints").iterdir())
+    assert 0 < int(checkpoints[-1].name.removeprefix("step-")) < trained.step
     done = fledge.train(recipe_in(place, "interrupted"))
     assert done.finished
     assert not done.already_finished
@@ -169,7 +169,7 @@ def test_an_interrupt_leaves_a_run_that_goes_on(place, trained):
     assert done.after == trained.after
 
 
-def test_another_recipe_in_its_place_is_refused(place, trained):
+def test_a_changed_recipe_in_the_same_directory_is_refused(place, trained):
     with pytest.raises(fledge.BadInput, match=r"another recipe: training\.lr"):
         fledge.train(recipe_in(place, "run"), training={"lr": 0.5})
 
@@ -177,12 +177,12 @@ def test_another_recipe_in_its_place_is_refused(place, trained):
 def test_a_recipe_is_a_file_a_name_a_mapping_or_a_recipe(tmp_path):
     file = tmp_path / "mine.yaml"
     file.write_text("training: {lr: 1e-3, steps: 7}\nobjective: {kind: peagle}\n")
-    read = load_recipe(file)
+    base = load_recipe(file)
     sections = {"training": {"lr": 1e-3, "steps": 7}, "objective": {"kind": "peagle"}}
-    assert as_recipe(file) == as_recipe(str(file)) == as_recipe(sections) == as_recipe(read) == read
+    assert as_recipe(file) == as_recipe(str(file)) == as_recipe(sections) == as_recipe(base) == base
     changed = load_recipe(file, ["training.lr=2e-3", "objective.kind=eagle3", f"data.train={file}"])
     changes = {"training": {"lr": 2e-3}, "objective": {"kind": "eagle3"}, "data": {"train": file}}
-    for source in (file, sections, read):
+    for source in (file, sections, base):
         assert as_recipe(source, changes) == changed
     assert as_recipe(None) == load_recipe(None)
     for name, path in shipped_recipes().items():
@@ -201,7 +201,7 @@ def test_a_recipe_is_a_file_a_name_a_mapping_or_a_recipe(tmp_path):
         ("nowhere.yaml", {}, "nowhere.yaml"),
     ],
 )
-def test_what_is_wrong_with_a_recipe_is_one_line(source, changes, told):
+def test_recipe_errors_are_one_line(source, changes, told):
     with pytest.raises(fledge.BadInput) as caught:
         fledge.train(source, **changes)
     assert told in str(caught.value)
@@ -210,37 +210,37 @@ def test_what_is_wrong_with_a_recipe_is_one_line(source, changes, told):
 # --- evaluate and export ------------------------------------------------------------------------
 
 
-def test_an_evaluation_is_the_command_lines_and_prints_nothing(place, trained, capfd):
-    words = ["--prompts", str(place / "asked.jsonl"), "--device", "cpu", "--live", "1", "--json"]
-    told = CliRunner().invoke(app, ["eval", str(trained.best), *words])
-    assert told.exit_code == 0, told.output
-    shown = json.loads(told.stdout)
+def test_evaluate_equals_the_command_and_prints_nothing(place, trained, capfd):
+    options = ["--prompts", str(place / "asked.jsonl"), "--device", "cpu", "--live", "1", "--json"]
+    result = CliRunner().invoke(app, ["eval", str(trained.best), *options])
+    assert result.exit_code == 0, result.output
+    printed = json.loads(result.stdout)
     capfd.readouterr()
     with fledge.HFEagle3TargetModel.from_pretrained(
         str(place / "target"), aux_layer_ids=[0, 1, 2], dtype="float32", device="cpu"
     ) as loaded:
         rows = [json.loads(line) for line in (place / "asked.jsonl").read_text().splitlines()]
         for target, prompts in (("", place / "asked.jsonl"), (loaded, rows)):
-            found = fledge.evaluate(trained.best, target, prompts, live=1, device="cpu")
-            [draft], [theirs] = found.to_json()["drafts"], shown["drafts"]
-            assert found.agrees
-            assert found.acceptance_length == draft["acceptance_length"]
+            evaluation = fledge.evaluate(trained.best, target, prompts, live=1, device="cpu")
+            [draft], [printed_draft] = evaluation.to_json()["drafts"], printed["drafts"]
+            assert evaluation.agrees
+            assert evaluation.acceptance_length == draft["acceptance_length"]
             for name in ("joint", "acceptance_length", "by_context", "definition"):
-                assert draft[name] == theirs[name]
-            assert found.to_json()["target"] == shown["target"]
+                assert draft[name] == printed_draft[name]
+            assert evaluation.to_json()["target"] == printed["target"]
         assert loaded.info().vocab_size == 400  # still open
-    assert found.prompts == ("given",)
+    assert evaluation.prompts == ("given",)
     assert capfd.readouterr() == ("", "")
-    both = fledge.evaluate([trained.best, trained.directory], prompts=rows[:1], live=0)
-    assert [one.acceptance for one in both.reports] == [both.reports[0].acceptance] * 2
-    assert both.speedup is None
+    pair = fledge.evaluate([trained.best, trained.directory], prompts=rows[:1], live=0)
+    assert [report.acceptance for report in pair.reports] == [pair.reports[0].acceptance] * 2
+    assert pair.speedup is None
     with pytest.raises(fledge.BadInput, match="no such prompts 'Why\\?'"):
         fledge.evaluate(trained.best, prompts=["Why?"])
     with pytest.raises(fledge.BadInput, match="prompt 1: no messages in this row"):
         fledge.evaluate(trained.best, prompts=[{}])
 
 
-def test_an_export_says_where_it_is_and_what_was_checked(trained, capfd):
+def test_export_returns_its_directory_and_checks(trained, capfd):
     done = fledge.export(trained.directory, engine="vllm", device="cpu")
     assert done.directory == trained.directory / "exports" / "vllm"
     assert (done.directory / "model.safetensors").is_file()
@@ -256,29 +256,29 @@ def test_an_export_says_where_it_is_and_what_was_checked(trained, capfd):
         fledge.export(trained.best, engine="vlm")
 
 
-# --- a loop of one's own ------------------------------------------------------------------------
+# --- a custom training loop ---------------------------------------------------------------------
 
 
-def test_the_loop_of_the_page_trains_a_draft(place, monkeypatch, capsys):
+def test_the_documented_loop_trains_a_draft(place, monkeypatch, capsys):
     """docs/python.md, word for word, on the tiny target."""
     page = (ROOT / "docs" / "python.md").read_text()
     [loop] = [code for code in re.findall(r"```python\n(.*?)```", page, re.S) if "while" in code]
     assert len([line for line in loop.splitlines() if line.strip()]) <= 36
     assert "from fledge" not in loop
     assert {*re.findall(r"fledge\.(\w+)", loop)} <= {*fledge.__all__}
-    ours = f"MODEL, LAYERS, CHATS = {str(place / 'target')!r}, [0, 1, 2], 'chats.jsonl'"
-    loop, count = re.subn("^MODEL.*$", ours, loop, flags=re.M)
+    constants = f"MODEL, LAYERS, CHATS = {str(place / 'target')!r}, [0, 1, 2], 'chats.jsonl'"
+    loop, count = re.subn("^MODEL.*$", constants, loop, flags=re.M)
     loop, more = re.subn("^STEPS.*$", "STEPS, TOKENS = 60, 96", loop, flags=re.M)
     assert count == more == 1
     monkeypatch.chdir(place)
     torch.manual_seed(0)
-    space = {}
-    exec(compile(loop, "docs/python.md", "exec"), space)
-    losses = space["losses"]
+    namespace = {}
+    exec(compile(loop, "docs/python.md", "exec"), namespace)
+    losses = namespace["losses"]
     assert sum(losses[-10:]) < 0.8 * sum(losses[:10])
-    words = ["--target", str(place / "target"), "--prompts", str(place / "asked.jsonl"), "--json"]
-    result = CliRunner().invoke(app, ["eval", str(place / "my_draft"), *words, "--device", "cpu"])
+    options = ["--target", str(place / "target"), "--prompts", str(place / "asked.jsonl"), "--json"]
+    result = CliRunner().invoke(app, ["eval", str(place / "my_draft"), *options, "--device", "cpu"])
     assert result.exit_code == 0, result.output
-    [found] = json.loads(result.stdout)["drafts"]
-    assert len(found["joint"]) == 3  # its files say how deep it drafts
-    assert found["live"]["agrees"]
+    [figures] = json.loads(result.stdout)["drafts"]
+    assert len(figures["joint"]) == 3  # the number of draft tokens comes from its config
+    assert figures["live"]["agrees"]

@@ -1,4 +1,4 @@
-"""What the pages say exists: links, files, public names, and every command line they show."""
+"""What the docs mention exists: links, files, public names, and every command line shown."""
 
 import json
 import re
@@ -22,13 +22,13 @@ def named(path):
 
 
 def anchor(heading: str) -> str:
-    """As GitHub makes it of a heading."""
+    """The anchor that GitHub derives from a heading."""
     words = re.sub(r"[^\w\s-]", "", heading.strip().lower().replace("`", ""))
     return re.sub(r"\s", "-", words)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=named)
-def test_links_lead_somewhere(page):
+def test_links_resolve(page):
     for link in re.findall(r"\]\(([^)\s]+)\)", FENCED.sub("", page.read_text())):
         if link.startswith(("http://", "https://")):
             continue
@@ -41,7 +41,7 @@ def test_links_lead_somewhere(page):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=named)
-def test_files_that_are_named_exist(page):
+def test_mentioned_files_exist(page):
     """`src/...`, `tests/...`, `recipes/...`, and in the tour paths inside the package."""
     text = page.read_text()
     for name in re.findall(r"`((?:src|tests|recipes|benchmarks|docs|tools)/[\w./-]+\.\w+)`", text):
@@ -53,7 +53,7 @@ def test_files_that_are_named_exist(page):
             assert any(path.exists() for path in inside), name
 
 
-def test_public_names_of_the_pages_exist():
+def test_public_names_in_the_docs_exist():
     pages = (page.read_text() for page in PAGES if page.parent.name == "docs")
     names = {name for text in pages for name in PUBLIC.findall(text)}
     assert len(names) > 5
@@ -62,9 +62,9 @@ def test_public_names_of_the_pages_exist():
 
 
 def shown():
-    """(where, command line) of the pages, the recipes' comments and the examples of `--help`."""
+    """(source, command line) from the docs, the recipes' comments and the examples of `--help`."""
     for path in [*PAGES, *RECIPES]:
-        if path.name == "CHANGELOG.md":  # speaks of the past
+        if path.name == "CHANGELOG.md":  # describes past versions
             continue
         text = re.sub(r"\\\n[#\s]*", "", path.read_text())
         blocks = text if path.suffix == ".yaml" else "\n".join(FENCED.findall(text))
@@ -82,12 +82,12 @@ def shown():
 
 
 @pytest.mark.parametrize(("where", "line"), sorted(set(shown())), ids=lambda text: text[:60])
-def test_command_lines_are_understood(where, line):
+def test_command_lines_are_valid(where, line):
     understand(line)
 
 
-def test_recipes_promise_what_the_readme_says():
-    """One figure, measured once: the headers of the recipes and the README agree on it."""
+def test_recipe_headers_agree_with_the_readme():
+    """The same measured figures appear in the recipes' headers and in the README."""
     readme = (ROOT / "README.md").read_text()
     headers = {path.stem: path.read_text() for path in RECIPES}
     [demo] = re.findall(r"^ after +([\d.]+) ", readme, flags=re.M)
@@ -95,10 +95,10 @@ def test_recipes_promise_what_the_readme_says():
     assert f"# acceptance  length {demo} " in headers["smollm2_cpu"]
     assert f"# time        {minutes} " in headers["smollm2_cpu"]
     race = json.loads((ROOT / "benchmarks/results/data/smollm2_race.json").read_text())
-    for recipe, found in race.items():
-        lengths = [mean(found["length"][name]) for name in ("mt_bench", "gsm8k", "alpaca")]
-        said = "lengths {:.2f} on MT-bench, {:.2f} on GSM8K, {:.2f} on Alpaca ".format(*lengths)
-        assert f"# acceptance  {said}" in headers[recipe]
-        assert f"({found['steps']:,} steps)" in headers[recipe]
+    for recipe, figures in race.items():
+        lengths = [mean(figures["length"][name]) for name in ("mt_bench", "gsm8k", "alpaca")]
+        expected = "lengths {:.2f} on MT-bench, {:.2f} on GSM8K, {:.2f} on Alpaca ".format(*lengths)
+        assert f"# acceptance  {expected}" in headers[recipe]
+        assert f"({figures['steps']:,} steps)" in headers[recipe]
         [row] = re.findall(rf"^\| `{recipe}`.*?\|(.*)\|$", readme, flags=re.M)
         assert [f"{length:.2f}" for length in lengths] == row.replace("|", " ").split()

@@ -1,4 +1,4 @@
-"""Rules of the house that a reviewer would otherwise have to watch."""
+"""Project rules that a reviewer would otherwise have to enforce."""
 
 import ast
 import re
@@ -11,13 +11,13 @@ import pytest
 ROOT = Path(__file__).parent.parent
 SRC = ROOT / "src" / "fledge"
 
-# Rooms in the order in which data flows: a room imports only itself and rooms before it.
+# Subpackages ("rooms") in the order in which data flows: each imports only itself and earlier ones.
 ROOMS = [
     *("core", "models", "data", "rollout", "compat", "kernels", "target", "draft", "objective"),
     *("methods", "recipe", "decode", "measure", "train", "export", "diagnosis", "bench"),
     *("report", "cli"),
 ]
-COMMANDS = {"__init__.py", "__main__.py", "api.py", "precompute_eagle3.py"}  # may know every room
+COMMANDS = {"__init__.py", "__main__.py", "api.py", "precompute_eagle3.py"}  # may import every room
 ENGINES = {
     "vllm",
     "sglang",
@@ -32,20 +32,20 @@ ENGINES = {
 
 
 def imports(path: Path) -> set[str]:
-    """Everything a file imports, wherever in the file; of a method, only what loading it imports:
-    its functions put the rooms together."""
-    found = set()
+    """Everything a file imports, at any level; for a method, only its module-level imports, because
+    its functions tie the rooms together."""
+    names = set()
     tree = ast.parse(path.read_text())
     for node in tree.body if path.parent.name == "methods" else ast.walk(tree):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
-            found |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
-    return found
+            names |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
+    return names
 
 
 @pytest.mark.parametrize("path", sorted(SRC.rglob("*.py")), ids=lambda p: str(p.relative_to(SRC)))
-def test_rooms_import_downwards_only(path):
+def test_rooms_import_only_earlier_rooms(path):
     room = path.relative_to(SRC).parts[0]
     used = {name.split(".")[1] for name in imports(path) if name.startswith("fledge.")}
     if room in ROOMS and path.name not in COMMANDS:
@@ -55,8 +55,8 @@ def test_rooms_import_downwards_only(path):
         assert room in ROOMS or path.name in COMMANDS or room == "demo", f"no room for {path.name}"
 
 
-# Words by which a file shows that it decides by algorithm; who may: the algorithms' own rooms, the
-# tables of what engines and others write, and the drafter that runs their network.
+# Names that show that a file branches on the algorithm. Allowed are the algorithms' own rooms, the
+# tables of formats that engines and other projects write, and the drafter that runs the network.
 ALGORITHMS = re.compile(
     r'peagle|PEagle|parallel_drafting|"eagle[123]"|"parallel"|LlamaEagle[13]Draft|Eagle[13]Trainer'
 )
@@ -68,7 +68,7 @@ DECIDING = {
 }  # fmt: skip
 
 
-def test_only_methods_say_which_algorithm():
+def test_only_methods_branch_on_the_algorithm():
     files = [p for p in SRC.rglob("*.*") if p.suffix in {".py", ".js", ".html"}]
     places = {str(p.relative_to(SRC)): p for p in files if p.parent != SRC}
     deciding = {name for name, p in places.items() if ALGORITHMS.search(p.read_text())}
@@ -76,8 +76,8 @@ def test_only_methods_say_which_algorithm():
     assert others <= DECIDING
 
 
-# What code of files that are not theirs says about block drafters: what a family of methods asks of
-# the house. docs/blocks.md says why each.
+# Block drafters in files that are not their own: the places outside its own files that a family of
+# methods has to touch. docs/blocks.md explains each of them.
 BLOCKS = re.compile(r"dflash|dspark|Block(Draft|Plan|View|Trainer|Probe|Work)|is_block", flags=re.I)
 THEIRS = re.compile(r"block|dflash|dspark|objective/frozen_head|measure/calibration")
 ASKED = {
@@ -88,11 +88,11 @@ ASKED = {
 
 
 def code_alone(path: Path) -> str:
-    """Without comments and docstrings."""
+    """The code of a file without comments and docstrings."""
     tree = ast.parse(path.read_text())
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
-            node.body = [each for each in node.body if not _is_text(each)] or [ast.Pass()]
+            node.body = [stmt for stmt in node.body if not _is_text(stmt)] or [ast.Pass()]
     return ast.unparse(tree)
 
 
@@ -100,7 +100,7 @@ def _is_text(node: ast.stmt) -> bool:
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
 
 
-def test_a_family_of_methods_asks_little_of_the_house():
+def test_a_family_of_methods_touches_only_the_listed_files():
     places = {str(p.relative_to(SRC)): p for p in SRC.rglob("*.py")}
     others = {name: p for name, p in places.items() if not THEIRS.search(name)}
     assert {name for name, p in others.items() if BLOCKS.search(code_alone(p))} == ASKED
@@ -108,20 +108,20 @@ def test_a_family_of_methods_asks_little_of_the_house():
     assert all(f"`{name}`" in page for name in ASKED)
 
 
-def test_only_targets_say_which_kind_of_target():
-    asking = re.compile(r"isinstance\([^)]*(Target|Cached|Remote|Hf|Sglang|Vllm)|\.backend ==")
+def test_only_the_target_room_branches_on_the_kind_of_target():
+    branching = re.compile(r"isinstance\([^)]*(Target|Cached|Remote|Hf|Sglang|Vllm)|\.backend ==")
     outside = [p for p in SRC.rglob("*.py") if p.relative_to(SRC).parts[0] != "target"]
-    assert not [p for p in outside if asking.search(p.read_text())]
+    assert not [p for p in outside if branching.search(p.read_text())]
 
 
-def test_a_step_and_a_decoder_need_no_pydantic():
-    """Machines that only train may lack what recipes and data need."""
+def test_training_steps_and_decoding_do_not_import_pydantic():
+    """Machines that only train may lack the packages that recipes and data need."""
     loaded = loaded_after("import fledge.bench.train_step, fledge.decode.speculative")
     assert not loaded & {"pydantic", "datasets", "gguf", "pyarrow"}
 
 
-def test_measuring_a_step_needs_none_either():
-    """Of every method: machines on which peers are compared may lack what recipes need."""
+def test_measuring_a_step_does_not_import_pydantic():
+    """For every method: machines for comparisons may lack the packages that recipes need."""
     script = """
 import sys
 for name in ("pydantic", "datasets", "gguf"):
@@ -139,26 +139,26 @@ for kind in METHODS:
 
 
 def written_to_the_terminal(path: Path) -> set[str]:
-    """The ways in which a file writes to the terminal past `core.terminal`."""
-    found = set()
+    """The calls by which a file writes to the terminal without `core.terminal`."""
+    calls = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Call):
             name = ast.unparse(node.func)
-            past = name in {"print", "Console", "rich.print", "rich.console.Console"}
+            direct = name in {"print", "Console", "rich.print", "rich.console.Console"}
             echo = name.rpartition(".")[2] in {"echo", "secho"}
-            if past or echo or re.fullmatch(r"sys\.(stdout|stderr)\.write(lines)?", name):
-                found.add(name)
-    return found
+            if direct or echo or re.fullmatch(r"sys\.(stdout|stderr)\.write(lines)?", name):
+                calls.add(name)
+    return calls
 
 
-def test_everything_is_shown_through_the_one_terminal():
-    """Strings from outside are shown, not obeyed, by every verb that will ever be written."""
-    own = {"core/terminal.py", "cli/console.py"}
-    others = [p for p in SRC.rglob("*.py") if str(p.relative_to(SRC)) not in own]
+def test_all_output_goes_through_the_escaping_terminal():
+    """So every verb, present or future, escapes control characters in untrusted text."""
+    allowed = {"core/terminal.py", "cli/console.py"}
+    others = [p for p in SRC.rglob("*.py") if str(p.relative_to(SRC)) not in allowed]
     assert {str(p.relative_to(SRC)): w for p in others if (w := written_to_the_terminal(p))} == {}
 
 
-def test_no_file_is_named_after_nothing():
+def test_no_module_has_a_meaningless_name():
     assert not [p for p in SRC.rglob("*.py") if p.stem in {"utils", "common", "helpers", "misc"}]
 
 
@@ -174,7 +174,7 @@ def test_import_fledge_is_light():
     assert not loaded & {"torch", "transformers", "pydantic", *ENGINES}
 
 
-def test_python_m_fledge_is_fledge():
+def test_python_m_fledge_runs_the_command():
     command = [sys.executable, "-m", "fledge", "recipe", "check", "/nowhere.yaml"]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 2
@@ -204,7 +204,7 @@ def test_help_imports_no_torch():
 
 
 @pytest.mark.parametrize("verb", verbs(), ids=" ".join)
-def test_every_verb_has_help_with_an_example_and_speaks_json(verb):
+def test_every_verb_has_help_with_an_example_and_a_json_option(verb):
     from typer.testing import CliRunner
 
     from fledge.cli.main import app

@@ -1,7 +1,7 @@
-"""Names, verbs, flags and recipe keys that users rely on: none may go away without a decision.
+"""Names, verbs, flags and recipe keys that users rely on: none is removed by accident.
 
-`interface.json` lists them. What is new need not be listed; what is removed on purpose is taken out
-of the list in the same commit, and named in CHANGELOG.md.
+`interface.json` lists them. Additions need not be listed; a deliberate removal deletes the entry in
+the same commit and is recorded in CHANGELOG.md.
 """
 
 import inspect
@@ -20,12 +20,12 @@ LISTED = json.loads((Path(__file__).parent / "interface.json").read_text())
 
 
 @pytest.mark.parametrize("name", LISTED["names"])
-def test_public_names_take_what_they_took(name):
+def test_public_names_keep_their_arguments_and_members(name):
     thing, listed = getattr(fledge, name), LISTED["names"][name]
     if listed is None:
         return
     arguments = set(inspect.signature(thing).parameters)
-    if inspect.isclass(thing):  # a class may check what it is given before it is made
+    if inspect.isclass(thing):  # a class may validate its arguments before __init__
         arguments |= set(inspect.signature(thing.__init__).parameters)
     assert not set(listed["arguments"]) - arguments
     assert not [member for member in listed["members"] if not hasattr(thing, member)]
@@ -41,9 +41,9 @@ def flags_by_verb(command, path=()):
 
 
 def test_verbs_and_flags():
-    here = dict(flags_by_verb(typer.main.get_command(app)))
+    current = dict(flags_by_verb(typer.main.get_command(app)))
     for verb, flags in LISTED["verbs"].items():
-        assert not set(flags) - here[verb], verb
+        assert not set(flags) - current[verb], verb
 
 
 def test_recipe_keys():
@@ -54,5 +54,5 @@ def test_recipe_keys():
 
 
 def test_flags_of_precompute_eagle3():
-    here = {name for action in _build_parser()._actions for name in action.option_strings}
-    assert not set(LISTED["precompute_eagle3"]) - here
+    current = {name for action in _build_parser()._actions for name in action.option_strings}
+    assert not set(LISTED["precompute_eagle3"]) - current

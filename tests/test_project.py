@@ -1,4 +1,4 @@
-"""The files around the code agree with it: metadata, the site's contents, CI."""
+"""Project files agree with the code: metadata, the site's navigation, CI."""
 
 import re
 import tomllib
@@ -25,7 +25,7 @@ def leaves(nav):
             yield from leaves(value) if isinstance(value, list) else [value]
 
 
-def test_every_page_stands_once_in_the_site():
+def test_every_page_is_in_the_site_navigation_once():
     text = (ROOT / "mkdocs.yml").read_text()
     listed = list(leaves(yaml.safe_load(text)["nav"]))
     globs = ("*.md", "docs/*.md", "benchmarks/results/*.md")
@@ -33,7 +33,7 @@ def test_every_page_stands_once_in_the_site():
     assert sorted(listed) == sorted(pages)
 
 
-def test_the_workflow_runs_what_guards_main():
+def test_the_ci_workflow_runs_all_checks():
     workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
     [job] = workflow["jobs"].values()
     assert job["steps"][-1] == {"run": ".ci/run"}
@@ -45,18 +45,18 @@ def test_the_workflow_runs_what_guards_main():
     assert all(f"\n{target}:" in makefile for target in called)
 
 
-def test_readme_names_every_extra():
+def test_the_readme_lists_every_extra():
     install = (ROOT / "README.md").read_text().partition("## Install")[2].partition("\n## ")[0]
     named = set(re.findall(r"`(\w+)`", " ".join(re.findall(r"^\| (`.*?) \|", install, flags=re.M))))
     assert named == set(PROJECT["optional-dependencies"])
 
 
-def test_the_extras_that_are_offered_exist():
+def test_suggested_extras_exist():
     """Lines like `pip install 'fledge[serve]'` come from `install_extra("serve")`."""
     sources = (path.read_text() for path in (ROOT / "src").rglob("*.py"))
-    offered = {name for text in sources for name in re.findall(r'install_extra\(["\'](\w+)', text)}
-    assert offered >= {"serve", "track"}
+    extras = {name for text in sources for name in re.findall(r'install_extra\(["\'](\w+)', text)}
+    assert extras >= {"serve", "track"}
     home = ROOT / "src/fledge/core/install.py"
     others = [path for path in (ROOT / "src").rglob("*.py") if path != home]
     assert not [path for path in others if "pip install 'fledge[" in path.read_text()]
-    assert offered <= set(PROJECT["optional-dependencies"])
+    assert extras <= set(PROJECT["optional-dependencies"])

@@ -1,4 +1,4 @@
-"""The helper itself: results by rank, the first error, nobody left behind."""
+"""`run_ranks`: results by rank, the first error, no process left behind."""
 
 import os
 import time
@@ -26,10 +26,10 @@ def _fail_on_one():
     world = join_world(torch.device("cpu"))
     if world.rank == 1:
         raise KeyError("broken here")
-    world.barrier()  # waits for a rank that never comes
+    world.barrier()  # waits for a rank that never arrives
 
 
-def test_the_first_error_ends_all_ranks():
+def test_the_first_error_ends_every_rank():
     begin = time.monotonic()
     with pytest.raises(KeyError, match="broken here") as caught:
         run_ranks(2, _fail_on_one)

@@ -1,10 +1,10 @@
-"""The house has room: a method, a loss and a target kind, all from this file.
+"""fledge is extensible: a method, a loss and a target kind, all defined in this file.
 
 Each is registered here, taken through recipe check, plan, training, resumption, evaluation by
-replay and lossless decoding, and taken out again. Nothing in src/ knows of them.
+replay and lossless decoding, and removed again. Nothing in src/ refers to them.
 
-The toy method drafts two tokens at once: for each a linear map of two of the target's layers and of
-the next token's embedding, without attention and so without a cache.
+The toy method drafts two tokens at once, each by a linear map of two of the target's layers and of
+the next token's embedding: no attention, hence no cache.
 """
 
 import json
@@ -46,7 +46,7 @@ DEPTHS = 2
 
 
 class TwinDraft(DraftModel):
-    """Two tokens at once from fc(aux) + embedding, a matrix of its own for each."""
+    """Two tokens at once from fc(aux) + embedding, with a separate matrix for each."""
 
     architecture = "TwinDraft"
 
@@ -62,8 +62,8 @@ class TwinDraft(DraftModel):
 
     def states(self, aux: Tensor, token: Tensor) -> list[Tensor]:
         """Head inputs [..., E] of both tokens, from aux states [..., 2D] and the next token."""
-        known = self.fc(aux.to(self.dtype)) + self.embed_tokens(token)
-        return [torch.tanh(layer(known)) for layer in self.layers]
+        joined = self.fc(aux.to(self.dtype)) + self.embed_tokens(token)
+        return [torch.tanh(layer(joined)) for layer in self.layers]
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class TwinReady:
 
 
 class TwinObjective(nn.Module):
-    """Cross entropy of both tokens with what the target says, where the draft can say it."""
+    """Cross entropy of both tokens with the target, where the draft vocabulary has its token."""
 
     depths = DEPTHS
 
@@ -98,14 +98,14 @@ class TwinObjective(nn.Module):
         )
         probs_BTW, covered_BT = probs.unflatten(0, states.shape[:2]), covered.view(states.shape[:2])
         charged, wanted = [], []
-        for depth in range(DEPTHS):  # what slot t is asked at a depth lies so many slots further on
+        for depth in range(DEPTHS):  # slot t predicts at depth d what lies d slots ahead
             supervised_BT = ahead(answer.loss_mask.bool() & covered_BT, depth)
             charged.append(supervised_BT & (rows.doc_remaining > depth))
             wanted.append(ahead(probs_BTW, depth))
         return TwinReady(answer, torch.stack(wanted), torch.stack(charged))
 
     def acceptance(self, ready, world) -> None:
-        """The loss does not weigh by it."""
+        """The loss is not weighted by acceptance."""
 
     def score(self, ready: TwinReady, normalizer: Tensor, acceptance: None = None) -> RolloutOutput:
         answer = ready.answer
@@ -123,7 +123,7 @@ class TwinObjective(nn.Module):
 
 
 def ahead(tensor_BT: Tensor, count: int) -> Tensor:
-    """[B, T, ...] moved to the left by `count`, zeros behind."""
+    """[B, T, ...] shifted left by `count`, padded with zeros."""
     return torch.cat([tensor_BT[:, count:], torch.zeros_like(tensor_BT[:, :count])], dim=1)
 
 
@@ -140,7 +140,7 @@ class TwinStrategy(Strategy):
     label = "two tokens at once"
 
     def start(self, prompts, aux_BTD):
-        """Nothing is remembered."""
+        """There is no state."""
 
     def propose(self, state: RoundState, chooser: Chooser) -> Proposal:
         rows_B, last_B = torch.arange(len(state.count_B)), state.count_B - 1
@@ -189,7 +189,7 @@ class Twin(Method):
 
 @dataclass(frozen=True)
 class Brier(Loss):
-    """The squared distance of the two distributions."""
+    """The squared distance between the two distributions."""
 
     power: float = parameter(2.0, "Of the distance, token by token.", ge=1)
 
@@ -203,7 +203,7 @@ class Brier(Loss):
 
 
 class MixedTarget(TargetSection):
-    """A Hugging Face model whose layers are heard in other proportions."""
+    """A Hugging Face model whose aux states are scaled."""
 
     backend: Literal["mixed"] = "mixed"
     """Registered by a test."""
@@ -241,12 +241,12 @@ class MixedKind(TargetKind[MixedTarget]):
         return MixedModel(model, section.gain)
 
 
-# --- through the house ---------------------------------------------------------------------------
+# --- from recipe to text -------------------------------------------------------------------------
 
 
 @pytest.fixture
 def toys():
-    """Everything registered for one test."""
+    """Registers all of them for one test."""
     METHODS.add("twin", Twin())
     LOSSES.add("brier", Brier)
     TARGET_KINDS.add("mixed", MixedKind())
@@ -257,7 +257,7 @@ def toys():
 
 
 def run(*arguments: str) -> Any:
-    """A verb, in this process; what it printed as JSON."""
+    """Run a verb in this process and return its JSON output."""
     result = CliRunner().invoke(app, [*map(str, arguments), "--json"])
     assert result.exit_code == 0, result.output
     return json.loads(result.stdout)
@@ -275,13 +275,13 @@ TOYS = {
 def test_from_recipe_to_decoded_text(toys, recipe, tiny_target, tmp_path, monkeypatch, toy):
     def made(run):
         base = recipe(run=run).model_dump()
-        given = [f"{name}={json.dumps(section)}" for name, section in base.items()]
-        kept = [text for text in given if not text.startswith(("objective=", "target="))]
+        sections = [f"{name}={json.dumps(section)}" for name, section in base.items()]
+        unchanged = [text for text in sections if not text.startswith(("objective=", "target="))]
         model = [f"target.model={tiny_target}", "target.aux_layer_ids=0,1,2"]
-        return load_recipe(None, [*kept, *model, *TOYS[toy], "training.steps=8"])
+        return load_recipe(None, [*unchanged, *model, *TOYS[toy], "training.steps=8"])
 
-    written = made("whole")
-    (tmp_path / "recipe.yaml").write_text(written.to_yaml())
+    whole_recipe = made("whole")
+    (tmp_path / "recipe.yaml").write_text(whole_recipe.to_yaml())
     assert run("recipe", "check", tmp_path / "recipe.yaml")["target"]
     assert run("plan", tmp_path / "recipe.yaml")["tokens"] > 0
 
@@ -293,12 +293,12 @@ def test_from_recipe_to_decoded_text(toys, recipe, tiny_target, tmp_path, monkey
     assert fit(set_up(cut), Notes()).finished
     assert differing(final_weights(tmp_path / "whole"), final_weights(tmp_path / "cut")) == []
 
-    asked = tmp_path / "prompts.jsonl"
-    asked.write_text("".join(json.dumps({"prompt": f"count to {n}"}) + "\n" for n in range(4)))
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"count to {n}"}) + "\n" for n in range(4)))
     [draft] = run(
-        "eval", tmp_path / "whole", "--prompts", asked, "--live", "3", "--draft-tokens", "2",
+        "eval", tmp_path / "whole", "--prompts", prompts, "--live", "3", "--draft-tokens", "2",
         "--max-new-tokens", "16", "--dtype", "float32", "--device", "cpu",
     )["drafts"]  # fmt: skip
     live = draft["live"]
-    assert live["same_texts"] == live["texts"] == 3  # as the target decodes alone
-    assert live["same_rounds"] == live["compared_rounds"] > 0  # as replay foresaw
+    assert live["same_texts"] == live["texts"] == 3  # as the target decodes without a draft
+    assert live["same_rounds"] == live["compared_rounds"] > 0  # as replay predicted

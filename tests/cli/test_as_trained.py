@@ -1,4 +1,4 @@
-"""Verbs draft as many tokens as a draft was trained for, and refuse before they load a model."""
+"""Verbs draft as many tokens as a draft was trained for; bad options fail before models load."""
 
 import json
 
@@ -17,7 +17,7 @@ from train.tiny import Notes, make_chats, make_target, recipe_for
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A run of depth 3, and its draft alone: with its config's word, and as older ones are."""
+    """A run of depth 3 and copies of its draft: with the depth in its config, and without."""
     root = tmp_path_factory.mktemp("trained")
     target, chats = make_target(root / "target"), make_chats(root / "chats.jsonl")
     fit(set_up(recipe_for(target, chats, root / "run", "training.steps=4")), Notes())
@@ -40,7 +40,7 @@ def own_cache(tmp_path, monkeypatch):
 DEPTHS = {"run": 3, "alone": 3, "older": 5}
 
 
-def test_the_run_the_config_then_five(place):
+def test_the_depth_comes_from_the_run_then_the_config_then_is_five(place):
     drafts = {"run": place / "run" / "best", "alone": place / "alone", "older": place / "older"}
     assert {name: trained_tokens(path) for name, path in drafts.items()} == DEPTHS
     sources = {name: read_source(path).num_draft_tokens for name, path in drafts.items()}
@@ -48,51 +48,51 @@ def test_the_run_the_config_then_five(place):
 
 
 def fledge(*arguments, text=None):
-    result = CliRunner().invoke(app, [str(word) for word in arguments], input=text)
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments], input=text)
     assert result.exit_code == 0, result.output
     return result
 
 
-def test_eval_drafts_with_each_as_it_was_trained(place):
-    words = ["--target", place / "target", "--prompts", place / "asked.jsonl", "--json"]
-    words += ["--max-new-tokens", 8, "--live", 1, "--aux-layers", "0,1,2", "--device", "cpu"]
+def test_eval_uses_the_trained_depth_of_each_draft(place):
+    options = ["--target", place / "target", "--prompts", place / "asked.jsonl", "--json"]
+    options += ["--max-new-tokens", 8, "--live", 1, "--aux-layers", "0,1,2", "--device", "cpu"]
     drafts = [place / name for name in DEPTHS]
-    found = json.loads(fledge("eval", *drafts, *words).stdout)["drafts"]
-    assert [len(one["joint"]) for one in found] == list(DEPTHS.values())
-    [told] = json.loads(fledge("eval", drafts[0], "--draft-tokens", 2, *words).stdout)["drafts"]
-    assert len(told["joint"]) == 2
+    reports = json.loads(fledge("eval", *drafts, *options).stdout)["drafts"]
+    assert [len(report["joint"]) for report in reports] == list(DEPTHS.values())
+    [short] = json.loads(fledge("eval", drafts[0], "--draft-tokens", 2, *options).stdout)["drafts"]
+    assert len(short["joint"]) == 2
 
 
-def test_chat_drafts_as_trained(place, monkeypatch):
-    talk, given = chat_verb._Chat, []
+def test_chat_uses_the_trained_depth(place, monkeypatch):
+    real, depths = chat_verb._Chat, []
 
-    def noticed(*arguments):
-        given.append(arguments[4]["num_draft_tokens"])
-        return talk(*arguments)
+    def recorded(*arguments):
+        depths.append(arguments[4]["num_draft_tokens"])
+        return real(*arguments)
 
-    monkeypatch.setattr(chat_verb, "_Chat", noticed)
-    for more in ([], ["--draft-tokens", 2]):
-        words = ["--max-new-tokens", 4, "--device", "cpu", "--json", *more]
-        fledge("chat", place / "run", *words, text="count to 5\n")
-    assert given == [3, 2]
+    monkeypatch.setattr(chat_verb, "_Chat", recorded)
+    for extra in ([], ["--draft-tokens", 2]):
+        options = ["--max-new-tokens", 4, "--device", "cpu", "--json", *extra]
+        fledge("chat", place / "run", *options, text="count to 5\n")
+    assert depths == [3, 2]
 
 
-def test_report_measures_as_told_and_says_what_takes_time(place):
-    words = ["--measure", "--prompts", place / "asked.jsonl", "--live", 1, "--limit", 1]
-    words += ["--max-new-tokens", 6, "--samples", 1, "--device", "cpu"]
-    result = fledge("report", place / "run", *words)
-    kept = json.loads((place / "run" / "eval.json").read_text())
-    assert kept["answers"] == kept["drafts"][0]["live"]["texts"] == 1
-    assert kept["answer_tokens"] <= 6
-    assert len(kept["drafts"][0]["joint"]) == 3
-    said = " ".join(result.stderr.split())
-    assert "the target answers 1 prompt with up to 6 tokens each" in said
+def test_report_measures_with_the_options_and_explains_the_cost(place):
+    options = ["--measure", "--prompts", place / "asked.jsonl", "--live", 1, "--limit", 1]
+    options += ["--max-new-tokens", 6, "--samples", 1, "--device", "cpu"]
+    result = fledge("report", place / "run", *options)
+    evaluation = json.loads((place / "run" / "eval.json").read_text())
+    assert evaluation["answers"] == evaluation["drafts"][0]["live"]["texts"] == 1
+    assert evaluation["answer_tokens"] <= 6
+    assert len(evaluation["drafts"][0]["joint"]) == 3
+    notes = " ".join(result.stderr.split())
+    assert "the target answers 1 prompt with up to 6 tokens each" in notes
     for option in ("--limit", "--max-new-tokens", "--live"):
-        assert option in said
+        assert option in notes
 
 
 @pytest.mark.parametrize("verb", ["eval", "chat"])
-def test_a_way_of_drafting_is_refused_before_the_target_is_loaded(place, monkeypatch, verb):
+def test_an_unsupported_method_is_refused_before_the_target_is_loaded(place, monkeypatch, verb):
     def load(*_, **__):
         raise AssertionError("the target was loaded")
 

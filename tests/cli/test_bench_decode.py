@@ -1,4 +1,4 @@
-"""`fledge bench decode`: all ways continue the prompts alike, and what it counts."""
+"""`fledge bench decode`: every way of decoding gives the same text, and the figures add up."""
 
 import json
 
@@ -14,18 +14,18 @@ __all__ = ["place"]
 
 
 def bench(place, *options):
-    words = ["bench", "decode", str(place / "trained"), str(place / "parallel")]
-    words += ["--target", str(place / "target"), "--prompts", str(place / "asked.jsonl")]
-    words += ["--max-new-tokens", "24", "--draft-tokens", "3", "--device", "cpu"]
-    words += ["--aux-layers", "0,1,2", *options]
-    return CliRunner().invoke(app, words)
+    arguments = ["bench", "decode", str(place / "trained"), str(place / "parallel")]
+    arguments += ["--target", str(place / "target"), "--prompts", str(place / "asked.jsonl")]
+    arguments += ["--max-new-tokens", "24", "--draft-tokens", "3", "--device", "cpu"]
+    arguments += ["--aux-layers", "0,1,2", *options]
+    return CliRunner().invoke(app, arguments)
 
 
-def test_every_way_says_what_the_target_says(place):
-    """Token for token, with drafts, with an assistant and by looking at the prompt."""
-    several = ["--batch", "1", "--batch", "3", "--method", "chain", "--method", "tree"]
-    several += ["--method", "parallel"]
-    result = bench(place, *several, "--assistant", str(place / "target"), "--json")
+def test_every_way_of_decoding_gives_the_target_text(place):
+    """Token for token: with drafts, with an assistant model and with prompt lookup."""
+    options = ["--batch", "1", "--batch", "3", "--method", "chain", "--method", "tree"]
+    options += ["--method", "parallel"]
+    result = bench(place, *options, "--assistant", str(place / "target"), "--json")
     rows = json.loads(result.stdout)
     names = {row["way"] for row in rows}
     draftless = {"plain", "transformers generate"}
@@ -46,10 +46,10 @@ def test_every_way_says_what_the_target_says(place):
     assert chain > 1  # and the same at either batch size
 
 
-def test_the_table(place):
+def test_the_table_has_a_row_for_every_way(place):
     shown = bench(place).stdout
     assert "batch 1" in shown
-    assert shown.count("3 of 3") == 5  # each draft as it was trained
+    assert shown.count("3 of 3") == 5  # each draft with its own method
 
 
 def test_an_assistant_with_another_vocabulary_is_refused(place, tmp_path):

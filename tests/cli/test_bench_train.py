@@ -22,16 +22,16 @@ SMALL += ["--device", "cpu"]
 
 @pytest.mark.parametrize("kind", ["eagle3", "peagle", "dflash", "dspark"])
 def test_a_step_is_measured(kind):
-    found = json.loads(CliRunner().invoke(app, [*SMALL, "--kind", kind, "--json"]).stdout)
-    assert found["tokens"] == 48
-    assert found["tokens_per_s"] == pytest.approx(48e3 / found["step_ms"], rel=0.05)
-    assert found["slowest_step_ms"] >= found["step_ms"]
-    assert set(found["phases_ms"]) == {"target", "supervision", "forward", "backward", "update"}
-    assert sum(found["phases_ms"].values()) <= found["step_ms"]
+    figures = json.loads(CliRunner().invoke(app, [*SMALL, "--kind", kind, "--json"]).stdout)
+    assert figures["tokens"] == 48
+    assert figures["tokens_per_s"] == pytest.approx(48e3 / figures["step_ms"], rel=0.05)
+    assert figures["slowest_step_ms"] >= figures["step_ms"]
+    assert set(figures["phases_ms"]) == {"target", "supervision", "forward", "backward", "update"}
+    assert sum(figures["phases_ms"].values()) <= figures["step_ms"]
 
 
 @pytest.mark.parametrize("place", ["device", "host"])
-def test_a_later_epoch_asks_no_target(place):
+def test_later_epochs_do_not_ask_the_target(place):
     case = Case(shape="tiny", seq=96, batch=2, documents=24, kept=place)
     asked = []
 
@@ -48,8 +48,8 @@ def test_a_later_epoch_asks_no_target(place):
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "peagle", "dflash", "dspark"])
-def test_operations_are_nearly_those_that_torch_counts(kind):
-    """Torch counts scores that a mask hides as well, and does not see `addmm_`."""
+def test_counted_flops_are_close_to_those_torch_counts(kind):
+    """Torch also counts masked attention scores, and does not count `addmm_`."""
     case = Case(shape="tiny", kind=kind, seq=128, batch=2)
     parts = build_parts(case, torch.device("cpu"))
     [batch] = build_batches(case, 1)
@@ -74,17 +74,17 @@ def test_unknown_names_are_refused(option, value, word):
     assert word in str(error)
 
 
-def test_the_table_has_a_line_for_every_step():
-    """The GPU's cases, each as small as it can be."""
+def test_the_comparison_has_a_line_for_every_case():
+    """The GPU cases, each made as small as possible."""
     small = {
         name: replace(case, shape="tiny", seq=64, batch=1, documents=16 if case.documents else 0,
                       fp8=False)
         for name, case in CASES.items()
     }  # fmt: skip
-    found = dict(compare(torch.device("cpu"), small, steps=1, warmup=1))
-    assert list(found) == list(CASES)
+    figures_by_case = dict(compare(torch.device("cpu"), small, steps=1, warmup=1))
+    assert list(figures_by_case) == list(CASES)
     columns = HEAD[0].count("|")
-    for name, figures in found.items():
+    for name, figures in figures_by_case.items():
         line = markdown_line(table_row(name, figures))
         assert line.startswith(f"| {name} | ")
         assert line.count("|") == columns
@@ -92,7 +92,7 @@ def test_the_table_has_a_line_for_every_step():
     assert HEAD[0] in page
 
 
-def test_the_table_is_for_a_gpu():
+def test_the_comparison_needs_a_gpu():
     error = CliRunner().invoke(app, ["bench", "train", "--compare", "--device", "cpu"]).exception
     assert isinstance(error, BadInput)
     assert "--shape 135m" in str(error)

@@ -1,4 +1,4 @@
-"""Chat through a pipe and through a terminal: the same words as without a draft, coloured."""
+"""Chat through a pipe and a terminal: the same text as without a draft; draft tokens in color."""
 
 import fcntl
 import json
@@ -48,7 +48,7 @@ def test_a_pipe_of_questions_as_json(run):
         assert answer["tokens_per_s"] > 0
         assert answer["plain_tokens_per_s"] > 0
     alone = json.loads(chat(run, "count to 7\n", "--json").stdout)
-    assert alone["text"] != second["text"]  # the second knew what was said before
+    assert alone["text"] != second["text"]  # the second question had the first as context
     again = chat(run, "count to 5\n/reset\ncount to 7\n/quit\nnever\n", "--json").stdout
     assert [json.loads(line)["text"] for line in again.splitlines()] == [
         first["text"],
@@ -57,17 +57,17 @@ def test_a_pipe_of_questions_as_json(run):
 
 
 def test_answers_go_to_stdout_and_figures_to_stderr(run):
-    wanted = json.loads(chat(run, "count to 5\n", "--json").stdout)
+    expected = json.loads(chat(run, "count to 5\n", "--json").stdout)
     result = chat(run, "count to 5\n", "--compare")
-    assert result.stdout == visible(wanted["text"]) + "\n"  # a random model says anything
-    assert f"{wanted['tokens']} tokens in {wanted['rounds']} rounds" in result.stderr
+    assert result.stdout == visible(expected["text"]) + "\n"  # may hold control characters
+    assert f"{expected['tokens']} tokens in {expected['rounds']} rounds" in result.stderr
     assert "the same text" in result.stderr
 
 
-def test_a_terminal_shows_the_drafts_words_in_green(run):
+def test_a_terminal_shows_draft_tokens_in_green(run):
     """A real terminal on both ends: prompt, colours, end of input."""
-    wanted = json.loads(chat(run, "count to 5\n", "--json").stdout)
-    ours, theirs = pty.openpty()
+    expected = json.loads(chat(run, "count to 5\n", "--json").stdout)
+    controller, terminal = pty.openpty()
     environment = {
         **os.environ,
         "TERM": "xterm-256color",
@@ -77,69 +77,69 @@ def test_a_terminal_shows_the_drafts_words_in_green(run):
     process = subprocess.Popen(
         [sys.executable, "-m", "fledge.cli.main", "chat", str(run), "--max-new-tokens", "20",
          "--device", "cpu"],
-        stdin=theirs, stdout=theirs, stderr=theirs, env=environment, close_fds=True,
+        stdin=terminal, stdout=terminal, stderr=terminal, env=environment, close_fds=True,
     )  # fmt: skip
-    os.close(theirs)
-    shown, asked = b"", False
+    os.close(terminal)
+    shown, typed = b"", False
     while True:
         try:
-            shown += os.read(ours, 65536)
+            shown += os.read(controller, 65536)
         except OSError:  # the other end is closed
             break
-        if not asked and "›".encode() in shown:
-            asked = True
-            os.write(ours, b"count to 5\n/quit\n")
-    os.close(ours)
+        if not typed and "›".encode() in shown:
+            typed = True
+            os.write(controller, b"count to 5\n/quit\n")
+    os.close(controller)
     assert process.wait(60) == 0
     text = shown.decode(errors="replace").replace("\r\n", "\n")
-    assert f"{wanted['tokens']} tokens in {wanted['rounds']} rounds" in " ".join(text.split())
+    assert f"{expected['tokens']} tokens in {expected['rounds']} rounds" in " ".join(text.split())
     green = re.findall(r"\x1b\[30;48;2;(\d+;\d+;\d+)m", text)
     shades = {";".join(str(int(s[i : i + 2], 16)) for i in (1, 3, 5)) for s in SHADES}
     assert set(green) <= shades
-    assert bool(green) == (wanted["drafted"] > 0)
+    assert bool(green) == (expected["drafted"] > 0)
 
 
 class Terminal:
-    """A chat on a terminal of its own, whose keys are typed here."""
+    """A chat in its own pseudo-terminal, into which the test types."""
 
     def __init__(self, *arguments):
-        self._ours, theirs = pty.openpty()
+        self._controller, terminal = pty.openpty()
         self.process = subprocess.Popen(
             [sys.executable, "-m", "fledge", "chat", *arguments, "--device", "cpu"],
-            stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
+            stdin=terminal, stdout=terminal, stderr=terminal, start_new_session=True,
             env={**os.environ, "TERM": "dumb", "COLUMNS": "300"},
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # so that keys are signals
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # so that keys send signals
         )  # fmt: skip
-        os.close(theirs)
+        os.close(terminal)
         self._shown = ""
 
     def until(self, pattern):
-        """What is shown up to a pattern."""
-        while (found := re.search(pattern, self._shown, re.S)) is None:
-            assert select.select([self._ours], [], [], 60)[0], self._shown
-            self._shown += os.read(self._ours, 65536).decode(errors="replace")
-        before, self._shown = self._shown[: found.end()], self._shown[found.end() :]
+        """Read until a pattern appears; return the text up to and including it."""
+        while (match := re.search(pattern, self._shown, re.S)) is None:
+            assert select.select([self._controller], [], [], 60)[0], self._shown
+            self._shown += os.read(self._controller, 65536).decode(errors="replace")
+        before, self._shown = self._shown[: match.end()], self._shown[match.end() :]
         return before
 
     def type(self, keys):
-        os.write(self._ours, keys.encode())
+        os.write(self._controller, keys.encode())
 
 
-def test_ctrl_c_stops_the_answer_and_not_the_chat(run):
-    """And `/help` helps. Keys on a real terminal, whose Ctrl-C is a signal."""
+def test_ctrl_c_stops_the_answer_but_not_the_chat(run):
+    """On a real terminal, where Ctrl-C is a signal; `/help` and unknown commands, too."""
     questions = [f"count to {n}" for n in range(8)]
     limit = ["--max-new-tokens", "440"]
-    told = chat(run, "\n/reset\n".join(questions) + "\n", *limit, "--json").stdout.splitlines()
-    answers = dict(zip(questions, map(json.loads, told), strict=True))
+    lines = chat(run, "\n/reset\n".join(questions) + "\n", *limit, "--json").stdout.splitlines()
+    answers = dict(zip(questions, map(json.loads, lines), strict=True))
     long = max(answers, key=lambda question: answers[question]["tokens"])
     terminal = Terminal(str(run), *limit)
     terminal.until("›")
     terminal.type(f"{long}\n")
-    terminal.until(f"{long}\r\n.*?\\S")  # it speaks
+    terminal.until(f"{long}\r\n.*?\\S")  # the answer has started
     terminal.type("\x03")
     stopped = terminal.until("stopped; (\\d+) tokens in .* by the draft.*?›")
-    said = int(re.search("stopped; (\\d+) tokens", stopped)[1])
-    assert 1 < said < answers[long]["tokens"]
+    count = int(re.search("stopped; (\\d+) tokens", stopped)[1])
+    assert 1 < count < answers[long]["tokens"]
     terminal.type("/help\n")
     shown = terminal.until("Ctrl-C .*?›")
     for command in ("/help", "/reset", "/quit"):
@@ -149,24 +149,24 @@ def test_ctrl_c_stops_the_answer_and_not_the_chat(run):
     terminal.type("half a li\x03")
     terminal.until("/quit ends the chat.*?›")
     terminal.type(f"/reset\n{long}\n")
-    whole = terminal.until("tokens/s with the draft.*?›")  # it answers as if nothing had happened
+    whole = terminal.until("tokens/s with the draft.*?›")  # the stopped answer left no trace
     assert f"{answers[long]['tokens']} tokens in {answers[long]['rounds']} rounds" in whole
     terminal.type("/quit\n")
     assert terminal.process.wait(60) == 0
 
 
 def test_depths_and_colours_of_a_worked_example():
-    # Prompt of 2, then a (the prompt's own), round 1: b c drafted and d the target's, round 2: e.
+    # A prompt of 2, then a; round 1: b and c by the draft, d by the target; round 2: e.
     rounds = [Round(context=3, accepted=2, emitted=3), Round(context=6, accepted=0, emitted=1)]
-    one = Generation([7, 7], [0, 1, 2, 3, 4], rounds=rounds)
-    assert accepted_depths(one) == [0, 1, 2, 0, 0]
-    text = coloured(list("abcde"), accepted_depths(one))
+    generation = Generation([7, 7], [0, 1, 2, 3, 4], rounds=rounds)
+    assert accepted_depths(generation) == [0, 1, 2, 0, 0]
+    text = coloured(list("abcde"), accepted_depths(generation))
     assert text.plain == "abcde"
     spans = {text.plain[s.start : s.end]: str(s.style) for s in text.spans if s.style}
     assert spans == {"b": f"black on {SHADES[0]}", "c": f"black on {SHADES[1]}"}
 
 
-def test_what_cannot_be_talked_to(run, tmp_path):
+def test_bad_drafts_prompts_and_methods_are_refused(run, tmp_path):
     result = chat(tmp_path, "hi\n")
     assert isinstance(result.exception, BadInput)
     assert "neither a draft nor a run" in str(result.exception)

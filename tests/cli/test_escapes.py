@@ -1,5 +1,5 @@
-"""Every verb with strings that a terminal would obey: in names, keys, texts, replies, and piped or
-not, they are shown. In this process, through the entry point."""
+"""Terminal control sequences in names, keys, texts and replies: every verb escapes them, piped or
+not. Run in this process, through the entry point."""
 
 import io
 import json
@@ -50,7 +50,7 @@ def place(tmp_path_factory):
 
 
 def run(place, monkeypatch, capfd, *arguments):
-    """Exit code and everything that was written; nothing in it is obeyed."""
+    """Exit code and all output, which is checked to hold no control characters."""
     monkeypatch.chdir(place)
     monkeypatch.setenv("FLEDGE_CACHE", str(place.parent / "cache"))
     with pytest.raises(SystemExit) as ended:
@@ -75,12 +75,12 @@ SHOWING = [
 
 
 @pytest.mark.parametrize("arguments", SHOWING, ids=lambda a: " ".join(a[:2]))
-def test_verbs_that_show_rows(place, monkeypatch, capfd, arguments):
+def test_verbs_that_show_rows_escape_them(place, monkeypatch, capfd, arguments):
     code, written = run(place, monkeypatch, capfd, *arguments)
     assert code == 0, written
     shown = "\\u001b]0;t" if "--json" in arguments else "\\x1b]0;t"
     if arguments[:2] == ("recipe", "show") and "--json" not in arguments:
-        shown = "\\e]0;t"  # YAML's own way of writing it
+        shown = "\\e]0;t"  # YAML's escape for it
     assert shown in written
 
 
@@ -120,20 +120,20 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("arguments", REFUSED, ids=lambda a: " ".join(a[:2]).partition("\x1b")[0])
-def test_verbs_that_refuse(place, monkeypatch, capfd, arguments):
+def test_error_messages_are_escaped(place, monkeypatch, capfd, arguments):
     code, written = run(place, monkeypatch, capfd, *arguments)
     assert code in (1, 2), written
-    assert written.splitlines()[-1].startswith("fledge: ") or code == 1  # 1: a diagnosis
+    assert written.splitlines()[-1].startswith("fledge: ") or code == 1  # 1: a failed diagnosis
 
 
-def test_checks_as_json(place, monkeypatch, capfd):
+def test_recipe_check_as_json_keeps_the_name(place, monkeypatch, capfd):
     code, written = run(place, monkeypatch, capfd, "recipe", "check", f"{NAME}.yaml", "--json")
     assert code == 2
     assert json.loads(written.splitlines()[0])["recipe"] == f"{NAME}.yaml"
 
 
-def test_what_a_server_replies(place, monkeypatch, capfd, tmp_path):
-    """An error that is all escapes comes back with every row, and is counted and shown."""
+def test_server_replies_are_escaped(place, monkeypatch, capfd, tmp_path):
+    """Every row fails with a hostile error message, which is counted and shown escaped."""
     import threading
     from http.server import BaseHTTPRequestHandler, HTTPServer
 
@@ -172,12 +172,12 @@ def test_what_a_server_replies(place, monkeypatch, capfd, tmp_path):
 
 
 @pytest.mark.parametrize("colours", [False, True])
-def test_what_a_model_says(monkeypatch, capsys, colours):
+def test_model_output_is_escaped(monkeypatch, capsys, colours):
     monkeypatch.setattr(chat, "out", Terminal(force_terminal=colours, width=200))
-    said = ["a\tb\n", NAME, "é"]
+    pieces = ["a\tb\n", NAME, "é"]
     stream = chat._Stream.__new__(chat._Stream)
     stream._quiet = False
-    stream._write(said, [0, 2, 0])
+    stream._write(pieces, [0, 2, 0])
     written = STYLES.sub("", capsys.readouterr().out)
     assert not OBEYED.search(written)
     assert SHOWN in written
@@ -186,7 +186,7 @@ def test_what_a_model_says(monkeypatch, capsys, colours):
         assert written.startswith("a\tb\n")
 
 
-def test_bars_warnings_and_logs(monkeypatch):
+def test_progress_bars_warnings_and_logs_are_escaped(monkeypatch):
     file = io.StringIO()
     terminal = Terminal(file=file, width=300, force_terminal=True, color_system=None)
     monkeypatch.setattr("fledge.cli.console.err", terminal)

@@ -1,4 +1,4 @@
-"""Help pages as people see them: every word at 80 columns, every example to be copied."""
+"""Help pages as users see them: complete at 80 columns, with examples that can be copied."""
 
 import re
 
@@ -12,7 +12,7 @@ from fledge.cli.options import OUT
 
 
 def pages(command=None, path=()):
-    """(words, command) of `fledge` and everything below it."""
+    """(path, command) of `fledge` and every command below it."""
     command = typer.main.get_command(app) if command is None else command
     yield path, command
     for name, sub in getattr(command, "commands", {}).items():
@@ -29,7 +29,7 @@ PAGES = dict(pages())
 
 
 @pytest.mark.parametrize("path", PAGES, ids=" ".join)
-def test_a_page_at_80_columns(path):
+def test_a_help_page_is_complete_at_80_columns(path):
     page, command = shown(path), PAGES[path]
     assert max(map(len, page.splitlines())) <= 80
     assert "…" not in page
@@ -39,26 +39,26 @@ def test_a_page_at_80_columns(path):
         for name in (*option.opts, *option.secondary_opts):
             if name.startswith("-"):
                 assert name in words
-        if getattr(option, "help", None):  # with brackets and all
+        if getattr(option, "help", None):  # brackets included
             assert " ".join(option.help.split()) in words
     joined = re.sub(r" \\\n\s+", " ", page)
     examples = examples_of(command.epilog or "")
     assert examples
-    for example in examples:  # as a shell would put its lines together again
+    for example in examples:  # with its lines joined as a shell would
         assert f"\n  {example}\n" in joined
 
 
-def test_verbs_stand_in_the_order_of_work():
+def test_verbs_are_listed_in_workflow_order():
     listed = re.findall(r"^  ([a-z-]+) {2,}[A-Z]", shown(()).partition("Commands:")[2], flags=re.M)
     assert set(listed) == set(typer.main.get_command(app).commands)
-    work = ["data", "precompute", "plan", "train", "eval", "report", "chat", "export", "serve"]
-    assert [verb for verb in listed if verb in work] == work
-    said = "Check an EAGLE, P-EAGLE, DFlash or DSpark draft of any trainer against its target."
-    assert said in " ".join(shown(()).split())
+    workflow = ["data", "precompute", "plan", "train", "eval", "report", "chat", "export", "serve"]
+    assert [verb for verb in listed if verb in workflow] == workflow
+    summary = "Check an EAGLE, P-EAGLE, DFlash or DSpark draft of any trainer against its target."
+    assert summary in " ".join(shown(()).split())
 
 
-def test_results_go_where_out_says():
-    """One spelling everywhere; the others are aliases of it."""
+def test_output_options_are_spelled_alike():
+    """`--out` everywhere, always with the same aliases."""
     for path, command in pages():
         for option in command.params:
             names = {*option.opts}

@@ -1,6 +1,6 @@
-"""Every verb with bad input: one line, exit code 2, no traceback, nothing left behind.
+"""Every verb with bad input: one line, exit code 2, no traceback, no files left behind.
 
-In this process, through the entry point itself: what a user would see on stderr is what is read.
+Run in this process, through the entry point; the tests read stderr as a user would see it.
 """
 
 import json
@@ -19,7 +19,7 @@ from train.tiny import make_chats, make_target, recipe_for
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A target, chats, a run's recipe, a draft, and many things that are none of these."""
+    """A target, chats, a recipe, a draft, and many corrupted versions of them."""
     import torch
 
     from fledge import HFEagle3TargetModel
@@ -65,7 +65,7 @@ def files(root):
 
 
 def refused(place, monkeypatch, capfd, command):
-    """The one line that a command is refused with."""
+    """Run a command that must be refused, and return its one-line error."""
     monkeypatch.chdir(place)
     monkeypatch.setenv("FLEDGE_CACHE", str(place.parent / "cache"))
     before = files(place)
@@ -94,20 +94,20 @@ SPOILED = [
 
 
 @pytest.mark.parametrize("name", SPOILED)
-def test_a_spoiled_draft(place, monkeypatch, capfd, name):
+def test_a_corrupted_draft_is_refused(place, monkeypatch, capfd, name):
     for command in (f"eval draft-{name} {EVAL} --json", f"export draft-{name} {EXPORT} --json"):
         refused(place, monkeypatch, capfd, command)
 
 
 @pytest.mark.parametrize("name", [*SPOILED, "with-more-layers"])
-def test_a_spoiled_target(place, monkeypatch, capfd, name):
-    said = refused(place, monkeypatch, capfd, f"{REGENERATE} --target target-{name}")
-    assert f"target-{name}" in said
+def test_a_corrupted_target_is_refused(place, monkeypatch, capfd, name):
+    line = refused(place, monkeypatch, capfd, f"{REGENERATE} --target target-{name}")
+    assert f"target-{name}" in line
     if name == "with-more-layers":  # transformers would fill them with random numbers
-        assert "the weights lack model.layers.4" in said
+        assert "the weights lack model.layers.4" in line
 
 
-# The target of these does not exist: a place is refused before anybody looks for it.
+# The target does not exist: an unwritable output is refused before the target is looked up.
 @pytest.mark.parametrize(
     "command",
     [
@@ -118,9 +118,9 @@ def test_a_spoiled_target(place, monkeypatch, capfd, name):
     ],
 )
 @pytest.mark.parametrize("out", ["directory", "chats.jsonl/x", "loop/x"])
-def test_files_that_cannot_be_written(place, monkeypatch, capfd, command, out):
-    said = refused(place, monkeypatch, capfd, f"{command} {out}")
-    assert f"{out}: " in said
+def test_unwritable_output_files_are_refused(place, monkeypatch, capfd, command, out):
+    line = refused(place, monkeypatch, capfd, f"{command} {out}")
+    assert f"{out}: " in line
 
 
 @pytest.mark.parametrize(
@@ -135,10 +135,10 @@ def test_files_that_cannot_be_written(place, monkeypatch, capfd, command, out):
     ],
 )
 @pytest.mark.parametrize("out", ["chats.jsonl", "chats.jsonl/x", "loop"])
-def test_directories_that_cannot_be_written(place, monkeypatch, capfd, command, out):
+def test_unwritable_output_directories_are_refused(place, monkeypatch, capfd, command, out):
     space = "" if command.endswith("=") else " "
-    said = refused(place, monkeypatch, capfd, f"{command}{space}{out}")
-    assert f"{out}: " in said
+    line = refused(place, monkeypatch, capfd, f"{command}{space}{out}")
+    assert f"{out}: " in line
 
 
 @pytest.mark.parametrize(
@@ -172,11 +172,11 @@ def test_directories_that_cannot_be_written(place, monkeypatch, capfd, command, 
         ("regenerate chats.jsonl --target nowhere --out new.json", "is not a .jsonl file"),
     ],
 )
-def test_bad_values(place, monkeypatch, capfd, command, message):
+def test_bad_values_are_refused(place, monkeypatch, capfd, command, message):
     assert message in refused(place, monkeypatch, capfd, command)
 
 
-def test_a_page_is_not_made_of_anything(place, monkeypatch, capfd, tmp_path):
+def test_report_refuses_files_that_are_not_a_run(place, monkeypatch, capfd, tmp_path):
     run = place / "a-run"
     run.mkdir()
     (run / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
@@ -189,7 +189,7 @@ def test_a_page_is_not_made_of_anything(place, monkeypatch, capfd, tmp_path):
     shutil.rmtree(run)
 
 
-def test_a_run_of_another_target(place, monkeypatch, capfd):
+def test_a_run_of_a_different_target_is_refused(place, monkeypatch, capfd):
     import numpy as np
 
     from fledge.data.vocab import DraftVocabulary
@@ -198,12 +198,12 @@ def test_a_run_of_another_target(place, monkeypatch, capfd):
     run.mkdir()
     shutil.copy(place / "recipe.yaml", run)
     DraftVocabulary(np.arange(128), 500, 1.0).save(run / "vocabulary.safetensors")
-    said = refused(place, monkeypatch, capfd, "train recipe.yaml")
-    assert "made for a target of 500 tokens, this one has 400" in said
+    line = refused(place, monkeypatch, capfd, "train recipe.yaml")
+    assert "made for a target of 500 tokens, this one has 400" in line
     shutil.rmtree(run)
 
 
-def test_no_arguments_show_help_and_no_empty_line(place, monkeypatch, capfd):
+def test_a_group_without_arguments_shows_its_help(place, monkeypatch, capfd):
     with pytest.raises(SystemExit) as ended:
         main.run(["data"])
     out, err = capfd.readouterr()
@@ -219,14 +219,14 @@ def test_a_full_disk_is_exit_code_3(place, monkeypatch, capfd):
         main.run(["data", "preview", "chats.jsonl", "--model", "target", "--html", "/dev/full"])
     assert ended.value.code == 3
     assert capfd.readouterr().err.startswith("fledge: the disk is full")
-    assert not os.path.isfile("/dev/full")  # it was written, not replaced
+    assert not os.path.isfile("/dev/full")  # it was written to, not replaced
 
 
 @pytest.mark.parametrize(
     ("verb", "kept"),
     [("regenerate x", "the answers are kept"), ("cache convert", "--resume"), ("cache info", "")],
 )
-def test_an_interrupt_says_what_is_kept(monkeypatch, capfd, verb, kept):
+def test_the_interrupt_message_says_what_is_kept(monkeypatch, capfd, verb, kept):
     def app(**_):
         raise KeyboardInterrupt
 
@@ -234,16 +234,14 @@ def test_an_interrupt_says_what_is_kept(monkeypatch, capfd, verb, kept):
     with pytest.raises(SystemExit) as ended:
         main.run(verb.split())
     assert ended.value.code == 130
-    said = capfd.readouterr().err.strip()
-    assert said.startswith("fledge: interrupted")
-    assert kept in said if kept else said == "fledge: interrupted"
+    message = capfd.readouterr().err.strip()
+    assert message.startswith("fledge: interrupted")
+    assert kept in message if kept else message == "fledge: interrupted"
 
 
 @pytest.mark.parametrize("swallowed", [False, True])
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_takes_half_written_files_with_it(
-    tmp_path, monkeypatch, capfd, number, code, swallowed
-):
+def test_a_signal_removes_half_written_files(tmp_path, monkeypatch, capfd, number, code, swallowed):
     def app(**_):
         try:
             with atomic_file(tmp_path / "x") as handle:
@@ -264,10 +262,10 @@ def test_a_signal_takes_half_written_files_with_it(
     assert capfd.readouterr().err.startswith("fledge: interrupted; the target's answers are kept")
     assert list(tmp_path.iterdir()) == []
     assert signal.getsignal(number) is before
-    assert KeyboardInterrupt not in kinds  # with that very type, Python forgets the exit code
+    assert KeyboardInterrupt not in kinds  # with exactly that type, Python would lose the exit code
 
 
-def test_a_second_signal_does_not_spoil_the_last_line(monkeypatch, capfd):
+def test_a_second_signal_does_not_suppress_the_message(monkeypatch, capfd):
     real = main._fail
 
     def fail(*given):
@@ -287,7 +285,7 @@ def test_a_second_signal_does_not_spoil_the_last_line(monkeypatch, capfd):
     ["data preview {0}/chats.jsonl --model {0}/target -n 60", "recipe schema"],
     ids=["rich", "plain"],
 )
-def test_a_reader_who_has_seen_enough_is_no_failure(place, arguments):
+def test_a_closed_pipe_is_not_an_error(place, arguments):
     command = [sys.executable, "-m", "fledge.cli.main", *arguments.format(place).split()]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0
@@ -298,7 +296,7 @@ def test_a_reader_who_has_seen_enough_is_no_failure(place, arguments):
     assert process.returncode == 0
 
 
-def test_a_closed_stdout_is_no_crash(place):
+def test_a_closed_stdout_is_not_an_error(place):
     command = f"{sys.executable} -m fledge.cli.main recipe show {place}/recipe.yaml >&-"
     done = subprocess.run(["bash", "-c", command], capture_output=True)
     assert (done.returncode, done.stderr) == (0, b"")

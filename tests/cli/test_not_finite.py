@@ -1,5 +1,5 @@
-"""A target that overflows, or whose weights hold NaN: every verb refuses, in one line that names
-the layer, the row and the likely cause. Run in this process, through the entry point itself."""
+"""A target that overflows, or whose weights hold NaN: every verb refuses it, in one line that names
+the layer, the row and the likely cause. Run in this process, through the entry point."""
 
 import json
 import shutil
@@ -20,7 +20,7 @@ ANSWERS = ["--max-new-tokens", "4", "--device", "cpu"]
 
 @pytest.fixture(scope="module")
 def draft(overflowing_target, tiny_chats, tmp_path_factory):
-    """A draft of the same weights in float32, where they do not overflow; no run is around it."""
+    """A draft trained on the same weights in float32, where nothing overflows; without its run."""
     root = tmp_path_factory.mktemp("draft")
     recipe = recipe_for(overflowing_target, tiny_chats, root / "run", "training.steps=4")
     with (training := set_up(recipe)).parts.target:
@@ -32,9 +32,9 @@ def draft(overflowing_target, tiny_chats, tmp_path_factory):
 @pytest.fixture
 def recipe_file(overflowing_target, tiny_chats, tmp_path):
     def make(*overrides, target=overflowing_target, dtype="float16"):
-        words = (f"target.dtype={dtype}", *overrides)
+        arguments = (f"target.dtype={dtype}", *overrides)
         path = tmp_path / "recipe.yaml"
-        path.write_text(recipe_for(target, tiny_chats, tmp_path / "run", *words).to_yaml())
+        path.write_text(recipe_for(target, tiny_chats, tmp_path / "run", *arguments).to_yaml())
         return path
 
     return make
@@ -44,9 +44,9 @@ def recipe_file(overflowing_target, tiny_chats, tmp_path):
 def run(capfd):
     """Run a verb: its exit code, stdout, and the last line of stderr."""
 
-    def call(*words):
+    def call(*arguments):
         with pytest.raises(SystemExit) as ended:
-            main.run([str(word) for word in words])
+            main.run([str(argument) for argument in arguments])
         out, err = capfd.readouterr()
         assert "Traceback" not in err
         return ended.value.code or 0, out, err.strip().splitlines()[-1] if err.strip() else ""
@@ -78,20 +78,20 @@ def test_train_from_damaged_weights(run, recipe_file, damaged_target):
 
 
 @pytest.mark.parametrize("encoding", ["hidden", "hidden-fp8", "probs", "topk"])
-def test_precompute(run, recipe_file, tmp_path, encoding):
+def test_precompute_refuses_and_writes_no_shard(run, recipe_file, tmp_path, encoding):
     out = tmp_path / "cache"
-    words = ["precompute", recipe_file(), "-o", out, "--encoding", encoding]
-    words += ["--top-k", 4] if encoding == "topk" else []
-    refused(run(*words), OVERFLOW, "chats.jsonl:", "float16 overflows")
+    arguments = ["precompute", recipe_file(), "-o", out, "--encoding", encoding]
+    arguments += ["--top-k", 4] if encoding == "topk" else []
+    refused(run(*arguments), OVERFLOW, "chats.jsonl:", "float16 overflows")
     assert not list(out.glob("shard-*"))
 
 
-def test_a_cache_in_a_precision_that_is_too_narrow(run, recipe_file, tmp_path):
-    """The target is sound; what would be kept of it is not."""
-    words = ["precompute", recipe_file(dtype="float32"), "-o", tmp_path / "cache"]
-    refused(run(*words, "--dtype", "float16"), OVERFLOW, "float16 overflows")
-    words[-1] = tmp_path / "wide"
-    assert run(*words, "--dtype", "bfloat16")[0] == 0
+def test_a_cache_dtype_that_overflows_is_refused(run, recipe_file, tmp_path):
+    """The target itself is finite; its cached values would not be."""
+    arguments = ["precompute", recipe_file(dtype="float32"), "-o", tmp_path / "cache"]
+    refused(run(*arguments, "--dtype", "float16"), OVERFLOW, "float16 overflows")
+    arguments[-1] = tmp_path / "wide"
+    assert run(*arguments, "--dtype", "bfloat16")[0] == 0
 
 
 def test_precompute_from_damaged_weights(run, recipe_file, damaged_target, tmp_path):
@@ -100,38 +100,40 @@ def test_precompute_from_damaged_weights(run, recipe_file, damaged_target, tmp_p
 
 
 @pytest.mark.parametrize("encoding", ["hidden", "hidden-fp8", "probs"])
-def test_verify_and_training_name_rows_of_a_cache(
+def test_verify_and_train_name_the_bad_rows_of_a_cache(
     run, recipe_file, tmp_path, monkeypatch, encoding
 ):
-    """A cache from before NaN was looked for: whole by its checksums, and worth nothing."""
+    """A cache made before NaN was checked for: its checksums match, but it is useless."""
     cache = tmp_path / "cache"
     monkeypatch.setattr(capture.Disk, "_check", lambda *_: None)
-    words = ["precompute", recipe_file(), "-o", cache, "--encoding", encoding]
-    assert run(*words)[0] == 0
+    arguments = ["precompute", recipe_file(), "-o", cache, "--encoding", encoding]
+    assert run(*arguments)[0] == 0
     code, out, _ = run("cache", "verify", cache, "--json")
-    found = json.loads(out)
-    assert (code, found["damaged"]) == (1, [])
-    assert len(found["not_finite"]) == found["rows"]
-    assert "chats.jsonl:" in found["not_finite"][0]
-    assert ": layer 2, token 1" in found["not_finite"][0]  # token 0 is a special one
+    report = json.loads(out)
+    assert (code, report["damaged"]) == (1, [])
+    assert len(report["not_finite"]) == report["rows"]
+    assert "chats.jsonl:" in report["not_finite"][0]
+    assert ": layer 2, token 1" in report["not_finite"][0]  # token 0 is a special token
     assert "not finite (NaN or infinity): row 0" in run("cache", "verify", cache)[1]
     if encoding == "hidden":
-        words = ["target.backend=cache", f"target.cached_target_path={cache}"]
-        refused(run("train", recipe_file(), "target.model=null", *words), OVERFLOW)
+        arguments = ["target.backend=cache", f"target.cached_target_path={cache}"]
+        refused(run("train", recipe_file(), "target.model=null", *arguments), OVERFLOW)
 
 
 @pytest.mark.parametrize("temperature", ["0", "1"])
-def test_regenerate(run, overflowing_target, tiny_chats, tmp_path, temperature):
+def test_regenerate_refuses_and_writes_no_answers(
+    run, overflowing_target, tiny_chats, tmp_path, temperature
+):
     out = tmp_path / "answers.jsonl"
-    words = ["regenerate", tiny_chats, "--out", out, "--temperature", temperature, "--limit", "3"]
-    said = refused(run(*words, "--target", overflowing_target, *ANSWERS), OVERFLOW)
-    assert "chats.jsonl:" in said
+    command = ["regenerate", tiny_chats, "--out", out, "--temperature", temperature, "--limit", "3"]
+    line = refused(run(*command, "--target", overflowing_target, *ANSWERS), OVERFLOW)
+    assert "chats.jsonl:" in line
     assert not out.exists()
 
 
-def test_regenerate_by_damaged_weights(run, damaged_target, tiny_chats, tmp_path):
-    words = ["regenerate", tiny_chats, "--out", tmp_path / "x.jsonl", "--limit", "2"]
-    refused(run(*words, "--target", damaged_target, *ANSWERS), DAMAGED)
+def test_regenerate_with_damaged_weights(run, damaged_target, tiny_chats, tmp_path):
+    arguments = ["regenerate", tiny_chats, "--out", tmp_path / "x.jsonl", "--limit", "2"]
+    refused(run(*arguments, "--target", damaged_target, *ANSWERS), DAMAGED)
 
 
 def prompts(tmp_path):
@@ -140,24 +142,26 @@ def prompts(tmp_path):
     return ["--prompts", path]
 
 
-def test_eval(run, draft, overflowing_target, damaged_target, tmp_path):
-    words = ["eval", draft, *prompts(tmp_path), "--json", *ANSWERS]
-    refused(run(*words, "--target", overflowing_target), OVERFLOW, "float16 overflows")
-    refused(run(*words, "--target", damaged_target), DAMAGED)
-    code, out, _ = run(*words, "--target", overflowing_target, "--dtype", "float32")
+def test_eval_refuses_what_is_not_finite(run, draft, overflowing_target, damaged_target, tmp_path):
+    arguments = ["eval", draft, *prompts(tmp_path), "--json", *ANSWERS]
+    refused(run(*arguments, "--target", overflowing_target), OVERFLOW, "float16 overflows")
+    refused(run(*arguments, "--target", damaged_target), DAMAGED)
+    code, out, _ = run(*arguments, "--target", overflowing_target, "--dtype", "float32")
     assert code == 0
     assert json.loads(out)["drafts"][0]["acceptance_length"] >= 1.0
 
 
-def test_export(run, draft, overflowing_target, damaged_target, tmp_path):
-    words = ["export", draft, "--engine", "vllm", "--out", tmp_path / "out", *ANSWERS]
-    words += prompts(tmp_path)
-    refused(run(*words, "--target", overflowing_target), OVERFLOW)
-    refused(run(*words, "--target", damaged_target), DAMAGED)
+def test_export_refuses_what_is_not_finite(
+    run, draft, overflowing_target, damaged_target, tmp_path
+):
+    arguments = ["export", draft, "--engine", "vllm", "--out", tmp_path / "out", *ANSWERS]
+    arguments += prompts(tmp_path)
+    refused(run(*arguments, "--target", overflowing_target), OVERFLOW)
+    refused(run(*arguments, "--target", damaged_target), DAMAGED)
     assert not (tmp_path / "out").exists()
 
 
-def test_a_draft_with_nan_is_named_as_that(run, draft, overflowing_target, tmp_path):
+def test_nan_in_a_draft_is_reported_as_such(run, draft, overflowing_target, tmp_path):
     from safetensors.torch import load_file, save_file
 
     broken = tmp_path / "broken"
@@ -165,8 +169,8 @@ def test_a_draft_with_nan_is_named_as_that(run, draft, overflowing_target, tmp_p
     tensors = load_file(broken / "model.safetensors")
     tensors["fc.weight"][0, 0] = float("nan")
     save_file(tensors, broken / "model.safetensors", {"format": "pt"})
-    words = [*prompts(tmp_path), "--target", overflowing_target, "--dtype", "float32", *ANSWERS]
-    line = refused(run("eval", broken, *words), "weights hold NaN", "tensor fc.weight")
+    arguments = [*prompts(tmp_path), "--target", overflowing_target, "--dtype", "float32", *ANSWERS]
+    line = refused(run("eval", broken, *arguments), "weights hold NaN", "tensor fc.weight")
     assert "plain layout" not in line
 
 
@@ -174,7 +178,7 @@ def test_serve_target_does_not_start_on_damaged_weights(run, damaged_target):
     refused(run("serve-target", "--target", damaged_target, *SERVED), DAMAGED)
 
 
-def test_a_run_that_learns_nothing_says_so(run, recipe_file, tiny_target, tmp_path):
+def test_a_run_that_learns_nothing_warns(run, recipe_file, tiny_target, tmp_path):
     recipe = recipe_file("training.lr=1e6", target=tiny_target, dtype="float32")
     code, out, _ = run("train", recipe, "--json")
     assert code == 0
@@ -183,13 +187,13 @@ def test_a_run_that_learns_nothing_says_so(run, recipe_file, tiny_target, tmp_pa
     assert "training.lr (1e+06)" in warning
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line).get("warning") for line in lines].count(warning) == 1
-    code, out, _ = run("train", recipe)  # finished: it still says so
+    code, out, _ = run("train", recipe)  # finished: it still warns
     assert code == 0
     assert "the draft learned nothing" in out
     again = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert again == lines
 
 
-def test_a_run_that_learns_warns_of_nothing(run, recipe_file, tiny_target):
+def test_a_run_that_learns_does_not_warn(run, recipe_file, tiny_target):
     code, out, _ = run("train", recipe_file(target=tiny_target, dtype="float32"), "--json")
     assert (code, json.loads(out)["warnings"]) == (0, [])

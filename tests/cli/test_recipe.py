@@ -1,4 +1,4 @@
-"""`fledge recipe`: what users see."""
+"""`fledge recipe` as users see it."""
 
 import json
 import subprocess
@@ -16,9 +16,9 @@ ROOT = Path(__file__).parents[2]
 def fledge(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
     with pytest.raises(SystemExit) as caught:
         run(list(arguments))
-    said = capsys.readouterr()
+    captured = capsys.readouterr()
     assert isinstance(caught.value.code, int)
-    return caught.value.code, said.out, said.err
+    return caught.value.code, captured.out, captured.err
 
 
 def test_show_prints_a_recipe_that_reads_back_equal(
@@ -45,7 +45,7 @@ def test_typos_are_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[str]) 
     )
 
 
-def test_the_schema_is_json_and_knows_every_section(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_schema_is_json_and_has_every_section(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = fledge(capsys, "recipe", "schema")
     schema = json.loads(out)
     assert code == 0
@@ -78,7 +78,7 @@ def test_check_prints_one_line_per_file_and_stops_at_the_first_bad_one(
     assert json.loads(out)["ok"] is False
 
 
-def test_every_shipped_recipe_is_listed_and_copied_as_it_is(
+def test_every_shipped_recipe_is_listed_and_copied_unchanged(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -101,7 +101,7 @@ def test_every_shipped_recipe_is_listed_and_copied_as_it_is(
     assert (tmp_path / "mine.yaml").read_bytes() == files[name].read_bytes()
 
 
-def test_a_file_comes_before_a_shipped_recipe_and_a_directory_does_not(
+def test_a_file_shadows_a_shipped_recipe_but_a_directory_does_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -119,7 +119,7 @@ def test_a_file_comes_before_a_shipped_recipe_and_a_directory_does_not(
         ("recipes/smollm2_cpu.yaml", "by name, shipped recipes need no file: smollm2_cpu"),
     ],
 )
-def test_a_recipe_that_is_not_here(
+def test_a_missing_recipe_is_refused_with_advice(
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

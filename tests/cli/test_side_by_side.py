@@ -1,4 +1,4 @@
-"""The demo's last screen: two courses of one answer, their figures, and an honest sentence."""
+"""The demo's last screen: one answer with and without the draft, figures and a verdict."""
 
 import re
 
@@ -22,23 +22,26 @@ class Words:
         return "".join(PIECES[token] for token in token_ids)
 
 
-def both(step_s: float, round_s: tuple[float, float]) -> SideBySide:
-    """Nine tokens: the target's eight steps, or three rounds of three, three and two tokens."""
+def side_by_side_of(step_s: float, round_s: tuple[float, float]) -> SideBySide:
+    """Nine tokens: eight steps of the target, or three rounds of three, three and two tokens."""
     plain = Generation([7, 7], list(range(9)))
     drafted = Generation([7, 7], list(range(9)), rounds=[Round(3, 2, 3), Round(6, 2, 3),
                                                          Round(9, 1, 2)])  # fmt: skip
     times = [RoundTime(0.0, step_s)] * 8, [RoundTime(*round_s)] * 3
     watches, courses = [], []
-    for text, each in zip((plain, drafted), times, strict=True):
+    for text, round_times in zip((plain, drafted), times, strict=True):
         watch = Stopwatch()
-        watch.add(Timing(len(each), sum(one.seconds for one in each), list(each)), text)
+        watch.add(
+            Timing(len(round_times), sum(time.seconds for time in round_times), list(round_times)),
+            text,
+        )
         watches.append(watch)
-        courses.append(Course.of(text, each, Words()))
+        courses.append(Course.of(text, round_times, Words()))
     return SideBySide(*courses, Speed(*watches))
 
 
-def test_a_course_knows_what_is_there_when():
-    shown = both(0.1, (0.05, 0.15))
+def test_a_course_has_the_tokens_of_every_moment():
+    shown = side_by_side_of(0.1, (0.05, 0.15))
     assert [count for _, count in shown.plain.moments] == [1, 2, 3, 4, 5, 6, 7, 8, 9]
     assert [count for _, count in shown.drafted.moments] == [1, 4, 7, 9]
     assert shown.drafted.depths == [0, 1, 2, 0, 1, 2, 0, 1, 0]
@@ -53,14 +56,14 @@ def text_of(shown: SideBySide) -> str:
     return " ".join(line.plain for line in side_by_side.verdict(shown))
 
 
-def test_a_gain_is_said_and_nothing_else():
-    text = text_of(both(0.1, (0.05, 0.15)))
+def test_a_gain_is_reported_without_further_explanation():
+    text = text_of(side_by_side_of(0.1, (0.05, 0.15)))
     assert text.startswith("1.33 times as fast: the same text, token for token, 3 passes of the")
     assert "GPU" not in text
 
 
-def test_no_gain_is_explained_with_what_a_gpu_gains():
-    text = text_of(both(0.1, (0.05, 0.25)))
+def test_no_gain_is_explained_with_the_gain_on_a_gpu():
+    text = text_of(side_by_side_of(0.1, (0.05, 0.25)))
     assert text.startswith("0.89 times as fast here: the same text")
     assert "takes 2.5 times as long" in text
     assert "drafting 50% of one" in text
@@ -68,31 +71,31 @@ def test_no_gain_is_explained_with_what_a_gpu_gains():
     assert f"{gain_on_a_gpu('smollm2-135m', 'chain').speedup} times as fast ({SOURCE})" in text
 
 
-def test_a_disturbed_clock_says_no_speed_up():
-    assert "the clock was disturbed" in text_of(both(0.1, (0.0, 0.05)))
-    assert "times as fast" not in text_of(both(0.1, (0.0, 0.05)))
+def test_a_disturbed_clock_reports_no_speedup():
+    assert "the clock was disturbed" in text_of(side_by_side_of(0.1, (0.0, 0.05)))
+    assert "times as fast" not in text_of(side_by_side_of(0.1, (0.0, 0.05)))
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_on_a_terminal_both_fill_in_their_own_time(width, capsys, monkeypatch):
+def test_on_a_terminal_both_columns_fill_in_real_time(width, capsys, monkeypatch):
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setattr(side_by_side.out, "_force_terminal", True)
     monkeypatch.setattr(side_by_side.out, "is_interactive", True)
     monkeypatch.setattr(side_by_side.out, "_width", width)
     waited: list[float] = []
-    side_by_side.show(both(0.1, (0.05, 0.15)), sleep=waited.append)
-    assert sum(waited) == pytest.approx(0.8, abs=0.1)  # as long as the slower one took
+    side_by_side.show(side_by_side_of(0.1, (0.05, 0.15)), sleep=waited.append)
+    assert sum(waited) == pytest.approx(0.8, abs=0.1)  # as long as the slower of the two took
     shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capsys.readouterr().out)
     counts = re.findall(r"without the draft (\d)/9 tokens\s+with the draft (\d)/9 tokens", shown)
     assert len(counts) > len(waited)
     assert counts[0] == ("1", "1")
     assert counts[-1] == ("9", "9")
-    assert ("7", "9") in counts  # one is there while the other is still coming
+    assert ("7", "9") in counts  # the drafted one is done first
     assert max(map(len, shown.replace("\r", "\n").splitlines())) <= width
 
 
-def test_without_a_terminal_two_bars_and_figures(capsys):
-    side_by_side.show(both(0.1, (0.05, 0.15)), sleep=pytest.fail)
+def test_without_a_terminal_two_bars_and_figures_are_printed(capsys):
+    side_by_side.show(side_by_side_of(0.1, (0.05, 0.15)), sleep=pytest.fail)
     lines = capsys.readouterr().out.splitlines()
     assert lines[3].startswith("1.33 times as fast")
     plain, drafted = lines[1], lines[2]

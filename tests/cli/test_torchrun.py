@@ -30,7 +30,7 @@ def torchrun(*arguments):
 def test_two_processes_train_one_draft(recipe_file):
     done = torchrun("train", recipe_file, "training.steps=2", "training.device=cpu", "--json")
     assert done.returncode == 0, done.stderr
-    outcome = json.loads(done.stdout)  # one rank speaks
+    outcome = json.loads(done.stdout)  # only one rank prints
     assert outcome["finished"]
     assert outcome["step"] == 2
     assert (recipe_file.parent / "run" / "best" / "model.safetensors").is_file()
@@ -38,20 +38,20 @@ def test_two_processes_train_one_draft(recipe_file):
 
 def test_a_bad_key_is_one_line(recipe_file):
     done = torchrun("train", recipe_file, "training.max_steps=2")
-    said = [line for line in done.stderr.splitlines() if line.startswith("fledge: ")]
-    assert len(said) == 1
-    assert said[0].endswith("unknown key 'training.max_steps'; did you mean 'training.steps'?")
-    assert "fledge/cli" not in done.stderr  # no traceback of ours
-    cause = done.stderr.partition("Root Cause")[2]  # torchrun's own words hold the reason
+    lines = [line for line in done.stderr.splitlines() if line.startswith("fledge: ")]
+    assert len(lines) == 1
+    assert lines[0].endswith("unknown key 'training.max_steps'; did you mean 'training.steps'?")
+    assert "fledge/cli" not in done.stderr  # no traceback of fledge
+    cause = done.stderr.partition("Root Cause")[2]  # torchrun's report has the reason
     assert "exitcode  : 2" in cause
     assert "did you mean 'training.steps'?" in cause
     assert done.stdout == ""
 
 
 @pytest.mark.parametrize(("rank", "lines"), [("0", 1), ("1", 0)])
-def test_every_rank_leaves_its_reason_and_one_says_it(monkeypatch, capsys, tmp_path, rank, lines):
+def test_every_rank_records_its_error_and_one_prints_it(monkeypatch, capsys, tmp_path, rank, lines):
     waited = []
-    monkeypatch.setattr("time.sleep", waited.append)  # for the first one to speak
+    monkeypatch.setattr("time.sleep", waited.append)  # would wait for rank 0 to print
     monkeypatch.setenv("LOCAL_RANK", rank)
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "0" / "error.json"))
     with pytest.raises(SystemExit) as ended:
@@ -59,17 +59,17 @@ def test_every_rank_leaves_its_reason_and_one_says_it(monkeypatch, capsys, tmp_p
     assert ended.value.code == 2
     assert len(capsys.readouterr().err.splitlines()) == lines
     assert len(waited) == 1 - lines
-    left = json.loads((tmp_path / "0" / "error.json").read_text())["message"]
-    assert "did you mean 'lr'?" in left["message"]
+    recorded = json.loads((tmp_path / "0" / "error.json").read_text())["message"]
+    assert "did you mean 'lr'?" in recorded["message"]
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "file" / "error.json"))
     with pytest.raises(SystemExit):
         run(["train", "training.lrr=1"])
-    assert len(capsys.readouterr().err.splitlines()) == 1  # nobody else will say it
+    assert len(capsys.readouterr().err.splitlines()) == 1  # no other rank will print it
 
 
-def test_a_rank_that_is_stopped_while_it_waits_ends_with_its_own_code(tmp_path):
-    """torchrun ends all when one has ended, and may show any of them as the root cause."""
+def test_a_rank_stopped_while_it_waits_keeps_its_exit_code(tmp_path):
+    """torchrun stops all ranks when one fails, and may report any of them as the root cause."""
     script = "import os, signal, time; from fledge.cli.main import run\n"
     script += "real = time.sleep\n"
     script += "time.sleep = lambda s: (os.kill(os.getpid(), signal.SIGTERM), real(s))\n"

@@ -55,20 +55,20 @@ def test_plan_train_and_train_again(place):
     assert again["after"] == outcome["after"]
 
 
-def test_without_a_terminal_every_logged_step_is_a_line(place, tmp_path, capsys):
+def test_without_a_terminal_every_logged_step_prints_a_line(place, tmp_path, capsys):
     recipe = recipe_for(place / "target", place / "chats.jsonl", tmp_path / "run")
     assert run_recipe(recipe) == 0
     line = re.compile(
         r"training (\d+)/(\d+) steps \(\d+%\), loss \d+\.\d+ length \d\.\d+ [\d,]+ tok/s "
         r"target \d+%; \d:\d\d elapsed(, about \d:\d\d left)?"
     )
-    found = [match for text in capsys.readouterr().err.splitlines() if (match := line.match(text))]
-    steps, [total] = [int(match[1]) for match in found], {int(match[2]) for match in found}
+    matches = [m for text in capsys.readouterr().err.splitlines() if (m := line.match(text))]
+    steps, [total] = [int(match[1]) for match in matches], {int(match[2]) for match in matches}
     assert steps == sorted({total, *range(2, total, 2)})  # tracking.every_steps, and the last
-    assert all(match[3] for match in found[:-1])
+    assert all(match[3] for match in matches[:-1])
 
 
-def test_the_table_says_how_tokens_were_drafted():
+def test_the_table_title_names_the_drafting_method():
     figures = {"acceptance_length": 1.5, "joint": [0.4, 0.1]}
     titles = {
         name: acceptance_table(
@@ -80,8 +80,8 @@ def test_the_table_says_how_tokens_were_drafted():
     assert "tokens in parallel" in titles["peagle"]
 
 
-def test_tables_of_eight_tokens_fit_into_80_columns():
-    """P-EAGLE drafts eight: every heading and every figure is whole."""
+def test_tables_of_eight_tokens_fit_in_80_columns():
+    """P-EAGLE drafts eight: no heading and no figure is cut."""
     rates = [0.812, 0.65, 0.5, 0.4, 0.3, 0.2, 0.1, 1.0]
     figures = {"acceptance_length": 2.345, "joint": rates}
     acceptance = SimpleNamespace(length=2.345, joint=rates, conditional=rates)
@@ -146,7 +146,7 @@ def test_bad_input_is_one_line_and_exit_code_2(place, tmp_path, overrides, messa
 
 
 @pytest.mark.slow
-def test_an_absent_tracker_says_what_to_install(place, tmp_path):
+def test_a_missing_tracker_error_says_what_to_install(place, tmp_path):
     if importlib.util.find_spec("trackio"):
         pytest.skip("trackio is installed here")
     done = fledge(

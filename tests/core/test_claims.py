@@ -1,4 +1,4 @@
-"""Claims: every piece of work is somebody's, and nobody's for long when its process is gone."""
+"""Claims: each piece of work has one owner, and is freed soon after its owner's process dies."""
 
 import multiprocessing
 import os
@@ -22,7 +22,7 @@ def _impatient(monkeypatch):
     monkeypatch.setattr(claims_module, "POLL_S", 0.02)
 
 
-def test_many_share_the_work_and_every_piece_is_done_once(tmp_path):
+def test_workers_share_the_work_and_every_piece_is_done_once(tmp_path):
     names, done, lock = [f"{i:05d}" for i in range(60)], [], threading.Lock()
 
     def is_done(name):
@@ -38,40 +38,40 @@ def test_many_share_the_work_and_every_piece_is_done_once(tmp_path):
             return all(map(is_done, names))
 
     with ThreadPoolExecutor(6) as pool:
-        assert all(pool.map(work, range(6)))  # nobody leaves before everything is there
+        assert all(pool.map(work, range(6)))  # no worker returns before all pieces are done
     assert sorted(done) == names
     assert not (tmp_path / "claims").exists()
 
 
-def test_one_look_takes_what_is_free_and_leaves_the_rest_to_others(tmp_path):
+def test_one_pass_takes_free_pieces_and_skips_claimed_ones(tmp_path):
     done = {"a"}
-    with Claims(tmp_path / "claims") as one, Claims(tmp_path / "claims") as other:
+    with Claims(tmp_path / "claims") as claims, Claims(tmp_path / "claims") as other:
         left = dict.fromkeys("abcd")
         assert other.take("c")
-        mine = one.free(left, done.__contains__)
-        assert next(mine) == "b"
+        free_pieces = claims.free(left, done.__contains__)
+        assert next(free_pieces) == "b"
         assert not other.take("b")
         done |= {"b", "d"}
-        assert list(mine) == []  # without waiting for c
+        assert list(free_pieces) == []  # without waiting for c
         assert list(left) == ["c"]
-        assert other.take("b")  # it was given back when it was done
+        assert other.take("b")  # it was released once it was done
         other.release("c")
-        assert list(one.free(left, done.__contains__)) == ["c"]
+        assert list(claims.free(left, done.__contains__)) == ["c"]
         assert left == {}
 
 
-def test_a_claim_that_is_not_touched_is_taken_over_by_one(tmp_path):
+def test_a_stale_claim_is_taken_over_by_exactly_one_process(tmp_path):
     with Claims(tmp_path, **QUICK) as dead, Claims(tmp_path, **QUICK) as a, Claims(tmp_path) as b:
         assert dead.take("x")
         time.sleep(2 * QUICK["stale_s"])
-        assert not a.take("x")  # it is alive, and touches its claim
+        assert not a.take("x")  # its owner is alive and keeps refreshing the claim
         dead._stopped.set()
         dead._thread.join()
         time.sleep(1.5 * QUICK["stale_s"])
-        assert not b.take("x")  # more patient
+        assert not b.take("x")  # has a longer stale time
         assert a.take("x")
         assert not a.take("x")
-        dead.release("x")  # it was only asleep: the claim of the new owner stays
+        dead.release("x")  # it was only stalled: the new owner keeps its claim
         assert sorted(path.name for path in tmp_path.glob("x.*")) == ["x.1"]
         a.release("x")
         assert b.take("x")
@@ -84,7 +84,7 @@ def _claim_and_wait(directory, ready):
         time.sleep(60)
 
 
-def test_the_dead_of_this_machine_are_known_at_once(tmp_path):
+def test_a_dead_process_on_this_machine_is_detected_at_once(tmp_path):
     context = multiprocessing.get_context("fork")
     ready = context.Event()
     process = context.Process(target=_claim_and_wait, args=(tmp_path, ready))
@@ -97,10 +97,10 @@ def test_the_dead_of_this_machine_are_known_at_once(tmp_path):
         process.join()
         assert not claims.has_company()
         assert claims.take("x")
-    assert not tmp_path.exists()  # what the dead left is gone, too
+    assert not tmp_path.exists()  # the dead process's files are removed, too
 
 
-def test_another_machine_is_given_its_time(tmp_path):
+def test_a_claim_of_another_machine_holds_until_it_is_stale(tmp_path):
     with Claims(tmp_path, **QUICK) as claims:
         claim = tmp_path / "x.0"
         claim.write_text("1 another-boot pid:[1]")
@@ -109,43 +109,43 @@ def test_another_machine_is_given_its_time(tmp_path):
         assert claims.take("x")
 
 
-def test_one_after_the_other(tmp_path):
-    inside, most = [], []
+def test_alone_admits_one_process_at_a_time(tmp_path):
+    inside, counts = [], []
 
     def enter(_):
         with Claims(tmp_path / "claims") as claims, claims.alone("manifest"):
             inside.append(1)
-            most.append(len(inside))
+            counts.append(len(inside))
             time.sleep(0.01)
             inside.pop()
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(enter, range(8)))
-    assert most == [1] * 8
+    assert counts == [1] * 8
 
 
-def test_a_claim_that_changes_hands_while_it_is_looked_at(tmp_path, monkeypatch):
-    """Given back by the first and taken by the third between the second's two looks."""
+def test_a_claim_that_changes_hands_while_it_is_checked(tmp_path, monkeypatch):
+    """The first releases it and the third takes it between two checks by the second."""
     with Claims(tmp_path / "c") as first, Claims(tmp_path / "c") as second:
         with Claims(tmp_path / "c") as third:
             assert first.take("piece")
             real = second._is_stale
 
-            def look(path):
+            def check(path):
                 monkeypatch.setattr(second, "_is_stale", real)
                 first.release("piece")
-                gone = real(path)
+                stale = real(path)
                 assert third.take("piece")
-                return gone
+                return stale
 
-            monkeypatch.setattr(second, "_is_stale", look)
+            monkeypatch.setattr(second, "_is_stale", check)
             assert not second.take("piece")
             assert [path.name for path in (tmp_path / "c").glob("piece.*")] == ["piece.0"]
             third.release("piece")
         assert second.take("piece")
 
 
-def test_whoever_is_killed_while_it_enters_is_not_in_the_way(tmp_path, monkeypatch):
+def test_a_process_killed_while_entering_blocks_nobody(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(Path, "replace", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
@@ -156,18 +156,18 @@ def test_whoever_is_killed_while_it_enters_is_not_in_the_way(tmp_path, monkeypat
     assert not list(tmp_path.iterdir())
 
 
-def test_whoever_leaves_last_removes_what_the_killed_left(tmp_path):
-    left = tmp_path / "target" / ".config.json.x.tmp"
-    left.parent.mkdir()
+def test_the_last_process_to_leave_removes_leftovers_of_killed_ones(tmp_path):
+    leftover = tmp_path / "target" / ".config.json.x.tmp"
+    leftover.parent.mkdir()
     with Claims(tmp_path / "claims") as first:
-        left.touch()
+        leftover.touch()
         with Claims(tmp_path / "claims") as second:
             second.remove_temporary_files()
-        assert left.exists()  # it may be the first one's, who is still at work
+        assert leftover.exists()  # it may belong to the first, which is still working
         (tmp_path / "kept").touch()
         first.take("x")
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["kept"]
-    left.touch()
+    leftover.touch()
     with Claims(tmp_path / "claims") as alone:
         alone.remove_temporary_files()
-        assert not left.exists()
+        assert not leftover.exists()

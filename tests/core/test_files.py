@@ -1,4 +1,4 @@
-"""Files are whole or absent; a full disk is one line and a resumable state."""
+"""Files are complete or absent; a full disk is a one-line error and a resumable state."""
 
 import errno
 import os
@@ -57,18 +57,18 @@ def test_a_directory_is_replaced_as_a_whole(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_pipe_is_written_and_stays_one(tmp_path):
+def test_a_pipe_is_written_to_and_not_replaced(tmp_path):
     pipe, read = tmp_path / "pipe", []
     os.mkfifo(pipe)
     reader = threading.Thread(target=lambda: read.append(pipe.read_text()))
     reader.start()
-    write_text(pipe, "text")  # a rename would put a file in the place of /dev/null
+    write_text(pipe, "text")  # a rename would replace /dev/null by a file
     reader.join()
     assert read == ["text"]
     assert pipe.is_fifo()
 
 
-def test_a_link_keeps_pointing_to_what_is_written(tmp_path):
+def test_a_link_is_followed_and_not_replaced(tmp_path):
     (tmp_path / "elsewhere").mkdir()
     file, link = tmp_path / "elsewhere" / "file", tmp_path / "link"
     link.symlink_to(file)
@@ -94,13 +94,13 @@ with atomic_file(Path(sys.argv[1]) / "file"), atomic_directory(Path(sys.argv[1])
 """
 
 
-def test_leftovers_of_the_killed_go_those_of_the_living_stay(tmp_path):
+def test_leftovers_of_killed_processes_are_removed_and_live_files_stay(tmp_path):
     subprocess.run([sys.executable, "-c", KILLED, tmp_path])
-    left = set(tmp_path.iterdir())
-    assert len(left) == 2
+    leftovers = set(tmp_path.iterdir())
+    assert len(leftovers) == 2
     (tmp_path / ".directory.x.old").mkdir()  # killed between the two renames
     with atomic_file(tmp_path / "file") as slow:
-        assert len(left & set(tmp_path.iterdir())) == 1  # the file's is gone, we have our own
+        assert len(leftovers & set(tmp_path.iterdir())) == 1  # the file's was replaced by ours
         write_text(tmp_path / "file", "quick")
         slow.write(b"slow")
     with atomic_directory(tmp_path / "directory") as slow_directory:
@@ -112,7 +112,7 @@ def test_leftovers_of_the_killed_go_those_of_the_living_stay(tmp_path):
     assert {p.name for p in tmp_path.iterdir()} == {"file", "directory"}
 
 
-def test_a_directory_that_cannot_be_replaced_is_as_it_was(tmp_path, monkeypatch):
+def test_a_directory_that_cannot_be_replaced_is_unchanged(tmp_path, monkeypatch):
     path = tmp_path / "directory"
     path.mkdir()
     (path / "old").touch()
@@ -135,7 +135,7 @@ def test_a_directory_that_cannot_be_replaced_is_as_it_was(tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("directory", [False, True])
-def test_a_place_that_cannot_be_written_is_refused_at_once(tmp_path, directory):
+def test_an_unwritable_path_is_refused_at_once(tmp_path, directory):
     (tmp_path / "file").touch()
     (tmp_path / "loop").symlink_to("loop")
     check_place(tmp_path / "new", directory=directory)
@@ -148,30 +148,30 @@ def test_a_place_that_cannot_be_written_is_refused_at_once(tmp_path, directory):
     if directory:
         with pytest.raises(BadInput, match="not a directory"):
             check_place(tmp_path / "loop", directory=True)
-    assert {p.name for p in tmp_path.iterdir()} == {"file", "loop"}  # nothing was made to find out
+    assert {p.name for p in tmp_path.iterdir()} == {"file", "loop"}  # checking created nothing
 
 
-def test_alone_in_a_directory_and_in_no_other(tmp_path):
+def test_only_one_command_at_a_time_writes_to_a_directory(tmp_path):
     path = tmp_path / "run"
     with alone_in(path):
         with pytest.raises(BadInput, match="another command is writing"), alone_in(path):
             pass
         (path / "x").touch()
-    with alone_in(path):  # free again, and nothing but what was written is there
+    with alone_in(path):  # free again, and it holds only what was written
         assert [p.name for p in path.iterdir()] == ["x"]
     with pytest.raises(BadInput, match="removed meanwhile"), alone_in(path):
         shutil.rmtree(path)
     with pytest.raises(BadInput, match="removed meanwhile"), alone_in(path):
-        path.rename(tmp_path / "aside").with_name("run").mkdir()  # another one of that name
+        path.rename(tmp_path / "aside").with_name("run").mkdir()  # a new one of that name
 
 
-def test_whatever_the_disk_refuses_is_an_oserror(tmp_path):
+def test_a_failed_save_is_an_oserror_that_names_the_file(tmp_path):
     with pytest.raises(FileNotFoundError) as caught:
         save_tensors(tmp_path / "gone" / "x", {"a": torch.zeros(1)})
     assert caught.value.filename == str(tmp_path / "gone" / "x")
 
 
-def test_a_full_disk_is_an_oserror_and_one_line(tmp_path, monkeypatch, capsys):
+def test_a_full_disk_is_an_oserror_and_a_one_line_message(tmp_path, monkeypatch, capsys):
     def full(*_, **__):
         raise SafetensorError("I/O error: No space left on device (os error 28)")
 
@@ -187,12 +187,12 @@ def test_a_full_disk_is_an_oserror_and_one_line(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit) as ended:
         main.run([])
     assert ended.value.code == 3
-    said = capsys.readouterr().err.strip()
-    assert said.startswith("fledge: the disk is full")
-    assert "\n" not in said
+    message = capsys.readouterr().err.strip()
+    assert message.startswith("fledge: the disk is full")
+    assert "\n" not in message
 
 
-def test_others_words_are_cut_to_a_line():
+def test_library_errors_are_cut_to_one_line():
     assert first_line(ValueError("one\ntwo")) == "one"
     assert first_line(ValueError("these are missing:\n  a\n  b")) == "these are missing: a"
     assert first_line(ValueError("")) == "ValueError('')"
@@ -200,8 +200,8 @@ def test_others_words_are_cut_to_a_line():
     assert first_line(ValueError("ab " * 900)) == ("ab " * 900)[:LONGEST_LINE].rstrip() + " ..."
 
 
-def test_what_is_written_may_be_read_by_whom_the_user_allows(tmp_path):
-    """Temporary files are the writer's alone; what replaces them is as plain open() makes it."""
+def test_written_files_have_the_permissions_of_the_umask(tmp_path):
+    """Temporary files are private; final ones have the mode that open() would give them."""
     (tmp_path / "plain").touch()
     (tmp_path / "made").mkdir()
     with atomic_file(tmp_path / "file") as handle:

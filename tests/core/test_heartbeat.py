@@ -1,4 +1,4 @@
-"""A rank that is gone is named, once; one that leaves is not missed."""
+"""A rank that dies is named, once; one that leaves in order raises no alarm."""
 
 import multiprocessing
 import os
@@ -22,7 +22,7 @@ def quick(monkeypatch):
 
 @pytest.fixture
 def three(quick):
-    """Three ranks in one process; what each of them would end with."""
+    """Three ranks in one process, and the message each of them would end with."""
     store, ended = HashStore(), {}
     ranks = [Heartbeat(store, rank, 3, end=_keep(ended, rank)) for rank in range(3)]
     for rank in ranks:
@@ -33,35 +33,35 @@ def three(quick):
 
 
 def _keep(ended, rank):
-    return lambda told: ended.setdefault(rank, told)
+    return lambda message: ended.setdefault(rank, message)
 
 
-def until(true, seconds=10.0):
+def until(condition, seconds=10.0):
     end = time.monotonic() + seconds
-    while not true():
+    while not condition():
         assert time.monotonic() < end
         time.sleep(0.01)
 
 
-def test_a_rank_that_falls_silent_is_named_by_all_others(three):
+def test_a_silent_rank_is_named_by_all_others(three):
     ranks, ended = three
-    ranks[1]._stopped.set()  # its thread ends without a word, as with its process
+    ranks[1]._stopped.set()  # its thread ends silently, as if the process had died
     until(lambda: len(ended) == 2)
     assert set(ended) == {0, 2}
-    for told in ended.values():
-        assert told.startswith(f"rank 1 on {os.uname().nodename} is gone: nothing heard")
+    for message in ended.values():
+        assert message.startswith(f"rank 1 on {os.uname().nodename} is gone: nothing heard")
     assert ranks[0].speaks()
-    assert not ranks[2].speaks()  # one line a machine
+    assert not ranks[2].speaks()  # one rank per machine prints it
 
 
-def test_a_rank_that_failed_says_why(three):
+def test_the_reason_of_a_failed_rank_reaches_the_others(three):
     ranks, ended = three
     ranks[2].stop("the disk is full")
     until(lambda: len(ended) == 2)
     assert ended[0].endswith("ended: the disk is full")
 
 
-def test_ranks_that_leave_are_not_missed(three):
+def test_ranks_that_leave_in_order_are_not_reported_lost(three):
     ranks, ended = three
     ranks[1].stop()
     ranks[0].stop()
@@ -70,7 +70,7 @@ def test_ranks_that_leave_are_not_missed(three):
     assert ranks[2].lost(silent_s=heartbeat.SUSPECT_S) is None
 
 
-def test_a_store_that_is_gone_ends_the_rank(three, monkeypatch):
+def test_a_lost_store_ends_the_rank(three, monkeypatch):
     ranks, ended = three
 
     def gone(_):
@@ -91,7 +91,7 @@ def test_a_failed_collective_names_the_rank_that_died(three, monkeypatch):
         raise RuntimeError("Connection closed by peer [127.0.0.1]:4711")
 
 
-def test_a_failure_of_ones_own_stays_what_it_is(three, monkeypatch):
+def test_a_rank_raises_its_own_error_unchanged(three, monkeypatch):
     ranks, ended = three
     monkeypatch.setattr(heartbeat, "_current", ranks[0])
     with pytest.raises(RuntimeError, match="a bug"), ending_together(nullcontext):
@@ -100,20 +100,20 @@ def test_a_failure_of_ones_own_stays_what_it_is(three, monkeypatch):
     assert ended[1].endswith("ended: a bug")
 
 
-def _waits_for_the_dead(store_path, rank):
+def _wait_forever(store_path, rank):
     from torch.distributed import FileStore
 
     heartbeat.BEAT_S, heartbeat.SILENT_S = 0.05, 1.0
-    beating = Heartbeat(FileStore(store_path, 2), rank, 2)
+    beat = Heartbeat(FileStore(store_path, 2), rank, 2)
     time.sleep(0.5)
-    beating.start()
-    signal.pause()  # a collective that never ends
+    beat.start()
+    signal.pause()  # stands for a collective that never ends
 
 
 def test_a_process_ends_while_its_main_thread_waits(tmp_path):
     context = multiprocessing.get_context("fork")
     arguments = [(str(tmp_path / "store"), rank) for rank in range(2)]
-    ranks = [context.Process(target=_waits_for_the_dead, args=given) for given in arguments]
+    ranks = [context.Process(target=_wait_forever, args=args) for args in arguments]
     for process in ranks:
         process.start()
     time.sleep(1.0)

@@ -1,4 +1,4 @@
-"""What a person is told to type works where they are: activated or not, checkout or index."""
+"""Suggested commands work as shown: environment activated or not, from a checkout or an index."""
 
 import json
 import os
@@ -45,7 +45,7 @@ def from_index(monkeypatch: pytest.MonkeyPatch, direct_url: dict[str, object] | 
     monkeypatch.setattr(install.metadata, "distribution", lambda name: Distribution())
 
 
-def test_the_command_is_found_or_named_by_its_path(environment, monkeypatch):
+def test_the_command_has_its_path_unless_it_is_on_the_search_path(environment, monkeypatch):
     assert fledge_command("chat", Path("my runs/x")) == ".venv/bin/fledge chat 'my runs/x'"
     activate(environment, monkeypatch)
     assert fledge_command("report", "runs/x") == "fledge report runs/x"
@@ -59,11 +59,11 @@ def test_another_fledge_on_the_path_is_not_ours_but_a_link_to_ours_is(environmen
     activate(other, monkeypatch)
     assert fledge_command() == ".venv/bin/fledge"
     (other / "fledge").unlink()
-    (other / "fledge").symlink_to(environment / "fledge")  # as pipx does it
+    (other / "fledge").symlink_to(environment / "fledge")  # as pipx does
     assert fledge_command() == "fledge"
 
 
-def test_without_a_script_python_runs_it(environment):
+def test_without_a_script_the_command_is_python_m_fledge(environment):
     (environment / "fledge").unlink()
     assert fledge_command("doctor") == ".venv/bin/python -m fledge doctor"
 
@@ -75,7 +75,7 @@ def test_extras_of_a_checkout_are_installed_from_it(environment, monkeypatch):
     assert shlex.split(install_extra("serve"))[-1] == f"{str(environment.parents[1])[1:]}[serve]"
 
 
-def test_extras_come_from_where_fledge_came_from(environment, monkeypatch, tmp_path):
+def test_extras_come_from_the_source_fledge_was_installed_from(environment, monkeypatch, tmp_path):
     activate(environment, monkeypatch)
     from_index(monkeypatch, None)
     assert install_extra("serve") == "pip install 'fledge[serve]'"
@@ -84,12 +84,12 @@ def test_extras_come_from_where_fledge_came_from(environment, monkeypatch, tmp_p
     assert install_extra("plot") == "pip install 'fledge[plot] @ git+https://example.org/fledge'"
     wheel = tmp_path / "fledge-1-py3-none-any.whl"
     from_index(monkeypatch, {"url": wheel.as_uri(), "archive_info": {}})
-    assert install_extra("plot") == "pip install 'fledge[plot]'"  # that file is gone
+    assert install_extra("plot") == "pip install 'fledge[plot]'"  # that file no longer exists
     wheel.touch()
     assert install_extra("plot") == f"pip install '{wheel.name}[plot]'"
 
 
-def test_without_pip_in_the_environment(environment, monkeypatch):
+def test_uv_or_python_m_pip_replaces_a_missing_pip(environment, monkeypatch):
     (environment / "pip").unlink()
     monkeypatch.setattr(install.util, "find_spec", lambda name: None)
     monkeypatch.setattr(install.shutil, "which", lambda name: f"/usr/bin/{name}")
@@ -99,8 +99,8 @@ def test_without_pip_in_the_environment(environment, monkeypatch):
     assert install_packages("gguf") == ".venv/bin/python -m pip install gguf"
 
 
-def test_the_lines_run_here():
-    """For this very interpreter: the command answers, and pip understands the extra."""
+def test_the_suggested_commands_run_in_this_environment():
+    """With this interpreter: `fledge` runs, and `pip` belongs to this environment."""
     assert install.checkout() == ROOT
     version = shlex.split(f"{fledge_command()} --version")
     assert subprocess.run(version, capture_output=True, text=True).stdout.startswith("fledge ")

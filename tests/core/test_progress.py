@@ -1,4 +1,4 @@
-"""Lines instead of a bar: often enough, not too often, and with the time that is left."""
+"""Progress lines instead of a bar: neither too rare nor too frequent, with the time left."""
 
 import io
 import time
@@ -14,65 +14,65 @@ from fledge.models.progress import phase
 
 @pytest.fixture
 def terminal(monkeypatch):
-    """Not a terminal, and a clock that runs fifty times as fast."""
-    found = Terminal(file=io.StringIO(), width=40)
-    monkeypatch.setattr("fledge.cli.console.err", found)
+    """Output that is not a terminal, with a line every 0.2 s."""
+    terminal = Terminal(file=io.StringIO(), width=40)
+    monkeypatch.setattr("fledge.cli.console.err", terminal)
     monkeypatch.setattr(progress, "EVERY_S", 0.2)
-    return found
+    return terminal
 
 
 def lines(terminal):
     return terminal.file.getvalue().splitlines()
 
 
-def test_never_silent_and_never_too_loud(terminal):
+def test_lines_are_neither_too_rare_nor_too_frequent(terminal):
     with watching() as watch:
         watch("loading the target", 0, 1)
-        time.sleep(0.5)  # one call that takes its time
+        time.sleep(0.5)  # one slow call
         for done in range(1000):
             watch("the target answers", done, 1000)
             time.sleep(0.0005)
     shown = lines(terminal)
     assert any(line.startswith("loading the target 0/1 (0%); 0:00 elapsed") for line in shown)
     assert any(line.startswith("the target answers ") and " left" in line for line in shown)
-    assert 3 <= len(shown) <= 8  # a second or a little more, five a second at most
+    assert 3 <= len(shown) <= 8  # about one second, at most five lines per second
 
 
-def test_a_short_thing_says_nothing(terminal):
+def test_a_short_task_prints_nothing(terminal):
     with progress_bar("quick", "rows") as update:
         update(total=3, completed=3, note="done")
     assert lines(terminal) == []
 
 
-def test_strings_from_outside_are_shown_not_obeyed(terminal):
+def test_control_characters_and_markup_are_shown_literally(terminal):
     with progress_bar("x\x1b[2J", "rows") as update:
         update(total=2, completed=1, note="[red]y\x07", now=True)
-    [line] = lines(terminal)  # one line, however narrow
+    [line] = lines(terminal)  # one line, however narrow the output
     assert line.startswith("x\\x1b[2J 1/2 rows (50%), [red]y\\x07; 0:00 elapsed")
 
 
-def test_only_the_first_of_several_processes_speaks(terminal, monkeypatch):
+def test_only_rank_0_prints_progress(terminal, monkeypatch):
     monkeypatch.setenv("RANK", "3")
     with progress_bar("x", "rows") as update:
         update(total=2, completed=1, now=True)
     assert lines(terminal) == []
 
 
-def test_the_time_left_counts_from_where_counting_began(monkeypatch):
+def test_the_time_left_counts_from_the_start_of_the_phase(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
-    said = []
-    bar = PlainProgress(said.append, "preparing", "parts")
+    printed = []
+    bar = PlainProgress(printed.append, "preparing", "parts")
     bar.update(total=5, completed=5)
     now[0] = 60.0
     bar.update(description="evaluating", unit="steps", total=400, completed=100)  # a resumed run
-    now[0] = 1000.0  # which took its time, and is no step
+    now[0] = 1000.0  # the evaluation took long, but is not a training step
     bar.update(description="training")
     now[0] = 1010.0
     bar.update(completed=110, note="loss 3", now=True)
     bar.update(advance=190, now=True)
-    bar.update(description="evaluating", completed=400, now=True)  # nobody knows how long
-    assert said == [
+    bar.update(description="evaluating", completed=400, now=True)  # no estimate for it
+    assert printed == [
         "training 110/400 steps (28%), loss 3; 16:50 elapsed, about 4:50 left",
         "training 300/400 steps (75%), loss 3; 16:50 elapsed, about 0:05 left",
         "evaluating 400/400 steps (100%), loss 3; 16:50 elapsed",
@@ -80,7 +80,7 @@ def test_the_time_left_counts_from_where_counting_began(monkeypatch):
     assert [clock_time(s) for s in (7, 750, 10800)] == ["0:07", "12:30", "3:00:00"]
 
 
-def test_a_model_that_is_converted_for_minutes(monkeypatch, capsys):
+def test_a_long_conversion_prints_progress(monkeypatch, capsys):
     monkeypatch.setattr(progress, "EVERY_S", 0.1)
     with phase("converting"):
         time.sleep(0.35)

@@ -1,4 +1,4 @@
-"""The one door for metadata: what it lets through, and the one line about everything else."""
+"""Reading metadata: valid input is accepted, everything else is refused in one line."""
 
 import json
 import os
@@ -32,7 +32,7 @@ JSON = st.recursive(
 
 
 @given(st.dictionaries(st.text(), JSON, max_size=5))
-def test_whatever_json_writes_is_read_back(value):
+def test_any_json_object_is_read_back(value):
     assert parse_json(json.dumps(value), where="x") == value
 
 
@@ -47,7 +47,7 @@ def test_whatever_json_writes_is_read_back(value):
         ('{"a": ' * 100_000, "nested too deeply"),
     ],
 )  # fmt: skip
-def test_what_is_not_one_clear_value_is_one_line(text, told):
+def test_invalid_or_ambiguous_json_is_refused_in_one_line(text, told):
     with pytest.raises(BadInput) as caught:
         parse_json(text, where="some.json", what="the thing")
     line = str(caught.value)
@@ -70,7 +70,7 @@ GOOD = {
 }  # fmt: skip
 
 
-def test_a_description_leaves_alone_what_it_does_not_name():
+def test_unlisted_keys_are_accepted():
     assert KIND.fault(GOOD, "") is None
     assert KIND.fault({**GOOD, "more": {"x": False}}, "") is None
 
@@ -88,20 +88,20 @@ def test_a_description_leaves_alone_what_it_does_not_name():
         ({"files": {"a": "1"}}, "files.a"), ({"more": None}, "more"), ({"more": {}}, "more.x"),
     ],
 )  # fmt: skip
-def test_the_first_fault_is_named_with_its_place(change, at):
+def test_the_first_fault_is_reported_with_its_location(change, at):
     fault = KIND.fault({**GOOD, **change}, "")
     assert fault is not None
     assert fault.at == at
 
 
 @pytest.mark.parametrize("name", list(KIND.fields))
-def test_a_field_that_is_not_there_is_not_null(name):
+def test_a_missing_field_is_reported_as_absent(name):
     fault = KIND.fault({key: value for key, value in GOOD.items() if key != name}, "")
     assert (fault.at, shown(fault.value)) == (name, "absent")
 
 
 def test_only_regular_files_are_opened(tmp_path):
-    os.mkfifo(tmp_path / "pipe")  # whoever opened it the usual way would wait for a writer
+    os.mkfifo(tmp_path / "pipe")  # a plain open() would wait for a writer
     for path in (tmp_path / "pipe", "/dev/zero", tmp_path):
         with pytest.raises(BadInput, match=r"is a (pipe or a device|directory)"):
             read_bytes(tmp_path / path)
@@ -111,7 +111,7 @@ def test_only_regular_files_are_opened(tmp_path):
         read_bytes(tmp_path / "a\0b")
 
 
-def test_a_link_may_not_lead_out(tmp_path):
+def test_a_link_out_of_the_directory_is_refused(tmp_path):
     inside = tmp_path / "inside"
     inside.mkdir()
     (tmp_path / "secret").write_text("{}")
@@ -121,7 +121,7 @@ def test_a_link_may_not_lead_out(tmp_path):
     with pytest.raises(BadInput, match="leads out"):
         read_json(inside / "out", inside=inside)
     assert read_json(inside / "in", inside=inside) == {}
-    assert read_json(inside / "out") == {}  # a hub's snapshots are links
+    assert read_json(inside / "out") == {}  # allowed without `inside`: hub snapshots are links
     (tmp_path / "elsewhere").symlink_to(inside)
     assert read_json(tmp_path / "elsewhere" / "own", inside=tmp_path / "elsewhere") == {}
 

@@ -1,4 +1,4 @@
-"""Token rows: what a batch of them refuses, how it moves, and the one shift."""
+"""Token batches: validation, moving between devices, and the shift by one slot."""
 
 import subprocess
 import sys
@@ -41,12 +41,12 @@ def packed(**changes):
         "wrong in row 0": lambda: packed(seq_lens=torch.tensor([[5, -1], [4, 0]])),
     }.items(),
 )
-def test_construction_names_the_field_that_is_wrong(message, make):
+def test_construction_errors_name_the_invalid_field(message, make):
     with pytest.raises(ValueError, match=message):
         make()
 
 
-def test_padded_rows_have_no_packing_and_packed_rows_all_of_it():
+def test_padded_rows_have_no_packing_and_packed_rows_have_all_fields():
     assert TokenBatch(IDS, MASK, MASK).packing is None
     assert packed().packing == (POSITIONS, LENGTHS, REMAINING)
     assert packed().arguments() == (IDS, MASK, MASK, POSITIONS, LENGTHS, REMAINING)
@@ -58,8 +58,8 @@ DOCUMENTS = st.lists(st.lists(st.integers(1, 4), min_size=1, max_size=4), min_si
 
 @settings(max_examples=100, deadline=None)
 @given(lengths=DOCUMENTS, pad=st.integers(0, 3))
-def test_what_remains_of_a_document_follows_from_lengths_and_padding(lengths, pad):
-    """Slot by slot: the real tokens after it in its document."""
+def test_doc_remaining_follows_from_lengths_and_padding(lengths, pad):
+    """For each slot, the number of real tokens after it in its document."""
     width = max(map(sum, lengths)) + pad
     docs = max(map(len, lengths))
     positions, sizes, masks, expected = [], [], [], []
@@ -85,14 +85,14 @@ def test_what_remains_of_a_document_follows_from_lengths_and_padding(lengths, pa
     ("mask", "positions", "good"),
     [
         ([1, 1, 1, 0], [0, 1, 2, 3], True),
-        ([1, 1, 1, 0], [0, 1, 2, 9], True),  # padding's mean nothing
+        ([1, 1, 1, 0], [0, 1, 2, 9], True),  # positions of padding are ignored
         ([0, 1, 1, 1], [0, 0, 1, 2], True),
         ([0, 1, 1, 1], [0, 1, 2, 3], False),  # counts the padding too
-        ([1, 1, 1, 1], [0, 1, 0, 1], False),  # two documents, whose lengths are missing
+        ([1, 1, 1, 1], [0, 1, 0, 1], False),  # two documents without their lengths
         ([1, 1, 1, 1], [5, 6, 7, 8], False),
     ],
 )
-def test_positions_alone_count_the_tokens_of_a_row(mask, positions, good):
+def test_positions_without_lengths_must_count_the_tokens_of_a_row(mask, positions, good):
     mask, positions = (torch.tensor([[1, 1, 1, 1], x]) for x in (mask, positions))
     positions[0] = torch.arange(4)
     if good:
@@ -104,7 +104,7 @@ def test_positions_alone_count_the_tokens_of_a_row(mask, positions, good):
             TokenBatch(mask, mask, mask, positions)
 
 
-def test_rows_that_lie_there_already_are_not_copied():
+def test_rows_already_on_the_device_are_not_copied():
     rows = TokenBatch(IDS, MASK, MASK, places=(("a",), ("b",)))
     assert rows.to(torch.device("cpu")) is rows
     wide = rows.map(lambda tensor: tensor.int())
@@ -117,7 +117,7 @@ def test_shift_left_moves_one_slot_and_leaves_zeros():
 
 
 @pytest.mark.parametrize("rows", [TokenBatch(IDS, MASK, MASK), packed()], ids=["padded", "packed"])
-def test_an_answer_about_rows_is_shifted_once(rows):
+def test_a_target_answer_is_shifted_once(rows):
     aux, hidden = torch.randn(2, 4, 6), torch.randn(2, 4, 2)
     states = {"aux_hidden_states": aux, "last_hidden_states": hidden}
     batch = Eagle3TargetBatch.about(rows, **states)
@@ -146,6 +146,6 @@ def test_every_supervision_is_shifted_with_its_rows():
     assert torch.equal(batch.logits, shift_left(logits))
 
 
-def test_whoever_tokenises_needs_no_torch():
+def test_tokenizing_does_not_import_torch():
     code = "import fledge.data.pack, fledge.data.tokenise, sys; assert 'torch' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -1,4 +1,4 @@
-"""The batch: exactly one encoding, errors that name the field, conversions through one function."""
+"""Target batches: exactly one encoding, errors that name the field, conversions."""
 
 from typing import Any
 
@@ -19,16 +19,16 @@ PACKING = {
 
 
 def parts(**changes: Any) -> dict[str, Any]:
-    """Arguments of a good batch in hidden encoding, with changes."""
+    """Arguments of a valid batch in hidden encoding, with `changes` applied."""
     generator = torch.Generator().manual_seed(0)
-    good: dict[str, Any] = {
+    valid: dict[str, Any] = {
         "aux_hidden_states": torch.randn(ROWS, WIDTH, 3 * HIDDEN, generator=generator),
         "input_ids": torch.arange(ROWS * WIDTH).view(ROWS, WIDTH),
         "attention_mask": torch.ones(ROWS, WIDTH, dtype=torch.long),
         "loss_mask": torch.tensor([[0, 1, 1, 1, 0], [0, 0, 1, 0, 0]]),
         "last_hidden_states": torch.randn(ROWS, WIDTH, HIDDEN, generator=generator),
     }
-    return good | changes
+    return valid | changes
 
 
 def probs_parts(**changes: Any) -> dict[str, Any]:
@@ -115,7 +115,7 @@ LOGITS = torch.zeros(ROWS, WIDTH, VOCABULARY)
         (parts(**PACKING | {"doc_remaining": torch.zeros(ROWS, WIDTH)}), "doc_remaining"),
     ],
 )
-def test_a_wrong_batch_is_refused_by_name(arguments: dict[str, Any], named: str) -> None:
+def test_errors_name_the_invalid_field(arguments: dict[str, Any], named: str) -> None:
     with pytest.raises(ValueError, match=named):
         fledge.Eagle3TargetBatch(**arguments)
 
@@ -126,12 +126,12 @@ def test_masks_may_have_any_dtype(dtype: torch.dtype) -> None:
     assert made.with_probs(head(), *vocabulary()).loss_mask.dtype == dtype
 
 
-def test_rows_selects_and_moving_keeps_probabilities() -> None:
+def test_rows_selects_rows_and_to_keeps_probabilities_in_float32() -> None:
     made = batch(**PACKING)
     for index in (slice(1, 2), [1], torch.tensor([1])):
-        one = made.rows(index)
+        selected = made.rows(index)
         for name, tensor in made.tensors():
-            assert torch.equal(dict(one.tensors())[name], tensor[1:2]), name
+            assert torch.equal(dict(selected.tensors())[name], tensor[1:2]), name
     assert made.rows(slice(0, 1)).input_ids.data_ptr() == made.input_ids.data_ptr()
     half = made.to(dtype=torch.bfloat16)
     assert half.aux_hidden_states.dtype == half.last_hidden_states.dtype == torch.bfloat16
@@ -172,7 +172,7 @@ def test_probs_equal_softmax_over_the_selection(
     assert probs.seq_lens is made.seq_lens
 
 
-def test_from_logits_and_from_their_probs_are_bitwise_one() -> None:
+def test_probs_from_logits_equal_the_target_distribution_bitwise() -> None:
     made = batch().with_logits(head())
     probs = made.with_probs(None, *vocabulary())
     flat, sayable = target_distribution(made.logits.flatten(0, 1), *vocabulary())
@@ -190,7 +190,7 @@ def test_logits_from_hidden_have_a_zero_tail(chunk: int) -> None:
     assert not logits[:, -1].any()
 
 
-def test_conversions_that_cannot_be_done_say_why() -> None:
+def test_impossible_conversions_are_refused_with_a_reason() -> None:
     probs = batch().with_probs(head(), *vocabulary())
     with pytest.raises(ValueError, match="does not go back"):
         probs.with_logits(head())
@@ -202,8 +202,8 @@ def test_conversions_that_cannot_be_done_say_why() -> None:
     assert logits.with_logits(head()) is logits
 
 
-def test_no_full_vocabulary_tensor_exists_when_only_probs_are_wanted() -> None:
-    """The largest tensor made on the way is one chunk of logits, not [tokens, V]."""
+def test_with_probs_never_builds_a_full_vocabulary_tensor() -> None:
+    """The largest intermediate tensor is one chunk of logits, not [tokens, V]."""
     rows, vocabulary_size, chunk = 64, 5000, 8
     made = fledge.Eagle3TargetBatch(
         aux_hidden_states=torch.zeros(1, rows, 12),
@@ -215,13 +215,13 @@ def test_no_full_vocabulary_tensor_exists_when_only_probs_are_wanted() -> None:
     wide = TargetHead(torch.randn(vocabulary_size, HIDDEN))
     member = torch.zeros(vocabulary_size, dtype=torch.bool)
     member[:10] = True
-    with LargestTensor() as seen:
+    with LargestTensor() as largest:
         made.with_probs(wide, torch.arange(10), member, chunk_rows=chunk)
-    assert seen.elements == chunk * vocabulary_size
+    assert largest.elements == chunk * vocabulary_size
 
 
 class LargestTensor(torch.utils._python_dispatch.TorchDispatchMode):
-    """Notes the size of the largest tensor that any operation returns."""
+    """Records the size of the largest tensor that any operation returns."""
 
     elements = 0
 

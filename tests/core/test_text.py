@@ -1,4 +1,4 @@
-"""Text from outside: shown, not obeyed; what it means in JSON stays."""
+"""Untrusted text: control characters are escaped; its value in JSON is unchanged."""
 
 import io
 import json
@@ -23,24 +23,24 @@ STYLES = re.compile(r"\x1b\[[0-9;]*m")  # what rich writes for a style
 
 
 @given(st.text(st.characters()))
-def test_nothing_is_left_that_a_terminal_obeys(text):
+def test_no_control_characters_are_left(text):
     shown = visible(text)
-    kinds = {unicodedata.category(sign) for sign in shown if sign not in "\n\t"}
+    kinds = {unicodedata.category(char) for char in shown if char not in "\n\t"}
     assert not kinds & {"Cc", "Cs", "Zl", "Zp"}
-    assert not {unicodedata.bidirectional(sign) for sign in shown} & {
+    assert not {unicodedata.bidirectional(char) for char in shown} & {
         "LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI",
     }  # fmt: skip
     assert visible(shown) == shown
     shown.encode()
 
 
-def test_what_is_shown_is_what_was_there():
+def test_escapes_keep_the_rest_of_the_text():
     text, kept = "\x1b[2J\ta\nb\u202e\x9b\udcff", " é 😀 👩\u200d💻"
     assert visible(text + kept) == "\\x1b[2J\ta\nb\\u202e\\x9b\\udcff" + kept
 
 
 @given(st.recursive(st.text(st.characters()) | st.integers(), st.lists))
-def test_json_means_the_same_and_is_harmless(value):
+def test_json_reads_back_equal_and_has_no_control_characters(value):
     for indent in (None, 2):
         text = json_text(value, indent=indent)
         assert json.loads(text) == value
@@ -66,7 +66,7 @@ def printed(*, colours):
     return file.getvalue()
 
 
-def test_a_terminal_obeys_none_of_it_and_reads_no_markup():
+def test_the_terminal_escapes_control_characters_and_ignores_markup():
     shown = printed(colours=False)
     assert not OBEYED.search(shown)
     for word in ("\\x1b[2J", "\\x9b31m", "over\\rwritten".replace("\\r", "\\x0d"), "\\u202e"):
@@ -75,7 +75,7 @@ def test_a_terminal_obeys_none_of_it_and_reads_no_markup():
         assert shown.count(word) >= 9, word
 
 
-def test_nor_with_colours():
+def test_the_terminal_escapes_control_characters_in_color():
     shown = STYLES.sub("", printed(colours=True))
     shown = re.sub(r"\x1b\[(\?25[lh]|2K|1A)|\r", "", shown)  # the spinner's cursor
     assert not OBEYED.search(shown)
@@ -87,12 +87,12 @@ def test_values_of_marked_text_are_not_markup():
     assert [str(span.style) for span in text.spans] == ["bold"]
 
 
-def test_logs_are_visible():
+def test_log_messages_are_escaped():
     record = logging.LogRecord("x", 30, "", 0, "it said %s", ("\x1b[2J",), None)
     assert VisibleFormatter().format(record) == "it said \\x1b[2J"
 
 
-def test_one_of_a_thing_is_not_several():
+def test_counted_uses_the_singular_for_one():
     assert [counted(n, "row") for n in (0, 1, 2, 2000)] == [
         "0 rows",
         "1 row",

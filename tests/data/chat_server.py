@@ -1,4 +1,4 @@
-"""A chat server of the standard library, in a thread: right, or wrong in every way we know."""
+"""A chat server in a thread, built on the standard library, that can fail in many ways."""
 
 import contextlib
 import json
@@ -66,14 +66,14 @@ class ChatServer:
 
             def do_POST(self):
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                act = outer.behave(body, outer.note(self, body))
-                if act == "stall":
+                reaction = outer.behave(body, outer.note(self, body))
+                if reaction == "stall":
                     outer.closing.wait(30)
-                if isinstance(act, str):
+                if isinstance(reaction, str):
                     self.close_connection = True
                     return
                 with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                    self.send(*act)
+                    self.send(*reaction)
 
             def send(self, status, headers, value):
                 data = value if isinstance(value, bytes) else json.dumps(value).encode()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from fledge.data.template import ChatTemplate
 
-# How the families write control tokens; a real tokenizer lists its own.
+# Control tokens as the families write them; a real tokenizer lists its own.
 _SPECIAL = re.compile(
     r"<\|[A-Za-z_▁0-9]+\|>|<｜[^｜<>]+｜>|<\|[a-z_]+>|<[a-z_]+\|>"
     r"|<(?:start|end)_of_(?:turn|utterance|text)>|\[/?INST\]|\[gMASK\]|<sop>"
@@ -50,12 +50,12 @@ def load_template(directory: Path, name: str, **options) -> ChatTemplate:
 
 
 def random_row(seed: int) -> dict:
-    """One or many turns; system prompts, tools, reasoning, empty and odd strings."""
+    """A row with one to three turns: system prompts, tools, reasoning, empty and odd strings."""
     rng = random.Random(seed)
     tools, reasoning = rng.random() < 0.35, rng.random() < 0.4
     messages = [{"role": "system", "content": "Be brief."}] if rng.random() < 0.5 else []
     for turn in range(rng.randint(1, 3)):
-        question = f"{rng.choice(_TEXTS)} question{turn}"  # unlike anything the assistant says
+        question = f"{rng.choice(_TEXTS)} question{turn}"  # distinct from all assistant text
         messages.append({"role": "user", "content": question})
         if tools and rng.random() < 0.6:
             arguments = {"place": rng.choice(["Oslo", "Rome"]), "days": rng.randrange(9)}

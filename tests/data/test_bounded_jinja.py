@@ -1,4 +1,4 @@
-"""Templates within bounds: the same text as transformers renders, and every bomb is a refusal."""
+"""Bounded templates render the same text as transformers, and every bomb is refused."""
 
 import json
 import subprocess
@@ -18,18 +18,18 @@ from fledge.data.template import ChatTemplate
 pytestmark = pytest.mark.slow
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
-STUMBLES = (TemplateError, TypeError, ValueError, LookupError, AttributeError)
+ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError)
 
 
 def outcome(render):
     try:
         return render()
-    except STUMBLES as error:
+    except ERRORS as error:
         return type(error).__name__, str(error)
 
 
-def test_the_text_and_the_tags_are_those_of_transformers(trl_templates):
-    """Every template of the wheel, with tools, reasoning, system prompts and odd texts."""
+def test_text_and_tags_equal_those_of_transformers(trl_templates):
+    """For every template in the trl wheel, with tools, reasoning, system prompts and odd texts."""
     compared = refused = 0
     for path in sorted(trl_templates.glob("*.jinja")):
         source = path.read_text()
@@ -37,18 +37,18 @@ def test_the_text_and_the_tags_are_those_of_transformers(trl_templates):
         for seed in range(12):
             conversation = parse_conversation(random_row(seed))
             tools = list(conversation.tools) if conversation.tools else None
-            given = {**SPECIAL, "add_generation_prompt": seed % 2 == 0}
+            context = {**SPECIAL, "add_generation_prompt": seed % 2 == 0}
             messages = list(conversation.messages)
 
-            def theirs(source=source, messages=messages, tools=tools, given=given):
+            def reference(source=source, messages=messages, tools=tools, context=context):
                 texts, tags = render_jinja_template(
                     [messages], tools, chat_template=source, return_assistant_tokens_mask=True,
-                    **given,
+                    **context,
                 )  # fmt: skip
                 return texts[0], tags[0]
 
-            variables = {"messages": messages, "tools": tools, "documents": None, **given}
-            expected = outcome(theirs)
+            variables = {"messages": messages, "tools": tools, "documents": None, **context}
+            expected = outcome(reference)
             assert outcome(lambda b=bounded, v=variables: b.render_tagged(v)) == expected, path
             if isinstance(expected[1], list):
                 assert bounded.render(variables) == expected[0]
@@ -175,11 +175,11 @@ def exploded():
 
 
 @pytest.mark.parametrize("name", BOMBS)
-def test_a_bomb_costs_its_row_and_neither_minutes_nor_gigabytes(exploded, name):
-    said, seconds, kilobytes = exploded[name]
-    assert said.startswith("template "), said
+def test_a_bomb_drops_its_row_within_bounded_time_and_memory(exploded, name):
+    reason, seconds, kilobytes = exploded[name]
+    assert reason.startswith("template "), reason
     assert seconds < 22
-    assert kilobytes < 400_000  # since the beginning, all bombs before it included
+    assert kilobytes < 400_000  # growth since the start, earlier bombs included
 
 
 @pytest.mark.parametrize(
@@ -195,14 +195,14 @@ def test_a_bomb_costs_its_row_and_neither_minutes_nor_gigabytes(exploded, name):
         ("{{ 'a'|pprint }}", "cannot be read"),
     ],
 )
-def test_a_template_that_can_render_nothing_is_one_line(source, message):
+def test_a_template_that_renders_nothing_is_refused_in_one_line(source, message):
     with pytest.raises(BadInput, match=message) as caught:
         ChatTemplate(source, token_names={}, special_tokens=[])
     assert "\n" not in str(caught.value)
 
 
-def test_the_allowance_grows_with_the_conversation():
-    """What is out of bounds for a short text is not for a long one."""
+def test_the_bounds_grow_with_the_conversation():
+    """Output that is out of bounds for a short conversation is allowed for a long one."""
     bounded = BoundedTemplate("{% for i in range(99) %}{% set y = messages ~ '' %}{% endfor %}")
     for size in (1_000_000, 10):
         bounded.render({"messages": "a" * size})
@@ -212,7 +212,7 @@ def test_the_allowance_grows_with_the_conversation():
     assert len(bounded.render({"messages": "a" * 10_000_000})) == 10_000_000 + 70_000_000
 
 
-def test_a_row_that_explodes_is_dropped_and_the_others_are_kept():
+def test_a_row_that_triggers_a_bomb_is_dropped_and_others_are_kept():
     source = (
         "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}</s>{% endfor %}"
         "{% if 'bomb' in messages[0].content %}" + BOMBS["times"] + "{% endif %}"

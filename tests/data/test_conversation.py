@@ -1,4 +1,4 @@
-"""Rows in every shape people have them, and the reason for each that cannot be used."""
+"""Rows in all common formats, and the reason why a row is dropped."""
 
 import pytest
 
@@ -34,7 +34,7 @@ ANSWER = {"role": "assistant", "content": "A"}
         {"messages": [USER, ANSWER], "prompt": "another"},
     ],
 )
-def test_shapes_that_mean_the_same(row):
+def test_equivalent_formats_parse_alike(row):
     assert parse_conversation(row).messages == (USER, ANSWER)
 
 
@@ -43,15 +43,15 @@ def test_system_prompt_beside_the_turns():
     assert messages[0] == {"role": "system", "content": "S"}
 
 
-def test_the_other_spelling_of_a_system_prompt_belongs_to_pairs():
-    """Beside messages it was never read: rows that were used are used as they were."""
+def test_system_prompt_is_read_only_beside_pairs():
+    """Beside messages it was never read; existing data keeps its meaning."""
     row = {"prompt": "Q", "response": "A", "system_prompt": "S"}
     assert parse_conversation(row).messages[0] == {"role": "system", "content": "S"}
     row = {"messages": [USER, ANSWER], "system_prompt": "S"}
     assert parse_conversation(row).messages == (USER, ANSWER)
 
 
-def test_alpacas_input_belongs_to_its_instruction():
+def test_alpaca_input_is_appended_to_the_instruction():
     row = {"instruction": "Translate.", "input": "Guten Tag", "output": "Hello", "system": "S"}
     system, question, answer = parse_conversation(row).messages
     assert system["content"] == "S"
@@ -59,14 +59,14 @@ def test_alpacas_input_belongs_to_its_instruction():
     assert answer == {"role": "assistant", "content": "Hello"}
 
 
-def test_a_question_alone_has_messages_and_no_answer():
+def test_a_prompt_alone_has_messages_but_is_not_a_conversation():
     assert parse_messages({"prompt": "Q"}) == [USER]
     with pytest.raises(BadRow, match="no assistant turn"):
         parse_conversation({"prompt": "Q"})
 
 
 @pytest.mark.parametrize("before", [[ANSWER], [ANSWER, {"role": "tool", "content": "t"}, ANSWER]])
-def test_an_answer_before_any_question_is_lost_and_not_its_row(before):
+def test_an_answer_before_any_question_is_dropped_but_its_row_is_kept(before):
     system = {"role": "system", "content": "S"}
     for begin in ([], [system]):
         parsed = parse_conversation({"messages": [*begin, *before, USER, ANSWER]})
@@ -75,7 +75,7 @@ def test_an_answer_before_any_question_is_lost_and_not_its_row(before):
     assert parse_conversation({"messages": [USER, ANSWER]}).notes == ()
 
 
-def test_images_beside_the_messages_are_said():
+def test_images_beside_the_messages_are_noted():
     row = {"messages": [USER, ANSWER], "images": ["bird.png"]}
     assert parse_conversation(row).notes == (NO_IMAGES,)
     assert parse_conversation({**row, "images": []}).notes == ()
@@ -89,7 +89,7 @@ def test_plain_text_is_a_row_without_a_conversation():
         plain_text({"text": " "})
 
 
-def test_tools_calls_and_reasoning_are_carried():
+def test_tools_calls_and_reasoning_are_kept():
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
     row = {
         "tools": '[{"type": "function", "function": {"name": "f"}}]',
@@ -159,7 +159,7 @@ def test_sharegpt_function_calls():
         ),
     ],
 )
-def test_reasons(row, reason):
+def test_unusable_rows_have_a_reason(row, reason):
     with pytest.raises(BadRow) as caught:
         parse_conversation(row)
     assert caught.value.reason == reason

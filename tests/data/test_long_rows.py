@@ -1,4 +1,4 @@
-"""Long rows: what is left out before tokenising changes nothing, and nothing costs hours."""
+"""Long rows: skipping text before tokenizing changes no result, and nothing takes hours."""
 
 import json
 import subprocess
@@ -26,7 +26,7 @@ def chat(*turns):
 
 
 def whole(encoder, text, place):
-    """The definition: all of a text is tokenised, and then cut or dropped."""
+    """The definition: the whole text is tokenized, then cut or dropped."""
     encoding = encoder._backend.encode(text.text, add_special_tokens=False)
     return encoder.fit(_mask_tokens(text, place, encoding))
 
@@ -46,7 +46,7 @@ def encoder(smollm2_tokenizer):
 
 @pytest.fixture
 def limited(encoder, monkeypatch):
-    """The same encoder with other options: to make a new one takes a second."""
+    """The same encoder with other options: a new encoder takes a second to create."""
 
     def make(**options):
         monkeypatch.setattr(encoder, "options", TokeniseOptions(**options))
@@ -71,16 +71,18 @@ words = st.one_of(
     overlong=st.sampled_from(["cut", "drop"]),
     last=st.booleans(),
 )
-def test_a_beginning_gives_the_row_that_the_whole_text_gives(limited, turns, limit, overlong, last):
+def test_tokenizing_a_prefix_gives_the_same_row_as_the_whole_text(
+    limited, turns, limit, overlong, last
+):
     encoder = limited(max_length=limit, overlong=overlong, last_turn_only=last)
-    said = [f"{t.encode('utf-8', 'ignore').decode()}." for t in turns]
-    [text] = encoder.texts(chat(*[t for answer in said for t in (answer, answer)]))
+    answers = [f"{t.encode('utf-8', 'ignore').decode()}." for t in turns]
+    [text] = encoder.texts(chat(*[t for answer in answers for t in (answer, answer)]))
     expected = outcome(lambda: whole(encoder, text, "x"))
     assert outcome(lambda: encoder.fit(encoder.encode([text], ["x"])[0])) == expected
     assert outcome(lambda: encoder.encode_to_show(text, "x")[0]) == expected
 
 
-def test_only_a_beginning_is_tokenised(limited):
+def test_only_a_prefix_is_tokenized(limited):
     encoder = limited(max_length=100)
     [text] = encoder.texts(chat(*["Say it again, please."] * 400))
     [row] = encoder.encode([text], ["x"])
@@ -91,7 +93,7 @@ def test_only_a_beginning_is_tokenised(limited):
 ADDED = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
 
 
-def test_borders_are_tokens_that_nothing_can_reach_across():
+def test_borders_are_tokens_that_no_other_token_can_span():
     from fledge.data.tokenise import _borders
 
     tokens = {
@@ -99,8 +101,8 @@ def test_borders_are_tokens_that_nothing_can_reach_across():
         "<norm>": {"normalized": True}, "</s>": {}, "</s></s>": {}, "<left>": {"lstrip": True},
     }  # fmt: skip
     added = [{"content": name, **ADDED, **more} for name, more in tokens.items()]
-    sure = [name for name in tokens if _borders(added).fullmatch(name)]
-    assert sure == ["<end>", "</s></s>", "<left>"]
+    borders = [name for name in tokens if _borders(added).fullmatch(name)]
+    assert borders == ["<end>", "</s></s>", "<left>"]
     assert _borders([]).search("anything") is None
 
 
@@ -109,7 +111,7 @@ spans = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)).map(sorted), 
 
 @settings(max_examples=200, deadline=None)
 @given(spans=spans, ends=st.lists(st.integers(0, 4), max_size=20))
-def test_the_mask_is_every_token_within_any_span(spans, ends):
+def test_the_mask_covers_tokens_entirely_within_a_span(spans, ends):
     bounds = np.concatenate([[0], np.cumsum(ends, dtype=np.int64)])
 
     offsets = list(zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True))
@@ -126,7 +128,7 @@ def test_shared_prefix(a, b):
     assert a[size : size + 1] != b[size : size + 1] or size in (len(a), len(b))
 
 
-def test_limits_are_reasons(encoder, limited):
+def test_rows_beyond_the_limits_are_dropped_with_a_reason(encoder, limited):
     def reason(row):
         with pytest.raises(BadRow) as caught:
             encoder.texts(row)
@@ -140,18 +142,18 @@ def test_limits_are_reasons(encoder, limited):
     assert reason({**chat("a", "b"), "tools": tools}) == "row is too long"
     assert time.perf_counter() - start < 5
     last = limited(last_turn_only=True)
-    assert len(last.texts(chat(*["a"] * 20_000))) == 1  # one answer is found by two renderings
+    assert len(last.texts(chat(*["a"] * 20_000))) == 1  # the last answer takes only two renderings
 
 
-def test_a_row_with_many_turns_is_whole_and_takes_seconds(encoder):
+def test_a_row_with_many_turns_is_kept_whole_and_takes_seconds(encoder):
     start = time.process_time()
     [text] = encoder.texts(chat(*["a"] * 600))
     assert time.process_time() - start < 10
     assert text.supervised() == ["a<|im_end|>"] * 300
 
 
-def test_half_a_character_anywhere_is_a_reason(smollm2_tokenizer, tmp_path):
-    """JSON takes it, tokenizers do not."""
+def test_a_lone_surrogate_anywhere_drops_the_row(smollm2_tokenizer, tmp_path):
+    """JSON accepts it, tokenizers do not."""
     rows = [chat("a", "b"), chat("a", "b")]
     call = {"function": {"name": "f", "arguments": {"k": "f \ud800"}}}
     rows[0]["messages"][1]["tool_calls"] = [call]
@@ -164,21 +166,23 @@ def test_half_a_character_anywhere_is_a_reason(smollm2_tokenizer, tmp_path):
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
     [part] = sources.make_parts([str(path)])
-    made = tokenise_part(part, Encoder(tokenizer, TokeniseOptions()))
-    assert made.drops.counts == {"broken UTF-8": 1}
-    assert len(made.rows) == 1
+    tokenized = tokenise_part(part, Encoder(tokenizer, TokeniseOptions()))
+    assert tokenized.drops.counts == {"broken UTF-8": 1}
+    assert len(tokenized.rows) == 1
 
 
-def test_batches_do_not_change_the_rows(encoder, tmp_path, monkeypatch):
+def test_the_batch_size_does_not_change_the_rows(encoder, tmp_path, monkeypatch):
     path = tmp_path / "a.jsonl"
     rows = [chat(f"{i}", "x" * i) if i % 3 else {} for i in range(30)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     [part] = sources.make_parts([str(path)])
-    one = tokenise_part(part, encoder)
+    in_one_batch = tokenise_part(part, encoder)
     monkeypatch.setattr("fledge.data.tokenise._BATCH", 64)
-    many = tokenise_part(part, encoder)
-    assert [outcome(lambda r=r: r) for r in many.rows] == [outcome(lambda r=r: r) for r in one.rows]
-    assert many.drops == one.drops
+    in_batches = tokenise_part(part, encoder)
+    assert [outcome(lambda r=r: r) for r in in_batches.rows] == [
+        outcome(lambda r=r: r) for r in in_one_batch.rows
+    ]
+    assert in_batches.drops == in_one_batch.drops
 
 
 MEASURE = """
@@ -200,7 +204,7 @@ print(json.dumps([peak - base, time.process_time() - start, drops]))
     ("megabytes", "sign", "reason"),
     [(100, "é ", "row is too long"), (2, "word ", None)],
 )
-def test_a_long_line_takes_memory_of_its_own_order(smollm2, tmp_path, megabytes, sign, reason):
+def test_memory_is_proportional_to_the_length_of_a_line(smollm2, tmp_path, megabytes, sign, reason):
     path = tmp_path / "a.jsonl"
     size = megabytes << 20
     line = json.dumps(chat("x", sign * (size // len(sign.encode()))), ensure_ascii=False)
@@ -216,6 +220,6 @@ def test_a_long_line_takes_memory_of_its_own_order(smollm2, tmp_path, megabytes,
     if reason:
         assert kilobytes << 10 < 2 * size
         assert seconds < 5
-    else:  # tokenised whole: nothing in it is sure to be left out
+    else:  # tokenized whole: no part can be skipped safely
         assert kilobytes << 10 < 100 * size
         assert seconds < 30

@@ -1,4 +1,4 @@
-"""Masks on ChatML, Mistral and plain concatenation; options; cut answers; what is refused."""
+"""Masks for ChatML, Mistral and plain concatenation; options; cut answers; refusals."""
 
 import pytest
 
@@ -42,7 +42,7 @@ def chat(*turns, **more):
         (PLAIN, ["A one", "A two"]),
     ],
 )
-def test_the_words_and_the_end_token(text, said):
+def test_answers_and_end_tokens_are_supervised(text, said):
     [row] = masked_texts(chat("Q one", "A one", "Q two", "A two"), template(text))
     assert row.supervised() == said
 
@@ -78,7 +78,7 @@ def test_reasoning_opened_by_the_prompt_is_masked_too():
 
 
 def test_an_answer_cut_by_a_length_limit_has_no_end_token():
-    """`finish: length`: the model never said its end token, so nothing may teach it there."""
+    """`finish: length`: the model did not emit its end token there, so it must not be trained."""
     [row] = masked_texts(chat("Q1", "A1", "Q2", "A2", finish="length"), template(CHATML))
     assert row.truncated
     assert row.supervised() == ["A1<|im_end|>", "A2"]
@@ -88,8 +88,8 @@ def test_an_answer_cut_by_a_length_limit_has_no_end_token():
     assert row.supervised() == ["A1<|im_end|>"]
 
 
-def test_boundaries_that_cannot_be_established_drop_the_row():
-    # The generation prompt is not what the full text goes on with.
+def test_a_row_without_clear_boundaries_is_dropped():
+    # The full text does not continue with the generation prompt.
     odd = CHATML.replace("'<|im_start|>assistant\n' }}{% endif", "'>>> ' }}{% endif")
     with pytest.raises(BadRow, match="where the answer begins"):
         masked_texts(chat("Q", "A"), template(odd))
@@ -104,7 +104,7 @@ def test_a_template_that_swallows_answers_is_refused():
         masked_texts(chat("Q", "word " * 20 + "end"), template(shortens))
 
 
-def test_refusals_of_the_template_are_reasons():
+def test_a_template_error_drops_the_row_with_its_message():
     strict = "{{ raise_exception('no system here') if messages[0]['role'] == 'system' }}" + CHATML
     messages = [
         {"role": "system", "content": "S"},

@@ -1,7 +1,7 @@
 """The mask from a plain template against the same family's `{% generation %}` twin.
 
-Templates are the real ones of about 25 model families, as the trl wheel carries them. The twin's
-raw tags are the independent witness. What the two may differ in is listed below and nothing else.
+Templates are the real ones of about 25 model families, from the trl wheel. The twin's raw tags are
+the independent reference. The two may differ only in the ways listed below.
 """
 
 import pytest
@@ -13,13 +13,13 @@ from fledge.data.mask import MaskOptions, masked_texts
 
 SEEDS = range(60)
 
-# The families with a twin, and the differences in what counts as said by the assistant:
-#   opening  the twin's tags include (part of) the generation prompt, which the server sends
+# The families with a twin, and the differences in what counts as assistant text:
+#   opening  the twin's tags include (part of) the generation prompt, which the server provides
 #   trail    the twin's tags include boilerplate after the end token, which is never generated
 #   stop     the twin leaves out the token on which the model stops after a tool call
 #   appended the twin appends an end token that the template itself leaves to the next turn
 #   before   the twin's tags include text that the plain template prints before the prompt's end
-#   moved    words said before a tool call are printed after the tool's answer, and tagged there
+#   moved    text before a tool call is rendered after the tool's answer, and tagged there
 LISTED = {
     "cohere": set(),
     "cohere2": set(),
@@ -53,46 +53,46 @@ LISTED = {
     "qwen3_vl": {"trail"},
     "smolvlm": {"trail"},
 }
-# Template refuses or silently loses something: these rows must be dropped, with this reason.
+# The template refuses the row or silently loses text: the row must be dropped for one of these.
 REFUSALS = {
     "template refused the row",
     "template does not render tool calls",
-    "template does not render the answer",  # muse_glimmer: words before a tool call
+    "template does not render the answer",  # muse_glimmer: text before a tool call
     "cannot tell where the answer begins",  # deepseekv3: a second round of tool calls
 }
 
 
-def _said_by_twin(twin, conversation, at):
-    """Raw tagged text of the assistant turn at `at`, from the twin's own rendering."""
+def _tagged_by_twin(twin, conversation, at):
+    """The tagged text of the assistant turn at index `at`, as the twin renders it."""
     messages, tools = conversation.messages[: at + 1], conversation.tools
     full, tags = twin.render_tagged(messages, tools)
-    asked = messages[-2]["content"].rpartition(" ")[2]  # question2, rain2: unique in the text
-    before = full.rindex(asked)
+    last_word = messages[-2]["content"].rpartition(" ")[2]  # question2, rain2: unique in the text
+    before = full.rindex(last_word)
     return "".join(full[start:end] for start, end in tags if end > before)
 
 
-def _explain(mine, theirs, template):
-    """The listed differences that turn the twin's text into ours, or None."""
-    used = set()
-    if theirs == mine:
-        return used
+def _explain(plain_text, twin_text, template):
+    """The listed differences that explain how the twin's text differs from ours, or None."""
+    differences = set()
+    if twin_text == plain_text:
+        return differences
     trail = template.text_end.trail
-    if trail and theirs.endswith(trail):
-        theirs, used = theirs.removesuffix(trail), used | {"trail"}
-    if mine == theirs + "<|tool_response>":
-        return used | {"stop"}
-    if theirs in (mine + "<|user|>", mine + "<|observation|>"):
-        return used | {"appended"}
-    if theirs.endswith(mine):
-        extra = theirs.removesuffix(mine)
+    if trail and twin_text.endswith(trail):
+        twin_text, differences = twin_text.removesuffix(trail), differences | {"trail"}
+    if plain_text == twin_text + "<|tool_response>":
+        return differences | {"stop"}
+    if twin_text in (plain_text + "<|user|>", plain_text + "<|observation|>"):
+        return differences | {"appended"}
+    if twin_text.endswith(plain_text):
+        extra = twin_text.removesuffix(plain_text)
         if not extra:
-            return used
+            return differences
         if extra in template.opening:
-            return used | {"opening"}
+            return differences | {"opening"}
         if extra == "<｜tool▁outputs▁end｜>":
-            return used | {"before"}
+            return differences | {"before"}
         if extra == "Let me look.":
-            return used | {"moved"}
+            return differences | {"moved"}
     return None
 
 
@@ -114,9 +114,12 @@ def test_plain_template_agrees_with_its_twin(trl_templates, family):
             except BadRow as bad:
                 refused.add(bad.reason)
                 break  # the whole row is dropped
-            mine, theirs = "".join(row.supervised()), _said_by_twin(twin, conversation, at)
-            difference = _explain(mine, theirs, plain)
-            assert difference is not None, (family, mine, theirs)
+            plain_text, twin_text = (
+                "".join(row.supervised()),
+                _tagged_by_twin(twin, conversation, at),
+            )
+            difference = _explain(plain_text, twin_text, plain)
+            assert difference is not None, (family, plain_text, twin_text)
             seen |= difference
             compared += 1
     assert compared >= 20
@@ -126,10 +129,10 @@ def test_plain_template_agrees_with_its_twin(trl_templates, family):
 
 @pytest.mark.parametrize("family", sorted(LISTED))
 def test_tags_and_boundaries_give_the_same_mask(trl_templates, family):
-    """Where plain and twin render the same text, the two ways to a mask agree to the character."""
+    """Where plain and twin render the same text, both kinds of mask agree to the character."""
     plain = load_template(trl_templates, family)
     twin = load_template(trl_templates, f"{family}_training")
-    same = 0
+    compared = 0
     for seed in SEEDS:
         conversation = parse_conversation(random_row(seed))
         try:
@@ -138,7 +141,7 @@ def test_tags_and_boundaries_give_the_same_mask(trl_templates, family):
             continue
         if [row.text for row in rows] != [row.text for row in twins]:
             continue
-        same += 1
+        compared += 1
         for row, other in zip(rows, twins, strict=True):
             if "<|tool_response>" in row.text:  # the listed difference "stop"
                 assert [s.removesuffix("<|tool_response>") for s in row.supervised()] == [
@@ -147,7 +150,7 @@ def test_tags_and_boundaries_give_the_same_mask(trl_templates, family):
             else:
                 assert row.spans == other.spans
     if family not in {"glm4moe"}:  # GLM's twin appends an end token: never the same text
-        assert same >= 5
+        assert compared >= 5
 
 
 PLAIN_ONLY = ["llama3_1", "llama3_2", "gemma4", "gemma4_v2", "gemma4_v3", "gemma4_v4", "gemma4_v5"]
@@ -155,7 +158,7 @@ TAGGED = ["lfm2_2_5", "lfm2_2_5_v2", "lfm2_2_5_vl"]
 
 
 @pytest.mark.parametrize("family", [*sorted(LISTED), *PLAIN_ONLY, *TAGGED])
-def test_supervised_text_is_the_words_and_the_end_token(trl_templates, family):
+def test_supervised_text_is_the_answer_and_the_end_token(trl_templates, family):
     template = load_template(trl_templates, family)
     row = {
         "messages": [
@@ -166,18 +169,18 @@ def test_supervised_text_is_the_words_and_the_end_token(trl_templates, family):
         ]
     }
     texts = masked_texts(parse_conversation(row), template)
-    said = [piece for text in texts for piece in text.supervised()]
-    assert len(said) == 2
-    for words, piece, last in zip(
-        ("First words.", "Last words."), said, (False, True), strict=True
+    pieces = [piece for text in texts for piece in text.supervised()]
+    assert len(pieces) == 2
+    for answer, piece, last in zip(
+        ("First words.", "Last words."), pieces, (False, True), strict=True
     ):
-        before, _, after = piece.partition(words)
+        before, _, after = piece.partition(answer)
         assert "What?" not in piece
         assert "And?" not in piece
         end = template.text_end
         closing = "" if end.next_role_closes and last else end.closing or "<|user|>"
         assert after == closing
-        # Before the words: only what the model itself opens its turn with.
+        # Before the answer: only what the model itself generates to open its turn.
         opened = before.replace("<think>", "").replace("</think>", "").strip()
         assert opened in ("", "<|channel|>final<|message|>", "to=user<|message|>")
 
@@ -197,13 +200,13 @@ def test_rewritten_history_becomes_one_row_per_turn(trl_templates, family):
     rows = masked_texts(parse_conversation({"messages": messages}), template)
     assert len(rows) == 3
     for row, (question, answer, why) in zip(rows, turns, strict=True):
-        [said] = row.supervised()
-        assert why in said
-        assert answer in said
+        [supervised] = row.supervised()
+        assert why in supervised
+        assert answer in supervised
         assert row.text.count("because") == 1  # history without the earlier reasoning
         start = row.spans[0][0]
-        asked = messages.index({"role": "user", "content": question})
-        assert row.text[:start] == template.render(messages[: asked + 1], prompt=True)
+        index = messages.index({"role": "user", "content": question})
+        assert row.text[:start] == template.render(messages[: index + 1], prompt=True)
 
 
 def test_turns_that_share_their_history_share_a_row(trl_templates):

@@ -31,7 +31,7 @@ def rows_of(sizes):
 
 
 @given(sizes=lengths, budget=st.integers(1, 50), seed=st.integers(0, 5), epoch=st.integers(0, 3))
-def test_every_token_once_within_the_budget(sizes, budget, seed, epoch):
+def test_every_token_is_packed_once_within_the_budget(sizes, budget, seed, epoch):
     for overlong in ("cut", "drop", "split"):
         packing = pack_rows(sizes, budget, seed=seed, epoch=epoch, overlong=overlong)
         assert packing == pack_rows(sizes, budget, seed=seed, epoch=epoch, overlong=overlong)
@@ -52,7 +52,7 @@ def test_every_token_once_within_the_budget(sizes, budget, seed, epoch):
 
 
 def defined_packs(sizes, budget, *, seed, epoch, overlong, window):
-    """The definition, piece by piece: runs that were begun with it go on with the same packs."""
+    """The reference definition, which must never change: resumed runs rely on the same packs."""
     rng, packs = np.random.default_rng([seed, epoch]), []
     order = rng.permutation(len(sizes)).tolist()
     for begin in range(0, len(order), window):
@@ -64,8 +64,8 @@ def defined_packs(sizes, budget, *, seed, epoch, overlong, window):
             elif overlong == "cut":
                 pieces.append(Piece(row, 0, budget))
         for piece in sorted(pieces, key=len, reverse=True):
-            rooms = [(budget - sum(map(len, p)), at) for at, p in enumerate(opened)]
-            fits = min((room for room in rooms if room[0] >= len(piece)), default=None)
+            spaces = [(budget - sum(map(len, p)), at) for at, p in enumerate(opened)]
+            fits = min((space for space in spaces if space[0] >= len(piece)), default=None)
             if fits is None:
                 opened.append([piece])
             else:
@@ -83,11 +83,11 @@ def defined_packs(sizes, budget, *, seed, epoch, overlong, window):
     window=st.sampled_from([1, 7, 16, 64]),
     overlong=st.sampled_from(["cut", "drop", "split"]),
 )
-def test_packs_are_the_defined_ones(sizes, budget, seed, epoch, window, overlong):
-    how = {"seed": seed, "epoch": epoch, "overlong": overlong}
+def test_packs_equal_the_reference_definition(sizes, budget, seed, epoch, window, overlong):
+    options = {"seed": seed, "epoch": epoch, "overlong": overlong}
     with patch.object(pack_module, "WINDOW", window):
-        packing = pack_rows(sizes, budget, **how)
-    defined = defined_packs(sizes, budget, **how, window=window)
+        packing = pack_rows(sizes, budget, **options)
+    defined = defined_packs(sizes, budget, **options, window=window)
     assert list(packing.packs) == defined
     assert packing.packs[1:-1] == tuple(defined[1:-1])
     assert packing.packs == defined
@@ -96,15 +96,15 @@ def test_packs_are_the_defined_ones(sizes, budget, seed, epoch, window, overlong
 
 
 @given(sizes=lengths, width=st.integers(1, 50), seed=st.integers(0, 5), epoch=st.integers(0, 3))
-def test_padded_epochs_are_one_document_a_row_shuffled(sizes, width, seed, epoch):
+def test_padded_epochs_are_shuffled_with_one_document_per_row(sizes, width, seed, epoch):
     packing = pad_rows(np.array(sizes, dtype=np.int64), width, seed=seed, epoch=epoch)
     order = np.random.default_rng([seed, epoch]).permutation(len(sizes))
     defined = one_per_row(sizes, width)
     assert list(packing.packs) == [defined[i] for i in order]
 
 
-def test_an_epoch_takes_bytes_a_row():
-    """Millions of rows: twelve bytes of each are kept, and less than a hundred while packing."""
+def test_an_epoch_takes_few_bytes_per_row():
+    """For millions of rows: at most 12 bytes per row afterwards and 100 while packing."""
     sizes = np.random.default_rng(0).integers(16, 512, 100_000)
     tracemalloc.start()
     packing = pack_rows(sizes, 4096)
@@ -116,13 +116,13 @@ def test_an_epoch_takes_bytes_a_row():
 
 
 @given(sizes=lengths, budget=st.integers(1, 50))
-def test_no_two_packs_would_fit_into_one(sizes, budget):
-    """Best fit leaves at most one pack half empty: the packs are never twice as many as needed."""
+def test_no_two_packs_fit_into_one(sizes, budget):
+    """Best fit leaves at most one pack half empty: never more than twice the packs needed."""
     used = sorted(sum(map(len, p)) for p in pack_rows(sizes, budget).packs)
     assert all(a + b > budget for a, b in pairwise(used))
 
 
-def test_seed_and_epoch_shuffle():
+def test_seed_and_epoch_change_the_order():
     sizes = list(range(5, 40)) * 4
     base = pack_rows(sizes, 64, seed=1, epoch=0).packs
     assert base != pack_rows(sizes, 64, seed=2, epoch=0).packs
@@ -131,7 +131,7 @@ def test_seed_and_epoch_shuffle():
         pack_rows(sizes, 0)
 
 
-def test_worked_example():
+def test_worked_example_of_a_batch():
     rows = rows_of([3, 2])
     batch = collate(rows, [(Piece(0, 0, 3), Piece(1, 0, 2))], 8, pad_id=0)
     assert batch.position_ids.tolist() == [[0, 1, 2, 0, 1, 2, 3, 4]]

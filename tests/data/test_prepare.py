@@ -1,4 +1,4 @@
-"""Tokenise once: sources, drops, interrupts, damage; the fuzzed file of 10,000 rows."""
+"""Tokenizing once: sources, drops, interrupts, damage; a fuzzed file of 10,000 rows."""
 
 import gc
 import gzip
@@ -37,8 +37,8 @@ def write_jsonl(path, rows):
 
 
 def answers(rows, tokenizer):
-    said = [tokenizer.decode(row.input_ids[row.loss_mask.astype(bool)]) for row in rows]
-    return [text.removesuffix("!<|im_end|>") for text in said]
+    texts = [tokenizer.decode(row.input_ids[row.loss_mask.astype(bool)]) for row in rows]
+    return [text.removesuffix("!<|im_end|>") for text in texts]
 
 
 @pytest.fixture
@@ -64,23 +64,23 @@ def test_every_kind_of_file_gives_the_same_rows(prepare, smollm2_tokenizer, tmp_
     expected = [str(i) for i in range(7)]
     for path in sorted(files.iterdir()):
         assert answers(prepare(path), smollm2_tokenizer) == expected, path
-    assert answers(prepare(files), smollm2_tokenizer) == expected * 5  # a directory of them
+    assert answers(prepare(files), smollm2_tokenizer) == expected * 5  # the whole directory
 
 
 @pytest.mark.parametrize("group", [1, 2, 4, 100])
-def test_parts_of_a_parquet_file_take_their_rows_wherever_its_groups_end(tmp_path, group):
+def test_parts_of_a_parquet_file_are_independent_of_its_row_groups(tmp_path, group):
     path = tmp_path / "d.parquet"
     rows = [chat(i) for i in range(11)]
     pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=group)
     parts = sources.make_parts([str(path)], rows_per_part=3)
-    found = [row for part in parts for row in part.rows()]
+    placed_rows = [row for part in parts for row in part.rows()]
     assert [len(list(part.rows())) for part in parts] == [3, 3, 3, 2]
-    assert found == [(f"{path}:{i + 1}", row) for i, row in enumerate(rows)]
+    assert placed_rows == [(f"{path}:{i + 1}", row) for i, row in enumerate(rows)]
 
 
 @pytest.mark.parametrize("count", [0, 1, 15, 16, 17, 40, 99])
-def test_files_read_from_their_beginning_are_cut_into_few_parts(tmp_path, count):
-    """A part of a gzip file or of one JSON array costs all that stands before it."""
+def test_files_without_random_access_have_few_parts(tmp_path, count):
+    """To read a part of a gzip file or a JSON array, everything before it must be read."""
     rows = [chat(i) for i in range(count)]
     plain = write_jsonl(tmp_path / "a.jsonl", rows)
     zipped, array = tmp_path / "a.jsonl.gz", tmp_path / "a.json"
@@ -90,12 +90,12 @@ def test_files_read_from_their_beginning_are_cut_into_few_parts(tmp_path, count)
     for path in (plain, zipped, array):
         parts = sources.make_parts([str(path)], rows_per_part=1)
         assert path == plain or len(parts) <= sources.MOST_PARTS
-        found = [row for part in parts for row in part.rows()]
-        assert found == [(f"{path}:{i + 1}", row) for i, row in enumerate(rows)]
+        placed_rows = [row for part in parts for row in part.rows()]
+        assert placed_rows == [(f"{path}:{i + 1}", row) for i, row in enumerate(rows)]
 
 
 def test_data_set_ids_with_slices(tmp_path):
-    """The real datasets library, on a local data set: the id and slice go through it."""
+    """The real datasets library on a local data set, with an id and a slice."""
     pq.write_table(pa.Table.from_pylist([chat(i) for i in range(9)]), tmp_path / "train.parquet")
     parts = sources._load_dataset(str(tmp_path), "train[2:5]")
     assert [row["messages"][1]["content"] for row in parts] == ["2!", "3!", "4!"]
@@ -125,14 +125,14 @@ def test_bad_sources_are_one_line(prepare, tmp_path, name, content, message):
     assert "\n" not in str(caught.value)
 
 
-def test_a_second_start_reads_the_cache(prepare, tmp_path):
+def test_a_second_call_reads_the_cache(prepare, tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [chat(i) for i in range(5)])
-    seen = []
+    progress = []
     first = prepare(path)
-    again = prepare(path, on_progress=seen.append)
-    assert [p.reused for p in seen] == [1]
+    again = prepare(path, on_progress=progress.append)
+    assert [p.reused for p in progress] == [1]
     assert again.fingerprint == first.fingerprint
-    # Anything that shapes the rows makes another cache, and so does how they are cut into parts.
+    # Anything that affects the rows gives a different cache, and so does the division into parts.
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sources, "MOST_PARTS", 3)
         assert prepare(path).directory != first.directory
@@ -141,38 +141,40 @@ def test_a_second_start_reads_the_cache(prepare, tmp_path):
     assert prepare(path).directory != first.directory
 
 
-def test_who_waits_for_another_process_is_told(prepare, tmp_path, monkeypatch):
-    """Ranks of one run: one tokenises, the others say that they wait, and then read."""
+def test_waiting_for_another_process_is_reported(prepare, tmp_path, monkeypatch):
+    """Ranks of one run: one tokenizes, the others report that they wait, and then read."""
     monkeypatch.setattr(prepare_module, "_WAIT_S", 0.05)
     path = write_jsonl(tmp_path / "a.jsonl", [chat(i) for i in range(5)])
     [lock] = [
         place.parent / ".lock" for place in prepare(path).directory.parent.glob("*/manifest.json")
     ]
-    told, holder = [], FileLock(lock)
+    waiting, holder = [], FileLock(lock)
     holder.acquire()
 
-    def progress(at):
-        told.append(at.waiting)
-        if at.waiting:
+    def progress(state):
+        waiting.append(state.waiting)
+        if state.waiting:
             holder.release()
 
     assert len(prepare(path, on_progress=progress)) == 5
-    assert told[0]
-    assert not any(told[1:])
+    assert waiting[0]
+    assert not any(waiting[1:])
 
 
-def test_processes_do_not_change_the_rows(prepare, tmp_path):
+def test_the_number_of_workers_does_not_change_the_rows(prepare, tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [chat(i) for i in range(10)])
-    one = prepare(path, cache=tmp_path / "one", rows_per_part=3)
-    two = prepare(path, cache=tmp_path / "two", workers=2, rows_per_part=3)
-    names = sorted(p.name for p in one.directory.glob("part-*"))
+    one_worker = prepare(path, cache=tmp_path / "one", rows_per_part=3)
+    two_workers = prepare(path, cache=tmp_path / "two", workers=2, rows_per_part=3)
+    names = sorted(p.name for p in one_worker.directory.glob("part-*"))
     assert len(names) == 8
     for name in names:
-        assert (one.directory / name).read_bytes() == (two.directory / name).read_bytes()
+        assert (one_worker.directory / name).read_bytes() == (
+            two_workers.directory / name
+        ).read_bytes()
 
 
 @pytest.mark.slow
-def test_a_damaged_cache_is_made_again(prepare, smollm2_tokenizer, tmp_path):
+def test_a_damaged_cache_is_rebuilt(prepare, smollm2_tokenizer, tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [chat(i) for i in range(8)])
     rows = prepare(path, rows_per_part=3)
     whole = {p.name: p.read_bytes() for p in rows.directory.glob("part-*")}
@@ -199,8 +201,8 @@ def test_a_damaged_cache_is_made_again(prepare, smollm2_tokenizer, tmp_path):
             assert {p.name: p.read_bytes() for p in directory.glob("part-*")} == whole
 
 
-def test_interrupt_and_run_again_continues(prepare, smollm2, tmp_path):
-    """Ctrl-C in a real process half-way; the parts it finished are kept."""
+def test_an_interrupted_call_is_continued_by_the_next(prepare, smollm2, tmp_path):
+    """Ctrl-C in a real process halfway through; its finished parts are kept."""
     path = write_jsonl(tmp_path / "a.jsonl", [chat(i) for i in range(40)])
     script = (
         "import sys; from pathlib import Path\n"
@@ -222,16 +224,16 @@ def test_interrupt_and_run_again_continues(prepare, smollm2, tmp_path):
     directory = next((cache / "rows").iterdir())
     assert not (directory / "manifest.json").exists()
     assert len(list(directory.glob("part-*.json"))) == 5
-    seen = []
-    rows = prepare(path, on_progress=seen.append, rows_per_part=2)
-    assert seen[0].reused == 5
+    progress = []
+    rows = prepare(path, on_progress=progress.append, rows_per_part=2)
+    assert progress[0].reused == 5
     assert len(rows) == 40
     assert not list(directory.glob(".*tmp"))
 
 
 @pytest.mark.slow
-def test_workers_end_with_a_parent_that_is_killed(prepare, smollm2, tmp_path):
-    """They share its stdout: that it ends means that nobody is left."""
+def test_workers_exit_when_their_parent_is_killed(prepare, smollm2, tmp_path):
+    """They share its stdout: end of file means that all of them have exited."""
     path = write_jsonl(tmp_path / "a.jsonl", [chat(i) for i in range(40)])
     script = (
         "import sys; from pathlib import Path\n"
@@ -251,8 +253,8 @@ def test_workers_end_with_a_parent_that_is_killed(prepare, smollm2, tmp_path):
     assert len(prepare(path, rows_per_part=2)) == 40
 
 
-def test_a_script_that_its_workers_would_run_again_is_told(smollm2, tmp_path):
-    """They wait for the lock that their parent holds, while it waits for them."""
+def test_a_script_without_a_main_guard_gets_an_explanation(smollm2, tmp_path):
+    """Its workers would run it again and wait for the lock that their parent holds."""
     path = write_jsonl(tmp_path / "a.jsonl", [chat(i) for i in range(4)])
     script = tmp_path / "script.py"
     script.write_text(
@@ -268,30 +270,32 @@ def test_a_script_that_its_workers_would_run_again_is_told(smollm2, tmp_path):
     assert "a process that tokenized has ended" in done.stderr.splitlines()[-1]
 
 
-def test_a_part_that_vanishes_is_named(prepare, tmp_path):
+def test_a_missing_part_is_named(prepare, tmp_path):
     rows = prepare(write_jsonl(tmp_path / "a.jsonl", [chat(1)]))
     part_path(rows.directory, 0).unlink()
     with pytest.raises(BadInput, match=r"part-00000\.arrow: .* cannot be opened"):
         TokenRows(rows.directory, 1, rows.drops, rows.fingerprint)
 
 
-def test_masks_that_cannot_be_right_are_refused(smollm2, tmp_path):
-    """A template that gives the assistant everything: the mask over the data set is full."""
+def test_a_full_loss_mask_is_refused(smollm2, tmp_path):
+    """A template that renders only the assistant: every token would be supervised."""
     model = tmp_path / "model"
     shutil.copytree(smollm2, model, ignore=shutil.ignore_patterns("*.safetensors"))
-    words = "{% for m in messages %}{% if m['role'] == 'assistant' %}{{ m['content'] }}{% endif %}"
-    (model / "chat_template.jinja").write_text(words + "{% endfor %}")
+    template = (
+        "{% for m in messages %}{% if m['role'] == 'assistant' %}{{ m['content'] }}{% endif %}"
+    )
+    (model / "chat_template.jinja").write_text(template + "{% endfor %}")
     path = write_jsonl(tmp_path / "a.jsonl", [chat(1)])
     with pytest.raises(BadInput, match="the loss mask is full"):
         prepare_rows([str(path)], model, workers=1, cache=tmp_path / "cache")
 
 
 UNASKED_CHAT = {"messages": [{"role": "assistant", "content": "Hi!"}, *chat(3)["messages"]]}
-READ_SINCE = [UNASKED_CHAT, {"prompt": "Say 3", "response": "3!"}, {"text": "Once upon a time"}]
+READABLE_NOW = [UNASKED_CHAT, {"prompt": "Say 3", "response": "3!"}, {"text": "Once upon a time"}]
 
 
-def key_of_then(data, model_dir):
-    """The fingerprint of rows, as earlier versions wrote it into checkpoints."""
+def earlier_fingerprint(data, model_dir):
+    """The fingerprint of rows as earlier versions wrote it into checkpoints."""
     fields = {
         "format": 1,
         "data": sources.fingerprint([str(data)]),
@@ -303,44 +307,44 @@ def key_of_then(data, model_dir):
     return hashlib.sha256(repr(sorted(fields.items())).encode()).hexdigest()
 
 
-def test_data_that_means_what_it_meant_keeps_its_fingerprint(prepare, smollm2, tmp_path):
+def test_data_read_as_before_keeps_its_fingerprint(prepare, smollm2, tmp_path):
     data = write_jsonl(tmp_path / "a.jsonl", [*map(chat, range(40)), {"source": "neither now"}])
-    assert prepare(data).fingerprint == key_of_then(data, smollm2)
+    assert prepare(data).fingerprint == earlier_fingerprint(data, smollm2)
 
 
-@pytest.mark.parametrize("row", READ_SINCE)
-def test_rows_that_are_read_now_are_left_to_runs_begun_before(prepare, smollm2, tmp_path, row):
+@pytest.mark.parametrize("row", READABLE_NOW)
+def test_newly_readable_rows_are_left_out_of_older_runs(prepare, smollm2, tmp_path, row):
     data = write_jsonl(tmp_path / "a.jsonl", [*map(chat, range(40)), row])
-    then = key_of_then(data, smollm2)
-    now, begun = prepare(data), prepare(data, begun=[then])
-    assert (len(now), len(begun)) == (41, 40)
-    assert now.fingerprint != then == begun.fingerprint
-    for old, new in zip(begun, now, strict=False):
+    earlier = earlier_fingerprint(data, smollm2)
+    now, continued = prepare(data), prepare(data, begun=[earlier])
+    assert (len(now), len(continued)) == (41, 40)
+    assert now.fingerprint != earlier == continued.fingerprint
+    for old, new in zip(continued, now, strict=False):
         assert (old.place, old.input_ids.tolist()) == (new.place, new.input_ids.tolist())
         assert old.loss_mask.tolist() == new.loss_mask.tolist()
-    assert prepare(data).fingerprint == now.fingerprint  # whatever lies in the cache
+    assert prepare(data).fingerprint == now.fingerprint  # whatever the cache holds
     assert prepare(data, begun=[now.fingerprint]).fingerprint == now.fingerprint
 
 
-def test_rows_that_were_prepared_before_are_used(prepare, smollm2, tmp_path):
-    """Where it dropped nothing that is read now, they need not be made again."""
+def test_rows_prepared_by_an_earlier_version_are_reused(prepare, smollm2, tmp_path):
+    """They need not be rebuilt unless it dropped rows that are readable now."""
     data = write_jsonl(tmp_path / "a.jsonl", [*map(chat, range(40)), {"messages": []}])
-    made = prepare(data)
-    place = made.directory.with_name(made.fingerprint[:24])
-    shutil.copytree(made.directory, place)
-    for file in [*place.glob("part-*.json"), place / "manifest.json"]:  # it knew of no notes
+    rows = prepare(data)
+    place = rows.directory.with_name(rows.fingerprint[:24])
+    shutil.copytree(rows.directory, place)
+    for file in [*place.glob("part-*.json"), place / "manifest.json"]:  # it did not write notes
         record = json.loads(file.read_text())
         del record["drops"]["notes"], record["drops"]["noted"]
         file.write_text(json.dumps(record))
-    shutil.rmtree(made.directory)
-    told = []
-    again = prepare(data, on_progress=told.append)
-    assert (again.directory, again.fingerprint) == (place, made.fingerprint)
-    assert told[0].reused == told[0].parts == 1
+    shutil.rmtree(rows.directory)
+    progress = []
+    again = prepare(data, on_progress=progress.append)
+    assert (again.directory, again.fingerprint) == (place, rows.fingerprint)
+    assert progress[0].reused == progress[0].parts == 1
 
 
 def _broken(rng, i):
-    """A dozen ways to break a row: (line, reason)."""
+    """A row broken in one of a dozen ways: (line, reason)."""
     good = chat(i)
     user, answer = good["messages"]
     text = json.dumps(good)
@@ -379,7 +383,7 @@ def test_ten_thousand_rows_with_fifteen_percent_broken(prepare, smollm2_tokenize
             good.append(str(i))
             lines.append(json.dumps(chat(i)).encode())
         if rng.random() < 0.01:
-            lines.append(b"")  # blank lines are nothing, but they count as lines
+            lines.append(b"")  # blank lines are skipped, but count in line numbers
     path.write_bytes(b"\n".join(lines))
     rows = prepare(path, max_drop_share=0.2, workers=2)
     assert answers(rows, smollm2_tokenizer) == good
@@ -395,29 +399,29 @@ def test_ten_thousand_rows_with_fifteen_percent_broken(prepare, smollm2_tokenize
 
 
 def worked_seconds():
-    """Of this process and those that it has waited for: what else a machine does is not counted."""
+    """CPU time of this process and of the children it has waited for."""
     return sum(os.times()[:4])
 
 
 @pytest.mark.slow
 def test_real_chats(smollm2, shared_data, tmp_path):
-    """The reference chats: padding after packing under 1 %, and cut answers without an end."""
+    """The reference chats: less than 1 % padding after packing, truncated answers recognized."""
     from fledge.data.pack import pack_rows
 
     start = worked_seconds()
     chats = [str(shared_data / "smollm2_chat.jsonl")]
     rows = prepare_rows(chats, smollm2, cache=tmp_path, workers=2)
-    assert worked_seconds() - start < 120  # on two cores: in a minute
+    assert worked_seconds() - start < 120  # a minute on two cores
     assert len(rows) == 19_847
     assert rows.drops.counts == {}
     assert pack_rows(rows.lengths, 4096).padding_share < 0.01
     raw = [json.loads(line) for line in Path(chats[0]).read_bytes().splitlines()]
     assert rows.truncated == sum(row["finish"] == "length" for row in raw)
-    # The file tells how many tokens the model generated; an end token is one of them. Re-encoding
-    # its text may tokenise some words otherwise than the model spelled them, in few rows.
+    # The file has the number of tokens the model generated, end token included. In a few rows,
+    # re-encoding the text gives other tokens than the model generated.
     expected = [row["tokens"] for row in raw]
-    found = [int(row.loss_mask.sum()) for row in rows]
-    different = sum(abs(a - b) > 1 for a, b in zip(expected, found, strict=True))
+    supervised = [int(row.loss_mask.sum()) for row in rows]
+    different = sum(abs(a - b) > 1 for a, b in zip(expected, supervised, strict=True))
     assert different / len(raw) < 0.02
     start = time.perf_counter()
     prepare_rows(chats, smollm2, cache=tmp_path)
@@ -425,13 +429,13 @@ def test_real_chats(smollm2, shared_data, tmp_path):
 
 
 def test_few_parts_are_mapped_at_a_time(prepare, tmp_path, monkeypatch):
-    """Pages of mapped files count as memory: of millions of rows, few are mapped."""
+    """Pages of mapped files count as memory, so only a few parts are mapped at once."""
     path = write_jsonl(tmp_path / "a.jsonl", [chat(i) for i in range(20)])
     made = prepare(path, rows_per_part=1)
     size = sum(part_path(made.directory, part).stat().st_size for part in range(20)) / 20
     monkeypatch.setattr(store, "_MAPPED_BYTES", int(3.5 * size))
     del made
-    gc.collect()  # and what it has mapped
+    gc.collect()  # unmaps its parts
     rows = prepare(path, rows_per_part=1)
     expected = [(row.place, row.input_ids.tolist()) for row in rows]
     assert [place for place, _ in expected] == [f"{path}:{i + 1}" for i in range(20)]
@@ -439,14 +443,16 @@ def test_few_parts_are_mapped_at_a_time(prepare, tmp_path, monkeypatch):
         assert (rows[i].place, rows[i].input_ids.tolist()) == expected[i]
     mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
     assert sum(name.startswith(str(rows.directory)) for name in mapped) == 3
-    shutil.copy(part_path(rows.directory, 11), tmp_path / "longer")  # by a digit, said twice
+    shutil.copy(
+        part_path(rows.directory, 11), tmp_path / "longer"
+    )  # its row number has one more digit, in two places
     (tmp_path / "longer").replace(part_path(rows.directory, 5))
     with pytest.raises(BadInput, match=r"part-00005\.arrow: changed while it was in use"):
         rows[5]
 
 
-def test_parts_that_are_not_rows_are_made_again(prepare, tmp_path):
-    """Under a checksum that fits: what a file says of itself is compared with what it holds."""
+def test_parts_with_invalid_content_are_rejected(prepare, tmp_path):
+    """Even with a matching checksum, the content of a file is checked against its record."""
     import pyarrow as pa
 
     from fledge.data.store import _SCHEMA, read_record
@@ -460,8 +466,8 @@ def test_parts_that_are_not_rows_are_made_again(prepare, tmp_path):
     def write(batch, **fields):
         with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, batch.schema) as writer:
             writer.write_batch(batch)
-        held = {**record, "crc32": checksum(path), **fields}
-        path.with_suffix(".json").write_text(json.dumps(held))
+        new_record = {**record, "crc32": checksum(path), **fields}
+        path.with_suffix(".json").write_text(json.dumps(new_record))
         return read_record(rows.directory, 0)
 
     def columns(ids, mask):
@@ -475,6 +481,6 @@ def test_parts_that_are_not_rows_are_made_again(prepare, tmp_path):
     assert write(pa.record_batch({"input_ids": [1, 2]})) is None
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, _SCHEMA):
         pass  # no batch at all
-    held = {**record, "crc32": checksum(path)}
-    path.with_suffix(".json").write_text(json.dumps(held))
+    new_record = {**record, "crc32": checksum(path)}
+    path.with_suffix(".json").write_text(json.dumps(new_record))
     assert read_record(rows.directory, 0) is None

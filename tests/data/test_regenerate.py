@@ -1,4 +1,4 @@
-"""Regeneration: every row once, none lost, whatever the server or the machine does."""
+"""Regeneration: every row exactly once, whatever fails on the server or the machine."""
 
 import contextlib
 import json
@@ -35,10 +35,10 @@ FAST = HttpOptions(concurrency=8, retries=8, timeout_s=60, pause_s=0.001, max_pa
 HASTY = replace(FAST, timeout_s=0.4, retries=30)  # for servers that stall
 
 
-def chat(*texts, **more):
+def chat(*texts, **fields):
     roles = ("user", "assistant")
     turns = [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)]
-    return {"messages": turns, **more}
+    return {"messages": turns, **fields}
 
 
 def write(path, rows):
@@ -58,12 +58,12 @@ def ask(sources, out, url, options=FAST, sampling=None, **more):
     return regenerate(sources, out, servers, sampling, **more)
 
 
-def test_every_assistant_turn_is_said_again_in_order(tmp_path):
+def test_every_assistant_turn_is_regenerated_in_order(tmp_path):
     row = chat("one", "old", "two", "old", "three", category="talk", id=7)
     data = write(tmp_path / "data.jsonl", [row, {"prompt": "alone", "category": "x"}])
     server = ChatServer()
     with server.serving() as url:
-        found = ask(data, tmp_path / "new.jsonl", url)
+        outcome = ask(data, tmp_path / "new.jsonl", url)
     first, second = lines(tmp_path / "new.jsonl")
     assert [m["content"] for m in first["messages"]] == [
         "one", said("one"), "two", said("two"), "three", said("three"),
@@ -72,11 +72,11 @@ def test_every_assistant_turn_is_said_again_in_order(tmp_path):
         "category": "talk", "id": 7, "finish": "stop", "tokens": 15,
     }  # fmt: skip
     assert second == chat("alone", said("alone"), category="x", finish="stop", tokens=5)
-    asked = [
+    lengths = [
         len(body["messages"]) for body in server.requests if body["messages"][0]["content"] == "one"
     ]
-    assert asked == [1, 3, 5]  # each with the new answers before it
-    assert (found.written, found.tokens, found.failed.dropped) == (2, 20, 0)
+    assert lengths == [1, 3, 5]  # each with the new answers so far
+    assert (outcome.written, outcome.tokens, outcome.failed.dropped) == (2, 20, 0)
     assert set(server.paths) == {"/v1/chat/completions"}
     body = server.requests[0]
     assert (body["model"], body["max_tokens"], body["temperature"]) == ("tiny", 1024, 0.0)
@@ -84,19 +84,19 @@ def test_every_assistant_turn_is_said_again_in_order(tmp_path):
     assert parse_conversation(first).truncated is False  # what training reads
 
 
-def test_tools_are_told_to_the_server(tmp_path):
+def test_tools_are_sent_to_the_server(tmp_path):
     tools = [{"type": "function", "function": {"name": "f"}}]
     rows = [chat("a", tools=tools), chat("b", tools=json.dumps(tools)), chat("c", tools="{")]
     server = ChatServer()
     with server.serving() as url:
-        found = ask(write(tmp_path / "data.jsonl", rows), tmp_path / "new.jsonl", url)
+        outcome = ask(write(tmp_path / "data.jsonl", rows), tmp_path / "new.jsonl", url)
     assert [body["tools"] for body in server.requests] == [tools, tools]
-    assert found.failed.counts == {"tools is not JSON": 1}
+    assert outcome.failed.counts == {"tools is not JSON": 1}
     assert [row["tools"] for row in lines(tmp_path / "new.jsonl")] == [tools, json.dumps(tools)]
 
 
-def test_killed_and_resumed_ten_times_every_row_once(tmp_path):
-    """Real processes, SIGKILL at random moments; requests decide when, not the clock."""
+def test_after_ten_kills_every_row_is_written_once(tmp_path):
+    """Real processes, killed at random moments counted in requests, not in time."""
     rows = [chat(f"row {i}", "old", f"and {i}", "old") for i in range(150)]
     data, out = write(tmp_path / "data.jsonl", rows), tmp_path / "new.jsonl"
     server, rng = ChatServer(), random.Random(5)
@@ -123,17 +123,17 @@ def test_killed_and_resumed_ten_times_every_row_once(tmp_path):
     assert all(
         row["messages"][3]["content"] == said(row["messages"][2]["content"]) for row in lines(out)
     )
-    # at most what was under way was asked twice: eight workers, two turns, ten kills
+    # only requests in flight were repeated: at most eight workers, two turns, ten kills
     assert 300 <= len(server.requests) <= 300 + 10 * 16
     assert not (tmp_path / "new.jsonl.parts").exists()
     assert json.loads((tmp_path / "new.manifest.json").read_text())["result"]["written"] == 150
 
 
 def files_of(out):
-    """What a job leaves: every byte that users read."""
+    """Contents of the files that a finished job leaves."""
     names = (out.name, out.stem + ".failed.jsonl", out.stem + ".manifest.json")
-    found = {name: out.with_name(name) for name in names}
-    return [path.read_bytes() for path in found.values() if path.exists()]
+    paths = {name: out.with_name(name) for name in names}
+    return [path.read_bytes() for path in paths.values() if path.exists()]
 
 
 @pytest.fixture
@@ -145,8 +145,8 @@ def small_shards(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_four_at_once_and_ten_kills(tmp_path, small_shards, temperature):
-    """The same command four times at any moment; whoever is killed is started again."""
+def test_four_processes_survive_ten_kills(tmp_path, small_shards, temperature):
+    """Four processes run the same command; each one that is killed is replaced."""
     rows = [chat(f"{'never' if i % 40 == 7 else 'row'} {i}", "old", f"and {i}") for i in range(160)]
     data, sampling = (
         write(tmp_path / "data.jsonl", [*rows, "{broken"]),
@@ -158,7 +158,7 @@ def test_four_at_once_and_ten_kills(tmp_path, small_shards, temperature):
     options = replace(FAST, concurrency=3)
 
     def behave(body, tries):
-        """What is drawn depends on the seed, as with a real server."""
+        """The answer depends on the seed, as with a real server."""
         text = body["messages"][-1]["content"]
         if "never" in text:
             return 400, {}, {}
@@ -167,12 +167,12 @@ def test_four_at_once_and_ten_kills(tmp_path, small_shards, temperature):
     server, rng = ChatServer(behave), random.Random(11)
     context = multiprocessing.get_context("fork")
     with server.serving() as url:
-        found = ask(data, whole, url, options, sampling)
-        once = len(server.requests)
+        outcome = ask(data, whole, url, options, sampling)
+        single_run = len(server.requests)
 
         def begin():
-            words = (data, out, url, options, sampling)
-            process = context.Process(target=ask, args=words)
+            arguments = (data, out, url, options, sampling)
+            process = context.Process(target=ask, args=arguments)
             process.start()
             return process
 
@@ -189,24 +189,24 @@ def test_four_at_once_and_ten_kills(tmp_path, small_shards, temperature):
         for process in team:
             process.join(60)
     assert [process.exitcode for process in team] == [0] * 4
-    assert (found.written, found.failed.dropped) == (156, 5)
+    assert (outcome.written, outcome.failed.dropped) == (156, 5)
     assert files_of(out) == files_of(whole)
-    # at most what was under way was asked twice, and what had failed before a process began
-    assert len(server.requests) - 2 * once <= 10 * 3 * 2 + 14 * 4
+    # only requests in flight, and rows that failed before a process started, were repeated
+    assert len(server.requests) - 2 * single_run <= 10 * 3 * 2 + 14 * 4
     assert not (tmp_path / "four" / "new.jsonl.parts" / ".claims").exists()
 
 
-def test_two_share_the_rows_and_nothing_is_left(tmp_path, small_shards):
-    """Each answers some, both count all; and a third that comes late has nothing to do."""
+def test_two_processes_share_the_rows_and_leave_nothing_behind(tmp_path, small_shards):
+    """Each answers some and both report all; a third that comes late has nothing to do."""
     data, out = write(tmp_path / "data.jsonl", [chat(f"{i}") for i in range(60)]), "new.jsonl"
-    server, said_of = ChatServer(), []
+    server, messages = ChatServer(), []
     with server.serving() as url, ThreadPoolExecutor(2) as pool:
-        both = threading.Barrier(2)
+        barrier = threading.Barrier(2)
         server.behave = lambda body, tries: (200, {}, echo(body))
 
         def work(_):
-            both.wait()
-            return ask(data, tmp_path / out, url, replace(FAST, concurrency=2), say=said_of.append)
+            barrier.wait()
+            return ask(data, tmp_path / out, url, replace(FAST, concurrency=2), say=messages.append)
 
         first, second = pool.map(work, range(2))
         third = ask(data, tmp_path / out, url)
@@ -219,8 +219,8 @@ def test_two_share_the_rows_and_nothing_is_left(tmp_path, small_shards):
     ]  # fmt: skip
 
 
-def test_what_an_interrupted_earlier_version_left_is_continued(tmp_path):
-    """One part for all rows, a lock, and a record without claims."""
+def test_an_interrupted_job_of_an_earlier_version_is_continued(tmp_path):
+    """Its files: one part for all rows, a lock, and a record without claims."""
     data, out = write(tmp_path / "data.jsonl", [chat(f"{i}") for i in range(6)]), "new.jsonl"
     server = ChatServer(lambda body, tries: (503, {}, {}))
     options = HttpOptions(concurrency=1, retries=0)
@@ -229,22 +229,22 @@ def test_what_an_interrupted_earlier_version_left_is_continued(tmp_path):
             ask(data, tmp_path / out, url, options, patience=2)
         parts = tmp_path / "new.jsonl.parts"
         (parts / ".lock").touch()
-        said_before = Dialogue(chat("5"))
-        said_before.hear(Reply("before", "stop", 1))
+        earlier = Dialogue(chat("5"))
+        earlier.hear(Reply("before", "stop", 1))
         line = {"row": 5, "good": True, "truncated": False, "tokens": 1}
-        line["value"] = said_before.new_row(chat("5"))
+        line["value"] = earlier.new_row(chat("5"))
         (parts / "part-000000.jsonl").write_text(json.dumps(line) + "\n" + json.dumps(line)[:30])
         server.behave = lambda body, tries: (200, {}, echo(body))
-        found = ask(data, tmp_path / out, url, options)
-    assert (found.written, found.answered_now) == (6, 5)
+        outcome = ask(data, tmp_path / out, url, options)
+    assert (outcome.written, outcome.answered_now) == (6, 5)
     assert lines(tmp_path / out)[5]["messages"][1]["content"] == "before"
     assert not parts.exists()
 
 
 @pytest.mark.parametrize("good", [True, False])
 @pytest.mark.parametrize("dies_at", range(4))
-def test_killed_while_the_answers_are_put_together(tmp_path, monkeypatch, dies_at, good):
-    """Between any two files: the next one makes the same of them, and asks nothing again."""
+def test_a_job_killed_while_it_merges_answers_is_continued(tmp_path, monkeypatch, dies_at, good):
+    """Killed between any two files: the next one writes the same, and repeats no request."""
     data = write(tmp_path / "data.jsonl", [chat("a"), chat("b" if good else "never")])
     for name in ("one", "cut"):
         (tmp_path / name).mkdir()
@@ -257,7 +257,7 @@ def test_killed_while_the_answers_are_put_together(tmp_path, monkeypatch, dies_a
         def dying(real):
             def write_or_die(path, *rest):
                 written.append(path.name)
-                if len(written) > dies_at + 1:  # the first is the record of the job
+                if len(written) > dies_at + 1:  # the first write is the job's record
                     raise KeyboardInterrupt
                 return real(path, *rest)
 
@@ -270,7 +270,7 @@ def test_killed_while_the_answers_are_put_together(tmp_path, monkeypatch, dies_a
         before = len(server.requests)
         again = ask(data, out, url, HASTY)
         assert again.answered_now == 0
-        assert len(server.requests) == before + (not good)  # what has failed is tried again
+        assert len(server.requests) == before + (not good)  # failed rows are retried
     assert len(written) == min(dies_at + 2, 4 + (not good))
     assert files_of(out) == files_of(whole)
     names = [sorted(path.name for path in place.parent.rglob("*.*")) for place in (whole, out)]
@@ -279,7 +279,7 @@ def test_killed_while_the_answers_are_put_together(tmp_path, monkeypatch, dies_a
 
 
 def unreliable(rng):
-    """Every way to fail at random; rows whose text says so fail for good, or are cut short."""
+    """Random failures of every kind; certain texts always fail, or are truncated."""
 
     def behave(body, tries):
         text = body["messages"][-1]["content"]
@@ -287,10 +287,10 @@ def unreliable(rng):
             return 400, {}, {"error": "too long"}
         if "filtered" in text:
             return 200, {}, answer("no", finish="content_filter")
-        way = rng.choice(
+        failure = rng.choice(
             ["fine"] * 4 + ["500", "429", "hang up", "half", "garbage", "empty", "stall"]
         )
-        if tries >= 4 or way == "fine":
+        if tries >= 4 or failure == "fine":
             cut = "long" in text
             return 200, {}, answer(said(text), finish="length" if cut else "stop")
         return {
@@ -299,19 +299,19 @@ def unreliable(rng):
             "half": (200, {"Content-Length": "10000"}, b'{"choices": ['),
             "garbage": (200, {}, b"<html>"),
             "empty": (200, {}, {"choices": []}),
-        }.get(way, way)
+        }.get(failure, failure)
 
     return behave
 
 
 @pytest.mark.parametrize("exclude", [False, True])
-def test_a_server_that_fails_stalls_and_truncates_at_random(tmp_path, exclude):
+def test_no_row_is_lost_with_an_unreliable_server(tmp_path, exclude):
     kinds = ["plain", "never", "filtered", "long"]
     rows = [chat(f"{kinds[i % 20] if i % 20 < 4 else 'plain'} {i}") for i in range(100)]
     data = write(tmp_path / "data.jsonl", [*rows, "{broken", chat()])
     server = ChatServer(unreliable(random.Random(1)))
     with server.serving() as url:
-        found = ask(data, tmp_path / "new.jsonl", url, HASTY, exclude_truncated=exclude)
+        outcome = ask(data, tmp_path / "new.jsonl", url, HASTY, exclude_truncated=exclude)
     good = [row["messages"][0]["content"] for row in rows]
     good = [t for t in good if not t.startswith(("never", "filtered"))]
     kept = [t for t in good if not (exclude and t.startswith("long"))]
@@ -319,8 +319,8 @@ def test_a_server_that_fails_stalls_and_truncates_at_random(tmp_path, exclude):
     assert [row["messages"][0]["content"] for row in new] == kept
     assert all(row["messages"][1]["content"] == said(row["messages"][0]["content"]) for row in new)
     assert [row["finish"] == "length" for row in new] == [t.startswith("long") for t in kept]
-    assert (found.truncated, found.excluded) == (5, 5 if exclude else 0)
-    assert found.failed.counts == {
+    assert (outcome.truncated, outcome.excluded) == (5, 5 if exclude else 0)
+    assert outcome.failed.counts == {
         "HTTP 400": 5, "finish_reason": 5, "broken or truncated JSON": 1, "messages is empty": 1,
     }  # fmt: skip
     failed = lines(tmp_path / "new.failed.jsonl")
@@ -328,29 +328,29 @@ def test_a_server_that_fails_stalls_and_truncates_at_random(tmp_path, exclude):
     assert failed[0]["place"].endswith("data.jsonl:2")
     assert failed[0]["original"] == rows[1]
     assert "too long" in failed[0]["detail"]
-    assert found.written + found.excluded + len(failed) == found.rows == 102
+    assert outcome.written + outcome.excluded + len(failed) == outcome.rows == 102
 
 
-def test_failed_rows_are_tried_again_and_done_ones_are_not(tmp_path):
+def test_failed_rows_are_retried_and_finished_ones_are_not(tmp_path):
     data = write(tmp_path / "data.jsonl", [chat(f"row {i}") for i in range(6)])
     server = ChatServer(lambda body, tries: (500, {}, {}))
-    down = HttpOptions(concurrency=2, retries=0, pause_s=0.001)
+    options = HttpOptions(concurrency=2, retries=0, pause_s=0.001)
     with server.serving() as url:
         server.behave = lambda body, tries: (
             (422, {}, {}) if body["messages"][0]["content"] == "row 3" else (200, {}, echo(body))
         )
-        assert ask(data, tmp_path / "new.jsonl", url, down).failed.counts == {"HTTP 422": 1}
+        assert ask(data, tmp_path / "new.jsonl", url, options).failed.counts == {"HTTP 422": 1}
         assert len(lines(tmp_path / "new.jsonl")) == 5
         server.behave = lambda body, tries: (200, {}, echo(body))
         before = len(server.requests)
-        found = ask(data, tmp_path / "new.jsonl", url, down)
+        outcome = ask(data, tmp_path / "new.jsonl", url, options)
         assert len(server.requests) == before + 1
-        assert (found.written, found.answered_now, found.failed.dropped) == (6, 1, 0)
+        assert (outcome.written, outcome.answered_now, outcome.failed.dropped) == (6, 1, 0)
         assert not (tmp_path / "new.failed.jsonl").exists()
         assert [r["messages"][0]["content"] for r in lines(tmp_path / "new.jsonl")][3] == "row 3"
         with pytest.raises(BadInput, match="max_new_tokens: 1024, not 7"):
-            ask(data, tmp_path / "new.jsonl", url, down, sampling=Sampling(max_new_tokens=7))
-        again = ask(data, tmp_path / "new.jsonl", url, down)  # finished: nothing to do
+            ask(data, tmp_path / "new.jsonl", url, options, sampling=Sampling(max_new_tokens=7))
+        again = ask(data, tmp_path / "new.jsonl", url, options)  # finished: nothing to do
         assert len(server.requests) == before + 1
         assert (again.written, again.answered_now) == (6, 0)
 
@@ -365,7 +365,7 @@ def test_a_job_is_not_continued_with_other_settings(tmp_path):
         with pytest.raises(BadInput, match="fingerprint"):
             ask(data, out, url, HASTY)
         moved = write(tmp_path / "moved.jsonl", [chat("a"), chat("never")])
-        assert ask(moved, out, url, HASTY).written == 1  # the same rows, wherever they lie
+        assert ask(moved, out, url, HASTY).written == 1  # the same rows at a different path
         other = tmp_path / "other.jsonl"
         other.write_text("mine")
         with pytest.raises(BadInput, match="not made by this command"):
@@ -385,7 +385,7 @@ def test_truncated_answers_end_their_conversation(tmp_path):
             ask(data, tmp_path / "new.jsonl", url, HASTY, exclude_truncated=True)
 
 
-def test_nobody_there_ends_the_run_and_loses_nothing(tmp_path):
+def test_an_unreachable_server_ends_the_run_and_loses_nothing(tmp_path):
     data, out = (
         write(tmp_path / "data.jsonl", [chat(f"{i}") for i in range(40)]),
         tmp_path / "n.jsonl",
@@ -400,11 +400,11 @@ def test_nobody_there_ends_the_run_and_loses_nothing(tmp_path):
             ask(data, out, url, options, patience=6)
         assert not out.exists()
         server.behave = lambda body, tries: (200, {}, echo(body))
-        found = ask(data, out, url, options)
-    assert (found.written, found.answered_now) == (40, 30)
+        outcome = ask(data, out, url, options)
+    assert (outcome.written, outcome.answered_now) == (40, 30)
 
 
-def test_failures_between_good_rows_do_not_add_up(tmp_path):
+def test_only_consecutive_failures_end_the_run(tmp_path):
     data, out = (
         write(tmp_path / "data.jsonl", [chat(f"{i}") for i in range(12)]),
         tmp_path / "n.jsonl",
@@ -412,18 +412,18 @@ def test_failures_between_good_rows_do_not_add_up(tmp_path):
     even = lambda body: int(body["messages"][0]["content"]) % 2 == 0  # noqa: E731
     server = ChatServer(lambda body, tries: (200, {}, echo(body)) if even(body) else (503, {}, {}))
     with server.serving() as url:
-        found = ask(data, out, url, HttpOptions(concurrency=1, retries=0), patience=2)
-    assert (found.written, found.failed.counts) == (6, {"HTTP 503": 6})
+        outcome = ask(data, out, url, HttpOptions(concurrency=1, retries=0), patience=2)
+    assert (outcome.written, outcome.failed.counts) == (6, {"HTTP 503": 6})
 
 
 def test_a_retry_goes_to_the_next_server(tmp_path):
     data = write(tmp_path / "data.jsonl", [chat(f"{i}") for i in range(8)])
-    broken, whole = ChatServer(lambda body, tries: (500, {}, {})), ChatServer()
+    broken, working = ChatServer(lambda body, tries: (500, {}, {})), ChatServer()
     options = HttpOptions(concurrency=4, retries=1, pause_s=0.001)
-    with broken.serving() as first, whole.serving() as second:
+    with broken.serving() as first, working.serving() as second:
         servers = ChatServers([first, second], "tiny", Sampling(), options)
-        found = regenerate(data, tmp_path / "new.jsonl", servers, Sampling())
-    assert found.written == len(whole.requests) == 8
+        outcome = regenerate(data, tmp_path / "new.jsonl", servers, Sampling())
+    assert outcome.written == len(working.requests) == 8
     assert 0 < len(broken.requests) < 8
 
 
@@ -449,13 +449,13 @@ def test_reasoning_is_kept_beside_the_answer_or_dropped(tmp_path):
     [
         ("plain", False, "plain", ""),
         ("<think>\na\n</think>\n\nb", False, "b", "a"),
-        ("a</think>b", False, "b", "a"),  # the prompt had opened it
-        ("<think>a b", True, "", "a b"),  # cut inside
+        ("a</think>b", False, "b", "a"),  # the prompt opened the tag
+        ("<think>a b", True, "", "a b"),  # truncated within the reasoning
         ("<think>a b", False, "<think>a b", ""),
         (" spaced ", False, " spaced ", ""),
     ],
 )
-def test_reasoning_inside_the_text_is_parted(text, cut, words, thought):
+def test_reasoning_is_separated_from_the_text(text, cut, words, thought):
     reply = Reply.of(text, cut=cut, tokens=1)
     assert (reply.text, reply.reasoning, reply.finish) == (
         words,
@@ -475,12 +475,12 @@ def test_reasoning_inside_the_text_is_parted(text, cut, words, thought):
             {"role": "tool", "content": "5"}]}, "tool calls"),
     ],
 )  # fmt: skip
-def test_rows_that_cannot_be_asked(row, reason):
+def test_rows_without_a_question_are_refused(row, reason):
     with pytest.raises(BadRow, match=reason):
         Dialogue(row)
 
 
-def test_pairs_and_early_answers_are_asked_again_too():
+def test_pairs_and_leading_answers_can_be_regenerated():
     alpaca = {"id": 7, "instruction": "Translate.", "input": "Tag", "output": "old"}
     early = {"messages": [{"role": "assistant", "content": "Hi!"}, *chat("q")["messages"]]}
     for row, asked in ((alpaca, "Translate.\n\nTag"), (early, "q")):
@@ -492,7 +492,7 @@ def test_pairs_and_early_answers_are_asked_again_too():
         assert set(new) - {"id"} == {"messages", "finish", "tokens"}
 
 
-def test_an_empty_answer_is_no_answer():
+def test_an_empty_answer_is_refused():
     dialogue = Dialogue(chat("q"))
     with pytest.raises(BadRow, match="empty answer"):
         dialogue.hear(Reply("  ", "stop", 1))
@@ -500,8 +500,8 @@ def test_an_empty_answer_is_no_answer():
 
 @given(st.data())
 @settings(max_examples=60, deadline=None)
-def test_shards_are_the_rows_in_any_order(tmp_path_factory, data):
-    """Over several files, of which some are empty or hold blank lines."""
+def test_shards_hold_the_rows_and_can_be_read_in_any_order(tmp_path_factory, data):
+    """Across several files, some of them empty or with blank lines."""
     place = tmp_path_factory.mktemp("sources")
     counts = data.draw(st.lists(st.integers(0, 5), min_size=1, max_size=4))
     rows = iter(range(99))
@@ -512,31 +512,33 @@ def test_shards_are_the_rows_in_any_order(tmp_path_factory, data):
     size = data.draw(st.integers(1, 6))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shards, "make_parts", partial(make_parts, rows_per_part=2))
-        cut = shards.Shards([str(place)], size=size, limit=limit)
-    every = range(sum(counts))[:limit]
-    assert cut.rows == len(every)
-    assert [n for name in cut.names for n in cut.numbers(name)] == list(every)
-    for name in data.draw(st.lists(st.sampled_from(cut.names), max_size=8)) if cut.names else []:
-        found = cut.read(name)
-        assert [number for number, _ in found] == [row["id"] for _, (_, row) in found]
-        assert [number for number, _ in found] == list(cut.numbers(name))
-        assert len(found) <= size
+        sharded = shards.Shards([str(place)], size=size, limit=limit)
+    expected = range(sum(counts))[:limit]
+    assert sharded.rows == len(expected)
+    assert [n for name in sharded.names for n in sharded.numbers(name)] == list(expected)
+    for name in (
+        data.draw(st.lists(st.sampled_from(sharded.names), max_size=8)) if sharded.names else []
+    ):
+        numbered = sharded.read(name)
+        assert [number for number, _ in numbered] == [row["id"] for _, (_, row) in numbered]
+        assert [number for number, _ in numbered] == list(sharded.numbers(name))
+        assert len(numbered) <= size
 
 
 @given(st.data())
 @settings(max_examples=60, deadline=None)
-def test_all_who_read_a_journal_find_the_same(tmp_path_factory, data):
-    """Several write at once, and look at one another's lines at any moment: in the end they agree
-    with one who reads everything afterwards."""
+def test_all_readers_of_a_journal_agree(tmp_path_factory, data):
+    """Several writers read one another's lines at any moment; in the end they agree with a reader
+    that starts afterwards."""
     directory = tmp_path_factory.mktemp("journal")
     team = [Journal(directory) for _ in range(3)]
     steps = st.tuples(st.sampled_from(team), st.sampled_from(["good", "bad", "look"]))
-    for number, (who, what) in enumerate(data.draw(st.lists(steps, max_size=25))):
-        if what == "look":
-            who.read_new()
+    for number, (writer, action) in enumerate(data.draw(st.lists(steps, max_size=25))):
+        if action == "look":
+            writer.read_new()
         else:
             row = data.draw(st.integers(0, 3))
-            who.add(row, {"value": number}, good=what == "good")
+            writer.add(row, {"value": number}, good=action == "good")
     afterwards = Journal(directory)
     for journal in team:
         journal.read_new()
@@ -550,11 +552,11 @@ def test_all_who_read_a_journal_find_the_same(tmp_path_factory, data):
 @given(st.data())
 @settings(max_examples=60, deadline=None)
 def test_a_journal_survives_any_cut(tmp_path_factory, data):
-    """Parts cut at any byte: every row that is read is whole, and good lines win."""
+    """Parts cut at any byte: every row read back is complete, and good lines win."""
     directory = tmp_path_factory.mktemp("journal")
     writes = data.draw(st.lists(st.tuples(st.integers(0, 6), st.booleans()), max_size=20))
     expected = {}
-    for begin in range(0, len(writes), 5):  # a process writes up to five lines, then is killed
+    for begin in range(0, len(writes), 5):  # each process writes up to five lines, then is killed
         journal = Journal(directory)
         assert {row for row, _ in journal.good()} == {row for row, good in expected.items() if good}
         part = writes[begin : begin + 5]
@@ -568,7 +570,7 @@ def test_a_journal_survives_any_cut(tmp_path_factory, data):
         for row, good in part[: whole[:cut].count(b"\n")]:
             expected[row] = expected.get(row, False) or good
         torn = whole[:cut].rpartition(b"\n")[2]
-        if torn.endswith(b"}"):  # only the line's end is missing: it says everything
+        if torn.endswith(b"}"):  # only the newline is missing: the line is complete
             row, good = part[whole[:cut].count(b"\n")]
             expected[row] = expected.get(row, False) or good
     journal = Journal(directory)
@@ -577,7 +579,7 @@ def test_a_journal_survives_any_cut(tmp_path_factory, data):
         assert entry.read() == {"row": row, "good": True, "value": f"{row}é"}
 
 
-def test_a_journal_keeps_what_utf8_cannot_say(tmp_path):
+def test_a_journal_keeps_text_that_utf8_cannot_encode(tmp_path):
     journal = Journal(tmp_path)
     journal.add(0, {"original": "é \ud800"}, good=False)  # half a surrogate pair, from JSON
     [(_, entry)] = journal.failed()
@@ -586,7 +588,7 @@ def test_a_journal_keeps_what_utf8_cannot_say(tmp_path):
     assert again.read() == entry.read()
 
 
-def test_pauses_grow_are_spread_and_honour_the_server():
+def test_pauses_grow_with_jitter_and_respect_retry_after():
     from datetime import UTC, datetime, timedelta
 
     servers = ChatServers(["http://x"], "m", Sampling(), HttpOptions(pause_s=1, max_pause_s=20))
@@ -611,7 +613,7 @@ def test_pauses_grow_are_spread_and_honour_the_server():
         ("http://h/v1/chat/completions", "http://h/v1/chat/completions"),
     ],
 )
-def test_addresses(given_url, full):
+def test_endpoints_of_addresses(given_url, full):
     assert endpoint(given_url) == full
 
 
@@ -619,7 +621,7 @@ def run(*arguments):
     return CliRunner().invoke(app, ["regenerate", *map(str, arguments)])
 
 
-def test_the_verb_with_a_server(tmp_path, monkeypatch):
+def test_the_command_with_a_server(tmp_path, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "word")
     data = write(tmp_path / "data.jsonl", [chat(f"row {i}") for i in range(5)])
     server = ChatServer()
@@ -628,14 +630,14 @@ def test_the_verb_with_a_server(tmp_path, monkeypatch):
         out = ["--out", tmp_path / "new.jsonl", "--json"]
         result = run(*data, *out, "--url", url, "--url", url, *more)
         assert result.exit_code == 0, result.output
-        found = json.loads(result.stdout)
-        assert (found["rows"], found["written"], found["failed"]) == (3, 3, 0)
+        summary = json.loads(result.stdout)
+        assert (summary["rows"], summary["written"], summary["failed"]) == (3, 3, 0)
         assert server.requests[0]["top_p"] == 0.5
-        assert server.requests[0]["model"] == "tiny"  # the only one the server has
+        assert server.requests[0]["model"] == "tiny"  # the only model of the server
         assert server.requests[0]["chat_template_kwargs"] == {"deep": True}
         assert server.headers[0]["Authorization"] == "Bearer word"
-        kept = (tmp_path / "new.manifest.json").read_text()
-        assert "word" not in kept
+        manifest = (tmp_path / "new.manifest.json").read_text()
+        assert "word" not in manifest
         server.models = ("one", "two")
         result = run(*data, "--out", tmp_path / "b.jsonl", "--url", url)
         assert isinstance(result.exception, BadInput)
@@ -661,7 +663,7 @@ def test_the_verb_with_a_server(tmp_path, monkeypatch):
         (["--target", "x", "--address", "h:6379"], "add --ray"),
     ],
 )
-def test_the_verb_refuses(tmp_path, arguments, complaint):
+def test_the_command_refuses_bad_options(tmp_path, arguments, complaint):
     data = write(tmp_path / "data.jsonl", [chat("q")])
     result = run(*data, "--out", tmp_path / "new.jsonl", *arguments)
     assert isinstance(result.exception, BadInput)
@@ -669,7 +671,7 @@ def test_the_verb_refuses(tmp_path, arguments, complaint):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["data.jsonl"]
 
 
-def test_lines_of_another_kind_are_rows_that_are_not_done(tmp_path):
+def test_malformed_journal_lines_are_ignored(tmp_path):
     from fledge.core.expected import Table, Whole
 
     lines = [

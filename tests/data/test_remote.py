@@ -1,4 +1,4 @@
-"""Data by address: the same rows, parts and fingerprints as from the disk, read where it lies."""
+"""Data at a URL: the same rows, parts and fingerprints as on disk, without downloading first."""
 
 import json
 
@@ -13,7 +13,7 @@ from fledge.data.prepare import prepare_rows
 
 @pytest.fixture
 def memory(tmp_path, monkeypatch):
-    """An object store that lives in this process; surveys are kept in a place of the test's own."""
+    """An object store in this process, and a cache for surveys of its own."""
     monkeypatch.setenv("FLEDGE_CACHE", str(tmp_path / "cache"))
     system = fsspec.filesystem("memory")
     system.pipe({f"/chats/{name}": content for name, content in FILES.items()})
@@ -22,33 +22,33 @@ def memory(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_file_is_the_same_wherever_it_lies(memory, tmp_path, name):
+def test_a_remote_file_equals_a_local_one(memory, tmp_path, name):
     (tmp_path / name).write_bytes(FILES[name])
-    here, there = str(tmp_path / name), f"memory://chats/{name}"
-    assert read(there) == (ROWS, None)
-    assert sources.fingerprint([there]) == sources.fingerprint([here])
+    local, url = str(tmp_path / name), f"memory://chats/{name}"
+    assert read(url) == (ROWS, None)
+    assert sources.fingerprint([url]) == sources.fingerprint([local])
     cuts = [
-        [(p.start, p.stop, p.first_line) for p in sources.make_parts([at], rows_per_part=7)]
-        for at in (here, there)
+        [(p.start, p.stop, p.first_line) for p in sources.make_parts([source], rows_per_part=7)]
+        for source in (local, url)
     ]
     assert cuts[0] == cuts[1]
-    places = [place for part in sources.make_parts([there], 7) for place, _ in part.rows()]
-    assert places == [f"{there}:{i + 1}" for i in range(len(ROWS))]
+    places = [place for part in sources.make_parts([url], 7) for place, _ in part.rows()]
+    assert places == [f"{url}:{i + 1}" for i in range(len(ROWS))]
 
 
-def test_a_directory_is_its_files(memory, tmp_path):
-    here = tmp_path / "chats"
-    here.mkdir()
+def test_a_remote_directory_is_expanded_to_its_files(memory, tmp_path):
+    local = tmp_path / "chats"
+    local.mkdir()
     for name, content in FILES.items():
-        (here / name).write_bytes(content)
+        (local / name).write_bytes(content)
     memory.pipe("/chats/notes.txt", b"no rows")
-    kinds = [kind for kind, _, _ in sources.expand([str(here)])]
-    found = sources.expand(["memory://chats"])
-    assert found == [
+    kinds = [kind for kind, _, _ in sources.expand([str(local)])]
+    expanded = sources.expand(["memory://chats"])
+    assert expanded == [
         (kind, f"memory:///chats/{name}", "")
         for kind, name in zip(kinds, sorted(FILES), strict=True)
     ]
-    assert sources.fingerprint(["memory://chats"]) == sources.fingerprint([str(here)])
+    assert sources.fingerprint(["memory://chats"]) == sources.fingerprint([str(local)])
 
 
 def test_a_file_is_surveyed_once_for_each_version(memory, monkeypatch):
@@ -59,45 +59,49 @@ def test_a_file_is_surveyed_once_for_each_version(memory, monkeypatch):
         return real(self, path, mode, **options)
 
     monkeypatch.setattr(type(memory), "_open", counted)
-    there = ["memory://chats/a.jsonl"]
-    first = sources.fingerprint(there, 7), sources.make_parts(there, 7)
-    assert len(opened) == 1  # one pass for both
-    assert (sources.fingerprint(there, 7), sources.make_parts(there, 7)) == first
+    urls = ["memory://chats/a.jsonl"]
+    first = sources.fingerprint(urls, 7), sources.make_parts(urls, 7)
+    assert len(opened) == 1  # one pass for both calls
+    assert (sources.fingerprint(urls, 7), sources.make_parts(urls, 7)) == first
     assert len(opened) == 1
-    memory.pipe("/chats/a.jsonl", LINES[: len(LINES) // 2])  # another version
-    assert sources.fingerprint(there, 7) != first[0]
-    assert len(sources.make_parts(there, 7)) < len(first[1])
+    memory.pipe("/chats/a.jsonl", LINES[: len(LINES) // 2])  # a new version
+    assert sources.fingerprint(urls, 7) != first[0]
+    assert len(sources.make_parts(urls, 7)) < len(first[1])
     assert len(opened) == 2
     for survey in remote.cache_dir().rglob("*.json"):
-        survey.write_bytes(b"{}")  # damaged: made again
-    assert len(sources.make_parts(there, 7)) < len(first[1])
+        survey.write_bytes(b"{}")  # damaged: surveyed again
+    assert len(sources.make_parts(urls, 7)) < len(first[1])
     assert len(opened) == 3
 
 
-def test_a_part_asks_for_little_more_than_itself(memory, monkeypatch):
-    """Rows from the middle of a file that does not fit the disk: never the file before them."""
+def test_reading_a_part_requests_little_more_than_the_part(memory, monkeypatch):
+    """Rows from the middle of a huge file: nothing before them is requested."""
     line = json.dumps(ROWS[0]).encode() + b"\n"
     memory.pipe("/chats/big.jsonl", line * (3 * remote._REQUEST // len(line)))
     parts = sources.make_parts(["memory://chats/big.jsonl"], 100)
-    asked, file = [], memory.store["/chats/big.jsonl"]
+    offsets, file = [], memory.store["/chats/big.jsonl"]
     real = type(file).readinto
     monkeypatch.setattr(
-        type(file), "readinto", lambda self, b: asked.append(self.tell()) or real(self, b),
+        type(file), "readinto", lambda self, b: offsets.append(self.tell()) or real(self, b),
         raising=False,
     )  # fmt: skip
     part = parts[len(parts) // 2]
     assert len(list(part.rows())) == 100
-    assert asked == [part.start]
+    assert offsets == [part.start]
 
 
-def test_rows_are_prepared_from_an_address(memory, tiny_target, tmp_path):
-    there, here = "memory://chats/a.jsonl", tmp_path / "a.jsonl"
-    here.write_bytes(LINES)
-    far = prepare_rows([there], tiny_target, workers=1, cache=tmp_path / "far")
-    near = prepare_rows([str(here)], tiny_target, workers=1, cache=tmp_path / "near")
-    assert far.fingerprint == near.fingerprint  # a run may go on with data that was moved
-    assert [row.input_ids.tolist() for row in far] == [row.input_ids.tolist() for row in near]
-    assert [row.place for row in far] == [f"{there}:{i + 1}" for i in range(len(ROWS))]
+def test_rows_are_prepared_from_a_url(memory, tiny_target, tmp_path):
+    url, local = "memory://chats/a.jsonl", tmp_path / "a.jsonl"
+    local.write_bytes(LINES)
+    remote_rows = prepare_rows([url], tiny_target, workers=1, cache=tmp_path / "far")
+    local_rows = prepare_rows([str(local)], tiny_target, workers=1, cache=tmp_path / "near")
+    assert (
+        remote_rows.fingerprint == local_rows.fingerprint
+    )  # a run may continue with data that was moved
+    assert [row.input_ids.tolist() for row in remote_rows] == [
+        row.input_ids.tolist() for row in local_rows
+    ]
+    assert [row.place for row in remote_rows] == [f"{url}:{i + 1}" for i in range(len(ROWS))]
 
 
 @pytest.mark.parametrize(
@@ -111,7 +115,7 @@ def test_rows_are_prepared_from_an_address(memory, tiny_target, tmp_path):
         ("memory://chats/cut.jsonl.gz", "truncated or damaged"),
     ],
 )
-def test_what_cannot_be_read_is_one_line(memory, address, line):
+def test_unreadable_data_is_a_one_line_error(memory, address, line):
     memory.pipe("/chats/wrong.parquet", LINES)
     memory.pipe("/chats/zipped.jsonl", FILES["a.jsonl.gz"])
     memory.pipe("/chats/cut.jsonl.gz", FILES["a.jsonl.gz"][:-20])
@@ -120,7 +124,7 @@ def test_what_cannot_be_read_is_one_line(memory, address, line):
     assert "\n" not in str(caught.value)
 
 
-def test_a_protocol_without_its_package_names_it(monkeypatch):
+def test_a_missing_protocol_package_is_named(monkeypatch):
     import fsspec.core
 
     def missing(address):
@@ -133,7 +137,7 @@ def test_a_protocol_without_its_package_names_it(monkeypatch):
     assert str(caught.value).startswith(expected)
 
 
-def test_a_store_that_fails_is_one_line(memory, monkeypatch):
+def test_a_failing_store_is_a_one_line_error(memory, monkeypatch):
     def refused(*args, **options):
         raise PermissionError("Access Denied\nrequest 17")
 
@@ -142,7 +146,7 @@ def test_a_store_that_fails_is_one_line(memory, monkeypatch):
         sources.make_parts(["memory://chats/a.jsonl"])
 
 
-def test_secrets_of_an_address_are_in_no_message():
+def test_public_names_contain_no_secrets():
     name = remote.public_name("https://me:secret@host:8/a/b.jsonl?signature=secret")
     assert name == "https://host:8/a/b.jsonl"
     assert sources._kind("https://host/b.jsonl?x=1") == "jsonl"

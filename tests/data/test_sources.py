@@ -1,5 +1,5 @@
-"""Files as they come: cut short, damaged, mislabelled, endless. What is whole is read exactly; the
-rest is one line that names the file."""
+"""Files cut short, damaged, mislabeled or endless: intact content is read exactly, anything else is
+a one-line error that names the file."""
 
 import gzip
 import io
@@ -45,7 +45,7 @@ FILES = {
 
 
 def read(path):
-    """The rows that are there, and whether the rest was refused in one line."""
+    """(rows, None), or ([], the one-line error)."""
     try:
         parts = sources.make_parts([str(path)], rows_per_part=7)
         return [row for part in parts for _, row in part.rows()], None
@@ -62,7 +62,7 @@ def place(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_whole_files_are_read_exactly(place, name):
+def test_intact_files_are_read_exactly(place, name):
     (place / name).write_bytes(FILES[name])
     assert read(place / name) == (ROWS, None)
 
@@ -74,37 +74,37 @@ def test_a_file_cut_short_loses_nothing_silently(place, name, share):
     content = FILES[name]
     (place / name).write_bytes(content[: int(share * len(content))])
     rows, refused = read(place / name)
-    if name == "a.jsonl":  # lines before the cut are whole; the one it goes through is bad
+    if name == "a.jsonl":  # lines before the cut are intact; the cut line is bad
         cut = content[: int(share * len(content))]
         assert refused is None
         assert rows[: cut.count(b"\n")] == ROWS[: cut.count(b"\n")]
         assert all(isinstance(row, BadRow) or row in ROWS for row in rows[cut.count(b"\n") :])
         assert len(rows) == cut.count(b"\n") + (not cut.endswith(b"\n") and cut != b"")
-    elif name == "b.jsonl.gz" and rows:  # between its two members
+    elif name == "b.jsonl.gz" and rows:  # cut between its two members
         assert rows[:-1] == ROWS[: len(rows) - 1]
         assert isinstance(rows[-1], BadRow)
     else:
-        assert rows in ([], ROWS)  # nothing at all is an empty file: refused later
+        assert rows in ([], ROWS)  # an empty file has no rows, and is refused later
         assert refused or share * len(content) < 1 or rows == ROWS
 
 
 @pytest.mark.parametrize("name", FILES)
 @settings(max_examples=80, deadline=None)
 @given(flips=st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 7)), max_size=3))
-def test_flipped_bits_are_rows_or_one_line(place, name, flips):
+def test_flipped_bits_give_rows_or_a_one_line_error(place, name, flips):
     content = bytearray(FILES[name])
     for share, bit in flips:
         content[int(share * len(content))] ^= 1 << bit
     (place / name).write_bytes(content)
     rows, _ = read(place / name)
-    if name.endswith(".gz"):  # what its checksum does not cover is not in the rows
+    if name.endswith(".gz"):  # its checksum covers all of the rows
         assert rows in ([], ROWS)
 
 
 @pytest.mark.parametrize("name", FILES)
 @settings(max_examples=10, deadline=None)
 @given(content=st.binary(max_size=200))
-def test_anything_at_all_is_rows_or_one_line(place, name, content):
+def test_arbitrary_bytes_give_rows_or_a_one_line_error(place, name, content):
     for head in (b"", FILES[name][:40], FILES["a.jsonl.gz"][:10], b"PAR1"):
         (place / name).write_bytes(head + content)
         read(place / name)
@@ -140,7 +140,7 @@ def refused(command, capfd):
 
 @pytest.mark.parametrize("verb", ["prepare", "preview"])
 @pytest.mark.parametrize(("name", "content", "message"), MISLABELLED)
-def test_a_file_under_another_kinds_name(
+def test_a_file_with_the_wrong_extension_is_refused(
     tmp_path, monkeypatch, capfd, smollm2, verb, name, content, message
 ):
     monkeypatch.chdir(tmp_path)
@@ -151,13 +151,13 @@ def test_a_file_under_another_kinds_name(
 
 
 @pytest.mark.parametrize("verb", ["prepare", "preview", "stats"])
-def test_a_gzip_file_cut_short_is_not_an_interrupt(tmp_path, monkeypatch, capfd, smollm2, verb):
+def test_a_truncated_gzip_file_is_bad_input(tmp_path, monkeypatch, capfd, smollm2, verb):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.jsonl.gz").write_bytes(FILES["a.jsonl.gz"][:-9])
     assert "a.jsonl.gz:4" in refused(VERBS[verb].format("a.jsonl.gz"), capfd)
 
 
-def test_prompts_and_a_job_say_the_same(tmp_path):
+def test_prompts_and_regeneration_refuse_a_truncated_file_alike(tmp_path):
     from fledge.data.regenerate import Sampling, regenerate
 
     path = tmp_path / "a.jsonl.gz"
@@ -179,7 +179,7 @@ def test_prompts_and_a_job_say_the_same(tmp_path):
 
 
 @pytest.mark.timeout(30)
-def test_pipes_and_devices_are_not_waited_for(tmp_path):
+def test_pipes_and_devices_are_refused_without_waiting(tmp_path):
     os.mkfifo(tmp_path / "pipe.jsonl")
     (tmp_path / "zero.jsonl").symlink_to("/dev/zero")
     (tmp_path / "directory.parquet").mkdir()
@@ -191,11 +191,11 @@ def test_pipes_and_devices_are_not_waited_for(tmp_path):
         sources.make_parts([str(tmp_path / "directory.parquet")])
 
 
-def test_any_other_early_end_of_a_file_is_bad_input_too(monkeypatch, capfd):
+def test_any_other_eof_error_is_bad_input_too(monkeypatch, capfd):
     def app(**_):
         from typer import Abort
 
-        raise Abort from EOFError("Ran out of input")  # as Typer does
+        raise Abort from EOFError("Ran out of input")  # as typer does
 
     monkeypatch.setattr(main, "app", app)
     with pytest.raises(SystemExit) as ended:
@@ -205,7 +205,7 @@ def test_any_other_early_end_of_a_file_is_bad_input_too(monkeypatch, capfd):
 
 
 @pytest.mark.parametrize("zipped", [False, True])
-def test_a_line_that_is_too_long_is_dropped_unread(tmp_path, monkeypatch, zipped):
+def test_a_line_that_is_too_long_is_dropped(tmp_path, monkeypatch, zipped):
     monkeypatch.setattr(sources, "LONGEST_LINE", 200)
     long = json.dumps({"messages": "x" * 3_000_000}).encode()
     content = b"\n".join([LINES.splitlines()[0], long, b"", LINES.splitlines()[1], long])
@@ -213,7 +213,7 @@ def test_a_line_that_is_too_long_is_dropped_unread(tmp_path, monkeypatch, zipped
     path.write_bytes(gzip.compress(content) if zipped else content)
     for rows_per_part in (1, 2, 100):
         parts = sources.make_parts([str(path)], rows_per_part)
-        found = [row for part in parts for row in part.rows()]
-        assert [place.rpartition(":")[2] for place, _ in found] == ["1", "2", "4", "5"]
-        assert [found[0][1], found[2][1]] == ROWS[:2]
-        assert {found[i][1].reason for i in (1, 3)} == {"row is too long"}
+        placed_rows = [row for part in parts for row in part.rows()]
+        assert [place.rpartition(":")[2] for place, _ in placed_rows] == ["1", "2", "4", "5"]
+        assert [placed_rows[0][1], placed_rows[2][1]] == ROWS[:2]
+        assert {placed_rows[i][1].reason for i in (1, 3)} == {"row is too long"}

@@ -37,11 +37,11 @@ words = st.text(alphabet=st.characters(codec="utf-8", exclude_categories=["Cs"])
 
 @settings(max_examples=60, deadline=None)
 @given(turns=st.lists(words, min_size=1, max_size=3))
-def test_ids_are_the_tokenizers_own_and_the_mask_is_the_assistants(
+def test_ids_equal_the_tokenizers_and_the_mask_covers_the_answers(
     encoder, smollm2_tokenizer, turns
 ):
     answers = [f"{t}." for t in turns]
-    for answer in answers:  # SmolLM2's vocabulary lacks some byte tokens, and loses such characters
+    for answer in answers:  # SmolLM2 lacks some byte tokens and loses such characters
         ids = smollm2_tokenizer.encode(answer, add_special_tokens=False)
         assume(smollm2_tokenizer.decode(ids, clean_up_tokenization_spaces=False) == answer)
     raw = chat(*[t for answer in answers for t in ("Say it", answer)])
@@ -50,8 +50,10 @@ def test_ids_are_the_tokenizers_own_and_the_mask_is_the_assistants(
     assert row.input_ids.tolist() == ids
     # The supervised tokens, run by run, decode to the answers with their end token.
     runs = np.split(row.input_ids, np.flatnonzero(np.diff(row.loss_mask)) + 1)
-    said = [run for run in runs if row.loss_mask[_position(runs, run)]]
-    decoded = [smollm2_tokenizer.decode(run, clean_up_tokenization_spaces=False) for run in said]
+    supervised = [run for run in runs if row.loss_mask[_position(runs, run)]]
+    decoded = [
+        smollm2_tokenizer.decode(run, clean_up_tokenization_spaces=False) for run in supervised
+    ]
     assert decoded == [f"{answer}<|im_end|>" for answer in answers]
 
 
@@ -59,8 +61,8 @@ def _position(runs, run):
     return sum(len(r) for r in runs[: next(i for i, r in enumerate(runs) if r is run)])
 
 
-def test_a_token_across_the_border_belongs_to_neither_side(encoder):
-    """'\\n' + '\\n\\nHi' may merge into one token: it is not the assistant's alone."""
+def test_a_token_across_the_boundary_is_not_supervised(encoder):
+    """'\\n' + '\\n\\nHi' may merge into one token, which is then not only the assistant's."""
     text, _ = one_row(encoder, chat("Q", "\n\nHi"))
     _, pieces = encoder.encode_to_show(text, "x")
     supervised = "".join(piece for piece, flag in pieces if flag)
@@ -69,8 +71,8 @@ def test_a_token_across_the_border_belongs_to_neither_side(encoder):
     assert "".join(piece for piece, _ in pieces) == text.text
 
 
-def test_what_is_shown_is_what_is_trained_on(smollm2_tokenizer):
-    """Also where the length limit cuts, and where one character takes several tokens."""
+def test_the_preview_shows_what_is_trained_on(smollm2_tokenizer):
+    """Also at the length limit, and where one character takes several tokens."""
     whole = Encoder(smollm2_tokenizer, TokeniseOptions())
     text, row = one_row(whole, chat("Q", "a 𓀀 b"))
     assert len(whole.encode_to_show(text, "x")[1]) < len(row.input_ids)
@@ -79,9 +81,9 @@ def test_what_is_shown_is_what_is_trained_on(smollm2_tokenizer):
         fitted, pieces = encoder.encode_to_show(text, "x")
         assert fitted.input_ids.tolist() == row.input_ids[:limit].tolist()
         shown = "".join(piece for piece, _ in pieces)
-        said = smollm2_tokenizer.decode(fitted.input_ids).rstrip("\ufffd")
-        assert shown.startswith(said)
-        assert len(shown) <= len(said) + 1  # a character of which only the first tokens fit
+        decoded = smollm2_tokenizer.decode(fitted.input_ids).rstrip("\ufffd")
+        assert shown.startswith(decoded)
+        assert len(shown) <= len(decoded) + 1  # a character whose last tokens do not fit
 
 
 def test_offsets_are_not_trimmed(encoder):
@@ -104,9 +106,11 @@ def test_length_limit(smollm2_tokenizer):
 
     cut = fit(first + 5)
     assert len(cut.input_ids) == first + 5
-    assert cut.truncated  # ends inside what the assistant said, and says so
+    assert cut.truncated  # ends within an answer, and is marked as such
     assert not fit(len(whole.input_ids)).truncated
-    assert not fit(len(whole.input_ids) - 1).truncated  # only the newline after the end token went
+    assert not fit(
+        len(whole.input_ids) - 1
+    ).truncated  # only the newline after the end token is cut
     with pytest.raises(BadRow, match="cut before any supervised token"):
         fit(first)
     with pytest.raises(BadRow, match="longer than max_length"):
@@ -122,13 +126,13 @@ def test_options_have_a_stable_fingerprint():
 def test_a_plain_text_is_supervised_from_its_second_token_on(encoder, smollm2_tokenizer):
     text, row = one_row(encoder, {"text": "The wren is small.\n\nIt sings."})
     ids = smollm2_tokenizer("The wren is small.\n\nIt sings.")["input_ids"]
-    assert row.input_ids.tolist() == ids  # as the tokenizer itself writes it
+    assert row.input_ids.tolist() == ids  # as the tokenizer encodes it
     assert row.loss_mask.tolist() == [0] + [1] * (len(ids) - 1)
     assert text.notes == (PLAIN_TEXT,)
 
 
-def test_a_plain_text_begins_as_the_tokenizer_begins_texts(smollm2_tokenizer):
-    """With its bos token, once; and a model without a template takes it, but no chat."""
+def test_a_plain_text_starts_with_bos_where_the_tokenizer_adds_it(smollm2_tokenizer):
+    """Exactly once. A model without a chat template accepts plain text, but no chats."""
     from tokenizers.processors import TemplateProcessing
 
     tokenizer = copy.deepcopy(smollm2_tokenizer)
@@ -147,15 +151,15 @@ def test_a_plain_text_begins_as_the_tokenizer_begins_texts(smollm2_tokenizer):
         bare.texts(chat("Q", "A"))
 
 
-def test_reasoning_that_the_template_leaves_out_is_said(encoder):
+def test_reasoning_that_the_template_leaves_out_is_noted(encoder):
     row = chat("Q", "A")
     row["messages"][1]["reasoning"] = "Because.\nOf that."
     assert encoder.texts(row)[0].notes == (NO_REASONING,)
-    row["messages"][1]["content"] = "Of that. A"  # as if shown
+    row["messages"][1]["content"] = "Of that. A"  # as if the template rendered it
     assert encoder.texts(row)[0].notes == ()
 
 
-def test_what_was_left_out_of_kept_rows_is_counted(encoder, tmp_path):
+def test_notes_about_kept_rows_are_counted(encoder, tmp_path):
     good, unasked, text = chat("Q", "A"), chat("Q", "A"), {"text": "Once upon a time."}
     unasked["messages"].insert(0, {"role": "assistant", "content": "Hello!"})
     path = tmp_path / "rows.jsonl"
@@ -163,12 +167,12 @@ def test_what_was_left_out_of_kept_rows_is_counted(encoder, tmp_path):
     rows = [good, unasked, text, unasked, {}, pair]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     [part] = make_parts([str(path)])
-    made = tokenise_part(part, encoder)
-    assert made.drops.kept == len(made.rows) == 5
-    assert made.drops.notes == {UNASKED: 2, PLAIN_TEXT: 1, PAIR: 1}
-    assert made.drops.noted[UNASKED] == [f"{path}:2", f"{path}:4"]
-    assert made.drops.counts == {"no messages": 1}
-    assert made.rows[1].input_ids.tolist() == made.rows[0].input_ids.tolist()
-    twice = DropReport.merged([made.drops, DropReport.from_json(made.drops.to_json())])
-    assert (twice.kept, twice.notes) == (10, {UNASKED: 4, PLAIN_TEXT: 2, PAIR: 2})
-    assert twice.noted[UNASKED] == [f"{path}:2", f"{path}:4", f"{path}:2"]
+    tokenized = tokenise_part(part, encoder)
+    assert tokenized.drops.kept == len(tokenized.rows) == 5
+    assert tokenized.drops.notes == {UNASKED: 2, PLAIN_TEXT: 1, PAIR: 1}
+    assert tokenized.drops.noted[UNASKED] == [f"{path}:2", f"{path}:4"]
+    assert tokenized.drops.counts == {"no messages": 1}
+    assert tokenized.rows[1].input_ids.tolist() == tokenized.rows[0].input_ids.tolist()
+    merged = DropReport.merged([tokenized.drops, DropReport.from_json(tokenized.drops.to_json())])
+    assert (merged.kept, merged.notes) == (10, {UNASKED: 4, PLAIN_TEXT: 2, PAIR: 2})
+    assert merged.noted[UNASKED] == [f"{path}:2", f"{path}:4", f"{path}:2"]

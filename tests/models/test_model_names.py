@@ -1,4 +1,4 @@
-"""What may be written as a model, and what is said when it cannot be found."""
+"""Which model names are accepted, and the errors for models that cannot be found."""
 
 import os
 import subprocess
@@ -26,14 +26,14 @@ def directory(tmp_path: Path) -> Path:
     return tmp_path / "tiny"
 
 
-def test_a_directory_is_itself(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_is_returned_as_it_is(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert local_model(str(directory)) == directory
     monkeypatch.chdir(directory.parent)
     assert local_model("tiny") == directory
     assert load_config("./tiny").hidden_size == 32
 
 
-def test_models_load_in_the_asked_dtype(directory: Path) -> None:
+def test_models_load_in_the_requested_dtype(directory: Path) -> None:
     import torch
 
     for dtype in ("bfloat16", torch.bfloat16):
@@ -42,7 +42,9 @@ def test_models_load_in_the_asked_dtype(directory: Path) -> None:
         load_model(str(directory), dtype="bf17")
 
 
-def test_a_directory_without_a_model_or_tokenizer(directory: Path, tmp_path: Path) -> None:
+def test_a_directory_without_a_model_or_tokenizer_is_refused(
+    directory: Path, tmp_path: Path
+) -> None:
     with pytest.raises(BadInput, match="cannot load the tokenizer of") as caught:
         load_tokenizer(str(directory))
     assert "\n" not in str(caught.value)
@@ -66,13 +68,13 @@ def test_a_directory_without_a_model_or_tokenizer(directory: Path, tmp_path: Pat
         ("", "no such model"),
     ],
 )
-def test_names_that_mean_nothing(name: str, says: str) -> None:
+def test_unknown_names_are_refused(name: str, says: str) -> None:
     with pytest.raises(BadInput, match=says):
         local_model(name)
 
 
 def bare(kind: type[Exception]) -> Exception:
-    """An error of the hub's library without the HTTP response it would carry."""
+    """An error of the hub library without its HTTP response."""
     return kind.__new__(kind)
 
 
@@ -87,7 +89,7 @@ def bare(kind: type[Exception]) -> Exception:
         (bare(errors.HfHubHTTPError), "the hub failed on"),
     ],
 )
-def test_every_refusal_of_the_hub_is_one_line(
+def test_every_hub_error_is_explained(
     monkeypatch: pytest.MonkeyPatch, error: Exception, says: str
 ) -> None:
     def refuse(*_: object, **__: object) -> None:
@@ -98,24 +100,24 @@ def test_every_refusal_of_the_hub_is_one_line(
         local_model("org/name@v1")
 
 
-def test_only_small_files_are_fetched_when_weights_are_not_wanted(
+def test_weights_are_downloaded_only_when_needed(
     monkeypatch: pytest.MonkeyPatch, directory: Path
 ) -> None:
-    asked: list[tuple[str, str | None, list[str]]] = []
+    calls: list[tuple[str, str | None, list[str]]] = []
 
     def give(repo: str, *, revision: str | None, allow_patterns: list[str]) -> str:
-        asked.append((repo, revision, allow_patterns))
+        calls.append((repo, revision, allow_patterns))
         return str(directory)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", give)
     load_config("org/name@abc")
     load_model("org/name")
-    assert [call[:2] for call in asked] == [("org/name", "abc"), ("org/name", None)]
-    assert "*.safetensors" not in asked[0][2]
-    assert "*.safetensors" in asked[1][2]
+    assert [call[:2] for call in calls] == [("org/name", "abc"), ("org/name", None)]
+    assert "*.safetensors" not in calls[0][2]
+    assert "*.safetensors" in calls[1][2]
 
 
-def test_an_incomplete_snapshot_is_not_taken_for_a_model(
+def test_an_incomplete_snapshot_is_refused(
     monkeypatch: pytest.MonkeyPatch, directory: Path
 ) -> None:
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(directory))
@@ -145,10 +147,8 @@ for name in sys.argv[1:]:
 """
 
 
-def test_offline_what_was_fetched_works_and_the_rest_is_refused(
-    directory: Path, tmp_path: Path
-) -> None:
-    """The real library, told to stay offline, on a cache laid out as it lays it out."""
+def test_offline_cached_models_work_and_others_are_refused(directory: Path, tmp_path: Path) -> None:
+    """The real library in offline mode, on a cache in its own layout."""
     repository = tmp_path / "hf" / "models--org--name"
     revision = "a" * 40
     (repository / "snapshots").mkdir(parents=True)
@@ -164,8 +164,8 @@ def test_offline_what_was_fetched_works_and_the_rest_is_refused(
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    found, pinned, refused = done.stdout.splitlines()
-    assert found == pinned == str(repository / "snapshots" / revision)
+    latest, pinned, refused = done.stdout.splitlines()
+    assert latest == pinned == str(repository / "snapshots" / revision)
     assert "'org/other': it is not on the disk, and the hub cannot be reached" in refused
     assert "unset HF_HUB_OFFLINE" in refused
 
@@ -179,24 +179,24 @@ def test_offline_what_was_fetched_works_and_the_rest_is_refused(
         '{"model_type": "llama", "a": ' + "[" * 9999,
     ],
 )
-def test_a_config_does_not_make_endless_lists(tmp_path: Path, config: str) -> None:
-    """transformers writes a label for every class and a type for every layer, asked or not."""
+def test_a_config_with_absurd_sizes_is_refused(tmp_path: Path, config: str) -> None:
+    """transformers would create a label per class and a type per layer."""
     (tmp_path / "config.json").write_text(config)
     with pytest.raises(BadInput, match=r"config\.json: the model's config"):
         load_config(str(tmp_path))
 
 
-def test_public_names_hold_no_place_of_this_machine(tmp_path: Path) -> None:
+def test_public_names_contain_no_local_paths(tmp_path: Path) -> None:
     assert public_name("org/model@main") == "org/model@main"
     assert public_name("smollm2-135m") == "HuggingFaceTB/SmolLM2-135M-Instruct"
     (tmp_path / "mine").mkdir()
     assert public_name(str(tmp_path / "mine")) == "mine"
     assert public_name(str(tmp_path / "gone" / "model")) == "model"
-    plain, told = tmp_path / "tiny-Q4.gguf", tmp_path / "told.gguf"
+    plain, with_source = tmp_path / "tiny-Q4.gguf", tmp_path / "told.gguf"
     write_gguf(plain, tiny_llama())
-    write_gguf(told, tiny_llama(), source="https://huggingface.co/org/tiny-llama")
+    write_gguf(with_source, tiny_llama(), source="https://huggingface.co/org/tiny-llama")
     assert public_name(str(plain)) == "tiny-Q4"
-    assert public_name(str(told)) == "org/tiny-llama"
+    assert public_name(str(with_source)) == "org/tiny-llama"
     snapshot = tmp_path / "models--org--name" / "snapshots" / "0123"
     snapshot.mkdir(parents=True)
     assert public_name(str(snapshot)) == "org/name"

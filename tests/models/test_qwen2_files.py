@@ -1,4 +1,4 @@
-"""Qwen2 in a GGUF file: its tokenizer, its ends and its biases; the real Qwen2.5-Coder answers."""
+"""Qwen2 GGUF files: tokenizer, end tokens and biases; the real Qwen2.5-Coder answers."""
 
 import json
 from pathlib import Path
@@ -45,7 +45,7 @@ def real() -> str:
 
 
 @pytest.mark.usefixtures("own_cache")
-def test_biases_the_head_and_the_angles_survive(
+def test_biases_head_and_rope_base_are_converted(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FLEDGE_GGUF_DTYPE", "float32")
@@ -57,11 +57,11 @@ def test_biases_the_head_and_the_angles_survive(
 
 
 @pytest.mark.usefixtures("own_cache")
-def test_a_turn_and_a_document_both_end_an_answer(file: Path) -> None:
+def test_end_of_turn_and_end_of_text_both_end_an_answer(file: Path) -> None:
     model, tokenizer = load_model(str(file)), load_tokenizer(str(file))
     assert [tokenizer.eos_token, tokenizer.pad_token] == ["<|im_end|>", "<|endoftext|>"]
     assert eos_token_ids(model, tokenizer) == {2, 0}
-    assert model.generation_config.eos_token_id == [2, 0]  # a turn's end first
+    assert model.generation_config.eos_token_id == [2, 0]  # end of turn first
     assert model.config.eos_token_id == 2
     assert tokenizer("hi")["input_ids"] == tokenizer("hi", add_special_tokens=False)["input_ids"]
 
@@ -73,21 +73,21 @@ TINY = TextbookBPE(
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(st.text("aZ19 '\n\r\tsTlLrEvé\u0301中½!.\u00a0_") | st.sampled_from(TEXTS))
-def test_text_is_cut_and_merged_as_the_textbook_does(tokenizer: Any, text: str) -> None:
+def test_text_is_split_and_merged_as_in_the_reference(tokenizer: Any, text: str) -> None:
     cuts = tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str(text)
     assert [text[begin:end] for _, (begin, end) in cuts] == CUTS.findall(text)
     assert tokenizer(text)["input_ids"] == TINY(text)
 
 
-def test_the_real_tokenizer_is_the_textbooks(real: str) -> None:
+def test_the_real_tokenizer_equals_the_reference(real: str) -> None:
     tokenizer = load_tokenizer(real)
     stored = json.loads((embedded.MODELS[real].directory / "tokenizer.json").read_text())
     model = stored["model"]
     merges = [tuple(m.split(" ", 1)) if isinstance(m, str) else tuple(m) for m in model["merges"]]
     added = [token["content"] for token in stored["added_tokens"]]
-    textbook = TextbookBPE(model["vocab"], merges, added)
+    reference = TextbookBPE(model["vocab"], merges, added)
     for text in TEXTS:
-        assert tokenizer(text)["input_ids"] == textbook(text), text
+        assert tokenizer(text)["input_ids"] == reference(text), text
     assert len(tokenizer) == 151_936
     ends = [tokenizer.eos_token_id, tokenizer.pad_token_id]
     assert tokenizer.convert_ids_to_tokens(ends) == ["<|im_end|>", "<|endoftext|>"]
@@ -101,7 +101,7 @@ def test_the_real_tokenizer_is_the_textbooks(real: str) -> None:
 
 
 @pytest.mark.slow
-def test_the_real_model_adds_programs_and_chats(real: str) -> None:
+def test_the_real_model_can_add_program_and_chat(real: str) -> None:
     tokenizer, model = load_tokenizer(real), load_model(real, dtype="float32")
     questions = [
         "What is 12 + 30? Answer with the number only.",

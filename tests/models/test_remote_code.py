@@ -1,4 +1,4 @@
-"""Python code that comes with a model runs only where the user says so, in every verb."""
+"""Python code that comes with a model runs only with the user's consent, in every verb."""
 
 import json
 import shutil
@@ -27,7 +27,7 @@ CODE = {
 
 
 def with_code(tiny_target, directory, *, config=True):
-    """The tiny target as a model with code of its own, which leaves a mark when it is imported."""
+    """The tiny target with custom code, which creates a marker file when it is imported."""
     shutil.copytree(tiny_target, directory)
     for name, text in CODE.items():
         note = NOTE.format(marker=str(mark(directory)))
@@ -51,7 +51,7 @@ def change(path, **values):
 
 @pytest.fixture(scope="module")
 def places(tiny_target, tmp_path_factory):
-    """Models, rows and modules of these tests, and nobody else's."""
+    """Models, with caches for rows and modules that only these tests use."""
     place = tmp_path_factory.mktemp("own")
     with pytest.MonkeyPatch.context() as patch:
         modules = str(place / "modules")
@@ -63,7 +63,7 @@ def places(tiny_target, tmp_path_factory):
         yield place
 
 
-def recipe_words(place, model, run_dir, *more):
+def recipe_overrides(place, model, run_dir, *more):
     return [
         f"target.model={place / model}", "target.aux_layer_ids=0,1,2", "target.dtype=float32",
         f"data.train={place / 'chats.jsonl'}", "data.valid_rows=8", "data.max_length=64",
@@ -74,25 +74,26 @@ def recipe_words(place, model, run_dir, *more):
 
 @pytest.fixture(scope="module")
 def trained(places, tiny_chats):
-    """A run on the trusted model; its draft fits the others too, whose weights are the same."""
+    """A run on the trusted model; its draft also fits the other models, which share its weights."""
     shutil.copy(tiny_chats, places / "chats.jsonl")
     questions = [{"messages": [{"role": "user", "content": f"count to {i}"}]} for i in range(2)]
     lines = "".join(f"{json.dumps(question)}\n" for question in questions)
     (places / "questions.jsonl").write_text(lines)
-    words = recipe_words(places, "trusted", places / "run", "target.trust_remote_code=true")
-    assert verb("train", *words) == 0
+    overrides = recipe_overrides(places, "trusted", places / "run", "target.trust_remote_code=true")
+    assert verb("train", *overrides) == 0
     assert mark(places / "trusted").exists()
     return places
 
 
-def verb(*words):
+def verb(*arguments):
+    """Run a verb and return its exit code."""
     with pytest.raises(SystemExit) as stop:
-        run([str(word) for word in words])
+        run([str(argument) for argument in arguments])
     return stop.value.code or 0
 
 
 def flags_of(place, model, out):
-    """verb -> its words, for every verb that takes a model by name."""
+    """verb -> its arguments, for every verb that takes a model by name."""
     target, draft = place / model, place / "run" / "best"
     chats, questions = place / "chats.jsonl", place / "questions.jsonl"
     short = ["--max-new-tokens", 8, "--device", "cpu"]
@@ -113,20 +114,20 @@ def flags_of(place, model, out):
 
 
 def refused(capsys, code):
-    """Exit code 2, and one line that says what to set."""
-    said = capsys.readouterr().err
-    [line] = [line for line in said.splitlines() if line.startswith("fledge: ")]
+    """Whether the exit code is 2 and the one-line error says what to set."""
+    stderr = capsys.readouterr().err
+    [line] = [line for line in stderr.splitlines() if line.startswith("fledge: ")]
     return code == 2 and "--trust-remote-code" in line and "target.trust_remote_code=true" in line
 
 
 @pytest.mark.parametrize("model", ["strange", "tokenizer"])
-def test_no_verb_runs_it_unasked(trained, tmp_path, capsys, monkeypatch, model):
+def test_no_verb_runs_custom_code_by_default(trained, tmp_path, capsys, monkeypatch, model):
     monkeypatch.setattr("sys.stdin", open("/dev/null"))  # noqa: SIM115
-    words = recipe_words(trained, model, tmp_path / "run")
+    overrides = recipe_overrides(trained, model, tmp_path / "run")
     for name, flags in flags_of(trained, model, tmp_path).items():
         assert refused(capsys, verb(*name.split(), *flags)), name
-    for name, more in (("train", []), ("plan", []), ("precompute", ["-o", tmp_path / "cache"])):
-        assert refused(capsys, verb(name, *words, *more)), name
+    for name, options in (("train", []), ("plan", []), ("precompute", ["-o", tmp_path / "cache"])):
+        assert refused(capsys, verb(name, *overrides, *options)), name
     serve = ["--target", trained / model, "--aux-layer-ids", "0,1,2", "--port", 0]
     assert refused(capsys, verb("serve-target", *serve))
     plain = ["--target-model", trained / model, "--input-data", trained / "chats.jsonl"]
@@ -137,29 +138,31 @@ def test_no_verb_runs_it_unasked(trained, tmp_path, capsys, monkeypatch, model):
     assert sorted(tmp_path.iterdir()) == []
 
 
-def test_a_recipe_beside_a_draft_does_not_speak_for_the_user(trained, tmp_path, capsys):
-    """The run's own recipe trusts its target; whoever was given the run has not said so."""
+def test_the_recipe_of_a_run_cannot_give_consent(trained, tmp_path, capsys):
+    """The recipe in a run trusts its target; a user who received that run does not."""
     shutil.copytree(trained / "run", tmp_path / "run")
     resolved = tmp_path / "run" / "recipe.yaml"
     text = resolved.read_text()
     assert "trust_remote_code: true" in text
     resolved.write_text(text.replace(str(trained / "trusted"), str(trained / "strange")))
     questions = ["--prompts", trained / "questions.jsonl"]
-    for words in (
+    for command in (
         ["eval", tmp_path / "run", *questions],
         ["export", tmp_path / "run", "--engine", "vllm"],
         ["export", tmp_path / "run", "--engine", "vllm", "--without-target"],
         ["report", tmp_path / "run", "--measure", *questions],
     ):
-        assert refused(capsys, verb(*words)), words
+        assert refused(capsys, verb(*command)), command
     assert not mark(trained / "strange").exists()
 
 
-def test_trusted_it_works_from_end_to_end(trained, tmp_path, capsys):
+def test_trusted_code_works_from_end_to_end(trained, tmp_path, capsys):
     assert "auto_map" not in (trained / "run" / "best" / "config.json").read_text()
-    words = recipe_words(trained, "trusted", tmp_path / "run", "target.trust_remote_code=true")
-    assert verb("plan", *words) == 0
-    assert verb("precompute", *words, "-o", tmp_path / "cache") == 0
+    overrides = recipe_overrides(
+        trained, "trusted", tmp_path / "run", "target.trust_remote_code=true"
+    )
+    assert verb("plan", *overrides) == 0
+    assert verb("precompute", *overrides, "-o", tmp_path / "cache") == 0
     verbs = flags_of(trained, "trusted", tmp_path)
     for name in ("data prepare", "data preview", "data stats", "eval", "export", "regenerate"):
         code = verb(*name.split(), *verbs[name], "--trust-remote-code")
@@ -167,7 +170,7 @@ def test_trusted_it_works_from_end_to_end(trained, tmp_path, capsys):
     assert verb("export", trained / "run", "--engine", "vllm", "--trust-remote-code",
                 "--out", tmp_path / "own", "--limit", 1, "--max-new-tokens", 8) == 0  # fmt: skip
     check = json.loads((tmp_path / "own" / "fledge_export.json").read_text())["self_check"]
-    assert check["same_rows"] is not None  # the run's own recipe was opened
+    assert check["same_rows"] is not None  # the run's recipe was read
     capsys.readouterr()
     assert verb("serve", tmp_path / "export", "--target", "x", "--trust-remote-code") == 0
     assert capsys.readouterr().out.rstrip().endswith("--trust-remote-code")
@@ -178,32 +181,34 @@ def test_trusted_it_works_from_end_to_end(trained, tmp_path, capsys):
     assert server.info["tokenizer_fingerprint"]
 
 
-def test_files_that_travel_with_a_cache_obey_the_same_rule(trained, tmp_path, capsys):
-    """The cache holds the model's code, so that training needs nothing else; it does not run it."""
+def test_code_in_a_target_cache_needs_consent_too(trained, tmp_path, capsys):
+    """The cache contains the model's code so that training is self-contained."""
     cache, model = tmp_path / "cache", trained / "trusted"
-    trusted = recipe_words(trained, "trusted", tmp_path / "run", "target.trust_remote_code=true")
+    trusted = recipe_overrides(
+        trained, "trusted", tmp_path / "run", "target.trust_remote_code=true"
+    )
     assert verb("precompute", *trusted, "-o", cache) == 0
-    for path in (cache / "target").glob("*.py"):  # as if another model had come this way
+    for path in (cache / "target").glob("*.py"):  # so that its code leaves a different marker
         path.write_text(path.read_text().replace(str(mark(model)), str(mark(cache))))
-    words = [
+    overrides = [
         f"target.cached_target_path={cache}", "training.steps=2", "training.device=cpu",
         "data.valid_rows=8", "objective.ttt_steps=2", f"run.output_dir={tmp_path / 'run'}",
     ]  # fmt: skip
-    assert refused(capsys, verb("train", *words))
+    assert refused(capsys, verb("train", *overrides))
     probs = [cache, tmp_path / "probs", "--encoding", "probs", "--draft-vocab-size", 64]
     assert refused(capsys, verb("cache", "convert", *probs))
     assert not mark(cache).exists()
-    assert verb("train", *words, "target.trust_remote_code=true") == 0
+    assert verb("train", *overrides, "target.trust_remote_code=true") == 0
     assert mark(cache).exists()
     assert verb("cache", "convert", *probs, "--trust-remote-code") == 0
 
 
-def test_the_library_refuses_alike(trained):
+def test_the_library_refuses_custom_code_too(trained):
     chats = [str(trained / "chats.jsonl")]
-    with pytest.raises(UntrustedCode):  # before any worker is started, which could not say why
+    with pytest.raises(UntrustedCode):  # before any worker starts, which could not explain
         prepare_rows(chats, trained / "tokenizer", workers=2, rows_per_part=10)
     with pytest.raises(UntrustedCode):
         HFEagle3TargetModel.from_pretrained(trained / "strange", aux_layer_ids=[0, 1, 2])
-    with pytest.raises(UntrustedCode):  # a target without its tokenizer would still run: not so
+    with pytest.raises(UntrustedCode):  # not even without its tokenizer
         HFEagle3TargetModel.from_pretrained(trained / "tokenizer", aux_layer_ids=[0, 1, 2])
     assert not mark(Path(trained / "strange")).exists()

@@ -1,4 +1,4 @@
-"""Byte-pair encoding as a textbook has it, with Qwen2's rules, to compare tokenizers with."""
+"""Textbook byte-pair encoding with Qwen2's rules, as a reference for tokenizers."""
 
 import itertools
 import unicodedata
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import regex
 
 # Qwen2's rule written out: contractions in either case, a run of letters with at most one other
-# character before it, every digit alone, other signs with the line ends behind them, white space.
+# character before it, single digits, other symbols with the line ends after them, white space.
 CUTS = regex.compile(
     r"'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD]"
     r"|[^\r\n\p{L}\p{N}]?\p{L}+"
@@ -32,7 +32,7 @@ TEXTS = [
 
 
 def alphabet() -> dict[int, str]:
-    """GPT-2's visible letter for every byte."""
+    """GPT-2's printable character for every byte."""
     visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
     hidden = [byte for byte in range(256) if byte not in visible]
     return {b: chr(b) for b in visible} | {b: chr(256 + i) for i, b in enumerate(hidden)}

@@ -1,4 +1,4 @@
-"""Tiny random models with a byte-level tokenizer, as GGUF files of the kind llama.cpp writes."""
+"""Tiny random models with a byte-level tokenizer, as GGUF files like those llama.cpp writes."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from transformers import (
 )
 
 CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-UNMERGED = "zq"  # in the vocabulary, but no merge leads to it
+UNMERGED = "zq"  # in the vocabulary, but not reachable by merges
 USER_DEFINED = "<tool>"
 MERGES = [("1", "2"), ("Ġ", "12"), ("12", "3"), ("h", "i"), ("Ġ", "hi")]
 TEMPLATE = (
@@ -25,7 +25,7 @@ TEMPLATE = (
 
 
 def vocabulary() -> list[str]:
-    """Control tokens, the 256 bytes in GPT-2's alphabet, the merges, two odd ones."""
+    """Control tokens, the 256 bytes in GPT-2's alphabet, the merges, two special cases."""
     visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
     hidden = [byte for byte in range(256) if byte not in visible]
     letters = [chr(byte) for byte in visible] + [chr(256 + i) for i in range(len(hidden))]
@@ -52,8 +52,8 @@ def tiny_llama(seed: int = 0) -> LlamaForCausalLM:
 
 
 def tiny_qwen2(seed: int = 0) -> Qwen2ForCausalLM:
-    """What sets Qwen2 apart: biases at q, k and v, and here a head of its own, as files that are
-    quantized more finely there have one."""
+    """A model with what is particular to Qwen2: biases at q, k and v. Its head is untied, as in
+    files whose head is quantized at a higher precision."""
     torch.manual_seed(seed)
     config = Qwen2Config(
         **SIZES,
@@ -64,13 +64,13 @@ def tiny_qwen2(seed: int = 0) -> Qwen2ForCausalLM:
     )
     model = Qwen2ForCausalLM(config).eval()
     for name, weight in model.named_parameters():
-        if name.endswith("bias"):  # they begin as zeros, which nobody would miss
+        if name.endswith("bias"):  # they start as zeros, whose loss no test would notice
             torch.nn.init.normal_(weight, std=0.5)
     return model
 
 
 def _permuted(weight: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
-    """llama.cpp rotates neighbouring pairs: it stores q and k rows in another order."""
+    """Rows of q or k as llama.cpp stores them: it rotates adjacent pairs."""
     rows, columns = weight.shape
     halves = weight.reshape(heads, 2, rows // heads // 2, columns)
     return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(rows, columns))

@@ -1,4 +1,4 @@
-"""Every bad recipe gets one line: the place, the key, the fix."""
+"""Every error in a recipe is one line: the location, the key, the fix."""
 
 from pathlib import Path
 
@@ -96,7 +96,7 @@ def refusal(*overrides: str, path: Path | None = None) -> str:
         ("objective.lk_kl_scale=2", "objective.lk_kl_scale: input should be less than or equal"),
     ],
 )
-def test_a_bad_override_names_itself_and_the_fix(override: str, says: str) -> None:
+def test_errors_name_the_override_and_the_fix(override: str, says: str) -> None:
     line = refusal(override)
     assert line.startswith(f"override '{override}': ")
     assert says in line
@@ -138,7 +138,7 @@ def test_a_bad_override_names_itself_and_the_fix(override: str, says: str) -> No
         ),
     ],
 )
-def test_a_bad_file_is_named_with_the_place(tmp_path: Path, text: str, says: str) -> None:
+def test_errors_name_the_file_and_the_line(tmp_path: Path, text: str, says: str) -> None:
     path = tmp_path / "r.yaml"
     path.write_text(text)
     line = refusal(path=path)
@@ -146,7 +146,7 @@ def test_a_bad_file_is_named_with_the_place(tmp_path: Path, text: str, says: str
     assert says in line
 
 
-def test_bytes_that_are_no_text_and_files_that_are_not_there(tmp_path: Path) -> None:
+def test_binary_and_missing_files_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "r.yaml"
     path.write_bytes(b"training:\n  lr: \xff\xfe")
     assert "YAML" in refusal(path=path)
@@ -154,17 +154,17 @@ def test_bytes_that_are_no_text_and_files_that_are_not_there(tmp_path: Path) -> 
     assert "directory" in refusal(path=tmp_path)
 
 
-def test_overrides_that_make_up_one_value_are_named_together() -> None:
+def test_overrides_of_the_same_value_are_named_together() -> None:
     line = refusal("objective.loss.skale=2", "objective.loss=lk_lambda")
     assert line.startswith("override 'objective.loss.skale=2' and override 'objective.loss=lk_")
     assert line.endswith("unknown key 'objective.loss.skale'; did you mean 'scale'?")
 
 
-def test_several_faults_are_counted() -> None:
+def test_further_errors_are_counted() -> None:
     assert refusal("training.lr=-1", "training.epochs=0", "run.name=[]").endswith("(and 2 more)")
 
 
-def test_names_of_other_trainers_lead_to_keys_that_exist() -> None:
+def test_aliases_from_other_trainers_point_to_existing_keys() -> None:
     shapes = recipe_shapes()
     for name, places in ALIASES.items():
         for section, key in (place.split(".") for place in places):
@@ -172,13 +172,13 @@ def test_names_of_other_trainers_lead_to_keys_that_exist() -> None:
             assert name not in shapes[section].all_keys(), f"{name} is a key of ours"
 
 
-def test_the_kind_decides_what_another_name_means() -> None:
+def test_the_meaning_of_an_alias_depends_on_the_kind() -> None:
     line = refusal("objective.kind=peagle", "objective.ttt_length=7")
     assert line.endswith("did you mean 'objective.num_depths'?")
 
 
-def test_long_values_are_cut() -> None:
-    assert len(refusal("training.lr=" + "x" * 1000)) < 1400  # the override itself is named once
+def test_long_values_are_truncated() -> None:
+    assert len(refusal("training.lr=" + "x" * 1000)) < 1400  # it quotes the override once
     line = refusal("training.lr=" + "x" * 1000).split("got ")[1]
     assert len(line) <= 60
 
@@ -206,7 +206,7 @@ MERGES = "a: &a {x: 1}\n" + "\n".join(
     ],
     ids=["laughs", "merges", "itself", "brackets", "deep", "long", "absurd", "object"],
 )
-def test_a_small_text_does_not_become_a_large_value(tmp_path: Path, text: str, told: str) -> None:
+def test_a_small_file_cannot_expand_to_a_huge_value(tmp_path: Path, text: str, told: str) -> None:
     path = tmp_path / "r.yaml"
     path.write_text(text)
     line = refusal(path=path)
@@ -214,7 +214,7 @@ def test_a_small_text_does_not_become_a_large_value(tmp_path: Path, text: str, t
     assert len(line) < 400 + len(str(path))
 
 
-def test_a_recipe_may_come_through_a_pipe(tmp_path: Path) -> None:
+def test_a_recipe_can_be_read_from_a_pipe(tmp_path: Path) -> None:
     import os
     import threading
 

@@ -30,7 +30,7 @@ PLAIN = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(WORDS, inner, max_size=3),
     max_leaves=5,
 )
-SPECIAL = {  # fields whose rule is not in their type
+SPECIAL = {  # fields with constraints beyond their type
     "device": st.sampled_from(["auto", "cpu", "cuda", "cuda:1"]),
     "urls": st.lists(WORDS.map(lambda word: f"http://{word}"), min_size=1, max_size=3),
     "url": st.none() | WORDS.map(lambda word: f"http://{word}"),
@@ -44,7 +44,7 @@ SPECIAL = {  # fields whose rule is not in their type
     "worker": st.fixed_dictionaries({}, optional={"backend": st.just("hf")})  # of Ray: a target
     | st.fixed_dictionaries({"backend": st.just("vllm"), "tp_size": st.integers(1, 8)}),
     "sliding_layers": st.lists(st.integers(0, 9), max_size=3, unique=True),
-    "lk_kl_decay": st.none() | st.just(3.0),  # one spelling at a time
+    "lk_kl_decay": st.none() | st.just(3.0),  # the default, which never contradicts `loss.decay`
 }
 
 
@@ -105,8 +105,8 @@ def recipes(draw: st.DrawFn) -> dict[str, dict[str, Any]]:
             if section == "draft" and key in method.fixed_draft:
                 continue
             if field.is_required() or draw(st.booleans()):
-                asked = st.none() | layers if key == "aux_layer_ids" else fields(field, key)
-                body[key] = draw(asked)
+                values = st.none() | layers if key == "aux_layer_ids" else fields(field, key)
+                body[key] = draw(values)
         if shape.tag is not None:
             body[shape.tag] = kind
         recipe[section] = body
@@ -115,7 +115,7 @@ def recipes(draw: st.DrawFn) -> dict[str, dict[str, Any]]:
 
 
 def _fit_to_method(recipe: dict[str, dict[str, Any]]) -> None:
-    """Leave out what the method refuses: sections are drawn one by one."""
+    """Remove what the method refuses, because sections are drawn independently."""
     method = METHODS[recipe["objective"]["kind"]]
     for key in method.fixed_draft:
         recipe["draft"].pop(key, None)
@@ -126,7 +126,7 @@ def _fit_to_method(recipe: dict[str, dict[str, Any]]) -> None:
     if any(number > 1 for number in recipe["target"].get("parallel", {}).values()):
         for key in ("keep_states_gb", "keep_states_host_gb"):
             recipe["target"].pop(key, None)
-    if recipe["target"].get("url"):  # an engine that others have started
+    if recipe["target"].get("url"):  # an engine that is already running
         for key in ("capture", "tp_size", "memory_fraction", "engine_args"):
             recipe["target"].pop(key, None)
         recipe["target"]["shared_dir"] = "states"
@@ -155,7 +155,7 @@ def test_valid_recipes_round_trip(data: dict[str, dict[str, Any]]) -> None:
 
 @settings(deadline=None, max_examples=100)
 @given(recipes(), st.randoms(use_true_random=False))
-def test_overrides_one_by_one_in_any_order_are_the_file(
+def test_overrides_in_any_order_equal_the_file(
     data: dict[str, dict[str, Any]], random: Any
 ) -> None:
     from fledge.recipe.yaml_text import dump_yaml
@@ -172,7 +172,7 @@ def test_overrides_one_by_one_in_any_order_are_the_file(
 
 @st.composite
 def typos(draw: st.DrawFn) -> tuple[str, str]:
-    """A key path with one letter changed, so that it names nothing, and its last correct part."""
+    """A key path with a letter added or removed, so that it does not exist; the correct word."""
     section = draw(st.sampled_from(sorted(SHAPES)))
     shape = SHAPES[section]
     key = draw(st.sampled_from(sorted(shape.fields(shape.default_kind))))
@@ -190,7 +190,7 @@ def typos(draw: st.DrawFn) -> tuple[str, str]:
 
 @settings(deadline=None, max_examples=150)
 @given(typos())
-def test_typos_are_always_refused_and_long_names_found_again(typo: tuple[str, str]) -> None:
+def test_typos_are_refused_and_long_names_get_a_suggestion(typo: tuple[str, str]) -> None:
     path, meant = typo
     section, key = path.split(".")
     override, file = f"{path}=1", f"{section}:\n  {key}: 1"

@@ -1,4 +1,4 @@
-"""What a recipe means: defaults, numbers as people write them, overrides, kinds."""
+"""What a recipe means: defaults, number formats, overrides, kinds."""
 
 from pathlib import Path
 
@@ -24,7 +24,7 @@ def written(tmp_path: Path, text: str) -> Path:
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("recipes/*.yaml")), ids=lambda path: path.stem)
-def test_every_shipped_recipe_loads_and_states_what_to_expect(path: Path) -> None:
+def test_every_shipped_recipe_loads_and_states_its_requirements(path: Path) -> None:
     recipe = load_recipe(path)
     assert recipe.data.train
     assert recipe.run.output_dir == f"runs/{path.stem}"
@@ -32,13 +32,13 @@ def test_every_shipped_recipe_loads_and_states_what_to_expect(path: Path) -> Non
         assert word in path.read_text()
 
 
-def test_the_named_recipes_are_shipped() -> None:
+def test_the_promised_recipes_are_shipped() -> None:
     stems = {path.stem for path in ROOT.glob("recipes/*.yaml")}
     eight_b = {f"{model}_8b_{gpus}gpu" for model in ("llama31", "qwen3") for gpus in (1, 8)}
     assert stems >= {"smollm2_cpu", "smollm2_gpu"} | eight_b
 
 
-def test_eight_gpus_and_one_gpu_take_equal_optimizer_steps() -> None:
+def test_one_and_eight_gpus_take_equal_optimizer_steps() -> None:
     for model in ("llama31_8b", "qwen3_8b", "qwen3_8b_dflash", "qwen3_8b_dspark"):
         one, eight = (load_recipe(ROOT / f"recipes/{model}_{gpus}gpu.yaml") for gpus in (1, 8))
         assert one.training.accumulate == 8 * eight.training.accumulate
@@ -67,8 +67,8 @@ SMALL += ["qwen25_coder", "qwen25_coder_dspark"]
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_what_won_for_one_method_is_in_the_recipes_of_all_small_drafts(name: str) -> None:
-    """As benchmarks/results/tuning.md has it; `tune.py` compares others with these."""
+def test_recipes_of_small_drafts_have_the_tuned_values(name: str) -> None:
+    """Those of benchmarks/results/tuning.md, the baseline of `tune.py`."""
     recipe = load_recipe(ROOT / f"recipes/{name}_gpu.yaml")
     training = recipe.training
     assert (training.optimizer, training.lr, recipe.packing.tokens) == ("muon", 2e-3, 4096)
@@ -85,14 +85,14 @@ def test_small_numbers_are_numbers(tmp_path: Path, written_as: str) -> None:
 
 
 @pytest.mark.parametrize("written_as", ["16384", "16_384", "'16384'", "16384.0", "1.6384e4"])
-def test_whole_numbers_are_whole(written_as: str) -> None:
+def test_whole_numbers_are_integers(written_as: str) -> None:
     recipe = load_recipe(None, [f"packing.tokens={written_as}"])
     assert recipe.packing.tokens == 16384
     assert type(recipe.packing.tokens) is int
 
 
 @pytest.mark.parametrize("value", ["true", "1.5", "1e-4", "many", "[1]", "null", "-1", "0", ".inf"])
-def test_what_is_not_a_count_is_refused(value: str) -> None:
+def test_invalid_counts_are_refused(value: str) -> None:
     with pytest.raises(BadInput, match=r"training\.epochs"):
         load_recipe(None, [f"training.epochs={value}"])
 
@@ -191,15 +191,15 @@ def test_older_spellings_of_the_loss(
 ) -> None:
     recipe = load_recipe(written(tmp_path, f"objective: {text}"), overrides)
     assert recipe.objective.options()["loss"] == loss
-    said = load_recipe(None, [f"objective={{loss: {dict(kind=loss.kind, **vars(loss))}}}"])
-    assert recipe.differences(said) == []
+    explicit = load_recipe(None, [f"objective={{loss: {dict(kind=loss.kind, **vars(loss))}}}"])
+    assert recipe.differences(explicit) == []
 
 
 ONLY_HF = "target: {backend: hf, model: org/name, device: cpu, aux_layer_ids: [2, 1, 0]}"
 
 
 @pytest.mark.parametrize("backwards", [False, True])
-def test_switching_the_backend_drops_only_what_the_new_one_does_not_know(
+def test_switching_the_backend_drops_only_keys_the_new_one_lacks(
     tmp_path: Path, backwards: bool
 ) -> None:
     overrides = ["target.backend=remote", "target.urls=[http://a, http://b]", "target.prefetch=4"]
@@ -214,10 +214,10 @@ def test_switching_works_for_every_pair_of_kinds(tmp_path: Path) -> None:
     extra = {"cache": ["target.cached_target_path=/c"]}
     for old in ("hf", "remote", "cache", "sglang", "vllm", "ray"):
         base = load_recipe(None, [f"target.backend={old}", *extra.get(old, [])])
-        path = written(tmp_path, base.to_yaml())  # every field of the old kind is there
+        path = written(tmp_path, base.to_yaml())  # with every field of the old kind
         for new in ("hf", "remote", "cache", "sglang", "vllm", "ray"):
-            known = [] if base.target.model else ["target.model=m"]
-            switched = load_recipe(path, [f"target.backend={new}", *extra.get(new, []), *known])
+            model = [] if base.target.model else ["target.model=m"]
+            switched = load_recipe(path, [f"target.backend={new}", *extra.get(new, []), *model])
             assert switched.target.backend == new
     for old in ("eagle3", "peagle"):
         path = written(tmp_path, load_recipe(None, [f"objective.kind={old}"]).to_yaml())
@@ -225,7 +225,7 @@ def test_switching_works_for_every_pair_of_kinds(tmp_path: Path) -> None:
             assert load_recipe(path, [f"objective.kind={new}"]).objective.kind == new
 
 
-def test_the_place_of_a_cache_chooses_the_cache(tmp_path: Path) -> None:
+def test_the_path_of_a_cache_selects_the_cache_backend(tmp_path: Path) -> None:
     in_file = load_recipe(written(tmp_path, "target: {cached_target_path: /c}"))
     assert (in_file.target.backend, in_file.target.cached_target_path) == ("cache", "/c")
     switched = load_recipe(written(tmp_path, ONLY_HF), ["target.cached_target_path=/c"])
@@ -237,12 +237,12 @@ def test_the_place_of_a_cache_chooses_the_cache(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", ["/c", "null"])
-def test_another_backend_named_beside_it_is_still_a_contradiction(value: str) -> None:
+def test_a_cache_path_with_an_explicit_other_backend_is_refused(value: str) -> None:
     with pytest.raises(BadInput, match=r"belongs to target\.backend=cache, but .* is hf"):
         load_recipe(None, ["target.backend=hf", f"target.cached_target_path={value}"])
 
 
-def test_only_what_a_kind_cannot_do_without_chooses_it() -> None:
+def test_only_a_required_key_selects_a_backend() -> None:
     with pytest.raises(BadInput, match=r"belongs to target\.backend=remote, but .* is hf"):
         load_recipe(None, ["target.urls=[http://a]"])
 
@@ -252,13 +252,13 @@ def test_naming_the_same_kind_again_keeps_everything(tmp_path: Path) -> None:
     assert recipe == load_recipe(written(tmp_path, ONLY_HF))
 
 
-def test_switching_does_not_forgive_keys_that_were_wrong_before(tmp_path: Path) -> None:
+def test_switching_does_not_hide_unknown_keys(tmp_path: Path) -> None:
     path = written(tmp_path, "target: {devise: cpu}")
     with pytest.raises(BadInput, match=r"line 1: unknown key 'target\.devise'"):
         load_recipe(path, ["target.backend=remote"])
 
 
-def test_parallel_drafts_are_deeper_unless_the_recipe_says_otherwise() -> None:
+def test_parallel_drafts_are_deeper_by_default() -> None:
     assert load_recipe(None).draft.layers == 1
     assert load_recipe(None).draft.freeze_embeddings
     parallel = load_recipe(None, ["objective.kind=peagle"])
@@ -283,7 +283,7 @@ def test_recipes_are_frozen() -> None:
         load_recipe(None).training.lr = 1.0  # type: ignore[misc]
 
 
-def test_the_resolved_recipe_is_written_whole_and_reads_back_equal(tmp_path: Path) -> None:
+def test_the_resolved_recipe_reads_back_equal(tmp_path: Path) -> None:
     recipe = load_recipe(ROOT / "recipes/qwen3_8b_8gpu.yaml", ["objective.kind=peagle"])
     path = recipe.write_resolved(tmp_path / "run")
     assert path == tmp_path / "run" / "recipe.yaml"
@@ -291,17 +291,17 @@ def test_the_resolved_recipe_is_written_whole_and_reads_back_equal(tmp_path: Pat
 
 
 def test_differences_name_the_fields() -> None:
-    one, two = load_recipe(None), load_recipe(None, ["training.lr=1", "run.name=x"])
-    assert one.differences(one) == []
-    assert one.differences(two) == ["training.lr: 0.0001 -> 1.0", "run.name: None -> 'x'"]
+    base, changed = load_recipe(None), load_recipe(None, ["training.lr=1", "run.name=x"])
+    assert base.differences(base) == []
+    assert base.differences(changed) == ["training.lr: 0.0001 -> 1.0", "run.name: None -> 'x'"]
 
 
-def test_the_run_is_named_after_its_directory_or_as_told() -> None:
+def test_the_run_name_defaults_to_its_directory() -> None:
     assert load_recipe(None, ["run.output_dir=/a/b"]).run_name == "b"
     assert load_recipe(None, ["run.name=c"]).run_name == "c"
 
 
-def test_arguments_are_sorted_into_file_and_overrides() -> None:
+def test_arguments_are_split_into_file_and_overrides() -> None:
     assert split_arguments(["a.yaml", "b.c=d"]) == (Path("a.yaml"), ["b.c=d"])
     assert split_arguments([]) == (None, [])
     with pytest.raises(BadInput, match="one recipe at a time"):
@@ -318,7 +318,7 @@ def test_every_field_is_described() -> None:
                 assert field.description, f"{section}.{key} ({kind})"
 
 
-def test_the_reference_page_is_that_of_the_schema() -> None:
+def test_the_reference_page_matches_the_schema() -> None:
     from fledge.recipe.reference import markdown
 
     page = (ROOT / "docs/recipes.md").read_text()
@@ -326,8 +326,8 @@ def test_the_reference_page_is_that_of_the_schema() -> None:
     assert markdown() in page, hint
 
 
-def test_the_reference_lists_what_every_key_takes() -> None:
-    """No key is without its values; a few of each kind as they are shown."""
+def test_the_reference_lists_the_values_of_every_key() -> None:
+    """Every key has its values; a few of each kind are compared exactly."""
     from fledge.recipe.reference import markdown
 
     rows = [line.split(" | ") for line in markdown().splitlines() if line.startswith("| `")]

@@ -1,8 +1,8 @@
-"""The wheel as an index would serve it: built, installed alone, and put to work.
+"""The wheel as an index would serve it: built, installed on its own, and used.
 
-The environment is new. It borrows the heavy dependencies of the one that runs the tests, by a path
-that Python looks at last; the checkout is not on it (the files that would add it are not read from
-there), so `fledge` can only be the wheel's.
+The environment is new. It borrows the heavy dependencies of the environment that runs the tests,
+through a path that Python searches last. The checkout is not on that path (.pth files are not
+processed there), so `fledge` can only be the wheel's.
 """
 
 import json
@@ -23,24 +23,24 @@ pytestmark = [pytest.mark.wheel, pytest.mark.timeout(1200)]
 
 
 class Installed:
-    """The command of a fresh environment, run where no checkout is."""
+    """The command of a new environment, run outside of any checkout."""
 
     def __init__(self, programs: Path, home: Path) -> None:
         self.programs, self.home = programs, home
         kept = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
         self._environment = {**kept, "PYTHONSAFEPATH": "1"}
 
-    def python(self, *words: str) -> str:
-        return self._run(self.programs / "python", *words)
+    def python(self, *args: str) -> str:
+        return self._run(self.programs / "python", *args)
 
-    def __call__(self, *words: str | Path) -> str:
-        return self._run(self.programs / "fledge", *map(str, words))
+    def __call__(self, *args: str | Path) -> str:
+        return self._run(self.programs / "fledge", *map(str, args))
 
-    def _run(self, program: Path, *words: str) -> str:
+    def _run(self, program: Path, *args: str) -> str:
         done = subprocess.run(
-            [program, *words], cwd=self.home, env=self._environment, capture_output=True, text=True
+            [program, *args], cwd=self.home, env=self._environment, capture_output=True, text=True
         )
-        assert done.returncode == 0, f"{program.name} {' '.join(words)}\n{done.stdout}{done.stderr}"
+        assert done.returncode == 0, f"{program.name} {' '.join(args)}\n{done.stdout}{done.stderr}"
         return done.stdout
 
 
@@ -59,16 +59,16 @@ def fledge(wheel, tmp_path_factory) -> Installed:
     venv.create(place / "env", with_pip=True)
     installed = Installed(place / "env" / "bin", tmp_path_factory.mktemp("home"))
     installed.python("-m", "pip", "install", "--quiet", "--no-deps", str(wheel))
-    own = Path(installed.python("-c", "import site; print(site.getsitepackages()[0])").strip())
-    (own / "borrowed.pth").write_text("\n".join(site.getsitepackages()) + "\n")
+    packages = Path(installed.python("-c", "import site; print(site.getsitepackages()[0])").strip())
+    (packages / "borrowed.pth").write_text("\n".join(site.getsitepackages()) + "\n")
     return installed
 
 
-def test_it_is_the_wheel_that_runs(fledge):
-    found = Path(fledge.python("-c", "import fledge; print(fledge.__file__)").strip())
-    assert found.is_relative_to(fledge.programs.parent)
-    loaded = fledge.python("-c", "import fledge, torch, sys; print(*sys.path, sep='\\n')")
-    assert str(ROOT / "src") not in loaded.splitlines()
+def test_the_wheel_is_what_runs(fledge):
+    package = Path(fledge.python("-c", "import fledge; print(fledge.__file__)").strip())
+    assert package.is_relative_to(fledge.programs.parent)
+    search_path = fledge.python("-c", "import fledge, torch, sys; print(*sys.path, sep='\\n')")
+    assert str(ROOT / "src") not in search_path.splitlines()
 
 
 def test_install_lines_name_this_environment(fledge, wheel):
@@ -80,7 +80,7 @@ def test_install_lines_name_this_environment(fledge, wheel):
         assert line.startswith(f"{fledge.programs}/pip install '{wheel}[")
 
 
-def test_recipes_travel_in_it(fledge):
+def test_the_wheel_contains_the_recipes(fledge):
     listed = [entry["name"] for entry in json.loads(fledge("recipe", "list", "--json"))]
     assert listed == list(shipped_recipes())
     for name in listed:
@@ -88,14 +88,14 @@ def test_recipes_travel_in_it(fledge):
         assert (fledge.home / f"{name}.yaml").read_bytes() == shipped_recipes()[name].read_bytes()
 
 
-def test_it_trains_evaluates_and_exports_by_a_shipped_recipe(fledge):
+def test_it_trains_evaluates_and_exports_with_a_shipped_recipe(fledge):
     target, chats = make_target(fledge.home / "target"), make_chats(fledge.home / "chats.jsonl")
-    told = fledge(
+    output = fledge(
         "train", "smollm2_cpu", f"target.model={target}", "target.aux_layer_ids=0,1,2",
         f"data.train={chats}", "data.valid_rows=8", "data.workers=1", "packing.tokens=96",
         "data.max_length=64", "draft.draft_vocab_size=128", "run.output_dir=run", "--json",
     )  # fmt: skip
-    assert json.loads(told)["finished"]
+    assert json.loads(output)["finished"]
     measured = json.loads(
         fledge("eval", "run", "--limit", "2", "--max-new-tokens", "16", "--live", "2", "--json")
     )
@@ -108,10 +108,10 @@ def test_it_trains_evaluates_and_exports_by_a_shipped_recipe(fledge):
     assert (fledge.home / "run/report.html").is_file()
 
 
-def test_the_demo_tells_its_story(fledge):
-    """On the real model, with as few chats as can be held out and trained on."""
-    told = fledge("demo", "--rows", "32")
-    for words in ("held-out acceptance", "lossless:", "without the draft", "target passes"):
-        assert words in told
+def test_the_demo_runs_to_its_end(fledge):
+    """On the real model, with as few chats as it can train and evaluate on."""
+    output = fledge("demo", "--rows", "32")
+    for phrase in ("held-out acceptance", "lossless:", "without the draft", "target passes"):
+        assert phrase in output
     for verb in ("chat", "report", "export"):
-        assert f"  {fledge.programs}/fledge {verb} demo_out/run" in told
+        assert f"  {fledge.programs}/fledge {verb} demo_out/run" in output
