@@ -30,14 +30,13 @@ def rounded(weight_OI: Tensor, *, bits: int, group: int) -> Tensor:
 
 
 @torch.no_grad()
-def rotate(model: nn.Module, *, seed: int = 0) -> None:
+def rotate(model: Any, *, seed: int = 0) -> None:
     """Put the hidden states of a Llama-style model into a random orthogonal basis, in place.
 
     x Q stands where x stood: what writes to the residual stream is multiplied by Q, what reads from
     it by Q as well. RMSNorm commutes with a rotation once its weight is one.
     """
-    decoder: Any = model.get_decoder()  # type: ignore[operator]
-    head: Any = model.get_output_embeddings()  # type: ignore[operator]
+    decoder, head = model.get_decoder(), model.get_output_embeddings()
     size = decoder.embed_tokens.weight.shape[1]
     generator = torch.Generator().manual_seed(seed)
     square_DD = torch.randn(size, size, generator=generator, dtype=torch.float64)
@@ -66,11 +65,11 @@ def rotate(model: nn.Module, *, seed: int = 0) -> None:
 
 @torch.no_grad()
 def change(
-    model: nn.Module, *, bits: int = 0, group: int = 32, noise: float = 0.0, seed: int = 0
+    model: Any, *, bits: int = 0, group: int = 32, noise: float = 0.0, seed: int = 0
 ) -> None:
     """Change the matrices of the decoder layers in place."""
     generator = torch.Generator().manual_seed(seed)
-    for module in model.get_decoder().layers.modules():  # type: ignore[operator]
+    for module in model.get_decoder().layers.modules():
         if isinstance(module, nn.Linear):
             weight = module.weight
             if bits:

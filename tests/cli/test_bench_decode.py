@@ -57,3 +57,16 @@ def test_an_assistant_with_another_vocabulary_is_refused(place, tmp_path):
     error = bench(place, "--assistant", str(tmp_path / "other")).exception
     assert isinstance(error, BadInput)
     assert "it has 40 tokens, the target 260" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (["--method", "chian"], "no drafting method 'chian'"),
+        (["--max-new-tokens", "100000"], "no prompt leaves room for an answer"),
+    ],
+)
+def test_bad_options_are_rejected_before_anything_is_decoded(place, options, complaint):
+    error = bench(place, *options).exception
+    assert isinstance(error, BadInput)
+    assert complaint in str(error)

@@ -49,23 +49,22 @@ def bench(
     """
     quiet_libraries()
     from fledge.bench import decode as bench_ways
-    from fledge.data.template import ChatTemplate
     from fledge.decode.stops import Stops, eos_token_ids
+    from fledge.decode.strategies.registry import check_name
     from fledge.measure.evaluation import check_fits
-    from fledge.measure.prompts import encode_prompt, read_prompts
+    from fledge.measure.prompts import read_prompts
     from fledge.train.loading import heard_by
     from fledge.train.runs import draft_directory, trained_tokens
 
+    for name in method or ():
+        check_name(name)
     rows = read_prompts(prompts or ["mixed"], limit=limit or None)
     paths = dict(zip(shortest_names(drafts), map(draft_directory, drafts), strict=True))
     first = next(iter(paths.values()))
     named = (target, aux_layers, dtype, device, trust_remote_code)
     with load_target(first, *named) as backend:
         tokenizer, model = backend.tokenizer, backend.model
-        if tokenizer is None:
-            raise BadInput("the target has no tokenizer", fix="prompts are texts: give it one")
-        template = ChatTemplate.of(tokenizer)
-        ids = [encode_prompt(list(row.messages), template, tokenizer) for row in rows]
+        ids = _encoded(rows, backend, max_new_tokens)
         stops = Stops(max_new_tokens, eos_token_ids(model, tokenizer))
         counts = {name: draft_tokens or trained_tokens(path) for name, path in paths.items()}
         ways = bench_ways.draftless_ways(
@@ -97,6 +96,24 @@ def bench(
         print_json(figures)
     else:
         _show(figures)
+
+
+def _encoded(prompts: Any, target: Any, max_new_tokens: int) -> list[list[int]]:
+    """The tokens of the prompts that leave room for an answer."""
+    from fledge.data.template import ChatTemplate
+    from fledge.measure.prompts import encode_prompt
+    from fledge.target.layers import longest_text
+
+    if target.tokenizer is None:
+        raise BadInput("the target has no tokenizer", fix="prompts are texts: give it one")
+    template, room = ChatTemplate.of(target.tokenizer), longest_text(target.model.config)
+    encoded = [
+        encode_prompt(list(prompt.messages), template, target.tokenizer) for prompt in prompts
+    ]
+    fitting = [ids for ids in encoded if len(ids) + max_new_tokens <= room]
+    if not fitting:
+        raise BadInput("no prompt leaves room for an answer", fix="lower --max-new-tokens")
+    return fitting
 
 
 def _load_assistant(name: str, target: Any) -> Any:

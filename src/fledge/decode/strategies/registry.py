@@ -10,13 +10,18 @@ from fledge.draft.base import DraftModel
 from fledge.methods.registry import METHODS, method_of
 
 
+def check_name(name: str) -> None:
+    """Reject a name that no method has a strategy for."""
+    known = {name for method in METHODS.values() for name in method.strategies}
+    if name not in known:
+        raise BadInput(f"no drafting method '{name}'", fix=nearest(name, sorted(known)))
+
+
 def choose(draft: DraftModel, name: str | None = None) -> type[Strategy]:
     """The named strategy, if it fits the draft; None selects the one the draft was trained for."""
     method = method_of(draft.config)
     name, strategies = name or method.own_strategy, method.strategies
-    known = {name for method in METHODS.values() for name in method.strategies}
-    if name not in known:
-        raise BadInput(f"no drafting method '{name}'", fix=nearest(name, sorted(known)))
+    check_name(name)
     if name not in strategies or not strategies[name].fits(draft):
         others = [other for other in strategies if other != name]
         raise BadInput(
