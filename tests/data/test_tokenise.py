@@ -41,6 +41,8 @@ def test_ids_equal_the_tokenizers_and_the_mask_covers_the_answers(
     encoder, smollm2_tokenizer, turns
 ):
     answers = [f"{t}." for t in turns]
+    # leading white space may merge with the template's newline: see the test below
+    assume(not any(answer[0].isspace() for answer in answers))
     for answer in answers:  # SmolLM2 lacks some byte tokens and loses such characters
         ids = smollm2_tokenizer.encode(answer, add_special_tokens=False)
         assume(smollm2_tokenizer.decode(ids, clean_up_tokenization_spaces=False) == answer)
