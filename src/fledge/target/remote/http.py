@@ -149,7 +149,12 @@ class Server:
         while True:
             connection, reused = self._connect(deadline)
             with self._lock:
-                self._busy.add(connection)
+                closed = self._closed  # while it connected: `close` has not seen it
+                if not closed:
+                    self._busy.add(connection)
+            if closed:
+                connection.close()
+                raise ServerDown("this client is closed")
             try:
                 _set_timeout(connection, deadline)
                 method = "GET" if body is None else "POST"
