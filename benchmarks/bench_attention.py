@@ -26,7 +26,8 @@ from torch.nn import functional as F
 from fledge.kernels.attention import triton as triton_attention
 from fledge.kernels.attention.blocked import blocked_attention
 from fledge.kernels.attention.reference import reference_attention
-from fledge.kernels.attention.triton import Tile, fused_attention
+from fledge.kernels.attention.tiles import TILES, Tile
+from fledge.kernels.attention.triton import fused_attention
 from fledge.rollout.plan import QueryRows, RolloutPlan, plan_rollout
 from fledge.rollout.slots import RowMasks
 
@@ -222,8 +223,8 @@ def sweep(shape: Shape, depth: int = 3) -> None:
     for kernel, call in calls.items():
         timings = []
         for tile in CANDIDATES[kernel]:
-            for width in triton_attention.TILES[kernel]:
-                triton_attention.TILES[kernel][width] = tile
+            for width in TILES[kernel]:
+                TILES[kernel][width] = tile
             try:
                 timings.append((timed(call, 5), tile))
             except triton.errors.TritonError as error:

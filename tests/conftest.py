@@ -8,10 +8,15 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # tests never depend on a hub being reachable
 
 import importlib.util
+import signal
 from pathlib import Path
 
 import pytest
 import torch
+
+# A shell's background jobs ignore Ctrl-C, and so would the tests of interrupts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if not torch.cuda.is_available():  # kernels run in Triton's interpreter, chosen when it is imported
     os.environ.setdefault("TRITON_INTERPRET", "1")

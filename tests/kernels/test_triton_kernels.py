@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 import interpreted_triton  # before the kernels
 from fledge.kernels.attention import blocked
-from fledge.kernels.attention import triton as triton_attention
 from fledge.kernels.attention.reference import reference_attention, rollout_attention
-from fledge.kernels.attention.triton import GRANULE, Chain, Job, Tile, fused_attention
+from fledge.kernels.attention.tiles import GRANULE, TILES_FP32, Tile
+from fledge.kernels.attention.triton import Chain, Job, fused_attention
 from fledge.rollout.plan import QueryRows, plan_rollout
 from fledge.rollout.slots import RowMasks
 
@@ -98,7 +98,7 @@ def test_fused_matches_reference_for_any_documents_rows_and_tiles(
     plan = make_plan(lengths, 4, seed=seed, supervised=supervised)
     inputs = make_inputs(plan, depth, heads=heads[0], groups=heads[1], channels=16, seed=seed)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(triton_attention.TILES_FP32, 64, tile)
+        patch.setitem(TILES_FP32, 64, tile)
         assert_fused_matches_reference(plan.depths[depth], inputs)
 
 

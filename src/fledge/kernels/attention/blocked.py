@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fledge.kernels.attention.tiles import SMALLEST_SHARED_MEMORY, shared_memory
 from fledge.kernels.gate import triton_runs
 from fledge.rollout.plan import QueryRows
 
@@ -88,6 +89,8 @@ def kernel_runs(q_NHC: Tensor, *keys_and_values: Tensor) -> bool:
         unsupported = f"keys or values are not {q_NHC.dtype} as the queries are"
     elif not (16 <= q_NHC.shape[-1] <= 256 and q_NHC.shape[-1] % 8 == 0):
         unsupported = f"head dim {q_NHC.shape[-1]} is not a multiple of 8 from 16 to 256"
+    elif shared_memory(q_NHC.device) < SMALLEST_SHARED_MEMORY:
+        unsupported = f"this GPU has less than {SMALLEST_SHARED_MEMORY >> 10} KiB of shared memory"
     return triton_runs(q_NHC, what="rollout attention", unsupported=unsupported)
 
 

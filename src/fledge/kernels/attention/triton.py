@@ -18,35 +18,13 @@ from torch import Tensor
 from fledge.kernels.attention import triton_keys as key_kernels
 from fledge.kernels.attention import triton_queries as kernels
 from fledge.kernels.attention.blocked import KeysValues, apply_chain
+from fledge.kernels.attention.tiles import GRANULE, tile_for
 from fledge.kernels.gate import on_device_of
 from fledge.rollout.plan import QueryRows
 
 # Chains up to this length share one compilation: 7 TTT steps need 6, P-EAGLE's 8 depths need 7.
 SHORT_CHAIN = 8
-GRANULE = 32  # every key block is a multiple of this many keys
-
-
-@dataclass(frozen=True)
-class Tile:
-    pairs: int  # (row, head) pairs
-    keys: int
-    warps: int
-    stages: int
-
-
-# By padded head dim. Tuned for Hopper: these fit its shared memory and spill few registers.
-TILES: dict[str, dict[int, Tile]] = {
-    "attend": {64: Tile(128, 64, 4, 3), 128: Tile(128, 64, 8, 3), 256: Tile(64, 64, 8, 2)},
-    "query_grad": {64: Tile(128, 64, 8, 2), 128: Tile(128, 64, 8, 2), 256: Tile(64, 32, 8, 2)},
-    "key_grad": {64: Tile(64, 128, 8, 2), 128: Tile(64, 64, 4, 3), 256: Tile(32, 64, 8, 1)},
-}
-TILES_FP32 = {64: Tile(32, 32, 8, 1), 128: Tile(32, 32, 8, 1), 256: Tile(16, 32, 8, 1)}
 CHAIN_ROWS = 16
-
-
-def tile_for(kernel: str, channels: int, dtype: torch.dtype) -> Tile:
-    tiles = TILES_FP32 if dtype == torch.float32 else TILES[kernel]
-    return tiles[max(64, triton.next_power_of_2(channels))]
 
 
 def fused_attention(
@@ -160,7 +138,7 @@ class Job:
         }
 
     def options(self, kernel: str) -> dict[str, Any]:
-        tile = tile_for(kernel, self.channels, self.q.dtype)
+        tile = tile_for(kernel, self.channels, self.q.dtype, self.q.device)
         blocks = {"BLOCK_M": tile.pairs, "BLOCK_N": tile.keys}
         return self.shape() | blocks | {"num_warps": tile.warps, "num_stages": tile.stages}
 

@@ -25,7 +25,8 @@ from torch import Tensor
 from fledge.kernels.attention import triton_keys as key_kernels
 from fledge.kernels.attention.block import Again, Sight, keep_inputs, kept_inputs
 from fledge.kernels.attention.blocked import KeysValues
-from fledge.kernels.attention.triton import GRANULE, Chain, Job
+from fledge.kernels.attention.tiles import GRANULE
+from fledge.kernels.attention.triton import Chain, Job
 from fledge.kernels.attention.triton_queries import (
     LN2,
     LOG2E,
