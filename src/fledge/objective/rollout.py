@@ -33,12 +33,10 @@ from fledge.objective.head_loss import (
 )
 from fledge.objective.losses.base import Loss
 from fledge.objective.supervision import (
-    HiddenSupervision,
-    LogitsSupervision,
-    ProbsSupervision,
     Supervision,
     VocabularyTensors,
     head_rows,
+    read_supervision,
 )
 from fledge.rollout.cod import draw_seed
 from fledge.rollout.context import ContextRanks
@@ -179,7 +177,7 @@ class RolloutTrainerModule(nn.Module, ABC, Generic[Plan]):
         *,
         plan: Plan | None = None,
         seed: int | None = None,
-        **rest: Tensor | None,  # the other supervisions (see `_supervision`), and packing
+        **rest: Tensor | None,  # the other supervisions (see `read_supervision`), and packing
     ) -> ReadyBatch[Plan]:
         """`prepare` from the arguments of `forward`. Without a plan, one is made from the masks,
         which takes one synchronization if they are on the device."""
@@ -189,7 +187,7 @@ class RolloutTrainerModule(nn.Module, ABC, Generic[Plan]):
         self._check_shapes(input_ids, **rows, aux_hidden_states=aux_hidden_states, **rest)
         plan = plan or self.plan(RowMasks(loss_mask, attention_mask, **packing), seed)
         with no_autocast(self.selected_token_ids.device.type):
-            supervision = self._supervision(plan, **rest)
+            supervision = read_supervision(plan, self._vocabulary, self._heads, **rest)
             covered_M = self._covered(plan, input_ids, supervision)
         if plan.asked_MK is None:
             charged_K = self._per_depth(plan, self._charged_elements(plan, covered_M))
@@ -360,32 +358,6 @@ class RolloutTrainerModule(nn.Module, ABC, Generic[Plan]):
         if not values_N.is_floating_point():
             values_N = values_N.to(torch.int64)
         return values_N.new_zeros(self.depths).index_add_(0, plan.head.depth_N, values_N)
-
-    def _supervision(
-        self,
-        plan: RolloutPlan,
-        *,
-        target_logits: Tensor | None = None,  # [B, T, V]
-        target_probs: Tensor | None = None,  # [B, T, W]
-        position_mask: Tensor | None = None,  # [B, T, 1]
-        target_last_hidden_states: Tensor | None = None,  # [B, T, D]
-    ) -> Supervision:
-        encodings = (target_logits, target_probs, target_last_hidden_states)
-        exactly_one = sum(encoding is not None for encoding in encodings) == 1
-        if not exactly_one or (target_probs is None) != (position_mask is None):
-            raise ValueError(
-                "supervision: give exactly one of target_logits, target_probs with position_mask, "
-                "target_last_hidden_states"
-            )
-        vocabulary, slot_M, flat = self._vocabulary, plan.answered_M, plan.answered
-        if target_logits is not None:
-            return LogitsSupervision(flat(target_logits), slot_M, vocabulary)
-        if target_probs is not None and position_mask is not None:
-            return ProbsSupervision(flat(target_probs), flat(position_mask)[..., 0], slot_M)
-        assert target_last_hidden_states is not None
-        hidden_SD = flat(target_last_hidden_states)
-        head, draft_head = self._heads(hidden_SD.device)
-        return HiddenSupervision(hidden_SD, slot_M, head, draft_head, vocabulary)
 
     @property
     def _vocabulary(self) -> VocabularyTensors:

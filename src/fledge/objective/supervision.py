@@ -5,6 +5,7 @@ them, and, before that, coverage (is the target's top token in the draft vocabul
 No [slots, V] tensor outlives a chunk, unless it is part of the batch.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fledge.core.head import TargetHead, target_distribution
+from fledge.rollout.plan import RolloutPlan
 
 CHUNK_SCORES = 2**26  # elements of a [rows, vocabulary] chunk
 
@@ -87,6 +89,34 @@ class HiddenSupervision:
             for slot_J in _chunks(self.slot_M, len(self.head.weight_VD))
         ]
         return self.vocabulary.member_V[torch.cat(top)]
+
+
+def read_supervision(
+    plan: RolloutPlan,
+    vocabulary: VocabularyTensors,
+    heads: Callable[[torch.device], tuple[TargetHead, TargetHead]],  # whole, and draft vocabulary
+    *,
+    target_logits: Tensor | None = None,  # [B, T, V]
+    target_probs: Tensor | None = None,  # [B, T, W]
+    position_mask: Tensor | None = None,  # [B, T, 1]
+    target_last_hidden_states: Tensor | None = None,  # [B, T, D]
+) -> Supervision:
+    """The one encoding that a batch contains."""
+    encodings = (target_logits, target_probs, target_last_hidden_states)
+    exactly_one = sum(encoding is not None for encoding in encodings) == 1
+    if not exactly_one or (target_probs is None) != (position_mask is None):
+        raise ValueError(
+            "supervision: give exactly one of target_logits, target_probs with position_mask, "
+            "target_last_hidden_states"
+        )
+    slot_M, flat = plan.answered_M, plan.answered
+    if target_logits is not None:
+        return LogitsSupervision(flat(target_logits), slot_M, vocabulary)
+    if target_probs is not None and position_mask is not None:
+        return ProbsSupervision(flat(target_probs), flat(position_mask)[..., 0], slot_M)
+    assert target_last_hidden_states is not None
+    hidden_SD = flat(target_last_hidden_states)
+    return HiddenSupervision(hidden_SD, slot_M, *heads(hidden_SD.device), vocabulary)
 
 
 def _chunks(slot_M: Tensor, width: int) -> tuple[Tensor, ...]:
