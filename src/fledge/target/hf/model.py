@@ -1,13 +1,11 @@
 """The co-located target: a Hugging Face causal LM in this process.
 
-Decoder layers' outputs are copied into the returned tensor as they are computed. The head's input
-is captured where the head would run: in `hidden` encoding the head never runs, in `probs` only on
-supervised rows, chunk by chunk, and in `logits` (the constructor's default) on every row.
+The head's input is captured where the head would run (`passes.py`): in `hidden` encoding the head
+never runs, in `probs` only on supervised rows, chunk by chunk, and in `logits` (the constructor's
+default) on every row.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from collections.abc import Sequence
 from os import PathLike
 from typing import Any, cast
 
@@ -21,32 +19,21 @@ from fledge.core.head import TargetHead
 from fledge.core.machine import find_device
 from fledge.core.rows import TokenBatch
 from fledge.target.base import HasWeight, InputEmbedding
-from fledge.target.capture import AuxBuffer, hidden_of, layer_outputs, muted_head, stop_behind
 from fledge.target.hf import fp8
-from fledge.target.hf.compiled import CompiledLayers, RecordedSizes, compile_errors
-from fledge.target.hf.context import (
-    check_shareable,
-    not_shareable,
-    share_of,
-    shared_rows,
-)
+from fledge.target.hf.compiled import CompiledLayers, RecordedSizes
+from fledge.target.hf.context import check_shareable, not_shareable
 from fledge.target.hf.exact import one_row_is_exact, sharing_is_exact, stopping_is_exact
 from fledge.target.hf.loading import load_hf_model
 from fledge.target.hf.one_row import (
-    OneRow,
-    WholeRow,
-    caps_scores,
-    causal_rows,
-    documents_apart,
     kernel_takes,
     may_support,
     needs_no_mask,
     one_row,
     whole_row,
 )
+from fledge.target.hf.passes import ModelPasses
 from fledge.target.hf.probe import accepted_options, find_head_module, learn_head
 from fledge.target.hf.sharded import along
-from fledge.target.inprocess import InProcessTarget
 from fledge.target.layers import (
     EAGLE3_AUX_LAYERS,
     default_aux_layer_ids,
@@ -68,10 +55,8 @@ from fledge.target.weights import (
     whole_weight,
 )
 
-StatesOf = Callable[[int, Tensor], None]  # (layer id, its output)
 
-
-class HFEagle3TargetModel(InProcessTarget):
+class HFEagle3TargetModel(ModelPasses):
     """Co-located backend that captures auxiliary hidden states from a causal LM.
 
     The model is put in eval mode and frozen; it is run without gradients and never changed.
@@ -205,15 +190,6 @@ class HFEagle3TargetModel(InProcessTarget):
         with self.stopping():
             return self.answer(rows)
 
-    @contextmanager
-    def stopping(self) -> Iterator[None]:
-        """While open, passes end after the last aux layer."""
-        self._stop = True
-        try:
-            yield
-        finally:
-            self._stop = False
-
     def _may_stop(self) -> bool:
         """Whether a pass can end after the last aux layer without side effects on the model."""
         if self._stop_checked is None:
@@ -278,98 +254,6 @@ class HFEagle3TargetModel(InProcessTarget):
             self._recorded_features.forget()
             self._head_module = self._head = self._info = self.tokenizer = None
         super().close()
-
-    def _forward(self, ids: Tensor, mask: Tensor, aux: AuxBuffer, group: Group | None) -> Tensor:
-        if self.model.training:  # the caller may have called train() on the shared module
-            self.model.eval()
-        write = partial(aux.write, group=group)
-        if self._cp_size > 1:
-            return self._run_share(ids, mask if group is None else None, write)
-        # only a pass over the whole batch has the same shape every time and is worth compiling
-        if isinstance(group, OneRow) or ids.numel() != aux.rows_BT.numel():
-            return self._run(ids, mask, group, write)
-        try:
-            with self._compiled.lent():
-                if isinstance(group, WholeRow) and self._worth_recording(ids.numel()):
-                    return self._replay(ids, group, write)
-                return self._run(ids, mask, group, write)
-        except compile_errors() as error:
-            self._compiled.give_up(error)
-            return self._run(ids, mask, group, write)
-
-    def _run(
-        self, ids: Tensor, mask: Tensor | None, group: Group | None, write: StatesOf
-    ) -> Tensor:
-        """Run the model's own forward: `write` gets the aux layers' states, the answer is
-        returned."""
-        with ExitStack() as stack:
-            if isinstance(group, OneRow | WholeRow):
-                stack.enter_context(documents_apart(self.model, group))
-                return self._captured(write, ids, None, **group.options())
-            # documents need no mask, and without one the causal kernels are faster
-            if group is not None and self.skip_masks:
-                stack.enter_context(causal_rows(self.model))
-            return self._captured(write, ids, mask if group is None else None)
-
-    def _run_share(self, ids_NL: Tensor, mask_NL: Tensor | None, write: StatesOf) -> Tensor:
-        """`_run` for rows that the ranks of `cp_mesh` share: each rank runs some of their slots,
-        and every rank gets the states of all slots."""
-        share = share_of(self.cp_mesh, ids_NL.shape[1], mask_NL, caps=caps_scores(self.model))
-        positions_NL = torch.arange(ids_NL.shape[1], device=ids_NL.device).expand_as(ids_NL)
-        with shared_rows(self.model, share):
-            answer_NQX = self._captured(
-                lambda layer_id, states_NQD: write(layer_id, share.whole(states_NQD)),
-                share.take(ids_NL),
-                None,
-                position_ids=share.take(positions_NL),
-            )
-        return share.whole(answer_NQX)
-
-    def _captured(self, write: StatesOf, *arguments: Any, **options: Any) -> Tensor:
-        """`_call` with the aux layers' states passed to `write`; returns logits or, if the head is
-        not run, its input."""
-        head_inputs: list[Tensor] = []
-
-        def keep(hidden: Tensor) -> Tensor:
-            head_inputs.append(hidden)
-            return hidden
-
-        with ExitStack() as stack:
-            if self._stop:
-                write = stack.enter_context(stop_behind(max(self._inner_layers), write, keep))
-            stack.enter_context(layer_outputs(self._layers, self._inner_layers, write))
-            if self.supervision != "logits":
-                assert self._head_module is not None
-                stack.enter_context(muted_head(self._head_module, keep))
-            logits = self._call(*arguments, **options)
-        return logits if self.supervision == "logits" else head_inputs[0]
-
-    def _worth_recording(self, slots: int) -> bool:
-        """Whether kernel launches take longer than running such a pass on the GPU, and its size
-        recurs."""
-        short = self.record_passes and slots < 2 * self.overhead_tokens
-        return short and self._recordings.comes_back(slots)
-
-    @property
-    def _recordings(self) -> RecordedSizes[list[Tensor]]:
-        return self._recorded_features if self._stop else self._recorded
-
-    def _replay(self, ids: Tensor, group: WholeRow, write: StatesOf) -> Tensor:
-        def run(ids: Tensor, **options: Tensor) -> list[Tensor]:
-            states: dict[int, Tensor] = {}
-            answer = self._run(ids, None, group.with_options(options), states.__setitem__)
-            return [*(states[i] for i in self._inner_layers), answer]
-
-        *states, answer = self._recordings(ids.numel(), run, {"ids": ids, **group.options()})
-        for layer_id, layer_states in zip(self._inner_layers, states, strict=True):
-            write(layer_id, layer_states)
-        return answer
-
-    def _call(self, ids: Tensor, mask: Tensor | None, **options: Any) -> Tensor:
-        """Call the model's own forward and return its logits, however they are wrapped."""
-        output = self.model(input_ids=ids, attention_mask=mask, **self._options, **options)
-        logits = getattr(output, "logits", None)
-        return logits if isinstance(logits, Tensor) else hidden_of(output)
 
     def _groups(self, documents: Documents, ids_BT: Tensor) -> Sequence[Group]:
         if self.try_one_row and documents.lengths:
