@@ -50,6 +50,7 @@ _PUBLIC = {
     "generate_cod_sample_indices": "fledge.rollout.cod",
     "LlamaEagle1DraftModel": "fledge.draft.eagle1",
     "LlamaEagle3DraftModel": "fledge.draft.eagle3",
+    "load_draft": "fledge.methods.registry",
     "simulated_accept_length": "fledge.objective.eagle3",
     "SpeculativeDecoder": "fledge.decode.speculative",
     "Stops": "fledge.decode.stops",

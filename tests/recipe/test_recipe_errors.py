@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from conftest import ROOT
 from fledge.core.errors import BadInput
 from fledge.recipe.aliases import ALIASES
 from fledge.recipe.schema import load_recipe, recipe_shapes
@@ -170,6 +171,16 @@ def test_aliases_from_other_trainers_point_to_existing_keys() -> None:
         for section, key in (place.split(".") for place in places):
             assert key in shapes[section].all_keys(), f"{section}.{key}"
             assert name not in shapes[section].all_keys(), f"{name} is a key of ours"
+
+
+def test_the_page_about_other_trainers_lists_every_alias() -> None:
+    page = (ROOT / "docs" / "moving.md").read_text()
+    rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| `")]
+    listed = {
+        (name.strip("| `"), row[1].strip("| `")) for row in rows for name in row[0].split(",")
+    }
+    expected = {(name, place) for name, places in ALIASES.items() for place in places}
+    assert expected <= listed
 
 
 def test_the_meaning_of_an_alias_depends_on_the_kind() -> None:

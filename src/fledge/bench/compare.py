@@ -40,22 +40,22 @@ def compare(
 
 
 def table_row(name: str, figures: StepFigures) -> list[str]:
-    told = figures.to_json()
-    above, share = told["peak_above_gib"], told["share_of_ceiling"]
+    values = figures.to_json()
+    above, share = values["peak_above_gib"], values["share_of_ceiling"]
     return [
         name,
-        f"{told['tokens_per_s']:,}",
-        f"{told['step_ms']:,.0f}",
-        " / ".join(f"{ms:,.0f}" for ms in told["phases_ms"].values()),
-        f"{told['slowest_step_ms']:,.0f}",
-        f"{told['first_step_s']}",
+        f"{values['tokens_per_s']:,}",
+        f"{values['step_ms']:,.0f}",
+        " / ".join(f"{ms:,.0f}" for ms in values["phases_ms"].values()),
+        f"{values['slowest_step_ms']:,.0f}",
+        f"{values['first_step_s']}",
         "" if above is None else f"{above:.2f}",
         "" if share is None else f"{share:.0%}",
     ]
 
 
 def markdown_line(cells: Iterable[str]) -> str:
-    """As the page has it."""
+    """As in docs/performance.md."""
     return f"| {' | '.join(cells)} |"
 
 

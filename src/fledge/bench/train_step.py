@@ -250,12 +250,12 @@ def remembering(
 ) -> RememberingTarget:
     """A target that was asked about all of them before."""
     room = KeptStates(2**62) if case.kept == "device" else KeptStates(0, 2**62)
-    knowing = RememberingTarget(target, room)
+    remembering = RememberingTarget(target, room)
     for batch in batches:
         for rows in batch.micro:
             if rows is not None:
-                knowing.answer(rows)
-    return knowing
+                remembering.answer(rows)
+    return remembering
 
 
 def work_of(case: Case, parts: Parts) -> Work:

@@ -43,7 +43,7 @@ def chat(
         bool, Option(help="Decode every answer without the draft too: the same text, slower.")
     ] = False,
     aux_layers: Annotated[
-        str, Option(help="Three layers, e.g. 1,14,26; default: the draft's own.")
+        str, Option(help="The layers the draft reads, e.g. 1,14,26; default: its own.")
     ] = "",
     dtype: Annotated[str, Option(help="float32, bfloat16, ...; default: the run's.")] = "",
     device: opt.DeviceOption = "",

@@ -33,7 +33,10 @@ def evaluate(
     live: opt.LiveAnswers = 4,
     batch: Annotated[int, Option(min=1, help="Prompts answered at a time.")] = 16,
     aux_layers: Annotated[
-        str, Option(help="Three layers, e.g. 1,14,26; default: the run's, or fledge's own.")
+        str,
+        Option(
+            help="The layers the draft reads, e.g. 1,14,26; default: the run's, or fledge's own."
+        ),
     ] = "",
     dtype: opt.RunDtype = "",
     device: opt.DeviceOption = "",

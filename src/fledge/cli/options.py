@@ -39,7 +39,8 @@ DraftArguments = Annotated[
 ]
 TargetOption = Annotated[str, Option(help="The target; a run of fledge knows its own.")]
 MethodOption = Annotated[
-    str, Option(help="chain, parallel or tree; default: what the draft was trained for.")
+    str,
+    Option(help="chain, tree, parallel, block or markov; default: what the draft was trained for."),
 ]
 TrainedTokens = Annotated[int, Option(min=0, help="Tokens drafted per round (k); 0: as trained.")]
 Prompts = Annotated[

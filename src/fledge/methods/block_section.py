@@ -20,27 +20,27 @@ class BlockSection(ObjectiveSection):
     }
 
     listened_layers: PositiveCount = 5
-    """How many of the target's layers the draft listens to; `target.aux_layer_ids` says which."""
+    """How many of the target's layers the draft reads; `target.aux_layer_ids` names them."""
 
     block_size: Annotated[PositiveCount, Field(ge=2, le=1024)] = 16
     """Slots of a block."""
 
     anchors: PositiveCount = 512
-    """Blocks that start in 2,048 tokens of a document, in proportion, where there are places for
-    so many; every step draws them anew."""
+    """Blocks per 2,048 tokens of a document, drawn anew in every step; fewer if fewer tokens are
+    supervised."""
 
     gamma: Positive | None = None
-    """A token k places further weighs exp(-k / gamma); null: 7, 5, 4 for blocks of 16, 10, 8, and
-    alike for others."""
+    """A token k places into the block has weight exp(-k / gamma); null: 7, 5, 4 for blocks of 16,
+    10, 8, and in proportion for others."""
 
     causal: bool = False
     """Slots of a block see only those before them, instead of all."""
 
     sliding_layers: tuple[Count, ...] = ()
-    """Draft layers, from 0, that look back `sliding_window` tokens only."""
+    """Draft layers, from 0, that attend only to the last `sliding_window` tokens."""
 
     sliding_window: PositiveCount = 2048
-    """How far they look; they are causal inside the block."""
+    """Tokens that these layers attend to; inside the block they are causal."""
 
     mask_token_id: Count | None = None
     """Token id of the placeholder; null: one that the tokenizer never emits is chosen."""

@@ -13,7 +13,7 @@ class DsparkSection(BlockSection):
     that says how far it is worth verifying."""
 
     kind: Literal["dspark"] = "dspark"
-    """Drafts a block from one pass, each token knowing the one before; vLLM and SGLang serve it."""
+    """Drafts a block in one pass, each token given the one before; vLLM and SGLang serve it."""
 
     not_options: ClassVar[frozenset[str]] = BlockSection.not_options | {
         "markov_rank", "confidence_threshold",
@@ -23,23 +23,23 @@ class DsparkSection(BlockSection):
     """Slots of a block, which are the tokens that it drafts."""
 
     gamma: Positive | None = 4.0
-    """A token k places further weighs exp(-k / gamma)."""
+    """A token k places into the block has weight exp(-k / gamma)."""
 
     markov_rank: PositiveCount = 256
     """Width of the Markov head."""
 
     text_weight: NonNegative = 0.1
-    """What the cross entropy with the text's token counts."""
+    """Weight of the cross entropy with the text's token."""
 
     distance_weight: NonNegative = 0.9
-    """What the distance between the distributions, |draft - target|, counts."""
+    """Weight of the distance between the distributions, |draft - target|."""
 
     confidence_weight: NonNegative = 1.0
-    """What a wrong confidence counts; 0: no confidence head."""
+    """Weight of the error of the confidence; 0: no confidence head."""
 
     confidence_threshold: ShareBelowOne = 0.0
-    """Decoding here proposes no token behind which all so far stand with a smaller chance than
-    this; 0: all are proposed."""
+    """Decoding stops before the first token for which the probability that it and all tokens before
+    it are accepted is below this; 0: never."""
 
     @property
     def depths(self) -> int:

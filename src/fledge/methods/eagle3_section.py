@@ -19,7 +19,7 @@ class Eagle3Section(LossSection):
     """Weight of step k is step_decay ** k."""
 
     depth_keep: PositiveShare = 1.0
-    """Chance that a rollout is followed one step deeper; 0.7 halves the draft's work, same mean."""
+    """Probability that a rollout continues to the next step; 0.7 halves the draft's work."""
 
     feature_dropout: ShareBelowOne = 0.0
     """Share of the target's features left out in training, drawn anew for every step and slot."""

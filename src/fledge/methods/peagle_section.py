@@ -19,7 +19,7 @@ class PeagleSection(LossSection):
     loss: Annotated[LossChoice, Tagged("kind", loss_choices, default="kl", bare=True)] = Field(
         default_factory=lambda: loss_choices()["kl"].model_validate({})
     )
-    """What a wrong distribution costs: a name, or a mapping of kind and parameters; see below."""
+    """The loss on the draft's distribution: a name, or a mapping of kind and parameters."""
 
     num_depths: PositiveCount = 8
     """Depths trained: as many as tokens drafted in serving."""

@@ -73,7 +73,7 @@ class LossSection(ObjectiveSection):
     loss: Annotated[LossChoice, Tagged("kind", loss_choices, default="ce", bare=True)] = Field(
         default_factory=lambda: loss_choices()["ce"].model_validate({})
     )
-    """What a wrong distribution costs: a name, or a mapping of kind and parameters; see below."""
+    """The loss on the draft's distribution: a name, or a mapping of kind and parameters."""
 
     lk_kl_scale: Share | None = Field(default=None, exclude=True)
     """Older spelling of loss.scale."""

@@ -88,7 +88,7 @@ def _nested_lines(name: str, tagged: Tagged | None) -> Iterator[str]:
 
 
 _TYPES = {"integer": "whole number", "number": "number", "string": "text", "object": "mapping"}
-_BOUNDS = {"ge": "from {}", "gt": "above {}", "le": "up to {}", "lt": "below {}"}
+_BOUNDS = {"ge": "from {}", "gt": "above {}", "le": "up to {}", "lt": "below {}"}  # MOST: no limit
 
 
 def _allowed(schema: dict[str, Any]) -> str:
@@ -111,8 +111,10 @@ def _allowed(schema: dict[str, Any]) -> str:
     if or_null or "enum" in branch:  # a loss: its names here, its mappings in a table of their own
         return _allowed(branch) + (or_null or ", or a mapping")
     kind = _TYPES[branch.get("type") or schema["type"]]
-    limits = ((text, schema[name]) for name, text in _BOUNDS.items() if name in schema)
-    bounds = [text.format(bound) for text, bound in limits if bound != MOST]  # MOST: no limit
+    limits = {name: schema[name] for name in _BOUNDS if name in schema}
+    if {"ge", "gt"} <= limits.keys():  # name only the stricter one
+        del limits["gt" if limits["ge"] > limits["gt"] else "ge"]
+    bounds = [_BOUNDS[name].format(bound) for name, bound in limits.items() if bound != MOST]
     return " ".join([kind, *bounds])
 
 

@@ -134,7 +134,7 @@ class Training(Section):
     """The optimizer and its schedule."""
 
     lr: Positive = 1e-4
-    """Peak learning rate. 1e-4 suits 8B targets; small drafts want more (SmolLM2: 1e-3)."""
+    """Peak learning rate. 1e-4 suits 8B targets; small drafts need more (SmolLM2: 2e-3)."""
 
     optimizer: Literal["adamw", "muon"] = "adamw"
     """muon: for the matrices of the layers and fc, with steps of AdamW's size; AdamW for the rest.
@@ -150,10 +150,10 @@ class Training(Section):
     """Weight decay, on matrices only."""
 
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
-    """After the warm-up. wsd: constant, and down over the last decay_share of all steps."""
+    """After the warm-up. wsd: constant, then falling over the last decay_share of all steps."""
 
     decay_share: PositiveShare = 0.2
-    """Of schedule wsd: share of all steps in which the rate comes down (as 1 - sqrt does)."""
+    """For wsd: share of all steps during which the rate falls (as 1 - sqrt)."""
 
     warmup_share: ShareBelowOne = 0.02
     """Share of all steps spent warming up, unless warmup_steps is given."""

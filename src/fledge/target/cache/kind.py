@@ -17,7 +17,7 @@ class CacheTarget(TargetSection):
     """The target's answers from disk, written by `fledge precompute` (or AutoModel's)."""
 
     backend: Literal["cache"] = "cache"
-    """The target is not loaded at all; data.train is ignored, the rows lie in the cache."""
+    """The target is not loaded at all; data.train is ignored, the rows are in the cache."""
 
     model: Text | None = None
     """Checked against the model that the cache was made from; null: take the cache's."""

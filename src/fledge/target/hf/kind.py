@@ -35,7 +35,7 @@ class HfTarget(LoadedTarget):
     """The target in the training process, through Hugging Face transformers."""
 
     backend: Literal["hf"] = "hf"
-    """Co-located: simplest, and right up to what fits beside the draft."""
+    """In this process: the simplest, if target and draft fit on one machine."""
 
     device: Device = "auto"
     """auto: the trainer's own device."""
@@ -43,7 +43,7 @@ class HfTarget(LoadedTarget):
     attn_implementation: (
         Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"] | None
     ) = None
-    """Attention of transformers; null: its own choice."""
+    """Attention implementation in transformers; null: its default."""
 
     compile: bool = True
     """On a GPU, compile the target's layers; small models run as CUDA graphs."""

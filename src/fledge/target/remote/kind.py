@@ -44,7 +44,7 @@ class RemoteTarget(TargetSection):
     """Name of the environment variable that holds the bearer token; null: none is sent."""
 
     ca_file: Text | None = None
-    """Certificate bundle for https servers that the system does not know."""
+    """Certificate bundle for https servers whose certificates the system does not know."""
 
     prefetch: PositiveCount = 2
     """Batches asked for ahead of the trainer."""
