@@ -106,13 +106,14 @@ def test_stored_tensors_are_intact_and_no_budget_is_exceeded(lengths, budgets, b
     """Parts of 4 x 2 and 4 x 1 bytes a row; nothing overlaps, and only a full memory refuses."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kept_module, "_BLOCK", block)
+        patch.setattr(kept_module, "_ALIGNMENT", 4)
         memories = [Memory(budgets[0]), Memory(budgets[1], on_host=True)]
         stored = []
         for number, length in enumerate(lengths):
             parts = (torch.full((length, 2), float(number)), torch.full((length, 1), float(number)))
             room = find_room(memories, parts)
             if room is None:
-                assert all(memory._left < 12 * length for memory in memories)
+                assert all(memory._left < 12 * length + 4 for memory in memories)
             else:
                 copy_all(zip(room, parts, strict=True))
                 stored.append((room, parts))
@@ -128,7 +129,7 @@ def test_no_more_states_are_kept_once_memory_runs_out(counting, monkeypatch, cap
         raise RuntimeError("out of memory\nand a trace")
 
     remembering = RememberingTarget(counting.target, KeptStates(2**30))
-    monkeypatch.setattr(Memory, "_block", refuse)
+    monkeypatch.setattr(Memory, "_allocate", refuse)
     for count, batch in enumerate(counting.packs(0), start=1):
         assert torch.equal(remembering.answer(batch).input_ids, counting.answer(batch).input_ids)
         assert counting.calls == count

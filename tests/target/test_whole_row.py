@@ -8,7 +8,7 @@ from test_target_packing import packed_rows, some_documents
 from tiny_models import ARCHITECTURES, tiny_model
 
 import interpreted_triton  # noqa: F401  (chooses the interpreter before kernels are imported)
-from fledge.target.hf import compiled
+from fledge.core import graphs
 from fledge.target.hf import model as hf
 from fledge.target.hf.model import HFEagle3TargetModel
 from fledge.target.hf.one_row import CAUSAL, needs_no_mask
@@ -51,7 +51,7 @@ def recorded_sizes(monkeypatch):
         def __call__(self, inputs):
             return self.run(**inputs)
 
-    monkeypatch.setattr(compiled, "RecordedPass", Recorded)
+    monkeypatch.setattr(graphs, "RecordedPass", Recorded)
     return sizes
 
 
@@ -69,8 +69,8 @@ def test_a_pass_is_recorded_when_its_size_recurs(recorded_sizes, monkeypatch):
 
 def test_the_number_of_recorded_passes_is_limited(recorded_sizes):
     """Each holds memory on the GPU, and a server may be asked for any number of sizes."""
-    passes, sizes = compiled.RecordedSizes(most=8), list(range(1, 13))
-    assert [passes.comes_back(size) for size in (3, 3, 4, 3)] == [False, True, False, True]
+    passes, sizes = graphs.RecordedSizes(most=8), list(range(1, 13))
+    assert [passes.worth_it(size) for size in (3, 3, 4, 3)] == [False, True, False, True]
 
     def ask(size):
         return passes(size, lambda ids: ids + 1, {"ids": torch.full((size,), size)})
@@ -86,6 +86,24 @@ def test_the_number_of_recorded_passes_is_limited(recorded_sizes):
     assert recorded_sizes == [*sizes, sizes[0]]  # evicted, and recorded again
     passes.forget()
     assert passes.sizes == []
+
+
+def test_recordings_are_replaced_only_when_stale(recorded_sizes, monkeypatch):
+    """Where more sizes recur than there is room for, recording them in turn would cost more than it
+    saves."""
+    monkeypatch.setattr(graphs, "_STALE", 6)
+    passes = graphs.RecordedSizes(most=2)
+
+    def ask(size):
+        if passes.worth_it(size):
+            passes(size, lambda ids: ids, {"ids": torch.zeros(size)})
+
+    for size in [1, 2, 3] * 4:
+        ask(size)
+    assert recorded_sizes == passes.sizes == [1, 2]
+    for _ in range(5):  # 1 has not come back for six calls, and 2 for longer
+        ask(3)
+    assert passes.sizes == [2, 3]
 
 
 def test_documents_of_a_whole_row_never_see_each_other(monkeypatch):

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from fledge.bench.train_step import Case, build_batches, build_parts
+from fledge.core import graphs
 from fledge.objective.losses.total_variation import TotalVariation
 from fledge.recipe.sections import Training
 from fledge.target.finite import Verdict
-from fledge.target.hf import compiled
 from fledge.train.average import Average
 from fledge.train.optimizer import make_optimizers
 from fledge.train.recorded import RecordedSteps
@@ -60,8 +60,8 @@ def tensors_of(results):
 
 @pytest.fixture
 def pretend(monkeypatch):
-    monkeypatch.setattr(compiled, "RecordedPass", PretendPass)
-    monkeypatch.setattr(compiled, "CommonMemory", object)
+    monkeypatch.setattr(graphs, "RecordedPass", PretendPass)
+    monkeypatch.setattr(graphs, "CommonMemory", object)
     monkeypatch.setattr(PretendPass, "made", 0)
     monkeypatch.setattr(PretendPass, "held", {})
 

@@ -32,7 +32,7 @@ def trained(batches, *, record, kind="eagle3", lr=1e-3, muon=False):
     if muon:
         with_muon(parts)
     if not record:
-        parts.recorded._sizes.comes_back = lambda size: False
+        parts.recorded._sizes.worth_it = lambda size: False
         parts.recorded._updates = -len(batches)
     norms = [train_step(parts, batch, lr=lr).grad_norm for batch in batches]
     return parts, torch.stack(norms)

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from fledge.bench.cost import step_flops
 from fledge.core.distributed import World
 from fledge.core.rows import TokenRow
-from fledge.core.transfer import new_event
+from fledge.core.transfer import record_event
 from fledge.data.pack import collate, one_per_row, pack_rows
 from fledge.draft.derive import derive_draft_config
 from fledge.methods.base import TrainerInputs
@@ -235,8 +235,7 @@ class _Moment:
         self._event: torch.cuda.Event | None = None
         self._now = time.perf_counter()
         if device.type == "cuda":
-            self._event = new_event(timed=True)
-            self._event.record()
+            self._event = record_event(device, timed=True)
 
     def __sub__(self, other: "_Moment") -> float:
         """Seconds."""

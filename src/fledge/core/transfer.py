@@ -1,4 +1,10 @@
-"""Copies between the host and a device without synchronization."""
+"""Copies between the host and a device without synchronization.
+
+Events are recorded on the device that they are about, which need not be the current one.
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,9 +17,17 @@ def send(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device)
 
 
-def new_event(*, timed: bool = False) -> torch.cuda.Event:
-    """A CUDA event; a timed one can also measure durations."""
-    return torch.cuda.Event(enable_timing=timed)  # type: ignore[no-untyped-call]  # torch's own
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
+    """A context in which streams, events and recordings belong to `device`."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def record_event(device: torch.device, *, timed: bool = False) -> torch.cuda.Event:
+    """A CUDA event behind all work that was queued on `device` so far; a timed one can also measure
+    durations."""
+    event = torch.cuda.Event(enable_timing=timed)  # type: ignore[no-untyped-call]  # torch's own
+    event.record(torch.cuda.current_stream(device))
+    return event
 
 
 class Fetched:
@@ -21,12 +35,12 @@ class Fetched:
     before the copy; reading the tensor itself would also wait for all work queued since."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self._on_host, self._event = tensor, None
+        self._on_host = tensor
+        self._event: torch.cuda.Event | None = None
         if tensor.is_cuda:
             self._on_host = torch.empty_like(tensor, device="cpu", pin_memory=True)
             self._on_host.copy_(tensor, non_blocking=True)
-            self._event = new_event()
-            self._event.record()
+            self._event = record_event(tensor.device)
 
     def read(self) -> Tensor:
         if self._event is not None:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from fledge.core.errors import first_line
-from fledge.target.hf.compiled import RecordedPass
+from fledge.core.graphs import RecordedPass
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")

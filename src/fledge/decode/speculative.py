@@ -98,7 +98,10 @@ class SpeculativeDecoder:
         shape = DraftShape(num_draft_tokens, tree or TreeShape())
         ids = None if draft is None else _aux_layer_ids(model, draft, aux_layer_ids)
         self.target = CachedTarget(model, ids)
-        self.passes = self.target.passes = Passes(self.target.device, record=record)
+        on_one_device = len({x.device for x in model.parameters()}) == 1
+        self.passes = self.target.passes = Passes(
+            self.target.device, record=record and on_one_device
+        )
         self.strategy: Strategy | None = None
         if draft is not None and kind is not None:
             self.strategy = kind(draft, shape, dtype=draft_dtype, passes=self.passes)

@@ -37,10 +37,9 @@ class HeardTarget(Eagle3TargetBackend):
         if self.aux_layer_ids == all_ids:
             return answer
         aux_BTAD = by_layer(answer.aux_hidden_states, len(all_ids))
-        index_A = torch.tensor(
-            [all_ids.index(i) for i in self.aux_layer_ids], device=aux_BTAD.device
-        )
-        return replace(answer, aux_hidden_states=aux_BTAD.index_select(2, index_A).flatten(2))
+        # an index tensor would have to be copied to the device, which waits for the target's pass
+        states = [aux_BTAD[:, :, all_ids.index(i)] for i in self.aux_layer_ids]
+        return replace(answer, aux_hidden_states=torch.cat(states, dim=-1))
 
     def answer(self, rows: TokenBatch) -> Eagle3TargetBatch:
         self._check_open()

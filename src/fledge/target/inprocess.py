@@ -15,6 +15,7 @@ from fledge.core.batch import Eagle3TargetBatch
 from fledge.core.errors import BadInput
 from fledge.core.head import TargetHead
 from fledge.core.rows import TokenBatch
+from fledge.core.transfer import on_device
 from fledge.target.base import Eagle3TargetBackend, TargetInfo, check_token_ids
 from fledge.target.capture import AuxBuffer
 from fledge.target.layers import inner_layers
@@ -93,23 +94,25 @@ class InProcessTarget(Eagle3TargetBackend):
             check_token_ids(rows.input_ids, size)
         device = self._device()
         mapping = self._vocab_mapping(device) if self.supervision == "probs" else None
-        if self._together is None:
-            device_rows = rows.to(device)
-            batch = self._run_rows(device_rows, self._passes(device_rows, documents))
-        else:
-            shared_batch = self._run_together(rows, self._together)
-            assert shared_batch is not None
-            batch = shared_batch
-        if mapping is not None:
-            head = None if self._answers_logits() else self._head_of_states()
-            batch = batch.with_probs(head, *mapping)
-        return batch
+        with on_device(device):
+            if self._together is None:
+                device_rows = rows.to(device)
+                batch = self._run_rows(device_rows, self._passes(device_rows, documents))
+            else:
+                shared_batch = self._run_together(rows, self._together)
+                assert shared_batch is not None
+                batch = shared_batch
+            if mapping is not None:
+                head = None if self._answers_logits() else self._head_of_states()
+                batch = batch.with_probs(head, *mapping)
+            return batch
 
     @torch.no_grad()
     def join(self) -> None:
         self._check_open()
         if self._together is not None:
-            self._run_together(None, self._together)
+            with on_device(self._device()):
+                self._run_together(None, self._together)
 
     def _run_together(
         self, rows: TokenBatch | None, together: Together

@@ -1,11 +1,12 @@
-"""States of documents kept in memory, for later epochs: on the target's device, then in the host's.
+"""States of documents kept in memory for later epochs: on the target's device, then on the host.
 
-Blocks are large, and host blocks are pinned where a GPU fills them: it copies to and from them on
-its own stream, in order, while the host goes on. Nobody waits, and nothing is looked at here.
+Memory is allocated in large blocks. Host blocks are pinned if a GPU fills them: copies to and from
+them run on its stream, in order, while the host continues.
 """
 
 import logging
 from collections.abc import Iterable, Sequence
+from math import prod
 
 import torch
 from torch import Tensor
@@ -15,46 +16,66 @@ from fledge.target.cache.codec import from_fp8, to_fp8
 
 log = logging.getLogger(__name__)
 
-_BLOCK = 256 << 20  # bytes; a power of two, to which pinned memory is rounded up
+_BLOCK = 256 << 20  # bytes; a power of two, to which torch rounds pinned memory up
+_ALIGNMENT = 256  # bytes between the parts of a block
 
 Parts = tuple[Tensor, ...]  # of one document, or of a block of them: [n, ...] each
 
 
 class Memory:
-    """Room for so many bytes of parts that are always alike but for their length."""
+    """Room for a number of bytes of parts that differ only in length."""
 
     def __init__(self, most: int, *, on_host: bool = False) -> None:
         self._left, self._on_host = most, on_host
         self._rest: Parts | None = None  # of the newest block
 
     def room(self, like: Parts) -> Parts | None:
-        """Where to copy them; None: it is full."""
+        """Where to copy such parts; None if there is no room left."""
         count = len(like[0])
-        if self._rest is None or len(self._rest[0]) < count:
-            row_bytes = sum(part.nbytes for part in like) // max(1, count)
-            rows = max(count, min(_BLOCK, self._left) // max(1, row_bytes))
-            if rows * row_bytes > self._left:
+        rest = self._rest
+        if rest is None or len(rest[0]) < count:
+            rest = self._new_block(like, count)
+            if rest is None:
                 return None
-            try:
-                self._rest = tuple(self._block(part, rows) for part in like)
-            except RuntimeError as error:  # less memory than was said: what is there has to do
-                log.warning("no more states are kept: %s", first_line(error))
-                self._left = 0
-                return None
-            self._left -= rows * row_bytes
-        taken = tuple(part[:count] for part in self._rest)
-        self._rest = tuple(part[count:] for part in self._rest)
-        return taken
+        self._rest = tuple(part[count:] for part in rest)
+        return tuple(part[:count] for part in rest)
 
-    def _block(self, like: Tensor, rows: int) -> Tensor:
-        shape = (rows, *like.shape[1:])
+    def _new_block(self, like: Parts, count: int) -> Parts | None:
+        """A block for at least `count` rows, in one allocation."""
+        gaps = _ALIGNMENT * (len(like) - 1)
+        row_bytes = sum(part.nbytes for part in like) // max(1, count)
+        rows = max(count, (min(_BLOCK, self._left) - gaps) // max(1, row_bytes))
+        size = rows * row_bytes + gaps
+        if size > self._left:
+            return None
+        try:
+            flat = self._allocate(size, like[0].device)
+        except RuntimeError as error:  # there is less memory than configured
+            log.warning("no more states are kept: %s", first_line(error))
+            self._left = 0
+            return None
+        self._left -= size
+        return _divide(flat, like, rows)
+
+    def _allocate(self, size: int, device: torch.device) -> Tensor:
         if not self._on_host:
-            return like.new_empty(shape)
-        return torch.empty(shape, dtype=like.dtype, pin_memory=like.is_cuda)
+            return torch.empty(size, dtype=torch.uint8, device=device)
+        return torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+
+
+def _divide(flat: Tensor, like: Parts, rows: int) -> Parts:
+    """Views of a block of bytes: `rows` rows of every part."""
+    parts, begin = [], 0
+    for part in like:
+        shape = (rows, *part.shape[1:])
+        end = begin + prod(shape) * part.itemsize
+        parts.append(flat[begin:end].view(part.dtype).view(shape))
+        begin = -(-end // _ALIGNMENT) * _ALIGNMENT
+    return tuple(parts)
 
 
 def copy_all(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Copy each second tensor into the first: those on one device in a few launches."""
+    """Copy each second tensor into the first; those on one device take a few launches."""
     by_device: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
     for to, source in pairs:
         both = by_device.setdefault(source.device, ([], []))
@@ -65,7 +86,7 @@ def copy_all(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
 
 
 class AsTheyAre:
-    """Aux states [n, A * D] and last states [n, D], number for number."""
+    """Aux states [n, A * D] and last states [n, D], unchanged."""
 
     def pack(self, aux_ND: Tensor, hidden_ND: Tensor) -> Parts:
         return aux_ND, hidden_ND
@@ -76,7 +97,7 @@ class AsTheyAre:
 
 
 class InEightBits:
-    """Half of that, as the cache's `hidden-fp8`: a scale for each token and layer."""
+    """The same in half the memory, as in the cache's `hidden-fp8`: a scale per token and layer."""
 
     def __init__(self, aux_layers: int, dtype: torch.dtype) -> None:
         self._aux_layers, self._dtype = aux_layers, dtype
@@ -93,7 +114,7 @@ class InEightBits:
 
 
 def find_room(memories: Sequence[Memory], like: Parts) -> Parts | None:
-    """In the first memory that has some."""
+    """Room in the first memory that has any."""
     for memory in memories:
         if (room := memory.room(like)) is not None:
             return room

@@ -6,26 +6,24 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from fledge.core.transfer import new_event
+from fledge.core.transfer import record_event
 
 
 class Clock:
     """Seconds per named phase since the last reading; on a GPU by CUDA events, read only then."""
 
     def __init__(self, device: torch.device) -> None:
-        self._gpu = device.type == "cuda"
+        self._gpu = device if device.type == "cuda" else None
         self._seconds: dict[str, float] = {}
         self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
         self._since = time.perf_counter()
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        if self._gpu:
-            begin, end = new_event(timed=True), new_event(timed=True)
-            begin.record()
+        if self._gpu is not None:
+            begin = record_event(self._gpu, timed=True)
             yield
-            end.record()
-            self._events.append((name, begin, end))
+            self._events.append((name, begin, record_event(self._gpu, timed=True)))
         else:
             start = time.perf_counter()
             yield
@@ -36,8 +34,8 @@ class Clock:
 
     def read(self) -> tuple[float, dict[str, float]]:
         """(wall seconds, seconds per phase) since the last reading; waits for the device."""
-        if self._gpu:
-            torch.cuda.synchronize()
+        if self._gpu is not None:
+            torch.cuda.synchronize(self._gpu)
         for name, begin, end in self._events:
             self._add(name, begin.elapsed_time(end) / 1000)
         now = time.perf_counter()

@@ -36,6 +36,8 @@ class SkippingAdamW(torch.optim.AdamW):
         """Skip torch's check for `capturable`, which only unfused kernels need: the step count is
         on the device already, and so is the learning rate when an update is recorded."""
 
+    _cuda_graph_capture_health_check = _accelerator_graph_capture_health_check  # torch < 2.11
+
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         assert closure is None, "gradients are computed before the step"

@@ -17,12 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fledge.core import graphs
 from fledge.core.batch import Eagle3TargetBatch
+from fledge.core.graphs import RecordedPass, RecordedSizes
 from fledge.core.rows import PACKING_FIELDS
+from fledge.kernels.attention.blocked import kernel_runs
 from fledge.objective.base import RolloutOutput
 from fledge.rollout.plan import RolloutPlan
-from fledge.target.hf import compiled
-from fledge.target.hf.compiled import RecordedPass, RecordedSizes
 
 _MAX_HIDDEN_SIZE = 1024  # larger drafts keep a GPU busy without recording
 _EAGER_UPDATES = 2  # before recording: optimizers create their state, kernels are selected
@@ -38,8 +39,17 @@ def recorded_steps(
     small = draft.config.hidden_size <= _MAX_HIDDEN_SIZE and not draft.gradient_checkpointing
     if draft.device.type != "cuda" or not small or not getattr(objective, "can_be_even", False):
         return None
+    if not _attends_on_gpu(objective):
+        return None
     objective.quantum = objective.quantum_for(tokens, sizes=_SIZES)
     return RecordedSteps(objective, parameters)
+
+
+def _attends_on_gpu(objective: Any) -> bool:
+    """Whether attention uses the GPU kernel: torch's path reads sizes on the host."""
+    draft = objective.draft_model
+    dtype = objective.compute_dtype or draft.dtype
+    return kernel_runs(torch.empty(0, 1, draft.config.head_dim, dtype=dtype, device=draft.device))
 
 
 class RecordedSteps:
@@ -65,8 +75,7 @@ class RecordedSteps:
         names = [name for name in answer_inputs if name not in PACKING_FIELDS]
         inputs = {name: answer_inputs[name] for name in names} | plan.tensors()
         size = tuple(tuple(tensor.shape) for tensor in inputs.values())
-        comes_back = self._sizes.comes_back(size)
-        output = self._sizes(size, run, inputs) if comes_back else run(**inputs)
+        output = self._sizes(size, run, inputs) if self._sizes.worth_it(size) else run(**inputs)
         for parameter, grad in zip(self._parameters, self._grads, strict=True):
             parameter.grad = grad
         return output
@@ -108,7 +117,7 @@ class RecordedSteps:
             before = [tensor.clone() for tensor in changed]
             # Recording starts with trial runs, which must not train the draft: they are skipped.
             trial_inputs = inputs | {"broken": torch.ones_like(broken)}
-            self._update = compiled.RecordedPass(run, trial_inputs, common=self._sizes.memory)
+            self._update = graphs.RecordedPass(run, trial_inputs, common=self._sizes.memory)
             torch._foreach_copy_(list(changed), before)
         norm, bad = self._update(inputs)
         return norm.clone(), bad.clone()

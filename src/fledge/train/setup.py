@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from fledge.core.distributed import World, join_world, pick_device
 from fledge.core.errors import BadInput
+from fledge.core.machine import multiplies_bfloat16
 from fledge.core.rows import TokenBatch
 from fledge.core.text import counted
 from fledge.data.pack import collate, pack_rows
@@ -375,7 +376,9 @@ def make_objective(
     world: World,
 ) -> Objective[Any]:
     dtype = recipe.training.compute_dtype
-    bfloat16 = dtype == "bfloat16" or (dtype == "auto" and device.type == "cuda")
+    bfloat16 = dtype == "bfloat16" or (
+        dtype == "auto" and device.type == "cuda" and multiplies_bfloat16(device)
+    )
     inputs = TrainerInputs(
         selected_token_ids=torch.from_numpy(vocabulary.selected_token_ids),
         selected_token_mask=torch.from_numpy(vocabulary.t2d),

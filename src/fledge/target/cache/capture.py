@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from fledge.core.files import removed
 from fledge.core.rows import TokenRow
+from fledge.core.transfer import record_event
 from fledge.data.pack import collate, one_per_row
 from fledge.target.base import Eagle3TargetBackend
 from fledge.target.cache.codec import encode_rows, unsound
@@ -93,12 +94,13 @@ class _Payload:
 
     tensors: dict[str, Tensor]
     sizes: dict[str, list[int]]
-    copied: Any  # a CUDA event, or None
+    copied: list[torch.cuda.Event]  # one per GPU
 
     @classmethod
     def copy_of(cls, tensors: dict[str, Tensor], sizes: dict[str, list[int]]) -> "_Payload":
-        if not any(tensor.is_cuda for tensor in tensors.values()):
-            return cls(tensors, sizes, None)
+        devices = {tensor.device for tensor in tensors.values() if tensor.is_cuda}
+        if not devices:
+            return cls(tensors, sizes, [])
         raw = {name: tensor.contiguous().view(torch.uint8) for name, tensor in tensors.items()}
         host = {
             name: torch.empty(tensor.shape, dtype=torch.uint8, pin_memory=True).copy_(
@@ -106,13 +108,11 @@ class _Payload:
             )
             for name, tensor in raw.items()
         }
-        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]  # untyped in torch
-        copied.record()
-        return cls(host, sizes, copied)
+        return cls(host, sizes, [record_event(device) for device in devices])
 
     def documents(self) -> Iterator[dict[str, Tensor]]:
-        if self.copied is not None:
-            self.copied.synchronize()
+        for event in self.copied:
+            event.synchronize()
         parts = {
             name: torch.split(tensor, self.sizes[name]) for name, tensor in self.tensors.items()
         }

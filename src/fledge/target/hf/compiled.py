@@ -1,26 +1,21 @@
-"""Speed up a target's forward pass on a GPU, without changing the model.
+"""A compiled forward for a target's decoder layers, without changing the model.
 
-`CompiledLayers` gives the decoder layers a compiled forward for one pass: norms, rotary
-positions, activations and residuals are fused into a few kernels each. `RecordedPass` goes further
-for small models, which are limited by kernel launches: a whole pass as a CUDA graph, launched with
-one call.
+Norms, rotary positions, activations and residuals are fused into a few kernels each. Small models
+are limited by kernel launches instead: see `core/graphs.py`.
 """
 
 import gc
 import logging
-import warnings
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from functools import cached_property
-from typing import Any, Generic, TypeVar
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fledge.core.errors import first_line
 
 log = logging.getLogger(__name__)
-Result = TypeVar("Result")
 
 
 class CompiledLayers:
@@ -59,131 +54,3 @@ def compile_errors() -> tuple[type[BaseException], ...]:
     from torch._inductor.exc import InductorError
 
     return TorchDynamoException, InductorError
-
-
-class CommonMemory:
-    """Memory shared by recorded passes of several sizes, which run one at a time."""
-
-    def __init__(self) -> None:
-        self.pool = torch.cuda.graph_pool_handle()
-        # one stream for all: memory freed on one stream is never reused by another
-        self.stream = _new_stream()
-        self._inputs: dict[Hashable, Tensor] = {}
-
-    def copy_of(self, name: str, tensor: Tensor) -> Tensor:
-        """The static buffer for an input of this name and shape, filled with `tensor`."""
-        key = (name, tensor.shape, tensor.dtype)
-        if key not in self._inputs:
-            self._inputs[key] = torch.empty_like(tensor)
-        return self._inputs[key].copy_(tensor)
-
-
-class RecordedPass(Generic[Result]):
-    """`run(**inputs)` recorded once for inputs of one shape; each call copies new inputs in.
-
-    The results are in the graph's own memory: the next call overwrites them. Passes that get the
-    same `pool` and `stream`, or the same `common` memory, share it: there, the next call of *any*
-    of them overwrites the results.
-
-    A pass that synchronizes with the GPU cannot be recorded, and the failed attempt leaves torch in
-    a bad state. `strict` detects this beforehand: such a pass raises `RuntimeError` in its trial
-    run. (During the trial run no thread may synchronize.)
-    """
-
-    def __init__(
-        self,
-        run: Callable[..., Result],
-        inputs: dict[str, Tensor],
-        *,
-        pool: Any = None,  # torch.cuda.graph_pool_handle()
-        stream: torch.cuda.Stream | None = None,  # to record on; each has its own memory
-        common: CommonMemory | None = None,
-        strict: bool = False,
-    ) -> None:
-        self._run = run  # keeps alive the tensors whose addresses the graph reads
-        if common is None:
-            self._inputs = {name: tensor.clone() for name, tensor in inputs.items()}
-        else:
-            pool, stream = common.pool, common.stream
-            self._inputs = {name: common.copy_of(name, tensor) for name, tensor in inputs.items()}
-        side = stream or _new_stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):  # warm up: compile, choose algorithms, fill caches
-            run(**self._inputs)
-            with _forbid_synchronization() if strict else nullcontext():
-                run(**self._inputs)
-        torch.cuda.current_stream().wait_stream(side)
-        self._graph = torch.cuda.CUDAGraph()
-        # an explicit stream: torch's default one belongs to the device that recorded first;
-        # thread_local: other threads may keep preparing batches meanwhile
-        with torch.cuda.graph(
-            self._graph, pool=pool, stream=side, capture_error_mode="thread_local"
-        ):
-            self._results = run(**self._inputs)
-
-    def __call__(self, inputs: dict[str, Tensor]) -> Result:
-        for name, tensor in inputs.items():
-            self._inputs[name].copy_(tensor)
-        self._graph.replay()
-        return self._results
-
-
-class RecordedSizes(Generic[Result]):
-    """Recorded passes by size: only of sizes that recur, and only the `most` recently used ones,
-    because each holds its own memory. When `sharing` memory they hold little, but results last only
-    until the next call of any size."""
-
-    def __init__(self, most: int = 8, *, sharing: bool = False) -> None:
-        self._most, self._sharing = most, sharing
-        self._seen_sizes: set[Hashable] = set()
-        self._passes: dict[Hashable, RecordedPass[Result]] = {}
-
-    @cached_property
-    def memory(self) -> CommonMemory | None:
-        """The shared memory, or None if not `sharing`; other passes may use it in between."""
-        return CommonMemory() if self._sharing else None
-
-    @property
-    def sizes(self) -> list[Hashable]:
-        """The recorded sizes, most recently used last."""
-        return list(self._passes)
-
-    def comes_back(self, size: Hashable) -> bool:
-        """Whether this method was called with this size before: where every batch has a different
-        size, recording gains nothing."""
-        seen_before = size in self._seen_sizes
-        self._seen_sizes.add(size)
-        return seen_before
-
-    def __call__(
-        self, size: Hashable, run: Callable[..., Result], inputs: dict[str, Tensor]
-    ) -> Result:
-        """`run(**inputs)`, where `run` must depend on nothing but its inputs and their size."""
-        recorded = self._passes.pop(size, None)
-        if recorded is None:
-            while len(self._passes) >= self._most:
-                del self._passes[next(iter(self._passes))]
-            recorded = RecordedPass(run, inputs, common=self.memory)
-        self._passes[size] = recorded
-        return recorded(inputs)
-
-    def forget(self) -> None:
-        """Drop all recordings."""
-        self._passes.clear()
-
-
-def _new_stream() -> torch.cuda.Stream:
-    return torch.cuda.Stream()  # type: ignore[no-untyped-call]  # untyped in torch
-
-
-@contextmanager
-def _forbid_synchronization() -> Iterator[None]:
-    """While open, anything that makes the host wait for the GPU raises `RuntimeError`."""
-    before = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # "a prototype feature"
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(before)

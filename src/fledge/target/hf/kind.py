@@ -116,13 +116,15 @@ class HfKind(LoadedKind[HfTarget]):
 
 def _auto_dtype(section: HfTarget, device: "torch.device") -> str:
     """As stored, except that a model stored in float32 (a dequantized one) runs in bfloat16 on a
-    GPU."""
+    GPU that multiplies in it."""
     import torch
 
+    from fledge.core.machine import multiplies_bfloat16
     from fledge.target.kinds import target_config
 
     stored = getattr(target_config(section), "dtype", None)
-    return "bfloat16" if device.type == "cuda" and stored == torch.float32 else "auto"
+    widened = stored == torch.float32 and device.type == "cuda" and multiplies_bfloat16(device)
+    return "bfloat16" if widened else "auto"
 
 
 HF = HfKind()

@@ -15,12 +15,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fledge.core.batch import Eagle3TargetBatch, Supervision
 from fledge.core.errors import BadInput
+from fledge.core.graphs import RecordedSizes
 from fledge.core.head import TargetHead
 from fledge.core.machine import find_device
 from fledge.core.rows import TokenBatch
 from fledge.target.base import HasWeight, InputEmbedding
 from fledge.target.hf import fp8
-from fledge.target.hf.compiled import CompiledLayers, RecordedSizes
+from fledge.target.hf.compiled import CompiledLayers
 from fledge.target.hf.context import check_shareable, not_shareable
 from fledge.target.hf.exact import one_row_is_exact, sharing_is_exact, stopping_is_exact
 from fledge.target.hf.loading import load_hf_model

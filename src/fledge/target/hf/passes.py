@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fledge.core.graphs import RecordedSizes
 from fledge.target.capture import AuxBuffer, hidden_of, layer_outputs, muted_head, stop_behind
-from fledge.target.hf.compiled import CompiledLayers, RecordedSizes, compile_errors
+from fledge.target.hf.compiled import CompiledLayers, compile_errors
 from fledge.target.hf.context import share_of, shared_rows
 from fledge.target.hf.one_row import (
     OneRow,
@@ -123,7 +124,7 @@ class ModelPasses(InProcessTarget):
         """Whether kernel launches take longer than running such a pass on the GPU, and its size
         recurs."""
         short = self.record_passes and slots < 2 * self.overhead_tokens
-        return short and self._recordings.comes_back(slots)
+        return short and self._recordings.worth_it(slots)
 
     @property
     def _recordings(self) -> RecordedSizes[list[Tensor]]:

@@ -256,7 +256,8 @@ def _to_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     }
     for name, tensor in tensors.items():
         host[name].copy_(tensor, non_blocking=True)
-    torch.cuda.synchronize()
+    for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
+        torch.cuda.synchronize(device)
     return host
 
 
