@@ -15,8 +15,26 @@ from torch import Tensor
 
 from fledge.core.batch import Eagle3TargetBatch
 from fledge.core.distributed import World
+from fledge.core.head import HeadLike
 from fledge.core.rows import TokenBatch
 from fledge.draft.base import DraftModel
+from fledge.kernels.attention.reference import AttentionKind
+from fledge.rollout.context import ContextRanks
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """How a step is computed, as opposed to what a draft is trained for."""
+
+    target_head: HeadLike | None = None  # needed to read hidden supervision
+    compute_dtype: torch.dtype | None = None  # of matrix products; None: that of the parameters
+    chunk_rows: int | None = None  # rows of logits that exist at a time; None: as many as fit
+    attention: AttentionKind = "fast"
+    context: ContextRanks | None = None  # the ranks that train on the same rows
+
+    def __post_init__(self) -> None:
+        if self.chunk_rows is not None and self.chunk_rows < 1:
+            raise ValueError(f"chunk_rows: must be positive, got {self.chunk_rows!r}")
 
 
 class Ready(Protocol):

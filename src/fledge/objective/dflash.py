@@ -16,6 +16,7 @@ from fledge.core.distributed import World
 from fledge.core.head import HeadLike
 from fledge.draft.block import BlockDraftModel
 from fledge.kernels.attention.reference import AttentionKind
+from fledge.objective.base import StepOptions
 from fledge.objective.block import BlockTrainerModule
 from fledge.objective.frozen_head import TokenScores, TokenTask, frozen_head_loss
 from fledge.objective.head_loss import HeadLoss, HeadTask
@@ -24,6 +25,7 @@ from fledge.objective.losses.registry import loss_of
 from fledge.objective.losses.text import TextCrossEntropy
 from fledge.objective.losses.total_variation import TotalVariation
 from fledge.objective.rollout import ReadyBatch
+from fledge.objective.supervision import VocabularyTensors
 from fledge.rollout.block_plan import BlockPlan
 
 OWN_LOSSES: dict[str, Loss] = {loss.kind: loss for loss in (TextCrossEntropy(), TotalVariation())}
@@ -57,12 +59,14 @@ class DFlashTrainerModule(BlockTrainerModule):
             raise ValueError(f"weights: 'decay' or 'dpace', got {weights!r}")
         if weights == "dpace" and not isinstance(chosen, TextCrossEntropy):
             raise ValueError(f"weights: 'dpace' needs the loss 'text', got {chosen.kind!r}")
-        super().__init__(
-            draft_model, selected_token_ids=selected_token_ids,
-            selected_token_mask=selected_token_mask, target_head=target_head, loss=chosen,
-            anchors=anchors, gamma=gamma, compute_dtype=compute_dtype, chunk_rows=chunk_rows,
+        vocabulary = VocabularyTensors(selected_token_ids, selected_token_mask)
+        options = StepOptions(
+            target_head=target_head,
+            compute_dtype=compute_dtype,
+            chunk_rows=chunk_rows,
             attention=attention,
-        )  # fmt: skip
+        )
+        super().__init__(draft_model, vocabulary, chosen, options, anchors=anchors, gamma=gamma)
         self.weights = weights
 
     @property

@@ -18,12 +18,11 @@ from torch.nn import functional as F
 
 from fledge.core.batch import Eagle3TargetBatch
 from fledge.core.distributed import World
-from fledge.core.head import HeadLike, TargetHead
+from fledge.core.head import TargetHead
 from fledge.core.rows import PACKING_FIELDS, TokenBatch, shift_left
 from fledge.draft.base import DraftModel
-from fledge.kernels.attention.reference import AttentionKind
 from fledge.objective.autocast import no_autocast
-from fledge.objective.base import RolloutOutput
+from fledge.objective.base import RolloutOutput, StepOptions
 from fledge.objective.head_loss import (
     HeadLoss,
     HeadTask,
@@ -73,27 +72,22 @@ class RolloutTrainerModule(nn.Module, ABC, Generic[Plan]):
     def __init__(
         self,
         draft_model: DraftModel,
-        vocabulary: tuple[Tensor, Tensor],  # selected_token_ids [W], selected_token_mask [V]
+        vocabulary: VocabularyTensors,
         loss: Loss,
-        target_head: HeadLike | None,
-        compute_dtype: torch.dtype | None,
-        chunk_rows: int | None,
-        attention: AttentionKind,
-        context: ContextRanks | None,
+        options: StepOptions,
     ) -> None:
         super().__init__()
-        if chunk_rows is not None and chunk_rows < 1:
-            raise ValueError(f"chunk_rows: must be positive, got {chunk_rows!r}")
-        draft_model.set_vocab_mapping(*vocabulary)
+        draft_model.set_vocab_mapping(vocabulary.ids_W, vocabulary.member_V)
         self.draft_model = draft_model
-        ids_W, member_V = (x.to(draft_model.device) for x in vocabulary)
-        member_V = member_V.bool()
+        ids_W = vocabulary.ids_W.to(draft_model.device)
+        member_V = vocabulary.member_V.to(draft_model.device).bool()
         self.register_buffer("selected_token_ids", ids_W, persistent=False)
         self.register_buffer("selected_token_mask", member_V, persistent=False)
         self.loss = loss
-        self.compute_dtype, self.attention = compute_dtype, attention
-        self.chunk_rows, self.context = chunk_rows, context
-        self.target_head = None if target_head is None else TargetHead.of(target_head)
+        self.compute_dtype, self.attention = options.compute_dtype, options.attention
+        self.chunk_rows, self.context = options.chunk_rows, options.context
+        head = options.target_head
+        self.target_head = None if head is None else TargetHead.of(head)
         if self.target_head is not None and len(self.target_head.weight_VD) != len(member_V):
             raise ValueError(
                 f"target_head: {len(self.target_head.weight_VD)} tokens, the vocabulary has "
