@@ -14,7 +14,6 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from fledge.core.batch import Eagle3TargetBatch
 from fledge.core.distributed import World
@@ -31,9 +30,11 @@ from fledge.objective.head_loss import (
     mean_acceptance,
 )
 from fledge.objective.losses.base import Loss
+from fledge.objective.metrics import per_depth, rollout_output
 from fledge.objective.supervision import (
     Supervision,
     VocabularyTensors,
+    check_shapes,
     head_rows,
     read_supervision,
 )
@@ -177,14 +178,20 @@ class RolloutTrainerModule(nn.Module, ABC, Generic[Plan]):
         which takes one synchronization if they are on the device."""
         packing = {name: rest.pop(name, None) for name in PACKING_FIELDS}
         rest["target_logits"] = target_logits
-        rows = {"attention_mask": attention_mask, "loss_mask": loss_mask}
-        self._check_shapes(input_ids, **rows, aux_hidden_states=aux_hidden_states, **rest)
+        given = {
+            "attention_mask": attention_mask,
+            "loss_mask": loss_mask,
+            "aux_hidden_states": aux_hidden_states,
+            **rest,
+        }
+        config, head = self.draft_model.config, self.target_head
+        check_shapes(input_ids, given, config=config, vocabulary=self._vocabulary, head=head)
         plan = plan or self.plan(RowMasks(loss_mask, attention_mask, **packing), seed)
         with no_autocast(self.selected_token_ids.device.type):
             supervision = read_supervision(plan, self._vocabulary, self._heads, **rest)
             covered_M = self._covered(plan, input_ids, supervision)
         if plan.asked_MK is None:
-            charged_K = self._per_depth(plan, self._charged_elements(plan, covered_M))
+            charged_K = per_depth(plan, self._charged_elements(plan, covered_M), self.depths)
         else:  # sampled: the elements that were kept represent all of them
             charged_K = (plan.asked_MK & self._charged(covered_M)[:, None]).sum(0)
         if plan.share is None:
@@ -227,12 +234,9 @@ class RolloutTrainerModule(nn.Module, ABC, Generic[Plan]):
             task = self._head_task(ready)
             coefficient_N = self._coefficients(count_K, hidden_PE.dtype)[plan.head.depth_N]
             scored = self._score(ready, task, hidden_PE, coefficient_N, acceptance)
-            loss_sums = self._per_depth(plan, scored.row_loss_N * task.charged_N)
-            # an element that is not covered is a rejection, charged or not
             covered_N = _without_padding(plan, ready.covered_M[plan.head.target_N])
-            charged_K = self._per_depth(plan, task.charged_N)
-            return self._output(
-                plan, scored.loss, loss_sums, charged_K, scored.correct_N & covered_N
+            return rollout_output(
+                plan, scored, charged_N=task.charged_N, covered_N=covered_N, depths=self.depths
             )
 
     def forward(
@@ -299,59 +303,6 @@ class RolloutTrainerModule(nn.Module, ABC, Generic[Plan]):
         return head_loss(
             hidden_PE, head_WE, task, coefficient_N=coefficient_N, acceptance_L=acceptance
         )
-
-    def _output(
-        self, plan: Plan, loss: Tensor, loss_sums: Tensor, charged_K: Tensor, correct_N: Tensor
-    ) -> RolloutOutput:
-        correct_P = torch.zeros_like(plan.supervised_P)
-        correct_P[plan.head.element_N] = correct_N
-        hits, reached = [], []
-        alive = torch.ones_like(plan.by_depth(correct_P)[0])
-        for correct, supervised in zip(
-            plan.by_depth(correct_P), plan.by_depth(plan.supervised_P), strict=True
-        ):
-            alive = alive[: len(correct)] & supervised
-            reached.append(alive.sum())
-            alive = alive & correct
-            hits.append(alive.sum())
-        return RolloutOutput(
-            loss=loss,
-            loss_sums=loss_sums,
-            charged=charged_K,
-            correct=self._per_depth(plan, correct_N),
-            step_valid=self._at_all_depths(plan.step_valid_K),
-            step_reached=self._at_all_depths(torch.stack(reached)),
-            step_prefix_hits=self._at_all_depths(torch.stack(hits)),
-        )
-
-    def _at_all_depths(self, count_K: Tensor) -> Tensor:
-        """Pad counts with zeros: a plan may be shallower than the metrics."""
-        return F.pad(count_K, (0, self.depths - len(count_K)))
-
-    def _check_shapes(self, input_ids: Tensor, **given: Tensor | None) -> None:
-        """Raise ValueError for a tensor that does not fit the rows, the draft or its vocabulary."""
-        rows_BT, config = list(input_ids.shape), self.draft_model.config
-        aux_width = config.num_aux_hidden_states * config.target_hidden_size
-        shapes = {
-            "attention_mask": rows_BT,
-            "loss_mask": rows_BT,
-            "aux_hidden_states": [*rows_BT, aux_width],
-            "target_logits": [*rows_BT, len(self.selected_token_mask)],
-            "target_probs": [*rows_BT, len(self.selected_token_ids)],
-            "position_mask": [*rows_BT, 1],
-        }
-        if self.target_head is not None:
-            shapes["target_last_hidden_states"] = [*rows_BT, self.target_head.weight_VD.shape[1]]
-        for name, shape in shapes.items():
-            tensor = given.get(name)
-            if tensor is not None and list(tensor.shape) != shape:
-                raise ValueError(f"{name}: must be {shape}, got {list(tensor.shape)}")
-
-    def _per_depth(self, plan: Plan, values_N: Tensor) -> Tensor:
-        """[K] sums of per-element values; in int64 for counts."""
-        if not values_N.is_floating_point():
-            values_N = values_N.to(torch.int64)
-        return values_N.new_zeros(self.depths).index_add_(0, plan.head.depth_N, values_N)
 
     @property
     def _vocabulary(self) -> VocabularyTensors:
