@@ -80,7 +80,7 @@ class TwinReady:
 class TwinObjective(nn.Module):
     """Cross entropy of both tokens with the target, where the draft vocabulary has its token."""
 
-    depths = DEPTHS
+    depths, reads_target = DEPTHS, True
 
     def __init__(self, draft: TwinDraft, given: TrainerInputs) -> None:
         super().__init__()

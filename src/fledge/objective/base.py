@@ -8,7 +8,7 @@ the base of all objectives in this package; any class with these members can be 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from fledge.core.rows import TokenBatch
 from fledge.draft.base import DraftModel
 from fledge.kernels.attention.reference import AttentionKind
 from fledge.rollout.context import ContextRanks
+from fledge.rollout.plan import RolloutPlan
 
 
 @dataclass(frozen=True)
@@ -78,15 +79,11 @@ class RolloutOutput:
 
 
 ReadyT = TypeVar("ReadyT", bound=Ready)
+PlanT = TypeVar("PlanT", bound=RolloutPlan)
 
 
 class Objective(Protocol[ReadyT]):
-    """A draft and the objective it is trained for.
-
-    An objective may also have a property `reads_target`. Where that is False, the objective reads
-    only the aux states of a target's answer, and training may request no more than those
-    (`Eagle3TargetBackend.features`).
-    """
+    """A draft and the objective it is trained for."""
 
     @property
     def draft_model(self) -> DraftModel: ...
@@ -99,6 +96,12 @@ class Objective(Protocol[ReadyT]):
     @property
     def compute_dtype(self) -> torch.dtype | None:
         """The dtype of the step's matrix products; None means that of the parameters."""
+        ...
+
+    @property
+    def reads_target(self) -> bool:
+        """Whether the loss reads the target's distribution. If not, it reads only the aux states of
+        the target's answer, and training may request no more (`Eagle3TargetBackend.features`)."""
         ...
 
     def prepare(self, rows: TokenBatch, answer: Eagle3TargetBatch, seed: int) -> ReadyT:
@@ -119,4 +122,50 @@ class Objective(Protocol[ReadyT]):
         self, ready: ReadyT, normalizer: Tensor, acceptance: Tensor | None = None
     ) -> RolloutOutput:
         """The loss, divided by `normalizer` ([K], the step's sum of `charged_K`), and metrics."""
+        ...
+
+
+@runtime_checkable
+class Recordable(Protocol[ReadyT, PlanT]):
+    """An objective whose steps can be recorded as CUDA graphs (`train/recorded.py`): the sizes of
+    its plans can be made to recur, and `prepare` has two parts, of which one is not recorded.
+
+    These members are in addition to those of `Objective`. They must not be modules or buffers,
+    which `isinstance` does not see.
+    """
+
+    quantum: int
+    """The sizes of plans in training are multiples of it; 0: sizes are exact."""
+
+    @property
+    def can_be_even(self) -> bool:
+        """Whether the objective, with its options, allows a `quantum`."""
+        ...
+
+    def quantum_for(self, tokens: int, *, sizes: int) -> int:
+        """The quantum for which batches of `tokens` tokens have about `sizes` different sizes."""
+        ...
+
+    def plan_rows(self, rows: TokenBatch, seed: int) -> PlanT:
+        """Lay out the rollout from rows on the host: the part of `prepare` that is not recorded."""
+        ...
+
+    def prepare_inputs(
+        self,
+        input_ids: Tensor,  # [B, T]
+        attention_mask: Tensor,  # [B, T]
+        loss_mask: Tensor,  # [B, T]
+        aux_hidden_states: Tensor,  # [B, T, aux layers * D]
+        target_logits: Tensor | None = None,  # [B, T, V]
+        *,
+        plan: PlanT,
+        target_probs: Tensor | None = None,  # [B, T, W]
+        position_mask: Tensor | None = None,  # [B, T, 1]
+        target_last_hidden_states: Tensor | None = None,  # [B, T, D]
+    ) -> ReadyT:
+        """The rest of `prepare`, from `Eagle3TargetBatch.to_trainer_inputs()` without packing."""
+        ...
+
+    def score(self, ready: ReadyT, normalizer: Tensor) -> RolloutOutput:
+        """As in `Objective`."""
         ...
