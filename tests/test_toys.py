@@ -104,10 +104,10 @@ class TwinObjective(nn.Module):
             wanted.append(ahead(probs_BTW, depth))
         return TwinReady(answer, torch.stack(wanted), torch.stack(charged))
 
-    def acceptance(self, ready, world) -> None:
-        """The loss is not weighted by acceptance."""
+    def totals(self, ready, world) -> None:
+        """The loss depends on nothing else in the step."""
 
-    def score(self, ready: TwinReady, normalizer: Tensor, acceptance: None = None) -> RolloutOutput:
+    def score(self, ready: TwinReady, normalizer: Tensor, totals: None = None) -> RolloutOutput:
         answer = ready.answer
         states = self.draft_model.states(answer.aux_hidden_states, answer.input_ids)
         logits_KBTW = self.draft_model.lm_head(torch.stack(states))

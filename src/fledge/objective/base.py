@@ -2,7 +2,7 @@
 
 `prepare` reads a micro-batch once, before anything is differentiated; `score` runs the draft on it.
 Between the two calls the step computes what depends on all micro-batches and ranks: how many
-elements are charged and, for a loss that is weighted by it, the mean acceptance. `rollout.py` is
+elements are charged and, for losses that depend on more than that, the `totals`. `rollout.py` is
 the base of all objectives in this package; any class with these members can be trained.
 """
 
@@ -78,6 +78,17 @@ class RolloutOutput:
         return self.step_prefix_hits / self.step_reached.clamp_min(1)
 
 
+@dataclass(frozen=True)
+class StepTotals:
+    """What a loss depends on besides its micro-batch: figures of the draft's own outputs over all
+    micro-batches and ranks of a step. No gradient flows through them."""
+
+    # [L] mean acceptance of the charged elements of each loss, for a loss that is weighted by it
+    acceptance_L: Tensor | None = None
+    # scalar: sum of the weights of all elements, where these follow from the draft (D-PACE)
+    weight_sum: Tensor | None = None
+
+
 ReadyT = TypeVar("ReadyT", bound=Ready)
 PlanT = TypeVar("PlanT", bound=RolloutPlan)
 
@@ -113,15 +124,16 @@ class Objective(Protocol[ReadyT]):
         """
         ...
 
-    def acceptance(self, ready: Sequence[ReadyT], world: World) -> Tensor | None:
-        """The mean acceptance over all micro-batches and ranks of a step, to be passed to `score`;
-        None if the loss is not weighted by it. All ranks must call it together."""
+    def totals(self, ready: Sequence[ReadyT], world: World) -> StepTotals | None:
+        """What `score` needs to know about the whole step besides the number of charged elements;
+        None if it needs nothing. All ranks must call it together."""
         ...
 
     def score(
-        self, ready: ReadyT, normalizer: Tensor, acceptance: Tensor | None = None
+        self, ready: ReadyT, normalizer: Tensor, totals: StepTotals | None = None
     ) -> RolloutOutput:
-        """The loss, divided by `normalizer` ([K], the step's sum of `charged_K`), and metrics."""
+        """The loss, divided by `normalizer` ([K], the step's sum of `charged_K`), and metrics.
+        Without `totals`, this micro-batch is the whole step."""
         ...
 
 

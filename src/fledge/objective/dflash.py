@@ -16,7 +16,8 @@ from fledge.core.distributed import World
 from fledge.core.head import HeadLike
 from fledge.draft.block import BlockDraftModel
 from fledge.kernels.attention.reference import AttentionKind
-from fledge.objective.base import StepOptions
+from fledge.objective.autocast import no_autocast
+from fledge.objective.base import StepOptions, StepTotals
 from fledge.objective.block import BlockTrainerModule
 from fledge.objective.frozen_head import TokenScores, TokenTask, frozen_head_loss
 from fledge.objective.head_loss import HeadLoss, HeadTask
@@ -78,20 +79,21 @@ class DFlashTrainerModule(BlockTrainerModule):
         return isinstance(self.loss, TextCrossEntropy)
 
     @torch.no_grad()
-    def acceptance(self, ready: Sequence[ReadyBatch[BlockPlan]], world: World) -> Tensor | None:
-        """What depends on the whole step and must be computed before scoring: for a loss that is
-        weighted by it, the mean acceptance; for D-PACE, the sum of all weights over micro-batches
-        and ranks, which takes an extra forward pass of the draft. None for one micro-batch on one
-        rank, which needs neither."""
+    def totals(self, ready: Sequence[ReadyBatch[BlockPlan]], world: World) -> StepTotals | None:
+        """As in the base class; for D-PACE, the sum of all weights over micro-batches and ranks,
+        which also takes an extra forward pass of the draft."""
         if self.weights != "dpace":
-            return super().acceptance(ready, world)
+            return super().totals(ready, world)
         if len(ready) <= 1 and world.size == 1:
             return None
-        total = torch.zeros((), dtype=torch.float64, device=self.selected_token_ids.device)
-        for batch in ready:
-            hidden_PE = self._hidden(batch, None)
-            total += self._text_scores(batch, hidden_PE, None, None).coefficient_N.sum().double()
-        return world.sum_(total)
+        device = self.selected_token_ids.device
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        with no_autocast(device.type) as autocast_dtype:
+            for batch in ready:
+                hidden_PE = self._hidden(batch, autocast_dtype)
+                scores = self._text_scores(batch, hidden_PE, None, None)
+                total += scores.coefficient_N.sum().double()
+        return StepTotals(weight_sum=world.sum_(total))
 
     def _score(
         self,
@@ -99,17 +101,17 @@ class DFlashTrainerModule(BlockTrainerModule):
         task: HeadTask,
         hidden_PE: Tensor,
         coefficient_N: Tensor,
-        acceptance: Tensor | None,
+        totals: StepTotals,
     ) -> HeadLoss:
         if not self._by_text:
-            return super()._score(ready, task, hidden_PE, coefficient_N, acceptance)
+            return super()._score(ready, task, hidden_PE, coefficient_N, totals)
         if self.weights == "dpace":
-            scores = self._text_scores(ready, hidden_PE, None, acceptance)
+            scores = self._text_scores(ready, hidden_PE, None, totals.weight_sum)
         else:
             weight_N = torch.where(task.charged_N, coefficient_N, 0.0)
             scores = self._text_scores(ready, hidden_PE, weight_N, None)
         loss = scores.loss
-        if self.weights == "dpace" and acceptance is None:  # this batch is the whole step
+        if self.weights == "dpace" and totals.weight_sum is None:  # this batch is the whole step
             total = scores.coefficient_N.sum()
             loss = loss / total.where(total > 0, 1.0)
         return HeadLoss(loss, scores.row_loss_N, scores.correct_N)

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from fledge.core.head import HeadLike
 from fledge.draft.block import BlockDraftModel
 from fledge.kernels.attention.reference import AttentionKind
-from fledge.objective.base import StepOptions
+from fledge.objective.base import StepOptions, StepTotals
 from fledge.objective.block import BlockTrainerModule
 from fledge.objective.frozen_head import TokenTask, frozen_head_loss
 from fledge.objective.head_loss import HeadLoss, HeadTask
@@ -80,7 +80,7 @@ class DSparkTrainerModule(BlockTrainerModule):
         task: HeadTask,
         hidden_PE: Tensor,
         coefficient_N: Tensor,
-        acceptance: Tensor | None,
+        totals: StepTotals,
     ) -> HeadLoss:
         draft, head = self.draft_model, self.draft_model.markov_head
         assert head is not None

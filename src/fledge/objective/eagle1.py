@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from fledge.core.head import HeadLike
 from fledge.draft.eagle1 import LlamaEagle1DraftModel
 from fledge.kernels.attention.reference import AttentionKind
-from fledge.objective.base import StepOptions
+from fledge.objective.base import StepOptions, StepTotals
 from fledge.objective.head_loss import HeadLoss, HeadTask, head_loss
 from fledge.objective.losses.base import Loss
 from fledge.objective.losses.registry import loss_of
@@ -111,7 +111,7 @@ class Eagle1TrainerModule(RolloutTrainerModule[NoisyPlan]):
         task: HeadTask,
         hidden_PE: Tensor,
         coefficient_N: Tensor,
-        acceptance: Tensor | None,
+        totals: StepTotals,
     ) -> HeadLoss:
         supervision = ready.supervision
         if not isinstance(supervision, HiddenSupervision):
@@ -124,7 +124,7 @@ class Eagle1TrainerModule(RolloutTrainerModule[NoisyPlan]):
             self.draft_model.lm_head.weight,
             task,
             coefficient_N=self.token_weight * coefficient_N,
-            acceptance_L=acceptance,
+            acceptance_L=totals.acceptance_L,
         )
         elements = task.elements
         true_NE = supervision.hidden_SD.index_select(

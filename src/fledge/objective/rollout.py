@@ -21,7 +21,7 @@ from fledge.core.head import TargetHead
 from fledge.core.rows import PACKING_FIELDS, TokenBatch, shift_left
 from fledge.draft.base import DraftModel
 from fledge.objective.autocast import no_autocast
-from fledge.objective.base import RolloutOutput, StepOptions
+from fledge.objective.base import RolloutOutput, StepOptions, StepTotals
 from fledge.objective.head_loss import (
     HeadLoss,
     HeadTask,
@@ -201,11 +201,11 @@ class RolloutTrainerModule(nn.Module, ABC, Generic[Plan]):
         return ReadyBatch(plan, *inputs, supervision, covered_M, charged_K)
 
     @torch.no_grad()
-    def acceptance(self, ready: Sequence[ReadyBatch[Plan]], world: World) -> Tensor | None:
-        """[1 or K] the mean acceptance of charged elements over all micro-batches and ranks (per
-        depth where each depth is a loss of its own), for a loss that is weighted by it. This takes
-        an extra forward pass of the draft. None for other losses, and for one micro-batch on one
-        rank, where `score` takes the mean from its own states."""
+    def totals(self, ready: Sequence[ReadyBatch[Plan]], world: World) -> StepTotals | None:
+        """The mean acceptance of charged elements over all micro-batches and ranks (per depth where
+        each depth is a loss of its own), for a loss that is weighted by it. This takes an extra
+        forward pass of the draft. None for other losses, and for one micro-batch on one rank, where
+        `score` takes the mean from its own states."""
         if not self.loss.needs_acceptance or (len(ready) <= 1 and world.size == 1):
             return None
         device, head_WE = self.selected_token_ids.device, self.draft_model.lm_head.weight
@@ -214,15 +214,15 @@ class RolloutTrainerModule(nn.Module, ABC, Generic[Plan]):
             for batch in ready:
                 hidden_PE = self._hidden(batch, autocast_dtype)
                 sums_2L += head_acceptance(hidden_PE, head_WE, self._head_task(batch))
-        return mean_acceptance(world.sum_(sums_2L))
+        return StepTotals(acceptance_L=mean_acceptance(world.sum_(sums_2L)))
 
     def score(
         self,
         ready: ReadyBatch[Plan],
         normalizer: Tensor | None = None,  # [K]; None: this batch is the whole step
-        acceptance: Tensor | None = None,  # of the step, as returned by `acceptance`
+        totals: StepTotals | None = None,  # of the step, as returned by `totals`
     ) -> RolloutOutput:
-        """Loss and metrics. With the step's `normalizer` and `acceptance`, the losses of its
+        """Loss and metrics. With the step's `normalizer` and `totals`, the losses of its
         micro-batches add up to the loss of the step, however the step is split.
 
         Under torch.autocast the step computes in autocast's dtype, unless the module has a
@@ -233,7 +233,7 @@ class RolloutTrainerModule(nn.Module, ABC, Generic[Plan]):
             hidden_PE = self._hidden(ready, autocast_dtype)
             task = self._head_task(ready)
             coefficient_N = self._coefficients(count_K, hidden_PE.dtype)[plan.head.depth_N]
-            scored = self._score(ready, task, hidden_PE, coefficient_N, acceptance)
+            scored = self._score(ready, task, hidden_PE, coefficient_N, totals or StepTotals())
             covered_N = _without_padding(plan, ready.covered_M[plan.head.target_N])
             return rollout_output(
                 plan, scored, charged_N=task.charged_N, covered_N=covered_N, depths=self.depths
@@ -257,8 +257,8 @@ class RolloutTrainerModule(nn.Module, ABC, Generic[Plan]):
         seed: int | None = None,
     ) -> RolloutOutput:
         """Loss and metrics of one batch: `prepare_inputs`, then `score`. Pass `normalizer` if the
-        batch is one of several; with a loss that is weighted by acceptance, these have to be scored
-        as `train_step` does it."""
+        batch is one of several; if the loss needs `totals`, these have to be scored as `train_step`
+        does it."""
         ready = self.prepare_inputs(
             input_ids, attention_mask, loss_mask, aux_hidden_states, target_logits, seed=seed,
             target_probs=target_probs, position_mask=position_mask,
@@ -297,11 +297,11 @@ class RolloutTrainerModule(nn.Module, ABC, Generic[Plan]):
         task: HeadTask,
         hidden_PE: Tensor,
         coefficient_N: Tensor,  # weight of a charged element in the loss
-        acceptance: Tensor | None,
+        totals: StepTotals,  # empty if this batch is the whole step
     ) -> HeadLoss:
-        head_WE = self.draft_model.lm_head.weight
+        head_WE, acceptance_L = self.draft_model.lm_head.weight, totals.acceptance_L
         return head_loss(
-            hidden_PE, head_WE, task, coefficient_N=coefficient_N, acceptance_L=acceptance
+            hidden_PE, head_WE, task, coefficient_N=coefficient_N, acceptance_L=acceptance_L
         )
 
     @property

@@ -204,10 +204,10 @@ def _eager_passes(
     sums = Sums.zeros(objective.depths, parts.device)
     with whole(objective.draft_model):
         with parts.clock.phase("forward"):
-            acceptance = objective.acceptance(prepared, world)
+            totals = objective.totals(prepared, world)
         for ready in prepared:
             with parts.clock.phase("forward"):
-                output = objective.score(ready, counts[:-2], acceptance)
+                output = objective.score(ready, counts[:-2], totals)
             with parts.clock.phase("backward"):
                 backward(objective.draft_model, output.loss)
             sums.add(output)
