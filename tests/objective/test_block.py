@@ -15,7 +15,6 @@ from fledge.objective.dflash import DFlashTrainerModule
 from fledge.objective.dspark import DSparkTrainerModule
 from fledge.objective.losses.lk_lambda import LkLambda
 from fledge.objective.losses.registry import LOSSES
-from fledge.objective.losses.total_variation import TotalVariation
 from fledge.rollout.block_plan import ANCHOR_TOKENS
 from fledge.rollout.slots import RowMasks
 from objective.naive_block import (
@@ -140,7 +139,7 @@ def test_dflash_matches_the_textbook(variant):
 def test_dflash_with_losses_on_the_target_distribution(kind):
     module = make_module(loss=kind)
     documents = make_block_documents(LENGTHS)
-    row_loss = by_target(TotalVariation() if kind == "tv" else LOSSES[kind]())
+    row_loss = by_target(LOSSES[kind]())
     starts = sampled_anchors(module, documents)
     naive = naive_dflash(
         module.draft_model, documents, starts, head=make_head(), row_loss=row_loss, gamma=3.0

@@ -24,19 +24,16 @@ from fledge.objective.head_loss import HeadLoss, HeadTask
 from fledge.objective.losses.base import Loss
 from fledge.objective.losses.registry import loss_of
 from fledge.objective.losses.text import TextCrossEntropy
-from fledge.objective.losses.total_variation import TotalVariation
 from fledge.objective.rollout import ReadyBatch
 from fledge.objective.supervision import VocabularyTensors
 from fledge.rollout.block_plan import BlockPlan
-
-OWN_LOSSES: dict[str, Loss] = {loss.kind: loss for loss in (TextCrossEntropy(), TotalVariation())}
 
 
 class DFlashTrainerModule(BlockTrainerModule):
     """The draft and its objective; call it with `**batch.to_trainer_inputs()`.
 
-    `loss` is "text" (cross entropy with the text's token), or, against the target's distribution,
-    "tv" (half the L1 distance), a `Loss` or its name in `losses.registry`.
+    `loss` is "text" (cross entropy with the text's token), or, against the target's distribution, a
+    `Loss` or its name in `losses.registry`.
     """
 
     def __init__(
@@ -54,8 +51,7 @@ class DFlashTrainerModule(BlockTrainerModule):
         chunk_rows: int | None = None,
         attention: AttentionKind = "fast",
     ) -> None:
-        chosen = OWN_LOSSES.get(loss) if isinstance(loss, str) else None
-        chosen = chosen or loss_of(loss)
+        chosen = TextCrossEntropy() if loss == "text" else loss_of(loss)
         if weights not in ("decay", "dpace"):
             raise ValueError(f"weights: 'decay' or 'dpace', got {weights!r}")
         if weights == "dpace" and not isinstance(chosen, TextCrossEntropy):
