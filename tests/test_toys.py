@@ -80,7 +80,7 @@ class TwinReady:
 class TwinObjective(nn.Module):
     """Cross entropy of both tokens with the target, where the draft vocabulary has its token."""
 
-    depths = DEPTHS
+    depths, reads_target = DEPTHS, True
 
     def __init__(self, draft: TwinDraft, given: TrainerInputs) -> None:
         super().__init__()
@@ -104,10 +104,10 @@ class TwinObjective(nn.Module):
             wanted.append(ahead(probs_BTW, depth))
         return TwinReady(answer, torch.stack(wanted), torch.stack(charged))
 
-    def acceptance(self, ready, world) -> None:
-        """The loss is not weighted by acceptance."""
+    def totals(self, ready, world) -> None:
+        """The loss depends on nothing else in the step."""
 
-    def score(self, ready: TwinReady, normalizer: Tensor, acceptance: None = None) -> RolloutOutput:
+    def score(self, ready: TwinReady, normalizer: Tensor, totals: None = None) -> RolloutOutput:
         answer = ready.answer
         states = self.draft_model.states(answer.aux_hidden_states, answer.input_ids)
         logits_KBTW = self.draft_model.lm_head(torch.stack(states))

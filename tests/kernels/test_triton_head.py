@@ -11,9 +11,11 @@ from fledge.kernels.head_rows import fused_rows
 from fledge.objective import head_loss as head_loss_module
 from fledge.objective.head_loss import _alpha, _score, _Targets
 from fledge.objective.losses.registry import LOSSES
-from objective.test_head_loss import KINDS, Squares, chunked, make_case, make_loss
+from fledge.objective.losses.total_variation import TotalVariation
+from objective.test_head_loss import Squares, chunked, make_case, make_loss
 
 DEVICE = interpreted_triton.DEVICE
+KINDS = [kind for kind in LOSSES if LOSSES[kind].kernel is not None]
 
 
 def make_rows(count, width, *, slots=3, dtype=torch.float32, seed=0):
@@ -155,8 +157,12 @@ def test_the_kernel_uses_longer_chunks(monkeypatch):
     assert rows == [n // 32_000 for n in (2**26, 2**26, 2**28, 2**26)]
 
 
-def test_a_loss_without_a_kernel_runs_in_torch(monkeypatch):
+@pytest.mark.parametrize("loss", [Squares(), TotalVariation()])
+def test_a_loss_without_a_kernel_runs_in_torch(loss, monkeypatch):
     case = make_case(17, dtype=torch.float32)
-    expected = chunked(*case, Squares(), 5)
+    expected = chunked(*case, loss, 5)
     monkeypatch.setattr(head_loss_module, "kernel_runs", lambda x, *, what: True)
-    assert chunked(*case, Squares(), 5).loss == expected.loss
+    actual = chunked(*case, loss, 5)
+    assert actual.loss == expected.loss
+    grads = (torch.autograd.grad(result.loss, case[:2]) for result in (actual, expected))
+    assert all(map(torch.equal, *grads))

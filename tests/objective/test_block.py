@@ -15,7 +15,6 @@ from fledge.objective.dflash import DFlashTrainerModule
 from fledge.objective.dspark import DSparkTrainerModule
 from fledge.objective.losses.lk_lambda import LkLambda
 from fledge.objective.losses.registry import LOSSES
-from fledge.objective.losses.total_variation import TotalVariation
 from fledge.rollout.block_plan import ANCHOR_TOKENS
 from fledge.rollout.slots import RowMasks
 from objective.naive_block import (
@@ -140,7 +139,7 @@ def test_dflash_matches_the_textbook(variant):
 def test_dflash_with_losses_on_the_target_distribution(kind):
     module = make_module(loss=kind)
     documents = make_block_documents(LENGTHS)
-    row_loss = by_target(TotalVariation() if kind == "tv" else LOSSES[kind]())
+    row_loss = by_target(LOSSES[kind]())
     starts = sampled_anchors(module, documents)
     naive = naive_dflash(
         module.draft_model, documents, starts, head=make_head(), row_loss=row_loss, gamma=3.0
@@ -236,9 +235,9 @@ def test_micro_batches_add_up_to_one_batch(kind):
     for micro_batches in (one_by_one, halves):
         ready = [module.prepare_inputs(**batch, seed=SEED) for batch in micro_batches]
         normalizer = sum(r.charged_K for r in ready)
-        acceptance = module.acceptance(ready, World())
+        totals = module.totals(ready, World())
         module.zero_grad()
-        outs = [module.score(r, normalizer, acceptance) for r in ready]
+        outs = [module.score(r, normalizer, totals) for r in ready]
         total = sum(out.loss for out in outs)
         total.backward()
         torch.testing.assert_close(total, whole[0].loss, rtol=1e-11, atol=1e-12)
@@ -254,11 +253,11 @@ def step_gradients(module, micro_batches, world):
     """A step's loss and gradients, computed as `train_step` does."""
     ready = [module.prepare_inputs(**batch, seed=SEED) for batch in micro_batches]
     normalizer = world.sum_(sum(batch.charged_K for batch in ready))
-    acceptance = module.acceptance(ready, world)
+    totals = module.totals(ready, world)
     module.zero_grad()
     loss = torch.zeros((), dtype=torch.float64)
     for batch in ready:
-        output = module.score(batch, normalizer, acceptance)
+        output = module.score(batch, normalizer, totals)
         output.loss.backward()
         loss += output.loss.detach()
     parameters = list(module.draft_model.parameters())
@@ -385,6 +384,28 @@ def test_bf16_compute_trains_fp32_masters():
             assert torch.nn.functional.cosine_similarity(
                 low_precision[name].flatten(), grad.flatten(), dim=0
             ) > 0.98, name  # fmt: skip
+
+
+@pytest.mark.parametrize("options", [{"weights": "dpace"}, {"loss": LkLambda()}])
+def test_totals_under_autocast_are_those_of_its_dtype(options):
+    """A step in several micro-batches under torch.autocast is one with that compute_dtype."""
+    documents = make_block_documents(LENGTHS, dtype=torch.float32)
+    micro_batches = [padded_batch(documents[:2]), packed_batch([documents[:1:-1]], 60)]
+
+    def step(compute_dtype, *, autocast):
+        module = make_module(dtype=torch.float32, compute_dtype=compute_dtype, **options)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            ready = [module.prepare_inputs(**batch, seed=SEED) for batch in micro_batches]
+            totals = module.totals(ready, World())
+            normalizer = sum(batch.charged_K for batch in ready)
+            loss = sum(module.score(batch, normalizer, totals).loss for batch in ready)
+        loss.backward()
+        return [loss.detach(), *(p.grad for p in module.draft_model.parameters())]
+
+    low, full = (step(dtype, autocast=False) for dtype in (torch.bfloat16, torch.float32))
+    assert not torch.equal(low[0], full[0])
+    assert all(map(torch.equal, step(None, autocast=True), low))
+    assert all(map(torch.equal, step(torch.float32, autocast=True), full))
 
 
 def test_invalid_options_are_rejected():

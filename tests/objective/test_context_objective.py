@@ -101,7 +101,7 @@ def reduced_step(make, batch, world, context):
     module = make(context)
     ready = module.prepare_inputs(**batch, seed=SEED)
     normalizer = world.sum_(ready.charged_K.clone())
-    out = module.score(ready, normalizer, module.acceptance([ready], world))
+    out = module.score(ready, normalizer, module.totals([ready], world))
     out.loss.backward()
     trained = {n: p for n, p in module.draft_model.named_parameters() if p.requires_grad}
     world.sum_gradients(list(trained.values()))

@@ -30,6 +30,7 @@ from fledge.objective.losses.hard import HardCrossEntropy
 from fledge.objective.losses.kl import KLDivergence
 from fledge.objective.losses.lk_alpha import LkAlpha
 from fledge.objective.losses.lk_lambda import LkLambda
+from fledge.objective.losses.total_variation import TotalVariation
 from fledge.rollout.slots import RowMasks
 
 STEPS = 4
@@ -98,6 +99,7 @@ LOSSES = {
     "hard": {"loss": "hard"},
     "alpha": {"lk_loss_type": "alpha"},
     "lambda": {"lk_loss_type": "lambda", "lk_kl_scale": 0.7, "lk_kl_decay": 2.0},
+    "tv": {"loss": "tv"},
 }
 LOSS_OBJECTS = {
     "ce": CrossEntropy(),
@@ -105,6 +107,7 @@ LOSS_OBJECTS = {
     "hard": HardCrossEntropy(),
     "alpha": LkAlpha(),
     "lambda": LkLambda(scale=0.7, decay=2.0),
+    "tv": TotalVariation(),
 }
 
 

@@ -90,6 +90,7 @@ LOSSES = {
     "hard": {"loss": "hard"},
     "lk_alpha": {"lk_loss_type": "alpha"},
     "lk_lambda": {"lk_loss_type": "lambda"},  # one mean acceptance over all elements
+    "tv": {"loss": "tv"},
 }
 
 

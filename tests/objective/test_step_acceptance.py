@@ -89,12 +89,12 @@ def gradients(module, micro_batches, world=World()):  # noqa: B008
     """A step's loss and gradients, computed as `train_step` does."""
     ready = [module.prepare(rows, answer, SEED) for rows, answer in micro_batches]
     normalizer = world.sum_(sum(batch.charged_K for batch in ready))
-    acceptance = module.acceptance(ready, world)
+    totals = module.totals(ready, world)
     parameters = list(module.draft_model.parameters())
     module.zero_grad()
     loss = torch.zeros((), dtype=torch.float64)
     for batch in ready:
-        output = module.score(batch, normalizer, acceptance)
+        output = module.score(batch, normalizer, totals)
         output.loss.backward()
         loss += output.loss.detach()
     world.sum_gradients(parameters)
@@ -125,7 +125,7 @@ def test_acceptance_per_micro_batch_would_differ():
     """The test above is not vacuous: acceptance differs between the parts of the step."""
     module = make_module("eagle3")
     whole = gradients(module, split(step_rows(packed=True), 1))
-    module.acceptance = lambda ready, world: None
+    module.totals = lambda ready, world: None
     parts = gradients(module, split(step_rows(packed=True), 4))
     assert (parts[0] - whole[0]).abs() > 1e-4
 
@@ -135,9 +135,9 @@ def test_only_losses_that_need_acceptance_get_an_extra_forward():
     for name in LOSSES:
         module = make_module("eagle3", loss=name)
         ready = [module.prepare(*row, SEED) for row in rows]
-        acceptance = module.acceptance(ready, World())
-        assert (acceptance is not None) == (name == "lk_lambda")
-        assert module.acceptance(ready[:1], World()) is None
+        totals = module.totals(ready, World())
+        assert (totals is not None) == (name == "lk_lambda")
+        assert module.totals(ready[:1], World()) is None
 
 
 def rank_step(rank, port, kind, queue):

@@ -1,5 +1,6 @@
 """Recorded steps train exactly as unrecorded ones do."""
 
+import inspect
 from dataclasses import replace
 from typing import ClassVar
 
@@ -8,12 +9,14 @@ import torch
 
 from fledge.bench.train_step import Case, build_batches, build_parts
 from fledge.core import graphs
+from fledge.objective.base import Recordable
 from fledge.objective.losses.total_variation import TotalVariation
 from fledge.recipe.sections import Training
 from fledge.target.finite import Verdict
+from fledge.train import recorded as recorded_module
 from fledge.train.average import Average
 from fledge.train.optimizer import make_optimizers
-from fledge.train.recorded import RecordedSteps
+from fledge.train.recorded import RecordedSteps, recorded_steps
 from fledge.train.step import train_step
 
 CASE = Case(shape="tiny", seq=96, documents=20, depths=4, batch=2)
@@ -144,6 +147,35 @@ def test_recorded_updates_match_plain_updates(pretend, bad, monkeypatch):
         strict=True,
     ):
         assert torch.equal(actual, expected)
+
+
+def on_pretend_gpu(kind, monkeypatch):
+    """A method's objective, and what `recorded_steps` would return for it on a GPU."""
+    parts = build_parts(replace(CASE, kind=kind), torch.device("cpu"))
+    draft = type(parts.objective.draft_model)
+    monkeypatch.setattr(draft, "device", torch.device("cuda"))
+    monkeypatch.setattr(recorded_module, "_attends_on_gpu", lambda objective: True)
+    return parts.objective, lambda: recorded_steps(parts.objective, parts.parameters, tokens=4096)
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "peagle", "dflash", "dspark"])
+def test_objectives_with_even_plans_are_recorded(pretend, kind, monkeypatch):
+    objective, recorded = on_pretend_gpu(kind, monkeypatch)
+    # From Python 3.12 on, `isinstance` sees only what a static lookup finds.
+    for name in [name for name in vars(Recordable) if name[0] != "_"] + ["quantum"]:
+        inspect.getattr_static(objective, name)
+    assert recorded() is not None
+    assert objective.quantum == objective.quantum_for(4096, sizes=16) > 0
+    with monkeypatch.context() as patch:  # torch's attention cannot be recorded
+        patch.setattr(recorded_module, "_attends_on_gpu", lambda objective: False)
+        assert recorded() is None
+    monkeypatch.setattr(type(objective), "can_be_even", False)
+    assert recorded() is None
+
+
+def test_an_objective_without_even_plans_is_not_recorded(pretend, monkeypatch):
+    _, recorded = on_pretend_gpu("eagle1", monkeypatch)
+    assert recorded() is None
 
 
 @pytest.mark.parametrize("kind", ["dflash", "dspark"])

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from fledge.objective.rollout import RolloutTrainerModule
 from fledge.objective.work import Work
 from fledge.target.remember import colocated
 from fledge.train.batches import StepBatch
@@ -19,7 +20,8 @@ def step_flops(parts: Parts, batch: StepBatch, work: Work) -> float:
     target's own head the slots that hold a target. Recomputation counts nothing: it is a choice.
     """
     total = 0.0
-    objective: Any = parts.objective
+    objective = parts.objective
+    assert isinstance(objective, RolloutTrainerModule)
     target: Any = colocated(parts.target)
     remembers = target is not parts.target
     for rows in batch.micro:

@@ -22,21 +22,9 @@ class TextChoice(LossChoice):
         return TextCrossEntropy()
 
 
-class DistanceChoice(LossChoice):
-    """Half the sum of |draft - target|: the chance that speculative sampling rejects."""
-
-    kind: Literal["tv"] = "tv"
-    """The name of the loss."""
-
-    def loss(self) -> Loss:
-        from fledge.objective.losses.total_variation import TotalVariation
-
-        return TotalVariation()
-
-
 def block_losses() -> dict[str, type[LossChoice]]:
     """What a block can be trained with: the text, or the target's distribution."""
-    return {"text": TextChoice, **loss_choices(), "tv": DistanceChoice}
+    return {"text": TextChoice, **loss_choices()}
 
 
 class DflashSection(BlockSection):
@@ -51,7 +39,7 @@ class DflashSection(BlockSection):
         default_factory=TextChoice
     )
     """text: cross entropy with the text's own token, for answers that the target wrote. Or what a
-    wrong distribution costs: tv (half of |draft - target|), or one of those below."""
+    wrong distribution costs; see below."""
 
     weights: Literal["decay", "dpace"] = "decay"
     """decay: by `gamma`; dpace: by how likely the block is to be accepted that far (D-PACE), which

@@ -10,12 +10,11 @@ from abc import abstractmethod
 import torch
 from torch import Tensor
 
-from fledge.core.head import HeadLike
 from fledge.draft.block import BlockDraftModel
-from fledge.kernels.attention.reference import AttentionKind
+from fledge.objective.base import StepOptions
 from fledge.objective.losses.base import Loss
 from fledge.objective.rollout import ReadyBatch, RolloutTrainerModule
-from fledge.objective.supervision import Supervision
+from fledge.objective.supervision import Supervision, VocabularyTensors
 from fledge.rollout.block_plan import ANCHOR_TOKENS, BlockPlan, plan_blocks
 from fledge.rollout.cod import draw_seed
 from fledge.rollout.slots import RowMasks
@@ -36,23 +35,17 @@ class BlockTrainerModule(RolloutTrainerModule[BlockPlan]):
     def __init__(
         self,
         draft_model: BlockDraftModel,
-        *,
-        selected_token_ids: Tensor,
-        selected_token_mask: Tensor,
-        target_head: HeadLike | None,
+        vocabulary: VocabularyTensors,
         loss: Loss,
+        options: StepOptions,
+        *,
         anchors: int,
         gamma: float,
-        compute_dtype: torch.dtype | None,
-        chunk_rows: int | None,
-        attention: AttentionKind,
     ) -> None:
         for name, value in (("anchors", anchors), ("gamma", gamma)):
             if isinstance(value, bool) or not value > 0:
                 raise ValueError(f"{name}: must be positive, got {value!r}")
-        vocabulary = (selected_token_ids, selected_token_mask)
-        options = (target_head, compute_dtype, chunk_rows, attention, None)
-        super().__init__(draft_model, vocabulary, loss, *options)
+        super().__init__(draft_model, vocabulary, loss, options)
         head = self.target_head
         if head is not None and (
             head.bias_V is not None or head.softcap is not None or head.scale != head.divisor
@@ -65,7 +58,7 @@ class BlockTrainerModule(RolloutTrainerModule[BlockPlan]):
         self.quantum = 0  # rounds the sizes of a step up (`rollout/even_blocks.py`)
         # the draft id of every target token; 0 for tokens outside the draft vocabulary
         draft_id_V = torch.zeros(len(self.selected_token_mask), dtype=torch.int64)
-        draft_id_V[selected_token_ids.cpu()] = torch.arange(len(selected_token_ids))
+        draft_id_V[vocabulary.ids_W.cpu()] = torch.arange(len(vocabulary.ids_W))
         self.draft_id_V: Tensor
         self.register_buffer("draft_id_V", draft_id_V.to(draft_model.device), persistent=False)
 

@@ -16,24 +16,24 @@ from fledge.core.distributed import World
 from fledge.core.head import HeadLike
 from fledge.draft.block import BlockDraftModel
 from fledge.kernels.attention.reference import AttentionKind
+from fledge.objective.autocast import no_autocast
+from fledge.objective.base import StepOptions, StepTotals
 from fledge.objective.block import BlockTrainerModule
 from fledge.objective.frozen_head import TokenScores, TokenTask, frozen_head_loss
 from fledge.objective.head_loss import HeadLoss, HeadTask
 from fledge.objective.losses.base import Loss
 from fledge.objective.losses.registry import loss_of
 from fledge.objective.losses.text import TextCrossEntropy
-from fledge.objective.losses.total_variation import TotalVariation
 from fledge.objective.rollout import ReadyBatch
+from fledge.objective.supervision import VocabularyTensors
 from fledge.rollout.block_plan import BlockPlan
-
-OWN_LOSSES: dict[str, Loss] = {loss.kind: loss for loss in (TextCrossEntropy(), TotalVariation())}
 
 
 class DFlashTrainerModule(BlockTrainerModule):
     """The draft and its objective; call it with `**batch.to_trainer_inputs()`.
 
-    `loss` is "text" (cross entropy with the text's token), or, against the target's distribution,
-    "tv" (half the L1 distance), a `Loss` or its name in `losses.registry`.
+    `loss` is "text" (cross entropy with the text's token), or, against the target's distribution, a
+    `Loss` or its name in `losses.registry`.
     """
 
     def __init__(
@@ -51,18 +51,19 @@ class DFlashTrainerModule(BlockTrainerModule):
         chunk_rows: int | None = None,
         attention: AttentionKind = "fast",
     ) -> None:
-        chosen = OWN_LOSSES.get(loss) if isinstance(loss, str) else None
-        chosen = chosen or loss_of(loss)
+        chosen = TextCrossEntropy() if loss == "text" else loss_of(loss)
         if weights not in ("decay", "dpace"):
             raise ValueError(f"weights: 'decay' or 'dpace', got {weights!r}")
         if weights == "dpace" and not isinstance(chosen, TextCrossEntropy):
             raise ValueError(f"weights: 'dpace' needs the loss 'text', got {chosen.kind!r}")
-        super().__init__(
-            draft_model, selected_token_ids=selected_token_ids,
-            selected_token_mask=selected_token_mask, target_head=target_head, loss=chosen,
-            anchors=anchors, gamma=gamma, compute_dtype=compute_dtype, chunk_rows=chunk_rows,
+        vocabulary = VocabularyTensors(selected_token_ids, selected_token_mask)
+        options = StepOptions(
+            target_head=target_head,
+            compute_dtype=compute_dtype,
+            chunk_rows=chunk_rows,
             attention=attention,
-        )  # fmt: skip
+        )
+        super().__init__(draft_model, vocabulary, chosen, options, anchors=anchors, gamma=gamma)
         self.weights = weights
 
     @property
@@ -74,20 +75,21 @@ class DFlashTrainerModule(BlockTrainerModule):
         return isinstance(self.loss, TextCrossEntropy)
 
     @torch.no_grad()
-    def acceptance(self, ready: Sequence[ReadyBatch[BlockPlan]], world: World) -> Tensor | None:
-        """What depends on the whole step and must be computed before scoring: for a loss that is
-        weighted by it, the mean acceptance; for D-PACE, the sum of all weights over micro-batches
-        and ranks, which takes an extra forward pass of the draft. None for one micro-batch on one
-        rank, which needs neither."""
+    def totals(self, ready: Sequence[ReadyBatch[BlockPlan]], world: World) -> StepTotals | None:
+        """As in the base class; for D-PACE, the sum of all weights over micro-batches and ranks,
+        which also takes an extra forward pass of the draft."""
         if self.weights != "dpace":
-            return super().acceptance(ready, world)
+            return super().totals(ready, world)
         if len(ready) <= 1 and world.size == 1:
             return None
-        total = torch.zeros((), dtype=torch.float64, device=self.selected_token_ids.device)
-        for batch in ready:
-            hidden_PE = self._hidden(batch, None)
-            total += self._text_scores(batch, hidden_PE, None, None).coefficient_N.sum().double()
-        return world.sum_(total)
+        device = self.selected_token_ids.device
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        with no_autocast(device.type) as autocast_dtype:
+            for batch in ready:
+                hidden_PE = self._hidden(batch, autocast_dtype)
+                scores = self._text_scores(batch, hidden_PE, None, None)
+                total += scores.coefficient_N.sum().double()
+        return StepTotals(weight_sum=world.sum_(total))
 
     def _score(
         self,
@@ -95,17 +97,17 @@ class DFlashTrainerModule(BlockTrainerModule):
         task: HeadTask,
         hidden_PE: Tensor,
         coefficient_N: Tensor,
-        acceptance: Tensor | None,
+        totals: StepTotals,
     ) -> HeadLoss:
         if not self._by_text:
-            return super()._score(ready, task, hidden_PE, coefficient_N, acceptance)
+            return super()._score(ready, task, hidden_PE, coefficient_N, totals)
         if self.weights == "dpace":
-            scores = self._text_scores(ready, hidden_PE, None, acceptance)
+            scores = self._text_scores(ready, hidden_PE, None, totals.weight_sum)
         else:
             weight_N = torch.where(task.charged_N, coefficient_N, 0.0)
             scores = self._text_scores(ready, hidden_PE, weight_N, None)
         loss = scores.loss
-        if self.weights == "dpace" and acceptance is None:  # this batch is the whole step
+        if self.weights == "dpace" and totals.weight_sum is None:  # this batch is the whole step
             total = scores.coefficient_N.sum()
             loss = loss / total.where(total > 0, 1.0)
         return HeadLoss(loss, scores.row_loss_N, scores.correct_N)

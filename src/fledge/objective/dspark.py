@@ -15,11 +15,13 @@ from torch.nn import functional as F
 from fledge.core.head import HeadLike
 from fledge.draft.block import BlockDraftModel
 from fledge.kernels.attention.reference import AttentionKind
+from fledge.objective.base import StepOptions, StepTotals
 from fledge.objective.block import BlockTrainerModule
 from fledge.objective.frozen_head import TokenTask, frozen_head_loss
 from fledge.objective.head_loss import HeadLoss, HeadTask
 from fledge.objective.losses.text import TextCrossEntropy
 from fledge.objective.rollout import ReadyBatch
+from fledge.objective.supervision import VocabularyTensors
 from fledge.rollout.block_plan import BlockPlan
 
 
@@ -48,12 +50,15 @@ class DSparkTrainerModule(BlockTrainerModule):
             raise ValueError("confidence_head: the draft was built without one")
         if confidence_weight > 0 and distance_weight == 0:
             raise ValueError("confidence_weight: learns from the distance; give that a weight too")
-        super().__init__(
-            draft_model, selected_token_ids=selected_token_ids,
-            selected_token_mask=selected_token_mask, target_head=target_head,
-            loss=TextCrossEntropy(), anchors=anchors, gamma=gamma, compute_dtype=compute_dtype,
-            chunk_rows=chunk_rows, attention=attention,
-        )  # fmt: skip
+        vocabulary = VocabularyTensors(selected_token_ids, selected_token_mask)
+        options = StepOptions(
+            target_head=target_head,
+            compute_dtype=compute_dtype,
+            chunk_rows=chunk_rows,
+            attention=attention,
+        )
+        loss = TextCrossEntropy()
+        super().__init__(draft_model, vocabulary, loss, options, anchors=anchors, gamma=gamma)
         self.text_weight, self.distance_weight = text_weight, distance_weight
         self.confidence_weight = confidence_weight
 
@@ -75,7 +80,7 @@ class DSparkTrainerModule(BlockTrainerModule):
         task: HeadTask,
         hidden_PE: Tensor,
         coefficient_N: Tensor,
-        acceptance: Tensor | None,
+        totals: StepTotals,
     ) -> HeadLoss:
         draft, head = self.draft_model, self.draft_model.markov_head
         assert head is not None

@@ -13,11 +13,12 @@ from torch.nn import functional as F
 from fledge.core.head import HeadLike
 from fledge.draft.eagle1 import LlamaEagle1DraftModel
 from fledge.kernels.attention.reference import AttentionKind
+from fledge.objective.base import StepOptions, StepTotals
 from fledge.objective.head_loss import HeadLoss, HeadTask, head_loss
 from fledge.objective.losses.base import Loss
 from fledge.objective.losses.registry import loss_of
 from fledge.objective.rollout import ReadyBatch, RolloutTrainerModule
-from fledge.objective.supervision import HiddenSupervision
+from fledge.objective.supervision import HiddenSupervision, VocabularyTensors
 from fledge.rollout.context import ContextRanks
 from fledge.rollout.noise import NoisyPlan, noisy, uniform_noise
 from fledge.rollout.plan import plan_rollout
@@ -52,9 +53,15 @@ class Eagle1TrainerModule(RolloutTrainerModule[NoisyPlan]):
         attention: AttentionKind = "fast",
         context: ContextRanks | None = None,
     ) -> None:
-        vocabulary = (selected_token_ids, selected_token_mask)
-        options = (target_head, compute_dtype, chunk_rows, attention, context)
-        super().__init__(draft_model, vocabulary, loss_of(loss), *options)
+        vocabulary = VocabularyTensors(selected_token_ids, selected_token_mask)
+        options = StepOptions(
+            target_head=target_head,
+            compute_dtype=compute_dtype,
+            chunk_rows=chunk_rows,
+            attention=attention,
+            context=context,
+        )
+        super().__init__(draft_model, vocabulary, loss_of(loss), options)
         assert self.target_head is not None
         if self.target_head.bias_V is not None:
             raise ValueError(
@@ -104,7 +111,7 @@ class Eagle1TrainerModule(RolloutTrainerModule[NoisyPlan]):
         task: HeadTask,
         hidden_PE: Tensor,
         coefficient_N: Tensor,
-        acceptance: Tensor | None,
+        totals: StepTotals,
     ) -> HeadLoss:
         supervision = ready.supervision
         if not isinstance(supervision, HiddenSupervision):
@@ -117,7 +124,7 @@ class Eagle1TrainerModule(RolloutTrainerModule[NoisyPlan]):
             self.draft_model.lm_head.weight,
             task,
             coefficient_N=self.token_weight * coefficient_N,
-            acceptance_L=acceptance,
+            acceptance_L=totals.acceptance_L,
         )
         elements = task.elements
         true_NE = supervision.hidden_SD.index_select(

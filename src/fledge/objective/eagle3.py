@@ -12,10 +12,11 @@ from torch import Tensor
 from fledge.core.head import HeadLike
 from fledge.draft.eagle3 import LlamaEagle3DraftModel
 from fledge.kernels.attention.reference import AttentionKind
-from fledge.objective.base import RolloutOutput
+from fledge.objective.base import RolloutOutput, StepOptions
 from fledge.objective.losses.base import Loss
 from fledge.objective.losses.registry import loss_of
 from fledge.objective.rollout import RolloutTrainerModule
+from fledge.objective.supervision import VocabularyTensors
 from fledge.rollout.context import ContextRanks
 from fledge.rollout.noise import NoisyPlan, dropped, noisy
 from fledge.rollout.plan import plan_rollout
@@ -67,10 +68,16 @@ class Eagle3TrainerModule(RolloutTrainerModule[NoisyPlan]):
             raise ValueError(f"depth_keep: must be in (0, 1], got {depth_keep!r}")
         if not 0 <= feature_dropout < 1:
             raise ValueError(f"feature_dropout: must be in [0, 1), got {feature_dropout!r}")
-        vocabulary = (selected_token_ids, selected_token_mask)
+        vocabulary = VocabularyTensors(selected_token_ids, selected_token_mask)
         chosen = loss_of(loss, lk_loss_type, lk_kl_scale, lk_kl_decay)
-        options = (target_head, compute_dtype, chunk_rows, attention, context)
-        super().__init__(draft_model, vocabulary, chosen, *options)
+        options = StepOptions(
+            target_head=target_head,
+            compute_dtype=compute_dtype,
+            chunk_rows=chunk_rows,
+            attention=attention,
+            context=context,
+        )
+        super().__init__(draft_model, vocabulary, chosen, options)
         self.ttt_steps, self.step_decay = ttt_steps, step_decay
         self.depth_keep, self.compact = depth_keep, compact
         self.feature_dropout, self.quantum = feature_dropout, quantum

@@ -12,9 +12,11 @@ from fledge.core.head import HeadLike
 from fledge.draft.eagle3 import LlamaEagle3DraftModel
 from fledge.draft.parallel import unroll_parallel
 from fledge.kernels.attention.reference import AttentionKind
+from fledge.objective.base import StepOptions
 from fledge.objective.losses.base import Loss
 from fledge.objective.losses.registry import loss_of
 from fledge.objective.rollout import RolloutTrainerModule
+from fledge.objective.supervision import VocabularyTensors
 from fledge.rollout.cod import check_cod_options
 from fledge.rollout.context import ContextRanks
 from fledge.rollout.parallel_plan import ParallelPlan, plan_parallel
@@ -69,10 +71,16 @@ class PEagleTrainerModule(RolloutTrainerModule[ParallelPlan]):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name}: must be a positive int, got {value!r}")
         _resolve_mask_token(draft_model, mask_token_id)
-        vocabulary = (selected_token_ids, selected_token_mask)
+        vocabulary = VocabularyTensors(selected_token_ids, selected_token_mask)
         chosen = loss_of(loss, lk_loss_type, lk_kl_scale, lk_kl_decay)
-        options = (target_head, compute_dtype, chunk_rows, attention, context)
-        super().__init__(draft_model, vocabulary, chosen, *options)
+        options = StepOptions(
+            target_head=target_head,
+            compute_dtype=compute_dtype,
+            chunk_rows=chunk_rows,
+            attention=attention,
+            context=context,
+        )
+        super().__init__(draft_model, vocabulary, chosen, options)
         self.num_depths, self.balance_depths = num_depths, balance_depths
         self.down_sample_ratio = down_sample_ratio
         self.down_sample_ratio_min = down_sample_ratio_min

@@ -14,16 +14,14 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from fledge.core.batch import Eagle3TargetBatch
 from fledge.core.distributed import World
-from fledge.core.head import HeadLike, TargetHead
+from fledge.core.head import TargetHead
 from fledge.core.rows import PACKING_FIELDS, TokenBatch, shift_left
 from fledge.draft.base import DraftModel
-from fledge.kernels.attention.reference import AttentionKind
 from fledge.objective.autocast import no_autocast
-from fledge.objective.base import RolloutOutput
+from fledge.objective.base import RolloutOutput, StepOptions, StepTotals
 from fledge.objective.head_loss import (
     HeadLoss,
     HeadTask,
@@ -32,9 +30,11 @@ from fledge.objective.head_loss import (
     mean_acceptance,
 )
 from fledge.objective.losses.base import Loss
+from fledge.objective.metrics import per_depth, rollout_output
 from fledge.objective.supervision import (
     Supervision,
     VocabularyTensors,
+    check_shapes,
     head_rows,
     read_supervision,
 )
@@ -73,27 +73,22 @@ class RolloutTrainerModule(nn.Module, ABC, Generic[Plan]):
     def __init__(
         self,
         draft_model: DraftModel,
-        vocabulary: tuple[Tensor, Tensor],  # selected_token_ids [W], selected_token_mask [V]
+        vocabulary: VocabularyTensors,
         loss: Loss,
-        target_head: HeadLike | None,
-        compute_dtype: torch.dtype | None,
-        chunk_rows: int | None,
-        attention: AttentionKind,
-        context: ContextRanks | None,
+        options: StepOptions,
     ) -> None:
         super().__init__()
-        if chunk_rows is not None and chunk_rows < 1:
-            raise ValueError(f"chunk_rows: must be positive, got {chunk_rows!r}")
-        draft_model.set_vocab_mapping(*vocabulary)
+        draft_model.set_vocab_mapping(vocabulary.ids_W, vocabulary.member_V)
         self.draft_model = draft_model
-        ids_W, member_V = (x.to(draft_model.device) for x in vocabulary)
-        member_V = member_V.bool()
+        ids_W = vocabulary.ids_W.to(draft_model.device)
+        member_V = vocabulary.member_V.to(draft_model.device).bool()
         self.register_buffer("selected_token_ids", ids_W, persistent=False)
         self.register_buffer("selected_token_mask", member_V, persistent=False)
         self.loss = loss
-        self.compute_dtype, self.attention = compute_dtype, attention
-        self.chunk_rows, self.context = chunk_rows, context
-        self.target_head = None if target_head is None else TargetHead.of(target_head)
+        self.compute_dtype, self.attention = options.compute_dtype, options.attention
+        self.chunk_rows, self.context = options.chunk_rows, options.context
+        head = options.target_head
+        self.target_head = None if head is None else TargetHead.of(head)
         if self.target_head is not None and len(self.target_head.weight_VD) != len(member_V):
             raise ValueError(
                 f"target_head: {len(self.target_head.weight_VD)} tokens, the vocabulary has "
@@ -183,14 +178,20 @@ class RolloutTrainerModule(nn.Module, ABC, Generic[Plan]):
         which takes one synchronization if they are on the device."""
         packing = {name: rest.pop(name, None) for name in PACKING_FIELDS}
         rest["target_logits"] = target_logits
-        rows = {"attention_mask": attention_mask, "loss_mask": loss_mask}
-        self._check_shapes(input_ids, **rows, aux_hidden_states=aux_hidden_states, **rest)
+        given = {
+            "attention_mask": attention_mask,
+            "loss_mask": loss_mask,
+            "aux_hidden_states": aux_hidden_states,
+            **rest,
+        }
+        config, head = self.draft_model.config, self.target_head
+        check_shapes(input_ids, given, config=config, vocabulary=self._vocabulary, head=head)
         plan = plan or self.plan(RowMasks(loss_mask, attention_mask, **packing), seed)
         with no_autocast(self.selected_token_ids.device.type):
             supervision = read_supervision(plan, self._vocabulary, self._heads, **rest)
             covered_M = self._covered(plan, input_ids, supervision)
         if plan.asked_MK is None:
-            charged_K = self._per_depth(plan, self._charged_elements(plan, covered_M))
+            charged_K = per_depth(plan, self._charged_elements(plan, covered_M), self.depths)
         else:  # sampled: the elements that were kept represent all of them
             charged_K = (plan.asked_MK & self._charged(covered_M)[:, None]).sum(0)
         if plan.share is None:
@@ -200,11 +201,11 @@ class RolloutTrainerModule(nn.Module, ABC, Generic[Plan]):
         return ReadyBatch(plan, *inputs, supervision, covered_M, charged_K)
 
     @torch.no_grad()
-    def acceptance(self, ready: Sequence[ReadyBatch[Plan]], world: World) -> Tensor | None:
-        """[1 or K] the mean acceptance of charged elements over all micro-batches and ranks (per
-        depth where each depth is a loss of its own), for a loss that is weighted by it. This takes
-        an extra forward pass of the draft. None for other losses, and for one micro-batch on one
-        rank, where `score` takes the mean from its own states."""
+    def totals(self, ready: Sequence[ReadyBatch[Plan]], world: World) -> StepTotals | None:
+        """The mean acceptance of charged elements over all micro-batches and ranks (per depth where
+        each depth is a loss of its own), for a loss that is weighted by it. This takes an extra
+        forward pass of the draft. None for other losses, and for one micro-batch on one rank, where
+        `score` takes the mean from its own states."""
         if not self.loss.needs_acceptance or (len(ready) <= 1 and world.size == 1):
             return None
         device, head_WE = self.selected_token_ids.device, self.draft_model.lm_head.weight
@@ -213,15 +214,15 @@ class RolloutTrainerModule(nn.Module, ABC, Generic[Plan]):
             for batch in ready:
                 hidden_PE = self._hidden(batch, autocast_dtype)
                 sums_2L += head_acceptance(hidden_PE, head_WE, self._head_task(batch))
-        return mean_acceptance(world.sum_(sums_2L))
+        return StepTotals(acceptance_L=mean_acceptance(world.sum_(sums_2L)))
 
     def score(
         self,
         ready: ReadyBatch[Plan],
         normalizer: Tensor | None = None,  # [K]; None: this batch is the whole step
-        acceptance: Tensor | None = None,  # of the step, as returned by `acceptance`
+        totals: StepTotals | None = None,  # of the step, as returned by `totals`
     ) -> RolloutOutput:
-        """Loss and metrics. With the step's `normalizer` and `acceptance`, the losses of its
+        """Loss and metrics. With the step's `normalizer` and `totals`, the losses of its
         micro-batches add up to the loss of the step, however the step is split.
 
         Under torch.autocast the step computes in autocast's dtype, unless the module has a
@@ -232,13 +233,10 @@ class RolloutTrainerModule(nn.Module, ABC, Generic[Plan]):
             hidden_PE = self._hidden(ready, autocast_dtype)
             task = self._head_task(ready)
             coefficient_N = self._coefficients(count_K, hidden_PE.dtype)[plan.head.depth_N]
-            scored = self._score(ready, task, hidden_PE, coefficient_N, acceptance)
-            loss_sums = self._per_depth(plan, scored.row_loss_N * task.charged_N)
-            # an element that is not covered is a rejection, charged or not
+            scored = self._score(ready, task, hidden_PE, coefficient_N, totals or StepTotals())
             covered_N = _without_padding(plan, ready.covered_M[plan.head.target_N])
-            charged_K = self._per_depth(plan, task.charged_N)
-            return self._output(
-                plan, scored.loss, loss_sums, charged_K, scored.correct_N & covered_N
+            return rollout_output(
+                plan, scored, charged_N=task.charged_N, covered_N=covered_N, depths=self.depths
             )
 
     def forward(
@@ -259,8 +257,8 @@ class RolloutTrainerModule(nn.Module, ABC, Generic[Plan]):
         seed: int | None = None,
     ) -> RolloutOutput:
         """Loss and metrics of one batch: `prepare_inputs`, then `score`. Pass `normalizer` if the
-        batch is one of several; with a loss that is weighted by acceptance, these have to be scored
-        as `train_step` does it."""
+        batch is one of several; if the loss needs `totals`, these have to be scored as `train_step`
+        does it."""
         ready = self.prepare_inputs(
             input_ids, attention_mask, loss_mask, aux_hidden_states, target_logits, seed=seed,
             target_probs=target_probs, position_mask=position_mask,
@@ -299,65 +297,12 @@ class RolloutTrainerModule(nn.Module, ABC, Generic[Plan]):
         task: HeadTask,
         hidden_PE: Tensor,
         coefficient_N: Tensor,  # weight of a charged element in the loss
-        acceptance: Tensor | None,
+        totals: StepTotals,  # empty if this batch is the whole step
     ) -> HeadLoss:
-        head_WE = self.draft_model.lm_head.weight
+        head_WE, acceptance_L = self.draft_model.lm_head.weight, totals.acceptance_L
         return head_loss(
-            hidden_PE, head_WE, task, coefficient_N=coefficient_N, acceptance_L=acceptance
+            hidden_PE, head_WE, task, coefficient_N=coefficient_N, acceptance_L=acceptance_L
         )
-
-    def _output(
-        self, plan: Plan, loss: Tensor, loss_sums: Tensor, charged_K: Tensor, correct_N: Tensor
-    ) -> RolloutOutput:
-        correct_P = torch.zeros_like(plan.supervised_P)
-        correct_P[plan.head.element_N] = correct_N
-        hits, reached = [], []
-        alive = torch.ones_like(plan.by_depth(correct_P)[0])
-        for correct, supervised in zip(
-            plan.by_depth(correct_P), plan.by_depth(plan.supervised_P), strict=True
-        ):
-            alive = alive[: len(correct)] & supervised
-            reached.append(alive.sum())
-            alive = alive & correct
-            hits.append(alive.sum())
-        return RolloutOutput(
-            loss=loss,
-            loss_sums=loss_sums,
-            charged=charged_K,
-            correct=self._per_depth(plan, correct_N),
-            step_valid=self._at_all_depths(plan.step_valid_K),
-            step_reached=self._at_all_depths(torch.stack(reached)),
-            step_prefix_hits=self._at_all_depths(torch.stack(hits)),
-        )
-
-    def _at_all_depths(self, count_K: Tensor) -> Tensor:
-        """Pad counts with zeros: a plan may be shallower than the metrics."""
-        return F.pad(count_K, (0, self.depths - len(count_K)))
-
-    def _check_shapes(self, input_ids: Tensor, **given: Tensor | None) -> None:
-        """Raise ValueError for a tensor that does not fit the rows, the draft or its vocabulary."""
-        rows_BT, config = list(input_ids.shape), self.draft_model.config
-        aux_width = config.num_aux_hidden_states * config.target_hidden_size
-        shapes = {
-            "attention_mask": rows_BT,
-            "loss_mask": rows_BT,
-            "aux_hidden_states": [*rows_BT, aux_width],
-            "target_logits": [*rows_BT, len(self.selected_token_mask)],
-            "target_probs": [*rows_BT, len(self.selected_token_ids)],
-            "position_mask": [*rows_BT, 1],
-        }
-        if self.target_head is not None:
-            shapes["target_last_hidden_states"] = [*rows_BT, self.target_head.weight_VD.shape[1]]
-        for name, shape in shapes.items():
-            tensor = given.get(name)
-            if tensor is not None and list(tensor.shape) != shape:
-                raise ValueError(f"{name}: must be {shape}, got {list(tensor.shape)}")
-
-    def _per_depth(self, plan: Plan, values_N: Tensor) -> Tensor:
-        """[K] sums of per-element values; in int64 for counts."""
-        if not values_N.is_floating_point():
-            values_N = values_N.to(torch.int64)
-        return values_N.new_zeros(self.depths).index_add_(0, plan.head.depth_N, values_N)
 
     @property
     def _vocabulary(self) -> VocabularyTensors:

@@ -5,9 +5,9 @@ them, and, before that, coverage (is the target's top token in the draft vocabul
 No [slots, V] tensor outlives a chunk, unless it is part of the batch.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -89,6 +89,33 @@ class HiddenSupervision:
             for slot_J in _chunks(self.slot_M, len(self.head.weight_VD))
         ]
         return self.vocabulary.member_V[torch.cat(top)]
+
+
+def check_shapes(
+    input_ids: Tensor,  # [B, T]
+    given: Mapping[str, Tensor | None],  # the other inputs of a batch by name
+    *,
+    config: Any,  # of the draft
+    vocabulary: VocabularyTensors,
+    head: TargetHead | None,
+) -> None:
+    """Raise ValueError for a tensor that does not fit the rows, the draft or its vocabulary."""
+    rows_BT = list(input_ids.shape)
+    aux_width = config.num_aux_hidden_states * config.target_hidden_size
+    shapes = {
+        "attention_mask": rows_BT,
+        "loss_mask": rows_BT,
+        "aux_hidden_states": [*rows_BT, aux_width],
+        "target_logits": [*rows_BT, len(vocabulary.member_V)],
+        "target_probs": [*rows_BT, len(vocabulary.ids_W)],
+        "position_mask": [*rows_BT, 1],
+    }
+    if head is not None:
+        shapes["target_last_hidden_states"] = [*rows_BT, head.weight_VD.shape[1]]
+    for name, shape in shapes.items():
+        tensor = given.get(name)
+        if tensor is not None and list(tensor.shape) != shape:
+            raise ValueError(f"{name}: must be {shape}, got {list(tensor.shape)}")
 
 
 def read_supervision(

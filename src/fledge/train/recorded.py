@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from fledge.core import graphs
 from fledge.core.batch import Eagle3TargetBatch
 from fledge.core.graphs import RecordedPass, RecordedSizes
-from fledge.core.rows import PACKING_FIELDS
+from fledge.core.rows import PACKING_FIELDS, TokenBatch
 from fledge.kernels.attention.blocked import kernel_runs
-from fledge.objective.base import RolloutOutput
+from fledge.objective.base import Objective, Recordable, RolloutOutput
 from fledge.rollout.plan import RolloutPlan
 
 _MAX_HIDDEN_SIZE = 1024  # larger drafts keep a GPU busy without recording
@@ -31,13 +31,15 @@ _SIZES = 16  # distinct rollout sizes, each recorded once; fewer would mean more
 
 
 def recorded_steps(
-    objective: Any, parameters: Sequence[nn.Parameter], *, tokens: int
+    objective: Objective[Any], parameters: Sequence[nn.Parameter], *, tokens: int
 ) -> "RecordedSteps | None":
     """Recorded steps for micro-batches of `tokens` tokens; None where recording is impossible or
     would not pay off."""
     draft = objective.draft_model
     small = draft.config.hidden_size <= _MAX_HIDDEN_SIZE and not draft.gradient_checkpointing
-    if draft.device.type != "cuda" or not small or not getattr(objective, "can_be_even", False):
+    if draft.device.type != "cuda" or not small:
+        return None
+    if not isinstance(objective, Recordable) or not objective.can_be_even:
         return None
     if not _attends_on_gpu(objective):
         return None
@@ -45,7 +47,7 @@ def recorded_steps(
     return RecordedSteps(objective, parameters)
 
 
-def _attends_on_gpu(objective: Any) -> bool:
+def _attends_on_gpu(objective: Objective[Any]) -> bool:
     """Whether attention uses the GPU kernel: torch's path reads sizes on the host."""
     draft = objective.draft_model
     dtype = objective.compute_dtype or draft.dtype
@@ -55,13 +57,18 @@ def _attends_on_gpu(objective: Any) -> bool:
 class RecordedSteps:
     """Recorded steps of an objective with even plans (sizes are multiples of its `quantum`)."""
 
-    def __init__(self, objective: Any, parameters: Sequence[nn.Parameter]) -> None:
+    def __init__(self, objective: Recordable[Any, Any], parameters: Sequence[nn.Parameter]) -> None:
         self._objective, self._parameters = objective, parameters
         # Shared by all sizes: otherwise every recorded pass would keep gradients of its own.
         self._grads: list[Tensor | None] = []
         self._sizes = RecordedSizes[RolloutOutput](_SIZES, sharing=True)
         self._updates = 0
         self._update: RecordedPass[tuple[Tensor, Tensor]] | None = None
+
+    def plan(self, rows: TokenBatch, seed: int) -> RolloutPlan:
+        """Lay out the rollout of a step on the host."""
+        plan: RolloutPlan = self._objective.plan_rows(rows, seed)
+        return plan
 
     def __call__(self, plan: RolloutPlan, answer: Eagle3TargetBatch) -> RolloutOutput:
         """Return loss and metrics, and leave the gradients in `parameter.grad`. The next call
@@ -85,7 +92,7 @@ class RecordedSteps:
             parameter.grad = None
         ready = self._objective.prepare_inputs(**answer_inputs, plan=plan)
         output = self._objective.score(ready, ready.charged_K)
-        output.loss.backward()
+        output.loss.backward()  # type: ignore[no-untyped-call]
         self._take_gradients()
         detached = {field.name: getattr(output, field.name).detach() for field in fields(output)}
         return RolloutOutput(**detached)

@@ -193,7 +193,7 @@ def _eager_passes(
     objective, world = parts.objective, parts.world
     layers = objective.draft_model.config.num_aux_hidden_states
     prepared, verdicts = [], []
-    for rows, answer in answers_of(parts, batch, features=_reads_features(objective)):
+    for rows, answer in answers_of(parts, batch, features=not objective.reads_target):
         with parts.clock.phase("supervision"):
             # Planned from host masks, while the GPU is still running the target.
             prepared.append(objective.prepare(rows, answer, seed))
@@ -204,10 +204,10 @@ def _eager_passes(
     sums = Sums.zeros(objective.depths, parts.device)
     with whole(objective.draft_model):
         with parts.clock.phase("forward"):
-            acceptance = objective.acceptance(prepared, world)
+            totals = objective.totals(prepared, world)
         for ready in prepared:
             with parts.clock.phase("forward"):
-                output = objective.score(ready, counts[:-2], acceptance)
+                output = objective.score(ready, counts[:-2], totals)
             with parts.clock.phase("backward"):
                 backward(objective.draft_model, output.loss)
             sums.add(output)
@@ -220,22 +220,17 @@ def _recorded_passes(
     parts: Parts, batch: StepBatch, seed: int, *, stopping: bool
 ) -> tuple[Sums, Counts, list[Verdict]]:
     """Run the step's only micro-batch as a recorded CUDA graph."""
-    objective: Any = parts.objective
+    objective = parts.objective
     assert parts.recorded is not None
-    [(rows, answer)] = answers_of(parts, batch, features=_reads_features(objective))
+    [(rows, answer)] = answers_of(parts, batch, features=not objective.reads_target)
     with parts.clock.phase("supervision"):
-        plan = objective.plan_rows(rows, seed)
+        plan = parts.recorded.plan(rows, seed)
     with parts.clock.phase("forward"):
         output = parts.recorded(plan, answer)
     verdicts = [inspect(answer, objective.draft_model.config.num_aux_hidden_states)]
     sums = Sums.zeros(objective.depths, parts.device)
     sums.add(output)
     return sums, _count(parts, [output.charged], verdicts, stopping=stopping), verdicts
-
-
-def _reads_features(objective: Objective[Any]) -> bool:
-    """Whether the objective reads only the aux states of an answer."""
-    return not getattr(objective, "reads_target", True)
 
 
 def _recordable(parts: Parts, batch: StepBatch) -> bool:

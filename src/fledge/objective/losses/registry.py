@@ -11,6 +11,7 @@ LOSSES: Registry[type[Loss]] = Registry(
         "hard": "fledge.objective.losses.hard:HardCrossEntropy",
         "lk_alpha": "fledge.objective.losses.lk_alpha:LkAlpha",
         "lk_lambda": "fledge.objective.losses.lk_lambda:LkLambda",
+        "tv": "fledge.objective.losses.total_variation:TotalVariation",
     },
 )
 _LK_TYPES = {"alpha": "lk_alpha", "lambda": "lk_lambda"}  # the names in trainer modules
