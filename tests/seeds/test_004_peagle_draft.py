@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import torch
-from torch.nn.attention.flex_attention import create_block_mask
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from transformers import LlamaConfig
 
 from fledge import (
@@ -250,6 +250,30 @@ def test_compiled_only_where_inductor_supports_the_tensors():
     assert module._peagle_flex_attention_compile_failed is False
     assert callable(module._peagle_flex_attention_compiled)
     assert module.logger.name == module.__name__
+
+
+def test_the_compiled_function_has_the_documented_options(monkeypatch):
+    """`torch.compile(flex_attention, mode='max-autotune-no-cudagraphs', dynamic=True)`, with dense
+    scores where it fails."""
+    compiled = []
+
+    def compile_nothing(function, **options):
+        compiled.append((function, options))
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(torch, "compile", compile_nothing)
+    monkeypatch.setattr(module, "_peagle_compile_supported", lambda *tensors: True)
+    monkeypatch.setattr(module, "_peagle_flex_attention_compile_failed", False)
+    module._compiled.cache_clear()
+    q = torch.randn(1, 4, 5, 16)
+    mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, 5, 5, device="cpu")
+    expected = torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+    for _ in range(2):  # a failure is not repeated
+        actual = module._peagle_flex_attention(q=q, k=q, v=q, block_mask=mask, scale=0.25)
+        torch.testing.assert_close(actual, expected)
+    options = {"mode": "max-autotune-no-cudagraphs", "dynamic": True}
+    assert compiled == [(flex_attention, options)]
+    assert module._peagle_flex_attention_compile_failed
 
 
 def test_training_reaches_the_placeholder_and_is_recorded_in_the_config(tmp_path):

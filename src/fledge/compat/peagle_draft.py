@@ -39,7 +39,7 @@ _peagle_flex_attention_compile_failed = False  # then it is not tried again in t
 @cache
 def _compiled() -> Callable[..., Any]:
     """Not at import: Inductor takes seconds to import, and most programs never attend here."""
-    return torch.compile(flex_attention, dynamic=True)
+    return torch.compile(flex_attention, mode="max-autotune-no-cudagraphs", dynamic=True)
 
 
 def _peagle_flex_attention_compiled(*args: Any, **kwargs: Any) -> Any:
