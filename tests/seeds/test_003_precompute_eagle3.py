@@ -7,6 +7,7 @@ import argparse
 import inspect
 import json
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -158,6 +159,21 @@ def test_a_batch_becomes_the_tensors_that_are_cached(dtype):
     assert torch.equal(cached["input_ids"], batch.input_ids)
     assert torch.equal(cached["loss_mask"], batch.loss_mask)
     assert {tensor.device.type for tensor in cached.values()} == {"cpu"}
+
+
+def test_a_batch_is_any_object_with_its_attributes():
+    """`_compute_batch_cache(target_batch, ...)`, without a type."""
+    model, ids = tiny_model("llama"), torch.arange(0, 90, 2)
+    mask = torch.zeros(model.config.vocab_size, dtype=torch.bool).index_fill(0, ids, True)
+    batch = HFEagle3TargetModel(model).generate_batch(*padded_rows())
+    names = ("input_ids", "attention_mask", "loss_mask", "aux_hidden_states", "logits")
+    same = SimpleNamespace(**{name: getattr(batch, name) for name in names})
+    cached = command._compute_batch_cache(same, ids, mask, torch.float32)
+    expected = command._compute_batch_cache(batch, ids, mask, torch.float32)
+    assert (
+        cached.keys() == expected.keys() == {*names, "target_probs", "position_mask"} - {"logits"}
+    )
+    assert all(torch.equal(cached[name], expected[name]) for name in cached)
 
 
 def test_resuming_with_a_different_configuration_names_the_fields(tmp_path):

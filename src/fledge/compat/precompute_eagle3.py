@@ -21,7 +21,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -182,7 +182,7 @@ def _aux_layer_ids(args: argparse.Namespace) -> list[int] | None:
 
 
 def _compute_batch_cache(
-    target_batch: Eagle3TargetBatch,
+    target_batch: Any,
     selected_token_ids: torch.Tensor,
     selected_token_mask: torch.Tensor,
     cache_dtype: torch.dtype,
@@ -191,12 +191,15 @@ def _compute_batch_cache(
 ) -> dict[str, torch.Tensor]:
     """Turn one target-model batch into the per-sample tensors the trainer takes, on the CPU.
 
-    The draft-vocabulary view of a batch: what the `probs` encoding keeps, but with padded rows and
-    a distribution at unsupervised slots too. Probabilities come from the function that the live
-    trainer calls, so they equal the live ones; floating-point fields are then cast to
-    `cache_dtype`. `head` is needed when the batch carries last hidden states.
+    `target_batch` is an `Eagle3TargetBatch`, or any object with the attributes of one; fields that
+    it lacks count as None. The result is the draft-vocabulary view: what the `probs` encoding
+    keeps, but with padded rows and a distribution at unsupervised slots too. Probabilities come
+    from the function that the live trainer calls, so they equal the live ones; floating-point
+    fields are then cast to `cache_dtype`. `head` is needed when the batch carries last hidden
+    states.
     """
-    batch = target_batch
+    names = [field.name for field in fields(Eagle3TargetBatch)]
+    batch = Eagle3TargetBatch(**{name: getattr(target_batch, name, None) for name in names})
     if batch.target_probs is None:
         supervised = batch.loss_mask
         batch = replace(batch, loss_mask=torch.ones_like(supervised)).with_probs(
