@@ -33,6 +33,7 @@ from fledge.core.batch import Eagle3TargetBatch
 from fledge.core.errors import BadInput, explain, in_words
 from fledge.core.files import check_place
 from fledge.core.head import TargetHead
+from fledge.core.machine import find_device
 from fledge.core.terminal import Terminal
 from fledge.core.text import VisibleFormatter
 from fledge.target.cache.capture import Written
@@ -100,8 +101,22 @@ def _seed(text: str) -> int | None:
     return None if text == "none" else int(text)
 
 
+def _completed(args: argparse.Namespace) -> argparse.Namespace:
+    """The arguments of a caller who has not used the parser, which may be fewer than ours."""
+    required = ("target_model", "input_data", "output_dir")
+    for name in required:
+        if name not in args:
+            raise BadInput("a value is required", where=f"--{name.replace('_', '-')}")
+    stand_ins = (word for name in required for word in (f"--{name.replace('_', '-')}", "-"))
+    args = argparse.Namespace(**{**vars(_build_parser().parse_args([*stand_ins])), **vars(args)})
+    if isinstance(args.input_data, str):
+        args.input_data = [args.input_data]
+    return args
+
+
 def _validate_args(args: argparse.Namespace) -> None:
     """Reject invalid CLI values before loading any model."""
+    args = _completed(args)
     positive = ("batch_size", "shard_size", "draft_vocab_size")
     rest = ("target_probs_topk", "num_workers", "shuffle_seed")
     smallest = {"seq_length": 2, **dict.fromkeys(positive, 1), **dict.fromkeys(rest, 0)}
@@ -120,6 +135,11 @@ def _validate_args(args: argparse.Namespace) -> None:
     if not 0 <= args.max_drop_share <= 1:
         what = f"{args.max_drop_share} is not a share"
         raise BadInput(what, where="--max-drop-share", fix="from 0 to 1")
+    if args.device != "auto":
+        try:
+            find_device(args.device)
+        except BadInput as error:
+            raise BadInput(error.what, where="--device", fix=error.fix) from error
     if str(args.log_level).upper() not in _LEVELS:
         raise BadInput(
             f"{args.log_level!r} is not a level", where="--log-level", fix=", ".join(_LEVELS)
@@ -167,7 +187,7 @@ def _encoding(args: argparse.Namespace) -> Any:
 def _aux_layer_ids(args: argparse.Namespace) -> list[int] | None:
     if args.aux_layer_ids is None:
         return None
-    given = ",".join(args.aux_layer_ids)
+    given = ",".join(map(str, args.aux_layer_ids))
     try:
         ids = [int(text) for text in given.split(",")]
     except ValueError:
@@ -228,6 +248,7 @@ def _run(args: argparse.Namespace) -> int:
     from fledge.cli.console import quiet_libraries
     from fledge.core.distributed import pick_device
 
+    args = _completed(args)
     _validate_args(args)
     logging.basicConfig(level=str(args.log_level).upper(), format="%(message)s")
     for handler in logging.getLogger().handlers:
