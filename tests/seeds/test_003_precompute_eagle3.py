@@ -209,5 +209,22 @@ def test_resuming_with_a_different_configuration_names_the_fields(tmp_path):
     command._ensure_resume_compatible(cache, {"seq_length": 64}, set())
     (tmp_path / "manifest.json").write_text(json.dumps({"seq_length": 64, "dtype": "float32"}))
     command._ensure_resume_compatible(cache, {"seq_length": 64, "dtype": "float32"}, {0, 1})
-    with pytest.raises(BadInput, match="seq_length: 64 -> 32"):
-        command._ensure_resume_compatible(cache, {"seq_length": 32, "dtype": "float32"}, {0, 1})
+    for shards in ({0, 1}, set()):
+        with pytest.raises(BadInput, match="seq_length: 64 -> 32"):
+            command._ensure_resume_compatible(cache, {"seq_length": 32, "dtype": "float32"}, shards)
+        with pytest.raises(BadInput, match="dtype: 'float32' -> None"):
+            command._ensure_resume_compatible(cache, {"seq_length": 64}, shards)
+    (tmp_path / "manifest.json").write_text(json.dumps({"seq_length": 64, "target": "A"}))
+    with pytest.raises(BadInput, match="target: 'A' -> None"):
+        command._ensure_resume_compatible(cache, {"seq_length": 64}, {0})
+
+
+def test_a_run_that_stopped_before_its_first_shard_can_be_resumed(argv, tmp_path, capsys):
+    """With the same configuration, and no other: "Refuse to --resume into a cache produced with a
+    different configuration." """
+    quiet = ("--log-level", "CRITICAL")
+    assert command.main(argv("--quota-gb", "1e-9", *quiet)) == 3  # a manifest, no shard
+    assert not list((tmp_path / "cache").glob("shard-*"))
+    assert command.main(argv("--shuffle-seed", "7", "--resume", *quiet)) == 2
+    assert "shuffle_seed: 42 -> 7" in capsys.readouterr().err
+    assert command.main(argv("--resume", *quiet)) == 0
