@@ -14,6 +14,7 @@ import torch
 
 from fledge import BadInput, CachedEagle3TargetModel, HFEagle3TargetModel, load_recipe
 from fledge import precompute_eagle3 as command
+from fledge.compat import precompute_eagle3 as implementation
 from fledge.core.head import target_distribution
 from target.contract import padded_rows
 from target.tiny_models import tiny_model
@@ -186,6 +187,25 @@ def test_a_batch_becomes_the_tensors_that_are_cached(dtype):
     assert torch.equal(cached["input_ids"], batch.input_ids)
     assert torch.equal(cached["loss_mask"], batch.loss_mask)
     assert {tensor.device.type for tensor in cached.values()} == {"cpu"}
+
+
+def test_the_distribution_is_the_one_that_the_trainer_computes(monkeypatch):
+    """ "Reuses _compute_target_distribution — the exact function the online trainer calls" """
+    model, ids = tiny_model("llama"), torch.arange(0, 90, 2)
+    mask = torch.zeros(model.config.vocab_size, dtype=torch.bool).index_fill(0, ids, True)
+    batch = HFEagle3TargetModel(model).generate_batch(*padded_rows())
+    probs, position_mask = command._compute_target_distribution(
+        batch.logits, ids, mask, batch.loss_mask
+    )
+    assert torch.equal(probs, batch.logits[..., ids].softmax(-1))
+    covered = mask[batch.logits.argmax(-1)] & batch.loss_mask.bool()
+    assert torch.equal(position_mask, covered[..., None])
+    assert 0 < covered.sum() < batch.loss_mask.sum()
+    monkeypatch.setattr(
+        implementation, "_compute_target_distribution", lambda *_: (probs * 0, position_mask)
+    )
+    cached = command._compute_batch_cache(batch, ids, mask, torch.float32)
+    assert not cached["target_probs"].any()
 
 
 def test_a_batch_is_any_object_with_its_attributes():

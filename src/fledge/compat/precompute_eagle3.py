@@ -32,7 +32,7 @@ import torch
 from fledge.core.batch import Eagle3TargetBatch
 from fledge.core.errors import BadInput, explain, in_words
 from fledge.core.files import check_place
-from fledge.core.head import TargetHead
+from fledge.core.head import TargetHead, target_distribution
 from fledge.core.machine import find_device
 from fledge.core.terminal import Terminal
 from fledge.core.text import VisibleFormatter
@@ -201,6 +201,21 @@ def _aux_layer_ids(args: argparse.Namespace) -> list[int] | None:
     return ids
 
 
+def _compute_target_distribution(
+    target_logits: torch.Tensor,  # [B, T, V]
+    selected_token_ids: torch.Tensor,  # [W]
+    selected_token_mask: torch.Tensor,  # [V]
+    loss_mask: torch.Tensor,  # [B, T]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`target_distribution`, which the live trainer calls, at every slot: probabilities [B, T, W],
+    and where they are charged [B, T, 1]: supervised, the top token in the draft vocabulary."""
+    probs_NW, covered_N = target_distribution(
+        target_logits.flatten(0, -2), selected_token_ids, selected_token_mask
+    )
+    charged = covered_N.view_as(loss_mask) & loss_mask.bool()
+    return probs_NW.view(*loss_mask.shape, -1), charged[..., None]
+
+
 def _compute_batch_cache(
     target_batch: Any,
     selected_token_ids: torch.Tensor,
@@ -220,14 +235,15 @@ def _compute_batch_cache(
     """
     names = [field.name for field in fields(Eagle3TargetBatch)]
     batch = Eagle3TargetBatch(**{name: getattr(target_batch, name, None) for name in names})
-    if batch.target_probs is None:
-        supervised = batch.loss_mask
-        batch = replace(batch, loss_mask=torch.ones_like(supervised)).with_probs(
-            head, selected_token_ids, selected_token_mask
+    if batch.last_hidden_states is not None:
+        if head is None:
+            raise ValueError("head is needed to turn last_hidden_states into probabilities")
+        batch = batch.with_logits(head)
+    if batch.logits is not None:
+        probs, position_mask = _compute_target_distribution(
+            batch.logits, selected_token_ids, selected_token_mask, batch.loss_mask
         )
-        assert batch.position_mask is not None
-        position_mask = batch.position_mask & supervised.bool()[..., None]
-        batch = replace(batch, loss_mask=supervised, position_mask=position_mask)
+        batch = replace(batch, logits=None, target_probs=probs, position_mask=position_mask)
     float_fields = ("aux_hidden_states", "target_probs")
     return {
         name: (tensor.to(cache_dtype) if name in float_fields else tensor).cpu()
