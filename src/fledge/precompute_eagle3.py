@@ -5,6 +5,7 @@ import sys
 from fledge.compat.precompute_eagle3 import (  # noqa: F401  (used by other programs)
     _build_parser,
     _compute_batch_cache,
+    _compute_target_distribution,
     _ensure_resume_compatible,
     _run,
     _validate_args,

@@ -7,7 +7,7 @@ import torch
 from test_draft_model import make_config, some_vocabulary
 
 from fledge import BadInput, LlamaEagle3DraftModel
-from fledge.draft import base
+from fledge.core import recompute
 from fledge.draft import parallel as parallel_draft
 from fledge.draft.derive import derive_draft_config
 from fledge.draft.warm_start import peagle_from_eagle3
@@ -190,7 +190,7 @@ def test_gradient_checkpointing_is_exact_and_off_in_evaluation(monkeypatch, way,
         calls.append(kwargs["use_reentrant"])
         return original(*args, **kwargs)
 
-    for module in (parallel_draft, base):
+    for module in (parallel_draft, recompute):
         monkeypatch.setattr(module, "checkpoint", counted)
     draft.gradient_checkpointing = True
     segments = len(plan.segments) if way == "plan" else 1

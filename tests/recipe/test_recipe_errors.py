@@ -123,8 +123,8 @@ def test_errors_name_the_override_and_the_fix(override: str, says: str) -> None:
         ("training: {seed: " + "9" * 5000 + "}", "cannot be read"),
         ("[" * 5000, "YAML: nested too deeply"),
         (
-            "recipe_args:\n  cached_target_path: /data/cache",
-            "line 1: unknown section 'recipe_args'; did you mean 'target.cached_target_path'?",
+            "recipe_args:\n  cached_target_path: /data/cache\n  learning_rate: 1",
+            "line 1: unknown section 'recipe_args'; did you mean 'training.lr'?",
         ),
         ("target: {backend: cache}", "target.cached_target_path: a value is required"),
         ("data: {max_length: 9000}", "packing.tokens (8192) is below data.max_length (9000)"),

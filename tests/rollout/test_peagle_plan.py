@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import flex_attention
 
 from fledge import create_peagle_mask_mod
-from fledge.compat import flex_peagle as peagle_mask
-from fledge.compat.flex_peagle import peagle_block_mask, peagle_flex_attention
+from fledge.compat import peagle_draft
+from fledge.compat.flex_peagle import peagle_block_mask
+from fledge.compat.peagle_draft import _peagle_flex_attention
 from fledge.kernels.attention.parallel import parallel_attention, parallel_visible
 from fledge.rollout import plan as plan_module
 from fledge.rollout.parallel_plan import lay_out_parallel, plan_parallel
@@ -231,7 +232,7 @@ def flex(inputs, queries, keys, lengths):
         return x.transpose(0, 1)[None]
 
     keys_X, values_X = (torch.cat(pair) for pair in zip(prefix, chain, strict=True))
-    out = peagle_flex_attention(
+    out = _peagle_flex_attention(
         by_head(scattered), by_head(keys_X), by_head(values_X), mask, q.shape[-1] ** -0.5
     )
     return out[0].transpose(0, 1)[indices]
@@ -315,7 +316,7 @@ def flex_inputs(count=150, heads=2, channels=16):
 def test_the_block_mask_works_with_torchs_flex_attention():
     q, k, v, mask = flex_inputs()
     expected = flex_attention(q, k, v, block_mask=mask, scale=0.3, enable_gqa=True)
-    actual = peagle_flex_attention(q, k, v, mask, 0.3)
+    actual = _peagle_flex_attention(q, k, v, mask, 0.3)
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
     assert (actual[:, :, 41:50] == 0).all()  # padding attends to nothing
 
@@ -328,14 +329,14 @@ def test_a_failed_compilation_is_recorded_and_not_retried(monkeypatch, caplog):
         attempts.append(1)
         raise RuntimeError("no lowering for this")
 
-    monkeypatch.setattr(peagle_mask, "compile_supported", lambda *tensors: True)
-    monkeypatch.setattr(peagle_mask._Compiled, "function", broken)
-    monkeypatch.setattr(peagle_mask._Compiled, "failure", None)
-    expected = peagle_mask._dense_attention(q, k, v, mask, 0.3)
+    monkeypatch.setattr(peagle_draft, "_peagle_compile_supported", lambda *tensors: True)
+    monkeypatch.setattr(peagle_draft, "_peagle_flex_attention_compiled", broken)
+    monkeypatch.setattr(peagle_draft, "_peagle_flex_attention_compile_failed", False)
+    expected = peagle_draft._dense_attention(q, k, v, mask, 0.3)
     for _ in range(2):
-        assert torch.equal(peagle_flex_attention(q, k, v, mask, 0.3), expected)
+        assert torch.equal(_peagle_flex_attention(q, k, v, mask, 0.3), expected)
     assert attempts == [1]
-    assert "no lowering for this" in peagle_mask._Compiled.failure
+    assert peagle_draft._peagle_flex_attention_compile_failed
     assert "no lowering for this" in caplog.text
 
 
@@ -345,11 +346,11 @@ def test_out_of_memory_is_not_a_failed_compilation(monkeypatch):
     def full(*args, **kwargs):
         raise torch.OutOfMemoryError("full")
 
-    monkeypatch.setattr(peagle_mask, "compile_supported", lambda *tensors: True)
-    monkeypatch.setattr(peagle_mask._Compiled, "function", full)
+    monkeypatch.setattr(peagle_draft, "_peagle_compile_supported", lambda *tensors: True)
+    monkeypatch.setattr(peagle_draft, "_peagle_flex_attention_compiled", full)
     with pytest.raises(torch.OutOfMemoryError):
-        peagle_flex_attention(q, k, v, mask, 0.3)
-    assert peagle_mask._Compiled.failure is None
+        _peagle_flex_attention(q, k, v, mask, 0.3)
+    assert not peagle_draft._peagle_flex_attention_compile_failed
 
 
 def test_compiled_only_where_inductor_supports_it():
@@ -357,7 +358,7 @@ def test_compiled_only_where_inductor_supports_it():
         def __init__(self, device="cuda", dtype=torch.bfloat16, channels=64):
             self.device, self.dtype, self.shape = torch.device(device), dtype, (1, 2, 3, channels)
 
-    assert peagle_mask.compile_supported(*[Tensor()] * 3)
+    assert peagle_draft._peagle_compile_supported(*[Tensor()] * 3)
     for bad in (Tensor("cpu"), Tensor(dtype=torch.float64), Tensor(channels=8)):
-        assert not peagle_mask.compile_supported(bad, bad, bad)
-        assert not peagle_mask.compile_supported(Tensor(), Tensor(), bad)
+        assert not peagle_draft._peagle_compile_supported(bad, bad, bad)
+        assert not peagle_draft._peagle_compile_supported(Tensor(), Tensor(), bad)

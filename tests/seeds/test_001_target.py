@@ -21,6 +21,7 @@ from fledge import (
     PEagleTrainerModule,
 )
 from fledge.draft.derive import derive_draft_config
+from fledge.target.hf.model import _shift_left_with_zero
 from target.contract import packed_rows, padded_rows, some_documents
 from target.tiny_models import tiny_model
 
@@ -188,6 +189,18 @@ def test_sequence_aligned_tensors_shift_left_with_a_zero_tail():
     assert not batch.logits[:, -1].any()
     assert torch.equal(batch.attention_mask, mask)
     assert (batch.position_ids, batch.seq_lens, batch.doc_remaining) == (None, None, None)
+
+
+def test_the_shift_can_be_imported_beside_the_target():
+    """`_shift_left_with_zero(tensor: torch.Tensor) -> torch.Tensor`"""
+    assert _shift_left_with_zero(tensor=torch.tensor([[1, 2, 3], [4, 5, 6]])).tolist() == [
+        [2, 3, 0],
+        [5, 6, 0],
+    ]
+    states = torch.randn(2, 4, 3)
+    shifted = _shift_left_with_zero(states)
+    assert torch.equal(shifted[:, :-1], states[:, 1:])
+    assert not shifted[:, -1].any()
 
 
 @torch.no_grad()

@@ -7,12 +7,14 @@ import argparse
 import inspect
 import json
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from fledge import BadInput, CachedEagle3TargetModel, HFEagle3TargetModel, load_recipe
 from fledge import precompute_eagle3 as command
+from fledge.compat import precompute_eagle3 as implementation
 from fledge.core.head import target_distribution
 from target.contract import padded_rows
 from target.tiny_models import tiny_model
@@ -57,6 +59,7 @@ def argv(tiny_target, tiny_chats, tmp_path):
 BAD = {
     "--seq-length": "0", "--batch-size": "0", "--shard-size": "-3", "--draft-vocab-size": "0",
     "--dtype": "fp7", "--target-probs-topk": "-1", "--shuffle-seed": "-1", "--log-level": "LOUD",
+    "--device": "nope",
 }  # fmt: skip
 
 
@@ -82,6 +85,32 @@ def test_bad_values_are_rejected_before_any_model_is_loaded(argv, monkeypatch, c
 @pytest.mark.parametrize("level", ["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL", "critical"])
 def test_every_log_level_is_accepted(argv, level):
     command._validate_args(command._build_parser().parse_args(argv("--log-level", level)))
+
+
+def test_arguments_may_come_without_the_parser(tiny_target, tiny_chats, tmp_path):
+    """`_validate_args(args: argparse.Namespace)` and `_run(args)` with the documented flags alone,
+    one `--input-data` as a plain string."""
+    args = argparse.Namespace(
+        target_model=str(tiny_target), input_data=str(tiny_chats),
+        output_dir=str(tmp_path / "cache"), seq_length=64, draft_vocab_size=128, batch_size=4,
+        shard_size=32, dtype="bf16",
+    )  # fmt: skip
+    given = dict(vars(args))
+    command._validate_args(args)
+    for name, value, message in (
+        ("batch_size", 0, "--batch-size"),
+        ("device", "nope", "--device"),
+        ("aux_layer_ids", [0, 1], "--aux-layer-ids"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            command._validate_args(argparse.Namespace(**given | {name: value}))
+    missing = {name: value for name, value in given.items() if name != "output_dir"}
+    with pytest.raises(ValueError, match="--output-dir"):
+        command._validate_args(argparse.Namespace(**missing))
+    assert vars(args) == given
+    args.aux_layer_ids = [0, 1, 2]  # the tiny target has too few layers for the default ones
+    assert command._run(args) == 0
+    assert len(places(tmp_path / "cache")) > 32
 
 
 def places(directory):
@@ -131,12 +160,14 @@ def test_training_reads_it_back_via_cached_target_path(argv, tmp_path):
     assert (recipe.target.backend, recipe.target.cached_target_path) == ("cache", path)
     recipe_file = tmp_path / "r.yaml"
     recipe_file.write_text(f"recipe_args:\n  cached_target_path: {path}\n")
-    for load in (
-        lambda: load_recipe(recipe_file),
-        lambda: load_recipe(None, [f"recipe_args.cached_target_path={path}"]),
+    for same in (
+        load_recipe(recipe_file),
+        load_recipe(None, [f"recipe_args.cached_target_path={path}"]),
+        load_recipe(None, {"recipe_args": {"cached_target_path": path}}),
     ):
-        with pytest.raises(BadInput, match=r"did you mean 'target\.cached_target_path'\?"):
-            load()
+        assert same == recipe
+    with pytest.raises(BadInput, match="unknown section 'recipe_args'"):
+        load_recipe(None, ["recipe_args.something_else=1"])
     with pytest.raises(BadInput, match=str(tmp_path / "nothing")):
         CachedEagle3TargetModel(cached_target_path=tmp_path / "nothing")
 
@@ -160,11 +191,62 @@ def test_a_batch_becomes_the_tensors_that_are_cached(dtype):
     assert {tensor.device.type for tensor in cached.values()} == {"cpu"}
 
 
+def test_the_distribution_is_the_one_that_the_trainer_computes(monkeypatch):
+    """ "Reuses _compute_target_distribution — the exact function the online trainer calls" """
+    model, ids = tiny_model("llama"), torch.arange(0, 90, 2)
+    mask = torch.zeros(model.config.vocab_size, dtype=torch.bool).index_fill(0, ids, True)
+    batch = HFEagle3TargetModel(model).generate_batch(*padded_rows())
+    probs, position_mask = command._compute_target_distribution(
+        batch.logits, ids, mask, batch.loss_mask
+    )
+    assert torch.equal(probs, batch.logits[..., ids].softmax(-1))
+    covered = mask[batch.logits.argmax(-1)] & batch.loss_mask.bool()
+    assert torch.equal(position_mask, covered[..., None])
+    assert 0 < covered.sum() < batch.loss_mask.sum()
+    monkeypatch.setattr(
+        implementation, "_compute_target_distribution", lambda *_: (probs * 0, position_mask)
+    )
+    cached = command._compute_batch_cache(batch, ids, mask, torch.float32)
+    assert not cached["target_probs"].any()
+
+
+def test_a_batch_is_any_object_with_its_attributes():
+    """`_compute_batch_cache(target_batch, ...)`, without a type."""
+    model, ids = tiny_model("llama"), torch.arange(0, 90, 2)
+    mask = torch.zeros(model.config.vocab_size, dtype=torch.bool).index_fill(0, ids, True)
+    batch = HFEagle3TargetModel(model).generate_batch(*padded_rows())
+    names = ("input_ids", "attention_mask", "loss_mask", "aux_hidden_states", "logits")
+    same = SimpleNamespace(**{name: getattr(batch, name) for name in names})
+    cached = command._compute_batch_cache(same, ids, mask, torch.float32)
+    expected = command._compute_batch_cache(batch, ids, mask, torch.float32)
+    assert (
+        cached.keys() == expected.keys() == {*names, "target_probs", "position_mask"} - {"logits"}
+    )
+    assert all(torch.equal(cached[name], expected[name]) for name in cached)
+
+
 def test_resuming_with_a_different_configuration_names_the_fields(tmp_path):
     """`_ensure_resume_compatible(cache_dir: str, manifest: dict, existing_shards: set[int])`"""
     cache = str(tmp_path)
     command._ensure_resume_compatible(cache, {"seq_length": 64}, set())
     (tmp_path / "manifest.json").write_text(json.dumps({"seq_length": 64, "dtype": "float32"}))
     command._ensure_resume_compatible(cache, {"seq_length": 64, "dtype": "float32"}, {0, 1})
-    with pytest.raises(BadInput, match="seq_length: 64 -> 32"):
-        command._ensure_resume_compatible(cache, {"seq_length": 32, "dtype": "float32"}, {0, 1})
+    for shards in ({0, 1}, set()):
+        with pytest.raises(BadInput, match="seq_length: 64 -> 32"):
+            command._ensure_resume_compatible(cache, {"seq_length": 32, "dtype": "float32"}, shards)
+        with pytest.raises(BadInput, match="dtype: 'float32' -> None"):
+            command._ensure_resume_compatible(cache, {"seq_length": 64}, shards)
+    (tmp_path / "manifest.json").write_text(json.dumps({"seq_length": 64, "target": "A"}))
+    with pytest.raises(BadInput, match="target: 'A' -> None"):
+        command._ensure_resume_compatible(cache, {"seq_length": 64}, {0})
+
+
+def test_a_run_that_stopped_before_its_first_shard_can_be_resumed(argv, tmp_path, capsys):
+    """With the same configuration, and no other: "Refuse to --resume into a cache produced with a
+    different configuration." """
+    quiet = ("--log-level", "CRITICAL")
+    assert command.main(argv("--quota-gb", "1e-9", *quiet)) == 3  # a manifest, no shard
+    assert not list((tmp_path / "cache").glob("shard-*"))
+    assert command.main(argv("--shuffle-seed", "7", "--resume", *quiet)) == 2
+    assert "shuffle_seed: 42 -> 7" in capsys.readouterr().err
+    assert command.main(argv("--resume", *quiet)) == 0

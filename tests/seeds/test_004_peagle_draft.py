@@ -4,20 +4,23 @@ Each test quotes the sentence of the specification that it checks.
 """
 
 import inspect
+import subprocess
+import sys
 
 import pytest
 import torch
-from torch.nn.attention.flex_attention import create_block_mask
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from transformers import LlamaConfig
 
 from fledge import (
     LlamaEagle3DraftModel,
     PEagleTrainerModule,
     create_peagle_mask_mod,
+    draft_llama,
     generate_cod_sample_indices,
 )
-from fledge.compat import flex_peagle
-from fledge.draft import base
+from fledge import peagle_draft as module
+from fledge.core import recompute
 
 MASK_ID, WIDTH = 22, 7
 
@@ -36,6 +39,37 @@ def make_draft(**changes):
             parameter.add_(torch.randn_like(parameter) * 0.3)
     draft.set_vocab_mapping(torch.tensor([0, 2, 3, 7, 11, 12, 18, 20, 22]))
     return draft
+
+
+def test_the_drafts_inherit_the_mixins():
+    """ "The P-EAGLE forward path is provided as mixins so the EAGLE-3 draft classes in
+    draft_llama.py opt into it by inheritance"; "the dependency stays one-way"."""
+    for mixin, host in (
+        ("_PeagleAttentionMixin", draft_llama.Eagle3LlamaAttention),
+        ("_PeagleDecoderLayerMixin", draft_llama.Eagle3LlamaDecoderLayer),
+        ("_PeagleVanillaLayerMixin", draft_llama.Eagle3LlamaPeagleLayer),
+        ("_PeagleDraftMixin", draft_llama.LlamaEagle3DraftModel),
+    ):
+        assert issubclass(host, getattr(module, mixin))
+        assert host.forward_peagle is getattr(module, mixin).forward_peagle
+    draft = make_draft()
+    kinds = [draft_llama.Eagle3LlamaDecoderLayer, draft_llama.Eagle3LlamaPeagleLayer]
+    assert [type(layer) for layer in draft.layers] == kinds
+    assert {type(layer.self_attn) for layer in draft.layers} == {draft_llama.Eagle3LlamaAttention}
+    methods = ("_init_peagle_parameters", "_run_draft_layer", "build_peagle_block_mask",
+               "masked_projected_hidden")  # fmt: skip
+    for name in methods:
+        assert getattr(type(draft), name) is getattr(module._PeagleDraftMixin, name)
+    code = "import sys, fledge.peagle_draft; sys.exit('fledge.draft' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_the_placeholder_can_be_registered_by_itself():
+    """ "Register the learnable P-EAGLE mask_hidden placeholder": `num_aux_hidden_states *
+    target_hidden_size == model.fc.in_features`."""
+    draft = make_draft(parallel_drafting=False)
+    draft._init_peagle_parameters(draft.config)
+    assert draft.state_dict()["mask_hidden"].shape == (1, 1, draft.fc.in_features)
 
 
 def test_the_placeholder_is_one_parameter_before_fc():
@@ -176,13 +210,13 @@ def test_gradient_checkpointing_trades_one_forward_for_memory(monkeypatch):
     assert not draft.gradient_checkpointing
     anchor, depth = elements()
     mask = draft.build_peagle_block_mask(anchor, depth, [4, 3], WIDTH)
-    calls, original = [], base.checkpoint
+    calls, original = [], recompute.checkpoint
 
     def counted(*args, **kwargs):
         calls.append(kwargs["use_reentrant"])
         return original(*args, **kwargs)
 
-    monkeypatch.setattr(base, "checkpoint", counted)
+    monkeypatch.setattr(recompute, "checkpoint", counted)
 
     def gradient():
         draft.zero_grad()
@@ -212,8 +246,34 @@ def test_gradient_checkpointing_trades_one_forward_for_memory(monkeypatch):
 def test_compiled_only_where_inductor_supports_the_tensors():
     """ "Run the P-EAGLE flex attention, compiling only when Inductor supports it." """
     q = torch.randn(1, 4, 5, 16)
-    assert not flex_peagle.compile_supported(q, q, q)  # on a CPU
-    assert flex_peagle._Compiled.failure is None
+    assert not module._peagle_compile_supported(q, q, q)  # on a CPU
+    assert module._peagle_flex_attention_compile_failed is False
+    assert callable(module._peagle_flex_attention_compiled)
+    assert module.logger.name == module.__name__
+
+
+def test_the_compiled_function_has_the_documented_options(monkeypatch):
+    """`torch.compile(flex_attention, mode='max-autotune-no-cudagraphs', dynamic=True)`, with dense
+    scores where it fails."""
+    compiled = []
+
+    def compile_nothing(function, **options):
+        compiled.append((function, options))
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(torch, "compile", compile_nothing)
+    monkeypatch.setattr(module, "_peagle_compile_supported", lambda *tensors: True)
+    monkeypatch.setattr(module, "_peagle_flex_attention_compile_failed", False)
+    module._compiled.cache_clear()
+    q = torch.randn(1, 4, 5, 16)
+    mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, 5, 5, device="cpu")
+    expected = torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+    for _ in range(2):  # a failure is not repeated
+        actual = module._peagle_flex_attention(q=q, k=q, v=q, block_mask=mask, scale=0.25)
+        torch.testing.assert_close(actual, expected)
+    options = {"mode": "max-autotune-no-cudagraphs", "dynamic": True}
+    assert compiled == [(flex_attention, options)]
+    assert module._peagle_flex_attention_compile_failed
 
 
 def test_training_reaches_the_placeholder_and_is_recorded_in_the_config(tmp_path):

@@ -1,29 +1,15 @@
-"""P-EAGLE's visibility as a flex-attention mask, and attention with that mask.
+"""P-EAGLE's visibility as a flex-attention mask, for elements in any order.
 
-An alternative to `parallel.py` for callers who flatten their elements themselves (the interface of
-the draft's `forward_peagle`): any order of elements, one mask. Flex attention is compiled where
-Inductor supports the tensors; elsewhere, and after a failed compilation, the scores are dense.
+`peagle_draft.py` attends with it.
 """
 
-import logging
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import (
-    BlockMask,
-    create_block_mask,
-    create_mask,
-    flex_attention,
-)
-
-logger = logging.getLogger(__name__)
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-
-_MIN_CHANNELS = 16  # smallest head dimension that Inductor's kernels support
-_COMPILED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def create_peagle_mask_mod(
@@ -66,56 +52,3 @@ def peagle_block_mask(
     mask_mod = create_peagle_mask_mod(anchor_pos, depth, lengths, total_seq_len)
     count, device = anchor_pos.numel(), anchor_pos.device
     return create_block_mask(mask_mod, None, None, count, count, device=str(device))
-
-
-class _Compiled:
-    """Flex attention, compiled once per process, and the error if its compilation failed."""
-
-    function: Callable[..., Any] | None = None
-    failure: str | None = None
-
-
-def compile_supported(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether Inductor's flex-attention lowering supports these tensors."""
-    return (
-        q.device.type == "cuda"
-        and {k.device, v.device} == {q.device}
-        and q.dtype in _COMPILED_DTYPES
-        and {k.dtype, v.dtype} == {q.dtype}
-        and min(q.shape[-1], v.shape[-1]) >= _MIN_CHANNELS
-    )
-
-
-def peagle_flex_attention(
-    q_BHNC: Tensor, k_BGNC: Tensor, v_BGNC: Tensor, block_mask: BlockMask, scale: float
-) -> Tensor:
-    """Attention output [B, H, N, C]; elements that see nothing (padding) get zeros."""
-    if _Compiled.failure is None and compile_supported(q_BHNC, k_BGNC, v_BGNC):
-        if _Compiled.function is None:
-            _Compiled.function = torch.compile(flex_attention, dynamic=True)
-        try:
-            out: Tensor = _Compiled.function(
-                q_BHNC, k_BGNC, v_BGNC, block_mask=block_mask, scale=scale, enable_gqa=True
-            )
-            return out
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:  # what Dynamo, Inductor and Triton raise
-            _Compiled.failure = f"{type(error).__name__}: {error}"
-            logger.warning("flex attention is not compiled, dense from now on: %s", error)
-    return _dense_attention(q_BHNC, k_BGNC, v_BGNC, block_mask, scale)
-
-
-def _dense_attention(
-    q_BHNC: Tensor, k_BGNC: Tensor, v_BGNC: Tensor, block_mask: BlockMask, scale: float
-) -> Tensor:
-    batch, heads, queries = q_BHNC.shape[:3]
-    repeat, wide = heads // k_BGNC.shape[1], torch.promote_types(q_BHNC.dtype, torch.float32)
-    k, v = (x.to(wide).repeat_interleave(repeat, dim=1) for x in (k_BGNC, v_BGNC))
-    visible = create_mask(
-        block_mask.mask_mod, batch, heads, queries, k.shape[2], device=str(q_BHNC.device)
-    )
-    scores = (q_BHNC.to(wide) * scale) @ k.transpose(-1, -2)
-    seen = visible.any(dim=-1, keepdim=True)
-    weights = scores.masked_fill(~visible & seen, float("-inf")).softmax(dim=-1)
-    return ((weights @ v) * seen).to(q_BHNC.dtype)

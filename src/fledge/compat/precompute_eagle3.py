@@ -21,7 +21,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -32,7 +32,8 @@ import torch
 from fledge.core.batch import Eagle3TargetBatch
 from fledge.core.errors import BadInput, explain, in_words
 from fledge.core.files import check_place
-from fledge.core.head import TargetHead
+from fledge.core.head import TargetHead, target_distribution
+from fledge.core.machine import find_device
 from fledge.core.terminal import Terminal
 from fledge.core.text import VisibleFormatter
 from fledge.target.cache.capture import Written
@@ -100,8 +101,22 @@ def _seed(text: str) -> int | None:
     return None if text == "none" else int(text)
 
 
+def _completed(args: argparse.Namespace) -> argparse.Namespace:
+    """The arguments of a caller who has not used the parser, which may be fewer than ours."""
+    required = ("target_model", "input_data", "output_dir")
+    for name in required:
+        if name not in args:
+            raise BadInput("a value is required", where=f"--{name.replace('_', '-')}")
+    stand_ins = (word for name in required for word in (f"--{name.replace('_', '-')}", "-"))
+    args = argparse.Namespace(**{**vars(_build_parser().parse_args([*stand_ins])), **vars(args)})
+    if isinstance(args.input_data, str):
+        args.input_data = [args.input_data]
+    return args
+
+
 def _validate_args(args: argparse.Namespace) -> None:
     """Reject invalid CLI values before loading any model."""
+    args = _completed(args)
     positive = ("batch_size", "shard_size", "draft_vocab_size")
     rest = ("target_probs_topk", "num_workers", "shuffle_seed")
     smallest = {"seq_length": 2, **dict.fromkeys(positive, 1), **dict.fromkeys(rest, 0)}
@@ -120,6 +135,11 @@ def _validate_args(args: argparse.Namespace) -> None:
     if not 0 <= args.max_drop_share <= 1:
         what = f"{args.max_drop_share} is not a share"
         raise BadInput(what, where="--max-drop-share", fix="from 0 to 1")
+    if args.device != "auto":
+        try:
+            find_device(args.device)
+        except BadInput as error:
+            raise BadInput(error.what, where="--device", fix=error.fix) from error
     if str(args.log_level).upper() not in _LEVELS:
         raise BadInput(
             f"{args.log_level!r} is not a level", where="--log-level", fix=", ".join(_LEVELS)
@@ -167,7 +187,7 @@ def _encoding(args: argparse.Namespace) -> Any:
 def _aux_layer_ids(args: argparse.Namespace) -> list[int] | None:
     if args.aux_layer_ids is None:
         return None
-    given = ",".join(args.aux_layer_ids)
+    given = ",".join(map(str, args.aux_layer_ids))
     try:
         ids = [int(text) for text in given.split(",")]
     except ValueError:
@@ -181,8 +201,23 @@ def _aux_layer_ids(args: argparse.Namespace) -> list[int] | None:
     return ids
 
 
+def _compute_target_distribution(
+    target_logits: torch.Tensor,  # [B, T, V]
+    selected_token_ids: torch.Tensor,  # [W]
+    selected_token_mask: torch.Tensor,  # [V]
+    loss_mask: torch.Tensor,  # [B, T]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`target_distribution`, which the live trainer calls, at every slot: probabilities [B, T, W],
+    and where they are charged [B, T, 1]: supervised, the top token in the draft vocabulary."""
+    probs_NW, covered_N = target_distribution(
+        target_logits.flatten(0, -2), selected_token_ids, selected_token_mask
+    )
+    charged = covered_N.view_as(loss_mask) & loss_mask.bool()
+    return probs_NW.view(*loss_mask.shape, -1), charged[..., None]
+
+
 def _compute_batch_cache(
-    target_batch: Eagle3TargetBatch,
+    target_batch: Any,
     selected_token_ids: torch.Tensor,
     selected_token_mask: torch.Tensor,
     cache_dtype: torch.dtype,
@@ -191,20 +226,24 @@ def _compute_batch_cache(
 ) -> dict[str, torch.Tensor]:
     """Turn one target-model batch into the per-sample tensors the trainer takes, on the CPU.
 
-    The draft-vocabulary view of a batch: what the `probs` encoding keeps, but with padded rows and
-    a distribution at unsupervised slots too. Probabilities come from the function that the live
-    trainer calls, so they equal the live ones; floating-point fields are then cast to
-    `cache_dtype`. `head` is needed when the batch carries last hidden states.
+    `target_batch` is an `Eagle3TargetBatch`, or any object with the attributes of one; fields that
+    it lacks count as None. The result is the draft-vocabulary view: what the `probs` encoding
+    keeps, but with padded rows and a distribution at unsupervised slots too. Probabilities come
+    from the function that the live trainer calls, so they equal the live ones; floating-point
+    fields are then cast to `cache_dtype`. `head` is needed when the batch carries last hidden
+    states.
     """
-    batch = target_batch
-    if batch.target_probs is None:
-        supervised = batch.loss_mask
-        batch = replace(batch, loss_mask=torch.ones_like(supervised)).with_probs(
-            head, selected_token_ids, selected_token_mask
+    names = [field.name for field in fields(Eagle3TargetBatch)]
+    batch = Eagle3TargetBatch(**{name: getattr(target_batch, name, None) for name in names})
+    if batch.last_hidden_states is not None:
+        if head is None:
+            raise ValueError("head is needed to turn last_hidden_states into probabilities")
+        batch = batch.with_logits(head)
+    if batch.logits is not None:
+        probs, position_mask = _compute_target_distribution(
+            batch.logits, selected_token_ids, selected_token_mask, batch.loss_mask
         )
-        assert batch.position_mask is not None
-        position_mask = batch.position_mask & supervised.bool()[..., None]
-        batch = replace(batch, loss_mask=supervised, position_mask=position_mask)
+        batch = replace(batch, logits=None, target_probs=probs, position_mask=position_mask)
     float_fields = ("aux_hidden_states", "target_probs")
     return {
         name: (tensor.to(cache_dtype) if name in float_fields else tensor).cpu()
@@ -225,6 +264,7 @@ def _run(args: argparse.Namespace) -> int:
     from fledge.cli.console import quiet_libraries
     from fledge.core.distributed import pick_device
 
+    args = _completed(args)
     _validate_args(args)
     logging.basicConfig(level=str(args.log_level).upper(), format="%(message)s")
     for handler in logging.getLogger().handlers:

@@ -5,21 +5,21 @@ transformers config with at least `vocab_size`, `draft_vocab_size`, `hidden_size
 `target_hidden_size`, `num_hidden_layers` and `num_aux_hidden_states`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from fledge.core.errors import BadInput, first_line
 from fledge.core.files import atomic_directory
+from fledge.core.recompute import RecomputedLayers
 from fledge.draft.files import CONFIG_NAME, check_tensors, read_draft, write_draft_files
 from fledge.target.base import Eagle3TargetBackend, HasWeight, selection_mask
 
 
-class DraftModel(nn.Module):
+class DraftModel(RecomputedLayers, nn.Module):
     """The base of all drafts. Subclasses define `embed_tokens` [V, E] and `lm_head` [W, E]."""
 
     architecture: ClassVar[str]  # its name in config.json
@@ -27,7 +27,6 @@ class DraftModel(nn.Module):
     config: Any
     embed_tokens: nn.Embedding
     lm_head: nn.Linear
-    gradient_checkpointing: bool = False
     d2t: Tensor  # [W] int64: target id = draft id + d2t[draft id]
     t2d: Tensor  # [V] bool; all False until a vocabulary mapping is set
 
@@ -164,7 +163,7 @@ class DraftModel(nn.Module):
             )
         weight.copy_(target_weight)
 
-    # --- running layers -------------------------------------------------------------------------
+    # --- gradients ------------------------------------------------------------------------------
 
     def reach_weights(self) -> Tensor:
         """A zero scalar that gives every trained weight a gradient of zeros. Ranks that sum
@@ -173,32 +172,6 @@ class DraftModel(nn.Module):
         trained = [weight for weight in self.parameters() if weight.requires_grad]
         zero: Tensor = _ReachWeights.apply(*trained)  # type: ignore[no-untyped-call]
         return zero
-
-    def gradient_checkpointing_enable(
-        self, gradient_checkpointing_kwargs: Mapping[str, Any] | None = None
-    ) -> None:
-        """In training, keep only the layers' inputs for the backward pass: less memory, one more
-        forward pass. Checkpoints are not reentrant; other options are refused."""
-        if dict(gradient_checkpointing_kwargs or {}) not in ({}, {"use_reentrant": False}):
-            raise ValueError(
-                f"gradient_checkpointing_kwargs: only use_reentrant=False, got "
-                f"{dict(gradient_checkpointing_kwargs or {})}"
-            )
-        self.gradient_checkpointing = True
-
-    def gradient_checkpointing_disable(self) -> None:
-        self.gradient_checkpointing = False
-
-    @property
-    def checkpoints_layers(self) -> bool:
-        """Whether layers keep only their inputs for the backward pass."""
-        return self.gradient_checkpointing and self.training
-
-    def _run_draft_layer(self, layer_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a layer; under gradient checkpointing its activations are recomputed, not kept."""
-        if not self.checkpoints_layers:
-            return layer_fn(*args, **kwargs)
-        return checkpoint(layer_fn, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
 
 class _ReachWeights(torch.autograd.Function):

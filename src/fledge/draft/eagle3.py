@@ -1,17 +1,16 @@
 """`LlamaEagle3DraftModel`: the draft network of EAGLE-3, EAGLE-3.1 and P-EAGLE.
 
-Its rollout in training is in `unroll.py`, P-EAGLE's in `parallel.py`.
+Its rollout in training is in `unroll.py`, P-EAGLE's in `parallel.py`. P-EAGLE's placeholder and its
+pass through flex attention come from `compat.peagle_draft`.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.attention.flex_attention import BlockMask
 
-from fledge.compat.flex_peagle import peagle_block_mask
+from fledge.compat.peagle_draft import _PeagleDraftMixin
 from fledge.draft.config import check_draft_config
 from fledge.draft.layer import DeepDraftLayer, FusedDraftLayer, linear
 from fledge.draft.norms import rms_norm
@@ -20,7 +19,7 @@ from fledge.draft.target_layer import start_as_target
 from fledge.draft.unroll import UnrolledDraftModel
 
 
-class LlamaEagle3DraftModel(UnrolledDraftModel):
+class LlamaEagle3DraftModel(_PeagleDraftMixin, UnrolledDraftModel):
     """fc over the target's aux states, a fused first layer, deeper Llama layers, norm, head.
 
     `config` is a Llama-style transformers config plus `draft_vocab_size`, `target_hidden_size`,
@@ -46,8 +45,8 @@ class LlamaEagle3DraftModel(UnrolledDraftModel):
         self.norm = nn.RMSNorm(size, eps=eps)
         self.lm_head = linear(size, config.draft_vocab_size)
         self._register_vocabulary(config)
-        if config.parallel_drafting:  # replaces the aux states at depths >= 1, before fc
-            self.mask_hidden = nn.Parameter(torch.randn(1, 1, self.fc.in_features))
+        if config.parallel_drafting:
+            self._init_peagle_parameters(config)
         self.rotary = Rotary(config)
         self._init_weights()
 
@@ -83,39 +82,3 @@ class LlamaEagle3DraftModel(UnrolledDraftModel):
 
     def norm_weight(self, dtype: torch.dtype) -> Tensor:
         return self.norm.weight.to(dtype)
-
-    # --- P-EAGLE step by step; training uses `parallel.py` -----------------------------------
-
-    def masked_projected_hidden(self) -> Tensor:
-        """[1, E]: the placeholder after fc_norm and fc, projected as real aux states are."""
-        self.check_parallel()
-        return self.project_hidden_states(self.mask_hidden).reshape(1, -1)
-
-    def build_peagle_block_mask(
-        self, anchor_pos: Tensor, depth: Tensor, lengths: Tensor | Sequence[int], total_seq_len: int
-    ) -> BlockMask:
-        """The attention mask of one row's elements, in the given order."""
-        return peagle_block_mask(anchor_pos, depth, lengths, total_seq_len)
-
-    def forward_peagle(
-        self,
-        sampled_input_ids: Tensor,  # [1, N]: the real token at depth 0, mask_token_id deeper
-        sampled_projected_hidden: Tensor,  # [1, N, E]: fc(aux) at depth 0, the placeholder deeper
-        position_ids: Tensor,  # [1, N]: anchor + depth
-        block_mask: BlockMask,
-    ) -> Tensor:
-        """[1, N, E] states for `compute_logits` (after the norm if `norm_output`)."""
-        hidden = sampled_projected_hidden
-        embeds = self.embed_tokens(sampled_input_ids).to(hidden.dtype)
-        for index, layer in enumerate(self.layers):
-            inputs = (embeds, hidden) if index == 0 else (hidden,)
-            layer_fn: Any = layer.forward_peagle
-            hidden = self._run_draft_layer(layer_fn, *inputs, position_ids, block_mask)
-        if self.config.norm_output:
-            hidden = self.norm(hidden)
-        return hidden
-
-    def check_parallel(self) -> None:
-        """Raise ValueError if the draft was built without parallel drafting."""
-        if not self.config.parallel_drafting:
-            raise ValueError("parallel_drafting: the draft was built without it")

@@ -8,8 +8,8 @@ layers are ordinary pre-norm Llama layers.
 
 The modules hold parameters under the names that engines read. `LayerWeights` are the weights that a
 step computes with: cast once per step, so that fp32 masters can be trained in bf16, or, for a
-single pass, cast where they are used (`late.py`). `forward_peagle` is the layer for one flat
-sequence of P-EAGLE elements under a flex-attention mask.
+single pass, cast where they are used (`late.py`). The modules' `forward_peagle`, from
+`compat.peagle_draft`, is not used in training.
 """
 
 from dataclasses import dataclass
@@ -18,9 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.attention.flex_attention import BlockMask
 
-from fledge.compat.flex_peagle import peagle_flex_attention
+from fledge.compat.peagle_draft import (
+    _PeagleAttentionMixin,
+    _PeagleDecoderLayerMixin,
+    _PeagleVanillaLayerMixin,
+)
 from fledge.draft.late import late_linear
 from fledge.draft.mlp import gated_mlp
 from fledge.draft.norms import norm_linear, rms_norm
@@ -31,7 +34,9 @@ def linear(in_features: int, out_features: int, *, bias: bool = False) -> nn.Lin
     return nn.Linear(in_features, out_features, bias=bias)
 
 
-class DraftAttention(nn.Module):
+class DraftAttention(_PeagleAttentionMixin, nn.Module):
+    rotate = staticmethod(rotate)  # for the mixin, which is in an earlier room
+
     def __init__(self, config: Any, *, in_features: int) -> None:
         super().__init__()
         q_size = config.num_attention_heads * config.head_dim
@@ -47,34 +52,6 @@ class DraftAttention(nn.Module):
             self.k_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
         self.channels = config.head_dim
         self.rotary = Rotary(config)
-
-    def forward_peagle(
-        self,
-        combined_states: Tensor,  # [B, N, in_features]
-        position_ids: Tensor,  # [B, N] or [1, N]: anchor + depth
-        block_mask: BlockMask,
-    ) -> Tensor:
-        """Attend with all elements at once; the mask alone decides which keys each one sees."""
-        batch, count, _ = combined_states.shape
-        position_ids = position_ids.expand(batch, count).reshape(-1)
-        cos, sin = self.rotary(position_ids, combined_states.dtype)
-
-        def heads(proj: nn.Linear) -> Tensor:
-            out: Tensor = proj(combined_states)
-            return out.reshape(batch * count, -1, self.channels)
-
-        def by_head(x: Tensor) -> Tensor:
-            return x.view(batch, count, -1, self.channels).transpose(1, 2)
-
-        q, k = heads(self.q_proj), heads(self.k_proj)
-        if self.normed:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        out = peagle_flex_attention(
-            by_head(q), by_head(k), by_head(heads(self.v_proj)), block_mask, self.channels**-0.5
-        )
-        attended: Tensor = self.o_proj(out.transpose(1, 2).flatten(2))
-        return attended
 
 
 class DraftMLP(nn.Module):
@@ -108,11 +85,6 @@ class DraftLayer(nn.Module):
         if fused:
             self.hidden_norm = nn.RMSNorm(size, eps=eps)
         self.post_attention_layernorm = nn.RMSNorm(size, eps=eps)
-
-    def _finish(self, residual: Tensor, attended: Tensor) -> Tensor:
-        state = residual + attended
-        out: Tensor = state + self.mlp(self.post_attention_layernorm(state))
-        return out
 
     def weights(
         self, dtype: torch.dtype, *, recompute_mlp: bool = False, used_once: bool = False
@@ -175,23 +147,11 @@ def _mlp_biases(mlp: DraftMLP, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tens
     return gate, up, down
 
 
-class FusedDraftLayer(DraftLayer):
+class FusedDraftLayer(_PeagleDecoderLayerMixin, DraftLayer):
     """Layer 0: q, k and v read the embedding and the hidden state side by side."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config, fused=True)
-
-    def forward_peagle(
-        self,
-        input_embeds: Tensor,  # [B, N, E]
-        hidden_states: Tensor,  # [B, N, E]
-        position_ids: Tensor,
-        block_mask: BlockMask,
-    ) -> Tensor:
-        normed = [self.input_layernorm(input_embeds), self.hidden_norm(hidden_states)]
-        combined = torch.cat(normed, dim=-1)
-        attended = self.self_attn.forward_peagle(combined, position_ids, block_mask)
-        return self._finish(normed[1] if self.norm_residual else hidden_states, attended)
 
 
 class MergedDraftLayer(DraftLayer):
@@ -201,18 +161,11 @@ class MergedDraftLayer(DraftLayer):
         super().__init__(config, normed=False)
 
 
-class DeepDraftLayer(DraftLayer):
+class DeepDraftLayer(_PeagleVanillaLayerMixin, DraftLayer):
     """Any deeper layer: an ordinary pre-norm Llama layer."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-
-    def forward_peagle(
-        self, hidden_states: Tensor, position_ids: Tensor, block_mask: BlockMask
-    ) -> Tensor:
-        normed = self.input_layernorm(hidden_states)
-        attended = self.self_attn.forward_peagle(normed, position_ids, block_mask)
-        return self._finish(hidden_states, attended)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
 Names from transformers' Trainer, SpecForge, speculators, AutoModel and vLLM. They are not accepted
 as keys: there is one way to write each setting. A name with two meanings here lists both, likelier
-first.
+first. The only exception is the place of an offline cache, which AutoModel's instructions for
+making one tell the user to set.
 """
 
 from collections.abc import Iterable
@@ -91,3 +92,8 @@ for _place, _names in _NAMES_ELSEWHERE.items():
 def ours(name: str) -> list[str]:
     """The keys (`section.key`) that another trainer calls `name`, likelier ones first."""
     return ALIASES.get(name.lower().replace("-", "_").lstrip("_"), [])
+
+
+def our_section(section: str, key: str) -> str:
+    """The section of a key, which may be written in the one that AutoModel has for it."""
+    return "target" if (section, key) == ("recipe_args", "cached_target_path") else section

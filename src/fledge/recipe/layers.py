@@ -17,6 +17,7 @@ from fledge.core.errors import BadInput, nearest
 from fledge.core.expected import shown
 from fledge.core.reading import MAX_BYTES, read_bytes
 from fledge.core.settings import Tagged
+from fledge.recipe.aliases import our_section
 from fledge.recipe.unknown import unknown_key, unknown_section
 from fledge.recipe.yaml_text import parse_yaml
 
@@ -239,14 +240,17 @@ def _read_sections(
     """Add the settings of a mapping of sections to `written`."""
     for section, body in data.items():
         where = place(str(section))
-        if section not in shapes:
-            inside = map(str, body) if isinstance(body, Mapping) else ()
-            raise unknown_section(str(section), where, shapes, inside)
+        keys = [str(key) for key in body] if isinstance(body, Mapping) else []
+        unknown = [key for key in keys if our_section(section, key) not in shapes]
+        if section not in shapes and (unknown or not keys):
+            raise unknown_section(str(section), where, shapes, unknown)
         if body is not None and not isinstance(body, Mapping):
             fix = "write its keys on indented lines below it"
             raise BadInput(f"section '{section}' holds {shown(body)}", where=where, fix=fix)
         for key, value in (body or {}).items():
-            written[section][str(key)] = Setting(value, place(section, str(key)))
+            written[our_section(section, str(key))][str(key)] = Setting(
+                value, place(section, str(key))
+            )
 
 
 def _recipe_text(path: Path) -> bytes:
@@ -289,7 +293,8 @@ def _override(
     below: Layer,
 ) -> None:
     """Set one value; a mapping given for a section sets its keys."""
-    section, keys = parts[0], parts[1:]
+    keys = parts[1:]
+    section = our_section(parts[0], keys[0]) if keys else parts[0]
     if section not in shapes:
         raise unknown_section(section, where, shapes, keys)
     shape, value, settings = shapes[section], _override_value(raw, where=where), into[section]

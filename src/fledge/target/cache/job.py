@@ -267,7 +267,7 @@ def plan_cache(job: CacheJob, *, head_bytes: int) -> CachePlan:
         raise BadInput("no row to precompute", where=str(job.directory))
     ensure_free(job.directory, resume=job.resume)
     existing = existing_shards(job.directory)
-    ensure_resumable(job.directory, job.manifest, existing)
+    ensure_resumable(job.directory, job.manifest, existing, before_loading=True)
     sizes, done, tokens = [], set(), 0
     for index in range(-(-len(job.rows) // job.shard_size)):
         layout = job.layout(job.shard_rows(index))

@@ -160,22 +160,25 @@ def differing_fields(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
 
 
 def ensure_resumable(
-    directory: Path, manifest: dict[str, Any], shards: Iterable[int], *, shared: bool = False
+    directory: Path,
+    manifest: dict[str, Any],
+    shards: Iterable[int],
+    *,
+    before_loading: bool = False,
 ) -> None:
-    """Refuse to add to a cache that was made with another configuration. A cache without shards is
-    not checked, unless other processes have already started on it (`shared`). `manifest` may lack
-    the field that needs the loaded target; that one is compared later."""
+    """Refuse to add to a cache that was made with another configuration, even before its first
+    shard. `before_loading` leaves out the field that needs the loaded target."""
     shards = set(shards)
-    if not shards and not (shared and (directory / MANIFEST).exists()):
-        return
     if not (directory / MANIFEST).exists():
-        raise BadInput(
-            f"{counted(len(shards), 'shard')} without a manifest: the contents are unknown",
-            where=str(directory),
-            fix="remove them, or give another output directory",
-        )
+        if shards:
+            raise BadInput(
+                f"{counted(len(shards), 'shard')} without a manifest: the contents are unknown",
+                where=str(directory),
+                fix="remove them, or give another output directory",
+            )
+        return
     stored = stored_manifest(directory)
-    if LATE not in manifest:
+    if before_loading:
         stored = {key: value for key, value in stored.items() if key != LATE}
     if lines := differing_fields(manifest, stored):
         raise BadInput(

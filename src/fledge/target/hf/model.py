@@ -18,7 +18,7 @@ from fledge.core.errors import BadInput
 from fledge.core.graphs import RecordedSizes
 from fledge.core.head import TargetHead
 from fledge.core.machine import find_device
-from fledge.core.rows import TokenBatch
+from fledge.core.rows import TokenBatch, shift_left
 from fledge.target.base import HasWeight, InputEmbedding
 from fledge.target.hf import fp8
 from fledge.target.hf.compiled import CompiledLayers
@@ -55,6 +55,8 @@ from fledge.target.weights import (
     weights_fingerprint,
     whole_weight,
 )
+
+_shift_left_with_zero = shift_left  # the name that other programs import from here
 
 
 class HFEagle3TargetModel(ModelPasses):
