@@ -234,7 +234,8 @@ def _compute_batch_cache(
     states.
     """
     names = [field.name for field in fields(Eagle3TargetBatch)]
-    batch = Eagle3TargetBatch(**{name: getattr(target_batch, name, None) for name in names})
+    given: dict[str, Any] = {name: getattr(target_batch, name, None) for name in names}
+    batch = Eagle3TargetBatch(**given)
     if batch.last_hidden_states is not None:
         if head is None:
             raise ValueError("head is needed to turn last_hidden_states into probabilities")
