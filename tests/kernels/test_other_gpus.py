@@ -4,14 +4,15 @@ import ast
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 import interpreted_triton  # noqa: F401  (skips where Triton is not installed)
-from conftest import ROOT
 from fledge.kernels.attention import blocked, tiles
 
+ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks" / "compile_kernels.py"
 
 
