@@ -56,7 +56,7 @@ def test_the_schema_is_json_and_has_every_section(capsys: pytest.CaptureFixture[
     assert all(ref.removeprefix("#/$defs/") in schema["$defs"] for ref in kinds.values())
     names, losses = schema["$defs"]["Eagle3Section"]["properties"]["loss"]["anyOf"]
     assert names["enum"] == ["ce", "kl", "hard", "lk_alpha", "lk_lambda", "tv"]
-    assert losses["discriminator"]["mapping"]["lk_lambda", "tv"] == "#/$defs/LkLambda"
+    assert losses["discriminator"]["mapping"]["lk_lambda"] == "#/$defs/LkLambda"
     assert set(schema["$defs"]["LkLambda"]["properties"]) == {"kind", "scale", "decay"}
 
 
