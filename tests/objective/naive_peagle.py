@@ -8,13 +8,13 @@ are the draft's parameters and rotary table.
 from dataclasses import dataclass, field
 
 import torch
-from naive_eagle3 import _head_norm, _norm, _rope, _times, make_draft
 from torch.nn import functional as F
 
 from fledge.core.head import target_distribution
 from fledge.objective.losses.base import reference_loss
 from fledge.objective.losses.kl import KLDivergence
 from fledge.rollout.cod import Documents, sample_depths
+from objective.naive_eagle3 import _head_norm, _norm, _rope, _times, make_draft
 
 MASK_ID = 30
 

@@ -4,7 +4,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from naive_eagle3 import (
+from test_eagle1 import documents_of
+from test_eagle1 import make_draft as make_eagle1_draft
+from test_eagle1 import make_module as make_eagle1
+
+from fledge import Eagle3TrainerModule, PEagleTrainerModule
+from fledge.bench.saved import watch_saved
+from fledge.core.distributed import join_world
+from fledge.rollout.context import ContextRanks
+from objective.naive_eagle3 import (
     make_documents,
     make_draft,
     make_head,
@@ -14,15 +22,7 @@ from naive_eagle3 import (
     with_logits,
     with_probs,
 )
-from naive_peagle import make_parallel_draft
-from test_eagle1 import documents_of
-from test_eagle1 import make_draft as make_eagle1_draft
-from test_eagle1 import make_module as make_eagle1
-
-from fledge import Eagle3TrainerModule, PEagleTrainerModule
-from fledge.bench.saved import watch_saved
-from fledge.core.distributed import join_world
-from fledge.rollout.context import ContextRanks
+from objective.naive_peagle import make_parallel_draft
 from ranks import run_ranks
 
 pytestmark = pytest.mark.ranks

@@ -5,7 +5,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from naive_eagle3 import (
+
+from fledge import Eagle3TrainerModule
+from fledge.rollout import plan as plans
+from fledge.rollout.cod import Documents, surviving_depths
+from fledge.rollout.slots import RowMasks
+from objective.naive_eagle3 import (
     make_documents,
     make_draft,
     make_head,
@@ -13,11 +18,6 @@ from naive_eagle3 import (
     padded_batch,
     vocabulary,
 )
-
-from fledge import Eagle3TrainerModule
-from fledge.rollout import plan as plans
-from fledge.rollout.cod import Documents, surviving_depths
-from fledge.rollout.slots import RowMasks
 
 STEPS, KEEP = 4, 0.6
 LENGTHS = [9, 1, 6, 13, 2]

@@ -5,52 +5,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from naive_eagle3 import _norm, _rope, make_documents, packed_batch, padded_batch
-from torch.nn import functional as F
-from transformers import LlamaConfig
 
-from fledge.core.head import TargetHead
-from fledge.draft.eagle1 import LlamaEagle1DraftModel
-from fledge.objective.eagle1 import Eagle1TrainerModule
 from fledge.rollout.cod import Documents, slot_words
 from fledge.rollout.noise import uniform_noise
-
-V, D = 31, 10  # the sizes of the documents of `naive_eagle3`
-LENGTHS = [9, 1, 6, 13, 2]
-SEED = 11
-
-
-def make_draft(*, layers=1, fc_bias=False):
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=V, hidden_size=D, intermediate_size=20, num_hidden_layers=layers,
-        num_attention_heads=2, num_key_value_heads=1, head_dim=4, max_position_embeddings=64,
-        eagle_version=1, num_aux_hidden_states=1, fc_bias=fc_bias,
-    )  # fmt: skip
-    draft = LlamaEagle1DraftModel(config).double()
-    with torch.no_grad():
-        for parameter in draft.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.3)
-    return draft
-
-
-def make_module(draft, **options):
-    """The target head is the draft's copy of it."""
-    return Eagle1TrainerModule(
-        draft,
-        selected_token_ids=torch.arange(V),
-        selected_token_mask=torch.ones(V, dtype=torch.bool),
-        target_head=TargetHead(draft.lm_head.weight.detach()),
-        **options,
-    )
-
-
-def documents_of(lengths=LENGTHS, seed=3):
-    """A token's only aux state is its last hidden state."""
-    documents = make_documents(lengths, seed=seed)
-    for document in documents:
-        document.aux = document.hidden
-    return documents
+from objective.naive_eagle1 import (
+    SEED,
+    documents_of,
+    make_draft,
+    make_module,
+    naive_eagle1,
+)
+from objective.naive_eagle3 import packed_batch, padded_batch
 
 
 def run(module, batch, **extra):
@@ -69,77 +34,6 @@ def assert_same(first, second, tolerance=1e-11):
         torch.testing.assert_close(grads_a[name], grads_b[name], rtol=tolerance, atol=tolerance)
     for field in ("charged", "correct", "step_valid", "step_prefix_hits"):
         assert getattr(out_a, field).tolist() == getattr(out_b, field).tolist(), field
-
-
-# --- the textbook -------------------------------------------------------------------------------
-
-
-def naive_states(draft, document, features):
-    """The draft's states [T, D] for one document, with all concatenations written out."""
-    config, p = draft.config, dict(draft.named_parameters())
-    embedding = p["embed_tokens.weight"][F.pad(document.ids[1:], (0, 1))]
-    state = F.linear(torch.cat([embedding, features], -1), p["fc.weight"], p.get("fc.bias"))
-    heads, groups, size = 2, 1, 4
-    for i in range(config.num_hidden_layers):
-        weights = {n.removeprefix(f"layers.{i}."): w for n, w in p.items() if f"layers.{i}." in n}
-        x = state
-        if i > 0:
-            x = _norm(x, weights["input_layernorm.weight"], config.rms_norm_eps)
-        q, k, v = (
-            (x @ weights[f"self_attn.{n}_proj.weight"].T).view(len(x), -1, size) for n in "qkv"
-        )
-        position = torch.arange(len(x))
-        q, k = (_rope(x.transpose(0, 1), position, draft.rotary).transpose(0, 1) for x in (q, k))
-        k, v = (t.repeat_interleave(heads // groups, dim=1) for t in (k, v))
-        scores = torch.einsum("qhc,khc->hqk", q, k) / size**0.5
-        scores = scores.masked_fill(~torch.ones(len(x), len(x)).tril().bool(), -torch.inf)
-        out = torch.einsum("hqk,khc->qhc", scores.softmax(-1), v).flatten(1)
-        state = state + out @ weights["self_attn.o_proj.weight"].T
-        x = _norm(state, weights["post_attention_layernorm.weight"], config.rms_norm_eps)
-        gate, up = (x @ weights[f"mlp.{n}_proj.weight"].T for n in ("gate", "up"))
-        state = state + (F.silu(gate) * up) @ weights["mlp.down_proj.weight"].T
-    return state
-
-
-def naive_noise(document, seed, bound):
-    """splitmix64 written out, one word at a time."""
-    wrap = 2**64 - 1
-
-    def mix(word):
-        word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & wrap
-        word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & wrap
-        return word ^ (word >> 31)
-
-    supervised = F.pad(document.loss[1:], (0, 1)).bool().numpy()
-    place = np.arange(len(supervised))
-    words = slot_words(Documents(supervised, np.zeros_like(place), place), seed)
-    golden = 0x9E3779B97F4A7C15
-    rows = [
-        [(mix((int(word) + golden * (c + 1)) & wrap) >> 40) / 2**24 for c in range(D)]
-        for word in words
-    ]
-    return (2 * torch.tensor(rows, dtype=torch.float64) - 1) * bound
-
-
-def naive_eagle1(draft, documents, *, noise=0.0, feature_weight=1.0, token_weight=0.1):
-    head, regression, entropy, hits, count = draft.lm_head.weight.detach(), 0.0, 0.0, 0, 0
-    for document in documents:
-        features = document.hidden
-        if noise:
-            features = features + naive_noise(document, SEED, noise)
-        states = naive_states(draft, document, features)
-        for t in range(len(document.ids) - 1):
-            if not document.loss[t + 1]:
-                continue
-            target_state, count = document.hidden[t + 1], count + 1
-            difference = (states[t] - target_state).abs()
-            smooth = torch.where(difference < 1, 0.5 * difference**2, difference - 0.5)
-            regression = regression + smooth.mean()
-            logits, target_logits = head @ states[t], head @ target_state
-            probs = target_logits.softmax(-1, dtype=torch.float32)  # as in every method
-            entropy = entropy - (probs * logits.log_softmax(-1)).sum()
-            hits += int(logits.argmax() == target_logits.argmax())
-    return (feature_weight * regression + token_weight * entropy) / count, count, hits
 
 
 @pytest.mark.parametrize("layers", [1, 3])

@@ -4,7 +4,19 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from naive_eagle3 import (
+from torch import nn
+from torch.nn import functional as F
+
+from fledge import Eagle3TrainerModule, TargetHead, simulated_accept_length
+from fledge.objective.losses.base import reference_loss
+from fledge.objective.losses.cross_entropy import CrossEntropy
+from fledge.objective.losses.hard import HardCrossEntropy
+from fledge.objective.losses.kl import KLDivergence
+from fledge.objective.losses.lk_alpha import LkAlpha
+from fledge.objective.losses.lk_lambda import LkLambda
+from fledge.objective.losses.total_variation import TotalVariation
+from fledge.rollout.slots import RowMasks
+from objective.naive_eagle3 import (
     D,
     E,
     V,
@@ -20,18 +32,6 @@ from naive_eagle3 import (
     with_logits,
     with_probs,
 )
-from torch import nn
-from torch.nn import functional as F
-
-from fledge import Eagle3TrainerModule, TargetHead, simulated_accept_length
-from fledge.objective.losses.base import reference_loss
-from fledge.objective.losses.cross_entropy import CrossEntropy
-from fledge.objective.losses.hard import HardCrossEntropy
-from fledge.objective.losses.kl import KLDivergence
-from fledge.objective.losses.lk_alpha import LkAlpha
-from fledge.objective.losses.lk_lambda import LkLambda
-from fledge.objective.losses.total_variation import TotalVariation
-from fledge.rollout.slots import RowMasks
 
 STEPS = 4
 LENGTHS = [9, 1, 6, 13, 2]

@@ -7,17 +7,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from naive_eagle3 import (
-    make_documents,
-    make_head,
-    masks_of,
-    packed_batch,
-    padded_batch,
-    vocabulary,
-    with_logits,
-    with_probs,
-)
-from naive_peagle import make_parallel_draft
 from test_peagle import LENGTHS, LOSSES, SEED, VARIANTS, assert_same, make_module, run
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -28,6 +17,17 @@ from fledge.rollout import even_parallel
 from fledge.rollout.context import ContextRanks
 from fledge.rollout.parallel_plan import plan_parallel
 from fledge.rollout.slots import RowMasks
+from objective.naive_eagle3 import (
+    make_documents,
+    make_head,
+    masks_of,
+    packed_batch,
+    padded_batch,
+    vocabulary,
+    with_logits,
+    with_probs,
+)
+from objective.naive_peagle import make_parallel_draft
 
 REAL_SIZES = {name: getattr(even_parallel, name) for name in ("GROUP", "CHAIN_ALIGNED")}
 

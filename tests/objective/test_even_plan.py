@@ -3,11 +3,11 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from naive_eagle3 import make_documents, make_draft, packed_batch
 from test_eagle3 import LOSSES, VARIANTS, assert_same, make_module, run
 
 from fledge.rollout.plan import plan_rollout
 from fledge.rollout.slots import RowMasks
+from objective.naive_eagle3 import make_documents, make_draft, packed_batch
 
 
 def run_evenly(module, batch, quantum):

@@ -2,7 +2,10 @@
 
 import pytest
 import torch
-from naive_eagle3 import (
+
+from fledge import Eagle3TrainerModule
+from fledge.rollout.noise import dropped
+from objective.naive_eagle3 import (
     make_documents,
     make_draft,
     make_head,
@@ -10,9 +13,6 @@ from naive_eagle3 import (
     padded_batch,
     vocabulary,
 )
-
-from fledge import Eagle3TrainerModule
-from fledge.rollout.noise import dropped
 
 SHARE = 0.3
 LENGTHS = [9, 1, 6, 13, 2]

@@ -4,7 +4,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from naive_eagle3 import (
+
+from fledge import (
+    Eagle3TargetBatch,
+    Eagle3TrainerModule,
+    PEagleTrainerModule,
+    simulated_accept_length,
+)
+from fledge.objective.losses import registry
+from fledge.rollout.slots import RowMasks
+from objective.naive_eagle3 import (
     V,
     check_autocast,
     make_documents,
@@ -16,16 +25,7 @@ from naive_eagle3 import (
     with_logits,
     with_probs,
 )
-from naive_peagle import MASK_ID, make_parallel_draft, naive_peagle, sampled_depths
-
-from fledge import (
-    Eagle3TargetBatch,
-    Eagle3TrainerModule,
-    PEagleTrainerModule,
-    simulated_accept_length,
-)
-from fledge.objective.losses import registry
-from fledge.rollout.slots import RowMasks
+from objective.naive_peagle import MASK_ID, make_parallel_draft, naive_peagle, sampled_depths
 
 DEPTHS, SEED = 4, 11
 LENGTHS = [9, 1, 6, 13, 2, 21]
