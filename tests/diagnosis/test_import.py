@@ -104,7 +104,6 @@ def test_a_full_vocabulary_needs_no_maps_and_no_head(place, tmp_path):
     ("change", "says"),
     [
         ({"norm_before_fc": True}, "norm_before_fc"),
-        ({"num_hidden_layers": 8}, "num_hidden_layers is 8"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
           "rope_theta": 1e4, "rope_scaling": None}, "rope"),
     ],
@@ -116,6 +115,22 @@ def test_unsupported_drafts_are_refused(place, tmp_path, change, says):
     with pytest.raises(BadInput, match=says):
         import_draft(foreign, tmp_path / "ours", target=str(place / "target"))
     assert not (tmp_path / "ours").exists()
+
+
+def test_certain_repairs_are_made_and_named(place, tmp_path):
+    """The target's number of layers and kind of model, as AutoModel writes them."""
+    copied = {"num_hidden_layers": 8, "model_type": "qwen3"}
+    foreign = write_as("automodel", place / "eagle3", tmp_path / "foreign", place / "target")
+    path = foreign / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | copied))
+    arguments = ["import", str(foreign), "--target", str(place / "target"), "--out"]
+    result = CliRunner().invoke(app, [*arguments, str(tmp_path / "one"), "--json"])
+    repairs = json.loads(result.stdout)["repairs"]
+    assert [repair["check"] for repair in repairs] == ["architecture", "num-hidden-layers"]
+    result = CliRunner().invoke(app, [*arguments, str(tmp_path / "two")])
+    assert "repaired: num_hidden_layers is 8" in result.stdout
+    for name in ("one", "two"):
+        assert_same_files(tmp_path / name, place / "eagle3")
 
 
 def test_a_normed_residual_is_imported_but_not_exported(place, tmp_path):

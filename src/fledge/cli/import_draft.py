@@ -28,18 +28,22 @@ def import_draft(
     and ModelOpt; EAGLE-1 and EAGLE-2 in those of SafeAILab, vLLM and SGLang; DFlash and DSpark in
     those of z-lab, DeepSpec, SpecForge and speculators. What engines would share with the target
     (embeddings, a full head) is copied from it, except for DFlash and DSpark, which have none of
-    their own; weights are not changed.
+    their own. Faults of the files with a certain repair are repaired, and named; other faults are
+    for fledge diagnose.
     """
     from fledge.diagnosis.foreign import read_files
-    from fledge.diagnosis.import_draft import import_draft as convert
+    from fledge.diagnosis.import_draft import convert_draft
     from fledge.models.resolve import local_model
 
     quiet_libraries()
     path = Path(draft).expanduser()
     directory = path if path.is_dir() else local_model(draft)
     check_place(destination, directory=True)
-    written = convert(directory, destination, target=target, trust_remote_code=trust_remote_code)
-    layout, imported = read_files(directory).view.layout, read_files(written)
+    result = convert_draft(
+        directory, destination, target=target, trust_remote_code=trust_remote_code
+    )
+    written, layout = result.directory, read_files(directory).view.layout
+    imported = read_files(written)
     facts = {
         "out": str(written),
         "layout": layout.name,
@@ -48,10 +52,13 @@ def import_draft(
         **imported.view.method_settings,
         "draft_vocab_size": imported.view.get("draft_vocab_size"),
         "aux_layer_ids": imported.view.aux_layer_ids,
+        "repairs": [finding.to_json() for finding in result.repairs],
     }
     if as_json:
         print_json(facts)
         return
+    for finding in result.repairs:
+        out.say(f"repaired: {finding.evidence} -> {finding.fix}")
     states = f"the outputs of {facts['aux_layer_ids']}"
     if imported.view.merges:
         states = "the target's last hidden state"

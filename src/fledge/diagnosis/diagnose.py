@@ -81,7 +81,7 @@ def diagnose(
     result = Diagnosis(read_files(directory), target)
     subject = Subject(result.files.copy(), TargetFiles(target, trust_remote_code), engine=engine)
     levels: Sequence[Level] = ("static",) if static else ("static", "numeric")
-    subject = _repair_and_recheck(subject, levels, result)
+    subject = repair_and_recheck(subject, levels, result)
     if static:
         result.skipped.append("numeric and behavioral checks: --static reads no target weights")
     elif stuck := [finding for finding in result.of("error") if finding.repair is None]:
@@ -101,7 +101,7 @@ def run_checks(subject: Subject, levels: Sequence[Level]) -> Iterator[Finding]:
                     return
 
 
-def _repair_and_recheck(subject: Subject, levels: Sequence[Level], result: Diagnosis) -> Subject:
+def repair_and_recheck(subject: Subject, levels: Sequence[Level], result: Diagnosis) -> Subject:
     """Collect the findings of the files as they are, then what certain repairs uncover."""
     for number in range(_ROUNDS):
         reported = {finding.check for finding in result.findings if finding.severity != "note"}

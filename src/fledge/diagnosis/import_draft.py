@@ -2,11 +2,14 @@
 
 What the files leave to the engine is filled in from the target (its embeddings, its head, the aux
 layers that engines assume). EAGLE-1 drafts are served with the target's embeddings and head, so
-they get those even if the files have their own. Drafts that our network cannot represent are
-refused with the reason; broken files are left to `fledge diagnose`.
+they get those even if the files have their own. Faults with a certain repair, such as the target's
+number of layers in every config that AutoModel writes, are repaired on the way. Other broken files
+are left to `fledge diagnose`, and drafts that our network cannot represent are refused with the
+reason.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -20,7 +23,7 @@ from fledge.core.errors import BadInput
 from fledge.core.install import fledge_command
 from fledge.core.text import counted
 from fledge.diagnosis.block_view import BlockView
-from fledge.diagnosis.checks.base import Subject, TargetFiles
+from fledge.diagnosis.checks.base import Finding, Subject, TargetFiles
 from fledge.diagnosis.config_keys import BIAS_KEYS, CONFIG_KEYS
 from fledge.diagnosis.foreign import read_files, tokens_marked
 from fledge.diagnosis.import_block import build_block
@@ -38,23 +41,38 @@ _NOT_KEPT = {
 }  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Imported:
+    """A converted draft, and what was wrong with the files that it was made from."""
+
+    directory: Path
+    repairs: tuple[Finding, ...]
+
+
 def import_draft(source: Path, out: Path, *, target: str, trust_remote_code: bool = False) -> Path:
     """Convert `source`, in any layout, to a draft of ours in `out` (written atomically)."""
-    from fledge.diagnosis.diagnose import run_checks
+    return convert_draft(source, out, target=target, trust_remote_code=trust_remote_code).directory
+
+
+def convert_draft(
+    source: Path, out: Path, *, target: str, trust_remote_code: bool = False
+) -> Imported:
+    """`import_draft`, with the repairs that it made."""
+    from fledge.diagnosis.diagnose import Diagnosis, repair_and_recheck
 
     if out.exists():
         raise BadInput("exists already", where=str(out), fix="name a new directory for --out")
-    subject = Subject(read_files(source), TargetFiles(target, trust_remote_code))
-    findings = run_checks(subject, ("static",))
-    if faults := [finding for finding in findings if finding.severity == "error"]:
-        repair = fledge_command("diagnose", source, "--target", target, "--fix", "REPAIRED")
+    diagnosis = Diagnosis(read_files(source), target)
+    subject = Subject(diagnosis.files.copy(), TargetFiles(target, trust_remote_code))
+    subject = repair_and_recheck(subject, ("static",), diagnosis)
+    if faults := [finding for finding in diagnosis.of("error") if finding.repair is None]:
         raise BadInput(
             f"{counted(len(faults), 'fault')}, the first: {faults[0].evidence}",
             where=str(source),
-            fix=f"{repair}, and import that",
+            fix=faults[0].fix or fledge_command("diagnose", source, "--target", target),
         )
     build_draft(subject).save_pretrained(out)
-    return out
+    return Imported(out, tuple(f for f in diagnosis.findings if f.repair is not None))
 
 
 def build_draft(subject: Subject) -> DraftModel:

@@ -68,13 +68,13 @@ def eagle3_layout(config: dict[str, Any], names: Iterable[str]) -> FileLayout:
         return LAYOUTS["speculators"]
     if any(name.startswith(("model.layers.", "model.fc.")) for name in names):
         return LAYOUTS["automodel"]
+    architectures = config.get("architectures") or []
+    if "PEagleDraftModel" in architectures:  # even if it was trained on from a draft of ours
+        return LAYOUTS["specforge"]
     if OWN_AUX_KEY in config or "parallel_drafting" in config:
         return LAYOUTS["fledge"]
     if "next_layer_regular" in (config.get("eagle_config") or {}):
         return LAYOUTS["modelopt"]
-    architectures = config.get("architectures") or []
-    if "PEagleDraftModel" in architectures:
-        return LAYOUTS["specforge"]
     if not any(name.startswith("midlayer.") for name in names):
         return LAYOUTS["fledge"]
     return LAYOUTS["specforge" if "LlamaForCausalLMEagle3" in architectures else "eagle"]
