@@ -271,6 +271,17 @@ TOYS = {
 }
 
 
+def toys_of(training):
+    """Which toys a training uses."""
+    parts = training.parts
+    used = {
+        "method": isinstance(parts.objective.draft_model, TwinDraft),
+        "loss": getattr(parts.objective, "loss", None) == Brier(power=2.5),
+        "target kind": isinstance(parts.target, MixedModel),
+    }
+    return {name for name, uses in used.items() if uses}
+
+
 @pytest.mark.parametrize("toy", TOYS)
 def test_from_recipe_to_decoded_text(toys, recipe, tiny_target, tmp_path, monkeypatch, toy):
     def made(run):
@@ -290,7 +301,9 @@ def test_from_recipe_to_decoded_text(toys, recipe, tiny_target, tmp_path, monkey
     with monkeypatch.context() as patch:
         stop_after(patch, 3)
         assert not fit(set_up(cut), Notes()).finished
-    assert fit(set_up(cut), Notes()).finished
+    resumed = set_up(cut)
+    assert toys_of(resumed) == ({"method", "target kind"} if toy == "all of them" else {toy})
+    assert fit(resumed, Notes()).finished
     assert differing(final_weights(tmp_path / "whole"), final_weights(tmp_path / "cut")) == []
 
     prompts = tmp_path / "prompts.jsonl"

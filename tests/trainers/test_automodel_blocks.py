@@ -2,8 +2,7 @@
 
 import pytest
 
-from fledge.objective.dflash import DFlashTrainerModule
-from fledge.objective.dspark import DSparkTrainerModule
+from fledge import DFlashTrainerModule, DSparkTrainerModule
 from objective.naive_block import (
     MASK_ID,
     make_block_documents,

@@ -3,9 +3,12 @@
 import pytest
 import torch
 
-from fledge import Eagle3TrainerModule, PEagleTrainerModule
-from fledge.objective.dflash import DFlashTrainerModule
-from fledge.objective.dspark import DSparkTrainerModule
+from fledge import (
+    DFlashTrainerModule,
+    DSparkTrainerModule,
+    Eagle3TrainerModule,
+    PEagleTrainerModule,
+)
 from objective.naive_block import (
     MASK_ID,
     make_block_documents,
