@@ -1,4 +1,7 @@
-"""What the tables need of a block draft (DFlash, DSpark): facts, features, rows of the head."""
+"""What an export needs of a block draft (DFlash, DSpark): facts, features, rows of the head.
+
+Block methods pass it on (`methods.base`, the part on engines).
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -6,16 +9,13 @@ from typing import Any
 from torch import Tensor
 
 from fledge.core.errors import BadInput
+from fledge.export.layout import PlainDraft
 from fledge.export.rules import Feature
 
 _BLOCK_SETTINGS = (
     "block_size", "sample_from_anchor", "causal", "sliding_window", "sliding_layers",
     "markov_rank", "confidence_head", "confidence_threshold", "confidence_temperatures",
 )  # fmt: skip
-
-
-def is_block(config: Any) -> bool:
-    return getattr(config, "block_size", None) is not None
 
 
 def block_facts(config: Any, target_layers: int | None) -> dict[str, Any]:
@@ -41,21 +41,22 @@ def block_features(config: Any) -> dict[Feature, bool]:
     }
 
 
-def check_whole_block(config: Any, asked: int | None) -> None:
-    """Refuse blocks of another length than in training: their slots attend to each other."""
-    if asked is not None and is_block(config) and asked != config.draft_tokens:
-        raise BadInput(
-            f"its blocks are of {config.draft_tokens} drafted tokens, not {asked}",
-            where="--num-draft-tokens",
-            fix="leave it out, or train with another objective.block_size",
-        )
+def not_a_whole_block(config: Any, asked: int) -> BadInput | None:
+    """Blocks of another length than in training are refused: their slots attend to each other."""
+    if asked == config.draft_tokens:
+        return None
+    return BadInput(
+        f"its blocks are of {config.draft_tokens} drafted tokens, not {asked}",
+        where="--num-draft-tokens",
+        fix="leave it out, or train with another objective.block_size",
+    )
 
 
-def with_head_rows(draft: Any, head_VE: Tensor | None) -> Any:
+def with_head_rows(draft: PlainDraft, head_VE: Tensor | None) -> PlainDraft:
     """Add its rows of the target's head to a block draft with a reduced vocabulary, as the files
-    need them; any other draft is returned as it is."""
+    need them; one with the whole vocabulary is returned as it is."""
     config, tensors = draft.config, draft.tensors
-    if not is_block(config) or config.draft_vocab_size == config.vocab_size:
+    if config.draft_vocab_size == config.vocab_size:
         return draft
     if head_VE is None:
         raise BadInput(

@@ -18,7 +18,6 @@ from fledge.core.files import atomic_directory, check_place, save_tensors, write
 from fledge.core.reading import read_json
 from fledge.data.tokenise import checksum
 from fledge.draft.files import CONFIG_NAME, WEIGHTS_NAME
-from fledge.export.block_layout import check_whole_block, with_head_rows
 from fledge.export.card import model_card
 from fledge.export.engines import ENGINES
 from fledge.export.formats import CARD_NAME, FORMATS, RECORD_NAME
@@ -148,7 +147,9 @@ class _Job:
             what = f"{self.engine.title} does not read {self.method.title} drafts"
             raise BadInput(what, where="--engine", fix=fix)
         self.layout = FORMATS[self.method.formats[name]]
-        check_whole_block(draft.config, self.asked_draft_tokens)
+        asked = self.asked_draft_tokens
+        if asked is not None and (refusal := self.method.refused_tokens(draft.config, asked)):
+            raise refusal
         self.num_draft_tokens = self.asked_draft_tokens or source.num_draft_tokens
         self._check(trained_embeddings=False)  # fail before anything slow
         self.watch("loading the target", 0, 1)
@@ -165,7 +166,7 @@ class _Job:
             )  # fmt: skip
         self.side = TargetSide(self.target.layers) if self.in_use is None else self.in_use.side
         self.embeddings = self._settle_embeddings()
-        self.draft = with_head_rows(self.draft, self.side.head_VE)
+        self.draft = self.method.with_target_rows(self.draft, self.side.head_VE)
         self.features = self._check(trained_embeddings=self.embeddings == "trained")
 
     def _target_facts(self) -> TargetFacts:

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from fledge.core.errors import BadInput
 from fledge.draft.rotary import rope_parameters
-from fledge.export.block_layout import block_facts, block_features, is_block
 from fledge.export.engines import SPECULATORS_PEAGLE_LIMITS, ServingEngine
 from fledge.export.formats import TRAINED, expected_tensors, set_path
 from fledge.export.rules import Feature, Format
+from fledge.methods.registry import method_of
 
 _YARN_ATTENTION = ("attention_factor", "mscale", "mscale_all_dim")
 
@@ -101,7 +101,7 @@ def draft_features(
         "attention bias": config.attention_bias,
         "mlp bias": config.mlp_bias,
         "q/k norms": config.qk_norm,
-        **(block_features(config) if is_block(config) else {}),
+        **method_of(config).export_features(config),
     }
     return frozenset(name for name, enabled in present.items() if enabled)
 
@@ -148,7 +148,7 @@ def draft_facts(draft: PlainDraft, target: TargetFacts, *, num_draft_tokens: int
         "num_draft_tokens": num_draft_tokens,
         "target": target.served_as,
         "target_architectures": target.architectures,
-        **(block_facts(config, target.layers) if is_block(config) else {}),
+        **method_of(config).export_facts(config, target.layers),
     }
 
 

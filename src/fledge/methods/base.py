@@ -15,10 +15,13 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from fledge.core.errors import BadInput
     from fledge.core.head import HeadLike
     from fledge.decode.strategies.base import Strategy
     from fledge.draft.base import DraftModel
     from fledge.draft.reading import Reading
+    from fledge.export.layout import PlainDraft
+    from fledge.export.rules import Feature
     from fledge.methods.section import ObjectiveSection
     from fledge.objective.base import Objective
     from fledge.objective.work import Work
@@ -167,3 +170,19 @@ class Method(ABC):
     def version(self, config: Any) -> str:
         """The name of the method on a draft's model card."""
         return self.title
+
+    def export_facts(self, config: Any, target_layers: int | None) -> dict[str, Any]:
+        """Further values that the keys of its formats refer to (`export.layout.draft_facts`)."""
+        return {}
+
+    def export_features(self, config: Any) -> "dict[Feature, bool]":
+        """Further features that an engine must support, and those that count differently."""
+        return {}
+
+    def refused_tokens(self, config: Any, asked: int) -> "BadInput | None":
+        """Why a draft cannot be served with this number of drafted tokens; None if it can."""
+        return None
+
+    def with_target_rows(self, draft: "PlainDraft", head_VE: "Tensor | None") -> "PlainDraft":
+        """The draft with what its files contain of the target's head; None: it is not known."""
+        return draft

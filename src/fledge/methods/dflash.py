@@ -10,10 +10,15 @@ from fledge.core.registry import Registry
 from fledge.methods.base import Method, TrainerInputs
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fledge.core.errors import BadInput
     from fledge.decode.strategies.base import Strategy
     from fledge.draft.base import DraftModel
     from fledge.draft.block import BlockDraftModel
     from fledge.draft.reading import Reading
+    from fledge.export.layout import PlainDraft
+    from fledge.export.rules import Feature
     from fledge.methods.block_section import BlockSection
     from fledge.objective.base import Objective
     from fledge.objective.work import Work
@@ -83,6 +88,26 @@ class BlockMethod(Method):
 
     def sglang_flags(self, num_draft_tokens: int) -> list[str]:
         return ["--speculative-num-draft-tokens", str(num_draft_tokens + 1)]
+
+    def export_facts(self, config: Any, target_layers: int | None) -> dict[str, Any]:
+        from fledge.export.block_layout import block_facts
+
+        return block_facts(config, target_layers)
+
+    def export_features(self, config: Any) -> "dict[Feature, bool]":
+        from fledge.export.block_layout import block_features
+
+        return block_features(config)
+
+    def refused_tokens(self, config: Any, asked: int) -> "BadInput | None":
+        from fledge.export.block_layout import not_a_whole_block
+
+        return not_a_whole_block(config, asked)
+
+    def with_target_rows(self, draft: "PlainDraft", head_VE: "Tensor | None") -> "PlainDraft":
+        from fledge.export.block_layout import with_head_rows
+
+        return with_head_rows(draft, head_VE)
 
 
 class Dflash(BlockMethod):
