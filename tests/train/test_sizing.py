@@ -13,6 +13,7 @@ from fledge.models.shapes import SIZES
 from fledge.recipe.drafts import load_recipes
 from fledge.recipe.schema import load_recipe
 from fledge.train.planning import sizing
+from fledge.train.planning.rows import per_token, typical_rows
 from fledge.train.planning.shape_plan import TargetShape, draft_without_memory
 from fledge.train.planning.sizing import Given, Load, gpu_of, seconds_for, size_cluster
 
@@ -44,7 +45,8 @@ def test_measured_shapes_give_their_measured_times(shape, at, tokens, seen):
     draft = draft_without_memory(recipe, config)
     attended = 4 * config.num_attention_heads * config.head_dim * seen * config.num_hidden_layers
     operations = 2 * TargetShape.of(config).active + attended
-    step_operations = 6 * recipe.method.work(draft, recipe.objective)._forward(0.6, seen)
+    rows = typical_rows(1, tokens, document=2 * seen, supervised=0.6)
+    step_operations = per_token(recipe.method.work(draft, recipe.objective).step, [rows])
     assert sizing.TARGETS[at].operations == pytest.approx(operations, rel=1e-3)
     assert sizing.STEPS[at].operations == pytest.approx(step_operations, rel=1e-3)
     assert seconds_for(operations, sizing.TARGETS) == pytest.approx(target_s / tokens, rel=1e-3)
