@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from fledge.bench.live_bytes import LiveBytes
 from fledge.cli.console import out
 from fledge.cli.plan import plan
 from fledge.cli.train import run_recipe
@@ -15,6 +16,7 @@ from fledge.train.planning import predict as predict_module
 from fledge.train.planning.pace import Pace, pace_of
 from fledge.train.planning.predict import PARTS, predict
 from fledge.train.setup import set_up
+from fledge.train.step import train_step
 from train.test_fit import comparable, differing, final_weights
 from train.tiny import Notes
 
@@ -157,3 +159,62 @@ def test_plan_and_train_show_the_time_by_part(recipe, tmp_path, capsys, monkeypa
         assert set(parts) == set(PARTS)
         assert result[side]["seconds"] == pytest.approx(sum(parts.values()))
         assert min(parts.values()) > 0
+
+
+BLOCKS = ("objective.listened_layers=3", "draft.draft_vocab_size=null")
+RUNS = {
+    "eagle3": [],
+    "eagle3, depth_keep": ["objective.depth_keep=0.3"],
+    "peagle": ["objective.kind=peagle"],
+    "peagle, few": ["objective.kind=peagle", "objective.down_sample_ratio=0.2"],
+    "eagle1": ["objective.kind=eagle1", "draft.draft_vocab_size=null"],
+    "dflash": ["objective.kind=dflash", *BLOCKS],
+    "dspark": ["objective.kind=dspark", *BLOCKS],
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_predicted_memory_is_close_to_that_of_a_step(recipe, name):
+    """Within a third, on a target so small that temporary tensors are a large part."""
+    training = set_up(recipe(*RUNS[name], "packing.tokens=512", "training.steps=2"))
+    predicted = predict(training).peak_bytes
+    train_step(training.parts, training.stream.batch(0), lr=1e-4)  # makes the moments
+    with LiveBytes() as live:
+        train_step(training.parts, training.stream.batch(1), lr=1e-4)
+    assert 2 / 3 < predicted / live.peak < 4 / 3
+
+
+def test_the_rate_of_a_run_is_that_of_what_it_samples(recipe, monkeypatch):
+    """Where nothing is timed, as on a GPU."""
+    monkeypatch.setattr(pace_module, "_pace_by_trial", lambda _: None)
+
+    def pace(*options, **values):
+        changes = [f"objective.{name}={value}" for name, value in values.items()]
+        run = "-".join([*changes, *options])
+        return pace_of(set_up(recipe(*options, *changes, run=run)))
+
+    peagle = [pace("objective.kind=peagle", down_sample_ratio=ratio) for ratio in (0.2, 0.5, 1.0)]
+    eagle3 = [pace(depth_keep=keep) for keep in (0.3, 0.7, 1.0)]
+    for paces in (peagle, eagle3):
+        steps = [pace.step_s for pace in paces]
+        assert steps == sorted(set(steps))
+        assert len({pace.target_s for pace in paces}) == 1
+    assert len({pace.replay_s for pace in eagle3}) == 1  # an evaluation follows every rollout
+    whole = ("objective.kind=eagle1", "draft.draft_vocab_size=null")
+    few, many = (pace(*whole, draft_tokens=count) for count in (1, 9))
+    assert few.step_s == many.step_s
+    assert few.replay_s < many.replay_s
+
+
+def test_a_trial_trains_and_evaluates_as_the_run_does(recipe, monkeypatch):
+    """A step of EAGLE-1 looks one token ahead, an evaluation all tokens that are drafted."""
+    options = ("objective.kind=eagle1", "draft.draft_vocab_size=null", "objective.draft_tokens=4")
+    training, depths = set_up(recipe(*options)), []
+    objective, real = training.parts.objective, training.parts.objective.plan
+    monkeypatch.setattr(
+        objective, "plan", lambda *args: depths.append(len((plan := real(*args)).depths)) or plan
+    )
+    training.draft.eval()
+    pace_of(training)
+    assert depths == [1, 4, 1, 4]  # the first trial is a warm-up
+    assert not training.draft.training

@@ -5,17 +5,18 @@ import json
 import re
 
 import pytest
+from transformers import Qwen2Config
 
 from fledge.cli.console import out
 from fledge.cli.plan import plan
 from fledge.core.errors import BadInput
 from fledge.draft.block import KEPT_MLP_GIB
-from fledge.objective.work import ChainWork
 from fledge.recipe.schema import load_recipe
 from fledge.recipe.shipped import shipped_recipe
-from fledge.train.planning.memory import StepMemory, context_needed, draft_bytes
+from fledge.train.planning.memory import context_needed, draft_bytes
 from fledge.train.planning.predict import predict, step_memory
-from fledge.train.planning.shape_plan import ShapePlan
+from fledge.train.planning.rows import sampled_rows, typical_rows
+from fledge.train.planning.shape_plan import ShapePlan, TargetShape
 from fledge.train.setup import set_up
 
 GIB = 2**30
@@ -50,6 +51,14 @@ def test_weight_counts_match_the_published_models():
     big, moe, small = (planned(name).target for name in NOT_RUN)
     assert [round(x.weights / 1e9, 2) for x in (big, moe, small)] == [70.55, 235.09, 8.03]
     assert (moe.active + 2 * moe.head) / 1e9 == pytest.approx(22.2, abs=0.1)
+
+
+def test_a_config_without_a_head_size_can_be_planned():
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 3}
+    config = Qwen2Config(vocab_size=100, intermediate_size=96, num_key_value_heads=2, **sizes)
+    target = TargetShape.of(config)
+    assert not hasattr(config, "head_dim")
+    assert target.operations(10) == 2 * target.active + 4 * 64 * 10 * 3
 
 
 def test_sharding_a_target_reduces_its_bytes():
@@ -129,15 +138,55 @@ def test_a_run_that_is_set_up_has_the_same_figures(recipe):
     trained = sum(p.numel() for p in training.parts.parameters)
     frozen = sum(p.numel() for p in training.draft.parameters()) - trained
     assert predicted.draft_bytes == 16 * trained + 4 * frozen
-    config = training.draft.config
-    by_hand = StepMemory(ChainWork(training.draft, 3), 2 * 96, 1, 4)
-    assert step == by_hand
-    heads = config.num_attention_heads + 2 * config.num_key_value_heads
-    per_depth = heads * config.head_dim + 2 * config.intermediate_size + 5 * config.hidden_size
-    layers = 2 * 96 * 3 * per_depth * 4
+    assert step.tokens == 2 * 96
     states = 2 * (2 * 96 * 4 * 32 * 4)
-    chunk, head = 2**30, 128 * 32 * 4
-    assert step.bytes(1) == layers + states + chunk + head
+    work, n = step.work, step.sizes
+    assert step.bytes(1) == work.kept(n, 4) + states + work.chunk_bytes(n, 4)
+    largest = max(sampled_rows(training), key=lambda rows: int(rows.loss_mask.sum()))
+    assert n.targets == work.trained(largest).targets
+
+
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    [
+        (["objective.kind=peagle", "objective.down_sample_ratio={}"], (0.2, 0.4, 0.7, 1.0)),
+        (["objective.kind=eagle3", "objective.depth_keep={}"], (0.3, 0.6, 1.0)),
+        (
+            ["objective.kind=dflash", "draft.draft_vocab_size=null", "objective.anchors={}"],
+            (64, 512),
+        ),
+    ],
+)
+def test_what_is_sampled_is_what_is_predicted(options, steps):
+    """Time and memory rise with the share that is trained on."""
+    predicted = [
+        planned("llama33_70b_8gpu", *(option.format(value) for option in options)).predict()
+        for value in steps
+    ]
+    for values in (
+        [p.seconds_by_part["steps"] for p in predicted],
+        [p.step_bytes for p in predicted],
+    ):
+        assert values == sorted(set(values))
+
+
+def test_eagle1_is_predicted_to_train_one_step_ahead():
+    common = ("objective.kind=eagle1", "draft.draft_vocab_size=null")
+    few, many = (
+        planned("llama33_70b_8gpu", *common, f"objective.draft_tokens={n}").predict()
+        for n in (1, 9)
+    )
+    assert few.step_bytes == many.step_bytes
+    assert few.seconds_by_part["steps"] == many.seconds_by_part["steps"]
+    assert few.seconds_by_part["evaluations"] < many.seconds_by_part["evaluations"]
+
+
+def test_typical_rows_have_the_given_share():
+    rows = typical_rows(3, 1000, document=300, supervised=0.6)
+    assert rows.seq_lens.tolist() == 3 * [[300, 300, 300, 100]]
+    assert rows.loss_mask.sum(1).tolist() == 3 * [3 * 180 + 60]
+    assert rows.attention_mask.all()
+    assert typical_rows(1, 50, document=300).seq_lens.tolist() == [[50]]
 
 
 def test_blocks_are_not_counted_as_chains():
@@ -151,19 +200,23 @@ def test_blocks_are_not_counted_as_chains():
     recipe = "llama31_8b_128k_8gpu"
     block = ShapePlan.of(load_recipe(recipe, shape), 8)
     assert block.draft.config.block_size == 8
-    work = block.step.work
+    work, n = block.step.work, block.step.sizes
     rows, keys, width = 4 * 512 * 8, 2 * 8 * 128, 32 * 128
     state, mlp = 4096, 14_336
-    picked = rows * 7 // 8
+    picked = n.picked  # few blocks are cut off by the end of an answer
+    assert n.blocks == 4 * 512
+    tokens = n.tokens
+    assert 0.99 * 8192 < tokens < 8192  # up to the last anchor of each row
+    assert rows * 7 / 8 * 0.98 < picked < rows * 7 / 8
     kept = 5 * rows * (state + 2 * width + keys) + 4 * rows * state + picked * (state + width)
-    kept += 5 * 8192 * keys + 8192 * 2 * state + 2 * picked * state
-    kept += (rows + 8192) * 2 * 128
+    kept += 5 * tokens * keys + tokens * 2 * state + 2 * picked * state
+    kept += (rows + tokens) * 2 * 128
     kept += (4 * rows + picked) * 2 * mlp  # of all five layers
     assert 5 < KEPT_MLP_GIB * GIB / (rows * 2 * mlp * 2) < 6
-    assert work.kept_bytes(8192, 2) == 2 * kept  # weights are cast twice
+    assert work.kept(n, 2) == 2 * kept  # weights are cast twice
     assert block.step.bytes(1) < 9 * GIB
     larger = ShapePlan.of(load_recipe(recipe, [*shape, "objective.block_size=16"]), 8)
-    assert 1.9 < larger.step.work.step() / work.step() < 2.1
+    assert 1.9 < larger.step.work.training(larger.step.sizes) / work.training(n) < 2.1
 
 
 @pytest.mark.parametrize("gpus", [1, 8])

@@ -13,6 +13,8 @@ from fledge.models.shapes import SIZES
 from fledge.recipe.drafts import load_recipes
 from fledge.recipe.schema import load_recipe
 from fledge.train.planning import sizing
+from fledge.train.planning.memory import StepMemory
+from fledge.train.planning.rows import per_token, typical_rows
 from fledge.train.planning.shape_plan import TargetShape, draft_without_memory
 from fledge.train.planning.sizing import Given, Load, gpu_of, seconds_for, size_cluster
 
@@ -44,12 +46,42 @@ def test_measured_shapes_give_their_measured_times(shape, at, tokens, seen):
     draft = draft_without_memory(recipe, config)
     attended = 4 * config.num_attention_heads * config.head_dim * seen * config.num_hidden_layers
     operations = 2 * TargetShape.of(config).active + attended
-    step_operations = 6 * recipe.method.work(draft, recipe.objective)._forward(0.6, seen)
+    rows = typical_rows(1, tokens, document=2 * seen, supervised=0.6)
+    step_operations = per_token(recipe.method.work(draft, recipe.objective).step, [rows])
     assert sizing.TARGETS[at].operations == pytest.approx(operations, rel=1e-3)
     assert sizing.STEPS[at].operations == pytest.approx(step_operations, rel=1e-3)
     assert seconds_for(operations, sizing.TARGETS) == pytest.approx(target_s / tokens, rel=1e-3)
     rest_s = (whole_s - target_s) / tokens
     assert seconds_for(step_operations, sizing.STEPS) == pytest.approx(rest_s, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "packs", "tokens", "options"),
+    [
+        ("EAGLE-3\n8B", "8b", 4, 2048, []),
+        ("EAGLE-3 8B\nfp8, keep 0.7", "8b", 4, 2048, ["objective.depth_keep=0.7"]),
+        ("EAGLE-3\n1B", "1b", 8, 2048, []),
+        ("EAGLE-3 8B\n32,768", "8b", 1, 32_768, []),
+        ("P-EAGLE\n8B", "8b", 2, 2048, ["objective.kind=peagle", "draft.layers=4"]),
+    ],
+)
+def test_predicted_memory_is_close_to_what_steps_took_on_a_gpu(name, shape, packs, tokens, options):
+    """Within 15 % of the benchmark's peak beyond weights and moments. The gradients of P-EAGLE's
+    layers, which run once, appear only when their activations are gone."""
+    from transformers import LlamaConfig
+
+    cases = json.loads((DATA / "train_step.json").read_text())["cases"]
+    [above] = [case["above_gib"] for case in cases if case["name"] == name]
+    fields = dict(zip(SHAPE_FIELDS, SHAPES[shape], strict=True))
+    config = LlamaConfig(**fields, max_position_embeddings=65_536, tie_word_embeddings=False)
+    recipe = load_recipe(RECIPE, [f"draft.draft_vocab_size={DRAFT_VOCAB[shape]}", *options])
+    draft = draft_without_memory(recipe, config)
+    rows = typical_rows(packs, tokens, document=tokens, supervised=0.6)
+    work = recipe.method.work(draft, recipe.objective)
+    predicted = StepMemory.of(work, [rows], accumulate=1, width=2).bytes()
+    if recipe.method.name == "eagle3":
+        predicted += 4 * sum(p.numel() for p in draft.parameters() if p.requires_grad)
+    assert predicted / 2**30 == pytest.approx(above, rel=0.15)
 
 
 def test_the_sizes_match_the_published_models():

@@ -1,12 +1,13 @@
 """Operations of one training step, and which lines hold its memory at the peak."""
 
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
-from fledge.objective.rollout import RolloutTrainerModule
-from fledge.objective.work import Work
+from fledge.objective.work import Work, matrices
 from fledge.target.remember import colocated
 from fledge.train.batches import StepBatch
 from fledge.train.step import Parts, train_step
@@ -14,35 +15,32 @@ from fledge.train.step import Parts, train_step
 
 def step_flops(parts: Parts, batch: StepBatch, work: Work) -> float:
     """Operations of a step's matrix products: the target once, unless it remembers what it said;
-    the draft forward and backward.
-
-    Attention counts what is visible. The head counts the elements that are charged, and the
-    target's own head the slots that hold a target. Recomputation counts nothing: it is a choice.
+    the draft and the target's head as `objective/work.py` counts them. Attention counts what is
+    visible; padding counts nothing.
     """
     total = 0.0
-    objective = parts.objective
-    assert isinstance(objective, RolloutTrainerModule)
     target: Any = colocated(parts.target)
     remembers = target is not parts.target
     for rows in batch.micro:
         if rows is None:
             continue
-        plan = objective.plan_rows(rows, parts.seed)
-        tokens = rows.input_ids.numel()
-        lengths = (rows.seq_lens if rows.seq_lens is not None else torch.tensor([tokens])).double()
-        seen = float((lengths * (lengths + 1) / 2).sum())  # pairs of query and key
-        config = target.model.config
+        total += work.step(rows, parts.seed)
+        if remembers:
+            continue
+        assert rows.doc_remaining is not None
+        real = rows.attention_mask != 0
+        pairs = float((rows.doc_remaining[real] + 1).sum())  # of query and visible key
+        config, layers = target.model.config, _layers_that_run(target, parts)
         width = config.num_attention_heads * config.head_dim
-        if not remembers:
-            total += 2 * _weights(target._layers) * tokens
-            total += 4 * width * seen * config.num_hidden_layers
-        total += 2 * target.info().head.weight_VD.shape[1] * work.target_logits(plan)
-        total += work.planned(plan, seen / max(1, tokens))
+        total += 2 * matrices(layers) * float(real.sum()) + 4 * width * pairs * len(layers)
     return total
 
 
-def _weights(modules: Any) -> int:
-    return sum(p.numel() for module in modules for p in module.parameters() if p.ndim == 2)
+def _layers_that_run(target: Any, parts: Parts) -> Sequence[nn.Module]:
+    """A loss that reads only the text needs no layer above the last one that the draft reads."""
+    layers: Sequence[nn.Module] = target._layers
+    stops = not parts.objective.reads_target and target._may_stop()
+    return layers[: max(target.aux_layer_ids) + 1] if stops else layers
 
 
 def memory_at_peak(parts: Parts, batch: StepBatch, rows: int = 20) -> list[tuple[str, float]]:

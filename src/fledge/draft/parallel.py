@@ -25,6 +25,10 @@ from fledge.kernels.attention.parallel import parallel_attention
 from fledge.kernels.attention.reference import AttentionKind
 from fledge.rollout.parallel_plan import ParallelPlan, Segment
 
+# MLP activations kept; beyond this, the backward pass recomputes them. The gradients of several
+# layers and of the embedding leave less memory than EAGLE-3 has.
+KEPT_MLP_GIB = 1.5
+
 
 def unroll_parallel(
     draft: LlamaEagle3DraftModel,
@@ -78,9 +82,8 @@ class _ParallelStep:
         self.model, self.plan, self.kind, self.dtype = model, plan, attention, dtype
         self.channels = model.config.head_dim
         rows = len(model.layers) * max(len(segment.every) for segment in plan.segments)
-        # the gradients of several layers and of the embedding leave less memory than EAGLE-3 has
         recompute = not model.checkpoints_layers and forget_mlp(
-            model.config, rows, dtype, kept_gib=1.5
+            model.config, rows, dtype, kept_gib=KEPT_MLP_GIB
         )
         self.layers = model.layer_weights(dtype, recompute_mlp=recompute)
         self.norm = model.norm_weight(dtype)

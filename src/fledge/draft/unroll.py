@@ -26,6 +26,8 @@ from fledge.kernels.attention.gathered import gathered
 from fledge.kernels.attention.reference import AttentionKind, rollout_attention
 from fledge.rollout.plan import QueryRows, RolloutPlan
 
+KEPT_MLP_GIB = 2.5  # MLP activations kept; beyond this, the backward pass recomputes them
+
 
 class UnrolledDraftModel(DraftModel):
     """Llama layers that read the next token and the target's feature or the draft's last state."""
@@ -101,7 +103,7 @@ class _Step:
         self.channels = model.config.head_dim
         rows = len(model.layers) * sum(plan.counts)
         recompute = not model.checkpoints_layers and forget_mlp(
-            model.config, rows, dtype, kept_gib=2.5
+            model.config, rows, dtype, kept_gib=KEPT_MLP_GIB
         )
         self.layers = model.layer_weights(dtype, recompute_mlp=recompute)
         self.cos_LC, self.sin_LC = model.rotary(plan.position_L, dtype)

@@ -9,6 +9,7 @@ imports what it returns.
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
@@ -144,9 +145,11 @@ class Method(ABC):
     def work(self, draft: "DraftModel", said: Any) -> "Work":
         """What a step computes and keeps in memory, for predictions and benchmarks. `said` is a
         section or an objective; both have the attributes that are read here."""
-        from fledge.objective.work import ChainWork
+        from fledge.objective.work import Layouts, PlainWork
+        from fledge.rollout.plan import plan_rollout
 
-        return ChainWork(draft, said.depths)
+        whole = partial(plan_rollout, num_depths=said.depths)
+        return PlainWork(draft, Layouts(whole, whole, whole))
 
     def bench_options(self, **flags: Any) -> dict[str, Any]:
         """`options` for `fledge bench train`, given its flags (0 means the default)."""

@@ -19,6 +19,9 @@ class BlockSection(ObjectiveSection):
         "mask_token_id",
     }
 
+    contiguous: ClassVar[bool] = False
+    """Whether a block is charged only up to its first token that is not supervised."""
+
     listened_layers: PositiveCount = 5
     """How many of the target's layers the draft reads; `target.aux_layer_ids` names them."""
 

@@ -4,6 +4,7 @@ What block drafters share is here; `dspark.py` adds its heads.
 """
 
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fledge.core.registry import Registry
@@ -74,9 +75,14 @@ class BlockMethod(Method):
         return Reading(draft.fc.weight, wide)
 
     def work(self, draft: Any, said: Any) -> "Work":
+        from fledge.objective.block import layout
         from fledge.objective.block_work import BlockWork
+        from fledge.objective.work import Layouts
+        from fledge.rollout.block_plan import ANCHOR_TOKENS
 
-        return BlockWork(draft, said.anchors, said.reads_target)
+        own = layout(draft, said)
+        everywhere = partial(own, anchors=ANCHOR_TOKENS)
+        return BlockWork(draft, Layouts(own, own, everywhere), said.reads_target)
 
     def bench_options(self, **_: Any) -> dict[str, Any]:
         return {"anchors": 512, "gamma": 4.0}

@@ -19,6 +19,8 @@ class DsparkSection(BlockSection):
         "markov_rank", "confidence_threshold",
     }  # fmt: skip
 
+    contiguous: ClassVar[bool] = True
+
     block_size: Annotated[PositiveCount, Field(ge=1, le=1024)] = 7
     """Slots of a block, which are the tokens that it drafts."""
 

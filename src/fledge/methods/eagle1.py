@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from fledge.draft.reading import Reading
     from fledge.methods.section import LossSection
     from fledge.objective.base import Objective
+    from fledge.objective.work import Work
 
 
 class Eagle1(Method):
@@ -73,6 +74,15 @@ class Eagle1(Method):
         from fledge.objective.eagle1 import Eagle1TrainerModule
 
         return Eagle1TrainerModule(draft, **given.arguments(), **options)
+
+    def work(self, draft: "DraftModel", said: Any) -> "Work":
+        from fledge.objective.chain_work import ChainWork
+        from fledge.objective.eagle1 import layout
+        from fledge.objective.work import Layouts
+
+        whole = layout(said, training=False)
+        layouts = Layouts(layout(said, training=True), whole, whole)
+        return ChainWork(draft, layouts, copies_states=said.feature_noise > 0)
 
     def bench_options(self, *, depths: int = 0, **_: Any) -> dict[str, Any]:
         return {"draft_tokens": depths or 5}

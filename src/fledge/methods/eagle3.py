@@ -8,10 +8,12 @@ from fledge.methods.base import Method, TrainerInputs
 
 if TYPE_CHECKING:
     from fledge.decode.strategies.base import Strategy
+    from fledge.draft.base import DraftModel
     from fledge.draft.eagle3 import LlamaEagle3DraftModel
     from fledge.draft.reading import Reading
     from fledge.methods.section import LossSection
     from fledge.objective.base import Objective
+    from fledge.objective.work import Work
 
 CHAIN = {"chain": "fledge.decode.strategies.chain:Chain"}
 TREE = {"tree": "fledge.decode.strategies.tree:Tree"}
@@ -55,6 +57,15 @@ class Eagle3(Method):
         from fledge.objective.eagle3 import Eagle3TrainerModule
 
         return Eagle3TrainerModule(draft, **given.arguments(), **options)
+
+    def work(self, draft: "DraftModel", said: Any) -> "Work":
+        from fledge.objective.chain_work import ChainWork
+        from fledge.objective.eagle3 import layout
+        from fledge.objective.work import Layouts
+
+        whole = layout(said, training=False)
+        layouts = Layouts(layout(said, training=True), whole, whole)
+        return ChainWork(draft, layouts, copies_states=said.feature_dropout > 0)
 
     def bench_options(
         self, *, depths: int = 0, depth_keep: float = 1.0, **_: Any

@@ -5,6 +5,7 @@ Its draft is EAGLE-3's with a placeholder; everything else is inherited.
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fledge.core.registry import Registry
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from fledge.draft.reading import Reading
     from fledge.methods.section import LossSection
     from fledge.objective.base import Objective
+    from fledge.objective.work import Work
 
 PARALLEL = {"parallel": "fledge.decode.strategies.parallel:Parallel"}
 
@@ -68,6 +70,15 @@ class Peagle(Eagle3):
         from fledge.objective.peagle import PEagleTrainerModule
 
         return PEagleTrainerModule(draft, **given.arguments(), **options)
+
+    def work(self, draft: "DraftModel", said: Any) -> "Work":
+        from fledge.objective.chain_work import ChainWork
+        from fledge.objective.peagle import layout
+        from fledge.objective.work import Layouts
+
+        own = layout(said)
+        whole = partial(own, ratio=1.0, ratio_min=1.0, max_anchors=None, partitions=1)
+        return ChainWork(draft, Layouts(own, own, whole), copies_states=True)
 
     def bench_options(self, *, depths: int = 0, partitions: int = 1, **_: Any) -> dict[str, Any]:
         return {"num_depths": depths or 8, "sequence_partitions": partitions}

@@ -6,6 +6,8 @@ the loss is divided by the sum of the weights of all elements, over all micro-ba
 """
 
 from abc import abstractmethod
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -20,6 +22,17 @@ from fledge.rollout.cod import draw_seed
 from fledge.rollout.slots import RowMasks
 
 EVALUATION_SEED = 0  # the same blocks at every evaluation, so that only the draft differs
+
+
+def layout(draft: BlockDraftModel, said: Any) -> "partial[BlockPlan]":
+    """How rows are laid out; `said` is a section or an objective."""
+    return partial(
+        plan_blocks,
+        size=draft.config.block_size,
+        first_place=draft.first_place,
+        anchors=said.anchors,
+        contiguous=said.contiguous,
+    )
 
 
 class BlockTrainerModule(RolloutTrainerModule[BlockPlan]):
@@ -64,10 +77,8 @@ class BlockTrainerModule(RolloutTrainerModule[BlockPlan]):
 
     # --- what an objective defines --------------------------------------------------------------
 
-    @property
-    @abstractmethod
-    def _contiguous(self) -> bool:
-        """Whether a block is charged only up to its first token that is not supervised."""
+    contiguous: ClassVar[bool] = False
+    """Whether a block is charged only up to its first token that is not supervised."""
 
     @property
     @abstractmethod
@@ -93,13 +104,9 @@ class BlockTrainerModule(RolloutTrainerModule[BlockPlan]):
     def plan(self, masks: RowMasks, seed: int | None = None) -> BlockPlan:
         if seed is None:
             seed = draw_seed() if self.draft_model.training else EVALUATION_SEED
-        return plan_blocks(
+        return layout(self.draft_model, self)(
             masks,
-            size=self.draft_model.config.block_size,
-            first_place=self.draft_model.first_place,
-            anchors=self.anchors,
             seed=seed,
-            contiguous=self._contiguous,
             device=self.selected_token_ids.device,
             quantum=self.quantum if self.draft_model.training else 0,
             share_targets=self.reads_target,

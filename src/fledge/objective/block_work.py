@@ -7,18 +7,18 @@ import torch
 
 from fledge.draft.block import KEPT_MLP_GIB
 from fledge.draft.mlp import kept_mlps
-from fledge.objective.work import CHUNK, SUPERVISED, Work, matrices
-from fledge.rollout.block_plan import ANCHOR_TOKENS
+from fledge.objective.work import CHUNK, Layouts, Work, matrices
 
 
 @dataclass(frozen=True)
 class Blocks:
     """The sizes of a batch of blocks."""
 
-    tokens: float  # of the context
-    blocks: float
-    picked: float  # slots that go through all of the last layer
-    elements: float  # tokens that are predicted and scored
+    tokens: int  # of the context
+    blocks: int
+    picked: int  # slots that go through all of the last layer
+    elements: int  # tokens that are predicted and scored
+    targets: int  # slots whose target the loss needs
     pairs: float  # (query, visible key) pairs in one layer
 
 
@@ -29,10 +29,26 @@ class BlockWork(Work):
     gradient."""
 
     draft: Any  # BlockDraftModel; torch does not type its layers
-    anchors: int
+    layouts: Layouts
     by_target: bool  # the loss reads the target's distribution
 
-    # --- exact, given the sizes ------------------------------------------------------------------
+    def counted(self, plan: Any) -> Blocks:
+        """The sizes of a `BlockPlan`. Sliding layers are counted as if they were not sliding."""
+        rows = plan.blocks
+        slot, first = rows.ends_host
+        before = int((slot - first + 1).sum()) * rows.size
+        inside = rows.size * (rows.size + 1) / 2 if self.config.causal else rows.size**2
+        return Blocks(
+            tokens=len(plan.slot_T),
+            blocks=len(rows),
+            picked=len(plan.element_P),
+            elements=len(plan.head),
+            targets=len(plan.target_M),
+            pairs=before + len(rows) * inside,
+        )
+
+    def target_logits(self, n: Blocks) -> float:
+        return float(self.config.draft_vocab_size * n.targets) if self.by_target else 0.0
 
     def forward(self, n: Blocks) -> dict[str, float]:
         """Operations by part: fc, layers, the frozen head, and the small heads that are trained."""
@@ -65,8 +81,8 @@ class BlockWork(Work):
         frozen = 2 * (parts["fc"] + parts["head"])
         return frozen + 3 * (parts["layers"] + parts["small heads"])
 
-    def kept(self, n: Blocks, width: int) -> float:
-        """Bytes that autograd keeps of such a batch; of weights it keeps only the masters."""
+    def kept(self, n: Blocks, width: int, context: int = 1) -> float:
+        """Of weights, autograd keeps only the masters. Rows are never shared."""
         config = self.config
         rows, norm = n.blocks * config.block_size, 1 + self._extra_norm_copies
         numbers = self._kept_by_layers(n) + self._kept_by_mlps(n, width)
@@ -98,12 +114,6 @@ class BlockWork(Work):
         slots = (kept - 1) * rows + n.picked if kept else 0.0
         return float(2 * self.config.intermediate_size * slots)
 
-    @property
-    def _extra_norm_copies(self) -> int:
-        """1 on CPUs, where a norm consists of several operations that keep both their input and the
-        normed values; 0 where it is a single operation."""
-        return int(self.draft.device.type == "cpu")
-
     def _kept_by_small_heads(self, n: Blocks, width: int) -> float:
         """Gradients of the Markov head's two factors, and in float32 the inputs of the confidence
         head."""
@@ -116,55 +126,12 @@ class BlockWork(Work):
             kept += n.elements * self.draft.confidence_head.proj.in_features * 4
         return kept
 
-    @property
-    def _q_size(self) -> int:
-        return int(self.config.num_attention_heads * self.config.head_dim)
-
-    # --- on average ------------------------------------------------------------------------------
-
-    def _typical(self, tokens: float, seen: float, share: float | None = None) -> Blocks:
-        """Sizes for this many tokens, a `share` of which start a block (None: as in training)."""
-        size = self.config.block_size
-        if share is None:
-            share = min(self.anchors / ANCHOR_TOKENS, SUPERVISED)
-        blocks = share * tokens
-        pairs = blocks * size * (seen + size) if seen else 0.0
-        elements = blocks * self.draft.drafts
-        return Blocks(tokens, blocks, elements, elements, pairs)
-
-    def step(self, seen: float = 0.0) -> float:
-        return self.training(self._typical(1.0, seen))
-
-    def scored(self, seen: float = 0.0) -> float:
-        return sum(self.forward(self._typical(1.0, seen)).values())
-
-    def replayed(self, seen: float = 0.0) -> float:
-        return sum(self.forward(self._typical(1.0, seen, SUPERVISED)).values())
-
-    def kept_bytes(self, tokens: int, width: int, context: int = 1) -> float:
-        return self.kept(self._typical(tokens, 0.0), width)  # rows are never shared
-
-    def chunk_bytes(self, tokens: int, width: int) -> float:
+    def chunk_bytes(self, n: Blocks, width: int) -> float:
         """Logits, which are overwritten by their gradient, and on a CPU a temporary copy of them.
         With the target's distribution: that in float32, and on a CPU the temporaries that compare
         the two."""
         copies = 2 if width == 4 else 1
-        scores = float(self._typical(tokens, 0.0).elements * self.config.draft_vocab_size)
+        scores = float(n.elements * self.config.draft_vocab_size)
         if self.by_target:
             return min(CHUNK, scores * (copies * width + 4 * 2 * copies))
         return min(CHUNK / 2, scores * copies * width)
-
-    def planned(self, plan: Any, seen: float) -> float:
-        return self.training(self.counted(plan))
-
-    def counted(self, plan: Any) -> Blocks:
-        """The sizes of a `BlockPlan`. Sliding layers are counted as if they were not sliding."""
-        rows = plan.blocks
-        slot, first = rows.ends_host
-        before = int((slot - first + 1).sum()) * rows.size
-        inside = rows.size * (rows.size + 1) / 2 if self.config.causal else rows.size**2
-        pairs = before + len(rows) * inside
-        return Blocks(len(plan.slot_T), len(rows), len(plan.element_P), len(plan.head), pairs)
-
-    def target_logits(self, plan: Any) -> float:
-        return float(self.config.draft_vocab_size * len(plan.target_M)) if self.by_target else 0.0

@@ -67,10 +67,6 @@ class DFlashTrainerModule(BlockTrainerModule):
         self.weights = weights
 
     @property
-    def _contiguous(self) -> bool:
-        return False
-
-    @property
     def _by_text(self) -> bool:
         return isinstance(self.loss, TextCrossEntropy)
 

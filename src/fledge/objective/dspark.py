@@ -8,6 +8,8 @@ head(previous token)); in training the previous token is the text's. 1 - |q - p|
 probability that the token is accepted; no gradient flows through it.
 """
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -62,9 +64,7 @@ class DSparkTrainerModule(BlockTrainerModule):
         self.text_weight, self.distance_weight = text_weight, distance_weight
         self.confidence_weight = confidence_weight
 
-    @property
-    def _contiguous(self) -> bool:
-        return True
+    contiguous: ClassVar[bool] = True
 
     @property
     def _by_text(self) -> bool:

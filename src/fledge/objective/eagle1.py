@@ -6,6 +6,9 @@ at every supervised slot t, where h is the target's state at t + 1. The interfac
 `rollout.RolloutTrainerModule`; docs/semantics.md has the rules.
 """
 
+from functools import partial
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -21,8 +24,13 @@ from fledge.objective.rollout import ReadyBatch, RolloutTrainerModule
 from fledge.objective.supervision import HiddenSupervision, VocabularyTensors
 from fledge.rollout.context import ContextRanks
 from fledge.rollout.noise import NoisyPlan, noisy, uniform_noise
-from fledge.rollout.plan import plan_rollout
+from fledge.rollout.plan import RolloutPlan, plan_rollout
 from fledge.rollout.slots import RowMasks
+
+
+def layout(said: Any, *, training: bool) -> "partial[RolloutPlan]":
+    """How rows are laid out; `said` is a section or an objective. Training looks one step ahead."""
+    return partial(plan_rollout, num_depths=1 if training else said.draft_tokens)
 
 
 class Eagle1TrainerModule(RolloutTrainerModule[NoisyPlan]):
@@ -79,8 +87,7 @@ class Eagle1TrainerModule(RolloutTrainerModule[NoisyPlan]):
     def plan(self, masks: RowMasks, seed: int | None = None) -> NoisyPlan:
         """One step from every supervised slot; in eval mode `draft_tokens` steps."""
         training, device = self.draft_model.training, self.selected_token_ids.device
-        depths = 1 if training else self.draft_tokens
-        plan = plan_rollout(masks, num_depths=depths, device=device, ranks=self._ranks)
+        plan = layout(self, training=training)(masks, device=device, ranks=self._ranks)
         if training and self.feature_noise > 0:
             return noisy(plan, masks, self._sample_seed() if seed is None else seed)
         return NoisyPlan(**vars(plan))

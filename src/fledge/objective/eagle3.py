@@ -4,6 +4,8 @@ The interface is that of `rollout.RolloutTrainerModule`; docs/semantics.md has t
 """
 
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,10 +21,16 @@ from fledge.objective.rollout import RolloutTrainerModule
 from fledge.objective.supervision import VocabularyTensors
 from fledge.rollout.context import ContextRanks
 from fledge.rollout.noise import NoisyPlan, dropped, noisy
-from fledge.rollout.plan import plan_rollout
+from fledge.rollout.plan import RolloutPlan, plan_rollout
 from fledge.rollout.slots import RowMasks
 
 Eagle3Output = RolloutOutput
+
+
+def layout(said: Any, *, training: bool) -> "partial[RolloutPlan]":
+    """How rows are laid out; `said` is a section or an objective. Only training drops rollouts."""
+    keep = said.depth_keep if training else 1.0
+    return partial(plan_rollout, num_depths=said.ttt_steps, keep=keep)
 
 
 class Eagle3TrainerModule(RolloutTrainerModule[NoisyPlan]):
@@ -93,11 +101,9 @@ class Eagle3TrainerModule(RolloutTrainerModule[NoisyPlan]):
         drops = self.draft_model.training and self.feature_dropout > 0
         if seed is None:
             seed = self._sample_seed() if self._depth_keep < 1 or drops else 0
-        plan = plan_rollout(
+        plan = layout(self, training=self.draft_model.training)(
             masks,
-            num_depths=self.ttt_steps,
             compact=self.compact,
-            keep=self._depth_keep,
             seed=seed,
             device=self.selected_token_ids.device,
             ranks=self._ranks,

@@ -5,6 +5,9 @@ from EAGLE-3's objective in four points: rollouts are sampled, the draft runs al
 every supervised element is charged (not only covered ones), and weights do not decay with depth.
 """
 
+from functools import partial
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -23,6 +26,18 @@ from fledge.rollout.parallel_plan import ParallelPlan, plan_parallel
 from fledge.rollout.slots import RowMasks
 
 EVALUATION_SEED = 0  # the same rollouts at every evaluation, so that only the draft differs
+
+
+def layout(said: Any) -> "partial[ParallelPlan]":
+    """How rows are laid out; `said` is a section or an objective."""
+    return partial(
+        plan_parallel,
+        num_depths=said.num_depths,
+        ratio=said.down_sample_ratio,
+        ratio_min=said.down_sample_ratio_min,
+        max_anchors=said.max_anchors,
+        partitions=said.sequence_partitions,
+    )
 
 
 class PEagleTrainerModule(RolloutTrainerModule[ParallelPlan]):
@@ -104,14 +119,9 @@ class PEagleTrainerModule(RolloutTrainerModule[ParallelPlan]):
     def plan(self, masks: RowMasks, seed: int | None = None) -> ParallelPlan:
         if seed is None:
             seed = self._sample_seed() if self.draft_model.training else EVALUATION_SEED
-        return plan_parallel(
+        return layout(self)(
             masks,
-            num_depths=self.num_depths,
-            ratio=self.down_sample_ratio,
-            ratio_min=self.down_sample_ratio_min,
             seed=seed,
-            max_anchors=self.max_anchors,
-            partitions=self.sequence_partitions,
             device=self.selected_token_ids.device,
             ranks=self._ranks,
             quantum=self.quantum if self.draft_model.training else 0,

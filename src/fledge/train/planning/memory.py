@@ -4,11 +4,13 @@ approximate for what a step needs on top.
 `predict.py` uses it for a run that is set up, `shape_plan.py` for one that is only a recipe.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from fledge.core.rows import TokenBatch
 from fledge.objective.work import Work
 from fledge.train.optimizer import trained_by_muon
 
@@ -40,17 +42,26 @@ def kept_bytes(draft: nn.Module, training: "Training") -> int:
 
 @dataclass(frozen=True)
 class StepMemory:
-    """What one step needs on top, from the work of its draft and the size of its input."""
+    """What one step needs on top, from the work of its draft and the sizes of its input."""
 
     work: Work
+    sizes: Any  # of a micro-batch, as `work` counts them
     tokens: int  # of a micro-batch
     accumulate: int
     width: int  # bytes per element
 
+    @classmethod
+    def of(
+        cls, work: Work, batches: Sequence[TokenBatch], *, accumulate: int, width: int
+    ) -> "StepMemory":
+        """From micro-batches, of which the largest counts."""
+        sizes = max(map(work.trained, batches), key=lambda n: work.kept(n, width))
+        return cls(work, sizes, batches[0].tokens, accumulate, width)
+
     def bytes(self, context: int = 1) -> int:
         """Bytes on one rank, if `context` ranks share their rows."""
-        kept = self.work.kept_bytes(self.tokens, self.width, context)
-        return int(kept + self._states(context) + self.work.chunk_bytes(self.tokens, self.width))
+        kept = self.work.kept(self.sizes, self.width, context)
+        return int(kept + self._states(context) + self.work.chunk_bytes(self.sizes, self.width))
 
     def _states(self, context: int) -> float:
         """Bytes of the target's answers: two copies while one is made, then this rank's part."""

@@ -21,9 +21,10 @@ from fledge.data.pack import Piece, collate
 from fledge.decode.strategies.registry import rollouts_of
 from fledge.measure.packed import target_picks
 from fledge.measure.replay import replay_held_out
-from fledge.objective.work import SUPERVISED, Work
+from fledge.objective.work import Work
 from fledge.target.finite import NotFinite
 from fledge.target.remember import colocated
+from fledge.train.planning.rows import per_token, sampled_rows
 from fledge.train.sharding import whole
 
 if TYPE_CHECKING:
@@ -70,23 +71,26 @@ def work_of(training: "Training") -> Work:
 
 
 def _pace_by_rate(training: "Training") -> Pace:
-    """From the number of operations, as `objective/work.py` counts them, without attention."""
-    parts, work = training.parts, work_of(training)
+    """From the number of operations, as `objective/work.py` counts them for rows of the run; of the
+    target, without attention."""
+    parts, work, rows = training.parts, work_of(training), sampled_rows(training)
     kind = parts.device.type
     rate = RATES[kind] * (torch.get_num_threads() if kind == "cpu" else 1)
     target = sum(p.numel() for p in target_weights(training) if p.ndim == 2)
     head = parts.target.info().vocab_size * work.config.target_hidden_size
+    supervised = per_token(lambda batch: float(batch.loss_mask.sum()), rows)
     return Pace(
         target_s=2 * target / rate,
-        step_s=work.step() / rate / parts.world.context,
-        replay_s=(work.scored() + work.replayed()) / rate,
-        picks_s=2 * SUPERVISED * head / rate,
+        step_s=per_token(work.step, rows) / rate / parts.world.context,
+        replay_s=per_token(work.evaluation, rows) / rate,
+        picks_s=2 * supervised * head / rate,
     )
 
 
 def _pace_by_trial(training: "Training") -> Pace | None:
     """From a timed trial; None if the target fails, which the run itself will report better."""
-    batch = _trial_batch(training)
+    batch, draft = _trial_batch(training), training.draft
+    was_training = draft.training
     try:
         with torch.random.fork_rng(devices=[]), whole(training.draft):
             _run_trial(training, batch)  # warm-up: the first passes of a process are slow
@@ -94,6 +98,7 @@ def _pace_by_trial(training: "Training") -> Pace | None:
     except (NotFinite, TargetUnreachable):
         return None
     finally:
+        draft.train(was_training)
         for parameter in training.parts.parameters:
             parameter.grad = None
 
@@ -140,11 +145,13 @@ def _run_trial(training: "Training", batch: TokenBatch) -> Pace:
     def mark() -> None:
         marks.append(time.perf_counter())
 
+    training.draft.train()
     answer = target.answer(batch).to(parts.device)
     mark()
     ready = objective.prepare(batch, answer, seed=0)
     objective.score(ready, ready.charged_K).loss.backward()  # type: ignore[no-untyped-call]
     mark()
+    training.draft.eval()
     with torch.no_grad():
         rollouts = rollouts_of(training.draft, objective.depths, dtype=objective.compute_dtype)
         head = target.info().head.to(parts.device)

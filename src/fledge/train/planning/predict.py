@@ -20,6 +20,7 @@ from fledge.target.room import KeptStates
 from fledge.train.checkpoint import newest_step
 from fledge.train.planning.memory import StepMemory, draft_bytes, kept_bytes
 from fledge.train.planning.pace import Pace, pace_of, target_weights, work_of
+from fledge.train.planning.rows import sampled_rows
 
 if TYPE_CHECKING:
     from fledge.train.setup import Training
@@ -131,13 +132,9 @@ def predict(training: "Training", begin: float | None = None, *, asks: bool = Tr
 
 def step_memory(training: "Training") -> StepMemory:
     """The memory of a step of the run, for any number of ranks."""
-    section, stream = training.recipe.training, training.stream
-    return StepMemory(
-        work_of(training),
-        section.micro_batch * stream.tokens,
-        section.accumulate,
-        _width(training),
-    )
+    accumulate, width = training.recipe.training.accumulate, _width(training)
+    rows = sampled_rows(training)
+    return StepMemory.of(work_of(training), rows, accumulate=accumulate, width=width)
 
 
 def _width(training: "Training") -> int:

@@ -9,12 +9,14 @@ data is not read.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import nn
 
 from fledge.core.errors import BadInput
+from fledge.core.rows import TokenBatch
 from fledge.draft.base import DraftModel
 from fledge.models.shapes import shape_of
 from fledge.objective.work import Work
@@ -25,6 +27,7 @@ from fledge.train.drafts import config_of_draft
 from fledge.train.planning.memory import StepMemory, draft_bytes, kept_bytes
 from fledge.train.planning.pace import RATES
 from fledge.train.planning.predict import SAVE_BYTES, STEP_SECONDS, UPDATE_BYTES, Prediction, times
+from fledge.train.planning.rows import typical_rows
 
 GPUS_OF_A_MACHINE = 8
 LINK_BYTES = (300e9, 40e9)  # per second and GPU: within a machine (NVLink), between machines
@@ -66,6 +69,15 @@ class TargetShape:
             head=text.vocab_size * text.hidden_size,
             config=text,
         )
+
+    def operations(self, mean_keys: float) -> float:
+        """Operations per token, given the mean number of keys per query."""
+        text = self.config
+        heads, head_dim = text.num_attention_heads, getattr(text, "head_dim", None)
+        channels = head_dim or text.hidden_size / heads
+        if key_dim := getattr(text, "qk_head_dim", None):  # MLA: keys and values differ in width
+            channels = (key_dim + text.v_head_dim) / 2
+        return float(2 * self.active + 4 * heads * channels * mean_keys * text.num_hidden_layers)
 
     @property
     def widest(self) -> int:
@@ -111,11 +123,17 @@ class ShapePlan:
 
     # --- memory ---------------------------------------------------------------------------------
 
-    @property
+    @cached_property
     def step(self) -> StepMemory:
-        training, packing = self.recipe.training, self.recipe.packing
-        tokens = training.micro_batch * packing.tokens
-        return StepMemory(self._work, tokens, training.accumulate, width=2)
+        accumulate = self.recipe.training.accumulate
+        return StepMemory.of(self._work, [self._rows], accumulate=accumulate, width=2)
+
+    @cached_property
+    def _rows(self) -> TokenBatch:
+        """A micro-batch, assuming documents of the maximum length."""
+        training, recipe = self.recipe.training, self.recipe
+        document = recipe.data.max_length
+        return typical_rows(training.micro_batch, recipe.packing.tokens, document=document)
 
     def target_bytes(self) -> int:
         """Bytes of a rank's share of the weights, of the layers that are gathered while they run,
@@ -163,14 +181,14 @@ class ShapePlan:
         recipe, training = self.recipe, self.recipe.training
         total = training.steps or 0
         packs = training.micro_batch * training.accumulate
-        pack_s = target_s() + self._pack_s(self._work.step(self._mean_keys())) / training.context
+        pack_s = target_s() + self._pack_s(self._work.step) / training.context
         trained, _ = self._trained()
         update = STEP_SECONDS["cuda"] + 36 * trained / training.shard / UPDATE_BYTES["cuda"]
         update += 2 * 4 * trained / self._link(self.ranks) * (self.ranks > 1)
         evaluations = times(0, total, recipe.evaluation.every_steps)
         saves = times(0, total, recipe.checkpoint.every_steps) | evaluations
         held_out = recipe.evaluation.rows * recipe.data.max_length / recipe.packing.tokens
-        score_s = self._pack_s(self._work.scored(self._mean_keys()))
+        score_s = self._pack_s(self._work.evaluation)
         evaluation_s = held_out / self.ranks * (target_s(alone=True) + score_s)
         return {
             "start_up": 0.0,
@@ -180,10 +198,6 @@ class ShapePlan:
             "checkpoints": len(saves - {0}) * saved / SAVE_BYTES,
         }
 
-    def _mean_keys(self) -> float:
-        """Mean number of keys per query, assuming rows of the maximum length."""
-        return self.recipe.data.max_length / 2
-
     def _target_s(self, *, alone: bool = False) -> float:
         """Seconds that a rank spends per pack of its own on the target. `alone`: all ranks have
         different packs, as in an evaluation."""
@@ -191,8 +205,7 @@ class ShapePlan:
         text, group = target.config, cut.tp * cut.cp
         context = 1 if alone else self.recipe.training.context
         packs = max(1, group // context)  # that the ranks of one target answer one after another
-        width = text.num_attention_heads * text.head_dim
-        operations = 2 * target.active + 4 * width * self._mean_keys() * text.num_hidden_layers
+        operations = target.operations(self.recipe.data.max_length / 2)  # as in `_rows`
         pass_s = tokens * operations / RATES["cuda"] / group
         if cut.fsdp > 1:  # the next layer is gathered while this one runs
             gathered = target.weights * self._target_width / cut.tp * (1 - 1 / cut.fsdp)
@@ -206,9 +219,9 @@ class ShapePlan:
     def _work(self) -> Work:
         return self.recipe.method.work(self.draft, self.recipe.objective)
 
-    def _pack_s(self, operations: float) -> float:
-        """Seconds for a pack on one rank, given the operations per token."""
-        return float(self.recipe.packing.tokens * operations / RATES["cuda"])
+    def _pack_s(self, operations: Callable[[TokenBatch], float]) -> float:
+        """Seconds for a pack on one rank, given the operations on a micro-batch."""
+        return operations(self._rows) / len(self._rows.input_ids) / RATES["cuda"]
 
     def _link(self, ranks: int) -> float:
         """Bytes per second between the GPUs of a group of `ranks` neighboring ranks."""

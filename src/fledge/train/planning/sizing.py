@@ -14,11 +14,13 @@ from typing import Any
 import numpy as np
 
 from fledge.core.errors import BadInput, nearest
+from fledge.core.rows import TokenBatch
 from fledge.draft.base import DraftModel
 from fledge.models.shapes import SIZES, STORED_BYTES, shape_of
 from fledge.recipe.schema import Recipe
 from fledge.target.kinds import model_name
 from fledge.train.planning.memory import USABLE, StepMemory, draft_bytes, kept_bytes
+from fledge.train.planning.rows import per_token, typical_rows
 from fledge.train.planning.shape_plan import (
     GPUS_OF_A_MACHINE,
     LINK_BYTES,
@@ -48,9 +50,9 @@ TARGETS = (
     Measured(14.50e9, 0.1906 / 8192),
 )
 STEPS = (
-    Measured(0.3505e9, 0.074 / 16_384),
-    Measured(3.524e9, 0.1360 / 16_384),
-    Measured(9.947e9, 0.1638 / 8192),
+    Measured(0.3869e9, 0.074 / 16_384),
+    Measured(3.823e9, 0.1360 / 16_384),
+    Measured(10.270e9, 0.1638 / 8192),
 )
 FP8 = 0.1189 / 0.1906  # time of the 8B target in fp8, relative to bfloat16
 
@@ -125,20 +127,21 @@ class Load:
         target or on a well-known one of the given `size`."""
         recipe, (name, config) = recipes[0], _target(recipes[0], size)
         target, drafts = TargetShape.of(config), [draft_without_memory(r, config) for r in recipes]
-        tokens = recipe.training.micro_batch * recipe.packing.tokens
+        packs, tokens = recipe.training.micro_batch, recipe.packing.tokens
+        rows = typical_rows(packs, tokens, document=given.sample_tokens)
         mean_keys = given.sample_tokens / 2
         width = _weight_bytes(recipe, name)
         gpus, worker_bytes = _worker(recipe, target, width, given.gpu)
         target_s, target_scale = _target_s(target, width, gpus, mean_keys, given)
-        step_s, step_scale = _step_s(recipes, drafts, mean_keys, given)
+        step_s, step_scale = _step_s(recipes, drafts, rows, given)
         return cls(
             model=name,
             target=target,
-            tokens=tokens,
+            tokens=rows.tokens,
             token_bytes=max(_token_bytes(recipe, draft) for draft in drafts),
             worker_gpus=gpus,
             worker_bytes=worker_bytes,
-            rank_bytes=sum(map(_rank_bytes, recipes, drafts)),
+            rank_bytes=sum(_rank_bytes(*pair, rows) for pair in zip(recipes, drafts, strict=True)),
             target_s=target_s,
             step_s=step_s,
             target_scale=target_scale,
@@ -191,8 +194,7 @@ def _target_s(
     """Seconds per token of a worker, and its operations relative to the 8B target."""
     if given.target_tokens_s:
         return 1 / given.target_tokens_s, None
-    text = target.config
-    operations = 2 * target.active + 4 * _attention_width(text) * mean_keys * text.num_hidden_layers
+    text, operations = target.config, target.operations(mean_keys)
     seconds = seconds_for(operations, TARGETS) / given.gpu.speed / gpus
     seconds *= FP8 if width == 1 else 1.0
     if gpus > 1:  # two all-reduces per layer, which do not overlap with computation
@@ -201,33 +203,25 @@ def _target_s(
     return seconds, operations / TARGETS[-1].operations
 
 
-def _attention_width(text: Any) -> float:
-    """Channels of all query heads; where keys and values differ in width (MLA), their mean."""
-    key_dim = getattr(text, "qk_head_dim", None)
-    channels = (key_dim + text.v_head_dim) / 2 if key_dim else text.head_dim
-    return float(text.num_attention_heads * channels)
-
-
 def _step_s(
-    recipes: Sequence[Recipe], drafts: Sequence[DraftModel], mean_keys: float, given: Given
+    recipes: Sequence[Recipe], drafts: Sequence[DraftModel], rows: TokenBatch, given: Given
 ) -> tuple[float, float | None]:
     """Seconds per token of a rank, and its operations relative to the 8B shape; several drafts take
     their steps in turn."""
     if given.train_tokens_s:
         return 1 / given.train_tokens_s, None
     works = (r.method.work(d, r.objective) for r, d in zip(recipes, drafts, strict=True))
-    by_draft = [work.step(mean_keys) for work in works]
+    by_draft = [per_token(work.step, [rows]) for work in works]
     seconds = sum(seconds_for(operations, STEPS) for operations in by_draft)
     return seconds / given.gpu.speed, sum(by_draft) / STEPS[-1].operations
 
 
-def _rank_bytes(recipe: Recipe, draft: DraftModel) -> int:
+def _rank_bytes(recipe: Recipe, draft: DraftModel, rows: TokenBatch) -> int:
     training = recipe.training
     trained = sum(p.numel() for p in draft.parameters() if p.requires_grad)
     frozen = sum(p.numel() for p in draft.parameters()) - trained
     work = recipe.method.work(draft, recipe.objective)
-    tokens = training.micro_batch * recipe.packing.tokens
-    step = StepMemory(work, tokens, training.accumulate, width=2).bytes()
+    step = StepMemory.of(work, [rows], accumulate=training.accumulate, width=2).bytes()
     kept = kept_bytes(draft, training)
     return draft_bytes(trained, frozen, shard=training.shard, width=2, kept=kept) + step
 
