@@ -3,11 +3,12 @@
 from argparse import Namespace
 from pathlib import Path
 
+import pytest
+import torch
+
 import bench_cache
 import bench_context
 import cache_training
-import pytest
-import torch
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "smollm2_cpu.yaml"
 TINY = ("target.aux_layer_ids=[0,1,2]", "draft.draft_vocab_size=64", "packing.tokens=128",
