@@ -125,7 +125,8 @@ def rates(args: argparse.Namespace) -> None:
     """
     rows = token_rows(args.data, args.model, 2048)
     rows = RowView(rows._rows, np.arange(min(args.rows, len(rows))))
-    target = NoiseTarget(args.hidden_size, 1000, torch.bfloat16)
+    vocab_size = 1 + max(int(rows[i].input_ids.max()) for i in range(len(rows)))
+    target = NoiseTarget(args.hidden_size, vocab_size, torch.bfloat16)
     tokens = int(rows.lengths.sum())
     print(f"load average {os.getloadavg()[0]:.1f}, {torch.get_num_threads()} threads for torch")
     print("| encoding | GB | bytes a token | write MB/s | disk MB/s | reader MB/s | of the disk "
@@ -133,7 +134,7 @@ def rates(args: argparse.Namespace) -> None:
     print("|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|")
     for encoding in ("hidden", "hidden-fp8"):
         directory = Path(args.directory) / f"rates-{encoding}"
-        job = job_for(rows, directory, shape_for(encoding, args.hidden_size, 0), 1000)
+        job = job_for(rows, directory, shape_for(encoding, args.hidden_size, 0), vocab_size)
         seconds, size = write(job, target), size_of(directory)
         rounds = [cold_rates(directory, turn) for turn in range(args.repeat)]
         disk, reader, decoded = (

@@ -68,7 +68,7 @@ def measure(kind: str, tokens: int, size: int) -> dict[str, float]:
     module = make_module(kind, tokens, ContextRanks.of(world))
     ready = module.prepare_inputs(**make_batch(tokens), seed=0)
     normalizer = world.sum_(ready.charged_K.clone())
-    weights = [*module.parameters(), *module.buffers(), ready.aux, ready.supervision.hidden_SD]
+    weights = [*module.parameters(), *module.buffers(), ready.aux_OD, ready.supervision.hidden_SD]
     with watch_saved(weights) as saved:
         out = module.score(ready, normalizer)
     kept = saved.total_bytes
@@ -81,7 +81,7 @@ def measure(kind: str, tokens: int, size: int) -> dict[str, float]:
     leave_world(world)
     return {
         "kept": kept,
-        "answer": ready.aux.nbytes + ready.supervision.hidden_SD.nbytes,
+        "answer": ready.aux_OD.nbytes + ready.supervision.hidden_SD.nbytes,
         "shared keys": keys * config.num_hidden_layers,
         "attention": pairs,
         "loss": float(loss),

@@ -9,10 +9,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from fledge.core.claims import Claims
 from fledge.data.rows import RowView
 from fledge.target.base import Eagle3TargetBackend
 from fledge.target.cache.backend import CachedEagle3TargetModel
 from fledge.target.cache.job import CacheJob, check_disk, plan_cache
+from fledge.target.cache.manifest import CLAIMS
 from fledge.target.cache.precompute import begin_cache, write_shards
 from fledge.target.cache.store import CachedRows
 from fledge.train.batches import PackStream
@@ -23,10 +25,11 @@ def write(job: CacheJob, target: Eagle3TargetBackend) -> float:
     shutil.rmtree(job.directory, ignore_errors=True)
     plan = plan_cache(job, head_bytes=0)
     check_disk(job, plan)
-    begin_cache(job, target)
-    begin = time.perf_counter()
-    write_shards(job, plan, target)
-    return time.perf_counter() - begin
+    with Claims(job.directory / CLAIMS) as claims:
+        begin_cache(job, target, claims)
+        begin = time.perf_counter()
+        write_shards(job, plan, target, claims)
+        return time.perf_counter() - begin
 
 
 def shards(directory: Path) -> list[Path]:

@@ -85,7 +85,9 @@ def split_chats(data: str, directory: Path, rows: int | None, held_out: int) -> 
 def overrides_for(args: argparse.Namespace, *given: str) -> list[str]:
     """The overrides of a verb, including its data; the user's overrides come after `given`."""
     words = [f"target.model={args.model}", f"evaluation.every_steps={_NEVER}",
-             f"checkpoint.every_steps={_NEVER}", *given, *args.overrides]  # fmt: skip
+             f"checkpoint.every_steps={_NEVER}",
+             "draft.layers_from_target=false",  # a cache holds no layers
+             *given, *args.overrides]  # fmt: skip
     if args.steps:
         words.append(f"training.steps={args.steps}")
     valid_rows = load_recipe(args.recipe, words).data.valid_rows

@@ -141,6 +141,22 @@ for kind in METHODS:
     assert done.returncode == 0, done.stderr
 
 
+def test_gpu_tests_are_collected_without_pydantic():
+    """Machines with a GPU may lack the packages that recipes need."""
+    tests = [
+        str(p) for p in ROOT.glob("tests/**/test_*.py") if re.search(r"mark\.gpu", p.read_text())
+    ]
+    script = f"""
+import sys
+for name in ("pydantic", "datasets", "gguf"):
+    sys.modules[name] = None
+import pytest
+sys.exit(pytest.main(["-q", "-n0", "--collect-only", "-m", "gpu", *{tests}]))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stdout
+
+
 def written_to_the_terminal(path: Path) -> set[str]:
     """The calls by which a file writes to the terminal without `core.terminal`."""
     calls = set()

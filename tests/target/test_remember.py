@@ -87,6 +87,17 @@ def test_remembered_states_can_be_passed_to_another_target(counting):
         RememberingTarget(counting.target, ROOMS["fp8"], remembering.states())
 
 
+def test_states_are_copied_after_those_that_a_gpu_sends_to_the_host(counting, monkeypatch):
+    remembering = RememberingTarget(counting.target, ROOMS["host"])
+    batch = next(counting.packs(0))
+    remembering.answer(batch)
+    waited = []
+    monkeypatch.setattr(RememberingTarget, "_device", torch.device("cuda", 1))
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    assert remembering.states().keys
+    assert waited == [torch.device("cuda", 1)]
+
+
 def test_without_room_the_target_is_asked_again_and_bad_rows_are_refused(counting):
     forgetful = RememberingTarget(counting.target, KeptStates())
     batch = next(counting.packs(0))

@@ -9,7 +9,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from fledge.bench.train_step import Case, build_batches, build_parts, random_rows
 from fledge.data.pack import collate, pack_rows
-from fledge.recipe.sections import Training
 from fledge.target.hf.fp8 import Fp8Linear
 from fledge.target.hf.model import HFEagle3TargetModel
 from fledge.train.average import Average
@@ -88,6 +87,8 @@ def test_a_step_never_synchronizes(kind, documents):
 
 
 def test_a_step_with_every_option_never_synchronizes():
+    from fledge.recipe.sections import Training  # machines for GPU tests may lack pydantic
+
     case = Case(shape="135m", kind="eagle3", seq=512, batch=1, documents=60)
     parts = build_parts(case, torch.device("cuda"))
     parts.objective.feature_dropout = 0.1

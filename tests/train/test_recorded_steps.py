@@ -11,7 +11,6 @@ from fledge.bench.train_step import Case, build_batches, build_parts
 from fledge.core import graphs
 from fledge.objective.base import Recordable
 from fledge.objective.losses.total_variation import TotalVariation
-from fledge.recipe.sections import Training
 from fledge.target.finite import Verdict
 from fledge.train import recorded as recorded_module
 from fledge.train.average import Average
@@ -111,6 +110,8 @@ def test_recorded_steps_match_plain_steps(pretend, kind, quantum):
 
 def with_muon(parts):
     """Switch to Muon with weight decay, and average the weights."""
+    from fledge.recipe.sections import Training  # machines for GPU tests may lack pydantic
+
     training = Training(optimizer="muon", weight_decay=0.1, lr=1e-3)
     parts.optimizers = make_optimizers(parts.objective.draft_model, training)
     parts.average = Average(parts.parameters, 0.9)

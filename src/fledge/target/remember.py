@@ -71,9 +71,10 @@ class RememberingTarget(Eagle3TargetBackend):
 
     def states(self) -> States:
         """A copy of all known states, for other targets of the same model."""
+        if self._device.type == "cuda":  # copies to the host may still be in progress
+            torch.cuda.synchronize(self._device)
         known = self._known.values()
         device = next((part.device for parts in known for part in parts if part.is_cuda), None)
-        # on a GPU, states that were kept by the host are read behind the copies that filled them
         moved = [tuple(part.to(device) for part in parts) for parts in known]
         both = [self._form.unpack(parts) for parts in moved]
         lengths, aux = [len(aux) for aux, _ in both], torch.cat([aux for aux, _ in both])
