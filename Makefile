@@ -99,8 +99,9 @@ $(SPECULATORS)/.ready: pyproject.toml constraints.txt
 	@$(SPECULATORS)/bin/pip install -q --disable-pip-version-check --no-deps speculators==0.9.0 hs-connectors==0.9.0  # their pins of torch and datasets are wider or older than ours
 	@touch $@
 
-test-speculators: $(SPECULATORS)/.ready  ## exports in the speculators package
-	@$(SPECULATORS)/bin/python -m pytest -m engine tests/export/test_export_speculators.py tests/export/test_export_speculators_blocks.py
+test-speculators: $(SPECULATORS)/.ready  ## exports and steps in the speculators package
+	@$(SPECULATORS)/bin/python -m pytest -m engine tests/export/test_export_speculators.py tests/export/test_export_speculators_blocks.py \
+		tests/trainers/test_speculators.py
 
 # transformers 5.18.0 is what AutoModel's precompute imports; triton is what SpecForge imports.
 TRAINERS := .venv-trainers

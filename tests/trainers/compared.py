@@ -36,7 +36,8 @@ def dense_attention(q, k, v, *, block_mask, scale=None, **_):
     """Flex attention written out, with the same mask: on a CPU flex attention has no backward."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     queries, keys = torch.arange(q.shape[2])[:, None], torch.arange(k.shape[2])
-    visible = block_mask.mask_mod(0, 0, queries, keys)
+    zero = torch.zeros((), dtype=torch.long)
+    visible = block_mask.mask_mod(zero, zero, queries, keys)
     scores = (q @ k.transpose(2, 3)) * (scale or q.shape[3] ** -0.5)
     scores = scores.masked_fill(~visible, torch.finfo(scores.dtype).min)  # rows of padding see none
     return scores.softmax(-1) @ v
@@ -50,4 +51,4 @@ def sampled_elements(documents, *, width, depths, seed):
         pairs = [(anchor, 0) for anchor in range(width)]
         for depth in range(1, depths):
             pairs += [(anchor, depth) for anchor, last in enumerate(deepest) if last >= depth]
-        yield tuple(torch.tensor(pairs).T)
+        yield tuple(torch.tensor(pairs, dtype=torch.long).view(-1, 2).T)
