@@ -73,7 +73,8 @@ class Session:
             observer.note(f"warning: {line}")
         with self.parts.turn():
             self.state, self._window = resume(training, observer)
-        self._first_step = self._saved = self.state.step
+        self._saved = self.state.step
+        self._already = self._is_finished
         self._pending: tuple[StepBatch, StepResult] | None = None
         main = self.parts.world.is_main
         self._logs = Logs(training, observer, self.state) if main else None
@@ -86,6 +87,10 @@ class Session:
     @property
     def _at_end(self) -> bool:
         return self.state.step == self.training.stream.steps
+
+    @property
+    def _is_finished(self) -> bool:
+        return self._at_end and not self.evaluation_missed
 
     @property
     def lr(self) -> float:
@@ -172,7 +177,7 @@ class Session:
     @property
     def evaluation_missed(self) -> bool:
         """Whether an evaluation is due at this step and missing: the one before the first step, or
-        one that was interrupted because the target became unreachable."""
+        one that was interrupted: the target became unreachable, or the run was to stop."""
         return self.evaluation_due and self.state.last.get("step") != self.state.step
 
     def evaluated(self, evaluation: dict[str, Any]) -> bool:
@@ -198,6 +203,11 @@ class Session:
         cadence = self.training.recipe.checkpoint.every_steps
         if best or self._at_end or stopping or self.state.step % cadence == 0:
             self.save(best=best)
+
+    def save_evaluated(self, *, best: bool) -> None:
+        """Save an evaluation that was missing from the checkpoint that the run resumed from."""
+        if self.state.step:  # a run that has not begun leaves no checkpoint
+            self.save_if_due(best=best, stopping=True)
 
     def save(self, *, best: bool = False) -> None:
         training, state, world = self.training, self.state, self.parts.world
@@ -225,13 +235,11 @@ class Session:
             self._logs.close()
 
     def outcome(self, signal: int) -> Outcome:
-        training, state, finished = self.training, self.state, self._at_end
-        assert self._saved == state.step or finished
+        training, state, finished = self.training, self.state, self._is_finished
+        assert self._saved == state.step
         learned_nothing = in_vain(training.recipe, state) if finished else ()
-        already = self._first_step == training.stream.steps
-        return Outcome(
-            state, finished, signal, already, warnings=(*training.warnings, *learned_nothing)
-        )
+        warnings = (*training.warnings, *learned_nothing)
+        return Outcome(state, finished, signal, self._already, warnings)
 
 
 def in_vain(recipe: Recipe, state: State) -> list[str]:
