@@ -97,9 +97,9 @@ def test_a_collective_that_fails_with_the_store_is_one_line(three, monkeypatch):
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     monkeypatch.setattr(heartbeat, "_current", ranks[1])
     ranks[1]._store = GoneStore()
-    with pytest.raises(RankLost, match="rank 0 or its torchrun is gone"):
-        with ending_together(nullcontext):
-            raise RuntimeError("Connection closed by peer [127.0.0.1]:4711")
+    told = "rank 0 or its torchrun is gone"
+    with pytest.raises(RankLost, match=told), ending_together(nullcontext):
+        raise RuntimeError("Connection closed by peer [127.0.0.1]:4711")
 
 
 def test_an_error_of_this_rank_is_not_hidden_by_a_lost_store(three, monkeypatch):

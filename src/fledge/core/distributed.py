@@ -17,7 +17,7 @@ import os
 import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -92,6 +92,14 @@ class World:
         objects: list[T] = [value]
         dist.broadcast_object_list(objects, src=0)
         return objects[0]
+
+    def gathered(self, value: T) -> list[T]:
+        """The values of all ranks, on every rank."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
 
     def barrier(self) -> None:
         if self.size > 1:

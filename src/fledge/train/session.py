@@ -11,14 +11,13 @@ from typing import Any, Protocol
 from fledge.core.errors import BadInput
 from fledge.core.files import write_json
 from fledge.core.machine import MACHINE_NAME, describe_machine
-from fledge.core.rows import TokenBatch
-from fledge.core.text import counted
 from fledge.models.convert_gguf import DTYPE_VARIABLE
 from fledge.recipe.schema import Recipe
-from fledge.target.finite import NotFinite, module_of, place_of, refusal
+from fledge.target.finite import NotFinite
 from fledge.target.kinds import model_name
 from fledge.train import checkpoint as checkpoints
 from fledge.train import lengthening, metrics, saving
+from fledge.train.bad_steps import describe_bad_step
 from fledge.train.batches import StepBatch
 from fledge.train.evaluate import learnt_nothing
 from fledge.train.forecast.curves import curve_of, read_metrics
@@ -121,14 +120,11 @@ class Session:
         return bool(stop)
 
     def _skipped(self, batch: StepBatch, result: StepResult) -> None:
-        training = self.training
-        micro = [rows for rows in batch.micro if rows is not None]
-        places = [place for rows in micro for pack in rows.places for place in pack]
-        norm, shown = float(result.grad_norm), ", ".join(places[:3])
-        broken = _not_finite(training, micro, result)
+        training, norm = self.training, float(result.grad_norm)
+        bad = describe_bad_step(training, batch, result)
+        broken = bad.broken
         self.observer.note(
-            f"step {batch.step + 1} skipped: gradient norm {norm:.3g}; its "
-            f"{counted(len(places), 'document begins', 'documents begin')} with {shown}"
+            f"step {batch.step + 1} skipped: gradient norm {norm:.3g}; {bad.documents}"
             + ("" if broken is None else f"; {broken.what}")
         )
         limit = training.recipe.training.max_bad_steps
@@ -136,7 +132,7 @@ class Session:
             where, what = str(training.directory), f"{limit} steps in a row were skipped"
             if broken is not None:  # neither the draft nor the learning rate is the cause
                 raise NotFinite(f"{what}: {broken.what}", where=where, fix=broken.fix)
-            what += f" (last gradient norm {norm:.3g}, documents {shown})"
+            what += f" (last gradient norm {norm:.3g}, documents {bad.first_places})"
             fix = "lower training.lr or look at these rows; the last checkpoint is intact"
             raise BadInput(what, where=where, fix=fix)
 
@@ -248,20 +244,6 @@ def in_vain(recipe: Recipe, state: State) -> list[str]:
         return []
     lengths = state.first.get("acceptance_length"), state.best_length
     return learnt_nothing(*lengths, lr=recipe.training.lr)
-
-
-def _not_finite(
-    training: Training, micro: Sequence[TokenBatch], result: StepResult
-) -> NotFinite | None:
-    """The error that describes the non-finite answers of a bad step; None when this rank's answers
-    are finite."""
-    target, config = training.parts.target, training.draft.config
-    for rows, verdict in zip(micro, result.verdicts, strict=True):
-        fault = verdict.fault(config.aux_layer_ids)
-        if fault is not None:
-            place, model = place_of(rows, fault), module_of(target)
-            return refusal(fault, dtype=verdict.dtype, place=place, model=model)
-    return None
 
 
 def resume(training: Training, observer: Observer) -> tuple[State, Sums]:
