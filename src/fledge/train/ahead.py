@@ -111,9 +111,9 @@ def wait_together(models: Models, futures: _Futures, stopping: Callable[[], bool
 
 def _unreachable(done: _Futures) -> TargetUnreachable | None:
     """The failure of a future whose target is gone; any other error is raised here."""
-    for error in [future.exception() for future in done]:
-        if isinstance(error, TargetUnreachable):
+    for future in done:
+        try:
+            future.result()
+        except TargetUnreachable as error:
             return error
-        if error is not None:
-            raise error
     return None
