@@ -119,6 +119,15 @@ def test_a_failed_collective_names_the_rank_that_died(three, monkeypatch):
         raise RuntimeError("Connection closed by peer [127.0.0.1]:4711")
 
 
+def test_an_interrupt_of_one_rank_is_called_that(three, monkeypatch):
+    ranks, ended = three
+    monkeypatch.setattr(heartbeat, "_current", ranks[0])
+    with pytest.raises(KeyboardInterrupt), ending_together(nullcontext):
+        raise KeyboardInterrupt
+    until(lambda: len(ended) == 2)
+    assert ended[1].endswith("ended: interrupted")
+
+
 def test_a_rank_raises_its_own_error_unchanged(three, monkeypatch):
     ranks, ended = three
     monkeypatch.setattr(heartbeat, "_current", ranks[0])

@@ -13,6 +13,7 @@ loss is already divided by the count over all ranks, so a sum is exact, and rank
 numbers of micro-batches.
 """
 
+import contextlib
 import os
 import secrets
 from collections.abc import Iterable
@@ -144,5 +145,8 @@ def join_world(
 def leave_world(world: World) -> None:
     if world.size > 1 and dist.is_initialized():
         stop_heartbeat()
-        dist.barrier()  # the first rank to leave may host the store that the heartbeats go to
+        # The first rank to leave may host the store that the heartbeats go to. All work is done, so
+        # a rank that has died meanwhile is nobody's failure.
+        with contextlib.suppress(RuntimeError):
+            dist.barrier()
         dist.destroy_process_group()

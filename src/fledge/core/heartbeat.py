@@ -187,7 +187,8 @@ def ending_together(waiting: Callable[[], AbstractContextManager[object]]) -> It
                 message = _current.wait_for_lost()
         if _current is None or message is None:
             if _current is not None:
-                _current.stop(first_line(error))
+                interrupted = isinstance(error, KeyboardInterrupt)
+                _current.stop("interrupted" if interrupted else first_line(error))
             raise
         speaks = _current.speaks()
         _current.pass_on(message)
