@@ -113,9 +113,10 @@ def test_a_claim_of_another_machine_holds_until_it_is_stale(tmp_path):
 def test_a_claim_that_cannot_be_written_is_not_left_behind(tmp_path, monkeypatch):
     """It would have no owner, and would block the next process until it is stale."""
     with Claims(tmp_path / "claims") as claims:
-        with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
-            patch.setattr("fledge.core.claims._owner", _full_disk)
-            claims.take("a")
+        with monkeypatch.context() as patch:
+            patch.setattr(claims_module, "_owner", _full_disk)
+            with pytest.raises(OSError, match="No space left"):
+                claims.take("a")
         assert claims.take("a")
 
 
