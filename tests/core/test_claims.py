@@ -1,5 +1,6 @@
 """Claims: each piece of work has one owner, and is freed soon after its owner's process dies."""
 
+import errno
 import multiprocessing
 import os
 import signal
@@ -107,6 +108,20 @@ def test_a_claim_of_another_machine_holds_until_it_is_stale(tmp_path):
         assert not claims.take("x")
         os.utime(claim, (time.time() - 3600,) * 2)
         assert claims.take("x")
+
+
+def test_a_claim_that_cannot_be_written_is_not_left_behind(tmp_path, monkeypatch):
+    """It would have no owner, and would block the next process until it is stale."""
+    with Claims(tmp_path / "claims") as claims:
+        with monkeypatch.context() as patch:
+            patch.setattr(claims_module, "_owner", _full_disk)
+            with pytest.raises(OSError, match="No space left"):
+                claims.take("a")
+        assert claims.take("a")
+
+
+def _full_disk():
+    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def test_alone_admits_one_process_at_a_time(tmp_path):

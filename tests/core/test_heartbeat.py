@@ -70,16 +70,44 @@ def test_ranks_that_leave_in_order_are_not_reported_lost(three):
     assert ranks[2].lost(silent_s=heartbeat.SUSPECT_S) is None
 
 
-def test_a_lost_store_ends_the_rank(three, monkeypatch):
-    ranks, ended = three
+class GoneStore:
+    """The store of a process that has died."""
 
-    def gone(_):
+    def set(self, *_):
         raise RuntimeError("Connection reset by peer")
 
-    monkeypatch.setattr(ranks[1], "_publish", gone)
-    until(lambda: 1 in ended)
+    multi_get = set
+
+
+@pytest.mark.parametrize("torchrun", [False, True])
+def test_a_lost_store_ends_the_rank(three, monkeypatch, torchrun):
+    """If it was rank 0's, rank 1 is the first that can still say so."""
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", str(torchrun))
+    ranks, ended = three
+    until(lambda: all(len(rank._seen) == 3 for rank in ranks))
+    for rank in ranks[1:]:
+        rank._store = GoneStore()
+    until(lambda: len(ended) >= 2)
     assert "rank 0 or its torchrun is gone" in ended[1]
-    monkeypatch.undo()
+    assert [rank.speaks() for rank in ranks[1:]] == [not torchrun, False]
+
+
+def test_a_collective_that_fails_with_the_store_is_one_line(three, monkeypatch):
+    ranks, _ = three
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    monkeypatch.setattr(heartbeat, "_current", ranks[1])
+    ranks[1]._store = GoneStore()
+    told = "rank 0 or its torchrun is gone"
+    with pytest.raises(RankLost, match=told), ending_together(nullcontext):
+        raise RuntimeError("Connection closed by peer [127.0.0.1]:4711")
+
+
+def test_an_error_of_this_rank_is_not_hidden_by_a_lost_store(three, monkeypatch):
+    ranks, _ = three
+    monkeypatch.setattr(heartbeat, "_current", ranks[1])
+    ranks[1]._store = GoneStore()
+    with pytest.raises(ValueError, match="a bad row"), ending_together(nullcontext):
+        raise ValueError("a bad row")
 
 
 def test_a_failed_collective_names_the_rank_that_died(three, monkeypatch):
@@ -89,6 +117,15 @@ def test_a_failed_collective_names_the_rank_that_died(three, monkeypatch):
     named = r"rank 2 .* is gone.*; the same command continues the run"
     with pytest.raises(RankLost, match=named), ending_together(nullcontext):
         raise RuntimeError("Connection closed by peer [127.0.0.1]:4711")
+
+
+def test_an_interrupt_of_one_rank_is_called_that(three, monkeypatch):
+    ranks, ended = three
+    monkeypatch.setattr(heartbeat, "_current", ranks[0])
+    with pytest.raises(KeyboardInterrupt), ending_together(nullcontext):
+        raise KeyboardInterrupt
+    until(lambda: len(ended) == 2)
+    assert ended[1].endswith("ended: interrupted")
 
 
 def test_a_rank_raises_its_own_error_unchanged(three, monkeypatch):

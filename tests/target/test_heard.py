@@ -1,5 +1,7 @@
 """A draft gets its own layers of a target that captures more, as if it had asked alone."""
 
+from concurrent.futures import Future
+
 import pytest
 import torch
 
@@ -39,3 +41,20 @@ def test_a_subset_of_layers_is_answered_as_if_asked_for_alone(tiny_target, super
         HeardTarget(target, ids, owner=True).close()
         with pytest.raises(RuntimeError, match="is closed"):
             target.info()
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("this target is closed")])
+def test_an_answer_that_was_canceled_may_still_arrive(tiny_target, caplog, error):
+    with HFEagle3TargetModel.from_pretrained(
+        tiny_target, aux_layer_ids=[0, 1, 2], dtype="float32", device="cpu"
+    ) as target:
+        inner, answer = Future(), target.answer(rows())
+        target.answer_async = lambda _: inner
+        outer = HeardTarget(target, [0, 2]).answer_async(rows())
+        assert outer.cancel()
+        if error is None:
+            inner.set_result(answer)
+        else:
+            inner.set_exception(error)
+    assert outer.cancelled()
+    assert caplog.text == ""

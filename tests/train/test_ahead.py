@@ -9,7 +9,7 @@ import torch
 
 from fledge.core.distributed import World
 from fledge.core.errors import TargetUnreachable
-from fledge.train.ahead import answers_ahead, ask_ahead, together
+from fledge.train.ahead import StopRequested, answers_ahead, ask_ahead, wait_together
 from fledge.train.batches import StepBatch
 from fledge.train.clock import Clock
 
@@ -51,8 +51,8 @@ def test_batches_stay_in_order_and_are_prefetched_as_configured(micro, prefetch)
         pending = len(target.futures) - (number + 1) * micro
         assert min(prefetch, (9 - number) * micro) <= pending <= prefetch + micro - 1
     assert len(target.futures) == 10 * micro  # each micro-batch is asked once
-    answers = [(batch, answer) for batch, answer in answers_ahead(target, list(range(7)))]
-    assert [answer for _, answer in answers] == list(range(7))
+    answers = list(answers_ahead(parts(target), list(range(7)), rounds=7))
+    assert answers == [(number, number) for number in range(7)]
 
 
 def test_a_target_in_this_process_is_not_asked_ahead():
@@ -62,22 +62,66 @@ def test_a_target_in_this_process_is_not_asked_ahead():
 
 def test_a_stop_ends_the_wait_and_cancels_pending_questions():
     target = Distant(2, at_once=False)
-    with pytest.raises(TargetUnreachable, match="stopped while"):
+    with pytest.raises(StopRequested):
         next(ask_ahead(parts(target), steps(9, 1), stopping=lambda: True))
-    assert [future.cancelled() for future in target.futures[1:]] == [True, True]
+    with pytest.raises(StopRequested):
+        next(answers_ahead(parts(target), range(9), rounds=9, stopping=lambda: True))
+    assert [future.cancelled() for future in target.futures] == [True] * 6
+
+
+def test_a_stop_does_not_discard_an_answer_that_has_arrived():
+    target = Distant(2)
+    assert next(ask_ahead(parts(target), steps(9, 1), stopping=lambda: True)).step == 0
+    answers = answers_ahead(parts(target), range(9), rounds=9, stopping=lambda: True)
+    assert next(answers) == (0, 0)
 
 
 class Peer(World):
-    """One of two ranks; the other one has lost its servers."""
+    """One of two ranks; the other one reports these counts."""
 
     def sum_(self, tensor):
-        return tensor + 1
+        return tensor + torch.tensor(self.counts)
 
 
-def test_all_ranks_stop_when_one_loses_its_target():
+def peer(**counts):
     world = Peer(rank=0, size=2)
+    names = ("unfinished", "failed", "stops")
+    object.__setattr__(world, "counts", [counts.get(name, 0) for name in names])
+    return world
+
+
+@pytest.mark.parametrize(
+    ("counts", "error"),
+    [
+        ({"failed": 1}, TargetUnreachable),
+        ({"unfinished": 1, "failed": 1}, TargetUnreachable),
+        ({"unfinished": 1, "stops": 1}, StopRequested),
+        ({"failed": 1, "stops": 1}, StopRequested),
+    ],
+    ids=str,
+)
+def test_what_happens_to_one_rank_while_it_waits_happens_to_all(counts, error):
+    here = parts(Distant(1), peer(**counts))
+    for asking in (
+        lambda: wait_together(here, [], lambda: False),
+        lambda: next(ask_ahead(here, steps(3, 1))),
+        lambda: list(answers_ahead(here, [0], rounds=2)),
+    ):
+        with pytest.raises(TargetUnreachable) as caught:
+            asking()
+        assert type(caught.value) is error
+    local = parts(SimpleNamespace(supports_async=False), here.world)
+    wait_together(local, [], lambda: False)  # nothing to wait for
+
+
+def test_a_rank_without_a_failure_says_whose_it_is():
     with pytest.raises(TargetUnreachable, match="of another rank"):
-        together(parts(Distant(1), world), lambda: None)
-    with pytest.raises(TargetUnreachable, match="of another rank"):
-        next(ask_ahead(parts(Distant(1), world), steps(3, 1)))
-    together(parts(SimpleNamespace(supports_async=False), world), lambda: None)  # nothing to lose
+        wait_together(parts(Distant(1), peer(failed=1)), [], lambda: False)
+    future = Future()
+    future.set_exception(TargetUnreachable("no server here"))
+    with pytest.raises(TargetUnreachable, match="no server here"):
+        wait_together(parts(Distant(1), peer(failed=1)), [future], lambda: False)
+    broken = Future()
+    broken.set_exception(KeyError("a bug"))
+    with pytest.raises(KeyError, match="a bug"):
+        wait_together(parts(Distant(1)), [broken], lambda: False)

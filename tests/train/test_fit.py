@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from fledge.cli.train import check_existing, run_recipe
-from fledge.core.errors import BadInput
+from fledge.core.errors import BadInput, TargetUnreachable
 from fledge.core.files import alone_in
 from fledge.draft.eagle3 import LlamaEagle3DraftModel
 from fledge.target.hf.model import HFEagle3TargetModel
@@ -230,6 +230,38 @@ def test_a_kill_right_after_a_checkpoint(recipe, monkeypatch, tmp_path, undone):
     assert train(recipe(*options, run="cut")).finished
     assert layout(tmp_path / "cut") == layout(tmp_path / "whole")
     assert comparable(tmp_path / "whole") == comparable(tmp_path / "cut")
+
+
+@pytest.mark.parametrize("better", [True, False])
+def test_a_run_whose_last_evaluation_was_interrupted_is_finished_by_it(
+    recipe, monkeypatch, tmp_path, better
+):
+    """Also if the draft of the last step turns out not to be the best."""
+    short, run = recipe("training.steps=5", "evaluation.every_steps=3"), tmp_path / "run"
+    real, lengths = fit_module.evaluate, [1.1, 1.2, 0.0, 1.3 if better else 1.0]
+
+    def evaluating(*args):
+        length = lengths.pop(0)
+        if not length:
+            raise TargetUnreachable("no server")
+        return {**real(*args), "acceptance_length": length}
+
+    monkeypatch.setattr(fit_module, "evaluate", evaluating)
+    with pytest.raises(TargetUnreachable):
+        train(short)
+    assert fit_module.finished_before(short) is None
+    notes = Notes()
+    resumed = train(short, notes)
+    assert (resumed.finished, resumed.already) == (True, False)
+    assert [line["step"] for line in notes.evaluations] == [5]
+    assert best_step(run) == (5 if better else 3)
+    assert newest_checkpoint(run)[0].finished
+    again = fit_module.finished_before(short)
+    assert (again.finished, again.already, again.state) == (True, True, resumed.state)
+    assert train(short).already
+    assert lengths == []
+    evaluations = [line["step"] for line in comparable(run) if "evaluation" in line]
+    assert evaluations == [0, 3, 5]
 
 
 def test_two_commands_cannot_train_the_same_run(recipe, tmp_path):

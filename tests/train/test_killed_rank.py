@@ -5,6 +5,8 @@ import multiprocessing
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -80,10 +82,42 @@ def test_kill_nine_of_one_rank_at_ten_random_moments(recipe, tmp_path):
     assert not list((tmp_path / "cut" / "checkpoints").glob(".*"))
 
 
+def test_the_death_of_the_rank_with_the_store_is_one_line(recipe, tmp_path):
+    """Without torchrun, rank 0 holds the store that the heartbeats go to."""
+    path = recipe("training.steps=5000", "training.micro_batch=1").write_resolved(tmp_path / "r")
+    port, ranks, errors = _free_port(), [], []
+    for rank in range(3):
+        environment = {
+            "RANK": str(rank), "WORLD_SIZE": "3", "LOCAL_RANK": str(rank),
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+        }  # fmt: skip
+        command = [sys.executable, "-m", "fledge", "train", str(path)]
+        errors.append(tmp_path / f"{rank}.err")
+        with errors[-1].open("w") as error:
+            environment = os.environ | environment
+            ranks.append(subprocess.Popen(command, env=environment, stdout=error, stderr=error))
+    _wait_for_checkpoint(tmp_path / "run", beyond=0, running=lambda: ranks[0].poll() is None)
+    ranks[0].kill()
+    assert [process.wait(timeout=60) for process in ranks] == [-signal.SIGKILL, 2, 2]
+    told = "fledge: rank 0 or its torchrun is gone: its store does not answer; "
+    told += "the same command continues the run"
+    printed = [
+        [line for line in error.read_text().splitlines() if "prepares this data" not in line]
+        for error in errors[1:]
+    ]
+    assert printed == [[told], []]  # one rank of a machine prints it
+
+
 def _wait_for_a_step(run, *, beyond, ranks):
+    _wait_for_checkpoint(
+        run, beyond=beyond, running=lambda: all(process.is_alive() for process in ranks)
+    )
+
+
+def _wait_for_checkpoint(run, *, beyond, running):
     """Wait for one more checkpoint, so that the ranks are in the middle of their work."""
     end = time.monotonic() + 60
-    while time.monotonic() < end and all(process.is_alive() for process in ranks):
+    while time.monotonic() < end and running():
         names = [path.name for path in (run / "checkpoints").glob("step-*")]
         if int(max(names, default="step-0").removeprefix("step-")) > beyond:
             return

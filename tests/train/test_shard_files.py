@@ -1,13 +1,17 @@
 """Checkpoints of sharded runs: complete or absent, and readable by any number of ranks."""
 
+import contextlib
+import errno
 import json
+import os
 import shutil
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.filesystem import FileSystem
 
-from fledge.core.errors import BadInput
+from fledge.core.errors import BadInput, explain
 from fledge.data.tokenise import checksum
 from fledge.draft.eagle3 import LlamaEagle3DraftModel
 from fledge.train import setup as building
@@ -98,6 +102,39 @@ def test_a_run_saved_by_one_rank_resumes_on_two(saved_on_four):
     run_ranks(2, run, cut(make, "from-one", ranks=2, shard=2))
     assert newest_checkpoint(copy)[0].is_sharded
     assert largest_difference(everything(one), everything(copy)) < 1e-9
+
+
+def save_on_a_full_disk(recipe, full):
+    """The line and exit code that each rank ends with when the disk of rank `full` fills up."""
+    real, rank = FileSystem.create_stream, int(os.environ["RANK"])
+
+    @contextlib.contextmanager
+    def create_stream(self, path, mode):
+        with real(self, path, mode) as stream:
+            if rank == full:
+                stream.write(b"half")
+                raise OSError(errno.ENOSPC, "No space left on device")
+            yield stream
+
+    FileSystem.create_stream = create_stream
+    try:
+        run(recipe)
+    except OSError as error:
+        return explain(error)
+
+
+@pytest.mark.parametrize("full", [0, 1])
+def test_a_full_disk_is_one_line_on_all_ranks_and_leaves_nothing(saved_on_four, full):
+    make, four = saved_on_four
+    name = f"full-{full}"
+    ended = run_ranks(2, save_on_a_full_disk, cut(make, name, ranks=2, shard=2), full)
+    checkpoints = four.parent / name / "checkpoints"
+    place = checkpoints / f"step-{SAVED_AT:08d}"
+    line = f"the disk is full ({place}); make room and run the same command again"
+    assert ended == [(line, 3)] * 2
+    assert list(checkpoints.iterdir()) == []
+    run_ranks(2, run, cut(make, name, ranks=2, shard=2))
+    assert largest_difference(everything(four), everything(four.parent / name)) < 1e-9
 
 
 def test_a_different_number_of_packs_per_step_is_refused(saved_on_four):

@@ -17,6 +17,8 @@ from typing import Any, NoReturn
 # Set before torch is loaded: idle CPU threads sleep instead of spinning. On a busy machine,
 # spinning threads halve the speed of every process, this one included.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# When another rank dies, torch warns with C++ stack traces; fledge reports it in one line.
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 import typer
 

@@ -82,6 +82,9 @@ class Claims:
             return False
         except FileNotFoundError:
             raise removed(self._directory.parent) from None
+        except OSError:  # a full disk: without an owner, it would hold until it is stale
+            path.unlink(missing_ok=True)
+            raise
         # the claim seen above may have been released since, and taken again under a lower number
         if not all(self._is_stale(other) for other in self._claims_of(name) if other != path):
             path.unlink(missing_ok=True)

@@ -13,11 +13,12 @@ loss is already divided by the count over all ranks, so a sum is exact, and rank
 numbers of micro-batches.
 """
 
+import contextlib
 import os
 import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -93,6 +94,14 @@ class World:
         dist.broadcast_object_list(objects, src=0)
         return objects[0]
 
+    def gathered(self, value: T) -> list[T]:
+        """The values of all ranks, on every rank."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
+
     def barrier(self) -> None:
         if self.size > 1:
             dist.barrier()
@@ -136,5 +145,8 @@ def join_world(
 def leave_world(world: World) -> None:
     if world.size > 1 and dist.is_initialized():
         stop_heartbeat()
-        dist.barrier()  # the first rank to leave may host the store that the heartbeats go to
+        # The first rank to leave may host the store that the heartbeats go to. All work is done, so
+        # a rank that has died meanwhile is nobody's failure.
+        with contextlib.suppress(RuntimeError):
+            dist.barrier()
         dist.destroy_process_group()

@@ -30,6 +30,7 @@ BEAT_S = 1.0
 SILENT_S = 30.0  # a rank that has been silent for this long is considered dead
 SUSPECT_S = 6.0  # the same once this rank or another has failed
 _LEFT, _FAILED, _LOST = "left", "failed ", "lost "
+_STORE_GONE = "rank 0 or its torchrun is gone: its store does not answer"
 
 
 class RankLost(BadInput):
@@ -49,7 +50,7 @@ class Heartbeat:
         self._store, self._rank, self._size = store, rank, size
         self._end = end or self._end_process
         self._host = socket.gethostname()
-        self._beats = 0
+        self._beats, self._store_gone = 0, False
         self._seen: dict[int, tuple[str, float]] = {}  # by rank: status, time it was first read
         self._lock, self._stopped = threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True, name="fledge-heartbeat")
@@ -68,7 +69,12 @@ class Heartbeat:
 
     def lost(self, *, silent_s: float) -> str | None:
         """A message that names the dead rank, or None if all ranks seem to be alive."""
-        return self._describe_lost(self._read_statuses(), silent_s)
+        try:
+            statuses = self._read_statuses()
+        except RuntimeError:  # the store lives in rank 0, or in the torchrun that started it
+            self._store_gone = True
+            return _STORE_GONE
+        return self._describe_lost(statuses, silent_s)
 
     def wait_for_lost(self) -> str | None:
         """`lost` after a failure that another rank's death may have caused: waits until a dead rank
@@ -85,8 +91,7 @@ class Heartbeat:
         self._stop_beating()
         published = any(text.split(" ", 1)[1].startswith(_LOST) for text, _ in self._seen.values())
         if not published:
-            with contextlib.suppress(RuntimeError):  # the store may be what is lost
-                self._publish(_LOST + told)
+            self._publish(_LOST + told)
             time.sleep(3 * BEAT_S)
 
     def _stop_beating(self) -> None:
@@ -97,19 +102,17 @@ class Heartbeat:
 
     def _watch(self) -> None:
         while not self._stopped.wait(BEAT_S):
-            try:
-                self._beats += 1
-                self._publish(str(self._beats))
-                message = self.lost(silent_s=SILENT_S)
-            except RuntimeError:  # the store lives in rank 0, or in the torchrun that started it
-                message = "rank 0 or its torchrun is gone: its store does not answer"
+            self._beats += 1
+            self._publish(str(self._beats))
+            message = self.lost(silent_s=SILENT_S)
             if message is not None and not self._stopped.is_set():
                 self.pass_on(message)
                 self._end(message)
                 return
 
     def _publish(self, status: str) -> None:
-        self._store.set(str(self._rank), f"{self._host} {status}")
+        with contextlib.suppress(RuntimeError):  # `lost` notices when the store is gone
+            self._store.set(str(self._rank), f"{self._host} {status}")
 
     def _read_statuses(self) -> list[str]:
         with self._lock:  # the main thread reads them, too
@@ -140,7 +143,8 @@ class Heartbeat:
     def speaks(self) -> bool:
         """Whether this is the lowest live rank of its machine, which alone prints the message."""
         now = time.monotonic()
-        lower = [self._seen.get(rank, ("", 0.0)) for rank in range(self._rank)]
+        first = 1 if self._store_gone and not _store_of_torchrun() else 0  # rank 0 died with it
+        lower = [self._seen.get(rank, ("", 0.0)) for rank in range(first, self._rank)]
         alive = [status for status, read_at in lower if now - read_at < SUSPECT_S]
         return not any(status.split(" ", 1)[0] == self._host for status in alive)
 
@@ -183,13 +187,19 @@ def ending_together(waiting: Callable[[], AbstractContextManager[object]]) -> It
                 message = _current.wait_for_lost()
         if _current is None or message is None:
             if _current is not None:
-                _current.stop(first_line(error))
+                interrupted = isinstance(error, KeyboardInterrupt)
+                _current.stop("interrupted" if interrupted else first_line(error))
             raise
         speaks = _current.speaks()
         _current.pass_on(message)
         if not speaks:
             raise SystemExit(2) from None
         raise RankLost.of(message) from None
+
+
+def _store_of_torchrun() -> bool:
+    """Whether torchrun holds the store that all ranks use; otherwise rank 0 does."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _store_of_ranks(prefix: str) -> Store:

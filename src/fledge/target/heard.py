@@ -50,6 +50,8 @@ class HeardTarget(Eagle3TargetBackend):
         future: Future[Eagle3TargetBatch] = Future()
 
         def pass_on(done: Future[Eagle3TargetBatch]) -> None:
+            if not future.set_running_or_notify_cancel():
+                return  # canceled meanwhile: nobody waits for it
             try:
                 future.set_result(self.heard(done.result()))
             except BaseException as error:  # noqa: BLE001  (raised where the answer is awaited)

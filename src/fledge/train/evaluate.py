@@ -14,7 +14,7 @@ from fledge.measure.packed import Ints, target_picks
 from fledge.measure.replay import replay_held_out
 from fledge.target.finite import check_answer
 from fledge.target.heard import as_heard
-from fledge.train.ahead import answers_ahead, together
+from fledge.train.ahead import answers_ahead
 from fledge.train.batches import held_out_share
 from fledge.train.metrics import acceptance_metrics
 from fledge.train.sharding import whole
@@ -28,6 +28,7 @@ def evaluate(
     batches: list[TokenBatch],
     picks: dict[int, Ints] | None = None,
     on_pack: Callable[[int, int], None] = lambda done, total: None,
+    stopping: Callable[[], bool] = lambda: False,
 ) -> dict[str, Any]:
     """Measure acceptance in two ways on this rank's share of the held-out packs, summed over ranks.
 
@@ -36,9 +37,10 @@ def evaluate(
     1 + sum over depths of P(all tokens up to that depth are correct), with every slot as a start.
 
     `picks` caches the frozen target's picks by batch, so that its head runs once per run. `on_pack`
-    is called with the number of this rank's packs that are done, and their total.
+    is called with the number of this rank's packs that are done, and their total. `stopping` is
+    polled while the target is waited for: once it is true on any rank, all raise StopRequested.
     """
-    return evaluate_together(models, [models], batches, [picks], on_pack)[0]
+    return evaluate_together(models, [models], batches, [picks], on_pack, stopping)[0]
 
 
 @torch.no_grad()
@@ -48,29 +50,26 @@ def evaluate_together(
     batches: list[TokenBatch],
     picks: Sequence[dict[int, Ints] | None],
     on_pack: Callable[[int, int], None] = lambda done, total: None,
+    stopping: Callable[[], bool] = lambda: False,
 ) -> list[dict[str, Any]]:
     """Evaluate several drafts with one answer per pack. The target of `asked` is the one that gives
     it, with the aux layers of all drafts."""
     target, world = asked.target, asked.world
     evaluations = [_Evaluation(*pair) for pair in zip(drafts, picks, strict=True)]
-    indices = held_out_share(batches, world)
-
-    def measure() -> None:
-        answers = answers_ahead(target, [batches[index] for index in indices])
-        for done, (index, (batch, on_host)) in enumerate(zip(indices, answers, strict=True)):
+    indices, rounds = held_out_share(batches, world), -(-len(batches) // world.size)
+    share = [batches[index] for index in indices]
+    with contextlib.ExitStack() as whole_drafts:
+        for models in drafts:
+            whole_drafts.enter_context(whole(models.objective.draft_model))
+        answers = answers_ahead(asked, share, rounds=rounds, stopping=stopping)
+        for done, (batch, on_host) in enumerate(answers):
             on_pack(done, len(indices))
             answer = on_host.to(asked.device)
             check_answer(target, answer, batch)
             for evaluation in evaluations:
+                heard = as_heard(answer, target, evaluation.models.target)
                 with evaluation.models.turn():
-                    evaluation.add(index, batch, as_heard(answer, target, evaluation.models.target))
-        for _ in range(len(indices), -(-len(batches) // world.size)):
-            target.join()  # other ranks have one more pack
-
-    with contextlib.ExitStack() as whole_drafts:
-        for models in drafts:
-            whole_drafts.enter_context(whole(models.objective.draft_model))
-        together(asked, measure)
+                    evaluation.add(indices[done], batch, heard)
     return [evaluation.total() for evaluation in evaluations]
 
 

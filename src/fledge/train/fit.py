@@ -21,7 +21,7 @@ from fledge.core.rows import TokenBatch
 from fledge.recipe.schema import Recipe
 from fledge.train import checkpoint as checkpoints
 from fledge.train import lengthening, together
-from fledge.train.ahead import ask_ahead
+from fledge.train.ahead import StopRequested, ask_ahead
 from fledge.train.batches import held_out_share
 from fledge.train.evaluate import evaluate
 from fledge.train.session import Observer, Outcome, Session, State, in_vain
@@ -59,22 +59,29 @@ def _fit(sessions: Sequence[Session]) -> int:
         asking.target.asked_before(_asked_before(first, begin))
     prefetched = first.stream.prefetched(begin, first.recipe.training.prefetch)
     with StopSignal() as stop, closing(prefetched) as batches:
+
+        def stop_requested() -> bool:
+            return bool(stop.received)
+
         try:
-            for session in _evaluate([s for s in sessions if s.evaluation_missed]):
-                session.save(best=True)
+            missed = [session for session in sessions if session.evaluation_missed]
+            improved = _evaluate(missed, stop_requested)
+            for session in missed:
+                session.save_evaluated(best=session in improved)
             for session in sessions:
                 session.parts.objective.draft_model.train()
                 session.parts.clock.read()
-            for batch in ask_ahead(asking, batches, stopping=lambda: bool(stop.received)):
+            for batch in ask_ahead(asking, batches, stopping=stop_requested):
                 taking = [session for session in sessions if session.step == batch.step]
                 stopping = False
                 for session, share in together.heard(asking, batch, taking):
                     session.training.watch("training", session.step, "")
                     lr, parts = session.lr, session.parts
                     with parts.turn():
-                        result = train_step(parts, share, lr=lr, stopping=bool(stop.received))
+                        result = train_step(parts, share, lr=lr, stopping=stop_requested())
                     stopping |= session.stepped(batch, result, lr)
-                improved = _evaluate([session for session in taking if session.evaluation_due])
+                due = [session for session in taking if session.evaluation_due]
+                improved = _evaluate(due, stop_requested)
                 for session in taking:
                     session.save_if_due(best=session in improved, stopping=stopping)
                 if stopping:
@@ -82,10 +89,12 @@ def _fit(sessions: Sequence[Session]) -> int:
                     break
             for session in sessions:
                 session.read()
-        except TargetUnreachable:  # between two steps: nothing is half done
+        except TargetUnreachable as error:  # between two steps: nothing is half done
             for session in sessions:
                 session.stop_here()
-            if not stop.received:
+            if isinstance(error, StopRequested):
+                elsewhere = signal.SIGTERM
+            elif not stop.received:
                 raise
     return stop.received or elsewhere
 
@@ -98,26 +107,27 @@ def _asked_before(training: Training, step: int) -> Iterator[Callable[[], TokenB
     yield from training.stream.micro_batches_before(step)
 
 
-def _evaluate(sessions: Sequence[Session]) -> list[Session]:
+def _evaluate(sessions: Sequence[Session], stopping: Callable[[], bool]) -> list[Session]:
     """Measure held-out acceptance. Returns the sessions whose draft is their best so far."""
     if not sessions:
         return []
     with contextlib.ExitStack() as drafts:
         for session in sessions:
             drafts.enter_context(session.parts.averaged())
-        measured = _measure(sessions)
+        measured = _measure(sessions, stopping)
     pairs = zip(sessions, measured, strict=True)
     return [session for session, evaluation in pairs if session.evaluated(evaluation)]
 
 
-def _measure(sessions: Sequence[Session]) -> list[dict[str, Any]]:
+def _measure(sessions: Sequence[Session], stopping: Callable[[], bool]) -> list[dict[str, Any]]:
     if len(sessions) > 1:
-        return together.evaluate(sessions)
+        return together.evaluate(sessions, stopping)
     training, step = sessions[0].training, sessions[0].step
     return [
         evaluate(
             training.parts, training.held_out, training.held_out_picks,
             lambda done, packs: training.watch("evaluating", step, f"{done} of {packs} packs"),
+            stopping,
         )
     ]  # fmt: skip
 

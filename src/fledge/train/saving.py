@@ -74,7 +74,7 @@ def _save_shares(
         if name.endswith(_MOMENTS) or name.startswith(_STEPPED)
     }
     with _shared_directory(path, world) as temporary:
-        write_shares(temporary, shared)
+        write_shares(temporary, shared, path=path)
         whole = {}
         for name, tensor in draft.state_dict().items():
             gathered = whole_tensor(tensor)  # a collective: all ranks take part

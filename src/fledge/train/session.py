@@ -11,14 +11,13 @@ from typing import Any, Protocol
 from fledge.core.errors import BadInput
 from fledge.core.files import write_json
 from fledge.core.machine import MACHINE_NAME, describe_machine
-from fledge.core.rows import TokenBatch
-from fledge.core.text import counted
 from fledge.models.convert_gguf import DTYPE_VARIABLE
 from fledge.recipe.schema import Recipe
-from fledge.target.finite import NotFinite, module_of, place_of, refusal
+from fledge.target.finite import NotFinite
 from fledge.target.kinds import model_name
 from fledge.train import checkpoint as checkpoints
 from fledge.train import lengthening, metrics, saving
+from fledge.train.bad_steps import describe_bad_step
 from fledge.train.batches import StepBatch
 from fledge.train.evaluate import learnt_nothing
 from fledge.train.forecast.curves import curve_of, read_metrics
@@ -73,7 +72,8 @@ class Session:
             observer.note(f"warning: {line}")
         with self.parts.turn():
             self.state, self._window = resume(training, observer)
-        self._first_step = self._saved = self.state.step
+        self._saved = self.state.step
+        self._already = self._is_finished
         self._pending: tuple[StepBatch, StepResult] | None = None
         main = self.parts.world.is_main
         self._logs = Logs(training, observer, self.state) if main else None
@@ -86,6 +86,10 @@ class Session:
     @property
     def _at_end(self) -> bool:
         return self.state.step == self.training.stream.steps
+
+    @property
+    def _is_finished(self) -> bool:
+        return self._at_end and not self.evaluation_missed
 
     @property
     def lr(self) -> float:
@@ -116,14 +120,11 @@ class Session:
         return bool(stop)
 
     def _skipped(self, batch: StepBatch, result: StepResult) -> None:
-        training = self.training
-        micro = [rows for rows in batch.micro if rows is not None]
-        places = [place for rows in micro for pack in rows.places for place in pack]
-        norm, shown = float(result.grad_norm), ", ".join(places[:3])
-        broken = _not_finite(training, micro, result)
+        training, norm = self.training, float(result.grad_norm)
+        bad = describe_bad_step(training, batch, result)
+        broken = bad.broken
         self.observer.note(
-            f"step {batch.step + 1} skipped: gradient norm {norm:.3g}; its "
-            f"{counted(len(places), 'document begins', 'documents begin')} with {shown}"
+            f"step {batch.step + 1} skipped: gradient norm {norm:.3g}; {bad.documents}"
             + ("" if broken is None else f"; {broken.what}")
         )
         limit = training.recipe.training.max_bad_steps
@@ -131,7 +132,7 @@ class Session:
             where, what = str(training.directory), f"{limit} steps in a row were skipped"
             if broken is not None:  # neither the draft nor the learning rate is the cause
                 raise NotFinite(f"{what}: {broken.what}", where=where, fix=broken.fix)
-            what += f" (last gradient norm {norm:.3g}, documents {shown})"
+            what += f" (last gradient norm {norm:.3g}, documents {bad.first_places})"
             fix = "lower training.lr or look at these rows; the last checkpoint is intact"
             raise BadInput(what, where=where, fix=fix)
 
@@ -172,7 +173,7 @@ class Session:
     @property
     def evaluation_missed(self) -> bool:
         """Whether an evaluation is due at this step and missing: the one before the first step, or
-        one that was interrupted because the target became unreachable."""
+        one that was interrupted: the target became unreachable, or the run was to stop."""
         return self.evaluation_due and self.state.last.get("step") != self.state.step
 
     def evaluated(self, evaluation: dict[str, Any]) -> bool:
@@ -198,6 +199,11 @@ class Session:
         cadence = self.training.recipe.checkpoint.every_steps
         if best or self._at_end or stopping or self.state.step % cadence == 0:
             self.save(best=best)
+
+    def save_evaluated(self, *, best: bool) -> None:
+        """Save an evaluation that was missing from the checkpoint that the run resumed from."""
+        if self.state.step:  # a run that has not begun leaves no checkpoint
+            self.save_if_due(best=best, stopping=True)
 
     def save(self, *, best: bool = False) -> None:
         training, state, world = self.training, self.state, self.parts.world
@@ -225,13 +231,11 @@ class Session:
             self._logs.close()
 
     def outcome(self, signal: int) -> Outcome:
-        training, state, finished = self.training, self.state, self._at_end
-        assert self._saved == state.step or finished
+        training, state, finished = self.training, self.state, self._is_finished
+        assert self._saved == state.step
         learned_nothing = in_vain(training.recipe, state) if finished else ()
-        already = self._first_step == training.stream.steps
-        return Outcome(
-            state, finished, signal, already, warnings=(*training.warnings, *learned_nothing)
-        )
+        warnings = (*training.warnings, *learned_nothing)
+        return Outcome(state, finished, signal, self._already, warnings)
 
 
 def in_vain(recipe: Recipe, state: State) -> list[str]:
@@ -240,20 +244,6 @@ def in_vain(recipe: Recipe, state: State) -> list[str]:
         return []
     lengths = state.first.get("acceptance_length"), state.best_length
     return learnt_nothing(*lengths, lr=recipe.training.lr)
-
-
-def _not_finite(
-    training: Training, micro: Sequence[TokenBatch], result: StepResult
-) -> NotFinite | None:
-    """The error that describes the non-finite answers of a bad step; None when this rank's answers
-    are finite."""
-    target, config = training.parts.target, training.draft.config
-    for rows, verdict in zip(micro, result.verdicts, strict=True):
-        fault = verdict.fault(config.aux_layer_ids)
-        if fault is not None:
-            place, model = place_of(rows, fault), module_of(target)
-            return refusal(fault, dtype=verdict.dtype, place=place, model=model)
-    return None
 
 
 def resume(training: Training, observer: Observer) -> tuple[State, Sums]:

@@ -32,10 +32,17 @@ from fledge.core.errors import BadInput, broken_files, first_line
 _DAMAGED = "remove it: the one before it is used"
 
 
-def write_shares(directory: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write this rank's share of each tensor; all ranks call it, with the same names."""
+def write_shares(directory: Path, tensors: Mapping[str, Tensor], *, path: Path) -> None:
+    """Write this rank's share of each tensor; all ranks call it, with the same names. A failure of
+    one rank is raised on all, as an error about `path`, the directory's final name."""
     writer = HuggingFaceStorageWriter(str(directory), save_distributed=True)
-    save(dict(tensors), storage_writer=writer)
+    try:
+        save(dict(tensors), storage_writer=writer)
+    except CheckpointException as failed:
+        error, _ = next(iter(failed.failures.values()))
+        if isinstance(error, OSError):  # a full disk, above all
+            error.filename, error.filename2 = str(path), None
+        raise error from failed
 
 
 def read_shares(directory: Path, wanted: Mapping[str, Tensor]) -> None:

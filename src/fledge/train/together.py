@@ -7,7 +7,7 @@ metrics, checkpoints and random generators. A killed run may leave them at diffe
 that are ahead wait until the others have caught up.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -55,7 +55,9 @@ def heard(
         yield session, replace(batch, answers=futures)
 
 
-def evaluate(sessions: Sequence["Session"]) -> list[dict[str, Any]]:
+def evaluate(
+    sessions: Sequence["Session"], stopping: Callable[[], bool] = lambda: False
+) -> list[dict[str, Any]]:
     """Held-out acceptance of each of several drafts, from one answer per pack."""
     trainings = [session.training for session in sessions]
 
@@ -65,5 +67,5 @@ def evaluate(sessions: Sequence["Session"]) -> list[dict[str, Any]]:
 
     return evaluate_together(
         asking(sessions), [training.parts for training in trainings], trainings[0].held_out,
-        [training.held_out_picks for training in trainings], on_pack,
+        [training.held_out_picks for training in trainings], on_pack, stopping,
     )  # fmt: skip

@@ -420,6 +420,32 @@ def test_a_truncated_shard_is_written_again(argv, tmp_path, finished):
     assert payload(tmp_path / "cache") == payload(finished)
 
 
+def test_shards_that_others_finish_while_the_target_loads_are_not_redone(
+    argv, tmp_path, finished, monkeypatch
+):
+    """One of the shards is damaged when the command starts: only its replacement counts as done."""
+    cache, flags = tmp_path / "cache", {"encoding": "probs", "draft_vocab_size": 128}
+    shutil.copytree(finished, cache)
+    names = shards(cache)
+    for name in names[2:]:
+        (cache / name).unlink()
+    for name in names[:2]:
+        (cache / name).write_bytes(b"damaged")
+    real, inodes = precompute.begin_cache, {}
+
+    def begin_late(*args):
+        real(*args)
+        for name in names[1:4]:  # what another process writes meanwhile
+            shutil.copy(finished / name, tmp_path / name)
+            (tmp_path / name).replace(cache / name)
+            inodes[name] = (cache / name).stat().st_ino
+
+    monkeypatch.setattr(precompute, "begin_cache", begin_late)
+    assert main(argv(**flags, resume=True)) == 0
+    assert payload(cache) == payload(finished)
+    assert inodes == {name: (cache / name).stat().st_ino for name in inodes}
+
+
 def test_leftovers_of_a_kill_are_removed(argv, tmp_path, finished):
     shutil.copytree(finished, tmp_path / "cache")
     for place in (tmp_path / "cache", tmp_path / "cache" / "target"):

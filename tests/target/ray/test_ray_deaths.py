@@ -2,12 +2,14 @@
 
 import os
 import signal
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 pytest.importorskip("ray.cluster_utils", reason="needs the cluster extra")
 
+from fledge.core.distributed import World
 from fledge.target.hf.model import HFEagle3TargetModel
 from fledge.target.ray.connection import Connection
 from fledge.train.ahead import answers_ahead
@@ -44,8 +46,8 @@ def test_two_hundred_batches_while_workers_and_machines_die(model):
                 elif number == 120:
                     nodes.nodes.append(nodes.add(1))
 
-            answers = []
-            for number, (_, batch) in enumerate(answers_ahead(target, questions)):
+            answers, asking = [], SimpleNamespace(target=target, world=World(), device="cpu")
+            for number, (_, batch) in enumerate(answers_ahead(asking, questions, rounds=200)):
                 disturb(number)
                 answers.append(batch)
             retried = target._fleet.asked_again

@@ -183,6 +183,21 @@ def test_a_request_that_always_fails_ends_after_its_retries(server, mischief, er
         proxy.close()
 
 
+def test_closing_ends_the_pause_between_two_attempts(server, monkeypatch):
+    monkeypatch.setattr("fledge.target.remote.client._FIRST_PAUSE_S", 30.0)
+    proxy = Proxy(server.port, spare=2000)
+    try:
+        with RemoteEagle3TargetModel(proxy.url, **QUICK) as target:
+            proxy.mischief = {"cut": 1.0}
+            future = target.generate_batch_async(*padded_rows())
+            wait_for(lambda: proxy.done["cut"])
+            begin = time.monotonic()
+        assert time.monotonic() - begin < 15
+        assert future.exception() is not None
+    finally:
+        proxy.close()
+
+
 def test_trickling_replies_do_not_outlast_the_deadline(server):
     """Bytes keep coming, so no single wait is long; the whole reply still has its deadline."""
     proxy = Proxy(server.port, mischief={"trickle": 1.0})

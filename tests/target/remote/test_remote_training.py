@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import types
 
 import pytest
@@ -205,6 +206,49 @@ def test_a_signal_ends_the_wait_for_a_server(recipe, start, monkeypatch, tmp_pat
     assert outcome.signal == signal.SIGTERM
     start(port=port)
     assert train(cut).finished
+
+
+@pytest.mark.parametrize("number", [1, 2, "last"])  # the first one precedes training
+@pytest.mark.parametrize("fault", ["gone", "silent"])
+def test_a_signal_ends_an_evaluation_that_waits(
+    recipe, start, monkeypatch, tmp_path, fault, number
+):
+    port = free_port()
+    first = start(port=port)
+    proxy = Proxy(first.port, stall_s=60.0)
+    options = ("training.steps=5", "evaluation.every_steps=3")
+    train(remote_recipe(recipe, [first.url], *options, run="whole"))
+    waiting = {"run": "cut", "wait_s": 60.0, "timeout_s": 60.0, "shared_memory": False}
+    cut = remote_recipe(recipe, [proxy.url], *options, **waiting)
+    real, calls, signaled = fit_module.evaluate, [], []
+
+    def stop():
+        signaled.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def evaluating(*args):
+        calls.append(1)
+        if len(calls) == {"last": 3}.get(number, number):
+            if fault == "gone":
+                first.stop()
+            proxy.mischief = {"stall": 1.0}
+            threading.Timer(1.0, stop).start()
+        return real(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fit_module, "evaluate", evaluating)
+        outcome = train(cut)
+    assert time.monotonic() - signaled[0] < 10
+    proxy.close()
+    assert (outcome.finished, outcome.signal) == (False, signal.SIGTERM)
+    assert outcome.state.step == {1: 0, 2: 3, "last": 5}[number]
+    server = start(port=port) if fault == "gone" else first
+    resumed = train(remote_recipe(recipe, [server.url], *options, run="cut"))
+    assert resumed.finished
+    assert not resumed.already
+    assert newest_checkpoint(tmp_path / "cut")[0].finished
+    assert differing(final_weights(tmp_path / "whole"), final_weights(tmp_path / "cut")) == []
+    assert comparable(tmp_path / "whole") == comparable(tmp_path / "cut")
 
 
 def test_the_command_reports_unreachable_servers_and_exits_with_code_2(recipe, tmp_path, capsys):

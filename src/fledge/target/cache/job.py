@@ -5,8 +5,8 @@ Nothing here loads weights; `begin_cache` adds the facts that require the loaded
 
 import hashlib
 import shutil
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,7 @@ from fledge.target.layers import (
 )
 
 _SAMPLE_BYTES = 1 << 20
+Stamp = tuple[int, int, int]  # of a file: inode, size, time of its last change
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
 
 
@@ -135,6 +136,7 @@ class CachePlan:
     allowed: int  # how many shards fit the quota
     rows: int
     tokens: int
+    damaged: Mapping[int, Stamp] = field(default_factory=dict)  # shards to replace
 
     @property
     def total_bytes(self) -> int:
@@ -143,6 +145,11 @@ class CachePlan:
     @property
     def missing(self) -> list[int]:
         return [i for i in range(len(self.shard_bytes)) if i not in self.done]
+
+    def is_written(self, job: CacheJob, index: int) -> bool:
+        """Whether a missing shard has been written since, by any process."""
+        stamp = _stamp(job.shard_path(index))
+        return stamp is not None and stamp != self.damaged.get(index)
 
 
 @dataclass(frozen=True)
@@ -269,12 +276,18 @@ def plan_cache(job: CacheJob, *, head_bytes: int) -> CachePlan:
     existing = existing_shards(job.directory)
     ensure_resumable(job.directory, job.manifest, existing, before_loading=True)
     sizes, done, tokens = [], set(), 0
+    damaged: dict[int, Stamp] = {}
     for index in range(-(-len(job.rows) // job.shard_size)):
         layout = job.layout(job.shard_rows(index))
         sizes.append(layout.n_bytes)
         tokens += int(layout.row_start[-1])
-        if index in existing and is_whole_shard(job.shard_path(index), layout):
-            done.add(index)
+        if index in existing:
+            path = job.shard_path(index)
+            stamp = _stamp(path)  # before it is checked: another process may replace it right after
+            if is_whole_shard(path, layout):
+                done.add(index)
+            elif stamp is not None:
+                damaged[index] = stamp
     extra = existing - set(range(len(sizes)))
     if extra:
         raise BadInput(
@@ -287,7 +300,17 @@ def plan_cache(job: CacheJob, *, head_bytes: int) -> CachePlan:
         if job.quota_bytes is not None and used > job.quota_bytes:
             allowed = index
             break
-    return CachePlan(tuple(sizes), head_bytes, frozenset(done), allowed, len(job.rows), tokens)
+    rows = len(job.rows)
+    return CachePlan(tuple(sizes), head_bytes, frozenset(done), allowed, rows, tokens, damaged)
+
+
+def _stamp(path: Path) -> Stamp | None:
+    """Differs for every file that was ever at this path; None if there is none now."""
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return None
+    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def check_disk(job: CacheJob, plan: CachePlan) -> int:

@@ -4,9 +4,8 @@ Batches never span two shards, so a shard's bytes do not depend on which process
 any number of processes may work on one cache, each on the shards that it has claimed.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -143,7 +142,6 @@ def write_shards(
     how many this process wrote. Call `begin_cache` first."""
     indices = [index for index in plan.missing if index < plan.allowed]
     missing = {job.shard_path(index).name: index for index in indices}
-    is_written = _NewlyWritten([job.shard_path(index) for index in indices])
     disk, last_reported = Disk(job, on_progress, module_of(target)), 0
 
     def waiting(shards: int) -> None:
@@ -154,7 +152,9 @@ def write_shards(
         last_reported = shards
 
     with disk:
-        names = claims.share(missing, is_written, waiting=waiting)
+        names = claims.share(
+            missing, lambda name: plan.is_written(job, missing[name]), waiting=waiting
+        )
         written = capture(job, target, disk, (missing[name] for name in names))
     if not (job.directory / MANIFEST).exists():  # the cache was removed meanwhile
         raise removed(job.directory)
@@ -178,26 +178,6 @@ def write_fixed_share(
     for _ in range(_joins_needed(job, plan, world)):
         target.join()
     return written
-
-
-class _NewlyWritten:
-    """Whether a file exists and is not the damaged one that existed at the start."""
-
-    def __init__(self, paths: Sequence[Path]) -> None:
-        self._paths = {path.name: path for path in paths}
-        self._stamps_at_start = {path.name: _stamp(path) for path in paths}
-
-    def __call__(self, name: str) -> bool:
-        stamp = _stamp(self._paths[name])
-        return stamp is not None and stamp != self._stamps_at_start[name]
-
-
-def _stamp(path: Path) -> tuple[int, int, int] | None:
-    try:
-        status = path.stat()
-    except FileNotFoundError:
-        return None
-    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _share(plan: CachePlan, rank: int, world_size: int) -> list[int]:

@@ -7,7 +7,6 @@ until a complete reply arrives. Calls made in sequence are answered in sequence.
 import os
 import secrets
 import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -185,7 +184,7 @@ class RemoteEagle3TargetModel(Eagle3TargetBackend):
                         f"{failures} attempts at one request failed, the last with: {error}",
                         fix="look at the servers' logs and run the same command again",
                     ) from error
-                time.sleep(pause)
+                self._fleet.pause(pause)
                 pause = min(2 * pause, _LONGEST_PAUSE_S)
 
     def _ask(self, state: ServerState, question: Question) -> Eagle3TargetBatch:

@@ -79,6 +79,10 @@ class Fleet:
                 state.in_flight -= 1
                 self._changed.notify_all()
 
+    def pause(self, seconds: float) -> None:
+        """Sleep between two attempts; closing the client ends it."""
+        self._closed.wait(seconds)
+
     def close(self) -> None:
         self._closed.set()
         with self._changed:
