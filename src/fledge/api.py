@@ -225,7 +225,7 @@ def evaluate_drafts(
         loaded = []
         for label, path in zip(labels, paths, strict=True):  # fails before the target answers
             # the same target, with the aux layers that this draft reads
-            view = backend if named.get("aux_layer_ids") else loading.heard_by(backend, path)
+            view = backend if named.get("aux_layer_ids") else loading.with_layers_of(backend, path)
             loaded.append((label, view, loading.load_draft_beside(view, path)))
             check_fits(view, loaded[-1][2], label)
         answers = cached_answers(

@@ -262,7 +262,7 @@ def test_a_second_draft_costs_only_its_own_step(drafts, tmp_path):
         asking.target.answer(batch.micro[0])
 
     def both_steps(batch):
-        for session, answered in together.heard(asking, batch, sessions):
+        for session, answered in together.shares(asking, batch, sessions):
             with session.parts.turn():
                 train_step(session.parts, answered, lr=1e-3)
 

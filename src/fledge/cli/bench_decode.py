@@ -53,7 +53,7 @@ def bench(
     from fledge.decode.strategies.registry import check_name
     from fledge.measure.evaluation import check_fits
     from fledge.measure.prompts import read_prompts
-    from fledge.train.loading import heard_by
+    from fledge.train.loading import with_layers_of
     from fledge.train.runs import draft_directory, trained_tokens
 
     for name in method or ():
@@ -73,7 +73,7 @@ def bench(
             assistant=_load_assistant(assistant, backend) if assistant else None,
         )  # fmt: skip
         for name, path in paths.items():
-            reading = backend if aux_layers else heard_by(backend, path)
+            reading = backend if aux_layers else with_layers_of(backend, path)
             draft = load_draft_beside(reading, path)
             check_fits(reading, draft, name)
             ways |= bench_ways.draft_ways(

@@ -32,7 +32,7 @@ from fledge.target.ray.connection import Connection, import_ray
 from fledge.target.ray.placing import bundle_of, remove_group
 from fledge.train.checkpoint import newest_checkpoint
 from fledge.train.signals import StopSignal
-from fledge.train.targets import listening
+from fledge.train.targets import shared_section
 
 
 class Observer(Protocol):
@@ -133,7 +133,7 @@ def train_on_cluster(
 ) -> tuple[int, str]:
     """Train to the end, restarting lost ranks; return the first rank's exit code and stdout."""
     name = f"{recipe.run_name}-{secrets.token_hex(2)}"
-    section, layers = listening(recipe), recipe.method.aux_layers(recipe.objective)
+    section, layers = shared_section(recipe), recipe.method.aux_layers(recipe.objective)
     with Connection(address), ExitStack() as undo:
         board = make_board(name)
         undo.callback(import_ray().kill, board)

@@ -13,7 +13,7 @@ from fledge.measure.figures import Acceptance
 from fledge.measure.packed import Ints, target_picks
 from fledge.measure.replay import replay_held_out
 from fledge.target.finite import check_answer
-from fledge.target.heard import as_heard
+from fledge.target.layer_view import narrowed
 from fledge.train.ahead import answers_ahead
 from fledge.train.batches import held_out_share
 from fledge.train.metrics import acceptance_metrics
@@ -67,9 +67,9 @@ def evaluate_together(
             answer = on_host.to(asked.device)
             check_answer(target, answer, batch)
             for evaluation in evaluations:
-                heard = as_heard(answer, target, evaluation.models.target)
+                answered = narrowed(answer, target, evaluation.models.target)
                 with evaluation.models.turn():
-                    evaluation.add(indices[done], batch, heard)
+                    evaluation.add(indices[done], batch, answered)
     return [evaluation.total() for evaluation in evaluations]
 
 

@@ -74,7 +74,7 @@ def _fit(sessions: Sequence[Session]) -> int:
             for batch in ask_ahead(asking, batches, stopping=stop_requested):
                 taking = [session for session in sessions if session.step == batch.step]
                 stopping = False
-                for session, share in together.heard(asking, batch, taking):
+                for session, share in together.shares(asking, batch, taking):
                     session.training.watch("training", session.step, "")
                     lr, parts = session.lr, session.parts
                     with parts.turn():

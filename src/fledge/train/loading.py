@@ -62,7 +62,7 @@ def known_layers(draft: Path) -> list[int] | None:
     return list(layers) if layers else None
 
 
-def heard_by(target: "HFEagle3TargetModel", draft: Path) -> "HFEagle3TargetModel":
+def with_layers_of(target: "HFEagle3TargetModel", draft: Path) -> "HFEagle3TargetModel":
     """The target with the aux layers of a draft; drafts of several methods that are used side by
     side need different ones. A draft that was made for another target gets it unchanged:
     `check_fits` then reports why they do not match."""
@@ -77,7 +77,7 @@ def heard_by(target: "HFEagle3TargetModel", draft: Path) -> "HFEagle3TargetModel
     if layers is None and count == len(target.aux_layer_ids):
         return target
     depth = target_depth(target.model.config)
-    return target.hearing(layers or method_of(config).default_layers(depth, count))
+    return target.with_layers(layers or method_of(config).default_layers(depth, count))
 
 
 def check_method(draft: Path, method: str | None) -> None:

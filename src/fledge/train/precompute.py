@@ -20,7 +20,7 @@ from fledge.target.cache.job import CacheJob, CacheOptions, ModelFacts, make_job
 from fledge.target.kinds import TargetKind, kind_of
 from fledge.train.runs import as_begun
 from fledge.train.setup import split_training, tokenise_options, tokenised
-from fledge.train.targets import listening, make_target, open_target
+from fledge.train.targets import make_target, open_target, shared_section
 from fledge.train.vocabulary import choose_vocabulary
 
 
@@ -73,7 +73,7 @@ def recipe_job(
     kind, section, data = _precomputable(recipe), recipe.target, recipe.data
     if not data.train:
         raise BadInput("no training data", where="data.train", fix="data.train=chats.jsonl")
-    layers = kind.aux_layer_ids(listening(recipe, *others))
+    layers = kind.aux_layer_ids(shared_section(recipe, *others))
     count = recipe.method.aux_layers(recipe.objective)
     model = ModelFacts.read(
         kind.model_name(section),

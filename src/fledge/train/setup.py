@@ -50,7 +50,7 @@ from fledge.train.recorded import RecordedSteps, recorded_steps
 from fledge.train.runs import as_begun, keeps_its_rows, rows_begun_with
 from fledge.train.sharding import shard_draft
 from fledge.train.step import Models, Parts
-from fledge.train.targets import heard_by, open_target
+from fledge.train.targets import open_target, view_for
 from fledge.train.vocabulary import VOCABULARY_NAME, vocabulary_of_run
 
 FEW_ROWS = 32  # fewer training rows cause a warning
@@ -283,7 +283,7 @@ def _open(recipe: Recipe, shared: _Shared, *, alone: bool = True) -> OpenRun:
     recipe, device, world = _settled(recipe), shared.device, shared.world
     if not alone:
         restore_rng(shared.generators)
-    target = heard_by(recipe, shared.target, alone=alone)
+    target = view_for(recipe, shared.target, alone=alone)
     train, held_out = shared.train, shared.held_out
     vocabulary = vocabulary_of_run(recipe, target, train, shared.tokenizer, shared.fingerprint)
     target.set_vocab_mapping(

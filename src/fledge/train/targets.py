@@ -7,12 +7,12 @@ import torch
 from fledge.core.errors import BadInput, in_words
 from fledge.recipe.schema import Recipe
 from fledge.target.base import Eagle3TargetBackend
-from fledge.target.heard import HeardTarget
 from fledge.target.kinds import TargetSection, kind_of, target_config
+from fledge.target.layer_view import LayerView
 from fledge.target.layers import target_depth
 
 
-def listening(*recipes: Recipe) -> TargetSection:
+def shared_section(*recipes: Recipe) -> TargetSection:
     """The target section that recipes share, with the aux layers of all their drafts if the backend
     can provide any layer. A server or a cache provides fixed layers, known once it is opened."""
     section = recipes[0].target
@@ -46,7 +46,7 @@ def make_target(recipe: Recipe, device: torch.device) -> Eagle3TargetBackend:
     """The frozen target that a recipe names."""
     target = open_target([recipe], device)
     try:
-        return heard_by(recipe, target, alone=True)
+        return view_for(recipe, target, alone=True)
     except BadInput:
         target.close()
         raise
@@ -54,13 +54,13 @@ def make_target(recipe: Recipe, device: torch.device) -> Eagle3TargetBackend:
 
 def open_target(recipes: Sequence[Recipe], device: torch.device) -> Eagle3TargetBackend:
     """The frozen target that recipes share: it provides the aux layers of each draft, or more."""
-    section, first = listening(*recipes), recipes[0]
+    section, first = shared_section(*recipes), recipes[0]
     ids = section.aux_layer_ids
     layers = first.method.aux_layers(first.objective) if ids is None else len(ids)
     return kind_of(section).open(section, device=device, aux_layers=layers)
 
 
-def heard_by(recipe: Recipe, target: Eagle3TargetBackend, *, alone: bool) -> Eagle3TargetBackend:
+def view_for(recipe: Recipe, target: Eagle3TargetBackend, *, alone: bool) -> Eagle3TargetBackend:
     """The target restricted to the aux layers of a recipe's draft. `alone`: no other draft uses the
     target, so it is returned as it is if its layers match, and closing the result closes it."""
     available, count = list(target.aux_layer_ids), recipe.method.aux_layers(recipe.objective)
@@ -72,4 +72,4 @@ def heard_by(recipe: Recipe, target: Eagle3TargetBackend, *, alone: bool) -> Eag
         what = f"the target provides layers {available}, a draft of {recipe.method.title} "
         what += f"uses {in_words(count)}: {ids}"
         raise BadInput(what, where="target.aux_layer_ids")
-    return HeardTarget(target, ids, owner=alone)
+    return LayerView(target, ids, owner=alone)

@@ -2,9 +2,9 @@
 
 Each draft is a run of its own, and its directory holds what it would hold had it been trained
 alone, bit for bit. The drafts share the target, which provides all aux layers that any of them uses
-(`target/heard.py`), and the rows in their order. Each has its own weights, optimizer, schedule,
-metrics, checkpoints and random generators. A killed run may leave them at different steps: those
-that are ahead wait until the others have caught up.
+(`target/layer_view.py`), and the rows in their order. Each has its own weights, optimizer,
+schedule, metrics, checkpoints and random generators. A killed run may leave them at different
+steps: those that are ahead wait until the others have caught up.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from fledge.target.base import Eagle3TargetBackend, finished
-from fledge.target.heard import as_heard, shown_to_all
+from fledge.target.layer_view import behind_view, narrowed
 from fledge.train.batches import StepBatch
 from fledge.train.clock import Clocks
 from fledge.train.evaluate import evaluate_together
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 def target_of(trainings: Sequence["Training"]) -> Eagle3TargetBackend:
     """The target that all drafts share; for a single draft, its own."""
     target = trainings[0].parts.target
-    return target if len(trainings) == 1 else shown_to_all(target)
+    return target if len(trainings) == 1 else behind_view(target)
 
 
 def asking(sessions: Sequence["Session"]) -> Parts:
@@ -40,7 +40,7 @@ def asking(sessions: Sequence["Session"]) -> Parts:
     return replace(parts, target=target, clock=clock)
 
 
-def heard(
+def shares(
     asking: Parts, batch: StepBatch, sessions: Sequence["Session"]
 ) -> Iterator[tuple["Session", StepBatch]]:
     """Yield the batch for each draft, with its aux layers of the shared answer. A draft that is
@@ -51,7 +51,7 @@ def heard(
     answers = [answer for _, answer in answers_of(asking, batch)]
     for session in sessions:
         target = session.parts.target
-        futures = tuple(finished(as_heard(answer, asking.target, target)) for answer in answers)
+        futures = tuple(finished(narrowed(answer, asking.target, target)) for answer in answers)
         yield session, replace(batch, answers=futures)
 
 

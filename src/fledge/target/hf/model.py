@@ -172,7 +172,7 @@ class HFEagle3TargetModel(ModelPasses):
         target._stored_as = loaded.stored_as
         return target
 
-    def hearing(self, aux_layer_ids: Sequence[int]) -> "HFEagle3TargetModel":
+    def with_layers(self, aux_layer_ids: Sequence[int]) -> "HFEagle3TargetModel":
         """The same model with other aux layers, for another draft. This target closes it."""
         ids = list(aux_layer_ids)
         if ids == self.aux_layer_ids:

@@ -244,7 +244,7 @@ def _open_target(asked: Asked, path: Path, name: str, flag: str) -> "HFEagle3Tar
                 fix=f"give --old MODEL if you have it; without it, {_TRAIN}",
             ) from error  # fmt: skip
         raise
-    return loading.heard_by(target, path)
+    return loading.with_layers_of(target, path)
 
 
 def _check_alike(path: Path, old: "HFEagle3TargetModel", new: "HFEagle3TargetModel") -> None:

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from fledge.core.rows import TokenBatch
-from fledge.target.heard import HeardTarget, as_heard
 from fledge.target.hf.model import HFEagle3TargetModel
+from fledge.target.layer_view import LayerView, narrowed
 
 
 def rows():
@@ -22,12 +22,12 @@ def test_a_subset_of_layers_is_answered_as_if_asked_for_alone(tiny_target, super
     with HFEagle3TargetModel.from_pretrained(
         tiny_target, aux_layer_ids=[0, 1, 2, 3], num_aux_layers=4, **options
     ) as target:
-        subset = HeardTarget(target, ids)
-        alone = dict(target.hearing(ids).answer(rows()).tensors())
+        subset = LayerView(target, ids)
+        alone = dict(target.with_layers(ids).answer(rows()).tensors())
         for answer in (
             subset.answer(rows()),
             subset.answer_async(rows()).result(),
-            as_heard(target.answer(rows()), target, subset),
+            narrowed(target.answer(rows()), target, subset),
         ):
             assert dict(answer.tensors()).keys() == alone.keys()
             assert all(torch.equal(t, alone[name]) for name, t in answer.tensors())
@@ -37,8 +37,8 @@ def test_a_subset_of_layers_is_answered_as_if_asked_for_alone(tiny_target, super
         with pytest.raises(RuntimeError, match="is closed"):
             subset.answer(rows())
         with pytest.raises(ValueError, match=r"layers \[7\] are not shown"):
-            HeardTarget(target, [0, 7])
-        HeardTarget(target, ids, owner=True).close()
+            LayerView(target, [0, 7])
+        LayerView(target, ids, owner=True).close()
         with pytest.raises(RuntimeError, match="is closed"):
             target.info()
 
@@ -50,7 +50,7 @@ def test_an_answer_that_was_canceled_may_still_arrive(tiny_target, caplog, error
     ) as target:
         inner, answer = Future(), target.answer(rows())
         target.answer_async = lambda _: inner
-        outer = HeardTarget(target, [0, 2]).answer_async(rows())
+        outer = LayerView(target, [0, 2]).answer_async(rows())
         assert outer.cancel()
         if error is None:
             inner.set_result(answer)

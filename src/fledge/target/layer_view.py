@@ -16,7 +16,7 @@ from fledge.target.base import Eagle3TargetBackend, HasWeight, TargetInfo
 from fledge.target.finite import by_layer
 
 
-class HeardTarget(Eagle3TargetBackend):
+class LayerView(Eagle3TargetBackend):
     """Some of the aux layers of another target, in any order. Closing the view leaves that target
     open for other drafts, unless the view is its `owner`."""
 
@@ -31,7 +31,7 @@ class HeardTarget(Eagle3TargetBackend):
         self.supports_async, self.prefetch = inner.supports_async, inner.prefetch
         self.inside_engine, self.joins = inner.inside_engine, inner.joins
 
-    def heard(self, answer: Eagle3TargetBatch) -> Eagle3TargetBatch:
+    def narrow(self, answer: Eagle3TargetBatch) -> Eagle3TargetBatch:
         """Reduce the inner target's answer to the aux layers of this view."""
         all_ids = self.inner.aux_layer_ids
         if self.aux_layer_ids == all_ids:
@@ -43,7 +43,7 @@ class HeardTarget(Eagle3TargetBackend):
 
     def answer(self, rows: TokenBatch) -> Eagle3TargetBatch:
         self._check_open()
-        return self.heard(self.inner.answer(rows))
+        return self.narrow(self.inner.answer(rows))
 
     def answer_async(self, rows: TokenBatch) -> Future[Eagle3TargetBatch]:
         self._check_open()
@@ -53,7 +53,7 @@ class HeardTarget(Eagle3TargetBackend):
             if not future.set_running_or_notify_cancel():
                 return  # canceled meanwhile: nobody waits for it
             try:
-                future.set_result(self.heard(done.result()))
+                future.set_result(self.narrow(done.result()))
             except BaseException as error:  # noqa: BLE001  (raised where the answer is awaited)
                 future.set_exception(error)
 
@@ -96,18 +96,18 @@ class HeardTarget(Eagle3TargetBackend):
         self.inner.asked_before(packs)
 
 
-def shown_to_all(target: Eagle3TargetBackend) -> Eagle3TargetBackend:
-    """The target behind a `HeardTarget` view; any other target is returned as it is."""
-    return target.inner if isinstance(target, HeardTarget) else target
+def behind_view(target: Eagle3TargetBackend) -> Eagle3TargetBackend:
+    """The target behind a `LayerView` view; any other target is returned as it is."""
+    return target.inner if isinstance(target, LayerView) else target
 
 
-def as_heard(
+def narrowed(
     answer: Eagle3TargetBatch, asked: Eagle3TargetBackend, target: Eagle3TargetBackend
 ) -> Eagle3TargetBatch:
     """The answer of the target `asked`, reduced to the layers of a draft's `target`: which is
     either `asked` itself or a view of it."""
     if target is asked:
         return answer
-    assert isinstance(target, HeardTarget), "a draft whose target was not asked"
+    assert isinstance(target, LayerView), "a draft whose target was not asked"
     assert target.inner is asked, "a draft whose target was not asked"
-    return target.heard(answer)
+    return target.narrow(answer)
