@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --quiet --disable-pip-version-check
 READY  := $(VENV)/.ready
 
-.PHONY: help demo test test-slow test-ranks test-cluster test-newcomer test-wheel fuzz docs test-speculators test-trainers test-vllm test-sglang browser lint format clean
+.PHONY: help demo test test-slow test-ranks test-cluster test-newcomer test-wheel fuzz docs test-trainers test-vllm test-sglang browser lint format clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -89,33 +89,21 @@ test-vllm: $(VLLM_VENV)/.ready  ## the vLLM target, and exports in a real vLLM, 
 clean:  ## remove the environment and every tool's cache
 	rm -rf .venv* .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
-SPECULATORS := .venv-speculators
-$(SPECULATORS)/.ready: pyproject.toml constraints.txt
-	@echo "setting up $(SPECULATORS) (about two minutes) ..."
-	@test -x $(SPECULATORS)/bin/python || $(PYTHON) -m venv $(SPECULATORS)
-	@$(SPECULATORS)/bin/pip install -q --disable-pip-version-check -c constraints.txt torch
-	@$(SPECULATORS)/bin/pip install -q --disable-pip-version-check -c constraints.txt -e . pytest pytest-timeout \
-		aiohttp httpx loguru openai protobuf pydantic-settings
-	@$(SPECULATORS)/bin/pip install -q --disable-pip-version-check --no-deps speculators==0.9.0 hs-connectors==0.9.0  # their pins of torch and datasets are wider or older than ours
-	@touch $@
-
-test-speculators: $(SPECULATORS)/.ready  ## exports and steps in the speculators package
-	@$(SPECULATORS)/bin/python -m pytest -m engine tests/export/test_export_speculators.py tests/export/test_export_speculators_blocks.py \
-		tests/trainers/test_speculators.py
-
 # transformers 5.18.0 is what AutoModel's precompute imports; triton is what SpecForge imports.
 TRAINERS := .venv-trainers
 $(TRAINERS)/.ready: pyproject.toml constraints.txt Makefile
 	@echo "setting up $(TRAINERS) (about two minutes) ..."
 	@test -x $(TRAINERS)/bin/python || $(PYTHON) -m venv $(TRAINERS)
 	@$(TRAINERS)/bin/pip install -q --disable-pip-version-check -c constraints.txt torch
-	@$(TRAINERS)/bin/pip install -q --disable-pip-version-check -c constraints.txt -e . pytest pytest-timeout
+	@$(TRAINERS)/bin/pip install -q --disable-pip-version-check -c constraints.txt -e . pytest pytest-timeout \
+		aiohttp httpx loguru openai protobuf pydantic-settings
 	@$(TRAINERS)/bin/pip install -q --disable-pip-version-check --no-deps \
-		nemo-automodel==0.7.0 specforge==0.2.0 pillow torchao transformers==5.18.0 triton==3.6.0  # without their pins of torch and engines
+		nemo-automodel==0.7.0 specforge==0.2.0 speculators==0.9.0 hs-connectors==0.9.0 \
+		pillow torchao transformers==5.18.0 triton==3.6.0  # without their pins of torch, datasets and engines
 	@touch $@
 
-test-trainers: $(TRAINERS)/.ready  ## steps and files of NeMo AutoModel and SpecForge against ours
-	@$(TRAINERS)/bin/python -m pytest -m engine tests/trainers
+test-trainers: $(TRAINERS)/.ready  ## NeMo AutoModel, SpecForge and speculators: their steps against ours, our files in their classes
+	@$(TRAINERS)/bin/python -m pytest -m engine tests/trainers tests/export/test_export_speculators.py tests/export/test_export_speculators_blocks.py
 
 # Each SGLang version has an environment of its own (.venv-sglang-059, -0523): their pins disagree.
 SGLANG := 059 0523

@@ -21,7 +21,7 @@ T, DEPTHS = 128, 4  # their extended masks need whole blocks of 128
 
 @pytest.fixture(scope="module")
 def speculators():
-    return pytest.importorskip("speculators", reason="make test-speculators installs it")
+    return pytest.importorskip("speculators", reason="make test-trainers installs it")
 
 
 @pytest.fixture(scope="module")

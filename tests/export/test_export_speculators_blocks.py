@@ -23,7 +23,7 @@ READ = ["dflash", "dflash, small vocabulary", "dspark", "dspark, small vocabular
 
 @pytest.fixture(scope="module")
 def speculators():
-    return pytest.importorskip("speculators", reason="make test-speculators installs it")
+    return pytest.importorskip("speculators", reason="make test-trainers installs it")
 
 
 @pytest.fixture(scope="module")

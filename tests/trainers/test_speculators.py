@@ -64,7 +64,7 @@ VARIANTS = {
 @pytest.fixture
 def speculators(monkeypatch):
     """Their package, with attention that has a backward pass on a CPU, and without compiling."""
-    package = pytest.importorskip("speculators", reason="make test-speculators installs it")
+    package = pytest.importorskip("speculators", reason="make test-trainers installs it")
     from speculators.models import attention
 
     monkeypatch.setattr(attention, "flex_attention", dense_attention)
