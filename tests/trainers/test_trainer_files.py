@@ -1,4 +1,4 @@
-"""Files of ours in NeMo AutoModel's and SpecForge's own loaders, and what these save in ours."""
+"""Files of ours in other trainers' own loaders, and what these save in ours."""
 
 import pytest
 import torch
@@ -40,7 +40,9 @@ def written(tiny_target, tmp_path_factory):
         if engine is None:
             return ours, ours
         if not out.exists():
-            export_draft(ours, out, engine=engine, target=str(tiny_target), check=CHECK)
+            target = str(tiny_target)
+            named = {"target_name": target} if engine == "speculators" else {}  # they open it
+            export_draft(ours, out, engine=engine, target=target, check=CHECK, **named)
         return ours, out
 
     return make
@@ -172,4 +174,13 @@ def test_specforge_dspark(written, tiny_target, tmp_path):
     }  # fmt: skip
     model = load(_block_classes()["specforge", "dspark"], files, config=config)
     assert_holds(model, ours)
+    assert_imported(model, ours, tmp_path, tiny_target)
+
+
+@pytest.mark.parametrize("kind", [*DRAFTS, *BLOCKS])
+def test_speculators(written, tiny_target, tmp_path, kind):
+    """That their classes load our exports, and compute our logits, is tested in tests/export."""
+    speculators = pytest.importorskip("speculators", reason=REASON)
+    ours, files = written(kind, "speculators")
+    model = speculators.SpeculatorModel.from_pretrained(files)
     assert_imported(model, ours, tmp_path, tiny_target)
