@@ -55,7 +55,7 @@ def test_the_schema_is_json_and_has_every_section(capsys: pytest.CaptureFixture[
     assert set(kinds) == {"hf", "remote", "cache", "sglang", "vllm", "ray"}
     assert all(ref.removeprefix("#/$defs/") in schema["$defs"] for ref in kinds.values())
     names, losses = schema["$defs"]["Eagle3Section"]["properties"]["loss"]["anyOf"]
-    assert names["enum"] == ["ce", "kl", "hard", "lk_alpha", "lk_lambda", "tv"]
+    assert names["enum"] == ["ce", "kl", "reverse_kl", "js", "hard", "lk_alpha", "lk_lambda", "tv"]
     assert losses["discriminator"]["mapping"]["lk_lambda"] == "#/$defs/LkLambda"
     assert set(schema["$defs"]["LkLambda"]["properties"]) == {"kind", "scale", "decay"}
 

@@ -135,7 +135,7 @@ def test_dflash_matches_the_textbook(variant):
     check(module, documents, naive)
 
 
-@pytest.mark.parametrize("kind", ["ce", "kl", "hard", "lk_alpha", "tv"])
+@pytest.mark.parametrize("kind", ["ce", "kl", "reverse_kl", "js", "hard", "lk_alpha", "tv"])
 def test_dflash_with_losses_on_the_target_distribution(kind):
     module = make_module(loss=kind)
     documents = make_block_documents(LENGTHS)

@@ -52,7 +52,9 @@ PROMPT = 7  # no rollout and no block is longer
 SIZES = {"hidden_size": D, "num_attention_heads": 5, "num_key_value_heads": 1}
 BLOCKS = [{}, {"block_size": 7}, {"num_hidden_layers": 3}]
 TOLERANCE = 1e-5  # their norms and losses are in float32
-LOSSES = {"kl_div": "kl", "ce": "hard", "tv": "tv", "nla": "lk_alpha"}  # theirs: ours
+LOSSES = {  # theirs: ours
+    "kl_div": "kl", "rkl": "reverse_kl", "jsd": "js", "ce": "hard", "tv": "tv", "nla": "lk_alpha",
+}  # fmt: skip
 VARIANTS = {
     "plain": {},
     "EAGLE-3.1": {"fc_norm": True, "norm_output": True},

@@ -8,6 +8,8 @@ LOSSES: Registry[type[Loss]] = Registry(
     {
         "ce": "fledge.objective.losses.cross_entropy:CrossEntropy",
         "kl": "fledge.objective.losses.kl:KLDivergence",
+        "reverse_kl": "fledge.objective.losses.reverse_kl:ReverseKL",
+        "js": "fledge.objective.losses.jensen_shannon:JensenShannon",
         "hard": "fledge.objective.losses.hard:HardCrossEntropy",
         "lk_alpha": "fledge.objective.losses.lk_alpha:LkAlpha",
         "lk_lambda": "fledge.objective.losses.lk_lambda:LkLambda",
