@@ -160,6 +160,13 @@ def test_unwritable_output_directories_are_refused(place, monkeypatch, capfd, co
         ("regenerate chats.jsonl --out new.jsonl --url http://[::1", "not an address"),
         ("regenerate chats.jsonl --out new.jsonl --url http://host:99999", "not an address"),
         ("bench http://host:99999", "not an address"),
+        (f"data stats chats.jsonl --model target --pack {10**30}", "--pack"),
+        (f"bench decode draft --batch 1 --batch {10**30}", "--batch"),
+        (f"{REGENERATE} --target target --batch {2**63}", "--batch"),
+        (
+            f"regenerate chats.jsonl --out new.jsonl --target target --max-new-tokens {10**6}",
+            "--max-new-tokens: 1,000,000 tokens, but the model takes",
+        ),
         ("data prepare chats.jsonl --model target --template-option a=[1", "not YAML"),
         (f"data preview chats.jsonl --model {'a' * 5000}", "too long"),
         ("serve draft --port 99999", "--port"),

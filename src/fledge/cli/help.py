@@ -14,10 +14,21 @@ import typer
 import typer.core
 
 _EXAMPLE = "Example: "
+_LARGEST = 2**63 - 1  # what torch, numpy and itertools accept as a number
 
 
 class Verb(typer.core.TyperCommand):
-    """A verb with such a help page."""
+    """A verb with such a help page, and numbers that a machine can count to."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        rest: list[str] = super().parse_args(ctx, args)
+        params: list[Any] = self.params  # Typer's own class or click's, depending on its version
+        for param in params:
+            value = ctx.params.get(param.name)
+            for number in value if isinstance(value, list) else (value,):
+                if isinstance(number, int) and number > _LARGEST:
+                    raise typer.BadParameter(f"at most {_LARGEST}", ctx=ctx, param=param)
+        return rest
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         return [_without_braces(piece) for piece in super().collect_usage_pieces(ctx)]
