@@ -147,6 +147,7 @@ def test_unwritable_output_directories_are_refused(place, monkeypatch, capfd, co
         (f"eval draft {EVAL} --device nowhere", "not a device"),
         (f"eval draft {EVAL} --device meta", "torch sees"),
         (f"eval draft {EVAL} --draft-tokens 1000000000000", "out of memory"),
+        (f"eval draft {EVAL} --draft-tokens {2**63 - 1}", "out of memory"),
         (f"eval draft --target target --prompts half.jsonl {FEW}", "UTF-8"),
         (f"eval directory {EVAL}", "neither a draft"),
         (f"export target {EXPORT}", "tensors missing"),

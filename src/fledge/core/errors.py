@@ -44,6 +44,9 @@ class TargetUnreachable(BadInput):
     """The target cannot be reached now but may be later: the run can be continued."""
 
 
+# How torch (on a CPU) and numpy word that something is larger than the memory.
+_TOO_LARGE = ("can't allocate memory", "array is too big")
+
 # What to do about a file system error; the error itself comes first in the line.
 _ADVICE = {
     errno.EACCES: "choose a place that you may read and write",
@@ -64,7 +67,7 @@ def explain(error: BaseException) -> tuple[str, int] | None:
         return str(error), 2
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return f"out of memory ({first_line(error)}); ask for less at a time", 2
-    if isinstance(error, RuntimeError) and "can't allocate memory" in str(error):  # torch, CPU
+    if isinstance(error, RuntimeError | ValueError) and any(s in str(error) for s in _TOO_LARGE):
         return f"out of memory ({first_line(error)}); ask for less at a time", 2
     if not isinstance(error, OSError):
         return None
