@@ -14,7 +14,7 @@ import typer
 import typer.core
 
 _EXAMPLE = "Example: "
-_LARGEST = 2**63 - 1  # what torch, numpy and itertools accept as a number
+_LARGEST = 2**48  # number of any option but a seed, as in recipes; sizes made of it fit 64 bits
 
 
 class Verb(typer.core.TyperCommand):
@@ -24,10 +24,11 @@ class Verb(typer.core.TyperCommand):
         rest: list[str] = super().parse_args(ctx, args)
         params: list[Any] = self.params  # Typer's own class or click's, depending on its version
         for param in params:
-            value = ctx.params.get(param.name)
+            value = ctx.params.get(param.name) if param.name != "seed" else None
             for number in value if isinstance(value, list) else (value,):
-                if isinstance(number, int) and number > _LARGEST:
-                    raise typer.BadParameter(f"at most {_LARGEST}", ctx=ctx, param=param)
+                if isinstance(number, int | float) and not number <= _LARGEST:
+                    what = f"{number} is not a number up to {_LARGEST}"
+                    raise typer.BadParameter(what, ctx=ctx, param=param)
         return rest
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:

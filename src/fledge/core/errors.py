@@ -44,9 +44,6 @@ class TargetUnreachable(BadInput):
     """The target cannot be reached now but may be later: the run can be continued."""
 
 
-# How torch (on a CPU) and numpy word that something is larger than the memory.
-_TOO_LARGE = ("can't allocate memory", "array is too big")
-
 # What to do about a file system error; the error itself comes first in the line.
 _ADVICE = {
     errno.EACCES: "choose a place that you may read and write",
@@ -67,8 +64,11 @@ def explain(error: BaseException) -> tuple[str, int] | None:
         return str(error), 2
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return f"out of memory ({first_line(error)}); ask for less at a time", 2
-    if isinstance(error, RuntimeError | ValueError) and any(s in str(error) for s in _TOO_LARGE):
+    if isinstance(error, RuntimeError) and "can't allocate memory" in str(error):  # torch, CPU
         return f"out of memory ({first_line(error)}); ask for less at a time", 2
+    if isinstance(error, UnicodeEncodeError) and error.encoding == "utf-8":  # a foreign byte
+        text = error.object[max(0, error.start - 20) : error.end + 20]
+        return f"{text!r} was given, and it is not UTF-8; use letters that are", 2
     if not isinstance(error, OSError):
         return None
     where = str(error.filename2 or error.filename or "")
