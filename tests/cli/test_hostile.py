@@ -178,6 +178,7 @@ def test_unwritable_output_directories_are_refused(place, monkeypatch, capfd, co
         ("serve-target --target target --max-body-mb nan", "--max-body-mb"),
         ("serve-target --target target --tls-cert empty.json --tls-key empty.json", "PEM"),
         ("cache info directory", "not a cache"),
+        ("diagnose /proc/self/mem --target target", "check the disk"),  # fails like a bad disk
         ("eval draft --target target --prompts chats.jsonl --out ./chats.jsonl", "is read by"),
         ("data preview chats.jsonl --model target --html chats.jsonl", "is read by"),
         ("regenerate chats.jsonl --target nowhere --out chats.jsonl", "is read by"),
