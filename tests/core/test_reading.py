@@ -2,6 +2,7 @@
 
 import json
 import os
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -109,6 +110,11 @@ def test_only_regular_files_are_opened(tmp_path):
         read_bytes(tmp_path / "missing")
     with pytest.raises(BadInput, match="cannot be opened"):
         read_bytes(tmp_path / "a\0b")
+
+
+def test_a_read_error_names_the_file():
+    with pytest.raises(BadInput, match=r"/proc/self/mem: the recipe cannot be read \(Input/output"):
+        read_bytes(Path("/proc/self/mem"), what="the recipe")  # fails like a bad disk: address 0
 
 
 def test_a_link_out_of_the_directory_is_refused(tmp_path):

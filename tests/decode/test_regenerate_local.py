@@ -154,6 +154,7 @@ def test_the_command_with_a_local_model(tiny_target, data, tmp_path):
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 1, result.output  # one row in nine failed, more than 5 %
     assert "1 failed: prompt too long" in result.output
+    assert "tokens and 5 of the answer, the model takes" in result.output
     assert all(json.loads(line)["finish"] == "stop" for line in out.open())
     result = CliRunner().invoke(app, [*arguments, "--max-failed-share", "0.2"])
     assert result.exit_code == 0

@@ -111,9 +111,10 @@ def test_the_seed_determines_the_text(small):
     assert sample_texts(1) != sample_texts(2)
 
 
-def test_a_cold_temperature_is_greedy(target, drafts, asked):
+@pytest.mark.parametrize("temperature", [1e-4, 1e-30, 5e-324])  # the last makes logits overflow
+def test_a_cold_temperature_is_greedy(target, drafts, asked, temperature):
     decoder = SpeculativeDecoder(target, drafts["trained"], aux_layer_ids=AUX)
-    cold = decoder.generate(asked[:8], Stops(12), temperature=1e-4)
+    cold = decoder.generate(asked[:8], Stops(12), temperature=temperature)
     assert [text.token_ids for text in cold] == [
         text.token_ids for text in decoder.generate(asked[:8], Stops(12))
     ]

@@ -82,6 +82,12 @@ def test_bad_values_are_rejected_before_any_model_is_loaded(argv, monkeypatch, c
     assert stderr.count("\n") == 1
 
 
+def test_a_seed_is_a_number_or_none(argv, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        command.main(argv("--shuffle-seed", "x"))
+    assert "--shuffle-seed: 'x' is neither a number nor none;" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("level", ["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL", "critical"])
 def test_every_log_level_is_accepted(argv, level):
     command._validate_args(command._build_parser().parse_args(argv("--log-level", level)))

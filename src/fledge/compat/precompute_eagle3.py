@@ -98,7 +98,10 @@ def _build_parser() -> argparse.ArgumentParser:
 
 
 def _seed(text: str) -> int | None:
-    return None if text == "none" else int(text)
+    try:
+        return None if text == "none" else int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor none") from None
 
 
 def _completed(args: argparse.Namespace) -> argparse.Namespace:

@@ -50,6 +50,7 @@ _ADVICE = {
     errno.EPERM: "choose a place that you may read and write",
     errno.EROFS: "choose a place that can be written",
     errno.EISDIR: "name a file",
+    errno.EIO: "check the disk",
     errno.ENOTDIR: "a file is in the way: choose another path",
     errno.EEXIST: "a file is in the way: choose another path",
     errno.ENAMETOOLONG: "choose a shorter name",
@@ -66,6 +67,9 @@ def explain(error: BaseException) -> tuple[str, int] | None:
         return f"out of memory ({first_line(error)}); ask for less at a time", 2
     if isinstance(error, RuntimeError) and "can't allocate memory" in str(error):  # torch, CPU
         return f"out of memory ({first_line(error)}); ask for less at a time", 2
+    if isinstance(error, UnicodeEncodeError) and error.encoding == "utf-8":  # a foreign byte
+        text = error.object[max(0, error.start - 20) : error.end + 20]
+        return f"{text!r} was given, and it is not UTF-8; use letters that are", 2
     if not isinstance(error, OSError):
         return None
     where = str(error.filename2 or error.filename or "")
@@ -73,10 +77,10 @@ def explain(error: BaseException) -> tuple[str, int] | None:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         place = f" ({where})" if where else ""
         return f"the disk is full{place}; make room and run the same command again", 3
-    if not where:  # not about a path that the user named
+    if not where and error.errno != errno.EIO:  # not about a path that the user named
         return None
     advice = _ADVICE.get(error.errno or 0, "check the path")
-    return f"{where}: {(error.strerror or 'failed').lower()}; {advice}", 2
+    return f"{where or 'a file'}: {(error.strerror or 'failed').lower()}; {advice}", 2
 
 
 def broken_files() -> tuple[type[Exception], ...]:

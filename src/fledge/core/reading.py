@@ -70,8 +70,11 @@ def read_bytes(
     what: str = "the file",
 ) -> bytes:
     """The contents of a small file; reads at most `max_bytes`, even if the file grows meanwhile."""
-    with open_regular(path, inside=inside, what=what) as handle:
-        data = handle.read(max_bytes + 1)
+    try:
+        with open_regular(path, inside=inside, what=what) as handle:
+            data = handle.read(max_bytes + 1)
+    except OSError as error:  # a failing disk
+        raise BadInput(f"{what} cannot be read ({error.strerror})", where=str(path)) from error
     if len(data) > max_bytes:
         message = f"{what} has more than {max_bytes:,} bytes, which none has"
         raise BadInput(message, where=str(path), fix="is it the right file?")

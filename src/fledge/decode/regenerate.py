@@ -33,6 +33,10 @@ class LocalModel:
         eos = eos_token_ids(target.model, target.tokenizer)
         self._stops = Stops(sampling.max_new_tokens, eos)
         self._room = longest_text(target.model.config)
+        if sampling.max_new_tokens >= self._room:
+            what = f"{sampling.max_new_tokens:,} tokens, but the model takes {self._room:,} in all"
+            fix = f"leave room for prompts: at most {self._room // 2:,}, say"
+            raise BadInput(what, where="--max-new-tokens", fix=fix)
 
     def identity(self) -> dict[str, Any]:
         return {
@@ -94,8 +98,10 @@ class LocalModel:
         assert question is not None
         text = self._template.render(question, task.dialogue.tools, prompt=True)
         ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
-        if len(ids) + self._stops.max_new_tokens > self._room:
-            raise BadRow("prompt too long", f"{len(ids)} tokens, the model takes {self._room}")
+        new = self._stops.max_new_tokens
+        if len(ids) + new > self._room:
+            lengths = f"{len(ids)} tokens and {new} of the answer"
+            raise BadRow("prompt too long", f"{lengths}, the model takes {self._room}")
         return ids
 
     def _reply(self, answer: Generation) -> Reply:

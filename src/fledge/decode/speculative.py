@@ -34,6 +34,8 @@ from fledge.target.layers import (
     validate_aux_layer_ids,
 )
 
+_COLDEST = 1e-5  # colder sampling is greedy, and logits divided by it could overflow
+
 
 @dataclass
 class Generation:
@@ -135,6 +137,8 @@ class SpeculativeDecoder:
             raise ValueError(f"temperature must not be negative, got {temperature}")
         if not prompts or not all(prompts):
             raise ValueError("prompts: at least one, and each of at least one token")
+        if temperature < _COLDEST:
+            temperature = 0.0
         generator = torch.Generator(self.target.device).manual_seed(seed) if temperature else None
         chooser = Chooser(temperature, generator)
         self.passes.begin(greedy=temperature == 0)

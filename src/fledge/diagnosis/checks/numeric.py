@@ -18,6 +18,7 @@ from fledge.diagnosis.checks.vocabulary import set_map, sound_ids
 from fledge.diagnosis.foreign import DraftFiles
 
 _UNRELATED = 0.1  # mean cosine below which rows are considered unrelated
+_CLOSER = 0.1  # difference of cosines: rows of tokens that the target never saw are nearly equal
 _SAMPLE = 256  # rows that are compared with all of the target's
 _CHUNK = 8192  # rows of the target's table per product
 
@@ -99,9 +100,10 @@ def head_map(subject: Subject) -> Iterator[Finding]:
     if head is None or target_rows is None or ids is None or head.shape[1] != table.shape[1]:
         return
     rows = _sample(len(head))
-    nearest, best = _nearest(head[rows], table)
+    _, best = _nearest(head[rows], table)
     alike = best > 0.5
-    elsewhere = int(((nearest != ids[rows]) & alike).sum())
+    mapped = F.cosine_similarity(head[rows].float(), target_rows[rows].float(), dim=-1)
+    elsewhere = int(((best - mapped > _CLOSER) & alike).sum())
     if 10 * int(alike.sum()) < 9 * len(rows) or 20 * elsewhere < len(rows):
         return
     nearest_ids, cosines = _nearest(head, table)
