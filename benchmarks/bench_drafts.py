@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from fledge.recipe.drafts import load_recipes
-from fledge.train import together
+from fledge.train import several_drafts
 from fledge.train.batches import StepBatch
 from fledge.train.session import Session
 from fledge.train.setup import set_up, set_up_together
@@ -49,7 +49,7 @@ def measure(recipe: Path, overrides: list[str], rounds: int) -> dict[str, float]
         recipes = load_recipes(recipe, [*overrides, f"run.output_dir={place}"])
         shared = set_up_together([*recipes.values()])
         sessions = [Session(training, _SilentObserver()) for training in shared]
-        asking, device = together.asking(sessions), shared[0].parts.device
+        asking, device = several_drafts.asking(sessions), shared[0].parts.device
 
         def ask(batch: StepBatch) -> None:
             for rows in batch.micro:
@@ -57,7 +57,7 @@ def measure(recipe: Path, overrides: list[str], rounds: int) -> dict[str, float]
                     asking.target.answer(rows)
 
         def train_all(batch: StepBatch) -> None:
-            for session, draft_batch in together.heard(asking, batch, sessions):
+            for session, draft_batch in several_drafts.shares(asking, batch, sessions):
                 with session.parts.turn():
                     train_step(session.parts, draft_batch, lr=1e-4)
 

@@ -38,7 +38,7 @@ from fledge.decode.speculative import Generation, SpeculativeDecoder
 from fledge.decode.stops import Stops, eos_token_ids
 from fledge.measure.prompts import encode_prompt, read_prompts
 from fledge.target.hf.loading import load_hf_model
-from fledge.train.loading import heard_by, load_draft_beside, load_target
+from fledge.train.loading import load_draft_beside, load_target, with_layers_of
 from fledge.train.runs import draft_directory, trained_tokens
 
 STAGES = ("prompts", "regenerate", "train", "replay", "live")
@@ -172,7 +172,7 @@ def live(recipe: str, dtype: str, args: argparse.Namespace) -> dict[str, Any]:
 def _pair(path: Path, dtype: str, args: argparse.Namespace) -> Iterator[tuple[Any, ...]]:
     """Yields (plain decoder, decoder with the draft, prompts by set, stop conditions)."""
     with load_target(path, args.target, dtype=dtype, device=args.device) as target:
-        view = heard_by(target, path)
+        view = with_layers_of(target, path)
         model, tokenizer = view.model, view.tokenizer
         template = ChatTemplate.of(tokenizer)
         drafted = SpeculativeDecoder(

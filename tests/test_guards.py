@@ -1,6 +1,7 @@
 """Project rules that a reviewer would otherwise have to enforce."""
 
 import ast
+import importlib
 import re
 import subprocess
 import sys
@@ -249,3 +250,16 @@ def test_readme_commands_exist():
     for target in ("demo", "test"):
         assert f"make {target}" in readme
         assert f"\n{target}:" in makefile
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("benchmarks/*.py")), ids=lambda path: path.name)
+def test_benchmarks_import_names_that_exist(path):
+    """Most of them run on machines that CI does not have."""
+    nodes = ast.walk(ast.parse(path.read_text()))
+    for node in (node for node in nodes if isinstance(node, ast.ImportFrom)):
+        if node.module is None or not node.module.startswith("fledge"):
+            continue
+        module = importlib.import_module(node.module)
+        for alias in node.names:
+            if not hasattr(module, alias.name):
+                importlib.import_module(f"{node.module}.{alias.name}")

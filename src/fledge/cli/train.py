@@ -52,8 +52,8 @@ def run_recipes(
     from fledge.train.fit import finished_before, fit_together
     from fledge.train.planning.predict import directory_bytes, peak_memory_bytes, predict_together
     from fledge.train.setup import set_up_together
+    from fledge.train.several_drafts import target_of
     from fledge.train.signals import StopSignal
-    from fledge.train.together import target_of
 
     quiet_libraries()
     earlier = {name: finished_before(recipe) for name, recipe in recipes.items()}

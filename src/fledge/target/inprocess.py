@@ -20,7 +20,7 @@ from fledge.target.base import Eagle3TargetBackend, TargetInfo, check_token_ids
 from fledge.target.capture import AuxBuffer
 from fledge.target.layers import inner_layers
 from fledge.target.packing import Documents, Group, find_documents, group_documents, plan_groups
-from fledge.target.together import Together
+from fledge.target.rank_groups import RankGroups
 from fledge.target.weights import tokenizer_fingerprint
 
 
@@ -31,7 +31,7 @@ class InProcessTarget(Eagle3TargetBackend):
     tokenizer: Any
     _depth: int  # number of decoder layers
     _info: TargetInfo | None = None
-    _together: Together | None = None  # the ranks that share the target with this one
+    _rank_groups: RankGroups | None = None  # the ranks that share the target with this one
 
     @abstractmethod
     def _forward(self, ids: Tensor, mask: Tensor, aux: AuxBuffer, group: Group | None) -> Tensor:
@@ -95,11 +95,11 @@ class InProcessTarget(Eagle3TargetBackend):
         device = self._device()
         mapping = self._vocab_mapping(device) if self.supervision == "probs" else None
         with on_device(device):
-            if self._together is None:
+            if self._rank_groups is None:
                 device_rows = rows.to(device)
                 batch = self._run_rows(device_rows, self._passes(device_rows, documents))
             else:
-                shared_batch = self._run_together(rows, self._together)
+                shared_batch = self._run_with_ranks(rows, self._rank_groups)
                 assert shared_batch is not None
                 batch = shared_batch
             if mapping is not None:
@@ -110,24 +110,24 @@ class InProcessTarget(Eagle3TargetBackend):
     @torch.no_grad()
     def join(self) -> None:
         self._check_open()
-        if self._together is not None:
+        if self._rank_groups is not None:
             with on_device(self._device()):
-                self._run_together(None, self._together)
+                self._run_with_ranks(None, self._rank_groups)
 
-    def _run_together(
-        self, rows: TokenBatch | None, together: Together
+    def _run_with_ranks(
+        self, rows: TokenBatch | None, ranks: RankGroups
     ) -> Eagle3TargetBatch | None:
         """Run the rows of every rank, in the same order on all ranks; only the answer about this
         rank's own rows is kept."""
         device = self._device()
-        questions, own_index = together.exchange(rows)
+        questions, own_index = ranks.exchange(rows)
         device_rows = [question.to(device) for question in questions]
         passes = [
             self._passes(moved, find_documents(question))
             for question, moved in zip(questions, device_rows, strict=True)
         ]
         count = sum(map(len, passes))
-        idle = together.most(count) - count
+        idle = ranks.most(count) - count
         own_batch = None
         for index, question in enumerate(device_rows):
             batch = self._run_rows(question, passes[index])

@@ -1,5 +1,5 @@
 """A view of some aux layers of a target that returns more layers than one draft uses, so that one
-forward pass serves several drafts (`train/together.py`)."""
+forward pass serves several drafts (`train/several_drafts.py`)."""
 
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future

@@ -1,8 +1,8 @@
 """The training loop: resume, step, log / evaluate / save on cadence, close. See also `step.py`.
 
-One draft is the plain case. Several that share their target and their rows (`together.py`) take
-each step one after the other, with one answer of the target; what each of them does around it is
-in `session.py`.
+One draft is the plain case. Several that share their target and their rows (`several_drafts.py`)
+take each step one after the other, with one answer of the target; what each of them does around it
+is in `session.py`.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from fledge.core.machine import is_main_rank
 from fledge.core.rows import TokenBatch
 from fledge.recipe.schema import Recipe
 from fledge.train import checkpoint as checkpoints
-from fledge.train import lengthening, together
+from fledge.train import lengthening, several_drafts
 from fledge.train.ahead import StopRequested, ask_ahead
 from fledge.train.batches import held_out_share
 from fledge.train.evaluate import evaluate
@@ -53,7 +53,7 @@ def _fit(sessions: Sequence[Session]) -> int:
     """Train to the end. Returns the signal that ended it early, or 0; a signal that only another
     rank received counts as SIGTERM."""
     elsewhere = 0
-    first, asking = sessions[0].training, together.asking(sessions)
+    first, asking = sessions[0].training, several_drafts.asking(sessions)
     begin = min(session.step for session in sessions)  # drafts that are ahead wait
     if begin:
         asking.target.asked_before(_asked_before(first, begin))
@@ -74,7 +74,7 @@ def _fit(sessions: Sequence[Session]) -> int:
             for batch in ask_ahead(asking, batches, stopping=stop_requested):
                 taking = [session for session in sessions if session.step == batch.step]
                 stopping = False
-                for session, share in together.shares(asking, batch, taking):
+                for session, share in several_drafts.shares(asking, batch, taking):
                     session.training.watch("training", session.step, "")
                     lr, parts = session.lr, session.parts
                     with parts.turn():
@@ -121,7 +121,7 @@ def _evaluate(sessions: Sequence[Session], stopping: Callable[[], bool]) -> list
 
 def _measure(sessions: Sequence[Session], stopping: Callable[[], bool]) -> list[dict[str, Any]]:
     if len(sessions) > 1:
-        return together.evaluate(sessions, stopping)
+        return several_drafts.evaluate(sessions, stopping)
     training, step = sessions[0].training, sessions[0].step
     return [
         evaluate(

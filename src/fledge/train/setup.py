@@ -195,7 +195,7 @@ def set_up_together(
     target: Eagle3TargetBackend | None = None,
 ) -> list[Training]:
     """Build the runs of several drafts that share target, data and packing (`recipe/drafts.py`).
-    The caller closes their shared target (`together.target_of`) when they are done."""
+    The caller closes their shared target (`several_drafts.target_of`) when they are done."""
     shared = _open_shared(recipes, on_progress, watched=watched, target=target)
     with ExitStack() as undo:
         if target is None:

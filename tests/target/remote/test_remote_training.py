@@ -21,8 +21,8 @@ from fledge.train import fit as fit_module
 from fledge.train.checkpoint import newest_checkpoint
 from fledge.train.fit import fit, fit_together
 from fledge.train.setup import set_up, set_up_together
+from fledge.train.several_drafts import target_of
 from fledge.train.targets import make_target
-from fledge.train.together import target_of
 from target.cache.caches import payload
 from target.remote.chaos import Proxy, free_port
 from target.remote.servers import Running

@@ -44,7 +44,7 @@ from fledge.target.layers import (
     validate_aux_layer_ids,
 )
 from fledge.target.packing import Documents, Group, overhead_in_tokens
-from fledge.target.together import find_together
+from fledge.target.rank_groups import find_rank_groups
 from fledge.target.weights import (
     describe_weights,
     is_here,
@@ -99,8 +99,8 @@ class HFEagle3TargetModel(ModelPasses):
         self._head_module: nn.Module | None = None
         self._head: TargetHead | None = None
         device = self._device()
-        self._together = find_together(model, cp_mesh if self._cp_size > 1 else None, device)
-        self.joins = self._together is not None
+        self._rank_groups = find_rank_groups(model, cp_mesh if self._cp_size > 1 else None, device)
+        self.joins = self._rank_groups is not None
         # a pass has no launch cost on a CPU; ranks that share rows use their own attention function
         self.try_one_row = device.type != "cpu" and self._cp_size == 1
         self._one_row_checked: bool | None = None

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fledge.core.rows import TokenBatch
 
 
-class Together:
+class RankGroups:
     """The process groups with which this rank runs the target."""
 
     def __init__(
@@ -70,9 +70,9 @@ def _equal(batch: TokenBatch, other: TokenBatch) -> bool:
     )
 
 
-def find_together(
+def find_rank_groups(
     model: nn.Module, cp_mesh: DeviceMesh | None, device: torch.device
-) -> Together | None:
+) -> RankGroups | None:
     """How the ranks that hold a part of this model work together; None if this rank works alone.
 
     FSDP2 shards every weight of its modules along its own dimensions of the mesh, tensor
@@ -93,7 +93,7 @@ def find_together(
     same_passes = [group for name, group in sorted(all_groups.items()) if name in fsdp_names]
     if cp_mesh is not None and cp_mesh.size() > 1:
         same_rows += _groups(cp_mesh).values()
-    return Together(same_rows, same_passes, device) if same_rows or same_passes else None
+    return RankGroups(same_rows, same_passes, device) if same_rows or same_passes else None
 
 
 def _groups(mesh: DeviceMesh, only: str | None = None) -> dict[str, dist.ProcessGroup]:

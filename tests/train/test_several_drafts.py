@@ -20,14 +20,14 @@ from fledge.recipe.drafts import load_recipes
 from fledge.recipe.schema import load_recipe
 from fledge.target.hf.model import HFEagle3TargetModel
 from fledge.train import fit as fit_module
-from fledge.train import saving, together
+from fledge.train import saving, several_drafts
 from fledge.train.checkpoint import newest_step
 from fledge.train.continuation import check_existing
 from fledge.train.fit import fit, fit_together
 from fledge.train.session import Session
 from fledge.train.setup import set_up, set_up_together
+from fledge.train.several_drafts import target_of
 from fledge.train.step import train_step
-from fledge.train.together import target_of
 from ranks import run_ranks
 from train.test_fit import comparable
 from train.tiny import Notes
@@ -255,14 +255,14 @@ def test_a_second_draft_costs_only_its_own_step(drafts, tmp_path):
     pairs = set_up_together([*recipes.values()])
     single = [set_up(recipe) for recipe in recipes.values()]
     sessions = [Session(training, Notes()) for training in pairs]
-    asking = together.asking(sessions)
+    asking = several_drafts.asking(sessions)
     batches = [pairs[0].stream.batch(step) for step in range(24)]
 
     def one_pass(batch):
         asking.target.answer(batch.micro[0])
 
     def both_steps(batch):
-        for session, answered in together.shares(asking, batch, sessions):
+        for session, answered in several_drafts.shares(asking, batch, sessions):
             with session.parts.turn():
                 train_step(session.parts, answered, lr=1e-3)
 
