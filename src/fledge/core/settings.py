@@ -62,6 +62,7 @@ Number = Annotated[float, BeforeValidator(_number, json_schema_input_type=float 
 MOST = 2**48  # bound of every count, far below 2**63
 Count = Annotated[_Int, Field(ge=0, le=MOST)]
 PositiveCount = Annotated[_Int, Field(gt=0, le=MOST)]
+DraftedTokens = Annotated[_Int, Field(gt=0, le=1024)]  # more in a round would never be accepted
 Positive = Annotated[Number, Field(gt=0)]
 NonNegative = Annotated[Number, Field(ge=0)]
 Share = Annotated[Number, Field(ge=0, le=1)]

@@ -2,14 +2,14 @@
 
 from typing import Literal
 
-from fledge.core.settings import NonNegative, PositiveCount
+from fledge.core.settings import DraftedTokens, NonNegative
 from fledge.methods.section import LossSection
 
 
 class _Shared(LossSection):
     """The settings of both, which are trained in the same way."""
 
-    draft_tokens: PositiveCount = 5
+    draft_tokens: DraftedTokens = 5
     """Tokens drafted in serving and on held-out rows; training looks one token ahead."""
 
     feature_weight: NonNegative = 1.0

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from fledge.core.settings import PositiveCount, PositiveShare, ShareBelowOne
+from fledge.core.settings import DraftedTokens, PositiveShare, ShareBelowOne
 from fledge.methods.section import LossSection
 
 
@@ -12,7 +12,7 @@ class Eagle3Section(LossSection):
     kind: Literal["eagle3"] = "eagle3"
     """Drafts tokens one after another; every engine serves it."""
 
-    ttt_steps: PositiveCount = 7
+    ttt_steps: DraftedTokens = 7
     """Steps unrolled in training: as many as tokens drafted in serving."""
 
     step_decay: PositiveShare = 0.8

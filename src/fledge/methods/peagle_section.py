@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from fledge.core.settings import Count, PositiveCount, PositiveShare, Share, Tagged
+from fledge.core.settings import Count, DraftedTokens, PositiveCount, PositiveShare, Share, Tagged
 from fledge.methods.section import LossChoice, LossSection, loss_choices
 
 
@@ -21,7 +21,7 @@ class PeagleSection(LossSection):
     )
     """The loss on the draft's distribution: a name, or a mapping of kind and parameters."""
 
-    num_depths: PositiveCount = 8
+    num_depths: DraftedTokens = 8
     """Depths trained: as many as tokens drafted in serving."""
 
     down_sample_ratio: PositiveShare = 0.7
