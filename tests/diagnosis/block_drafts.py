@@ -110,6 +110,17 @@ def as_specforge(config):
     return _qwen3(config) | block | {"architectures": ["DFlashDraftModel"]}
 
 
+def as_modelopt(config):
+    values = as_specforge(config)
+    values["dflash_config"] |= {"causal": False, "shift_label": True, "use_confidence_head": True}
+    for key in ("enable_confidence_head", "confidence_head_with_markov"):
+        del values["dflash_config"][key]
+    return values
+
+
+MODELOPT_NAMES = {"markov_head.": "", "confidence_head.proj.": "confidence_proj."}
+
+
 def as_speculators(config):
     kind = "dspark" if config["markov_rank"] else "dflash"
     size, anchor = config["block_size"], kind == "dspark"

@@ -1,9 +1,20 @@
 """DFlash and DSpark drafts: healthy in every layout, imported bit for bit, and every fault named by
 its check; a certain repair restores the healthy draft."""
 
+import json
+
 import pytest
 import torch
-from block_drafts import LAYERS, LAYOUTS, MASK, make_block, write_block_as
+from block_drafts import (
+    LAYERS,
+    LAYOUTS,
+    MASK,
+    MODELOPT_NAMES,
+    as_modelopt,
+    make_block,
+    write_block_as,
+)
+from safetensors.torch import save_file
 from test_diagnose_faults import assert_same_files, broken_copy, errors_and_warnings, no_decoding
 
 from export.drafts import files_of
@@ -45,6 +56,57 @@ def test_other_trainers_drafts_are_healthy_and_import_bit_for_bit(
     assert diagnosis.layout == layout
     import_draft(foreign, tmp_path / "ours", target=str(place / "target"))
     assert_same_files(tmp_path / "ours", blocks[kind])
+
+
+def write_as_modelopt(ours, out):
+    """ModelOpt's DSpark: its exporter leaves the heads beside the backbone."""
+    out.mkdir()
+    config, tensors = files_of(ours)
+    (out / "config.json").write_text(json.dumps(as_modelopt(config)))
+    for own, theirs in MODELOPT_NAMES.items():
+        tensors = {name.replace(own, theirs): tensor for name, tensor in tensors.items()}
+    save_file(tensors, out / "model.safetensors")
+    return out
+
+
+def test_modelopts_heads_are_found_under_their_names(place, blocks, tmp_path):
+    foreign = write_as_modelopt(blocks["dspark"], tmp_path / "foreign")
+    diagnosis = diagnose(foreign, str(place / "target"), answering=no_decoding)
+    assert errors_and_warnings(diagnosis) == {"names": "error"}  # vLLM would not find them
+    import_draft(foreign, tmp_path / "ours", target=str(place / "target"))
+    assert_same_files(tmp_path / "ours", blocks["dspark"])
+
+
+@pytest.mark.parametrize("sliding", [
+    {"layer_types": ["full_attention"] * 2, "use_swa": True, "swa_window_size": 9},
+    {"layer_types": ["sliding_attention"] * 2, "use_swa": False, "swa_window_size": 9},
+])  # fmt: skip
+def test_sliding_layers_that_attend_both_ways_are_not_imported(place, blocks, tmp_path, sliding):
+    """vLLM takes `use_swa` for all layers, and `causal` for all layers too."""
+    foreign = write_block_as("dflash", blocks["dflash"], tmp_path / "foreign")
+    config = json.loads((foreign / "config.json").read_text())
+    config["layer_types"] = sliding["layer_types"][:1] * config["num_hidden_layers"]
+    inner = {key: value for key, value in sliding.items() if key != "layer_types"}
+    for causal in (False, True):
+        config["dflash_config"] |= {**inner, "causal": causal}
+        (foreign / "config.json").write_text(json.dumps(config))
+        if causal:
+            import_draft(foreign, tmp_path / "ours", target=str(place / "target"))
+            ours, _ = files_of(tmp_path / "ours")
+            assert ours["sliding_layers"] == list(range(config["num_hidden_layers"]))
+            assert (ours["causal"], ours["sliding_window"]) == (True, 9)
+        else:
+            with pytest.raises(BadInput, match="both ways"):
+                import_draft(foreign, tmp_path / "ours", target=str(place / "target"))
+
+
+def test_a_head_that_fledge_does_not_have_is_not_dropped(place, blocks, tmp_path):
+    """Domino's GRU, for one: without it the draft is not the one that was trained."""
+    foreign = write_block_as("specforge", blocks["dflash"], tmp_path / "foreign")
+    tensors = files_of(foreign)[1] | {"prefix_gru.weight_ih_l0": torch.randn(3, 3)}
+    save_file(tensors, foreign / "model.safetensors")
+    with pytest.raises(BadInput, match=r"1 tensor that no draft of ours has: prefix_gru"):
+        import_draft(foreign, tmp_path / "ours", target=str(place / "target"))
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang", "speculators"])

@@ -3,7 +3,8 @@
 fledge        ours
 dflash        z-lab's flat layout, and our exports: `dflash_config`
 dspark        DeepSpec's flat layout, and our exports: the same keys beside the others
-specforge     both, all keys in `dflash_config`, where `projector_type` tells them apart
+specforge     both, all keys in `dflash_config`, where `projector_type` tells them apart; ModelOpt's
+              too, with other names for the heads of DSpark
 speculators   the nested config of the speculators package; layers are counted + 1
 """
 
@@ -40,7 +41,7 @@ LAYOUTS = {
         FileLayout("fledge", "fledge"),
         FileLayout("dflash", "z-lab, and our exports of DFlash"),
         FileLayout("dspark", "DeepSpec, and our exports of DSpark"),
-        FileLayout("specforge", "SpecForge"),
+        FileLayout("specforge", "SpecForge or ModelOpt"),
         FileLayout("speculators", "speculators", nested=NESTED_KEY, beside=_SPECULATORS_BESIDE),
     )
 }
@@ -51,6 +52,10 @@ AUX_PLACES = (
     AuxPlace("speculators", "aux_hidden_state_layer_ids", 1),
 )
 _OURS = AuxPlace("fledge", OWN_AUX_KEY, 0)
+_HEADS = {
+    "markov_w": "markov_head.markov_w",
+    "confidence_proj.": "confidence_head.proj.",
+}  # ModelOpt
 
 _IDS = Maybe(ListOf(Whole(0, 2**16), most=2**10))
 _KEYS: dict[str, Expected] = {
@@ -68,7 +73,8 @@ _KEYS: dict[str, Expected] = {
     "confidence_temperatures": Maybe(ListOf(Number(1e-6, 1e6), most=2**10)),
     **dict.fromkeys(
         ("is_causal", "causal", "is_neox_style", "sample_from_anchor", "confidence_head",
-         "enable_confidence_head", "confidence_head_with_markov", "sliding_window_non_causal"),
+         "enable_confidence_head", "confidence_head_with_markov", "use_confidence_head",
+         "sliding_window_non_causal", "use_swa"),
         Maybe(Flag()),
     ),
     **dict.fromkeys(
@@ -98,6 +104,12 @@ class BlockView(DraftView):
     merges = False  # only EAGLE-1 does
     parallel = False  # only P-EAGLE is
     misnamed = False
+
+    def own_name(self, name: str) -> str:
+        """As for other drafts; older drafts of SpecForge have their heads under `logit_head`."""
+        name = super().own_name(name).removeprefix("logit_head.")
+        theirs = next((prefix for prefix in _HEADS if name.startswith(prefix)), None)
+        return name if theirs is None else _HEADS[theirs] + name.removeprefix(theirs)
 
     @cached_property
     def layout(self) -> FileLayout:
@@ -154,11 +166,24 @@ class BlockView(DraftView):
         if self.layout.name == "fledge":
             return list(self.get("sliding_layers", []))
         kinds = self.said("layer_types", [])
-        return [i for i, kind in enumerate(kinds) if kind == "sliding_attention"]
+        sliding = [i for i, kind in enumerate(kinds) if kind == "sliding_attention"]
+        return self.layer_numbers if self.said("use_swa", False) and not sliding else sliding
+
+    @property
+    def slides_both_ways(self) -> bool:
+        """Whether engines let the slots of sliding layers attend to later slots of their block."""
+        if self.layout.name == "fledge" or not self.sliding_layers:
+            return False
+        by_layer = "sliding_attention" in self.said("layer_types", [])  # such a layer is causal
+        return not (self.config.get(INNER) or {}).get("causal", by_layer)
 
     @property
     def confidence_head(self) -> bool:
         return "confidence_head.proj.weight" in self.state
+
+    @property
+    def declares_confidence(self) -> bool:
+        return bool(self.said("enable_confidence_head", self.said("use_confidence_head", False)))
 
     @property
     def first_place(self) -> int:

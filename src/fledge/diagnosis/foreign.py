@@ -174,8 +174,13 @@ class DraftView:
         names: dict[str, str] = {}
         for name in self.tensors:
             if not _JUNK.fullmatch(name):
-                names.setdefault(own_name(name), name)
+                names.setdefault(self.own_name(name), name)
         return names
+
+    def own_name(self, name: str) -> str:
+        """`model.midlayer.mlp.up_proj.weight` -> `layers.0.mlp.up_proj.weight`."""
+        name = _MIDLAYER.sub("layers.0.", _WRAPPERS.sub("", name))
+        return _DEEP_NORM.sub(r"\1.input_layernorm.", name)
 
     @cached_property
     def clashes(self) -> list[str]:
@@ -339,12 +344,6 @@ class DraftView:
     @property
     def aux_layer_ids(self) -> list[int] | None:
         return self.aux_at(self.aux_place)
-
-
-def own_name(name: str) -> str:
-    """`model.midlayer.mlp.up_proj.weight` -> `layers.0.mlp.up_proj.weight`."""
-    name = _MIDLAYER.sub("layers.0.", _WRAPPERS.sub("", name))
-    return _DEEP_NORM.sub(r"\1.input_layernorm.", name)
 
 
 def _merging_votes(state: Mapping[str, Tensor]) -> Iterator[int]:

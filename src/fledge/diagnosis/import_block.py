@@ -38,6 +38,11 @@ def build_block(subject: Subject) -> BlockDraftModel:
             where=str(where / CONFIG_NAME),
             fix="permute the rows of q_proj and k_proj, and their norms",
         )
+    if view.slides_both_ways:
+        raise BadInput(
+            "its sliding layers attend both ways inside a block: ours are causal there",
+            where=str(where / CONFIG_NAME),
+        )
     state = own_block_state(subject)
     dtype = state["fc.weight"].dtype if "fc.weight" in state else torch.float32
     config = own_block_config(subject)

@@ -71,6 +71,13 @@ def convert_draft(
             where=str(source),
             fix=faults[0].fix or fledge_command("diagnose", source, "--target", target),
         )
+    if left_out := sorted(diagnosis.files.view.state.keys() - subject.view.state.keys()):
+        repair = fledge_command("diagnose", source, "--target", target, "--fix", "REPAIRED")
+        raise BadInput(
+            f"{counted(len(left_out), 'tensor')} that no draft of ours has: {left_out[0]} ...",
+            where=str(source),
+            fix=f"if the draft works without: {repair}, and import that",
+        )
     build_draft(subject).save_pretrained(out)
     return Imported(out, tuple(f for f in diagnosis.findings if f.repair is not None))
 

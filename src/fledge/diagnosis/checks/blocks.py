@@ -202,7 +202,7 @@ def confidence_flags(subject: Subject) -> Iterator[Finding]:
     view = view_of(subject)
     if not view.spark or view.layout.name == "fledge":
         return
-    present, declared = view.confidence_head, bool(view.said("enable_confidence_head", False))
+    present, declared = view.confidence_head, view.declares_confidence
     if present != declared:
         evidence = f"enable_confidence_head is {str(declared).lower()}, the file has " + (
             "such a head: vLLM drops it" if present else "none"
@@ -211,7 +211,8 @@ def confidence_flags(subject: Subject) -> Iterator[Finding]:
     weight, width = view.state.get(_CONFIDENCE[0]), view.state.get("norm.weight")
     if weight is not None and width is not None and weight.ndim == 2:
         reads_both = weight.shape[1] > len(width)
-        if declared and reads_both != bool(view.said("confidence_head_with_markov", False)):
+        by_default = view.said("use_confidence_head", False)  # ModelOpt's always reads both
+        if declared and reads_both != bool(view.said("confidence_head_with_markov", by_default)):
             evidence = f"the confidence head reads {weight.shape[1]} values, the states have "
             evidence += (
                 f"{len(width)}: confidence_head_with_markov is {str(not reads_both).lower()}"

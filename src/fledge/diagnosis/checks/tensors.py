@@ -14,7 +14,7 @@ from torch import Tensor
 from fledge.core.text import counted
 from fledge.diagnosis.checks.base import Finding, Subject, check, error, note, warning
 from fledge.diagnosis.checks.sizes import expected_shapes, fits, required_names, sizes_of
-from fledge.diagnosis.foreign import DraftFiles, own_name
+from fledge.diagnosis.foreign import DraftFiles
 
 # Tensors that EAGLE-1 does not use, and what they suggest.
 _WHY_EXTRA = {
@@ -75,7 +75,7 @@ def unknown_names(subject: Subject) -> list[str]:
 def names(subject: Subject) -> Iterator[Finding]:
     view = subject.view
     if view.clashes:
-        kept = {name: view.names[own_name(name)] for name in view.clashes}
+        kept = {name: view.names[view.own_name(name)] for name in view.clashes}
         same = all(torch.equal(view.tensors[a], view.tensors[b]) for a, b in kept.items())
         yield error(
             f"{counted(len(kept), 'tensor is', 'tensors are')} stored twice, such as "
@@ -90,9 +90,9 @@ def names(subject: Subject) -> Iterator[Finding]:
     ]
     if wrapped:
         yield error(
-            f"{counted(len(wrapped), 'name carries', 'names carry')} a wrapper that no engine "
-            f"strips, such as {wrapped[0]}",
-            fix=f"rename to {own_name(wrapped[0])}",
+            f"{counted(len(wrapped), 'name is', 'names are')} not the engines', such as "
+            f"{wrapped[0]}",
+            fix=f"rename to {view.own_name(wrapped[0])}",
             repair=_unwrap,
         )
     elif prefix:
@@ -163,7 +163,7 @@ def unexpected(subject: Subject) -> Iterator[Finding]:
         yield error(
             f"{counted(len(extra), 'tensor')} that no {kind} draft has: {_first_few(extra)}; vLLM "
             "refuses them, SGLang skips them",
-            fix=_WHY_EXTRA.get(own_name(extra[0]), generic_fix),
+            fix=_WHY_EXTRA.get(subject.view.own_name(extra[0]), generic_fix),
         )
     if view.merges and (head := view.names.get("lm_head.weight")):
         evidence = f"{head}: an EAGLE-1 draft has no head, SGLang skips it, vLLM refuses the file"
