@@ -174,8 +174,10 @@ class BlockView(DraftView):
         """Whether engines let the slots of sliding layers attend to later slots of their block."""
         if self.layout.name == "fledge" or not self.sliding_layers:
             return False
-        by_layer = "sliding_attention" in self.said("layer_types", [])  # such a layer is causal
-        return not (self.config.get(INNER) or {}).get("causal", by_layer)
+        causal = self.said("is_causal", (self.config.get(INNER) or {}).get("causal"))
+        if causal is None:  # layers that are called sliding are causal, those of `use_swa` are not
+            causal = "sliding_attention" in self.said("layer_types", [])
+        return not causal
 
     @property
     def confidence_head(self) -> bool:
