@@ -1,8 +1,10 @@
 """Files of ours in other trainers' own loaders, and what these save in ours."""
 
+import shutil
+
 import pytest
 import torch
-from transformers import Qwen3Config
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config
 
 from export.block_cases import make_block
 from export.export_cases import make_draft, rewrite, tensors_of
@@ -184,3 +186,66 @@ def test_speculators(written, tiny_target, tmp_path, kind):
     ours, files = written(kind, "speculators")
     model = speculators.SpeculatorModel.from_pretrained(files)
     assert_imported(model, ours, tmp_path, tiny_target)
+
+
+# --- ModelOpt: a draft is part of its target until it is exported ---------------------------------
+
+
+@pytest.fixture(scope="module")
+def deep_target(tiny_target, tmp_path_factory):
+    """The tiny target with eight layers: ModelOpt chooses the layers that a draft reads."""
+    path = shutil.copytree(tiny_target, tmp_path_factory.mktemp("modelopt") / "target")
+    config = AutoConfig.from_pretrained(tiny_target, num_hidden_layers=8)
+    AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    return path
+
+
+MODELOPT = {
+    "eagle3": ("eagle", "EagleExporter", {"draft_vocab_size": 90, "has_lm_head": True}),
+    "dflash": ("dflash", "DFlashExporter", {}),
+    "dspark": ("dflash", "DSparkExporter", {"projector_type": "dspark", "markov_rank": 8}),
+}
+
+
+def modelopt_export(kind, target, out):
+    """A random draft as ModelOpt makes and exports it."""
+    from modelopt.torch import speculative
+    from modelopt.torch.export.plugins import hf_spec_export
+    from modelopt.torch.speculative.eagle.default_config import default_eagle_config
+
+    mode, exporter, changes = MODELOPT[kind]
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    changes = {"num_hidden_layers": 1, "intermediate_size": 48, **sizes, **changes}
+    settings = {f"{mode}_use_torch_compile": False}
+    if mode == "eagle":
+        aux = {"use_aux_hidden_state": True, "use_last_layernorm": True, "torch_dtype": "float32"}
+        settings |= {
+            "eagle_export_rope_scaling": {}
+        }  # by default they write another rotary scaling
+        changes = default_eagle_config | changes | aux
+    else:
+        settings |= {"dflash_mask_token_id": 0}
+        changes |= {"use_confidence_head": kind == "dspark"}
+    model = AutoModelForCausalLM.from_pretrained(target)
+    speculative.convert(model, [(mode, settings | {f"{mode}_architecture_config": changes})])
+    if mode == "eagle":
+        ids = torch.randperm(400)[:90].sort().values
+        model.eagle_module.d2t.copy_(ids - torch.arange(90))
+    getattr(hf_spec_export, exporter)(model).export(out)
+    return out
+
+
+@pytest.mark.parametrize("kind", MODELOPT)
+def test_modelopt(deep_target, tmp_path, kind):
+    pytest.importorskip("modelopt", reason=REASON)
+    theirs = modelopt_export(kind, deep_target, tmp_path / "theirs")
+    import_draft(theirs, tmp_path / "ours", target=str(deep_target))
+    ours, heads = tensors_of(tmp_path / "ours"), {}
+    if kind == "dspark":
+        heads = {"markov_w": "markov_head.markov_w", "confidence_proj.": "confidence_head.proj."}
+    for name, tensor in tensors_of(theirs).items():
+        for beginning, own in heads.items():
+            if name.startswith(beginning):
+                name = own + name.removeprefix(beginning)
+        assert torch.equal(ours.pop(name), tensor), name
+    assert set(ours) <= {"embed_tokens.weight", "t2d"}
