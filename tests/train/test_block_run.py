@@ -11,7 +11,7 @@ from fledge.methods.registry import load_draft, method_of
 from fledge.recipe.schema import load_recipe
 from fledge.train.fit import fit
 from fledge.train.setup import set_up
-from fledge.train.targets import listening
+from fledge.train.targets import shared_section
 from train.test_fit import differing, final_weights, stop_after
 from train.tiny import Notes
 
@@ -176,9 +176,9 @@ def test_each_method_chooses_its_default_layers(objective, ids):
     one with a single layer not that of EAGLE-1."""
     kind, *rest = objective
     recipe = load_recipe(None, [f"objective.kind={kind}", *(f"objective.{key}" for key in rest)])
-    assert listening(recipe).aux_layer_ids == ids
+    assert shared_section(recipe).aux_layer_ids == ids
     named = load_recipe(None, ["target.aux_layer_ids=3,5,7"])
-    assert listening(named).aux_layer_ids == (3, 5, 7)
+    assert shared_section(named).aux_layer_ids == (3, 5, 7)
 
 
 def test_four_methods_are_evaluated_side_by_side(block, recipe, tmp_path, monkeypatch):
