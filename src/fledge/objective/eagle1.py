@@ -29,7 +29,8 @@ from fledge.rollout.slots import RowMasks
 
 
 def layout(settings: Any, *, training: bool) -> "partial[RolloutPlan]":
-    """How rows are laid out; `settings` is a section or an objective. Training looks one step ahead."""
+    """How rows are laid out; `settings` is a section or an objective. Training looks one
+    step ahead."""
     return partial(plan_rollout, num_depths=1 if training else settings.draft_tokens)
 
 

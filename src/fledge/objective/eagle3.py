@@ -28,7 +28,8 @@ Eagle3Output = RolloutOutput
 
 
 def layout(settings: Any, *, training: bool) -> "partial[RolloutPlan]":
-    """How rows are laid out; `settings` is a section or an objective. Only training drops rollouts."""
+    """How rows are laid out; `settings` is a section or an objective. Only training drops
+    rollouts."""
     keep = settings.depth_keep if training else 1.0
     return partial(plan_rollout, num_depths=settings.ttt_steps, keep=keep)
 

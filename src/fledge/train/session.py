@@ -220,7 +220,7 @@ class Session:
 
     def stop_here(self) -> None:
         """Save and report where the run stopped. Only called between two steps, when the target is
-        unreachable, so no step is left half done."""
+        unreachable or a stop was requested, so no step is left half done."""
         if self.state.step > self._saved:
             self.save()
         stopped = f"stopped after step {self.state.step}"
