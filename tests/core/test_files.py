@@ -45,6 +45,8 @@ def test_a_failure_leaves_no_new_parents(tmp_path, writer):
     (tmp_path / "old").mkdir()
     with pytest.raises(RuntimeError), writer(tmp_path / "old" / "new" / "newer" / "path"):
         raise RuntimeError
+    with pytest.raises(OSError, match="too long"), writer(tmp_path / "old/new" / ("x" * 300) / "p"):
+        pass
     assert list(tmp_path.rglob("*")) == [tmp_path / "old"]
 
 

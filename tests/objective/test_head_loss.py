@@ -126,6 +126,20 @@ def test_handwritten_rows_match_the_definition(kind):
     torch.testing.assert_close(handwritten, derived, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if not LOSSES[kind].needs_acceptance])
+def test_probabilities_that_round_to_zero_give_finite_rows(kind):
+    """Also where subnormal numbers are flushed to 0, as on some devices."""
+    logits, probs = torch.full((1, 64), -200.0), torch.zeros(1, 64)
+    logits[0, 0], probs[0, 0] = 0.0, 1.0
+    torch.set_flush_denormal(True)
+    try:
+        loss, gradient = LOSSES[kind]().rows(logits, probs)
+    finally:
+        torch.set_flush_denormal(False)
+    assert loss.tolist() == [0.0]
+    assert not gradient.any()
+
+
 def test_row_values_and_hits():
     hidden, head, elements, supervision, _ = case = make_case(9)
     result = chunked(*case, KLDivergence(), 4)

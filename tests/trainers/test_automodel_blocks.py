@@ -50,8 +50,8 @@ def test_dflash(automodel, monkeypatch, changes):
         attention_backend="sdpa",
         loss_decay_gamma=GAMMA,
     )
-    found = anchors_of(ours, batch)
-    monkeypatch.setattr(theirs, "_sample_anchor_positions", lambda *_, **__: found)
+    anchors = anchors_of(ours, batch)
+    monkeypatch.setattr(theirs, "_sample_anchor_positions", lambda *_, **__: anchors)
     given = unshifted([[d] for d in documents], batch)
     their_out = theirs(given["ids"], batch["aux_hidden_states"], given["loss"].double())
     their_out.loss.backward()
@@ -83,8 +83,8 @@ def test_dspark(automodel, monkeypatch, changes, rows):
     missing, unexpected = model.load_state_dict(draft.state_dict(), strict=False)
     assert set(missing) == {"embed_tokens.weight", "lm_head.weight"}
     assert not unexpected
-    found = anchors_of(ours, batch)
-    monkeypatch.setattr(draft_qwen3, "sample_anchor_positions", lambda **_: found)
+    anchors = anchors_of(ours, batch)
+    monkeypatch.setattr(draft_qwen3, "sample_anchor_positions", lambda **_: anchors)
     theirs = core.DSparkTrainerModule(model, loss_decay_gamma=GAMMA)
     given = unshifted(layout, batch)
     packing = {n: batch.get(n) for n in ("position_ids", "seq_lens", "doc_remaining")}

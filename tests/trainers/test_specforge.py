@@ -191,8 +191,8 @@ def test_dflash(specforge, monkeypatch, weights, changes):
         loss_decay_gamma=GAMMA,
         loss_type={"decay": "dflash", "dpace": "dpace"}[weights],
     )
-    found = anchors_of(ours, batch)
-    monkeypatch.setattr(theirs, "_sample_anchor_positions", lambda *_, **__: found)
+    anchors = anchors_of(ours, batch)
+    monkeypatch.setattr(theirs, "_sample_anchor_positions", lambda *_, **__: anchors)
     given = unshifted([[d] for d in documents], batch)
     loss, _, metrics = theirs(given["ids"], batch["aux_hidden_states"], given["loss"].double())
     if weights == "dpace":  # they divide by the number of rows, we by the sum of the weights
@@ -227,8 +227,8 @@ def test_dspark(specforge, monkeypatch, changes):
         attention_backend="sdpa",
         loss_decay_gamma=GAMMA,
     )
-    found = anchors_of(ours, batch)
-    monkeypatch.setattr(theirs, "_sample_anchor_positions", lambda *_, **__: found)
+    anchors = anchors_of(ours, batch)
+    monkeypatch.setattr(theirs, "_sample_anchor_positions", lambda *_, **__: anchors)
     given = unshifted([[d] for d in documents], batch)
     loss, *_ = theirs(
         given["ids"], batch["aux_hidden_states"], given["loss"],

@@ -109,12 +109,12 @@ def _remove_abandoned(path: Path, suffix: str) -> None:
 def _parents(path: Path) -> Iterator[None]:
     """Make the directories that `path` will be in; a failure removes those that were not there."""
     new = [parent for parent in path.parents if not parent.exists()]  # innermost first
-    path.parent.mkdir(parents=True, exist_ok=True)
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         yield
     except BaseException:
-        with contextlib.suppress(OSError):  # another process uses it by now
-            for parent in new:
+        for parent in new:
+            with contextlib.suppress(OSError):  # never made, or another process uses it by now
                 parent.rmdir()
         raise
 

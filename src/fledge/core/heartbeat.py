@@ -37,8 +37,8 @@ class RankLost(BadInput):
     """Another rank has died; the run can be resumed."""
 
     @classmethod
-    def of(cls, told: str) -> "RankLost":
-        return cls(told, fix="the same command continues the run")
+    def of(cls, message: str) -> "RankLost":
+        return cls(message, fix="the same command continues the run")
 
 
 class Heartbeat:
@@ -84,14 +84,14 @@ class Heartbeat:
             time.sleep(BEAT_S / 2)
         return message
 
-    def pass_on(self, told: str) -> None:
+    def pass_on(self, message: str) -> None:
         """Pass the message to all other ranks, which exit at once, and return after they have: when
         torchrun restarts a job, its agents must not mistake one another's restart for new machines
         that want to join."""
         self._stop_beating()
         published = any(text.split(" ", 1)[1].startswith(_LOST) for text, _ in self._seen.values())
         if not published:
-            self._publish(_LOST + told)
+            self._publish(_LOST + message)
             time.sleep(3 * BEAT_S)
 
     def _stop_beating(self) -> None:

@@ -142,13 +142,13 @@ class Method(ABC):
     ) -> "Objective[Any]":
         """The draft with its loss, as called by a training step; `options` are its section's."""
 
-    def work(self, draft: "DraftModel", said: Any) -> "Work":
-        """What a step computes and keeps in memory, for predictions and benchmarks. `said` is a
+    def work(self, draft: "DraftModel", settings: Any) -> "Work":
+        """What a step computes and keeps in memory, for predictions and benchmarks. `settings` is a
         section or an objective; both have the attributes that are read here."""
         from fledge.objective.work import Layouts, PlainWork
         from fledge.rollout.plan import plan_rollout
 
-        whole = partial(plan_rollout, num_depths=said.depths)
+        whole = partial(plan_rollout, num_depths=settings.depths)
         return PlainWork(draft, Layouts(whole, whole, whole))
 
     def bench_options(self, **flags: Any) -> dict[str, Any]:

@@ -74,15 +74,15 @@ class BlockMethod(Method):
 
         return Reading(draft.fc.weight, wide)
 
-    def work(self, draft: Any, said: Any) -> "Work":
+    def work(self, draft: Any, settings: Any) -> "Work":
         from fledge.objective.block import layout
         from fledge.objective.block_work import BlockWork
         from fledge.objective.work import Layouts
         from fledge.rollout.block_plan import ANCHOR_TOKENS
 
-        own = layout(draft, said)
-        everywhere = partial(own, anchors=ANCHOR_TOKENS)
-        return BlockWork(draft, Layouts(own, own, everywhere), said.reads_target)
+        drawn = layout(draft, settings)
+        everywhere = partial(drawn, anchors=ANCHOR_TOKENS)
+        return BlockWork(draft, Layouts(drawn, drawn, everywhere), settings.reads_target)
 
     def bench_options(self, **_: Any) -> dict[str, Any]:
         return {"anchors": 512, "gamma": 4.0}

@@ -75,14 +75,14 @@ class Eagle1(Method):
 
         return Eagle1TrainerModule(draft, **given.arguments(), **options)
 
-    def work(self, draft: "DraftModel", said: Any) -> "Work":
+    def work(self, draft: "DraftModel", settings: Any) -> "Work":
         from fledge.objective.chain_work import ChainWork
         from fledge.objective.eagle1 import layout
         from fledge.objective.work import Layouts
 
-        whole = layout(said, training=False)
-        layouts = Layouts(layout(said, training=True), whole, whole)
-        return ChainWork(draft, layouts, copies_states=said.feature_noise > 0)
+        whole = layout(settings, training=False)
+        layouts = Layouts(layout(settings, training=True), whole, whole)
+        return ChainWork(draft, layouts, copies_states=settings.feature_noise > 0)
 
     def bench_options(self, *, depths: int = 0, **_: Any) -> dict[str, Any]:
         return {"draft_tokens": depths or 5}

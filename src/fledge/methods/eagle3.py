@@ -58,14 +58,14 @@ class Eagle3(Method):
 
         return Eagle3TrainerModule(draft, **given.arguments(), **options)
 
-    def work(self, draft: "DraftModel", said: Any) -> "Work":
+    def work(self, draft: "DraftModel", settings: Any) -> "Work":
         from fledge.objective.chain_work import ChainWork
         from fledge.objective.eagle3 import layout
         from fledge.objective.work import Layouts
 
-        whole = layout(said, training=False)
-        layouts = Layouts(layout(said, training=True), whole, whole)
-        return ChainWork(draft, layouts, copies_states=said.feature_dropout > 0)
+        whole = layout(settings, training=False)
+        layouts = Layouts(layout(settings, training=True), whole, whole)
+        return ChainWork(draft, layouts, copies_states=settings.feature_dropout > 0)
 
     def bench_options(
         self, *, depths: int = 0, depth_keep: float = 1.0, **_: Any

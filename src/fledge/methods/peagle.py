@@ -71,14 +71,14 @@ class Peagle(Eagle3):
 
         return PEagleTrainerModule(draft, **given.arguments(), **options)
 
-    def work(self, draft: "DraftModel", said: Any) -> "Work":
+    def work(self, draft: "DraftModel", settings: Any) -> "Work":
         from fledge.objective.chain_work import ChainWork
         from fledge.objective.peagle import layout
         from fledge.objective.work import Layouts
 
-        own = layout(said)
-        whole = partial(own, ratio=1.0, ratio_min=1.0, max_anchors=None, partitions=1)
-        return ChainWork(draft, Layouts(own, own, whole), copies_states=True)
+        sampled = layout(settings)
+        whole = partial(sampled, ratio=1.0, ratio_min=1.0, max_anchors=None, partitions=1)
+        return ChainWork(draft, Layouts(sampled, sampled, whole), copies_states=True)
 
     def bench_options(self, *, depths: int = 0, partitions: int = 1, **_: Any) -> dict[str, Any]:
         return {"num_depths": depths or 8, "sequence_partitions": partitions}

@@ -24,14 +24,14 @@ from fledge.rollout.slots import RowMasks
 EVALUATION_SEED = 0  # the same blocks at every evaluation, so that only the draft differs
 
 
-def layout(draft: BlockDraftModel, said: Any) -> "partial[BlockPlan]":
-    """How rows are laid out; `said` is a section or an objective."""
+def layout(draft: BlockDraftModel, settings: Any) -> "partial[BlockPlan]":
+    """How rows are laid out; `settings` is a section or an objective."""
     return partial(
         plan_blocks,
         size=draft.config.block_size,
         first_place=draft.first_place,
-        anchors=said.anchors,
-        contiguous=said.contiguous,
+        anchors=settings.anchors,
+        contiguous=settings.contiguous,
     )
 
 

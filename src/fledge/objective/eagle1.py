@@ -28,9 +28,10 @@ from fledge.rollout.plan import RolloutPlan, plan_rollout
 from fledge.rollout.slots import RowMasks
 
 
-def layout(said: Any, *, training: bool) -> "partial[RolloutPlan]":
-    """How rows are laid out; `said` is a section or an objective. Training looks one step ahead."""
-    return partial(plan_rollout, num_depths=1 if training else said.draft_tokens)
+def layout(settings: Any, *, training: bool) -> "partial[RolloutPlan]":
+    """How rows are laid out; `settings` is a section or an objective. Training looks one
+    step ahead."""
+    return partial(plan_rollout, num_depths=1 if training else settings.draft_tokens)
 
 
 class Eagle1TrainerModule(RolloutTrainerModule[NoisyPlan]):

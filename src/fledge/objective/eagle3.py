@@ -27,10 +27,11 @@ from fledge.rollout.slots import RowMasks
 Eagle3Output = RolloutOutput
 
 
-def layout(said: Any, *, training: bool) -> "partial[RolloutPlan]":
-    """How rows are laid out; `said` is a section or an objective. Only training drops rollouts."""
-    keep = said.depth_keep if training else 1.0
-    return partial(plan_rollout, num_depths=said.ttt_steps, keep=keep)
+def layout(settings: Any, *, training: bool) -> "partial[RolloutPlan]":
+    """How rows are laid out; `settings` is a section or an objective. Only training drops
+    rollouts."""
+    keep = settings.depth_keep if training else 1.0
+    return partial(plan_rollout, num_depths=settings.ttt_steps, keep=keep)
 
 
 class Eagle3TrainerModule(RolloutTrainerModule[NoisyPlan]):

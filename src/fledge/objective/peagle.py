@@ -28,15 +28,15 @@ from fledge.rollout.slots import RowMasks
 EVALUATION_SEED = 0  # the same rollouts at every evaluation, so that only the draft differs
 
 
-def layout(said: Any) -> "partial[ParallelPlan]":
-    """How rows are laid out; `said` is a section or an objective."""
+def layout(settings: Any) -> "partial[ParallelPlan]":
+    """How rows are laid out; `settings` is a section or an objective."""
     return partial(
         plan_parallel,
-        num_depths=said.num_depths,
-        ratio=said.down_sample_ratio,
-        ratio_min=said.down_sample_ratio_min,
-        max_anchors=said.max_anchors,
-        partitions=said.sequence_partitions,
+        num_depths=settings.num_depths,
+        ratio=settings.down_sample_ratio,
+        ratio_min=settings.down_sample_ratio_min,
+        max_anchors=settings.max_anchors,
+        partitions=settings.sequence_partitions,
     )
 
 

@@ -87,8 +87,8 @@ class Work(ABC):
     def target_logits(self, n: Any) -> float:
         """How many of the target's logits the loss needs. The probabilities need the draft's
         vocabulary, the top token all of it; if these are the same, every top token is covered."""
-        vocab, own = self.config.vocab_size, self.config.draft_vocab_size
-        return float(n.targets * (own if own == vocab else vocab + own))
+        vocab, drafted = self.config.vocab_size, self.config.draft_vocab_size
+        return float(n.targets * (drafted if drafted == vocab else vocab + drafted))
 
     def chunk_bytes(self, n: Any, width: int) -> float:
         """Bytes that the loss holds while a chunk of logits exists. In float32: the target's

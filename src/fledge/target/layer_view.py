@@ -97,7 +97,7 @@ class LayerView(Eagle3TargetBackend):
 
 
 def behind_view(target: Eagle3TargetBackend) -> Eagle3TargetBackend:
-    """The target behind a `LayerView` view; any other target is returned as it is."""
+    """The target behind a `LayerView`; any other target is returned as it is."""
     return target.inner if isinstance(target, LayerView) else target
 
 

@@ -105,8 +105,8 @@ def wait_together(models: Models, futures: _Futures, stopping: Callable[[], bool
         if stops:
             raise StopRequested("stopped while the target was asked")
         if failed:
-            told = "the target servers of another rank do not answer"
-            raise failure or TargetUnreachable(told)
+            elsewhere = "the target servers of another rank do not answer"
+            raise failure or TargetUnreachable(elsewhere)
 
 
 def _unreachable(done: _Futures) -> TargetUnreachable | None:

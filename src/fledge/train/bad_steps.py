@@ -42,12 +42,13 @@ def describe_bad_step(training: "Training", batch: StepBatch, result: StepResult
     shares = world.gathered(_Share(world.rank, world.data_rank, places, finite, broken))
     blamed = _blamed(shares)
     # ranks that share their rows name them once
-    by_rank = {share.data_rank: share.places for share in blamed}
-    found = [place for of_rank in by_rank.values() for place in of_rank]
-    ranks = ", ".join(str(share.rank) for share in blamed)
-    on_ranks = f" on rank {ranks}" if len(blamed) < len(shares) else ""
-    begin, first = "begins" if len(found) == 1 else "begin", ", ".join(found[:3])
-    documents = f"its {counted(len(found), 'document')}{on_ranks} {begin} with {first}"
+    by_data_rank = {share.data_rank: share.places for share in blamed}
+    all_places = [place for places in by_data_rank.values() for place in places]
+    ranks = "rank " if len(blamed) == 1 else "ranks "
+    ranks += ", ".join(str(share.rank) for share in blamed)
+    on_ranks = f" on {ranks}" if len(blamed) < len(shares) else ""
+    begin, first = "begins" if len(all_places) == 1 else "begin", ", ".join(all_places[:3])
+    documents = f"its {counted(len(all_places), 'document')}{on_ranks} {begin} with {first}"
     return BadStep(documents, first, blamed[0].broken)
 
 

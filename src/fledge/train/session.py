@@ -73,7 +73,7 @@ class Session:
         with self.parts.turn():
             self.state, self._window = resume(training, observer)
         self._saved = self.state.step
-        self._already = self._is_finished
+        self._was_finished = self._is_finished
         self._pending: tuple[StepBatch, StepResult] | None = None
         main = self.parts.world.is_main
         self._logs = Logs(training, observer, self.state) if main else None
@@ -220,7 +220,7 @@ class Session:
 
     def stop_here(self) -> None:
         """Save and report where the run stopped. Only called between two steps, when the target is
-        unreachable, so no step is left half done."""
+        unreachable or a stop was requested, so no step is left half done."""
         if self.state.step > self._saved:
             self.save()
         stopped = f"stopped after step {self.state.step}"
@@ -235,7 +235,7 @@ class Session:
         assert self._saved == state.step
         learned_nothing = in_vain(training.recipe, state) if finished else ()
         warnings = (*training.warnings, *learned_nothing)
-        return Outcome(state, finished, signal, self._already, warnings)
+        return Outcome(state, finished, signal, self._was_finished, warnings)
 
 
 def in_vain(recipe: Recipe, state: State) -> list[str]:

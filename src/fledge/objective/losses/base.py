@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 if TYPE_CHECKING:
     from torch import Tensor
 
+SMALLEST = 2.0**-126  # the smallest float32 that no device flushes to 0
+
 
 def parameter(default: float, about: str, **bounds: float) -> Any:
     """A field of a loss, with its description and the bounds for pydantic's `Field` (ge, le)."""

@@ -3,12 +3,10 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from fledge.objective.losses.base import Loss
+from fledge.objective.losses.base import SMALLEST, Loss
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-_SMALLEST = 1e-38  # where both probabilities have become 0 by rounding, q = 0 discards the ratio
 
 
 @dataclass(frozen=True)
@@ -31,7 +29,8 @@ class JensenShannon(Loss):
         q_JW = log_q_JW.exp()
         mean_JW = (q_JW + probs_JW).mul_(0.5)
         of_target_J = (probs_JW.xlogy(probs_JW) - probs_JW.xlogy(mean_JW)).sum(-1)
-        # by q the derivative is half of log(q / m): those of m cancel
-        ratio_JW = log_q_JW.sub_(mean_JW.clamp_min_(_SMALLEST).log_()).mul_(0.5)
+        # by q the derivative is half of log(q / m): those of m cancel; where q and m have become 0
+        # by rounding, the ratio is finite and multiplied by 0
+        ratio_JW = log_q_JW.sub_(mean_JW.clamp_min_(SMALLEST).log_()).mul_(0.5)
         half_J1 = (q_JW * ratio_JW).sum(-1, keepdim=True)  # half of KL(draft || m)
         return 0.5 * of_target_J + half_J1[:, 0], ratio_JW.sub_(half_J1).mul_(q_JW)

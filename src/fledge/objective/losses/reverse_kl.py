@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from fledge.objective.losses.base import Loss
+from fledge.objective.losses.base import SMALLEST, Loss
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,6 +31,4 @@ class ReverseKL(Loss):
 
 def _log(probs_JW: "Tensor") -> "Tensor":
     """Logarithms that stay finite where a probability has become 0 by rounding."""
-    import torch
-
-    return probs_JW.clamp_min(torch.finfo(torch.float32).tiny).log()
+    return probs_JW.clamp_min(SMALLEST).log()
