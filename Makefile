@@ -99,7 +99,7 @@ $(TRAINERS)/.ready: pyproject.toml constraints.txt Makefile
 		aiohttp httpx loguru openai protobuf pydantic-settings
 	@$(TRAINERS)/bin/pip install -q --disable-pip-version-check --no-deps \
 		nemo-automodel==0.7.0 specforge==0.2.0 speculators==0.9.0 hs-connectors==0.9.0 \
-		nvidia-modelopt==0.47.0 antlr4-python3-runtime==4.9.3 nvidia-ml-py==13.615.71 omegaconf==2.3.0 \
+		eagle-llm==1.2.1 nvidia-modelopt==0.47.0 antlr4-python3-runtime==4.9.3 nvidia-ml-py==13.615.71 omegaconf==2.3.0 \
 		pulp==3.3.2 scipy==1.17.1 \
 		pillow==13.0.0 torchao==0.18.0 transformers==5.18.0 triton==3.6.0  # without their pins of torch, datasets and engines
 	@touch $@
