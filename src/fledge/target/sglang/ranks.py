@@ -7,7 +7,9 @@ In a torch.distributed process group of `tp_size` ranks, the ranks are the calle
 builds a runner, and all make the same calls. Nothing is started, and the group outlives the engine.
 """
 
+import contextlib
 import multiprocessing
+import secrets
 import signal
 import socket
 from multiprocessing.connection import Connection
@@ -15,6 +17,8 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from fledge.target.sglang.engine import SGLangEngine, engine_class, joined_rank
+
+_PORTS = range(20_000, 32_000)
 
 
 class SGLangRanks:
@@ -79,6 +83,10 @@ def _run_peer(pipe: Connection, options: dict[str, Any], rank: int, port: int) -
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port below those that systems hand out themselves: between this call and its use, another
+    process would have to ask for this very one."""
+    while True:
+        port = secrets.choice(_PORTS)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
