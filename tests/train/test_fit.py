@@ -158,7 +158,7 @@ def test_kill_nine_at_ten_random_moments(recipe, tmp_path):
     context = multiprocessing.get_context("fork")
     rng = random.Random(11)
     kills = 0
-    for _ in range(60):
+    for attempt in range(60):
         process = context.Process(target=_train_quietly, args=(recipe(*options, run="cut"),))
         process.start()
         deadline = time.monotonic() + (rng.uniform(0.3, 1.2) if kills < 10 else 120)
@@ -174,7 +174,7 @@ def test_kill_nine_at_ten_random_moments(recipe, tmp_path):
             assert (
                 differing(final_weights(tmp_path / "whole"), final_weights(tmp_path / "cut")) == []
             )
-            (tmp_path / "cut").rename(tmp_path / f"done{kills}")
+            (tmp_path / "cut").rename(tmp_path / f"done{attempt}")
     assert kills >= 10
     assert process.exitcode == 0
     assert differing(final_weights(tmp_path / "whole"), final_weights(tmp_path / "cut")) == []
