@@ -108,6 +108,11 @@ def test_rows_are_laid_out_as_in_training(kind, layers, options, seed):
     if kind in ("eagle3", "eagle1", "eagle2", "peagle"):
         assert n.anchors + n.chain == sum(plan.counts)
         assert n.pairs == _visible_pairs(plan)
+    else:
+        blocks, causal = plan.blocks, module.draft_model.config.causal
+        inside = sum(slot + 1 if causal else blocks.size for slot in range(blocks.size))
+        contexts = (blocks.slot_N - blocks.first_N + 1).tolist()
+        assert n.pairs == sum(blocks.size * context + inside for context in contexts) > 0
     module.draft_model.eval()
     evaluated = work.counted(module.plan_rows(rows, 0))
     forward = sum(work.forward(evaluated).values())
