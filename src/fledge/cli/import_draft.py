@@ -26,10 +26,10 @@ def import_draft(
 
     EAGLE-3 and P-EAGLE in the layouts of SafeAILab EAGLE, SpecForge, speculators, NeMo AutoModel
     and ModelOpt; EAGLE-1 and EAGLE-2 in those of SafeAILab, vLLM and SGLang; DFlash and DSpark in
-    those of z-lab, DeepSpec, SpecForge and speculators. What engines would share with the target
-    (embeddings, a full head) is copied from it, except for DFlash and DSpark, which have none of
-    their own. Faults of the files with a certain repair are repaired, and named; other faults are
-    for fledge diagnose.
+    those of z-lab, DeepSpec, SpecForge, speculators and ModelOpt. What engines would share with the
+    target (embeddings, a full head) is copied from it, except for DFlash and DSpark, which have
+    none of their own. Faults of the files with a certain repair are repaired, and named; other
+    faults are for fledge diagnose.
     """
     from fledge.diagnosis.foreign import read_files
     from fledge.diagnosis.import_draft import convert_draft

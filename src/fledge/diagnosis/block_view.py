@@ -122,7 +122,7 @@ class BlockView(DraftView):
             return LAYOUTS["specforge"]
         return LAYOUTS[next((_CLASSES[name] for name in named if _CLASSES.get(name)), "dflash")]
 
-    def said(self, key: str, absent: Any = None) -> Any:
+    def setting(self, key: str, absent: Any = None) -> Any:
         """The value that engines read: from `dflash_config` if it is there, else from outside."""
         inner = (self.config.get(INNER) or {}).get(key)
         return self.get(key, absent) if inner is None else inner
@@ -141,7 +141,7 @@ class BlockView(DraftView):
         if kind in _KINDS:
             return bool(kind == "dspark")
         if self.layout.name == "specforge":
-            return bool(self.said("projector_type") == "dspark")
+            return bool(self.setting("projector_type") == "dspark")
         has_markov_head = any(name.startswith("markov_head.") for name in self.state)
         return self.layout.name == "dspark" or has_markov_head
 
@@ -153,30 +153,30 @@ class BlockView(DraftView):
     def sample_from_anchor(self) -> bool:
         """Whether slot 0 predicts the first token; if absent, vLLM's default."""
         default = self.spark and self.layout.name not in ("speculators", "fledge")
-        return bool(self.said("sample_from_anchor", default))
+        return bool(self.setting("sample_from_anchor", default))
 
     @property
     def causal(self) -> bool:
         if self.layout.name == "fledge":
             return bool(self.get("causal", False))
-        return bool(self.said("is_causal", (self.config.get(INNER) or {}).get("causal", False)))
+        return bool(self.setting("is_causal", (self.config.get(INNER) or {}).get("causal", False)))
 
     @property
     def sliding_layers(self) -> list[int]:
         if self.layout.name == "fledge":
             return list(self.get("sliding_layers", []))
-        kinds = self.said("layer_types", [])
+        kinds = self.setting("layer_types", [])
         sliding = [i for i, kind in enumerate(kinds) if kind == "sliding_attention"]
-        return self.layer_numbers if self.said("use_swa", False) and not sliding else sliding
+        return self.layer_numbers if self.setting("use_swa", False) and not sliding else sliding
 
     @property
     def slides_both_ways(self) -> bool:
         """Whether engines let the slots of sliding layers attend to later slots of their block."""
         if self.layout.name == "fledge" or not self.sliding_layers:
             return False
-        causal = self.said("is_causal", (self.config.get(INNER) or {}).get("causal"))
+        causal = self.setting("is_causal", (self.config.get(INNER) or {}).get("causal"))
         if causal is None:  # layers that are called sliding are causal, those of `use_swa` are not
-            causal = "sliding_attention" in self.said("layer_types", [])
+            causal = "sliding_attention" in self.setting("layer_types", [])
         return not causal
 
     @property
@@ -185,7 +185,9 @@ class BlockView(DraftView):
 
     @property
     def declares_confidence(self) -> bool:
-        return bool(self.said("enable_confidence_head", self.said("use_confidence_head", False)))
+        return bool(
+            self.setting("enable_confidence_head", self.setting("use_confidence_head", False))
+        )
 
     @property
     def first_place(self) -> int:
@@ -194,15 +196,15 @@ class BlockView(DraftView):
     @property
     def method_settings(self) -> dict[str, Any]:
         sliding = self.sliding_layers
-        window = self.said("swa_window_size", self.said("sliding_window"))
+        window = self.setting("swa_window_size", self.setting("sliding_window"))
         return {
-            "block_size": self.said("block_size"),
+            "block_size": self.setting("block_size"),
             "mask_token_id": self.mask_token_id,
             "sample_from_anchor": self.sample_from_anchor,
             "causal": self.causal,
             "sliding_layers": sliding,
             "sliding_window": window if sliding else None,
-            "markov_rank": self.said("markov_rank", 0) if self.spark else 0,
+            "markov_rank": self.setting("markov_rank", 0) if self.spark else 0,
             "confidence_head": self.confidence_head,
             "confidence_threshold": self.get("confidence_threshold", 0.0),
             "confidence_temperatures": list(self.get("confidence_temperatures", [])),

@@ -29,10 +29,10 @@ def build_block(subject: Subject) -> BlockDraftModel:
     """Build the draft in memory, without what it borrows from its target."""
     where, view = subject.directory, subject.view
     assert isinstance(view, BlockView)
-    kind = view.said("markov_head_type", "vanilla")
+    kind = view.setting("markov_head_type", "vanilla")
     if view.spark and kind != "vanilla":
         raise BadInput(f"markov_head_type {kind}: only vanilla is supported", where=str(where))
-    if view.said("is_neox_style", True) is False:
+    if view.setting("is_neox_style", True) is False:
         raise BadInput(
             "is_neox_style is false: our drafts pair halves of the channels",
             where=str(where / CONFIG_NAME),

@@ -77,7 +77,7 @@ def unexpected(subject: Subject) -> Iterator[Finding]:
        repairs=True)  # fmt: skip
 def markov_transposed(subject: Subject) -> Iterator[Finding]:
     view = view_of(subject)
-    rank = view.said("markov_rank")
+    rank = view.setting("markov_rank")
     rows = {_W1: subject.vocab_size, _W2: subject.draft_vocab_size or subject.vocab_size}
     for name, count in rows.items():
         factor = view.state.get(name)
@@ -136,7 +136,7 @@ def _sort(files: DraftFiles) -> None:
        "the tokens that a round proposes", repairs=True)  # fmt: skip
 def block_size(subject: Subject) -> Iterator[Finding]:
     view = view_of(subject)
-    size, first = view.said("block_size"), view.first_place
+    size, first = view.setting("block_size"), view.first_place
     stated = view.speculative_tokens
     if type(size) is not int or size <= first:
         certain = stated is not None
@@ -177,7 +177,7 @@ def places(subject: Subject) -> Iterator[Finding]:
         right = view.aux_layer_ids
         repair = None if right is None else partial(DraftFiles.put_aux, layer_ids=right)
         yield error(evidence, "write the same everywhere (block-layers-shifted tries them)", repair)
-    count, depth = view.said("num_target_layers"), subject.target.depth
+    count, depth = view.setting("num_target_layers"), subject.target.depth
     if count is not None and count != depth:
         evidence = f"num_target_layers is {count}, the target has {depth}"
         yield wrong_key("num_target_layers", depth, evidence)
@@ -211,8 +211,8 @@ def confidence_flags(subject: Subject) -> Iterator[Finding]:
     weight, width = view.state.get(_CONFIDENCE[0]), view.state.get("norm.weight")
     if weight is not None and width is not None and weight.ndim == 2:
         reads_both = weight.shape[1] > len(width)
-        by_default = view.said("use_confidence_head", False)  # ModelOpt's always reads both
-        if declared and reads_both != bool(view.said("confidence_head_with_markov", by_default)):
+        by_default = view.setting("use_confidence_head", False)  # ModelOpt's always reads both
+        if declared and reads_both != bool(view.setting("confidence_head_with_markov", by_default)):
             evidence = f"the confidence head reads {weight.shape[1]} values, the states have "
             evidence += (
                 f"{len(width)}: confidence_head_with_markov is {str(not reads_both).lower()}"
