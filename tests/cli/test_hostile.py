@@ -313,3 +313,11 @@ def test_a_closed_stdout_is_not_an_error(place):
     command = f"{sys.executable} -m fledge.cli.main recipe show {place}/recipe.yaml >&-"
     done = subprocess.run(["bash", "-c", command], capture_output=True)
     assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_options_and_recipes_count_equally_far():
+    """Written twice, because help pages are shown without pydantic."""
+    from fledge.cli.help import _LARGEST
+    from fledge.core.settings import MOST
+
+    assert _LARGEST == MOST

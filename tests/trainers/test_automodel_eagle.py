@@ -91,6 +91,20 @@ def test_eagle3(automodel, variant, loss, rows):
     torch.testing.assert_close(our_out.accuracy, their_out.accuracy.to(our_out.accuracy.dtype))
 
 
+@pytest.mark.parametrize("flag", ["norm_output", "fc_norm"])
+def test_a_wrong_flag_is_noticed(automodel, flag):
+    ids, mask = vocabulary()
+    draft = make_draft(fc_norm=True, norm_output=True)
+    settings = {"selected_token_ids": ids, "selected_token_mask": mask, "ttt_steps": DEPTHS}
+    ours = Eagle3TrainerModule(draft, **settings)
+    model = their_draft(automodel, draft)
+    setattr(model.config, flag, False)
+    batch = with_logits(ROWS["padded"], make_head())
+    theirs = run(automodel.core.Eagle3TrainerModule(model, **settings), batch)[1]
+    with pytest.raises(AssertionError, match="not close"):
+        assert_same_step(theirs, run(ours, batch)[1])
+
+
 def test_eagle3_from_probabilities(automodel):
     ids, mask = vocabulary()
     draft = make_draft()

@@ -167,11 +167,22 @@ def _target_entropy(batch, sample):
     return entropy[batch["loss_mask"][0, position].bool()].mean()
 
 
+def their_trainer(kind, draft, model, anchors, **options):
+    """Their trainer of a block draft, with our anchors in place of theirs."""
+    model.double().load_state_dict(draft.state_dict())
+    trainer = kind(
+        model, *tables(), mask_token_id=MASK_ID, block_size=draft.config.block_size,
+        attention_backend="sdpa", loss_decay_gamma=GAMMA, **options,
+    )  # fmt: skip
+    trainer._sample_anchor_positions = lambda *_, **__: anchors
+    return trainer
+
+
 @pytest.mark.parametrize(
     "changes", [{}, {"block_size": 7}, {"sliding_layers": [1], "sliding_window": 4}]
 )
 @pytest.mark.parametrize("weights", ["decay", "dpace"])
-def test_dflash(specforge, monkeypatch, weights, changes):
+def test_dflash(specforge, weights, changes):
     from specforge.algorithms.common.dflash_family_model import OnlineDFlashModel
     from specforge.modeling.draft.dflash import DFlashDraftModel
 
@@ -180,19 +191,9 @@ def test_dflash(specforge, monkeypatch, weights, changes):
     batch = padded_batch(documents)
     out, step = our_step(ours, batch)
 
-    model = DFlashDraftModel(their_config(draft)).double()
-    model.load_state_dict(draft.state_dict())
-    theirs = OnlineDFlashModel(
-        model,
-        *tables(),
-        mask_token_id=MASK_ID,
-        block_size=draft.config.block_size,
-        attention_backend="sdpa",
-        loss_decay_gamma=GAMMA,
-        loss_type={"decay": "dflash", "dpace": "dpace"}[weights],
-    )
-    anchors = anchors_of(ours, batch)
-    monkeypatch.setattr(theirs, "_sample_anchor_positions", lambda *_, **__: anchors)
+    model, anchors = DFlashDraftModel(their_config(draft)), anchors_of(ours, batch)
+    loss_type = {"decay": "dflash", "dpace": "dpace"}[weights]
+    theirs = their_trainer(OnlineDFlashModel, draft, model, anchors, loss_type=loss_type)
     given = unshifted([[d] for d in documents], batch)
     loss, _, metrics = theirs(given["ids"], batch["aux_hidden_states"], given["loss"].double())
     if weights == "dpace":  # they divide by the number of rows, we by the sum of the weights
@@ -204,7 +205,7 @@ def test_dflash(specforge, monkeypatch, weights, changes):
 
 
 @pytest.mark.parametrize("changes", [{}, {"block_size": 7}])
-def test_dspark(specforge, monkeypatch, changes):
+def test_dspark(specforge, changes):
     from specforge.algorithms.common.dflash_family_model import OnlineDSparkModel
     from specforge.modeling.draft.dspark import DSparkDraftModel
 
@@ -217,18 +218,8 @@ def test_dspark(specforge, monkeypatch, changes):
         "markov_rank": draft.config.markov_rank, "markov_head_type": "vanilla",
         "enable_confidence_head": True, "confidence_head_with_markov": True,
     }  # fmt: skip
-    model = DSparkDraftModel(config).double()
-    model.load_state_dict(draft.state_dict())
-    theirs = OnlineDSparkModel(
-        model,
-        *tables(),
-        mask_token_id=MASK_ID,
-        block_size=draft.config.block_size,
-        attention_backend="sdpa",
-        loss_decay_gamma=GAMMA,
-    )
-    anchors = anchors_of(ours, batch)
-    monkeypatch.setattr(theirs, "_sample_anchor_positions", lambda *_, **__: anchors)
+    model = DSparkDraftModel(config)
+    theirs = their_trainer(OnlineDSparkModel, draft, model, anchors_of(ours, batch))
     given = unshifted([[d] for d in documents], batch)
     loss, *_ = theirs(
         given["ids"], batch["aux_hidden_states"], given["loss"],
