@@ -16,12 +16,12 @@ from fledge.core.distributed import World, pick_device
 from fledge.data.pack import collate, pack_rows
 from fledge.data.prepare import prepare_rows
 from fledge.data.tokenise import TokeniseOptions
-from fledge.draft.eagle3 import LlamaEagle3DraftModel
+from fledge.methods.eagle3.draft import LlamaEagle3DraftModel
+from fledge.methods.eagle3.objective import Eagle3TrainerModule
 from fledge.models.resolve import local_model
-from fledge.objective.eagle3 import Eagle3TrainerModule
 from fledge.target.hf.model import HFEagle3TargetModel
-from fledge.train.evaluate import evaluate
-from fledge.train.step import Models
+from fledge.training.evaluate import evaluate
+from fledge.training.step import Models
 
 
 def main() -> None:

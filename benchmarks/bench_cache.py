@@ -31,10 +31,9 @@ from fledge.data.rows import RowView
 from fledge.data.tokenise import TokeniseOptions
 from fledge.models.resolve import local_model
 from fledge.target.base import Eagle3TargetBackend, InputEmbedding, TargetInfo
-from fledge.target.cache.format import ENCODINGS, FORMAT, CacheShape, padded_layout_bytes
+from fledge.target.cache.format import ENCODINGS, FORMAT, CacheShape, layout_of
 from fledge.target.cache.job import CacheJob
 from fledge.target.cache.manifest import dtype_name
-from fledge.target.cache.shard import layout_of
 
 
 class NoiseTarget(Eagle3TargetBackend):
@@ -91,11 +90,17 @@ def shape_for(encoding: str, hidden_size: int, width: int, top_k: int = 64) -> C
     )  # fmt: skip
 
 
+def padded_bytes(rows: int) -> int:
+    """Rows padded to 2,048 tokens in bf16, each position with aux states, probabilities, ids, two
+    masks (int64) and the position mask."""
+    return rows * 2048 * (2 * (3 * 4096 + 32_000) + 3 * 8 + 1)
+
+
 def sizes(args: argparse.Namespace) -> None:
     """Bytes of an 8B target (hidden 4096, draft vocabulary 32,000) on the data's own lengths."""
     rows = token_rows(args.data, args.model, 2048)
     tokens = int(rows.lengths.sum())
-    padded = padded_layout_bytes(len(rows), 2048, 3 * 4096, 32_000)
+    padded = padded_bytes(len(rows))
     print(f"{len(rows):,} rows, {tokens:,} tokens (mean {tokens / len(rows):.0f}, 2,048 at most)")
     print("| encoding | bytes a token | MB a row | total GB | of padded rows |")
     print("|---|--:|--:|--:|--:|")
@@ -111,7 +116,7 @@ def sizes(args: argparse.Namespace) -> None:
     for encoding in ("hidden", "hidden-fp8"):
         directory = Path(args.scratch) / f"sizes-{encoding}"
         write(job_for(first_rows, directory, shape_for(encoding, 4096, 0), 1000), target)
-        share = size_of(directory) / padded_layout_bytes(len(first_rows), 2048, 3 * 4096, 32_000)
+        share = size_of(directory) / padded_bytes(len(first_rows))
         print(f"measured on files, first {len(first_rows)} rows, {encoding}: {share:.1%}")
         shutil.rmtree(directory)
 

@@ -19,7 +19,7 @@ import torch.multiprocessing as multiprocessing
 from transformers import LlamaConfig
 
 from fledge import Eagle3TrainerModule, LlamaEagle3DraftModel, PEagleTrainerModule
-from fledge.bench.saved import watch_saved
+from fledge.bench.cost import watch_saved
 from fledge.core.distributed import join_world, leave_world
 from fledge.core.head import TargetHead
 from fledge.rollout.context import ContextRanks

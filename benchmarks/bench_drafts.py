@@ -17,12 +17,12 @@ from pathlib import Path
 
 import torch
 
-from fledge.recipe.drafts import load_recipes
-from fledge.train import several_drafts
-from fledge.train.batches import StepBatch
-from fledge.train.session import Session
-from fledge.train.setup import set_up, set_up_together
-from fledge.train.step import train_step
+from fledge.recipe.schema import load_recipes
+from fledge.training import several_drafts
+from fledge.training.batches import StepBatch
+from fledge.training.session import Session
+from fledge.training.setup import set_up, set_up_together
+from fledge.training.step import train_step
 
 
 class _SilentObserver:
@@ -58,7 +58,7 @@ def measure(recipe: Path, overrides: list[str], rounds: int) -> dict[str, float]
 
         def train_all(batch: StepBatch) -> None:
             for session, draft_batch in several_drafts.shares(asking, batch, sessions):
-                with session.parts.turn():
+                with session.parts.own_draws():
                     train_step(session.parts, draft_batch, lr=1e-4)
 
         works: dict[str, Callable[[StepBatch], object]] = {"the target": ask}

@@ -19,10 +19,9 @@ import torch
 from fledge.cli.loading import load_draft_beside, load_target
 from fledge.decode.speculative import Generation, SpeculativeDecoder
 from fledge.decode.stops import Stops, eos_token_ids
-from fledge.measure.answers import AnsweredTurn, cached_answers
-from fledge.measure.prompts import read_prompts
+from fledge.measure.answers import AnsweredTurn, cached_answers, read_prompts
 from fledge.measure.replay import Text, replay
-from fledge.train.runs import draft_directory
+from fledge.training.runs import draft_directory
 
 
 def clock(device: torch.device) -> float:

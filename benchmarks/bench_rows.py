@@ -62,9 +62,9 @@ def start(data: str, tokens: int) -> dict[str, object]:
     from fledge.data.vocab import special_token_ids
     from fledge.recipe.schema import load_recipe
     from fledge.target.kinds import target_tokenizer
-    from fledge.train.batches import PackStream
-    from fledge.train.setup import split_training, tokenised
-    from fledge.train.vocabulary import choose_vocabulary
+    from fledge.training.batches import PackStream
+    from fledge.training.drafts import choose_vocabulary
+    from fledge.training.setup import split_training, tokenised
 
     words = [f"data.train={data}", f"packing.tokens={tokens}", "draft.draft_vocab_size=8192"]
     recipe = load_recipe("smollm2_cpu", words)

@@ -17,9 +17,9 @@ import torch
 from transformers import LlamaConfig
 
 from fledge.core.distributed import World, join_world, leave_world
-from fledge.draft.eagle3 import LlamaEagle3DraftModel
-from fledge.train.optimizer import make_optimizer
-from fledge.train.sharding import backward, local_tensor, shard_draft, whole
+from fledge.methods.eagle3.draft import LlamaEagle3DraftModel
+from fledge.training.optimizer import make_optimizer
+from fledge.training.sharding import backward, local_tensor, shard_draft, whole
 
 MIB = 2**20
 DRAFT = {"vocab_size": 32000, "draft_vocab_size": 16000}

@@ -23,12 +23,12 @@ from fledge.core.files import write_text
 from fledge.data.rows import MOST_HELD_OUT
 from fledge.recipe.schema import Recipe, load_recipe
 from fledge.target.cache.backend import CachedEagle3TargetModel
-from fledge.target.cache.convert import convert_job
 from fledge.target.cache.job import CacheOptions
-from fledge.train.evaluate import evaluate
-from fledge.train.fit import fit
-from fledge.train.precompute import cache_dtype, recipe_job, recipe_target
-from fledge.train.setup import set_up
+from fledge.target.cache.precompute import convert_job
+from fledge.training.evaluate import evaluate
+from fledge.training.fit import fit
+from fledge.training.precompute import cache_dtype, recipe_job, recipe_target
+from fledge.training.setup import set_up
 
 LIVE = "live"  # no cache: the target answers during training
 _NEVER = 10**9  # an interval that no run reaches
@@ -102,7 +102,7 @@ def make_cache(
 ) -> tuple[float, int]:
     """Write the target's answers for all rows to a cache of hidden states; (seconds, tokens)."""
     options = CacheOptions(dtype=cache_dtype(recipe, device), batch_size=batch_size)
-    job, _ = recipe_job(recipe, directory, options)
+    job = recipe_job(recipe, directory, options)
     with recipe_target(recipe, device) as target:
         return write(job, target), sum(len(row.input_ids) for row in job.rows)
 

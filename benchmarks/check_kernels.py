@@ -14,10 +14,10 @@ import torch
 from transformers import LlamaConfig
 
 from fledge.core.head import TargetHead
-from fledge.draft.eagle3 import LlamaEagle3DraftModel
 from fledge.kernels import gate as triton_gate
-from fledge.objective.eagle3 import Eagle3TrainerModule
-from fledge.objective.peagle import PEagleTrainerModule
+from fledge.methods.eagle3.draft import LlamaEagle3DraftModel
+from fledge.methods.eagle3.objective import Eagle3TrainerModule
+from fledge.methods.peagle.objective import PEagleTrainerModule
 
 
 @dataclass(frozen=True)

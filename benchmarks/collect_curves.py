@@ -5,9 +5,9 @@
     python benchmarks/collect_curves.py tests/train/curves/*.json            check all of them
 
 A curve is a few kilobytes: length over steps, in training and held out, the schedule, and what was
-trained. The check cuts each curve at several shares of its run, forecasts its end, and prints three
-tables: from its own curve; also from the other given runs of the same method and target, except
-those that differ only in the seed; also from those. `--steps` is for a run whose files lack it.
+trained. The check cuts each curve at several shares of its run, forecasts its end, and prints two
+tables: from its own curve, and from the other given runs of the same recipe if there are any.
+`--steps` is for a run whose files lack it.
 """
 
 import argparse
@@ -22,18 +22,12 @@ from typing import Any
 from fledge.core.errors import BadInput
 from fledge.methods.registry import METHODS
 from fledge.recipe.schema import RESOLVED_NAME, load_recipe
-from fledge.train.forecast.curves import Curve, read_curve
-from fledge.train.forecast.forecast import Estimate, forecast
-from fledge.train.forecast.guides import Known
-from fledge.train.forecast.known_runs import Kind
+from fledge.training.forecast.curves import Curve, Kind, Known, read_curve
+from fledge.training.forecast.forecast import Estimate, forecast
 
 SHARES = (0.2, 0.4, 0.6, 0.8)
 MOST_WINDOWS = 240  # points kept of a curve: averages of neighbors
-TABLES = {
-    "own curve alone": None,
-    "runs known that have other settings or another length": False,
-    "other seeds known, too": True,
-}
+TABLES = {"own curve alone": False, "runs of the same recipe known": True}
 
 
 @dataclass(frozen=True)
@@ -55,15 +49,13 @@ class Kept:
         """The length at the end of the run."""
         return self.curve.measured[-1][1]
 
-    def known(self, others: dict[str, "Kept"], *, seeds: bool) -> list[Known]:
-        """The runs that a forecast may use; `seeds` includes those that differ only in the seed."""
-        kind, usable = self.kind, []
-        for name, run in others.items():
-            alike = (run.kind.method, run.kind.target) == (kind.method, kind.target)
-            differs_in_seed = run.kind == kind and run.curve.course.steps == self.curve.course.steps
-            if run is not self and alike and (seeds or not differs_in_seed):
-                usable.append(Known(name, run.curve, kind.misfit(run.kind)))
-        return usable
+    def known(self, others: dict[str, "Kept"]) -> list[Known]:
+        """The other runs of the same recipe."""
+        return [
+            Known(name, run.curve)
+            for name, run in others.items()
+            if run is not self and run.kind == self.kind
+        ]
 
 
 def compact(curve: Curve) -> dict[str, object]:
@@ -103,18 +95,16 @@ def tuned(path: Path, held: dict[str, Any]) -> dict[str, Kept]:
     return curves
 
 
-def end_of(
-    one: Kept, share: float, others: dict[str, Kept], *, seeds: bool | None
-) -> Estimate | None:
+def end_of(one: Kept, share: float, others: dict[str, Kept]) -> Estimate | None:
     """The forecast from the first `share` of a run; None if it is too early."""
-    known = [] if seeds is None else one.known(others, seeds=seeds)
+    known = one.known(others)
     try:
         return forecast(one.curve.upto(share), known=known).end
     except BadInput:
         return None
 
 
-def table(runs: dict[str, Kept], *, seeds: bool | None) -> None:
+def table(runs: dict[str, Kept], *, known: bool) -> None:
     errors: dict[float, list[float]] = {share: [] for share in SHARES}
     inside: dict[float, list[bool]] = {share: [] for share in SHARES}
     print("| run | steps | length at the end | " + " | ".join(f"{s:.0%}" for s in SHARES) + " |")
@@ -122,7 +112,7 @@ def table(runs: dict[str, Kept], *, seeds: bool | None) -> None:
     for name, run in sorted(runs.items()):
         final, cells = run.length, []
         for share in SHARES:
-            end = end_of(run, share, runs, seeds=seeds)
+            end = end_of(run, share, runs if known else {})
             if end is None:
                 cells.append("too early")
                 continue
@@ -168,9 +158,9 @@ def main() -> None:
             path = args.out / f"{name}.json"
             path.write_text(json.dumps(run.to_json()) + "\n")
             print(path)
-    for title, seeds in TABLES.items():
+    for title, known in TABLES.items():
         print(f"\n{title}\n")
-        table(runs, seeds=seeds)
+        table(runs, known=known)
 
 
 if __name__ == "__main__":

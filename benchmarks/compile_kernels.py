@@ -32,13 +32,15 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from fledge.kernels import adamw, head_rows, heads, rotary, swiglu, text_rows
-from fledge.kernels.attention import tiles
-from fledge.kernels.attention.block import Sight
-from fledge.kernels.attention.triton import fused_attention
-from fledge.kernels.attention.triton_block import fused_blocks
-from fledge.kernels.attention.triton_parallel import fused_parallel
-from fledge.rollout.block_plan import BlockRows
+from fledge.kernels import adamw, heads, text_rows
+from fledge.kernels import elementwise as rotary
+from fledge.kernels import elementwise as swiglu
+from fledge.kernels import gate as tiles
+from fledge.kernels import heads as head_rows
+from fledge.kernels.attention_triton import fused_attention, fused_parallel
+from fledge.methods.block.attention import Sight
+from fledge.methods.block.plan import BlockRows
+from fledge.methods.block.triton_attention import fused_blocks
 from fledge.rollout.plan import QueryRows
 
 GPUS = {  # compute capability, and KiB of shared memory that one program may use

@@ -27,23 +27,20 @@ from fledge.core.files import atomic_directory, cache_dir, write_text
 from fledge.core.rows import TokenBatch
 from fledge.data.pack import collate, pack_rows
 from fledge.data.rows import RowView, split_rows
-from fledge.decode.strategies.registry import rollouts_of
-from fledge.measure.answers import cached_answers
+from fledge.decode.strategy import rollouts_of
+from fledge.measure.answers import cached_answers, read_prompts
 from fledge.measure.figures import Acceptance
-from fledge.measure.packed import Ints, target_picks
-from fledge.measure.prompts import read_prompts
-from fledge.measure.replay import Text, as_pack, packs_of, replay_held_out
+from fledge.measure.replay import Ints, Text, as_pack, packs_of, replay_held_out, target_picks
 from fledge.recipe.schema import Recipe, load_recipe
-from fledge.target.finite import checked_answer
+from fledge.target.finite_check import checked_answer
 from fledge.target.kinds import target_tokenizer
-from fledge.target.remember import RememberingTarget, States, colocated
-from fledge.target.room import KeptStates
-from fledge.train.batches import StepBatch
-from fledge.train.forecast.curves import Curve, curve_of
-from fledge.train.metrics import acceptance_metrics
-from fledge.train.setup import Training, prepare_data, set_up, tokenised
-from fledge.train.step import StepResult, Sums, train_step
-from fledge.train.targets import open_target
+from fledge.target.state_cache import KeptStates, RememberingTarget, colocated
+from fledge.training.batches import StepBatch
+from fledge.training.forecast.curves import Curve, curve_of
+from fledge.training.metrics import acceptance_metrics
+from fledge.training.setup import Training, prepare_data, set_up, tokenised
+from fledge.training.step import StepResult, Sums, train_step
+from fledge.training.targets import open_target
 
 HELD_OUT = "held out"
 PACK = 16384  # tokens per forward pass of the target
@@ -151,7 +148,7 @@ def capture(jobs: Sequence[Job], judges: Judges, limits: Limits, *, on_device: b
         sets |= answered(target, judges.prompts, judges.max_new_tokens)
         for batch in itertools.chain(packs(train, None, pad_id), *sets.values()):
             checked_answer(target, batch)
-        states = target.states()
+        states = States.of(target)
     torch.cuda.empty_cache()  # free the pieces of the capture: the workers need the memory
     if not on_device:
         states = States(states.keys, states.lengths, states.aux_ND.cpu(), states.hidden_ND.cpu())
@@ -164,6 +161,23 @@ def _open(jobs: Sequence[Job], device: torch.device) -> Any:
     if jobs[0].recipe.target.backend != "hf":
         raise BadInput("states are captured in this process", where="target.backend", fix="hf")
     return open_target([job.recipe for job in jobs], device)
+
+
+@dataclass(frozen=True)
+class States:
+    """States of documents, end to end, in two large tensors that processes can share."""
+
+    keys: list[bytes]
+    lengths: list[int]
+    aux_ND: torch.Tensor
+    hidden_ND: torch.Tensor
+
+    @classmethod
+    def of(cls, target: RememberingTarget) -> "States":
+        """A copy of all that the target knows."""
+        aux, hidden = zip(*target.known.values(), strict=True)
+        keys, lengths = list(target.known), [len(part) for part in aux]
+        return cls(keys, lengths, torch.cat(aux), torch.cat(hidden))
 
 
 # --- one training -------------------------------------------------------------------------------
@@ -191,9 +205,11 @@ class Bench:
     @cached_property
     def _target(self) -> RememberingTarget:
         device = pick_device(self._ground.jobs[0].recipe.training.device)
-        return RememberingTarget(
-            _open(self._ground.jobs, device), KeptStates(), self._ground.states
-        )
+        target, states = _open(self._ground.jobs, device), self._ground.states
+        remembering = RememberingTarget(target, KeptStates())
+        parts = [torch.split(x, states.lengths) for x in (states.aux_ND, states.hidden_ND)]
+        remembering.known = dict(zip(states.keys, zip(*parts, strict=True), strict=True))
+        return remembering
 
     def run(self, job: Job) -> dict[str, Any]:
         begin = time.perf_counter()

@@ -94,11 +94,15 @@ def test_recipe_headers_agree_with_the_readme():
     [minutes] = re.findall(r"laptop CPU, in (about \w+ minutes)", readme)
     assert f"# acceptance  length {demo} " in headers["smollm2_cpu"]
     assert f"# time        {minutes} " in headers["smollm2_cpu"]
-    race = json.loads((ROOT / "benchmarks/results/data/smollm2_race.json").read_text())
+    data = ROOT / "benchmarks/results/data"
+    race = json.loads((data / "smollm2_race.json").read_text())
+    decoded = json.loads((data / "smollm2_race_live.json").read_text())["drafts"]
     for recipe, figures in race.items():
         lengths = [mean(figures["length"][name]) for name in ("mt_bench", "gsm8k", "alpaca")]
         expected = "lengths {:.2f} on MT-bench, {:.2f} on GSM8K, {:.2f} on Alpaca ".format(*lengths)
         assert f"# acceptance  {expected}" in headers[recipe]
         assert f"({figures['steps']:,} steps)" in headers[recipe]
         [row] = re.findall(rf"^\| `{recipe}`.*?\|(.*)\|$", readme, flags=re.M)
-        assert [f"{length:.2f}" for length in lengths] == row.replace("|", " ").split()
+        assert decoded[recipe]["steps"] == figures["steps"]
+        cells = [*lengths, decoded[recipe]["speed"]["measured_speedup_live_sample"]]
+        assert [f"{cell:.2f}" for cell in cells] == row.replace("|", " ").split()

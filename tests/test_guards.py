@@ -12,15 +12,17 @@ import pytest
 ROOT = Path(__file__).parent.parent
 SRC = ROOT / "src" / "fledge"
 
-# Subpackages ("rooms") in the order in which data flows: each imports only itself and earlier ones.
-ROOMS = [
-    *("core", "models", "data", "rollout", "compat", "kernels", "target", "draft", "objective"),
-    *("methods", "recipe", "decode", "measure", "train", "export", "diagnosis", "bench"),
-    *("report", "cli"),
+# Subpackages in the order in which data flows: each imports only itself and earlier ones. The
+# folder of one method may import all of them, and nobody imports it but through the registry.
+FOLDERS = [
+    *("core", "models", "data", "rollout", "kernels", "target", "methods", "recipe", "decode"),
+    *("measure", "training", "formats", "bench", "report", "cli"),
 ]
-# may import every room
-COMMANDS = {"__init__.py", "__main__.py", "api.py", "precompute_eagle3.py"}
-COMMANDS |= {"draft_llama.py", "peagle_draft.py", "compat/precompute_eagle3.py"}
+METHODS = {p.name for p in (SRC / "methods").iterdir() if p.is_dir()} - {"shared", "losses"}
+METHODS -= {"__pycache__"}
+# may import every folder
+COMMANDS = {"__init__.py", "__main__.py", "api.py", "precompute_eagle3.py", "draft_llama.py"}
+COMMANDS |= {"peagle_draft.py", "target_runner.py", "sglang_runner.py"}
 ENGINES = {
     "vllm",
     "sglang",
@@ -35,11 +37,12 @@ ENGINES = {
 
 
 def imports(path: Path) -> set[str]:
-    """Everything a file imports, at any level; for a method, only its module-level imports, because
-    its functions tie the rooms together."""
+    """Everything a file imports, at any level; in `methods`, only at the top of a file, because its
+    functions tie the folders together."""
     names = set()
     tree = ast.parse(path.read_text())
-    for node in tree.body if path.parent.name == "methods" else ast.walk(tree):
+    top = "methods" in path.relative_to(SRC).parts
+    for node in tree.body if top else ast.walk(tree):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -47,69 +50,54 @@ def imports(path: Path) -> set[str]:
     return names
 
 
+def method_folder(parts: tuple[str, ...]) -> str:
+    """The method whose folder a path or a module lies in, or nothing."""
+    return parts[1] if len(parts) > 2 and parts[0] == "methods" and parts[1] in METHODS else ""
+
+
 @pytest.mark.parametrize("path", sorted(SRC.rglob("*.py")), ids=lambda p: str(p.relative_to(SRC)))
-def test_rooms_import_only_earlier_rooms(path):
+def test_folders_import_only_earlier_folders(path):
     place = path.relative_to(SRC)
-    room = place.parts[0]
+    folder = place.parts[0]
+    if method_folder(place.parts):
+        return
     used = {name.split(".")[1] for name in imports(path) if name.startswith("fledge.")}
-    if room in ROOMS and str(place) not in COMMANDS:
-        later = set(ROOMS[ROOMS.index(room) + 1 :])
-        assert not used & later, f"{room} must not know about {used & later}"
+    if folder in FOLDERS and str(place) not in COMMANDS:
+        later = set(FOLDERS[FOLDERS.index(folder) + 1 :])
+        assert not used & later, f"{folder} must not know about {used & later}"
     else:
-        assert str(place) in COMMANDS or room == "demo", f"no room for {place}"
+        assert str(place) in COMMANDS or folder == "demo", f"no folder for {place}"
 
 
-# Names that show that a file branches on the algorithm. Allowed are the algorithms' own rooms, the
-# tables of formats that engines and other projects write, and the drafter that runs the network.
-ALGORITHMS = re.compile(
-    r'peagle|PEagle|parallel_drafting|"eagle[123]"|"parallel"|LlamaEagle[13]Draft|Eagle[13]Trainer'
-)
-OWN_ROOMS = {"methods", "draft", "objective", "rollout", "compat"}
-TABLES = {f"export/{name}.py" for name in ("engines", "formats", "layout", "reread")}
-TABLES |= {"diagnosis/layouts.py", "diagnosis/config_keys.py", "bench/compare.py"}
-DECIDING = {
-    "decode/strategies/parallel.py", "diagnosis/foreign.py", "diagnosis/checks/settings.py",
-}  # fmt: skip
+# Files that import the folder of a method beside the registry, and why.
+NAMING = {
+    "cli/eval.py": "block: calibration of DSpark's confidence",
+    "measure/evaluation.py": "block: calibration of DSpark's confidence",
+    "draft_llama.py": "names that other programs use",
+    "methods/eagle1/method.py": "chains and trees of EAGLE-3",
+    "methods/peagle/decoding.py": "P-EAGLE's draft is EAGLE-3's",
+    "methods/peagle/draft.py": "P-EAGLE's draft is EAGLE-3's",
+    "methods/peagle/method.py": "P-EAGLE's draft is EAGLE-3's",
+    "methods/peagle/objective.py": "P-EAGLE's draft is EAGLE-3's",
+    "methods/peagle/plan.py": "targets by group",
+    "methods/shared/work.py": "operations of P-EAGLE",
+}
 
 
-def test_only_methods_branch_on_the_algorithm():
-    files = [p for p in SRC.rglob("*.*") if p.suffix in {".py", ".js", ".html"}]
-    places = {str(p.relative_to(SRC)): p for p in files if p.parent != SRC}
-    deciding = {name for name, p in places.items() if ALGORITHMS.search(p.read_text())}
-    others = {name for name in deciding - TABLES if name.split("/")[0] not in OWN_ROOMS}
-    assert others <= DECIDING
-
-
-# Block drafters in files that are not their own: the places outside its own files that a family of
-# methods has to touch. docs/blocks.md explains each of them.
-BLOCKS = re.compile(r"dflash|dspark|Block(Draft|Plan|View|Trainer|Probe|Work)", flags=re.I)
-THEIRS = re.compile(r"block|dflash|dspark|objective/frozen_head|measure/calibration")
-ASKED = {
-    "__init__.py", "bench/compare.py", "diagnosis/checks/base.py", "diagnosis/checks/registry.py",
-    "diagnosis/config_keys.py", "diagnosis/foreign.py", "diagnosis/import_draft.py",
-    "methods/registry.py",
-}  # fmt: skip
-
-
-def code_alone(path: Path) -> str:
-    """The code of a file without comments and docstrings."""
-    tree = ast.parse(path.read_text())
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
-            node.body = [stmt for stmt in node.body if not _is_text(stmt)] or [ast.Pass()]
-    return ast.unparse(tree)
-
-
-def _is_text(node: ast.stmt) -> bool:
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-
-
-def test_a_family_of_methods_touches_only_the_listed_files():
-    places = {str(p.relative_to(SRC)): p for p in SRC.rglob("*.py")}
-    others = {name: p for name, p in places.items() if not THEIRS.search(name)}
-    assert {name for name, p in others.items() if BLOCKS.search(code_alone(p))} == ASKED
-    page = (ROOT / "docs" / "blocks.md").read_text()
-    assert all(f"`{name}`" in page for name in ASKED)
+def test_only_the_listed_files_import_a_method():
+    naming = set()
+    for path in SRC.rglob("*.py"):
+        own = method_folder(path.relative_to(SRC).parts)
+        for node in ast.walk(ast.parse(path.read_text())):
+            module = node.module if isinstance(node, ast.ImportFrom) else None
+            parts = (module or "").split(".")
+            if (
+                parts[:2] == ["fledge", "methods"]
+                and len(parts) > 2
+                and parts[2] in METHODS - {own}
+            ):
+                naming.add(str(path.relative_to(SRC)))
+    assert naming == set(NAMING)
 
 
 def test_only_the_target_room_branches_on_the_kind_of_target():

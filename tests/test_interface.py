@@ -13,7 +13,7 @@ import typer.main
 
 import fledge
 from fledge.cli.main import app
-from fledge.compat.precompute_eagle3 import _build_parser
+from fledge.precompute_eagle3 import _build_parser
 from fledge.recipe.schema import recipe_shapes
 
 LISTED = json.loads((Path(__file__).parent / "interface.json").read_text())

@@ -20,23 +20,21 @@ from fledge.cli.main import app
 from fledge.core.batch import Eagle3TargetBatch
 from fledge.core.head import TargetHead, target_distribution_from_hidden
 from fledge.core.rows import TokenBatch
-from fledge.decode.proposal import Chooser, Proposal
-from fledge.decode.state import RoundState
-from fledge.decode.strategies.base import Strategy
-from fledge.decode.strategies.rollouts import Rollouts
-from fledge.draft.base import DraftModel
+from fledge.decode.accept import Chooser, Proposal
+from fledge.decode.strategy import Rollouts, RoundState, Strategy
 from fledge.methods.base import Method, TrainerInputs
+from fledge.methods.losses.base import Loss, parameter
+from fledge.methods.losses.registry import LOSSES
 from fledge.methods.registry import METHODS
 from fledge.methods.section import ObjectiveSection
-from fledge.objective.base import RolloutOutput
-from fledge.objective.losses.base import Loss, parameter
-from fledge.objective.losses.registry import LOSSES
+from fledge.methods.shared.draft import DraftModel
+from fledge.methods.shared.objective import RolloutOutput
 from fledge.recipe.schema import load_recipe
 from fledge.target.base import Eagle3TargetBackend
 from fledge.target.hf.model import HFEagle3TargetModel
 from fledge.target.kinds import TARGET_KINDS, TargetKind, TargetSection
-from fledge.train.fit import fit
-from fledge.train.setup import set_up
+from fledge.training.fit import fit
+from fledge.training.setup import set_up
 from train.test_fit import differing, final_weights, stop_after
 from train.tiny import Notes
 
@@ -51,14 +49,13 @@ class TwinDraft(DraftModel):
     architecture = "TwinDraft"
 
     def __init__(self, config: Any) -> None:
-        super().__init__()
-        self.config = config
+        super().__init__(config)
         size, aux = config.hidden_size, config.num_aux_hidden_states * config.target_hidden_size
         self.embed_tokens = nn.Embedding(config.vocab_size, size)
         self.fc = nn.Linear(aux, size, bias=False)
         self.layers = nn.ModuleList(nn.Linear(size, size) for _ in range(DEPTHS))
         self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
-        self._register_vocabulary(config)
+        self._register_vocabulary(self.spec)
 
     def states(self, aux: Tensor, token: Tensor) -> list[Tensor]:
         """Head inputs [..., E] of both tokens, from aux states [..., 2D] and the next token."""

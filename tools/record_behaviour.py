@@ -4,10 +4,12 @@
     python tools/record_behaviour.py record --tree ../before --out old.json
     python tools/record_behaviour.py compare old.json new.json
 
-A record holds digests and figures only: twenty CPU training steps of EAGLE-3 and P-EAGLE with a
-target in the process, from a cache and from a server; replay figures; decoded texts. It uses the
-command line and the public names alone, so it runs on any version that has them. `--keep DIR` keeps
-the runs and caches, which a later version must still be able to load.
+A record holds digests and figures only: twenty CPU training steps of every method with a target in
+the process (EAGLE-3 and P-EAGLE also from a cache and from a server); caches in every encoding;
+replay figures; decoded texts; the files of every export; what the other verbs print with --json. It
+uses the command line and the public names alone, so it runs on any version that has them. `--keep
+DIR` keeps the runs and caches, which a later version must still be able to load. `make-inputs
+DIR` writes a tiny target and its chats, for --target and --chats.
 """
 
 import argparse
@@ -30,6 +32,21 @@ KINDS = {
     "eagle3": ["objective.ttt_steps=3"],
     "peagle": ["objective.kind=peagle", "objective.num_depths=4", "draft.layers=2"],
 }
+_WHOLE = ["draft.draft_vocab_size=null"]
+_BLOCKS = [*_WHOLE, "objective.block_size=4", "objective.anchors=8", "draft.layers=2"]
+_BLOCKS += ["objective.listened_layers=3"]
+# Further methods, with a target in the process only.
+MORE_KINDS = {
+    "eagle1": ["objective.kind=eagle1", "target.aux_layer_ids=null", *_WHOLE],
+    "dflash": ["objective.kind=dflash", *_BLOCKS],
+    "dspark": ["objective.kind=dspark", *_BLOCKS],
+}
+ENCODINGS = ["hidden", "hidden-fp8", "probs", "topk"]
+EXPORTS = {
+    "eagle3": ["vllm", "sglang", "speculators"], "peagle": ["vllm", "speculators"],
+    "eagle1": ["vllm", "sglang"], "dflash": ["vllm", "sglang", "speculators"],
+    "dspark": ["vllm", "sglang", "speculators"],
+}  # fmt: skip
 # Further ways through the same code, with a target in the process.
 VARIANTS = {
     "eagle3": {
@@ -75,7 +92,7 @@ print(json.dumps(found))
 """
 
 
-def run(tree: Path, *arguments: str, code: str | None = None) -> str:
+def run(tree: Path, *arguments: str, code: str | None = None, codes: tuple[int, ...] = (0,)) -> str:
     """One command of that checkout; what it printed."""
     environment = {
         **os.environ, "PYTHONPATH": str(tree / "src"), "OMP_NUM_THREADS": "1",
@@ -85,9 +102,9 @@ def run(tree: Path, *arguments: str, code: str | None = None) -> str:
     done = subprocess.run(
         [sys.executable, *how, *arguments], env=environment, capture_output=True, text=True
     )
-    if done.returncode:
+    if done.returncode not in codes:
         sys.exit(f"{' '.join(arguments)}\n{done.stdout}\n{done.stderr}")
-    return done.stdout
+    return done.stdout if done.returncode != 2 else json.dumps({"refused": done.stderr})
 
 
 def digest(path: Path) -> str:
@@ -119,7 +136,13 @@ def record(tree: Path, keep: Path, target: Path, chats: Path) -> dict[str, objec
     cache = keep / "cache"
     if not cache.exists():
         run(tree, "precompute", *SHARED, *live, "--output-dir", str(cache))
-    found["cache"] = {p.name: digest(p) for p in sorted(cache.glob("*.safetensors"))}
+    for encoding in ENCODINGS[1:]:
+        place = keep / f"cache-{encoding}"
+        words = ["--output-dir", str(place), "--encoding", encoding]
+        words += ["--top-k", "16"] if encoding == "topk" else []
+        run(tree, "precompute", *SHARED, *live, *words)
+    for place in sorted(keep.glob("cache*")):
+        found[place.name] = {p.name: digest(p) for p in sorted(place.glob("*.safetensors"))}
     server, url = serve(tree, target)
     try:
         for kind, options in KINDS.items():
@@ -137,19 +160,71 @@ def record(tree: Path, keep: Path, target: Path, chats: Path) -> dict[str, objec
     finally:
         server.terminate()
         server.wait()
+    for kind, options in MORE_KINDS.items():
+        found[f"{kind}-live"] = trained(tree, keep / f"{kind}-live", *live, *options)
     prompts = keep / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": f"count to {n}"}) + "\n" for n in range(6)))
-    for kind in KINDS:
-        for method in ["parallel"] if kind == "peagle" else ["chain", "tree"]:
+    strategies = {"eagle3": ["chain", "tree"], "peagle": ["parallel"]}
+    for kind in (*KINDS, *MORE_KINDS):
+        for method in strategies.get(kind, [""]):
+            chosen = ["--method", method] if method else []
             text = run(
-                tree, "eval", str(keep / f"{kind}-live"), "--prompts", str(prompts), "--method",
-                method, "--max-new-tokens", "24", "--live", "2", "--dtype", "float32", "--device",
-                "cpu", "--json",
+                tree, "eval", str(keep / f"{kind}-live"), "--prompts", str(prompts), *chosen,
+                "--max-new-tokens", "24", "--live", "2", "--dtype", "float32", "--device", "cpu",
+                "--json",
             )  # fmt: skip
             found[f"eval {kind} {method}"] = figures(json.loads(text))
     decoded = run(tree, str(target), *(str(keep / f"{k}-live") for k in KINDS), code=DECODE)
     found["decoded"] = json.loads(decoded)
+    for kind, engines in EXPORTS.items():
+        for engine in engines:
+            found[f"export {kind} {engine}"] = exported(tree, keep, f"{kind}-live", engine)
+    found |= {
+        f"verb {name}": printed(tree, words, str(keep))
+        for name, words in verbs(keep, chats, target).items()
+    }
     return found
+
+
+def exported(tree: Path, keep: Path, name: str, engine: str) -> dict[str, str]:
+    """The digests of an export's tensors, and its config as written."""
+    place = keep / f"export-{name}-{engine}"
+    words = ["--engine", engine, "--out", str(place), "--overwrite", "--shortfall", "1"]
+    run(tree, "export", str(keep / name), *words, "--max-new-tokens", "8", "--json")
+    texts = {p.name: p.read_text() for p in [place / "config.json"]}
+    return {**texts, **{p.name: digest(p) for p in sorted(place.glob("*.safetensors"))}}
+
+
+def verbs(keep: Path, chats: Path, target: Path) -> dict[str, list[str]]:
+    """Verbs that only read."""
+    words = {
+        "data stats": ["data", "stats", str(chats), "--model", str(target)],
+        "data preview": ["data", "preview", str(chats), "--model", str(target)],
+        "recipe list": ["recipe", "list"],
+        "recipe show": ["recipe", "show", "smollm2_gpu"],
+        "recipe schema": ["recipe", "schema"],
+        "cache info": ["cache", "info", str(keep / "cache")],
+        "cache verify": ["cache", "verify", str(keep / "cache")],
+        "forecast": ["forecast", str(keep / "eagle3-live")],
+    }
+    for kind in (*KINDS, *MORE_KINDS):
+        words[f"diagnose {kind}"] = ["diagnose", str(keep / f"{kind}-live"), "--prompts", "2"]
+    return words
+
+
+def printed(tree: Path, words: list[str], keep: str) -> object:
+    """What a verb prints with --json, without clocks and paths; 1 is the exit code of findings, 2
+    that of a refusal."""
+    return figures(json.loads(run(tree, *words, "--json", codes=(0, 1, 2)).replace(keep, "")))
+
+
+def make_inputs(place: Path) -> None:
+    """The tiny target and the chats of the tests."""
+    sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+    from train.tiny import make_chats, make_target
+
+    make_target(place / "target")
+    make_chats(place / "chats.jsonl")
 
 
 def figures(value: object) -> object:
@@ -185,14 +260,16 @@ def compare(old: object, new: object, place: str = "") -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    verbs = parser.add_subparsers(dest="verb", required=True)
-    recorder = verbs.add_parser("record")
+    subparsers = parser.add_subparsers(dest="verb", required=True)
+    recorder = subparsers.add_parser("record")
     recorder.add_argument("--tree", type=Path, default=Path())
     recorder.add_argument("--target", type=Path, required=True, help="a tiny model with tokenizer")
     recorder.add_argument("--chats", type=Path, required=True)
     recorder.add_argument("--out", type=Path, required=True)
     recorder.add_argument("--keep", type=Path)
-    comparer = verbs.add_parser("compare")
+    maker = subparsers.add_parser("make-inputs")
+    maker.add_argument("place", type=Path)
+    comparer = subparsers.add_parser("compare")
     comparer.add_argument("records", type=Path, nargs=2)
     given = parser.parse_args()
     if given.verb == "compare":
@@ -200,6 +277,9 @@ def main() -> int:
         lines = compare(old, new)
         print("\n".join(lines) or f"{len(old)} cases, all equal")
         return bool(lines)
+    if given.verb == "make-inputs":
+        make_inputs(given.place)
+        return 0
     with tempfile.TemporaryDirectory() as temporary:
         keep = (given.keep or Path(temporary)).resolve()
         keep.mkdir(parents=True, exist_ok=True)

@@ -7,19 +7,20 @@ neither torch nor an engine.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # type checkers see the callable packages as functions
+if TYPE_CHECKING:  # type checkers do not follow lazy names
     from fledge.api import evaluate as evaluate
     from fledge.api import export as export
     from fledge.api import train as train
 
 __version__ = "0.1.0"
 
-# submodules: callable packages (see `fledge.core.callable`), and a module with a main(argv)
-_MODULES = ("export", "precompute_eagle3", "train")
+_MODULES = ("precompute_eagle3",)  # a module with a main(argv)
 
 # public name -> module that defines it
 _PUBLIC = {
     "evaluate": "fledge.api",
+    "export": "fledge.api",
+    "train": "fledge.api",
     "Evaluation": "fledge.api",
     "Exported": "fledge.api",
     "Trained": "fledge.api",
@@ -43,35 +44,35 @@ _PUBLIC = {
     "load_model": "fledge.models.resolve",
     "load_tokenizer": "fledge.models.resolve",
     "local_model": "fledge.models.resolve",
-    "BlockDraftModel": "fledge.draft.block",
-    "DFlashTrainerModule": "fledge.objective.dflash",
-    "DSparkTrainerModule": "fledge.objective.dspark",
-    "Eagle1TrainerModule": "fledge.objective.eagle1",
-    "Eagle3TrainerModule": "fledge.objective.eagle3",
-    "PEagleTrainerModule": "fledge.objective.peagle",
-    "create_peagle_mask_mod": "fledge.compat.flex_peagle",
-    "generate_cod_sample_indices": "fledge.rollout.cod",
-    "LlamaEagle1DraftModel": "fledge.draft.eagle1",
-    "LlamaEagle3DraftModel": "fledge.draft.eagle3",
+    "BlockDraftModel": "fledge.methods.block.draft",
+    "DFlashTrainerModule": "fledge.methods.block.objective",
+    "DSparkTrainerModule": "fledge.methods.block.objective",
+    "Eagle1TrainerModule": "fledge.methods.eagle1.objective",
+    "Eagle3TrainerModule": "fledge.methods.eagle3.objective",
+    "PEagleTrainerModule": "fledge.methods.peagle.objective",
+    "create_peagle_mask_mod": "fledge.peagle_draft",
+    "generate_cod_sample_indices": "fledge.rollout.slots",
+    "LlamaEagle1DraftModel": "fledge.methods.eagle1.draft",
+    "LlamaEagle3DraftModel": "fledge.methods.eagle3.draft",
     "load_draft": "fledge.methods.registry",
-    "simulated_accept_length": "fledge.objective.eagle3",
+    "simulated_accept_length": "fledge.methods.eagle3.objective",
     "SpeculativeDecoder": "fledge.decode.speculative",
     "Stops": "fledge.decode.stops",
-    "TreeShape": "fledge.decode.strategies.shape",
+    "TreeShape": "fledge.decode.strategy",
     "replay": "fledge.measure.replay",
-    "diagnose": "fledge.diagnosis.diagnose",
-    "export_draft": "fledge.export.export",
-    "import_draft": "fledge.diagnosis.import_draft",
+    "diagnose": "fledge.formats.diagnose",
+    "export_draft": "fledge.formats.export",
+    "import_draft": "fledge.formats.import_draft",
     # for custom training loops (docs/python.md)
     "collate": "fledge.data.pack",
     "count_supervised": "fledge.data.vocab",
-    "derive_draft_config": "fledge.draft.derive",
+    "derive_draft_config": "fledge.methods.shared.derive",
     "pack_rows": "fledge.data.pack",
     "prepare_rows": "fledge.data.prepare",
     "select_vocabulary": "fledge.data.vocab",
 }
 
-__all__ = ["__version__", *sorted({*_PUBLIC, "export", "train"})]
+__all__ = ["__version__", *sorted(_PUBLIC)]
 
 
 def __getattr__(name: str) -> Any:

@@ -10,29 +10,28 @@ does not import torch.
 
 import os
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fledge.core.errors import BadInput
-from fledge.models.progress import quiet_transformers
+from fledge.core.progress import Watch
+from fledge.models.stored import quiet_transformers
 
 if TYPE_CHECKING:
     import torch
 
-    from fledge.decode.strategies.shape import TreeShape
-    from fledge.export.self_check import CheckOptions, SelfCheck
-    from fledge.measure.answers import Answers
+    from fledge.decode.strategy import TreeShape
+    from fledge.formats.self_check import CheckOptions, SelfCheck
+    from fledge.measure.answers import Answers, Prompt
     from fledge.measure.evaluation import DraftReport, EvalOptions
-    from fledge.measure.prompts import Prompt
     from fledge.recipe.schema import Recipe
     from fledge.target.hf.model import HFEagle3TargetModel
-    from fledge.train.session import Observer, Outcome
+    from fledge.training.session import Observer, Outcome
 
 AnyPath = str | os.PathLike[str]
-Watch = Callable[[str, float, int], None]  # current activity, done, total
 Prompts = AnyPath | Sequence[AnyPath | Mapping[str, Any]]
 
 
@@ -72,8 +71,8 @@ def train(
     continues it. A second interrupt takes effect at once and loses the work since the last save.
     """
     from fledge.recipe.schema import as_recipe
-    from fledge.train.continuation import check_existing
-    from fledge.train.fit import fit_recipe
+    from fledge.training.continuation import check_existing
+    from fledge.training.fit import fit_recipe
 
     resolved = as_recipe(recipe, sections).settled()
     check_existing(resolved)
@@ -85,7 +84,7 @@ def train(
 
 
 def _trained(directory: Path, outcome: "Outcome") -> Trained:
-    from fledge.train.checkpoint import checkpoint_path
+    from fledge.training.checkpoint import checkpoint_path
 
     state, best = outcome.state, directory / "best"
     return Trained(
@@ -121,6 +120,7 @@ class Evaluation:
     answers: "Answers"
     prompts: tuple[str, ...]  # files and sets
     target: Mapping[str, Any]  # weights_fingerprint, dtype, device, aux_layer_ids
+    trained_on: tuple[int | None, ...]  # per draft: answers to prompts of its training rows
 
     @property
     def acceptance_length(self) -> float:
@@ -148,7 +148,10 @@ class Evaluation:
             "cut_answers": sum(turn.finish == "length" for turn in turns),
             "skipped_prompts": self.answers.skipped,
             "target": dict(self.target),
-            "drafts": [report.to_json() for report in self.reports],
+            "drafts": [
+                report.to_json() | {"prompts_trained_on": count}
+                for report, count in zip(self.reports, self.trained_on, strict=True)
+            ],
         }
 
 
@@ -178,23 +181,18 @@ def evaluate(
     `method` default to what each draft was trained for. `live` answers are also decoded live, to
     verify the replay and to measure the speed-up.
     """
-    from fledge.decode.strategies.shape import TreeShape
+    from fledge.decode.strategy import TreeShape
     from fledge.measure.evaluation import EvalOptions
 
     options = EvalOptions(
-        method=method, tree=tree or TreeShape(), live=live, max_new_tokens=max_new_tokens,
-        samples=samples,
+        method=method, draft_tokens=draft_tokens, tree=tree or TreeShape(), limit=limit,
+        max_new_tokens=max_new_tokens, live=live, samples=samples, batch=batch,
+        aux_layer_ids=aux_layer_ids, dtype=dtype, device=device,
+        trust_remote_code=trust_remote_code,
     )  # fmt: skip
-    load_options = {
-        "aux_layer_ids": aux_layer_ids, "dtype": dtype, "device": device,
-        "trust_remote_code": trust_remote_code,
-    }  # fmt: skip
     drafts = [draft] if isinstance(draft, str | os.PathLike) else list(draft)
     with quiet_transformers():
-        return evaluate_drafts(
-            [Path(path) for path in drafts], target, prompts, options, draft_tokens=draft_tokens,
-            limit=limit, batch=batch, watch=watch, **load_options,
-        )  # fmt: skip
+        return evaluate_drafts([Path(path) for path in drafts], target, prompts, options, watch)
 
 
 def evaluate_drafts(
@@ -202,68 +200,63 @@ def evaluate_drafts(
     target: "str | HFEagle3TargetModel",
     prompts: Prompts,
     options: "EvalOptions",
-    *,
-    draft_tokens: int | None = None,
-    limit: int | None = None,
-    batch: int = 16,
     watch: Watch | None = None,
-    **named: Any,
 ) -> Evaluation:
-    """`evaluate` with all its options; `named` holds the load options of a target given by name."""
+    """`evaluate` with its options in one object, which the command line makes too."""
     from fledge.measure.answers import cached_answers
     from fledge.measure.evaluation import DraftEvaluation, check_fits
-    from fledge.train import loading
-    from fledge.train.runs import draft_directory, trained_length, trained_tokens
+    from fledge.training import loading
+    from fledge.training.runs import draft_directory, trained_length, trained_tokens
 
     watch = watch or (lambda what, done, total: None)
     paths, labels = [draft_directory(path) for path in drafts], shortest_names(drafts)
     for path in paths:
         loading.check_method(path, options.method)
-    counts = [draft_tokens or trained_tokens(path) for path in paths]
-    names, loaded_prompts = _load_prompts(prompts, limit)
-    with _open_target(paths[0], target, watch, named) as backend:
+    counts = [options.draft_tokens or trained_tokens(path) for path in paths]
+    names, loaded_prompts = _load_prompts(prompts, options.limit)
+    if isinstance(target, str):
+        watch("loading the target", 0, 1)
+        opened: Any = loading.load_target(paths[0], target, **options.loading)
+    else:
+        opened = nullcontext(target)  # the caller's, and stays open
+    with opened as backend:
         loaded = []
         for label, path in zip(labels, paths, strict=True):  # fails before the target answers
             # the same target, with the aux layers that this draft reads
-            view = backend if named.get("aux_layer_ids") else loading.with_layers_of(backend, path)
+            view = backend if options.aux_layer_ids else loading.with_layers_of(backend, path)
             loaded.append((label, view, loading.load_draft_beside(view, path)))
             check_fits(view, loaded[-1][2], label)
         answers = cached_answers(
-            backend,
-            loaded_prompts,
-            max_new_tokens=options.max_new_tokens,
-            batch=batch,
-            on_answer=lambda done, total: watch("the target answers", done, total),
-        )
+            backend, loaded_prompts, max_new_tokens=options.max_new_tokens, batch=options.batch,
+            watch=watch,
+        )  # fmt: skip
         if not answers.turns:
             raise BadInput("no prompt leaves room for an answer", fix="lower --max-new-tokens")
         reports = [
-            DraftEvaluation(view, answers.turns, options, watch).evaluate(
-                label, draft, count, trained_length=trained_length(path)
+            DraftEvaluation(view, draft, answers.turns, options, count, watch).evaluate(
+                label, trained_length=trained_length(path)
             )
             for path, (label, view, draft), count in zip(paths, loaded, counts, strict=True)
         ]
-        return Evaluation(tuple(reports), answers, tuple(names), _facts(backend))
+        trained_on = tuple(_trained_on(path, answers) for path in paths)
+        return Evaluation(tuple(reports), answers, tuple(names), _facts(backend), trained_on)
 
 
-@contextmanager
-def _open_target(
-    draft: Path, target: "str | HFEagle3TargetModel", watch: Watch, load_options: Mapping[str, Any]
-) -> "Iterator[HFEagle3TargetModel]":
-    """Yields the target; one that is loaded here is closed afterwards."""
-    from fledge.train import loading
+def _trained_on(draft: Path, answers: "Answers") -> int | None:
+    """How many answers are to prompts that a draft was trained on; None if its run is unknown."""
+    import numpy as np
 
-    if not isinstance(target, str):
-        yield target
-        return
-    watch("loading the target", 0, 1)
-    with loading.load_target(draft, target, **load_options) as backend:
-        yield backend
+    from fledge.data.rows import digest
+    from fledge.training.runs import trained_prompts
+
+    known = trained_prompts(draft)
+    asked = np.array([digest(np.array(turn.prompt_ids)) for turn in answers.turns], dtype=np.uint64)
+    return None if known is None else int(np.isin(asked, known).sum())
 
 
 def _load_prompts(prompts: Prompts, limit: int | None) -> "tuple[list[str], list[Prompt]]":
     """Returns (names of the sources, prompts)."""
-    from fledge.measure.prompts import given_prompts, read_prompts
+    from fledge.measure.answers import given_prompts, read_prompts
 
     items = [prompts] if isinstance(prompts, str | os.PathLike) else list(prompts)
     rows = [item for item in items if isinstance(item, Mapping)]
@@ -325,9 +318,9 @@ def export(
     """Write a draft (or a run's best) in the format of `engine`, and verify that the files
     reproduce what training measured. `out` defaults to `exports/ENGINE` in the run; `options` are
     those of `export_draft`: target, engine_version, dtype, num_draft_tokens, device, ..."""
-    from fledge.export.export import export_draft, read_export_record
-    from fledge.export.self_check import SelfCheck
-    from fledge.export.source import default_out
+    from fledge.formats.export import export_draft, read_export_record
+    from fledge.formats.self_check import SelfCheck
+    from fledge.formats.source import default_out
 
     source = Path(draft)
     place = default_out(source, engine) if out is None else Path(out)

@@ -1,19 +1,403 @@
-"""`python -m fledge.precompute_eagle3`: re-exports the command, implemented in `compat`."""
+r"""Precompute the EAGLE-3 offline cache: run the target once, train many times.
 
+    python -m fledge.precompute_eagle3 \
+        --target-model meta-llama/Llama-3.1-8B-Instruct --input-data chats.jsonl \
+        --output-dir /data/cache --seq-length 2048 --draft-vocab-size 8192 \
+        --batch-size 4 --shard-size 256 --dtype bf16
+
+Then train from it, without the target: `target.backend=cache
+target.cached_target_path=/data/cache`. By default hidden states are kept, which serve every
+draft vocabulary, loss and objective (see `--encoding` for the others); the vocabulary given here
+is the default of training from the cache. Bytes are predicted before anything is written. Under
+torchrun several processes write disjoint shards of one cache. `fledge precompute` does the same
+from a recipe, for any target backend.
+
+Exit codes: 0 done, 2 bad input (nothing written), 3 stopped by the quota or a full disk
+(`--resume` continues), 130 interrupted.
+"""
+
+import argparse
+import logging
+import os
+import re
 import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, fields, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
 
-from fledge.compat.precompute_eagle3 import (  # noqa: F401  (used by other programs)
-    _build_parser,
-    _compute_batch_cache,
-    _compute_target_distribution,
-    _ensure_resume_compatible,
-    _run,
-    _validate_args,
-    logger,
-    main,
+import numpy as np
+import torch
+
+from fledge.core.batch import Eagle3TargetBatch
+from fledge.core.errors import BadInput, explain, in_words
+from fledge.core.files import check_place
+from fledge.core.head import TargetHead, target_distribution
+from fledge.core.machine import find_device, is_main_rank
+from fledge.core.terminal import Terminal, VisibleFormatter
+from fledge.target.cache.format import DTYPES, ENCODINGS, OVER_A_VOCABULARY
+from fledge.target.cache.job import (
+    CacheJob,
+    CacheOptions,
+    ModelFacts,
+    check_encoding,
+    make_job,
+    quota_in_bytes,
 )
+from fledge.target.cache.manifest import ensure_free, ensure_resumable, existing_shards
+from fledge.target.cache.precompute import Written, execute
+from fledge.target.hf.kind import HF, HfTarget
+from fledge.target.kinds import spelt_out
+from fledge.target.layers import EAGLE3_AUX_LAYERS
 
-__all__ = ["main"]
+logger = logging.getLogger(__name__)
+
+_FLOATS = ("fp32", "bf16", "fp16", *DTYPES)
+_SEQ_LENGTH = 2048
+_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports an error in one line, without the usage text."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"precompute_eagle3: {message}; --help lists the flags\n")
+
+
+def _build_parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="python -m fledge.precompute_eagle3",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--target-model", required=True, help="directory, hub id, GGUF file or embedded name")
+    add("--input-data", required=True, nargs="+", help="files, directories, addresses, data sets")
+    add("--output-dir", required=True, help="directory of the cache")
+    add("--split", help="split of a data set id, e.g. train or train[:1000]; of files: train")
+    longest = f"longest row in tokens ({_SEQ_LENGTH}, or the model's maximum if that is less)"
+    add("--seq-length", type=int, help=longest)
+    vocabulary = "draft vocabulary of the probabilities (left out: the whole one), or, with hidden "
+    vocabulary += "states, what training takes where its recipe does not say"
+    add("--draft-vocab-size", type=int, help=vocabulary)
+    add("--batch-size", type=int, default=4, help="rows per forward of the target (4)")
+    add("--shard-size", type=int, default=256, help="rows per shard (256)")
+    add("--dtype", default="bf16", help="of stored floats: fp32 | bf16 | fp16 | auto (bf16)")
+    computed = "of the target's forward: fp32 | bf16 | fp16 | fp8; auto: as it is stored (auto)"
+    add("--target-dtype", default="auto", help=computed)
+    add("--encoding", help=f"{' | '.join(ENCODINGS)} (hidden; topk with --target-probs-topk)")
+    topk = "keep the k largest probabilities (encoding topk); 0: all of them (0)"
+    add("--target-probs-topk", type=int, default=0, help=topk)
+    add("--supervised-only", action="store_true", help="no supervision at unsupervised tokens")
+    layers = "three decoder layers, 1,15,28 or 1 15 28; left out: the default"
+    add("--aux-layer-ids", nargs="+", metavar="ID", help=layers)
+    dropped = "largest share of rows that may be unusable (0.05)"
+    add("--max-drop-share", type=float, default=0.05, help=dropped)
+    order = "order of the rows; none: as in the data (42)"
+    add("--shuffle-seed", type=_seed, default=42, metavar="SEED", help=order)
+    add("--resume", action="store_true", help="continue the cache in --output-dir")
+    add("--quota-gb", type=float, help="never write more than this; --resume continues")
+    add("--device", default="auto", help="auto | cpu | cuda | cuda:N (auto)")
+    add("--num-workers", type=int, default=0, help="processes that tokenise; 0: one per core")
+    add("--trust-remote-code", action="store_true", help="run Python code of the model")
+    add("--log-level", default="INFO", help=f"{' | '.join(_LEVELS)} (INFO)")
+    return parser
+
+
+def _seed(text: str) -> int | None:
+    try:
+        return None if text == "none" else int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor none") from None
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _completed(args: argparse.Namespace) -> argparse.Namespace:
+    """The arguments of a caller who has not used the parser, which may be fewer than ours."""
+    required = ("target_model", "input_data", "output_dir")
+    for name in required:
+        if name not in args:
+            raise BadInput("a value is required", where=_flag(name))
+    stand_ins = (word for name in required for word in (_flag(name), "-"))
+    args = argparse.Namespace(**{**vars(_build_parser().parse_args([*stand_ins])), **vars(args)})
+    if isinstance(args.input_data, str):
+        args.input_data = [args.input_data]
+    return args
+
+
+def _validate_args(args: argparse.Namespace) -> None:
+    """Reject invalid CLI values before loading any model."""
+    args = _completed(args)
+    for name in ("target_model", "input_data", "output_dir", "split", "encoding", "device"):
+        given = getattr(args, name)
+        if "" in (given if isinstance(given, list) else [given]):
+            raise BadInput("the value is empty", where=_flag(name))
+    positive = ("batch_size", "shard_size", "draft_vocab_size")
+    rest = ("target_probs_topk", "num_workers", "shuffle_seed")
+    smallest = {"seq_length": 2, **dict.fromkeys(positive, 1), **dict.fromkeys(rest, 0)}
+    for name, least in smallest.items():
+        value = getattr(args, name)
+        if value is not None and value < least:
+            raise BadInput(f"{value} is too small", where=_flag(name), fix=f"at least {least}")
+    quota_in_bytes(args.quota_gb)
+    for flag, value, kind, allowed in (
+        ("--dtype", args.dtype, "dtype", ("auto", *_FLOATS)),
+        ("--target-dtype", args.target_dtype, "dtype", ("auto", *_FLOATS, "fp8")),
+        ("--log-level", str(args.log_level).upper(), "level", _LEVELS),
+    ):
+        if value not in allowed:
+            raise BadInput(f"{value!r} is not a {kind}", where=flag, fix=", ".join(allowed))
+    if not 0 <= args.max_drop_share <= 1:
+        what = f"{args.max_drop_share} is not a share"
+        raise BadInput(what, where="--max-drop-share", fix="from 0 to 1")
+    if args.device != "auto":
+        try:
+            find_device(args.device)
+        except BadInput as error:
+            raise BadInput(error.what, where="--device", fix=error.fix) from error
+    _encoding(args)
+    _aux_layer_ids(args)
+    if (args.target_probs_topk or 0) > (args.draft_vocab_size or float("inf")):
+        what = f"{args.target_probs_topk} of {args.draft_vocab_size} draft tokens"
+        raise BadInput(what, where="--target-probs-topk", fix="at most --draft-vocab-size")
+    if args.split not in (None, "train") and any(map(_is_file, args.input_data)):
+        what = f"a local file is one split, train, and has no {args.split!r}"
+        raise BadInput(what, where="--split", fix="leave it out")
+    directory = Path(args.output_dir).expanduser()
+    check_place(directory, directory=True)
+    ensure_free(directory, resume=args.resume)
+    if existing_shards(directory) and not (directory / "manifest.json").exists():
+        _ensure_resume_compatible(str(directory), {}, existing_shards(directory))
+
+
+def _is_file(name: str) -> bool:
+    from fledge.data.remote import is_address
+
+    return is_address(name) or Path(name).expanduser().exists()
+
+
+def _encoding(args: argparse.Namespace) -> Any:
+    encoding = args.encoding or ("topk" if args.target_probs_topk else "hidden")
+    check_encoding(encoding, args.target_probs_topk, flag="--target-probs-topk")
+    return encoding
+
+
+def _aux_layer_ids(args: argparse.Namespace) -> list[int] | None:
+    if args.aux_layer_ids is None:
+        return None
+    given = ",".join(str(word).strip() for word in args.aux_layer_ids)
+    try:
+        ids = [int(text) for text in given.split(",")]
+    except ValueError:
+        ids = []
+    if len(ids) != len(set(ids)) or len(ids) != EAGLE3_AUX_LAYERS or min(ids) < 0:
+        what = f"{given!r} is not {in_words(EAGLE3_AUX_LAYERS)} distinct layers"
+        raise BadInput(what, where="--aux-layer-ids", fix="for example 1,15,28")
+    return ids
+
+
+def _compute_target_distribution(
+    target_logits: torch.Tensor,  # [B, T, V]
+    selected_token_ids: torch.Tensor,  # [W]
+    selected_token_mask: torch.Tensor,  # [V]
+    loss_mask: torch.Tensor,  # [B, T]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`target_distribution`, which the live trainer calls, at every slot: probabilities [B, T, W],
+    and where they are charged [B, T, 1]: supervised, the top token in the draft vocabulary."""
+    probs_NW, covered_N = target_distribution(
+        target_logits.flatten(0, -2), selected_token_ids, selected_token_mask
+    )
+    charged = covered_N.view_as(loss_mask) & loss_mask.bool()
+    return probs_NW.view(*loss_mask.shape, -1), charged[..., None]
+
+
+def _compute_batch_cache(
+    target_batch: Any,
+    selected_token_ids: torch.Tensor,
+    selected_token_mask: torch.Tensor,
+    cache_dtype: torch.dtype,
+    *,
+    head: TargetHead | None = None,
+) -> dict[str, torch.Tensor]:
+    """Turn one target-model batch into the per-sample tensors the trainer takes, on the CPU.
+
+    `target_batch` is an `Eagle3TargetBatch`, or any object with the attributes of one; fields that
+    it lacks count as None. The result is the draft-vocabulary view: what the `probs` encoding
+    keeps, but with padded rows and a distribution at unsupervised slots too. Probabilities come
+    from the function that the live trainer calls, so they equal the live ones; floating-point
+    fields are then cast to `cache_dtype`. `head` is needed when the batch carries last hidden
+    states.
+    """
+    names = [field.name for field in fields(Eagle3TargetBatch)]
+    given: dict[str, Any] = {name: getattr(target_batch, name, None) for name in names}
+    batch = Eagle3TargetBatch(**given)
+    if batch.last_hidden_states is not None:
+        if head is None:
+            raise ValueError("head is needed to turn last_hidden_states into probabilities")
+        batch = batch.with_logits(head)
+    if batch.logits is not None:
+        probs, position_mask = _compute_target_distribution(
+            batch.logits, selected_token_ids, selected_token_mask, batch.loss_mask
+        )
+        batch = replace(batch, logits=None, target_probs=probs, position_mask=position_mask)
+    float_fields = ("aux_hidden_states", "target_probs")
+    return {
+        name: (tensor.to(cache_dtype) if name in float_fields else tensor).cpu()
+        for name, tensor in batch.tensors()
+    }
+
+
+def _ensure_resume_compatible(
+    cache_dir: str, manifest: dict[str, Any], existing_shards: set[int]
+) -> None:
+    """Refuse to --resume into a cache produced with a different configuration."""
+    ensure_resumable(Path(cache_dir), manifest, existing_shards)
+
+
+def _run(args: argparse.Namespace) -> int:
+    """Load the target, scan the dataset once, and write the sharded cache; returns the exit code.
+    Raises BadInput for bad arguments before anything is loaded."""
+    from fledge.cli.console import quiet_libraries
+    from fledge.core.distributed import pick_device
+
+    args = _completed(args)
+    _validate_args(args)
+    logging.basicConfig(level=str(args.log_level).upper(), format="%(message)s")
+    for handler in logging.getLogger().handlers:
+        handler.setFormatter(VisibleFormatter("%(message)s"))
+    quiet_libraries()
+    device = pick_device(args.device)
+    section = _section(args)
+    job = _job(args, HF.dtype(section, device))
+    load = partial(HF.open, section, device=device, aux_layers=EAGLE3_AUX_LAYERS)
+    with _progress(len(job.rows)) as show:
+        done = execute(job, load, device=device, say=logger.info, on_progress=show)
+    if done.complete:
+        logger.info("train with target.backend=cache target.cached_target_path=%s", job.directory)
+    return done.code
+
+
+def _section(args: argparse.Namespace) -> HfTarget:
+    """The target that the flags describe, as a recipe section."""
+    ids = _aux_layer_ids(args)
+    section = HfTarget(
+        model=args.target_model,
+        aux_layer_ids=None if ids is None else tuple(ids),
+        dtype=spelt_out(args.target_dtype),
+        trust_remote_code=args.trust_remote_code,
+    )
+    return HF.asked_once(section)
+
+
+@contextmanager
+def _progress(rows: int) -> Iterator[Callable[[Written], None]]:
+    """A bar on the main rank, opened at the first written row so that earlier log lines stay."""
+    from fledge.cli.console import watching
+
+    with ExitStack() as stack:
+        bars: list[Callable[[str, float, int], None]] = []
+
+        def show(at: Written) -> None:
+            if not bars:
+                bars.append(stack.enter_context(watching()))
+            bars[0]("asking the target", at.rows, rows)
+
+        visible = logger.isEnabledFor(logging.INFO) and os.environ.get("RANK", "0") == "0"
+        yield show if visible else lambda _: None
+
+
+def _job(args: argparse.Namespace, computed: torch.dtype) -> CacheJob:
+    """Tokenize the data and lay out the work, without reading weights; `computed` is the dtype of
+    the target's forward."""
+    from fledge.data import sources
+    from fledge.data.prepare import prepare_rows, tokenizer_files_fingerprint
+    from fledge.data.rows import RowView
+    from fledge.data.tokenise import TokeniseOptions
+    from fledge.data.vocab import count_supervised, select_vocabulary, special_token_ids
+
+    model = ModelFacts.read(
+        args.target_model,
+        aux_layer_ids=_aux_layer_ids(args),
+        trust_remote_code=args.trust_remote_code,
+    )
+    data = [
+        f"{name}:{args.split}" if args.split and not _is_file(name) else name
+        for name in args.input_data
+    ]
+    seq_length = args.seq_length or min(_SEQ_LENGTH, model.longest_text)
+    if seq_length > model.longest_text:
+        what = f"{seq_length:,} tokens, and the target takes {model.longest_text:,}"
+        raise BadInput(what, where="--seq-length", fix=f"at most {model.longest_text}")
+    options = TokeniseOptions(max_length=seq_length)
+    rows = prepare_rows(
+        data, model.directory, options, workers=args.num_workers or None,
+        max_drop_share=args.max_drop_share, trust_remote_code=args.trust_remote_code,
+    )  # fmt: skip
+    if is_main_rank():
+        for line in rows.drops.lines():
+            logger.info(line)
+    order = np.arange(len(rows), dtype=np.int64)
+    if args.shuffle_seed is not None:
+        order = np.random.default_rng(args.shuffle_seed).permutation(order)
+    encoding = _encoding(args)
+    vocabulary = None
+    if encoding in OVER_A_VOCABULARY or args.draft_vocab_size is not None:
+        vocabulary = select_vocabulary(
+            count_supervised(rows.flat(), model.vocab_size),
+            args.draft_vocab_size,
+            special_ids=special_token_ids(model.tokenizer),
+            fingerprint=rows.fingerprint,
+        )
+    chosen = CacheOptions(
+        encoding=encoding,
+        dtype=computed if args.dtype == "auto" else DTYPES[spelt_out(args.dtype)],
+        top_k=args.target_probs_topk or None,
+        supervised_only=args.supervised_only,
+        shard_size=args.shard_size,
+        batch_size=args.batch_size,
+        resume=args.resume,
+        quota_bytes=quota_in_bytes(args.quota_gb),
+    )
+    facts = {
+        "data": sources.fingerprint(data),
+        "tokenizer": tokenizer_files_fingerprint(model.directory),
+        "tokenise": asdict(options),
+        "seq_length": seq_length,
+        "shuffle_seed": args.shuffle_seed,
+        "draft_vocab_size": args.draft_vocab_size,
+    }
+    directory = Path(args.output_dir).expanduser()
+    view = RowView(rows, order)
+    return make_job(
+        directory, view, model, chosen, facts=facts, computed=computed, vocabulary=vocabulary
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """CLI entry point. Parses argv and returns the process exit code."""
+    given = sys.argv[1:] if argv is None else argv
+    # argparse takes -1 for a value but -1,2,3 for a flag, unless a space precedes it.
+    words = [f" {word}" if re.fullmatch(r"-\d+(,-?\d+)+", word) else word for word in given]
+    args = _build_parser().parse_args(words)
+    try:
+        return _run(args)
+    except (ValueError, OSError, MemoryError, RuntimeError) as error:
+        explained = explain(error)
+        if explained is None:
+            raise
+        line, code = explained
+        again = "" if code == 2 else ", with --resume"
+        Terminal(stderr=True).plain(f"precompute_eagle3: {line}{again}")
+        return code
+    except KeyboardInterrupt:
+        Terminal(stderr=True).plain("precompute_eagle3: interrupted; --resume continues")
+        return 130
+
 
 if __name__ == "__main__":
     sys.exit(main())

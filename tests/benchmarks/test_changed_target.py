@@ -8,9 +8,9 @@ from transformers import LlamaForCausalLM
 
 from changed_target import change, rotate, rounded
 from fledge.methods.registry import load_draft
-from fledge.train.fit import fit
-from fledge.train.retarget.retarget import Asked, retarget
-from fledge.train.setup import set_up
+from fledge.training.fit import fit
+from fledge.training.retarget.retarget import Asked, retarget
+from fledge.training.setup import set_up
 from train import tiny
 from train.tiny import Notes, make_chats
 

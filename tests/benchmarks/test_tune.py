@@ -16,10 +16,10 @@ import tune
 import tune_report
 import tune_runs
 from fledge.recipe.schema import load_recipe
-from fledge.train.evaluate import evaluate
-from fledge.train.fit import fit
-from fledge.train.forecast.curves import Curve
-from fledge.train.setup import set_up
+from fledge.training.evaluate import evaluate
+from fledge.training.fit import fit
+from fledge.training.forecast.curves import Curve
+from fledge.training.setup import set_up
 from train.tiny import Notes
 
 ROOT = Path(__file__).parents[2]

@@ -8,10 +8,10 @@ from typer.testing import CliRunner
 from fledge.cli import chat as chat_verb
 from fledge.cli.main import app
 from fledge.core.errors import BadInput
-from fledge.export.source import read_source
-from fledge.train.fit import fit
-from fledge.train.runs import trained_tokens
-from fledge.train.setup import set_up
+from fledge.formats.source import read_source
+from fledge.training.fit import fit
+from fledge.training.runs import trained_tokens
+from fledge.training.setup import set_up
 from train.tiny import Notes, make_chats, make_target, recipe_for
 
 
@@ -96,7 +96,7 @@ def test_an_unsupported_method_is_refused_before_the_target_is_loaded(place, mon
     def load(*_, **__):
         raise AssertionError("the target was loaded")
 
-    monkeypatch.setattr("fledge.train.loading.load_target", load)
+    monkeypatch.setattr("fledge.training.loading.load_target", load)
     result = CliRunner().invoke(app, [verb, str(place / "run"), "--method", "parallel"], input="x")
     assert isinstance(result.exception, BadInput)
     assert "not trained for parallel drafting" in str(result.exception)

@@ -9,22 +9,26 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner
 
-from fledge.bench.compare import CASES, HEAD, compare, markdown_line, table_row
 from fledge.bench.cost import step_flops
 from fledge.bench.train_step import (
+    CASES,
+    HEAD,
     Case,
     build_batches,
     build_parts,
+    compare,
+    markdown_line,
     measure_step,
     random_rows,
+    table_row,
     work_of,
 )
 from fledge.cli.main import app
 from fledge.core.errors import BadInput
 from fledge.data.pack import Piece, collate
 from fledge.methods.registry import METHODS
-from fledge.train.batches import StepBatch
-from fledge.train.step import train_step
+from fledge.training.batches import StepBatch
+from fledge.training.step import train_step
 
 SMALL = ["bench", "train", "--shape", "tiny", "--seq", "48", "--steps", "1", "--warmup", "1"]
 SMALL += ["--device", "cpu"]

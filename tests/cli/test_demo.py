@@ -13,8 +13,8 @@ from fledge.core.files import write_json
 from fledge.core.install import fledge_command
 from fledge.demo import CHATS, RECIPE, ROWS
 from fledge.recipe.schema import load_recipe
-from fledge.train.fit import fit
-from fledge.train.setup import set_up
+from fledge.training.fit import fit
+from fledge.training.setup import set_up
 from train.tiny import Notes, make_chats, make_target, recipe_for
 
 
@@ -28,7 +28,9 @@ def test_it_ends_with_acceptance_a_lossless_check_and_a_page(tmp_path, capsys, m
     assert demo.measure_and_show(tmp_path / "run", prompts)
     shown = " ".join(capsys.readouterr().out.split())
     assert "count to 5" in shown
-    assert "all up to k" in shown
+    assert "rounds in which all tokens up to this one were accepted" in shown
+    assert "The draft wrote what is between ⟦ and ⟧. On 3 questions it never saw:" in shown
+    assert "green" not in shown  # this is no terminal: nothing is
     assert "lossless: 2 of 2 answers" in shown
     assert "report.html" in shown
     assert shown.index("report.html") < shown.index("without the draft █")
@@ -44,7 +46,9 @@ def test_it_ends_with_three_commands_that_exist(capsys):
     from fledge.cli.main import app
 
     demo.what_next(Path("demo_out/run"))
-    lines = [line.strip() for line in capsys.readouterr().out.splitlines() if "demo_out" in line]
+    shown = capsys.readouterr().out
+    assert "green" not in shown
+    lines = [line.strip() for line in shown.splitlines() if "demo_out" in line]
     assert [line.partition(" demo_out/run")[0] for line in lines] == [
         fledge_command(verb) for verb in ("chat", "report", "export")
     ]
@@ -82,7 +86,11 @@ def test_it_trains_in_bfloat16_where_the_cpu_supports_it(fast, tmp_path, monkeyp
     assert demo.recipe_for(tmp_path / "chats.jsonl", tmp_path / "run") == recipe
 
 
-def test_the_lossless_check_is_in_float32_whatever_it_was_trained_in(tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize("fast", [False, True])
+def test_the_lossless_check_is_in_float32_and_the_speed_in_what_the_cpu_multiplies(
+    fast, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": fast})
     monkeypatch.setenv("FLEDGE_CACHE", str(tmp_path / "cache"))
     target, chats = make_target(tmp_path / "target"), make_chats(tmp_path / "chats.jsonl")
     overrides = ("target.dtype=bfloat16", "training.compute_dtype=bfloat16", "training.steps=2")
@@ -93,7 +101,10 @@ def test_the_lossless_check_is_in_float32_whatever_it_was_trained_in(tmp_path, c
         demo, "_show_side_by_side", lambda run, target, turn: dtypes.append(target.info().dtype)
     )
     assert demo.measure_and_show(tmp_path / "run", prompts)
-    assert dtypes == [torch.float32]
+    assert dtypes == [torch.bfloat16 if fast else torch.float32]
+    evaluation = json.loads((tmp_path / "run" / "eval.json").read_text())
+    assert evaluation["target"]["dtype"] == "float32"
+    assert ("the texts may part" in " ".join(capsys.readouterr().out.split())) is fast
 
 
 def test_questions_are_unseen_and_of_every_kind():

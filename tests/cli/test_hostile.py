@@ -24,7 +24,7 @@ def place(tmp_path_factory):
 
     from fledge import HFEagle3TargetModel
     from fledge.data.vocab import select_vocabulary
-    from fledge.train.setup import make_draft
+    from fledge.training.setup import make_draft
 
     root = tmp_path_factory.mktemp("hostile")
     target, chats = make_target(root / "target"), make_chats(root / "chats.jsonl")

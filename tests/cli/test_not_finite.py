@@ -3,14 +3,16 @@ the layer, the row and the likely cause. Run in this process, through the entry 
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 
 from fledge.cli import main
-from fledge.target.cache import capture
-from fledge.train.fit import fit
-from fledge.train.setup import set_up
-from train.tiny import Notes, recipe_for
+from fledge.target.cache import precompute as capture
+from fledge.target.hf.model import HFEagle3TargetModel
+from fledge.training.fit import fit
+from fledge.training.setup import set_up
+from train.tiny import Notes, make_empty, recipe_for
 
 DAMAGED = "hold NaN: tensor model.layers.1.mlp.down_proj.weight"
 OVERFLOW = "the target's answer is not finite in layer 2, row"
@@ -176,6 +178,40 @@ def test_nan_in_a_draft_is_reported_as_such(run, draft, overflowing_target, tmp_
 
 def test_serve_target_does_not_start_on_damaged_weights(run, damaged_target):
     refused(run("serve-target", "--target", damaged_target, *SERVED), DAMAGED)
+
+
+@pytest.mark.parametrize("names", [(), ("lm_head.weight",), ("model.norm.weight",)])
+def test_a_target_without_content_is_refused(
+    run, recipe_file, draft, tiny_target, tiny_chats, tmp_path, names
+):
+    """Weights of zeros make every token equally likely."""
+    empty = make_empty(tiny_target, tmp_path / "empty", *names)
+    file, line = recipe_file(target=empty, dtype="float32"), "every token is as likely as any other"
+    refused(run("train", file), line, "are its weights zero?")
+    refused(run("precompute", file, "-o", tmp_path / "cache"), line)
+    chats = [tiny_chats, "--out", tmp_path / "x.jsonl", "--limit", "2"]
+    refused(run("regenerate", *chats, "--target", empty, *ANSWERS), line)
+    refused(run("eval", draft, *prompts(tmp_path), "--target", empty, *ANSWERS), line)
+    refused(run("serve-target", "--target", empty, *SERVED), line)
+    exported = ["export", draft, "--engine", "vllm", "--out", tmp_path / "out", *prompts(tmp_path)]
+    refused(run(*exported, "--target", empty, *ANSWERS), line)
+
+
+def test_constant_states_are_refused(run, recipe_file, tiny_target, tmp_path, monkeypatch):
+    """In a cache, which an engine may have written, with a head that says nothing about them."""
+    cache, real = tmp_path / "cache", HFEagle3TargetModel.answer
+
+    def answer(self, rows):
+        batch = real(self, rows)
+        return replace(batch, aux_hidden_states=batch.aux_hidden_states * 0 + 3)
+
+    monkeypatch.setattr(HFEagle3TargetModel, "answer", answer)
+    assert run("precompute", recipe_file(target=tiny_target, dtype="float32"), "-o", cache)[0] == 0
+    arguments = ["target.backend=cache", f"target.cached_target_path={cache}", "target.model=null"]
+    line = "the target's states in layer 0 are the same for every token"
+    refused(run("train", recipe_file(), *arguments), line)
+    arguments += ["data.valid_rows=0", "training.max_bad_steps=2", f"run.output_dir={tmp_path}/x"]
+    refused(run("train", recipe_file(), *arguments), "2 steps in a row were skipped", line)
 
 
 def test_a_run_that_learns_nothing_warns(run, recipe_file, tiny_target, tmp_path):

@@ -97,6 +97,23 @@ def test_tables_of_eight_tokens_fit_in_80_columns():
         assert shown == [[f"{rate:.1%}" for rate in rates]] * 2
 
 
+@pytest.mark.parametrize("width", [60, 100])
+def test_sentences_around_a_table_are_as_wide_as_the_terminal(width):
+    """A caption as narrow as its table breaks into many short lines."""
+    acceptance = SimpleNamespace(length=1.5, joint=[0.4], conditional=[0.4])
+    report = SimpleNamespace(name="best", method="chain", acceptance=acceptance)
+    figures = {"acceptance_length": 1.5, "joint": [0.4]}
+    for table in (acceptance_table(figures, figures, "chain"), positions([report])):
+        terminal = Terminal(width=width, file=io.StringIO())
+        terminal.print(table)
+        lines = [line.strip() for line in terminal.file.getvalue().splitlines()]
+        caption = lines[[line.startswith("length:") for line in lines].index(True) :]
+        assert len(caption) <= sum(
+            -(-len(text) // (width - 12)) for text in table.caption.split("\n")
+        )
+        assert all(len(line) <= width for line in lines)
+
+
 @pytest.mark.slow
 def test_a_signal_leaves_a_resumable_run(place):
     arguments = ["train", place / "recipe.yaml", f"run.output_dir={place / 'cut'}"]

@@ -9,7 +9,7 @@ from fledge.cli.console import progress_bar, watching
 from fledge.core import progress
 from fledge.core.progress import PlainProgress, clock_time
 from fledge.core.terminal import Terminal
-from fledge.models.progress import phase
+from fledge.models.stored import phase
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fledge.core.errors import BadInput
-from fledge.core.expected import (
+from fledge.core.reading import (
     Choice,
     FileName,
     Flag,
@@ -21,9 +21,13 @@ from fledge.core.expected import (
     Table,
     Text,
     Whole,
+    json_lines,
+    open_regular,
+    parse_json,
+    read_bytes,
+    read_json,
     shown,
 )
-from fledge.core.reading import json_lines, open_regular, parse_json, read_bytes, read_json
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(-1e300, 1e300) | st.text(),

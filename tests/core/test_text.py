@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from rich.table import Table
 from rich.text import Text
 
-from fledge.core.terminal import Terminal, marked
-from fledge.core.text import VisibleFormatter, counted, json_text, visible
+from fledge.core.terminal import Terminal, VisibleFormatter, counted, json_text, marked, visible
 
 HOSTILE = (
     "\x1b]0;title\x07", "\x1b[2J", "\x9b31m", "over\rwritten", "\u202eltr", "\x08\x08", "\x7f",

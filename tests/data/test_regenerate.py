@@ -22,13 +22,14 @@ from fledge.cli.main import app
 from fledge.core import claims
 from fledge.core.errors import BadInput
 from fledge.data import regenerate as regenerate_module
-from fledge.data import regenerate_files, regenerate_share, shards
+from fledge.data import regenerate_files, regenerate_share
+from fledge.data import rows as shards
 from fledge.data.conversation import parse_conversation
 from fledge.data.drops import BadRow
 from fledge.data.journal import Journal
 from fledge.data.regenerate import Sampling, regenerate
-from fledge.data.regenerate_dialogue import Dialogue, Reply
 from fledge.data.regenerate_http import ChatServers, HttpOptions, endpoint, retry_after
+from fledge.data.regenerate_task import Dialogue, Reply
 from fledge.data.sources import make_parts
 
 FAST = HttpOptions(concurrency=8, retries=8, timeout_s=60, pause_s=0.001, max_pause_s=0.01)
@@ -672,7 +673,7 @@ def test_the_command_refuses_bad_options(tmp_path, arguments, complaint):
 
 
 def test_malformed_journal_lines_are_ignored(tmp_path):
-    from fledge.core.expected import Table, Whole
+    from fledge.core.reading import Table, Whole
 
     lines = [
         {"row": 0, "good": True, "tokens": 1},

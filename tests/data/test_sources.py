@@ -16,7 +16,7 @@ from fledge.cli import main
 from fledge.core.errors import BadInput
 from fledge.data import sources
 from fledge.data.drops import BadRow
-from fledge.measure.prompts import read_prompts
+from fledge.measure.answers import read_prompts
 
 
 def chat(i):
@@ -189,6 +189,8 @@ def test_pipes_and_devices_are_refused_without_waiting(tmp_path):
                 use([str(tmp_path / name)])
     with pytest.raises(BadInput, match=r"no \.jsonl"):
         sources.make_parts([str(tmp_path / "directory.parquet")])
+    with pytest.raises(BadInput, match="not a regular file"):  # nor is it passed over in silence
+        sources.make_parts([str(tmp_path)])
 
 
 def test_any_other_eof_error_is_bad_input_too(monkeypatch, capfd):

@@ -8,16 +8,20 @@ from transformers import LlamaConfig
 
 from decode import test_sampling
 from decode.pretend import PretendPasses
-from decode.tiny_decode import AUX, STOPS, make_target
+from decode.tiny_decode import (
+    AUX,
+    STOPS,
+    check_lossless,
+    check_replay,
+    fit_on_own_texts,
+    make_target,
+)
 from fledge.decode import speculative
 from fledge.decode.speculative import SpeculativeDecoder
-from fledge.decode.strategies.block import Block, MarkovBlock
-from fledge.decode.strategies.registry import choose
-from fledge.decode.strategies.shape import DraftShape
-from fledge.draft.block import BlockDraftModel
-from fledge.measure.replay import Text, replay
-from fledge.objective.dflash import DFlashTrainerModule
-from fledge.objective.dspark import DSparkTrainerModule
+from fledge.decode.strategy import DraftShape, choose
+from fledge.methods.block.decoding import Block, MarkovBlock
+from fledge.methods.block.draft import BlockDraftModel
+from fledge.methods.block.objective import DFlashTrainerModule, DSparkTrainerModule
 from fledge.target.hf.model import HFEagle3TargetModel
 from objective.naive_block import block_states
 from objective.naive_eagle3 import Document
@@ -52,26 +56,17 @@ def make_block(target, *, fit=0, seed=1, width=None, **options):
 
 
 def fit_draft(target, draft, steps):
-    """Train on the target's own greedy texts."""
-    prompts = torch.tensor([[n, n + 1, 2 * n % 40, 7] for n in range(16)])
-    rows = target.generate(
-        prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=20, do_sample=False,
-        eos_token_id=None, pad_token_id=0,
-    )  # fmt: skip
     ids = draft.selected_token_ids
     mask = torch.zeros(40, dtype=torch.bool).index_fill(0, ids, True)
-    with HFEagle3TargetModel(target, AUX, supervision="hidden") as backend:
-        batch = backend.generate_batch(rows, torch.ones_like(rows), torch.ones_like(rows))
-        kind = DSparkTrainerModule if draft.config.markov_rank else DFlashTrainerModule
-        module = kind(
-            draft, selected_token_ids=ids, selected_token_mask=mask,
-            target_head=backend.info().head, anchors=1024,
-        )  # fmt: skip
-    optimizer = torch.optim.Adam(draft.parameters(), lr=1e-2)
-    for step in range(steps):
-        optimizer.zero_grad()
-        module(**batch.to_trainer_inputs(), seed=step).loss.backward()
-        optimizer.step()
+    kind = DSparkTrainerModule if draft.config.markov_rank else DFlashTrainerModule
+
+    def module_of(head):
+        return kind(
+            draft, selected_token_ids=ids, selected_token_mask=mask, target_head=head, anchors=1024
+        )
+
+    backend = HFEagle3TargetModel(target, AUX, supervision="hidden")
+    fit_on_own_texts(target, draft, backend, module_of, steps)
 
 
 @pytest.fixture(scope="module")
@@ -94,27 +89,16 @@ def blocks(target):
 def test_output_matches_plain_greedy_decoding(target, blocks, asked, answers, kind, batch):
     decoder = SpeculativeDecoder(target, blocks[kind], num_draft_tokens=4)
     count = (200 if kind in ("trained", "spark") else 40) if batch == 8 else 12
-    generations = []
-    for begin in range(0, count, batch):
-        generations += decoder.generate(asked[begin : begin + batch], STOPS)
-    assert [(text.token_ids, text.finish) for text in generations] == answers[:count]
-    accepted = [r.accepted for text in generations for r in text.rounds]
-    if kind != "random":
-        assert max(accepted) >= 2
-        assert min(accepted) == 0
+    check_lossless(decoder, asked[:count], answers, batch=batch, accepts=kind != "random")
 
 
 @pytest.mark.parametrize("kind", ["random", "trained", "causal", "spark", "sure"])
 @pytest.mark.parametrize("count", [2, 4])
-def test_replay_matches_live_rounds(target, blocks, asked, answers, kind, count):
-    """Replay predicts the accepted length of every round from the text alone."""
-    draft = blocks[kind]
-    live = SpeculativeDecoder(target, draft, num_draft_tokens=count).generate(asked[:60], STOPS)
-    texts = [Text(text.prompt_ids, text.token_ids) for text in live]
+def test_replay_matches_live_rounds(target, blocks, asked, kind, count):
+    live = SpeculativeDecoder(target, blocks[kind], num_draft_tokens=count)
     with HFEagle3TargetModel(target, AUX, supervision="hidden") as backend:
-        replayed = replay(backend, draft, texts, num_draft_tokens=count, batch_tokens=64)
-    assert [text.rounds for text in live] == [text.rounds for text in replayed]
-    assert sum(len(text.rounds) for text in live) > 60
+        replayed = check_replay(backend, live, asked[:60], batch_tokens=64)
+    assert sum(len(text.rounds) for text in replayed) > 60
 
 
 @pytest.mark.parametrize("kind", ["random", "trained", "causal", "spark"])
@@ -171,7 +155,7 @@ def textbook_tokens(target, draft, text):
     document = Document(torch.tensor(text), None, aux, None)
     out = block_states(draft, document, len(text) - 1)
     selected, newest, tokens = draft.selected_token_ids, text[-1], []
-    for k in range(draft.first_place, draft.config.block_size):
+    for k in range(draft.spec.first_place, draft.config.block_size):
         logits = draft.lm_head.weight @ out[k]
         if draft.markov_head is not None:
             p = dict(draft.named_parameters())

@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 from transformers import MistralConfig, MistralForCausalLM
 
 from decode.tiny_decode import AUX, NumberedTarget, make_draft, round_state
-from fledge.decode.proposal import Chooser
-from fledge.decode.strategies.drafter import Drafter
-from fledge.decode.strategies.shape import DraftShape, TreeShape
-from fledge.decode.strategies.tree import Tree, tree_layout
+from fledge.decode.accept import Chooser
+from fledge.decode.drafter import Drafter
+from fledge.decode.strategy import DraftShape, TreeShape
+from fledge.decode.tree import Tree, tree_layout
 from fledge.rollout.plan import plan_rollout
 from fledge.rollout.slots import RowMasks
 from fledge.target.hf.model import HFEagle3TargetModel

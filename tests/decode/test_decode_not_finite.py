@@ -6,12 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decode.tiny_decode import AUX, STOPS, make_draft, make_target
-from fledge.core.picks import NO_TOKEN, likeliest
-from fledge.decode.accept import judge, judge_drawn, pack_picks, walk
-from fledge.decode.proposal import Chooser, Proposal
+from fledge.core.head import NO_TOKEN, likeliest
+from fledge.decode.accept import Chooser, Proposal, judge, judge_drawn, pack_picks, walk
 from fledge.decode.speculative import SpeculativeDecoder
-from fledge.decode.strategies.shape import TreeShape
-from fledge.target.finite import NotFinite
+from fledge.decode.strategy import TreeShape
+from fledge.target.finite_check import NotFinite
 
 BAD = [float("nan"), float("inf")]
 

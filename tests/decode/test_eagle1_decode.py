@@ -4,14 +4,12 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from decode.tiny_decode import STOPS, random_prompts
+from decode.tiny_decode import STOPS, check_lossless, check_replay, fit_on_own_texts, random_prompts
 from fledge.core.errors import BadInput
 from fledge.decode.speculative import SpeculativeDecoder
-from fledge.decode.strategies.registry import choose
-from fledge.decode.strategies.shape import TreeShape
-from fledge.draft.eagle1 import LlamaEagle1DraftModel
-from fledge.measure.replay import Text, replay
-from fledge.objective.eagle1 import Eagle1TrainerModule
+from fledge.decode.strategy import TreeShape, choose
+from fledge.methods.eagle1.draft import LlamaEagle1DraftModel
+from fledge.methods.eagle1.objective import Eagle1TrainerModule
 from fledge.target.hf.model import HFEagle3TargetModel
 
 TREE = TreeShape(depth=4, width=3, nodes=9)
@@ -38,24 +36,14 @@ def make_eagle1(target, *, layers=1, version=1, fit=0):
 
 
 def fit_draft(target, draft, steps):
-    """Train on the target's own greedy texts."""
-    prompts = torch.tensor([[n, n + 1, 2 * n % 40, 7] for n in range(16)])
-    rows = target.generate(
-        prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=20, do_sample=False,
-        eos_token_id=None, pad_token_id=0,
-    )  # fmt: skip
-    with backend_of(target) as backend:
-        batch = backend.generate_batch(rows, torch.ones_like(rows), torch.ones_like(rows))
-        module = Eagle1TrainerModule(
+    def module_of(head):
+        return Eagle1TrainerModule(
             draft, selected_token_ids=torch.arange(40),
-            selected_token_mask=torch.ones(40, dtype=torch.bool), target_head=backend.info().head,
+            selected_token_mask=torch.ones(40, dtype=torch.bool), target_head=head,
             token_weight=1.0,
         )  # fmt: skip
-    optimizer = torch.optim.Adam([p for p in draft.parameters() if p.requires_grad], lr=1e-2)
-    for step in range(steps):
-        optimizer.zero_grad()
-        module(**batch.to_trainer_inputs(), seed=step).loss.backward()
-        optimizer.step()
+
+    fit_on_own_texts(target, draft, backend_of(target), module_of, steps)
 
 
 def backend_of(target):
@@ -77,25 +65,15 @@ def eagle1(target):
 def test_output_matches_plain_greedy_decoding(target, eagle1, asked, answers, kind, method, batch):
     decoder = SpeculativeDecoder(target, eagle1[kind], num_draft_tokens=4, method=method, tree=TREE)
     count = (200 if kind == "trained" else 64) if batch == 8 else 12
-    generations = []
-    for begin in range(0, count, batch):
-        generations += decoder.generate(asked[begin : begin + batch], STOPS)
-    assert [(text.token_ids, text.finish) for text in generations] == answers[:count]
-    accepted = [r.accepted for text in generations for r in text.rounds]
-    if kind != "random":
-        assert max(accepted) >= 2
-        assert min(accepted) == 0
+    check_lossless(decoder, asked[:count], answers, batch=batch, accepts=kind != "random")
 
 
 @pytest.mark.parametrize("depth", [1, 2, 5])
 @pytest.mark.parametrize("kind", ["random", "trained", "deep"])
 def test_replay_matches_live_rounds(target, eagle1, asked, kind, depth):
-    draft = eagle1[kind]
-    live = SpeculativeDecoder(target, draft, num_draft_tokens=depth).generate(asked[:40], STOPS)
-    texts = [Text(generation.prompt_ids, generation.token_ids) for generation in live]
+    live = SpeculativeDecoder(target, eagle1[kind], num_draft_tokens=depth)
     with backend_of(target) as backend:
-        replayed = replay(backend, draft, texts, num_draft_tokens=depth, batch_tokens=90)
-    assert [text.rounds for text in replayed] == [text.rounds for text in live]
+        check_replay(backend, live, asked[:40])
 
 
 def test_eagle2_drafts_trees_by_default(target):

@@ -9,11 +9,10 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig
 from decode.pretend import PretendPasses
 from decode.tiny_decode import AUX, STOPS, make_draft, plain_greedy, random_prompts
 from fledge.decode import recorded, speculative
-from fledge.decode.clock import RoundClock
-from fledge.decode.recorded import Passes
+from fledge.decode.recorded import Passes, RoundClock
 from fledge.decode.speculative import SpeculativeDecoder
 from fledge.decode.stops import Stops
-from fledge.decode.strategies.shape import TreeShape
+from fledge.decode.strategy import TreeShape
 from fledge.decode.target import CachedTarget
 
 pytestmark = pytest.mark.slow

@@ -9,7 +9,7 @@ from decode.tiny_decode import AUX, make_draft, make_target
 from fledge.decode import accept
 from fledge.decode.speculative import SpeculativeDecoder
 from fledge.decode.stops import Stops
-from fledge.decode.strategies.shape import TreeShape
+from fledge.decode.strategy import TreeShape
 
 VOCAB, LENGTH, ROWS, PROMPT = 6, 3, 6000, [2, 4, 1]
 

@@ -3,27 +3,26 @@
 Neither the decoder nor replay has code for it, and it is as lossless as the built-in ones.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 from transformers import LlamaConfig
 
 from decode.pretend import PretendPasses
-from decode.tiny_decode import AUX, STOPS, make_draft
+from decode.tiny_decode import AUX, STOPS, check_replay, make_draft
 from fledge.core.errors import BadInput
 from fledge.decode import speculative
-from fledge.decode.proposal import Proposal
+from fledge.decode.accept import Proposal
 from fledge.decode.speculative import SpeculativeDecoder
-from fledge.decode.strategies.base import Strategy
-from fledge.decode.strategies.chain import Chain
-from fledge.decode.strategies.parallel import Parallel
-from fledge.decode.strategies.registry import choose, rollouts_of
-from fledge.decode.strategies.rollouts import Rollouts
-from fledge.decode.strategies.tree import Tree
-from fledge.draft.base import DraftModel
-from fledge.measure.replay import Text, replay
-from fledge.methods.eagle3 import Eagle3
+from fledge.decode.strategy import Rollouts, Strategy, choose, rollouts_of
+from fledge.decode.tree import Tree
+from fledge.methods.eagle3.decoding import Chain
+from fledge.methods.eagle3.method import Eagle3
+from fledge.methods.peagle.decoding import Parallel
 from fledge.methods.registry import METHODS
+from fledge.methods.shared.draft import DraftModel
 from fledge.target.hf.model import HFEagle3TargetModel
 
 
@@ -33,13 +32,12 @@ class PairDraft(DraftModel):
     architecture = "PairDraft"
 
     def __init__(self, config):
-        super().__init__()
-        self.config = config
+        super().__init__(config)
         size, aux = config.hidden_size, config.num_aux_hidden_states * config.target_hidden_size
         self.embed_tokens = nn.Embedding(config.vocab_size, size)
         self.mix = nn.Linear(aux + size, 2 * size, bias=False)
         self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
-        self._register_vocabulary(config)
+        self._register_vocabulary(self.spec)
 
     def states(self, aux, token):
         """[..., 2, E]"""
@@ -135,10 +133,8 @@ def test_output_matches_plain_greedy_decoding(
 
 def test_replay_matches_live_rounds(target, backend, asked):
     draft = make_pair(target, 3, asked[:16])
-    live = SpeculativeDecoder(target, draft, aux_layer_ids=AUX).generate(asked[:24], STOPS)
-    texts = [Text(generation.prompt_ids, generation.token_ids) for generation in live]
-    replayed = replay(backend, draft, texts)
-    assert [text.rounds for text in replayed] == [text.rounds for text in live]
+    live = SpeculativeDecoder(target, draft, aux_layer_ids=AUX)
+    check_replay(backend, live, asked[:24])
 
 
 def test_a_draft_has_the_strategies_of_its_method(target, drafts, asked):
@@ -156,7 +152,7 @@ def test_a_draft_has_the_strategies_of_its_method(target, drafts, asked):
     with pytest.raises(BadInput, match="not trained for parallel drafting; use chain or tree"):
         choose(drafts["trained"], "parallel")
     unmasked = make_draft(target, parallel=True)
-    unmasked.config.mask_token_id = None
+    unmasked.spec = replace(unmasked.spec, mask_token_id=None)
     with pytest.raises(BadInput, match="not trained for parallel drafting; use chain or tree"):
         choose(unmasked, "parallel")
     with pytest.raises(BadInput, match="cannot be replayed"):

@@ -3,10 +3,11 @@
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from fledge.decode.state import RoundState, columns, send_rows
 from fledge.decode.stops import Stops
+from fledge.decode.strategy import RoundState, columns, send_rows
 from fledge.decode.target import CachedTarget
-from fledge.draft.eagle3 import LlamaEagle3DraftModel
+from fledge.measure.replay import Text, replay
+from fledge.methods.eagle3.draft import LlamaEagle3DraftModel
 
 VOCAB, AUX = 40, [0, 1, 2]
 STOPS = Stops(max_new_tokens=14, eos_token_ids=frozenset({3}))
@@ -55,8 +56,8 @@ def make_draft(target, *, width=None, seed=1, layers=1, parallel=False, fit=0, *
 
 def fit_draft(target, draft, steps, depths=4):
     """Train on greedy continuations, until draft and target agree often but not always."""
-    from fledge.objective.eagle3 import Eagle3TrainerModule
-    from fledge.objective.peagle import PEagleTrainerModule
+    from fledge.methods.eagle3.objective import Eagle3TrainerModule
+    from fledge.methods.peagle.objective import PEagleTrainerModule
     from fledge.target.hf.model import HFEagle3TargetModel
 
     ids = draft.selected_token_ids
@@ -83,6 +84,24 @@ def fit_draft(target, draft, steps, depths=4):
         optimizer.step()
 
 
+def fit_on_own_texts(target, draft, backend, module_of, steps):
+    """Train a draft for some steps on the target's own greedy texts; `module_of` makes the trainer
+    module from the target's head."""
+    prompts = torch.tensor([[n, n + 1, 2 * n % 40, 7] for n in range(16)])
+    rows = target.generate(
+        prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=20, do_sample=False,
+        eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    with backend:
+        batch = backend.generate_batch(rows, torch.ones_like(rows), torch.ones_like(rows))
+        module = module_of(backend.info().head)
+    optimizer = torch.optim.Adam([p for p in draft.parameters() if p.requires_grad], lr=1e-2)
+    for step in range(steps):
+        optimizer.zero_grad()
+        module(**batch.to_trainer_inputs(), seed=step).loss.backward()
+        optimizer.step()
+
+
 def random_prompts(count, *, vocab=VOCAB, seed=0, longest=12):
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, longest + 1, (count,), generator=generator).tolist()
@@ -99,6 +118,36 @@ def plain_greedy(model, prompt, stops: Stops):
         count, finish = stops.cut(new, len(new) - 1)
         if finish:
             return new[:count], finish
+
+
+def check_lossless(decoder, asked, answers, *, batch, accepts=True):
+    """Decoding gives the target's own answers, and, if `accepts`, accepted something and rejected
+    something."""
+    generations = []
+    for begin in range(0, len(asked), batch):
+        generations += decoder.generate(asked[begin : begin + batch], STOPS)
+    assert [(text.token_ids, text.finish) for text in generations] == answers[: len(asked)]
+    for text in generations:
+        assert sum(r.emitted for r in text.rounds) == len(text.token_ids) - 1
+        assert all(r.accepted <= r.emitted <= r.accepted + 1 for r in text.rounds)
+    accepted = [r.accepted for text in generations for r in text.rounds]
+    if accepts:
+        assert max(accepted) >= 2
+        assert min(accepted) == 0
+    return accepted
+
+
+def check_replay(backend, live, asked, *, batch_tokens=90):
+    """Replay takes the rounds of live decoding, from the text alone; returns the replays."""
+    generations = live.generate(asked, STOPS)
+    texts = [Text(text.prompt_ids, text.token_ids) for text in generations]
+    replayed = replay(
+        backend, live.strategy.draft, texts, num_draft_tokens=live.strategy.shape.num_draft_tokens,
+        batch_tokens=batch_tokens,
+    )  # fmt: skip
+    assert [text.rounds for text in replayed] == [text.rounds for text in generations]
+    assert sum(text.other_picks for text in replayed) == 0
+    return replayed
 
 
 def round_state(drafter, aux_BQD, token_BQ, start, count, *, ahead=0):

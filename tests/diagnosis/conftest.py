@@ -19,7 +19,7 @@ def eagle1(place):
 @pytest.fixture
 def look(place, answering):
     """A function that diagnoses a draft of the target that all fixtures share."""
-    from fledge.diagnosis.diagnose import diagnose
+    from fledge.formats.diagnose import diagnose
 
     target = str(place / "target")
     return lambda path, **options: diagnose(path, target, answering=answering, **options)

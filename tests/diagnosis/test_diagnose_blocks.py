@@ -19,10 +19,10 @@ from test_diagnose_faults import assert_same_files, broken_copy, errors_and_warn
 
 from export.drafts import files_of
 from fledge.core.errors import BadInput
-from fledge.diagnosis.checks.block_probe import in_halves
-from fledge.diagnosis.diagnose import diagnose, write_repaired
-from fledge.diagnosis.import_draft import import_draft
-from fledge.export.export import export_draft
+from fledge.formats.diagnose import diagnose, write_repaired
+from fledge.formats.export import export_draft
+from fledge.formats.import_draft import import_draft
+from fledge.methods.block.checks import in_halves
 
 W1, W2 = (f"markov_head.markov_w{i}.weight" for i in (1, 2))
 FOREIGN = [(kind, layout) for kind in LAYOUTS for layout in LAYOUTS[kind]]

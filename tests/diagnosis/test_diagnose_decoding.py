@@ -16,11 +16,12 @@ from export.drafts import (
     make_draft,
 )
 from export.layouts import write_as
-from fledge.diagnosis.checks import probe
-from fledge.diagnosis.diagnose import write_repaired
-from fledge.draft.rotary import Rotary
+from fledge.formats.checks import probe
+from fledge.formats.checks.behaviour import ChainProbe, last_normed
+from fledge.formats.diagnose import write_repaired
 from fledge.measure.figures import Sample, every_slot_length
 from fledge.measure.replay import Text, replay
+from fledge.methods.shared.rotary import Rotary
 from fledge.target.hf.model import HFEagle3TargetModel
 
 pytestmark = pytest.mark.slow
@@ -62,7 +63,7 @@ def test_a_norm_flag_that_contradicts_the_training(place, tmp_path, look):
 
 
 def test_an_insignificant_difference_is_only_a_note(place, tmp_path, look, monkeypatch):
-    monkeypatch.setitem(probe._ENOUGH, "aux-shifted", probe.Enough(100.0))
+    monkeypatch.setitem(ChainProbe.enough, "aux-shifted", probe.Enough(100.0))
     wrong = [layer + 1 for layer in AUX]
     diagnosis = look(broken_copy(place / "eagle3", tmp_path / "broken", put(aux_layer_ids=wrong)))
     assert diagnosis.healthy
@@ -144,7 +145,7 @@ def test_states_captured_after_the_final_norm(place, tmp_path, look):
     draft = make_draft(place / "target", aux=ids, fit=0)
     inner = HFEagle3TargetModel.from_pretrained(place / "target", aux_layer_ids=ids, device="cpu")
     rows = answered_rows(inner)
-    fit_draft(draft, probe._LastNormed(inner), rows, draft.selected_token_ids, draft.t2d, steps=40)
+    fit_draft(draft, last_normed(inner), rows, draft.selected_token_ids, draft.t2d, steps=40)
     draft.save_pretrained(tmp_path / "draft")
     diagnosis = look(tmp_path / "draft")
     assert errors_and_warnings(diagnosis) == {
@@ -194,7 +195,7 @@ def test_a_score_counts_every_slot_of_the_answers(place, answering):
     """Checked against `figures`: 1 + the sum over depths of P(all tokens so far accepted)."""
     loaded = answering(None)
     draft = make_draft(place / "target", fit=5)
-    score = loaded.score(draft, AUX)
+    score = loaded.score(loaded.backend(AUX), draft)
     texts = [Text(turn.prompt_ids, turn.answer_ids) for turn in loaded.answers]
     replays = replay(loaded.backend(AUX), draft, texts, num_draft_tokens=4)
     samples = [

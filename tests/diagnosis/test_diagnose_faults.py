@@ -3,7 +3,7 @@ repair restores the healthy files exactly."""
 
 import json
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from export.drafts import AUX, WIDTH, files_of, make_tokenizer
 from fledge.core.errors import BadInput
-from fledge.diagnosis.diagnose import diagnose, write_repaired
+from fledge.formats.diagnose import diagnose, write_repaired
 
 
 def no_decoding(facts):
@@ -150,6 +150,40 @@ def mixed_dtypes(config, tensors):
     tensors["fc.weight"] = tensors["fc.weight"].bfloat16()
 
 
+# --- EAGLE-1 -------------------------------------------------------------------------------------
+
+
+def called_eagle3(config, tensors):
+    config["architectures"] = ["LlamaForCausalLMEagle3"]
+
+
+def with_norm(config, tensors):
+    tensors["norm.weight"] = torch.rand(32)
+
+
+def with_first_norm(config, tensors):
+    tensors["layers.0.input_layernorm.weight"] = torch.rand(32)
+
+
+def with_maps(config, tensors):
+    full = config["vocab_size"]
+    tensors["d2t"] = torch.zeros(full, dtype=torch.int64)
+    tensors["t2d"] = torch.ones(full, dtype=torch.bool)
+
+
+def fused_queries(config, tensors):
+    """Give one tensor the shape it has in an EAGLE-3 draft."""
+    name = "layers.0.self_attn.q_proj.weight"
+    tensors[name] = torch.cat([tensors[name], tensors[name]], dim=1)
+
+
+def three_states(config, tensors):
+    tensors["fc.weight"] = torch.cat([tensors["fc.weight"], tensors["fc.weight"][:, :32]], dim=1)
+
+
+# --- faults --------------------------------------------------------------------------------------
+
+
 FAULTS = {
     "fc missing": Fault("missing", drop("fc.weight")),
     "o_proj missing": Fault("missing", drop("layers.0.self_attn.o_proj.weight")),
@@ -247,6 +281,33 @@ FAULTS = {
 }  # fmt: skip
 
 
+_SHARED = (
+    "fc missing", "another architecture", "another model type", "fc transposed",
+    "heads of another model", "layers copied from the target", "rope scaling dropped",
+    "rope base at odds", "embeddings random", "layer random", "NaN", "zeros", "dtypes mixed",
+)  # fmt: skip
+_EAGLE1_FAULTS = {
+    "v_proj missing": Fault("missing", drop("layers.0.self_attn.v_proj.weight")),
+    "post norm missing": Fault("missing", drop("layers.0.post_attention_layernorm.weight")),
+    "called EAGLE-3": Fault("algorithm", called_eagle3, repaired=True),
+    "a norm of the output": Fault("unexpected", with_norm),
+    "a norm before layer 0": Fault("unexpected", with_first_norm),
+    "vocabulary maps": Fault("unexpected", with_maps),
+    "a smaller head": Fault("vocab-size", fill("lm_head.weight", lambda w: w[:99].clone())),
+    "a smaller vocabulary": Fault("draft-vocab-size", put(draft_vocab_size=99), repaired=True),
+    "fc over three states": Fault("shape", three_states),
+    "fused queries": Fault("shape", fused_queries),
+    "bias lost": Fault("fc-bias", put(fc_bias=True)),
+    "aux layers of EAGLE-3": Fault("aux-layers", put(aux_layer_ids=[1, 3, 4])),
+    "state of an inner layer": Fault("aux-layers", put(aux_layer_ids=[7])),
+    "fc random": Fault("random-weights", random_table("fc.weight"), severity="warning"),
+    **{name: FAULTS[name] for name in _SHARED},
+}
+FAULTS |= {
+    f"EAGLE-1: {name}": replace(fault, kind="eagle1") for name, fault in _EAGLE1_FAULTS.items()
+}
+
+
 def broken_copy(source: Path, out: Path, break_) -> Path:
     config, tensors = files_of(source)
     break_(config, tensors)
@@ -266,12 +327,12 @@ def assert_same_files(one: Path, other: Path) -> None:
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_is_named_and_repaired(place, tmp_path, name):
+def test_a_fault_is_named_and_repaired(place, eagle1, tmp_path, name):
     fault, target = FAULTS[name], str(place / "target")
     broken = broken_copy(place / fault.kind, tmp_path / "broken", fault.break_)
     diagnosis = diagnose(broken, target, answering=no_decoding)
-    named = [finding for finding in diagnosis.findings if finding.check == fault.check]
-    assert [f.severity for f in named if f.severity != "note"] == [fault.severity]
+    named = [f for f in diagnosis.findings if f.check == fault.check and f.severity != "note"]
+    assert [finding.severity for finding in named] == [fault.severity]
     wrong = {error.check for error in diagnosis.of("error")} - {fault.check}
     assert not wrong, diagnosis.findings
     assert any(f.evidence and f.fix for f in named) or fault.check == "algorithm"

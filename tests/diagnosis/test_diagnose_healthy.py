@@ -7,16 +7,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from test_diagnose_faults import no_decoding
 
-from export.layouts import LAYOUTS, write_as
-from fledge.diagnosis.diagnose import diagnose
+from export.layouts import EAGLE1_LAYOUTS, LAYOUTS, write_as
+from fledge.formats.diagnose import diagnose
 
 WEIGHTS = "model.safetensors"
 KINDS = ("eagle3", "eagle31", "peagle")
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_healthy_draft_passes(place, answering, kind):
-    diagnosis = diagnose(place / kind, str(place / "target"), answering=answering)
+@pytest.mark.parametrize("kind", [*KINDS, "eagle1"])
+def test_a_healthy_draft_passes(place, eagle1, look, kind):
+    diagnosis = look(place / kind)
     assert diagnosis.healthy, diagnosis.findings
     assert diagnosis.layout == "fledge"
     assert not diagnosis.skipped
@@ -51,13 +51,13 @@ def test_a_healthy_foreign_draft_passes(place, tmp_path, layout, kind):
     assert diagnosis.layout == layout
 
 
-@pytest.mark.parametrize("layout", ["eagle", "speculators"])
-def test_a_healthy_foreign_draft_decodes_like_ours(place, answering, tmp_path, layout):
-    written = write_as(layout, place / "eagle31", tmp_path / "draft", place / "target")
-    diagnosis, original = (
-        diagnose(path, str(place / "target"), answering=answering)
-        for path in (written, place / "eagle31")
-    )
-    assert diagnosis.healthy
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [("eagle31", "eagle"), ("eagle31", "speculators"), *(("eagle1", a) for a in EAGLE1_LAYOUTS)],
+)
+def test_a_healthy_foreign_draft_decodes_like_ours(place, eagle1, look, tmp_path, kind, layout):
+    diagnosis = look(write_as(layout, place / kind, tmp_path / "draft", place / "target"))
+    assert diagnosis.healthy, diagnosis.findings
+    assert diagnosis.layout == layout
     assert not diagnosis.skipped
-    assert diagnosis.score.acceptance == original.score.acceptance
+    assert diagnosis.score.acceptance == look(place / kind).score.acceptance

@@ -10,36 +10,36 @@ from safetensors.torch import save_file
 from test_diagnose_faults import assert_same_files, broken_copy, put
 from typer.testing import CliRunner
 
-from export.drafts import files_of
+from export.drafts import files_of, make_eagle1
 from export.export_cases import VLLM_ONLY
 from export.export_cases import make_draft as make_exported
-from export.layouts import LAYOUTS, write_as
+from export.layouts import EAGLE1_LAYOUTS, LAYOUTS, write_as
 from fledge.cli.main import app
 from fledge.core.errors import BadInput
-from fledge.diagnosis.checks.base import Subject, TargetFiles
-from fledge.diagnosis.diagnose import run_checks
-from fledge.diagnosis.foreign import read_files
-from fledge.diagnosis.import_draft import import_draft
-from fledge.draft.eagle3 import LlamaEagle3DraftModel
-from fledge.export.export import export_draft
-from fledge.export.reread import differing_flags
-from fledge.export.self_check import CheckOptions
+from fledge.formats.checks.base import Subject, TargetFiles
+from fledge.formats.diagnose import run_checks
+from fledge.formats.export import export_draft
+from fledge.formats.foreign import read_files
+from fledge.formats.import_draft import import_draft
+from fledge.formats.reread import differing_flags
+from fledge.formats.self_check import CheckOptions
+from fledge.methods.eagle3.draft import LlamaEagle3DraftModel
 from fledge.methods.registry import load_draft
+from fledge.models.weight_files import read_target_tables
 
 KINDS = ("eagle3", "eagle31", "peagle")
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_imports_bit_for_bit(place, tmp_path, layout, kind):
-    foreign = write_as(layout, place / kind, tmp_path / "foreign", place / "target")
+FOREIGN = [(kind, layout) for kind in KINDS for layout in (*LAYOUTS, "fledge")]
+FOREIGN += [("eagle1", layout) for layout in EAGLE1_LAYOUTS]
+
+
+@pytest.mark.parametrize(("kind", "layout"), FOREIGN)
+def test_every_layout_imports_bit_for_bit(place, eagle1, tmp_path, layout, kind):
+    foreign = place / kind
+    if layout != "fledge":
+        foreign = write_as(layout, place / kind, tmp_path / "foreign", place / "target")
     import_draft(foreign, tmp_path / "ours", target=str(place / "target"))
-    assert_same_files(tmp_path / "ours", place / kind)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_our_own_layout_imports_bit_for_bit(place, tmp_path, kind):
-    import_draft(place / kind, tmp_path / "ours", target=str(place / "target"))
     assert_same_files(tmp_path / "ours", place / kind)
 
 
@@ -77,8 +77,6 @@ def test_non_default_layers_are_imported(place, tmp_path):
 
 def test_a_full_vocabulary_needs_no_maps_and_no_head(place, tmp_path):
     """A missing head is the target's, as engines share it; identity maps are dropped."""
-    from fledge.models.weight_files import read_target_tables
-
     config, tensors = files_of(place / "eagle3")
     full, head = config["vocab_size"], read_target_tables(place / "target").head_VD
     kept = {k: v for k, v in tensors.items() if k not in ("lm_head.weight", "d2t", "t2d")}
@@ -212,3 +210,51 @@ def test_norms_and_biases_survive_export_and_import(kind, tiny_target, tmp_path)
     files.tensors.pop("layers.1.self_attn.q_proj.bias", None)
     findings = run_checks(Subject(files, TargetFiles(str(tiny_target))), ("static",))
     assert "missing" in {finding.check for finding in findings if finding.severity == "error"}
+
+
+# --- EAGLE-1 -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("engine", ["vllm", "sglang", None])
+def test_eagle1_exports_import_bit_for_bit(place, eagle1, tmp_path, engine, version):
+    target = str(place / "target")
+    exported = broken_copy(eagle1, tmp_path / "own", put(eagle_version=version))
+    if engine is not None:
+        exported = tmp_path / "exported"
+        options = {"target": target, "without_target": True}
+        export_draft(tmp_path / "own", exported, engine=engine, **options)
+    import_draft(exported, tmp_path / "ours", target=target)
+    assert_same_files(tmp_path / "ours", tmp_path / "own")
+
+
+@pytest.mark.parametrize("layout", ["eagle", "eagle1-sglang"])
+def test_a_bias_is_kept_and_the_tables_come_from_the_target(place, tmp_path, layout):
+    make_eagle1(place / "target", fit=0, bias=True).save_pretrained(tmp_path / "own")
+    foreign = write_as(layout, tmp_path / "own", tmp_path / "foreign", place / "target")
+    ours = import_draft(foreign, tmp_path / "ours", target=str(place / "target"))
+    assert_same_files(ours, tmp_path / "own")
+    config, tensors = files_of(ours)
+    tables = read_target_tables(place / "target")
+    assert config["fc_bias"] is True
+    assert torch.equal(tensors["embed_tokens.weight"], tables.embedding_VD)
+    assert torch.equal(tensors["lm_head.weight"], tables.head_VD)
+    with pytest.raises(BadInput, match="fc bias"):
+        export_draft(ours, tmp_path / "no", engine="vllm", without_target=True)
+    target = str(place / "target")
+    out = export_draft(ours, tmp_path / "out", engine="sglang", target=target, without_target=True)
+    import_draft(out, tmp_path / "again", target=target)
+    assert_same_files(tmp_path / "again", ours)
+
+
+def test_the_command_on_an_eagle1_draft(place, eagle1, tmp_path):
+    foreign = write_as("eagle", eagle1, tmp_path / "foreign", place / "target")
+    arguments = ["import", str(foreign), "--target", str(place / "target"), "--out"]
+    result = CliRunner().invoke(app, [*arguments, str(tmp_path / "one"), "--json"])
+    assert result.exit_code == 0, result.output
+    printed = json.loads(result.stdout)
+    assert (printed["layout"], printed["eagle_version"], printed["fc_bias"]) == ("eagle", 1, False)
+    assert printed["aux_layer_ids"] == [8]
+    result = CliRunner().invoke(app, [*arguments, str(tmp_path / "two")])
+    assert "EAGLE-1 from SafeAILab EAGLE" in result.stdout
+    assert "last hidden state" in result.stdout

@@ -6,9 +6,9 @@ import torch
 from transformers import LlamaConfig
 
 from fledge.core.errors import BadInput
-from fledge.draft.layer import LayerWeights
+from fledge.methods.block.plan import BlockRows
 from fledge.methods.registry import load_draft, method_of
-from fledge.rollout.block_plan import BlockRows
+from fledge.methods.shared.layer import LayerWeights
 from objective.naive_block import (
     Table,
     V,

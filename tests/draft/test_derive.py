@@ -8,8 +8,8 @@ import transformers as hf
 from torch import nn
 
 from fledge import BadInput, LlamaEagle3DraftModel
-from fledge.draft.derive import ROPE_LAYERS, derive_draft_config, verify_rotary
-from fledge.draft.rotary import rope_parameters
+from fledge.methods.shared.derive import ROPE_LAYERS, derive_draft_config, verify_rotary
+from fledge.methods.shared.rotary import rope_parameters
 
 TINY = {
     "vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,

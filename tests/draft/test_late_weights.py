@@ -4,9 +4,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from fledge.bench.saved import watch_saved
-from fledge.draft.late import late_linear
-from fledge.draft.norms import norm_linear, rms_norm
+from fledge.bench.cost import watch_saved
+from fledge.methods.shared.norms import late_linear, norm_linear, rms_norm
 from objective.naive_block import make_block_draft
 
 EPS = 1e-5

@@ -8,10 +8,10 @@ from test_draft_model import make_config, some_vocabulary
 
 from fledge import BadInput, LlamaEagle3DraftModel
 from fledge.core import recompute
-from fledge.draft import parallel as parallel_draft
-from fledge.draft.derive import derive_draft_config
-from fledge.draft.warm_start import peagle_from_eagle3
-from fledge.rollout.parallel_plan import plan_parallel
+from fledge.methods.peagle import draft as parallel_draft
+from fledge.methods.peagle.draft import peagle_from_eagle3
+from fledge.methods.peagle.plan import plan_parallel
+from fledge.methods.shared.derive import derive_draft_config
 from fledge.rollout.plan import plan_rollout
 from fledge.rollout.slots import RowMasks
 

@@ -5,7 +5,7 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from fledge import BadInput
-from fledge.draft.mask_token import check_mask_token_id, choose_mask_token_id
+from fledge.methods.shared.derive import check_mask_token_id, choose_mask_token_id
 
 
 def byte_level(added=(), **options):

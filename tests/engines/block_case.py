@@ -9,12 +9,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from engines.cases import VOCABULARY, engine_target, make_draft, saved
-from fledge.decode.proposal import Chooser
-from fledge.decode.state import RoundState, columns, send_rows
-from fledge.decode.strategies.registry import choose
-from fledge.decode.strategies.shape import DraftShape
-from fledge.draft.block import BlockDraftModel
-from fledge.export.export import export_draft
+from fledge.decode.accept import Chooser
+from fledge.decode.strategy import DraftShape, RoundState, choose, columns, send_rows
+from fledge.formats.export import export_draft
+from fledge.methods.block.draft import BlockDraftModel
 
 LAYERS, SLOTS, KNOWN = [1, 3, 5], 4, 9
 DSPARK: dict[str, Any] = {

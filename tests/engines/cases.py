@@ -12,9 +12,9 @@ from typing import Any
 import torch
 import transformers
 
-from fledge.draft.base import DraftModel
 from fledge.methods.base import TrainerInputs
 from fledge.methods.registry import method_of
+from fledge.methods.shared.draft import DraftModel
 from fledge.target.base import Eagle3TargetBackend
 
 VOCABULARY = 97

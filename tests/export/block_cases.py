@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig
 
-from fledge.draft.block import BlockDraftModel
+from fledge.methods.block.draft import BlockDraftModel
 from fledge.target.hf.model import HFEagle3TargetModel
 
 _DSPARK = {"sample_from_anchor": True, "markov_rank": 8, "confidence_head": True}

@@ -28,8 +28,8 @@ def place(tmp_path_factory):
 def answering(place):
     """The target, loaded once for all tests."""
     from export.drafts import NEW_TOKENS, PROMPTS
-    from fledge.diagnosis.checks.base import TargetFiles
-    from fledge.diagnosis.checks.probe import Answering
+    from fledge.formats.checks.base import TargetFiles
+    from fledge.formats.checks.probe import Answering
 
     loaded = Answering(
         TargetFiles(str(place / "target")), prompts=PROMPTS, max_new_tokens=NEW_TOKENS, device="cpu"

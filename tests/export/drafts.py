@@ -11,14 +11,13 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from fledge.draft.derive import derive_draft_config
-from fledge.draft.eagle1 import LlamaEagle1DraftModel
-from fledge.draft.eagle3 import LlamaEagle3DraftModel
-from fledge.measure.answers import cached_answers
-from fledge.measure.prompts import read_prompts
-from fledge.objective.eagle1 import Eagle1TrainerModule
-from fledge.objective.eagle3 import Eagle3TrainerModule
-from fledge.objective.peagle import PEagleTrainerModule
+from fledge.measure.answers import cached_answers, read_prompts
+from fledge.methods.eagle1.draft import LlamaEagle1DraftModel
+from fledge.methods.eagle1.objective import Eagle1TrainerModule
+from fledge.methods.eagle3.draft import LlamaEagle3DraftModel
+from fledge.methods.eagle3.objective import Eagle3TrainerModule
+from fledge.methods.peagle.objective import PEagleTrainerModule
+from fledge.methods.shared.derive import derive_draft_config
 from fledge.target.hf.model import HFEagle3TargetModel
 
 AUX = [1, 3, 4]  # the default for eight layers

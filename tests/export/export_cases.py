@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from fledge.draft.eagle3 import LlamaEagle3DraftModel
+from fledge.methods.eagle3.draft import LlamaEagle3DraftModel
 
 AUX = [0, 1, 3]  # three of the four layers of the tiny target, the last one among them
 INNER = [0, 1, 2]

@@ -10,11 +10,11 @@ import torch
 from export.block_cases import KINDS, make_block
 from export.export_cases import config_of, rewrite, tensors_of
 from fledge import BadInput, export_draft
-from fledge.draft.block import BlockDraftModel
-from fledge.export.commands import serve_command
-from fledge.export.export import read_export_record
-from fledge.export.reread import TargetSide, differing_flags, differing_tensors, reread
-from fledge.export.self_check import CheckOptions
+from fledge.formats.engines import serve_command
+from fledge.formats.export import read_export_record
+from fledge.formats.reread import TargetSide, differing_flags, differing_tensors, reread
+from fledge.formats.self_check import CheckOptions
+from fledge.methods.block.draft import BlockDraftModel
 
 CHECK = CheckOptions(limit=2, max_new_tokens=12)
 REFUSED = {

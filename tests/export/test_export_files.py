@@ -1,5 +1,6 @@
 """Exports of every kind for every engine: what is in the files, and what the self-check catches."""
 
+import dataclasses
 import shutil
 
 import pytest
@@ -18,11 +19,12 @@ from export.export_cases import (
 )
 from fledge import export_draft
 from fledge.core.errors import BadInput
-from fledge.draft.eagle3 import LlamaEagle3DraftModel
-from fledge.export.export import read_export_record
-from fledge.export.layout import in_layer_order
-from fledge.export.reread import TargetSide, reread
-from fledge.export.self_check import CheckOptions, check_files
+from fledge.formats.codec import in_layer_order
+from fledge.formats.export import read_export_record
+from fledge.formats.reread import TargetSide, reread
+from fledge.formats.self_check import CheckOptions, check_files
+from fledge.methods.eagle3.draft import LlamaEagle3DraftModel
+from fledge.methods.registry import METHODS
 
 CHECK = CheckOptions(limit=2, max_new_tokens=8)
 SERVED = [
@@ -92,22 +94,6 @@ def test_tensors_that_an_engine_does_not_load_are_refused(
     with pytest.raises(BadInput, match=r"cannot serve a draft with .* or --engine vllm"):
         export_draft(drafts[kind], tmp_path / "no", engine=engine, target=str(tiny_target))
     assert not (tmp_path / "no").exists()
-
-
-@pytest.mark.parametrize("case", SERVED, ids="-".join)
-def test_only_what_the_engine_reads_is_written(exports, drafts, case):
-    kind, engine = case
-    names = set(tensors_of(exports[case]))
-    ours = set(LlamaEagle3DraftModel.from_pretrained(drafts[kind]).state_dict())
-    if engine != "sglang":
-        assert names == ours
-        return
-    assert "embed_tokens.weight" not in names  # SGLang uses the target's
-    first = {name for name in ours if name.startswith("layers.0.")}
-    assert {name for name in names if name.startswith("midlayer.")} == {
-        name.replace("layers.0.", "midlayer.") for name in first
-    }
-    assert not any(name.startswith(("model.", "layers.0.")) for name in names)
 
 
 def test_plain_config(exports):
@@ -453,14 +439,10 @@ def test_missing_embeddings_are_detected_without_the_target(exports, drafts, tmp
 
 
 def test_a_faulty_writer_exports_nothing(tmp_path, drafts, tiny_target, monkeypatch):
-    """The reader does not share the writer's tables, so an error in those is caught."""
-    import dataclasses
-
-    from fledge.export import export as module
-    from fledge.export.formats import FORMATS
-
-    wrong = dataclasses.replace(FORMATS["plain-sglang"], aux_id_offset=1)
-    monkeypatch.setitem(module.FORMATS, "plain-sglang", wrong)
+    """The reader does not share the writer's codec, so an error in that is caught."""
+    formats = METHODS["eagle3"].formats
+    wrong = dataclasses.replace(formats["sglang"], aux_id_offset=1)
+    monkeypatch.setitem(formats._entries, "sglang", wrong)
     with pytest.raises(BadInput, match="aux_layer_ids"):
         export_draft(drafts["eagle3"], tmp_path / "out", engine="sglang", target=str(tiny_target))
     assert list(tmp_path.iterdir()) == []

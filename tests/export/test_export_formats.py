@@ -1,23 +1,27 @@
-"""The format tables are complete for every draft we can build, and correct about versions."""
+"""The formats are complete for every draft we can build, and correct about versions."""
 
 from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig
 
 from fledge.core.errors import BadInput
-from fledge.draft.eagle3 import LlamaEagle3DraftModel
-from fledge.export.engines import ENGINES
-from fledge.export.formats import FORMATS, expected_tensors, get_path, set_path
-from fledge.export.layout import (
+from fledge.formats.codec import (
+    PLAIN_SGLANG,
     PlainDraft,
     TargetFacts,
-    check_representable,
     draft_facts,
     draft_features,
+    file_tensors,
+    get_path,
+    set_path,
 )
+from fledge.formats.engines import ENGINES, check_representable
+from fledge.formats.foreign import DraftView
+from fledge.methods.eagle3.draft import LlamaEagle3DraftModel
 from fledge.methods.registry import method_of
 
 
@@ -49,40 +53,19 @@ def test_every_tensor_has_exactly_one_name_in_every_format(
         parallel_drafting=parallel, mask_token_id=3 if parallel else None,
         target_hidden_size=target_hidden, **extra,
     )  # fmt: skip
-    features = draft_features(draft, TargetFacts(), trained_embeddings=False)
-    facts = draft_facts(draft, TargetFacts(), num_draft_tokens=4)
-    for name in method_of(draft.config).formats.values():
-        layout = FORMATS[name]
-        expected = expected_tensors(layout, facts, features)
-        shapes = {name: tuple(tensor.shape) for name, tensor in draft.tensors.items()}
-        assert {tensor.ours: tensor.shape for tensor in expected} == shapes
-        assert len({tensor.theirs for tensor in expected}) == len(expected)
+    for layout in method_of(draft.config).formats.values():
+        files = file_tensors(layout, draft)
+        own = DraftView({}, files).state
+        assert own.keys() == draft.tensors.keys() - layout.ignored
+        assert all(torch.equal(own[name], draft.tensors[name]) for name in own)
 
 
-def test_tensor_names_in_the_files():
-    draft = plain(
-        num_hidden_layers=2,
-        fc_norm=True,
-        draft_vocab_size=10,
-        parallel_drafting=True,
-        mask_token_id=3,
-    )
-    features = draft_features(draft, TargetFacts(), trained_embeddings=False)
-    facts = draft_facts(draft, TargetFacts(), num_draft_tokens=4)
-
-    def names(format_name):
-        expected = expected_tensors(FORMATS[format_name], facts, features)
-        return {tensor.ours: (tensor.theirs, tensor.need) for tensor in expected}
-
-    for name in ("plain-vllm", "speculators-eagle3", "speculators-peagle"):  # fledge's names
-        assert all(theirs == ours for ours, (theirs, _) in names(name).items())
-    sglang = names("plain-sglang")
-    assert sglang["layers.0.hidden_norm.weight"][0] == "midlayer.hidden_norm.weight"
-    assert sglang["layers.0.self_attn.q_proj.weight"][0] == "midlayer.self_attn.q_proj.weight"
-    assert sglang["layers.1.input_layernorm.weight"][0] == "layers.1.hidden_norm.weight"
-    assert sglang["layers.1.mlp.up_proj.weight"][0] == "layers.1.mlp.up_proj.weight"
-    assert sglang["embed_tokens.weight"][1] == "ignored"
-    assert sglang["mask_hidden"][1] == "forbidden"
+def test_tensor_names_in_the_files_of_sglang():
+    draft = plain(num_hidden_layers=2, fc_norm=True, draft_vocab_size=10)
+    names = {PLAIN_SGLANG.tensor_name(name) for name in draft.tensors}
+    assert {"midlayer.hidden_norm.weight", "midlayer.self_attn.q_proj.weight"} <= names
+    assert {"layers.1.hidden_norm.weight", "layers.1.mlp.up_proj.weight"} <= names
+    assert "embed_tokens.weight" not in file_tensors(PLAIN_SGLANG, draft)
 
 
 REFUSED = [
@@ -117,7 +100,7 @@ ACCEPTED = [
 def check(engine, version, options, *, trained_embeddings=False):
     draft = plain(**options)
     features = draft_features(draft, TargetFacts(layers=8), trained_embeddings=trained_embeddings)
-    layout = FORMATS[method_of(draft.config).formats[engine]]
+    layout = method_of(draft.config).formats[engine]
     check_representable(ENGINES[engine], layout, version, features)
     return features
 
@@ -171,7 +154,7 @@ def test_the_original_context_length_is_written_out(kind):
     rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0}
     config = SimpleNamespace(**draft.config.to_dict() | {"rope_parameters": rope})
     facts = draft_facts(PlainDraft(config, draft.tensors), TargetFacts(), num_draft_tokens=1)
-    assert facts["rope_scaling"] == rope | {"original_max_position_embeddings": 64}
+    assert facts["rope_parameters"] == rope | {"original_max_position_embeddings": 64}
 
 
 def test_versions():

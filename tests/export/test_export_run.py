@@ -15,13 +15,13 @@ from fledge.cli.main import run as main
 from fledge.core.errors import BadInput
 from fledge.decode.rounds import Round
 from fledge.decode.speculative import Generation, SpeculativeDecoder
-from fledge.export import export as export_module
-from fledge.export.export import read_export_record
-from fledge.export.self_check import CheckOptions, DecodingCheck, SelfCheck
+from fledge.formats import export as export_module
+from fledge.formats.export import read_export_record
+from fledge.formats.self_check import CheckOptions, DecodingCheck, SelfCheck
 from fledge.measure.figures import Sample
 from fledge.recipe.schema import load_recipe
-from fledge.train.fit import fit
-from fledge.train.setup import set_up
+from fledge.training.fit import fit
+from fledge.training.setup import set_up
 from train.tiny import Notes, make_chats, recipe_for
 
 # The chats were not written by the target, so acceptance on its own answers has no bound here.
@@ -102,10 +102,10 @@ def test_an_export_contains_no_local_paths(run, tiny_target, tmp_path, monkeypat
 
 def test_answers_are_generated_once_for_all_engines(run, tmp_path, monkeypatch):
     monkeypatch.setenv("FLEDGE_CACHE", str(tmp_path / "cache"))
-    generate, plain_decoders = SpeculativeDecoder.generate, []
+    generate, plain_decoders, drafting = SpeculativeDecoder.generate, [], []
 
     def watched(self, *arguments, **options):
-        plain_decoders.extend([] if self.strategy else [self])  # the target without a draft
+        (drafting if self.strategy else plain_decoders).append(self)  # with a draft, or without
         return generate(self, *arguments, **options)
 
     monkeypatch.setattr(SpeculativeDecoder, "generate", watched)
@@ -113,6 +113,7 @@ def test_answers_are_generated_once_for_all_engines(run, tmp_path, monkeypatch):
     second = read_export_record(export_draft(run, tmp_path / "b", engine="sglang", check=CHECK))
     assert second["self_check"]["decoded"] == first["self_check"]["decoded"]
     assert len(plain_decoders) == 1
+    assert len(drafting) == 2  # the checkpoint is equal to the files, so only they decode
 
 
 def test_a_peagle_run(tiny_target, place, tmp_path):
@@ -190,12 +191,11 @@ def test_changed_data_is_detected_and_not_compared(run, tmp_path):
 
 @pytest.mark.parametrize(("reached", "fine"), [(1.29, False), (1.31, True), (2.0, True)])
 def test_decoding_that_falls_short_of_the_estimate(reached, fine):
-    from fledge.export.self_check import Decoded
+    from fledge.formats.self_check import Decoded
 
     decoded = Decoded("", 1, 1, reached, reached, [], reached, True)
     check = SelfCheck(estimate=1.8, decoded=decoded)  # half of 0.8, less a tenth: 1.3
-    guard = DecodingCheck.__new__(DecodingCheck)
-    guard._options = CheckOptions()
+    guard = DecodingCheck(None, None, CheckOptions(), 3, None)
     if fine:
         guard._check_gain(check)
     else:
@@ -215,6 +215,7 @@ def test_files_that_decode_differently_from_the_checkpoint(run, tmp_path, monkey
         return generations
 
     monkeypatch.setattr(DecodingCheck, "_decode_live", live)
+    monkeypatch.setattr("fledge.formats.self_check._same_network", lambda files, checkpoint: False)
     with pytest.raises(BadInput, match="other tokens or rounds than the checkpoint"):
         export_draft(run, tmp_path / "out", engine="vllm", check=CHECK)
     assert len(calls) == 2

@@ -18,14 +18,16 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 import fledge
+from export.block_cases import KINDS as BLOCK_KINDS
+from export.block_cases import make_block
 from export.export_cases import KINDS, make_draft
 from fledge import export_draft
 from fledge.bench.server import Answer, Load, measure_server, parse_counters, percentiles
 from fledge.cli.doctor import Accelerator, optional_parts
 from fledge.cli.main import app
 from fledge.core.errors import BadInput
-from fledge.export.commands import serve_command
-from fledge.export.export import read_export_record
+from fledge.formats.engines import serve_command
+from fledge.formats.export import read_export_record
 
 # --- serve --------------------------------------------------------------------------------------
 
@@ -208,6 +210,68 @@ def test_run_starts_the_installed_vllm(installed_engine, exports, monkeypatch):
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)[1:] == printed[1 if name == "vllm" else 3 :]
     assert "ask it greedily" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("kind", "version", "accelerator", "refused"),
+    [
+        ("dspark", "0.32.0", None, True),
+        ("dspark", "0.32.0", torch.device("cuda"), False),
+        ("dspark", "0.99.0", None, False),
+        ("dflash", "0.32.0", None, False),
+    ],
+)
+def test_dspark_is_not_started_on_the_cpu_of_this_machine(
+    installed_engine, tiny_target, tmp_path, monkeypatch, kind, version, accelerator, refused
+):
+    """vLLM would read the target for minutes, then refuse the method."""
+    root, _ = installed_engine
+    [metadata] = root.glob("*.dist-info/METADATA")
+    metadata.write_text(metadata.read_text().replace("0.32.0", version))
+    monkeypatch.syspath_prepend(root)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: accelerator)
+    monkeypatch.setenv("PATH", str(root / "vllm_program"), prepend=os.pathsep)
+    started = []
+    monkeypatch.setattr(os, "execv", lambda *command: started.append(command))
+    draft, out = make_block(tmp_path / "draft", **BLOCK_KINDS[kind]), tmp_path / "export"
+    names = ["--out", out, "--target-name", "org/model", "--target", tiny_target]
+    names = [*map(str, names), "--without-target"]
+    exported = CliRunner().invoke(app, ["export", str(draft), "--engine", "vllm", *names])
+    assert exported.exit_code == 0, exported.output
+    printed = serve(out)
+    line = "vLLM 0.32 serves DSpark only on a GPU, and there is none here"
+    for said in (" ".join(exported.stdout.split()), printed.stderr):
+        assert (line in said) == refused
+    run = serve(out, "--run")
+    assert ("--speculative-config" in run.stdout) == refused
+    assert isinstance(run.exception, BadInput) == refused
+    assert len(started) == (not refused)
+
+
+@pytest.mark.parametrize(
+    ("layers", "version", "accelerator", "warned"),
+    [
+        (5, "0.32.0", None, True),
+        (1, "0.32.0", None, False),
+        (5, "0.99.0", None, False),
+        (5, "0.32.0", torch.device("cuda"), False),
+    ],
+)
+def test_rounds_that_vllm_on_a_cpu_changes_are_announced(
+    installed_engine, tmp_path, monkeypatch, layers, version, accelerator, warned
+):
+    """tests/engines/vllm/test_vllm_blocks.py shows it in a real engine."""
+    root, _ = installed_engine
+    [metadata] = root.glob("*.dist-info/METADATA")
+    metadata.write_text(metadata.read_text().replace("0.32.0", version))
+    monkeypatch.syspath_prepend(root)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: accelerator)
+    draft = make_block(tmp_path / "draft", **BLOCK_KINDS["dflash"], num_hidden_layers=layers)
+    out = tmp_path / "export"
+    export_draft(draft, out, engine="vllm", target="org/model", without_target=True)
+    result = serve(out)
+    assert result.exit_code == 0, result.output
+    assert ("rounds are not those of `fledge eval`" in " ".join(result.stderr.split())) is warned
 
 
 def test_doctor_finds_the_installed_vllm(installed_engine, monkeypatch):

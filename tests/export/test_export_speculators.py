@@ -8,8 +8,8 @@ from torch.nn import functional as F
 
 from export.export_cases import KINDS, make_draft, rewrite, tensors_of
 from fledge import export_draft
-from fledge.draft.eagle3 import LlamaEagle3DraftModel
-from fledge.export.self_check import CheckOptions
+from fledge.formats.self_check import CheckOptions
+from fledge.methods.eagle3.draft import LlamaEagle3DraftModel
 from fledge.rollout.plan import plan_rollout
 from fledge.rollout.slots import RowMasks
 

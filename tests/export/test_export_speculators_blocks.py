@@ -9,8 +9,8 @@ from torch.nn import functional as F
 from export.block_cases import KINDS, make_block, whole_block
 from export.export_cases import rewrite
 from fledge import export_draft
-from fledge.export.self_check import CheckOptions
-from fledge.rollout.block_plan import lay_out_blocks
+from fledge.formats.self_check import CheckOptions
+from fledge.methods.block.plan import lay_out_blocks
 from fledge.rollout.slots import RowMasks, flatten_slots
 
 pytestmark = pytest.mark.engine
@@ -105,7 +105,7 @@ def our_blocks(draft, inputs):
     aux_TD, ids_T = inputs
     ones = torch.ones(1, T, dtype=torch.long)
     slots = flatten_slots(RowMasks(ones, ones))
-    place = (SLOTS, draft.first_place)
+    place = (SLOTS, draft.spec.first_place)
     plan = lay_out_blocks(
         slots, slots.target, slots.target, draft.drafts, place, device=torch.device("cpu")
     )

@@ -8,9 +8,9 @@ import torch
 from export.export_cases import KINDS, config_of, make_draft, rewrite
 from fledge import Eagle3TrainerModule, LlamaEagle3DraftModel, PEagleTrainerModule, export_draft
 from fledge.core.errors import BadInput
-from fledge.diagnosis.import_draft import import_draft
-from fledge.export.export import read_export_record
-from fledge.export.self_check import CheckOptions
+from fledge.formats.export import read_export_record
+from fledge.formats.import_draft import import_draft
+from fledge.formats.self_check import CheckOptions
 
 TRAINED = {
     "eagle3": {"ttt_steps": 4},

@@ -10,10 +10,10 @@ from safetensors.torch import load_file, save_file
 from fledge.core.errors import BadInput
 from fledge.data.tokenise import checksum
 from fledge.recipe.schema import load_recipe
-from fledge.train.checkpoint import newest_checkpoint, read_checkpoint
-from fledge.train.runs import checkpoint_state
-from fledge.train.session import resume
-from fledge.train.setup import set_up
+from fledge.training.checkpoint import newest_checkpoint, read_checkpoint
+from fledge.training.runs import checkpoint_state
+from fledge.training.session import resume
+from fledge.training.setup import set_up
 from fuzz.mutate import json_bytes, mutated_header
 from fuzz.survive import Case
 from fuzz.test_fuzz_caches import BEFORE

@@ -8,8 +8,8 @@ import torch
 
 from engines.block_case import DSPARK
 from engines.cases import engine_target, make_draft
-from fledge.diagnosis.foreign import read_files
-from fledge.export.export import export_draft
+from fledge.formats.export import export_draft
+from fledge.formats.foreign import read_files
 from fledge.methods.registry import load_draft
 from fuzz.mutate import json_bytes, mutated_header
 from fuzz.survive import Case

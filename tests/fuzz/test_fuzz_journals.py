@@ -9,7 +9,7 @@ import pytest
 from fledge.core.errors import BadInput
 from fledge.data.prepare import prepare_rows
 from fledge.data.regenerate import EndedTask, Sampling, regenerate
-from fledge.data.regenerate_dialogue import Reply
+from fledge.data.regenerate_task import Reply
 from fledge.data.store import TokenRows, part_path, read_record
 from fuzz.mutate import json_bytes, mutated_bytes
 from fuzz.survive import Case

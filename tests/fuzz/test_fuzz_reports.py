@@ -12,8 +12,7 @@ from fledge.core.errors import BadInput
 from fledge.core.files import write_json
 from fledge.core.machine import MACHINE_NAME, describe_machine
 from fledge.recipe.yaml_text import parse_yaml
-from fledge.report.gather import gather
-from fledge.report.page import render
+from fledge.report.page import gather, render
 from fuzz.mutate import hostile_yaml, json_bytes
 from fuzz.survive import Case
 from fuzz.test_fuzz_caches import BEFORE

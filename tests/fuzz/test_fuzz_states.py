@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from fledge.target.vllm.states import take_states
+from fledge.target.vllm.engine import take_states
 from fuzz.mutate import mutated_bytes, mutated_header
 from fuzz.survive import Case
 

@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 import torch
 
-from fledge.kernels.attention.block import (
+from fledge.methods.block.attention import (
     Sight,
     block_attention,
     block_visible,
     reference_blocks,
 )
+from fledge.methods.block.plan import BlockRows
 from fledge.rollout import plan
-from fledge.rollout.block_plan import BlockRows
 
 KEYS = 91
 SIGHTS = [Sight(), Sight(causal=True), Sight(True, 6), Sight(True, 2), Sight(False, 3)]

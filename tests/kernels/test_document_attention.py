@@ -4,8 +4,7 @@ import pytest
 import torch
 
 import interpreted_triton
-from fledge.kernels.attention.documents import attend_documents
-from fledge.kernels.attention.reference import reference_attention
+from fledge.kernels.attention import attend_documents, reference_attention
 from fledge.rollout.plan import QueryRows
 
 DEVICE = interpreted_triton.DEVICE

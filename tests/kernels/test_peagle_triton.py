@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import interpreted_triton  # before the kernels
-from fledge.kernels.attention import parallel
-from fledge.kernels.attention.parallel import parallel_attention
-from fledge.rollout.parallel_plan import plan_parallel
+from fledge.methods.peagle import draft as parallel
+from fledge.methods.peagle.draft import parallel_attention
+from fledge.methods.peagle.plan import plan_parallel
 from fledge.rollout.slots import RowMasks
 
 pytestmark = pytest.mark.slow

@@ -8,8 +8,8 @@ from torch import nn
 
 import interpreted_triton  # before the kernels
 from fledge.kernels.adamw import _factors, adamw
-from fledge.train import optimizer as optimizer_module
-from fledge.train.optimizer import make_optimizer
+from fledge.training import optimizer as optimizer_module
+from fledge.training.optimizer import make_optimizer
 
 DEVICE = interpreted_triton.DEVICE
 # steps as large as the weights and eps as large as some gradients, so that each has an effect

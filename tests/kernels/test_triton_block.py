@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import interpreted_triton  # before the kernels
-from fledge.kernels.attention.block import Sight, reference_blocks
-from fledge.kernels.attention.triton_block import fused_blocks
-from fledge.rollout.block_plan import BlockRows
+from fledge.methods.block.attention import Sight, reference_blocks
+from fledge.methods.block.plan import BlockRows
+from fledge.methods.block.triton_attention import fused_blocks
 from kernels.test_block_attention import KEYS, SIGHTS, make_inputs, make_rows, results
 
 DEVICE = interpreted_triton.DEVICE

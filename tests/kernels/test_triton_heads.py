@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import interpreted_triton  # before the kernels
-from fledge.draft import heads as heads_module
-from fledge.draft.heads import split_heads
+from fledge.methods.shared import rotary as heads_module
+from fledge.methods.shared.rotary import split_heads
 
 DEVICE = interpreted_triton.DEVICE
 

@@ -10,10 +10,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import interpreted_triton  # before the kernels
-from fledge.kernels.attention import blocked
-from fledge.kernels.attention.reference import reference_attention, rollout_attention
-from fledge.kernels.attention.tiles import GRANULE, TILES_FP32, Tile
-from fledge.kernels.attention.triton import Chain, Job, fused_attention
+from fledge.kernels import attention as blocked
+from fledge.kernels.attention import reference_attention, rollout_attention
+from fledge.kernels.attention_triton import Chain, Job, fused_attention
+from fledge.kernels.gate import GRANULE, TILES_FP32, Tile
 from fledge.rollout.plan import QueryRows, plan_rollout
 from fledge.rollout.slots import RowMasks
 
@@ -224,8 +224,13 @@ def test_heads_too_far_apart_for_32_bit_offsets_are_copied():
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 def test_kernels_are_compiled_once_for_all_sizes():
-    from fledge.kernels.attention.triton_keys import chain_grad, key_grad, row_bounds
-    from fledge.kernels.attention.triton_queries import attend, query_grad
+    from fledge.kernels.attention_kernels import (
+        attend,
+        chain_grad,
+        key_grad,
+        query_grad,
+        row_bounds,
+    )
 
     def compiled():
         kernels = (attend, query_grad, row_bounds, key_grad, chain_grad)

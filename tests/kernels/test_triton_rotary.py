@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import interpreted_triton  # before the kernels
-from fledge.draft import rotary as rotary_module
-from fledge.draft.rotary import rotate
-from fledge.kernels.rotary import fused_rotate
+from fledge.kernels.elementwise import fused_rotate
+from fledge.methods.shared import rotary as rotary_module
+from fledge.methods.shared.rotary import rotate
 
 DEVICE = interpreted_triton.DEVICE
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import interpreted_triton  # before the kernels
-from fledge.draft import mlp as mlp_module
-from fledge.draft.mlp import gated_mlp
+from fledge.methods.shared import mlp as mlp_module
+from fledge.methods.shared.mlp import gated_mlp
 
 DEVICE = interpreted_triton.DEVICE
 

@@ -8,7 +8,8 @@ from decode.test_block_decode import SPARK, make_block
 from decode.tiny_decode import AUX, STOPS, make_target, random_prompts
 from fledge.core.errors import BadInput
 from fledge.decode.speculative import SpeculativeDecoder
-from fledge.measure.calibration import (
+from fledge.measure.replay import Text, as_pack, ask, target_picks
+from fledge.methods.block.calibration import (
     Sureness,
     calibrate,
     calibration_error,
@@ -17,8 +18,6 @@ from fledge.measure.calibration import (
     reliability,
     sureness,
 )
-from fledge.measure.packed import target_picks
-from fledge.measure.replay import Text, as_pack, ask
 from fledge.target.hf.model import HFEagle3TargetModel
 
 

@@ -5,8 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fledge.decode.rounds import Round, walk_rounds
-from fledge.measure.causes import CAUSES, failures, kinds_of
-from fledge.measure.figures import Sample, acceptance, vocabulary_misses
+from fledge.measure.figures import CAUSES, Sample, acceptance, failures, kinds_of, vocabulary_misses
 
 KINDS = ["", "code", "scripts", "digits", "punctuation"]
 

@@ -4,10 +4,17 @@ import pytest
 import torch
 
 from decode.tiny_decode import AUX, make_draft, make_target
-from fledge.decode.strategies.registry import rollouts_of
-from fledge.measure.packed import accepted_lengths, drafted_tokens, target_picks
-from fledge.measure.replay import Text, as_pack, ask, replay
-from fledge.target.finite import NotFinite
+from fledge.decode.strategy import rollouts_of
+from fledge.measure.replay import (
+    Text,
+    accepted_lengths,
+    as_pack,
+    ask,
+    drafted_tokens,
+    replay,
+    target_picks,
+)
+from fledge.target.finite_check import NotFinite
 from fledge.target.hf.model import HFEagle3TargetModel
 
 TEXT = Text([1, 2, 3], [0, 0, 0, 0, 0, 0])  # token 0 is what argmax over NaN returns

@@ -11,12 +11,16 @@ from fledge.core.rows import TokenRow
 from fledge.data.pack import collate, pack_rows
 from fledge.decode.speculative import SpeculativeDecoder
 from fledge.decode.stops import Stops
-from fledge.decode.strategies.parallel import run_lengths
-from fledge.decode.strategies.registry import rollouts_of
-from fledge.decode.strategies.rollouts import drafting_slots
+from fledge.decode.strategy import drafting_slots, rollouts_of
 from fledge.measure.figures import Acceptance, count_rounds
-from fledge.measure.packed import accepted_lengths, answers_of, drafted_tokens, target_picks
-from fledge.measure.replay import replay_held_out
+from fledge.measure.replay import (
+    accepted_lengths,
+    answers_of,
+    drafted_tokens,
+    replay_held_out,
+    target_picks,
+)
+from fledge.methods.peagle.decoding import run_lengths
 from fledge.target.hf.model import HFEagle3TargetModel
 
 

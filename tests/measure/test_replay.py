@@ -6,12 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig
 
-from decode.tiny_decode import AUX, STOPS, make_draft
+from decode.tiny_decode import AUX, check_replay, make_draft
 from fledge.decode.rounds import Round, walk_rounds
 from fledge.decode.speculative import SpeculativeDecoder
 from fledge.decode.stops import Stops, eos_token_ids
-from fledge.draft.eagle3 import LlamaEagle3DraftModel
 from fledge.measure.replay import Text, packs_of, replay
+from fledge.methods.eagle3.draft import LlamaEagle3DraftModel
 from fledge.target.hf.model import HFEagle3TargetModel
 
 
@@ -24,30 +24,20 @@ def backend(target):
     "layers", [{"qk_norm": True}, {"attention_bias": True, "mlp_bias": True}], ids=str
 )
 def test_rounds_of_drafts_with_norms_or_biases(target, backend, asked, layers):
-    draft = {"unusual": make_draft(target, layers=2, width=32, fit=20, **layers)}
-    check_rounds(target, backend, draft, asked, "unusual", depth=3)
+    draft = make_draft(target, layers=2, width=32, fit=20, **layers)
+    check_rounds(target, backend, draft, asked, depth=3)
 
 
 @pytest.mark.parametrize("depth", [1, 2, 5])
 @pytest.mark.parametrize("kind", ["random", "trained", "deep", "parallel"])
 def test_replay_matches_live_rounds(target, backend, drafts, asked, kind, depth):
-    check_rounds(target, backend, drafts, asked, kind, depth)
+    check_rounds(target, backend, drafts[kind], asked, depth, random=kind == "random")
 
 
-def check_rounds(target, backend, drafts, asked, kind, depth):
-    live = SpeculativeDecoder(target, drafts[kind], aux_layer_ids=AUX, num_draft_tokens=depth)
-    generations = live.generate(asked[:40], STOPS)
-    replayed = replay(
-        backend,
-        drafts[kind],
-        [Text(generation.prompt_ids, generation.token_ids) for generation in generations],
-        num_draft_tokens=depth,
-        batch_tokens=90,
-    )
-    assert [text.rounds for text in replayed] == [text.rounds for text in generations]
-    assert sum(text.other_picks for text in replayed) == 0
-    if kind != "random":
-        assert max(r.accepted for text in replayed for r in text.rounds) >= min(depth, 3)
+def check_rounds(target, backend, draft, asked, depth, *, random=False):
+    live = SpeculativeDecoder(target, draft, aux_layer_ids=AUX, num_draft_tokens=depth)
+    replayed = check_replay(backend, live, asked[:40])
+    assert random or max(r.accepted for text in replayed for r in text.rounds) >= min(depth, 3)
 
 
 @pytest.mark.parametrize("kind", ["trained", "parallel"])

@@ -7,7 +7,7 @@ import pytest
 from decode.tiny_decode import make_draft
 from fledge.cli.console import err, out
 from fledge.cli.eval import _remarks, _speeds
-from fledge.decode.clock import RoundTime
+from fledge.decode.recorded import RoundTime
 from fledge.decode.speculative import Generation, SpeculativeDecoder, Timing
 from fledge.measure.answers import AnsweredTurn
 from fledge.measure.evaluation import DraftEvaluation, EvalOptions
@@ -135,8 +135,8 @@ def test_plain_and_speculative_decoding_alternate_in_going_first(target, asked, 
         AnsweredTurn(str(i), "", "", 0, list(prompt), [1, 2, 3], "length")
         for i, prompt in enumerate(asked[:4])
     ]
-    options = EvalOptions(num_draft_tokens=2, live=4, max_new_tokens=6)
-    report = DraftEvaluation(backend, turns, options).evaluate("x", make_draft(target))
+    options = EvalOptions(live=4, max_new_tokens=6)
+    report = DraftEvaluation(backend, make_draft(target), turns, options, 2).evaluate("x")
     pairs = [order[i : i + 2] for i in range(2, len(order), 2)]  # the first two are not timed
     assert pairs == [["plain", "live"], ["live", "plain"]] * 2
     assert report.speed.texts == 4

@@ -19,8 +19,7 @@ from fledge.core.errors import BadInput
 from fledge.data.prepare import tokenizer_files_fingerprint
 from fledge.models import convert_gguf
 from fledge.models.convert_gguf import convert
-from fledge.models.gguf_header import check_header
-from fledge.models.progress import Percentages
+from fledge.models.gguf import check_header
 from fledge.models.resolve import (
     load_config,
     load_model,
@@ -28,7 +27,7 @@ from fledge.models.resolve import (
     local_model,
     tokenizer_directory,
 )
-from fledge.models.stored import models_root
+from fledge.models.stored import Percentages, models_root
 
 
 @pytest.fixture(autouse=True)

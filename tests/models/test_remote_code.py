@@ -8,9 +8,9 @@ import pytest
 
 from fledge.cli.main import run
 from fledge.cli.serve_target import _open
-from fledge.compat.precompute_eagle3 import main
 from fledge.core.errors import UntrustedCode
 from fledge.data.prepare import prepare_rows
+from fledge.precompute_eagle3 import main
 from fledge.target.hf.model import HFEagle3TargetModel
 from fledge.target.remote.server.queue import Limits
 

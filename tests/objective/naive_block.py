@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional as F
 from transformers import LlamaConfig
 
-from fledge.draft.block import BlockDraftModel
+from fledge.methods.block.draft import BlockDraftModel
 from objective.naive_eagle3 import Document, E, V, _norm, _rope
 
 MASK_ID, NUM_AUX = 30, 2

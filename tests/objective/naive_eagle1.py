@@ -10,9 +10,9 @@ from torch.nn import functional as F
 from transformers import LlamaConfig
 
 from fledge.core.head import TargetHead
-from fledge.draft.eagle1 import LlamaEagle1DraftModel
-from fledge.objective.eagle1 import Eagle1TrainerModule
-from fledge.rollout.cod import Documents, slot_words
+from fledge.methods.eagle1.draft import LlamaEagle1DraftModel
+from fledge.methods.eagle1.objective import Eagle1TrainerModule
+from fledge.rollout.slots import Documents, slot_words
 from objective.naive_eagle3 import _norm, _rope, make_documents
 
 V, D = 31, 10  # the sizes of the documents of `naive_eagle3`

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from transformers import LlamaConfig
 
 from fledge.core.head import TargetHead, target_distribution
-from fledge.draft.eagle3 import LlamaEagle3DraftModel
+from fledge.methods.eagle3.draft import LlamaEagle3DraftModel
 from fledge.rollout.slots import RowMasks
 
 V, W, D, E = 31, 17, 10, 12

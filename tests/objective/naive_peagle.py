@@ -11,9 +11,9 @@ import torch
 from torch.nn import functional as F
 
 from fledge.core.head import target_distribution
-from fledge.objective.losses.base import reference_loss
-from fledge.objective.losses.kl import KLDivergence
-from fledge.rollout.cod import Documents, sample_depths
+from fledge.methods.losses.base import reference_loss
+from fledge.methods.losses.kl import KLDivergence
+from fledge.rollout.slots import Documents, sample_depths
 from objective.naive_eagle3 import _head_norm, _norm, _rope, _times, make_draft
 
 MASK_ID = 30

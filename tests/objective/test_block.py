@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 
 from fledge.core.distributed import World, join_world, leave_world
 from fledge.core.head import TargetHead
-from fledge.objective.dflash import DFlashTrainerModule
-from fledge.objective.dspark import DSparkTrainerModule
-from fledge.objective.losses.lk_lambda import LkLambda
-from fledge.objective.losses.registry import LOSSES
-from fledge.rollout.block_plan import ANCHOR_TOKENS
+from fledge.methods.block.objective import DFlashTrainerModule, DSparkTrainerModule
+from fledge.methods.block.plan import ANCHOR_TOKENS
+from fledge.methods.losses.lk_lambda import LkLambda
+from fledge.methods.losses.registry import LOSSES
 from fledge.rollout.slots import RowMasks
 from objective.naive_block import (
     Table,

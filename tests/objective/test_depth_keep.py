@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from fledge import Eagle3TrainerModule
 from fledge.rollout import plan as plans
-from fledge.rollout.cod import Documents, surviving_depths
-from fledge.rollout.slots import RowMasks
+from fledge.rollout.slots import Documents, RowMasks, surviving_depths
 from objective.naive_eagle3 import (
     make_documents,
     make_draft,

@@ -6,10 +6,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fledge.rollout.cod import Documents, slot_words
-from fledge.rollout.noise import uniform_noise
+from fledge.methods.eagle1.objective import Eagle1TrainerModule
+from fledge.methods.shared.unroll import uniform_noise
+from fledge.rollout.slots import Documents, slot_words
 from objective.naive_eagle1 import (
     SEED,
+    D,
+    V,
     documents_of,
     make_draft,
     make_module,
@@ -122,3 +125,18 @@ def test_logits_cannot_supervise_a_regression():
     module = make_module(make_draft())
     with pytest.raises(ValueError, match="hidden supervision"):
         module(**batch, target_logits=hidden @ module.draft_model.lm_head.weight.T)
+
+
+def test_a_head_that_is_not_the_targets_is_refused():
+    """Also after loading; a head that was rounded or tuned since passes."""
+    draft, vocabulary = make_draft(), {"selected_token_ids": torch.arange(V)}
+    vocabulary["selected_token_mask"] = torch.ones(V, dtype=torch.bool)
+    head = torch.nn.Linear(D, V, bias=False)
+    with pytest.raises(ValueError, match="copy_head_from_target"):
+        Eagle1TrainerModule(draft, **vocabulary, target_head=head)
+    draft.copy_head_from_target(head)
+    Eagle1TrainerModule(draft, **vocabulary, target_head=head)
+    for precision in (torch.bfloat16, torch.float16, torch.float32):
+        loaded = make_draft().to(precision)
+        loaded.load_state_dict(draft.state_dict())
+        Eagle1TrainerModule(loaded, **vocabulary, target_head=head)

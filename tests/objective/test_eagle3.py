@@ -8,13 +8,13 @@ from torch import nn
 from torch.nn import functional as F
 
 from fledge import Eagle3TrainerModule, TargetHead, simulated_accept_length
-from fledge.objective.losses.base import reference_loss
-from fledge.objective.losses.cross_entropy import CrossEntropy
-from fledge.objective.losses.hard import HardCrossEntropy
-from fledge.objective.losses.kl import KLDivergence
-from fledge.objective.losses.lk_alpha import LkAlpha
-from fledge.objective.losses.lk_lambda import LkLambda
-from fledge.objective.losses.total_variation import TotalVariation
+from fledge.methods.losses.base import reference_loss
+from fledge.methods.losses.cross_entropy import CrossEntropy
+from fledge.methods.losses.hard import HardCrossEntropy
+from fledge.methods.losses.kl import KLDivergence
+from fledge.methods.losses.lk_alpha import LkAlpha
+from fledge.methods.losses.lk_lambda import LkLambda
+from fledge.methods.losses.total_variation import TotalVariation
 from fledge.rollout.slots import RowMasks
 from objective.naive_eagle3 import (
     D,

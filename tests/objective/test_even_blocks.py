@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from fledge.objective.dspark import DSparkTrainerModule
-from fledge.objective.losses.lk_lambda import LkLambda
-from fledge.rollout import even_blocks
-from fledge.rollout.block_plan import plan_blocks
+from fledge.methods.block import plan as even_blocks
+from fledge.methods.block.objective import DSparkTrainerModule
+from fledge.methods.block.plan import plan_blocks
+from fledge.methods.losses.lk_lambda import LkLambda
 from objective.naive_block import (
     Table,
     make_block_documents,

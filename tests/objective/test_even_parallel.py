@@ -11,11 +11,11 @@ from test_peagle import LENGTHS, LOSSES, SEED, VARIANTS, assert_same, make_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fledge.core.rows import PACKING_FIELDS
-from fledge.draft import parallel as draft_parallel
-from fledge.kernels.attention.parallel import parallel_attention
-from fledge.rollout import even_parallel
+from fledge.methods.peagle import draft as draft_parallel
+from fledge.methods.peagle import plan as even_parallel
+from fledge.methods.peagle.draft import parallel_attention
+from fledge.methods.peagle.plan import plan_parallel
 from fledge.rollout.context import ContextRanks
-from fledge.rollout.parallel_plan import plan_parallel
 from fledge.rollout.slots import RowMasks
 from objective.naive_eagle3 import (
     make_documents,

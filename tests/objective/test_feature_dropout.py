@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fledge import Eagle3TrainerModule
-from fledge.rollout.noise import dropped
+from fledge.methods.shared.unroll import dropped
 from objective.naive_eagle3 import (
     make_documents,
     make_draft,

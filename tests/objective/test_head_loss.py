@@ -7,15 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fledge.core.head import TargetHead, target_distribution_from_hidden
-from fledge.objective.head_loss import HeadTask, head_loss
-from fledge.objective.losses.acceptance import acceptance
-from fledge.objective.losses.base import Loss, reference_loss
-from fledge.objective.losses.cross_entropy import CrossEntropy
-from fledge.objective.losses.kl import KLDivergence
-from fledge.objective.losses.lk_alpha import LkAlpha
-from fledge.objective.losses.lk_lambda import LkLambda
-from fledge.objective.losses.registry import LOSSES
-from fledge.objective.supervision import (
+from fledge.methods.losses.base import Loss, acceptance, reference_loss
+from fledge.methods.losses.cross_entropy import CrossEntropy
+from fledge.methods.losses.kl import KLDivergence
+from fledge.methods.losses.lk_alpha import LkAlpha
+from fledge.methods.losses.lk_lambda import LkLambda
+from fledge.methods.losses.registry import LOSSES
+from fledge.methods.shared.head_loss import HeadTask, head_loss
+from fledge.methods.shared.supervision import (
     HiddenSupervision,
     ProbsSupervision,
     VocabularyTensors,

@@ -11,7 +11,7 @@ from fledge import (
     PEagleTrainerModule,
     simulated_accept_length,
 )
-from fledge.objective.losses import registry
+from fledge.methods.losses import registry
 from fledge.rollout.slots import RowMasks
 from objective.naive_eagle3 import (
     V,

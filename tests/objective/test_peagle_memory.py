@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 
 from fledge import LlamaEagle3DraftModel, PEagleTrainerModule
 from fledge.core.head import TargetHead
-from fledge.objective import supervision
+from fledge.methods.shared import supervision
 
 T, V, W, D, DEPTHS = 1100, 500, 300, 8, 4
 CHUNK = 40

@@ -11,8 +11,8 @@ import torch
 from fledge import Eagle3TargetBatch, Eagle3TrainerModule, PEagleTrainerModule
 from fledge.core.distributed import World, join_world, leave_world
 from fledge.data.pack import Piece, TokenBatch, collate
-from fledge.objective.losses.lk_lambda import LkLambda
-from fledge.objective.losses.registry import LOSSES
+from fledge.methods.losses.lk_lambda import LkLambda
+from fledge.methods.losses.registry import LOSSES
 from objective.naive_eagle3 import D, V, make_documents, make_draft, make_head, shift, vocabulary
 from objective.naive_peagle import MASK_ID, make_parallel_draft
 

@@ -7,7 +7,7 @@ from transformers import LlamaConfig
 
 from fledge import Eagle3TrainerModule, LlamaEagle3DraftModel
 from fledge.core.head import TargetHead
-from fledge.objective import supervision
+from fledge.methods.shared import supervision
 
 T, V, W, D, STEPS = 1100, 500, 300, 8, 3
 CHUNK = 40

@@ -9,14 +9,13 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig
 
-from fledge.bench.live_bytes import LiveBytes
-from fledge.bench.saved import watch_saved
+from fledge.bench.cost import LiveBytes, watch_saved
 from fledge.core.head import TargetHead
 from fledge.core.rows import TokenRow, shift_left
 from fledge.data.pack import Piece, collate
-from fledge.kernels.attention.parallel import parallel_visible
-from fledge.kernels.attention.reference import prefix_visible
+from fledge.kernels.attention import prefix_visible
 from fledge.methods.base import TrainerInputs
+from fledge.methods.peagle.draft import parallel_visible
 from fledge.methods.registry import METHODS
 
 V, W, D = 321, 205, 64

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from fledge.core.errors import BadInput
-from fledge.recipe.aliases import ALIASES
+from fledge.recipe.names import ALIASES
 from fledge.recipe.schema import load_recipe, recipe_shapes
 
 

@@ -14,8 +14,8 @@ from pydantic.fields import FieldInfo
 
 from fledge.core.errors import BadInput
 from fledge.core.settings import Section
+from fledge.methods.losses.registry import LOSSES
 from fledge.methods.registry import METHODS
-from fledge.objective.losses.registry import LOSSES
 from fledge.recipe.schema import Recipe, load_recipe, recipe_shapes
 
 SHAPES = recipe_shapes()

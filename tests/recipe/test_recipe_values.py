@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 
 from fledge.core.errors import BadInput
-from fledge.objective.losses.base import Loss
-from fledge.objective.losses.cross_entropy import CrossEntropy
-from fledge.objective.losses.hard import HardCrossEntropy
-from fledge.objective.losses.kl import KLDivergence
-from fledge.objective.losses.lk_alpha import LkAlpha
-from fledge.objective.losses.lk_lambda import LkLambda
-from fledge.objective.losses.registry import LOSSES
+from fledge.methods.losses.base import Loss
+from fledge.methods.losses.cross_entropy import CrossEntropy
+from fledge.methods.losses.hard import HardCrossEntropy
+from fledge.methods.losses.kl import KLDivergence
+from fledge.methods.losses.lk_alpha import LkAlpha
+from fledge.methods.losses.lk_lambda import LkLambda
+from fledge.methods.losses.registry import LOSSES
 from fledge.recipe.schema import Recipe, load_recipe, recipe_shapes, split_arguments
 
 ROOT = Path(__file__).parents[2]

@@ -7,8 +7,8 @@ import pytest
 from typer.testing import CliRunner
 
 from fledge.cli.main import app
-from fledge.train.fit import fit
-from fledge.train.setup import set_up
+from fledge.training.fit import fit
+from fledge.training.setup import set_up
 from train.tiny import Notes, make_chats, make_target, recipe_for
 
 

@@ -8,8 +8,7 @@ from typer.testing import CliRunner
 
 from fledge.cli.main import app
 from fledge.core.errors import BadInput
-from fledge.report.gather import MOST_POINTS, gather
-from fledge.report.page import render
+from fledge.report.page import MOST_POINTS, gather, render
 from report.test_report_looks import TOUCHING
 from train.curve_files import real_curve
 from train.tiny import recipe_for

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fledge import generate_cod_sample_indices
-from fledge.rollout.cod import Documents, draw_seed, sample_depths
+from fledge.rollout.slots import Documents, draw_seed, sample_depths
 
 DOCUMENTS = st.lists(st.lists(st.booleans(), min_size=1, max_size=14), min_size=1, max_size=4)
 RATIOS = st.sampled_from([(0.7, 0.2), (0.5, 0.0), (1.0, 1.0), (0.3, 0.9), (0.01, 0.0)])

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_plan import DOCUMENTS, packed, plan_elements
 
+from fledge.methods.peagle.plan import plan_parallel
 from fledge.rollout.context import ContextRanks
-from fledge.rollout.parallel_plan import plan_parallel
 from fledge.rollout.plan import ELEMENT, plan_rollout
 
 

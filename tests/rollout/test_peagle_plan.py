@@ -9,13 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import flex_attention
 
-from fledge import create_peagle_mask_mod
-from fledge.compat import peagle_draft
-from fledge.compat.flex_peagle import peagle_block_mask
-from fledge.compat.peagle_draft import _peagle_flex_attention
-from fledge.kernels.attention.parallel import parallel_attention, parallel_visible
+from fledge import create_peagle_mask_mod, peagle_draft
+from fledge.methods.peagle.draft import parallel_attention, parallel_visible
+from fledge.methods.peagle.plan import lay_out_parallel, plan_parallel
+from fledge.peagle_draft import _peagle_flex_attention, peagle_block_mask
 from fledge.rollout import plan as plan_module
-from fledge.rollout.parallel_plan import lay_out_parallel, plan_parallel
 from fledge.rollout.slots import RowMasks, Slots
 
 CPU = torch.device("cpu")

@@ -17,36 +17,15 @@ from fledge import (
     RunnerEagle3TargetModel,
     TargetRunner,
 )
-from fledge.draft.derive import derive_draft_config
+from fledge.methods.shared.derive import derive_draft_config
 from target.contract import padded_rows
+from target.hf_runner import LogitsRunner
 from target.tiny_models import tiny_model
-
-
-class FakeRunner:
-    """Has "the narrow surface a concrete engine must implement", and nothing more."""
-
-    def __init__(self, model):
-        self.model = model
-        self.asked = None
-
-    def set_aux_layers(self, aux_layer_ids):
-        self.asked = aux_layer_ids
-
-    @torch.no_grad()
-    def forward_eagle3(self, input_ids, attention_mask):
-        out = self.model(
-            input_ids=input_ids, attention_mask=attention_mask, output_hidden_states=True,
-            use_cache=False,
-        )  # fmt: skip
-        return out.logits, torch.cat([out.hidden_states[i + 1] for i in self.asked], dim=-1)
-
-    def input_embedding_weight(self):
-        return self.model.get_input_embeddings().weight.detach()
 
 
 @pytest.fixture
 def runner():
-    return FakeRunner(tiny_model("llama"))
+    return LogitsRunner(tiny_model("llama"))
 
 
 def test_a_runner_needs_four_members(runner):
@@ -59,12 +38,17 @@ def test_a_runner_needs_four_members(runner):
         assert not isinstance(partial, TargetRunner)
 
 
-def test_importing_the_interface_imports_no_engine():
+@pytest.mark.parametrize(
+    "names",
+    [
+        "fledge import RunnerEagle3TargetModel, SGLangTargetRunner, TargetRunner",
+        "fledge.target_runner import RunnerEagle3TargetModel, TargetRunner",
+        "fledge.sglang_runner import SGLangTargetRunner",
+    ],
+)
+def test_importing_the_interface_imports_no_engine(names):
     """ "importing this module never pulls in SGLang or vLLM" """
-    code = (
-        "import sys; from fledge import RunnerEagle3TargetModel, SGLangTargetRunner, TargetRunner;"
-        "sys.exit(bool({'sglang', 'vllm'} & set(sys.modules)))"
-    )
+    code = f"import sys; from {names}; sys.exit(bool({{'sglang', 'vllm'}} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
@@ -73,13 +57,13 @@ def test_aux_layers_default_to_the_shared_recipe_and_can_be_chosen(runner):
     target = RunnerEagle3TargetModel(runner)
     assert isinstance(target, Eagle3TargetBackend)
     assert target.aux_layer_ids == HFEagle3TargetModel(tiny_model("llama")).aux_layer_ids
-    assert runner.asked == target.aux_layer_ids == [1, 3, 4]  # low / mid / high of 8 layers
+    assert runner.aux_layers == target.aux_layer_ids == [1, 3, 4]  # low / mid / high of 8 layers
     assert RunnerEagle3TargetModel(runner=runner, aux_layer_ids=[5, 0, 2]).aux_layer_ids == [
         5,
         0,
         2,
     ]
-    assert runner.asked == [
+    assert runner.aux_layers == [
         5,
         0,
         2,
@@ -128,7 +112,7 @@ def test_engines_can_subclass_it_and_closing_releases_the_runner(runner):
     class Engine(RunnerEagle3TargetModel):
         @classmethod
         def from_pretrained(cls, model):
-            return cls(FakeRunner(model))
+            return cls(LogitsRunner(model))
 
     target = Engine.from_pretrained(tiny_model("llama"))
     target.runner.close = lambda: released.append(1)

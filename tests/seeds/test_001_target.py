@@ -5,6 +5,9 @@ Each test quotes the sentence of the specification that it checks.
 
 import dataclasses
 import inspect
+import itertools
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -20,7 +23,8 @@ from fledge import (
     LlamaEagle3DraftModel,
     PEagleTrainerModule,
 )
-from fledge.draft.derive import derive_draft_config
+from fledge import target as target_module
+from fledge.methods.shared.derive import derive_draft_config
 from fledge.target.hf.model import _shift_left_with_zero
 from target.contract import packed_rows, padded_rows, some_documents
 from target.tiny_models import tiny_model
@@ -191,6 +195,17 @@ def test_sequence_aligned_tensors_shift_left_with_a_zero_tail():
     assert (batch.position_ids, batch.seq_lens, batch.doc_remaining) == (None, None, None)
 
 
+def test_the_module_of_the_target_has_the_documented_names():
+    """`target.Eagle3TargetBatch`, `target.HFEagle3TargetModel`, `target._shift_left_with_zero`"""
+    assert target_module.Eagle3TargetBatch is Eagle3TargetBatch
+    assert target_module.HFEagle3TargetModel is HFEagle3TargetModel
+    assert target_module._shift_left_with_zero is _shift_left_with_zero
+    with pytest.raises(AttributeError, match="no attribute 'Eagle3TargetBach'"):
+        _ = target_module.Eagle3TargetBach
+    code = "import sys, fledge.target; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
 def test_the_shift_can_be_imported_beside_the_target():
     """`_shift_left_with_zero(tensor: torch.Tensor) -> torch.Tensor`"""
     assert _shift_left_with_zero(tensor=torch.tensor([[1, 2, 3], [4, 5, 6]])).tolist() == [
@@ -259,6 +274,25 @@ def test_packing_reaches_the_trainer_with_or_without_doc_remaining(kind):
         | {"doc_remaining": None}
     )
     assert torch.equal(rebuilt.doc_remaining, batch.doc_remaining)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_trainers_refuse_the_incomplete_packing_that_batches_refuse(count):
+    model = tiny_model("llama")
+    batch = HFEagle3TargetModel(model).generate_batch(*packed_rows(some_documents(), 14))
+    trainer, names = trainer_of(Eagle3TrainerModule, model), FIELDS[7:]
+    plain = {f: getattr(batch, f) for f in FIELDS if f not in names}
+    inputs = {k: v for k, v in batch.to_trainer_inputs().items() if k not in names}
+    for given in itertools.combinations(names, count):
+        packing = {name: getattr(batch, name) for name in given}
+        if given == ("position_ids", "seq_lens"):
+            continue
+        with pytest.raises(ValueError, match=r"seq_lens|position_ids") as of_batch:
+            Eagle3TargetBatch(**plain, **packing)
+        with pytest.raises(ValueError, match=r"seq_lens|position_ids") as of_trainer:
+            trainer(**inputs, **packing)
+        if given != ("position_ids",):  # then values decide, which each reads where it may
+            assert str(of_batch.value) == str(of_trainer.value)
 
 
 def test_positions_of_padded_rows_may_be_given():

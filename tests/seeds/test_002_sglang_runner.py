@@ -6,15 +6,26 @@ Each test quotes the sentence of the specification that it checks.
 """
 
 import inspect
+from pathlib import Path
 
 import pytest
 import torch
 
-from fledge import SGLangEagle3TargetModel, SGLangTargetRunner
+from fledge import (
+    Eagle3TrainerModule,
+    LlamaEagle3DraftModel,
+    SGLangEagle3TargetModel,
+    SGLangTargetRunner,
+    VLLMEagle3TargetModel,
+)
+from fledge.methods.shared.derive import derive_draft_config
 from fledge.target.runner import RunnerEagle3TargetModel
 from fledge.target.sglang import runner as module
 from fledge.target.sglang.engine import VERSIONS
-from fledge.target.sglang.options import server_options, sglang_dtype
+from fledge.target.sglang.runner import server_options, sglang_dtype
+from target.contract import padded_rows
+from target.hf_runner import HFTargetRunner
+from target.tiny_models import tiny_model
 
 
 def test_it_is_the_runner_of_its_target_and_supports_the_stated_version():
@@ -23,6 +34,26 @@ def test_it_is_the_runner_of_its_target_and_supports_the_stated_version():
     assert issubclass(SGLangEagle3TargetModel, RunnerEagle3TargetModel)
     assert SGLangEagle3TargetModel.runner_type is SGLangTargetRunner
     assert "0.5.9" in VERSIONS
+
+
+def test_its_batch_needs_no_head_to_train_on(monkeypatch):
+    """`SGLangEagle3TargetModel.from_pretrained`, then `generate_batch` and the trainer, as with
+    every other target: "the draft-vocab projection happens trainer-side"."""
+    model = tiny_model("llama")
+    monkeypatch.setattr(SGLangTargetRunner, "build", lambda *_, **__: HFTargetRunner(model))
+    monkeypatch.setattr("fledge.models.resolve.local_model", Path)
+    monkeypatch.setattr("fledge.target.runner.tokenizer_in", lambda *_, **__: None)
+    target = SGLangEagle3TargetModel.from_pretrained("org/model")
+    batch = target.generate_batch(*padded_rows())
+    ids = torch.arange(model.config.vocab_size)
+    trainer = Eagle3TrainerModule(
+        LlamaEagle3DraftModel(derive_draft_config(model.config)), ttt_steps=2,
+        selected_token_ids=ids, selected_token_mask=torch.ones_like(ids).bool(),
+    )  # fmt: skip
+    assert trainer(**batch.to_trainer_inputs()).loss > 0
+    assert VLLMEagle3TargetModel.from_pretrained.__func__ is (
+        SGLangEagle3TargetModel.from_pretrained.__func__
+    )
 
 
 def test_it_has_the_documented_surface():
@@ -40,8 +71,9 @@ def test_it_has_the_documented_surface():
 
 @pytest.mark.parametrize(
     ("dtype", "word"),
-    [(None, "auto"), (torch.bfloat16, "bfloat16"), (torch.float16, "float16"), ("auto", "auto")],
-)
+    [(None, "auto"), (torch.bfloat16, "bfloat16"), (torch.float32, "float32"), ("auto", "auto"),
+     ("bfloat16", "bfloat16")],
+)  # fmt: skip
 def test_dtypes_are_mapped_to_the_strings_that_sglang_expects(dtype, word):
     """ "Map a torch dtype to the string form SGLang's ServerArgs.dtype expects." "None means 'let
     SGLang pick' ('auto')." """
@@ -66,7 +98,7 @@ class PretendRanks:
         self.engine = self
         self.model = torch.nn.Linear(2, 2)
 
-    def room(self):
+    def limits(self):
         return None
 
     def call(self, method, *args):

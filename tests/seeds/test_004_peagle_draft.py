@@ -202,7 +202,7 @@ def test_the_layers_have_their_own_peagle_forwards():
     torch.testing.assert_close(draft.forward_peagle(ids, hidden, positions, mask), state)
 
 
-def test_gradient_checkpointing_trades_one_forward_for_memory(monkeypatch):
+def test_gradient_checkpointing_trades_one_forward_for_memory(monkeypatch, caplog):
     """ "When gradient_checkpointing is enabled (training only), the layer's activations are freed
     after the forward and recomputed during the backward"; "use_reentrant=False is required"; "With
     the flag off (the default, and in eval) the layer runs directly" """
@@ -238,8 +238,12 @@ def test_gradient_checkpointing_trades_one_forward_for_memory(monkeypatch):
     assert calls == [False, False]
     draft.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     assert draft.gradient_checkpointing
-    with pytest.raises(ValueError, match="use_reentrant"):
-        draft.gradient_checkpointing_enable({"use_reentrant": True})
+    draft.gradient_checkpointing_enable({"use_reentrant": True})  # as trainers of transformers do
+    assert "use_reentrant=False" in caplog.text
+    gradient()
+    assert set(calls) == {False}
+    with pytest.raises(ValueError, match="determinism_check"):
+        draft.gradient_checkpointing_enable({"determinism_check": "none"})
     assert draft._run_draft_layer(lambda x, y=0: x + y, 2, y=3) == 5
 
 

@@ -12,8 +12,31 @@ import torch
 from torch import Tensor, nn
 
 from fledge.core.head import TargetHead
-from fledge.target.hf.probe import find_head_module, learn_head
+from fledge.target.hf.embedding_and_head import find_head_module, learn_head
 from fledge.target.layers import FinalNorm, describe_final_norm, target_depth
+
+
+class LogitsRunner:
+    """Exactly `TargetRunner`: no hidden states, no head, no close."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.aux_layers: list[int] = []
+        self.masks: list[Tensor] = []  # that it was asked with
+
+    def set_aux_layers(self, aux_layer_ids: list[int]) -> None:
+        self.aux_layers = aux_layer_ids
+
+    @torch.no_grad()
+    def forward_eagle3(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
+        self.masks.append(attention_mask)
+        output = self.model(input_ids, attention_mask=attention_mask, output_hidden_states=True)
+        states = [output.hidden_states[i + 1] for i in self.aux_layers]
+        return output.logits, torch.cat(states, dim=-1)
+
+    def input_embedding_weight(self) -> Tensor:
+        weight: Tensor = self.model.get_input_embeddings().weight.detach()
+        return weight
 
 
 class HFTargetRunner:

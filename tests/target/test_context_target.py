@@ -127,11 +127,11 @@ def test_contract() -> None:
 
 def _attention_work() -> int:
     """The number of query-key pairs that this rank's attention computes for one row."""
-    from fledge.target.hf.context import share_of
+    from fledge.target.hf.parallel import rank_slots
 
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-    share = share_of(mesh, 4096, None)
-    return sum((chunk + 1) * share.chunk**2 for chunk in share.chunks)
+    own = rank_slots(mesh, 4096, None)
+    return sum((chunk + 1) * own.chunk**2 for chunk in own.chunks)
 
 
 def test_every_rank_has_the_same_work() -> None:

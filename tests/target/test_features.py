@@ -12,7 +12,7 @@ from fledge.core.rows import TokenBatch
 from fledge.target.base import Eagle3TargetBackend
 from fledge.target.hf.model import HFEagle3TargetModel
 from fledge.target.layers import find_layers
-from fledge.train.step import train_step
+from fledge.training.step import train_step
 
 
 @pytest.fixture

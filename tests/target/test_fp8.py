@@ -9,7 +9,7 @@ from test_target_packing import packed_rows, some_documents
 from tiny_models import tiny_model
 from torch import nn
 
-from fledge.target.hf.fp8 import Fp8Linear, convert_linears, rounded
+from fledge.target.hf.loading import Fp8Linear, convert_linears, rounded
 from fledge.target.hf.model import HFEagle3TargetModel
 
 

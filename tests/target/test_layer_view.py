@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from fledge.core.rows import TokenBatch
+from fledge.target.base import LayerView, narrowed
 from fledge.target.hf.model import HFEagle3TargetModel
-from fledge.target.layer_view import LayerView, narrowed
 
 
 def rows():

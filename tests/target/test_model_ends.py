@@ -7,11 +7,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import BUILDERS, tiny_model
 
-import fledge.target.hf.ends as ends_module
-from fledge.target.capture import layer_outputs, muted_head
-from fledge.target.hf.ends import UnknownEnds, read_ends
-from fledge.target.hf.probe import find_head_module
-from fledge.target.layers import find_layers
+import fledge.target.hf.embedding_and_head as ends_module
+from fledge.target.hf.embedding_and_head import UnknownEnds, find_head_module, read_ends
+from fledge.target.layers import find_layers, layer_outputs, muted_head
 
 REFUSED = {"minicpm3"}  # divides the output of its norm
 IDS = torch.tensor([[5, 17, 3, 88, 41]])

@@ -10,13 +10,11 @@ from hypothesis import strategies as st
 
 from fledge.data.pack import collate, pack_rows
 from fledge.data.prepare import prepare_rows
-from fledge.target import kept as kept_module
+from fledge.target import state_cache as kept_module
 from fledge.target.hf.model import HFEagle3TargetModel
-from fledge.target.kept import Memory, copy_all, find_room
-from fledge.target.remember import RememberingTarget
-from fledge.target.room import KeptStates
+from fledge.target.state_cache import KeptStates, Memory, RememberingTarget, copy_all, find_memory
 
-ROOMS = {
+KEPT = {
     "device": KeptStates(2**30),
     "host": KeptStates(0, 2**30),
     "both": KeptStates(20_000, 2**30),
@@ -49,9 +47,9 @@ def counting(tiny_target, tiny_chats):
     return CountingTarget(tiny_target, tiny_chats)
 
 
-@pytest.mark.parametrize("place", ROOMS)
+@pytest.mark.parametrize("place", KEPT)
 def test_a_remembering_target_answers_as_the_target_does(counting, place):
-    remembering = RememberingTarget(counting.target, ROOMS[place])
+    remembering = RememberingTarget(counting.target, KEPT[place])
     tolerance = {"rtol": 0.07, "atol": 0.02} if place == "fp8" else {"rtol": 1e-7, "atol": 1e-7}
     for epoch in range(3):
         for batch in counting.packs(epoch):
@@ -68,34 +66,6 @@ def test_a_remembering_target_answers_as_the_target_does(counting, place):
         if epoch == 0:
             first_epoch_calls = counting.calls
     assert counting.calls == first_epoch_calls  # later epochs did not ask the target
-
-
-def test_remembered_states_can_be_passed_to_another_target(counting):
-    remembering = RememberingTarget(counting.target, ROOMS["both"])
-    [*batches] = counting.packs(0)
-    for batch in batches:
-        remembering.answer(batch)
-    second = RememberingTarget(counting.target, KeptStates(), remembering.states())
-    before = counting.calls
-    for batch in batches:
-        pairs = zip(
-            remembering.answer(batch).tensors(), second.answer(batch).tensors(), strict=True
-        )
-        assert all(torch.equal(a, b) for (_, a), (_, b) in pairs)
-    assert counting.calls == before
-    with pytest.raises(ValueError, match="not in 8 bits"):
-        RememberingTarget(counting.target, ROOMS["fp8"], remembering.states())
-
-
-def test_states_are_copied_after_those_that_a_gpu_sends_to_the_host(counting, monkeypatch):
-    remembering = RememberingTarget(counting.target, ROOMS["host"])
-    batch = next(counting.packs(0))
-    remembering.answer(batch)
-    waited = []
-    monkeypatch.setattr(RememberingTarget, "_device", torch.device("cuda", 1))
-    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
-    assert remembering.states().keys
-    assert waited == [torch.device("cuda", 1)]
 
 
 def test_without_room_the_target_is_asked_again_and_bad_rows_are_refused(counting):
@@ -122,7 +92,7 @@ def test_stored_tensors_are_intact_and_no_budget_is_exceeded(lengths, budgets, b
         stored = []
         for number, length in enumerate(lengths):
             parts = (torch.full((length, 2), float(number)), torch.full((length, 1), float(number)))
-            room = find_room(memories, parts)
+            room = find_memory(memories, parts)
             if room is None:
                 assert all(memory._left < 12 * length + 4 for memory in memories)
             else:
@@ -199,9 +169,9 @@ def test_a_resumed_target_answers_as_the_uninterrupted_one(
                 real_slots = batch.doc_remaining > 0
                 tensor, expected[name] = tensor[real_slots], expected[name][real_slots]
             assert torch.equal(tensor, expected[name]), name
-    assert whole._known.keys() == {*resumed._known, *resumed._reserved}
+    assert whole.known.keys() == {*resumed.known, *resumed._reserved}
     if room.device_bytes == ROWS_KEPT:
-        assert 0 < len(whole._known) < len(counting.rows)
+        assert 0 < len(whole.known) < len(counting.rows)
 
 
 def test_lost_documents_are_recomputed_once_and_only_when_needed(tiny_target, tiny_chats):

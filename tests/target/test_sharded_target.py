@@ -10,9 +10,16 @@ import pytest
 import torch
 from contract import CHECKS, Case, answer, packed_rows, padded_rows, some_documents
 from tiny_models import tiny_model
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
-from fledge.bench.live_bytes import LiveBytes
+from fledge.bench.cost import LiveBytes
 from fledge.core.batch import SUPERVISIONS, Supervision
 from fledge.core.distributed import join_world
 from fledge.core.errors import BadInput
@@ -20,7 +27,7 @@ from fledge.core.rows import TokenBatch
 from fledge.target.hf import model as hf_model
 from fledge.target.hf.loading import load_hf_model
 from fledge.target.hf.model import HFEagle3TargetModel
-from fledge.target.hf.sharded import target_mesh
+from fledge.target.hf.parallel import target_mesh
 from fledge.target.weights import local_part, weights_fingerprint
 from ranks import run_ranks
 
@@ -134,6 +141,14 @@ def _sharded_by_the_user(how: str, directory: str) -> None:
     if how == "tp_plan":
         options = {"tp_plan": "auto", "dtype": torch.float32}
         model = transformers.AutoModelForCausalLM.from_pretrained(directory, **options)
+    elif how == "parallelize":  # its head returns logits of which each rank holds some columns
+        model = tiny_model("llama", **EVEN)
+        columns = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
+        mlp = {"gate_proj": ColwiseParallel(), "up_proj": ColwiseParallel()}
+        plan = {f"model.layers.*.mlp.{name}": style for name, style in mlp.items()}
+        plan |= {"model.layers.*.mlp.down_proj": RowwiseParallel(), "lm_head": columns}
+        parallelize_module(model, init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), plan)
+        assert isinstance(model(torch.ones(1, 2, dtype=torch.long)).logits, DTensor)
     else:
         model = tiny_model("llama", **EVEN)
         for layer in model.model.layers:
@@ -148,7 +163,7 @@ def _sharded_by_the_user(how: str, directory: str) -> None:
         assert torch.equal(embedding, reference.get_input_embeddings().weight)
 
 
-@pytest.mark.parametrize("how", ["tp_plan", "fully_shard"])
+@pytest.mark.parametrize("how", ["tp_plan", "fully_shard", "parallelize"])
 def test_a_model_that_the_user_has_sharded(saved: Any, how: str) -> None:
     run_ranks(2, _sharded_by_the_user, how, str(saved / "llama"))
 

@@ -9,11 +9,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from fledge.bench.train_step import Case, build_batches, build_parts, random_rows
 from fledge.data.pack import collate, pack_rows
-from fledge.target.hf.fp8 import Fp8Linear
+from fledge.target.hf.loading import Fp8Linear
 from fledge.target.hf.model import HFEagle3TargetModel
-from fledge.train.average import Average
-from fledge.train.optimizer import make_optimizers
-from fledge.train.step import train_step
+from fledge.training.optimizer import Average, make_optimizers
+from fledge.training.step import train_step
 
 pytestmark = [
     pytest.mark.gpu,

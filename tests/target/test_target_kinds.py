@@ -24,12 +24,9 @@ from fledge.target.kinds import (
     model_name,
     target_sections,
 )
-from fledge.train.fit import fit
-from fledge.train.planning.predict import predict
-from fledge.train.setup import set_up
-from fledge.train.targets import make_target
-from train.test_fit import differing, final_weights, stop_after
-from train.tiny import Notes
+from fledge.training.planning.predict import predict
+from fledge.training.setup import set_up
+from fledge.training.targets import make_target
 
 CPU = torch.device("cpu")
 
@@ -102,19 +99,6 @@ def test_an_external_kind_is_read_opened_and_planned(toy, tiny_target):
     assert predict(training).target_bytes == sum(
         weight.nbytes for weight in training.parts.target.info().module.parameters()
     )
-
-
-def test_an_external_kind_trains_and_resumes_like_a_built_in_one(
-    toy, recipe, tmp_path, monkeypatch
-):
-    with pytest.raises(BadInput, match=r"gian.*did you mean 'gain'"):
-        toy("target.gian=2")
-    assert fit(set_up(recipe(run="hf")), Notes()).finished
-    with monkeypatch.context() as patch:
-        stop_after(patch, 4)
-        assert not fit(set_up(toy()), Notes()).finished
-    assert fit(set_up(load_recipe(tmp_path / "toy" / "recipe.yaml")), Notes()).finished
-    assert differing(final_weights(tmp_path / "toy"), final_weights(tmp_path / "hf")) == []
 
 
 @pytest.mark.parametrize("words", [["recipe", "check"], ["plan"]], ids=" ".join)

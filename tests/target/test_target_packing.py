@@ -108,25 +108,6 @@ def test_grouping_does_not_change_the_answer(overhead: int) -> None:
     )
 
 
-def test_packed_equals_the_dense_block_causal_mask() -> None:
-    """Compared with the textbook [B, 1, T, T] mask at every real slot."""
-    model = tiny_model("llama", dtype=torch.float64)
-    ids, mask, loss, positions, seq_lens, remaining = packed_rows(some_documents(), 14)
-    document = torch.stack(
-        [torch.repeat_interleave(torch.arange(len(row)), row) for row in seq_lens]
-    )
-    visible = (document[:, :, None] == document[:, None, :]) & torch.ones(14, 14).tril().bool()
-    with torch.no_grad():
-        dense = model(input_ids=ids, attention_mask=visible[:, None], position_ids=positions)
-    packed = HFEagle3TargetModel(model).generate_batch(
-        ids, mask, loss, positions, seq_lens, remaining
-    )
-    real = mask[:, 1:].bool()
-    torch.testing.assert_close(
-        packed.logits[:, :-1][real], dense.logits[:, 1:][real], rtol=1e-10, atol=1e-10
-    )
-
-
 ONE_ROW = [name for name in ARCHITECTURES if name not in ("gemma2", "gpt-oss")]
 
 
@@ -168,17 +149,6 @@ def test_one_row_runs_once_and_without_padding(monkeypatch: pytest.MonkeyPatch) 
     equal = [[[5] * 7, [6] * 7], [[7] * 7, [8] * 7]]
     target.generate_batch(*packed_rows(equal, 14))
     assert shapes == [(4, 7)], "documents of one length need no regrouping"
-
-
-def test_one_row_documents_never_see_each_other() -> None:
-    documents = some_documents()
-    target = in_one_row(tiny_model("gemma3-text"))
-    before = target.generate_batch(*packed_rows(documents, 14))
-    documents[0][1] = [token + 1 for token in documents[0][1]]
-    after = target.generate_batch(*packed_rows(documents, 14))
-    same = (before.aux_hidden_states == after.aux_hidden_states).all(-1)
-    assert same.sum() == same.numel() - 2
-    assert not same[0, 3:5].any()
 
 
 def test_one_row_is_refused_when_states_cross_documents() -> None:

@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from fledge.target.vllm.log import log_file, send_log_to_file, where_to_look
+from fledge.target.vllm.engine import log_file, send_log_to_file, where_to_look
 
 VARIABLES = ("CONFIG_PATH", "LEVEL", "STREAM")
 

@@ -12,8 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from fledge.core.errors import BadInput
-from fledge.target.vllm.place import StatesPlace
-from fledge.target.vllm.states import take_states
+from fledge.target.vllm.engine import StatesPlace, take_states
 
 TOKENS = [5, 6, 7, 8]
 
@@ -77,8 +76,8 @@ def test_states_that_do_not_match_the_request_are_refused(
 
 def test_directories_are_removed_even_if_their_owner_was_killed(tmp_path: Path) -> None:
     code = (
-        "import os, signal, pathlib; from fledge.target.vllm.place import StatesPlace; "
-        f"(StatesPlace(pathlib.Path({str(tmp_path)!r})).make() / 'one').touch(); "
+        "import os, signal, pathlib; from fledge.target.vllm.engine import StatesPlace; "
+        f"place = StatesPlace(pathlib.Path({str(tmp_path)!r})); (place.make() / 'one').touch(); "
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
     killed = subprocess.run([sys.executable, "-c", code], check=False)

@@ -7,9 +7,9 @@ import pytest
 
 from fledge.core.distributed import leave_world
 from fledge.core.errors import BadInput
-from fledge.train import fit as fit_module
-from fledge.train.fit import fit
-from fledge.train.setup import set_up
+from fledge.training import fit as fit_module
+from fledge.training.fit import fit
+from fledge.training.setup import set_up
 from ranks import run_ranks
 from train.tiny import Notes
 

@@ -4,12 +4,12 @@ import json
 
 import pytest
 
-from fledge.draft.eagle3 import LlamaEagle3DraftModel
-from fledge.train import fit as fit_module
-from fledge.train.checkpoint import best_step
-from fledge.train.evaluate import evaluate
-from fledge.train.fit import fit
-from fledge.train.setup import set_up
+from fledge.methods.eagle3.draft import LlamaEagle3DraftModel
+from fledge.training import fit as fit_module
+from fledge.training.checkpoint import best_step
+from fledge.training.evaluate import evaluate
+from fledge.training.fit import fit
+from fledge.training.setup import set_up
 from train.tiny import Notes
 
 

@@ -9,13 +9,13 @@ from fledge.cli.main import app
 from fledge.core.errors import BadInput
 from fledge.methods.registry import load_draft, method_of
 from fledge.recipe.schema import load_recipe
-from fledge.train.fit import fit
-from fledge.train.setup import set_up
-from fledge.train.targets import shared_section
-from train.test_fit import differing, final_weights, stop_after
-from train.tiny import Notes
+from fledge.training.fit import fit
+from fledge.training.setup import set_up
+from fledge.training.targets import shared_section
+from train.test_fit import differing
+from train.tiny import BLOCKS, Notes
 
-KINDS = ["dflash", "dspark"]
+KINDS = [*BLOCKS]
 
 
 def run(*arguments, text=None):
@@ -26,55 +26,7 @@ def run(*arguments, text=None):
 
 @pytest.fixture
 def block(recipe):
-    def make(kind, *overrides, run="run"):
-        size = {"dflash": 5, "dspark": 4}[kind]
-        layers = {"dflash": "0,1,2", "dspark": "0,2"}[kind]
-        return recipe(
-            f"objective.kind={kind}", f"objective.listened_layers={len(layers.split(','))}",
-            f"target.aux_layer_ids={layers}", "draft.layers=2",
-            f"objective.block_size={size}", "draft.draft_vocab_size=null", "objective.anchors=1024",
-            "training.steps=6", "training.lr=1e-2", *overrides, run=run,
-        )  # fmt: skip
-
-    return make
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_learns_and_resumes_bitwise(block, kind, tmp_path, monkeypatch):
-    notes = Notes()
-    assert fit(set_up(block(kind, run="whole")), notes).finished
-    first, *_, last = notes.lines
-    assert last["loss"] < 0.8 * first["loss"]
-    assert len(notes.evaluations[-1]["evaluation"]["joint"]) == 4
-    with monkeypatch.context() as patch:
-        stop_after(patch, 3)
-        assert not fit(set_up(block(kind, run="cut")), Notes()).finished
-    assert fit(set_up(block(kind, run="cut")), Notes()).finished
-    assert differing(final_weights(tmp_path / "whole"), final_weights(tmp_path / "cut")) == []
-
-
-def test_micro_batches_do_not_change_the_run(block, tmp_path):
-    """Blocks depend on the document, not on the batch, and D-PACE's weights on the whole step."""
-    kind = ("dflash", "objective.weights=dpace", "training.lr=1e-3", "training.steps=4")
-    fit(set_up(block(*kind, "training.micro_batch=4", run="one")), Notes())
-    cut = ("training.micro_batch=1", "training.accumulate=4")
-    fit(set_up(block(*kind, *cut, run="four")), Notes())
-    one, four = final_weights(tmp_path / "one"), final_weights(tmp_path / "four")
-    for name in [name for name in one if not name.startswith("guard.")]:
-        assert (one[name].double() - four[name].double()).abs().max() < 1e-5, name
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_cache_trains_the_same_weights(block, kind, tmp_path):
-    # the target sees each conversation alone, as it does in precompute
-    alone = ("packing.padded=true", "training.micro_batch=1", "training.accumulate=2")
-    live, written = block(kind, *alone, "training.steps=3", run="live"), tmp_path / "recipe.yaml"
-    written.write_text(live.to_yaml())
-    run("precompute", written, "--output-dir", tmp_path / "cache", "--batch-size", "1")
-    fit(set_up(live), Notes())
-    cached = ["target.backend=cache", f"target.cached_target_path={tmp_path / 'cache'}"]
-    fit(set_up(load_recipe(written, [*cached, f"run.output_dir={tmp_path / 'cached'}"])), Notes())
-    assert differing(final_weights(tmp_path / "live"), final_weights(tmp_path / "cached")) == []
+    return lambda kind, *overrides, run="run": recipe(*BLOCKS[kind], *overrides, run=run)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from fledge.train.optimizer import clip_gradients, make_optimizer
+from fledge.training.optimizer import clip_gradients, make_optimizer
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 

@@ -3,8 +3,8 @@
 import pytest
 
 from fledge.core.errors import BadInput
-from fledge.train.cluster import Layout, _Run
-from fledge.train.signals import StopSignal
+from fledge.training.cluster import Layout, _Run
+from fledge.training.signals import StopSignal
 from train.tiny import Notes
 
 

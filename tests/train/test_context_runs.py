@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from fledge.core.errors import BadInput
-from fledge.methods.eagle3 import Eagle3
+from fledge.methods.eagle3.method import Eagle3
 from fledge.target.hf.model import HFEagle3TargetModel
-from fledge.train.evaluate import evaluate
-from fledge.train.fit import fit
-from fledge.train.setup import _parts, make_objective, set_up
-from fledge.train.step import Models, Sums, train_step
+from fledge.training.evaluate import evaluate
+from fledge.training.fit import fit
+from fledge.training.setup import _parts, make_objective, set_up
+from fledge.training.step import Models, Sums, train_step
 from ranks import run_ranks
 from train.tiny import Notes
 

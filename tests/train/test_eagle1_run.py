@@ -7,14 +7,13 @@ from typer.testing import CliRunner
 
 from fledge.cli.main import app
 from fledge.core.errors import BadInput
-from fledge.export.commands import serve_command
-from fledge.export.export import export_draft, read_export_record
-from fledge.export.self_check import CheckOptions
+from fledge.formats.engines import serve_command
+from fledge.formats.export import export_draft, read_export_record
+from fledge.formats.self_check import CheckOptions
 from fledge.methods.registry import load_draft, method_of
-from fledge.recipe.schema import load_recipe
-from fledge.train.fit import fit
-from fledge.train.setup import set_up
-from train.test_fit import differing, final_weights, stop_after
+from fledge.training.fit import fit
+from fledge.training.setup import set_up
+from train.test_fit import differing
 from train.tiny import Notes
 
 pytestmark = pytest.mark.slow
@@ -32,42 +31,6 @@ def eagle1(recipe):
         return recipe(f"objective.kind={kind}", "training.steps=8", *overrides, run=run)
 
     return make
-
-
-def test_learns_and_resumes_bitwise(eagle1, tmp_path, monkeypatch):
-    notes = Notes()
-    assert fit(set_up(eagle1("training.epochs=9", "training.steps=60")), notes).finished
-    first, *_, last = (values["evaluation"] for values in notes.evaluations)
-    assert last["acceptance_length"] > first["acceptance_length"]
-    assert len(last["joint"]) == 5
-
-    assert fit(set_up(eagle1(run="whole")), Notes()).finished
-    with monkeypatch.context() as patch:
-        stop_after(patch, 3)
-        assert not fit(set_up(eagle1(run="cut")), Notes()).finished
-    assert fit(set_up(eagle1(run="cut")), Notes()).finished
-    assert differing(final_weights(tmp_path / "whole"), final_weights(tmp_path / "cut")) == []
-
-
-def test_micro_batches_do_not_change_the_run(eagle1, tmp_path):
-    """The noise depends on the document, not on the batch."""
-    fit(set_up(eagle1("training.micro_batch=4", run="one")), Notes())
-    fit(set_up(eagle1("training.micro_batch=1", "training.accumulate=4", run="four")), Notes())
-    one, four = final_weights(tmp_path / "one"), final_weights(tmp_path / "four")
-    for name in [name for name in one if not name.startswith("guard.")]:
-        assert (one[name].double() - four[name].double()).abs().max() < 1e-5, name
-
-
-def test_a_cache_trains_the_same_weights(eagle1, tmp_path):
-    # the target sees each conversation alone, as it does in precompute
-    alone = ["packing.padded=true", "training.micro_batch=1", "training.accumulate=2"]
-    live, written = eagle1(*alone, run="live"), tmp_path / "recipe.yaml"
-    written.write_text(live.to_yaml())
-    run("precompute", written, "--output-dir", tmp_path / "cache", "--batch-size", "1")
-    fit(set_up(live), Notes())
-    cached = ["target.backend=cache", f"target.cached_target_path={tmp_path / 'cache'}"]
-    fit(set_up(load_recipe(written, [*cached, f"run.output_dir={tmp_path / 'cached'}"])), Notes())
-    assert differing(final_weights(tmp_path / "live"), final_weights(tmp_path / "cached")) == []
 
 
 @pytest.mark.parametrize("kind", ["eagle1", "eagle2"])

@@ -16,14 +16,13 @@ from typer.testing import CliRunner
 from fledge.cli.main import app
 from fledge.core.errors import BadInput
 from fledge.recipe.schema import load_recipe
-from fledge.train.fit import fit
-from fledge.train.forecast import forecast as forecasting
-from fledge.train.forecast.curves import Course, Curve, read_curve
-from fledge.train.forecast.forecast import Estimate, Forecast, forecast
-from fledge.train.forecast.formula import length_of, rate_of
-from fledge.train.forecast.limits import limits_of
-from fledge.train.optimizer import learning_rate
-from fledge.train.setup import set_up
+from fledge.training.fit import fit
+from fledge.training.forecast import forecast as forecasting
+from fledge.training.forecast.curves import Course, Curve, read_curve
+from fledge.training.forecast.forecast import Estimate, Forecast, forecast, length_of, rate_of
+from fledge.training.forecast.limits import limits_of
+from fledge.training.optimizer import learning_rate
+from fledge.training.setup import set_up
 from train.curve_files import made, real_curves, written
 from train.tiny import Notes, recipe_for
 

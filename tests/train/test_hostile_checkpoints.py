@@ -10,8 +10,14 @@ from safetensors.torch import load_file, save_file
 
 from fledge.core.errors import BadInput
 from fledge.data.tokenise import checksum
-from fledge.train.checkpoint import best_step, matching, newest_checkpoint, prune, read_checkpoint
-from fledge.train.runs import checkpoint_state
+from fledge.training.checkpoint import (
+    best_step,
+    matching,
+    newest_checkpoint,
+    prune,
+    read_checkpoint,
+)
+from fledge.training.runs import checkpoint_state
 from train.test_written_before import BEFORE
 
 NAME = "step-00000003"

@@ -13,9 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fledge.train.checkpoint import newest_checkpoint
-from fledge.train.fit import fit
-from fledge.train.setup import set_up
+from fledge.training.checkpoint import newest_checkpoint
+from fledge.training.fit import fit
+from fledge.training.setup import set_up
 from ranks import _free_port, run_ranks
 from train.test_fit import differing
 from train.tiny import Notes

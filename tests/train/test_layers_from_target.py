@@ -6,15 +6,14 @@ from transformers import AutoModelForCausalLM
 
 from fledge.core.errors import BadInput
 from fledge.core.rows import TokenBatch
-from fledge.draft.derive import derive_draft_config
-from fledge.draft.eagle3 import LlamaEagle3DraftModel
-from fledge.draft.target_layer import start_as_target
-from fledge.objective.eagle3 import Eagle3TrainerModule
+from fledge.methods.eagle3.draft import LlamaEagle3DraftModel, start_as_target
+from fledge.methods.eagle3.objective import Eagle3TrainerModule
+from fledge.methods.shared.derive import derive_draft_config
 from fledge.recipe.schema import load_recipe
 from fledge.rollout.slots import RowMasks
 from fledge.target.hf.model import HFEagle3TargetModel
 from fledge.target.layers import find_layers
-from fledge.train.setup import set_up
+from fledge.training.setup import set_up
 from target.tiny_models import tiny_model
 from train.tiny import make_chats, recipe_for
 

@@ -9,9 +9,9 @@ import pytest
 from fledge.cli.train import check_existing, run_recipe
 from fledge.core.errors import BadInput
 from fledge.recipe.schema import load_recipe
-from fledge.train import setup as building
-from fledge.train.checkpoint import newest_checkpoint
-from fledge.train.optimizer import learning_rate
+from fledge.training import setup as building
+from fledge.training.checkpoint import newest_checkpoint
+from fledge.training.optimizer import learning_rate
 from train.test_fit import comparable, differing, final_weights, layout, stop_after, train
 from train.tiny import Notes
 
@@ -123,7 +123,7 @@ def test_a_kill_during_the_added_steps_changes_nothing(recipe, monkeypatch, tmp_
 
 def die_after(monkeypatch, steps):
     """Interrupt the run after this many steps; to its files that looks like a killed process."""
-    from fledge.train import fit as fit_module
+    from fledge.training import fit as fit_module
 
     real, taken = fit_module.train_step, []
 

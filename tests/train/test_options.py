@@ -7,17 +7,15 @@ import pytest
 import torch
 
 from fledge.core.errors import BadInput
-from fledge.train import setup as building
-from fledge.train.average import Average
-from fledge.train.checkpoint import newest_checkpoint
-from fledge.train.evaluate import evaluate
-from fledge.train.fit import fit
-from fledge.train.muon import SkippingMuon
-from fledge.train.optimizer import learning_rate, trained_by_muon
-from fledge.train.planning.memory import draft_bytes, kept_bytes
-from fledge.train.setup import set_up
-from fledge.train.sharding import whole_tensor
-from fledge.train.step import train_step
+from fledge.training import setup as building
+from fledge.training.checkpoint import newest_checkpoint
+from fledge.training.evaluate import evaluate
+from fledge.training.fit import fit
+from fledge.training.optimizer import Average, SkippingMuon, learning_rate, trained_by_muon
+from fledge.training.planning.cost import DraftMemory
+from fledge.training.setup import set_up
+from fledge.training.sharding import whole_tensor
+from fledge.training.step import train_step
 from ranks import run_ranks
 from train.test_fit import comparable, differing, final_weights, stop_after
 from train.test_sharding import doubled
@@ -55,7 +53,9 @@ SHAPES = [(6, 4), (4, 6), (6, 4), (5, 5), (8, 3), (6, 4)]
 
 
 def test_muon_matches_torch_and_a_bad_step_changes_nothing(monkeypatch):
-    monkeypatch.setattr("fledge.train.muon._BATCH", 3 * 24)  # at most three of those four fit
+    monkeypatch.setattr(
+        "fledge.training.optimizer._BATCH", 3 * 24
+    )  # at most three of those four fit
     torch.manual_seed(0)
     weights, torch_weights = (
         [torch.nn.Parameter(torch.ones(shape)) for shape in SHAPES] for _ in range(2)
@@ -224,11 +224,11 @@ def test_the_plan_counts_the_optimizer_state(recipe):
         ("training.ema=0.9",): 12 * trained,
         ("training.optimizer=muon",): 8 * trained - 4 * matrices,
     }.items():
-        assert kept_bytes(draft, recipe(*options).training) == expected
+        assert DraftMemory.of(draft, recipe(*options).training).kept == expected
         real = set_up(recipe(*options))
         parts = real.parts
         train_step(parts, real.stream.batch(0), lr=1e-3)
         state = [v for opt in parts.optimizers for s in opt.state.values() for v in s.values()]
         state += [] if parts.average is None else parts.average.aside
         assert sum(t.nbytes for t in state if t.ndim) == expected
-    assert draft_bytes(1000, 10, kept=12_000) == 20_040
+    assert DraftMemory(1000, 10, 12_000).bytes() == 20_040

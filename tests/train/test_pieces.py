@@ -1,6 +1,5 @@
 """Parts of the training loop on their own: data order, schedule, step guard, optimizer."""
 
-from types import SimpleNamespace
 from unittest.mock import patch
 
 import numpy as np
@@ -10,17 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fledge.core.distributed import World
-from fledge.core.errors import BadInput
 from fledge.core.rows import TokenRow
 from fledge.data import pack as pack_module
 from fledge.data.rows import Block, split_rows
 from fledge.data.vocab import count_supervised
-from fledge.recipe.schema import load_recipe
-from fledge.train import batches
-from fledge.train.batches import PackStream
-from fledge.train.checkpoint import Checkpoint
-from fledge.train.optimizer import GUARD_WARMUP, StepGuard, learning_rate, make_optimizer
-from fledge.train.session import _check_same_run
+from fledge.training import batches
+from fledge.training.batches import PackStream
+from fledge.training.optimizer import GUARD_WARMUP, StepGuard, learning_rate, make_optimizer
 
 
 class Rows(list):
@@ -248,16 +243,3 @@ def test_a_skipped_step_changes_neither_weights_nor_moments():
             assert all(torch.equal(a, b) for a, b in zip(moments, after, strict=True))
         else:
             assert not torch.equal(weight, before)
-
-
-@pytest.mark.parametrize(("model", "says"), [("m.gguf", "FLEDGE_GGUF_DTYPE=float32"), ("m", "")])
-def test_a_different_target_is_refused_with_a_hint_for_gguf_files(tmp_path, model, says):
-    """GGUF weights used to be loaded in float32; in bfloat16 the same file has another fingerprint,
-    so it may be the same target."""
-    recipe = load_recipe(None, [f"target.model={model}"])
-    training = SimpleNamespace(recipe=recipe, fingerprints={"target": "now"})
-    checkpoint = Checkpoint(tmp_path, {"fingerprints": {"target": "then"}})
-    with pytest.raises(BadInput, match="the target is not what this run was") as caught:
-        _check_same_run(training, checkpoint)
-    assert says in str(caught.value)
-    assert ("float32" in str(caught.value)) == bool(says)

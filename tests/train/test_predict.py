@@ -6,17 +6,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fledge.bench.live_bytes import LiveBytes
+from fledge.bench.cost import LiveBytes
 from fledge.cli.console import out
 from fledge.cli.plan import plan
 from fledge.cli.train import run_recipe
-from fledge.train.fit import fit
-from fledge.train.planning import pace as pace_module
-from fledge.train.planning import predict as predict_module
-from fledge.train.planning.pace import Pace, pace_of
-from fledge.train.planning.predict import PARTS, predict
-from fledge.train.setup import set_up
-from fledge.train.step import train_step
+from fledge.training.fit import fit
+from fledge.training.planning import cost as pace_module
+from fledge.training.planning import predict as predict_module
+from fledge.training.planning.cost import Pace, pace_of
+from fledge.training.planning.predict import PARTS, predict
+from fledge.training.setup import set_up
+from fledge.training.step import train_step
 from train.test_fit import comparable, differing, final_weights
 from train.tiny import Notes
 
@@ -92,7 +92,7 @@ def test_a_trial_changes_nothing(recipe, tmp_path, kind):
     assert min(vars(pace).values()) > 0
     assert torch.equal(torch.get_rng_state(), state)
     assert all(p.grad is None for p in training.draft.parameters())
-    assert training.parts.target._known == {}
+    assert training.parts.target.known == {}
     fit(training, Notes())
     assert differing(final_weights(tmp_path / "plain"), final_weights(tmp_path / "tried")) == []
     assert comparable(tmp_path / "plain") == comparable(tmp_path / "tried")

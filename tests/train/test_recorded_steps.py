@@ -9,14 +9,13 @@ import torch
 
 from fledge.bench.train_step import Case, build_batches, build_parts
 from fledge.core import graphs
-from fledge.objective.base import Recordable
-from fledge.objective.losses.total_variation import TotalVariation
-from fledge.target.finite import Verdict
-from fledge.train import recorded as recorded_module
-from fledge.train.average import Average
-from fledge.train.optimizer import make_optimizers
-from fledge.train.recorded import RecordedSteps, recorded_steps
-from fledge.train.step import train_step
+from fledge.methods.losses.total_variation import TotalVariation
+from fledge.methods.shared.objective import Recordable
+from fledge.target.finite_check import Verdict
+from fledge.training import recorded as recorded_module
+from fledge.training.optimizer import Average, make_optimizers
+from fledge.training.recorded import RecordedSteps, recorded_steps
+from fledge.training.step import train_step
 
 CASE = Case(shape="tiny", seq=96, documents=20, depths=4, batch=2)
 # the method, and the attributes that are set on its objective

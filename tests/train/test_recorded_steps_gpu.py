@@ -7,7 +7,7 @@ import torch
 from test_recorded_steps import KINDS, with_muon
 
 from fledge.bench.train_step import Case, build_batches, build_parts
-from fledge.train.step import train_step
+from fledge.training.step import train_step
 
 pytestmark = [
     pytest.mark.gpu,

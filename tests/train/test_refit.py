@@ -9,13 +9,13 @@ from transformers import LlamaConfig
 
 from decode.tiny_decode import AUX, make_draft, make_target
 from fledge.core.errors import BadInput
-from fledge.draft.block import BlockDraftModel
-from fledge.draft.eagle1 import LlamaEagle1DraftModel
 from fledge.measure.replay import Text, as_pack
-from fledge.methods.eagle3 import EAGLE3
+from fledge.methods.block.draft import BlockDraftModel
+from fledge.methods.eagle1.draft import LlamaEagle1DraftModel
+from fledge.methods.eagle3.method import EAGLE3
 from fledge.methods.registry import METHODS
 from fledge.target.hf.model import HFEagle3TargetModel
-from fledge.train.retarget.refit import Tables, Targets, measure, reading_of, refit, take_tables
+from fledge.training.retarget.refit import Tables, Targets, measure, reading_of, refit, take_tables
 
 
 @pytest.fixture(scope="module")

@@ -11,10 +11,10 @@ from typer.testing import CliRunner
 from fledge.cli.main import app
 from fledge.core.errors import BadInput
 from fledge.methods.registry import load_draft, method_of
-from fledge.train.fit import fit
-from fledge.train.retarget.retarget import Asked, recipe_for, retarget
-from fledge.train.runs import draft_directory, recipe_of
-from fledge.train.setup import set_up
+from fledge.training.fit import fit
+from fledge.training.retarget.retarget import Asked, recipe_for, retarget
+from fledge.training.runs import draft_directory, recipe_of
+from fledge.training.setup import set_up
 from train import tiny
 from train.tiny import Notes, make_chats
 

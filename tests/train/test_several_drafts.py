@@ -16,18 +16,17 @@ from typer.testing import CliRunner
 
 from fledge.cli.main import app
 from fledge.core.errors import BadInput
-from fledge.recipe.drafts import load_recipes
-from fledge.recipe.schema import load_recipe
+from fledge.recipe.schema import load_recipe, load_recipes
 from fledge.target.hf.model import HFEagle3TargetModel
-from fledge.train import fit as fit_module
-from fledge.train import saving, several_drafts
-from fledge.train.checkpoint import newest_step
-from fledge.train.continuation import check_existing
-from fledge.train.fit import fit, fit_together
-from fledge.train.session import Session
-from fledge.train.setup import set_up, set_up_together
-from fledge.train.several_drafts import target_of
-from fledge.train.step import train_step
+from fledge.training import fit as fit_module
+from fledge.training import saving, several_drafts
+from fledge.training.checkpoint import newest_step
+from fledge.training.continuation import check_existing
+from fledge.training.fit import fit, fit_together
+from fledge.training.session import Session
+from fledge.training.setup import set_up, set_up_together
+from fledge.training.several_drafts import target_of
+from fledge.training.step import train_step
 from ranks import run_ranks
 from train.test_fit import comparable
 from train.tiny import Notes
@@ -45,13 +44,16 @@ tracking: {{every_steps: 2}}
 run: {{output_dir: {run}}}
 drafts:
 """
-# A different method, a different size and vocabulary, and one that reads other layers, reordered.
+# A different method, a different size and vocabulary, one that reads other layers, reordered, and
+# one that reads the last hidden state.
 DRAFTS = {
     "chain": "{}",
     "parallel": "{objective: {kind: peagle, num_depths: 4}, draft: {layers: 2}}",
     "small": "{draft: {intermediate_size: 48, draft_vocab_size: 64}, training: {lr: 1e-3}}",
     "block": "{objective: {kind: dflash, block_size: 4, listened_layers: 2}, draft: {layers: 2}, "
     "target: {aux_layer_ids: [3, 0]}}",
+    "last": "{objective: {kind: eagle1}, draft: {draft_vocab_size: null}, "
+    "target: {aux_layer_ids: null}}",
 }
 
 
@@ -128,7 +130,7 @@ def test_drafts_from_one_pass_match_those_trained_alone(drafts, alone, tmp_path,
     )
     trainings = set_up_together([*drafts(tmp_path).values()])
     notes = [Notes() for _ in trainings]
-    assert target_of(trainings).aux_layer_ids == [0, 1, 2, 3]
+    assert target_of(trainings).aux_layer_ids == [0, 1, 2, 3, 4]  # of 4 layers
     assert all(outcome.finished for outcome in fit_together(trainings, notes))
     steps, packs = trainings[0].stream.steps, len(trainings[0].held_out)
     evaluations = len(notes[0].evaluations)
@@ -216,14 +218,14 @@ def run_command(*arguments):
 
 def test_drafts_train_from_a_cache_made_for_all_of_them(written, tmp_path):
     """It holds the layers of all drafts; together and alone, each draft reads its own."""
-    names = ("chain", "block")
+    names = ("chain", "block", "last")
     run_command("precompute", written(tmp_path, names), "--out", tmp_path / "cache")
     cached = ["target.backend=cache", f"target.cached_target_path={tmp_path / 'cache'}"]
     train(load_recipes(written(tmp_path / "both", names), cached))
     for recipe in load_recipes(written(tmp_path / "alone", names), cached).values():
         fit(set_up(recipe), Notes())
     manifest = json.loads((tmp_path / "cache" / "manifest.json").read_text())
-    assert manifest["aux_layer_ids"] == [0, 1, 2, 3]
+    assert manifest["aux_layer_ids"] == [0, 1, 2, 3, 4]
     assert_as_alone(tmp_path / "both", tmp_path / "alone", names)
 
 
@@ -263,7 +265,7 @@ def test_a_second_draft_costs_only_its_own_step(drafts, tmp_path):
 
     def both_steps(batch):
         for session, answered in several_drafts.shares(asking, batch, sessions):
-            with session.parts.turn():
+            with session.parts.own_draws():
                 train_step(session.parts, answered, lr=1e-3)
 
     works = [one_pass, both_steps]
@@ -332,9 +334,8 @@ def test_overrides_apply_to_all_drafts_or_to_one(drafts, tmp_path):
 
 
 def test_incompatible_drafts_are_refused(drafts, tmp_path):
-    last = "{objective: {kind: eagle1}, target: {aux_layer_ids: null}}"
-    recipes = drafts(tmp_path, ("chain", "last"), ["draft.draft_vocab_size=null"], last=last)
-    with pytest.raises(BadInput, match="layer 4, the last hidden state, is not provided beside"):
+    recipes = drafts(tmp_path, ("chain", "last"), chain="{target: {aux_layer_ids: [0, 1, 4]}}")
+    with pytest.raises(BadInput, match=r"aux_layer_ids \[4\] out of range"):
         set_up_together([*recipes.values()])
     several = drafts(tmp_path, ("chain", "small"), ["target.supervision=probs"])
     with pytest.raises(BadInput, match="probabilities are over one draft vocabulary"):

@@ -10,14 +10,12 @@ from transformers import Qwen2Config
 from fledge.cli.console import out
 from fledge.cli.plan import plan
 from fledge.core.errors import BadInput
-from fledge.draft.block import KEPT_MLP_GIB
-from fledge.recipe.schema import load_recipe
-from fledge.recipe.shipped import shipped_recipe
-from fledge.train.planning.memory import context_needed, draft_bytes
-from fledge.train.planning.predict import predict, step_memory
-from fledge.train.planning.rows import sampled_rows, typical_rows
-from fledge.train.planning.shape_plan import ShapePlan, TargetShape
-from fledge.train.setup import set_up
+from fledge.methods.block.draft import KEPT_MLP_GIB
+from fledge.recipe.schema import load_recipe, shipped_recipe
+from fledge.training.planning.cost import DraftMemory, context_needed, sampled_rows, typical_rows
+from fledge.training.planning.predict import predict, step_memory
+from fledge.training.planning.shape_plan import ShapePlan, TargetShape
+from fledge.training.setup import set_up
 
 GIB = 2**30
 NOT_RUN = {"llama33_70b_8gpu": 8, "qwen3_235b_2x8gpu": 16, "llama31_8b_128k_8gpu": 8}
@@ -88,8 +86,8 @@ def test_splitting_rows_reduces_a_step_to_what_every_rank_needs():
 
 
 def test_sharded_weights_are_still_gathered_whole_in_a_step():
-    assert draft_bytes(1000, 10) == 16_040
-    assert draft_bytes(1000, 10, shard=4, width=2) == 3000 + 6000 + 40
+    assert DraftMemory(1000, 10, 8000).bytes() == 16_040
+    assert DraftMemory(1000, 10, 8000).bytes(shard=4, width=2) == 3000 + 6000 + 40
 
 
 def test_time_depends_on_ranks_and_rows():

@@ -13,12 +13,12 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 
 from fledge.core.errors import BadInput, explain
 from fledge.data.tokenise import checksum
-from fledge.draft.eagle3 import LlamaEagle3DraftModel
-from fledge.train import setup as building
-from fledge.train.checkpoint import newest_checkpoint, read_checkpoint
-from fledge.train.fit import fit
-from fledge.train.setup import set_up
-from fledge.train.shard_files import held_names, read_shares
+from fledge.methods.eagle3.draft import LlamaEagle3DraftModel
+from fledge.training import setup as building
+from fledge.training.checkpoint import newest_checkpoint, read_checkpoint
+from fledge.training.fit import fit
+from fledge.training.saving import held_names, read_shares
+from fledge.training.setup import set_up
 from ranks import run_ranks
 from train.test_sharding import doubled
 from train.tiny import Notes

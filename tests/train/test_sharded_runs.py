@@ -10,9 +10,9 @@ from safetensors.torch import load_file
 from fledge.cli.train import run_recipe
 from fledge.target.cache.job import CacheOptions
 from fledge.target.cache.precompute import execute
-from fledge.train.fit import fit
-from fledge.train.precompute import recipe_job, recipe_target
-from fledge.train.setup import set_up
+from fledge.training.fit import fit
+from fledge.training.precompute import recipe_job, recipe_target
+from fledge.training.setup import set_up
 from ranks import run_ranks
 from train.tiny import Notes
 
@@ -40,7 +40,7 @@ def test_two_ranks_that_share_the_target_match_one(recipe, tmp_path, layout):
 
 def _precompute(recipe, directory):
     options = CacheOptions(shard_size=7, batch_size=2)
-    job, _ = recipe_job(recipe, directory, options)
+    job = recipe_job(recipe, directory, options)
     load = partial(recipe_target, recipe, CPU)
     done = execute(job, 0, load, device=CPU, say=lambda line: None)
     return done.complete

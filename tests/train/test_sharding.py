@@ -4,10 +4,10 @@ each rank holds its share."""
 import pytest
 import torch
 
-from fledge.train import setup as building
-from fledge.train.setup import set_up
-from fledge.train.sharding import local_tensor, whole_tensor
-from fledge.train.step import train_step
+from fledge.training import setup as building
+from fledge.training.setup import set_up
+from fledge.training.sharding import local_tensor, whole_tensor
+from fledge.training.step import train_step
 from ranks import run_ranks
 
 pytestmark = pytest.mark.ranks

@@ -10,13 +10,11 @@ from fledge.cli.console import out
 from fledge.cli.plan import plan
 from fledge.core.errors import BadInput
 from fledge.models.shapes import SIZES
-from fledge.recipe.drafts import load_recipes
-from fledge.recipe.schema import load_recipe
-from fledge.train.planning import sizing
-from fledge.train.planning.memory import StepMemory
-from fledge.train.planning.rows import per_token, typical_rows
-from fledge.train.planning.shape_plan import TargetShape, draft_without_memory
-from fledge.train.planning.sizing import Given, Load, gpu_of, seconds_for, size_cluster
+from fledge.recipe.schema import load_recipe, load_recipes
+from fledge.training.planning import sizing
+from fledge.training.planning.cost import StepMemory, per_token, typical_rows
+from fledge.training.planning.shape_plan import TargetShape, draft_without_memory
+from fledge.training.planning.sizing import Given, Load, Pipeline, gpu_of, seconds_for, size_cluster
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "benchmarks" / "results" / "data"
@@ -134,6 +132,15 @@ def test_a_slow_link_is_the_bottleneck():
     assert slow["waiting_share"] > 0.5
 
 
+def test_the_slowest_part_sets_the_pace():
+    """Two workers that take 4 s, transfers and steps of 1 s."""
+    assert Pipeline(4.0, 1.0, 1.0, workers=2).period_s == 2.0  # the workers
+    assert Pipeline(4.0, 1.0, 1.0, workers=2, prefetch=1).period_s == 2.5  # two round trips of 5 s
+    assert Pipeline(4.0, 1.0, 1.0, workers=2, ranks=2).period_s == 4.0
+    assert Pipeline(4.0, 3.0, 1.0, workers=2).waiting_share == 0.0
+    assert Pipeline(1.0, 1.0, 3.0, workers=2).waiting_share == pytest.approx(2 / 3)  # the link
+
+
 def test_given_speeds_override_the_measured_ones():
     given = Given(target_tokens_s=1000.0, train_tokens_s=3000.0, ranks=1)
     figures = size_cluster([load_recipe(RECIPE)], given).to_json()
@@ -172,7 +179,7 @@ def test_plan_cluster_matches_the_documentation(capsys, monkeypatch):
     plan([RECIPE], cluster=True, target_shape=["1t-moe"], as_json=True)
     [figures] = json.loads(capsys.readouterr().out)
     assert figures["model"] == SIZES["1t-moe"]
-    [speeds] = [line for line in table if "tokens/s, simulated" in line]
+    [speeds] = [line for line in table if "tokens/s of all" in line]
     assert speeds.split()[-1] == f"{figures['tokens_per_s']:,.0f}"
     plan([RECIPE], cluster=True, gpu="h100", gpu_gib=12, ranks=1)
     shown = capsys.readouterr().out

@@ -2,8 +2,6 @@
 split."""
 
 import json
-import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,9 +14,9 @@ from fledge.core.rows import TokenRow
 from fledge.data.rows import KnownRows, split_rows
 from fledge.recipe.schema import load_recipe
 from fledge.target.cache.job import CacheOptions
-from fledge.train.fit import fit
-from fledge.train.precompute import recipe_job
-from fledge.train.setup import open_run, prepare_data, set_up
+from fledge.training.fit import fit
+from fledge.training.precompute import recipe_job
+from fledge.training.setup import open_run, prepare_data, set_up
 from train.tiny import Notes, make_chats, recipe_for
 
 
@@ -30,7 +28,7 @@ class Rows:
         return len(self.lengths)
 
     def __getitem__(self, index):
-        ids = np.arange(4, dtype=np.int32)
+        ids = np.arange(index, index + 4, dtype=np.int32)
         return TokenRow(ids, np.ones(4, np.uint8), f"chats:{index}", truncated=False)
 
 
@@ -102,28 +100,6 @@ def test_a_handful_of_rows_is_reported(little, tmp_path):
     assert "none is held out" in open_run(little(5, run="less")).warnings[0]
 
 
-def written_before(recipe, rows):
-    """Write what an earlier version wrote: the run's recipe with every default filled in."""
-    path = Path(recipe.run.output_dir)
-    recipe.write_resolved(path)
-    text = (path / "recipe.yaml").read_text()
-    assert "valid_rows: null" in text
-    (path / "recipe.yaml").write_text(text.replace("valid_rows: null", f"valid_rows: {rows}"))
-
-
-def test_a_run_of_an_earlier_version_keeps_its_split(little, tmp_path):
-    recipe = little(60, "training.steps=2")
-    written_before(recipe, 512)
-    resolved = load_recipe(tmp_path / "run" / "recipe.yaml")
-    for again in (recipe, resolved):  # the recipe it was started with, or the one it wrote
-        check_existing(again)
-        run = open_run(again)
-        assert (len(run.train), run.recipe.data.valid_rows) == (1, 512)
-        assert "only 1 row to train on (59 are held out)" in run.warnings[0]
-    with pytest.raises(BadInput, match=r"data\.valid_rows: 512 -> 6"):
-        check_existing(little(60, "training.steps=2", "data.valid_rows=6"))
-
-
 def test_a_run_of_this_version_keeps_its_split(little, tmp_path):
     fit(set_up(little(60, "training.steps=2")), Notes())
     resolved = load_recipe(tmp_path / "run" / "recipe.yaml")
@@ -169,31 +145,3 @@ def test_plan_reports_a_handful_of_rows_too(little, tmp_path, capfd):
         out = capfd.readouterr().out
         text = json.loads(out)["warnings"][0] if flags else " ".join(out.split())
         assert "only 18 rows to train on" in text
-
-
-class Everything:
-    def __contains__(self, what):
-        return True
-
-
-def test_a_run_started_on_fewer_rows_resumes_with_them(little, tmp_path, monkeypatch):
-    """Earlier versions dropped chats that start with the assistant; new runs read them."""
-    chats = make_chats(tmp_path / "chats-60.jsonl", 60)
-    row = json.loads(chats.read_text().splitlines()[0])
-    row["messages"].insert(0, {"role": "assistant", "content": "Hello!"})
-    chats.write_text(f"{json.dumps(row)}\n{chats.read_text()}")
-    overrides = ("training.steps=4", "checkpoint.every_steps=2", "checkpoint.keep=9")
-    with monkeypatch.context() as patch:  # start the run as an earlier version did
-        patch.setattr("fledge.train.setup.rows_begun_with", lambda recipe: Everything())
-        started = set_up(little(60, *overrides))
-        assert len(started.train) == 54
-        assert fit(started, Notes()).finished
-    last = tmp_path / "run" / "checkpoints" / "step-00000004"
-    final = (last / "model.safetensors").read_bytes()
-    shutil.rmtree(last)
-
-    notes, resumed = Notes(), set_up(little(60, *overrides))
-    assert fit(resumed, notes).finished
-    assert "resuming at step 2 of 4" in notes.notes
-    assert (last / "model.safetensors").read_bytes() == final
-    assert counts(little(60, run="new")) == (55, 6)

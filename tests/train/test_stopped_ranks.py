@@ -10,8 +10,8 @@ from concurrent.futures import Future
 import pytest
 
 from fledge.core.distributed import leave_world
-from fledge.train.fit import fit
-from fledge.train.setup import set_up
+from fledge.training.fit import fit
+from fledge.training.setup import set_up
 from ranks import run_ranks
 from train.test_fit import comparable, differing, final_weights
 from train.tiny import Notes, recipe_for

@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 
 from fledge.methods.registry import load_draft
 from fledge.recipe.schema import load_recipe
-from fledge.train.fit import fit
-from fledge.train.setup import set_up
+from fledge.training.fit import fit
+from fledge.training.setup import set_up
 from train.tiny import Notes
 
 BEFORE = Path(__file__).parent / "written_before"

@@ -74,6 +74,18 @@ def make_damaged(target: Path, directory: Path) -> Path:
     return directory
 
 
+def make_empty(target: Path, directory: Path, *names: str) -> Path:
+    """The same target with zeros in these weights; by default in all."""
+    shutil.copytree(target, directory)
+    model = LlamaForCausalLM.from_pretrained(target)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if not names or name in names:
+                weight.zero_()
+    model.save_pretrained(directory)
+    return directory
+
+
 def make_chats(path: Path, count: int = 60) -> Path:
     rows = [
         {
@@ -105,6 +117,21 @@ def recipe_for(target: Path, chats: Path, run: Path, *overrides: str) -> Recipe:
             "tracking.every_steps=2", f"run.output_dir={run}", *overrides,
         ],
     )  # fmt: skip
+
+
+def _block(kind, *, size, layers):
+    return (
+        f"objective.kind={kind}", f"objective.listened_layers={len(layers.split(','))}",
+        f"target.aux_layer_ids={layers}", f"objective.block_size={size}",
+        "objective.anchors=1024", "draft.layers=2", "draft.draft_vocab_size=null",
+        "training.steps=6", "training.lr=1e-2",
+    )  # fmt: skip
+
+
+BLOCKS = {
+    "dflash": _block("dflash", size=5, layers="0,1,2"),
+    "dspark": _block("dspark", size=4, layers="0,2"),
+}
 
 
 class Notes:

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from transformers import Qwen3Config
 
-from fledge.rollout.block_plan import ANCHOR_TOKENS
+from fledge.methods.block.plan import ANCHOR_TOKENS
 from objective.naive_block import MASK_ID, Table
 from objective.naive_eagle3 import V, _pad, masks_of
 from trainers.compared import gradients

@@ -7,8 +7,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from fledge.cli.main import run
-from fledge.compat.precompute_eagle3 import main as precompute
 from fledge.data.pack import collate, one_per_row
+from fledge.precompute_eagle3 import main as precompute
 from fledge.target.cache.backend import CachedEagle3TargetModel
 
 pytestmark = pytest.mark.engine

@@ -29,8 +29,7 @@ import torch
 from torch.nn import functional as F
 
 from fledge import Eagle3TrainerModule, PEagleTrainerModule
-from fledge.objective.dflash import DFlashTrainerModule
-from fledge.objective.dspark import DSparkTrainerModule
+from fledge.methods.block.objective import DFlashTrainerModule, DSparkTrainerModule
 from objective.naive_block import MASK_ID, make_block_documents, make_block_draft, make_spark_draft
 from objective.naive_eagle3 import (
     D,
@@ -283,7 +282,7 @@ def assert_same_blocks(model, ours, documents, their_documents, monkeypatch, ter
     loss = loss * out.charged.sum() / weights[0].sum()
     loss.backward()
     assert_same_step((loss.detach(), gradients(model)), step, tolerance=TOLERANCE)
-    places = range(ours.draft_model.first_place, model.block_size)
+    places = range(ours.draft_model.spec.first_place, model.block_size)
     assert out.charged.tolist() == [metrics[f"position_{k}_acc_total"] for k in places]
     assert out.correct.tolist() == [metrics[f"position_{k}_acc_sum"] for k in places]
     assert out.step_prefix_hits.sum() == metrics["eal_sum"] - metrics["eal_total"]

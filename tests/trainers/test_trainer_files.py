@@ -9,8 +9,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config
 from export.block_cases import make_block
 from export.export_cases import make_draft, rewrite, tensors_of
 from fledge import export_draft
-from fledge.diagnosis.import_draft import import_draft
-from fledge.export.self_check import CheckOptions
+from fledge.formats.import_draft import import_draft
+from fledge.formats.self_check import CheckOptions
 
 pytestmark = pytest.mark.engine
 

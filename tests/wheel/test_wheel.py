@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from fledge.recipe.shipped import shipped_recipes
+from fledge.recipe.schema import shipped_recipes
 from train.tiny import make_chats, make_target
 
 ROOT = Path(__file__).parents[2]

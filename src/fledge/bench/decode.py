@@ -2,7 +2,7 @@
 
 Every way continues every prompt greedily, in batches of the same rows, twice. The second time
 counts: by then kernels are compiled and passes recorded. The clock runs over whole calls, the pass
-over the prompts included, since that is what a caller of either library waits for. Ways take turns
+over the prompts included, since that is what a caller of either library waits for. Ways alternate
 batch by batch, so that a machine that slows down slows all of them down.
 """
 
@@ -15,8 +15,8 @@ import torch
 
 from fledge.decode.speculative import SpeculativeDecoder
 from fledge.decode.stops import Stops
-from fledge.decode.strategies.registry import fitting
-from fledge.draft.base import DraftModel
+from fledge.decode.strategy import fitting
+from fledge.methods.shared.draft import DraftModel
 from fledge.target.hf.model import HFEagle3TargetModel
 
 PLAIN = "plain"  # fledge without a draft: what speed-ups and texts are compared with

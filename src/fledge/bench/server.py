@@ -88,7 +88,7 @@ class ServerFigures:
 def measure_server(
     url: str, load: Load, *, model: str = "", on_answer: Callable[[int], None] = lambda done: None
 ) -> ServerFigures:
-    """Send the load after two requests that warm the server up; `on_answer` hears how many are in.
+    """Send the load after two requests that warm the server up; `on_answer` gets their number.
 
     `model` defaults to the one the server names first.
     """

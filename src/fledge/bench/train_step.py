@@ -5,9 +5,10 @@ masters. `documents` packs documents of about that many tokens; without it every
 of `seq` tokens. 60 % of the tokens are supervised.
 """
 
+import gc
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -21,20 +22,19 @@ from fledge.core.distributed import World
 from fledge.core.rows import TokenRow
 from fledge.core.transfer import record_event
 from fledge.data.pack import collate, one_per_row, pack_rows
-from fledge.draft.derive import derive_draft_config
 from fledge.methods.base import TrainerInputs
 from fledge.methods.registry import DEFAULT_METHOD, METHODS
-from fledge.objective.work import Work
-from fledge.target.base import Eagle3TargetBackend
-from fledge.target.hf.fp8 import convert_linears
+from fledge.methods.shared.derive import derive_draft_config
+from fledge.methods.shared.work import Work
+from fledge.target.base import Eagle3TargetBackend, InputEmbedding
+from fledge.target.hf.loading import convert_linears
 from fledge.target.hf.model import HFEagle3TargetModel
-from fledge.target.remember import RememberingTarget
-from fledge.target.room import KeptStates
-from fledge.train.batches import StepBatch
-from fledge.train.clock import Clock
-from fledge.train.optimizer import StepGuard, make_optimizer
-from fledge.train.recorded import recorded_steps
-from fledge.train.step import Parts, train_step
+from fledge.target.state_cache import KeptStates, RememberingTarget
+from fledge.training.batches import StepBatch
+from fledge.training.clock import Clock
+from fledge.training.optimizer import StepGuard, make_optimizer
+from fledge.training.recorded import recorded_steps
+from fledge.training.step import Parts, train_step
 
 SHAPE_FIELDS = (
     *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
@@ -138,6 +138,8 @@ def build_parts(case: Case, device: torch.device) -> Parts:
         draft = method.draft_type()(config)
     draft.set_vocab_mapping(ids, mask)
     draft.borrow_from(target)
+    if method.fixed_draft.get("head_from_target"):
+        draft.copy_head_from_target(InputEmbedding(target.info().head.weight_VD))
     draft.embed_tokens.weight.requires_grad_(not usual["freeze_embeddings"])
     draft.gradient_checkpointing = case.checkpointing
     given = TrainerInputs(ids, mask, target.info().head, _dtype(device))
@@ -248,8 +250,8 @@ def remembering(
     case: Case, target: Eagle3TargetBackend, batches: Sequence[StepBatch]
 ) -> RememberingTarget:
     """A target that was asked about all of them before."""
-    room = KeptStates(2**62) if case.kept == "device" else KeptStates(0, 2**62)
-    remembering = RememberingTarget(target, room)
+    limits = KeptStates(2**62) if case.kept == "device" else KeptStates(0, 2**62)
+    remembering = RememberingTarget(target, limits)
     for batch in batches:
         for rows in batch.micro:
             if rows is not None:
@@ -273,3 +275,64 @@ def matmul_ceiling(device: torch.device, size: int = 8192) -> float:
         torch.cuda.synchronize(device)
         best = min(best, time.perf_counter() - start)
     return 2 * size**3 / best
+
+
+# --- compare --------------------------------------------------------------------------------------
+# The table of docs/performance.md: the named steps, one after the other, with the ceiling of the
+# same machine in the same run.
+
+CASES: Mapping[str, Case] = {
+    "EAGLE-3, 8B, 4 x 2048": Case("8b", batch=4),
+    "the same, fp8 target, depth_keep 0.7": Case("8b", batch=4, fp8=True, depth_keep=0.7),
+    "the same, second epoch, states in host memory": Case("8b", batch=4, kept="host"),
+    "EAGLE-3, 8B, 1 x 32,768": Case("8b", seq=32_768),
+    "EAGLE-3, 1B, 8 x 2048": Case("1b", batch=8),
+    "EAGLE-3, 135M, one pack of 16,384": Case("135m", seq=16_384, documents=250),
+    "the same, second epoch, states on the device": Case(
+        "135m", seq=16_384, documents=250, kept="device"
+    ),
+    "P-EAGLE, 8B, 2 x 2048, 8 depths, 4 layers": Case("8b", "peagle", batch=2),
+    "DFlash, 8B, 4 x 2048": Case("8b", "dflash", batch=4),
+    "DSpark, 8B, 4 x 2048": Case("8b", "dspark", batch=4),
+}
+COLUMNS = (
+    *("step", "tokens/s", "step ms", "target / supervision / forward / backward / update ms"),
+    *("slowest ms", "first step s", "above GiB", "share of ceiling"),
+)
+
+
+def compare(
+    device: torch.device, cases: Mapping[str, Case] = CASES, *, steps: int, warmup: int
+) -> Iterator[tuple[str, StepFigures]]:
+    """Each in turn; the one before it is gone when the next begins."""
+    for name, case in cases.items():
+        yield name, measure_step(case, device, steps=steps, warmup=warmup)
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def table_row(name: str, figures: StepFigures) -> list[str]:
+    values = figures.to_json()
+    above, share = values["peak_above_gib"], values["share_of_ceiling"]
+    return [
+        name,
+        f"{values['tokens_per_s']:,}",
+        f"{values['step_ms']:,.0f}",
+        " / ".join(f"{ms:,.0f}" for ms in values["phases_ms"].values()),
+        f"{values['slowest_step_ms']:,.0f}",
+        f"{values['first_step_s']}",
+        "" if above is None else f"{above:.2f}",
+        "" if share is None else f"{share:.0%}",
+    ]
+
+
+def markdown_line(cells: Iterable[str]) -> str:
+    """As in docs/performance.md."""
+    return f"| {' | '.join(cells)} |"
+
+
+HEAD = (
+    markdown_line(COLUMNS),
+    markdown_line(["---", "--:", "--:", "---", *["--:"] * 4]),
+)

@@ -1,20 +1,33 @@
 """`fledge bench`: how fast a training step and decoding run here, and a draft on a server."""
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
-from typer import Option
+from typer import Argument, Option
 
-from fledge.cli import bench_decode, bench_server
-from fledge.cli.console import facts_table, out, print_json, progress_bar, quiet_libraries
+from fledge.api import shortest_names
+from fledge.cli import options as opt
+from fledge.cli.console import (
+    facts_table,
+    out,
+    plain_table,
+    print_json,
+    progress_bar,
+    quiet_libraries,
+    watching,
+)
 from fledge.cli.help import VerbGroup, Verbs
+from fledge.cli.loading import load_draft_beside, load_target
 from fledge.cli.options import AsJson
+from fledge.core.addresses import server_address
 from fledge.core.errors import BadInput, nearest
+from fledge.core.install import install_extra
 
 if TYPE_CHECKING:
     import torch
 
-    from fledge.train.batches import StepBatch
-    from fledge.train.step import Parts
+    from fledge.training.batches import StepBatch
+    from fledge.training.step import Parts
 
 
 class _ServerByDefault(VerbGroup):
@@ -32,8 +45,6 @@ app = Verbs(
     help="Measure speed: of a training step (train), of decoding with drafts (decode), or of a "
     "server (server URL, or just URL).",
 )
-app.command(name="server", epilog=bench_server.EXAMPLE)(bench_server.bench)
-app.command(name="decode", epilog=bench_decode.EXAMPLE)(bench_decode.bench)
 
 TRAIN_EXAMPLE = (
     "Example: fledge bench train --shape 8b --seq 2048 --batch 4\n\n"
@@ -41,7 +52,6 @@ TRAIN_EXAMPLE = (
 )
 
 
-@app.command(name="train", epilog=TRAIN_EXAMPLE)
 def bench_train(
     shape: Annotated[str, Option(help="Target's shape: tiny, 135m, 1b or 8b.")] = "135m",
     kind: Annotated[
@@ -135,7 +145,7 @@ def bench_train(
 
 def _compare(device: "torch.device", steps: int, warmup: int, *, as_json: bool) -> None:
     """Print every line as soon as it is measured: all of them take minutes."""
-    from fledge.bench import compare as table
+    from fledge.bench import train_step as table
 
     if device.type != "cuda":
         what = "the steps of the table need a GPU, and there is none"
@@ -149,3 +159,246 @@ def _compare(device: "torch.device", steps: int, warmup: int, *, as_json: bool) 
         rows.append({"step": name, **figures.to_json()})
     if as_json:
         print_json(rows)
+
+
+# --- server ---------------------------------------------------------------------------------------
+
+SERVER_EXAMPLE = (
+    "Example: fledge bench http://localhost:8000 --baseline http://localhost:8001 --concurrency 1 "
+    "--concurrency 8"
+)
+
+
+def bench_server(
+    url: Annotated[
+        str, Argument(metavar="URL", help="An OpenAI-compatible server with the draft.")
+    ],
+    baseline: Annotated[str, Option(help="The same target served without it.")] = "",
+    model: Annotated[str, Option(help="Default: what each server names first.")] = "",
+    prompts: opt.Prompts = None,
+    requests: Annotated[int, Option(min=1, help="Requests to measure.")] = 64,
+    concurrency: Annotated[
+        list[int] | None, Option(min=1, help="Requests at a time; repeatable. Default: 1.")
+    ] = None,
+    max_tokens: Annotated[int, Option(min=2, help="Length limit of answers.")] = 256,
+    temperature: Annotated[float, Option(min=0, help="Of sampling; 0: greedy.")] = 0.0,
+    as_json: opt.AsJson = False,
+) -> None:
+    """Measure a server: tokens per second, latencies, and acceptance by the engine's own counters.
+
+    Both servers get the same requests, one server after the other. Latencies are the client's: to
+    the first token, per token after it, and of the whole request.
+    """
+    from fledge.measure.answers import read_prompts
+
+    try:
+        from fledge.bench.server import Load, measure_server
+    except ModuleNotFoundError as error:
+        fix = install_extra("serve")
+        raise BadInput(f"{error.name} is not installed", fix=fix) from None
+    conversations = [
+        [{"role": message["role"], "content": message["content"]} for message in prompt.messages]
+        for prompt in read_prompts(prompts or ["mixed"])
+    ]
+    servers = [("baseline", baseline)] * bool(baseline) + [("draft", url)]
+    for _, address in servers:
+        server_address(address)
+    levels = concurrency or [1]
+    runs: list[tuple[str, Any]] = []
+    with watching() as watch:
+        for level in levels:
+            load = Load(conversations, requests, level, max_tokens, temperature)
+            for name, address in servers:
+                label = f"{name}, {level} at a time"
+
+                def on_answer(done: int, label: str = label) -> None:
+                    watch(label, done, requests)
+
+                on_answer(0)
+                runs.append((name, measure_server(address, load, model=model, on_answer=on_answer)))
+    if as_json:
+        print_json([{"server": name, **run.to_json()} for name, run in runs])
+    else:
+        _show_server(runs)
+
+
+def _show_server(runs: list[tuple[str, Any]]) -> None:
+    table = plain_table(
+        "server", "at a\ntime", "tokens/s", "speed-up", "first token\np50 / p99 ms",
+        "per token\np50 / p99 ms", "request\np50 / p99 ms", "acceptance\nlength",
+        no_wrap=True,
+    )  # fmt: skip
+    plain = {run.concurrency: run.tokens_per_s for name, run in runs if name == "baseline"}
+    for name, run in runs:
+        base = plain.get(run.concurrency)
+        gain = f"{run.tokens_per_s / base:.2f}x" if base and name == "draft" else ""
+        times = [_pair(values) for values in (run.first_ms, run.per_token_ms, run.total_ms)]
+        length = "" if run.acceptance is None else f"{run.acceptance.length:.3f}"
+        speed = f"{run.tokens_per_s:,.1f}"
+        table.add_row(name, str(run.concurrency), speed, gain, *times, length)
+    out.print(table)
+    drafted = [run for name, run in runs if name == "draft"]
+    for definition in dict.fromkeys(
+        (run.acceptance.source, run.acceptance.last_round) for run in drafted if run.acceptance
+    ):
+        out.print(
+            f"acceptance length = 1 + accepted / drafted rounds: {definition[0]}.", style="dim"
+        )
+        out.print(f"A round that the end of an answer cuts short {definition[1]}.", style="dim")
+    if not any(run.acceptance for run in drafted):
+        silent = "the server reports nothing about speculative decoding: is the draft on?"
+        out.print(f"{silent} SGLang needs --enable-metrics", style="yellow")
+
+
+def _pair(values: dict[str, float]) -> str:
+    return f"{values['p50']:.1f} / {values['p99']:.1f}" if values else "-"
+
+
+# --- decode ---------------------------------------------------------------------------------------
+
+DECODE_EXAMPLE = (
+    "Example: fledge bench decode runs/small runs/large --prompts questions.jsonl --batch 1 "
+    "--batch 16"
+)
+
+
+def bench_decode(
+    drafts: opt.DraftArguments,
+    target: opt.TargetOption = "",
+    prompts: opt.Prompts = None,
+    limit: opt.PromptLimit = 16,
+    batch: Annotated[
+        list[int] | None, Option(min=1, help="Texts at a time; repeatable. Default: 1.")
+    ] = None,
+    method: Annotated[
+        list[str] | None,
+        Option(help="chain, tree, parallel, ... of drafts that have it; repeatable. Default: own."),
+    ] = None,
+    draft_tokens: opt.TrainedTokens = 0,
+    max_new_tokens: opt.MeasuredTokens = 128,
+    assistant: Annotated[
+        str, Option(help="A small model for transformers' assisted generation.")
+    ] = "",
+    aux_layers: Annotated[
+        str, Option(help="The layers that the drafts read, e.g. 1,14,26; default: the run's.")
+    ] = "",
+    dtype: opt.RunDtype = "",
+    device: opt.DeviceOption = "",
+    trust_remote_code: opt.TrustRemoteCode = False,
+    as_json: opt.AsJson = False,
+) -> None:
+    """Decode the same prompts with drafts, by the target alone and by transformers, and compare.
+
+    Tokens per second of whole calls, beside transformers' generate, prompt lookup and, with
+    --assistant, assisted generation. Texts are compared with those of the target alone.
+    """
+    quiet_libraries()
+    from fledge.bench import decode as ways_of
+    from fledge.decode.stops import Stops, eos_token_ids
+    from fledge.decode.strategy import check_name
+    from fledge.measure.answers import read_prompts
+    from fledge.measure.evaluation import check_fits
+    from fledge.training.loading import with_layers_of
+    from fledge.training.runs import draft_directory, trained_tokens
+
+    for name in method or ():
+        check_name(name)
+    rows = read_prompts(prompts or ["mixed"], limit=limit or None)
+    paths = dict(zip(shortest_names(drafts), map(draft_directory, drafts), strict=True))
+    first = next(iter(paths.values()))
+    named = (target, aux_layers, dtype, device, trust_remote_code)
+    with load_target(first, *named) as backend:
+        tokenizer, model = backend.tokenizer, backend.model
+        ids = _encoded(rows, backend, max_new_tokens)
+        stops = Stops(max_new_tokens, eos_token_ids(model, tokenizer))
+        counts = {name: draft_tokens or trained_tokens(path) for name, path in paths.items()}
+        ways = ways_of.draftless_ways(
+            model, stops, pad_id=getattr(tokenizer, "pad_token_id", None) or 0,
+            num_draft_tokens=max(counts.values()),
+            assistant=_load_assistant(assistant, backend) if assistant else None,
+        )  # fmt: skip
+        for name, path in paths.items():
+            reading = backend if aux_layers else with_layers_of(backend, path)
+            draft = load_draft_beside(reading, path)
+            check_fits(reading, draft, name)
+            ways |= ways_of.draft_ways(
+                reading, name, draft, stops, num_draft_tokens=counts[name], methods=method or ()
+            )
+        figures = []
+        for size in batch or [1]:
+            able = ways_of.taking(ways, size)
+            with progress_bar(f"batch {size}", "batches") as update:
+                update(total=-(-len(ids) // size) * len(able))
+
+                def on_batch(way: str, update: Any = update) -> None:
+                    update(advance=1, note=way)
+
+                decoded = ways_of.decode_all(
+                    able, ids, batch=size, device=model.device, on_batch=on_batch
+                )
+            figures += [result.to_json(decoded) for result in decoded.values()]
+    if as_json:
+        print_json(figures)
+    else:
+        _show_decode(figures)
+
+
+def _encoded(prompts: Any, target: Any, max_new_tokens: int) -> list[list[int]]:
+    """The tokens of the prompts that an answer fits behind."""
+    from fledge.data.template import ChatTemplate
+    from fledge.measure.answers import encode_prompt
+    from fledge.target.layers import longest_text
+
+    if target.tokenizer is None:
+        raise BadInput("the target has no tokenizer", fix="prompts are texts: give it one")
+    template, longest = ChatTemplate.of(target.tokenizer), longest_text(target.model.config)
+    encoded = [
+        encode_prompt(list(prompt.messages), template, target.tokenizer) for prompt in prompts
+    ]
+    fitting = [ids for ids in encoded if len(ids) + max_new_tokens <= longest]
+    if not fitting:
+        raise BadInput("no prompt leaves room for an answer", fix="lower --max-new-tokens")
+    return fitting
+
+
+def _load_assistant(name: str, target: Any) -> Any:
+    from fledge.models.resolve import load_model
+
+    weight = target.get_input_embeddings().weight
+    model = load_model(name, dtype=weight.dtype, device=weight.device)
+    if model.config.vocab_size != len(weight):
+        what = f"it has {model.config.vocab_size} tokens, the target {len(weight)}"
+        raise BadInput(what, where=f"--assistant {name}", fix="name a model of the same family")
+    return model
+
+
+def _show_decode(figures: Sequence[Mapping[str, Any]]) -> None:
+    for batch in dict.fromkeys(row["batch"] for row in figures):
+        shown = plain_table(
+            "way", "tokens/s", "passes/s", "tokens\na round", "against\nplain",
+            "against\ngenerate", "texts\nas plain", no_wrap=True, title=f"batch {batch}",
+        )  # fmt: skip
+        shown.columns[0].no_wrap, shown.columns[0].overflow = False, "fold"
+        for row in figures:
+            if row["batch"] == batch:
+                shown.add_row(*_cells(row))
+        out.print(shown)
+    note = "Whole calls, the passes over the prompts included; plain: fledge without a draft."
+    out.print(note, style="dim")
+
+
+def _cells(row: Mapping[str, Any]) -> list[str]:
+    length, ratios = row["tokens_per_round"], ("against_plain", "against_transformers")
+    return [
+        row["way"],
+        f"{row['tokens_per_s']:,.1f}",
+        f"{row['passes_per_s']:,.1f}",
+        "" if length is None else f"{length:.2f}",
+        *("" if row[name] is None else f"{row[name]:.2f}x" for name in ratios),
+        f"{row['texts_as_plain']} of {row['texts']}",
+    ]
+
+
+app.command(name="server", epilog=SERVER_EXAMPLE)(bench_server)
+app.command(name="decode", epilog=DECODE_EXAMPLE)(bench_decode)
+app.command(name="train", epilog=TRAIN_EXAMPLE)(bench_train)

@@ -1,5 +1,8 @@
 """`fledge cache info | verify | convert`: inspect, check and convert an offline cache."""
 
+import errno
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -7,12 +10,12 @@ from typing import Annotated, Any
 from typer import Argument, Exit, Option
 
 from fledge.cli import options as opt
-from fledge.cli.console import facts_table, out, print_json, progress_bar, quiet_libraries
+from fledge.cli.console import err, facts_table, out, print_json, progress_bar, quiet_libraries
 from fledge.cli.help import Verbs
-from fledge.cli.precompute import cache_options, run_job
+from fledge.cli.loading import opened_spread, recipes_of_words, say_drops
 from fledge.core.errors import BadInput, nearest
 from fledge.core.files import check_place
-from fledge.core.text import counted
+from fledge.core.terminal import counted
 
 app = Verbs(
     help="Look at an offline cache, check it, convert it.",
@@ -40,7 +43,7 @@ def info(directory: Directory, as_json: opt.OutcomeAsJson = False) -> None:
 
 def _facts(directory: Path) -> dict[str, Any]:
     from fledge.target.cache import manifest as manifests
-    from fledge.target.cache.store import open_shards
+    from fledge.target.cache.backend import open_shards
 
     manifest = manifests.read_manifest(directory)
     shape, existing = manifests.shape_of(manifest), sorted(manifests.existing_shards(directory))
@@ -76,8 +79,8 @@ def _facts(directory: Path) -> dict[str, Any]:
 def verify(directory: Directory, as_json: opt.OutcomeAsJson = False) -> None:
     """Read every row, compare its checksum, look for NaN; exit code 1 when one is damaged."""
     from fledge.target.cache.automodel import read_embedding
+    from fledge.target.cache.backend import CacheStore
     from fledge.target.cache.manifest import lacks_target, read_target
-    from fledge.target.cache.store import CacheStore
 
     store = CacheStore(directory.expanduser())
     if lacks_target(store.directory, store.manifest):
@@ -145,8 +148,7 @@ def convert(
     """Write a cache in another encoding or layout, without the target."""
     from fledge.core.distributed import pick_device
     from fledge.target.cache.backend import CachedEagle3TargetModel
-    from fledge.target.cache.convert import convert_job
-    from fledge.target.cache.precompute import execute
+    from fledge.target.cache.precompute import convert_job, execute
 
     if layout not in ("fledge", "automodel"):
         hint = nearest(layout, ["fledge", "automodel"])
@@ -174,8 +176,7 @@ def convert(
             target, output_dir, chosen, draft_vocab_size=draft_vocab_size,
             trust_remote_code=trust_remote_code, padded=padded, model=model or None,
         )  # fmt: skip
-        head_bytes = _head_bytes(target, padded)
-        run = partial(execute, job, head_bytes, lambda: target, device=device)
+        run = partial(execute, job, lambda: target, device=device)
         code = run_job(job, run, update, as_json=as_json)
     if code:
         raise Exit(code)
@@ -189,8 +190,160 @@ def _default_encoding(shape: Any, padded: bool, top_k: int | None) -> tuple[str,
     return ("probs" if k is None else "topk"), k
 
 
-def _head_bytes(target: Any, padded: bool) -> int:
-    """Bytes of embedding and head; in AutoModel's layout, plus the embedding in float32."""
-    embedding, head = target.get_input_embeddings().weight, target.info().head.weight_VD
-    float32_copy = 4 * embedding.numel() if padded else 0
-    return int(embedding.nbytes + head.nbytes + float32_copy)
+EXAMPLE = (
+    "Example: fledge precompute smollm2_gpu data.train=chats.jsonl "
+    "--out cache --encoding hidden-fp8"
+)
+
+
+def precompute(
+    arguments: opt.RecipeWords,
+    output_dir: Annotated[Path, Option(*opt.OUT, help="Where the cache goes.")],
+    encoding: opt.EncodingOption = "hidden",
+    dtype: opt.CacheDtype = "auto",
+    target_dtype: opt.TargetDtype = "",
+    top_k: opt.TopK = None,
+    supervised_only: opt.SupervisedOnly = False,
+    shard_size: opt.ShardSize = 256,
+    batch_size: Annotated[int, Option(min=1, help="Rows per forward of the target.")] = 4,
+    resume: opt.Resume = False,
+    quota_gb: opt.Quota = None,
+    ray: opt.OnRay = False,
+    address: opt.RayAddress = "auto",
+    workers: opt.RayWorkers = None,
+    as_json: opt.OutcomeAsJson = False,
+) -> None:
+    """Write the target's answers to disk; train from them with target.backend=cache.
+
+    Bytes are predicted before anything is written. An interrupted or stopped cache is continued
+    with --resume. The same command with --resume may run any number of times at once, on any
+    machines that see the directory: they share the work, as do processes under torchrun, and the
+    workers of --ray. For a recipe of several drafts, the layers of all of them are kept.
+    """
+    import torch
+
+    from fledge.core.distributed import pick_device
+    from fledge.target.cache.precompute import execute
+    from fledge.training.precompute import cache_dtype
+
+    words = [*arguments, *([f"target.dtype={target_dtype}"] if target_dtype else [])]
+    recipe, *others = recipes_of_words(words).values()
+    output_dir = output_dir.expanduser()
+    check_place(output_dir, directory=True)
+    with _opened_spread(recipe, ray, address, workers) as spread:
+        given = recipe.training.device  # the target's: of this process, or of the workers
+        device = pick_device(given) if spread is None else torch.device(spread.device)
+        quiet_libraries()
+        chosen = cache_options(
+            encoding=encoding, dtype=dtype, natural=lambda: cache_dtype(recipe, device),
+            top_k=top_k, supervised_only=supervised_only, shard_size=shard_size,
+            batch_size=batch_size, resume=resume, quota_gb=quota_gb,
+        )  # fmt: skip
+        with progress_bar("preparing data", "parts") as update:
+
+            def prepared(at: Any) -> None:
+                update(total=at.parts, completed=at.done)
+                say_drops(at)
+
+            job, load = _lay_out(recipe, others, output_dir, chosen, device, prepared)
+            update(description="asking the target", total=len(job.rows), completed=0, unit="rows")
+            run = partial(execute, job, load, device=device)
+            if spread is not None:
+                from fledge.target.ray.spread import execute_on_ray
+
+                work = partial(fill_cache, words, output_dir.absolute(), chosen)
+                run = partial(execute_on_ray, spread, work, job)
+            code = run_job(job, run, update, as_json=as_json)
+    if code:
+        raise Exit(code)
+
+
+def fill_cache(words: list[str], output_dir: Path, chosen: Any) -> Any:
+    """The job of one of several workers on a cluster: what the command does without --ray."""
+    from fledge.core.distributed import pick_device
+    from fledge.target.cache.precompute import execute
+
+    recipe, *others = recipes_of_words(words).values()
+    device, chosen = pick_device(recipe.training.device), replace(chosen, resume=True)
+    quiet_libraries()
+    job, load = _lay_out(recipe, others, output_dir, chosen, device)
+    return execute(job, load, device=device, say=lambda _: None)
+
+
+def _lay_out(
+    recipe: Any,
+    others: list[Any],
+    output_dir: Path,
+    chosen: Any,
+    device: Any,
+    prepared: Any = lambda _: None,
+) -> tuple[Any, Any]:
+    """Returns the job, and a function that opens its target."""
+    from fledge.training.precompute import recipe_job, recipe_target
+
+    job = recipe_job(recipe, output_dir, chosen, prepared, others=others, device=device)
+    return job, partial(recipe_target, recipe, device, others)
+
+
+def _opened_spread(recipe: Any, ray: bool, address: str, workers: int | None) -> Any:
+    """Opens the workers that fill the cache; yields None if this process does."""
+    gpus = 0
+    if ray:
+        from fledge.target.ray.spread import gpus_of
+
+        gpus = gpus_of(recipe.target)
+    return opened_spread(ray, address, workers, gpus=gpus, device=recipe.training.device)
+
+
+def cache_options(*, dtype: str, natural: Any, quota_gb: float | None, **chosen: Any) -> Any:
+    """The flags as `CacheOptions`; raises BadInput for combinations that make no sense."""
+    from fledge.target.cache.format import DTYPES
+    from fledge.target.cache.job import CacheOptions, check_encoding, quota_in_bytes
+    from fledge.target.kinds import spelt_out
+
+    encoding, dtype = chosen["encoding"], spelt_out(dtype)
+    check_encoding(encoding, chosen["top_k"], flag="--top-k")
+    if dtype != "auto" and dtype not in DTYPES:
+        hint = nearest(dtype, ["auto", *DTYPES])
+        raise BadInput(f"{dtype!r} is not a dtype", where="--dtype", fix=hint)
+    return CacheOptions(
+        dtype=natural() if dtype == "auto" else DTYPES[dtype],
+        quota_bytes=quota_in_bytes(quota_gb),
+        **chosen,
+    )
+
+
+def run_job(job: Any, run: Callable[..., Any], update: Any, *, as_json: bool) -> int:
+    """Run a job (as `execute` does), show its progress, and return the exit code."""
+    from fledge.target.cache.job import readable
+    from fledge.target.cache.precompute import STOPPED
+
+    def show(at: Any) -> None:
+        update(total=len(job.rows), completed=at.rows, note=readable(at.bytes))
+
+    def say(line: str) -> None:
+        err.say(line, style="cyan")
+
+    try:
+        done = run(say=say, on_progress=show)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        say(f"the disk is full ({job.directory}); free some space, then continue with --resume")
+        return STOPPED
+    facts = {
+        "directory": str(job.directory),
+        "complete": done.complete,
+        "rows": len(job.rows),
+        "bytes": done.predicted_bytes,
+        "shards_written": done.written_shards,
+        "shards_reused": done.reused_shards,
+    }
+    if as_json:
+        print_json(facts)
+    elif done.complete:
+        out.say(
+            f"{counted(len(job.rows), 'row')} in {job.directory}; train with target.backend=cache "
+            f"target.cached_target_path={job.directory}"
+        )
+    return int(done.code)

@@ -4,17 +4,17 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from itertools import groupby
 from typing import Annotated, Any
 
 from rich.text import Text
 from typer import Option
 
 from fledge.cli import options as opt
-from fledge.cli.console import err, facts_table, out, print_json, quiet_libraries
+from fledge.cli.console import err, facts_table, in_color, out, print_json, quiet_libraries
 from fledge.cli.loading import check_method, load_draft_beside, load_target
 from fledge.core.errors import BadInput
-from fledge.core.terminal import marked
-from fledge.core.text import visible
+from fledge.core.terminal import MARKS, marked, visible
 from fledge.decode.rounds import drafted_depths
 
 EXAMPLE = "Example: fledge chat runs/my_draft --compare"
@@ -56,15 +56,13 @@ def chat(
     go to standard output, figures to standard error. /help lists the other commands; Ctrl-C stops
     an answer, not the chat.
     """
-    from fledge.train.runs import draft_directory, trained_tokens
+    from fledge.training.runs import draft_directory, trained_tokens
 
     quiet_libraries()
     path = draft_directory(draft)
     check_method(path, method or None)
-    drafting = {
-        "method": method or None,
-        "num_draft_tokens": draft_tokens or trained_tokens(path),
-    }
+    tokens = draft_tokens or trained_tokens(path)
+    drafting = {"method": method or None, "num_draft_tokens": tokens}
     with err.waiting("loading the target"):
         backend = load_target(path, target, aux_layers, dtype, device, trust_remote_code)
         sampling = {"temperature": temperature, "seed": seed}
@@ -75,11 +73,13 @@ def chat(
     for line in _lines():
         if line == "/quit":
             return
+        if line == "/reset":
+            conversation = list(start)
+            continue
         if re.fullmatch("/[a-z]+", line):
-            if line == "/reset":
-                conversation = list(start)
-            else:
-                _show_commands(line)
+            if line not in _COMMANDS:
+                err.say(f"no command {line}", style="yellow")
+            err.print(facts_table(_COMMANDS))
             continue
         conversation.append({"role": "user", "content": line})
         answer = session.answer(conversation, compare=compare, quiet=as_json)
@@ -95,7 +95,7 @@ def _lines() -> Iterator[str]:
     if not sys.stdin.isatty():
         yield from (line.strip() for line in sys.stdin if line.strip())
         return
-    err.print("the draft's words are green; /help lists the commands", style="dim")
+    err.print(f"the draft's words are {how_marked()}; /help lists the commands", style="dim")
     while (line := _read_line()) is not None:
         if line:
             yield line
@@ -115,24 +115,13 @@ def _read_line() -> str | None:
         signal.signal(signal.SIGINT, before)
 
 
-def _show_commands(command: str) -> None:
-    if command not in _COMMANDS:
-        err.say(f"no command {command}", style="yellow")
-    err.print(facts_table(_COMMANDS))
-
-
 class _Chat:
     """Answers with a target and its draft, and with the target alone for comparison."""
 
     def __init__(
-        self,
-        backend: Any,
-        draft: Any,
-        name: str,
-        max_new_tokens: int,
-        drafting: dict[str, Any],
+        self, backend: Any, draft: Any, name: str, max_new_tokens: int, drafting: dict[str, Any],
         sampling: dict[str, Any],
-    ) -> None:
+    ) -> None:  # fmt: skip
         from fledge.data.template import ChatTemplate
         from fledge.decode.speculative import SpeculativeDecoder
         from fledge.decode.stops import Stops, eos_token_ids
@@ -150,41 +139,40 @@ class _Chat:
         )
         self._plain = SpeculativeDecoder(backend.model)
         self._sampling = sampling
-        self._room = longest_text(backend.model.config)
+        self._longest = longest_text(backend.model.config)
         self._plain_speed: float | None = None
 
     def answer(
         self, conversation: list[dict[str, str]], *, compare: bool, quiet: bool
     ) -> dict[str, Any]:
         """Answer, and show the text while it is decoded; returns the text and its figures."""
-        from fledge.measure.prompts import encode_prompt
+        from fledge.measure.answers import encode_prompt
 
         ids = encode_prompt(conversation, self._template, self._tokenizer)
-        if len(ids) + self._stops.max_new_tokens > self._room:
-            problem = f"{len(ids)} tokens so far, and the target takes {self._room}"
+        if len(ids) + self._stops.max_new_tokens > self._longest:
+            problem = f"{len(ids)} tokens so far, and the target takes {self._longest}"
             raise BadInput(problem, fix="/reset, or a lower --max-new-tokens")
         stream = _Stream(self._tokenizer, quiet=quiet)
         generation, complete = self._generate(self._decoder, ids, self._stops, stream.show)
         stream.end(generation)
-        rounds = sum(r.emitted for r in generation.rounds), len(generation.rounds)
+        rounds, emitted = len(generation.rounds), sum(r.emitted for r in generation.rounds)
         figures = {
             "text": self._tokenizer.decode(generation.token_ids, skip_special_tokens=True),
             "finish": generation.finish if complete else "interrupt",
             "tokens": len(generation.token_ids),
             "drafted": sum(r.accepted for r in generation.rounds),
-            "rounds": rounds[1],
-            "acceptance_length": rounds[0] / rounds[1] if rounds[1] else None,
+            "rounds": rounds,
+            "acceptance_length": emitted / rounds if rounds else None,
             "tokens_per_s": _speed(generation, self._decoder.timing) if complete else None,
         }
-        if not complete:
-            return figures | {"plain_tokens_per_s": self._plain_speed}
-        return figures | self._plain_figures(ids, generation, compare=compare)
+        compared = self._compared(ids, generation, compare=compare) if complete else {}
+        return figures | {"plain_tokens_per_s": self._plain_speed} | compared
 
     def _generate(
         self, decoder: Any, ids: list[int], stops: Any, show: Callable[[Any], None]
     ) -> tuple[Any, bool]:
         """Returns (answer, whether it is complete): Ctrl-C ends it after the current round."""
-        from fledge.train.signals import StopSignal
+        from fledge.training.signals import StopSignal
 
         shown: list[Any] = []
         with StopSignal(signal.SIGINT) as stop:
@@ -201,22 +189,20 @@ class _Chat:
                 return shown[0], False
         return generation, True
 
-    def _plain_figures(self, ids: list[int], generation: Any, *, compare: bool) -> dict[str, Any]:
+    def _compared(self, ids: list[int], generation: Any, *, compare: bool) -> dict[str, Any]:
         """Decode the same prompt without the draft: all of the answer to compare, or once just
         enough of it to measure the target's speed."""
         from fledge.decode.stops import Stops
 
         if not compare and self._plain_speed is not None:
-            return {"plain_tokens_per_s": self._plain_speed}
+            return {}
         stops = self._stops if compare else Stops(min(_PROBE_TOKENS, self._stops.max_new_tokens))
         plain, complete = self._generate(self._plain, ids, stops, lambda text: None)
-        if not complete:
-            return {"plain_tokens_per_s": self._plain_speed}
-        self._plain_speed = _speed(plain, self._plain.timing)
-        figures: dict[str, Any] = {"plain_tokens_per_s": self._plain_speed}
-        if compare and self._sampling["temperature"] == 0:
-            figures["same_text"] = plain.token_ids == generation.token_ids
-        return figures
+        if complete:
+            self._plain_speed = _speed(plain, self._plain.timing)
+        if complete and compare and self._sampling["temperature"] == 0:
+            return {"same_text": plain.token_ids == generation.token_ids}
+        return {}
 
 
 class _Interrupted(Exception):  # noqa: N818  (not an error)
@@ -232,7 +218,7 @@ class _Stream:
     """Prints the tokens of an answer round by round."""
 
     def __init__(self, tokenizer: Any, *, quiet: bool) -> None:
-        from fledge.decode.pieces import Pieces
+        from fledge.decode.stops import Pieces
 
         self._pieces, self._shown, self._quiet = Pieces(tokenizer), 0, quiet
 
@@ -262,12 +248,22 @@ def accepted_depths(generation: Any) -> list[int]:
 
 
 def coloured(pieces: list[str], depths: list[int]) -> Text:
-    """Text with the draft's accepted tokens in green."""
+    """Text with the draft's accepted tokens in green; without colors, between marks."""
     text = Text()
+    if not in_color():
+        for drafted, group in groupby(zip(pieces, depths, strict=True), lambda item: item[1] > 0):
+            run = visible("".join(piece for piece, _ in group))
+            text.append(f"{MARKS[0]}{run}{MARKS[1]}" if drafted else run)
+        return text
     for piece, depth in zip(pieces, depths, strict=True):
         shade = SHADES[min(depth, len(SHADES)) - 1]
         text.append(visible(piece), style=f"black on {shade}" if depth else "")
     return text
+
+
+def how_marked() -> str:
+    """How `coloured` shows the draft's tokens, in words."""
+    return "green" if in_color() else f"between {MARKS[0]} and {MARKS[1]}"
 
 
 def _figures(answer: dict[str, Any]) -> str:
@@ -275,13 +271,13 @@ def _figures(answer: dict[str, Any]) -> str:
     if not answer["rounds"]:
         return f"{answer['tokens']} tokens, no round"
     fast, slow = answer["tokens_per_s"], answer["plain_tokens_per_s"]
-    parts = [
+    counts = (
         f"{answer['tokens']} tokens in {answer['rounds']} rounds, "
-        f"{answer['acceptance_length']:.2f} a round, {answer['drafted']} by the draft",
-    ]
+        f"{answer['acceptance_length']:.2f} a round, {answer['drafted']} by the draft"
+    )
     if fast is None:
-        return f"stopped; {parts[0]}"
-    parts.append(f"{fast:.1f} tokens/s with the draft")
+        return f"stopped; {counts}"
+    parts = [counts, f"{fast:.1f} tokens/s with the draft"]
     if slow:
         parts.append(f"{slow:.1f} without: {fast / slow:.2f}x")
     if "same_text" in answer:

@@ -41,12 +41,12 @@ def train(
     When a machine or a rank is lost, all ranks start again from the newest checkpoint on what is
     left. Otherwise like `fledge train`, which can continue such a run too.
     """
-    from fledge.train.continuation import check_existing
+    from fledge.training.continuation import check_existing
 
     recipe = recipe_of_words(arguments).settled()
     check_existing(recipe)
     from fledge.cli.train import run_recipe
-    from fledge.train.cluster import Layout, train_on_cluster
+    from fledge.training.cluster import Layout, train_on_cluster
 
     layout = Layout(ranks, rank_cpus, rank_gpus, wait_s)
     address = address or getattr(recipe.target, "address", "auto")
@@ -103,8 +103,7 @@ def _last_line(metrics: Path) -> dict[str, Any]:
 @app.command(name="status", epilog=STATUS_EXAMPLE)
 def status(address: RayAddress = "auto", as_json: AsJson = False) -> None:
     """Show the runs on a cluster: who runs where, tokens/s, waiting for the target, restarts."""
-    from fledge.target.ray.board import read_boards
-    from fledge.target.ray.connection import Connection
+    from fledge.target.ray.connection import Connection, read_boards
 
     with Connection(address):
         runs = read_boards()

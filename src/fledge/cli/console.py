@@ -1,17 +1,19 @@
 """Shared by all verbs: output streams, tables, progress bars, JSON."""
 
 import contextlib
+import copy
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from rich import progress
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
+from rich.text import Text
 
 from fledge.core.machine import is_main_rank
-from fledge.core.progress import PlainProgress
-from fledge.core.terminal import Terminal
-from fledge.core.text import json_text, visible
+from fledge.core.progress import PlainProgress, Watch
+from fledge.core.terminal import Terminal, json_text, visible
 
 # Results go to stdout, everything else goes to stderr: `fledge ... --json | jq` works.
 out = Terminal()
@@ -34,9 +36,27 @@ def print_json(value: Any, *, one_line: bool = False) -> None:
         sys.stdout.flush()
 
 
+class WideTable(Table):
+    """A table whose title and caption use the terminal's width, not their own table's."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        bare = copy.copy(self)
+        bare.title = bare.caption = None
+        if self.title:
+            yield Text(str(self.title), style="table.title")
+        yield from Table.__rich_console__(bare, console, options)
+        if self.caption:
+            yield Text(str(self.caption), style="table.caption")
+
+
+def in_color() -> bool:
+    """Whether standard output shows colors; elsewhere, marks stand for them."""
+    return out.color_system is not None and not out.no_color
+
+
 def plain_table(*columns: str, words: int = 1, no_wrap: bool = False, title: str = "") -> Table:
     """A borderless table: the first `words` columns hold text, the others numbers."""
-    table = Table(title=title or None, title_justify="left", box=None)
+    table = WideTable(title=title or None, box=None)
     for index, column in enumerate(columns):
         table.add_column(column, justify="right" if index >= words else "left", no_wrap=no_wrap)
     return table
@@ -65,11 +85,15 @@ def progress_bar(what: str, unit: str = "") -> Iterator[Callable[..., None]]:
     """A bar with counts, elapsed and remaining time, and a free text column. Yields
     `update(total=, completed=, advance=, description=, unit=, note=, now=)`.
 
-    Without a terminal it prints a plain line every few seconds, and immediately for `now=True`.
+    Without a terminal the main rank prints a plain line every few seconds, and immediately for
+    `now=True`.
     """
+    if not is_main_rank() and not err.is_terminal:
+        yield lambda **_: None
+        return
     if not err.is_terminal:
-        with _plain_lines(what, unit) as update:
-            yield update
+        with PlainProgress(err.say, what, unit) as plain:
+            yield plain.update
         return
     columns = (
         progress.TextColumn("{task.description}", style="bold", markup=False),
@@ -92,17 +116,7 @@ def progress_bar(what: str, unit: str = "") -> Iterator[Callable[..., None]]:
 
 
 @contextlib.contextmanager
-def _plain_lines(what: str, unit: str) -> Iterator[Callable[..., None]]:
-    """The bar as plain lines, printed by the main rank only."""
-    if not is_main_rank():
-        yield lambda **_: None
-        return
-    with PlainProgress(err.say, what, unit) as plain:
-        yield plain.update
-
-
-@contextlib.contextmanager
-def watching() -> Iterator[Callable[[str, float, int], None]]:
+def watching() -> Iterator[Watch]:
     """A bar that shows the current activity. Yields `watch(what, done, total)`."""
     with progress_bar("") as update:
         yield lambda what, done, total: update(description=what, completed=done, total=total)

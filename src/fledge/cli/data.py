@@ -4,18 +4,16 @@ import time
 from pathlib import Path
 from typing import Annotated, Any
 
-import yaml
 from rich.table import Table
 from rich.text import Text
 from typer import Argument, Option
 
-from fledge.cli.console import err, facts_table, out, print_json, progress_bar
+from fledge.cli.console import err, facts_table, in_color, out, print_json, progress_bar
 from fledge.cli.help import Verbs
 from fledge.cli.loading import WAITING
 from fledge.cli.options import AsJson, TrustRemoteCode
 from fledge.core.errors import BadInput, nearest
-from fledge.core.terminal import marked
-from fledge.core.text import counted
+from fledge.core.terminal import MARKS, counted, marked
 
 app = Verbs(
     help="Prepare conversations for training, and look at them.",
@@ -58,6 +56,8 @@ MaxDrop = Annotated[
 def _options(
     max_length: int | None, overlong: str, last: bool, reasoning: bool, pairs: list[str] | None
 ) -> Any:
+    import yaml
+
     from fledge.data.tokenise import TokeniseOptions
 
     if overlong not in ("cut", "drop"):
@@ -109,9 +109,12 @@ def prepare(
     as_json: AsJson = False,
 ) -> None:
     """Tokenise conversations once; a later run with the same data and options starts at once."""
+    from fledge.data.rows import digests, repeats
+
     options = _options(max_length, overlong, last_turn_only, mask_reasoning, template_option)
     limits = {"workers": workers, "max_drop_share": max_drop_share}
     rows = _prepare(data, model, options, trust_remote_code=trust_remote_code, **limits)
+    repeated = repeats(digests(rows))
     facts = {
         "directory": str(rows.directory),
         "fingerprint": rows.fingerprint,
@@ -119,15 +122,18 @@ def prepare(
         "tokens": rows.tokens,
         "supervised": rows.supervised,
         "truncated": rows.truncated,
+        "repeated": repeated,
         "drops": rows.drops.to_json(),
     }
     if as_json:
         print_json(facts)
         return
     share = rows.supervised / rows.tokens
-    template = "[bold]{}[/], [bold]{}[/], [green]{:.1%} supervised[/], {} without an end"
-    figures = (counted(len(rows), "row"), counted(rows.tokens, "token"), share)
-    out.print(marked(template, *figures, counted(rows.truncated, "answer")))
+    template = "[bold]{}[/]{}, [bold]{}[/], [green]{:.1%} supervised[/], "
+    again = f" ({repeated:,} repeated)" if repeated else ""
+    figures = (counted(len(rows), "row"), again, counted(rows.tokens, "token"), share)
+    ends = counted(rows.truncated, "answer")
+    out.print(marked(template + "{} without an end", *figures, ends))
     _print_drops(rows.drops)
     out.say(f"kept in {rows.directory}", style="dim")
 
@@ -178,13 +184,13 @@ def preview(
             ]
         )
     elif html is None:
-        colors = out.color_system is not None and not out.no_color
+        colors = in_color()
         for row in rows:
             out.print(view.to_terminal(row, colors=colors))
             out.print()
         legend = "[black on pale_green1]green[/] tokens are" if colors else "what is in {} is"
         text = "template of {}; " + legend + " supervised"
-        out.print(marked(text, *([model] if colors else [model, view.MARKS])), style="dim")
+        out.print(marked(text, *([model] if colors else [model, MARKS])), style="dim")
 
 
 @app.command(epilog="Example: fledge data stats chats.jsonl --pack 4096 --json")
@@ -203,7 +209,7 @@ def stats(
     as_json: AsJson = False,
 ) -> None:
     """Lengths, supervised share, padding after packing, drop reasons, vocabulary coverage."""
-    from fledge.data.stats import data_stats
+    from fledge.data.preview import data_stats
     from fledge.models.resolve import load_config, tokenizer_directory
 
     options = _options(max_length, overlong, last_turn_only, mask_reasoning, template_option)
@@ -225,6 +231,7 @@ def _print_stats(figures: Any, rows: Any) -> None:
     packing += f", {counted(figures.overlong, 'row')} cut" if figures.overlong else ""
     facts = {
         "rows": f"{figures.rows:,}",
+        "repeated rows": f"{figures.repeated:,}",
         "tokens": f"{figures.tokens:,}",
         "supervised": f"{figures.supervised:,} ({figures.supervised_share:.1%})",
         "answers without their end": f"{figures.truncated:,}",
@@ -254,8 +261,7 @@ def _print_drops(drops: Any) -> None:
     else:
         out.print("no row dropped")
     if drops.notes:
-        title = "kept, with notes"
-        out.print(_reasons(title, "note", drops.notes, drops.noted))
+        out.print(_reasons("kept, with notes", "note", drops.notes, drops.noted))
 
 
 def _reasons(title: str, what: str, counts: dict[str, int], seen: dict[str, list[str]]) -> Table:

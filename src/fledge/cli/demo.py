@@ -1,15 +1,21 @@
 """`fledge demo`: the whole workflow with a real 135M model on a laptop CPU."""
 
 import json
-from collections.abc import Iterator
+import re
+import time
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+from rich.live import Live
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
 from typer import Exit, Option
 
-from fledge.cli.chat import SHADES, coloured
-from fledge.cli.console import err, out, print_json, shown_on_stderr
+from fledge.cli.chat import SHADES, coloured, how_marked
+from fledge.cli.console import err, in_color, out, plain_table, print_json, shown_on_stderr
 from fledge.cli.loading import load_draft_beside
 from fledge.cli.options import OUT
 from fledge.core.files import write_json, write_text
@@ -27,6 +33,11 @@ EXAMPLE = "Example: fledge demo --out demo_out"
 
 _DRAFT_TOKENS = 3  # the depth that the recipe trains
 _ANSWER_TOKENS = 64
+_IN_BFLOAT16 = (
+    "in bfloat16, which this CPU multiplies: checking several tokens costs about as much as one, "
+    "but rounds otherwise, so a near tie may go either way and the texts may part. In float32, "
+    "above, they are equal."
+)
 # The first word of a chat gives its kind: (name, number of questions asked at the end).
 _KINDS = {"Write": ("stories", 4), "Give": ("tips", 2), "Explain": ("explanations", 2)}
 
@@ -46,7 +57,7 @@ def demo(
             stack.enter_context(shown_on_stderr())
         lossless = tell(directory, rows)
     if as_json:
-        from fledge.report.gather import EVALUATION_NAME
+        from fledge.report.page import EVALUATION_NAME
 
         run = directory / "run"
         figures = json.loads((run / EVALUATION_NAME).read_bytes())
@@ -63,7 +74,7 @@ def tell(directory: Path, rows: int) -> bool:
     chats = directory / "chats.jsonl"
     lines = CHATS.read_text().splitlines(keepends=True)
     write_text(chats, "".join(lines[: rows or ROWS]))
-    _heading("1. The data: green tokens will teach the draft")
+    _heading("1. The data: the assistant's answers will teach the draft")
     data.preview([str(chats)], count=1)
     _heading("2. Numbers that decide a recipe")
     data.stats([str(chats)], pack=512, max_drop_share=0.05)
@@ -114,18 +125,20 @@ def measure_and_show(run: Path, prompts: Path) -> bool:
     when decoding was lossless."""
     from fledge.cli import eval, report
     from fledge.measure.evaluation import EvalOptions
-    from fledge.train.loading import load_target
-    from fledge.train.runs import draft_directory
+    from fledge.training.loading import load_target
+    from fledge.training.runs import draft_directory
 
-    options = EvalOptions(
-        num_draft_tokens=_DRAFT_TOKENS, live=2, max_new_tokens=_ANSWER_TOKENS, samples=8
-    )
+    options = EvalOptions(live=2, max_new_tokens=_ANSWER_TOKENS, samples=8)
     # whatever the training dtype: in float32 the texts are equal, token for token
     with load_target(draft_directory(run), dtype="float32") as target:
-        measured = eval.measure_drafts([run], [str(prompts)], options, target=target)
+        measured = eval.measure_drafts([run], target, [str(prompts)], options)
         lossless = _show_measured(run, measured)
         report.report(run)
-        _heading("5. The same answer, without the draft and with it")
+    _heading("5. The speed: one answer, without the draft and with it")
+    fast = multiplies_bfloat16()  # then a pass over four tokens takes about as long as over one
+    if fast:
+        out.print(_IN_BFLOAT16, style="dim")
+    with load_target(draft_directory(run), dtype="bfloat16" if fast else "float32") as target:
         _show_side_by_side(run, target, measured.answers.turns[0])
     return lossless
 
@@ -133,7 +146,7 @@ def measure_and_show(run: Path, prompts: Path) -> bool:
 def _show_measured(run: Path, measured: "Evaluation") -> bool:
     """Show two answers in color and the figures of all; True when decoding was lossless."""
     from fledge.cli import eval
-    from fledge.report.gather import EVALUATION_NAME
+    from fledge.report.page import EVALUATION_NAME
 
     write_json(run / EVALUATION_NAME, measured.to_json())
     [draft] = measured.reports
@@ -141,9 +154,9 @@ def _show_measured(run: Path, measured: "Evaluation") -> bool:
         out.print(sample.prompt, style="bold")
         pieces, depths = [t.text for t in sample.tokens], [t.depth for t in sample.tokens]
         out.print(coloured(pieces, depths), soft_wrap=True)
-    shade = f"[black on {SHADES[1]}]green[/]"
-    sentence = "tokens were the draft's; on {} questions it never saw:"
-    out.print(marked(f"\n{shade} {sentence}", len(draft.samples)))
+    shade = f"[black on {SHADES[1]}]{{}}[/]" if in_color() else "{}"
+    sentence = f"\nThe draft wrote what is {shade}. On {{}} questions it never saw:"
+    out.print(marked(sentence, how_marked(), len(draft.samples)))
     out.print(eval.positions(measured.reports))
     live = draft.live
     assert live is not None  # options.live is 2
@@ -161,30 +174,124 @@ def _show_measured(run: Path, measured: "Evaluation") -> bool:
 
 def _show_side_by_side(run: Path, target: "HFEagle3TargetModel", turn: "AnsweredTurn") -> None:
     """Show the first answer, as above, decoded without the draft and with it."""
-    from fledge.cli import side_by_side
-    from fledge.measure.side_by_side import decode_both
-    from fledge.train.runs import draft_directory
+    from fledge.measure.speed import decode_both
+    from fledge.training.runs import draft_directory
 
     draft = load_draft_beside(target, draft_directory(run))
     with err.waiting("decoding one answer both ways"):
-        comparison = decode_both(
+        both = decode_both(
             target, draft, turn.prompt_ids,
             num_draft_tokens=_DRAFT_TOKENS, max_new_tokens=_ANSWER_TOKENS,
         )  # fmt: skip
-    if comparison is not None:
+    if both is not None:
         out.print(turn.question, style="bold")
-        side_by_side.show(comparison)
+        show(both)
 
 
 def what_next(run: Path) -> None:
     """Print three commands to try next, each on its own line, and where to find real recipes."""
     _heading("What to type next")
-    for arguments, purpose in (
-        (("chat", run, "--compare"), "talk to it: its words are green, both speeds below"),
-        (("report", run), "the page again: curves, acceptance, who wrote which token"),
-        (("export", run, "--engine", "vllm"), "files for vLLM, checked before they are there"),
-    ):
+    steps = {
+        ("chat", run, "--compare"): f"talk to it: the draft's words are {how_marked()}, "
+        "both speeds below",
+        ("report", run): "the page again: curves, acceptance, who wrote which token",
+        ("export", run, "--engine", "vllm"): "files for vLLM, checked before they are there",
+    }
+    for arguments, purpose in steps.items():
         out.say(f"  {fledge_command(*arguments)}")
-        out.print(f"      {purpose}", style="dim")
+        out.print(Padding(Text(purpose, style="dim"), (0, 0, 0, 6)))
     more = fledge_command("recipe", "list")
     out.say(f"This draft knows one narrow domain. Recipes of real ones: {more}", style="dim")
+
+
+# --- side by side --------------------------------------------------------------------------------
+# The demo's last screen: one answer without the draft and with it, side by side.
+#
+# On a terminal both answers are replayed in two columns at the speed they were decoded. Below them,
+# and everywhere else, come two bars, the figures, and a sentence on what was gained or why not.
+
+
+NAMES = ("without the draft", "with the draft")
+_FRAMES_PER_S = 12
+_LONGEST_REPLAY_S = 12.0  # longest replay: slower answers are sped up
+_BAR, _BESIDE_BAR = 24, 56  # widths of the longest bar, and of the other columns
+_LEAST_GAIN = 1.05  # a smaller gain may be timing noise
+_ON_A_GPU = (
+    "[bold]On a GPU it pays[/]: there a pass over several tokens takes about as long as over one; "
+    "README.md has the figures of this target [dim](benchmarks/results/smollm2_decoding.md)[/]"
+)
+
+
+def show(both: Any, *, sleep: Callable[[float], None] = time.sleep) -> None:
+    """Show `both`, a `measure.speed.SideBySide`."""
+    if out.is_interactive:
+        _replay(both, sleep)
+    out.print(_bars(both))
+    for line in verdict(both):
+        out.print(line)
+
+
+def _replay(both: Any, sleep: Callable[[float], None]) -> None:
+    """Replay the two answers, each with its own timing."""
+    longest = max(both.plain.seconds, both.drafted.seconds)
+    speed_up = max(1.0, longest / _LONGEST_REPLAY_S)
+    frames = int(longest / speed_up * _FRAMES_PER_S) + 1
+    with Live(_columns(both, 0.0), console=out, auto_refresh=False) as live:
+        for frame in range(1, frames + 1):
+            sleep(1 / _FRAMES_PER_S)
+            now_s = longest if frame == frames else frame * speed_up / _FRAMES_PER_S
+            live.update(_columns(both, now_s), refresh=True)
+    if speed_up > 1:
+        out.print(f"(shown {speed_up:.1f} times as fast as it was)", style="dim")
+
+
+def _columns(both: Any, now_s: float) -> Table:
+    """The text decoded after `now_s` seconds; dots reserve the space of the remaining text, so that
+    the layout does not jump."""
+    table = Table(box=None, expand=True, padding=(0, 1))
+    cells = []
+    for name, course in zip(NAMES, (both.plain, both.drafted), strict=True):
+        pieces, count = course.pieces, course.known(now_s)
+        table.add_column(marked("[bold]{}[/] [dim]{}/{} tokens[/]", name, count, len(pieces)),
+                         ratio=1)  # fmt: skip
+        text = coloured(pieces[:count], course.depths[:count])
+        to_come = Text(re.sub(r"\S", "·", "".join(pieces[count:])), style="dim")
+        cells.append(text + to_come)
+    table.add_row(*cells)
+    return table
+
+
+def _bars(both: Any) -> Table:
+    """One bar per answer, whose length is proportional to its time."""
+    longest = max(both.plain.seconds, both.drafted.seconds)
+    table = plain_table("", "", "seconds", "tokens/s", "target passes", words=2)
+    widest = max(4, min(_BAR, out.width - _BESIDE_BAR))
+    for name, course in zip(NAMES, (both.plain, both.drafted), strict=True):
+        bar = "█" * max(1, round(widest * course.seconds / longest))
+        table.add_row(
+            name, Text(bar, style="green" if course is both.drafted else "cyan"),
+            f"{course.seconds:.1f}", f"{course.tokens_per_s:.1f}", f"{course.passes}",
+        )  # fmt: skip
+    return table
+
+
+def verdict(both: Any) -> list[Text]:
+    """What the draft gained; if it gained nothing, why."""
+    speed = both.speed
+    same = "the same text, token for token" if both.same else "another text (a near tie)"
+    fewer = f"{both.drafted.passes} passes of the target instead of {both.plain.passes}"
+    if speed.disturbed:
+        return [marked("{}; {}; the clock was disturbed, so no speed-up is shown", same, fewer)]
+    if speed.measured >= _LEAST_GAIN:
+        return [marked("[bold green]{:.2f} times as fast[/]: {}, {}", speed.measured, same, fewer)]
+    why = (
+        "{:.2f} times as fast here: {}, {}, but a pass that checks the drafted tokens takes {:.1f} "
+        "times as long as a plain one, and drafting {:.0%} of one. Below {:.2f} tokens a round "
+        "nothing is gained; this answer had {:.2f}."
+    )
+    step_s = speed.plain_step_s
+    figures = (
+        speed.measured, same, fewer, speed.verify_s / step_s, speed.draft_s / step_s,
+        speed.break_even, speed.live.tokens_per_round,
+    )  # fmt: skip
+    return [marked(why, *figures), marked(_ON_A_GPU)]

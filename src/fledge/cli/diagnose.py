@@ -11,7 +11,7 @@ from fledge.cli.loading import parse_dtype
 from fledge.core.errors import BadInput
 from fledge.core.files import check_place
 from fledge.core.machine import find_device
-from fledge.core.text import counted
+from fledge.core.terminal import counted
 
 EXAMPLE = (
     "Example: fledge diagnose runs/my_draft\n\n"
@@ -47,9 +47,9 @@ def diagnose(
     tried both ways on the target's own answers. The exit code is 1 when an error is left: without
     --fix any error, with it those that have no certain repair.
     """
-    from fledge.diagnosis.checks.probe import Answering
-    from fledge.diagnosis.diagnose import diagnose as examine
-    from fledge.diagnosis.diagnose import write_repaired
+    from fledge.formats.checks.probe import Answering
+    from fledge.formats.diagnose import diagnose as examine
+    from fledge.formats.diagnose import write_repaired
 
     quiet_libraries()
     if fix is not None:
@@ -90,7 +90,7 @@ def _locate(draft: str, target: str) -> tuple[Path, str]:
     """The draft's directory and the target's name, by default the target of its run."""
     from fledge.models.resolve import local_model
     from fledge.target.kinds import model_name
-    from fledge.train.runs import draft_directory, recipe_of
+    from fledge.training.runs import draft_directory, recipe_of
 
     path = Path(draft).expanduser()
     directory = draft_directory(path) if path.is_dir() else local_model(draft)

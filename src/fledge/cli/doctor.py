@@ -20,9 +20,14 @@ from typer import Option
 
 from fledge.cli.console import out, print_json
 from fledge.core.files import cache_dir
-from fledge.core.install import fledge_command, install_extra, install_packages
+from fledge.core.install import (
+    fledge_command,
+    install_extra,
+    install_packages,
+    installed_as,
+    version_of,
+)
 from fledge.core.machine import cpu_cores, memory_bytes
-from fledge.core.packages import installed_as, version_of
 from fledge.core.terminal import marked
 
 EXAMPLE = "Example: fledge doctor --json > machine.json"
@@ -143,25 +148,23 @@ def _gpu_training(accelerator: Accelerator) -> Ability:
 
 def _precisions(accelerator: Accelerator) -> Iterator[Ability]:
     capability = accelerator.capability
+    shown = f"compute capability {capability[0]}.{capability[1]}"
     rocm = accelerator.build.startswith("ROCm")
     checks = (("bf16 compute", (8, 0), "Ampere"), ("fp8 targets", (8, 9), "Ada or Hopper"))
     for name, needed, family in checks:
+        works = bool(accelerator.gpus) and (rocm or capability >= needed)
+        lacking = f"{shown}: needs {family} or newer; float32 is used"
         if not accelerator.gpus:
-            yield Ability(name, False, "needs a GPU; CPUs compute in float32")
-        elif rocm or capability >= needed:
-            yield Ability(name, True, f"compute capability {capability[0]}.{capability[1]}")
-        else:
-            note = f"compute capability {capability[0]}.{capability[1]}: needs {family} or newer"
-            yield Ability(name, False, f"{note}; float32 is used")
+            lacking = "needs a GPU; CPUs compute in float32"
+        yield Ability(name, works, shown if works else lacking)
 
 
 def _kernels(accelerator: Accelerator) -> Iterator[Ability]:
     triton = version_of("triton")
-    if triton and accelerator.gpus:
-        yield Ability("Triton and flex attention", True, f"triton {triton}")
-    else:
-        why = "needs a GPU" if triton else "triton is not installed; it comes with GPU builds"
-        yield Ability("Triton and flex attention", False, f"{why}; the PyTorch reference is used")
+    why = "needs a GPU" if triton else "triton is not installed; it comes with GPU builds"
+    works = bool(triton and accelerator.gpus)
+    note = f"triton {triton}" if works else f"{why}; the PyTorch reference is used"
+    yield Ability("Triton and flex attention", works, note)
     compiler = next((cc for cc in ("c++", "g++", "clang++") if shutil.which(cc)), None)
     note = compiler or "no C++ compiler on the path; install g++, or leave compile: false"
     yield Ability("torch.compile", compiler is not None, note)
@@ -185,19 +188,16 @@ def _packages() -> Iterator[Ability]:
     for name, packages, install in groups:
         versions = {package: installed_as(package) for package in packages}
         missing = [package for package, version in versions.items() if version is None]
-        if missing:
-            yield Ability(name, False, f"{', '.join(missing)} not installed", install)
-        else:
-            yield Ability(name, True, ", ".join(filter(None, versions.values())))
+        note = f"{', '.join(missing)} not installed"
+        if not missing:
+            note, install = ", ".join(filter(None, versions.values())), ""
+        yield Ability(name, not missing, note, install)
 
 
 def _models() -> Iterator[Ability]:
     missing = [package for package in ("gguf", "accelerate") if version_of(package) is None]
-    if missing:
-        note = f"{', '.join(missing)} not installed"
-        yield Ability("GGUF targets", False, note, install_packages(*missing))
-    else:
-        yield Ability("GGUF targets", True, f"gguf {version_of('gguf')}")
+    note = f"{', '.join(missing)} not installed" if missing else f"gguf {version_of('gguf')}"
+    yield Ability("GGUF targets", not missing, note, install_packages(*missing) if missing else "")
     from fledge.models import embedded
 
     for name, model in embedded.MODELS.items():
@@ -209,7 +209,9 @@ def _models() -> Iterator[Ability]:
         else:
             how = shlex.join([sys.executable, "-m", "ensurepip"])
             yield Ability(f"embedded {name}", False, "this Python has no pip", how)
-    offline = [flag for flag in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE") if _is_set(flag)]
+    flags = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+    on = {"1", "true", "yes", "on"}
+    offline = [flag for flag in flags if os.environ.get(flag, "").strip().lower() in on]
     token = "a token is set" if os.environ.get("HF_TOKEN") else "HF_TOKEN is not set"
     note = f"{' and '.join(offline)} set: only what is on the disk; unset to download"
     yield Ability("models by hub id", not offline, note if offline else f"not tried; {token}")
@@ -230,10 +232,6 @@ def cache_contents(root: Path) -> list[dict[str, Any]]:
     return entries
 
 
-def _is_set(flag: str) -> bool:
-    return os.environ.get(flag, "").strip().lower() in {"1", "true", "yes", "on"}
-
-
 def _disk(path: Path) -> dict[str, Any]:
     """Free bytes on the disk where `path` is or would be created."""
     existing = next((place for place in (path, *path.parents) if place.exists()), Path("/"))
@@ -252,23 +250,27 @@ def _print_tables(facts: dict[str, Any]) -> None:
     from rich.table import Table
 
     devices = facts["devices"]
-    machine = Table.grid(padding=(0, 2))
-    versions = (f"{name} {version or '-'}" for name, version in facts["versions"].items())
-    machine.add_row("versions", ", ".join(versions))
-    machine.add_row("python", f"{facts['python']} on {facts['platform']}")
-    machine.add_row("command", f"{facts['command']} (how to call this fledge from here)")
     memory = devices["memory_bytes"]
     memory_text = f", {memory / 2**30:.0f} GiB memory" if memory else ""
-    machine.add_row("cpu", f"{devices['cpu_cores']} cores{memory_text}")
-    machine.add_row("torch", devices["torch_build"])
+    versions = (f"{name} {version or '-'}" for name, version in facts["versions"].items())
+    rows = [
+        ("versions", ", ".join(versions)),
+        ("python", f"{facts['python']} on {facts['platform']}"),
+        ("command", f"{facts['command']} (how to call this fledge from here)"),
+        ("cpu", f"{devices['cpu_cores']} cores{memory_text}"),
+        ("torch", devices["torch_build"]),
+    ]
     for index, gpu in enumerate(devices["gpus"]):
         size = f"{gpu['memory_bytes'] / 2**30:.0f} GiB"
-        machine.add_row(f"gpu {index}", f"{gpu['name']}, {size}, capability {gpu['capability']}")
+        rows.append((f"gpu {index}", f"{gpu['name']}, {size}, capability {gpu['capability']}"))
     for name, disk in facts["disk"].items():
         text = f"{disk['path']}, {disk['free_bytes'] / 1e9:.0f} GB free"
-        machine.add_row(name.replace("_", " "), text)
+        rows.append((name.replace("_", " "), text))
     for entry in facts["cache"] or [{"name": "(empty)", "bytes": 0}]:
-        machine.add_row("in the cache", f"{entry['name']}, {entry['bytes'] / 1e6:.0f} MB")
+        rows.append(("in the cache", f"{entry['name']}, {entry['bytes'] / 1e6:.0f} MB"))
+    machine = Table.grid(padding=(0, 2))
+    for row in rows:
+        machine.add_row(*row)
     out.print(machine)
     parts = Table(box=None, padding=(0, 2), title="\nWhat can run here", title_justify="left")
     for heading in ("part", "here", "how, or what to do"):

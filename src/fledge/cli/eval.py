@@ -7,15 +7,15 @@ from rich.table import Table
 from rich.text import Text
 from typer import Exit, Option
 
-from fledge.api import Evaluation, evaluate_drafts
 from fledge.cli import options as opt
 from fledge.cli.console import err, out, plain_table, print_json, quiet_libraries, watching
-from fledge.cli.loading import numbers, parse_dtype
+from fledge.cli.loading import numbers, target_options
 from fledge.core.errors import BadInput
 from fledge.core.files import check_place, write_json
-from fledge.core.text import counted
+from fledge.core.terminal import counted
 
 if TYPE_CHECKING:
+    from fledge.api import Evaluation
     from fledge.target.hf.model import HFEagle3TargetModel
 
 EXAMPLE = "Example: fledge eval runs/my_draft/best --target smollm2-135m --prompts questions.jsonl"
@@ -56,23 +56,22 @@ def evaluate(
     answers, which gives the acceptance of live decoding exactly, and a few answers are decoded live
     to prove it and to take the time. The exit code is 1 when live decoding disagrees.
     """
-    from fledge.decode.strategies.shape import TreeShape
+    from fledge.decode.strategy import TreeShape
     from fledge.measure.evaluation import EvalOptions
+    from fledge.training.runs import draft_directory
 
+    typed = (aux_layers, dtype, device, trust_remote_code)
     options = EvalOptions(
-        method=method or None, live=live,
-        tree=TreeShape(*numbers(tree, 3, "--tree")), max_new_tokens=max_new_tokens,
-        samples=samples if output is not None else 0,
+        method=method or None, draft_tokens=draft_tokens or None,
+        tree=TreeShape(*numbers(tree, 3, "--tree")), limit=limit or None,
+        max_new_tokens=max_new_tokens, live=live, samples=samples if output is not None else 0,
+        batch=batch, **target_options(draft_directory(drafts[0]), *typed),
     )  # fmt: skip
     if output is not None:
         check_place(output, read=prompts or ())
     if calibrated is not None:
         _check_calibrated(drafts, calibrated)
-    measured = measure_drafts(
-        drafts, prompts or ["mixed"], options, draft_tokens=draft_tokens, target=target,
-        limit=limit, batch=batch, aux_layers=aux_layers, dtype=dtype, device=device,
-        trust_remote_code=trust_remote_code,
-    )  # fmt: skip
+    measured = measure_drafts(drafts, target, prompts or ["mixed"], options)
     if output is not None:
         write_json(output, measured.to_json())
     if calibrated is not None:
@@ -81,6 +80,11 @@ def evaluate(
         print_json(measured.to_json())
     else:
         show_tables(measured.reports, measured.answers)
+    total = len(measured.answers.turns)
+    for report, count in zip(measured.reports, measured.trained_on, strict=True):
+        if count:
+            share = f"{counted(count, 'prompt')} of {total:,} ({count / total:.1%})"
+            err.say(f"{report.name} was trained on {share}: measure on others", "yellow")
     if not measured.agrees:
         err.say("live decoding disagrees with the replay: do not trust these figures", "red")
         raise Exit(1)
@@ -97,9 +101,9 @@ def _check_calibrated(drafts: list[Path], place: Path) -> None:
 
 def _write_calibrated(source: Path, report: Any, place: Path) -> None:
     """Write a copy of the draft with the temperatures in its config; checkpoints do not change."""
-    from fledge.draft.files import write_with
-    from fledge.measure.calibration import says_nothing
-    from fledge.train.runs import draft_directory
+    from fledge.methods.block.calibration import says_nothing
+    from fledge.methods.shared.files import write_with
+    from fledge.training.runs import draft_directory
 
     if report.calibration is None:
         raise says_nothing("--calibrated")
@@ -108,36 +112,14 @@ def _write_calibrated(source: Path, report: Any, place: Path) -> None:
 
 
 def measure_drafts(
-    drafts: list[Path],
-    prompts: list[str],
-    options: Any,
-    *,
-    draft_tokens: int = 0,
-    limit: int = 0,
-    batch: int = 16,
-    target: "str | HFEagle3TargetModel" = "",
-    aux_layers: str = "",
-    dtype: str = "",
-    device: str = "",
-    trust_remote_code: bool = False,
-) -> Evaluation:
-    """`fledge.api.evaluate_drafts` with options as typed on the command line, and a progress bar.
-    `draft_tokens` 0: each draft's own number."""
-    from fledge.draft.files import read_draft_config
-    from fledge.train.runs import draft_directory
+    drafts: list[Path], target: "str | HFEagle3TargetModel", prompts: list[str], options: Any
+) -> "Evaluation":
+    """`fledge.api.evaluate_drafts` with a progress bar."""
+    from fledge.api import evaluate_drafts
 
     quiet_libraries()
-    layers = None
-    if aux_layers:
-        count = read_draft_config(draft_directory(drafts[0])).num_aux_hidden_states
-        layers = numbers(aux_layers, count, "--aux-layers")
     with watching() as watch:
-        return evaluate_drafts(
-            drafts, target, prompts, options, draft_tokens=draft_tokens or None,
-            limit=limit or None, batch=batch, watch=watch, aux_layer_ids=layers,
-            dtype=parse_dtype(dtype) if dtype else None, device=device or None,
-            trust_remote_code=trust_remote_code,
-        )  # fmt: skip
+        return evaluate_drafts(drafts, target, prompts, options, watch)
 
 
 def show_tables(reports: Any, answers: Any) -> None:
@@ -187,8 +169,11 @@ def positions(reports: Any) -> Table:
         )
         table.add_row(report.name, length, *joint)
         table.add_row(f"  {report.method}", "", *conditional)
-    table.caption = "first line: all up to k accepted; second line: k, given those before"
-    table.caption_justify = "left"
+    table.caption = (
+        "length: tokens per round (one pass of the target), the target's own token counted\n"
+        "upper line: rounds in which all tokens up to this one were accepted\n"
+        "lower line: the same, out of the rounds in which all before it were"
+    )
     return table
 
 
@@ -212,28 +197,26 @@ def _speeds(reports: Any) -> Table:
             table.add_row(report.name, *["-"] * 6)
             continue
         speed = report.speed.to_json(report.acceptance.length)
-        gains = ["-"] * 3
+        gains, spread = ["-"] * 3, ""
         if not speed["disturbed"]:
             gains = [
                 f"{speed['break_even_acceptance_length']:.2f}",
                 f"{speed['predicted_speedup']:.2f}x",
                 f"{speed['measured_speedup_live_sample']:.2f}x",
             ]
-        table.add_row(
-            report.name, str(speed["texts"]), f"{speed['plain_step_ms']:.1f}",
-            f"{speed['draft_ms_per_round']:.1f} + {speed['verify_ms_per_round']:.1f}", *gains,
-        )  # fmt: skip
-        spreads = [speed["plain_step_ms_quartiles"], speed["round_ms_quartiles"]]
-        plain, rounds = (f"{low:.1f} to {high:.1f}" for low, high in spreads)
-        spread = speed["measured_speedup_quartiles"]
-        gain = "" if spread is None else f"{spread[0]:.2f} to {spread[1]:.2f}"
-        table.add_row("  middle half", "", plain, rounds, "", "", gain, style="dim")
+            spread = "{:.2f} to {:.2f}".format(*speed["measured_speedup_quartiles"])
+        rounds = f"{speed['draft_ms_per_round']:.1f} + {speed['verify_ms_per_round']:.1f}"
+        plain = f"{speed['plain_step_ms']:.1f}"
+        table.add_row(report.name, str(speed["texts"]), plain, rounds, *gains)
+        names = ("plain_step_ms_quartiles", "round_ms_quartiles")
+        quartiles = ["{:.1f} to {:.1f}".format(*speed[name]) for name in names]
+        table.add_row("  middle half", "", *quartiles, "", "", spread, style="dim")
     return table
 
 
 def _failures(failures: Any) -> Table:
     """One line per cause; the caption says what to do about the largest."""
-    from fledge.measure.causes import CAUSES
+    from fledge.measure.figures import CAUSES
 
     table = plain_table("first rejected token", "lost a round", "share", "rejected", "of")
     for name, blame in failures.blames.items():
@@ -244,13 +227,12 @@ def _failures(failures: Any) -> Table:
     table.add_row("none: the text ends", ended, f"{failures.share(failures.ended):.1%}", "", "")
     table.add_row("k + 1 - length", f"{failures.lost_length:.3f}", "", "", "", style="bold")
     table.caption = f"a line takes what those above it leave; {failures.remedy}"
-    table.caption_justify = "left"
     return table
 
 
 def _calibration(calibration: Any) -> Table:
     """One line per token: predicted and observed acceptance of all tokens up to it."""
-    from fledge.measure.calibration import calibration_error
+    from fledge.methods.block.calibration import calibration_error
 
     table = plain_table(
         "all up to", "temperature", "predicted", "observed", "off before", "off after", no_wrap=True
@@ -265,7 +247,6 @@ def _calibration(calibration: Any) -> Table:
             f"{calibration_error(before):.1%}", f"{calibration_error(after):.1%}",
         )  # fmt: skip
     table.caption = "off: mean distance of predicted and observed; after: fitted on the other half"
-    table.caption_justify = "left"
     return table
 
 
@@ -291,10 +272,8 @@ def _remarks(report: Any) -> None:
         )
     if report.speed is not None:
         speed = report.speed
-        rounds, steps = (
-            counted(speed.live.rounds, "round"),
-            counted(speed.plain.rounds, "plain step"),
-        )
+        rounds = counted(speed.live.rounds, "round")
+        steps = counted(speed.plain.rounds, "plain step")
         lines.append(f"timed on {counted(speed.texts, 'text')}: {rounds} and {steps}")
     if report.replay_s is not None:
         lines.append(f"replayed in {report.replay_s:.1f} s")

@@ -8,8 +8,7 @@ from typer import Argument, Option
 from fledge.cli import options as opt
 from fledge.cli.console import out, plain_table, print_json, quiet_libraries, watching
 from fledge.cli.loading import parse_dtype
-from fledge.core.terminal import marked
-from fledge.core.text import counted
+from fledge.core.terminal import counted, marked
 
 EXAMPLE = (
     "Example: fledge export runs/my_draft --engine vllm\n\n"
@@ -60,9 +59,9 @@ def export(
     compared tensor by tensor, measured on the run's held-out rows and decoded with beside the
     checkpoint. A failed check leaves nothing behind.
     """
-    from fledge.export.export import export_draft, read_export_record
-    from fledge.export.self_check import CheckOptions
-    from fledge.export.source import default_out
+    from fledge.formats.export import export_draft, read_export_record
+    from fledge.formats.self_check import CheckOptions
+    from fledge.formats.source import default_out
 
     quiet_libraries()
     check = CheckOptions(tuple(prompts or ()), limit, max_new_tokens, shortfall)
@@ -85,8 +84,8 @@ def export(
 def _show(written: Path, record: dict[str, Any]) -> None:
     import shlex
 
-    from fledge.export.commands import serve_command
-    from fledge.export.here import target_here
+    from fledge.formats.engines import refused_here, serve_command
+    from fledge.formats.source import target_here
 
     check = record["self_check"]
     out.say(
@@ -111,3 +110,5 @@ def _show(written: Path, record: dict[str, Any]) -> None:
     target, named = target_here(written, record) or "TARGET", record["target"]["name"] or None
     command = serve_command(record, str(written.absolute()), target=target, named=named)
     out.say(f"serve it: {shlex.join(command)}")
+    if refusal := refused_here(record):
+        out.say(str(refusal), style="yellow")

@@ -11,8 +11,8 @@ from fledge.core.errors import BadInput
 from fledge.core.terminal import marked
 
 if TYPE_CHECKING:
-    from fledge.train.forecast.curves import Curve
-    from fledge.train.forecast.forecast import Estimate, Forecast
+    from fledge.training.forecast.curves import Curve
+    from fledge.training.forecast.forecast import Estimate, Forecast
 
 EXAMPLE = "Example: fledge forecast runs/my_draft"
 _WIDTH, _HEIGHT = 60, 12  # of the plot, in characters
@@ -25,7 +25,7 @@ def forecast(
         Option(
             metavar="RUN",
             help="A finished run of the same method to go by; may be given several times. "
-            "Default: those beside RUN with the same target, else those that come with fledge.",
+            "Default: those of the same recipe beside RUN.",
         ),
     ] = None,
     stop_below: Annotated[
@@ -41,16 +41,15 @@ def forecast(
 ) -> None:
     """Say what acceptance length a run will reach, when to stop it, and what limits it.
 
-    From the run's own curve and the course of finished runs: at its end, with twice the data, with
-    twice the time; the interval is meant to hold 80 %. It reads files and runs nothing.
+    From the run's own curve, or from finished runs of its recipe: at its end, with twice the data,
+    with twice the time; the interval is meant to hold 80 %. It reads files and runs nothing.
     """
     if not run.is_dir():
         raise BadInput("no such run", where=str(run))
-    from fledge.report.gather import EVALUATION_NAME
-    from fledge.train.forecast.curves import read_curve
-    from fledge.train.forecast.forecast import forecast as forecast_of
-    from fledge.train.forecast.known_runs import known_runs
-    from fledge.train.forecast.limits import limits_of
+    from fledge.report.page import EVALUATION_NAME
+    from fledge.training.forecast.curves import known_runs, read_curve
+    from fledge.training.forecast.forecast import forecast as forecast_of
+    from fledge.training.forecast.limits import limits_of
 
     curve, known = read_curve(run, steps=steps), known_runs(run, like or ())
     try:

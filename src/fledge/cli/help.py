@@ -35,7 +35,7 @@ class Verb(typer.core.TyperCommand):
         return [_without_braces(piece) for piece in super().collect_usage_pieces(ctx)]
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
-        _write_examples(self.epilog or "", formatter)
+        _write_examples(self.epilog, formatter)
 
 
 class VerbGroup(typer.core.TyperGroup):
@@ -52,7 +52,7 @@ class VerbGroup(typer.core.TyperGroup):
             formatter.write_dl(rows)
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
-        _write_examples(self.epilog or "", formatter)
+        _write_examples(self.epilog, formatter)
 
 
 class Verbs(typer.Typer):
@@ -70,9 +70,8 @@ def examples_of(epilog: str) -> list[str]:
     return [text.removeprefix(_EXAMPLE) for text in epilog.split("\n\n") if text]
 
 
-def _write_examples(epilog: str, formatter: Any) -> None:
-    examples = examples_of(epilog)
-    if not examples:
+def _write_examples(epilog: str | None, formatter: Any) -> None:
+    if not (examples := examples_of(epilog or "")):
         return
     with formatter.section("Example" if len(examples) == 1 else "Examples"):
         indent = " " * formatter.current_indent

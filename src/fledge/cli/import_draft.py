@@ -31,39 +31,39 @@ def import_draft(
     none of their own. Faults of the files with a certain repair are repaired, and named; other
     faults are for fledge diagnose.
     """
-    from fledge.diagnosis.foreign import read_files
-    from fledge.diagnosis.import_draft import convert_draft
+    from fledge.formats.foreign import read_files
+    from fledge.formats.import_draft import convert_draft
     from fledge.models.resolve import local_model
 
     quiet_libraries()
     path = Path(draft).expanduser()
     directory = path if path.is_dir() else local_model(draft)
     check_place(destination, directory=True)
-    result = convert_draft(
+    diagnosis = convert_draft(
         directory, destination, target=target, trust_remote_code=trust_remote_code
     )
-    written, layout = result.directory, read_files(directory).view.layout
-    imported = read_files(written)
+    repairs = [finding for finding in diagnosis.findings if finding.repair is not None]
+    layout, imported = diagnosis.files.view.layout, read_files(destination)
     facts = {
-        "out": str(written),
+        "out": str(destination),
         "layout": layout.name,
         "made_by": layout.made_by,
         "tensors": len(imported.tensors),
         **imported.view.method_settings,
         "draft_vocab_size": imported.view.get("draft_vocab_size"),
         "aux_layer_ids": imported.view.aux_layer_ids,
-        "repairs": [finding.to_json() for finding in result.repairs],
+        "repairs": [finding.to_json() for finding in repairs],
     }
     if as_json:
         print_json(facts)
         return
-    for finding in result.repairs:
+    for finding in repairs:
         out.say(f"repaired: {finding.evidence} -> {finding.fix}")
     states = f"the outputs of {facts['aux_layer_ids']}"
     if imported.view.merges:
         states = "the target's last hidden state"
     out.say(
-        f"{written}: {imported.view.method.title} from {layout.made_by}, {facts['tensors']} "
+        f"{destination}: {imported.view.method.title} from {layout.made_by}, {facts['tensors']} "
         f"tensors, draft vocabulary {facts['draft_vocab_size']:,}, listening to {states}"
     )
-    out.say(f"next: {fledge_command('eval', written, '--target', target)}")
+    out.say(f"next: {fledge_command('eval', destination, '--target', target)}")

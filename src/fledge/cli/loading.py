@@ -3,13 +3,15 @@ record that a run keeps of itself."""
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 from fledge.cli.console import err
 from fledge.core.errors import BadInput
-from fledge.train.loading import check_method as check_method
-from fledge.train.loading import load_draft_beside as load_draft_beside
+from fledge.core.machine import is_main_rank
+from fledge.training.loading import check_method as check_method
+from fledge.training.loading import load_draft_beside as load_draft_beside
 
 WAITING = "waiting for another process, which prepares this data"
 
@@ -23,8 +25,7 @@ def recipe_of_words(words: Sequence[str]) -> Any:
 
 def recipes_of_words(words: Sequence[str]) -> Any:
     """The recipes by draft name; the recipe of a single draft has the name ''."""
-    from fledge.recipe.drafts import load_recipes
-    from fledge.recipe.schema import split_arguments
+    from fledge.recipe.schema import load_recipes, split_arguments
 
     return load_recipes(*split_arguments(words))
 
@@ -41,31 +42,41 @@ def show_set_up(update: Callable[..., None]) -> Callable[[Any], None]:
             return
         what = "preparing data" if at.done < at.parts else "loading the target"
         update(description=what, total=at.parts, completed=at.done)
+        say_drops(at)
 
     return show
 
 
-def load_target(
-    draft: Path,
-    target: str = "",
-    aux_layers: str = "",
-    dtype: str = "",
-    device: str = "",
-    trust_remote_code: bool = False,
-) -> Any:
-    """`train.loading.load_target` with options as typed on the command line."""
-    from fledge.draft.files import read_draft_config
-    from fledge.train import loading
+def say_drops(at: Any) -> None:
+    """Says, once the data is prepared, which rows were dropped or cut."""
+    if at.drops is not None and is_main_rank():
+        for line in at.drops.lines():
+            err.say(line, style="yellow")
 
-    count = read_draft_config(draft).num_aux_hidden_states
-    return loading.load_target(
-        draft,
-        target,
-        aux_layer_ids=numbers(aux_layers, count, "--aux-layers") if aux_layers else None,
-        dtype=parse_dtype(dtype) if dtype else None,
-        device=device or None,
-        trust_remote_code=trust_remote_code,
-    )
+
+def target_options(
+    draft: Path, aux_layers: str, dtype: str, device: str, trust_remote_code: bool
+) -> dict[str, Any]:
+    """How to load the target of a draft, from options as typed on the command line."""
+    from fledge.methods.shared.files import read_draft_config
+
+    layers = None
+    if aux_layers:
+        count = read_draft_config(draft).num_aux_hidden_states
+        layers = numbers(aux_layers, count, "--aux-layers")
+    return {
+        "aux_layer_ids": layers,
+        "dtype": parse_dtype(dtype) if dtype else None,
+        "device": device or None,
+        "trust_remote_code": trust_remote_code,
+    }
+
+
+def load_target(draft: Path, target: str, *typed: Any) -> Any:
+    """`training.loading.load_target` with `typed`: the arguments of `target_options`."""
+    from fledge.training import loading
+
+    return loading.load_target(draft, target, **target_options(draft, *typed))
 
 
 def parse_dtype(name: str, *, floating: bool = False) -> Any:
@@ -86,3 +97,18 @@ def numbers(text: str, count: int, where: str) -> list[int]:
     if len(parts) != count or not all(part.strip().isdigit() for part in parts):
         raise BadInput(f"'{text}' is not {count} numbers", where=where, fix="write them as 5,4,24")
     return [int(part) for part in parts]
+
+
+def opened_spread(
+    ray: bool, address: str, workers: int | None, *, gpus: int = 1, device: str = ""
+) -> AbstractContextManager[Any]:
+    """Opens the workers, with `gpus` GPUs each; yields None without --ray."""
+    if ray:
+        from fledge.target.ray.spread import Spread
+
+        device = device.partition(":")[0]
+        return Spread[Any](address, workers=workers, gpus=gpus, device=device)
+    for option, given in (("--workers", workers is not None), ("--address", address != "auto")):
+        if given:
+            raise BadInput("is for a cluster", where=option, fix="add --ray, or leave it out")
+    return nullcontext()

@@ -4,13 +4,17 @@ Neither this file nor a verb's module level imports torch, so that `--help` is f
 """
 
 import contextlib
+import json
 import logging
 import os
 import signal
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -24,38 +28,32 @@ import typer
 
 from fledge import __version__
 from fledge.cli.help import VerbGroup, Verbs
-from fledge.cli.launched import said_by_another
 from fledge.core.errors import explain, first_line
-from fledge.core.terminal import Terminal
-from fledge.core.text import VisibleFormatter, visible
+from fledge.core.terminal import Terminal, VisibleFormatter, visible
 
 # Typer vendors click (older versions import it), so UsageError is found through a public subclass.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
+
+
+# The verbs in workflow order, which is the order of the help page, and where each is defined.
+_VERBS = {
+    "demo": "demo.demo", "doctor": "doctor.doctor", "data": "data.app",
+    "regenerate": "regenerate.regenerate", "serve-target": "serve_target.serve_target",
+    "precompute": "cache.precompute", "cache": "cache.app", "recipe": "recipe.app",
+    "plan": "plan.plan", "train": "train.train", "cluster": "cluster.app",
+    "eval": "eval.evaluate", "forecast": "forecast.forecast", "report": "report.report",
+    "chat": "chat.chat", "export": "export.export", "serve": "serve.serve", "bench": "bench.app",
+    "diagnose": "diagnose.diagnose", "import": "import_draft.import_draft",
+    "retarget": "retarget.retarget",
+}  # fmt: skip
 
 
 class _OrderedGroup(VerbGroup):
     """Lists verbs in workflow order; Typer would list groups after plain verbs."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        return list(_ORDER)
+        return list(_VERBS)
 
-
-_ORDER = (
-    *("demo", "doctor"),
-    *(
-        "data",
-        "regenerate",
-        "serve-target",
-        "precompute",
-        "cache",
-        "recipe",
-        "plan",
-        "train",
-        "cluster",
-    ),
-    *("eval", "forecast", "report", "chat", "export", "serve", "bench"),
-    *("diagnose", "import", "retarget"),
-)
 
 app = Verbs(
     name="fledge",
@@ -84,51 +82,14 @@ def _root(
 
 
 def _attach_verbs() -> None:
-    from fledge.cli import (
-        bench,
-        cache,
-        chat,
-        cluster,
-        data,
-        demo,
-        diagnose,
-        doctor,
-        eval,
-        export,
-        forecast,
-        import_draft,
-        plan,
-        precompute,
-        recipe,
-        regenerate,
-        report,
-        retarget,
-        serve,
-        serve_target,
-        train,
-    )
-
-    app.add_typer(bench.app, name="bench")
-    app.add_typer(cache.app, name="cache")
-    app.command(name="chat", epilog=chat.EXAMPLE)(chat.chat)
-    app.add_typer(cluster.app, name="cluster")
-    app.add_typer(data.app, name="data")
-    app.command(name="demo", epilog=demo.EXAMPLE)(demo.demo)
-    app.command(name="diagnose", epilog=diagnose.EXAMPLE)(diagnose.diagnose)
-    app.command(name="doctor", epilog=doctor.EXAMPLE)(doctor.doctor)
-    app.command(name="eval", epilog=eval.EXAMPLE)(eval.evaluate)
-    app.command(name="export", epilog=export.EXAMPLE)(export.export)
-    app.command(name="forecast", epilog=forecast.EXAMPLE)(forecast.forecast)
-    app.command(name="import", epilog=import_draft.EXAMPLE)(import_draft.import_draft)
-    app.command(name="plan", epilog=plan.EXAMPLE)(plan.plan)
-    app.command(name="precompute", epilog=precompute.EXAMPLE)(precompute.precompute)
-    app.add_typer(recipe.app, name="recipe")
-    app.command(name="regenerate", epilog=regenerate.EXAMPLE)(regenerate.regenerate)
-    app.command(name="report", epilog=report.EXAMPLE)(report.report)
-    app.command(name="retarget", epilog=retarget.EXAMPLE)(retarget.retarget)
-    app.command(name="serve-target", epilog=serve_target.EXAMPLE)(serve_target.serve_target)
-    app.command(name="serve", epilog=serve.EXAMPLE)(serve.serve)
-    app.command(name="train", epilog=train.EXAMPLE)(train.train)
+    for name, place in _VERBS.items():
+        file, _, attribute = place.partition(".")
+        module = import_module(f"fledge.cli.{file}")
+        verb = getattr(module, attribute)
+        if isinstance(verb, typer.Typer):
+            app.add_typer(verb, name=name)
+        else:
+            app.command(name=name, epilog=module.EXAMPLE)(verb)
 
 
 _attach_verbs()
@@ -187,14 +148,10 @@ def _escape_library_output() -> None:
     reply or a file's name."""
     if logging.lastResort is not None:
         logging.lastResort.setFormatter(VisibleFormatter())
-    warnings.formatwarning = _visible_warning
+    warnings.formatwarning = lambda *args, **named: visible(_format_warning(*args, **named))
 
 
 _format_warning = warnings.formatwarning
-
-
-def _visible_warning(*args: Any, **kwargs: Any) -> str:
-    return visible(_format_warning(*args, **kwargs))
 
 
 class _Stopped(KeyboardInterrupt):
@@ -235,11 +192,60 @@ def _fail_interrupted(argv: list[str] | None, stopped: list[int]) -> NoReturn:
 def _fail(text: str, code: int) -> NoReturn:
     """Print one line on stderr (none if help was shown instead) and exit with the code."""
     line = " ".join(text.split())
-    if line and not said_by_another(line, stopped=code > 128):
+    if line and not _said_by_another(line, stopped=code > 128):
         errors = Terminal(stderr=True, soft_wrap=True)
         errors.print("fledge: ", style="" if code > 128 else "bold red", end="")
         errors.print(line)
     sys.exit(code)
+
+
+# --- under torchrun ------------------------------------------------------------------------------
+# All ranks read the same recipe and reject it with the same message, so only the first rank of each
+# machine prints it on the terminal. Every rank writes it to torchrun's error file, which torchrun
+# shows rank by rank, so the failure of a single rank is not lost.
+
+
+_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # set by torchrun for every process that it starts
+_FIRST_RANK_WAIT_S = 10.0
+
+
+def _said_by_another(line: str, *, stopped: bool) -> bool:
+    """Write the reason to torchrun's error file. True if another process of this machine prints it.
+
+    torchrun stops all processes when one has ended, so the others wait for the first to print.
+    """
+    name = os.environ.get(_ERROR_FILE)
+    first = os.environ.get("LOCAL_RANK", "0") == "0"
+    if not name:
+        return False
+    if stopped:
+        return not first
+    # torchrun shows the call stack
+    extra = {"py_callstack": line, "timestamp": str(int(time.time()))}
+    try:
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_text(json.dumps({"message": {"message": line, "extraInfo": extra}}))
+    except OSError:
+        return False
+    if not first:
+        _wait_for_first_rank()
+    return not first
+
+
+class _StoppedError(Exception):
+    pass
+
+
+def _wait_for_first_rank() -> None:
+    """Wait until torchrun stops this process because the first one has ended. The process then
+    exits with its own code, because torchrun may show it as the root cause."""
+
+    def stop(*_: object) -> None:
+        raise _StoppedError
+
+    signal.signal(signal.SIGTERM, stop)
+    with contextlib.suppress(_StoppedError):
+        time.sleep(_FIRST_RANK_WAIT_S)
 
 
 if __name__ == "__main__":

@@ -4,16 +4,17 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
+from rich.table import Table
 from typer import Option
 
-from fledge.cli.console import out, print_json, progress_bar, quiet_libraries
+from fledge.cli.console import out, plain_table, print_json, progress_bar, quiet_libraries
 from fledge.cli.loading import recipes_of_words, show_set_up
 from fledge.cli.options import AsJson, RecipeWords
 from fledge.core.errors import BadInput
-from fledge.core.text import counted
+from fledge.core.terminal import counted
 
 if TYPE_CHECKING:
-    from fledge.train.planning.predict import Prediction
+    from fledge.training.planning.predict import Prediction
 
 EXAMPLE = (
     "Example: fledge plan smollm2_gpu data.train=chats.jsonl\n\n"
@@ -67,8 +68,8 @@ def plan(
     recipes = [*recipes_of_words(arguments).values()]
     quiet_libraries()
     if cluster:
-        from fledge.cli.plan_cluster import plan_cluster
-        from fledge.train.planning.sizing import Given, gpu_of
+        from fledge.cli.plan import plan_cluster
+        from fledge.training.planning.sizing import Given, gpu_of
 
         given = Given(
             gpu=gpu_of(gpu, gpu_gib),
@@ -109,8 +110,8 @@ def plan(
 
 def _by_shape(recipes: Sequence[Any], ranks: int) -> tuple["Prediction", Any, str]:
     """The prediction for GPUs that this machine need not have."""
-    from fledge.train.planning.predict import Prediction
-    from fledge.train.planning.shape_plan import ShapePlan
+    from fledge.training.planning.predict import Prediction
+    from fledge.training.planning.shape_plan import ShapePlan
 
     plans = [ShapePlan.of(recipe, ranks) for recipe in recipes]
     predicted = [shape_plan.predict(asks=shape_plan is plans[0]) for shape_plan in plans]
@@ -121,8 +122,8 @@ def _by_shape(recipes: Sequence[Any], ranks: int) -> tuple["Prediction", Any, st
 
 def _by_trial(recipes: Sequence[Any], begin: float) -> tuple["Prediction", Any, str, list[str]]:
     """The prediction for this machine, measured on runs that are set up but not started."""
-    from fledge.train.planning.predict import predict_together, step_memory
-    from fledge.train.setup import set_up_together
+    from fledge.training.planning.predict import predict_together, step_memory
+    from fledge.training.setup import set_up_together
 
     with progress_bar("preparing data", "parts") as update:
         trainings = set_up_together(recipes, show_set_up(update))
@@ -136,7 +137,112 @@ def _by_trial(recipes: Sequence[Any], begin: float) -> tuple["Prediction", Any, 
 
 def _context_needed(predicted: "Prediction", step: Any, gpu_gib: float) -> int | None:
     """How many ranks must share a pack, given what target and draft occupy."""
-    from fledge.train.planning.memory import USABLE, context_needed
+    from fledge.training.planning.cost import USABLE, context_needed
 
     free = gpu_gib * 2**30 * USABLE - predicted.target_bytes - predicted.draft_bytes
     return context_needed(step, free)
+
+
+# --- plan cluster --------------------------------------------------------------------------------
+# `fledge plan --cluster`: the table of cluster sizes, with one column per target.
+
+
+_UNITS = ((1e15, "PB"), (1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+MEASURED = "benchmarks/results/train_step.md"
+
+
+def plan_cluster(
+    recipes: Sequence[Any], given: Any, shapes: Sequence[str], *, as_json: bool
+) -> None:
+    """Size a cluster for the recipe's own target, or for each of the target shapes."""
+    from fledge.training.planning.sizing import size_cluster
+
+    sizes = [size_cluster(recipes, given, shape).to_json() for shape in shapes or ("",)]
+    if as_json:
+        print_json(sizes)
+        return
+    out.print(_table(sizes, shapes))
+    out.print(
+        f"samples of {counted(given.sample_tokens, 'token')}, each counted as often as it is "
+        f"trained on; {given.gpu_hour:g} a GPU hour; {given.link_bytes / 1e9:g} GB/s into a rank"
+    )
+    if shapes:
+        pairs = zip(shapes, map(_name, sizes), strict=True)
+        out.print(", ".join(f"{shape}: {name}" for shape, name in pairs))
+    for line in _basis(sizes):
+        out.say(line, style="dim")
+    for size in sizes:
+        if size["bytes_per_train_gpu"] > given.gpu.usable_bytes:
+            what = f"the draft of {_name(size)} does not fit a GPU that trains"
+            out.say(f"warning: {what}; see packing.tokens and training.shard", style="yellow")
+
+
+def _table(sizes: Sequence[dict[str, Any]], shapes: Sequence[str]) -> Table:
+    table = plain_table("a cluster", *(shapes or map(_name, sizes)), no_wrap=True)
+    rows = [_rows(size) for size in sizes]
+    for title in rows[0]:
+        table.add_row(title, *(row[title] for row in rows))
+    return table
+
+
+def _name(size: dict[str, Any]) -> str:
+    return str(size["model"]).rpartition("/")[2]
+
+
+def _rows(size: dict[str, Any]) -> dict[str, str]:
+    flow = size["bytes_per_s"]
+    split = f" x {size['gpus_per_worker']}" if size["gpus_per_worker"] > 1 else ""
+    rows = {
+        "parameters": _billions_text(size["parameters"]),
+        "  active": _billions_text(size["active_parameters"]),
+        "tokens/s of a worker": f"{size['worker_tokens_per_s']:,.0f}",
+        "tokens/s of a rank": f"{size['rank_tokens_per_s']:,.0f}",
+        "GPUs for capture": f"{size['target_workers']}{split}",
+        "  GiB on each": f"{size['bytes_per_capture_gpu'] / 2**30:.0f}",
+        "GPUs for training": str(size["train_gpus"]),
+        "  GiB on each ": f"{size['bytes_per_train_gpu'] / 2**30:.0f}",
+        "target.prefetch": str(size["prefetch"]),
+        "tokens/s of all": f"{size['tokens_per_s']:,.0f}",
+        "  ranks wait": f"{size['waiting_share']:.0%}",
+        "  workers busy": f"{size['busy_share']:.0%}",
+        "bytes a token": f"{size['bytes_per_token']:,}",
+        "  worker to store": f"{_bytes_text(flow['worker_to_store'])}/s",
+        "  stores to a rank": f"{_bytes_text(flow['store_to_rank'])}/s",
+        "  stores to all": f"{_bytes_text(flow['store_to_ranks'])}/s",
+    }
+    for samples in size["samples"]:
+        label = f"{samples['samples'] / 1e6:g} M samples"
+        rows[f"{label}, hours"] = _hours_text(samples["hours"])
+        rows[f"{label}, cost"] = f"{samples['cost']:,.0f}"
+        rows[f"{label}, cache"] = _bytes_text(samples["cache_bytes"])
+    rows["  cache written"] = f"{_bytes_text(flow['cache_written'])}/s"
+    return {**rows, "  cache read": f"{_bytes_text(flow['cache_read'])}/s"}
+
+
+def _basis(sizes: Sequence[dict[str, Any]]) -> list[str]:
+    """Sentences on what is measured, what is scaled and what is assumed."""
+
+    def scales(key: str) -> str:
+        return ", ".join("given" if size[key] is None else f"x {size[key]:.2f}" for size in sizes)
+
+    return [
+        f"measured: targets and EAGLE-3 steps of 135M, 1B and 8B on one H200 ({MEASURED})",
+        f"scaled, operations in those of the 8B step: targets {scales('worker_operations')}; "
+        f"ranks {scales('rank_operations')}",
+        "assumed: links, prices, GPUs of a worker joined by NVLink, experts that share the load",
+    ]
+
+
+def _billions_text(count: int) -> str:
+    return f"{count / 1e9:,.0f} B" if count >= 1e10 else f"{count / 1e9:.1f} B"
+
+
+def _hours_text(hours: float) -> str:
+    return f"{hours:,.1f}" if hours < 100 else f"{hours:,.0f}"
+
+
+def _bytes_text(count: float) -> str:
+    for unit, name in _UNITS:
+        if count >= unit:
+            return f"{count / unit:.3g} {name}"
+    return f"{count:.0f} B"

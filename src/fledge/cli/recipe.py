@@ -13,7 +13,6 @@ from fledge.cli.loading import recipes_of_words
 from fledge.cli.options import OUT
 from fledge.core.errors import BadInput
 from fledge.core.files import check_place, write_text
-from fledge.recipe import shipped
 
 app = Verbs(
     help="Recipes: the shipped ones, resolved values, the schema, a check of files.",
@@ -35,13 +34,15 @@ def list_shipped(
     as_json: Annotated[bool, Option("--json", help="JSON instead of a table.")] = False,
 ) -> None:
     """List the recipes that come with fledge; `fledge train NAME` takes them by name."""
-    titles = {name: shipped.title(path) for name, path in shipped.shipped_recipes().items()}
+    from fledge.recipe.schema import shipped_recipes, title
+
+    titles = {name: title(path) for name, path in shipped_recipes().items()}
     if as_json:
-        print_json([{"name": name, "title": title} for name, title in titles.items()])
+        print_json([{"name": name, "title": text} for name, text in titles.items()])
     else:
         table = plain_table("name", "for", words=2)
-        for name, title in titles.items():
-            table.add_row(name, title)
+        for row in titles.items():
+            table.add_row(*row)
         out.print(table)
 
 
@@ -53,7 +54,9 @@ def copy(
     as_json: Annotated[bool, Option("--json", help="JSON instead of a line.")] = False,
 ) -> None:
     """Copy a recipe that comes with fledge, to change it."""
-    source, place = shipped.shipped_recipe(name), output or Path(f"{name}.yaml")
+    from fledge.recipe.schema import shipped_recipe
+
+    source, place = shipped_recipe(name), output or Path(f"{name}.yaml")
     check_place(place)
     if place.exists() and not overwrite:
         raise BadInput("a file is here already", where=str(place), fix="--overwrite, or --out FILE")
@@ -106,7 +109,7 @@ def check(
     as_json: Annotated[bool, Option("--json", help="One JSON object per file.")] = False,
 ) -> None:
     """Check recipe files, one line each; the first bad one ends the check with exit code 2."""
-    from fledge.recipe.drafts import load_recipes
+    from fledge.recipe.schema import load_recipes
 
     for path in recipes:
         try:

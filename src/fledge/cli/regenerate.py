@@ -14,10 +14,10 @@ from typer import Argument, Exit, Option
 
 from fledge.cli import options as opt
 from fledge.cli.console import err, out, print_json, progress_bar, quiet_libraries
-from fledge.cli.spread import opened_spread
+from fledge.cli.loading import opened_spread
 from fledge.core.errors import BadInput
 from fledge.core.install import install_extra
-from fledge.core.text import counted
+from fledge.core.terminal import counted
 
 EXAMPLE = (
     "Example: fledge regenerate chats.jsonl --out answers.jsonl --target smollm2-135m\n\n"
@@ -88,7 +88,10 @@ def regenerate(
     if bool(target) == bool(url):
         raise BadInput("who answers?", fix="give either --target MODEL or --url http://host:port")
     if target:
-        _reject_server_options(extra, model)
+        for option, value in (("--extra", extra), ("--model", model)):
+            if value:
+                fix = "give --url, or leave it out"
+                raise BadInput("is for servers", where=option, fix=fix)
         opened = partial(_open_local, target, sampling, batch, dtype, device, trust_remote_code)
     elif ray:
         fix = "leave out --ray: --url may be repeated, and --concurrency raised"
@@ -143,7 +146,7 @@ def _run_on_ray(
 ) -> Any:
     """Run the job in workers on a cluster; returns the sum of their summaries."""
     from fledge.data.regenerate_files import Onlooker
-    from fledge.data.shards import Shards
+    from fledge.data.rows import Shards
 
     rows, onlooker = Shards(sources, size=1, limit=limit).rows, Onlooker(output)
     begin = time.monotonic()
@@ -170,12 +173,6 @@ def _template_options(pairs: list[str]) -> dict[str, Any]:
         except ValueError:
             options[name] = value
     return options
-
-
-def _reject_server_options(extra: str, model: str) -> None:
-    for option, value in (("--extra", extra), ("--model", model)):
-        if value:
-            raise BadInput("is for servers", where=option, fix="give --url, or leave it out")
 
 
 def _open_local(

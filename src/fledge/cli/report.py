@@ -9,7 +9,7 @@ from fledge.cli.console import err, out, print_json
 from fledge.cli.options import OUT, TrustRemoteCode
 from fledge.core.errors import BadInput
 from fledge.core.files import check_place, write_json, write_text
-from fledge.core.text import counted
+from fledge.core.terminal import counted
 
 EXAMPLE = "Example: fledge report runs/my_draft --measure"
 
@@ -46,8 +46,7 @@ def report(
 
     It needs no network and no server: open it from the disk, send it by mail.
     """
-    from fledge.report.gather import EVALUATION_NAME, gather
-    from fledge.report.page import render
+    from fledge.report.page import EVALUATION_NAME, gather, render
 
     if not run.is_dir():
         raise BadInput("no such run", where=str(run))
@@ -60,12 +59,12 @@ def report(
         from fledge.measure.evaluation import EvalOptions
 
         gather(run)  # rejects a directory that is not a run before the target is loaded
-        options = EvalOptions(live=live, max_new_tokens=max_new_tokens, samples=samples)
-        _announce_measuring(prompts or ["mixed"], limit, options)
-        measured = eval.measure_drafts(
-            [run], prompts or ["mixed"], options, draft_tokens=draft_tokens, target=target,
-            limit=limit, device=device, trust_remote_code=trust_remote_code,
+        options = EvalOptions(
+            draft_tokens=draft_tokens or None, limit=limit or None, max_new_tokens=max_new_tokens,
+            live=live, samples=samples, device=device or None, trust_remote_code=trust_remote_code,
         )  # fmt: skip
+        _announce_measuring(prompts or ["mixed"], options)
+        measured = eval.measure_drafts([run], target, prompts or ["mixed"], options)
         write_json(run / EVALUATION_NAME, measured.to_json())
     data = gather(run, evaluation)
     write_text(path, render(data))
@@ -75,10 +74,10 @@ def report(
         out.say(f"report: {path}")
 
 
-def _announce_measuring(prompts: list[str], limit: int, options: Any) -> None:
-    from fledge.measure.prompts import read_prompts
+def _announce_measuring(prompts: list[str], options: Any) -> None:
+    from fledge.measure.answers import read_prompts
 
-    count = len(read_prompts(prompts, limit=limit or None))
+    count = len(read_prompts(prompts, limit=options.limit))
     err.say(
         f"measuring: the target answers {counted(count, 'prompt')} with up to "
         f"{options.max_new_tokens} tokens each (kept in the cache), the draft is replayed over "

@@ -10,10 +10,10 @@ from fledge.cli import options as opt
 from fledge.cli.console import err, out, plain_table, print_json, quiet_libraries, watching
 from fledge.cli.loading import parse_dtype
 from fledge.core.install import fledge_command
-from fledge.core.text import counted
+from fledge.core.terminal import counted
 
 if TYPE_CHECKING:
-    from fledge.train.retarget.retarget import Retargeted
+    from fledge.training.retarget.retarget import Retargeted
 
 EXAMPLE = "Example: fledge retarget runs/my_draft --target models/tuned --data chats.jsonl"
 
@@ -45,8 +45,8 @@ def retarget(
     states what it made of the old ones: minutes, and no training. With --steps, the refitted draft
     is then trained. Length on held-out rows is shown with the old target, before and after.
     """
-    from fledge.train.retarget.retarget import Asked
-    from fledge.train.retarget.retarget import retarget as run_retarget
+    from fledge.training.retarget.retarget import Asked
+    from fledge.training.retarget.retarget import retarget as run_retarget
 
     quiet_libraries()
     request = Asked(
@@ -99,7 +99,6 @@ def _table(done: "Retargeted") -> Table:
         f"{counted(done.held_out_rows, 'held-out row')};\nback: of what other states cost, which "
         "a refit can win; other words cost the rest"
     )
-    table.caption_justify = "left"
     return table
 
 

@@ -12,9 +12,8 @@ from fledge.cli.console import err, out, plain_table, print_json, progress_bar, 
 from fledge.cli.loading import recipes_of_words, show_set_up
 from fledge.cli.options import OutcomeAsJson, RecipeWords
 from fledge.core.machine import is_main_rank
-from fledge.core.terminal import marked
-from fledge.core.text import counted
-from fledge.train.continuation import check_existing as check_existing
+from fledge.core.terminal import counted, marked
+from fledge.training.continuation import check_existing as check_existing
 
 EXAMPLE = "Example: fledge train smollm2_cpu data.train=chats.jsonl training.lr=1e-3"
 
@@ -49,11 +48,15 @@ def run_recipes(
     begin = time.perf_counter() if begin is None else begin
     from fledge.core.distributed import leave_world
     from fledge.core.heartbeat import ending_together
-    from fledge.train.fit import finished_before, fit_together
-    from fledge.train.planning.predict import directory_bytes, peak_memory_bytes, predict_together
-    from fledge.train.setup import set_up_together
-    from fledge.train.several_drafts import target_of
-    from fledge.train.signals import StopSignal
+    from fledge.training.fit import finished_before, fit_together
+    from fledge.training.planning.predict import (
+        directory_bytes,
+        peak_memory_bytes,
+        predict_together,
+    )
+    from fledge.training.setup import set_up_together
+    from fledge.training.several_drafts import target_of
+    from fledge.training.signals import StopSignal
 
     quiet_libraries()
     earlier = {name: finished_before(recipe) for name, recipe in recipes.items()}
@@ -219,7 +222,7 @@ def _report_draft(recipe: Any, outcome: Any) -> None:
         out.print(f"stopped after step {state.step}; the same command continues the run")
         return
     if outcome.already:
-        from fledge.train.lengthening import ways_on
+        from fledge.training.lengthening import ways_on
 
         out.say(f"already finished at step {state.step}; for more, {ways_on(Path(directory))}")
     if state.last:
@@ -239,7 +242,7 @@ def acceptance_table(before: dict[str, Any], after: dict[str, Any], drafted: str
         rates = [f"{rate:.1%}" for rate in values["joint"]]
         table.add_row(name, marked("[bold]{:.2f}[/]", values["acceptance_length"]), *rates)
     table.caption = (
-        "length = tokens per round by exact replay, the target's own token counted; "
+        "length: tokens per round by exact replay, the target's own token counted\n"
         "token k: rounds in which it and all before it were accepted"
     )
     return table

@@ -225,19 +225,10 @@ class Eagle3TargetBatch:
         Only supervised positions are computed, `chunk_rows` at a time; the others stay 0 and are
         never read. `head` may be None when the batch carries logits.
         """
-        if self.target_probs is not None:
-            raise ValueError("target_probs is already there, made for one draft vocabulary")
-        supervised_BT = self.loss_mask.bool()
-        vocabulary = (selected_token_ids, selected_token_mask)
-        if self.logits is not None:
-            probs_NW, covered_N = target_distribution(self.logits[supervised_BT], *vocabulary)
-        elif head is not None and self.last_hidden_states is not None:
-            probs_NW, covered_N = target_distribution_from_hidden(
-                self.last_hidden_states[supervised_BT], head, *vocabulary, chunk_rows=chunk_rows
-            )
-        else:
-            raise ValueError("head is needed to turn last_hidden_states into probabilities")
-        rows_BT = self.input_ids.shape
+        supervised_BT, rows_BT = self.loss_mask.bool(), self.input_ids.shape
+        probs_NW, covered_N = self.supervised_probs(
+            head, selected_token_ids, selected_token_mask, chunk_rows=chunk_rows
+        )
         probs_BTW = probs_NW.new_zeros((*rows_BT, len(selected_token_ids)))
         probs_BTW[supervised_BT] = probs_NW
         position_BT1 = torch.zeros((*rows_BT, 1), dtype=torch.bool, device=probs_BTW.device)
@@ -246,6 +237,28 @@ class Eagle3TargetBatch:
             self, logits=None, last_hidden_states=None,
             target_probs=probs_BTW, position_mask=position_BT1,
         )  # fmt: skip
+
+    @torch.no_grad()
+    def supervised_probs(
+        self,
+        head: TargetHead | None,
+        selected_token_ids: Tensor,
+        selected_token_mask: Tensor,
+        *,
+        chunk_rows: int = 1024,
+    ) -> tuple[Tensor, Tensor]:
+        """`target_distribution` of the supervised slots alone, rows end to end: [N, W] and [N]."""
+        supervised_BT = self.loss_mask.bool()
+        vocabulary = (selected_token_ids, selected_token_mask)
+        if self.target_probs is not None:
+            raise ValueError("target_probs is already there, made for one draft vocabulary")
+        if self.logits is not None:
+            return target_distribution(self.logits[supervised_BT], *vocabulary)
+        if head is None or self.last_hidden_states is None:
+            raise ValueError("head is needed to turn last_hidden_states into probabilities")
+        return target_distribution_from_hidden(
+            self.last_hidden_states[supervised_BT], head, *vocabulary, chunk_rows=chunk_rows
+        )
 
 
 def _check_states(name: str, tensor: Tensor, rows_BT: tuple[int, ...]) -> None:

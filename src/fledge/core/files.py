@@ -120,7 +120,7 @@ def _parents(path: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _temporary_sibling(path: Path, *, directory: bool) -> Iterator[Path]:
+def temporary_sibling(path: Path, *, directory: bool) -> Iterator[Path]:
     """A new empty file or directory beside `path`, locked while its writer is running."""
     _remove_abandoned(path, ".tmp")
     prefix, suffix = f".{path.name}.", ".tmp"
@@ -166,7 +166,7 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
             yield handle
         return
     path = Path(os.path.realpath(path))  # write to a link's target, keep the link
-    with _parents(path), _temporary_sibling(path, directory=False) as temporary:
+    with _parents(path), temporary_sibling(path, directory=False) as temporary:
         with temporary.open("wb") as handle:
             yield handle
             handle.flush()
@@ -190,7 +190,7 @@ def write_json(path: Path, value: Any) -> None:
 def atomic_directory(path: Path) -> Iterator[Path]:
     """Fill a temporary sibling directory; on success it becomes `path` (an old one is replaced)."""
     path = Path(os.path.realpath(path))
-    with _parents(path), _temporary_sibling(path, directory=True) as temporary:
+    with _parents(path), temporary_sibling(path, directory=True) as temporary:
         yield temporary
         for entry in temporary.rglob("*"):
             entry.chmod(_mode(0o777 if entry.is_dir() else 0o666))  # some libraries write 0600

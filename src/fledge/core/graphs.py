@@ -93,7 +93,7 @@ class RecordedSizes(Generic[Result]):
     holds its own memory. When `sharing` memory they hold little, but results last only until the
     next call of any size.
 
-    Recording takes as long as many passes. So where more sizes recur than there is room for, a
+    Recording takes as long as many passes. So where more sizes recur than are kept, a
     recording is replaced only after `_STALE` calls without it, and other sizes are not recorded.
     """
 
@@ -115,13 +115,13 @@ class RecordedSizes(Generic[Result]):
 
     def worth_it(self, size: Hashable) -> bool:
         """Whether a pass of this size is recorded, or should be: this method, which is called once
-        before each pass, has seen the size before, and there is room."""
+        before each pass, has seen the size before, and one can be added."""
         self._calls += 1
         seen_before = size in self._seen_sizes
         self._seen_sizes[size] = self._calls
-        return size in self._passes or (seen_before and self._has_room())
+        return size in self._passes or (seen_before and self._can_add())
 
-    def _has_room(self) -> bool:
+    def _can_add(self) -> bool:
         if len(self._passes) < self._most:
             return True
         oldest = next(iter(self._passes))

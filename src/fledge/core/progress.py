@@ -8,6 +8,8 @@ import threading
 import time
 from collections.abc import Callable
 
+Watch = Callable[[str, float, int], None]  # current activity, done, total
+
 EVERY_S = 10.0  # between two lines, unless one is requested
 
 

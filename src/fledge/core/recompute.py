@@ -1,9 +1,12 @@
 """Gradient checkpointing of a model's layers: less memory for one more forward pass."""
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch.utils.checkpoint import checkpoint
+
+log = logging.getLogger(__name__)
 
 
 class RecomputedLayers:
@@ -16,11 +19,14 @@ class RecomputedLayers:
         self, gradient_checkpointing_kwargs: Mapping[str, Any] | None = None
     ) -> None:
         """In training, keep only the layers' inputs for the backward pass: less memory, one more
-        forward pass. Checkpoints are not reentrant; other options are refused."""
-        if dict(gradient_checkpointing_kwargs or {}) not in ({}, {"use_reentrant": False}):
+        forward pass. Checkpoints are not reentrant: `use_reentrant=True` causes a warning, other
+        options are refused."""
+        options = dict(gradient_checkpointing_kwargs or {})
+        if options.pop("use_reentrant", False):
+            log.warning("use_reentrant=False is used: the layers take more than tensors")
+        if options:
             raise ValueError(
-                f"gradient_checkpointing_kwargs: only use_reentrant=False, got "
-                f"{dict(gradient_checkpointing_kwargs or {})}"
+                f"gradient_checkpointing_kwargs: only use_reentrant, got {sorted(options)}"
             )
         self.gradient_checkpointing = True
 

@@ -124,10 +124,7 @@ def check_tokens(
     rows, width = input_ids.shape
     check_shape("attention_mask", attention_mask, (rows, width))
     check_shape("loss_mask", loss_mask, (rows, width))
-    if seq_lens is None and doc_remaining is not None:
-        raise ValueError(f"seq_lens missing: {_PACKING_RULE}")
-    if seq_lens is not None and position_ids is None:
-        raise ValueError(f"position_ids missing: {_PACKING_RULE}")
+    check_packing(position_ids, seq_lens, doc_remaining)
     for name, tensor in (("position_ids", position_ids), ("doc_remaining", doc_remaining)):
         if tensor is not None:
             check_integers(name, tensor)
@@ -141,6 +138,14 @@ def check_tokens(
         raise ValueError(f"seq_lens must be [{rows}, max_docs], got {list(seq_lens.shape)}")
     if _on_host(seq_lens):
         check_lengths(seq_lens, width)
+
+
+def check_packing(position_ids: object, seq_lens: object, doc_remaining: object) -> None:
+    """Check which of the packing fields are given, by the one rule of batches and trainers."""
+    if seq_lens is None and doc_remaining is not None:
+        raise ValueError(f"seq_lens missing: {_PACKING_RULE}")
+    if seq_lens is not None and position_ids is None:
+        raise ValueError(f"position_ids missing: {_PACKING_RULE}")
 
 
 def _on_host(*tensors: "Tensor") -> bool:

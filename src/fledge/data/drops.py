@@ -7,9 +7,15 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from fledge.core.errors import BadInput
-from fledge.core.text import counted
+from fledge.core.terminal import counted
 
 EXAMPLES_PER_REASON = 3
+
+# What the length limit does to rows. A user chose it, so these rows say nothing about the data.
+TOO_LONG = "longer than max_length"
+CUT_UNSUPERVISED = "cut before any supervised token"
+_LIMITED = (TOO_LONG, CUT_UNSUPERVISED)
+CUT = "cut to max_length"  # a note: the row is kept
 
 
 class BadRow(Exception):  # noqa: N818  (caught row by row, never shown as a traceback)
@@ -35,9 +41,23 @@ class DropReport:
         return sum(self.counts.values())
 
     @property
+    def total(self) -> int:
+        return self.kept + self.dropped
+
+    @property
     def share(self) -> float:
         """Share of all rows that were dropped."""
-        return self.dropped / max(1, self.kept + self.dropped)
+        return self.dropped / max(1, self.total)
+
+    def lines(self) -> list[str]:
+        """What a command says about its rows; nothing if all were kept as they are."""
+        lines = []
+        if self.counts:
+            what = f"{self.dropped:,} of {counted(self.total, 'row')} dropped"
+            lines.append(f"{what}: {_summary(self.counts, self.examples)}")
+        if self.notes:
+            lines.append(f"kept with a note: {_summary(self.notes, self.noted)}")
+        return lines
 
     def add(self, where: str, bad: BadRow) -> None:
         where = f"{where}: {bad.detail}" if bad.detail else where
@@ -68,25 +88,28 @@ class DropReport:
         return total
 
     def check(self, max_share: float) -> None:
-        """Refuse data if too many rows had to be dropped."""
+        """Refuse data if no row is left, or if too many cannot be used at any length."""
         if self.kept == 0:
+            summary = _summary(self.counts, self.examples) or "the data is empty"
+            raise BadInput(f"no usable row: {summary}", fix="look at them with `data preview`")
+        bad = {reason: count for reason, count in self.counts.items() if reason not in _LIMITED}
+        unusable = sum(bad.values())
+        if unusable > max_share * self.total:
             raise BadInput(
-                f"no usable row: {self._summary()}", fix="look at them with `data preview`"
-            )
-        if self.share > max_share:
-            raise BadInput(
-                f"of {counted(self.dropped + self.kept, 'row')} {self.dropped:,} "
-                f"({self.share:.1%}) cannot be used, more than the allowed {max_share:.1%}: "
-                f"{self._summary()}",
-                fix="fix the data, or raise max_drop_share",
+                f"of {counted(self.total, 'row')} {unusable:,} ({unusable / self.total:.1%}) "
+                f"cannot be used, more than the allowed {max_share:.1%}: "
+                f"{_summary(bad, self.examples)}",
+                fix="fix the data, or raise --max-drop-share (data.max_drop_share in a recipe)",
             )
 
-    def _summary(self) -> str:
-        parts = [
-            f"{count} x {reason} (first: {self.examples[reason][0]})"
-            for reason, count in sorted(self.counts.items(), key=lambda item: -item[1])[:3]
-        ]
-        return ", ".join(parts) or "the data is empty"
+
+def _summary(counts: dict[str, int], examples: dict[str, list[str]]) -> str:
+    """The three most frequent reasons, each with the place of its first row."""
+    parts = [
+        f"{count:,} x {reason} (first: {examples[reason][0]})"
+        for reason, count in sorted(counts.items(), key=lambda item: -item[1])[:3]
+    ]
+    return ", ".join(parts)
 
 
 def _count(

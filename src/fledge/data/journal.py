@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from fledge.core.errors import BadInput
-from fledge.core.expected import OBJECT, Expected, Flag, Table, Whole
 from fledge.core.files import removed
-from fledge.core.reading import check, json_lines, parse_json
+from fledge.core.reading import OBJECT, Expected, Flag, Table, Whole, check, json_lines, parse_json
 
 _PART = re.compile(r"part-(\d{6,12})\.jsonl")
 _LINE = Table({"row": Whole(), "good": Flag()}, optional={"truncated": Flag()})

@@ -20,24 +20,19 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from fledge.core.errors import BadInput
-from fledge.core.expected import Table
 from fledge.core.files import cache_dir, write_json
-from fledge.core.reading import read_json
+from fledge.core.reading import Table, read_json
 from fledge.data import sources
 from fledge.data.conversation import DROPPED_THEN, READ_SINCE
 from fledge.data.drops import DropReport
 from fledge.data.store import DROPS, TokenRows, read_record, write_part
 from fledge.data.tokenise import Encoder, TokeniseOptions, tokenise_part
+from fledge.data.tokenizer import tokenizer_files_fingerprint as tokenizer_files_fingerprint
 
 _WAIT_S = 1.0  # report that another process holds the lock after waiting this long
 ROWS_FORMAT = 1  # raise when the meaning of the files changes
 _READING = 2  # raise when rows are kept that were dropped before: see `prepare_rows`
 _MANIFEST_NAME = "manifest.json"
-_TOKENIZER_FILES = (
-    *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json"),
-    *("added_tokens.json", "vocab.json", "merges.txt"),
-    *("chat_template.jinja", "chat_template.json"),
-)
 
 
 @dataclass(frozen=True)
@@ -49,17 +44,7 @@ class Progress:
     reused: int
     tokens: int
     waiting: bool = False  # for another process that tokenizes the same data
-
-
-def tokenizer_files_fingerprint(model_dir: Path) -> str:
-    """A digest of the files that make up a tokenizer and its template."""
-    digest = hashlib.sha256()
-    names = [name for name in _TOKENIZER_FILES if (model_dir / name).is_file()]
-    if not names:
-        raise BadInput("no tokenizer files", where=str(model_dir), fix="is this a model directory?")
-    for name in names:
-        digest.update(name.encode() + b"\0" + (model_dir / name).read_bytes() + b"\0")
-    return digest.hexdigest()
+    drops: DropReport | None = None  # in the last report: what was left out
 
 
 def prepare_rows(
@@ -111,6 +96,7 @@ def prepare_rows(
             rows = prepare(earlier)
     rows.drops.check(max_drop_share)
     rows.check_mask()
+    on_progress(Progress(len(parts), len(parts), len(parts), rows.tokens, drops=rows.drops))
     return rows
 
 

@@ -16,7 +16,7 @@ from fledge.core.files import check_place
 from fledge.data.regenerate_files import JobFiles, Summary
 from fledge.data.regenerate_share import Share, Watch
 from fledge.data.regenerate_task import Answerer, EndedTask, Sampling, Task
-from fledge.data.shards import Shards
+from fledge.data.rows import Shards
 from fledge.data.sources import fingerprint
 
 __all__ = ["Answerer", "EndedTask", "Sampling", "Summary", "Task", "check_out", "regenerate"]

@@ -19,10 +19,9 @@ from typing import Any
 from fledge import __version__
 from fledge.core.claims import Claims
 from fledge.core.errors import BadInput
-from fledge.core.expected import Table, Text, Whole, shown
 from fledge.core.files import atomic_file, removed, write_json
-from fledge.core.reading import read_json
-from fledge.core.text import counted
+from fledge.core.reading import Table, Text, Whole, read_json, shown
+from fledge.core.terminal import counted
 from fledge.data.drops import BadRow, DropReport
 from fledge.data.journal import Journal, json_line
 

@@ -12,12 +12,11 @@ from typing import Any
 
 from fledge.core.claims import POLL_S, Claims
 from fledge.core.errors import BadInput
-from fledge.core.text import counted
+from fledge.core.terminal import counted
 from fledge.data.drops import BadRow
-from fledge.data.regenerate_dialogue import Dialogue
 from fledge.data.regenerate_files import JobFiles, Summary
-from fledge.data.regenerate_task import Answerer, EndedTask, Task
-from fledge.data.shards import NumberedRow, Shards
+from fledge.data.regenerate_task import Answerer, Dialogue, EndedTask, Task
+from fledge.data.rows import NumberedRow, Shards
 
 Watch = Callable[[int, Summary], None]  # arguments: finished rows, figures so far
 _REFRESH_S = 2.0  # how often a busy process reads what the others have done

@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from fledge.core.errors import BadInput, MissingPackage, first_line
-from fledge.core.expected import ListOf, Table, Text, Whole
 from fledge.core.files import cache_dir, write_json
-from fledge.core.reading import read_json
+from fledge.core.reading import ListOf, Table, Text, Whole, read_json
 
 _ADDRESS = re.compile(r"^[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 _REQUEST, _SURVEYED = 1 << 20, 1 << 23  # bytes per request: for a part, for a whole file

@@ -1,15 +1,20 @@
 """Views of token rows: subsets in a fixed order, and the split into training and held-out rows."""
 
+import bisect
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from fledge.core.errors import BadInput
 from fledge.core.rows import TokenRow
-from fledge.core.text import counted
+from fledge.core.terminal import counted
+from fledge.data.sources import Row, make_parts
 
 ONE_IN, MOST_HELD_OUT = 10, 512  # defaults for the number of held-out rows
 _BLOCK = 4096  # rows per block where the data set has no blocks of its own
@@ -67,6 +72,25 @@ def blocks_of(rows: Rows) -> Iterator[Block]:
         yield Block.of([rows[i] for i in range(begin, min(begin + _BLOCK, len(rows)))])
 
 
+def digest(ids: NDArray[Any]) -> int:
+    """A number that equal tokens share, and in practice no others."""
+    return xxhash.xxh3_64_intdigest(np.ascontiguousarray(ids, dtype=np.int32).data)
+
+
+def digests(rows: Rows) -> NDArray[np.uint64]:
+    """The digest of each row. A million rows of a thousand tokens take two seconds."""
+    found = [np.zeros(0, dtype=np.uint64)]
+    for block in blocks_of(rows):
+        bounds = pairwise(block.offsets.tolist())
+        found.append(np.array([digest(block.ids[a:b]) for a, b in bounds], dtype=np.uint64))
+    return np.concatenate(found)
+
+
+def repeats(row_digests: NDArray[np.uint64]) -> int:
+    """How many rows repeat an earlier one."""
+    return len(row_digests) - len(np.unique(row_digests))
+
+
 class RowView(Sequence[TokenRow]):
     """Some rows of a prepared data set, in a fixed order, without duplicates."""
 
@@ -85,11 +109,35 @@ class RowView(Sequence[TokenRow]):
         row: TokenRow = self._rows[int(self._index[index])]
         return row
 
+    def digests(self) -> NDArray[np.uint64]:
+        """The digest of each row."""
+        return digests(self._rows)[self._index]
+
+    def prompts(self) -> NDArray[np.uint64]:
+        """The digests of what precedes each answer, sorted and without repetitions."""
+        wanted, begin = self._wanted(), 0
+        found: set[int] = set()
+        for block in blocks_of(self._rows):
+            supervised_T = block.mask[: block.offsets[-1]] != 0
+            ends = np.flatnonzero(supervised_T[1:] & ~supervised_T[:-1]) + 1
+            row = np.searchsorted(block.offsets, ends, side="right") - 1
+            starts = block.offsets[row]
+            inside = wanted[begin + row] & (starts < ends)
+            pairs = zip(starts[inside].tolist(), ends[inside].tolist(), strict=True)
+            found.update(digest(block.ids[a:b]) for a, b in pairs)
+            begin += len(block)
+        return np.array(sorted(found), dtype=np.uint64)
+
+    def _wanted(self) -> NDArray[np.bool_]:
+        """Which rows of the data set are in this view."""
+        wanted = np.zeros(len(self._rows), dtype=bool)
+        wanted[self._index] = True
+        return wanted
+
     def flat(self) -> Iterator[tuple[NDArray[np.int32], NDArray[np.bool_]]]:
         """Tokens and their mask, block by block in the order of the data set; tokens of rows that
         are not in this view are masked."""
-        wanted, begin = np.zeros(len(self._rows), dtype=bool), 0
-        wanted[self._index] = True
+        wanted, begin = self._wanted(), 0
         for block in blocks_of(self._rows):
             wanted_T = np.repeat(wanted[begin : begin + len(block)], np.diff(block.offsets))
             tokens = slice(block.offsets[0], block.offsets[-1])
@@ -98,16 +146,24 @@ class RowView(Sequence[TokenRow]):
 
 
 def split_rows(
-    rows: Rows, held_out: int | None, *, drop_truncated: bool = False, begun: bool = False
+    rows: Rows,
+    held_out: int | None,
+    *,
+    drop_truncated: bool = False,
+    begun: bool = False,
+    repeats_apart: bool = False,
 ) -> tuple[RowView, RowView]:
-    """(training rows, held-out rows). Rows of one conversation stay on one side, and are counted
-    once. `held_out` None: one in `ONE_IN`, at most `MOST_HELD_OUT`.
+    """(training rows, held-out rows). Rows of one conversation stay on one side, as do rows of the
+    same tokens, and are counted once. `held_out` None: one in `ONE_IN`, at most `MOST_HELD_OUT`.
 
     A number that leaves almost nothing to train on is refused, unless a run was started with it
     (`begun`) and must keep its rows. The held-out rows are drawn with a fixed seed: they must be
-    the same in every run on this data, or figures could not be compared.
+    the same in every run on this data, or figures could not be compared. `repeats_apart`: as in
+    earlier versions, rows of the same tokens may stand on both sides.
     """
     conversation = _conversations(rows)
+    if held_out != 0 and not repeats_apart:
+        conversation = _joined(conversation, digests(rows))
     count = int(conversation.max(initial=-1)) + 1
     order = np.random.default_rng(0).permutation(count)
     chosen = np.zeros(count, dtype=bool)
@@ -131,6 +187,22 @@ def _conversations(rows: Rows) -> NDArray[np.int64]:
     del copies, places
     pa.default_memory_pool().release_unused()  # Arrow would keep it for reuse
     return conversation - 1
+
+
+def _joined(conversation: NDArray[np.int64], row_digests: NDArray[np.uint64]) -> NDArray[np.int64]:
+    """The same numbers if no row is repeated; else conversations that share a row have one."""
+    if repeats(row_digests) == 0:
+        return conversation
+    _, same = np.unique(row_digests, return_inverse=True)
+    joined = conversation
+    while True:
+        before = joined
+        for group in (same, conversation):  # each takes the lowest number among its rows
+            lowest = np.full(group.max() + 1, len(joined))
+            np.minimum.at(lowest, group, joined)
+            joined = lowest[group]
+        if np.array_equal(joined, before):
+            return np.unique(joined, return_inverse=True)[1]
 
 
 def _truncated(rows: Rows) -> NDArray[np.bool_]:
@@ -161,13 +233,69 @@ class KnownRows:
     fingerprint: str
 
     def split(
-        self, held_out: int | None, *, drop_truncated: bool, begun: bool = False
+        self,
+        held_out: int | None,
+        *,
+        drop_truncated: bool,
+        begun: bool = False,
+        repeats_apart: bool = False,
     ) -> tuple[RowView, RowView]:
         """(training rows, held-out rows), as in `split_rows` if it is undecided."""
         if not self.held_out:
-            return split_rows(self.rows, held_out, drop_truncated=drop_truncated, begun=begun)
+            return split_rows(
+                self.rows, held_out, drop_truncated=drop_truncated, begun=begun,
+                repeats_apart=repeats_apart,
+            )  # fmt: skip
         index = np.arange(len(self.rows), dtype=np.int64)
         train, held_out_rows = np.split(index, [len(index) - self.held_out])
         if drop_truncated:
             train = train[~_truncated(self.rows)[train]]
         return RowView(self.rows, train), RowView(self.rows, held_out_rows)
+
+
+# --- shards --------------------------------------------------------------------------------------
+# The rows of sources in shards: runs of consecutive rows that processes claim to work on.
+
+
+NumberedRow = tuple[int, Row]  # from 0, over all sources
+
+
+class Shards:
+    """All rows, or the first `limit`, `size` per shard; fastest when read in order."""
+
+    def __init__(self, sources: list[str], *, size: int, limit: int | None = None) -> None:
+        self._parts, self._size = make_parts(sources), size
+        self._starts, rows = [0], 0  # first row of each part
+        for part in self._parts:
+            rest = None if limit is None else limit - rows
+            rows += sum(1 for _ in itertools.islice(part.rows(), rest))
+            self._starts.append(rows)
+        self.rows = rows
+        self._stream: Iterator[Row] = iter(())
+        self._next = rows  # the row that the stream yields next
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the shards, made of their rows: another shard size gives other claims."""
+        firsts = range(0, self.rows, self._size)
+        return [f"{first:09d}-{min(self.rows, first + self._size):09d}" for first in firsts]
+
+    def read(self, name: str) -> list[NumberedRow]:
+        """The rows of a shard. Rows before them in their part are skipped, once."""
+        numbers = self.numbers(name)
+        part = self._part_of(numbers.start)
+        if numbers.start < self._next or part > self._part_of(self._next):
+            self._stream = itertools.chain.from_iterable(p.rows() for p in self._parts[part:])
+            self._next = self._starts[part]
+        begin, end = numbers.start - self._next, numbers.stop - self._next
+        self._next = numbers.stop
+        return list(zip(numbers, itertools.islice(self._stream, begin, end), strict=True))
+
+    @staticmethod
+    def numbers(name: str) -> range:
+        """The numbers of a shard's rows."""
+        first, stop = map(int, name.split("-"))
+        return range(first, stop)
+
+    def _part_of(self, row: int) -> int:
+        return bisect.bisect_right(self._starts, row) - 1

@@ -240,7 +240,8 @@ def expand(sources: list[str]) -> list[tuple[str, str, str]]:
         if is_address(source):
             resolved += [(_kind(file), file, "") for file in list_files(source, _SUFFIXES)]
         elif path.is_dir():
-            files = sorted(p for p in path.rglob("*") if p.name.endswith(_SUFFIXES) and p.is_file())
+            named = (p for p in path.rglob("*") if p.name.endswith(_SUFFIXES))
+            files = sorted(p for p in named if not p.is_dir())
             if not files:
                 raise BadInput(f"no {', '.join(_SUFFIXES)} file", where=source)
             resolved += [(_regular(file), str(file), "") for file in files]

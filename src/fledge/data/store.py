@@ -15,9 +15,8 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from fledge.core.errors import BadInput, first_line
-from fledge.core.expected import ListOf, MapOf, Table, Text, Whole
 from fledge.core.files import atomic_file, write_json
-from fledge.core.reading import open_regular, read_json
+from fledge.core.reading import ListOf, MapOf, Table, Text, Whole, open_regular, read_json
 from fledge.core.rows import TokenRow
 from fledge.data.drops import DropReport
 from fledge.data.rows import Block

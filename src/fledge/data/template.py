@@ -18,6 +18,7 @@ from fledge.core.errors import BadInput, first_line
 from fledge.data.bounded_jinja import BoundedTemplate, OutOfBounds, Span
 from fledge.data.conversation import Message
 from fledge.data.drops import BadRow
+from fledge.data.tokenizer import TemplateFacts
 
 PROBE = "fledgeprobe"
 _TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -74,24 +75,19 @@ class ChatTemplate:
 
     @classmethod
     def of(cls, tokenizer: Any, options: dict[str, Any] | None = None) -> "ChatTemplate":
-        """The template of a Hugging Face tokenizer."""
-        template = tokenizer.chat_template
-        if isinstance(template, dict):
-            template = template.get("default")
-        if not isinstance(template, str):
+        """The template of a Hugging Face tokenizer, or of what is known of one."""
+        known = isinstance(tokenizer, TemplateFacts)
+        facts = tokenizer if known else TemplateFacts.of(tokenizer)
+        if facts.template is None:
             raise BadInput(
                 "the tokenizer has no chat template",
-                where=str(tokenizer.name_or_path),
+                where=facts.name,
                 fix="use an instruction-tuned model, or add chat_template.jinja beside it",
             )
-        added = tokenizer.added_tokens_decoder.values()
-        special = {str(token) for token in added if token.special} | set(
-            tokenizer.all_special_tokens
-        )
         return cls(
-            template,
-            token_names=tokenizer.special_tokens_map,
-            special_tokens=sorted(special),
+            facts.template,
+            token_names=facts.token_names,
+            special_tokens=facts.special_tokens,
             options=options,
         )
 

@@ -14,10 +14,11 @@ import numpy as np
 from fledge.core.errors import BadInput
 from fledge.core.rows import TokenRow
 from fledge.data.conversation import PLAIN_TEXT, READ_SINCE, parse_conversation, plain_text
-from fledge.data.drops import BadRow, DropReport
+from fledge.data.drops import CUT, CUT_UNSUPERVISED, TOO_LONG, BadRow, DropReport
 from fledge.data.mask import LONGEST_ROW, MaskedText, MaskOptions, masked_texts
 from fledge.data.sources import Part
 from fledge.data.template import ChatTemplate
+from fledge.data.tokenizer import TokenizerFacts, tokenizer_facts
 
 _BATCH = 1 << 23  # characters tokenized at a time: their encodings take fifty bytes each
 _BEGINNING = 16  # characters per token of the length limit that are encoded at first
@@ -43,20 +44,24 @@ class Encoder:
     def __init__(
         self, tokenizer: Any, options: TokeniseOptions, *, as_before: bool = False
     ) -> None:
-        """`as_before` drops the rows that earlier versions dropped."""
+        """`tokenizer`: a Hugging Face tokenizer, or the facts of one. `as_before` drops the rows
+        that earlier versions dropped."""
         from tokenizers import Tokenizer
 
-        if not getattr(tokenizer, "is_fast", False):
+        facts = tokenizer
+        if not isinstance(facts, TokenizerFacts):
+            facts = TokenizerFacts.of(tokenizer)
+        if facts.backend is None:
             raise BadInput(
                 "the tokenizer has no fast version, so the mask cannot be aligned with its tokens",
-                where=str(tokenizer.name_or_path),
+                where=facts.name,
                 fix="add a tokenizer.json (tokenizers library) to the model",
             )
-        self.options, self._tokenizer, self._as_before = options, tokenizer, as_before
+        self.options, self._facts, self._as_before = options, facts, as_before
         self._mask_options = MaskOptions(options.last_turn_only, options.mask_reasoning)
         # Offsets must cover each token's whole text: trimmed ones omit a leading space or newline,
         # and a token at a boundary would land on the wrong side. The ids are not affected.
-        spec = json.loads(tokenizer.backend_tokenizer.to_str())
+        spec = json.loads(facts.backend)
         spec["truncation"] = spec["padding"] = None
         self._backend = Tokenizer.from_str(json.dumps(_untrimmed(spec)))
         self._borders = _borders(spec["added_tokens"])
@@ -70,10 +75,8 @@ class Encoder:
         trust_remote_code: bool = False,
         as_before: bool = False,
     ) -> "Encoder":
-        from fledge.models.resolve import load_tokenizer
-
-        tokenizer = load_tokenizer(str(model_dir), trust_remote_code=trust_remote_code)
-        return cls(tokenizer, options, as_before=as_before)
+        facts = tokenizer_facts(Path(model_dir), trust_remote_code=trust_remote_code)
+        return cls(facts, options, as_before=as_before)
 
     def texts(self, raw: Any) -> list[MaskedText]:
         """The masked texts of one raw row."""
@@ -103,15 +106,13 @@ class Encoder:
     @cached_property
     def template(self) -> ChatTemplate:
         """Loaded for the first conversation: models for plain text may not have one."""
-        return ChatTemplate.of(self._tokenizer, self.options.template_options)
+        return ChatTemplate.of(self._facts, self.options.template_options)
 
     def _plain(self, text: str) -> MaskedText:
         """Plain text with everything supervised except the first token, which has no context: the
         bos token where the tokenizer adds one."""
-        tokenizer = self._tokenizer
-        bos, first = tokenizer.bos_token, tokenizer("x")["input_ids"][0]
-        if bos and first == tokenizer.bos_token_id and not text.startswith(bos):
-            text = bos + text
+        if not text.startswith(self._facts.bos):
+            text = self._facts.bos + text
         return MaskedText(text, ((1, len(text)),), notes=(PLAIN_TEXT,))  # 1: inside the first token
 
     def encode(self, texts: Sequence[MaskedText], places: Sequence[str]) -> list[TokenRow]:
@@ -176,9 +177,9 @@ class Encoder:
         if limit is None or len(row.input_ids) <= limit:
             return row
         if self.options.overlong == "drop":
-            raise BadRow("longer than max_length", f"more than {limit} tokens")
+            raise BadRow(TOO_LONG, f"more than {limit} tokens")
         if not row.loss_mask[:limit].any():
-            raise BadRow("cut before any supervised token", f"more than {limit} tokens")
+            raise BadRow(CUT_UNSUPERVISED, f"more than {limit} tokens")
         cut = bool(row.loss_mask[limit])  # the cut went through an answer
         ids_T, mask_T = row.input_ids[:limit], row.loss_mask[:limit]
         return TokenRow(ids_T, mask_T, row.place, row.truncated or cut)
@@ -232,14 +233,16 @@ def tokenise_part(part: Part, encoder: Encoder) -> TokenisedPart:
     for texts, places in _batches(part, encoder, drops):
         notes = {place: text.notes for text, place in zip(texts, places, strict=True)}
         for place, group in _by_place(encoder.encode(texts, places)):
-            kept, last = [], None
+            kept, cut, last = [], set(), None
             for row in group:
                 try:
-                    kept.append(encoder.fit(row))
+                    kept.append(fitted := encoder.fit(row))
+                    if len(fitted.input_ids) < len(row.input_ids):
+                        cut.add(CUT)
                 except BadRow as bad:
                     last = bad
             if kept:
-                drops.keep(place, notes[place])
+                drops.keep(place, (*notes[place], *cut))
                 rows += kept
             elif last is not None:
                 drops.add(place, last)

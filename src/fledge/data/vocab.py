@@ -17,9 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fledge.core.errors import BadInput, first_line
-from fledge.core.expected import Number, Table, Text
 from fledge.core.files import atomic_file
-from fledge.core.reading import open_regular, parse_json
+from fledge.core.reading import Number, Table, Text, open_regular, parse_json
 
 _FACTS = Table({"coverage": Number(0, 1), "rows": Text(), "digest": Text(256)})
 

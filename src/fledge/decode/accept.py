@@ -1,17 +1,8 @@
 """Which proposed tokens are accepted: the rules that make speculative decoding lossless.
 
-Without sampling, or with a tree, the target picks its own token after every node (the likeliest,
-or one drawn from its distribution); the walk continues while the proposal contains that token. So
-whatever was proposed, each emitted token is the target's own pick.
-
-A chain that was itself drawn from the draft's distribution q has a better rule: keep token x with
-probability min(1, p(x) / q(x)); the first rejected one is replaced by a draw from max(p - q, 0),
-normalized. Every emitted token is then distributed exactly as p. Tokens outside the draft
-vocabulary have q = 0.
-
-Where either model's numbers are not finite, nothing is accepted: NO_TOKEN equals no token.
-
-Shapes: N proposed tokens of a row.
+Without sampling, or with a tree, the target picks its own token after every node; the walk goes on
+while the proposal contains it. Where either model's numbers are not finite, nothing is accepted:
+NO_TOKEN equals no token. Shapes: N proposed tokens of a row.
 """
 
 from collections.abc import Sequence
@@ -20,8 +11,54 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fledge.core.picks import NO_TOKEN, tokens_of
-from fledge.decode.proposal import Chooser, Proposal
+from fledge.core.head import NO_TOKEN, tokens_of
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """Tokens for the target to judge, as target ids."""
+
+    token_BN: Tensor  # NO_TOKEN (`core.head`): the draft's numbers were not finite, never accepted
+    parent_BN: Tensor | None = None  # index of the parent, -1: the verified text; None: a chain
+    probs_BNW: Tensor | None = None  # the distributions they were drawn from; None: greedy
+
+
+@dataclass(frozen=True)
+class Chooser:
+    """How a token is picked from logits: the likeliest, or drawn at a temperature."""
+
+    temperature: float = 0.0
+    generator: torch.Generator | None = None
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        return torch.softmax(logits.to(wide) / self.temperature, dim=-1)
+
+    def draw(self, probs: Tensor) -> Tensor:
+        """[...] one token drawn from each distribution [..., V]."""
+        flat = probs.flatten(0, -2)
+        return torch.multinomial(flat, 1, generator=self.generator).view(probs.shape[:-1])
+
+    def pick(self, logits: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The tokens, and the distributions they were drawn from (None when greedy)."""
+        token, _, probs = self.pick_scored(logits)
+        return token, probs
+
+    def pick_scored(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The same with the largest logits in between: where these are not finite, the token is
+        meaningless (`core.head`)."""
+        if self.temperature == 0:
+            top, token = logits.max(dim=-1)
+            return token, top, None
+        top = logits.amax(dim=-1)
+        # uniform where they are not finite: on a GPU, sampling from NaN ends the process
+        probs = self.probabilities(logits.masked_fill(~top.isfinite()[..., None], 0.0))
+        return self.draw(probs), top, probs
+
+    def pick_sound(self, logits: Tensor) -> Tensor:
+        """The tokens; NO_TOKEN where the logits are not finite."""
+        token, top, _ = self.pick_scored(logits)
+        return tokens_of(token, top)
 
 
 @dataclass(frozen=True)
@@ -66,7 +103,12 @@ def walk(tokens: Sequence[int], parents: Sequence[int], picks: Sequence[int]) ->
 def judge_drawn(
     proposal: Proposal, logits_BNV: Tensor, chooser: Chooser, selected_W: Tensor
 ) -> list[Verdict]:
-    """Rejection sampling, for a chain that was drawn from the draft's own distribution."""
+    """Rejection sampling, for a chain that was drawn from the draft's own distribution q.
+
+    Token x stays with probability min(1, p(x) / q(x)); the first rejected one is replaced by a draw
+    from max(p - q, 0), normalized: every emitted token is then distributed exactly as p. Tokens
+    outside the draft vocabulary have q = 0.
+    """
     assert proposal.probs_BNW is not None
     top_BN = logits_BNV.amax(dim=-1)
     sound_BN = top_BN.isfinite()

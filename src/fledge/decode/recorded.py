@@ -1,24 +1,15 @@
 """Whole passes as CUDA graphs, so that a GPU does not wait for Python while it decodes.
 
-A pass is plain tensor code that writes into caches. Off the GPU it is simply called. On a GPU it is
-recorded the first time its shapes are seen, and replayed with one call from then on. So that shapes
-recur, passes read caches in widths of 256, 512, ... instead of exactly what is used, and the caches
-stay at the same memory addresses; code that moves them calls `drop_recordings`.
-
-A pass is a function of its arguments and of nothing else: of tensors, whose values may change from
-call to call, and of constants (an engine with its caches, a width, a flag), which are part of what
-is recorded.
-
-Recording runs a pass twice. So it must give the same results when it is run again on the same
-inputs, or provide harmless inputs for the rehearsal. Results are in memory that the next pass,
-whichever it is, overwrites.
+On a GPU a pass is recorded the first time its shapes are seen, elsewhere it is called. So that
+shapes recur, passes read caches in widths of 256, 512, ..., and caches keep their addresses; code
+that moves them calls `drop_recordings`. `RoundClock` times passes, and leaves out the recording.
 """
 
 import logging
 import time
 from collections.abc import Callable, Hashable
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -34,7 +25,13 @@ _MOST_GRAPHS = 32
 
 
 class Passes:
-    """Runs passes, recorded where that pays off. `fixed`: callers should keep shapes fixed."""
+    """Runs passes, recorded where that pays off. `fixed`: callers should keep shapes fixed.
+
+    A pass is plain tensor code that writes into caches: a function of tensors, whose values may
+    change, and of constants (an engine, a width, a flag), which are part of what is recorded. As
+    recording runs it twice, it gives the same results when it is run again on the same inputs, or
+    has harmless inputs to rehearse with. Its results are in memory that the next pass overwrites.
+    """
 
     def __init__(self, device: torch.device, *, record: bool = True) -> None:
         self._device = device
@@ -113,3 +110,52 @@ class Passes:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return time.perf_counter()
+
+
+class RoundTime(NamedTuple):
+    """Seconds of one round."""
+
+    draft_s: float
+    target_s: float
+
+    @property
+    def seconds(self) -> float:
+        return self.draft_s + self.target_s
+
+
+class RoundClock:
+    """Marks at the beginning of each round, after the draft, and at the end of the round."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device if device.type == "cuda" else None
+        self._marks: list[tuple[torch.cuda.Event | float, float]] = []
+
+    def mark(self, recording_s: float) -> None:
+        """Mark the current time. `recording_s`: seconds spent on recording passes so far, which do
+        not count as decoding."""
+        if self._cuda is None:
+            self._marks.append((time.perf_counter(), recording_s))
+        else:
+            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            event.record(torch.cuda.current_stream(self._cuda))
+            self._marks.append((event, recording_s))
+
+    def read(self) -> tuple[list[RoundTime], float]:
+        """The times of all rounds, and the seconds from the first mark to the last."""
+        if not self._marks:
+            return [], 0.0
+        if self._cuda is not None:
+            torch.cuda.synchronize(self._cuda)
+        begins = range(0, len(self._marks), 3)
+        times = [RoundTime(self._between(i, i + 1), self._between(i + 1, i + 2)) for i in begins]
+        return times, self._between(0, -1)
+
+    def _between(self, first: int, last: int) -> float:
+        (begin, recorded_before), (end, recorded_after) = self._marks[first], self._marks[last]
+        if isinstance(begin, float):
+            assert isinstance(end, float)
+            wall_s = end - begin
+        else:
+            assert not isinstance(end, float)
+            wall_s = begin.elapsed_time(end) / 1e3
+        return wall_s - (recorded_after - recorded_before)

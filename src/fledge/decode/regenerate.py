@@ -6,12 +6,11 @@ from typing import Any
 
 from fledge.core.errors import BadInput
 from fledge.data.drops import BadRow
-from fledge.data.regenerate_dialogue import Reply
-from fledge.data.regenerate_task import EndedTask, Sampling, Task
+from fledge.data.regenerate_task import EndedTask, Reply, Sampling, Task
 from fledge.data.template import ChatTemplate
 from fledge.decode.speculative import Generation, SpeculativeDecoder
 from fledge.decode.stops import Stops, eos_token_ids
-from fledge.target.finite import NotFinite
+from fledge.target.finite_check import NotFinite
 from fledge.target.hf.loading import LoadedModel
 from fledge.target.layers import longest_text
 from fledge.target.weights import tokenizer_fingerprint, weights_fingerprint
@@ -32,10 +31,12 @@ class LocalModel:
         self._decoder = SpeculativeDecoder(target.model)  # no draft: the target alone
         eos = eos_token_ids(target.model, target.tokenizer)
         self._stops = Stops(sampling.max_new_tokens, eos)
-        self._room = longest_text(target.model.config)
-        if sampling.max_new_tokens >= self._room:
-            what = f"{sampling.max_new_tokens:,} tokens, but the model takes {self._room:,} in all"
-            fix = f"leave room for prompts: at most {self._room // 2:,}, say"
+        self._longest = longest_text(target.model.config)
+        if sampling.max_new_tokens >= self._longest:
+            what = (
+                f"{sampling.max_new_tokens:,} tokens, but the model takes {self._longest:,} in all"
+            )
+            fix = f"leave room for prompts: at most {self._longest // 2:,}, say"
             raise BadInput(what, where="--max-new-tokens", fix=fix)
 
     def identity(self) -> dict[str, Any]:
@@ -99,9 +100,9 @@ class LocalModel:
         text = self._template.render(question, task.dialogue.tools, prompt=True)
         ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         new = self._stops.max_new_tokens
-        if len(ids) + new > self._room:
+        if len(ids) + new > self._longest:
             lengths = f"{len(ids)} tokens and {new} of the answer"
-            raise BadRow("prompt too long", f"{lengths}, the model takes {self._room}")
+            raise BadRow("prompt too long", f"{lengths}, the model takes {self._longest}")
         return ids
 
     def _reply(self, answer: Generation) -> Reply:

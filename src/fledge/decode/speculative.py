@@ -1,9 +1,8 @@
 """Speculative generation: draft, verify, roll back, repeat. The text is the target's own.
 
-One round: the draft runs the slots that the last round verified, with the target's true features,
-and proposes tokens; the target reads the last known token and all proposed ones in one pass; the
-accepted ones and one token of the target's own are appended; both caches drop the rest. How tokens
-are drafted is up to the strategy (`strategies`).
+A round: the draft runs the slots that the last one verified, with the target's true features, and
+proposes tokens; the target reads the last known token and the proposed ones in one pass; what it
+accepts and one token of its own are appended; both caches drop the rest.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,25 +13,25 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fledge.core.picks import NO_TOKEN
-from fledge.decode.accept import Verdict, judge, judge_drawn, pack_picks
-from fledge.decode.clock import RoundClock, RoundTime
-from fledge.decode.proposal import Chooser, Proposal
-from fledge.decode.recorded import Passes
+from fledge.core.head import NO_TOKEN
+from fledge.decode.accept import Chooser, Proposal, Verdict, judge, judge_drawn, pack_picks
+from fledge.decode.recorded import Passes, RoundClock, RoundTime
 from fledge.decode.rounds import Round
-from fledge.decode.state import RoundState, columns, send_rows
 from fledge.decode.stops import Finish, Stops
-from fledge.decode.strategies.base import Strategy
-from fledge.decode.strategies.registry import choose
-from fledge.decode.strategies.shape import DraftShape, TreeShape
-from fledge.decode.target import CachedTarget, take
-from fledge.draft.base import DraftModel
-from fledge.methods.registry import method_of
-from fledge.target.finite import Fault, NotFinite, broken_layer, refusal
-from fledge.target.layers import (
-    target_depth,
-    validate_aux_layer_ids,
+from fledge.decode.strategy import (
+    DraftShape,
+    RoundState,
+    Strategy,
+    TreeShape,
+    choose,
+    columns,
+    send_rows,
 )
+from fledge.decode.target import CachedTarget, take
+from fledge.methods.registry import method_of
+from fledge.methods.shared.draft import DraftModel
+from fledge.target.finite_check import Fault, NotFinite, broken_layer, refusal, refuse_uniform
+from fledge.target.layers import target_depth, validate_aux_layer_ids
 
 _COLDEST = 1e-5  # colder sampling is greedy, and logits divided by it could overflow
 
@@ -66,14 +65,6 @@ class Timing:
     decode_s: float = 0.0
     each: list[RoundTime] = field(default_factory=list)  # per round: a mean hides outliers
     recording_s: float = 0.0  # not included above: passes are recorded once on a GPU
-
-    @property
-    def draft_s(self) -> float:
-        return sum(time.draft_s for time in self.each)
-
-    @property
-    def target_s(self) -> float:
-        return sum(time.target_s for time in self.each)
 
 
 class SpeculativeDecoder:
@@ -169,6 +160,7 @@ class SpeculativeDecoder:
         """Read the prompts and append the first token of each answer, which is never drafted."""
         prompts = [row.prompt_ids for row in rows]
         output = self.target.begin(prompts, ahead=self._count + 1)
+        refuse_uniform(output.logits_BNV[:, 0])
         first_B = chooser.pick_sound(output.logits_BNV[:, 0])
         for number, (row, token) in enumerate(zip(rows, first_B.tolist(), strict=True)):
             if token == NO_TOKEN:
@@ -280,7 +272,7 @@ class _Batch(NamedTuple):
     """The rows between two rounds, and what the target's last pass verified."""
 
     rows: list[Generation]
-    table_BX: Tensor  # see `decode.state`
+    table_BX: Tensor  # see `decode.strategy`
     aux_BQD: Tensor
     draft_used: int  # entries of the strategy's cache that the next round reads
     target_used: int  # entries of the target's cache that it reads

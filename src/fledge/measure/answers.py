@@ -9,25 +9,114 @@ import hashlib
 import itertools
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, get_args
 
 from filelock import FileLock
 
-from fledge.core.errors import BadInput
-from fledge.core.expected import Choice, ListOf, Table, Text, Whole
+from fledge.core.errors import BadInput, nearest
 from fledge.core.files import atomic_file, cache_dir
-from fledge.core.reading import read_json
+from fledge.core.progress import Watch
+from fledge.core.reading import Choice, ListOf, Table, Text, Whole, read_json
 from fledge.data.conversation import Message
+from fledge.data.drops import BadRow
 from fledge.data.journal import Journal
+from fledge.data.sources import make_parts
 from fledge.data.template import ChatTemplate
 from fledge.decode.speculative import Generation, SpeculativeDecoder
 from fledge.decode.stops import Finish, Stops, eos_token_ids
-from fledge.measure.prompts import Prompt, encode_prompt
 from fledge.target.hf.model import HFEagle3TargetModel
 from fledge.target.layers import longest_text
+
+# --- prompts -------------------------------------------------------------------------------------
+# The prompts that a draft is evaluated on: from files, or the set that ships with the project.
+
+
+SETS = {"mixed": Path(__file__).parent / "mixed_prompts.jsonl"}
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A conversation to be continued; `followups` are the user's next messages, turn by turn."""
+
+    name: str
+    group: str  # the file or set it came from
+    category: str
+    messages: tuple[Message, ...]
+    followups: tuple[str, ...] = ()
+
+
+def read_prompts(sources: Sequence[str], *, limit: int | None = None) -> list[Prompt]:
+    """All prompts of some files or named sets; at most `limit` per source, evenly spread."""
+    prompts: list[Prompt] = []
+    for source in sources:
+        path = str(SETS.get(source, source))
+        if source not in SETS and not Path(source).exists():
+            fix = f"give a file, or a set: {nearest(source, sorted(SETS))}"
+            raise BadInput(f"no such prompts '{source}'", where="--prompts", fix=fix)
+        group = source if source in SETS else Path(source).name.partition(".")[0]
+        rows = [row for part in make_parts([path]) for row in part.rows()]
+        prompts += [_prompt(place, row, group) for place, row in _spread(rows, limit)]
+    if not prompts:
+        raise BadInput("no prompts", where=", ".join(sources))
+    return prompts
+
+
+def given_prompts(rows: Sequence[Mapping[str, Any]], *, limit: int | None = None) -> list[Prompt]:
+    """Prompts from rows in the format of a prompt file."""
+    placed = [(f"prompt {number}", dict(row)) for number, row in enumerate(rows, 1)]
+    return [_prompt(place, row, "given") for place, row in _spread(placed, limit)]
+
+
+def _spread(rows: list[tuple[str, Any]], limit: int | None) -> list[tuple[str, Any]]:
+    """At most `limit` of the rows, evenly spread."""
+    if limit is None or limit >= len(rows):
+        return rows
+    return [rows[i * len(rows) // limit] for i in range(limit)]
+
+
+def _prompt(place: str, row: Any, group: str) -> Prompt:
+    fix = 'expected {"messages": [{"role": "user", "content": "..."}]} or {"prompt": "..."}'
+    if isinstance(row, BadRow):
+        raise BadInput(str(row), where=place)
+    messages = row.get("messages") if isinstance(row, dict) else None
+    if isinstance(row, dict) and isinstance(row.get("prompt"), str):
+        messages = [{"role": "user", "content": row["prompt"]}]
+    if not isinstance(messages, list) or not all(_is_message(m) for m in messages):
+        raise BadInput("no messages in this row", where=place, fix=fix)
+    while messages and messages[-1]["role"] == "assistant":  # the target gives its own answer
+        messages = messages[:-1]
+    if not messages:
+        raise BadInput("nothing to answer in this row", where=place, fix=fix)
+    followups = row.get("followups") or []
+    if not isinstance(followups, list) or not all(isinstance(text, str) for text in followups):
+        raise BadInput("followups must be texts", where=place)
+    name, category = str(row.get("id", place)), str(row.get("category") or group)
+    return Prompt(name, group, category, tuple(messages), tuple(followups))
+
+
+def _is_message(value: Any) -> bool:
+    texts = [value.get("role"), value.get("content")] if isinstance(value, dict) else [None]
+    return all(isinstance(text, str) for text in texts)
+
+
+def encode_prompt(messages: Sequence[Message], template: ChatTemplate, tokenizer: Any) -> list[int]:
+    """Token ids up to where the assistant's answer begins."""
+    try:
+        text = template.render(messages, prompt=True)
+        text.encode()  # tokenizers reject lone surrogates, which JSON allows
+    except BadRow as bad:
+        raise BadInput(f"the chat template refuses a prompt ({bad})") from None
+    except UnicodeEncodeError:
+        raise BadInput(f"a prompt is not UTF-8 text: {messages[-1]['content'][:40]!r}") from None
+    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return ids
+
+
+# --- answers --------------------------------------------------------------------------------------
+
 
 _IDS, _FINISH = ListOf(Whole(0, 2**31), most=2**31), Choice(get_args(Finish))
 _ANSWER = Table({"token_ids": _IDS, "finish": _FINISH})
@@ -49,8 +138,6 @@ _CACHED = Table(
         ),
     }
 )
-
-Watch = Callable[[float, int], None]  # answers done (parts count), answers in all
 
 
 @dataclass(frozen=True)
@@ -81,11 +168,10 @@ def cached_answers(
     *,
     max_new_tokens: int,
     batch: int = 16,
-    on_answer: Watch = lambda done, total: None,
+    watch: Watch | None = None,
 ) -> Answers:
     """The answers from the cache, or generated now and cached."""
-    tokenizer = target.tokenizer
-    if tokenizer is None:
+    if target.tokenizer is None:
         raise BadInput("the target has no tokenizer", fix="name a directory that holds one")
     prompts_json = [asdict(prompt) for prompt in prompts]
     path = cache_dir() / "answers" / f"{_key(target, prompts_json, max_new_tokens)}.json"
@@ -98,8 +184,8 @@ def cached_answers(
             return _read_answers(path, parts)
         journal = Journal(parts, good=_ANSWER, failed=_ANSWER)
         try:
-            writer = _Writer(target, tokenizer, max_new_tokens, batch, journal)
-            turns, skipped = writer.answer(prompts, on_answer)
+            writer = _Writer(target, max_new_tokens, batch, journal)
+            turns, skipped = writer.answer(prompts, watch or (lambda what, done, total: None))
         finally:
             journal.close()
         with atomic_file(path) as handle:
@@ -111,11 +197,15 @@ def cached_answers(
 
 def _read_answers(path: Path, parts: Path) -> Answers:
     shutil.rmtree(parts, ignore_errors=True)  # left over if the writer was killed before removal
-    what, fix = "the file of answers", "remove it: they are made again"
-    cached = read_json(path, _CACHED, what=what, fix=fix, max_bytes=1 << 30)
+    cached = _read(path, _CACHED)
     names = [field.name for field in fields(AnsweredTurn)]
     turns = [AnsweredTurn(**{n: turn[n] for n in names if n in turn}) for turn in cached["turns"]]
     return Answers(turns, cached["skipped"], True, path)
+
+
+def _read(path: Path, expected: Table) -> Any:
+    what, fix = "the file of answers", "remove it: they are made again"
+    return read_json(path, expected, what=what, fix=fix, max_bytes=1 << 30)
 
 
 def cached_continuations(
@@ -127,20 +217,16 @@ def cached_continuations(
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(path.with_suffix(".lock")):
         if path.is_file():
-            return _read_continuations(path, prompts)
+            count = len(prompts)
+            expected = Table({"continuations": ListOf(_ANSWER, least=count, most=count)})
+            cached = _read(path, expected)["continuations"]
+            pairs = zip(prompts, cached, strict=True)
+            return [Generation(ids, value["token_ids"], value["finish"]) for ids, value in pairs]
         texts = SpeculativeDecoder(target.model).generate(prompts, stops)
         with atomic_file(path) as handle:
             values = [{"token_ids": text.token_ids, "finish": text.finish} for text in texts]
             handle.write(json.dumps({"continuations": values}).encode())
     return texts
-
-
-def _read_continuations(path: Path, prompts: list[list[int]]) -> list[Generation]:
-    count, fix = len(prompts), "remove it: they are made again"
-    expected = Table({"continuations": ListOf(_ANSWER, least=count, most=count)})
-    cached = read_json(path, expected, what="the file of answers", fix=fix, max_bytes=1 << 30)
-    pairs = zip(prompts, cached["continuations"], strict=True)
-    return [Generation(ids, value["token_ids"], value["finish"]) for ids, value in pairs]
 
 
 def _key(target: HFEagle3TargetModel, prompts: Sequence[Any], max_new_tokens: int) -> str:
@@ -168,20 +254,15 @@ class _Writer:
     """Generates the answers that are not in the journal yet."""
 
     def __init__(
-        self,
-        target: HFEagle3TargetModel,
-        tokenizer: Any,
-        max_new_tokens: int,
-        batch: int,
-        journal: Journal,
+        self, target: HFEagle3TargetModel, max_new_tokens: int, batch: int, journal: Journal
     ) -> None:
-        self._tokenizer, self._batch, self._journal = tokenizer, batch, journal
-        self._template = ChatTemplate.of(tokenizer)
+        self._tokenizer, self._batch, self._journal = target.tokenizer, batch, journal
+        self._template = ChatTemplate.of(self._tokenizer)
         self._decoder = SpeculativeDecoder(target.model)  # no draft: the target alone
-        self._stops = Stops(max_new_tokens, eos_token_ids(target.model, tokenizer))
-        self._room = longest_text(target.model.config)
+        self._stops = Stops(max_new_tokens, eos_token_ids(target.model, self._tokenizer))
+        self._longest = longest_text(target.model.config)
 
-    def answer(self, prompts: Sequence[Prompt], on_answer: Watch) -> tuple[list[AnsweredTurn], int]:
+    def answer(self, prompts: Sequence[Prompt], watch: Watch) -> tuple[list[AnsweredTurn], int]:
         """The answered turns and the number skipped. A follow-up is asked once all turns before it
         are answered."""
         turns: list[AnsweredTurn] = []
@@ -189,20 +270,18 @@ class _Writer:
         total = sum(1 + len(prompt.followups) for prompt in prompts)
         chats = [(row, list(prompt.messages)) for row, prompt in enumerate(prompts)]
         while chats:
-            encoded = [
-                encode_prompt(messages, self._template, self._tokenizer) for _, messages in chats
-            ]
-            fits = [len(ids) + self._stops.max_new_tokens <= self._room for ids in encoded]
+            encoded = [encode_prompt(m, self._template, self._tokenizer) for _, m in chats]
+            fits = [len(ids) + self._stops.max_new_tokens <= self._longest for ids in encoded]
             skipped += fits.count(False)
             chats = list(itertools.compress(chats, fits))
             encoded = list(itertools.compress(encoded, fits))
             before = len(turns)
 
-            def watch(done: float, before: int = before) -> None:
-                on_answer(before + done, total)
+            def on_done(done: float, before: int = before) -> None:  # parts of answers count
+                watch("the target answers", before + done, total)
 
             names = [number * len(prompts) + row for row, _ in chats]  # in the journal
-            answers = self._generate(names, encoded, watch)
+            answers = self._generate(names, encoded, on_done)
             for (row, messages), answer in zip(chats, answers, strict=True):
                 assert answer.finish is not None
                 prompt = prompts[row]
@@ -221,7 +300,7 @@ class _Writer:
         return turns, skipped
 
     def _generate(
-        self, names: list[int], encoded: list[list[int]], watch: Callable[[float], None]
+        self, names: list[int], encoded: list[list[int]], on_done: Callable[[float], None]
     ) -> list[Generation]:
         """Continue prompts in batches of similar length."""
         texts: dict[int, Generation] = {}
@@ -231,7 +310,9 @@ class _Writer:
             members = order[begin : begin + self._batch]
 
             def on_round(rows: list[Generation], begin: int = begin) -> None:
-                watch(begin + sum(1 if row.finish else len(row.token_ids) / limit for row in rows))
+                on_done(
+                    begin + sum(1 if row.finish else len(row.token_ids) / limit for row in rows)
+                )
 
             batch_ids = [encoded[i] for i in members]
             batch = self._from_journal([names[i] for i in members], batch_ids)

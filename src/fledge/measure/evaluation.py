@@ -6,39 +6,51 @@ speed-up is measured. Otherwise (a tree) all answers are decoded live.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from fledge.core.errors import BadInput
+from fledge.core.progress import Watch
 from fledge.decode.speculative import Generation, SpeculativeDecoder
 from fledge.decode.stops import Stops, eos_token_ids
-from fledge.decode.strategies.base import Strategy
-from fledge.decode.strategies.registry import choose
-from fledge.decode.strategies.shape import DraftShape, TreeShape
-from fledge.draft.base import DraftModel
+from fledge.decode.strategy import DraftShape, TreeShape, choose
 from fledge.measure import figures
 from fledge.measure.answers import AnsweredTurn
-from fledge.measure.calibration import Calibration, calibrate, has_confidence
-from fledge.measure.causes import LONG_CONTEXT, Failures, failures, kinds_of
-from fledge.measure.figures import Acceptance, Sample, VocabularyMisses
+from fledge.measure.figures import Acceptance, Failures, Sample, VocabularyMisses
 from fledge.measure.replay import Replay, Text, replay
 from fledge.measure.speed import Speed, Stopwatch
 from fledge.measure.tokens import WrittenToken, look_closely, written_tokens
+from fledge.methods.block.calibration import Calibration, calibrate, has_confidence
+from fledge.methods.shared.draft import DraftModel
 from fledge.target.hf.model import HFEagle3TargetModel
-
-Watch = Callable[[str, int, int], None]  # current phase, done, total
 
 
 @dataclass(frozen=True)
 class EvalOptions:
-    num_draft_tokens: int = 7
+    """What `fledge eval`, `fledge report --measure` and `fledge.evaluate` let a user choose."""
+
     method: str | None = None  # name of a strategy; None: the one a draft was trained for
+    draft_tokens: int | None = None  # per round; None: each draft's own number
     tree: TreeShape = TreeShape()  # noqa: RUF009  (frozen)
-    live: int = 4  # answers to decode live as well; all if there is no replay
+    limit: int | None = None  # prompts per file; None: all
     max_new_tokens: int = 256
-    batch_tokens: int = 8192  # tokens of one replayed batch
+    live: int = 4  # answers to decode live as well; all if there is no replay
     samples: int = 0  # answers to show token by token
+    batch: int = 16  # prompts answered at a time
+    batch_tokens: int = 8192  # tokens of one replayed batch
+    # how to load a target that is given by name
+    aux_layer_ids: Sequence[int] | None = None
+    dtype: torch.dtype | str | None = None
+    device: torch.device | str | None = None
+    trust_remote_code: bool = False
+
+    @property
+    def loading(self) -> dict[str, Any]:
+        names = ("aux_layer_ids", "dtype", "device", "trust_remote_code")
+        return {name: getattr(self, name) for name in names}
 
 
 @dataclass(frozen=True)
@@ -132,53 +144,41 @@ class DraftReport:
 
 
 class DraftEvaluation:
-    """A target and its answers, on which drafts are evaluated one after another."""
+    """One draft, and the answers of a target that it is evaluated on."""
 
     def __init__(
-        self,
-        target: HFEagle3TargetModel,
-        answers: Sequence[AnsweredTurn],
-        options: EvalOptions,
-        watch: Watch | None = None,
-    ) -> None:
+        self, target: HFEagle3TargetModel, draft: DraftModel, answers: Sequence[AnsweredTurn],
+        options: EvalOptions, num_draft_tokens: int, watch: Watch | None = None,
+    ) -> None:  # fmt: skip
         self.target, self.answers, self.options = target, list(answers), options
+        shape = DraftShape(num_draft_tokens, options.tree)
+        self.strategy = choose(draft, options.method)(draft, shape)
         self._watch: Watch = watch or (lambda what, done, total: None)
-        count = len(self.answers)
-        live = min(options.live, count)
-        self._sample = {i * count // live for i in range(live)}  # spread over the answers
-        shown = min(options.samples, count)
-        self._shown = [i * count // shown for i in range(shown)]
-        self._stops = Stops(options.max_new_tokens, eos_token_ids(target.model, target.tokenizer))
+        self._texts = [Text(turn.prompt_ids, turn.answer_ids) for turn in self.answers]
 
-    def evaluate(
-        self,
-        name: str,
-        draft: DraftModel,
-        num_draft_tokens: int | None = None,
-        *,
-        trained_length: int | None = None,
-    ) -> DraftReport:
-        """Evaluate one draft. `num_draft_tokens` overrides that of the options for this draft.
-        `trained_length`: the length of the longest rows it was trained on, if known."""
-        check_fits(self.target, draft, name)
-        count = num_draft_tokens or self.options.num_draft_tokens
-        shape = DraftShape(count, self.options.tree)
-        strategy = choose(draft, self.options.method)(draft, shape)
-        depth = strategy.depth
+    def _spread(self, count: int) -> list[int]:
+        """Indices of that many answers, evenly spread."""
+        total = len(self.answers)
+        count = min(count, total)
+        return [i * total // count for i in range(count)]
+
+    def evaluate(self, name: str, *, trained_length: int | None = None) -> DraftReport:
+        """`trained_length`: of the longest rows that the draft was trained on, if known."""
+        strategy, depth = self.strategy, self.strategy.depth
         begin = time.perf_counter()
-        replays = None if strategy.rollouts is None else self._replay(strategy)
+        replays = None if strategy.rollouts is None else self._replay()
         replay_s = time.perf_counter() - begin
-        which = list(range(len(self.answers))) if replays is None else sorted(self._sample)
-        live, speed = self._decode(strategy, which, count)
+        live, speed = self._decode(every=replays is None)
         if replays is None:
-            samples = [_live_sample(live[i], self.answers[i]) for i in which]
+            samples = [_live_sample(live[i], turn) for i, turn in enumerate(self.answers)]
         else:
             samples = [
                 Sample(turn.prompt_ids, turn.answer_ids, replayed.rounds, turn.category,
                        replayed.accepted_T, turn.group)
                 for turn, replayed in zip(self.answers, replays, strict=True)
             ]  # fmt: skip
-        sayable = set(strategy.selected_W.tolist())
+        can_say = set(strategy.selected_W.tolist()).__contains__
+        tokenizer = self.target.tokenizer
         return DraftReport(
             name=name,
             method=strategy.name,
@@ -188,37 +188,33 @@ class DraftEvaluation:
             groups=figures.by_label(samples, depth, lambda sample: sample.group),
             categories=figures.by_label(samples, depth, lambda sample: sample.category),
             contexts=figures.by_context(samples, depth),
-            misses=figures.vocabulary_misses(samples, depth, sayable.__contains__),
-            failures=failures(
-                samples,
-                depth,
-                sayable.__contains__,
-                lambda answer_ids: kinds_of(answer_ids, self.target.tokenizer),
-                long_context=trained_length or LONG_CONTEXT,
+            misses=figures.vocabulary_misses(samples, depth, can_say),
+            failures=figures.failures(
+                samples, depth, can_say, lambda answer_ids: figures.kinds_of(answer_ids, tokenizer),
+                long_context=trained_length or figures.LONG_CONTEXT,
             ),
             other_picks=None if replays is None else sum(text.other_picks for text in replays),
-            live=self._check(live, replays, depth) if live else None,
+            live=self._check(live, replays) if live else None,
             speed=speed,
             replay_s=None if replays is None else replay_s,
-            samples=[self._show(strategy, i, samples[i]) for i in self._shown],
-            calibration=self._calibrate(strategy),
-        )
+            samples=[self._show(i, samples[i]) for i in self._spread(self.options.samples)],
+            calibration=self._calibrate(),
+        )  # fmt: skip
 
-    def _calibrate(self, strategy: Strategy) -> Calibration | None:
-        draft = strategy.draft
+    def _calibrate(self) -> Calibration | None:
+        draft, tokens = self.strategy.draft, self.options.batch_tokens
         # the first token of an answer comes from the prompt's pass: drafting starts at the second
-        texts = [Text(t.prompt_ids, t.answer_ids) for t in self.answers if len(t.answer_ids) > 1]
+        texts = [text for text in self._texts if len(text.answer_ids) > 1]
         if not has_confidence(draft) or not texts:
             return None
         self._watch("calibrating", 0, len(texts))
-        tokens = self.options.batch_tokens
-        return calibrate(self.target, draft, texts, depths=strategy.depth, batch_tokens=tokens)
+        return calibrate(self.target, draft, texts, depths=self.strategy.depth, batch_tokens=tokens)
 
-    def _show(self, strategy: Strategy, index: int, sample: Sample) -> ShownAnswer:
+    def _show(self, index: int, sample: Sample) -> ShownAnswer:
         """An answer token by token; without a replay only who wrote each token, since proposals are
         not kept."""
+        strategy, tokenizer = self.strategy, self.target.tokenizer
         text = Text(list(sample.prompt_ids), list(sample.answer_ids))
-        tokenizer = self.target.tokenizer
         if strategy.rollouts is None:
             tokens = written_tokens(text, sample.rounds, tokenizer)
         else:
@@ -227,51 +223,49 @@ class DraftEvaluation:
         acceptance = figures.acceptance([sample], strategy.depth)
         return ShownAnswer(self.answers[index].question, sample.category, acceptance, tokens)
 
-    def _replay(self, strategy: Strategy) -> list[Replay]:
-        texts = [Text(turn.prompt_ids, turn.answer_ids) for turn in self.answers]
-        total = len(texts)
+    def _replay(self) -> list[Replay]:
+        total = len(self._texts)
         self._watch("replaying", 0, total)
         return replay(
-            self.target, strategy.draft, texts, num_draft_tokens=strategy.depth,
-            method=strategy.name, batch_tokens=self.options.batch_tokens,
+            self.target, self.strategy.draft, self._texts, num_draft_tokens=self.strategy.depth,
+            method=self.strategy.name, batch_tokens=self.options.batch_tokens,
             on_text=lambda done: self._watch("replaying", done, total),
         )  # fmt: skip
 
-    def _decode(
-        self, strategy: Strategy, which: list[int], count: int
-    ) -> tuple[dict[int, Generation], Speed | None]:
-        """Decode some prompts live, one at a time; those of the sample also without a draft, to
-        measure the speed-up.
+    def _decode(self, *, every: bool) -> tuple[dict[int, Generation], Speed | None]:
+        """Decode prompts live, one at a time: a sample, or every one. Those of the sample are also
+        decoded without a draft, to measure the speed-up.
 
         The two decoders alternate, and alternate in going first, so that a machine that slows down
         affects both.
         """
-        options = self.options
+        target, strategy, options = self.target, self.strategy, self.options
         decoder = SpeculativeDecoder(
-            self.target.model, strategy.draft, aux_layer_ids=self.target.aux_layer_ids,
-            method=strategy.name, num_draft_tokens=count, tree=options.tree,
+            target.model, strategy.draft, aux_layer_ids=target.aux_layer_ids, method=strategy.name,
+            num_draft_tokens=strategy.shape.num_draft_tokens, tree=options.tree,
         )  # fmt: skip
-        plain = SpeculativeDecoder(self.target.model)
+        plain = SpeculativeDecoder(target.model)
+        stops = Stops(options.max_new_tokens, eos_token_ids(target.model, target.tokenizer))
         watches: dict[SpeculativeDecoder, Stopwatch] = {decoder: Stopwatch(), plain: Stopwatch()}
         live: dict[int, Generation] = {}
+        sample = self._spread(options.live)
+        which = range(len(self.answers)) if every else sample
         for done, index in enumerate(which):
             self._watch("decoding live", done, len(which))
             prompts = [self.answers[index].prompt_ids]
             if done == 0:  # the first passes of a process are slow and must not count
                 for cold in watches:
                     cold.generate(prompts, Stops(min(8, options.max_new_tokens)))
-            timed = index in self._sample
+            timed = index in sample
             order = ([decoder, plain] if done % 2 else [plain, decoder]) if timed else [decoder]
-            texts = {runner: runner.generate(prompts, self._stops)[0] for runner in order}
+            texts = {runner: runner.generate(prompts, stops)[0] for runner in order}
             live[index] = texts[decoder]
             if timed and all(runner.timing.rounds for runner in order):
                 for runner, text in texts.items():
                     watches[runner].add(runner.timing, text)
         return live, Speed.of(watches[plain], watches[decoder])
 
-    def _check(
-        self, live: dict[int, Generation], replays: list[Replay] | None, depth: int
-    ) -> LiveCheck:
+    def _check(self, live: dict[int, Generation], replays: list[Replay] | None) -> LiveCheck:
         same_texts = rounds = same_rounds = 0
         for index, text in live.items():
             answer_ids = self.answers[index].answer_ids
@@ -284,9 +278,8 @@ class DraftEvaluation:
                 rounds += len(compared)
                 same_rounds += len(compared & set(replays[index].rounds))
         samples = [_live_sample(text, self.answers[i]) for i, text in live.items()]
-        return LiveCheck(
-            len(live), same_texts, rounds, same_rounds, figures.acceptance(samples, depth)
-        )
+        acceptance = figures.acceptance(samples, self.strategy.depth)
+        return LiveCheck(len(live), same_texts, rounds, same_rounds, acceptance)
 
 
 def check_fits(target: HFEagle3TargetModel, draft: DraftModel, name: str) -> None:

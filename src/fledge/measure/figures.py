@@ -1,14 +1,16 @@
 """Acceptance figures from rounds, and the sentence that defines them.
 
 Figures are reported with their definition: other projects count differently, and most arguments
-about acceptance are about definitions.
+about acceptance are about definitions. The second part says where a draft fails.
 """
 
+import unicodedata
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from fledge.decode.rounds import Round
+from fledge.decode.stops import Pieces
 
 _FIRST_BUCKET = 128
 
@@ -166,25 +168,217 @@ def vocabulary_misses(
 ) -> VocabularyMisses:
     tokens = outside = rounds = ended = 0
     for sample in samples:
-        text = [*sample.prompt_ids, *sample.answer_ids]
-        drafted = text[len(sample.prompt_ids) + 1 :]
+        prompt, drafted = len(sample.prompt_ids), sample.answer_ids[1:]
         tokens += len(drafted)
         outside += sum(not can_say(token) for token in drafted)
-        for round_ in sample.rounds:
-            rounds += 1
-            missed = round_.context + round_.accepted
-            if round_.accepted < min(depth, round_.emitted):
-                ended += not can_say(text[missed])
+        rounds += len(sample.rounds)
+        for r in sample.rounds:
+            if r.accepted < min(depth, r.emitted):
+                ended += not can_say(sample.answer_ids[r.context + r.accepted - prompt])
     return VocabularyMisses(tokens, outside, rounds, ended)
 
 
-def definition(drafted: str, *, temperature: float = 0.0) -> str:
+def definition(drafted: str) -> str:
     """The sentence that accompanies every figure; `drafted` is a strategy's label."""
     return (
         "acceptance length = tokens per round of drafting and verification: the accepted drafted "
         "tokens and the one the target adds (bonus token counted; the first token of an answer "
         "belongs to no round; a round that the end of the text cuts short counts what it added; "
         "vLLM's counters, which `fledge bench` shows, count all that it verified). "
-        f"{drafted[0].upper()}{drafted[1:]} per round, temperature {temperature:g}, on the "
+        f"{drafted[0].upper()}{drafted[1:]} per round, temperature 0, on the "
         "target's own answers"
     )
+
+
+# --- causes --------------------------------------------------------------------------------------
+# Where a draft fails: every first rejection, with its cost, is attributed to one cause.
+#
+# A round that drafts K tokens adds at most K + 1 to the text. The shortfall is its loss; averaged
+# over all rounds, that is the lost length: K + 1 - acceptance length. It has two parts:
+#
+#     K + 1 - added  =  (room - added)    +  (K + 1 - room)       room = min(K + 1, tokens left)
+#                       its rejection's      the end of the text's
+#
+# A round without a rejection adds all that there is room for, and is charged to no cause. A
+# rejection is charged to the first of `CAUSES` that applies, so the shares of all causes and of the
+# end of the text sum to 1. A share is an upper bound on what a remedy gains: the next token may be
+# rejected too.
+
+
+LONG_CONTEXT = 2048  # tokens; used where the length of a draft's training rows is unknown
+
+
+@dataclass(frozen=True)
+class Cause:
+    """A cause of rejections, as reports name it."""
+
+    title: str
+    remedy: str
+
+
+# The first cause that applies is charged, so the order matters. What no training can fix comes
+# first, then what precedes the token, then where the round is, then where the token is in it.
+CAUSES = {
+    "vocabulary": Cause(
+        "outside the draft vocabulary",
+        "a larger draft.draft_vocab_size, or one chosen on rows like these prompts",
+    ),
+    "code": Cause("after code", "more training rows with code, answered by the target"),
+    "scripts": Cause("after another script", "more training rows in these languages and signs"),
+    "digits": Cause("after digits", "more training rows with numbers: sums, dates, tables"),
+    "punctuation": Cause(
+        "after punctuation",
+        "more rows and steps: where a sentence begins, the target itself has the widest choice",
+    ),
+    "context": Cause("long context", "training rows as long as these texts: data.max_length"),
+    "depth": Cause(
+        "deep positions", "fewer --draft-tokens, or training that looks that many tokens ahead"
+    ),
+    "rest": Cause("rest", "more rows and steps, or a larger draft (draft.layers)"),
+}
+_CODE_SIGNS = frozenset("{}[]<>=_\\|^~`")  # rare in prose
+_FENCE = "```"
+
+
+@dataclass(frozen=True)
+class Blame:
+    """One cause over all rounds."""
+
+    judged: int = 0  # drafted tokens to which it applies, compared with the text's
+    rejected: int = 0  # of these, those that ended their round
+    lost: int = 0  # tokens that these rounds failed to add
+
+    def __add__(self, other: "Blame") -> "Blame":
+        rejected = self.rejected + other.rejected
+        return Blame(self.judged + other.judged, rejected, self.lost + other.lost)
+
+
+@dataclass(frozen=True)
+class Failures:
+    """Where some rounds lost their length."""
+
+    rounds: int
+    depth: int  # K
+    blames: dict[str, Blame]  # every cause, in the order in which they are checked
+    ended: int  # tokens for which the text had no room left
+
+    @property
+    def lost(self) -> int:
+        return self.ended + sum(blame.lost for blame in self.blames.values())
+
+    @property
+    def lost_length(self) -> float:
+        """K + 1 - acceptance length."""
+        return self.lost / max(1, self.rounds)
+
+    def share(self, tokens: int) -> float:
+        """The share of some lost tokens in all lost tokens."""
+        return tokens / self.lost if self.lost else 0.0
+
+    @property
+    def largest(self) -> str | None:
+        """The cause that is charged with the most; None if nothing was rejected."""
+        name = max(self.blames, key=lambda name: self.blames[name].lost)
+        return name if self.blames[name].lost else None
+
+    @property
+    def remedy(self) -> str:
+        """What to change, in one line."""
+        if self.largest is None:
+            return "nothing was lost to a rejection"
+        cause, share = CAUSES[self.largest], self.share(self.blames[self.largest].lost)
+        return f"largest cause: {cause.title} ({share:.0%}); what helps: {cause.remedy}"
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "lost_length": self.lost_length,
+            "causes": {
+                name: {
+                    "title": CAUSES[name].title,
+                    "lost_length": blame.lost / max(1, self.rounds),
+                    "share": self.share(blame.lost),
+                    "judged": blame.judged,
+                    "rejected": blame.rejected,
+                }
+                for name, blame in self.blames.items()
+            },
+            "end_of_text": {
+                "lost_length": self.ended / max(1, self.rounds),
+                "share": self.share(self.ended),
+            },
+            "largest": self.largest,
+            "remedy": self.remedy,
+        }
+
+
+def failures(
+    samples: Iterable[Sample],
+    depth: int,
+    can_say: Callable[[int], bool],
+    kinds: Callable[[Sequence[int]], Sequence[str]],
+    *,
+    long_context: int = LONG_CONTEXT,
+) -> Failures:
+    """Attribute every rejection. `kinds` returns the kind of each token of an answer (`kinds_of`),
+    which may explain a rejection after it; a round has a long context if it starts after more than
+    `long_context` tokens."""
+    blames = dict.fromkeys(CAUSES, Blame())
+    rounds = ended = 0
+    for sample in samples:
+        prompt, before = len(sample.prompt_ids), kinds(sample.answer_ids)
+        for round_ in sample.rounds:
+            rounds += 1
+            left = sample.total - round_.context
+            room, reach = min(depth + 1, left), min(depth, left)
+            ended += depth + 1 - room
+            for place in range(min(round_.accepted + 1, reach)):
+                # in the answer, whose first token belongs to no round
+                index = round_.context + place - prompt
+                if not can_say(sample.answer_ids[index]):
+                    cause = "vocabulary"
+                elif before[index - 1]:
+                    cause = before[index - 1]
+                elif round_.context > long_context:
+                    cause = "context"
+                else:  # deep: past the first half of the drafted tokens
+                    cause = "depth" if 2 * place >= depth else "rest"
+                missed = place == round_.accepted
+                lost = room - round_.emitted if missed else 0
+                blames[cause] += Blame(1, int(missed), lost)
+    return Failures(rounds, depth, blames, ended)
+
+
+def kinds_of(answer_ids: Sequence[int], tokenizer: Any) -> list[str]:
+    """The kind of each token, as context of the next one: one of code, scripts, digits,
+    punctuation, or "" for an ordinary word.
+
+    The last character of the token decides; inside a fence (```) everything is code. A token that
+    is only part of a character belongs to a script that the tokenizer encodes in bytes.
+    """
+    special = set(tokenizer.all_special_ids)
+    text, kinds = "", [""]
+    for token, piece in zip(
+        answer_ids, Pieces(tokenizer, skip_special_tokens=False).add(answer_ids), strict=True
+    ):
+        text += piece
+        if token in special:
+            kinds.append("")
+        elif text.count(_FENCE) % 2:
+            kinds.append("code")
+        elif piece.strip(" "):
+            kinds.append(_kind(piece))
+        else:  # spaces inherit the kind before them
+            kinds.append(kinds[-1] if piece else "scripts")
+    return kinds[1:]
+
+
+def _kind(piece: str) -> str:
+    last = piece.strip()[-1:]
+    if not last:
+        return "punctuation"  # a line break
+    if last in _CODE_SIGNS:
+        return "code"
+    category = unicodedata.category(last)[0]
+    if category in "LM":
+        return "" if unicodedata.name(last, "").startswith("LATIN") else "scripts"
+    return {"N": "digits", "P": "punctuation", "S": "punctuation"}.get(category, "")

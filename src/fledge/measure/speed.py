@@ -5,12 +5,18 @@ does not distort it. On one that is busy all the time, a plain step may still ta
 whole round: the clock is then called disturbed, and no speed-up is reported.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from statistics import median, quantiles
 from typing import Any
 
-from fledge.decode.clock import RoundTime
-from fledge.decode.speculative import Generation, Timing
+from fledge.decode.recorded import RoundTime
+from fledge.decode.rounds import drafted_depths
+from fledge.decode.speculative import Generation, SpeculativeDecoder, Timing
+from fledge.decode.stops import Pieces, Stops, eos_token_ids
+from fledge.methods.shared.draft import DraftModel
+from fledge.target.hf.model import HFEagle3TargetModel
 
 DISTURBED = "the clock was disturbed: measure again"
 
@@ -40,14 +46,6 @@ class Stopwatch:
     @property
     def tokens_per_round(self) -> float:
         return sum(self.tokens) / self.rounds
-
-    @property
-    def draft_s(self) -> float:
-        return median(time.draft_s for time in self.each)
-
-    @property
-    def target_s(self) -> float:
-        return median(time.target_s for time in self.each)
 
     @property
     def round_s(self) -> list[float]:
@@ -86,12 +84,12 @@ class Speed:
     @property
     def draft_s(self) -> float:
         """Per round, for all drafted tokens."""
-        return self.live.draft_s
+        return median(time.draft_s for time in self.live.each)
 
     @property
     def verify_s(self) -> float:
         """Per round, for the target over all of them and for dropping what was rejected."""
-        return self.live.target_s
+        return median(time.target_s for time in self.live.each)
 
     @property
     def break_even(self) -> float:
@@ -104,11 +102,9 @@ class Speed:
     @property
     def gains(self) -> list[float]:
         """Per text: tokens per second with the draft over tokens per second without."""
-        texts = zip(
-            self.live.tokens, self.live.decode_s, self.plain.tokens, self.plain.decode_s,
-            strict=True,
-        )  # fmt: skip
-        return [(live / live_s) / (plain / plain_s) for live, live_s, plain, plain_s in texts]
+        live, plain = self.live, self.plain
+        texts = zip(live.tokens, live.decode_s, plain.tokens, plain.decode_s, strict=True)
+        return [(drafted / s) / (own / own_s) for drafted, s, own, own_s in texts]
 
     @property
     def measured(self) -> float:
@@ -154,3 +150,81 @@ def quartiles(values: list[float]) -> tuple[float, float]:
 
 def _in_ms(seconds: list[float]) -> list[float]:
     return [1e3 * s for s in quartiles(seconds)]
+
+
+# --- side by side --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Course:
+    """How one answer was decoded after the prompt's pass, which yields its first token."""
+
+    token_ids: list[int]
+    pieces: list[str]  # the text of each token; together they are the answer
+    depths: list[int]  # by token: how far ahead the draft wrote it, 0 if the target did
+    moments: list[tuple[float, int]]  # (seconds after the first token, number of tokens by then)
+
+    @classmethod
+    def of(cls, text: Generation, each: Sequence[RoundTime], tokenizer: Any) -> "Course":
+        emitted = [r.emitted for r in text.rounds] or [1] * len(each)  # no draft: one per round
+        ends = accumulate((time.seconds for time in each), initial=0.0)
+        counts = accumulate(emitted, initial=1)
+        new = len(text.token_ids)
+        depths = drafted_depths(text.rounds, prompt=len(text.prompt_ids), new=new)
+        stream = Pieces(tokenizer)
+        *pieces, last = stream.add(text.token_ids)
+        moments = list(zip(ends, counts, strict=True))
+        return cls(text.token_ids, [*pieces, last + stream.rest()], depths, moments)
+
+    @property
+    def passes(self) -> int:
+        """The number of passes of the target."""
+        return len(self.moments) - 1
+
+    @property
+    def seconds(self) -> float:
+        return self.moments[-1][0]
+
+    @property
+    def tokens_per_s(self) -> float:
+        return (len(self.token_ids) - 1) / self.seconds
+
+    def known(self, seconds: float) -> int:
+        """The number of tokens decoded by then."""
+        return max(count for end, count in self.moments if end <= seconds)
+
+
+@dataclass(frozen=True)
+class SideBySide:
+    plain: Course
+    drafted: Course
+    speed: Speed
+
+    @property
+    def same(self) -> bool:
+        return self.plain.token_ids == self.drafted.token_ids
+
+
+def decode_both(
+    target: HFEagle3TargetModel,
+    draft: DraftModel,
+    prompt_ids: Sequence[int],
+    *,
+    num_draft_tokens: int,
+    max_new_tokens: int,
+) -> SideBySide | None:
+    """Decode one prompt without and then with the draft; None for an answer of a single token."""
+    drafted = SpeculativeDecoder(
+        target.model, draft, aux_layer_ids=target.aux_layer_ids, num_draft_tokens=num_draft_tokens
+    )
+    stops = Stops(max_new_tokens, eos_token_ids(target.model, target.tokenizer))
+    watches, courses = [], []
+    for decoder in (SpeculativeDecoder(target.model), drafted):
+        decoder.generate([prompt_ids], Stops(min(8, max_new_tokens)))  # the first passes are slow
+        [text] = decoder.generate([prompt_ids], stops)
+        if not decoder.timing.rounds:
+            return None
+        watches.append(Stopwatch())
+        watches[-1].add(decoder.timing, text)
+        courses.append(Course.of(text, decoder.timing.each, target.tokenizer))
+    return SideBySide(courses[0], courses[1], Speed(watches[0], watches[1]))

@@ -6,16 +6,16 @@ the slot and depth where a token was drafted live.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fledge.core.head import TargetHead
-from fledge.decode.pieces import Pieces
 from fledge.decode.rounds import Round
-from fledge.decode.strategies.rollouts import Rollouts
+from fledge.decode.stops import Pieces
+from fledge.decode.strategy import Rollouts
 from fledge.measure.replay import Text, as_pack, ask
 from fledge.target.base import Eagle3TargetBackend
 
@@ -70,18 +70,13 @@ def written_tokens(
     tokens = []
     for index, piece in enumerate(pieces):
         number, depth, proposed = places[prompt + index]
-        missed = proposed if depth == 0 else None
-        tokens.append(
-            WrittenToken(
-                text=piece,
-                depth=depth,
-                round=number,
-                target_p=target_p[index] if target_p else None,
-                draft_p=None if proposed is None else proposed.of_text,
-                instead=None if missed is None else tokenizer.decode([missed.token]),
-                instead_p=None if missed is None else missed.probability,
-            )
-        )
+        token = WrittenToken(piece, depth, number, target_p[index] if target_p else None)
+        if proposed is not None:
+            token = replace(token, draft_p=proposed.of_text)
+            if depth == 0:
+                instead = tokenizer.decode([proposed.token])
+                token = replace(token, instead=instead, instead_p=proposed.probability)
+        tokens.append(token)
     return tokens
 
 

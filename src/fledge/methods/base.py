@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING, Any, ClassVar
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+    from transformers import PretrainedConfig
 
     from fledge.core.errors import BadInput
     from fledge.core.head import HeadLike
-    from fledge.decode.strategies.base import Strategy
-    from fledge.draft.base import DraftModel
-    from fledge.draft.reading import Reading
-    from fledge.export.layout import PlainDraft
-    from fledge.export.rules import Feature
+    from fledge.decode.strategy import Strategy
+    from fledge.formats.codec import Feature, Format, PlainDraft
+    from fledge.formats.foreign import DraftView
     from fledge.methods.section import ObjectiveSection
-    from fledge.objective.base import Objective
-    from fledge.objective.work import Work
+    from fledge.methods.shared.draft import DraftModel, Reading
+    from fledge.methods.shared.objective import Objective
+    from fledge.methods.shared.work import Work
     from fledge.rollout.context import ContextRanks
 
 
@@ -45,6 +45,10 @@ class TrainerInputs:
         if self.context is None:  # not every method accepts it
             del arguments["context"]
         return arguments
+
+
+WITHOUT_NORMS: Mapping[str, Any] = {"fc_norm": False, "norm_output": False}
+"""`fixed_draft` of drafts without EAGLE-3.1's norms."""
 
 
 class Method(ABC):
@@ -70,16 +74,19 @@ class Method(ABC):
     objective then takes `context`."""
 
     strategies: ClassVar[Mapping[str, "type[Strategy]"]]
-    """Drafting strategies for its drafts (`decode.strategies`) by name, its own first."""
+    """Drafting strategies for its drafts (`decode.strategy`) by name, its own first."""
 
-    formats: ClassVar[Mapping[str, str]]
-    """Engine -> the format in which its drafts are exported (`export.formats`)."""
+    formats: ClassVar[Mapping[str, "Format"]]
+    """Engine -> the format in which its drafts are exported."""
 
     algorithms: ClassVar[Mapping[str, str]]
     """Engine -> the engine's own name for the algorithm, given when it is started."""
 
     vllm_settings: ClassVar[Mapping[str, object]] = {}
     """Further entries that vLLM's speculative config needs."""
+
+    vllm_gpu_only: ClassVar[tuple[str, ...]] = ()
+    """Versions of vLLM that serve its drafts only on a GPU."""
 
     @property
     def own_strategy(self) -> str:
@@ -102,7 +109,7 @@ class Method(ABC):
     # --- the draft ------------------------------------------------------------------------------
 
     @abstractmethod
-    def owns(self, config: Any) -> bool:
+    def owns(self, config: "PretrainedConfig") -> bool:
         """Whether a draft with this config belongs to this method."""
 
     @abstractmethod
@@ -125,7 +132,7 @@ class Method(ABC):
         """Additional entries of its drafts' configs, for `derive_draft_config`."""
         return {}
 
-    def grow(self, draft: "DraftModel", config: Any) -> "DraftModel | None":
+    def grow(self, draft: "DraftModel", config: "PretrainedConfig") -> "DraftModel | None":
         """A draft of `config` initialized from another method's draft; None if it cannot be."""
         return None
 
@@ -145,7 +152,7 @@ class Method(ABC):
     def work(self, draft: "DraftModel", settings: Any) -> "Work":
         """What a step computes and keeps in memory, for predictions and benchmarks. `settings` is a
         section or an objective; both have the attributes that are read here."""
-        from fledge.objective.work import Layouts, PlainWork
+        from fledge.methods.shared.work import Layouts, PlainWork
         from fledge.rollout.plan import plan_rollout
 
         whole = partial(plan_rollout, num_depths=settings.depths)
@@ -170,19 +177,21 @@ class Method(ABC):
         steps = ["--speculative-num-steps", str(num_draft_tokens)]
         return [*steps, "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", count]
 
-    def version(self, config: Any) -> str:
+    def version(self, config: "PretrainedConfig") -> str:
         """The name of the method on a draft's model card."""
         return self.title
 
-    def export_facts(self, config: Any, target_layers: int | None) -> dict[str, Any]:
-        """Further values that the keys of its formats refer to (`export.layout.draft_facts`)."""
-        return {}
+    def foreign(self) -> "type[DraftView]":
+        """How drafts of other trainers are recognized and read, checked and converted."""
+        from fledge.formats.foreign import DraftView
 
-    def export_features(self, config: Any) -> "dict[Feature, bool]":
+        return DraftView
+
+    def export_features(self, config: "PretrainedConfig") -> "dict[Feature, bool]":
         """Further features that an engine must support, and those that count differently."""
         return {}
 
-    def refused_tokens(self, config: Any, asked: int) -> "BadInput | None":
+    def refused_tokens(self, config: "PretrainedConfig", asked: int) -> "BadInput | None":
         """Why a draft cannot be served with this number of drafted tokens; None if it can."""
         return None
 

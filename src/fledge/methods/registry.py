@@ -1,7 +1,7 @@
 """All methods. A new one needs its own file, its draft's weights, and one line here."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fledge.core.errors import BadInput
 from fledge.core.registry import Registry
@@ -9,19 +9,20 @@ from fledge.methods.base import Method
 
 if TYPE_CHECKING:
     import torch
+    from transformers import PretrainedConfig
 
-    from fledge.draft.base import DraftModel
     from fledge.methods.section import ObjectiveSection
+    from fledge.methods.shared.draft import DraftModel
 
 METHODS: Registry[Method] = Registry(
     "objective.kind",
     {
-        "eagle3": "fledge.methods.eagle3:EAGLE3",
-        "peagle": "fledge.methods.peagle:PEAGLE",
-        "eagle1": "fledge.methods.eagle1:EAGLE1",
-        "eagle2": "fledge.methods.eagle1:EAGLE2",
-        "dflash": "fledge.methods.dflash:DFLASH",
-        "dspark": "fledge.methods.dspark:DSPARK",
+        "eagle3": "fledge.methods.eagle3.method:EAGLE3",
+        "peagle": "fledge.methods.peagle.method:PEAGLE",
+        "eagle1": "fledge.methods.eagle1.method:EAGLE1",
+        "eagle2": "fledge.methods.eagle1.method:EAGLE2",
+        "dflash": "fledge.methods.block.method:DFLASH",
+        "dspark": "fledge.methods.block.method:DSPARK",
     },
 )
 DEFAULT_METHOD = "eagle3"
@@ -32,7 +33,7 @@ def objective_sections() -> "dict[str, type[ObjectiveSection]]":
     return {name: method.section for name, method in METHODS.items()}
 
 
-def method_of(config: Any) -> Method:
+def method_of(config: "PretrainedConfig") -> Method:
     """The method that a draft's config belongs to: the last listed that claims it."""
     for name in reversed(list(METHODS)):
         if METHODS[name].owns(config):
@@ -50,7 +51,7 @@ def method_that_drafts(strategy: str) -> Method:
 
 def load_draft(directory: str | Path, *, dtype: "torch.dtype | None" = None) -> "DraftModel":
     """Load the draft in a directory, of any method."""
-    from fledge.draft.files import read_draft_config
+    from fledge.methods.shared.files import read_draft_config
 
     method = method_of(read_draft_config(Path(directory)))
     return method.draft_type().from_pretrained(directory, dtype=dtype)

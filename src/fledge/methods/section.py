@@ -8,8 +8,8 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, create_model, model_validator
 
 from fledge.core.settings import NonNegative, Number, Section, Share, Tagged
-from fledge.objective.losses.base import Loss
-from fledge.objective.losses.registry import LOSSES
+from fledge.methods.losses.base import Loss
+from fledge.methods.losses.registry import LOSSES
 
 
 class ObjectiveSection(Section):
@@ -32,11 +32,14 @@ class ObjectiveSection(Section):
         return {name: getattr(self, name) for name in names}
 
 
-class LossChoice(Section):
-    """One of `objective.losses` with its parameters; each loss gets a section with its fields."""
+class LossChoice(Section, use_attribute_docstrings=False):
+    """One of `objective.losses` with its parameters; each loss gets a section with its fields.
 
-    kind: str
-    """The name of the loss."""
+    For a class made at run time, pydantic would search the source of every loaded module for
+    docstrings: a tenth of a second per loss.
+    """
+
+    kind: str = Field(description="The name of the loss.")
 
     def loss(self) -> Loss:
         return LOSSES[self.kind](**self.model_dump(exclude={"kind"}))

@@ -14,14 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from fledge.core.errors import BadInput, first_line, nearest
-from fledge.core.expected import Table, Text, Whole
 from fledge.core.files import write_json
-from fledge.core.reading import check, read_json
-from fledge.models.gguf_facts import Facts, read_facts
-from fledge.models.gguf_header import MAGIC
-from fledge.models.gguf_tokenizer import make_tokenizer
-from fledge.models.progress import Percentages, phase
-from fledge.models.stored import is_whole, models_root, need_free, stored
+from fledge.core.reading import Table, Text, Whole, check, read_json
+from fledge.models.gguf import MAGIC, Facts, make_tokenizer, read_facts
+from fledge.models.stored import Percentages, is_whole, models_root, need_free, phase, stored
 
 DTYPE_VARIABLE = "FLEDGE_GGUF_DTYPE"
 _BYTES = {"bfloat16": 2, "float32": 4}  # per weight, by the precision of the output

@@ -17,10 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fledge.core.errors import BadInput
-from fledge.core.text import counted
+from fledge.core.terminal import counted
 from fledge.models import convert_gguf
-from fledge.models.progress import phase
-from fledge.models.stored import models_root, need_free, stored
+from fledge.models.stored import models_root, need_free, phase, stored
 
 
 @dataclass(frozen=True)

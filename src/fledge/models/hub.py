@@ -5,9 +5,8 @@ from importlib import import_module
 from pathlib import Path
 
 from fledge.core.errors import BadInput
-from fledge.core.expected import FileName, MapOf, Table, Text
-from fledge.core.reading import read_json
-from fledge.core.text import counted
+from fledge.core.reading import FileName, MapOf, Table, Text, read_json
+from fledge.core.terminal import counted
 
 _SMALL = ["*.json", "*.jinja", "*.model", "*.txt", "*.py"]  # configuration, tokenizer, custom code
 _WEIGHTS = ["*.safetensors"]

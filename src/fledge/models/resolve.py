@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fledge.core.errors import BadInput, UntrustedCode, broken_files, first_line, nearest
-from fledge.core.expected import Expected, Maybe, Table, Whole
-from fledge.core.reading import read_json
+from fledge.core.reading import Expected, Maybe, Table, Whole, read_json
 from fledge.models import convert_gguf, embedded, hub
 
 if TYPE_CHECKING:
@@ -126,6 +125,9 @@ def load_model(
 
 
 def _checked_directory(path: Path, name: str) -> Path:
+    for file in path.iterdir():
+        if file.is_fifo() or file.is_socket() or file.is_char_device() or file.is_block_device():
+            raise BadInput("a pipe or a device, not a file of a model", where=str(file))
     if (config := path / "config.json").is_file():
         read_json(config, _CONFIG, what="the model's config", fix="is it a model?", finite=False)
         return path.resolve()

@@ -4,17 +4,22 @@ One process creates a directory while the others wait; it appears complete or no
 damaged one is created again. Not for hub snapshots, whose library has its own rules.
 """
 
+import contextlib
+import io
+import re
 import shutil
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock
+from rich.text import Text
 
 from fledge.core.errors import BadInput
-from fledge.core.expected import MapOf, Table, Whole
 from fledge.core.files import atomic_directory, cache_dir, write_json
-from fledge.core.reading import read_json
+from fledge.core.reading import MapOf, Table, Whole, read_json
+from fledge.core.terminal import Terminal, visible
 
 RECORD = "fledge_source.json"  # where the directory came from, and the size of every file
 _RECORD_FIELDS = Table(optional={"bytes": MapOf(Whole())})
@@ -88,3 +93,56 @@ def _remove_leftovers(path: Path) -> None:
     for pattern in (f".{path.name}.*.tmp", f".{path.name}.*.old", f".{path.name}.download.*"):
         for leftover in path.parent.glob(pattern):
             shutil.rmtree(leftover, ignore_errors=True)
+
+
+# --- progress ------------------------------------------------------------------------------------
+# One line on stderr during slow work that is done only once.
+
+
+_PERCENT = re.compile(r"(\d+)%")
+
+
+@contextlib.contextmanager
+def phase(text: str) -> Iterator[Callable[[str], None]]:
+    """A spinner on a terminal; elsewhere a plain line, repeated at intervals. Yields a function
+    that updates the progress shown."""
+    # The stream is fixed here, because sys.stderr may be silenced inside to hide a library's bars.
+    terminal = Terminal(file=sys.stderr, soft_wrap=True)
+    if terminal.is_terminal:
+        with terminal.waiting(text) as spinner:
+            yield lambda done: spinner.update(Text(visible(f"{text} {done}")))
+    else:
+        terminal.say(f"{text} ...")
+        with terminal.waiting(text) as lines:
+            yield lambda done: lines.update(note=done)
+
+
+class Percentages(io.StringIO):
+    """Replaces stderr while libraries draw progress bars: passes their percentages on and discards
+    the rest."""
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        super().__init__()
+        self._tell = tell
+
+    def write(self, text: str) -> int:
+        percentages = _PERCENT.findall(text)
+        if percentages:
+            self._tell(f"{percentages[-1]} %")
+        return len(text)
+
+
+@contextlib.contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Suppress the progress bars and tables of transformers; restores its settings at the end."""
+    from transformers.utils import logging
+
+    bars, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()

@@ -14,11 +14,9 @@ from typing import Any, get_origin
 from pydantic import BaseModel, ValidationError
 
 from fledge.core.errors import BadInput, nearest
-from fledge.core.expected import shown
-from fledge.core.reading import MAX_BYTES, read_bytes
+from fledge.core.reading import MAX_BYTES, read_bytes, shown
 from fledge.core.settings import Tagged
-from fledge.recipe.aliases import our_section
-from fledge.recipe.unknown import unknown_key, unknown_section
+from fledge.recipe.names import our_section, unknown_key, unknown_section
 from fledge.recipe.yaml_text import parse_yaml
 
 
@@ -81,19 +79,109 @@ class Written:
 
     def __init__(self, shapes: Mapping[str, Shape]) -> None:
         self._shapes = shapes
-        self.sections = self._empty()
+        self.sections: Layer = {name: {} for name in shapes}
         self.drafts: dict[str, Layer] = {}
 
     def of(self, draft: str) -> Layer:
         """The settings for one draft alone."""
-        return self.drafts.get(draft) or self._empty()
+        return self.drafts.get(draft) or {name: {} for name in self._shapes}
 
-    def begin(self, draft: str) -> Layer:
-        """The settings for one draft alone, to be added to."""
-        return self.drafts.setdefault(draft, self._empty())
+    def _begin(self, draft: str) -> Layer:
+        return self.drafts.setdefault(draft, self.of(draft))
 
-    def _empty(self) -> Layer:
-        return {name: {} for name in self._shapes}
+    def read_file(self, path: Path) -> None:
+        data, lines = parse_yaml(_recipe_text(path), where=str(path))
+        data = {} if data is None else data
+        if not isinstance(data, dict):
+            fix = "write 'section:' lines with 'key: value' below them"
+            raise BadInput(f"a recipe is a mapping, not {shown(data)}", where=str(path), fix=fix)
+
+        def place(*keys: str) -> str:
+            return f"{path}, line {lines[keys]}" if keys in lines else str(path)
+
+        self.read(data, place)
+
+    def read(self, data: Mapping[str, Any], place: Callable[..., str]) -> None:
+        """Add the settings of a mapping: its sections, and those of its `drafts`. `place` says
+        where a section, or one of its keys, was written."""
+        sections = {name: body for name, body in data.items() if name != DRAFTS}
+        self._read_sections(sections, place, self.sections)
+        drafts = data.get(DRAFTS, {})
+        if not isinstance(drafts, Mapping) or (DRAFTS in data and not drafts):
+            fix = "write a name for each, and its sections below"
+            raise BadInput(f"'{DRAFTS}' holds {shown(drafts)}", where=place(DRAFTS), fix=fix)
+        for name, body in drafts.items():
+            here = partial(place, DRAFTS, str(name))
+            if body is not None and not isinstance(body, Mapping):
+                fix = "write its sections on indented lines below it"
+                raise BadInput(f"draft '{name}' holds {shown(body)}", where=here(), fix=fix)
+            self._read_sections(body or {}, here, self._begin(str(name)))
+
+    def _read_sections(
+        self, data: Mapping[str, Any], place: Callable[..., str], into: Layer
+    ) -> None:
+        for section, body in data.items():
+            where = place(str(section))
+            keys = [str(key) for key in body] if isinstance(body, Mapping) else []
+            unknown = [key for key in keys if our_section(section, key) not in self._shapes]
+            if section not in self._shapes and (unknown or not keys):
+                raise unknown_section(str(section), where, self._shapes, unknown)
+            if body is not None and not isinstance(body, Mapping):
+                fix = "write its keys on indented lines below it"
+                raise BadInput(f"section '{section}' holds {shown(body)}", where=where, fix=fix)
+            for key, value in zip(keys, (body or {}).values(), strict=True):
+                setting = Setting(value, place(section, key))
+                into[our_section(section, key)][key] = setting
+
+    def override(self, text: str, below: "Written") -> None:
+        """Add an override `section.key=value`, or `drafts.name.section.key=value`, of the recipe
+        `below`."""
+        where = f"override '{text}'" if len(text) <= 200 else f"override '{text[:100]}...'"
+        name, equals, raw = text.partition("=")
+        parts = [part.strip() for part in name.split(".")]
+        if not equals or not all(parts):
+            fix = "write section.key=value, for example training.lr=1e-4"
+            raise BadInput("not an override", where=where, fix=fix)
+        if parts[0] != DRAFTS:
+            self._set(parts, raw, where, self.sections, below.sections)
+            return
+        draft = parts[1] if len(parts) > 1 else ""
+        if draft not in below.drafts or len(parts) == 2:
+            names = ", ".join(below.drafts) or "none"
+            fix = f"write {DRAFTS}.name.section.key=value; the drafts of this recipe: {names}"
+            raise BadInput("not a key of a draft", where=where, fix=fix)
+        self._set(parts[2:], raw, where, self._begin(draft), below.of(draft))
+
+    def _set(self, parts: Sequence[str], raw: str, where: str, into: Layer, below: Layer) -> None:
+        """Set one value; a mapping given for a section sets its keys. `parts`: section, key, and
+        keys inside its value."""
+        keys = parts[1:]
+        section = our_section(parts[0], keys[0]) if keys else parts[0]
+        if section not in self._shapes:
+            raise unknown_section(section, where, self._shapes, keys)
+        shape, value, settings = self._shapes[section], _override_value(raw, where), into[section]
+        if not keys:
+            if not isinstance(value, dict):
+                fix = f"write {section}.key=value"
+                raise BadInput(f"'{section}' is a section, not a value", where=where, fix=fix)
+            settings |= {str(key): Setting(inner, where) for key, inner in value.items()}
+            return
+        key, inside = keys[0], keys[1:]
+        earlier = settings.get(key)
+        if (tagged := shape.nested(key)) is not None:  # loss=lk_lambda, loss.scale=0.5: any order
+            value = _with_value({}, inside, value) if inside else tagged.spread(value)
+            if earlier is not None and isinstance(earlier.value, dict) and isinstance(value, dict):
+                value, where = {**earlier.value, **value}, f"{earlier.where} and {where}"
+        elif inside:
+            if key not in shape.all_keys():
+                raise unknown_key(section, key, where, shapes=self._shapes, kind=shape.default_kind)
+            if not any(_has_parts(field.annotation) for field in shape.fields_named(key)):
+                fix = f"write {section}.{key}=value"
+                raise BadInput(f"'{section}.{key}' has no parts", where=where, fix=fix)
+            old = earlier or below[section].get(key)
+            base = old.value if old is not None and isinstance(old.value, dict) else {}
+            value = _with_value(base, inside, value)
+        settings[key] = Setting(value, where)
 
 
 def read_layers(
@@ -106,15 +194,14 @@ def read_layers(
     (`section.key=value`) or sections with the keys to change."""
     written, changes = Written(shapes), Written(shapes)
     if isinstance(source, Path):
-        _read_file(source, shapes=shapes, written=written)
+        written.read_file(source)
     elif source is not None:
-        _read_all(source, lambda *_: "recipe", shapes=shapes, written=written)
+        written.read(source, lambda *_: "recipe")
     if isinstance(overrides, Mapping):
-        place = "argument '{}'".format
-        _read_all(overrides, lambda *keys: place(keys[0]), shapes=shapes, written=changes)
+        changes.read(overrides, lambda *keys: f"argument '{keys[0]}'")
     else:
         for text in overrides:
-            _read_override(text, shapes=shapes, changes=changes, below=written)
+            changes.override(text, written)
     return written, changes
 
 
@@ -193,66 +280,6 @@ def one_line(error: ValidationError, *, entries: Layer, where: str) -> BadInput:
     return BadInput(what, where=entry.where if entry is not None else where)
 
 
-def _read_file(path: Path, *, shapes: Mapping[str, Shape], written: Written) -> None:
-    """Add the settings of a recipe file to `written`."""
-    data, lines = parse_yaml(_recipe_text(path), where=str(path))
-    data = {} if data is None else data
-    if not isinstance(data, dict):
-        fix = "write 'section:' lines with 'key: value' below them"
-        raise BadInput(f"a recipe is a mapping, not {shown(data)}", where=str(path), fix=fix)
-
-    def place(*keys: str) -> str:
-        return f"{path}, line {lines[keys]}" if keys in lines else str(path)
-
-    _read_all(data, place, shapes=shapes, written=written)
-
-
-def _read_all(
-    data: Mapping[str, Any],
-    place: Callable[..., str],
-    *,
-    shapes: Mapping[str, Shape],
-    written: Written,
-) -> None:
-    """Add the settings of a mapping: its sections, and those of its `drafts`."""
-    sections = {name: body for name, body in data.items() if name != DRAFTS}
-    _read_sections(sections, place, shapes=shapes, written=written.sections)
-    drafts = data.get(DRAFTS, {})
-    if not isinstance(drafts, Mapping) or (DRAFTS in data and not drafts):
-        fix = "write a name for each, and its sections below"
-        raise BadInput(f"'{DRAFTS}' holds {shown(drafts)}", where=place(DRAFTS), fix=fix)
-    for name, body in drafts.items():
-        where = place(DRAFTS, str(name))
-        if body is not None and not isinstance(body, Mapping):
-            fix = "write its sections on indented lines below it"
-            raise BadInput(f"draft '{name}' holds {shown(body)}", where=where, fix=fix)
-        draft_place = partial(place, DRAFTS, str(name))
-        _read_sections(body or {}, draft_place, shapes=shapes, written=written.begin(str(name)))
-
-
-def _read_sections(
-    data: Mapping[str, Any],
-    place: Callable[..., str],  # of a section, or of one of its keys
-    *,
-    shapes: Mapping[str, Shape],
-    written: Layer,
-) -> None:
-    """Add the settings of a mapping of sections to `written`."""
-    for section, body in data.items():
-        where = place(str(section))
-        keys = [str(key) for key in body] if isinstance(body, Mapping) else []
-        unknown = [key for key in keys if our_section(section, key) not in shapes]
-        if section not in shapes and (unknown or not keys):
-            raise unknown_section(str(section), where, shapes, unknown)
-        if body is not None and not isinstance(body, Mapping):
-            fix = "write its keys on indented lines below it"
-            raise BadInput(f"section '{section}' holds {shown(body)}", where=where, fix=fix)
-        for key, value in (body or {}).items():
-            written[our_section(section, str(key))][str(key)] = Setting(
-                value, place(section, str(key))
-            )
-
-
 def _recipe_text(path: Path) -> bytes:
     """The text of a recipe, which may also be a pipe: `fledge plan <(make-recipe)`."""
     if path.is_fifo():
@@ -261,73 +288,12 @@ def _recipe_text(path: Path) -> bytes:
     return read_bytes(path, what="the recipe")
 
 
-def _read_override(
-    text: str, *, shapes: Mapping[str, Shape], changes: Written, below: Written
-) -> None:
-    """Add an override `section.key=value`, or `drafts.name.section.key=value`, to `changes`."""
-    where = f"override '{text}'" if len(text) <= 200 else f"override '{text[:100]}...'"
-    name, equals, raw = text.partition("=")
-    parts = [part.strip() for part in name.split(".")]
-    if not equals or not all(parts):
-        fix = "write section.key=value, for example training.lr=1e-4"
-        raise BadInput("not an override", where=where, fix=fix)
-    if parts[0] != DRAFTS:
-        _override(parts, raw, where, shapes=shapes, into=changes.sections, below=below.sections)
-        return
-    draft = parts[1] if len(parts) > 1 else ""
-    if draft not in below.drafts or len(parts) == 2:
-        names = ", ".join(below.drafts) or "none"
-        fix = f"write {DRAFTS}.name.section.key=value; the drafts of this recipe: {names}"
-        raise BadInput("not a key of a draft", where=where, fix=fix)
-    into = changes.begin(draft)
-    _override(parts[2:], raw, where, shapes=shapes, into=into, below=below.of(draft))
-
-
-def _override(
-    parts: Sequence[str],  # section, key, and keys inside its value
-    raw: str,
-    where: str,
-    *,
-    shapes: Mapping[str, Shape],
-    into: Layer,
-    below: Layer,
-) -> None:
-    """Set one value; a mapping given for a section sets its keys."""
-    keys = parts[1:]
-    section = our_section(parts[0], keys[0]) if keys else parts[0]
-    if section not in shapes:
-        raise unknown_section(section, where, shapes, keys)
-    shape, value, settings = shapes[section], _override_value(raw, where=where), into[section]
-    if not keys:
-        if not isinstance(value, dict):
-            fix = f"write {section}.key=value"
-            raise BadInput(f"'{section}' is a section, not a value", where=where, fix=fix)
-        settings |= {str(key): Setting(inner, where) for key, inner in value.items()}
-        return
-    key, inside = keys[0], keys[1:]
-    earlier = settings.get(key)
-    if (tagged := shape.nested(key)) is not None:  # loss=lk_lambda, loss.scale=0.5 in any order
-        value = _with_value({}, inside, value) if inside else tagged.spread(value)
-        if earlier is not None and isinstance(earlier.value, dict) and isinstance(value, dict):
-            value, where = {**earlier.value, **value}, f"{earlier.where} and {where}"
-    elif inside:
-        if key not in shape.all_keys():
-            raise unknown_key(section, key, where, shapes=shapes, kind=shape.default_kind)
-        if not any(_has_parts(field.annotation) for field in shape.fields_named(key)):
-            fix = f"write {section}.{key}=value"
-            raise BadInput(f"'{section}.{key}' has no parts", where=where, fix=fix)
-        old = earlier or below[section].get(key)
-        base = old.value if old is not None and isinstance(old.value, dict) else {}
-        value = _with_value(base, inside, value)
-    settings[key] = Setting(value, where)
-
-
 def _has_parts(annotation: Any) -> bool:
     """Whether a field is a mapping, or a section within a section (`target.parallel`)."""
     return get_origin(annotation) is dict or hasattr(annotation, "model_fields")
 
 
-def _override_value(raw: str, *, where: str) -> Any:
+def _override_value(raw: str, where: str) -> Any:
     if not raw.strip():
         raise BadInput("the value is missing", where=where, fix="write null for none")
     try:

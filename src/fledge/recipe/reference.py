@@ -8,9 +8,8 @@ from pydantic import BaseModel
 
 from fledge.core.settings import MOST, Tagged
 from fledge.methods.section import LossChoice
-from fledge.recipe.drafts import OWN
 from fledge.recipe.layers import DRAFTS, Shape
-from fledge.recipe.schema import Recipe, recipe_shapes
+from fledge.recipe.schema import OWN, Recipe, recipe_shapes
 
 
 def json_schema() -> dict[str, Any]:

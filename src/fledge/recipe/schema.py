@@ -1,14 +1,11 @@
 """Recipes: everything that determines a run, typed, frozen and saved with the run.
 
-A recipe is a sparse YAML file plus `section.key=value` overrides from the command line; everything
-else has a default. The sections are defined in `sections.py`, with the methods and with the kinds
-of targets. Does not import torch: the command line reads recipes before anything heavy is needed.
-
-    recipe = load_recipe("smollm2_cpu", ["training.lr=3e-4", "target.backend=remote"])
-    recipe.training.lr, recipe.objective.kind
+A recipe is a sparse YAML file plus `section.key=value` overrides; everything else has a default.
+Does not import torch: the command line reads recipes before anything heavy is needed.
 """
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -16,15 +13,22 @@ from typing import Annotated, Any
 
 from pydantic import Field, ValidationError, model_validator
 
-from fledge.core.errors import BadInput, in_words
+from fledge.core.errors import BadInput, in_words, nearest
 from fledge.core.files import write_text
 from fledge.core.settings import Section, Tagged, refused
 from fledge.methods.base import Method
 from fledge.methods.registry import DEFAULT_METHOD, METHODS, objective_sections
 from fledge.methods.section import ObjectiveSection
 from fledge.recipe import sections
-from fledge.recipe.layers import Layer, Shape, layered, one_line, read_layers, shapes_of
-from fledge.recipe.shipped import recipe_file
+from fledge.recipe.layers import (
+    DRAFTS,
+    Layer,
+    Shape,
+    layered,
+    one_line,
+    read_layers,
+    shapes_of,
+)
 from fledge.recipe.yaml_text import dump_yaml
 from fledge.target.hf.kind import HfTarget
 from fledge.target.kinds import TargetSection, kind_of, target_sections
@@ -237,3 +241,130 @@ def split_arguments(arguments: Sequence[str]) -> tuple[Path | None, list[str]]:
         fix = "overrides are written section.key=value"
         raise BadInput(f"one recipe at a time, not {' and '.join(files)}", fix=fix)
     return (Path(files[0]) if files else None), overrides
+
+
+# --- shipped recipes ------------------------------------------------------------------------------
+# They are part of the package, so that an install from an index has them, too (in a checkout,
+# `recipes/` is a link to them).
+
+
+_HOME = Path(__file__).parents[1] / "recipes"
+
+
+def shipped_recipes() -> dict[str, Path]:
+    """The files of all shipped recipes, by name, in alphabetical order."""
+    return {path.stem: path for path in sorted(_HOME.glob("*.yaml"))}
+
+
+def shipped_recipe(name: str) -> Path:
+    """The file of a shipped recipe."""
+    shipped = shipped_recipes()
+    if name not in shipped:
+        fix = f"{nearest(name, list(shipped))} (`fledge recipe list`)"
+        raise BadInput(f"no recipe of that name comes with fledge: '{name}'", fix=fix)
+    return shipped[name]
+
+
+def recipe_file(path: str | os.PathLike[str]) -> Path:
+    """The file of a recipe that a user names: a path, or else the name of a shipped recipe. A
+    directory of that name (a run, for example) does not hide it."""
+    file = Path(path).expanduser()
+    if file.exists() and not file.is_dir():
+        return file
+    name = os.fspath(path)
+    if name in shipped_recipes():
+        return shipped_recipe(name)
+    if not file.exists():
+        bare = name == file.stem  # without directory and suffix: meant as a name
+        if bare or file.stem in shipped_recipes():
+            fix = nearest(file.stem, list(shipped_recipes()))
+            fix = f"by name, shipped recipes need no file: {file.stem}" if not bare else fix
+            raise BadInput("no such recipe", where=name, fix=fix)
+    return file
+
+
+def title(path: Path) -> str:
+    """The purpose of a shipped recipe, which is its first line."""
+    return path.read_text().partition("\n")[0].removeprefix("# ").rstrip(".")
+
+
+# --- several drafts -------------------------------------------------------------------------------
+# Recipes of several drafts that are trained from one pass of the target.
+#
+#     run: {output_dir: runs/pair}
+#     drafts:
+#       small: {draft: {intermediate_size: 1024}}
+#       large: {draft: {layers: 2}, training: {lr: 5e-5}}
+#
+# Each entry is an ordinary recipe: the file, then the settings of the entry, then the overrides,
+# each taking precedence over the one before; its directory is `runs/pair/small`. What the drafts
+# share is set once for all of them.
+
+
+# The keys that a draft may set for itself (None: all of a section). Everything else determines what
+# the target is asked and when, which is the same for all drafts.
+OWN: Mapping[str, tuple[str, ...] | None] = {
+    "draft": None,
+    "objective": None,
+    "target": ("aux_layer_ids",),
+    "training": (
+        "lr", "optimizer", "betas", "eps", "weight_decay", "schedule", "decay_share",
+        "warmup_share", "warmup_steps", "final_lr_share", "ema", "clip", "compute_dtype",
+        "gradient_checkpointing", "spike_factor", "max_bad_steps",
+    ),
+}  # fmt: skip
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+_ONE_RUN_TRACKERS = ("wandb", "trackio")  # support one run per process
+
+
+def load_recipes(
+    path: str | os.PathLike[str] | None, overrides: Sequence[str] = ()
+) -> dict[str, Recipe]:
+    """The recipes of a file's drafts, by name; a file without `drafts` gives one recipe, under the
+    name ''."""
+    file = None if path is None else recipe_file(path)
+    where = "recipe" if file is None else str(file)
+    written, changes = read_layers(file, overrides, shapes=recipe_shapes())
+    common = [written.sections, changes.sections]
+    if not written.drafts:
+        return {"": merged_recipe(common, where=where)}
+    recipes = {}
+    for name in written.drafts:
+        if not _NAME.fullmatch(name):
+            fix = "letters, digits, '_', '-' and '.': it names a directory"
+            raise BadInput(f"'{name}' is not a valid name for a draft", where=where, fix=fix)
+        own_layers = written.of(name), changes.of(name)
+        for layer in own_layers:
+            _check_own(layer)
+        layers = [written.sections, own_layers[0], changes.sections, own_layers[1]]
+        recipes[name] = _own_run(name, merged_recipe(layers, where=f"{where}, {DRAFTS}.{name}"))
+    _check_trackers(recipes, where)
+    return recipes
+
+
+def _check_own(layer: Layer) -> None:
+    """Refuse keys that all drafts share; unknown keys are refused later, as in any recipe."""
+    for section, shape in recipe_shapes().items():
+        allowed = OWN.get(section, ())
+        for key, setting in layer[section].items():
+            if allowed is not None and key not in allowed and key in shape.all_keys():
+                what = f"'{section}.{key}' is one for all drafts, which share the target's answers"
+                fix = f"write it once, under '{section}' of the recipe"
+                raise BadInput(what, where=setting.where, fix=fix)
+
+
+def _own_run(name: str, recipe: Recipe) -> Recipe:
+    """The recipe with a directory and a run name of its own."""
+    directory = str(Path(recipe.run.output_dir) / name)
+    run_name = None if recipe.run.name is None else f"{recipe.run.name}-{name}"
+    run = recipe.run.model_copy(update={"output_dir": directory, "name": run_name})
+    return recipe.model_copy(update={"run": run})
+
+
+def _check_trackers(recipes: Mapping[str, Recipe], where: str) -> None:
+    for recipe in recipes.values():
+        for tracker in recipe.tracking.trackers:
+            if len(recipes) > 1 and tracker in _ONE_RUN_TRACKERS:
+                what = f"tracking.trackers: {tracker} follows one run, these are {len(recipes)}"
+                fix = "tracking.trackers=tensorboard, or metrics.jsonl of each"
+                raise BadInput(what, where=where, fix=fix)

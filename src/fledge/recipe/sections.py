@@ -37,6 +37,9 @@ class Data(Section):
     """Rows kept out of training for acceptance when `valid` is empty; null: a tenth of them, at
     most 512; 0: none."""
 
+    allow_overlap: bool = False
+    """Accept held-out rows in `valid` of which more than 1 % are training rows, too."""
+
     max_length: PositiveCount = 2048
     """Longest row in tokens."""
 
@@ -53,7 +56,7 @@ class Data(Section):
     """Leave out answers that were cut by a length limit when they were generated."""
 
     max_drop_share: Share = 0.05
-    """Stop when more than this share of the rows cannot be used."""
+    """Stop when more than this share of the rows cannot be used; long rows do not count."""
 
     template_options: dict[str, Any] = Field(default_factory=dict)
     """Variables handed to the chat template, for example enable_thinking: false."""

@@ -29,8 +29,7 @@ from torch import Tensor
 
 from fledge.core.distributed import World
 from fledge.core.transfer import send
-from fledge.rollout.cod import Bools, Ints
-from fledge.rollout.slots import KeyAxis, Slots
+from fledge.rollout.slots import Bools, Ints, KeyAxis, Slots
 
 
 @dataclass(frozen=True)

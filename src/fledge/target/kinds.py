@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Literal, TypeVar
 
 from pydantic import BeforeValidator, Field, ValidationError
 
@@ -16,12 +16,13 @@ from fledge.core.errors import BadInput, MissingPackage, nearest
 from fledge.core.install import install_extra
 from fledge.core.registry import Registry
 from fledge.core.settings import Count, PositiveCount, PositiveShare, Section, Text
-from fledge.target.room import KeptStates
 
 if TYPE_CHECKING:
     import torch
 
     from fledge.target.base import Eagle3TargetBackend
+    from fledge.target.state_cache import KeptStates
+
 
 _DTYPE_ALIASES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "float8": "fp8"}
 
@@ -54,12 +55,17 @@ class TargetSection(Section):
 SectionT = TypeVar("SectionT", bound=TargetSection)
 
 
-class Cut(NamedTuple):
-    """How a target is sharded over the training ranks: `fsdp * tp * cp` of them hold one copy."""
+class Parallel(Section):
+    """How many processes hold one copy of the target together: fsdp x tp x cp of them."""
 
-    fsdp: int = 1
-    tp: int = 1
-    cp: int = 1
+    fsdp: PositiveCount = 1
+    """Processes that each hold a slice of every weight, and run their own rows (FSDP2)."""
+
+    tp: PositiveCount = 1
+    """Processes that each hold some heads and some of every layer's width, and run all rows."""
+
+    cp: PositiveCount = 1
+    """Processes that each run a part of every row: for rows too long for one."""
 
     @property
     def ranks(self) -> int:
@@ -86,7 +92,8 @@ class TargetKind(ABC, Generic[SectionT]):
     def open(
         self, section: SectionT, *, device: "torch.device", aux_layers: int
     ) -> "Eagle3TargetBackend":
-        """Open the target; `aux_layers` is how many layers it returns if the section names none."""
+        """Open the target; `aux_layers` is how many layers it returns if the section names none.
+        Named ones may serve several drafts: their number is not checked here."""
 
     def model_name(self, section: SectionT) -> str:
         """The model whose config and tokenizer are used."""
@@ -111,7 +118,7 @@ class TargetKind(ABC, Generic[SectionT]):
             return torch.bfloat16  # such a model runs in bfloat16
         return stored
 
-    def cut(self, section: SectionT) -> Cut | None:
+    def cut(self, section: SectionT) -> Parallel | None:
         """How it is sharded over the training ranks; None: it runs elsewhere."""
         return None
 
@@ -130,8 +137,10 @@ class TargetKind(ABC, Generic[SectionT]):
         name; yields the environment variables by which the ranks find it."""
         return nullcontext({})
 
-    def kept_states(self, section: SectionT) -> KeptStates:
+    def kept_states(self, section: SectionT) -> "KeptStates":
         """Memory for answers that later epochs reuse instead of asking again."""
+        from fledge.target.state_cache import KeptStates
+
         return KeptStates()
 
 
@@ -210,7 +219,7 @@ class EngineKind(LoadedKind[EngineT]):
                 aux_layer_ids=section.aux_layer_ids,
                 dtype=section.dtype,
                 supervision=section.supervision,
-                num_aux_layers=aux_layers,
+                num_aux_layers=aux_layers if section.aux_layer_ids is None else None,
                 **self.own_arguments(section, device),
                 **{**arguments, **section.engine_args},
             )

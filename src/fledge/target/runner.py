@@ -9,17 +9,17 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fledge.core.batch import Supervision
 from fledge.core.errors import BadInput, in_words
 from fledge.core.head import TargetHead
-from fledge.target.base import InputEmbedding
-from fledge.target.capture import AuxBuffer
+from fledge.target.base import HeadlessInfo, InputEmbedding, TargetInfo
 from fledge.target.hf.loading import tokenizer_in
 from fledge.target.inprocess import InProcessTarget
 from fledge.target.layers import (
     EAGLE3_AUX_LAYERS,
+    AuxBuffer,
     FinalNorm,
     stated,
     target_depth,
@@ -91,7 +91,7 @@ class RunnerEagle3TargetModel(InProcessTarget):
         *,
         supervision: Supervision = "logits",
         tokenizer: Any = None,
-        num_aux_layers: int = EAGLE3_AUX_LAYERS,
+        num_aux_layers: int | None = EAGLE3_AUX_LAYERS,
     ) -> None:
         super().__init__(supervision)
         self._shows_hidden = isinstance(runner, HiddenTargetRunner)
@@ -121,6 +121,21 @@ class RunnerEagle3TargetModel(InProcessTarget):
         self._check_open()
         return InputEmbedding(self.runner.input_embedding_weight())
 
+    def describe(self) -> TargetInfo | HeadlessInfo:
+        self._check_open()
+        if isinstance(self.runner, HiddenTargetRunner):
+            return self.info()
+        weight_VD = self.runner.input_embedding_weight()
+        return HeadlessInfo(
+            hidden_size=stated(self.runner.model.config, "hidden_size") or weight_VD.shape[1],
+            vocab_size=len(weight_VD),
+            depth=self._depth,
+            dtype=weight_VD.dtype,
+            weight_dtypes=self._describe_weights(),
+            weights_fingerprint=self._fingerprint_weights(),
+            tokenizer_fingerprint=self._tokenizer_fingerprint(),
+        )
+
     def _facts(self) -> dict[str, Any]:
         assert isinstance(self.runner, HiddenTargetRunner)
         return {
@@ -142,10 +157,19 @@ class RunnerEagle3TargetModel(InProcessTarget):
         return describe_weights(self.runner.model)
 
     def _fingerprint_weights(self) -> str:
-        return weights_fingerprint(self.runner.model)
+        model = self.runner.model
+        if not isinstance(model, nn.Module):  # its parameters may have no names
+            model = nn.ParameterList([self.runner.input_embedding_weight()])
+        return weights_fingerprint(model)
 
     def _forward(self, ids: Tensor, mask: Tensor, aux: AuxBuffer, group: Group | None) -> Tensor:
         runner = self.runner
+        if group is None and bool(((mask[:, 1:] != 0) & (mask[:, :-1] == 0)).any()):
+            raise BadInput(
+                "a runner may ignore the mask, so its rows are padded on the right only",
+                where="attention_mask",
+                fix="put the padding behind the tokens",
+            )
         if self._answers_logits():
             answer, aux_NLD = runner.forward_eagle3(ids, mask)
         else:
@@ -171,7 +195,7 @@ class RunnerEagle3TargetModel(InProcessTarget):
         if not isinstance(self.runner, HiddenTargetRunner):
             raise BadInput(
                 f"{type(self.runner).__name__} does not show its output head (no target_head)",
-                fix="use logits or probs supervision, and no info()",
+                fix="use logits or probs supervision, which need no head",
             )
         return self.runner.target_head()
 
@@ -201,16 +225,18 @@ class EngineEagle3TargetModel(RunnerEagle3TargetModel):
         *,
         aux_layer_ids: Sequence[int] | None = None,
         dtype: torch.dtype | str | None = None,
-        supervision: Supervision = "hidden",
+        supervision: Supervision = "logits",
         trust_remote_code: bool = False,
-        num_aux_layers: int = EAGLE3_AUX_LAYERS,
+        num_aux_layers: int | None = EAGLE3_AUX_LAYERS,
         **engine_kwargs: Any,
     ) -> Self:
         """Load a model by any name that `fledge.local_model` accepts; `engine_kwargs` are passed to
-        the runner's `build`."""
+        the runner's `build`. As in the constructor, answers are logits by default; recipes choose
+        hidden states."""
         from fledge.models.resolve import local_model
 
-        options = {"num_aux_layers": num_aux_layers, "trust_remote_code": trust_remote_code}
+        count = num_aux_layers or len(aux_layer_ids or ())
+        options = {"num_aux_layers": count, "trust_remote_code": trust_remote_code}
         runner = cls._build(model, dtype=dtype, **options, **engine_kwargs)
         try:
             tokenizer = tokenizer_in(local_model(str(model)), trust_remote_code=trust_remote_code)

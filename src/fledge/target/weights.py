@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from fledge.core.errors import BadInput
 
 _COLUMNS = 4096
+_PLAIN_DTYPES = {"float64", "float32", "bfloat16", "float16"}
 
 
 def refuse_missing(model: nn.Module) -> None:
@@ -209,9 +210,10 @@ def dtype_shares(model: nn.Module) -> dict[str, float]:
 def describe_weights(model: nn.Module, *, stored_as: str | None = None) -> str:
     """One line for logs and manifests: `bfloat16 100.0%`, or `uint8 80.1%, ... (bitsandbytes)`.
     `stored_as` is the checkpoint's quantization; a model that runs without it was dequantized."""
-    shares = ", ".join(f"{name} {share:.1%}" for name, share in dtype_shares(model).items())
+    by_dtype = dtype_shares(model)
+    shares = ", ".join(f"{name} {share:.1%}" for name, share in by_dtype.items())
     method = quantisation_method(getattr(model, "config", None))
-    if method is not None and not _is_unquantized(model):
+    if method is not None and not set(by_dtype) <= _PLAIN_DTYPES:  # else it was dequantized
         return f"{shares} ({method})"
     return shares if stored_as is None else f"{shares} (dequantised from {stored_as})"
 
@@ -223,8 +225,3 @@ def quantisation_method(config: Any) -> str | None:
         return None
     method = (declared if isinstance(declared, dict) else declared.to_dict()).get("quant_method")
     return str(getattr(method, "value", method))
-
-
-def _is_unquantized(model: nn.Module) -> bool:
-    """Whether every weight is plain floating point, even if the config declares otherwise."""
-    return set(dtype_shares(model)) <= {"float64", "float32", "bfloat16", "float16"}

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from fledge.target.sglang.engine import Captured, SGLangEngine, engine_class
-from fledge.target.sglang.options import server_options
-from fledge.target.sglang.ranks import free_port
+from fledge.target.sglang.runner import free_port, server_options
 
 
 def open_engine(directory: Path, **options: Any) -> SGLangEngine:

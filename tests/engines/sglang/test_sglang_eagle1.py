@@ -20,13 +20,13 @@ from test_sglang_export import (
     our_proposals,
 )
 
-from fledge.draft.derive import derive_draft_config
-from fledge.draft.eagle1 import LlamaEagle1DraftModel
-from fledge.export.export import export_draft
-from fledge.export.self_check import CheckOptions
+from fledge.formats.export import export_draft
+from fledge.formats.self_check import CheckOptions
 from fledge.measure.replay import Text, replay
+from fledge.methods.eagle1.draft import LlamaEagle1DraftModel
+from fledge.methods.eagle1.objective import Eagle1TrainerModule
+from fledge.methods.shared.derive import derive_draft_config
 from fledge.models.resolve import load_config
-from fledge.objective.eagle1 import Eagle1TrainerModule
 from fledge.target.hf.model import HFEagle3TargetModel
 from fledge.target.sglang.engine import Captured
 

@@ -13,15 +13,15 @@ from safetensors.torch import load_file, save_file
 from sglang_draft import SGLangDraft, layers_that_sglang_reads, target_states
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from fledge.decode.state import RoundState, columns, send_rows
-from fledge.decode.strategies.drafter import Drafter
-from fledge.draft.derive import derive_draft_config
-from fledge.draft.eagle3 import LlamaEagle3DraftModel
-from fledge.export.export import export_draft
-from fledge.export.self_check import CheckOptions
+from fledge.decode.drafter import Drafter
+from fledge.decode.strategy import RoundState, columns, send_rows
+from fledge.formats.export import export_draft
+from fledge.formats.self_check import CheckOptions
 from fledge.measure.replay import Text, replay
+from fledge.methods.eagle3.draft import LlamaEagle3DraftModel
+from fledge.methods.eagle3.objective import Eagle3TrainerModule
+from fledge.methods.shared.derive import derive_draft_config
 from fledge.models.resolve import load_config
-from fledge.objective.eagle3 import Eagle3TrainerModule
 from fledge.target.hf.model import HFEagle3TargetModel
 
 VERSION = importlib.metadata.version("sglang") if importlib.util.find_spec("sglang") else ""

@@ -110,11 +110,11 @@ def test_a_batch_is_one_extend_without_padding_and_its_memory_is_freed(
     directory: Path, extends: list[list[int]]
 ) -> None:
     with engine(directory, supervision="hidden") as target:
-        room = target.runner._room
+        limits = target.runner._limits
         for _ in range(30):  # 30 x 20 tokens in a pool of 512
             target.generate_batch(*padded_rows())
         target.generate_batch(*packed_rows(some_documents(), 14))
-        assert target.runner._ranks.engine.room() == room
+        assert target.runner._ranks.engine.limits() == limits
     assert extends == [[11, 7, 2]] * 30 + [[3, 2, 6, 12, 5, 1, 4]]
 
 

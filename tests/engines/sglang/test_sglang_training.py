@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import fledge
-from fledge.train.fit import fit
-from fledge.train.setup import set_up
+from fledge.training.fit import fit
+from fledge.training.setup import set_up
 from train.tiny import Notes
 
 
@@ -25,14 +25,22 @@ def test_the_loss_curve_equals_that_of_transformers(recipe, tiny_target, padded)
     shared = ("training.steps=12", "tracking.every_steps=1", f"packing.padded={padded}")
     expected = losses(recipe(*shared, run="hf"))
     with fledge.SGLangEagle3TargetModel.from_pretrained(
-        tiny_target, aux_layer_ids=[0, 1, 2], dtype=torch.float32, device="cpu"
+        tiny_target,
+        aux_layer_ids=[0, 1, 2],
+        supervision="hidden",
+        dtype=torch.float32,
+        device="cpu",
     ) as target:
         sglang_losses = losses(recipe(*shared, run="sglang"), target)
     assert len(expected) == 12
     assert expected[-1] < 0.95 * expected[0]
     assert sglang_losses == pytest.approx(expected, abs=1e-3)
     with fledge.SGLangEagle3TargetModel.from_pretrained(  # negative control: other layers
-        tiny_target, aux_layer_ids=[1, 0, 2], dtype=torch.float32, device="cpu"
+        tiny_target,
+        aux_layer_ids=[1, 0, 2],
+        supervision="hidden",
+        dtype=torch.float32,
+        device="cpu",
     ) as target:
         other_losses = losses(recipe(*shared, run="other"), target)
     assert other_losses != pytest.approx(expected, abs=1e-3)

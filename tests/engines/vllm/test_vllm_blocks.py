@@ -24,8 +24,8 @@ from engines.vllm.test_vllm_export import (
     assert_parity,
     compare,
 )
-from fledge.export.export import export_draft
-from fledge.export.self_check import CheckOptions
+from fledge.formats.export import export_draft
+from fledge.formats.self_check import CheckOptions
 from fledge.target.hf.model import HFEagle3TargetModel
 
 pytestmark = pytest.mark.engine
@@ -36,7 +36,12 @@ KINDS: dict[str, dict[str, Any]] = {
     "dflash, causal": {"causal": True},
     "dflash, small vocabulary": {"width": 60},
     "dflash, sliding": {"sliding_layers": [0, 1], "sliding_window": 9},
+    "dflash, five layers": {"num_hidden_layers": 5},
+    "dflash, one layer": {"num_hidden_layers": 1},
 }
+
+
+_PLAIN = ("dflash", "dflash, one layer")  # tested in both formats, and without `norms_by_layer`
 
 
 class TrainedBlock(Trained):
@@ -93,14 +98,21 @@ def test_vllm_proposes_the_blocks_that_we_propose(engine: str, trained: Any) -> 
 
 
 @pytest.mark.usefixtures("norms_by_layer")
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "dflash"])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in _PLAIN])
 def test_vllm_proposes_what_unusual_blocks_propose(kind: str, trained: Any) -> None:
     assert_parity(trained(kind), "vllm")
 
 
-def test_a_norm_of_another_layer_is_noticed(trained: Any) -> None:
-    """Without `norms_by_layer`: once this fails, vLLM's kernel is right and the fixture can go."""
-    draft: Trained = trained("dflash")
+def test_one_layer_is_right_as_vllm_is(trained: Any) -> None:
+    """Without `norms_by_layer`: nothing but the norms of further layers makes a difference."""
+    assert_parity(trained("dflash, one layer"), "vllm")
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dflash, five layers"])
+def test_a_norm_of_another_layer_is_noticed(kind: str, trained: Any) -> None:
+    """Without `norms_by_layer`: once this fails, vLLM's kernel is right and the fixture can go, and
+    so can the warning of `fledge serve`."""
+    draft: Trained = trained(kind)
     total, equal = compare(draft, draft.serve(draft.export("vllm")))
     assert sum(equal) < 0.95 * sum(total)
 

@@ -14,7 +14,7 @@ from engines.cases import engine_target
 from engines.vllm.server import Server, serving_model
 from fledge.core.batch import Supervision
 from fledge.core.rows import TokenBatch
-from fledge.target.hf.ends import UnknownEnds
+from fledge.target.hf.embedding_and_head import UnknownEnds
 from fledge.target.hf.model import HFEagle3TargetModel
 from fledge.target.kinds import kind_of
 from fledge.target.vllm.connector import (

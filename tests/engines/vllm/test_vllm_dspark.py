@@ -15,8 +15,8 @@ from torch import Tensor
 
 from engines.block_case import DSPARK, SLOTS, BlockCase
 from engines.vllm.dspark_model import draft_block, loaded_dspark
-from fledge.export.commands import serve_command
-from fledge.export.export import read_export_record
+from fledge.formats.engines import serve_command
+from fledge.formats.export import read_export_record
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("norms_by_layer")]
 

@@ -17,15 +17,13 @@ import torch
 
 from engines.cases import engine_target, greedy_texts, make_draft, train
 from engines.vllm.serving import Served, serve
-from fledge.decode.proposal import Chooser
+from fledge.decode.accept import Chooser
 from fledge.decode.rounds import walk_rounds
-from fledge.decode.state import RoundState, columns, send_rows
-from fledge.decode.strategies.registry import choose
-from fledge.decode.strategies.shape import DraftShape
-from fledge.draft.base import DraftModel
-from fledge.export.commands import serve_command
-from fledge.export.export import export_draft, read_export_record
+from fledge.decode.strategy import DraftShape, RoundState, choose, columns, send_rows
+from fledge.formats.engines import serve_command
+from fledge.formats.export import export_draft, read_export_record
 from fledge.measure.replay import Text, replay
+from fledge.methods.shared.draft import DraftModel
 from fledge.target.hf.model import HFEagle3TargetModel
 
 pytestmark = pytest.mark.engine

@@ -133,8 +133,8 @@ def test_the_loss_curve_equals_that_of_transformers(engines: Any) -> None:
 
 
 def test_a_recipe_trains_through_vllm(engines: Any, tiny_chats: Any, tmp_path: Any) -> None:
-    from fledge.train.fit import fit
-    from fledge.train.setup import set_up
+    from fledge.training.fit import fit
+    from fledge.training.setup import set_up
     from train.tiny import Notes, make_target, recipe_for
 
     engines.close()

@@ -9,7 +9,7 @@ from fledge.core.claims import Claims
 from fledge.core.rows import TokenRow
 from fledge.data.vocab import DraftVocabulary
 from fledge.target.cache.format import FORMAT, CacheShape
-from fledge.target.cache.job import CacheJob, plan_cache
+from fledge.target.cache.job import CacheJob, CacheOptions, plan_cache
 from fledge.target.cache.manifest import CLAIMS, dtype_name
 from fledge.target.cache.precompute import begin_cache, write_shards
 
@@ -34,19 +34,20 @@ def make_job(directory, target, rows, encoding, *, dtype=torch.float32, top_k=No
         encoding, dtype, info.hidden_size, layers, width, top_k or 0, supervised_only
     )
     more = {"shard_size": 4, "batch_size": 3, **more}
+    options = CacheOptions(encoding, dtype, top_k, supervised_only, **more)
     manifest = {
         "format": FORMAT, "encoding": encoding, "dtype": dtype_name(dtype), "top_k": top_k,
-        "supervised_only": supervised_only, "shard_size": more["shard_size"], "rows": len(rows),
+        "supervised_only": supervised_only, "shard_size": options.shard_size, "rows": len(rows),
         "held_out_rows": 0, "hidden_size": info.hidden_size, "vocab_size": info.vocab_size,
         "aux_layer_ids": list(target.aux_layer_ids),
         "vocabulary": None if vocabulary is None else {"size": width},
     }  # fmt: skip
-    return CacheJob(Path(directory), rows, shape, manifest, vocabulary, **more)
+    return CacheJob(Path(directory), rows, shape, manifest, options, vocabulary)
 
 
 def write_cache(directory, target, rows, encoding, **more):
     job = make_job(directory, target, rows, encoding, **more)
-    plan = plan_cache(job, head_bytes=0)
+    plan = plan_cache(job)
     with Claims(job.directory / CLAIMS) as claims:
         begin_cache(job, target, claims)
         write_shards(job, plan, target, claims)

@@ -12,7 +12,7 @@ def own_rows(tmp_path_factory):
 @pytest.fixture(scope="session")
 def caches(tiny_target, tiny_chats, tmp_path_factory):
     """encoding -> directory; the target runs on one row at a time, as it does on padded packs."""
-    from fledge.compat.precompute_eagle3 import main  # machines for GPU tests may lack pydantic
+    from fledge.precompute_eagle3 import main  # machines for GPU tests may lack pydantic
 
     root = tmp_path_factory.mktemp("caches")
 

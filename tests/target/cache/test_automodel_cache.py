@@ -10,15 +10,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from fledge.cli.main import run
-from fledge.compat.precompute_eagle3 import _compute_batch_cache
 from fledge.core.errors import BadInput
 from fledge.data.pack import collate, one_per_row
+from fledge.precompute_eagle3 import _compute_batch_cache
 from fledge.recipe.schema import Recipe
-from fledge.target.cache.backend import CachedEagle3TargetModel
-from fledge.target.cache.codec import decode_states
-from fledge.target.cache.format import CacheShape
-from fledge.target.cache.padded import PaddedShard
-from fledge.target.cache.store import CacheStore
+from fledge.target.cache.automodel import PaddedShard
+from fledge.target.cache.backend import CachedEagle3TargetModel, CacheStore
+from fledge.target.cache.format import CacheShape, decode_states
 from fledge.target.hf.model import HFEagle3TargetModel
 from target.cache.test_cached_training import cache_recipe, losses, train
 from train.test_fit import comparable, differing, final_weights

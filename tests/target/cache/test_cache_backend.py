@@ -10,10 +10,8 @@ from fledge.core.errors import BadInput
 from fledge.data.pack import Piece, collate
 from fledge.data.rows import RowView
 from fledge.target.cache import backend as cache_backend
-from fledge.target.cache.backend import CachedEagle3TargetModel
-from fledge.target.cache.codec import decode_states
-from fledge.target.cache.format import FORMAT
-from fledge.target.cache.store import CachedRows, CacheStore
+from fledge.target.cache.backend import CachedEagle3TargetModel, CachedRows, CacheStore
+from fledge.target.cache.format import FORMAT, decode_states
 from fledge.target.hf.model import HFEagle3TargetModel
 from target.cache.caches import every_third, token_row, write_cache
 from target.contract import (

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fledge.target.cache.backend import CachedEagle3TargetModel
-from fledge.target.cache.codec import from_fp8
+from fledge.target.cache.format import from_fp8
 from fledge.target.hf.model import HFEagle3TargetModel
 from target.cache.caches import token_row, write_cache
 from target.contract import packed_rows, some_documents

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from fledge.cli.main import run
-from fledge.compat.precompute_eagle3 import main
-from fledge.target.cache.backend import CachedEagle3TargetModel
-from fledge.target.cache.store import CacheStore
+from fledge.precompute_eagle3 import main
+from fledge.target.cache.backend import CachedEagle3TargetModel, CacheStore
 from target.cache.caches import payload
 from target.cache.test_cache_backend import break_row
 from target.cache.test_cached_training import cache_recipe, train
@@ -91,12 +90,13 @@ def test_probs_of_the_recipe_form_have_the_vocabulary_of_a_live_run(
 
 
 def test_separate_held_out_data_is_stored_in_the_cache(command, overrides, recipe, tmp_path):
-    from fledge.train.setup import known_data
-    from fledge.train.targets import make_target
+    from fledge.training.setup import known_data
+    from fledge.training.targets import make_target
 
     valid = make_chats(tmp_path / "valid.jsonl", count=7)
     cache = tmp_path / "cache"
-    assert command("precompute", *overrides, f"data.valid={valid}", "-o", cache)[0] == 0
+    named = (f"data.valid={valid}", "data.allow_overlap=true")
+    assert command("precompute", *overrides, *named, "-o", cache)[0] == 0
     cached = cache_recipe(recipe, cache)
     with make_target(cached, torch.device("cpu")) as target:
         train_rows, held_out, _ = known_data(cached, target)

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from fledge.compat.precompute_eagle3 import main
 from fledge.core.errors import BadInput
+from fledge.precompute_eagle3 import main
 from fledge.recipe.schema import load_recipe
-from fledge.train.checkpoint import newest_checkpoint
-from fledge.train.fit import fit
-from fledge.train.setup import set_up
+from fledge.training.checkpoint import newest_checkpoint
+from fledge.training.fit import fit
+from fledge.training.setup import set_up
 from train.test_fit import comparable, differing, final_weights, stop_after
 from train.tiny import Notes, make_target
 
@@ -48,24 +48,18 @@ ALONE = ("packing.padded=true", "training.micro_batch=1", "training.accumulate=2
 PEAGLE = "objective={kind: peagle, num_depths: 3}"
 
 
-@pytest.mark.parametrize("objective", ["eagle3", "peagle"])
-def test_a_float32_cache_of_hidden_states_trains_bit_for_bit(recipe, caches, tmp_path, objective):
+@pytest.mark.parametrize(
+    ("encoding", "objective"), [("hidden", "eagle3"), ("hidden", "peagle"), ("probs", "eagle3")]
+)
+def test_a_float32_cache_trains_bit_for_bit(recipe, caches, tmp_path, encoding, objective):
+    """The cache counts its vocabulary on all rows, like a live run without held-out rows."""
     options = [*ALONE, "data.valid_rows=0"]
-    live = recipe(*options, run="live")
-    cached = cache_recipe(recipe, caches("hidden"), *options)
+    live = recipe(*options, f"target.supervision={encoding}", run="live")
+    cached = cache_recipe(recipe, caches(encoding), *options)
     if objective == "peagle":
         live, cached = (with_section(r, PEAGLE) for r in (live, cached))
     train(live)
     train(cached)
-    assert differing(final_weights(tmp_path / "live"), final_weights(tmp_path / "cached")) == []
-    assert comparable(tmp_path / "live") == comparable(tmp_path / "cached")
-
-
-def test_a_float32_cache_of_probs_trains_bit_for_bit(recipe, caches, tmp_path):
-    """The cache counts its vocabulary on all rows, like a live run without held-out rows."""
-    options = (*ALONE, "data.valid_rows=0", "target.supervision=probs")
-    train(recipe(*options, run="live"))
-    train(cache_recipe(recipe, caches("probs"), *ALONE, "data.valid_rows=0"))
     assert differing(final_weights(tmp_path / "live"), final_weights(tmp_path / "cached")) == []
     assert comparable(tmp_path / "live") == comparable(tmp_path / "cached")
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fledge.core.errors import BadInput
-from fledge.target.cache.copied import code_files, copied_files, is_copied
+from fledge.target.cache.manifest import code_files, copied_files, is_copied
 
 TRAVEL = [
     *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"),
@@ -120,10 +120,10 @@ def test_a_client_writes_no_other_file(tmp_path, monkeypatch):
         text = torch.tensor(list(b"{}"), dtype=torch.uint8)
         for name in (".bashrc", "hf_token.txt", "../config.json", "tokenization_x.py"):
             monkeypatch.setattr(target, "_get", lambda *_, name=name: {name: text})
-            with pytest.raises(BadInput, match="not part of a tokenizer"):
+            with pytest.raises(BadInput, match="the server offers a file"):
                 target.fetch_files(tmp_path / "into")
         monkeypatch.setattr(target, "_get", lambda *_: {"config.json": text.float()})
-        with pytest.raises(BadInput, match="not part of a tokenizer"):
+        with pytest.raises(BadInput, match="the server offers a file"):
             target.fetch_files(tmp_path / "into")
         monkeypatch.setattr(target, "_get", lambda *_: {"config.json": text})
         target.fetch_files(tmp_path / "into")

@@ -12,10 +12,10 @@ from safetensors.torch import load_file, save_file
 
 from fledge.core.errors import BadInput
 from fledge.data.vocab import DraftVocabulary
-from fledge.target.cache.backend import CachedEagle3TargetModel
+from fledge.precompute_eagle3 import main
+from fledge.target.cache.backend import CachedEagle3TargetModel, CacheStore
 from fledge.target.cache.manifest import ensure_free
 from fledge.target.cache.shard import Shard
-from fledge.target.cache.store import CacheStore
 
 BEFORE = Path(__file__).parent.parent.parent / "train" / "written_before" / "cache"
 SHARD = "shard-00000.safetensors"
@@ -133,3 +133,38 @@ def test_a_vocabulary_of_invalid_tokens_is_refused(tmp_path):
         save_file({"d2t": torch.zeros(4).long(), "t2d": t2d}, path, metadata={"fledge": text})
         with pytest.raises(BadInput, match="vocabulary"):
             DraftVocabulary.load(path)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", [SHARD, "target.safetensors", "target/config.json"])
+def test_what_is_not_a_file_does_not_block_a_precompute(
+    name, tiny_target, tiny_chats, tmp_path, capsys
+):
+    """Opening a pipe waits for whoever reads it; a socket or a directory cannot be replaced."""
+    cache = tmp_path / "cache"
+    argv = ["--target-model", tiny_target, "--input-data", tiny_chats, "--output-dir", cache]
+    argv += ["--seq-length", 64, "--aux-layer-ids", "0,1,2", "--device", "cpu", "--resume"]
+    argv = [str(argument) for argument in argv]
+    assert main(argv) == 0
+    before = {path: path.stat().st_mtime_ns for path in cache.rglob("*")}
+    for make in (os.mkfifo, os.mkdir):
+        (cache / name).rename(tmp_path / "kept")
+        make(cache / name)
+        assert main(argv) == 2
+        assert f"{name}: a file of the cache is a " in capsys.readouterr().err
+        (cache / name).rmdir() if make is os.mkdir else (cache / name).unlink()
+        (tmp_path / "kept").rename(cache / name)
+    assert {path: path.stat().st_mtime_ns for path in before if path.is_file()} == {
+        path: time_ns for path, time_ns in before.items() if path.is_file()
+    }
+
+
+@pytest.mark.timeout(60)
+def test_a_pipe_among_the_target_s_weights_is_refused(tiny_target, tiny_chats, tmp_path, capsys):
+    model = shutil.copytree(tiny_target, tmp_path / "model")
+    (model / "model.safetensors").unlink()
+    os.mkfifo(model / "model.safetensors")
+    argv = ["--target-model", model, "--input-data", tiny_chats, "--output-dir", tmp_path / "cache"]
+    assert main([*map(str, argv), "--seq-length", "64", "--aux-layer-ids", "0,1,2"]) == 2
+    assert "model.safetensors: a pipe or a device" in capsys.readouterr().err
+    assert not (tmp_path / "cache").exists()

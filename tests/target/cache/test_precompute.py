@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import json
 import multiprocessing
 import os
 import random
@@ -16,24 +15,21 @@ from pathlib import Path
 import pytest
 import torch
 
-import fledge
-from fledge.compat.precompute_eagle3 import (
-    _build_parser,
-    _compute_batch_cache,
-    _ensure_resume_compatible,
-    _validate_args,
-    main,
-)
 from fledge.core.claims import Claims
 from fledge.core.errors import BadInput
-from fledge.objective.supervision import LogitsSupervision, VocabularyTensors
+from fledge.methods.shared.supervision import LogitsSupervision, VocabularyTensors
+from fledge.precompute_eagle3 import (
+    _build_parser,
+    _compute_batch_cache,
+    main,
+)
 from fledge.target.cache import job as cache_job
 from fledge.target.cache import precompute
 from fledge.target.cache import shard as cache_shard
+from fledge.target.cache.backend import CacheStore
 from fledge.target.cache.job import plan_cache
 from fledge.target.cache.manifest import CLAIMS
 from fledge.target.cache.precompute import begin_cache, write_shards
-from fledge.target.cache.store import CacheStore
 from fledge.target.hf.model import HFEagle3TargetModel
 from target.cache.caches import make_job, payload, token_row
 from target.contract import draft_vocabulary, padded_rows
@@ -72,17 +68,6 @@ def forbid_loading(monkeypatch):
 
 def shards(directory):
     return sorted(path.name for path in Path(directory).glob("shard-*"))
-
-
-def test_the_documented_flags_exist():
-    flags = {option for action in _build_parser()._actions for option in action.option_strings}
-    assert {
-        "--target-model", "--input-data", "--output-dir", "--seq-length", "--draft-vocab-size",
-        "--batch-size", "--shard-size", "--dtype", "--resume", "--split", "--shuffle-seed",
-        "--aux-layer-ids", "--target-probs-topk", "--trust-remote-code", "--device",
-        "--num-workers", "--log-level",
-    } <= flags  # fmt: skip
-    assert fledge.precompute_eagle3.main is main
 
 
 def test_the_documented_command_line_works(argv, tmp_path, caplog):
@@ -137,27 +122,19 @@ def test_progress_is_shown_by_one_process_unless_it_is_quiet(argv, tmp_path, mon
     assert seen == []
 
 
-BAD = [
-    ({"seq_length": 1}, "--seq-length"),
-    ({"batch_size": 0}, "--batch-size"),
-    ({"shard_size": -3}, "--shard-size"),
-    ({"draft_vocab_size": 0}, "--draft-vocab-size"),
-    ({"target_probs_topk": -1}, "--target-probs-topk"),
+BAD = [  # and those of tests/seeds
     ({"encoding": "topk", "target_probs_topk": 0}, "--target-probs-topk"),
     ({"target_probs_topk": 9, "draft_vocab_size": 8}, "--target-probs-topk"),
     ({"encoding": "topk"}, "--target-probs-topk"),
     ({"encoding": "probs", "target_probs_topk": 4}, "--target-probs-topk"),
     ({"encoding": "hiden"}, "--encoding"),
-    ({"dtype": "int8"}, "--dtype"),
     ({"aux_layer_ids": "0,1"}, "--aux-layer-ids"),
     ({"aux_layer_ids": "0,1,1"}, "--aux-layer-ids"),
     ({"aux_layer_ids": "a,b,c"}, "--aux-layer-ids"),
     ({"aux_layer_ids": "0,1,4"}, "out of range"),
     ({"aux_layer_ids": None}, "too shallow"),
     ({"num_workers": -1}, "--num-workers"),
-    ({"shuffle_seed": -1}, "--shuffle-seed"),
     ({"quota_gb": 0}, "--quota-gb"),
-    ({"log_level": "LOUD"}, "--log-level"),
     ({"split": "train[:9]"}, "--split"),
     ({"split": "test"}, "--split"),
     ({"target_model": "/nowhere"}, "no such model"),
@@ -217,32 +194,26 @@ def test_help_shows_a_command_that_can_be_pasted(capsys):
     _build_parser().parse_args(words[3:])
 
 
-def test_validation_needs_no_model_and_no_data(argv, monkeypatch):
+@pytest.mark.parametrize(
+    ("manifest", "resume", "words"),
+    [
+        (True, False, "continue it with --resume"),
+        (False, False, "a cache is here already"),
+        (False, True, "without a manifest"),
+    ],
+)
+def test_an_existing_cache_is_left_as_it_is(
+    argv, tmp_path, finished, monkeypatch, capsys, manifest, resume, words
+):
+    cache = tmp_path / "cache"
+    shutil.copytree(finished, cache)
+    if not manifest:
+        (cache / "manifest.json").unlink()
     forbid_loading(monkeypatch)
-    _validate_args(_build_parser().parse_args(argv()))
-    with pytest.raises(BadInput, match="--batch-size"):
-        _validate_args(_build_parser().parse_args(argv(batch_size=0)))
-
-
-def test_an_existing_cache_is_refused_without_resume(argv, tmp_path, monkeypatch, capsys):
-    assert main(argv()) == 0
-    before = payload(tmp_path / "cache")
-    forbid_loading(monkeypatch)
-    assert main(argv()) == 2
-    assert "continue it with --resume" in capsys.readouterr().err
-    assert payload(tmp_path / "cache") == before
-
-
-@pytest.mark.parametrize("resume", [True, False])
-def test_shards_without_a_manifest_are_refused(argv, tmp_path, monkeypatch, capsys, resume):
-    assert main(argv()) == 0
-    (tmp_path / "cache" / "manifest.json").unlink()
-    forbid_loading(monkeypatch)
-    before = payload(tmp_path / "cache")
+    before = payload(cache)
     assert main(argv(resume=resume)) == 2
-    error = capsys.readouterr().err
-    assert ("without a manifest" if resume else "a cache is here already") in error
-    assert payload(tmp_path / "cache") == before
+    assert words in capsys.readouterr().err
+    assert payload(cache) == before
 
 
 def test_a_directory_with_other_files_is_refused(argv, tmp_path, monkeypatch, capsys):
@@ -335,18 +306,6 @@ def test_changed_weights_behind_the_same_files_are_detected(argv, tmp_path, monk
     assert payload(tmp_path / "cache") == before
 
 
-@pytest.mark.parametrize("more", [{}, {"format": 1}])
-def test_resuming_with_another_configuration_is_refused(tmp_path, more):
-    _ensure_resume_compatible(str(tmp_path), more, set())
-    with pytest.raises(ValueError, match="without a manifest"):
-        _ensure_resume_compatible(str(tmp_path), more, {0})
-    made_with = {**more, "dtype": "float32", "seed": 1}
-    (tmp_path / "manifest.json").write_text(json.dumps(made_with))
-    _ensure_resume_compatible(str(tmp_path), made_with, {0})
-    with pytest.raises(ValueError, match=r"dtype: 'float32' -> 'bfloat16'; seed: 1 -> None"):
-        _ensure_resume_compatible(str(tmp_path), {**more, "dtype": "bfloat16"}, {0})
-
-
 def test_a_quota_is_never_exceeded_and_resume_continues(argv, tmp_path, finished, caplog):
     flags = {"encoding": "probs", "draft_vocab_size": 128}
     total = sum(path.stat().st_size for path in finished.iterdir() if path.is_file())
@@ -395,7 +354,7 @@ def test_any_error_of_the_writing_thread_is_raised_in_the_main_thread(tmp_path):
 
     with HFEagle3TargetModel(tiny_model("llama"), supervision="hidden") as target:
         job = make_job(tmp_path / "cache", target, rows, "hidden")
-        plan = plan_cache(job, head_bytes=0)
+        plan = plan_cache(job)
         with Claims(job.directory / CLAIMS) as claims:
             begin_cache(job, target, claims)
             with pytest.raises(KeyError, match="a bar that is gone"):
@@ -412,12 +371,29 @@ def test_a_disk_that_is_too_small_is_refused_before_writing(argv, tmp_path, monk
     assert not (tmp_path / "cache").exists()
 
 
-def test_a_truncated_shard_is_written_again(argv, tmp_path, finished):
-    shutil.copytree(finished, tmp_path / "cache")
-    victim = tmp_path / "cache" / "shard-00002.safetensors"
+def truncate_a_shard(cache):
+    victim = cache / "shard-00002.safetensors"
     victim.write_bytes(victim.read_bytes()[:-10])
+
+
+def leave_half_a_shard(cache):
+    for place in (cache, cache / "target"):
+        (place / ".shard-00001.safetensors.x1.tmp").write_bytes(b"half")
+    (cache / "shard-00001.safetensors").unlink()
+
+
+def lose_the_tokenizer(cache):
+    (cache / "target" / "tokenizer.json").unlink()
+    (cache / "shard-00001.safetensors").unlink()
+
+
+@pytest.mark.parametrize("damage", [truncate_a_shard, leave_half_a_shard, lose_the_tokenizer])
+def test_resuming_mends_a_cache(argv, tmp_path, finished, damage):
+    shutil.copytree(finished, tmp_path / "cache")
+    damage(tmp_path / "cache")
     assert main(argv(encoding="probs", draft_vocab_size=128, resume=True)) == 0
     assert payload(tmp_path / "cache") == payload(finished)
+    assert (tmp_path / "cache" / "target" / "tokenizer.json").is_file()
 
 
 def test_shards_that_others_finish_while_the_target_loads_are_not_redone(
@@ -446,15 +422,6 @@ def test_shards_that_others_finish_while_the_target_loads_are_not_redone(
     assert inodes == {name: (cache / name).stat().st_ino for name in inodes}
 
 
-def test_leftovers_of_a_kill_are_removed(argv, tmp_path, finished):
-    shutil.copytree(finished, tmp_path / "cache")
-    for place in (tmp_path / "cache", tmp_path / "cache" / "target"):
-        (place / ".shard-00001.safetensors.x1.tmp").write_bytes(b"half")
-    (tmp_path / "cache" / "shard-00001.safetensors").unlink()
-    assert main(argv(encoding="probs", draft_vocab_size=128, resume=True)) == 0
-    assert payload(tmp_path / "cache") == payload(finished)
-
-
 def test_a_cache_that_is_removed_meanwhile_is_not_reported_as_complete(
     argv, tmp_path, capsys, monkeypatch
 ):
@@ -470,19 +437,11 @@ def test_a_cache_that_is_removed_meanwhile_is_not_reported_as_complete(
     assert not (tmp_path / "cache").exists()
 
 
-def test_a_missing_tokenizer_file_is_restored(argv, tmp_path, finished):
-    shutil.copytree(finished, tmp_path / "cache")
-    (tmp_path / "cache" / "target" / "tokenizer.json").unlink()
-    (tmp_path / "cache" / "shard-00001.safetensors").unlink()
-    assert main(argv(encoding="probs", draft_vocab_size=128, resume=True)) == 0
-    assert payload(tmp_path / "cache") == payload(finished)
-    assert (tmp_path / "cache" / "target" / "tokenizer.json").is_file()
-
-
 def test_another_configuration_is_refused_while_one_is_running(argv, tmp_path, capsys):
     """Even before the first shard exists."""
     cache = tmp_path / "cache"
-    assert main(argv(output_dir=cache, quota_gb=1e-9)) == 3  # a manifest, no shard
+    assert main(argv(output_dir=cache, quota_gb=1e-9)) == 3
+    assert not shards(cache)  # a manifest only
     with Claims(cache / CLAIMS):  # another process is about to write one
         assert main(argv(output_dir=cache, encoding="hidden-fp8", resume=True)) == 2
         assert "made with another configuration: encoding" in capsys.readouterr().err
@@ -515,14 +474,8 @@ def test_the_cached_batch_is_what_a_live_trainer_sees():
     assert torch.equal(cached["target_probs"][supervised], objective.probs(0, len(slots)))
     ids, _ = vocabulary  # and a distribution where nothing is supervised, see docs/semantics.md, 6
     assert torch.equal(cached["target_probs"], live.logits[..., ids].softmax(-1, torch.float32))
-    assert torch.equal(cached["loss_mask"], live.loss_mask)
     assert torch.equal(cached["position_mask"][supervised][:, 0], objective.coverage())
     assert not cached["position_mask"][~supervised].any()
-    assert torch.equal(cached["aux_hidden_states"], live.aux_hidden_states)
-    assert torch.equal(cached["input_ids"], live.input_ids)
-    half = _compute_batch_cache(live, *vocabulary, torch.bfloat16)
-    assert half["target_probs"].dtype == half["aux_hidden_states"].dtype == torch.bfloat16
-    assert half["loss_mask"].dtype == live.loss_mask.dtype
     hidden = HFEagle3TargetModel(model, supervision="hidden")
     derived = _compute_batch_cache(
         hidden.generate_batch(*padded_rows()), *vocabulary, torch.float32, head=hidden.info().head

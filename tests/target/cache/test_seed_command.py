@@ -9,13 +9,13 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fledge.cli.main import run
-from fledge.compat.precompute_eagle3 import main
 from fledge.core.errors import BadInput
+from fledge.precompute_eagle3 import main
 from fledge.recipe.schema import RESOLVED_NAME, load_recipe
 from fledge.target.cache.backend import CachedEagle3TargetModel
 from fledge.target.hf.model import HFEagle3TargetModel
-from fledge.train.fit import fit
-from fledge.train.setup import open_run, set_up
+from fledge.training.fit import fit
+from fledge.training.setup import open_run, set_up
 from target.cache.caches import payload
 from train.test_fit import final_weights
 from train.tiny import Notes, make_target
@@ -37,7 +37,7 @@ def deep_target(tmp_path_factory):
     LlamaForCausalLM(
         LlamaConfig(
             vocab_size=9000, hidden_size=16, intermediate_size=32, num_hidden_layers=8,
-            num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=512,
+            num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=2048,
         )
     ).save_pretrained(directory)  # fmt: skip
     return directory
@@ -192,6 +192,69 @@ def test_recipes_take_the_same_two_dtypes(deep_target, tiny_chats, made, tmp_pat
         payload(made("ordered", "--shuffle-seed", "none")),
     )
     assert [name for name in by_recipe if by_recipe[name] != by_command[name]] == ["manifest.json"]
+
+
+def seed_words(target, data, output_dir):
+    return [
+        "--target-model", str(target), "--input-data", str(data),
+        "--output-dir", str(output_dir), "--device", "cpu",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "line"),
+    [
+        *((f"--{name}", "", "the value is empty") for name in
+          ("target-model", "input-data", "output-dir", "split", "encoding", "device")),
+        ("--aux-layer-ids", "-1,2,3", "'-1,2,3' is not three distinct layers; for example 1,15,28"),
+        ("--seq-length", "2049", "2,049 tokens, and the target takes 2,048; at most 2048"),
+    ],
+)  # fmt: skip
+def test_a_bad_value_is_refused_in_one_line(
+    deep_target, tiny_chats, tmp_path, capsys, flag, value, line
+):
+    words = seed_words(deep_target, tiny_chats, tmp_path / "cache")
+    assert main([*words, flag, value]) == 2
+    assert capsys.readouterr().err == f"precompute_eagle3: {flag}: {line}\n"
+    assert not list(tmp_path.iterdir())
+
+
+def test_rows_are_at_most_as_long_as_the_target_takes(tiny_target, tiny_chats, tmp_path):
+    words = seed_words(tiny_target, tiny_chats, tmp_path)
+    assert main([*words, "--aux-layer-ids", "0,1,2"]) == 0
+    longest = json.loads((tiny_target / "config.json").read_text())["max_position_embeddings"]
+    assert json.loads((tmp_path / "manifest.json").read_text())["seq_length"] == longest
+
+
+def test_long_rows_are_counted_and_stop_nothing(deep_target, tmp_path, capsys, caplog):
+    """In the seed's command, `fledge precompute` and `fledge train` alike: a fifth of the rows has
+    no answer before the limit."""
+    chats = [("a", "b c")] * 35 + [("a", "b c " * 40)] * 5 + [("a " * 80, "b")] * 10
+    data = tmp_path / "chats.jsonl"
+    roles = ("user", "assistant")
+    with data.open("w") as handle:
+        for chat in chats:
+            turns = [{"role": r, "content": text} for r, text in zip(roles, chat, strict=True)]
+            handle.write(json.dumps({"messages": turns}) + "\n")
+    dropped = f"10 of 50 rows dropped: 10 x cut before any supervised token (first: {data}:41: more"
+    cut = f"5 x cut to max_length (first: {data}:36)"
+    with caplog.at_level("INFO"):
+        words = seed_words(deep_target, data, tmp_path / "seed")
+        assert main([*words, "--seq-length", "64"]) == 0
+    assert dropped in caplog.text
+    assert cut in caplog.text
+    recipe = [
+        f"target.model={deep_target}", f"data.train={data}", "data.max_length=64",
+        "data.workers=1", "training.device=cpu", "training.steps=1", "packing.tokens=64",
+        "objective.ttt_steps=1", "draft.draft_vocab_size=64", f"run.output_dir={tmp_path / 'run'}",
+    ]  # fmt: skip
+    for verb in (["precompute", "-o", str(tmp_path / "cache")], ["train"]):
+        with pytest.raises(SystemExit) as stop:
+            run([*verb, *recipe])
+        shown = capsys.readouterr().err
+        assert not stop.value.code, shown
+        assert dropped in shown
+        assert cut in shown
 
 
 def test_the_advice_about_unusable_rows_can_be_followed(deep_target, tmp_path, capsys):

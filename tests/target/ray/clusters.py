@@ -10,8 +10,7 @@ import torch
 from ray import cluster_utils
 
 from fledge.core.rows import TokenBatch
-from fledge.target.ray.board import read_boards
-from fledge.target.ray.connection import NAMESPACE
+from fledge.target.ray.connection import NAMESPACE, read_boards
 from fledge.target.ray.kind import RAY, RayTarget
 from target.contract import packed_rows, some_documents
 

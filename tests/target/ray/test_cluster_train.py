@@ -11,8 +11,8 @@ import pytest
 pytest.importorskip("ray.cluster_utils", reason="needs the cluster extra")
 
 from fledge.target.ray.connection import Connection
-from fledge.train.fit import fit
-from fledge.train.setup import set_up
+from fledge.training.fit import fit
+from fledge.training.setup import set_up
 from ranks import run_ranks
 from target.ray.clusters import cluster, everything_is_free, until
 from train.test_fit import comparable, differing, final_weights

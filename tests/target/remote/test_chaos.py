@@ -49,7 +49,7 @@ def client(number, urls, batches, expected, finished):
     """Request batches in this client's own order; the answers must come in that order."""
     order = [(number * 7 + step * 11) % KINDS for step in range(EACH)]
     with RemoteEagle3TargetModel(
-        urls, prefetch=3, timeout_s=2.0, retries=100, wait_s=60.0, shared_memory=number % 2 == 0
+        urls, prefetch=3, timeout_s=8.0, retries=100, wait_s=60.0, shared_memory=number % 2 == 0
     ) as target:
         waiting = []
         for kind in order:
@@ -75,7 +75,10 @@ def test_every_batch_arrives_once_in_order_and_correct():
     expected = [local.generate_batch(*rows) for rows in batches]
     nursery = Nursery()
     servers = [nursery.start(free_port()) for _ in range(2)]
-    proxies = [Proxy(port, seed=seed, mischief=MISCHIEF) for seed, (_, port) in enumerate(servers)]
+    proxies = [
+        Proxy(port, seed=seed, mischief=MISCHIEF, stall_s=6.0, spare=1000)
+        for seed, (_, port) in enumerate(servers)
+    ]
     finished, over, kills = threading.Semaphore(0), threading.Event(), []
     before = resident_bytes(os.getpid())
 

@@ -9,7 +9,7 @@ import torch
 from servers import running
 
 from fledge.core.rows import TokenBatch
-from fledge.target.finite import NotFinite
+from fledge.target.finite_check import NotFinite
 from fledge.target.remote.client import RemoteEagle3TargetModel
 from fledge.target.remote.protocol import Question
 from target.tiny_models import tiny_model

@@ -1,19 +1,24 @@
 """The remote backend equals the local one: the contract, bit-for-bit answers, and what is sent."""
 
+import copy
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fledge import Eagle3TrainerModule, LlamaEagle3DraftModel
 from fledge.core.batch import Eagle3TargetBatch
 from fledge.core.errors import BadInput
 from fledge.core.rows import TokenBatch
+from fledge.methods.shared.derive import derive_draft_config
 from fledge.target.hf.model import HFEagle3TargetModel
 from fledge.target.remote.client import RemoteEagle3TargetModel
 from fledge.target.remote.protocol import Question, WireShape, encode_answer
 from fledge.target.remote.server.merge import merge, split
+from fledge.target.runner import RunnerEagle3TargetModel
 from target.contract import (
     CHECKS,
     Case,
@@ -230,3 +235,82 @@ def test_too_many_tokens_are_refused_with_the_limit():
         pytest.raises(BadInput, match="33 tokens in one request, 20 are allowed"),
     ):
         target.generate_batch(*padded_rows())
+
+
+class FourMembers:
+    """A runner with what the protocol of runners asks for, and nothing else; its `model` has a
+    config and parameters, and is no module."""
+
+    def __init__(self, dtype=torch.float32):
+        self._module = copy.deepcopy(tiny()).to(dtype)
+        config, parameters = self._module.config, self._module.parameters
+        self.model = SimpleNamespace(config=config, parameters=parameters)
+
+    def set_aux_layers(self, aux_layer_ids):
+        self._ids = aux_layer_ids
+
+    @torch.no_grad()
+    def forward_eagle3(self, input_ids, attention_mask):
+        out = self._module(input_ids, attention_mask, output_hidden_states=True, use_cache=False)
+        return out.logits, torch.cat([out.hidden_states[i + 1] for i in self._ids], dim=-1)
+
+    def input_embedding_weight(self):
+        return self._module.get_input_embeddings().weight.detach()
+
+
+def trainer_step(batch):
+    torch.manual_seed(0)
+    ids, mask = draft_vocabulary(tiny())
+    draft = LlamaEagle3DraftModel(derive_draft_config(tiny().config, draft_vocab_size=len(ids)))
+    trainer = Eagle3TrainerModule(
+        draft, selected_token_ids=ids, selected_token_mask=mask, ttt_steps=2
+    )
+    loss = trainer(**batch.to_trainer_inputs()).loss
+    loss.backward()
+    return [loss.detach(), *(p.grad for p in draft.parameters() if p.grad is not None)]
+
+
+@pytest.mark.parametrize("shared_memory", [True, False], ids=["shm", "tcp"])
+def test_a_runner_with_four_members_drops_in(shared_memory):
+    with running(backend=RunnerEagle3TargetModel(FourMembers())) as started:
+        with remote(started, "probs", shared_memory=shared_memory) as target:
+            weight = target.get_input_embeddings().weight
+            assert torch.equal(weight, tiny().get_input_embeddings().weight)
+            for rows in ROWS.values():
+                here = RunnerEagle3TargetModel(FourMembers(), supervision="probs")
+                here.set_vocab_mapping(*draft_vocabulary(tiny()))
+                batch, expected = target.generate_batch(*rows), here.generate_batch(*rows)
+                assert differing(batch, expected) == []
+                logits = RunnerEagle3TargetModel(FourMembers()).generate_batch(*rows)
+                assert all(map(torch.equal, trainer_step(batch), trainer_step(logits)))
+            with pytest.raises(BadInput, match="does not show its output head"):
+                target.info()
+        with remote(started, "topk", top_k=5) as target:
+            kept = target.generate_batch(*ROWS["packed"]).target_probs.count_nonzero(-1)
+            assert set(kept.flatten().tolist()) == {0, 5}
+        for supervision in ("hidden", "logits"):
+            with pytest.raises(BadInput, match="no hidden states: they answer probs or topk"):
+                remote(started, supervision)
+
+
+def test_probabilities_of_a_four_member_runner_are_rounded_once():
+    """What travels is rounded to the states' precision, never the logits behind it."""
+    with running(backend=RunnerEagle3TargetModel(FourMembers())) as started:
+        with remote(started, "probs", dtype="bfloat16") as target:
+            batch = target.generate_batch(*ROWS["padded"])
+        with remote(started, "probs") as target:
+            whole = target.generate_batch(*ROWS["padded"])
+        assert torch.equal(batch.aux_hidden_states, whole.aux_hidden_states.bfloat16())
+        assert torch.equal(batch.target_probs, whole.target_probs.bfloat16().float())
+
+
+def test_questions_to_a_four_member_runner_are_merged():
+    questions = [TokenBatch(*padded_rows(seed)) for seed in range(2)]
+    narrow = TokenBatch(*(tensor[:, :9] for tensor in padded_rows(2)))
+    target = RunnerEagle3TargetModel(FourMembers())
+    parts = split(target.answer(merge([*questions, narrow])), [*questions, narrow])
+    for part, rows in zip(parts, [*questions, narrow], strict=True):
+        alone = target.answer(rows)
+        real = alone.loss_mask.bool()
+        torch.testing.assert_close(part.logits[real], alone.logits[real], rtol=1e-4, atol=2e-4)
+        assert not part.logits[:, -1].any()

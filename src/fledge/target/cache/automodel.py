@@ -1,4 +1,4 @@
-"""Reads and writes cache directories in AutoModel's own layout; see `padded` for the shards.
+"""Reads and writes cache directories in AutoModel's own layout; its shards are `PaddedLayout`.
 
     manifest.json                   AutoModel's fields; if fledge wrote it, ours under "fledge"
     target_embeddings.safetensors   the target's input embedding: `weight` [V, D], float32
@@ -9,7 +9,10 @@ the named model, or from files that fledge adds to the directory and AutoModel i
 """
 
 import hashlib
-from collections.abc import Iterable
+import mmap
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +26,25 @@ from fledge.core import reading
 from fledge.core.errors import BadInput
 from fledge.core.files import atomic_file
 from fledge.core.head import TargetHead
+from fledge.core.reading import parse_json
+from fledge.core.rows import TokenRow
 from fledge.data.vocab import DraftVocabulary, count_supervised
 from fledge.models.resolve import load_config, local_model
 from fledge.models.weight_files import read_target_tables
 from fledge.target.base import InputEmbedding, TargetInfo
-from fledge.target.cache.format import FORMAT
+from fledge.target.cache.format import (
+    FORMAT,
+    KEY_BYTES,
+    SAFETENSORS,
+    CacheShape,
+    Layout,
+    Piece,
+    raw_bytes,
+    row_facts,
+    row_key,
+    starts_of,
+)
+from fledge.target.cache.shard import mapped
 from fledge.target.layers import target_depth, text_config
 
 LAYOUT = "automodel"  # "layout" in our manifest of such a directory
@@ -175,3 +192,193 @@ def _head(name: str, embedding_VD: Tensor, directory: Path) -> Tensor:
         what = f"made from another model than {name} (different embeddings)"
         raise BadInput(what, where=str(directory), fix="target.model=MODEL names the right one")
     return tables.head_VD
+
+
+# --- padded --------------------------------------------------------------------------------------
+# A shard in AutoModel's own layout: rows padded to one length, every field stacked.
+#
+# Rows are stored the way a trainer reads them: shifted (`core.batch`). Example: a row of four
+# tokens with prompt `x0 x1`, padded to six:
+#
+#     token                    x0   x1   x2   x3
+#     input_ids [R, S]         x1   x2   x3   0    0    0     int64
+#     attention_mask [R, S]    1    1    1    1    0    0     int64
+#     loss_mask [R, S]         0    1    1    0    0    0     int64, of the token after
+#     aux_hidden_states        a0   a1   a2   a3   0    0     [R, S, 3D]
+#     target_probs             .    p2   p3   .    .    .     [R, S, W], about the token after
+#     position_mask            .    m2   m3   .    .    .     [R, S, 1], bool
+#
+# or, instead of `target_probs`, `target_probs_values` and `target_probs_indices` (int32) [R, S, K].
+# So a row's first token is in none of the fields; nothing is trained on it. In shards written by
+# fledge it is in the header (which AutoModel does not read), along with the places of the rows; in
+# others it is taken to be 0.
+#
+# Shapes: R rows of a shard, S their padded length, D target hidden, W draft vocabulary, K kept
+# probabilities.
+
+
+# AutoModel's names for our fields, where they differ.
+_AUTOMODEL_NAMES = {"topk_probs": "target_probs_values", "topk_ids": "target_probs_indices"}
+_INTEGERS = ("input_ids", "attention_mask", "loss_mask")
+
+
+def padded_shard_name(index: int) -> str:
+    return f"shard-{index:06d}.safetensors"
+
+
+def their_fields(shape: CacheShape) -> dict[str, tuple[torch.dtype, int]]:
+    """AutoModel's fields: name -> (dtype, values per slot)."""
+    fields = dict.fromkeys(_INTEGERS, (torch.int64, 1))
+    for field in (*shape.token_fields(), *shape.slot_fields()):
+        dtype = torch.bool if field.name == "position_mask" else field.dtype
+        fields[_AUTOMODEL_NAMES.get(field.name, field.name)] = dtype, field.width
+    return fields
+
+
+class PaddedLayout(Layout):
+    """The byte layout of a padded shard with the given rows."""
+
+    def __init__(self, shape: CacheShape, rows: Sequence[TokenRow], width: int) -> None:
+        self.shape, self.width = shape, width
+        lengths = [len(row.input_ids) for row in rows]
+        if lengths and max(lengths) > width:
+            raise BadInput(f"a row of {max(lengths)} tokens does not fit into {width}")
+        self.row_start, fields = starts_of(lengths), their_fields(shape)
+        self._slot_bytes = {
+            name: values * dtype.itemsize for name, (dtype, values) in fields.items()
+        }
+        names = sorted(fields, key=lambda name: (-fields[name][0].itemsize, name))
+        stacked = [
+            (name, fields[name][0], _stacked_shape(name, len(rows), width, fields[name][1]))
+            for name in names
+        ]
+        first = [[int(row.input_ids[0]), int(row.loss_mask[0])] for row in rows]
+        super().__init__(stacked, {**row_facts(rows), "first": first})
+
+    def at(self, name: str, row: int, slot: int = 0) -> int:
+        return self.extent[name][0] + (row * self.width + slot) * self._slot_bytes[name]
+
+    def before(self, rows: Sequence[TokenRow]) -> Iterator[Piece]:
+        for number, row in enumerate(rows):
+            ids, mask = (np.asarray(x[1:], dtype=np.int64) for x in (row.input_ids, row.loss_mask))
+            yield self.at("input_ids", number), ids
+            yield self.at("loss_mask", number), mask
+            yield self.at("attention_mask", number), np.ones(len(row.input_ids), dtype=np.int64)
+
+    def pieces(self, row: int, tokens: TokenRow, payload: dict[str, Tensor]) -> Iterator[Piece]:
+        for field in self.shape.token_fields():
+            yield self.at(field.name, row), raw_bytes(payload[field.name])
+        slots = self.shape.slots(np.asarray(tokens.loss_mask))
+        runs = np.split(np.arange(len(slots)), np.flatnonzero(np.diff(slots) != 1) + 1)
+        for field in self.shape.slot_fields() if len(slots) else ():
+            data = raw_bytes(payload[field.name]).reshape(len(slots), field.row_bytes)
+            name = _AUTOMODEL_NAMES.get(field.name, field.name)
+            for run in runs:
+                yield self.at(name, row, int(slots[run[0]])), data[run[0] : run[-1] + 1]
+
+
+def _stacked_shape(name: str, rows: int, width: int, values: int) -> list[int]:
+    return [rows, width] if name in _INTEGERS else [rows, width, values]
+
+
+@dataclass(frozen=True)
+class _Extent:
+    row_start: NDArray[np.int64]
+    n_bytes: int
+
+
+class PaddedShard:
+    """A finished padded shard, memory-mapped, with the interface of `Shard`.
+
+    `order_W` sorts its columns by ascending target id, which is our order; None if they already
+    are. There are no checksums: every row is assumed to be whole.
+    """
+
+    def __init__(self, path: Path, shape: CacheShape, order_W: NDArray[np.int64] | None) -> None:
+        self.path, self._shape, self._order_W = path, shape, order_W
+        self._map = mapped(path)
+        try:
+            length = int.from_bytes(self._map[:8], "little")
+            header = parse_json(self._map[8 : 8 + length], where=str(path))
+            facts_json = (header.get("__metadata__") or {}).get("fledge", "{}")
+            facts = parse_json(facts_json.encode(), where=str(path))
+            self._fields = self._open_fields(header, 8 + length)
+            rows = len(self._fields["input_ids"])
+            default_places = [f"{path.name}:{row + 1}" for row in range(rows)]
+            self.places: list[str] = facts.get("places") or default_places
+            self.truncated: list[bool] = facts.get("truncated") or [False] * rows
+            self._first_R2 = np.array(facts.get("first") or [[0, 0]] * rows).reshape(rows, 2)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise BadInput(f"the shard cannot be read ({error})", where=str(path)) from None
+        self._lengths = self._row_lengths()
+        self.layout = _Extent(starts_of(self._lengths.tolist()), len(self._map))
+
+    def _open_fields(self, header: dict[str, Any], data: int) -> dict[str, NDArray[np.uint8]]:
+        """name -> bytes [R, S, bytes per slot]; raises unless they match the manifest."""
+        file_bytes: NDArray[np.uint8] = np.frombuffer(self._map, dtype=np.uint8)
+        rows, width = header["input_ids"]["shape"]
+        fields = {}
+        for name, (dtype, values) in their_fields(self._shape).items():
+            entry, expected = header[name], _stacked_shape(name, rows, width, values)
+            if entry["dtype"] != SAFETENSORS[dtype] or entry["shape"] != expected:
+                actual = f"{entry['dtype']} {entry['shape']}"
+                raise ValueError(f"{name} is {actual}, not {SAFETENSORS[dtype]} {expected}")
+            begin, end = entry["data_offsets"]
+            fields[name] = file_bytes[data + begin : data + end].reshape(rows, width, -1)
+        return fields
+
+    def _integers(self, name: str) -> NDArray[np.int64]:
+        return self._fields[name].view(np.int64)[..., 0]
+
+    def _row_lengths(self) -> NDArray[np.int64]:
+        real_RS = self._integers("attention_mask")
+        lengths_R: NDArray[np.int64] = real_RS.sum(1)
+        if not np.array_equal(real_RS, np.arange(real_RS.shape[1]) < lengths_R[:, None]):
+            raise BadInput("attention_mask is not right-padded", where=str(self.path))
+        return lengths_R
+
+    def __len__(self) -> int:
+        return len(self._lengths)
+
+    @cached_property
+    def keys(self) -> NDArray[np.uint8]:
+        keys = b"".join(row_key(self.tokens(row)[0]) for row in range(len(self)))
+        return np.frombuffer(keys, dtype=np.uint8).reshape(-1, KEY_BYTES)
+
+    @property
+    def loss_mask(self) -> NDArray[np.uint8]:
+        """The loss masks of all rows, end to end."""
+        return np.concatenate([self.tokens(row)[1] for row in range(len(self))])
+
+    def tokens(self, row: int) -> tuple[NDArray[np.int32], NDArray[np.uint8]]:
+        later, (first, supervised) = max(0, int(self._lengths[row]) - 1), self._first_R2[row]
+        ids = np.concatenate([[first], self._integers("input_ids")[row, :later]])
+        mask = np.concatenate([[supervised], self._integers("loss_mask")[row, :later] != 0])
+        return ids.astype(np.int32), mask.astype(np.uint8)
+
+    def payload(self, name: str, row: int) -> NDArray[np.uint8]:
+        """The bytes of one row in one of our payload tensors."""
+        data_SX: NDArray[np.uint8] = self._fields[_AUTOMODEL_NAMES.get(name, name)][row]
+        if name == "aux_hidden_states":
+            return data_SX[: int(self._lengths[row])].reshape(-1)
+        kept_MX: NDArray[Any] = data_SX[self._shape.slots(self.tokens(row)[1])]
+        if self._order_W is not None and name == "target_probs":
+            kept_MX = kept_MX.view(f"u{self._shape.dtype.itemsize}")[:, self._order_W]
+        elif self._order_W is not None and name == "topk_ids":
+            rank_W = np.argsort(self._order_W).astype(np.int32)
+            kept_MX = rank_W[kept_MX.view(np.int32)]
+        raw: NDArray[np.uint8] = np.ascontiguousarray(kept_MX).view(np.uint8)
+        return raw.reshape(-1)
+
+    def is_whole(self, row: int) -> bool:
+        """True for every row of the shard: there is no checksum to compare."""
+        return 0 <= row < len(self)
+
+    def read_ahead(self, row: int) -> None:
+        """Have the operating system fetch a row in the background."""
+        base: int = np.frombuffer(self._map, dtype=np.uint8).ctypes.data
+        for data in self._fields.values():
+            begin = data[row].ctypes.data - base
+            used = int(self._lengths[row]) * data.shape[-1]
+            page = begin - begin % mmap.PAGESIZE
+            self._map.madvise(mmap.MADV_WILLNEED, page, begin + used - page)

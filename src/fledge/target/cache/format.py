@@ -25,17 +25,25 @@ Shapes: R rows of a shard, N their tokens, M their supervised slots, D target hi
 vocabulary, K kept probabilities.
 """
 
+import hashlib
 import json
 import math
-from collections.abc import Iterable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from fledge.core.errors import BadInput, nearest
+from fledge.core.batch import Eagle3TargetBatch
+from fledge.core.errors import BadInput
+from fledge.core.head import TargetHead
+from fledge.core.rows import TokenRow
+from fledge.target.base import by_layer
+from fledge.target.finite_check import finite_rows
 
 FORMAT = 2  # increment when the meaning of the files changes
 Encoding = Literal["hidden", "hidden-fp8", "probs", "topk"]
@@ -43,6 +51,7 @@ ENCODINGS: tuple[Encoding, ...] = get_args(Encoding)
 OVER_A_VOCABULARY: tuple[Encoding, ...] = ("probs", "topk")  # the others serve any vocabulary
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 KEY_BYTES = 16
+Piece = tuple[int, NDArray[Any]]  # where a file is written to, and with what
 _HEADER_ALIGNMENT = 64
 
 # The names of dtypes in a safetensors header.
@@ -71,16 +80,9 @@ class CacheShape:
     draft_vocab_size: int = 0  # probs and topk
     top_k: int = 0  # topk
     supervised_only: bool = False  # keep supervision at supervised slots only
-    dtypes: ClassVar[tuple[torch.dtype, ...]] = tuple(DTYPES.values())  # allowed for states
+    dtypes: ClassVar[tuple[torch.dtype, ...]] = tuple(DTYPES.values())  # of a cache's states
 
     def __post_init__(self) -> None:
-        if self.encoding not in ENCODINGS:
-            fix = nearest(str(self.encoding), list(ENCODINGS))
-            raise BadInput(f"{self.encoding!r} is not an encoding of the cache", fix=fix)
-        if self.dtype not in self.dtypes:
-            raise BadInput(
-                f"states are not kept as {self.dtype}", fix=f"one of {', '.join(DTYPES)}"
-            )
         if self.encoding in ("probs", "topk") and self.draft_vocab_size < 1:
             raise BadInput(f"the {self.encoding} encoding needs a draft vocabulary")
         if self.encoding == "topk" and not 1 <= self.top_k <= self.draft_vocab_size:
@@ -145,28 +147,43 @@ class Field:
         return self.width * self.dtype.itemsize
 
 
-@dataclass(frozen=True)
-class Placed:
-    """A field at its position in the file: `count` rows, starting at byte `begin`."""
+class Layout(ABC):
+    """The byte layout of a file of tensors, stored end to end, and how rows are written to it."""
 
-    field: Field
-    count: int
-    begin: int
+    def __init__(
+        self, tensors: Sequence[tuple[str, torch.dtype, list[int]]], facts: dict[str, Any]
+    ) -> None:
+        self.header = safetensors_header(tensors, {"fledge": json.dumps(facts, sort_keys=True)})
+        self.extent: dict[str, tuple[int, int]] = {}  # the bytes [begin, end) of each tensor
+        at = len(self.header)
+        for name, dtype, shape in tensors:
+            begin, at = at, at + math.prod(shape) * dtype.itemsize
+            self.extent[name] = begin, at
+        self.n_bytes = at
 
-    @property
-    def end(self) -> int:
-        return self.begin + self.count * self.field.row_bytes
+    row_start: NDArray[np.int64]  # the token at which each row begins, and the number of tokens
+
+    @abstractmethod
+    def before(self, rows: Sequence[TokenRow]) -> Iterator[Piece]:
+        """What is written before the target has run."""
+
+    @abstractmethod
+    def pieces(self, row: int, tokens: TokenRow, payload: dict[str, Tensor]) -> Iterator[Piece]:
+        """What is written for one row: the fields of its tokens and slots."""
+
+    def after(self, digests_R: NDArray[np.int64]) -> Iterator[Piece]:
+        """What is written last."""
+        return iter(())
 
 
-class ShardLayout:
+class ShardLayout(Layout):
     """The byte layout of a shard with the given rows."""
 
     def __init__(
         self, shape: CacheShape, tokens: Sequence[int], slots: Sequence[int], facts: dict[str, Any]
     ) -> None:
         self.shape = shape
-        self.row_start = np.concatenate([[0], np.cumsum(tokens)]).astype(np.int64)
-        self.slot_start = np.concatenate([[0], np.cumsum(slots)]).astype(np.int64)
+        self.row_start, self.slot_start = starts_of(tokens), starts_of(slots)
         rows, n_tokens, n_slots = len(tokens), int(self.row_start[-1]), int(self.slot_start[-1])
         counted = [
             *((field, n_tokens) for field in shape.token_fields()),
@@ -180,29 +197,69 @@ class ShardLayout:
         ]
         # widest dtypes first: every tensor then starts at a multiple of its item size
         counted.sort(key=lambda item: (-item[0].dtype.itemsize, item[0].name))
-        entries = (
-            (field.name, field.dtype, [count] if field.name in _FLAT else [count, field.width])
-            for field, count in counted
-        )
-        self.header = safetensors_header(entries, {"fledge": json.dumps(facts, sort_keys=True)})
-        self.places: dict[str, Placed] = {}
-        at = len(self.header)
-        for field, count in counted:
-            self.places[field.name] = Placed(field, count, at)
-            at = self.places[field.name].end
-        self.n_bytes = at
-        self._by_token = {field.name for field in shape.token_fields()}
+        sizes = ([n] if f.name in _FLAT else [n, f.width] for f, n in counted)
+        tensors = zip(counted, sizes, strict=True)
+        super().__init__([(f.name, f.dtype, size) for (f, _), size in tensors], facts)
+        by_token = {f.name: (self.row_start, f.row_bytes) for f in shape.token_fields()}
+        by_slot = {f.name: (self.slot_start, f.row_bytes) for f in shape.slot_fields()}
+        self._payload = dict(sorted((by_token | by_slot).items()))
+        self.payload_names = list(self._payload)
 
     def span(self, name: str, row: int) -> tuple[int, int]:
         """The byte range [begin, end) of one row in a payload tensor."""
-        place = self.places[name]
-        starts = self.row_start if name in self._by_token else self.slot_start
-        first, last = int(starts[row]), int(starts[row + 1])
-        width = place.field.row_bytes
-        return place.begin + first * width, place.begin + last * width
+        (begin, _), (starts, width) = self.extent[name], self._payload[name]
+        return begin + int(starts[row]) * width, begin + int(starts[row + 1]) * width
+
+    def before(self, rows: Sequence[TokenRow]) -> Iterator[Piece]:
+        ids = [np.asarray(row.input_ids, dtype=np.int32) for row in rows]
+        masks = [np.asarray(row.loss_mask, dtype=np.uint8) for row in rows]
+        keys = np.frombuffer(b"".join(map(row_key, ids)), dtype=np.uint8)
+        for name, values in (
+            ("row_start", self.row_start), ("slot_start", self.slot_start),
+            ("input_ids", np.concatenate(ids)), ("loss_mask", np.concatenate(masks)),
+            ("row_key", keys),
+        ):  # fmt: skip
+            yield self.extent[name][0], values
+
+    def pieces(self, row: int, tokens: TokenRow, payload: dict[str, Tensor]) -> Iterator[Piece]:
+        for name in self.payload_names:
+            (begin, end), data = self.span(name, row), raw_bytes(payload[name])
+            if len(data) != end - begin:
+                raise ValueError(f"{name} of row {row} has {len(data)} bytes, not {end - begin}")
+            yield begin, data
+
+    def after(self, digests_R: NDArray[np.int64]) -> Iterator[Piece]:
+        yield self.extent["row_digest"][0], digests_R
 
 
 _FLAT = {"input_ids", "loss_mask", "row_start", "slot_start", "row_digest"}  # one value per row
+
+
+def layout_of(shape: CacheShape, rows: Sequence[TokenRow]) -> ShardLayout:
+    """The layout of a shard with these rows, which does not depend on the target's answers."""
+    slots = [len(shape.slots(row.loss_mask)) for row in rows]
+    return ShardLayout(shape, [len(row.input_ids) for row in rows], slots, row_facts(rows))
+
+
+def row_facts(rows: Sequence[TokenRow]) -> dict[str, Any]:
+    """What a shard's header says of its rows."""
+    truncated = [bool(row.truncated) for row in rows]
+    return {"places": [row.place for row in rows], "truncated": truncated}
+
+
+def starts_of(lengths: Sequence[int]) -> NDArray[np.int64]:
+    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+
+
+def row_key(input_ids: NDArray[np.int32]) -> bytes:
+    """A hash of the token ids: equal token rows have equal keys."""
+    ids = np.ascontiguousarray(input_ids, dtype=np.int32)
+    return hashlib.blake2b(ids.data, digest_size=KEY_BYTES).digest()
+
+
+def raw_bytes(tensor: Tensor) -> NDArray[np.uint8]:
+    raw: NDArray[np.uint8] = tensor.contiguous().flatten().view(torch.uint8).numpy()
+    return raw
 
 
 def safetensors_header(
@@ -224,8 +281,170 @@ def shard_name(index: int) -> str:
     return f"shard-{index:05d}.safetensors"
 
 
-def padded_layout_bytes(rows: int, seq_length: int, aux_width: int, draft_vocab_size: int) -> int:
-    """The size of padded rows with draft-vocabulary probabilities in bf16, for comparison. Each
-    padded position has aux states, probabilities, ids, two masks (int64) and the position mask."""
-    per_position = 2 * (aux_width + draft_vocab_size) + 3 * 8 + 1
-    return rows * seq_length * per_position
+# --- codec ---------------------------------------------------------------------------------------
+# Encodes a target's answer as the tensors that the cache stores, and decodes them again.
+#
+# Probabilities come from `target_distribution`, the function that the trainer itself calls, so a
+# cached answer equals the live one. Everything here runs on the device of the batch.
+
+
+_FP8 = torch.float8_e4m3fn
+_FP8_MAX = torch.finfo(_FP8).max
+_FP16_TOO_SMALL_BY = 2.0**8  # see `_scaled_down_fp16`
+_CPU_BLOCK, _GPU_BLOCK = 1 << 19, 1 << 24  # values decoded at once
+
+
+@torch.no_grad()
+def to_fp8(states_ND: Tensor, chunks: int) -> tuple[Tensor, Tensor]:
+    """8-bit floats [N, D] and their scales [N, chunks]: each chunk's largest magnitude becomes 448.
+
+    There is one scale per token and layer, because tokens differ by orders of magnitude (above all
+    the first one of a row); the exponent bits cover the differences between channels.
+    """
+    grouped_NCX = states_ND.float().reshape(len(states_ND), chunks, states_ND.shape[-1] // chunks)
+    scale_NC = grouped_NCX.abs().amax(-1) / _FP8_MAX
+    scale_NC = torch.where(scale_NC == 0, 1.0, scale_NC)  # NaN stays: `unsound` detects it
+    # with a subnormal scale the quotient can round past the largest value: clamp before the cast
+    scaled_NCX = (grouped_NCX / scale_NC[..., None]).clamp(-_FP8_MAX, _FP8_MAX)
+    return scaled_NCX.flatten(-2).to(_FP8), scale_NC
+
+
+@torch.no_grad()
+def from_fp8(states_ND: Tensor, scale_NC: Tensor, dtype: torch.dtype) -> Tensor:
+    """The inverse of `to_fp8`: each value times its chunk's scale in float32, rounded once. Works
+    in blocks of rows, so that intermediates fit a CPU's cache and stay small on a GPU."""
+    (rows, chunks), width = scale_NC.shape, states_ND.shape[-1]
+    shape_NCX = (rows, chunks, width // chunks)
+    states_NCX, scale_NC1 = states_ND.view(shape_NCX), scale_NC[..., None]
+    if on_cpu := states_ND.device.type == "cpu":
+        scale_NC1 = scale_NC1 * _FP16_TOO_SMALL_BY
+    out_NCX = torch.empty(shape_NCX, dtype=dtype, device=states_ND.device)
+    block = max(1, (_CPU_BLOCK if on_cpu else _GPU_BLOCK) // width)
+    for begin in range(0, rows, block):
+        part = states_NCX[begin : begin + block]
+        fp16 = _scaled_down_fp16(part) if on_cpu else part.to(torch.float16)
+        out_NCX[begin : begin + block] = fp16.float().mul_(scale_NC1[begin : begin + block])
+    return out_NCX.flatten(1)
+
+
+def _scaled_down_fp16(states: Tensor) -> Tensor:
+    """e4m3 -> float16, too small by a factor of 2^8; on a CPU eight times as fast as torch's cast.
+
+    Sign, exponent and mantissa are moved to their positions in a float16. This preserves the value,
+    also of subnormal numbers, except that the exponent is off by the difference of the biases,
+    15 - 7. (NaN is not preserved, but it is never written.) Making up for the factor in the scale
+    is exact, since no scale exceeds 2^120.
+
+        e4m3       s eeee mmm
+        extended   ssss ssss seee emmm     int16
+        shifted    ssee eemm m000 0000     << 7
+        float16    s0ee eemm m000 0000     & ~0x4000
+    """
+    bits = states.view(torch.int8).to(torch.int16).bitwise_left_shift_(7)
+    return bits.bitwise_and_(~0x4000).view(torch.float16)
+
+
+@torch.no_grad()
+def unsound(stored: dict[str, Tensor], shape: CacheShape) -> tuple[Tensor, Tensor]:
+    """bool [N, A] and [M]: which aux layers of which tokens, and which supervised slots, are stored
+    with a value that is not finite."""
+    aux_NAD = by_layer(stored["aux_hidden_states"], shape.aux_layers)
+    if shape.encoding == "hidden-fp8":
+        bad_NA = ~stored["aux_scale"].isfinite() | _fp8_nan(aux_NAD)
+        bad_M = ~stored["last_scale"][:, 0].isfinite() | _fp8_nan(stored["last_hidden_states"])
+        return bad_NA, bad_M
+    names = {"hidden": "last_hidden_states", "probs": "target_probs", "topk": "topk_probs"}
+    return ~finite_rows(aux_NAD), ~finite_rows(stored[names[shape.encoding]])
+
+
+def _fp8_nan(states: Tensor) -> Tensor:
+    """[..., D] -> [...]: whether any 8-bit float is NaN, i.e. has all bits but the sign set."""
+    return ((states.view(torch.uint8) & 0x7F) == 0x7F).any(-1)
+
+
+@torch.no_grad()
+def keep_top(probs_NW: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """The k largest probabilities [N, K], renormalized, and their draft ids."""
+    top_NK, ids_NK = probs_NW.float().topk(top_k, dim=-1)
+    total_N1 = top_NK.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
+    return top_NK / total_N1, ids_NK
+
+
+@torch.no_grad()
+def encode_rows(
+    batch: Eagle3TargetBatch,
+    shape: CacheShape,
+    lengths: list[int],
+    slots: list[Tensor],
+    *,
+    head: TargetHead | None = None,
+    vocabulary: tuple[Tensor, Tensor] | None = None,
+) -> dict[str, Tensor]:
+    """The payload of a batch with one document per row, rows end to end: name -> [N or M, ...].
+    `lengths` are the token counts of the rows, `slots` their slots whose supervision is kept."""
+    width = batch.input_ids.shape[1]
+    token_N = torch.cat([row * width + torch.arange(n) for row, n in enumerate(lengths)])
+    slot_M = torch.cat([row * width + slot for row, slot in enumerate(slots)])
+    device = batch.aux_hidden_states.device
+    token_N, slot_M = token_N.to(device), slot_M.to(device)
+    aux_ND = batch.aux_hidden_states.flatten(0, 1)[token_N]
+    if shape.is_hidden:
+        assert batch.last_hidden_states is not None, "see `check_target`"
+        hidden_MD = batch.last_hidden_states.flatten(0, 1)[slot_M]
+        if shape.encoding == "hidden":
+            aux_ND, hidden_MD = aux_ND.to(shape.dtype), hidden_MD.to(shape.dtype)
+            return {"aux_hidden_states": aux_ND, "last_hidden_states": hidden_MD}
+        aux8_ND, aux_scale = to_fp8(aux_ND, shape.aux_layers)
+        hidden8_MD, last_scale = to_fp8(hidden_MD, 1)
+        return {
+            "aux_hidden_states": aux8_ND,
+            "aux_scale": aux_scale,
+            "last_hidden_states": hidden8_MD,
+            "last_scale": last_scale,
+        }
+    if batch.target_probs is None:
+        assert vocabulary is not None, "probabilities are over a draft vocabulary"
+        batch = batch.with_probs(head, *vocabulary)
+    assert batch.target_probs is not None
+    assert batch.position_mask is not None
+    probs_MW = batch.target_probs.flatten(0, 1)[slot_M]
+    position_M1 = batch.position_mask.flatten(0, 1)[slot_M]
+    top_k = shape.top_k if shape.encoding == "topk" else None
+    supervision = encode_probs(probs_MW, position_M1, shape.dtype, top_k)
+    return {"aux_hidden_states": aux_ND.to(shape.dtype), **supervision}
+
+
+def encode_probs(
+    probs_MW: Tensor, sayable_M1: Tensor, dtype: torch.dtype, top_k: int | None
+) -> dict[str, Tensor]:
+    """The stored form of probabilities: the `top_k` largest, or all of them."""
+    mask = {"position_mask": sayable_M1.to(torch.uint8)}
+    if top_k is None:
+        return {**mask, "target_probs": probs_MW.to(dtype)}
+    top_MK, ids_MK = keep_top(probs_MW, top_k)
+    return {**mask, "topk_probs": top_MK.to(dtype), "topk_ids": ids_MK.to(torch.int32)}
+
+
+@torch.no_grad()
+def decode_states(
+    stored: dict[str, Tensor], shape: CacheShape, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """Decode stored tensors [S, ...] of any S slots to the fields of a batch, still flat."""
+    aux_SD = stored["aux_hidden_states"]
+    if shape.is_hidden:
+        hidden_SD = stored["last_hidden_states"]
+        if shape.encoding == "hidden-fp8":
+            aux_SD = from_fp8(aux_SD, stored["aux_scale"], dtype)
+            hidden_SD = from_fp8(hidden_SD, stored["last_scale"], dtype)
+        return {"aux_hidden_states": aux_SD, "last_hidden_states": hidden_SD}
+    if shape.encoding == "probs":
+        probs_SW = stored["target_probs"].float()
+    else:
+        top_SK = stored["topk_probs"].float()
+        probs_SW = top_SK.new_zeros((len(top_SK), shape.draft_vocab_size))
+        probs_SW.scatter_add_(1, stored["topk_ids"].long(), top_SK)
+    return {
+        "aux_hidden_states": aux_SD,
+        "target_probs": probs_SW,
+        "position_mask": stored["position_mask"] != 0,
+    }

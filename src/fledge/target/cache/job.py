@@ -4,6 +4,8 @@ Nothing here loads weights; `begin_cache` adds the facts that require the loaded
 """
 
 import hashlib
+import itertools
+import math
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,34 +14,35 @@ from typing import Any
 
 import torch
 
-from fledge.core.errors import BadInput
+from fledge.core.errors import BadInput, nearest
 from fledge.core.rows import TokenRow
-from fledge.core.text import counted
+from fledge.core.terminal import counted
 from fledge.data.vocab import DraftVocabulary
 from fledge.models.resolve import load_config, load_tokenizer, local_model
-from fledge.target.cache.automodel import their_manifest
-from fledge.target.cache.copied import copied_files
+from fledge.target.cache.automodel import PaddedLayout, padded_shard_name, their_manifest
 from fledge.target.cache.format import (
+    ENCODINGS,
     FORMAT,
     OVER_A_VOCABULARY,
     CacheShape,
     Encoding,
-    ShardLayout,
-    padded_layout_bytes,
+    Layout,
+    layout_of,
     shard_name,
 )
 from fledge.target.cache.manifest import (
     TARGET_FILES,
+    copied_files,
     dtype_name,
     ensure_free,
     ensure_resumable,
     existing_shards,
     shape_of,
 )
-from fledge.target.cache.padded import PaddedLayout, padded_shard_name
-from fledge.target.cache.shard import is_whole_shard, layout_of
+from fledge.target.cache.shard import is_whole_shard
 from fledge.target.layers import (
     EAGLE3_AUX_LAYERS,
+    longest_text,
     target_depth,
     text_config,
     validate_aux_layer_ids,
@@ -64,6 +67,15 @@ class CacheOptions:
     quota_bytes: int | None = None
 
 
+def check_encoding(encoding: str, top_k: int | None, *, flag: str) -> None:
+    """Refuse an unknown --encoding, and one that does not go with `flag`."""
+    if encoding not in ENCODINGS:
+        hint = nearest(encoding, list(ENCODINGS))
+        raise BadInput(f"{encoding!r} is not an encoding", where="--encoding", fix=hint)
+    if (encoding == "topk") != bool(top_k):
+        raise BadInput(f"the topk encoding and {flag} belong together", where="--encoding")
+
+
 def quota_in_bytes(gigabytes: float | None) -> int | None:
     """`--quota-gb` in bytes; None means no limit."""
     if gigabytes is None:
@@ -81,30 +93,14 @@ class CacheJob:
     rows: Sequence[TokenRow]  # in the order of the cache
     shape: CacheShape
     manifest: dict[str, Any]  # all fields except `LATE`
+    options: CacheOptions = CacheOptions()
     vocabulary: DraftVocabulary | None = None  # with hidden states only a suggestion
     model_dir: Path | None = None  # whose config and tokenizer are copied into the cache
-    shard_size: int = 256
-    batch_size: int = 4
     pad_id: int = 0
-    resume: bool = False
-    quota_bytes: int | None = None
     padded_to: int | None = None  # tokens per row in AutoModel's layout; None: our layout
+    head_bytes: int = 0  # everything but the shards: an estimate until the target is loaded
 
-    @classmethod
-    def of(
-        cls,
-        directory: Path,
-        rows: Sequence[TokenRow],
-        manifest: dict[str, Any],
-        options: CacheOptions,
-        **more: Any,
-    ) -> "CacheJob":
-        """The job that the manifest and the user's options describe."""
-        names = ("shard_size", "batch_size", "resume", "quota_bytes")
-        more |= {name: getattr(options, name) for name in names}
-        return cls(directory, rows, shape_of(manifest), manifest, **more)
-
-    def layout(self, rows: Sequence[TokenRow]) -> ShardLayout | PaddedLayout:
+    def layout(self, rows: Sequence[TokenRow]) -> Layout:
         """The layout of a shard with these rows."""
         if self.padded_to is None:
             return layout_of(self.shape, rows)
@@ -121,9 +117,13 @@ class CacheJob:
         assert self.vocabulary is not None, "padded rows are of probabilities"
         return their_manifest(manifest, self.vocabulary, self.directory / TARGET_FILES)
 
+    def rows_in(self, index: int) -> int:
+        """The number of rows in a shard."""
+        return min(len(self.rows) - index * self.options.shard_size, self.options.shard_size)
+
     def shard_rows(self, index: int) -> list[TokenRow]:
-        stop = min(len(self.rows), (index + 1) * self.shard_size)
-        return [self.rows[i] for i in range(index * self.shard_size, stop)]
+        first = index * self.options.shard_size
+        return [self.rows[i] for i in range(first, first + self.rows_in(index))]
 
 
 @dataclass(frozen=True)
@@ -146,6 +146,11 @@ class CachePlan:
     def missing(self) -> list[int]:
         return [i for i in range(len(self.shard_bytes)) if i not in self.done]
 
+    @property
+    def wanted(self) -> list[int]:
+        """The missing shards within the quota."""
+        return [i for i in self.missing if i < self.allowed]
+
     def is_written(self, job: CacheJob, index: int) -> bool:
         """Whether a missing shard has been written since, by any process."""
         stamp = _stamp(job.shard_path(index))
@@ -161,6 +166,7 @@ class ModelFacts:
     hidden_size: int
     vocab_size: int
     aux_layer_ids: tuple[int, ...]
+    longest_text: int
     pad_id: int
     tied: bool
     tokenizer: Any
@@ -172,11 +178,12 @@ class ModelFacts:
         name: str,
         *,
         aux_layer_ids: Sequence[int] | None = None,
-        num_aux_layers: int = EAGLE3_AUX_LAYERS,
+        num_aux_layers: int | None = EAGLE3_AUX_LAYERS,
         trust_remote_code: bool = False,
     ) -> "ModelFacts":
         config = text_config(load_config(name, trust_remote_code=trust_remote_code))
         tokenizer = load_tokenizer(name, trust_remote_code=trust_remote_code)
+        template = str(tokenizer.chat_template)
         try:
             ids = validate_aux_layer_ids(aux_layer_ids, target_depth(config), num_aux_layers)
         except ValueError as error:
@@ -187,10 +194,11 @@ class ModelFacts:
             hidden_size=int(config.hidden_size),
             vocab_size=int(config.vocab_size),
             aux_layer_ids=tuple(ids),
+            longest_text=longest_text(config),
             pad_id=int(tokenizer.pad_token_id or 0),
             tied=bool(getattr(config, "tie_word_embeddings", False)),
             tokenizer=tokenizer,
-            template=_digest(str(tokenizer.chat_template).encode()),
+            template=hashlib.sha256(template.encode()).hexdigest()[:16],
         )
 
     def head_bytes(self, dtype: torch.dtype) -> int:
@@ -198,10 +206,6 @@ class ModelFacts:
         weights = (1 if self.tied else 2) * self.vocab_size * self.hidden_size * dtype.itemsize
         files = sum(path.stat().st_size for path in copied_files(self.directory))
         return weights + files + (1 << 16)  # norm, headers, manifest
-
-
-def _digest(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()[:16]
 
 
 def has_weights(directory: Path) -> bool:
@@ -247,11 +251,13 @@ def make_job(
     options: CacheOptions,
     *,
     facts: dict[str, Any],
+    computed: torch.dtype,
     vocabulary: DraftVocabulary | None = None,
     held_out_rows: int = 0,
 ) -> CacheJob:
     """Build a job. `facts` describe the origin of the rows: fingerprints and every option that
-    affected them. Hidden states work with any vocabulary: `vocabulary` is then a suggestion."""
+    affected them; `computed` is the dtype of the target's forward. Hidden states work with any
+    vocabulary: `vocabulary` is then a suggestion."""
     manifest = {
         "format": FORMAT,
         "rows": len(rows),
@@ -264,20 +270,22 @@ def make_job(
         **encoding_facts(options, vocabulary),
         **facts,
     }
-    more = {"vocabulary": vocabulary, "model_dir": model.directory, "pad_id": model.pad_id}
-    return CacheJob.of(directory, rows, manifest, options, **more)
+    return CacheJob(
+        directory, rows, shape_of(manifest), manifest, options, vocabulary, model.directory,
+        pad_id=model.pad_id, head_bytes=model.head_bytes(computed),
+    )  # fmt: skip
 
 
-def plan_cache(job: CacheJob, *, head_bytes: int) -> CachePlan:
+def plan_cache(job: CacheJob) -> CachePlan:
     """Refuse a job that cannot work, else add up its bytes. Writes nothing."""
     if not len(job.rows):
         raise BadInput("no row to precompute", where=str(job.directory))
-    ensure_free(job.directory, resume=job.resume)
+    ensure_free(job.directory, resume=job.options.resume)
     existing = existing_shards(job.directory)
     ensure_resumable(job.directory, job.manifest, existing, before_loading=True)
     sizes, done, tokens = [], set(), 0
     damaged: dict[int, Stamp] = {}
-    for index in range(-(-len(job.rows) // job.shard_size)):
+    for index in range(-(-len(job.rows) // job.options.shard_size)):
         layout = job.layout(job.shard_rows(index))
         sizes.append(layout.n_bytes)
         tokens += int(layout.row_start[-1])
@@ -288,20 +296,13 @@ def plan_cache(job: CacheJob, *, head_bytes: int) -> CachePlan:
                 done.add(index)
             elif stamp is not None:
                 damaged[index] = stamp
-    extra = existing - set(range(len(sizes)))
-    if extra:
-        raise BadInput(
-            f"{shard_name(min(extra))} is beyond the {len(sizes)} shards of these rows",
-            where=str(job.directory),
-        )
-    used, allowed = head_bytes, len(sizes)
-    for index, size in enumerate(sizes):
-        used += size
-        if job.quota_bytes is not None and used > job.quota_bytes:
-            allowed = index
-            break
+    if extra := existing - set(range(len(sizes))):
+        what = f"{shard_name(min(extra))} is beyond the {len(sizes)} shards of these rows"
+        raise BadInput(what, where=str(job.directory))
+    quota = math.inf if job.options.quota_bytes is None else job.options.quota_bytes
+    allowed = sum(job.head_bytes + used <= quota for used in itertools.accumulate(sizes))
     rows = len(job.rows)
-    return CachePlan(tuple(sizes), head_bytes, frozenset(done), allowed, rows, tokens, damaged)
+    return CachePlan(tuple(sizes), job.head_bytes, frozenset(done), allowed, rows, tokens, damaged)
 
 
 def _stamp(path: Path) -> Stamp | None:
@@ -319,15 +320,11 @@ def check_disk(job: CacheJob, plan: CachePlan) -> int:
     while not existing.exists():
         existing = existing.parent
     free = shutil.disk_usage(existing).free
-    allowed = [i for i in plan.missing if i < plan.allowed]
-    needed = sum(plan.shard_bytes[i] for i in allowed)
-    if needed + plan.head_bytes > free:
-        raise BadInput(
-            f"{(needed + plan.head_bytes) / 1e9:.2f} GB would be written, {free / 1e9:.2f} GB are "
-            "free",
-            where=str(job.directory),
-            fix="use a smaller encoding, fewer rows or another disk",
-        )
+    needed = sum(plan.shard_bytes[i] for i in plan.wanted) + plan.head_bytes
+    if needed > free:
+        what = f"{needed / 1e9:.2f} GB would be written, {free / 1e9:.2f} GB are free"
+        fix = "use a smaller encoding, fewer rows or another disk"
+        raise BadInput(what, where=str(job.directory), fix=fix)
     return free
 
 
@@ -335,25 +332,18 @@ def describe_plan(job: CacheJob, plan: CachePlan, free: int) -> list[str]:
     """A readable summary of what will be written; all figures about the shards are exact."""
     shards = len(plan.shard_bytes)
     per_row = sum(plan.shard_bytes) / plan.rows
-    padded = padded_layout_bytes(
-        plan.rows,
-        int(job.manifest.get("seq_length") or max(len(row.input_ids) for row in job.rows)),
-        job.shape.aux_layers * job.shape.hidden_size,
-        job.shape.draft_vocab_size or min(32_000, int(job.manifest["vocab_size"])),
-    )
     lines = [
         f"{counted(plan.rows, 'row')}, {counted(plan.tokens, 'token')} as {job.shape.encoding} "
         f"({job.manifest['dtype']}): {readable(per_row)} a row, "
         f"{sum(plan.shard_bytes) / plan.tokens:,.0f} bytes a token, "
-        f"{readable(plan.total_bytes)} in {counted(shards, 'shard')}, embedding and head included",
-        f"padded draft-vocabulary rows would take {readable(padded)} "
-        f"({plan.total_bytes / padded:.1%} of it is written); {readable(free)} are free",
+        f"{readable(plan.total_bytes)} in {counted(shards, 'shard')}, embedding and head included; "
+        f"{readable(free)} are free",
     ]
     if plan.done:
         lines.append(f"{len(plan.done):,} of {counted(shards, 'shard')} already exist")
     if plan.allowed < shards:
         lines.append(
-            f"the quota of {readable(job.quota_bytes or 0)} stops it after "
+            f"the quota of {readable(job.options.quota_bytes or 0)} stops it after "
             f"{counted(plan.allowed, 'shard')}"
         )
     return lines

@@ -18,7 +18,9 @@ from torch import Tensor
 
 from fledge.core import reading
 from fledge.core.errors import BadInput
-from fledge.core.expected import (
+from fledge.core.files import atomic_file, write_json
+from fledge.core.head import TargetHead
+from fledge.core.reading import (
     Choice,
     Flag,
     ListOf,
@@ -31,12 +33,9 @@ from fledge.core.expected import (
     Whole,
     shown,
 )
-from fledge.core.files import atomic_file, write_json
-from fledge.core.head import TargetHead
-from fledge.core.text import counted
-from fledge.target.base import InputEmbedding, TargetInfo
+from fledge.core.terminal import counted
+from fledge.target.base import HeadlessInfo, InputEmbedding, TargetInfo
 from fledge.target.cache import automodel
-from fledge.target.cache.copied import kept_files
 from fledge.target.cache.format import DTYPES, ENCODINGS, FORMAT, CacheShape, shard_name
 from fledge.target.layers import FinalNorm
 
@@ -45,16 +44,17 @@ TARGET = "target.safetensors"
 TARGET_FILES = "target"  # config and tokenizer
 VOCABULARY = "vocabulary.safetensors"
 CLAIMS = ".claims"  # which process is writing which shard
-_SIZE = Whole(1, 2**24)  # of a state or a vocabulary
+SIZE = Whole(1, 2**24)  # of a state or a vocabulary
 # The description of a target, in a manifest or from a server.
-_TARGET_FACTS = Table(
+AUX_LAYERS = ListOf(Whole(0, 2**16), least=1, most=2**10)
+TARGET_FACTS = Table(
     {
         "depth": Whole(1, 2**16),
         "dtype": Choice((*DTYPES, "float64")),
         "weight_dtypes": Text(),
         "weights_fingerprint": Text(256),
         "tokenizer_fingerprint": Maybe(Text(256)),
-        "vocab_size": _SIZE,
+        "vocab_size": SIZE,
         "head": Table({"scale": Number(), "softcap": Maybe(Number()), "divisor": Number()}),
         "final_norm": Maybe(Row((Text(), Text(), Maybe(Number())))),
     },
@@ -65,16 +65,16 @@ _MANIFEST = Table(
     {
         "encoding": Choice(ENCODINGS),
         "dtype": Choice(tuple(DTYPES)),
-        "hidden_size": _SIZE,
-        "vocabulary": Maybe(Table({"size": _SIZE})),
-        "top_k": Maybe(_SIZE),
+        "hidden_size": SIZE,
+        "vocabulary": Maybe(Table({"size": SIZE})),
+        "top_k": Maybe(SIZE),
         "supervised_only": Flag(),
         "rows": Whole(),
         "held_out_rows": Whole(),
         "shard_size": Whole(1),
-        "aux_layer_ids": ListOf(Whole(0, 2**16), least=1, most=2**10),
-        "vocab_size": _SIZE,
-        "target": _TARGET_FACTS,
+        "aux_layer_ids": AUX_LAYERS,
+        "vocab_size": SIZE,
+        "target": TARGET_FACTS,
     }
 )
 # For a cache in AutoModel's layout that only names its target.
@@ -197,8 +197,10 @@ def ensure_free(directory: Path, *, resume: bool) -> None:
     names = {path.name for path in directory.iterdir() if not path.name.startswith(".")}
     cache_names = {name for name in names if _SHARD.fullmatch(name)} | {MANIFEST}
     other_names = {TARGET, TARGET_FILES, VOCABULARY, automodel.EMBEDDINGS}
-    for name in sorted(names & (cache_names | other_names)):
-        reading.check_inside(directory / name, directory)  # it may be written to
+    reading.check_inside(directory / TARGET_FILES, directory)
+    ours = [directory / name for name in names & (cache_names | other_names) - {TARGET_FILES}]
+    for path in sorted([*ours, *(directory / TARGET_FILES).glob("*")]):  # they may be written to
+        reading.open_regular(path, inside=directory, what="a file of the cache").close()
     foreign = sorted(names - cache_names - other_names)
     if foreign:
         raise BadInput(
@@ -214,8 +216,8 @@ def ensure_free(directory: Path, *, resume: bool) -> None:
         )
 
 
-def target_facts(info: TargetInfo, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """The manifest's description of a loaded target."""
+def target_facts(info: TargetInfo | HeadlessInfo, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """The manifest's description of a loaded target; a server's may show no head."""
     head, norm = info.head, info.final_norm
     return {
         "depth": info.depth,
@@ -224,16 +226,18 @@ def target_facts(info: TargetInfo, tensors: dict[str, Tensor]) -> dict[str, Any]
         "weights_fingerprint": info.weights_fingerprint,
         "tokenizer_fingerprint": info.tokenizer_fingerprint,
         "vocab_size": info.vocab_size,
-        "head": {"scale": head.scale, "softcap": head.softcap, "divisor": head.divisor},
+        "head": head and {"scale": head.scale, "softcap": head.softcap, "divisor": head.divisor},
         "final_norm": None if norm is None else [norm.path, norm.kind, norm.eps],
         "crc": {name: _crc(tensor) for name, tensor in sorted(tensors.items())},
     }
 
 
-def target_tensors(info: TargetInfo, embedding_VD: Tensor) -> dict[str, Tensor]:
+def target_tensors(info: TargetInfo | HeadlessInfo, embedding_VD: Tensor) -> dict[str, Tensor]:
     """The embedding and head on the CPU; a tied head is stored only once."""
     head, norm = info.head, info.final_norm
     tensors = {"embed_tokens": embedding_VD.detach().cpu().contiguous()}
+    if head is None:
+        return tensors
     weight_VD = head.weight_VD.detach().cpu().contiguous()
     same_dtype = weight_VD.dtype == tensors["embed_tokens"].dtype
     if not (same_dtype and torch.equal(weight_VD, tensors["embed_tokens"])):
@@ -303,8 +307,7 @@ def assemble_target(
     tensors: dict[str, Tensor], facts: dict[str, Any], *, hidden_size: int, where: str = "target"
 ) -> tuple[InputEmbedding, TargetInfo]:
     """Build the embedding and info of a target: the inverse of `target_tensors`, `target_facts`."""
-    reading.check(facts, _TARGET_FACTS, where=where, what="what the target says of itself")
-    _check_shapes(tensors, facts["vocab_size"], hidden_size, where)
+    check_shapes(tensors, facts["vocab_size"], hidden_size, where)
     embedding_VD, norm = tensors["embed_tokens"], facts["final_norm"]
     scales = {name: facts["head"][name] for name in ("scale", "softcap", "divisor")}
     head = TargetHead(tensors.get("lm_head", embedding_VD), tensors.get("lm_head_bias"), **scales)
@@ -322,7 +325,7 @@ def assemble_target(
     return InputEmbedding(embedding_VD), info
 
 
-def _check_shapes(tensors: dict[str, Tensor], rows: int, width: int, where: str) -> None:
+def check_shapes(tensors: dict[str, Tensor], rows: int, width: int | None, where: str) -> None:
     """Refuse tensors whose shapes contradict the target's sizes before a trainer relies on them."""
     shapes: dict[str, tuple[int | None, ...]] = {
         "embed_tokens": (None, None),
@@ -370,3 +373,58 @@ def _crc(tensor: Tensor | None) -> int | None:
     if tensor is None:
         return None
     return zlib.crc32(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+
+
+# The files of every kind of config and tokenizer that transformers supports. A list rather than a
+# pattern, since a directory may also hold `hf_token.txt`. No code: only data is copied or sent.
+_COPIED = frozenset({
+    "config.json", "generation_config.json",
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "chat_template.jinja", "chat_template.json",
+    "vocab.json", "vocab.txt", "vocab.bpe", "merges.txt", "encoder.json", "bpe.codes", "dict.txt",
+    "tokenizer.model", "tokenizer.model.v3", "tokenizer.model.v7", "tokenizer.model.v11",
+    "tekken.json", "tiktoken.model", "qwen.tiktoken", "spiece.model", "spm.model",
+    "spm_char.model", "sentencepiece.model", "sentencepiece.bpe.model", "prophetnet.tokenizer",
+    "byte_maps.json", "emoji.json", "entity_vocab.json",
+})  # fmt: skip
+
+
+def copied_files(model_dir: Path) -> list[Path]:
+    """A model's config and tokenizer files, which training reads besides the cache."""
+    files = (path for path in sorted(model_dir.iterdir()) if is_copied(path.name))
+    return [path for path in files if _lies_in(model_dir, path)]
+
+
+def is_copied(name: str) -> bool:
+    """Whether a file of this name belongs to a config or a tokenizer; False for any path."""
+    return name in _COPIED
+
+
+def _lies_in(model_dir: Path, path: Path) -> bool:
+    """Whether `path` is a file that lies in the directory itself. Links are refused, with one
+    exception: the hub's cache links REPOSITORY/snapshots/REVISION/name to REPOSITORY/blobs/X."""
+    if not path.is_file():
+        return False
+    if not path.is_symlink():
+        return True
+    snapshots = model_dir.resolve().parent
+    return snapshots.name == "snapshots" and path.resolve().parent == snapshots.parent / "blobs"
+
+
+def code_files(model_dir: Path) -> list[Path]:
+    """The Python files of a model with custom code. A cache keeps them with config and tokenizer,
+    which cannot be loaded without them; they run only if the user trusts remote code."""
+    files = sorted(model_dir.glob("*.py")) if names_code(model_dir) else []
+    return [path for path in files if _lies_in(model_dir, path)]
+
+
+def names_code(model_dir: Path) -> bool:
+    """Whether a model's config or tokenizer names Python code, its own or a repository's."""
+    paths = (model_dir / name for name in ("config.json", "tokenizer_config.json"))
+    files = (path.read_text(errors="replace") for path in paths if path.is_file())
+    return any('"auto_map"' in text for text in files)
+
+
+def kept_files(model_dir: Path | None) -> list[Path]:
+    """All files of a model that a cache keeps."""
+    return [] if model_dir is None else sorted({*copied_files(model_dir), *code_files(model_dir)})

@@ -4,23 +4,45 @@ Batches never span two shards, so a shard's bytes do not depend on which process
 any number of processes may work on one cache, each on the shards that it has claimed.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import queue
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor, nn
 
 from fledge.core.claims import Claims
 from fledge.core.distributed import World, join_world, leave_world
 from fledge.core.errors import BadInput
 from fledge.core.files import removed
+from fledge.core.rows import TokenRow
+from fledge.core.transfer import record_event
+from fledge.data.pack import collate, one_per_row
+from fledge.data.vocab import (
+    DraftVocabulary,
+    count_supervised,
+    select_vocabulary,
+    special_token_ids,
+)
+from fledge.models.resolve import load_tokenizer, local_model
 from fledge.target.base import Eagle3TargetBackend
-from fledge.target.cache.automodel import write_embedding
-from fledge.target.cache.capture import Disk, Written, capture
+from fledge.target.cache.automodel import (
+    LAYOUT,
+    write_embedding,
+)
+from fledge.target.cache.backend import CachedEagle3TargetModel, row_fault
+from fledge.target.cache.format import OVER_A_VOCABULARY, encode_rows, unsound
 from fledge.target.cache.job import (
     CacheJob,
+    CacheOptions,
     CachePlan,
     check_disk,
     describe_plan,
+    encoding_facts,
     plan_cache,
     readable,
 )
@@ -32,11 +54,193 @@ from fledge.target.cache.manifest import (
     ensure_resumable,
     existing_shards,
     has_head,
+    lacks_target,
+    shape_of,
     target_facts,
+    target_files,
     target_tensors,
     write_head,
 )
-from fledge.target.finite import module_of
+from fledge.target.cache.shard import ShardWriter, open_shard
+from fledge.target.finite_check import module_of, refusal
+
+_BAD_TOKENS, _BAD_SLOTS = "bad tokens", "bad slots"  # in addition to the fields of the cache
+_MAX_QUEUED = 3  # batches by which the target may be ahead of the disk
+
+
+@dataclass(frozen=True)
+class Written:
+    rows: int  # written by this process
+    bytes: int
+
+
+def capture(job: CacheJob, target: Eagle3TargetBackend, disk: "Disk", shards: Iterable[int]) -> int:
+    """Ask the target about these shards, one after another, and return how many there were."""
+    vocabulary = None
+    if job.vocabulary is not None and not job.shape.is_hidden:
+        ids = torch.from_numpy(job.vocabulary.selected_token_ids)
+        vocabulary = ids, torch.from_numpy(job.vocabulary.t2d)
+        target.set_vocab_mapping(*vocabulary)
+    written = 0
+    for index in shards:
+        if not (job.directory / MANIFEST).exists():
+            raise removed(job.directory)
+        rows = job.shard_rows(index)
+        disk.take((index, rows))
+        for members in _batches(rows, job.options.batch_size):
+            batch = [rows[i] for i in members]
+            disk.take((members, _compute(job, target, batch, vocabulary)))
+        disk.take(None)
+        written += 1
+    return written
+
+
+def _batches(rows: Sequence[TokenRow], size: int) -> Iterator[list[int]]:
+    """Batches of rows of similar length, so that the target computes little padding."""
+    order = sorted(range(len(rows)), key=lambda i: (-len(rows[i].input_ids), i))
+    for begin in range(0, len(order), size):
+        yield order[begin : begin + size]
+
+
+def _compute(
+    job: CacheJob,
+    target: Eagle3TargetBackend,
+    rows: list[TokenRow],
+    vocabulary: tuple[Tensor, Tensor] | None,
+) -> "_Payload":
+    lengths = [len(row.input_ids) for row in rows]
+    width = max(lengths)
+    batch = target.answer(collate(rows, one_per_row(lengths, width), width, job.pad_id))
+    slots = [torch.from_numpy(job.shape.slots(np.asarray(row.loss_mask))) for row in rows]
+    device = batch.aux_hidden_states.device
+    mapping = None if vocabulary is None else (vocabulary[0].to(device), vocabulary[1].to(device))
+    # the head is needed only where probabilities must be computed from states
+    head = target.info().head if batch.supervision == "hidden" and mapping is not None else None
+    tensors = encode_rows(batch, job.shape, lengths, slots, head=head, vocabulary=mapping)
+    token_fields = {_BAD_TOKENS, *(field.name for field in job.shape.token_fields())}
+    # checked in the stored precision, on the device; the writing thread reads the result
+    tensors[_BAD_TOKENS], tensors[_BAD_SLOTS] = unsound(tensors, job.shape)
+    sizes = {name: lengths if name in token_fields else [len(s) for s in slots] for name in tensors}
+    return _Payload.copy_of(tensors, sizes)
+
+
+@dataclass(frozen=True)
+class _Payload:
+    """A batch's tensors, being copied to the host, and how many rows each document has in them."""
+
+    tensors: dict[str, Tensor]
+    sizes: dict[str, list[int]]
+    copied: list[torch.cuda.Event]  # one per GPU
+
+    @classmethod
+    def copy_of(cls, tensors: dict[str, Tensor], sizes: dict[str, list[int]]) -> "_Payload":
+        devices = {tensor.device for tensor in tensors.values() if tensor.is_cuda}
+        if not devices:
+            return cls(tensors, sizes, [])
+        raw = {name: tensor.contiguous().view(torch.uint8) for name, tensor in tensors.items()}
+        host = {
+            name: torch.empty(tensor.shape, dtype=torch.uint8, pin_memory=True).copy_(
+                tensor, non_blocking=True
+            )
+            for name, tensor in raw.items()
+        }
+        return cls(host, sizes, [record_event(device) for device in devices])
+
+    def documents(self) -> Iterator[dict[str, Tensor]]:
+        for event in self.copied:
+            event.synchronize()
+        parts = {
+            name: torch.split(tensor, self.sizes[name]) for name, tensor in self.tensors.items()
+        }
+        for document in range(len(next(iter(self.sizes.values())))):
+            yield {name: split[document] for name, split in parts.items()}
+
+
+class _Stopped(Exception):  # noqa: N818  (not an error: the caller gave up)
+    """The caller exited early; the open shard must not appear."""
+
+
+class Disk:
+    """The writing thread. Shards are opened, filled and closed in the order they are passed in."""
+
+    def __init__(
+        self, job: CacheJob, on_progress: Callable[[Written], None], model: nn.Module | None
+    ) -> None:
+        self._job, self._on_progress, self._model = job, on_progress, model
+        self._queue: queue.Queue[Any] = queue.Queue(_MAX_QUEUED)
+        self._error: BaseException | None = None
+        self._rows = self._bytes = 0
+        self._thread = threading.Thread(target=self._work, daemon=True, name="fledge-cache")
+
+    def __enter__(self) -> "Disk":
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._offer(None if kind is None else _Stopped())
+        self._thread.join()
+        if kind is None and self._error is not None:
+            raise self._error
+
+    def take(self, item: tuple[int, list[TokenRow]] | tuple[list[int], _Payload] | None) -> None:
+        """(index, rows) opens a shard, (members, payload) adds rows to it, None closes it."""
+        self._offer(item)
+        self.check()
+
+    def check(self) -> None:
+        """Raise the error that has stopped the thread, if any."""
+        if self._error is not None:
+            raise self._error
+
+    def _offer(self, item: Any) -> None:
+        while self._error is None:
+            try:
+                self._queue.put(item, timeout=0.1)
+                return
+            except queue.Full:
+                continue
+
+    def _next(self) -> Any:
+        item = self._queue.get()
+        if isinstance(item, _Stopped):
+            raise item
+        return item
+
+    def _work(self) -> None:
+        try:
+            while (begin := self._next()) is not None:
+                index, rows = begin
+                path = self._job.shard_path(index)
+                with open_shard(path, self._job.layout(rows), rows) as shard:
+                    while (item := self._next()) is not None:
+                        self._put(shard, rows, index * self._job.options.shard_size, *item)
+        except BaseException as error:  # noqa: BLE001  (raised when the next batch is offered)
+            self._error = error
+
+    def _put(
+        self,
+        shard: ShardWriter,
+        rows: list[TokenRow],
+        first: int,  # the number of the shard's first row
+        members: list[int],
+        payload: _Payload,
+    ) -> None:
+        for row, document in zip(members, payload.documents(), strict=True):
+            self._check(rows[row], first + row, document.pop(_BAD_TOKENS), document.pop(_BAD_SLOTS))
+            shard.put(row, document)
+            self._bytes += sum(tensor.nbytes for tensor in document.values())
+        self._rows += len(members)
+        self._on_progress(Written(self._rows, self._bytes))
+
+    def _check(self, row: TokenRow, number: int, bad_NA: Tensor, bad_M: Tensor) -> None:
+        """Refuse a row that is not finite in the precision in which it is stored."""
+        job = self._job
+        slots = job.shape.slots(np.asarray(row.loss_mask))
+        fault = row_fault(number, bad_NA, bad_M, slots, job.manifest["aux_layer_ids"])
+        if fault is not None:
+            where, dtype = str(job.directory), job.shape.dtype
+            raise refusal(fault, dtype=dtype, place=row.place, model=self._model, where=where)
+
 
 STOPPED = 3  # exit code: stopped by the quota or a full disk
 
@@ -58,7 +262,6 @@ class Done:
 
 def execute(
     job: CacheJob,
-    head_bytes: int,
     load: Callable[[], Eagle3TargetBackend],
     *,
     device: torch.device,
@@ -66,7 +269,7 @@ def execute(
     on_progress: Callable[[Written], None] = lambda _: None,
 ) -> Done:
     """A whole precompute, as run in every process: check, predict, load the target, write."""
-    plan = plan_cache(job, head_bytes=head_bytes)
+    plan = plan_cache(job)
     free = check_disk(job, plan)
     # joining waits for all processes: each has checked the directory before any of them writes
     world = join_world(device)
@@ -78,7 +281,7 @@ def execute(
         with Claims(job.directory / CLAIMS) as claims:
             begin_cache(job, target, claims)
             if target.joins:
-                written = write_fixed_share(job, plan, target, world, on_progress=on_progress)
+                written = write_fixed_shards(job, plan, target, world, on_progress=on_progress)
             else:
                 written = write_shards(job, plan, target, claims, on_progress=on_progress, say=say)
     leave_world(world)
@@ -87,9 +290,9 @@ def execute(
 
 def how_it_ended(job: CacheJob, plan: CachePlan, written: int, say: Callable[[str], None]) -> Done:
     """The outcome once all shards within the quota are written; reports a stop by the quota."""
-    complete = all(index < plan.allowed for index in plan.missing)
+    complete = plan.wanted == plan.missing
     if not complete:
-        say(f"stopped by the quota of {readable(job.quota_bytes or 0)}; --resume continues")
+        say(f"stopped by the quota of {readable(job.options.quota_bytes or 0)}; --resume continues")
     return Done(0 if complete else STOPPED, plan.total_bytes, len(plan.done), written)
 
 
@@ -140,8 +343,7 @@ def write_shards(
 ) -> int:
     """Write missing shards until all are claimed, then wait for those of other processes. Returns
     how many this process wrote. Call `begin_cache` first."""
-    indices = [index for index in plan.missing if index < plan.allowed]
-    missing = {job.shard_path(index).name: index for index in indices}
+    missing = {job.shard_path(index).name: index for index in plan.wanted}
     disk, last_reported = Disk(job, on_progress, module_of(target)), 0
 
     def waiting(shards: int) -> None:
@@ -161,7 +363,7 @@ def write_shards(
     return written
 
 
-def write_fixed_share(
+def write_fixed_shards(
     job: CacheJob,
     plan: CachePlan,
     target: Eagle3TargetBackend,
@@ -170,29 +372,95 @@ def write_fixed_share(
     on_progress: Callable[[Written], None] = lambda _: None,
 ) -> int:
     """`write_shards` for ranks that share a target and must therefore ask it equally often: each
-    writes a share that is fixed in advance. A shard that another precompute writes meanwhile is
+    writes shards that are fixed in advance. A shard that another precompute writes meanwhile is
     written twice, with the same bytes."""
     plan = world.from_main(plan)
     with Disk(job, on_progress, module_of(target)) as disk:
-        written = capture(job, target, disk, _share(plan, world.rank, world.size))
-    for _ in range(_joins_needed(job, plan, world)):
+        written = capture(job, target, disk, plan.wanted[world.rank :: world.size])
+    size = job.options.batch_size
+    asks = [
+        sum(-(-job.rows_in(index) // size) for index in plan.wanted[rank :: world.size])
+        for rank in range(world.size)
+    ]
+    for _ in range(max(asks) - asks[world.rank]):  # less often than the busiest rank
         target.join()
     return written
 
 
-def _share(plan: CachePlan, rank: int, world_size: int) -> list[int]:
-    """The missing shards that one rank writes."""
-    return [index for index in plan.missing if index < plan.allowed][rank::world_size]
+# --- convert -------------------------------------------------------------------------------------
+# Convert a cache to another encoding: precompute with the source cache as the target.
 
 
-def _joins_needed(job: CacheJob, plan: CachePlan, world: World) -> int:
-    """How many times this rank must join: it asks that much less often than the busiest rank."""
-    sizes = [
-        min(len(job.rows), (index + 1) * job.shard_size) - index * job.shard_size
-        for index in range(len(plan.shard_bytes))
-    ]
-    asks = [
-        sum(-(-sizes[index] // job.batch_size) for index in _share(plan, rank, world.size))
-        for rank in range(world.size)
-    ]
-    return max(asks) - asks[world.rank]
+def convert_job(
+    source: CachedEagle3TargetModel,
+    directory: Path,
+    options: CacheOptions,
+    *,
+    draft_vocab_size: int | None = None,
+    trust_remote_code: bool = False,
+    padded: bool = False,
+    model: str | None = None,
+) -> CacheJob:
+    """The job that writes the contents of `source` in another encoding; run it with `source` as the
+    target. `padded` selects AutoModel's layout, with rows padded to the maximum length. Config and
+    tokenizer come from `model` if the source has none."""
+    old = source.store.manifest
+    if options.encoding in ("hidden", "hidden-fp8") and not source.shape.is_hidden:
+        raise BadInput(
+            f"{options.encoding} cannot be made from {source.shape.encoding}: probabilities do "
+            "not determine the hidden states",
+            where=str(source.store.directory),
+        )
+    if padded and options.encoding not in OVER_A_VOCABULARY:
+        fix = f"--encoding {' or '.join(OVER_A_VOCABULARY)}"
+        raise BadInput("AutoModel's layout keeps probabilities", where="--layout", fix=fix)
+    # supervision that is not in the source cannot be written
+    options = replace(options, supervised_only=options.supervised_only or source.shape.compact)
+    model_name = model if lacks_target(source.store.directory, old) else None
+    files = local_model(model_name or target_files(source.store.directory), weights=False)
+    vocabulary = _vocabulary(source, draft_vocab_size)
+    if vocabulary is None and (draft_vocab_size or options.encoding in OVER_A_VOCABULARY):
+        tokenizer = load_tokenizer(str(files), trust_remote_code=trust_remote_code)
+        vocabulary = _select_vocabulary(source, draft_vocab_size, special_token_ids(tokenizer))
+    manifest: dict[str, Any] = {
+        **{key: value for key, value in old.items() if key not in (LATE, "layout")},
+        **encoding_facts(options, vocabulary),
+        "converted_from": [old["encoding"], old["dtype"]],
+    }
+    embedding_VD, head_VD = source.get_input_embeddings().weight, source.info().head.weight_VD
+    head_bytes = embedding_VD.nbytes + head_VD.nbytes
+    more: dict[str, Any] = {"vocabulary": vocabulary, "model_dir": files}
+    if padded:
+        head_bytes += 4 * embedding_VD.numel()  # stored in float32, too
+        longest = int(source.store.lengths.max(initial=2))
+        manifest["seq_length"] = more["padded_to"] = max(longest, old.get("seq_length") or 0)
+        manifest["layout"] = LAYOUT
+    shape = shape_of(manifest)
+    more["head_bytes"] = head_bytes
+    return CacheJob(directory, source.rows(), shape, manifest, options, **more)
+
+
+def _vocabulary(source: CachedEagle3TargetModel, size: int | None) -> DraftVocabulary | None:
+    """The source's own vocabulary, if it has one of the requested size."""
+    required, suggested = source.vocabulary, source.info().suggested
+    if required is None:
+        fits = suggested is not None and size in (None, suggested.size)
+        return suggested if fits else None
+    if size is not None and required.size != size:
+        raise BadInput(
+            f"made for a draft vocabulary of {required.size}, not {size}",
+            where=str(source.store.directory),
+            fix="another vocabulary needs a cache of hidden states",
+        )
+    return required
+
+
+def _select_vocabulary(
+    source: CachedEagle3TargetModel, size: int | None, special_ids: list[int | None]
+) -> DraftVocabulary:
+    """Select a vocabulary by counts over the source's rows, excluding held-out ones."""
+    rows = source.rows()
+    trained = range(len(rows) - int(source.store.manifest["held_out_rows"]))
+    pairs = ((row.input_ids, row.loss_mask) for row in (rows[i] for i in trained))
+    counts_V = count_supervised(pairs, source.info().vocab_size)
+    return select_vocabulary(counts_V, size, special_ids=special_ids)

@@ -5,88 +5,64 @@ checksum covers its token ids, its loss mask and everything stored for them, so 
 mistaken for those of other tokens.
 """
 
-import hashlib
 import mmap
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
-import torch
 import xxhash
 from numpy.typing import NDArray
 from torch import Tensor
 
 from fledge.core.errors import BadInput
-from fledge.core.expected import Flag, ListOf, Row, Table, Text, Whole
 from fledge.core.files import atomic_file
-from fledge.core.reading import open_regular, parse_json
+from fledge.core.reading import Flag, ListOf, Row, Table, Text, Whole, open_regular, parse_json
 from fledge.core.rows import TokenRow
-from fledge.target.cache.format import KEY_BYTES, CacheShape, ShardLayout
-
-
-class Laid(Protocol):
-    """The parts of a layout that describe the whole file."""
-
-    header: bytes
-    n_bytes: int
-
-
-def row_key(input_ids: NDArray[np.int32]) -> bytes:
-    """A hash of the token ids: equal token rows have equal keys."""
-    ids = np.ascontiguousarray(input_ids, dtype=np.int32)
-    return hashlib.blake2b(ids.data, digest_size=KEY_BYTES).digest()
-
-
-def layout_of(shape: CacheShape, rows: Sequence[TokenRow]) -> ShardLayout:
-    """The layout of a shard with these rows, which does not depend on the target's answers."""
-    return ShardLayout(
-        shape,
-        [len(row.input_ids) for row in rows],
-        [len(shape.slots(row.loss_mask)) for row in rows],
-        {"places": [row.place for row in rows], "truncated": [bool(r.truncated) for r in rows]},
-    )
+from fledge.target.cache.format import (
+    KEY_BYTES,
+    CacheShape,
+    Layout,
+    Piece,
+    ShardLayout,
+    row_key,
+)
 
 
 class ShardWriter:
-    """Fills the file of one shard."""
+    """Fills the file of one shard; whatever is not written stays zero."""
 
-    def __init__(self, descriptor: int, layout: ShardLayout, rows: Sequence[TokenRow]) -> None:
+    def __init__(self, descriptor: int, layout: Layout, rows: Sequence[TokenRow]) -> None:
         self._descriptor, self._layout, self._rows = descriptor, layout, rows
         self._digests = np.zeros(len(rows), dtype=np.int64)
         self._written = np.zeros(len(rows), dtype=np.bool_)
         reserve(descriptor, layout.n_bytes)
         write_at(descriptor, 0, layout.header)
-        self._write_array("row_start", layout.row_start)
-        self._write_array("slot_start", layout.slot_start)
-        ids = [np.asarray(row.input_ids, dtype=np.int32) for row in rows]
-        self._write_array("input_ids", np.concatenate(ids))
-        self._write_array("loss_mask", np.concatenate([_mask_bytes(row) for row in rows]))
-        keys = b"".join(row_key(row) for row in ids)
-        self._write_array("row_key", np.frombuffer(keys, dtype=np.uint8))
+        self._write(layout.before(rows))
 
     def put(self, row: int, payload: dict[str, Tensor]) -> None:
         """Write the target's answer for one row: the payload fields of its tokens and slots."""
-        ids = np.ascontiguousarray(self._rows[row].input_ids, dtype=np.int32)
-        parts = [ids.data, _mask_bytes(self._rows[row]).data]
-        for name in _payload_names(self._layout.shape):
-            data = payload[name].contiguous().flatten().view(torch.uint8).numpy().data
-            begin, end = self._layout.span(name, row)
-            if len(data) != end - begin:
-                raise ValueError(f"{name} of row {row} has {len(data)} bytes, not {end - begin}")
-            parts.append(data)
-            write_at(self._descriptor, begin, data)
-        self._digests[row], self._written[row] = _checksum(parts), True
+        tokens = self._rows[row]
+        ids = np.ascontiguousarray(tokens.input_ids, dtype=np.int32)
+        mask = np.ascontiguousarray(tokens.loss_mask, dtype=np.uint8)
+        written = self._write(self._layout.pieces(row, tokens, payload))
+        self._digests[row] = _checksum([ids.data, mask.data, *written])
+        self._written[row] = True
 
     def finish(self) -> None:
         missing = np.flatnonzero(~self._written)
         assert not len(missing), f"rows {missing[:3]} of the shard were never written"
-        self._write_array("row_digest", self._digests)
+        self._write(self._layout.after(self._digests))
 
-    def _write_array(self, name: str, values: NDArray[Any]) -> None:
-        write_at(self._descriptor, self._layout.places[name].begin, values.data.cast("B"))
+    def _write(self, pieces: Iterator[Piece]) -> list[memoryview]:
+        written = []
+        for at, values in pieces:
+            data = np.ascontiguousarray(values).reshape(-1).view(np.uint8).data
+            write_at(self._descriptor, at, data)
+            written.append(data)
+        return written
 
 
 def write_at(descriptor: int, at: int, data: bytes | memoryview) -> None:
@@ -107,7 +83,7 @@ def reserve(descriptor: int, n_bytes: int) -> None:
 
 
 @contextmanager
-def open_shard(path: Path, layout: ShardLayout, rows: Sequence[TokenRow]) -> Iterator[ShardWriter]:
+def open_shard(path: Path, layout: Layout, rows: Sequence[TokenRow]) -> Iterator[ShardWriter]:
     """Fill a shard. It appears when the block succeeds; nothing remains when the block fails."""
     with atomic_file(path) as handle:
         writer = ShardWriter(handle.fileno(), layout, rows)
@@ -187,8 +163,7 @@ class Shard:
         return [int(count) for count in counts]
 
     def _view(self, name: str, dtype: Any) -> NDArray[Any]:
-        place = self.layout.places[name]
-        return self.bytes[place.begin : place.end].view(dtype)
+        return self.bytes[slice(*self.layout.extent[name])].view(dtype)
 
     def tokens(self, row: int) -> tuple[NDArray[np.int32], NDArray[np.uint8]]:
         span = slice(int(self.layout.row_start[row]), int(self.layout.row_start[row + 1]))
@@ -212,19 +187,19 @@ class Shard:
         slots = int(self.layout.slot_start[row + 1] - self.layout.slot_start[row])
         if row_key(ids) != self.keys[row].tobytes() or len(self.layout.shape.slots(mask)) != slots:
             return False
-        payload = (self.payload(name, row).data for name in _payload_names(self.layout.shape))
+        payload = (self.payload(name, row).data for name in self.layout.payload_names)
         return _checksum([ids.data, mask.data, *payload]) == int(self._digests[row])
 
     def read_ahead(self, row: int) -> None:
         """Have the operating system fetch a row in the background."""
-        for name in _payload_names(self.layout.shape):
+        for name in self.layout.payload_names:
             begin, end = self.layout.span(name, row)
             begin -= begin % mmap.PAGESIZE
             if end > begin:
                 self._map.madvise(mmap.MADV_WILLNEED, begin, end - begin)
 
 
-def is_whole_shard(path: Path, layout: Laid) -> bool:
+def is_whole_shard(path: Path, layout: Layout) -> bool:
     """Whether a shard of this layout exists, by size and header; `cache verify` checks the rows."""
     try:
         with open_regular(path) as handle:
@@ -238,17 +213,9 @@ def _within(ids: NDArray[np.int32], size: int) -> bool:
     return not len(ids) or (int(ids.min()) >= 0 and int(ids.max()) < size)
 
 
-def _mask_bytes(row: TokenRow) -> NDArray[np.uint8]:
-    return np.ascontiguousarray(row.loss_mask, dtype=np.uint8)
-
-
 def _checksum(parts: Sequence[memoryview]) -> int:
     """XXH3, ten times as fast as a CRC on a CPU; as a signed integer, which is what is stored."""
     state = xxhash.xxh3_64()
     for part in parts:
         state.update(part)
     return int.from_bytes(state.digest(), "big", signed=True)
-
-
-def _payload_names(shape: CacheShape) -> list[str]:
-    return sorted(field.name for field in (*shape.token_fields(), *shape.slot_fields()))

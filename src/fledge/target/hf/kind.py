@@ -4,31 +4,14 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, model_validator
 
-from fledge.core.settings import Device, NonNegative, PositiveCount, Section
-from fledge.target.kinds import Cut, LoadedKind, LoadedTarget
-from fledge.target.room import KeptStates
+from fledge.core.settings import Device, NonNegative
+from fledge.target.kinds import LoadedKind, LoadedTarget, Parallel
 
 if TYPE_CHECKING:
     import torch
 
     from fledge.target.base import Eagle3TargetBackend
-
-
-class Parallel(Section):
-    """How many processes hold one copy of the target together: fsdp x tp x cp of them."""
-
-    fsdp: PositiveCount = 1
-    """Processes that each hold a slice of every weight, and run their own rows (FSDP2)."""
-
-    tp: PositiveCount = 1
-    """Processes that each hold some heads and some of every layer's width, and run all rows."""
-
-    cp: PositiveCount = 1
-    """Processes that each run a part of every row: for rows too long for one."""
-
-    @property
-    def ranks(self) -> int:
-        return self.fsdp * self.tp * self.cp
+    from fledge.target.state_cache import KeptStates
 
 
 class HfTarget(LoadedTarget):
@@ -76,8 +59,8 @@ class HfKind(LoadedKind[HfTarget]):
     ) -> "Eagle3TargetBackend":
         from fledge.core.machine import find_device
         from fledge.target.hf.model import HFEagle3TargetModel
-        from fledge.target.hf.sharded import target_mesh
-        from fledge.target.remember import RememberingTarget
+        from fledge.target.hf.parallel import target_mesh
+        from fledge.target.state_cache import RememberingTarget
 
         device = find_device(device if section.device == "auto" else section.device)
         parallel = section.parallel
@@ -91,7 +74,7 @@ class HfKind(LoadedKind[HfTarget]):
             attn_implementation=section.attn_implementation,
             compile_layers=section.compile,
             trust_remote_code=section.trust_remote_code,
-            num_aux_layers=aux_layers,
+            num_aux_layers=aux_layers if section.aux_layer_ids is None else None,
             mesh=mesh,
         )
         kept = self.kept_states(section)
@@ -104,10 +87,12 @@ class HfKind(LoadedKind[HfTarget]):
             update={"keep_states_gb": 0.0, "keep_states_host_gb": 0.0, "compile": False}
         )
 
-    def cut(self, section: HfTarget) -> Cut:
-        return Cut(section.parallel.fsdp, section.parallel.tp, section.parallel.cp)
+    def cut(self, section: HfTarget) -> Parallel:
+        return section.parallel
 
-    def kept_states(self, section: HfTarget) -> KeptStates:
+    def kept_states(self, section: HfTarget) -> "KeptStates":
+        from fledge.target.state_cache import KeptStates
+
         if section.supervision != "hidden":
             return KeptStates()
         device, host = section.keep_states_gb, section.keep_states_host_gb

@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional as F
 
 from fledge.core.errors import BadInput, UntrustedCode, broken_files, first_line
 from fledge.core.machine import find_device
-from fledge.target.hf.sharded import loading_options, sharded_class
+from fledge.target.hf.parallel import loading_options, sharded_class
+from fledge.target.layers import find_layers
 from fledge.target.weights import quantisation_method
 
 log = logging.getLogger(__name__)
@@ -40,7 +42,7 @@ def load_hf_model(
     mesh: DeviceMesh | None = None,
 ) -> LoadedModel:
     """The model on `device` (by default a GPU if there is one), with its tokenizer. Each rank of a
-    `mesh` loads its part (`sharded`)."""
+    `mesh` loads its part (`parallel`)."""
     import transformers
 
     from fledge.models.resolve import local_model, wants_trust
@@ -59,7 +61,10 @@ def load_hf_model(
         stored_as = quantisation_method(config)
         loader = loader_for(config)
         if stored_as is not None or quantization_config is not None:
-            _refuse_sharding(mesh, stored_as or "this quantization", where=str(name_or_path))
+            if mesh is not None:
+                what = f"weights quantized by {stored_as or 'this quantization'} cannot be sharded"
+                fix = "take the model in bfloat16, or an engine (target.backend=sglang or vllm)"
+                raise BadInput(what, where=str(name_or_path), fix=fix)
             options["device_map"] = {"": device}  # quantized weights are packed where they will run
         elif mesh is not None:
             loader = sharded_class(_class_for(config, loader), mesh, device)
@@ -85,13 +90,6 @@ def load_hf_model(
         model = model.to(device)
     tokenizer = tokenizer_in(directory, trust_remote_code=trust_remote_code)
     return LoadedModel(model, tokenizer, stored_as)
-
-
-def _refuse_sharding(mesh: DeviceMesh | None, method: str, *, where: str) -> None:
-    if mesh is not None:
-        what = f"weights quantized by {method} cannot be sharded"
-        fix = "take the model in bfloat16, or an engine (target.backend=sglang or vllm)"
-        raise BadInput(what, where=where, fix=fix)
 
 
 def _class_for(config: Any, auto: Any) -> Any:
@@ -151,3 +149,81 @@ def tokenizer_in(directory: Path, *, trust_remote_code: bool) -> Any:
         # a target runs without one; its fingerprint is then absent
         log.warning("%s: its tokenizer cannot be read (%s)", directory, first_line(error))
         return None
+
+
+# --- fp8 -----------------------------------------------------------------------------------------
+# A target whose linear layers multiply in 8 bits: half the time on a GPU that supports it.
+#
+# Weights are stored as float8 (e4m3) with one scale per output channel, activations are rounded
+# on the fly with one scale per token: scale * float8 comes within 2^-4 of every number down to
+# 2^-15 of the row's largest. `Fp8Linear.reference` is the definition. Embeddings and the head are
+# not converted. This changes what a draft learns: docs/performance.md has the measured effect.
+
+
+FLOAT8 = torch.float8_e4m3fn
+LARGEST = torch.finfo(FLOAT8).max
+
+
+def rounded(x_ND: Tensor) -> tuple[Tensor, Tensor]:
+    """(float8 [N, D], scale [N, 1] fp32), whose product approximates x."""
+    scale_N1 = x_ND.abs().amax(-1, keepdim=True).float().clamp_min(1e-12) / LARGEST
+    return (x_ND.float() / scale_N1).clamp(-LARGEST, LARGEST).to(FLOAT8), scale_N1
+
+
+class Fp8Linear(nn.Module):
+    """A replacement for `nn.Linear`."""
+
+    scale_O1: Tensor
+    bias: Tensor | None
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        weight_OD, scale_O1 = rounded(linear.weight.detach())
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.weight_OD = nn.Parameter(weight_OD, requires_grad=False)
+        self.register_buffer("scale_O1", scale_O1)
+        self.register_buffer("bias", None if linear.bias is None else linear.bias.detach())
+
+    def forward(self, x: Tensor) -> Tensor:
+        x_ND = x.reshape(-1, self.in_features)
+        out_NO = self._product(x_ND) if x.is_cuda else self.reference(x_ND)
+        if self.bias is not None:
+            out_NO = out_NO + self.bias
+        return out_NO.view(*x.shape[:-1], self.out_features)
+
+    def reference(self, x_ND: Tensor) -> Tensor:
+        x8_ND, scale_N1 = rounded(x_ND)
+        products_NO = F.linear(x8_ND.float(), self.weight_OD.float())
+        return (products_NO * scale_N1 * self.scale_O1.t()).to(x_ND.dtype)
+
+    def _product(self, x_ND: Tensor) -> Tensor:
+        x8_ND, scale_N1 = rounded(x_ND)
+        out_NO: Tensor = torch._scaled_mm(
+            x8_ND,
+            self.weight_OD.t(),
+            scale_a=scale_N1,
+            scale_b=self.scale_O1.t(),
+            out_dtype=torch.bfloat16,  # the only one it supports with scales per row
+            use_fast_accum=True,
+        )
+        return out_NO.to(x_ND.dtype)
+
+
+def convert_linears(model: nn.Module) -> int:
+    """Replace every linear of the decoder layers with `Fp8Linear`; returns how many."""
+    replaced = 0
+    for layer in find_layers(model):
+        for parent in list(layer.modules()):
+            for name, child in list(parent.named_children()):
+                # the GPU product requires sizes that are multiples of 16
+                if type(child) is nn.Linear and not (child.in_features | child.out_features) % 16:
+                    setattr(parent, name, Fp8Linear(child))
+                    replaced += 1
+    return replaced
+
+
+def why_not(device: torch.device) -> str | None:
+    """Why fp8 cannot run on this device; None when it can."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+        return f"{torch.cuda.get_device_name(device)} has no fp8 units"
+    return None

@@ -20,10 +20,8 @@ from fledge.core.head import TargetHead
 from fledge.core.machine import find_device
 from fledge.core.rows import TokenBatch, shift_left
 from fledge.target.base import HasWeight, InputEmbedding
-from fledge.target.hf import fp8
-from fledge.target.hf.compiled import CompiledLayers
-from fledge.target.hf.context import check_shareable, not_shareable
-from fledge.target.hf.exact import one_row_is_exact, sharing_is_exact, stopping_is_exact
+from fledge.target.hf import loading as fp8
+from fledge.target.hf.embedding_and_head import accepted_options, find_head_module, learn_head
 from fledge.target.hf.loading import load_hf_model
 from fledge.target.hf.one_row import (
     kernel_takes,
@@ -32,9 +30,15 @@ from fledge.target.hf.one_row import (
     one_row,
     whole_row,
 )
-from fledge.target.hf.passes import ModelPasses
-from fledge.target.hf.probe import accepted_options, find_head_module, learn_head
-from fledge.target.hf.sharded import along
+from fledge.target.hf.parallel import along, check_shareable, not_shareable
+from fledge.target.hf.passes import (
+    CompiledLayers,
+    ModelPasses,
+    one_row_is_exact,
+    sharing_is_exact,
+    stopping_is_exact,
+)
+from fledge.target.inprocess import find_rank_groups
 from fledge.target.layers import (
     EAGLE3_AUX_LAYERS,
     default_aux_layer_ids,
@@ -44,7 +48,6 @@ from fledge.target.layers import (
     validate_aux_layer_ids,
 )
 from fledge.target.packing import Documents, Group, overhead_in_tokens
-from fledge.target.rank_groups import find_rank_groups
 from fledge.target.weights import (
     describe_weights,
     is_here,
@@ -62,10 +65,12 @@ _shift_left_with_zero = shift_left  # the name that other programs import from h
 class HFEagle3TargetModel(ModelPasses):
     """Co-located backend that captures auxiliary hidden states from a causal LM.
 
-    The model is put in eval mode and frozen; it is run without gradients and never changed.
+    The caller's model itself is put in eval mode and frozen: from then on none of its parameters
+    has `requires_grad`. It is run without gradients and otherwise never changed.
     `compile_layers` runs large passes on a GPU through torch.compile, and those of small models as
     CUDA graphs: faster, with different rounding. EAGLE-3 uses three layers, so another number of
-    `aux_layer_ids` is rejected unless it equals `num_aux_layers`.
+    `aux_layer_ids` is rejected unless it equals `num_aux_layers` (None: any number, for several
+    drafts).
     """
 
     def __init__(
@@ -77,7 +82,7 @@ class HFEagle3TargetModel(ModelPasses):
         supervision: Supervision = "logits",
         tokenizer: Any = None,
         compile_layers: bool = False,
-        num_aux_layers: int = EAGLE3_AUX_LAYERS,
+        num_aux_layers: int | None = EAGLE3_AUX_LAYERS,
     ) -> None:
         super().__init__(supervision)
         self._cp_size = int(cp_mesh.size()) if cp_mesh is not None else 1
@@ -133,13 +138,13 @@ class HFEagle3TargetModel(ModelPasses):
         quantization_config: Any = None,
         trust_remote_code: bool = False,
         compile_layers: bool = False,
-        num_aux_layers: int = EAGLE3_AUX_LAYERS,
+        num_aux_layers: int | None = EAGLE3_AUX_LAYERS,
         mesh: DeviceMesh | None = None,
     ) -> "HFEagle3TargetModel":
         """Load a model by any name that `fledge.local_model` accepts, with its weights as stored.
 
         `dtype="auto"` keeps the checkpoint's own precision, which `info().weight_dtypes` reports.
-        `dtype="fp8"` loads bfloat16 and multiplies in 8 bits (`target.fp8`).
+        `dtype="fp8"` loads bfloat16 and multiplies in 8 bits (`loading.Fp8Linear`).
         For a quantized target, name the quantized checkpoint or pass a `quantization_config` of
         transformers: a draft must learn from the states that will be served.
 
@@ -218,7 +223,7 @@ class HFEagle3TargetModel(ModelPasses):
         return find_layers(self.model)
 
     def _default_aux_layer_ids(self) -> list[int]:
-        return default_aux_layer_ids(self._depth, self._num_aux_layers)
+        return default_aux_layer_ids(self._depth, self._num_aux_layers or EAGLE3_AUX_LAYERS)
 
     def _validate_aux_layer_ids(self, aux_layer_ids: Sequence[int]) -> list[int]:
         """Check for distinct existing layers, as many as the method uses; else a ValueError."""

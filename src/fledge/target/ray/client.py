@@ -18,9 +18,8 @@ from fledge.core.rows import TokenBatch
 from fledge.target.base import Eagle3TargetBackend, InputEmbedding, TargetInfo, check_token_ids
 from fledge.target.cache.manifest import assemble_target
 from fledge.target.packing import find_documents
-from fledge.target.ray.arrays import Array
 from fledge.target.ray.fleet import Fleet
-from fledge.target.ray.worker import Question
+from fledge.target.ray.worker import Array, Question
 
 
 class RayEagle3TargetModel(Eagle3TargetBackend):

@@ -18,8 +18,7 @@ import torch.distributed as dist
 
 from fledge.core.errors import TargetUnreachable
 from fledge.target.kinds import EngineTarget, LoadedTarget
-from fledge.target.ray.board import make_board
-from fledge.target.ray.connection import NAMESPACE, Connection, import_ray
+from fledge.target.ray.connection import NAMESPACE, Connection, import_ray, make_board
 from fledge.target.ray.fleet import Fleet
 from fledge.target.ray.kind import RayTarget
 from fledge.target.ray.worker import TargetWorker

@@ -9,9 +9,15 @@ import contextlib
 import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from fledge.core.claims import Claims
 from fledge.core.errors import BadInput
+from fledge.core.terminal import counted
+from fledge.target.cache.job import CacheJob, check_disk, describe_plan, plan_cache
+from fledge.target.cache.manifest import CLAIMS, existing_shards
+from fledge.target.cache.precompute import Done, Written, how_it_ended
 from fledge.target.kinds import EngineTarget, TargetSection, loaded_sections
 from fledge.target.ray.connection import Connection, import_ray
 
@@ -114,3 +120,46 @@ def _stop(pending: list[Any]) -> None:
             ray.cancel(reference, force=True)
     if pending:
         ray.wait(pending, num_returns=len(pending), timeout=_KILL_S)
+
+
+# --- precompute ----------------------------------------------------------------------------------
+# Fill a cache with workers on a Ray cluster: the part of the command that starts them.
+
+
+_DEAD_S = 5.0  # a killed worker may take a moment to end
+
+
+def execute_on_ray(
+    spread: Spread[Done],
+    work: Callable[[], Done],
+    job: CacheJob,
+    *,
+    say: Callable[[str], None],
+    on_progress: Callable[[Written], None] = lambda _: None,
+) -> Done:
+    """As `execute`, by workers that run `work`: the same job, prepared on their machines."""
+    plan = plan_cache(job)
+    for line in describe_plan(job, plan, check_disk(job, plan)):
+        say(line)
+    say(f"{counted(spread.workers, 'worker')} on the cluster")
+
+    def watch() -> None:
+        written = existing_shards(job.directory) & set(range(len(plan.shard_bytes)))
+        rows = min(len(job.rows), len(written) * job.options.shard_size)
+        on_progress(Written(rows, sum(plan.shard_bytes[index] for index in written)))
+
+    try:
+        spread.run(work, watch)
+    finally:
+        _release_claims(job.directory / CLAIMS)
+    written = len(existing_shards(job.directory) & set(plan.missing))
+    return how_it_ended(job, plan, written, say)
+
+
+def _release_claims(claims: Path) -> None:
+    """Remove the claims that killed workers left, once they are known to be dead."""
+    deadline = time.monotonic() + _DEAD_S
+    while claims.exists() and time.monotonic() < deadline:
+        with Claims(claims):
+            pass
+        time.sleep(0.1)

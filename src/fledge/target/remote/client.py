@@ -17,13 +17,15 @@ import torch
 from torch import Tensor
 
 from fledge.core.batch import Eagle3TargetBatch, Supervision
-from fledge.core.errors import BadInput, TargetUnreachable
+from fledge.core.errors import BadInput, TargetUnreachable, first_line
+from fledge.core.reading import shown
 from fledge.core.rows import TokenBatch
+from fledge.core.terminal import counted
 from fledge.target.base import Eagle3TargetBackend, InputEmbedding, TargetInfo, check_token_ids
-from fledge.target.cache.manifest import assemble_target
+from fledge.target.cache.manifest import assemble_target, check_shapes
 from fledge.target.layers import validate_aux_layer_ids
 from fledge.target.packing import find_documents
-from fledge.target.remote.fleet import Fleet, ServerState, T, log
+from fledge.target.remote.fleet import Deadline, Fleet, ServerState, T
 from fledge.target.remote.http import (
     Buffers,
     Refused,
@@ -33,8 +35,15 @@ from fledge.target.remote.http import (
     ServerDown,
     ServerFault,
     check_token,
+    log,
 )
-from fledge.target.remote.protocol import Question, WireEncoding, WireShape, decode_answer
+from fledge.target.remote.protocol import (
+    WIRE_ENCODINGS,
+    Question,
+    WireEncoding,
+    WireShape,
+    decode_answer,
+)
 from fledge.target.remote.segment import Segment, Segments, available
 from fledge.target.remote.wire import WireError, unpack
 
@@ -49,7 +58,8 @@ class RemoteEagle3TargetModel(Eagle3TargetBackend):
     over the draft vocabulary, or `topk` of them (returned as probs); `logits` are computed locally
     from hidden states. Up to `prefetch` calls of `answer_async` run concurrently.
 
-    While no server is up, calls wait for up to `wait_s` seconds, then raise `TargetUnreachable`.
+    A request may take `timeout_s` over all its attempts, and wait for up to `wait_s` more while no
+    server is up; then it raises `TargetUnreachable`.
     """
 
     supports_async = True
@@ -66,7 +76,7 @@ class RemoteEagle3TargetModel(Eagle3TargetBackend):
         dtype: str = "auto",
         merge: bool = False,
         prefetch: int = 2,
-        timeout_s: float = 120.0,
+        timeout_s: float = 240.0,
         retries: int = 5,
         wait_s: float = 300.0,
         shared_memory: bool = True,
@@ -81,16 +91,17 @@ class RemoteEagle3TargetModel(Eagle3TargetBackend):
         addresses = [urls] if isinstance(urls, str) else list(dict.fromkeys(urls))
         buffers = Buffers(keep=max(1, prefetch) + 1)
         servers = [Server(url, token=token, ca_file=ca_file, buffers=buffers) for url in addresses]
-        self._fleet = Fleet(servers, wait_s=wait_s)
+        self._fleet = Fleet(servers, timeout_s=timeout_s, wait_s=wait_s)
         self._segments = Segments() if shared_memory and available() else None
         self._no_segments: set[str] = set()  # servers that cannot access our shared memory
         self._threads = ThreadPoolExecutor(max(1, prefetch), thread_name_prefix="fledge-remote")
         self._lock = threading.Lock()
-        self._target: tuple[InputEmbedding, TargetInfo] | None = None
+        self._target: tuple[InputEmbedding, TargetInfo | None] | None = None
         try:
             self.server_info = self._fleet.open()
-            self.aux_layer_ids = list(self.server_info["aux_layer_ids"])
+            self.aux_layer_ids: list[int] = self.server_info["aux_layer_ids"]
             self._check_aux_layers(aux_layer_ids)
+            self._check_encoding()
         except BaseException:
             self.close()
             raise
@@ -98,12 +109,21 @@ class RemoteEagle3TargetModel(Eagle3TargetBackend):
     def _check_aux_layers(self, aux_layer_ids: Sequence[int] | None) -> None:
         if aux_layer_ids is None:
             return
-        ids = validate_aux_layer_ids(aux_layer_ids, int(self.server_info["depth"]), count=None)
+        ids = validate_aux_layer_ids(aux_layer_ids, self.server_info["depth"], count=None)
         if ids != self.aux_layer_ids:
             raise BadInput(
                 f"the servers capture aux layers {self.aux_layer_ids}, {ids} are wanted",
                 where="target.aux_layer_ids",
                 fix=f"fledge serve-target --aux-layer-ids {','.join(map(str, ids))}",
+            )
+
+    def _check_encoding(self) -> None:
+        offered = self.server_info.get("encodings", WIRE_ENCODINGS)
+        if self._encoding not in offered:
+            raise BadInput(
+                f"the servers' target shows no hidden states: they answer {' or '.join(offered)}",
+                where="target.supervision",
+                fix=f"supervision={offered[0]}",
             )
 
     def get_input_embeddings(self) -> InputEmbedding:
@@ -112,19 +132,26 @@ class RemoteEagle3TargetModel(Eagle3TargetBackend):
 
     def info(self) -> TargetInfo:
         self._check_open()
-        return self._fetch_target()[1]
+        info = self._fetch_target()[1]
+        if info is None:
+            raise BadInput(
+                "the servers' target does not show its output head",
+                fix="use probs supervision, which needs no head, in a loop of your own",
+            )
+        return info
 
     def fetch_files(self, directory: Path) -> None:
         """Write the target's config and tokenizer files into `directory`."""
         from fledge.core.files import atomic_file
-        from fledge.target.cache.copied import is_copied
+        from fledge.target.cache.manifest import is_copied
 
         self._check_open()
-        for name, content in self._get("/v1/files", 1 << 28).items():
-            if not is_copied(name) or content.dtype != torch.uint8:
-                raise BadInput(
-                    f"the server offers a file {name!r}, which is not part of a tokenizer"
-                )
+        files = self._get("/v1/files", 1 << 28)
+        wrong = [name for name in files if not is_copied(name) or files[name].dtype != torch.uint8]
+        if wrong or "config.json" not in files:
+            what = f"offers a file {shown(wrong[0])}" if wrong else "has no config.json to offer"
+            raise BadInput(f"the server {what}", fix="name the model it serves as target.model")
+        for name, content in files.items():
             with atomic_file(directory / name) as handle:
                 handle.write(content.numpy().tobytes())
 
@@ -137,7 +164,7 @@ class RemoteEagle3TargetModel(Eagle3TargetBackend):
         self._check_open()
         rows = rows.map(lambda tensor: tensor.detach().cpu())
         find_documents(rows)
-        check_token_ids(rows.input_ids, int(self.server_info["vocab_size"]))
+        check_token_ids(rows.input_ids, self.server_info["vocab_size"])
         vocabulary = None
         if self._encoding != "hidden":
             vocabulary = self._vocab_mapping(torch.device("cpu"))[0]
@@ -148,7 +175,7 @@ class RemoteEagle3TargetModel(Eagle3TargetBackend):
             dtype=self._dtype,
             top_k=self._top_k if self._encoding == "topk" else 0,
             vocabulary=vocabulary,
-            fingerprint=str(self.server_info["weights_fingerprint"]),
+            fingerprint=self.server_info["weights_fingerprint"],
             alone=self._alone,
         )
         return self._threads.submit(self._answer, question)
@@ -164,34 +191,44 @@ class RemoteEagle3TargetModel(Eagle3TargetBackend):
 
     def _answer(self, question: Question) -> Eagle3TargetBatch:
         """The batch for a question, with retries if servers fail."""
-        batch = self._with_retries(lambda state: self._ask(state, question))
+        batch = self._with_retries(lambda state, left_s: self._ask(state, question, left_s))
         if self.supervision == "logits":
             batch = batch.with_logits(self.info().head)
         return batch.pin_memory() if self._pin else batch
 
-    def _with_retries(self, use: Callable[[ServerState], T]) -> T:
-        """Ask until a server gives a complete answer, within `retries` and `wait_s`."""
-        failures, pause = 0, _FIRST_PAUSE_S
+    def _with_retries(self, use: Callable[[ServerState, float], T]) -> T:
+        """Ask until a server gives a complete answer, within `timeout_s` and `retries`. An attempt
+        may take half of the time that is left, so that there is some for another, and the last one
+        all of it."""
+        deadline, failures, pause = Deadline(self._timeout_s), 0, _FIRST_PAUSE_S
+
+        def attempt(state: ServerState) -> T:
+            try:
+                return use(state, deadline.left() / (1 if failures == self._retries else 2))
+            except WireError as error:
+                raise ServerFault(first_line(error)) from error
+
         while True:
             try:
-                return self._fleet.ask(use)
+                return self._fleet.ask(attempt, deadline)
             except (ServerBusy, ServerDown):
                 continue  # the fleet decides when to retry, and for how long
             except ServerFault as error:
                 failures += 1
-                if failures > self._retries:
+                if failures > self._retries or deadline.left() <= pause:
                     raise TargetUnreachable(
-                        f"{failures} attempts at one request failed, the last with: {error}",
+                        f"{counted(failures, 'attempt')} at one request failed, within the "
+                        f"{self._timeout_s:g} s of target.timeout_s, the last with: {error}",
                         fix="look at the servers' logs and run the same command again",
                     ) from error
                 self._fleet.pause(pause)
                 pause = min(2 * pause, _LONGEST_PAUSE_S)
 
-    def _ask(self, state: ServerState, question: Question) -> Eagle3TargetBatch:
+    def _ask(self, state: ServerState, question: Question, timeout_s: float) -> Eagle3TargetBatch:
         """Make one attempt at one server."""
         shape = WireShape.of(
             question,
-            hidden_size=int(self.server_info["hidden_size"]),
+            hidden_size=self.server_info["hidden_size"],
             aux_layers=len(self.aux_layer_ids),
             dtype=getattr(torch, self.server_info["dtype"]),
         )
@@ -202,15 +239,13 @@ class RemoteEagle3TargetModel(Eagle3TargetBackend):
             question = replace(question, segment=segment.name)
         try:
             body = question.to_message().to_bytes()
-            reply = state.server.exchange("/v1/generate", body, self._timeout_s, max_bytes)
+            reply = state.server.exchange("/v1/generate", body, timeout_s, max_bytes)
             state.queue = reply.queue
             message = self._answer_message(state, reply, segment, max_bytes)
             if message is not reply.body:
                 segment = None  # the batch owns its memory now
             tensors, metadata = unpack(message)
             return decode_answer(tensors, metadata, question, shape)
-        except WireError as error:
-            raise ServerFault(str(error)) from error
         except Refused as error:
             if error.status == 409:  # restarted with other weights: the fleet will detect it
                 raise ServerFault(str(error)) from error
@@ -238,26 +273,30 @@ class RemoteEagle3TargetModel(Eagle3TargetBackend):
             self._no_segments.add(state.server.url)
             log.info("target server %s does not see our shared memory", state.server.url)
             return reply.body
-        if not written.isdecimal() or not 0 < int(written) <= max_bytes:
+        if not written.isdecimal() or len(written) > 18 or not 0 < int(written) <= max_bytes:
             raise WireError(f"{written} bytes of shared memory, at most {max_bytes} were expected")
         return self._segments.adopt(segment, int(written))
 
     def _get(self, path: str, max_bytes: int) -> dict[str, Tensor]:
-        timeout_s = max(self._timeout_s, 600.0)  # gigabytes, but only once
-        reply = self._with_retries(
-            lambda state: state.server.exchange(path, None, timeout_s, max_bytes)
-        )
-        return unpack(reply.body)[0]
+        def fetch(state: ServerState, left_s: float) -> dict[str, Tensor]:
+            return unpack(state.server.exchange(path, None, left_s, max_bytes).body)[0]
 
-    def _fetch_target(self) -> tuple[InputEmbedding, TargetInfo]:
-        """The embedding and the target's info, fetched once."""
+        return self._with_retries(fetch)
+
+    def _fetch_target(self) -> tuple[InputEmbedding, TargetInfo | None]:
+        """The embedding and, if the target shows its head, its info; fetched once."""
         with self._lock:
             if self._target is None:
                 facts = self.server_info
-                size = int(facts["hidden_size"])
-                max_bytes = 8 * size * (int(facts["vocab_size"]) + 2) + (1 << 20)
-                tensors = self._get("/v1/embeddings", max_bytes) | self._get("/v1/head", max_bytes)
-                self._target = assemble_target(tensors, facts, hidden_size=size)
+                size = facts["hidden_size"]
+                max_bytes = 8 * size * (facts["vocab_size"] + 2) + (1 << 20)
+                tensors = self._get("/v1/embeddings", max_bytes)
+                if facts.get("head", {}) is None:
+                    check_shapes(tensors, facts["vocab_size"], None, "target")
+                    self._target = InputEmbedding(tensors["embed_tokens"]), None
+                else:
+                    tensors |= self._get("/v1/head", max_bytes)
+                    self._target = assemble_target(tensors, facts, hidden_size=size)
             return self._target
 
 

@@ -4,7 +4,7 @@ A server that fails is set aside and polled; once it answers again with the same
 again. While all servers are down, the client waits, logs a warning, and gives up after `wait_s`.
 """
 
-import logging
+import math
 import random
 import threading
 import time
@@ -13,15 +13,28 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from fledge.core.errors import BadInput, TargetUnreachable
-from fledge.target.remote.http import Server, ServerBusy, ServerDown, ServerFault
-from fledge.target.remote.protocol import identity
-from fledge.target.remote.wire import WireError
-
-log = logging.getLogger("fledge.remote")
+from fledge.core.reading import Table, Whole
+from fledge.target.remote.http import REMIND_S, Server, ServerBusy, ServerDown, ServerFault, log
+from fledge.target.remote.protocol import IDENTITY, INFO
 
 T = TypeVar("T")
 _CHECK_EVERY_S, _CHECK_TIMEOUT_S = 0.5, 5.0
-_REMIND_S = 30.0
+_HEALTH = Table({"queue": Whole()})
+
+
+class Deadline:
+    """When one request must be answered, over all its attempts. It stands still while no server is
+    up, for which `wait_s` is the limit."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self._end = time.monotonic() + timeout_s
+
+    def left(self) -> float:
+        return self._end - time.monotonic()
+
+    def stand_still(self, seconds: float) -> None:
+        self._end += seconds
 
 
 @dataclass
@@ -41,15 +54,15 @@ class ServerState:
 class Fleet:
     """Servers that hold the same target."""
 
-    def __init__(self, servers: Sequence[Server], *, wait_s: float) -> None:
+    def __init__(self, servers: Sequence[Server], *, timeout_s: float, wait_s: float) -> None:
         if not servers:
             raise BadInput("no server to ask", where="urls")
         self._states = [ServerState(server) for server in servers]
-        self._wait_s = wait_s
+        self._timeout_s, self._wait_s = timeout_s, wait_s
         self._changed = threading.Condition()
         self._identity: dict[str, Any] | None = None
-        self._down_since: float | None = None
-        self._reminded_at = 0.0
+        self._down_since: float | None = None  # all servers, without an answer since
+        self._reminded_at = -math.inf
         self._rng = random.Random()  # not the global generator: runs must stay reproducible
         self._closed = threading.Event()
         self._watcher = threading.Thread(target=self._watch, daemon=True, name="fledge-servers")
@@ -59,20 +72,22 @@ class Fleet:
         for state in self._states:
             self._check(state, first=True)
         self._watcher.start()
-        return self.ask(lambda state: state.info)
+        return self.ask(lambda state: state.info, Deadline(self._timeout_s))
 
-    def ask(self, use: Callable[[ServerState], T]) -> T:
+    def ask(self, use: Callable[[ServerState], T], deadline: Deadline) -> T:
         """Call `use` with the server to ask next; its exceptions are passed to the caller."""
-        state = self._take()
+        state = self._take(deadline)
         try:
             answer = use(state)
         except ServerBusy as busy:
             state.not_before = time.monotonic() + busy.retry_after_s * self._rng.uniform(0.5, 1.0)
+            state.error = str(busy)
             raise
         except (ServerDown, ServerFault) as error:
             self._set_down(state, str(error))
             raise
         else:
+            self._down_since = None
             return answer
         finally:
             with self._changed:
@@ -92,45 +107,56 @@ class Fleet:
         if self._watcher.is_alive():
             self._watcher.join(timeout=2 * _CHECK_TIMEOUT_S)
 
-    def _take(self) -> ServerState:
-        """The least loaded server that is up; waits until there is one."""
+    def _take(self, deadline: Deadline) -> ServerState:
+        """The least loaded server that is up and not busy; waits until there is one."""
         with self._changed:
             while True:
                 if self._closed.is_set():
                     raise RuntimeError("this RemoteEagle3TargetModel is closed: build a new one")
                 now = time.monotonic()
                 up = [state for state in self._states if state.up]
+                if up and deadline.left() <= 0:
+                    raise TargetUnreachable(
+                        f"no answer within {deadline.timeout_s:g} s ({self._why()})",
+                        where="target.timeout_s",
+                    )
                 ready = [state for state in up if state.not_before <= now]
                 if ready:
                     state = min(ready, key=lambda s: (s.in_flight + s.queue, self._rng.random()))
                     state.in_flight += 1
-                    self._down_since = None
                     return state
                 if up:
-                    pause = min(state.not_before for state in up) - now
+                    left = deadline.left()
+                    pause = min(left, min(state.not_before for state in up) - now)
+                    if deadline.timeout_s - left >= REMIND_S:
+                        self._remind("all target servers are busy", left)
                 else:
                     pause = self._wait_left(now)
                 self._changed.wait(min(pause, _CHECK_EVERY_S))
+                if not up:
+                    deadline.stand_still(time.monotonic() - now)
+
+    def _why(self) -> str:
+        return ", ".join(f"{state.server.url}: {state.error}" for state in self._states)
+
+    def _remind(self, what: str, left_s: float) -> None:
+        """Say now and then what is waited for."""
+        if (now := time.monotonic()) - self._reminded_at >= REMIND_S:
+            self._reminded_at = now
+            log.warning("%s (%s); waiting, for another %.0f s at most", what, self._why(), left_s)
 
     def _wait_left(self, now: float) -> float:
-        """How much longer to wait while all servers are down; warns now and then, and gives up by
-        raising `TargetUnreachable`."""
+        """How much longer to wait while all servers are down; gives up by raising
+        `TargetUnreachable`."""
         if self._down_since is None:
-            self._down_since, self._reminded_at = now, -_REMIND_S
+            self._down_since, self._reminded_at = now, -math.inf
         waited = now - self._down_since
-        why = ", ".join(f"{state.server.url}: {state.error}" for state in self._states)
         if waited >= self._wait_s or all(state.refused for state in self._states):
             raise TargetUnreachable(
-                f"no target server answered for {waited:.0f} s ({why})",
+                f"no target server answered for {waited:.0f} s ({self._why()})",
                 fix="start a server and run the same command again",
             )
-        if waited - self._reminded_at >= _REMIND_S:
-            self._reminded_at = waited
-            log.warning(
-                "no target server answers (%s); waiting, for another %.0f s at most",
-                why,
-                self._wait_s - waited,
-            )
+        self._remind("no target server answers", self._wait_s - waited)
         return self._wait_s - waited
 
     def _watch(self) -> None:
@@ -141,20 +167,21 @@ class Fleet:
                     self._check(state)
 
     def _check(self, state: ServerState, *, first: bool = False) -> None:
+        timeout_s = min(_CHECK_TIMEOUT_S, self._timeout_s)
         try:
-            health = state.server.get_json("/health", timeout_s=_CHECK_TIMEOUT_S)
-            state.queue = int(health.get("queue", 0))
+            health = state.server.get_json("/health", _HEALTH, timeout_s=timeout_s)
+            state.queue = health["queue"]
             if not state.up:
-                info = state.server.get_json("/v1/info", timeout_s=_CHECK_TIMEOUT_S)
+                info = state.server.get_json("/v1/info", INFO, timeout_s=timeout_s)
                 self._admit(state, info, first=first)
-        except (ServerDown, ServerFault, ServerBusy, WireError, ValueError) as error:
-            if first and isinstance(error, BadInput):  # a wrong token or address
+        except (ServerDown, ServerFault, ServerBusy, BadInput) as error:
+            if first and isinstance(error, BadInput):  # a wrong token, or not a target server
                 raise
             self._set_down(state, str(error))
 
     def _admit(self, state: ServerState, info: dict[str, Any], *, first: bool) -> None:
         """Use a server from now on if it holds the same target as the others."""
-        actual = identity(info)
+        actual = {name: info[name] for name in IDENTITY}
         with self._changed:
             if self._identity is None:
                 self._identity = actual

@@ -6,26 +6,36 @@ Every exchange has one deadline and ends in a complete reply or in one of four e
 
 import contextlib
 import http.client
-import json
+import io
+import logging
 import socket
 import ssl
 import threading
 import time
 import weakref
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
-from http.client import HTTPConnection
+from functools import partial
+from http.client import HTTPConnection, HTTPSConnection
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fledge.core.addresses import server_address
-from fledge.core.errors import BadInput, first_line
-from fledge.target.finite import NotFinite
+from fledge.core.errors import LONGEST_LINE, BadInput, first_line
+from fledge.core.reading import OBJECT, Anything, Expected, Flag, Number, Table, parse_json
+from fledge.target.finite_check import NotFinite
 from fledge.target.remote.wire import CHUNK_BYTES, DigestCheck, WireError
 
+log = logging.getLogger("fledge.remote")
+
+REMIND_S = 30.0  # between two words about a wait
 _SMALL_BYTES = 1 << 20  # larger than any JSON reply
+_RECORD_BYTES = 1 << 14  # TLS sends this much at once
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 60.0  # whatever a busy server asks for
+_ERROR = Table(optional={"error": Anything(), "retry_after_s": Number(), "final": Flag()})
 
 
 class ServerDown(Exception):  # noqa: N818  (a status, handled by the fleet)
@@ -83,6 +93,58 @@ class Buffers:
         return leased.data
 
 
+class _Clock:
+    """The time that one exchange may take, over all its parts."""
+
+    def __init__(self, request: str, timeout_s: float) -> None:
+        self._request, self._timeout_s = request, timeout_s
+        self._begin = self._reminded_at = time.monotonic()
+        self.awaited = "a connection"
+
+    def left(self) -> float:
+        """The seconds left; raises once there are none. Says what is awaited, now and then."""
+        now = time.monotonic()
+        left = self._begin + self._timeout_s - now
+        if left <= 0:
+            raise TimeoutError(self.ran_out())
+        if now - self._reminded_at >= REMIND_S:
+            self._reminded_at = now
+            log.warning("%s: still waiting for %s, for another %.0f s at most", self._request,
+                        self.awaited, left)  # fmt: skip
+        return left
+
+    def ran_out(self) -> str:
+        return f"no whole reply within {self._timeout_s:.3g} s, still waiting for {self.awaited}"
+
+
+class _Timed(io.RawIOBase):
+    """The bytes that arrive on a connection; no wait for them outlasts the clock."""
+
+    def __init__(self, raw: io.RawIOBase, sock: socket.socket, clock: _Clock) -> None:
+        self._raw, self._sock, self._clock = raw, sock, clock
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while True:
+            self._sock.settimeout(min(REMIND_S, self._clock.left()))
+            with contextlib.suppress(TimeoutError):  # whether time is up, the clock says
+                return self._sock.recv_into(buffer)
+
+    def close(self) -> None:
+        self._raw.close()
+        super().close()
+
+
+class _Response(http.client.HTTPResponse):
+    """A reply of which every part is read against the clock, beginning with its status."""
+
+    def __init__(self, clock: _Clock, sock: socket.socket, *args: Any, **options: Any) -> None:
+        super().__init__(sock, *args, **options)
+        self.fp = io.BufferedReader(_Timed(self.fp.detach(), sock, clock))
+
+
 class Server:
     """Connections to one URL. Thread-safe."""
 
@@ -113,14 +175,19 @@ class Server:
         self._lock = threading.Lock()
         self._closed = False
 
-    def get_json(self, path: str, body: bytes | None = None, *, timeout_s: float) -> dict[str, Any]:
+    def get_json(
+        self,
+        path: str,
+        expected: Expected = OBJECT,
+        *,
+        body: bytes | None = None,
+        timeout_s: float,
+    ) -> dict[str, Any]:
+        """A reply that is JSON, read as any metadata from an untrusted source is."""
         reply = self.exchange(path, body, timeout_s, _SMALL_BYTES, digest=False)
-        try:
-            value = json.loads(bytes(reply.body))
-        except ValueError:
-            raise ServerFault(f"{path} is not JSON") from None
-        if not isinstance(value, dict):
-            raise ServerFault(f"{path} is not a JSON object")
+        value: dict[str, Any] = parse_json(
+            bytes(reply.body), expected, where=self.url, what=f"its {path}"
+        )
         return value
 
     def close(self) -> None:
@@ -145,9 +212,9 @@ class Server:
         digest: bool = True,
     ) -> Reply:
         """Send a request and return its reply, within `timeout_s`; by default checks the digest."""
-        deadline = time.monotonic() + timeout_s
+        clock = _Clock(f"{self.url}{path}", timeout_s)
         while True:
-            connection, reused = self._connect(deadline)
+            connection, reused = self._connect(clock)
             with self._lock:
                 closed = self._closed  # while it connected: `close` has not seen it
                 if not closed:
@@ -156,15 +223,16 @@ class Server:
                 connection.close()
                 raise ServerDown("this client is closed")
             try:
-                _set_timeout(connection, deadline)
-                method = "GET" if body is None else "POST"
-                connection.request(method, path, body=body, headers=self._headers)
-                reply = self._receive(connection, deadline, max_bytes, digest)
+                self._send(connection, path, body, clock)
+                reply = self._receive(connection, clock, max_bytes, digest)
             except (http.client.RemoteDisconnected, ConnectionResetError, BrokenPipeError) as error:
                 connection.close()
                 if reused:  # the server had closed it in the meantime: retry on a new one
                     continue
                 raise ServerFault(f"closed the connection ({first_line(error)})") from error
+            except TimeoutError as error:
+                connection.close()
+                raise ServerFault(clock.ran_out()) from error
             except (OSError, http.client.HTTPException, WireError) as error:
                 connection.close()
                 raise ServerFault(first_line(error)) from error
@@ -178,27 +246,31 @@ class Server:
             return reply
 
     def _keep(self, connection: HTTPConnection) -> None:
-        """Keep a connection for the next exchange, unless the client was closed meanwhile."""
+        """Keep a connection for the next exchange, unless either side closed it meanwhile."""
         with self._lock:
-            if not self._closed:
+            if not self._closed and connection.sock is not None:
                 self._idle.append(connection)
                 return
         connection.close()
 
-    def _connect(self, deadline: float) -> tuple[HTTPConnection, bool]:
+    def _connect(self, clock: _Clock) -> tuple[HTTPConnection, bool]:
         """(connection, whether it is a reused one)."""
         with self._lock:
             if self._closed:
                 raise ServerDown("this client is closed")
             if self._idle:
                 return self._idle.pop(), True
-        timeout_s = max(0.01, min(10.0, deadline - time.monotonic()))
-        address = (self._host, self._port)
-        connection = HTTPConnection(*address, timeout=timeout_s)
-        if self._tls is not None:
-            connection = http.client.HTTPSConnection(*address, timeout=timeout_s, context=self._tls)
+        kind = HTTPConnection if self._tls is None else partial(HTTPSConnection, context=self._tls)
+        connection = kind(self._host, self._port)
+        connection.auto_open = 0  # which would have no deadline
         try:
-            connection.connect()
+            timeout_s = min(10.0, clock.left())
+            sock = socket.create_connection((connection.host, connection.port), timeout_s)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if self._tls is not None:
+                sock.settimeout(clock.left())
+                sock = self._tls.wrap_socket(sock, server_hostname=self._host)
+            connection.sock = sock
         except ssl.SSLError as error:
             raise Refused(
                 f"TLS failed ({first_line(error)})",
@@ -210,19 +282,41 @@ class Server:
             raise ServerDown(first_line(error)) from error
         return connection, False
 
+    def _send(
+        self, connection: HTTPConnection, path: str, body: bytes | None, clock: _Clock
+    ) -> None:
+        clock.awaited = "room to send the request"
+        connection.sock.settimeout(clock.left())
+        if body is None:
+            connection.request("GET", path, headers=self._headers)
+            return
+
+        def records() -> Iterator[bytes]:
+            for at in range(0, len(body), _RECORD_BYTES):
+                connection.sock.settimeout(clock.left())  # under TLS it limits each send
+                yield body[at : at + _RECORD_BYTES]
+
+        length = {"Content-Length": str(len(body))}
+        connection.request("POST", path, body=records(), headers=self._headers | length)
+
     def _receive(
-        self, connection: HTTPConnection, deadline: float, max_bytes: int, digest: bool
+        self, connection: HTTPConnection, clock: _Clock, max_bytes: int, digest: bool
     ) -> Reply:
-        _set_timeout(connection, deadline)
+        clock.awaited = "the headers of its reply"
+        connection.response_class = partial(_Response, clock)  # type: ignore[assignment]
         response = connection.getresponse()
         length = response.length
         if length is None or length > max(max_bytes, _SMALL_BYTES):
-            raise WireError(f"a reply of {length} bytes, at most {max_bytes} were expected")
-        view = self._buffers.lease(length)
+            size = "unknown length" if length is None else f"{length} bytes"
+            raise WireError(f"a reply of {size}, at most {max_bytes} bytes were expected")
+        try:
+            view = self._buffers.lease(length)
+        except MemoryError:
+            raise WireError(f"a reply of {length} bytes, which no memory is left for") from None
         check = DigestCheck(length) if digest and response.status == 200 else None
         at = 0
         while at < length:
-            _set_timeout(connection, deadline)
+            clock.awaited = f"the rest of its reply, after {at} of {length} bytes"
             count = response.fp.readinto1(view[at : at + CHUNK_BYTES])
             if not count:
                 raise WireError(f"the reply ended after {at} of {length} bytes")
@@ -236,19 +330,20 @@ class Server:
         if status != 200:
             self._raise_error(status, bytes(view), headers)
         queue = headers.get("X-Fledge-Queue", "")
-        return Reply(view, int(queue) if queue.isdecimal() else 0)
+        return Reply(view, int(queue) if queue.isdecimal() and len(queue) < 10 else 0)
 
     def _raise_error(self, status: int, body: bytes, headers: http.client.HTTPMessage) -> None:
         """Raise the exception that corresponds to an error reply."""
         try:
-            reply = json.loads(body)
-            detail = reply["error"]  # a string, or in OpenAI's API an object with a message
-            what = str(detail["message"] if isinstance(detail, dict) else detail)
-        except (ValueError, KeyError, TypeError):
-            reply, what = {}, f"HTTP {status}"
+            reply = parse_json(body, _ERROR, where=self.url)
+        except BadInput:  # a proxy's page, or nonsense
+            reply = {}
+        detail = reply.get("error")  # a string, or in OpenAI's API an object with a message
+        detail = detail.get("message") if isinstance(detail, dict) else detail
+        what = detail[:LONGEST_LINE] if isinstance(detail, str) else f"HTTP {status}"
         if status == 429:
             raise ServerBusy(_seconds(reply.get("retry_after_s", headers.get("Retry-After"))))
-        if status >= 500 and reply.get("final") is True:
+        if status >= 500 and reply.get("final"):
             raise NotFinite(what, where=self.url)
         if status >= 500:
             raise ServerFault(f"HTTP {status}: {what}")
@@ -277,17 +372,9 @@ def _tls_context(ca_file: str | None) -> ssl.SSLContext:
         ) from error
 
 
-def _set_timeout(connection: HTTPConnection, deadline: float) -> None:
-    """Limit the next wait on the socket to the time left until the deadline."""
-    left = deadline - time.monotonic()
-    if left <= 0:
-        raise TimeoutError("no whole reply in time")
-    if connection.sock is not None:
-        connection.sock.settimeout(left)
-
-
 def _seconds(text: Any) -> float:
+    """The pause that a busy server asks for: a number, or a date, which is not read."""
     try:
-        return min(60.0, max(0.01, float(text)))
+        return min(_LONGEST_PAUSE_S, max(_SHORTEST_PAUSE_S, float(text)))  # NaN: the shortest
     except (TypeError, ValueError):
         return 1.0

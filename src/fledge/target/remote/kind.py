@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
+from fledge.core.errors import BadInput
 from fledge.core.settings import Count, NonNegative, Positive, PositiveCount, Text, Texts
 from fledge.target.kinds import TargetKind, TargetSection
 
@@ -49,14 +50,14 @@ class RemoteTarget(TargetSection):
     prefetch: PositiveCount = 2
     """Batches asked for ahead of the trainer."""
 
-    timeout_s: Positive = 120.0
-    """How long one request may take before it is sent again elsewhere."""
+    timeout_s: Positive = 240.0
+    """How long one request may take over all its attempts; each gets half of what is left."""
 
     retries: Count = 5
     """Attempts after the first one, each after a longer pause."""
 
     wait_s: NonNegative = 300.0
-    """How long to wait while no server answers before the run stops, resumable."""
+    """How long to wait, in addition, while no server is up before the run stops, resumable."""
 
     shared_memory: bool = True
     """Use shared memory instead of the network when a server runs on this machine."""
@@ -113,12 +114,19 @@ def _facts(section: RemoteTarget) -> dict[str, Any]:
 def _files(section: RemoteTarget) -> Path:
     """A directory with the config and tokenizer of the servers, fetched once per process."""
     from fledge.core.files import cache_dir
+    from fledge.target.cache.manifest import names_code
 
     with _client(section) as target:
         facts = target.server_info
         name = f"{facts['weights_fingerprint']}-{facts['tokenizer_fingerprint']}"
         directory = cache_dir() / "remote" / name
         target.fetch_files(directory)
+    if section.trust_remote_code and names_code(directory):  # perhaps a repository's
+        raise BadInput(
+            "the servers' config names Python code (auto_map), which is never run for a server",
+            where="target.trust_remote_code",
+            fix="name the model they serve as target.model",
+        )
     return directory
 
 

@@ -18,17 +18,19 @@ to end), in the precision of the states.
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from fledge.core.batch import Eagle3TargetBatch
-from fledge.core.head import TargetHead, target_distribution_from_hidden
+from fledge.core.head import TargetHead
+from fledge.core.reading import Choice, FileName, ListOf, Maybe, Table, Text, Whole
 from fledge.core.rows import PACKING_FIELDS, TokenBatch, shift_left
-from fledge.target.cache.codec import decode_states, encode_probs
-from fledge.target.cache.format import DTYPES, CacheShape
-from fledge.target.finite import check_probs
+from fledge.target.base import selection_mask
+from fledge.target.cache.format import DTYPES, CacheShape, Field, decode_states, encode_probs
+from fledge.target.cache.manifest import AUX_LAYERS, SIZE, TARGET_FACTS
+from fledge.target.finite_check import check_probs
 from fledge.target.remote.wire import Message, WireError
 
 PROTOCOL = 1  # increment when the meaning of a message changes
@@ -39,6 +41,19 @@ ROW_FIELDS = ("input_ids", "attention_mask", "loss_mask")
 IDENTITY = (
     *("protocol", "weights_fingerprint", "tokenizer_fingerprint", "aux_layer_ids"),
     *("dtype", "hidden_size", "vocab_size", "depth"),
+)
+# What a client reads of /v1/info. The fingerprints name a directory of its own.
+INFO = Table(
+    {
+        **TARGET_FACTS.fields,
+        "head": Maybe(TARGET_FACTS.fields["head"]),  # none: a target that answers logits only
+        "protocol": Whole(),
+        "hidden_size": SIZE,
+        "aux_layer_ids": AUX_LAYERS,
+        "weights_fingerprint": FileName(),
+        "tokenizer_fingerprint": Maybe(FileName()),
+    },
+    optional={"boot_id": Text(), "encodings": ListOf(Choice(WIRE_ENCODINGS))},
 )
 _UNLIMITED = 1 << 62
 
@@ -226,20 +241,20 @@ class SentShape(CacheShape):
 
 
 @torch.no_grad()
-def encode_answer(batch: Eagle3TargetBatch, question: Question, head: TargetHead) -> Message:
-    """The target's answer (hidden states) as a message in the requested encoding."""
-    assert batch.last_hidden_states is not None, "servers run their target with hidden supervision"
+def encode_answer(batch: Eagle3TargetBatch, question: Question, head: TargetHead | None) -> Message:
+    """The target's answer (hidden states or logits) as a message in the requested encoding."""
     dtype = DTYPES.get(question.dtype, batch.aux_hidden_states.dtype)
     tensors = {"aux_hidden_states": batch.aux_hidden_states.to(dtype)}
     if question.encoding == "hidden":
+        assert batch.last_hidden_states is not None
         tensors["last_hidden_states"] = batch.last_hidden_states.to(dtype)
     else:
         assert question.vocabulary is not None
-        ids_W = question.vocabulary.to(head.weight_VD.device)
-        mask_V = torch.zeros(len(head.weight_VD), dtype=torch.bool, device=ids_W.device)
-        mask_V[ids_W] = True
-        hidden_MD = batch.last_hidden_states[batch.loss_mask.bool()]
-        probs_MW, position_M = target_distribution_from_hidden(hidden_MD, head, ids_W, mask_V)
+        ids_W = question.vocabulary.to(batch.loss_mask.device)
+        rows_XV = batch.logits if head is None else head.weight_VD.t()
+        assert rows_XV is not None
+        mask_V = selection_mask(ids_W, rows_XV.shape[-1])
+        probs_MW, position_M = batch.supervised_probs(head, ids_W, mask_V)
         check_probs(probs_MW, batch)
         top_k = question.top_k if question.encoding == "topk" else None
         tensors |= encode_probs(probs_MW, position_M[:, None], dtype, top_k)
@@ -270,11 +285,11 @@ def decode_answer(
     if got_id != wanted_id:
         raise WireError(f"an answer to request {got_id!r}, not to {wanted_id}")
     supervised_BT = shift_left(rows.loss_mask).bool()
-    for name, expected in _expected_shapes(shape, rows.shape, int(supervised_BT.sum())).items():
-        tensor = tensors.get(name)
-        if tensor is None or tuple(tensor.shape) != expected:
-            got = "nothing" if tensor is None else list(tensor.shape)
-            raise WireError(f"{name} should be {list(expected)}, got {got}")
+    slots = rows.shape if shape.encoding == "hidden" else (int(supervised_BT.sum()),)
+    for field in shape.sent.token_fields():
+        _check_field(tensors, field, rows.shape)
+    for field in shape.sent.slot_fields():
+        _check_field(tensors, field, slots)
     states = {"aux_hidden_states": tensors["aux_hidden_states"]}
     if shape.encoding == "hidden":
         states["last_hidden_states"] = tensors["last_hidden_states"]
@@ -283,12 +298,11 @@ def decode_answer(
     return Eagle3TargetBatch.about(rows, **states, shifted=True)
 
 
-def _expected_shapes(
-    shape: WireShape, rows_BT: tuple[int, int], supervised: int
-) -> dict[str, tuple[int, ...]]:
-    slots = rows_BT if shape.encoding == "hidden" else (supervised,)
-    shapes = {field.name: (*rows_BT, field.width) for field in shape.sent.token_fields()}
-    return shapes | {field.name: (*slots, field.width) for field in shape.sent.slot_fields()}
+def _check_field(tensors: dict[str, Tensor], field: Field, places: tuple[int, ...]) -> None:
+    tensor, expected = tensors.get(field.name), (field.dtype, (*places, field.width))
+    if tensor is None or (tensor.dtype, tuple(tensor.shape)) != expected:
+        got = "nothing" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
+        raise WireError(f"{field.name} should be {field.dtype} {list(expected[1])}, got {got}")
 
 
 def _scatter_supervision(
@@ -305,11 +319,3 @@ def _scatter_supervision(
         fields[name] = slots[name].new_zeros((*supervised_BT.shape, slots[name].shape[-1]))
         fields[name][supervised_BT] = slots[name]
     return fields
-
-
-def identity(info: dict[str, Any]) -> dict[str, Any]:
-    """The facts of /v1/info that must be equal among the servers of one trainer."""
-    missing = [name for name in IDENTITY if name not in info]
-    if missing:
-        raise WireError(f"/v1/info says nothing about {', '.join(missing)}")
-    return {name: info[name] for name in IDENTITY}

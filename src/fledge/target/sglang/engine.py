@@ -87,7 +87,7 @@ class Captured:
 
 
 @dataclass(frozen=True)
-class Room:
+class Limits:
     """Limits of one extend."""
 
     context_length: int  # longest row the model is configured for, in tokens
@@ -239,9 +239,9 @@ class SGLangEngine(ABC):
     def model(self) -> nn.Module:
         return cast(nn.Module, self._runner.model)
 
-    def room(self) -> Room:
+    def limits(self) -> Limits:
         """The limits of one extend; to be called between extends, when all memory is free."""
-        return Room(
+        return Limits(
             context_length=int(self._runner.model_config.context_len),
             rows=int(self._runner.req_to_token_pool.available_size()),
             tokens=int(self._runner.token_to_kv_pool_allocator.available_size()),

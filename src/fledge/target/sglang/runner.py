@@ -4,21 +4,183 @@ Rows and documents of any lengths run in one extend, each as a separate request,
 without a scheduler. SGLang itself is imported by `SGLangTargetRunner.build`.
 """
 
+import contextlib
+import multiprocessing
+import secrets
+import signal
+import socket
 from collections.abc import Iterator, Sequence
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from os import PathLike
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from fledge.core.errors import BadInput, first_line
+from fledge.core.errors import BadInput, first_line, nearest
 from fledge.core.head import TargetHead
+from fledge.target.cache.format import DTYPES
 from fledge.target.layers import EAGLE3_AUX_LAYERS, FinalNorm, describe_final_norm, target_depth
 from fledge.target.packing import Documents, Group
 from fledge.target.runner import EngineEagle3TargetModel
-from fledge.target.sglang.engine import Captured, Room, engine_class, installed_version
-from fledge.target.sglang.options import server_options, sglang_dtype
-from fledge.target.sglang.ranks import SGLangRanks
+from fledge.target.sglang.engine import (
+    Captured,
+    Limits,
+    SGLangEngine,
+    engine_class,
+    installed_version,
+    joined_rank,
+)
+
+_PORTS = range(20_000, 32_000)
+
+
+class SGLangRanks:
+    """The engine of rank 0 in this process and, with tensor parallelism, a process for each other.
+
+    Ranks run collectives, so all must make the same calls: a call is sent to the others through
+    pipes and then made here; only this rank's result is kept. In a torch.distributed process group
+    of `tp_size` ranks, the ranks are the caller's own: each builds a runner and makes the same
+    calls. Nothing is started, and the group outlives the engine."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        self._pipes: list[Connection] = []
+        self._peers: list[BaseProcess] = []
+        joined, port = joined_rank(int(options["tp_size"])), free_port()
+        processes = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
+        for rank in range(1, int(options["tp_size"]) if joined is None else 1):
+            own_end, peer_end = processes.Pipe()
+            # a daemon: it must not outlive rank 0, for whose calls it waits
+            arguments = (peer_end, options, rank, port)
+            peer: BaseProcess = processes.Process(target=_run_peer, args=arguments, daemon=True)
+            peer.start()
+            peer_end.close()
+            self._pipes.append(own_end)
+            self._peers.append(peer)
+        try:
+            engine = engine_class(options["device"])
+            self.engine: SGLangEngine = engine(options, rank=joined or 0, port=port)
+        except BaseException:
+            for peer in self._peers:
+                peer.terminate()
+            raise
+
+    def call(self, method: str, *args: Any) -> Any:
+        """Make a call on every rank at once; returns this rank's result."""
+        for rank, (pipe, peer) in enumerate(zip(self._pipes, self._peers, strict=True), 1):
+            if not peer.is_alive():  # a collective would wait for it forever
+                raise RuntimeError(
+                    f"rank {rank} of the SGLang target ended with code {peer.exitcode}: "
+                    "its own message is above"
+                )
+            pipe.send((method, args))
+        return getattr(self.engine, method)(*args)
+
+    def close(self) -> None:
+        """Close every rank. A second call does nothing."""
+        for pipe in self._pipes:
+            pipe.close()  # the peers get EOF, and end
+        self._pipes = []
+        self.engine.close()
+        for peer in self._peers:
+            peer.join(timeout=30)
+            peer.terminate()
+        self._peers = []
+
+
+def _run_peer(pipe: Connection, options: dict[str, Any], rank: int, port: int) -> None:
+    """Run another rank: repeat rank 0's calls until its pipe is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all ranks; rank 0 handles it
+    engine = engine_class(options["device"])(options, rank=rank, port=port)
+    while True:
+        try:
+            method, args = pipe.recv()
+        except EOFError:
+            break
+        getattr(engine, method)(*args)
+    engine.close()
+
+
+def free_port() -> int:
+    """A port below those that systems hand out themselves: between this call and its use, another
+    process would have to ask for this very one."""
+    while True:
+        port = secrets.choice(_PORTS)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+
+
+# Capture depends on these; any other value is rejected.
+_FIXED: dict[str, Any] = {
+    "skip_tokenizer_init": True,
+    "enable_return_hidden_states": True,
+    "disable_cuda_graph": True,
+    "disable_radix_cache": True,
+    "disable_overlap_schedule": True,
+    "speculative_algorithm": None,
+    "pp_size": 1,
+    "dp_size": 1,
+}
+# SGLang's public capture returns aux states *in place of* the last hidden state, which a draft
+# needs too; one engine cannot return both, and they would come as lists of numbers.
+_PUBLIC_CAPTURE = ("enable_return_aux_hidden_states", "return_aux_hidden_state_layer_ids")
+# SGLang would fill the whole GPU with its KV pool; a target needs memory for one batch only, and a
+# larger batch is run in parts.
+_DEFAULTS: dict[str, Any] = {"max_total_tokens": 65536, "tp_size": 1, "log_level": "error"}
+_ON_CPU: dict[str, Any] = {
+    "max_total_tokens": 8192,
+    "attention_backend": "torch_native",
+    "sampling_backend": "pytorch",
+}
+
+
+def server_options(asked: dict[str, Any], names: Sequence[str], *, device: str) -> dict[str, Any]:
+    """Arguments for `ServerArgs`: our defaults, the user's, and those that capture needs."""
+    for name, value in asked.items():
+        if name in _PUBLIC_CAPTURE and value:
+            raise BadInput(
+                f"{name}: SGLang then returns aux states in place of the last hidden state, and "
+                "drafts learn from both",
+                where="engine_args",
+                fix="leave it out: both are taken inside SGLang (target.aux_layer_ids names them)",
+            )
+        if name not in names:
+            raise BadInput(
+                f"SGLang {installed_version()} has no argument '{name}'",
+                where="engine_args",
+                fix=nearest(name, list(names)),
+            )
+        if name in _FIXED and value != _FIXED[name]:
+            raise BadInput(
+                f"{name}={value!r} does not go with hidden-state capture",
+                where="engine_args",
+                fix=f"leave it out (it is {_FIXED[name]!r})",
+            )
+    kind, _, index = device.partition(":")
+    return {
+        **_DEFAULTS,
+        **(_ON_CPU if kind == "cpu" else {}),
+        **({"base_gpu_id": int(index)} if index else {}),
+        **asked,
+        **_FIXED,
+        "device": kind,
+    }
+
+
+def sglang_dtype(dtype: torch.dtype | str | None) -> str:
+    """The name of a dtype that SGLang expects: it compares strings, and would ignore a
+    `torch.dtype`."""
+    name = "auto" if dtype is None else str(dtype).removeprefix("torch.")
+    if name not in ("auto", *DTYPES):
+        raise BadInput(
+            f"SGLang cannot run in {dtype}",
+            where="dtype",
+            fix=f"one of auto, {', '.join(DTYPES)} (fp8: engine argument quantization)",
+        )
+    return name
+
 
 # Raised by SGLang for a model or an argument that it does not support.
 _ENGINE_ERRORS = (
@@ -34,7 +196,7 @@ class SGLangTargetRunner:
 
     def __init__(self, ranks: SGLangRanks) -> None:
         self._ranks: SGLangRanks | None = ranks
-        self._room: Room = ranks.engine.room()
+        self._limits: Limits = ranks.engine.limits()
         self._aux_layer_ids: list[int] | None = None
         self._head: TargetHead | None = None
 
@@ -50,7 +212,7 @@ class SGLangTargetRunner:
     ) -> "SGLangTargetRunner":
         """Load a model into SGLang by any name that `fledge.local_model` accepts. `num_aux_layers`
         is not needed: SGLang can return any number of layers. Where torch.distributed is in use
-        with `tp_size` ranks, all of them build one and make the same calls (`ranks`).
+        with `tp_size` ranks, all of them build one and make the same calls (`SGLangRanks`).
 
         `sglang_kwargs` are passed to `ServerArgs` under their own names (`page_size`, `tp_size`,
         `mem_fraction_static`, `attention_backend`, `quantization`, `context_length`, ...).
@@ -155,7 +317,7 @@ class SGLangTargetRunner:
         rows = [tokens[begin:end] for begin, end in documents]
         answer_BTX: Tensor | None = None
         aux_BTKD: Tensor | None = None
-        for first, last in cut_into_extends([len(row) for row in rows], self._room):
+        for first, last in cut_into_extends([len(row) for row in rows], self._limits):
             captured: Captured = self._open().call("extend", rows[first:last], logits)
             answer_NX = captured.logits_NV if logits else captured.hidden_ND
             assert answer_NX is not None
@@ -177,8 +339,7 @@ class SGLangTargetRunner:
         """The states in the order of `set_aux_layers`: SGLang returns layers in ascending order,
         and drops those it does not support."""
         ids = self._aux_layer_ids
-        if ids is None:
-            raise RuntimeError("set_aux_layers comes first")
+        assert ids is not None, "set_aux_layers comes first"
         if len(aux_KND) != len(ids):
             raise RuntimeError(
                 f"SGLang returned the states of {len(aux_KND)} layers and not of {ids}"
@@ -228,18 +389,18 @@ def find_rows(mask_BT: Tensor) -> list[tuple[int, int]]:
     return rows
 
 
-def cut_into_extends(lengths: Sequence[int], room: Room) -> Iterator[tuple[int, int]]:
+def cut_into_extends(lengths: Sequence[int], limits: Limits) -> Iterator[tuple[int, int]]:
     """Split rows into as few extends as the engine's memory allows: (first, last + 1) of each."""
     first = taken = 0
     for index, length in enumerate(lengths):
-        needed = -(-length // room.page_size) * room.page_size
-        if length > room.context_length or needed > room.tokens:
+        needed = -(-length // limits.page_size) * limits.page_size
+        if length > limits.context_length or needed > limits.tokens:
             raise BadInput(
                 f"a row of {length} tokens does not fit: SGLang was built for rows of "
-                f"{room.context_length} and {room.tokens} tokens at once",
+                f"{limits.context_length} and {limits.tokens} tokens at once",
                 fix="shorten data.max_length, or give context_length / max_total_tokens",
             )
-        if taken + needed > room.tokens or index - first == room.rows:
+        if taken + needed > limits.tokens or index - first == limits.rows:
             yield first, index
             first, taken = index, 0
         taken += needed

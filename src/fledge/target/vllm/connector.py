@@ -34,11 +34,10 @@ from torch import Tensor
 from fledge.core.errors import BadInput, in_words
 from fledge.core.head import TargetHead
 from fledge.core.machine import find_device
-from fledge.target.hf.ends import ModelEnds, read_ends
+from fledge.target.hf.embedding_and_head import ModelEnds, read_ends
 from fledge.target.layers import FinalNorm, target_depth
 from fledge.target.vllm import engine as engines
-from fledge.target.vllm.place import StatesPlace
-from fledge.target.vllm.states import discard, take_states
+from fledge.target.vllm.engine import StatesPlace, discard, take_states
 from fledge.target.weights import quantisation_method
 
 _CPU_CONNECTOR = "fledge.target.vllm.cpu_connector"

@@ -1,12 +1,16 @@
-"""The lifecycle of a vLLM engine in this process: checks before it starts, start, stop.
+"""A vLLM engine in this process: checks, start, stop, its log, the files of its connector.
 
 What an engine captures is decided elsewhere: `connector` lets vLLM write states itself, `runner`
 reads them from memory. vLLM is not imported before an engine is built.
 """
 
+import fcntl
+import logging
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+import tempfile
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -15,10 +19,180 @@ import torch
 from torch import Tensor
 
 from fledge.core.errors import BadInput, MissingPackage
-from fledge.core.install import install_packages
-from fledge.core.packages import is_installed
+from fledge.core.files import cache_dir, temporary_sibling, write_json
+from fledge.core.install import install_packages, is_installed
+from fledge.core.reading import load_tensors
 from fledge.target.packing import right_padded
-from fledge.target.vllm.log import quiet_start, send_log_to_file, where_to_look
+
+# A file holds a request's hidden_states [N, K, D], K captured layers in ascending order, and its
+# token_ids [N]. While it is being written, its writer holds a lock on `NAME.lock` beside it;
+# connectors that move whole files into place need none.
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def take_states(path: Path, tokens: Sequence[int]) -> Tensor | None:
+    """Read and remove the file with the states [N, K, D] of these tokens; None if it is not written
+    yet."""
+    locked = _lock_state(path)
+    if locked or not path.exists():
+        return None
+    try:
+        tensors = load_tensors(path, what="a file of hidden states")
+    except BadInput:
+        if locked is None:  # without a lock it may be half written
+            return None
+        raise
+    states_NKD = _check_states(tensors, tokens, where=str(path))
+    discard(path)
+    return states_NKD
+
+
+def discard(path: Path) -> None:
+    """Remove the file and its lock."""
+    for file in (path, _lock_of(path)):
+        file.unlink(missing_ok=True)
+
+
+def _lock_of(path: Path) -> Path:
+    return path.with_name(f"{path.name}.lock")
+
+
+def _lock_state(path: Path) -> bool | None:
+    """Whether a writer holds the file's lock; None if there is no lock file."""
+    try:
+        descriptor = os.open(_lock_of(path), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def _check_states(tensors: dict[str, Tensor], tokens: Sequence[int], *, where: str) -> Tensor:
+    """The states in a file; raises unless they are those of exactly these tokens."""
+    if not {"hidden_states", "token_ids"} <= tensors.keys():
+        raise BadInput(f"no hidden states in this file, but {sorted(tensors)}", where=where)
+    states_NKD, token_ids_N = tensors["hidden_states"], tensors["token_ids"]
+    if token_ids_N.tolist() != list(tokens):
+        raise BadInput("these are hidden states of other tokens than were asked about", where=where)
+    if states_NKD.ndim != 3 or states_NKD.dtype not in _FLOATS:
+        actual = f"{states_NKD.dtype} {list(states_NKD.shape)}"
+        raise BadInput(
+            f"hidden states should be floats [tokens, layers, width]: {actual}", where=where
+        )
+    if len(states_NKD) != len(tokens):
+        raise BadInput(
+            f"vLLM returned the states of {len(states_NKD)} of {len(tokens)} tokens",
+            where=where,
+            fix="start it with --no-enable-prefix-caching",
+        )
+    return states_NKD
+
+
+_CONFIG = "VLLM_LOGGING_CONFIG_PATH"
+# A user who sets one of these has chosen how vLLM logs.
+_USER_SETTINGS = (_CONFIG, "VLLM_LOGGING_LEVEL", "VLLM_CONFIGURE_LOGGING", "VLLM_LOGGING_STREAM")
+_MAX_BYTES = 10_000_000  # then the file is rotated, and the previous one deleted
+
+
+def log_file() -> Path:
+    return cache_dir() / "logs" / "vllm.log"
+
+
+def send_log_to_file() -> None:
+    """Send vLLM's log to a file, and only its errors to the screen: by default hundreds of lines go
+    to stdout, where commands print their results. vLLM reads the configuration when it is first
+    imported, and so does each process it starts: later calls have no effect."""
+    if any(name in os.environ for name in _USER_SETTINGS):
+        return
+    path = log_file().absolute()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = "%(levelname)s %(asctime)s pid=%(process)d [%(name)s:%(lineno)d] %(message)s"
+    handlers = {
+        "file": {
+            "class": "logging.handlers.RotatingFileHandler",
+            "filename": str(path),
+            "maxBytes": _MAX_BYTES,
+            "backupCount": 1,
+            "formatter": "plain",
+        },
+        "screen": {
+            "class": "logging.StreamHandler",
+            "stream": "ext://sys.stderr",
+            "level": "ERROR",
+            "formatter": "plain",
+        },
+    }
+    config = path.with_suffix(".json")
+    write_json(
+        config,
+        {
+            "version": 1,
+            "disable_existing_loggers": False,
+            "formatters": {"plain": {"format": text}},
+            "handlers": handlers,
+            "loggers": {"vllm": {"handlers": [*handlers], "level": "INFO", "propagate": False}},
+        },
+    )
+    os.environ[_CONFIG] = str(config)
+
+
+def where_to_look() -> str:
+    """Where vLLM's log is, for the end of an error message."""
+    configured = os.environ.get(_CONFIG) == str(log_file().absolute().with_suffix(".json"))
+    return f"its log: {log_file()}" if configured else "see its log"
+
+
+@contextmanager
+def quiet_start() -> Iterator[None]:
+    """While open, suppress warnings that libraries emit about vLLM's own code."""
+    logger = logging.getLogger("torch._library.triton")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+_SHARED_MEMORY = Path("/dev/shm")
+_LARGE_BYTES = 4 << 30  # containers have 64 MB there, less than one batch
+
+
+class StatesPlace:
+    """A directory for short-lived files of states, created on first use below `parent`, by default
+    in shared memory if that is large enough. Those of killed processes are removed by the next."""
+
+    def __init__(self, parent: Path | None = None) -> None:
+        self._parent = parent or (_SHARED_MEMORY if _is_large(_SHARED_MEMORY) else None)
+        self._directory: Path | None = None
+        self._open = ExitStack()
+
+    def make(self) -> Path:
+        if self._directory is None:
+            parent = self._parent or Path(tempfile.gettempdir())
+            parent.mkdir(parents=True, exist_ok=True)
+            sibling = temporary_sibling(parent / "fledge-vllm", directory=True)
+            self._directory = self._open.enter_context(sibling)
+        return self._directory
+
+    def remove(self) -> None:
+        self._open.close()
+        self._directory = None
+
+
+def _is_large(directory: Path) -> bool:
+    if not directory.is_dir() or not os.access(directory, os.W_OK):
+        return False
+    stats = os.statvfs(directory)
+    return stats.f_bavail * stats.f_frsize >= _LARGE_BYTES
+
 
 KNOWN_VERSIONS = ("0.32",)
 EXTRACTION = "vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector"

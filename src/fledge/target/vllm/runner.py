@@ -30,7 +30,7 @@ from fledge.core.batch import Eagle3TargetBatch
 from fledge.core.errors import BadInput, in_words
 from fledge.core.head import TargetHead
 from fledge.core.rows import TokenBatch
-from fledge.target.hf.ends import UnknownEnds
+from fledge.target.hf.embedding_and_head import UnknownEnds
 from fledge.target.layers import EAGLE3_AUX_LAYERS, FinalNorm
 from fledge.target.runner import EngineEagle3TargetModel
 from fledge.target.vllm import engine as engines

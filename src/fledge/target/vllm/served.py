@@ -11,6 +11,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from functools import partial
 from os import PathLike
 from pathlib import Path, PurePosixPath
 from typing import Any, Self, TypeVar
@@ -19,12 +20,11 @@ import torch
 from torch import Tensor
 
 from fledge.core.errors import BadInput, TargetUnreachable
-from fledge.core.expected import ListOf, Table, Text, Whole
-from fledge.core.reading import check
-from fledge.target.hf.ends import ModelEnds, read_ends
+from fledge.core.reading import ListOf, Table, Text, Whole, check
+from fledge.target.hf.embedding_and_head import ModelEnds, read_ends
 from fledge.target.remote.http import Server, ServerBusy, ServerDown, ServerFault
 from fledge.target.vllm.connector import Captured, ConnectorRunner, serve_flags
-from fledge.target.vllm.states import take_states
+from fledge.target.vllm.engine import take_states
 
 T = TypeVar("T")
 _MAX_IN_FLIGHT = 64  # requests: vLLM batches them
@@ -108,9 +108,8 @@ class ServedRunner(ConnectorRunner):
         self._pool.shutdown()
 
     def _ensure_running(self, vllm_ids: list[int]) -> None:
-        models = self._retry(lambda left_s: self._server.get_json("/v1/models", timeout_s=left_s))
-        check(models, _MODELS, where=self._server.url, what="the list of models")
-        self._facts = models["data"][0]
+        ask = partial(self._server.get_json, "/v1/models", _MODELS)
+        self._facts = self._retry(lambda left_s: ask(timeout_s=left_s))["data"][0]
 
     def _longest(self) -> int:
         return int(self._facts["max_model_len"])
@@ -135,7 +134,7 @@ class ServedRunner(ConnectorRunner):
         body = json.dumps({**question, "cache_salt": uuid.uuid4().hex}).encode()
 
         def post(left_s: float) -> dict[str, Any]:
-            return self._server.get_json("/v1/completions", body, timeout_s=left_s)
+            return self._server.get_json("/v1/completions", body=body, timeout_s=left_s)
 
         answer = self._retry(post)
         url = self._server.url

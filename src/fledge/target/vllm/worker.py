@@ -37,7 +37,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 from vllm.platforms import current_platform
 
 from fledge.core.head import TargetHead
-from fledge.target.hf.probe import find_head_module, learn_head
+from fledge.target.hf.embedding_and_head import find_head_module, learn_head
 from fledge.target.layers import FinalNorm, describe_final_norm
 from fledge.target.vllm.cpu_connector import gather
 from fledge.target.weights import describe_weights, weights_fingerprint

@@ -6,13 +6,13 @@ import torch
 
 from fledge.core.batch import Eagle3TargetBatch
 from fledge.core.rows import TokenBatch
-from fledge.target.base import Eagle3TargetBackend, TargetInfo, check_token_ids
+from fledge.target.base import Eagle3TargetBackend, HeadlessInfo, TargetInfo, check_token_ids
 from fledge.target.cache.format import DTYPES
-from fledge.target.finite import check_answer
+from fledge.target.finite_check import check_answer
 from fledge.target.inprocess import InProcessTarget
 from fledge.target.layers import longest_text
 from fledge.target.packing import find_documents
-from fledge.target.remote.protocol import Question, TooLarge, encode_answer
+from fledge.target.remote.protocol import WIRE_ENCODINGS, Question, TooLarge, encode_answer
 from fledge.target.remote.server.admission import Limits
 from fledge.target.remote.server.merge import merge, split
 from fledge.target.remote.wire import Message, WireError, check_digest, unpack
@@ -20,12 +20,15 @@ from fledge.target.runner import RunnerEagle3TargetModel
 
 
 class Target:
-    """A backend with hidden supervision, and the checks on what it is asked."""
+    """A backend that answers hidden states or, if it has nothing else, logits, which never leave
+    the server; and the checks on what it is asked."""
 
     def __init__(self, backend: Eagle3TargetBackend, limits: Limits) -> None:
-        if backend.supervision != "hidden":
-            raise ValueError(f"a server's target answers hidden states, not {backend.supervision}")
-        self.backend, self.info = backend, backend.info()
+        if backend.supervision == "probs":
+            raise ValueError("a server's target answers hidden states or logits, not probs")
+        shows_hidden = backend.supervision == "hidden"
+        self.encodings = [e for e in WIRE_ENCODINGS if shows_hidden or e != "hidden"]
+        self.backend, self.info = backend, backend.describe()
         self._embedding_rows = len(backend.get_input_embeddings().weight)
         self._limits, self._context = limits, _context(backend, self.info)
         # Answers computed in this process are checked for NaN and infinity here, where that costs
@@ -49,6 +52,8 @@ class Target:
         check_token_ids(rows.input_ids, self._embedding_rows)
         if not bool(rows.attention_mask.any()):
             raise WireError("attention_mask marks no token at all")
+        if question.encoding not in self.encodings:
+            raise WireError(f"this target answers {' or '.join(self.encodings)}, no hidden states")
         ids = question.vocabulary
         if ids is not None:
             inside = int(ids.min()) >= 0 and int(ids.max()) < self.info.vocab_size
@@ -90,13 +95,14 @@ class Target:
     def _message(self, batch: Eagle3TargetBatch, question: Question) -> Message:
         """The answer as a message. Raises for NaN and infinity, also where they only result from
         the range of the requested precision."""
-        batch = batch.to(dtype=DTYPES.get(question.dtype))
+        if batch.logits is None:  # probabilities are computed before they are rounded
+            batch = batch.to(dtype=DTYPES.get(question.dtype))
         if self._computes:
             check_answer(self.backend, batch, question.rows)
         return encode_answer(batch, question, self.info.head)
 
 
-def _context(backend: Eagle3TargetBackend, info: TargetInfo) -> int:
+def _context(backend: Eagle3TargetBackend, info: TargetInfo | HeadlessInfo) -> int:
     """The target's maximum context length; practically unlimited if its config has none."""
     if isinstance(backend, RunnerEagle3TargetModel):
         return longest_text(backend.runner.model.config)

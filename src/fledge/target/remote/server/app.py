@@ -18,14 +18,12 @@ from starlette.routing import Route
 from fledge import __version__
 from fledge.core.errors import first_line
 from fledge.target.base import Eagle3TargetBackend
-from fledge.target.cache.copied import copied_files
-from fledge.target.cache.manifest import target_facts, target_tensors
-from fledge.target.finite import NotFinite
+from fledge.target.cache.manifest import copied_files, target_facts, target_tensors
+from fledge.target.finite_check import NotFinite
 from fledge.target.remote.client import boot_id
 from fledge.target.remote.http import check_token
 from fledge.target.remote.protocol import (
     PROTOCOL,
-    WIRE_ENCODINGS,
     Question,
     TooLarge,
     WireShape,
@@ -92,7 +90,7 @@ class TargetServer:
             "engine": engine,
             "hidden_size": info.hidden_size,
             "aux_layer_ids": list(self.target.backend.aux_layer_ids),
-            "encodings": list(WIRE_ENCODINGS),
+            "encodings": self.target.encodings,
             "max_tokens": self.limits.max_tokens,
             "max_body_bytes": self.limits.max_body_bytes,
             "boot_id": boot_id(),
@@ -125,11 +123,9 @@ class TargetServer:
     @property
     def largest_part(self) -> int:
         """The bytes of the embedding or the head, whichever is larger; files are much smaller."""
-        weights = (
-            self.target.backend.get_input_embeddings().weight,
-            self.target.info.head.weight_VD,
-        )
-        return max(weight.nbytes for weight in weights)
+        head = self.target.info.head
+        weight = self.target.backend.get_input_embeddings().weight
+        return max(weight.nbytes, 0 if head is None else head.weight_VD.nbytes)
 
     def _parts(self) -> dict[str, torch.Tensor]:
         weight = self.target.backend.get_input_embeddings().weight

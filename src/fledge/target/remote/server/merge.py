@@ -67,11 +67,10 @@ def split(batch: Eagle3TargetBatch, questions: Sequence[TokenBatch]) -> list[Eag
 
 
 def _cut(batch: Eagle3TargetBatch, rows: TokenBatch) -> Eagle3TargetBatch:
-    assert batch.last_hidden_states is not None
-    width = rows.shape[1]
-    hidden_BTD = batch.last_hidden_states[:, :width].clone()
-    hidden_BTD[:, -1] = 0  # the end of the shift; in the wider batch, the state of a padding token
+    width, supervision = rows.shape[1], {}
+    for name in ("logits", "last_hidden_states"):
+        if (answer_BTX := getattr(batch, name)) is not None:
+            supervision[name] = answer_BTX[:, :width].clone()
+            supervision[name][:, -1] = 0  # end of the shift; in the wider batch, a padding token's
     aux_BTD = batch.aux_hidden_states[:, :width]
-    return Eagle3TargetBatch.about(
-        rows, aux_hidden_states=aux_BTD, last_hidden_states=hidden_BTD, shifted=True
-    )
+    return Eagle3TargetBatch.about(rows, aux_hidden_states=aux_BTD, shifted=True, **supervision)

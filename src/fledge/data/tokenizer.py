@@ -1,0 +1,123 @@
+"""What preparing data takes from a tokenizer, kept on disk.
+
+Only transformers knows how a model's files become its tokenizer, and importing it takes four
+seconds of a core. Its answer does not change until the files or the libraries do.
+"""
+
+import contextlib
+import hashlib
+from dataclasses import asdict, dataclass
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Self
+
+from fledge.core.errors import BadInput
+from fledge.core.files import cache_dir, write_json
+from fledge.core.reading import Anything, ListOf, MapOf, Maybe, Table, Text, read_json
+
+_TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json"),
+    *("added_tokens.json", "vocab.json", "merges.txt"),
+    *("chat_template.jinja", "chat_template.json"),
+)
+
+_MOST_BYTES = 1 << 28  # tokenizers of 250,000 tokens take 40 MB
+_FACTS = Table(
+    {
+        "name": Text(),
+        "backend": Maybe(Text(_MOST_BYTES)),
+        "template": Maybe(Text(_MOST_BYTES)),
+        "token_names": MapOf(Anything()),
+        "special_tokens": ListOf(Text()),
+        "bos": Text(),
+    }
+)
+
+
+@dataclass(frozen=True)
+class TemplateFacts:
+    """What rendering a conversation takes from a tokenizer."""
+
+    name: str
+    template: str | None
+    token_names: dict[str, Any]  # those that templates may refer to: bos_token, ...
+    special_tokens: list[str]  # all control tokens
+
+    @classmethod
+    def of(cls, tokenizer: Any) -> Self:
+        """The facts of a Hugging Face tokenizer."""
+        template = tokenizer.chat_template
+        if isinstance(template, dict):
+            template = template.get("default")
+        added = {str(t) for t in tokenizer.added_tokens_decoder.values() if t.special}
+        return cls(
+            name=str(tokenizer.name_or_path),
+            template=template if isinstance(template, str) else None,
+            token_names=dict(tokenizer.special_tokens_map),
+            special_tokens=sorted(added | set(tokenizer.all_special_tokens)),
+            **cls._more(tokenizer),
+        )
+
+    @classmethod
+    def _more(cls, tokenizer: Any) -> dict[str, Any]:
+        return {}
+
+
+@dataclass(frozen=True)
+class TokenizerFacts(TemplateFacts):
+    """What encoding takes from it, too."""
+
+    backend: str | None  # the JSON of the tokenizers library; None: not of that library
+    bos: str  # what plain text begins with; may be empty
+
+    @classmethod
+    def _more(cls, tokenizer: Any) -> dict[str, Any]:
+        fast = getattr(tokenizer, "is_fast", False)
+        first = tokenizer("x")["input_ids"][:1] if tokenizer.bos_token else []
+        return {
+            "backend": tokenizer.backend_tokenizer.to_str() if fast else None,
+            "bos": tokenizer.bos_token if first == [tokenizer.bos_token_id] else "",
+        }
+
+
+@cache
+def _libraries() -> list[str]:
+    return [f"{name} {version(name)}" for name in ("transformers", "tokenizers")]
+
+
+def tokenizer_files_fingerprint(model_dir: Path) -> str:
+    """A digest of the files that make up a tokenizer and its template."""
+    digest = hashlib.sha256()
+    names = [name for name in _TOKENIZER_FILES if (model_dir / name).is_file()]
+    if not names:
+        raise BadInput("no tokenizer files", where=str(model_dir), fix="is this a model directory?")
+    for name in names:
+        digest.update(name.encode() + b"\0" + (model_dir / name).read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+def tokenizer_facts(model_dir: Path, *, trust_remote_code: bool = False) -> TokenizerFacts:
+    """The facts of a local model's tokenizer. Those of code that comes with a model are not kept:
+    the code must run, and be allowed to, every time."""
+    from fledge.models.resolve import load_tokenizer
+
+    def load() -> TokenizerFacts:
+        return TokenizerFacts.of(
+            load_tokenizer(str(model_dir), trust_remote_code=trust_remote_code)
+        )
+
+    config = model_dir / "config.json"
+    if trust_remote_code or not config.is_file():
+        return load()
+    files = [tokenizer_files_fingerprint(model_dir), config.read_bytes()]
+    key = [str(model_dir), *files, *_libraries()]
+    name = hashlib.sha256(repr(key).encode()).hexdigest()[:24]
+    path = cache_dir() / "tokenizers" / f"{name}.json"
+    try:
+        return TokenizerFacts(**read_json(path, _FACTS, max_bytes=_MOST_BYTES))
+    except BadInput:
+        facts = load()
+        with contextlib.suppress(OSError):  # without a cache it only takes longer
+            write_json(path, asdict(facts))
+        return facts

@@ -1,0 +1,198 @@
+"""The draft as an engine runs it: keys and values cached by slot, a few new slots per call.
+
+Slot t reads the target's aux states at token t and token t + 1, sits at position t and predicts
+token t + 2. Its cache index *is* t; a rollout from anchor t writes the keys of depth k at t + k,
+which verified slots overwrite. So "keys up to my own index" is all of a chain's visibility rule.
+"""
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fledge.decode.recorded import Passes
+from fledge.decode.strategy import RoundState, Strategy
+from fledge.methods.shared.draft import DraftModel
+from fledge.methods.shared.norms import rms_norm
+from fledge.methods.shared.rotary import rotate
+from fledge.methods.shared.unroll import UnrolledDraftModel
+
+
+class Drafter:
+    """A draft and its cache, for one batch of rows at a time."""
+
+    def __init__(
+        self,
+        draft: UnrolledDraftModel,
+        *,
+        dtype: torch.dtype | None = None,
+        passes: Passes | None = None,
+    ) -> None:
+        self.draft, self.device, self.dtype = draft, draft.device, dtype or draft.dtype
+        self.passes = passes or Passes(self.device, record=False)
+        self.layers = draft.layer_weights(self.dtype)
+        self._norm = draft.norm_weight(self.dtype)
+        self._head = draft.lm_head.weight.to(self.dtype)
+        self._cache = self._empty(0, 0)  # [layers, keys and values, B, U, G, C]
+
+    def start(self, batch: int) -> None:
+        """Clear the cache for `batch` rows; it grows as needed."""
+        rows, places = self._cache.shape[2:4]
+        if batch > rows:
+            self._cache = self._empty(batch, places)
+            self.passes.drop_recordings()
+        else:
+            self._cache.zero_()
+
+    def _empty(self, rows: int, places: int) -> Tensor:
+        """An empty cache for all layers: zeros, not garbage, since a masked NaN is still a NaN."""
+        config = self.draft.config
+        heads, channels = config.num_key_value_heads, config.head_dim
+        shape = (len(self.layers), 2, rows, places, heads, channels)
+        return torch.zeros(shape, dtype=self.dtype, device=self.device)
+
+    def room(self, needed: int) -> int:
+        """Make room for `needed` entries per row, and return how many a pass should read."""
+        used = self.passes.room(needed)
+        old = self._cache
+        rows, places = old.shape[2:4]
+        if used > places:
+            self._cache = self._empty(rows, max(used, 2 * places))
+            self._cache[:, :, :, :places] = old
+            self.passes.drop_recordings()
+        return used
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep these rows only, moved to the front."""
+        index = torch.tensor(rows, device=self.device, dtype=torch.long)
+        cache = self._cache
+        cache[:, :, : len(rows)] = cache.index_select(2, index)
+
+    def read_prompts(self, prompts: Sequence[Sequence[int]], aux_BTD: Tensor) -> None:
+        """Run the prompts' slots, except the last, which reads the first token after the prompt."""
+        width = max(len(prompt) for prompt in prompts) - 1
+        if width > 0:
+            tokens = [[*prompt[1:], *[0] * (width + 1 - len(prompt))] for prompt in prompts]
+            token_BQ = torch.tensor(tokens, device=self.device)
+            index_BQ = torch.arange(width, device=self.device).expand(token_BQ.shape)
+            state_BQE = self.draft.project_hidden_states(aux_BTD[:, :width], self.dtype)
+            self.room(width)
+            self.run(state_BQE, token_BQ, index_BQ, used=width)
+
+    def extend(self, state: RoundState) -> Tensor:
+        """Run verified slots with the target's true features; returns [B, E] at the anchors."""
+        state_BQE = self.draft.project_hidden_states(state.aux_BQD, self.dtype)
+        place_Q = torch.arange(state.token_BQ.shape[1], device=self.device)
+        index_BQ = state.start_B[:, None] + place_Q
+        state_BQE = self.run(state_BQE, state.token_BQ, index_BQ, used=state.used)
+        rows_B = torch.arange(len(state_BQE), device=self.device)
+        return state_BQE[rows_B, state.count_B - 1]
+
+    def run(
+        self,
+        state_BQE: Tensor,
+        token_BQ: Tensor,
+        index_BQ: Tensor,
+        *,
+        used: int,
+        position_BQ: Tensor | None = None,
+        visible_BQU: Tensor | None = None,
+    ) -> Tensor:
+        """Run new entries through all layers; returns the states for the next depth ([B, Q, E]).
+
+        `used` is the number of cache entries to read: at least one past the highest index, and
+        covered by `room`. Without `position_BQ` and `visible_BQU` an entry sits at its index and
+        attends to every index up to it.
+        """
+        batch, count = token_BQ.shape
+        if position_BQ is None:
+            position_BQ = index_BQ
+        if visible_BQU is None:
+            visible_BQU = torch.arange(used, device=self.device) <= index_BQ[..., None]
+        embedding = F.embedding(token_BQ.flatten(), self.draft.embed_tokens.weight).to(self.dtype)
+        token = self.layers[0].token_part(embedding)
+        angles = self.draft.rotary(position_BQ.flatten(), self.dtype)
+        rows_B1 = torch.arange(batch, device=self.device)[:, None]
+        state = state_BQE.flatten(0, 1)
+        for layer, (keys_BUGC, values_BUGC) in zip(
+            self.layers, self._cache[:, :, :batch], strict=True
+        ):
+            state, token = layer.enter(state, token)
+            qkv = layer.project(layer.normed(state), token, slice(None))
+            q, kv = qkv.tensor_split([layer.q_size], dim=1)
+            keys, values = self._heads(kv).chunk(2, dim=1)
+            keys = rotate(layer.keys(keys), *angles)
+            keys_BUGC[rows_B1, index_BQ] = keys.view(batch, count, *keys.shape[1:])
+            values_BUGC[rows_B1, index_BQ] = values.reshape(batch, count, *values.shape[1:])
+            q_NHC = rotate(layer.queries(self._heads(q)), *angles)
+            out = _attend(
+                q_NHC.view(batch, count, *q_NHC.shape[1:]), keys_BUGC, values_BUGC, visible_BQU
+            )
+            state = layer.finish(state, out.flatten(0, 1))
+            token = None
+        if self.draft.spec.norm_output:
+            state = self._normed(state)
+        return state.view(batch, count, -1)
+
+    def logits(self, carried: Tensor) -> Tensor:
+        """[..., E] as `run` returns it -> [..., W]."""
+        normed = carried if self.draft.spec.norm_output else self._normed(carried)
+        return F.linear(normed, self._head)
+
+    def _normed(self, state: Tensor) -> Tensor:
+        return rms_norm(state, self._norm, self.draft.spec.rms_norm_eps)
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.reshape(len(x), -1, self.draft.spec.head_dim)
+
+
+def _attend(q_BQHC: Tensor, keys_BUGC: Tensor, values_BUGC: Tensor, visible_BQU: Tensor) -> Tensor:
+    used, group = visible_BQU.shape[-1], q_BQHC.shape[2] // keys_BUGC.shape[2]
+
+    def by_head(x_BUGC: Tensor) -> Tensor:
+        # repeated here: memory-efficient kernels that take a mask do not support grouped heads
+        return x_BUGC[:, :used].repeat_interleave(group, dim=2).transpose(1, 2)
+
+    out_BHQC = F.scaled_dot_product_attention(
+        q_BQHC.transpose(1, 2),
+        by_head(keys_BUGC),
+        by_head(values_BUGC),
+        attn_mask=visible_BQU[:, None],
+    )
+    return out_BHQC.transpose(1, 2)
+
+
+class DrafterStrategy(Strategy):
+    """The base of strategies whose draft carries a state from depth to depth in a `Drafter`."""
+
+    draft: UnrolledDraftModel
+
+    @classmethod
+    def fits(cls, draft: DraftModel) -> bool:
+        return isinstance(draft, UnrolledDraftModel)
+
+    @property
+    def count(self) -> int:
+        return self.shape.num_draft_tokens
+
+    @property
+    @abstractmethod
+    def slots(self) -> int:
+        """The most cache entries that a round writes after the newest verified slot."""
+
+    @cached_property
+    def drafter(self) -> Drafter:
+        return Drafter(self.draft, dtype=self.dtype, passes=self.passes)
+
+    def start(self, prompts: Sequence[Sequence[int]], aux_BTD: Tensor) -> None:
+        self.drafter.start(len(prompts))
+        self.drafter.read_prompts(prompts, aux_BTD)
+
+    def reserve(self, end: int) -> int:
+        return self.drafter.room(end + self.slots)
+
+    def select(self, rows: Sequence[int]) -> None:
+        self.drafter.select(rows)

@@ -1,0 +1,178 @@
+"""The interface of a check: what it is given, and what it reports.
+
+A check looks for one cause. It reports findings backed by numbers, each with a fix in words and,
+where the repair is certain, with a function that applies it.
+"""
+
+import json
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from fledge.core.errors import BadInput, UntrustedCode
+from fledge.formats.foreign import DraftFiles, DraftView
+from fledge.methods.shared.derive import derive_draft_config
+from fledge.models.resolve import load_config, load_tokenizer, local_model
+from fledge.models.weight_files import TargetTables, read_target_tables
+from fledge.target.layers import target_depth, text_config
+
+if TYPE_CHECKING:
+    from fledge.formats.checks.probe import Probe
+
+Severity = Literal["error", "warning", "note"]
+# What a check needs: only the draft's files and the target's config and tokenizer; also the
+# target's embedding and head tables; the whole target.
+Level = Literal["static", "numeric", "behavioural"]
+LEVELS: tuple[Level, ...] = get_args(Level)
+Repair = Callable[[DraftFiles], None]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One fault (or note): the evidence, and what to do about it."""
+
+    severity: Severity
+    evidence: str
+    fix: str = ""
+    repair: Repair | None = None
+    last: bool = False  # no further check is worth running
+    check: str = ""  # id of the check, filled in by the runner
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "check": self.check,
+            "severity": self.severity,
+            "evidence": self.evidence,
+            "fix": self.fix,
+            "repairable": self.repair is not None,
+        }
+
+
+error = partial(Finding, "error")
+warning = partial(Finding, "warning")
+note = partial(Finding, "note")
+
+
+def wrong_key(key: str, right: Any, evidence: str, *, severity: Severity = "error") -> Finding:
+    """A finding about a config key whose value must be `right`; the repair writes it."""
+    put = partial(DraftFiles.put, key=key, value=right)
+    return Finding(severity, evidence, f"{key}: {json.dumps(right)}", put)
+
+
+class TargetFiles:
+    """The target, of which each part is loaded when a check first needs it."""
+
+    def __init__(self, name: str, trust_remote_code: bool = False) -> None:
+        self.name, self.trust_remote_code = name, trust_remote_code
+
+    @cached_property
+    def config(self) -> Any:
+        return load_config(self.name, trust_remote_code=self.trust_remote_code)
+
+    @property
+    def text(self) -> Any:
+        return text_config(self.config)
+
+    @property
+    def depth(self) -> int:
+        return target_depth(self.config)
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The target's tokenizer; None if it has none."""
+        try:
+            return load_tokenizer(self.name, trust_remote_code=self.trust_remote_code)
+        except UntrustedCode:
+            raise
+        except BadInput:
+            return None
+
+    @cached_property
+    def tables(self) -> TargetTables:
+        return read_target_tables(local_model(self.name))
+
+    @cached_property
+    def draft_config(self) -> Any:
+        """The config that fledge derives for a draft of this target; None if it cannot."""
+        with suppress(BadInput):
+            return derive_draft_config(self.config)
+        return None
+
+
+@dataclass
+class Subject:
+    """A draft, its target, and the engine it is meant for."""
+
+    files: DraftFiles
+    target: TargetFiles
+    engine: str = ""  # "vllm" or "sglang": what that engine cannot load becomes an error
+    probe: "Probe[Any] | None" = None  # behavioural checks only
+    estimate: float | None = None  # share of correct first tokens in training, if recorded
+
+    @cached_property
+    def view(self) -> DraftView:
+        return self.files.view
+
+    @property
+    def directory(self) -> Path:
+        return self.files.directory
+
+    @property
+    def draft_vocab_size(self) -> int | None:
+        """Rows of the head, else what the config declares; for EAGLE-1 the target's vocabulary,
+        because its head is the target's."""
+        if self.view.merges:
+            return self.vocab_size
+        head = self.view.state.get("lm_head.weight")
+        if head is not None and head.ndim == 2:
+            return len(head)
+        declared: int | None = self.view.get("draft_vocab_size")
+        return declared
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.target.text.vocab_size)
+
+    @property
+    def aux_layer_ids(self) -> list[int] | None:
+        """The layers the draft reads: those in its files, else the engines' default."""
+        return self.view.aux_layer_ids or self.default_aux
+
+    @property
+    def default_aux(self) -> list[int] | None:
+        """The engines' default when a draft names no layers; None if the target is too shallow."""
+        with suppress(BadInput):
+            method = self.view.method
+            return method.default_layers(self.target.depth, method.aux_layers())
+        return None
+
+    def only_for(self, engine: str, fault: Finding) -> Finding:
+        """A fault that affects one engine only: a note, unless that engine was requested."""
+        return fault if self.engine == engine else note(fault.evidence, fault.fix)
+
+
+@dataclass(frozen=True)
+class Check:
+    id: str
+    level: Level
+    looks_for: str
+    repairs: bool  # whether some of its findings can be repaired with certainty
+    run: Callable[[Subject], Iterable[Finding]]
+
+
+def check(
+    id: str, level: Level, looks_for: str, *, repairs: bool = False
+) -> Callable[[Callable[[Subject], Iterable[Finding]]], Check]:
+    """Decorator that turns a function into a `Check`."""
+    return partial(Check, id, level, looks_for, repairs)
+
+
+def checks_in(*modules: ModuleType) -> dict[str, Check]:
+    """The checks of these modules by id, in the order in which they run."""
+    found = [value for module in modules for value in vars(module).values()]
+    found = sorted((c for c in found if isinstance(c, Check)), key=lambda c: LEVELS.index(c.level))
+    return {check.id: check for check in found}

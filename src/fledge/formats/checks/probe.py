@@ -1,0 +1,296 @@
+"""Replay a draft over the target's own answers, as its files say and with settings changed.
+
+A wrong setting is found by trying the right one. Every reading of the files that differs in one
+setting is replayed over the same answers; if it accepts clearly more, compared slot by slot, the
+setting is wrong. The best reading is kept and the others are tried again on top of it, so that two
+faults do not hide each other.
+"""
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fledge.core.batch import Eagle3TargetBatch
+from fledge.core.errors import BadInput
+from fledge.core.rows import TokenBatch
+from fledge.formats.checks.base import Check, Finding, Repair, Subject, TargetFiles, error
+from fledge.formats.checks.settings import own_rope, target_rope
+from fledge.measure.answers import cached_answers, read_prompts
+from fledge.measure.figures import Acceptance, Sample, acceptance
+from fledge.measure.replay import Text, replay
+from fledge.methods.shared.draft import DraftModel
+from fledge.methods.shared.rotary import Rotary
+from fledge.target.base import Eagle3TargetBackend
+from fledge.target.hf.model import HFEagle3TargetModel
+
+DEPTHS = 4  # drafted tokens per slot: enough to see what a setting does to later ones
+_MIN_FIRST = 0.15  # share of correct first tokens below which no reading counts as right
+
+
+@dataclass(frozen=True)
+class Enough:
+    """How much more a reading must accept to count as the right one."""
+
+    share: float  # relative gain
+    depths: int = DEPTHS  # drafted tokens per slot that are counted
+
+
+@dataclass(frozen=True)
+class Score:
+    """Accepted tokens from every slot of the answers, and the acceptance over whole rounds."""
+
+    accepted_S: np.ndarray
+    acceptance: Acceptance
+
+    @property
+    def first(self) -> float:
+        """Share of slots whose first drafted token is correct."""
+        return float((self.accepted_S > 0).mean()) if len(self.accepted_S) else 0.0
+
+    def clearly_below(self, other: "Score", enough: Enough) -> bool:
+        """Whether the other accepts enough more, and significantly so."""
+        mean, other_mean = (
+            np.minimum(score.accepted_S, enough.depths).mean() for score in (self, other)
+        )
+        sure = self.errors_below(other, depths=enough.depths) > 4
+        return bool(other_mean > (1 + enough.share) * mean) and sure and other.first > _MIN_FIRST
+
+    def errors_below(self, other: "Score", *, depths: int = DEPTHS) -> float:
+        """How much more the other accepts, in standard errors, paired by slot."""
+        accepted_S, other_S = (np.minimum(score.accepted_S, depths) for score in (self, other))
+        gain_S = other_S - accepted_S
+        error = float(gain_S.std()) / len(gain_S) ** 0.5
+        return float(gain_S.mean()) / error if error else 0.0
+
+    def __str__(self) -> str:
+        return f"{self.first:.1%} of first tokens, length {self.acceptance.length:.2f}"
+
+
+class Answering:
+    """The target, loaded once, with its answers to a few prompts of the shipped set."""
+
+    def __init__(
+        self,
+        target: TargetFiles,
+        *,
+        prompts: int = 16,
+        max_new_tokens: int = 64,
+        dtype: torch.dtype | str = "auto",
+        device: str | None = None,
+        watch: Callable[[str, float, int], None] | None = None,
+    ) -> None:
+        self._watch = watch or (lambda what, done, total: None)
+        self._watch("loading the target", 0, 1)
+        if target.depth < 3:
+            raise BadInput(f"a target of {target.depth} layers is too shallow for three aux layers")
+        self.first = HFEagle3TargetModel.from_pretrained(
+            target.name, aux_layer_ids=[0, 1, 2], dtype=dtype, device=device,
+            trust_remote_code=target.trust_remote_code,
+        )  # fmt: skip
+        self._backends: dict[tuple[int, ...], HFEagle3TargetModel] = {}
+        answers = cached_answers(
+            self.first,
+            read_prompts(["mixed"], limit=prompts),
+            max_new_tokens=max_new_tokens,
+            watch=self._watch,
+        )
+        self.answers = [turn for turn in answers.turns if len(turn.answer_ids) > 2]
+        if not self.answers:
+            raise BadInput("the target answers none of the prompts with more than two tokens")
+
+    def backend(self, layer_ids: Sequence[int]) -> HFEagle3TargetModel:
+        """The same model, capturing these layers."""
+        key = tuple(layer_ids)
+        if key not in self._backends:
+            self._backends[key] = HFEagle3TargetModel(
+                self.first.model, key, supervision="hidden", tokenizer=self.first.tokenizer,
+                num_aux_layers=len(key),
+            )  # fmt: skip
+        return self._backends[key]
+
+    def score(self, backend: Eagle3TargetBackend, draft: DraftModel) -> Score:
+        """Replay a draft over the answers, with the features that `backend` returns."""
+        replays = replay(
+            backend,
+            draft,
+            [Text(answer.prompt_ids, answer.answer_ids) for answer in self.answers],
+            num_draft_tokens=DEPTHS,
+            on_text=lambda done: self._watch("replaying", done, len(self.answers)),
+        )
+        accepted, samples = [], []
+        for answer, replayed in zip(self.answers, replays, strict=True):
+            length = len(answer.prompt_ids) + len(answer.answer_ids)
+            accepted += replayed.accepted_T[len(answer.prompt_ids) - 1 : length - 2]
+            samples.append(Sample(answer.prompt_ids, answer.answer_ids, replayed.rounds))
+        return Score(np.array(accepted), acceptance(samples, DEPTHS))
+
+
+class Altered(Eagle3TargetBackend):
+    """A target whose captured states are changed on the way to the draft."""
+
+    def __init__(
+        self, inner: HFEagle3TargetModel, change: Callable[[Eagle3TargetBatch], Tensor]
+    ) -> None:
+        super().__init__("hidden")
+        self.inner, self.change, self.aux_layer_ids = inner, change, inner.aux_layer_ids
+
+    def answer(self, rows: TokenBatch) -> Eagle3TargetBatch:
+        batch = self.inner.answer(rows)
+        return replace(batch, aux_hidden_states=self.change(batch))
+
+    def get_input_embeddings(self) -> Any:
+        return self.inner.get_input_embeddings()
+
+    def info(self) -> Any:
+        return self.inner.info()
+
+
+# One way to read the files: a frozen dataclass with `aux_layer_ids`, `target_rope` and more.
+R = TypeVar("R", bound=Any)
+
+
+class Step(NamedTuple, Generic[R]):
+    """A change of one setting with which the draft accepts clearly more."""
+
+    before: R
+    score: Score
+    after: R
+    better: Score
+
+
+class Probe(ABC, Generic[R]):
+    """Scores one draft under every reading of its files that differs in one setting."""
+
+    enough: ClassVar[Mapping[str, Enough]] = {}  # by the id of a check
+    usually_enough: ClassVar[Enough] = Enough(0.05)
+
+    def __init__(
+        self, subject: Subject, draft: DraftModel, answering: Answering, as_written: R
+    ) -> None:
+        model, info = answering.first.model, answering.first.info()
+        # Any: a draft's parts (layers, rotary, fc, unroll) are modified and run separately here
+        self.draft: Any = draft.to(next(model.parameters()).device, info.dtype)
+        self.answering, self.subject, self.as_written = answering, subject, as_written
+        self._written_rotary: Any = self.draft.rotary
+        self._scores: dict[R, Score] = {}
+
+    @abstractmethod
+    def apply(self, reading: R) -> None:
+        """Make the draft compute by this reading."""
+
+    @abstractmethod
+    def backend(self, reading: R) -> Eagle3TargetBackend:
+        """The target with the states that this reading takes."""
+
+    @abstractmethod
+    def variants(self, reading: R) -> Iterator[tuple[str, R]]:
+        """The readings that differ in one setting, each with the id of its check."""
+
+    def beats(self, best: Score, score: Score) -> bool:
+        """Whether a reading with this score is chosen over the best one so far."""
+        return best.clearly_below(score, self.usually_enough)
+
+    def score(self, reading: R) -> Score:
+        if reading not in self._scores:
+            self.apply(reading)
+            self._scores[reading] = self.answering.score(self.backend(reading), self.draft)
+            self.apply(self.as_written)
+        return self._scores[reading]
+
+    def rotary(self, reading: R) -> Any:
+        rope = target_rope(self.subject)
+        if not reading.target_rope or rope is None:
+            return self._written_rotary
+        config = copy.deepcopy(self.draft.config)
+        config.rope_parameters = rope
+        return Rotary(config)
+
+    def shifted(self, check: str, reading: R, **others: Any) -> Iterator[tuple[str, R]]:
+        """Readings of the layers one below and one above."""
+        for shift in (-1, 1):
+            ids = tuple(layer + shift for layer in reading.aux_layer_ids)
+            if all(0 <= layer < self.subject.target.depth for layer in ids):
+                yield check, replace(reading, aux_layer_ids=ids, **others)
+
+    def other_rope(self, check: str, reading: R) -> Iterator[tuple[str, R]]:
+        rope, expected_rope = own_rope(self.subject), target_rope(self.subject)
+        if expected_rope is not None and rope != expected_rope and not reading.target_rope:
+            yield check, replace(reading, target_rope=True)
+
+    @cached_property
+    def steps(self) -> dict[str, Step[R]]:
+        """The changes from the files' own reading to the best one, by the id of their check."""
+        steps: dict[str, Step[R]] = {}
+        current = self.as_written
+        while better := self._better(current, steps):
+            name, best = better
+            steps[name] = Step(current, self.score(current), best, self.score(best))
+            current = best
+        return steps
+
+    def _better(self, current: R, done: Container[str]) -> tuple[str, R] | None:
+        """The check and reading that clearly beat the current one; None if none does.
+
+        Two readings may be nearly equal (a state normed where it leaves one depth or where it
+        enters the next), so a later one must beat the earlier one too.
+        """
+        better = None
+        for name, other in self.variants(current):
+            if name in done:
+                continue
+            score, enough = self.score(other), self.enough.get(name, self.usually_enough)
+            if not self.score(current).clearly_below(score, enough):
+                continue
+            if better is None or self.beats(self.score(better[1]), score):
+                better = (name, other)
+        return better
+
+    def leaning(self, name: str) -> tuple[R, float] | None:
+        """The most likely reading of this check, and its gain in standard errors; None if small."""
+        written = self.score(self.as_written)
+        others = [reading for check, reading in self.variants(self.as_written) if check == name]
+        gains = [(reading, written.errors_below(self.score(reading))) for reading in others]
+        best = max(gains, key=lambda pair: pair[1], default=None)
+        return best if best is not None and best[1] > 2.5 else None
+
+    @property
+    def best_reading(self) -> R:
+        """The reading with every setting corrected that decoding found wrong."""
+        readings = list(self.steps.values())
+        return readings[-1].after if readings else self.as_written
+
+    @property
+    def best(self) -> Score:
+        return self.score(self.best_reading)
+
+
+def measured(
+    id: str,
+    looks_for: str,
+    written: Callable[[Any], str],  # describes the files' reading,
+    fix: str | Callable[[Any], str],
+    *,
+    better: Callable[[Any], str] | None = None,  # and the better one, if in other words
+    repair: Callable[[Subject, Any], Repair | None] | None = None,
+) -> Check:
+    """A check that reports an error if decoding found that another value of a setting accepts
+    clearly more."""
+
+    def run(subject: Subject) -> Iterator[Finding]:
+        assert subject.probe is not None, "behavioral checks run with a probe"
+        if step := subject.probe.steps.get(id):
+            words = (better or written)(step.after)
+            yield error(
+                f"{written(step.before)}: {step.score}; {words}: {step.better}",
+                fix if isinstance(fix, str) else fix(step.after),
+                repair and repair(subject, step.after),
+            )
+
+    return Check(id, "behavioural", looks_for, repair is not None, run)

@@ -1,0 +1,176 @@
+"""Find out why a draft accepts too little: run all checks, repair what is certain, measure."""
+
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from fledge.core.errors import BadInput, UntrustedCode
+from fledge.core.files import atomic_directory, save_tensors, write_json
+from fledge.formats.checks.base import Check, Finding, Level, Subject, TargetFiles
+from fledge.formats.checks.probe import Answering, Score
+from fledge.formats.codec import RECORD_NAME
+from fledge.formats.foreign import DraftFiles, foreign_kinds, read_files
+from fledge.methods.shared.files import CONFIG_NAME, WEIGHTS_NAME
+from fledge.models.weight_files import weight_files
+from fledge.training.checkpoint import STATE_NAME, TRAINING_NAME
+from fledge.training.runs import checkpoint_state
+
+_ROUNDS = 6  # of repairing and checking again: one fault may hide another
+
+
+@dataclass
+class Diagnosis:
+    """Everything that `fledge diagnose` reports."""
+
+    files: DraftFiles
+    target: str
+    findings: list[Finding] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)  # which checks did not run, and why
+    repaired: DraftFiles | None = None  # None when nothing was repaired
+    score: Score | None = None  # of the files as they are, or as repaired before decoding
+    repaired_score: Score | None = None  # after the repairs that decoding suggested
+
+    @property
+    def layout(self) -> str:
+        return self.files.view.layout.name
+
+    def of(self, severity: str) -> list[Finding]:
+        return [finding for finding in self.findings if finding.severity == severity]
+
+    @property
+    def healthy(self) -> bool:
+        return not self.of("error") and not self.of("warning")
+
+    def to_json(self) -> dict[str, Any]:
+        acceptance, repaired = (
+            None if score is None else score.acceptance.to_json()
+            for score in (self.score, self.repaired_score)
+        )
+        return {
+            "draft": str(self.files.directory),
+            "target": self.target,
+            "layout": self.layout,
+            "healthy": self.healthy,
+            "findings": [finding.to_json() for finding in self.findings],
+            "skipped": self.skipped,
+            "acceptance": acceptance,
+            "repaired_acceptance": repaired,
+        }
+
+
+def diagnose(
+    directory: Path,
+    target: str,
+    *,
+    engine: str = "",
+    static: bool = False,
+    answering: Callable[[TargetFiles], Answering] = Answering,
+    trust_remote_code: bool = False,
+) -> Diagnosis:
+    """Check a draft of any trainer against its target.
+
+    `static` skips what needs the target's weights. `engine` ("vllm", "sglang") turns what that
+    engine cannot load into errors. `answering` loads the target and has it answer the prompts.
+    """
+    if engine not in ("", "vllm", "sglang"):
+        raise BadInput(f"'{engine}' is not an engine", where="engine", fix="vllm or sglang")
+    result = Diagnosis(read_files(directory), target)
+    subject = Subject(result.files.copy(), TargetFiles(target, trust_remote_code), engine=engine)
+    levels: Sequence[Level] = ("static",) if static else ("static", "numeric")
+    subject = repair_and_recheck(subject, levels, result)
+    if static:
+        result.skipped.append("numeric and behavioral checks: --static reads no target weights")
+    elif stuck := [finding for finding in result.of("error") if finding.repair is None]:
+        result.skipped.append(f"behavioral checks: {stuck[0].check} must be repaired first")
+    else:
+        _decode(subject, result, answering)
+    return result
+
+
+def run_checks(subject: Subject, levels: Sequence[Level]) -> Iterator[Finding]:
+    """All findings of these levels."""
+    for check in subject.view.checks().values():
+        if check.level in levels:
+            for finding in check.run(subject):
+                yield replace(finding, check=check.id)
+                if finding.last:
+                    return
+
+
+def repair_and_recheck(subject: Subject, levels: Sequence[Level], result: Diagnosis) -> Subject:
+    """Collect the findings of the files as they are, then what certain repairs uncover."""
+    for number in range(_ROUNDS):
+        reported = {finding.check for finding in result.findings if finding.severity != "note"}
+        new = [finding for finding in run_checks(subject, levels) if finding.check not in reported]
+        if number > 0:  # notes describe the original files only
+            new = [finding for finding in new if finding.severity != "note"]
+        result.findings += new
+        if not _repair(subject, new, result):
+            break
+        subject = replace(subject)  # a new view of the changed files
+    return subject
+
+
+def all_checks() -> dict[str, Check]:
+    """The checks of all kinds of drafts by id."""
+    return {name: check for kind in foreign_kinds() for name, check in kind.checks().items()}
+
+
+def _repair(subject: Subject, findings: Iterable[Finding], result: Diagnosis) -> int:
+    """Apply the certain repairs among these findings; returns how many there were."""
+    repairs = [finding.repair for finding in findings if finding.repair is not None]
+    for repair in repairs:
+        repair(subject.files)
+        result.repaired = subject.files
+    return len(repairs)
+
+
+def _decode(
+    subject: Subject, result: Diagnosis, answering: Callable[[TargetFiles], Answering]
+) -> None:
+    try:
+        draft = subject.view.build(subject)
+        answers = answering(subject.target)
+    except UntrustedCode:
+        raise
+    except BadInput as refused:
+        result.skipped.append(f"behavioral checks: {refused}")
+        return
+    subject.probe = probe = subject.view.probe(subject, draft, answers)
+    subject.estimate = training_estimate(subject.directory)
+    findings = list(run_checks(subject, ("behavioural",)))
+    result.findings += findings
+    result.score = probe.score(probe.as_written)
+    measured = [finding for finding in findings if finding.check in probe.steps]
+    if measured and _repair(subject, measured, result) == len(measured):
+        result.repaired_score = probe.best  # else the files cannot express that
+
+
+def training_estimate(directory: Path) -> float | None:
+    """Share of correct first tokens in the run's last evaluation; None without a record."""
+    state = checkpoint_state(directory) or {}
+    rates = (state.get("last") or {}).get("prefix_acceptance") or []
+    return float(rates[0]) if rates else None
+
+
+def write_repaired(result: Diagnosis, out: Path) -> Path:
+    """Write the draft with all certain repairs to `out`, with the other files beside it."""
+    source = result.files.directory
+    if result.repaired is None:
+        raise BadInput("nothing that can be repaired with certainty", where=str(source))
+    if out.exists():
+        raise BadInput("exists already", where=str(out), fix="name a new directory")
+    # rewritten, or about the old files: shard lists, checksums, optimizer state
+    stale = {CONFIG_NAME, STATE_NAME, TRAINING_NAME, RECORD_NAME}
+    stale |= {path.name for path in (*weight_files(source), *source.glob("*.index.json"))}
+    with atomic_directory(out) as temporary:
+        for entry in sorted(source.iterdir()):
+            if entry.is_file() and entry.name not in stale:
+                shutil.copyfile(entry, temporary / entry.name)
+        write_json(temporary / CONFIG_NAME, result.repaired.config)
+        tensors = result.repaired.tensors.items()
+        copies = {name: tensor.clone().contiguous() for name, tensor in tensors}
+        save_tensors(temporary / WEIGHTS_NAME, copies, {"format": "pt"})
+    return out

@@ -1,0 +1,288 @@
+"""`export_draft`: write a run or a checkpoint as a directory that an engine serves, and check it.
+
+Files are laid out (`codec.py`), written into a hidden directory, read back the way the engine
+reads them (`reread.py`) and used for decoding (`self_check.py`); only then does the directory get
+its final name. A failed or killed export leaves nothing that looks like one.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fledge import __version__
+from fledge.core.errors import BadInput, UntrustedCode, nearest
+from fledge.core.files import atomic_directory, check_place, save_tensors, write_json, write_text
+from fledge.core.reading import read_json
+from fledge.data.tokenise import checksum
+from fledge.formats.card import model_card
+from fledge.formats.codec import (
+    CARD_NAME,
+    RECORD_NAME,
+    Feature,
+    TargetFacts,
+    config_values,
+    draft_facts,
+    draft_features,
+    file_tensors,
+)
+from fledge.formats.engines import ENGINES, check_representable
+from fledge.formats.reread import Reread, TargetSide
+from fledge.formats.self_check import (
+    CheckOptions,
+    DecodingCheck,
+    ExportWatch,
+    SelfCheck,
+    TargetInUse,
+    check_files,
+    open_target,
+    same_embeddings,
+)
+from fledge.formats.source import (
+    dtype_for_engines,
+    facts_of_target,
+    name_for_engines,
+    named_target,
+    note_target,
+    read_source,
+)
+from fledge.methods.registry import method_of
+from fledge.methods.shared.files import CONFIG_NAME, WEIGHTS_NAME
+from fledge.models.resolve import public_name
+
+_EMBEDDINGS = "embed_tokens.weight"
+_SHAPE = ("num_hidden_layers", "hidden_size", "draft_vocab_size", "vocab_size")
+
+
+def export_draft(
+    source: str | Path,
+    out: str | Path,
+    *,
+    engine: str,
+    engine_version: str | None = None,  # None: the newest tested one
+    target: str = "",  # "": the run's own
+    dtype: torch.dtype | None = None,  # None: as stored
+    num_draft_tokens: int | None = None,  # None: as trained
+    target_embeddings: bool = False,  # replace trained embeddings by the target's
+    without_target: bool = False,  # skip what needs the target's weights
+    device: str | None = None,
+    check: CheckOptions | None = None,
+    watch: ExportWatch | None = None,
+    trust_remote_code: bool = False,  # run Python code that comes with the target
+    target_name: str = "",  # its name in card and config; "": its public name
+    overwrite: bool = False,  # replace an existing export
+) -> Path:
+    """Write `source` (a run, a checkpoint, a draft) to `out` as `engine` reads it; returns `out`.
+
+    Raises BadInput if the engine cannot serve the draft, or if the files do not behave like the
+    checkpoint; `out` is then unchanged. `read_export_record(out)` returns what was measured.
+    """
+    out = Path(out)
+    check_place(out, directory=True)
+    if out.resolve() == Path.cwd():  # the directory is replaced as a whole
+        raise BadInput("the current directory", where=str(out), fix="name a new one for --out")
+    if out.exists() and not (out / RECORD_NAME).is_file() and any(out.iterdir()):
+        raise BadInput("not empty, and not an export", where=str(out), fix="give another --out")
+    if (out / RECORD_NAME).is_file() and not overwrite:
+        fix = "give --overwrite to replace it, or another --out"
+        raise BadInput("an export is here already", where=str(out), fix=fix)
+    job = _Job(
+        Path(source), engine, engine_version, target, dtype, num_draft_tokens, target_embeddings,
+        without_target, device, check or CheckOptions(), watch or (lambda what, at, of: None),
+        trust_remote_code, target_name,
+    )  # fmt: skip
+    try:
+        return job.write(out)
+    finally:
+        job.close()
+
+
+def read_export_record(directory: str | Path) -> dict[str, Any]:
+    """The record of an export: its source, its engine, and what was measured on it."""
+    path = Path(directory) / RECORD_NAME
+    if not path.is_file():
+        fix = "make one with `fledge export`"
+        raise BadInput(f"no {RECORD_NAME} here", where=str(directory), fix=fix)
+    record: dict[str, Any] = read_json(path, what="the record of the export", finite=False)
+    return record
+
+
+@dataclass
+class _Job:
+    """One export: `__post_init__` makes all decisions, `write` carries them out."""
+
+    path: Path
+    engine_name: str
+    engine_version: str | None
+    target_name: str
+    dtype: torch.dtype | None
+    asked_draft_tokens: int | None
+    target_embeddings: bool
+    without_target: bool
+    device: str | None
+    check: CheckOptions
+    watch: ExportWatch
+    trust_remote_code: bool
+    public_name: str
+
+    def __post_init__(self) -> None:
+        self.source = source = read_source(self.path)
+        if (name := self.engine_name) not in ENGINES:
+            fix = nearest(name, list(ENGINES))
+            raise BadInput(f"no engine '{name}'", where="--engine", fix=fix)
+        self.engine = ENGINES[name]
+        self.version = self.engine.check_version(self.engine_version)
+        self.target_name = self.target_name or source.target_name
+        self.target = self._target_facts()
+        draft = source.draft(self.target)
+        self.reordered = list(source.config.aux_layer_ids) != draft.aux_layer_ids
+        self.draft = draft if self.dtype is None else draft.to(self.dtype)
+        self.method = method_of(draft.config)
+        if name not in self.method.formats:
+            others = " or ".join(self.method.formats)
+            fix = f"--engine {others}" if others else "such drafts cannot be exported yet"
+            what = f"{self.engine.title} does not read {self.method.title} drafts"
+            raise BadInput(what, where="--engine", fix=fix)
+        self.layout = self.method.formats[name]
+        asked = self.asked_draft_tokens
+        if asked is not None and (refusal := self.method.refused_tokens(draft.config, asked)):
+            raise refusal
+        self.num_draft_tokens = self.asked_draft_tokens or source.num_draft_tokens
+        self._check(trained_embeddings=False)  # fail before anything slow
+        self.watch("loading the target", 0, 1)
+        self.in_use: TargetInUse | None = None
+        if not self.without_target:
+            self.in_use = open_target(
+                source, self.target_name, aux_layer_ids=draft.aux_layer_ids, device=self.device,
+                trust_remote_code=self.trust_remote_code,
+            )  # fmt: skip
+            info = self.in_use.target.info()
+            self.target = dataclasses.replace(
+                self.target, tokenizer_fingerprint=info.tokenizer_fingerprint,
+                dtype=dtype_for_engines(info.dtype),
+            )  # fmt: skip
+        self.side = TargetSide(self.target.layers) if self.in_use is None else self.in_use.side
+        self.embeddings = self._settle_embeddings()
+        self.draft = self.method.with_target_rows(self.draft, self.side.head_VE)
+        self.features = self._check(trained_embeddings=self.embeddings == "trained")
+
+    def _target_facts(self) -> TargetFacts:
+        name, trust = self.target_name, self.trust_remote_code
+        public = self.public_name or (public_name(name) if name else "")
+        if name and not self.without_target:
+            return facts_of_target(name, public, trust_remote_code=trust)
+        if not self.without_target:
+            raise BadInput(
+                "which target?",
+                where=str(self.source.directory),
+                fix="give --target MODEL, or --without-target to skip decoding with the files",
+            )
+        if self.engine.name == "speculators" and not public:
+            raise BadInput("which target? the format names it", fix="give --target MODEL")
+        try:  # its config may be available even if its weights are not
+            if name:
+                return facts_of_target(name, public, trust_remote_code=trust)
+        except UntrustedCode:
+            raise
+        except BadInput:
+            pass
+        return named_target(public)
+
+    def _check(self, *, trained_embeddings: bool) -> frozenset[Feature]:
+        features = draft_features(self.draft, self.target, trained_embeddings=trained_embeddings)
+        check_representable(self.engine, self.layout, self.version, features)
+        inner = self.method.aux_layers() > 1
+        self.engine.check_target(self.target.architectures, inner_states=inner)
+        return features
+
+    def _settle_embeddings(self) -> str:
+        """Which embeddings the draft is served with: `the target's` or `trained`."""
+        if _EMBEDDINGS not in self.draft.tensors:
+            return "the target's"
+        if self.in_use is None:
+            if self.target_embeddings:
+                fix = "leave out --without-target"
+                raise BadInput("--target-embeddings needs the target", fix=fix)
+            recipe = self.source.recipe
+            frozen = self.method.fixed_draft.get("freeze_embeddings", False)
+            frozen |= recipe is not None and recipe.draft.freeze_embeddings
+            return "the target's" if frozen else "trained"
+        requested = self.target_embeddings
+        if not requested and not same_embeddings(self.draft, self.side):
+            return "trained"
+        if requested or _EMBEDDINGS in self.layout.ignored:
+            assert self.side.embeddings_VE is not None
+            weight_VE = self.side.embeddings_VE.to(self.draft.dtype)
+            tensors = {**self.draft.tensors, _EMBEDDINGS: weight_VE}
+            self.draft = dataclasses.replace(self.draft, tensors=tensors)
+        return "the target's"
+
+    def write(self, out: Path) -> Path:
+        facts = draft_facts(self.draft, self.target, num_draft_tokens=self.num_draft_tokens)
+        self.watch("writing", 0, 1)
+        with atomic_directory(out) as directory:
+            tensors = file_tensors(self.layout, self.draft)
+            save_tensors(directory / WEIGHTS_NAME, tensors, {"format": "pt"})
+            write_json(directory / CONFIG_NAME, config_values(self.layout, facts, self.features))
+            record = self._record(facts, self._self_check(directory), directory)
+            write_text(directory / CARD_NAME, model_card(record, out.name, self.source.recipe))
+            write_json(directory / RECORD_NAME, record)
+        if self.target_name:
+            note_target(out, name_for_engines(self.target_name))
+        return out
+
+    def close(self) -> None:
+        """Release the target."""
+        if self.in_use is not None:
+            self.in_use.target.close()
+
+    def _self_check(self, directory: Path) -> SelfCheck:
+        self.watch("reading back", 0, 1)
+        check, reread = check_files(directory, self.engine.name, self.draft, self.side)
+        if self.in_use is None:
+            check.notes.append("exported without the target: nothing was decoded")
+        else:
+            self._decode(check, reread, self.in_use)
+        if self.engine.name == "speculators" and "/" not in self.target.served_as:
+            check.notes.append(
+                f"the speculators library reads the target where the file says: it will look for"
+                f" '{self.target.served_as}' in its working directory and on the hub"
+                " (set a hub id or a path with --target-name)"
+            )
+        return check
+
+    def _decode(self, check: SelfCheck, reread: Reread, in_use: TargetInUse) -> None:
+        before, after = (draft.tensors.get(_EMBEDDINGS) for draft in (self.source, self.draft))
+        kept = before is None or after is None or torch.equal(before.to(after.dtype), after)
+        unchanged = not self.reordered and kept
+        # an estimate is only comparable for as many tokens as it was made for
+        without_estimate = self.source.estimate is None
+        depth = self.num_draft_tokens if without_estimate else self.source.num_draft_tokens
+        decoding = DecodingCheck(self.source, in_use, self.check, depth, self.watch)
+        decoding.run(check, reread, unchanged=unchanged)
+
+    def _record(self, facts: dict[str, Any], check: SelfCheck, directory: Path) -> dict[str, Any]:
+        return {
+            "fledge_version": __version__,
+            "kind": self.method.version(self.draft.config),
+            "objective": self.method.name,
+            "method": self.method.own_strategy,
+            "format": self.layout.name,
+            "engine": self.engine.name,
+            "engine_title": self.engine.title,
+            "engine_version": self.version,
+            "oldest_engine_version": self.engine.oldest_for(self.features),
+            "target": dataclasses.asdict(self.target),
+            "shape": {name: facts[name] for name in _SHAPE},
+            "aux_layer_ids": self.draft.aux_layer_ids,
+            "chosen_aux_layers": "chosen aux layers" in self.features,
+            "embeddings": self.embeddings,
+            "mask_token_id": facts["mask_token_id"],
+            "num_draft_tokens": self.num_draft_tokens,
+            "dtype": facts["torch_dtype"],
+            "step": self.source.step,
+            "self_check": dataclasses.asdict(check),
+            "checksums": {file.name: checksum(file) for file in sorted(directory.iterdir())},
+        }

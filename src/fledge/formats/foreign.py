@@ -1,0 +1,534 @@
+"""Drafts of other trainers: what their files contain, in fledge's own terms.
+
+Presents all layouts alike (`layers.N.*`, a flat Llama config, layers as "output of layer i"), so
+that checks and the import do not depend on the trainer. Nothing is judged here.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from fledge.core.errors import BadInput
+from fledge.core.reading import (
+    Expected,
+    Flag,
+    ListOf,
+    Maybe,
+    Number,
+    Table,
+    Text,
+    Whole,
+    check,
+    read_json,
+)
+from fledge.formats.codec import (
+    EAGLE1_CLASSES,
+    EAGLE3_CLASS,
+    NESTED_KEY,
+    PLAIN_SGLANG,
+    PLAIN_VLLM,
+    SPECULATORS_KEY,
+    TRAINED,
+    get_path,
+    set_path,
+)
+from fledge.methods.base import Method
+from fledge.methods.registry import METHODS
+from fledge.methods.shared.files import CONFIG_NAME
+from fledge.models.weight_files import read_tensors
+
+if TYPE_CHECKING:
+    from fledge.formats.checks.base import Check, Subject
+    from fledge.formats.checks.probe import Answering, Probe
+    from fledge.methods.shared.draft import DraftModel
+
+OWN_AUX_KEY = "aux_layer_ids"
+# vLLM's own format of EAGLE-1: this model_type, and the Llama config nested under this key.
+WRAPPED_TYPE, WRAPPED_KEY = "eagle", "model"
+
+
+# --- layouts -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class FileLayout:
+    """How one family of trainers writes a draft."""
+
+    name: str
+    made_by: str
+    prefix: str = ""  # of every tensor of the backbone
+    nested: str = ""  # the key that holds the Llama config; "": it is flat
+    beside: frozenset[str] = frozenset()  # keys that are next to it, not in it
+
+
+_BESIDE_SPECULATORS = frozenset({
+    "draft_vocab_size", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output",
+    "target_hidden_size", "mask_token_id", "num_aux_hidden_states",
+    "eagle_aux_hidden_state_layer_ids", *TRAINED,
+})  # fmt: skip
+
+LAYOUTS = {
+    layout.name: layout
+    for layout in (
+        FileLayout("fledge", "fledge, and its exports for vLLM"),
+        FileLayout("eagle", "SafeAILab EAGLE"),
+        FileLayout("specforge", "SpecForge, TorchSpec, and our exports for SGLang"),
+        FileLayout("speculators", "speculators", nested=NESTED_KEY, beside=_BESIDE_SPECULATORS),
+        FileLayout("automodel", "NeMo AutoModel", prefix="model."),
+        FileLayout("modelopt", "NVIDIA ModelOpt"),
+        FileLayout("eagle1-vllm", "a trainer for vLLM's EAGLE-1, such as ours"),
+        FileLayout("eagle1-sglang", "a trainer for SGLang's EAGLE-1, such as ours"),
+        FileLayout(
+            "eagle1-wrapped", "a converter for vLLM's EAGLE-1", nested=WRAPPED_KEY,
+            beside=frozenset({"eagle_version", "eagle_fc_bias"}),
+        ),
+    )
+}  # fmt: skip
+
+
+def eagle1_layout(config: dict[str, Any]) -> FileLayout:
+    """The layout of an EAGLE-1 or EAGLE-2 draft; tensor names are the same in all of them."""
+    if config.get("model_type") == WRAPPED_TYPE and isinstance(config.get(WRAPPED_KEY), dict):
+        return LAYOUTS["eagle1-wrapped"]
+    if OWN_AUX_KEY in config:
+        return LAYOUTS["fledge"]
+    named = config.get("architectures") or []
+    written = (f"eagle1-{engine}" for engine, name in EAGLE1_CLASSES.items() if name in named)
+    return LAYOUTS[next(written, "eagle")]
+
+
+def eagle3_layout(config: dict[str, Any], names: Iterable[str]) -> FileLayout:
+    """The layout of an EAGLE-3 or P-EAGLE draft."""
+    names = list(names)
+    if SPECULATORS_KEY in config:
+        return LAYOUTS["speculators"]
+    if any(name.startswith(("model.layers.", "model.fc.")) for name in names):
+        return LAYOUTS["automodel"]
+    architectures = config.get("architectures") or []
+    if "PEagleDraftModel" in architectures:  # even if it was trained on from a draft of ours
+        return LAYOUTS["specforge"]
+    if OWN_AUX_KEY in config or "parallel_drafting" in config:
+        return LAYOUTS["fledge"]
+    if "next_layer_regular" in (config.get("eagle_config") or {}):
+        return LAYOUTS["modelopt"]
+    if not any(name.startswith("midlayer.") for name in names):
+        return LAYOUTS["fledge"]
+    return LAYOUTS["specforge" if EAGLE3_CLASS in architectures else "eagle"]
+
+
+# --- config keys: those that are read, and their permitted values ---------------------------------
+
+
+# Flags for a bias of fc: ours, SafeAILab's, vLLM's.
+BIAS_KEYS = ("fc_bias", "bias", "eagle_fc_bias")
+# In all of the following, null counts as absent.
+_SIZES = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "vocab_size", "draft_vocab_size", "target_hidden_size",
+    "max_position_embeddings", "num_aux_hidden_states", "num_depths", "ttt_steps", "draft_tokens",
+    "eagle_version",
+)  # fmt: skip
+_FACTORS = ("rms_norm_eps", "initializer_range", "rope_theta", "factor", "partial_rotary_factor")
+_SHARES = ("down_sample_ratio", "down_sample_ratio_min")
+_FLAGS = (
+    "fc_norm", "norm_output", "norm_before_residual", "norm_before_fc", "attention_bias",
+    "mlp_bias", "qk_norm", "parallel_drafting", "tie_word_embeddings", *BIAS_KEYS,
+)  # fmt: skip
+_STRINGS = ("hidden_act", "model_type", "rope_type", "type")
+_PLAIN: dict[str, Expected] = {
+    **dict.fromkeys(_SIZES, Maybe(Whole(1, 2**40))),
+    **dict.fromkeys(_FACTORS, Maybe(Number(1e-300))),
+    **dict.fromkeys(_SHARES, Maybe(Number(0, 1))),
+    **dict.fromkeys(_FLAGS, Maybe(Flag())),
+    **dict.fromkeys(_STRINGS, Maybe(Text(256))),
+    "architectures": Maybe(ListOf(Text(256))),
+}
+_ROTARY = ("rope_parameters", "rope_scaling")
+_NESTED = (NESTED_KEY, "speculators_config", "eagle_config", "dflash_config")
+
+
+def _config(depth: int) -> Table:
+    """The schema of a config with `depth` levels of nested configs."""
+    inner = _config(depth - 1) if depth else Table(optional=_PLAIN)
+    return Table(optional={**_PLAIN, **dict.fromkeys((*_NESTED, *_ROTARY), Maybe(inner))})
+
+
+CONFIG = _config(3)
+CONFIG_KEYS = {*_PLAIN, *_ROTARY, *_NESTED}
+
+
+# --- files ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class AuxPlace:
+    """A config key that may hold the aux layers, and what its ids add to "output of layer i".
+
+    vLLM and speculators count residuals, of which there is one before layer 0; SGLang, ModelOpt
+    and fledge count layers.
+    """
+
+    name: str
+    path: str
+    shift: int
+
+
+AUX_PLACES = _OURS, _VLLM, _SGLANG = (
+    AuxPlace("fledge", OWN_AUX_KEY, 0),
+    *(
+        AuxPlace(engine, layout.aux_ids_key, layout.aux_id_offset)
+        for engine, layout in (("vllm", PLAIN_VLLM), ("sglang", PLAIN_SGLANG))
+    ),
+)
+
+# Keys under which engines look for the mask token, in this order.
+MASK_KEYS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
+# Prefixes that trainers' wrapper modules leave in tensor names.
+_WRAPPERS = re.compile(r"^((_orig_mod|module|draft_model|eagle_module|model)\.)+")
+# Not part of the draft: rebuilt on loading, or copies of the target's weights.
+_JUNK = re.compile(r"(.*rotary_emb\..*|verifier_(lm_head|norm)\..*|target_model\..*)")
+# Tensors of layer 0 that show its width. The inputs of q, k and v then tell whether fc has merged
+# embedding and state (EAGLE-1) or the layer reads them side by side (EAGLE-3).
+_WIDTH_TENSORS = (
+    "layers.0.self_attn.o_proj.weight",
+    "layers.0.mlp.down_proj.weight",
+    "layers.0.post_attention_layernorm.weight",
+)
+_INPUT_PROJECTIONS = tuple(f"layers.0.self_attn.{letter}_proj.weight" for letter in "qkv")
+# Classes that belong to exactly one kind of draft.
+_KIND_OF_CLASS = {
+    **dict.fromkeys(EAGLE1_CLASSES.values(), "eagle1"),
+    EAGLE3_CLASS: "eagle3",
+    "Eagle3LlamaForCausalLM": "eagle3",
+    "LlamaEagle3DraftModel": "eagle3",
+    "PEagleDraftModel": "eagle3",
+}
+_MIDLAYER = re.compile(r"^midlayer\.")
+# SGLang's name for the input norm of deeper layers.
+_DEEP_NORM = re.compile(r"(layers\.[1-9]\d*)\.hidden_norm\.")
+# Optional parts of a layer: their flag in our config -> their tensors, each with its one size.
+LAYER_EXTRAS = {
+    "qk_norm": {f"self_attn.{letter}_norm.weight": "channels" for letter in "qk"},
+    "attention_bias": {
+        f"self_attn.{letter}_proj.bias": size
+        for letter, size in zip("qkvo", ("queries", "keys", "keys", "hidden"), strict=True)
+    },
+    "mlp_bias": {
+        f"mlp.{name}_proj.bias": size
+        for name, size in {"gate": "intermediate", "up": "intermediate", "down": "hidden"}.items()
+    },
+}
+
+
+@dataclass
+class DraftFiles:
+    """A draft's config and tensors as stored; repairs change them in place."""
+
+    directory: Path
+    config: dict[str, Any]
+    tensors: dict[str, Tensor]
+
+    def copy(self) -> "DraftFiles":
+        return DraftFiles(self.directory, deepcopy(self.config), dict(self.tensors))
+
+    @property
+    def view(self) -> "DraftView":
+        kinds = reversed(foreign_kinds())
+        kind = next(kind for kind in kinds if kind.claims(self.config, self.tensors))
+        return kind(self.config, self.tensors)
+
+    def put(self, key: str, value: Any) -> None:
+        """Set a config value where this layout keeps it; None removes it."""
+        *outer, name = self.view.path(key).split(".")
+        section = self.config
+        for part in outer:
+            section = section[part]
+        if value is None:
+            section.pop(name, None)
+        else:
+            section[name] = value
+
+    def put_mask(self, token: int) -> None:
+        """Set the mask token under every key that holds it."""
+        for path in self.view.mask_paths:
+            set_path(self.config, path, token)
+
+    def put_tensor(self, own: str, value: Tensor) -> None:
+        """Set the tensor that we call `own`, under its name in the file."""
+        self.tensors[self.view.names.get(own, own)] = value
+
+    def put_aux(self, layer_ids: list[int]) -> None:
+        """Set the aux layers, given as outputs of layers, in the files' own convention."""
+        for place in self.view.written_aux or [self.view.aux_place]:
+            set_path(self.config, place.path, [layer + place.shift for layer in layer_ids])
+
+
+def read_files(directory: Path) -> DraftFiles:
+    """Read config.json and the weights: safetensors, sharded or not, or torch's own format."""
+    path = directory / CONFIG_NAME
+    if not path.is_file():
+        fix = "give the directory of a draft"
+        raise BadInput(f"no {CONFIG_NAME} here", where=str(directory), fix=fix)
+    config: dict[str, Any] = read_json(path, CONFIG, what="the config")
+    if config.get("model_type") == WRAPPED_TYPE and config.get(WRAPPED_KEY) is not None:
+        inner = f"the config under '{WRAPPED_KEY}'"
+        check(config[WRAPPED_KEY], CONFIG, where=str(path), what=inner)
+    files = DraftFiles(directory, config, read_tensors(directory))
+    if (expected := files.view.expected) is not None:
+        check(config, expected, where=str(path), what="the config")
+    return files
+
+
+def foreign_kinds() -> "list[type[DraftView]]":
+    """How drafts are read, the most general way first."""
+    return list(dict.fromkeys(method.foreign() for method in METHODS.values()))
+
+
+@dataclass(frozen=True)
+class DraftView:
+    """A draft's files in fledge's own terms: of EAGLE and P-EAGLE; other kinds inherit."""
+
+    config: dict[str, Any]
+    tensors: dict[str, Tensor]
+    expected: ClassVar[Expected | None] = None  # additional config keys of a kind
+
+    @classmethod
+    def claims(cls, config: Mapping[str, Any], names: Iterable[str]) -> bool:
+        """Whether files are of this kind, where no more special kind claims them."""
+        return True
+
+    @staticmethod
+    def checks() -> "dict[str, Check]":
+        """The checks of `diagnose` for this kind by id."""
+        from fledge.formats.checks import behaviour, settings, surroundings, tensors, vocabulary
+        from fledge.formats.checks.base import checks_in
+
+        return checks_in(tensors, vocabulary, settings, surroundings, behaviour)
+
+    @staticmethod
+    def probe(subject: "Subject", draft: "DraftModel", answering: "Answering") -> "Probe[Any]":
+        from fledge.formats.checks.behaviour import ChainProbe
+
+        return ChainProbe(subject, draft, answering)
+
+    @staticmethod
+    def build(subject: "Subject") -> "DraftModel":
+        """The draft as our own model, in the files' dtype (the widest, if several)."""
+        from fledge.formats.import_draft import build_chain
+
+        return build_chain(subject)
+
+    @cached_property
+    def layout(self) -> FileLayout:
+        if self.merges:
+            return eagle1_layout(self.config)
+        return eagle3_layout(self.config, self.tensors)
+
+    # --- tensors ---------------------------------------------------------------------------------
+
+    @cached_property
+    def names(self) -> dict[str, str]:
+        """Our name -> the name in the file; if several match, the first in the file."""
+        names: dict[str, str] = {}
+        for name in self.tensors:
+            if not _JUNK.fullmatch(name):
+                names.setdefault(self.own_name(name), name)
+        return names
+
+    def own_name(self, name: str) -> str:
+        """`model.midlayer.mlp.up_proj.weight` -> `layers.0.mlp.up_proj.weight`."""
+        name = _MIDLAYER.sub("layers.0.", _WRAPPERS.sub("", name))
+        return _DEEP_NORM.sub(r"\1.input_layernorm.", name)
+
+    @cached_property
+    def clashes(self) -> list[str]:
+        """Names in the file of tensors that it already has under another name."""
+        taken = set(self.names.values())
+        return [name for name in self.tensors if name not in taken and name not in self.junk]
+
+    @cached_property
+    def junk(self) -> list[str]:
+        return [name for name in self.tensors if _JUNK.fullmatch(name)]
+
+    @cached_property
+    def state(self) -> dict[str, Tensor]:
+        return {our_name: self.tensors[name] for our_name, name in self.names.items()}
+
+    @cached_property
+    def layer_extras(self) -> dict[str, bool]:
+        """Which optional parts the layers have, by their flag in our config."""
+        parts = {re.sub(r"^layers\.\d+\.", "", name) for name in self.state}
+        return {flag: not parts.isdisjoint(names) for flag, names in LAYER_EXTRAS.items()}
+
+    @property
+    def layer_numbers(self) -> list[int]:
+        matches = (re.match(r"layers\.(\d+)\.", name) for name in self.state)
+        return sorted({int(match[1]) for match in matches if match})
+
+    # --- config ----------------------------------------------------------------------------------
+
+    @cached_property
+    def flat(self) -> dict[str, Any]:
+        """The config as one flat dict, with the nested Llama config merged in."""
+        layout, outer = self.layout, self.config
+        if not layout.nested:
+            return {key: value for key, value in outer.items() if key != NESTED_KEY}
+        beside = {key: value for key, value in outer.items() if key in layout.beside}
+        return {**(outer.get(layout.nested) or {}), **beside}
+
+    def path(self, key: str) -> str:
+        """The dotted path of a key in the config, whether or not it is set."""
+        inside = self.layout.nested and key not in self.layout.beside
+        return f"{self.layout.nested}.{key}" if inside else key
+
+    def get(self, key: str, absent: Any = None) -> Any:
+        value = self.flat.get(key)
+        return absent if value is None else value
+
+    @property
+    def architectures(self) -> list[str]:
+        """The classes that the config names; a wrapped config names the draft's inside."""
+        named = self.flat if self.layout.nested == WRAPPED_KEY else self.config
+        return named.get("architectures") or []
+
+    @cached_property
+    def declared(self) -> set[str]:
+        """The kinds of draft that the config claims: none, one, or by mistake both."""
+        kinds = {_KIND_OF_CLASS.get(name, "") for name in self.config.get("architectures") or []}
+        if SPECULATORS_KEY in self.config:
+            kinds.add("eagle3")
+        wrapped = self.config.get("model_type") == WRAPPED_TYPE
+        if wrapped or self.config.get("eagle_version") in (1, 2):
+            kinds.add("eagle1")
+        return kinds - {""}
+
+    @cached_property
+    def merges(self) -> bool:
+        """Whether it is EAGLE-1 or 2: fc merges embedding and state before a plain layer 0.
+
+        The tensors decide by majority, because one of them may be wrong or missing; if they are
+        undecided, the config decides.
+        """
+        votes = sum(_merging_votes(self.state))
+        return votes > 0 if votes else "eagle1" in self.declared
+
+    @property
+    def misnamed(self) -> bool:
+        """Whether the config claims another kind of draft than the tensors show."""
+        return bool(self.declared - {"eagle1" if self.merges else "eagle3"})
+
+    @property
+    def parallel(self) -> bool:
+        """Whether it is P-EAGLE, by its config or its tensors."""
+        return not self.merges and (
+            self.config.get(SPECULATORS_KEY) == "peagle"
+            or bool(self.get("parallel_drafting"))
+            or "mask_hidden" in self.state
+            or "PEagleDraftModel" in self.architectures
+        )
+
+    @property
+    def method(self) -> Method:
+        if self.merges:
+            return METHODS["eagle2" if self.get("eagle_version") == 2 else "eagle1"]
+        return METHODS["peagle" if self.parallel else "eagle3"]
+
+    @property
+    def method_settings(self) -> dict[str, Any]:
+        """The keys of our config that only drafts of this method have."""
+        if self.merges:
+            version = 2 if self.get("eagle_version") == 2 else 1
+            return {"eagle_version": version, "fc_bias": self.fc_bias is not None}
+        mask_token_id = self.mask_token_id if self.parallel else None
+        return {"parallel_drafting": self.parallel, "mask_token_id": mask_token_id}
+
+    @property
+    def fc_bias(self) -> Tensor | None:
+        """The bias of EAGLE-1's fc; all zeros count as none, because SGLang requires a bias."""
+        bias = self.state.get("fc.bias")
+        return bias if bias is not None and bool(bias.any()) else None
+
+    @property
+    def mask_paths(self) -> list[str]:
+        """Config paths of the mask token, in the order in which engines look; at least one."""
+        paths = ["dflash_config.mask_token_id", *map(self.path, MASK_KEYS)]
+        present = [path for path in paths if get_path(self.config, path) is not None]
+        return present or [self.path(MASK_KEYS[0])]
+
+    @property
+    def mask_token_id(self) -> Any:
+        return get_path(self.config, self.mask_paths[0])
+
+    @property
+    def speculative_tokens(self) -> int | None:
+        """Tokens that a round proposes, if the speculators config states it."""
+        stated = get_path(self.config, "speculators_config.proposal_methods.0.speculative_tokens")
+        return stated if type(stated) is int and stated > 0 else None
+
+    @property
+    def norm_before_residual(self) -> bool:
+        """Whether the residual is the normed state; absent means true for speculators' EAGLE-3."""
+        default = self.config.get(SPECULATORS_KEY) == "eagle3"
+        return bool(self.get("norm_before_residual", default))
+
+    # --- aux layers ------------------------------------------------------------------------------
+
+    @property
+    def written_aux(self) -> list[AuxPlace]:
+        """All places at which the config has aux layers."""
+        return [place for place in AUX_PLACES if get_path(self.config, place.path) is not None]
+
+    @property
+    def aux_place(self) -> AuxPlace:
+        """The place of the ids in this layout, whether or not they are written."""
+        if written := self.written_aux:
+            return written[0]
+        if self.layout.name == "fledge":
+            return _OURS
+        return _VLLM if self.layout.nested == NESTED_KEY else _SGLANG
+
+    @property
+    def stored_aux(self) -> Any:
+        """The ids exactly as in the file; None if it has none."""
+        return get_path(self.config, self.aux_place.path)
+
+    def aux_at(self, place: AuxPlace) -> list[int] | None:
+        """The ids at this place as outputs of layers; None unless it holds a list of ints."""
+        stored = get_path(self.config, place.path)
+        if not isinstance(stored, list) or not all(type(layer) is int for layer in stored):
+            return None
+        return [layer - place.shift for layer in stored]
+
+    @property
+    def aux_layer_ids(self) -> list[int] | None:
+        return self.aux_at(self.aux_place)
+
+
+def _merging_votes(state: Mapping[str, Tensor]) -> Iterator[int]:
+    """+1 for every tensor that implies a merging fc, -1 for what only a fused layer 0 has."""
+    if any(name.startswith(("layers.0.hidden_norm.", "fc_norm.", "mask_hidden")) for name in state):
+        yield -1
+    widths = [state[name].shape[0] for name in _WIDTH_TENSORS if name in state and state[name].ndim]
+    if not widths:
+        return
+    width = max(widths, key=widths.count)
+    for name in _INPUT_PROJECTIONS:
+        shape = tuple(state[name].shape) if name in state else ()
+        if len(shape) == 2:
+            yield {width: 1, 2 * width: -1}.get(shape[1], 0)
+    if "fc.weight" in state:
+        yield 1 if tuple(state["fc.weight"].shape) == (width, 2 * width) else -1
+
+
+def tokens_marked(ids_W: Tensor, full: int) -> Tensor:
+    """The mask t2d: [V], true at these ids."""
+    mask_V = torch.zeros(full, dtype=torch.bool)
+    mask_V[ids_W] = True
+    return mask_V

@@ -1,0 +1,347 @@
+"""Rollout attention: a causal prefix of depth-0 keys, plus the row's own chain.
+
+A row at depth k with its anchor at slot t sees the depth-0 keys of its own document up to t, and
+the keys of its own rollout at depths 1..k. `reference_attention` is the definition, short and
+dense; `blocked_attention` computes the same without a [rows, keys] matrix, as do the kernels of
+`attention_triton.py` on a GPU. Rotary positions are applied before attention.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from fledge.kernels.gate import SMALLEST_SHARED_MEMORY, shared_memory, triton_runs
+from fledge.rollout.context import Gathering
+from fledge.rollout.plan import QueryRows
+
+try:
+    from torch.distributed import all_gather_single, reduce_scatter_single
+except ImportError:  # the names before torch 2.13
+    from torch.distributed import all_gather_into_tensor as all_gather_single
+    from torch.distributed import reduce_scatter_tensor as reduce_scatter_single
+
+AttentionKind = Literal["fast", "reference"]
+KeysValues = tuple[Tensor, Tensor]  # [T, G, C] each, of one depth
+
+
+def rollout_attention(
+    q_NHC: Tensor,
+    k_TGC: Tensor,
+    v_TGC: Tensor,
+    rows: QueryRows,
+    *,
+    chain: Sequence[KeysValues] = (),
+    kind: AttentionKind = "fast",
+) -> Tensor:
+    """The attention output [N, H, C], in the dtype of q.
+
+    `chain` holds (keys, values) [>= N, G, C] of depths 1..k; rows of depth k are the first N of
+    every shallower depth (see `plan.py`), so the others are cut off here.
+    """
+    if kind == "fast" and kernel_runs(q_NHC, k_TGC, v_TGC, *(x for pair in chain for x in pair)):
+        from fledge.kernels.attention_triton import fused_attention
+
+        return fused_attention(q_NHC, k_TGC, v_TGC, rows, chain)
+    count = len(rows)
+    own_chain = [(keys[:count], values[:count]) for keys, values in chain]
+    attend = reference_attention if kind == "reference" else blocked_attention
+    return attend(q_NHC, k_TGC, v_TGC, rows, own_chain)
+
+
+def prefix_visible(rows: QueryRows, num_keys: int) -> Tensor:
+    """[N, T]: whether a key is in the row's document and not after its anchor."""
+    key_T = torch.arange(num_keys, device=rows.slot_N.device)
+    return (key_T >= rows.first_N[:, None]) & (key_T <= rows.slot_N[:, None])
+
+
+def reference_attention(
+    q_NHC: Tensor, k_TGC: Tensor, v_TGC: Tensor, rows: QueryRows, chain: Sequence[KeysValues]
+) -> Tensor:
+    """The definition: all scores side by side, one softmax in fp32."""
+    heads_per_key = q_NHC.shape[1] // k_TGC.shape[1]
+    wide = torch.promote_types(q_NHC.dtype, torch.float32)
+
+    def per_query_head(x: Tensor) -> Tensor:
+        return x.to(wide).repeat_interleave(heads_per_key, dim=1)
+
+    q = q_NHC.to(wide) * q_NHC.shape[-1] ** -0.5
+    prefix_NHT = torch.einsum("nhc,thc->nht", q, per_query_head(k_TGC))
+    hidden_NHT = ~prefix_visible(rows, len(k_TGC))[:, None]
+    scores = [prefix_NHT.masked_fill(hidden_NHT, float("-inf"))]
+    scores += [(q * per_query_head(keys)).sum(-1, keepdim=True) for keys, _ in chain]
+    weights = torch.softmax(torch.cat(scores, dim=-1), dim=-1)
+    out = torch.einsum("nht,thc->nhc", weights[..., : len(k_TGC)], per_query_head(v_TGC))
+    for depth, (_, values) in enumerate(chain):
+        out = out + weights[..., len(k_TGC) + depth, None] * per_query_head(values)
+    return out.to(q_NHC.dtype)
+
+
+# --- blocks of queries ----------------------------------------------------------------------------
+# Rollout attention in memory linear in T: blocks of queries against only the keys they can see.
+#
+# One softmax runs over the prefix and the chain together, so its gradient needs only the row's
+# total log-sum-exp and sum(out * grad_out): the prefix part and the chain part are differentiated
+# separately with the same two numbers, and no [rows, keys] tensor outlives a block.
+
+KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def blocked_attention(
+    q_NHC: Tensor, k_TGC: Tensor, v_TGC: Tensor, rows: QueryRows, chain: Sequence[KeysValues]
+) -> Tensor:
+    return apply_chain(_BlockedAttention, q_NHC, k_TGC, v_TGC, rows, chain)
+
+
+def apply_chain(function: Any, *args: Any) -> Tensor:
+    """Apply an autograd function of (q, k, v, rows, *chain keys, *chain values); the last argument
+    is the chain as (keys, values) pairs."""
+    *prefix, chain = args
+    out: Tensor = function.apply(*prefix, *(k for k, _ in chain), *(v for _, v in chain))
+    return out
+
+
+class _BlockedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q_NHC: Tensor, k_TGC: Tensor, v_TGC: Tensor, rows: QueryRows, *chain: Tensor
+    ) -> Tensor:
+        depth = len(chain) // 2
+        out_NHC, lse_NH = prefix_forward(q_NHC, k_TGC, v_TGC, rows)
+        if depth:
+            out_NHC, lse_NH = merge_chain(out_NHC, lse_NH, q_NHC, chain[:depth], chain[depth:])
+        out_NHC = out_NHC.to(q_NHC.dtype)
+        ctx.rows = rows
+        ctx.save_for_backward(q_NHC, k_TGC, v_TGC, out_NHC, lse_NH, *chain)
+        return out_NHC
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (dout_NHC,) = grads
+        q_NHC, k_TGC, v_TGC, out_NHC, lse_NH, *chain = ctx.saved_tensors
+        depth = len(chain) // 2
+        delta_NH = (dout_NHC.to(lse_NH.dtype) * out_NHC).sum(-1)
+        dq_NHC, dk_TGC, dv_TGC = prefix_backward(
+            q_NHC, k_TGC, v_TGC, dout_NHC, lse_NH, delta_NH, ctx.rows
+        )
+        dkeys, dvalues = [], []
+        for keys, values in zip(chain[:depth], chain[depth:], strict=True):
+            dq, dk, dv = chain_backward(q_NHC, keys, values, dout_NHC, lse_NH, delta_NH)
+            dq_NHC += dq
+            dkeys.append(dk.to(keys.dtype))
+            dvalues.append(dv.to(values.dtype))
+        grads_qkv = (dq_NHC.to(q_NHC.dtype), dk_TGC.to(k_TGC.dtype), dv_TGC.to(v_TGC.dtype))
+        return (*grads_qkv, None, *dkeys, *dvalues)
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    """The dtype of scores and sums: fp32, or wider if the input is."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _grouped(x_NHC: Tensor, num_groups: int) -> Tensor:
+    """[N, H, C] -> [N, G, R, C] with the R query heads that share a key head side by side."""
+    rows, heads, channels = x_NHC.shape
+    return x_NHC.reshape(rows, num_groups, heads // num_groups, channels)
+
+
+def kernel_runs(q_NHC: Tensor, *keys_and_values: Tensor) -> bool:
+    """Whether the GPU kernel supports these tensors; if not, the reason is logged once."""
+    unsupported = None
+    if q_NHC.dtype not in KERNEL_DTYPES:
+        unsupported = f"{q_NHC.dtype} is not one of {KERNEL_DTYPES}"
+    elif any(x.dtype != q_NHC.dtype for x in keys_and_values):
+        unsupported = f"keys or values are not {q_NHC.dtype} as the queries are"
+    elif not (16 <= q_NHC.shape[-1] <= 256 and q_NHC.shape[-1] % 8 == 0):
+        unsupported = f"head dim {q_NHC.shape[-1]} is not a multiple of 8 from 16 to 256"
+    elif shared_memory(q_NHC.device) < SMALLEST_SHARED_MEMORY:
+        unsupported = f"this GPU has less than {SMALLEST_SHARED_MEMORY >> 10} KiB of shared memory"
+    return triton_runs(q_NHC, what="rollout attention", unsupported=unsupported)
+
+
+# --- the causal prefix -------------------------------------------------------------------------
+
+
+def _blocks(rows: QueryRows) -> Iterator[tuple[Tensor, slice, Tensor]]:
+    """(row indices, key range, mask of hidden scores) of every block."""
+    for block in rows.blocks:
+        index = rows.order_N[block.row_start : block.row_end]
+        key = torch.arange(block.key_start, block.key_end, device=index.device)
+        hidden = (key < rows.first_N[index, None]) | (key > rows.slot_N[index, None])
+        yield index, slice(block.key_start, block.key_end), hidden
+
+
+def _by_group(x_NHC: Tensor, index: Tensor, num_groups: int) -> Tensor:
+    """The block's rows as [G, rows * R, C] in the wide dtype: one matrix per key head."""
+    block = _grouped(x_NHC.index_select(0, index).to(_wide(x_NHC)), num_groups)
+    return block.transpose(0, 1).flatten(1, 2)
+
+
+def _from_group(x: Tensor, num_rows: int) -> Tensor:
+    """[G, rows * R, C] -> [rows, H, C]."""
+    groups, flat, channels = x.shape
+    per_row = x.reshape(groups, num_rows, flat // num_rows, channels)
+    return per_row.transpose(0, 1).flatten(1, 2)
+
+
+def _block_scores(q: Tensor, k: Tensor, hidden: Tensor) -> Tensor:
+    """[G, rows * R, keys], -inf where hidden."""
+    scores = torch.bmm(q * q.shape[-1] ** -0.5, k.transpose(1, 2))
+    groups, flat, num_keys = scores.shape
+    per_row = scores.view(groups, len(hidden), flat // len(hidden), num_keys)
+    per_row.masked_fill_(hidden[:, None], float("-inf"))
+    return scores
+
+
+def prefix_forward(
+    q_NHC: Tensor, k_TGC: Tensor, v_TGC: Tensor, rows: QueryRows
+) -> tuple[Tensor, Tensor]:
+    """Attention over the prefix only: output [N, H, C] and log-sum-exp [N, H], both wide."""
+    groups, wide = k_TGC.shape[1], _wide(q_NHC)
+    k_GTC, v_GTC = k_TGC.to(wide).transpose(0, 1), v_TGC.to(wide).transpose(0, 1)
+    out_NHC = q_NHC.new_empty(q_NHC.shape, dtype=wide)
+    lse_NH = q_NHC.new_empty(q_NHC.shape[:2], dtype=wide)
+    for index, keys, hidden in _blocks(rows):
+        scores = _block_scores(_by_group(q_NHC, index, groups), k_GTC[:, keys], hidden)
+        lse = torch.logsumexp(scores, dim=-1, keepdim=True)
+        out = torch.bmm(scores.sub_(lse).exp_(), v_GTC[:, keys])
+        out_NHC[index] = _from_group(out, len(index))
+        lse_NH[index] = _from_group(lse, len(index)).squeeze(-1)
+    return out_NHC, lse_NH
+
+
+def prefix_backward(
+    q_NHC: Tensor,
+    k_TGC: Tensor,
+    v_TGC: Tensor,
+    dout_NHC: Tensor,
+    lse_NH: Tensor,
+    delta_NH: Tensor,
+    rows: QueryRows,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v, wide. `lse_NH` is the log-sum-exp of prefix and chain together."""
+    groups, wide = k_TGC.shape[1], _wide(q_NHC)
+    k_GTC, v_GTC = k_TGC.to(wide).transpose(0, 1), v_TGC.to(wide).transpose(0, 1)
+    dq_NHC = q_NHC.new_empty(q_NHC.shape, dtype=wide)
+    dk_GTC, dv_GTC = torch.zeros_like(k_GTC), torch.zeros_like(v_GTC)
+    for index, keys, hidden in _blocks(rows):
+        q, dout = _by_group(q_NHC, index, groups), _by_group(dout_NHC, index, groups)
+        lse = _by_group(lse_NH[..., None], index, groups)
+        delta = _by_group(delta_NH[..., None], index, groups)
+        weights = _block_scores(q, k_GTC[:, keys], hidden).sub_(lse).exp_()
+        dv_GTC[:, keys] += torch.bmm(weights.transpose(1, 2), dout)
+        dweights = torch.bmm(dout, v_GTC[:, keys].transpose(1, 2))
+        dscores = dweights.sub_(delta).mul_(weights).mul_(q.shape[-1] ** -0.5)
+        dq_NHC[index] = _from_group(torch.bmm(dscores, k_GTC[:, keys]), len(index))
+        dk_GTC[:, keys] += torch.bmm(dscores.transpose(1, 2), q)
+    return dq_NHC, dk_GTC.transpose(0, 1), dv_GTC.transpose(0, 1)
+
+
+# --- the row's own chain -----------------------------------------------------------------------
+
+
+def _chain_scores(q_NHC: Tensor, keys_NGC: Tensor) -> Tensor:
+    """[N, H]: the score of each query with the key of its own rollout at one depth."""
+    q = _grouped(q_NHC.to(_wide(q_NHC)), keys_NGC.shape[1])
+    scores_NGR = (q * keys_NGC.unsqueeze(2)).sum(-1)
+    return scores_NGR.flatten(1, 2).mul_(q_NHC.shape[-1] ** -0.5)
+
+
+def merge_chain(
+    out_NHC: Tensor, lse_NH: Tensor, q_NHC: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Combine the chain's scores and values with the prefix's output; returns output and total
+    log-sum-exp."""
+    scores = [_chain_scores(q_NHC, keys_NGC) for keys_NGC in keys]
+    total_NH = torch.logsumexp(torch.stack([lse_NH, *scores]), dim=0)
+    out_NHC = out_NHC * (lse_NH - total_NH).exp()[..., None]
+    out_NGRC = _grouped(out_NHC, values[0].shape[1])  # a view, updated in place
+    for score_NH, values_NGC in zip(scores, values, strict=True):
+        weight = _grouped((score_NH - total_NH).exp()[..., None], values_NGC.shape[1])
+        out_NGRC.addcmul_(weight, values_NGC.unsqueeze(2).to(out_NGRC.dtype))
+    return out_NHC, total_NH
+
+
+def chain_backward(
+    q_NHC: Tensor,
+    keys_NGC: Tensor,
+    values_NGC: Tensor,
+    dout_NHC: Tensor,
+    lse_NH: Tensor,
+    delta_NH: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    groups = keys_NGC.shape[1]
+    q = _grouped(q_NHC.to(lse_NH.dtype), groups)
+    dout = _grouped(dout_NHC.to(lse_NH.dtype), groups)
+    weight = _grouped((_chain_scores(q_NHC, keys_NGC) - lse_NH).exp()[..., None], groups)
+    delta = _grouped(delta_NH[..., None], groups)
+    dweight = (dout * values_NGC.unsqueeze(2)).sum(-1, keepdim=True)
+    dscore = weight * (dweight - delta) * q_NHC.shape[-1] ** -0.5
+    dq_NHC = (dscore * keys_NGC.unsqueeze(2)).flatten(1, 2)
+    return dq_NHC, (dscore * q).sum(2), (weight * dout).sum(2)
+
+
+# --- keys of several ranks ------------------------------------------------------------------------
+# Gather depth-0 keys and values from the ranks that computed them (`rollout.context`).
+#
+# This is the only communication of context parallelism. In the forward pass every rank receives the
+# keys and values of all ranks; in the backward pass it receives the summed gradients of its own.
+# Each direction takes one collective, for keys and values together.
+
+
+def gathered(own: KeysValues, gathering: Gathering | None) -> KeysValues:
+    """[O, G, C] keys and values of this rank's slots -> [T, G, C] of all slots. Without a
+    `gathering`, one rank has all of them."""
+    if gathering is None:
+        return own
+    gathered_T2GC: Tensor = _Gathered.apply(torch.cat(own, dim=1), gathering)  # type: ignore[no-untyped-call]
+    keys_TGC, values_TGC = gathered_T2GC.chunk(2, dim=1)
+    return keys_TGC, values_TGC
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, own_OX: Tensor, gathering: Gathering) -> Tensor:
+        ctx.gathering, ctx.count = gathering, len(own_OX)
+        longest, ranks = gathering.longest, gathering.ranks
+        padded = own_OX.new_zeros(longest, *own_OX.shape[1:])
+        padded[: len(own_OX)] = own_OX
+        all_ranks = own_OX.new_empty(ranks.size * longest, *own_OX.shape[1:])
+        all_gather_single(all_ranks, padded, group=ranks.group)
+        return all_ranks.index_select(0, gathering.place_T)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (dall_TX,) = grads
+        gathering: Gathering = ctx.gathering
+        longest, ranks = gathering.longest, gathering.ranks
+        all_ranks = dall_TX.new_zeros(ranks.size * longest, *dall_TX.shape[1:])
+        all_ranks.index_copy_(0, gathering.place_T, dall_TX)
+        dpadded = all_ranks.new_empty(longest, *dall_TX.shape[1:])
+        reduce_scatter_single(dpadded, all_ranks, group=ranks.group)
+        return dpadded[: ctx.count], None
+
+
+# --- documents ------------------------------------------------------------------------------------
+# Causal attention of documents packed end to end in one row, forward only, for targets: the causal
+# prefix of rollout attention, with every slot as a row and no chain. A slot sees the keys from
+# `first` up to itself; a sliding window is a later `first`. It is a custom operator
+# (`fledge::attend_documents`), which compiled layers call without tracing into it.
+
+
+@torch.library.custom_op("fledge::attend_documents", mutates_args=())
+def attend_documents(
+    q_NHC: Tensor, k_NGC: Tensor, v_NGC: Tensor, first_N: Tensor, slot_N: Tensor
+) -> Tensor:
+    """[N, H, C]; scores are divided by the square root of C, as usual. `slot_N` is 0 .. N - 1."""
+    from fledge.kernels.attention_triton import Chain, Job
+
+    rows = QueryRows(slot_N, first_N, slot_N)
+    out_NHC, _ = Job(q_NHC, k_NGC, v_NGC, rows, Chain([], [])).attend()
+    return out_NHC
+
+
+@attend_documents.register_fake
+def _(q_NHC: Tensor, k_NGC: Tensor, v_NGC: Tensor, first_N: Tensor, slot_N: Tensor) -> Tensor:
+    return q_NHC.new_empty(q_NHC.shape)

@@ -1,0 +1,159 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+"""Rotary positions: one GPU kernel for the forward pass, one for the backward pass.
+
+Same results as `rotary.rotate`, which launches half a dozen kernels and rounds to bf16 in between;
+here everything is fp32 until it is stored. Importing this file imports Triton.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fledge.kernels.gate import on_device_of
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def _rotate_pairs(
+    x, cos, sin, out, x_row, x_head, num_pairs,
+    HEADS: tl.constexpr, CHANNELS: tl.constexpr, HALF: tl.constexpr, BLOCK_C: tl.constexpr,
+    BLOCK: tl.constexpr, BACK: tl.constexpr,
+):  # fmt: skip
+    """Rotate (BACK: rotate back) channels i and i + HALF of BLOCK (row, head) pairs."""
+    pair = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    row, head = pair // HEADS, pair % HEADS
+    c = tl.arange(0, BLOCK_C)
+    live = (pair < num_pairs)[:, None] & (c < HALF)[None, :]
+    source = x + (row * x_row + head * x_head)[:, None] + c[None, :]
+    target = out + (pair * CHANNELS)[:, None] + c[None, :]
+    angle = (row * (2 * HALF))[:, None] + c[None, :]
+    low = tl.load(source, mask=live, other=0.0).to(tl.float32)
+    high = tl.load(source + HALF, mask=live, other=0.0).to(tl.float32)
+    cos_low = tl.load(cos + angle, mask=live, other=0.0).to(tl.float32)
+    cos_high = tl.load(cos + angle + HALF, mask=live, other=0.0).to(tl.float32)
+    sin_low = tl.load(sin + angle, mask=live, other=0.0).to(tl.float32)
+    sin_high = tl.load(sin + angle + HALF, mask=live, other=0.0).to(tl.float32)
+    if BACK:
+        new_low = low * cos_low + high * sin_high
+        new_high = high * cos_high - low * sin_low
+    else:
+        new_low = low * cos_low - high * sin_low
+        new_high = high * cos_high + low * sin_high
+    tl.store(target, new_low.to(out.dtype.element_ty), mask=live)
+    tl.store(target + HALF, new_high.to(out.dtype.element_ty), mask=live)
+    for kept in tl.static_range(2 * HALF, CHANNELS, BLOCK_C):  # channels that are not rotated
+        rest = (pair < num_pairs)[:, None] & (kept + c < CHANNELS)[None, :]
+        tl.store(target + kept, tl.load(source + kept, mask=rest), mask=rest)
+
+
+def _rotate(x_NHC: Tensor, cos_NC: Tensor, sin_NC: Tensor, *, back: bool) -> Tensor:
+    x_NHC = x_NHC if x_NHC.stride(-1) == 1 else x_NHC.contiguous()
+    rows, heads, channels = x_NHC.shape
+    half = cos_NC.shape[-1] // 2
+    out_NHC = x_NHC.new_empty(x_NHC.shape)
+    block_c = triton.next_power_of_2(half)
+    block = max(1, 2048 // block_c)
+    if rows:
+        with on_device_of(x_NHC):
+            _rotate_pairs[(triton.cdiv(rows * heads, block),)](
+                x_NHC, cos_NC, sin_NC, out_NHC, *x_NHC.stride()[:2], rows * heads,
+                HEADS=heads, CHANNELS=channels, HALF=half, BLOCK_C=block_c, BLOCK=block, BACK=back,
+            )  # fmt: skip
+    return out_NHC
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_NHC: Tensor, cos_NC: Tensor, sin_NC: Tensor) -> Tensor:
+        ctx.save_for_backward(cos_NC, sin_NC)
+        return _rotate(x_NHC, cos_NC, sin_NC, back=False)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return _rotate(grads[0], *ctx.saved_tensors, back=True), None, None
+
+
+def fused_rotate(x_NHC: Tensor, cos_NC: Tensor, sin_NC: Tensor) -> Tensor:
+    """`rotary.rotate` on a GPU; cos and sin get no gradient."""
+    out: Tensor = _Rotate.apply(x_NHC, cos_NC.contiguous(), sin_NC.contiguous())
+    return out
+
+
+# --- swiglu --------------------------------------------------------------------------------------
+# The elementwise part of SwiGLU: one GPU kernel for the forward pass, one for the backward pass.
+#
+# Same results as the torch code of `mlp._GatedMlp`, which reads or writes the widest activations of
+# a step nineteen times; these kernels do so nine times. Importing this file imports Triton.
+
+
+@triton.jit
+def _piece_of_row(WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Offsets of a program's elements, and which of them exist. The width is a compile-time
+    constant: only then can the compiler prove that adjacent lanes are live together, and vectorize
+    their loads."""
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    return tl.program_id(0).to(tl.int64) * WIDTH + column, column < WIDTH
+
+
+@triton.jit
+def _gate_forward(gate, up, gated, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    i, live = _piece_of_row(WIDTH, BLOCK)
+    g = tl.load(gate + i, mask=live, other=0.0).to(tl.float32)
+    u = tl.load(up + i, mask=live, other=0.0).to(tl.float32)
+    tl.store(gated + i, (g * tl.sigmoid(g) * u).to(gated.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def _gate_backward(gate, up, dgated, gated, dgate, dup, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    i, live = _piece_of_row(WIDTH, BLOCK)
+    g = tl.load(gate + i, mask=live, other=0.0).to(tl.float32)
+    u = tl.load(up + i, mask=live, other=0.0).to(tl.float32)
+    d = tl.load(dgated + i, mask=live, other=0.0).to(tl.float32)
+    s = tl.sigmoid(g)
+    act = g * s
+    kind = gated.dtype.element_ty
+    tl.store(gated + i, (act * u).to(kind), mask=live)
+    tl.store(dgate + i, (d * u * (s + act * (1 - s))).to(kind), mask=live)
+    tl.store(dup + i, (d * act).to(kind), mask=live)
+
+
+def _block(width: int) -> int:
+    """The block size: the largest of these that divides a row, if any does."""
+    for size in (2048, 1024, 512):
+        if width % size == 0:
+            return size
+    return min(1024, int(triton.next_power_of_2(width)))
+
+
+def gate(gate_NI: Tensor, up_NI: Tensor) -> Tensor:
+    """silu(gate) * up."""
+    gate_NI, up_NI = gate_NI.contiguous(), up_NI.contiguous()
+    gated_NI = torch.empty_like(gate_NI)
+    rows, width = gate_NI.shape
+    if gate_NI.numel():
+        with on_device_of(gate_NI):
+            _gate_forward[(rows, triton.cdiv(width, _block(width)))](
+                gate_NI, up_NI, gated_NI, WIDTH=width, BLOCK=_block(width)
+            )
+    return gated_NI
+
+
+def gate_backward(
+    gate_NI: Tensor, up_NI: Tensor, dgated_NI: Tensor, *, use_up: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """silu(gate) * up, recomputed, and the gradients of gate and up. dgated is overwritten, and
+    with `use_up` gate and up as well: they are the widest tensors of a step."""
+    gate_NI, up_NI, dgated_NI = (x.contiguous() for x in (gate_NI, up_NI, dgated_NI))
+    gated_NI, dgate_NI = (
+        (gate_NI, up_NI) if use_up else (torch.empty_like(gate_NI), torch.empty_like(gate_NI))
+    )
+    rows, width = gate_NI.shape
+    if gate_NI.numel():
+        with on_device_of(gate_NI):
+            _gate_backward[(rows, triton.cdiv(width, _block(width)))](
+                gate_NI, up_NI, dgated_NI, gated_NI, dgate_NI, dgated_NI,
+                WIDTH=width, BLOCK=_block(width),
+            )  # fmt: skip
+    return gated_NI, dgate_NI, dgated_NI

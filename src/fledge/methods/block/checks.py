@@ -1,0 +1,428 @@
+"""Checks of block drafts (DFlash, DSpark): by their files, and by decoding with other readings.
+
+Engines load most of these faults without a warning: a missing norm stays at ones, a wrong mask
+token is embedded like any other, and acceptance falls to that of a random draft.
+"""
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fledge.core.batch import Eagle3TargetBatch
+from fledge.core.errors import BadInput
+from fledge.core.terminal import counted
+from fledge.formats.checks.base import (
+    Finding,
+    Repair,
+    Subject,
+    check,
+    error,
+    note,
+    warning,
+    wrong_key,
+)
+from fledge.formats.checks.behaviour import take_target_rope
+from fledge.formats.checks.probe import Altered, Answering, Enough, Probe, Score, measured
+from fledge.formats.checks.tensors import drop_tensors, sort_aux
+from fledge.formats.codec import set_path
+from fledge.formats.foreign import DraftFiles
+from fledge.methods.block.foreign import BlockView
+from fledge.methods.shared.derive import check_mask_token_id, choose_mask_token_id
+from fledge.methods.shared.draft import DraftModel
+from fledge.target.base import Eagle3TargetBackend
+from fledge.target.hf.model import HFEagle3TargetModel
+
+_LAYER = (
+    "input_layernorm", "post_attention_layernorm", "self_attn.q_proj", "self_attn.k_proj",
+    "self_attn.v_proj", "self_attn.o_proj", "self_attn.q_norm", "self_attn.k_norm",
+    "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj",
+)  # fmt: skip
+_W1, _W2 = (f"markov_head.markov_w{i}.weight" for i in (1, 2))
+_CONFIDENCE = ("confidence_head.proj.weight", "confidence_head.proj.bias")
+_TABLES = ("embed_tokens.weight", "lm_head.weight", "d2t", "t2d")
+_SPEC_TOKENS = "speculators_config.proposal_methods.0.speculative_tokens"
+
+
+def view_of(subject: Subject) -> BlockView:
+    assert isinstance(subject.view, BlockView)
+    return subject.view
+
+
+def _required(view: BlockView) -> list[str]:
+    names = ["fc.weight", "hidden_norm.weight", "norm.weight"]
+    layers = range(max(view.layer_numbers, default=-1) + 1)
+    names += [f"layers.{i}.{part}.weight" for i in layers for part in _LAYER]
+    return names + ([_W1, _W2] if view.spark else [])
+
+
+@check("block-missing", "static", "DFlash, DSpark: tensors that an engine leaves random or at ones")
+def missing(subject: Subject) -> Iterator[Finding]:
+    view = view_of(subject)
+    absent = [name for name in _required(view) if name not in view.state]
+    if not view.layer_numbers:
+        yield error("no layer of a draft in the file", last=True)
+    elif absent:
+        examples = ", ".join(absent[:4]) + (" ..." if absent[4:] else "")
+        why = ""
+        if "hidden_norm.weight" in absent:
+            why = ": the target's features then enter every layer unscaled"
+        fix = "export again from the trainer's checkpoint"
+        yield error(
+            f"{counted(len(absent), 'tensor is', 'tensors are')} missing ({examples}){why}", fix
+        )
+
+
+@check("block-unexpected", "static", "DFlash, DSpark: tensors that vLLM refuses and SGLang skips",
+       repairs=True)  # fmt: skip
+def unexpected(subject: Subject) -> Iterator[Finding]:
+    view = view_of(subject)
+    expected = {*_required(view), *_TABLES, *(_CONFIDENCE if view.spark else ())}
+    extra = [view.names[name] for name in view.state if name not in expected]
+    if extra:
+        yield error(
+            f"{counted(len(extra), 'tensor belongs', 'tensors belong')} to no block draft: "
+            f"{', '.join(extra[:4])}",
+            fix="leave them out",
+            repair=partial(drop_tensors, doomed=extra),
+        )
+
+
+@check("markov-transposed", "static", "DSpark: a transposed factor of the Markov head",
+       repairs=True)  # fmt: skip
+def markov_transposed(subject: Subject) -> Iterator[Finding]:
+    view = view_of(subject)
+    rank = view.setting("markov_rank")
+    rows = {_W1: subject.vocab_size, _W2: subject.draft_vocab_size or subject.vocab_size}
+    for name, count in rows.items():
+        factor = view.state.get(name)
+        if factor is None or factor.ndim != 2 or type(rank) is not int or rank == count:
+            continue
+        if tuple(factor.shape) == (rank, count):
+            yield error(
+                f"{name} is {list(factor.shape)}: engines read [tokens, rank] = {[count, rank]}",
+                fix="transpose it",
+                repair=partial(DraftFiles.put_tensor, own=name, value=factor.t().contiguous()),
+            )
+        elif tuple(factor.shape) != (count, rank):
+            evidence = (
+                f"{name} is {list(factor.shape)}, not [tokens, markov_rank] = {[count, rank]}"
+            )
+            yield error(evidence, fix="was it trained for another target or rank?")
+
+
+@check("block-layers", "static", "DFlash, DSpark: aux layers that are not written, not as many "
+       "as fc reads, out of range or out of order", repairs=True)  # fmt: skip
+def aux_layers(subject: Subject) -> Iterator[Finding]:
+    view, depth = view_of(subject), subject.target.depth
+    ids, fc = view.aux_layer_ids, view.state.get("fc.weight")
+    if not ids:
+        fix = "write the layers that it was trained on"
+        yield error("the files name no layers of the target (target_layer_ids)", fix)
+        return
+    width = int(subject.target.text.hidden_size)
+    if fc is not None and fc.ndim == 2 and fc.shape[1] != len(ids) * width:
+        reads = fc.shape[1] / width
+        yield error(f"{len(ids)} layers are named, fc reads {reads:g} states of {width}")
+    outside = [layer for layer in ids if not 0 <= layer < depth]
+    if outside:
+        lower = [layer - 1 for layer in ids]
+        evidence = f"aux layers {ids}: the target's layers are 0 .. {depth - 1}"
+        off_by_one = max(outside) == depth and min(lower) >= 0
+        fix = "they are counted from 1: subtract 1 from each" if off_by_one else "name its target"
+        repair = partial(DraftFiles.put_aux, layer_ids=lower) if off_by_one else None
+        yield error(evidence, fix, repair)
+    elif ids != sorted(set(ids)):
+        evidence = f"aux layers {ids}: engines pass features in ascending order"
+        sure = fc is not None and len(set(ids)) == len(ids) and fc.shape[1] == len(ids) * width
+        yield error(evidence, "sort them, and fc's columns with them", sort_aux if sure else None)
+
+
+@check("block-size", "static", "DFlash, DSpark: a block size that is absent, or does not match "
+       "the tokens that a round proposes", repairs=True)  # fmt: skip
+def block_size(subject: Subject) -> Iterator[Finding]:
+    view = view_of(subject)
+    size, first = view.setting("block_size"), view.first_place
+    stated = view.speculative_tokens
+    if type(size) is not int or size <= first:
+        certain = stated is not None
+        repair = partial(DraftFiles.put, key="block_size", value=(stated or 0) + first)
+        fix = f"block_size: {stated + first}" if stated else "the size that it was trained with"
+        yield error(f"block_size is {size}", fix, repair if certain else None)
+    elif stated is not None and stated != size - first:
+        yield error(
+            f"blocks of {size} slots propose {size - first} tokens, the file says {stated}: a "
+            "block of another length is served than was trained",
+            fix=f"speculative_tokens: {size - first}",
+            repair=lambda files: set_path(files.config, _SPEC_TOKENS, size - first),
+        )
+
+
+@check("block-mask", "static", "DFlash, DSpark: no placeholder, or a real token for it")
+def mask_token(subject: Subject) -> Iterator[Finding]:
+    token = view_of(subject).mask_token_id
+    if type(token) is not int or not 0 <= token < subject.vocab_size:
+        evidence = f"mask_token_id is {token}, the target has {subject.vocab_size:,} tokens"
+        yield error(evidence, fix="the id that the draft was trained with")
+    elif subject.target.tokenizer is not None:
+        try:
+            check_mask_token_id(token, subject.target.tokenizer, subject.vocab_size)
+        except BadInput as refused:
+            fix = "the decoding checks try likelier tokens; without them, ask its trainer"
+            yield warning(refused.what + ": was the draft trained with it?", fix)
+
+
+@check("block-places", "static", "DFlash, DSpark: two keys of one config that disagree",
+       repairs=True)  # fmt: skip
+def places(subject: Subject) -> Iterator[Finding]:
+    view = view_of(subject)
+    ids = {place.path: view.aux_at(place) for place in view.written_aux}
+    if len({str(layers) for layers in ids.values()}) > 1:
+        listed = ", ".join(f"{path} {layers}" for path, layers in ids.items())
+        evidence = f"aux layers, as outputs: {listed}; engines take the first"
+        right = view.aux_layer_ids
+        repair = None if right is None else partial(DraftFiles.put_aux, layer_ids=right)
+        yield error(evidence, "write the same everywhere (block-layers-shifted tries them)", repair)
+    count, depth = view.setting("num_target_layers"), subject.target.depth
+    if count is not None and count != depth:
+        evidence = f"num_target_layers is {count}, the target has {depth}"
+        yield wrong_key("num_target_layers", depth, evidence)
+
+
+@check("block-direction", "static", "DFlash: a key that makes vLLM serve causal blocks",
+       repairs=True)  # fmt: skip
+def direction(subject: Subject) -> Iterator[Finding]:
+    view = view_of(subject)
+    if view.get("sliding_window_non_causal") is False and not view.sliding_layers:
+        evidence = (
+            "sliding_window_non_causal is false: the trainer means sliding layers, of which there "
+            "are none; vLLM 0.32 applies it to all layers, and slots no longer see later ones"
+        )
+        put = partial(DraftFiles.put, key="sliding_window_non_causal", value=None)
+        yield subject.only_for("vllm", error(evidence, "leave the key out", put))
+
+
+@check("confidence-flags", "static", "DSpark: a confidence head whose flag and tensors disagree",
+       repairs=True)  # fmt: skip
+def confidence_flags(subject: Subject) -> Iterator[Finding]:
+    view = view_of(subject)
+    if not view.spark or view.layout.name == "fledge":
+        return
+    present, declared = view.confidence_head, view.declares_confidence
+    if present != declared:
+        evidence = f"enable_confidence_head is {str(declared).lower()}, the file has " + (
+            "such a head: vLLM drops it" if present else "none"
+        )
+        yield wrong_key("enable_confidence_head", present, evidence)
+    weight, width = view.state.get(_CONFIDENCE[0]), view.state.get("norm.weight")
+    if weight is not None and width is not None and weight.ndim == 2:
+        reads_both = weight.shape[1] > len(width)
+        by_default = view.setting("use_confidence_head", False)  # ModelOpt's always reads both
+        if declared and reads_both != bool(view.setting("confidence_head_with_markov", by_default)):
+            evidence = f"the confidence head reads {weight.shape[1]} values, the states have "
+            evidence += (
+                f"{len(width)}: confidence_head_with_markov is {str(not reads_both).lower()}"
+            )
+            yield wrong_key("confidence_head_with_markov", reads_both, evidence)
+
+
+# --- readings ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class BlockReading:
+    """One way to read the files."""
+
+    aux_layer_ids: tuple[int, ...]
+    mask_token_id: int
+    block_size: int
+    from_anchor: bool  # slot 0 predicts the first token
+    causal: bool
+    late: int = 0  # training used the features of token t as those of token t + late
+    interleaved: bool = False  # rotary pairs channels 2i and 2i + 1
+    target_rope: bool = False
+    factors_swapped: bool = False  # of the Markov head
+
+
+class BlockProbe(Probe[BlockReading]):
+    """Readings differ in the source of the features, the mask token, the slot that predicts the
+    first token, the rotary settings, the size of blocks and their attention direction, and the
+    order of the Markov head's factors."""
+
+    enough: ClassVar[dict[str, Enough]] = {
+        "block-direction-measured": Enough(0.03),
+        "block-size-measured": Enough(0.1),
+    }
+
+    def __init__(self, subject: Subject, draft: DraftModel, answering: Answering) -> None:
+        config = draft.config
+        written = BlockReading(
+            tuple(config.aux_layer_ids), config.mask_token_id, config.block_size,
+            config.sample_from_anchor, config.causal,
+        )  # fmt: skip
+        super().__init__(subject, draft, answering, written)
+        self.draft.borrow_from(answering.first)
+        self._state = {name: tensor.clone() for name, tensor in self.draft.state_dict().items()}
+
+    def backend(self, reading: BlockReading) -> Eagle3TargetBackend:
+        backend = self.answering.backend(reading.aux_layer_ids)
+        return late(backend, reading.late) if reading.late else backend
+
+    def beats(self, best: Score, score: Score) -> bool:
+        return bool(score.accepted_S.mean() > best.accepted_S.mean())
+
+    def apply(self, reading: BlockReading) -> None:
+        self.draft.spec = replace(
+            self.draft.spec, mask_token_id=reading.mask_token_id, block_size=reading.block_size,
+            sample_from_anchor=reading.from_anchor, causal=reading.causal,
+        )  # fmt: skip
+        self.draft.rotary = self.rotary(reading)
+        state = dict(self._state)
+        if reading.interleaved:
+            state |= in_halves(state, self.draft.spec.head_dim)
+        if reading.factors_swapped:
+            state |= {_W1: state[_W2], _W2: state[_W1]}
+        self.draft.load_state_dict(state)
+
+    def variants(self, reading: BlockReading) -> Iterator[tuple[str, BlockReading]]:
+        yield from self.shifted("block-layers-shifted", reading)
+        for by in (-1, 1):
+            yield "context-shifted", replace(reading, late=by)
+        yield "slot-shifted", replace(reading, from_anchor=not reading.from_anchor)
+        yield "rotary-layout", replace(reading, interleaved=not reading.interleaved)
+        yield from self.other_rope("block-rope-measured", reading)
+        for token in self._mask_candidates:
+            yield "mask-measured", replace(reading, mask_token_id=token)
+        yield "block-direction-measured", replace(reading, causal=not reading.causal)
+        for size in (2 * reading.block_size, reading.block_size // 2):
+            if 2 < size <= 64:
+                yield "block-size-measured", replace(reading, block_size=size)
+        if _W1 in self._state and self._state[_W1].shape == self._state[_W2].shape:
+            swapped = not reading.factors_swapped
+            yield "markov-swapped", replace(reading, factors_swapped=swapped)
+
+    @cached_property
+    def _mask_candidates(self) -> list[int]:
+        """Tokens that trainers commonly use as the mask token, except the one in the files."""
+        tokenizer, full = self.subject.target.tokenizer, self.subject.vocab_size
+        candidates: list[int | None] = [full - 1, 0]
+        if tokenizer is not None:
+            names = ("mask_token_id", "pad_token_id", "unk_token_id", "eos_token_id")
+            candidates += [getattr(tokenizer, name, None) for name in names]
+            with suppress(BadInput):
+                candidates.append(choose_mask_token_id(tokenizer, full))
+        valid = [i for i in dict.fromkeys(candidates) if i is not None and 0 <= i < full]
+        return [i for i in valid if i != self.as_written.mask_token_id]
+
+
+def late(inner: HFEagle3TargetModel, by: int) -> Altered:
+    """The target with its features shifted by some tokens; negative is early."""
+
+    def change(batch: Eagle3TargetBatch) -> Tensor:
+        return batch.aux_hidden_states.roll(by, dims=1)
+
+    return Altered(inner, change)
+
+
+def in_halves(state: dict[str, Tensor], channels: int) -> dict[str, Tensor]:
+    """q and k of every layer, permuted from rotary pairs of neighbors to rotary halves."""
+    order = torch.cat([torch.arange(0, channels, 2), torch.arange(1, channels, 2)])
+    permuted = {}
+    for name, tensor in state.items():
+        if name.endswith(("self_attn.q_proj.weight", "self_attn.k_proj.weight")):
+            by_head = tensor.view(-1, channels, tensor.shape[1])
+            permuted[name] = by_head[:, order.to(tensor.device)].reshape(tensor.shape).contiguous()
+        elif name.endswith(("self_attn.q_norm.weight", "self_attn.k_norm.weight")):
+            permuted[name] = tensor[order.to(tensor.device)]
+    return permuted
+
+
+# --- checks by decoding --------------------------------------------------------------------------
+
+
+def _anchor(subject: Subject, right: BlockReading) -> Repair | None:
+    if subject.view.method.name != "dspark":
+        return None  # no engine reads a DFlash draft that way
+    return partial(DraftFiles.put, key="sample_from_anchor", value=right.from_anchor)
+
+
+def _permute(files: DraftFiles) -> None:
+    for name, tensor in in_halves(files.view.state, files.view.get("head_dim")).items():
+        files.put_tensor(name, tensor)
+
+
+def _swap_factors(files: DraftFiles) -> None:
+    w1, w2 = (files.view.state[name] for name in (_W1, _W2))
+    files.put_tensor(_W1, w2)
+    files.put_tensor(_W2, w1)
+
+
+layers_shifted = measured(
+    "block-layers-shifted", "DFlash, DSpark: aux layers one too low or too high",
+    lambda reading: f"with the outputs of {list(reading.aux_layer_ids)}",
+    "its trainer numbers layers differently than the file",
+    repair=lambda _, right: partial(DraftFiles.put_aux, layer_ids=list(right.aux_layer_ids)),
+)  # fmt: skip
+context_shifted = measured(
+    "context-shifted", "DFlash, DSpark: features trained at the wrong token",
+    lambda reading: f"with the features of token t at t{reading.late:+d}" if reading.late
+    else "with the features of token t at t, as engines place them",
+    "the context was off by one in training: train again",
+)  # fmt: skip
+slot_shifted = measured(
+    "slot-shifted", "DFlash, DSpark: the first token read from the wrong slot",
+    lambda reading: f"first token from slot {0 if reading.from_anchor else 1}",
+    "its slots predict other tokens than engines assume: sample_from_anchor, or, for "
+    "DFlash, labels one place off in training",
+    repair=_anchor,
+)  # fmt: skip
+rotary_layout = measured(
+    "rotary-layout", "DFlash, DSpark: rotary pairs of neighboring channels, not halves",
+    lambda reading: "with neighboring channels paired" if reading.interleaved
+    else "with halves paired, as engines do",
+    "permute q_proj, k_proj and their norms",
+    repair=lambda _, right: _permute,
+)  # fmt: skip
+rope_measured = measured(
+    "block-rope-measured",
+    "DFlash, DSpark: rotary settings with which it accepts less than with the target's",
+    lambda reading: f"with the {'target' if reading.target_rope else 'file'}'s rotary settings",
+    "write the target's settings",
+    repair=take_target_rope,
+)  # fmt: skip
+mask_measured = measured(
+    "mask-measured", "DFlash, DSpark: another placeholder than in training",
+    lambda reading: f"with token {reading.mask_token_id} as the placeholder",
+    "write the id that it was trained with",
+    repair=lambda _, right: partial(DraftFiles.put_mask, token=right.mask_token_id),
+)  # fmt: skip
+direction_measured = measured(
+    "block-direction-measured", "DFlash, DSpark: causal or two-way blocks, unlike in training",
+    lambda reading: f"with {'causal' if reading.causal else 'two-way'} blocks",
+    "set is_causal (vLLM, SGLang) as in training",
+)  # fmt: skip
+size_measured = measured(
+    "block-size-measured", "DFlash, DSpark: blocks of another size than trained",
+    lambda reading: f"in blocks of {reading.block_size}",
+    "serve it with the block size that it was trained with",
+)  # fmt: skip
+markov_swapped = measured(
+    "markov-swapped", "DSpark: the Markov head's two factors swapped",
+    lambda reading: f"with markov_w{2 if reading.factors_swapped else 1} as the previous "
+    "token's rows",
+    "exchange markov_w1 and markov_w2",
+    repair=lambda _, right: _swap_factors,
+)  # fmt: skip
+
+
+@check("block-acceptance", "behavioural", "DFlash, DSpark: a draft that accepts nothing")
+def accepts_nothing(subject: Subject) -> Iterator[Finding]:
+    assert subject.probe is not None
+    best, repaired = subject.probe.best, " (as repaired above)" if subject.probe.steps else ""
+    evidence = f"replay of the files: {best}{repaired}"
+    fix = "what files do not show: labels or masks shifted, features of another request"
+    yield error(evidence, fix) if best.first < 0.05 else note(evidence)

@@ -1,0 +1,379 @@
+"""`BlockDraftModel`: the draft of DFlash and DSpark, a few layers that attend to the target.
+
+    context = hidden_norm(fc(the target's features)), once for all layers
+    block   = [newest token, MASK, MASK, ...] -> layers -> norm -> the target's own head
+
+In every layer, queries come from the block only, keys and values from the context and the block.
+The context has no queries and is not normed again, so its keys and values are computed once for
+each token and layer, in training and in serving. Embedding and head are the target's own tensors:
+shared, never trained, and not in the draft's files.
+
+Shapes: N blocks of J slots, T key axis.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PretrainedConfig
+
+from fledge.core.files import save_tensors, write_json
+from fledge.kernels.attention import AttentionKind, KeysValues
+from fledge.methods.block.attention import Again, Sight, block_attention
+from fledge.methods.block.config import BlockConfig
+from fledge.methods.block.plan import BlockRows
+from fledge.methods.shared.draft import DraftModel
+from fledge.methods.shared.files import CONFIG_NAME, WEIGHTS_NAME, config_json
+from fledge.methods.shared.layer import DeepDraftLayer, DraftLayer, LayerWeights, linear
+from fledge.methods.shared.mlp import kept_mlps
+from fledge.methods.shared.norms import rms_norm
+from fledge.methods.shared.rotary import Rotary, Turn, split_heads
+from fledge.target.base import Eagle3TargetBackend, HasWeight
+
+KEPT_MLP_GIB = 4.5  # MLP activations kept; the backward pass recomputes the others
+
+
+class BlockDraftModel(DraftModel):
+    """fc, hidden_norm, Qwen3-style layers, norm; optionally a Markov head and a confidence head.
+
+    `config` is a Llama-style transformers config plus the keys of `BlockConfig`,
+    `confidence_threshold` and `confidence_temperatures` (one for each calibrated depth).
+    """
+
+    architecture = "FledgeBlockDraftModel"
+    typical_weight = "fc.weight"  # the head is the target's and not in the file
+    config_type = BlockConfig
+    spec: BlockConfig
+
+    def __init__(self, config: PretrainedConfig) -> None:
+        super().__init__(config)
+        spec = self.spec
+        size, eps = spec.hidden_size, spec.rms_norm_eps
+        self.fc = linear(spec.fc_inputs, size)
+        self.hidden_norm = nn.RMSNorm(size, eps=eps)
+        self.layers = nn.ModuleList(DeepDraftLayer(spec) for _ in range(spec.num_hidden_layers))
+        self.norm = nn.RMSNorm(size, eps=eps)
+        self.markov_head = MarkovHead(spec) if spec.markov_rank else None
+        self.confidence_head = ConfidenceHead(spec) if spec.confidence_head else None
+        self._register_vocabulary(spec)
+        self.rotary = Rotary(config)
+        self._init_weights()
+        with torch.device("meta"):  # until the target's are set
+            self._attach_shared("embed_tokens", nn.Embedding(spec.vocab_size, size))
+            self._attach_shared("lm_head", linear(size, spec.draft_vocab_size))
+
+    def _init_weights(self) -> None:
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=self.spec.initializer_range)
+        if self.markov_head is not None:  # a new Markov head adds nothing to the logits
+            nn.init.zeros_(self.markov_head.markov_w2.weight)
+        if self.confidence_head is not None:
+            nn.init.zeros_(self.confidence_head.proj.bias)
+
+    # --- embedding and head, which belong to the target -----------------------------------------
+
+    def _attach_shared(self, name: str, table: nn.Module) -> None:
+        """Set an attribute without registering it as a submodule: not trained, saved or cast."""
+        table.requires_grad_(False)
+        object.__setattr__(self, name, table)
+
+    @property
+    def whole(self) -> bool:
+        """Whether the target's embedding and head are set."""
+        return not any(t.weight.is_meta for t in (self.embed_tokens, self.lm_head))
+
+    def check_whole(self) -> None:
+        """Raise ValueError if the target's embedding and head are not set."""
+        if not self.whole:
+            raise ValueError(
+                "embed_tokens: this draft works with its target's embedding and head: "
+                "borrow_from(target) gives it both"
+            )
+
+    def borrow_from(self, target: Eagle3TargetBackend) -> None:
+        self.copy_embeddings_from_target(target.get_input_embeddings())
+        self.copy_head_from_target(_Table(target.info().head.weight_VD))
+
+    def copy_embeddings_from_target(self, embedding: HasWeight) -> None:
+        self._use_target_weight("embedding", self.embed_tokens, embedding.weight)
+
+    def copy_head_from_target(self, head: HasWeight) -> None:
+        ids = self.selected_token_ids
+        if ids is None:
+            raise ValueError("selected_token_ids: set the vocabulary mapping before the head")
+        weight = head.weight
+        if len(ids) < len(weight):
+            weight = weight[ids.to(weight.device)]
+        self._use_target_weight("head", self.lm_head, weight)
+
+    def _use_target_weight(
+        self, what: str, table: nn.Embedding | nn.Linear, weight: Tensor
+    ) -> None:
+        """Use the target's weight; it is not copied if it is on the draft's device already."""
+        if table.weight.shape != weight.shape:
+            raise ValueError(
+                f"{what}: the target's is {tuple(weight.shape)}, the draft's "
+                f"{tuple(table.weight.shape)}"
+            )
+        table.weight = nn.Parameter(weight.detach().to(self.device), requires_grad=False)
+
+    def freeze_embeddings(self) -> None:
+        """Do nothing: the embeddings are never trained."""
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for table in (self.embed_tokens, self.lm_head):
+            if not table.weight.is_meta:  # move it with the draft, but keep the target's dtype
+                table.to(self.device)
+        return self
+
+    @property
+    def device(self) -> torch.device:
+        return self.fc.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.fc.weight.dtype
+
+    # --- files ----------------------------------------------------------------------------------
+
+    def write(self, directory: Path, tensors: Mapping[str, Tensor] | None = None) -> None:
+        state = self.state_dict() if tensors is None else tensors
+        tensors = {name: value.detach().contiguous() for name, value in state.items()}
+        values = config_json(self.config, self.dtype, self.architecture)
+        write_json(directory / CONFIG_NAME, values)
+        save_tensors(directory / WEIGHTS_NAME, tensors, {"format": "pt"})
+
+    # --- the layout of a block ------------------------------------------------------------------
+
+    @property
+    def drafts(self) -> int:
+        """The number of tokens that a block proposes."""
+        return self.spec.drafts
+
+    def sights(self) -> list[Sight]:
+        """Which keys each layer sees. Sliding layers are always causal inside the block."""
+        config = self.spec
+        full, sliding = Sight(config.causal), Sight(causal=True, window=config.sliding_window)
+        return [sliding if i in config.sliding_layers else full for i in range(len(self.layers))]
+
+    def block_tokens(self, newest_N: Tensor) -> Tensor:
+        """[N, J]: the newest token, followed by placeholders."""
+        rest = newest_N.new_full((len(newest_N), self.spec.block_size - 1), self.spec.mask_id)
+        return torch.cat([newest_N[:, None], rest], dim=1)
+
+    def embed(self, token: Tensor, dtype: torch.dtype) -> Tensor:
+        """[..., E] the embeddings of tokens in `dtype`."""
+        self.check_whole()
+        return F.embedding(token, self.embed_tokens.weight).to(dtype)
+
+    # --- computing ------------------------------------------------------------------------------
+
+    def layer_weights(self, dtype: torch.dtype) -> list[LayerWeights]:
+        """Weights for any number of passes, per layer."""
+        return [layer.weights(dtype) for layer in self._layers]
+
+    def _step_weights(self, dtype: torch.dtype, rows: int) -> list[LayerWeights]:
+        """Weights for a single pass over `rows` rows, per layer."""
+        count = len(self.layers)
+        if self.checkpoints_layers:  # no activations are kept anyway
+            return self.layer_weights(dtype)
+        kept = kept_mlps(self.spec, rows, dtype, layers=count, kept_gib=KEPT_MLP_GIB)
+        return [
+            layer.weights(dtype, recompute_mlp=number < count - kept, used_once=True)
+            for number, layer in enumerate(self._layers)
+        ]
+
+    @property
+    def _layers(self) -> Iterable[DraftLayer]:
+        return cast(Iterable[DraftLayer], self.layers)
+
+    def norm_weight(self, dtype: torch.dtype) -> Tensor:
+        return self.norm.weight.to(dtype)
+
+    def project_hidden_states(self, aux: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """[..., K * D] the target's features -> [..., E] the context that all layers read."""
+        dtype = dtype or self.dtype
+        state = F.linear(aux.to(dtype), self.fc.weight.to(dtype))
+        return rms_norm(state, self.hidden_norm.weight.to(dtype), self.spec.rms_norm_eps)
+
+    def context_keys(self, layer: LayerWeights, context_NE: Tensor, turn: Turn) -> KeysValues:
+        """[N, G, C] keys and values that a layer computes from context tokens."""
+        _, keys, values = self._split(layer, layer.project_keys(context_NE), turn)
+        return keys, values
+
+    def block_heads(
+        self, layer: LayerWeights, state_NE: Tensor, turn: Turn
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [N, H, C], keys and values [N, G, C] of a block's own slots."""
+        return self._split(layer, layer.project_normed(state_NE), turn)
+
+    def _project_tokens(self, layer: LayerWeights, newest_N: Tensor, dtype: torch.dtype) -> Tensor:
+        """The first layer's projections. Its slots hold only their token, so the placeholders are
+        all equal and one of them is projected for all."""
+        token_M = torch.cat([newest_N, newest_N.new_full((1,), self.spec.mask_id)])
+        qkv_MX = layer.project_normed(self.embed(token_M, dtype))
+        rest = self.spec.block_size - 1
+        masked_NJX = qkv_MX[-1:, None].expand(len(newest_N), rest, -1)
+        return torch.cat([qkv_MX[:-1, None], masked_NJX], dim=1).flatten(0, 1)
+
+    def _split(
+        self, layer: LayerWeights, x_NX: Tensor, turn: Turn
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        assert layer.q_norm is not None
+        assert layer.k_norm is not None
+        groups = self.spec.num_key_value_heads
+        return split_heads(x_NX, layer.q_norm, layer.k_norm, turn, eps=layer.eps, groups=groups)
+
+    def forward(
+        self,
+        aux_TD: Tensor,  # [T, K * D] on the plan's key axis
+        newest_N: Tensor,  # the token that each block starts with
+        position_T: Tensor,
+        rows: BlockRows,
+        *,
+        wanted_P: Tensor | None = None,  # indices of slots, all blocks end to end; None: all slots
+        compute_dtype: torch.dtype | None = None,
+        attention: AttentionKind = "fast",
+    ) -> Tensor:
+        """Head inputs, after the final norm: [N, J, E] of all slots, or [P, E] of `wanted_P`."""
+        dtype = compute_dtype or self.dtype
+        context_TE = self.project_hidden_states(aux_TD, dtype)
+        turn_T = self.rotary(position_T, dtype)
+        position_N = position_T.index_select(0, rows.slot_N) + 1
+        position_NJ = position_N[:, None] + torch.arange(rows.size, device=position_N.device)
+        turn = self.rotary(position_NJ.flatten(), dtype)
+        state = self.embed(self.block_tokens(newest_N), dtype).flatten(0, 1)
+        weights, sights = self._step_weights(dtype, len(state)), self.sights()
+        common = (context_TE, turn_T, turn, rows, attention)
+        for number, (layer, sight) in enumerate(zip(weights, sights, strict=True)):
+            state = self._run_draft_layer(
+                self._layer, layer, sight, state, *common,
+                newest_N=newest_N if number == 0 else None,
+                wanted_P=wanted_P if number == len(weights) - 1 else None,
+            )  # fmt: skip
+        state = rms_norm(state, self.norm_weight(dtype), self.spec.rms_norm_eps)
+        return state if wanted_P is not None else state.view(len(rows), rows.size, state.shape[1])
+
+    def _layer(
+        self,
+        layer: LayerWeights,
+        sight: Sight,
+        state: Tensor,
+        context_TE: Tensor,
+        turn_T: Turn,
+        turn: Turn,
+        rows: BlockRows,
+        attention: AttentionKind,
+        *,
+        newest_N: Tensor | None,  # first layer only
+        wanted_P: Tensor | None,  # last layer only: its other slots are not used
+    ) -> Tensor:
+        if newest_N is None:
+            qkv_NX = layer.project_normed(state)
+        else:
+            qkv_NX = self._project_tokens(layer, newest_N, state.dtype)
+        projected = (layer.project_keys(context_TE), qkv_NX)
+
+        def make(kv_TX: Tensor, qkv_NX: Tensor) -> tuple[Tensor, ...]:
+            _, *context = self._split(layer, kv_TX, turn_T)
+            block = self._split(layer, qkv_NX, turn)
+            q, *keys_values = (x.view(len(rows), rows.size, *x.shape[1:]) for x in block)
+            return q, *context, *keys_values
+
+        q, k, v, *block_kv = make(*projected)
+        out = block_attention(
+            q, (k, v), (block_kv[0], block_kv[1]), rows, sight, kind=attention,
+            again=Again(projected, make) if layer.used_once else None,
+        ).flatten(0, 1)  # fmt: skip
+        if wanted_P is not None:
+            state, out = _pick(state, wanted_P), _pick(out, wanted_P)
+        return layer.finish(state, out)
+
+
+class _Pick(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_N: Tensor, index_P: Tensor) -> Tensor:
+        ctx.save_for_backward(index_P)
+        ctx.shape = x_N.shape
+        return x_N.index_select(0, index_P)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (index_P,) = ctx.saved_tensors
+        return grads[0].new_zeros(ctx.shape).index_copy_(0, index_P, grads[0]), None
+
+
+def _pick(x_N: Tensor, index_P: Tensor) -> Tensor:
+    """Distinct rows of x. Because none occurs twice, gradients are copied instead of added."""
+    picked: Tensor = _Pick.apply(x_N, index_P)  # type: ignore[no-untyped-call]
+    return picked
+
+
+@dataclass(frozen=True)
+class _Table:
+    weight: Tensor
+
+
+@torch.no_grad()
+def grown(draft: BlockDraftModel, config: PretrainedConfig) -> BlockDraftModel | None:
+    """A new block draft with `config` and all weights that it has in common with `draft`. For
+    example, a DSpark draft can start from a DFlash draft: its heads are new, and the Markov head
+    adds nothing to the logits yet. Returns None if the weights do not fit."""
+    new = BlockDraftModel(config).to(device=draft.device, dtype=draft.dtype)
+    state, new_state = draft.state_dict(), new.state_dict()
+    shared = {name: state[name] for name in new_state if name in state}
+    heads = ("markov_head.", "confidence_head.")
+    missing = [name for name in new_state if name not in state and not name.startswith(heads)]
+    if missing or any(new_state[name].shape != shared[name].shape for name in shared):
+        return None
+    new.load_state_dict(new_state | shared)
+    return new
+
+
+# --- heads ---------------------------------------------------------------------------------------
+# Optional small heads, each with its own tensors.
+#
+# A *token head* adds a term to the logits of a slot that depends on the token before it, so that
+# the tokens of a block are drafted left to right although their states are computed in one pass.
+# It is a product of two factors, `features` of the previous token [N, R] and `out_WR`; the loss and
+# decoding use only these. The *confidence head* predicts how likely a drafted token is to be
+# accepted. Shapes: N slots of blocks, R rank.
+
+
+class MarkovHead(nn.Module):
+    """logits += W2 . W1[previous token] (DSpark)."""
+
+    def __init__(self, config: BlockConfig) -> None:
+        super().__init__()
+        self.markov_w1 = nn.Embedding(config.vocab_size, config.markov_rank)
+        self.markov_w2 = nn.Linear(config.markov_rank, config.draft_vocab_size, bias=False)
+
+    def features(self, previous_N: Tensor, dtype: torch.dtype) -> Tensor:
+        """[..., R] features of the previous tokens, which are given as target ids."""
+        return F.embedding(previous_N, self.markov_w1.weight).to(dtype)
+
+    @property
+    def out_WR(self) -> Tensor:  # noqa: N802  (its shape)
+        return self.markov_w2.weight
+
+
+class ConfidenceHead(nn.Module):
+    """w . [state; features of the previous token] + b: the log-odds that a token is accepted."""
+
+    def __init__(self, config: BlockConfig) -> None:
+        super().__init__()
+        self.proj = nn.Linear(config.hidden_size + config.markov_rank, 1)
+
+    def forward(self, state_NE: Tensor, features_NR: Tensor | None) -> Tensor:
+        """[...] log-odds in fp32, or wider if the state is."""
+        wide = torch.promote_types(state_NE.dtype, torch.float32)
+        parts = [state_NE] if features_NR is None else [state_NE, features_NR]
+        inputs = torch.cat([part.to(wide) for part in parts], dim=-1)
+        weight, bias = self.proj.weight.to(wide), self.proj.bias.to(wide)
+        return F.linear(inputs, weight, bias).squeeze(-1)

@@ -1,0 +1,222 @@
+"""DFlash: all tokens of a block in one pass of a few layers that attend to the target's features.
+
+What block drafters share is here; `dspark.py` adds its heads.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from fledge.core.registry import Registry
+from fledge.methods.base import WITHOUT_NORMS, Method, TrainerInputs
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PretrainedConfig
+
+    from fledge.core.errors import BadInput
+    from fledge.decode.strategy import Strategy
+    from fledge.formats.codec import Feature, Format, PlainDraft
+    from fledge.methods.block.draft import BlockDraftModel
+    from fledge.methods.block.foreign import BlockView
+    from fledge.methods.block.section import BlockSection
+    from fledge.methods.shared.draft import DraftModel, Reading
+    from fledge.methods.shared.objective import Objective
+    from fledge.methods.shared.work import Work
+
+
+class BlockMethod(Method):
+    draft_defaults: ClassVar[Mapping[str, Any]] = {"layers": 5, "draft_vocab_size": None}
+    fixed_draft: ClassVar[Mapping[str, Any]] = {
+        "head_from_target": True,
+        "layers_from_target": False,
+        "freeze_embeddings": True,
+        "qk_norm": True,
+        **WITHOUT_NORMS,
+        "attention_bias": False,
+        "mlp_bias": False,
+    }
+    carries_states = False
+    usual_layers: ClassVar[int] = 5  # default number of aux layers
+    bench_settings: ClassVar[Mapping[str, Any]] = {"block_size": 8}
+    """Additional entries of a draft's config in `fledge bench train`."""
+
+    def draft_type(self) -> "type[BlockDraftModel]":
+        from fledge.methods.block.draft import BlockDraftModel
+
+        return BlockDraftModel
+
+    def aux_layers(self, section: Any = None) -> int:
+        return self.usual_layers if section is None else int(section.listened_layers)
+
+    def default_layers(self, depth: int, count: int) -> list[int]:
+        from fledge.target.layers import spread_layer_ids
+
+        return spread_layer_ids(depth, count)
+
+    def draft_settings(self, section: Any, *, tokenizer: Any, vocab_size: int) -> dict[str, Any]:
+        from fledge.methods.shared.derive import check_mask_token_id, choose_mask_token_id
+
+        if section.mask_token_id is None:
+            mask_token_id = choose_mask_token_id(tokenizer, vocab_size)
+        else:
+            mask_token_id = check_mask_token_id(section.mask_token_id, tokenizer, vocab_size)
+        return {**section.draft_settings(), "mask_token_id": mask_token_id}
+
+    def grow(self, draft: "DraftModel", config: "PretrainedConfig") -> "DraftModel | None":
+        from fledge.methods.block.draft import grown
+
+        return grown(draft, config) if isinstance(draft, self.draft_type()) else None
+
+    def reading(self, draft: Any) -> "Reading":
+        from fledge.methods.shared.draft import Reading, wide
+
+        return Reading(draft.fc.weight, wide)
+
+    def work(self, draft: Any, settings: Any) -> "Work":
+        from fledge.methods.block.objective import layout
+        from fledge.methods.block.plan import ANCHOR_TOKENS
+        from fledge.methods.block.work import BlockWork
+        from fledge.methods.shared.work import Layouts
+
+        drawn = layout(draft, settings)
+        everywhere = partial(drawn, anchors=ANCHOR_TOKENS)
+        return BlockWork(draft, Layouts(drawn, drawn, everywhere), settings.reads_target)
+
+    def bench_options(self, **_: Any) -> dict[str, Any]:
+        return {"anchors": 512, "gamma": 4.0}
+
+    def bench_draft_settings(self, vocab_size: int, section: Any = None) -> dict[str, Any]:
+        defaults = {"num_aux_hidden_states": self.usual_layers, **self.bench_settings}
+        settings = defaults if section is None else section.draft_settings()
+        return {**settings, "mask_token_id": vocab_size - 1}
+
+    def sglang_flags(self, num_draft_tokens: int) -> list[str]:
+        return ["--speculative-num-draft-tokens", str(num_draft_tokens + 1)]
+
+    def foreign(self) -> "type[BlockView]":
+        from fledge.methods.block.foreign import BlockView
+
+        return BlockView
+
+    def export_features(self, config: Any) -> "dict[Feature, bool]":
+        return {
+            "blocks": True,
+            "causal blocks": config.causal,
+            "sliding layers": bool(config.sliding_layers),
+            "reduced head": config.draft_vocab_size < config.vocab_size,
+            "confidence head": config.confidence_head,
+            "q/k norms": False,  # it always has them
+            "chosen aux layers": False,  # every layout writes them
+        }
+
+    def refused_tokens(self, config: Any, asked: int) -> "BadInput | None":
+        """Blocks of another length than in training are refused: their slots attend to each
+        other."""
+        from fledge.core.errors import BadInput
+
+        if asked == config.draft_tokens:
+            return None
+        return BadInput(
+            f"its blocks are of {config.draft_tokens} drafted tokens, not {asked}",
+            where="--num-draft-tokens",
+            fix="leave it out, or train with another objective.block_size",
+        )
+
+    def with_target_rows(self, draft: "PlainDraft", head_VE: "Tensor | None") -> "PlainDraft":
+        """With a reduced vocabulary the files have the draft's rows of the target's head."""
+        from fledge.core.errors import BadInput
+
+        config, tensors = draft.config, draft.tensors
+        if config.draft_vocab_size == config.vocab_size:
+            return draft
+        if head_VE is None:
+            raise BadInput(
+                "a reduced draft vocabulary is exported with its rows of the target's head",
+                fix="leave out --without-target",
+            )
+        rows_WE = head_VE[tensors["t2d"].nonzero()[:, 0]].to(draft.dtype)
+        return replace(draft, tensors={**tensors, "lm_head.weight": rows_WE})
+
+
+class Dflash(BlockMethod):
+    name = "dflash"
+    title = "DFlash"
+    strategies: ClassVar[Mapping[str, "type[Strategy]"]] = Registry(
+        "strategy", {"block": "fledge.methods.block.decoding:Block"}
+    )
+    formats: ClassVar[Mapping[str, "Format"]] = Registry(
+        "engine",
+        {
+            "vllm": "fledge.methods.block.formats:DFLASH_FLAT",
+            "sglang": "fledge.methods.block.formats:DFLASH_FLAT",
+            "speculators": "fledge.methods.block.formats:SPECULATORS_DFLASH",
+        },
+    )
+    algorithms: ClassVar[Mapping[str, str]] = {"vllm": "dflash", "sglang": "DFLASH"}
+
+    @property
+    def section(self) -> "type[BlockSection]":
+        from fledge.methods.block.section import DflashSection
+
+        return DflashSection
+
+    def owns(self, config: "PretrainedConfig") -> bool:
+        return getattr(config, "block_size", None) is not None
+
+    def objective(self, draft: Any, given: TrainerInputs, **options: Any) -> "Objective[Any]":
+        from fledge.methods.block.objective import DFlashTrainerModule
+
+        return DFlashTrainerModule(draft, **given.arguments(), **options)
+
+
+DFLASH = Dflash()
+
+
+# --- dspark --------------------------------------------------------------------------------------
+# DSpark: DFlash's block with two small heads. A Markov head conditions each token on the one
+# before it; a confidence head predicts how likely it is to be accepted.
+
+
+class Dspark(BlockMethod):
+    name = "dspark"
+    title = "DSpark"
+    strategies: ClassVar[Mapping[str, "type[Strategy]"]] = Registry(
+        "strategy", {"markov": "fledge.methods.block.decoding:MarkovBlock"}
+    )
+    formats: ClassVar[Mapping[str, "Format"]] = Registry(
+        "engine",
+        {
+            "vllm": "fledge.methods.block.formats:DSPARK_FLAT",
+            "sglang": "fledge.methods.block.formats:DSPARK_FLAT",
+            "speculators": "fledge.methods.block.formats:SPECULATORS_DSPARK",
+        },
+    )
+    algorithms: ClassVar[Mapping[str, str]] = {"vllm": "dspark", "sglang": "DSPARK"}
+    vllm_gpu_only = ("0.32",)  # on a CPU: "Model Runner V1 does not support dspark"
+    bench_settings: ClassVar[Mapping[str, Any]] = {
+        **BlockMethod.bench_settings,
+        "sample_from_anchor": True,
+        "markov_rank": 256,
+        "confidence_head": True,
+    }
+
+    @property
+    def section(self) -> "type[BlockSection]":
+        from fledge.methods.block.section import DsparkSection
+
+        return DsparkSection
+
+    def owns(self, config: "PretrainedConfig") -> bool:
+        return getattr(config, "block_size", None) is not None and bool(
+            getattr(config, "markov_rank", 0)
+        )
+
+    def objective(self, draft: Any, given: TrainerInputs, **options: Any) -> "Objective[Any]":
+        from fledge.methods.block.objective import DSparkTrainerModule
+
+        return DSparkTrainerModule(draft, **given.arguments(), **options)
+
+
+DSPARK = Dspark()

@@ -1,0 +1,343 @@
+"""The plan of a batch of blocks (DFlash, DSpark): where blocks start, and what they predict.
+
+Slots are those of `plan.py`: slot t holds the target's features of token t, and reads token t + 1.
+A block that starts at slot t has token t + 1 as its first, the *newest*, so that "all features
+strictly before the newest token" are the slots of its document up to t: the same prefix as for any
+other rollout. Depth k of the rollout predicts token t + k + 2. A slot may be asked for when the
+token that it predicts, t + 2, is in the document and supervised, and a block may start there when
+token t + 1 is supervised too.
+
+Example: seven tokens, the answer is x3 .. x6, blocks of 4 that propose 3 tokens.
+
+    slot t              0   1   2   3   4   5   6
+    reads token         x1  x2  x3  x4  x5  x6  .
+    predicts            x2  x3  x4  x5  x6  .   .
+    may be asked for    .   yes yes yes yes .   .
+    may start a block   .   .   yes yes yes .   .      newest token x3, x4 or x5
+    block from slot 3   context x0 .. x3, [x4, MASK, MASK, MASK] at positions 4 .. 7: x5, x6, -
+
+Blocks are drawn for each document separately, from the seed and the document's own loss mask:
+`anchors` per 2,048 tokens, in proportion. Padding, packing, ranks and micro-batches do not change
+what is drawn.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fledge.core.transfer import send
+from fledge.rollout.plan import (
+    ALIGNED,
+    HeadElements,
+    QueryRows,
+    RolloutPlan,
+    filled,
+    lay_out,
+    rounded,
+    supervised_so_far,
+    to_device,
+)
+from fledge.rollout.slots import (
+    Bools,
+    Ints,
+    KeyAxis,
+    RowMasks,
+    Slots,
+    flatten_slots,
+    key_axis,
+    slot_words,
+)
+
+ANCHOR_TOKENS = 2048  # `anchors` is the number of blocks per this many tokens of a document
+
+
+@dataclass(frozen=True)
+class BlockRows:
+    """Where blocks start, in key-axis order; each has `size` queries."""
+
+    slot_N: Tensor  # key-axis index of the last slot that a block sees
+    first_N: Tensor  # key-axis index of the first slot of its document
+    size: int
+    # the same on the host, to walk over blocks of scores; fused kernels do not need it
+    ends_host: tuple[Ints, Ints] | None = None
+
+    def __len__(self) -> int:
+        return len(self.slot_N)
+
+    @classmethod
+    def of(cls, slot: Ints, first: Ints, size: int, device: torch.device) -> "BlockRows":
+        slot_N, first_N = to_device([slot, first], device)
+        return cls(slot_N, first_N, size, (slot, first))
+
+    @cached_property
+    def _flat(self) -> dict[int | None, QueryRows]:
+        return {}
+
+    def flat(self, window: int | None) -> QueryRows:
+        """Every query as a separate row. A window means a later first key: the query at place j is
+        j + 1 places after the last key, and sees less than `window` places back."""
+        if window not in self._flat:
+            place_J = torch.arange(self.size, device=self.slot_N.device)
+            slot_NJ = self.slot_N[:, None].expand(-1, self.size)
+            first_NJ = self.first_N[:, None].expand(-1, self.size)
+            if window is not None:
+                first_NJ = torch.maximum(first_NJ, slot_NJ + 2 + place_J - window)
+            order_M = torch.arange(slot_NJ.numel(), device=place_J.device)
+            flat = (slot_NJ.reshape(-1), first_NJ.reshape(-1), order_M)
+            self._flat[window] = QueryRows(*flat, self._sorted_host(window))
+        return self._flat[window]
+
+    def _sorted_host(self, window: int | None) -> tuple[Ints, Ints] | None:
+        if self.ends_host is None:
+            return None
+        slot, lowest = self.ends_host
+        if window is not None:
+            lowest = np.maximum(lowest, slot + 2 - window)
+        return np.repeat(slot, self.size), np.repeat(lowest, self.size)
+
+    def part(self, begin: int, end: int) -> "BlockRows":
+        """The blocks from `begin` to `end`."""
+        cut, ends = slice(begin, end), self.ends_host
+        ends = None if ends is None else (ends[0][cut], ends[1][cut])
+        return BlockRows(self.slot_N[cut], self.first_N[cut], self.size, ends)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockPlan(RolloutPlan):
+    blocks: BlockRows
+    element_P: Tensor  # index of each element among the queries of all blocks end to end
+
+    # --- padded plans: their rows are the blocks, in the same order ------------------------------
+
+    def tensors(self) -> dict[str, Tensor]:
+        return super().tensors() | {"target_X": self.head.target_N}
+
+    def with_tensors(self, given: Mapping[str, Tensor]) -> Self:
+        plan = super().with_tensors(given)
+        return replace(
+            plan,
+            head=replace(plan.head, target_N=given["target_X"]),
+            blocks=BlockRows(given["slot_N"], given["first_N"], self.blocks.size),
+        )
+
+
+def plan_blocks(
+    masks: RowMasks,
+    *,
+    size: int,
+    first_place: int,  # the query of a block that predicts depth 0
+    anchors: int,
+    seed: int,
+    contiguous: bool = False,  # a block predicts nothing beyond an unsupervised token
+    device: torch.device | None = None,
+    quantum: int = 0,
+    share_targets: bool = True,
+) -> BlockPlan:
+    """Draw the blocks of a batch and lay them out; one host sync, as in `plan_rollout`.
+
+    With `quantum`, sizes are rounded up so that the same few recur (`lay_out_evenly`); then
+    `share_targets` suits a loss that reads the target's distributions.
+    """
+    slots = flatten_slots(masks)
+    asked_S = asked_slots(slots)
+    chosen_S = draw_anchors(slots, slots.target & asked_S, anchors=anchors, seed=seed)
+    device = device or masks.loss_mask.device
+    place, depths = (size, first_place), size - first_place
+    if quantum:
+        supervised_SK = _supervised(slots, asked_S, chosen_S, depths, contiguous=contiguous)
+        return lay_out_evenly(
+            slots, supervised_SK, place, quantum=quantum, share=share_targets, device=device
+        )
+    return lay_out_blocks(
+        slots, asked_S, chosen_S, depths, place, contiguous=contiguous, device=device
+    )
+
+
+def asked_slots(slots: Slots) -> Bools:
+    """[S]: whether the token after the one that is read is in the same document and supervised."""
+    asked = np.zeros_like(slots.target)
+    asked[:-1] = slots.target[1:] & (slots.start[1:] == slots.start[:-1]) & slots.real[:-1]
+    return asked
+
+
+def draw_anchors(slots: Slots, candidate_S: Bools, *, anchors: int, seed: int) -> Bools:
+    """[S] bool: of each document's candidates, `anchors` per 2,048 of its tokens, rounded up."""
+    documents = slots.documents
+    tokens = np.bincount(documents.ordinal[slots.real], minlength=documents.ordinal[-1] + 1)
+    wanted = -(-anchors * tokens // ANCHOR_TOKENS)
+    pool = np.flatnonzero(candidate_S)
+    owner = documents.ordinal[pool]
+    order = np.lexsort((slot_words(documents, seed)[pool], owner))
+    rank = np.arange(len(pool)) - np.searchsorted(owner[order], owner[order])
+    chosen = np.zeros_like(candidate_S)
+    chosen[pool[order[rank < wanted[owner[order]]]]] = True
+    return chosen
+
+
+def lay_out_blocks(
+    slots: Slots,
+    asked_S: Bools,
+    chosen_S: Bools,
+    num_depths: int,
+    place: tuple[int, int],  # size of a block, and the query that predicts depth 0
+    *,
+    contiguous: bool = False,
+    device: torch.device,
+) -> BlockPlan:
+    """The plan of a given draw."""
+    supervised_SK = _supervised(slots, asked_S, chosen_S, num_depths, contiguous=contiguous)
+    axis = axis_of_blocks(slots, supervised_SK)
+    plan = lay_out(
+        replace(slots, target=_needed(supervised_SK)), supervised_SK, axis, device=device
+    )
+    order = np.argsort(axis.row_key, kind="stable")
+    size, first_place = place
+    row_block = np.empty_like(order)  # row of depth 0 -> block
+    row_block[order] = np.arange(len(order))
+    element = [row_block[:n] * size + first_place + k for k, n in enumerate(axis.counts)]
+    element_P = send(torch.from_numpy(np.concatenate(element)), device)
+    key = axis.row_key[order]
+    blocks = BlockRows.of(key, axis.first[key], size, device)
+    shared = {field.name: getattr(plan, field.name) for field in fields(RolloutPlan)}
+    return BlockPlan(**shared, blocks=blocks, element_P=element_P)
+
+
+def _supervised(
+    slots: Slots, asked_S: Bools, chosen_S: Bools, num_depths: int, *, contiguous: bool
+) -> Bools:
+    """[S, K]: whether a block starts here and predicts the token at this depth."""
+    count = len(asked_S)
+    supervised_SK = np.zeros((count, num_depths), dtype=np.bool_)
+    for k in range(min(num_depths, count)):
+        within = asked_S[k:] & (k < slots.reach[: count - k])
+        supervised_SK[: count - k, k] = chosen_S[: count - k] & within
+    if contiguous:
+        supervised_SK = np.logical_and.accumulate(supervised_SK, axis=1)
+    return supervised_SK
+
+
+def axis_of_blocks(slots: Slots, supervised_SK: Bools) -> KeyAxis:
+    num_depths = supervised_SK.shape[1]
+    deepest = num_depths - 1 - np.argmax(supervised_SK[:, ::-1], axis=1)
+    last_S = np.where(supervised_SK.any(axis=1), deepest, -1)
+    return key_axis(slots, last_S, num_depths)
+
+
+def _needed(supervised_SK: Bools) -> Bools:
+    """[S]: whether some block needs the target's answer here."""
+    count, depths = supervised_SK.shape
+    needed = np.zeros(count, dtype=np.bool_)
+    for k in range(min(depths, count)):
+        needed[k:] |= supervised_SK[: count - k, k]
+    return needed
+
+
+# --- padded plan ---------------------------------------------------------------------------------
+# Blocks laid out in rounded sizes, so that a step of each size can be recorded (`rollout/plan.py`).
+#
+# The key axis is as long as the batch. The number of blocks is rounded up to a multiple of some
+# quantum; padding blocks sit on a padding slot, a document of its own. The head's elements are
+# all pairs of a block and a depth, block by block; those that are not supervised run as they are,
+# but do not count in the loss (`HeadElements.real_N`).
+#
+# Where an element finds its target must not depend on the batch. The grid of the plain plan, all
+# pairs of a target slot and a depth, would make the head's work two to three times as much: with
+# SmolLM2's recipes, 16,384 tokens start 4,096 blocks of 7 depths, 28,672 elements, which ask for
+# 10,000 to 13,000 slots. One slot per element adds no work where the loss reads the text only.
+# Where it reads the target's distributions, each of which is a row of logits, there would be three
+# times as many as needed. So in that case groups of adjacent blocks have their own target slots,
+# every group as many as the one that needs most, in eighths of what it could need: in packed chats
+# 0.37 to 0.51 of the number of elements, where 0.34 are needed.
+#
+# Example: groups of 2 blocks of 3 depths, which start at slots 4, 5 | 7, 20.
+#
+#     block           4          5          7          20
+#     asks for        4  5  6    5  6  7    7  8  9    20 21 22
+#     target slots    4  5  6  7  .  .      7  8  9  20 21 22       6 for each group
+#     target_N        0  1  2    1  2  3    6  7  8    9  10 11
+
+
+# blocks that share target slots: smaller groups differ more; a chunk of the head holds several
+GROUP = 128
+SHARES = 8  # number of sizes that a group may have
+
+
+def lay_out_evenly(
+    slots: Slots,
+    supervised_SK: Bools,
+    place: tuple[int, int],  # size of a block, and the query that predicts depth 0
+    *,
+    quantum: int,
+    share: bool,  # whether blocks share target slots: if the loss reads the target's distributions
+    device: torch.device,
+) -> BlockPlan:
+    """As `lay_out_blocks`, with a number of blocks that is a multiple of `quantum`."""
+    axis, depths = axis_of_blocks(slots, supervised_SK), supervised_SK.shape[1]
+    size_T = rounded(len(slots.target) + 1, ALIGNED)  # with a padding slot
+    size_N = rounded(len(axis.row_key), quantum)
+    first = np.concatenate([axis.first, np.arange(len(axis.slot), size_T)])
+    key, begins = filled(np.sort(axis.row_key), size_N, len(axis.slot)), np.sort(axis.row_slot)
+    real_NK = np.zeros((size_N, depths), dtype=np.bool_)
+    real_NK[: len(begins)] = supervised_SK[begins]
+    asked_NK = filled(begins, size_N, 0)[:, None] + np.arange(depths)
+    group = GROUP if share else 1
+    target, target_NK, spread = targets_by_group(
+        asked_NK, real_NK, group, step=depths * max(1, group // SHARES)
+    )
+    element_NK = np.arange(size_N)[:, None] + np.arange(depths) * size_N
+    depth_NK = np.broadcast_to(np.arange(depths), element_NK.shape)
+    query_NK = np.arange(size_N)[:, None] * place[0] + place[1] + np.arange(depths)
+    real = real_NK.astype(np.int64)
+    arrays = [
+        *(filled(axis.slot, size_T, 0), filled(axis.position, size_T, 0), first),
+        *(key, first[key], target),
+        *(pairs.reshape(-1) for pairs in (element_NK, depth_NK, target_NK, real)),
+        *(real.T.reshape(-1), supervised_so_far(supervised_SK), query_NK.T.reshape(-1)),
+    ]
+    (
+        slot_T, position_T, first_T, slot_N, first_N, target_M, element_X, depth_X, target_X,
+        real_X, supervised_P, step_valid_K, element_P,
+    ) = to_device(arrays, device)  # fmt: skip
+    arange_T, arange_N = (torch.arange(count, device=device) for count in (size_T, size_N))
+    ends = (key, first[key])
+    lowest = np.repeat(np.arange(size_N) // group * spread, depths)
+    return BlockPlan(
+        slot_T=slot_T,
+        span=None,
+        position_T=position_T,
+        every=QueryRows(arange_T, first_T, arange_T, (np.arange(size_T), first)),
+        depths=(QueryRows(slot_N, first_N, arange_N, ends),) * depths,
+        counts=(size_N,) * depths,
+        target_M=target_M,
+        head=HeadElements(
+            element_X, depth_X, target_X, lowest, real_X.bool(), (group * depths, spread)
+        ),
+        supervised_P=supervised_P.bool(),
+        step_valid_K=step_valid_K,
+        blocks=BlockRows(slot_N, first_N, place[0], ends),
+        element_P=element_P,
+    )
+
+
+def targets_by_group(
+    asked_NK: Ints, real_NK: Bools, group: int, *, step: int
+) -> tuple[Ints, Ints, int]:
+    """The target slots of all groups end to end, each pair's index among them (any of its group if
+    it is not real), and the number of slots per group, a multiple of `step`."""
+    blocks = len(asked_NK)
+    group_N1 = np.arange(blocks)[:, None] // group
+    width = asked_NK.max() + 1
+    unique, inverse = np.unique((group_N1 * width + asked_NK)[real_NK], return_inverse=True)
+    owner, slot = np.divmod(unique, width)
+    rank = np.arange(len(unique)) - np.searchsorted(owner, owner)
+    spread = rounded(int(rank.max(initial=-1)) + 1, step)
+    target = np.zeros(-(-blocks // group) * spread, dtype=np.int64)
+    target[owner * spread + rank] = slot
+    target_NK = np.broadcast_to(group_N1 * spread, asked_NK.shape).copy()
+    target_NK[real_NK] = (owner * spread + rank)[inverse]
+    return target, target_NK, spread

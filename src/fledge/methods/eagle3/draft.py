@@ -1,0 +1,198 @@
+"""`LlamaEagle3DraftModel`: the draft network of EAGLE-3, EAGLE-3.1 and P-EAGLE.
+
+Its rollout in training is in `shared/unroll.py`, P-EAGLE's in `peagle/draft.py`. P-EAGLE's
+placeholder and its pass through flex attention come from the mixins of `fledge.peagle_draft`.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PretrainedConfig
+
+from fledge.core.errors import BadInput
+from fledge.methods.shared.layer import (
+    DeepDraftLayer,
+    DraftAttention,
+    DraftLayer,
+    FusedDraftLayer,
+    linear,
+)
+from fledge.methods.shared.norms import rms_norm
+from fledge.methods.shared.rotary import Rotary, rotate
+from fledge.methods.shared.unroll import UnrolledDraftModel
+from fledge.peagle_draft import (
+    _PeagleAttentionMixin,
+    _PeagleDecoderLayerMixin,
+    _PeagleDraftMixin,
+    _PeagleVanillaLayerMixin,
+)
+from fledge.target.layers import describe_final_norm, find_layers
+from fledge.target.weights import is_here
+
+
+class Eagle3LlamaAttention(_PeagleAttentionMixin, DraftAttention):
+    rotate = staticmethod(rotate)
+
+
+class Eagle3LlamaDecoderLayer(_PeagleDecoderLayerMixin, FusedDraftLayer):
+    attention = Eagle3LlamaAttention
+
+
+class Eagle3LlamaPeagleLayer(_PeagleVanillaLayerMixin, DeepDraftLayer):
+    attention = Eagle3LlamaAttention
+
+
+class LlamaEagle3DraftModel(_PeagleDraftMixin, UnrolledDraftModel):
+    """fc over the target's aux states, a fused first layer, deeper Llama layers, norm, head.
+
+    `config` is a Llama-style transformers config plus `draft_vocab_size`, `target_hidden_size`,
+    `num_aux_hidden_states`, `fc_norm`, `norm_output`, and for P-EAGLE `parallel_drafting` and
+    `mask_token_id` (all optional, see `DraftConfig`).
+    """
+
+    architecture = "LlamaForCausalLMEagle3"
+
+    def __init__(self, config: PretrainedConfig) -> None:
+        super().__init__(config)
+        spec = self.spec
+        size, eps = spec.hidden_size, spec.rms_norm_eps
+        self.embed_tokens = nn.Embedding(spec.vocab_size, size)
+        self.fc = linear(spec.fc_inputs, size)
+        if spec.fc_norm:
+            self.fc_norm = nn.ModuleList(
+                nn.RMSNorm(spec.target_hidden_size, eps=eps)
+                for _ in range(spec.num_aux_hidden_states)
+            )
+        deeper = [Eagle3LlamaPeagleLayer(spec) for _ in range(spec.num_hidden_layers - 1)]
+        layers = [Eagle3LlamaDecoderLayer(spec), *deeper]
+        self.layers = nn.ModuleList(layers)
+        self.norm = nn.RMSNorm(size, eps=eps)
+        self.lm_head = linear(size, spec.draft_vocab_size)
+        self._register_vocabulary(spec)
+        if spec.parallel_drafting:
+            self._init_peagle_parameters(spec)
+        self.rotary = Rotary(config)
+        for layer in layers:
+            assert isinstance(layer.self_attn, Eagle3LlamaAttention)
+            layer.self_attn.rotary = self.rotary
+        self._init_weights()
+
+    # --- the pieces ----------------------------------------------------------------------------
+
+    def project_hidden_states(self, aux: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """[..., 3 * D] aux states of the target -> [..., E]."""
+        dtype = dtype or self.fc.weight.dtype
+        return F.linear(self.fc_inputs(aux.to(dtype)), self.fc.weight.to(dtype))
+
+    def fc_inputs(self, aux: Tensor) -> Tensor:
+        """[..., 3 * D] aux states as fc reads them: each layer's normed separately if `fc_norm`."""
+        if not self.spec.fc_norm:
+            return aux
+        chunks = aux.chunk(self.spec.num_aux_hidden_states, dim=-1)
+        return torch.cat(
+            [
+                rms_norm(chunk, weight.to(aux.dtype), self.spec.rms_norm_eps)
+                for chunk, weight in zip(chunks, self.fc_norm.parameters(), strict=True)
+            ],
+            dim=-1,
+        )
+
+    def start_as_target(self, model: nn.Module) -> None:
+        start_as_target(self, model)
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """[..., E] as carried from depth to depth -> [..., W]. Normed here unless `norm_output`,
+        with which the carried states are already normed."""
+        if not self.spec.norm_output:
+            hidden = self.norm(hidden)
+        return F.linear(hidden, self.lm_head.weight)
+
+    def norm_weight(self, dtype: torch.dtype) -> Tensor:
+        return self.norm.weight.to(dtype)
+
+
+# --- target layer --------------------------------------------------------------------------------
+# A new EAGLE-3 draft has the target's embeddings and head, and random weights in between. The
+# target's own last layers do nearly what it has to learn: they turn the aux states that it reads
+# into states that the head reads. So its layers can start as copies of them, its norm as a copy
+# of the target's, and fc as a projection that passes on the last aux state. With the embedding's
+# half of the first layer set to zero, such a draft predicts exactly what the target does,
+# provided that it reads the states before those layers. Biases of the target's projections are
+# left out if the draft has none.
+
+
+WHERE = "draft.layers_from_target"
+_FIX = f"{WHERE}=false"
+
+
+@torch.no_grad()
+def start_as_target(draft: LlamaEagle3DraftModel, model: nn.Module) -> None:
+    """Copy the target's last layers, as many as the draft has, and its final norm; set fc to pass
+    on the last aux state."""
+    target_layers = find_layers(model)[-len(draft.layers) :]
+    if len(target_layers) < len(draft.layers):
+        what = f"the draft has {len(draft.layers)} layers, the target {len(target_layers)}"
+        raise BadInput(what, where=WHERE, fix=_FIX)
+    for layer, target_layer in zip(draft.layers, target_layers, strict=True):
+        assert isinstance(layer, DraftLayer)
+        for name, destination in _destinations(layer):
+            _copy(name, destination, _weight(target_layer, name))
+    norm = describe_final_norm(model)
+    if norm is None:
+        raise BadInput("the target has no norm in front of its head", where=WHERE, fix=_FIX)
+    _copy("norm", draft.norm.weight, _scales(model.get_submodule(norm.path)))
+    size = draft.spec.hidden_size
+    if draft.spec.target_hidden_size != size:
+        what = f"the draft's hidden size is {size}, the target's {draft.spec.target_hidden_size}"
+        raise BadInput(what, where=WHERE, fix=_FIX)
+    draft.fc.weight.zero_()
+    draft.fc.weight[:, -size:].fill_diagonal_(1.0)
+
+
+def _destinations(layer: DraftLayer) -> Iterator[tuple[str, Tensor]]:
+    """The names of the target's tensors, and where each goes in a layer of the draft. In a fused
+    layer, q, k and v go to the half that reads the state."""
+    size = layer.mlp.gate_proj.in_features
+    for name in ("q_proj", "k_proj", "v_proj"):
+        yield f"self_attn.{name}", getattr(layer.self_attn, name).weight[:, -size:]
+    if layer.self_attn.normed:
+        for name in ("q_norm", "k_norm"):
+            yield f"self_attn.{name}", getattr(layer.self_attn, name).weight
+    yield "self_attn.o_proj", layer.self_attn.o_proj.weight
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        yield f"mlp.{name}", getattr(layer.mlp, name).weight
+    input_norm = layer.hidden_norm if layer.fused else layer.input_layernorm
+    yield "input_layernorm", input_norm.weight
+    yield "post_attention_layernorm", layer.post_attention_layernorm.weight
+
+
+def _weight(layer: nn.Module, name: str) -> Tensor:
+    """A tensor of one of the target's layers, by its name in Llama."""
+    try:
+        module = layer.get_submodule(name)
+    except AttributeError:
+        module = None
+    weight = getattr(module, "weight", None)
+    if module is None or not isinstance(weight, Tensor) or not weight.dtype.is_floating_point:
+        what = f"the target's layers ({type(layer).__name__}) have no plain weight {name}"
+        raise BadInput(what, where=WHERE, fix=_FIX)
+    if not is_here(weight):
+        what = "the target is not whole in this process: sharded, or offloaded"
+        raise BadInput(what, where=WHERE, fix=_FIX)
+    return _scales(module) if weight.ndim == 1 else weight
+
+
+def _scales(norm: nn.Module) -> Tensor:
+    """The scales of an RMS norm, however it stores them (some add one). They are its output for a
+    vector of ones, whose root mean square is one."""
+    scales: Tensor = norm(torch.ones_like(next(norm.parameters())))
+    return scales
+
+
+def _copy(name: str, weight: Tensor, source: Tensor) -> None:
+    if weight.shape != source.shape:
+        what = f"{name}: the target's is {tuple(source.shape)}, the draft's {tuple(weight.shape)}"
+        raise BadInput(what, where=WHERE, fix=_FIX)
+    weight.copy_(source)

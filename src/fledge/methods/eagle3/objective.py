@@ -1,0 +1,163 @@
+"""EAGLE-3's training-time test: roll the draft out from every supervised slot and score each depth.
+
+The interface is that of `rollout.RolloutTrainerModule`; docs/semantics.md has the rules.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fledge.core.head import HeadLike
+from fledge.kernels.attention import AttentionKind
+from fledge.methods.eagle3.draft import LlamaEagle3DraftModel
+from fledge.methods.losses.base import Loss
+from fledge.methods.losses.registry import loss_of
+from fledge.methods.shared.objective import RolloutOutput, StepOptions
+from fledge.methods.shared.rollout_objective import RolloutTrainerModule
+from fledge.methods.shared.supervision import VocabularyTensors
+from fledge.methods.shared.unroll import NoisyPlan, dropped, noisy
+from fledge.rollout.context import ContextRanks
+from fledge.rollout.plan import RolloutPlan, plan_rollout
+from fledge.rollout.slots import RowMasks
+
+Eagle3Output = RolloutOutput
+
+
+def layout(settings: Any, *, training: bool) -> "partial[RolloutPlan]":
+    """How rows are laid out; `settings` is a section or an objective. Only training drops
+    rollouts."""
+    keep = settings.depth_keep if training else 1.0
+    return partial(plan_rollout, num_depths=settings.ttt_steps, keep=keep)
+
+
+class Eagle3TrainerModule(RolloutTrainerModule[NoisyPlan]):
+    """The draft and its objective; call it with `**batch.to_trainer_inputs()`.
+
+    `loss` is a `Loss` or its name in `losses.registry` ("ce", "kl", "hard", ...); `lk_loss_type`
+    ("alpha" or "lambda", with `lk_kl_scale` and `lk_kl_decay`) replaces it. `compute_dtype` is the
+    dtype of the step's matrix products if it differs from the parameters'. With `depth_keep` < 1,
+    training continues a rollout to the next depth with that probability only, weighted so that the
+    expected gradient is that of the full unroll. `feature_dropout` is the share of the target's
+    features that training drops. `quantum` rounds the sizes of a step up
+    (`rollout/plan.py`), for complete rollouts on one rank. `compact=False` and
+    `attention="reference"` are the slow implementations that tests compare with.
+    """
+
+    draft_model: LlamaEagle3DraftModel
+
+    def __init__(
+        self,
+        draft_model: LlamaEagle3DraftModel,
+        *,
+        selected_token_ids: Tensor,
+        selected_token_mask: Tensor,
+        ttt_steps: int,
+        lk_loss_type: str | None = None,
+        lk_kl_scale: float = 1.0,
+        lk_kl_decay: float = 3.0,
+        target_head: HeadLike | None = None,
+        loss: str | Loss = "ce",
+        step_decay: float = 0.8,
+        depth_keep: float = 1.0,
+        feature_dropout: float = 0.0,
+        compute_dtype: torch.dtype | None = None,
+        chunk_rows: int | None = None,
+        attention: AttentionKind = "fast",
+        context: ContextRanks | None = None,
+        compact: bool = True,
+        quantum: int = 0,
+    ) -> None:
+        if isinstance(ttt_steps, bool) or not isinstance(ttt_steps, int) or ttt_steps < 1:
+            raise ValueError(f"ttt_steps: must be a positive int, got {ttt_steps!r}")
+        if not 0 < depth_keep <= 1:
+            raise ValueError(f"depth_keep: must be in (0, 1], got {depth_keep!r}")
+        if not 0 <= feature_dropout < 1:
+            raise ValueError(f"feature_dropout: must be in [0, 1), got {feature_dropout!r}")
+        vocabulary = VocabularyTensors(selected_token_ids, selected_token_mask)
+        chosen = loss_of(loss, lk_loss_type, lk_kl_scale, lk_kl_decay)
+        options = StepOptions(
+            target_head=target_head,
+            compute_dtype=compute_dtype,
+            chunk_rows=chunk_rows,
+            attention=attention,
+            context=context,
+        )
+        super().__init__(draft_model, vocabulary, chosen, options)
+        self.ttt_steps, self.step_decay = ttt_steps, step_decay
+        self.depth_keep, self.compact = depth_keep, compact
+        self.feature_dropout, self.quantum = feature_dropout, quantum
+        draft_model.config.ttt_steps = ttt_steps  # kept in config.json, for use without the run
+
+    @property
+    def depths(self) -> int:
+        return self.ttt_steps
+
+    def plan(self, masks: RowMasks, seed: int | None = None) -> NoisyPlan:
+        """Plan every supervised element, or with `depth_keep` a sample of them. The sample and the
+        dropped features are drawn from `seed` (None: from torch's generator)."""
+        drops = self.draft_model.training and self.feature_dropout > 0
+        if seed is None:
+            seed = self._sample_seed() if self._depth_keep < 1 or drops else 0
+        plan = layout(self, training=self.draft_model.training)(
+            masks,
+            compact=self.compact,
+            seed=seed,
+            device=self.selected_token_ids.device,
+            ranks=self._ranks,
+            quantum=self.quantum if self.draft_model.training else 0,
+        )
+        return noisy(plan, masks, seed) if drops else NoisyPlan(**vars(plan))
+
+    @property
+    def can_be_even(self) -> bool:
+        """Whether the sizes of its steps may be rounded up (`quantum`)."""
+        return self.depth_keep == 1 and self.feature_dropout == 0 and self.context is None
+
+    def quantum_for(self, tokens: int, *, sizes: int) -> int:
+        """The quantum for batches of `tokens` tokens, which start at most as many rollouts."""
+        return max(64, tokens // sizes)
+
+    @property
+    def _depth_keep(self) -> float:
+        return self.depth_keep if self.draft_model.training else 1.0
+
+    def _states(
+        self, plan: NoisyPlan, aux_OD: Tensor, input_ids_L: Tensor, dtype: torch.dtype | None
+    ) -> Tensor:
+        if plan.word_O is not None:
+            aux_OD = dropped(aux_OD, plan.word_O, self.feature_dropout)
+        states = self.draft_model(
+            aux_OD, input_ids_L, plan, compute_dtype=dtype, attention=self.attention
+        )
+        return torch.cat(states)
+
+    def _charged(self, covered_N: Tensor) -> Tensor:
+        """Only covered elements: those whose target's top token is in the draft vocabulary."""
+        return covered_N
+
+    def _coefficients(self, count_K: Tensor, dtype: torch.dtype) -> Tensor:
+        wide = torch.promote_types(dtype, torch.float32)
+        depth_K = torch.arange(self.ttt_steps, device=count_K.device, dtype=wide)
+        decay_K = self.step_decay**depth_K
+        represented_K = self._depth_keep**-depth_K  # elements that each sampled one represents
+        return decay_K / decay_K.sum() / count_K.clamp_min(1) * represented_K
+
+
+def simulated_accept_length(
+    step_prefix_hits: Tensor | Sequence[float], step_valid: Tensor | Sequence[float]
+) -> float:
+    """tau = 1 + sum over depths of hits / valid; a depth without valid slots adds nothing.
+
+    Every round yields the target's own token, and each drafted token for which all tokens before it
+    were accepted. The value is a numpy float, which is a Python float.
+    """
+    hits = torch.as_tensor(step_prefix_hits).double().cpu().numpy()
+    valid = torch.as_tensor(step_valid).double().cpu().numpy()
+    if hits.shape != valid.shape:
+        raise ValueError(f"step_valid: {valid.size} depths, step_prefix_hits has {hits.size}")
+    share = np.divide(hits, valid, out=np.zeros_like(hits), where=valid > 0)
+    return np.float64(1.0 + share.sum())

@@ -1,0 +1,354 @@
+"""P-EAGLE's attention and rollout: all depths in one pass, from a learned placeholder.
+
+There are two implementations with the same weights. The draft's `forward_peagle` is the plain one:
+elements flattened by the caller, one flex-attention mask. Training uses `unroll_parallel`, which
+runs on a plan (`peagle/plan.py`), shares EAGLE-3's attention primitive, and computes only
+what a loss needs. Tests verify that the two agree.
+
+Shapes: Q flat axis of a segment, M its chain rows (depths >= 1). With several ranks on the same
+rows (`rollout.context`), each has its own slots O; on one rank they are the key axis.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from transformers import PretrainedConfig
+
+from fledge.core.errors import BadInput
+from fledge.kernels.attention import (
+    AttentionKind,
+    KeysValues,
+    chain_backward,
+    gathered,
+    kernel_runs,
+    merge_chain,
+    prefix_backward,
+    prefix_forward,
+    prefix_visible,
+)
+from fledge.methods.eagle3.draft import LlamaEagle3DraftModel
+from fledge.methods.peagle.plan import ParallelPlan, Segment
+from fledge.methods.shared.layer import DeepDraftLayer, LayerWeights
+from fledge.methods.shared.mlp import forget_mlp
+from fledge.methods.shared.norms import rms_norm
+from fledge.methods.shared.rotary import rope_parameters, rotate
+from fledge.rollout.plan import QueryRows
+
+# --- attention ------------------------------------------------------------------------------------
+# Visibility is as in `kernels/attention.py`: depth-0 keys up to the anchor, and the row's own
+# rollout up to its own depth. Queries are the flat axis Q of `plan.py`: depth-0 rows first, then
+# the chain rows, whose own keys and values are the chain. One pass computes the prefix of all rows;
+# the chain is added per depth, with the same arithmetic as EAGLE-3's chain. On a GPU one kernel
+# does both (`attention_triton.py`).
+#
+# `parallel_visible` is the rule as a dense matrix, `reference_parallel` the definition based on it.
+#
+# Shapes: Q queries, of which the last M are chain rows; T key axis.
+
+
+def parallel_attention(
+    q_QHC: Tensor,
+    prefix: KeysValues,  # depth-0 keys and values [T, G, C]
+    chain: KeysValues,  # the chain rows' own [M, G, C]
+    rows: QueryRows,
+    counts: Sequence[int],  # chain rows at depths 1, 2, ...: nested, see `plan.py`
+    *,
+    starts_K: Tensor | None = None,  # first chain row of each depth; None: computed from counts
+    kind: AttentionKind = "fast",
+) -> Tensor:
+    """The attention output [Q, H, C], in the dtype of q."""
+    if kind == "reference":
+        return reference_parallel(q_QHC, prefix, chain, rows, counts)
+    if kernel_runs(q_QHC, *prefix, *chain):
+        from fledge.kernels.attention_triton import fused_parallel
+
+        return fused_parallel(q_QHC, prefix, chain, rows, counts, starts_K)
+    out: Tensor = _ParallelAttention.apply(rows, tuple(counts), q_QHC, *prefix, *chain)  # type: ignore[no-untyped-call]
+    return out
+
+
+def parallel_visible(rows: QueryRows, counts: Sequence[int], num_keys: int) -> Tensor:
+    """[Q, T + M]: which depth-0 slots and which chain rows each query sees."""
+    device = rows.slot_N.device
+    depth_M = torch.repeat_interleave(
+        torch.arange(1, len(counts) + 1, device=device), torch.tensor(counts, device=device).long()
+    )
+    depth_Q = torch.cat([depth_M.new_zeros(len(rows) - len(depth_M)), depth_M])
+    anchor_M = rows.slot_N[len(rows) - len(depth_M) :]
+    own_chain = (rows.slot_N[:, None] == anchor_M) & (depth_M <= depth_Q[:, None])
+    return torch.cat([prefix_visible(rows, num_keys), own_chain], dim=1)
+
+
+def reference_parallel(
+    q_QHC: Tensor, prefix: KeysValues, chain: KeysValues, rows: QueryRows, counts: Sequence[int]
+) -> Tensor:
+    """The definition: every query against every key, one softmax in fp32."""
+    wide = torch.promote_types(q_QHC.dtype, torch.float32)
+    keys, values = (
+        torch.cat(pair).to(wide).repeat_interleave(q_QHC.shape[1] // prefix[0].shape[1], dim=1)
+        for pair in zip(prefix, chain, strict=True)
+    )
+    scores = torch.einsum("qhc,uhc->qhu", q_QHC.to(wide), keys) * q_QHC.shape[-1] ** -0.5
+    hidden = ~parallel_visible(rows, counts, len(prefix[0]))
+    weights = scores.masked_fill(hidden[:, None], float("-inf")).softmax(dim=-1)
+    return torch.einsum("qhu,uhc->qhc", weights, values).to(q_QHC.dtype)
+
+
+def _own_chains(num_rows: int, counts: Sequence[int]) -> Iterator[tuple[slice, list[slice]]]:
+    """For each depth d: its queries on the Q axis, and its rollouts' chain rows at depths 1..d.
+
+    Rollouts are in the same order at every depth, so those that reach depth d come first at each
+    shallower depth.
+    """
+    starts = [sum(counts[:depth]) for depth in range(len(counts))]
+    first = num_rows - sum(counts)
+    for depth, count in enumerate(counts):
+        if count:
+            begin = first + starts[depth]
+            shallower = [slice(start, start + count) for start in starts[: depth + 1]]
+            yield slice(begin, begin + count), shallower
+
+
+class _ParallelAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: QueryRows, counts: tuple[int, ...], *tensors: Tensor) -> Tensor:
+        q_QHC, k_TGC, v_TGC, keys_MGC, values_MGC = tensors
+        out_QHC, lse_QH = prefix_forward(q_QHC, k_TGC, v_TGC, rows)
+        for part, own_chain in _own_chains(len(rows), counts):
+            out_QHC[part], lse_QH[part] = merge_chain(
+                out_QHC[part],
+                lse_QH[part],
+                q_QHC[part],
+                [keys_MGC[depth] for depth in own_chain],
+                [values_MGC[depth] for depth in own_chain],
+            )
+        out_QHC = out_QHC.to(q_QHC.dtype)
+        ctx.rows, ctx.counts = rows, counts
+        ctx.save_for_backward(*tensors, out_QHC, lse_QH)
+        return out_QHC
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (dout_QHC,) = grads
+        q_QHC, k_TGC, v_TGC, keys_MGC, values_MGC, out_QHC, lse_QH = ctx.saved_tensors
+        delta_QH = (dout_QHC.to(lse_QH.dtype) * out_QHC).sum(-1)
+        dq_QHC, dk_TGC, dv_TGC = prefix_backward(
+            q_QHC, k_TGC, v_TGC, dout_QHC, lse_QH, delta_QH, ctx.rows
+        )
+        dkeys_MGC = torch.zeros_like(keys_MGC, dtype=lse_QH.dtype)
+        dvalues_MGC = torch.zeros_like(dkeys_MGC)
+        for part, own_chain in _own_chains(len(ctx.rows), ctx.counts):
+            row = (dout_QHC[part], lse_QH[part], delta_QH[part])
+            for depth in own_chain:
+                dq, dk, dv = chain_backward(q_QHC[part], keys_MGC[depth], values_MGC[depth], *row)
+                dq_QHC[part] += dq
+                dkeys_MGC[depth] += dk
+                dvalues_MGC[depth] += dv
+        wide = (dq_QHC, dk_TGC, dv_TGC, dkeys_MGC, dvalues_MGC)
+        return (None, None, *(grad.to(q_QHC.dtype) for grad in wide))
+
+
+# --- rollout --------------------------------------------------------------------------------------
+
+# MLP activations kept; beyond this, the backward pass recomputes them. The gradients of several
+# layers and of the embedding leave less memory than EAGLE-3 has.
+KEPT_MLP_GIB = 1.5
+
+
+def unroll_parallel(
+    draft: LlamaEagle3DraftModel,
+    aux_OD: Tensor,  # [O, 3 * D]: on the plan's key axis, or this rank's part of it
+    input_ids_O: Tensor,
+    plan: ParallelPlan,
+    *,
+    compute_dtype: torch.dtype | None = None,
+    attention: AttentionKind = "fast",
+) -> Tensor:
+    """Head inputs (after the final norm), rows of all depths end to end in the plan's order.
+
+    With several segments, the activations of each are dropped and recomputed in the backward pass,
+    one segment at a time; only keys and values of depth 0 are passed on between segments.
+    """
+    draft.check_parallel()
+    dtype = compute_dtype or draft.fc.weight.dtype
+    step = _ParallelStep(draft, plan, dtype, attention)
+    # filled on the device: no copy from the host
+    mask_id = input_ids_O.new_full((1,), draft.spec.mask_id)
+    embedding = F.embedding(torch.cat([input_ids_O, mask_id]), draft.embed_tokens.weight)
+    token = step.layers[0].token_part(embedding.to(dtype))
+    assert token is not None
+    aux = torch.cat([aux_OD.to(dtype), draft.mask_hidden.reshape(1, -1).to(dtype)])
+    state = draft.project_hidden_states(aux, dtype)
+    outputs: list[Tensor] = []
+    earlier: list[tuple[KeysValues, ...]] = [() for _ in step.layers]
+    for segment in plan.segments:
+        output, keys_values = step.segment(segment, state, token, earlier)
+        outputs.append(output)
+        earlier = [(*before, pair) for before, pair in zip(earlier, keys_values, strict=True)]
+    return plan.in_order(torch.cat(outputs))
+
+
+class _ParallelStep:
+    """One pass over a plan: the weights in the step's dtype, and how a segment runs through them.
+
+    At layer 0 all chain rows read the same two vectors, so they are equal until rotation and need
+    only one row: a "folded" tensor ends in that row, and `_unfold` repeats it M times.
+    """
+
+    def __init__(
+        self,
+        model: LlamaEagle3DraftModel,
+        plan: ParallelPlan,
+        dtype: torch.dtype,
+        attention: AttentionKind,
+    ) -> None:
+        self.model, self.plan, self.kind, self.dtype = model, plan, attention, dtype
+        self.channels = model.spec.head_dim
+        rows = len(model.layers) * max(len(segment.every) for segment in plan.segments)
+        recompute = not model.checkpoints_layers and forget_mlp(
+            model.spec, rows, dtype, kept_gib=KEPT_MLP_GIB
+        )
+        self.layers = model.layer_weights(dtype, recompute_mlp=recompute)
+        self.norm = model.norm_weight(dtype)
+
+    def segment(
+        self, segment: Segment, state: Tensor, token: Tensor, earlier: list[tuple[KeysValues, ...]]
+    ) -> tuple[Tensor, list[KeysValues]]:
+        """Last-layer rows after the final norm, and each layer's own depth-0 keys and values."""
+        state, token = (torch.cat([x[segment.begin : segment.end], x[-1:]]) for x in (state, token))
+        if len(self.plan.segments) == 1 or not torch.is_grad_enabled():
+            return self._segment(segment, state, token, earlier)
+        result: tuple[Tensor, list[KeysValues]] = checkpoint(
+            self._segment, segment, state, token, earlier,
+            use_reentrant=False, preserve_rng_state=False,
+        )  # fmt: skip
+        return result
+
+    def _segment(
+        self,
+        segment: Segment,
+        state: Tensor,
+        token: Tensor | None,
+        earlier: list[tuple[KeysValues, ...]],
+    ) -> tuple[Tensor, list[KeysValues]]:
+        slots = slice(segment.begin, segment.end)
+        position_Q = torch.cat([self.plan.position_L[slots], segment.chain_position_M])
+        turn = self.model.rotary(position_Q, self.dtype)
+        keys_values = []
+        for index, layer in enumerate(self.layers):
+            state, keys, values = self.model._run_draft_layer(
+                self._layer, layer, index, segment, state, token, turn, earlier[index]
+            )
+            keys_values.append((keys, values))
+            token = None
+        return rms_norm(state, self.norm, self.model.spec.rms_norm_eps), keys_values
+
+    def _layer(
+        self,
+        layer: LayerWeights,
+        index: int,
+        segment: Segment,
+        state: Tensor,
+        token: Tensor | None,
+        turn: tuple[Tensor, Tensor],
+        earlier: tuple[KeysValues, ...],
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """States of the rows with queries, after the layer; depth-0 keys and values of slots."""
+        slots = segment.end - segment.begin
+        normed = layer.normed(state)
+        kv = self._unfold(layer.project(normed, token, slice(layer.q_size, None)), segment, slots)
+        keys, values = self._heads(kv).chunk(2, dim=1)
+        keys = rotate(layer.keys(keys), *turn)
+        rows, depth_zero = segment.every, slots
+        if index == len(self.layers) - 1:  # the output of the other rows is not used
+            rows, depth_zero = segment.asking, len(segment.anchor_N)
+            state, normed = _with_queries(state, segment), _with_queries(normed, segment)
+            turn = (_with_queries(turn[0], segment), _with_queries(turn[1], segment))
+            token = None if token is None else _with_queries(token, segment)
+        q = self._unfold(layer.project(normed, token, slice(0, layer.q_size)), segment, depth_zero)
+        state = self._unfold(state, segment, depth_zero)
+        keys_values = prefix = gathered((keys[:slots], values[:slots]), segment.gathering)
+        if len(self.plan.segments) > 1:
+            if segment.gathering is None:  # a copy, so that those of the chain rows can be freed
+                keys_values = (keys_values[0].clone(), keys_values[1].clone())
+            keys_so_far, values_so_far = zip(*earlier, keys_values, strict=True)
+            prefix = (torch.cat(keys_so_far), torch.cat(values_so_far))
+        out = parallel_attention(
+            rotate(layer.queries(self._heads(q)), *turn),
+            prefix,
+            (keys[slots:], values[slots:]),
+            rows,
+            segment.counts,
+            starts_K=segment.starts_K,
+            kind=self.kind,
+        )
+        return layer.finish(state, out), *keys_values
+
+    def _unfold(self, x: Tensor, segment: Segment, depth_zero: int) -> Tensor:
+        """[depth-0 rows + 1, ...] -> [depth-0 rows + M, ...]; above layer 0 nothing is folded."""
+        chain = sum(segment.counts)
+        if len(x) == depth_zero + chain:
+            return x
+        return torch.cat([x[:depth_zero], x[depth_zero:].expand(chain, *x.shape[1:])])
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.reshape(len(x), x.shape[1] // self.channels, self.channels)
+
+
+def _with_queries(x: Tensor, segment: Segment) -> Tensor:
+    """The rows of a segment (folded or not) with queries in the last layer: anchors and chain."""
+    slots = segment.end - segment.begin
+    return torch.cat([x[:slots].index_select(0, segment.anchor_N), x[slots:]])
+
+
+# --- warm start ----------------------------------------------------------------------------------
+# Start a P-EAGLE draft from an EAGLE-3 draft.
+
+
+# Settings that may differ: tensors have the same meaning in both drafts.
+_FREE = {"num_hidden_layers", "parallel_drafting", "mask_token_id", "norm_output", "hidden_act"}
+_FREE |= {"initializer_range"}
+
+
+@torch.no_grad()
+def peagle_from_eagle3(
+    draft: LlamaEagle3DraftModel, config: PretrainedConfig
+) -> LlamaEagle3DraftModel:
+    """A draft with `config` (with `parallel_drafting`) that takes all weights of `draft`: fc, its
+    layers, norm, head, embeddings and vocabulary map. `mask_hidden` and additional layers are new.
+
+    A new layer starts with its two output projections at zero, so at depth 0 the new draft gives
+    exactly the old one's output: a warm start loses nothing.
+    """
+    new = LlamaEagle3DraftModel(config)
+    if not new.spec.parallel_drafting:
+        raise ValueError("parallel_drafting: must be set in the config of a P-EAGLE draft")
+    old = vars(draft.spec)
+    pairs = {key: (old[key], value) for key, value in vars(new.spec).items() if key not in _FREE}
+    pairs["rope_parameters"] = (rope_parameters(draft.config), rope_parameters(new.config))
+    for name, (old_value, new_value) in pairs.items():
+        if old_value != new_value:
+            raise BadInput(
+                f"the draft to start from has {name} {old_value}, the new one {new_value}",
+                where="draft.init_from",
+                fix=f"use {name} {old_value}",
+            )
+    if len(new.layers) < len(draft.layers):
+        raise BadInput(
+            f"the draft to start from has {len(draft.layers)} layers, the new one only "
+            f"{len(new.layers)}",
+            where="draft.init_from",
+            fix=f"use at least {len(draft.layers)} layers",
+        )
+    for layer in new.layers[len(draft.layers) :]:
+        assert isinstance(layer, DeepDraftLayer)
+        layer.self_attn.o_proj.weight.zero_()
+        layer.mlp.down_proj.weight.zero_()
+    reference = draft.fc.weight
+    new.to(device=reference.device, dtype=reference.dtype)
+    new.load_state_dict(new.state_dict() | draft.state_dict())
+    return new

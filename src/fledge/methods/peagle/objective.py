@@ -1,0 +1,179 @@
+"""P-EAGLE's objective: sampled rollouts of a parallel-drafting draft, all depths in one pass.
+
+The interface is that of `rollout.RolloutTrainerModule`; docs/semantics.md has the rules. It differs
+from EAGLE-3's objective in four points: rollouts are sampled, the draft runs all depths at once,
+every supervised element is charged (not only covered ones), and weights do not decay with depth.
+"""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fledge.core.head import HeadLike
+from fledge.kernels.attention import AttentionKind
+from fledge.methods.eagle3.draft import LlamaEagle3DraftModel
+from fledge.methods.losses.base import Loss
+from fledge.methods.losses.registry import loss_of
+from fledge.methods.peagle.draft import unroll_parallel
+from fledge.methods.peagle.plan import ParallelPlan, plan_parallel
+from fledge.methods.shared.objective import StepOptions
+from fledge.methods.shared.rollout_objective import RolloutTrainerModule
+from fledge.methods.shared.supervision import VocabularyTensors
+from fledge.rollout.context import ContextRanks
+from fledge.rollout.slots import RowMasks, check_cod_options
+
+EVALUATION_SEED = 0  # the same rollouts at every evaluation, so that only the draft differs
+
+
+def layout(settings: Any) -> "partial[ParallelPlan]":
+    """How rows are laid out; `settings` is a section or an objective."""
+    return partial(
+        plan_parallel,
+        num_depths=settings.num_depths,
+        ratio=settings.down_sample_ratio,
+        ratio_min=settings.down_sample_ratio_min,
+        max_anchors=settings.max_anchors,
+        partitions=settings.sequence_partitions,
+    )
+
+
+class PEagleTrainerModule(RolloutTrainerModule[ParallelPlan]):
+    """The draft and its objective; call it with `**batch.to_trainer_inputs()`.
+
+    `seed` (an argument of `prepare` and of the call) determines what is sampled. Without one, a
+    draft in training mode draws a seed from torch's generator, and a draft in evaluation mode
+    samples the same rollouts every time.
+
+    `sequence_partitions` splits a batch into segments that run one after another: same loss, same
+    gradients, less memory, one more forward pass. `max_anchors` caps the rollouts of a row.
+    `balance_depths` gives every depth the same weight instead of every element. Loss, dtype and
+    chunk options are those of `Eagle3TrainerModule`, with KL as the default loss.
+    """
+
+    draft_model: LlamaEagle3DraftModel
+
+    def __init__(
+        self,
+        draft_model: LlamaEagle3DraftModel,
+        *,
+        selected_token_ids: Tensor,
+        selected_token_mask: Tensor,
+        num_depths: int,
+        mask_token_id: int | None = None,
+        down_sample_ratio: float = 0.7,
+        down_sample_ratio_min: float = 0.2,
+        sequence_partitions: int = 1,
+        target_head: HeadLike | None = None,
+        lk_loss_type: str | None = None,
+        lk_kl_scale: float = 1.0,
+        lk_kl_decay: float = 3.0,
+        loss: str | Loss = "kl",
+        balance_depths: bool = False,
+        max_anchors: int | None = None,
+        compute_dtype: torch.dtype | None = None,
+        chunk_rows: int | None = None,
+        attention: AttentionKind = "fast",
+        context: ContextRanks | None = None,
+    ) -> None:
+        check_cod_options(num_depths, down_sample_ratio, down_sample_ratio_min)
+        for name, value in (
+            ("sequence_partitions", sequence_partitions),
+            ("max_anchors", 1 if max_anchors is None else max_anchors),
+        ):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name}: must be a positive int, got {value!r}")
+        _resolve_mask_token(draft_model, mask_token_id)
+        vocabulary = VocabularyTensors(selected_token_ids, selected_token_mask)
+        chosen = loss_of(loss, lk_loss_type, lk_kl_scale, lk_kl_decay)
+        options = StepOptions(
+            target_head=target_head,
+            compute_dtype=compute_dtype,
+            chunk_rows=chunk_rows,
+            attention=attention,
+            context=context,
+        )
+        super().__init__(draft_model, vocabulary, chosen, options)
+        self.num_depths, self.balance_depths = num_depths, balance_depths
+        self.down_sample_ratio = down_sample_ratio
+        self.down_sample_ratio_min = down_sample_ratio_min
+        self.sequence_partitions, self.max_anchors = sequence_partitions, max_anchors
+        self.quantum = 0  # rounds the sizes of a step up (`methods/peagle/plan.py`)
+        trained_with = {
+            "num_depths": num_depths,
+            "down_sample_ratio": down_sample_ratio,
+            "down_sample_ratio_min": down_sample_ratio_min,
+        }
+        draft_model.config.update(trained_with)  # kept in config.json, for use without the run
+
+    @property
+    def depths(self) -> int:
+        return self.num_depths
+
+    @property
+    def _num_losses(self) -> int:
+        return self.num_depths if self.balance_depths else 1
+
+    def plan(self, masks: RowMasks, seed: int | None = None) -> ParallelPlan:
+        if seed is None:
+            seed = self._sample_seed() if self.draft_model.training else EVALUATION_SEED
+        return layout(self)(
+            masks,
+            seed=seed,
+            device=self.selected_token_ids.device,
+            ranks=self._ranks,
+            quantum=self.quantum if self.draft_model.training else 0,
+        )
+
+    @property
+    def can_be_even(self) -> bool:
+        """Whether the sizes of its steps may be rounded up (`quantum`)."""
+        return self.sequence_partitions == 1 and self.context is None
+
+    def quantum_for(self, tokens: int, *, sizes: int) -> int:
+        """The quantum for batches of `tokens` tokens, each of which may start a rollout."""
+        return max(16, tokens // sizes)
+
+    def _states(
+        self, plan: ParallelPlan, aux_OD: Tensor, input_ids_O: Tensor, dtype: torch.dtype | None
+    ) -> Tensor:
+        return unroll_parallel(
+            self.draft_model,
+            aux_OD,
+            input_ids_O,
+            plan,
+            compute_dtype=dtype,
+            attention=self.attention,
+        )
+
+    def _charged(self, covered_N: Tensor) -> Tensor:
+        """All of them: elements exist only where the loss mask is set."""
+        return torch.ones_like(covered_N)
+
+    def _coefficients(self, count_K: Tensor, dtype: torch.dtype) -> Tensor:
+        wide = torch.promote_types(dtype, torch.float32)
+        if self.balance_depths:
+            return 1.0 / (self.num_depths * count_K.clamp_min(1).to(wide))
+        return (1.0 / count_K.sum().clamp_min(1).to(wide)).expand(self.num_depths)
+
+
+def _resolve_mask_token(draft_model: LlamaEagle3DraftModel, mask_token_id: int | None) -> None:
+    """Set the id for depths >= 1 in the config; if none is given, the config must have one."""
+    config = draft_model.spec
+    if not config.parallel_drafting:
+        raise ValueError("parallel_drafting: the draft was built without it; set it in its config")
+    configured = config.mask_token_id
+    if mask_token_id is None:
+        mask_token_id = configured
+    if mask_token_id is None or not 0 <= mask_token_id < config.vocab_size:
+        raise ValueError(
+            f"mask_token_id: must be in 0..{config.vocab_size - 1}, got {mask_token_id!r}"
+        )
+    if configured is not None and configured != mask_token_id:
+        raise ValueError(
+            f"mask_token_id: the draft was trained with {configured}, got {mask_token_id}"
+        )
+    draft_model.config.mask_token_id = mask_token_id
+    draft_model.spec = replace(config, mask_token_id=mask_token_id)

@@ -1,0 +1,216 @@
+"""What all drafts have in common: a vocabulary, an embedding, a head, files.
+
+A method's own draft model (such as `eagle3/draft.py`) adds the computation.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+from fledge.core.errors import BadInput, first_line
+from fledge.core.files import atomic_directory
+from fledge.core.recompute import RecomputedLayers
+from fledge.methods.shared.config import DraftConfig
+from fledge.methods.shared.files import CONFIG_NAME, check_tensors, read_draft, write_draft_files
+from fledge.target.base import Eagle3TargetBackend, HasWeight, selection_mask
+
+
+class DraftModel(RecomputedLayers, nn.Module):
+    """The base of all drafts. Subclasses define `embed_tokens` [V, E] and `lm_head` [W, E]."""
+
+    architecture: ClassVar[str]  # its name in config.json
+    typical_weight: ClassVar[str] = "lm_head.weight"  # in every file; its dtype is the draft's
+    embed_tokens: nn.Embedding
+    lm_head: nn.Linear
+    d2t: Tensor  # [W] int64: target id = draft id + d2t[draft id]
+    t2d: Tensor  # [V] bool; all False until a vocabulary mapping is set
+    config_type: ClassVar[type[DraftConfig]] = DraftConfig
+
+    def __init__(self, config: PretrainedConfig) -> None:
+        super().__init__()
+        self.config = config  # as users and files see it
+        self.spec = self.config_type.of(config)
+
+    def _register_vocabulary(self, config: DraftConfig) -> None:
+        """Register buffers for the vocabulary mapping, unless the draft has the full vocabulary."""
+        if not config.all_tokens:
+            self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
+            self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool))
+
+    @property
+    def device(self) -> torch.device:
+        return self.lm_head.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.lm_head.weight.dtype
+
+    # --- files ----------------------------------------------------------------------------------
+
+    def write(self, directory: Path, tensors: Mapping[str, Tensor] | None = None) -> None:
+        """Write the draft's files into a directory that the caller completes. `tensors` are its
+        gathered tensors, for processes that hold only a share of each."""
+        tensors = self.state_dict() if tensors is None else tensors
+        write_draft_files(directory, self.config, tensors, self.architecture)
+
+    def save_pretrained(self, directory: str | Path) -> None:
+        """Write config.json and model.safetensors; an existing directory is replaced atomically."""
+        with atomic_directory(Path(directory)) as temporary:
+            self.write(temporary)
+
+    @classmethod
+    def from_pretrained(cls, directory: str | Path, *, dtype: torch.dtype | None = None) -> Self:
+        """Read a draft; no tensor may be missing, and there may be no others."""
+        config, tensors = read_draft(Path(directory))
+        return cls.from_tensors(config, tensors, where=Path(directory), dtype=dtype)
+
+    @classmethod
+    def from_tensors(
+        cls,
+        config: PretrainedConfig,
+        tensors: Mapping[str, Tensor],
+        *,
+        where: Path,
+        dtype: torch.dtype | None = None,
+    ) -> Self:
+        """A draft with these weights, in their dtype unless `dtype` is given."""
+        try:
+            with torch.device("meta"):  # check before allocating what the config specifies
+                expected = cls(config).state_dict()
+        except ValueError as error:
+            if isinstance(error, BadInput):
+                raise
+            raise BadInput(first_line(error), where=str(where / CONFIG_NAME)) from error
+        check_tensors(where, want=expected, have=tensors)
+        model = cls(config)
+        model.to(dtype or tensors[cls.typical_weight].dtype)
+        model.load_state_dict(tensors)
+        return model
+
+    # --- the vocabulary, and weights taken from the target --------------------------------------
+
+    @property
+    def selected_token_ids(self) -> Tensor | None:
+        """[W] target ids in draft order; None until a mapping is set (a full one needs none)."""
+        if self.spec.all_tokens:
+            return torch.arange(self.spec.vocab_size, device=self.device)
+        if not bool(self.t2d.any()):
+            return None
+        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+
+    @torch.no_grad()
+    def set_vocab_mapping(
+        self, selected_token_ids: Tensor, selected_token_mask: Tensor | None = None
+    ) -> None:
+        """Set the target tokens of the draft vocabulary, in their order (engines need ascending
+        ids). The mask [V] may be omitted: it follows from the ids.
+
+        A draft keeps the map it was trained with: a different one is refused.
+        """
+        width, full = self.spec.draft_vocab_size, self.spec.vocab_size
+        if selected_token_mask is None:
+            selected_token_mask = selection_mask(selected_token_ids, full)
+        ids, mask = selected_token_ids, selected_token_mask.bool()
+        for name, tensor, size in (
+            ("selected_token_ids", ids, width),
+            ("selected_token_mask", mask, full),
+        ):
+            if tensor.shape != (size,):
+                raise ValueError(f"{name}: expected shape ({size},), got {tuple(tensor.shape)}")
+        if ids.is_floating_point() or ids.dtype == torch.bool:
+            raise ValueError(f"selected_token_ids: must be integers, got {ids.dtype}")
+        marked = mask.nonzero()[:, 0].to(ids.device)
+        if not torch.equal(ids.sort().values.long(), marked):
+            raise ValueError("selected_token_mask: must mark exactly the distinct ids selected")
+        current = self.selected_token_ids
+        if current is not None:
+            if not torch.equal(current.cpu(), ids.cpu()):
+                raise ValueError("selected_token_ids: the draft was trained with another map")
+            return
+        self.d2t.copy_(ids.to(self.d2t.device) - torch.arange(width, device=self.d2t.device))
+        self.t2d.copy_(mask)
+
+    @torch.no_grad()
+    def copy_embeddings_from_target(self, embedding: HasWeight) -> None:
+        self._copy_rows("embedding", self.embed_tokens.weight, embedding.weight)
+
+    def start_as_target(self, model: nn.Module) -> None:
+        """Initialize the layers from the target's last ones."""
+        raise ValueError(f"layers_from_target: not for a {type(self).__name__}")
+
+    def borrow_from(self, target: Eagle3TargetBackend) -> None:
+        """Take the weights that belong to the target and are not in the draft's files. Called
+        whenever a draft is created or read."""
+
+    def freeze_embeddings(self) -> None:
+        """Train everything except the input embeddings, which stay the target's."""
+        self.embed_tokens.weight.requires_grad_(False)
+
+    @torch.no_grad()
+    def copy_head_from_target(self, head: HasWeight) -> None:
+        """Initialize the head from the rows of the target's (`head.weight` [V, D]) for the draft
+        vocabulary."""
+        ids = self.selected_token_ids
+        if ids is None:
+            raise ValueError("selected_token_ids: set the vocabulary mapping before the head")
+        self._copy_rows("head", self.lm_head.weight, head.weight[ids.to(head.weight.device)])
+
+    @staticmethod
+    def _copy_rows(what: str, weight: Tensor, target_weight: Tensor) -> None:
+        if weight.shape != target_weight.shape:
+            raise ValueError(
+                f"{what}: the target's is {tuple(target_weight.shape)}, "
+                f"the draft's {tuple(weight.shape)}"
+            )
+        weight.copy_(target_weight)
+
+    # --- gradients ------------------------------------------------------------------------------
+
+    def reach_weights(self) -> Tensor:
+        """A zero scalar that gives every trained weight a gradient of zeros. Ranks that sum
+        gradients must all have gradients for the same weights; adding this to a loss ensures that,
+        and changes nothing else."""
+        trained = [weight for weight in self.parameters() if weight.requires_grad]
+        zero: Tensor = _ReachWeights.apply(*trained)  # type: ignore[no-untyped-call]
+        return zero
+
+
+class _ReachWeights(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *weights: Tensor) -> Tensor:
+        ctx.save_for_backward(*weights)
+        return weights[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        # expanded zeros, which take no memory
+        return tuple(weight.new_zeros(()).expand_as(weight) for weight in ctx.saved_tensors)
+
+
+# --- input map -----------------------------------------------------------------------------------
+# How a draft reads the target: one linear map, which can be refitted to the states of another
+# target (`train/retarget/retarget.py`). Each method returns that of its drafts (`Method.reading`).
+#
+# Shapes: X inputs of the map, M inputs that are the draft's own.
+
+
+@dataclass(frozen=True)
+class Reading:
+    """`weight_EX` and `own_MX` are the draft's own tensors: writing to them changes the draft."""
+
+    weight_EX: Tensor
+    inputs: Callable[[Tensor], Tensor]  # [..., A * D] states of the target -> [..., X]
+    feeds_back: bool = False  # at deeper depths it also reads the draft's own states
+    # inputs that do not come from a target, and whose outputs must not change (placeholders)
+    own_MX: Tensor | None = None  # these can be refitted together with the weights
+    fixed_MX: Tensor | None = None  # these cannot: the weights have to preserve their outputs
+
+
+def wide(states: Tensor) -> Tensor:
+    """The states in float32 or wider: those of many tokens are summed."""
+    return states.to(torch.promote_types(states.dtype, torch.float32))

@@ -1,0 +1,257 @@
+"""One decoder layer of the draft: its parameters, and its arithmetic as plain functions.
+
+EAGLE-3's layer 0 is fused: q, k and v read [input_layernorm(embedding); hidden_norm(hidden)], twice
+as wide. EAGLE-1 merges the two before its layer 0, with fc([embedding; hidden]), and does not norm
+the result. A product with a concatenation is the sum of two products, and the embedding half
+depends only on the token: it is computed once per token and read by offset at every depth. Deeper
+layers are ordinary pre-norm Llama layers.
+
+The modules hold parameters under the names that engines read. `LayerWeights` are the weights that a
+step computes with: cast once per step, so that fp32 masters can be trained in bf16, or, for a
+single pass, cast where they are used (`late_linear`).
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fledge.methods.shared.config import DraftConfig
+from fledge.methods.shared.mlp import gated_mlp
+from fledge.methods.shared.norms import late_linear, norm_linear, rms_norm
+
+
+def linear(in_features: int, out_features: int, *, bias: bool = False) -> nn.Linear:
+    return nn.Linear(in_features, out_features, bias=bias)
+
+
+class DraftAttention(nn.Module):
+    def __init__(self, config: DraftConfig, *, in_features: int) -> None:
+        super().__init__()
+        q_size = config.num_attention_heads * config.head_dim
+        kv_size = config.num_key_value_heads * config.head_dim
+        self.biased = bias = config.attention_bias
+        self.q_proj = linear(in_features, q_size, bias=bias)
+        self.k_proj = linear(in_features, kv_size, bias=bias)
+        self.v_proj = linear(in_features, kv_size, bias=bias)
+        self.o_proj = linear(q_size, config.hidden_size, bias=bias)
+        self.channels = config.head_dim
+        self.normed = config.qk_norm
+        if self.normed:  # as in Qwen3: over the channels of a head
+            self.q_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
+            self.k_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
+
+
+class DraftMLP(nn.Module):
+    def __init__(self, config: DraftConfig) -> None:
+        super().__init__()
+        self.biased = bias = config.mlp_bias
+        self.gate_proj = linear(config.hidden_size, config.intermediate_size, bias=bias)
+        self.up_proj = linear(config.hidden_size, config.intermediate_size, bias=bias)
+        self.down_proj = linear(config.intermediate_size, config.hidden_size, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.biased:
+            out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+            return out
+        weights = (self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight)
+        return gated_mlp(x.flatten(0, -2), *weights).view_as(x)
+
+
+class DraftLayer(nn.Module):
+    attention: ClassVar[type[DraftAttention]] = DraftAttention
+
+    def __init__(self, config: DraftConfig, *, fused: bool = False, normed: bool = True) -> None:
+        super().__init__()
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.fused = fused
+        # some other trainers use the normed state as the residual, EAGLE-3 the state itself
+        self.norm_residual = fused and config.norm_before_residual
+        self.self_attn = self.attention(config, in_features=2 * size if fused else size)
+        self.mlp = DraftMLP(config)
+        self.normed = normed
+        if normed:
+            self.input_layernorm = nn.RMSNorm(size, eps=eps)
+        if fused:
+            self.hidden_norm = nn.RMSNorm(size, eps=eps)
+        self.post_attention_layernorm = nn.RMSNorm(size, eps=eps)
+
+    def weights(
+        self, dtype: torch.dtype, *, recompute_mlp: bool = False, used_once: bool = False
+    ) -> "LayerWeights":
+        """The weights for computing in `dtype`. `used_once` is for a single pass that is
+        differentiated and should keep little memory for its backward pass."""
+        attn, mlp = self.self_attn, self.mlp
+        late = used_once and not mlp.biased  # cast where they are used
+        mlp_dtype = mlp.gate_proj.weight.dtype if late else dtype
+        late_attention = used_once and not (attn.biased or self.fused)
+        first = self.input_layernorm.weight.to(dtype) if self.normed else None
+        return LayerWeights(
+            **(self._late_projections() if late_attention else self._projections(dtype)),
+            token_norm=first if self.fused else None,
+            state_norm=self.hidden_norm.weight.to(dtype) if self.fused else first,
+            q_norm=attn.q_norm.weight.to(dtype) if attn.normed else None,
+            k_norm=attn.k_norm.weight.to(dtype) if attn.normed else None,
+            q_size=attn.q_proj.out_features,
+            norm_residual=self.norm_residual,
+            mlp_norm=self.post_attention_layernorm.weight.to(dtype),
+            gate=mlp.gate_proj.weight.to(mlp_dtype),
+            up=mlp.up_proj.weight.to(mlp_dtype),
+            down=mlp.down_proj.weight.to(mlp_dtype),
+            mlp_biases=_mlp_biases(mlp, dtype),
+            eps=self.post_attention_layernorm.eps or 0.0,
+            recompute_mlp=recompute_mlp,
+            used_once=used_once,
+        )
+
+    def _projections(self, dtype: torch.dtype) -> dict[str, Any]:
+        """q, k and v as one matrix, and o, cast once for all passes of a step."""
+        attn, size = self.self_attn, self.mlp.gate_proj.in_features
+        projections = (attn.q_proj, attn.k_proj, attn.v_proj)
+        qkv = torch.cat([proj.weight.to(dtype) for proj in projections])
+        bias = None
+        if attn.biased:
+            bias = torch.cat([proj.bias.to(dtype) for proj in projections])
+        return {
+            "token_weight": qkv[:, :size] if self.fused else None,
+            "token_bias": bias if self.fused else None,
+            "state_qkv": qkv[:, size:] if self.fused else qkv,
+            "state_bias": None if self.fused else bias,
+            "o": attn.o_proj.weight.to(dtype),
+            "o_bias": attn.o_proj.bias.to(dtype) if attn.biased else None,
+        }
+
+    def _late_projections(self) -> dict[str, Any]:
+        """The master weights themselves: cast where they are used; the casts are not kept."""
+        attn = self.self_attn
+        masters = (attn.q_proj.weight, attn.k_proj.weight, attn.v_proj.weight)
+        names = ("token_weight", "token_bias", "state_qkv", "state_bias", "o_bias")
+        return dict.fromkeys(names) | {"late_qkv": masters, "o": attn.o_proj.weight}
+
+
+def _mlp_biases(mlp: DraftMLP, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor] | None:
+    """The biases of gate, up and down."""
+    if not mlp.biased:
+        return None
+    gate, up, down = (p.bias.to(dtype) for p in (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
+    return gate, up, down
+
+
+class FusedDraftLayer(DraftLayer):
+    """Layer 0: q, k and v read the embedding and the hidden state side by side."""
+
+    def __init__(self, config: DraftConfig) -> None:
+        super().__init__(config, fused=True)
+
+
+class MergedDraftLayer(DraftLayer):
+    """EAGLE-1's layer 0: its input was merged by fc and is not normed."""
+
+    def __init__(self, config: DraftConfig) -> None:
+        super().__init__(config, normed=False)
+
+
+class DeepDraftLayer(DraftLayer):
+    """Any deeper layer: an ordinary pre-norm Llama layer."""
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """A layer's weights in the dtype of the step; fused weights are split into their two halves."""
+
+    # layer 0: computes the token's part of the input from the embedding, with the bias of q, k, v
+    token_norm: Tensor | None
+    token_weight: Tensor | None
+    token_bias: Tensor | None
+    state_norm: Tensor | None
+    state_qkv: Tensor | None  # None: `late_qkv` is used instead
+    state_bias: Tensor | None  # of q, k, v if there is no token's part
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    q_size: int
+    norm_residual: bool  # use the normed state as the residual
+    o: Tensor
+    o_bias: Tensor | None
+    mlp_norm: Tensor
+    gate: Tensor
+    up: Tensor
+    down: Tensor
+    mlp_biases: tuple[Tensor, Tensor, Tensor] | None
+    eps: float
+    recompute_mlp: bool = False  # recompute the MLP's activations, to save memory in long batches
+    used_once: bool = False  # recompute norms too; what is kept serves only one backward pass
+    late_qkv: tuple[Tensor, Tensor, Tensor] | None = None  # masters of q, k, v; `o` is one as well
+    merge_EE: Tensor | None = None  # EAGLE-1's layer 0: the half of fc that reads the state
+
+    def token_part(self, embedding_TE: Tensor) -> Tensor | None:
+        """The embedding half of q, k, v side by side, or of fc; computed once per token."""
+        if self.token_weight is None:
+            return None
+        normed_TE = rms_norm(embedding_TE, self.token_norm, self.eps)
+        return F.linear(normed_TE, self.token_weight, self.token_bias)
+
+    def enter(self, state_NE: Tensor, token_N: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """The state that the layer reads, and the token's part that `project` still has to add."""
+        if self.merge_EE is None or token_N is None:
+            return state_NE, token_N
+        return torch.addmm(token_N, state_NE, self.merge_EE.t()), None
+
+    def normed(self, state_NE: Tensor) -> Tensor:
+        return rms_norm(state_NE, self.state_norm, self.eps)
+
+    def project_normed(self, state_NE: Tensor) -> Tensor:
+        """All q, k, v outputs of a state."""
+        if self.late_qkv is None:
+            return self.project(self.normed(state_NE), None, slice(None))
+        if self.state_norm is None:
+            return late_linear(state_NE, self.late_qkv)
+        return norm_linear(state_NE, self.state_norm, self.late_qkv, self.eps)
+
+    def project_keys(self, context_NE: Tensor) -> Tensor:
+        """k and v outputs of context that is not normed and has no queries."""
+        if self.late_qkv is not None:
+            return late_linear(context_NE, self.late_qkv[1:])
+        return self.project(context_NE, None, slice(self.q_size, None))
+
+    def project(self, normed_NE: Tensor, token_N: Tensor | None, columns: slice) -> Tensor:
+        """Some of the q, k, v outputs; `token_N` holds the embedding half of all of them."""
+        assert self.state_qkv is not None
+        weight = self.state_qkv[columns]
+        if token_N is None:
+            bias = self.state_bias
+            return F.linear(normed_NE, weight, None if bias is None else bias[columns])
+        return torch.addmm(token_N[:, columns], normed_NE, weight.t())
+
+    def queries(self, q_NHC: Tensor) -> Tensor:
+        """Queries before rotation: normed per head if the draft has q and k norms."""
+        return rms_norm(q_NHC, self.q_norm, self.eps)
+
+    def keys(self, k_NGC: Tensor) -> Tensor:
+        return rms_norm(k_NGC, self.k_norm, self.eps)
+
+    def finish(self, residual_NE: Tensor, attended_NHC: Tensor) -> Tensor:
+        """Output projection and SwiGLU, with their residuals."""
+        if self.norm_residual:
+            residual_NE = self.normed(residual_NE)
+        state_NE = residual_NE + self._out(attended_NHC.flatten(1))
+        return state_NE + self._mlp(state_NE)
+
+    def _out(self, attended_NX: Tensor) -> Tensor:
+        if self.late_qkv is not None:
+            return late_linear(attended_NX, (self.o,))
+        return F.linear(attended_NX, self.o, self.o_bias)
+
+    def _mlp(self, state_NE: Tensor) -> Tensor:
+        weights = (self.gate, self.up, self.down)
+        if self.used_once and self.mlp_biases is None:
+            norm = (self.mlp_norm, self.eps)
+            recompute = self.recompute_mlp
+            return gated_mlp(state_NE, *weights, norm=norm, recompute=recompute, once=True)
+        x_NE = rms_norm(state_NE, self.mlp_norm, self.eps)
+        if self.mlp_biases is None:
+            return gated_mlp(x_NE, *weights, recompute=self.recompute_mlp)
+        gate, up, down = self.mlp_biases  # rare, so left to autograd
+        gated_NI = F.silu(F.linear(x_NE, self.gate, gate)) * F.linear(x_NE, self.up, up)
+        return F.linear(gated_NI, self.down, down)

@@ -1,0 +1,101 @@
+"""RMS norms, and products with normed inputs that keep only the input of the norm."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+# --- cast on use ---------------------------------------------------------------------------------
+# Products with weights that are cast where they are used; the casts are not kept.
+#
+# A bf16 step with fp32 master weights would keep a bf16 copy of every weight between its forward
+# and backward pass. These products keep only the masters, which exist anyway, and cast them
+# again. The gradients are those of `F.linear(x, torch.cat([w.to(x.dtype) for w in masters]))`.
+
+
+def stacked(masters: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """Weights [O, I], concatenated along O and cast in a single pass over each."""
+    if len(masters) == 1:
+        return masters[0].to(dtype)
+    rows = [len(weight) for weight in masters]
+    out_OI = masters[0].new_empty((sum(rows), masters[0].shape[1]), dtype=dtype)
+    for part, weight in zip(torch.split(out_OI, rows), masters, strict=True):
+        part.copy_(weight)
+    return out_OI
+
+
+def master_grads(dout_NO: Tensor, x_NI: Tensor, masters: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The gradient of each master, computed in the dtype of x, then cast to that of the master."""
+    dweight_OI = dout_NO.t() @ x_NI
+    parts = torch.split(dweight_OI, [len(weight) for weight in masters])
+    return tuple(part.to(weight.dtype) for part, weight in zip(parts, masters, strict=True))
+
+
+class _LateLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_NI: Tensor, *masters: Tensor) -> Tensor:
+        ctx.save_for_backward(x_NI, *masters)
+        return F.linear(x_NI, stacked(masters, x_NI.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x_NI, *masters = ctx.saved_tensors
+        dx_NI = None
+        if ctx.needs_input_grad[0]:
+            dx_NI = grads[0] @ stacked(masters, x_NI.dtype)
+        return dx_NI, *master_grads(grads[0], x_NI, masters)
+
+
+def late_linear(x_NI: Tensor, masters: Sequence[Tensor]) -> Tensor:
+    """[N, O]: x times the masters (concatenated if there are several), in the dtype of x."""
+    out_NO: Tensor = _LateLinear.apply(x_NI, *masters)  # type: ignore[no-untyped-call]
+    return out_NO
+
+
+# --- norms ----------------------------------------------------------------------------------------
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """RMS norm with statistics in fp32, whatever the dtype; x itself if `weight` is None."""
+    if weight is None:
+        return x
+    return F.rms_norm(x, weight.shape, weight, eps)
+
+
+class Renormed:
+    """A norm that is recomputed in a backward pass, and its gradient."""
+
+    def __init__(self, x_NE: Tensor, weight_E: Tensor, eps: float) -> None:
+        with torch.enable_grad():
+            self._x, self._weight = (x.detach().requires_grad_() for x in (x_NE, weight_E))
+            self._out = rms_norm(self._x, self._weight, eps)
+        self.out = self._out.detach()
+
+    def back(self, dout_NE: Tensor) -> tuple[Tensor, ...]:
+        """Gradients of x and of the weight."""
+        return torch.autograd.grad(self._out, (self._x, self._weight), dout_NE)
+
+
+class _NormLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_NE: Tensor, norm_E: Tensor, eps: float, *masters: Tensor) -> Tensor:
+        ctx.save_for_backward(x_NE, norm_E, *masters)
+        ctx.eps = eps
+        return F.linear(rms_norm(x_NE, norm_E, eps), stacked(masters, x_NE.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x_NE, norm_E, *masters = ctx.saved_tensors
+        normed = Renormed(x_NE, norm_E, ctx.eps)
+        dinput: tuple[Tensor | None, ...] = (None, None)
+        if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
+            dinput = normed.back(grads[0] @ stacked(masters, x_NE.dtype))
+        return *dinput, None, *master_grads(grads[0], normed.out, masters)
+
+
+def norm_linear(x_NE: Tensor, norm_E: Tensor, masters: Sequence[Tensor], eps: float) -> Tensor:
+    """`late_linear` of norm(x). The norm is recomputed in the backward pass instead of kept."""
+    out: Tensor = _NormLinear.apply(x_NE, norm_E, eps, *masters)  # type: ignore[no-untyped-call]
+    return out

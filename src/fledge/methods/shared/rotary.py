@@ -1,0 +1,120 @@
+"""Rotary positions of the draft: the target's own frequencies, applied as in Llama.
+
+`derive.py` decides which kinds of scaling a draft may have and how its config names them; here a
+config becomes frequencies, and frequencies become cos / sin.
+"""
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from fledge.kernels.gate import kernel_runs
+from fledge.methods.shared.norms import rms_norm
+
+# These depend only on the position. `dynamic` and `longrope` depend on the sequence length as well,
+# so a packed row and a served request would be rotated differently from the padded row.
+STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+def rope_parameters(config: PretrainedConfig) -> dict[str, Any]:
+    """The config's rotary settings as one flat dict, with the keys of transformers 5."""
+    settings = (
+        getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    )
+    parameters = dict(settings)
+    if "rope_type" not in parameters:
+        parameters["rope_type"] = parameters.pop("type", "default")
+    if "rope_theta" not in parameters:
+        parameters["rope_theta"] = getattr(config, "rope_theta", None) or 10000.0
+    factor = getattr(config, "partial_rotary_factor", None)
+    if factor is not None:
+        parameters.setdefault("partial_rotary_factor", factor)
+    return parameters
+
+
+def rotary_frequencies(config: PretrainedConfig) -> tuple[Tensor, float]:
+    """Inverse frequencies (fp32, half as many as rotated channels) and the scale of cos and sin."""
+    parameters = rope_parameters(config)
+    kind = parameters["rope_type"]
+    if kind not in STATIC_ROPE_TYPES:
+        raise ValueError(f"rope_type: {kind!r} is not one of {', '.join(STATIC_ROPE_TYPES)}")
+    if kind != "default":
+        compatible = _in_both_spellings(config, parameters)
+        inv_freq, scale = ROPE_INIT_FUNCTIONS[kind](compatible, torch.device("cpu"))
+        return inv_freq.float(), float(scale)
+    channels = int(config.head_dim * parameters.get("partial_rotary_factor", 1.0))
+    exponent = torch.arange(0, channels, 2, dtype=torch.float32) / channels
+    return 1.0 / parameters["rope_theta"] ** exponent, 1.0
+
+
+def _in_both_spellings(config: PretrainedConfig, parameters: dict[str, Any]) -> PretrainedConfig:
+    """A copy that transformers 4 and 5 read in the same way, whichever wrote the config."""
+    compatible = copy.copy(config)
+    compatible.rope_parameters = parameters
+    if not hasattr(compatible, "standardize_rope_params"):  # transformers 4
+        compatible.rope_scaling, compatible.rope_theta = parameters, parameters["rope_theta"]
+        compatible.partial_rotary_factor = parameters.get("partial_rotary_factor", 1.0)
+    return compatible
+
+
+class Rotary:
+    """cos and sin for positions. Not a module: casting the draft to bf16 must not touch it."""
+
+    def __init__(self, config: PretrainedConfig) -> None:
+        with torch.device("cpu"):  # even if the draft is built only for its shapes (on "meta")
+            self.inv_freq, self.scale = rotary_frequencies(config)
+
+    def __call__(self, position_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """[T, rotated channels] each, computed in fp32; both halves carry the same angles."""
+        if self.inv_freq.device != position_T.device:
+            self.inv_freq = self.inv_freq.to(position_T.device)
+        angle = position_T.float()[:, None] * self.inv_freq
+        angle = torch.cat([angle, angle], dim=-1)
+        return (angle.cos() * self.scale).to(dtype), (angle.sin() * self.scale).to(dtype)
+
+
+def rotate(x_NHC: Tensor, cos_NC: Tensor, sin_NC: Tensor) -> Tensor:
+    """Rotate channel i with channel i + half; channels beyond the rotated ones pass through."""
+    if kernel_runs(x_NHC, what="rotary positions"):
+        from fledge.kernels.elementwise import fused_rotate
+
+        return fused_rotate(x_NHC, cos_NC, sin_NC)
+    channels = cos_NC.shape[-1]
+    rotary, rest = x_NHC[..., :channels], x_NHC[..., channels:]
+    low, high = rotary.chunk(2, dim=-1)
+    out = rotary * cos_NC[:, None] + torch.cat([-high, low], dim=-1) * sin_NC[:, None]
+    return out if rest.shape[-1] == 0 else torch.cat([out, rest], dim=-1)
+
+
+# --- attention heads -----------------------------------------------------------------------------
+# From a layer's projection to queries, keys and values: split into heads, normed, rotated.
+
+
+Turn = tuple[Tensor, Tensor]  # cos and sin, [N, rotated channels] each
+
+
+def split_heads(
+    x_NX: Tensor,  # H query heads, G key heads, G value heads, C channels each
+    q_norm_C: Tensor,
+    k_norm_C: Tensor,
+    turn: Turn,
+    *,
+    eps: float,
+    groups: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries [N, H, C] and keys [N, G, C], normed per head and rotated, and values [N, G, C]. For
+    context without queries, H is 0."""
+    channels = len(k_norm_C)
+    if kernel_runs(x_NX, what="heads") and turn[0].shape[-1] == channels:
+        from fledge.kernels.heads import fused_heads
+
+        return fused_heads(x_NX, q_norm_C, k_norm_C, *turn, eps, groups)
+    heads_NHC = x_NX.reshape(len(x_NX), x_NX.shape[1] // channels, channels)
+    count = heads_NHC.shape[1] - 2 * groups
+    q, k, v = torch.split(heads_NHC, [count, groups, groups], dim=1)
+    q, k = rms_norm(q, q_norm_C, eps), rms_norm(k, k_norm_C, eps)
+    return rotate(q, *turn), rotate(k, *turn), v

@@ -1,0 +1,276 @@
+"""Reject answers that hold NaN or infinity, or that are the same about every token: found on the
+device, reported on the host in one line.
+
+A target that overflows its number format, or whose weights are damaged or zero, still answers, and
+NaN looks like agreement wherever two argmax tokens are compared. So every caller checks the answer:
+at once (`checked_answer`), or, where synchronizing with the device would cost time, by keeping the
+verdict (`inspect`) on the device and reading it later with the rest of the step.
+
+Tokens picked from non-finite logits are handled in `core.picks`.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fledge.core.batch import Eagle3TargetBatch, Supervision
+from fledge.core.errors import BadInput
+from fledge.core.rows import TokenBatch, shift_left
+from fledge.target.base import Eagle3TargetBackend, by_layer
+from fledge.target.layers import find_layers, layer_outputs
+from fledge.target.weights import local_part, stored_tensors
+
+_NAMES: dict[Supervision, str] = {
+    "hidden": "last hidden state",
+    "logits": "logits",
+    "probs": "probabilities",
+}
+_WIDER = {torch.float16: "bfloat16 or float32", torch.bfloat16: "float32"}
+
+
+_CHANNELS = 64  # compared between tokens; those of a working target differ in every one
+
+
+class NotFinite(BadInput):
+    """A model's numbers are NaN, infinite or all the same: nothing derived from them means
+    anything."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """The first place in an answer that is not finite."""
+
+    layer: str  # "layer 7", "last hidden state", "logits", ...
+    row: int
+    token: int  # index within the row
+    same: bool = False  # finite, but the same about every token
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The result of `inspect`, still on the device."""
+
+    first_BL: Tensor  # first bad slot of each aux layer, then of the supervision; T if none is bad
+    same_A: Tensor  # whether an aux layer's states are the same at all tokens
+    width: int  # T
+    supervision: Supervision
+    dtype: torch.dtype  # of the states
+
+    @property
+    def broken(self) -> Tensor:
+        """Whether anything is not finite, or all the same, as a bool tensor on the device."""
+        return (self.first_BL < self.width).any() | self.same_A.any()
+
+    def fault(self, aux_layer_ids: Sequence[int]) -> Fault | None:
+        """The lowest bad layer of the first bad row, which is the likely origin; None if all is
+        finite. Waits for the device."""
+        for row, (*aux, last) in enumerate(self.first_BL.tolist()):
+            layers = zip(aux_layer_ids, aux, strict=True)
+            for layer_id, slot in sorted(pair for pair in layers if pair[1] < self.width):
+                return Fault(f"layer {layer_id}", row, slot)
+            if last < self.width:  # supervision is shifted: slot t is about token t + 1
+                return Fault(_NAMES[self.supervision], row, last + 1)
+        same = zip(aux_layer_ids, self.same_A.tolist(), strict=True)
+        lowest = min((layer_id for layer_id, flag in same if flag), default=None)
+        return None if lowest is None else Fault(f"layer {lowest}", 0, 0, same=True)
+
+
+@torch.no_grad()
+def inspect(batch: Eagle3TargetBatch, aux_layers: int) -> Verdict:
+    """Look for NaN and infinity at real tokens, and for layers whose states do not depend on the
+    token, without waiting for the device. Values at padding, or about a token past the end of a
+    document, are meaningless and are ignored."""
+    aux_BTAD = by_layer(batch.aux_hidden_states, aux_layers)
+    real_BT = batch.attention_mask.to(aux_BTAD.device) != 0
+    bad_BTA = ~finite_rows(aux_BTAD) & real_BT[..., None]
+    remaining_BT = batch.doc_remaining
+    supervised_BT = shift_left(real_BT) if remaining_BT is None else remaining_BT > 0
+    bad_BT = ~_finite_supervision(batch) & supervised_BT.to(real_BT.device)
+    bad_BTL = torch.cat([bad_BTA, bad_BT[..., None]], dim=-1)
+    width = real_BT.shape[1]
+    slot_T1 = torch.arange(width, device=bad_BTL.device)[:, None]
+    first_BL = torch.where(bad_BTL, slot_T1, width).amin(1)
+    same_A = _same_everywhere(aux_BTAD, batch.input_ids, real_BT)
+    return Verdict(first_BL, same_A, width, batch.supervision, aux_BTAD.dtype)
+
+
+def _same_everywhere(aux_BTAD: Tensor, next_ids_BT: Tensor, real_BT: Tensor) -> Tensor:
+    """bool [A]: whether a layer has one state for all real tokens, although these differ. (Where a
+    text repeats a single token, states are the same for a good reason.)"""
+    real_N = real_BT[:, 1:].flatten()  # `next_ids_BT` is shifted: it lacks each row's first token
+    ids_N = next_ids_BT[:, :-1].flatten().to(real_N.device)
+    step = max(1, aux_BTAD.shape[-1] // _CHANNELS)
+    states_NAC = aux_BTAD[:, 1:, :, ::step].flatten(0, 1)
+    if len(ids_N) == 0:
+        return real_BT.new_zeros(aux_BTAD.shape[2])
+    low, high = _range(states_NAC, real_N[:, None, None], torch.finfo(states_NAC.dtype))
+    first, last = _range(ids_N, real_N, torch.iinfo(ids_N.dtype))
+    return (low == high).all(-1) & (first < last)
+
+
+def _range(values_NX: Tensor, real_N: Tensor, bounds: Any) -> tuple[Tensor, Tensor]:
+    """Minimum and maximum over the marked entries; where there is none, the one exceeds the
+    other."""
+    low, high = values_NX.where(real_N, bounds.max), values_NX.where(real_N, bounds.min)
+    return low.amin(0), high.amax(0)
+
+
+def finite_rows(values: Tensor) -> Tensor:
+    """Whether every number of a row is finite: [..., D] -> bool [...].
+
+    Tests the minimum and the maximum: both propagate NaN, and both are exact, whereas a sum of
+    large bfloat16 numbers could itself overflow. `isfinite().all()` would materialize a mask of the
+    whole tensor.
+    """
+    if values.is_cuda:
+        low, high = torch.aminmax(values, dim=-1)
+    else:  # no synchronization, and one reduction over everything is five times as fast as per row
+        if values.numel() and all(map(math.isfinite, map(float, torch.aminmax(values)))):
+            return torch.ones(values.shape[:-1], dtype=torch.bool, device=values.device)
+        low, high = values.amin(-1), values.amax(-1)
+    return low.isfinite() & high.isfinite()
+
+
+def _finite_supervision(batch: Eagle3TargetBatch) -> Tensor:
+    if batch.logits is not None:  # minus infinity is a token that cannot be sampled
+        return batch.logits.amax(-1).isfinite()
+    states = batch.target_probs if batch.last_hidden_states is None else batch.last_hidden_states
+    assert states is not None
+    return finite_rows(states)
+
+
+def checked_answer(target: Eagle3TargetBackend, rows: TokenBatch) -> Eagle3TargetBatch:
+    """The target's answer about these rows; raises NotFinite unless it is finite. Waits for the
+    device."""
+    batch = target.answer(rows)
+    check_answer(target, batch, rows)
+    return batch
+
+
+def check_answer(target: Eagle3TargetBackend, batch: Eagle3TargetBatch, rows: TokenBatch) -> None:
+    """Raise NotFinite if an answer is not finite."""
+    verdict = inspect(batch, len(target.aux_layer_ids))
+    fault = verdict.fault(target.aux_layer_ids)
+    if fault is not None:
+        place = place_of(rows, fault)
+        raise refusal(fault, place=place, dtype=verdict.dtype, model=module_of(target))
+
+
+def check_probs(probs_MW: Tensor, batch: Eagle3TargetBatch) -> None:
+    """Reject probabilities of a batch's supervised slots that a head computed from finite states
+    but with an overflow. Waits for the device."""
+    bad_M = ~finite_rows(probs_MW)
+    if bool(bad_M.any()):
+        row, slot = batch.loss_mask.nonzero()[bad_M][0].tolist()
+        fault = Fault(_NAMES["probs"], row, slot + 1)
+        raise refusal(fault, dtype=batch.aux_hidden_states.dtype)
+
+
+def module_of(target: object) -> nn.Module | None:
+    """The model behind a backend, if it is in this process and can be inspected."""
+    if not isinstance(target, Eagle3TargetBackend):  # any other object with an `answer`
+        return None
+    try:
+        return target.info().module
+    except BadInput:  # `info` is optional for a backend that answers with logits
+        return None
+
+
+def refusal(
+    fault: Fault,
+    *,
+    dtype: torch.dtype,  # of the target's states
+    place: str = "",  # where the row came from
+    model: nn.Module | None = None,
+    where: str = "",
+) -> NotFinite:
+    """The error about an answer: its layer, its row, and the probable cause."""
+    if fault.same:
+        return _damaged(f"the target's states in {fault.layer} are the same for every token", where)
+    row = f"row {fault.row} ({place})" if place else f"row {fault.row}"
+    seen = f"the target's answer is not finite in {fault.layer}, {row}, token {fault.token}"
+    if model is not None and (tensor := bad_weight(model)) is not None:
+        return bad_weights(*tensor, owner=f"the target ({_name(model)})", where=where, seen=seen)
+    name = str(dtype).removeprefix("torch.")
+    if (wider := _WIDER.get(dtype)) is not None:
+        what = f"{seen}: {name} overflows, or the weights are damaged"
+        return NotFinite(what, where=where, fix=f"load the target in {wider}")
+    what = f"{seen}: its numbers overflow even {name}, or the weights are damaged"
+    return NotFinite(what, where=where, fix="check the target's weights and config")
+
+
+def refuse_uniform(logits: Tensor, *, where: str = "") -> None:
+    """Reject logits [..., V] in which every token is as likely as any other. Waits for the
+    device."""
+    if bool((logits == logits[..., :1]).all()):
+        raise _damaged("to the target, every token is as likely as any other", where)
+
+
+def _damaged(what: str, where: str) -> NotFinite:
+    fix = "are its weights zero? check the files and the config"
+    return NotFinite(what, where=where, fix=fix)
+
+
+def place_of(rows: TokenBatch, fault: Fault) -> str:
+    """Where the document with the fault came from; empty if unknown."""
+    places = rows.places[fault.row] if fault.row < len(rows.places) else ()
+    if rows.seq_lens is None:
+        return places[0] if places else ""
+    ends = rows.seq_lens[fault.row].cumsum(0).tolist()
+    return next((place for place, end in zip(places, ends, strict=False) if fault.token < end), "")
+
+
+def bad_weights(name: str, what: str, *, owner: str, where: str = "", seen: str = "") -> NotFinite:
+    """The error about weights that hold NaN or infinity."""
+    line = f"weights of {owner} hold {what}: tensor {name}"
+    line += f" ({seen})" if seen else ""
+    return NotFinite(line, where=where, fix="the files are damaged: fetch or convert them again")
+
+
+@torch.no_grad()
+def bad_weight(model: nn.Module) -> tuple[str, str] | None:
+    """Name of the first tensor of a model that is not finite, and what it holds; None if all are
+    finite."""
+    for name, tensor in model.state_dict().items():
+        if isinstance(tensor, Tensor) and (what := not_numbers(tensor)):
+            return name, what
+    return None
+
+
+def not_numbers(tensor: Tensor) -> str:
+    """ "NaN" or "infinity" if a tensor holds it, else an empty string."""
+    for part in stored_tensors(local_part(tensor)):  # each rank checks its own shard
+        # 8-bit and packed parts support no such reductions and hardly hold NaN or infinity
+        plain = part.is_floating_point() and part.itemsize > 1 and part.device.type != "meta"
+        if plain and part.numel():
+            extremes = torch.stack([part.amin(), part.amax()])
+            if not bool(extremes.isfinite().all()):
+                return "NaN" if bool(extremes.isnan().any()) else "infinity"
+    return ""
+
+
+def _name(model: nn.Module) -> str:
+    config = getattr(model, "config", None)
+    return getattr(config, "_name_or_path", "") or type(model).__name__
+
+
+@torch.no_grad()
+def broken_layer(model: nn.Module, token_ids: Sequence[int]) -> str:
+    """The lowest decoder layer whose output over a text is not finite, else "logits"; empty if all
+    is finite. Runs one more pass, to report where a decoded text went wrong."""
+    layers, broken = find_layers(model), []
+
+    def check(layer_id: int, states_BTD: Tensor) -> None:
+        if not bool(finite_rows(states_BTD).all()):
+            broken.append(layer_id)
+
+    device = next(model.parameters()).device
+    with layer_outputs(layers, range(len(layers)), check):
+        output = model(input_ids=torch.tensor([list(token_ids)], device=device))
+    if broken:
+        return f"layer {min(broken)}"
+    return "" if bool(output.logits[0, -1].amax().isfinite()) else "logits"

@@ -1,0 +1,7 @@
+"""Another name of `fledge.target.runner`, for other programs."""
+
+import sys
+
+from fledge.target import runner
+
+sys.modules[__name__] = runner  # the same module: what is replaced in one is in the other

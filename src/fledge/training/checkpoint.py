@@ -1,0 +1,269 @@
+"""Checkpoints: written atomically, verified when read, and loadable as drafts.
+
+    run/
+      checkpoints/step-00000500/   config.json, model.safetensors   the draft itself
+                                   training.safetensors             moments, guard, sums, RNG
+                                   shard-*.safetensors              a sharded run's moments
+                                   state.json                       step, fingerprints, checksums
+      best -> checkpoints/step-... the checkpoint with the best measured acceptance
+
+`state.json` holds a checksum of every other file. A checkpoint that does not match its checksums is
+skipped with a message, and the one before it is used.
+"""
+
+import os
+import re
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fledge.core.errors import BadInput, first_line
+from fledge.core.files import fsync_path, save_tensors, write_json
+from fledge.core.reading import (
+    FileName,
+    ListOf,
+    MapOf,
+    Maybe,
+    Number,
+    Table,
+    Text,
+    Whole,
+    check,
+    check_inside,
+    load_tensors,
+    open_regular,
+    read_json,
+)
+from fledge.data.tokenise import checksum
+from fledge.methods.shared.files import CONFIG_NAME, WEIGHTS_NAME
+from fledge.training.optimizer import state_like
+
+TRAINING_NAME = "training.safetensors"
+STATE_NAME = "state.json"
+STEPS = "steps"  # key in state.json: the run's planned length when the checkpoint was saved
+PACKS = "packs_per_step"  # key in state.json: packs per step over all ranks
+_LINK = ".best.tmp"  # temporary name of the `best` link
+_SHARE = "shard-"  # file name prefix of the ranks' shares
+_NEEDED = (CONFIG_NAME, WEIGHTS_NAME, TRAINING_NAME)
+# The fields of a held-out evaluation that are read back.
+_EVALUATION = Table(
+    optional={"step": Whole(), "tau": Number(0), "prefix_acceptance": ListOf(Number(), most=4096)}
+)
+# The fields of state.json for any trained draft (`_STATE`), and those that resuming a run needs in
+# addition (`_CHECKPOINT`).
+_STATE = Table(
+    {"step": Whole(0, 10**12)},
+    optional={
+        "seconds": Number(0),
+        "best_length": Number(0),
+        "best_step": Whole(0, 10**12),
+        "first": _EVALUATION,
+        "last": _EVALUATION,
+        PACKS: Whole(1, 10**12),
+    },
+)
+_CHECKPOINT = Table(
+    {
+        "fingerprints": MapOf(Maybe(Text())),
+        "checksums": MapOf(Whole(0, 2**32 - 1), keys=FileName()),
+    }
+)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint that was found intact."""
+
+    path: Path
+    state: dict[str, Any]
+
+    @property
+    def step(self) -> int:
+        return int(self.state["step"])
+
+    @property
+    def finished(self) -> bool:
+        """Whether it is its run's last checkpoint and was evaluated."""
+        last = self.state.get("last") or {"step": self.step}  # no held-out rows: never evaluated
+        return bool(self.state.get(STEPS) == self.step == last["step"])
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether its optimizer moments are split over several files, one per rank."""
+        return any(name.startswith(_SHARE) for name in self.state["checksums"])
+
+    def tensors(self, *, but: tuple[str, ...] = ()) -> dict[str, Tensor]:
+        """The training state beside the draft, without names that end with one of `but`."""
+        keep = (lambda name: not name.endswith(but)) if but else None
+        return load_tensors(self.path / TRAINING_NAME, keep=keep)
+
+    def draft_tensors(self) -> dict[str, Tensor]:
+        return load_tensors(self.path / WEIGHTS_NAME)
+
+
+def checkpoint_path(run: Path, step: int) -> Path:
+    return run / "checkpoints" / f"step-{step:08d}"
+
+
+def complete(directory: Path, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Add the training state to a directory that holds the draft and any shares, so that a run can
+    resume exactly; the caller then renames the directory to its final name."""
+    host_tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    save_tensors(directory / TRAINING_NAME, host_tensors)
+    sums = {file.name: checksum(file) for file in sorted(directory.iterdir())}
+    write_json(directory / STATE_NAME, {**state, "checksums": sums})
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """The contents of a checkpoint's state.json: step, acceptance, fingerprints."""
+    what = "the checkpoint's state"
+    # finite=False: a diverged run may have NaN in its evaluations
+    state: dict[str, Any] = read_json(path / STATE_NAME, _STATE, what=what, finite=False)
+    return state
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """Read and verify a checkpoint; raises BadInput if anything is wrong with it."""
+    state = read_state(path)
+    check(state, _CHECKPOINT, where=str(path / STATE_NAME), what="the checkpoint's state")
+    sums = state["checksums"]
+    if missing := [name for name in _NEEDED if name not in sums]:
+        raise BadInput(f"not a whole checkpoint: no {missing[0]} in it", where=str(path))
+    # Readers find tensor files by their suffix, so a stray one would be read, too.
+    if unknown := sorted({file.name for file in path.glob("*.safetensors")} - set(sums)):
+        raise BadInput(f"not of this checkpoint: {unknown[0]}", where=str(path))
+    for name in sums:  # only regular files inside it: reading a device would never end
+        check_inside(path / name, path)
+        open_regular(path / name).close()
+    if wrong := [name for name, crc in sums.items() if checksum(path / name) != crc]:
+        raise BadInput(f"damaged: {', '.join(wrong)}", where=str(path))
+    return Checkpoint(path, state)
+
+
+def matching(
+    tensors: Mapping[str, Tensor], want: Mapping[str, Tensor], *, prefix: str = ""
+) -> dict[str, Tensor]:
+    """The checkpoint's tensors for the names in `want`; raises BadInput if one is missing or
+    differs from the wanted one in shape or dtype."""
+    matched = {}
+    for name, wanted in want.items():
+        saved = tensors.get(f"{prefix}{name}")
+        if saved is None or saved.shape != wanted.shape or saved.dtype != wanted.dtype:
+            actual = "missing" if saved is None else f"{saved.dtype} {list(saved.shape)}"
+            what = f"{prefix}{name} is {actual}, expected {wanted.dtype} {list(wanted.shape)}"
+            raise BadInput(what, where="the newest checkpoint", fix="remove it")
+        matched[name] = saved
+    return matched
+
+
+def newest_checkpoint(run: Path) -> tuple[Checkpoint | None, list[str]]:
+    """The newest intact checkpoint, and what was wrong with newer ones."""
+    complaints: list[str] = []
+    for path in sorted((run / "checkpoints").glob("step-*"), reverse=True):
+        try:
+            return read_checkpoint(path), complaints
+        except BadInput as error:
+            complaints.append(str(error))
+    return None, complaints
+
+
+def newest_step(run: Path) -> int:
+    """The step of the newest checkpoint, intact or not; 0 if there is none."""
+    names = [path.name for path in (run / "checkpoints").glob("step-*")]
+    return int(max(names, default="step-0").removeprefix("step-"))
+
+
+def best_step(run: Path) -> int | None:
+    """The step that `best` points to; None if there is no valid link."""
+    link = run / "best"
+    match = re.fullmatch(r"step-(\d{1,12})", link.readlink().name) if link.is_symlink() else None
+    return None if match is None else int(match[1])
+
+
+def mark_best(run: Path, path: Path) -> None:
+    """Point `best` to a checkpoint, atomically."""
+    temporary = run / _LINK
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(os.path.relpath(path, run))
+    temporary.replace(run / "best")
+    fsync_path(run)
+
+
+def prune(run: Path, keep: int) -> None:
+    """Remove all but the newest `keep` checkpoints and the best, and leftovers of killed saves."""
+    root = run / "checkpoints"
+    checkpoints = sorted(root.glob("step-*"))
+    best = best_step(run)
+    for path in checkpoints[:-keep]:
+        if path.is_symlink():
+            path.unlink()  # fledge did not create the link, nor what it points to
+        elif best is None or path != checkpoint_path(run, best):
+            doomed = path.with_name(f".{path.name}.old")  # removal takes time, renaming is atomic
+            path.replace(doomed)
+            shutil.rmtree(doomed)
+    for leftover in root.glob(".step-*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    (run / _LINK).unlink(missing_ok=True)
+
+
+def finish_save(run: Path, best: int, *, keep: int | None) -> None:
+    """Finish what a process left undone if it was killed right after writing its last checkpoint.
+    `best`: the best step, as recorded in that checkpoint."""
+    path = checkpoint_path(run, best)
+    if best_step(run) != best and path.is_dir():
+        mark_best(run, path)
+    if keep is not None:
+        prune(run, keep)
+
+
+def rng_tensors() -> dict[str, Tensor]:
+    """The state of torch's random generators, as tensors."""
+    states = {"rng.cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states["rng.cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def restore_rng(tensors: Mapping[str, Tensor]) -> None:
+    current = rng_tensors()
+    want = {name: state for name, state in current.items() if name == "rng.cpu" or name in tensors}
+    states = matching(tensors, want)
+    try:
+        torch.set_rng_state(states["rng.cpu"])
+        if "rng.cuda" in states:
+            torch.cuda.set_rng_state(states["rng.cuda"])
+    except RuntimeError as error:  # the right size, but not a valid generator state
+        raise BadInput(f"the random generator's state is damaged ({first_line(error)})") from None
+
+
+def optimizer_tensors(
+    optimizers: Iterable[torch.optim.Optimizer], names: Mapping[int, str]
+) -> dict[str, Tensor]:
+    """Moments and step counts by parameter name; `names` maps id(parameter) to its name."""
+    return {
+        f"optimizer.{names[id(parameter)]}.{key}": value
+        for optimizer in optimizers
+        for parameter, state in optimizer.state.items()
+        for key, value in state.items()
+    }
+
+
+def restore_optimizer(
+    optimizer: torch.optim.Optimizer, names: Mapping[int, str], tensors: Mapping[str, Tensor]
+) -> None:
+    """Restore an optimizer's state. A parameter that has not had a gradient yet has none; otherwise
+    its state must be complete."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            prefix = f"optimizer.{names[id(parameter)]}."
+            like = state_like(optimizer, parameter)
+            has_state = any(f"{prefix}{name}" in tensors for name in like)
+            state = matching(tensors, like, prefix=prefix) if has_state else {}
+            optimizer.state[parameter] = {
+                name: tensor.to(parameter.device) for name, tensor in state.items()
+            }

@@ -1,0 +1,318 @@
+"""Runs the ranks of a training on a Ray cluster, and restarts them when one is lost.
+
+Each rank is an actor that calls what `fledge train` calls, in the environment that torchrun would
+set up. When a rank is lost, the others are ended, because they could only wait for it; then all
+restart from the newest checkpoint, wherever there is room. If there is room only for fewer ranks,
+each takes the share of several, so that the steps stay the same.
+
+The run's directory, its data and its models must have the same paths on every machine.
+"""
+
+import contextlib
+import io
+import os
+import secrets
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from fledge.core.errors import BadInput
+from fledge.core.files import alone_in
+from fledge.core.heartbeat import RankLost
+from fledge.recipe.schema import Recipe
+from fledge.target.kinds import kind_of
+from fledge.target.ray.connection import Connection, import_ray, make_board
+from fledge.target.ray.placing import bundle_of, remove_group
+from fledge.training.checkpoint import newest_checkpoint
+from fledge.training.signals import StopSignal
+from fledge.training.targets import shared_section
+
+
+class Observer(Protocol):
+    """Receives the progress of a run; the command line displays it."""
+
+    def note(self, text: str) -> None: ...
+    def placed(self, ranks: int) -> None: ...
+    def look(self) -> dict[str, Any]:
+        """The latest figures that the run wrote, for the board."""
+
+
+Entry = Callable[..., int]  # what a rank runs: `run_recipe(recipe, as_json=...)`
+_POLL_S = 0.5
+_LOSS_REPORT_S = 40.0  # time after a rank's error for Ray to report the loss of another rank
+_START_S = 120.0  # time limit for starting the ranks' processes
+_SMALLER_S = 5.0  # time to wait for room before fewer ranks are tried
+_MAX_LOSSES = 3  # losses in a row without a new checkpoint
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The number of ranks, and what the cluster reserves for each."""
+
+    ranks: int = 1
+    cpus: float = 1.0
+    gpus: float | None = None  # None: one if the cluster has any
+    wait_s: float = 60.0  # time to wait for room
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank runs."""
+
+    node: str
+    node_id: str
+    pid: int
+    gpus: tuple[str, ...]
+    port: int  # was free there a moment ago
+
+
+class Rank:
+    """The actor that runs one rank."""
+
+    def __init__(self, index: int, board: Any) -> None:
+        self._index, self._board = index, board
+
+    def place(self) -> Place:
+        ray = import_ray()
+        context = ray.get_runtime_context()
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            port = int(probe.getsockname()[1])
+        gpus = tuple(context.get_accelerator_ids().get("GPU", ()))
+        return Place(ray.util.get_node_ip_address(), context.get_node_id(), os.getpid(), gpus, port)
+
+    def run(
+        self,
+        entry: Entry,
+        recipe: Recipe,
+        environment: Mapping[str, str],
+        directory: str,
+        **more: Any,
+    ) -> tuple[int, str]:
+        """Run `entry`; return its exit code and what it wrote to stdout."""
+        os.environ |= environment
+        os.chdir(directory)
+        threading.Thread(target=self._forward_stop, daemon=True, name="fledge-obey").start()
+        if self._index == 0:
+            _wait_for_lock(Path(recipe.run.output_dir))
+        with contextlib.redirect_stdout(io.StringIO()) as written:
+            return entry(recipe, **more), written.getvalue()
+
+    def _forward_stop(self) -> None:
+        """Wait for a stop request on the board, and pass it on as SIGTERM."""
+        ray, stopping = import_ray(), False
+        while not stopping:
+            time.sleep(_POLL_S)
+            with contextlib.suppress(ray.exceptions.RayError):  # the board may be lost and return
+                stopping = ray.get(self._board.stopping.remote())
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _wait_for_lock(directory: Path) -> None:
+    """Wait until the directory is unlocked: the previous rank 0 may still be exiting."""
+    until = time.monotonic() + _START_S
+    while directory.is_dir():
+        try:
+            with alone_in(directory):
+                return
+        except BadInput:
+            if time.monotonic() >= until:
+                raise
+            time.sleep(_POLL_S)
+
+
+def train_on_cluster(
+    recipe: Recipe, entry: Entry, layout: Layout, *, address: str, observer: Observer, **more: Any
+) -> tuple[int, str]:
+    """Train to the end, restarting lost ranks; return the first rank's exit code and stdout."""
+    name = f"{recipe.run_name}-{secrets.token_hex(2)}"
+    section, layers = shared_section(recipe), recipe.method.aux_layers(recipe.objective)
+    with Connection(address), ExitStack() as undo:
+        board = make_board(name)
+        undo.callback(import_ray().kill, board)
+        placed = kind_of(section).placed(section, aux_layers=layers, name=name)
+        variables = undo.enter_context(placed)
+        run = _Run(recipe, entry, layout, board, observer, dict(variables), more)
+        with StopSignal() as stop:
+            return run.to_the_end(stop)
+
+
+@dataclass
+class _Run:
+    recipe: Recipe
+    entry: Entry
+    layout: Layout
+    board: Any
+    observer: Observer
+    variables: dict[str, str]
+    more: dict[str, Any]
+    restarts: int = 0
+
+    def to_the_end(self, stop: StopSignal) -> tuple[int, str]:
+        losses, step = 0, self._step()
+        while True:
+            outcome = self._attempt(stop)
+            if isinstance(outcome, tuple):
+                return outcome
+            if stop.received:
+                return 128 + stop.received, ""
+            losses = losses + 1 if self._step() == step else 1
+            step = self._step()
+            if losses >= _MAX_LOSSES:
+                what = f"{losses} starts in a row were lost at step {step} ({outcome})"
+                raise BadInput(what, fix="look at ray's logs; the same command continues the run")
+            self.restarts += 1
+            self.observer.note(f"{outcome}; all ranks start again from step {step}")
+
+    def _attempt(self, stop: StopSignal) -> tuple[int, str] | str:
+        """Start all ranks once; return the outcome, or a description of what was lost."""
+        ray = import_ray()
+        with ExitStack() as undo:
+            count, group = self._room(undo)
+            actors = []
+            for index in range(count):
+                options = ray.remote(Rank).options(
+                    num_cpus=self.layout.cpus,
+                    num_gpus=self._gpus(),
+                    scheduling_strategy=bundle_of(group, index),
+                )
+                actors.append(options.remote(index, self.board))
+                undo.callback(ray.kill, actors[-1])
+            references = [actor.place.remote() for actor in actors]
+            ready, missing = ray.wait(references, num_returns=count, timeout=_START_S)
+            if missing:
+                return f"{len(missing)} of {count} ranks did not start"
+            try:
+                places = ray.get(ready if len(ready) < count else references)
+            except ray.exceptions.RayError as error:
+                return _lost_rank(error)
+            self._report_places(places)
+            self.observer.placed(count)
+            recipe, directory = self._cut_for(count), os.getcwd()
+            runs = {
+                actor.run.remote(self.entry, recipe, environment, directory, **self.more): index
+                for index, (actor, environment) in enumerate(
+                    zip(actors, _environments(places, self.variables), strict=True)
+                )
+            }
+            return self._watch(runs, stop)
+
+    def _watch(self, runs: dict[Any, int], stop: StopSignal) -> tuple[int, str] | str:
+        """Wait until all ranks are done or one is lost; returns as `_attempt` does."""
+        errors, ray = import_ray().exceptions, import_ray()
+        pending, done = list(runs), dict[int, tuple[int, str]]()
+        failed: list[BaseException] = []
+        lost, until = "", float("inf")
+        stop_sent = False
+        while pending and not lost and time.monotonic() < until:
+            ready, pending = ray.wait(pending, timeout=_POLL_S)
+            for reference in ready:
+                try:
+                    done[runs[reference]] = ray.get(reference)
+                except errors.RayTaskError as error:
+                    cause = error.cause if isinstance(error.cause, Exception) else error
+                    failed.append(cause)
+                    until = min(until, time.monotonic() + _LOSS_REPORT_S)
+                except errors.RayError as error:
+                    lost = f"rank {runs[reference]} is lost ({_lost_rank(error)})"
+            if stop.received and not stop_sent:
+                stop_sent = True
+                self.board.stop.remote()
+            self._report_run("stopping" if stop_sent else "training")
+        refused = [e for e in failed if isinstance(e, BadInput) and not isinstance(e, RankLost)]
+        if refused:
+            raise refused[0]
+        if not lost and not failed:
+            return done[0]
+        if lost or any(isinstance(error, RankLost) for error in failed):
+            self._report_run("restarting")
+            return lost or str(failed[0])
+        raise failed[0]
+
+    def _room(self, undo: ExitStack) -> tuple[int, Any]:
+        """Reserve room for as many ranks as possible; return their number and the reservation."""
+        from ray.util.placement_group import placement_group
+
+        bundle = {"CPU": self.layout.cpus, "GPU": self._gpus()}
+        bundle = {name: amount for name, amount in bundle.items() if amount} or {"CPU": 0.001}
+        sizes = list(self._sizes()) if self.restarts else [self.layout.ranks]
+        for count in sizes:
+            group = placement_group([bundle] * count, strategy="PACK")
+            if group.wait(self.layout.wait_s if count == self.layout.ranks else _SMALLER_S):
+                undo.callback(remove_group, group)
+                if count < self.layout.ranks:
+                    self.observer.note(f"room for {count} of {self.layout.ranks} ranks")
+                return count, group
+            remove_group(group)
+        resources = ", ".join(f"{amount:g} {name}" for name, amount in bundle.items())
+        raise BadInput(
+            f"no room for {sizes[-1]} ranks of {resources} each",
+            where="--ranks",
+            fix="give the cluster more machines; the same command continues the run",
+        )
+
+    def _sizes(self) -> Iterator[int]:
+        """Numbers of ranks that can take the same steps, largest first."""
+        training, ranks = self.recipe.training, self.layout.ranks
+        for count in range(ranks, 0, -1):
+            if ranks % count == 0 and count % (training.shard * training.context) == 0:
+                yield count
+
+    def _cut_for(self, count: int) -> Recipe:
+        """The recipe for the same steps on fewer ranks: each accumulates more micro-batches."""
+        training = self.recipe.training
+        accumulate = training.accumulate * (self.layout.ranks // count)
+        training = training.model_copy(update={"accumulate": accumulate})
+        return self.recipe.model_copy(update={"training": training})
+
+    def _gpus(self) -> float:
+        if self.layout.gpus is not None:
+            return self.layout.gpus
+        if self.recipe.training.device == "cpu":
+            return 0
+        return 1 if import_ray().cluster_resources().get("GPU", 0) else 0
+
+    def _step(self) -> int:
+        newest, _ = newest_checkpoint(Path(self.recipe.run.output_dir))
+        return 0 if newest is None else newest.step
+
+    def _report_places(self, places: Sequence[Place]) -> None:
+        self.board.forget.remote("ranks")
+        for index, place in enumerate(places):
+            facts: dict[str, Any] = {"node": place.node, "node_id": place.node_id, "pid": place.pid}
+            self.board.tell.remote("ranks", f"rank-{index}", {**facts, "gpus": list(place.gpus)})
+
+    def _report_run(self, state: str) -> None:
+        facts: dict[str, Any] = {"directory": self.recipe.run.output_dir, "state": state}
+        facts |= {"restarts": self.restarts, **self.observer.look()}
+        self.board.tell.remote("run", "run", facts)
+
+
+def _environments(
+    places: Sequence[Place], variables: Mapping[str, str]
+) -> Iterator[dict[str, str]]:
+    """The environment variables that torchrun would set for each rank. All ranks on a machine see
+    all of their GPUs, so that they can copy directly between them."""
+    for rank, place in enumerate(places):
+        local = [i for i, other in enumerate(places) if other.node_id == place.node_id]
+        env = {
+            **variables,
+            "RANK": str(rank), "LOCAL_RANK": str(local.index(rank)),
+            "WORLD_SIZE": str(len(places)), "LOCAL_WORLD_SIZE": str(len(local)),
+            "MASTER_ADDR": places[0].node, "MASTER_PORT": str(places[0].port),
+        }  # fmt: skip
+        if place.gpus:
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(g for i in local for g in places[i].gpus)
+        yield env
+
+
+def _lost_rank(error: Exception) -> str:
+    """A short reason for a loss; Ray's own explanation is long."""
+    reasons = {"NodeDiedError": "its machine is gone", "ActorDiedError": "its process is gone"}
+    return reasons.get(type(error).__name__, type(error).__name__)

@@ -1,0 +1,64 @@
+"""Checks that a recipe's output directory is either free or holds the run of that same recipe.
+
+The command line calls this before torch is loaded.
+"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fledge.core.errors import BadInput
+from fledge.core.files import check_place
+
+if TYPE_CHECKING:
+    from fledge.recipe.schema import Recipe
+
+# Fields that may differ between a run and its continuation: they do not affect the arithmetic, or
+# (`record_steps`) only its last digits. Data and target may have moved: their contents are checked
+# by fingerprint. A step may be split differently over ranks: `fit` checks that it stays the same.
+_FREE = (
+    "run.", "data.train:", "data.valid:", "target.model:", "tracking.", "checkpoint.",
+    "evaluation.every_steps", "data.workers", "training.prefetch", "training.device",
+    "target.device", "training.extend", "training.max_bad_steps", "target.urls",
+    "target.token_env", "target.ca_file", "target.prefetch", "target.timeout_s", "target.retries",
+    "target.wait_s", "target.shared_memory", "training.shard", "training.context",
+    "training.micro_batch", "training.accumulate", "target.address", "target.workers",
+    "target.worker_cpus", "target.worker_gpus", "target.placement", "target.url:",
+    "target.shared_dir", "training.record_steps",
+)  # fmt: skip
+
+
+def check_existing(recipe: "Recipe", *, one_of_several: bool = False) -> None:
+    """Raise BadInput if the output directory holds a run of another recipe, or other files; and,
+    for one of several drafts, if its parent directory is the run of a single draft."""
+    from fledge.recipe.schema import RESOLVED_NAME, load_recipe
+    from fledge.training.checkpoint import newest_checkpoint
+    from fledge.training.lengthening import LENGTH, ways_on
+
+    directory = Path(recipe.run.output_dir)
+    if one_of_several and (directory.parent / RESOLVED_NAME).exists():
+        what, fix = "holds the run of one draft, not of several", "run.output_dir=..."
+        raise BadInput(what, where=str(directory.parent), fix=fix)
+    check_place(directory, directory=True)
+    resolved = directory / RESOLVED_NAME
+    if not resolved.exists():
+        # Hidden files may be left over from a command that was killed right at its start.
+        if directory.is_dir() and any(not p.name.startswith(".") for p in directory.iterdir()):
+            what, fix = "not empty, and not a run of fledge", "run.output_dir=..."
+            raise BadInput(what, where=str(directory), fix=fix)
+        return
+    if not recipe.checkpoint.resume:
+        what = "already holds a run, and checkpoint.resume is false"
+        raise BadInput(what, where=str(directory), fix="give another run.output_dir")
+    differing = load_recipe(resolved).differences(recipe)
+    differing = [line for line in differing if not line.startswith(_FREE)]
+    if differing and all(line.startswith(LENGTH) for line in differing):
+        if recipe.training.extend:  # `fit` checks how far the run is
+            return
+        newest, _ = newest_checkpoint(directory)
+        if newest is not None and newest.finished:
+            what = f"this run finished at step {newest.step} ({'; '.join(differing)})"
+            raise BadInput(what, where=str(directory), fix=ways_on(directory))
+    if differing:
+        what = f"this run was started with another recipe: {'; '.join(differing[:5])}"
+        fix = "give it another run.output_dir, or the recipe it was started with"
+        raise BadInput(what, where=str(directory), fix=fix)

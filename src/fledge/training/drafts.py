@@ -1,0 +1,199 @@
+"""Builds the draft that a recipe describes: a new one that fits the target, or a warm start."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fledge.core.errors import BadInput
+from fledge.data.rows import RowView
+from fledge.data.vocab import (
+    DraftVocabulary,
+    count_supervised,
+    select_vocabulary,
+    special_token_ids,
+)
+from fledge.methods.registry import load_draft, method_of
+from fledge.methods.shared.derive import derive_draft_config, verify_rotary
+from fledge.methods.shared.draft import DraftModel
+from fledge.recipe.schema import Recipe
+from fledge.target.base import Eagle3TargetBackend
+from fledge.target.finite_check import bad_weights, not_numbers
+from fledge.target.kinds import target_config
+from fledge.training.runs import starting_draft
+
+
+def make_draft(
+    recipe: Recipe,
+    target: Eagle3TargetBackend,
+    vocabulary: DraftVocabulary,
+    tokenizer: Any,
+    device: torch.device,
+) -> DraftModel:
+    """A new draft that fits the target, or the one that the recipe starts from; in float32."""
+    section = recipe.draft
+    ids = torch.from_numpy(vocabulary.selected_token_ids)
+    mask = torch.from_numpy(vocabulary.t2d)
+    if section.init_from is not None:
+        draft = _warm_draft(recipe, target, vocabulary, tokenizer)
+    else:
+        draft = recipe.method.draft_type()(_draft_config(recipe, target, vocabulary, tokenizer))
+    draft.set_vocab_mapping(ids, mask)
+    draft.borrow_from(target)
+    if section.init_from is None:
+        draft.copy_embeddings_from_target(target.get_input_embeddings())
+        if section.head_from_target:
+            draft.copy_head_from_target(_HeadWeight(target.info().head.weight_VD))
+        if section.layers_from_target:
+            _copy_layers(draft, target)
+    # The aux layers are part of the draft: it cannot use states of other layers.
+    draft.config.aux_layer_ids = list(target.aux_layer_ids)
+    if (module := target.info().module) is not None:  # a remote target's rotary cannot be checked
+        verify_rotary(draft.config, module)
+    for name, tensor in draft.state_dict().items():
+        if what := not_numbers(tensor):
+            owner = (
+                "the target, which the draft starts from," if section.init_from is None else "it"
+            )
+            raise bad_weights(name, what, owner=owner, where=section.init_from or "")
+    if section.freeze_embeddings:
+        draft.freeze_embeddings()
+    if recipe.training.gradient_checkpointing:
+        draft.gradient_checkpointing_enable()
+    return draft.to(device)
+
+
+def _copy_layers(draft: DraftModel, target: Eagle3TargetBackend) -> None:
+    module = target.info().module
+    if module is None:
+        where = "draft.layers_from_target"
+        what = "the target is not in this process, so its layers cannot be copied"
+        raise BadInput(what, where=where, fix=f"{where}=false")
+    draft.start_as_target(module)
+
+
+def _draft_config(
+    recipe: Recipe, target: Eagle3TargetBackend, vocabulary: DraftVocabulary, tokenizer: Any
+) -> Any:
+    """The config of the draft that a recipe describes."""
+    settings = recipe.method.draft_settings(
+        recipe.objective, tokenizer=tokenizer, vocab_size=target.info().vocab_size
+    )
+    return config_of_draft(recipe, target_config(recipe.target), vocabulary.size, settings)
+
+
+def config_of_draft(
+    recipe: Recipe, target_config: Any, draft_vocab_size: int, settings: dict[str, Any]
+) -> Any:
+    """The draft config for any target of that config; `settings`: what the method adds."""
+    section = recipe.draft
+    return derive_draft_config(
+        target_config,
+        draft_vocab_size=draft_vocab_size,
+        num_hidden_layers=section.layers,
+        intermediate_size=section.intermediate_size,
+        fc_norm=section.fc_norm,
+        norm_output=section.norm_output,
+        qk_norm=section.qk_norm,
+        attention_bias=section.attention_bias,
+        mlp_bias=section.mlp_bias,
+        **settings,
+    )
+
+
+def _warm_draft(
+    recipe: Recipe, target: Eagle3TargetBackend, vocabulary: DraftVocabulary, tokenizer: Any
+) -> DraftModel:
+    """The draft that `init_from` names. An EAGLE-3 draft grows into a P-EAGLE one if the recipe
+    trains that."""
+    start = starting_draft(recipe)
+    assert start is not None
+    draft = load_draft(start, dtype=torch.float32)
+    vocab_size = target.info().vocab_size
+    if draft.config.vocab_size != vocab_size:
+        what = f"made for a vocabulary of {draft.config.vocab_size}, the target has {vocab_size}"
+        raise BadInput(what, where=str(start))
+    old = method_of(draft.config)
+    grown: DraftModel | None = draft
+    if old is not recipe.method:
+        grown = recipe.method.grow(draft, _draft_config(recipe, target, vocabulary, tokenizer))
+    if grown is None:
+        fix = f"objective.kind={old.name} continues training it"
+        raise BadInput(f"a draft of {old.title}", where=str(start), fix=fix)
+    layers = getattr(draft.config, "aux_layer_ids", None)  # missing in drafts of other tools
+    if layers is not None and list(layers) != list(target.aux_layer_ids):
+        what = f"trained on the target's layers {list(layers)}, not {list(target.aux_layer_ids)}"
+        fix = f"target.aux_layer_ids={','.join(map(str, layers))}"
+        raise BadInput(what, where=str(start), fix=fix)
+    return grown
+
+
+@dataclass(frozen=True)
+class _HeadWeight:
+    weight: torch.Tensor
+
+
+# --- vocabulary ----------------------------------------------------------------------------------
+# Chooses a draft's vocabulary: that of a warm start, else that of a cache unless the recipe sets
+# another size, else the most frequent tokens of the rows.
+#
+# Training and precompute share this choice, so that a cache of probabilities is made for the
+# vocabulary that training would choose.
+
+
+VOCABULARY_NAME = "vocabulary.safetensors"
+
+
+def choose_vocabulary(
+    recipe: Recipe,
+    rows: RowView,  # the training rows
+    *,
+    vocab_size: int,  # of the target
+    special_ids: Iterable[int | None],
+    fingerprint: str,  # of the rows
+) -> DraftVocabulary:
+    counts_V = count_supervised(rows.flat(), vocab_size)
+    start = starting_draft(recipe)
+    if start is None:
+        size = recipe.draft.draft_vocab_size
+        return select_vocabulary(counts_V, size, special_ids=special_ids, fingerprint=fingerprint)
+    ids = load_draft(start).selected_token_ids
+    if ids is None:
+        raise BadInput("the draft has no vocabulary map", where=str(start))
+    covered = float(counts_V[ids.numpy()].sum() / max(1, counts_V.sum()))
+    return DraftVocabulary(ids.numpy(), vocab_size, covered, fingerprint)
+
+
+def vocabulary_of_run(
+    recipe: Recipe, target: Eagle3TargetBackend, train: RowView, tokenizer: Any, fingerprint: str
+) -> DraftVocabulary:
+    """The vocabulary of a run's draft: the saved one if the run exists, else that of `init_from`,
+    else the cache's, else one chosen from the rows. A cache of probabilities dictates its own,
+    which a warm start must match; one that a cache only suggests must have the recipe's size."""
+    saved = Path(recipe.run.output_dir) / VOCABULARY_NAME
+    dictated, suggested = target.info().vocabulary, target.info().suggested
+    vocab_size, size = target.info().vocab_size, recipe.draft.draft_vocab_size
+    wanted = vocab_size if size is None else min(size, vocab_size)
+    warm = recipe.draft.init_from is not None  # brings its own map, whatever size the recipe sets
+    if dictated is not None and dictated.size != wanted and recipe.says_vocab_size and not warm:
+        what = f"made for a draft vocabulary of {dictated.size}, draft.draft_vocab_size says {size}"
+        fix = f"draft.draft_vocab_size={dictated.size}, or a cache of hidden states"
+        raise BadInput(what, where=f"target.backend={recipe.target.backend}", fix=fix)
+    if saved.exists():  # a resumed run always keeps its map
+        kept = DraftVocabulary.load(saved)
+        if kept.vocab_size != vocab_size:
+            what = f"made for a target of {kept.vocab_size} tokens, this one has {vocab_size}"
+            fix = "name the target that the run was started with"
+            raise BadInput(what, where=str(saved), fix=fix)
+        return kept
+    if not warm:
+        if dictated is not None:
+            return dictated
+        if suggested is not None and suggested.size == wanted:
+            return suggested
+    special_ids = special_token_ids(tokenizer)
+    return choose_vocabulary(
+        recipe, train, vocab_size=vocab_size, special_ids=special_ids, fingerprint=fingerprint
+    )

@@ -1,0 +1,299 @@
+"""Reads the curve of a run so far as plain numbers: its metrics, and its schedule.
+
+`read_metrics` is the only reader of `metrics.jsonl`; `read_curve` adds the length of the run from
+its recipe and checkpoints; `known_runs` finds finished runs of the same recipe.
+"""
+
+import contextlib
+import hashlib
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fledge.core.errors import BadInput
+from fledge.core.reading import Fault, ListOf, Maybe, Table, Whole, check, json_lines, parse_json
+from fledge.recipe.schema import RESOLVED_NAME, Recipe, load_recipe
+from fledge.training.checkpoint import STEPS, read_state
+from fledge.training.optimizer import learning_rate
+
+METRICS_NAME = "metrics.jsonl"
+CURVES = ("loss", "lr", "grad_norm", "tokens_per_s", "target_share", "tau")
+Floats = NDArray[np.float64]
+_SCHEDULE_FROM = "schedule_from"  # key in a checkpoint's state: see `lengthening.py`
+_LENGTH = Table(optional={STEPS: Whole(1, 10**12), _SCHEDULE_FROM: Whole(0, 10**12)})
+_GRID = 2048  # number of points over which a schedule is summed
+_MOST_BYTES = 1 << 28
+FEWEST_WINDOWS = 6  # of a curve that a forecast is made from
+_MAX_RUNS = 12  # the newest ones beside a run
+_SECTIONS = ("data", "packing", "draft", "objective", "training")  # those that shape a curve
+_FREE = {
+    "training": {"seed", "steps", "epochs", "extend", "device", "record_steps"},
+    "data": {"workers"},
+}
+
+
+class _Figure:
+    """A number, including NaN and infinity: a diverged run has gaps in its curves."""
+
+    def fault(self, value: Any, at: str) -> Fault | None:
+        return None if type(value) in (int, float) else Fault(at, value, "a number")
+
+
+_FIGURES = ListOf(_Figure(), most=4096)  # one per depth
+_EVALUATION = Table(
+    optional={
+        "acceptance_length": _Figure(), "rounds": Whole(), "tau": _Figure(), "joint": _FIGURES,
+        "conditional": _FIGURES, "prefix_acceptance": _FIGURES,
+    },
+)  # fmt: skip
+_LINE = Table(
+    {"step": Whole()},
+    optional={
+        **dict.fromkeys(CURVES, Maybe(_Figure())),
+        "epoch": Whole(),
+        "prefix_acceptance": _FIGURES,
+        "depth_loss": _FIGURES,
+        "seconds": Maybe(_Figure()),
+        "evaluation": _EVALUATION,
+    },
+)
+
+
+@dataclass(frozen=True)
+class Course:
+    """The learning-rate schedule of a run, and how often it repeats its data."""
+
+    steps: int
+    warmup: int = 0
+    schedule: str = "constant"
+    final_share: float = 0.0
+    decay_share: float = 0.2  # of schedule wsd
+    epoch_steps: float = math.inf  # steps per pass over the data; infinite: no repetition is known
+    begun_at: int = 0  # first step of a lengthened run's second schedule
+
+    @classmethod
+    def of(cls, recipe: Recipe, steps: int, *, epoch_steps: float, begun_at: int = 0) -> "Course":
+        training, length = recipe.training, steps - begun_at
+        warmup = training.warmup_steps
+        return cls(
+            steps=steps,
+            warmup=math.ceil(training.warmup_share * length) if warmup is None else warmup,
+            schedule=training.schedule,
+            final_share=training.final_lr_share,
+            decay_share=training.decay_share,
+            epoch_steps=epoch_steps,
+            begun_at=begun_at,
+        )
+
+    def doubled(self, *, data: bool) -> "Course":
+        """The same schedule over twice the steps; `data`: over twice the rows, too."""
+        rows = 2 if data else 1
+        return replace(self, steps=2 * self.steps, begun_at=0, epoch_steps=rows * self.epoch_steps)
+
+    def rates(self) -> tuple[Floats, Floats]:
+        """(steps, learning rates as shares of the peak), evenly spaced over the run."""
+        steps = np.unique(np.linspace(0, self.steps, min(self.steps, _GRID) + 1).round())
+        return steps, np.array([self._rate(int(step)) for step in steps])
+
+    def _rate(self, step: int) -> float:
+        begin, end = (self.begun_at, self.steps) if step >= self.begun_at else (0, self.begun_at)
+        return learning_rate(
+            step - begin, end - begin, peak=1.0, warmup=self.warmup, schedule=self.schedule,
+            final_share=self.final_share, decay_share=self.decay_share,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A run's lengths over its steps: every logged window, and every held-out evaluation."""
+
+    course: Course
+    depths: int  # tokens drafted per round
+    trained_depths: int  # number of these that training steps measure: one for EAGLE-1
+    windows: tuple[tuple[float, float], ...]  # (middle step, tau over every slot)
+    measured: tuple[tuple[int, float, int], ...]  # (step, tokens per round, rounds), without step 0
+    seconds: float = 0.0  # training time up to `step`
+    step: int = 0  # the latest step
+
+    def upto(self, share: float) -> "Curve":
+        """The curve as it was when this share of the run was done."""
+        step = int(share * self.course.steps)
+        return replace(
+            self,
+            windows=tuple(w for w in self.windows if w[0] <= step),
+            measured=tuple(m for m in self.measured if m[0] <= step),
+            seconds=self.seconds * min(1.0, step / max(1, self.step)),
+            step=min(step, self.step),
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        course = {k: v for k, v in asdict(self.course).items() if v != math.inf}
+        return {**asdict(self), "course": course}
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> "Curve":
+        rest = {k: v for k, v in value.items() if k in cls.__dataclass_fields__}
+        rest["course"] = Course(**value["course"])
+        rest["windows"] = tuple((a, b) for a, b in value["windows"])
+        rest["measured"] = tuple((a, b, c) for a, b, c in value["measured"])
+        return cls(**rest)
+
+
+def read_metrics(run: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """(lines about training steps, lines about evaluations)."""
+    path = run / METRICS_NAME
+    if not path.is_file():
+        raise BadInput("not a run of fledge: no metrics.jsonl", where=str(run))
+    lines: list[dict[str, Any]] = []
+    for _, line in json_lines(path, most_bytes=_MOST_BYTES):
+        try:
+            value = parse_json(line, Table(), where=str(path), finite=False)
+        except BadInput:
+            break  # an unfinished line: the run is still writing, or was killed
+        check(value, _LINE, where=f"{path}, line {len(lines) + 1}", what="the line")
+        lines.append(value)
+    steps = [line for line in lines if "loss" in line]
+    return steps, [line for line in lines if "evaluation" in line]
+
+
+def read_curve(run: Path, *, steps: int = 0) -> Curve:
+    """The curve of a run in its directory, finished or not; `steps` is its length if that is not
+    recorded there."""
+    logged, measured = read_metrics(run)
+    recipe = load_recipe(run / RESOLVED_NAME)
+    state = _newest_state(run)
+    steps = steps or state.get(STEPS, 0) or recipe.training.steps or 0
+    if not steps:
+        what = "no checkpoint says how many steps the run will have"
+        raise BadInput(what, where=str(run), fix="wait for the next one, or give --steps")
+    begun_at = state.get(_SCHEDULE_FROM, 0)
+    return curve_of(recipe, steps, logged, measured, begun_at=begun_at if begun_at < steps else 0)
+
+
+def curve_of(
+    recipe: Recipe,
+    steps: int,
+    logged: Sequence[dict[str, Any]],
+    measured: Sequence[dict[str, Any]],
+    *,
+    begun_at: int = 0,
+) -> Curve:
+    """The curve from lines of metrics."""
+    planned = None if recipe.training.steps else steps / recipe.training.epochs
+    epoch_steps = planned or _first_pass(logged)
+    ends = [0, *(line["step"] for line in logged)]
+    middles = [(begin + end) / 2 for begin, end in pairwise(ends)]
+    evaluations = [(line["step"], line["evaluation"]) for line in measured if line["step"]]
+    depths = max((len(line["evaluation"].get("joint", [])) for line in measured), default=0)
+    charged = [sum(loss > 0 for loss in line.get("depth_loss", [])) for line in logged]
+    return Curve(
+        course=Course.of(recipe, steps, epoch_steps=epoch_steps, begun_at=begun_at),
+        depths=depths,
+        trained_depths=max(charged, default=0) or depths,
+        windows=tuple(
+            (middle, float(line["tau"]))
+            for middle, line in zip(middles, logged, strict=True)
+            if math.isfinite(line.get("tau") or math.nan)
+        ),
+        measured=tuple(
+            (step, float(values["acceptance_length"]), int(values["rounds"]))
+            for step, values in evaluations
+            if values.get("rounds") and math.isfinite(values.get("acceptance_length", math.nan))
+        ),
+        seconds=float(logged[-1].get("seconds") or 0.0) if logged else 0.0,
+        step=max(ends[-1], *(step for step, _ in evaluations), 0),
+    )
+
+
+def _first_pass(logged: Sequence[dict[str, Any]]) -> float:
+    """Steps per pass over the data, judged by where the second pass begins."""
+    return next((line["step"] for line in logged if line.get("epoch")), math.inf)
+
+
+def _newest_state(run: Path) -> dict[str, Any]:
+    for path in sorted((run / "checkpoints").glob("step-*"), reverse=True):
+        with contextlib.suppress(BadInput):
+            state = read_state(path)
+            check(state, _LENGTH, where=str(path), what="the checkpoint's state")
+            return state
+    return {}
+
+
+# --- known runs ----------------------------------------------------------------------------------
+
+
+class Known(NamedTuple):
+    """A finished run that shows what may be ahead of another."""
+
+    name: str
+    curve: Curve
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What determines the curve of a run."""
+
+    method: str
+    target: str  # name without its directory
+    settings: str  # a hash, equal for runs that differ at most in seed and length
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> "Kind":
+        settings = recipe.model_dump(mode="json", include=set(_SECTIONS), exclude=_FREE)
+        settings_json = json.dumps(settings, sort_keys=True).encode()
+        # only what the recipe says: runs lie beside others whose servers must not be contacted
+        target = Path(recipe.target.model or "").name.lower()
+        return cls(recipe.objective.kind, target, hashlib.sha256(settings_json).hexdigest()[:16])
+
+
+def known_runs(run: Path, like: Sequence[Path] = ()) -> list[Known]:
+    """The finished runs that a run's forecast uses: those of `like`, of which each must be usable,
+    else those of the same recipe beside the run."""
+    if like:
+        method = Kind.of(_recipe(run)).method
+        return [_known(other, method) for other in dict.fromkeys(like)]
+    known: list[Known] = []
+    # Optional: without them, the forecast uses the run's own curve.
+    with contextlib.suppress(BadInput, OSError):
+        kind, resolved = Kind.of(_recipe(run)), run.resolve()
+        paths = [path for path in resolved.parent.iterdir() if (path / METRICS_NAME).is_file()]
+        paths.sort(key=lambda path: (path / METRICS_NAME).stat().st_mtime, reverse=True)
+        for path in paths:
+            with contextlib.suppress(BadInput, OSError):
+                if path.resolve() != resolved and Kind.of(_recipe(path)) == kind:
+                    known.append(_known(path, kind.method))
+            if len(known) == _MAX_RUNS:
+                break
+    return known
+
+
+def _known(run: Path, method: str) -> Known:
+    if not run.is_dir():
+        raise BadInput("no such run", where=str(run))
+    kind, curve = Kind.of(_recipe(run)), read_curve(run)
+    if kind.method != method:
+        what = f"a run of another method ('{kind.method}', not '{method}')"
+        raise BadInput(what, where=str(run), fix="give --like runs of the same method")
+    missing = ""
+    if curve.step < curve.course.steps:
+        missing = f"not finished: step {curve.step:,} of {curve.course.steps:,}"
+    elif not curve.measured or not curve.depths:
+        missing = "no held-out evaluation"
+    elif len(curve.windows) < FEWEST_WINDOWS:
+        missing = f"fewer than {FEWEST_WINDOWS} lines of metrics"
+    if missing:
+        raise BadInput(missing, where=str(run), fix="give --like runs that are finished")
+    return Known(run.absolute().name, curve)
+
+
+def _recipe(run: Path) -> Recipe:
+    if not (run / RESOLVED_NAME).is_file():
+        raise BadInput(f"not a run of fledge: no {RESOLVED_NAME}", where=str(run))
+    return load_recipe(run / RESOLVED_NAME)

@@ -1,0 +1,357 @@
+"""Forecasts the length that a run will reach, from its own curve or from those of
+finished runs of the same recipe. The interval is meant to cover 80 %;
+benchmarks/results/forecast.md reports the errors of forecasts of real runs.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from fledge.core.errors import BadInput
+from fledge.core.terminal import counted
+from fledge.training.forecast.curves import FEWEST_WINDOWS, Course, Curve, Floats, Known
+
+STOP_BELOW = 1.0  # percent per hour
+_HALF_WIDTH = 1.2816  # standard deviations to either side of the mean that cover 80 %
+_LEAST_SHARE, _LEAST_RATE = 0.1, 0.2  # minimum to forecast anything from
+_PIECES = 40  # intervals into which the rest of the run is divided
+_NAMED = 3  # maximum number of known runs named in a line
+
+
+@dataclass(frozen=True)
+class Estimate:
+    length: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Source:
+    """A known run, and its share in a forecast."""
+
+    name: str
+    share: float
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Lengths in tokens per round on the run's held-out rows."""
+
+    step: int
+    steps: int
+    measured: float  # the latest evaluation
+    end: Estimate
+    twice_data: Estimate  # twice the rows for as many passes
+    twice_time: Estimate  # twice the steps over the same rows
+    path: tuple[tuple[int, Estimate], ...]  # from here to the end
+    hours: float  # remaining, or what a finished run took
+    gain: float  # percent of the length in these hours: to the end, or if trained as long again
+    gain_per_hour: float | None  # None: the time of steps was not logged
+    stop_below: float
+    stop_at: int | None  # step from which it gains less per hour; None: worth training to the end
+    by: tuple[Source, ...] = ()  # known runs; none: its own curve
+
+    @property
+    def finished(self) -> bool:
+        return self.step >= self.steps
+
+    def line(self) -> str:
+        """The line that is shown next to an evaluation."""
+        end, with_more_data = self.end, self.twice_data.length
+        at_end = f"{end.length:.2f} at step {self.steps:,} ({end.low:.2f} to {end.high:.2f})"
+        if self.finished:
+            at_end = "the run is over"
+        return f"forecast: {at_end}; {with_more_data:.2f} with twice the data{self.by_whom(', ')}"
+
+    def by_whom(self, before: str = "") -> str:
+        """Names the known runs that it is based on; empty if there are none."""
+        names = [source.name for source in self.by]
+        more = "" if len(names) <= _NAMED else f" and {len(names) - _NAMED} more"
+        return f"{before}by the course of {', '.join(names[:_NAMED])}{more}" if names else ""
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "finished": self.finished}
+
+
+def forecast(
+    curve: Curve, *, known: Sequence[Known] = (), stop_below: float = STOP_BELOW
+) -> Forecast:
+    """Forecast a run from its curve so far; raises BadInput if that is too short."""
+    _check_enough(curve)
+    course, step = curve.course, curve.step
+    fit = Fit(curve)
+    followed = Followed(curve, known, fit)
+    names, odds = followed.names, followed.odds if followed.names else fit.odds
+    last = curve.measured[-1][1]
+    steps = np.unique(np.linspace(step, course.steps, _PIECES + 1).round().astype(int))
+    path = tuple(zip(steps.tolist(), _estimates(odds, curve, course, steps), strict=True))
+    finished = step >= course.steps
+    end = Estimate(last, last, last) if finished else path[-1][1]
+    twice_data, twice_time = (
+        _estimates(odds, curve, longer, np.array([longer.steps]))[0]
+        for longer in (course.doubled(data=True), course.doubled(data=False))
+    )
+    step_hours = curve.seconds / 3600 / max(1, step)
+    before, after = (end, twice_time) if finished else (path[0][1], end)
+    gain, hours = _percent(before, after), step_hours * (course.steps - (0 if finished else step))
+    return Forecast(
+        step=step,
+        steps=course.steps,
+        measured=last,
+        end=end,
+        twice_data=twice_data,
+        twice_time=twice_time,
+        path=() if finished else path,
+        hours=hours,
+        gain=gain,
+        gain_per_hour=gain / hours if hours else None,
+        stop_below=stop_below,
+        stop_at=None if finished else _stop_at(path, step_hours, stop_below),
+        by=tuple(Source(name, 1 / len(names)) for name in names),
+    )
+
+
+def _check_enough(curve: Curve) -> None:
+    """Raise BadInput if the curve is too short, rather than hide that behind a wide interval."""
+    missing = ""
+    if not curve.measured or not curve.depths:
+        missing = "no held-out evaluation after the first step"
+    elif curve.step < max(_LEAST_SHARE * curve.course.steps, curve.course.warmup + 1):
+        missing = f"step {curve.step:,} of {curve.course.steps:,}: a tenth of the run is needed"
+    elif _last_rate(curve) < _LEAST_RATE:
+        missing = f"a length of {curve.measured[-1][1]:.2f} is where curves still gather speed"
+    elif len(curve.windows) < FEWEST_WINDOWS:
+        lines = counted(len(curve.windows), "line of metrics", "lines of metrics")
+        missing = f"{lines}, {FEWEST_WINDOWS} are needed"
+    if missing:
+        fix = "wait, or evaluate and log more often (evaluation.every_steps, tracking.every_steps)"
+        raise BadInput(f"too early for a forecast: {missing}", fix=fix)
+
+
+def _last_rate(curve: Curve) -> float:
+    return float(rate_of(np.array([curve.measured[-1][1]]), curve.depths)[0])
+
+
+def _estimates(
+    odds_at: Callable[[Course, Any], tuple[Floats, Floats]],
+    curve: Curve,
+    course: Course,
+    steps: Any,
+) -> list[Estimate]:
+    """Lengths at these steps of a course, the run's own or a longer one."""
+    middle, variance = odds_at(course, steps)
+    odds = middle[:, None] + np.sqrt(variance)[:, None] * _HALF_WIDTH * np.array([0.0, -1.0, 1.0])
+    lengths = length_of(1 / (1 + np.exp(-odds)), curve.depths)
+    return [Estimate(*map(float, row)) for row in lengths]
+
+
+def _percent(before: Estimate, after: Estimate) -> float:
+    return 100 * (after.length / before.length - 1)
+
+
+def _stop_at(path: tuple[tuple[int, Estimate], ...], step_hours: float, least: float) -> int | None:
+    """The first step from which no interval of the path gains `least` percent per hour."""
+    stop = None
+    for (begin, before), (end, after) in reversed(list(pairwise(path))):
+        if _percent(before, after) >= least * step_hours * (end - begin):
+            break
+        stop = begin
+    return stop
+
+
+# --- formula --------------------------------------------------------------------------------------
+
+BEND = 0.6  # the slope falls by e^-BEND with every e-fold of S, so future gains are bounded
+ANNEAL = (0.25, 0.08)  # gain in log-odds from annealing the rate to zero: mean, spread
+LINK = 1.35  # slope over training slots, relative to that over held-out rounds
+REPEATS = 15.0  # passes after which rows are worth 1/e: Muennighoff et al., arXiv 2305.16264
+SPAN = 0.3  # e-folds
+MISFIT = 0.5
+SEEDS = 0.15  # the share of a gain by which runs of one recipe deviate from each other
+NOISE, TRAINING_NOISE = 0.04, 0.05  # of an evaluation on top of sampling noise; of a training bin
+INDEPENDENT = 6.0  # maximum total weight of training bins, whose errors are correlated
+BIN = 0.1  # e-folds
+_SLOPE, _OFFSET = (0.75, 0.3), (0.3, 0.3)  # priors, in log-odds
+
+
+def rate_of(length: Floats, depths: int) -> Floats:
+    """The c with 1 + c + ... + c^depths = length, by bisection."""
+    low, high = np.zeros_like(length), np.ones_like(length)
+    for _ in range(48):
+        middle = (low + high) / 2
+        too_short = length_of(middle, depths) < length
+        low, high = np.where(too_short, middle, low), np.where(too_short, high, middle)
+    return np.clip((low + high) / 2, 1e-4, 1 - 1e-4)
+
+
+def length_of(rate: Floats, depths: int) -> Floats:
+    total: Floats = (rate[..., None] ** np.arange(depths + 1)).sum(-1)
+    return total
+
+
+def log_odds(rate: Floats) -> Floats:
+    odds: Floats = np.log(rate / (1 - rate))
+    return odds
+
+
+def bent(ahead: Floats) -> Floats:
+    """E-folds ahead, discounted by BEND."""
+    discounted: Floats = (1 - np.exp(-BEND * np.maximum(ahead, 0.0))) / BEND
+    return discounted
+
+
+def held_out(curve: Curve) -> tuple[Floats, Floats, Floats]:
+    """(steps, log-odds, variance) of a run's evaluations."""
+    steps, lengths, rounds = np.array(curve.measured, float).T
+    rate = rate_of(lengths, curve.depths)
+    # The variance of a geometric length over n rounds, in log-odds: 1 / (c n)
+    return steps, log_odds(rate), NOISE**2 + 1 / (rate * rounds)
+
+
+def means_by(place: Floats, *columns: Floats) -> Floats:
+    """[column, place]: the averages of each column over entries with the same place."""
+    means = [[column[place == value].mean() for column in columns] for value in np.unique(place)]
+    return np.array(means).T
+
+
+class Times:
+    """Computes ln S and A at the steps of a course."""
+
+    def __init__(self, course: Course) -> None:
+        self._steps, rates = course.rates()
+        passes = np.maximum(0.0, self._steps / course.epoch_steps - 1)
+        effective = rates * np.exp(-passes / REPEATS)
+        areas = (effective[1:] + effective[:-1]) / 2 * np.diff(self._steps)
+        self._sums = np.concatenate([[0.0], areas.cumsum()])
+        self._annealed = np.maximum.accumulate(rates) - rates
+
+    def __call__(self, steps: Any) -> tuple[Floats, Floats]:
+        summed = np.interp(steps, self._steps, self._sums)
+        return np.log(np.maximum(summed, 1e-3)), np.interp(steps, self._steps, self._annealed)
+
+
+class Fit:
+    """Level, slope, anneal and offset of a run's own curve at the current step.
+
+    **What is extrapolated.** A length of `1 + c + c^2 + ... + c^K` is that of a draft whose K
+    tokens are each accepted with probability c. Its log-odds `x = ln(c / (1 - c))` grow steadily
+    where lengths and losses bend:
+
+        x = level + slope * bent(ln S - ln S_now) + anneal * A;   bent(r) = (1 - e^(-BEND r)) / BEND
+
+    `S` is the sum of the learning rates so far as shares of the peak, so that steps in warm-up and
+    decay count accordingly; a step on rows that were seen in e earlier passes counts e^(-e /
+    REPEATS) of one on new rows. `A` is how far the rate has decayed from its peak: the immediate
+    gain from annealing.
+
+    **What is fitted.** Level and slope, locally: an observation has less weight the more e-folds of
+    S lie between it and now (SPAN), because early curves are S-shaped and tell little about later
+    ones. Held-out evaluations determine the level. Training windows, of which there are many,
+    determine the slope: their log-odds are over every slot instead of rounds, are LINK times as
+    steep, and are higher by an offset that is fitted, too. It is a linear regression with priors.
+
+    **What is not fitted** is what shapes the future: BEND, ANNEAL, LINK and REPEATS. Their values
+    are what real runs had in common (benchmarks/results/forecast.md). The spread combines the
+    regression's own uncertainty with MISFIT, the share of a gain by which runs deviate from the
+    formula.
+    """
+
+    def __init__(self, curve: Curve) -> None:
+        times = Times(curve.course)
+        self.now = float(times([curve.step])[0][0])
+        steps, odds, variance = held_out(curve)
+        held_out_times, held_out_annealed = times(steps)
+        held_out_rows = self._rows(held_out_times, held_out_annealed, 0.0)
+        held_out_precision = self.nearness(held_out_times) / variance
+        bins, annealed, training = self._bins(curve, times)
+        weights = self.nearness(bins)
+        weights *= min(1.0, INDEPENDENT / weights.sum())
+        self._solve(
+            np.concatenate([held_out_rows, self._rows(bins, annealed, 1.0)]),
+            np.concatenate([odds, training / LINK]),
+            np.concatenate([held_out_precision, weights * (LINK / TRAINING_NOISE) ** 2]),
+        )
+
+    def nearness(self, times: Floats) -> Floats:
+        """Weights of observations by their distance from now."""
+        nearness: Floats = np.exp(-0.5 * ((times - self.now) / SPAN) ** 2) + 1e-9
+        return nearness
+
+    def _rows(self, times: Floats, annealed: Floats, link: float) -> Floats:
+        return np.stack(
+            [np.ones_like(times), times - self.now, annealed, np.full_like(times, link)], 1
+        )
+
+    def _bins(self, curve: Curve, times: Times) -> tuple[Floats, Floats, Floats]:
+        """(ln S, A, log-odds) of training windows, averaged over equal intervals of ln S, so that
+        the result does not depend on how often a run is logged."""
+        middles, taus = np.array(curve.windows, float).T
+        at, annealed = times(middles)
+        bins, bin_annealed, lengths = means_by(np.floor((self.now - at) / BIN), at, annealed, taus)
+        return bins, bin_annealed, log_odds(rate_of(lengths, curve.trained_depths))
+
+    def _solve(self, rows: Floats, observed: Floats, precision: Floats) -> None:
+        """Linear regression with priors; that of the level is nearly flat."""
+        mean, spread = np.array([(0.0, 3.0), _SLOPE, ANNEAL, _OFFSET]).T
+        weighted = rows * precision[:, None]
+        self._covariance = np.linalg.inv(rows.T @ weighted + np.diag(spread**-2))
+        self._values = mean + self._covariance @ (weighted.T @ (observed - rows @ mean))
+        self._values[1:3] = np.maximum(self._values[1:3], 0.0)  # training does not make it worse
+
+    def rise(self, times: Floats) -> Floats:
+        """Change of the log-odds from now to each ln S: linear before now, bent after it."""
+        ahead = times - self.now
+        change: Floats = self._values[1] * np.where(ahead > 0, bent(ahead), ahead)
+        return change
+
+    def odds(self, course: Course, steps: Any) -> tuple[Floats, Floats]:
+        """(log-odds, variance) at these steps of a course, the run's own or a longer one."""
+        times, annealed = Times(course)(steps)
+        gain = bent(times - self.now)
+        features = np.stack([np.ones_like(gain), gain, annealed, np.zeros_like(gain)], 1)
+        spread = np.einsum("ni,ij,nj->n", features, self._covariance, features)
+        return features @ self._values, spread + (MISFIT * self._values[1] * gain) ** 2
+
+
+class Followed:
+    """The curves of known runs that extend beyond the current step: their log-odds over ln S, less
+    annealing, plus the offset at which this run has followed them. Beyond their end, the formula
+    continues them."""
+
+    def __init__(self, curve: Curve, known: Sequence[Known], fit: Fit) -> None:
+        self._fit, self.names = fit, list[str]()
+        self._curves: list[tuple[Floats, Floats]] = []  # (ln S, log-odds)
+        times, odds, variance = _unannealed(curve)
+        for run in known:
+            known_times, known_odds, _ = _unannealed(run.curve)
+            if known_times[-1] > fit.now:
+                apart = odds - np.interp(times, known_times, known_odds)
+                offset = np.average(apart, weights=fit.nearness(times) / variance)
+                self._curves.append((known_times, known_odds + offset))
+                self.names.append(run.name)
+
+    def odds(self, course: Course, steps: Any) -> tuple[Floats, Floats]:
+        """(log-odds, variance) at these steps of a course; the evaluation that a forecast is
+        compared with is a measurement, too."""
+        times, annealed = Times(course)(steps)
+        now, rise = np.array([self._fit.now]), self._fit.rise
+        middles, spreads = [], []
+        for known_times, known_odds in self._curves:
+            inside = np.interp(times, known_times, known_odds)
+            gain = inside - np.interp(now, known_times, known_odds)
+            beyond = rise(np.maximum(times, known_times[-1])) - rise(known_times[-1:])
+            middles.append(inside + beyond)
+            spreads.append((SEEDS * gain) ** 2 + (MISFIT * beyond) ** 2)
+        middle = np.mean(middles, axis=0)
+        variance = np.mean(spreads, axis=0) + np.var(middles, axis=0) + 2 * NOISE**2
+        return middle + ANNEAL[0] * annealed, variance
+
+
+def _unannealed(curve: Curve) -> tuple[Floats, Floats, Floats]:
+    """(ln S, log-odds less annealing, variance) of a run's evaluations."""
+    steps, odds, variance = held_out(curve)
+    times, annealed = Times(curve.course)(steps)
+    return times, odds - ANNEAL[0] * annealed, variance

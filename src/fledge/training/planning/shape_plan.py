@@ -1,0 +1,241 @@
+"""Predicts a run from its recipe alone, without weights, data or a GPU: for machines that are not
+at hand yet, and for targets that do not fit on a single GPU.
+
+Bytes are counted from the target's config (`cost.py`). Times are based on the rate that whole
+steps reached on one H200 (`cost.py`) and on nominal link rates, which were not measured: they give
+an order of magnitude, and a way to compare recipes. The number of steps is `training.steps`: the
+data is not read.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from fledge.core.errors import BadInput
+from fledge.core.rows import TokenBatch
+from fledge.methods.shared.draft import DraftModel
+from fledge.methods.shared.work import Work
+from fledge.models.shapes import shape_of
+from fledge.recipe.schema import Recipe
+from fledge.target.kinds import Parallel, kind_of, model_name
+from fledge.target.layers import text_config
+from fledge.training.drafts import config_of_draft
+from fledge.training.planning.cost import RATES, DraftMemory, StepMemory, typical_rows
+from fledge.training.planning.predict import (
+    SAVE_BYTES,
+    STEP_SECONDS,
+    UPDATE_BYTES,
+    Prediction,
+    times,
+)
+
+GPUS_OF_A_MACHINE = 8
+LINK_BYTES = (300e9, 40e9)  # per second and GPU: within a machine (NVLink), between machines
+
+
+@dataclass(frozen=True)
+class TargetShape:
+    """The sizes of a target, from a model on the meta device."""
+
+    weights: int  # all parameters
+    active: int  # parameters of the matrices that a token passes through, without the embedding
+    layer: int  # parameters of a decoder layer
+    head: int  # parameters of the head
+    config: Any
+
+    @classmethod
+    def of(cls, config: Any) -> "TargetShape":
+        from transformers import AutoModelForCausalLM
+
+        with torch.device("meta"):
+            model: nn.Module = AutoModelForCausalLM.from_config(config)
+        text = text_config(config)
+        active_experts = getattr(text, "num_experts_per_tok", None) or 1
+        names = ("num_experts", "num_local_experts", "n_routed_experts")
+        experts = next((n for n in (getattr(text, name, None) for name in names) if n), None)
+        share = active_experts / experts if experts else 1.0
+        sizes = {name: p.numel() for name, p in model.named_parameters()}
+        matrices = {name: p.numel() for name, p in model.named_parameters() if p.ndim > 1}
+        return cls(
+            weights=sum(sizes.values()),
+            active=int(
+                sum(
+                    size * (share if ".experts." in name else 1)
+                    for name, size in matrices.items()
+                    if ".layers." in name
+                )
+            ),
+            layer=sum(sizes.values()) // (text.num_hidden_layers + 1),
+            head=text.vocab_size * text.hidden_size,
+            config=text,
+        )
+
+    def operations(self, mean_keys: float) -> float:
+        """Operations per token, given the mean number of keys per query."""
+        text = self.config
+        heads, head_dim = text.num_attention_heads, getattr(text, "head_dim", None)
+        channels = head_dim or text.hidden_size / heads
+        if key_dim := getattr(text, "qk_head_dim", None):  # MLA: keys and values differ in width
+            channels = (key_dim + text.v_head_dim) / 2
+        return float(2 * self.active + 4 * heads * channels * mean_keys * text.num_hidden_layers)
+
+    @property
+    def widest(self) -> int:
+        """Elements per token that a layer holds while it runs: hidden states, and the MLP's."""
+        text = self.config
+        expert_size = getattr(text, "moe_intermediate_size", None)
+        active_experts = getattr(text, "num_experts_per_tok", None) or 1
+        mlp_size = active_experts * expert_size if expert_size else text.intermediate_size
+        return 4 * int(text.hidden_size) + 3 * int(mlp_size)
+
+
+@dataclass(frozen=True)
+class ShapePlan:
+    """A recipe on a number of ranks with one GPU each."""
+
+    recipe: Recipe
+    ranks: int
+    target: TargetShape
+    draft: DraftModel  # on the meta device
+    cut: Parallel
+
+    @classmethod
+    def of(cls, recipe: Recipe, ranks: int) -> "ShapePlan":
+        section = recipe.target
+        cut = kind_of(section).cut(section)
+        if cut is None:
+            what = "the target runs elsewhere: --ranks is for targets beside the draft"
+            raise BadInput(what, where="target.backend", fix="leave --ranks out")
+        if recipe.training.steps is None:
+            what = "the data is not read, so the number of steps must be given"
+            raise BadInput(what, where="training.steps", fix="training.steps=10000, for example")
+        training = recipe.training
+        for key, size in (
+            ("target.parallel", cut.ranks),
+            ("training.shard x training.context", training.shard * training.context),
+        ):
+            if ranks % size:
+                what = f"{ranks} ranks cannot be cut into {size} ({key})"
+                raise BadInput(what, where="--ranks", fix=f"a multiple of {size}")
+        trusted = section.trust_remote_code
+        config = shape_of(model_name(section), trust_remote_code=trusted)
+        return cls(recipe, ranks, TargetShape.of(config), draft_without_memory(recipe, config), cut)
+
+    # --- memory ---------------------------------------------------------------------------------
+
+    @cached_property
+    def step(self) -> StepMemory:
+        accumulate = self.recipe.training.accumulate
+        return StepMemory.of(self._work, [self._rows], accumulate=accumulate, width=2)
+
+    @cached_property
+    def _rows(self) -> TokenBatch:
+        """A micro-batch, assuming documents of the maximum length."""
+        training, recipe = self.recipe.training, self.recipe
+        document = recipe.data.max_length
+        return typical_rows(training.micro_batch, recipe.packing.tokens, document=document)
+
+    def target_bytes(self) -> int:
+        """Bytes of a rank's share of the weights, of the layers that are gathered while they run,
+        of the head that the loss reads, and of a pass."""
+        target, cut, width = self.target, self.cut, self._target_width
+        weight_bytes = target.weights * width / (cut.fsdp * cut.tp)
+        if cut.fsdp > 1:
+            weight_bytes += 2 * target.layer * width / cut.tp  # this layer, and the prefetched one
+        if cut.fsdp * cut.tp > 1:
+            weight_bytes += 2 * target.head
+        pass_bytes = self.recipe.packing.tokens / cut.cp * target.widest / cut.tp * 2
+        return int(weight_bytes + pass_bytes)
+
+    def predict(self, *, asks: bool = True) -> Prediction:
+        """Predict the run; `asks`: include the target's time."""
+        training = self.recipe.training
+        memory = DraftMemory.of(self.draft, training)
+        data_ranks = self.ranks // training.context
+        packs = training.micro_batch * training.accumulate * data_ranks
+        return Prediction(
+            target_bytes=self.target_bytes(),
+            draft_bytes=memory.bytes(shard=training.shard, width=2),
+            step_bytes=self.step.bytes(training.context),
+            disk_bytes=(self.recipe.checkpoint.keep + 1) * memory.saved_bytes,
+            seconds_by_part=self._seconds(memory, self._target_s if asks else _no_time),
+            tokens=(training.steps or 0) * packs * self.recipe.packing.tokens,
+        )
+
+    @property
+    def _target_width(self) -> int:
+        """Bytes per weight of the target."""
+        dtype = getattr(self.recipe.target, "dtype", "auto")
+        return {"fp8": 1, "float32": 4}.get(dtype, 2)
+
+    # --- time -----------------------------------------------------------------------------------
+
+    def _seconds(self, memory: DraftMemory, target_s: Callable[..., float]) -> dict[str, float]:
+        recipe, training = self.recipe, self.recipe.training
+        total = training.steps or 0
+        packs = training.micro_batch * training.accumulate
+        pack_s = target_s() + self._pack_s(self._work.step) / training.context
+        trained = memory.trained
+        update = STEP_SECONDS["cuda"] + 36 * trained / training.shard / UPDATE_BYTES["cuda"]
+        update += 2 * 4 * trained / self._link(self.ranks) * (self.ranks > 1)
+        evaluations = times(0, total, recipe.evaluation.every_steps)
+        saves = times(0, total, recipe.checkpoint.every_steps) | evaluations
+        held_out = recipe.evaluation.rows * recipe.data.max_length / recipe.packing.tokens
+        score_s = self._pack_s(self._work.evaluation)
+        evaluation_s = held_out / self.ranks * (target_s(alone=True) + score_s)
+        return {
+            "start_up": 0.0,
+            "data": 0.0,
+            "steps": total * (packs * pack_s + update),
+            "evaluations": len(evaluations) * evaluation_s,
+            "checkpoints": len(saves - {0}) * memory.saved_bytes / SAVE_BYTES,
+        }
+
+    def _target_s(self, *, alone: bool = False) -> float:
+        """Seconds that a rank spends per pack of its own on the target. `alone`: all ranks have
+        different packs, as in an evaluation."""
+        target, cut, tokens = self.target, self.cut, self.recipe.packing.tokens
+        text, group = target.config, cut.tp * cut.cp
+        context = 1 if alone else self.recipe.training.context
+        packs = max(1, group // context)  # that the ranks of one target answer one after another
+        operations = target.operations(self.recipe.data.max_length / 2)  # as in `_rows`
+        pass_s = tokens * operations / RATES["cuda"] / group
+        if cut.fsdp > 1:  # the next layer is gathered while this one runs
+            gathered = target.weights * self._target_width / cut.tp * (1 - 1 / cut.fsdp)
+            pass_s = max(pass_s, gathered / self._link(cut.ranks))
+        if cut.tp > 1:  # two all-reduces per layer, which do not overlap with computation
+            reduced = 4 * text.num_hidden_layers * tokens / cut.cp * text.hidden_size * 2
+            pass_s += reduced / self._link(group)
+        return float(packs * pass_s)
+
+    @property
+    def _work(self) -> Work:
+        return self.recipe.method.work(self.draft, self.recipe.objective)
+
+    def _pack_s(self, operations: Callable[[TokenBatch], float]) -> float:
+        """Seconds for a pack on one rank, given the operations on a micro-batch."""
+        return operations(self._rows) / len(self._rows.input_ids) / RATES["cuda"]
+
+    def _link(self, ranks: int) -> float:
+        """Bytes per second between the GPUs of a group of `ranks` neighboring ranks."""
+        return LINK_BYTES[ranks > GPUS_OF_A_MACHINE]
+
+
+def _no_time(*, alone: bool = False) -> float:
+    return 0.0
+
+
+def draft_without_memory(recipe: Recipe, config: Any) -> DraftModel:
+    """The recipe's draft for a target of this config, on the meta device."""
+    vocab_size = text_config(config).vocab_size
+    size = min(recipe.draft.draft_vocab_size or vocab_size, vocab_size)
+    settings = recipe.method.bench_draft_settings(vocab_size, recipe.objective)
+    with torch.device("meta"):
+        draft = recipe.method.draft_type()(config_of_draft(recipe, config, size, settings))
+    if recipe.draft.freeze_embeddings:
+        draft.freeze_embeddings()
+    return draft

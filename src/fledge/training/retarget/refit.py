@@ -1,0 +1,305 @@
+"""Moves a draft from one target to another: its input map is refitted so that the new target's
+states lead to what the old target's states led to.
+
+    fc' = the map nearest to fc with   fc' (new states of a token)  =  fc (its old states)
+
+in the sense of `fit_change`, over all tokens of some rows. Every token has the same weight,
+whatever the magnitude of its state: both sides are divided by the size of the old output, because
+norms follow. Nothing else in the draft changes. So if the new states are a linear function of the
+old ones, the draft proposes exactly what it did before; otherwise one map comes as close as it can.
+
+At deeper positions of a round, EAGLE-1 and EAGLE-2 read their own states through the same map, and
+those do not change: their map is fitted to both, and recovers less. Tables that a draft took from
+its target (embedding, head) are replaced by the new one's.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fledge.core.errors import BadInput
+from fledge.core.rows import TokenBatch
+from fledge.decode.strategy import rollouts_of
+from fledge.measure.figures import Acceptance
+from fledge.measure.replay import replay_held_out, target_picks
+from fledge.methods.registry import method_of
+from fledge.methods.shared.draft import DraftModel, Reading
+from fledge.target.base import Eagle3TargetBackend, InputEmbedding
+from fledge.target.finite_check import check_answer, checked_answer
+
+# --- ridge ----------------------------------------------------------------------------------------
+# Corrects a linear map as little as the rows require: ridge regression in closed form.
+#
+# A row (x, r) is an input of the map, and the amount by which its output should change there. The
+# change C [E, X] minimizes
+#
+#     sum over rows of |C x - r|^2  +  penalty * sum over inputs j of g_j |C_j|^2,    C z = 0
+#
+# where g_j = sum of x_j^2, so that the penalty does not depend on the scale of an input, and z are
+# inputs at which nothing may change. Only G = sum x x^T, R = sum r x^T and sum |r|^2 are kept, in
+# float64: they need the same memory for any number of rows, and those of two sets of rows add up to
+# those of their union.
+
+PENALTIES = tuple(10.0**power for power in range(-14, 2))  # `solve` rejects those too small
+
+
+@dataclass
+class Moments:
+    """The sums over rows that a fit needs; `add` includes more rows."""
+
+    xx_XX: Tensor
+    rx_EX: Tensor
+    rr: Tensor  # []
+    rows: Tensor  # [], their number
+
+    @classmethod
+    def like(cls, map_EX: Tensor) -> "Moments":
+        """Sums over no rows, for a map of this shape and on its device."""
+        outputs, inputs = map_EX.shape
+        shapes = ((inputs, inputs), (outputs, inputs), (), ())
+        return cls(*(map_EX.new_zeros(shape, dtype=torch.float64) for shape in shapes))
+
+    def add(self, x_NX: Tensor, r_NE: Tensor) -> None:
+        x_NX, r_NE = x_NX.double(), r_NE.double()
+        self.xx_XX.addmm_(x_NX.t(), x_NX)
+        self.rx_EX.addmm_(r_NE.t(), x_NX)
+        self.rr += r_NE.square().sum()
+        self.rows += len(x_NX)
+
+    def __add__(self, other: "Moments") -> "Moments":
+        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
+        return Moments(*(a + b for a, b in pairs))
+
+    def error(self, change_EX: Tensor) -> float:
+        """The root mean square of C x - r, over rows and outputs."""
+        reduction = (change_EX @ self.xx_XX - 2 * self.rx_EX) * change_EX
+        outputs = self.rows.clamp_min(1) * len(self.rx_EX)
+        return float(((reduction.sum() + self.rr).clamp_min(0) / outputs).sqrt())
+
+    def solve(self, penalty: float, kept_MX: Tensor | None = None) -> Tensor | None:
+        """The change [E, X]; None if it is numerically underdetermined by the rows."""
+        power_X = self.xx_XX.diagonal()
+        # for inputs that are always zero
+        floor = 1e-12 * power_X.mean().clamp_min(torch.finfo(torch.float64).tiny)
+        factor_XX, failed = torch.linalg.cholesky_ex(
+            self.xx_XX + torch.diag(penalty * power_X.clamp_min(float(floor)))
+        )
+        if bool(failed):
+            return None
+        change_EX: Tensor = torch.cholesky_solve(self.rx_EX.t(), factor_XX).t()
+        if kept_MX is None:
+            return change_EX
+        z_MX = kept_MX.double()
+        solved_MX = torch.cholesky_solve(z_MX.t(), factor_XX).t()
+        # Lagrange multipliers that cancel, at each z, the change of the unconstrained solution.
+        multiplier_ME = torch.linalg.solve(z_MX @ solved_MX.t(), z_MX @ change_EX.t())
+        change_EX -= multiplier_ME.t() @ solved_MX
+        return change_EX
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """The result of a fit. Errors are on the rows that chose the penalty, before fitting them."""
+
+    change_EX: Tensor
+    penalty: float | None  # None: no penalty improved on leaving the map unchanged
+    error: float
+    error_before: float  # without any change
+
+
+def fit_change(fitted: Moments, judged: Moments, kept_MX: Tensor | None = None) -> Fitted:
+    """Fit with every penalty, choose the one that is best on the `judged` rows, then refit with it
+    on all rows. The change is zero at the inputs `kept_MX`."""
+    zero_EX = torch.zeros_like(fitted.rx_EX)
+    before = judged.error(zero_EX)
+    best: tuple[float, float | None] = (before, None)
+    for penalty in PENALTIES:
+        change_EX = fitted.solve(penalty, kept_MX)
+        if change_EX is not None:
+            best = min(best, (judged.error(change_EX), penalty), key=lambda pair: pair[0])
+    error, chosen = best
+    change = None if chosen is None else (fitted + judged).solve(chosen, kept_MX)
+    if change is None:
+        return Fitted(zero_EX, None, before, before)
+    return Fitted(change, chosen, error, before)
+
+
+# --- the draft ------------------------------------------------------------------------------------
+
+
+_TINY = 1e-12  # lower limit for the size of a token's output, which is divided by
+
+
+@dataclass(frozen=True)
+class Targets:
+    """The target before and after its change."""
+
+    old: Eagle3TargetBackend
+    new: Eagle3TargetBackend
+
+
+def reading_of(draft: DraftModel, where: str = "") -> Reading:
+    """The map through which a draft reads its target; raises BadInput if it has no such map."""
+    method = method_of(draft.config)
+    reading = method.reading(draft)
+    if reading is None:
+        what = f"a draft of {method.title} does not read its target by one linear map"
+        raise BadInput(what, where=where, fix="train it on the new target: draft.init_from")
+    return reading
+
+
+@torch.no_grad()
+def refit(
+    draft: DraftModel,
+    targets: Targets,
+    *,
+    fitted: Iterable[TokenBatch],
+    judged: Iterable[TokenBatch],
+    on_pack: Callable[[], None] = lambda: None,
+) -> Fitted:
+    """Refit the draft in place. The penalty is the one that is best on the `judged` packs; the
+    final fit includes them as well."""
+    reading = reading_of(draft)
+    sums = [_moments(reading, targets, packs, on_pack) for packs in (fitted, judged)]
+    fit = fit_change(sums[0], sums[1], reading.fixed_MX)
+    before_EX = reading.weight_EX.to(torch.float64, copy=True)
+    reading.weight_EX.copy_(before_EX + fit.change_EX)
+    if reading.own_MX is not None:
+        _adjust_own(reading.own_MX, before_EX, reading.weight_EX.double())
+    return fit
+
+
+def _adjust_own(own_MX: Tensor, before_EX: Tensor, after_EX: Tensor) -> None:
+    """Change the draft's own inputs as little as possible so that the new map's output for them is
+    the old map's."""
+    error_ME = own_MX.double() @ (before_EX - after_EX).t()
+    own_MX += (error_ME @ torch.linalg.pinv(after_EX).t()).to(own_MX.dtype)
+
+
+def _moments(
+    reading: Reading, targets: Targets, packs: Iterable[TokenBatch], on_pack: Callable[[], None]
+) -> Moments:
+    weight_EX = reading.weight_EX.double()
+    sums = Moments.like(weight_EX)
+    for old_NX, new_NX in _inputs(reading, targets, packs):
+        output_NE = old_NX @ weight_EX.t()
+        size_N1 = output_NE.square().mean(-1, keepdim=True).sqrt().clamp_min(_TINY)
+        error_NE = (old_NX - new_NX) @ weight_EX.t()
+        sums.add(new_NX / size_N1, error_NE / size_N1)
+        if reading.feeds_back:
+            sums.add(old_NX / size_N1, torch.zeros_like(error_NE))
+        on_pack()
+    return sums
+
+
+def _inputs(
+    reading: Reading, targets: Targets, packs: Iterable[TokenBatch]
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield per pack the inputs [N, X] of all real tokens, from both targets, in float64."""
+    device = reading.weight_EX.device
+    for tokens in packs:
+        real_BT = tokens.attention_mask.bool()
+        pair = []
+        for target in (targets.old, targets.new):
+            answer = target.features(tokens)
+            check_answer(target, answer, tokens)
+            aux_BTD = answer.aux_hidden_states.to(device)
+            pair.append(reading.inputs(aux_BTD[real_BT.to(device)]).double())
+        yield pair[0], pair[1]
+
+
+@dataclass(frozen=True)
+class Tables:
+    """The embedding and head that a draft had from its old target, by what became of them."""
+
+    taken: tuple[str, ...] = ()  # replaced by the new target's
+    kept: tuple[str, ...] = ()  # not replaced: the new one's is in another basis
+
+
+@torch.no_grad()
+def take_tables(draft: DraftModel, targets: Targets) -> Tables:
+    """Replace the draft's embedding or head by the new target's if it equals the old one's exactly,
+    as engines would. A table in another basis is not taken: the draft could not read it. Block
+    drafts have neither table, and borrow both."""
+    if draft.embed_tokens.weight.is_meta:
+        return Tables()
+    ids = draft.selected_token_ids
+    assert ids is not None
+    both = (targets.old, targets.new)
+    embeddings = [target.get_input_embeddings().weight for target in both]
+    heads = [target.info().head.weight_VD for target in both]
+    shared: dict[str, tuple[list[Tensor], Callable[[InputEmbedding], None]]] = {}
+    if _same(draft.embed_tokens.weight, embeddings[0]):
+        shared["embedding"] = (embeddings, draft.copy_embeddings_from_target)
+    if _same(draft.lm_head.weight, heads[0][ids.to(heads[0].device)]):
+        shared["head"] = (heads, draft.copy_head_from_target)
+    alike = {name: _alike(*tables) for name, (tables, _) in shared.items()}
+    for name, (tables, copy) in shared.items():
+        if alike[name]:
+            copy(InputEmbedding(tables[1]))
+    return Tables(
+        taken=tuple(name for name in shared if alike[name]),
+        kept=tuple(name for name in shared if not alike[name]),
+    )
+
+
+def _same(table: Tensor, other: Tensor) -> bool:
+    """Whether a table is a copy of the other one, which may have been loaded in less precision when
+    it was copied."""
+    if table.shape != other.shape:
+        return False
+    precisions = (table.dtype, torch.bfloat16, torch.float16)
+    copies = (other.to(table.device, precision).to(table.dtype) for precision in precisions)
+    return any(torch.equal(table, copy) for copy in copies)
+
+
+def _alike(old_VD: Tensor, new_VD: Tensor) -> bool:
+    """Whether the new table is the old one, tuned or rounded: their difference is less than half of
+    its norm. A rotation into another basis makes it 1.4 times the norm."""
+    old, new = (table.to(old_VD.device, torch.float32) for table in (old_VD, new_VD))
+    return bool((new - old).norm() < 0.5 * old.norm())
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Acceptance in replayed rounds on the same held-out rows.
+
+    A changed target costs a draft acceptance in two ways. Its states differ: a refit recovers that,
+    as far as one map can. And it chooses other tokens, which the draft has not learned, and which
+    rows that others wrote do not show: training recovers that. `with_old_states` separates the two.
+    """
+
+    old: Acceptance  # the draft with the old target
+    before: Acceptance  # the draft with the new target
+    with_old_states: Acceptance  # the draft reads the old target's states, the new one judges
+    refitted: Acceptance  # the refitted draft with the new target
+
+
+@torch.no_grad()
+def measure(
+    targets: Targets,
+    drafts: tuple[DraftModel, DraftModel, DraftModel],  # for the old; for the new; refitted
+    held_out: Iterable[TokenBatch],
+    *,
+    num_draft_tokens: int,
+) -> Lengths:
+    with_old, with_new, refitted = (rollouts_of(draft, num_draft_tokens) for draft in drafts)
+    totals = [Acceptance.none(with_old.depths)] * 4
+    heads = targets.old.info().head, targets.new.info().head
+    ids_W = with_old.selected_token_ids
+    for tokens in held_out:
+        old, new = (checked_answer(target, tokens) for target in (targets.old, targets.new))
+        old_picks, new_picks = (
+            target_picks(answer, tokens, head, ids_W)
+            for answer, head in zip((old, new), heads, strict=True)
+        )
+        replayed = (
+            replay_held_out(old, tokens, with_old, old_picks),
+            replay_held_out(new, tokens, with_new, new_picks),
+            replay_held_out(old, tokens, with_new, new_picks),
+            replay_held_out(new, tokens, refitted, new_picks),
+        )
+        totals = [total + added for total, added in zip(totals, replayed, strict=True)]
+    return Lengths(*totals)

@@ -1,0 +1,319 @@
+"""`fledge retarget`: adapts a draft to its target after that was fine-tuned or quantized.
+
+The draft's input map is refitted in closed form (`refit.py`); then it may be trained for some
+steps, like any draft that starts from another. The output is an ordinary run:
+
+    OUT/refit          the refitted draft
+    OUT/recipe.yaml    a recipe that continues from there, with the new target
+    OUT/best           the better of the refitted and the trained draft
+    OUT/retarget.json  the figures
+
+A tenth of the rows is held out, by the recipe's rule, and all lengths are measured on it.
+"""
+
+import signal
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fledge.core.errors import BadInput
+from fledge.core.files import check_place, write_json
+from fledge.data.pack import collate, pack_rows
+from fledge.data.rows import RowView
+from fledge.measure.evaluation import check_fits
+from fledge.methods.base import Method
+from fledge.methods.registry import load_draft, method_of
+from fledge.methods.shared.files import read_draft_config
+from fledge.recipe.schema import Recipe, as_recipe
+from fledge.training import loading
+from fledge.training.checkpoint import mark_best
+from fledge.training.fit import fit_recipe
+from fledge.training.retarget.refit import Targets, measure, reading_of, refit, take_tables
+from fledge.training.runs import draft_directory, recipe_of, run_directory, trained_tokens
+from fledge.training.session import Observer
+from fledge.training.setup import held_out_batches, prepare_data
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import torch
+
+    from fledge.core.rows import TokenBatch
+    from fledge.target.hf.model import HFEagle3TargetModel
+
+RECORD_NAME = "retarget.json"
+_TRAIN = "train on: fledge train target.model=NEW draft.init_from=DRAFT data.train=ROWS"
+_JUDGED = 5  # every fifth row is used to choose the penalty before it is fitted, too
+Watch = Callable[[str, float, int], None]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The arguments of `retarget`."""
+
+    draft: Path  # or a run
+    target: str  # the new target
+    data: Sequence[str]
+    old: str = ""  # the old target; '': the one that the draft's run names
+    steps: int = 0  # training steps after the refit
+    out: Path | None = None  # None: beside the draft's run
+    rows: int = 2000  # maximum number of rows for the refit
+    dtype: "torch.dtype | str | None" = None
+    device: "torch.device | str | None" = None
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True)
+class Retargeted:
+    """The result of `retarget`. Lengths are tokens per round on held-out rows, by replay."""
+
+    directory: Path
+    old: str
+    target: str
+    method: str
+    rows: int  # number of fitted rows
+    tokens: int
+    penalty: float | None  # of the ridge regression; None: the map was left unchanged
+    error_before: float  # relative error of the map's output on the new target's states
+    error: float  # the same after the refit; both on rows that were not fitted
+    taken: tuple[str, ...]  # tables that were replaced by the new target's
+    kept: tuple[str, ...]  # tables that were not: the new target's are in another basis
+    num_draft_tokens: int
+    held_out_rows: int
+    old_length: float  # with the old target
+    length_before: float  # with the new target, before the refit
+    length_with_old_states: float  # if the new target had the old states: see `refit.Lengths`
+    length: float  # with the new target, after the refit
+    steps: int = 0
+    trained_length: float | None = None  # after training
+
+    @property
+    def recovered(self) -> float | None:
+        """Share of the loss due to the new states that the refit recovered; None if no loss."""
+        return self.share(self.length)
+
+    def share(self, length: float) -> float | None:
+        """Share of the loss due to the new states that a length recovers."""
+        lost = self.length_with_old_states - self.length_before
+        return (length - self.length_before) / lost if lost > 0 else None
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "directory": str(self.directory), "recovered": self.recovered}
+
+
+def retarget(asked: Asked, observer: Observer, watch: Watch = lambda *_: None) -> Retargeted:
+    """Refit, train if steps are requested, and write a run; nothing is written before the refit."""
+    path = draft_directory(asked.draft)
+    out = asked.out or _beside(path)
+    _check_new(out)
+    asked = replace(asked, old=_old_name(asked, path))
+    recipe = recipe_for(asked, path, out)
+    reading_of(load_draft(path), where=str(path))  # fails before the rows are read
+    train, held_out, _ = prepare_data(recipe)
+    result = _refit_and_measure(asked, path, recipe, train, held_out, watch)
+    if asked.steps:
+        result = _train(result, recipe, observer)
+    write_json(out / RECORD_NAME, result.to_json())
+    return result
+
+
+def _beside(draft: Path) -> Path:
+    """The default output directory: beside the draft's run, not inside it, because that run's
+    recipe names the old target."""
+    run = run_directory(draft) or draft
+    return run.with_name(f"{run.name}-retargeted")
+
+
+def _check_new(out: Path) -> None:
+    check_place(out, directory=True)
+    if out.is_dir() and any(out.iterdir()):
+        raise BadInput("already exists", where=str(out), fix="name a new directory: --out")
+
+
+# --- the recipe ---------------------------------------------------------------------------------
+
+
+def recipe_for(asked: Asked, draft: Path, out: Path) -> Recipe:
+    """The recipe that continues from the refitted draft: that of its run with other rows and the
+    new target, or its method's defaults if it belongs to no run."""
+    config, run_recipe = read_draft_config(draft), recipe_of(draft)
+    target: dict[str, Any] = {
+        "backend": "hf",
+        "model": asked.target,
+        "aux_layer_ids": loading.known_layers(draft),
+        "trust_remote_code": asked.trust_remote_code,
+    }
+    if asked.dtype is not None:
+        target["dtype"] = str(asked.dtype).removeprefix("torch.")
+    changes: dict[str, dict[str, Any]] = {
+        "target": target,
+        "data": {"train": list(asked.data), "valid": [], "valid_rows": None},
+        "draft": {"init_from": str(out / "refit")},
+        "training": {"shard": 1, "context": 1, "extend": False},
+        "run": {"output_dir": str(out), "name": None},
+    }
+    if asked.steps:
+        changes["training"]["steps"] = asked.steps
+    if asked.device is not None:
+        changes["training"]["device"] = str(asked.device)
+    if run_recipe is None:
+        changes["objective"] = _objective(method_of(config), config)
+    return as_recipe(run_recipe, changes)
+
+
+def _objective(method: Method, config: Any) -> dict[str, Any]:
+    """The objective section for a draft that belongs to no run: the config's values for fields of
+    the same names."""
+    names = set(method.section.model_fields) - {"kind"}
+    values = {name: getattr(config, name, None) for name in names}
+    if "listened_layers" in names:
+        values["listened_layers"] = config.num_aux_hidden_states
+    present = {name: value for name, value in values.items() if value is not None}
+    return {"kind": method.name, **present}
+
+
+# --- the refit ----------------------------------------------------------------------------------
+
+
+def _refit_and_measure(
+    asked: Asked, path: Path, recipe: Recipe, train: RowView, held_out: RowView, watch: Watch
+) -> Retargeted:
+    """Refit the draft, write it, and measure it."""
+    if len(train) < 2 or not len(held_out):
+        what = f"{len(train) + len(held_out)} rows are too few to fit, to choose and to measure on"
+        raise BadInput(what, where="--data", fix="give at least 20; some hundreds are better")
+    out = Path(recipe.run.output_dir)
+    with ExitStack() as stack:
+        watch("loading the targets", 0, 1)
+        old, new = (
+            stack.enter_context(_open_target(asked, path, name, flag))
+            for name, flag in ((asked.old, "--old"), (asked.target, "--target"))
+        )
+        _check_alike(path, old, new)
+        draft = load_draft(path).to(new.get_input_embeddings().weight.device)
+        targets, pad_id = Targets(old, new), getattr(new.tokenizer, "pad_token_id", None) or 0
+        packs = _Packs(_spread(train, asked.rows), recipe.packing.tokens, pad_id, watch)
+        fit = refit(
+            draft, targets, fitted=packs.of(judged=False), judged=packs.of(judged=True),
+            on_pack=packs.step,
+        )  # fmt: skip
+        tables = take_tables(draft, targets)
+        draft.save_pretrained(out / "refit")
+        recipe.write_resolved(out)
+        mark_best(out, out / "refit")
+        tokens, batches = trained_tokens(path), held_out_batches(held_out, recipe, pad_id)
+        pairs = ((old, path), (new, path), (new, out / "refit"))
+        for_old, for_new, refitted = (loading.load_draft_beside(*pair) for pair in pairs)
+        lengths = measure(
+            targets, (for_old, for_new, refitted), _counted(batches, watch), num_draft_tokens=tokens
+        )
+    return Retargeted(
+        directory=out, old=asked.old, target=asked.target, method=method_of(draft.config).title,
+        rows=len(packs.rows), tokens=int(packs.rows.lengths.sum()), penalty=fit.penalty,
+        error_before=fit.error_before, error=fit.error, taken=tables.taken, kept=tables.kept,
+        num_draft_tokens=tokens, held_out_rows=min(len(held_out), recipe.evaluation.rows),
+        old_length=lengths.old.length, length_before=lengths.before.length,
+        length_with_old_states=lengths.with_old_states.length, length=lengths.refitted.length,
+    )  # fmt: skip
+
+
+def _old_name(asked: Asked, path: Path) -> str:
+    recipe = recipe_of(path)
+    name = asked.old or (recipe.target.model if recipe is not None else None)
+    if not name:
+        what = "which target was it trained for? The refit needs that target's states"
+        raise BadInput(what, where=str(path), fix=f"give --old MODEL; without it, {_TRAIN}")
+    return name
+
+
+def _open_target(asked: Asked, path: Path, name: str, flag: str) -> "HFEagle3TargetModel":
+    """Load a target with the draft's aux layers."""
+    try:
+        target = loading.load_target(
+            path, name, dtype=asked.dtype, device=asked.device,
+            trust_remote_code=asked.trust_remote_code,
+        )  # fmt: skip
+    except BadInput as error:
+        if flag == "--old":
+            raise BadInput(
+                f"the old target: {error.what}", where=error.where or flag,
+                fix=f"give --old MODEL if you have it; without it, {_TRAIN}",
+            ) from error  # fmt: skip
+        raise
+    return loading.with_layers_of(target, path)
+
+
+def _check_alike(path: Path, old: "HFEagle3TargetModel", new: "HFEagle3TargetModel") -> None:
+    """Raise BadInput unless one model can be a changed version of the other."""
+    for target, flag in ((old, "--old"), (new, "--target")):
+        check_fits(target, load_draft(path), flag)
+    infos, fix = (old.info(), new.info()), "it needs a draft of its own: fledge train"
+    for what, sizes in (
+        ("layers", [info.depth for info in infos]),
+        ("tokens", [info.vocab_size for info in infos]),
+    ):
+        if sizes[0] != sizes[1]:
+            complaint = f"the old and the new target have {what} {sizes[0]} and {sizes[1]}"
+            raise BadInput(complaint, where="--target", fix=fix)
+    # A target without a tokenizer of its own is assumed to have the other's.
+    vocabularies = [
+        target.tokenizer.get_vocab() for target in (old, new) if target.tokenizer is not None
+    ]
+    if len(vocabularies) == 2 and vocabularies[0] != vocabularies[1]:
+        complaint = "the old and the new target have different tokens"
+        raise BadInput(complaint, where="--target", fix=fix)
+
+
+def _counted(batches: "Sequence[TokenBatch]", watch: Watch) -> "Iterator[TokenBatch]":
+    """The same batches; `watch` follows as they are measured."""
+    for done, batch in enumerate(batches):
+        watch("measuring", done, len(batches))
+        yield batch
+
+
+def _spread(rows: RowView, most: int) -> RowView:
+    """At most `most` rows (but at least 2), evenly spread over all of them."""
+    count = min(len(rows), max(2, most))
+    return RowView(rows, np.linspace(0, len(rows) - 1, count).astype(np.int64))
+
+
+class _Packs:
+    """The rows of a refit as packs, of which only one is in memory at a time."""
+
+    def __init__(self, rows: RowView, width: int, pad_id: int, watch: Watch) -> None:
+        self.rows, self._width, self._pad_id, self._watch = rows, width, pad_id, watch
+        indices = np.arange(len(rows))
+        self._parts = {
+            judged: RowView(rows, indices[(indices % _JUDGED == 1) == judged])
+            for judged in (False, True)
+        }
+        self._packings = {
+            judged: pack_rows(part.lengths, width).packs for judged, part in self._parts.items()
+        }
+        self._done, self._total = 0, sum(map(len, self._packings.values()))
+
+    def of(self, *, judged: bool) -> "Iterator[TokenBatch]":
+        for pack in self._packings[judged]:
+            yield collate(self._parts[judged], [pack], self._width, self._pad_id)
+
+    def step(self) -> None:
+        self._done += 1
+        self._watch("refitting", self._done, self._total)
+
+
+# --- the steps ----------------------------------------------------------------------------------
+
+
+def _train(result: Retargeted, recipe: Recipe, observer: Observer) -> Retargeted:
+    """Train like any run; `best` stays the refitted draft if that is the better one."""
+    outcome = fit_recipe(recipe, observer)
+    if outcome.signal:  # deferred until the run was saved
+        signal.raise_signal(outcome.signal)
+    length = outcome.state.best_length
+    if length < result.length:
+        mark_best(result.directory, result.directory / "refit")
+    return replace(result, steps=outcome.state.step, trained_length=length)

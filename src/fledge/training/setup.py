@@ -1,0 +1,397 @@
+"""Builds everything a run needs from its recipe: data, target, vocabulary, draft, objective.
+
+The data is prepared before any process group exists: the other ranks must not block in a collective
+while one of them tokenizes for an hour.
+"""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fledge.core.distributed import World, join_world, pick_device
+from fledge.core.errors import BadInput
+from fledge.core.machine import multiplies_bfloat16
+from fledge.core.rows import TokenBatch
+from fledge.core.terminal import counted
+from fledge.data.pack import collate, pack_rows
+from fledge.data.prepare import Progress, prepare_rows
+from fledge.data.rows import Rows, RowView, repeats, split_rows
+from fledge.data.store import TokenRows
+from fledge.data.tokenise import TokeniseOptions
+from fledge.data.vocab import DraftVocabulary
+from fledge.measure.replay import Ints
+from fledge.methods.base import TrainerInputs
+from fledge.methods.shared.draft import DraftModel
+from fledge.methods.shared.objective import Objective
+from fledge.models.resolve import tokenizer_directory
+from fledge.recipe.schema import Recipe
+from fledge.recipe.sections import Data
+from fledge.rollout.context import ContextRanks
+from fledge.target.base import Eagle3TargetBackend
+from fledge.target.kinds import (
+    kind_of,
+    model_name,
+    target_tokenizer,
+)
+from fledge.training.batches import PackStream
+from fledge.training.checkpoint import restore_rng, rng_tensors
+from fledge.training.clock import Clock
+from fledge.training.drafts import VOCABULARY_NAME, make_draft, vocabulary_of_run
+from fledge.training.optimizer import Average, StepGuard, learning_rate, make_optimizers
+from fledge.training.recorded import recorded_steps
+from fledge.training.sharding import shard_draft
+from fledge.training.step import Models, Parts
+from fledge.training.targets import open_target, view_for
+
+FEW_ROWS = 32  # fewer training rows cause a warning
+MOST_REPEATED = 0.01  # a larger share of rows that stand twice causes one, too, or is refused
+
+
+@dataclass
+class OpenRun:
+    """A run with its rows and models: enough to evaluate its draft, not to train it."""
+
+    recipe: Recipe
+    directory: Path
+    parts: Models
+    train: RowView
+    rows: RowView  # `train`, but reading them does not ask for answers in advance
+    held_out: list[TokenBatch]
+    pad_id: int
+    draft: DraftModel
+    vocabulary: DraftVocabulary
+    fingerprints: dict[str, str]  # of what must not change when a run is resumed
+    warnings: list[str]  # about what is allowed, but probably not intended
+    data_s: float  # seconds spent on preparing the data
+
+    @property
+    def vocabulary_path(self) -> Path:
+        """Written when a run starts, so it exists if and only if the run has started."""
+        return self.directory / VOCABULARY_NAME
+
+
+@dataclass
+class Training(OpenRun):
+    """A run that is ready to be trained."""
+
+    parts: Parts
+    stream: PackStream
+    held_out_picks: dict[int, Ints] = field(default_factory=dict)  # see `evaluate`
+    # called with the activity (training, evaluating, saving), the step, and the progress within it
+    watch: Callable[[str, int, str], None] = lambda activity, step, progress: None
+
+    def lr(self, step: int, *, schedule_from: int = 0) -> float:
+        """The learning rate of a step; the schedule runs from the step at which the run started, or
+        was lengthened, to its end."""
+        training, total = self.recipe.training, self.stream.steps - schedule_from
+        warmup = training.warmup_steps
+        return learning_rate(
+            step - schedule_from,
+            total,
+            peak=training.lr,
+            warmup=math.ceil(training.warmup_share * total) if warmup is None else warmup,
+            schedule=training.schedule,
+            final_share=training.final_lr_share,
+            decay_share=training.decay_share,
+        )
+
+
+def prepare_data(
+    recipe: Recipe, on_progress: Callable[[Progress], None] = lambda _: None
+) -> tuple[RowView, RowView, str]:
+    """(training rows, held-out rows, fingerprint); tokenized rows are cached on disk."""
+    data = recipe.data
+    if not data.train:
+        raise BadInput("no training data", where="data.train", fix="data.train=chats.jsonl")
+    rows = tokenised(data.train, recipe, on_progress)
+    train, held_out = split_training(rows, recipe)
+    fingerprint = rows.fingerprint
+    if data.valid:
+        valid = tokenised(data.valid, recipe, on_progress)
+        held_out, _ = split_rows(valid, 0)
+        fingerprint += f"+{valid.fingerprint}"
+    return _not_empty(train), held_out, fingerprint
+
+
+def split_training(rows: Rows, recipe: Recipe) -> tuple[RowView, RowView]:
+    """(training rows, held-out rows) of the recipe's `data.train`."""
+    data = recipe.data
+    held_out = 0 if data.valid else data.valid_rows
+    return split_rows(rows, held_out, drop_truncated=data.drop_truncated)
+
+
+def known_data(recipe: Recipe, target: Eagle3TargetBackend) -> tuple[RowView, RowView, str]:
+    """Like `prepare_data`, for a target that brings its own rows."""
+    known_rows, data = target.known_rows(), recipe.data
+    assert known_rows is not None, f"{type(target).__name__} brings no rows"
+    longest = int(known_rows.rows.lengths.max())
+    if longest > recipe.packing.tokens:
+        what = f"packing.tokens ({recipe.packing.tokens}) is below the longest row of the "
+        what += f"{recipe.target.backend} ({longest})"
+        raise BadInput(what, where="packing.tokens", fix=f"packing.tokens={longest} or more")
+    train, held_out = known_rows.split(data.valid_rows, drop_truncated=data.drop_truncated)
+    return _not_empty(train), held_out, known_rows.fingerprint
+
+
+def _not_empty(train: RowView) -> RowView:
+    if len(train) == 0:
+        raise BadInput("no training row is left after the held-out ones", where="data.valid_rows")
+    return train
+
+
+def repeated_rows(train: RowView, held_out: RowView, recipe: Recipe) -> list[str]:
+    """Warnings about training rows that stand twice, and about held-out rows among them; too many
+    of the latter are refused."""
+    digests, warnings = train.digests(), []
+    again, both = repeats(digests), int(np.isin(held_out.digests(), digests).sum())
+    if again > MOST_REPEATED * len(train):
+        warnings.append(f"{_part(again, 'training row', len(train))} equal to an earlier one")
+    if both:
+        what = f"{_part(both, 'held-out row', len(held_out))} also among the training rows"
+        if both > MOST_REPEATED * len(held_out) and not recipe.data.allow_overlap:
+            fix = "name conversations that are not trained on, or data.allow_overlap=true"
+            raise BadInput(what, where="data.valid", fix=fix)
+        warnings.append(f"{what}: held-out acceptance is not that on new text")
+    return warnings
+
+
+def _part(count: int, what: str, total: int) -> str:
+    return f"{counted(count, what)} of {total:,} ({count / total:.1%})"
+
+
+def _few_rows(train: int, held_out: int) -> list[str]:
+    if train >= FEW_ROWS:
+        return []
+    count = counted(held_out, "is held out", "are held out")
+    held_out_note = f" ({count})" if held_out else ", none is held out"
+    few = f"only {counted(train, 'row')} to train on{held_out_note}"
+    return [f"{few}: too few for a draft to learn from; see data.train"]
+
+
+def tokenise_options(data: Data) -> TokeniseOptions:
+    supervised = data.last_turn_only, data.mask_reasoning
+    return TokeniseOptions(data.max_length, data.overlong, *supervised, data.template_options)
+
+
+def tokenised(
+    names: tuple[str, ...], recipe: Recipe, on_progress: Callable[[Progress], None]
+) -> TokenRows:
+    """The rows of the named sources, tokenized with the recipe's options."""
+    data, model = recipe.data, tokenizer_directory(model_name(recipe.target))
+    return prepare_rows(
+        list(names), model, tokenise_options(data), workers=data.workers,
+        max_drop_share=data.max_drop_share, on_progress=on_progress,
+        trust_remote_code=recipe.target.trust_remote_code,
+    )  # fmt: skip
+
+
+def set_up(
+    recipe: Recipe,
+    on_progress: Callable[[Progress], None] = lambda _: None,
+    *,
+    watched: bool = False,
+    target: Eagle3TargetBackend | None = None,
+) -> Training:
+    """Build a run; writes nothing but caches. `watched`: see `join_world`. `target`: the recipe's
+    target if it is already open; it must provide the aux layers that the draft uses."""
+    return set_up_together([recipe], on_progress, watched=watched, target=target)[0]
+
+
+def set_up_together(
+    recipes: Sequence[Recipe],
+    on_progress: Callable[[Progress], None] = lambda _: None,
+    *,
+    watched: bool = False,
+    target: Eagle3TargetBackend | None = None,
+) -> list[Training]:
+    """Build the runs of several drafts that share target, data and packing (`load_recipes`).
+    The caller closes their shared target (`several_drafts.target_of`) when they are done."""
+    shared = _open_shared(recipes, on_progress, watched=watched, target=target)
+    with ExitStack() as undo:
+        if target is None:
+            undo.enter_context(shared.target)
+        trainings: list[Training] = []
+        for recipe in recipes:
+            opened = _open(recipe, shared, alone=len(recipes) == 1)
+            parts = _parts(opened.recipe, opened.parts)
+            stream = trainings[0].stream if trainings else make_stream(opened, opened.recipe)
+            trainings.append(Training(**{**vars(opened), "parts": parts, "stream": stream}))
+            if len(recipes) > 1:
+                parts.generators = rng_tensors()
+        undo.pop_all()
+    return trainings
+
+
+def open_run(
+    recipe: Recipe,
+    on_progress: Callable[[Progress], None] = lambda _: None,
+    *,
+    watched: bool = False,
+) -> OpenRun:
+    """The rows and the models of a run; closes its target if anything fails."""
+    shared = _open_shared([recipe], on_progress, watched=watched)
+    with ExitStack() as undo:
+        undo.enter_context(shared.target)
+        opened = _open(recipe, shared)
+        undo.pop_all()
+    return opened
+
+
+@dataclass(frozen=True)
+class _Shared:
+    """What the drafts of one recipe share."""
+
+    device: torch.device
+    world: World
+    target: Eagle3TargetBackend  # provides all aux layers that any of the drafts uses
+    train: RowView
+    held_out: RowView
+    fingerprint: str  # of the data
+    warnings: list[str]  # about the data
+    tokenizer: Any
+    data_s: float
+    generators: dict[str, Tensor]  # the RNG state that each draft starts from
+
+
+def _open_shared(
+    recipes: Sequence[Recipe],
+    on_progress: Callable[[Progress], None],
+    *,
+    watched: bool,
+    target: Eagle3TargetBackend | None = None,
+) -> _Shared:
+    """Prepare the data, then join the other ranks, then open the target unless one is passed."""
+    recipe = recipes[0].settled()
+    device = pick_device(recipe.training.device)
+    begin = time.perf_counter()
+    data = None if kind_of(recipe.target).brings_rows else prepare_data(recipe, on_progress)
+    warnings = [] if data is None else repeated_rows(*data[:2], recipe)
+    data_s = time.perf_counter() - begin
+    training = recipe.training
+    layout = {"shard": training.shard, "context": training.context}
+    world = join_world(device, **layout, watched=watched)
+    torch.manual_seed(recipe.training.seed)
+    with ExitStack() as undo:
+        if target is None:
+            target = undo.enter_context(open_target(recipes, device))
+        target.askers = world.context
+        train, held_out, fingerprint = data or known_data(recipe, target)
+        warnings = repeated_rows(train, held_out, recipe) if data is None else warnings
+        tokenizer = target_tokenizer(recipe.target)
+        generators = rng_tensors() if len(recipes) > 1 else {}
+        undo.pop_all()
+    rows = (train, held_out, fingerprint, warnings, tokenizer)
+    return _Shared(device, world, target, *rows, data_s, generators)
+
+
+def _open(recipe: Recipe, shared: _Shared, *, alone: bool = True) -> OpenRun:
+    """Open the run of one draft: its own models, and its view of what it shares with others."""
+    recipe, device, world = recipe.settled(), shared.device, shared.world
+    if not alone:
+        restore_rng(shared.generators)
+    target = view_for(recipe, shared.target, alone=alone)
+    train, held_out = shared.train, shared.held_out
+    vocabulary = vocabulary_of_run(recipe, target, train, shared.tokenizer, shared.fingerprint)
+    target.set_vocab_mapping(
+        torch.from_numpy(vocabulary.selected_token_ids), torch.from_numpy(vocabulary.t2d)
+    )
+    warnings = shared.warnings + _few_rows(len(train), len(held_out))
+    train, held_out = target.read_ahead(train), target.read_ahead(held_out)
+    draft = make_draft(recipe, target, vocabulary, shared.tokenizer, device)
+    world.copy_from_main(draft)
+    objective = make_objective(recipe, draft, vocabulary, target, device, world)
+    pad_id = shared.tokenizer.pad_token_id or 0
+    return OpenRun(
+        recipe=recipe,
+        directory=Path(recipe.run.output_dir),
+        parts=Models(target, objective, device, world),
+        train=train,
+        rows=shared.train,
+        held_out=held_out_batches(held_out, recipe, pad_id),
+        warnings=warnings,
+        data_s=shared.data_s,
+        pad_id=pad_id,
+        draft=draft,
+        vocabulary=vocabulary,
+        fingerprints={
+            "data": shared.fingerprint,
+            "target": target.info().weights_fingerprint,
+            "vocabulary": vocabulary.digest(),
+        },
+    )
+
+
+def _parts(recipe: Recipe, models: Models) -> Parts:
+    training, draft = recipe.training, models.objective.draft_model
+    if models.world.shard > 1:
+        shard_draft(draft, models.world, compute_dtype=models.objective.compute_dtype)
+    parameters = [p for p in draft.parameters() if p.requires_grad]
+    recorded = None
+    if training.record_steps and training.accumulate == models.world.size == 1:
+        tokens = training.micro_batch * recipe.packing.tokens
+        recorded = recorded_steps(models.objective, parameters, tokens=tokens)
+    return Parts(
+        **vars(models),
+        parameters=parameters,
+        optimizers=make_optimizers(draft, training),
+        guard=StepGuard(training.spike_factor, models.device),
+        clip=training.clip,
+        clock=Clock(models.device),
+        seed=training.seed,
+        average=None if training.ema is None else Average(parameters, training.ema),
+        recorded=recorded,
+    )
+
+
+def make_stream(opened: OpenRun, recipe: Recipe) -> PackStream:
+    """The run's training rows, packed and ordered as the recipe specifies."""
+    packing, training = recipe.packing, recipe.training
+    return PackStream(
+        opened.train,
+        tokens=packing.tokens,
+        pad_id=opened.pad_id,
+        seed=packing.seed,
+        padded=packing.padded,
+        micro_batch=training.micro_batch,
+        accumulate=training.accumulate,
+        epochs=training.epochs,
+        steps=training.steps,
+        world=opened.parts.world,
+    )
+
+
+def held_out_batches(rows: RowView, recipe: Recipe, pad_id: int) -> list[TokenBatch]:
+    """The packs on which a recipe's drafts are evaluated."""
+    count = min(len(rows), recipe.evaluation.rows)
+    packing = pack_rows(rows.lengths[:count], recipe.packing.tokens)
+    return [collate(rows, [pack], recipe.packing.tokens, pad_id) for pack in packing.packs]
+
+
+def make_objective(
+    recipe: Recipe,
+    draft: DraftModel,
+    vocabulary: DraftVocabulary,
+    target: Eagle3TargetBackend,
+    device: torch.device,
+    world: World,
+) -> Objective[Any]:
+    dtype = recipe.training.compute_dtype
+    bfloat16 = dtype == "bfloat16" or (
+        dtype == "auto" and device.type == "cuda" and multiplies_bfloat16(device)
+    )
+    inputs = TrainerInputs(
+        selected_token_ids=torch.from_numpy(vocabulary.selected_token_ids),
+        selected_token_mask=torch.from_numpy(vocabulary.t2d),
+        target_head=target.info().head.to(device),
+        compute_dtype=torch.bfloat16 if bfloat16 else None,
+        context=ContextRanks.of(world),
+    )
+    return recipe.method.objective(draft, inputs, **recipe.objective.options())
