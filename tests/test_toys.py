@@ -1,4 +1,4 @@
-"""fledge is extensible: a method, a loss and a target kind, all defined in this file.
+"""fledge is extensible: a method, a loss, a token head and a target kind, all defined in this file.
 
 Each is registered here, taken through recipe check, plan, training, resumption, evaluation by
 replay and lossless decoding, and removed again. Nothing in src/ refers to them.
@@ -23,6 +23,9 @@ from fledge.core.rows import TokenBatch
 from fledge.decode.accept import Chooser, Proposal
 from fledge.decode.strategy import Rollouts, RoundState, Strategy
 from fledge.methods.base import Method, TrainerInputs
+from fledge.methods.block.config import BlockConfig
+from fledge.methods.block.heads import TokenHead
+from fledge.methods.block.method import TOKEN_HEADS
 from fledge.methods.losses.base import Loss, parameter
 from fledge.methods.losses.registry import LOSSES
 from fledge.methods.registry import METHODS
@@ -196,6 +199,25 @@ class Brier(Loss):
         return ((logits_NW.softmax(-1) - probs_NW).abs() ** self.power).sum(-1)
 
 
+# --- a token head of block drafts -----------------------------------------------------------------
+
+
+class Remainders(TokenHead):
+    """A term of the logits for each remainder of the previous token's id."""
+
+    def __init__(self, config: BlockConfig) -> None:
+        super().__init__()
+        self.rank = config.markov_rank
+        self.term = nn.Parameter(torch.empty(config.draft_vocab_size, self.rank))
+
+    def features(self, previous_N: Tensor, dtype: torch.dtype) -> Tensor:
+        return nn.functional.one_hot(previous_N % self.rank, self.rank).to(dtype)
+
+    @property
+    def out_WR(self) -> Tensor:  # noqa: N802
+        return self.term
+
+
 # --- a target kind --------------------------------------------------------------------------------
 
 
@@ -246,10 +268,12 @@ def toys():
     """Registers all of them for one test."""
     METHODS.add("twin", Twin())
     LOSSES.add("brier", Brier)
+    TOKEN_HEADS.add("remainders", Remainders)
     TARGET_KINDS.add("mixed", MixedKind())
     yield
     METHODS.remove("twin")
     LOSSES.remove("brier")
+    TOKEN_HEADS.remove("remainders")
     TARGET_KINDS.remove("mixed")
 
 
@@ -263,6 +287,11 @@ def run(*arguments: str) -> Any:
 TOYS = {
     "method": ["objective.kind=twin", "target.aux_layer_ids=0,3"],
     "loss": ["objective.loss=brier", "objective.loss.power=2.5"],
+    "token head": [
+        *("objective.kind=dspark", "objective.token_head=remainders", "objective.markov_rank=6"),
+        *("objective.block_size=3", "objective.listened_layers=2", "target.aux_layer_ids=0,3"),
+        *("draft.layers=1", "draft.draft_vocab_size=null"),
+    ],
     "target kind": ["target.backend=mixed", "target.gain=1.0"],
     "all of them": ["objective.kind=twin", "target.backend=mixed", "target.aux_layer_ids=0,3"],
 }
@@ -270,10 +299,11 @@ TOYS = {
 
 def toys_of(training):
     """Which toys a training uses."""
-    parts = training.parts
+    parts, draft = training.parts, training.parts.objective.draft_model
     used = {
-        "method": isinstance(parts.objective.draft_model, TwinDraft),
+        "method": isinstance(draft, TwinDraft),
         "loss": getattr(parts.objective, "loss", None) == Brier(power=2.5),
+        "token head": isinstance(getattr(draft, "token_head", None), Remainders),
         "target kind": isinstance(parts.target, MixedModel),
     }
     return {name for name, uses in used.items() if uses}
@@ -284,7 +314,8 @@ def test_from_recipe_to_decoded_text(toys, recipe, tiny_target, tmp_path, monkey
     def made(run):
         base = recipe(run=run).model_dump()
         sections = [f"{name}={json.dumps(section)}" for name, section in base.items()]
-        unchanged = [text for text in sections if not text.startswith(("objective=", "target="))]
+        replaced = ("objective=", "target=", *(["draft="] if toy == "token head" else []))
+        unchanged = [text for text in sections if not text.startswith(replaced)]
         model = [f"target.model={tiny_target}", "target.aux_layer_ids=0,1,2"]
         return load_recipe(None, [*unchanged, *model, *TOYS[toy], "training.steps=8"])
 

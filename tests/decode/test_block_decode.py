@@ -157,7 +157,7 @@ def textbook_tokens(target, draft, text):
     selected, newest, tokens = draft.selected_token_ids, text[-1], []
     for k in range(draft.spec.first_place, draft.config.block_size):
         logits = draft.lm_head.weight @ out[k]
-        if draft.markov_head is not None:
+        if draft.token_head is not None:
             p = dict(draft.named_parameters())
             features = p["markov_head.markov_w1.weight"][newest]
             logits = logits + p["markov_head.markov_w2.weight"] @ features

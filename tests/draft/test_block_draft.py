@@ -87,7 +87,7 @@ def test_files_contain_the_draft_but_no_tables_of_the_target(make, tmp_path):
                 "sample_from_anchor", "markov_rank", "draft_tokens"):  # fmt: skip
         assert getattr(loaded.config, key) == getattr(draft.config, key), key
     assert method_of(loaded.config) is method_of(draft.config)
-    assert method_of(loaded.config).name == ("dspark" if draft.markov_head else "dflash")
+    assert method_of(loaded.config).name == ("dspark" if draft.token_head else "dflash")
     with pytest.raises(ValueError, match="its target's embedding and head"):
         loaded.embed(torch.tensor([1]), torch.float32)
 
@@ -137,7 +137,7 @@ def test_a_dspark_draft_can_grow_from_a_dflash_draft():
     config = LlamaConfig(**make_spark_draft().config.to_dict())
     grown = method_of(config).grow(dflash, config)
     assert torch.equal(grown.fc.weight, dflash.fc.weight)
-    assert not grown.markov_head.markov_w2.weight.any()
+    assert not grown.token_head.markov_w2.weight.any()
     wider = LlamaConfig(**make_spark_draft(intermediate_size=24).config.to_dict())
     assert method_of(wider).grow(dflash, wider) is None
 

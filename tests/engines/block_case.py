@@ -59,11 +59,11 @@ class BlockCase:
         states_JE = blocks.states(state)[0]
         tokens_J = blocks.propose(state, Chooser()).token_BN[0]
         results = {"tokens": tokens_J, "logits": F.linear(states_JE, draft.lm_head.weight)}
-        if draft.markov_head is None or draft.confidence_head is None:
+        if draft.token_head is None or draft.confidence_head is None:
             return results
         before_J = torch.cat([torch.tensor(self.text[-1:]), tokens_J[:-1]])
-        features_JR = draft.markov_head.features(before_J, torch.float32)
+        features_JR = draft.token_head.features(before_J, torch.float32)
         return results | {
-            "biases": F.linear(features_JR, draft.markov_head.out_WR),
+            "biases": F.linear(features_JR, draft.token_head.out_WR),
             "confidence": draft.confidence_head(states_JE, features_JR).sigmoid(),
         }

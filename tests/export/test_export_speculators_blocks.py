@@ -116,10 +116,10 @@ def our_blocks(draft, inputs):
     newest_N = plan.position_T[rows.slot_N] + 1  # the position that each block starts with
     states = states[[newest_N.tolist().index(anchor) for anchor in ANCHORS]]
     outputs = {"lm_head": F.linear(states, draft.lm_head.weight)}
-    if draft.markov_head is not None:
+    if draft.token_head is not None:
         place_NJ = torch.tensor(list(ANCHORS))[:, None] + torch.arange(SLOTS)
-        features = draft.markov_head.features(ids_T[place_NJ], torch.float32)
-        outputs["markov_head.markov_w2"] = F.linear(features, draft.markov_head.out_WR)
+        features = draft.token_head.features(ids_T[place_NJ], torch.float32)
+        outputs["markov_head.markov_w2"] = F.linear(features, draft.token_head.out_WR)
         outputs["confidence_head"] = draft.confidence_head(states, features)[..., None]
     return outputs
 

@@ -140,7 +140,7 @@ def sureness(
     depths: int,
 ) -> Sureness:
     """The draft's confidence at every drafting slot of some packs, and the tokens accepted."""
-    if draft.confidence_head is None or draft.markov_head is None:
+    if draft.confidence_head is None or draft.token_head is None:
         raise says_nothing()
     rollouts = MarkovRollouts(draft, depths)
     odds: list[Floats] = []

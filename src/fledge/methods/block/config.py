@@ -18,7 +18,8 @@ class BlockConfig(DraftConfig):
     causal: bool = False  # inside the block
     sliding_window: int | None = None
     sliding_layers: tuple[int, ...] = ()
-    markov_rank: int = 0
+    token_head: str = "markov"  # of `TOKEN_HEADS`
+    markov_rank: int = 0  # of the token head; 0: none
     confidence_head: bool = False
 
     @classmethod
@@ -30,6 +31,8 @@ class BlockConfig(DraftConfig):
         read = super().of(config)
         for name in ("sliding_layers", "confidence_temperatures"):
             setattr(config, name, list(getattr(config, name)))
+        if config.token_head == "markov":  # other programs know no other
+            del config.token_head
         config.draft_tokens = read.drafts
         return read
 

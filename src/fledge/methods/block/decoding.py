@@ -78,7 +78,7 @@ class MarkovRollouts(BlockRollouts):
 
     def unroll(self, aux_TD: Tensor, ids_T: Tensor, plan: RolloutPlan) -> Sequence[Tensor]:
         assert isinstance(plan, BlockPlan)
-        draft, head = self.draft, self.draft.markov_head
+        draft, head = self.draft, self.draft.token_head
         assert head is not None
         inputs: list[Tensor] = []
         chance = None
@@ -105,7 +105,7 @@ class MarkovRollouts(BlockRollouts):
         return torch.split(head_input_NE, sizes, dim=1)
 
     def logits(self, head_input_NE: Tensor) -> Tensor:
-        head = self.draft.markov_head
+        head = self.draft.token_head
         assert head is not None
         state_NE, features_NR, proposed_N1 = self._parts(head_input_NE)
         logits_NW = super().logits(state_NE) + F.linear(features_NR, head.out_WR.to(state_NE.dtype))
@@ -261,12 +261,12 @@ class MarkovBlock(Block):
 
     @classmethod
     def fits(cls, draft: DraftModel) -> bool:
-        if not isinstance(draft, BlockDraftModel) or draft.markov_head is None:
+        if not isinstance(draft, BlockDraftModel) or draft.token_head is None:
             return False
         return super().fits(draft)
 
     def propose(self, state: RoundState, chooser: Chooser) -> Proposal:
-        draft, head = self.draft, self.draft.markov_head
+        draft, head = self.draft, self.draft.token_head
         assert head is not None
         out_WR = head.out_WR.to(self.drafter.dtype)
         before_B, chance = newest(state), None

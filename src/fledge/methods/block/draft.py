@@ -25,6 +25,8 @@ from fledge.core.files import save_tensors, write_json
 from fledge.kernels.attention import AttentionKind, KeysValues
 from fledge.methods.block.attention import Again, Sight, block_attention
 from fledge.methods.block.config import BlockConfig
+from fledge.methods.block.heads import ConfidenceHead, TokenHead
+from fledge.methods.block.method import TOKEN_HEADS
 from fledge.methods.block.plan import BlockRows
 from fledge.methods.shared.draft import DraftModel
 from fledge.methods.shared.files import CONFIG_NAME, WEIGHTS_NAME, config_json
@@ -38,7 +40,7 @@ KEPT_MLP_GIB = 4.5  # MLP activations kept; the backward pass recomputes the oth
 
 
 class BlockDraftModel(DraftModel):
-    """fc, hidden_norm, Qwen3-style layers, norm; optionally a Markov head and a confidence head.
+    """fc, hidden_norm, Qwen3-style layers, norm; optionally a token head and a confidence head.
 
     `config` is a Llama-style transformers config plus the keys of `BlockConfig`,
     `confidence_threshold` and `confidence_temperatures` (one for each calibrated depth).
@@ -57,7 +59,8 @@ class BlockDraftModel(DraftModel):
         self.hidden_norm = nn.RMSNorm(size, eps=eps)
         self.layers = nn.ModuleList(DeepDraftLayer(spec) for _ in range(spec.num_hidden_layers))
         self.norm = nn.RMSNorm(size, eps=eps)
-        self.markov_head = MarkovHead(spec) if spec.markov_rank else None
+        if spec.markov_rank:
+            self.add_module(spec.token_head + "_head", TOKEN_HEADS[spec.token_head](spec))
         self.confidence_head = ConfidenceHead(spec) if spec.confidence_head else None
         self._register_vocabulary(spec)
         self.rotary = Rotary(config)
@@ -70,10 +73,14 @@ class BlockDraftModel(DraftModel):
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=self.spec.initializer_range)
-        if self.markov_head is not None:  # a new Markov head adds nothing to the logits
-            nn.init.zeros_(self.markov_head.markov_w2.weight)
+        if self.token_head is not None:  # a new one adds nothing to the logits
+            nn.init.zeros_(self.token_head.out_WR)
         if self.confidence_head is not None:
             nn.init.zeros_(self.confidence_head.proj.bias)
+
+    @property
+    def token_head(self) -> TokenHead | None:
+        return cast("TokenHead | None", self._modules.get(self.spec.token_head + "_head"))
 
     # --- embedding and head, which belong to the target -----------------------------------------
 
@@ -323,57 +330,13 @@ class _Table:
 @torch.no_grad()
 def grown(draft: BlockDraftModel, config: PretrainedConfig) -> BlockDraftModel | None:
     """A new block draft with `config` and all weights that it has in common with `draft`. For
-    example, a DSpark draft can start from a DFlash draft: its heads are new, and the Markov head
+    example, a DSpark draft can start from a DFlash draft: its heads are new, and the token head
     adds nothing to the logits yet. Returns None if the weights do not fit."""
     new = BlockDraftModel(config).to(device=draft.device, dtype=draft.dtype)
     state, new_state = draft.state_dict(), new.state_dict()
     shared = {name: state[name] for name in new_state if name in state}
-    heads = ("markov_head.", "confidence_head.")
-    missing = [name for name in new_state if name not in state and not name.startswith(heads)]
+    missing = [name for name in new_state if name not in state and "_head." not in name]
     if missing or any(new_state[name].shape != shared[name].shape for name in shared):
         return None
     new.load_state_dict(new_state | shared)
     return new
-
-
-# --- heads ---------------------------------------------------------------------------------------
-# Optional small heads, each with its own tensors.
-#
-# A *token head* adds a term to the logits of a slot that depends on the token before it, so that
-# the tokens of a block are drafted left to right although their states are computed in one pass.
-# It is a product of two factors, `features` of the previous token [N, R] and `out_WR`; the loss and
-# decoding use only these. The *confidence head* predicts how likely a drafted token is to be
-# accepted. Shapes: N slots of blocks, R rank.
-
-
-class MarkovHead(nn.Module):
-    """logits += W2 . W1[previous token] (DSpark)."""
-
-    def __init__(self, config: BlockConfig) -> None:
-        super().__init__()
-        self.markov_w1 = nn.Embedding(config.vocab_size, config.markov_rank)
-        self.markov_w2 = nn.Linear(config.markov_rank, config.draft_vocab_size, bias=False)
-
-    def features(self, previous_N: Tensor, dtype: torch.dtype) -> Tensor:
-        """[..., R] features of the previous tokens, which are given as target ids."""
-        return F.embedding(previous_N, self.markov_w1.weight).to(dtype)
-
-    @property
-    def out_WR(self) -> Tensor:  # noqa: N802  (its shape)
-        return self.markov_w2.weight
-
-
-class ConfidenceHead(nn.Module):
-    """w . [state; features of the previous token] + b: the log-odds that a token is accepted."""
-
-    def __init__(self, config: BlockConfig) -> None:
-        super().__init__()
-        self.proj = nn.Linear(config.hidden_size + config.markov_rank, 1)
-
-    def forward(self, state_NE: Tensor, features_NR: Tensor | None) -> Tensor:
-        """[...] log-odds in fp32, or wider if the state is."""
-        wide = torch.promote_types(state_NE.dtype, torch.float32)
-        parts = [state_NE] if features_NR is None else [state_NE, features_NR]
-        inputs = torch.cat([part.to(wide) for part in parts], dim=-1)
-        weight, bias = self.proj.weight.to(wide), self.proj.bias.to(wide)
-        return F.linear(inputs, weight, bias).squeeze(-1)

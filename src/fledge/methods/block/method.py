@@ -1,7 +1,4 @@
-"""DFlash: all tokens of a block in one pass of a few layers that attend to the target's features.
-
-What block drafters share is here; `dspark.py` adds its heads.
-"""
+"""DFlash and DSpark: a block of tokens in one pass of a few layers that attend to the target."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -20,10 +17,15 @@ if TYPE_CHECKING:
     from fledge.formats.codec import Feature, Format, PlainDraft
     from fledge.methods.block.draft import BlockDraftModel
     from fledge.methods.block.foreign import BlockView
+    from fledge.methods.block.heads import TokenHead
     from fledge.methods.block.section import BlockSection
     from fledge.methods.shared.draft import DraftModel, Reading
     from fledge.methods.shared.objective import Objective
     from fledge.methods.shared.work import Work
+
+TOKEN_HEADS: "Registry[type[TokenHead]]" = Registry(
+    "objective.token_head", {"markov": "fledge.methods.block.heads:MarkovHead"}
+)
 
 
 class BlockMethod(Method):

@@ -320,7 +320,7 @@ def dpace_weights(plan: BlockPlan, row_loss_N: Tensor, charged_N: Tensor) -> Ten
 #         + confidence_weight * BCE of the confidence towards 1 - |q - p| / 2
 #
 # at every token of a block up to the first that is not supervised. q is softmax(head(state) +
-# Markov head(previous token)); in training the previous token is the text's. 1 - |q - p| / 2 is
+# token head(previous token)); in training the previous token is the text's. 1 - |q - p| / 2 is
 # the probability that the token is accepted; no gradient flows through it.
 
 
@@ -343,8 +343,8 @@ class DSparkTrainerModule(BlockTrainerModule):
         chunk_rows: int | None = None,
         attention: AttentionKind = "fast",
     ) -> None:
-        if draft_model.markov_head is None:
-            raise ValueError("markov_rank: the draft was built without a Markov head")
+        if draft_model.token_head is None:
+            raise ValueError("markov_rank: the draft was built without a token head")
         if confidence_weight > 0 and draft_model.confidence_head is None:
             raise ValueError("confidence_head: the draft was built without one")
         if confidence_weight > 0 and distance_weight == 0:
@@ -379,7 +379,7 @@ class DSparkTrainerModule(BlockTrainerModule):
         coefficient_N: Tensor,
         totals: StepTotals,
     ) -> HeadLoss:
-        draft, head = self.draft_model, self.draft_model.markov_head
+        draft, head = self.draft_model, self.draft_model.token_head
         assert head is not None
         features_NR = head.features(self._previous_tokens(ready), hidden_PE.dtype)
         weight_N = torch.where(task.charged_N, coefficient_N, 0.0)

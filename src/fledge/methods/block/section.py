@@ -3,7 +3,7 @@
 from abc import abstractmethod
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from fledge.core.settings import Count, NonNegative, Positive, PositiveCount, ShareBelowOne, Tagged
 from fledge.methods.losses.base import Loss
@@ -151,7 +151,7 @@ class DsparkSection(BlockSection):
     """Drafts a block in one pass, each token given the one before; vLLM and SGLang serve it."""
 
     not_options: ClassVar[frozenset[str]] = BlockSection.not_options | {
-        "markov_rank", "confidence_threshold",
+        "token_head", "markov_rank", "confidence_threshold",
     }  # fmt: skip
 
     contiguous: ClassVar[bool] = True
@@ -162,8 +162,11 @@ class DsparkSection(BlockSection):
     gamma: Positive | None = 4.0
     """A token k places into the block has weight exp(-k / gamma)."""
 
+    token_head: str = "markov"
+    """What makes a token depend on the one before it; markov is what engines read."""
+
     markov_rank: PositiveCount = 256
-    """Width of the Markov head."""
+    """Width of the token head."""
 
     text_weight: NonNegative = 0.1
     """Weight of the cross entropy with the text's token."""
@@ -190,7 +193,17 @@ class DsparkSection(BlockSection):
         return {
             **super().draft_settings(),
             "sample_from_anchor": True,
+            "token_head": self.token_head,
             "markov_rank": self.markov_rank,
             "confidence_head": self.confidence_weight > 0,
             "confidence_threshold": self.confidence_threshold,
         }
+
+    @field_validator("token_head")
+    @classmethod
+    def _check_token_head(cls, name: str) -> str:
+        from fledge.methods.block.method import TOKEN_HEADS
+
+        if name not in TOKEN_HEADS:
+            raise ValueError(f"must be one of {', '.join(TOKEN_HEADS)}, not {name!r}")
+        return name

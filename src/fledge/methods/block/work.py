@@ -62,7 +62,7 @@ class BlockWork(Work):
         repeated = rows - n.blocks - 1 if n.blocks else 0
         qkv = size * (width + keys)
         small = 0.0
-        if draft.markov_head is not None:
+        if draft.token_head is not None:
             small += config.draft_vocab_size * config.markov_rank
         if draft.confidence_head is not None:
             small += draft.confidence_head.proj.weight.numel()
@@ -118,7 +118,7 @@ class BlockWork(Work):
         """Gradients of the Markov head's two factors, and in float32 the inputs of the confidence
         head."""
         config, kept = self.config, 0.0
-        if self.draft.markov_head is not None:
+        if self.draft.token_head is not None:
             rank = config.markov_rank
             kept += n.elements * rank * width
             kept += config.draft_vocab_size * rank * 4

@@ -54,6 +54,7 @@ CONFIG_FILE = Table(
         "block_size": Maybe(Whole(1, 2**10)),
         "sliding_window": Maybe(Whole(1, 2**31)),
         "sliding_layers": Maybe(ListOf(Whole(0, 2**10), most=2**10)),
+        "token_head": Maybe(Text(64)),
         "markov_rank": Maybe(Whole(0, 2**14)),
         "confidence_threshold": Maybe(Number(0, 1)),
         "confidence_temperatures": Maybe(ListOf(Number(1e-6, 1e6), most=2**10)),

@@ -5,8 +5,8 @@
 with q = softmax(head(state) + token head(previous token)) and p the target's distribution. While a
 chunk's logits exist, they yield the losses and are then replaced by their own gradient, which is
 propagated through the head at once: two products with the vocabulary, none of them repeated, and no
-gradient of the head. No [elements, W] tensor outlives its chunk. A token head (`draft.block_heads`)
-consists of two thin factors, and both are trained.
+gradient of the head. No [elements, W] tensor outlives its chunk. A token head
+(`methods/block/heads.py`) consists of two thin factors, and both are trained.
 
 `head_loss.py` does the same for heads that are trained and for the other losses. As there, elements
 are sorted by the slot that holds their target.
