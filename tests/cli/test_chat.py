@@ -113,9 +113,13 @@ class Terminal:
         os.close(terminal)
         self._shown = ""
 
-    def until(self, pattern):
-        """Read until a pattern appears; return the text up to and including it."""
+    def until(self, pattern, again=""):
+        """Read until a pattern appears; return the text up to and including it. Press `again` after
+        five seconds without an effect, as a user would: a signal that arrives just before readline
+        waits for a key is heard only with the next key."""
         while (match := re.search(pattern, self._shown, re.S)) is None:
+            if again and not select.select([self._controller], [], [], 5)[0]:
+                self.type(again)
             assert select.select([self._controller], [], [], 60)[0], self._shown
             self._shown += os.read(self._controller, 65536).decode(errors="replace")
         before, self._shown = self._shown[: match.end()], self._shown[match.end() :]
@@ -146,8 +150,10 @@ def test_ctrl_c_stops_the_answer_but_not_the_chat(run):
         assert re.search(rf"{command}  +\w", shown)
     terminal.type("/hepl\n")
     assert "no command /hepl" in terminal.until("Ctrl-C .*?›")
-    terminal.type("half a li\x03")
-    terminal.until("/quit ends the chat.*?›")
+    terminal.type("half a li")
+    terminal.until("half a li")
+    terminal.type("\x03")
+    terminal.until("/quit ends the chat.*?›", again="\x03")
     terminal.type(f"/reset\n{long}\n")
     whole = terminal.until("tokens/s with the draft.*?›")  # the stopped answer left no trace
     assert f"{answers[long]['tokens']} tokens in {answers[long]['rounds']} rounds" in whole
