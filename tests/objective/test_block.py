@@ -417,7 +417,7 @@ def test_invalid_options_are_rejected():
     ):
         with pytest.raises(ValueError, match=complaint):
             make_module(**options)
-    with pytest.raises(ValueError, match="without a Markov head"):
+    with pytest.raises(ValueError, match="without a token head"):
         make_module(make_block_draft(), kind=DSparkTrainerModule)
     with pytest.raises(ValueError, match="learns from the distance"):
         make_module(kind=DSparkTrainerModule, distance_weight=0.0)
