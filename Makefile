@@ -26,28 +26,29 @@ demo: $(READY)  ## the whole story on a real 135M model
 
 WORKERS ?= 2
 AGAIN   ?=  # --lf: only what failed in the last run, as CI tries once more
+PYTEST   = -m pytest -o cache_dir=.pytest_cache/$@  # each stage its own: two run at a time
 STAGES := not gpu and not engine and not ranks and not cluster and not newcomer and not wheel
 test: $(READY)  ## the tests: under ten minutes on two cores
-	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "$(STAGES) and not slow" $(AGAIN)
+	@$(BIN)/python $(PYTEST) -n $(WORKERS) --dist worksteal -m "$(STAGES) and not slow" $(AGAIN)
 
 test-slow: $(READY)  ## those that take long: kills, memory, fuzz, real architectures
-	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "$(STAGES) and slow" $(AGAIN)
+	@$(BIN)/python $(PYTEST) -n $(WORKERS) --dist worksteal -m "$(STAGES) and slow" $(AGAIN)
 
 test-ranks: $(READY)  ## several processes: sharded targets and drafts, long rows, lost ranks
-	@$(BIN)/python -m pytest -n 1 -m ranks $(AGAIN)
+	@$(BIN)/python $(PYTEST) -n 1 -m ranks $(AGAIN)
 
 $(VENV)/.cluster: $(READY)
 	@$(PIP) install -c constraints.txt -e '.[cluster]'
 	@touch $@
 
 test-cluster: $(VENV)/.cluster  ## targets and ranks on real Ray clusters of several nodes on this machine
-	@$(BIN)/python -m pytest -n 0 -m cluster tests/target/ray $(AGAIN)
+	@$(BIN)/python $(PYTEST) -n 0 -m cluster tests/target/ray $(AGAIN)
 
 test-newcomer: $(READY)  ## the first hour of a newcomer, in a clone and a fresh home
-	@$(BIN)/python -m pytest -m newcomer -s tests/newcomer $(AGAIN)
+	@$(BIN)/python $(PYTEST) -m newcomer -s tests/newcomer $(AGAIN)
 
 test-wheel: $(READY)  ## the built wheel, alone in a fresh environment: demo, train, eval, export
-	@$(BIN)/python -m pytest -m wheel tests/wheel $(AGAIN)
+	@$(BIN)/python $(PYTEST) -m wheel tests/wheel $(AGAIN)
 
 DOCS := .venv-docs
 $(DOCS)/.ready: pyproject.toml
@@ -86,7 +87,7 @@ $(VLLM_VENV)/.ready: $(VLLM_PINS)
 	@touch $@
 
 test-vllm: $(VLLM_VENV)/.ready  ## the vLLM target, and exports in a real vLLM, on this CPU
-	@PYTHONPATH=src $(VLLM_VENV)/bin/python -m pytest -m engine tests/engines/vllm $(AGAIN)
+	@PYTHONPATH=src $(VLLM_VENV)/bin/python $(PYTEST) -m engine tests/engines/vllm $(AGAIN)
 
 clean:  ## remove the environment and every tool's cache
 	rm -rf .venv* .mypy_cache .ruff_cache .pytest_cache .hypothesis
@@ -107,7 +108,7 @@ $(TRAINERS)/.ready: pyproject.toml constraints.txt Makefile
 	@touch $@
 
 test-trainers: $(TRAINERS)/.ready  ## other trainers' own code: their steps against ours, their files and ours
-	@$(TRAINERS)/bin/python -m pytest -m engine tests/trainers tests/export/test_export_speculators.py tests/export/test_export_speculators_blocks.py $(AGAIN)
+	@$(TRAINERS)/bin/python $(PYTEST) -m engine tests/trainers tests/export/test_export_speculators.py tests/export/test_export_speculators_blocks.py $(AGAIN)
 
 # Each SGLang version has an environment of its own (.venv-sglang-059, -0523): their pins disagree.
 SGLANG := 059 0523
