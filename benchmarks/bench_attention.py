@@ -23,10 +23,10 @@ import triton
 from torch import Tensor
 from torch.nn import functional as F
 
-from fledge.kernels import attention_triton as triton_attention
-from fledge.kernels.attention import blocked_attention, reference_attention
-from fledge.kernels.attention_triton import fused_attention
 from fledge.kernels.gate import TILES, Tile
+from fledge.rollout import attention_triton as triton_attention
+from fledge.rollout.attention import blocked_attention, reference_attention
+from fledge.rollout.attention_triton import fused_attention
 from fledge.rollout.plan import QueryRows, RolloutPlan, plan_rollout
 from fledge.rollout.slots import RowMasks
 

@@ -32,15 +32,12 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from fledge.kernels import adamw, heads, text_rows
-from fledge.kernels import elementwise as rotary
-from fledge.kernels import elementwise as swiglu
+from fledge.kernels import adamw, elementwise, head_rows
 from fledge.kernels import gate as tiles
-from fledge.kernels import heads as head_rows
-from fledge.kernels.attention_triton import fused_attention, fused_parallel
 from fledge.methods.block.attention import Sight
 from fledge.methods.block.plan import BlockRows
 from fledge.methods.block.triton_attention import fused_blocks
+from fledge.rollout.attention_triton import fused_attention, fused_parallel
 from fledge.rollout.plan import QueryRows
 
 GPUS = {  # compute capability, and KiB of shared memory that one program may use
@@ -138,18 +135,18 @@ def head_calls(channels: int, dtype: torch.dtype) -> Iterator[None]:
     angle = torch.zeros(ROWS, channels, dtype=dtype)
     x = leaf(ROWS, (QUERY_HEADS + 2 * KEY_HEADS) * channels, dtype=dtype)
     norms = [leaf(channels, dtype=dtype) for _ in range(2)]
-    backward(heads.fused_heads(x, *norms, angle, angle, 1e-5, KEY_HEADS), [x, *norms])
+    backward(elementwise.fused_heads(x, *norms, angle, angle, 1e-5, KEY_HEADS), [x, *norms])
     yield
     q = leaf(ROWS, QUERY_HEADS, channels, dtype=dtype)
-    backward(rotary.fused_rotate(q, angle, angle), [q])
+    backward(elementwise.fused_rotate(q, angle, angle), [q])
     yield
 
 
 def row_calls(dtype: torch.dtype, width: int = 32_000) -> Iterator[None]:
     """What does not depend on the head dim: SwiGLU, losses, AdamW."""
     gate, up, grad = (torch.zeros(ROWS, 1024, dtype=dtype) for _ in range(3))
-    swiglu.gate(gate, up)
-    swiglu.gate_backward(gate, up, grad)
+    elementwise.gate(gate, up)
+    elementwise.gate_backward(gate, up, grad)
     yield
     logits, probs = torch.zeros(8, width, dtype=dtype), torch.zeros(8, width)
     index, weight = torch.arange(8), torch.zeros(8)
@@ -158,8 +155,8 @@ def row_calls(dtype: torch.dtype, width: int = 32_000) -> Iterator[None]:
         head_rows.fused_rows(logits, probs, index, index, kind=kind, ce_weight_J=weight, **written)
         yield
     weights = {"text_weight": 0.1, "distance_weight": 0.9}
-    text_rows.fused_text_rows(logits, probs, index, index, weight, **weights)
-    text_rows.fused_text_rows(logits, None, None, index, weight, **weights)
+    head_rows.fused_text_rows(logits, probs, index, index, weight, **weights)
+    head_rows.fused_text_rows(logits, None, None, index, weight, **weights)
     yield
     param, grad = torch.zeros(4096, dtype=dtype), torch.zeros(4096, dtype=dtype)
     moments, step = [torch.zeros(4096), torch.zeros(4096)], torch.zeros(())

@@ -15,7 +15,7 @@ SRC = ROOT / "src" / "fledge"
 # Subpackages in the order in which data flows: each imports only itself and earlier ones. The
 # folder of one method may import all of them, and nobody imports it but through the registry.
 FOLDERS = [
-    *("core", "models", "data", "rollout", "kernels", "target", "methods", "recipe", "decode"),
+    *("core", "models", "data", "kernels", "rollout", "target", "methods", "recipe", "decode"),
     *("measure", "training", "formats", "bench", "report", "cli"),
 ]
 METHODS = {p.name for p in (SRC / "methods").iterdir() if p.is_dir()} - {"shared", "losses"}

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fledge.kernels.attention import rollout_attention
 from fledge.rollout import plan as plan_module
+from fledge.rollout.attention import rollout_attention
 from fledge.rollout.plan import plan_rollout
 from fledge.rollout.slots import RowMasks
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import interpreted_triton
-from fledge.kernels.attention import attend_documents, reference_attention
+from fledge.rollout.attention import attend_documents, reference_attention
 from fledge.rollout.plan import QueryRows
 
 DEVICE = interpreted_triton.DEVICE

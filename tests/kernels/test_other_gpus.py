@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import interpreted_triton  # noqa: F401  (skips where Triton is not installed)
-from fledge.kernels import attention as blocked
 from fledge.kernels import gate as tiles
+from fledge.rollout import attention as blocked
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks" / "compile_kernels.py"
@@ -21,7 +21,8 @@ def launched_kernels() -> set[str]:
     """Names of what the source launches: `kernel[grid](...)` or `module.kernel[grid](...)`."""
     launches = [
         node.func.value
-        for path in (ROOT / "src/fledge/kernels").rglob("*.py")
+        for files in ("kernels/*.py", "rollout/*.py", "methods/block/triton_*.py")
+        for path in (ROOT / "src/fledge").glob(files)
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript)
     ]

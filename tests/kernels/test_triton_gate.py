@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fledge.kernels import attention as blocked
 from fledge.kernels import gate as triton_gate
+from fledge.rollout import attention as blocked
 
 
 @pytest.fixture(autouse=True)

@@ -6,8 +6,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import interpreted_triton  # before the kernels
-from fledge.kernels import heads as triton_head
-from fledge.kernels.heads import fused_rows
+from fledge.kernels import head_rows as triton_head
+from fledge.kernels.head_rows import fused_rows
 from fledge.methods.losses.registry import LOSSES
 from fledge.methods.losses.total_variation import TotalVariation
 from fledge.methods.shared import head_loss as head_loss_module

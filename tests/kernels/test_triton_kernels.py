@@ -10,10 +10,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import interpreted_triton  # before the kernels
-from fledge.kernels import attention as blocked
-from fledge.kernels.attention import reference_attention, rollout_attention
-from fledge.kernels.attention_triton import Chain, Job, fused_attention
 from fledge.kernels.gate import GRANULE, TILES_FP32, Tile
+from fledge.rollout import attention as blocked
+from fledge.rollout.attention import reference_attention, rollout_attention
+from fledge.rollout.attention_triton import Chain, Job, fused_attention
 from fledge.rollout.plan import QueryRows, plan_rollout
 from fledge.rollout.slots import RowMasks
 
@@ -224,7 +224,7 @@ def test_heads_too_far_apart_for_32_bit_offsets_are_copied():
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 def test_kernels_are_compiled_once_for_all_sizes():
-    from fledge.kernels.attention_kernels import (
+    from fledge.rollout.attention_kernels import (
         attend,
         chain_grad,
         key_grad,

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import interpreted_triton  # before the kernels
-from fledge.kernels.attention_triton import fused_parallel
 from fledge.methods.peagle.draft import reference_parallel
+from fledge.rollout.attention_triton import fused_parallel
 from fledge.rollout.plan import QueryRows
 
 DEVICE = interpreted_triton.DEVICE

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import interpreted_triton  # before the kernels
-from fledge.kernels.text_rows import fused_text_rows
+from fledge.kernels.head_rows import fused_text_rows
 from fledge.methods.shared.frozen_head import text_rows
 
 DEVICE = interpreted_triton.DEVICE

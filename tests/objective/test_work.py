@@ -13,10 +13,10 @@ from fledge.bench.cost import LiveBytes, watch_saved
 from fledge.core.head import TargetHead
 from fledge.core.rows import TokenRow, shift_left
 from fledge.data.pack import Piece, collate
-from fledge.kernels.attention import prefix_visible
 from fledge.methods.base import TrainerInputs
 from fledge.methods.peagle.draft import parallel_visible
 from fledge.methods.registry import METHODS
+from fledge.rollout.attention import prefix_visible
 
 V, W, D = 321, 205, 64
 MARKOV_RANK = 12

@@ -1,8 +1,10 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""Rotary positions: one GPU kernel for the forward pass, one for the backward pass.
+"""What a layer computes between its matrix products: rotary positions, the heads of a projection,
+SwiGLU. Each is one GPU kernel forward and one backward.
 
-Same results as `rotary.rotate`, which launches half a dozen kernels and rounds to bf16 in between;
-here everything is fp32 until it is stored. Importing this file imports Triton.
+Same results as the torch code of `methods/shared` (`rotate`, `split_heads`, `_GatedMlp`), which
+launches many kernels and rounds to bf16 in between; here everything is fp32 until it is stored.
+Importing this file imports Triton.
 """
 
 from typing import Any
@@ -82,10 +84,7 @@ def fused_rotate(x_NHC: Tensor, cos_NC: Tensor, sin_NC: Tensor) -> Tensor:
 
 
 # --- swiglu --------------------------------------------------------------------------------------
-# The elementwise part of SwiGLU: one GPU kernel for the forward pass, one for the backward pass.
-#
-# Same results as the torch code of `mlp._GatedMlp`, which reads or writes the widest activations of
-# a step nineteen times; these kernels do so nine times. Importing this file imports Triton.
+# Torch reads or writes the widest activations of a step nineteen times, these kernels nine times.
 
 
 @triton.jit
@@ -157,3 +156,165 @@ def gate_backward(
                 WIDTH=width, BLOCK=_block(width),
             )  # fmt: skip
     return gated_NI, dgate_NI, dgated_NI
+
+
+# --- heads ---------------------------------------------------------------------------------------
+# Queries, keys and values of a layer, split, normed and rotated: a head is read once, and only the
+# projection is kept for the backward pass. Shapes: X = (H + 2 G) C, the H query heads first, then G
+# keys, then G values.
+
+ROWS = 32  # per program
+
+
+@triton.jit
+def _norm_factor(low, high, HALF: tl.constexpr, EPS: tl.constexpr):
+    """1 / the root mean square of each row."""
+    total = tl.sum(low * low, 1) + tl.sum(high * high, 1)
+    return tl.rsqrt(total / (2 * HALF) + EPS)
+
+
+@triton.jit
+def _load_turn(cos, sin, row, c, live, HALF: tl.constexpr):
+    """cos and sin of a row's lower and upper channels."""
+    angle = (row * (2 * HALF))[:, None] + c[None, :]
+    cos_low = tl.load(cos + angle, mask=live, other=0.0).to(tl.float32)
+    cos_high = tl.load(cos + angle + HALF, mask=live, other=0.0).to(tl.float32)
+    sin_low = tl.load(sin + angle, mask=live, other=0.0).to(tl.float32)
+    sin_high = tl.load(sin + angle + HALF, mask=live, other=0.0).to(tl.float32)
+    return cos_low, cos_high, sin_low, sin_high
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _split(
+    x, q_norm, k_norm, cos, sin, q, k, v, x_row, num_rows,
+    EPS: tl.constexpr, HEADS: tl.constexpr, GROUPS: tl.constexpr, HALF: tl.constexpr,
+    BLOCK_C: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(1)
+    row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    c = tl.arange(0, BLOCK_C)
+    live = (row < num_rows)[:, None] & (c < HALF)[None, :]
+    source = x + (row * x_row + head * (2 * HALF))[:, None] + c[None, :]
+    low = tl.load(source, mask=live, other=0.0).to(tl.float32)
+    high = tl.load(source + HALF, mask=live, other=0.0).to(tl.float32)
+    out = v + (row * GROUPS + head - HEADS - GROUPS)[:, None] * (2 * HALF) + c[None, :]
+    if head < HEADS + GROUPS:
+        norm = k_norm
+        out = k + (row * GROUPS + head - HEADS)[:, None] * (2 * HALF) + c[None, :]
+        if head < HEADS:
+            norm = q_norm
+            out = q + (row * HEADS + head)[:, None] * (2 * HALF) + c[None, :]
+        factor = _norm_factor(low, high, HALF, EPS)[:, None]
+        low *= factor * tl.load(norm + c, mask=c < HALF, other=0.0).to(tl.float32)[None, :]
+        high *= factor * tl.load(norm + HALF + c, mask=c < HALF, other=0.0).to(tl.float32)[None, :]
+        cos_low, cos_high, sin_low, sin_high = _load_turn(cos, sin, row, c, live, HALF)
+        rotated_low = low * cos_low - high * sin_low
+        high = high * cos_high + low * sin_high
+        low = rotated_low
+    tl.store(out, low.to(v.dtype.element_ty), mask=live)
+    tl.store(out + HALF, high.to(v.dtype.element_ty), mask=live)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _join(
+    x, q_norm, k_norm, cos, sin, dq, dk, dv, dx, dnorm, x_row, num_rows,
+    EPS: tl.constexpr, HEADS: tl.constexpr, GROUPS: tl.constexpr, HALF: tl.constexpr,
+    BLOCK_C: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The gradient of the projection, and what these rows contribute to the norms' gradients."""
+    head = tl.program_id(1)
+    row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    c = tl.arange(0, BLOCK_C)
+    live = (row < num_rows)[:, None] & (c < HALF)[None, :]
+    source = dv + (row * GROUPS + head - HEADS - GROUPS)[:, None] * (2 * HALF) + c[None, :]
+    norm = k_norm
+    if head < HEADS + GROUPS:
+        source = dk + (row * GROUPS + head - HEADS)[:, None] * (2 * HALF) + c[None, :]
+    if head < HEADS:
+        norm = q_norm
+        source = dq + (row * HEADS + head)[:, None] * (2 * HALF) + c[None, :]
+    low = tl.load(source, mask=live, other=0.0).to(tl.float32)
+    high = tl.load(source + HALF, mask=live, other=0.0).to(tl.float32)
+    if head < HEADS + GROUPS:
+        cos_low, cos_high, sin_low, sin_high = _load_turn(cos, sin, row, c, live, HALF)
+        rotated_low = low * cos_low + high * sin_high
+        high = high * cos_high - low * sin_low
+        low = rotated_low
+        before = x + (row * x_row + head * (2 * HALF))[:, None] + c[None, :]
+        x_low = tl.load(before, mask=live, other=0.0).to(tl.float32)
+        x_high = tl.load(before + HALF, mask=live, other=0.0).to(tl.float32)
+        factor = _norm_factor(x_low, x_high, HALF, EPS)[:, None]
+        x_low *= factor
+        x_high *= factor
+        share = dnorm + (tl.program_id(0) * (HEADS + GROUPS) + head) * (2 * HALF) + c
+        tl.store(share, tl.sum(low * x_low, 0), mask=c < HALF)
+        tl.store(share + HALF, tl.sum(high * x_high, 0), mask=c < HALF)
+        low *= tl.load(norm + c, mask=c < HALF, other=0.0).to(tl.float32)[None, :]
+        high *= tl.load(norm + HALF + c, mask=c < HALF, other=0.0).to(tl.float32)[None, :]
+        along = (tl.sum(low * x_low, 1) + tl.sum(high * x_high, 1)) / (2 * HALF)
+        low = factor * (low - along[:, None] * x_low)
+        high = factor * (high - along[:, None] * x_high)
+    target = (
+        dx + (row * ((HEADS + 2 * GROUPS) * 2 * HALF) + head * (2 * HALF))[:, None] + c[None, :]
+    )
+    tl.store(target, low.to(dx.dtype.element_ty), mask=live)
+    tl.store(target + HALF, high.to(dx.dtype.element_ty), mask=live)
+
+
+class _SplitHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x_NX: Tensor, q_norm_C: Tensor, k_norm_C: Tensor, cos_NC: Tensor, sin_NC: Tensor,
+        eps: float, groups: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        rows, channels = cos_NC.shape
+        heads = x_NX.shape[1] // channels - 2 * groups
+        counts = (heads, groups, groups)
+        q, k, v = (x_NX.new_empty(rows, count, channels) for count in counts)
+        options = _options(eps, heads, groups, channels)
+        if rows:
+            with on_device_of(x_NX):
+                _split[(triton.cdiv(rows, ROWS), sum(counts))](
+                    x_NX, q_norm_C, k_norm_C, cos_NC, sin_NC, q, k, v, x_NX.stride(0), rows,
+                    **options,
+                )  # fmt: skip
+        ctx.save_for_backward(x_NX, q_norm_C, k_norm_C, cos_NC, sin_NC)
+        ctx.options = options
+        return q, k, v
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x_NX, q_norm_C, k_norm_C, cos_NC, sin_NC = ctx.saved_tensors
+        rows, channels = cos_NC.shape
+        heads, groups = ctx.options["HEADS"], ctx.options["GROUPS"]
+        dq, dk, dv = (grad.contiguous() for grad in grads)
+        dx_NX, pieces = torch.empty_like(x_NX), triton.cdiv(rows, ROWS)
+        dnorm = x_NX.new_zeros(pieces, heads + groups, channels, dtype=torch.float32)
+        if rows:
+            with on_device_of(x_NX):
+                _join[(pieces, heads + 2 * groups)](
+                    x_NX, q_norm_C, k_norm_C, cos_NC, sin_NC, dq, dk, dv, dx_NX, dnorm,
+                    x_NX.stride(0), rows, **ctx.options,
+                )  # fmt: skip
+        dnorm = dnorm.sum(0)
+        dq_norm = dnorm[:heads].sum(0).to(q_norm_C.dtype)
+        dk_norm = dnorm[heads:].sum(0).to(k_norm_C.dtype)
+        return dx_NX, dq_norm, dk_norm, None, None, None, None
+
+
+def _options(eps: float, heads: int, groups: int, channels: int) -> dict[str, Any]:
+    return {
+        "EPS": eps, "HEADS": heads, "GROUPS": groups, "HALF": channels // 2,
+        "BLOCK_C": triton.next_power_of_2(channels // 2), "BLOCK": ROWS,
+    }  # fmt: skip
+
+
+def fused_heads(
+    x_NX: Tensor, q_norm_C: Tensor, k_norm_C: Tensor, cos_NC: Tensor, sin_NC: Tensor,
+    eps: float, groups: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """`heads.split_heads` on a GPU; cos and sin get no gradient."""
+    out: tuple[Tensor, Tensor, Tensor] = _SplitHeads.apply(
+        x_NX.contiguous(), q_norm_C, k_norm_C, cos_NC.contiguous(), sin_NC.contiguous(), eps, groups
+    )
+    return out

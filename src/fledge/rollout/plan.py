@@ -23,7 +23,7 @@ Example: one document of 6 tokens x0..x5, loss mask on x3, x4 (shifted: slots 2,
 Slot 0 is not supervised at depths 0 and 1, but its chain must run through them to reach depth 2: it
 is a row there, but not a head element.
 
-The arithmetic is elsewhere: attention in `kernels.attention`, the head in `objective`.
+The arithmetic is elsewhere: attention in `rollout.attention`, the head in `objective`.
 """
 
 from collections.abc import Iterator, Mapping

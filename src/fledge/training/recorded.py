@@ -21,8 +21,8 @@ from fledge.core import graphs
 from fledge.core.batch import Eagle3TargetBatch
 from fledge.core.graphs import RecordedPass, RecordedSizes
 from fledge.core.rows import PACKING_FIELDS, TokenBatch
-from fledge.kernels.attention import kernel_runs
 from fledge.methods.shared.objective import Objective, Recordable, RolloutOutput
+from fledge.rollout.attention import kernel_runs
 from fledge.rollout.plan import RolloutPlan
 
 _MAX_HIDDEN_SIZE = 1024  # larger drafts keep a GPU busy without recording

@@ -6,7 +6,7 @@ up to their own. With a `window`, keys that are `window` or more places before t
 Context tokens have no queries. Rotary positions are applied before attention.
 
 `block_visible` is the rule as a dense matrix, `reference_blocks` the definition based on it. On a
-CPU the context part is computed by `kernels.attention`; on a GPU `triton_attention.py` does both.
+CPU the context part is computed by `rollout.attention`; on a GPU `triton_attention.py` does both.
 
 Shapes: N blocks of J queries, T key axis, R query heads that share a key head.
 """
@@ -18,14 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fledge.kernels.attention import (
+from fledge.methods.block.plan import BlockRows
+from fledge.rollout.attention import (
     AttentionKind,
     KeysValues,
     kernel_runs,
     prefix_backward,
     prefix_forward,
 )
-from fledge.methods.block.plan import BlockRows
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def reference_blocks(
 
 
 class _BlockAttention(torch.autograd.Function):
-    """One softmax over both parts, differentiated separately as in `kernels.attention`."""
+    """One softmax over both parts, differentiated separately as in `rollout.attention`."""
 
     @staticmethod
     def forward(

@@ -22,7 +22,6 @@ from torch.nn import functional as F
 from transformers import PretrainedConfig
 
 from fledge.core.files import save_tensors, write_json
-from fledge.kernels.attention import AttentionKind, KeysValues
 from fledge.methods.block.attention import Again, Sight, block_attention
 from fledge.methods.block.config import BlockConfig
 from fledge.methods.block.heads import ConfidenceHead, TokenHead
@@ -34,6 +33,7 @@ from fledge.methods.shared.layer import DeepDraftLayer, DraftLayer, LayerWeights
 from fledge.methods.shared.mlp import kept_mlps
 from fledge.methods.shared.norms import rms_norm
 from fledge.methods.shared.rotary import Rotary, Turn, split_heads
+from fledge.rollout.attention import AttentionKind, KeysValues
 from fledge.target.base import Eagle3TargetBackend, HasWeight
 
 KEPT_MLP_GIB = 4.5  # MLP activations kept; the backward pass recomputes the others

@@ -16,7 +16,6 @@ from torch.nn import functional as F
 
 from fledge.core.distributed import World
 from fledge.core.head import HeadLike
-from fledge.kernels.attention import AttentionKind
 from fledge.methods.block.draft import BlockDraftModel
 from fledge.methods.block.plan import ANCHOR_TOKENS, BlockPlan, plan_blocks
 from fledge.methods.losses.base import Loss
@@ -27,6 +26,7 @@ from fledge.methods.shared.head_loss import HeadLoss, HeadTask
 from fledge.methods.shared.objective import StepOptions, StepTotals
 from fledge.methods.shared.rollout_objective import ReadyBatch, RolloutTrainerModule, no_autocast
 from fledge.methods.shared.supervision import Supervision, VocabularyTensors
+from fledge.rollout.attention import AttentionKind
 from fledge.rollout.slots import RowMasks, draw_seed
 
 EVALUATION_SEED = 0  # the same blocks at every evaluation, so that only the draft differs

@@ -22,8 +22,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fledge.kernels.attention import KeysValues
-from fledge.kernels.attention_kernels import (
+from fledge.kernels.gate import GRANULE
+from fledge.methods.block.attention import Again, Sight, keep_inputs, kept_inputs
+from fledge.methods.block.plan import BlockRows
+from fledge.rollout.attention import KeysValues
+from fledge.rollout.attention_kernels import (
     LN2,
     LOG2E,
     NOTHING_YET,
@@ -33,10 +36,7 @@ from fledge.kernels.attention_kernels import (
     load_rows,
     store_rows,
 )
-from fledge.kernels.attention_triton import Chain, Job
-from fledge.kernels.gate import GRANULE
-from fledge.methods.block.attention import Again, Sight, keep_inputs, kept_inputs
-from fledge.methods.block.plan import BlockRows
+from fledge.rollout.attention_triton import Chain, Job
 
 CHANGING = ["slot", "first", "num_queries"]  # arguments that change from batch to batch
 

@@ -15,7 +15,6 @@ from torch.nn import functional as F
 
 from fledge.core.errors import BadInput
 from fledge.core.head import HeadLike
-from fledge.kernels.attention import AttentionKind
 from fledge.methods.eagle1.draft import LlamaEagle1DraftModel
 from fledge.methods.losses.base import Loss
 from fledge.methods.losses.registry import loss_of
@@ -24,6 +23,7 @@ from fledge.methods.shared.objective import StepOptions, StepTotals
 from fledge.methods.shared.rollout_objective import ReadyBatch, RolloutTrainerModule
 from fledge.methods.shared.supervision import HiddenSupervision, VocabularyTensors
 from fledge.methods.shared.unroll import NoisyPlan, noisy, uniform_noise
+from fledge.rollout.attention import AttentionKind
 from fledge.rollout.context import ContextRanks
 from fledge.rollout.plan import RolloutPlan, plan_rollout
 from fledge.rollout.slots import RowMasks

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from fledge.core.head import HeadLike
-from fledge.kernels.attention import AttentionKind
 from fledge.methods.eagle3.draft import LlamaEagle3DraftModel
 from fledge.methods.losses.base import Loss
 from fledge.methods.losses.registry import loss_of
@@ -20,6 +19,7 @@ from fledge.methods.shared.objective import RolloutOutput, StepOptions
 from fledge.methods.shared.rollout_objective import RolloutTrainerModule
 from fledge.methods.shared.supervision import VocabularyTensors
 from fledge.methods.shared.unroll import NoisyPlan, dropped, noisy
+from fledge.rollout.attention import AttentionKind
 from fledge.rollout.context import ContextRanks
 from fledge.rollout.plan import RolloutPlan, plan_rollout
 from fledge.rollout.slots import RowMasks

@@ -19,7 +19,13 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig
 
 from fledge.core.errors import BadInput
-from fledge.kernels.attention import (
+from fledge.methods.eagle3.draft import LlamaEagle3DraftModel
+from fledge.methods.peagle.plan import ParallelPlan, Segment
+from fledge.methods.shared.layer import DeepDraftLayer, LayerWeights
+from fledge.methods.shared.mlp import forget_mlp
+from fledge.methods.shared.norms import rms_norm
+from fledge.methods.shared.rotary import rope_parameters, rotate
+from fledge.rollout.attention import (
     AttentionKind,
     KeysValues,
     chain_backward,
@@ -30,16 +36,10 @@ from fledge.kernels.attention import (
     prefix_forward,
     prefix_visible,
 )
-from fledge.methods.eagle3.draft import LlamaEagle3DraftModel
-from fledge.methods.peagle.plan import ParallelPlan, Segment
-from fledge.methods.shared.layer import DeepDraftLayer, LayerWeights
-from fledge.methods.shared.mlp import forget_mlp
-from fledge.methods.shared.norms import rms_norm
-from fledge.methods.shared.rotary import rope_parameters, rotate
 from fledge.rollout.plan import QueryRows
 
 # --- attention ------------------------------------------------------------------------------------
-# Visibility is as in `kernels/attention.py`: depth-0 keys up to the anchor, and the row's own
+# Visibility is as in `rollout/attention.py`: depth-0 keys up to the anchor, and the row's own
 # rollout up to its own depth. Queries are the flat axis Q of `plan.py`: depth-0 rows first, then
 # the chain rows, whose own keys and values are the chain. One pass computes the prefix of all rows;
 # the chain is added per depth, with the same arithmetic as EAGLE-3's chain. On a GPU one kernel
@@ -64,7 +64,7 @@ def parallel_attention(
     if kind == "reference":
         return reference_parallel(q_QHC, prefix, chain, rows, counts)
     if kernel_runs(q_QHC, *prefix, *chain):
-        from fledge.kernels.attention_triton import fused_parallel
+        from fledge.rollout.attention_triton import fused_parallel
 
         return fused_parallel(q_QHC, prefix, chain, rows, counts, starts_K)
     out: Tensor = _ParallelAttention.apply(rows, tuple(counts), q_QHC, *prefix, *chain)  # type: ignore[no-untyped-call]

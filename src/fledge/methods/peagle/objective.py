@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from fledge.core.head import HeadLike
-from fledge.kernels.attention import AttentionKind
 from fledge.methods.eagle3.draft import LlamaEagle3DraftModel
 from fledge.methods.losses.base import Loss
 from fledge.methods.losses.registry import loss_of
@@ -22,6 +21,7 @@ from fledge.methods.peagle.plan import ParallelPlan, plan_parallel
 from fledge.methods.shared.objective import StepOptions
 from fledge.methods.shared.rollout_objective import RolloutTrainerModule
 from fledge.methods.shared.supervision import VocabularyTensors
+from fledge.rollout.attention import AttentionKind
 from fledge.rollout.context import ContextRanks
 from fledge.rollout.slots import RowMasks, check_cod_options
 

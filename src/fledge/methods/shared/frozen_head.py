@@ -187,7 +187,7 @@ class _Sweep:
         task, label_J = self.task, self.task.label_N[part]
         probs_MW, slot_J = self._probs(part, slots)
         if kernel_runs(logits_JW, what="head loss"):
-            from fledge.kernels.text_rows import fused_text_rows
+            from fledge.kernels.head_rows import fused_text_rows
 
             scores = fused_text_rows(
                 logits_JW, probs_MW, slot_J, label_J, coefficient_J,

@@ -195,7 +195,7 @@ def _chunks(
 def _alpha(logits_JW: Tensor, target: _Targets) -> Tensor:
     """The probability [J] that speculative sampling accepts the draft's token."""
     if kernel_runs(logits_JW, what="head loss"):
-        from fledge.kernels.heads import fused_rows
+        from fledge.kernels.head_rows import fused_rows
 
         slots = (target.slots_MW, target.slot_J, target.top_J)
         return fused_rows(logits_JW, *slots, kind="acceptance")[0]
@@ -207,7 +207,7 @@ def _score(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Row losses [J], hits [J], and coefficient * gradient [J, W]; the logits are overwritten."""
     if loss.kernel is not None and kernel_runs(logits_JW, what="head loss"):
-        from fledge.kernels.heads import fused_rows
+        from fledge.kernels.head_rows import fused_rows
 
         loss_J, correct_J = fused_rows(
             logits_JW, target.slots_MW, target.slot_J, target.top_J, kind=loss.kernel,

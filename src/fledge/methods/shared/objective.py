@@ -17,8 +17,8 @@ from fledge.core.batch import Eagle3TargetBatch
 from fledge.core.distributed import World
 from fledge.core.head import HeadLike
 from fledge.core.rows import TokenBatch
-from fledge.kernels.attention import AttentionKind
 from fledge.methods.shared.draft import DraftModel
+from fledge.rollout.attention import AttentionKind
 from fledge.rollout.context import ContextRanks
 from fledge.rollout.plan import RolloutPlan
 

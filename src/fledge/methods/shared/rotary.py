@@ -110,7 +110,7 @@ def split_heads(
     context without queries, H is 0."""
     channels = len(k_norm_C)
     if kernel_runs(x_NX, what="heads") and turn[0].shape[-1] == channels:
-        from fledge.kernels.heads import fused_heads
+        from fledge.kernels.elementwise import fused_heads
 
         return fused_heads(x_NX, q_norm_C, k_norm_C, *turn, eps, groups)
     heads_NHC = x_NX.reshape(len(x_NX), x_NX.shape[1] // channels, channels)

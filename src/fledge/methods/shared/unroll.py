@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fledge.core.transfer import send
-from fledge.kernels.attention import AttentionKind, KeysValues, gathered, rollout_attention
 from fledge.methods.shared.draft import DraftModel
 from fledge.methods.shared.layer import DraftLayer, LayerWeights
 from fledge.methods.shared.mlp import forget_mlp
 from fledge.methods.shared.norms import rms_norm
 from fledge.methods.shared.rotary import Rotary, rotate
+from fledge.rollout.attention import AttentionKind, KeysValues, gathered, rollout_attention
 from fledge.rollout.plan import QueryRows, RolloutPlan
 from fledge.rollout.slots import RowMasks, flatten_slots, slot_words
 

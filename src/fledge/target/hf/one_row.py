@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fledge.core.transfer import send
-from fledge.kernels.attention import attend_documents, kernel_runs
+from fledge.rollout.attention import attend_documents, kernel_runs
 from fledge.rollout.plan import to_device
 from fledge.target.packing import Documents, Group, group_documents, plan_groups
 from fledge.target.weights import local_part

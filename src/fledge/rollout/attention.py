@@ -41,7 +41,7 @@ def rollout_attention(
     every shallower depth (see `plan.py`), so the others are cut off here.
     """
     if kind == "fast" and kernel_runs(q_NHC, k_TGC, v_TGC, *(x for pair in chain for x in pair)):
-        from fledge.kernels.attention_triton import fused_attention
+        from fledge.rollout.attention_triton import fused_attention
 
         return fused_attention(q_NHC, k_TGC, v_TGC, rows, chain)
     count = len(rows)
@@ -335,7 +335,7 @@ def attend_documents(
     q_NHC: Tensor, k_NGC: Tensor, v_NGC: Tensor, first_N: Tensor, slot_N: Tensor
 ) -> Tensor:
     """[N, H, C]; scores are divided by the square root of C, as usual. `slot_N` is 0 .. N - 1."""
-    from fledge.kernels.attention_triton import Chain, Job
+    from fledge.rollout.attention_triton import Chain, Job
 
     rows = QueryRows(slot_N, first_N, slot_N)
     out_NHC, _ = Job(q_NHC, k_NGC, v_NGC, rows, Chain([], [])).attend()

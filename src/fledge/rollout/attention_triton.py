@@ -14,9 +14,9 @@ import torch
 import triton
 from torch import Tensor
 
-from fledge.kernels import attention_kernels as kernels
-from fledge.kernels.attention import KeysValues, apply_chain
 from fledge.kernels.gate import GRANULE, on_device_of, tile_for
+from fledge.rollout import attention_kernels as kernels
+from fledge.rollout.attention import KeysValues, apply_chain
 from fledge.rollout.plan import QueryRows
 
 # Chains up to this length share one compilation: 7 TTT steps need 6, P-EAGLE's 8 depths need 7.
