@@ -190,14 +190,15 @@ def unknown_names(subject: Subject) -> list[str]:
 @check("names", "static", "wrapper prefixes, or one layer under two names", repairs=True)
 def names(subject: Subject) -> Iterator[Finding]:
     view = subject.view
-    if view.clashes:
-        kept = {name: view.names[view.own_name(name)] for name in view.clashes}
+    taken = {*view.names.values(), *view.junk}
+    if clashes := [name for name in view.tensors if name not in taken]:
+        kept = {name: view.names[view.own_name(name)] for name in clashes}
         same = all(torch.equal(view.tensors[a], view.tensors[b]) for a, b in kept.items())
         yield error(
             f"{counted(len(kept), 'tensor is', 'tensors are')} stored twice, such as "
-            f"{view.clashes[0]} and {kept[view.clashes[0]]}",
+            f"{clashes[0]} and {kept[clashes[0]]}",
             fix="keep one name: midlayer.* or layers.0.*",
-            repair=partial(drop_tensors, doomed=view.clashes) if same else None,
+            repair=partial(drop_tensors, doomed=clashes) if same else None,
         )
         return
     prefix = view.layout.prefix

@@ -147,7 +147,7 @@ def aux_layers(subject: Subject) -> Iterator[Finding]:
 def block_size(subject: Subject) -> Iterator[Finding]:
     view = view_of(subject)
     size, first = view.setting("block_size"), view.first_place
-    stated = view.speculative_tokens
+    stated = view.stated_tokens
     if type(size) is not int or size <= first:
         certain = stated is not None
         repair = partial(DraftFiles.put, key="block_size", value=(stated or 0) + first)
@@ -212,7 +212,10 @@ def confidence_flags(subject: Subject) -> Iterator[Finding]:
     view = view_of(subject)
     if not view.spark or view.layout.name == "fledge":
         return
-    present, declared = view.confidence_head, view.declares_confidence
+    present, declared = (
+        view.confidence_head,
+        view.setting("enable_confidence_head", view.setting("use_confidence_head", False)),
+    )
     if present != declared:
         evidence = f"enable_confidence_head is {str(declared).lower()}, the file has " + (
             "such a head: vLLM drops it" if present else "none"
