@@ -8,42 +8,40 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
+from operator import or_
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 
 from fledge.core.errors import BadInput
-from fledge.core.reading import (
-    Expected,
-    Flag,
-    ListOf,
-    Maybe,
-    Number,
-    Table,
-    Text,
-    Whole,
-    check,
-    read_json,
-)
+from fledge.core.reading import check, read_json
 from fledge.formats.codec import (
-    AUX_KEY,
     EAGLE1_CLASSES,
     EAGLE3_CLASS,
     INNER_KEY,
     LLAMA_KEYS,
     NESTED_KEY,
-    PLAIN_SGLANG,
-    PLAIN_VLLM,
     SPECULATORS_KEY,
-    TRAINED,
     get_path,
     set_path,
 )
+from fledge.formats.layouts import (
+    CONFIG,
+    MASK_KEYS,
+    OURS,
+    SGLANG,
+    VLLM,
+    WRAPPED_KEY,
+    WRAPPED_TYPE,
+    AuxPlace,
+    FileLayout,
+    eagle1_layout,
+    eagle3_layout,
+)
 from fledge.methods.base import Method
 from fledge.methods.registry import METHODS
-from fledge.methods.shared.config import CONFIG_FILE
 from fledge.methods.shared.files import CONFIG_NAME
 from fledge.models.weight_files import read_tensors
 
@@ -52,126 +50,7 @@ if TYPE_CHECKING:
     from fledge.formats.checks.probe import Answering, Probe
     from fledge.methods.shared.draft import DraftModel
 
-OWN_AUX_KEY = "aux_layer_ids"
-# vLLM's own format of EAGLE-1: this model_type, and the Llama config nested under this key.
-WRAPPED_TYPE, WRAPPED_KEY = "eagle", "model"
-# Flags for a bias of fc: ours, SafeAILab's, vLLM's.
-BIAS_KEYS = ("fc_bias", "bias", "eagle_fc_bias")
-# Keys under which engines look for the mask token, in this order.
-MASK_KEYS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
 _STATED_TOKENS = "speculators_config.proposal_methods.0.speculative_tokens"
-
-
-# --- config.json: the keys that are read, and their permitted values -----------------------------
-
-
-_AUX = CONFIG_FILE.optional[OWN_AUX_KEY]
-_THEIRS: dict[Expected, tuple[str, ...]] = {
-    Whole(1, 2**40): (*TRAINED[:1], *TRAINED[3:], "eagle_version", "num_target_layers",
-                      "swa_window_size"),
-    Whole(0, 2**31): MASK_KEYS[1:],
-    Number(0, 1): TRAINED[1:3],
-    Number(1e-300): ("factor",),
-    Flag(): ("norm_before_fc", "qk_norm", *BIAS_KEYS, "is_causal", "is_neox_style",
-             "enable_confidence_head", "confidence_head_with_markov", "use_confidence_head",
-             "sliding_window_non_causal", "use_swa"),
-    Text(256): ("model_type", "rope_type", "type", "markov_head_type", "projector_type"),
-    ListOf(Text(256), most=2**10): ("architectures", "layer_types"),
-    _AUX: (AUX_KEY, "target_layer_ids", "aux_hidden_state_layer_ids"),
-}  # fmt: skip
-_KEYS = {key: Maybe(kind) for key, kind in CONFIG_FILE.optional.items()}
-_KEYS |= {key: Maybe(kind) for kind, keys in _THEIRS.items() for key in keys}
-_NESTED = (NESTED_KEY, "speculators_config", "eagle_config", INNER_KEY)
-
-
-def _config(depth: int) -> Table:
-    """The schema of a config with `depth` levels of nested configs; null counts as absent."""
-    nested = dict.fromkeys(_NESTED, Maybe(_config(depth - 1))) if depth else {}
-    return Table(optional=_KEYS | nested)
-
-
-CONFIG = _config(3)
-
-
-# --- layouts -------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class FileLayout:
-    """How one family of trainers writes a draft."""
-
-    name: str
-    made_by: str
-    prefix: str = ""  # of every tensor of the backbone
-    nested: str = ""  # the key that holds the Llama config; "": it is flat
-
-
-def by_name(*layouts: FileLayout) -> dict[str, FileLayout]:
-    return {layout.name: layout for layout in layouts}
-
-
-LAYOUTS = by_name(
-    FileLayout("fledge", "fledge, and its exports for vLLM"),
-    FileLayout("eagle", "SafeAILab EAGLE"),
-    FileLayout("specforge", "SpecForge, TorchSpec, and our exports for SGLang"),
-    FileLayout("speculators", "speculators", nested=NESTED_KEY),
-    FileLayout("automodel", "NeMo AutoModel", prefix="model."),
-    FileLayout("modelopt", "NVIDIA ModelOpt"),
-    FileLayout("eagle1-vllm", "a trainer for vLLM's EAGLE-1, such as ours"),
-    FileLayout("eagle1-sglang", "a trainer for SGLang's EAGLE-1, such as ours"),
-    FileLayout("eagle1-wrapped", "a converter for vLLM's EAGLE-1", nested=WRAPPED_KEY),
-)
-
-
-def _eagle1_layout(config: Mapping[str, Any]) -> str:
-    """The layout of an EAGLE-1 or EAGLE-2 draft; tensor names are the same in all of them."""
-    if config.get("model_type") == WRAPPED_TYPE and isinstance(config.get(WRAPPED_KEY), dict):
-        return "eagle1-wrapped"
-    if OWN_AUX_KEY in config:
-        return "fledge"
-    named = config.get("architectures") or []
-    written = (f"eagle1-{engine}" for engine, name in EAGLE1_CLASSES.items() if name in named)
-    return next(written, "eagle")
-
-
-def _eagle3_layout(config: Mapping[str, Any], names: Iterable[str]) -> str:
-    """The layout of an EAGLE-3 or P-EAGLE draft."""
-    if SPECULATORS_KEY in config:
-        return "speculators"
-    if any(name.startswith(("model.layers.", "model.fc.")) for name in names):
-        return "automodel"
-    architectures = config.get("architectures") or []
-    if "PEagleDraftModel" in architectures:  # even if it was trained on from a draft of ours
-        return "specforge"
-    if OWN_AUX_KEY in config or "parallel_drafting" in config:
-        return "fledge"
-    if "next_layer_regular" in (config.get("eagle_config") or {}):
-        return "modelopt"
-    if not any(name.startswith("midlayer.") for name in names):
-        return "fledge"
-    return "specforge" if EAGLE3_CLASS in architectures else "eagle"
-
-
-@dataclass(frozen=True)
-class AuxPlace:
-    """A config key that may hold the aux layers, and what its ids add to "output of layer i".
-
-    vLLM and speculators count residuals, of which there is one before layer 0; SGLang, ModelOpt
-    and fledge count layers.
-    """
-
-    name: str
-    path: str
-    shift: int
-
-
-OURS, VLLM, SGLANG = (
-    AuxPlace("fledge", OWN_AUX_KEY, 0),
-    *(
-        AuxPlace(engine, layout.aux_ids_key, layout.aux_id_offset)
-        for engine, layout in (("vllm", PLAIN_VLLM), ("sglang", PLAIN_SGLANG))
-    ),
-)
 
 
 # --- names ---------------------------------------------------------------------------------------
@@ -200,15 +79,45 @@ _KIND_OF_CLASS = {
     "LlamaEagle3DraftModel": "eagle3",
     "PEagleDraftModel": "eagle3",
 }
-# Optional parts of a layer: their flag in our config -> their tensors, each with its one size.
-LAYER_EXTRAS = {
-    "qk_norm": {f"self_attn.{letter}_norm.weight": "channels" for letter in "qk"},
+# The tensors of a draft with the sizes of their axes; "": a size that another check compares.
+Axes = Mapping[str, tuple[str, ...]]
+_EAGLE3_AXES: Axes = {
+    "embed_tokens.weight": ("", "hidden"),
+    "fc.weight": ("hidden", "aux_hidden"),
+    "fc_norm.0.weight": ("target_hidden",),
+    "input_norm.weight": ("aux_hidden",),
+    "norm.weight": ("hidden",),
+    "lm_head.weight": ("draft_vocab", "hidden"),
+    "d2t": ("draft_vocab",),
+    "t2d": ("",),
+    "layers.0.hidden_norm.weight": ("hidden",),
+}
+_EAGLE1_AXES: Axes = {
+    "embed_tokens.weight": ("", "hidden"),
+    "fc.weight": ("hidden", "merged"),
+    "fc.bias": ("hidden",),
+    "lm_head.weight": ("", "hidden"),
+}
+_LAYER_AXES: Axes = {
+    "input_layernorm.weight": ("hidden",),
+    "post_attention_layernorm.weight": ("hidden",),
+    "self_attn.q_proj.weight": ("queries", "inputs"),
+    "self_attn.k_proj.weight": ("keys", "inputs"),
+    "self_attn.v_proj.weight": ("keys", "inputs"),
+    "self_attn.o_proj.weight": ("hidden", "queries"),
+    "mlp.gate_proj.weight": ("intermediate", "hidden"),
+    "mlp.up_proj.weight": ("intermediate", "hidden"),
+    "mlp.down_proj.weight": ("hidden", "intermediate"),
+}
+# Optional parts of a layer, by their flag in our config.
+_LAYER_EXTRAS: dict[str, Axes] = {
+    "qk_norm": {f"self_attn.{letter}_norm.weight": ("channels",) for letter in "qk"},
     "attention_bias": {
-        f"self_attn.{letter}_proj.bias": size
+        f"self_attn.{letter}_proj.bias": (size,)
         for letter, size in zip("qkvo", ("queries", "keys", "keys", "hidden"), strict=True)
     },
     "mlp_bias": {
-        f"mlp.{name}_proj.bias": size
+        f"mlp.{name}_proj.bias": (size,)
         for name, size in {"gate": "intermediate", "up": "intermediate", "down": "hidden"}.items()
     },
 }
@@ -316,8 +225,8 @@ class DraftView:
     @cached_property
     def layout(self) -> FileLayout:
         if self.merges:
-            return LAYOUTS[_eagle1_layout(self.config)]
-        return LAYOUTS[_eagle3_layout(self.config, self.tensors)]
+            return eagle1_layout(self.config)
+        return eagle3_layout(self.config, self.tensors)
 
     # --- tensors ---------------------------------------------------------------------------------
 
@@ -347,7 +256,23 @@ class DraftView:
     def layer_extras(self) -> dict[str, bool]:
         """Which optional parts the layers have, by their flag in our config."""
         parts = {re.sub(r"^layers\.\d+\.", "", name) for name in self.state}
-        return {flag: not parts.isdisjoint(names) for flag, names in LAYER_EXTRAS.items()}
+        return {flag: not parts.isdisjoint(names) for flag, names in _LAYER_EXTRAS.items()}
+
+    @property
+    def axes(self) -> Axes:
+        """The tensors outside the layers that such a draft has, or may have."""
+        return _EAGLE1_AXES if self.merges else _EAGLE3_AXES
+
+    @property
+    def layer_axes(self) -> Axes:
+        """The tensors of a layer."""
+        present = (flag for flag, there in self.layer_extras.items() if there)
+        return reduce(or_, (_LAYER_EXTRAS[flag] for flag in present), _LAYER_AXES)
+
+    @property
+    def fuses(self) -> bool:
+        """Whether layer 0 reads embedding and state side by side."""
+        return not self.merges
 
     @property
     def layer_numbers(self) -> list[int]:

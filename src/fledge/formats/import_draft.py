@@ -20,7 +20,8 @@ from fledge.core.install import fledge_command
 from fledge.core.terminal import counted
 from fledge.formats.checks.base import Subject, TargetFiles
 from fledge.formats.codec import TOKEN_KEYS, TRAINED
-from fledge.formats.foreign import OWN_AUX_KEY, read_files
+from fledge.formats.foreign import read_files
+from fledge.formats.layouts import OWN_AUX_KEY
 from fledge.methods.shared.config import depths_key, trained_depths
 from fledge.methods.shared.draft import DraftModel
 from fledge.methods.shared.files import CONFIG_NAME
@@ -58,13 +59,6 @@ def convert_draft(
             f"{counted(len(faults), 'fault')}, the first: {faults[0].evidence}",
             where=str(source),
             fix=faults[0].fix or fledge_command("diagnose", source, "--target", target),
-        )
-    if left_out := sorted(diagnosis.files.view.state.keys() - subject.view.state.keys()):
-        repair = fledge_command("diagnose", source, "--target", target, "--fix", "REPAIRED")
-        raise BadInput(
-            f"{counted(len(left_out), 'tensor')} that no draft of ours has: {left_out[0]} ...",
-            where=str(source),
-            fix=f"if the draft works without: {repair}, and import that",
         )
     build_draft(subject).save_pretrained(out)
     return diagnosis

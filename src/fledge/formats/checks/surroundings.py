@@ -29,20 +29,24 @@ _ROTATED = re.compile(r"quarot|spinquant|hadamard|rotat", re.IGNORECASE)
 @check("aux-layers", "static", "aux layers that are not written, too few or many, or out of range")
 def aux_layers(subject: Subject) -> Iterator[Finding]:
     view, depth, default = subject.view, subject.target.depth, subject.default_aux
-    if view.merges:
-        yield from _last_state(subject)
+    count, ids = subject.aux_count, view.aux_layer_ids
+    stored = get_path(view.config, view.aux_place.path)
+    if view.merges:  # only fledge writes which state: engines support only one
+        if ids is not None and ids != default:
+            yield error(
+                f"the aux layers are {stored}: engines give an EAGLE-1 draft the target's last "
+                f"hidden state, {default} in our numbering",
+                fix="train with target.aux_layer_ids=null",
+            )
         return
-    count, ids = view.get("num_aux_hidden_states", 3), view.aux_layer_ids
     if ids is None and default is not None:
         yield note(f"no aux layers in config.json: engines take the outputs of {default}")
     elif ids is None:
-        yield error(
-            f"no aux layers in config.json, and a target of {depth} layers is too shallow for "
-            "the engines' own",
-            fix=f"write {AUX_KEY}: the layers it was trained on",
-        )
+        reason = f"a target of {depth} layers is too shallow for the engines' own"
+        reason = "engines have none of their own" if view.borrows else reason
+        fix = f"write {view.aux_place.path}: the layers it was trained on"
+        yield error(f"no aux layers in config.json, and {reason}", fix)
     elif len(ids) != count or len(set(ids)) != count:
-        stored = get_path(view.config, view.aux_place.path)
         evidence = f"the aux layers are {stored}, expected {count} different numbers"
         yield error(evidence, fix="the layers it was trained on")
     elif not all(0 <= layer < depth for layer in ids):
@@ -50,24 +54,10 @@ def aux_layers(subject: Subject) -> Iterator[Finding]:
             f"the aux layers are outputs of {ids}, the target has layers 0..{depth - 1}",
             fix="the layers it was trained on; does the file count from the embedding?",
         )
-    stored = {p.path: layers for p in view.aux_places if (layers := view.aux_at(p)) is not None}
-    if len({tuple(layers) for layers in stored.values()}) > 1:
-        conflict = "; ".join(
-            f"{path} means the outputs of {layers}" for path, layers in stored.items()
-        )
+    places = {place.path: view.aux_at(place) for place in view.written_aux}
+    if len({str(layers) for layers in places.values()}) > 1:
+        conflict = "; ".join(f"{path} means the outputs of {x}" for path, x in places.items())
         yield error(conflict, fix="write the layers it was trained on in all places")
-
-
-def _last_state(subject: Subject) -> Iterator[Finding]:
-    """EAGLE-1: only fledge writes which state a draft reads, because engines support only one."""
-    view = subject.view
-    if view.aux_layer_ids is not None and view.aux_layer_ids != subject.default_aux:
-        stored = get_path(view.config, view.aux_place.path)
-        yield error(
-            f"the aux layers are {stored}: engines give an EAGLE-1 draft the target's "
-            f"last hidden state, {subject.default_aux} in our numbering",
-            fix="train with target.aux_layer_ids=null",
-        )
 
 
 @check("aux-order", "static", "aux layers in an order that vLLM would undo", repairs=True)

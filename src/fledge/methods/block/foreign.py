@@ -13,7 +13,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from fledge.formats.codec import AUX_KEY, INNER_KEY, NESTED_KEY, SPECULATORS_KEY
-from fledge.formats.foreign import OURS, AuxPlace, DraftView, FileLayout, by_name
+from fledge.formats.foreign import Axes, DraftView
+from fledge.formats.layouts import OURS, AuxPlace, FileLayout, by_name
 from fledge.methods.base import Method
 from fledge.methods.block.draft import BlockDraftModel
 from fledge.methods.block.formats import DFLASH_FLAT, DSPARK_FLAT, SPECULATORS_DFLASH
@@ -52,12 +53,24 @@ _HEADS = {
 _HEAD_KEYS = (
     "sample_from_anchor", "enable_confidence_head", "confidence_head_with_markov",
 )  # fmt: skip
-# Checks of chain drafts that apply to block drafts too.
-_SHARED_CHECKS = (
-    "names", "vocab-size", "draft-vocab-size", "d2t-missing", "d2t-type", "d2t-absolute",
-    "d2t-range", "d2t-order", "t2d-mismatch", "end-token", "dtype", "not-finite", "constant",
-    "random-weights", "rope-conflict", "rope", "max-position", "tokenizer", "target-quantised",
-)  # fmt: skip
+_AXES: Axes = {
+    **dict.fromkeys(("embed_tokens.weight", "lm_head.weight"), ("", "hidden")),
+    "fc.weight": ("hidden", ""),  # `aux-layers` compares its width
+    **dict.fromkeys(("hidden_norm.weight", "norm.weight"), ("hidden",)),
+    "d2t": ("draft_vocab",),
+    "t2d": ("",),
+}
+_SPARK_AXES: Axes = {
+    **dict.fromkeys(("markov_head.markov_w1.weight", "markov_head.markov_w2.weight"), ("", "")),
+    "confidence_head.proj.weight": ("", ""),
+    "confidence_head.proj.bias": ("",),
+}
+# Checks of EAGLE and P-EAGLE that mean nothing here.
+_NOT_SHARED = {
+    "architecture", "hidden-size", "tied-embeddings", "norm-flags", "fc-bias", "capture-point",
+    "serving", "embeddings", "head-random", "head-map", "norm-output", "norm-residual",
+    "fc-swapped", "capture-measured", "labels", "estimate",
+}  # fmt: skip
 
 
 class BlockView(DraftView):
@@ -68,6 +81,7 @@ class BlockView(DraftView):
     merges = False  # only EAGLE-1 does
     parallel = False  # only P-EAGLE is
     misnamed = False
+    fuses = False
 
     @classmethod
     def claims(cls, config: Mapping[str, Any], names: Iterable[str]) -> bool:
@@ -85,8 +99,8 @@ class BlockView(DraftView):
         from fledge.formats.checks.base import checks_in
         from fledge.methods.block import checks
 
-        chains = DraftView.checks()
-        return {name: chains[name] for name in _SHARED_CHECKS} | checks_in(checks)
+        shared = {id: check for id, check in DraftView.checks().items() if id not in _NOT_SHARED}
+        return shared | checks_in(checks)
 
     @staticmethod
     def probe(subject: "Subject", draft: "DraftModel", answering: "Answering") -> "Probe[Any]":
@@ -122,6 +136,14 @@ class BlockView(DraftView):
         if "projector_type" in self.inner:
             return LAYOUTS["specforge"]
         return LAYOUTS[next((_CLASSES[name] for name in named if _CLASSES.get(name)), "dflash")]
+
+    @property
+    def axes(self) -> Axes:
+        return {**_AXES, **_SPARK_AXES} if self.spark else _AXES
+
+    @cached_property
+    def layer_extras(self) -> dict[str, bool]:
+        return {**super().layer_extras, "qk_norm": True}
 
     @property
     def inner(self) -> dict[str, Any]:
