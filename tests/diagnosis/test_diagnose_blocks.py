@@ -105,7 +105,7 @@ def test_a_head_that_fledge_does_not_have_is_not_dropped(place, blocks, tmp_path
     foreign = write_block_as("specforge", blocks["dflash"], tmp_path / "foreign")
     tensors = files_of(foreign)[1] | {"prefix_gru.weight_ih_l0": torch.randn(3, 3)}
     save_file(tensors, foreign / "model.safetensors")
-    with pytest.raises(BadInput, match=r"1 tensor that no draft of ours has: prefix_gru"):
+    with pytest.raises(BadInput, match=r"1 tensor that no DFlash draft has: prefix_gru"):
         import_draft(foreign, tmp_path / "ours", target=str(place / "target"))
 
 
@@ -154,31 +154,31 @@ def _foreign_tensor(config, tensors):
 
 
 STATIC = {
-    "a lost norm": ("dflash", "dflash", "block-missing", _drop("hidden_norm.weight"), False),
-    "a lost head": ("dspark", "dspark", "block-missing", _drop(W2), False),
-    "another draft's tensor": ("dflash", "dflash", "block-unexpected", _foreign_tensor, True),
+    "a lost norm": ("dflash", "dflash", "missing", _drop("hidden_norm.weight"), False),
+    "a lost head": ("dspark", "dspark", "missing", _drop(W2), False),
+    "another draft's tensor": ("dflash", "dflash", "unexpected", _foreign_tensor, False),
     "a factor on its side": ("dspark", "dspark", "markov-transposed", _transposed, True),
     "ids counted from 1": (
-        "dflash", "dflash", "block-layers", _set("dflash_config.target_layer_ids", [6, 7, 8]), None,
+        "dflash", "dflash", "aux-layers", _set("dflash_config.target_layer_ids", [6, 7, 8]), False,
     ),
     "too few layers": (
-        "dflash", "dflash", "block-layers", _set("dflash_config.target_layer_ids", [1, 3]), False,
+        "dflash", "dflash", "aux-layers", _set("dflash_config.target_layer_ids", [1, 3]), False,
     ),
-    "ids out of order": ("dflash", "dflash", "block-layers", _other_order, True),
+    "ids out of order": ("dflash", "dflash", "aux-order", _other_order, True),
     "no block size": ("dspark", "speculators", "block-size", _set("block_size", None), True),
     "another block size": ("dflash", "speculators", "block-size", _set("block_size", 7), None),
     "no placeholder": (
-        "dflash", "dflash", "block-mask", _set("dflash_config.mask_token_id", None), False,
+        "dflash", "dflash", "mask-token", _set("dflash_config.mask_token_id", None), False,
     ),
     "a placeholder beyond the vocabulary": (
-        "dspark", "dspark", "block-mask", _set("mask_token_id", 90_000), False,
+        "dspark", "dspark", "mask-token", _set("mask_token_id", 90_000), False,
     ),
     "another target's depth": (
-        "dflash", "dflash", "block-places", _set("num_target_layers", 9), True,
+        "dflash", "dflash", "target-depth", _set("num_target_layers", 9), True,
     ),
     "two places of the layers": (
-        "dflash", "dflash", "block-places",
-        _set("eagle_aux_hidden_state_layer_ids", [1, 3, 5]), None,
+        "dflash", "dflash", "aux-layers",
+        _set("eagle_aux_hidden_state_layer_ids", [1, 3, 5]), False,
     ),
     "a head without its flag": (
         "dspark", "dspark", "confidence-flags", _set("enable_confidence_head", False), True,
@@ -247,12 +247,12 @@ def _other_base(config, tensors):
 DECODED = {
     "ids off by one": (
         "dflash",
-        "block-layers-shifted",
+        "aux-shifted",
         _set("dflash_config.target_layer_ids", [0, 2, 4]),
     ),
     "another placeholder": ("dflash", "mask-measured", _set("dflash_config.mask_token_id", 60)),
     "rotary layout": ("dflash", "rotary-layout", _interleaved),
-    "rotary base": ("dflash", "block-rope-measured", _other_base),
+    "rotary base": ("dflash", "rope-measured", _other_base),
     "slots one too far": ("dspark", "slot-shifted", _set("sample_from_anchor", False)),
     "Markov factors exchanged": ("dspark", "markov-swapped", _swapped),
 }  # fmt: skip

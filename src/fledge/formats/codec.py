@@ -22,6 +22,7 @@ RECORD_NAME = "fledge_export.json"  # where an export came from and what was mea
 
 NESTED_KEY = "transformer_layer_config"  # speculators: holds the config of the draft's layers
 SPECULATORS_KEY = "speculators_model_type"
+INNER_KEY = "dflash_config"  # DFlash: holds some keys, or all of its own
 AUX_KEY = "eagle_aux_hidden_state_layer_ids"
 # The engines' classes. EAGLE-1: vLLM prefixes Llama's with "Eagle", SGLang's has it as a suffix.
 EAGLE3_CLASS, EAGLE3_QWEN3_CLASS = "LlamaForCausalLMEagle3", "Eagle3Qwen3ForCausalLM"
@@ -65,6 +66,11 @@ LAYER_KEYS = (
 )  # fmt: skip
 _LLAMA = (*LAYER_KEYS, "vocab_size", "torch_dtype", "attention_bias", "mlp_bias")
 TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
+# What a nested Llama config holds; all other keys are beside it.
+LLAMA_KEYS = (
+    *_LLAMA, *TOKEN_KEYS, "architectures", "model_type", "dtype", "tie_word_embeddings",
+    "rope_scaling", "partial_rotary_factor",
+)  # fmt: skip
 _DRAFT = ("draft_vocab_size", "target_hidden_size", "fc_norm", "norm_output")
 # Ours: how many tokens the draft was trained to propose, for exports without their run.
 TRAINED = (

@@ -12,6 +12,7 @@ from fledge.formats.checks.base import Check, Finding, Level, Subject, TargetFil
 from fledge.formats.checks.probe import Answering, Score
 from fledge.formats.codec import RECORD_NAME
 from fledge.formats.foreign import DraftFiles, foreign_kinds, read_files
+from fledge.formats.import_draft import build_draft
 from fledge.methods.shared.files import CONFIG_NAME, WEIGHTS_NAME
 from fledge.models.weight_files import weight_files
 from fledge.training.checkpoint import STATE_NAME, TRAINING_NAME
@@ -131,7 +132,7 @@ def _decode(
     subject: Subject, result: Diagnosis, answering: Callable[[TargetFiles], Answering]
 ) -> None:
     try:
-        draft = subject.view.build(subject)
+        draft = build_draft(subject)
         answers = answering(subject.target)
     except UntrustedCode:
         raise

@@ -8,36 +8,37 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
+from operator import or_
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from fledge.core.errors import BadInput
-from fledge.core.reading import (
-    Expected,
-    Flag,
-    ListOf,
-    Maybe,
-    Number,
-    Table,
-    Text,
-    Whole,
-    check,
-    read_json,
-)
+from fledge.core.reading import check, read_json
 from fledge.formats.codec import (
     EAGLE1_CLASSES,
     EAGLE3_CLASS,
+    INNER_KEY,
+    LLAMA_KEYS,
     NESTED_KEY,
-    PLAIN_SGLANG,
-    PLAIN_VLLM,
     SPECULATORS_KEY,
-    TRAINED,
     get_path,
     set_path,
+)
+from fledge.formats.layouts import (
+    CONFIG,
+    MASK_KEYS,
+    OURS,
+    SGLANG,
+    VLLM,
+    WRAPPED_KEY,
+    WRAPPED_TYPE,
+    AuxPlace,
+    FileLayout,
+    eagle1_layout,
+    eagle3_layout,
 )
 from fledge.methods.base import Method
 from fledge.methods.registry import METHODS
@@ -49,149 +50,17 @@ if TYPE_CHECKING:
     from fledge.formats.checks.probe import Answering, Probe
     from fledge.methods.shared.draft import DraftModel
 
-OWN_AUX_KEY = "aux_layer_ids"
-# vLLM's own format of EAGLE-1: this model_type, and the Llama config nested under this key.
-WRAPPED_TYPE, WRAPPED_KEY = "eagle", "model"
+_STATED_TOKENS = "speculators_config.proposal_methods.0.speculative_tokens"
 
 
-# --- layouts -------------------------------------------------------------------------------------
+# --- names ---------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class FileLayout:
-    """How one family of trainers writes a draft."""
-
-    name: str
-    made_by: str
-    prefix: str = ""  # of every tensor of the backbone
-    nested: str = ""  # the key that holds the Llama config; "": it is flat
-    beside: frozenset[str] = frozenset()  # keys that are next to it, not in it
-
-
-_BESIDE_SPECULATORS = frozenset({
-    "draft_vocab_size", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output",
-    "target_hidden_size", "mask_token_id", "num_aux_hidden_states",
-    "eagle_aux_hidden_state_layer_ids", *TRAINED,
-})  # fmt: skip
-
-LAYOUTS = {
-    layout.name: layout
-    for layout in (
-        FileLayout("fledge", "fledge, and its exports for vLLM"),
-        FileLayout("eagle", "SafeAILab EAGLE"),
-        FileLayout("specforge", "SpecForge, TorchSpec, and our exports for SGLang"),
-        FileLayout("speculators", "speculators", nested=NESTED_KEY, beside=_BESIDE_SPECULATORS),
-        FileLayout("automodel", "NeMo AutoModel", prefix="model."),
-        FileLayout("modelopt", "NVIDIA ModelOpt"),
-        FileLayout("eagle1-vllm", "a trainer for vLLM's EAGLE-1, such as ours"),
-        FileLayout("eagle1-sglang", "a trainer for SGLang's EAGLE-1, such as ours"),
-        FileLayout(
-            "eagle1-wrapped", "a converter for vLLM's EAGLE-1", nested=WRAPPED_KEY,
-            beside=frozenset({"eagle_version", "eagle_fc_bias"}),
-        ),
-    )
-}  # fmt: skip
-
-
-def eagle1_layout(config: dict[str, Any]) -> FileLayout:
-    """The layout of an EAGLE-1 or EAGLE-2 draft; tensor names are the same in all of them."""
-    if config.get("model_type") == WRAPPED_TYPE and isinstance(config.get(WRAPPED_KEY), dict):
-        return LAYOUTS["eagle1-wrapped"]
-    if OWN_AUX_KEY in config:
-        return LAYOUTS["fledge"]
-    named = config.get("architectures") or []
-    written = (f"eagle1-{engine}" for engine, name in EAGLE1_CLASSES.items() if name in named)
-    return LAYOUTS[next(written, "eagle")]
-
-
-def eagle3_layout(config: dict[str, Any], names: Iterable[str]) -> FileLayout:
-    """The layout of an EAGLE-3 or P-EAGLE draft."""
-    names = list(names)
-    if SPECULATORS_KEY in config:
-        return LAYOUTS["speculators"]
-    if any(name.startswith(("model.layers.", "model.fc.")) for name in names):
-        return LAYOUTS["automodel"]
-    architectures = config.get("architectures") or []
-    if "PEagleDraftModel" in architectures:  # even if it was trained on from a draft of ours
-        return LAYOUTS["specforge"]
-    if OWN_AUX_KEY in config or "parallel_drafting" in config:
-        return LAYOUTS["fledge"]
-    if "next_layer_regular" in (config.get("eagle_config") or {}):
-        return LAYOUTS["modelopt"]
-    if not any(name.startswith("midlayer.") for name in names):
-        return LAYOUTS["fledge"]
-    return LAYOUTS["specforge" if EAGLE3_CLASS in architectures else "eagle"]
-
-
-# --- config keys: those that are read, and their permitted values ---------------------------------
-
-
-# Flags for a bias of fc: ours, SafeAILab's, vLLM's.
-BIAS_KEYS = ("fc_bias", "bias", "eagle_fc_bias")
-# In all of the following, null counts as absent.
-_SIZES = (
-    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-    "num_key_value_heads", "head_dim", "vocab_size", "draft_vocab_size", "target_hidden_size",
-    "max_position_embeddings", "num_aux_hidden_states", "num_depths", "ttt_steps", "draft_tokens",
-    "eagle_version",
-)  # fmt: skip
-_FACTORS = ("rms_norm_eps", "initializer_range", "rope_theta", "factor", "partial_rotary_factor")
-_SHARES = ("down_sample_ratio", "down_sample_ratio_min")
-_FLAGS = (
-    "fc_norm", "norm_output", "norm_before_residual", "norm_before_fc", "attention_bias",
-    "mlp_bias", "qk_norm", "parallel_drafting", "tie_word_embeddings", *BIAS_KEYS,
-)  # fmt: skip
-_STRINGS = ("hidden_act", "model_type", "rope_type", "type")
-_PLAIN: dict[str, Expected] = {
-    **dict.fromkeys(_SIZES, Maybe(Whole(1, 2**40))),
-    **dict.fromkeys(_FACTORS, Maybe(Number(1e-300))),
-    **dict.fromkeys(_SHARES, Maybe(Number(0, 1))),
-    **dict.fromkeys(_FLAGS, Maybe(Flag())),
-    **dict.fromkeys(_STRINGS, Maybe(Text(256))),
-    "architectures": Maybe(ListOf(Text(256))),
-}
-_ROTARY = ("rope_parameters", "rope_scaling")
-_NESTED = (NESTED_KEY, "speculators_config", "eagle_config", "dflash_config")
-
-
-def _config(depth: int) -> Table:
-    """The schema of a config with `depth` levels of nested configs."""
-    inner = _config(depth - 1) if depth else Table(optional=_PLAIN)
-    return Table(optional={**_PLAIN, **dict.fromkeys((*_NESTED, *_ROTARY), Maybe(inner))})
-
-
-CONFIG = _config(3)
-CONFIG_KEYS = {*_PLAIN, *_ROTARY, *_NESTED}
-
-
-# --- files ---------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class AuxPlace:
-    """A config key that may hold the aux layers, and what its ids add to "output of layer i".
-
-    vLLM and speculators count residuals, of which there is one before layer 0; SGLang, ModelOpt
-    and fledge count layers.
-    """
-
-    name: str
-    path: str
-    shift: int
-
-
-AUX_PLACES = _OURS, _VLLM, _SGLANG = (
-    AuxPlace("fledge", OWN_AUX_KEY, 0),
-    *(
-        AuxPlace(engine, layout.aux_ids_key, layout.aux_id_offset)
-        for engine, layout in (("vllm", PLAIN_VLLM), ("sglang", PLAIN_SGLANG))
-    ),
-)
-
-# Keys under which engines look for the mask token, in this order.
-MASK_KEYS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
 # Prefixes that trainers' wrapper modules leave in tensor names.
 _WRAPPERS = re.compile(r"^((_orig_mod|module|draft_model|eagle_module|model)\.)+")
+_MIDLAYER = re.compile(r"^midlayer\.")
+# SGLang's name for the input norm of deeper layers.
+_DEEP_NORM = re.compile(r"(layers\.[1-9]\d*)\.hidden_norm\.")
 # Not part of the draft: rebuilt on loading, or copies of the target's weights.
 _JUNK = re.compile(r"(.*rotary_emb\..*|verifier_(lm_head|norm)\..*|target_model\..*)")
 # Tensors of layer 0 that show its width. The inputs of q, k and v then tell whether fc has merged
@@ -210,21 +79,51 @@ _KIND_OF_CLASS = {
     "LlamaEagle3DraftModel": "eagle3",
     "PEagleDraftModel": "eagle3",
 }
-_MIDLAYER = re.compile(r"^midlayer\.")
-# SGLang's name for the input norm of deeper layers.
-_DEEP_NORM = re.compile(r"(layers\.[1-9]\d*)\.hidden_norm\.")
-# Optional parts of a layer: their flag in our config -> their tensors, each with its one size.
-LAYER_EXTRAS = {
-    "qk_norm": {f"self_attn.{letter}_norm.weight": "channels" for letter in "qk"},
+# The tensors of a draft with the sizes of their axes; "": a size that another check compares.
+Axes = Mapping[str, tuple[str, ...]]
+_EAGLE3_AXES: Axes = {
+    "embed_tokens.weight": ("", "hidden"),
+    "fc.weight": ("hidden", "aux_hidden"),
+    "fc_norm.0.weight": ("target_hidden",),
+    "input_norm.weight": ("aux_hidden",),
+    "norm.weight": ("hidden",),
+    "lm_head.weight": ("draft_vocab", "hidden"),
+    "d2t": ("draft_vocab",),
+    "t2d": ("",),
+    "layers.0.hidden_norm.weight": ("hidden",),
+}
+_EAGLE1_AXES: Axes = {
+    "embed_tokens.weight": ("", "hidden"),
+    "fc.weight": ("hidden", "merged"),
+    "fc.bias": ("hidden",),
+    "lm_head.weight": ("", "hidden"),
+}
+_LAYER_AXES: Axes = {
+    "input_layernorm.weight": ("hidden",),
+    "post_attention_layernorm.weight": ("hidden",),
+    "self_attn.q_proj.weight": ("queries", "inputs"),
+    "self_attn.k_proj.weight": ("keys", "inputs"),
+    "self_attn.v_proj.weight": ("keys", "inputs"),
+    "self_attn.o_proj.weight": ("hidden", "queries"),
+    "mlp.gate_proj.weight": ("intermediate", "hidden"),
+    "mlp.up_proj.weight": ("intermediate", "hidden"),
+    "mlp.down_proj.weight": ("hidden", "intermediate"),
+}
+# Optional parts of a layer, by their flag in our config.
+_LAYER_EXTRAS: dict[str, Axes] = {
+    "qk_norm": {f"self_attn.{letter}_norm.weight": ("channels",) for letter in "qk"},
     "attention_bias": {
-        f"self_attn.{letter}_proj.bias": size
+        f"self_attn.{letter}_proj.bias": (size,)
         for letter, size in zip("qkvo", ("queries", "keys", "keys", "hidden"), strict=True)
     },
     "mlp_bias": {
-        f"mlp.{name}_proj.bias": size
+        f"mlp.{name}_proj.bias": (size,)
         for name, size in {"gate": "intermediate", "up": "intermediate", "down": "hidden"}.items()
     },
 }
+
+
+# --- files ---------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -246,14 +145,12 @@ class DraftFiles:
 
     def put(self, key: str, value: Any) -> None:
         """Set a config value where this layout keeps it; None removes it."""
-        *outer, name = self.view.path(key).split(".")
-        section = self.config
-        for part in outer:
-            section = section[part]
-        if value is None:
-            section.pop(name, None)
-        else:
-            section[name] = value
+        path = self.view.path(key)
+        if value is not None:
+            set_path(self.config, path, value)
+        elif get_path(self.config, path) is not None:
+            outer, _, name = path.rpartition(".")
+            del (get_path(self.config, outer) if outer else self.config)[name]
 
     def put_mask(self, token: int) -> None:
         """Set the mask token under every key that holds it."""
@@ -280,10 +177,7 @@ def read_files(directory: Path) -> DraftFiles:
     if config.get("model_type") == WRAPPED_TYPE and config.get(WRAPPED_KEY) is not None:
         inner = f"the config under '{WRAPPED_KEY}'"
         check(config[WRAPPED_KEY], CONFIG, where=str(path), what=inner)
-    files = DraftFiles(directory, config, read_tensors(directory))
-    if (expected := files.view.expected) is not None:
-        check(config, expected, where=str(path), what="the config")
-    return files
+    return DraftFiles(directory, config, read_tensors(directory))
 
 
 def foreign_kinds() -> "list[type[DraftView]]":
@@ -297,7 +191,8 @@ class DraftView:
 
     config: dict[str, Any]
     tensors: dict[str, Tensor]
-    expected: ClassVar[Expected | None] = None  # additional config keys of a kind
+    aux_places: ClassVar[tuple[AuxPlace, ...]] = (OURS, VLLM, SGLANG)  # the first counts
+    borrows: ClassVar[bool] = False  # embeddings and head are the target's, not in our files
 
     @classmethod
     def claims(cls, config: Mapping[str, Any], names: Iterable[str]) -> bool:
@@ -318,12 +213,14 @@ class DraftView:
 
         return ChainProbe(subject, draft, answering)
 
-    @staticmethod
-    def build(subject: "Subject") -> "DraftModel":
-        """The draft as our own model, in the files' dtype (the widest, if several)."""
-        from fledge.formats.import_draft import build_chain
-
-        return build_chain(subject)
+    def refusals(self) -> Iterator[str]:
+        """Why our draft cannot represent these files."""
+        if self.get("norm_before_fc"):
+            yield "norm_before_fc is true: our drafts normalize each aux state separately (fc_norm)"
+        supported = self.method.aux_layers()
+        count = self.get("num_aux_hidden_states", supported)
+        if count != supported:
+            yield f"{count} aux states: our {self.method.title} drafts read {supported}"
 
     @cached_property
     def layout(self) -> FileLayout:
@@ -348,12 +245,6 @@ class DraftView:
         return _DEEP_NORM.sub(r"\1.input_layernorm.", name)
 
     @cached_property
-    def clashes(self) -> list[str]:
-        """Names in the file of tensors that it already has under another name."""
-        taken = set(self.names.values())
-        return [name for name in self.tensors if name not in taken and name not in self.junk]
-
-    @cached_property
     def junk(self) -> list[str]:
         return [name for name in self.tensors if _JUNK.fullmatch(name)]
 
@@ -365,7 +256,23 @@ class DraftView:
     def layer_extras(self) -> dict[str, bool]:
         """Which optional parts the layers have, by their flag in our config."""
         parts = {re.sub(r"^layers\.\d+\.", "", name) for name in self.state}
-        return {flag: not parts.isdisjoint(names) for flag, names in LAYER_EXTRAS.items()}
+        return {flag: not parts.isdisjoint(names) for flag, names in _LAYER_EXTRAS.items()}
+
+    @property
+    def axes(self) -> Axes:
+        """The tensors outside the layers that such a draft has, or may have."""
+        return _EAGLE1_AXES if self.merges else _EAGLE3_AXES
+
+    @property
+    def layer_axes(self) -> Axes:
+        """The tensors of a layer."""
+        present = (flag for flag, there in self.layer_extras.items() if there)
+        return reduce(or_, (_LAYER_EXTRAS[flag] for flag in present), _LAYER_AXES)
+
+    @property
+    def fuses(self) -> bool:
+        """Whether layer 0 reads embedding and state side by side."""
+        return not self.merges
 
     @property
     def layer_numbers(self) -> list[int]:
@@ -377,16 +284,17 @@ class DraftView:
     @cached_property
     def flat(self) -> dict[str, Any]:
         """The config as one flat dict, with the nested Llama config merged in."""
-        layout, outer = self.layout, self.config
-        if not layout.nested:
-            return {key: value for key, value in outer.items() if key != NESTED_KEY}
-        beside = {key: value for key, value in outer.items() if key in layout.beside}
-        return {**(outer.get(layout.nested) or {}), **beside}
+        nested = self.layout.nested
+        if not nested:
+            return self.config
+        beside = {key: value for key, value in self.config.items() if key not in LLAMA_KEYS}
+        return {**(self.config.get(nested) or {}), **beside}
 
     def path(self, key: str) -> str:
         """The dotted path of a key in the config, whether or not it is set."""
-        inside = self.layout.nested and key not in self.layout.beside
-        return f"{self.layout.nested}.{key}" if inside else key
+        nested = self.layout.nested
+        inside = key in LLAMA_KEYS or (key not in self.config and key in self.flat)
+        return f"{nested}.{key}" if nested and inside else key
 
     def get(self, key: str, absent: Any = None) -> Any:
         value = self.flat.get(key)
@@ -447,7 +355,7 @@ class DraftView:
             version = 2 if self.get("eagle_version") == 2 else 1
             return {"eagle_version": version, "fc_bias": self.fc_bias is not None}
         mask_token_id = self.mask_token_id if self.parallel else None
-        return {"parallel_drafting": self.parallel, "mask_token_id": mask_token_id}
+        return {"parallel_drafting": self.parallel, MASK_KEYS[0]: mask_token_id}
 
     @property
     def fc_bias(self) -> Tensor | None:
@@ -458,53 +366,49 @@ class DraftView:
     @property
     def mask_paths(self) -> list[str]:
         """Config paths of the mask token, in the order in which engines look; at least one."""
-        paths = ["dflash_config.mask_token_id", *map(self.path, MASK_KEYS)]
+        paths = [f"{INNER_KEY}.{MASK_KEYS[0]}", *map(self.path, MASK_KEYS)]
         present = [path for path in paths if get_path(self.config, path) is not None]
         return present or [self.path(MASK_KEYS[0])]
 
     @property
-    def mask_token_id(self) -> Any:
-        return get_path(self.config, self.mask_paths[0])
+    def mask_token_id(self) -> int | None:
+        token: int | None = get_path(self.config, self.mask_paths[0])
+        return token
 
     @property
-    def speculative_tokens(self) -> int | None:
+    def stated_tokens(self) -> int | None:
         """Tokens that a round proposes, if the speculators config states it."""
-        stated = get_path(self.config, "speculators_config.proposal_methods.0.speculative_tokens")
+        stated = get_path(self.config, _STATED_TOKENS)
         return stated if type(stated) is int and stated > 0 else None
 
     @property
     def norm_before_residual(self) -> bool:
         """Whether the residual is the normed state; absent means true for speculators' EAGLE-3."""
         default = self.config.get(SPECULATORS_KEY) == "eagle3"
-        return bool(self.get("norm_before_residual", default))
+        return not self.merges and bool(self.get("norm_before_residual", default))
 
     # --- aux layers ------------------------------------------------------------------------------
 
     @property
     def written_aux(self) -> list[AuxPlace]:
         """All places at which the config has aux layers."""
-        return [place for place in AUX_PLACES if get_path(self.config, place.path) is not None]
+        return [p for p in self.aux_places if get_path(self.config, p.path) is not None]
 
     @property
     def aux_place(self) -> AuxPlace:
         """The place of the ids in this layout, whether or not they are written."""
-        if written := self.written_aux:
-            return written[0]
-        if self.layout.name == "fledge":
-            return _OURS
-        return _VLLM if self.layout.nested == NESTED_KEY else _SGLANG
+        return next(iter(self.written_aux), self.default_place)
 
     @property
-    def stored_aux(self) -> Any:
-        """The ids exactly as in the file; None if it has none."""
-        return get_path(self.config, self.aux_place.path)
+    def default_place(self) -> AuxPlace:
+        if self.layout.name == "fledge":
+            return OURS
+        return VLLM if self.layout.nested == NESTED_KEY else SGLANG
 
     def aux_at(self, place: AuxPlace) -> list[int] | None:
-        """The ids at this place as outputs of layers; None unless it holds a list of ints."""
+        """The ids at this place as outputs of layers; None if it has none."""
         stored = get_path(self.config, place.path)
-        if not isinstance(stored, list) or not all(type(layer) is int for layer in stored):
-            return None
-        return [layer - place.shift for layer in stored]
+        return None if stored is None else [layer - place.shift for layer in stored]
 
     @property
     def aux_layer_ids(self) -> list[int] | None:
@@ -525,10 +429,3 @@ def _merging_votes(state: Mapping[str, Tensor]) -> Iterator[int]:
             yield {width: 1, 2 * width: -1}.get(shape[1], 0)
     if "fc.weight" in state:
         yield 1 if tuple(state["fc.weight"].shape) == (width, 2 * width) else -1
-
-
-def tokens_marked(ids_W: Tensor, full: int) -> Tensor:
-    """The mask t2d: [V], true at these ids."""
-    mask_V = torch.zeros(full, dtype=torch.bool)
-    mask_V[ids_W] = True
-    return mask_V

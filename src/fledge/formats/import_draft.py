@@ -5,10 +5,10 @@ repaired on the way, other broken files are left to `fledge diagnose`, and draft
 cannot represent are refused with the reason.
 """
 
-from collections.abc import Iterable, Iterator
+from dataclasses import fields
 from functools import reduce
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from huggingface_hub.errors import StrictDataclassError  # raised by configs of transformers
@@ -19,21 +19,22 @@ from fledge.core.errors import BadInput
 from fledge.core.install import fledge_command
 from fledge.core.terminal import counted
 from fledge.formats.checks.base import Subject, TargetFiles
-from fledge.formats.codec import TOKEN_KEYS
-from fledge.formats.foreign import BIAS_KEYS, CONFIG_KEYS, OWN_AUX_KEY, read_files, tokens_marked
-from fledge.methods.shared.config import DraftConfig, depths_key, trained_depths
+from fledge.formats.codec import TOKEN_KEYS, TRAINED
+from fledge.formats.foreign import read_files
+from fledge.formats.layouts import OWN_AUX_KEY
+from fledge.methods.shared.config import depths_key, trained_depths
 from fledge.methods.shared.draft import DraftModel
 from fledge.methods.shared.files import CONFIG_NAME
+from fledge.target.base import selection_mask
 
 if TYPE_CHECKING:
     from fledge.formats.diagnose import Diagnosis
 
-# Not copied: rewritten, decided below, or not part of our config.
-_NOT_KEPT = {
-    "architectures", "model_type", "norm_before_residual", "norm_before_fc", "speculators_config",
-    "eagle_config", "dflash_config", "transformer_layer_config", "type", "rope_type", "factor",
-    "eagle_version", *BIAS_KEYS,
-}  # fmt: skip
+# Copied with the keys of the typed config: of transformers, and what training recorded.
+_KEPT = (
+    "max_position_embeddings", "rope_theta", "rope_parameters", "rope_scaling",
+    "partial_rotary_factor", *TRAINED,
+)  # fmt: skip
 
 
 def import_draft(source: Path, out: Path, *, target: str, trust_remote_code: bool = False) -> Path:
@@ -59,104 +60,78 @@ def convert_draft(
             where=str(source),
             fix=faults[0].fix or fledge_command("diagnose", source, "--target", target),
         )
-    if left_out := sorted(diagnosis.files.view.state.keys() - subject.view.state.keys()):
-        repair = fledge_command("diagnose", source, "--target", target, "--fix", "REPAIRED")
-        raise BadInput(
-            f"{counted(len(left_out), 'tensor')} that no draft of ours has: {left_out[0]} ...",
-            where=str(source),
-            fix=f"if the draft works without: {repair}, and import that",
-        )
-    subject.view.build(subject).save_pretrained(out)
+    build_draft(subject).save_pretrained(out)
     return diagnosis
 
 
-def build_chain(subject: Subject) -> DraftModel:
-    """Build an EAGLE or P-EAGLE draft in memory."""
-    where = subject.directory
-    if refusal := next(_refusals(subject), None):
-        raise BadInput(refusal, where=str(where))
-    state, config = own_state(subject), own_config(subject)
+def build_draft(subject: Subject) -> DraftModel:
+    """A foreign draft as our own model, in the files' dtype (the widest, if several)."""
+    view, where = subject.view, subject.directory
+    refusals = [*view.refusals()]
+    if subject.aux_layer_ids is None:
+        refusals.append("it names no aux layers, and the target is too shallow for the default")
+    if "fc.weight" not in view.state:
+        refusals.append("fc.weight is missing")
+    if refusals:
+        raise BadInput(refusals[0], where=str(where))
+    state, config = _own_state(subject), own_config(subject)
     dtypes = [tensor.dtype for tensor in state.values() if tensor.is_floating_point()]
     dtype = reduce(torch.promote_types, dtypes)  # represents every weight exactly
-    draft_type = subject.view.method.draft_type()
-    try:
-        return draft_type.from_tensors(config, state, where=where, dtype=dtype).eval()
-    except ValueError as error:  # a limit of this kind of draft alone
-        raise BadInput(str(error), where=str(where / CONFIG_NAME)) from None
+    draft_type = view.method.draft_type()
+    return draft_type.from_tensors(config, state, where=where, dtype=dtype).eval()
 
 
-def _refusals(subject: Subject) -> Iterator[str]:
-    """Reasons why our draft cannot represent these files."""
-    view = subject.view
-    if view.get("norm_before_fc"):
-        yield "norm_before_fc is true: our drafts normalize each aux state separately (fc_norm)"
-    supported = view.method.aux_layers()
-    count = view.get("num_aux_hidden_states", supported)
-    if count != supported:
-        yield f"{count} aux states: our {view.method.title} drafts read {supported}"
-    if subject.aux_layer_ids is None:
-        yield "the files do not name the aux layers, and the target is too shallow for the default"
-    if "fc.weight" not in view.state:
-        yield "fc.weight is missing"
-
-
-def own_config(subject: Subject) -> Any:
+def own_config(subject: Subject) -> LlamaConfig:
     """The draft as a Llama config with our own keys, from any layout."""
-    view = subject.view
-    values = own_values(subject, CONFIG_KEYS - _NOT_KEPT) | {
-        "norm_before_residual": view.norm_before_residual,
-        **view.layer_extras,
-        **view.method_settings,
-        OWN_AUX_KEY: subject.aux_layer_ids,
-    }
-    values.setdefault("target_hidden_size", int(subject.target.text.hidden_size))
-    if view.merges:
-        values |= {"num_aux_hidden_states": 1, "norm_before_residual": False}
-    try:
-        config = LlamaConfig(**values)
-        DraftConfig.of(config)
-        if trained_depths(config) is None and view.speculative_tokens is not None:
-            setattr(config, depths_key(config), view.speculative_tokens)
-        return config
-    except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
-        reason = str(error).splitlines()[-1].strip()
-        raise BadInput(reason, where=str(subject.directory / CONFIG_NAME)) from None
-
-
-def own_values(subject: Subject, kept: Iterable[str]) -> dict[str, Any]:
-    """What the configs of all drafts have: the `kept` keys of the files, and the vocabulary."""
-    view = subject.view
-    return {
+    view, ids = subject.view, subject.aux_layer_ids or []
+    config_type = view.method.draft_type().config_type
+    kept = (*_KEPT, *(field.name for field in fields(config_type)))
+    values = {
+        "target_hidden_size": int(subject.target.text.hidden_size),
         **{key: value for key in kept if (value := view.get(key)) is not None},
         **{key: view.get(key) for key in TOKEN_KEYS},  # else LlamaConfig sets Llama's token ids
         "vocab_size": subject.vocab_size,
         "draft_vocab_size": subject.draft_vocab_size or subject.vocab_size,
         "tie_word_embeddings": False,
+        "norm_before_residual": view.norm_before_residual,
+        **view.layer_extras,
+        **view.method_settings,
+        "num_aux_hidden_states": len(ids),
+        OWN_AUX_KEY: ids,
     }
+    try:
+        config = LlamaConfig(**values)
+        config_type.of(config)
+    except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
+        reason = str(error).splitlines()[-1].strip()
+        raise BadInput(reason, where=str(subject.directory / CONFIG_NAME)) from None
+    if trained_depths(config) is None and view.stated_tokens is not None:
+        setattr(config, depths_key(config), view.stated_tokens)
+    return config
 
 
-def own_state(subject: Subject) -> dict[str, Tensor]:
+def _own_state(subject: Subject) -> dict[str, Tensor]:
     """The tensors of our draft; what engines share with the target is copied from it."""
     view, target = subject.view, subject.target  # whose tables are read only where needed
     state = dict(view.state)
-    dtype = state["fc.weight"].dtype
-    if view.merges:
-        state["embed_tokens.weight"] = target.tables.embedding_VD.to(dtype)
-        state["lm_head.weight"] = target.tables.head_VD.to(dtype)
-        if view.fc_bias is None:
-            state.pop("fc.bias", None)
+    dtype, ids = state["fc.weight"].dtype, _own_maps(subject, state)
+    if view.merges or view.borrows:  # even if a trainer saved a copy
+        for name in ("embed_tokens.weight", "lm_head.weight"):
+            state.pop(name, None)
+    if view.borrows:
         return state
-    ids = own_maps(subject, state)
     if "embed_tokens.weight" not in state:
         state["embed_tokens.weight"] = target.tables.embedding_VD.to(dtype)
     if "lm_head.weight" not in state:
         state["lm_head.weight"] = target.tables.head_VD[ids].to(dtype)
+    if view.fc_bias is None:
+        state.pop("fc.bias", None)
     if "mask_hidden" in state:
         state["mask_hidden"] = state["mask_hidden"].reshape(1, 1, -1)
     return state
 
 
-def own_maps(subject: Subject, state: dict[str, Tensor]) -> Tensor:
+def _own_maps(subject: Subject, state: dict[str, Tensor]) -> Tensor:
     """Put the maps of a smaller vocabulary into our form, and drop others (some trainers write the
     identity); returns [W] the target ids of the draft's tokens."""
     width, full = subject.draft_vocab_size or subject.vocab_size, subject.vocab_size
@@ -166,5 +141,5 @@ def own_maps(subject: Subject, state: dict[str, Tensor]) -> Tensor:
         if d2t is None:
             raise BadInput("no map d2t for a smaller vocabulary", where=str(subject.directory))
         ids = d2t.long() + torch.arange(width)
-        state |= {"d2t": d2t.long(), "t2d": tokens_marked(ids, full)}
+        state |= {"d2t": d2t.long(), "t2d": selection_mask(ids, full)}
     return ids

@@ -99,7 +99,7 @@ class ChainProbe(Probe[Reading]):
     def variants(self, reading: Reading) -> Iterator[tuple[str, Reading]]:
         variants = self._eagle1_variants if self.subject.view.merges else self._eagle3_variants
         yield from variants(reading)
-        yield from self.other_rope("rope-measured", reading)
+        yield from self.other_rope(reading)
 
     def _eagle1_variants(self, reading: Reading) -> Iterator[tuple[str, Reading]]:
         yield "fc-swapped", replace(reading, fc_swapped=not reading.fc_swapped)
@@ -110,7 +110,7 @@ class ChainProbe(Probe[Reading]):
             yield "capture-measured", replace(before_norm, final_norm=True)
 
     def _eagle3_variants(self, reading: Reading) -> Iterator[tuple[str, Reading]]:
-        yield from self.shifted("aux-shifted", reading, last_normed=False)
+        yield from self.shifted(reading, last_normed=False)
         if self.subject.view.method.carries_states:
             yield "norm-output", replace(reading, norm_output=not reading.norm_output)
         residual = not reading.norm_before_residual
@@ -154,22 +154,14 @@ def _probe(subject: Subject) -> ChainProbe:
 # --- checks --------------------------------------------------------------------------------------
 
 
-@check("aux-shifted", "behavioural", "aux layers one too low or too high, by replay of both",
-       repairs=True)  # fmt: skip
-def aux_shifted(subject: Subject) -> Iterator[Finding]:
-    if step := _probe(subject).steps.get("aux-shifted"):
-        before, after = list(step.before.aux_layer_ids), list(step.after.aux_layer_ids)
-        yield error(
-            f"with the outputs of {before}: {step.score}; of {after}: {step.better}",
-            f"it was trained on {after}: the trainer numbers layers differently than the file",
-            lambda files: files.put_aux(after),
-        )
-    elif lean := _probe(subject).leaning("aux-shifted"):
-        yield note(
-            f"the outputs of {list(lean[0].aux_layer_ids)} accept more, but only by "
-            f"{lean[1]:.1f} standard errors",
-            fix="measure again with --prompts 32 --max-new-tokens 128",
-        )
+aux_shifted = measured(
+    "aux-shifted", "aux layers one too low or too high, by replay of both",
+    lambda reading: f"with the outputs of {list(reading.aux_layer_ids)}",
+    lambda right: f"it was trained on {list(right.aux_layer_ids)}: the trainer numbers layers "
+    "differently than the file",
+    better=lambda reading: f"of {list(reading.aux_layer_ids)}",
+    repair=lambda _, right: partial(DraftFiles.put_aux, layer_ids=list(right.aux_layer_ids)),
+)  # fmt: skip
 
 
 def _flag(id: str, flag: str) -> Check:
@@ -185,7 +177,7 @@ def _flag(id: str, flag: str) -> Check:
     )  # fmt: skip
 
 
-def take_target_rope(subject: Subject, _: object) -> Repair | None:
+def _take_target_rope(subject: Subject, _: object) -> Repair | None:
     rope = target_rope(subject)
     return None if rope is None else partial(take_rope, rope=rope)
 
@@ -201,7 +193,7 @@ rope_measured = measured(
     lambda reading: "with the file's rotary settings",
     "write the target's settings",
     better=lambda reading: "with the target's",
-    repair=take_target_rope,
+    repair=_take_target_rope,
 )  # fmt: skip
 fc_swapped = measured(
     "fc-swapped", "EAGLE-1: fc that reads [state; embedding], not the reverse",
@@ -256,7 +248,8 @@ def estimate(subject: Subject) -> Iterator[Finding]:
 
 @check("acceptance", "behavioural", "a draft that accepts nothing, whatever else is right")
 def accepts_nothing(subject: Subject) -> Iterator[Finding]:
-    probe = _probe(subject)
+    probe = subject.probe
+    assert probe is not None
     score, repaired = probe.best, " (as repaired above)" if probe.steps else ""
     rounds = f"{score.acceptance.rounds} rounds of {DEPTHS} drafted tokens{repaired}"
     evidence = f"replay of the files: {score}, {rounds}"

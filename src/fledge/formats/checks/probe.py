@@ -59,10 +59,10 @@ class Score:
         mean, other_mean = (
             np.minimum(score.accepted_S, enough.depths).mean() for score in (self, other)
         )
-        sure = self.errors_below(other, depths=enough.depths) > 4
+        sure = self.errors_below(other, enough.depths) > 4
         return bool(other_mean > (1 + enough.share) * mean) and sure and other.first > _MIN_FIRST
 
-    def errors_below(self, other: "Score", *, depths: int = DEPTHS) -> float:
+    def errors_below(self, other: "Score", depths: int) -> float:
         """How much more the other accepts, in standard errors, paired by slot."""
         accepted_S, other_S = (np.minimum(score.accepted_S, depths) for score in (self, other))
         gain_S = other_S - accepted_S
@@ -212,17 +212,17 @@ class Probe(ABC, Generic[R]):
         config.rope_parameters = rope
         return Rotary(config)
 
-    def shifted(self, check: str, reading: R, **others: Any) -> Iterator[tuple[str, R]]:
+    def shifted(self, reading: R, **others: Any) -> Iterator[tuple[str, R]]:
         """Readings of the layers one below and one above."""
         for shift in (-1, 1):
             ids = tuple(layer + shift for layer in reading.aux_layer_ids)
             if all(0 <= layer < self.subject.target.depth for layer in ids):
-                yield check, replace(reading, aux_layer_ids=ids, **others)
+                yield "aux-shifted", replace(reading, aux_layer_ids=ids, **others)
 
-    def other_rope(self, check: str, reading: R) -> Iterator[tuple[str, R]]:
+    def other_rope(self, reading: R) -> Iterator[tuple[str, R]]:
         rope, expected_rope = own_rope(self.subject), target_rope(self.subject)
         if expected_rope is not None and rope != expected_rope and not reading.target_rope:
-            yield check, replace(reading, target_rope=True)
+            yield "rope-measured", replace(reading, target_rope=True)
 
     @cached_property
     def steps(self) -> dict[str, Step[R]]:
@@ -251,14 +251,6 @@ class Probe(ABC, Generic[R]):
             if better is None or self.beats(self.score(better[1]), score):
                 better = (name, other)
         return better
-
-    def leaning(self, name: str) -> tuple[R, float] | None:
-        """The most likely reading of this check, and its gain in standard errors; None if small."""
-        written = self.score(self.as_written)
-        others = [reading for check, reading in self.variants(self.as_written) if check == name]
-        gains = [(reading, written.errors_below(self.score(reading))) for reading in others]
-        best = max(gains, key=lambda pair: pair[1], default=None)
-        return best if best is not None and best[1] > 2.5 else None
 
     @property
     def best_reading(self) -> R:

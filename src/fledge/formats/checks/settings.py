@@ -15,7 +15,8 @@ from fledge.formats.codec import (
     NESTED_KEY,
     SPECULATORS_KEY,
 )
-from fledge.formats.foreign import BIAS_KEYS, DraftFiles
+from fledge.formats.foreign import DraftFiles
+from fledge.formats.layouts import BIAS_KEYS
 from fledge.methods.shared.derive import check_mask_token_id
 from fledge.methods.shared.rotary import rope_parameters
 
@@ -206,15 +207,17 @@ def fc_bias(subject: Subject) -> Iterator[Finding]:
         yield subject.only_for("vllm", error(evidence, "leave it out", drop))
 
 
-@check("mask-token", "static", "P-EAGLE without a placeholder, or with a real token for it")
+@check("mask-token", "static", "no placeholder where one is needed, or a real token for it")
 def mask_token(subject: Subject) -> Iterator[Finding]:
-    if not subject.view.parallel:
+    view, token = subject.view, subject.view.mask_token_id
+    if view.parallel:
+        yield from _mask_hidden(subject)
+    elif not view.borrows:
         return
-    yield from _mask_hidden(subject)
-    token = subject.view.mask_token_id
-    if type(token) is not int:
+    if token is None:
         yield error(
-            "a P-EAGLE draft without mask_token_id: engines refuse it, or embed token 0",
+            f"a {view.method.title} draft without mask_token_id: engines refuse it, or embed token "
+            "0",
             fix="mask_token_id: the id that the draft was trained with",
         )
     elif not 0 <= token < subject.vocab_size:

@@ -10,9 +10,15 @@ from transformers import AutoTokenizer
 from fledge.core.errors import BadInput, first_line
 from fledge.formats.checks.base import Finding, Subject, check, error, note, warning
 from fledge.formats.checks.tensors import sort_aux
-from fledge.formats.codec import AUX_KEY, NESTED_KEY, PlainDraft, TargetFacts, draft_features
+from fledge.formats.codec import (
+    AUX_KEY,
+    NESTED_KEY,
+    PlainDraft,
+    TargetFacts,
+    draft_features,
+    get_path,
+)
 from fledge.formats.engines import ENGINES, EngineName
-from fledge.formats.foreign import AUX_PLACES
 from fledge.formats.import_draft import own_config
 from fledge.target.weights import quantisation_method
 
@@ -23,43 +29,35 @@ _ROTATED = re.compile(r"quarot|spinquant|hadamard|rotat", re.IGNORECASE)
 @check("aux-layers", "static", "aux layers that are not written, too few or many, or out of range")
 def aux_layers(subject: Subject) -> Iterator[Finding]:
     view, depth, default = subject.view, subject.target.depth, subject.default_aux
-    if view.merges:
-        yield from _last_state(subject)
+    count, ids = subject.aux_count, view.aux_layer_ids
+    stored = get_path(view.config, view.aux_place.path)
+    if view.merges:  # only fledge writes which state: engines support only one
+        if ids is not None and ids != default:
+            yield error(
+                f"the aux layers are {stored}: engines give an EAGLE-1 draft the target's last "
+                f"hidden state, {default} in our numbering",
+                fix="train with target.aux_layer_ids=null",
+            )
         return
-    count, ids = view.get("num_aux_hidden_states", 3), view.aux_layer_ids
-    if view.stored_aux is None and default is not None:
+    if ids is None and default is not None:
         yield note(f"no aux layers in config.json: engines take the outputs of {default}")
-    elif view.stored_aux is None:
-        yield error(
-            f"no aux layers in config.json, and a target of {depth} layers is too shallow for "
-            "the engines' own",
-            fix=f"write {AUX_KEY}: the layers it was trained on",
-        )
-    elif ids is None or len(ids) != count or len(set(ids)) != count:
-        evidence = f"the aux layers are {view.stored_aux}, expected {count} different numbers"
+    elif ids is None:
+        reason = f"a target of {depth} layers is too shallow for the engines' own"
+        reason = "engines have none of their own" if view.borrows else reason
+        fix = f"write {view.aux_place.path}: the layers it was trained on"
+        yield error(f"no aux layers in config.json, and {reason}", fix)
+    elif len(ids) != count or len(set(ids)) != count:
+        evidence = f"the aux layers are {stored}, expected {count} different numbers"
         yield error(evidence, fix="the layers it was trained on")
     elif not all(0 <= layer < depth for layer in ids):
         yield error(
             f"the aux layers are outputs of {ids}, the target has layers 0..{depth - 1}",
             fix="the layers it was trained on; does the file count from the embedding?",
         )
-    stored = {p.path: layers for p in AUX_PLACES if (layers := view.aux_at(p)) is not None}
-    if len({tuple(layers) for layers in stored.values()}) > 1:
-        conflict = "; ".join(
-            f"{path} means the outputs of {layers}" for path, layers in stored.items()
-        )
+    places = {place.path: view.aux_at(place) for place in view.written_aux}
+    if len({str(layers) for layers in places.values()}) > 1:
+        conflict = "; ".join(f"{path} means the outputs of {x}" for path, x in places.items())
         yield error(conflict, fix="write the layers it was trained on in all places")
-
-
-def _last_state(subject: Subject) -> Iterator[Finding]:
-    """EAGLE-1: only fledge writes which state a draft reads, because engines support only one."""
-    view = subject.view
-    if view.stored_aux is not None and view.aux_layer_ids != subject.default_aux:
-        yield error(
-            f"the aux layers are {view.stored_aux}: engines give an EAGLE-1 draft the target's "
-            f"last hidden state, {subject.default_aux} in our numbering",
-            fix="train with target.aux_layer_ids=null",
-        )
 
 
 @check("aux-order", "static", "aux layers in an order that vLLM would undo", repairs=True)
@@ -186,7 +184,9 @@ def _refused(subject: Subject, name: EngineName) -> Iterator[tuple[str, str]]:
 def _aux_convention(subject: Subject) -> Iterator[tuple[EngineName, str]]:
     """Where an engine would understand the stored layer ids as other layers, and how."""
     ids, default = subject.view.aux_layer_ids, subject.default_aux
-    written = {place.name for place in AUX_PLACES if subject.view.aux_at(place) is not None}
+    written = {
+        place.name for place in subject.view.aux_places if subject.view.aux_at(place) is not None
+    }
     if ids is None:
         return
     if "sglang" in written and "vllm" not in written:

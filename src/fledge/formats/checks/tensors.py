@@ -16,7 +16,7 @@ from torch import Tensor
 from fledge.core.terminal import counted
 from fledge.formats.checks.base import Finding, Subject, check, error, note, warning
 from fledge.formats.codec import EAGLE1_CLASSES, EAGLE3_CLASS, sorted_chunks
-from fledge.formats.foreign import LAYER_EXTRAS, DraftFiles
+from fledge.formats.foreign import DraftFiles
 
 # --- sizes ---------------------------------------------------------------------------------------
 # Which tensors a draft must have, and in which shapes, inferred from the tensors themselves.
@@ -25,35 +25,11 @@ from fledge.formats.foreign import LAYER_EXTRAS, DraftFiles
 # vote on it, and the outlier is reported.
 
 
-# The size that each axis shows; "": a size that another check compares (`vocab-size`).
-_AXES: dict[str, tuple[str, ...]] = {
-    "embed_tokens.weight": ("", "hidden"),
-    "fc.weight": ("hidden", "aux_hidden"),
-    "fc_norm.0.weight": ("target_hidden",),
-    "norm.weight": ("hidden",),
-    "lm_head.weight": ("draft_vocab", "hidden"),
-    "d2t": ("draft_vocab",),
-    "t2d": ("",),
-    "layers.0.hidden_norm.weight": ("hidden",),
-}
-_EAGLE1_AXES: dict[str, tuple[str, ...]] = {
-    "embed_tokens.weight": ("", "hidden"),
-    "fc.weight": ("hidden", "merged"),
-    "fc.bias": ("hidden",),
-    "lm_head.weight": ("", "hidden"),
-}
-_LAYER_AXES: dict[str, tuple[str, ...]] = {
-    "input_layernorm.weight": ("hidden",),
-    "post_attention_layernorm.weight": ("hidden",),
-    "self_attn.q_proj.weight": ("queries", "inputs"),
-    "self_attn.k_proj.weight": ("keys", "inputs"),
-    "self_attn.v_proj.weight": ("keys", "inputs"),
-    "self_attn.o_proj.weight": ("hidden", "queries"),
-    "mlp.gate_proj.weight": ("intermediate", "hidden"),
-    "mlp.up_proj.weight": ("intermediate", "hidden"),
-    "mlp.down_proj.weight": ("hidden", "intermediate"),
-}
-_OPTIONAL = re.compile(r"(embed_tokens|lm_head|d2t|t2d|fc\.bias|fc_norm|input_norm)\b")
+# Reported by other checks where they are missing, or in no file of some drafts.
+_OPTIONAL = re.compile(
+    r"(embed_tokens|lm_head|d2t|t2d|fc\.bias|fc_norm|input_norm|confidence_head)\b"
+)
+_CHUNK_NORM = "fc_norm.{}.weight"
 _FIRST_NORM = "layers.0.input_layernorm.weight"  # not in EAGLE-1, which does not norm fc's output
 
 
@@ -75,15 +51,13 @@ class Sizes:
 
 def sizes_of(subject: Subject) -> Sizes:
     votes: dict[str, Counter[int]] = {}
-    top_level = _axes(subject)
+    top_level, layer = subject.view.axes, subject.view.layer_axes
     for name, tensor in subject.view.state.items():
-        axes = top_level.get(name) or _LAYER_AXES.get(re.sub(r"^layers\.[^.]*\.", "", name), ())
+        axes = top_level.get(name) or layer.get(re.sub(r"^layers\.[^.]*\.", "", name), ())
         if len(axes) == tensor.ndim:
             for size, value in zip(axes, tensor.shape, strict=True):
                 votes.setdefault(size, Counter())[value] += 1
-    default_aux = subject.view.method.aux_layers()
-    aux = subject.view.get("num_aux_hidden_states", default_aux)
-    aux = aux if aux <= 16 else default_aux
+    aux = max(1, min(subject.aux_count, 16))
     target_hidden = votes.setdefault("target_hidden", Counter())
     target_hidden[int(subject.target.text.hidden_size)] += 1
     for aux_width, count in votes.get("aux_hidden", Counter()).items():
@@ -100,25 +74,16 @@ def expected_shapes(subject: Subject, sizes: Sizes) -> dict[str, tuple[int | Non
     aux_width = sizes.target_hidden and sizes.aux * sizes.target_hidden
     double_width = hidden and 2 * hidden
     values = {**vars(sizes), "aux_hidden": aux_width, "merged": double_width}
-    shapes = {name: tuple(map(values.get, axes)) for name, axes in _axes(subject).items()}
-    layer_axes = dict(_LAYER_AXES)
-    for flag, parts in LAYER_EXTRAS.items():
-        if view.layer_extras[flag]:
-            layer_axes |= {part: (size,) for part, size in parts.items()}
+    shapes = {name: tuple(map(values.get, axes)) for name, axes in view.axes.items()}
+    for chunk in range(1, sizes.aux if _CHUNK_NORM.format(0) in view.axes else 0):
+        shapes[_CHUNK_NORM.format(chunk)] = (sizes.target_hidden,)
     for layer in range(max(view.layer_numbers, default=0) + 1):
-        values["inputs"] = double_width if layer == 0 and not view.merges else hidden
-        for part, axes in layer_axes.items():
+        values["inputs"] = double_width if layer == 0 and view.fuses else hidden
+        for part, axes in view.layer_axes.items():
             shapes[f"layers.{layer}.{part}"] = tuple(map(values.get, axes))
     if view.merges:
-        shapes.pop(_FIRST_NORM, None)
-    else:
-        shapes["input_norm.weight"] = (aux_width,)
-        shapes |= {f"fc_norm.{chunk}.weight": (sizes.target_hidden,) for chunk in range(sizes.aux)}
+        del shapes[_FIRST_NORM]
     return shapes
-
-
-def _axes(subject: Subject) -> dict[str, tuple[str, ...]]:
-    return _EAGLE1_AXES if subject.view.merges else _AXES
 
 
 def fits(shape: tuple[int, ...], expected: tuple[int | None, ...]) -> bool:
@@ -183,21 +148,22 @@ def unknown_names(subject: Subject) -> list[str]:
     """Tensors, by their names in the file, that no draft of this kind has."""
     view = subject.view
     expected = {*expected_shapes(subject, sizes_of(subject))}
-    expected |= set() if view.merges else {"mask_hidden"}
+    expected |= {"mask_hidden"} if view.fuses else set()
     return [view.names[our_name] for our_name in view.state if our_name not in expected]
 
 
 @check("names", "static", "wrapper prefixes, or one layer under two names", repairs=True)
 def names(subject: Subject) -> Iterator[Finding]:
     view = subject.view
-    if view.clashes:
-        kept = {name: view.names[view.own_name(name)] for name in view.clashes}
+    taken = {*view.names.values(), *view.junk}
+    if clashes := [name for name in view.tensors if name not in taken]:
+        kept = {name: view.names[view.own_name(name)] for name in clashes}
         same = all(torch.equal(view.tensors[a], view.tensors[b]) for a, b in kept.items())
         yield error(
             f"{counted(len(kept), 'tensor is', 'tensors are')} stored twice, such as "
-            f"{view.clashes[0]} and {kept[view.clashes[0]]}",
+            f"{clashes[0]} and {kept[clashes[0]]}",
             fix="keep one name: midlayer.* or layers.0.*",
-            repair=partial(drop_tensors, doomed=view.clashes) if same else None,
+            repair=partial(drop_tensors, doomed=clashes) if same else None,
         )
         return
     prefix = view.layout.prefix
@@ -256,7 +222,7 @@ def _unwrap(files: DraftFiles) -> None:
 def missing(subject: Subject) -> Iterator[Finding]:
     """Only in layers that are present: `num-hidden-layers` reports absent ones."""
     view, absent = subject.view, missing_names(subject)
-    shared = view.merges  # it has no embeddings or head of its own
+    shared = view.merges or view.borrows  # it has no embeddings or head of its own
     if not shared and "lm_head.weight" not in view.state:
         if (subject.draft_vocab_size or subject.vocab_size) < subject.vocab_size:
             absent.append("lm_head.weight")
@@ -283,11 +249,10 @@ def unexpected(subject: Subject) -> Iterator[Finding]:
             repair=partial(drop_tensors, doomed=view.junk),
         )
     if extra := unknown_names(subject):
-        kind = "EAGLE-1" if view.merges else "EAGLE-3"
         generic_fix = "is it another kind of draft, or one with biases?"
         yield error(
-            f"{counted(len(extra), 'tensor')} that no {kind} draft has: {_first_few(extra)}; vLLM "
-            "refuses them, SGLang skips them",
+            f"{counted(len(extra), 'tensor')} that no {view.method.title} draft has: "
+            f"{_first_few(extra)}; vLLM refuses them, SGLang skips them",
             fix=_WHY_EXTRA.get(subject.view.own_name(extra[0]), generic_fix),
         )
     if view.merges and (head := view.names.get("lm_head.weight")):

@@ -13,7 +13,8 @@ from torch.nn import functional as F
 
 from fledge.formats.checks.base import Finding, Subject, check, error, warning, wrong_key
 from fledge.formats.checks.tensors import fresh_std
-from fledge.formats.foreign import DraftFiles, tokens_marked
+from fledge.formats.foreign import DraftFiles
+from fledge.target.base import selection_mask
 
 _UNRELATED = 0.1  # mean cosine below which rows are considered unrelated
 _CLOSER = 0.1  # difference of cosines: rows of tokens that the target never saw are nearly equal
@@ -138,7 +139,7 @@ def t2d_mismatch(subject: Subject) -> Iterator[Finding]:
     ids, mask = sound_ids(subject), subject.view.state.get("t2d")
     if ids is None or mask is None or mask.shape != (subject.vocab_size,):
         return
-    wanted = tokens_marked(ids, subject.vocab_size)
+    wanted = selection_mask(ids, subject.vocab_size)
     if differ := int((wanted != mask.bool()).sum()):
         yield error(
             f"t2d and d2t disagree on {differ:,} tokens ({int(mask.bool().sum()):,} marked, "
@@ -204,7 +205,7 @@ def _is_absolute(d2t: Tensor, subject: Subject) -> bool:
     if not _is_map(_ids(d2t), full):
         return True
     if mask is not None and mask.shape == (full,):
-        absolute, relative = tokens_marked(d2t, full), tokens_marked(_ids(d2t), full)
+        absolute, relative = selection_mask(d2t, full), selection_mask(_ids(d2t), full)
         return torch.equal(absolute, mask.bool()) and not torch.equal(relative, mask.bool())
     return len(d2t) > 1000 and bool((d2t.diff() > 0).all())
 
@@ -221,7 +222,7 @@ def set_map(files: DraftFiles, ids: Tensor) -> None:
     """Write d2t, and t2d if the file has one, from [W] target ids in draft order."""
     files.put_tensor("d2t", ids - torch.arange(len(ids)))
     if (mask := files.view.state.get("t2d")) is not None:
-        files.put_tensor("t2d", tokens_marked(ids, len(mask)))
+        files.put_tensor("t2d", selection_mask(ids, len(mask)))
 
 
 def _map_from_t2d(files: DraftFiles) -> None:

@@ -15,81 +15,30 @@ from torch import Tensor
 
 from fledge.core.batch import Eagle3TargetBatch
 from fledge.core.errors import BadInput
-from fledge.core.terminal import counted
 from fledge.formats.checks.base import (
     Finding,
     Repair,
     Subject,
     check,
     error,
-    note,
-    warning,
     wrong_key,
 )
-from fledge.formats.checks.behaviour import take_target_rope
 from fledge.formats.checks.probe import Altered, Answering, Enough, Probe, Score, measured
-from fledge.formats.checks.tensors import drop_tensors, sort_aux
 from fledge.formats.codec import set_path
 from fledge.formats.foreign import DraftFiles
 from fledge.methods.block.foreign import BlockView
-from fledge.methods.shared.derive import check_mask_token_id, choose_mask_token_id
+from fledge.methods.shared.derive import choose_mask_token_id
 from fledge.methods.shared.draft import DraftModel
 from fledge.target.base import Eagle3TargetBackend
 from fledge.target.hf.model import HFEagle3TargetModel
 
-_LAYER = (
-    "input_layernorm", "post_attention_layernorm", "self_attn.q_proj", "self_attn.k_proj",
-    "self_attn.v_proj", "self_attn.o_proj", "self_attn.q_norm", "self_attn.k_norm",
-    "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj",
-)  # fmt: skip
 _W1, _W2 = (f"markov_head.markov_w{i}.weight" for i in (1, 2))
-_CONFIDENCE = ("confidence_head.proj.weight", "confidence_head.proj.bias")
-_TABLES = ("embed_tokens.weight", "lm_head.weight", "d2t", "t2d")
 _SPEC_TOKENS = "speculators_config.proposal_methods.0.speculative_tokens"
 
 
 def view_of(subject: Subject) -> BlockView:
     assert isinstance(subject.view, BlockView)
     return subject.view
-
-
-def _required(view: BlockView) -> list[str]:
-    names = ["fc.weight", "hidden_norm.weight", "norm.weight"]
-    layers = range(max(view.layer_numbers, default=-1) + 1)
-    names += [f"layers.{i}.{part}.weight" for i in layers for part in _LAYER]
-    return names + ([_W1, _W2] if view.spark else [])
-
-
-@check("block-missing", "static", "DFlash, DSpark: tensors that an engine leaves random or at ones")
-def missing(subject: Subject) -> Iterator[Finding]:
-    view = view_of(subject)
-    absent = [name for name in _required(view) if name not in view.state]
-    if not view.layer_numbers:
-        yield error("no layer of a draft in the file", last=True)
-    elif absent:
-        examples = ", ".join(absent[:4]) + (" ..." if absent[4:] else "")
-        why = ""
-        if "hidden_norm.weight" in absent:
-            why = ": the target's features then enter every layer unscaled"
-        fix = "export again from the trainer's checkpoint"
-        yield error(
-            f"{counted(len(absent), 'tensor is', 'tensors are')} missing ({examples}){why}", fix
-        )
-
-
-@check("block-unexpected", "static", "DFlash, DSpark: tensors that vLLM refuses and SGLang skips",
-       repairs=True)  # fmt: skip
-def unexpected(subject: Subject) -> Iterator[Finding]:
-    view = view_of(subject)
-    expected = {*_required(view), *_TABLES, *(_CONFIDENCE if view.spark else ())}
-    extra = [view.names[name] for name in view.state if name not in expected]
-    if extra:
-        yield error(
-            f"{counted(len(extra), 'tensor belongs', 'tensors belong')} to no block draft: "
-            f"{', '.join(extra[:4])}",
-            fix="leave them out",
-            repair=partial(drop_tensors, doomed=extra),
-        )
 
 
 @check("markov-transposed", "static", "DSpark: a transposed factor of the Markov head",
@@ -115,39 +64,12 @@ def markov_transposed(subject: Subject) -> Iterator[Finding]:
             yield error(evidence, fix="was it trained for another target or rank?")
 
 
-@check("block-layers", "static", "DFlash, DSpark: aux layers that are not written, not as many "
-       "as fc reads, out of range or out of order", repairs=True)  # fmt: skip
-def aux_layers(subject: Subject) -> Iterator[Finding]:
-    view, depth = view_of(subject), subject.target.depth
-    ids, fc = view.aux_layer_ids, view.state.get("fc.weight")
-    if not ids:
-        fix = "write the layers that it was trained on"
-        yield error("the files name no layers of the target (target_layer_ids)", fix)
-        return
-    width = int(subject.target.text.hidden_size)
-    if fc is not None and fc.ndim == 2 and fc.shape[1] != len(ids) * width:
-        reads = fc.shape[1] / width
-        yield error(f"{len(ids)} layers are named, fc reads {reads:g} states of {width}")
-    outside = [layer for layer in ids if not 0 <= layer < depth]
-    if outside:
-        lower = [layer - 1 for layer in ids]
-        evidence = f"aux layers {ids}: the target's layers are 0 .. {depth - 1}"
-        off_by_one = max(outside) == depth and min(lower) >= 0
-        fix = "they are counted from 1: subtract 1 from each" if off_by_one else "name its target"
-        repair = partial(DraftFiles.put_aux, layer_ids=lower) if off_by_one else None
-        yield error(evidence, fix, repair)
-    elif ids != sorted(set(ids)):
-        evidence = f"aux layers {ids}: engines pass features in ascending order"
-        sure = fc is not None and len(set(ids)) == len(ids) and fc.shape[1] == len(ids) * width
-        yield error(evidence, "sort them, and fc's columns with them", sort_aux if sure else None)
-
-
 @check("block-size", "static", "DFlash, DSpark: a block size that is absent, or does not match "
        "the tokens that a round proposes", repairs=True)  # fmt: skip
 def block_size(subject: Subject) -> Iterator[Finding]:
     view = view_of(subject)
     size, first = view.setting("block_size"), view.first_place
-    stated = view.speculative_tokens
+    stated = view.stated_tokens
     if type(size) is not int or size <= first:
         certain = stated is not None
         repair = partial(DraftFiles.put, key="block_size", value=(stated or 0) + first)
@@ -162,32 +84,10 @@ def block_size(subject: Subject) -> Iterator[Finding]:
         )
 
 
-@check("block-mask", "static", "DFlash, DSpark: no placeholder, or a real token for it")
-def mask_token(subject: Subject) -> Iterator[Finding]:
-    token = view_of(subject).mask_token_id
-    if type(token) is not int or not 0 <= token < subject.vocab_size:
-        evidence = f"mask_token_id is {token}, the target has {subject.vocab_size:,} tokens"
-        yield error(evidence, fix="the id that the draft was trained with")
-    elif subject.target.tokenizer is not None:
-        try:
-            check_mask_token_id(token, subject.target.tokenizer, subject.vocab_size)
-        except BadInput as refused:
-            fix = "the decoding checks try likelier tokens; without them, ask its trainer"
-            yield warning(refused.what + ": was the draft trained with it?", fix)
-
-
-@check("block-places", "static", "DFlash, DSpark: two keys of one config that disagree",
+@check("target-depth", "static", "DFlash, DSpark: num_target_layers other than the target's",
        repairs=True)  # fmt: skip
-def places(subject: Subject) -> Iterator[Finding]:
-    view = view_of(subject)
-    ids = {place.path: view.aux_at(place) for place in view.written_aux}
-    if len({str(layers) for layers in ids.values()}) > 1:
-        listed = ", ".join(f"{path} {layers}" for path, layers in ids.items())
-        evidence = f"aux layers, as outputs: {listed}; engines take the first"
-        right = view.aux_layer_ids
-        repair = None if right is None else partial(DraftFiles.put_aux, layer_ids=right)
-        yield error(evidence, "write the same everywhere (block-layers-shifted tries them)", repair)
-    count, depth = view.setting("num_target_layers"), subject.target.depth
+def target_depth(subject: Subject) -> Iterator[Finding]:
+    count, depth = view_of(subject).setting("num_target_layers"), subject.target.depth
     if count is not None and count != depth:
         evidence = f"num_target_layers is {count}, the target has {depth}"
         yield wrong_key("num_target_layers", depth, evidence)
@@ -212,13 +112,16 @@ def confidence_flags(subject: Subject) -> Iterator[Finding]:
     view = view_of(subject)
     if not view.spark or view.layout.name == "fledge":
         return
-    present, declared = view.confidence_head, view.declares_confidence
+    present, declared = (
+        view.confidence_head,
+        view.setting("enable_confidence_head", view.setting("use_confidence_head", False)),
+    )
     if present != declared:
         evidence = f"enable_confidence_head is {str(declared).lower()}, the file has " + (
             "such a head: vLLM drops it" if present else "none"
         )
         yield wrong_key("enable_confidence_head", present, evidence)
-    weight, width = view.state.get(_CONFIDENCE[0]), view.state.get("norm.weight")
+    weight, width = view.state.get("confidence_head.proj.weight"), view.state.get("norm.weight")
     if weight is not None and width is not None and weight.ndim == 2:
         reads_both = weight.shape[1] > len(width)
         by_default = view.setting("use_confidence_head", False)  # ModelOpt's always reads both
@@ -289,12 +192,12 @@ class BlockProbe(Probe[BlockReading]):
         self.draft.load_state_dict(state)
 
     def variants(self, reading: BlockReading) -> Iterator[tuple[str, BlockReading]]:
-        yield from self.shifted("block-layers-shifted", reading)
+        yield from self.shifted(reading)
         for by in (-1, 1):
             yield "context-shifted", replace(reading, late=by)
         yield "slot-shifted", replace(reading, from_anchor=not reading.from_anchor)
         yield "rotary-layout", replace(reading, interleaved=not reading.interleaved)
-        yield from self.other_rope("block-rope-measured", reading)
+        yield from self.other_rope(reading)
         for token in self._mask_candidates:
             yield "mask-measured", replace(reading, mask_token_id=token)
         yield "block-direction-measured", replace(reading, causal=not reading.causal)
@@ -361,12 +264,6 @@ def _swap_factors(files: DraftFiles) -> None:
     files.put_tensor(_W2, w1)
 
 
-layers_shifted = measured(
-    "block-layers-shifted", "DFlash, DSpark: aux layers one too low or too high",
-    lambda reading: f"with the outputs of {list(reading.aux_layer_ids)}",
-    "its trainer numbers layers differently than the file",
-    repair=lambda _, right: partial(DraftFiles.put_aux, layer_ids=list(right.aux_layer_ids)),
-)  # fmt: skip
 context_shifted = measured(
     "context-shifted", "DFlash, DSpark: features trained at the wrong token",
     lambda reading: f"with the features of token t at t{reading.late:+d}" if reading.late
@@ -386,13 +283,6 @@ rotary_layout = measured(
     else "with halves paired, as engines do",
     "permute q_proj, k_proj and their norms",
     repair=lambda _, right: _permute,
-)  # fmt: skip
-rope_measured = measured(
-    "block-rope-measured",
-    "DFlash, DSpark: rotary settings with which it accepts less than with the target's",
-    lambda reading: f"with the {'target' if reading.target_rope else 'file'}'s rotary settings",
-    "write the target's settings",
-    repair=take_target_rope,
 )  # fmt: skip
 mask_measured = measured(
     "mask-measured", "DFlash, DSpark: another placeholder than in training",
@@ -417,12 +307,3 @@ markov_swapped = measured(
     "exchange markov_w1 and markov_w2",
     repair=lambda _, right: _swap_factors,
 )  # fmt: skip
-
-
-@check("block-acceptance", "behavioural", "DFlash, DSpark: a draft that accepts nothing")
-def accepts_nothing(subject: Subject) -> Iterator[Finding]:
-    assert subject.probe is not None
-    best, repaired = subject.probe.best, " (as repaired above)" if subject.probe.steps else ""
-    evidence = f"replay of the files: {best}{repaired}"
-    fix = "what files do not show: labels or masks shifted, features of another request"
-    yield error(evidence, fix) if best.first < 0.05 else note(evidence)

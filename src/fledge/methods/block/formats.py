@@ -11,9 +11,15 @@ reduced vocabulary has its own rows of the head, because no engine takes them fr
 
 from typing import Any
 
-from fledge.formats.codec import Facts, Format, if_set, llama_keys, speculators_keys, taken
-
-INNER_KEY = "dflash_config"
+from fledge.formats.codec import (
+    INNER_KEY,
+    Facts,
+    Format,
+    if_set,
+    llama_keys,
+    speculators_keys,
+    taken,
+)
 
 
 def _qwen3_keys(facts: Facts) -> dict[str, Any]:
