@@ -31,7 +31,8 @@ import torch
 import race
 from fledge.core.files import atomic_file, write_json, write_text
 from fledge.core.machine import find_device
-from fledge.data.regenerate import Sampling, regenerate
+from fledge.data.dialogue import Sampling
+from fledge.data.regenerate import regenerate
 from fledge.data.template import ChatTemplate
 from fledge.decode.regenerate import LocalModel
 from fledge.decode.speculative import Generation, SpeculativeDecoder

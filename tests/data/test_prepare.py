@@ -2,7 +2,6 @@
 
 import gc
 import gzip
-import hashlib
 import json
 import os
 import random
@@ -21,7 +20,7 @@ from filelock import FileLock
 from fledge.core.errors import BadInput
 from fledge.data import prepare as prepare_module
 from fledge.data import sources, store
-from fledge.data.prepare import prepare_rows, tokenizer_files_fingerprint
+from fledge.data.prepare import prepare_rows
 from fledge.data.store import TokenRows, part_path
 from fledge.data.tokenise import TokeniseOptions
 
@@ -288,59 +287,6 @@ def test_a_full_loss_mask_is_refused(smollm2, tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [chat(1)])
     with pytest.raises(BadInput, match="the loss mask is full"):
         prepare_rows([str(path)], model, workers=1, cache=tmp_path / "cache")
-
-
-UNASKED_CHAT = {"messages": [{"role": "assistant", "content": "Hi!"}, *chat(3)["messages"]]}
-READABLE_NOW = [UNASKED_CHAT, {"prompt": "Say 3", "response": "3!"}, {"text": "Once upon a time"}]
-
-
-def earlier_fingerprint(data, model_dir):
-    """The fingerprint of rows as earlier versions wrote it into checkpoints."""
-    fields = {
-        "format": 1,
-        "data": sources.fingerprint([str(data)]),
-        "tokenizer": tokenizer_files_fingerprint(model_dir),
-        "options": TokeniseOptions().fingerprint(),
-        "rows_per_part": sources.ROWS_PER_PART,
-        "most_parts": sources.MOST_PARTS,
-    }
-    return hashlib.sha256(repr(sorted(fields.items())).encode()).hexdigest()
-
-
-def test_data_read_as_before_keeps_its_fingerprint(prepare, smollm2, tmp_path):
-    data = write_jsonl(tmp_path / "a.jsonl", [*map(chat, range(40)), {"source": "neither now"}])
-    assert prepare(data).fingerprint == earlier_fingerprint(data, smollm2)
-
-
-@pytest.mark.parametrize("row", READABLE_NOW)
-def test_newly_readable_rows_are_left_out_of_older_runs(prepare, smollm2, tmp_path, row):
-    data = write_jsonl(tmp_path / "a.jsonl", [*map(chat, range(40)), row])
-    earlier = earlier_fingerprint(data, smollm2)
-    now, continued = prepare(data), prepare(data, begun=[earlier])
-    assert (len(now), len(continued)) == (41, 40)
-    assert now.fingerprint != earlier == continued.fingerprint
-    for old, new in zip(continued, now, strict=False):
-        assert (old.place, old.input_ids.tolist()) == (new.place, new.input_ids.tolist())
-        assert old.loss_mask.tolist() == new.loss_mask.tolist()
-    assert prepare(data).fingerprint == now.fingerprint  # whatever the cache holds
-    assert prepare(data, begun=[now.fingerprint]).fingerprint == now.fingerprint
-
-
-def test_rows_prepared_by_an_earlier_version_are_reused(prepare, smollm2, tmp_path):
-    """They need not be rebuilt unless it dropped rows that are readable now."""
-    data = write_jsonl(tmp_path / "a.jsonl", [*map(chat, range(40)), {"messages": []}])
-    rows = prepare(data)
-    place = rows.directory.with_name(rows.fingerprint[:24])
-    shutil.copytree(rows.directory, place)
-    for file in [*place.glob("part-*.json"), place / "manifest.json"]:  # it did not write notes
-        record = json.loads(file.read_text())
-        del record["drops"]["notes"], record["drops"]["noted"]
-        file.write_text(json.dumps(record))
-    shutil.rmtree(rows.directory)
-    progress = []
-    again = prepare(data, on_progress=progress.append)
-    assert (again.directory, again.fingerprint) == (place, rows.fingerprint)
-    assert progress[0].reused == progress[0].parts == 1
 
 
 def _broken(rng, i):

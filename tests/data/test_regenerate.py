@@ -22,14 +22,12 @@ from fledge.cli.main import app
 from fledge.core import claims
 from fledge.core.errors import BadInput
 from fledge.data import regenerate as regenerate_module
-from fledge.data import regenerate_files, regenerate_share
-from fledge.data import rows as shards
+from fledge.data import regenerate_files
+from fledge.data.chat_servers import ChatServers, HttpOptions, endpoint, retry_after
 from fledge.data.conversation import parse_conversation
+from fledge.data.dialogue import Dialogue, Reply, Sampling
 from fledge.data.drops import BadRow
-from fledge.data.journal import Journal
-from fledge.data.regenerate import Sampling, regenerate
-from fledge.data.regenerate_http import ChatServers, HttpOptions, endpoint, retry_after
-from fledge.data.regenerate_task import Dialogue, Reply
+from fledge.data.regenerate import ShardedRows, regenerate
 from fledge.data.sources import make_parts
 
 FAST = HttpOptions(concurrency=8, retries=8, timeout_s=60, pause_s=0.001, max_pause_s=0.01)
@@ -141,7 +139,7 @@ def files_of(out):
 def small_shards(monkeypatch):
     monkeypatch.setattr(regenerate_module, "_SHARD_ROWS", 4)
     monkeypatch.setattr(claims, "POLL_S", 0.02)
-    monkeypatch.setattr(regenerate_share, "POLL_S", 0.02)
+    monkeypatch.setattr(regenerate_module, "POLL_S", 0.02)
 
 
 @pytest.mark.slow
@@ -220,28 +218,6 @@ def test_two_processes_share_the_rows_and_leave_nothing_behind(tmp_path, small_s
     ]  # fmt: skip
 
 
-def test_an_interrupted_job_of_an_earlier_version_is_continued(tmp_path):
-    """Its files: one part for all rows, a lock, and a record without claims."""
-    data, out = write(tmp_path / "data.jsonl", [chat(f"{i}") for i in range(6)]), "new.jsonl"
-    server = ChatServer(lambda body, tries: (503, {}, {}))
-    options = HttpOptions(concurrency=1, retries=0)
-    with server.serving() as url:
-        with pytest.raises(BadInput, match="one after another"):
-            ask(data, tmp_path / out, url, options, patience=2)
-        parts = tmp_path / "new.jsonl.parts"
-        (parts / ".lock").touch()
-        earlier = Dialogue(chat("5"))
-        earlier.hear(Reply("before", "stop", 1))
-        line = {"row": 5, "good": True, "truncated": False, "tokens": 1}
-        line["value"] = earlier.new_row(chat("5"))
-        (parts / "part-000000.jsonl").write_text(json.dumps(line) + "\n" + json.dumps(line)[:30])
-        server.behave = lambda body, tries: (200, {}, echo(body))
-        outcome = ask(data, tmp_path / out, url, options)
-    assert (outcome.written, outcome.answered_now) == (6, 5)
-    assert lines(tmp_path / out)[5]["messages"][1]["content"] == "before"
-    assert not parts.exists()
-
-
 @pytest.mark.parametrize("good", [True, False])
 @pytest.mark.parametrize("dies_at", range(4))
 def test_a_job_killed_while_it_merges_answers_is_continued(tmp_path, monkeypatch, dies_at, good):
@@ -275,8 +251,7 @@ def test_a_job_killed_while_it_merges_answers_is_continued(tmp_path, monkeypatch
     assert len(written) == min(dies_at + 2, 4 + (not good))
     assert files_of(out) == files_of(whole)
     names = [sorted(path.name for path in place.parent.rglob("*.*")) for place in (whole, out)]
-    parts = [name for name in names[1] if not name.startswith("part-")]
-    assert parts == [name for name in names[0] if not name.startswith("part-")]
+    assert names[0] == names[1]
 
 
 def unreliable(rng):
@@ -512,81 +487,69 @@ def test_shards_hold_the_rows_and_can_be_read_in_any_order(tmp_path_factory, dat
     limit = data.draw(st.none() | st.integers(0, 20))
     size = data.draw(st.integers(1, 6))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shards, "make_parts", partial(make_parts, rows_per_part=2))
-        sharded = shards.Shards([str(place)], size=size, limit=limit)
-    expected = range(sum(counts))[:limit]
-    assert sharded.rows == len(expected)
-    assert [n for name in sharded.names for n in sharded.numbers(name)] == list(expected)
-    for name in (
-        data.draw(st.lists(st.sampled_from(sharded.names), max_size=8)) if sharded.names else []
-    ):
-        numbered = sharded.read(name)
+        patch.setattr(regenerate_module, "make_parts", partial(make_parts, rows_per_part=2))
+        rows = ShardedRows([str(place)], limit=limit)
+    shards, expected = rows.shards(size), range(sum(counts))[:limit]
+    assert rows.rows == len(expected)
+    assert [number for shard in shards for number in shard] == list(expected)
+    for shard in data.draw(st.lists(st.sampled_from(shards), max_size=8)) if shards else []:
+        numbered = rows.read(shard)
         assert [number for number, _ in numbered] == [row["id"] for _, (_, row) in numbered]
-        assert [number for number, _ in numbered] == list(sharded.numbers(name))
+        assert [number for number, _ in numbered] == list(shard)
         assert len(numbered) <= size
 
 
 @given(st.data())
 @settings(max_examples=60, deadline=None)
-def test_all_readers_of_a_journal_agree(tmp_path_factory, data):
-    """Several writers read one another's lines at any moment; in the end they agree with a reader
-    that starts afterwards."""
-    directory = tmp_path_factory.mktemp("journal")
-    team = [Journal(directory) for _ in range(3)]
-    steps = st.tuples(st.sampled_from(team), st.sampled_from(["good", "bad", "look"]))
-    for number, (writer, action) in enumerate(data.draw(st.lists(steps, max_size=25))):
-        if action == "look":
-            writer.read_new()
-        else:
-            row = data.draw(st.integers(0, 3))
-            writer.add(row, {"value": number}, good=action == "good")
-    afterwards = Journal(directory)
-    for journal in team:
-        journal.read_new()
-        assert journal.entries == afterwards.entries
-        assert journal.sizes == afterwards.sizes
-        journal.close()
-    parts = [path.name for path in sorted(directory.iterdir())]
-    assert parts == [f"part-{number:06d}.jsonl" for number in range(len(parts))]
-
-
-@given(st.data())
-@settings(max_examples=60, deadline=None)
-def test_a_journal_survives_any_cut(tmp_path_factory, data):
-    """Parts cut at any byte: every row read back is complete, and good lines win."""
-    directory = tmp_path_factory.mktemp("journal")
+def test_a_shard_survives_any_cut(tmp_path_factory, data):
+    """Killed at any byte: every row read back is complete, good lines win, and whoever read along
+    agrees with one who starts afterwards."""
+    path = tmp_path_factory.mktemp("journal") / "000000-000007.jsonl"
+    path.touch()
     writes = data.draw(st.lists(st.tuples(st.integers(0, 6), st.booleans()), max_size=20))
-    expected = {}
+    expected, last = {}, {}
     for begin in range(0, len(writes), 5):  # each process writes up to five lines, then is killed
-        journal = Journal(directory)
-        assert {row for row, _ in journal.good()} == {row for row, good in expected.items() if good}
-        part = writes[begin : begin + 5]
-        for row, good in part:
-            journal.add(row, {"value": f"{row}é"}, good=good)
-        journal.close()
-        [*_, path] = sorted(directory.glob("part-*"))
-        whole = path.read_bytes()
-        cut = data.draw(st.integers(0, len(whole)))
-        path.write_bytes(whole[:cut])
-        for row, good in part[: whole[:cut].count(b"\n")]:
-            expected[row] = expected.get(row, False) or good
-        torn = whole[:cut].rpartition(b"\n")[2]
-        if torn.endswith(b"}"):  # only the newline is missing: the line is complete
-            row, good = part[whole[:cut].count(b"\n")]
-            expected[row] = expected.get(row, False) or good
-    journal = Journal(directory)
-    assert {row: entry.good for row, entry in journal.entries.items()} == expected
-    for row, entry in journal.good():
-        assert entry.read() == {"row": row, "good": True, "value": f"{row}é"}
+        shard, size = regenerate_files.Shard(path), path.stat().st_size
+        assert shard.good == {row for row, good in expected.items() if good}
+        assert shard.failed_before == {row for row, good in expected.items() if not good}
+        for number, (row, good) in enumerate(writes[begin : begin + 5], begin):
+            facts = {"place": "é \ud800", "reason": "x", "detail": ""}  # half a surrogate pair
+            value = {"tokens": number, "value": {}} if good else facts
+            shard.add(row, value, good=good)
+        path.write_bytes(path.read_bytes()[: data.draw(st.integers(size, path.stat().st_size))])
+        for line in path.read_bytes()[size:].splitlines():
+            with contextlib.suppress(ValueError):  # the line that was cut
+                record = json.loads(line)
+                row, good = record["row"], record["good"]
+                expected[row] = expected.get(row, False) or good
+                if good or not expected[row]:
+                    last[row] = record
+    shard = regenerate_files.Shard(path)
+    assert shard.records() == [last[row] for row in sorted(last)]
 
 
-def test_a_journal_keeps_text_that_utf8_cannot_encode(tmp_path):
-    journal = Journal(tmp_path)
-    journal.add(0, {"original": "é \ud800"}, good=False)  # half a surrogate pair, from JSON
-    [(_, entry)] = journal.failed()
-    assert entry.read()["original"] == "é \ud800"
-    [(_, again)] = Journal(tmp_path).failed()
-    assert again.read() == entry.read()
+def test_malformed_lines_are_ignored(tmp_path):
+    good = {"good": True, "tokens": 1, "value": {}}
+    path = tmp_path / "000000-000009.jsonl"
+    lines = [
+        {"row": 0, **good},
+        {"row": 1, **good, "tokens": "x"},
+        {"row": -1, **good},
+        {"row": 9, **good},
+        {"row": [2], **good},
+        {"row": 3, **good, "good": "yes"},
+        {"row": 4, "good": True},
+        {"row": 5, "good": False, "place": "", "reason": "", "detail": ""},
+    ]
+    deep = "[" * 9999
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines) + deep + "\n")
+    shard = regenerate_files.Shard(path)
+    assert (shard.good, shard.failed_before) == ({0}, {5})
+    assert [record["row"] for record in shard.records()] == [0, 5]
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(BadInput, match="pipe"):
+        shard.refresh()
 
 
 def test_pauses_grow_with_jitter_and_respect_retry_after():
@@ -670,25 +633,3 @@ def test_the_command_refuses_bad_options(tmp_path, arguments, complaint):
     assert isinstance(result.exception, BadInput)
     assert complaint in str(result.exception)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["data.jsonl"]
-
-
-def test_malformed_journal_lines_are_ignored(tmp_path):
-    from fledge.core.reading import Table, Whole
-
-    lines = [
-        {"row": 0, "good": True, "tokens": 1},
-        {"row": 1, "good": True, "tokens": "x"},
-        {"row": -1, "good": True, "tokens": 1},
-        {"row": [2], "good": True, "tokens": 1},
-        {"row": 3, "good": "yes", "tokens": 1},
-        {"row": 4, "good": True},
-        {"row": 5, "good": False},
-    ]
-    text = "".join(json.dumps(line) + "\n" for line in lines) + "[" * 9999 + "\n"
-    (tmp_path / "part-000000.jsonl").write_text(text)
-    (tmp_path / "part-of-mine.jsonl").write_text("{}")  # not a part
-    journal = Journal(tmp_path, good=Table({"tokens": Whole()}))
-    assert sorted(journal.entries) == [0, 5]
-    os.mkfifo(tmp_path / "part-000001.jsonl")
-    with pytest.raises(BadInput, match="pipe"):
-        Journal(tmp_path)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from fledge.cli import main
@@ -43,16 +43,14 @@ def test_equal_rows_and_conversations_stand_on_one_side(data):
     places = sorted(data.draw(st.lists(st.integers(0, count), min_size=count, max_size=count)))
     rows, asked = Rows([*zip(places, texts, strict=True)]), data.draw(st.integers(0, 5))
     assert repeats(digests(rows)) == count - len(set(texts))
-    train, held_out = split_rows(rows, asked, begun=True)
+    try:
+        train, held_out = split_rows(rows, asked)
+    except BadInput:  # joined, too few conversations are left to hold out as many
+        assume(False)
     sides = [[rows.rows[i] for i in view._index] for view in (train, held_out)]
     assert sum(map(len, sides)) == count
     for what in (0, 1):
         assert not {row[what] for row in sides[0]} & {row[what] for row in sides[1]}
-    before = split_rows(rows, asked, begun=True, repeats_apart=True)
-    if len(set(texts)) == count:  # the split of such data is that of earlier versions
-        assert [view._index.tolist() for view in (train, held_out)] == [
-            view._index.tolist() for view in before
-        ]
 
 
 @pytest.fixture

@@ -158,7 +158,8 @@ def test_a_truncated_gzip_file_is_bad_input(tmp_path, monkeypatch, capfd, smollm
 
 
 def test_prompts_and_regeneration_refuse_a_truncated_file_alike(tmp_path):
-    from fledge.data.regenerate import Sampling, regenerate
+    from fledge.data.dialogue import Sampling
+    from fledge.data.regenerate import regenerate
 
     path = tmp_path / "a.jsonl.gz"
     path.write_bytes(FILES["a.jsonl.gz"][:-9])

@@ -9,7 +9,8 @@ from typer.testing import CliRunner
 
 from fledge.cli.main import app
 from fledge.data import regenerate as regenerate_module
-from fledge.data.regenerate import Sampling, regenerate
+from fledge.data.dialogue import Sampling
+from fledge.data.regenerate import regenerate
 from fledge.decode.regenerate import LocalModel
 from fledge.decode.speculative import SpeculativeDecoder
 from fledge.target.hf.loading import load_hf_model

@@ -7,9 +7,9 @@ import shutil
 import pytest
 
 from fledge.core.errors import BadInput
+from fledge.data.dialogue import EndedTask, Reply, Sampling
 from fledge.data.prepare import prepare_rows
-from fledge.data.regenerate import EndedTask, Sampling, regenerate
-from fledge.data.regenerate_task import Reply
+from fledge.data.regenerate import regenerate
 from fledge.data.store import TokenRows, part_path, read_record
 from fuzz.mutate import json_bytes, mutated_bytes
 from fuzz.survive import Case

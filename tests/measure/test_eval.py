@@ -190,8 +190,8 @@ def test_interrupted_answers_resume(answering, tmp_path, batch, stop_at, left):
     whole, all_batches = answering(tmp_path / "whole", batch=batch)
     with pytest.raises(KeyboardInterrupt):
         answering(tmp_path / "cut", batch=batch, stop_at=stop_at)
-    [parts] = cached_names(tmp_path / "cut")
-    assert parts.endswith(".parts")
+    [part] = cached_names(tmp_path / "cut")
+    assert part.endswith(".part")
     again, rest = answering(tmp_path / "cut", batch=batch)
     assert rest == all_batches[-left:]
     assert again == whole
@@ -203,7 +203,7 @@ def test_a_half_written_batch_is_answered_again_as_a_whole(answering, tmp_path):
     whole, all_batches = answering(tmp_path / "whole", batch=2)
     with pytest.raises(KeyboardInterrupt):
         answering(tmp_path / "cut", batch=2, stop_at=2.9)
-    [part] = tmp_path.glob("cut/answers/*.parts/part-*.jsonl")
+    [part] = tmp_path.glob("cut/answers/*.part")
     lines = part.read_bytes().splitlines(keepends=True)
     part.write_bytes(lines[0] + lines[1][:-9])  # killed while the second was written
     again, rest = answering(tmp_path / "cut", batch=2)
@@ -211,10 +211,10 @@ def test_a_half_written_batch_is_answered_again_as_a_whole(answering, tmp_path):
     assert again == whole
 
 
-def test_leftover_parts_of_finished_answers_are_removed(answering, tmp_path):
+def test_a_leftover_part_of_finished_answers_is_removed(answering, tmp_path):
     answering(tmp_path, batch=4)
     [name] = cached_names(tmp_path)
-    (tmp_path / "answers" / name).with_suffix(".parts").mkdir()  # killed before they were removed
+    (tmp_path / "answers" / name).with_suffix(".part").touch()  # killed before it was removed
     assert answering(tmp_path, batch=4)[1] == []
     assert cached_names(tmp_path) == [name]
 

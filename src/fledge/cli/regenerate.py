@@ -73,7 +73,8 @@ def regenerate(
     they share the rows, as do the workers of --ray. Rows that fail are kept with their reasons, and
     tried again next time. $OPENAI_API_KEY, when set, is sent to servers.
     """
-    from fledge.data.regenerate import Sampling, check_out
+    from fledge.data.dialogue import Sampling
+    from fledge.data.regenerate import check_out
 
     if reasoning not in ("keep", "drop"):
         raise BadInput(f"no '{reasoning}'", where="--reasoning", fix="keep or drop")
@@ -145,10 +146,10 @@ def _run_on_ray(
     spread: Any, work: Callable[[], Any], sources: list[str], output: Path, limit: int | None
 ) -> Any:
     """Run the job in workers on a cluster; returns the sum of their summaries."""
+    from fledge.data.regenerate import ShardedRows
     from fledge.data.regenerate_files import Onlooker
-    from fledge.data.rows import Shards
 
-    rows, onlooker = Shards(sources, size=1, limit=limit).rows, Onlooker(output)
+    rows, onlooker = ShardedRows(sources, limit=limit).rows, Onlooker(output)
     begin = time.monotonic()
     with progress_bar("answering", "rows") as update:
         update(total=rows, note=f"{counted(spread.workers, 'worker')} on the cluster")
@@ -195,7 +196,7 @@ def _open_servers(
 ) -> Any:  # fmt: skip
     if importlib.util.find_spec("httpx") is None:
         raise BadInput("asking servers needs httpx", fix=install_extra("serve"))
-    from fledge.data.regenerate_http import ChatServers, HttpOptions
+    from fledge.data.chat_servers import ChatServers, HttpOptions
 
     try:
         body = json.loads(extra) if extra else {}

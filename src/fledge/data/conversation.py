@@ -25,12 +25,6 @@ NO_IMAGES = "images beside the messages were left out"
 PAIR = "a question and its answer, read as a chat of one turn"
 PLAIN_TEXT = "plain text, without a template: all but its first token is supervised"
 
-# Earlier versions dropped such rows, for these reasons ("tool first" also stood for an unasked
-# answer). Rows that they kept are read as before, so that a run that was started with them can be
-# resumed with the same rows.
-READ_SINCE = {UNASKED: "assistant first", PAIR: "no messages", PLAIN_TEXT: "no messages"}
-DROPPED_THEN = {*READ_SINCE.values(), "tool first"}
-
 _ROLES = {
     **dict.fromkeys(("system", "developer"), "system"),
     **dict.fromkeys(("user", "human", "prompter"), "user"),

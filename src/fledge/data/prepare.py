@@ -9,10 +9,10 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from multiprocessing import current_process, get_context, parent_process
 from pathlib import Path
 from typing import Any
@@ -21,17 +21,14 @@ from filelock import FileLock, Timeout
 
 from fledge.core.errors import BadInput
 from fledge.core.files import cache_dir, write_json
-from fledge.core.reading import Table, read_json
 from fledge.data import sources
-from fledge.data.conversation import DROPPED_THEN, READ_SINCE
 from fledge.data.drops import DropReport
-from fledge.data.store import DROPS, TokenRows, read_record, write_part
+from fledge.data.store import TokenRows, read_record, write_part
 from fledge.data.tokenise import Encoder, TokeniseOptions, tokenise_part
 from fledge.data.tokenizer import tokenizer_files_fingerprint as tokenizer_files_fingerprint
 
 _WAIT_S = 1.0  # report that another process holds the lock after waiting this long
 ROWS_FORMAT = 1  # raise when the meaning of the files changes
-_READING = 2  # raise when rows are kept that were dropped before: see `prepare_rows`
 _MANIFEST_NAME = "manifest.json"
 
 
@@ -58,15 +55,9 @@ def prepare_rows(
     rows_per_part: int = sources.ROWS_PER_PART,
     on_progress: Callable[[Progress], None] = lambda _: None,
     trust_remote_code: bool = False,
-    begun: Collection[str] = (),
 ) -> TokenRows:
     """Token rows of `data` under the model's tokenizer and template, tokenized at most once: one of
-    several processes does it while the others wait, which is reported as progress, too.
-
-    If earlier versions dropped no row of the data that is kept now, its fingerprint is unchanged.
-    Otherwise it is a new one, unless the old one is among those that a run was started with
-    (`begun`): then the rows are those of the earlier version.
-    """
+    several processes does it while the others wait, which is reported as progress, too."""
     _refuse_unguarded_script()
     options = options or TokeniseOptions()
     fields = {
@@ -78,35 +69,13 @@ def prepare_rows(
         "most_parts": sources.MOST_PARTS,
     }
     root = (cache or cache_dir()) / "rows"
-    current = _Job(root, fields | {"reading": _READING}, model_dir, options, trust_remote_code)
-    earlier = replace(current, fields=fields, as_before=True)
+    job = _Job(root, fields, model_dir, options, trust_remote_code)
     parts = sources.make_parts(data, rows_per_part)
-
-    def prepare(job: _Job) -> TokenRows:
-        return _prepare(job, parts, workers, on_progress)
-
-    drops = _read_drops(earlier.directory)
-    if drops is not None and (earlier.key in begun or not drops.counts.keys() & DROPPED_THEN):
-        rows = prepare(earlier)
-    else:
-        rows = prepare(current)
-        if not rows.drops.notes.keys() & READ_SINCE.keys():
-            rows.fingerprint = earlier.key  # the rows are the same
-        elif earlier.key in begun:
-            rows = prepare(earlier)
+    rows = _prepare(job, parts, workers, on_progress)
     rows.drops.check(max_drop_share)
     rows.check_mask()
     on_progress(Progress(len(parts), len(parts), len(parts), rows.tokens, drops=rows.drops))
     return rows
-
-
-def _read_drops(directory: Path) -> DropReport | None:
-    """What was dropped when the rows of a directory were prepared, or None if they are not."""
-    try:
-        manifest = read_json(directory / _MANIFEST_NAME, Table({"drops": DROPS}))
-    except BadInput:
-        return None
-    return DropReport.from_json(manifest["drops"])
 
 
 @contextlib.contextmanager
@@ -144,7 +113,6 @@ class _Job:
     model_dir: Path
     options: TokeniseOptions
     trust_remote_code: bool
-    as_before: bool = False  # drop what earlier versions dropped
 
     @property
     def key(self) -> str:
@@ -155,8 +123,8 @@ class _Job:
         return self.root / self.key[:24]
 
     def encoder(self) -> Encoder:
-        trust, before = self.trust_remote_code, self.as_before
-        return Encoder.load(self.model_dir, self.options, trust_remote_code=trust, as_before=before)
+        trust = self.trust_remote_code
+        return Encoder.load(self.model_dir, self.options, trust_remote_code=trust)
 
 
 def _prepare(

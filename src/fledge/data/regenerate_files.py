@@ -1,17 +1,19 @@
 """The files of a regeneration, from its first process to its last.
 
-    answers.jsonl.parts/     what is done so far (`journal`) and claimed by whom (`core.claims`);
-                             removed when all rows are good
+    answers.jsonl.parts/     removed when all rows are good
+        settings.json        what must not change while the job is unfinished
+        000000000-000000064.jsonl    the rows of a shard (`journal`), by whoever has claimed it
     answers.jsonl            the good rows in the order of the data
     answers.failed.jsonl     the others with their reasons, if any
     answers.manifest.json    data, target, template, sampling, counts
 
-All files except the journal's parts are read and written by one process at a time.
+All files are written by one process at a time: a shard by the one that has claimed it
+(`core.claims`), the others by the one that holds `JobFiles.alone`.
 """
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,14 +22,16 @@ from fledge import __version__
 from fledge.core.claims import Claims
 from fledge.core.errors import BadInput
 from fledge.core.files import atomic_file, removed, write_json
-from fledge.core.reading import Table, Text, Whole, read_json, shown
+from fledge.core.reading import Expected, Table, Text, Whole, read_json, shown
 from fledge.core.terminal import counted
+from fledge.data import journal
 from fledge.data.drops import BadRow, DropReport
-from fledge.data.journal import Journal, json_line
 
-# What the journal holds for a row, and the manifest for a finished job.
-_GOOD = Table({"tokens": Whole(), "value": Table()})
-_FAILED = Table({"place": Text(), "reason": Text(), "detail": Text()})
+# What a shard holds for a row that is good, or has failed.
+_KINDS: dict[bool, Expected] = {
+    True: Table({"tokens": Whole(), "value": Table()}),
+    False: Table({"place": Text(), "reason": Text(), "detail": Text()}),
+}
 _FIGURES = ("written", "truncated", "tokens")
 _RESULT = Table(
     {name: Whole() for name in _FIGURES},
@@ -61,12 +65,53 @@ class Summary:
         """The figures of the whole job, without those of this process."""
         return {k: value for k, value in self.to_json().items() if not k.endswith("_now")}
 
-    def take(self, result: dict[str, Any]) -> None:
-        """Take over the result that another process, or an earlier version, has written."""
-        self.written, self.truncated, self.tokens = (result[name] for name in _FIGURES)
-        self.excluded = result.get("excluded", 0)
-        counts, examples = result.get("reasons", {}), result.get("examples", {})
-        self.failed = DropReport(self.written + self.excluded, counts, examples)
+
+class Shard:
+    """The rows of one shard, as far as this process has read its file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.rows = range(*map(int, path.stem.split("-")))
+        self.good: set[int] = set()
+        self.failed: set[int] = set()  # while this process is at work, which does not retry them
+        self._read = 0  # bytes
+        self.refresh()
+        self.failed_before, self.failed = self.failed, set()
+
+    @staticmethod
+    def name(rows: range) -> str:
+        """Made of its rows: another shard size gives other claims and files."""
+        return f"{rows.start:09d}-{rows.stop:09d}"
+
+    @property
+    def finished(self) -> int:
+        return len(self.good) + len(self.failed)
+
+    @property
+    def is_done(self) -> bool:
+        return self.finished == len(self.rows)
+
+    def refresh(self) -> int:
+        """Read what was added since the last call. Returns how many more rows are finished."""
+        before = self.finished
+        for self._read, record in journal.read(self.path, _KINDS, start=self._read):  # noqa: B020
+            if record["row"] in self.rows:
+                (self.good if record["good"] else self.failed).add(record["row"])
+        self.failed -= self.good
+        return self.finished - before
+
+    def add(self, row: int, value: dict[str, Any], *, good: bool) -> int:
+        journal.append(self.path, row, value, good=good)
+        return self.refresh()
+
+    def records(self) -> list[dict[str, Any]]:
+        """The record that counts of each row, in order: the latest good one, else the latest."""
+        best: dict[int, dict[str, Any]] = {}
+        for _, record in journal.read(self.path, _KINDS):
+            row = record["row"]
+            if row in self.rows and (record["good"] or not best.get(row, record)["good"]):
+                best[row] = record
+        return [best[row] for row in sorted(best)]
 
 
 class JobFiles:
@@ -77,7 +122,7 @@ class JobFiles:
         self.out, self._settings, self._exclude = out, settings, exclude_truncated
         self.parts = out.with_name(f"{out.name}.parts")
         self._settings_path = self.parts / "settings.json"
-        self._merged = self.parts / "merged.json"  # which parts the output was merged from
+        self._merged = self.parts / "merged.json"  # the sizes of the shards the output is made of
         self._manifest = out.with_name(f"{stem}.manifest.json")
         self._failed = out.with_name(f"{stem}.failed.jsonl")
 
@@ -107,23 +152,35 @@ class JobFiles:
         """Whether the job was started and is not known to be complete."""
         return self._settings_path.is_file()
 
-    def journal(self) -> Journal:
-        return Journal(self.parts, good=_GOOD, failed=_FAILED)
+    def shards(self) -> list[Path]:
+        """The files of the shards that were begun, in the order of the data."""
+        return sorted(self.parts.glob("*-*.jsonl"))
+
+    def check(self) -> None:
+        """Refuse files of another job before anything is written, claims included."""
+        was_begun = self.is_begun
+        try:
+            self.finished(0)
+        except BadInput:
+            if self.is_begun == was_begun:  # else another process has just started or finished it
+                raise
+
+    def begin(self) -> None:
+        if not self.is_begun:
+            write_json(self._settings_path, self._settings)
 
     def finished(self, rows: int) -> Summary | None:
         """The summary of a finished job, or None while there is work to do."""
         if self.is_begun:
+            settings = read_json(self._settings_path, what="the record of the job", finite=False)
+            self._compare(settings, self._settings_path)
             return None
         if not self._manifest.is_file():
             if self.out.exists():
-                raise BadInput(
-                    "exists, and was not made by this command",
-                    where=str(self.out),
-                    fix="name another --out",
-                )
+                what, fix = "exists, and was not made by this command", "name another --out"
+                raise BadInput(what, where=str(self.out), fix=fix)
             return None
-        summary = Summary(rows)
-        self._take_result(summary)
+        self._take_result(summary := Summary(rows))
         if self._exclude and summary.truncated:
             raise BadInput(
                 f"finished, with {counted(summary.truncated, 'truncated answer')} in it",
@@ -132,37 +189,20 @@ class JobFiles:
             )
         return summary
 
-    def check(self) -> None:
-        """Refuse files of another job before anything is written, claims included."""
-        was_begun = self.is_begun
-        try:
-            self._compare_settings() if was_begun else self.finished(0)
-        except BadInput:
-            if self.is_begun == was_begun:  # else another process has just started or finished it
-                raise
-
-    def begin(self) -> None:
-        """Write the job's settings, or compare them with those it was started with."""
-        if self.is_begun:
-            self._compare_settings()
-        else:
-            write_json(self._settings_path, self._settings)
-
-    def finish(self, journal: Journal, summary: Summary) -> None:
+    def finish(self, shards: Iterable[Shard], summary: Summary) -> None:
         """Write the good rows in the order of the data, the failures with their reasons, and the
-        manifest, unless another process has written them from the same parts."""
+        manifest, unless another process has written them from the same shards."""
         if not self.is_begun:  # another process has finished the job
             if not self._manifest.is_file():
                 raise removed(self.parts)
             self._take_result(summary)
             return
-        journal.read_new()
-        merged_from = {"parts": journal.sizes, "exclude_truncated": self._exclude}
+        sizes = {path.name: path.stat().st_size for path in self.shards()}
+        merged_from = {"parts": sizes, "exclude_truncated": self._exclude}
         if self._is_merged_from(merged_from):
             self._take_result(summary)
         else:
-            self._write_rows(journal, summary)
-            self._write_failures(journal, summary)
+            self._merge(shards, summary)
             result = {**summary.result(), "exclude_truncated": self._exclude}
             write_json(self._manifest, {"fledge": __version__, **self._settings, "result": result})
             write_json(self._merged, merged_from)
@@ -177,70 +217,69 @@ class JobFiles:
         except BadInput:
             return False
 
-    def _write_rows(self, journal: Journal, summary: Summary) -> None:
-        summary.tokens = summary.written = summary.truncated = summary.excluded = 0
+    def _merge(self, shards: Iterable[Shard], summary: Summary) -> None:
+        failures: list[dict[str, Any]] = []
         with atomic_file(self.out) as handle:
-            for row, entry in journal.good():
-                if row >= summary.rows:  # beyond the data
+            for record in (record for shard in shards for record in shard.records()):
+                if not record["good"]:
+                    failures.append(record)
                     continue
-                record = entry.read()
                 summary.tokens += record["tokens"]
-                summary.truncated += entry.truncated
-                if entry.truncated and self._exclude:
+                truncated = record.get("truncated", False)
+                summary.truncated += truncated
+                if truncated and self._exclude:
                     summary.excluded += 1
-                    continue
-                handle.write(json_line(record["value"]))
-                summary.written += 1
-
-    def _write_failures(self, journal: Journal, summary: Summary) -> None:
-        failures = [entry.read() for _, entry in journal.failed()]
+                else:
+                    handle.write(journal.json_line(record["value"]))
+                    summary.written += 1
         summary.failed = DropReport(summary.written + summary.excluded)
         for failure in failures:
             summary.failed.add(failure["place"], BadRow(failure["reason"], failure["detail"]))
         if failures:
             with atomic_file(self._failed) as handle:
-                for failure in failures:
-                    handle.write(json_line(failure))
+                handle.writelines(map(journal.json_line, failures))
         else:
             self._failed.unlink(missing_ok=True)
 
     def _take_result(self, summary: Summary) -> None:
+        """Take over the result that another process has written."""
         what = "the manifest"
         manifest = read_json(self._manifest, Table({"result": _RESULT}), what=what, finite=False)
         self._compare(manifest, self._manifest)
-        summary.take(manifest["result"])
-
-    def _compare_settings(self) -> None:
-        settings = read_json(self._settings_path, what="the record of the job", finite=False)
-        self._compare(settings, self._settings_path)
+        result = manifest["result"]
+        summary.written, summary.truncated, summary.tokens = (result[name] for name in _FIGURES)
+        summary.excluded = result.get("excluded", 0)
+        counts, examples = result.get("reasons", {}), result.get("examples", {})
+        summary.failed = DropReport(summary.written + summary.excluded, counts, examples)
 
     def _compare(self, record: dict[str, Any], path: Path) -> None:
-        for section, current in self._settings.items():
-            recorded = record.get(section)
-            if recorded == json.loads(json.dumps(current)):
-                continue
-            pairs = [(section, current, recorded)]
-            if isinstance(current, dict) and isinstance(recorded, dict):
-                names = sorted({*current, *recorded})
-                pairs = [(f"{section}.{n}", current.get(n), recorded.get(n)) for n in names]
-            differing = [(n, a, b) for n, a, b in pairs if a != b]
+        """Refuse the record of a job with other settings."""
+        new = _flat(json.loads(json.dumps(self._settings)))
+        old = _flat({name: record.get(name) for name in self._settings})
+        for name in dict.fromkeys([*new, *old]):
             # The location of the data does not matter, only its contents; absent equals null.
-            if not differing or (name := differing[0][0]) == "data.sources":
-                continue
-            _, new, old = differing[0]
-            raise BadInput(
-                f"begun with another {name}: {shown(old)}, not {shown(new)}",
-                where=str(path),
-                fix="name another --out, or give the old settings",
-            )
+            was, now = old.get(name), new.get(name)
+            if was != now and name != "data.sources":
+                raise BadInput(
+                    f"begun with another {name}: {shown(was)}, not {shown(now)}",
+                    where=str(path),
+                    fix="name another --out, or give the old settings",
+                )
 
     def _remove_parts(self) -> None:
         """Remove the parts, unless another process has started the job again."""
-        if self.is_begun:
-            return
-        leftovers = [*self.parts.glob("part-*.jsonl"), self._merged, self.parts / ".lock"]
-        for path in leftovers:  # the lock is from earlier versions
-            path.unlink(missing_ok=True)
+        if not self.is_begun:
+            for path in (*self.parts.glob("*.jsonl"), self._merged):
+                path.unlink(missing_ok=True)
+
+
+def _flat(settings: dict[str, Any]) -> dict[str, Any]:
+    """`{"data": {"limit": 3}}` as `{"data.limit": 3}`."""
+    flat: dict[str, Any] = {}
+    for section, value in settings.items():
+        nested = isinstance(value, dict)
+        flat |= {f"{section}.{k}": v for k, v in value.items()} if nested else {section: value}
+    return flat
 
 
 class Onlooker:
@@ -248,16 +287,16 @@ class Onlooker:
 
     def __init__(self, out: Path) -> None:
         self._job = JobFiles(out, {}, exclude_truncated=False)
-        self._journal: Journal | None = None
+        self._shards: dict[Path, Shard] = {}
 
     def rows_over(self) -> int:
         """Number of rows that are good, or have failed at least once."""
-        with contextlib.suppress(BadInput):  # the job is finished, and its parts are removed
-            if self._journal is not None:
-                self._journal.read_new()
-            elif self._job.is_begun:
-                self._journal = self._job.journal()
-        return 0 if self._journal is None else len(self._journal.entries)
+        for path in self._job.shards():  # none once the job is finished
+            shard = self._shards.setdefault(path, Shard(path))
+            shard.refresh()
+        return sum(
+            len(shard.good | shard.failed | shard.failed_before) for shard in self._shards.values()
+        )
 
     def leave(self) -> None:
         """Remove leftovers of killed processes, unless others are at work."""

@@ -1,7 +1,5 @@
 """Views of token rows: subsets in a fixed order, and the split into training and held-out rows."""
 
-import bisect
-import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -14,7 +12,6 @@ from numpy.typing import NDArray
 from fledge.core.errors import BadInput
 from fledge.core.rows import TokenRow
 from fledge.core.terminal import counted
-from fledge.data.sources import Row, make_parts
 
 ONE_IN, MOST_HELD_OUT = 10, 512  # defaults for the number of held-out rows
 _BLOCK = 4096  # rows per block where the data set has no blocks of its own
@@ -146,28 +143,21 @@ class RowView(Sequence[TokenRow]):
 
 
 def split_rows(
-    rows: Rows,
-    held_out: int | None,
-    *,
-    drop_truncated: bool = False,
-    begun: bool = False,
-    repeats_apart: bool = False,
+    rows: Rows, held_out: int | None, *, drop_truncated: bool = False
 ) -> tuple[RowView, RowView]:
     """(training rows, held-out rows). Rows of one conversation stay on one side, as do rows of the
     same tokens, and are counted once. `held_out` None: one in `ONE_IN`, at most `MOST_HELD_OUT`.
 
-    A number that leaves almost nothing to train on is refused, unless a run was started with it
-    (`begun`) and must keep its rows. The held-out rows are drawn with a fixed seed: they must be
-    the same in every run on this data, or figures could not be compared. `repeats_apart`: as in
-    earlier versions, rows of the same tokens may stand on both sides.
+    A number that leaves almost nothing to train on is refused. The held-out rows are drawn with a
+    fixed seed: they must be the same in every run on this data, or figures could not be compared.
     """
     conversation = _conversations(rows)
-    if held_out != 0 and not repeats_apart:
+    if held_out != 0:
         conversation = _joined(conversation, digests(rows))
     count = int(conversation.max(initial=-1)) + 1
     order = np.random.default_rng(0).permutation(count)
     chosen = np.zeros(count, dtype=bool)
-    chosen[order[: _held_out(count, held_out, begun=begun)]] = True
+    chosen[order[: _held_out(count, held_out)]] = True
     out = chosen[conversation]
     keep = ~out & ~_truncated(rows) if drop_truncated else ~out
     return RowView(rows, np.flatnonzero(keep)), RowView(rows, np.flatnonzero(out))
@@ -210,18 +200,18 @@ def _truncated(rows: Rows) -> NDArray[np.bool_]:
     return np.concatenate([np.zeros(0, dtype=bool), *parts])
 
 
-def _held_out(total: int, requested: int | None, *, begun: bool) -> int:
+def _held_out(total: int, requested: int | None) -> int:
     """The number of conversations, out of `total`, that are held out."""
     if requested is None:
         return min(MOST_HELD_OUT, total // ONE_IN)
-    if requested and not begun and total - requested < max(1, total // ONE_IN):
+    if requested and total - requested < max(1, total // ONE_IN):
         raise BadInput(
             f"{counted(requested, 'row is', 'rows are')} to be held out, and there are {total:,}: "
             f"{max(0, total - requested):,} would be left to train on",
             where="data.valid_rows",
             fix=f"leave it out: one row in {ONE_IN} is held out then",
         )
-    return min(requested, max(0, total - 1))
+    return requested
 
 
 @dataclass(frozen=True)
@@ -232,70 +222,12 @@ class KnownRows:
     held_out: int  # number of last rows held out of training; 0: undecided
     fingerprint: str
 
-    def split(
-        self,
-        held_out: int | None,
-        *,
-        drop_truncated: bool,
-        begun: bool = False,
-        repeats_apart: bool = False,
-    ) -> tuple[RowView, RowView]:
+    def split(self, held_out: int | None, *, drop_truncated: bool) -> tuple[RowView, RowView]:
         """(training rows, held-out rows), as in `split_rows` if it is undecided."""
         if not self.held_out:
-            return split_rows(
-                self.rows, held_out, drop_truncated=drop_truncated, begun=begun,
-                repeats_apart=repeats_apart,
-            )  # fmt: skip
+            return split_rows(self.rows, held_out, drop_truncated=drop_truncated)
         index = np.arange(len(self.rows), dtype=np.int64)
         train, held_out_rows = np.split(index, [len(index) - self.held_out])
         if drop_truncated:
             train = train[~_truncated(self.rows)[train]]
         return RowView(self.rows, train), RowView(self.rows, held_out_rows)
-
-
-# --- shards --------------------------------------------------------------------------------------
-# The rows of sources in shards: runs of consecutive rows that processes claim to work on.
-
-
-NumberedRow = tuple[int, Row]  # from 0, over all sources
-
-
-class Shards:
-    """All rows, or the first `limit`, `size` per shard; fastest when read in order."""
-
-    def __init__(self, sources: list[str], *, size: int, limit: int | None = None) -> None:
-        self._parts, self._size = make_parts(sources), size
-        self._starts, rows = [0], 0  # first row of each part
-        for part in self._parts:
-            rest = None if limit is None else limit - rows
-            rows += sum(1 for _ in itertools.islice(part.rows(), rest))
-            self._starts.append(rows)
-        self.rows = rows
-        self._stream: Iterator[Row] = iter(())
-        self._next = rows  # the row that the stream yields next
-
-    @property
-    def names(self) -> list[str]:
-        """Names of the shards, made of their rows: another shard size gives other claims."""
-        firsts = range(0, self.rows, self._size)
-        return [f"{first:09d}-{min(self.rows, first + self._size):09d}" for first in firsts]
-
-    def read(self, name: str) -> list[NumberedRow]:
-        """The rows of a shard. Rows before them in their part are skipped, once."""
-        numbers = self.numbers(name)
-        part = self._part_of(numbers.start)
-        if numbers.start < self._next or part > self._part_of(self._next):
-            self._stream = itertools.chain.from_iterable(p.rows() for p in self._parts[part:])
-            self._next = self._starts[part]
-        begin, end = numbers.start - self._next, numbers.stop - self._next
-        self._next = numbers.stop
-        return list(zip(numbers, itertools.islice(self._stream, begin, end), strict=True))
-
-    @staticmethod
-    def numbers(name: str) -> range:
-        """The numbers of a shard's rows."""
-        first, stop = map(int, name.split("-"))
-        return range(first, stop)
-
-    def _part_of(self, row: int) -> int:
-        return bisect.bisect_right(self._starts, row) - 1

@@ -13,7 +13,7 @@ import numpy as np
 
 from fledge.core.errors import BadInput
 from fledge.core.rows import TokenRow
-from fledge.data.conversation import PLAIN_TEXT, READ_SINCE, parse_conversation, plain_text
+from fledge.data.conversation import PLAIN_TEXT, parse_conversation, plain_text
 from fledge.data.drops import CUT, CUT_UNSUPERVISED, TOO_LONG, BadRow, DropReport
 from fledge.data.mask import LONGEST_ROW, MaskedText, MaskOptions, masked_texts
 from fledge.data.sources import Part
@@ -41,11 +41,8 @@ class TokeniseOptions:
 class Encoder:
     """A tokenizer with its template: turns every conversation into token rows."""
 
-    def __init__(
-        self, tokenizer: Any, options: TokeniseOptions, *, as_before: bool = False
-    ) -> None:
-        """`tokenizer`: a Hugging Face tokenizer, or the facts of one. `as_before` drops the rows
-        that earlier versions dropped."""
+    def __init__(self, tokenizer: Any, options: TokeniseOptions) -> None:
+        """`tokenizer`: a Hugging Face tokenizer, or the facts of one."""
         from tokenizers import Tokenizer
 
         facts = tokenizer
@@ -57,7 +54,7 @@ class Encoder:
                 where=facts.name,
                 fix="add a tokenizer.json (tokenizers library) to the model",
             )
-        self.options, self._facts, self._as_before = options, facts, as_before
+        self.options, self._facts = options, facts
         self._mask_options = MaskOptions(options.last_turn_only, options.mask_reasoning)
         # Offsets must cover each token's whole text: trimmed ones omit a leading space or newline,
         # and a token at a boundary would land on the wrong side. The ids are not affected.
@@ -68,15 +65,10 @@ class Encoder:
 
     @classmethod
     def load(
-        cls,
-        model_dir: str | Path,
-        options: TokeniseOptions,
-        *,
-        trust_remote_code: bool = False,
-        as_before: bool = False,
+        cls, model_dir: str | Path, options: TokeniseOptions, *, trust_remote_code: bool = False
     ) -> "Encoder":
         facts = tokenizer_facts(Path(model_dir), trust_remote_code=trust_remote_code)
-        return cls(facts, options, as_before=as_before)
+        return cls(facts, options)
 
     def texts(self, raw: Any) -> list[MaskedText]:
         """The masked texts of one raw row."""
@@ -94,14 +86,9 @@ class Encoder:
 
     def _masked_texts(self, raw: Any) -> list[MaskedText]:
         plain = plain_text(raw)
-        conversation = parse_conversation(raw) if plain is None else None
-        notes = (PLAIN_TEXT,) if conversation is None else conversation.notes
-        if self._as_before and (reasons := [READ_SINCE[n] for n in notes if n in READ_SINCE]):
-            raise BadRow(reasons[0], "as when the run was begun")
-        if conversation is not None:
-            return masked_texts(conversation, self.template, self._mask_options)
-        assert plain is not None
-        return [self._plain(plain)]
+        if plain is not None:
+            return [self._plain(plain)]
+        return masked_texts(parse_conversation(raw), self.template, self._mask_options)
 
     @cached_property
     def template(self) -> ChatTemplate:

@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from fledge.core.errors import BadInput
+from fledge.data.dialogue import EndedTask, Reply, Sampling, Task
 from fledge.data.drops import BadRow
-from fledge.data.regenerate_task import EndedTask, Reply, Sampling, Task
 from fledge.data.template import ChatTemplate
 from fledge.decode.speculative import Generation, SpeculativeDecoder
 from fledge.decode.stops import Stops, eos_token_ids

@@ -1,14 +1,13 @@
 """The target's own greedy answers: generated once, cached by a fingerprint of all they depend on.
 
 answers/KEY.json     all of them
-answers/KEY.parts/   the finished ones while others are not: a killed command loses only the batch
+answers/KEY.part     the finished ones while others are not: a killed command loses only the batch
                      in progress
 """
 
 import hashlib
 import itertools
 import json
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -20,9 +19,9 @@ from fledge.core.errors import BadInput, nearest
 from fledge.core.files import atomic_file, cache_dir
 from fledge.core.progress import Watch
 from fledge.core.reading import Choice, ListOf, Table, Text, Whole, read_json
+from fledge.data import journal
 from fledge.data.conversation import Message
 from fledge.data.drops import BadRow
-from fledge.data.journal import Journal
 from fledge.data.sources import make_parts
 from fledge.data.template import ChatTemplate
 from fledge.decode.speculative import Generation, SpeculativeDecoder
@@ -175,28 +174,24 @@ def cached_answers(
         raise BadInput("the target has no tokenizer", fix="name a directory that holds one")
     prompts_json = [asdict(prompt) for prompt in prompts]
     path = cache_dir() / "answers" / f"{_key(target, prompts_json, max_new_tokens)}.json"
-    parts = path.with_suffix(".parts")
+    part = path.with_suffix(".part")
     if path.is_file():
-        return _read_answers(path, parts)
+        return _read_answers(path, part)
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(path.with_suffix(".lock")):  # a second command waits, then reads
         if path.is_file():
-            return _read_answers(path, parts)
-        journal = Journal(parts, good=_ANSWER, failed=_ANSWER)
-        try:
-            writer = _Writer(target, max_new_tokens, batch, journal)
-            turns, skipped = writer.answer(prompts, watch or (lambda what, done, total: None))
-        finally:
-            journal.close()
+            return _read_answers(path, part)
+        writer = _Writer(target, max_new_tokens, batch, part)
+        turns, skipped = writer.answer(prompts, watch or (lambda what, done, total: None))
         with atomic_file(path) as handle:
             value = {"skipped": skipped, "turns": [asdict(turn) for turn in turns]}
             handle.write(json.dumps(value).encode())
-        shutil.rmtree(parts)
+        part.unlink(missing_ok=True)
     return Answers(turns, skipped, False, path)
 
 
-def _read_answers(path: Path, parts: Path) -> Answers:
-    shutil.rmtree(parts, ignore_errors=True)  # left over if the writer was killed before removal
+def _read_answers(path: Path, part: Path) -> Answers:
+    part.unlink(missing_ok=True)  # left over if the writer was killed before removal
     cached = _read(path, _CACHED)
     names = [field.name for field in fields(AnsweredTurn)]
     turns = [AnsweredTurn(**{n: turn[n] for n in names if n in turn}) for turn in cached["turns"]]
@@ -251,12 +246,14 @@ def _key(target: HFEagle3TargetModel, prompts: Sequence[Any], max_new_tokens: in
 
 
 class _Writer:
-    """Generates the answers that are not in the journal yet."""
+    """Generates the answers that are not in the file `part` yet, and adds them to it."""
 
     def __init__(
-        self, target: HFEagle3TargetModel, max_new_tokens: int, batch: int, journal: Journal
+        self, target: HFEagle3TargetModel, max_new_tokens: int, batch: int, part: Path
     ) -> None:
-        self._tokenizer, self._batch, self._journal = target.tokenizer, batch, journal
+        self._tokenizer, self._batch, self._part = target.tokenizer, batch, part
+        records = journal.read(part, {True: _ANSWER, False: _ANSWER})
+        self._done = {record["row"]: record for _, record in records}
         self._template = ChatTemplate.of(self._tokenizer)
         self._decoder = SpeculativeDecoder(target.model)  # no draft: the target alone
         self._stops = Stops(max_new_tokens, eos_token_ids(target.model, self._tokenizer))
@@ -280,7 +277,7 @@ class _Writer:
             def on_done(done: float, before: int = before) -> None:  # parts of answers count
                 watch("the target answers", before + done, total)
 
-            names = [number * len(prompts) + row for row, _ in chats]  # in the journal
+            names = [number * len(prompts) + row for row, _ in chats]
             answers = self._generate(names, encoded, on_done)
             for (row, messages), answer in zip(chats, answers, strict=True):
                 assert answer.finish is not None
@@ -315,21 +312,21 @@ class _Writer:
                 )
 
             batch_ids = [encoded[i] for i in members]
-            batch = self._from_journal([names[i] for i in members], batch_ids)
+            batch = self._known([names[i] for i in members], batch_ids)
             if batch is None:
                 batch = self._decoder.generate(batch_ids, self._stops, on_round=on_round)
                 for i, text in zip(members, batch, strict=True):
                     value = {"token_ids": text.token_ids, "finish": text.finish}
-                    self._journal.add(names[i], value, good=True)
+                    journal.append(self._part, names[i], value, good=True)
             texts |= dict(zip(members, batch, strict=True))
         return [texts[i] for i in range(len(encoded))]
 
-    def _from_journal(self, names: list[int], encoded: list[list[int]]) -> list[Generation] | None:
-        """A batch whose answers are all in the journal, else None: an incomplete batch is answered
+    def _known(self, names: list[int], encoded: list[list[int]]) -> list[Generation] | None:
+        """A batch whose answers are all known, else None: an incomplete batch is answered
         again as a whole, since numbers round differently in another batch."""
-        if not all(name in self._journal.entries for name in names):
+        if not all(name in self._done for name in names):
             return None
-        entries = [self._journal.entries[name].read() for name in names]
+        entries = [self._done[name] for name in names]
         return [
             Generation(ids, entry["token_ids"], entry["finish"])
             for ids, entry in zip(encoded, entries, strict=True)

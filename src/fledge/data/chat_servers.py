@@ -14,8 +14,8 @@ from typing import Any
 
 from fledge.core.addresses import server_address
 from fledge.core.errors import BadInput
+from fledge.data.dialogue import EndedTask, Reply, Sampling, Task
 from fledge.data.drops import BadRow
-from fledge.data.regenerate_task import EndedTask, Reply, Sampling, Task
 
 _RETRIED = {408, 409, 425, 429}  # and every 5xx
 _REFUSED = {401, 403, 404}  # wrong key, address or model: every row will fail

@@ -1,4 +1,13 @@
-"""The tasks of a regeneration, and the protocol of what answers them."""
+"""Regenerating one conversation: the user's turns stay, every answer becomes the target's own.
+
+The question of each turn is everything before it, including the new answers.
+
+    row         user  assistant  user  assistant
+    question 1  user
+    question 2  user  reply 1    user
+
+`Task` and `Answerer` are the protocol between the job and what answers its rows.
+"""
 
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -14,16 +23,6 @@ from fledge.data.conversation import (
     without_unasked,
 )
 from fledge.data.drops import BadRow
-
-# --- regenerate dialogue -------------------------------------------------------------------------
-# Regenerating one conversation: the user's turns stay, every answer becomes the target's own.
-#
-# The question of each turn is everything before it, including the new answers.
-#
-#     row         user  assistant  user  assistant
-#     question 1  user
-#     question 2  user  reply 1    user
-
 
 _REPLACED = {*MESSAGE_KEYS, "prompt", "system", "finish", "finish_reason", "truncated", "tokens"}
 _REASONING_START, _REASONING_END = "<think>", "</think>"
@@ -120,9 +119,6 @@ def _turns_of(row: Any) -> list[Message]:
     if not turns or turns[0]["role"] != "user":
         raise BadRow(f"{turns[0]['role']} first" if turns else "nothing to answer")
     return messages
-
-
-# --- regenerate task ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
