@@ -4,10 +4,10 @@
     python benchmarks/collect_curves.py tuned.json ... --out tests/train/curves   runs of tune.py
     python benchmarks/collect_curves.py tests/train/curves/*.json            check all of them
 
-A curve is a few kilobytes: length over steps, in training and held out, the schedule, and what was
-trained. The check cuts each curve at several shares of its run, forecasts its end, and prints two
-tables: from its own curve, and from the other given runs of the same recipe if there are any.
-`--steps` is for a run whose files lack it.
+A curve is a kilobyte: held-out length over steps, the schedule, and what was trained. The check
+cuts each curve at several shares of its run, forecasts its end, and prints two tables: from its own
+curve, and from the other given runs of the same recipe if there are any. `--steps` is for a run
+whose files lack it.
 """
 
 import argparse
@@ -26,7 +26,6 @@ from fledge.training.forecast.curves import Curve, Kind, Known, read_curve
 from fledge.training.forecast.forecast import Estimate, forecast
 
 SHARES = (0.2, 0.4, 0.6, 0.8)
-MOST_WINDOWS = 240  # points kept of a curve: averages of neighbors
 TABLES = {"own curve alone": False, "runs of the same recipe known": True}
 
 
@@ -60,15 +59,6 @@ class Kept:
 
 def compact(curve: Curve) -> dict[str, object]:
     value = curve.to_json()
-    size = -(-len(curve.windows) // MOST_WINDOWS)
-    groups = [curve.windows[at : at + size] for at in range(0, len(curve.windows), size)]
-    value["windows"] = [
-        [
-            round(statistics.mean(w[0] for w in group), 1),
-            round(statistics.mean(w[1] for w in group), 4),
-        ]
-        for group in groups
-    ]
     value["measured"] = [[step, round(length, 5), n] for step, length, n in curve.measured]
     return value
 

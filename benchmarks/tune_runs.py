@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from collect_curves import MOST_WINDOWS, compact
+from collect_curves import compact
 from fledge.core.distributed import pick_device
 from fledge.core.errors import BadInput
 from fledge.core.files import atomic_directory, cache_dir, write_text
@@ -37,9 +37,8 @@ from fledge.target.kinds import target_tokenizer
 from fledge.target.state_cache import KeptStates, RememberingTarget, colocated
 from fledge.training.batches import StepBatch
 from fledge.training.forecast.curves import Curve, curve_of
-from fledge.training.metrics import acceptance_metrics
 from fledge.training.setup import Training, prepare_data, set_up, tokenised
-from fledge.training.step import StepResult, Sums, train_step
+from fledge.training.step import train_step
 from fledge.training.targets import open_target
 
 HELD_OUT = "held out"
@@ -254,12 +253,12 @@ class Bench:
         parts, stream, points = training.parts, training.stream, self._ground.limits.points
         parts.objective.draft_model.train()
         due = {max(1, stream.steps * i // points) for i in range(1, points + 1)}
-        course, last = Course(training, windows=MOST_WINDOWS if points > 1 else 0), None
+        course, last = Course(training), None
         for batch in stream.prefetched(0, 2):
             result = train_step(parts, batch, lr=training.lr(batch.step))
             # one step late, so that the device is not waited for
             course.skipped += 0 if last is None else int(last.flags.read()[0])
-            course.stepped(batch, result)
+            course.stepped(batch)
             last = result
             if batch.step + 1 in due:
                 course.skipped, last = course.skipped + int(result.bad), None  # synchronizes
@@ -293,14 +292,10 @@ class Bench:
 
 
 class Course:
-    """Records a run: its measured lengths and, with `windows`, the training metrics in between, so
-    that it can be forecast."""
+    """Records a run's measured lengths, so that it can be forecast."""
 
-    def __init__(self, training: Training, *, windows: int) -> None:
-        self._steps, self._depths = training.stream.steps, training.parts.objective.depths
-        self._device = training.parts.device
-        self._every = -(-self._steps // windows) if windows else 0
-        self._sums = Sums.zeros(self._depths, self._device)
+    def __init__(self, training: Training) -> None:
+        self._steps = training.stream.steps
         self._begin, self._before = time.perf_counter(), 0.0
         self.skipped = 0
         self.points: list[dict[str, Any]] = []
@@ -318,15 +313,9 @@ class Course:
         yield
         self._begin = time.perf_counter()
 
-    def stepped(self, batch: StepBatch, result: StepResult) -> None:
-        if not self._every:
-            return
-        self._sums += result.sums
-        if (batch.step + 1) % self._every == 0:
-            seconds = self._before + time.perf_counter() - self._begin
-            position = {"step": batch.step + 1, "epoch": batch.epoch, "seconds": seconds}
-            self.logged.append({**position, **acceptance_metrics(self._sums)})
-            self._sums = Sums.zeros(self._depths, self._device)
+    def stepped(self, batch: StepBatch) -> None:
+        seconds = self._before + time.perf_counter() - self._begin
+        self.logged.append({"step": batch.step + 1, "epoch": batch.epoch, "seconds": seconds})
 
     def measured(self, step: int, loss: float, found: dict[str, Acceptance]) -> None:
         lengths = {name: acceptance.length for name, acceptance in found.items()}

@@ -20,7 +20,10 @@ def real_curves() -> dict[str, Curve]:
     return {path.stem: real_curve(path.stem) for path in sorted(_PLACE.glob("*.json"))}
 
 
-def made(slope, level, schedule, *, noise=0.0, seed=0, every=5, steps=1000, depths=6):
+TAU = 2.4  # on training rows
+
+
+def made(slope, level, schedule, *, noise=0.0, seed=0, steps=1000, depths=6):
     """A run whose held-out log-odds follow a known law: linear in ln S (S: the summed learning
     rate) for the first fifth, then flattening."""
     course = Course(steps, warmup=20, schedule=schedule)
@@ -32,21 +35,15 @@ def made(slope, level, schedule, *, noise=0.0, seed=0, every=5, steps=1000, dept
     odds = level + slope * bent + 0.25 * (np.maximum.accumulate(rates) - rates)
     random = np.random.default_rng(seed)
 
-    def lengths(where, link):
-        x = np.interp(where, at, odds) * (1.35 if link else 1.0) + (0.3 if link else 0.0)
-        x = x + noise * random.standard_normal(len(x))
-        return length_of(1 / (1 + np.exp(-x)), depths)
-
-    middles = np.arange(0, steps, every) + every / 2
     measured = np.arange(50, steps + 1, 50)
+    x = np.interp(measured, at, odds) + noise * random.standard_normal(len(measured))
+    lengths = length_of(1 / (1 + np.exp(-x)), depths)
     return Curve(
         course=course,
         depths=depths,
-        trained_depths=depths,
-        windows=tuple(zip(middles.tolist(), lengths(middles, True).tolist(), strict=True)),
         measured=tuple(
             (int(step), float(length), 20_000)
-            for step, length in zip(measured, lengths(measured, False), strict=True)
+            for step, length in zip(measured, lengths, strict=True)
         ),
         seconds=3600.0,
         step=steps,
@@ -56,15 +53,14 @@ def made(slope, level, schedule, *, noise=0.0, seed=0, every=5, steps=1000, dept
 def written(run, curve, recipe, *, joint=(0.6, 0.35, 0.2), epochs=1):
     """Write the files that a run with this curve would have written; returns its directory."""
     recipe.write_resolved(run)
-    lines = []
-    for index, (middle, tau) in enumerate(curve.windows):
-        step = round(2 * middle - (lines[-1]["step"] if lines else 0))
-        lines.append(
-            {
-                "step": step, "loss": 1.0, "tau": tau, "seconds": step * 1.0,
-                "epoch": index * epochs // len(curve.windows), "depth_loss": [1.0] * curve.depths,
-            }
-        )  # fmt: skip
+    logged = range(5, curve.step + 1, 5)
+    lines = [
+        {
+            "step": step, "loss": 1.0, "tau": TAU, "seconds": step * 1.0,
+            "epoch": index * epochs // len(logged), "depth_loss": [1.0] * curve.depths,
+        }
+        for index, step in enumerate(logged)
+    ]  # fmt: skip
     for step, length, rounds in curve.measured:
         conditional = [after / before for before, after in pairwise((1.0, *joint))]
         figures = {

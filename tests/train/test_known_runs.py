@@ -25,16 +25,13 @@ from train.tiny import Notes, recipe_for
 def shifted(curve, by):
     """The same run with a constant added to its log-odds."""
 
-    def shift(length, depths, times):
-        odds = log_odds(rate_of(np.array([length]), depths)) + by * times
-        return float(length_of(1 / (1 + np.exp(-odds)), depths)[0])
+    def shift(length):
+        odds = log_odds(rate_of(np.array([length]), curve.depths)) + by
+        return float(length_of(1 / (1 + np.exp(-odds)), curve.depths)[0])
 
     return replace(
         curve,
-        windows=tuple((at, shift(tau, curve.trained_depths, 1.35)) for at, tau in curve.windows),
-        measured=tuple(
-            (at, shift(length, curve.depths, 1.0), rounds) for at, length, rounds in curve.measured
-        ),
+        measured=tuple((at, shift(length), rounds) for at, length, rounds in curve.measured),
     )
 
 
@@ -55,16 +52,6 @@ def test_a_twin_run_predicts_the_end(name, by):
     assert ahead.end.low < truth < ahead.end.high
     assert [(source.name, source.share) for source in ahead.by] == [("twin", 1.0)]
     assert "by the course of twin" in ahead.line()
-
-
-def test_the_documented_figures_of_runs_alone():
-    """As in benchmarks/results/forecast.md."""
-    for name, length, low, high in (
-        ("h200_e3_8m_shipped_0", 2.5205, 2.1553, 2.9676),
-        ("h200_smollm2_eagle1", 2.9332, 2.5752, 3.3378),
-    ):
-        end = forecast(real_curve(name).upto(0.2)).end
-        assert (end.length, end.low, end.high) == pytest.approx((length, low, high), abs=1e-4)
 
 
 def test_a_known_run_that_ended_earlier_has_no_influence():
@@ -96,7 +83,7 @@ def test_two_runs_with_the_same_name_both_count():
 def test_forecasts_guided_by_strange_runs_are_finite(share):
     """The known runs were hardly measured, or are nothing like this one."""
     curve = made(0.7, -0.3, "cosine")
-    hardly = replace(curve, measured=curve.measured[-1:], windows=curve.windows[-6:])
+    hardly = replace(curve, measured=curve.measured[-1:])
     flat = replace(curve, measured=tuple((at, 1.0, 1) for at, _, _ in curve.measured))
     known = [Known("hardly", hardly), Known("flat", flat)]
     ahead = forecast(curve.upto(share), known=known)

@@ -10,7 +10,6 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +29,6 @@ _SCHEDULE_FROM = "schedule_from"  # key in a checkpoint's state: see `lengthenin
 _LENGTH = Table(optional={STEPS: Whole(1, 10**12), _SCHEDULE_FROM: Whole(0, 10**12)})
 _GRID = 2048  # number of points over which a schedule is summed
 _MOST_BYTES = 1 << 28
-FEWEST_WINDOWS = 6  # of a curve that a forecast is made from
 _MAX_RUNS = 12  # the newest ones beside a run
 _SECTIONS = ("data", "packing", "draft", "objective", "training")  # those that shape a curve
 _FREE = {
@@ -112,12 +110,10 @@ class Course:
 
 @dataclass(frozen=True)
 class Curve:
-    """A run's lengths over its steps: every logged window, and every held-out evaluation."""
+    """A run's lengths over its steps, by its held-out evaluations."""
 
     course: Course
     depths: int  # tokens drafted per round
-    trained_depths: int  # number of these that training steps measure: one for EAGLE-1
-    windows: tuple[tuple[float, float], ...]  # (middle step, tau over every slot)
     measured: tuple[tuple[int, float, int], ...]  # (step, tokens per round, rounds), without step 0
     seconds: float = 0.0  # training time up to `step`
     step: int = 0  # the latest step
@@ -127,7 +123,6 @@ class Curve:
         step = int(share * self.course.steps)
         return replace(
             self,
-            windows=tuple(w for w in self.windows if w[0] <= step),
             measured=tuple(m for m in self.measured if m[0] <= step),
             seconds=self.seconds * min(1.0, step / max(1, self.step)),
             step=min(step, self.step),
@@ -141,7 +136,6 @@ class Curve:
     def from_json(cls, value: dict[str, Any]) -> "Curve":
         rest = {k: v for k, v in value.items() if k in cls.__dataclass_fields__}
         rest["course"] = Course(**value["course"])
-        rest["windows"] = tuple((a, b) for a, b in value["windows"])
         rest["measured"] = tuple((a, b, c) for a, b, c in value["measured"])
         return cls(**rest)
 
@@ -188,27 +182,18 @@ def curve_of(
     """The curve from lines of metrics."""
     planned = None if recipe.training.steps else steps / recipe.training.epochs
     epoch_steps = planned or _first_pass(logged)
-    ends = [0, *(line["step"] for line in logged)]
-    middles = [(begin + end) / 2 for begin, end in pairwise(ends)]
     evaluations = [(line["step"], line["evaluation"]) for line in measured if line["step"]]
     depths = max((len(line["evaluation"].get("joint", [])) for line in measured), default=0)
-    charged = [sum(loss > 0 for loss in line.get("depth_loss", [])) for line in logged]
     return Curve(
         course=Course.of(recipe, steps, epoch_steps=epoch_steps, begun_at=begun_at),
         depths=depths,
-        trained_depths=max(charged, default=0) or depths,
-        windows=tuple(
-            (middle, float(line["tau"]))
-            for middle, line in zip(middles, logged, strict=True)
-            if math.isfinite(line.get("tau") or math.nan)
-        ),
         measured=tuple(
             (step, float(values["acceptance_length"]), int(values["rounds"]))
             for step, values in evaluations
             if values.get("rounds") and math.isfinite(values.get("acceptance_length", math.nan))
         ),
         seconds=float(logged[-1].get("seconds") or 0.0) if logged else 0.0,
-        step=max(ends[-1], *(step for step, _ in evaluations), 0),
+        step=max([line["step"] for line in (*logged, *measured)], default=0),
     )
 
 
@@ -286,8 +271,6 @@ def _known(run: Path, method: str) -> Known:
         missing = f"not finished: step {curve.step:,} of {curve.course.steps:,}"
     elif not curve.measured or not curve.depths:
         missing = "no held-out evaluation"
-    elif len(curve.windows) < FEWEST_WINDOWS:
-        missing = f"fewer than {FEWEST_WINDOWS} lines of metrics"
     if missing:
         raise BadInput(missing, where=str(run), fix="give --like runs that are finished")
     return Known(run.absolute().name, curve)

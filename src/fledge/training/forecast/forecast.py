@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 
 from fledge.core.errors import BadInput
-from fledge.core.terminal import counted
-from fledge.training.forecast.curves import FEWEST_WINDOWS, Course, Curve, Floats, Known
+from fledge.training.forecast.curves import Course, Curve, Floats, Known
 
 STOP_BELOW = 1.0  # percent per hour
 _HALF_WIDTH = 1.2816  # standard deviations to either side of the mean that cover 80 %
@@ -123,11 +122,8 @@ def _check_enough(curve: Curve) -> None:
         missing = f"step {curve.step:,} of {curve.course.steps:,}: a tenth of the run is needed"
     elif _last_rate(curve) < _LEAST_RATE:
         missing = f"a length of {curve.measured[-1][1]:.2f} is where curves still gather speed"
-    elif len(curve.windows) < FEWEST_WINDOWS:
-        lines = counted(len(curve.windows), "line of metrics", "lines of metrics")
-        missing = f"{lines}, {FEWEST_WINDOWS} are needed"
     if missing:
-        fix = "wait, or evaluate and log more often (evaluation.every_steps, tracking.every_steps)"
+        fix = "wait, or evaluate more often (evaluation.every_steps)"
         raise BadInput(f"too early for a forecast: {missing}", fix=fix)
 
 
@@ -165,16 +161,13 @@ def _stop_at(path: tuple[tuple[int, Estimate], ...], step_hours: float, least: f
 # --- formula --------------------------------------------------------------------------------------
 
 BEND = 0.6  # the slope falls by e^-BEND with every e-fold of S, so future gains are bounded
-ANNEAL = (0.25, 0.08)  # gain in log-odds from annealing the rate to zero: mean, spread
-LINK = 1.35  # slope over training slots, relative to that over held-out rounds
+ANNEAL = 0.25, 0.08  # gain in log-odds from annealing the rate to zero: mean, spread
 REPEATS = 15.0  # passes after which rows are worth 1/e: Muennighoff et al., arXiv 2305.16264
 SPAN = 0.3  # e-folds
 MISFIT = 0.5
 SEEDS = 0.15  # the share of a gain by which runs of one recipe deviate from each other
-NOISE, TRAINING_NOISE = 0.04, 0.05  # of an evaluation on top of sampling noise; of a training bin
-INDEPENDENT = 6.0  # maximum total weight of training bins, whose errors are correlated
-BIN = 0.1  # e-folds
-_SLOPE, _OFFSET = (0.75, 0.3), (0.3, 0.3)  # priors, in log-odds
+NOISE = 0.04  # of an evaluation, on top of sampling noise
+_PRIORS = ((0.0, 3.0), (0.6, 0.3), ANNEAL)  # of level, slope and annealing, in log-odds
 
 
 def rate_of(length: Floats, depths: int) -> Floats:
@@ -211,12 +204,6 @@ def held_out(curve: Curve) -> tuple[Floats, Floats, Floats]:
     return steps, log_odds(rate), NOISE**2 + 1 / (rate * rounds)
 
 
-def means_by(place: Floats, *columns: Floats) -> Floats:
-    """[column, place]: the averages of each column over entries with the same place."""
-    means = [[column[place == value].mean() for column in columns] for value in np.unique(place)]
-    return np.array(means).T
-
-
 class Times:
     """Computes ln S and A at the steps of a course."""
 
@@ -234,27 +221,21 @@ class Times:
 
 
 class Fit:
-    """Level, slope, anneal and offset of a run's own curve at the current step.
+    """Level, slope and annealing of a run's own curve at the current step.
 
-    **What is extrapolated.** A length of `1 + c + c^2 + ... + c^K` is that of a draft whose K
-    tokens are each accepted with probability c. Its log-odds `x = ln(c / (1 - c))` grow steadily
-    where lengths and losses bend:
+    A length of `1 + c + c^2 + ... + c^K` is that of a draft whose K tokens are each accepted with
+    probability c. Its log-odds `x = ln(c / (1 - c))` grow steadily where lengths and losses bend:
 
         x = level + slope * bent(ln S - ln S_now) + anneal * A;   bent(r) = (1 - e^(-BEND r)) / BEND
 
-    `S` is the sum of the learning rates so far as shares of the peak, so that steps in warm-up and
-    decay count accordingly; a step on rows that were seen in e earlier passes counts e^(-e /
-    REPEATS) of one on new rows. `A` is how far the rate has decayed from its peak: the immediate
-    gain from annealing.
+    `S` is the sum of the learning rates so far as shares of the peak, in which a step on rows that
+    were seen in e earlier passes counts e^(-e / REPEATS) of one on new rows. `A` is how far the
+    rate has decayed from its peak: the immediate gain from annealing.
 
-    **What is fitted.** Level and slope, locally: an observation has less weight the more e-folds of
-    S lie between it and now (SPAN), because early curves are S-shaped and tell little about later
-    ones. Held-out evaluations determine the level. Training windows, of which there are many,
-    determine the slope: their log-odds are over every slot instead of rounds, are LINK times as
-    steep, and are higher by an offset that is fitted, too. It is a linear regression with priors.
-
-    **What is not fitted** is what shapes the future: BEND, ANNEAL, LINK and REPEATS. Their values
-    are what real runs had in common (benchmarks/results/forecast.md). The spread combines the
+    Held-out evaluations determine the three numbers, by a linear regression with priors. The more
+    e-folds of S lie between an evaluation and now (SPAN), the less it counts: early curves are
+    S-shaped and tell little about later ones. BEND, ANNEAL and REPEATS shape the future and are
+    what real runs had in common (benchmarks/results/forecast.md). The spread combines the
     regression's own uncertainty with MISFIT, the share of a gain by which runs deviate from the
     formula.
     """
@@ -263,43 +244,18 @@ class Fit:
         times = Times(curve.course)
         self.now = float(times([curve.step])[0][0])
         steps, odds, variance = held_out(curve)
-        held_out_times, held_out_annealed = times(steps)
-        held_out_rows = self._rows(held_out_times, held_out_annealed, 0.0)
-        held_out_precision = self.nearness(held_out_times) / variance
-        bins, annealed, training = self._bins(curve, times)
-        weights = self.nearness(bins)
-        weights *= min(1.0, INDEPENDENT / weights.sum())
-        self._solve(
-            np.concatenate([held_out_rows, self._rows(bins, annealed, 1.0)]),
-            np.concatenate([odds, training / LINK]),
-            np.concatenate([held_out_precision, weights * (LINK / TRAINING_NOISE) ** 2]),
-        )
+        at, annealed = times(steps)
+        rows = np.stack([np.ones_like(at), at - self.now, annealed], 1)
+        mean, spread = np.array(_PRIORS).T
+        weighted = rows * (self.nearness(at) / variance)[:, None]
+        self._covariance = np.linalg.inv(rows.T @ weighted + np.diag(spread**-2))
+        self._values = mean + self._covariance @ (weighted.T @ (odds - rows @ mean))
+        self._values[1:] = np.maximum(self._values[1:], 0.0)  # training does not make it worse
 
     def nearness(self, times: Floats) -> Floats:
         """Weights of observations by their distance from now."""
         nearness: Floats = np.exp(-0.5 * ((times - self.now) / SPAN) ** 2) + 1e-9
         return nearness
-
-    def _rows(self, times: Floats, annealed: Floats, link: float) -> Floats:
-        return np.stack(
-            [np.ones_like(times), times - self.now, annealed, np.full_like(times, link)], 1
-        )
-
-    def _bins(self, curve: Curve, times: Times) -> tuple[Floats, Floats, Floats]:
-        """(ln S, A, log-odds) of training windows, averaged over equal intervals of ln S, so that
-        the result does not depend on how often a run is logged."""
-        middles, taus = np.array(curve.windows, float).T
-        at, annealed = times(middles)
-        bins, bin_annealed, lengths = means_by(np.floor((self.now - at) / BIN), at, annealed, taus)
-        return bins, bin_annealed, log_odds(rate_of(lengths, curve.trained_depths))
-
-    def _solve(self, rows: Floats, observed: Floats, precision: Floats) -> None:
-        """Linear regression with priors; that of the level is nearly flat."""
-        mean, spread = np.array([(0.0, 3.0), _SLOPE, ANNEAL, _OFFSET]).T
-        weighted = rows * precision[:, None]
-        self._covariance = np.linalg.inv(rows.T @ weighted + np.diag(spread**-2))
-        self._values = mean + self._covariance @ (weighted.T @ (observed - rows @ mean))
-        self._values[1:3] = np.maximum(self._values[1:3], 0.0)  # training does not make it worse
 
     def rise(self, times: Floats) -> Floats:
         """Change of the log-odds from now to each ln S: linear before now, bent after it."""
@@ -311,7 +267,7 @@ class Fit:
         """(log-odds, variance) at these steps of a course, the run's own or a longer one."""
         times, annealed = Times(course)(steps)
         gain = bent(times - self.now)
-        features = np.stack([np.ones_like(gain), gain, annealed, np.zeros_like(gain)], 1)
+        features = np.stack([np.ones_like(gain), gain, annealed], 1)
         spread = np.einsum("ni,ij,nj->n", features, self._covariance, features)
         return features @ self._values, spread + (MISFIT * self._values[1] * gain) ** 2
 
