@@ -7,8 +7,8 @@ import hashlib
 import itertools
 import math
 import shutil
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,6 @@ from fledge.target.layers import (
 )
 
 _SAMPLE_BYTES = 1 << 20
-Stamp = tuple[int, int, int]  # of a file: inode, size, time of its last change
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
 
 
@@ -125,6 +124,11 @@ class CacheJob:
         first = index * self.options.shard_size
         return [self.rows[i] for i in range(first, first + self.rows_in(index))]
 
+    def is_written(self, index: int) -> bool:
+        """Whether a shard is on disk, written by any process."""
+        path = self.shard_path(index)
+        return path.exists() and is_whole_shard(path, self.layout(self.shard_rows(index)))
+
 
 @dataclass(frozen=True)
 class CachePlan:
@@ -136,7 +140,6 @@ class CachePlan:
     allowed: int  # how many shards fit the quota
     rows: int
     tokens: int
-    damaged: Mapping[int, Stamp] = field(default_factory=dict)  # shards to replace
 
     @property
     def total_bytes(self) -> int:
@@ -150,11 +153,6 @@ class CachePlan:
     def wanted(self) -> list[int]:
         """The missing shards within the quota."""
         return [i for i in self.missing if i < self.allowed]
-
-    def is_written(self, job: CacheJob, index: int) -> bool:
-        """Whether a missing shard has been written since, by any process."""
-        stamp = _stamp(job.shard_path(index))
-        return stamp is not None and stamp != self.damaged.get(index)
 
 
 @dataclass(frozen=True)
@@ -284,34 +282,19 @@ def plan_cache(job: CacheJob) -> CachePlan:
     existing = existing_shards(job.directory)
     ensure_resumable(job.directory, job.manifest, existing, before_loading=True)
     sizes, done, tokens = [], set(), 0
-    damaged: dict[int, Stamp] = {}
     for index in range(-(-len(job.rows) // job.options.shard_size)):
         layout = job.layout(job.shard_rows(index))
         sizes.append(layout.n_bytes)
         tokens += int(layout.row_start[-1])
-        if index in existing:
-            path = job.shard_path(index)
-            stamp = _stamp(path)  # before it is checked: another process may replace it right after
-            if is_whole_shard(path, layout):
-                done.add(index)
-            elif stamp is not None:
-                damaged[index] = stamp
+        if index in existing and is_whole_shard(job.shard_path(index), layout):
+            done.add(index)
     if extra := existing - set(range(len(sizes))):
         what = f"{shard_name(min(extra))} is beyond the {len(sizes)} shards of these rows"
         raise BadInput(what, where=str(job.directory))
     quota = math.inf if job.options.quota_bytes is None else job.options.quota_bytes
     allowed = sum(job.head_bytes + used <= quota for used in itertools.accumulate(sizes))
     rows = len(job.rows)
-    return CachePlan(tuple(sizes), job.head_bytes, frozenset(done), allowed, rows, tokens, damaged)
-
-
-def _stamp(path: Path) -> Stamp | None:
-    """Differs for every file that was ever at this path; None if there is none now."""
-    try:
-        status = path.stat()
-    except FileNotFoundError:
-        return None
-    return status.st_ino, status.st_size, status.st_mtime_ns
+    return CachePlan(tuple(sizes), job.head_bytes, frozenset(done), allowed, rows, tokens)
 
 
 def check_disk(job: CacheJob, plan: CachePlan) -> int:
