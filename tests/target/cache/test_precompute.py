@@ -23,12 +23,12 @@ from fledge.precompute_eagle3 import (
     _compute_batch_cache,
     main,
 )
-from fledge.target.cache import job as cache_job
 from fledge.target.cache import precompute
 from fledge.target.cache import shard as cache_shard
 from fledge.target.cache.backend import CacheStore
 from fledge.target.cache.manifest import CLAIMS
 from fledge.target.hf.model import HFEagle3TargetModel
+from fledge.training import precompute as cache_job
 from target.cache.caches import payload
 from target.contract import draft_vocabulary, padded_rows
 from target.tiny_models import tiny_model

@@ -22,7 +22,6 @@ from fledge.models.resolve import load_config, load_tokenizer, local_model
 from fledge.target.cache.automodel import PaddedLayout, padded_shard_name, their_manifest
 from fledge.target.cache.format import (
     ENCODINGS,
-    FORMAT,
     OVER_A_VOCABULARY,
     CacheShape,
     Encoding,
@@ -37,12 +36,10 @@ from fledge.target.cache.manifest import (
     ensure_free,
     ensure_resumable,
     existing_shards,
-    shape_of,
 )
 from fledge.target.cache.shard import is_whole_shard
 from fledge.target.layers import (
     EAGLE3_AUX_LAYERS,
-    longest_text,
     target_depth,
     text_config,
     validate_aux_layer_ids,
@@ -164,7 +161,6 @@ class ModelFacts:
     hidden_size: int
     vocab_size: int
     aux_layer_ids: tuple[int, ...]
-    longest_text: int
     pad_id: int
     tied: bool
     tokenizer: Any
@@ -192,7 +188,6 @@ class ModelFacts:
             hidden_size=int(config.hidden_size),
             vocab_size=int(config.vocab_size),
             aux_layer_ids=tuple(ids),
-            longest_text=longest_text(config),
             pad_id=int(tokenizer.pad_token_id or 0),
             tied=bool(getattr(config, "tie_word_embeddings", False)),
             tokenizer=tokenizer,
@@ -240,38 +235,6 @@ def encoding_facts(options: CacheOptions, vocabulary: DraftVocabulary | None) ->
         "vocabulary": entry if required else None,
         "suggested_vocabulary": None if required else entry,
     }
-
-
-def make_job(
-    directory: Path,
-    rows: Sequence[TokenRow],
-    model: ModelFacts,
-    options: CacheOptions,
-    *,
-    facts: dict[str, Any],
-    computed: torch.dtype,
-    vocabulary: DraftVocabulary | None = None,
-    held_out_rows: int = 0,
-) -> CacheJob:
-    """Build a job. `facts` describe the origin of the rows: fingerprints and every option that
-    affected them; `computed` is the dtype of the target's forward. Hidden states work with any
-    vocabulary: `vocabulary` is then a suggestion."""
-    manifest = {
-        "format": FORMAT,
-        "rows": len(rows),
-        "held_out_rows": held_out_rows,
-        "hidden_size": model.hidden_size,
-        "vocab_size": model.vocab_size,
-        "aux_layer_ids": list(model.aux_layer_ids),
-        "model_files": files_fingerprint(model.directory),
-        "template": model.template,
-        **encoding_facts(options, vocabulary),
-        **facts,
-    }
-    return CacheJob(
-        directory, rows, shape_of(manifest), manifest, options, vocabulary, model.directory,
-        pad_id=model.pad_id, head_bytes=model.head_bytes(computed),
-    )  # fmt: skip
 
 
 def plan_cache(job: CacheJob) -> CachePlan:
