@@ -23,12 +23,11 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-import numpy as np
 import torch
 
 from fledge.core.batch import Eagle3TargetBatch
@@ -37,20 +36,17 @@ from fledge.core.files import check_place
 from fledge.core.head import TargetHead, target_distribution
 from fledge.core.machine import find_device, is_main_rank
 from fledge.core.terminal import Terminal, VisibleFormatter
+from fledge.data.prepare import Progress
+from fledge.recipe.schema import Recipe
+from fledge.recipe.sections import Data
 from fledge.target.cache.format import DTYPES, ENCODINGS, OVER_A_VOCABULARY
-from fledge.target.cache.job import (
-    CacheJob,
-    CacheOptions,
-    ModelFacts,
-    check_encoding,
-    make_job,
-    quota_in_bytes,
-)
+from fledge.target.cache.job import CacheOptions, check_encoding, quota_in_bytes
 from fledge.target.cache.manifest import ensure_free, ensure_resumable, existing_shards
 from fledge.target.cache.precompute import Written, execute
-from fledge.target.hf.kind import HF, HfTarget
-from fledge.target.kinds import spelt_out
-from fledge.target.layers import EAGLE3_AUX_LAYERS
+from fledge.target.hf.kind import HfTarget
+from fledge.target.kinds import spelt_out, target_config
+from fledge.target.layers import EAGLE3_AUX_LAYERS, longest_text
+from fledge.training.precompute import cache_dtype, recipe_job, recipe_target
 
 logger = logging.getLogger(__name__)
 
@@ -187,14 +183,14 @@ def _encoding(args: argparse.Namespace) -> Any:
     return encoding
 
 
-def _aux_layer_ids(args: argparse.Namespace) -> list[int] | None:
+def _aux_layer_ids(args: argparse.Namespace) -> tuple[int, ...] | None:
     if args.aux_layer_ids is None:
         return None
     given = ",".join(str(word).strip() for word in args.aux_layer_ids)
     try:
-        ids = [int(text) for text in given.split(",")]
+        ids = tuple(int(text) for text in given.split(","))
     except ValueError:
-        ids = []
+        ids = ()
     if len(ids) != len(set(ids)) or len(ids) != EAGLE3_AUX_LAYERS or min(ids) < 0:
         what = f"{given!r} is not {in_words(EAGLE3_AUX_LAYERS)} distinct layers"
         raise BadInput(what, where="--aux-layer-ids", fix="for example 1,15,28")
@@ -271,10 +267,16 @@ def _run(args: argparse.Namespace) -> int:
     for handler in logging.getLogger().handlers:
         handler.setFormatter(VisibleFormatter("%(message)s"))
     quiet_libraries()
-    device = pick_device(args.device)
-    section = _section(args)
-    job = _job(args, HF.dtype(section, device))
-    load = partial(HF.open, section, device=device, aux_layers=EAGLE3_AUX_LAYERS)
+    device, recipe = pick_device(args.device), _recipe(args)
+    job = recipe_job(
+        recipe,
+        Path(args.output_dir).expanduser(),
+        _options(args, cache_dtype(recipe, device)),
+        _log_drops,
+        device=device,
+        shuffle_seed=args.shuffle_seed,
+    )
+    load = partial(recipe_target, recipe, device)
     with _progress(len(job.rows)) as show:
         done = execute(job, load, device=device, say=logger.info, on_progress=show)
     if done.complete:
@@ -282,16 +284,53 @@ def _run(args: argparse.Namespace) -> int:
     return done.code
 
 
-def _section(args: argparse.Namespace) -> HfTarget:
-    """The target that the flags describe, as a recipe section."""
-    ids = _aux_layer_ids(args)
+def _recipe(args: argparse.Namespace) -> Recipe:
+    """The flags as a recipe, for the same work as that of `fledge precompute`."""
     section = HfTarget(
         model=args.target_model,
-        aux_layer_ids=None if ids is None else tuple(ids),
+        aux_layer_ids=_aux_layer_ids(args),
         dtype=spelt_out(args.target_dtype),
         trust_remote_code=args.trust_remote_code,
     )
-    return HF.asked_once(section)
+    longest = longest_text(target_config(section))
+    seq_length = args.seq_length or min(_SEQ_LENGTH, longest)
+    if seq_length > longest:
+        what = f"{seq_length:,} tokens, and the target takes {longest:,}"
+        raise BadInput(what, where="--seq-length", fix=f"at most {longest}")
+    split = args.split
+    names = (name if not split or _is_file(name) else f"{name}:{split}" for name in args.input_data)
+    data = Data(
+        train=tuple(names),
+        valid_rows=0,
+        max_length=seq_length,
+        workers=args.num_workers or None,
+        max_drop_share=args.max_drop_share,
+    )
+    draft = {}
+    if args.draft_vocab_size is not None or _encoding(args) in OVER_A_VOCABULARY:
+        draft["draft_vocab_size"] = args.draft_vocab_size  # None: the target's whole one
+    return Recipe.model_validate(
+        {"target": section, "data": data, "draft": draft, "packing": {"tokens": seq_length}}
+    )
+
+
+def _options(args: argparse.Namespace, computed: torch.dtype) -> CacheOptions:
+    return CacheOptions(
+        encoding=_encoding(args),
+        dtype=computed if args.dtype == "auto" else DTYPES[spelt_out(args.dtype)],
+        top_k=args.target_probs_topk or None,
+        supervised_only=args.supervised_only,
+        shard_size=args.shard_size,
+        batch_size=args.batch_size,
+        resume=args.resume,
+        quota_bytes=quota_in_bytes(args.quota_gb),
+    )
+
+
+def _log_drops(at: Progress) -> None:
+    if at.drops is not None and is_main_rank():
+        for line in at.drops.lines():
+            logger.info(line)
 
 
 @contextmanager
@@ -309,73 +348,6 @@ def _progress(rows: int) -> Iterator[Callable[[Written], None]]:
 
         visible = logger.isEnabledFor(logging.INFO) and os.environ.get("RANK", "0") == "0"
         yield show if visible else lambda _: None
-
-
-def _job(args: argparse.Namespace, computed: torch.dtype) -> CacheJob:
-    """Tokenize the data and lay out the work, without reading weights; `computed` is the dtype of
-    the target's forward."""
-    from fledge.data import sources
-    from fledge.data.prepare import prepare_rows, tokenizer_files_fingerprint
-    from fledge.data.rows import RowView
-    from fledge.data.tokenise import TokeniseOptions
-    from fledge.data.vocab import count_supervised, select_vocabulary, special_token_ids
-
-    model = ModelFacts.read(
-        args.target_model,
-        aux_layer_ids=_aux_layer_ids(args),
-        trust_remote_code=args.trust_remote_code,
-    )
-    data = [
-        f"{name}:{args.split}" if args.split and not _is_file(name) else name
-        for name in args.input_data
-    ]
-    seq_length = args.seq_length or min(_SEQ_LENGTH, model.longest_text)
-    if seq_length > model.longest_text:
-        what = f"{seq_length:,} tokens, and the target takes {model.longest_text:,}"
-        raise BadInput(what, where="--seq-length", fix=f"at most {model.longest_text}")
-    options = TokeniseOptions(max_length=seq_length)
-    rows = prepare_rows(
-        data, model.directory, options, workers=args.num_workers or None,
-        max_drop_share=args.max_drop_share, trust_remote_code=args.trust_remote_code,
-    )  # fmt: skip
-    if is_main_rank():
-        for line in rows.drops.lines():
-            logger.info(line)
-    order = np.arange(len(rows), dtype=np.int64)
-    if args.shuffle_seed is not None:
-        order = np.random.default_rng(args.shuffle_seed).permutation(order)
-    encoding = _encoding(args)
-    vocabulary = None
-    if encoding in OVER_A_VOCABULARY or args.draft_vocab_size is not None:
-        vocabulary = select_vocabulary(
-            count_supervised(rows.flat(), model.vocab_size),
-            args.draft_vocab_size,
-            special_ids=special_token_ids(model.tokenizer),
-            fingerprint=rows.fingerprint,
-        )
-    chosen = CacheOptions(
-        encoding=encoding,
-        dtype=computed if args.dtype == "auto" else DTYPES[spelt_out(args.dtype)],
-        top_k=args.target_probs_topk or None,
-        supervised_only=args.supervised_only,
-        shard_size=args.shard_size,
-        batch_size=args.batch_size,
-        resume=args.resume,
-        quota_bytes=quota_in_bytes(args.quota_gb),
-    )
-    facts = {
-        "data": sources.fingerprint(data),
-        "tokenizer": tokenizer_files_fingerprint(model.directory),
-        "tokenise": asdict(options),
-        "seq_length": seq_length,
-        "shuffle_seed": args.shuffle_seed,
-        "draft_vocab_size": args.draft_vocab_size,
-    }
-    directory = Path(args.output_dir).expanduser()
-    view = RowView(rows, order)
-    return make_job(
-        directory, view, model, chosen, facts=facts, computed=computed, vocabulary=vocabulary
-    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

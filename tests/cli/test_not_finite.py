@@ -107,7 +107,7 @@ def test_verify_and_train_name_the_bad_rows_of_a_cache(
 ):
     """A cache made before NaN was checked for: its checksums match, but it is useless."""
     cache = tmp_path / "cache"
-    monkeypatch.setattr(capture.Disk, "_check", lambda *_: None)
+    monkeypatch.setattr(capture, "row_fault", lambda *_: None)
     arguments = ["precompute", recipe_file(), "-o", cache, "--encoding", encoding]
     assert run(*arguments)[0] == 0
     code, out, _ = run("cache", "verify", cache, "--json")

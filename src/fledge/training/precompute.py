@@ -15,8 +15,15 @@ from fledge.data.rows import Rows, RowView, split_rows
 from fledge.data.vocab import special_token_ids
 from fledge.recipe.schema import Recipe
 from fledge.target.base import Eagle3TargetBackend
-from fledge.target.cache.format import OVER_A_VOCABULARY
-from fledge.target.cache.job import CacheJob, CacheOptions, ModelFacts, make_job
+from fledge.target.cache.format import FORMAT, OVER_A_VOCABULARY
+from fledge.target.cache.job import (
+    CacheJob,
+    CacheOptions,
+    ModelFacts,
+    encoding_facts,
+    files_fingerprint,
+)
+from fledge.target.cache.manifest import shape_of
 from fledge.target.kinds import TargetKind, kind_of
 from fledge.training.drafts import choose_vocabulary
 from fledge.training.setup import repeated_rows, split_training, tokenise_options, tokenised
@@ -62,12 +69,13 @@ def recipe_job(
     *,
     others: Sequence[Recipe] = (),
     device: torch.device | None = None,
+    shuffle_seed: int | None = None,
 ) -> CacheJob:
     """Tokenize the recipe's data and lay out the cache; no weights are read.
 
-    All rows are kept, in the order of the data: which of them are held out is decided in training,
-    unless the recipe names separate held-out data (`data.valid`). `others`: recipes of more drafts
-    on the same data, whose aux layers are kept, too.
+    All rows are kept, in the order of the data unless a `shuffle_seed` is given: which of them are
+    held out is decided in training, unless the recipe names separate held-out data (`data.valid`).
+    `others`: recipes of more drafts on the same data, whose aux layers are kept, too.
     """
     kind, section, data = _precomputable(recipe), recipe.target, recipe.data
     if not data.train:
@@ -92,21 +100,31 @@ def recipe_job(
             recipe, training_rows, vocab_size=model.vocab_size, fingerprint=train.fingerprint,
             special_ids=special_token_ids(model.tokenizer),
         )  # fmt: skip
-    facts = {
+    manifest = {
+        "format": FORMAT,
+        "rows": len(rows),
+        "held_out_rows": 0 if valid is None else len(valid),
+        "hidden_size": model.hidden_size,
+        "vocab_size": model.vocab_size,
+        "aux_layer_ids": list(model.aux_layer_ids),
+        "model_files": files_fingerprint(model.directory),
+        "template": model.template,
+        **encoding_facts(options, vocabulary),
         "data": sources.fingerprint(list(data.train)),
         "valid": sources.fingerprint(list(data.valid)) if data.valid else None,
         "tokenizer": tokenizer_files_fingerprint(model.directory),
         "tokenise": asdict(tokenise_options(data)),
         "seq_length": data.max_length,
-        "shuffle_seed": None,
+        "shuffle_seed": shuffle_seed,
         "draft_vocab_size": None if vocabulary is None else recipe.draft.draft_vocab_size,
     }
-    view = RowView(rows, np.arange(len(rows), dtype=np.int64))
-    held_out_rows = 0 if valid is None else len(valid)
+    order = np.arange(len(rows), dtype=np.int64)
+    if shuffle_seed is not None:
+        order = np.random.default_rng(shuffle_seed).permutation(order)
     computed = cache_dtype(recipe, device or torch.device("cpu"))
-    return make_job(
-        directory, view, model, options, facts=facts, computed=computed, vocabulary=vocabulary,
-        held_out_rows=held_out_rows,
+    return CacheJob(
+        directory, RowView(rows, order), shape_of(manifest), manifest, options, vocabulary,
+        model.directory, pad_id=model.pad_id, head_bytes=model.head_bytes(computed),
     )  # fmt: skip
 
 

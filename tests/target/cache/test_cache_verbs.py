@@ -62,9 +62,7 @@ def test_the_recipe_form_writes_what_the_plain_flags_write(
         "--num-workers", 1, "--device", "cpu", "--draft-vocab-size", 128, "--shuffle-seed", "none",
     ]  # fmt: skip
     assert main([str(word) for word in argv]) == 0
-    by_recipe, by_flags = payload(tmp_path / "a"), payload(tmp_path / "b")
-    assert by_recipe.keys() == by_flags.keys()
-    assert [name for name in by_recipe if by_recipe[name] != by_flags[name]] == ["manifest.json"]
+    assert payload(tmp_path / "a") == payload(tmp_path / "b")
     code, _, error = command("precompute", *overrides, "--output-dir", tmp_path / "a")
     assert code == 2
     assert "--resume" in error

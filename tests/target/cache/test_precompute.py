@@ -23,15 +23,13 @@ from fledge.precompute_eagle3 import (
     _compute_batch_cache,
     main,
 )
-from fledge.target.cache import job as cache_job
 from fledge.target.cache import precompute
 from fledge.target.cache import shard as cache_shard
 from fledge.target.cache.backend import CacheStore
-from fledge.target.cache.job import plan_cache
 from fledge.target.cache.manifest import CLAIMS
-from fledge.target.cache.precompute import begin_cache, write_shards
 from fledge.target.hf.model import HFEagle3TargetModel
-from target.cache.caches import make_job, payload, token_row
+from fledge.training import precompute as cache_job
+from target.cache.caches import payload
 from target.contract import draft_vocabulary, padded_rows
 from target.tiny_models import tiny_model
 from train.tiny import make_chats, make_target
@@ -342,24 +340,6 @@ def test_a_full_disk_leaves_a_resumable_cache(argv, tmp_path, finished, monkeypa
     assert not list((tmp_path / "cache").glob(".*.tmp"))
     assert main(argv(**flags, resume=True)) == 0
     assert payload(tmp_path / "cache") == payload(finished)
-
-
-@pytest.mark.timeout(60)
-def test_any_error_of_the_writing_thread_is_raised_in_the_main_thread(tmp_path):
-    """Also an unexpected one: the main thread must not wait for a thread that has died."""
-    rows = [token_row(range(3 + i, 9 + i)) for i in range(40)]
-
-    def broken(_progress):
-        raise KeyError("a bar that is gone")
-
-    with HFEagle3TargetModel(tiny_model("llama"), supervision="hidden") as target:
-        job = make_job(tmp_path / "cache", target, rows, "hidden")
-        plan = plan_cache(job)
-        with Claims(job.directory / CLAIMS) as claims:
-            begin_cache(job, target, claims)
-            with pytest.raises(KeyError, match="a bar that is gone"):
-                write_shards(job, plan, target, claims, on_progress=broken)
-    assert not list((tmp_path / "cache").rglob("shard*"))
 
 
 def test_a_disk_that_is_too_small_is_refused_before_writing(argv, tmp_path, monkeypatch, capsys):

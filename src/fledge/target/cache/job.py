@@ -7,8 +7,8 @@ import hashlib
 import itertools
 import math
 import shutil
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,6 @@ from fledge.models.resolve import load_config, load_tokenizer, local_model
 from fledge.target.cache.automodel import PaddedLayout, padded_shard_name, their_manifest
 from fledge.target.cache.format import (
     ENCODINGS,
-    FORMAT,
     OVER_A_VOCABULARY,
     CacheShape,
     Encoding,
@@ -37,19 +36,16 @@ from fledge.target.cache.manifest import (
     ensure_free,
     ensure_resumable,
     existing_shards,
-    shape_of,
 )
 from fledge.target.cache.shard import is_whole_shard
 from fledge.target.layers import (
     EAGLE3_AUX_LAYERS,
-    longest_text,
     target_depth,
     text_config,
     validate_aux_layer_ids,
 )
 
 _SAMPLE_BYTES = 1 << 20
-Stamp = tuple[int, int, int]  # of a file: inode, size, time of its last change
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
 
 
@@ -125,6 +121,11 @@ class CacheJob:
         first = index * self.options.shard_size
         return [self.rows[i] for i in range(first, first + self.rows_in(index))]
 
+    def is_written(self, index: int) -> bool:
+        """Whether a shard is on disk, written by any process."""
+        path = self.shard_path(index)
+        return path.exists() and is_whole_shard(path, self.layout(self.shard_rows(index)))
+
 
 @dataclass(frozen=True)
 class CachePlan:
@@ -136,7 +137,6 @@ class CachePlan:
     allowed: int  # how many shards fit the quota
     rows: int
     tokens: int
-    damaged: Mapping[int, Stamp] = field(default_factory=dict)  # shards to replace
 
     @property
     def total_bytes(self) -> int:
@@ -151,11 +151,6 @@ class CachePlan:
         """The missing shards within the quota."""
         return [i for i in self.missing if i < self.allowed]
 
-    def is_written(self, job: CacheJob, index: int) -> bool:
-        """Whether a missing shard has been written since, by any process."""
-        stamp = _stamp(job.shard_path(index))
-        return stamp is not None and stamp != self.damaged.get(index)
-
 
 @dataclass(frozen=True)
 class ModelFacts:
@@ -166,7 +161,6 @@ class ModelFacts:
     hidden_size: int
     vocab_size: int
     aux_layer_ids: tuple[int, ...]
-    longest_text: int
     pad_id: int
     tied: bool
     tokenizer: Any
@@ -194,7 +188,6 @@ class ModelFacts:
             hidden_size=int(config.hidden_size),
             vocab_size=int(config.vocab_size),
             aux_layer_ids=tuple(ids),
-            longest_text=longest_text(config),
             pad_id=int(tokenizer.pad_token_id or 0),
             tied=bool(getattr(config, "tie_word_embeddings", False)),
             tokenizer=tokenizer,
@@ -244,38 +237,6 @@ def encoding_facts(options: CacheOptions, vocabulary: DraftVocabulary | None) ->
     }
 
 
-def make_job(
-    directory: Path,
-    rows: Sequence[TokenRow],
-    model: ModelFacts,
-    options: CacheOptions,
-    *,
-    facts: dict[str, Any],
-    computed: torch.dtype,
-    vocabulary: DraftVocabulary | None = None,
-    held_out_rows: int = 0,
-) -> CacheJob:
-    """Build a job. `facts` describe the origin of the rows: fingerprints and every option that
-    affected them; `computed` is the dtype of the target's forward. Hidden states work with any
-    vocabulary: `vocabulary` is then a suggestion."""
-    manifest = {
-        "format": FORMAT,
-        "rows": len(rows),
-        "held_out_rows": held_out_rows,
-        "hidden_size": model.hidden_size,
-        "vocab_size": model.vocab_size,
-        "aux_layer_ids": list(model.aux_layer_ids),
-        "model_files": files_fingerprint(model.directory),
-        "template": model.template,
-        **encoding_facts(options, vocabulary),
-        **facts,
-    }
-    return CacheJob(
-        directory, rows, shape_of(manifest), manifest, options, vocabulary, model.directory,
-        pad_id=model.pad_id, head_bytes=model.head_bytes(computed),
-    )  # fmt: skip
-
-
 def plan_cache(job: CacheJob) -> CachePlan:
     """Refuse a job that cannot work, else add up its bytes. Writes nothing."""
     if not len(job.rows):
@@ -284,34 +245,19 @@ def plan_cache(job: CacheJob) -> CachePlan:
     existing = existing_shards(job.directory)
     ensure_resumable(job.directory, job.manifest, existing, before_loading=True)
     sizes, done, tokens = [], set(), 0
-    damaged: dict[int, Stamp] = {}
     for index in range(-(-len(job.rows) // job.options.shard_size)):
         layout = job.layout(job.shard_rows(index))
         sizes.append(layout.n_bytes)
         tokens += int(layout.row_start[-1])
-        if index in existing:
-            path = job.shard_path(index)
-            stamp = _stamp(path)  # before it is checked: another process may replace it right after
-            if is_whole_shard(path, layout):
-                done.add(index)
-            elif stamp is not None:
-                damaged[index] = stamp
+        if index in existing and is_whole_shard(job.shard_path(index), layout):
+            done.add(index)
     if extra := existing - set(range(len(sizes))):
         what = f"{shard_name(min(extra))} is beyond the {len(sizes)} shards of these rows"
         raise BadInput(what, where=str(job.directory))
     quota = math.inf if job.options.quota_bytes is None else job.options.quota_bytes
     allowed = sum(job.head_bytes + used <= quota for used in itertools.accumulate(sizes))
     rows = len(job.rows)
-    return CachePlan(tuple(sizes), job.head_bytes, frozenset(done), allowed, rows, tokens, damaged)
-
-
-def _stamp(path: Path) -> Stamp | None:
-    """Differs for every file that was ever at this path; None if there is none now."""
-    try:
-        status = path.stat()
-    except FileNotFoundError:
-        return None
-    return status.st_ino, status.st_size, status.st_mtime_ns
+    return CachePlan(tuple(sizes), job.head_bytes, frozenset(done), allowed, rows, tokens)
 
 
 def check_disk(job: CacheJob, plan: CachePlan) -> int:

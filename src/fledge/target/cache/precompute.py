@@ -4,9 +4,9 @@ Batches never span two shards, so a shard's bytes do not depend on which process
 any number of processes may work on one cache, each on the shards that it has claimed.
 """
 
-import queue
-import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from fledge.core.distributed import World, join_world, leave_world
 from fledge.core.errors import BadInput
 from fledge.core.files import removed
 from fledge.core.rows import TokenRow
-from fledge.core.transfer import record_event
+from fledge.core.transfer import Fetched
 from fledge.data.pack import collate, one_per_row
 from fledge.data.vocab import (
     DraftVocabulary,
@@ -30,10 +30,7 @@ from fledge.data.vocab import (
 )
 from fledge.models.resolve import load_tokenizer, local_model
 from fledge.target.base import Eagle3TargetBackend
-from fledge.target.cache.automodel import (
-    LAYOUT,
-    write_embedding,
-)
+from fledge.target.cache.automodel import LAYOUT, write_embedding
 from fledge.target.cache.backend import CachedEagle3TargetModel, row_fault
 from fledge.target.cache.format import OVER_A_VOCABULARY, encode_rows, unsound
 from fledge.target.cache.job import (
@@ -74,25 +71,55 @@ class Written:
     bytes: int
 
 
-def capture(job: CacheJob, target: Eagle3TargetBackend, disk: "Disk", shards: Iterable[int]) -> int:
+Vocabulary = tuple[Tensor, Tensor]  # draft tokens [W], and which of the target's [V] they are
+
+
+def capture(
+    job: CacheJob,
+    target: Eagle3TargetBackend,
+    shards: Iterable[int],
+    on_progress: Callable[[Written], None],
+) -> int:
     """Ask the target about these shards, one after another, and return how many there were."""
     vocabulary = None
     if job.vocabulary is not None and not job.shape.is_hidden:
         ids = torch.from_numpy(job.vocabulary.selected_token_ids)
         vocabulary = ids, torch.from_numpy(job.vocabulary.t2d)
         target.set_vocab_mapping(*vocabulary)
-    written = 0
+    model, rows, n_bytes, written = module_of(target), 0, 0, 0
     for index in shards:
         if not (job.directory / MANIFEST).exists():
             raise removed(job.directory)
-        rows = job.shard_rows(index)
-        disk.take((index, rows))
-        for members in _batches(rows, job.options.batch_size):
-            batch = [rows[i] for i in members]
-            disk.take((members, _compute(job, target, batch, vocabulary)))
-        disk.take(None)
+        for batch_rows, batch_bytes in _fill(job, index, target, vocabulary, model):
+            rows, n_bytes = rows + batch_rows, n_bytes + batch_bytes
+            on_progress(Written(rows, n_bytes))
         written += 1
     return written
+
+
+def _fill(
+    job: CacheJob,
+    index: int,
+    target: Eagle3TargetBackend,
+    vocabulary: Vocabulary | None,
+    model: nn.Module | None,
+) -> Iterator[tuple[int, int]]:
+    """Write one shard; yields (rows, bytes) of every batch that was written. One thread writes
+    while the target answers about the next batches."""
+    rows = job.shard_rows(index)
+    # the thread ends first: it writes to the file that `open_shard` closes
+    with (
+        open_shard(job.shard_path(index), job.layout(rows), rows) as shard,
+        ThreadPoolExecutor(1, "fledge-cache") as disk,
+    ):
+        writes = deque[Future[tuple[int, int]]]()
+        for members in _batches(rows, job.options.batch_size):
+            answer = _ask(job, target, [rows[i] for i in members], vocabulary)
+            writes.append(disk.submit(_write, job, shard, index, members, answer, model))
+            if len(writes) > _MAX_QUEUED:
+                yield writes.popleft().result()
+        for write in writes:
+            yield write.result()
 
 
 def _batches(rows: Sequence[TokenRow], size: int) -> Iterator[list[int]]:
@@ -102,12 +129,28 @@ def _batches(rows: Sequence[TokenRow], size: int) -> Iterator[list[int]]:
         yield order[begin : begin + size]
 
 
-def _compute(
+@dataclass(frozen=True)
+class _Answer:
+    """The stored form of an answer, on its way to the host, and how much of it each row has."""
+
+    tensors: dict[str, Fetched]
+    sizes: dict[str, list[int]]
+
+    def by_row(self) -> Iterator[dict[str, Tensor]]:
+        parts = {
+            name: torch.split(tensor.read(), self.sizes[name])
+            for name, tensor in self.tensors.items()
+        }
+        for row_parts in zip(*parts.values(), strict=True):
+            yield dict(zip(parts, row_parts, strict=True))
+
+
+def _ask(
     job: CacheJob,
     target: Eagle3TargetBackend,
     rows: list[TokenRow],
-    vocabulary: tuple[Tensor, Tensor] | None,
-) -> "_Payload":
+    vocabulary: Vocabulary | None,
+) -> _Answer:
     lengths = [len(row.input_ids) for row in rows]
     width = max(lengths)
     batch = target.answer(collate(rows, one_per_row(lengths, width), width, job.pad_id))
@@ -121,125 +164,31 @@ def _compute(
     # checked in the stored precision, on the device; the writing thread reads the result
     tensors[_BAD_TOKENS], tensors[_BAD_SLOTS] = unsound(tensors, job.shape)
     sizes = {name: lengths if name in token_fields else [len(s) for s in slots] for name in tensors}
-    return _Payload.copy_of(tensors, sizes)
+    return _Answer({name: Fetched(tensor) for name, tensor in tensors.items()}, sizes)
 
 
-@dataclass(frozen=True)
-class _Payload:
-    """A batch's tensors, being copied to the host, and how many rows each document has in them."""
-
-    tensors: dict[str, Tensor]
-    sizes: dict[str, list[int]]
-    copied: list[torch.cuda.Event]  # one per GPU
-
-    @classmethod
-    def copy_of(cls, tensors: dict[str, Tensor], sizes: dict[str, list[int]]) -> "_Payload":
-        devices = {tensor.device for tensor in tensors.values() if tensor.is_cuda}
-        if not devices:
-            return cls(tensors, sizes, [])
-        raw = {name: tensor.contiguous().view(torch.uint8) for name, tensor in tensors.items()}
-        host = {
-            name: torch.empty(tensor.shape, dtype=torch.uint8, pin_memory=True).copy_(
-                tensor, non_blocking=True
-            )
-            for name, tensor in raw.items()
-        }
-        return cls(host, sizes, [record_event(device) for device in devices])
-
-    def documents(self) -> Iterator[dict[str, Tensor]]:
-        for event in self.copied:
-            event.synchronize()
-        parts = {
-            name: torch.split(tensor, self.sizes[name]) for name, tensor in self.tensors.items()
-        }
-        for document in range(len(next(iter(self.sizes.values())))):
-            yield {name: split[document] for name, split in parts.items()}
-
-
-class _Stopped(Exception):  # noqa: N818  (not an error: the caller gave up)
-    """The caller exited early; the open shard must not appear."""
-
-
-class Disk:
-    """The writing thread. Shards are opened, filled and closed in the order they are passed in."""
-
-    def __init__(
-        self, job: CacheJob, on_progress: Callable[[Written], None], model: nn.Module | None
-    ) -> None:
-        self._job, self._on_progress, self._model = job, on_progress, model
-        self._queue: queue.Queue[Any] = queue.Queue(_MAX_QUEUED)
-        self._error: BaseException | None = None
-        self._rows = self._bytes = 0
-        self._thread = threading.Thread(target=self._work, daemon=True, name="fledge-cache")
-
-    def __enter__(self) -> "Disk":
-        self._thread.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._offer(None if kind is None else _Stopped())
-        self._thread.join()
-        if kind is None and self._error is not None:
-            raise self._error
-
-    def take(self, item: tuple[int, list[TokenRow]] | tuple[list[int], _Payload] | None) -> None:
-        """(index, rows) opens a shard, (members, payload) adds rows to it, None closes it."""
-        self._offer(item)
-        self.check()
-
-    def check(self) -> None:
-        """Raise the error that has stopped the thread, if any."""
-        if self._error is not None:
-            raise self._error
-
-    def _offer(self, item: Any) -> None:
-        while self._error is None:
-            try:
-                self._queue.put(item, timeout=0.1)
-                return
-            except queue.Full:
-                continue
-
-    def _next(self) -> Any:
-        item = self._queue.get()
-        if isinstance(item, _Stopped):
-            raise item
-        return item
-
-    def _work(self) -> None:
-        try:
-            while (begin := self._next()) is not None:
-                index, rows = begin
-                path = self._job.shard_path(index)
-                with open_shard(path, self._job.layout(rows), rows) as shard:
-                    while (item := self._next()) is not None:
-                        self._put(shard, rows, index * self._job.options.shard_size, *item)
-        except BaseException as error:  # noqa: BLE001  (raised when the next batch is offered)
-            self._error = error
-
-    def _put(
-        self,
-        shard: ShardWriter,
-        rows: list[TokenRow],
-        first: int,  # the number of the shard's first row
-        members: list[int],
-        payload: _Payload,
-    ) -> None:
-        for row, document in zip(members, payload.documents(), strict=True):
-            self._check(rows[row], first + row, document.pop(_BAD_TOKENS), document.pop(_BAD_SLOTS))
-            shard.put(row, document)
-            self._bytes += sum(tensor.nbytes for tensor in document.values())
-        self._rows += len(members)
-        self._on_progress(Written(self._rows, self._bytes))
-
-    def _check(self, row: TokenRow, number: int, bad_NA: Tensor, bad_M: Tensor) -> None:
-        """Refuse a row that is not finite in the precision in which it is stored."""
-        job = self._job
-        slots = job.shape.slots(np.asarray(row.loss_mask))
+def _write(
+    job: CacheJob,
+    shard: ShardWriter,
+    index: int,
+    members: list[int],
+    answer: _Answer,
+    model: nn.Module | None,
+) -> tuple[int, int]:
+    """Write an answer about some of a shard's rows, unless it is not finite as it is stored;
+    returns how many rows and bytes."""
+    n_bytes = 0
+    for row, tensors in zip(members, answer.by_row(), strict=True):
+        tokens, number = shard.rows[row], index * job.options.shard_size + row
+        bad_NA, bad_M = tensors.pop(_BAD_TOKENS), tensors.pop(_BAD_SLOTS)
+        slots = job.shape.slots(np.asarray(tokens.loss_mask))
         fault = row_fault(number, bad_NA, bad_M, slots, job.manifest["aux_layer_ids"])
         if fault is not None:
             where, dtype = str(job.directory), job.shape.dtype
-            raise refusal(fault, dtype=dtype, place=row.place, model=self._model, where=where)
+            raise refusal(fault, dtype=dtype, place=tokens.place, model=model, where=where)
+        shard.put(row, tensors)
+        n_bytes += sum(tensor.nbytes for tensor in tensors.values())
+    return len(members), n_bytes
 
 
 STOPPED = 3  # exit code: stopped by the quota or a full disk
@@ -344,20 +293,16 @@ def write_shards(
     """Write missing shards until all are claimed, then wait for those of other processes. Returns
     how many this process wrote. Call `begin_cache` first."""
     missing = {job.shard_path(index).name: index for index in plan.wanted}
-    disk, last_reported = Disk(job, on_progress, module_of(target)), 0
+    last_reported = 0
 
     def waiting(shards: int) -> None:
         nonlocal last_reported
-        disk.check()
         if shards != last_reported:
             say(f"waiting for {shards} shard{'s'[: shards > 1]} that other processes are writing")
         last_reported = shards
 
-    with disk:
-        names = claims.share(
-            missing, lambda name: plan.is_written(job, missing[name]), waiting=waiting
-        )
-        written = capture(job, target, disk, (missing[name] for name in names))
+    names = claims.share(missing, lambda name: job.is_written(missing[name]), waiting=waiting)
+    written = capture(job, target, (missing[name] for name in names), on_progress)
     if not (job.directory / MANIFEST).exists():  # the cache was removed meanwhile
         raise removed(job.directory)
     return written
@@ -375,8 +320,7 @@ def write_fixed_shards(
     writes shards that are fixed in advance. A shard that another precompute writes meanwhile is
     written twice, with the same bytes."""
     plan = world.from_main(plan)
-    with Disk(job, on_progress, module_of(target)) as disk:
-        written = capture(job, target, disk, plan.wanted[world.rank :: world.size])
+    written = capture(job, target, plan.wanted[world.rank :: world.size], on_progress)
     size = job.options.batch_size
     asks = [
         sum(-(-job.rows_in(index) // size) for index in plan.wanted[rank :: world.size])

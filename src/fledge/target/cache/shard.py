@@ -35,7 +35,7 @@ class ShardWriter:
     """Fills the file of one shard; whatever is not written stays zero."""
 
     def __init__(self, descriptor: int, layout: Layout, rows: Sequence[TokenRow]) -> None:
-        self._descriptor, self._layout, self._rows = descriptor, layout, rows
+        self._descriptor, self._layout, self.rows = descriptor, layout, rows
         self._digests = np.zeros(len(rows), dtype=np.int64)
         self._written = np.zeros(len(rows), dtype=np.bool_)
         reserve(descriptor, layout.n_bytes)
@@ -44,7 +44,7 @@ class ShardWriter:
 
     def put(self, row: int, payload: dict[str, Tensor]) -> None:
         """Write the target's answer for one row: the payload fields of its tokens and slots."""
-        tokens = self._rows[row]
+        tokens = self.rows[row]
         ids = np.ascontiguousarray(tokens.input_ids, dtype=np.int32)
         mask = np.ascontiguousarray(tokens.loss_mask, dtype=np.uint8)
         written = self._write(self._layout.pieces(row, tokens, payload))
