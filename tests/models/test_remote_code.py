@@ -12,7 +12,7 @@ from fledge.core.errors import UntrustedCode
 from fledge.data.prepare import prepare_rows
 from fledge.precompute_eagle3 import main
 from fledge.target.hf.model import HFEagle3TargetModel
-from fledge.target.remote.server.queue import Limits
+from fledge.target.remote.server.admission import Limits
 
 NOTE = "from pathlib import Path\nPath({marker!r}).touch()\n"
 CODE = {

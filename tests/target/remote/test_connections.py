@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import fcntl
 import http.client
 import logging
 import os
@@ -254,37 +253,6 @@ def test_ipv6_addresses_of_one_network_count_as_one():
     assert _home("2001:db8::1") == _home("2001:db8::ffff:1") != _home("2001:db8:0:1::1")
     assert _home("::ffff:10.0.0.1") == "10.0.0.1"
     assert _home("fe80::1%eth0") == _home("fe80::2%eth0")
-
-
-def test_running_out_of_files_logs_one_line_and_the_loop_continues(caplog):
-    with Listener(socket.AF_INET, ConnectionLimits()) as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen(16)
-        listener.setblocking(False)
-        waiting = [socket.create_connection(listener.getsockname()) for _ in range(5)]
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        limit, filled = max(map(int, os.listdir("/proc/self/fd"))) + 1, []
-        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
-        try:
-            with contextlib.suppress(OSError):
-                while True:
-                    filled.append(fcntl.fcntl(0, fcntl.F_DUPFD, 0))
-            with caplog.at_level(logging.WARNING, "fledge.remote"):
-                for _ in waiting:
-                    with pytest.raises(BlockingIOError):
-                        listener.accept()
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-            for descriptor in filled:
-                os.close(descriptor)
-        assert len(caplog.records) == 1
-        assert "too many open files" in caplog.text
-        assert "Traceback" not in caplog.text
-        assert all(closed(raw, 1.0) for raw in waiting)
-        after = socket.create_connection(listener.getsockname())
-        accepted, _ = listener.accept()
-        for raw in (*waiting, after, accepted):
-            raw.close()
 
 
 def test_connections_use_at_most_half_of_the_file_limit(caplog):

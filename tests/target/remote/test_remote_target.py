@@ -17,7 +17,7 @@ from fledge.methods.shared.derive import derive_draft_config
 from fledge.target.hf.model import HFEagle3TargetModel
 from fledge.target.remote.client import RemoteEagle3TargetModel
 from fledge.target.remote.protocol import Question, WireShape, encode_answer
-from fledge.target.remote.server.merge import merge, split
+from fledge.target.remote.server.answers import merge, split
 from fledge.target.runner import RunnerEagle3TargetModel
 from target.contract import (
     CHECKS,

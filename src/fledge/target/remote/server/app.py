@@ -6,8 +6,9 @@ memory, which reaches the speed of a plain socket (benchmarks/results/remote.md)
 
 import asyncio
 import math
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +23,11 @@ from fledge.target.cache.manifest import copied_files, target_facts, target_tens
 from fledge.target.finite_check import NotFinite
 from fledge.target.remote.client import boot_id
 from fledge.target.remote.http import check_token
-from fledge.target.remote.protocol import (
-    PROTOCOL,
-    Question,
-    TooLarge,
-    WireShape,
-)
+from fledge.target.remote.protocol import PROTOCOL, Question, TooLarge, WireShape
 from fledge.target.remote.segment import write_segment
-from fledge.target.remote.server.admission import Limits, Place, QueueFull
+from fledge.target.remote.server.admission import Limits, Metrics, Place, QueueFull
 from fledge.target.remote.server.answers import Target
 from fledge.target.remote.server.guard import App, Guard, Receive, Scope, Send, send_head, send_json
-from fledge.target.remote.server.metrics import Metrics
 from fledge.target.remote.server.queue import AnswerQueue
 from fledge.target.remote.wire import Message
 
@@ -41,17 +36,19 @@ _BODY_TIMEOUT_S = 60.0  # for a request's body to arrive, and for a client to re
 _STALL_S = 10.0  # for the next piece of a body
 _SMALL_BYTES = 16 << 10  # parsing such a body is faster than handing it to a thread
 
+Respond = Callable[[Place, Scope, Receive, Send], Awaitable[None]]
+
 
 class _ClientGone(Exception):  # noqa: N818  (ends a request, not an error)
     """The client disconnected."""
 
 
-class _BodyTimeout(Exception):  # noqa: N818  (an answer to the client)
-    """The client takes too long to send the body."""
+class _Refusal(Exception):  # noqa: N818  (an answer to the client)
+    """A request that is answered with a status and a reason."""
 
-
-class _BodyTooLarge(Exception):  # noqa: N818  (an answer to the client)
-    """The body exceeds its limit."""
+    def __init__(self, status: int, reason: str) -> None:
+        super().__init__(reason)
+        self.status = status
 
 
 class TargetServer:
@@ -70,13 +67,20 @@ class TargetServer:
         self.limits = limits or Limits()
         if token is not None:
             check_token(token, where="token")
-        self.has_token = token is not None
+        self.token = token
         self.metrics, self.target = Metrics(), Target(backend, self.limits)
         self.queue = AnswerQueue(self.target, self.metrics, self.limits)
         self._model_dir = model_dir
         self.info = self._describe(model, engine)
-        self.app: App = Guard(
-            self._routes(), token=token, max_body=self.limits.max_body_bytes, metrics=self.metrics
+
+    def app(self, host: str | None = None) -> App:
+        """The application; with `host` only for clients that name this machine, see `Guard`."""
+        return Guard(
+            self._routes(),
+            token=self.token,
+            host=host,
+            max_body=self.limits.max_body_bytes,
+            metrics=self.metrics,
         )
 
     def _describe(self, model: str, engine: str) -> dict[str, Any]:
@@ -112,16 +116,26 @@ class TargetServer:
         async def metrics() -> Response:
             return Response(self.metrics.text(), media_type="text/plain; version=0.0.4")
 
-        app.router.routes += [
-            Route("/v1/embeddings", _TargetPart(self, self._embeddings), methods=["GET"]),
-            Route("/v1/head", _TargetPart(self, self._head), methods=["GET"]),
-            Route("/v1/files", _TargetPart(self, self._files), methods=["GET"]),
-            Route("/v1/generate", _Generate(self), methods=["POST"]),
-        ]
+        def add(path: str, method: str, respond: Respond) -> None:
+            app.router.routes.append(Route(path, _Messages(self.queue, respond), methods=[method]))
+
+        for name, make in (
+            ("embeddings", self._embeddings), ("head", self._head), ("files", self._files),
+        ):  # fmt: skip
+            add(f"/v1/{name}", "GET", partial(self._send_part, make))
+        add("/v1/generate", "POST", self._generate)
         return app
 
+    # --- parts of the target -------------------------------------------------------------------
+
+    async def _send_part(
+        self, make: Callable[[], Message], place: Place, _: Scope, __: Receive, send: Send
+    ) -> None:
+        place.take_reply(self._largest_part)
+        await _send_message(send, await asyncio.to_thread(make))
+
     @property
-    def largest_part(self) -> int:
+    def _largest_part(self) -> int:
         """The bytes of the embedding or the head, whichever is larger; files are much smaller."""
         head = self.target.info.head
         weight = self.target.backend.get_input_embeddings().weight
@@ -149,85 +163,30 @@ class TargetServer:
         }
         return Message(tensors, {})
 
+    # --- questions -----------------------------------------------------------------------------
 
-class _Route:
-    """A route whose reply is a message: needs a place among the requests in progress."""
-
-    def __init__(self, server: TargetServer) -> None:
-        self._server, self._queue = server, server.queue
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            with self._queue.admission.place() as place:
-                await self._respond(place, scope, receive, send)
-        except _ClientGone:
-            return
-        except _BodyTimeout:
-            await send_json(send, 408, {"error": "the body did not arrive in time"})
-        except _BodyTooLarge:
-            await send_json(send, 413, {"error": "the body is too large"})
-        except QueueFull as full:
-            after = {"Retry-After": str(math.ceil(full.retry_after_s))}  # must be whole seconds
-            facts = {"error": str(full), "retry_after_s": full.retry_after_s}
-            await send_json(send, 429, facts, after)
-        except NotFinite as error:  # our error, which a retry does not fix
-            await send_json(send, 500, {"error": first_line(error), "final": True})
-        except TooLarge as error:
-            await send_json(send, 413, {"error": first_line(error)[:_MAX_REASON_LENGTH]})
-        except ValueError as error:  # includes WireError: malformed input is the client's error
-            await send_json(send, 400, {"error": first_line(error)[:_MAX_REASON_LENGTH]})
-        except (RuntimeError, OSError, MemoryError, LookupError, TypeError) as error:
-            reason = first_line(error)[:_MAX_REASON_LENGTH]
-            what = f"the target failed ({type(error).__name__}: {reason})"
-            await send_json(send, 500, {"error": what})
-
-    async def _respond(self, place: Place, scope: Scope, receive: Receive, send: Send) -> None:
-        raise NotImplementedError
-
-
-class _TargetPart(_Route):
-    """A route for a message about the target itself, which takes a while to build."""
-
-    def __init__(self, server: TargetServer, make: Callable[[], Message]) -> None:
-        super().__init__(server)
-        self._make = make
-
-    async def _respond(self, place: Place, scope: Scope, receive: Receive, send: Send) -> None:
-        place.take_reply(self._server.largest_part)
-        await _send_message(send, await asyncio.to_thread(self._make))
-
-
-class _Generate(_Route):
-    """POST /v1/generate, from the first byte of the body to the last byte of the reply."""
-
-    async def _respond(self, place: Place, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _generate(self, place: Place, scope: Scope, receive: Receive, send: Send) -> None:
+        """POST /v1/generate, from the first byte of the body to the last byte of the reply."""
         declared = _declared_length(scope)
         if declared is not None:
             place.take_body(declared)  # before any of it is read
-        max_bytes = self._server.limits.max_body_bytes
+        max_bytes = self.limits.max_body_bytes
         body = await _read_body(receive, max_bytes, place if declared is None else None)
-        read = self._server.target.read
         small = len(body) < _SMALL_BYTES
+        read = self.target.read
         question = read(body) if small else await asyncio.to_thread(read, body)
         del body
-        if await self._refuse_other_weights(question, send):
-            return
+        held = self.target.info.weights_fingerprint
+        if question.fingerprint not in ("", held):
+            what = f"weights {question.fingerprint} were asked for, this server holds {held}"
+            raise _Refusal(409, what)
         place.take_reply(self._reply_bytes(question))
         message = await self._answer(question, receive)
         await self._reply(question, message, send)
 
-    async def _refuse_other_weights(self, question: Question, send: Send) -> bool:
-        fingerprint = question.fingerprint
-        if fingerprint and fingerprint != self._server.target.info.weights_fingerprint:
-            what = f"weights {fingerprint} were asked for, this server holds "
-            what += self._server.target.info.weights_fingerprint
-            await send_json(send, 409, {"error": what})
-            return True
-        return False
-
     def _reply_bytes(self, question: Question) -> int:
-        info = self._server.target.info
-        layers = len(self._server.target.backend.aux_layer_ids)
+        info = self.target.info
+        layers = len(self.target.backend.aux_layer_ids)
         shape = WireShape.of(
             question, hidden_size=info.hidden_size, aux_layers=layers, dtype=info.dtype
         )
@@ -235,7 +194,7 @@ class _Generate(_Route):
 
     async def _answer(self, question: Question, receive: Receive) -> Message:
         """Wait for the answer, or for the client to disconnect."""
-        answer = asyncio.ensure_future(self._queue.answer(question))
+        answer = asyncio.ensure_future(self.queue.answer(question))
         gone = asyncio.ensure_future(_disconnected(receive))
         try:
             await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -249,15 +208,44 @@ class _Generate(_Route):
                 await gone
 
     async def _reply(self, question: Question, message: Message, send: Send) -> None:
-        headers, way = {"X-Fledge-Queue": str(self._queue.waiting)}, "body"
-        size = message.nbytes
-        name = question.segment
+        headers, way = {"X-Fledge-Queue": str(self.queue.waiting)}, "body"
+        size, name = message.nbytes, question.segment
         if name != "" and await asyncio.to_thread(write_segment, name, message):
             facts = {"request_id": question.request_id, "segment_bytes": str(size)}
             message, way = Message({}, facts), "shared_memory"
         # Counted before it is sent: a client that has the answer finds it in the metrics.
-        self._server.metrics.count("reply_bytes_total", size, way=way)
+        self.metrics.count("reply_bytes_total", size, way=way)
         await _send_message(send, message, headers)
+
+
+class _Messages:
+    """An ASGI route whose replies are messages: each needs a place among the requests in progress.
+    Every error becomes a status and one line."""
+
+    def __init__(self, queue: AnswerQueue, respond: Respond) -> None:
+        self._queue, self._respond = queue, respond
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            with self._queue.admission.place() as place:
+                await self._respond(place, scope, receive, send)
+        except _ClientGone:
+            return
+        except QueueFull as full:
+            after = {"Retry-After": str(math.ceil(full.retry_after_s))}  # must be whole seconds
+            facts = {"error": str(full), "retry_after_s": full.retry_after_s}
+            await send_json(send, 429, facts, after)
+        except NotFinite as error:  # our error, which a retry does not fix
+            await send_json(send, 500, {"error": first_line(error), "final": True})
+        except _Refusal as refusal:
+            await send_json(send, refusal.status, {"error": str(refusal)})
+        except ValueError as error:  # includes WireError: malformed input is the client's error
+            status = 413 if isinstance(error, TooLarge) else 400
+            await send_json(send, status, {"error": first_line(error)[:_MAX_REASON_LENGTH]})
+        except (RuntimeError, OSError, MemoryError, LookupError, TypeError) as error:
+            reason = first_line(error)[:_MAX_REASON_LENGTH]
+            what = f"the target failed ({type(error).__name__}: {reason})"
+            await send_json(send, 500, {"error": what})
 
 
 def _declared_length(scope: Scope) -> int | None:
@@ -282,14 +270,14 @@ async def _read_body(receive: Receive, max_bytes: int, place: Place | None) -> b
                     raise _ClientGone
                 piece = part.get("body", b"")
                 if len(body) + len(piece) > max_bytes:
-                    raise _BodyTooLarge
+                    raise _Refusal(413, "the body is too large")
                 if place is not None:
                     place.take_body(len(piece))
                 body += piece
                 if not part.get("more_body", False):
                     return body
     except TimeoutError:
-        raise _BodyTimeout from None
+        raise _Refusal(408, "the body did not arrive in time") from None
 
 
 async def _disconnected(receive: Receive) -> None:

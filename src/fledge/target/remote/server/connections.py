@@ -1,33 +1,38 @@
-"""Limits on connections, enforced when they are accepted, before anything is read from them.
+"""Limits on connections: how many there may be, how long a request may take to arrive, and how much
+it may contain besides its body.
 
-A connection is *new* until its first request has arrived, then *busy* while a request is answered
-and *idle* between requests. When there is no room for another, the one that has waited longest
-without a request is closed, new ones before idle ones; requests in progress are never cut off. So
-connections that are opened and abandoned (or never finish their TLS handshake) block nobody.
+A connection counts from the moment it is accepted, before anything is read from it. When there is
+no room for another, the one that has waited longest is closed, those that never sent a request
+first; requests in progress are never cut off. So connections that are opened and abandoned (or
+never finish their TLS handshake) block nobody.
 """
 
-import errno
 import ipaddress
 import logging
 import math
-import os
 import resource
 import socket
 import time
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
 log = logging.getLogger("fledge.remote")
 
 KEEP_ALIVE_S = 120  # longer than trainers pause between requests
+MAX_HEAD_BYTES = 64 << 10
+MAX_HEADERS = 100
 _SLACK_S = 5.0  # uvicorn should have closed an idle connection by then
+_BODY_S = 90.0  # for any body, even one that no route reads; the routes have shorter limits
 _MAX_DROPS = 64  # connections refused or replaced before the event loop gets its turn
-_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-_REMIND_S = 60.0
-_PAUSE_S = 0.05
+_MAX_PIPELINED = 4  # requests sent before the reply to an earlier one
+_TOO_LARGE_REPLY = (
+    b"HTTP/1.1 431 Request Header Fields Too Large\r\n"
+    b"content-length: 0\r\nconnection: close\r\n\r\n"
+)
 
 Peer = tuple[str, int]
 
@@ -54,7 +59,7 @@ class ConnectionLimits:
 
 def raise_file_limit() -> int:
     """Raise this process's limit on open files to its maximum, and return the limit."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(ValueError, OSError):  # some systems grant less than the hard limit
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -66,8 +71,11 @@ class Connection(socket.socket):
 
     peer: Peer
     home: str  # connections with the same home are counted together; see `_home`
-    due: float  # when it must have left its current state
+    due: float  # when its next request must have begun
     part_due: float = math.inf  # when the next part of an incoming message must be complete
+    waits_since: float
+    has_asked = False
+    busy = False  # a request of it is being answered
     owner: "Connections | None" = None
 
     def close(self) -> None:
@@ -82,76 +90,62 @@ class Connections:
 
     def __init__(self, limits: ConnectionLimits) -> None:
         self.limits, self.dropped = limits, 0
-        # each in the order in which connections entered the state
-        self._new: dict[Peer, Connection] = {}
-        self._busy: dict[Peer, Connection] = {}
-        self._idle: dict[Peer, Connection] = {}
-        self._count_by_home: Counter[str] = Counter()
+        self._all: dict[Peer, Connection] = {}
 
     def __len__(self) -> int:
-        return len(self._new) + len(self._busy) + len(self._idle)
+        return len(self._all)
 
     def find(self, peer: Any) -> Connection | None:
-        key = tuple(peer or ())[:2]
-        return self._new.get(key) or self._busy.get(key) or self._idle.get(key)
+        return self._all.get(tuple(peer or ())[:2])
 
     def add(self, connection: Connection) -> bool:
         """Admit a new connection, replacing an older one if need be; False if there is no room."""
-        home = connection.home
-        if self._count_by_home[home] >= self.limits.max_per_address:
-            room = self._replace(home)
+        everyone = list(self._all.values())
+        neighbours = [other for other in everyone if other.home == connection.home]
+        if len(neighbours) >= self.limits.max_per_address:
+            room = self._replace(neighbours)
         else:
-            room = len(self) < self.limits.max_connections or self._replace(None)
+            room = len(everyone) < self.limits.max_connections or self._replace(everyone)
         if not room:
             self.dropped += 1
             return False
-        connection.owner, connection.due = self, time.monotonic() + self.limits.header_s
-        self._new[connection.peer] = connection
-        self._count_by_home[home] += 1
+        connection.owner, connection.waits_since = self, time.monotonic()
+        connection.due = connection.waits_since + self.limits.header_s
+        self._all[connection.peer] = connection
         return True
 
     def forget(self, connection: Connection) -> None:
         """Stop counting a connection that is closed, or is about to be."""
-        for state in (self._new, self._busy, self._idle):
-            if state.get(connection.peer) is connection:
-                del state[connection.peer]
-                self._count_by_home[connection.home] -= 1
-                if not self._count_by_home[connection.home]:
-                    del self._count_by_home[connection.home]
+        if self.find(connection.peer) is connection:
+            del self._all[connection.peer]
 
     @contextmanager
     def busy(self, peer: Any) -> Iterator[None]:
         """Mark a connection as busy while a request of it is answered."""
         connection = self.find(peer)
-        if connection is not None:
-            self._move(connection, self._busy, math.inf)
+        if connection is None:
+            yield
+            return
+        connection.busy, connection.has_asked, connection.due = True, True, math.inf
         try:
             yield
         finally:
-            if connection is not None and self.find(peer) is connection:
-                self._move(connection, self._idle, time.monotonic() + KEEP_ALIVE_S + _SLACK_S)
+            connection.busy, connection.waits_since = False, time.monotonic()
+            connection.due = connection.waits_since + KEEP_ALIVE_S + _SLACK_S
 
     def drop_late(self) -> None:
         """Drop the connections whose time is up."""
         now = time.monotonic()
-        all_connections = (*self._new.values(), *self._busy.values(), *self._idle.values())
-        for connection in all_connections:
+        for connection in list(self._all.values()):
             if min(connection.due, connection.part_due) < now:
                 self._drop(connection)
 
-    def _move(self, connection: Connection, to: dict[Peer, Connection], due: float) -> None:
-        for state in (self._new, self._busy, self._idle):
-            state.pop(connection.peer, None)
-        to[connection.peer], connection.due = connection, due
-
-    def _replace(self, home: str | None) -> bool:
-        """Drop the connection that has waited longest, of one home or of all."""
-        for state in (self._new, self._idle):
-            for connection in state.values():
-                if home is None or connection.home == home:
-                    self._drop(connection)
-                    return True
-        return False
+    def _replace(self, candidates: list[Connection]) -> bool:
+        """Drop the connection that has waited longest; False if all are busy."""
+        waiting = [connection for connection in candidates if not connection.busy]
+        if waiting:
+            self._drop(min(waiting, key=lambda other: (other.has_asked, other.waits_since)))
+        return bool(waiting)
 
     def _drop(self, connection: Connection) -> None:
         """Shut a connection down; the event loop then sees the end of stream and closes it."""
@@ -167,20 +161,12 @@ class Listener(socket.socket):
     def __init__(self, family: int, limits: ConnectionLimits) -> None:
         # asyncio sets TCP_NODELAY only on sockets whose protocol is explicitly TCP
         super().__init__(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-        self.connections = Connections(limits)
-        self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-        self._reminded_at, self._seen = -math.inf, 0
+        self.connections, self._seen = Connections(limits), 0
 
     def accept(self) -> tuple[Connection, Any]:
         """Accept like any non-blocking socket, but skip connections that are turned away."""
         while self.connections.dropped - self._seen < _MAX_DROPS:
-            try:
-                plain, address = super().accept()
-            except OSError as error:
-                if error.errno not in _EXHAUSTED:
-                    raise
-                self._turn_away(error)
-                break
+            plain, address = super().accept()
             connection = Connection(self.family, self.type, self.proto, fileno=plain.detach())
             connection.peer, connection.home = address[:2], _home(address[0])
             if self.connections.add(connection):
@@ -189,40 +175,75 @@ class Listener(socket.socket):
         self._seen = self.connections.dropped
         raise BlockingIOError  # lets the event loop close the dropped connections and come back
 
-    def close(self) -> None:
-        super().close()
-        spare, self._spare = self._spare, -1
-        if spare >= 0:
-            os.close(spare)
-
-    def _turn_away(self, error: OSError) -> None:
-        """Refuse a connection when the process is out of files: accept it with the spare descriptor
-        and close it, or else the event loop would be woken for it again and again."""
-        if time.monotonic() - self._reminded_at >= _REMIND_S:
-            self._reminded_at = time.monotonic()
-            log.warning(
-                "connections are turned away: %s; raise the limit (ulimit -n) or lower "
-                "--max-connections", (error.strerror or str(error)).lower(),
-            )  # fmt: skip
-        if self._spare >= 0:
-            os.close(self._spare)
-            self._spare = -1
-        try:
-            super().accept()[0].close()
-        except OSError:
-            time.sleep(_PAUSE_S)  # not for lack of files: all that is left is to wait
-        with suppress(OSError):
-            self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-
 
 def _home(host: str) -> str:
     """The IPv4 address, or the IPv6 /64 network: one machine may have all of its addresses."""
-    try:
-        address = ipaddress.ip_address(host.partition("%")[0])
-    except ValueError:
-        return host
-    if address.version == 4:
+    address = ipaddress.ip_address(host.partition("%")[0])
+    if isinstance(address, ipaddress.IPv4Address):
         return host
     if address.ipv4_mapped is not None:
         return str(address.ipv4_mapped)
     return str(ipaddress.ip_network((address, 64), strict=False))
+
+
+class _TooMuch(Exception):  # noqa: N818  (ends the parsing, not an error of ours)
+    """Too many headers, or too many requests at once."""
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    """uvicorn's protocol with limits on a request's head, of which it has none. The parser buffers
+    an unfinished name, value or target, and uvicorn all headers, so the bytes outside of bodies
+    (request line, headers, trailers, the framing of chunks) are counted as they arrive."""
+
+    def __init__(self, *args: Any, connections: Connections, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._connections = connections
+        self._connection: Connection | None = None
+        self._left = MAX_HEAD_BYTES  # for bytes outside of bodies
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._connection = self._connections.find(transport.get_extra_info("peername"))
+
+    def data_received(self, data: bytes) -> None:
+        self._left -= len(data)
+        super().data_received(data)
+        if self._left < 0 and not self.transport.is_closing():
+            self._refuse()
+
+    def on_message_begin(self) -> None:
+        if len(self.pipeline) >= _MAX_PIPELINED:
+            self.transport.abort()
+            raise _TooMuch
+        self._set_due(self._connections.limits.header_s)
+        super().on_message_begin()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        super().on_header(name, value)
+        if len(self.headers) > MAX_HEADERS:
+            self._refuse()
+            raise _TooMuch
+
+    def on_headers_complete(self) -> None:
+        self._set_due(_BODY_S)
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        # twice: a chunk's framing may be as long as the chunk itself, and must not count
+        self._left = min(MAX_HEAD_BYTES, self._left + 2 * len(body))
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._left = MAX_HEAD_BYTES
+        self._set_due(math.inf)
+        super().on_message_complete()
+
+    def _set_due(self, seconds: float) -> None:
+        """Set the time within which the next part of the message must be complete."""
+        if self._connection is not None:
+            self._connection.part_due = time.monotonic() + seconds
+
+    def _refuse(self) -> None:
+        if self.cycle is None or self.cycle.response_complete:  # not in the middle of a reply
+            self.transport.write(_TOO_LARGE_REPLY)
+        self.transport.close()

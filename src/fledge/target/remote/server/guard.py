@@ -1,37 +1,46 @@
-"""Checks in front of every route, from headers alone: the token, the size limit, the metrics."""
+"""Checks in front of every route, from headers alone: the token, the host, the size limit; and the
+metrics about requests."""
 
 import asyncio
 import hmac
 import json
+import re
 from collections.abc import Awaitable, Callable, MutableMapping
 from contextlib import suppress
 from typing import Any
 
-from fledge.target.remote.server.metrics import Metrics
+from fledge.target.remote.server.admission import Metrics
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-PATHS = (
-    *("/health", "/metrics", "/v1/info", "/v1/embeddings", "/v1/head", "/v1/files"),
-    "/v1/generate",
-)
 OPEN_PATHS = ("/health",)  # for load balancers, which have no token
+PATHS = (
+    *OPEN_PATHS,
+    *("/metrics", "/v1/info", "/v1/embeddings", "/v1/head", "/v1/files", "/v1/generate"),
+)
+_HOST = re.compile(r"(?:\[(.*)\]|([^:]*))(?::\d*)?")  # [IPv6 address] or name, port
 
 
 class Guard:
-    """Answers 401 and 413 itself and passes all other requests on."""
+    """Answers 401, 413 and 421 itself and passes all other requests on.
 
-    def __init__(self, app: App, *, token: str | None, max_body: int, metrics: Metrics) -> None:
+    With `host`, only requests whose Host header names this machine are accepted. This stops DNS
+    rebinding: a web page whose domain resolves to 127.0.0.1 can make a browser send requests to a
+    local server, but only with the page's own domain as the host.
+    """
+
+    def __init__(
+        self, app: App, *, token: str | None, host: str | None, max_body: int, metrics: Metrics
+    ) -> None:
         self._app, self._max_body, self._metrics = app, max_body, metrics
         self._expected = None if token is None else f"Bearer {token}".encode()
+        own = {"localhost", "127.0.0.1", "::1"}
+        self._hosts = None if host is None else own | {host.lower()}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         started = False
 
         async def counted(message: MutableMapping[str, Any]) -> None:
@@ -47,61 +56,44 @@ class Guard:
             await send(message)
 
         try:
-            await self._admit(scope, receive, counted)
+            if (refusal := self._refusal(scope)) is None:
+                await self._app(scope, receive, counted)
+            else:
+                status, what, headers = refusal
+                await send_json(counted, status, {"error": what}, headers)
         except asyncio.CancelledError:  # the server is shutting down, and the time to drain is over
             if not started:
                 with suppress(asyncio.CancelledError):
                     await send_json(counted, 503, {"error": "the server is shutting down"})
 
-    async def _admit(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def _refusal(self, scope: Scope) -> tuple[int, str, dict[str, str]] | None:
+        """(status, reason, headers) for a request that is not passed on."""
         headers = dict(scope["headers"])
-        if scope["path"] not in OPEN_PATHS and not self._is_authorized(headers):
-            what = "a valid bearer token is needed"
-            await send_json(send, 401, {"error": what}, {"WWW-Authenticate": "Bearer"})
-            return
+        if scope["path"] not in OPEN_PATHS:
+            if not self._names_this_machine(scope):
+                what = "the Host header does not name this machine; without a token only it may ask"
+                return 421, what, {}
+            if not self._is_authorized(headers):
+                return 401, "a valid bearer token is needed", {"WWW-Authenticate": "Bearer"}
         length = headers.get(b"content-length", b"0")
         if not length.isdigit() or int(length) > self._max_body:
-            what = (
-                f"the body has {length[:20].decode('latin1')} bytes, {self._max_body} are allowed"
-            )
-            await send_json(send, 413, {"error": what})
-            return
-        await self._app(scope, receive, send)
+            size = length[:20].decode("latin1")
+            return 413, f"the body has {size} bytes, {self._max_body} are allowed", {}
+        return None
+
+    def _names_this_machine(self, scope: Scope) -> bool:
+        """Whether the only Host header is this machine's, with any port: ssh -L may forward it."""
+        if self._hosts is None:
+            return True
+        hosts = [value for name, value in scope["headers"] if name == b"host"]
+        match = _HOST.fullmatch(b"".join(hosts).decode("latin1").lower())
+        return len(hosts) == 1 and match is not None and (match[1] or match[2]) in self._hosts
 
     def _is_authorized(self, headers: dict[bytes, bytes]) -> bool:
         if self._expected is None:
             return True
         # constant time, wherever the first difference is
         return hmac.compare_digest(headers.get(b"authorization", b""), self._expected)
-
-
-class OwnHosts:
-    """Accepts only requests whose Host header names this machine. This stops DNS rebinding: a web
-    page whose domain resolves to 127.0.0.1 can make a browser send requests to a local server, but
-    only with the page's own domain as the host."""
-
-    def __init__(self, app: App, host: str) -> None:
-        self._app = app
-        self._hosts = {"localhost", "127.0.0.1", "::1", host.lower()}
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        hosts = [value for name, value in scope.get("headers", ()) if name == b"host"]
-        unrestricted = scope["type"] != "http" or scope["path"] in OPEN_PATHS
-        if unrestricted or (len(hosts) == 1 and self._is_own(hosts[0].decode("latin1"))):
-            await self._app(scope, receive, send)
-            return
-        what = "the Host header does not name this machine; without a token only it may ask"
-        await send_json(send, 421, {"error": what})
-
-    def _is_own(self, host: str) -> bool:
-        """Whether a host is this machine, with any port: ssh -L may forward from another one."""
-        name, port = host, ""
-        if host.startswith("["):
-            name, _, port = host[1:].partition("]")
-            port = port.removeprefix(":")
-        elif ":" in host:
-            name, _, port = host.partition(":")
-        return name.lower() in self._hosts and (not port or port.isdecimal())
 
 
 async def send_json(

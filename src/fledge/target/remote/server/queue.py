@@ -11,10 +11,8 @@ from dataclasses import dataclass
 
 from fledge.core.rows import TokenBatch
 from fledge.target.remote.protocol import Question
-from fledge.target.remote.server.admission import Admission, Limits
-from fledge.target.remote.server.answers import Target
-from fledge.target.remote.server.merge import may_merge, merged_tokens
-from fledge.target.remote.server.metrics import Metrics
+from fledge.target.remote.server.admission import Admission, Limits, Metrics
+from fledge.target.remote.server.answers import Target, may_merge, merged_tokens
 from fledge.target.remote.wire import Message, WireError
 
 
@@ -76,30 +74,36 @@ class AnswerQueue:
 
     async def _run(self) -> None:
         """Run passes, one at a time, until no question is waiting."""
-        loop = asyncio.get_running_loop()
         while self._waiting:
             jobs = self._next_group()
             self._update_metrics()
-            questions = [job.question for job in jobs]
-            begin = time.monotonic()
-            call = loop.run_in_executor(self._thread, self._target.answer, questions)
-            [answers] = await asyncio.gather(call, return_exceptions=True)
-            seconds = time.monotonic() - begin
-            tokens = sum(question.rows.tokens for question in questions)
-            self._tokens_per_s += 0.2 * (tokens / max(seconds, 1e-4) - self._tokens_per_s)
-            failed = isinstance(answers, BaseException)
-            self._metrics.passed(len(jobs), tokens, seconds, failed=failed)
-            if isinstance(answers, BaseException) and len(jobs) > 1:  # retry each job alone
-                self._put_back(jobs)
-                continue
-            for index, job in enumerate(jobs):
-                if isinstance(answers, BaseException):
-                    job.done.set_exception(answers)
-                    job.done.exception()  # mark as retrieved: nobody may be waiting any more
-                else:
-                    job.done.set_result(answers[index])
-            del jobs, questions, answers, call  # free the replies as soon as they are sent
+            await self._run_pass(jobs)
+            del jobs  # frees the replies as soon as they are sent
         self._runner = None
+
+    async def _run_pass(self, jobs: list[_Job]) -> None:
+        questions = [job.question for job in jobs]
+        begin = time.monotonic()
+        loop = asyncio.get_running_loop()
+        call = loop.run_in_executor(self._thread, self._target.answer, questions)
+        [answers] = await asyncio.gather(call, return_exceptions=True)
+        seconds = time.monotonic() - begin
+        tokens = sum(question.rows.tokens for question in questions)
+        self._tokens_per_s += 0.2 * (tokens / max(seconds, 1e-4) - self._tokens_per_s)
+        self._metrics.count("passes_total")
+        self._metrics.count("pass_seconds_total", seconds)
+        if not isinstance(answers, BaseException):
+            self._metrics.count("questions_total", len(jobs))
+            self._metrics.count("tokens_total", tokens)
+            for job, answer in zip(jobs, answers, strict=True):
+                job.done.set_result(answer)
+            return
+        self._metrics.count("failed_passes_total")
+        if len(jobs) > 1:  # retry each job alone
+            self._put_back(jobs)
+        else:
+            jobs[0].done.set_exception(answers)
+            jobs[0].done.exception()  # mark as retrieved: nobody may be waiting any more
 
     def _put_back(self, jobs: list[_Job]) -> None:
         """Queue jobs again, each for a pass of its own, unless nobody waits for them any more."""

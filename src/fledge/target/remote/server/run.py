@@ -6,10 +6,8 @@ import logging
 import signal
 import socket
 import ssl
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,13 +20,12 @@ from fledge.target.remote.segment import remove_leftovers
 from fledge.target.remote.server.app import TargetServer
 from fledge.target.remote.server.connections import (
     KEEP_ALIVE_S,
+    BoundedProtocol,
     ConnectionLimits,
-    Connections,
     Listener,
     raise_file_limit,
 )
-from fledge.target.remote.server.guard import App, OwnHosts, Receive, Scope, Send
-from fledge.target.remote.server.heads import BoundedProtocol
+from fledge.target.remote.server.guard import Receive, Scope, Send
 
 _LEFTOVERS_S = 30.0  # between two searches for shared memory of killed clients
 _REPEAT_S = 60.0  # before a warning is logged again
@@ -114,12 +111,25 @@ def make_uvicorn(
 ) -> uvicorn.Server:
     """uvicorn with the httptools parser and asyncio's own event loop, which send large pieces
     without copying them (uvloop and h11 are half as fast, see benchmarks/results/remote.md)."""
-    app = server.app
-    if address.is_loopback and not server.has_token:
-        app = OwnHosts(app, address.host)
-    protocol: Any = partial(BoundedProtocol, connections=bound.connections)
+    connections, cleaned_at = bound.connections, time.monotonic()
+    app = server.app(address.host if address.is_loopback and server.token is None else None)
+
+    async def tracked(scope: Scope, receive: Receive, send: Send) -> None:
+        with connections.busy(scope["client"]):
+            await app(scope, receive, send)
+
+    async def maintain() -> None:
+        nonlocal cleaned_at
+        connections.drop_late()
+        dropped = connections.dropped
+        server.metrics.set(connections=len(connections), dropped_connections_total=dropped)
+        if time.monotonic() - cleaned_at >= _LEFTOVERS_S:
+            cleaned_at = time.monotonic()
+            await asyncio.to_thread(remove_leftovers)
+
+    protocol: Any = partial(BoundedProtocol, connections=connections)
     config = uvicorn.Config(
-        _tracked(app, bound.connections),
+        tracked,
         http=protocol,
         loop="asyncio",
         ws="none",
@@ -130,39 +140,13 @@ def make_uvicorn(
         proxy_headers=False,  # the client is always the peer of the connection
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=drain_s,  # type: ignore[arg-type]  # accepts any number
-        callback_notify=_Maintenance(server, bound.connections).run,
+        callback_notify=maintain,
         timeout_notify=0,  # as often as uvicorn checks, which is every second
         ssl_certfile=None if address.tls_cert is None else str(address.tls_cert),
         ssl_keyfile=None if address.tls_key is None else str(address.tls_key),
     )
     logging.getLogger("uvicorn.error").addFilter(_RATE_LIMIT)
     return uvicorn.Server(config)
-
-
-def _tracked(app: App, connections: Connections) -> App:
-    """The application, with its connections marked as busy during requests."""
-
-    async def tracked(scope: Scope, receive: Receive, send: Send) -> None:
-        with connections.busy(scope.get("client")):
-            await app(scope, receive, send)
-
-    return tracked
-
-
-class _Maintenance:
-    """The periodic work of a running server."""
-
-    def __init__(self, server: TargetServer, connections: Connections) -> None:
-        self._metrics, self._connections = server.metrics, connections
-        self._cleaned_at = time.monotonic()
-
-    async def run(self) -> None:
-        self._connections.drop_late()
-        count, dropped = len(self._connections), self._connections.dropped
-        self._metrics.set(connections=count, dropped_connections_total=dropped)
-        if time.monotonic() - self._cleaned_at >= _LEFTOVERS_S:
-            self._cleaned_at = time.monotonic()
-            await asyncio.to_thread(remove_leftovers)
 
 
 class _RateLimit(logging.Filter):
@@ -200,25 +184,12 @@ def serve(
     web = make_uvicorn(server, address, bound, drain_s=drain_s)
     bound.listen(2048)
     on_ready(address.url(bound))
+    for number in (signal.SIGINT, signal.SIGTERM):
+        # uvicorn replaces these handlers while it runs, and raises the signal again at its end: a
+        # drained server should exit with code 0
+        signal.signal(number, lambda *_: None)
     try:
-        with _exit_code_zero_on_signals():
-            web.run(sockets=[bound])
+        web.run(sockets=[bound])
     finally:
         server.queue.close()
         server.target.backend.close()
-
-
-@contextmanager
-def _exit_code_zero_on_signals() -> Iterator[None]:
-    """Ignore the signal that stopped uvicorn, which it raises again at the end: a drained server
-    should exit with code 0."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    old = {number: signal.signal(number, lambda *_: None) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)
