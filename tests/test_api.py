@@ -184,7 +184,7 @@ def test_a_recipe_is_a_file_a_name_a_mapping_or_a_recipe(tmp_path):
     [
         ({"trainig": {}}, {}, "recipe: unknown section 'trainig'; did you mean 'training'?"),
         (None, {"training": {"lrr": 1}}, "argument 'training': unknown key 'training.lrr'"),
-        (None, {"training": 3}, "argument 'training': section 'training' holds 3"),
+        (None, {"training": 3}, "argument 'training': training: must be a mapping, got 3"),
         ({"training": {"lr": -1}}, {}, "recipe: training.lr"),
         ("smollm2_cpuu", {}, "did you mean 'smollm2_cpu'?"),
         ("nowhere.yaml", {}, "nowhere.yaml"),

@@ -96,7 +96,7 @@ def fields(field: FieldInfo, name: str) -> st.SearchStrategy[Any]:
 def recipes(draw: st.DrawFn) -> dict[str, dict[str, Any]]:
     """A sparse valid recipe as a mapping."""
     recipe: dict[str, dict[str, Any]] = {}
-    kinds = {name: draw(st.sampled_from(sorted(shape.kinds))) for name, shape in SHAPES.items()}
+    kinds = {name: draw(st.sampled_from(sorted(shape.kinds()))) for name, shape in SHAPES.items()}
     method = METHODS[kinds["objective"]]
     count = method.aux_layers()
     layers = st.lists(st.integers(0, 99), min_size=count, max_size=count, unique=True)
@@ -108,7 +108,7 @@ def recipes(draw: st.DrawFn) -> dict[str, dict[str, Any]]:
             if field.is_required() or draw(st.booleans()):
                 values = st.none() | layers if key == "aux_layer_ids" else fields(field, key)
                 body[key] = draw(values)
-        if shape.tag is not None:
+        if shape.tag:
             body[shape.tag] = kind
         recipe[section] = body
     _fit_to_method(recipe)
@@ -176,7 +176,7 @@ def typos(draw: st.DrawFn) -> tuple[str, str]:
     """A key path with a letter added or removed, so that it does not exist; the correct word."""
     section = draw(st.sampled_from(sorted(SHAPES)))
     shape = SHAPES[section]
-    key = draw(st.sampled_from(sorted(shape.fields(shape.default_kind))))
+    key = draw(st.sampled_from(sorted(shape.fields(shape.default))))
     break_section = draw(st.booleans())
     word = section if break_section else key
     at = draw(st.integers(0, len(word) - 1))

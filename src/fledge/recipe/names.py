@@ -1,23 +1,14 @@
 """Errors about unknown sections and keys, with what was probably meant. Does not import torch."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from fledge.core.errors import BadInput, nearest
+from fledge.core.errors import nearest
+from fledge.core.settings import Tagged
 
-if TYPE_CHECKING:
-    from fledge.recipe.layers import Shape
-
-
-# --- aliases -------------------------------------------------------------------------------------
-# Other trainers' names for the keys of a recipe: such a name is refused with a pointer to ours.
-#
-# Names from transformers' Trainer, SpecForge, speculators, AutoModel and vLLM. They are not
-# accepted as keys: there is one way to write each setting. A name with two meanings here lists
-# both, likelier first. The only exception is the place of an offline cache, which AutoModel's
-# instructions for making one tell the user to set.
-
-
+# Other trainers' names for the keys of a recipe (transformers, SpecForge, speculators, AutoModel,
+# vLLM). They are refused with a pointer to ours: there is one way to write each setting. The only
+# exception is the path of an offline cache, which AutoModel's instructions tell the user to set.
 _NAMES_ELSEWHERE = {
     "training.steps": "max_steps total_steps num_training_steps num_steps",
     "training.epochs": "num_epochs num_train_epochs max_epochs n_epochs",
@@ -71,7 +62,7 @@ _NAMES_ELSEWHERE = {
     "run.output_dir": "output_path save_path checkpoint_dir out out_dir",
 }
 
-ALIASES: dict[str, list[str]] = {}
+ALIASES: dict[str, list[str]] = {}  # with two meanings here: both, the likelier one first
 for _place, _names in _NAMES_ELSEWHERE.items():
     for _name in _names.split():
         ALIASES.setdefault(_name, []).append(_place)
@@ -82,47 +73,52 @@ def ours(name: str) -> list[str]:
     return ALIASES.get(name.lower().replace("-", "_").lstrip("_"), [])
 
 
-def our_section(section: str, key: str) -> str:
-    """The section of a key, which may be written in the one that AutoModel has for it."""
-    return "target" if (section, key) == ("recipe_args", "cached_target_path") else section
+def by_section(section: str, body: Any) -> dict[str, Any]:
+    """What a section holds, by where it belongs: AutoModel's `recipe_args.cached_target_path` is
+    a key of the target."""
+    if section != "recipe_args" or not isinstance(body, Mapping):
+        return {section: body}
+    moved = {key: value for key, value in body.items() if key == "cached_target_path"}
+    rest = {key: value for key, value in body.items() if key not in moved}
+    return {"target": moved} | ({section: rest} if rest else {}) if moved else {section: body}
 
 
 # --- unknown --------------------------------------------------------------------------------------
 
 
-def unknown_section(
-    name: str, where: str, shapes: Mapping[str, "Shape"], inside: Iterable[str] = ()
-) -> BadInput:
-    """The error about an unknown section. Its fix names the place of a key with that name, else the
-    nearest section, else the place of a key inside it."""
-    places = _places_of(name, shapes)
-    fix = _did_you_mean(places) if places else nearest(name, list(shapes))
-    if not fix.startswith("did you mean"):
-        inner_places = [place for key in inside for place in _places_of(key, shapes)]
-        fix = _did_you_mean(inner_places[:1]) if inner_places else fix
-    return BadInput(f"unknown section '{name}'", where=where, fix=fix)
-
-
-def unknown_key(
-    section: str, key: str, where: str, *, shapes: Mapping[str, "Shape"], kind: str
-) -> BadInput:
-    shape = shapes[section]
-    owners = [name for name in shape.kinds if key in shape.fields(name)]
-    fields = shape.fields(kind)
-    places = _places_of(key, shapes)
+def unknown(path: Sequence[str], values: Mapping[str, Any], recipe: Tagged) -> tuple[str, str]:
+    """What to say about a section or a key that does not exist, and what was probably meant."""
+    *above, key = path
+    sections = recipe.fields("")
+    places = _places_of(key, recipe)
+    if not above:
+        fix = _did_you_mean(places) if places else nearest(key, list(sections))
+        body = values[key] if isinstance(values[key], Mapping) else {}
+        inside = [place for name in body for place in _places_of(str(name), recipe)]
+        if inside and not fix.startswith("did you mean"):
+            fix = _did_you_mean(inside[:1])
+        return f"unknown section '{key}'", fix
+    shape, kind = recipe, ""
+    for name in above:
+        inner, values = shape.inner(name, kind), values.get(name, {})
+        assert inner is not None
+        shape, kind = inner, inner.kind_of(values)
+    section, fields = ".".join(above), shape.fields(kind)
     # a match in the section itself, with its current kind, is preferred
     in_section = [place for place in places if place.removeprefix(f"{section}.") in fields]
     fix = _did_you_mean(in_section or places) if places else nearest(key, list(fields))
-    if owners:
+    if owners := [name for name in shape.kinds() if key in shape.fields(name)]:
         tag = f"{section}.{shape.tag}"
         fix = f"it belongs to {tag}={owners[0]}, but {tag} is {kind}"
-    return BadInput(f"unknown key '{section}.{key}'", where=where, fix=fix)
+    return f"unknown key '{section}.{key}'", fix
 
 
-def _places_of(key: str, shapes: Mapping[str, "Shape"]) -> list[str]:
+def _places_of(key: str, recipe: Tagged) -> list[str]:
     """`section.key` of a section that has such a key, or of the keys that others call so."""
-    matches = [f"{section}.{key}" for section in shapes if key in shapes[section].all_keys()]
-    return matches[:1] or [place for place in ours(key) if place.partition(".")[0] in shapes]
+    for section in recipe.fields(""):
+        if (shape := recipe.inner(section)) is not None and key in shape.all_keys():
+            return [f"{section}.{key}"]
+    return ours(key)
 
 
 def _did_you_mean(places: Sequence[str]) -> str:

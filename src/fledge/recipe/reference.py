@@ -8,7 +8,7 @@ from pydantic import BaseModel
 
 from fledge.core.settings import MOST, Tagged
 from fledge.methods.section import LossChoice
-from fledge.recipe.layers import DRAFTS, Shape
+from fledge.recipe.layers import DRAFTS
 from fledge.recipe.schema import OWN, Recipe, recipe_shapes
 
 
@@ -36,54 +36,43 @@ def markdown() -> str:
     return "\n".join(_lines()).rstrip() + "\n"
 
 
+_HEADER = "| {} | values | default | meaning |\n|---|---|---|---|"
+
+
 def _lines() -> Iterator[str]:
     for section, shape in recipe_shapes().items():
         description = Recipe.model_fields[section].description
         yield f"### `{section}`: {_sentence(description)}"
         yield ""
-        for kind, model in shape.kinds.items():
-            if shape.tag is not None:
+        for kind, model in shape.kinds().items():
+            if shape.tag:
                 yield f"**`{section}.{shape.tag}={kind}`** {_plain(model.__doc__)}"
                 yield ""
-            yield "| key | values | default | meaning |"
-            yield "|---|---|---|---|"
-            for key, field, schema in _fields(model, shape):
-                default = "required" if field.is_required() else _default(field)
-                allowed = _allowed(schema)
-                yield f"| `{key}` | {allowed} | {default} | {_plain(field.description)} |"
+            yield _HEADER.format("key")
+            yield from _rows(model)
             yield ""
         for key in sorted(shape.all_keys()):
-            yield from _nested_lines(f"{section}.{key}", shape.nested(key))
+            if (inner := shape.inner(key)) is not None and inner.tag:
+                yield f"**`{section}.{key}`** by its {inner.tag}, each with its parameters:"
+                yield ""
+                yield _HEADER.format(f"`{section}.{key}`")
+                for kind, model in inner.kinds().items():
+                    yield f"| `{kind}` | | | {_plain(model.__doc__)} |"
+                    yield from _rows(model, f"`{kind}`: ", but=inner.tag)
+                yield ""
 
 
-def _fields(model: type[BaseModel], shape: Shape) -> Iterator[tuple[str, Any, dict[str, Any]]]:
-    """Every key, its field and its JSON schema; nested sections are expanded into their keys."""
+def _rows(model: type[BaseModel], before: str = "", but: str = "") -> Iterator[str]:
+    """A row for every key; a section within the section is expanded into its keys."""
     schemas = model.model_json_schema()["properties"]
     for key, field in model.model_fields.items():
         annotation: Any = field.annotation
-        if hasattr(annotation, "model_fields") and shape.nested(key) is None:
-            for part, inner, schema in _fields(annotation, shape):
-                yield f"{key}.{part}", inner, schema
-        else:
-            yield key, field, schemas[key]
-
-
-def _nested_lines(name: str, tagged: Tagged | None) -> Iterator[str]:
-    """One table of the kinds of a field, each with its parameters."""
-    if tagged is None:
-        return
-    yield f"**`{name}`** by its {tagged.tag}, each with its parameters:"
-    yield ""
-    yield f"| `{name}` | values | default | meaning |"
-    yield "|---|---|---|---|"
-    for kind, model in tagged.kinds().items():
-        yield f"| `{kind}` | | | {_plain(model.__doc__)} |"
-        values = model.model_json_schema()["properties"]
-        for key, field in model.model_fields.items():
-            if key != tagged.tag:
-                allowed, meaning = _allowed(values[key]), _plain(field.description)
-                yield f"| `{kind}`: `{key}` | {allowed} | {_default(field)} | {meaning} |"
-    yield ""
+        if (inner := Tagged.of(field)) is not None and not inner.tag:
+            yield from (row.replace("`", f"`{key}.", 1) for row in _rows(annotation))
+        elif key != but:
+            default = "required" if field.is_required() else _default(field)
+            meaning = _plain(field.description)
+            yield f"| {before}`{key}` | {_allowed(schemas[key])} | {default} | {meaning} |"
 
 
 _TYPES = {"integer": "whole number", "number": "number", "string": "text", "object": "mapping"}

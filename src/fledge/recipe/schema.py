@@ -20,15 +20,7 @@ from fledge.methods.base import Method
 from fledge.methods.registry import DEFAULT_METHOD, METHODS, objective_sections
 from fledge.methods.section import ObjectiveSection
 from fledge.recipe import sections
-from fledge.recipe.layers import (
-    DRAFTS,
-    Layer,
-    Shape,
-    layered,
-    one_line,
-    read_layers,
-    shapes_of,
-)
+from fledge.recipe.layers import DRAFTS, Part, layered, one_line, plain, read_layers, where_of
 from fledge.recipe.yaml_text import dump_yaml
 from fledge.target.hf.kind import HfTarget
 from fledge.target.kinds import TargetSection, kind_of, target_sections
@@ -154,9 +146,12 @@ class Recipe(Section):
         ]
 
 
-def recipe_shapes() -> dict[str, Shape]:
-    """The sections with their kinds and fields: for error messages and the reference page."""
-    return shapes_of(Recipe)
+RECIPE = Tagged("", lambda: {"": Recipe}, default="")
+
+
+def recipe_shapes() -> dict[str, Tagged]:
+    """The sections with their kinds and fields: for the reference page."""
+    return {name: shape for name in RECIPE.fields("") if (shape := RECIPE.inner(name)) is not None}
 
 
 def load_recipe(
@@ -194,21 +189,21 @@ def _read_recipe(
     *,
     where: str,
 ) -> Recipe:
-    written, changes = read_layers(source, overrides, shapes=recipe_shapes())
+    written, changes = read_layers(source, overrides, recipe=RECIPE)
     if written.drafts or changes.drafts:
         what = f"a recipe of several drafts ({', '.join(written.drafts)}), and one is wanted here"
         fix = "give the recipe.yaml in the directory of one of them"
         raise BadInput(what, where=where, fix=fix)
-    return merged_recipe([written.sections, changes.sections], where=where)
+    return _merged([written.sections, changes.sections], where=where)
 
 
-def merged_recipe(layers: Sequence[Layer], *, where: str) -> Recipe:
+def _merged(layers: Sequence[Part], *, where: str) -> Recipe:
     """The recipe of merged layers, each taking precedence over those before it."""
-    merged, entries = layered(layers, shapes=recipe_shapes())
+    settings = layered(layers, recipe=RECIPE)
     try:
-        return Recipe.model_validate(merged)
+        return Recipe.model_validate(plain(settings))
     except ValidationError as error:
-        raise one_line(error, entries=entries, where=where) from error
+        raise one_line(error, settings=settings, where=where, recipe=RECIPE) from error
 
 
 def _explicit(recipe: Recipe) -> dict[str, Any]:
@@ -324,33 +319,35 @@ def load_recipes(
     name ''."""
     file = None if path is None else recipe_file(path)
     where = "recipe" if file is None else str(file)
-    written, changes = read_layers(file, overrides, shapes=recipe_shapes())
-    common = [written.sections, changes.sections]
+    written, changes = read_layers(file, overrides, recipe=RECIPE)
     if not written.drafts:
-        return {"": merged_recipe(common, where=where)}
+        return {"": _merged([written.sections, changes.sections], where=where)}
     recipes = {}
     for name in written.drafts:
         if not _NAME.fullmatch(name):
             fix = "letters, digits, '_', '-' and '.': it names a directory"
             raise BadInput(f"'{name}' is not a valid name for a draft", where=where, fix=fix)
-        own_layers = written.of(name), changes.of(name)
-        for layer in own_layers:
-            _check_own(layer)
-        layers = [written.sections, own_layers[0], changes.sections, own_layers[1]]
-        recipes[name] = _own_run(name, merged_recipe(layers, where=f"{where}, {DRAFTS}.{name}"))
+        own, changed = written.drafts[name], changes.drafts.get(name, Part())
+        for part in (own, changed):
+            _check_own(part, where)
+        layers = [written.sections, own, changes.sections, changed]
+        recipes[name] = _own_run(name, _merged(layers, where=f"{where}, {DRAFTS}.{name}"))
     _check_trackers(recipes, where)
     return recipes
 
 
-def _check_own(layer: Layer) -> None:
+def _check_own(part: Part, where: str) -> None:
     """Refuse keys that all drafts share; unknown keys are refused later, as in any recipe."""
     for section, shape in recipe_shapes().items():
-        allowed = OWN.get(section, ())
-        for key, setting in layer[section].items():
-            if allowed is not None and key not in allowed and key in shape.all_keys():
-                what = f"'{section}.{key}' is one for all drafts, which share the target's answers"
-                fix = f"write it once, under '{section}' of the recipe"
-                raise BadInput(what, where=setting.where, fix=fix)
+        allowed, settings = OWN.get(section, ()), part.get(section)
+        if allowed is None or not isinstance(settings, Part):
+            continue
+        for key in settings:
+            if key in allowed or key not in shape.all_keys():
+                continue
+            what = f"'{section}.{key}' is one for all drafts, which share the target's answers"
+            fix = f"write it once, under '{section}' of the recipe"
+            raise BadInput(what, where=where_of(part, (section, key), where), fix=fix)
 
 
 def _own_run(name: str, recipe: Recipe) -> Recipe:

@@ -16,7 +16,7 @@ from fledge.core.errors import BadInput
 
 _MAX_BYTES = 1 << 18  # recipes have a few thousand
 _MAX_DEPTH = 32
-_LINES_DEPTH = 4  # levels with line numbers: drafts, one of them, a section, a key
+_LINES_DEPTH = 5  # levels with line numbers: drafts, name, section, key, part of its value
 _MAX_VALUES = 20_000  # with all aliases and merges expanded
 _INT = re.compile(r"[-+]?[0-9][0-9_]*$")
 _FLOAT = re.compile(
@@ -92,7 +92,7 @@ _Dumper.add_representer(str, _represent_str)
 
 
 def parse_yaml(text: str | bytes, *, where: str) -> tuple[Any, dict[tuple[str, ...], int]]:
-    """The value of a YAML text, and the line of every key in its first four levels."""
+    """The value of a YAML text, and the line of every key in its first levels."""
     if len(text) > _MAX_BYTES:
         raise BadInput(f"YAML: more than {_MAX_BYTES:,} bytes", where=where, fix="is it a recipe?")
     try:
