@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from decode.test_block_decode import SPARK, make_block
-from decode.tiny_decode import AUX, STOPS, make_target, random_prompts
+from decode.tiny_decode import AUX, SPARK, STOPS, make_block, make_target, random_prompts
 from fledge.core.errors import BadInput
 from fledge.decode.speculative import SpeculativeDecoder
 from fledge.measure.replay import Text, as_pack, ask, target_picks

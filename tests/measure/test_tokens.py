@@ -6,12 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decode.tiny_decode import AUX, STOPS
-from fledge.decode.rounds import Round
+from fledge.decode.accept import Round
 from fledge.decode.speculative import SpeculativeDecoder
 from fledge.decode.stops import Pieces
 from fledge.decode.strategy import rollouts_of
-from fledge.measure.replay import Text
-from fledge.measure.tokens import look_closely, written_tokens
+from fledge.measure.replay import Text, look_closely, written_tokens
 from fledge.models.resolve import load_tokenizer
 from fledge.target.hf.model import HFEagle3TargetModel
 

@@ -253,7 +253,7 @@ def _calibration(calibration: Any) -> Table:
 def _remarks(report: Any) -> None:
     from fledge.measure.speed import DISTURBED
 
-    misses = report.misses.to_json()
+    misses = report.failures.misses()
     lines = [
         f"{misses['token_share']:.2%} of the target's tokens are outside the draft vocabulary; "
         f"they ended {misses['ended_round_share']:.1%} of the rounds"
@@ -272,9 +272,9 @@ def _remarks(report: Any) -> None:
         )
     if report.speed is not None:
         speed = report.speed
-        rounds = counted(speed.live.rounds, "round")
-        steps = counted(speed.plain.rounds, "plain step")
-        lines.append(f"timed on {counted(speed.texts, 'text')}: {rounds} and {steps}")
+        rounds = counted(len(speed.live_rounds), "round")
+        steps = counted(len(speed.plain_steps_s), "plain step")
+        lines.append(f"timed on {counted(len(speed.live), 'text')}: {rounds} and {steps}")
     if report.replay_s is not None:
         lines.append(f"replayed in {report.replay_s:.1f} s")
     out.print(f"{report.name}: {'; '.join(lines)}.")

@@ -10,6 +10,11 @@ from collections.abc import Callable
 
 Watch = Callable[[str, float, int], None]  # current activity, done, total
 
+
+def unwatched(what: str, done: float, total: int) -> None:
+    """A `Watch` that shows nothing."""
+
+
 EVERY_S = 10.0  # between two lines, unless one is requested
 
 

@@ -115,27 +115,30 @@ class Drafter:
         embedding = F.embedding(token_BQ.flatten(), self.draft.embed_tokens.weight).to(self.dtype)
         token = self.layers[0].token_part(embedding)
         angles = self.draft.rotary(position_BQ.flatten(), self.dtype)
-        rows_B1 = torch.arange(batch, device=self.device)[:, None]
         state = state_BQE.flatten(0, 1)
-        for layer, (keys_BUGC, values_BUGC) in zip(
-            self.layers, self._cache[:, :, :batch], strict=True
-        ):
+        for number, layer in enumerate(self.layers):
             state, token = layer.enter(state, token)
             qkv = layer.project(layer.normed(state), token, slice(None))
             q, kv = qkv.tensor_split([layer.q_size], dim=1)
             keys, values = self._heads(kv).chunk(2, dim=1)
-            keys = rotate(layer.keys(keys), *angles)
-            keys_BUGC[rows_B1, index_BQ] = keys.view(batch, count, *keys.shape[1:])
-            values_BUGC[rows_B1, index_BQ] = values.reshape(batch, count, *values.shape[1:])
+            stored = self.store(number, index_BQ, rotate(layer.keys(keys), *angles), values)
             q_NHC = rotate(layer.queries(self._heads(q)), *angles)
-            out = _attend(
-                q_NHC.view(batch, count, *q_NHC.shape[1:]), keys_BUGC, values_BUGC, visible_BQU
-            )
+            out = attend(q_NHC.view(batch, count, *q_NHC.shape[1:]), *stored, visible_BQU)
             state = layer.finish(state, out.flatten(0, 1))
             token = None
         if self.draft.spec.norm_output:
             state = self._normed(state)
         return state.view(batch, count, -1)
+
+    def store(
+        self, layer: int, index_BQ: Tensor, keys_NGC: Tensor, values_NGC: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Write a layer's new keys and values; returns all of these rows', [B, U, G, C] each."""
+        rows_B1 = torch.arange(len(index_BQ), device=self.device)[:, None]
+        keys_BUGC, values_BUGC = self._cache[layer, :, : len(index_BQ)]
+        keys_BUGC[rows_B1, index_BQ] = keys_NGC.reshape(*index_BQ.shape, *keys_NGC.shape[1:])
+        values_BUGC[rows_B1, index_BQ] = values_NGC.reshape(*index_BQ.shape, *values_NGC.shape[1:])
+        return keys_BUGC, values_BUGC
 
     def logits(self, carried: Tensor) -> Tensor:
         """[..., E] as `run` returns it -> [..., W]."""
@@ -149,7 +152,8 @@ class Drafter:
         return x.reshape(len(x), -1, self.draft.spec.head_dim)
 
 
-def _attend(q_BQHC: Tensor, keys_BUGC: Tensor, values_BUGC: Tensor, visible_BQU: Tensor) -> Tensor:
+def attend(q_BQHC: Tensor, keys_BUGC: Tensor, values_BUGC: Tensor, visible_BQU: Tensor) -> Tensor:
+    """[B, Q, H, C]; of the cached keys and values, only those that the mask covers are read."""
     used, group = visible_BQU.shape[-1], q_BQHC.shape[2] // keys_BUGC.shape[2]
 
     def by_head(x_BUGC: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from filelock import FileLock
 
 from fledge.core.errors import BadInput, nearest
 from fledge.core.files import atomic_file, cache_dir
-from fledge.core.progress import Watch
+from fledge.core.progress import Watch, unwatched
 from fledge.core.reading import Choice, ListOf, Table, Text, Whole, read_json
 from fledge.data.conversation import Message
 from fledge.data.drops import BadRow
@@ -168,7 +168,7 @@ def cached_answers(
     *,
     max_new_tokens: int,
     batch: int = 16,
-    watch: Watch | None = None,
+    watch: Watch = unwatched,
 ) -> Answers:
     """The answers from the cache, or generated now and cached."""
     if target.tokenizer is None:
@@ -185,7 +185,7 @@ def cached_answers(
         journal = Journal(parts, good=_ANSWER, failed=_ANSWER)
         try:
             writer = _Writer(target, max_new_tokens, batch, journal)
-            turns, skipped = writer.answer(prompts, watch or (lambda what, done, total: None))
+            turns, skipped = writer.answer(prompts, watch)
         finally:
             journal.close()
         with atomic_file(path) as handle:

@@ -8,6 +8,7 @@ such that the product is calibrated on held-out texts. Shapes: N slots of a dept
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
+from functools import partial
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -180,14 +181,7 @@ def fit_temperatures(found: Sureness) -> list[float]:
             break
         before_N = chances(found, temperatures)[reached_N, depth - 1] if depth else 1.0
         odds_N, stood_N = found.odds_NK[reached_N, depth], found.stood(depth)[reached_N]
-
-        def loss(
-            log_temperature: float, odds_N: Floats = odds_N, before_N: Any = before_N,
-            stood_N: Any = stood_N,
-        ) -> float:  # fmt: skip
-            chance_N = before_N * _sigmoid(odds_N / np.exp(log_temperature))
-            return _log_loss(chance_N, stood_N)
-
+        loss = partial(_log_loss, odds_N=odds_N, before_N=before_N, stood_N=stood_N)
         temperatures.append(float(np.exp(_minimize(loss, np.log(_COLDEST), np.log(_HOTTEST)))))
     return temperatures
 
@@ -205,14 +199,11 @@ def reliability(
     reached_N = ~np.isnan(chance_N)
     chance_N, stood_N = chance_N[reached_N], found.stood(depth)[reached_N]
     which_bin_N = np.minimum((chance_N * bins).astype(np.int64), bins - 1)
+    members = [which_bin_N == b for b in range(bins)]
     return [
-        Bin(
-            float(chance_N[which_bin_N == b].mean()),
-            float(stood_N[which_bin_N == b].mean()),
-            int(n),
-        )
-        for b in range(bins)
-        if (n := (which_bin_N == b).sum())
+        Bin(float(chance_N[in_N].mean()), float(stood_N[in_N].mean()), int(in_N.sum()))
+        for in_N in members
+        if in_N.any()
     ]
 
 
@@ -227,7 +218,10 @@ def _sigmoid(odds: Floats) -> Floats:
     return value
 
 
-def _log_loss(chance_N: Floats, stood_N: NDArray[np.bool_]) -> float:
+def _log_loss(
+    log_temperature: float, *, odds_N: Floats, before_N: Floats | float, stood_N: NDArray[np.bool_]
+) -> float:
+    chance_N = before_N * _sigmoid(odds_N / np.exp(log_temperature))
     clipped_N = np.clip(chance_N, 1e-12, 1 - 1e-12)
     return float(-np.where(stood_N, np.log(clipped_N), np.log1p(-clipped_N)).mean())
 

@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fledge.core.head import tokens_of
 from fledge.core.rows import TokenBatch
 from fledge.decode.accept import Chooser, Proposal
-from fledge.decode.drafter import Drafter, DrafterStrategy
+from fledge.decode.drafter import Drafter, DrafterStrategy, attend
 from fledge.decode.recorded import Passes
 from fledge.decode.strategy import Rollouts, RoundState, drafting_slots
 from fledge.methods.block.attention import Sight
@@ -159,12 +158,7 @@ class BlockDrafter(Drafter):
         index_BQ = start_B[:, None] + torch.arange(count, device=self.device)
         turn = self.block.rotary(index_BQ.flatten(), self.dtype)
         for number, layer in enumerate(self.layers):
-            self._put(number, index_BQ, *self.block.context_keys(layer, context, turn))
-
-    def _put(self, layer: int, index_BQ: Tensor, keys: Tensor, values: Tensor) -> None:
-        rows_B1 = torch.arange(len(index_BQ), device=self.device)[:, None]
-        for cache_BUGC, new in zip(self._cache[layer], (keys, values), strict=True):
-            cache_BUGC[rows_B1, index_BQ] = new.reshape(*index_BQ.shape, *new.shape[1:])
+            self.store(number, index_BQ, *self.block.context_keys(layer, context, turn))
 
     def run_block(self, newest_B: Tensor, length_B: Tensor, *, used: int) -> Tensor:
         """[B, J, E] head inputs of a block after `length_B` verified tokens of each row."""
@@ -176,9 +170,8 @@ class BlockDrafter(Drafter):
         state = block.embed(block.block_tokens(newest_B), self.dtype).flatten(0, 1)
         for number, (layer, sight) in enumerate(zip(self.layers, self.sights, strict=True)):
             q, keys, values = block.block_heads(layer, state, turn)
-            self._put(number, index_BJ, keys, values)
-            cache = self._cache[number, :, :batch, :used]
-            out = _attend(q.view(batch, size, *q.shape[1:]), cache, masks[sight])
+            stored = self.store(number, index_BJ, keys, values)
+            out = attend(q.view(batch, size, *q.shape[1:]), *stored, masks[sight])
             state = layer.finish(state, out.flatten(0, 1))
         state = rms_norm(state, block.norm_weight(self.dtype), block.spec.rms_norm_eps)
         return state.view(batch, size, -1)
@@ -196,15 +189,6 @@ def _visible(sight: Sight, length_B: Tensor, index_BJ: Tensor, used: int) -> Ten
     if sight.window is not None:
         visible_BJU = visible_BJU & (index_BJ[..., None] - place_U < sight.window)
     return visible_BJU
-
-
-def _attend(q_BJHC: Tensor, cache: Tensor, visible_BJU: Tensor) -> Tensor:
-    """`cache`: keys and values [2, B, U, G, C]."""
-    share = q_BJHC.shape[2] // cache.shape[3]
-    keys, values = cache.repeat_interleave(share, dim=3).transpose(2, 3)
-    mask = visible_BJU[:, None]
-    out = F.scaled_dot_product_attention(q_BJHC.transpose(1, 2), keys, values, attn_mask=mask)
-    return out.transpose(1, 2)
 
 
 class Block(DrafterStrategy):
@@ -242,10 +226,7 @@ class Block(DrafterStrategy):
     def propose(self, state: RoundState, chooser: Chooser) -> Proposal:
         logits_BNW = self.drafter.logits(self.states(state))
         picked_BN, top_BN, probs_BNW = chooser.pick_scored(logits_BNW)
-        token_BN = self.selected_W[picked_BN]
-        if probs_BNW is None:
-            token_BN = tokens_of(token_BN, top_BN)
-        return Proposal(token_BN, probs_BNW=probs_BNW)
+        return Proposal.picked(self.selected_W[picked_BN], top_BN, probs_BNW)
 
 
 def newest(state: RoundState) -> Tensor:
@@ -270,9 +251,7 @@ class MarkovBlock(Block):
         assert head is not None
         out_WR = head.out_WR.to(self.drafter.dtype)
         before_B, chance = newest(state), None
-        tokens: list[Tensor] = []
-        tops: list[Tensor] = []
-        probs: list[Tensor] = []
+        steps: list[tuple[Tensor, Tensor, Tensor | None]] = []
         for depth, state_BE in enumerate(self.states(state).unbind(1)):
             features_BR = head.features(before_B, state_BE.dtype)
             logits_BW = self.drafter.logits(state_BE) + F.linear(features_BR, out_WR)
@@ -283,11 +262,5 @@ class MarkovBlock(Block):
                 top_B = top_B.masked_fill(~kept_B, float("-inf"))
                 probs_BW = None if probs_BW is None else probs_BW * kept_B[:, None]
             before_B = self.selected_W[picked_B]
-            tokens.append(before_B)
-            tops.append(top_B)
-            if probs_BW is not None:
-                probs.append(probs_BW)
-        token_BN = torch.stack(tokens, 1)
-        if probs:
-            return Proposal(token_BN, probs_BNW=torch.stack(probs, 1))
-        return Proposal(tokens_of(token_BN, torch.stack(tops, 1)))
+            steps.append((before_B, top_B, probs_BW))
+        return Proposal.stacked(steps)

@@ -8,7 +8,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-from fledge.core.head import tokens_of
 from fledge.core.rows import TokenBatch
 from fledge.decode.accept import Chooser, Proposal
 from fledge.decode.drafter import DrafterStrategy
@@ -73,10 +72,7 @@ class Parallel(DrafterStrategy):
         proposing_BN = count_B1 - 1 + torch.arange(self.count, device=device)
         logits_BNW = drafter.logits(state_BQE[rows_B1, proposing_BN])
         picked_BN, top_BN, probs_BNW = chooser.pick_scored(logits_BNW)
-        token_BN = self.selected_W[picked_BN]
-        if probs_BNW is None:
-            token_BN = tokens_of(token_BN, top_BN)
-        return Proposal(token_BN, probs_BNW=probs_BNW)
+        return Proposal.picked(self.selected_W[picked_BN], top_BN, probs_BNW)
 
 
 def run_lengths(marked_S: NDArray[np.bool_]) -> NDArray[np.int64]:
