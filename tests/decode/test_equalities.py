@@ -1,11 +1,24 @@
 """Every family and strategy: the text is the target's own, and replay takes the live rounds."""
 
+from dataclasses import replace
+
 import pytest
 
-from decode.tiny_decode import STOPS, backend_of, check_replay, decode, make_eagle1, outcomes
+from decode.tiny_decode import (
+    STOPS,
+    backend_of,
+    check_replay,
+    decode,
+    make_draft,
+    make_eagle1,
+    outcomes,
+)
 from fledge.core.errors import BadInput
 from fledge.decode.speculative import SpeculativeDecoder
-from fledge.decode.strategy import TreeShape, choose
+from fledge.decode.strategy import TreeShape, choose, rollouts_of
+from fledge.decode.tree import Tree
+from fledge.methods.eagle3.decoding import Chain
+from fledge.methods.peagle.decoding import Parallel
 
 pytestmark = pytest.mark.slow
 
@@ -48,11 +61,19 @@ def test_replay_matches_live_rounds(target, draft_of, asked, kind, depth):
     assert "random" in kind or max(r.accepted for r in rounds) >= min(depth, 2)
 
 
-def test_eagle2_drafts_trees_by_default(target, asked, answers):
-    draft = make_eagle1(target, version=2)
-    assert choose(draft).drafted == "tree"
-    assert choose(draft, "chain").drafted == "chain"
-    with pytest.raises(BadInput, match="not trained for parallel"):
-        choose(draft, "parallel")
-    decoder = SpeculativeDecoder(target, draft, tree=TREE)
+def test_a_draft_has_the_strategies_of_its_method(target, drafts, asked, answers):
+    eagle2 = make_eagle1(target, version=2)
+    unmasked = make_draft(target, parallel=True)
+    unmasked.spec = replace(unmasked.spec, mask_token_id=None)
+    assert (choose(eagle2), choose(eagle2, "chain")) == (Tree, Chain)
+    assert (choose(drafts["trained"]), choose(drafts["parallel"])) == (Chain, Parallel)
+    assert choose(drafts["parallel"], "tree") is Tree
+    for draft in (eagle2, drafts["trained"], unmasked):
+        with pytest.raises(BadInput, match=r"not trained for parallel drafting; use \w+ or"):
+            choose(draft, "parallel")
+    with pytest.raises(BadInput, match="no drafting method 'trees'; did you mean 'tree'"):
+        choose(eagle2, "trees")
+    with pytest.raises(BadInput, match="cannot be replayed"):
+        rollouts_of(drafts["trained"], 3, name="tree")
+    decoder = SpeculativeDecoder(target, eagle2, tree=TREE)
     assert outcomes(decoder.generate(asked[:4], STOPS)) == answers[:4]

@@ -40,7 +40,7 @@ def decoder(target, draft=None, **options):
 def addresses(decoder):
     caches = [x for layer in decoder.target._cache.layers for x in (layer.keys, layer.values)]
     if decoder.strategy is not None:
-        caches.append(decoder.strategy.drafter._cache)
+        caches.append(decoder.strategy.cache)
     return [None if x is None else x.data_ptr() for x in caches]
 
 
@@ -163,7 +163,7 @@ def test_nan_left_in_the_caches_does_not_reach_the_next_text(narrow, target, dra
     for layer in recording.target._cache.layers:
         layer.keys.fill_(float("nan"))
         layer.values.fill_(float("nan"))
-    recording.strategy.drafter._cache.fill_(float("nan"))
+    recording.strategy.cache.fill_(float("nan"))
     assert outcomes(recording.generate(asked[:3], STOPS)) == expected
 
 

@@ -4,7 +4,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fledge.decode.stops import Stops
-from fledge.decode.strategy import RoundState, columns, send_rows
+from fledge.decode.strategy import RoundState, Slots, send_rows
 from fledge.decode.target import CachedTarget
 from fledge.measure.replay import Text, replay
 from fledge.methods.block.draft import BlockDraftModel
@@ -213,7 +213,7 @@ def round_state(drafter, aux_BQD, token_BQ, start, count, *, ahead=0):
     ]
     table_BX = send_rows(rows, drafter.device, width=token_BQ.shape[1])
     used = drafter.room(max(start) + token_BQ.shape[1] + ahead)
-    return RoundState(*columns(table_BX), aux_BQD, used)
+    return RoundState(*Slots.of(table_BX), aux_BQD, used)
 
 
 class NumberedTarget(CachedTarget):

@@ -216,15 +216,12 @@ def _speeds(reports: Any) -> Table:
 
 def _failures(failures: Any) -> Table:
     """One line per cause; the caption says what to do about the largest."""
-    from fledge.measure.figures import CAUSES
-
     table = plain_table("first rejected token", "lost a round", "share", "rejected", "of")
-    for name, blame in failures.blames.items():
-        lost = f"{blame.lost / max(1, failures.rounds):.3f}"
-        counts = (f"{blame.rejected:,}", f"{blame.judged:,}")
-        table.add_row(CAUSES[name].title, lost, f"{failures.share(blame.lost):.1%}", *counts)
-    ended = f"{failures.ended / max(1, failures.rounds):.3f}"
-    table.add_row("none: the text ends", ended, f"{failures.share(failures.ended):.1%}", "", "")
+    figures = failures.to_json()
+    ended = {"title": "none: the text ends", **figures["end_of_text"]}
+    for row in (*figures["causes"].values(), ended):
+        counts = [f"{row[name]:,}" if name in row else "" for name in ("rejected", "judged")]
+        table.add_row(row["title"], f"{row['lost_length']:.3f}", f"{row['share']:.1%}", *counts)
     table.add_row("k + 1 - length", f"{failures.lost_length:.3f}", "", "", "", style="bold")
     table.caption = f"a line takes what those above it leave; {failures.remedy}"
     return table

@@ -25,7 +25,7 @@ class Proposal:
 
     @classmethod
     def picked(cls, token_BN: Tensor, top_BN: Tensor, probs_BNW: Tensor | None) -> "Proposal":
-        """A chain of tokens as `Chooser.pick_scored` returns them, translated to target ids."""
+        """A chain of tokens as `Chooser.pick` returns them, translated to target ids."""
         if probs_BNW is None:
             token_BN = tokens_of(token_BN, top_BN)
         return cls(token_BN, probs_BNW=probs_BNW)
@@ -54,14 +54,10 @@ class Chooser:
         flat = probs.flatten(0, -2)
         return torch.multinomial(flat, 1, generator=self.generator).view(probs.shape[:-1])
 
-    def pick(self, logits: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The tokens, and the distributions they were drawn from (None when greedy)."""
-        token, _, probs = self.pick_scored(logits)
-        return token, probs
-
-    def pick_scored(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The same with the largest logits in between: where these are not finite, the token is
-        meaningless (`core.head`)."""
+    def pick(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The tokens, the largest logits, and the distributions that the tokens were drawn from
+        (None when greedy). Where the largest logit is not finite, the token is meaningless
+        (`core.head`)."""
         if self.temperature == 0:
             top, token = logits.max(dim=-1)
             return token, top, None
@@ -72,7 +68,7 @@ class Chooser:
 
     def pick_sound(self, logits: Tensor) -> Tensor:
         """The tokens; NO_TOKEN where the logits are not finite."""
-        token, top, _ = self.pick_scored(logits)
+        token, top, _ = self.pick(logits)
         return tokens_of(token, top)
 
 

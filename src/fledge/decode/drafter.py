@@ -13,39 +13,60 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fledge.decode.recorded import Passes
 from fledge.decode.strategy import RoundState, Strategy
 from fledge.methods.shared.draft import DraftModel
+from fledge.methods.shared.layer import LayerWeights
 from fledge.methods.shared.norms import rms_norm
 from fledge.methods.shared.rotary import rotate
 from fledge.methods.shared.unroll import UnrolledDraftModel
 
 
-class Drafter:
-    """A draft and its cache, for one batch of rows at a time."""
+class CachedStrategy(Strategy):
+    """The base of strategies that cache keys and values of the texts, for one batch of rows at a
+    time."""
 
-    def __init__(
-        self,
-        draft: UnrolledDraftModel,
-        *,
-        dtype: torch.dtype | None = None,
-        passes: Passes | None = None,
-    ) -> None:
-        self.draft, self.device, self.dtype = draft, draft.device, dtype or draft.dtype
-        self.passes = passes or Passes(self.device, record=False)
-        self.layers = draft.layer_weights(self.dtype)
-        self._norm = draft.norm_weight(self.dtype)
-        self._head = draft.lm_head.weight.to(self.dtype)
-        self._cache = self._empty(0, 0)  # [layers, keys and values, B, U, G, C]
+    @property
+    @abstractmethod
+    def slots(self) -> int:
+        """The most cache entries that a round writes after the newest verified slot."""
 
-    def start(self, batch: int) -> None:
+    @property
+    @abstractmethod
+    def layers(self) -> Sequence[LayerWeights]:
+        """The draft's layers in the dtype of decoding."""
+
+    @abstractmethod
+    def read_prompts(self, prompts: Sequence[Sequence[int]], aux_BTD: Tensor) -> None:
+        """Cache the prompts' slots, except the last, whose token the first round provides."""
+
+    @property
+    def device(self) -> torch.device:
+        return self.draft.device
+
+    @cached_property
+    def head_WE(self) -> Tensor:  # noqa: N802  (its shape)
+        return self.draft.lm_head.weight.to(self.dtype)
+
+    @cached_property
+    def cache(self) -> Tensor:
+        """[layers, keys and values, B, U, G, C]"""
+        return self._empty(0, 0)
+
+    def start(self, prompts: Sequence[Sequence[int]], aux_BTD: Tensor) -> None:
+        self.clear(len(prompts))
+        self.read_prompts(prompts, aux_BTD)
+
+    def reserve(self, end: int) -> int:
+        return self.room(end + self.slots)
+
+    def clear(self, batch: int) -> None:
         """Clear the cache for `batch` rows; it grows as needed."""
-        rows, places = self._cache.shape[2:4]
+        rows, places = self.cache.shape[2:4]
         if batch > rows:
-            self._cache = self._empty(batch, places)
+            self.cache = self._empty(batch, places)
             self.passes.drop_recordings()
         else:
-            self._cache.zero_()
+            self.cache.zero_()
 
     def _empty(self, rows: int, places: int) -> Tensor:
         """An empty cache for all layers: zeros, not garbage, since a masked NaN is still a NaN."""
@@ -57,22 +78,53 @@ class Drafter:
     def room(self, needed: int) -> int:
         """Make room for `needed` entries per row, and return how many a pass should read."""
         used = self.passes.room(needed)
-        old = self._cache
+        old = self.cache
         rows, places = old.shape[2:4]
         if used > places:
-            self._cache = self._empty(rows, max(used, 2 * places))
-            self._cache[:, :, :, :places] = old
+            self.cache = self._empty(rows, max(used, 2 * places))
+            self.cache[:, :, :, :places] = old
             self.passes.drop_recordings()
         return used
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep these rows only, moved to the front."""
         index = torch.tensor(rows, device=self.device, dtype=torch.long)
-        cache = self._cache
+        cache = self.cache
         cache[:, :, : len(rows)] = cache.index_select(2, index)
 
+    def store(
+        self, layer: int, index_BQ: Tensor, keys_NGC: Tensor, values_NGC: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Write a layer's new keys and values; returns all of these rows', [B, U, G, C] each."""
+        rows_B1 = torch.arange(len(index_BQ), device=self.device)[:, None]
+        keys_BUGC, values_BUGC = self.cache[layer, :, : len(index_BQ)]
+        keys_BUGC[rows_B1, index_BQ] = keys_NGC.reshape(*index_BQ.shape, *keys_NGC.shape[1:])
+        values_BUGC[rows_B1, index_BQ] = values_NGC.reshape(*index_BQ.shape, *values_NGC.shape[1:])
+        return keys_BUGC, values_BUGC
+
+
+class UnrolledStrategy(CachedStrategy):
+    """The base of strategies whose draft carries a state from depth to depth."""
+
+    draft: UnrolledDraftModel
+
+    @classmethod
+    def fits(cls, draft: DraftModel) -> bool:
+        return isinstance(draft, UnrolledDraftModel)
+
+    @property
+    def count(self) -> int:
+        return self.shape.num_draft_tokens
+
+    @cached_property
+    def layers(self) -> Sequence[LayerWeights]:
+        return self.draft.layer_weights(self.dtype)
+
+    @cached_property
+    def _norm(self) -> Tensor | None:
+        return self.draft.norm_weight(self.dtype)
+
     def read_prompts(self, prompts: Sequence[Sequence[int]], aux_BTD: Tensor) -> None:
-        """Run the prompts' slots, except the last, which reads the first token after the prompt."""
         width = max(len(prompt) for prompt in prompts) - 1
         if width > 0:
             tokens = [[*prompt[1:], *[0] * (width + 1 - len(prompt))] for prompt in prompts]
@@ -130,20 +182,10 @@ class Drafter:
             state = self._normed(state)
         return state.view(batch, count, -1)
 
-    def store(
-        self, layer: int, index_BQ: Tensor, keys_NGC: Tensor, values_NGC: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Write a layer's new keys and values; returns all of these rows', [B, U, G, C] each."""
-        rows_B1 = torch.arange(len(index_BQ), device=self.device)[:, None]
-        keys_BUGC, values_BUGC = self._cache[layer, :, : len(index_BQ)]
-        keys_BUGC[rows_B1, index_BQ] = keys_NGC.reshape(*index_BQ.shape, *keys_NGC.shape[1:])
-        values_BUGC[rows_B1, index_BQ] = values_NGC.reshape(*index_BQ.shape, *values_NGC.shape[1:])
-        return keys_BUGC, values_BUGC
-
     def logits(self, carried: Tensor) -> Tensor:
         """[..., E] as `run` returns it -> [..., W]."""
         normed = carried if self.draft.spec.norm_output else self._normed(carried)
-        return F.linear(normed, self._head)
+        return F.linear(normed, self.head_WE)
 
     def _normed(self, state: Tensor) -> Tensor:
         return rms_norm(state, self._norm, self.draft.spec.rms_norm_eps)
@@ -167,36 +209,3 @@ def attend(q_BQHC: Tensor, keys_BUGC: Tensor, values_BUGC: Tensor, visible_BQU: 
         attn_mask=visible_BQU[:, None],
     )
     return out_BHQC.transpose(1, 2)
-
-
-class DrafterStrategy(Strategy):
-    """The base of strategies whose draft carries a state from depth to depth in a `Drafter`."""
-
-    draft: UnrolledDraftModel
-
-    @classmethod
-    def fits(cls, draft: DraftModel) -> bool:
-        return isinstance(draft, UnrolledDraftModel)
-
-    @property
-    def count(self) -> int:
-        return self.shape.num_draft_tokens
-
-    @property
-    @abstractmethod
-    def slots(self) -> int:
-        """The most cache entries that a round writes after the newest verified slot."""
-
-    @cached_property
-    def drafter(self) -> Drafter:
-        return Drafter(self.draft, dtype=self.dtype, passes=self.passes)
-
-    def start(self, prompts: Sequence[Sequence[int]], aux_BTD: Tensor) -> None:
-        self.drafter.start(len(prompts))
-        self.drafter.read_prompts(prompts, aux_BTD)
-
-    def reserve(self, end: int) -> int:
-        return self.drafter.room(end + self.slots)
-
-    def select(self, rows: Sequence[int]) -> None:
-        self.drafter.select(rows)

@@ -20,10 +20,10 @@ from fledge.decode.stops import Finish, Stops
 from fledge.decode.strategy import (
     DraftShape,
     RoundState,
+    Slots,
     Strategy,
     TreeShape,
     choose,
-    columns,
     send_rows,
 )
 from fledge.decode.target import CachedTarget, take
@@ -288,7 +288,7 @@ class Verified:
 def propose(
     table_BX: Tensor, aux_BQD: Tensor, *, strategy: Strategy, used: int, chooser: Chooser
 ) -> Proposal:
-    return strategy.propose(RoundState(*columns(table_BX), aux_BQD, used), chooser)
+    return strategy.propose(RoundState(*Slots.of(table_BX), aux_BQD, used), chooser)
 
 
 def verify(
@@ -305,11 +305,11 @@ def verify(
 ) -> Verified:
     """Run the target over the newest known token and the proposed ones. `drawn`: the proposal was
     sampled from the draft, and rejection sampling needs the logits."""
-    length_B, count_B, token_BQ, _ = columns(table_BX)
-    last_B1 = token_BQ.gather(1, count_B[:, None] - 1)
+    slots = Slots.of(table_BX)
+    last_B1 = slots.token_BQ.gather(1, slots.count_B[:, None] - 1)
     read_BN = torch.cat([last_B1, token_BN.clamp_min(0)], dim=1)  # NO_TOKEN is never accepted
     layout = None if strategy is None else strategy.layout(parent_BN)
-    output = target.read(read_BN, length_B, used=used, layout=layout, level=level)
+    output = target.read(read_BN, slots.length_B, used=used, layout=layout, level=level)
     if drawn:
         return Verified(output.aux_BND, logits_BNV=output.logits_BNV)
     picks_BX = pack_picks(Proposal(token_BN, parent_BN), output.logits_BNV, chooser)

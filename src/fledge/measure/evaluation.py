@@ -7,7 +7,7 @@ speed-up is measured. Otherwise (a tree) all answers are decoded live.
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any
 
@@ -168,14 +168,14 @@ class DraftEvaluation:
         replays = None if strategy.rollouts is None else self._replay()
         replay_s = time.perf_counter() - begin
         live, speed = self._decode(every=replays is None)
+        samples: Sequence[Sample]
         if replays is None:
             samples = [_live_sample(live[i], turn) for i, turn in enumerate(self.answers)]
         else:
             samples = [
-                Sample(turn.prompt_ids, turn.answer_ids, replayed.rounds, turn.category,
-                       replayed.accepted_T, turn.group)
+                replace(replayed, category=turn.category, group=turn.group)
                 for turn, replayed in zip(self.answers, replays, strict=True)
-            ]  # fmt: skip
+            ]
         can_say = set(strategy.selected_W.tolist()).__contains__
         tokenizer = self.target.tokenizer
         return DraftReport(

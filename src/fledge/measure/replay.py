@@ -22,7 +22,7 @@ from fledge.data.pack import Pack, Piece, collate, pack_rows
 from fledge.decode.accept import Round, walk_rounds
 from fledge.decode.stops import Pieces
 from fledge.decode.strategy import Rollouts, drafting_slots, rollouts_of
-from fledge.measure.figures import Acceptance, count_rounds
+from fledge.measure.figures import Acceptance, Sample, count_rounds
 from fledge.methods.shared.draft import DraftModel
 from fledge.target.base import Eagle3TargetBackend
 from fledge.target.finite_check import Fault, checked_answer, place_of, refusal
@@ -153,12 +153,12 @@ class Text:
 
 
 @dataclass(frozen=True)
-class Replay:
-    """One text: how far the draft gets from every slot, and the rounds that live decoding takes."""
+class Replay(Sample):
+    """A text with the rounds that live decoding takes. `accepted_T[t]`: from slot t, the drafted
+    tokens in a row that equal the text's."""
 
-    accepted_T: list[int]  # from slot t: drafted tokens that equal the text's, counted inside it
-    rounds: list[Round]
-    other_picks: int  # answer tokens that the target, given the text, would not have picked
+    accepted_T: Sequence[int] = ()
+    other_picks: int = 0  # answer tokens that the target, given the text, would not have picked
 
 
 def replay(
@@ -208,7 +208,12 @@ def _replay_pack(
         accepted = accepted_T[span].tolist()
         rounds = walk_rounds(accepted, prompt=len(text.prompt_ids), total=len(text))
         other_picks = int((picks_T[span] != text_T[span]).sum())
-        replays.append(Replay(accepted, rounds, other_picks))
+        replays.append(
+            Replay(
+                text.prompt_ids, text.answer_ids, rounds, accepted_T=accepted,
+                other_picks=other_picks,
+            )
+        )  # fmt: skip
         begin += len(text)
     return replays
 

@@ -5,7 +5,7 @@ accepted, a running product. So temperatures are fitted depth by depth, each giv
 such that the product is calibrated on held-out texts. Shapes: N slots of a depth.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
 from functools import partial
@@ -15,9 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fledge.core.batch import Eagle3TargetBatch
 from fledge.core.errors import BadInput
-from fledge.core.rows import TokenBatch
 from fledge.measure.replay import Ints, Text, accepted_lengths, as_pack, ask, packs_of, target_picks
 from fledge.methods.block.decoding import MarkovRollouts
 from fledge.methods.block.draft import BlockDraftModel
@@ -104,7 +102,7 @@ def calibrate(
     """Fit temperatures on the target's own texts. Their reliability is cross-validated: every text
     is judged with temperatures fitted on others, except for a single text."""
     halves = [
-        sureness(draft, _answered_packs(target, draft, half, batch_tokens), depths)
+        sureness(target, draft, half, depths=depths, batch_tokens=batch_tokens)
         for half in (texts[::2], texts[1::2])
         if half
     ]
@@ -122,32 +120,25 @@ def calibrate(
     )
 
 
-def _answered_packs(
-    target: Eagle3TargetBackend, draft: DraftModel, texts: Sequence[Text], batch_tokens: int
-) -> Iterator[tuple[Eagle3TargetBatch, TokenBatch, Ints]]:
-    """The texts in packs, each with the target's answer and picks."""
-    selected_W = draft.selected_token_ids
-    assert selected_W is not None  # checked when it was loaded
-    for pack in packs_of([len(text) for text in texts], batch_tokens):
-        tokens = as_pack([texts[piece.row] for piece in pack])
-        batch = ask(target, tokens)
-        yield batch, tokens, target_picks(batch, tokens, target.info().head, selected_W)
-
-
 @torch.no_grad()
 def sureness(
+    target: Eagle3TargetBackend,
     draft: BlockDraftModel,
-    packs: Iterable[tuple[Eagle3TargetBatch, TokenBatch, Ints]],  # `picks` of `packed.target_picks`
+    texts: Sequence[Text],
+    *,
     depths: int,
+    batch_tokens: int = 8192,
 ) -> Sureness:
-    """The draft's confidence at every drafting slot of some packs, and the tokens accepted."""
-    if draft.confidence_head is None or draft.token_head is None:
+    """The draft's confidence at every drafting slot of some texts, and the tokens accepted."""
+    selected_W = draft.selected_token_ids
+    if draft.confidence_head is None or draft.token_head is None or selected_W is None:
         raise says_nothing()
-    rollouts = MarkovRollouts(draft, depths)
-    odds: list[Floats] = []
-    accepted: list[Ints] = []
+    rollouts, parts = MarkovRollouts(draft, depths), []
     with _all_proposed(draft):
-        for batch, tokens, picks_S in packs:
+        for pack in packs_of([len(text) for text in texts], batch_tokens):
+            tokens = as_pack([texts[piece.row] for piece in pack])
+            batch = ask(target, tokens)
+            picks_S = target_picks(batch, tokens, target.info().head, selected_W)
             accepted_S = accepted_lengths(rollouts, batch, tokens, picks_S).reshape(-1)
             plan = rollouts.plan(tokens)
             slot_T = plan.slot_T.cpu().numpy()
@@ -156,9 +147,8 @@ def sureness(
             for depth, inputs_NE in enumerate(rollouts.head_inputs(batch, plan)):
                 odds_N = rollouts.confidence(inputs_NE).double().cpu().numpy()
                 odds_NK[: len(odds_N), depth] = odds_N  # rows of a depth are the first of depth 0
-            odds.append(odds_NK)
-            accepted.append(accepted_S[slot_N])
-    return Sureness(np.concatenate(odds), np.concatenate(accepted))
+            parts.append(Sureness(odds_NK, accepted_S[slot_N]))
+    return Sureness.joined(parts)
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from fledge.decode.accept import Chooser, Proposal
-from fledge.decode.drafter import DrafterStrategy
+from fledge.decode.drafter import UnrolledStrategy
 from fledge.decode.strategy import Rollouts, RoundState
 from fledge.rollout.plan import RolloutPlan
 
@@ -16,7 +16,7 @@ class ChainRollouts(Rollouts):
         return states
 
 
-class Chain(DrafterStrategy):
+class Chain(UnrolledStrategy):
     drafted = "chain"
     rollouts = ChainRollouts
 
@@ -29,16 +29,15 @@ class Chain(DrafterStrategy):
         return self.count + 1
 
     def propose(self, state: RoundState, chooser: Chooser) -> Proposal:
-        drafter = self.drafter
-        carried_BE = drafter.extend(state)
+        carried_BE = self.extend(state)
         anchor_B1 = state.anchor_B[:, None]
         steps: list[tuple[Tensor, Tensor, Tensor | None]] = []
         for depth in range(self.count):
             if depth > 0:
                 token_B1 = steps[-1][0][:, None]
-                carried_BE = drafter.run(
+                carried_BE = self.run(
                     carried_BE[:, None], token_B1, anchor_B1 + depth, used=state.used
                 )[:, 0]
-            picked_B, top_B, probs_BW = chooser.pick_scored(drafter.logits(carried_BE))
+            picked_B, top_B, probs_BW = chooser.pick(self.logits(carried_BE))
             steps.append((self.selected_W[picked_B], top_B, probs_BW))
         return Proposal.stacked(steps)
