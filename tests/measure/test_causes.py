@@ -52,7 +52,7 @@ def test_the_shares_sum_to_the_loss(case, long_context):
         [*s.prompt_ids, *s.answer_ids][r.context + r.accepted]
         for s in samples
         for r in s.rounds
-        if r.accepted < min(depth, s.total - r.context)
+        if r.accepted < min(depth, len(s) - r.context)
     ]
     assert sum(blame.rejected for blame in blames) == len(misses)
     accepted = sum(r.accepted for s in samples for r in s.rounds)

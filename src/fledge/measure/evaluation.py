@@ -212,12 +212,11 @@ class DraftEvaluation:
         """An answer token by token; without a replay only who wrote each token, since proposals are
         not kept."""
         strategy, tokenizer = self.strategy, self.target.tokenizer
-        text = Text(list(sample.prompt_ids), list(sample.answer_ids))
         if strategy.rollouts is None:
-            tokens = written_tokens(text, sample.rounds, tokenizer)
+            tokens = written_tokens(sample, tokenizer)
         else:
             rollouts = strategy.rollouts(strategy.draft, strategy.depth)
-            tokens = look_closely(self.target, rollouts, text, sample.rounds, tokenizer)
+            tokens = look_closely(self.target, rollouts, sample, tokenizer)
         acceptance = figures.acceptance([sample], strategy.depth)
         return ShownAnswer(self.answers[index].question, sample.category, acceptance, tokens)
 

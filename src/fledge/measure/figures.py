@@ -16,19 +16,24 @@ _FIRST_BUCKET = 128
 
 
 @dataclass(frozen=True)
-class Sample:
-    """One text with the rounds that produced it."""
+class Text:
+    """A prompt and the target's own greedy answer to it, as tokens."""
 
     prompt_ids: Sequence[int]
     answer_ids: Sequence[int]
+
+    def __len__(self) -> int:
+        return len(self.prompt_ids) + len(self.answer_ids)
+
+
+@dataclass(frozen=True)
+class Sample(Text):
+    """One text with the rounds that produced it."""
+
     rounds: Sequence[Round]
     category: str = ""
     accepted_T: Sequence[int] | None = None  # from every slot, when replayed
     group: str = ""  # the file or set its prompt came from
-
-    @property
-    def total(self) -> int:
-        return len(self.prompt_ids) + len(self.answer_ids)
 
 
 @dataclass(frozen=True)
@@ -106,7 +111,7 @@ def _shares(parts: Sequence[int], wholes: Sequence[int]) -> list[float]:
 
 
 def acceptance(samples: Iterable[Sample], depth: int) -> Acceptance:
-    pairs = ((round_, sample.total) for sample in samples for round_ in sample.rounds)
+    pairs = ((round_, len(sample)) for sample in samples for round_ in sample.rounds)
     return count_rounds(pairs, depth)
 
 
@@ -127,7 +132,7 @@ def by_context(samples: Iterable[Sample], depth: int) -> dict[str, Acceptance]:
             bound = _FIRST_BUCKET
             while bound < round_.context:
                 bound *= 2
-            groups.setdefault(bound, []).append((round_, sample.total))
+            groups.setdefault(bound, []).append((round_, len(sample)))
     return {f"<= {bound}": count_rounds(groups[bound], depth) for bound in sorted(groups)}
 
 
@@ -141,8 +146,8 @@ def every_slot_length(samples: Iterable[Sample], depth: int) -> float | None:
     for sample in samples:
         if sample.accepted_T is None:
             return None
-        for slot in range(len(sample.prompt_ids) - 1, sample.total - 2):
-            for k in range(min(depth, sample.total - slot - 2)):
+        for slot in range(len(sample.prompt_ids) - 1, len(sample) - 2):
+            for k in range(min(depth, len(sample) - slot - 2)):
                 tried[k] += 1
                 hits[k] += sample.accepted_T[slot] > k
     return 1.0 + sum(hit / n for hit, n in zip(hits, tried, strict=True) if n)
@@ -308,7 +313,7 @@ def failures(
         outside += sum(not can_say(token) for token in sample.answer_ids[1:])
         for round_ in sample.rounds:
             rounds += 1
-            left = sample.total - round_.context
+            left = len(sample) - round_.context
             room, reach = min(depth + 1, left), min(depth, left)
             ended += depth + 1 - room
             for place in range(min(round_.accepted + 1, reach)):

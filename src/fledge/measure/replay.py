@@ -7,7 +7,7 @@ gives the accepted lengths of live decoding. The text must be the target's own g
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from fledge.decode.accept import Round, walk_rounds
 from fledge.decode.stops import Pieces
 from fledge.decode.strategy import Rollouts, drafting_slots, rollouts_of
 from fledge.measure.figures import Acceptance, Sample, count_rounds
+from fledge.measure.figures import Text as Text
 from fledge.methods.shared.draft import DraftModel
 from fledge.target.base import Eagle3TargetBackend
 from fledge.target.finite_check import Fault, checked_answer, place_of, refusal
@@ -142,17 +143,6 @@ def _chunks(rows_NX: Tensor, width: int) -> tuple[Tensor, ...]:
 
 
 @dataclass(frozen=True)
-class Text:
-    """A prompt and the target's own greedy answer to it, as tokens."""
-
-    prompt_ids: Sequence[int]
-    answer_ids: Sequence[int]
-
-    def __len__(self) -> int:
-        return len(self.prompt_ids) + len(self.answer_ids)
-
-
-@dataclass(frozen=True)
 class Replay(Sample):
     """A text with the rounds that live decoding takes. `accepted_T[t]`: from slot t, the drafted
     tokens in a row that equal the text's."""
@@ -226,7 +216,7 @@ def ask(target: Eagle3TargetBackend, tokens: TokenBatch) -> Eagle3TargetBatch:
     return batch
 
 
-def as_pack(texts: list[Text]) -> TokenBatch:
+def as_pack(texts: Sequence[Text]) -> TokenBatch:
     """The texts as one pack without padding; the answers are supervised."""
     rows = []
     for text in texts:
@@ -263,8 +253,7 @@ def replay_held_out(
 # and depth where a token was drafted live.
 
 
-@dataclass(frozen=True)
-class Drafted:
+class Drafted(NamedTuple):
     """What the draft proposed in one place."""
 
     token: int
@@ -286,14 +275,13 @@ class WrittenToken:
 
     def to_json(self) -> list[Any]:
         """A compact row, since a page holds thousands."""
-        numbers = [None if p is None else round(p, 4) for p in (self.target_p, self.draft_p)]
-        last = None if self.instead_p is None else round(self.instead_p, 4)
-        return [self.text, self.depth, self.round, *numbers, self.instead, last]
+        probabilities = (self.target_p, self.draft_p, self.instead_p)
+        target_p, draft_p, instead_p = (p if p is None else round(p, 4) for p in probabilities)
+        return [self.text, self.depth, self.round, target_p, draft_p, self.instead, instead_p]
 
 
 def written_tokens(
-    text: Text,
-    rounds: Sequence[Round],
+    text: Sample,
     tokenizer: Any,
     *,
     target_p: Sequence[float | None] = (),
@@ -307,7 +295,7 @@ def written_tokens(
     places: dict[int, tuple[int, int, Drafted | None]] = {prompt: (-1, 0, None)}
     places |= {
         r.context + k: (number, k + 1 if k < r.accepted else 0, drafted.get((r.context, k)))
-        for number, r in enumerate(rounds)
+        for number, r in enumerate(text.rounds)
         for k in range(r.emitted)
     }
     tokens = []
@@ -327,8 +315,7 @@ def written_tokens(
 def look_closely(
     target: Eagle3TargetBackend,
     rollouts: Rollouts,
-    text: Text,
-    rounds: Sequence[Round],
+    text: Sample,
     tokenizer: Any,
 ) -> list[WrittenToken]:
     """The tokens of a replayed text with both models' probabilities."""
@@ -341,7 +328,7 @@ def look_closely(
         batch.last_hidden_states[0], target.info().head, ids, range(max(2, prompt), total)
     )
     by_depth: dict[int, list[Round]] = {}  # rounds that drafted a token inside the text there
-    for r in rounds:
+    for r in text.rounds:
         for k in range(min(rollouts.depths, r.accepted + 1, total - r.context)):
             by_depth.setdefault(k, []).append(r)
     drafted: dict[tuple[int, int], Drafted] = {}
@@ -357,7 +344,7 @@ def look_closely(
             for r, token in zip(drafting, _drafted(rollouts, states_ME, text_ids), strict=True):
                 drafted[r.context, depth] = token
     target_p = [probabilities.get(index) for index in range(prompt, total)]
-    return written_tokens(text, rounds, tokenizer, target_p=target_p, drafted=drafted)
+    return written_tokens(text, tokenizer, target_p=target_p, drafted=drafted)
 
 
 def _target_probabilities(

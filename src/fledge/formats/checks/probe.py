@@ -126,7 +126,7 @@ class Answering:
         )
         accepted: list[int] = []
         for text in replays:
-            accepted += text.accepted_T[len(text.prompt_ids) - 1 : text.total - 2]
+            accepted += text.accepted_T[len(text.prompt_ids) - 1 : len(text) - 2]
         return Score(np.array(accepted), acceptance(replays, DEPTHS))
 
 
