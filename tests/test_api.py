@@ -71,38 +71,6 @@ except fledge.BadInput as error:
     assert "no_such_recipe: no such recipe" in result.stdout
 
 
-SNIPPET = """
-import fledge
-
-reveal_type(fledge.train("smollm2_cpu", training={"lr": 1e-3}))
-reveal_type(fledge.train().acceptance_length)
-reveal_type(fledge.evaluate("draft").speedup)
-reveal_type(fledge.export("draft", engine="vllm").directory)
-fledge.train(training=1)
-fledge.export("draft")
-"""
-
-
-def test_type_checkers_see_functions(tmp_path):
-    """mypy on a user's file; to be fast, it follows only `__init__.py` and `api.py`."""
-    (tmp_path / "user.py").write_text(SNIPPET)
-    (tmp_path / "mypy.ini").write_text("[mypy]\nfollow_imports = skip\nstrict = true\n")
-    files = [ROOT / "src" / "fledge" / name for name in ("__init__.py", "api.py")]
-    options = ["--config-file", "mypy.ini", "--cache-dir", "cache", "--disable-error-code"]
-    result = subprocess.run(
-        [sys.executable, "-m", "mypy", *options, "no-any-unimported", "user.py", *map(str, files)],
-        capture_output=True, text=True, cwd=tmp_path,
-    )  # fmt: skip
-    shown = [line for line in result.stdout.splitlines() if line.startswith("user.py")]
-    kinds = [re.sub(r"^user.py:\d+: ", "", line) for line in shown]
-    assert 'Revealed type is "fledge.api.Trained"' in kinds[0], result.stdout + result.stderr
-    assert "float | None" in kinds[1].replace("Union[builtins.float, None]", "float | None")
-    assert "None" in kinds[2]
-    assert "pathlib" in kinds[3]
-    assert 'Argument "training" to "train" has incompatible type "int"' in kinds[4]
-    assert 'Missing named argument "engine"' in kinds[5]
-
-
 # --- train --------------------------------------------------------------------------------------
 
 

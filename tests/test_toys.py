@@ -145,10 +145,11 @@ class TwinStrategy(Strategy):
     def propose(self, state: RoundState, chooser: Chooser) -> Proposal:
         rows_B, last_B = torch.arange(len(state.count_B)), state.count_B - 1
         aux_BD, token_B = state.aux_BQD[rows_B, last_B], state.token_BQ[rows_B, last_B]
-        picks = [chooser.pick(self.draft.lm_head(x)) for x in self.draft.states(aux_BD, token_B)]
-        tokens_BN = torch.stack([self.selected_W[picked_B] for picked_B, _ in picks], dim=1)
-        probs = [probs_BW for _, probs_BW in picks if probs_BW is not None]
-        return Proposal(tokens_BN, probs_BNW=torch.stack(probs, 1) if probs else None)
+        steps = []
+        for state_BE in self.draft.states(aux_BD, token_B):
+            picked_B, top_B, probs_BW = chooser.pick(self.draft.lm_head(state_BE))
+            steps.append((self.selected_W[picked_B], top_B, probs_BW))
+        return Proposal.stacked(steps)
 
 
 class TwinSection(ObjectiveSection):

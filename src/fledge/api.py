@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fledge.core.errors import BadInput
-from fledge.core.progress import Watch
+from fledge.core.progress import Watch, unwatched
 from fledge.models.stored import quiet_transformers
 
 if TYPE_CHECKING:
@@ -192,7 +192,8 @@ def evaluate(
     )  # fmt: skip
     drafts = [draft] if isinstance(draft, str | os.PathLike) else list(draft)
     with quiet_transformers():
-        return evaluate_drafts([Path(path) for path in drafts], target, prompts, options, watch)
+        paths = [Path(path) for path in drafts]
+        return evaluate_drafts(paths, target, prompts, options, watch or unwatched)
 
 
 def evaluate_drafts(
@@ -200,7 +201,7 @@ def evaluate_drafts(
     target: "str | HFEagle3TargetModel",
     prompts: Prompts,
     options: "EvalOptions",
-    watch: Watch | None = None,
+    watch: Watch = unwatched,
 ) -> Evaluation:
     """`evaluate` with its options in one object, which the command line makes too."""
     from fledge.measure.answers import cached_answers
@@ -208,7 +209,6 @@ def evaluate_drafts(
     from fledge.training import loading
     from fledge.training.runs import draft_directory, trained_length, trained_tokens
 
-    watch = watch or (lambda what, done, total: None)
     paths, labels = [draft_directory(path) for path in drafts], shortest_names(drafts)
     for path in paths:
         loading.check_method(path, options.method)

@@ -21,7 +21,7 @@ from torch.nn.attention.flex_attention import (
     flex_attention,
 )
 
-from fledge.core.recompute import RecomputedLayers
+from fledge.methods.shared.draft import RecomputedLayers
 
 if TYPE_CHECKING:
     from fledge.methods.shared.config import DraftConfig

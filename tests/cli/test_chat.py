@@ -13,11 +13,11 @@ import termios
 import pytest
 from typer.testing import CliRunner
 
-from fledge.cli.chat import SHADES, accepted_depths, coloured
+from fledge.cli.chat import SHADES, coloured
 from fledge.cli.main import app
 from fledge.core.errors import BadInput
 from fledge.core.terminal import visible
-from fledge.decode.rounds import Round
+from fledge.decode.accept import Round
 from fledge.decode.speculative import Generation
 from fledge.training.fit import fit
 from fledge.training.setup import set_up
@@ -165,11 +165,11 @@ def test_depths_and_colours_of_a_worked_example(monkeypatch):
     # A prompt of 2, then a; round 1: b and c by the draft, d by the target; round 2: e.
     rounds = [Round(context=3, accepted=2, emitted=3), Round(context=6, accepted=0, emitted=1)]
     generation = Generation([7, 7], [0, 1, 2, 3, 4], rounds=rounds)
-    assert accepted_depths(generation) == [0, 1, 2, 0, 0]
-    marked = coloured(list("abcde"), accepted_depths(generation))
+    assert generation.depths == [0, 1, 2, 0, 0]
+    marked = coloured(list("abcde"), generation.depths)
     assert marked.plain == "a⟦bc⟧de"
     monkeypatch.setattr("fledge.cli.chat.in_color", lambda: True)
-    text = coloured(list("abcde"), accepted_depths(generation))
+    text = coloured(list("abcde"), generation.depths)
     assert text.plain == "abcde"
     spans = {text.plain[s.start : s.end]: str(s.style) for s in text.spans if s.style}
     assert spans == {"b": f"black on {SHADES[0]}", "c": f"black on {SHADES[1]}"}

@@ -33,7 +33,7 @@ def test_it_ends_with_acceptance_a_lossless_check_and_a_page(tmp_path, capsys, m
     assert "green" not in shown  # this is no terminal: nothing is
     assert "lossless: 2 of 2 answers" in shown
     assert "report.html" in shown
-    assert shown.index("report.html") < shown.index("without the draft █")
+    assert shown.index("report.html") < shown.index("without the draft ")
     assert "target passes" in shown
     assert (tmp_path / "run" / "report.html").stat().st_size > 20_000
     evaluation = json.loads((tmp_path / "run" / "eval.json").read_text())

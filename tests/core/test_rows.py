@@ -133,17 +133,18 @@ def test_a_target_answer_is_shifted_once(rows):
     assert torch.equal(again.input_ids, batch.input_ids)
 
 
-def test_every_supervision_is_shifted_with_its_rows():
+@pytest.mark.parametrize(
+    "supervision",
+    [
+        {"logits": torch.randn(2, 4, 9)},
+        {"target_probs": torch.rand(2, 4, 3), "position_mask": torch.ones(2, 4, 1)},
+    ],
+)
+def test_every_supervision_is_shifted_with_its_rows(supervision):
     rows, aux = TokenBatch(IDS, MASK, MASK), torch.randn(2, 4, 6)
-    probs, position = torch.rand(2, 4, 3), torch.ones(2, 4, 1, dtype=torch.bool)
-    batch = Eagle3TargetBatch.about(
-        rows, aux_hidden_states=aux, target_probs=probs, position_mask=position
-    )
-    assert torch.equal(batch.target_probs, shift_left(probs))
-    assert torch.equal(batch.position_mask, shift_left(position))
-    logits = torch.randn(2, 4, 9)
-    batch = Eagle3TargetBatch.about(rows, aux_hidden_states=aux, logits=logits)
-    assert torch.equal(batch.logits, shift_left(logits))
+    batch = Eagle3TargetBatch.about(rows, aux_hidden_states=aux, **supervision)
+    for name, tensor in supervision.items():
+        assert torch.equal(getattr(batch, name), shift_left(tensor))
 
 
 def test_tokenizing_does_not_import_torch():

@@ -8,9 +8,9 @@ from transformers import MistralConfig, MistralForCausalLM
 
 from decode.tiny_decode import AUX, NumberedTarget, make_draft, round_state
 from fledge.decode.accept import Chooser
-from fledge.decode.drafter import Drafter
 from fledge.decode.strategy import DraftShape, TreeShape
 from fledge.decode.tree import Tree, tree_layout
+from fledge.methods.eagle3.decoding import Chain
 from fledge.rollout.plan import plan_rollout
 from fledge.rollout.slots import RowMasks
 from fledge.target.hf.model import HFEagle3TargetModel
@@ -125,8 +125,8 @@ def test_the_cached_draft_matches_the_training_rollout(target, options):
     plan = plan_rollout(RowMasks(batch.loss_mask, ones), num_depths=3, compact=False)
     with torch.no_grad():
         by_depth = draft.unroll(batch.aux_hidden_states[0], batch.input_ids[0], plan)
-        drafter = Drafter(draft)
-        drafter.start(1)
+        drafter = Chain(draft, DraftShape())
+        drafter.clear(1)
         begin = 0
         for anchor in (2, 3, 5):  # after two, one and two more verified slots
             new = slice(begin, anchor + 1)
@@ -159,8 +159,8 @@ def test_tree_nodes_carry_the_probability_of_their_path(target, nodes):
     aux, ids = torch.randn(2, 5, 48).double(), torch.randint(0, 40, (2, 5))
     with torch.no_grad():
         strategy = Tree(draft, DraftShape(tree=shape))
-        strategy.drafter.start(2)
-        state = round_state(strategy.drafter, aux, ids, [0, 0], [5, 3], ahead=shape.behind(20))
+        strategy.clear(2)
+        state = round_state(strategy, aux, ids, [0, 0], [5, 3], ahead=shape.behind(20))
         tree = strategy.propose(state, Chooser())
         for row, count in enumerate([5, 3]):
             scores = score_paths(draft, aux[row, :count], ids[row, :count], shape)
@@ -173,8 +173,8 @@ def test_tree_nodes_carry_the_probability_of_their_path(target, nodes):
 
 def forced_next_tokens(draft, aux, ids, path, width):
     """The likeliest tokens after a forced path, with their log-probabilities."""
-    drafter = Drafter(draft)
-    drafter.start(1)
+    drafter = Chain(draft, DraftShape())
+    drafter.clear(1)
     verified = round_state(drafter, aux[None], ids[None], [0], [len(ids)], ahead=len(path))
     state = drafter.extend(verified)
     for depth, token_id in enumerate(path, start=1):

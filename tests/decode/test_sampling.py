@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from decode.tiny_decode import AUX, make_draft, make_target
+from decode.tiny_decode import AUX, SPARK, make_block, make_draft, make_target
 from fledge.decode import accept
 from fledge.decode.speculative import SpeculativeDecoder
 from fledge.decode.stops import Stops
@@ -17,10 +17,16 @@ VOCAB, LENGTH, ROWS, PROMPT = 6, 3, 6000, [2, 4, 1]
 @pytest.fixture(scope="module")
 def small():
     target = make_target(vocab=VOCAB, sharp=0.35, seed=4)
+    unsure = make_block(target, width=4, seed=5, **SPARK, confidence_threshold=0.45)
+    with torch.no_grad():
+        unsure.confidence_head.proj.bias.fill_(0.4)
     return target, {
         "chain": make_draft(target, width=4, seed=5),
         "parallel": make_draft(target, width=4, seed=6, parallel=True),
         "tree": make_draft(target, width=4, seed=5),
+        "block": make_block(target, width=4, seed=5),
+        "markov": make_block(target, width=4, seed=5, **SPARK),
+        "markov, with a threshold": unsure,
     }
 
 
@@ -58,10 +64,13 @@ def p_value(target, draft, method, seed, temperature=1.0):
     return float(torch.special.gammaincc(freedom, statistic / 2))
 
 
-@pytest.mark.parametrize("method", ["chain", "parallel", "tree"])
-def test_texts_follow_the_targets_distribution(small, method):
+@pytest.mark.parametrize(
+    "kind", ["chain", "parallel", "tree", "block", "markov", "markov, with a threshold"]
+)
+def test_texts_follow_the_targets_distribution(small, kind):
     target, drafts = small
-    values = [p_value(target, drafts[method], method, seed) for seed in (0, 1)]
+    method = kind.partition(",")[0]
+    values = [p_value(target, drafts[kind], method, seed) for seed in (0, 1)]
     assert max(values) > 0.05
     assert min(values) > 0.001
 

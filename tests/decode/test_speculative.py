@@ -17,9 +17,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from decode.tiny_decode import (
     AUX,
     STOPS,
-    check_lossless,
+    decode,
     make_draft,
     make_target,
+    outcomes,
     plain_greedy,
     random_prompts,
 )
@@ -36,39 +37,8 @@ def decoder(target, draft=None, **options):
     return SpeculativeDecoder(target, draft, **given)
 
 
-def run(decoder, prompts, stops, batch):
-    out = []
-    for begin in range(0, len(prompts), batch):
-        out += decoder.generate(prompts[begin : begin + batch], stops)
-    return out
-
-
-def texts(generations):
-    return [(text.token_ids, text.finish) for text in generations]
-
-
-@pytest.mark.parametrize("method", [None, "tree"])
-@pytest.mark.parametrize("kind", ["random", "trained", "deep", "parallel"])
-def test_batches_of_eight_match_plain_greedy_decoding(target, drafts, asked, answers, kind, method):
-    made = decoder(target, drafts[kind], method=method)
-    accepted = check_lossless(made, asked, answers, batch=8, accepts=kind != "random")
-    assert kind == "random" or max(accepted) >= 3
-
-
-@pytest.mark.parametrize("method", [None, "tree"])
-@pytest.mark.parametrize("kind", ["trained", "parallel"])
-def test_a_single_row_takes_the_same_rounds_as_in_a_batch(
-    target, drafts, asked, answers, kind, method
-):
-    speculative = decoder(target, drafts[kind], method=method)
-    alone = run(speculative, asked[:24], STOPS, batch=1)
-    together = run(speculative, asked[:24], STOPS, batch=24)
-    assert texts(alone) == answers[:24]
-    assert [text.rounds for text in alone] == [text.rounds for text in together]
-
-
 def test_without_a_draft_it_is_plain_greedy_decoding(target, asked, answers):
-    assert texts(run(decoder(target), asked[:40], STOPS, batch=8)) == answers[:40]
+    assert outcomes(decode(decoder(target), asked[:40], batch=8)) == answers[:40]
 
 
 def test_transformers_generates_the_same(target, drafts, asked):
@@ -94,8 +64,8 @@ def test_stop_strings_end_the_text_where_plain_decoding_ends_it(
     stops = Stops(14, frozenset({3}), (answer_text[5:7], answer_text[2:4] + "?"), decode=letters)
     expected = [plain_greedy(target, prompt, stops) for prompt in asked[:16]]
     assert "stop" in {finish for _, finish in expected}
-    generations = run(decoder(target, drafts["trained"], method=method), asked[:16], stops, batch=8)
-    assert texts(generations) == expected
+    made = decoder(target, drafts["trained"], method=method)
+    assert outcomes(decode(made, asked[:16], 8, stops)) == expected
 
 
 def test_every_length_limit_cuts_exactly(target, drafts, asked, answers):
@@ -138,8 +108,8 @@ def test_other_architectures_and_sliding_windows(kind):
     expected = [plain_greedy(model, prompt, stops) for prompt in prompts]
     for method in ("chain", "tree"):
         speculative = decoder(model, draft, method=method)
-        assert texts(speculative.generate(prompts, stops)) == expected
-        assert texts(run(speculative, prompts, stops, batch=1)) == expected  # no mask needed
+        assert outcomes(speculative.generate(prompts, stops)) == expected
+        assert outcomes(decode(speculative, prompts, 1, stops)) == expected  # no mask needed
 
 
 def test_attention_without_mask_support_is_replaced_where_a_mask_is_needed(drafts, asked, answers):
@@ -158,8 +128,8 @@ def test_attention_without_mask_support_is_replaced_where_a_mask_is_needed(draft
     model.config._attn_implementation = "maskless"
     for method in ("chain", "tree"):
         speculative = decoder(model, drafts["trained"], method=method)
-        assert texts(run(speculative, asked[:4], STOPS, batch=1)) == answers[:4]
-        assert texts(run(speculative, asked[:8], STOPS, batch=8)) == answers[:8]
+        assert outcomes(decode(speculative, asked[:4], batch=1)) == answers[:4]
+        assert outcomes(decode(speculative, asked[:8], batch=8)) == answers[:8]
     assert 5 in calls  # a chain of a single row needs no mask
     assert model.config._attn_implementation == "maskless"
 

@@ -4,9 +4,13 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fledge.decode.stops import Stops
-from fledge.decode.strategy import RoundState, columns, send_rows
+from fledge.decode.strategy import RoundState, Slots, send_rows
 from fledge.decode.target import CachedTarget
 from fledge.measure.replay import Text, replay
+from fledge.methods.block.draft import BlockDraftModel
+from fledge.methods.block.objective import DFlashTrainerModule, DSparkTrainerModule
+from fledge.methods.eagle1.draft import LlamaEagle1DraftModel
+from fledge.methods.eagle1.objective import Eagle1TrainerModule
 from fledge.methods.eagle3.draft import LlamaEagle3DraftModel
 
 VOCAB, AUX = 40, [0, 1, 2]
@@ -54,27 +58,26 @@ def make_draft(target, *, width=None, seed=1, layers=1, parallel=False, fit=0, *
     return draft.eval()
 
 
+def own_texts(target, prompts):
+    """The prompts with 20 tokens of the target's own greedy text each."""
+    return target.generate(
+        prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=20, do_sample=False,
+        eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+
+
 def fit_draft(target, draft, steps, depths=4):
     """Train on greedy continuations, until draft and target agree often but not always."""
     from fledge.methods.eagle3.objective import Eagle3TrainerModule
     from fledge.methods.peagle.objective import PEagleTrainerModule
     from fledge.target.hf.model import HFEagle3TargetModel
 
-    ids = draft.selected_token_ids
-    mask = torch.zeros(target.config.vocab_size, dtype=torch.bool)
-    mask[ids] = True
-    common = {"selected_token_ids": ids, "selected_token_mask": mask}
     if draft.config.parallel_drafting:
-        module = PEagleTrainerModule(
-            draft, num_depths=depths, mask_token_id=draft.config.mask_token_id, **common
-        )
+        options = {"num_depths": depths, "mask_token_id": draft.config.mask_token_id}
+        module = PEagleTrainerModule(draft, **options, **vocabulary_of(target, draft))
     else:
-        module = Eagle3TrainerModule(draft, ttt_steps=depths, **common)
-    prompts = torch.randint(0, target.config.vocab_size, (16, 4))
-    rows = target.generate(
-        prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=20, do_sample=False,
-        eos_token_id=None, pad_token_id=0,
-    )  # fmt: skip
+        module = Eagle3TrainerModule(draft, ttt_steps=depths, **vocabulary_of(target, draft))
+    rows = own_texts(target, torch.randint(0, target.config.vocab_size, (16, 4)))
     ones = torch.ones_like(rows)
     batch = HFEagle3TargetModel(target, AUX).generate_batch(rows, ones, ones)
     optimizer = torch.optim.Adam(draft.parameters(), lr=1e-2)
@@ -84,22 +87,81 @@ def fit_draft(target, draft, steps, depths=4):
         optimizer.step()
 
 
-def fit_on_own_texts(target, draft, backend, module_of, steps):
-    """Train a draft for some steps on the target's own greedy texts; `module_of` makes the trainer
-    module from the target's head."""
-    prompts = torch.tensor([[n, n + 1, 2 * n % 40, 7] for n in range(16)])
-    rows = target.generate(
-        prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=20, do_sample=False,
-        eos_token_id=None, pad_token_id=0,
-    )  # fmt: skip
-    with backend:
+def vocabulary_of(target, draft):
+    ids = draft.selected_token_ids
+    mask = torch.zeros(target.config.vocab_size, dtype=torch.bool).index_fill(0, ids, True)
+    return {"selected_token_ids": ids, "selected_token_mask": mask}
+
+
+def fit_with_head(target, draft, module_type, steps, **options):
+    """The same for drafts that learn from the target's hidden states and head."""
+    rows = own_texts(target, torch.tensor([[n, n + 1, 2 * n % 40, 7] for n in range(16)]))
+    with backend_of(target, draft) as backend:
         batch = backend.generate_batch(rows, torch.ones_like(rows), torch.ones_like(rows))
-        module = module_of(backend.info().head)
+        head = backend.info().head
+    module = module_type(draft, target_head=head, **vocabulary_of(target, draft), **options)
     optimizer = torch.optim.Adam([p for p in draft.parameters() if p.requires_grad], lr=1e-2)
     for step in range(steps):
         optimizer.zero_grad()
         module(**batch.to_trainer_inputs(), seed=step).loss.backward()
         optimizer.step()
+
+
+def backend_of(target, draft):
+    """The target with the layers that the draft reads."""
+    from fledge.target.hf.model import HFEagle3TargetModel
+
+    if draft.config.num_aux_hidden_states == 1:
+        return HFEagle3TargetModel(target, supervision="hidden", num_aux_layers=1)
+    return HFEagle3TargetModel(target, AUX, supervision="hidden")
+
+
+def make_eagle1(target, *, layers=1, version=1, fit=0):
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        vocab_size=target.config.vocab_size, hidden_size=16, intermediate_size=24,
+        num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2,
+        max_position_embeddings=512, eagle_version=version, num_aux_hidden_states=1,
+    )  # fmt: skip
+    draft = LlamaEagle1DraftModel(config).double()
+    with torch.no_grad():
+        for weight in draft.parameters():
+            if weight.ndim == 2:
+                weight.mul_(8)
+    draft.copy_embeddings_from_target(target.model.embed_tokens)
+    draft.copy_head_from_target(target.lm_head)
+    if fit:
+        fit_with_head(target, draft, Eagle1TrainerModule, fit, token_weight=1.0)
+    return draft.eval()
+
+
+SPARK = {"sample_from_anchor": True, "markov_rank": 6, "confidence_head": True, "block_size": 4}
+
+
+def make_block(target, *, fit=0, seed=1, width=None, **options):
+    """A DFlash draft, or with `SPARK` a DSpark draft."""
+    torch.manual_seed(seed)
+    vocab = target.config.vocab_size
+    settings = {"block_size": 5, "num_hidden_layers": 2}
+    config = LlamaConfig(
+        vocab_size=vocab, hidden_size=16, intermediate_size=24, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=512, mask_token_id=vocab - 1,
+        num_aux_hidden_states=3, aux_layer_ids=AUX, draft_vocab_size=width or vocab,
+        **(settings | options),
+    )  # fmt: skip
+    draft = BlockDraftModel(config).double()
+    if width:
+        draft.set_vocab_mapping(torch.randperm(vocab)[:width].sort().values)
+    with torch.no_grad():
+        for name, weight in draft.named_parameters():
+            if weight.ndim == 2:
+                weight.normal_(std=0.3 if "markov" in name or "confidence" in name else 0.16)
+    draft.copy_embeddings_from_target(target.model.embed_tokens)
+    draft.copy_head_from_target(target.lm_head)
+    if fit:
+        module_type = DSparkTrainerModule if draft.config.markov_rank else DFlashTrainerModule
+        fit_with_head(target, draft, module_type, fit, anchors=1024)
+    return draft.eval()
 
 
 def random_prompts(count, *, vocab=VOCAB, seed=0, longest=12):
@@ -120,25 +182,18 @@ def plain_greedy(model, prompt, stops: Stops):
             return new[:count], finish
 
 
-def check_lossless(decoder, asked, answers, *, batch, accepts=True):
-    """Decoding gives the target's own answers, and, if `accepts`, accepted something and rejected
-    something."""
-    generations = []
-    for begin in range(0, len(asked), batch):
-        generations += decoder.generate(asked[begin : begin + batch], STOPS)
-    assert [(text.token_ids, text.finish) for text in generations] == answers[: len(asked)]
-    for text in generations:
-        assert sum(r.emitted for r in text.rounds) == len(text.token_ids) - 1
-        assert all(r.accepted <= r.emitted <= r.accepted + 1 for r in text.rounds)
-    accepted = [r.accepted for text in generations for r in text.rounds]
-    if accepts:
-        assert max(accepted) >= 2
-        assert min(accepted) == 0
-    return accepted
+def decode(decoder, prompts, batch, stops=STOPS):
+    """Continue the prompts in batches of that size."""
+    parts = [prompts[begin : begin + batch] for begin in range(0, len(prompts), batch)]
+    return [text for part in parts for text in decoder.generate(part, stops)]
+
+
+def outcomes(generations):
+    return [(text.token_ids, text.finish) for text in generations]
 
 
 def check_replay(backend, live, asked, *, batch_tokens=90):
-    """Replay takes the rounds of live decoding, from the text alone; returns the replays."""
+    """Replay takes the rounds of live decoding, from the text alone; returns the rounds."""
     generations = live.generate(asked, STOPS)
     texts = [Text(text.prompt_ids, text.token_ids) for text in generations]
     replayed = replay(
@@ -147,7 +202,7 @@ def check_replay(backend, live, asked, *, batch_tokens=90):
     )  # fmt: skip
     assert [text.rounds for text in replayed] == [text.rounds for text in generations]
     assert sum(text.other_picks for text in replayed) == 0
-    return replayed
+    return [round_ for text in replayed for round_ in text.rounds]
 
 
 def round_state(drafter, aux_BQD, token_BQ, start, count, *, ahead=0):
@@ -158,7 +213,7 @@ def round_state(drafter, aux_BQD, token_BQ, start, count, *, ahead=0):
     ]
     table_BX = send_rows(rows, drafter.device, width=token_BQ.shape[1])
     used = drafter.room(max(start) + token_BQ.shape[1] + ahead)
-    return RoundState(*columns(table_BX), aux_BQD, used)
+    return RoundState(*Slots.of(table_BX), aux_BQD, used)
 
 
 class NumberedTarget(CachedTarget):

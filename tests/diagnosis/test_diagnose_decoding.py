@@ -19,7 +19,7 @@ from export.layouts import write_as
 from fledge.formats.checks import probe
 from fledge.formats.checks.behaviour import last_normed
 from fledge.formats.diagnose import write_repaired
-from fledge.measure.figures import Sample, every_slot_length
+from fledge.measure.figures import every_slot_length
 from fledge.measure.replay import Text, replay
 from fledge.methods.shared.rotary import Rotary
 from fledge.target.hf.model import HFEagle3TargetModel
@@ -188,11 +188,7 @@ def test_a_score_counts_every_slot_of_the_answers(place, answering):
     draft = make_draft(place / "target", fit=5)
     score = loaded.score(loaded.backend(AUX), draft)
     texts = [Text(turn.prompt_ids, turn.answer_ids) for turn in loaded.answers]
-    replays = replay(loaded.backend(AUX), draft, texts, num_draft_tokens=4)
-    samples = [
-        Sample(text.prompt_ids, text.answer_ids, result.rounds, "", result.accepted_T)
-        for text, result in zip(texts, replays, strict=True)
-    ]
+    samples = replay(loaded.backend(AUX), draft, texts, num_draft_tokens=4)
     assert len(score.accepted_S) == sum(len(turn_text.answer_ids) - 1 for turn_text in texts)
     assert 1 + score.first == pytest.approx(every_slot_length(samples, 1))
     assert len(texts) == PROMPTS

@@ -13,7 +13,7 @@ from fledge import export_draft
 from fledge.cli.main import app
 from fledge.cli.main import run as main
 from fledge.core.errors import BadInput
-from fledge.decode.rounds import Round
+from fledge.decode.accept import Round
 from fledge.decode.speculative import Generation, SpeculativeDecoder
 from fledge.formats import export as export_module
 from fledge.formats.export import read_export_record

@@ -4,11 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from decode.test_block_decode import SPARK, make_block
-from decode.tiny_decode import AUX, STOPS, make_target, random_prompts
+from decode.tiny_decode import AUX, SPARK, STOPS, make_block, make_target, random_prompts
 from fledge.core.errors import BadInput
 from fledge.decode.speculative import SpeculativeDecoder
-from fledge.measure.replay import Text, as_pack, ask, target_picks
+from fledge.measure.replay import Text
 from fledge.methods.block.calibration import (
     Sureness,
     calibrate,
@@ -57,11 +56,8 @@ def test_measured_acceptance_matches_live_decoding():
     draft.config.confidence_threshold = 0.9  # drops most tokens in decoding, none in calibration
     live = SpeculativeDecoder(target).generate([[5, 9, 1], [7, 2]], STOPS)
     texts = [Text(generation.prompt_ids, generation.token_ids) for generation in live]
-    tokens = as_pack(texts)
     with HFEagle3TargetModel(target, AUX, supervision="hidden") as backend:
-        batch = ask(backend, tokens)
-        picks = target_picks(batch, tokens, backend.info().head, draft.selected_token_ids)
-    measured = sureness(draft, [(batch, tokens, picks)], 4)
+        measured = sureness(backend, draft, texts, depths=4)
     assert draft.config.confidence_threshold == 0.9
     draft.config.confidence_threshold = 0.0
     drafted = SpeculativeDecoder(target, draft).generate([t.prompt_ids for t in texts], STOPS)
@@ -94,8 +90,9 @@ def test_temperatures_change_which_tokens_are_dropped():
 
 
 def test_a_draft_without_a_confidence_head_is_refused():
+    target = make_target()
     with pytest.raises(BadInput, match="how sure it is"):
-        sureness(make_block(make_target()), [], 4)
+        sureness(HFEagle3TargetModel(target, AUX), make_block(target), [], depths=4)
 
 
 def test_temperatures_are_judged_on_texts_they_were_not_fitted_to():
@@ -105,16 +102,10 @@ def test_temperatures_are_judged_on_texts_they_were_not_fitted_to():
     draft = make_block(target, fit=30, **SPARK)
     live = SpeculativeDecoder(target).generate(random_prompts(12), STOPS)
     texts = [Text(t.prompt_ids, t.token_ids) for t in live if len(t.token_ids) > 1]
-
-    def measure(subset):
-        tokens = as_pack(subset)
-        batch = ask(backend, tokens)
-        picks = target_picks(batch, tokens, backend.info().head, draft.selected_token_ids)
-        return sureness(draft, [(batch, tokens, picks)], 4)
-
     with HFEagle3TargetModel(target, AUX, supervision="hidden") as backend:
         calibration = calibrate(backend, draft, texts, depths=4, batch_tokens=64)
-        even, odd, whole = measure(texts[::2]), measure(texts[1::2]), measure(texts)
+        parts = (texts[::2], texts[1::2], texts)
+        even, odd, whole = (sureness(backend, draft, part, depths=4) for part in parts)
     assert calibration.temperatures == pytest.approx(fit_temperatures(whole), rel=1e-3)
     crossed = [even.at(fit_temperatures(odd)), odd.at(fit_temperatures(even))]
     for depth in range(4):

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fledge.decode.rounds import Round, walk_rounds
-from fledge.measure.figures import CAUSES, Sample, acceptance, failures, kinds_of, vocabulary_misses
+from fledge.decode.accept import Round, walk_rounds
+from fledge.measure.figures import CAUSES, Sample, acceptance, failures, kinds_of
 
 KINDS = ["", "code", "scripts", "digits", "punctuation"]
 
@@ -48,14 +48,18 @@ def test_the_shares_sum_to_the_loss(case, long_context):
     assert sum(shares) == pytest.approx(1.0 if losses.lost else 0.0)
     # each rejection is charged once, each compared token is counted once
     blames = losses.blames.values()
-    misses = [r for s in samples for r in s.rounds if r.accepted < min(depth, s.total - r.context)]
+    misses = [
+        [*s.prompt_ids, *s.answer_ids][r.context + r.accepted]
+        for s in samples
+        for r in s.rounds
+        if r.accepted < min(depth, len(s) - r.context)
+    ]
     assert sum(blame.rejected for blame in blames) == len(misses)
     accepted = sum(r.accepted for s in samples for r in s.rounds)
     assert sum(blame.judged for blame in blames) == accepted + len(misses)
     # the vocabulary is charged exactly where the token is outside the draft vocabulary
     outside = losses.blames["vocabulary"]
-    ended = vocabulary_misses(samples, depth, vocabulary.__contains__).ended_rounds
-    assert outside.judged == outside.rejected == ended
+    assert outside.judged == outside.rejected == sum(t not in vocabulary for t in misses)
 
 
 @given(st.integers(1, 4), st.integers(1, 20))

@@ -7,25 +7,23 @@ import pytest
 from decode.tiny_decode import make_draft
 from fledge.cli.console import err, out
 from fledge.cli.eval import _remarks, _speeds
-from fledge.decode.recorded import RoundTime
-from fledge.decode.speculative import Generation, SpeculativeDecoder, Timing
+from fledge.decode.recorded import RoundTime, Timing
+from fledge.decode.speculative import SpeculativeDecoder
 from fledge.measure.answers import AnsweredTurn
 from fledge.measure.evaluation import DraftEvaluation, EvalOptions
-from fledge.measure.speed import Speed, Stopwatch
+from fledge.measure.speed import Speed, TimedText
 from fledge.target.hf.model import HFEagle3TargetModel
 
 
-def watch(*texts, hiccup=0.0):
-    """A stopwatch for texts of (tokens, rounds, draft seconds, target seconds); `hiccup` seconds
-    are added to the first round of the first text."""
-    stopwatch = Stopwatch()
-    for number, (tokens, rounds, draft_s, target_s) in enumerate(texts):
-        times = [RoundTime(draft_s, target_s) for _ in range(rounds)]
-        if number == 0:
-            times[0] = RoundTime(draft_s, target_s + hiccup)
-        total = sum(time.seconds for time in times)
-        stopwatch.add(Timing(rounds, total, times), Generation([0], [0] * (tokens + 1)))
-    return stopwatch
+def timed(*texts, hiccup=0.0):
+    """Texts of (tokens, rounds, draft seconds, target seconds); `hiccup` seconds are added to the
+    first round of the first text."""
+    timings = [[RoundTime(draft_s, target_s)] * n for _, n, draft_s, target_s in texts]
+    timings[0][0] = RoundTime(texts[0][2], texts[0][3] + hiccup)
+    return [
+        TimedText(tokens, Timing(each, sum(time.seconds for time in each)))
+        for (tokens, *_), each in zip(texts, timings, strict=True)
+    ]
 
 
 PLAIN = [(10, 10, 0.0, 0.1), (20, 20, 0.0, 0.1), (10, 10, 0.0, 0.1)]
@@ -33,23 +31,21 @@ LIVE = [(12, 4, 0.05, 0.15), (24, 8, 0.05, 0.15), (12, 4, 0.05, 0.15)]
 
 
 def test_arithmetic():
-    speed = Speed.of(watch(*PLAIN), watch(*LIVE))
+    speed = Speed(timed(*PLAIN), timed(*LIVE))
     assert speed.break_even == pytest.approx(2.0)
-    assert speed.predicted(3.0) == pytest.approx(1.5)
     assert speed.measured == pytest.approx(1.5)
     values = speed.to_json(2.0)
     assert values["predicted_speedup"] == pytest.approx(1.0)
     assert (values["texts"], values["rounds"], values["plain_steps"]) == (3, 16, 40)
     assert values["plain_step_ms_quartiles"] == pytest.approx([100, 100])
-    assert Speed.of(Stopwatch(), watch(*LIVE)) is None
 
 
 @pytest.mark.parametrize("busy", ["plain", "live"])
 def test_a_single_hiccup_changes_nothing(busy):
     """One step takes a hundred times as long: by means, the draft would gain fivefold."""
     hiccups = {"plain": 0.0, "live": 0.0, busy: 10.0}
-    speed = Speed.of(watch(*PLAIN, hiccup=hiccups["plain"]), watch(*LIVE, hiccup=hiccups["live"]))
-    calm = Speed.of(watch(*PLAIN), watch(*LIVE))
+    speed = Speed(timed(*PLAIN, hiccup=hiccups["plain"]), timed(*LIVE, hiccup=hiccups["live"]))
+    calm = Speed(timed(*PLAIN), timed(*LIVE))
     assert speed.break_even == pytest.approx(calm.break_even)
     assert speed.measured == pytest.approx(calm.measured)
     assert not speed.disturbed
@@ -59,23 +55,15 @@ def disturbed_speed():
     """As a user once saw: acceptance length 1.000, and plain steps as slow as five rounds."""
     slow = [(tokens, rounds, 0.0, 1.06) for tokens, rounds, _, _ in PLAIN]
     useless = [(tokens, rounds, 0.05, 0.15) for tokens, rounds, _, _ in PLAIN]
-    return Speed.of(watch(*slow), watch(*useless))
+    return Speed(timed(*slow), timed(*useless))
 
 
 def print_speed(monkeypatch, capsys, speed):
-    class Report:
-        name, every_slot, other_picks, live, replay_s = "mine", None, 0, None, None
-
-        class acceptance:  # noqa: N801
-            length = 1.0
-
-        class misses:  # noqa: N801
-            @staticmethod
-            def to_json():
-                return {"token_share": 0.0, "ended_round_share": 0.0}
-
-    report = Report()
-    report.speed = speed
+    missed = {"token_share": 0.0, "ended_round_share": 0.0}
+    report = SimpleNamespace(
+        name="mine", every_slot=None, other_picks=0, live=None, replay_s=None, speed=speed,
+        acceptance=SimpleNamespace(length=1.0), failures=SimpleNamespace(misses=lambda: missed),
+    )  # fmt: skip
     for terminal in (out, err):
         monkeypatch.setattr(terminal, "_width", 200)
     out.print(_speeds([report]))
@@ -101,16 +89,16 @@ def test_a_disturbed_measurement_reports_no_speed_up(monkeypatch, capsys):
 
 def test_a_speed_up_beyond_the_tokens_per_round_is_a_disturbance():
     """One text with a slow moment in its plain steps: it shows in the total, not in medians."""
-    speed = Speed.of(watch((10, 10, 0.0, 0.1), hiccup=10.0), watch((12, 10, 0.0, 0.11)))
+    speed = Speed(timed((10, 10, 0.0, 0.1), hiccup=10.0), timed((12, 10, 0.0, 0.11)))
     assert speed.break_even > 1
     assert speed.disturbed
 
 
 def test_texts_rounds_and_spread_are_printed(monkeypatch, capsys):
-    uneven = watch(*LIVE[:2], (12, 12, 0.05, 0.35))
-    speed = Speed.of(watch(*PLAIN), uneven)
+    uneven = timed(*LIVE[:2], (12, 12, 0.05, 0.35))
+    speed = Speed(timed(*PLAIN), uneven)
     assert speed.to_json(3.0)["round_ms_quartiles"] == pytest.approx([200, 400])
-    printed = print_speed(monkeypatch, capsys, Speed.of(watch(*PLAIN), watch(*LIVE)))
+    printed = print_speed(monkeypatch, capsys, Speed(timed(*PLAIN), timed(*LIVE)))
     assert "timed on 3 texts: 16 rounds and 40 plain steps" in printed.out
     assert "1.50 to 1.50" in printed.out
     assert "200.0 to 200.0" in printed.out
@@ -139,5 +127,4 @@ def test_plain_and_speculative_decoding_alternate_in_going_first(target, asked, 
     report = DraftEvaluation(backend, make_draft(target), turns, options, 2).evaluate("x")
     pairs = [order[i : i + 2] for i in range(2, len(order), 2)]  # the first two are not timed
     assert pairs == [["plain", "live"], ["live", "plain"]] * 2
-    assert report.speed.texts == 4
-    assert report.speed.live.rounds == len(report.speed.live.round_s) > 0
+    assert len(report.speed.live) == len(report.speed.plain) == 4

@@ -6,12 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decode.tiny_decode import AUX, STOPS
-from fledge.decode.rounds import Round
+from fledge.decode.accept import Round
 from fledge.decode.speculative import SpeculativeDecoder
 from fledge.decode.stops import Pieces
 from fledge.decode.strategy import rollouts_of
-from fledge.measure.replay import Text
-from fledge.measure.tokens import look_closely, written_tokens
+from fledge.measure.figures import Sample
+from fledge.measure.replay import look_closely, written_tokens
 from fledge.models.resolve import load_tokenizer
 from fledge.target.hf.model import HFEagle3TargetModel
 
@@ -33,9 +33,8 @@ def test_every_token_has_its_author_and_both_models_probabilities(target, drafts
     for generation in live.generate(asked[:12], STOPS):
         if not generation.rounds:
             continue
-        text = Text(generation.prompt_ids, generation.token_ids)
-        rollouts = rollouts_of(draft, depth)
-        tokens = look_closely(backend, rollouts, text, generation.rounds, Numbers())
+        text = Sample(generation.prompt_ids, generation.token_ids, generation.rounds)
+        tokens = look_closely(backend, rollouts_of(draft, depth), text, Numbers())
         assert "".join(t.text for t in tokens) == Numbers().decode(generation.token_ids)
         ids = generation.prompt_ids + generation.token_ids
         with torch.no_grad():
@@ -70,8 +69,8 @@ def test_the_draft_probability_comes_from_the_drafts_own_distribution(target, dr
     live = SpeculativeDecoder(target, draft, aux_layer_ids=AUX, num_draft_tokens=1)
     [generation] = live.generate([[5, 6, 7]], STOPS)
     backend = HFEagle3TargetModel(target, AUX, supervision="hidden")
-    text = Text(generation.prompt_ids, generation.token_ids)
-    tokens = look_closely(backend, rollouts_of(draft, 1), text, generation.rounds, Numbers())
+    text = Sample(generation.prompt_ids, generation.token_ids, generation.rounds)
+    tokens = look_closely(backend, rollouts_of(draft, 1), text, Numbers())
     first = generation.rounds[0]
     ids = (generation.prompt_ids + generation.token_ids)[: first.context]
     ones = torch.ones(1, len(ids), dtype=torch.long)
@@ -95,7 +94,7 @@ def test_the_draft_probability_comes_from_the_drafts_own_distribution(target, dr
 def test_the_worked_example_of_rounds():
     # Prompt of 2, then 0 (from the prompt's pass), round 1: 1 2 drafted, 3 the target's, round 2: 4
     rounds = [Round(context=3, accepted=2, emitted=3), Round(context=6, accepted=0, emitted=1)]
-    tokens = written_tokens(Text([7, 7], [0, 1, 2, 3, 4]), rounds, Numbers())
+    tokens = written_tokens(Sample([7, 7], [0, 1, 2, 3, 4], rounds), Numbers())
     assert [(t.text, t.depth, t.round) for t in tokens] == [
         ("[0]", 0, -1), ("[1]", 1, 0), ("[2]", 2, 0), ("[3]", 0, 0), ("[4]", 0, 1),
     ]  # fmt: skip

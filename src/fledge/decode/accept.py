@@ -1,4 +1,5 @@
-"""Which proposed tokens are accepted: the rules that make speculative decoding lossless.
+"""Which proposed tokens are accepted: the rules that make speculative decoding lossless, and the
+rounds that figures come from.
 
 Without sampling, or with a tree, the target picks its own token after every node; the walk goes on
 while the proposal contains it. Where either model's numbers are not finite, nothing is accepted:
@@ -22,6 +23,20 @@ class Proposal:
     parent_BN: Tensor | None = None  # index of the parent, -1: the verified text; None: a chain
     probs_BNW: Tensor | None = None  # the distributions they were drawn from; None: greedy
 
+    @classmethod
+    def picked(cls, token_BN: Tensor, top_BN: Tensor, probs_BNW: Tensor | None) -> "Proposal":
+        """A chain of tokens as `Chooser.pick` returns them, translated to target ids."""
+        if probs_BNW is None:
+            token_BN = tokens_of(token_BN, top_BN)
+        return cls(token_BN, probs_BNW=probs_BNW)
+
+    @classmethod
+    def stacked(cls, steps: Sequence[tuple[Tensor, Tensor, Tensor | None]]) -> "Proposal":
+        """The same, from one token after another: [B], [B] and [B, W] each."""
+        tokens, tops, probs = zip(*steps, strict=True)
+        probs_BNW = None if probs[0] is None else torch.stack(probs, 1)
+        return cls.picked(torch.stack(tokens, 1), torch.stack(tops, 1), probs_BNW)
+
 
 @dataclass(frozen=True)
 class Chooser:
@@ -39,14 +54,10 @@ class Chooser:
         flat = probs.flatten(0, -2)
         return torch.multinomial(flat, 1, generator=self.generator).view(probs.shape[:-1])
 
-    def pick(self, logits: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The tokens, and the distributions they were drawn from (None when greedy)."""
-        token, _, probs = self.pick_scored(logits)
-        return token, probs
-
-    def pick_scored(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The same with the largest logits in between: where these are not finite, the token is
-        meaningless (`core.head`)."""
+    def pick(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The tokens, the largest logits, and the distributions that the tokens were drawn from
+        (None when greedy). Where the largest logit is not finite, the token is meaningless
+        (`core.head`)."""
         if self.temperature == 0:
             top, token = logits.max(dim=-1)
             return token, top, None
@@ -57,7 +68,7 @@ class Chooser:
 
     def pick_sound(self, logits: Tensor) -> Tensor:
         """The tokens; NO_TOKEN where the logits are not finite."""
-        token, top, _ = self.pick_scored(logits)
+        token, top, _ = self.pick(logits)
         return tokens_of(token, top)
 
 
@@ -141,3 +152,40 @@ def residual(p_BV: Tensor, q_BV: Tensor) -> Tensor:
     left_BV = (p_BV - q_BV).clamp_min(0)
     total_B1 = left_BV.sum(dim=-1, keepdim=True)
     return torch.where(total_B1 > 0, left_BV / total_B1, p_BV)
+
+
+# --- rounds --------------------------------------------------------------------------------------
+# A round, live or replayed, starts with `context` known tokens, drafts up to k more, and adds
+# `emitted` tokens to the text: the `accepted` drafted ones, then one of the target's own (the bonus
+# token), unless the text ended before it.
+
+
+@dataclass(frozen=True)
+class Round:
+    context: int  # known tokens before the round, prompt included
+    accepted: int  # drafted tokens that went into the text
+    emitted: int  # tokens that the round added to the text
+
+
+def walk_rounds(accepted_T: Sequence[int], *, prompt: int, total: int) -> list[Round]:
+    """The rounds that live decoding would take through a known text.
+
+    `accepted_T[t]` is how many drafted tokens hold when the rollout starts at slot t (which reads
+    token t + 1 and drafts tokens t + 2, ...), counted inside the text. The first answer token comes
+    from the prompt's own pass.
+
+    Example: prompt of 3 tokens, text of 8, accepted_T = . . 1 0 0 2 0 0
+
+        round 1: 4 known, slot 2 holds 1 -> token 4 drafted, token 5 the target's own
+        round 2: 6 known, slot 4 holds 0 -> token 6 the target's own
+        round 3: 7 known, slot 5 holds 2 of which one is left in the text -> token 7 drafted
+    """
+    rounds = []
+    known = prompt + 1
+    while known < total:
+        left = total - known
+        accepted = min(accepted_T[known - 2], left)
+        emitted = min(accepted + 1, left)
+        rounds.append(Round(known, accepted, emitted))
+        known += emitted
+    return rounds

@@ -13,39 +13,60 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fledge.decode.recorded import Passes
 from fledge.decode.strategy import RoundState, Strategy
 from fledge.methods.shared.draft import DraftModel
+from fledge.methods.shared.layer import LayerWeights
 from fledge.methods.shared.norms import rms_norm
 from fledge.methods.shared.rotary import rotate
 from fledge.methods.shared.unroll import UnrolledDraftModel
 
 
-class Drafter:
-    """A draft and its cache, for one batch of rows at a time."""
+class CachedStrategy(Strategy):
+    """The base of strategies that cache keys and values of the texts, for one batch of rows at a
+    time."""
 
-    def __init__(
-        self,
-        draft: UnrolledDraftModel,
-        *,
-        dtype: torch.dtype | None = None,
-        passes: Passes | None = None,
-    ) -> None:
-        self.draft, self.device, self.dtype = draft, draft.device, dtype or draft.dtype
-        self.passes = passes or Passes(self.device, record=False)
-        self.layers = draft.layer_weights(self.dtype)
-        self._norm = draft.norm_weight(self.dtype)
-        self._head = draft.lm_head.weight.to(self.dtype)
-        self._cache = self._empty(0, 0)  # [layers, keys and values, B, U, G, C]
+    @property
+    @abstractmethod
+    def slots(self) -> int:
+        """The most cache entries that a round writes after the newest verified slot."""
 
-    def start(self, batch: int) -> None:
+    @property
+    @abstractmethod
+    def layers(self) -> Sequence[LayerWeights]:
+        """The draft's layers in the dtype of decoding."""
+
+    @abstractmethod
+    def read_prompts(self, prompts: Sequence[Sequence[int]], aux_BTD: Tensor) -> None:
+        """Cache the prompts' slots, except the last, whose token the first round provides."""
+
+    @property
+    def device(self) -> torch.device:
+        return self.draft.device
+
+    @cached_property
+    def head_WE(self) -> Tensor:  # noqa: N802  (its shape)
+        return self.draft.lm_head.weight.to(self.dtype)
+
+    @cached_property
+    def cache(self) -> Tensor:
+        """[layers, keys and values, B, U, G, C]"""
+        return self._empty(0, 0)
+
+    def start(self, prompts: Sequence[Sequence[int]], aux_BTD: Tensor) -> None:
+        self.clear(len(prompts))
+        self.read_prompts(prompts, aux_BTD)
+
+    def reserve(self, end: int) -> int:
+        return self.room(end + self.slots)
+
+    def clear(self, batch: int) -> None:
         """Clear the cache for `batch` rows; it grows as needed."""
-        rows, places = self._cache.shape[2:4]
+        rows, places = self.cache.shape[2:4]
         if batch > rows:
-            self._cache = self._empty(batch, places)
+            self.cache = self._empty(batch, places)
             self.passes.drop_recordings()
         else:
-            self._cache.zero_()
+            self.cache.zero_()
 
     def _empty(self, rows: int, places: int) -> Tensor:
         """An empty cache for all layers: zeros, not garbage, since a masked NaN is still a NaN."""
@@ -57,22 +78,53 @@ class Drafter:
     def room(self, needed: int) -> int:
         """Make room for `needed` entries per row, and return how many a pass should read."""
         used = self.passes.room(needed)
-        old = self._cache
+        old = self.cache
         rows, places = old.shape[2:4]
         if used > places:
-            self._cache = self._empty(rows, max(used, 2 * places))
-            self._cache[:, :, :, :places] = old
+            self.cache = self._empty(rows, max(used, 2 * places))
+            self.cache[:, :, :, :places] = old
             self.passes.drop_recordings()
         return used
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep these rows only, moved to the front."""
         index = torch.tensor(rows, device=self.device, dtype=torch.long)
-        cache = self._cache
+        cache = self.cache
         cache[:, :, : len(rows)] = cache.index_select(2, index)
 
+    def store(
+        self, layer: int, index_BQ: Tensor, keys_NGC: Tensor, values_NGC: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Write a layer's new keys and values; returns all of these rows', [B, U, G, C] each."""
+        rows_B1 = torch.arange(len(index_BQ), device=self.device)[:, None]
+        keys_BUGC, values_BUGC = self.cache[layer, :, : len(index_BQ)]
+        keys_BUGC[rows_B1, index_BQ] = keys_NGC.reshape(*index_BQ.shape, *keys_NGC.shape[1:])
+        values_BUGC[rows_B1, index_BQ] = values_NGC.reshape(*index_BQ.shape, *values_NGC.shape[1:])
+        return keys_BUGC, values_BUGC
+
+
+class UnrolledStrategy(CachedStrategy):
+    """The base of strategies whose draft carries a state from depth to depth."""
+
+    draft: UnrolledDraftModel
+
+    @classmethod
+    def fits(cls, draft: DraftModel) -> bool:
+        return isinstance(draft, UnrolledDraftModel)
+
+    @property
+    def count(self) -> int:
+        return self.shape.num_draft_tokens
+
+    @cached_property
+    def layers(self) -> Sequence[LayerWeights]:
+        return self.draft.layer_weights(self.dtype)
+
+    @cached_property
+    def _norm(self) -> Tensor | None:
+        return self.draft.norm_weight(self.dtype)
+
     def read_prompts(self, prompts: Sequence[Sequence[int]], aux_BTD: Tensor) -> None:
-        """Run the prompts' slots, except the last, which reads the first token after the prompt."""
         width = max(len(prompt) for prompt in prompts) - 1
         if width > 0:
             tokens = [[*prompt[1:], *[0] * (width + 1 - len(prompt))] for prompt in prompts]
@@ -115,22 +167,15 @@ class Drafter:
         embedding = F.embedding(token_BQ.flatten(), self.draft.embed_tokens.weight).to(self.dtype)
         token = self.layers[0].token_part(embedding)
         angles = self.draft.rotary(position_BQ.flatten(), self.dtype)
-        rows_B1 = torch.arange(batch, device=self.device)[:, None]
         state = state_BQE.flatten(0, 1)
-        for layer, (keys_BUGC, values_BUGC) in zip(
-            self.layers, self._cache[:, :, :batch], strict=True
-        ):
+        for number, layer in enumerate(self.layers):
             state, token = layer.enter(state, token)
             qkv = layer.project(layer.normed(state), token, slice(None))
             q, kv = qkv.tensor_split([layer.q_size], dim=1)
             keys, values = self._heads(kv).chunk(2, dim=1)
-            keys = rotate(layer.keys(keys), *angles)
-            keys_BUGC[rows_B1, index_BQ] = keys.view(batch, count, *keys.shape[1:])
-            values_BUGC[rows_B1, index_BQ] = values.reshape(batch, count, *values.shape[1:])
+            stored = self.store(number, index_BQ, rotate(layer.keys(keys), *angles), values)
             q_NHC = rotate(layer.queries(self._heads(q)), *angles)
-            out = _attend(
-                q_NHC.view(batch, count, *q_NHC.shape[1:]), keys_BUGC, values_BUGC, visible_BQU
-            )
+            out = attend(q_NHC.view(batch, count, *q_NHC.shape[1:]), *stored, visible_BQU)
             state = layer.finish(state, out.flatten(0, 1))
             token = None
         if self.draft.spec.norm_output:
@@ -140,7 +185,7 @@ class Drafter:
     def logits(self, carried: Tensor) -> Tensor:
         """[..., E] as `run` returns it -> [..., W]."""
         normed = carried if self.draft.spec.norm_output else self._normed(carried)
-        return F.linear(normed, self._head)
+        return F.linear(normed, self.head_WE)
 
     def _normed(self, state: Tensor) -> Tensor:
         return rms_norm(state, self._norm, self.draft.spec.rms_norm_eps)
@@ -149,7 +194,8 @@ class Drafter:
         return x.reshape(len(x), -1, self.draft.spec.head_dim)
 
 
-def _attend(q_BQHC: Tensor, keys_BUGC: Tensor, values_BUGC: Tensor, visible_BQU: Tensor) -> Tensor:
+def attend(q_BQHC: Tensor, keys_BUGC: Tensor, values_BUGC: Tensor, visible_BQU: Tensor) -> Tensor:
+    """[B, Q, H, C]; of the cached keys and values, only those that the mask covers are read."""
     used, group = visible_BQU.shape[-1], q_BQHC.shape[2] // keys_BUGC.shape[2]
 
     def by_head(x_BUGC: Tensor) -> Tensor:
@@ -163,36 +209,3 @@ def _attend(q_BQHC: Tensor, keys_BUGC: Tensor, values_BUGC: Tensor, visible_BQU:
         attn_mask=visible_BQU[:, None],
     )
     return out_BHQC.transpose(1, 2)
-
-
-class DrafterStrategy(Strategy):
-    """The base of strategies whose draft carries a state from depth to depth in a `Drafter`."""
-
-    draft: UnrolledDraftModel
-
-    @classmethod
-    def fits(cls, draft: DraftModel) -> bool:
-        return isinstance(draft, UnrolledDraftModel)
-
-    @property
-    def count(self) -> int:
-        return self.shape.num_draft_tokens
-
-    @property
-    @abstractmethod
-    def slots(self) -> int:
-        """The most cache entries that a round writes after the newest verified slot."""
-
-    @cached_property
-    def drafter(self) -> Drafter:
-        return Drafter(self.draft, dtype=self.dtype, passes=self.passes)
-
-    def start(self, prompts: Sequence[Sequence[int]], aux_BTD: Tensor) -> None:
-        self.drafter.start(len(prompts))
-        self.drafter.read_prompts(prompts, aux_BTD)
-
-    def reserve(self, end: int) -> int:
-        return self.drafter.room(end + self.slots)
-
-    def select(self, rows: Sequence[int]) -> None:
-        self.drafter.select(rows)

@@ -8,6 +8,7 @@ that moves them calls `drop_recordings`. `RoundClock` times passes, and leaves o
 import logging
 import time
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from fledge.core.errors import first_line
 from fledge.core.graphs import RecordedPass
+from fledge.core.transfer import record_event
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -34,7 +36,7 @@ class Passes:
     """
 
     def __init__(self, device: torch.device, *, record: bool = True) -> None:
-        self._device = device
+        self.device = device
         self._can_record = record and device.type == "cuda"
         self.fixed = False
         self.recording_s = 0.0  # spent on recording since `begin`
@@ -97,9 +99,9 @@ class Passes:
     def _recorded(
         self, run: Callable[..., Result], inputs: dict[str, Tensor]
     ) -> Callable[[dict[str, Tensor]], Result]:
-        current = torch.cuda.current_stream(self._device)
+        current = torch.cuda.current_stream(self.device)
         # restores the stream after a failure too
-        with torch.cuda.device(self._device), torch.cuda.stream(current):
+        with torch.cuda.device(self.device), torch.cuda.stream(current):
             if self._pool is None:
                 self._pool = torch.cuda.graph_pool_handle()
             if self._stream is None:
@@ -107,8 +109,8 @@ class Passes:
             return RecordedPass(run, inputs, pool=self._pool, stream=self._stream, strict=True)
 
     def _synchronized_time(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
         return time.perf_counter()
 
 
@@ -123,39 +125,44 @@ class RoundTime(NamedTuple):
         return self.draft_s + self.target_s
 
 
+@dataclass(frozen=True)
+class Timing:
+    """Where the time of one `generate` call went after the prompts were read."""
+
+    each: list[RoundTime]  # per round, in which a batch counts once: a mean would hide outliers
+    decode_s: float
+
+    @property
+    def rounds(self) -> int:
+        """Passes of the target."""
+        return len(self.each)
+
+
 class RoundClock:
-    """Marks at the beginning of each round, after the draft, and at the end of the round."""
+    """Marks at the beginning of each round, after the draft, and at the end of the round; time that
+    was spent on recording passes does not count."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._cuda = device if device.type == "cuda" else None
-        self._marks: list[tuple[torch.cuda.Event | float, float]] = []
+    def __init__(self, passes: Passes) -> None:
+        self._passes, self._device = passes, passes.device
+        self._marks: list[tuple[Any, float]] = []  # (seconds or an event, seconds of recording)
 
-    def mark(self, recording_s: float) -> None:
-        """Mark the current time. `recording_s`: seconds spent on recording passes so far, which do
-        not count as decoding."""
-        if self._cuda is None:
-            self._marks.append((time.perf_counter(), recording_s))
-        else:
-            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            event.record(torch.cuda.current_stream(self._cuda))
-            self._marks.append((event, recording_s))
+    def mark(self) -> None:
+        on_gpu = self._device.type == "cuda"
+        now = record_event(self._device, timed=True) if on_gpu else time.perf_counter()
+        self._marks.append((now, self._passes.recording_s))
 
-    def read(self) -> tuple[list[RoundTime], float]:
+    def read(self) -> Timing:
         """The times of all rounds, and the seconds from the first mark to the last."""
         if not self._marks:
-            return [], 0.0
-        if self._cuda is not None:
-            torch.cuda.synchronize(self._cuda)
+            return Timing([], 0.0)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
         begins = range(0, len(self._marks), 3)
         times = [RoundTime(self._between(i, i + 1), self._between(i + 1, i + 2)) for i in begins]
-        return times, self._between(0, -1)
+        return Timing(times, self._between(0, -1))
 
     def _between(self, first: int, last: int) -> float:
         (begin, recorded_before), (end, recorded_after) = self._marks[first], self._marks[last]
-        if isinstance(begin, float):
-            assert isinstance(end, float)
-            wall_s = end - begin
-        else:
-            assert not isinstance(end, float)
-            wall_s = begin.elapsed_time(end) / 1e3
+        on_gpu = self._device.type == "cuda"
+        wall_s: float = begin.elapsed_time(end) / 1e3 if on_gpu else end - begin
         return wall_s - (recorded_after - recorded_before)

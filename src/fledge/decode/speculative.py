@@ -14,17 +14,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fledge.core.head import NO_TOKEN
-from fledge.decode.accept import Chooser, Proposal, Verdict, judge, judge_drawn, pack_picks
-from fledge.decode.recorded import Passes, RoundClock, RoundTime
-from fledge.decode.rounds import Round
+from fledge.decode.accept import Chooser, Proposal, Round, Verdict, judge, judge_drawn, pack_picks
+from fledge.decode.recorded import Passes, RoundClock, Timing
 from fledge.decode.stops import Finish, Stops
 from fledge.decode.strategy import (
     DraftShape,
     RoundState,
+    Slots,
     Strategy,
     TreeShape,
     choose,
-    columns,
     send_rows,
 )
 from fledge.decode.target import CachedTarget, take
@@ -49,22 +48,21 @@ class Generation:
     def known(self) -> int:
         return len(self.prompt_ids) + len(self.token_ids)
 
+    @property
+    def depths(self) -> list[int]:
+        """Per new token: its depth (from 1) if the draft wrote it, 0 if the target did."""
+        depths = [0] * len(self.token_ids)
+        for round_ in self.rounds:  # a round adds its accepted tokens first, then the target's own
+            begin = round_.context - len(self.prompt_ids)
+            depths[begin : begin + round_.accepted] = range(1, round_.accepted + 1)
+        return depths
+
     def add(self, tokens: Sequence[int], stops: Stops) -> int:
         """Append tokens up to where the text ends, and return how many were appended."""
         before = len(self.token_ids)
         count, self.finish = stops.cut([*self.token_ids, *tokens], before)
         self.token_ids += tokens[: count - before]
         return count - before
-
-
-@dataclass
-class Timing:
-    """Where the time of one `generate` call went after the prompts were read."""
-
-    rounds: int = 0  # passes of the target; a batch counts once
-    decode_s: float = 0.0
-    each: list[RoundTime] = field(default_factory=list)  # per round: a mean hides outliers
-    recording_s: float = 0.0  # not included above: passes are recorded once on a GPU
 
 
 class SpeculativeDecoder:
@@ -105,7 +103,7 @@ class SpeculativeDecoder:
                 )
         self._count = 0 if self.strategy is None else self.strategy.count
         self._max_kept = 1 if self.strategy is None else self.strategy.depth + 1
-        self.timing = Timing()
+        self.timing = Timing([], 0.0)  # of the last `generate`
 
     @property
     def method(self) -> str | None:
@@ -133,14 +131,13 @@ class SpeculativeDecoder:
         generator = torch.Generator(self.target.device).manual_seed(seed) if temperature else None
         chooser = Chooser(temperature, generator)
         self.passes.begin(greedy=temperature == 0)
-        clock = RoundClock(self.target.device)
+        clock = RoundClock(self.passes)
         texts = [Generation(list(prompt)) for prompt in prompts]
         batch = self._begin(texts, stops, chooser)
-        self.timing = Timing()
         while batch is not None:
-            clock.mark(self.passes.recording_s)
+            clock.mark()
             proposal = self._propose(batch, chooser)
-            clock.mark(self.passes.recording_s)
+            clock.mark()
             verdicts, aux_BND = self._verify(batch, proposal, chooser)
             for row, verdict in zip(batch.rows, verdicts, strict=True):
                 if row.finish is None and verdict.tokens[-1] == NO_TOKEN:
@@ -148,12 +145,10 @@ class SpeculativeDecoder:
                     raise self._refusal(number, row, verdict.tokens[:-1])
                 self._add(row, verdict, stops)
             batch = self._advance(batch.rows, [verdict.path for verdict in verdicts], aux_BND)
-            clock.mark(self.passes.recording_s)
-            self.timing.rounds += 1
+            clock.mark()
             if on_round is not None:
                 on_round(texts)
-        self.timing.each, self.timing.decode_s = clock.read()
-        self.timing.recording_s = self.passes.recording_s
+        self.timing = clock.read()
         return texts
 
     def _begin(self, rows: list[Generation], stops: Stops, chooser: Chooser) -> "_Batch | None":
@@ -293,7 +288,7 @@ class Verified:
 def propose(
     table_BX: Tensor, aux_BQD: Tensor, *, strategy: Strategy, used: int, chooser: Chooser
 ) -> Proposal:
-    return strategy.propose(RoundState(*columns(table_BX), aux_BQD, used), chooser)
+    return strategy.propose(RoundState(*Slots.of(table_BX), aux_BQD, used), chooser)
 
 
 def verify(
@@ -310,11 +305,11 @@ def verify(
 ) -> Verified:
     """Run the target over the newest known token and the proposed ones. `drawn`: the proposal was
     sampled from the draft, and rejection sampling needs the logits."""
-    length_B, count_B, token_BQ, _ = columns(table_BX)
-    last_B1 = token_BQ.gather(1, count_B[:, None] - 1)
+    slots = Slots.of(table_BX)
+    last_B1 = slots.token_BQ.gather(1, slots.count_B[:, None] - 1)
     read_BN = torch.cat([last_B1, token_BN.clamp_min(0)], dim=1)  # NO_TOKEN is never accepted
     layout = None if strategy is None else strategy.layout(parent_BN)
-    output = target.read(read_BN, length_B, used=used, layout=layout, level=level)
+    output = target.read(read_BN, slots.length_B, used=used, layout=layout, level=level)
     if drawn:
         return Verified(output.aux_BND, logits_BNV=output.logits_BNV)
     picks_BX = pack_picks(Proposal(token_BN, parent_BN), output.logits_BNV, chooser)

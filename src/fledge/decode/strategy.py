@@ -8,7 +8,7 @@ target reads them. Shapes: B rows, T prompt tokens, N proposed tokens, Q verifie
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -108,10 +108,18 @@ def send_rows(
     return send(torch.tensor(table), device)
 
 
-def columns(table_BX: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The lengths, counts, tokens and places: the first four fields of a `RoundState`."""
-    token_BQ, place_BQ = table_BX[:, 2:].chunk(2, dim=1)
-    return table_BX[:, 0], table_BX[:, 1], token_BQ, place_BQ
+class Slots(NamedTuple):
+    """The columns of such a table: the first four fields of a `RoundState`."""
+
+    length_B: Tensor
+    count_B: Tensor
+    token_BQ: Tensor
+    place_BQ: Tensor
+
+    @classmethod
+    def of(cls, table_BX: Tensor) -> "Slots":
+        token_BQ, place_BQ = table_BX[:, 2:].chunk(2, dim=1)
+        return cls(table_BX[:, 0], table_BX[:, 1], token_BQ, place_BQ)
 
 
 # --- rollouts ------------------------------------------------------------------------------------

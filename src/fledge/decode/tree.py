@@ -12,12 +12,12 @@ from torch import Tensor
 
 from fledge.core.head import NO_TOKEN
 from fledge.decode.accept import Chooser, Proposal
-from fledge.decode.drafter import Drafter, DrafterStrategy
-from fledge.decode.strategy import RoundState, columns
+from fledge.decode.drafter import UnrolledStrategy
+from fledge.decode.strategy import RoundState, Slots
 from fledge.decode.target import CachedTarget, Layout, take
 
 
-class Tree(DrafterStrategy):
+class Tree(UnrolledStrategy):
     """Expanded nodes lie in the draft's cache after the anchor, depth by depth, `width` per depth:
 
         index   anchor | +1 .. +width (depth 1) | +width+1 .. (depth 2) | ...
@@ -46,26 +46,26 @@ class Tree(DrafterStrategy):
 
     def propose(self, state: RoundState, chooser: Chooser) -> Proposal:
         """The likeliest `nodes` continuations, parents before children."""
-        drafter, shape = self.drafter, self.shape.tree
-        carried_BE = drafter.extend(state)
+        shape = self.shape.tree
+        carried_BE = self.extend(state)
         width = min(shape.width, len(self.selected_W))
         batch = len(carried_BE)
-        rows_B1 = torch.arange(batch, device=drafter.device)[:, None]
+        rows_B1 = torch.arange(batch, device=self.device)[:, None]
         token_BN, score_BN = self._best_tokens(carried_BE[:, None], width)
         token_BN, score_BN = token_BN[:, 0], score_BN[:, 0]
         parent_BN = torch.full_like(token_BN, -1)
-        number_F = torch.arange(width, device=drafter.device)
+        number_F = torch.arange(width, device=self.device)
         frontier_BF = number_F.expand(batch, -1)
         state_BFE = carried_BE[:, None].expand(-1, width, -1)
-        entry_U = torch.arange(shape.behind(width), device=drafter.device)
+        entry_U = torch.arange(shape.behind(width), device=self.device)
         ancestors_BFU = torch.zeros(
-            (batch, width, len(entry_U)), dtype=torch.bool, device=drafter.device
+            (batch, width, len(entry_U)), dtype=torch.bool, device=self.device
         )
         for depth in range(1, shape.depth):
             itself_FU = entry_U == number_F[:, None] + (depth - 1) * width
             ancestors_BFU = ancestors_BFU | itself_FU  # each attends to itself
             token_BF = token_BN[rows_B1, frontier_BF]
-            state_BFE = _expand(drafter, state, state_BFE, token_BF, ancestors_BFU, depth)
+            state_BFE = self._expand(state, state_BFE, token_BF, ancestors_BFU, depth)
             child_BFF, logp_BFF = self._best_tokens(state_BFE, width)
             score_BM = (score_BN[rows_B1, frontier_BF][..., None] + logp_BFF).flatten(1)
             first = token_BN.shape[1]
@@ -80,10 +80,31 @@ class Tree(DrafterStrategy):
 
     def _best_tokens(self, state_BFE: Tensor, width: int) -> tuple[Tensor, Tensor]:
         """[B, F, width] target ids and log-probabilities of each node's likeliest children."""
-        logits = self.drafter.logits(state_BFE)
+        logits = self.logits(state_BFE)
         wide = torch.promote_types(logits.dtype, torch.float32)
         logp, picked = torch.log_softmax(logits.to(wide), dim=-1).topk(width, dim=-1)
         return self.selected_W[picked], logp
+
+    def _expand(
+        self,
+        state: RoundState,
+        state_BFE: Tensor,
+        token_BF: Tensor,
+        ancestors_BFU: Tensor,
+        depth: int,
+    ) -> Tensor:
+        """Run the frontier at `depth`, and return its carried states."""
+        width, space = ancestors_BFU.shape[1:]
+        first_B1 = state.anchor_B[:, None] + 1
+        place_BU = torch.arange(state.used, device=self.device) - first_B1  # 0: the first node
+        node_BFU = place_BU.clamp(0, space - 1)[:, None].expand(-1, width, -1)
+        seen_BFU = ancestors_BFU.gather(2, node_BFU) & (place_BU < space)[:, None]
+        index_BF = first_B1 + (depth - 1) * width + torch.arange(width, device=self.device)
+        return self.run(
+            state_BFE, token_BF, index_BF, used=state.used,
+            position_BQ=(first_B1 - 1 + depth).expand(-1, width),
+            visible_BQU=(place_BU < 0)[:, None] | seen_BFU,
+        )  # fmt: skip
 
     def layout(self, parent_BN: Tensor | None) -> Layout:
         assert parent_BN is not None
@@ -97,7 +118,7 @@ class Tree(DrafterStrategy):
         places: Sequence[Sequence[int]],
     ) -> Tensor:
         """Move the nodes of the accepted path, which are scattered, together."""
-        aux_BQD = take(aux_BND, columns(table_BX)[3])  # copied before a pass overwrites it
+        aux_BQD = take(aux_BND, Slots.of(table_BX).place_BQ)  # copied before a pass overwrites it
         if self.passes.fixed or any(row != [*range(len(row))] for row in places):
             self.passes(settle, {"table_BX": table_BX}, rehearse=_stay_in_place, target=target)
         return aux_BQD
@@ -105,43 +126,16 @@ class Tree(DrafterStrategy):
 
 def settle(table_BX: Tensor, *, target: CachedTarget) -> None:
     """Move the accepted paths together in the target's cache; a pass that may be recorded."""
-    length_B, count_B, _, place_BQ = columns(table_BX)
-    target.settle(length_B - count_B, place_BQ)
+    slots = Slots.of(table_BX)
+    target.settle(slots.length_B - slots.count_B, slots.place_BQ)
 
 
 def _stay_in_place(table_BX: Tensor) -> dict[str, Tensor]:
     """Inputs for the rehearsal that move nothing: moving a path twice would misplace it."""
     table_BX = table_BX.clone()
-    place_BQ = columns(table_BX)[3]
+    place_BQ = Slots.of(table_BX).place_BQ
     place_BQ.copy_(torch.arange(place_BQ.shape[1], device=table_BX.device))
     return {"table_BX": table_BX}
-
-
-def _expand(
-    drafter: Drafter,
-    state: RoundState,
-    state_BFE: Tensor,
-    token_BF: Tensor,
-    ancestors_BFU: Tensor,
-    depth: int,
-) -> Tensor:
-    """Run the frontier at `depth`, and return its carried states."""
-    width, space = ancestors_BFU.shape[1:]
-    first_B1 = state.anchor_B[:, None] + 1
-    place_BU = torch.arange(state.used, device=drafter.device) - first_B1  # 0: the first node
-    node_BFU = place_BU.clamp(0, space - 1)[:, None].expand(-1, width, -1)
-    seen_BFU = ancestors_BFU.gather(2, node_BFU) & (place_BU < space)[:, None]
-    visible_BFU = (place_BU < 0)[:, None] | seen_BFU
-    index_BF = first_B1 + (depth - 1) * width + torch.arange(width, device=drafter.device)
-    position_BF = (first_B1 - 1 + depth).expand(-1, width)
-    return drafter.run(
-        state_BFE,
-        token_BF,
-        index_BF,
-        used=state.used,
-        position_BQ=position_BF,
-        visible_BQU=visible_BFU,
-    )
 
 
 def _prune(token_BN: Tensor, score_BN: Tensor, parent_BN: Tensor, nodes: int) -> Proposal:

@@ -269,7 +269,8 @@ class DecodingCheck:
                 "self-check: the exported files decode other tokens or rounds than the checkpoint"
             )
             raise BadInput(what, where=str(self.source.directory), fix=_REPORT)
-        samples = self._replay(files, answers)
+        texts = [Text(answer.prompt_ids, answer.token_ids) for answer in answers]
+        samples = replay(self._target, files, texts, num_draft_tokens=self.depth)
         self._check_rounds(samples, live)
         figures = acceptance(samples, self.depth)
         every_slot = every_slot_length(samples, self.depth)
@@ -297,14 +298,6 @@ class DecodingCheck:
             method=method_of(draft.config).replayed_strategy,
         )  # fmt: skip
         return decoder.generate(prompts, stops)
-
-    def _replay(self, files: DraftModel, answers: Sequence[Generation]) -> list[Sample]:
-        texts = [Text(result.prompt_ids, result.token_ids) for result in answers]
-        replays = replay(self._target, files, texts, num_draft_tokens=self.depth)
-        return [
-            Sample(text.prompt_ids, text.answer_ids, result.rounds, accepted_T=result.accepted_T)
-            for text, result in zip(texts, replays, strict=True)
-        ]
 
     @staticmethod
     def _check_rounds(samples: Sequence[Sample], live: Sequence[Generation]) -> None:

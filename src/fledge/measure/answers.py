@@ -6,7 +6,6 @@ answers/KEY.part     the finished ones while others are not: a killed command lo
 """
 
 import hashlib
-import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -17,7 +16,7 @@ from filelock import FileLock
 
 from fledge.core.errors import BadInput, nearest
 from fledge.core.files import atomic_file, cache_dir
-from fledge.core.progress import Watch
+from fledge.core.progress import Watch, unwatched
 from fledge.core.reading import Choice, ListOf, Table, Text, Whole, read_json
 from fledge.data import journal
 from fledge.data.conversation import Message
@@ -130,8 +129,8 @@ _CACHED = Table(
                     "prompt_ids": _IDS,
                     "answer_ids": _IDS,
                     "finish": _FINISH,
+                    "question": Text(2**28),
                 },
-                optional={"question": Text(2**28)},
             ),
             most=2**31,
         ),
@@ -167,7 +166,7 @@ def cached_answers(
     *,
     max_new_tokens: int,
     batch: int = 16,
-    watch: Watch | None = None,
+    watch: Watch = unwatched,
 ) -> Answers:
     """The answers from the cache, or generated now and cached."""
     if target.tokenizer is None:
@@ -175,14 +174,12 @@ def cached_answers(
     prompts_json = [asdict(prompt) for prompt in prompts]
     path = cache_dir() / "answers" / f"{_key(target, prompts_json, max_new_tokens)}.json"
     part = path.with_suffix(".part")
-    if path.is_file():
-        return _read_answers(path, part)
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(path.with_suffix(".lock")):  # a second command waits, then reads
         if path.is_file():
             return _read_answers(path, part)
         writer = _Writer(target, max_new_tokens, batch, part)
-        turns, skipped = writer.answer(prompts, watch or (lambda what, done, total: None))
+        turns, skipped = writer.answer(prompts, watch)
         with atomic_file(path) as handle:
             value = {"skipped": skipped, "turns": [asdict(turn) for turn in turns]}
             handle.write(json.dumps(value).encode())
@@ -194,7 +191,7 @@ def _read_answers(path: Path, part: Path) -> Answers:
     part.unlink(missing_ok=True)  # left over if the writer was killed before removal
     cached = _read(path, _CACHED)
     names = [field.name for field in fields(AnsweredTurn)]
-    turns = [AnsweredTurn(**{n: turn[n] for n in names if n in turn}) for turn in cached["turns"]]
+    turns = [AnsweredTurn(**{name: turn[name] for name in names}) for turn in cached["turns"]]
     return Answers(turns, cached["skipped"], True, path)
 
 
@@ -265,61 +262,60 @@ class _Writer:
         turns: list[AnsweredTurn] = []
         skipped = number = 0
         total = sum(1 + len(prompt.followups) for prompt in prompts)
-        chats = [(row, list(prompt.messages)) for row, prompt in enumerate(prompts)]
+        chats = {row: list(prompt.messages) for row, prompt in enumerate(prompts)}
         while chats:
-            encoded = [encode_prompt(m, self._template, self._tokenizer) for _, m in chats]
-            fits = [len(ids) + self._stops.max_new_tokens <= self._longest for ids in encoded]
-            skipped += fits.count(False)
-            chats = list(itertools.compress(chats, fits))
-            encoded = list(itertools.compress(encoded, fits))
-            before = len(turns)
+            encoded = {
+                row: encode_prompt(messages, self._template, self._tokenizer)
+                for row, messages in chats.items()
+            }
+            most = self._longest - self._stops.max_new_tokens
+            fitting = {row: ids for row, ids in encoded.items() if len(ids) <= most}
+            skipped += len(encoded) - len(fitting)
 
-            def on_done(done: float, before: int = before) -> None:  # parts of answers count
+            def on_done(done: float, before: int = len(turns)) -> None:  # parts of answers count
                 watch("the target answers", before + done, total)
 
-            names = [number * len(prompts) + row for row, _ in chats]
-            answers = self._generate(names, encoded, on_done)
-            for (row, messages), answer in zip(chats, answers, strict=True):
+            following = {}
+            for row, answer in self._generate(fitting, number * len(prompts), on_done).items():
                 assert answer.finish is not None
-                prompt = prompts[row]
+                prompt, messages = prompts[row], chats[row]
                 turns.append(
                     AnsweredTurn(
                         prompt.name, prompt.group, prompt.category, number,
                         answer.prompt_ids, answer.token_ids, answer.finish, messages[-1]["content"],
                     )
                 )  # fmt: skip
-            chats = [
-                (row, self._next(messages, turn, prompts[row].followups[number]))
-                for (row, messages), turn in zip(chats, turns[before:], strict=True)
-                if number < len(prompts[row].followups)
-            ]
-            number += 1
+                if number < len(prompt.followups):
+                    reply = self._tokenizer.decode(answer.token_ids, skip_special_tokens=True)
+                    question = {"role": "user", "content": prompt.followups[number]}
+                    following[row] = [*messages, {"role": "assistant", "content": reply}, question]
+            chats, number = following, number + 1
         return turns, skipped
 
     def _generate(
-        self, names: list[int], encoded: list[list[int]], on_done: Callable[[float], None]
-    ) -> list[Generation]:
-        """Continue prompts in batches of similar length."""
+        self, prompts: dict[int, list[int]], first_name: int, on_done: Callable[[float], None]
+    ) -> dict[int, Generation]:
+        """Continue prompts, by row, in batches of similar length. In the journal, a row has its
+        number from `first_name` on."""
         texts: dict[int, Generation] = {}
         limit = self._stops.max_new_tokens
-        order = sorted(range(len(encoded)), key=lambda i: len(encoded[i]))
+        order = sorted(prompts, key=lambda row: len(prompts[row]))
         for begin in range(0, len(order), self._batch):
-            members = order[begin : begin + self._batch]
+            rows = order[begin : begin + self._batch]
 
-            def on_round(rows: list[Generation], begin: int = begin) -> None:
-                on_done(
-                    begin + sum(1 if row.finish else len(row.token_ids) / limit for row in rows)
-                )
+            def on_round(batch: list[Generation], begin: int = begin) -> None:
+                shares = (1 if text.finish else len(text.token_ids) / limit for text in batch)
+                on_done(begin + sum(shares))
 
-            batch_ids = [encoded[i] for i in members]
-            batch = self._known([names[i] for i in members], batch_ids)
+            names, encoded = [first_name + row for row in rows], [prompts[row] for row in rows]
+            batch = self._known(names, encoded)
             if batch is None:
-                batch = self._decoder.generate(batch_ids, self._stops, on_round=on_round)
-                for i, text in zip(members, batch, strict=True):
+                batch = self._decoder.generate(encoded, self._stops, on_round=on_round)
+                for name, text in zip(names, batch, strict=True):
                     value = {"token_ids": text.token_ids, "finish": text.finish}
-                    journal.append(self._part, names[i], value, good=True)
-            texts |= dict(zip(members, batch, strict=True))
-        return [texts[i] for i in range(len(encoded))]
+                    journal.append(self._part, name, value, good=True)
+            texts |= zip(rows, batch, strict=True)
+        return {row: texts[row] for row in prompts}
 
     def _known(self, names: list[int], encoded: list[list[int]]) -> list[Generation] | None:
         """A batch whose answers are all known, else None: an incomplete batch is answered
@@ -331,8 +327,3 @@ class _Writer:
             Generation(ids, entry["token_ids"], entry["finish"])
             for ids, entry in zip(encoded, entries, strict=True)
         ]
-
-    def _next(self, messages: list[Message], turn: AnsweredTurn, follow: str) -> list[Message]:
-        reply = self._tokenizer.decode(turn.answer_ids, skip_special_tokens=True)
-        answer = {"role": "assistant", "content": reply}
-        return [*messages, answer, {"role": "user", "content": follow}]

@@ -7,22 +7,22 @@ speed-up is measured. Otherwise (a tree) all answers are decoded live.
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import Any
 
 import torch
 
 from fledge.core.errors import BadInput
-from fledge.core.progress import Watch
+from fledge.core.progress import Watch, unwatched
 from fledge.decode.speculative import Generation, SpeculativeDecoder
 from fledge.decode.stops import Stops, eos_token_ids
 from fledge.decode.strategy import DraftShape, TreeShape, choose
 from fledge.measure import figures
 from fledge.measure.answers import AnsweredTurn
-from fledge.measure.figures import Acceptance, Failures, Sample, VocabularyMisses
-from fledge.measure.replay import Replay, Text, replay
-from fledge.measure.speed import Speed, Stopwatch
-from fledge.measure.tokens import WrittenToken, look_closely, written_tokens
+from fledge.measure.figures import Acceptance, Failures, Sample
+from fledge.measure.replay import Replay, Text, WrittenToken, look_closely, replay, written_tokens
+from fledge.measure.speed import Speed, TimedText
 from fledge.methods.block.calibration import Calibration, calibrate, has_confidence
 from fledge.methods.shared.draft import DraftModel
 from fledge.target.hf.model import HFEagle3TargetModel
@@ -110,7 +110,6 @@ class DraftReport:
     groups: dict[str, Acceptance]  # by prompt file or set
     categories: dict[str, Acceptance]
     contexts: dict[str, Acceptance]
-    misses: VocabularyMisses
     failures: Failures
     other_picks: int | None  # if replayed: answer tokens the target would not pick again (ties)
     live: LiveCheck | None
@@ -129,7 +128,7 @@ class DraftReport:
             "by_set": _to_json(self.groups),
             "by_category": _to_json(self.categories),
             "by_context": _to_json(self.contexts),
-            "draft_vocabulary_misses": self.misses.to_json(),
+            "draft_vocabulary_misses": self.failures.misses(),
             "where_it_fails": self.failures.to_json(),
             "target_picks_that_differ": self.other_picks,
             "replay_s": self.replay_s,
@@ -148,12 +147,12 @@ class DraftEvaluation:
 
     def __init__(
         self, target: HFEagle3TargetModel, draft: DraftModel, answers: Sequence[AnsweredTurn],
-        options: EvalOptions, num_draft_tokens: int, watch: Watch | None = None,
+        options: EvalOptions, num_draft_tokens: int, watch: Watch = unwatched,
     ) -> None:  # fmt: skip
         self.target, self.answers, self.options = target, list(answers), options
         shape = DraftShape(num_draft_tokens, options.tree)
         self.strategy = choose(draft, options.method)(draft, shape)
-        self._watch: Watch = watch or (lambda what, done, total: None)
+        self._watch = watch
         self._texts = [Text(turn.prompt_ids, turn.answer_ids) for turn in self.answers]
 
     def _spread(self, count: int) -> list[int]:
@@ -169,14 +168,14 @@ class DraftEvaluation:
         replays = None if strategy.rollouts is None else self._replay()
         replay_s = time.perf_counter() - begin
         live, speed = self._decode(every=replays is None)
+        samples: Sequence[Sample]
         if replays is None:
             samples = [_live_sample(live[i], turn) for i, turn in enumerate(self.answers)]
         else:
             samples = [
-                Sample(turn.prompt_ids, turn.answer_ids, replayed.rounds, turn.category,
-                       replayed.accepted_T, turn.group)
+                replace(replayed, category=turn.category, group=turn.group)
                 for turn, replayed in zip(self.answers, replays, strict=True)
-            ]  # fmt: skip
+            ]
         can_say = set(strategy.selected_W.tolist()).__contains__
         tokenizer = self.target.tokenizer
         return DraftReport(
@@ -188,7 +187,6 @@ class DraftEvaluation:
             groups=figures.by_label(samples, depth, lambda sample: sample.group),
             categories=figures.by_label(samples, depth, lambda sample: sample.category),
             contexts=figures.by_context(samples, depth),
-            misses=figures.vocabulary_misses(samples, depth, can_say),
             failures=figures.failures(
                 samples, depth, can_say, lambda answer_ids: figures.kinds_of(answer_ids, tokenizer),
                 long_context=trained_length or figures.LONG_CONTEXT,
@@ -214,12 +212,11 @@ class DraftEvaluation:
         """An answer token by token; without a replay only who wrote each token, since proposals are
         not kept."""
         strategy, tokenizer = self.strategy, self.target.tokenizer
-        text = Text(list(sample.prompt_ids), list(sample.answer_ids))
         if strategy.rollouts is None:
-            tokens = written_tokens(text, sample.rounds, tokenizer)
+            tokens = written_tokens(sample, tokenizer)
         else:
             rollouts = strategy.rollouts(strategy.draft, strategy.depth)
-            tokens = look_closely(self.target, rollouts, text, sample.rounds, tokenizer)
+            tokens = look_closely(self.target, rollouts, sample, tokenizer)
         acceptance = figures.acceptance([sample], strategy.depth)
         return ShownAnswer(self.answers[index].question, sample.category, acceptance, tokens)
 
@@ -246,7 +243,7 @@ class DraftEvaluation:
         )  # fmt: skip
         plain = SpeculativeDecoder(target.model)
         stops = Stops(options.max_new_tokens, eos_token_ids(target.model, target.tokenizer))
-        watches: dict[SpeculativeDecoder, Stopwatch] = {decoder: Stopwatch(), plain: Stopwatch()}
+        timed: dict[SpeculativeDecoder, list[TimedText]] = {decoder: [], plain: []}
         live: dict[int, Generation] = {}
         sample = self._spread(options.live)
         which = range(len(self.answers)) if every else sample
@@ -254,23 +251,25 @@ class DraftEvaluation:
             self._watch("decoding live", done, len(which))
             prompts = [self.answers[index].prompt_ids]
             if done == 0:  # the first passes of a process are slow and must not count
-                for cold in watches:
+                for cold in timed:
                     cold.generate(prompts, Stops(min(8, options.max_new_tokens)))
-            timed = index in sample
-            order = ([decoder, plain] if done % 2 else [plain, decoder]) if timed else [decoder]
+            both = [decoder, plain] if done % 2 else [plain, decoder]
+            order = both if index in sample else [decoder]
             texts = {runner: runner.generate(prompts, stops)[0] for runner in order}
             live[index] = texts[decoder]
-            if timed and all(runner.timing.rounds for runner in order):
+            if index in sample and all(runner.timing.rounds for runner in order):
                 for runner, text in texts.items():
-                    watches[runner].add(runner.timing, text)
-        return live, Speed.of(watches[plain], watches[decoder])
+                    timed[runner].append(TimedText.of(text, runner.timing))
+        return live, Speed(timed[plain], timed[decoder]) if timed[plain] else None
 
     def _check(self, live: dict[int, Generation], replays: list[Replay] | None) -> LiveCheck:
         same_texts = rounds = same_rounds = 0
         for index, text in live.items():
             answer_ids = self.answers[index].answer_ids
             same_texts += text.token_ids == answer_ids
-            agreed = len(text.prompt_ids) + _common_prefix(text.token_ids, answer_ids)
+            pairs = zip(text.token_ids, answer_ids, strict=False)
+            common = takewhile(lambda pair: pair[0] == pair[1], pairs)
+            agreed = len(text.prompt_ids) + len([*common])
             if replays is not None:
                 inside = {r for r in text.rounds if r.context + r.emitted <= agreed}
                 contexts = {r.context for r in replays[index].rounds}
@@ -301,12 +300,6 @@ def check_fits(target: HFEagle3TargetModel, draft: DraftModel, name: str) -> Non
         raise BadInput(message, where=name, fix=fix)
     if draft.selected_token_ids is None:
         raise BadInput("the draft has no vocabulary mapping (d2t)", where=name)
-
-
-def _common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
-    pairs = zip(first, second, strict=False)
-    shorter = min(len(first), len(second))
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), shorter)
 
 
 def _to_json(groups: dict[str, Acceptance]) -> dict[str, Any]:

@@ -9,26 +9,31 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fledge.decode.rounds import Round
+from fledge.decode.accept import Round
 from fledge.decode.stops import Pieces
 
 _FIRST_BUCKET = 128
 
 
 @dataclass(frozen=True)
-class Sample:
-    """One text with the rounds that produced it."""
+class Text:
+    """A prompt and the target's own greedy answer to it, as tokens."""
 
     prompt_ids: Sequence[int]
     answer_ids: Sequence[int]
+
+    def __len__(self) -> int:
+        return len(self.prompt_ids) + len(self.answer_ids)
+
+
+@dataclass(frozen=True)
+class Sample(Text):
+    """One text with the rounds that produced it."""
+
     rounds: Sequence[Round]
     category: str = ""
     accepted_T: Sequence[int] | None = None  # from every slot, when replayed
     group: str = ""  # the file or set its prompt came from
-
-    @property
-    def total(self) -> int:
-        return len(self.prompt_ids) + len(self.answer_ids)
 
 
 @dataclass(frozen=True)
@@ -106,7 +111,7 @@ def _shares(parts: Sequence[int], wholes: Sequence[int]) -> list[float]:
 
 
 def acceptance(samples: Iterable[Sample], depth: int) -> Acceptance:
-    pairs = ((round_, sample.total) for sample in samples for round_ in sample.rounds)
+    pairs = ((round_, len(sample)) for sample in samples for round_ in sample.rounds)
     return count_rounds(pairs, depth)
 
 
@@ -127,7 +132,7 @@ def by_context(samples: Iterable[Sample], depth: int) -> dict[str, Acceptance]:
             bound = _FIRST_BUCKET
             while bound < round_.context:
                 bound *= 2
-            groups.setdefault(bound, []).append((round_, sample.total))
+            groups.setdefault(bound, []).append((round_, len(sample)))
     return {f"<= {bound}": count_rounds(groups[bound], depth) for bound in sorted(groups)}
 
 
@@ -141,41 +146,11 @@ def every_slot_length(samples: Iterable[Sample], depth: int) -> float | None:
     for sample in samples:
         if sample.accepted_T is None:
             return None
-        for slot in range(len(sample.prompt_ids) - 1, sample.total - 2):
-            for k in range(min(depth, sample.total - slot - 2)):
+        for slot in range(len(sample.prompt_ids) - 1, len(sample) - 2):
+            for k in range(min(depth, len(sample) - slot - 2)):
                 tried[k] += 1
                 hits[k] += sample.accepted_T[slot] > k
     return 1.0 + sum(hit / n for hit, n in zip(hits, tried, strict=True) if n)
-
-
-@dataclass(frozen=True)
-class VocabularyMisses:
-    """Tokens outside the draft vocabulary: no training helps there, only a larger vocabulary."""
-
-    tokens: int  # answer tokens that a draft could have drafted
-    outside: int  # of these, outside the draft vocabulary
-    rounds: int
-    ended_rounds: int  # rounds whose first rejected token was one of them
-
-    def to_json(self) -> dict[str, Any]:
-        share = self.outside / self.tokens if self.tokens else 0.0
-        ended = self.ended_rounds / self.rounds if self.rounds else 0.0
-        return {"token_share": share, "ended_round_share": ended, "tokens": self.outside}
-
-
-def vocabulary_misses(
-    samples: Iterable[Sample], depth: int, can_say: Callable[[int], bool]
-) -> VocabularyMisses:
-    tokens = outside = rounds = ended = 0
-    for sample in samples:
-        prompt, drafted = len(sample.prompt_ids), sample.answer_ids[1:]
-        tokens += len(drafted)
-        outside += sum(not can_say(token) for token in drafted)
-        rounds += len(sample.rounds)
-        for r in sample.rounds:
-            if r.accepted < min(depth, r.emitted):
-                ended += not can_say(sample.answer_ids[r.context + r.accepted - prompt])
-    return VocabularyMisses(tokens, outside, rounds, ended)
 
 
 def definition(drafted: str) -> str:
@@ -261,6 +236,8 @@ class Failures:
     depth: int  # K
     blames: dict[str, Blame]  # every cause, in the order in which they are checked
     ended: int  # tokens for which the text had no room left
+    tokens: int  # of the answers, those that could have been drafted: all but the first
+    outside: int  # of these, those outside the draft vocabulary
 
     @property
     def lost(self) -> int:
@@ -288,6 +265,12 @@ class Failures:
             return "nothing was lost to a rejection"
         cause, share = CAUSES[self.largest], self.share(self.blames[self.largest].lost)
         return f"largest cause: {cause.title} ({share:.0%}); what helps: {cause.remedy}"
+
+    def misses(self) -> dict[str, Any]:
+        """What the draft vocabulary lacks: no training helps there, only a larger vocabulary."""
+        ended = self.blames["vocabulary"].rejected / self.rounds if self.rounds else 0.0
+        share = self.outside / self.tokens if self.tokens else 0.0
+        return {"token_share": share, "ended_round_share": ended, "tokens": self.outside}
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -323,12 +306,14 @@ def failures(
     which may explain a rejection after it; a round has a long context if it starts after more than
     `long_context` tokens."""
     blames = dict.fromkeys(CAUSES, Blame())
-    rounds = ended = 0
+    rounds = ended = tokens = outside = 0
     for sample in samples:
         prompt, before = len(sample.prompt_ids), kinds(sample.answer_ids)
+        tokens += len(sample.answer_ids[1:])
+        outside += sum(not can_say(token) for token in sample.answer_ids[1:])
         for round_ in sample.rounds:
             rounds += 1
-            left = sample.total - round_.context
+            left = len(sample) - round_.context
             room, reach = min(depth + 1, left), min(depth, left)
             ended += depth + 1 - room
             for place in range(min(round_.accepted + 1, reach)):
@@ -345,7 +330,7 @@ def failures(
                 missed = place == round_.accepted
                 lost = room - round_.emitted if missed else 0
                 blames[cause] += Blame(1, int(missed), lost)
-    return Failures(rounds, depth, blames, ended)
+    return Failures(rounds, depth, blames, ended, tokens, outside)
 
 
 def kinds_of(answer_ids: Sequence[int], tokenizer: Any) -> list[str]:

@@ -5,8 +5,9 @@ can be computed at once, teacher-forced, by the rollout that training uses; `wal
 gives the accepted lengths of live decoding. The text must be the target's own greedy text.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,9 +19,11 @@ from fledge.core.batch import Eagle3TargetBatch
 from fledge.core.head import NO_TOKEN, TargetHead, likeliest, tokens_of
 from fledge.core.rows import TokenBatch, TokenRow
 from fledge.data.pack import Pack, Piece, collate, pack_rows
-from fledge.decode.rounds import Round, walk_rounds
+from fledge.decode.accept import Round, walk_rounds
+from fledge.decode.stops import Pieces
 from fledge.decode.strategy import Rollouts, drafting_slots, rollouts_of
-from fledge.measure.figures import Acceptance, count_rounds
+from fledge.measure.figures import Acceptance, Sample, count_rounds
+from fledge.measure.figures import Text as Text
 from fledge.methods.shared.draft import DraftModel
 from fledge.target.base import Eagle3TargetBackend
 from fledge.target.finite_check import Fault, checked_answer, place_of, refusal
@@ -140,23 +143,12 @@ def _chunks(rows_NX: Tensor, width: int) -> tuple[Tensor, ...]:
 
 
 @dataclass(frozen=True)
-class Text:
-    """A prompt and the target's own greedy answer to it, as tokens."""
+class Replay(Sample):
+    """A text with the rounds that live decoding takes. `accepted_T[t]`: from slot t, the drafted
+    tokens in a row that equal the text's."""
 
-    prompt_ids: Sequence[int]
-    answer_ids: Sequence[int]
-
-    def __len__(self) -> int:
-        return len(self.prompt_ids) + len(self.answer_ids)
-
-
-@dataclass(frozen=True)
-class Replay:
-    """One text: how far the draft gets from every slot, and the rounds that live decoding takes."""
-
-    accepted_T: list[int]  # from slot t: drafted tokens that equal the text's, counted inside it
-    rounds: list[Round]
-    other_picks: int  # answer tokens that the target, given the text, would not have picked
+    accepted_T: Sequence[int] = ()
+    other_picks: int = 0  # answer tokens that the target, given the text, would not have picked
 
 
 def replay(
@@ -168,7 +160,7 @@ def replay(
     method: str | None = None,
     draft_dtype: torch.dtype | None = None,
     batch_tokens: int = 8192,
-    on_text: Callable[[int], None] | None = None,
+    on_text: Callable[[int], None] = lambda done: None,
 ) -> list[Replay]:
     """Replay every text. `method` names a strategy; None selects the one the draft was trained for.
 
@@ -183,8 +175,7 @@ def replay(
         members = [piece.row for piece in pack]
         pack_replays = _replay_pack(target, rollouts, [texts[i] for i in members])
         replays |= zip(members, pack_replays, strict=True)
-        if on_text is not None:
-            on_text(len(replays))
+        on_text(len(replays))
     return [replays[i] for i in range(len(texts))]
 
 
@@ -207,7 +198,12 @@ def _replay_pack(
         accepted = accepted_T[span].tolist()
         rounds = walk_rounds(accepted, prompt=len(text.prompt_ids), total=len(text))
         other_picks = int((picks_T[span] != text_T[span]).sum())
-        replays.append(Replay(accepted, rounds, other_picks))
+        replays.append(
+            Replay(
+                text.prompt_ids, text.answer_ids, rounds, accepted_T=accepted,
+                other_picks=other_picks,
+            )
+        )  # fmt: skip
         begin += len(text)
     return replays
 
@@ -220,7 +216,7 @@ def ask(target: Eagle3TargetBackend, tokens: TokenBatch) -> Eagle3TargetBatch:
     return batch
 
 
-def as_pack(texts: list[Text]) -> TokenBatch:
+def as_pack(texts: Sequence[Text]) -> TokenBatch:
     """The texts as one pack without padding; the answers are supervised."""
     rows = []
     for text in texts:
@@ -247,3 +243,131 @@ def replay_held_out(
         rounds = walk_rounds(accepted, prompt=answer.prompt, total=answer.total)
         pairs += [(round_, answer.total) for round_ in rounds]
     return count_rounds(pairs, rollouts.depths)
+
+
+# --- tokens --------------------------------------------------------------------------------------
+# Who wrote each token of an answer, and both models' probabilities: the report colors them.
+#
+# The accepted tokens of a round are the draft's, at depths 1, 2, ..., and the token after them is
+# the target's. Probabilities come from one pass of each model over the finished text: at the slot
+# and depth where a token was drafted live.
+
+
+class Drafted(NamedTuple):
+    """What the draft proposed in one place."""
+
+    token: int
+    probability: float  # of its own token
+    of_text: float  # of the text's token
+
+
+@dataclass(frozen=True)
+class WrittenToken:
+    """One token of an answer."""
+
+    text: str
+    depth: int  # drafted and accepted as the k-th of its round; 0: the target's own
+    round: int  # from 0; -1: the first token, which belongs to no round
+    target_p: float | None = None
+    draft_p: float | None = None  # None: the draft was not evaluated here
+    instead: str | None = None  # what the draft proposed, where the target rejected it
+    instead_p: float | None = None
+
+    def to_json(self) -> list[Any]:
+        """A compact row, since a page holds thousands."""
+        probabilities = (self.target_p, self.draft_p, self.instead_p)
+        target_p, draft_p, instead_p = (p if p is None else round(p, 4) for p in probabilities)
+        return [self.text, self.depth, self.round, target_p, draft_p, self.instead, instead_p]
+
+
+def written_tokens(
+    text: Sample,
+    tokenizer: Any,
+    *,
+    target_p: Sequence[float | None] = (),
+    drafted: dict[tuple[int, int], Drafted] | None = None,
+) -> list[WrittenToken]:
+    """The answer's tokens. `drafted` is keyed by (context of the round, depth from 0); `target_p`
+    has one entry per token."""
+    drafted = drafted or {}
+    prompt = len(text.prompt_ids)
+    pieces = Pieces(tokenizer, skip_special_tokens=False).add(text.answer_ids)
+    places: dict[int, tuple[int, int, Drafted | None]] = {prompt: (-1, 0, None)}
+    places |= {
+        r.context + k: (number, k + 1 if k < r.accepted else 0, drafted.get((r.context, k)))
+        for number, r in enumerate(text.rounds)
+        for k in range(r.emitted)
+    }
+    tokens = []
+    for index, piece in enumerate(pieces):
+        number, depth, proposed = places[prompt + index]
+        token = WrittenToken(piece, depth, number, target_p[index] if target_p else None)
+        if proposed is not None:
+            token = replace(token, draft_p=proposed.of_text)
+            if depth == 0:
+                instead = tokenizer.decode([proposed.token])
+                token = replace(token, instead=instead, instead_p=proposed.probability)
+        tokens.append(token)
+    return tokens
+
+
+@torch.no_grad()
+def look_closely(
+    target: Eagle3TargetBackend,
+    rollouts: Rollouts,
+    text: Sample,
+    tokenizer: Any,
+) -> list[WrittenToken]:
+    """The tokens of a replayed text with both models' probabilities."""
+    tokens = as_pack([text])
+    batch = ask(target, tokens)
+    assert batch.last_hidden_states is not None
+    total, prompt = len(text), len(text.prompt_ids)
+    ids = [*text.prompt_ids, *text.answer_ids]
+    probabilities = _target_probabilities(
+        batch.last_hidden_states[0], target.info().head, ids, range(max(2, prompt), total)
+    )
+    by_depth: dict[int, list[Round]] = {}  # rounds that drafted a token inside the text there
+    for r in text.rounds:
+        for k in range(min(rollouts.depths, r.accepted + 1, total - r.context)):
+            by_depth.setdefault(k, []).append(r)
+    drafted: dict[tuple[int, int], Drafted] = {}
+    if by_depth:
+        plan = rollouts.plan(tokens)
+        for depth, (rows, states_NE) in enumerate(
+            zip(plan.depths, rollouts.head_inputs(batch, plan), strict=True)
+        ):
+            row_of = {slot: row for row, slot in enumerate(plan.slot_T[rows.slot_N].tolist())}
+            drafting = by_depth.get(depth, [])
+            states_ME = states_NE[[row_of[r.context - 2] for r in drafting]]
+            text_ids = [ids[r.context + depth] for r in drafting]
+            for r, token in zip(drafting, _drafted(rollouts, states_ME, text_ids), strict=True):
+                drafted[r.context, depth] = token
+    target_p = [probabilities.get(index) for index in range(prompt, total)]
+    return written_tokens(text, tokenizer, target_p=target_p, drafted=drafted)
+
+
+def _target_probabilities(
+    hidden_TD: Tensor, head: TargetHead, ids: Sequence[int], places: Iterable[int]
+) -> dict[int, float]:
+    """The probabilities of some tokens of a text, by their place; slot t predicts token t + 2."""
+    probabilities: dict[int, float] = {}
+    for part in torch.split(torch.tensor(list(places)), 256):
+        logits_NV = head.logits(hidden_TD[(part - 2).to(hidden_TD.device)])
+        probs_NV = torch.softmax(logits_NV.float(), dim=-1).cpu()
+        picked = torch.tensor([ids[place] for place in part.tolist()])[:, None]
+        of_text = probs_NV.gather(1, picked)[:, 0].tolist()
+        probabilities |= zip(part.tolist(), of_text, strict=True)
+    return probabilities
+
+
+def _drafted(rollouts: Rollouts, states_ME: Tensor, text_ids: Sequence[int]) -> list[Drafted]:
+    """What the draft proposes in some places; `text_ids` are the text's tokens there."""
+    selected_W = rollouts.selected_token_ids
+    probs_MW = torch.softmax(rollouts.logits(states_ME).float(), dim=-1)
+    best_M = probs_MW.max(dim=-1)
+    text_M1 = torch.tensor(text_ids, device=selected_W.device, dtype=torch.long)[:, None]
+    of_text_M = (probs_MW * (selected_W == text_M1)).sum(-1)
+    columns = (selected_W[best_M.indices], best_M.values, of_text_M)
+    rows = zip(*(column.tolist() for column in columns), strict=True)
+    return [Drafted(*row) for row in rows]

@@ -6,14 +6,13 @@ whole round: the clock is then called disturbed, and no speed-up is reported.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 from statistics import median, quantiles
-from typing import Any
+from typing import Any, NamedTuple
 
-from fledge.decode.recorded import RoundTime
-from fledge.decode.rounds import drafted_depths
-from fledge.decode.speculative import Generation, SpeculativeDecoder, Timing
+from fledge.decode.recorded import RoundTime, Timing
+from fledge.decode.speculative import Generation, SpeculativeDecoder
 from fledge.decode.stops import Pieces, Stops, eos_token_ids
 from fledge.methods.shared.draft import DraftModel
 from fledge.target.hf.model import HFEagle3TargetModel
@@ -21,40 +20,23 @@ from fledge.target.hf.model import HFEagle3TargetModel
 DISTURBED = "the clock was disturbed: measure again"
 
 
-@dataclass
-class Stopwatch:
-    """Times of several texts decoded in the same way."""
+class TimedText(NamedTuple):
+    """One decoded text."""
 
-    # by text, without the first token, which comes from the prompt's pass
-    tokens: list[int] = field(default_factory=list)
-    decode_s: list[float] = field(default_factory=list)  # by text
-    each: list[RoundTime] = field(default_factory=list)  # all rounds of all texts
+    tokens: int  # without the first, which comes from the prompt's pass
+    timing: Timing
 
-    def add(self, timing: Timing, text: Generation) -> None:
-        self.tokens.append(len(text.token_ids) - 1)
-        self.decode_s.append(timing.decode_s)
-        self.each += timing.each
-
-    @property
-    def texts(self) -> int:
-        return len(self.tokens)
-
-    @property
-    def rounds(self) -> int:
-        return len(self.each)
-
-    @property
-    def tokens_per_round(self) -> float:
-        return sum(self.tokens) / self.rounds
-
-    @property
-    def round_s(self) -> list[float]:
-        return [time.seconds for time in self.each]
+    @classmethod
+    def of(cls, text: Generation, timing: Timing) -> "TimedText":
+        return cls(len(text.token_ids) - 1, timing)
 
     @property
     def tokens_per_s(self) -> float:
-        """The median over texts."""
-        return median(count / s for count, s in zip(self.tokens, self.decode_s, strict=True))
+        return self.tokens / self.timing.decode_s
+
+
+def rounds_of(texts: Sequence[TimedText]) -> list[RoundTime]:
+    return [time for text in texts for time in text.timing.each]
 
 
 @dataclass(frozen=True)
@@ -65,46 +47,45 @@ class Speed:
     which would have cost one plain step.
     """
 
-    plain: Stopwatch
-    live: Stopwatch
-
-    @classmethod
-    def of(cls, plain: Stopwatch, live: Stopwatch) -> "Speed | None":
-        """Returns None when there was no round to time."""
-        return cls(plain, live) if plain.rounds and live.rounds else None
+    plain: Sequence[TimedText]
+    live: Sequence[TimedText]
 
     @property
-    def texts(self) -> int:
-        return self.live.texts
+    def live_rounds(self) -> list[RoundTime]:
+        return rounds_of(self.live)
+
+    @property
+    def plain_steps_s(self) -> list[float]:
+        return [time.seconds for time in rounds_of(self.plain)]
 
     @property
     def plain_step_s(self) -> float:
-        return median(self.plain.round_s)
+        return median(self.plain_steps_s)
 
     @property
     def draft_s(self) -> float:
         """Per round, for all drafted tokens."""
-        return median(time.draft_s for time in self.live.each)
+        return median(time.draft_s for time in self.live_rounds)
 
     @property
     def verify_s(self) -> float:
         """Per round, for the target over all of them and for dropping what was rejected."""
-        return median(time.target_s for time in self.live.each)
+        return median(time.target_s for time in self.live_rounds)
+
+    @property
+    def tokens_per_round(self) -> float:
+        return sum(text.tokens for text in self.live) / len(self.live_rounds)
 
     @property
     def break_even(self) -> float:
         """The acceptance length below which a draft slows things down."""
         return (self.draft_s + self.verify_s) / self.plain_step_s
 
-    def predicted(self, acceptance_length: float) -> float:
-        return acceptance_length / self.break_even
-
     @property
     def gains(self) -> list[float]:
         """Per text: tokens per second with the draft over tokens per second without."""
-        live, plain = self.live, self.plain
-        texts = zip(live.tokens, live.decode_s, plain.tokens, plain.decode_s, strict=True)
-        return [(drafted / s) / (own / own_s) for drafted, s, own, own_s in texts]
+        texts = zip(self.live, self.plain, strict=True)
+        return [live.tokens_per_s / plain.tokens_per_s for live, plain in texts]
 
     @property
     def measured(self) -> float:
@@ -114,28 +95,28 @@ class Speed:
     def disturbed(self) -> bool:
         """Whether the times are implausible: a round includes a plain step, so it cannot be faster,
         and a text cannot gain more than the tokens per round."""
-        return self.break_even < 1 or self.measured > self.live.tokens_per_round
+        return self.break_even < 1 or self.measured > self.tokens_per_round
 
     def to_json(self, acceptance_length: float) -> dict[str, Any]:
         times: dict[str, Any] = {
-            "texts": self.texts,
-            "rounds": self.live.rounds,
-            "plain_steps": self.plain.rounds,
+            "texts": len(self.live),
+            "rounds": len(self.live_rounds),
+            "plain_steps": len(self.plain_steps_s),
             "disturbed": self.disturbed,
             "plain_step_ms": 1e3 * self.plain_step_s,
             "draft_ms_per_round": 1e3 * self.draft_s,
             "verify_ms_per_round": 1e3 * self.verify_s,
-            "plain_step_ms_quartiles": _in_ms(self.plain.round_s),
-            "round_ms_quartiles": _in_ms(self.live.round_s),
+            "plain_step_ms_quartiles": _in_ms(self.plain_steps_s),
+            "round_ms_quartiles": _in_ms([time.seconds for time in self.live_rounds]),
         }
         gains: dict[str, Any] = {
             "break_even_acceptance_length": self.break_even,
-            "predicted_speedup": self.predicted(acceptance_length),
-            "predicted_speedup_live_sample": self.predicted(self.live.tokens_per_round),
+            "predicted_speedup": acceptance_length / self.break_even,
+            "predicted_speedup_live_sample": self.tokens_per_round / self.break_even,
             "measured_speedup_live_sample": self.measured,
             "measured_speedup_quartiles": list(quartiles(self.gains)),
-            "plain_tokens_per_s": self.plain.tokens_per_s,
-            "speculative_tokens_per_s": self.live.tokens_per_s,
+            "plain_tokens_per_s": median(text.tokens_per_s for text in self.plain),
+            "speculative_tokens_per_s": median(text.tokens_per_s for text in self.live),
         }
         return times | (dict.fromkeys(gains) if self.disturbed else gains)
 
@@ -169,12 +150,10 @@ class Course:
         emitted = [r.emitted for r in text.rounds] or [1] * len(each)  # no draft: one per round
         ends = accumulate((time.seconds for time in each), initial=0.0)
         counts = accumulate(emitted, initial=1)
-        new = len(text.token_ids)
-        depths = drafted_depths(text.rounds, prompt=len(text.prompt_ids), new=new)
         stream = Pieces(tokenizer)
         *pieces, last = stream.add(text.token_ids)
         moments = list(zip(ends, counts, strict=True))
-        return cls(text.token_ids, [*pieces, last + stream.rest()], depths, moments)
+        return cls(text.token_ids, [*pieces, last + stream.rest()], text.depths, moments)
 
     @property
     def passes(self) -> int:
@@ -218,13 +197,12 @@ def decode_both(
         target.model, draft, aux_layer_ids=target.aux_layer_ids, num_draft_tokens=num_draft_tokens
     )
     stops = Stops(max_new_tokens, eos_token_ids(target.model, target.tokenizer))
-    watches, courses = [], []
+    timed, courses = [], []
     for decoder in (SpeculativeDecoder(target.model), drafted):
         decoder.generate([prompt_ids], Stops(min(8, max_new_tokens)))  # the first passes are slow
         [text] = decoder.generate([prompt_ids], stops)
         if not decoder.timing.rounds:
             return None
-        watches.append(Stopwatch())
-        watches[-1].add(decoder.timing, text)
+        timed.append([TimedText.of(text, decoder.timing)])
         courses.append(Course.of(text, decoder.timing.each, target.tokenizer))
-    return SideBySide(courses[0], courses[1], Speed(watches[0], watches[1]))
+    return SideBySide(courses[0], courses[1], Speed(*timed))

@@ -13,11 +13,11 @@ from safetensors.torch import load_file, save_file
 from sglang_draft import SGLangDraft, layers_that_sglang_reads, target_states
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from fledge.decode.drafter import Drafter
-from fledge.decode.strategy import RoundState, columns, send_rows
+from fledge.decode.strategy import DraftShape, RoundState, Slots, send_rows
 from fledge.formats.export import export_draft
 from fledge.formats.self_check import CheckOptions
 from fledge.measure.replay import Text, replay
+from fledge.methods.eagle3.decoding import Chain
 from fledge.methods.eagle3.draft import LlamaEagle3DraftModel
 from fledge.methods.eagle3.objective import Eagle3TrainerModule
 from fledge.methods.shared.derive import derive_draft_config
@@ -230,11 +230,11 @@ def our_proposals(exported: Exported, aux: list[torch.Tensor]) -> tuple[Any, Any
     selected_W = exported.draft.selected_token_ids
     assert selected_W is not None
     for row, aux_TD in zip(*every_slot(exported.rows, aux), strict=True):
-        drafter = Drafter(exported.draft)
-        drafter.start(1)
+        drafter = Chain(exported.draft, DraftShape(DEPTHS))
+        drafter.clear(1)
         count = len(row)
         table_BX = send_rows([(count, row, range(count))], drafter.device, width=count)
-        verified = RoundState(*columns(table_BX), aux_TD[None], drafter.room(count + DEPTHS))
+        verified = RoundState(*Slots.of(table_BX), aux_TD[None], drafter.room(count + DEPTHS))
         state = drafter.extend(verified)
         chain: list[torch.Tensor] = []
         scores: list[torch.Tensor] = []

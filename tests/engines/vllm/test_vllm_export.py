@@ -17,8 +17,7 @@ import torch
 
 from engines.cases import engine_target, greedy_texts, make_draft, train
 from engines.vllm.serving import Served, serve
-from fledge.decode.accept import Chooser
-from fledge.decode.rounds import walk_rounds
+from fledge.decode.accept import Chooser, walk_rounds
 from fledge.decode.strategy import DraftShape, RoundState, choose, columns, send_rows
 from fledge.formats.engines import serve_command
 from fledge.formats.export import export_draft, read_export_record

@@ -28,7 +28,7 @@ from engines.cases import VOCABULARY, engine_target, greedy_texts, saved
 from engines.vllm.server import Server, serving
 from engines.vllm.test_vllm_export import ANSWER, DEPTHS, PROMPT, Trained, fitted
 from fledge.bench.server import Load, measure_server
-from fledge.decode.rounds import walk_rounds
+from fledge.decode.accept import walk_rounds
 from fledge.measure.replay import Text, replay
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]

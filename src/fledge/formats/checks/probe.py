@@ -23,7 +23,7 @@ from fledge.core.rows import TokenBatch
 from fledge.formats.checks.base import Check, Finding, Repair, Subject, TargetFiles, error
 from fledge.formats.checks.settings import own_rope, target_rope
 from fledge.measure.answers import cached_answers, read_prompts
-from fledge.measure.figures import Acceptance, Sample, acceptance
+from fledge.measure.figures import Acceptance, acceptance
 from fledge.measure.replay import Text, replay
 from fledge.methods.shared.draft import DraftModel
 from fledge.methods.shared.rotary import Rotary
@@ -124,12 +124,10 @@ class Answering:
             num_draft_tokens=DEPTHS,
             on_text=lambda done: self._watch("replaying", done, len(self.answers)),
         )
-        accepted, samples = [], []
-        for answer, replayed in zip(self.answers, replays, strict=True):
-            length = len(answer.prompt_ids) + len(answer.answer_ids)
-            accepted += replayed.accepted_T[len(answer.prompt_ids) - 1 : length - 2]
-            samples.append(Sample(answer.prompt_ids, answer.answer_ids, replayed.rounds))
-        return Score(np.array(accepted), acceptance(samples, DEPTHS))
+        accepted: list[int] = []
+        for text in replays:
+            accepted += text.accepted_T[len(text.prompt_ids) - 1 : len(text) - 2]
+        return Score(np.array(accepted), acceptance(replays, DEPTHS))
 
 
 class Altered(Eagle3TargetBackend):

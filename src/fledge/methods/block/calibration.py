@@ -5,18 +5,17 @@ accepted, a running product. So temperatures are fitted depth by depth, each giv
 such that the product is calibrated on held-out texts. Shapes: N slots of a depth.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
+from functools import partial
 from typing import Any, TypeGuard
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fledge.core.batch import Eagle3TargetBatch
 from fledge.core.errors import BadInput
-from fledge.core.rows import TokenBatch
 from fledge.measure.replay import Ints, Text, accepted_lengths, as_pack, ask, packs_of, target_picks
 from fledge.methods.block.decoding import MarkovRollouts
 from fledge.methods.block.draft import BlockDraftModel
@@ -103,7 +102,7 @@ def calibrate(
     """Fit temperatures on the target's own texts. Their reliability is cross-validated: every text
     is judged with temperatures fitted on others, except for a single text."""
     halves = [
-        sureness(draft, _answered_packs(target, draft, half, batch_tokens), depths)
+        sureness(target, draft, half, depths=depths, batch_tokens=batch_tokens)
         for half in (texts[::2], texts[1::2])
         if half
     ]
@@ -121,32 +120,25 @@ def calibrate(
     )
 
 
-def _answered_packs(
-    target: Eagle3TargetBackend, draft: DraftModel, texts: Sequence[Text], batch_tokens: int
-) -> Iterator[tuple[Eagle3TargetBatch, TokenBatch, Ints]]:
-    """The texts in packs, each with the target's answer and picks."""
-    selected_W = draft.selected_token_ids
-    assert selected_W is not None  # checked when it was loaded
-    for pack in packs_of([len(text) for text in texts], batch_tokens):
-        tokens = as_pack([texts[piece.row] for piece in pack])
-        batch = ask(target, tokens)
-        yield batch, tokens, target_picks(batch, tokens, target.info().head, selected_W)
-
-
 @torch.no_grad()
 def sureness(
+    target: Eagle3TargetBackend,
     draft: BlockDraftModel,
-    packs: Iterable[tuple[Eagle3TargetBatch, TokenBatch, Ints]],  # `picks` of `packed.target_picks`
+    texts: Sequence[Text],
+    *,
     depths: int,
+    batch_tokens: int = 8192,
 ) -> Sureness:
-    """The draft's confidence at every drafting slot of some packs, and the tokens accepted."""
-    if draft.confidence_head is None or draft.token_head is None:
+    """The draft's confidence at every drafting slot of some texts, and the tokens accepted."""
+    selected_W = draft.selected_token_ids
+    if draft.confidence_head is None or draft.token_head is None or selected_W is None:
         raise says_nothing()
-    rollouts = MarkovRollouts(draft, depths)
-    odds: list[Floats] = []
-    accepted: list[Ints] = []
+    rollouts, parts = MarkovRollouts(draft, depths), []
     with _all_proposed(draft):
-        for batch, tokens, picks_S in packs:
+        for pack in packs_of([len(text) for text in texts], batch_tokens):
+            tokens = as_pack([texts[piece.row] for piece in pack])
+            batch = ask(target, tokens)
+            picks_S = target_picks(batch, tokens, target.info().head, selected_W)
             accepted_S = accepted_lengths(rollouts, batch, tokens, picks_S).reshape(-1)
             plan = rollouts.plan(tokens)
             slot_T = plan.slot_T.cpu().numpy()
@@ -155,9 +147,8 @@ def sureness(
             for depth, inputs_NE in enumerate(rollouts.head_inputs(batch, plan)):
                 odds_N = rollouts.confidence(inputs_NE).double().cpu().numpy()
                 odds_NK[: len(odds_N), depth] = odds_N  # rows of a depth are the first of depth 0
-            odds.append(odds_NK)
-            accepted.append(accepted_S[slot_N])
-    return Sureness(np.concatenate(odds), np.concatenate(accepted))
+            parts.append(Sureness(odds_NK, accepted_S[slot_N]))
+    return Sureness.joined(parts)
 
 
 @contextmanager
@@ -180,14 +171,7 @@ def fit_temperatures(found: Sureness) -> list[float]:
             break
         before_N = chances(found, temperatures)[reached_N, depth - 1] if depth else 1.0
         odds_N, stood_N = found.odds_NK[reached_N, depth], found.stood(depth)[reached_N]
-
-        def loss(
-            log_temperature: float, odds_N: Floats = odds_N, before_N: Any = before_N,
-            stood_N: Any = stood_N,
-        ) -> float:  # fmt: skip
-            chance_N = before_N * _sigmoid(odds_N / np.exp(log_temperature))
-            return _log_loss(chance_N, stood_N)
-
+        loss = partial(_log_loss, odds_N=odds_N, before_N=before_N, stood_N=stood_N)
         temperatures.append(float(np.exp(_minimize(loss, np.log(_COLDEST), np.log(_HOTTEST)))))
     return temperatures
 
@@ -205,14 +189,11 @@ def reliability(
     reached_N = ~np.isnan(chance_N)
     chance_N, stood_N = chance_N[reached_N], found.stood(depth)[reached_N]
     which_bin_N = np.minimum((chance_N * bins).astype(np.int64), bins - 1)
+    members = [which_bin_N == b for b in range(bins)]
     return [
-        Bin(
-            float(chance_N[which_bin_N == b].mean()),
-            float(stood_N[which_bin_N == b].mean()),
-            int(n),
-        )
-        for b in range(bins)
-        if (n := (which_bin_N == b).sum())
+        Bin(float(chance_N[in_N].mean()), float(stood_N[in_N].mean()), int(in_N.sum()))
+        for in_N in members
+        if in_N.any()
     ]
 
 
@@ -227,7 +208,10 @@ def _sigmoid(odds: Floats) -> Floats:
     return value
 
 
-def _log_loss(chance_N: Floats, stood_N: NDArray[np.bool_]) -> float:
+def _log_loss(
+    log_temperature: float, *, odds_N: Floats, before_N: Floats | float, stood_N: NDArray[np.bool_]
+) -> float:
+    chance_N = before_N * _sigmoid(odds_N / np.exp(log_temperature))
     clipped_N = np.clip(chance_N, 1e-12, 1 - 1e-12)
     return float(-np.where(stood_N, np.log(clipped_N), np.log1p(-clipped_N)).mean())
 

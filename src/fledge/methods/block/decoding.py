@@ -10,22 +10,20 @@ Shapes: J slots of a block, N proposed tokens, U places of the cache.
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fledge.core.head import tokens_of
 from fledge.core.rows import TokenBatch
 from fledge.decode.accept import Chooser, Proposal
-from fledge.decode.drafter import Drafter, DrafterStrategy
-from fledge.decode.recorded import Passes
+from fledge.decode.drafter import CachedStrategy, attend
 from fledge.decode.strategy import Rollouts, RoundState, drafting_slots
 from fledge.methods.block.attention import Sight
 from fledge.methods.block.draft import BlockDraftModel
 from fledge.methods.block.plan import BlockPlan, lay_out_blocks
 from fledge.methods.shared.draft import DraftModel
+from fledge.methods.shared.layer import LayerWeights
 from fledge.methods.shared.norms import rms_norm
 from fledge.rollout.plan import RolloutPlan
 from fledge.rollout.slots import RowMasks, flatten_slots
@@ -129,65 +127,6 @@ def running_chance(
     return chance_N if before_N is None else before_N[: len(chance_N)] * chance_N
 
 
-class BlockDrafter(Drafter):
-    """A block draft and its cache, for one batch of rows at a time."""
-
-    def __init__(
-        self,
-        draft: BlockDraftModel,
-        *,
-        dtype: torch.dtype | None = None,
-        passes: Passes | None = None,
-    ) -> None:
-        draft.check_whole()
-        super().__init__(cast(Any, draft), dtype=dtype, passes=passes)
-        self.block, self.sights = draft, draft.sights()
-
-    def read_prompts(self, prompts: Sequence[Sequence[int]], aux_BTD: Tensor) -> None:
-        """Cache the features of the prompts' tokens, except the last: the first round adds it."""
-        width = max(len(prompt) for prompt in prompts) - 1
-        if width > 0:
-            self.room(width)
-            start_B = torch.zeros(len(prompts), dtype=torch.int64, device=self.device)
-            self.take_in(aux_BTD[:, :width], start_B)
-
-    def take_in(self, aux_BQD: Tensor, start_B: Tensor) -> None:
-        """Cache keys and values of verified tokens, from `start_B` on. Entries after a row's last
-        real one are overwritten before they are read."""
-        count = aux_BQD.shape[1]
-        context = self.block.project_hidden_states(aux_BQD, self.dtype).flatten(0, 1)
-        index_BQ = start_B[:, None] + torch.arange(count, device=self.device)
-        turn = self.block.rotary(index_BQ.flatten(), self.dtype)
-        for number, layer in enumerate(self.layers):
-            self._put(number, index_BQ, *self.block.context_keys(layer, context, turn))
-
-    def _put(self, layer: int, index_BQ: Tensor, keys: Tensor, values: Tensor) -> None:
-        rows_B1 = torch.arange(len(index_BQ), device=self.device)[:, None]
-        for cache_BUGC, new in zip(self._cache[layer], (keys, values), strict=True):
-            cache_BUGC[rows_B1, index_BQ] = new.reshape(*index_BQ.shape, *new.shape[1:])
-
-    def run_block(self, newest_B: Tensor, length_B: Tensor, *, used: int) -> Tensor:
-        """[B, J, E] head inputs of a block after `length_B` verified tokens of each row."""
-        block, batch = self.block, len(newest_B)
-        size = block.spec.block_size
-        index_BJ = length_B[:, None] + torch.arange(size, device=self.device)
-        turn = block.rotary(index_BJ.flatten(), self.dtype)
-        masks = {sight: _visible(sight, length_B, index_BJ, used) for sight in {*self.sights}}
-        state = block.embed(block.block_tokens(newest_B), self.dtype).flatten(0, 1)
-        for number, (layer, sight) in enumerate(zip(self.layers, self.sights, strict=True)):
-            q, keys, values = block.block_heads(layer, state, turn)
-            self._put(number, index_BJ, keys, values)
-            cache = self._cache[number, :, :batch, :used]
-            out = _attend(q.view(batch, size, *q.shape[1:]), cache, masks[sight])
-            state = layer.finish(state, out.flatten(0, 1))
-        state = rms_norm(state, block.norm_weight(self.dtype), block.spec.rms_norm_eps)
-        return state.view(batch, size, -1)
-
-    def logits(self, carried: Tensor) -> Tensor:
-        """[..., E] as `run_block` returns it -> [..., W]."""
-        return F.linear(carried, self._head)
-
-
 def _visible(sight: Sight, length_B: Tensor, index_BJ: Tensor, used: int) -> Tensor:
     """[B, J, U]: whether a slot sees a place: the text before the block, and the block's slots."""
     place_U = torch.arange(used, device=index_BJ.device)
@@ -198,19 +137,10 @@ def _visible(sight: Sight, length_B: Tensor, index_BJ: Tensor, used: int) -> Ten
     return visible_BJU
 
 
-def _attend(q_BJHC: Tensor, cache: Tensor, visible_BJU: Tensor) -> Tensor:
-    """`cache`: keys and values [2, B, U, G, C]."""
-    share = q_BJHC.shape[2] // cache.shape[3]
-    keys, values = cache.repeat_interleave(share, dim=3).transpose(2, 3)
-    mask = visible_BJU[:, None]
-    out = F.scaled_dot_product_attention(q_BJHC.transpose(1, 2), keys, values, attn_mask=mask)
-    return out.transpose(1, 2)
-
-
-class Block(DrafterStrategy):
+class Block(CachedStrategy):
     drafted = "block"
     rollouts = BlockRollouts
-    draft: BlockDraftModel  # type: ignore[assignment]  # has all that a `DrafterStrategy` needs
+    draft: BlockDraftModel
 
     @classmethod
     def fits(cls, draft: DraftModel) -> bool:
@@ -229,23 +159,54 @@ class Block(DrafterStrategy):
         return self.draft.spec.block_size + self.count + 1
 
     @cached_property
-    def drafter(self) -> BlockDrafter:
-        return BlockDrafter(self.draft, dtype=self.dtype, passes=self.passes)
+    def layers(self) -> Sequence[LayerWeights]:
+        self.draft.check_whole()
+        return self.draft.layer_weights(self.dtype)
+
+    def read_prompts(self, prompts: Sequence[Sequence[int]], aux_BTD: Tensor) -> None:
+        width = max(len(prompt) for prompt in prompts) - 1
+        if width > 0:
+            self.room(width)
+            start_B = torch.zeros(len(prompts), dtype=torch.int64, device=self.device)
+            self.take_in(aux_BTD[:, :width], start_B)
+
+    def take_in(self, aux_BQD: Tensor, start_B: Tensor) -> None:
+        """Cache keys and values of verified tokens, from `start_B` on. Entries after a row's last
+        real one are overwritten before they are read."""
+        count = aux_BQD.shape[1]
+        context = self.draft.project_hidden_states(aux_BQD, self.dtype).flatten(0, 1)
+        index_BQ = start_B[:, None] + torch.arange(count, device=self.device)
+        turn = self.draft.rotary(index_BQ.flatten(), self.dtype)
+        for number, layer in enumerate(self.layers):
+            self.store(number, index_BQ, *self.draft.context_keys(layer, context, turn))
+
+    def run_block(self, newest_B: Tensor, length_B: Tensor, *, used: int) -> Tensor:
+        """[B, J, E] head inputs of a block after `length_B` verified tokens of each row."""
+        block, batch = self.draft, len(newest_B)
+        size, sights = block.spec.block_size, block.sights()
+        index_BJ = length_B[:, None] + torch.arange(size, device=self.device)
+        turn = block.rotary(index_BJ.flatten(), self.dtype)
+        masks = {sight: _visible(sight, length_B, index_BJ, used) for sight in {*sights}}
+        state = block.embed(block.block_tokens(newest_B), self.dtype).flatten(0, 1)
+        for number, (layer, sight) in enumerate(zip(self.layers, sights, strict=True)):
+            q, keys, values = block.block_heads(layer, state, turn)
+            stored = self.store(number, index_BJ, keys, values)
+            out = attend(q.view(batch, size, *q.shape[1:]), *stored, masks[sight])
+            state = layer.finish(state, out.flatten(0, 1))
+        state = rms_norm(state, block.norm_weight(self.dtype), block.spec.rms_norm_eps)
+        return state.view(batch, size, -1)
 
     def states(self, state: RoundState) -> Tensor:
         """Cache the verified tokens and run a block; returns [B, N, E] of the proposing slots."""
-        drafter, first = self.drafter, self.draft.spec.first_place
-        drafter.take_in(state.aux_BQD, state.start_B)
-        states_BJE = drafter.run_block(newest(state), state.length_B, used=state.used)
+        first = self.draft.spec.first_place
+        self.take_in(state.aux_BQD, state.start_B)
+        states_BJE = self.run_block(newest(state), state.length_B, used=state.used)
         return states_BJE[:, first : first + self.count]
 
     def propose(self, state: RoundState, chooser: Chooser) -> Proposal:
-        logits_BNW = self.drafter.logits(self.states(state))
-        picked_BN, top_BN, probs_BNW = chooser.pick_scored(logits_BNW)
-        token_BN = self.selected_W[picked_BN]
-        if probs_BNW is None:
-            token_BN = tokens_of(token_BN, top_BN)
-        return Proposal(token_BN, probs_BNW=probs_BNW)
+        logits_BNW = F.linear(self.states(state), self.head_WE)
+        picked_BN, top_BN, probs_BNW = chooser.pick(logits_BNW)
+        return Proposal.picked(self.selected_W[picked_BN], top_BN, probs_BNW)
 
 
 def newest(state: RoundState) -> Tensor:
@@ -268,26 +229,18 @@ class MarkovBlock(Block):
     def propose(self, state: RoundState, chooser: Chooser) -> Proposal:
         draft, head = self.draft, self.draft.token_head
         assert head is not None
-        out_WR = head.out_WR.to(self.drafter.dtype)
+        out_WR = head.out_WR.to(self.dtype)
         before_B, chance = newest(state), None
-        tokens: list[Tensor] = []
-        tops: list[Tensor] = []
-        probs: list[Tensor] = []
+        steps: list[tuple[Tensor, Tensor, Tensor | None]] = []
         for depth, state_BE in enumerate(self.states(state).unbind(1)):
             features_BR = head.features(before_B, state_BE.dtype)
-            logits_BW = self.drafter.logits(state_BE) + F.linear(features_BR, out_WR)
-            picked_B, top_B, probs_BW = chooser.pick_scored(logits_BW)
+            logits_BW = F.linear(state_BE, self.head_WE) + F.linear(features_BR, out_WR)
+            picked_B, top_B, probs_BW = chooser.pick(logits_BW)
             chance = running_chance(draft, state_BE, features_BR, depth, chance)
             if chance is not None:  # after the first token left out, nothing is proposed
                 kept_B = chance >= draft.config.confidence_threshold
                 top_B = top_B.masked_fill(~kept_B, float("-inf"))
                 probs_BW = None if probs_BW is None else probs_BW * kept_B[:, None]
             before_B = self.selected_W[picked_B]
-            tokens.append(before_B)
-            tops.append(top_B)
-            if probs_BW is not None:
-                probs.append(probs_BW)
-        token_BN = torch.stack(tokens, 1)
-        if probs:
-            return Proposal(token_BN, probs_BNW=torch.stack(probs, 1))
-        return Proposal(tokens_of(token_BN, torch.stack(tops, 1)))
+            steps.append((before_B, top_B, probs_BW))
+        return Proposal.stacked(steps)

@@ -2,12 +2,10 @@
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
-from fledge.core.head import tokens_of
 from fledge.decode.accept import Chooser, Proposal
-from fledge.decode.drafter import DrafterStrategy
+from fledge.decode.drafter import UnrolledStrategy
 from fledge.decode.strategy import Rollouts, RoundState
 from fledge.rollout.plan import RolloutPlan
 
@@ -18,7 +16,7 @@ class ChainRollouts(Rollouts):
         return states
 
 
-class Chain(DrafterStrategy):
+class Chain(UnrolledStrategy):
     drafted = "chain"
     rollouts = ChainRollouts
 
@@ -31,23 +29,15 @@ class Chain(DrafterStrategy):
         return self.count + 1
 
     def propose(self, state: RoundState, chooser: Chooser) -> Proposal:
-        drafter = self.drafter
-        carried_BE = drafter.extend(state)
+        carried_BE = self.extend(state)
         anchor_B1 = state.anchor_B[:, None]
-        tokens: list[Tensor] = []
-        tops: list[Tensor] = []
-        probs: list[Tensor] = []
+        steps: list[tuple[Tensor, Tensor, Tensor | None]] = []
         for depth in range(self.count):
             if depth > 0:
-                carried_BE = drafter.run(
-                    carried_BE[:, None], tokens[-1][:, None], anchor_B1 + depth, used=state.used
+                token_B1 = steps[-1][0][:, None]
+                carried_BE = self.run(
+                    carried_BE[:, None], token_B1, anchor_B1 + depth, used=state.used
                 )[:, 0]
-            picked_B, top_B, probs_BW = chooser.pick_scored(drafter.logits(carried_BE))
-            tokens.append(self.selected_W[picked_B])
-            tops.append(top_B)
-            if probs_BW is not None:
-                probs.append(probs_BW)
-        token_BN = torch.stack(tokens, 1)
-        if probs:
-            return Proposal(token_BN, probs_BNW=torch.stack(probs, 1))
-        return Proposal(tokens_of(token_BN, torch.stack(tops, 1)))
+            picked_B, top_B, probs_BW = chooser.pick(self.logits(carried_BE))
+            steps.append((self.selected_W[picked_B], top_B, probs_BW))
+        return Proposal.stacked(steps)

@@ -8,10 +8,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-from fledge.core.head import tokens_of
 from fledge.core.rows import TokenBatch
 from fledge.decode.accept import Chooser, Proposal
-from fledge.decode.drafter import DrafterStrategy
+from fledge.decode.drafter import UnrolledStrategy
 from fledge.decode.strategy import Rollouts, RoundState, drafting_slots
 from fledge.methods.eagle3.draft import LlamaEagle3DraftModel
 from fledge.methods.peagle.draft import unroll_parallel
@@ -34,7 +33,7 @@ class ParallelRollouts(Rollouts):
         return plan.by_depth(states)
 
 
-class Parallel(DrafterStrategy):
+class Parallel(UnrolledStrategy):
     drafted = "tokens in parallel"
     rollouts = ParallelRollouts
     draft: LlamaEagle3DraftModel
@@ -57,26 +56,22 @@ class Parallel(DrafterStrategy):
         Rows differ in how many slots were verified: a shorter row simply has more mask slots, whose
         surplus comes after everything that is read, and is overwritten.
         """
-        drafter, num_masks = self.drafter, self.count - 1
-        draft, device = self.draft, drafter.device
+        draft, device, num_masks = self.draft, self.device, self.count - 1
         batch, width = state.token_BQ.shape
         place_Q = torch.arange(width + num_masks, device=device)
         count_B1 = state.count_B[:, None]
         real_BQ = place_Q < count_B1
         token_BQ = F.pad(state.token_BQ, (0, num_masks)).masked_fill(~real_BQ, draft.spec.mask_id)
-        placeholder_11E = draft.project_hidden_states(draft.mask_hidden, drafter.dtype)
-        true_BQE = draft.project_hidden_states(state.aux_BQD, drafter.dtype)
+        placeholder_11E = draft.project_hidden_states(draft.mask_hidden, self.dtype)
+        true_BQE = draft.project_hidden_states(state.aux_BQD, self.dtype)
         state_BQE = F.pad(true_BQE, (0, 0, 0, num_masks)).where(real_BQ[..., None], placeholder_11E)
         index_BQ = state.start_B[:, None] + place_Q
-        state_BQE = drafter.run(state_BQE, token_BQ, index_BQ, used=state.used)
+        state_BQE = self.run(state_BQE, token_BQ, index_BQ, used=state.used)
         rows_B1 = torch.arange(batch, device=device)[:, None]
         proposing_BN = count_B1 - 1 + torch.arange(self.count, device=device)
-        logits_BNW = drafter.logits(state_BQE[rows_B1, proposing_BN])
-        picked_BN, top_BN, probs_BNW = chooser.pick_scored(logits_BNW)
-        token_BN = self.selected_W[picked_BN]
-        if probs_BNW is None:
-            token_BN = tokens_of(token_BN, top_BN)
-        return Proposal(token_BN, probs_BNW=probs_BNW)
+        logits_BNW = self.logits(state_BQE[rows_B1, proposing_BN])
+        picked_BN, top_BN, probs_BNW = chooser.pick(logits_BNW)
+        return Proposal.picked(self.selected_W[picked_BN], top_BN, probs_BNW)
 
 
 def run_lengths(marked_S: NDArray[np.bool_]) -> NDArray[np.int64]:

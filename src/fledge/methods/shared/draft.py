@@ -3,6 +3,7 @@
 A method's own draft model (such as `eagle3/draft.py`) adds the computation.
 """
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,14 +11,51 @@ from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig
 
 from fledge.core.errors import BadInput, first_line
 from fledge.core.files import atomic_directory
-from fledge.core.recompute import RecomputedLayers
 from fledge.methods.shared.config import DraftConfig
 from fledge.methods.shared.files import CONFIG_NAME, check_tensors, read_draft, write_draft_files
 from fledge.target.base import Eagle3TargetBackend, HasWeight, selection_mask
+
+log = logging.getLogger(__name__)
+
+
+class RecomputedLayers:
+    """Gradient checkpointing for a module that runs its layers through `_run_draft_layer`."""
+
+    gradient_checkpointing: bool = False
+    training: bool  # the module's
+
+    def gradient_checkpointing_enable(
+        self, gradient_checkpointing_kwargs: Mapping[str, Any] | None = None
+    ) -> None:
+        """In training, keep only the layers' inputs for the backward pass: less memory, one more
+        forward pass. `use_reentrant=True` causes a warning, other options are refused."""
+        options = dict(gradient_checkpointing_kwargs or {})
+        if options.pop("use_reentrant", False):
+            log.warning("use_reentrant=False is used: the layers take more than tensors")
+        if options:
+            raise ValueError(
+                f"gradient_checkpointing_kwargs: only use_reentrant, got {sorted(options)}"
+            )
+        self.gradient_checkpointing = True
+
+    def gradient_checkpointing_disable(self) -> None:
+        self.gradient_checkpointing = False
+
+    @property
+    def checkpoints_layers(self) -> bool:
+        """Whether layers keep only their inputs for the backward pass."""
+        return self.gradient_checkpointing and self.training
+
+    def _run_draft_layer(self, layer_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a layer; under gradient checkpointing its activations are recomputed, not kept."""
+        if not self.checkpoints_layers:
+            return layer_fn(*args, **kwargs)
+        return checkpoint(layer_fn, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
 
 class DraftModel(RecomputedLayers, nn.Module):
