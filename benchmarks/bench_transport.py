@@ -1,11 +1,9 @@
-"""The cost of moving a target's answers to a trainer: in the same process, over a plain socket, by
-the target server, and over Ray, in one run, with the same batches.
+"""The cost of moving a target's answers to a trainer: in the same process, over a plain socket, and
+by the target server, in one run, with the same batches.
 
 The target costs nothing here: its states are precomputed (`ready_states.py`). The ways alternate,
 so that all of them see the same load on the machine. The plain socket only copies as many bytes; it
-is the lower bound for crossing a process boundary. Ray is measured with the worker on the trainer's
-own node, and on another one (two raylets on this machine, which copy the answer from store to store
-over TCP, as two machines would).
+is the lower bound for crossing a process boundary.
 
     python benchmarks/bench_transport.py [--tokens 4096] [--rounds 8] [--markdown FILE]
 """
@@ -20,41 +18,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-
-import ray
-from ray.cluster_utils import Cluster
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from torch import Tensor
 
 from fledge.core.rows import TokenBatch
 from fledge.target.base import Eagle3TargetBackend
-from fledge.target.ray.client import RayEagle3TargetModel
-from fledge.target.ray.connection import Connection
-from fledge.target.ray.fleet import Fleet
-from fledge.target.ray.worker import TargetWorker
 from fledge.target.remote.client import RemoteEagle3TargetModel
 from ready_states import Plain, Ready, rows, started
 
 SHAPES = {"SmolLM2-135M": 576, "8B": 4096}  # hidden size
 BATCHES = 4  # per round
-STORE = 1 << 30
 Way = Callable[[], Any]
-
-
-class ReadyWorker(TargetWorker):
-    """An ordinary worker, with precomputed states."""
-
-    def __init__(self, tokens: int, hidden: int) -> None:
-        super().__init__("target-0", None, aux_layers=3, gpus=0, board=None)  # type: ignore[arg-type]
-        self._shape = tokens, hidden
-
-    def _open(self) -> Eagle3TargetBackend:
-        if self._target is None:
-            from ready_states import Ready
-
-            self._target = Ready(*self._shape)
-        return self._target
 
 
 @dataclass(frozen=True)
@@ -69,17 +42,6 @@ class Figures:
         rate, speed = self.tokens / self.seconds, self.nbytes / self.seconds / 1e9
         ratio = least_s / self.seconds
         return f"| {name} | {rate:,.0f} | {speed:.2f} | {1e3 * self.seconds:.1f} | {ratio:.0%} |"
-
-
-@contextmanager
-def over_ray(node: Any, tokens: int, hidden: int) -> Iterator[RayEagle3TargetModel]:
-    """A target on a node of the cluster, as a trainer on the head sees it."""
-    on_node = NodeAffinitySchedulingStrategy(node.node_id, soft=False)
-    worker_class = ray.remote(ReadyWorker).options(num_cpus=1, scheduling_strategy=on_node)
-    actor = worker_class.remote(tokens, hidden)
-    fleet = Fleet([("target-0", actor)], wait_s=120, release=lambda: ray.kill(actor))
-    with RayEagle3TargetModel(fleet, supervision="hidden", prefetch=2) as target:
-        yield target
 
 
 def one_by_one(target: Eagle3TargetBackend, batch: TokenBatch) -> None:
@@ -113,7 +75,7 @@ class InProcess:
 
 
 @contextmanager
-def ways(hidden: int, tokens: int, cluster: Cluster) -> Iterator[dict[str, Way]]:
+def ways(hidden: int, tokens: int) -> Iterator[dict[str, Way]]:
     batch = TokenBatch(*rows(tokens))
     with ExitStack() as stack:
         states, url = started("states", tokens, hidden)
@@ -125,8 +87,6 @@ def ways(hidden: int, tokens: int, cluster: Cluster) -> Iterator[dict[str, Way]]
         distant: dict[str, Any] = {
             "target server, HTTP": RemoteEagle3TargetModel(url, shared_memory=False),
             "target server, shared memory": RemoteEagle3TargetModel(url),
-            "Ray, the same node": over_ray(cluster.head_node, tokens, hidden),
-            "Ray, another node": over_ray(cluster.worker_nodes.copy().pop(), tokens, hidden),
         }
         by_name: dict[str, Way] = {
             "in this process, copied once": InProcess(Ready(tokens, hidden), batch),
@@ -139,9 +99,9 @@ def ways(hidden: int, tokens: int, cluster: Cluster) -> Iterator[dict[str, Way]]
         yield by_name
 
 
-def measure(hidden: int, tokens: int, rounds: int, cluster: Cluster) -> dict[str, Figures]:
+def measure(hidden: int, tokens: int, rounds: int) -> dict[str, Figures]:
     seconds: dict[str, list[float]] = {}
-    with ways(hidden, tokens, cluster) as by_name:
+    with ways(hidden, tokens) as by_name:
         for index in range(rounds + 1):
             for name, way in by_name.items():
                 begin = time.perf_counter()
@@ -174,19 +134,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--markdown", type=Path)
     args = parser.parse_args()
-    node = {"num_cpus": 1, "object_store_memory": STORE}
-    cluster = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
-    cluster.add_node(**node)
     begin, lines = os.getloadavg()[0], []
-    try:
-        with Connection(cluster.address):
-            for shape, hidden in SHAPES.items():
-                lines += table(shape, measure(hidden, args.tokens, args.rounds, cluster))
-    finally:
-        cluster.shutdown()
+    for shape, hidden in SHAPES.items():
+        lines += table(shape, measure(hidden, args.tokens, args.rounds))
     rounds = f"median of {args.rounds} rounds of {BATCHES}"
     load = f"load average {begin:.1f} before, {os.getloadavg()[0]:.1f} after"
-    lines.append(f"{os.cpu_count()} cores, ray {ray.__version__}, {rounds}; {load}.")
+    lines.append(f"{os.cpu_count()} cores, {rounds}; {load}.")
     print("\n".join(lines))
     if args.markdown:
         args.markdown.write_text("\n".join(lines) + "\n")

@@ -12,6 +12,7 @@ from fledge.core.errors import UntrustedCode
 from fledge.data.prepare import prepare_rows
 from fledge.precompute_eagle3 import main
 from fledge.target.hf.model import HFEagle3TargetModel
+from fledge.target.kinds import engine_section
 from fledge.target.remote.server.admission import Limits
 
 NOTE = "from pathlib import Path\nPath({marker!r}).touch()\n"
@@ -174,9 +175,11 @@ def test_trusted_code_works_from_end_to_end(trained, tmp_path, capsys):
     capsys.readouterr()
     assert verb("serve", tmp_path / "export", "--target", "x", "--trust-remote-code") == 0
     assert capsys.readouterr().out.rstrip().endswith("--trust-remote-code")
-    settings = {"trust_remote_code": True, "device": "cpu"}
-    limits = {name: getattr(Limits(), name) for name in Limits.__dataclass_fields__}
-    server = _open(str(trained / "trusted"), "hf", [0, 1, 2], settings, None, limits)
+    section = engine_section(
+        "hf", model=str(trained / "trusted"), aux_layer_ids=[0, 1, 2], trust_remote_code=True,
+        device="cpu",
+    )  # fmt: skip
+    server = _open(section, token=None, limits=Limits())
     assert server.info["aux_layer_ids"] == [0, 1, 2]
     assert server.info["tokenizer_fingerprint"]
 

@@ -10,7 +10,6 @@ from typer.testing import CliRunner
 
 from fledge.cli.main import app
 from fledge.core.errors import BadInput, MissingPackage
-from fledge.core.install import install_extra
 from fledge.recipe.schema import load_recipe
 from fledge.target.hf.kind import HfTarget
 from fledge.target.kinds import engine_section, kind_of
@@ -101,12 +100,3 @@ def test_only_a_target_that_a_worker_can_load_runs_on_ray(tmp_path: Path) -> Non
     assert "add --ray" in refusal(*arguments[:-1], "--workers", 2)
     assert gpus_of(VllmTarget(model="m", tp_size=4)) == 4
     assert gpus_of(HfTarget()) == 1
-
-
-def test_the_doctor_shows_how_to_install_ray_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fledge.cli import doctor
-
-    monkeypatch.setattr(doctor, "installed_as", lambda package: None)
-    parts = {part.name: part for part in doctor._packages()}
-    assert parts["clusters (Ray)"].install == install_extra("cluster")
-    assert "[cluster]" in parts["clusters (Ray)"].install

@@ -10,7 +10,7 @@ from train.tiny import Notes
 
 def run_of(recipe, monkeypatch, steps, ranks=1):
     """A run that loses a rank at each of these steps and then finishes."""
-    run = _Run(recipe, print, Layout(ranks=ranks), None, Notes(), {}, {})
+    run = _Run(recipe, print, Layout(ranks=ranks), None, Notes(), {})
     lost = iter(steps)
     at = [0]
 

@@ -1,6 +1,7 @@
 """`fledge cluster`: train on a Ray cluster, and show its runs."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -53,7 +54,7 @@ def train(
     with progress_bar("placing targets and ranks", "steps") as update:
         watcher = _Watcher(update, Path(recipe.run.output_dir) / "metrics.jsonl")
         code, output = train_on_cluster(
-            recipe, run_recipe, layout, address=address, observer=watcher, as_json=as_json
+            recipe, partial(run_recipe, as_json=as_json), layout, address=address, observer=watcher
         )
     out.plain(output, end="")  # the output of the first rank
     if code:
@@ -103,9 +104,9 @@ def _last_line(metrics: Path) -> dict[str, Any]:
 @app.command(name="status", epilog=STATUS_EXAMPLE)
 def status(address: RayAddress = "auto", as_json: AsJson = False) -> None:
     """Show the runs on a cluster: who runs where, tokens/s, waiting for the target, restarts."""
-    from fledge.target.ray.connection import Connection, read_boards
+    from fledge.target.ray.connection import connected, read_boards
 
-    with Connection(address):
+    with connected(address):
         runs = read_boards()
     if as_json:
         print_json(runs)

@@ -104,10 +104,10 @@ def opened_spread(
 ) -> AbstractContextManager[Any]:
     """Opens the workers, with `gpus` GPUs each; yields None without --ray."""
     if ray:
-        from fledge.target.ray.spread import Spread
+        from fledge.target.ray.spread import spread_over
 
         device = device.partition(":")[0]
-        return Spread[Any](address, workers=workers, gpus=gpus, device=device)
+        return spread_over(address, workers=workers, gpus=gpus, device=device)
     for option, given in (("--workers", workers is not None), ("--address", address != "auto")):
         if given:
             raise BadInput("is for a cluster", where=option, fix="add --ray, or leave it out")

@@ -1,7 +1,7 @@
 """`fledge serve-target`: serve a target to trainers in other processes or on other machines."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
@@ -9,6 +9,11 @@ from fledge.cli.console import err, print_json, quiet_libraries
 from fledge.cli.options import TrustRemoteCode
 from fledge.core.errors import BadInput
 from fledge.core.install import install_extra
+
+if TYPE_CHECKING:
+    from fledge.target.kinds import LoadedTarget
+    from fledge.target.remote.server.admission import Limits
+    from fledge.target.remote.server.app import TargetServer
 
 EXAMPLE = (
     "Example: FLEDGE_TOKEN=... fledge serve-target --target Qwen/Qwen3-8B --host 0.0.0.0 "
@@ -80,33 +85,38 @@ def serve_target(
 ) -> None:
     """Serve a target's hidden states to trainers (target.backend=remote), until SIGTERM."""
     _check_installed()
+    from fledge.target.kinds import engine_section
     from fledge.target.remote.client import token_from
+    from fledge.target.remote.server.admission import Limits
     from fledge.target.remote.server.connections import ConnectionLimits
     from fledge.target.remote.server.run import Address, serve
 
     token = token_from(token_env)
     address = Address(host, port, tls_cert, tls_key)
     address.check(token=token, insecure=insecure)
-    limits = {
-        "max_body_bytes": int(max_body_mb * 1e6),
-        "max_bodies_bytes": int(max_bodies_mb * 1e6),
-        "max_tokens": max_tokens,
-        "max_attention": max_attention,
-        "max_requests": max_requests,
-        "max_reply_bytes": int(max_reply_gb * 1e9),
-        "merge_tokens": merge_tokens,
-    }
-    settings = {
-        "dtype": dtype,
-        "device": device,
-        "compile": compile_layers,
-        "capture": capture,
-        "trust_remote_code": trust_remote_code,
-        "engine_args": dict(_argument(text) for text in engine_arg or []),
-    }
+    limits = Limits(
+        max_body_bytes=int(max_body_mb * 1e6),
+        max_bodies_bytes=int(max_bodies_mb * 1e6),
+        max_tokens=max_tokens,
+        max_attention=max_attention,
+        max_requests=max_requests,
+        max_reply_bytes=int(max_reply_gb * 1e9),
+        merge_tokens=merge_tokens,
+    )
     connections = ConnectionLimits(max_connections, max_connections_per_address, header_s)
     with address.bind(connections) as bound:
-        server = _open(target, engine, _layers(aux_layer_ids), settings, token, limits)
+        section = engine_section(
+            engine,
+            model=target,
+            aux_layer_ids=aux_layer_ids,
+            dtype=dtype,
+            device=device,
+            compile=compile_layers,
+            capture=capture,
+            trust_remote_code=trust_remote_code,
+            engine_args=dict(_argument(text) for text in engine_arg or []),
+        )
+        server = _open(section, token=token, limits=limits)
         serve(
             server, address, bound, drain_s=drain_s,
             on_ready=lambda url: _announce(url, server.info, as_json=as_json),
@@ -121,38 +131,24 @@ def _check_installed() -> None:
         raise BadInput(f"{', '.join(missing)} not installed", fix=install_extra("serve"))
 
 
-def _open(
-    target: str, engine: str, ids: list[int] | None, settings: Any, token: str | None, limits: Any
-) -> Any:
+def _open(section: "LoadedTarget", *, token: str | None, limits: "Limits") -> "TargetServer":
     from fledge.core.machine import find_device
     from fledge.models.resolve import local_model
-    from fledge.target.kinds import engine_section, kind_of
+    from fledge.target.kinds import kind_of
     from fledge.target.layers import EAGLE3_AUX_LAYERS
-    from fledge.target.remote.server.admission import Limits
     from fledge.target.remote.server.app import TargetServer
 
     quiet_libraries()
-    section = engine_section(engine, model=target, aux_layer_ids=ids, **settings)
-    layers = EAGLE3_AUX_LAYERS if ids is None else len(ids)
-    err.say(f"loading {target}", style="cyan")
+    layers = EAGLE3_AUX_LAYERS if section.aux_layer_ids is None else len(section.aux_layer_ids)
+    err.say(f"loading {section.model}", style="cyan")
     return TargetServer(
         kind_of(section).open(section, device=find_device(None), aux_layers=layers),
-        model=target,
-        engine=engine,
-        model_dir=local_model(target, weights=False),
+        model=section.model,
+        engine=section.backend,
+        model_dir=local_model(section.model, weights=False),
         token=token,
-        limits=Limits(**limits),
+        limits=limits,
     )
-
-
-def _layers(text: str | None) -> list[int] | None:
-    if text is None:
-        return None
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        what = f"{text!r} is not a list of layers"
-        raise BadInput(what, where="--aux-layer-ids", fix="1,15,28") from None
 
 
 def _argument(text: str) -> tuple[str, Any]:

@@ -27,7 +27,7 @@ from fledge.core.files import alone_in
 from fledge.core.heartbeat import RankLost
 from fledge.recipe.schema import Recipe
 from fledge.target.kinds import kind_of
-from fledge.target.ray.connection import Connection, import_ray, make_board
+from fledge.target.ray.connection import cause_of, connected, import_ray, make_board
 from fledge.target.ray.placing import bundle_of, remove_group
 from fledge.training.checkpoint import newest_checkpoint
 from fledge.training.signals import StopSignal
@@ -43,7 +43,7 @@ class Observer(Protocol):
         """The latest figures that the run wrote, for the board."""
 
 
-Entry = Callable[..., int]  # what a rank runs: `run_recipe(recipe, as_json=...)`
+Entry = Callable[[Recipe], int]  # what a rank runs
 _POLL_S = 0.5
 _LOSS_REPORT_S = 40.0  # time after a rank's error for Ray to report the loss of another rank
 _START_S = 120.0  # time limit for starting the ranks' processes
@@ -93,7 +93,6 @@ class Rank:
         recipe: Recipe,
         environment: Mapping[str, str],
         directory: str,
-        **more: Any,
     ) -> tuple[int, str]:
         """Run `entry`; return its exit code and what it wrote to stdout."""
         os.environ |= environment
@@ -102,7 +101,7 @@ class Rank:
         if self._index == 0:
             _wait_for_lock(Path(recipe.run.output_dir))
         with contextlib.redirect_stdout(io.StringIO()) as written:
-            return entry(recipe, **more), written.getvalue()
+            return entry(recipe), written.getvalue()
 
     def _forward_stop(self) -> None:
         """Wait for a stop request on the board, and pass it on as SIGTERM."""
@@ -128,17 +127,17 @@ def _wait_for_lock(directory: Path) -> None:
 
 
 def train_on_cluster(
-    recipe: Recipe, entry: Entry, layout: Layout, *, address: str, observer: Observer, **more: Any
+    recipe: Recipe, entry: Entry, layout: Layout, *, address: str, observer: Observer
 ) -> tuple[int, str]:
     """Train to the end, restarting lost ranks; return the first rank's exit code and stdout."""
     name = f"{recipe.run_name}-{secrets.token_hex(2)}"
     section, layers = shared_section(recipe), recipe.method.aux_layers(recipe.objective)
-    with Connection(address), ExitStack() as undo:
+    with connected(address), ExitStack() as undo:
         board = make_board(name)
         undo.callback(import_ray().kill, board)
         placed = kind_of(section).placed(section, aux_layers=layers, name=name)
         variables = undo.enter_context(placed)
-        run = _Run(recipe, entry, layout, board, observer, dict(variables), more)
+        run = _Run(recipe, entry, layout, board, observer, dict(variables))
         with StopSignal() as stop:
             return run.to_the_end(stop)
 
@@ -151,7 +150,6 @@ class _Run:
     board: Any
     observer: Observer
     variables: dict[str, str]
-    more: dict[str, Any]
     restarts: int = 0
 
     def to_the_end(self, stop: StopSignal) -> tuple[int, str]:
@@ -196,7 +194,7 @@ class _Run:
             self.observer.placed(count)
             recipe, directory = self._cut_for(count), os.getcwd()
             runs = {
-                actor.run.remote(self.entry, recipe, environment, directory, **self.more): index
+                actor.run.remote(self.entry, recipe, environment, directory): index
                 for index, (actor, environment) in enumerate(
                     zip(actors, _environments(places, self.variables), strict=True)
                 )
@@ -216,8 +214,7 @@ class _Run:
                 try:
                     done[runs[reference]] = ray.get(reference)
                 except errors.RayTaskError as error:
-                    cause = error.cause if isinstance(error.cause, Exception) else error
-                    failed.append(cause)
+                    failed.append(cause_of(error))
                     until = min(until, time.monotonic() + _LOSS_REPORT_S)
                 except errors.RayError as error:
                     lost = f"rank {runs[reference]} is lost ({_lost_rank(error)})"

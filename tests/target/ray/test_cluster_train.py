@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("ray.cluster_utils", reason="needs the cluster extra")
 
-from fledge.target.ray.connection import Connection
+from fledge.target.ray.connection import connected
 from fledge.training.fit import fit
 from fledge.training.setup import set_up
 from ranks import run_ranks
@@ -89,7 +89,7 @@ def test_losing_a_machine_mid_run_changes_nothing(recipe, tmp_path):
             after = status_after_restart(nodes, process)
             table = status_output(nodes)
             stdout, stderr = process.communicate(timeout=120)
-        with Connection(nodes.address):
+        with connected(nodes.address):
             until(everything_is_free)
     assert process.returncode == 0, stderr
     assert "start again from step" in stderr

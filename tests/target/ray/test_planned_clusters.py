@@ -1,8 +1,8 @@
 """Real clusters against predictions of them: tokens/s, and the share of time spent waiting.
 
 On a machine with two cores, three workers that compute would slow each other down. So workers and
-trainer sleep for a known time on top of a tiny model; everything else is real: Ray, its object
-store, the fleet, the threads that prefetch, the training loop and its clock. The run with one
+trainer sleep for a known time on top of a tiny model; everything else is real: Ray, the
+servers, the fleet, the threads that prefetch, the training loop and its clock. The run with one
 worker provides the rates, from which those with two and three workers are predicted; and those
 with three workers and longer steps, where the trainer is the bottleneck.
 """
@@ -17,7 +17,7 @@ pytest.importorskip("ray.cluster_utils", reason="needs the cluster extra")
 import ray
 
 from fledge.target.ray import placing
-from fledge.target.ray.connection import Connection
+from fledge.target.ray.connection import connected
 from fledge.target.ray.worker import TargetWorker
 from fledge.training import fit as loop
 from fledge.training.planning.sizing import Pipeline
@@ -40,15 +40,14 @@ LONG = (
 def slow_worker():
     class SlowWorker(TargetWorker):  # defined here so that Ray ships its code
         def _open(self):
-            fresh, target = self._target is None, super()._open()
-            if fresh:
-                answer = target.answer
+            target = super()._open()
+            answer = target.answer
 
-                def slowly(rows):
-                    time.sleep(TARGET_S)
-                    return answer(rows)
+            def slowly(rows):
+                time.sleep(TARGET_S)
+                return answer(rows)
 
-                target.answer = slowly
+            target.answer = slowly
             return target
 
     return SlowWorker
@@ -76,10 +75,10 @@ def nodes(recipe, monkeypatch):
         ray_target = section(
             nodes, target.model, workers=max(WORKERS), aux_layer_ids=target.aux_layer_ids
         )
-        with placing.start_fleet(ray_target, aux_layers=3) as started:
-            monkeypatch.setenv(placing.FLEET_VARIABLE, started.name)
-            with Connection(nodes.address):  # all have loaded before anything is measured
-                ray.get([actor.hello.remote() for _, actor in started.workers])
+        with placing.start_fleet(ray_target, aux_layers=3, name="planned") as workers:
+            monkeypatch.setenv(placing.FLEET_VARIABLE, "planned")
+            with connected(nodes.address):  # all have loaded before anything is measured
+                ray.get([actor.serve.remote() for _, actor in workers])
             yield nodes
 
 
@@ -129,7 +128,8 @@ def measure_alone(training):
 
 
 def _seconds(target):
-    return target._fleet.ask(lambda worker: worker.figures.remote())["seconds"]
+    worker = target._fleet._states[0].server.actor
+    return ray.get(worker.figures.remote())["seconds"]
 
 
 def rounds(recipe, nodes, sleep_s, name):

@@ -19,8 +19,8 @@ from fledge.cli.main import app
 from fledge.core.errors import BadInput
 from fledge.data.regenerate import check_out
 from fledge.target.ray import spread as spread_module
-from fledge.target.ray.connection import Connection
-from fledge.target.ray.spread import Spread
+from fledge.target.ray.connection import connected
+from fledge.target.ray.spread import spread_over
 from target.cache.caches import payload
 from target.ray.clusters import cluster, everything_is_free, until
 from train.tiny import make_chats
@@ -70,7 +70,7 @@ def disturbed(nodes):
                 stdout, stderr = process.communicate(timeout=200)
             finally:
                 process.kill()
-        with Connection(nodes.address):
+        with connected(nodes.address):
             until(everything_is_free)
         assert not claims.exists()
         return process.returncode, stdout, stderr
@@ -130,7 +130,7 @@ def test_answers_survive_a_killed_worker(tiny_target, tmp_path, disturbed, tempe
 
 def test_the_command_reports_what_a_worker_refuses(nodes, tmp_path):
     refused = partial(check_out, tmp_path / "answers.txt", [])
-    with Spread(nodes.address) as spread:
+    with spread_over(nodes.address) as spread:
         assert (spread.workers, spread.device) == (2, "cpu")  # one per machine that has a CPU
         with pytest.raises(BadInput, match=r"'answers\.txt' is not a \.jsonl file"):
             spread.run(refused, lambda: None)
@@ -140,7 +140,7 @@ def test_the_command_reports_what_a_worker_refuses(nodes, tmp_path):
 def test_workers_that_die_repeatedly_end_the_command(nodes, monkeypatch):
     monkeypatch.setattr(spread_module, "_MAX_RESTARTS", 1)
     polls = []
-    with Spread(nodes.address, workers=3) as spread:
+    with spread_over(nodes.address, workers=3) as spread:
         with pytest.raises(BadInput, match="all workers were lost"):
             spread.run(partial(os._exit, 1), lambda: polls.append(1))
         until(everything_is_free)

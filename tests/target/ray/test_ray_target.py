@@ -12,7 +12,7 @@ pytest.importorskip("ray.cluster_utils", reason="needs the cluster extra")
 import ray
 
 from fledge.core.errors import BadInput, TargetUnreachable
-from fledge.target.ray.connection import Connection
+from fledge.target.ray.connection import connected
 from fledge.target.ray.kind import RAY
 from fledge.target.ray.placing import FLEET_VARIABLE
 from target.contract import CHECKS, Case
@@ -26,23 +26,18 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def nodes():
-    with cluster(2, 2) as started, Connection(started.address):
+    with cluster(2, 2) as started, connected(started.address):
         yield started
 
 
 def test_contract(nodes, model, monkeypatch):
-    """Workers start once per encoding; the backends find them by name."""
-    reference = tiny_model("llama")
-    for supervision, workers in {"hidden": 2, "probs": 1, "logits": 1}.items():
-        described = section(nodes, model, supervision=supervision, workers=workers)
-        with (
-            RAY.placed(described, aux_layers=3, name="shared") as variables,
-            monkeypatch.context() as patch,
-        ):
-            patch.setenv(FLEET_VARIABLE, variables[FLEET_VARIABLE])
-            case = Case("ray", reference, lambda _, d=described: opened(d), supervision)
-            for check in CHECKS:
-                check(case)
+    """Workers start once; the backends find them by name."""
+    described = section(nodes, model, workers=2)
+    with RAY.placed(described, aux_layers=3, name="shared") as variables:
+        monkeypatch.setenv(FLEET_VARIABLE, variables[FLEET_VARIABLE])
+        case = Case("ray", tiny_model("llama"), lambda _: opened(described), "hidden")
+        for check in CHECKS:
+            check(case)
     until(everything_is_free)
 
 
@@ -57,24 +52,9 @@ def test_rows_shared_by_several_ranks_are_captured_once(nodes, model, monkeypatc
                 answer, other_answer = first.answer_async(rows), second.answer_async(rows)
                 pairs = zip(answer.result().tensors(), other_answer.result().tensors(), strict=True)
                 assert all(torch.equal(a, b) for (_, a), (_, b) in pairs)
-            workers = [state.actor for state in first._fleet._states]
+            workers = [state.server.actor for state in first._fleet._states]
             figures = ray.get([worker.figures.remote() for worker in workers])
-    assert [(f["asked"], f["captured"]) for f in figures] == [(12, 6), (12, 6)]
-
-
-def test_prefetch_bounds_the_questions_in_flight(nodes, model):
-    """However many questions are queued, only `prefetch` leave this process at a time."""
-    with opened(section(nodes, model, workers=1, prefetch=2)) as target:
-        in_flight, ask = [], target._fleet.ask
-
-        def counted(use, **options):
-            in_flight.append(sum(state.in_flight for state in target._fleet._states) + 1)
-            return ask(use, **options)
-
-        target._fleet.ask = counted
-        futures = [target.answer_async(rows) for rows in batches(30)]
-        assert len([future.result() for future in futures]) == 30
-    assert max(in_flight) <= 2
+    assert [f["captured"] for f in figures] == [6, 6]
 
 
 def test_impossible_settings_are_refused_in_one_line(nodes, model, tmp_path):
@@ -95,10 +75,10 @@ def _figures_or_error(worker):
 def test_losing_the_only_worker_raises_target_unreachable(nodes, model):
     with opened(section(nodes, model, workers=1)) as target:
         target._fleet._wait_s = 2.0
-        worker = target._fleet._states[0].actor
+        worker = target._fleet._states[0].server.actor
         ray.kill(worker)  # for good
         until(lambda: isinstance(_figures_or_error(worker), ray.exceptions.RayActorError))
-        with pytest.raises(TargetUnreachable, match="no target worker answered for 2 s"):
+        with pytest.raises(TargetUnreachable, match="no target server answered for 2 s"):
             target.answer(next(batches(1)))
 
 

@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("ray.cluster_utils", reason="needs the cluster extra")
 
-from fledge.target.ray.connection import Connection
+from fledge.target.ray.connection import connected
 from fledge.training.fit import fit
 from fledge.training.setup import set_up
 from ranks import _free_port, run_ranks
@@ -36,16 +36,6 @@ def train(recipe):
         assert fit(training, Notes()).finished
 
 
-def test_training_over_a_cluster_equals_local_training(recipe, nodes, tmp_path):
-    overrides = ("training.accumulate=2", "training.micro_batch=1")
-    train(recipe(*overrides, run="here"))
-    train(on_cluster(recipe, nodes, *overrides))
-    assert differing(final_weights(tmp_path / "here"), final_weights(tmp_path / "ray")) == []
-    assert comparable(tmp_path / "here") == comparable(tmp_path / "ray")
-    with Connection(nodes.address):
-        until(everything_is_free)
-
-
 @pytest.mark.parametrize("more", [(), ("training.context=2",)], ids=["own rows", "shared rows"])
 def test_two_ranks_share_the_workers(recipe, nodes, tmp_path, more):
     run_ranks(2, train, recipe(*more, run="here"))
@@ -57,3 +47,5 @@ def test_two_ranks_share_the_workers(recipe, nodes, tmp_path, more):
     assert done.returncode == 0, done.stderr
     assert differing(final_weights(tmp_path / "here"), final_weights(tmp_path / "ray")) == []
     assert comparable(tmp_path / "here") == comparable(tmp_path / "ray")
+    with connected(nodes.address):
+        until(everything_is_free)

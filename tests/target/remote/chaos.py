@@ -2,13 +2,10 @@
 restarted quickly."""
 
 import asyncio
-import json
+import multiprocessing
 import os
 import random
-import signal
 import socket
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -100,32 +97,51 @@ class Proxy:
 
 
 class Nursery:
-    """A process with the tiny target loaded that forks servers: a restart takes milliseconds."""
+    """Servers of the tiny target in processes that are forked from one in which torch is loaded: a
+    restart takes milliseconds."""
 
     def __init__(self):
-        directory = Path(__file__).parent
-        self._process = subprocess.Popen(
-            [sys.executable, str(directory / "nursery.py")],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(directory.parent)])},
-        )  # fmt: skip
-        assert self._process.stdout.readline() == "ready\n"
+        self._context = multiprocessing.get_context("forkserver")
+        modules = ["fledge.target.hf.model", "fledge.target.remote.server.run", __name__]
+        self._context.set_forkserver_preload(modules)
+        self._processes = {}
 
     def start(self, port=0, *, drain_s=60.0, stderr="", **limits):
         """Start a server; returns (pid, port)."""
-        settings = {"port": port, "drain_s": drain_s, "stderr": stderr, "limits": limits}
-        self._process.stdin.write(json.dumps(settings) + "\n")
-        self._process.stdin.flush()
-        facts = json.loads(self._process.stdout.readline())
-        return facts["pid"], facts["port"]
+        listening, told = self._context.Pipe(duplex=False)
+        arguments = (told, port, drain_s, stderr, limits)
+        process = self._context.Process(target=serve_tiny, args=arguments, daemon=True)
+        process.start()
+        self._processes[process.pid] = process
+        return process.pid, listening.recv()
 
     def kill(self, pid):
-        os.kill(pid, signal.SIGKILL)
+        self._processes[pid].kill()
+        self._processes.pop(pid).join()
 
     def close(self):
-        self._process.stdin.close()  # on which it kills its children and exits
-        self._process.wait(timeout=20)
-        self._process.stdout.close()
+        for pid in list(self._processes):
+            self.kill(pid)
+
+
+def serve_tiny(told, port, drain_s, stderr, limits):
+    from fledge.target.hf.model import HFEagle3TargetModel
+    from fledge.target.remote.server.admission import Limits
+    from fledge.target.remote.server.app import TargetServer
+    from fledge.target.remote.server.run import Address, serve
+    from target.tiny_models import tiny_model
+
+    if stderr:
+        os.dup2(os.open(stderr, os.O_WRONLY | os.O_CREAT), 2)
+    address = Address(port=port)
+    with address.bind() as bound:
+        bound.listen(128)
+        told.send(bound.getsockname()[1])
+        backend = HFEagle3TargetModel(tiny_model("llama"), supervision="hidden")
+        server = TargetServer(
+            backend, model="tiny", limits=Limits(**{"max_requests": 12, **limits})
+        )
+        serve(server, address, bound, drain_s=drain_s)
 
 
 def free_port():

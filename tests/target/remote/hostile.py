@@ -79,7 +79,7 @@ def answer(change=lambda tensors, metadata: None, damage=lambda message: message
         shape = WireShape.of(question, hidden_size=width, aux_layers=3, dtype=torch.float32)
         tensors = {
             field.name: torch.zeros(*question.rows.shape, field.width, dtype=field.dtype)
-            for field in (*shape.sent.token_fields(), *shape.sent.slot_fields())
+            for field in (*shape.token_fields(), *shape.slot_fields())
         }
         metadata = {"request_id": question.request_id}
         change(tensors, metadata)

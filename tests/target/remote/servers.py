@@ -1,20 +1,28 @@
 """Real target servers for tests: uvicorn in a thread, on a port from the OS."""
 
 import copy
+import http.client
+import socket
 import threading
+import time
 from contextlib import contextmanager
 from functools import cache
 
 import pytest
+import torch
 
+from target.contract import padded_rows
 from target.tiny_models import tiny_model
 
 pytest.importorskip("uvicorn", reason="needs the serve extra")
 
+from fledge.core.rows import TokenBatch
 from fledge.target.hf.model import HFEagle3TargetModel
-from fledge.target.remote.server.admission import Limits
+from fledge.target.remote.protocol import Question
+from fledge.target.remote.server.admission import Limits as Limits
 from fledge.target.remote.server.app import TargetServer
 from fledge.target.remote.server.run import Address, make_uvicorn
+from fledge.target.remote.wire import unpack
 
 
 @cache
@@ -60,4 +68,57 @@ def running(**options):
         server.stop()
 
 
-__all__ = ["Limits", "Running", "running", "tiny"]
+def call(server, path, body=None, *, method=None, headers=None):
+    """(status, headers, body) of one plain request."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+    method = method or ("GET" if body is None else "POST")
+    connection.request(method, path, body=body, headers=headers or {})
+    reply = connection.getresponse()
+    data = reply.read()
+    connection.close()
+    return reply.status, reply.headers, data
+
+
+def question(**changes):
+    fields = {"request_id": "0" * 32, "rows": TokenBatch(*padded_rows()), **changes}
+    return Question(**fields).to_message().to_bytes()
+
+
+def answers(server):
+    """Whether the server still answers a valid question correctly."""
+    status, _, data = call(server, "/v1/generate", question())
+    tensors, _ = unpack(bytearray(data))
+    expected = HFEagle3TargetModel(tiny(), supervision="hidden").generate_batch(*padded_rows())
+    return status == 200 and torch.equal(tensors["aux_hidden_states"], expected.aux_hidden_states)
+
+
+class Held:
+    """Makes a server's target wait for `go` before it answers."""
+
+    def __init__(self, server, monkeypatch):
+        self.go, self.begun, self.calls = threading.Event(), threading.Semaphore(0), 0
+        backend = server.server.target.backend
+        real = backend.answer
+
+        def waiting(*args):
+            self.calls += 1
+            self.begun.release()
+            assert self.go.wait(30)
+            return real(*args)
+
+        monkeypatch.setattr(backend, "answer", waiting)
+
+
+def wait_for(condition):
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def listening(port):
+    try:
+        socket.create_connection(("127.0.0.1", port), timeout=1).close()
+    except OSError:
+        return False
+    return True

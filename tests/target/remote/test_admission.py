@@ -13,8 +13,7 @@ from fledge.core.rows import TokenBatch
 from fledge.target.remote.client import RemoteEagle3TargetModel
 from target.contract import packed_rows, padded_rows
 from target.remote.chaos import resident_bytes
-from target.remote.servers import Limits, running
-from target.remote.test_server import Held, call, question, wait_for
+from target.remote.servers import Held, Limits, call, question, running, wait_for
 
 MB = 1_000_000
 
@@ -110,8 +109,9 @@ def test_bodies_without_a_length_are_counted_as_they_arrive():
         wait_for(lambda: "fledge_pending_body_bytes 0" in started.server.metrics.text())
 
 
-def test_a_stalled_body_is_408(server, monkeypatch):
-    monkeypatch.setattr("fledge.target.remote.server.app._STALL_S", 0.2)
+@pytest.mark.parametrize("limit", ["_STALL_S", "_BODY_TIMEOUT_S"])
+def test_a_body_that_does_not_arrive_is_408(server, monkeypatch, limit):
+    monkeypatch.setattr(f"fledge.target.remote.server.app.{limit}", 0.2)
     with connect(server.port) as raw:
         raw.sendall(head(100) + b"abc")
         assert raw.recv(100).startswith(b"HTTP/1.1 408")

@@ -108,6 +108,8 @@ def test_every_batch_arrives_once_in_order_and_correct():
             ]
             for run in runs:
                 run.result()
+        over.set()
+        killer.join()  # which has restarted what it killed last
         server_bytes = [resident_bytes(pid) for pid, _ in servers]
     finally:
         over.set()

@@ -1,6 +1,5 @@
 """The client with real servers that come, go and change, under short timeouts."""
 
-import copy
 import logging
 import random
 import threading
@@ -12,10 +11,11 @@ import torch
 from fledge.core.errors import BadInput, TargetUnreachable
 from fledge.target.hf.model import HFEagle3TargetModel
 from fledge.target.remote.client import RemoteEagle3TargetModel
+from fledge.target.remote.fleet import Deadline, Fleet
 from fledge.target.remote.http import Server
 from target.contract import padded_rows
 from target.remote.chaos import Proxy, free_port
-from target.remote.servers import Running, running, tiny
+from target.remote.servers import Held, Running, running, tiny, wait_for
 from target.tiny_models import tiny_model
 
 QUICK = {"timeout_s": 20.0, "wait_s": 20.0, "shared_memory": False}
@@ -33,13 +33,6 @@ def requests(server):
     name = 'fledge_http_requests_total{path="/v1/generate",status="200"} '
     lines = [line for line in server.server.metrics.text().splitlines() if line.startswith(name)]
     return int(lines[0].split()[-1]) if lines else 0
-
-
-def wait_for(condition, seconds=20):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_work_is_shared_and_a_dead_server_is_skipped_until_it_is_back(caplog):
@@ -64,32 +57,31 @@ def test_work_is_shared_and_a_dead_server_is_skipped_until_it_is_back(caplog):
 
 def test_the_least_loaded_server_is_asked(monkeypatch):
     with running() as busy, running() as idle:
-        go = threading.Event()
-        backend = busy.server.target.backend
-        real = backend.answer
-
-        def blocked(*args):
-            assert go.wait(30)
-            return real(*args)
-
-        monkeypatch.setattr(backend, "answer", blocked)
+        gate = Held(busy, monkeypatch)
         with RemoteEagle3TargetModel([busy.url, idle.url], prefetch=3, **QUICK) as target:
             futures = [target.generate_batch_async(*padded_rows(seed)) for seed in range(20)]
             wait_for(lambda: sum(future.done() for future in futures) >= 17)
             assert requests(idle) >= 17  # while at most prefetch requests wait at the other
-            go.set()
+            gate.go.set()
             assert all(right(future.result(30), seed) for seed, future in enumerate(futures))
 
 
-def test_servers_with_different_weights_are_refused():
-    torch.manual_seed(5)
+def other_target(what):
     other = tiny_model("llama")
-    with torch.no_grad():
-        other.lm_head.weight[0, 0] += 1.0
+    if what == "weights_fingerprint":
+        other.lm_head.weight.data[0, 0] += 1.0
+        return {"model": other}
+    return {"backend": HFEagle3TargetModel(other, [1, 3, 5], supervision="hidden")}
+
+
+@pytest.mark.parametrize(
+    "what", ["weights_fingerprint", r"aux_layer_ids: \[1, 3, 5\], not \[1, 3, 4\]"]
+)
+def test_servers_with_different_targets_are_refused(what):
     with (
         running() as first,
-        running(model=other) as second,
-        pytest.raises(BadInput, match=r"holds another target than .*weights_fingerprint"),
+        running(**other_target(what)) as second,
+        pytest.raises(BadInput, match=rf"holds another target than .*{what}"),
     ):
         RemoteEagle3TargetModel([first.url, second.url], **QUICK)
 
@@ -109,20 +101,10 @@ def test_a_server_that_comes_back_with_other_weights_is_not_used(caplog):
         first.stop()
         wait_for(lambda: "set aside" in caplog.text)
         first = Running(port=port, model=other)
-        wait_for(lambda: "is not used: another target" in caplog.text)
+        wait_for(lambda: "is set aside: " in caplog.text and "holds another target" in caplog.text)
         assert all(right(target.generate_batch(*padded_rows(seed)), seed) for seed in range(10))
         assert requests(first) == 0
     first.stop()
-
-
-def test_servers_with_different_aux_layers_are_refused():
-    shifted = HFEagle3TargetModel(copy.deepcopy(tiny()), [1, 3, 5], supervision="hidden")
-    with (
-        running() as first,
-        running(backend=shifted) as second,
-        pytest.raises(BadInput, match=r"aux_layer_ids: \[1, 3, 5\], not \[1, 3, 4\]"),
-    ):
-        RemoteEagle3TargetModel([first.url, second.url], **QUICK)
 
 
 def test_unreachable_servers_are_reported_after_the_wait(caplog):
@@ -148,19 +130,6 @@ def test_the_client_waits_for_a_server_that_starts_late():
         assert right(target.generate_batch(*padded_rows()))
     timer.join()
     late["server"].stop()
-
-
-def test_calls_fail_after_the_wait_when_all_servers_vanish(caplog):
-    started = Running()
-    with RemoteEagle3TargetModel(started.url, **QUICK | {"wait_s": 1.0}) as target:
-        assert right(target.generate_batch(*padded_rows()))
-        started.stop()
-        with (
-            caplog.at_level(logging.WARNING, "fledge.remote"),
-            pytest.raises(TargetUnreachable, match="run the same command again"),
-        ):
-            target.generate_batch(*padded_rows())
-    assert "waiting" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -202,21 +171,6 @@ def test_closing_ends_the_pause_between_two_attempts(server, monkeypatch):
         proxy.close()
 
 
-def test_trickling_replies_do_not_outlast_the_deadline(server):
-    """Bytes keep coming, so no single wait is long; the whole reply still has its deadline."""
-    proxy = Proxy(server.port, mischief={"trickle": 1.0})
-    try:
-        with RemoteEagle3TargetModel(
-            proxy.url, retries=0, timeout_s=30.0, wait_s=5.0, shared_memory=False
-        ) as target:
-            assert right(target.generate_batch(*padded_rows()))  # slow but right
-            target._timeout_s = 0.03
-            with pytest.raises(TargetUnreachable):
-                target.generate_batch(*padded_rows())
-    finally:
-        proxy.close()
-
-
 def test_idle_connections_that_the_server_closed_are_not_a_failure(server, caplog):
     with RemoteEagle3TargetModel(server.url, **QUICK) as target:
         assert right(target.generate_batch(*padded_rows()))
@@ -239,22 +193,14 @@ def test_addresses_are_checked():
 
 def test_closing_ends_calls_that_wait_for_a_slow_server(monkeypatch):
     with running() as started:
-        go, entered = threading.Event(), threading.Event()
-        backend = started.server.target.backend
-
-        def blocked(*args):
-            entered.set()
-            assert go.wait(30)
-            raise RuntimeError("too late")
-
-        monkeypatch.setattr(backend, "answer", blocked)
+        gate = Held(started, monkeypatch)
         target = RemoteEagle3TargetModel(started.url, **QUICK | {"timeout_s": 300.0})
         futures = [target.generate_batch_async(*padded_rows()) for _ in range(5)]
-        assert entered.wait(20)
+        assert gate.begun.acquire(timeout=20)
         begin = time.monotonic()
         target.close()
         assert time.monotonic() - begin < 10
-        go.set()
+        gate.go.set()
     for future in futures:
         assert future.cancelled() or isinstance(future.exception(), RuntimeError)
     names = {thread.name for thread in threading.enumerate()}
@@ -279,3 +225,43 @@ def test_a_client_leaves_the_global_random_state_alone(server):
     with RemoteEagle3TargetModel([server.url], **QUICK) as target:
         target.generate_batch(*padded_rows())
     assert random.random() == random.Random(1).random()
+
+
+# --- which server is asked next, tested without servers ------------------------------------------
+
+
+def fleet(rank, count):
+    servers = [Server(f"http://t{number}") for number in range(count)]
+    result = Fleet(servers, timeout_s=1, wait_s=1, rank=rank)
+    for state in result._states:
+        state.up = True
+    return result
+
+
+def take(rank_fleet, prefer=None):
+    return rank_fleet._take(Deadline(1), prefer)
+
+
+def name(state):
+    return state.server.url.removeprefix("http://")
+
+
+@pytest.mark.parametrize(("ranks", "servers"), [(8, 4), (4, 4), (3, 2), (2, 3)])
+def test_ranks_with_one_question_each_keep_all_servers_busy(ranks, servers):
+    """Each rank sees only its own questions, so its fleet looks idle every time."""
+    fleets = [fleet(rank, servers) for rank in range(ranks)]
+    for _ in range(2 * servers):
+        states = [take(rank_fleet) for rank_fleet in fleets]
+        counts = [sum(name(state) == f"t{n}" for state in states) for n in range(servers)]
+        assert max(counts) - min(counts) <= 1
+        for state in states:
+            state.in_flight -= 1
+
+
+def test_the_server_with_the_fewest_questions_comes_first():
+    rank_fleet = fleet(0, 3)
+    first, second, third = (take(rank_fleet) for _ in range(3))
+    assert {name(first), name(second), name(third)} == {"t0", "t1", "t2"}
+    second.in_flight -= 1
+    assert take(rank_fleet) is second
+    assert name(take(rank_fleet, 1)) == "t1"  # ranks that share rows name the server

@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 from fledge.core.errors import BadInput
 from fledge.target.remote.client import RemoteEagle3TargetModel, token_from
 from fledge.target.remote.server.run import Address
-from fledge.target.remote.wire import Message, WireError, unpack
-from target.remote.servers import running
-from target.remote.test_server import answers, call, wait_for
+from fledge.target.remote.wire import Message
+from target.remote.servers import call, listening, running, wait_for
 
 FIELDS = ["input_ids", "attention_mask", "loss_mask", "position_ids", "seq_lens", "doc_remaining"]
 FACTS = {"protocol": "1", "request_id": "0" * 32, "encoding": "hidden", "dtype": "auto"}
@@ -52,19 +51,6 @@ def test_tensors_of_wrong_sizes_are_400(server, field, shape, dtype):
     assert "\n" not in message
 
 
-def test_sizes_that_overflow_beside_a_zero_are_refused():
-    """An empty tensor whose other sizes overflow: torch raises, which must not become a 500."""
-    shape = [0, 2**47, 2**47]
-    header = {
-        "a": {"dtype": "U8", "shape": shape, "data_offsets": [0, 0]},
-        "digest": {"dtype": "U8", "shape": [8], "data_offsets": [0, 8]},
-    }
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with pytest.raises(WireError, match="a has sizes"):
-        unpack(bytearray(len(text).to_bytes(8, "little") + text + bytes(8)))
-
-
 def raw_get(port, host, path="/v1/info"):
     with socket.create_connection(("127.0.0.1", port), 10) as raw:
         line = b"" if host is None else b"Host: " + host.encode() + b"\r\n"
@@ -94,14 +80,6 @@ def test_without_a_token_only_local_host_names_are_answered(server):
     assert raw_get(server.port, "balancer.example", "/health")[0] == 200
     twice = f"localhost\r\nHost: evil.example:{server.port}"
     assert raw_get(server.port, twice)[0] in (400, 421)
-
-
-def test_with_a_token_any_host_name_is_answered():
-    with running(token="secret") as started:
-        reply = call(
-            started, "/v1/info", headers={"Host": "gpu1", "Authorization": "Bearer secret"}
-        )
-        assert reply[0] == 200
 
 
 def test_no_redirect_echoes_the_request(server):
@@ -158,7 +136,7 @@ def test_a_second_interrupt_leaves_no_traceback(nursery, tmp_path):
     waiting = stalled(port, 3)
     wait_for(lambda: b"fledge_pending_requests 3" in raw_get(port, "localhost", "/metrics")[1])
     os.kill(pid, signal.SIGINT)
-    wait_for(lambda: not listens(port))
+    wait_for(lambda: not listening(port))
     os.kill(pid, signal.SIGINT)
     begin = time.monotonic()
     wait_for(lambda: not alive(pid))
@@ -167,14 +145,6 @@ def test_a_second_interrupt_leaves_no_traceback(nursery, tmp_path):
     assert all(raw.recv(100).startswith(b"HTTP/1.1 503 ") for raw in waiting[:3])
     for raw in waiting:
         raw.close()
-
-
-def listens(port):
-    try:
-        socket.create_connection(("127.0.0.1", port), 1).close()
-    except OSError:
-        return False
-    return True
 
 
 @pytest.mark.parametrize("drain_s", [0.0, 1.5])
@@ -196,7 +166,3 @@ def alive(pid):
     except ProcessLookupError:
         return False
     return True
-
-
-def test_the_server_still_answers(server):
-    assert answers(server)

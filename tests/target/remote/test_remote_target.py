@@ -1,6 +1,7 @@
 """The remote backend equals the local one: the contract, bit-for-bit answers, and what is sent."""
 
 import copy
+import json
 import logging
 from types import SimpleNamespace
 
@@ -14,6 +15,7 @@ from fledge.core.batch import Eagle3TargetBatch
 from fledge.core.errors import BadInput
 from fledge.core.rows import TokenBatch
 from fledge.methods.shared.derive import derive_draft_config
+from fledge.target.finite_check import NotFinite
 from fledge.target.hf.model import HFEagle3TargetModel
 from fledge.target.remote.client import RemoteEagle3TargetModel
 from fledge.target.remote.protocol import Question, WireShape, encode_answer
@@ -27,7 +29,8 @@ from target.contract import (
     padded_rows,
     some_documents,
 )
-from target.remote.servers import Limits, running, tiny
+from target.remote.servers import call, question, running, tiny
+from target.tiny_models import tiny_model
 
 
 def remote(server, supervision="hidden", **options):
@@ -111,7 +114,7 @@ def test_message_size_stays_within_the_announced_bound():
     question = Question("0" * 32, rows)
     message = encode_answer(batch, question, head=None)
     assert 4 * 2 * hidden * tokens < message.nbytes <= 34_000 * tokens
-    bound = WireShape(hidden, 3, torch.bfloat16, "hidden").answer_bytes(tokens, tokens)
+    bound = WireShape("hidden", torch.bfloat16, hidden, 3).answer_bytes(tokens, tokens)
     assert message.nbytes <= bound <= message.nbytes + 4096
 
 
@@ -178,15 +181,18 @@ def value(text, name):
     return next(line.split()[-1] for line in text.splitlines() if line.startswith(name + " "))
 
 
-def test_a_question_that_breaks_a_merged_pass_fails_alone(monkeypatch):
+@pytest.mark.parametrize("error", ["out of something", "not finite in layer 1, row 0, token 0"])
+def test_a_question_that_breaks_a_merged_pass_fails_alone(monkeypatch, error):
     with running() as started:
         backend = started.server.target.backend
         real = backend.answer
 
         def fail_on_66(rows):
-            if (rows.input_ids == 66).any():
-                raise RuntimeError("out of something")
-            return real(rows)
+            batch, broken_BT = real(rows), rows.input_ids == 66
+            if broken_BT.any() and error == "out of something":
+                raise RuntimeError(error)
+            batch.aux_hidden_states[broken_BT] = float("nan")
+            return batch
 
         monkeypatch.setattr(backend, "answer", fail_on_66)
         ids = torch.arange(3, 11)[None]
@@ -195,7 +201,7 @@ def test_a_question_that_breaks_a_merged_pass_fails_alone(monkeypatch):
         with remote(started, merge=True, prefetch=6, retries=0) as target:
             futures = [target.generate_batch_async(ids + i, ones, ones) for i in range(4)]
             failing = target.generate_batch_async(bad, ones, ones)
-            with pytest.raises(BadInput, match="out of something"):
+            with pytest.raises(BadInput, match=error):
                 failing.result(timeout=30)
             for i, future in enumerate(futures):
                 expected = local().generate_batch(ids + i, ones, ones)
@@ -226,15 +232,6 @@ def test_shared_memory_is_used_and_falls_back_to_the_body(monkeypatch, caplog):
                 assert differing(batch, local().generate_batch(*ROWS["packed"])) == []
         assert caplog.text.count("does not see our shared memory") == 1
         assert 'way="body"' in started.server.metrics.text()
-
-
-def test_too_many_tokens_are_refused_with_the_limit():
-    with (
-        running(limits=Limits(max_tokens=20)) as started,
-        remote(started) as target,
-        pytest.raises(BadInput, match="33 tokens in one request, 20 are allowed"),
-    ):
-        target.generate_batch(*padded_rows())
 
 
 class FourMembers:
@@ -314,3 +311,53 @@ def test_questions_to_a_four_member_runner_are_merged():
         real = alone.loss_mask.bool()
         torch.testing.assert_close(part.logits[real], alone.logits[real], rtol=1e-4, atol=2e-4)
         assert not part.logits[:, -1].any()
+
+
+# --- a target that overflows: one line, no NaN on the wire, no retry -----------------------------
+
+
+def overflowing(dtype=torch.float32):
+    """A model whose layer 3 overflows float32, or only float16 (numbers near 1e6)."""
+    model = tiny_model("llama")
+    with torch.no_grad():
+        model.model.layers[3].mlp.up_proj.weight.mul_(1e30 if dtype == torch.float32 else 1e3)
+        model.model.layers[3].mlp.down_proj.weight.mul_(1e30 if dtype == torch.float32 else 1e3)
+    return model
+
+
+@pytest.mark.parametrize("supervision", ["hidden", "probs", "topk"])
+def test_an_overflow_is_reported_at_once_in_one_line(supervision):
+    with (
+        running(model=overflowing()) as server,
+        remote(server, supervision, top_k=3) as target,
+    ):
+        with pytest.raises(NotFinite, match="not finite in layer 3, row 0, token 0") as caught:
+            target.generate_batch(*padded_rows())
+        assert str(caught.value).startswith(server.url)
+        status, _, data = call(server, "/v1/generate", question())
+        assert status == 500
+        assert "not finite in layer 3" in json.loads(data)["error"]
+
+
+def test_a_wire_dtype_that_is_too_narrow_is_reported():
+    with running(model=overflowing(torch.float16)) as server:
+        with remote(server) as target:
+            wide = target.generate_batch(*padded_rows())
+            assert wide.aux_hidden_states.isfinite().all()
+            assert wide.aux_hidden_states.max() > 65504
+        with (
+            remote(server, dtype="float16") as target,
+            pytest.raises(NotFinite, match="float16 overflows"),
+        ):
+            target.generate_batch(*padded_rows())
+
+
+def test_a_head_that_overflows_while_computing_probabilities_is_reported():
+    model = tiny_model("llama")
+    model.lm_head.weight.data.mul_(1e38)
+    with (
+        running(model=model) as server,
+        remote(server, "probs") as target,
+        pytest.raises(NotFinite, match="not finite in probabilities, row 0, token "),
+    ):
+        target.generate_batch(*padded_rows())

@@ -7,8 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -19,35 +17,21 @@ from fledge.core.errors import BadInput
 from fledge.core.rows import TokenBatch
 from fledge.target.hf.model import HFEagle3TargetModel
 from fledge.target.remote.client import RemoteEagle3TargetModel, token_from
-from fledge.target.remote.protocol import Question
 from fledge.target.remote.server.run import Address
 from fledge.target.remote.wire import Message, check_digest, unpack
 from target.contract import packed_rows, padded_rows, some_documents
-from target.remote.servers import Limits, Running, running, tiny
-
-
-def call(server, path, body=None, *, method=None, headers=None):
-    """(status, headers, body) of one plain request."""
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
-    method = method or ("GET" if body is None else "POST")
-    connection.request(method, path, body=body, headers=headers or {})
-    reply = connection.getresponse()
-    data = reply.read()
-    connection.close()
-    return reply.status, reply.headers, data
-
-
-def question(**changes):
-    fields = {"request_id": "0" * 32, "rows": TokenBatch(*padded_rows()), **changes}
-    return Question(**fields).to_message().to_bytes()
-
-
-def answers(server):
-    """Whether the server still answers a valid question correctly."""
-    status, _, data = call(server, "/v1/generate", question())
-    tensors, _ = unpack(bytearray(data))
-    expected = HFEagle3TargetModel(tiny(), supervision="hidden").generate_batch(*padded_rows())
-    return status == 200 and torch.equal(tensors["aux_hidden_states"], expected.aux_hidden_states)
+from target.remote.servers import (
+    Held,
+    Limits,
+    Running,
+    answers,
+    call,
+    listening,
+    question,
+    running,
+    tiny,
+    wait_for,
+)
 
 
 def test_info_describes_the_target(server):
@@ -82,6 +66,7 @@ def test_a_wrong_token_is_401_and_the_right_one_is_accepted():
                 assert "token" in json.loads(data)["error"]
         assert call(started, "/health")[0] == 200  # for load balancers
         right = {"Authorization": "Bearer secret"}
+        assert call(started, "/v1/info", headers={"Host": "gpu1", **right})[0] == 200
         assert call(started, "/v1/generate", question(), headers=right)[0] == 200
         with RemoteEagle3TargetModel(started.url, token="secret") as target:
             target.generate_batch(*padded_rows())
@@ -157,45 +142,11 @@ def test_invalid_http_and_unknown_routes_do_no_harm(server):
     assert answers(server)
 
 
-def test_a_body_that_does_not_arrive_is_408(server, monkeypatch):
-    monkeypatch.setattr("fledge.target.remote.server.app._BODY_TIMEOUT_S", 0.2)
-    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as raw:
-        raw.sendall(
-            b"POST /v1/generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\nabc"
-        )
-        assert raw.recv(100).startswith(b"HTTP/1.1 408")
-    assert answers(server)
-
-
 def test_a_question_for_other_weights_is_409(server):
     status, _, data = call(server, "/v1/generate", question(fingerprint="f" * 16))
     assert status == 409
     assert "this server holds" in json.loads(data)["error"]
     assert answers(server)
-
-
-class Held:
-    """Makes a server's target wait for `go` before it answers."""
-
-    def __init__(self, server, monkeypatch):
-        self.go, self.begun, self.calls = threading.Event(), threading.Semaphore(0), 0
-        backend = server.server.target.backend
-        real = backend.answer
-
-        def waiting(*args):
-            self.calls += 1
-            self.begun.release()
-            assert self.go.wait(30)
-            return real(*args)
-
-        monkeypatch.setattr(backend, "answer", waiting)
-
-
-def wait_for(condition):
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def test_a_full_queue_is_429_with_retry_after_and_the_client_retries(monkeypatch):
@@ -292,14 +243,6 @@ def test_stopping_finishes_accepted_requests(monkeypatch):
         gate.go.set()
         assert [future.result()[0] for future in calls] == [200, 200, 200]
     started.stop()
-
-
-def listening(port):
-    try:
-        socket.create_connection(("127.0.0.1", port), timeout=1).close()
-    except OSError:
-        return False
-    return True
 
 
 def test_metrics_can_be_read(server):

@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import time
-from types import TracebackType
+from collections.abc import Iterator
 from typing import Any
 
 from fledge.core.errors import BadInput, MissingPackage, first_line
@@ -18,41 +18,28 @@ NAMESPACE = "fledge"
 _joined: str | None = None  # address of the cluster, if this process joined it itself
 
 
-class Connection:
-    """A connection to a cluster. If the process is connected already, as inside a Ray worker or
-    perhaps a notebook, nothing is opened, and nothing closed."""
-
-    def __init__(self, address: str) -> None:
-        global _joined
-        ray = import_ray()
-        self._opened = not ray.is_initialized()
-        if self._opened:
-            _join(ray, address)
-            _joined = address
-            sys.stdout = _StdoutWithoutRay(sys.stdout)
-        elif _joined is not None and address not in ("auto", _joined):
+@contextlib.contextmanager
+def connected(address: str) -> Iterator[None]:
+    """Take part in a cluster. If this process does already, as inside a Ray worker or perhaps a
+    notebook, nothing is opened, and nothing closed."""
+    global _joined
+    ray = import_ray()
+    if ray.is_initialized():
+        if _joined is not None and address not in ("auto", _joined):
             what = f"this process is part of the cluster at {_joined} already, not of {address!r}"
             raise BadInput(what, where="address", fix="use one cluster at a time")
-
-    def close(self) -> None:
-        global _joined
-        if self._opened:
-            self._opened, _joined = False, None
-            with contextlib.redirect_stdout(sys.stderr):  # it flushes buffered messages
-                import_ray().shutdown()
-            if isinstance(sys.stdout, _StdoutWithoutRay):
-                sys.stdout = sys.stdout.stdout
-
-    def __enter__(self) -> "Connection":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
-        self.close()
+        yield
+        return
+    _join(ray, address)
+    _joined, sys.stdout = address, _StdoutWithoutRay(sys.stdout)
+    try:
+        yield
+    finally:
+        _joined = None
+        with contextlib.redirect_stdout(sys.stderr):  # it flushes buffered messages
+            ray.shutdown()
+        if isinstance(sys.stdout, _StdoutWithoutRay):
+            sys.stdout = sys.stdout.stdout
 
 
 class _StdoutWithoutRay:
@@ -78,6 +65,12 @@ def import_ray() -> Any:
         fix = install_extra("cluster")
         raise MissingPackage("ray is not installed", fix=fix) from error
     return ray
+
+
+def cause_of(error: Any) -> Exception:
+    """What was raised inside a task or an actor, if it could be serialized."""
+    cause: Exception = error.cause if isinstance(error.cause, Exception) else error
+    return cause
 
 
 def _join(ray: Any, address: str) -> None:

@@ -90,17 +90,15 @@ class RayKind(TargetKind[RayTarget]):
         from fledge.target.ray.client import RayEagle3TargetModel
         from fledge.target.ray.placing import open_fleet
 
-        fleet = open_fleet(section, aux_layers=aux_layers)
-        try:
-            return RayEagle3TargetModel(
-                fleet,
-                supervision=section.supervision,
-                prefetch=section.prefetch,
-                pin_memory=device.type == "cuda",
-            )
-        except BaseException:
-            fleet.close()
-            raise
+        workers, release = open_fleet(section, aux_layers=aux_layers)
+        return RayEagle3TargetModel(
+            workers,
+            release=release,
+            supervision=section.supervision,
+            prefetch=section.prefetch,
+            wait_s=section.wait_s,
+            pin_memory=device.type == "cuda",
+        )
 
     @contextmanager
     def placed(
@@ -110,8 +108,8 @@ class RayKind(TargetKind[RayTarget]):
         target."""
         from fledge.target.ray.placing import FLEET_VARIABLE, start_fleet
 
-        with start_fleet(section, aux_layers=aux_layers, name=name) as started:
-            yield {FLEET_VARIABLE: started.name}
+        with start_fleet(section, aux_layers=aux_layers, name=name):
+            yield {FLEET_VARIABLE: name}
 
     def dtype(self, section: RayTarget, device: "torch.device") -> "torch.dtype":
         inner = section.inner()

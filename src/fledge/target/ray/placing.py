@@ -8,9 +8,8 @@ gone.
 import os
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,44 +17,37 @@ import torch.distributed as dist
 
 from fledge.core.errors import TargetUnreachable
 from fledge.target.kinds import EngineTarget, LoadedTarget
-from fledge.target.ray.connection import NAMESPACE, Connection, import_ray, make_board
-from fledge.target.ray.fleet import Fleet
+from fledge.target.ray.connection import NAMESPACE, connected, import_ray, make_board
 from fledge.target.ray.kind import RayTarget
 from fledge.target.ray.worker import TargetWorker
 
 FLEET_VARIABLE = "FLEDGE_RAY_TARGETS"  # name of the workers, if another process started them
 _POLL_EVERY_S = 0.2
+_FIRST_SIGN_S = 10.0  # a process on a cluster takes a few seconds to start
 
 
-@dataclass(frozen=True)
-class Started:
-    """Workers that were started on the cluster."""
-
-    name: str
-    workers: tuple[tuple[str, Any], ...]  # (name, actor)
+Workers = tuple[tuple[str, Any], ...]  # (name, actor)
 
 
-def open_fleet(section: RayTarget, *, aux_layers: int) -> Fleet:
-    """Start or find the workers of this run, as this rank's fleet."""
+def open_fleet(section: RayTarget, *, aux_layers: int) -> tuple[Workers, Callable[[], None]]:
+    """Start or find the workers of this run; also returns how to release them."""
     with ExitStack() as undo:
-        undo.enter_context(Connection(section.address))
+        undo.enter_context(connected(section.address))
         name = os.environ.get(FLEET_VARIABLE) or _agreed_name()
         if FLEET_VARIABLE not in os.environ and _rank() == 0:
-            started = undo.enter_context(start_fleet(section, aux_layers=aux_layers, name=name))
+            workers = undo.enter_context(start_fleet(section, aux_layers=aux_layers, name=name))
         else:
-            started = find_fleet(name, section.workers, wait_s=section.wait_s)
-        release = undo.pop_all().close
-        return Fleet(started.workers, wait_s=section.wait_s, release=release, rank=_rank())
+            workers = find_fleet(name, section.workers, wait_s=section.wait_s)
+        calls = [actor.figures.remote() for _, actor in workers]
+        import_ray().wait(calls, timeout=_FIRST_SIGN_S)
+        return workers, undo.pop_all().close
 
 
 @contextmanager
-def start_fleet(
-    section: RayTarget, *, aux_layers: int, name: str | None = None
-) -> Iterator[Started]:
-    """Start workers and a board; they end with the context."""
-    name = name or new_name()
+def start_fleet(section: RayTarget, *, aux_layers: int, name: str) -> Iterator[Workers]:
+    """Start workers and a board under this name; they end with the context."""
     inner = _with_absolute_path(section.inner())
-    with Connection(section.address), ExitStack() as undo:
+    with connected(section.address), ExitStack() as undo:
         ray = import_ray()
         gpus = _gpus(section, inner)
         board = make_board(name)
@@ -76,17 +68,17 @@ def start_fleet(
             options = {"aux_layers": aux_layers, "gpus": gpus, "board": board}
             workers.append((worker, actor.remote(f"target-{index}", inner, **options)))
             undo.callback(_kill, workers[-1][1])
-        yield Started(name, tuple(workers))
+        yield tuple(workers)
 
 
-def find_fleet(name: str, count: int, *, wait_s: float) -> Started:
+def find_fleet(name: str, count: int, *, wait_s: float) -> Workers:
     """Find workers that another process starts or has started; waits up to `wait_s`."""
     ray, deadline = import_ray(), time.monotonic() + wait_s
     names = [f"{name}.target-{index}" for index in range(count)]
     while True:
         try:
             actors = [ray.get_actor(worker, namespace=NAMESPACE) for worker in names]
-            return Started(name, tuple(zip(names, actors, strict=True)))
+            return tuple(zip(names, actors, strict=True))
         except ValueError as error:
             if time.monotonic() >= deadline:
                 what = f"the target workers {name} are not on this cluster"
@@ -94,13 +86,9 @@ def find_fleet(name: str, count: int, *, wait_s: float) -> Started:
             time.sleep(_POLL_EVERY_S)
 
 
-def new_name() -> str:
-    return f"run-{secrets.token_hex(4)}"
-
-
 def _agreed_name() -> str:
     """A new name that is the same on all ranks."""
-    names = [new_name()]
+    names = [f"run-{secrets.token_hex(4)}"]
     if _ranks() > 1:
         dist.broadcast_object_list(names, src=0)
     return names[0]

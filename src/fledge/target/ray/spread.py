@@ -8,9 +8,10 @@ them when they die.
 import contextlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 from fledge.core.claims import Claims
 from fledge.core.errors import BadInput
@@ -19,7 +20,7 @@ from fledge.target.cache.job import CacheJob, check_disk, describe_plan, plan_ca
 from fledge.target.cache.manifest import CLAIMS, existing_shards
 from fledge.target.cache.precompute import Done, Written, how_it_ended
 from fledge.target.kinds import EngineTarget, TargetSection, loaded_sections
-from fledge.target.ray.connection import Connection, import_ray
+from fledge.target.ray.connection import cause_of, connected, import_ray
 
 ResultT = TypeVar("ResultT")
 _POLL_EVERY_S = 0.5
@@ -36,38 +37,35 @@ def gpus_of(section: TargetSection) -> int:
     return section.tp_size if isinstance(section, EngineTarget) else 1
 
 
-class Spread(Generic[ResultT]):
+@contextlib.contextmanager
+def spread_over(
+    address: str, *, workers: int | None = None, gpus: int = 1, device: str = ""
+) -> "Iterator[Spread]":
     """Workers on a cluster: as many as requested, else one per GPU (or per `gpus` GPUs); without
     GPUs, or if none are requested, one per machine."""
+    with connected(address):
+        nodes = [n["Resources"] for n in import_ray().nodes() if n["Alive"]]
+        needed = gpus if device != "cpu" and any(n.get("GPU") for n in nodes) else 0
+        if needed:
+            capacity = sum(int(node.get("GPU", 0) // needed) for node in nodes)
+        else:
+            capacity = sum(node.get("CPU", 0) >= 1 for node in nodes)
+        if not capacity:
+            what = f"no machine of the cluster has {f'{needed} GPUs' if needed else 'a CPU'}"
+            raise BadInput(what, where="--ray", fix="give it a larger machine")
+        yield Spread(workers or capacity, needed)
 
-    def __init__(
-        self, address: str, *, workers: int | None = None, gpus: int = 1, device: str = ""
-    ) -> None:
-        self._connection = Connection(address)
-        try:
-            nodes = [n["Resources"] for n in import_ray().nodes() if n["Alive"]]
-            needed = gpus if device != "cpu" and any(n.get("GPU") for n in nodes) else 0
-            self._gpus, self.device = needed, "cuda" if needed else "cpu"
-            if needed:
-                capacity = sum(int(node.get("GPU", 0) // needed) for node in nodes)
-            else:
-                capacity = sum(node.get("CPU", 0) >= 1 for node in nodes)
-            if not capacity:
-                what = f"no machine of the cluster has {f'{needed} GPUs' if needed else 'a CPU'}"
-                raise BadInput(what, where="--ray", fix="give it a larger machine")
-            self.workers = workers or capacity
-        except BaseException:
-            self.close()
-            raise
 
-    def close(self) -> None:
-        self._connection.close()
+@dataclass(frozen=True)
+class Spread:
+    """Workers on a cluster that this process is part of."""
 
-    def __enter__(self) -> "Spread[ResultT]":
-        return self
+    workers: int
+    gpus: int  # of each
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    @property
+    def device(self) -> str:
+        return "cuda" if self.gpus else "cpu"
 
     def run(self, work: Callable[[], ResultT], watch: Callable[[], None]) -> list[ResultT]:
         """The workers' results in the order in which they returned. A worker returns when all work
@@ -75,8 +73,8 @@ class Spread(Generic[ResultT]):
         periodically."""
         ray = import_ray()
         task = ray.remote(
-            num_cpus=0 if self._gpus else 1,
-            num_gpus=self._gpus,
+            num_cpus=0 if self.gpus else 1,
+            num_gpus=self.gpus,
             max_retries=_MAX_RESTARTS,
             max_calls=1,  # a new process, which ends afterwards
             scheduling_strategy="SPREAD",
@@ -92,7 +90,7 @@ class Spread(Generic[ResultT]):
                         results.append(ray.get(reference))
                         deadline = min(deadline, time.monotonic() + _FINISH_S)
                     except ray.exceptions.RayTaskError as error:
-                        raise _cause(error) from None
+                        raise cause_of(error) from None
                     except ray.exceptions.RayError as error:  # the others continue
                         last_error = type(error).__name__
         finally:
@@ -106,10 +104,6 @@ class Spread(Generic[ResultT]):
 def _run_in(work: Callable[[], ResultT], directory: str) -> ResultT:
     os.chdir(directory)  # relative paths mean the same as where the command was run
     return work()
-
-
-def _cause(error: Any) -> BaseException:
-    return error.cause if isinstance(error.cause, Exception) else error
 
 
 def _stop(pending: list[Any]) -> None:
@@ -130,7 +124,7 @@ _DEAD_S = 5.0  # a killed worker may take a moment to end
 
 
 def execute_on_ray(
-    spread: Spread[Done],
+    spread: Spread,
     work: Callable[[], Done],
     job: CacheJob,
     *,

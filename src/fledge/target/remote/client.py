@@ -4,6 +4,8 @@ Each call becomes one question with its own id, which is retried, on another ser
 until a complete reply arrives. Calls made in sequence are answered in sequence.
 """
 
+import hashlib
+import itertools
 import os
 import secrets
 import threading
@@ -14,6 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from fledge.core.batch import Eagle3TargetBatch, Supervision
@@ -66,7 +69,7 @@ class RemoteEagle3TargetModel(Eagle3TargetBackend):
 
     def __init__(
         self,
-        urls: Sequence[str] | str,
+        urls: Sequence[str | Server] | str,
         *,
         supervision: RemoteSupervision = "hidden",
         aux_layer_ids: Sequence[int] | None = None,
@@ -90,8 +93,14 @@ class RemoteEagle3TargetModel(Eagle3TargetBackend):
         self.prefetch = prefetch
         addresses = [urls] if isinstance(urls, str) else list(dict.fromkeys(urls))
         buffers = Buffers(keep=max(1, prefetch) + 1)
-        servers = [Server(url, token=token, ca_file=ca_file, buffers=buffers) for url in addresses]
-        self._fleet = Fleet(servers, timeout_s=timeout_s, wait_s=wait_s)
+        servers = [
+            url if isinstance(url, Server)
+            else Server(url, token=token, ca_file=ca_file, buffers=buffers)
+            for url in addresses
+        ]  # fmt: skip
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        self._fleet = Fleet(servers, timeout_s=timeout_s, wait_s=wait_s, rank=rank)
+        self._numbers = itertools.count()
         self._segments = Segments() if shared_memory and available() else None
         self._no_segments: set[str] = set()  # servers that cannot access our shared memory
         self._threads = ThreadPoolExecutor(max(1, prefetch), thread_name_prefix="fledge-remote")
@@ -168,8 +177,9 @@ class RemoteEagle3TargetModel(Eagle3TargetBackend):
         vocabulary = None
         if self._encoding != "hidden":
             vocabulary = self._vocab_mapping(torch.device("cpu"))[0]
+        shared = self.askers > 1
         question = Question(
-            request_id=secrets.token_hex(16),
+            request_id=_digest(rows, vocabulary) if shared else secrets.token_hex(16),
             rows=rows,
             encoding=self._encoding,
             dtype=self._dtype,
@@ -177,8 +187,11 @@ class RemoteEagle3TargetModel(Eagle3TargetBackend):
             vocabulary=vocabulary,
             fingerprint=self.server_info["weights_fingerprint"],
             alone=self._alone,
+            askers=self.askers,
         )
-        return self._threads.submit(self._answer, question)
+        # Ranks with the same questions number them equally, and so ask the same server.
+        number = next(self._numbers) if shared else None
+        return self._threads.submit(self._answer, question, number)
 
     def close(self) -> None:
         if not self._closed:
@@ -189,14 +202,14 @@ class RemoteEagle3TargetModel(Eagle3TargetBackend):
                 self._segments.close()
             self._target = None
 
-    def _answer(self, question: Question) -> Eagle3TargetBatch:
+    def _answer(self, question: Question, number: int | None) -> Eagle3TargetBatch:
         """The batch for a question, with retries if servers fail."""
-        batch = self._with_retries(lambda state, left_s: self._ask(state, question, left_s))
+        batch = self._with_retries(lambda state, left_s: self._ask(state, question, left_s), number)
         if self.supervision == "logits":
             batch = batch.with_logits(self.info().head)
         return batch.pin_memory() if self._pin else batch
 
-    def _with_retries(self, use: Callable[[ServerState, float], T]) -> T:
+    def _with_retries(self, use: Callable[[ServerState, float], T], number: int | None = None) -> T:
         """Ask until a server gives a complete answer, within `timeout_s` and `retries`. An attempt
         may take half of the time that is left, so that there is some for another, and the last one
         all of it."""
@@ -210,7 +223,7 @@ class RemoteEagle3TargetModel(Eagle3TargetBackend):
 
         while True:
             try:
-                return self._fleet.ask(attempt, deadline)
+                return self._fleet.ask(attempt, deadline, prefer=number)
             except (ServerBusy, ServerDown):
                 continue  # the fleet decides when to retry, and for how long
             except ServerFault as error:
@@ -298,6 +311,15 @@ class RemoteEagle3TargetModel(Eagle3TargetBackend):
                     tensors |= self._get("/v1/head", max_bytes)
                     self._target = assemble_target(tensors, facts, hidden_size=size)
             return self._target
+
+
+def _digest(rows: TokenBatch, vocabulary: Tensor | None) -> str:
+    """An id that all ranks give to the same question."""
+    digest = hashlib.blake2b(digest_size=16)
+    for tensor in (*rows.arguments(), vocabulary):
+        digest.update(b"-" if tensor is None else str(tuple(tensor.shape)).encode())
+        digest.update(b"" if tensor is None else tensor.contiguous().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def boot_id() -> str:

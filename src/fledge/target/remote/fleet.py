@@ -4,6 +4,7 @@ A server that fails is set aside and polled; once it answers again with the same
 again. While all servers are down, the client waits, logs a warning, and gives up after `wait_s`.
 """
 
+import itertools
 import math
 import random
 import threading
@@ -14,7 +15,15 @@ from typing import Any, TypeVar
 
 from fledge.core.errors import BadInput, TargetUnreachable
 from fledge.core.reading import Table, Whole
-from fledge.target.remote.http import REMIND_S, Server, ServerBusy, ServerDown, ServerFault, log
+from fledge.target.remote.http import (
+    REMIND_S,
+    Server,
+    ServerBusy,
+    ServerDown,
+    ServerFault,
+    ServerUnfit,
+    log,
+)
 from fledge.target.remote.protocol import IDENTITY, INFO
 
 T = TypeVar("T")
@@ -37,27 +46,36 @@ class Deadline:
         self._end += seconds
 
 
-@dataclass
+@dataclass(eq=False)
 class ServerState:
     """The state of one server."""
 
     server: Server
+    asked: int  # sequence number of this client's last request to it
     up: bool = False
     in_flight: int = 0  # this client's own requests
     queue: int = 0  # the server's own count, all clients included
     not_before: float = 0.0  # its queue was full: retry at this time
     error: str = "not asked yet"
-    refused: bool = False  # it holds another target and is never used
+    refusal: BadInput | None = None  # why it cannot be used although it runs
     info: dict[str, Any] = field(default_factory=dict)
 
 
 class Fleet:
     """Servers that hold the same target."""
 
-    def __init__(self, servers: Sequence[Server], *, timeout_s: float, wait_s: float) -> None:
+    def __init__(
+        self, servers: Sequence[Server], *, timeout_s: float, wait_s: float, rank: int = 0
+    ) -> None:
         if not servers:
             raise BadInput("no server to ask", where="urls")
-        self._states = [ServerState(server) for server in servers]
+        # Ranks start at different servers: the first request of each would go to the same one.
+        count = len(servers)
+        self._states = [
+            ServerState(server, asked=(index - rank) % count - count)
+            for index, server in enumerate(servers)
+        ]
+        self._turns = itertools.count()
         self._timeout_s, self._wait_s = timeout_s, wait_s
         self._changed = threading.Condition()
         self._identity: dict[str, Any] | None = None
@@ -70,13 +88,16 @@ class Fleet:
     def open(self) -> dict[str, Any]:
         """Compare the targets of all servers and return /v1/info; waits for one if all are down."""
         for state in self._states:
-            self._check(state, first=True)
+            self._check(state, first=not state.server.moves)
         self._watcher.start()
         return self.ask(lambda state: state.info, Deadline(self._timeout_s))
 
-    def ask(self, use: Callable[[ServerState], T], deadline: Deadline) -> T:
-        """Call `use` with the server to ask next; its exceptions are passed to the caller."""
-        state = self._take(deadline)
+    def ask(
+        self, use: Callable[[ServerState], T], deadline: Deadline, *, prefer: int | None = None
+    ) -> T:
+        """Call `use` with the server to ask next; its exceptions are passed to the caller.
+        `prefer` is the number of the server to ask if it is up."""
+        state = self._take(deadline, prefer)
         try:
             answer = use(state)
         except ServerBusy as busy:
@@ -107,8 +128,9 @@ class Fleet:
         if self._watcher.is_alive():
             self._watcher.join(timeout=2 * _CHECK_TIMEOUT_S)
 
-    def _take(self, deadline: Deadline) -> ServerState:
-        """The least loaded server that is up and not busy; waits until there is one."""
+    def _take(self, deadline: Deadline, prefer: int | None = None) -> ServerState:
+        """The least loaded server that is up and not busy, and of several the one that was asked
+        the longest time ago; waits until there is one."""
         with self._changed:
             while True:
                 if self._closed.is_set():
@@ -122,8 +144,12 @@ class Fleet:
                     )
                 ready = [state for state in up if state.not_before <= now]
                 if ready:
-                    state = min(ready, key=lambda s: (s.in_flight + s.queue, self._rng.random()))
+                    state = min(ready, key=lambda s: (s.in_flight + s.queue, s.asked))
+                    if prefer is not None:
+                        preferred = self._states[prefer % len(self._states)]
+                        state = preferred if preferred in ready else ready[prefer % len(ready)]
                     state.in_flight += 1
+                    state.asked = next(self._turns)
                     return state
                 if up:
                     left = deadline.left()
@@ -150,11 +176,17 @@ class Fleet:
         `TargetUnreachable`."""
         if self._down_since is None:
             self._down_since, self._reminded_at = now, -math.inf
+        if any(state.server.loading for state in self._states):
+            self._down_since = self._reminded_at = now
         waited = now - self._down_since
-        if waited >= self._wait_s or all(state.refused for state in self._states):
+        refusals = [state.refusal for state in self._states if state.refusal is not None]
+        if len(refusals) == len(self._states):
+            first = refusals[0]
+            raise TargetUnreachable(first.what, where=first.where, fix=first.fix)
+        if waited >= self._wait_s:
             raise TargetUnreachable(
                 f"no target server answered for {waited:.0f} s ({self._why()})",
-                fix="start a server and run the same command again",
+                fix="start one, and run the same command again",
             )
         self._remind("no target server answers", self._wait_s - waited)
         return self._wait_s - waited
@@ -163,51 +195,54 @@ class Fleet:
         """Poll the servers until the client is closed, mainly to notice those that are back up."""
         while not self._closed.wait(_CHECK_EVERY_S * self._rng.uniform(0.8, 1.2)):
             for state in self._states:
-                if not state.refused and not self._closed.is_set():
+                if not self._closed.is_set():
                     self._check(state)
 
     def _check(self, state: ServerState, *, first: bool = False) -> None:
         timeout_s = min(_CHECK_TIMEOUT_S, self._timeout_s)
         try:
+            if not state.up:
+                state.server.find()
             health = state.server.get_json("/health", _HEALTH, timeout_s=timeout_s)
             state.queue = health["queue"]
             if not state.up:
                 info = state.server.get_json("/v1/info", INFO, timeout_s=timeout_s)
-                self._admit(state, info, first=first)
+                self._admit(state, info)
+        except ServerUnfit as unfit:
+            if first:
+                raise unfit.error from None
+            self._set_down(state, str(unfit), refusal=unfit.error)
         except (ServerDown, ServerFault, ServerBusy, BadInput) as error:
             if first and isinstance(error, BadInput):  # a wrong token, or not a target server
                 raise
             self._set_down(state, str(error))
 
-    def _admit(self, state: ServerState, info: dict[str, Any], *, first: bool) -> None:
+    def _admit(self, state: ServerState, info: dict[str, Any]) -> None:
         """Use a server from now on if it holds the same target as the others."""
         actual = {name: info[name] for name in IDENTITY}
         with self._changed:
-            if self._identity is None:
-                self._identity = actual
-            differing = [name for name, value in actual.items() if self._identity[name] != value]
+            expected = self._identity = self._identity or actual
+            differing = [name for name in IDENTITY if expected[name] != actual[name]]
             if differing:
-                what = "; ".join(f"{n}: {actual[n]}, not {self._identity[n]}" for n in differing)
-                state.refused, state.error = True, f"another target ({what})"
-            else:
-                if not first:
-                    log.warning("target server %s is back", state.server.url)
-                state.up, state.info, state.error = True, info, ""
-            self._changed.notify_all()
-        if state.refused:
-            if first:
-                raise BadInput(
-                    f"holds another target than {self._states[0].server.url} ({what})",
-                    where=state.server.url,
-                    fix="all servers of a run must serve the same weights and aux layers",
+                what = "; ".join(f"{n}: {actual[n]}, not {expected[n]}" for n in differing)
+                raise ServerUnfit(
+                    BadInput(
+                        f"holds another target than the other servers ({what})",
+                        where=state.server.url,
+                        fix="all servers of a run must serve the same weights and aux layers",
+                    )
                 )
-            log.warning("target server %s is not used: %s", state.server.url, state.error)
+            if state.info:
+                log.warning("target server %s is back", state.server.url)
+            state.up, state.info, state.error, state.refusal = True, info, "", None
+            self._changed.notify_all()
 
-    def _set_down(self, state: ServerState, why: str) -> None:
+    def _set_down(self, state: ServerState, why: str, refusal: BadInput | None = None) -> None:
         if self._closed.is_set():
             return
         with self._changed:
-            was_up, state.up, state.error = state.up, False, why
+            news = state.up or (refusal is not None and state.error != why)
+            state.up, state.error, state.refusal = False, why, refusal
             self._changed.notify_all()
-        if was_up:
+        if news:
             log.warning("target server %s is set aside: %s", state.server.url, why)

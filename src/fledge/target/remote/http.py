@@ -1,7 +1,7 @@
 """A client's connections to one target server: keep-alive, deadlines, complete replies.
 
 Built on http.client, which can read a body directly into the memory that the tensors will use.
-Every exchange has one deadline and ends in a complete reply or in one of four exceptions.
+Every exchange has one deadline and ends in a complete reply or in an exception.
 """
 
 import contextlib
@@ -40,6 +40,14 @@ _ERROR = Table(optional={"error": Anything(), "retry_after_s": Number(), "final"
 
 class ServerDown(Exception):  # noqa: N818  (a status, handled by the fleet)
     """No server is listening; the request itself is not at fault."""
+
+
+class ServerUnfit(Exception):  # noqa: N818  (a status too)
+    """The server runs and cannot be used, for the reason in `error`."""
+
+    def __init__(self, error: BadInput) -> None:
+        super().__init__(str(error))
+        self.error = error
 
 
 class ServerFault(Exception):  # noqa: N818  (a status too)
@@ -148,6 +156,9 @@ class _Response(http.client.HTTPResponse):
 class Server:
     """Connections to one URL. Thread-safe."""
 
+    moves = False  # whether it may come up at another address, whatever is wrong with it now
+    loading = False  # whether it is being started, which may take minutes
+
     def __init__(
         self,
         url: str,
@@ -157,23 +168,28 @@ class Server:
         buffers: Buffers | None = None,
         content_type: str | None = None,
     ) -> None:
+        self._idle: list[HTTPConnection] = []
+        self._busy: set[HTTPConnection] = set()
+        self._lock = threading.Lock()
+        self._closed = False
+        self._buffers = buffers or Buffers(0)
+        self._headers = {} if content_type is None else {"Content-Type": content_type}
+        self._locate(url, token)
+        self._tls = _tls_context(ca_file) if url.startswith("https:") else None
+
+    def _locate(self, url: str, token: str | None) -> None:
         parts = server_address(url)
         assert parts.hostname is not None
         if parts.path not in ("", "/") or parts.query:
             raise BadInput("a server's address has no path", where=url)
         self.url = f"{parts.scheme}://{parts.netloc}"
         self._host, self._port = parts.hostname, parts.port
-        self._tls = _tls_context(ca_file) if parts.scheme == "https" else None
         if token is not None:
             check_token(token, where="token")
-        self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
-        if content_type is not None:
-            self._headers["Content-Type"] = content_type
-        self._buffers = buffers or Buffers(0)
-        self._idle: list[HTTPConnection] = []
-        self._busy: set[HTTPConnection] = set()
-        self._lock = threading.Lock()
-        self._closed = False
+            self._headers["Authorization"] = f"Bearer {token}"
+
+    def find(self) -> None:
+        """Find out where a server is that may move; raises `ServerDown` while it is nowhere."""
 
     def get_json(
         self,
@@ -191,9 +207,13 @@ class Server:
         return value
 
     def close(self) -> None:
-        """Close idle connections, abort exchanges in progress, and start no new ones."""
+        """End all exchanges, and start no new ones."""
+        self._closed = True
+        self.abort()
+
+    def abort(self) -> None:
+        """Close idle connections and abort exchanges in progress."""
         with self._lock:
-            self._closed = True
             idle, self._idle = self._idle, []
             for connection in self._busy:
                 if connection.sock is not None:

@@ -17,7 +17,6 @@ to end), in the precision of the states.
 """
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Literal, get_args
 
 import torch
@@ -75,6 +74,7 @@ class Question:
     fingerprint: str = ""  # of the weights that must answer
     alone: bool = True  # not to be merged with other requests
     segment: str = ""  # shared memory that the answer may be written to
+    askers: int = 1  # clients that ask this question, each with the same id
 
     def to_message(self) -> Message:
         tensors = {
@@ -95,6 +95,7 @@ class Question:
             "fingerprint": self.fingerprint,
             "alone": str(int(self.alone)),
             "segment": self.segment,
+            "askers": str(self.askers),
         }
         return Message(tensors, metadata)
 
@@ -119,19 +120,20 @@ class Question:
             raise WireError(f"encoding {encoding!r} is not one of {', '.join(WIRE_ENCODINGS)}")
         if dtype != "auto" and dtype not in DTYPES:
             raise WireError(f"dtype {dtype!r} is not one of auto, {', '.join(DTYPES)}")
-        request_id, top_k = metadata.get("request_id", ""), metadata.get("top_k", "0")
-        if not 8 <= len(request_id) <= 64 or not top_k.isdecimal() or len(top_k) > 9:
-            raise WireError("request_id must have 8 to 64 characters, top_k must be a number")
+        request_id = metadata.get("request_id", "")
+        if not 8 <= len(request_id) <= 64:
+            raise WireError("request_id must have 8 to 64 characters")
         return cls(
             request_id=request_id,
             rows=rows,
             encoding=encoding,
             dtype=dtype,
-            top_k=int(top_k),
+            top_k=_number(metadata, "top_k", "0"),
             vocabulary=wide.get("vocabulary"),
             fingerprint=metadata.get("fingerprint", ""),
             alone=metadata.get("alone") != "0",
             segment=metadata.get("segment", ""),
+            askers=_number(metadata, "askers", "1"),
         )._checked()
 
     def asks_the_same(self, other: "Question") -> bool:
@@ -152,6 +154,13 @@ class Question:
         if self.encoding == "topk" and not 1 <= self.top_k <= len(self.vocabulary):
             raise WireError(f"top_k must be from 1 to {len(self.vocabulary)}, got {self.top_k}")
         return self
+
+
+def _number(metadata: dict[str, str], name: str, default: str) -> int:
+    text = metadata.get(name, default)
+    if not text.isdecimal() or len(text) > 9:
+        raise WireError(f"{name} must be a number")
+    return int(text)
 
 
 def _equal(left: Tensor | None, right: Tensor | None) -> bool:
@@ -193,51 +202,31 @@ def _narrow(name: str, tensor: Tensor) -> Tensor:
     return (tensor != 0).to(torch.uint8) if name.endswith("_mask") else tensor.to(torch.int32)
 
 
-@dataclass(frozen=True)
-class WireShape:
-    """What a trainer needs in order to read answers and to predict their size."""
+class WireShape(CacheShape):
+    """What is sent for each token and slot: as in a cache, in every dtype a target can run in."""
 
-    hidden_size: int
-    aux_layers: int
-    dtype: torch.dtype  # of the target's own states
-    encoding: WireEncoding
-    wire_dtype: str = "auto"
-    draft_vocab_size: int = 0
-    top_k: int = 0
+    dtypes = (*CacheShape.dtypes, torch.float64)
 
     @classmethod
     def of(
         cls, question: Question, *, hidden_size: int, aux_layers: int, dtype: torch.dtype
     ) -> "WireShape":
-        """The shape of a target's answer to a question."""
-        size = 0 if question.vocabulary is None else len(question.vocabulary)
-        requested = (question.encoding, question.dtype, size, question.top_k)
-        return cls(hidden_size, aux_layers, dtype, *requested)
-
-    @cached_property
-    def sent(self) -> "SentShape":
-        """What is sent for each token and slot."""
-        return SentShape(
-            encoding=self.encoding,
-            dtype=DTYPES.get(self.wire_dtype, self.dtype),
-            hidden_size=self.hidden_size,
-            aux_layers=self.aux_layers,
-            draft_vocab_size=self.draft_vocab_size,
-            top_k=self.top_k,
+        """The shape of the answer to a question by a target whose states have that dtype."""
+        return cls(
+            encoding=question.encoding,
+            dtype=DTYPES.get(question.dtype, dtype),
+            hidden_size=hidden_size,
+            aux_layers=aux_layers,
+            draft_vocab_size=0 if question.vocabulary is None else len(question.vocabulary),
+            top_k=question.top_k,
         )
 
     def answer_bytes(self, tokens: int, supervised: int) -> int:
         """An upper bound on the size of an answer; exact except for the header."""
         slots = tokens if self.encoding == "hidden" else supervised
-        token_bytes = sum(field.row_bytes for field in self.sent.token_fields())
-        slot_bytes = sum(field.row_bytes for field in self.sent.slot_fields())
+        token_bytes = sum(field.row_bytes for field in self.token_fields())
+        slot_bytes = sum(field.row_bytes for field in self.slot_fields())
         return token_bytes * tokens + slot_bytes * slots + 4096
-
-
-class SentShape(CacheShape):
-    """The shape of a cache, except that every dtype a target can run in is allowed."""
-
-    dtypes = (*CacheShape.dtypes, torch.float64)
 
 
 @torch.no_grad()
@@ -286,9 +275,9 @@ def decode_answer(
         raise WireError(f"an answer to request {got_id!r}, not to {wanted_id}")
     supervised_BT = shift_left(rows.loss_mask).bool()
     slots = rows.shape if shape.encoding == "hidden" else (int(supervised_BT.sum()),)
-    for field in shape.sent.token_fields():
+    for field in shape.token_fields():
         _check_field(tensors, field, rows.shape)
-    for field in shape.sent.slot_fields():
+    for field in shape.slot_fields():
         _check_field(tensors, field, slots)
     states = {"aux_hidden_states": tensors["aux_hidden_states"]}
     if shape.encoding == "hidden":
@@ -313,7 +302,7 @@ def _scatter_supervision(
         low, high = int(ids.min()), int(ids.max())
         if low < 0 or high >= shape.draft_vocab_size:
             raise WireError(f"topk_ids reach from {low} to {high}")
-    slots = decode_states(tensors, shape.sent, shape.dtype)
+    slots = decode_states(tensors, shape, shape.dtype)
     fields = {}
     for name in ("target_probs", "position_mask"):
         fields[name] = slots[name].new_zeros((*supervised_BT.shape, slots[name].shape[-1]))

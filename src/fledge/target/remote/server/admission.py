@@ -22,6 +22,7 @@ class Limits:
     max_requests: int = 64
     max_reply_bytes: int = 8 << 30  # of all replies in progress
     merge_tokens: int = 16384
+    kept_answers: int = 0  # for clients that ask the same question a moment later
 
 
 class QueueFull(Exception):  # noqa: N818  (an answer to the client, not a fault)
@@ -117,6 +118,9 @@ class Metrics:
         key = name, ",".join(f'{label}="{value}"' for label, value in labels.items())
         with self._lock:
             self._values[key] = self._values.get(key, 0) + amount
+
+    def value(self, name: str) -> float:
+        return self._values[name, ""]
 
     def set(self, **values: float) -> None:
         with self._lock:

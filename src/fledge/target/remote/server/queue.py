@@ -22,6 +22,7 @@ class _Job:
     done: asyncio.Future[Message]
     alone: bool  # runs in a pass of its own
     listeners: int = 0  # requests waiting for it: a repeated request joins the first one
+    asked: int = 0  # requests for it so far
 
 
 class AnswerQueue:
@@ -32,6 +33,7 @@ class AnswerQueue:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="fledge-target")
         self._waiting: deque[_Job] = deque()
         self._jobs: dict[str, _Job] = {}
+        self._kept: deque[_Job] = deque()  # answered, and to be asked for again
         self._runner: asyncio.Task[None] | None = None
         self.admission = Admission(limits, metrics, self._expected_s)
         self._tokens_per_s = 1000.0  # a running average over passes
@@ -51,7 +53,7 @@ class AnswerQueue:
             self._jobs[question.request_id] = job
             self._waiting.append(job)
             self._update_metrics()
-        job.listeners += 1
+        job.listeners, job.asked = job.listeners + 1, job.asked + 1
         if self._runner is None:
             self._runner = asyncio.create_task(self._run())
         try:
@@ -59,13 +61,22 @@ class AnswerQueue:
         finally:
             job.listeners -= 1
             if not job.listeners:
-                self._remove(job)
+                self._leave(job)
 
     def close(self) -> None:
         self._thread.shutdown(wait=True)
 
-    def _remove(self, job: _Job) -> None:
-        """Drop a job that no request waits for any more, whether answered or abandoned."""
+    def _leave(self, job: _Job) -> None:
+        """Drop a job that no request waits for any more, whether answered or abandoned; or keep its
+        answer for a while, if further clients are to ask for it."""
+        if job in self._kept:
+            self._kept.remove(job)
+        answered = job.done.done() and job.done.exception() is None
+        if answered and job.asked < job.question.askers:
+            self._kept.append(job)
+            if len(self._kept) <= self._limits.kept_answers:
+                return
+            job = self._kept.popleft()
         self._jobs.pop(job.question.request_id, None)
         if job in self._waiting:
             self._waiting.remove(job)

@@ -2,7 +2,6 @@
 
 import asyncio
 import ipaddress
-import logging
 import signal
 import socket
 import ssl
@@ -28,7 +27,6 @@ from fledge.target.remote.server.connections import (
 from fledge.target.remote.server.guard import Receive, Scope, Send
 
 _LEFTOVERS_S = 30.0  # between two searches for shared memory of killed clients
-_REPEAT_S = 60.0  # before a warning is logged again
 
 
 @dataclass(frozen=True)
@@ -134,7 +132,7 @@ def make_uvicorn(
         loop="asyncio",
         ws="none",
         lifespan="off",
-        log_level="warning",
+        log_level="error",  # any client can cause warnings, e.g. by invalid HTTP
         access_log=False,
         server_header=False,
         proxy_headers=False,  # the client is always the peer of the connection
@@ -145,28 +143,7 @@ def make_uvicorn(
         ssl_certfile=None if address.tls_cert is None else str(address.tls_cert),
         ssl_keyfile=None if address.tls_key is None else str(address.tls_key),
     )
-    logging.getLogger("uvicorn.error").addFilter(_RATE_LIMIT)
     return uvicorn.Server(config)
-
-
-class _RateLimit(logging.Filter):
-    """Logs each warning at most once a minute: any client can cause them, e.g. by invalid HTTP."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._logged_at: dict[str, float] = {}
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        if record.levelno > logging.WARNING:
-            return True
-        now, text = time.monotonic(), str(record.msg)
-        if now - self._logged_at.get(text, -_REPEAT_S) < _REPEAT_S:
-            return False
-        self._logged_at[text] = now
-        return True
-
-
-_RATE_LIMIT = _RateLimit()
 
 
 def serve(
