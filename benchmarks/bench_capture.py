@@ -181,7 +181,7 @@ def padded_rows_table(target: HFEagle3TargetModel, asked: argparse.Namespace) ->
 
 
 def packed_row_table(target: HFEagle3TargetModel, asked: argparse.Namespace) -> list[str]:
-    """A dense mask against the two ways of `fledge.target`, on one packed row."""
+    """A dense mask against documents as rows, on one packed row."""
     row = packed_row(asked.packed_width)
     ids, positions = row[0].to(asked.device), row[3].to(asked.device)
 
@@ -192,17 +192,7 @@ def packed_row_table(target: HFEagle3TargetModel, asked: argparse.Namespace) -> 
         target.try_one_row = False
         return target.generate_batch(*row)
 
-    def in_one_row() -> Any:
-        target.try_one_row = True
-        old_overhead, target.overhead_tokens = target.overhead_tokens, asked.packed_width
-        try:
-            return target.generate_batch(*row)
-        finally:
-            target.overhead_tokens = old_overhead
-
-    pairs = max(3, asked.repeats // 3)
-    rows, single = timed(dense, as_rows, pairs), timed(dense, in_one_row, pairs)
-    assert target._one_row_is_exact(), "this target cannot run documents in one row"
+    rows = timed(dense, as_rows, max(3, asked.repeats // 3))
     width, lengths = asked.packed_width, row[4][0].tolist()
     groups = plan_groups(lengths, overhead_tokens=target.overhead_tokens, max_tokens=width)
     cells = sum(len(group) * max(lengths[i] for i in group) for group in groups)
@@ -210,17 +200,13 @@ def packed_row_table(target: HFEagle3TargetModel, asked: argparse.Namespace) -> 
         f"One packed row of {width} tokens, {len(lengths)} documents "
         f"({min(lengths)} .. {max(lengths)} tokens):",
         "",
-        "| | dense block-causal mask | documents as rows | documents in one row |",
-        "|---|--:|--:|--:|",
-        f"| fastest ms | {1e3 * min(rows.first_s + single.first_s):.0f} | "
-        f"{1e3 * min(rows.second_s):.0f} | {1e3 * min(single.second_s):.0f} |",
-        f"| time against dense, median of pairs | 1 | {rows.ratio:.2f} | {single.ratio:.2f} |",
-        f"| forward passes | 1 | {len(groups)} | 1 |",
-        f"| token cells computed | {width} | {cells} ({cells / width - 1:+.1%}) | {width} |",
-        f"| mask bytes | {width**2} | 0 | 0 |",
-        "",
-        "`generate_batch` takes documents as rows on a CPU; elsewhere it takes one row when that "
-        "spares more than a twentieth.",
+        "| | dense block-causal mask | documents as rows |",
+        "|---|--:|--:|",
+        f"| fastest ms | {1e3 * min(rows.first_s):.0f} | {1e3 * min(rows.second_s):.0f} |",
+        f"| time against dense, median of pairs | 1 | {rows.ratio:.2f} |",
+        f"| forward passes | 1 | {len(groups)} |",
+        f"| token cells computed | {width} | {cells} ({cells / width - 1:+.1%}) |",
+        f"| mask bytes | {width**2} | 0 |",
     ]
 
 

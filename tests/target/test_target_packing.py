@@ -1,14 +1,13 @@
 """Documents as rows: groups are a cheap partition, and states return to their slots."""
 
 from itertools import combinations
-from typing import Any
 
 import pytest
 import torch
 from contract import packed_rows, some_documents
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_models import ARCHITECTURES, tiny_model
+from tiny_models import tiny_model
 
 from fledge.core.rows import TokenBatch
 from fledge.target.hf.model import HFEagle3TargetModel
@@ -106,90 +105,3 @@ def test_grouping_does_not_change_the_answer(overhead: int) -> None:
     torch.testing.assert_close(
         batch.aux_hidden_states, expected.aux_hidden_states, rtol=1e-10, atol=1e-10
     )
-
-
-ONE_ROW = [name for name in ARCHITECTURES if name not in ("gemma2", "gpt-oss")]
-
-
-def in_one_row(model: Any, supervision: Any = "hidden") -> HFEagle3TargetModel:
-    """A target that runs documents in one row wherever it can, as on a GPU."""
-    target = HFEagle3TargetModel(model, supervision=supervision)
-    target.try_one_row, target.overhead_tokens = True, 1000
-    return target
-
-
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_one_row_equals_documents_as_rows(architecture: str) -> None:
-    model = tiny_model(architecture, dtype=torch.float64)
-    implementation = model.config._attn_implementation
-    rows = packed_rows(some_documents(), 14)
-    target = in_one_row(model)
-    batch = target.generate_batch(*rows)
-    assert target._one_row_checked == (architecture in ONE_ROW)
-    assert model.config._attn_implementation == implementation
-    expected = HFEagle3TargetModel(model, supervision="hidden").generate_batch(*rows)
-    for actual, wanted in zip(batch.tensors(), expected.tensors(), strict=True):
-        torch.testing.assert_close(actual[1], wanted[1], rtol=1e-10, atol=1e-10)
-
-
-def test_one_row_runs_once_and_without_padding(monkeypatch: pytest.MonkeyPatch) -> None:
-    target = in_one_row(tiny_model("qwen3"))
-    target.generate_batch(*packed_rows(some_documents(), 14))
-    shapes: list[torch.Size] = []
-    plain = target._call
-
-    def recording(ids: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
-        shapes.append(ids.shape)
-        return plain(ids, *rest, **options)
-
-    monkeypatch.setattr(target, "_call", recording)
-    target.generate_batch(*packed_rows(some_documents(), 14))
-    assert shapes == [(1, 33)]  # 3 + 2 + 6 + 12 + 5 + 1 + 4 tokens
-    shapes.clear()
-    equal = [[[5] * 7, [6] * 7], [[7] * 7, [8] * 7]]
-    target.generate_batch(*packed_rows(equal, 14))
-    assert shapes == [(4, 7)], "documents of one length need no regrouping"
-
-
-def test_one_row_is_refused_when_states_cross_documents() -> None:
-    """A layer that reads its neighbor in the row is detected by comparison, not by its name."""
-    model = tiny_model("llama")
-    mlp = model.model.layers[2].mlp
-    plain = mlp.forward
-    mlp.forward = lambda x: plain(
-        x + torch.roll(x, 1, dims=1) * (torch.arange(x.shape[1]) > 0)[:, None]
-    )
-    target = in_one_row(model)
-    batch = target.generate_batch(*packed_rows(some_documents(), 14))
-    assert target._one_row_checked is False
-    expected = HFEagle3TargetModel(model, supervision="hidden").generate_batch(
-        *packed_rows(some_documents(), 14)
-    )
-    torch.testing.assert_close(batch.aux_hidden_states, expected.aux_hidden_states)
-
-
-@pytest.mark.parametrize("error", [TypeError, ValueError, RuntimeError, KeyError, AttributeError])
-def test_one_row_is_abandoned_whatever_error_the_model_raises(error: type[Exception]) -> None:
-    model = tiny_model("llama")
-    rotary = model.model.rotary_emb
-    plain = rotary.forward
-
-    def forward(x: torch.Tensor, position_ids: torch.Tensor) -> Any:
-        if (position_ids.diff() < 0).any():
-            raise error("positions that begin again")
-        return plain(x, position_ids)
-
-    rotary.forward = forward
-    target, rows = in_one_row(model), packed_rows(some_documents(), 14)
-    batch = target.generate_batch(*rows)
-    assert target._one_row_checked is False
-    expected = HFEagle3TargetModel(model, supervision="hidden").generate_batch(*rows)
-    torch.testing.assert_close(batch.aux_hidden_states, expected.aux_hidden_states)
-
-
-def test_chunked_attention_is_not_tried_in_one_row() -> None:
-    model = tiny_model("llama")
-    model.config.attention_chunk_size = 8192
-    target = in_one_row(model)
-    target.generate_batch(*packed_rows(some_documents(), 14))
-    assert target._one_row_checked is False

@@ -1,6 +1,7 @@
 """Whole packs in one row, on the rollout's attention kernel (interpreted where there is no GPU)."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -30,11 +31,53 @@ def test_whole_rows_are_answered_like_separate_documents(architecture, monkeypat
     want = HFEagle3TargetModel(copy.deepcopy(model), supervision="hidden").generate_batch(*rows)
     target = in_whole_rows(model, monkeypatch)
     got = target.generate_batch(*rows)
-    assert target._whole_row
+    assert target._one_row_checked
     for name in ("aux_hidden_states", "last_hidden_states"):
         actual, expected = getattr(got, name), getattr(want, name)
         assert (actual - expected).norm() < 1e-4 * expected.norm()
         assert torch.equal(actual == 0, expected == 0)  # padding stays empty
+
+
+def mix_neighbors(model):
+    mlp = model.model.layers[2].mlp
+    plain = mlp.forward
+    mlp.forward = lambda x: plain(
+        x + torch.roll(x, 1, dims=1) * (torch.arange(x.shape[1]) > 0)[:, None]
+    )
+
+
+def refuse_positions(error, model):
+    rotary = model.model.rotary_emb
+    plain = rotary.forward
+
+    def forward(x, position_ids):
+        if (position_ids.diff() < 0).any():
+            raise error("positions that begin again")
+        return plain(x, position_ids)
+
+    rotary.forward = forward
+
+
+def chunk_attention(model):
+    model.config.attention_chunk_size = 8192
+
+
+ERRORS = (TypeError, ValueError, RuntimeError, KeyError, AttributeError)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [mix_neighbors, chunk_attention, *(partial(refuse_positions, error) for error in ERRORS)],
+)
+def test_a_model_that_cannot_run_whole_rows_runs_documents_as_rows(change, monkeypatch):
+    """Found by comparing states, not by the model's name, and whatever error it raises."""
+    model, rows = tiny_model("llama"), packed_rows(some_documents(), 14)
+    change(model)
+    target = in_whole_rows(model, monkeypatch)
+    batch = target.generate_batch(*rows)
+    assert target._one_row_checked is False
+    expected = HFEagle3TargetModel(model, supervision="hidden").generate_batch(*rows)
+    torch.testing.assert_close(batch.aux_hidden_states, expected.aux_hidden_states)
 
 
 @pytest.fixture

@@ -1,9 +1,9 @@
 """Builds what `fledge precompute` needs from a recipe: rows, vocabulary, target, cache layout."""
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -13,18 +13,20 @@ from fledge.data import sources
 from fledge.data.prepare import Progress, tokenizer_files_fingerprint
 from fledge.data.rows import Rows, RowView, split_rows
 from fledge.data.vocab import special_token_ids
+from fledge.models.resolve import local_model
 from fledge.recipe.schema import Recipe
 from fledge.target.base import Eagle3TargetBackend
 from fledge.target.cache.format import FORMAT, OVER_A_VOCABULARY
 from fledge.target.cache.job import (
     CacheJob,
     CacheOptions,
-    ModelFacts,
     encoding_facts,
     files_fingerprint,
+    size_of_head,
 )
 from fledge.target.cache.manifest import shape_of
-from fledge.target.kinds import TargetKind, kind_of
+from fledge.target.kinds import kind_of, model_name, target_config, target_tokenizer
+from fledge.target.layers import target_depth, text_config, validate_aux_layer_ids
 from fledge.training.drafts import choose_vocabulary
 from fledge.training.setup import repeated_rows, split_training, tokenise_options, tokenised
 from fledge.training.targets import make_target, open_target, shared_section
@@ -48,17 +50,13 @@ class _Concatenated:
         return self._then[index - len(self._first)]
 
 
-def _precomputable(recipe: Recipe) -> TargetKind[Any]:
+def cache_dtype(recipe: Recipe, device: torch.device) -> torch.dtype:
+    """The dtype of the target's answers, as far as it can be read from the config."""
     kind = kind_of(recipe.target)
     if kind.brings_rows:
         what, fix = "a cache is not made from a cache", "fledge cache convert"
         raise BadInput(what, where="target.backend", fix=fix)
-    return kind
-
-
-def cache_dtype(recipe: Recipe, device: torch.device) -> torch.dtype:
-    """The dtype of the target's answers, as far as it can be read from the config."""
-    return _precomputable(recipe).dtype(recipe.target, device)
+    return kind.dtype(recipe.target, device)
 
 
 def recipe_job(
@@ -77,17 +75,13 @@ def recipe_job(
     held out is decided in training, unless the recipe names separate held-out data (`data.valid`).
     `others`: recipes of more drafts on the same data, whose aux layers are kept, too.
     """
-    kind, section, data = _precomputable(recipe), recipe.target, recipe.data
+    section, data = recipe.target, recipe.data
+    computed = cache_dtype(recipe, device or torch.device("cpu"))
     if not data.train:
         raise BadInput("no training data", where="data.train", fix="data.train=chats.jsonl")
-    layers = kind.aux_layer_ids(shared_section(recipe, *others))
-    count = recipe.method.aux_layers(recipe.objective)
-    model = ModelFacts.read(
-        kind.model_name(section),
-        aux_layer_ids=layers,
-        num_aux_layers=None if others else count,
-        trust_remote_code=section.trust_remote_code,
-    )
+    config, tokenizer = text_config(target_config(section)), target_tokenizer(section)
+    aux_layer_ids = _aux_layer_ids(recipe, others, target_depth(config))
+    model_dir, template = local_model(model_name(section), weights=False), tokenizer.chat_template
     train = tokenised(data.train, recipe, on_progress)
     valid = tokenised(data.valid, recipe, on_progress) if data.valid else None
     if valid is not None:
@@ -95,24 +89,23 @@ def recipe_job(
     rows = _Concatenated(train, valid)
     vocabulary = None
     if options.encoding in OVER_A_VOCABULARY or recipe.says_vocab_size:
-        training_rows, _ = split_training(train, recipe)
         vocabulary = choose_vocabulary(
-            recipe, training_rows, vocab_size=model.vocab_size, fingerprint=train.fingerprint,
-            special_ids=special_token_ids(model.tokenizer),
+            recipe, split_training(train, recipe)[0], vocab_size=config.vocab_size,
+            fingerprint=train.fingerprint, special_ids=special_token_ids(tokenizer),
         )  # fmt: skip
     manifest = {
         "format": FORMAT,
         "rows": len(rows),
         "held_out_rows": 0 if valid is None else len(valid),
-        "hidden_size": model.hidden_size,
-        "vocab_size": model.vocab_size,
-        "aux_layer_ids": list(model.aux_layer_ids),
-        "model_files": files_fingerprint(model.directory),
-        "template": model.template,
+        "hidden_size": config.hidden_size,
+        "vocab_size": config.vocab_size,
+        "aux_layer_ids": aux_layer_ids,
+        "model_files": files_fingerprint(model_dir),
+        "template": hashlib.sha256(str(template).encode()).hexdigest()[:16],
         **encoding_facts(options, vocabulary),
         "data": sources.fingerprint(list(data.train)),
         "valid": sources.fingerprint(list(data.valid)) if data.valid else None,
-        "tokenizer": tokenizer_files_fingerprint(model.directory),
+        "tokenizer": tokenizer_files_fingerprint(model_dir),
         "tokenise": asdict(tokenise_options(data)),
         "seq_length": data.max_length,
         "shuffle_seed": shuffle_seed,
@@ -121,11 +114,21 @@ def recipe_job(
     order = np.arange(len(rows), dtype=np.int64)
     if shuffle_seed is not None:
         order = np.random.default_rng(shuffle_seed).permutation(order)
-    computed = cache_dtype(recipe, device or torch.device("cpu"))
     return CacheJob(
         directory, RowView(rows, order), shape_of(manifest), manifest, options, vocabulary,
-        model.directory, pad_id=model.pad_id, head_bytes=model.head_bytes(computed),
+        model_dir, pad_id=int(tokenizer.pad_token_id or 0),
+        head_bytes=size_of_head(config, model_dir, computed),
     )  # fmt: skip
+
+
+def _aux_layer_ids(recipe: Recipe, others: Sequence[Recipe], depth: int) -> list[int]:
+    """The layers to keep: the recipe's, or those that several drafts use together."""
+    layers = kind_of(recipe.target).aux_layer_ids(shared_section(recipe, *others))
+    count = None if others else recipe.method.aux_layers(recipe.objective)
+    try:
+        return validate_aux_layer_ids(layers, depth, count)
+    except ValueError as error:
+        raise BadInput(str(error), where="aux layers") from None
 
 
 def recipe_target(

@@ -1,16 +1,13 @@
 """Training from a cache is training with the target: same losses, same weights, same resumption."""
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from fledge.core.errors import BadInput
 from fledge.precompute_eagle3 import main
 from fledge.recipe.schema import load_recipe
-from fledge.training.checkpoint import newest_checkpoint
 from fledge.training.fit import fit
 from fledge.training.setup import set_up
 from train.test_fit import comparable, differing, final_weights, stop_after
@@ -167,9 +164,3 @@ def test_a_damaged_row_is_an_error_or_is_skipped_on_request(recipe, caches, tmp_
     ]
     assert sum(fewer) == 2  # once in each of two epochs
     assert all(np.isfinite(line["loss"]) for line in notes.lines)
-
-
-def test_checkpoints_of_a_cached_run_are_drafts(recipe, caches, tmp_path):
-    train(cache_recipe(recipe, caches("hidden")))
-    checkpoint, _ = newest_checkpoint(Path(tmp_path / "cached"))
-    assert torch.isfinite(checkpoint.draft_tensors()["fc.weight"]).all()

@@ -22,16 +22,10 @@ STAY = [
         "evil.jinja",
         "model.safetensors",
         "config.json.bak",
-        "x/config.json",
-    ),
-    *(
-        "../config.json",
-        "/etc/config.json",
-        "config.json\n",
-        "",
         "CONFIG.JSON",
-        "tokenizer.json.tmp",
     ),
+    *("x/config.json", "../config.json", "/etc/config.json", "config.json\n", ""),
+    "tokenizer.json.tmp",
 ]
 
 

@@ -16,7 +16,6 @@ from fledge.target.cache.backend import CachedEagle3TargetModel
 from fledge.target.hf.model import HFEagle3TargetModel
 from fledge.training.fit import fit
 from fledge.training.setup import open_run, set_up
-from target.cache.caches import payload
 from train.test_fit import final_weights
 from train.tiny import Notes, make_target
 
@@ -178,18 +177,6 @@ def token_batch(row):
     return TokenBatch(ids, torch.ones_like(ids), mask)
 
 
-def test_recipes_take_the_same_two_dtypes(deep_target, tiny_chats, made, tmp_path):
-    words = [
-        f"target.model={deep_target}", f"data.train={tiny_chats}", "data.workers=1",
-        "training.device=cpu", "data.valid_rows=0", "draft.draft_vocab_size=8192",
-    ]  # fmt: skip
-    flags = ["--dtype", "bf16", "--target-dtype", "fp32", "-o", str(tmp_path / "cache")]
-    with pytest.raises(SystemExit) as stop:
-        run(["precompute", *words, "target.dtype=bfloat16", *flags])
-    assert not stop.value.code
-    assert payload(tmp_path / "cache") == payload(made("ordered", "--shuffle-seed", "none"))
-
-
 def seed_words(target, data, output_dir):
     return [
         "--target-model", str(target), "--input-data", str(data),
@@ -257,10 +244,7 @@ def test_the_advice_about_unusable_rows_can_be_followed(deep_target, tmp_path, c
     good = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b c"}]}
     data = tmp_path / "half.jsonl"
     data.write_text(f"{json.dumps(good)}\n{{}}\n")
-    words = [
-        "--target-model", str(deep_target), "--input-data", str(data), "--seq-length", "64",
-        "--output-dir", str(tmp_path / "cache"), "--device", "cpu",
-    ]  # fmt: skip
+    words = [*seed_words(deep_target, data, tmp_path / "cache"), "--seq-length", "64"]
     assert main(words) == 2
     assert "max_drop_share" in capsys.readouterr().err
     assert main([*words, "--max-drop-share", "0.5"]) == 0

@@ -9,24 +9,23 @@ the named model, or from files that fledge adds to the directory and AutoModel i
 """
 
 import hashlib
-import mmap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
 
 from fledge.core import reading
-from fledge.core.errors import BadInput
+from fledge.core.errors import BadInput, broken_files
 from fledge.core.files import atomic_file
 from fledge.core.head import TargetHead
-from fledge.core.reading import parse_json
 from fledge.core.rows import TokenRow
 from fledge.data.vocab import DraftVocabulary, count_supervised
 from fledge.models.resolve import load_config, local_model
@@ -44,7 +43,6 @@ from fledge.target.cache.format import (
     row_key,
     starts_of,
 )
-from fledge.target.cache.shard import mapped
 from fledge.target.layers import target_depth, text_config
 
 LAYOUT = "automodel"  # "layout" in our manifest of such a directory
@@ -288,7 +286,7 @@ class _Extent:
 
 
 class PaddedShard:
-    """A finished padded shard, memory-mapped, with the interface of `Shard`.
+    """A finished padded shard, read as it is needed, with the interface of `Shard`.
 
     `order_W` sorts its columns by ascending target id, which is our order; None if they already
     are. There are no checksums: every row is assumed to be whole.
@@ -296,42 +294,33 @@ class PaddedShard:
 
     def __init__(self, path: Path, shape: CacheShape, order_W: NDArray[np.int64] | None) -> None:
         self.path, self._shape, self._order_W = path, shape, order_W
-        self._map = mapped(path)
+        reading.open_regular(path, inside=path.parent).close()
         try:
-            length = int.from_bytes(self._map[:8], "little")
-            header = parse_json(self._map[8 : 8 + length], where=str(path))
-            facts_json = (header.get("__metadata__") or {}).get("fledge", "{}")
-            facts = parse_json(facts_json.encode(), where=str(path))
-            self._fields = self._open_fields(header, 8 + length)
-            rows = len(self._fields["input_ids"])
+            self._file = cast(Any, safe_open(str(path), framework="pt"))
+            facts_json = (self._file.metadata() or {}).get("fledge", "{}")
+            facts = reading.parse_json(facts_json, where=str(path))
+            rows = self._check_fields()
             default_places = [f"{path.name}:{row + 1}" for row in range(rows)]
             self.places: list[str] = facts.get("places") or default_places
             self.truncated: list[bool] = facts.get("truncated") or [False] * rows
             self._first_R2 = np.array(facts.get("first") or [[0, 0]] * rows).reshape(rows, 2)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except broken_files() as error:
             raise BadInput(f"the shard cannot be read ({error})", where=str(path)) from None
         self._lengths = self._row_lengths()
-        self.layout = _Extent(starts_of(self._lengths.tolist()), len(self._map))
+        self.layout = _Extent(starts_of(self._lengths.tolist()), path.stat().st_size)
 
-    def _open_fields(self, header: dict[str, Any], data: int) -> dict[str, NDArray[np.uint8]]:
-        """name -> bytes [R, S, bytes per slot]; raises unless they match the manifest."""
-        file_bytes: NDArray[np.uint8] = np.frombuffer(self._map, dtype=np.uint8)
-        rows, width = header["input_ids"]["shape"]
-        fields = {}
+    def _check_fields(self) -> int:
+        """The number of rows; raises unless dtypes and shapes match the manifest."""
+        rows, width = self._file.get_slice("input_ids").get_shape()
         for name, (dtype, values) in their_fields(self._shape).items():
-            entry, expected = header[name], _stacked_shape(name, rows, width, values)
-            if entry["dtype"] != SAFETENSORS[dtype] or entry["shape"] != expected:
-                actual = f"{entry['dtype']} {entry['shape']}"
+            field, expected = self._file.get_slice(name), _stacked_shape(name, rows, width, values)
+            if field.get_dtype() != SAFETENSORS[dtype] or field.get_shape() != expected:
+                actual = f"{field.get_dtype()} {field.get_shape()}"
                 raise ValueError(f"{name} is {actual}, not {SAFETENSORS[dtype]} {expected}")
-            begin, end = entry["data_offsets"]
-            fields[name] = file_bytes[data + begin : data + end].reshape(rows, width, -1)
-        return fields
-
-    def _integers(self, name: str) -> NDArray[np.int64]:
-        return self._fields[name].view(np.int64)[..., 0]
+        return int(rows)
 
     def _row_lengths(self) -> NDArray[np.int64]:
-        real_RS = self._integers("attention_mask")
+        real_RS = self._file.get_tensor("attention_mask").numpy()
         lengths_R: NDArray[np.int64] = real_RS.sum(1)
         if not np.array_equal(real_RS, np.arange(real_RS.shape[1]) < lengths_R[:, None]):
             raise BadInput("attention_mask is not right-padded", where=str(self.path))
@@ -352,33 +341,28 @@ class PaddedShard:
 
     def tokens(self, row: int) -> tuple[NDArray[np.int32], NDArray[np.uint8]]:
         later, (first, supervised) = max(0, int(self._lengths[row]) - 1), self._first_R2[row]
-        ids = np.concatenate([[first], self._integers("input_ids")[row, :later]])
-        mask = np.concatenate([[supervised], self._integers("loss_mask")[row, :later] != 0])
+        ids, mask = (self._file.get_slice(n)[row, :later] for n in ("input_ids", "loss_mask"))
+        ids = np.concatenate([[first], ids.numpy()])
+        mask = np.concatenate([[supervised], mask.numpy() != 0])
         return ids.astype(np.int32), mask.astype(np.uint8)
 
     def payload(self, name: str, row: int) -> NDArray[np.uint8]:
         """The bytes of one row in one of our payload tensors."""
-        data_SX: NDArray[np.uint8] = self._fields[_AUTOMODEL_NAMES.get(name, name)][row]
+        field = self._file.get_slice(_AUTOMODEL_NAMES.get(name, name))
+        data_SX: Tensor = field[row, : int(self._lengths[row])]
         if name == "aux_hidden_states":
-            return data_SX[: int(self._lengths[row])].reshape(-1)
-        kept_MX: NDArray[Any] = data_SX[self._shape.slots(self.tokens(row)[1])]
+            return raw_bytes(data_SX)
+        kept_MX = data_SX[torch.from_numpy(self._shape.slots(self.tokens(row)[1]))]
         if self._order_W is not None and name == "target_probs":
-            kept_MX = kept_MX.view(f"u{self._shape.dtype.itemsize}")[:, self._order_W]
+            kept_MX = kept_MX[:, torch.from_numpy(self._order_W)]
         elif self._order_W is not None and name == "topk_ids":
-            rank_W = np.argsort(self._order_W).astype(np.int32)
-            kept_MX = rank_W[kept_MX.view(np.int32)]
-        raw: NDArray[np.uint8] = np.ascontiguousarray(kept_MX).view(np.uint8)
-        return raw.reshape(-1)
+            rank_W = torch.from_numpy(np.argsort(self._order_W).astype(np.int32))
+            kept_MX = rank_W[kept_MX.long()]
+        return raw_bytes(kept_MX)
 
     def is_whole(self, row: int) -> bool:
         """True for every row of the shard: there is no checksum to compare."""
         return 0 <= row < len(self)
 
     def read_ahead(self, row: int) -> None:
-        """Have the operating system fetch a row in the background."""
-        base: int = np.frombuffer(self._map, dtype=np.uint8).ctypes.data
-        for data in self._fields.values():
-            begin = data[row].ctypes.data - base
-            used = int(self._lengths[row]) * data.shape[-1]
-            page = begin - begin % mmap.PAGESIZE
-            self._map.madvise(mmap.MADV_WILLNEED, page, begin + used - page)
+        """Does nothing: a row is read when it is needed."""

@@ -6,7 +6,7 @@ Each document is looked up by its tokens, however it is packed; the target itsel
 import hashlib
 import json
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -157,11 +157,6 @@ class CacheStore:
     def close(self) -> None:
         self._checker.shutdown(wait=True, cancel_futures=True)
 
-    def damaged(self) -> Iterator[int]:
-        """Yield every row that is not whole; reads the whole cache."""
-        for first, shard in zip(self._first[:-1].tolist(), self.shards, strict=True):
-            yield from (first + local for local in range(len(shard)) if not shard.is_whole(local))
-
 
 def row_fault(
     row: int,
@@ -170,7 +165,7 @@ def row_fault(
     slots: NDArray[np.int64],  # [M], where supervision is kept
     aux_layer_ids: Sequence[int],
 ) -> Fault | None:
-    """The fault that `codec.unsound` found in one row: its lowest bad layer, else supervision."""
+    """The fault that `unsound` found in one row: its lowest bad layer, else supervision."""
     bad_A = [flags.nonzero() for flags in bad_NA.bool().T]
     for layer_id, where in sorted(zip(aux_layer_ids, bad_A, strict=True), key=lambda pair: pair[0]):
         if len(where):

@@ -18,7 +18,6 @@ from fledge.core.errors import BadInput, nearest
 from fledge.core.rows import TokenRow
 from fledge.core.terminal import counted
 from fledge.data.vocab import DraftVocabulary
-from fledge.models.resolve import load_config, load_tokenizer, local_model
 from fledge.target.cache.automodel import PaddedLayout, padded_shard_name, their_manifest
 from fledge.target.cache.format import (
     ENCODINGS,
@@ -38,12 +37,6 @@ from fledge.target.cache.manifest import (
     existing_shards,
 )
 from fledge.target.cache.shard import is_whole_shard
-from fledge.target.layers import (
-    EAGLE3_AUX_LAYERS,
-    target_depth,
-    text_config,
-    validate_aux_layer_ids,
-)
 
 _SAMPLE_BYTES = 1 << 20
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
@@ -152,53 +145,12 @@ class CachePlan:
         return [i for i in self.missing if i < self.allowed]
 
 
-@dataclass(frozen=True)
-class ModelFacts:
-    """A target as described by its files, without reading the weights."""
-
-    name: str
-    directory: Path
-    hidden_size: int
-    vocab_size: int
-    aux_layer_ids: tuple[int, ...]
-    pad_id: int
-    tied: bool
-    tokenizer: Any
-    template: str  # fingerprint of the chat template
-
-    @classmethod
-    def read(
-        cls,
-        name: str,
-        *,
-        aux_layer_ids: Sequence[int] | None = None,
-        num_aux_layers: int | None = EAGLE3_AUX_LAYERS,
-        trust_remote_code: bool = False,
-    ) -> "ModelFacts":
-        config = text_config(load_config(name, trust_remote_code=trust_remote_code))
-        tokenizer = load_tokenizer(name, trust_remote_code=trust_remote_code)
-        template = str(tokenizer.chat_template)
-        try:
-            ids = validate_aux_layer_ids(aux_layer_ids, target_depth(config), num_aux_layers)
-        except ValueError as error:
-            raise BadInput(str(error), where="aux layers") from None
-        return cls(
-            name=name,
-            directory=local_model(name, weights=False),
-            hidden_size=int(config.hidden_size),
-            vocab_size=int(config.vocab_size),
-            aux_layer_ids=tuple(ids),
-            pad_id=int(tokenizer.pad_token_id or 0),
-            tied=bool(getattr(config, "tie_word_embeddings", False)),
-            tokenizer=tokenizer,
-            template=hashlib.sha256(template.encode()).hexdigest()[:16],
-        )
-
-    def head_bytes(self, dtype: torch.dtype) -> int:
-        """The approximate size of all but the shards: the weights' dtype is not known yet."""
-        weights = (1 if self.tied else 2) * self.vocab_size * self.hidden_size * dtype.itemsize
-        files = sum(path.stat().st_size for path in copied_files(self.directory))
-        return weights + files + (1 << 16)  # norm, headers, manifest
+def size_of_head(config: Any, directory: Path, dtype: torch.dtype) -> int:
+    """The approximate size of all but the shards: the weights' dtype is not known yet."""
+    tables = 1 if getattr(config, "tie_word_embeddings", False) else 2
+    weights = tables * config.vocab_size * config.hidden_size * dtype.itemsize
+    files = sum(path.stat().st_size for path in copied_files(directory))
+    return int(weights) + files + (1 << 16)  # norm, headers, manifest
 
 
 def has_weights(directory: Path) -> bool:

@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import xxhash
@@ -34,12 +34,14 @@ from fledge.target.cache.format import (
 class ShardWriter:
     """Fills the file of one shard; whatever is not written stays zero."""
 
-    def __init__(self, descriptor: int, layout: Layout, rows: Sequence[TokenRow]) -> None:
-        self._descriptor, self._layout, self.rows = descriptor, layout, rows
+    def __init__(self, handle: BinaryIO, layout: Layout, rows: Sequence[TokenRow]) -> None:
+        self._handle, self._layout, self.rows = handle, layout, rows
         self._digests = np.zeros(len(rows), dtype=np.int64)
         self._written = np.zeros(len(rows), dtype=np.bool_)
-        reserve(descriptor, layout.n_bytes)
-        write_at(descriptor, 0, layout.header)
+        if hasattr(os, "posix_fallocate"):  # not on macOS: a full disk fails before the target runs
+            os.posix_fallocate(handle.fileno(), 0, layout.n_bytes)
+        handle.truncate(layout.n_bytes)
+        handle.write(layout.header)
         self._write(layout.before(rows))
 
     def put(self, row: int, payload: dict[str, Tensor]) -> None:
@@ -60,33 +62,17 @@ class ShardWriter:
         written = []
         for at, values in pieces:
             data = np.ascontiguousarray(values).reshape(-1).view(np.uint8).data
-            write_at(self._descriptor, at, data)
+            self._handle.seek(at)
+            self._handle.write(data)
             written.append(data)
         return written
-
-
-def write_at(descriptor: int, at: int, data: bytes | memoryview) -> None:
-    """Write all of `data`, starting at byte `at`."""
-    rest = memoryview(data)
-    while len(rest):
-        count = os.pwrite(descriptor, rest, at)
-        rest, at = rest[count:], at + count
-
-
-def reserve(descriptor: int, n_bytes: int) -> None:
-    """Allocate the whole file up front, so that a full disk fails before the target runs (but not
-    on macOS, which has no such call)."""
-    if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(descriptor, 0, n_bytes)
-    else:
-        os.ftruncate(descriptor, n_bytes)
 
 
 @contextmanager
 def open_shard(path: Path, layout: Layout, rows: Sequence[TokenRow]) -> Iterator[ShardWriter]:
     """Fill a shard. It appears when the block succeeds; nothing remains when the block fails."""
     with atomic_file(path) as handle:
-        writer = ShardWriter(handle.fileno(), layout, rows)
+        writer = ShardWriter(handle, layout, rows)
         yield writer
         writer.finish()
 

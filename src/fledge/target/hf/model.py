@@ -27,7 +27,6 @@ from fledge.target.hf.one_row import (
     kernel_takes,
     may_support,
     needs_no_mask,
-    one_row,
     whole_row,
 )
 from fledge.target.hf.parallel import along, check_shareable, not_shareable
@@ -109,7 +108,6 @@ class HFEagle3TargetModel(ModelPasses):
         # a pass has no launch cost on a CPU; ranks that share rows use their own attention function
         self.try_one_row = device.type != "cpu" and self._cp_size == 1
         self._one_row_checked: bool | None = None
-        self._whole_row = False  # whether `WholeRow`, not `OneRow`, is the kind found exact
         gpu = device.type == "cuda"
         self.skip_masks = gpu and needs_no_mask(model)
         compiles = compile_layers and gpu and not self.joins and not is_offloaded(model)
@@ -268,29 +266,17 @@ class HFEagle3TargetModel(ModelPasses):
             plan, lengths = self._plan(documents, ids_BT), documents.lengths
             cells = sum(len(members) * max(lengths[i] for i in members) for members in plan)
             saved = cells - sum(lengths) + self.overhead_tokens * (len(plan) - 1)
-            # regrouping queries, keys and values costs about a twentieth of a pass
-            worth_it = 20 * saved > sum(lengths) or (saved > 0 and kernel_takes(self.model))
-            if worth_it and self._one_row_is_exact():
-                return [self._row_of(documents, ids_BT)]
+            if saved > 0 and self._one_row_is_exact():
+                return [whole_row(documents, ids_BT.numel(), device=ids_BT.device)]
         return super()._groups(documents, ids_BT)
-
-    def _row_of(self, documents: Documents, ids_BT: Tensor) -> Group:
-        if self._whole_row:
-            return whole_row(documents, ids_BT.numel(), device=ids_BT.device)
-        return one_row(documents, device=ids_BT.device)
 
     def _one_row_is_exact(self) -> bool:
         """Whether two small documents give the same states in one row as alone; checked once."""
         if self._one_row_checked is None:
-            self._one_row_checked = may_support(self.model) and (
-                (kernel_takes(self.model) and self._try_row(whole=True))
-                or self._try_row(whole=False)
+            self._one_row_checked = (
+                may_support(self.model) and kernel_takes(self.model) and one_row_is_exact(self)
             )
         return self._one_row_checked
-
-    def _try_row(self, *, whole: bool) -> bool:
-        self._whole_row = whole
-        return one_row_is_exact(self, self._row_of)
 
     def _answers_logits(self) -> bool:
         return self.supervision == "logits"

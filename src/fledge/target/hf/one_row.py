@@ -1,11 +1,9 @@
 """Packed documents in one forward pass, where an architecture allows it (docs/target.md).
 
-Everything but attention works token by token, so all documents of a batch can share one row;
-attention is replaced by a function that keeps them apart, without a mask. There are two ways:
-
-- `WholeRow`: the flattened batch, [1, B * T], padding included, with the rollout's own attention
-  kernel: every pack has the same shape, so layers compile once and passes can be recorded.
-- `OneRow`: the real tokens, [1, N], regrouped by document for the plain causal kernel.
+Everything but attention works token by token, so the flattened batch, padding included, can be one
+row [1, B * T]. Attention is replaced by the rollout's own kernel, which keeps the documents apart
+without a mask. Every pack then has the same shape, so layers compile once and passes can be
+recorded.
 
 Anything but plain causal or sliding-window attention raises `Unsupported`, or fails the numerical
 check before the first use; the documents are then run as separate rows (`packing`).
@@ -13,19 +11,16 @@ check before the first use; the documents are then run as separate rows (`packin
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from fledge.core.transfer import send
 from fledge.rollout.attention import attend_documents, kernel_runs
 from fledge.rollout.plan import to_device
-from fledge.target.packing import Documents, Group, group_documents, plan_groups
+from fledge.target.packing import Documents, Group
 from fledge.target.weights import local_part
 
 NAME, CAUSAL = "fledge_documents", "fledge_causal"
@@ -38,18 +33,6 @@ FIRST, SLOT = "fledge_first", "fledge_slot"  # keyword arguments that models pas
 
 class Unsupported(Exception):  # noqa: N818  (a signal, caught by the caller)
     """This architecture's attention is more than plain causal attention."""
-
-
-@dataclass(frozen=True, eq=False)
-class OneRow(Group):
-    """All documents as one row [1, N]; `blocks` regroup it for attention."""
-
-    position_ids_1N: Tensor
-    blocks: tuple[Group, ...]
-
-    def options(self) -> dict[str, Tensor]:
-        """Arguments of the model's forward besides the tokens."""
-        return {"position_ids": self.position_ids_1N}
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,30 +55,6 @@ class WholeRow(Group):
         """The same row with its tensors replaced by these."""
         first_N, slots = options[FIRST], options[SLOT]
         return replace(self, position_ids_1N=options["position_ids"], first_N=first_N, slots=slots)
-
-
-_active: ContextVar[tuple[Group, ...] | None] = ContextVar("fledge_documents", default=None)
-
-
-def one_row(documents: Documents, *, device: torch.device) -> OneRow:
-    """The documents concatenated, longest first."""
-    order = sorted(range(len(documents.lengths)), key=lambda i: -documents.lengths[i])
-    lengths = [documents.lengths[i] for i in order]
-    positions = torch.cat([torch.arange(length) for length in lengths])
-    slots = torch.cat([documents.starts[i] + torch.arange(documents.lengths[i]) for i in order])
-    total = len(positions)
-    begins = [sum(lengths[:i]) for i in range(len(lengths))]
-    # padding costs time only in attention: prefer few groups with some padding
-    plan = plan_groups(lengths, overhead_tokens=total, max_tokens=2 * total)
-    blocks = group_documents(Documents(tuple(begins), tuple(lengths)), plan, device=device)
-    return OneRow(
-        slots_NL=send(slots, device)[None],
-        attention_mask_NL=torch.ones((1, total), dtype=torch.long, device=device),
-        cells=torch.arange(total, device=device),
-        slots=send(slots, device),
-        position_ids_1N=send(positions, device)[None],
-        blocks=tuple(blocks),
-    )
 
 
 def whole_row(documents: Documents, slots: int, *, device: torch.device) -> WholeRow:
@@ -135,46 +94,19 @@ def attend(
     odd = [name for name, v in options.items() if v is not None and name not in HARMLESS]
     if attention_mask is not None or odd or options.get("is_causal") is False:
         raise Unsupported(f"{type(module).__name__} passes {odd or 'a mask'}")
+    if first_N is None:
+        raise Unsupported(f"{type(module).__name__} does not hand options down to its attention")
     query_NHC, key_NGC, value_NGC = (
         states[0].transpose(0, 1) for states in (query_1HNC, key_1GNC, value_1GNC)
     )
-    if first_N is not None:
-        if sliding_window is not None:
-            first_N = torch.maximum(first_N, slot_N - (sliding_window - 1))
-        channels = query_NHC.shape[-1]
-        if value_NGC.shape[-1] != channels:
-            raise Unsupported(f"{type(module).__name__} has values of another width than keys")
-        if scaling is not None and scaling != channels**-0.5:
-            query_NHC = query_NHC * (scaling * channels**0.5)
-        return attend_documents(query_NHC, key_NGC, value_NGC, first_N, slot_N)[None], None
-    blocks = _active.get()
-    if blocks is None:
-        raise Unsupported(f"{type(module).__name__} does not hand options down to its attention")
-    out_NHC = query_NHC.new_empty((*query_NHC.shape[:2], value_NGC.shape[-1]))
-    for block in blocks:
-        visible_LL = _window_mask(block.slots_NL, sliding_window)
-        out_BHLC = F.scaled_dot_product_attention(
-            query_NHC[block.slots_NL].transpose(1, 2),
-            key_NGC[block.slots_NL].transpose(1, 2),
-            value_NGC[block.slots_NL].transpose(1, 2),
-            attn_mask=visible_LL,
-            is_causal=visible_LL is None,
-            scale=scaling,
-            enable_gqa=query_NHC.shape[1] != key_NGC.shape[1],
-        )
-        rows_NHC = out_BHLC.transpose(1, 2).flatten(0, 1)
-        out_NHC.index_copy_(0, block.slots, rows_NHC.index_select(0, block.cells))
-    return out_NHC[None], None
-
-
-def _window_mask(slots_NL: Tensor, window: int | None) -> Tensor | None:
-    """Which keys are visible in a sliding window, [L, L]; None if it covers whole documents."""
-    length = slots_NL.shape[1]
-    if window is None or window >= length:
-        return None
-    offset_L = torch.arange(length, device=slots_NL.device)
-    distance_LL = offset_L[:, None] - offset_L
-    return (distance_LL >= 0) & (distance_LL < window)
+    if sliding_window is not None:
+        first_N = torch.maximum(first_N, slot_N - (sliding_window - 1))
+    channels = query_NHC.shape[-1]
+    if value_NGC.shape[-1] != channels:
+        raise Unsupported(f"{type(module).__name__} has values of another width than keys")
+    if scaling is not None and scaling != channels**-0.5:
+        query_NHC = query_NHC * (scaling * channels**0.5)
+    return attend_documents(query_NHC, key_NGC, value_NGC, first_N, slot_N)[None], None
 
 
 def may_support(model: nn.Module) -> bool:
@@ -210,17 +142,13 @@ def needs_no_mask(model: nn.Module) -> bool:
 
 
 @contextmanager
-def documents_apart(model: nn.Module, row: OneRow | WholeRow) -> Iterator[None]:
-    """While open, the model's attention keeps the documents of `row` apart."""
+def documents_apart(model: nn.Module) -> Iterator[None]:
+    """While open, the model's attention keeps the documents of a `WholeRow` apart."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, attend)
-    token = _active.set(row.blocks if isinstance(row, OneRow) else None)
-    try:
-        with lent_attention(model, NAME):
-            yield
-    finally:
-        _active.reset(token)
+    with lent_attention(model, NAME):
+        yield
 
 
 @contextmanager

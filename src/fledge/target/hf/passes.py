@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from fledge.core.errors import first_line
 from fledge.core.graphs import RecordedSizes
 from fledge.target.hf.one_row import (
-    OneRow,
     Unsupported,
     WholeRow,
     caps_scores,
     causal_rows,
     documents_apart,
+    whole_row,
 )
 from fledge.target.hf.parallel import rank_slots, shared_rows
 from fledge.target.inprocess import InProcessTarget
@@ -120,7 +120,7 @@ class ModelPasses(InProcessTarget):
         if self._cp_size > 1:
             return self._run_slots(ids, mask if group is None else None, write)
         # only a pass over the whole batch has the same shape every time and is worth compiling
-        if isinstance(group, OneRow) or ids.numel() != aux.rows_BT.numel():
+        if ids.numel() != aux.rows_BT.numel():
             return self._run(ids, mask, group, write)
         try:
             with self._compiled.lent():
@@ -137,8 +137,8 @@ class ModelPasses(InProcessTarget):
         """Run the model's own forward: `write` gets the aux layers' states, the answer is
         returned."""
         with ExitStack() as stack:
-            if isinstance(group, OneRow | WholeRow):
-                stack.enter_context(documents_apart(self.model, group))
+            if isinstance(group, WholeRow):
+                stack.enter_context(documents_apart(self.model))
                 return self._captured(write, ids, None, **group.options())
             # documents need no mask, and without one the causal kernels are faster
             if group is not None and self.skip_masks:
@@ -232,9 +232,7 @@ def fill_alike(one: Way, other: Way, aux_layer_ids: Sequence[int], device: torch
     return bool(error < (1e-4 if aux.result().dtype in (torch.float32, torch.float64) else 3e-2))
 
 
-def one_row_is_exact(
-    target: "HFEagle3TargetModel", row_of: Callable[[Documents, Tensor], Group]
-) -> bool:
+def one_row_is_exact(target: "HFEagle3TargetModel") -> bool:
     """Whether two small documents give the same states in one row as they do alone."""
     documents = Documents((0, 7), (7, 5))
 
@@ -244,7 +242,9 @@ def one_row_is_exact(
 
     return fill_alike(
         as_rows,
-        lambda ids_BT, aux: _fill(target, row_of(documents, ids_BT), ids_BT, aux),
+        lambda ids_BT, aux: _fill(
+            target, whole_row(documents, ids_BT.numel(), device=ids_BT.device), ids_BT, aux
+        ),
         target.aux_layer_ids,
         target._device(),
     )
