@@ -104,16 +104,20 @@ def small_shards(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("processes", "temperature"),
+    ("processes", "shard_rows", "temperature"),
     [
-        (1, 0.7),
-        pytest.param(4, 0.0, marks=pytest.mark.slow),
-        pytest.param(4, 0.7, marks=pytest.mark.slow),
+        (1, 64, 0.7),
+        pytest.param(4, 4, 0.0, marks=pytest.mark.slow),
+        pytest.param(4, 4, 0.7, marks=pytest.mark.slow),
     ],
 )
-def test_ten_kills_lose_and_repeat_nothing(tmp_path, small_shards, processes, temperature):
+def test_ten_kills_lose_and_repeat_nothing(
+    tmp_path, monkeypatch, small_shards, processes, shard_rows, temperature
+):
     """Real processes run the same command. They are killed at random moments, counted in requests
-    and not in time, and replaced."""
+    and not in time, and replaced. One that is killed while it creates a claim is noticed only after
+    a minute."""
+    monkeypatch.setattr(regenerate_module, "_SHARD_ROWS", shard_rows)
     rows = [chat(f"{'never' if i % 40 == 7 else 'row'} {i}", "old", f"and {i}") for i in range(160)]
     data = write(tmp_path / "data.jsonl", [*rows, "{broken"])
     sampling = Sampling(temperature=temperature)
@@ -145,14 +149,14 @@ def test_ten_kills_lose_and_repeat_nothing(tmp_path, small_shards, processes, te
         for _ in range(10):
             due, last = threading.Event(), len(server.requests) + rng.randint(2, 20)
             server.on_request = lambda count, due=due, last=last: due.set() if count >= last else 0
-            assert due.wait(60)
+            assert due.wait(120)
             victim = rng.choice([process for process in team if process.is_alive()])
             os.kill(victim.pid, signal.SIGKILL)
             victim.join()
             assert not out.exists()
             team = [*(process for process in team if process is not victim), begin()]
         for process in team:
-            process.join(60)
+            process.join(120)
     assert [process.exitcode for process in team] == [0] * processes
     assert (outcome.written, outcome.failed.dropped) == (156, 5)
     assert files_of(out) == files_of(whole)
