@@ -64,7 +64,7 @@ docs: $(DOCS)/.ready  ## the pages as a site, in site/; a dead link fails
 
 MINUTES ?= 5
 fuzz: $(READY)  ## spoiled files and messages with new seeds: make fuzz MINUTES=10
-	@$(BIN)/python tests/fuzz/run.py --minutes $(MINUTES)
+	@FUZZ_MINUTES=$(MINUTES) $(BIN)/python -m pytest -q -s -n0 tests/fuzz
 
 browser:  ## Chromium for the report's tests, where apt may install it; without it they are skipped
 	@command -v chromium >/dev/null || command -v google-chrome >/dev/null || \

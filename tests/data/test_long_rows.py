@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from data.chats import chat, write_jsonl
 from fledge.data import mask, sources
 from fledge.data.drops import BadRow
 from fledge.data.mask import MaskedText
@@ -18,11 +19,6 @@ from fledge.data.template import shared_prefix
 from fledge.data.tokenise import Encoder, TokeniseOptions, _mask_tokens, tokenise_part
 
 pytestmark = pytest.mark.slow
-
-
-def chat(*turns):
-    roles = ("user", "assistant")
-    return {"messages": [{"role": roles[i % 2], "content": t} for i, t in enumerate(turns)]}
 
 
 def whole(encoder, text, place):
@@ -50,8 +46,6 @@ def limited(encoder, monkeypatch):
 
     def make(**options):
         monkeypatch.setattr(encoder, "options", TokeniseOptions(**options))
-        only_last = mask.MaskOptions(last_turn_only=encoder.options.last_turn_only)
-        monkeypatch.setattr(encoder, "_mask_options", only_last)
         return encoder
 
     return make
@@ -158,7 +152,7 @@ def test_a_lone_surrogate_anywhere_drops_the_row(smollm2_tokenizer, tmp_path):
     call = {"function": {"name": "f", "arguments": {"k": "f \ud800"}}}
     rows[0]["messages"][1]["tool_calls"] = [call]
     path = tmp_path / "a.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(path, rows)
     tokenizer = type(smollm2_tokenizer).from_pretrained(smollm2_tokenizer.name_or_path)
     tokenizer.chat_template = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
@@ -174,7 +168,7 @@ def test_a_lone_surrogate_anywhere_drops_the_row(smollm2_tokenizer, tmp_path):
 def test_the_batch_size_does_not_change_the_rows(encoder, tmp_path, monkeypatch):
     path = tmp_path / "a.jsonl"
     rows = [chat(f"{i}", "x" * i) if i % 3 else {} for i in range(30)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(path, rows)
     [part] = sources.make_parts([str(path)])
     in_one_batch = tokenise_part(part, encoder)
     monkeypatch.setattr("fledge.data.tokenise._BATCH", 64)

@@ -2,10 +2,11 @@
 
 import pytest
 
+from data import chats
 from fledge.core.errors import BadInput
 from fledge.data.conversation import parse_conversation
 from fledge.data.drops import BadRow
-from fledge.data.mask import MaskOptions, masked_texts
+from fledge.data.mask import masked_texts
 from fledge.data.template import ChatTemplate
 
 CHATML = (
@@ -29,9 +30,7 @@ def template(text):
 
 
 def chat(*turns, **more):
-    roles = ("user", "assistant")
-    messages = [{"role": roles[i % 2], "content": t} for i, t in enumerate(turns)]
-    return parse_conversation({"messages": messages, **more})
+    return parse_conversation(chats.chat(*turns, **more))
 
 
 @pytest.mark.parametrize(
@@ -54,8 +53,7 @@ def test_an_answer_that_repeats_the_question_is_still_found():
 
 
 def test_last_turn_only():
-    options = MaskOptions(last_turn_only=True)
-    [row] = masked_texts(chat("Q1", "A1", "Q2", "A2"), template(CHATML), options)
+    [row] = masked_texts(chat("Q1", "A1", "Q2", "A2"), template(CHATML), last_turn_only=True)
     assert row.supervised() == ["A2<|im_end|>"]
     assert "A1" in row.text
 
@@ -66,14 +64,14 @@ def test_reasoning_can_be_masked():
         {"role": "assistant", "content": "<think>hm\nhm</think>A<think>again</think>B"},
     ]
     conversation = parse_conversation({"messages": messages})
-    [row] = masked_texts(conversation, template(CHATML), MaskOptions(mask_reasoning=True))
+    [row] = masked_texts(conversation, template(CHATML), mask_reasoning=True)
     assert row.supervised() == ["A", "B<|im_end|>"]
 
 
 def test_reasoning_opened_by_the_prompt_is_masked_too():
     prefilled = CHATML.replace("assistant\n' }}{% endif", "assistant\n<think>\n' }}{% endif")
     conversation = chat("Q", "<think>\nhm</think>A")
-    [row] = masked_texts(conversation, template(prefilled), MaskOptions(mask_reasoning=True))
+    [row] = masked_texts(conversation, template(prefilled), mask_reasoning=True)
     assert row.supervised() == ["A<|im_end|>"]
 
 

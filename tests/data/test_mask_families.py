@@ -9,7 +9,7 @@ import pytest
 from data.families import load_template, random_row
 from fledge.data.conversation import parse_conversation
 from fledge.data.drops import BadRow
-from fledge.data.mask import MaskOptions, masked_texts
+from fledge.data.mask import masked_texts
 
 SEEDS = range(60)
 
@@ -110,7 +110,7 @@ def test_plain_template_agrees_with_its_twin(trl_templates, family):
                 continue
             turn = type(conversation)(conversation.messages[: at + 1], conversation.tools)
             try:
-                [row] = masked_texts(turn, plain, MaskOptions(last_turn_only=True))
+                [row] = masked_texts(turn, plain, last_turn_only=True)
             except BadRow as bad:
                 refused.add(bad.reason)
                 break  # the whole row is dropped

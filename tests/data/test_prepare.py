@@ -17,22 +17,13 @@ import pyarrow.parquet as pq
 import pytest
 from filelock import FileLock
 
+from data.chats import numbered, write_jsonl
 from fledge.core.errors import BadInput
 from fledge.data import prepare as prepare_module
 from fledge.data import sources, store
 from fledge.data.prepare import prepare_rows
 from fledge.data.store import TokenRows, part_path
 from fledge.data.tokenise import TokeniseOptions
-
-
-def chat(i):
-    messages = [{"role": "user", "content": f"Say {i}"}, {"role": "assistant", "content": f"{i}!"}]
-    return {"messages": messages}
-
-
-def write_jsonl(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 def answers(rows, tokenizer):
@@ -50,26 +41,10 @@ def prepare(smollm2, tmp_path):
     return run
 
 
-def test_every_kind_of_file_gives_the_same_rows(prepare, smollm2_tokenizer, tmp_path):
-    rows = [chat(i) for i in range(7)]
-    files = tmp_path / "files"
-    files.mkdir()
-    write_jsonl(files / "a.jsonl", rows)
-    (files / "b.json").write_text(json.dumps(rows))
-    (files / "c.json").write_text(json.dumps({"data": rows}))
-    pq.write_table(pa.Table.from_pylist(rows), files / "d.parquet")
-    with gzip.open(files / "e.jsonl.gz", "wt") as handle:
-        handle.write((files / "a.jsonl").read_text())
-    expected = [str(i) for i in range(7)]
-    for path in sorted(files.iterdir()):
-        assert answers(prepare(path), smollm2_tokenizer) == expected, path
-    assert answers(prepare(files), smollm2_tokenizer) == expected * 5  # the whole directory
-
-
 @pytest.mark.parametrize("group", [1, 2, 4, 100])
 def test_parts_of_a_parquet_file_are_independent_of_its_row_groups(tmp_path, group):
     path = tmp_path / "d.parquet"
-    rows = [chat(i) for i in range(11)]
+    rows = [numbered(i) for i in range(11)]
     pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=group)
     parts = sources.make_parts([str(path)], rows_per_part=3)
     placed_rows = [row for part in parts for row in part.rows()]
@@ -80,7 +55,7 @@ def test_parts_of_a_parquet_file_are_independent_of_its_row_groups(tmp_path, gro
 @pytest.mark.parametrize("count", [0, 1, 15, 16, 17, 40, 99])
 def test_files_without_random_access_have_few_parts(tmp_path, count):
     """To read a part of a gzip file or a JSON array, everything before it must be read."""
-    rows = [chat(i) for i in range(count)]
+    rows = [numbered(i) for i in range(count)]
     plain = write_jsonl(tmp_path / "a.jsonl", rows)
     zipped, array = tmp_path / "a.jsonl.gz", tmp_path / "a.json"
     with gzip.open(zipped, "wt") as handle:
@@ -95,7 +70,9 @@ def test_files_without_random_access_have_few_parts(tmp_path, count):
 
 def test_data_set_ids_with_slices(tmp_path):
     """The real datasets library on a local data set, with an id and a slice."""
-    pq.write_table(pa.Table.from_pylist([chat(i) for i in range(9)]), tmp_path / "train.parquet")
+    pq.write_table(
+        pa.Table.from_pylist([numbered(i) for i in range(9)]), tmp_path / "train.parquet"
+    )
     parts = sources._load_dataset(str(tmp_path), "train[2:5]")
     assert [row["messages"][1]["content"] for row in parts] == ["2!", "3!", "4!"]
     assert sources.expand(["org/name:train[:1000]"]) == [("dataset", "org/name", "train[:1000]")]
@@ -125,7 +102,7 @@ def test_bad_sources_are_one_line(prepare, tmp_path, name, content, message):
 
 
 def test_a_second_call_reads_the_cache(prepare, tmp_path):
-    path = write_jsonl(tmp_path / "a.jsonl", [chat(i) for i in range(5)])
+    path = write_jsonl(tmp_path / "a.jsonl", [numbered(i) for i in range(5)])
     progress = []
     first = prepare(path)
     again = prepare(path, on_progress=progress.append)
@@ -136,14 +113,14 @@ def test_a_second_call_reads_the_cache(prepare, tmp_path):
         patch.setattr(sources, "MOST_PARTS", 3)
         assert prepare(path).directory != first.directory
     assert prepare(path, TokeniseOptions(last_turn_only=True)).directory != first.directory
-    write_jsonl(path, [chat(i) for i in range(6)])
+    write_jsonl(path, [numbered(i) for i in range(6)])
     assert prepare(path).directory != first.directory
 
 
 def test_waiting_for_another_process_is_reported(prepare, tmp_path, monkeypatch):
     """Ranks of one run: one tokenizes, the others report that they wait, and then read."""
     monkeypatch.setattr(prepare_module, "_WAIT_S", 0.05)
-    path = write_jsonl(tmp_path / "a.jsonl", [chat(i) for i in range(5)])
+    path = write_jsonl(tmp_path / "a.jsonl", [numbered(i) for i in range(5)])
     [lock] = [
         place.parent / ".lock" for place in prepare(path).directory.parent.glob("*/manifest.json")
     ]
@@ -161,7 +138,7 @@ def test_waiting_for_another_process_is_reported(prepare, tmp_path, monkeypatch)
 
 
 def test_the_number_of_workers_does_not_change_the_rows(prepare, tmp_path):
-    path = write_jsonl(tmp_path / "a.jsonl", [chat(i) for i in range(10)])
+    path = write_jsonl(tmp_path / "a.jsonl", [numbered(i) for i in range(10)])
     one_worker = prepare(path, cache=tmp_path / "one", rows_per_part=3)
     two_workers = prepare(path, cache=tmp_path / "two", workers=2, rows_per_part=3)
     names = sorted(p.name for p in one_worker.directory.glob("part-*"))
@@ -174,7 +151,7 @@ def test_the_number_of_workers_does_not_change_the_rows(prepare, tmp_path):
 
 @pytest.mark.slow
 def test_a_damaged_cache_is_rebuilt(prepare, smollm2_tokenizer, tmp_path):
-    path = write_jsonl(tmp_path / "a.jsonl", [chat(i) for i in range(8)])
+    path = write_jsonl(tmp_path / "a.jsonl", [numbered(i) for i in range(8)])
     rows = prepare(path, rows_per_part=3)
     whole = {p.name: p.read_bytes() for p in rows.directory.glob("part-*")}
     del rows
@@ -202,7 +179,7 @@ def test_a_damaged_cache_is_rebuilt(prepare, smollm2_tokenizer, tmp_path):
 
 def test_an_interrupted_call_is_continued_by_the_next(prepare, smollm2, tmp_path):
     """Ctrl-C in a real process halfway through; its finished parts are kept."""
-    path = write_jsonl(tmp_path / "a.jsonl", [chat(i) for i in range(40)])
+    path = write_jsonl(tmp_path / "a.jsonl", [numbered(i) for i in range(40)])
     script = (
         "import sys; from pathlib import Path\n"
         "from fledge.data import prepare\n"
@@ -233,7 +210,7 @@ def test_an_interrupted_call_is_continued_by_the_next(prepare, smollm2, tmp_path
 @pytest.mark.slow
 def test_workers_exit_when_their_parent_is_killed(prepare, smollm2, tmp_path):
     """They share its stdout: end of file means that all of them have exited."""
-    path = write_jsonl(tmp_path / "a.jsonl", [chat(i) for i in range(40)])
+    path = write_jsonl(tmp_path / "a.jsonl", [numbered(i) for i in range(40)])
     script = (
         "import sys; from pathlib import Path\n"
         "from fledge.data import prepare\n"
@@ -254,7 +231,7 @@ def test_workers_exit_when_their_parent_is_killed(prepare, smollm2, tmp_path):
 
 def test_a_script_without_a_main_guard_gets_an_explanation(smollm2, tmp_path):
     """Its workers would run it again and wait for the lock that their parent holds."""
-    path = write_jsonl(tmp_path / "a.jsonl", [chat(i) for i in range(4)])
+    path = write_jsonl(tmp_path / "a.jsonl", [numbered(i) for i in range(4)])
     script = tmp_path / "script.py"
     script.write_text(
         "import sys; from pathlib import Path\n"
@@ -270,7 +247,7 @@ def test_a_script_without_a_main_guard_gets_an_explanation(smollm2, tmp_path):
 
 
 def test_a_missing_part_is_named(prepare, tmp_path):
-    rows = prepare(write_jsonl(tmp_path / "a.jsonl", [chat(1)]))
+    rows = prepare(write_jsonl(tmp_path / "a.jsonl", [numbered(1)]))
     part_path(rows.directory, 0).unlink()
     with pytest.raises(BadInput, match=r"part-00000\.arrow: .* cannot be opened"):
         TokenRows(rows.directory, 1, rows.drops, rows.fingerprint)
@@ -284,14 +261,14 @@ def test_a_full_loss_mask_is_refused(smollm2, tmp_path):
         "{% for m in messages %}{% if m['role'] == 'assistant' %}{{ m['content'] }}{% endif %}"
     )
     (model / "chat_template.jinja").write_text(template + "{% endfor %}")
-    path = write_jsonl(tmp_path / "a.jsonl", [chat(1)])
+    path = write_jsonl(tmp_path / "a.jsonl", [numbered(1)])
     with pytest.raises(BadInput, match="the loss mask is full"):
         prepare_rows([str(path)], model, workers=1, cache=tmp_path / "cache")
 
 
 def _broken(rng, i):
     """A row broken in one of a dozen ways: (line, reason)."""
-    good = chat(i)
+    good = numbered(i)
     user, answer = good["messages"]
     text = json.dumps(good)
     ways = [
@@ -327,7 +304,7 @@ def test_ten_thousand_rows_with_fifteen_percent_broken(prepare, smollm2_tokenize
             lines.append(line)
         else:
             good.append(str(i))
-            lines.append(json.dumps(chat(i)).encode())
+            lines.append(json.dumps(numbered(i)).encode())
         if rng.random() < 0.01:
             lines.append(b"")  # blank lines are skipped, but count in line numbers
     path.write_bytes(b"\n".join(lines))
@@ -376,7 +353,7 @@ def test_real_chats(smollm2, shared_data, tmp_path):
 
 def test_few_parts_are_mapped_at_a_time(prepare, tmp_path, monkeypatch):
     """Pages of mapped files count as memory, so only a few parts are mapped at once."""
-    path = write_jsonl(tmp_path / "a.jsonl", [chat(i) for i in range(20)])
+    path = write_jsonl(tmp_path / "a.jsonl", [numbered(i) for i in range(20)])
     made = prepare(path, rows_per_part=1)
     size = sum(part_path(made.directory, part).stat().st_size for part in range(20)) / 20
     monkeypatch.setattr(store, "_MAPPED_BYTES", int(3.5 * size))
@@ -404,7 +381,7 @@ def test_parts_with_invalid_content_are_rejected(prepare, tmp_path):
     from fledge.data.store import _SCHEMA, read_record
     from fledge.data.tokenise import checksum
 
-    rows = prepare(write_jsonl(tmp_path / "a.jsonl", [chat(1), chat(2)]))
+    rows = prepare(write_jsonl(tmp_path / "a.jsonl", [numbered(1), numbered(2)]))
     path = part_path(rows.directory, 0)
     record = json.loads(path.with_suffix(".json").read_text())
     assert read_record(rows.directory, 0) == record

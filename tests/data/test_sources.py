@@ -12,19 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from data.chats import numbered
 from fledge.cli import main
 from fledge.core.errors import BadInput
 from fledge.data import sources
 from fledge.data.drops import BadRow
 from fledge.measure.answers import read_prompts
 
-
-def chat(i):
-    messages = [{"role": "user", "content": f"Say {i}"}, {"role": "assistant", "content": f"{i}!"}]
-    return {"messages": messages}
-
-
-ROWS = [chat(i) for i in range(40)]
+ROWS = [numbered(i) for i in range(40)]
 LINES = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
 
 
@@ -39,6 +34,7 @@ FILES = {
     "a.jsonl.gz": gzip.compress(LINES, mtime=0),
     "b.jsonl.gz": gzip.compress(LINES[:999], mtime=0) + gzip.compress(LINES[999:], mtime=0),
     "a.json": json.dumps(ROWS).encode(),
+    "b.json": json.dumps({"data": ROWS}).encode(),
     "a.parquet": parquet(),
     "b.parquet": parquet(compression="none", use_dictionary=False, write_page_checksum=True),
 }

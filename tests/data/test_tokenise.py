@@ -8,6 +8,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from data.chats import chat, write_jsonl
 from fledge.core.errors import BadInput
 from fledge.data.conversation import PAIR, PLAIN_TEXT, UNASKED
 from fledge.data.drops import BadRow, DropReport
@@ -19,11 +20,6 @@ from fledge.data.tokenise import Encoder, TokeniseOptions, tokenise_part
 @pytest.fixture(scope="module")
 def encoder(smollm2_tokenizer):
     return Encoder(smollm2_tokenizer, TokeniseOptions())
-
-
-def chat(*turns):
-    roles = ("user", "assistant")
-    return {"messages": [{"role": roles[i % 2], "content": t} for i, t in enumerate(turns)]}
 
 
 def one_row(encoder, raw):
@@ -167,7 +163,7 @@ def test_notes_about_kept_rows_are_counted(encoder, tmp_path):
     path = tmp_path / "rows.jsonl"
     pair = {"prompt": "Q", "response": "A"}
     rows = [good, unasked, text, unasked, {}, pair]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(path, rows)
     [part] = make_parts([str(path)])
     tokenized = tokenise_part(part, encoder)
     assert tokenized.drops.kept == len(tokenized.rows) == 5

@@ -1,7 +1,6 @@
 """Mutate valid documents at random places into what a hostile or broken writer might produce.
 
-Everything is drawn from a `random.Random`: hypothesis hands one in and shrinks what it draws,
-`make fuzz` seeds one and prints the seed.
+Everything is drawn from a `random.Random`, so that its seed gives the same again.
 """
 
 import copy

@@ -19,7 +19,6 @@ from fledge.core.errors import BadInput
 from fledge.data.prepare import tokenizer_files_fingerprint
 from fledge.models import convert_gguf
 from fledge.models.convert_gguf import convert
-from fledge.models.gguf import check_header
 from fledge.models.resolve import (
     load_config,
     load_model,
@@ -327,7 +326,7 @@ def test_a_full_disk_or_unusable_cache_is_refused(
         local_model(str(file))
 
 
-def overwritten(file: Path, name: bytes, number: int, *, after: int, width: int = 4) -> None:
+def overwritten(file: Path, name: bytes, number: int, *, after: int, width: int) -> None:
     """Overwrite the number that is `after` bytes behind a name in the header."""
     data = bytearray(file.read_bytes())
     at = data.index(name) + len(name) + after
@@ -336,42 +335,33 @@ def overwritten(file: Path, name: bytes, number: int, *, after: int, width: int 
 
 
 @pytest.mark.parametrize(
-    ("name", "number", "after", "width", "told"),
+    ("name", "number", "after", "width"),
     [
-        (b"GGUF", 2**63, 4, 8, "9223372036854775808 tensors"),
-        (b"GGUF", 2**62, 12, 8, "4611686018427387904 keys"),
-        (b"general.name", 2**60, 4, 8, "1152921504606846976 items"),
-        (b"tokenizer.ggml.tokens", 2**50, 8, 8, "1125899906842624 strings"),
-        (b"tokenizer.ggml.token_type", 2**40, 8, 8, "1099511627776 items"),
-        (b"tokenizer.ggml.tokens", 9, 4, 4, "an array of type 9"),
-        (b"token_embd.weight", 2**31, 0, 4, "2147483648 dimensions"),
-        (b"token_embd.weight", 2**50, 4, 8, "ends after the file"),
-        (b"token_embd.weight", 77, 20, 4, "of type 77"),
-        (b"token_embd.weight", 2**60, 24, 8, "ends after the file"),
+        # more tensors, keys, characters, items, dimensions or weights than the file has bytes
+        (b"GGUF", 2**63, 4, 8),
+        (b"GGUF", 2**62, 12, 8),
+        (b"general.name", 2**60, 4, 8),
+        (b"tokenizer.ggml.tokens", 2**50, 8, 8),
+        (b"tokenizer.ggml.token_type", 2**40, 8, 8),
+        (b"token_embd.weight", 2**31, 0, 4),
+        (b"token_embd.weight", 2**50, 4, 8),
+        (b"token_embd.weight", 2**60, 24, 8),
+        # types that there are not
+        (b"tokenizer.ggml.tokens", 9, 4, 4),
+        (b"token_embd.weight", 77, 20, 4),
+        # metadata of another model than that of the tensors
+        (b"llama.block_count", 10**6, 4, 4),
+        (b"llama.block_count", 0, 4, 4),
+        (b"llama.embedding_length", 2**24, 4, 4),
+        (b"llama.feed_forward_length", 2**30, 4, 4),
+        (b"llama.vocab_size", 2**31, 4, 4),
     ],
 )
-def test_a_header_with_absurd_sizes_is_refused(
-    file: Path, name: bytes, number: int, after: int, width: int, told: str
-) -> None:
-    overwritten(file, name, number, after=after, width=width)
-    with pytest.raises(BadInput, match=told) as caught:
-        check_header(file)
-    assert str(file) in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("name", "number"),
-    [
-        (b"llama.block_count", 10**6), (b"llama.block_count", 0),
-        (b"llama.embedding_length", 2**24), (b"llama.feed_forward_length", 2**30),
-        (b"llama.vocab_size", 2**31),
-    ],
-)  # fmt: skip
-def test_metadata_that_contradicts_the_tensors_is_refused(
-    file: Path, tmp_path: Path, name: bytes, number: int
+def test_a_header_that_contradicts_the_file_is_refused(
+    file: Path, tmp_path: Path, name: bytes, number: int, after: int, width: int
 ) -> None:
     """Before any memory is allocated: the largest of these would take exabytes."""
-    overwritten(file, name, number, after=4)
+    overwritten(file, name, number, after=after, width=width)
     for read in (
         lambda: convert(file, tmp_path / "out", name="tiny", dtype="bfloat16"),
         lambda: tokenizer_directory(str(file)),  # does not even build its config

@@ -56,6 +56,7 @@ MaxDrop = Annotated[
 def _options(
     max_length: int | None, overlong: str, last: bool, reasoning: bool, pairs: list[str] | None
 ) -> Any:
+    """The `TokeniseOptions` of the flags that all three verbs have."""
     import yaml
 
     from fledge.data.tokenise import TokeniseOptions
@@ -220,30 +221,31 @@ def stats(
     vocab_size = int(getattr(config, "text_config", config).vocab_size)
     figures = data_stats(rows, vocab_size, pack)
     if as_json:
-        print_json(figures.to_json())
-        return
-    _print_stats(figures, rows)
+        print_json(figures)
+    else:
+        _print_stats(figures)
+        _print_drops(rows.drops)
 
 
-def _print_stats(figures: Any, rows: Any) -> None:
-    packing = f"{counted(figures.packs, 'pack')} of {figures.pack_tokens:,}, "
-    packing += f"{figures.padding_share:.2%} padding"
-    packing += f", {counted(figures.overlong, 'row')} cut" if figures.overlong else ""
+def _print_stats(figures: dict[str, Any]) -> None:
+    count = figures["rows"]
+    packing = f"{counted(figures['packs'], 'pack')} of {figures['pack_tokens']:,}, "
+    packing += f"{figures['padding_share']:.2%} padding"
+    packing += f", {counted(figures['overlong'], 'row')} cut" if figures["overlong"] else ""
     facts = {
-        "rows": f"{figures.rows:,}",
-        "repeated rows": f"{figures.repeated:,}",
-        "tokens": f"{figures.tokens:,}",
-        "supervised": f"{figures.supervised:,} ({figures.supervised_share:.1%})",
-        "answers without their end": f"{figures.truncated:,}",
-        "length": "  ".join(f"{name} {value:,}" for name, value in figures.lengths.items()),
+        "rows": f"{count:,}",
+        "repeated rows": f"{figures['repeated']:,}",
+        "tokens": f"{figures['tokens']:,}",
+        "supervised": f"{figures['supervised']:,} ({figures['supervised_share']:.1%})",
+        "answers without their end": f"{figures['truncated']:,}",
+        "length": "  ".join(f"{name} {value:,}" for name, value in figures["lengths"].items()),
         "packing": packing,
-        "distinct supervised tokens": f"{figures.distinct:,}",
+        "distinct supervised tokens": f"{figures['distinct']:,}",
     }
     out.print(facts_table(facts))
-    _bars("length up to", [(f"{b:,}", n / figures.rows, f"{n:,}") for b, n in figures.histogram])
-    coverage = [(f"{s:,}", share, f"{share:.2%}") for s, share in figures.coverage]
+    _bars("length up to", [(f"{b:,}", n / count, f"{n:,}") for b, n in figures["histogram"]])
+    coverage = [(f"{s:,}", share, f"{share:.2%}") for s, share in figures["coverage"]]
     _bars("draft vocabulary covers", coverage)
-    _print_drops(rows.drops)
 
 
 def _bars(title: str, rows: list[tuple[str, float, str]]) -> None:

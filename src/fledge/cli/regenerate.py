@@ -89,17 +89,15 @@ def regenerate(
     if bool(target) == bool(url):
         raise BadInput("who answers?", fix="give either --target MODEL or --url http://host:port")
     if target:
-        for option, value in (("--extra", extra), ("--model", model)):
-            if value:
-                fix = "give --url, or leave it out"
-                raise BadInput("is for servers", where=option, fix=fix)
+        if extra or model:
+            where, fix = "--extra" if extra else "--model", "give --url, or leave it out"
+            raise BadInput("is for servers", where=where, fix=fix)
         opened = partial(_open_local, target, sampling, batch, dtype, device, trust_remote_code)
     elif ray:
         fix = "leave out --ray: --url may be repeated, and --concurrency raised"
         raise BadInput("servers compute elsewhere already", where="--ray", fix=fix)
     else:
-        arguments = (url or [], model, sampling, concurrency, retries, timeout, extra)
-        opened = partial(_open_servers, *arguments)
+        opened = partial(_servers, url, model, sampling, concurrency, retries, timeout, extra)
     job = partial(
         answer_rows, sources, output.absolute(), sampling, limit=limit or None,
         exclude_truncated=exclude_truncated, patience=max(64, 2 * concurrency),
@@ -190,10 +188,9 @@ def _open_local(
     return LocalModel(loaded, name, sampling, batch)
 
 
-def _open_servers(
-    urls: list[str], model: str, sampling: Any, concurrency: int, retries: int, timeout: float,
-    extra: str,
-) -> Any:  # fmt: skip
+def _servers(
+    urls: Any, model: str, sampling: Any, concurrency: int, retries: int, timeout: float, extra: str
+) -> Any:
     if importlib.util.find_spec("httpx") is None:
         raise BadInput("asking servers needs httpx", fix=install_extra("serve"))
     from fledge.data.chat_servers import ChatServers, HttpOptions

@@ -48,17 +48,14 @@ class Conversation:
 
 def plain_text(row: Any) -> str | None:
     """The text of a row that has only `text`, or None if it may be a conversation."""
-    if not isinstance(row, dict) or looks_like_conversation(row):
+    if not isinstance(row, dict):
+        return None
+    if any(row.get(key) is not None for key in (*MESSAGE_KEYS, *_QUESTIONS)):
         return None
     text = row.get("text")
     if isinstance(text, str) and not text.strip():
         raise BadRow("empty text")
     return text if isinstance(text, str) else None
-
-
-def looks_like_conversation(row: dict[Any, Any]) -> bool:
-    """Whether the row has messages, or at least a question."""
-    return any(row.get(key) is not None for key in (*MESSAGE_KEYS, *_QUESTIONS))
 
 
 def parse_messages(row: Any) -> list[Message]:

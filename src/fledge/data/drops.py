@@ -3,7 +3,7 @@
 What was left out of rows that were kept is reported, too: their notes."""
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from fledge.core.errors import BadInput
@@ -73,8 +73,7 @@ class DropReport:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> "DropReport":
-        tables = (value.get(name, {}) for name in ("counts", "examples", "notes", "noted"))
-        return cls(value["kept"], *map(dict, tables))
+        return cls(**{field.name: value[field.name] for field in fields(cls)})
 
     @classmethod
     def merged(cls, parts: Iterable["DropReport"]) -> "DropReport":

@@ -45,17 +45,6 @@ _REASONING = [
 
 
 @dataclass(frozen=True)
-class MaskOptions:
-    """The user's choices about supervision."""
-
-    last_turn_only: bool = False
-    mask_reasoning: bool = False
-
-
-DEFAULTS = MaskOptions()
-
-
-@dataclass(frozen=True)
 class MaskedText:
     """One row before tokenization: text, supervised spans (ascending, disjoint), and whether the
     last answer was cut short in the data (then its end token is left out of text and spans)."""
@@ -86,23 +75,27 @@ class _Turn:
 
 
 def masked_texts(
-    conversation: Conversation, template: ChatTemplate, options: MaskOptions = DEFAULTS
+    conversation: Conversation,
+    template: ChatTemplate,
+    *,
+    last_turn_only: bool = False,
+    mask_reasoning: bool = False,
 ) -> list[MaskedText]:
     """The rows of one conversation: one, or several when the template rewrites history."""
     messages = conversation.messages
     turn_indices = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    turn_indices = turn_indices[-1:] if options.last_turn_only else turn_indices
+    turn_indices = turn_indices[-1:] if last_turn_only else turn_indices
     _check_size(conversation, len(turn_indices))
     try:
-        last = _render_turn(conversation, turn_indices[-1], template, options)
+        last = _render_turn(conversation, turn_indices[-1], template, mask_reasoning)
     except BadRow:  # report the first turn that fails, not the last
         for i in turn_indices[:-1]:
-            _render_turn(conversation, i, template, options)
+            _render_turn(conversation, i, template, mask_reasoning)
         raise
     unreasoned = last.unreasoned
     shared, turns = [], []  # the last turn's row includes every earlier turn it repeats unchanged
     for i in turn_indices[:-1]:
-        turn = _render_turn(conversation, i, template, options)
+        turn = _render_turn(conversation, i, template, mask_reasoning)
         unreasoned |= turn.unreasoned
         if last.full.startswith(turn.spoken_to):
             shared.append(turn.spans)  # without the text: keeping every turn's would be quadratic
@@ -144,7 +137,7 @@ def _assemble(
 
 
 def _render_turn(
-    conversation: Conversation, index: int, template: ChatTemplate, options: MaskOptions
+    conversation: Conversation, index: int, template: ChatTemplate, mask_reasoning: bool
 ) -> _Turn:
     """Find the bounds of the assistant turn at `messages[index]`, or raise BadRow."""
     messages, tools = conversation.messages[: index + 1], conversation.tools
@@ -167,7 +160,7 @@ def _render_turn(
     spans: list[Span] = [(start, end)]
     if tags is not None:
         spans = [(max(start, a), min(end, b)) for a, b in tags if a < end and b > start]
-    if options.mask_reasoning:
+    if mask_reasoning:
         spans = _subtract(spans, _reasoning_spans(full, start, end))
     reasoning = messages[-1].get("reasoning_content", "").strip().splitlines()
     unreasoned = bool(reasoning) and reasoning[-1].strip() not in full[start:end]

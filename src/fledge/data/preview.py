@@ -3,7 +3,7 @@
 import html
 import itertools
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -48,23 +48,15 @@ class PreviewRow:
 
 def preview_rows(data: list[str], encoder: Encoder, count: int) -> Iterator[PreviewRow]:
     """The first `count` conversations of the data, dropped ones included."""
-    previewed = 0
-    for part in make_parts(data):
-        for place, raw in part.rows():
-            if previewed == count:
-                return
-            previewed += 1
-            yield from _preview(place, raw, encoder)
-
-
-def _preview(place: str, raw: object, encoder: Encoder) -> Iterator[PreviewRow]:
-    try:
-        for text in encoder.texts(raw):
-            row, pieces = encoder.encode_to_show(text, place)
-            yield PreviewRow(place, tuple(pieces), row.truncated, notes=text.notes)
-    except BadRow as bad:
-        reason = f"{bad.reason} ({bad.detail})" if bad.detail else bad.reason
-        yield PreviewRow(place, dropped=reason)
+    rows = itertools.chain.from_iterable(part.rows() for part in make_parts(data))
+    for place, raw in itertools.islice(rows, count):
+        try:
+            for text in encoder.texts(raw):
+                row, pieces = encoder.encode_to_show(text, place)
+                yield PreviewRow(place, tuple(pieces), row.truncated, notes=text.notes)
+        except BadRow as bad:
+            reason = f"{bad.reason} ({bad.detail})" if bad.detail else bad.reason
+            yield PreviewRow(place, dropped=reason)
 
 
 def to_terminal(row: PreviewRow, *, colors: bool = True) -> Text:
@@ -144,57 +136,33 @@ def _token(index: int, piece: tuple[str, bool]) -> str:
 
 
 # --- stats ---------------------------------------------------------------------------------------
-# Statistics of prepared rows that inform a recipe: lengths, supervision, packing, vocabulary.
 
 
+_QUANTILES = {"min": 0, "p10": 10, "p50": 50, "p90": 90, "p99": 99, "max": 100}
 _SIZES = (1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 
 
-@dataclass(frozen=True)
-class DataStats:
-    rows: int
-    tokens: int
-    supervised: int
-    truncated: int  # rows whose last answer is missing its end
-    repeated: int  # rows that repeat an earlier one, token by token
-    lengths: dict[str, int]  # quantiles
-    histogram: list[tuple[int, int]]  # (upper bound of length, rows)
-    pack_tokens: int
-    packs: int
-    padding_share: float
-    overlong: int  # rows longer than a pack
-    coverage: list[tuple[int, float]]  # (draft vocabulary, share of supervised tokens)
-    distinct: int  # number of target tokens that occur among the supervised ones
-    drops: dict[str, Any]
-
-    @property
-    def supervised_share(self) -> float:
-        return self.supervised / self.tokens
-
-    def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "supervised_share": self.supervised_share}
-
-
-def data_stats(rows: TokenRows, vocab_size: int, pack_tokens: int) -> DataStats:
-    lengths = rows.lengths
-    quantiles = {"min": 0, "p10": 10, "p50": 50, "p90": 90, "p99": 99, "max": 100}
-    packing = pack_rows(lengths, pack_tokens)
+def data_stats(rows: TokenRows, vocab_size: int, pack_tokens: int) -> dict[str, Any]:
+    """What informs a recipe about prepared rows: lengths, supervision, packing, vocabulary."""
+    lengths, packing = rows.lengths, pack_rows(rows.lengths, pack_tokens)
     counts_V = count_supervised(rows.flat(), vocab_size)
     bounds = [2**k for k in range(5, int(lengths.max()).bit_length() + 1)]
     binned = np.histogram(lengths, bins=[0, *(bound + 1 for bound in bounds)])[0]
-    return DataStats(
-        rows=len(rows),
-        tokens=rows.tokens,
-        supervised=rows.supervised,
-        truncated=rows.truncated,
-        repeated=repeats(digests(rows)),
-        lengths={name: int(np.percentile(lengths, q)) for name, q in quantiles.items()},
-        histogram=[(bound, int(n)) for bound, n in zip(bounds, binned, strict=True)],
-        pack_tokens=pack_tokens,
-        packs=len(packing.packs),
-        padding_share=packing.padding_share,
-        overlong=packing.cut,
-        coverage=coverage_curve(counts_V, [size for size in _SIZES if size < vocab_size]),
-        distinct=int((counts_V > 0).sum()),
-        drops=rows.drops.to_json(),
-    )
+    return {
+        "rows": len(rows),
+        "tokens": rows.tokens,
+        "supervised": rows.supervised,
+        "truncated": rows.truncated,  # rows whose last answer is missing its end
+        "repeated": repeats(digests(rows)),  # rows that repeat an earlier one, token by token
+        "lengths": {name: int(np.percentile(lengths, q)) for name, q in _QUANTILES.items()},
+        "histogram": list(zip(bounds, binned.tolist(), strict=True)),  # (upper bound, rows)
+        "pack_tokens": pack_tokens,
+        "packs": len(packing.packs),
+        "padding_share": packing.padding_share,
+        "overlong": packing.cut,  # rows longer than a pack
+        # (draft vocabulary, share of supervised tokens)
+        "coverage": coverage_curve(counts_V, [size for size in _SIZES if size < vocab_size]),
+        "distinct": int((counts_V > 0).sum()),  # target tokens among the supervised ones
+        "drops": rows.drops.to_json(),
+        "supervised_share": rows.supervised / rows.tokens,
+    }

@@ -32,11 +32,8 @@ _KINDS: dict[bool, Expected] = {
     True: Table({"tokens": Whole(), "value": Table()}),
     False: Table({"place": Text(), "reason": Text(), "detail": Text()}),
 }
-_FIGURES = ("written", "truncated", "tokens")
-_RESULT = Table(
-    {name: Whole() for name in _FIGURES},
-    optional={"excluded": Whole(), "reasons": Table(), "examples": Table()},
-)
+_FIGURES = ("written", "truncated", "excluded", "tokens")
+_RESULT = Table({**dict.fromkeys(_FIGURES, Whole()), "reasons": Table(), "examples": Table()})
 
 
 @dataclass
@@ -94,7 +91,8 @@ class Shard:
     def refresh(self) -> int:
         """Read what was added since the last call. Returns how many more rows are finished."""
         before = self.finished
-        for self._read, record in journal.read(self.path, _KINDS, start=self._read):  # noqa: B020
+        for position, record in journal.read(self.path, _KINDS, start=self._read):
+            self._read = position
             if record["row"] in self.rows:
                 (self.good if record["good"] else self.failed).add(record["row"])
         self.failed -= self.good
@@ -154,7 +152,8 @@ class JobFiles:
 
     def shards(self) -> list[Path]:
         """The files of the shards that were begun, in the order of the data."""
-        return sorted(self.parts.glob("*-*.jsonl"))
+        digits = 9 * "[0-9]"
+        return sorted(self.parts.glob(f"{digits}-{digits}.jsonl"))
 
     def check(self) -> None:
         """Refuse files of another job before anything is written, claims included."""
@@ -247,10 +246,10 @@ class JobFiles:
         manifest = read_json(self._manifest, Table({"result": _RESULT}), what=what, finite=False)
         self._compare(manifest, self._manifest)
         result = manifest["result"]
-        summary.written, summary.truncated, summary.tokens = (result[name] for name in _FIGURES)
-        summary.excluded = result.get("excluded", 0)
-        counts, examples = result.get("reasons", {}), result.get("examples", {})
-        summary.failed = DropReport(summary.written + summary.excluded, counts, examples)
+        for name in _FIGURES:
+            setattr(summary, name, result[name])
+        kept = summary.written + summary.excluded
+        summary.failed = DropReport(kept, result["reasons"], result["examples"])
 
     def _compare(self, record: dict[str, Any], path: Path) -> None:
         """Refuse the record of a job with other settings."""
@@ -292,8 +291,10 @@ class Onlooker:
     def rows_over(self) -> int:
         """Number of rows that are good, or have failed at least once."""
         for path in self._job.shards():  # none once the job is finished
-            shard = self._shards.setdefault(path, Shard(path))
-            shard.refresh()
+            if path in self._shards:
+                self._shards[path].refresh()
+            else:
+                self._shards[path] = Shard(path)
         return sum(
             len(shard.good | shard.failed | shard.failed_before) for shard in self._shards.values()
         )

@@ -58,9 +58,10 @@ class Part:
             yield f"{self.name}:{index + 1}", row
 
     def _jsonl_rows(self) -> Iterator[Row]:
-        offset = self.start
-        with _reading(self.path, self.first_line) as lines:
-            lines.skip_to(offset)
+        offset, first = self.start, self.first_line
+        with open_binary(self.path) as file, _lines(file, self.path, first) as lines:
+            if offset:  # not at 0: a server may not support seeking
+                lines.seek(offset)
             while offset < self.stop:
                 number = lines.number
                 line, size = lines.next()
@@ -91,9 +92,8 @@ class _Lines:
     def __init__(self, handle: Any, number: int) -> None:
         self._handle, self.number = handle, number
 
-    def skip_to(self, offset: int) -> None:
-        if offset:  # not at 0: a server may not support seeking
-            self._handle.seek(offset)
+    def seek(self, offset: int) -> None:
+        self._handle.seek(offset)
 
     def next(self) -> tuple[bytes | None, int]:
         """The next line (None if it is too long) and its size in bytes, 0 at the end."""
@@ -108,15 +108,8 @@ class _Lines:
 
 
 @contextlib.contextmanager
-def _reading(path: str, line: int = 1) -> Iterator[_Lines]:
-    """The lines of a file, plain or gzip."""
-    with open_binary(path) as file, _lines(file, path, line) as lines:
-        yield lines
-
-
-@contextlib.contextmanager
 def _lines(file: io.BufferedReader, path: str, line: int = 1) -> Iterator[_Lines]:
-    """The lines of an open file; damage is reported as one BadInput."""
+    """The lines of an open file, plain or gzip; damage is reported as one BadInput."""
     name = public_name(path)
     zipped = name.endswith(".gz")
     first_bytes = file.peek(4)[:4] if line == 1 else b""  # only the first part sees the beginning
@@ -221,11 +214,7 @@ def _load_dataset(name: str, split: str) -> Any:
 
     try:
         return datasets.load_dataset(name, split=split or "train")
-    except (
-        OSError,
-        ValueError,
-        DatasetsError,
-    ) as error:  # errors of the hub or about splits
+    except (OSError, ValueError, DatasetsError) as error:  # of the hub, or about splits
         raise BadInput(
             f"cannot load the data set {name!r} ({str(error)[:120]})",
             fix="give a local .jsonl, .json or .parquet file, or check the name and the network",

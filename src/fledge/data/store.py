@@ -34,17 +34,18 @@ _SCHEMA = pa.schema(
 )
 
 _COUNTS, _PLACES = MapOf(Whole()), MapOf(ListOf(Text(), least=1))
-DROPS = Table(
-    {"kept": Whole(), "counts": _COUNTS, "examples": _PLACES},
-    optional={"notes": _COUNTS, "noted": _PLACES},
-)
+_DROPS = Table(
+    {
+        "kept": Whole(), "counts": _COUNTS, "examples": _PLACES, "notes": _COUNTS, "noted": _PLACES,
+    }
+)  # fmt: skip
 _RECORD = Table(
     {
         "crc32": Whole(0, 2**32 - 1),
         "rows": Whole(),
         "tokens": Whole(),
         "supervised": Whole(),
-        "drops": DROPS,
+        "drops": _DROPS,
     }
 )
 

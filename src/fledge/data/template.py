@@ -18,7 +18,7 @@ from fledge.core.errors import BadInput, first_line
 from fledge.data.bounded_jinja import BoundedTemplate, OutOfBounds, Span
 from fledge.data.conversation import Message
 from fledge.data.drops import BadRow
-from fledge.data.tokenizer import TemplateFacts
+from fledge.data.tokenizer import TokenizerFacts
 
 PROBE = "fledgeprobe"
 _TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -76,8 +76,8 @@ class ChatTemplate:
     @classmethod
     def of(cls, tokenizer: Any, options: dict[str, Any] | None = None) -> "ChatTemplate":
         """The template of a Hugging Face tokenizer, or of what is known of one."""
-        known = isinstance(tokenizer, TemplateFacts)
-        facts = tokenizer if known else TemplateFacts.of(tokenizer)
+        known = isinstance(tokenizer, TokenizerFacts)
+        facts = tokenizer if known else TokenizerFacts.of(tokenizer, encoding=False)
         if facts.template is None:
             raise BadInput(
                 "the tokenizer has no chat template",

@@ -1,5 +1,6 @@
 """Conversations -> token ids with a loss mask, part by part, in any process."""
 
+import itertools
 import json
 import re
 import zlib
@@ -15,7 +16,7 @@ from fledge.core.errors import BadInput
 from fledge.core.rows import TokenRow
 from fledge.data.conversation import PLAIN_TEXT, parse_conversation, plain_text
 from fledge.data.drops import CUT, CUT_UNSUPERVISED, TOO_LONG, BadRow, DropReport
-from fledge.data.mask import LONGEST_ROW, MaskedText, MaskOptions, masked_texts
+from fledge.data.mask import LONGEST_ROW, MaskedText, masked_texts
 from fledge.data.sources import Part
 from fledge.data.template import ChatTemplate
 from fledge.data.tokenizer import TokenizerFacts, tokenizer_facts
@@ -55,7 +56,6 @@ class Encoder:
                 fix="add a tokenizer.json (tokenizers library) to the model",
             )
         self.options, self._facts = options, facts
-        self._mask_options = MaskOptions(options.last_turn_only, options.mask_reasoning)
         # Offsets must cover each token's whole text: trimmed ones omit a leading space or newline,
         # and a token at a boundary would land on the wrong side. The ids are not affected.
         spec = json.loads(facts.backend)
@@ -88,7 +88,12 @@ class Encoder:
         plain = plain_text(raw)
         if plain is not None:
             return [self._plain(plain)]
-        return masked_texts(parse_conversation(raw), self.template, self._mask_options)
+        return masked_texts(
+            parse_conversation(raw),
+            self.template,
+            last_turn_only=self.options.last_turn_only,
+            mask_reasoning=self.options.mask_reasoning,
+        )
 
     @cached_property
     def template(self) -> ChatTemplate:
@@ -219,7 +224,7 @@ def tokenise_part(part: Part, encoder: Encoder) -> TokenisedPart:
     rows: list[TokenRow] = []
     for texts, places in _batches(part, encoder, drops):
         notes = {place: text.notes for text, place in zip(texts, places, strict=True)}
-        for place, group in _by_place(encoder.encode(texts, places)):
+        for place, group in itertools.groupby(encoder.encode(texts, places), lambda row: row.place):
             kept, cut, last = [], set(), None
             for row in group:
                 try:
@@ -257,18 +262,6 @@ def _batches(
             yield texts, places
             texts, places, size = [], [], 0
     yield texts, places
-
-
-def _by_place(rows: Sequence[TokenRow]) -> Iterator[tuple[str, list[TokenRow]]]:
-    """Group consecutive rows that came from one conversation."""
-    group: list[TokenRow] = []
-    for row in rows:
-        if group and row.place != group[0].place:
-            yield group[0].place, group
-            group = []
-        group.append(row)
-    if group:
-        yield group[0].place, group
 
 
 def checksum(path: Path) -> int:

@@ -6,7 +6,7 @@ seconds of a core. Its answer does not change until the files or the libraries d
 
 import contextlib
 import hashlib
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -36,49 +36,38 @@ _FACTS = Table(
 
 
 @dataclass(frozen=True)
-class TemplateFacts:
-    """What rendering a conversation takes from a tokenizer."""
+class TokenizerFacts:
+    """What rendering a conversation takes from a tokenizer, and what encoding it does."""
 
     name: str
     template: str | None
     token_names: dict[str, Any]  # those that templates may refer to: bos_token, ...
     special_tokens: list[str]  # all control tokens
+    backend: str | None = None  # the JSON of the tokenizers library; None: not of that library
+    bos: str = ""  # what plain text begins with; may be empty
 
     @classmethod
-    def of(cls, tokenizer: Any) -> Self:
-        """The facts of a Hugging Face tokenizer."""
+    def of(cls, tokenizer: Any, *, encoding: bool = True) -> Self:
+        """The facts of a Hugging Face tokenizer; without `encoding` those of its template only."""
         template = tokenizer.chat_template
         if isinstance(template, dict):
             template = template.get("default")
         added = {str(t) for t in tokenizer.added_tokens_decoder.values() if t.special}
-        return cls(
+        facts = cls(
             name=str(tokenizer.name_or_path),
             template=template if isinstance(template, str) else None,
             token_names=dict(tokenizer.special_tokens_map),
             special_tokens=sorted(added | set(tokenizer.all_special_tokens)),
-            **cls._more(tokenizer),
         )
-
-    @classmethod
-    def _more(cls, tokenizer: Any) -> dict[str, Any]:
-        return {}
-
-
-@dataclass(frozen=True)
-class TokenizerFacts(TemplateFacts):
-    """What encoding takes from it, too."""
-
-    backend: str | None  # the JSON of the tokenizers library; None: not of that library
-    bos: str  # what plain text begins with; may be empty
-
-    @classmethod
-    def _more(cls, tokenizer: Any) -> dict[str, Any]:
+        if not encoding:
+            return facts
         fast = getattr(tokenizer, "is_fast", False)
         first = tokenizer("x")["input_ids"][:1] if tokenizer.bos_token else []
-        return {
-            "backend": tokenizer.backend_tokenizer.to_str() if fast else None,
-            "bos": tokenizer.bos_token if first == [tokenizer.bos_token_id] else "",
-        }
+        return replace(
+            facts,
+            backend=tokenizer.backend_tokenizer.to_str() if fast else None,
+            bos=tokenizer.bos_token if first == [tokenizer.bos_token_id] else "",
+        )
 
 
 @cache

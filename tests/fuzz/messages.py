@@ -3,7 +3,6 @@
 Refused means ValueError, which the server answers with 400; anything else would be a 500.
 """
 
-import pytest
 import torch
 import xxhash
 
@@ -17,8 +16,6 @@ from fledge.target.remote.wire import DIGEST_BYTES
 from fuzz.mutate import mutated_bytes, mutated_header
 from fuzz.survive import Case
 from target.tiny_models import tiny_model
-
-pytestmark = pytest.mark.slow
 
 
 class Body(Case):
@@ -51,11 +48,3 @@ class Body(Case):
             self.target.read(body)
         except ValueError as error:
             raise BadInput(str(error)[:1000]) from error
-
-
-CASES = (Body,)
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_a_body_is_a_question_or_a_400(fuzzed, case):
-    fuzzed(case)

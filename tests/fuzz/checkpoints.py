@@ -3,7 +3,6 @@
 import json
 import shutil
 
-import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -14,12 +13,10 @@ from fledge.training.checkpoint import newest_checkpoint, read_checkpoint
 from fledge.training.runs import checkpoint_state
 from fledge.training.session import resume
 from fledge.training.setup import set_up
+from fuzz.caches import BEFORE
 from fuzz.mutate import json_bytes, mutated_header
 from fuzz.survive import Case
-from fuzz.test_fuzz_caches import BEFORE
 from train.tiny import Notes
-
-pytestmark = pytest.mark.slow
 
 CHECKPOINT = "run/checkpoints/step-00000003"
 
@@ -87,11 +84,3 @@ def _spoil_tensor(tensors, rng):
     )  # fmt: skip
     if rng.random() < 0.3:
         del tensors[key]
-
-
-CASES = (State, Trainer)
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_a_checkpoint_is_valid_or_refused(fuzzed, case):
-    fuzzed(case)

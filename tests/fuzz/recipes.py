@@ -1,14 +1,10 @@
 """Recipes, as files and as overrides."""
 
-import pytest
-
 from fledge.recipe.schema import load_recipe, recipe_shapes
 from fledge.recipe.yaml_text import parse_yaml
+from fuzz.caches import BEFORE
 from fuzz.mutate import HOSTILE, hostile_yaml
 from fuzz.survive import Case
-from fuzz.test_fuzz_caches import BEFORE
-
-pytestmark = pytest.mark.slow
 
 
 class RecipeFile(Case):
@@ -51,11 +47,3 @@ class Override(Case):
 
     def read(self):
         assert load_recipe(None, self.words).to_yaml()
-
-
-CASES = (RecipeFile, Override)
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_a_recipe_is_valid_or_refused(fuzzed, case):
-    fuzzed(case)

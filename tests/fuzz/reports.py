@@ -5,19 +5,15 @@ import io
 import json
 import shutil
 
-import pytest
-
 from fledge.cli import main
 from fledge.core.errors import BadInput
 from fledge.core.files import write_json
 from fledge.core.machine import MACHINE_NAME, describe_machine
 from fledge.recipe.yaml_text import parse_yaml
 from fledge.report.page import gather, render
+from fuzz.caches import BEFORE
 from fuzz.mutate import hostile_yaml, json_bytes
 from fuzz.survive import Case
-from fuzz.test_fuzz_caches import BEFORE
-
-pytestmark = pytest.mark.slow
 
 FIGURES = {
     "target": {"device": "cpu"},
@@ -75,11 +71,3 @@ class Verb(Report):
             [line] = lines
             assert line.startswith("fledge: ")
             raise BadInput(line)
-
-
-CASES = (Report, Verb)
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_a_page_is_rendered_or_refused(fuzzed, case):
-    fuzzed(case)

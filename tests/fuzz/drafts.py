@@ -3,7 +3,6 @@
 import json
 import shutil
 
-import pytest
 import torch
 
 from engines.block_case import DSPARK
@@ -11,11 +10,9 @@ from engines.cases import engine_target, make_draft
 from fledge.formats.export import export_draft
 from fledge.formats.foreign import read_files
 from fledge.methods.registry import load_draft
+from fuzz.caches import BEFORE
 from fuzz.mutate import json_bytes, mutated_header
 from fuzz.survive import Case
-from fuzz.test_fuzz_caches import BEFORE
-
-pytestmark = pytest.mark.slow
 
 DRAFT = BEFORE / "peagle" / "checkpoints" / "step-00000003"
 
@@ -91,11 +88,3 @@ class TorchFile(Case):
     def read(self):
         for tensor in read_files(self.place).tensors.values():
             assert tensor.nbytes < 10**6
-
-
-CASES = (Config, Weights, ForeignConfig, BlockConfig, ForeignBlockConfig, TorchFile)
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_a_draft_is_valid_or_refused(fuzzed, case):
-    fuzzed(case)

@@ -4,16 +4,12 @@ import json
 import shutil
 from pathlib import Path
 
-import pytest
-
 import fledge.target.cache.manifest as manifests
 from fledge.cli.cache import _facts
 from fledge.data.vocab import DraftVocabulary
 from fledge.target.cache.backend import CachedEagle3TargetModel
 from fuzz.mutate import json_bytes, mutated_bytes, mutated_header
 from fuzz.survive import Case
-
-pytestmark = pytest.mark.slow
 
 BEFORE = Path(__file__).parent.parent / "train" / "written_before"
 
@@ -73,11 +69,3 @@ class Vocabulary(Case):
     def read(self):
         vocabulary = DraftVocabulary.load(self.place / "vocabulary.safetensors")
         assert vocabulary.t2d.sum() == vocabulary.size
-
-
-CASES = (Manifest, ShardHeader, ShardBytes, TargetTables, Vocabulary)
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_a_cache_is_valid_or_refused(fuzzed, case):
-    fuzzed(case)

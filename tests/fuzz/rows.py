@@ -2,16 +2,12 @@
 
 import json
 
-import pytest
-
 from fledge.core.errors import BadInput
 from fledge.data.sources import make_parts
 from fledge.data.tokenise import Encoder, TokeniseOptions, tokenise_part
 from fuzz.mutate import json_bytes
 from fuzz.survive import Case
 from train.tiny import make_target
-
-pytestmark = pytest.mark.slow
 
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
 ROWS = (
@@ -73,11 +69,3 @@ class WholeFile(Lines):
             raise BadInput("no rows")
         for part in parts:
             tokenise_part(part, self.encoder).drops.check(0.9)
-
-
-CASES = (Lines, WholeFile)
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_a_row_is_read_or_dropped(fuzzed, case):
-    fuzzed(case)

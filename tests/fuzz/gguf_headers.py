@@ -3,15 +3,11 @@
 import shutil
 import struct
 
-import pytest
-
 from fledge.models.convert_gguf import convert
 from fledge.models.resolve import public_name
 from fuzz.mutate import NUMBERS, mutated_bytes
 from fuzz.survive import Case
 from models.tiny_gguf import tiny_llama, write_gguf
-
-pytestmark = pytest.mark.slow
 
 # Sizes in the metadata, each a 32-bit number after its name and type.
 SIZES = (
@@ -45,11 +41,3 @@ class Header(Case):
         out.mkdir()
         assert "/" not in public_name(str(self.place / "tiny.gguf"))  # not a repository's name
         convert(self.place / "tiny.gguf", out, name="tiny.gguf", dtype="bfloat16")
-
-
-CASES = (Header,)
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_a_gguf_file_is_converted_or_refused(fuzzed, case):
-    fuzzed(case)

@@ -4,8 +4,6 @@ import contextlib
 import json
 import shutil
 
-import pytest
-
 from fledge.core.errors import BadInput
 from fledge.data.dialogue import EndedTask, Reply, Sampling
 from fledge.data.prepare import prepare_rows
@@ -14,8 +12,6 @@ from fledge.data.store import TokenRows, part_path, read_record
 from fuzz.mutate import json_bytes, mutated_bytes
 from fuzz.survive import Case
 from train.tiny import make_chats, make_target
-
-pytestmark = pytest.mark.slow
 
 
 class Parrot:
@@ -101,11 +97,3 @@ class Regenerated(Case):
 
 class Finished(Regenerated):
     patience = 99
-
-
-CASES = (PreparedRows, Regenerated, Finished)
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_a_record_is_valid_or_not_used(fuzzed, case):
-    fuzzed(case)
