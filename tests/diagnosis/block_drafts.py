@@ -18,7 +18,7 @@ LAYERS, MASK = [1, 3, 5], 4
 _SPARK = {"sample_from_anchor": True, "markov_rank": 16, "confidence_head": True}
 
 
-def make_block(target: Path, *, spark=False, fit=60, late=0, **flags) -> BlockDraftModel:
+def make_block(target: Path, kind="dflash", *, fit=60, late=0, **flags) -> BlockDraftModel:
     """A fitted draft. `late`: the number of tokens by which its training features are delayed."""
     backend = HFEagle3TargetModel.from_pretrained(
         target, aux_layer_ids=LAYERS, num_aux_layers=len(LAYERS), device="cpu"
@@ -27,7 +27,7 @@ def make_block(target: Path, *, spark=False, fit=60, late=0, **flags) -> BlockDr
     values = {"block_size": 5, "mask_token_id": MASK, "num_aux_hidden_states": len(LAYERS)}
     config = derive_draft_config(
         backend.model.config, architecture="LlamaForCausalLM", num_hidden_layers=2, qk_norm=True,
-        **values | (_SPARK if spark else {}) | flags,
+        **values | (_SPARK if kind == "dspark" else {}) | flags,
     )  # fmt: skip
     config.aux_layer_ids = list(LAYERS)
     draft = BlockDraftModel(config)

@@ -1,19 +1,37 @@
-"""The drafts of the export tests, and an EAGLE-1 draft."""
+"""The drafts of the export tests, and drafts of the other kinds for the same target."""
 
 import pytest
 
 from export.conftest import answering, place
 
-__all__ = ["answering", "eagle1", "place"]
+__all__ = ["answering", "blocks", "eagle1", "look", "made", "place"]
 
 
 @pytest.fixture(scope="session")
-def eagle1(place):
-    """An EAGLE-1 draft of the same target, stored next to the others."""
+def made(place):
+    """A function: kind -> the directory of a fitted draft in our layout, made on first use."""
+    from block_drafts import make_block
+
     from export.drafts import make_eagle1
 
-    make_eagle1(place / "target").save_pretrained(place / "eagle1")
-    return place / "eagle1"
+    def directory(kind):
+        path, target = place / kind, place / "target"
+        if not path.exists():
+            draft = make_eagle1(target) if kind == "eagle1" else make_block(target, kind)
+            draft.save_pretrained(path)
+        return path
+
+    return directory
+
+
+@pytest.fixture(scope="session")
+def eagle1(made):
+    return made("eagle1")
+
+
+@pytest.fixture(scope="session")
+def blocks(made):
+    return {kind: made(kind) for kind in ("dflash", "dspark")}
 
 
 @pytest.fixture

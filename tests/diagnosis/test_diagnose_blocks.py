@@ -6,56 +6,28 @@ import json
 import pytest
 import torch
 from block_drafts import (
-    LAYERS,
-    LAYOUTS,
-    MASK,
     MODELOPT_NAMES,
     as_modelopt,
     make_block,
     write_block_as,
 )
 from safetensors.torch import save_file
-from test_diagnose_faults import assert_same_files, broken_copy, errors_and_warnings, no_decoding
+from test_diagnose_faults import (
+    assert_same_files,
+    broken_copy,
+    drop,
+    errors_and_warnings,
+    fill,
+    no_decoding,
+)
 
 from export.drafts import files_of
 from fledge.core.errors import BadInput
 from fledge.formats.diagnose import diagnose, write_repaired
-from fledge.formats.export import export_draft
 from fledge.formats.import_draft import import_draft
 from fledge.methods.block.checks import in_halves
 
 W1, W2 = (f"markov_head.markov_w{i}.weight" for i in (1, 2))
-FOREIGN = [(kind, layout) for kind in LAYOUTS for layout in LAYOUTS[kind]]
-
-
-@pytest.fixture(scope="session")
-def blocks(place):
-    """kind -> the directory of a fitted draft in our own layout."""
-    for kind in ("dflash", "dspark"):
-        if not (place / kind).exists():
-            make_block(place / "target", spark=kind == "dspark").save_pretrained(place / kind)
-    return {kind: place / kind for kind in ("dflash", "dspark")}
-
-
-@pytest.mark.parametrize("kind", ["dflash", "dspark"])
-def test_a_healthy_draft_passes(blocks, look, kind):
-    diagnosis = look(blocks[kind])
-    assert diagnosis.healthy, diagnosis.findings
-    assert diagnosis.layout == "fledge"
-    assert not diagnosis.skipped
-    assert diagnosis.score.first > 0.3
-
-
-@pytest.mark.parametrize(("kind", "layout"), FOREIGN)
-def test_other_trainers_drafts_are_healthy_and_import_bit_for_bit(
-    place, blocks, tmp_path, kind, layout
-):
-    foreign = write_block_as(layout, blocks[kind], tmp_path / "foreign")
-    diagnosis = diagnose(foreign, str(place / "target"), answering=no_decoding)
-    assert diagnosis.healthy, diagnosis.findings
-    assert diagnosis.layout == layout
-    import_draft(foreign, tmp_path / "ours", target=str(place / "target"))
-    assert_same_files(tmp_path / "ours", blocks[kind])
 
 
 def write_as_modelopt(ours, out):
@@ -109,19 +81,6 @@ def test_a_head_that_fledge_does_not_have_is_not_dropped(place, blocks, tmp_path
         import_draft(foreign, tmp_path / "ours", target=str(place / "target"))
 
 
-@pytest.mark.parametrize("engine", ["vllm", "sglang", "speculators"])
-@pytest.mark.parametrize("kind", ["dflash", "dspark"])
-def test_exports_are_healthy_and_import_bit_for_bit(place, blocks, tmp_path, kind, engine):
-    target = str(place / "target")
-    out = export_draft(
-        blocks[kind], tmp_path / "out", engine=engine, target=target, without_target=True
-    )
-    diagnosis = diagnose(out, target, answering=no_decoding)
-    assert diagnosis.healthy, diagnosis.findings
-    import_draft(out, tmp_path / "ours", target=target)
-    assert_same_files(tmp_path / "ours", blocks[kind])
-
-
 # --- faults visible in the files -----------------------------------------------------------------
 
 
@@ -135,14 +94,6 @@ def _set(path, value):
     return break_
 
 
-def _drop(*names):
-    return lambda config, tensors: [tensors.pop(name) for name in names]
-
-
-def _transposed(config, tensors):
-    tensors[W1] = tensors[W1].t().contiguous()
-
-
 def _other_order(config, tensors):
     config["dflash_config"]["target_layer_ids"] = [5, 1, 3]
     low, middle, high = tensors["fc.weight"].chunk(3, dim=1)
@@ -154,10 +105,12 @@ def _foreign_tensor(config, tensors):
 
 
 STATIC = {
-    "a lost norm": ("dflash", "dflash", "missing", _drop("hidden_norm.weight"), False),
-    "a lost head": ("dspark", "dspark", "missing", _drop(W2), False),
+    "a lost norm": ("dflash", "dflash", "missing", drop("hidden_norm.weight"), False),
+    "a lost head": ("dspark", "dspark", "missing", drop(W2), False),
     "another draft's tensor": ("dflash", "dflash", "unexpected", _foreign_tensor, False),
-    "a factor on its side": ("dspark", "dspark", "markov-transposed", _transposed, True),
+    "a factor on its side": (
+        "dspark", "dspark", "markov-transposed", fill(W1, torch.t), True,
+    ),
     "ids counted from 1": (
         "dflash", "dflash", "aux-layers", _set("dflash_config.target_layer_ids", [6, 7, 8]), False,
     ),
@@ -288,8 +241,3 @@ def test_neighboring_channels_are_moved_to_halves():
     for name in names:
         assert torch.equal(permuted[name][:4], state[name][0:8:2])
         assert torch.equal(permuted[name][12:], state[name][9:16:2])
-
-
-def test_the_fitted_drafts_have_the_expected_config(blocks):
-    config, _ = files_of(blocks["dflash"])
-    assert (config["aux_layer_ids"], config["mask_token_id"]) == (LAYERS, MASK)

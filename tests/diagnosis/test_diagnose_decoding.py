@@ -5,7 +5,13 @@ import json
 import numpy as np
 import pytest
 import torch
-from test_diagnose_faults import assert_same_files, broken_copy, errors_and_warnings, put
+from test_diagnose_faults import (
+    assert_same_files,
+    broken_copy,
+    errors_and_warnings,
+    put,
+    rope_dropped,
+)
 
 from export.drafts import (
     AUX,
@@ -17,7 +23,7 @@ from export.drafts import (
 )
 from export.layouts import write_as
 from fledge.formats.checks import probe
-from fledge.formats.checks.behaviour import last_normed
+from fledge.formats.checks.behaviour import last_normed, swapped_halves
 from fledge.formats.diagnose import write_repaired
 from fledge.measure.figures import every_slot_length
 from fledge.measure.replay import Text, replay
@@ -27,39 +33,54 @@ from fledge.target.hf.model import HFEagle3TargetModel
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "eagle31", "peagle"])
-@pytest.mark.parametrize("shift", [-1, 1])
-def test_layers_off_by_one_are_measured_and_repaired(place, tmp_path, look, kind, shift):
-    wrong = [layer + shift for layer in AUX]
-    broken = broken_copy(place / kind, tmp_path / "broken", put(aux_layer_ids=wrong))
-    diagnosis = look(broken)
-    assert errors_and_warnings(diagnosis) == {"aux-shifted": "error"}
-    evidence = diagnosis.of("error")[0].evidence
-    assert f"outputs of {wrong}" in evidence
-    assert f"; of {AUX}" in evidence
-    assert diagnosis.score.first < diagnosis.repaired_score.first
-    assert_same_files(write_repaired(diagnosis, tmp_path / "repaired"), place / kind)
+def shifted(by):
+    return put(aux_layer_ids=[layer + by for layer in AUX])
 
 
-@pytest.mark.parametrize("layout", ["speculators", "modelopt"])
-def test_layers_off_by_one_in_foreign_files(place, tmp_path, look, layout):
-    healthy = write_as(layout, place / "eagle3", tmp_path / "healthy", place / "target")
+def shifted_ids(config, tensors):
+    section = config.get("eagle_config", config)
+    ids = section["eagle_aux_hidden_state_layer_ids"]
+    section["eagle_aux_hidden_state_layer_ids"] = [layer + 1 for layer in ids]
 
-    def break_(config, tensors):
-        section = config.get("eagle_config", config)
-        ids = section["eagle_aux_hidden_state_layer_ids"]
-        section["eagle_aux_hidden_state_layer_ids"] = [layer + 1 for layer in ids]
 
+def both_wrong(config, tensors):
+    shifted(1)(config, tensors)
+    config["norm_output"] = False
+
+
+def swap_fc(config, tensors):
+    tensors["fc.weight"] = swapped_halves(tensors["fc.weight"])
+
+
+ERROR, ROPE = "error", {"rope": "warning", "rope-measured": "error"}
+# kind, layout, fault, what is found; the repair restores the healthy files
+MEASURED = [
+    *((kind, "fledge", shifted(by), {"aux-shifted": ERROR})
+      for kind in ("eagle3", "eagle31", "peagle") for by in (-1, 1)),
+    ("eagle3", "speculators", shifted_ids, {"aux-shifted": ERROR}),
+    ("eagle3", "modelopt", shifted_ids, {"aux-shifted": ERROR}),
+    ("eagle31", "fledge", put(norm_output=False), {"norm-output": ERROR}),
+    ("eagle31", "fledge", both_wrong, {"aux-shifted": ERROR, "norm-output": ERROR}),
+    ("eagle31", "specforge", rope_dropped, ROPE),
+    ("eagle1", "eagle1-vllm", rope_dropped, ROPE),
+    ("eagle1", "fledge", swap_fc, {"fc-swapped": ERROR}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "layout", "break_", "found"), MEASURED)
+def test_a_wrong_setting_is_measured_and_repaired(
+    place, made, tmp_path, look, kind, layout, break_, found
+):
+    healthy = made(kind)
+    if layout != "fledge":
+        healthy = write_as(layout, healthy, tmp_path / "healthy", place / "target")
     diagnosis = look(broken_copy(healthy, tmp_path / "broken", break_))
-    assert errors_and_warnings(diagnosis) == {"aux-shifted": "error"}
+    assert errors_and_warnings(diagnosis) == found
+    if "aux-shifted" in found:
+        assert f"; of {AUX}" in diagnosis.of("error")[0].evidence
+    before, after = diagnosis.score.acceptance, diagnosis.repaired_score.acceptance
+    assert before.length < after.length
     assert_same_files(write_repaired(diagnosis, tmp_path / "repaired"), healthy)
-
-
-def test_a_norm_flag_that_contradicts_the_training(place, tmp_path, look):
-    broken = broken_copy(place / "eagle31", tmp_path / "broken", put(norm_output=False))
-    diagnosis = look(broken)
-    assert errors_and_warnings(diagnosis) == {"norm-output": "error"}
-    assert_same_files(write_repaired(diagnosis, tmp_path / "repaired"), place / "eagle31")
 
 
 def test_standard_errors_by_hand():
@@ -77,28 +98,6 @@ def test_a_normed_residual_missing_from_the_config(place, tmp_path, look):
     diagnosis = look(broken_copy(tmp_path / "healthy", tmp_path / "broken", change))
     assert errors_and_warnings(diagnosis) == {"norm-residual": "error"}
     assert_same_files(write_repaired(diagnosis, tmp_path / "repaired"), tmp_path / "healthy")
-
-
-def test_two_wrong_settings_at_once(place, tmp_path, look):
-    wrong = [layer + 1 for layer in AUX]
-    broken = broken_copy(
-        place / "eagle31", tmp_path / "broken", put(aux_layer_ids=wrong, norm_output=False)
-    )
-    diagnosis = look(broken)
-    assert errors_and_warnings(diagnosis) == {"aux-shifted": "error", "norm-output": "error"}
-    assert_same_files(write_repaired(diagnosis, tmp_path / "repaired"), place / "eagle31")
-
-
-def test_dropped_rotary_scaling_in_foreign_files_is_measured(place, tmp_path, look):
-    healthy = write_as("specforge", place / "eagle31", tmp_path / "healthy", place / "target")
-
-    def break_(config, tensors):
-        config["rope_parameters"] = {"rope_type": "default", "rope_theta": 100.0}
-        del config["rope_scaling"]
-
-    diagnosis = look(broken_copy(healthy, tmp_path / "broken", break_))
-    assert errors_and_warnings(diagnosis) == {"rope": "warning", "rope-measured": "error"}
-    assert_same_files(write_repaired(diagnosis, tmp_path / "repaired"), healthy)
 
 
 def test_different_rotary_settings_used_in_training_are_left_alone(place, tmp_path, look):
@@ -139,10 +138,7 @@ def test_states_captured_after_the_final_norm(place, tmp_path, look):
     fit_draft(draft, last_normed(inner), rows, draft.selected_token_ids, draft.t2d, steps=40)
     draft.save_pretrained(tmp_path / "draft")
     diagnosis = look(tmp_path / "draft")
-    assert errors_and_warnings(diagnosis) == {
-        "capture-point": "warning",
-        "capture-measured": "error",
-    }
+    assert errors_and_warnings(diagnosis) == {"capture-measured": "error"}
     assert diagnosis.repaired is None
 
 
@@ -161,14 +157,15 @@ def test_an_estimate_that_decoding_does_not_confirm(place, tmp_path, look):
     assert "98.0%" in diagnosis.of("warning")[0].evidence
 
 
-def test_a_draft_that_accepts_nothing(place, tmp_path, look):
+@pytest.mark.parametrize("kind", ["eagle3", "eagle1"])
+def test_a_draft_that_accepts_nothing(made, tmp_path, look, kind):
     torch.manual_seed(5)
 
     def break_(config, tensors):
         for name in ("fc.weight", "layers.0.mlp.down_proj.weight"):
             tensors[name] = torch.randn_like(tensors[name]) * 3
 
-    diagnosis = look(broken_copy(place / "eagle3", tmp_path / "draft", break_))
+    diagnosis = look(broken_copy(made(kind), tmp_path / "draft", break_))
     assert errors_and_warnings(diagnosis) == {"acceptance": "error"}
     assert "labels or masks" in diagnosis.of("error")[0].fix
 

@@ -412,12 +412,6 @@ def test_a_different_tokenizer_next_to_the_draft(place, tmp_path):
     assert diagnosis.of("error")[0].evidence.startswith("2 of the target's")
 
 
-def test_reading_the_last_layer_is_a_warning(place, tmp_path):
-    broken = broken_copy(place / "eagle3", tmp_path / "draft", put(aux_layer_ids=[1, 3, 7]))
-    diagnosis = diagnose(broken, str(place / "target"), static=True)
-    assert errors_and_warnings(diagnosis) == {"capture-point": "warning"}
-
-
 def test_several_faults_at_once_are_all_repaired(place, tmp_path):
     def break_(config, tensors):
         tensors["d2t"] = _ids(tensors).float()  # absolute ids, and not integers either

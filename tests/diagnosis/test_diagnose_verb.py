@@ -88,10 +88,14 @@ def test_static_does_not_read_the_targets_weights(place, tmp_path):
         ("modelopt", "eagle3", "vllm", {"serving"}),
         ("eagle", "eagle3", "sglang", {"architecture"}),
         ("speculators", "peagle", "sglang", {"serving", "embeddings"}),
+        ("eagle", "eagle1", "vllm", set()),
+        ("eagle", "eagle1", "sglang", {"architecture", "fc-bias"}),
+        ("eagle1-wrapped", "eagle1", "vllm", set()),
+        ("eagle1-wrapped", "eagle1", "sglang", {"serving", "fc-bias"}),
     ],
 )
-def test_an_engines_limits_become_errors(place, tmp_path, layout, kind, engine, faults):
-    foreign = write_as(layout, place / kind, tmp_path / "foreign", place / "target")
+def test_an_engines_limits_become_errors(place, made, tmp_path, layout, kind, engine, faults):
+    foreign = write_as(layout, made(kind), tmp_path / "foreign", place / "target")
     diagnosis = diagnose(foreign, str(place / "target"), engine=engine, answering=no_decoding)
     assert set(errors_and_warnings(diagnosis)) <= faults
     assert faults <= {*errors_and_warnings(diagnosis), "embeddings"}

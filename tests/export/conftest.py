@@ -35,3 +35,32 @@ def answering(place):
         TargetFiles(str(place / "target")), prompts=PROMPTS, max_new_tokens=NEW_TOKENS, device="cpu"
     )
     return lambda facts: loaded
+
+
+@pytest.fixture(scope="session")
+def drafts(tiny_target, tmp_path_factory):
+    """kind -> the directory of a random draft, of every kind that can be exported."""
+    from export import block_cases, export_cases
+
+    root, chains = tmp_path_factory.mktemp("random"), export_cases.KINDS | export_cases.VLLM_ONLY
+    made = {
+        kind: export_cases.make_draft(root / kind.replace("/", ""), tiny_target, **options)
+        for kind, options in chains.items()
+    }
+    blocks = block_cases.KINDS.items()
+    return made | {kind: block_cases.make_block(root / kind, **options) for kind, options in blocks}
+
+
+@pytest.fixture(scope="session")
+def exports(drafts, tiny_target, tmp_path_factory):
+    """(kind, engine) -> every possible export, each of which runs its self-check."""
+    from export.export_cases import CHECK, SERVED
+    from fledge import export_draft
+
+    root, options = tmp_path_factory.mktemp("exports"), {"target": str(tiny_target), "check": CHECK}
+    return {
+        (kind, engine): export_draft(
+            drafts[kind], root / f"{drafts[kind].name}-{engine}", engine=engine, **options
+        )
+        for kind, engine in SERVED
+    }

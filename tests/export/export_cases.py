@@ -7,6 +7,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from export.block_cases import KINDS as BLOCKS
+from fledge.formats.self_check import CheckOptions
 from fledge.methods.eagle3.draft import LlamaEagle3DraftModel
 
 AUX = [0, 1, 3]  # three of the four layers of the tiny target, the last one among them
@@ -21,6 +23,20 @@ VLLM_ONLY = {
     "q/k norms": {"qk_norm": True, "num_hidden_layers": 2},
     "biases": {"attention_bias": True, "mlp_bias": True, "num_hidden_layers": 2},
 }
+# what engines would misread is refused
+REFUSED = {
+    ("peagle", "sglang"): "--engine vllm serves P-EAGLE",
+    **{(kind, engine): "cannot serve a draft with .* or --engine vllm"
+       for kind in VLLM_ONLY for engine in ("sglang", "speculators")},
+    ("dflash, small vocabulary", "sglang"): "reduced head",
+    ("dspark, small vocabulary", "sglang"): "reduced head",
+    ("dflash, causal", "speculators"): "causal blocks",
+    ("dflash, sliding", "speculators"): "sliding layers",
+}  # fmt: skip
+ENGINES = ("vllm", "sglang", "speculators")
+EVERY = [(kind, engine) for kind in (*KINDS, *VLLM_ONLY, *BLOCKS) for engine in ENGINES]
+SERVED = [case for case in EVERY if case not in REFUSED]
+CHECK = CheckOptions(limit=2, max_new_tokens=12)
 
 
 def make_draft(directory, target=None, *, seed=0, aux_layer_ids=INNER, **options) -> Path:

@@ -7,11 +7,13 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
+from export.block_cases import KINDS as BLOCKS
 from export.export_cases import (
     AUX,
+    CHECK,
     INNER,
-    KINDS,
-    VLLM_ONLY,
+    REFUSED,
+    SERVED,
     config_of,
     make_draft,
     rewrite,
@@ -21,41 +23,10 @@ from fledge import export_draft
 from fledge.core.errors import BadInput
 from fledge.formats.codec import in_layer_order
 from fledge.formats.export import read_export_record
-from fledge.formats.reread import TargetSide, reread
-from fledge.formats.self_check import CheckOptions, check_files
+from fledge.formats.reread import TargetSide, differing_flags, differing_tensors, reread
+from fledge.formats.self_check import check_files
 from fledge.methods.eagle3.draft import LlamaEagle3DraftModel
-from fledge.methods.registry import METHODS
-
-CHECK = CheckOptions(limit=2, max_new_tokens=8)
-SERVED = [
-    (kind, engine)
-    for kind in KINDS
-    for engine in ("vllm", "sglang", "speculators")
-    if (kind, engine) != ("peagle", "sglang")
-]
-SERVED += [(kind, "vllm") for kind in VLLM_ONLY]
-
-
-@pytest.fixture(scope="module")
-def drafts(tiny_target, tmp_path_factory):
-    root = tmp_path_factory.mktemp("drafts")
-    kinds = KINDS | VLLM_ONLY
-    return {
-        kind: make_draft(root / kind.replace("/", ""), tiny_target, **kinds[kind]) for kind in kinds
-    }
-
-
-@pytest.fixture(scope="module")
-def exports(drafts, tiny_target, tmp_path_factory):
-    """Every possible export, each of which runs its self-check."""
-    root = tmp_path_factory.mktemp("exports")
-    return {
-        (kind, engine): export_draft(
-            drafts[kind], root / f"{drafts[kind].name}-{engine}", engine=engine,
-            target=str(tiny_target), check=CHECK,
-        )
-        for kind, engine in SERVED
-    }  # fmt: skip
+from fledge.methods.registry import METHODS, load_draft
 
 
 @pytest.fixture(scope="module")
@@ -69,31 +40,41 @@ def side(tiny_target):
 @pytest.mark.parametrize("case", SERVED, ids="-".join)
 def test_files_match_the_draft(exports, drafts, side, case):
     kind, engine = case
-    draft = LlamaEagle3DraftModel.from_pretrained(drafts[kind])
-    served = reread(exports[case], engine, side)
-    assert served.tensors.keys() == draft.state_dict().keys()
-    for name, tensor in draft.state_dict().items():
+    draft, served = load_draft(drafts[kind]), reread(exports[case], engine, side)
+    own = draft.state_dict()
+    rows_of_the_head = {"lm_head.weight"} if kind in BLOCKS and "small" in kind else set()
+    assert served.tensors.keys() == own.keys() | rows_of_the_head
+    for name, tensor in own.items():
         assert torch.equal(tensor, served.tensors[name]), name
     assert served.unread == []
-    reloaded = served.model()
-    aux = torch.randn(3, 96)
-    assert torch.equal(reloaded.project_hidden_states(aux), draft.project_hidden_states(aux))
-    assert reloaded.config.aux_layer_ids == INNER
-    check = read_export_record(exports[case])["self_check"]
-    assert check["tensors"] == len(draft.state_dict())
+    assert differing_flags(draft.config, served.config) == []
+    assert served.config.aux_layer_ids == draft.config.aux_layer_ids
+    record = read_export_record(exports[case])
+    check = record["self_check"]
+    assert check["tensors"] == len(served.tensors)
     assert check["decoded"]["same_as_checkpoint"]
     assert check["decoded"]["prompts"] == 2
     assert check["decoded"]["acceptance_length"] >= 1.0
+    assert record["embeddings"] == "the target's"
+    assert record["num_draft_tokens"] == (4 if "dflash" in kind else 5)
 
 
-@pytest.mark.parametrize("engine", ["sglang", "speculators"])
-@pytest.mark.parametrize("kind", VLLM_ONLY)
-def test_tensors_that_an_engine_does_not_load_are_refused(
-    drafts, tiny_target, tmp_path, kind, engine
-):
-    with pytest.raises(BadInput, match=r"cannot serve a draft with .* or --engine vllm"):
+@pytest.mark.parametrize("case", REFUSED, ids="-".join)
+def test_what_an_engine_would_misread_is_refused(drafts, tiny_target, tmp_path, case):
+    kind, engine = case
+    with pytest.raises(BadInput, match=REFUSED[case]):
         export_draft(drafts[kind], tmp_path / "no", engine=engine, target=str(tiny_target))
     assert not (tmp_path / "no").exists()
+
+
+@pytest.mark.parametrize(
+    "kind", ["peagle", "dflash", "dflash, causal", "dflash, sliding", "dspark"]
+)
+def test_an_export_for_vllm_loads_as_the_original_draft(exports, drafts, kind):
+    original, exported = load_draft(drafts[kind]), load_draft(exports[kind, "vllm"])
+    assert exported.config.aux_layer_ids == original.config.aux_layer_ids
+    assert differing_tensors(original.state_dict(), exported.state_dict()) == []
+    assert differing_flags(original.config, exported.config) == []
 
 
 def test_plain_config(exports):
@@ -173,15 +154,6 @@ def test_the_vocabulary_map_is_an_offset(exports, drafts):
     assert torch.equal(state["d2t"] + torch.arange(90), ids)
     assert torch.equal(state["t2d"].nonzero().flatten(), ids)
     assert "d2t" not in tensors_of(exports["full vocabulary", "sglang"])
-
-
-def test_an_export_for_vllm_loads_as_the_original_draft(exports, drafts):
-    exported = LlamaEagle3DraftModel.from_pretrained(exports["peagle", "vllm"])
-    original = LlamaEagle3DraftModel.from_pretrained(drafts["peagle"])
-    assert exported.config.aux_layer_ids == INNER
-    assert exported.config.parallel_drafting
-    for name, tensor in original.state_dict().items():
-        assert torch.equal(tensor, exported.state_dict()[name]), name
 
 
 ROPES = [
@@ -288,7 +260,6 @@ def test_refusals_leave_no_files(tmp_path, drafts, tiny_target):
         assert list(tmp_path.iterdir()) == []
 
     target = str(tiny_target)
-    attempt("--engine vllm serves P-EAGLE", kind="peagle", engine="sglang", target=target)
     attempt(
         "several layers", kind="eagle3.1", engine="sglang", engine_version="0.5.9", target=target
     )
@@ -412,6 +383,44 @@ BROKEN = [
 ]  # fmt: skip
 
 
+def inside(path, value):
+    """A change of a nested key of config.json, whose detection need not name it."""
+
+    def change(values):
+        *outer, last = path.split(".")
+        for name in outer:
+            values = values[name]
+        values[last] = value
+
+    return change
+
+
+BROKEN += [
+    (kind, engine, "config", inside(path, value), "")
+    for kind, engine, path, value in (
+        ("dflash", "vllm", "dflash_config.target_layer_ids", [1, 3]),
+        ("dflash", "vllm", "dflash_config.mask_token_id", 4),
+        ("dflash", "vllm", "block_size", 6),
+        ("dflash", "vllm", "is_causal", True),
+        ("dflash", "vllm", "is_neox_style", False),
+        ("dflash", "vllm", "num_target_layers", 5),
+        ("dflash", "vllm", IDS, [0, 2]),
+        ("dflash", "sglang", "layer_types", ["sliding_attention"] * 2),
+        ("dflash", "sglang", "rope_parameters.rope_theta", 1e4),
+        ("dflash, causal", "sglang", "is_causal", False),
+        ("dflash, sliding", "vllm", "use_sliding_window", False),
+        ("dflash, sliding", "vllm", "sliding_window", 7),
+        ("dflash", "speculators", "aux_hidden_state_layer_ids", [0, 2]),
+        ("dflash", "speculators", "sliding_window_non_causal", False),
+        ("dspark", "vllm", "sample_from_anchor", False),
+        ("dspark", "vllm", "enable_confidence_head", False),
+        ("dspark", "vllm", "confidence_head_with_markov", False),
+        ("dspark", "vllm", "markov_head_type", "gated"),
+        ("dspark", "speculators", "sample_from_anchor", False),
+    )
+]
+
+
 @pytest.mark.parametrize(
     ("kind", "engine", "what", "change", "named"),
     BROKEN,
@@ -420,11 +429,11 @@ BROKEN = [
 def test_a_broken_file_is_named(exports, drafts, side, tmp_path, kind, engine, what, change, named):
     broken = tmp_path / "export"
     shutil.copytree(exports[kind, engine], broken)
-    model = LlamaEagle3DraftModel.from_pretrained(drafts[kind])
+    model = load_draft(drafts[kind])
     draft = in_layer_order(model.config, model.state_dict())
     check_files(broken, engine, draft, side)
     rewrite(broken, **{what: change})
-    with pytest.raises(BadInput, match=named):
+    with pytest.raises(BadInput, match=named or "self-check"):
         check_files(broken, engine, draft, side)
 
 

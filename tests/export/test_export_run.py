@@ -229,9 +229,7 @@ def test_replay_that_does_not_match_live_rounds():
     wrong = [*rounds[:-2], Round(22, 1, 2)]
     with pytest.raises(BadInput, match="of 20 rounds decoded live only 18"):
         DecodingCheck._check_rounds([Sample([0] * 3, [1] * 21, wrong)], [text])
-    other = Generation(
-        [0] * 3, [2] * 21, rounds=wrong
-    )  # another text (a near tie): nothing to compare
+    other = Generation([0] * 3, [2] * 21, rounds=wrong)  # another text: nothing to compare
     DecodingCheck._check_rounds([Sample([0] * 3, [1] * 21, rounds)], [other])
 
 

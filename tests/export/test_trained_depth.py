@@ -73,16 +73,6 @@ def test_the_depth_is_read_from_speculators_own_keys(draft, kind, tiny_target, t
     assert trained_depth(imported) == {depth_key: depth}
 
 
-@pytest.mark.parametrize("kind", TRAINED)
-def test_older_drafts_load_and_draft_five_tokens(kind, tiny_target, tmp_path):
-    old = make_draft(tmp_path / "draft", tiny_target, **KINDS[kind])
-    assert trained_depth(old) == {}
-    options = {"engine": "vllm", "target": str(tiny_target), "without_target": True}
-    exported = export_draft(old, tmp_path / "exported", **options)
-    assert read_export_record(exported)["num_draft_tokens"] == 5
-    assert trained_depth(exported) == {}
-
-
 @pytest.mark.parametrize("bad", [0, -1, 2.5, "three", True])
 def test_an_invalid_depth_is_refused(bad, tiny_target, tmp_path):
     draft = make_draft(tmp_path / "draft", tiny_target)

@@ -8,7 +8,7 @@ from typer import Argument, Option
 from fledge.cli import options as opt
 from fledge.cli.console import out, plain_table, print_json, quiet_libraries, watching
 from fledge.cli.loading import parse_dtype
-from fledge.core.terminal import counted, marked
+from fledge.core.terminal import counted
 
 EXAMPLE = (
     "Example: fledge export runs/my_draft --engine vllm\n\n"
@@ -84,6 +84,7 @@ def export(
 def _show(written: Path, record: dict[str, Any]) -> None:
     import shlex
 
+    from fledge.formats.card import acceptance_rows
     from fledge.formats.engines import refused_here, serve_command
     from fledge.formats.source import target_here
 
@@ -94,15 +95,8 @@ def _show(written: Path, record: dict[str, Any]) -> None:
         "back, bit for bit"
     )
     lengths = plain_table("acceptance length", "")
-    if check["estimate"] is not None:
-        lengths.add_row("estimated in training", f"{check['estimate']:.3f}")
-    if check["same_rows"] is not None:
-        lengths.add_row("the same rows, from these files", f"{check['same_rows']:.3f}")
-    if decoded := check["decoded"]:
-        same = ", as from the checkpoint" if decoded["same_as_checkpoint"] else ""
-        what = f"{counted(decoded['prompts'], 'held-out prompt')} decoded"
-        lengths.add_row(f"{what}, from every slot", f"{decoded['every_slot_length']:.3f}")
-        lengths.add_row(f"{what}{same}", marked("[bold]{:.3f}[/]", decoded["acceptance_length"]))
+    for what, length in acceptance_rows(check):
+        lengths.add_row(what, f"{length:.3f}")
     if lengths.row_count:
         out.print(lengths)
     for note in check["notes"]:

@@ -108,7 +108,7 @@ def _for_this_vllm(
         return command
     if f"vllm {_FAULTY_ON_CPU}." in (installed_as("vllm") or ""):
         err.say(f"vLLM {_FAULTY_ON_CPU} {_GREEDY_ONLY}", style="yellow")
-        if record.get("objective") == "dflash" and record["shape"]["num_hidden_layers"] > 1:
+        if record["objective"] == "dflash" and record["shape"]["num_hidden_layers"] > 1:
             err.say(f"vLLM {_FAULTY_ON_CPU} {_OTHER_ROUNDS}", style="yellow")
     is_set = "VLLM_CPU_KVCACHE_SPACE" in os.environ
     if is_set or any(flag.startswith(_SPACE_FLAGS) for flag in extra_flags):

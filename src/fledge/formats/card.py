@@ -74,17 +74,19 @@ def _versions(record: Mapping[str, Any]) -> str:
     return f"{text}\n"
 
 
-def _acceptance(check: Mapping[str, Any]) -> str:
-    rows = []
-    if check["estimate"] is not None:
-        rows.append(("estimated in training, on its held-out rows", check["estimate"]))
-    if check["same_rows"] is not None:
-        rows.append(("measured again on the same rows, from these files", check["same_rows"]))
-    decoded = check["decoded"]
-    if decoded is not None:
+def acceptance_rows(check: Mapping[str, Any]) -> list[tuple[str, float]]:
+    """The acceptance lengths that the self-check of an export found, by what was measured."""
+    rows = [("estimated in training, on its held-out rows", check["estimate"])]
+    rows.append(("measured again on the same rows, from these files", check["same_rows"]))
+    if decoded := check["decoded"]:
         what = f"on the target's answers to {counted(decoded['prompts'], 'held-out prompt')}"
         rows.append((f"{what}, from every position", decoded["every_slot_length"]))
         rows.append((f"{what}, tokens per round", decoded["acceptance_length"]))
+    return [(what, length) for what, length in rows if length is not None]
+
+
+def _acceptance(check: Mapping[str, Any]) -> str:
+    rows, decoded = acceptance_rows(check), check["decoded"]
     if not rows:
         return "Not measured: exported without the target.\n"
     table = "\n".join(f"| {name} | {value:.3f} |" for name, value in rows)

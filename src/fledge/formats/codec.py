@@ -8,11 +8,13 @@ The formats of DFlash and DSpark are in `methods/block/formats.py`. Writes no fi
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from fledge.methods.registry import method_of
 from fledge.methods.shared.rotary import rope_parameters
@@ -71,7 +73,8 @@ LLAMA_KEYS = (
     *_LLAMA, *TOKEN_KEYS, "architectures", "model_type", "dtype", "tie_word_embeddings",
     "rope_scaling", "partial_rotary_factor",
 )  # fmt: skip
-_DRAFT = ("draft_vocab_size", "target_hidden_size", "fc_norm", "norm_output")
+# EAGLE-3.1's two norms; the first is of each aux state, before fc.
+NORM_FLAGS: tuple[Feature, Feature] = ("fc_norm", "norm_output")
 # Ours: how many tokens the draft was trained to propose, for exports without their run.
 TRAINED = (
     "num_depths", "down_sample_ratio", "down_sample_ratio_min", "ttt_steps", "draft_tokens",
@@ -96,7 +99,9 @@ def llama_keys(facts: Facts, model_type: str = "llama") -> dict[str, Any]:
 def _plain_keys(facts: Facts) -> dict[str, Any]:
     return {
         **llama_keys(facts),
-        **taken(facts, *_DRAFT, "num_aux_hidden_states"),
+        **taken(
+            facts, "draft_vocab_size", "target_hidden_size", "num_aux_hidden_states", *NORM_FLAGS
+        ),
         **if_set(facts, *TRAINED),
         "architectures": [EAGLE3_CLASS],
         "norm_before_residual": False,
@@ -114,13 +119,10 @@ def _plain_vllm_keys(facts: Facts) -> dict[str, Any]:
     return keys
 
 
-def _eagle1_keys(engine: str) -> Callable[[Facts], dict[str, Any]]:
-    def keys(facts: Facts) -> dict[str, Any]:
-        # the last two are read only by `fledge import`: engines treat both versions alike
-        own = if_set(facts, "eagle_version", "draft_tokens")
-        return {"architectures": [EAGLE1_CLASSES[engine]], **llama_keys(facts), **own}
-
-    return keys
+def _eagle1_keys(facts: Facts, *, engine: str) -> dict[str, Any]:
+    # the last two are read only by `fledge import`: engines treat both versions alike
+    own = if_set(facts, "eagle_version", "draft_tokens")
+    return {"architectures": [EAGLE1_CLASSES[engine]], **llama_keys(facts), **own}
 
 
 def speculators_keys(
@@ -152,20 +154,17 @@ def speculators_keys(
     }
 
 
-def _speculators(kind: str, architecture: str) -> Format:
-    def keys(facts: Facts) -> dict[str, Any]:
-        parallel = kind == "peagle"
-        return {
-            **speculators_keys(facts, kind, architecture, llama_keys(facts)),
-            **taken(facts, "fc_norm", "norm_output"),
-            **if_set(facts, *TRAINED),
-            **(taken(facts, "mask_token_id") if parallel else {}),
-            "norm_before_residual": False,
-            "norm_before_fc": False,
-            "embed_requires_grad": parallel,
-        }
-
-    return Format(f"speculators-{kind}", keys, AUX_KEY, aux_id_offset=1, always_aux_ids=True)
+def _speculators_chain_keys(facts: Facts, *, kind: str, architecture: str) -> dict[str, Any]:
+    parallel = kind == "peagle"
+    return {
+        **speculators_keys(facts, kind, architecture, llama_keys(facts)),
+        **taken(facts, *NORM_FLAGS),
+        **if_set(facts, *TRAINED),
+        **(taken(facts, "mask_token_id") if parallel else {}),
+        "norm_before_residual": False,
+        "norm_before_fc": False,
+        "embed_requires_grad": parallel,
+    }
 
 
 # --- formats -------------------------------------------------------------------------------------
@@ -184,11 +183,17 @@ PLAIN_SGLANG = Format(
         r"^layers\.0\.": "midlayer.",
     },
 )
-SPECULATORS_EAGLE3 = _speculators("eagle3", "Eagle3Speculator")
-SPECULATORS_PEAGLE = _speculators("peagle", "PEagleSpeculator")
-EAGLE1_VLLM = Format("eagle1-vllm", _eagle1_keys("vllm"), ignored=_TARGETS)
+SPECULATORS_EAGLE3, SPECULATORS_PEAGLE = (
+    Format(
+        f"speculators-{kind}",
+        partial(_speculators_chain_keys, kind=kind, architecture=architecture),
+        AUX_KEY, aux_id_offset=1, always_aux_ids=True,
+    )
+    for kind, architecture in (("eagle3", "Eagle3Speculator"), ("peagle", "PEagleSpeculator"))
+)  # fmt: skip
+EAGLE1_VLLM = Format("eagle1-vllm", partial(_eagle1_keys, engine="vllm"), ignored=_TARGETS)
 EAGLE1_SGLANG = Format(
-    "eagle1-sglang", _eagle1_keys("sglang"), ignored=_TARGETS, needs_fc_bias=True
+    "eagle1-sglang", partial(_eagle1_keys, engine="sglang"), ignored=_TARGETS, needs_fc_bias=True
 )
 
 
@@ -211,7 +216,7 @@ class TargetFacts:
 class PlainDraft:
     """A draft's tensors and config, with the aux states in layer order."""
 
-    config: Any
+    config: PretrainedConfig
     tensors: dict[str, Tensor]
 
     @property
@@ -230,7 +235,7 @@ class PlainDraft:
         return PlainDraft(self.config, cast)
 
 
-def in_layer_order(config: Any, tensors: Mapping[str, Tensor]) -> PlainDraft:
+def in_layer_order(config: PretrainedConfig, tensors: Mapping[str, Tensor]) -> PlainDraft:
     """The same draft with its aux layers ascending: engines pass the states in that order."""
     ids: Sequence[int] = config.aux_layer_ids
     state = dict(tensors)
@@ -248,7 +253,7 @@ def sorted_chunks(ids: Sequence[int], state: Mapping[str, Tensor]) -> dict[str, 
     for name in {"fc.weight", "mask_hidden", "input_norm.weight"} & state.keys():
         chunks = state[name].chunk(len(ids), dim=-1)
         changed[name] = torch.cat([chunks[i] for i in order], dim=-1)
-    norms = [f"fc_norm.{i}.weight" for i in range(len(ids))]
+    norms = [f"{NORM_FLAGS[0]}.{i}.weight" for i in range(len(ids))]
     if all(name in state for name in norms):
         changed |= {name: state[norms[i]] for name, i in zip(norms, order, strict=True)}
     return changed
@@ -268,8 +273,7 @@ def draft_features(
     present: dict[Feature, bool] = {
         "parallel drafting": config.parallel_drafting,
         "several layers": config.num_hidden_layers > 1,
-        "fc_norm": config.fc_norm,
-        "norm_output": config.norm_output,
+        **{flag: vars(config)[flag] for flag in NORM_FLAGS},
         "small vocabulary": config.draft_vocab_size < config.vocab_size,
         "trained embeddings": trained_embeddings,
         "chosen aux layers": ids not in (default, [layers]),

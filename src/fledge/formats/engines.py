@@ -11,9 +11,8 @@ from packaging.version import Version
 
 from fledge.core.errors import BadInput
 from fledge.core.install import installed_as
-from fledge.formats.codec import Feature, Format
-from fledge.methods.base import Method
-from fledge.methods.registry import METHODS, method_that_drafts
+from fledge.formats.codec import NORM_FLAGS, Feature, Format
+from fledge.methods.registry import METHODS
 from fledge.models.resolve import public_name
 
 EngineName = Literal["vllm", "sglang", "speculators"]
@@ -78,6 +77,10 @@ class ServingEngine:
         return max([self.oldest, *filter(None, since)], key=Version)
 
 
+def _norm_limits(since: str | None, instead: str) -> tuple[Limit, ...]:
+    return tuple(Limit(flag, since, instead) for flag in NORM_FLAGS)
+
+
 _FROZEN = "train with draft.freeze_embeddings=true, or export with --target-embeddings"
 _NOT_IN_LLAMA = (
     Limit("attention bias", None, "train with draft.attention_bias=false, or --engine vllm"),
@@ -89,8 +92,7 @@ ENGINES: dict[EngineName, ServingEngine] = {
         "vllm", "vLLM", oldest="0.16.0", tested=("0.32.0",),
         limits=(
             Limit("blocks", "0.32.0", "serve with vLLM 0.32"),
-            Limit("fc_norm", "0.32.0", "train without it, or serve with vLLM 0.32"),
-            Limit("norm_output", "0.32.0", "train without it, or serve with vLLM 0.32"),
+            *_norm_limits("0.32.0", "train without it, or serve with vLLM 0.32"),
             Limit("partial rotary", "0.32.0", "serve with vLLM 0.32"),
             Limit("q/k norms", "0.32.0", "train without them, or serve with vLLM 0.32"),
             Limit("fc bias", None, "--engine sglang reads it"),
@@ -105,8 +107,7 @@ ENGINES: dict[EngineName, ServingEngine] = {
             Limit("parallel drafting", None, "--engine vllm serves P-EAGLE"),
             Limit("blocks", "0.5.23", "--engine-version 0.5.23, or --engine vllm"),
             Limit("several layers", "0.5.23", "--engine-version 0.5.23, or --engine vllm"),
-            Limit("fc_norm", "0.5.23", "--engine-version 0.5.23, or --engine vllm"),
-            Limit("norm_output", "0.5.23", "--engine-version 0.5.23, or --engine vllm"),
+            *_norm_limits("0.5.23", "--engine-version 0.5.23, or --engine vllm"),
             Limit("other width", None, "--engine vllm takes a target of another width"),
             Limit("trained embeddings", None, f"it always uses the target's: {_FROZEN}"),
             Limit("last layer", None, "train with target.aux_layer_ids below the last layer"),
@@ -128,9 +129,8 @@ ENGINES: dict[EngineName, ServingEngine] = {
     ),
 }  # fmt: skip
 # vLLM reads the speculators format of P-EAGLE without these two flags.
-SPECULATORS_PEAGLE_LIMITS = (
-    Limit("fc_norm", None, "--engine vllm writes the plain format, which carries it"),
-    Limit("norm_output", None, "--engine vllm writes the plain format, which carries it"),
+SPECULATORS_PEAGLE_LIMITS = _norm_limits(
+    None, "--engine vllm writes the plain format, which carries it"
 )
 
 
@@ -157,12 +157,6 @@ def check_representable(
 ENGINE_MODULES = {"vllm": "vllm", "sglang": "sglang", "speculators": "vllm"}
 
 
-def method_of_record(record: Mapping[str, Any]) -> Method:
-    """The method of an export's draft; older records name only its drafting strategy."""
-    name = record.get("objective")
-    return method_that_drafts(record["method"]) if name is None else METHODS[name]
-
-
 def serve_command(
     record: Mapping[str, Any],
     directory: str,
@@ -179,7 +173,7 @@ def serve_command(
     `named` its public name, if it is not the record's target.
     """
     depth = num_draft_tokens or record["num_draft_tokens"]
-    method = method_of_record(record)
+    method = METHODS[record["objective"]]
     recorded = record["target"]
     own_name = recorded["name"] if target == recorded["served_as"] else target
     flags = _identity_flags(named or own_name, recorded.get("dtype", ""))
@@ -216,7 +210,7 @@ def refused_here(record: Mapping[str, Any]) -> BadInput | None:
     None if it starts, or is not installed."""
     if ENGINE_MODULES[record["engine"]] != "vllm":
         return None
-    method, installed = method_of_record(record), installed_as("vllm") or ""
+    method, installed = METHODS[record["objective"]], installed_as("vllm") or ""
     for version in method.vllm_gpu_only:
         if f"vllm {version}." in installed and on_cpu():
             what = f"vLLM {version} serves {method.title} only on a GPU, and there is none here"

@@ -41,10 +41,10 @@ from fledge.formats.self_check import (
     same_embeddings,
 )
 from fledge.formats.source import (
+    DraftSource,
     dtype_for_engines,
     facts_of_target,
     name_for_engines,
-    named_target,
     note_target,
     read_source,
 )
@@ -89,9 +89,9 @@ def export_draft(
         fix = "give --overwrite to replace it, or another --out"
         raise BadInput("an export is here already", where=str(out), fix=fix)
     job = _Job(
-        Path(source), engine, engine_version, target, dtype, num_draft_tokens, target_embeddings,
-        without_target, device, check or CheckOptions(), watch or (lambda what, at, of: None),
-        trust_remote_code, target_name,
+        read_source(Path(source)), engine, engine_version, target, dtype, num_draft_tokens,
+        target_embeddings, without_target, device, check or CheckOptions(),
+        watch or (lambda what, at, of: None), trust_remote_code, target_name,
     )  # fmt: skip
     try:
         return job.write(out)
@@ -113,7 +113,7 @@ def read_export_record(directory: str | Path) -> dict[str, Any]:
 class _Job:
     """One export: `__post_init__` makes all decisions, `write` carries them out."""
 
-    path: Path
+    source: DraftSource
     engine_name: str
     engine_version: str | None
     target_name: str
@@ -128,7 +128,7 @@ class _Job:
     public_name: str
 
     def __post_init__(self) -> None:
-        self.source = source = read_source(self.path)
+        source = self.source
         if (name := self.engine_name) not in ENGINES:
             fix = nearest(name, list(ENGINES))
             raise BadInput(f"no engine '{name}'", where="--engine", fix=fix)
@@ -188,7 +188,7 @@ class _Job:
             raise
         except BadInput:
             pass
-        return named_target(public)
+        return TargetFacts(public, public.partition("@")[0])  # known only by name
 
     def _check(self, *, trained_embeddings: bool) -> frozenset[Feature]:
         features = draft_features(self.draft, self.target, trained_embeddings=trained_embeddings)

@@ -7,27 +7,30 @@ layers), and returns a draft of ours. Any difference from the exported draft is 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig
+from transformers import LlamaConfig, PretrainedConfig
 
 from fledge.core.errors import BadInput
 from fledge.core.reading import load_tensors, read_json
 from fledge.methods.registry import method_of
+from fledge.methods.shared.config import EAGLE3_FLAGS
 from fledge.methods.shared.draft import DraftModel
 from fledge.methods.shared.rotary import rotary_frequencies
 
 _LLAMA = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps", "max_position_embeddings",
-    "bos_token_id", "eos_token_id", "pad_token_id",
+    "initializer_range", "attention_bias", "mlp_bias", "bos_token_id", "eos_token_id",
+    "pad_token_id",
 )  # fmt: skip
 _EAGLE1_CLASSES = {"vllm": ["EagleLlamaForCausalLM"], "sglang": ["LlamaForCausalLMEagle"]}
 _BLOCK_CLASSES = {"DFlashDraftModel": "dflash", "Qwen3DSparkModel": "dspark"}
+_ALSO_COMPARED = ("max_position_embeddings", "aux_layer_ids", "eagle_version")
 Values = Mapping[str, Any]
 
 
@@ -271,20 +274,18 @@ def _config(llama: Values, outer: Values, *, aux_layer_ids: list[int], **own: An
     rope.setdefault("rope_theta", llama.get("rope_theta", 10000.0))
     settings = {
         **{name: llama[name] for name in _LLAMA if name in llama},
+        **{name: bool(outer.get(name, False)) for name in EAGLE3_FLAGS},
         "rope_parameters": rope,
         "rope_theta": rope["rope_theta"],
         "tie_word_embeddings": False,
         "draft_vocab_size": outer.get("draft_vocab_size", llama["vocab_size"]),
         "target_hidden_size": outer.get("target_hidden_size") or llama["hidden_size"],
         "num_aux_hidden_states": len(aux_layer_ids),
-        "fc_norm": bool(outer.get("fc_norm", False)),
-        "norm_output": bool(outer.get("norm_output", False)),
+        "norm_before_residual": False,  # or it would have been refused
         "parallel_drafting": False,
         "mask_token_id": None,
         "aux_layer_ids": aux_layer_ids,
         "qk_norm": False,
-        "attention_bias": bool(llama.get("attention_bias", False)),
-        "mlp_bias": bool(llama.get("mlp_bias", False)),
     }
     return LlamaConfig(**settings | own)
 
@@ -305,27 +306,15 @@ def differing_tensors(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) 
     return faults
 
 
-_COMPARED = (
-    "vocab_size", "draft_vocab_size", "hidden_size", "target_hidden_size", "intermediate_size",
-    "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act",
-    "rms_norm_eps", "max_position_embeddings", "num_aux_hidden_states", "fc_norm", "norm_output",
-    "parallel_drafting", "mask_token_id", "aux_layer_ids", "eagle_version",
-    "attention_bias", "mlp_bias", "qk_norm",
-    "block_size", "sample_from_anchor", "causal", "sliding_window", "sliding_layers",
-    "markov_rank", "confidence_head",
-)  # fmt: skip
-
-
-def differing_flags(ours: Any, theirs: Any) -> list[str]:
+def differing_flags(ours: PretrainedConfig, theirs: PretrainedConfig) -> list[str]:
     """`name: ours -> theirs` for every setting that decides what the draft computes.
 
     Rotary settings are compared by the frequencies that they result in.
     """
-    faults = [
-        f"{name}: {getattr(ours, name, None)} -> {getattr(theirs, name, None)}"
-        for name in _COMPARED
-        if getattr(ours, name, None) != getattr(theirs, name, None)
-    ]
+    computed_with = fields(method_of(ours).draft_type().config_type)
+    names = [*(field.name for field in computed_with), *_ALSO_COMPARED]
+    pairs = {name: (vars(ours).get(name), vars(theirs).get(name)) for name in names}
+    faults = [f"{name}: {own} -> {their}" for name, (own, their) in pairs.items() if own != their]
     (own, own_scale), (their, their_scale) = rotary_frequencies(ours), rotary_frequencies(theirs)
     if own.shape != their.shape or not torch.equal(own, their) or own_scale != their_scale:
         faults.append("rotary positions: other angles")

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from fledge.core.errors import BadInput
 from fledge.core.files import cache_dir, write_json
@@ -36,7 +37,7 @@ _SERVED_DTYPES = ("float32", "bfloat16", "float16")
 @dataclass(frozen=True)
 class DraftSource:
     directory: Path
-    config: Any
+    config: PretrainedConfig
     tensors: dict[str, Tensor]
     run: Path | None
     recipe: Recipe | None
@@ -63,7 +64,7 @@ class DraftSource:
 
     def draft(self, target: TargetFacts) -> PlainDraft:
         """The draft with its aux layers determined and in ascending order."""
-        if getattr(self.config, "aux_layer_ids", None) is None:
+        if vars(self.config).get("aux_layer_ids") is None:
             ids = list((self.recipe and self.recipe.target.aux_layer_ids) or ())
             if not ids and target.layers is not None:
                 count = self.config.num_aux_hidden_states
@@ -111,11 +112,6 @@ def facts_of_target(name: str, public: str, *, trust_remote_code: bool = False) 
         list(config.architectures or []),
         target_depth(config),
     )
-
-
-def named_target(public: str) -> TargetFacts:
-    """The facts of a target known only by name; engines take its revision as a flag."""
-    return TargetFacts(public, public.partition("@")[0])
 
 
 def name_for_engines(name: str) -> str:

@@ -185,6 +185,8 @@ def check(
 
 def checks_in(*modules: ModuleType) -> dict[str, Check]:
     """The checks of these modules by id, in the order in which they run."""
-    found = [value for module in modules for value in vars(module).values()]
-    found = sorted((c for c in found if isinstance(c, Check)), key=lambda c: LEVELS.index(c.level))
+    values = [value for module in modules for value in vars(module).values()]
+    rows = [value if isinstance(value, list) else [value] for value in values]
+    found = [row for some in rows for row in some if isinstance(row, Check)]
+    found.sort(key=lambda check: LEVELS.index(check.level))
     return {check.id: check for check in found}

@@ -1,9 +1,9 @@
 """Checks by decoding: how much a draft accepts, and whether another reading accepts more."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 from fledge.core.batch import Eagle3TargetBatch
 from fledge.core.rows import TokenBatch
-from fledge.formats.checks.base import Check, Finding, Repair, Subject, check, error, note, warning
-from fledge.formats.checks.probe import DEPTHS, Altered, Answering, Enough, Probe, measured
+from fledge.formats.checks.base import Finding, Repair, Subject, check, error, note, warning
+from fledge.formats.checks.probe import DEPTHS, Altered, Answering, Enough, Probe, Setting
 from fledge.formats.checks.settings import take_rope, target_rope
 from fledge.formats.foreign import DraftFiles
 from fledge.methods.shared.draft import DraftModel
@@ -36,6 +36,11 @@ class Reading:
     fc_swapped: bool = False
     final_norm: bool = False
 
+    @property
+    def inner(self) -> bool:
+        """Whether it is of a draft that reads inner states, not only the last (EAGLE-1)."""
+        return len(self.aux_layer_ids) > 1
+
 
 def swapped_halves(fc_EE: Tensor) -> Tensor:
     """EAGLE-1's fc with the columns for embedding and state swapped."""
@@ -55,23 +60,123 @@ def last_normed(inner: HFEagle3TargetModel) -> Altered:
     return Altered(inner, change)
 
 
+# --- settings ---------------------------------------------------------------------------------
+
+
+def _flag(id: str, flag: str, vary: Callable[[Any, Any], Iterable[Any]], enough: Enough) -> Setting:
+    def value(reading: Reading) -> str:
+        return str(getattr(reading, flag)).lower()
+
+    return Setting(
+        id, f"{flag} set differently than in training", vary,
+        lambda reading: f"{flag} {value(reading)}",
+        lambda right: f"{flag}: {value(right)}",
+        better=value,
+        repair=lambda _, right: partial(DraftFiles.put, key=flag, value=getattr(right, flag)),
+        enough=enough,
+    )  # fmt: skip
+
+
+def _flipped(reading: Reading, flag: str) -> Reading:
+    changed: dict[str, Any] = {flag: not getattr(reading, flag)}
+    return replace(reading, **changed)
+
+
+def _other_norm(probe: "ChainProbe", reading: Reading) -> Iterator[Reading]:
+    if probe.subject.view.method.carries_states and not probe.merges:
+        yield _flipped(reading, "norm_output")
+
+
+def _other_residual(probe: "ChainProbe", reading: Reading) -> Iterator[Reading]:
+    if not probe.merges:
+        yield _flipped(reading, "norm_before_residual")
+
+
+def _swapped_fc(probe: "ChainProbe", reading: Reading) -> Iterator[Reading]:
+    if probe.merges:
+        yield _flipped(reading, "fc_swapped")
+
+
+def _other_side_of_norm(probe: "ChainProbe", reading: Reading) -> Iterator[Reading]:
+    last = probe.subject.target.depth - 1
+    if probe.merges:
+        before_norm = replace(reading, aux_layer_ids=(last,))
+        yield before_norm
+        norm = probe.answering.first.info().final_norm
+        if norm is not None and norm.kind.endswith("RMSNorm"):
+            yield replace(before_norm, final_norm=True)
+    elif last in reading.aux_layer_ids and not reading.last_normed:
+        yield replace(reading, last_normed=True)
+
+
+def _take_target_rope(subject: Subject, _: object) -> Repair | None:
+    rope = target_rope(subject)
+    return None if rope is None else partial(take_rope, rope=rope)
+
+
+def _swap_fc(files: DraftFiles) -> None:
+    files.put_tensor("fc.weight", swapped_halves(files.view.state["fc.weight"]))
+
+
+AUX_SHIFTED = Setting(
+    "aux-shifted", "aux layers one too low or too high, by replay of both",
+    lambda probe, reading: probe.shifted(reading),
+    lambda reading: f"with the outputs of {list(reading.aux_layer_ids)}",
+    lambda right: f"it was trained on {list(right.aux_layer_ids)}: the trainer numbers layers "
+    "differently than the file",
+    better=lambda reading: f"of {list(reading.aux_layer_ids)}",
+    repair=lambda _, right: partial(DraftFiles.put_aux, layer_ids=list(right.aux_layer_ids)),
+    enough=Enough(0.03),  # neighboring layers resemble each other
+)  # fmt: skip
+ROPE_MEASURED = Setting(
+    "rope-measured", "rotary settings with which it accepts less than with the target's",
+    lambda probe, reading: probe.other_rope(reading),
+    lambda reading: "with the file's rotary settings",
+    "write the target's settings",
+    better=lambda reading: "with the target's",
+    repair=_take_target_rope,
+    enough=Enough(0.03),
+)  # fmt: skip
+SETTINGS = (
+    AUX_SHIFTED,
+    # a draft that is hardly trained may gain a little from a normed state
+    _flag("norm-output", "norm_output", _other_norm, Enough(0.5)),
+    # from the second token on it acts like norm_output: only the first token counts
+    _flag("norm-residual", "norm_before_residual", _other_residual, Enough(0.1, depths=1)),
+    ROPE_MEASURED,
+    Setting(
+        "fc-swapped", "EAGLE-1: fc that reads [state; embedding], not the reverse", _swapped_fc,
+        lambda reading: "with fc over [embedding; state], as engines have it",
+        "swap the halves of fc",
+        better=lambda reading: "over [state; embedding]",
+        repair=lambda _, right: _swap_fc,
+        enough=Enough(0.1),
+    ),
+    Setting(
+        "capture-measured", "training on a last state from the other side of the final norm",
+        _other_side_of_norm,
+        lambda reading: "with the last layer's state as engines capture it" if reading.inner
+        else "with the target's last hidden state, which engines capture after its final norm",
+        lambda right: "it was trained on transformers' last hidden state: train on the layer's own "
+        "output" if right.inner
+        else "it was trained on the last layer's own output: train on the state after the norm",
+        better=lambda reading: "after the final norm" if reading.inner
+        else "with the one before it",
+        enough=Enough(0.03),
+    ),
+)  # fmt: skip
+MEASURED = [setting.check() for setting in SETTINGS]
+
+
 class ChainProbe(Probe[Reading]):
-    enough: ClassVar[dict[str, Enough]] = {
-        "aux-shifted": Enough(0.03),  # neighboring layers resemble each other
-        # a draft that is hardly trained may gain a little from a normed state
-        "norm-output": Enough(0.5),
-        # from the second token on it acts like norm_output: only the first token counts
-        "norm-residual": Enough(0.1, depths=1),
-        "rope-measured": Enough(0.03),
-        "capture-measured": Enough(0.03),
-        "fc-swapped": Enough(0.1),
-    }
+    settings = SETTINGS
 
     def __init__(self, subject: Subject, draft: DraftModel, answering: Answering) -> None:
         ids, config = subject.aux_layer_ids, draft.config
         assert ids is not None
         written = Reading(tuple(ids), bool(config.norm_output), bool(config.norm_before_residual))
         super().__init__(subject, draft, answering, written)
+        self.merges = subject.view.merges
         self._written_norm = self.draft.norm_weight
         self._written_fc: Tensor = self.draft.fc.weight.detach()
 
@@ -96,27 +201,9 @@ class ChainProbe(Probe[Reading]):
             weight: Tensor = norm(self._written_fc.new_ones(len(self._written_fc))).to(dtype)
         return weight
 
-    def variants(self, reading: Reading) -> Iterator[tuple[str, Reading]]:
-        variants = self._eagle1_variants if self.subject.view.merges else self._eagle3_variants
-        yield from variants(reading)
-        yield from self.other_rope(reading)
-
-    def _eagle1_variants(self, reading: Reading) -> Iterator[tuple[str, Reading]]:
-        yield "fc-swapped", replace(reading, fc_swapped=not reading.fc_swapped)
-        before_norm = replace(reading, aux_layer_ids=(self.subject.target.depth - 1,))
-        yield "capture-measured", before_norm
-        norm = self.answering.first.info().final_norm
-        if norm is not None and norm.kind.endswith("RMSNorm"):
-            yield "capture-measured", replace(before_norm, final_norm=True)
-
-    def _eagle3_variants(self, reading: Reading) -> Iterator[tuple[str, Reading]]:
-        yield from self.shifted(reading, last_normed=False)
-        if self.subject.view.method.carries_states:
-            yield "norm-output", replace(reading, norm_output=not reading.norm_output)
-        residual = not reading.norm_before_residual
-        yield "norm-residual", replace(reading, norm_before_residual=residual)
-        if self.subject.target.depth - 1 in reading.aux_layer_ids and not reading.last_normed:
-            yield "capture-measured", replace(reading, last_normed=True)
+    def shifted(self, reading: Reading) -> Iterator[Reading]:
+        others = () if self.merges else super().shifted(reading)
+        return (replace(other, last_normed=False) for other in others)
 
     @torch.no_grad()
     def matches_by_offset(self) -> dict[int, float]:
@@ -152,73 +239,6 @@ def _probe(subject: Subject) -> ChainProbe:
 
 
 # --- checks --------------------------------------------------------------------------------------
-
-
-aux_shifted = measured(
-    "aux-shifted", "aux layers one too low or too high, by replay of both",
-    lambda reading: f"with the outputs of {list(reading.aux_layer_ids)}",
-    lambda right: f"it was trained on {list(right.aux_layer_ids)}: the trainer numbers layers "
-    "differently than the file",
-    better=lambda reading: f"of {list(reading.aux_layer_ids)}",
-    repair=lambda _, right: partial(DraftFiles.put_aux, layer_ids=list(right.aux_layer_ids)),
-)  # fmt: skip
-
-
-def _flag(id: str, flag: str) -> Check:
-    def value(reading: Reading) -> str:
-        return str(getattr(reading, flag)).lower()
-
-    return measured(
-        id, f"{flag} set differently than in training",
-        lambda reading: f"{flag} {value(reading)}",
-        lambda right: f"{flag}: {value(right)}",
-        better=value,
-        repair=lambda _, right: partial(DraftFiles.put, key=flag, value=getattr(right, flag)),
-    )  # fmt: skip
-
-
-def _take_target_rope(subject: Subject, _: object) -> Repair | None:
-    rope = target_rope(subject)
-    return None if rope is None else partial(take_rope, rope=rope)
-
-
-def _swap_fc(files: DraftFiles) -> None:
-    files.put_tensor("fc.weight", swapped_halves(files.view.state["fc.weight"]))
-
-
-norm_output = _flag("norm-output", "norm_output")
-norm_residual = _flag("norm-residual", "norm_before_residual")
-rope_measured = measured(
-    "rope-measured", "rotary settings with which it accepts less than with the target's",
-    lambda reading: "with the file's rotary settings",
-    "write the target's settings",
-    better=lambda reading: "with the target's",
-    repair=_take_target_rope,
-)  # fmt: skip
-fc_swapped = measured(
-    "fc-swapped", "EAGLE-1: fc that reads [state; embedding], not the reverse",
-    lambda reading: "with fc over [embedding; state], as engines have it",
-    "swap the halves of fc",
-    better=lambda reading: "over [state; embedding]",
-    repair=lambda _, right: _swap_fc,
-)  # fmt: skip
-
-
-@check("capture-measured", "behavioural", "training on a last state from the other side of the "
-       "final norm")  # fmt: skip
-def capture_measured(subject: Subject) -> Iterator[Finding]:
-    if step := _probe(subject).steps.get("capture-measured"):
-        written, better, fix = (
-            "with the last layer's state as engines capture it", "after the final norm",
-            "it was trained on transformers' last hidden state: train on the layer's own output",
-        )  # fmt: skip
-        if subject.view.merges:
-            written, better, fix = (
-                "with the target's last hidden state, which engines capture after its final norm",
-                "with the one before it",
-                "it was trained on the last layer's own output: train on the state after the norm",
-            )
-        yield error(f"{written}: {step.score}; {better}: {step.better}", fix)
 
 
 @check("labels", "behavioural", "a draft that predicts the token before or after the one it should")

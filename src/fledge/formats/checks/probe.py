@@ -8,7 +8,7 @@ faults do not hide each other.
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
@@ -154,6 +154,34 @@ class Altered(Eagle3TargetBackend):
 R = TypeVar("R", bound=Any)
 
 
+@dataclass(frozen=True)
+class Setting:
+    """A setting that the files may have wrong: a row of a check by decoding, which reports an error
+    if the draft accepts clearly more with another value."""
+
+    id: str
+    looks_for: str
+    vary: Callable[[Any, Any], Iterable[Any]]  # (probe, reading) -> readings that differ in it
+    written: Callable[[Any], str]  # describes the files' reading,
+    fix: str | Callable[[Any], str]
+    better: Callable[[Any], str] | None = None  # and the better one, if in other words
+    repair: Callable[[Subject, Any], Repair | None] | None = None
+    enough: Enough = Enough(0.05)
+
+    def check(self) -> Check:
+        return Check(self.id, "behavioural", self.looks_for, self.repair is not None, self._run)
+
+    def _run(self, subject: Subject) -> Iterator[Finding]:
+        assert subject.probe is not None, "behavioral checks run with a probe"
+        if step := subject.probe.steps.get(self.id):
+            words = (self.better or self.written)(step.after)
+            yield error(
+                f"{self.written(step.before)}: {step.score}; {words}: {step.better}",
+                self.fix if isinstance(self.fix, str) else self.fix(step.after),
+                self.repair and self.repair(subject, step.after),
+            )
+
+
 class Step(NamedTuple, Generic[R]):
     """A change of one setting with which the draft accepts clearly more."""
 
@@ -166,8 +194,7 @@ class Step(NamedTuple, Generic[R]):
 class Probe(ABC, Generic[R]):
     """Scores one draft under every reading of its files that differs in one setting."""
 
-    enough: ClassVar[Mapping[str, Enough]] = {}  # by the id of a check
-    usually_enough: ClassVar[Enough] = Enough(0.05)
+    settings: ClassVar[tuple[Setting, ...]]
 
     def __init__(
         self, subject: Subject, draft: DraftModel, answering: Answering, as_written: R
@@ -187,13 +214,9 @@ class Probe(ABC, Generic[R]):
     def backend(self, reading: R) -> Eagle3TargetBackend:
         """The target with the states that this reading takes."""
 
-    @abstractmethod
-    def variants(self, reading: R) -> Iterator[tuple[str, R]]:
-        """The readings that differ in one setting, each with the id of its check."""
-
     def beats(self, best: Score, score: Score) -> bool:
         """Whether a reading with this score is chosen over the best one so far."""
-        return best.clearly_below(score, self.usually_enough)
+        return best.clearly_below(score, Enough(0.05))
 
     def score(self, reading: R) -> Score:
         if reading not in self._scores:
@@ -210,17 +233,17 @@ class Probe(ABC, Generic[R]):
         config.rope_parameters = rope
         return Rotary(config)
 
-    def shifted(self, reading: R, **others: Any) -> Iterator[tuple[str, R]]:
+    def shifted(self, reading: R) -> Iterator[R]:
         """Readings of the layers one below and one above."""
         for shift in (-1, 1):
             ids = tuple(layer + shift for layer in reading.aux_layer_ids)
             if all(0 <= layer < self.subject.target.depth for layer in ids):
-                yield "aux-shifted", replace(reading, aux_layer_ids=ids, **others)
+                yield replace(reading, aux_layer_ids=ids)
 
-    def other_rope(self, reading: R) -> Iterator[tuple[str, R]]:
+    def other_rope(self, reading: R) -> Iterator[R]:
         rope, expected_rope = own_rope(self.subject), target_rope(self.subject)
         if expected_rope is not None and rope != expected_rope and not reading.target_rope:
-            yield "rope-measured", replace(reading, target_rope=True)
+            yield replace(reading, target_rope=True)
 
     @cached_property
     def steps(self) -> dict[str, Step[R]]:
@@ -239,15 +262,16 @@ class Probe(ABC, Generic[R]):
         Two readings may be nearly equal (a state normed where it leaves one depth or where it
         enters the next), so a later one must beat the earlier one too.
         """
-        better = None
-        for name, other in self.variants(current):
-            if name in done:
+        better: tuple[str, R] | None = None
+        for setting in self.settings:
+            if setting.id in done:
                 continue
-            score, enough = self.score(other), self.enough.get(name, self.usually_enough)
-            if not self.score(current).clearly_below(score, enough):
-                continue
-            if better is None or self.beats(self.score(better[1]), score):
-                better = (name, other)
+            for other in setting.vary(self, current):
+                score = self.score(other)
+                if not self.score(current).clearly_below(score, setting.enough):
+                    continue
+                if better is None or self.beats(self.score(better[1]), score):
+                    better = (setting.id, other)
         return better
 
     @property
@@ -259,28 +283,3 @@ class Probe(ABC, Generic[R]):
     @property
     def best(self) -> Score:
         return self.score(self.best_reading)
-
-
-def measured(
-    id: str,
-    looks_for: str,
-    written: Callable[[Any], str],  # describes the files' reading,
-    fix: str | Callable[[Any], str],
-    *,
-    better: Callable[[Any], str] | None = None,  # and the better one, if in other words
-    repair: Callable[[Subject, Any], Repair | None] | None = None,
-) -> Check:
-    """A check that reports an error if decoding found that another value of a setting accepts
-    clearly more."""
-
-    def run(subject: Subject) -> Iterator[Finding]:
-        assert subject.probe is not None, "behavioral checks run with a probe"
-        if step := subject.probe.steps.get(id):
-            words = (better or written)(step.after)
-            yield error(
-                f"{written(step.before)}: {step.score}; {words}: {step.better}",
-                fix if isinstance(fix, str) else fix(step.after),
-                repair and repair(subject, step.after),
-            )
-
-    return Check(id, "behavioural", looks_for, repair is not None, run)

@@ -313,14 +313,7 @@ def rope(subject: Subject) -> Iterator[Finding]:
         for key in sorted({*draft, *target})
         if draft.get(key) != target.get(key)
     ]
-    reasons = {
-        "rope_type": "its scaling was dropped or changed",
-        "partial_rotary_factor": "the share of rotated channels was dropped or changed",
-    }
-    why = next(
-        (reasons[key] for key in reasons if draft.get(key) != target.get(key)), "another base"
-    )
-    evidence = f"{why}: {', '.join(differing)}"
+    evidence = f"its positions are not the target's: {', '.join(differing)}"
     if subject.view.layout.name == "fledge":
         fix = "drafts of fledge use their target's rotary settings: write those"
         yield error(evidence, fix, partial(take_rope, rope=target))

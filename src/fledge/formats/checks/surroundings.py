@@ -72,17 +72,6 @@ def aux_order(subject: Subject) -> Iterator[Finding]:
         )
 
 
-@check("capture-point", "static", "an aux layer whose state some trainers capture after the norm")
-def capture_point(subject: Subject) -> Iterator[Finding]:
-    ids, last = subject.aux_layer_ids, subject.target.depth - 1
-    if ids is not None and last in ids and not subject.view.merges:
-        yield warning(
-            f"layer {last} is the target's last: transformers returns its state after the final "
-            "norm, engines before it",
-            fix="train on the state before the norm (capture-measured compares them)",
-        )
-
-
 @check("tokenizer", "static", "a tokenizer beside the draft that is not the target's")
 def tokenizer(subject: Subject) -> Iterator[Finding]:
     target_tokenizer = subject.target.tokenizer

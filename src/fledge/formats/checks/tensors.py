@@ -95,14 +95,6 @@ def fits(shape: tuple[int, ...], expected: tuple[int | None, ...]) -> bool:
 # --- tensors --------------------------------------------------------------------------------------
 
 
-# Tensors that EAGLE-1 does not use, and what they suggest.
-_WHY_EXTRA = {
-    "layers.0.input_layernorm.weight": "EAGLE-1's first layer reads fc's output as it is: was the "
-    "draft trained with a norm there?",
-    "norm.weight": "EAGLE-1 has no output norm: it predicts states after the target's final norm",
-    "d2t": "EAGLE-1 uses the target's whole vocabulary: a smaller one needs EAGLE-3",
-    "t2d": "EAGLE-1 uses the target's whole vocabulary: a smaller one needs EAGLE-3",
-}
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -249,11 +241,10 @@ def unexpected(subject: Subject) -> Iterator[Finding]:
             repair=partial(drop_tensors, doomed=view.junk),
         )
     if extra := unknown_names(subject):
-        generic_fix = "is it another kind of draft, or one with biases?"
         yield error(
             f"{counted(len(extra), 'tensor')} that no {view.method.title} draft has: "
             f"{_first_few(extra)}; vLLM refuses them, SGLang skips them",
-            fix=_WHY_EXTRA.get(subject.view.own_name(extra[0]), generic_fix),
+            fix="is it another kind of draft, or one with biases?",
         )
     if view.merges and (head := view.names.get("lm_head.weight")):
         evidence = f"{head}: an EAGLE-1 draft has no head, SGLang skips it, vLLM refuses the file"

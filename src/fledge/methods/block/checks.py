@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -23,7 +22,8 @@ from fledge.formats.checks.base import (
     error,
     wrong_key,
 )
-from fledge.formats.checks.probe import Altered, Answering, Enough, Probe, Score, measured
+from fledge.formats.checks.behaviour import AUX_SHIFTED, ROPE_MEASURED
+from fledge.formats.checks.probe import Altered, Answering, Enough, Probe, Score, Setting
 from fledge.formats.codec import set_path
 from fledge.formats.foreign import DraftFiles
 from fledge.methods.block.foreign import BlockView
@@ -141,7 +141,7 @@ class BlockReading:
     """One way to read the files."""
 
     aux_layer_ids: tuple[int, ...]
-    mask_token_id: int
+    mask: int
     block_size: int
     from_anchor: bool  # slot 0 predicts the first token
     causal: bool
@@ -149,77 +149,6 @@ class BlockReading:
     interleaved: bool = False  # rotary pairs channels 2i and 2i + 1
     target_rope: bool = False
     factors_swapped: bool = False  # of the Markov head
-
-
-class BlockProbe(Probe[BlockReading]):
-    """Readings differ in the source of the features, the mask token, the slot that predicts the
-    first token, the rotary settings, the size of blocks and their attention direction, and the
-    order of the Markov head's factors."""
-
-    enough: ClassVar[dict[str, Enough]] = {
-        "block-direction-measured": Enough(0.03),
-        "block-size-measured": Enough(0.1),
-    }
-
-    def __init__(self, subject: Subject, draft: DraftModel, answering: Answering) -> None:
-        config = draft.config
-        written = BlockReading(
-            tuple(config.aux_layer_ids), config.mask_token_id, config.block_size,
-            config.sample_from_anchor, config.causal,
-        )  # fmt: skip
-        super().__init__(subject, draft, answering, written)
-        self.draft.borrow_from(answering.first)
-        self._state = {name: tensor.clone() for name, tensor in self.draft.state_dict().items()}
-
-    def backend(self, reading: BlockReading) -> Eagle3TargetBackend:
-        backend = self.answering.backend(reading.aux_layer_ids)
-        return late(backend, reading.late) if reading.late else backend
-
-    def beats(self, best: Score, score: Score) -> bool:
-        return bool(score.accepted_S.mean() > best.accepted_S.mean())
-
-    def apply(self, reading: BlockReading) -> None:
-        self.draft.spec = replace(
-            self.draft.spec, mask_token_id=reading.mask_token_id, block_size=reading.block_size,
-            sample_from_anchor=reading.from_anchor, causal=reading.causal,
-        )  # fmt: skip
-        self.draft.rotary = self.rotary(reading)
-        state = dict(self._state)
-        if reading.interleaved:
-            state |= in_halves(state, self.draft.spec.head_dim)
-        if reading.factors_swapped:
-            state |= {_W1: state[_W2], _W2: state[_W1]}
-        self.draft.load_state_dict(state)
-
-    def variants(self, reading: BlockReading) -> Iterator[tuple[str, BlockReading]]:
-        yield from self.shifted(reading)
-        for by in (-1, 1):
-            yield "context-shifted", replace(reading, late=by)
-        yield "slot-shifted", replace(reading, from_anchor=not reading.from_anchor)
-        yield "rotary-layout", replace(reading, interleaved=not reading.interleaved)
-        yield from self.other_rope(reading)
-        for token in self._mask_candidates:
-            yield "mask-measured", replace(reading, mask_token_id=token)
-        yield "block-direction-measured", replace(reading, causal=not reading.causal)
-        for size in (2 * reading.block_size, reading.block_size // 2):
-            if 2 < size <= 64:
-                yield "block-size-measured", replace(reading, block_size=size)
-        if _W1 in self._state and self._state[_W1].shape == self._state[_W2].shape:
-            swapped = not reading.factors_swapped
-            yield "markov-swapped", replace(reading, factors_swapped=swapped)
-
-    @cached_property
-    def _mask_candidates(self) -> list[int]:
-        """Tokens that trainers commonly use as the mask token, except the one in the files."""
-        tokenizer, full = self.subject.target.tokenizer, self.subject.vocab_size
-        candidates: list[int | None] = [full - 1, 0]
-        if tokenizer is not None:
-            names = ("mask_token_id", "pad_token_id", "unk_token_id", "eos_token_id")
-            candidates += [getattr(tokenizer, name, None) for name in names]
-            with suppress(BadInput):
-                candidates.append(choose_mask_token_id(tokenizer, full))
-        valid = [i for i in dict.fromkeys(candidates) if i is not None and 0 <= i < full]
-        return [i for i in valid if i != self.as_written.mask_token_id]
 
 
 def late(inner: HFEagle3TargetModel, by: int) -> Altered:
@@ -244,7 +173,7 @@ def in_halves(state: dict[str, Tensor], channels: int) -> dict[str, Tensor]:
     return permuted
 
 
-# --- checks by decoding --------------------------------------------------------------------------
+# --- settings ------------------------------------------------------------------------------------
 
 
 def _anchor(subject: Subject, right: BlockReading) -> Repair | None:
@@ -264,46 +193,121 @@ def _swap_factors(files: DraftFiles) -> None:
     files.put_tensor(_W2, w1)
 
 
-context_shifted = measured(
-    "context-shifted", "DFlash, DSpark: features trained at the wrong token",
-    lambda reading: f"with the features of token t at t{reading.late:+d}" if reading.late
-    else "with the features of token t at t, as engines place them",
-    "the context was off by one in training: train again",
+def _other_sizes(probe: "BlockProbe", reading: BlockReading) -> Iterator[BlockReading]:
+    for size in (2 * reading.block_size, reading.block_size // 2):
+        if 2 < size <= 64:
+            yield replace(reading, block_size=size)
+
+
+def _other_factors(probe: "BlockProbe", reading: BlockReading) -> Iterator[BlockReading]:
+    state = probe.state
+    if _W1 in state and state[_W1].shape == state[_W2].shape:
+        yield replace(reading, factors_swapped=not reading.factors_swapped)
+
+
+SETTINGS = (
+    AUX_SHIFTED,
+    Setting(
+        "context-shifted", "DFlash, DSpark: features trained at the wrong token",
+        lambda _, reading: (replace(reading, late=by) for by in (-1, 1)),
+        lambda reading: f"with the features of token t at t{reading.late:+d}" if reading.late
+        else "with the features of token t at t, as engines place them",
+        "the context was off by one in training: train again",
+    ),
+    Setting(
+        "slot-shifted", "DFlash, DSpark: the first token read from the wrong slot",
+        lambda _, reading: [replace(reading, from_anchor=not reading.from_anchor)],
+        lambda reading: f"first token from slot {0 if reading.from_anchor else 1}",
+        "its slots predict other tokens than engines assume: sample_from_anchor, or, for "
+        "DFlash, labels one place off in training",
+        repair=_anchor,
+    ),
+    Setting(
+        "rotary-layout", "DFlash, DSpark: rotary pairs of neighboring channels, not halves",
+        lambda _, reading: [replace(reading, interleaved=not reading.interleaved)],
+        lambda reading: "with neighboring channels paired" if reading.interleaved
+        else "with halves paired, as engines do",
+        "permute q_proj, k_proj and their norms",
+        repair=lambda _, right: _permute,
+    ),
+    ROPE_MEASURED,
+    Setting(
+        "mask-measured", "DFlash, DSpark: another placeholder than in training",
+        lambda probe, reading: (replace(reading, mask=token) for token in probe.mask_candidates),
+        lambda reading: f"with token {reading.mask} as the placeholder",
+        "write the id that it was trained with",
+        repair=lambda _, right: partial(DraftFiles.put_mask, token=right.mask),
+    ),
+    Setting(
+        "block-direction-measured", "DFlash, DSpark: causal or two-way blocks, unlike in training",
+        lambda _, reading: [replace(reading, causal=not reading.causal)],
+        lambda reading: f"with {'causal' if reading.causal else 'two-way'} blocks",
+        "set is_causal (vLLM, SGLang) as in training",
+        enough=Enough(0.03),
+    ),
+    Setting(
+        "block-size-measured", "DFlash, DSpark: blocks of another size than trained", _other_sizes,
+        lambda reading: f"in blocks of {reading.block_size}",
+        "serve it with the block size that it was trained with",
+        enough=Enough(0.1),
+    ),
+    Setting(
+        "markov-swapped", "DSpark: the Markov head's two factors swapped", _other_factors,
+        lambda reading: f"with markov_w{2 if reading.factors_swapped else 1} as the previous "
+        "token's rows",
+        "exchange markov_w1 and markov_w2",
+        repair=lambda _, right: _swap_factors,
+    ),
 )  # fmt: skip
-slot_shifted = measured(
-    "slot-shifted", "DFlash, DSpark: the first token read from the wrong slot",
-    lambda reading: f"first token from slot {0 if reading.from_anchor else 1}",
-    "its slots predict other tokens than engines assume: sample_from_anchor, or, for "
-    "DFlash, labels one place off in training",
-    repair=_anchor,
-)  # fmt: skip
-rotary_layout = measured(
-    "rotary-layout", "DFlash, DSpark: rotary pairs of neighboring channels, not halves",
-    lambda reading: "with neighboring channels paired" if reading.interleaved
-    else "with halves paired, as engines do",
-    "permute q_proj, k_proj and their norms",
-    repair=lambda _, right: _permute,
-)  # fmt: skip
-mask_measured = measured(
-    "mask-measured", "DFlash, DSpark: another placeholder than in training",
-    lambda reading: f"with token {reading.mask_token_id} as the placeholder",
-    "write the id that it was trained with",
-    repair=lambda _, right: partial(DraftFiles.put_mask, token=right.mask_token_id),
-)  # fmt: skip
-direction_measured = measured(
-    "block-direction-measured", "DFlash, DSpark: causal or two-way blocks, unlike in training",
-    lambda reading: f"with {'causal' if reading.causal else 'two-way'} blocks",
-    "set is_causal (vLLM, SGLang) as in training",
-)  # fmt: skip
-size_measured = measured(
-    "block-size-measured", "DFlash, DSpark: blocks of another size than trained",
-    lambda reading: f"in blocks of {reading.block_size}",
-    "serve it with the block size that it was trained with",
-)  # fmt: skip
-markov_swapped = measured(
-    "markov-swapped", "DSpark: the Markov head's two factors swapped",
-    lambda reading: f"with markov_w{2 if reading.factors_swapped else 1} as the previous "
-    "token's rows",
-    "exchange markov_w1 and markov_w2",
-    repair=lambda _, right: _swap_factors,
-)  # fmt: skip
+MEASURED = [setting.check() for setting in SETTINGS]
+
+
+class BlockProbe(Probe[BlockReading]):
+    """Readings differ in the source of the features, the mask token, the slot that predicts the
+    first token, the rotary settings, the size of blocks and their attention direction, and the
+    order of the Markov head's factors."""
+
+    settings = SETTINGS
+
+    def __init__(self, subject: Subject, draft: DraftModel, answering: Answering) -> None:
+        config = draft.config
+        written = BlockReading(
+            tuple(config.aux_layer_ids), config.mask_token_id, config.block_size,
+            config.sample_from_anchor, config.causal,
+        )  # fmt: skip
+        super().__init__(subject, draft, answering, written)
+        self.draft.borrow_from(answering.first)
+        self.state = {name: tensor.clone() for name, tensor in self.draft.state_dict().items()}
+
+    def backend(self, reading: BlockReading) -> Eagle3TargetBackend:
+        backend = self.answering.backend(reading.aux_layer_ids)
+        return late(backend, reading.late) if reading.late else backend
+
+    def beats(self, best: Score, score: Score) -> bool:
+        return bool(score.accepted_S.mean() > best.accepted_S.mean())
+
+    def apply(self, reading: BlockReading) -> None:
+        self.draft.spec = replace(
+            self.draft.spec, mask_token_id=reading.mask, block_size=reading.block_size,
+            sample_from_anchor=reading.from_anchor, causal=reading.causal,
+        )  # fmt: skip
+        self.draft.rotary = self.rotary(reading)
+        state = dict(self.state)
+        if reading.interleaved:
+            state |= in_halves(state, self.draft.spec.head_dim)
+        if reading.factors_swapped:
+            state |= {_W1: state[_W2], _W2: state[_W1]}
+        self.draft.load_state_dict(state)
+
+    @cached_property
+    def mask_candidates(self) -> list[int]:
+        """Tokens that trainers commonly use as the mask token, except the one in the files."""
+        tokenizer, full = self.subject.target.tokenizer, self.subject.vocab_size
+        candidates: list[int | None] = [full - 1, 0]
+        if tokenizer is not None:
+            names = ("mask_token_id", "pad_token_id", "unk_token_id", "eos_token_id")
+            candidates += [getattr(tokenizer, name, None) for name in names]
+            with suppress(BadInput):
+                candidates.append(choose_mask_token_id(tokenizer, full))
+        valid = [i for i in dict.fromkeys(candidates) if i is not None and 0 <= i < full]
+        return [i for i in valid if i != self.as_written.mask]

@@ -67,7 +67,7 @@ _SPARK_AXES: Axes = {
 }
 # Checks of EAGLE and P-EAGLE that mean nothing here.
 _NOT_SHARED = {
-    "architecture", "hidden-size", "tied-embeddings", "norm-flags", "fc-bias", "capture-point",
+    "architecture", "hidden-size", "tied-embeddings", "norm-flags", "fc-bias",
     "serving", "embeddings", "head-random", "head-map", "norm-output", "norm-residual",
     "fc-swapped", "capture-measured", "labels", "estimate",
 }  # fmt: skip
