@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from transformers import LlamaConfig
 
 from fledge import BadInput, LlamaEagle3DraftModel
-from fledge.methods.shared.mlp import gated_mlp
+from fledge.methods.shared.layer import gated_mlp
 from fledge.methods.shared.rotary import Rotary, _in_both_spellings, rope_parameters, rotate
 
 

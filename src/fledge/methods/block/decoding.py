@@ -41,8 +41,7 @@ class BlockRollouts(Rollouts):
 
     def plan(self, tokens: TokenBatch) -> BlockPlan:
         slots = flatten_slots(RowMasks.of(tokens, drafting_slots(tokens)))
-        place = (self.draft.spec.block_size, self.draft.spec.first_place)
-        device = self.draft.device
+        place, device = self.draft.spec.place, self.draft.device
         return lay_out_blocks(
             slots, slots.target, slots.target, self.depths, place, contiguous=True, device=device
         )
@@ -169,7 +168,7 @@ class BlockDrafter(Drafter):
     def run_block(self, newest_B: Tensor, length_B: Tensor, *, used: int) -> Tensor:
         """[B, J, E] head inputs of a block after `length_B` verified tokens of each row."""
         block, batch = self.block, len(newest_B)
-        size = block.spec.block_size
+        size = block.spec.size
         index_BJ = length_B[:, None] + torch.arange(size, device=self.device)
         turn = block.rotary(index_BJ.flatten(), self.dtype)
         masks = {sight: _visible(sight, length_B, index_BJ, used) for sight in {*self.sights}}
@@ -214,7 +213,7 @@ class Block(DrafterStrategy):
 
     @classmethod
     def fits(cls, draft: DraftModel) -> bool:
-        return isinstance(draft, BlockDraftModel) and draft.spec.mask_token_id is not None
+        return isinstance(draft, BlockDraftModel) and draft.spec.has_mask
 
     @property
     def count(self) -> int:
@@ -226,7 +225,7 @@ class Block(DrafterStrategy):
 
     @property
     def slots(self) -> int:
-        return self.draft.spec.block_size + self.count + 1
+        return self.draft.spec.size + self.count + 1
 
     @cached_property
     def drafter(self) -> BlockDrafter:

@@ -31,7 +31,6 @@ from fledge.methods.block.formats import (
     SPECULATORS_DFLASH,
 )
 from fledge.methods.registry import METHODS
-from fledge.methods.shared.config import CONFIG_FILE
 from fledge.methods.shared.files import CONFIG_NAME
 
 if TYPE_CHECKING:
@@ -78,7 +77,7 @@ _HEADS = {
 
 _KEYS: dict[str, Expected] = {
     **{
-        key: CONFIG_FILE.optional[key]
+        key: BlockConfig.file_keys().optional[key]
         for key in ("block_size", "sliding_window", "sliding_layers", "markov_rank",
                     "confidence_threshold", "confidence_temperatures")
     },
@@ -96,7 +95,7 @@ _KEYS: dict[str, Expected] = {
     ),
     **dict.fromkeys(
         (OWN_AUX_KEY, "target_layer_ids", "aux_hidden_state_layer_ids",
-         "eagle_aux_hidden_state_layer_ids"), CONFIG_FILE.optional["aux_layer_ids"],
+         "eagle_aux_hidden_state_layer_ids"), BlockConfig.file_keys().optional["aux_layer_ids"],
     ),
 }  # fmt: skip
 _NESTED_TABLE = Maybe(Table(optional=_KEYS))

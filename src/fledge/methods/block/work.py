@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from fledge.methods.block.draft import KEPT_MLP_GIB
-from fledge.methods.shared.mlp import kept_mlps
+from fledge.methods.shared.layer import kept_mlps
 from fledge.methods.shared.work import CHUNK, Layouts, Work, matrices
 
 

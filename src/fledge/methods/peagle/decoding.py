@@ -41,7 +41,7 @@ class Parallel(DrafterStrategy):
 
     @classmethod
     def fits(cls, draft: DraftModel) -> bool:
-        return super().fits(draft) and draft.spec.mask_token_id is not None
+        return super().fits(draft) and draft.spec.has_mask
 
     @property
     def label(self) -> str:

@@ -68,6 +68,9 @@ class RolloutTrainerModule(nn.Module, ABC, Generic[Plan]):
     draft_model: DraftModel
     selected_token_ids: Tensor
     selected_token_mask: Tensor
+    quantum: int = 0
+    """In training, the sizes of plans are multiples of it, so that they recur and steps can be
+    recorded as CUDA graphs (`training/recorded.py`); 0: sizes are exact."""
 
     def __init__(
         self,
@@ -105,6 +108,15 @@ class RolloutTrainerModule(nn.Module, ABC, Generic[Plan]):
     @property
     def reads_target(self) -> bool:
         return True
+
+    @property
+    def can_be_even(self) -> bool:
+        """Whether the objective, with its options, allows a `quantum`."""
+        return False
+
+    def quantum_for(self, tokens: int, *, sizes: int) -> int:
+        """The quantum for which batches of `tokens` tokens have about `sizes` different sizes."""
+        raise NotImplementedError
 
     @property
     def _ranks(self) -> ContextRanks | None:

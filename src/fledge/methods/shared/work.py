@@ -18,7 +18,7 @@ from fledge.core.rows import TokenBatch, shift_left
 from fledge.methods.peagle import draft as parallel
 from fledge.methods.peagle.plan import ParallelPlan
 from fledge.methods.shared import unroll
-from fledge.methods.shared.mlp import forget_mlp
+from fledge.methods.shared.layer import forget_mlp
 from fledge.methods.shared.supervision import CHUNK_SCORES
 from fledge.rollout.plan import QueryRows, RolloutPlan
 from fledge.rollout.slots import RowMasks
