@@ -21,8 +21,7 @@ from fledge.core.terminal import counted
 from fledge.formats.checks.base import Subject, TargetFiles
 from fledge.formats.codec import TOKEN_KEYS
 from fledge.formats.foreign import BIAS_KEYS, CONFIG_KEYS, OWN_AUX_KEY, read_files, tokens_marked
-from fledge.methods.registry import method_of
-from fledge.methods.shared.config import DraftConfig, trained_depths
+from fledge.methods.shared.config import DraftConfig, depths_key, trained_depths
 from fledge.methods.shared.draft import DraftModel
 from fledge.methods.shared.files import CONFIG_NAME
 
@@ -117,7 +116,7 @@ def own_config(subject: Subject) -> Any:
         config = LlamaConfig(**values)
         DraftConfig.of(config)
         if trained_depths(config) is None and view.speculative_tokens is not None:
-            setattr(config, method_of(config).depths_key, view.speculative_tokens)
+            setattr(config, depths_key(config), view.speculative_tokens)
         return config
     except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
         reason = str(error).splitlines()[-1].strip()

@@ -31,6 +31,7 @@ from fledge.methods.block.formats import (
     SPECULATORS_DFLASH,
 )
 from fledge.methods.registry import METHODS
+from fledge.methods.shared.config import config_keys
 from fledge.methods.shared.files import CONFIG_NAME
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ _HEADS = {
 
 _KEYS: dict[str, Expected] = {
     **{
-        key: BlockConfig.file_keys().optional[key]
+        key: config_keys()[key]
         for key in ("block_size", "sliding_window", "sliding_layers", "markov_rank",
                     "confidence_threshold", "confidence_temperatures")
     },
@@ -95,7 +96,7 @@ _KEYS: dict[str, Expected] = {
     ),
     **dict.fromkeys(
         (OWN_AUX_KEY, "target_layer_ids", "aux_hidden_state_layer_ids",
-         "eagle_aux_hidden_state_layer_ids"), BlockConfig.file_keys().optional["aux_layer_ids"],
+         "eagle_aux_hidden_state_layer_ids"), config_keys()["aux_layer_ids"],
     ),
 }  # fmt: skip
 _NESTED_TABLE = Maybe(Table(optional=_KEYS))

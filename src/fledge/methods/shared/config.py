@@ -13,7 +13,7 @@ from transformers import LlamaConfig, PretrainedConfig
 
 from fledge.core.reading import Expected, Flag, ListOf, Maybe, Number, Table, Text, Whole
 from fledge.methods.base import stated
-from fledge.methods.registry import method_of
+from fledge.methods.registry import METHODS, method_of
 from fledge.methods.shared.rotary import STATIC_ROPE_TYPES, rope_parameters
 
 log = logging.getLogger(__name__)
@@ -68,9 +68,20 @@ def key(bounds: Expected, default: Any = MISSING) -> Any:
     return field(default=default, metadata={"bounds": bounds})
 
 
+def config_keys() -> dict[str, Expected]:
+    """What config.json may say about the keys of any family of drafts."""
+    families = (method.draft_type().config_type for method in METHODS.values())
+    return {name: kind for family in families for name, kind in family.file_keys().optional.items()}
+
+
+def depths_key(config: PretrainedConfig) -> str:
+    """The key for the number of tokens that a draft was trained to propose."""
+    return method_of(config).depths_key
+
+
 def trained_depths(config: PretrainedConfig) -> int | None:
     """How many tokens a draft was trained to propose; None for older configs."""
-    depths: int | None = stated(config, method_of(config).depths_key)
+    depths: int | None = stated(config, depths_key(config))
     return depths
 
 
