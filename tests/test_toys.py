@@ -24,7 +24,7 @@ from fledge.decode.accept import Chooser, Proposal
 from fledge.decode.strategy import Rollouts, RoundState, Strategy
 from fledge.methods.base import Method, TrainerInputs
 from fledge.methods.block.config import BlockConfig
-from fledge.methods.block.heads import TokenHead
+from fledge.methods.block.draft import TokenHead
 from fledge.methods.block.method import TOKEN_HEADS
 from fledge.methods.losses.base import Loss, parameter
 from fledge.methods.losses.registry import LOSSES

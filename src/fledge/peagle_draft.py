@@ -252,7 +252,7 @@ class _PeagleDraftMixin(RecomputedLayers):
             raise ValueError("parallel_drafting: the draft was built without it")
 
     def masked_projected_hidden(self) -> Tensor:
-        """[1, E]: the placeholder after fc_norm and fc, projected as real aux states are."""
+        """[1, E]: the placeholder, normed and projected as real aux states are."""
         self.check_parallel()
         return self.project_hidden_states(self.mask_hidden).reshape(1, -1)
 
@@ -264,7 +264,7 @@ class _PeagleDraftMixin(RecomputedLayers):
 
     def forward_peagle(
         self,
-        sampled_input_ids: Tensor,  # [1, N]: the real token at depth 0, mask_token_id deeper
+        sampled_input_ids: Tensor,  # [1, N]: the real token at depth 0, the placeholder's deeper
         sampled_projected_hidden: Tensor,  # [1, N, E]: fc(aux) at depth 0, the placeholder deeper
         position_ids: Tensor,  # [1, N]: anchor + depth
         block_mask: BlockMask,

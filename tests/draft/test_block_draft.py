@@ -142,9 +142,13 @@ def test_a_dspark_draft_can_grow_from_a_dflash_draft():
     assert method_of(wider).grow(dflash, wider) is None
 
 
-def test_an_invalid_config_file_is_rejected(tmp_path):
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [("1", "block_size: at least 2"), ('"x"', "'block_size' is 'x', expected a whole number")],
+)
+def test_an_invalid_config_file_is_rejected(tmp_path, value, message):
     make_block_draft(dtype=torch.float32).save_pretrained(tmp_path / "draft")
     path = tmp_path / "draft" / "config.json"
-    path.write_text(path.read_text().replace('"block_size": 4', '"block_size": 1'))
-    with pytest.raises(BadInput, match="block_size: at least 2"):
+    path.write_text(path.read_text().replace('"block_size": 4', f'"block_size": {value}'))
+    with pytest.raises(BadInput, match=message):
         load_draft(tmp_path / "draft")

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from transformers import LlamaConfig
 
 from fledge import BadInput, LlamaEagle3DraftModel
-from fledge.methods.shared.mlp import gated_mlp
+from fledge.methods.shared.layer import gated_mlp
 from fledge.methods.shared.rotary import Rotary, _in_both_spellings, rope_parameters, rotate
 
 
@@ -282,6 +282,7 @@ def test_loading_reports_what_is_missing(tmp_path):
         ({"hidden_size": 10**9}, "'hidden_size' is 1000000000, expected"),
         ({"hidden_size": 10**7}, "shape than config.json says: embed_tokens.weight"),
         ({"num_attention_heads": 0}, "'num_attention_heads' is 0"),
+        ({"qk_norm": 3}, "'qk_norm' is 3, expected true or false"),
         ({"head_dim": 2**23}, "head_dim"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 1e9}}, "partial"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": "x"}}, "rope_parameters.factor"),

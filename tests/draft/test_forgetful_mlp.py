@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from fledge.methods.shared.mlp import forget_mlp, gated_mlp
+from fledge.methods.shared.layer import forget_mlp, gated_mlp
 
 
 def kept_and_gradients(recompute):

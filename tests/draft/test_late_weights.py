@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from fledge.bench.cost import watch_saved
-from fledge.methods.shared.norms import late_linear, norm_linear, rms_norm
+from fledge.methods.shared.norms import late_linear, rms_norm
 from objective.naive_block import make_block_draft
 
 EPS = 1e-5
@@ -51,7 +51,7 @@ def cast_early(x, masters):
 @pytest.mark.parametrize("normed", [False, True])
 def test_values_and_gradients_equal_those_of_weights_cast_early(rows, outs, dtype, master, normed):
     def late(x, norm, *masters):
-        return norm_linear(x, norm, masters, EPS) if normed else late_linear(x, masters)
+        return late_linear(x, masters, norm if normed else None, EPS)
 
     def early(x, norm, *masters):
         return cast_early(rms_norm(x, norm if normed else None, EPS), masters)
@@ -70,7 +70,7 @@ def test_an_input_without_gradients():
         results(lambda *masters: cast_early(x, masters), masters),
     )
     assert_equal(
-        results(lambda *masters: norm_linear(x, norm, masters, EPS), masters),
+        results(lambda *masters: late_linear(x, masters, norm, EPS), masters),
         results(lambda *masters: cast_early(rms_norm(x, norm, EPS), masters), masters),
     )
 
@@ -120,12 +120,12 @@ def test_gradients_of_keys_used_twice_are_added_in_the_masters_precision():
     assert not torch.equal(grad("own", "context"), grad("own"))
 
 
-@pytest.mark.parametrize("function", ["late_linear", "norm_linear"])
-def test_only_masters_and_inputs_are_saved(function):
+@pytest.mark.parametrize("normed", [False, True])
+def test_only_masters_and_inputs_are_saved(normed):
     x, norm, *masters = leaves(5, (7, 3, 3), dtype=torch.bfloat16, master=torch.float32)
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        late_linear(x, masters) if function == "late_linear" else norm_linear(x, norm, masters, EPS)
+        late_linear(x, masters, norm if normed else None, EPS)
     allowed = {tensor.data_ptr() for tensor in (x, norm, *masters)}
     assert saved
     assert all(tensor.data_ptr() in allowed for tensor in saved)

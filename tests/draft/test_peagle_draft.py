@@ -1,7 +1,5 @@
 """P-EAGLE drafts: the extra parameter, the forward passes, files, warm start from EAGLE-3."""
 
-import inspect
-
 import pytest
 import torch
 from test_draft_model import make_config, some_vocabulary
@@ -138,17 +136,6 @@ def test_both_forward_passes_agree(variant, shuffle):
     )
 
 
-@pytest.mark.parametrize("layers", [1, 2])
-def test_one_depth_equals_the_first_step_of_eagle3(layers):
-    draft = make_parallel(layers=layers)
-    batch, aux, ids = make_batch()
-    parallel = make_plan(batch, num_depths=1)
-    plan = plan_rollout(RowMasks(**batch), num_depths=1)
-    assert torch.equal(parallel.slot_T, plan.slot_T)
-    (step,) = draft.unroll(plan.on_key_axis(aux), plan.on_key_axis(ids), plan)
-    torch.testing.assert_close(unrolled(draft, parallel, aux, ids), step, rtol=1e-12, atol=1e-12)
-
-
 def test_gradients_reach_the_placeholder_and_every_layer():
     draft = make_parallel()
     batch, aux, ids = make_batch()
@@ -242,14 +229,6 @@ def test_mask_hidden_starts_as_unit_noise():
     assert abs(noise.std() - 1) < 0.03
 
 
-@pytest.mark.parametrize("fc_norm", [False, True])
-def test_the_placeholder_is_projected_like_aux_states(fc_norm):
-    draft = make_parallel(fc_norm=fc_norm)
-    projected = draft.masked_projected_hidden()
-    assert projected.shape == (1, 12)
-    torch.testing.assert_close(projected, draft.project_hidden_states(draft.mask_hidden)[0])
-
-
 def test_files_round_trip_exactly(tmp_path):
     draft = make_parallel(dtype=torch.float32)
     draft.set_vocab_mapping(*some_vocabulary())
@@ -283,30 +262,6 @@ def test_the_mask_token_must_be_a_valid_id():
     batch, aux, ids = make_batch()
     with pytest.raises(ValueError, match="mask_token_id"):
         unrolled(draft, make_plan(batch), aux, ids)
-
-
-def test_public_signatures():
-    def names(function):
-        return list(inspect.signature(function).parameters)
-
-    draft = make_parallel()
-    fused, deep = draft.layers[0], draft.layers[1]
-    assert names(fused.self_attn.forward_peagle) == [
-        "combined_states",
-        "position_ids",
-        "block_mask",
-    ]
-    assert names(fused.forward_peagle) == [
-        "input_embeds", "hidden_states", "position_ids", "block_mask",
-    ]  # fmt: skip
-    assert names(deep.forward_peagle) == ["hidden_states", "position_ids", "block_mask"]
-    assert names(draft.forward_peagle) == [
-        "sampled_input_ids", "sampled_projected_hidden", "position_ids", "block_mask",
-    ]  # fmt: skip
-    assert names(draft._run_draft_layer) == ["layer_fn", "args", "kwargs"]
-    assert names(draft.build_peagle_block_mask) == [
-        "anchor_pos", "depth", "lengths", "total_seq_len",
-    ]  # fmt: skip
 
 
 # --- from EAGLE-3 ------------------------------------------------------------------------------

@@ -11,21 +11,23 @@ from fledge.rollout.plan import plan_rollout
 from fledge.rollout.slots import RowMasks
 
 
-def make_plan(lengths, num_depths, *, seed=0, supervised=0.5):
-    """Documents packed into one row, a random share of slots supervised."""
-    generator = torch.Generator().manual_seed(seed)
-    width = sum(lengths)
-    loss = (torch.rand(1, width, generator=generator) < supervised).long()
-    position = torch.cat([torch.arange(n) for n in lengths])[None]
-    remaining = torch.cat([torch.arange(n - 1, -1, -1) for n in lengths])[None]
-    masks = RowMasks(
+def packed_masks(lengths, loss):
+    """Documents packed into one row."""
+    return RowMasks(
         loss,
-        torch.ones(1, width),
-        position_ids=position,
+        torch.ones_like(loss),
+        position_ids=torch.cat([torch.arange(n) for n in lengths])[None],
         seq_lens=torch.tensor([lengths]),
-        doc_remaining=remaining,
+        doc_remaining=torch.cat([torch.arange(n - 1, -1, -1) for n in lengths])[None],
     )
-    return plan_rollout(masks, num_depths=num_depths)
+
+
+def make_plan(lengths, num_depths, *, seed=0, supervised=0.5, device="cpu"):
+    """A random share of slots is supervised."""
+    generator = torch.Generator().manual_seed(seed)
+    loss = (torch.rand(1, sum(lengths), generator=generator) < supervised).long()
+    masks = packed_masks(lengths, loss)
+    return plan_rollout(masks, num_depths=num_depths, device=torch.device(device))
 
 
 def make_inputs(plan, depth, *, heads=4, groups=2, channels=6, dtype=torch.float64, seed=1):

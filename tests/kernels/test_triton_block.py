@@ -7,15 +7,15 @@ import interpreted_triton  # before the kernels
 from fledge.methods.block.attention import Sight, reference_blocks
 from fledge.methods.block.plan import BlockRows
 from fledge.methods.block.triton_attention import fused_blocks
+from kernels.compare import HALF_DTYPES, assert_close, assert_error_at_most_twice, exact
 from kernels.test_block_attention import KEYS, SIGHTS, make_inputs, make_rows, results
 
 DEVICE = interpreted_triton.DEVICE
 
 
 def check(inputs, rows, sight, tolerance=1e-5):
-    expected = results(reference_blocks, inputs, rows, sight)
-    for got, want in zip(results(fused_blocks, inputs, rows, sight), expected, strict=True):
-        torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
+    both = (results(function, inputs, rows, sight) for function in (fused_blocks, reference_blocks))
+    assert_close(*both, tolerance)
 
 
 @pytest.mark.parametrize("sight", SIGHTS, ids=str)
@@ -39,18 +39,14 @@ def test_any_number_of_heads_share_a_key_head(heads, groups):
     check(make_inputs(rows, heads=heads, groups=groups, dtype=torch.float32), rows, Sight())
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", HALF_DTYPES)
 @pytest.mark.parametrize("sight", [Sight(), Sight(causal=True, window=6)], ids=str)
 def test_16_bit_error_is_at_most_twice_that_of_the_reference(dtype, sight):
     rows = make_rows(4, DEVICE)
     inputs = make_inputs(rows, heads=2, groups=1, channels=64, dtype=dtype)
-    exact = [x.detach().double().requires_grad_() for x in inputs]
-    truth = results(reference_blocks, exact, rows, sight)
-    reference = results(reference_blocks, inputs, rows, sight)
-    fused = results(fused_blocks, inputs, rows, sight)
-    for got, rounded, want in zip(fused, reference, truth, strict=True):
-        assert got.dtype == dtype
-        assert (got - want).norm() <= 2 * (rounded - want).norm()
+    fused, reference = (results(f, inputs, rows, sight) for f in (fused_blocks, reference_blocks))
+    truth = results(reference_blocks, exact(inputs), rows, sight)
+    assert_error_at_most_twice(fused, reference, truth)
 
 
 def test_strided_keys_and_no_blocks_at_all():
@@ -59,12 +55,8 @@ def test_strided_keys_and_no_blocks_at_all():
     q, k, v, keys, values = make_inputs(rows, dtype=torch.float32)
     joined = [torch.cat(pair, dim=-2).detach() for pair in ((k, v), (keys, values))]
     views = [part.requires_grad_() for x in joined for part in x.chunk(2, dim=-2)]
-    for got, want in zip(
-        results(fused_blocks, [q, *views], rows, Sight()),
-        results(reference_blocks, [q, k, v, keys, values], rows, Sight()),
-        strict=True,
-    ):
-        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    actual = results(fused_blocks, [q, *views], rows, Sight())
+    assert_close(actual, results(reference_blocks, [q, k, v, keys, values], rows, Sight()))
     no_rows = rows.part(0, 0)
     result = results(fused_blocks, make_inputs(no_rows, dtype=torch.float32), no_rows, Sight())
     assert result[0].numel() == 0

@@ -4,36 +4,32 @@ Without a GPU they are interpreted, so sizes are tiny. They cover what a tile ca
 that share a tile or fill several, rows of one document in several tiles, padded head dims.
 """
 
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import interpreted_triton  # before the kernels
+import interpreted_triton  # noqa: F401  (before the kernels)
 from fledge.kernels.gate import GRANULE, TILES_FP32, Tile
 from fledge.rollout import attention as blocked
 from fledge.rollout.attention import reference_attention, rollout_attention
 from fledge.rollout.attention_triton import Chain, Job, fused_attention
-from fledge.rollout.plan import QueryRows, plan_rollout
-from fledge.rollout.slots import RowMasks
+from fledge.rollout.plan import QueryRows
+from kernels import test_attention
+from kernels.compare import (
+    DEVICE,
+    HALF_DTYPES,
+    assert_close,
+    assert_equal,
+    assert_error_at_most_twice,
+    exact,
+)
 
 pytestmark = pytest.mark.slow
 
-DEVICE = interpreted_triton.DEVICE
-
-
-def make_plan(lengths, num_depths, *, seed=0, supervised=0.5):
-    """Documents packed into one row, a random share of slots supervised."""
-    generator = torch.Generator().manual_seed(seed)
-    loss = (torch.rand(1, sum(lengths), generator=generator) < supervised).long()
-    masks = RowMasks(
-        loss,
-        torch.ones_like(loss),
-        position_ids=torch.cat([torch.arange(n) for n in lengths])[None],
-        seq_lens=torch.tensor([lengths]),
-        doc_remaining=torch.cat([torch.arange(n - 1, -1, -1) for n in lengths])[None],
-    )
-    return plan_rollout(masks, num_depths=num_depths, device=torch.device(DEVICE))
+make_plan = partial(test_attention.make_plan, device=DEVICE)
 
 
 def make_inputs(plan, depth, *, heads, groups, channels, dtype=torch.float32, seed=1):
@@ -56,11 +52,8 @@ def results(function, rows, inputs):
 
 
 def assert_fused_matches_reference(rows, inputs, tolerance=1e-5):
-    actual = results(fused_attention, rows, inputs)
-    expected = results(reference_attention, rows, inputs)
-    for got, want in zip(actual, expected, strict=True):
-        assert got.dtype == want.dtype
-        torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
+    both = (results(function, rows, inputs) for function in (fused_attention, reference_attention))
+    assert_close(*both, tolerance)
 
 
 @pytest.mark.parametrize(("heads", "groups"), [(2, 2), (3, 1), (8, 2)])
@@ -142,18 +135,14 @@ def test_every_slot_may_be_a_query():
     assert_fused_matches_reference(plan.every, [queries, *inputs[1:]])
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", HALF_DTYPES)
 @pytest.mark.parametrize(("heads", "groups", "channels"), [(9, 3, 64), (4, 1, 128)])
 def test_16_bit_error_is_at_most_twice_that_of_the_reference(dtype, heads, groups, channels):
     plan = make_plan([70, 33], 4)
     inputs = make_inputs(plan, 3, heads=heads, groups=groups, channels=channels, dtype=dtype)
-    exact_inputs = [x.detach().double().requires_grad_() for x in inputs]
-    exact = results(reference_attention, plan.depths[3], exact_inputs)
-    reference = results(reference_attention, plan.depths[3], inputs)
-    fused = results(fused_attention, plan.depths[3], inputs)
-    for got, rounded, want in zip(fused, reference, exact, strict=True):
-        assert got.dtype == dtype
-        assert (got - want).norm() <= 2 * (rounded - want).norm()
+    rows = plan.depths[3]
+    fused, reference = (results(f, rows, inputs) for f in (fused_attention, reference_attention))
+    assert_error_at_most_twice(fused, reference, results(reference_attention, rows, exact(inputs)))
 
 
 def test_large_scores_do_not_overflow():
@@ -181,16 +170,14 @@ def test_strided_inputs():
 
     actual = results(fused_on_views, plan.depths[3], inputs)
     expected = results(fused_attention, plan.depths[3], inputs)
-    for got, want in zip(actual, expected, strict=True):
-        assert torch.equal(got, want)
+    assert_equal(actual, expected)
 
 
 def test_results_repeat_bit_for_bit():
     plan = make_plan([60, 20], 3)
     inputs = make_inputs(plan, 2, heads=3, groups=1, channels=16, dtype=torch.bfloat16)
     first = results(fused_attention, plan.depths[2], inputs)
-    for a, b in zip(first, results(fused_attention, plan.depths[2], inputs), strict=True):
-        assert torch.equal(a, b)
+    assert_equal(first, results(fused_attention, plan.depths[2], inputs))
 
 
 def test_dispatch_uses_the_kernels(monkeypatch):

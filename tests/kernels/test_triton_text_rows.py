@@ -5,7 +5,7 @@ import torch
 
 import interpreted_triton  # before the kernels
 from fledge.kernels.head_rows import fused_text_rows
-from fledge.methods.shared.frozen_head import text_rows
+from fledge.methods.shared.head_loss import text_rows
 
 DEVICE = interpreted_triton.DEVICE
 WEIGHTS = [(1.0, 0.0), (0.1, 0.9), (0.0, 0.5)]

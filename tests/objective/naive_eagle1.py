@@ -45,9 +45,9 @@ def make_module(draft, **options):
     )
 
 
-def documents_of(lengths=LENGTHS, seed=3):
+def documents_of(lengths=LENGTHS, **options):
     """A token's only aux state is its last hidden state."""
-    documents = make_documents(lengths, seed=seed)
+    documents = make_documents(lengths, **options)
     for document in documents:
         document.aux = document.hidden
     return documents

@@ -1,21 +1,24 @@
 """The DFlash and DSpark objectives against textbook versions, and the equalities they promise."""
 
-import multiprocessing
-import os
-import socket
-
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from fledge.core.distributed import World, join_world, leave_world
+from fledge.core.distributed import World, join_world
 from fledge.core.head import TargetHead
-from fledge.methods.block.objective import DFlashTrainerModule, DSparkTrainerModule
 from fledge.methods.block.plan import ANCHOR_TOKENS
 from fledge.methods.losses.lk_lambda import LkLambda
 from fledge.methods.losses.registry import LOSSES
 from fledge.rollout.slots import RowMasks
+from objective.cases import (
+    KINDS,
+    LENGTHS,
+    SEED,
+    dflash,
+    dspark,
+    reduced_block_draft,
+    run,
+)
+from objective.cases import block_head as make_head
 from objective.naive_block import (
     Table,
     candidates,
@@ -26,52 +29,7 @@ from objective.naive_block import (
     naive_dspark,
 )
 from objective.naive_eagle3 import V, packed_batch, padded_batch
-
-SEED = 11
-LENGTHS = [9, 1, 2, 6, 3, 13, 21]
-HALF = ANCHOR_TOKENS // 2  # blocks start at about half of all tokens
-
-
-def make_head(dtype=torch.float64):
-    return TargetHead(Table(V, dtype).weight)
-
-
-def make_module(draft=None, *, kind=DFlashTrainerModule, dtype=torch.float64, **options):
-    make = make_block_draft if kind is DFlashTrainerModule else make_spark_draft
-    defaults = {"anchors": HALF, "gamma": 3.0, "target_head": make_head(dtype)}
-    ids = torch.arange(V) if draft is None else draft.selected_token_ids
-    mask = torch.zeros(V, dtype=torch.bool).index_fill(0, ids, True)
-    return kind(
-        draft if draft is not None else make(dtype=dtype),
-        selected_token_ids=ids,
-        selected_token_mask=mask,
-        **(defaults | options),
-    )
-
-
-def run(module, batch, *, seed=SEED, **extra):
-    return backward(module, module(**batch, seed=seed, **extra))
-
-
-def backward(module, out):
-    module.zero_grad()
-    out.loss.backward()
-    return out, {name: p.grad.clone() for name, p in module.draft_model.named_parameters()}
-
-
-COUNTS = ("step_prefix_hits", "step_valid", "step_reached", "charged", "correct")
-
-
-def assert_same(first, second, *, tolerance=1e-11):
-    (out_a, grads_a), (out_b, grads_b) = first, second
-    torch.testing.assert_close(out_a.loss, out_b.loss, rtol=tolerance, atol=tolerance)
-    for name, grad in grads_a.items():
-        torch.testing.assert_close(
-            grad, grads_b[name], rtol=tolerance, atol=tolerance, msg=lambda m, n=name: n + m
-        )
-    for field in COUNTS:
-        assert getattr(out_a, field).tolist() == getattr(out_b, field).tolist(), field
-    torch.testing.assert_close(out_a.loss_sums, out_b.loss_sums, rtol=tolerance, atol=tolerance)
+from ranks import run_ranks
 
 
 def sampled_anchors(module, documents, seed=SEED):
@@ -126,7 +84,7 @@ VARIANTS = {
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_dflash_matches_the_textbook(variant):
     """Lengths from 1 to 21: blocks at document ends, and blocks that reach past them."""
-    module = make_module(make_block_draft(**VARIANTS[variant]))
+    module = dflash(changes=VARIANTS[variant])
     documents = make_block_documents(LENGTHS)
     starts = sampled_anchors(module, documents)
     draft = module.draft_model
@@ -136,7 +94,7 @@ def test_dflash_matches_the_textbook(variant):
 
 @pytest.mark.parametrize("kind", ["ce", "kl", "reverse_kl", "js", "hard", "lk_alpha", "tv"])
 def test_dflash_with_losses_on_the_target_distribution(kind):
-    module = make_module(loss=kind)
+    module = dflash(loss=kind)
     documents = make_block_documents(LENGTHS)
     row_loss = by_target(LOSSES[kind]())
     starts = sampled_anchors(module, documents)
@@ -147,7 +105,7 @@ def test_dflash_with_losses_on_the_target_distribution(kind):
 
 
 def test_dflash_with_dpace():
-    module = make_module(weights="dpace")
+    module = dflash(weights="dpace")
     documents = make_block_documents(LENGTHS)
     starts = sampled_anchors(module, documents)
     naive = naive_dflash(
@@ -161,91 +119,11 @@ def test_dspark_matches_the_textbook(variant):
     weights = {"text": 0.3, "distance": 0.8, "confidence": 0.6}
     options = {f"{name}_weight": value for name, value in weights.items()}
     draft = make_spark_draft(**VARIANTS[variant])
-    module = make_module(draft, kind=DSparkTrainerModule, **options)
+    module = dspark(draft, **options)
     documents = make_block_documents(LENGTHS, supervised=0.85)
     starts = sampled_anchors(module, documents)
     naive = naive_dspark(draft, documents, starts, head=make_head(), gamma=3.0, **weights)
     check(module, documents, naive)
-
-
-KINDS = {
-    "dflash": {},
-    "dflash kl": {"loss": "kl"},
-    "dflash dpace": {"weights": "dpace"},
-    "dspark": {"kind": DSparkTrainerModule},
-}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_attention_kind_chunk_size_and_checkpointing_change_nothing(kind):
-    batch = packed_batch([make_block_documents(LENGTHS)], 60)
-    module = make_module(**KINDS[kind])
-    whole = run(module, batch)
-    for options in ({"attention": "reference"}, {"chunk_rows": 1}, {"chunk_rows": 7}):
-        assert_same(whole, run(make_module(**KINDS[kind], **options), batch))
-    module.draft_model.gradient_checkpointing = True
-    assert_same(whole, run(module, batch), tolerance=1e-13)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_packed_equals_padded(kind):
-    module = make_module(**KINDS[kind])
-    documents = make_block_documents(LENGTHS)
-    padded = run(module, padded_batch(documents))
-    assert_same(padded, run(module, packed_batch([documents[:3], documents[3:]], 50)))
-    assert_same(padded, run(module, packed_batch([documents[::-1]], sum(LENGTHS))))
-    assert_same(padded, run(module, packed_batch([[d] for d in documents], 23)))
-    assert_same(padded, run(module, padded_batch(documents, width=40)))
-    batch = padded_batch(documents, max(LENGTHS) + 1)
-    left = {
-        name: torch.stack([row.roll(len(row) - n, 0) for row, n in zip(x, LENGTHS, strict=True)])
-        for name, x in batch.items()
-    }
-    assert_same(padded, run(module, left))
-
-
-@settings(max_examples=10, deadline=None)
-@given(
-    rows=st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=4), min_size=1, max_size=3),
-    pad=st.integers(0, 3),
-    supervised=st.sampled_from([0.3, 0.7, 1.1]),
-    kind=st.sampled_from(sorted(KINDS)),
-    seed=st.integers(0, 999),
-)
-def test_packed_equals_padded_for_any_documents(rows, pad, supervised, kind, seed):
-    packs = [
-        make_block_documents(row, seed=seed + i, supervised=supervised)
-        for i, row in enumerate(rows)
-    ]
-    width = max(sum(row) for row in rows) + pad
-    padded = padded_batch([document for pack in packs for document in pack])
-    module = make_module(**KINDS[kind])
-    assert_same(run(module, padded, seed=seed), run(module, packed_batch(packs, width), seed=seed))
-
-
-@pytest.mark.parametrize("kind", [*KINDS, "dflash lk_lambda"])
-def test_micro_batches_add_up_to_one_batch(kind):
-    options = KINDS.get(kind, {"loss": LkLambda(scale=0.9, decay=1.5)})
-    module = make_module(**options)
-    documents = make_block_documents(LENGTHS)
-    whole = run(module, packed_batch([documents], 60))
-    one_by_one = [padded_batch([document]) for document in documents]
-    halves = [padded_batch(documents[:2]), packed_batch([documents[:1:-1]], 60)]
-    for micro_batches in (one_by_one, halves):
-        ready = [module.prepare_inputs(**batch, seed=SEED) for batch in micro_batches]
-        normalizer = sum(r.charged_K for r in ready)
-        totals = module.totals(ready, World())
-        module.zero_grad()
-        outs = [module.score(r, normalizer, totals) for r in ready]
-        total = sum(out.loss for out in outs)
-        total.backward()
-        torch.testing.assert_close(total, whole[0].loss, rtol=1e-11, atol=1e-12)
-        for name, parameter in module.draft_model.named_parameters():
-            torch.testing.assert_close(parameter.grad, whole[1][name], rtol=1e-10, atol=1e-12)
-        for field in COUNTS:
-            assert (
-                sum(getattr(o, field) for o in outs).tolist() == getattr(whole[0], field).tolist()
-            )
 
 
 def step_gradients(module, micro_batches, world):
@@ -264,46 +142,25 @@ def step_gradients(module, micro_batches, world):
     return [world.sum_(loss), *(parameter.grad.clone() for parameter in parameters)]
 
 
-def rank_step(rank, port, kind, queue):
-    os.environ |= {
-        "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank),
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-    }  # fmt: skip
-    torch.set_num_threads(1)
+def step_on_rank(kind):
+    """Ranks with unequal work, one of them with a single micro-batch."""
     world = join_world(torch.device("cpu"))
     documents = make_block_documents(LENGTHS)
-    # ranks with unequal work, one of them with a single micro-batch
-    rank_batches = [padded_batch(documents[:3]), padded_batch(documents[3:5])]
-    rank_batches = rank_batches if rank == 0 else [packed_batch([documents[5:]], 40)]
-    gradients = step_gradients(make_module(**KINDS[kind]), rank_batches, world)
-    if rank == 0:
-        queue.put([tensor.tolist() for tensor in gradients])
-    leave_world(world)
+    batches = [padded_batch(documents[:3]), padded_batch(documents[3:5])]
+    batches = batches if world.rank == 0 else [packed_batch([documents[5:]], 40)]
+    return step_gradients(KINDS[kind].make(), batches, world)
 
 
 @pytest.mark.parametrize("kind", ["dflash dpace", "dspark"])
 def test_two_ranks_match_one(kind):
-    whole = step_gradients(
-        make_module(**KINDS[kind]), [padded_batch(make_block_documents(LENGTHS))], World()
-    )
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    context = multiprocessing.get_context("fork")
-    queue = context.Queue()
-    ranks = [context.Process(target=rank_step, args=(r, port, kind, queue)) for r in range(2)]
-    for process in ranks:
-        process.start()
-    gradients = [torch.tensor(values, dtype=torch.float64) for values in queue.get(timeout=60)]
-    for process in ranks:
-        process.join(timeout=60)
-        assert process.exitcode == 0
-    for actual, expected in zip(gradients, whole, strict=True):
+    batch = padded_batch(make_block_documents(LENGTHS))
+    whole = step_gradients(KINDS[kind].make(), [batch], World())
+    for actual, expected in zip(run_ranks(2, step_on_rank, kind)[0], whole, strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-11)
 
 
 def test_anchors_depend_on_the_document_and_the_seed_only():
-    module = make_module(anchors=ANCHOR_TOKENS // 4)
+    module = dflash(anchors=ANCHOR_TOKENS // 4)
     documents = make_block_documents([40, 7, 64], supervised=0.9)
     for document, starts in zip(documents, sampled_anchors(module, documents), strict=True):
         allowed = candidates(document)
@@ -312,7 +169,7 @@ def test_anchors_depend_on_the_document_and_the_seed_only():
         assert set(starts) <= set(allowed)
     assert sampled_anchors(module, documents) == sampled_anchors(module, documents)
     assert sampled_anchors(module, documents, seed=1) != sampled_anchors(module, documents, seed=2)
-    exhaustive = make_module(anchors=ANCHOR_TOKENS)
+    exhaustive = dflash(anchors=ANCHOR_TOKENS)
     assert sampled_anchors(exhaustive, documents) == [
         candidates(document) for document in documents
     ]
@@ -324,34 +181,12 @@ def test_anchors_depend_on_the_document_and_the_seed_only():
     assert all(abs(count - mean) < 5 * mean**0.5 for count in counts.values())
 
 
-def test_without_a_seed_training_varies_and_evaluation_does_not():
-    module, batch = make_module(), padded_batch(make_block_documents([40, 30]))
-    torch.manual_seed(0)
-    assert module(**batch).loss != module(**batch).loss
-    module.draft_model.eval()
-    with torch.no_grad():
-        assert module(**batch).loss == module(**batch).loss
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_batch_without_supervision_gives_zero_and_zero_gradients(kind):
-    module = make_module(**KINDS[kind])
-    for documents in (make_block_documents(LENGTHS, supervised=-1), make_block_documents([1, 1])):
-        out, grads = run(module, padded_batch(documents))
-        assert out.loss == 0
-        assert all(bool((g == 0).all()) for g in grads.values())
-
-
 @pytest.mark.parametrize("kind", ["dflash", "dflash kl"])
 def test_a_reduced_vocabulary_charges_only_tokens_in_it(kind):
-    ids = torch.arange(0, V, 2)
-    draft = make_block_draft(draft_vocab_size=len(ids))
-    draft.set_vocab_mapping(ids)
-    draft.copy_head_from_target(Table(V, torch.float64))
-    module = make_module(draft, **KINDS[kind])
+    module = KINDS[kind].make(reduced_block_draft())
     documents = make_block_documents([30, 25], supervised=1.1)
     out, _ = run(module, padded_batch(documents))
-    full = make_module(**KINDS[kind])(**padded_batch(documents), seed=SEED)
+    full = KINDS[kind].make()(**padded_batch(documents), seed=SEED)
     document_labels = [
         document.ids.tolist() if kind == "dflash" else
         [0, *make_head().logits(document.hidden).argmax(-1).tolist()]
@@ -371,20 +206,6 @@ def test_a_reduced_vocabulary_charges_only_tokens_in_it(kind):
     assert (out.charged < full.charged).all()
 
 
-def test_bf16_compute_trains_fp32_masters():
-    for kind in KINDS.values():
-        documents = make_block_documents(LENGTHS, dtype=torch.float32)
-        exact, grads = run(make_module(dtype=torch.float32, **kind), padded_batch(documents))
-        module = make_module(dtype=torch.float32, compute_dtype=torch.bfloat16, **kind)
-        out, low_precision = run(module, padded_batch(documents))
-        torch.testing.assert_close(out.loss, exact.loss, rtol=0.03, atol=0.03)
-        for name, grad in grads.items():
-            assert low_precision[name].dtype == torch.float32
-            assert torch.nn.functional.cosine_similarity(
-                low_precision[name].flatten(), grad.flatten(), dim=0
-            ) > 0.98, name  # fmt: skip
-
-
 @pytest.mark.parametrize("options", [{"weights": "dpace"}, {"loss": LkLambda()}])
 def test_totals_under_autocast_are_those_of_its_dtype(options):
     """A step in several micro-batches under torch.autocast is one with that compute_dtype."""
@@ -392,7 +213,7 @@ def test_totals_under_autocast_are_those_of_its_dtype(options):
     micro_batches = [padded_batch(documents[:2]), packed_batch([documents[:1:-1]], 60)]
 
     def step(compute_dtype, *, autocast):
-        module = make_module(dtype=torch.float32, compute_dtype=compute_dtype, **options)
+        module = dflash(dtype=torch.float32, compute_dtype=compute_dtype, **options)
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             ready = [module.prepare_inputs(**batch, seed=SEED) for batch in micro_batches]
             totals = module.totals(ready, World())
@@ -416,8 +237,8 @@ def test_invalid_options_are_rejected():
         ({"target_head": TargetHead(Table(V, torch.float64).weight, softcap=3.0)}, "soft cap"),
     ):
         with pytest.raises(ValueError, match=complaint):
-            make_module(**options)
+            dflash(**options)
     with pytest.raises(ValueError, match="without a token head"):
-        make_module(make_block_draft(), kind=DSparkTrainerModule)
+        dspark(make_block_draft())
     with pytest.raises(ValueError, match="learns from the distance"):
-        make_module(kind=DSparkTrainerModule, distance_weight=0.0)
+        dspark(distance_weight=0.0)

@@ -4,17 +4,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_eagle1 import documents_of
-from test_eagle1 import make_draft as make_eagle1_draft
-from test_eagle1 import make_module as make_eagle1
 
-from fledge import Eagle3TrainerModule, PEagleTrainerModule
 from fledge.bench.cost import watch_saved
 from fledge.core.distributed import join_world
 from fledge.rollout.context import ContextRanks
+from objective.cases import eagle1, eagle3, peagle
+from objective.naive_eagle1 import documents_of
 from objective.naive_eagle3 import (
     make_documents,
-    make_draft,
     make_head,
     packed_batch,
     padded_batch,
@@ -22,7 +19,6 @@ from objective.naive_eagle3 import (
     with_logits,
     with_probs,
 )
-from objective.naive_peagle import make_parallel_draft
 from ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -32,56 +28,34 @@ SUMS = ("loss_sums", "charged", "correct", "step_valid", "step_reached", "step_p
 ROWS = [[13, 1, 6], [9, 2], [17]]  # document lengths of packed rows, 20 tokens wide
 
 
-def eagle3(context, draft=None, **options):
-    ids, mask = vocabulary()
-    draft = make_draft(**(draft or {}))
-    return Eagle3TrainerModule(
-        draft, selected_token_ids=ids, selected_token_mask=mask, target_head=make_head(),
-        context=context, **({"ttt_steps": 4} | options),
-    )  # fmt: skip
+def case(make, *, checkpointing=False, **options):
+    """A module factory, from a rank among those that share its rows."""
 
-
-def peagle(context, draft=None, **options):
-    ids, mask = vocabulary()
-    draft = make_parallel_draft(**(draft or {}))
-    return PEagleTrainerModule(
-        draft, selected_token_ids=ids, selected_token_mask=mask, target_head=make_head(),
-        num_depths=4, context=context, **options,
-    )  # fmt: skip
-
-
-def eagle1(context, layers=1, **options):
-    return make_eagle1(make_eagle1_draft(layers=layers), context=context, **options)
-
-
-def with_checkpointing(make):
     def module(context):
-        instance = make(context)
-        instance.draft_model.gradient_checkpointing_enable()
+        instance = make(context=context, **options)
+        instance.draft_model.gradient_checkpointing = checkpointing
         return instance
 
     return module
 
 
+NORMS = {"num_hidden_layers": 3, "fc_norm": True, "norm_output": True, "qk_norm": True}
+BIASES = {"num_hidden_layers": 2, "attention_bias": True, "mlp_bias": True}
 CASES = {
-    "eagle3": eagle3,
-    "eagle3, three layers, norms": lambda c: eagle3(
-        c, {"num_hidden_layers": 3, "fc_norm": True, "norm_output": True, "qk_norm": True}
-    ),
-    "eagle3, biases, not compact": lambda c: eagle3(
-        c, {"num_hidden_layers": 2, "attention_bias": True, "mlp_bias": True}, compact=False
-    ),
-    "eagle3, recomputed": with_checkpointing(lambda c: eagle3(c, {"num_hidden_layers": 2})),
-    "eagle3, reference attention": lambda c: eagle3(c, attention="reference"),
-    "eagle3, thinned": lambda c: eagle3(c, depth_keep=0.6),
-    "eagle3, lambda": lambda c: eagle3(c, loss="lk_lambda"),
-    "eagle3, deeper than rows are long": lambda c: eagle3(c, ttt_steps=25),
-    "peagle": peagle,
-    "peagle, three segments": lambda c: peagle(c, sequence_partitions=3),
-    "peagle, balanced lambda": lambda c: peagle(c, loss="lk_lambda", balance_depths=True),
-    "peagle, recomputed, capped": with_checkpointing(lambda c: peagle(c, max_anchors=3)),
-    "eagle1": eagle1,
-    "eagle1, two layers": lambda c: eagle1(c, layers=2),
+    "eagle3": case(eagle3),
+    "eagle3, three layers, norms": case(eagle3, changes=NORMS),
+    "eagle3, biases, not compact": case(eagle3, changes=BIASES, compact=False),
+    "eagle3, recomputed": case(eagle3, changes={"num_hidden_layers": 2}, checkpointing=True),
+    "eagle3, reference attention": case(eagle3, attention="reference"),
+    "eagle3, thinned": case(eagle3, depth_keep=0.6),
+    "eagle3, lambda": case(eagle3, loss="lk_lambda"),
+    "eagle3, deeper than rows are long": case(eagle3, steps=25),
+    "peagle": case(peagle),
+    "peagle, three segments": case(peagle, sequence_partitions=3),
+    "peagle, balanced lambda": case(peagle, loss="lk_lambda", balance_depths=True),
+    "peagle, recomputed, capped": case(peagle, max_anchors=3, checkpointing=True),
+    "eagle1": case(eagle1),
+    "eagle1, two layers": case(eagle1, changes={"layers": 2}),
 }
 
 
@@ -138,7 +112,7 @@ def test_every_supervision_encoding_is_split():
     batch, head, (ids, mask) = packed(ROWS), make_head(), vocabulary()
     encodings = [with_logits(batch, head), with_probs(batch, head, ids, mask)]
     padded = padded_batch(make_documents([5, 12, 1]))
-    assert_matches_one_rank([(eagle3, inputs) for inputs in (*encodings, padded)], 2)
+    assert_matches_one_rank([(CASES["eagle3"], inputs) for inputs in (*encodings, padded)], 2)
 
 
 @settings(max_examples=6, deadline=None)
@@ -157,7 +131,7 @@ def test_any_rows_can_be_split_over_ranks(rows, supervised, size, seed):
 
 def test_sampling_without_a_common_seed_is_rejected():
     """Without a seed, every rank would cut the rows at different places."""
-    module = peagle(ContextRanks(0, 2, None))
+    module = peagle(context=ContextRanks(0, 2, None))
     with pytest.raises(ValueError, match="seed: ranks on the same rows must sample alike"):
         module.prepare_inputs(**packed(ROWS))
 
@@ -169,7 +143,7 @@ def saved_on_rank(kind, context):
     """What a rank saves for the backward pass of one long row: (bytes, shapes, slots on the key
     axis, bytes of keys and values, bytes of the target's answer)."""
     world = join_world(torch.device("cpu"), context=context)
-    module = kind(ContextRanks.of(world))
+    module = kind(context=ContextRanks.of(world))
     batch = padded_batch(make_documents([LONG], supervised=0.9))
     ready = module.prepare_inputs(**batch, seed=SEED)
     answer = [ready.aux_OD, ready.supervision.hidden_SD]

@@ -3,12 +3,11 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from fledge.methods.eagle1.objective import Eagle1TrainerModule
 from fledge.methods.shared.unroll import uniform_noise
 from fledge.rollout.slots import Documents, slot_words
+from objective.cases import run
 from objective.naive_eagle1 import (
     SEED,
     D,
@@ -18,25 +17,7 @@ from objective.naive_eagle1 import (
     make_module,
     naive_eagle1,
 )
-from objective.naive_eagle3 import packed_batch, padded_batch
-
-
-def run(module, batch, **extra):
-    module.zero_grad()
-    out = module(**batch, **extra)
-    out.loss.backward()
-    trained = {name: p for name, p in module.draft_model.named_parameters() if p.requires_grad}
-    return out, {name: p.grad.clone() for name, p in trained.items()}
-
-
-def assert_same(first, second, tolerance=1e-11):
-    (out_a, grads_a), (out_b, grads_b) = first, second
-    torch.testing.assert_close(out_a.loss, out_b.loss, rtol=tolerance, atol=tolerance)
-    assert grads_a.keys() == grads_b.keys()
-    for name in grads_a:
-        torch.testing.assert_close(grads_a[name], grads_b[name], rtol=tolerance, atol=tolerance)
-    for field in ("charged", "correct", "step_valid", "step_prefix_hits"):
-        assert getattr(out_a, field).tolist() == getattr(out_b, field).tolist(), field
+from objective.naive_eagle3 import padded_batch
 
 
 @pytest.mark.parametrize("layers", [1, 3])
@@ -69,31 +50,6 @@ def test_head_and_embeddings_are_not_trained():
 
 
 # --- equalities ---------------------------------------------------------------------------------
-
-
-@settings(max_examples=15)
-@given(st.lists(st.integers(1, 12), min_size=1, max_size=5), st.integers(0, 5), st.integers(0, 99))
-def test_packed_equals_padded(lengths, spare, seed):
-    documents = documents_of(lengths, seed=seed)
-    if not any(document.loss[1:].any() for document in documents):
-        return
-    module = make_module(make_draft())
-    packed = packed_batch([documents], sum(lengths) + spare)
-    assert_same(
-        run(module, padded_batch(documents), seed=SEED), run(module, packed, seed=SEED), 1e-9
-    )
-
-
-def test_micro_batches_add_up():
-    documents = documents_of()
-    module = make_module(make_draft())
-    whole, gradients = run(module, padded_batch(documents), seed=SEED)
-    parts = [padded_batch([document]) for document in documents]
-    outs = [run(module, part, seed=SEED, normalizer=whole.charged) for part in parts]
-    torch.testing.assert_close(sum(out.loss for out, _ in outs), whole.loss)
-    for name, gradient in gradients.items():
-        total = sum(grads[name] for _, grads in outs)
-        torch.testing.assert_close(total, gradient, rtol=1e-10, atol=1e-10)
 
 
 def test_noise_is_for_training_and_follows_the_seed():

@@ -1,20 +1,18 @@
 """LK-lambda weights by the mean acceptance of the whole step, so splitting it changes nothing."""
 
-import multiprocessing
-import os
-import socket
 from dataclasses import dataclass
 
 import pytest
 import torch
 
-from fledge import Eagle3TargetBatch, Eagle3TrainerModule, PEagleTrainerModule
-from fledge.core.distributed import World, join_world, leave_world
+from fledge import Eagle3TargetBatch
+from fledge.core.distributed import World, join_world
 from fledge.data.pack import Piece, TokenBatch, collate
 from fledge.methods.losses.lk_lambda import LkLambda
 from fledge.methods.losses.registry import LOSSES
-from objective.naive_eagle3 import D, V, make_documents, make_draft, make_head, shift, vocabulary
-from objective.naive_peagle import MASK_ID, make_parallel_draft
+from objective.cases import eagle3, peagle
+from objective.naive_eagle3 import D, V, make_documents, shift
+from ranks import run_ranks
 
 LENGTHS = [9, 4, 6, 13, 2, 11, 8, 5]
 WIDTH, SEED = 20, 7
@@ -23,18 +21,9 @@ KINDS = ["eagle3", "eagle3 thinned", "peagle", "peagle balanced"]
 
 
 def make_module(kind, loss=LOSS):
-    ids, mask = vocabulary()
-    options = {
-        "selected_token_ids": ids, "selected_token_mask": mask, "target_head": make_head(),
-        "loss": loss,
-    }  # fmt: skip
     if kind.startswith("eagle3"):
-        keep = 0.6 if "thinned" in kind else 1.0
-        return Eagle3TrainerModule(make_draft(), ttt_steps=3, depth_keep=keep, **options)
-    return PEagleTrainerModule(
-        make_parallel_draft(), num_depths=4, mask_token_id=MASK_ID,
-        balance_depths="balanced" in kind, **options,
-    )  # fmt: skip
+        return eagle3(steps=3, depth_keep=0.6 if "thinned" in kind else 1.0, loss=loss)
+    return peagle(balance_depths="balanced" in kind, loss=loss)
 
 
 @dataclass
@@ -140,35 +129,14 @@ def test_only_losses_that_need_acceptance_get_an_extra_forward():
         assert module.totals(ready[:1], World()) is None
 
 
-def rank_step(rank, port, kind, queue):
-    os.environ |= {
-        "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank),
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-    }  # fmt: skip
-    torch.set_num_threads(1)
-    world = join_world(torch.device("cpu"))
-    rows = step_rows(packed=True)
-    # three rows and one: ranks with unequal work, one of them with a single micro-batch
-    rank_batches = split(rows[:3], 3) if rank == 0 else split(rows[3:], 1)
-    results = gradients(make_module(kind), rank_batches, world)
-    if rank == 0:
-        queue.put([tensor.tolist() for tensor in results])
-    leave_world(world)
+def step_on_rank(kind):
+    """Three rows and one: ranks with unequal work, one of them with a single micro-batch."""
+    world, rows = join_world(torch.device("cpu")), step_rows(packed=True)
+    batches = split(rows[:3], 3) if world.rank == 0 else split(rows[3:], 1)
+    return gradients(make_module(kind), batches, world)
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "peagle"])
 def test_two_ranks_match_one(kind):
     whole = gradients(make_module(kind), split(step_rows(packed=True), 1))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    context = multiprocessing.get_context("fork")
-    queue = context.Queue()
-    ranks = [context.Process(target=rank_step, args=(r, port, kind, queue)) for r in range(2)]
-    for process in ranks:
-        process.start()
-    results = [torch.tensor(values, dtype=torch.float64) for values in queue.get(timeout=60)]
-    for process in ranks:
-        process.join(timeout=60)
-        assert process.exitcode == 0
-    assert_equal(results, whole)
+    assert_equal(run_ranks(2, step_on_rank, kind)[0], whole)

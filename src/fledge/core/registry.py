@@ -6,11 +6,17 @@ listing the names costs nothing. Code outside fledge adds entries with `add`.
 
 from collections.abc import Iterator, Mapping
 from importlib import import_module
-from typing import Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 from fledge.core.errors import BadInput, nearest
 
 Entry = TypeVar("Entry")
+
+
+def imported(path: str) -> Any:
+    """What an import path ("package.module:attribute") names."""
+    module, _, attribute = path.partition(":")
+    return getattr(import_module(module), attribute)
 
 
 class Registry(Mapping[str, Entry], Generic[Entry]):
@@ -33,8 +39,7 @@ class Registry(Mapping[str, Entry], Generic[Entry]):
     def __getitem__(self, name: str) -> Entry:
         entry = self._entries[name]
         if isinstance(entry, str):
-            module, _, attribute = entry.partition(":")
-            entry = self._entries[name] = cast(Entry, getattr(import_module(module), attribute))
+            entry = self._entries[name] = cast(Entry, imported(entry))
         return entry
 
     def named(self, name: str) -> Entry:

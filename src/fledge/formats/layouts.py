@@ -18,7 +18,7 @@ from fledge.formats.codec import (
     PLAIN_VLLM,
     SPECULATORS_KEY,
 )
-from fledge.methods.shared.config import CONFIG_FILE
+from fledge.methods.shared.config import config_keys
 
 OWN_AUX_KEY = "aux_layer_ids"
 # vLLM's own format of EAGLE-1: this model_type, and the Llama config nested under this key.
@@ -32,7 +32,8 @@ MASK_KEYS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_
 # --- config.json: the keys that are read, and their permitted values -----------------------------
 
 
-_AUX = CONFIG_FILE.optional[OWN_AUX_KEY]
+_OURS = config_keys()
+_AUX = _OURS[OWN_AUX_KEY]
 _THEIRS: dict[Expected, tuple[str, ...]] = {
     Whole(1, 2**40): ("num_depths", "ttt_steps", "draft_tokens", "eagle_version",
                       "num_target_layers", "swa_window_size"),
@@ -46,7 +47,7 @@ _THEIRS: dict[Expected, tuple[str, ...]] = {
     ListOf(Text(256), most=2**10): ("architectures", "layer_types"),
     _AUX: (AUX_KEY, "target_layer_ids", "aux_hidden_state_layer_ids"),
 }  # fmt: skip
-_KEYS = {key: Maybe(kind) for key, kind in CONFIG_FILE.optional.items()}
+_KEYS = {key: Maybe(kind) for key, kind in _OURS.items()}
 _KEYS |= {key: Maybe(kind) for kind, keys in _THEIRS.items() for key in keys}
 _NESTED = (NESTED_KEY, "speculators_config", "eagle_config", INNER_KEY)
 

@@ -313,7 +313,7 @@ def fused_heads(
     x_NX: Tensor, q_norm_C: Tensor, k_norm_C: Tensor, cos_NC: Tensor, sin_NC: Tensor,
     eps: float, groups: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """`heads.split_heads` on a GPU; cos and sin get no gradient."""
+    """`rotary.split_heads` on a GPU; cos and sin get no gradient."""
     out: tuple[Tensor, Tensor, Tensor] = _SplitHeads.apply(
         x_NX.contiguous(), q_norm_C, k_norm_C, cos_NC.contiguous(), sin_NC.contiguous(), eps, groups
     )

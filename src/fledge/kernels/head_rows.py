@@ -2,7 +2,7 @@
 """Row losses of a chunk of draft logits and their gradients, in one GPU kernel each.
 
 `fused_rows` has the results of the losses (`Loss.rows`), `fused_text_rows` those of
-`frozen_head.text_rows`. The torch code reads and writes [J, W] in fp32 some twenty times. Here one
+`head_loss.text_rows`. The torch code reads and writes [J, W] in fp32 some twenty times. Here one
 program handles a row: it reads the logits in their own dtype for the sums, and reads them again,
 from the cache, to overwrite them with their gradient. The target's probabilities have one row per
 slot, however many elements share the slot. Importing this file imports Triton.

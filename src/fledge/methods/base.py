@@ -2,8 +2,7 @@
 
 All code that depends on how a draft is built, trained, decoded, replayed, exported or measured goes
 through its method; no other code compares the names of algorithms. A method's file imports no other
-package at load time: recipes are read without torch, steps run without pydantic. Each function
-imports what it returns.
+package at load time; each function imports what it returns.
 """
 
 from abc import ABC, abstractmethod
@@ -11,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
+
+from fledge.core.registry import imported
 
 if TYPE_CHECKING:
     import torch
@@ -51,6 +52,11 @@ WITHOUT_NORMS: Mapping[str, Any] = {"fc_norm": False, "norm_output": False}
 """`fixed_draft` of drafts without EAGLE-3.1's norms."""
 
 
+def stated(config: Any, key: str) -> Any:
+    """A key of a config; None if the config does not state it."""
+    return getattr(config, key, None)
+
+
 class Method(ABC):
     """One algorithm."""
 
@@ -59,6 +65,21 @@ class Method(ABC):
 
     title: ClassVar[str]
     """Its name in prose."""
+
+    # Import paths ("package.module:Class"): a recipe is read without torch, a step runs without
+    # pydantic.
+
+    section_path: ClassVar[str]
+    """Of its recipe section."""
+
+    draft_path: ClassVar[str]
+    """Of its drafts."""
+
+    objective_path: ClassVar[str]
+    """Of its trainer module."""
+
+    depths_key: ClassVar[str] = "draft_tokens"
+    """The key of a draft's config for the number of tokens that it was trained to propose."""
 
     draft_defaults: ClassVar[Mapping[str, Any]] = {}
     """Keys of the draft's section whose defaults differ from the usual ones."""
@@ -102,9 +123,10 @@ class Method(ABC):
     # --- its recipe -----------------------------------------------------------------------------
 
     @property
-    @abstractmethod
     def section(self) -> "type[ObjectiveSection]":
         """The class of its recipe section."""
+        section: type[ObjectiveSection] = imported(self.section_path)
+        return section
 
     # --- the draft ------------------------------------------------------------------------------
 
@@ -112,9 +134,10 @@ class Method(ABC):
     def owns(self, config: "PretrainedConfig") -> bool:
         """Whether a draft with this config belongs to this method."""
 
-    @abstractmethod
     def draft_type(self) -> "type[DraftModel]":
         """The class of its drafts."""
+        draft: type[DraftModel] = imported(self.draft_path)
+        return draft
 
     @abstractmethod
     def aux_layers(self, section: "ObjectiveSection | None" = None) -> int:
@@ -143,11 +166,14 @@ class Method(ABC):
 
     # --- training -------------------------------------------------------------------------------
 
-    @abstractmethod
     def objective(
         self, draft: "DraftModel", given: TrainerInputs, **options: Any
     ) -> "Objective[Any]":
         """The draft with its loss, as called by a training step; `options` are its section's."""
+        objective: Objective[Any] = imported(self.objective_path)(
+            draft, **given.arguments(), **options
+        )
+        return objective
 
     def work(self, draft: "DraftModel", settings: Any) -> "Work":
         """What a step computes and keeps in memory, for predictions and benchmarks. `settings` is a

@@ -122,6 +122,12 @@ class Draft(Section):
     """Draft to start from (a run, a checkpoint, an export for vLLM; `fledge import` converts
     others); its vocabulary map is kept."""
 
+    @property
+    def computation(self) -> dict[str, Any]:
+        """The keys of the draft's config that say what it computes."""
+        flags = {"fc_norm", "norm_output", "qk_norm", "attention_bias", "mlp_bias"}
+        return self.model_dump(include=flags)
+
     @model_validator(mode="after")
     def _loadable_by_an_engine(self) -> "Draft":
         if self.qk_norm and (self.attention_bias or self.mlp_bias):

@@ -91,14 +91,8 @@ KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def blocked_attention(
     q_NHC: Tensor, k_TGC: Tensor, v_TGC: Tensor, rows: QueryRows, chain: Sequence[KeysValues]
 ) -> Tensor:
-    return apply_chain(_BlockedAttention, q_NHC, k_TGC, v_TGC, rows, chain)
-
-
-def apply_chain(function: Any, *args: Any) -> Tensor:
-    """Apply an autograd function of (q, k, v, rows, *chain keys, *chain values); the last argument
-    is the chain as (keys, values) pairs."""
-    *prefix, chain = args
-    out: Tensor = function.apply(*prefix, *(k for k, _ in chain), *(v for _, v in chain))
+    tensors = (*(keys for keys, _ in chain), *(values for _, values in chain))
+    out: Tensor = _BlockedAttention.apply(q_NHC, k_TGC, v_TGC, rows, *tensors)  # type: ignore[no-untyped-call]
     return out
 
 

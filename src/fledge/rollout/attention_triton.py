@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fledge.kernels.gate import GRANULE, on_device_of, tile_for
 from fledge.rollout import attention_kernels as kernels
-from fledge.rollout.attention import KeysValues, apply_chain
+from fledge.rollout.attention import KeysValues
 from fledge.rollout.plan import QueryRows
 
 # Chains up to this length share one compilation: 7 TTT steps need 6, P-EAGLE's 8 depths need 7.
@@ -28,17 +28,25 @@ def fused_attention(
     q_NHC: Tensor, k_TGC: Tensor, v_TGC: Tensor, rows: QueryRows, chain: Sequence[KeysValues]
 ) -> Tensor:
     """The attention output. Rows of the chain's tensors beyond those of q are ignored."""
-    return apply_chain(_FusedAttention, q_NHC, k_TGC, v_TGC, rows, chain)
+    tensors = (*(keys for keys, _ in chain), *(values for _, values in chain))
+    out: Tensor = _FusedAttention.apply(rows, None, q_NHC, k_TGC, v_TGC, *tensors)  # type: ignore[no-untyped-call]
+    return out
 
 
 class _FusedAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q_NHC: Tensor, k_TGC: Tensor, v_TGC: Tensor, rows: QueryRows, *chain: Tensor
+        ctx: Any,
+        rows: QueryRows,
+        nested: "Nested | None",
+        q_NHC: Tensor,
+        k_TGC: Tensor,
+        v_TGC: Tensor,
+        *chain: Tensor,
     ) -> Tensor:
-        job = Job(q_NHC, k_TGC, v_TGC, rows, Chain.of(chain))
+        job = Job(q_NHC, k_TGC, v_TGC, rows, Chain.of(chain, nested))
         out_NHC, lse_NH = job.attend()
-        ctx.rows = rows
+        ctx.rows, ctx.nested = rows, nested
         ctx.save_for_backward(job.q, job.k, job.v, out_NHC, lse_NH, *job.chain.tensors)
         return out_NHC
 
@@ -46,10 +54,11 @@ class _FusedAttention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q_NHC, k_TGC, v_TGC, out_NHC, lse_NH, *chain = ctx.saved_tensors
         dout_NHC = grads[0].contiguous()
-        job = Job(q_NHC, k_TGC, v_TGC, ctx.rows, Chain.of(chain))
+        job = Job(q_NHC, k_TGC, v_TGC, ctx.rows, Chain.of(chain, ctx.nested))
         dq_NHC, delta_NH = job.query_grad(out_NHC, dout_NHC, lse_NH)
         dk_TGC, dv_TGC = job.key_grad(dout_NHC, lse_NH, delta_NH)
-        return dq_NHC, dk_TGC, dv_TGC, None, *job.chain_grad(dout_NHC, lse_NH, delta_NH)
+        chain_grads = job.chain_grad(dout_NHC, lse_NH, delta_NH)
+        return None, None, dq_NHC, dk_TGC, dv_TGC, *chain_grads
 
 
 @dataclass(frozen=True)
@@ -200,6 +209,8 @@ class Job:
 
     def chain_grad(self, dout_NHC: Tensor, lse_NH: Tensor, delta_NH: Tensor) -> list[Tensor]:
         """dk of every depth, then dv of every depth; zero for rows beyond those of q."""
+        if self.chain.nested is not None:
+            return self._nested_chain_grad(self.chain.nested, dout_NHC, lse_NH, delta_NH)
         tensors = self.chain.tensors
         if not tensors:
             return []
@@ -217,6 +228,22 @@ class Job:
                 )  # fmt: skip
         return grads
 
+    def _nested_chain_grad(
+        self, nested: "Nested", dout_QHC: Tensor, lse_QH: Tensor, delta_QH: Tensor
+    ) -> list[Tensor]:
+        (keys_MGC,), (values_MGC,) = self.chain.keys, self.chain.values
+        dkeys_MGC, dvalues_MGC = (keys_MGC.new_empty(keys_MGC.shape) for _ in range(2))
+        if nested.longest:
+            grid = (triton.cdiv(nested.longest, CHAIN_ROWS), self.groups, nested.depth)
+            with self.device:
+                kernels.nested_chain_grad[grid](
+                    self.q, keys_MGC, values_MGC, dout_QHC, lse_QH, delta_QH,
+                    dkeys_MGC, dvalues_MGC, nested.starts_K, *self.q.stride()[:2],
+                    *self.chain_strides, self.first_chain, nested.depth, BLOCK_R=CHAIN_ROWS,
+                    **self.shape(),
+                )  # fmt: skip
+        return [dkeys_MGC, dvalues_MGC]
+
 
 # --- P-EAGLE: rows of all depths at once ----------------------------------------------------------
 
@@ -229,49 +256,12 @@ def fused_parallel(
     counts: Sequence[int],
     starts_K: Tensor | None = None,  # required in recorded steps, which cannot copy from the host
 ) -> Tensor:
-    """`parallel.parallel_attention` on a GPU."""
+    """P-EAGLE's `parallel_attention` on a GPU."""
     present = [count for count in counts if count]
     if starts_K is None:
         starts = torch.tensor([0, *accumulate(counts)])
         # non-blocking is safe: a tensor this small is copied before the call returns
         starts_K = starts.to(q_QHC.device, non_blocking=True)
     nested = Nested(starts_K, len(present), max(present, default=0))
-    out: Tensor = _FusedParallel.apply(rows, nested, q_QHC, *prefix, *chain)  # type: ignore[no-untyped-call]
+    out: Tensor = _FusedAttention.apply(rows, nested, q_QHC, *prefix, *chain)  # type: ignore[no-untyped-call]
     return out
-
-
-class _FusedParallel(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: QueryRows, nested: Nested, *tensors: Tensor) -> Tensor:
-        q_QHC, k_TGC, v_TGC, *chain = tensors
-        job = Job(q_QHC, k_TGC, v_TGC, rows, Chain.of(chain, nested))
-        out_QHC, lse_QH = job.attend()
-        ctx.rows, ctx.nested = rows, nested
-        ctx.save_for_backward(job.q, job.k, job.v, *job.chain.tensors, out_QHC, lse_QH)
-        return out_QHC
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q_QHC, k_TGC, v_TGC, *chain, out_QHC, lse_QH = ctx.saved_tensors
-        dout_QHC = grads[0].contiguous()
-        job = Job(q_QHC, k_TGC, v_TGC, ctx.rows, Chain.of(chain, ctx.nested))
-        dq_QHC, delta_QH = job.query_grad(out_QHC, dout_QHC, lse_QH)
-        dk_TGC, dv_TGC = job.key_grad(dout_QHC, lse_QH, delta_QH)
-        chain_grads = _chain_grad(job, ctx.nested, dout_QHC, lse_QH, delta_QH)
-        return None, None, dq_QHC, dk_TGC, dv_TGC, *chain_grads
-
-
-def _chain_grad(
-    job: Job, nested: Nested, dout_QHC: Tensor, lse_QH: Tensor, delta_QH: Tensor
-) -> tuple[Tensor, Tensor]:
-    (keys_MGC,), (values_MGC,) = job.chain.keys, job.chain.values
-    dkeys_MGC, dvalues_MGC = (keys_MGC.new_empty(keys_MGC.shape) for _ in range(2))
-    if nested.longest:
-        grid = (triton.cdiv(nested.longest, CHAIN_ROWS), job.groups, nested.depth)
-        with job.device:
-            kernels.nested_chain_grad[grid](
-                job.q, keys_MGC, values_MGC, dout_QHC, lse_QH, delta_QH, dkeys_MGC, dvalues_MGC,
-                nested.starts_K, *job.q.stride()[:2], *job.chain_strides,
-                job.first_chain, nested.depth, BLOCK_R=CHAIN_ROWS, **job.shape(),
-            )  # fmt: skip
-    return dkeys_MGC, dvalues_MGC

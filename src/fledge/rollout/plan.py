@@ -443,12 +443,13 @@ def _grid(
     and whether there is one."""
     depth, (size_M, size_N) = np.arange(supervised_SK.shape[1]), sizes
     anchor_MK = target[:, None] - depth
-    asked_MK = supervised_SK[np.maximum(anchor_MK, 0), depth] & (anchor_MK >= 0)
+    in_batch_MK = np.maximum(anchor_MK, 0)
+    asked_MK = supervised_SK[in_batch_MK, depth] & (anchor_MK >= 0)
     row_of = np.full(len(supervised_SK), size_N - 1, dtype=np.int64)
     row_of[row_slot] = np.arange(len(row_slot))
     element_MK = np.broadcast_to(depth * size_N + size_N - 1, (size_M, len(depth))).copy()
     real_MK = np.zeros_like(element_MK)
-    element_MK[: len(target)] = depth * size_N + np.where(asked_MK, row_of[anchor_MK], size_N - 1)
+    element_MK[: len(target)] = depth * size_N + np.where(asked_MK, row_of[in_batch_MK], size_N - 1)
     real_MK[: len(target)] = asked_MK
     return element_MK, real_MK
 

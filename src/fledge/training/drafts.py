@@ -94,11 +94,7 @@ def config_of_draft(
         draft_vocab_size=draft_vocab_size,
         num_hidden_layers=section.layers,
         intermediate_size=section.intermediate_size,
-        fc_norm=section.fc_norm,
-        norm_output=section.norm_output,
-        qk_norm=section.qk_norm,
-        attention_bias=section.attention_bias,
-        mlp_bias=section.mlp_bias,
+        **section.computation,
         **settings,
     )
 

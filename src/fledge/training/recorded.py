@@ -21,7 +21,8 @@ from fledge.core import graphs
 from fledge.core.batch import Eagle3TargetBatch
 from fledge.core.graphs import RecordedPass, RecordedSizes
 from fledge.core.rows import PACKING_FIELDS, TokenBatch
-from fledge.methods.shared.objective import Objective, Recordable, RolloutOutput
+from fledge.methods.shared.objective import Objective, RolloutOutput
+from fledge.methods.shared.rollout_objective import RolloutTrainerModule
 from fledge.rollout.attention import kernel_runs
 from fledge.rollout.plan import RolloutPlan
 
@@ -39,7 +40,7 @@ def recorded_steps(
     small = draft.config.hidden_size <= _MAX_HIDDEN_SIZE and not draft.gradient_checkpointing
     if draft.device.type != "cuda" or not small:
         return None
-    if not isinstance(objective, Recordable) or not objective.can_be_even:
+    if not isinstance(objective, RolloutTrainerModule) or not objective.can_be_even:
         return None
     if not _attends_on_gpu(objective):
         return None
@@ -57,7 +58,9 @@ def _attends_on_gpu(objective: Objective[Any]) -> bool:
 class RecordedSteps:
     """Recorded steps of an objective with even plans (sizes are multiples of its `quantum`)."""
 
-    def __init__(self, objective: Recordable[Any, Any], parameters: Sequence[nn.Parameter]) -> None:
+    def __init__(
+        self, objective: RolloutTrainerModule[Any], parameters: Sequence[nn.Parameter]
+    ) -> None:
         self._objective, self._parameters = objective, parameters
         # Shared by all sizes: otherwise every recorded pass would keep gradients of its own.
         self._grads: list[Tensor | None] = []
@@ -87,7 +90,7 @@ class RecordedSteps:
             parameter.grad = grad
         return output
 
-    def _passes(self, plan: RolloutPlan, answer_inputs: dict[str, Tensor]) -> RolloutOutput:
+    def _passes(self, plan: RolloutPlan, answer_inputs: dict[str, Any]) -> RolloutOutput:
         for parameter in self._parameters:
             parameter.grad = None
         ready = self._objective.prepare_inputs(**answer_inputs, plan=plan)

@@ -154,7 +154,7 @@ def sureness(
 @contextmanager
 def _all_proposed(draft: BlockDraftModel) -> Iterator[None]:
     """While open, all tokens are proposed, whatever their confidence."""
-    config: Any = draft.config
+    config = draft.config
     before, config.confidence_threshold = config.confidence_threshold, 0.0
     try:
         yield

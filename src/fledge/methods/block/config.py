@@ -1,36 +1,39 @@
 """What the config of a block draft (DFlash, DSpark) holds beyond `DraftConfig`, and its checks."""
 
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 from transformers import PretrainedConfig
 
-from fledge.methods.shared.config import EAGLE3_FLAGS, DraftConfig
-
-# Read by decoding from `draft.config`, because they may change after the draft was built.
-_OF_DECODING = {"confidence_threshold": 0.0, "confidence_temperatures": ()}
+from fledge.core.errors import BadInput
+from fledge.core.reading import ListOf, Maybe, Number, Text, Whole
+from fledge.methods.base import stated
+from fledge.methods.shared.config import EAGLE3_FLAGS, FLAG, DraftConfig, key
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockConfig(DraftConfig):
-    block_size: int  # slots
-    sample_from_anchor: bool = False  # slot 0 predicts the first token; otherwise slot 1 does
-    causal: bool = False  # inside the block
-    sliding_window: int | None = None
-    sliding_layers: tuple[int, ...] = ()
-    token_head: str = "markov"  # of `TOKEN_HEADS`
-    markov_rank: int = 0  # of the token head; 0: none
-    confidence_head: bool = False
+    block_size: int = key(Maybe(Whole(1, 2**10)))  # slots
+    # slot 0 predicts the first token; otherwise slot 1 does
+    sample_from_anchor: bool = key(FLAG, default=False)
+    causal: bool = key(FLAG, default=False)  # inside the block
+    sliding_window: int | None = key(Maybe(Whole(1, 2**31)), None)
+    sliding_layers: tuple[int, ...] = key(Maybe(ListOf(Whole(0, 2**10), most=2**10)), ())
+    token_head: str = key(Maybe(Text(64)), "markov")  # of `TOKEN_HEADS`
+    markov_rank: int = key(Maybe(Whole(0, 2**14)), 0)  # of the token head; 0: none
+    confidence_head: bool = key(FLAG, default=False)
+    # decoding reads these two from `draft.config`: they may change after the draft was built
+    confidence_threshold: float = key(Maybe(Number(0, 1)), 0.0)
+    confidence_temperatures: tuple[float, ...] = key(
+        Maybe(ListOf(Number(1e-6, 1e6), most=2**10)), ()
+    )
 
     @classmethod
     def of(cls, config: PretrainedConfig) -> Self:
         config.qk_norm = True  # all block drafts have it
-        for name, default in _OF_DECODING.items():
-            if getattr(config, name, None) is None:
-                setattr(config, name, default)
         read = super().of(config)
         for name in ("sliding_layers", "confidence_temperatures"):
-            setattr(config, name, list(getattr(config, name)))
+            setattr(config, name, list(stated(config, name)))
         if config.token_head == "markov":  # other programs know no other
             del config.token_head
         config.draft_tokens = read.drafts
@@ -51,9 +54,12 @@ class BlockConfig(DraftConfig):
             raise ValueError(f"sliding_layers: of 0 .. {layers - 1}, got {list(sliding)}")
         if sliding and not self.sliding_window:
             raise ValueError("sliding_window: needed where layers slide")
-        for name in (*EAGLE3_FLAGS, "attention_bias", "mlp_bias"):
-            if vars(self)[name]:
-                raise ValueError(f"{name}: block drafts have none")
+        self.refuse(*EAGLE3_FLAGS, "attention_bias", "mlp_bias", family="block")
+
+    @property
+    def size(self) -> int:
+        """The number of slots of a block."""
+        return self.block_size
 
     @property
     def first_place(self) -> int:
@@ -61,6 +67,37 @@ class BlockConfig(DraftConfig):
         return 0 if self.sample_from_anchor else 1
 
     @property
+    def place(self) -> tuple[int, int]:
+        """The number of slots of a block, and the slot that predicts depth 0."""
+        return self.size, self.first_place
+
+    @property
     def drafts(self) -> int:
         """The number of tokens that a block proposes."""
-        return self.block_size - self.first_place
+        return self.size - self.first_place
+
+
+def is_block(config: PretrainedConfig) -> bool:
+    """Whether a config is that of a block draft."""
+    return stated(config, "block_size") is not None
+
+
+def has_token_head(config: PretrainedConfig) -> bool:
+    return is_block(config) and bool(stated(config, "markov_rank"))
+
+
+def refused_tokens(config: PretrainedConfig, asked: int) -> BadInput | None:
+    """Blocks of another length than in training are refused: their slots attend to each other."""
+    if asked == config.draft_tokens:
+        return None
+    return BadInput(
+        f"its blocks are of {config.draft_tokens} drafted tokens, not {asked}",
+        where="--num-draft-tokens",
+        fix="leave it out, or train with another objective.block_size",
+    )
+
+
+def bench_keys(*, token_head: bool) -> dict[str, Any]:
+    """The keys of the drafts that `fledge bench train` measures."""
+    heads = {"sample_from_anchor": True, "markov_rank": 256, "confidence_head": True}
+    return {"num_aux_hidden_states": 5, "block_size": 8, **(heads if token_head else {})}

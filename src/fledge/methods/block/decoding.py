@@ -39,8 +39,7 @@ class BlockRollouts(Rollouts):
 
     def plan(self, tokens: TokenBatch) -> BlockPlan:
         slots = flatten_slots(RowMasks.of(tokens, drafting_slots(tokens)))
-        place = (self.draft.spec.block_size, self.draft.spec.first_place)
-        device = self.draft.device
+        place, device = self.draft.spec.place, self.draft.device
         return lay_out_blocks(
             slots, slots.target, slots.target, self.depths, place, contiguous=True, device=device
         )
@@ -144,7 +143,7 @@ class Block(CachedStrategy):
 
     @classmethod
     def fits(cls, draft: DraftModel) -> bool:
-        return isinstance(draft, BlockDraftModel) and draft.spec.mask_token_id is not None
+        return isinstance(draft, BlockDraftModel) and draft.spec.has_mask
 
     @property
     def count(self) -> int:
@@ -156,7 +155,7 @@ class Block(CachedStrategy):
 
     @property
     def slots(self) -> int:
-        return self.draft.spec.block_size + self.count + 1
+        return self.draft.spec.size + self.count + 1
 
     @cached_property
     def layers(self) -> Sequence[LayerWeights]:
@@ -183,7 +182,7 @@ class Block(CachedStrategy):
     def run_block(self, newest_B: Tensor, length_B: Tensor, *, used: int) -> Tensor:
         """[B, J, E] head inputs of a block after `length_B` verified tokens of each row."""
         block, batch = self.draft, len(newest_B)
-        size, sights = block.spec.block_size, block.sights()
+        size, sights = block.spec.size, block.sights()
         index_BJ = length_B[:, None] + torch.arange(size, device=self.device)
         turn = block.rotary(index_BJ.flatten(), self.dtype)
         masks = {sight: _visible(sight, length_B, index_BJ, used) for sight in {*sights}}

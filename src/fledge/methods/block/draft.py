@@ -8,12 +8,20 @@ The context has no queries and is not normed again, so its keys and values are c
 each token and layer, in training and in serving. Embedding and head are the target's own tensors:
 shared, never trained, and not in the draft's files.
 
-Shapes: N blocks of J slots, T key axis.
+A *token head* adds a term to the logits of a slot that depends on the token before it, so that the
+tokens of a block are drafted left to right although their states are computed in one pass:
+
+    logits [N, W] = head(states [N, E]) + features [N, R] @ out_WR.T
+
+The loss and decoding use only these two factors. A new token head is one class and one line in
+`TOKEN_HEADS` (`method.py`); recipes choose it with `objective.token_head`.
+
+Shapes: N blocks of J slots, T key axis, R rank of the token head.
 """
 
-from collections.abc import Iterable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Self, cast
 
 import torch
@@ -21,22 +29,63 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PretrainedConfig
 
-from fledge.core.files import save_tensors, write_json
 from fledge.methods.block.attention import Again, Sight, block_attention
 from fledge.methods.block.config import BlockConfig
-from fledge.methods.block.heads import ConfidenceHead, TokenHead
 from fledge.methods.block.method import TOKEN_HEADS
 from fledge.methods.block.plan import BlockRows
 from fledge.methods.shared.draft import DraftModel
-from fledge.methods.shared.files import CONFIG_NAME, WEIGHTS_NAME, config_json
-from fledge.methods.shared.layer import DeepDraftLayer, DraftLayer, LayerWeights, linear
-from fledge.methods.shared.mlp import kept_mlps
+from fledge.methods.shared.layer import DeepDraftLayer, DraftLayer, LayerWeights, kept_mlps, linear
 from fledge.methods.shared.norms import rms_norm
 from fledge.methods.shared.rotary import Rotary, Turn, split_heads
 from fledge.rollout.attention import AttentionKind, KeysValues
 from fledge.target.base import Eagle3TargetBackend, HasWeight
 
 KEPT_MLP_GIB = 4.5  # MLP activations kept; the backward pass recomputes the others
+
+
+class TokenHead(nn.Module, ABC):
+    """Built from a draft's config; its tensors are in the draft's files as NAME_head.*."""
+
+    @abstractmethod
+    def features(self, previous_N: Tensor, dtype: torch.dtype) -> Tensor:
+        """[..., R] features of the previous tokens, which are given as target ids."""
+
+    @property
+    @abstractmethod
+    def out_WR(self) -> Tensor:  # noqa: N802  (its shape)
+        """The factor that turns features into logits; zeros in a new draft."""
+
+
+class MarkovHead(TokenHead):
+    """logits += W2 . W1[previous token] (DSpark)."""
+
+    def __init__(self, config: BlockConfig) -> None:
+        super().__init__()
+        self.markov_w1 = nn.Embedding(config.vocab_size, config.markov_rank)
+        self.markov_w2 = nn.Linear(config.markov_rank, config.draft_vocab_size, bias=False)
+
+    def features(self, previous_N: Tensor, dtype: torch.dtype) -> Tensor:
+        return F.embedding(previous_N, self.markov_w1.weight).to(dtype)
+
+    @property
+    def out_WR(self) -> Tensor:  # noqa: N802
+        return self.markov_w2.weight
+
+
+class ConfidenceHead(nn.Module):
+    """w . [state; features of the previous token] + b: the log-odds that a token is accepted."""
+
+    def __init__(self, config: BlockConfig) -> None:
+        super().__init__()
+        self.proj = nn.Linear(config.hidden_size + config.markov_rank, 1)
+
+    def forward(self, state_NE: Tensor, features_NR: Tensor | None) -> Tensor:
+        """[...] log-odds in fp32, or wider if the state is."""
+        wide = torch.promote_types(state_NE.dtype, torch.float32)
+        parts = [state_NE] if features_NR is None else [state_NE, features_NR]
+        inputs = torch.cat([part.to(wide) for part in parts], dim=-1)
+        weight, bias = self.proj.weight.to(wide), self.proj.bias.to(wide)
+        return F.linear(inputs, weight, bias).squeeze(-1)
 
 
 class BlockDraftModel(DraftModel):
@@ -70,9 +119,7 @@ class BlockDraftModel(DraftModel):
             self._attach_shared("lm_head", linear(size, spec.draft_vocab_size))
 
     def _init_weights(self) -> None:
-        for module in self.modules():
-            if isinstance(module, nn.Linear | nn.Embedding):
-                nn.init.normal_(module.weight, std=self.spec.initializer_range)
+        super()._init_weights()
         if self.token_head is not None:  # a new one adds nothing to the logits
             nn.init.zeros_(self.token_head.out_WR)
         if self.confidence_head is not None:
@@ -147,15 +194,6 @@ class BlockDraftModel(DraftModel):
     def dtype(self) -> torch.dtype:
         return self.fc.weight.dtype
 
-    # --- files ----------------------------------------------------------------------------------
-
-    def write(self, directory: Path, tensors: Mapping[str, Tensor] | None = None) -> None:
-        state = self.state_dict() if tensors is None else tensors
-        tensors = {name: value.detach().contiguous() for name, value in state.items()}
-        values = config_json(self.config, self.dtype, self.architecture)
-        write_json(directory / CONFIG_NAME, values)
-        save_tensors(directory / WEIGHTS_NAME, tensors, {"format": "pt"})
-
     # --- the layout of a block ------------------------------------------------------------------
 
     @property
@@ -171,7 +209,7 @@ class BlockDraftModel(DraftModel):
 
     def block_tokens(self, newest_N: Tensor) -> Tensor:
         """[N, J]: the newest token, followed by placeholders."""
-        rest = newest_N.new_full((len(newest_N), self.spec.block_size - 1), self.spec.mask_id)
+        rest = newest_N.new_full((len(newest_N), self.spec.size - 1), self.spec.mask_id)
         return torch.cat([newest_N[:, None], rest], dim=1)
 
     def embed(self, token: Tensor, dtype: torch.dtype) -> Tensor:
@@ -225,7 +263,7 @@ class BlockDraftModel(DraftModel):
         all equal and one of them is projected for all."""
         token_M = torch.cat([newest_N, newest_N.new_full((1,), self.spec.mask_id)])
         qkv_MX = layer.project_normed(self.embed(token_M, dtype))
-        rest = self.spec.block_size - 1
+        rest = self.spec.size - 1
         masked_NJX = qkv_MX[-1:, None].expand(len(newest_N), rest, -1)
         return torch.cat([qkv_MX[:-1, None], masked_NJX], dim=1).flatten(0, 1)
 

@@ -6,7 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fledge.core.registry import Registry
-from fledge.methods.base import WITHOUT_NORMS, Method, TrainerInputs
+from fledge.methods.base import WITHOUT_NORMS, Method
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -15,16 +15,13 @@ if TYPE_CHECKING:
     from fledge.core.errors import BadInput
     from fledge.decode.strategy import Strategy
     from fledge.formats.codec import Feature, Format, PlainDraft
-    from fledge.methods.block.draft import BlockDraftModel
+    from fledge.methods.block.draft import TokenHead
     from fledge.methods.block.foreign import BlockView
-    from fledge.methods.block.heads import TokenHead
-    from fledge.methods.block.section import BlockSection
     from fledge.methods.shared.draft import DraftModel, Reading
-    from fledge.methods.shared.objective import Objective
     from fledge.methods.shared.work import Work
 
 TOKEN_HEADS: "Registry[type[TokenHead]]" = Registry(
-    "objective.token_head", {"markov": "fledge.methods.block.heads:MarkovHead"}
+    "objective.token_head", {"markov": "fledge.methods.block.draft:MarkovHead"}
 )
 
 
@@ -40,14 +37,9 @@ class BlockMethod(Method):
         "mlp_bias": False,
     }
     carries_states = False
+    draft_path = "fledge.methods.block.draft:BlockDraftModel"
     usual_layers: ClassVar[int] = 5  # default number of aux layers
-    bench_settings: ClassVar[Mapping[str, Any]] = {"block_size": 8}
-    """Additional entries of a draft's config in `fledge bench train`."""
-
-    def draft_type(self) -> "type[BlockDraftModel]":
-        from fledge.methods.block.draft import BlockDraftModel
-
-        return BlockDraftModel
+    has_token_head: ClassVar[bool] = False
 
     def aux_layers(self, section: Any = None) -> int:
         return self.usual_layers if section is None else int(section.listened_layers)
@@ -58,18 +50,16 @@ class BlockMethod(Method):
         return spread_layer_ids(depth, count)
 
     def draft_settings(self, section: Any, *, tokenizer: Any, vocab_size: int) -> dict[str, Any]:
-        from fledge.methods.shared.derive import check_mask_token_id, choose_mask_token_id
+        from fledge.methods.shared.derive import placeholder
 
-        if section.mask_token_id is None:
-            mask_token_id = choose_mask_token_id(tokenizer, vocab_size)
-        else:
-            mask_token_id = check_mask_token_id(section.mask_token_id, tokenizer, vocab_size)
-        return {**section.draft_settings(), "mask_token_id": mask_token_id}
+        token = placeholder(section.placeholder, tokenizer, vocab_size)
+        return {**section.draft_settings(), **token}
 
-    def grow(self, draft: "DraftModel", config: "PretrainedConfig") -> "DraftModel | None":
+    def grow(self, draft: Any, config: "PretrainedConfig") -> "DraftModel | None":
         from fledge.methods.block.draft import grown
 
-        return grown(draft, config) if isinstance(draft, self.draft_type()) else None
+        block_drafts: Any = self.draft_type()
+        return grown(draft, config) if isinstance(draft, block_drafts) else None
 
     def reading(self, draft: Any) -> "Reading":
         from fledge.methods.shared.draft import Reading, wide
@@ -90,9 +80,12 @@ class BlockMethod(Method):
         return {"anchors": 512, "gamma": 4.0}
 
     def bench_draft_settings(self, vocab_size: int, section: Any = None) -> dict[str, Any]:
-        defaults = {"num_aux_hidden_states": self.usual_layers, **self.bench_settings}
-        settings = defaults if section is None else section.draft_settings()
-        return {**settings, "mask_token_id": vocab_size - 1}
+        from fledge.methods.block.config import bench_keys
+        from fledge.methods.shared.derive import last_token_as_placeholder
+
+        keys = bench_keys(token_head=self.has_token_head)
+        settings = keys if section is None else section.draft_settings()
+        return {**settings, **last_token_as_placeholder(vocab_size)}
 
     def sglang_flags(self, num_draft_tokens: int) -> list[str]:
         return ["--speculative-num-draft-tokens", str(num_draft_tokens + 1)]
@@ -102,7 +95,7 @@ class BlockMethod(Method):
 
         return BlockView
 
-    def export_features(self, config: Any) -> "dict[Feature, bool]":
+    def export_features(self, config: "PretrainedConfig") -> "dict[Feature, bool]":
         return {
             "blocks": True,
             "causal blocks": config.causal,
@@ -113,18 +106,10 @@ class BlockMethod(Method):
             "chosen aux layers": False,  # every layout writes them
         }
 
-    def refused_tokens(self, config: Any, asked: int) -> "BadInput | None":
-        """Blocks of another length than in training are refused: their slots attend to each
-        other."""
-        from fledge.core.errors import BadInput
+    def refused_tokens(self, config: "PretrainedConfig", asked: int) -> "BadInput | None":
+        from fledge.methods.block.config import refused_tokens
 
-        if asked == config.draft_tokens:
-            return None
-        return BadInput(
-            f"its blocks are of {config.draft_tokens} drafted tokens, not {asked}",
-            where="--num-draft-tokens",
-            fix="leave it out, or train with another objective.block_size",
-        )
+        return refused_tokens(config, asked)
 
     def with_target_rows(self, draft: "PlainDraft", head_VE: "Tensor | None") -> "PlainDraft":
         """With a reduced vocabulary the files have the draft's rows of the target's head."""
@@ -145,6 +130,8 @@ class BlockMethod(Method):
 class Dflash(BlockMethod):
     name = "dflash"
     title = "DFlash"
+    section_path = "fledge.methods.block.section:DflashSection"
+    objective_path = "fledge.methods.block.objective:DFlashTrainerModule"
     strategies: ClassVar[Mapping[str, "type[Strategy]"]] = Registry(
         "strategy", {"block": "fledge.methods.block.decoding:Block"}
     )
@@ -158,32 +145,21 @@ class Dflash(BlockMethod):
     )
     algorithms: ClassVar[Mapping[str, str]] = {"vllm": "dflash", "sglang": "DFLASH"}
 
-    @property
-    def section(self) -> "type[BlockSection]":
-        from fledge.methods.block.section import DflashSection
-
-        return DflashSection
-
     def owns(self, config: "PretrainedConfig") -> bool:
-        return getattr(config, "block_size", None) is not None
+        from fledge.methods.block.config import is_block
 
-    def objective(self, draft: Any, given: TrainerInputs, **options: Any) -> "Objective[Any]":
-        from fledge.methods.block.objective import DFlashTrainerModule
-
-        return DFlashTrainerModule(draft, **given.arguments(), **options)
-
-
-DFLASH = Dflash()
-
-
-# --- dspark --------------------------------------------------------------------------------------
-# DSpark: DFlash's block with two small heads. A Markov head conditions each token on the one
-# before it; a confidence head predicts how likely it is to be accepted.
+        return is_block(config)
 
 
 class Dspark(BlockMethod):
+    """DFlash's block with two small heads. A Markov head conditions each token on the one before
+    it; a confidence head predicts how likely it is to be accepted."""
+
     name = "dspark"
     title = "DSpark"
+    section_path = "fledge.methods.block.section:DsparkSection"
+    objective_path = "fledge.methods.block.objective:DSparkTrainerModule"
+    has_token_head = True
     strategies: ClassVar[Mapping[str, "type[Strategy]"]] = Registry(
         "strategy", {"markov": "fledge.methods.block.decoding:MarkovBlock"}
     )
@@ -197,28 +173,11 @@ class Dspark(BlockMethod):
     )
     algorithms: ClassVar[Mapping[str, str]] = {"vllm": "dspark", "sglang": "DSPARK"}
     vllm_gpu_only = ("0.32",)  # on a CPU: "Model Runner V1 does not support dspark"
-    bench_settings: ClassVar[Mapping[str, Any]] = {
-        **BlockMethod.bench_settings,
-        "sample_from_anchor": True,
-        "markov_rank": 256,
-        "confidence_head": True,
-    }
-
-    @property
-    def section(self) -> "type[BlockSection]":
-        from fledge.methods.block.section import DsparkSection
-
-        return DsparkSection
 
     def owns(self, config: "PretrainedConfig") -> bool:
-        return getattr(config, "block_size", None) is not None and bool(
-            getattr(config, "markov_rank", 0)
-        )
+        from fledge.methods.block.config import has_token_head
 
-    def objective(self, draft: Any, given: TrainerInputs, **options: Any) -> "Objective[Any]":
-        from fledge.methods.block.objective import DSparkTrainerModule
-
-        return DSparkTrainerModule(draft, **given.arguments(), **options)
+        return has_token_head(config)
 
 
-DSPARK = Dspark()
+DFLASH, DSPARK = Dflash(), Dspark()

@@ -1,6 +1,6 @@
 """What the objectives of block drafts share: how blocks are sampled, run and scored.
 
-The interface is that of `rollout.RolloutTrainerModule`; docs/semantics.md has the rules. Depth k of
+The interface is that of `RolloutTrainerModule`; docs/semantics.md has the rules. Depth k of
 a rollout is the k-th token that a block proposes. The weight of an element falls with its depth;
 the loss is divided by the sum of the weights of all elements, over all micro-batches and ranks.
 """
@@ -21,8 +21,13 @@ from fledge.methods.block.plan import ANCHOR_TOKENS, BlockPlan, plan_blocks
 from fledge.methods.losses.base import Loss
 from fledge.methods.losses.hard import TextCrossEntropy
 from fledge.methods.losses.registry import loss_of
-from fledge.methods.shared.frozen_head import TokenScores, TokenTask, frozen_head_loss
-from fledge.methods.shared.head_loss import HeadLoss, HeadTask
+from fledge.methods.shared.head_loss import (
+    HeadLoss,
+    HeadTask,
+    TokenScores,
+    TokenTask,
+    frozen_head_loss,
+)
 from fledge.methods.shared.objective import StepOptions, StepTotals
 from fledge.methods.shared.rollout_objective import ReadyBatch, RolloutTrainerModule, no_autocast
 from fledge.methods.shared.supervision import Supervision, VocabularyTensors
@@ -36,7 +41,7 @@ def layout(draft: BlockDraftModel, settings: Any) -> "partial[BlockPlan]":
     """How rows are laid out; `settings` is a section or an objective."""
     return partial(
         plan_blocks,
-        size=draft.spec.block_size,
+        size=draft.spec.size,
         first_place=draft.spec.first_place,
         anchors=settings.anchors,
         contiguous=settings.contiguous,
@@ -76,7 +81,6 @@ class BlockTrainerModule(RolloutTrainerModule[BlockPlan]):
                 "target's head without one; use eagle3"
             )
         self.anchors, self.gamma = anchors, gamma
-        self.quantum = 0  # rounds the sizes of a step up (`methods/block/plan.py`)
         # the draft id of every target token; 0 for tokens outside the draft vocabulary
         draft_id_V = torch.zeros(len(self.selected_token_mask), dtype=torch.int64)
         draft_id_V[vocabulary.ids_W.cpu()] = torch.arange(len(vocabulary.ids_W))
@@ -122,13 +126,11 @@ class BlockTrainerModule(RolloutTrainerModule[BlockPlan]):
 
     @property
     def can_be_even(self) -> bool:
-        """Whether the sizes of its steps may be rounded up (`quantum`)."""
         return True
 
     def quantum_for(self, tokens: int, *, sizes: int) -> int:
-        """The quantum for batches of `tokens` tokens. The number of blocks is proportional to the
-        number of tokens, so most batches have about as many, and sizes recur even with a quantum
-        half as large."""
+        """The number of blocks is proportional to the number of tokens, so most batches have about
+        as many, and sizes recur even with a quantum half as large."""
         blocks = min(tokens, tokens * self.anchors // ANCHOR_TOKENS)
         return max(8, blocks // (2 * sizes))
 

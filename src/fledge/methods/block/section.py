@@ -1,4 +1,4 @@
-"""What the recipe sections of block drafters share."""
+"""The recipe sections of DFlash and DSpark."""
 
 from abc import abstractmethod
 from typing import Annotated, Any, ClassVar, Literal
@@ -50,6 +50,10 @@ class BlockSection(ObjectiveSection):
     """Token id of the placeholder; null: one that the tokenizer never emits is chosen."""
 
     @property
+    def placeholder(self) -> int | None:
+        return self.mask_token_id
+
+    @property
     def decay_tokens(self) -> float:
         """`gamma`, or its default for this block size."""
         if self.gamma is not None:
@@ -80,10 +84,6 @@ class BlockSection(ObjectiveSection):
         if len(set(self.sliding_layers)) < len(self.sliding_layers):
             raise ValueError("sliding_layers: each layer once")
         return self
-
-
-# --- dflash section ------------------------------------------------------------------------------
-# DFlash's section of a recipe.
 
 
 class TextChoice(LossChoice):
@@ -137,10 +137,6 @@ class DflashSection(BlockSection):
         if self.weights == "dpace" and self.loss.kind != "text":
             raise ValueError("weights dpace needs the loss text, whose probabilities it weighs by")
         return self
-
-
-# --- dspark section ------------------------------------------------------------------------------
-# DSpark's section of a recipe.
 
 
 class DsparkSection(BlockSection):

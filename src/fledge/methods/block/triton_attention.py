@@ -1,7 +1,7 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """Block attention on a GPU: the context's keys and the block's own in one running softmax.
 
-Same results as `block.reference_blocks`. A *tile* is BLOCK_M consecutive (query, head) pairs of one
+Same results as `reference_blocks`. A *tile* is BLOCK_M consecutive (query, head) pairs of one
 key head: pair m is query m // GROUP of the flat axis of all blocks' queries, head m % GROUP. Blocks
 are sorted by where they start, so a tile's context is one interval of keys, shared by all queries
 of its blocks, and its blocks' own keys are one interval of the flat axis. Both parts are products
@@ -239,7 +239,7 @@ def fused_blocks(
     sight: Sight,
     again: Again | None = None,
 ) -> Tensor:
-    """`block.block_attention` on a GPU."""
+    """`attention.block_attention` on a GPU."""
     out: Tensor = _FusedBlocks.apply(rows, sight, again, q_NJHC, *context, *own)
     return out
 

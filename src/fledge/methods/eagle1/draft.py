@@ -13,23 +13,29 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from fledge.methods.shared.config import EAGLE3_FLAGS, DraftConfig
-from fledge.methods.shared.layer import DeepDraftLayer, LayerWeights, MergedDraftLayer, linear
+from fledge.core.reading import Maybe, Whole
+from fledge.methods.shared.config import EAGLE3_FLAGS, FLAG, DraftConfig, key
+from fledge.methods.shared.layer import DeepDraftLayer, DraftLayer, LayerWeights, linear
 from fledge.methods.shared.rotary import Rotary
 from fledge.methods.shared.unroll import UnrolledDraftModel
 
 
 @dataclass(frozen=True, kw_only=True)
 class Eagle1Config(DraftConfig):
-    fc_bias: bool = False
+    eagle_version: int | None = key(Maybe(Whole(1, 2)), None)
+    fc_bias: bool = key(FLAG, default=False)
+
+    @property
+    def fc_inputs(self) -> int:
+        return 2 * self.hidden_size  # a token and a state
 
     def check(self) -> None:
         super().check()
+        self.refuse(*EAGLE3_FLAGS, family="EAGLE-1")
         fixed = {
             "draft_vocab_size": self.vocab_size,  # the target's head is the draft's
             "target_hidden_size": self.hidden_size,  # and reads the draft's states
             "num_aux_hidden_states": 1,
-            **dict.fromkeys(EAGLE3_FLAGS, False),
         }
         for name, wanted in fixed.items():
             if (value := vars(self)[name]) != wanted:
@@ -53,9 +59,9 @@ class LlamaEagle1DraftModel(UnrolledDraftModel):
         spec = self.spec
         size = spec.hidden_size
         self.embed_tokens = nn.Embedding(spec.vocab_size, size)
-        self.fc = nn.Linear(2 * size, size, bias=spec.fc_bias)
+        self.fc = nn.Linear(spec.fc_inputs, size, bias=spec.fc_bias)
         deeper = [DeepDraftLayer(spec) for _ in range(spec.num_hidden_layers - 1)]
-        self.layers = nn.ModuleList([MergedDraftLayer(spec), *deeper])
+        self.layers = nn.ModuleList([DraftLayer(spec, normed=False), *deeper])
         self.lm_head = linear(size, spec.draft_vocab_size)
         for shared in (self.embed_tokens, self.lm_head):  # engines use the target's
             shared.weight.requires_grad_(False)

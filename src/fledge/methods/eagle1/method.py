@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fledge.core.registry import Registry
-from fledge.methods.base import WITHOUT_NORMS, Method, TrainerInputs
+from fledge.methods.base import WITHOUT_NORMS, Method, stated
 from fledge.methods.eagle3.method import CHAIN, TREE
 
 if TYPE_CHECKING:
@@ -14,16 +14,16 @@ if TYPE_CHECKING:
 
     from fledge.decode.strategy import Strategy
     from fledge.formats.codec import Format
-    from fledge.methods.eagle1.draft import LlamaEagle1DraftModel
-    from fledge.methods.section import LossSection
     from fledge.methods.shared.draft import DraftModel, Reading
-    from fledge.methods.shared.objective import Objective
     from fledge.methods.shared.work import Work
 
 
 class Eagle1(Method):
     name = "eagle1"
     title = "EAGLE-1"
+    section_path = "fledge.methods.eagle1.section:Eagle1Section"
+    draft_path = "fledge.methods.eagle1.draft:LlamaEagle1DraftModel"
+    objective_path = "fledge.methods.eagle1.objective:Eagle1TrainerModule"
     splits_rows = True
     config_version: ClassVar[int] = 1
     """`eagle_version` in its drafts' configs."""
@@ -45,19 +45,8 @@ class Eagle1(Method):
     )
     algorithms: ClassVar[Mapping[str, str]] = {"vllm": "eagle", "sglang": "EAGLE"}
 
-    @property
-    def section(self) -> "type[LossSection]":
-        from fledge.methods.eagle1.section import Eagle1Section
-
-        return Eagle1Section
-
     def owns(self, config: "PretrainedConfig") -> bool:
-        return getattr(config, "eagle_version", None) == self.config_version
-
-    def draft_type(self) -> "type[LlamaEagle1DraftModel]":
-        from fledge.methods.eagle1.draft import LlamaEagle1DraftModel
-
-        return LlamaEagle1DraftModel
+        return bool(stated(config, "eagle_version") == self.config_version)
 
     def aux_layers(self, section: Any = None) -> int:
         return 1  # the state after the final norm
@@ -77,11 +66,6 @@ class Eagle1(Method):
         _, state_EE = draft.fc.weight.chunk(2, dim=1)  # the other half reads the token
         return Reading(state_EE, wide, feeds_back=True)
 
-    def objective(self, draft: Any, given: TrainerInputs, **options: Any) -> "Objective[Any]":
-        from fledge.methods.eagle1.objective import Eagle1TrainerModule
-
-        return Eagle1TrainerModule(draft, **given.arguments(), **options)
-
     def work(self, draft: "DraftModel", settings: Any) -> "Work":
         from fledge.methods.eagle1.objective import layout
         from fledge.methods.shared.work import ChainWork, Layouts
@@ -100,14 +84,9 @@ class Eagle1(Method):
 class Eagle2(Eagle1):
     name = "eagle2"
     title = "EAGLE-2"
+    section_path = "fledge.methods.eagle1.section:Eagle2Section"
     config_version = 2
     strategies: ClassVar[Mapping[str, "type[Strategy]"]] = Registry("strategy", TREE | CHAIN)
-
-    @property
-    def section(self) -> "type[LossSection]":
-        from fledge.methods.eagle1.section import Eagle2Section
-
-        return Eagle2Section
 
     def sglang_flags(self, num_draft_tokens: int) -> list[str]:
         from fledge.decode.strategy import TreeShape

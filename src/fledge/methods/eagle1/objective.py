@@ -3,7 +3,7 @@
     loss = feature_weight * smooth L1(state, h) + token_weight * soft CE(head(state), head(h))
 
 at every supervised slot t, where h is the target's state at t + 1. The interface is that of
-`rollout.RolloutTrainerModule`; docs/semantics.md has the rules.
+`RolloutTrainerModule`; docs/semantics.md has the rules.
 """
 
 from functools import partial

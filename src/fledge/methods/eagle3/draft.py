@@ -47,9 +47,7 @@ class Eagle3LlamaPeagleLayer(_PeagleVanillaLayerMixin, DeepDraftLayer):
 class LlamaEagle3DraftModel(_PeagleDraftMixin, UnrolledDraftModel):
     """fc over the target's aux states, a fused first layer, deeper Llama layers, norm, head.
 
-    `config` is a Llama-style transformers config plus `draft_vocab_size`, `target_hidden_size`,
-    `num_aux_hidden_states`, `fc_norm`, `norm_output`, and for P-EAGLE `parallel_drafting` and
-    `mask_token_id` (all optional, see `DraftConfig`).
+    `config` is a Llama-style transformers config plus the keys of `DraftConfig`, all optional.
     """
 
     architecture = "LlamaForCausalLMEagle3"

@@ -4,17 +4,14 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fledge.core.registry import Registry
-from fledge.methods.base import Method, TrainerInputs
+from fledge.methods.base import Method
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from fledge.decode.strategy import Strategy
     from fledge.formats.codec import Format
-    from fledge.methods.eagle3.draft import LlamaEagle3DraftModel
-    from fledge.methods.section import LossSection
     from fledge.methods.shared.draft import DraftModel, Reading
-    from fledge.methods.shared.objective import Objective
     from fledge.methods.shared.work import Work
 
 CHAIN = {"chain": "fledge.methods.eagle3.decoding:Chain"}
@@ -29,24 +26,17 @@ FORMATS = {
 class Eagle3(Method):
     name = "eagle3"
     title = "EAGLE-3"
+    section_path = "fledge.methods.eagle3.section:Eagle3Section"
+    draft_path = "fledge.methods.eagle3.draft:LlamaEagle3DraftModel"
+    objective_path = "fledge.methods.eagle3.objective:Eagle3TrainerModule"
+    depths_key = "ttt_steps"
     splits_rows = True
     strategies: ClassVar[Mapping[str, "type[Strategy]"]] = Registry("strategy", CHAIN | TREE)
     formats: ClassVar[Mapping[str, "Format"]] = Registry("engine", FORMATS)
     algorithms: ClassVar[Mapping[str, str]] = {"vllm": "eagle3", "sglang": "EAGLE3"}
 
-    @property
-    def section(self) -> "type[LossSection]":
-        from fledge.methods.eagle3.section import Eagle3Section
-
-        return Eagle3Section
-
     def owns(self, config: "PretrainedConfig") -> bool:
         return True  # the default: no other method claims the config
-
-    def draft_type(self) -> "type[LlamaEagle3DraftModel]":
-        from fledge.methods.eagle3.draft import LlamaEagle3DraftModel
-
-        return LlamaEagle3DraftModel
 
     def aux_layers(self, section: Any = None) -> int:
         return 3  # low, middle, high
@@ -55,11 +45,6 @@ class Eagle3(Method):
         from fledge.methods.shared.draft import Reading, wide
 
         return Reading(draft.fc.weight, lambda aux: draft.fc_inputs(wide(aux)))
-
-    def objective(self, draft: Any, given: TrainerInputs, **options: Any) -> "Objective[Any]":
-        from fledge.methods.eagle3.objective import Eagle3TrainerModule
-
-        return Eagle3TrainerModule(draft, **given.arguments(), **options)
 
     def work(self, draft: "DraftModel", settings: Any) -> "Work":
         from fledge.methods.eagle3.objective import layout
@@ -75,7 +60,8 @@ class Eagle3(Method):
         return {"ttt_steps": depths or 7, "depth_keep": depth_keep}
 
     def version(self, config: "PretrainedConfig") -> str:
-        return "EAGLE-3.1" if config.fc_norm or config.norm_output else self.title
+        spec = self.draft_type().config_type.of(config)
+        return "EAGLE-3.1" if spec.extra_norms else self.title
 
 
 EAGLE3 = Eagle3()

@@ -1,6 +1,6 @@
 """EAGLE-3's training-time test: roll the draft out from every supervised slot and score each depth.
 
-The interface is that of `rollout.RolloutTrainerModule`; docs/semantics.md has the rules.
+The interface is that of `RolloutTrainerModule`; docs/semantics.md has the rules.
 """
 
 from collections.abc import Sequence
@@ -42,9 +42,8 @@ class Eagle3TrainerModule(RolloutTrainerModule[NoisyPlan]):
     dtype of the step's matrix products if it differs from the parameters'. With `depth_keep` < 1,
     training continues a rollout to the next depth with that probability only, weighted so that the
     expected gradient is that of the full unroll. `feature_dropout` is the share of the target's
-    features that training drops. `quantum` rounds the sizes of a step up
-    (`rollout/plan.py`), for complete rollouts on one rank. `compact=False` and
-    `attention="reference"` are the slow implementations that tests compare with.
+    features that training drops. `compact=False` and `attention="reference"` are the slow
+    implementations that tests compare with.
     """
 
     draft_model: LlamaEagle3DraftModel
@@ -69,7 +68,6 @@ class Eagle3TrainerModule(RolloutTrainerModule[NoisyPlan]):
         attention: AttentionKind = "fast",
         context: ContextRanks | None = None,
         compact: bool = True,
-        quantum: int = 0,
     ) -> None:
         if isinstance(ttt_steps, bool) or not isinstance(ttt_steps, int) or ttt_steps < 1:
             raise ValueError(f"ttt_steps: must be a positive int, got {ttt_steps!r}")
@@ -89,7 +87,7 @@ class Eagle3TrainerModule(RolloutTrainerModule[NoisyPlan]):
         super().__init__(draft_model, vocabulary, chosen, options)
         self.ttt_steps, self.step_decay = ttt_steps, step_decay
         self.depth_keep, self.compact = depth_keep, compact
-        self.feature_dropout, self.quantum = feature_dropout, quantum
+        self.feature_dropout = feature_dropout
         draft_model.config.ttt_steps = ttt_steps  # kept in config.json, for use without the run
 
     @property
@@ -114,11 +112,10 @@ class Eagle3TrainerModule(RolloutTrainerModule[NoisyPlan]):
 
     @property
     def can_be_even(self) -> bool:
-        """Whether the sizes of its steps may be rounded up (`quantum`)."""
         return self.depth_keep == 1 and self.feature_dropout == 0 and self.context is None
 
     def quantum_for(self, tokens: int, *, sizes: int) -> int:
-        """The quantum for batches of `tokens` tokens, which start at most as many rollouts."""
+        """Each token may start a rollout."""
         return max(64, tokens // sizes)
 
     @property

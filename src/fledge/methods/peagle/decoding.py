@@ -40,7 +40,7 @@ class Parallel(UnrolledStrategy):
 
     @classmethod
     def fits(cls, draft: DraftModel) -> bool:
-        return super().fits(draft) and draft.spec.mask_token_id is not None
+        return super().fits(draft) and draft.spec.has_mask
 
     @property
     def label(self) -> str:

@@ -21,8 +21,7 @@ from transformers import PretrainedConfig
 from fledge.core.errors import BadInput
 from fledge.methods.eagle3.draft import LlamaEagle3DraftModel
 from fledge.methods.peagle.plan import ParallelPlan, Segment
-from fledge.methods.shared.layer import DeepDraftLayer, LayerWeights
-from fledge.methods.shared.mlp import forget_mlp
+from fledge.methods.shared.layer import DeepDraftLayer, LayerWeights, forget_mlp
 from fledge.methods.shared.norms import rms_norm
 from fledge.methods.shared.rotary import rope_parameters, rotate
 from fledge.rollout.attention import (
@@ -309,11 +308,6 @@ def _with_queries(x: Tensor, segment: Segment) -> Tensor:
 # Start a P-EAGLE draft from an EAGLE-3 draft.
 
 
-# Settings that may differ: tensors have the same meaning in both drafts.
-_FREE = {"num_hidden_layers", "parallel_drafting", "mask_token_id", "norm_output", "hidden_act"}
-_FREE |= {"initializer_range"}
-
-
 @torch.no_grad()
 def peagle_from_eagle3(
     draft: LlamaEagle3DraftModel, config: PretrainedConfig
@@ -327,8 +321,7 @@ def peagle_from_eagle3(
     new = LlamaEagle3DraftModel(config)
     if not new.spec.parallel_drafting:
         raise ValueError("parallel_drafting: must be set in the config of a P-EAGLE draft")
-    old = vars(draft.spec)
-    pairs = {key: (old[key], value) for key, value in vars(new.spec).items() if key not in _FREE}
+    pairs = draft.spec.compared(new.spec)
     pairs["rope_parameters"] = (rope_parameters(draft.config), rope_parameters(new.config))
     for name, (old_value, new_value) in pairs.items():
         if old_value != new_value:

@@ -1,6 +1,6 @@
 """P-EAGLE's objective: sampled rollouts of a parallel-drafting draft, all depths in one pass.
 
-The interface is that of `rollout.RolloutTrainerModule`; docs/semantics.md has the rules. It differs
+The interface is that of `RolloutTrainerModule`; docs/semantics.md has the rules. It differs
 from EAGLE-3's objective in four points: rollouts are sampled, the draft runs all depths at once,
 every supervised element is charged (not only covered ones), and weights do not decay with depth.
 """
@@ -100,7 +100,6 @@ class PEagleTrainerModule(RolloutTrainerModule[ParallelPlan]):
         self.down_sample_ratio = down_sample_ratio
         self.down_sample_ratio_min = down_sample_ratio_min
         self.sequence_partitions, self.max_anchors = sequence_partitions, max_anchors
-        self.quantum = 0  # rounds the sizes of a step up (`methods/peagle/plan.py`)
         trained_with = {
             "num_depths": num_depths,
             "down_sample_ratio": down_sample_ratio,
@@ -129,11 +128,10 @@ class PEagleTrainerModule(RolloutTrainerModule[ParallelPlan]):
 
     @property
     def can_be_even(self) -> bool:
-        """Whether the sizes of its steps may be rounded up (`quantum`)."""
         return self.sequence_partitions == 1 and self.context is None
 
     def quantum_for(self, tokens: int, *, sizes: int) -> int:
-        """The quantum for batches of `tokens` tokens, each of which may start a rollout."""
+        """Each token may start a rollout."""
         return max(16, tokens // sizes)
 
     def _states(

@@ -73,7 +73,7 @@ class ParallelPlan(RolloutPlan):
         """The segments' last-layer rows end to end -> all depths' rows end to end."""
         return rows_PE if self.element_P is None else rows_PE.index_select(0, self.element_P)
 
-    # --- even plans (`even_parallel.py`): one segment, whose slots are the key axis ---------------
+    # --- padded plans: one segment, whose slots are the key axis ---------------------------------
 
     def tensors(self) -> dict[str, Tensor]:
         [segment], head = self.segments, self.head
@@ -117,7 +117,7 @@ def plan_parallel(
 ) -> ParallelPlan:
     """Sample the rollouts of a batch and lay them out; one host sync, as in `plan_rollout`. With
     `ranks`, which all read the same rows, the plan is this rank's part. With `quantum`, sizes are
-    rounded up so that the same few recur (`even_parallel.py`)."""
+    rounded up so that the same few recur (`lay_out_evenly`)."""
     slots = flatten_slots(masks)
     deepest_S = sample_depths(
         slots.documents,
@@ -204,13 +204,13 @@ class _Segmenter:
     def segments(self, ends: list[int]) -> tuple[tuple[Segment, ...], Tensor | None]:
         """The segments, and the index of each element in their rows."""
         begins = [0, *ends[:-1]]
-        segments, elements = zip(*map(self._segment, begins, ends), strict=True)
+        segments, elements = zip(*map(self.cut, begins, ends), strict=True)
         if len(segments) == 1:
             return segments, None
         index = np.argsort(np.concatenate(elements))
         return segments, send(torch.from_numpy(index), self.device)
 
-    def _segment(self, begin: int, end: int) -> tuple[Segment, Ints]:
+    def cut(self, begin: int, end: int) -> tuple[Segment, Ints]:
         """One segment, and the element (all depths' rows end to end) of each last-layer row."""
         axis, device, chain_home = self.axis, self.device, _chain_home(self.axis)
         anchors = np.flatnonzero((axis.row_key >= begin) & (axis.row_key < end))
@@ -310,6 +310,7 @@ def lay_out_evenly(
     )
     arange = np.arange(len(axis.slot))
     rows = query_rows(axis.row_key, axis.first[axis.row_key], device)
+    segment, _ = _Segmenter(axis, None, None, device).cut(0, len(axis.slot))
     return ParallelPlan(
         slot_T=slot_T,
         span=None,
@@ -321,7 +322,7 @@ def lay_out_evenly(
         head=head,
         supervised_P=supervised.bool(),
         step_valid_K=step_valid_K,
-        segments=(_segment(axis, rows, device),),
+        segments=(segment,),
         element_P=None,
     )
 
@@ -345,28 +346,6 @@ def _padded(exact: KeyAxis, counts: tuple[int, ...], tokens: int) -> KeyAxis:
         row_slot=filled(exact.row_slot, counts[0], 0),
         row_key=filled(exact.row_key, counts[0], padding[0]),
         counts=counts,
-    )
-
-
-def _segment(axis: KeyAxis, rows: QueryRows, device: torch.device) -> Segment:
-    counts = axis.counts[1:]
-    chain = np.concatenate([axis.row_key[:count] for count in (0, *counts)])
-    depth = np.repeat(np.arange(1, len(counts) + 1), counts)
-    every = np.concatenate([np.arange(len(axis.slot)), chain])
-    asking = np.concatenate([axis.row_key, chain])
-    starts_K, position_M = to_device(
-        [np.cumsum((0, *counts)), axis.position[chain] + depth], device
-    )
-    return Segment(
-        begin=0,
-        end=len(axis.slot),
-        counts=counts,
-        starts_K=starts_K,
-        chain_position_M=position_M,
-        every=query_rows(every, axis.first[every], device),
-        anchor_N=rows.slot_N,
-        asking=query_rows(asking, axis.first[asking], device),
-        gathering=None,
     )
 
 

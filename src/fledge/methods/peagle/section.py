@@ -49,5 +49,9 @@ class PeagleSection(LossSection):
         return self
 
     @property
+    def placeholder(self) -> int | None:
+        return self.mask_token_id
+
+    @property
     def depths(self) -> int:
         return self.num_depths

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, PretrainedConfig
 
 from fledge.core.errors import BadInput
+from fledge.methods.base import stated
 from fledge.methods.shared.config import DraftConfig
 from fledge.methods.shared.rotary import STATIC_ROPE_TYPES, Rotary, rope_parameters
 
@@ -55,8 +56,8 @@ def derive_draft_config(
     `architecture` is the target's class name, for configs that do not name it (a model in memory).
     `settings` are those of the method (`Method.draft_settings`).
     """
-    text = getattr(target_config, "text_config", None) or target_config
-    class_name = architecture or (getattr(target_config, "architectures", None) or [None])[0]
+    text = stated(target_config, "text_config") or target_config
+    class_name = architecture or (stated(target_config, "architectures") or [None])[0]
     name = class_name or type(target_config).__name__
     rope_layers = ROPE_LAYERS.get(class_name or "")
     rope = _draft_rope(text, rope_layers, name)
@@ -94,7 +95,7 @@ def derive_draft_config(
 
 def _layer_config(text: Any, kind: str | None) -> Any:
     """The config of a layer of this kind, if kinds differ in more than rotary (Gemma 4)."""
-    layers, kinds = getattr(text, "per_layer_config", None), getattr(text, "layer_types", None)
+    layers, kinds = stated(text, "per_layer_config"), stated(text, "layer_types")
     if not layers or kind is None or kinds is None or kind not in kinds:
         return text
     return layers[list(kinds).index(kind)]
@@ -102,7 +103,7 @@ def _layer_config(text: Any, kind: str | None) -> Any:
 
 def _check_fields(text: Any, name: str) -> None:
     needed = ["vocab_size", "hidden_size", "num_attention_heads", "max_position_embeddings"]
-    missing = [field for field in needed if getattr(text, field, None) is None]
+    missing = [field for field in needed if stated(text, field) is None]
     if missing:
         raise BadInput(
             f"no draft can be derived: its config lacks {', '.join(missing)}",
@@ -113,7 +114,7 @@ def _check_fields(text: Any, name: str) -> None:
 
 def _get(config: PretrainedConfig, name: str, default: Any) -> Any:
     """An attribute of a config; `default` if it is missing or None."""
-    value = getattr(config, name, None)
+    value = stated(config, name)
     return default if value is None else value
 
 
@@ -123,12 +124,12 @@ def _draft_rope(text: Any, rope_layers: str | None, name: str) -> dict[str, Any]
     def refuse(why: str) -> BadInput:
         return BadInput(f"no draft can be derived: {why}", where=name, fix="use another target")
 
-    if getattr(text, "alibi", False):
+    if stated(text, "alibi"):
         raise refuse("its positions are ALiBi, not rotary")
-    parameters = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None)
-    if not parameters and getattr(text, "rope_theta", None) is None:
+    parameters = stated(text, "rope_parameters") or stated(text, "rope_scaling")
+    if not parameters and stated(text, "rope_theta") is None:
         raise refuse("it has no rotary positions (absolute or learned ones)")
-    local_theta = getattr(text, "rope_local_base_freq", None)  # transformers 4's Gemma-3
+    local_theta = stated(text, "rope_local_base_freq")  # transformers 4's Gemma-3
     if parameters and all(isinstance(value, Mapping) for value in parameters.values()):
         rope = dict(_layer_type_rope(parameters, rope_layers, refuse))
     elif local_theta is not None and rope_layers is None:
@@ -278,6 +279,19 @@ def check_mask_token_id(
             fix="leave it out, and one that the tokenizer never emits is chosen",
         )
     return mask_token_id
+
+
+def placeholder(asked: int | None, tokenizer: Any, vocab_size: int) -> dict[str, int]:
+    """The entry of a draft's config for its placeholder: the id that a recipe asks for or, if it
+    asks for none, one that the tokenizer never emits."""
+    if asked is None:
+        return {"mask_token_id": choose_mask_token_id(tokenizer, vocab_size)}
+    return {"mask_token_id": check_mask_token_id(asked, tokenizer, vocab_size)}
+
+
+def last_token_as_placeholder(vocab_size: int) -> dict[str, int]:
+    """The same for random weights, where there is no tokenizer."""
+    return {"mask_token_id": vocab_size - 1}
 
 
 @dataclass

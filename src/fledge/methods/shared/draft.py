@@ -80,6 +80,11 @@ class DraftModel(RecomputedLayers, nn.Module):
             self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
             self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool))
 
+    def _init_weights(self) -> None:
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=self.spec.initializer_range)
+
     @property
     def device(self) -> torch.device:
         return self.lm_head.weight.device
@@ -94,7 +99,8 @@ class DraftModel(RecomputedLayers, nn.Module):
         """Write the draft's files into a directory that the caller completes. `tensors` are its
         gathered tensors, for processes that hold only a share of each."""
         tensors = self.state_dict() if tensors is None else tensors
-        write_draft_files(directory, self.config, tensors, self.architecture)
+        dtype = tensors[self.typical_weight].dtype
+        write_draft_files(directory, self.config, tensors, self.architecture, dtype)
 
     def save_pretrained(self, directory: str | Path) -> None:
         """Write config.json and model.safetensors; an existing directory is replaced atomically."""
@@ -231,8 +237,8 @@ class _ReachWeights(torch.autograd.Function):
 
 
 # --- input map -----------------------------------------------------------------------------------
-# How a draft reads the target: one linear map, which can be refitted to the states of another
-# target (`train/retarget/retarget.py`). Each method returns that of its drafts (`Method.reading`).
+# How a draft reads the target: one linear map, which `fledge retarget` refits to the states of
+# another target. Each method returns that of its drafts (`Method.reading`).
 #
 # Shapes: X inputs of the map, M inputs that are the draft's own.
 

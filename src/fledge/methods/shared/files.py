@@ -15,8 +15,9 @@ from transformers import LlamaConfig, PretrainedConfig
 
 from fledge.core.errors import BadInput, broken_files, first_line
 from fledge.core.files import atomic_directory, save_tensors, write_json
-from fledge.core.reading import load_tensors, read_json, tensor_shapes
-from fledge.methods.shared.config import CONFIG_FILE, DraftConfig, check_config_fits
+from fledge.core.reading import check, load_tensors, read_json, tensor_shapes
+from fledge.methods.registry import method_of
+from fledge.methods.shared.config import DraftConfig
 from fledge.methods.shared.rotary import rope_parameters, rotary_frequencies
 
 CONFIG_NAME = "config.json"
@@ -45,11 +46,14 @@ def config_json(config: PretrainedConfig, dtype: torch.dtype, architecture: str)
 
 
 def write_draft_files(
-    directory: Path, config: PretrainedConfig, state: Mapping[str, Tensor], architecture: str
+    directory: Path,
+    config: PretrainedConfig,
+    state: Mapping[str, Tensor],
+    architecture: str,
+    dtype: torch.dtype,
 ) -> None:
     """Write a draft into a directory that the caller completes."""
     tensors = {name: value.detach().contiguous() for name, value in state.items()}
-    dtype = tensors["lm_head.weight"].dtype
     write_json(directory / CONFIG_NAME, config_json(config, dtype, architecture))
     save_tensors(directory / WEIGHTS_NAME, tensors, {"format": "pt"})
 
@@ -67,26 +71,33 @@ def read_config(directory: Path) -> dict[str, Any]:
     path = directory / CONFIG_NAME
     if not path.is_file():
         raise _missing_file(path)
-    values: dict[str, Any] = read_json(path, CONFIG_FILE, what="the config", fix=_FIX)
+    values: dict[str, Any] = read_json(path, DraftConfig.file_keys(), what="the config", fix=_FIX)
     return values
 
 
 def read_draft_config(directory: Path) -> PretrainedConfig:
     """The checked config of a draft."""
-    values = read_config(directory)
-    with _reporting_broken(directory / CONFIG_NAME):
+    return _read_configs(directory)[0]
+
+
+def _read_configs(directory: Path) -> tuple[PretrainedConfig, DraftConfig]:
+    """The config as users see it, and as its family of drafts computes with it."""
+    path, values = directory / CONFIG_NAME, read_config(directory)
+    with _reporting_broken(path):
         config = LlamaConfig(**{key: values[key] for key in values if key not in _LABELS})
-        DraftConfig.of(config)
-    return config
+    family = method_of(config).draft_type().config_type
+    check(values, family.file_keys(), where=str(path), what="the config", fix=_FIX)
+    with _reporting_broken(path):
+        return config, family.of(config)
 
 
 def read_draft(directory: Path) -> tuple[PretrainedConfig, dict[str, Tensor]]:
     """The checked config and the tensors of a draft; `check_tensors` compares the two."""
-    config = read_draft_config(directory)
+    config, spec = _read_configs(directory)
     path = directory / WEIGHTS_NAME
     if not path.is_file():
         raise _missing_file(path)
-    check_config_fits(config, tensor_shapes(path, what="the draft"), where=str(path))
+    _check_sizes(spec, tensor_shapes(path, what="the draft"), where=str(path))
     with _reporting_broken(directory / CONFIG_NAME):
         if not bool(rotary_frequencies(config)[0].isfinite().all()):
             raise ValueError("its rotary settings give angles that are not finite")
@@ -106,6 +117,25 @@ def _reporting_broken(path: Path) -> Iterator[None]:
         yield
     except broken_files() as error:
         raise BadInput(f"broken ({first_line(error)})", where=str(path), fix=_FIX) from error
+
+
+def _check_sizes(spec: DraftConfig, shapes: Mapping[str, tuple[int, ...]], *, where: str) -> None:
+    """Refuse sizes that contradict the shapes in the weights' header, before any memory is
+    allocated for them. The full set of tensors depends on the draft's class, and is compared with a
+    draft on the meta device (`check_tensors`)."""
+    expected = {
+        "embed_tokens.weight": (spec.vocab_size, spec.hidden_size),
+        "lm_head.weight": (spec.draft_vocab_size, spec.hidden_size),
+        "fc.weight": (spec.hidden_size, spec.fc_inputs),
+    }
+    faults = [
+        f"{name} {shapes[name]} not {shape}"
+        for name, shape in expected.items()
+        if name in shapes and shapes[name] != shape
+    ]
+    if faults:
+        what = f"tensors of another shape than config.json says: {', '.join(faults)}"
+        raise BadInput(what, where=where, fix="config.json and the weights are of two drafts")
 
 
 def check_tensors(

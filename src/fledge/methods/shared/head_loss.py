@@ -1,14 +1,22 @@
 """Draft head, loss, metrics and gradients, in chunks: no [elements, W] tensor outlives its chunk.
 
-Gradients are hand-written and computed in the forward pass, while a chunk's logits exist; the
-backward pass only scales what was saved: [elements, E] for the states and [W, E] for the head.
-The loss itself is defined by a `losses.base.Loss`.
+Gradients are hand-written and computed in the forward pass: while a chunk's logits exist, they
+yield the losses and are then replaced by their own gradient, which is propagated through the head
+at once. The backward pass only scales what was saved: [elements, E] for the states, [W, E] for a
+head that is trained, and the two thin factors of a token head (`methods/block/draft.py`).
 
 Elements are sorted by the slot that holds their target (`rollout.plan.HeadElements`), so a chunk
 needs a short range of target slots and derives each slot's distribution once for all depths.
+
+`head_loss` scores against the target's distribution with a `losses.base.Loss`; `frozen_head_loss`
+against the text, for heads that are not trained:
+
+    row loss = text_weight * CE(q, the text's token) + distance_weight * |q - p|
+
+with q = softmax(head(state) + token head(previous token)) and p the target's distribution.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +28,128 @@ from fledge.kernels.gate import kernel_runs
 from fledge.methods.losses.base import Loss, acceptance
 from fledge.methods.shared.supervision import CHUNK_SCORES, Supervision
 from fledge.rollout.plan import HeadElements
+
+TokenFactors = tuple[Tensor, Tensor]  # features [N, R] of the elements' previous tokens, and [W, R]
+Weigh = Callable[[Tensor], Tensor]  # row losses [N] -> their weights
+# Of a chunk: row losses, hits and perhaps distances [J], and coefficient * gradient [J, W].
+Scores = tuple[Tensor, Tensor, Tensor | None, Tensor]
+
+
+# --- one sweep over the vocabulary ---------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Sweep:
+    """How the elements are scored. `score` takes a chunk's logits, which it may overwrite, its
+    slices of the elements and of the target slots that they need, and the weights of its rows."""
+
+    elements: HeadElements
+    chunk_rows: int
+    score: Callable[[Tensor, slice, slice, Tensor], Scores]
+    coefficient_N: Tensor | None  # None: `weigh` computes them from all row losses
+    weigh: Weigh | None = None
+    with_grad: bool = True
+
+    def apply(
+        self, hidden_PE: Tensor, head_WE: Tensor, token: TokenFactors | None = None
+    ) -> "TokenScores":
+        return TokenScores(*_SweepHead.apply(hidden_PE, head_WE, *(token or (None, None)), self))  # type: ignore[no-untyped-call]
+
+
+class _SweepHead(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_PE: Tensor,
+        head_WE: Tensor,
+        features_NR: Tensor | None,
+        out_WR: Tensor | None,
+        sweep: _Sweep,
+    ) -> tuple[Tensor, ...]:
+        wide, dtype, elements = _wide(hidden_PE), hidden_PE.dtype, sweep.elements
+        head, token_out = head_WE.to(dtype), None if out_WR is None else out_WR.to(dtype)
+        leaves = (hidden_PE, head_WE, features_NR, out_WR)
+        wanted = zip(leaves, ctx.needs_input_grad, (None, wide, None, wide), strict=False)
+        dhidden_PE, dhead_WE, dfeatures_NR, dout_WR = (
+            torch.zeros_like(x, dtype=sums) if x is not None and want and sweep.with_grad else None
+            for x, want, sums in wanted
+        )
+        row_loss_N = hidden_PE.new_zeros(len(elements), dtype=wide)
+        distance_N, correct_N = torch.zeros_like(row_loss_N), row_loss_N.bool()
+        coefficient_N = sweep.coefficient_N
+        if coefficient_N is None:
+            coefficient_N = torch.ones_like(row_loss_N)
+        for part, slots in elements.chunks(sweep.chunk_rows):
+            element_J = elements.element_N[part]
+            x_JE = hidden_PE.index_select(0, element_J)
+            logits_JW = F.linear(x_JE, head)
+            if features_NR is not None and token_out is not None:
+                logits_JW.addmm_(features_NR[part], token_out.t())
+            scored = sweep.score(logits_JW, part, slots, coefficient_N[part])
+            row_loss_N[part], correct_N[part], distance_J, dlogits_JW = scored
+            if distance_J is not None:
+                distance_N[part] = distance_J
+            if dhidden_PE is not None:
+                dhidden_PE.index_copy_(0, element_J, dlogits_JW @ head)
+            if dhead_WE is not None:
+                _add_product(dhead_WE, dlogits_JW, x_JE)
+            if dfeatures_NR is not None and token_out is not None:
+                dfeatures_NR[part] = dlogits_JW @ token_out
+            if dout_WR is not None and features_NR is not None:
+                dout_WR += dlogits_JW.t() @ features_NR[part]
+            del logits_JW, scored, dlogits_JW  # before the next chunk: each takes half a gigabyte
+        correct_N &= row_loss_N.isfinite()  # the argmaxes of two NaN rows agree
+        if sweep.weigh is not None:
+            coefficient_N = sweep.weigh(row_loss_N)
+            if dhidden_PE is not None:  # it was computed with coefficients of 1
+                scale_P = coefficient_N.new_zeros(len(hidden_PE))
+                scale_P[elements.element_N] = coefficient_N
+                dhidden_PE.mul_(scale_P[:, None].to(dtype))
+        loss = (row_loss_N * coefficient_N).sum()
+        if dhead_WE is not None:
+            dhead_WE = dhead_WE.to(head_WE.dtype)
+        if dout_WR is not None and out_WR is not None:
+            dout_WR = dout_WR.to(out_WR.dtype)
+        ctx.save_for_backward(dhidden_PE, dhead_WE, dfeatures_NR, dout_WR)
+        ctx.mark_non_differentiable(row_loss_N, correct_N, distance_N, coefficient_N)
+        return loss, row_loss_N, correct_N, distance_N, coefficient_N
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        # scale in place, without a second copy of the head's gradient, unless the graph is retained
+        multiply = (
+            torch.mul if torch._C._autograd._get_current_graph_task_keep_graph() else Tensor.mul_
+        )
+        scaled = (
+            None if grad is None else multiply(grad, grads[0].to(grad.dtype))
+            for grad in ctx.saved_tensors
+        )
+        return *scaled, None
+
+
+def _add_product(into_WE: Tensor, dlogits_JW: Tensor, x_JE: Tensor) -> None:
+    """into += dlogits.T @ x. On a GPU the product itself accumulates in the fp32 of `into`."""
+    if into_WE.is_cuda and into_WE.dtype == torch.float32 != x_JE.dtype:
+        left_WJ = dlogits_JW.t()
+        torch.addmm(into_WE, left_WJ, x_JE, out_dtype=torch.float32, out=into_WE)
+    else:
+        into_WE += dlogits_JW.t() @ x_JE
+
+
+def _wide(hidden_PE: Tensor) -> torch.dtype:
+    """The dtype in which losses are computed: at least fp32."""
+    return torch.promote_types(hidden_PE.dtype, torch.float32)
+
+
+def _chunk_rows(hidden_PE: Tensor, width: int, *, has_kernel: bool) -> int:
+    """As many rows as fit the memory of a chunk: more with the kernel, which makes no fp32 copies
+    of the logits."""
+    fused = has_kernel and kernel_runs(hidden_PE, what="head loss")
+    copies_avoided = 4 if fused else 1
+    return max(1, copies_avoided * CHUNK_SCORES // width)
+
+
+# --- against the target's distribution -----------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -68,12 +198,24 @@ def head_loss(
         if acceptance_L is None:
             acceptance_L = mean_acceptance(head_acceptance(hidden_PE, head_WE, task))
         weight_N = task.loss.weight(acceptance_L.to(_wide(hidden_PE)))[task.which_loss()]
-    coefficient_N = torch.where(task.charged_N, coefficient_N, 0.0)
-    return HeadLoss(
-        *_HeadLoss.apply(  # type: ignore[no-untyped-call]
-            hidden_PE, head_WE, task, coefficient_N, weight_N, torch.is_grad_enabled()
+
+    def score(logits_JW: Tensor, part: slice, slots: slice, coefficient_J: Tensor) -> Scores:
+        target = _targets(task, part, slots, _wide(hidden_PE))
+        weight_J = None if weight_N is None else weight_N[part]
+        loss_J, correct_J, dlogits_JW = _score(
+            logits_JW, target, task.loss, coefficient_J, weight_J
         )
-    )
+        return loss_J, correct_J, None, dlogits_JW
+
+    rows = task.chunk_rows or _rows_of(task, hidden_PE, head_WE)
+    coefficient_N = torch.where(task.charged_N, coefficient_N, 0.0)
+    sweep = _Sweep(task.elements, rows, score, coefficient_N, with_grad=torch.is_grad_enabled())
+    scores = sweep.apply(hidden_PE, head_WE)
+    return HeadLoss(scores.loss, scores.row_loss_N, scores.correct_N)
+
+
+def _rows_of(task: HeadTask, hidden_PE: Tensor, head_WE: Tensor) -> int:
+    return _chunk_rows(hidden_PE, len(head_WE), has_kernel=task.loss.kernel is not None)
 
 
 @torch.no_grad()
@@ -85,9 +227,10 @@ def head_acceptance(hidden_PE: Tensor, head_WE: Tensor, task: HeadTask) -> Tenso
     """
     head = head_WE.to(hidden_PE.dtype)
     alpha_N = hidden_PE.new_zeros(len(task.elements), dtype=torch.float64)
-    for part, element_J, target in _chunks(task, hidden_PE, head):
-        logits_JW = F.linear(hidden_PE.index_select(0, element_J), head)
-        alpha_N[part] = _alpha(logits_JW, target).double()
+    rows = task.chunk_rows or _rows_of(task, hidden_PE, head)
+    for part, slots in task.elements.chunks(rows):
+        logits_JW = F.linear(hidden_PE.index_select(0, task.elements.element_N[part]), head)
+        alpha_N[part] = _alpha(logits_JW, _targets(task, part, slots, _wide(hidden_PE))).double()
     values_2N = torch.stack([alpha_N, torch.ones_like(alpha_N)]) * task.charged_N
     return values_2N.new_zeros(2, task.num_losses).index_add_(1, task.which_loss(), values_2N)
 
@@ -95,75 +238,6 @@ def head_acceptance(hidden_PE: Tensor, head_WE: Tensor, task: HeadTask) -> Tenso
 def mean_acceptance(sums_2L: Tensor) -> Tensor:
     """[L] means from the sums of `head_acceptance`; 0 for a loss without elements."""
     return sums_2L[0] / sums_2L[1].clamp_min(1)
-
-
-def _wide(hidden_PE: Tensor) -> torch.dtype:
-    """The dtype in which losses are computed: at least fp32."""
-    return torch.promote_types(hidden_PE.dtype, torch.float32)
-
-
-def _chunk_rows(hidden_PE: Tensor, width: int, loss: Loss) -> int:
-    """As many rows as fit the memory of a chunk: more with the kernel, which makes no fp32 copies
-    of the logits."""
-    fused = loss.kernel is not None and kernel_runs(hidden_PE, what="head loss")
-    copies_avoided = 4 if fused else 1
-    return max(1, copies_avoided * CHUNK_SCORES // width)
-
-
-class _HeadLoss(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden_PE: Tensor,
-        head_WE: Tensor,
-        task: HeadTask,
-        coefficient_N: Tensor,
-        weight_N: Tensor | None,
-        with_grad: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        wide, head = _wide(hidden_PE), head_WE.to(hidden_PE.dtype)
-        want_hidden, want_head = (with_grad and need for need in ctx.needs_input_grad[:2])
-        dhidden_PE = torch.zeros_like(hidden_PE) if want_hidden else None
-        dhead_WE = torch.zeros_like(head_WE, dtype=wide) if want_head else None
-        row_loss_N = hidden_PE.new_zeros(len(task.elements), dtype=wide)
-        correct_N = torch.zeros_like(row_loss_N, dtype=torch.bool)
-        for part, element_J, target in _chunks(task, hidden_PE, head):
-            x_JE = hidden_PE.index_select(0, element_J)
-            logits_JW = F.linear(x_JE, head)
-            weight_J = None if weight_N is None else weight_N[part]
-            row_loss_N[part], correct_N[part], dlogits_JW = _score(
-                logits_JW, target, task.loss, coefficient_N[part], weight_J
-            )
-            if dhidden_PE is not None:
-                dhidden_PE.index_copy_(0, element_J, dlogits_JW @ head)
-            if dhead_WE is not None:
-                _add_product(dhead_WE, dlogits_JW, x_JE)
-        correct_N &= row_loss_N.isfinite()  # the argmaxes of two NaN rows agree
-        loss = (row_loss_N * coefficient_N).sum()
-        ctx.save_for_backward(dhidden_PE, None if dhead_WE is None else dhead_WE.to(head_WE.dtype))
-        ctx.mark_non_differentiable(row_loss_N, correct_N)
-        return loss, row_loss_N, correct_N
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        # scale in place, without a second copy of the head's gradient, unless the graph is retained
-        multiply = (
-            torch.mul if torch._C._autograd._get_current_graph_task_keep_graph() else Tensor.mul_
-        )
-        dhidden_PE, dhead_WE = (
-            None if grad is None else multiply(grad, grads[0].to(grad.dtype))
-            for grad in ctx.saved_tensors
-        )
-        return dhidden_PE, dhead_WE, None, None, None, None
-
-
-def _add_product(into_WE: Tensor, dlogits_JW: Tensor, x_JE: Tensor) -> None:
-    """into += dlogits.T @ x. On a GPU the product itself accumulates in the fp32 of `into`."""
-    if into_WE.is_cuda and into_WE.dtype == torch.float32 != x_JE.dtype:
-        left_WJ = dlogits_JW.t()
-        torch.addmm(into_WE, left_WJ, x_JE, out_dtype=torch.float32, out=into_WE)
-    else:
-        into_WE += dlogits_JW.t() @ x_JE
 
 
 @dataclass(frozen=True)
@@ -179,17 +253,10 @@ class _Targets:
         return self.slots_MW.index_select(0, self.slot_J)
 
 
-def _chunks(
-    task: HeadTask, hidden_PE: Tensor, head: Tensor
-) -> Iterator[tuple[slice, Tensor, _Targets]]:
-    """For each chunk: its slice of the elements, their rows among the states, their targets."""
-    elements = task.elements
-    rows = task.chunk_rows or _chunk_rows(hidden_PE, len(head), task.loss)
-    for part, slots in elements.chunks(rows):
-        slots_MW = task.supervision.probs(slots.start, slots.stop).to(_wide(hidden_PE))
-        slot_J = elements.target_N[part] - slots.start
-        top_J = slots_MW.argmax(-1)[slot_J]
-        yield part, elements.element_N[part], _Targets(slots_MW, slot_J, top_J)
+def _targets(task: HeadTask, part: slice, slots: slice, wide: torch.dtype) -> _Targets:
+    slots_MW = task.supervision.probs(slots.start, slots.stop).to(wide)
+    slot_J = task.elements.target_N[part] - slots.start
+    return _Targets(slots_MW, slot_J, slots_MW.argmax(-1)[slot_J])
 
 
 def _alpha(logits_JW: Tensor, target: _Targets) -> Tensor:
@@ -218,3 +285,105 @@ def _score(
     correct_J = wide_JW.argmax(-1) == target.top_J
     loss_J, dlogits_JW = loss.rows(wide_JW, target.per_element(), weight_J)
     return loss_J, correct_J, dlogits_JW.mul_(coefficient_J[:, None]).to(logits_JW.dtype)
+
+
+# --- against the text, through a head that is not trained ----------------------------------------
+
+
+@dataclass(frozen=True)
+class TokenTask:
+    """Which elements are scored, and against what."""
+
+    elements: HeadElements
+    label_N: Tensor  # the text's tokens, as draft ids
+    text_weight: float = 1.0
+    distance_weight: float = 0.0
+    supervision: Supervision | None = None  # needed if the distance has a weight
+    chunk_rows: int | None = None  # None: as many as fit
+
+
+@dataclass(frozen=True)
+class TokenScores:
+    loss: Tensor  # sum over elements of coefficient * row loss, differentiable
+    row_loss_N: Tensor
+    correct_N: Tensor  # bool: the draft's top token is the text's token
+    distance_N: Tensor  # |q - p|; 0 if the distance has no weight
+    coefficient_N: Tensor
+
+
+def frozen_head_loss(
+    hidden_PE: Tensor,
+    head_WE: Tensor,
+    task: TokenTask,
+    *,
+    coefficient_N: Tensor | None = None,
+    weigh: Weigh | None = None,
+    token: TokenFactors | None = None,
+) -> TokenScores:
+    """Score all elements. Their weights are given (`coefficient_N`) or computed from all row losses
+    (`weigh`, through which no gradient flows). The latter needs no second sweep, because gradients
+    of states can be scaled afterwards; those of a trained factor could not."""
+    assert (coefficient_N is None) != (weigh is None)
+    assert token is None or weigh is None, "a token head needs the coefficients beforehand"
+
+    def score(logits_JW: Tensor, part: slice, slots: slice, coefficient_J: Tensor) -> Scores:
+        return _score_text(logits_JW, task, part, slots, coefficient_J)
+
+    rows = task.chunk_rows or _chunk_rows(hidden_PE, len(head_WE), has_kernel=True)
+    sweep = _Sweep(task.elements, rows, score, coefficient_N, weigh, torch.is_grad_enabled())
+    return sweep.apply(hidden_PE, head_WE.detach(), token)
+
+
+def _score_text(
+    logits_JW: Tensor, task: TokenTask, part: slice, slots: slice, coefficient_J: Tensor
+) -> Scores:
+    label_J, probs_MW, slot_J, wide = task.label_N[part], None, None, _wide(logits_JW)
+    if task.distance_weight > 0:
+        assert task.supervision is not None
+        probs_MW = task.supervision.probs(slots.start, slots.stop).to(wide)
+        slot_J = task.elements.target_N[part] - slots.start
+    if kernel_runs(logits_JW, what="head loss"):
+        from fledge.kernels.head_rows import fused_text_rows
+
+        scores = fused_text_rows(
+            logits_JW, probs_MW, slot_J, label_J, coefficient_J,
+            text_weight=task.text_weight, distance_weight=task.distance_weight,
+        )  # fmt: skip
+        return *scores, logits_JW
+    probs_JW = None
+    if probs_MW is not None and slot_J is not None:
+        probs_JW = probs_MW.index_select(0, slot_J)
+    wide_JW = logits_JW.to(wide)
+    correct_J = wide_JW.argmax(-1) == label_J
+    loss_J, distance_J, dlogits_JW = text_rows(
+        wide_JW, label_J, probs_JW, task.text_weight, task.distance_weight
+    )
+    dlogits_JW = dlogits_JW.mul_(coefficient_J[:, None].to(wide)).to(logits_JW.dtype)
+    return loss_J, correct_J, distance_J, dlogits_JW
+
+
+def text_rows(
+    logits_JW: Tensor,
+    label_J: Tensor,
+    probs_JW: Tensor | None,
+    text_weight: float,
+    distance_weight: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Losses [J], distances [J] and the gradient of the logits; the logits are overwritten."""
+    lse_J1 = logits_JW.logsumexp(dim=-1, keepdim=True)
+    label_J1 = label_J[:, None]
+    loss_J = text_weight * (lse_J1 - logits_JW.gather(1, label_J1)).squeeze(-1)
+    q_JW = logits_JW.sub_(lse_J1).exp_()
+    if probs_JW is None:
+        gradient_JW = q_JW.mul_(text_weight)
+        distance_J = torch.zeros_like(loss_J)
+    else:
+        difference_JW = q_JW - probs_JW
+        distance_J = difference_JW.abs().sum(-1)
+        sign_JW = difference_JW.sign_()
+        mean_J1 = (q_JW * sign_JW).sum(-1, keepdim=True)
+        factor_JW = sign_JW.sub_(mean_J1).mul_(distance_weight).add_(text_weight)
+        gradient_JW = q_JW.mul_(factor_JW)
+        loss_J = loss_J + distance_weight * distance_J
+    minus_J1 = torch.full_like(label_J1, -text_weight, dtype=gradient_JW.dtype)
+    return loss_J, distance_J, gradient_JW.scatter_add_(1, label_J1, minus_J1)

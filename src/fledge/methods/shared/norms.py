@@ -1,4 +1,4 @@
-"""RMS norms, and products with normed inputs that keep only the input of the norm."""
+"""RMS norms, and products that keep only their inputs: neither norms nor cast weights."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,6 +6,28 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """RMS norm with statistics in fp32, whatever the dtype; x itself if `weight` is None."""
+    if weight is None:
+        return x
+    return F.rms_norm(x, weight.shape, weight, eps)
+
+
+class Renormed:
+    """A norm that is recomputed in a backward pass, and its gradient."""
+
+    def __init__(self, x_NE: Tensor, weight_E: Tensor, eps: float) -> None:
+        with torch.enable_grad():
+            self._x, self._weight = (x.detach().requires_grad_() for x in (x_NE, weight_E))
+            self._out = rms_norm(self._x, self._weight, eps)
+        self.out = self._out.detach()
+
+    def back(self, dout_NE: Tensor) -> tuple[Tensor, ...]:
+        """Gradients of x and of the weight."""
+        return torch.autograd.grad(self._out, (self._x, self._weight), dout_NE)
+
 
 # --- cast on use ---------------------------------------------------------------------------------
 # Products with weights that are cast where they are used; the casts are not kept.
@@ -35,67 +57,29 @@ def master_grads(dout_NO: Tensor, x_NI: Tensor, masters: Sequence[Tensor]) -> tu
 
 class _LateLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_NI: Tensor, *masters: Tensor) -> Tensor:
-        ctx.save_for_backward(x_NI, *masters)
-        return F.linear(x_NI, stacked(masters, x_NI.dtype))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x_NI, *masters = ctx.saved_tensors
-        dx_NI = None
-        if ctx.needs_input_grad[0]:
-            dx_NI = grads[0] @ stacked(masters, x_NI.dtype)
-        return dx_NI, *master_grads(grads[0], x_NI, masters)
-
-
-def late_linear(x_NI: Tensor, masters: Sequence[Tensor]) -> Tensor:
-    """[N, O]: x times the masters (concatenated if there are several), in the dtype of x."""
-    out_NO: Tensor = _LateLinear.apply(x_NI, *masters)  # type: ignore[no-untyped-call]
-    return out_NO
-
-
-# --- norms ----------------------------------------------------------------------------------------
-
-
-def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """RMS norm with statistics in fp32, whatever the dtype; x itself if `weight` is None."""
-    if weight is None:
-        return x
-    return F.rms_norm(x, weight.shape, weight, eps)
-
-
-class Renormed:
-    """A norm that is recomputed in a backward pass, and its gradient."""
-
-    def __init__(self, x_NE: Tensor, weight_E: Tensor, eps: float) -> None:
-        with torch.enable_grad():
-            self._x, self._weight = (x.detach().requires_grad_() for x in (x_NE, weight_E))
-            self._out = rms_norm(self._x, self._weight, eps)
-        self.out = self._out.detach()
-
-    def back(self, dout_NE: Tensor) -> tuple[Tensor, ...]:
-        """Gradients of x and of the weight."""
-        return torch.autograd.grad(self._out, (self._x, self._weight), dout_NE)
-
-
-class _NormLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_NE: Tensor, norm_E: Tensor, eps: float, *masters: Tensor) -> Tensor:
-        ctx.save_for_backward(x_NE, norm_E, *masters)
+    def forward(
+        ctx: Any, x_NI: Tensor, norm_I: Tensor | None, eps: float, *masters: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(x_NI, norm_I, *masters)
         ctx.eps = eps
-        return F.linear(rms_norm(x_NE, norm_E, eps), stacked(masters, x_NE.dtype))
+        return F.linear(rms_norm(x_NI, norm_I, eps), stacked(masters, x_NI.dtype))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x_NE, norm_E, *masters = ctx.saved_tensors
-        normed = Renormed(x_NE, norm_E, ctx.eps)
+        x_NI, norm_I, *masters = ctx.saved_tensors
+        normed = None if norm_I is None else Renormed(x_NI, norm_I, ctx.eps)
         dinput: tuple[Tensor | None, ...] = (None, None)
         if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
-            dinput = normed.back(grads[0] @ stacked(masters, x_NE.dtype))
-        return *dinput, None, *master_grads(grads[0], normed.out, masters)
+            dread_NI = grads[0] @ stacked(masters, x_NI.dtype)
+            dinput = (dread_NI, None) if normed is None else normed.back(dread_NI)
+        read_NI = x_NI if normed is None else normed.out
+        return *dinput, None, *master_grads(grads[0], read_NI, masters)
 
 
-def norm_linear(x_NE: Tensor, norm_E: Tensor, masters: Sequence[Tensor], eps: float) -> Tensor:
-    """`late_linear` of norm(x). The norm is recomputed in the backward pass instead of kept."""
-    out: Tensor = _NormLinear.apply(x_NE, norm_E, eps, *masters)  # type: ignore[no-untyped-call]
-    return out
+def late_linear(
+    x_NI: Tensor, masters: Sequence[Tensor], norm_I: Tensor | None = None, eps: float = 0.0
+) -> Tensor:
+    """[N, O]: x, or norm(x), times the masters (concatenated if there are several), in the dtype of
+    x. The norm is recomputed in the backward pass instead of kept."""
+    out_NO: Tensor = _LateLinear.apply(x_NI, norm_I, eps, *masters)  # type: ignore[no-untyped-call]
+    return out_NO

@@ -2,13 +2,13 @@
 
 `prepare` reads a micro-batch once, before anything is differentiated; `score` runs the draft on it.
 Between the two calls the step computes what depends on all micro-batches and ranks: how many
-elements are charged and, for losses that depend on more than that, the `totals`. `rollout.py` is
-the base of all objectives in this package; any class with these members can be trained.
+elements are charged and, for losses that depend on more than that, the `totals`. All objectives in
+this package are a `RolloutTrainerModule`; any class with these members can be trained.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,7 +20,6 @@ from fledge.core.rows import TokenBatch
 from fledge.methods.shared.draft import DraftModel
 from fledge.rollout.attention import AttentionKind
 from fledge.rollout.context import ContextRanks
-from fledge.rollout.plan import RolloutPlan
 
 
 @dataclass(frozen=True)
@@ -90,7 +89,6 @@ class StepTotals:
 
 
 ReadyT = TypeVar("ReadyT", bound=Ready)
-PlanT = TypeVar("PlanT", bound=RolloutPlan)
 
 
 class Objective(Protocol[ReadyT]):
@@ -134,50 +132,4 @@ class Objective(Protocol[ReadyT]):
     ) -> RolloutOutput:
         """The loss, divided by `normalizer` ([K], the step's sum of `charged_K`), and metrics.
         Without `totals`, this micro-batch is the whole step."""
-        ...
-
-
-@runtime_checkable
-class Recordable(Protocol[ReadyT, PlanT]):
-    """An objective whose steps can be recorded as CUDA graphs (`training/recorded.py`): the sizes
-    of its plans can be made to recur, and `prepare` has two parts, of which one is not recorded.
-
-    These members are in addition to those of `Objective`. They must not be modules or buffers,
-    which `isinstance` does not see.
-    """
-
-    quantum: int
-    """The sizes of plans in training are multiples of it; 0: sizes are exact."""
-
-    @property
-    def can_be_even(self) -> bool:
-        """Whether the objective, with its options, allows a `quantum`."""
-        ...
-
-    def quantum_for(self, tokens: int, *, sizes: int) -> int:
-        """The quantum for which batches of `tokens` tokens have about `sizes` different sizes."""
-        ...
-
-    def plan_rows(self, rows: TokenBatch, seed: int) -> PlanT:
-        """Lay out the rollout from rows on the host: the part of `prepare` that is not recorded."""
-        ...
-
-    def prepare_inputs(
-        self,
-        input_ids: Tensor,  # [B, T]
-        attention_mask: Tensor,  # [B, T]
-        loss_mask: Tensor,  # [B, T]
-        aux_hidden_states: Tensor,  # [B, T, aux layers * D]
-        target_logits: Tensor | None = None,  # [B, T, V]
-        *,
-        plan: PlanT,
-        target_probs: Tensor | None = None,  # [B, T, W]
-        position_mask: Tensor | None = None,  # [B, T, 1]
-        target_last_hidden_states: Tensor | None = None,  # [B, T, D]
-    ) -> ReadyT:
-        """The rest of `prepare`, from `Eagle3TargetBatch.to_trainer_inputs()` without packing."""
-        ...
-
-    def score(self, ready: ReadyT, normalizer: Tensor) -> RolloutOutput:
-        """As in `Objective`."""
         ...

@@ -68,6 +68,9 @@ class RolloutTrainerModule(nn.Module, ABC, Generic[Plan]):
     draft_model: DraftModel
     selected_token_ids: Tensor
     selected_token_mask: Tensor
+    quantum: int = 0
+    """In training, the sizes of plans are multiples of it, so that they recur and steps can be
+    recorded as CUDA graphs (`training/recorded.py`); 0: sizes are exact."""
 
     def __init__(
         self,
@@ -105,6 +108,15 @@ class RolloutTrainerModule(nn.Module, ABC, Generic[Plan]):
     @property
     def reads_target(self) -> bool:
         return True
+
+    @property
+    def can_be_even(self) -> bool:
+        """Whether the objective, with its options, allows a `quantum`."""
+        return False
+
+    def quantum_for(self, tokens: int, *, sizes: int) -> int:
+        """The quantum for which batches of `tokens` tokens have about `sizes` different sizes."""
+        raise NotImplementedError
 
     @property
     def _ranks(self) -> ContextRanks | None:
@@ -239,32 +251,12 @@ class RolloutTrainerModule(nn.Module, ABC, Generic[Plan]):
             )
 
     def forward(
-        self,
-        input_ids: Tensor,  # [B, T], shifted, as all that follows except aux and attention mask
-        attention_mask: Tensor,  # [B, T]
-        loss_mask: Tensor,  # [B, T]
-        aux_hidden_states: Tensor,  # [B, T, aux layers * D]
-        target_logits: Tensor | None = None,  # [B, T, V]
-        *,
-        target_probs: Tensor | None = None,  # [B, T, W]
-        position_mask: Tensor | None = None,  # [B, T, 1]
-        target_last_hidden_states: Tensor | None = None,  # [B, T, D]
-        position_ids: Tensor | None = None,
-        seq_lens: Tensor | None = None,
-        doc_remaining: Tensor | None = None,
-        normalizer: Tensor | None = None,  # [K]
-        seed: int | None = None,
+        self, *inputs: Tensor, normalizer: Tensor | None = None, **more: Any
     ) -> RolloutOutput:
-        """Loss and metrics of one batch: `prepare_inputs`, then `score`. Pass `normalizer` if the
-        batch is one of several; if the loss needs `totals`, these have to be scored as `train_step`
-        does it."""
-        ready = self.prepare_inputs(
-            input_ids, attention_mask, loss_mask, aux_hidden_states, target_logits, seed=seed,
-            target_probs=target_probs, position_mask=position_mask,
-            target_last_hidden_states=target_last_hidden_states,
-            position_ids=position_ids, seq_lens=seq_lens, doc_remaining=doc_remaining,
-        )  # fmt: skip
-        return self.score(ready, normalizer)
+        """Loss and metrics of one batch: `prepare_inputs`, whose arguments these are, then `score`.
+        Pass `normalizer` [K] if the batch is one of several; if the loss needs `totals`, these have
+        to be scored as `train_step` does it."""
+        return self.score(self.prepare_inputs(*inputs, **more), normalizer)
 
     # --- the parts of a step --------------------------------------------------------------------
 

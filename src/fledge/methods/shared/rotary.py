@@ -13,6 +13,7 @@ from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from fledge.kernels.gate import kernel_runs
+from fledge.methods.base import stated
 from fledge.methods.shared.norms import rms_norm
 
 # These depend only on the position. `dynamic` and `longrope` depend on the sequence length as well,
@@ -22,15 +23,12 @@ STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 def rope_parameters(config: PretrainedConfig) -> dict[str, Any]:
     """The config's rotary settings as one flat dict, with the keys of transformers 5."""
-    settings = (
-        getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    )
-    parameters = dict(settings)
+    parameters = dict(stated(config, "rope_parameters") or stated(config, "rope_scaling") or {})
     if "rope_type" not in parameters:
         parameters["rope_type"] = parameters.pop("type", "default")
     if "rope_theta" not in parameters:
-        parameters["rope_theta"] = getattr(config, "rope_theta", None) or 10000.0
-    factor = getattr(config, "partial_rotary_factor", None)
+        parameters["rope_theta"] = stated(config, "rope_theta") or 10000.0
+    factor = stated(config, "partial_rotary_factor")
     if factor is not None:
         parameters.setdefault("partial_rotary_factor", factor)
     return parameters

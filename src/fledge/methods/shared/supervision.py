@@ -105,7 +105,7 @@ def check_shapes(
     shapes = {
         "attention_mask": rows_BT,
         "loss_mask": rows_BT,
-        "aux_hidden_states": [*rows_BT, config.fc_inputs],
+        "aux_hidden_states": [*rows_BT, config.aux_width],
         "target_logits": [*rows_BT, len(vocabulary.member_V)],
         "target_probs": [*rows_BT, len(vocabulary.ids_W)],
         "position_mask": [*rows_BT, 1],

@@ -20,8 +20,7 @@ from torch.nn import functional as F
 
 from fledge.core.transfer import send
 from fledge.methods.shared.draft import DraftModel
-from fledge.methods.shared.layer import DraftLayer, LayerWeights
-from fledge.methods.shared.mlp import forget_mlp
+from fledge.methods.shared.layer import DraftLayer, LayerWeights, forget_mlp
 from fledge.methods.shared.norms import rms_norm
 from fledge.methods.shared.rotary import Rotary, rotate
 from fledge.rollout.attention import AttentionKind, KeysValues, gathered, rollout_attention
@@ -52,11 +51,6 @@ class UnrolledDraftModel(DraftModel):
         """The weights that a step computes with, per layer."""
         layers = cast(Iterable[DraftLayer], self.layers)
         return [layer.weights(dtype, recompute_mlp=recompute_mlp) for layer in layers]
-
-    def _init_weights(self) -> None:
-        for module in self.modules():
-            if isinstance(module, nn.Linear | nn.Embedding):
-                nn.init.normal_(module.weight, std=self.spec.initializer_range)
 
     def unroll(
         self,
@@ -200,9 +194,7 @@ class _Step:
 
 
 # --- noise on features ----------------------------------------------------------------------------
-# EAGLE-1 trains with noise on features, EAGLE-3 can (feature dropout); it does not depend on how a
-# batch is cut.
-#
+# EAGLE-1 trains with noise on features, EAGLE-3 can (feature dropout).
 #
 # A slot's noise is a function of the step's seed, of its document's loss mask, of its place in the
 # document and of the channel, and of nothing else: padding, packing, micro-batches, ranks and

@@ -1,4 +1,4 @@
-"""`depth_keep`: dropping rollouts at random does not change the expected gradient."""
+"""What EAGLE-3 leaves out at random: rollouts (`depth_keep`) and features (`feature_dropout`)."""
 
 import numpy as np
 import pytest
@@ -6,39 +6,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fledge import Eagle3TrainerModule
+from fledge.methods.shared.unroll import dropped
 from fledge.rollout import plan as plans
 from fledge.rollout.slots import Documents, RowMasks, surviving_depths
-from objective.naive_eagle3 import (
-    make_documents,
-    make_draft,
-    make_head,
-    packed_batch,
-    padded_batch,
-    vocabulary,
-)
+from objective.cases import assert_same, eagle3, run
+from objective.naive_eagle3 import make_documents, make_draft, packed_batch, padded_batch
 
 STEPS, KEEP = 4, 0.6
 LENGTHS = [9, 1, 6, 13, 2]
 
 
-def module_of(draft, **options):
-    ids, mask = vocabulary()
-    return Eagle3TrainerModule(
-        draft, selected_token_ids=ids, selected_token_mask=mask, ttt_steps=STEPS,
-        target_head=make_head(), **options,
-    )  # fmt: skip
-
-
 def packed(documents):
     return packed_batch([documents[:2], documents[2:4], documents[4:]], 20)
-
-
-def gradients(module, batch, **extra):
-    module.zero_grad()
-    out = module(**batch, **extra)
-    out.loss.backward()
-    return out, {n: p.grad.clone() for n, p in module.draft_model.named_parameters()}
 
 
 @pytest.mark.parametrize("changes", [{}, {"num_hidden_layers": 2}], ids=["one layer", "two layers"])
@@ -47,15 +26,15 @@ def test_the_expected_gradient_is_that_of_the_full_unroll(monkeypatch, changes, 
     """Gradients add up over rollouts, so their expectation depends only on each rollout's survival
     probabilities: here all rollouts survive equally long, and the expectation has STEPS terms."""
     draft, batch = make_draft(**changes), pack(make_documents(LENGTHS))
-    full, want = gradients(module_of(draft), batch)
-    thinned = module_of(draft, depth_keep=KEEP)
+    full, want = run(eagle3(draft), batch)
+    thinned = eagle3(draft, depth_keep=KEEP)
     loss, got = 0.0, {name: torch.zeros_like(grad) for name, grad in want.items()}
     for deepest in range(STEPS):
         probability = KEEP**deepest - (KEEP ** (deepest + 1) if deepest < STEPS - 1 else 0)
         monkeypatch.setattr(
             plans, "surviving_depths", lambda slots, d=deepest, **_: np.full(len(slots.place), d)
         )
-        out, grads = gradients(thinned, batch)
+        out, grads = run(thinned, batch)
         assert out.charged.tolist()[: deepest + 1] == full.charged.tolist()[: deepest + 1]
         assert out.charged[deepest + 1 :].sum() == 0
         loss += probability * out.loss
@@ -69,8 +48,8 @@ def test_the_expected_gradient_is_that_of_the_full_unroll(monkeypatch, changes, 
 def test_dropped_rollouts_do_not_change_the_others():
     """The remaining rollouts are normalized by the counts of the full unroll."""
     draft, batch = make_draft(), padded_batch(make_documents(LENGTHS))
-    full = module_of(draft)
-    thinned = module_of(draft, depth_keep=KEEP)
+    full = eagle3(draft)
+    thinned = eagle3(draft, depth_keep=KEEP)
     masks = RowMasks(batch["loss_mask"], batch["attention_mask"])
     plan = thinned.plan(masks, seed=5)
     assert 0 < len(plan.head) < len(full.plan(masks).head)
@@ -81,22 +60,22 @@ def test_dropped_rollouts_do_not_change_the_others():
 def test_validation_is_never_thinned():
     draft, batch = make_draft(), padded_batch(make_documents(LENGTHS))
     draft.eval()
-    full, _ = gradients(module_of(draft), batch)
-    same, _ = gradients(module_of(draft, depth_keep=KEEP), batch)
+    full, _ = run(eagle3(draft), batch)
+    same, _ = run(eagle3(draft, depth_keep=KEEP), batch)
     assert same.loss == full.loss
     assert same.step_valid.tolist() == full.step_valid.tolist()
 
 
 def test_a_seed_fixes_the_sample_and_packing_does_not_change_it():
     draft, documents = make_draft(), make_documents(LENGTHS)
-    module = module_of(draft, depth_keep=KEEP)
+    module = eagle3(draft, depth_keep=KEEP)
     padded = padded_batch(documents)
-    first, again = (gradients(module, padded, seed=3)[0] for _ in range(2))
+    first, again = (run(module, padded, seed=3)[0] for _ in range(2))
     assert first.loss == again.loss
-    repacked = gradients(module, packed(documents), seed=3)[0]
+    repacked = run(module, packed(documents), seed=3)[0]
     assert first.charged.tolist() == repacked.charged.tolist()
     torch.testing.assert_close(first.loss, repacked.loss, rtol=1e-11, atol=1e-11)
-    other_losses = {gradients(module, padded, seed=s)[0].loss.item() for s in range(4, 9)}
+    other_losses = {run(module, padded, seed=s)[0].loss.item() for s in range(4, 9)}
     assert len(other_losses) == 5
 
 
@@ -127,4 +106,35 @@ def test_depths_survive_with_the_stated_probability():
 @pytest.mark.parametrize("keep", [0.0, 1.1, -0.5])
 def test_a_share_outside_0_to_1_is_rejected(keep):
     with pytest.raises(ValueError, match="depth_keep"):
-        module_of(make_draft(), depth_keep=keep)
+        eagle3(depth_keep=keep)
+
+
+# --- feature dropout -----------------------------------------------------------------------------
+# The step's seed decides which features are dropped, not the batch's layout.
+
+SHARE = 0.3
+
+
+def test_channels_are_dropped_at_the_given_rate_and_the_rest_rescaled():
+    words = torch.randint(-(2**62), 2**62, (500,), generator=torch.Generator().manual_seed(0))
+    values = torch.ones(500, 40, dtype=torch.float64)
+    kept = dropped(values, words, SHARE)
+    assert set(kept.unique().tolist()) == {0.0, 1 / (1 - SHARE)}
+    assert float((kept == 0).double().mean()) == pytest.approx(SHARE, abs=0.01)
+    assert torch.equal(dropped(values[7:9], words[7:9], SHARE), kept[7:9])
+
+
+def test_packed_equals_padded_and_the_seed_decides():
+    documents, module = make_documents(LENGTHS), eagle3(feature_dropout=SHARE)
+    padded = run(module, padded_batch(documents), seed=5)
+    assert_same(padded, run(module, packed(documents), seed=5), tolerance=1e-9)
+    assert run(module, padded_batch(documents), seed=6)[0].loss != padded[0].loss
+
+
+def test_nothing_is_dropped_in_eval_mode():
+    draft, batch = make_draft(), padded_batch(make_documents(LENGTHS))
+    draft.eval()
+    whole, sparse = eagle3(draft), eagle3(draft, feature_dropout=SHARE)
+    assert torch.equal(whole(**batch).loss, sparse(**batch, seed=1).loss)
+    with pytest.raises(ValueError, match="feature_dropout"):
+        eagle3(draft, feature_dropout=1.0)

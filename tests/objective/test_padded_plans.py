@@ -1,0 +1,456 @@
+"""Rounding the sizes of a step up changes nothing: loss, metrics and every gradient."""
+
+from dataclasses import fields, replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fledge.core.rows import PACKING_FIELDS
+from fledge.methods.block import plan as blocks
+from fledge.methods.block.plan import plan_blocks
+from fledge.methods.peagle import draft as parallel_draft
+from fledge.methods.peagle import plan as parallel
+from fledge.methods.peagle.draft import parallel_attention
+from fledge.methods.peagle.plan import plan_parallel
+from fledge.rollout.context import ContextRanks
+from fledge.rollout.plan import plan_rollout
+from fledge.rollout.slots import RowMasks
+from objective.cases import (
+    EVEN_KINDS,
+    KINDS,
+    LENGTHS,
+    SEED,
+    assert_same,
+    dflash,
+    dspark,
+    eagle3,
+    peagle,
+    reduced_block_draft,
+    run,
+)
+from objective.naive_block import make_block_documents
+from objective.naive_eagle3 import (
+    make_documents,
+    make_head,
+    masks_of,
+    packed_batch,
+    padded_batch,
+    vocabulary,
+    with_logits,
+    with_probs,
+)
+from objective.test_block import VARIANTS as BLOCK_VARIANTS
+from objective.test_eagle3 import VARIANTS as EAGLE3_VARIANTS
+from objective.test_peagle import VARIANTS as PEAGLE_VARIANTS
+
+REAL_SIZES = {name: getattr(parallel, name) for name in ("GROUP", "CHAIN_ALIGNED")}
+RATIOS = {"ratio": 0.7, "ratio_min": 0.2}
+
+
+@pytest.fixture(autouse=True)
+def small_groups(monkeypatch):
+    """Small groups, so that there are several of them and depths differ in size."""
+    monkeypatch.setattr(blocks, "GROUP", 4)
+    monkeypatch.setattr(blocks, "SHARES", 2)
+    monkeypatch.setattr(parallel, "GROUP", 16)
+    monkeypatch.setattr(parallel, "CHAIN_ALIGNED", 2)
+
+
+def run_evenly(module, batch, quantum):
+    module.quantum = quantum
+    result = run(module, batch)
+    module.quantum = 0
+    return result
+
+
+def check(module, batch, quanta=(1, 16, 100)):
+    expected = run(module, batch)
+    for quantum in quanta:
+        assert_same(expected, run_evenly(module, batch, quantum))
+    return expected[0]
+
+
+@pytest.mark.parametrize("attention", ["fast", "reference"])
+@pytest.mark.parametrize("name", EVEN_KINDS)
+def test_round_sizes_change_nothing(name, attention):
+    kind = EVEN_KINDS[name]
+    module, documents = kind.make(attention=attention), kind.documents(LENGTHS)
+    for batch in (
+        padded_batch(documents),
+        packed_batch([documents], 60),
+        packed_batch([documents[:4], documents[4:]], 37),
+    ):
+        assert check(module, batch).loss > 0
+
+
+OPTIONS = {
+    **{f"eagle3, {name}": (eagle3, {"changes": EAGLE3_VARIANTS[name]})
+       for name in ("both, two layers", "biases")},
+    **{f"peagle, {n}": (peagle, {"changes": changes}) for n, changes in PEAGLE_VARIANTS.items()},
+    **{f"peagle, {depths} depths": (peagle, {"depths": depths}) for depths in (1, 2, 9)},
+    **{f"peagle, kept {ratio}, {least}":
+       (peagle, {"down_sample_ratio": ratio, "down_sample_ratio_min": least})
+       for ratio, least in ((1.0, 0.0), (0.7, 0.2), (0.05, 0.0), (0.3, 1.0))},
+    **{f"dflash, {n}": (dflash, {"changes": changes}) for n, changes in BLOCK_VARIANTS.items()},
+    **{f"dflash kl, {n}": (dflash, {"changes": changes, "loss": "kl"})
+       for n, changes in BLOCK_VARIANTS.items()},
+    **{f"dspark, {n}": (dspark, {"changes": changes}) for n, changes in BLOCK_VARIANTS.items()},
+    "dflash dpace, reduced": (
+        lambda **o: dflash(reduced_block_draft(), **o), {"weights": "dpace"}
+    ),
+    "dflash kl, reduced": (lambda **o: dflash(reduced_block_draft(), **o), {"loss": "kl"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_round_sizes_change_nothing_for_any_draft(name):
+    make, options = OPTIONS[name]
+    documents_of = make_documents if "eagle" in name else make_block_documents
+    documents = documents_of(LENGTHS, supervised=1.1 if "kept" in name else 0.7)
+    check(make(**options), packed_batch([documents], 57), (1, 7, 32))
+
+
+@pytest.mark.parametrize("max_anchors", [1, 4, 11, 1000])
+def test_round_sizes_change_nothing_with_capped_anchors(max_anchors):
+    documents, module = make_documents(LENGTHS, supervised=1.1), peagle(max_anchors=max_anchors)
+    for rows in ([documents], [documents[:3], documents[3:]]):
+        batch = packed_batch(rows, 60)
+        check(module, batch)
+        counts = even_plan_of(module, batch, 16).counts
+        assert counts[1] <= max(2, max_anchors * len(rows) + 1)  # rounded up to an even number
+
+
+def even_plan_of(module, batch, quantum):
+    module.quantum = quantum
+    plan = module.plan(masks_of(batch), SEED)
+    module.quantum = 0
+    return plan
+
+
+@pytest.mark.parametrize("name", ["peagle kl", "dflash", "dflash dpace", "dflash kl", "dspark"])
+@pytest.mark.parametrize("chunk_rows", [1, 5, 12, 16, 20, 1000])
+def test_round_sizes_change_nothing_for_any_chunk_size(name, chunk_rows):
+    """Chunks smaller than, as large as and larger than a group."""
+    kind = KINDS[name]
+    batch = packed_batch([kind.documents(LENGTHS)], 60)
+    assert_same(run(kind.make(), batch), run_evenly(kind.make(chunk_rows=chunk_rows), batch, 8))
+
+
+def test_round_sizes_change_nothing_for_any_supervision():
+    batch = packed_batch([make_documents(LENGTHS)], 60)
+    check(peagle(), with_logits(batch, make_head()))
+    check(peagle(), with_probs(batch, make_head(), *vocabulary()))
+
+
+@pytest.mark.parametrize("name", EVEN_KINDS)
+def test_tiny_and_unsupervised_documents(name):
+    kind = EVEN_KINDS[name]
+    module = kind.make()
+    for lengths, supervised in (([1], -1), ([1, 2, 1], 1.1), (LENGTHS, -1)):
+        batch = padded_batch(kind.documents(lengths, supervised=supervised))
+        check(module, batch)
+    out, grads = run_evenly(module, batch, 8)
+    assert all(bool((grad == 0).all()) for grad in grads.values())
+    assert sum(int(getattr(out, field.name).abs().sum()) for field in fields(out)) == 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 12), min_size=1, max_size=6),
+    pad=st.integers(0, 3),
+    supervised=st.sampled_from([0.0, 0.3, 0.7, 1.1]),
+    quantum=st.integers(1, 20),
+    attention=st.sampled_from(["fast", "reference"]),
+    name=st.sampled_from(sorted(EVEN_KINDS)),
+    seed=st.integers(0, 999),
+)
+def test_round_sizes_change_nothing_for_any_documents(
+    lengths, pad, supervised, quantum, attention, name, seed
+):
+    kind = EVEN_KINDS[name]
+    module = kind.make(attention=attention)
+    documents = kind.documents(lengths, seed=seed, supervised=supervised)
+    check(module, packed_batch([documents], sum(lengths) + pad), (quantum,))
+
+
+# --- what is laid out ----------------------------------------------------------------------------
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 12), min_size=1, max_size=6),
+    pad=st.integers(0, 3),
+    supervised=st.sampled_from([0.0, 0.3, 0.7, 1.1]),
+    quantum=st.integers(1, 20),
+    max_anchors=st.sampled_from([None, 1, 3]),
+)
+def test_the_sizes_are_round(lengths, pad, supervised, quantum, max_anchors):
+    width = sum(lengths) + pad
+    batch = packed_batch([make_documents(lengths, supervised=supervised)], width)
+    plan = plan_rollout(masks_of(batch), num_depths=3, quantum=quantum)
+    [size] = {len(plan.target_M), *plan.counts}
+    assert size % quantum == 0
+    assert len(plan.head) == 3 * size
+    assert len(plan.slot_T) == -(-(width + 3) // 64) * 64
+
+    module = peagle(max_anchors=max_anchors)
+    plan, exact = (even_plan_of(module, batch, n) for n in (quantum, 0))
+    assert len(plan.slot_T) == -(-(width + 1) // 64) * 64
+    assert plan.counts[0] == -(-max(1, exact.counts[0]) // quantum) * quantum
+    assert len(plan.head) == sum(plan.counts)
+    assert int(plan.head.real_N.sum()) == len(exact.head)
+    requested = plan.target_M[plan.head.target_N][plan.head.real_N]
+    assert requested.tolist() == exact.target_M[exact.head.target_N].tolist()
+    assert sorted(plan.head.element_N.tolist()) == list(range(sum(plan.counts)))
+    check_padding(plan, exact)
+
+
+def check_padding(plan, exact):
+    """Every padding slot is a document of its own, and padding rows are on the first of them."""
+    real_T, real_N, [segment] = len(exact.slot_T), exact.counts[0], plan.segments
+    assert torch.equal(plan.every.first_N[real_T:], torch.arange(real_T, len(plan.slot_T)))
+    assert (plan.every.first_N[:real_T] < max(1, real_T)).all()
+    row = torch.cat([torch.arange(count) for count in plan.counts])
+    padding = segment.asking.slot_N[row >= real_N]
+    assert (padding == real_T).all()
+    assert torch.equal(padding, segment.asking.first_N[row >= real_N])
+    assert (segment.asking.slot_N[row < real_N] < real_T).all()
+
+
+def block_plan(batch, *, share, seed=0, quantum=16):
+    options = {"size": 5, "first_place": 1, "anchors": 1024, "share_targets": share}
+    return plan_blocks(masks_of(batch), **options, seed=seed, quantum=quantum)
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_the_sizes_of_blocks_are_round(share):
+    batch = packed_batch([make_block_documents([20, 20, 17], supervised=1.1)], 60)
+    plan, exact = (block_plan(batch, share=share, quantum=n) for n in (16, 0))
+    assert len(plan.blocks) % 16 == 0
+    assert set(plan.counts) == {len(plan.blocks)}
+    assert len(plan.head) == 4 * len(plan.blocks)
+    assert len(plan.slot_T) == 64
+    assert int(plan.head.real_N.sum()) == len(exact.head)
+    requested = plan.target_M[plan.head.target_N][plan.head.real_N]
+    assert sorted(requested.tolist()) == exact.target_M[exact.head.target_N].tolist()
+    padding = plan.blocks.slot_N[len(exact.blocks) :]
+    assert (padding >= len(exact.slot_T)).all()
+    assert torch.equal(padding, plan.blocks.first_N[len(exact.blocks) :])
+
+
+def test_groups_share_target_slots():
+    """With a block at every slot, 4 blocks of 4 depths need 7 target slots, rounded up to 8."""
+    batch = packed_batch([make_block_documents([57], supervised=1.1)], 60)
+    options = {"size": 5, "first_place": 1, "anchors": 2048, "seed": 0, "quantum": 8}
+    shared = plan_blocks(masks_of(batch), **options)
+    assert shared.head.group == (16, 8)
+    alone = plan_blocks(masks_of(batch), **options, share_targets=False)
+    assert alone.head.group == (4, 4)
+    assert len(alone.target_M) == len(alone.head)
+    assert len(shared.target_M) == len(shared.head) // 2
+
+
+def test_the_example_of_the_padded_plan():
+    """In the comments of `peagle/plan.py`."""
+    assert parallel._counts(3, (1.0, 0.7, 0.49), None, 4) == (4, 4, 2)
+    parallel.CHAIN_ALIGNED = 1
+    assert parallel._counts(3, (1.0, 0.7, 0.49), None, 4) == (4, 3, 2)
+    assert parallel._counts(3, (1.0, 0.7, 0.49), 1, 4) == (4, 1, 1)
+
+
+PLANNERS = {
+    "eagle3": lambda batch, seed: plan_rollout(masks_of(batch), num_depths=4, quantum=32),
+    "peagle": lambda batch, seed: plan_parallel(
+        masks_of(batch), num_depths=4, **RATIOS, seed=seed, quantum=16
+    ),
+    "blocks that share targets": lambda batch, seed: block_plan(batch, share=True, seed=seed),
+    "blocks": lambda batch, seed: block_plan(batch, share=False, seed=seed),
+}
+
+
+@pytest.mark.parametrize("name", PLANNERS)
+def test_what_a_recorded_step_keeps_depends_on_sizes_only(name):
+    """Host-side values, and tensors that a replay does not replace, are equal for equal sizes."""
+    documents_of = make_block_documents if "block" in name else make_documents
+    by_size = {}
+    for seed in range(3):
+        for lengths in ([20, 20, 17], [25, 18, 14], [57], [9, 9, 9, 9, 9, 9]):
+            batch = packed_batch([documents_of(lengths, supervised=1.1)], 60)
+            plan = PLANNERS[name](batch, seed)
+            size = tuple(tuple(tensor.shape) for tensor in plan.tensors().values())
+            by_size.setdefault(size, []).append(plan)
+    assert len(by_size) <= 3
+    assert max(len(group) for group in by_size.values()) > 3
+    for first, *others in by_size.values():
+        for other in others:
+            replayed = first.with_tensors(other.tensors())
+            assert_plans_equal(replayed, other)
+            if "block" in name:
+                for window in (None, 3):
+                    assert_plans_equal(*(plan.blocks.flat(window) for plan in (replayed, other)))
+
+
+def assert_plans_equal(actual, expected):
+    """Check that all fields of a plan are equal, or None if the host does not have them."""
+    for field in fields(expected):
+        value, expected_value = getattr(actual, field.name), getattr(expected, field.name)
+        if field.name in ("sorted_host", "ends_host"):
+            assert value is None or field.name == "sorted_host"
+        elif isinstance(expected_value, torch.Tensor):
+            assert torch.equal(value, expected_value), field.name
+        elif isinstance(expected_value, np.ndarray):
+            assert np.array_equal(value, expected_value), field.name
+        elif field.name in ("segments", "depths"):
+            assert_plans_equal(value[0], expected_value[0])
+        elif hasattr(expected_value, "__dataclass_fields__"):
+            assert_plans_equal(value, expected_value)
+        else:
+            assert value == expected_value, field.name
+
+
+@settings(max_examples=10, deadline=None)
+@given(seed=st.integers(0, 999), shortest=st.integers(1, 300), supervised=st.floats(0.3, 1.0))
+def test_there_are_few_sizes(seed, shortest, supervised):
+    """Rows of one length, packed with very different documents."""
+    rng, tokens, quantum = np.random.default_rng(seed), 2048, 128
+    vars(parallel).update(REAL_SIZES)
+    sizes, max_elements = set(), 0
+    for step in range(30):
+        masks = random_masks(rng, tokens, shortest, supervised)
+        plan = plan_parallel(masks, num_depths=8, **RATIOS, seed=step, quantum=quantum)
+        sizes.add(tuple(tuple(tensor.shape) for tensor in plan.tensors().values()))
+        max_elements = max(max_elements, sum(plan.counts))
+    assert len(sizes) <= tokens // quantum
+    assert max_elements <= (3.38 * tokens) + 7 * 16
+
+
+def test_few_target_slots_are_requested_twice():
+    rng = np.random.default_rng(0)
+    vars(parallel).update(REAL_SIZES)
+    for seed in range(10):
+        masks = random_masks(rng, 4096, 250, 1.0)
+        exact, plan = (
+            plan_parallel(masks, num_depths=8, seed=seed, **RATIOS, quantum=n) for n in (0, 256)
+        )
+        assert len(plan.target_M) < 1.5 * len(exact.target_M)
+
+
+def random_masks(rng, tokens, shortest, supervised):
+    lengths = []
+    while sum(lengths) < tokens:
+        length = int(rng.integers(shortest, 2 * shortest + 1))
+        lengths.append(min(length, tokens - sum(lengths)))
+    starts = [np.arange(n) >= round(n * (1 - supervised * rng.random())) for n in lengths]
+    places = [torch.arange(n) for n in lengths]
+    return RowMasks(
+        torch.from_numpy(np.concatenate(starts)).long()[None],
+        torch.ones(1, tokens, dtype=torch.int64),
+        torch.cat(places)[None],
+        torch.tensor([lengths]),
+        torch.cat([n - 1 - place for n, place in zip(lengths, places, strict=True)])[None],
+    )
+
+
+# --- what is read --------------------------------------------------------------------------------
+
+
+class StaticShapes(TorchDispatchMode):
+    """Rejects operations that would synchronize with a GPU or copy host data in a recorded pass."""
+
+    REFUSED = ("nonzero", "_local_scalar_dense", "masked_select", "unique", "lift_fresh")
+    paused = False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        assert self.paused or not name.lstrip("_").startswith(self.REFUSED), func
+        if name in ("index", "index_put_", "index_put") and not self.paused:
+            assert all(x is None or x.dtype == torch.int64 for x in args[1]), func
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", [name for name in EVEN_KINDS if "peagle" in name])
+def test_passes_depend_on_sizes_only(name, monkeypatch):
+    """Embedding, layers, head, loss and gradients; attention, which is a kernel, is exempt."""
+    module, batch = EVEN_KINDS[name].make(), packed_batch([make_documents(LENGTHS)], 60)
+    expected = run(module, batch)
+    plan = even_plan_of(module, batch, 16)
+    shapes = StaticShapes()
+
+    def reference_attention(*args, kind, starts_K):
+        shapes.paused = True
+        out = parallel_attention(*args, kind="reference")
+        shapes.paused = False
+        assert starts_K.tolist() == [0, *np.cumsum(args[-1])]
+        return out
+
+    monkeypatch.setattr(parallel_draft, "parallel_attention", reference_attention)
+    module.zero_grad()
+    inputs = {name: tensor for name, tensor in batch.items() if name not in PACKING_FIELDS}
+    with shapes:
+        out = module.score(module.prepare_inputs(**inputs, plan=plan.with_tensors(plan.tensors())))
+        out.loss.backward()
+    assert_same(expected, (out, {n: p.grad for n, p in module.draft_model.named_parameters()}))
+
+
+READ = pytest.mark.parametrize("name", ["eagle3 ce", "peagle kl", "dflash", "dspark"])
+
+
+@READ
+def test_charging_padding_would_be_noticed(name):
+    """Marking padding elements as real does change the result."""
+    module, batch = KINDS[name].make(), padded_batch(KINDS[name].documents(LENGTHS))
+    plan = even_plan_of(module, batch, 64)
+    correct = module.score(module.prepare_inputs(**batch, plan=plan))
+    head = replace(plan.head, real_N=torch.ones_like(plan.head.real_N))
+    wrong = module.score(module.prepare_inputs(**batch, plan=replace(plan, head=head)))
+    assert wrong.charged.sum() > correct.charged.sum()
+    assert wrong.loss != correct.loss
+
+
+@READ
+def test_padding_is_not_read(name):
+    """Changing the features of padding slots changes nothing."""
+    module, batch = KINDS[name].make(), padded_batch(KINDS[name].documents([9, 14]), width=20)
+    expected = run(module, batch)
+    padding = batch["attention_mask"] == 0
+    assert padding.any()
+    changed = batch | {"aux_hidden_states": batch["aux_hidden_states"] + 9.0 * padding[..., None]}
+    assert_same(expected, run_evenly(module, changed, 16))
+
+
+@READ
+def test_sizes_are_exact_in_evaluation(name):
+    module, batch = KINDS[name].make(), padded_batch(KINDS[name].documents(LENGTHS))
+    module.draft_model.eval()
+    assert even_plan_of(module, batch, 64).head.real_N is None
+
+
+def test_which_objectives_support_round_sizes():
+    for name, kind in KINDS.items():
+        assert kind.make().can_be_even is (name in EVEN_KINDS), name
+    ranks = ContextRanks(rank=0, size=2, group=None)
+    assert not peagle(context=ranks).can_be_even
+    assert not eagle3(context=ranks).can_be_even
+    assert not eagle3(depth_keep=0.5).can_be_even
+    masks = masks_of(padded_batch(make_documents(LENGTHS)))
+    for options in ({"partitions": 2}, {"ranks": ranks}):
+        with pytest.raises(ValueError, match="quantum"):
+            plan_parallel(masks, num_depths=4, **RATIOS, seed=0, quantum=8, **options)
+
+
+@pytest.mark.parametrize(
+    ("module", "tokens", "quantum"),
+    [
+        (peagle, 4096, 256),
+        (peagle, 64, 16),
+        (lambda: dflash(anchors=512), 16_384, 128),  # of 4,096 blocks
+        (lambda: dflash(anchors=512), 64, 8),
+        (lambda: dflash(anchors=10**6), 16_384, 512),
+    ],
+)
+def test_the_quantum_is_small(module, tokens, quantum):
+    assert module().quantum_for(tokens, sizes=16) == quantum
