@@ -27,7 +27,7 @@ def fledge(capfd):
     return call
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def trained(tiny_target, tiny_chats, tmp_path_factory):
     """The directory of a run of depth 3 on the tiny target."""
     from fledge.training.fit import fit

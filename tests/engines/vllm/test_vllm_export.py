@@ -172,7 +172,10 @@ CASES += [(kind, "vllm") for kind in EAGLE1 | UNUSUAL]
 
 @pytest.mark.parametrize(("kind", "engine"), CASES)
 def test_vllm_proposes_what_we_propose(kind: str, engine: str, trained: Any) -> None:
-    draft: Trained = trained(kind)
+    assert_parity(trained(kind), engine)
+
+
+def assert_parity(draft: Trained, engine: str) -> None:
     served = draft.serve(draft.export(engine))
     total, equal = compare(draft, served)
     assert equal == total
@@ -214,15 +217,20 @@ CONTROLS: dict[str, tuple[str, Callable[[dict[str, Any]], None]]] = {
 }
 
 
+def with_config(export: Path, change: Callable[[dict[str, Any]], None], place: Path) -> Path:
+    """A copy of an export with a changed config."""
+    shutil.copytree(export, place)
+    config = json.loads((place / "config.json").read_text())
+    change(config)
+    (place / "config.json").write_text(json.dumps(config))
+    return place
+
+
 @pytest.mark.parametrize("control", CONTROLS)
 def test_a_wrong_config_is_noticed(control: str, trained: Any, tmp_path: Path) -> None:
     kind, change = CONTROLS[control]
     draft: Trained = trained(kind)
-    shutil.copytree(draft.export("vllm"), tmp_path / "broken")
-    config = json.loads((tmp_path / "broken" / "config.json").read_text())
-    change(config)
-    (tmp_path / "broken" / "config.json").write_text(json.dumps(config))
-    served = draft.serve(tmp_path / "broken")
+    served = draft.serve(with_config(draft.export("vllm"), change, tmp_path / "broken"))
     total, equal = compare(draft, served)
     assert equal[-1] < 0.9 * total[-1]
     assert served.answers == draft.answers  # whatever is drafted, the text is the target's
