@@ -9,22 +9,18 @@ from fledge.cli import chat as chat_verb
 from fledge.cli.main import app
 from fledge.core.errors import BadInput
 from fledge.formats.source import read_source
-from fledge.training.fit import fit
 from fledge.training.runs import trained_tokens
-from fledge.training.setup import set_up
-from train.tiny import Notes, make_chats, make_target, recipe_for
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
+def place(trained, tmp_path_factory):
     """A run of depth 3 and copies of its draft: with the depth in its config, and without."""
-    root = tmp_path_factory.mktemp("trained")
-    target, chats = make_target(root / "target"), make_chats(root / "chats.jsonl")
-    fit(set_up(recipe_for(target, chats, root / "run", "training.steps=4")), Notes())
+    root = tmp_path_factory.mktemp("copies")
+    (root / "run").symlink_to(trained)
     for name in ("alone", "older"):
         (root / name).mkdir()
         for file in ("config.json", "model.safetensors"):
-            (root / name / file).write_bytes((root / "run" / "best" / file).read_bytes())
+            (root / name / file).write_bytes((trained / "best" / file).read_bytes())
     config = json.loads((root / "older" / "config.json").read_text())
     assert config.pop("ttt_steps") == 3
     (root / "older" / "config.json").write_text(json.dumps(config))
@@ -53,8 +49,8 @@ def fledge(*arguments, text=None):
     return result
 
 
-def test_eval_uses_the_trained_depth_of_each_draft(place):
-    options = ["--target", place / "target", "--prompts", place / "asked.jsonl", "--json"]
+def test_eval_uses_the_trained_depth_of_each_draft(place, tiny_target):
+    options = ["--target", tiny_target, "--prompts", place / "asked.jsonl", "--json"]
     options += ["--max-new-tokens", 8, "--live", 1, "--aux-layers", "0,1,2", "--device", "cpu"]
     drafts = [place / name for name in DEPTHS]
     reports = json.loads(fledge("eval", *drafts, *options).stdout)["drafts"]

@@ -1,8 +1,6 @@
 """`fledge data ...` as a user runs it."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 
@@ -26,24 +24,13 @@ def chats(tmp_path):
     return path
 
 
-@pytest.fixture
-def fledge(tmp_path, smollm2):
-    def run(*arguments, code=0):
-        command = [sys.executable, "-m", "fledge.cli.main", *map(str, arguments)]
-        result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=120)
-        assert result.returncode == code, result.stderr
-        return result
-
-    return run
-
-
 @pytest.mark.slow
 def test_preview_shows_supervised_and_dropped(fledge, chats, smollm2):
-    shown = json.loads(fledge("data", "preview", chats, "--model", smollm2, "--json").stdout)
+    shown = json.loads(fledge("data", "preview", chats, "--model", smollm2, "--json").out)
     supervised = "".join(token["text"] for token in shown[0]["tokens"] if token["supervised"])
     assert supervised == "A <b>wren</b>.<|im_end|>"
     assert shown[1]["dropped"] == "assistant first"
-    text = fledge("data", "preview", chats).stdout
+    text = fledge("data", "preview", chats).out
     assert "dropped: assistant first" in text
     assert "<b>wren</b>" in text
 
@@ -56,18 +43,18 @@ def test_a_pipe_shows_supervision_without_colors_and_what_was_left_out(fledge, t
     ]
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    text = fledge("data", "preview", path, "--model", smollm2).stdout
+    text = fledge("data", "preview", path, "--model", smollm2).out
     assert "⟦A <b>wren</b>.<|im_end|>⟧" in text
     assert "Once⟦ upon a time.⟧" in text
     assert "an answer before any question was left out" in " ".join(text.split())
     assert "what is in ⟦⟧ is supervised" in " ".join(text.split())
-    prepared = fledge("data", "prepare", path, "--model", smollm2).stdout
+    prepared = fledge("data", "prepare", path, "--model", smollm2).out
     assert prepared.startswith("2 rows, ")
     assert "0 answers without an end" in " ".join(prepared.split())
     assert "plain text, without a template" in " ".join(prepared.split())
     one = tmp_path / "one.jsonl"
     one.write_text(json.dumps(CHATS[0]) + "\n")
-    assert fledge("data", "prepare", one, "--model", smollm2).stdout.startswith("1 row, ")
+    assert fledge("data", "prepare", one, "--model", smollm2).out.startswith("1 row, ")
 
 
 def test_a_very_long_row_is_shown_without_its_middle():
@@ -88,32 +75,11 @@ def test_preview_page_escapes_what_it_shows(fledge, chats, tmp_path):
 
 @pytest.mark.slow
 def test_prepare_and_stats_as_json(fledge, chats):
-    facts = json.loads(fledge("data", "prepare", chats, "--max-drop-share", 0.5, "--json").stdout)
+    facts = json.loads(fledge("data", "prepare", chats, "--max-drop-share", 0.5, "--json").out)
     assert facts["rows"] == 1
     assert facts["drops"]["counts"] == {"assistant first": 1}
-    stats = json.loads(fledge("data", "stats", chats, "--pack", 64, "--json").stdout)
+    stats = json.loads(fledge("data", "stats", chats, "--pack", 64, "--json").out)
     assert stats["packs"] == 1
     assert stats["supervised"] == facts["supervised"]
     assert stats["coverage"][0][0] == 1024
-    assert "supervised" in fledge("data", "stats", chats).stdout
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["data", "prepare", "chats.jsonl"], "more than the allowed"),
-        (["data", "prepare", "none.jsonl"], "none.jsonl: no such file"),
-        (["data", "stats", "chats.jsonl", "--model", "smollm2-153m"], "smollm2-135m"),
-        (["data", "prepare", "chats.jsonl", "--overlong", "cutt"], "did you mean 'cut'?"),
-        (["data", "prepare", "chats.jsonl", "--template-option", "x"], "is not name=value"),
-        (["data", "prepare"], "Missing argument"),
-        (["dat"], "No such command"),
-    ],
-)
-def test_bad_input_is_one_line_and_exit_code_2(fledge, chats, arguments, message):
-    result = fledge(*arguments, code=2)
-    lines = [line for line in result.stderr.splitlines() if line.strip()]
-    assert len(lines) == 1
-    assert lines[0].startswith("fledge: ")
-    assert message in lines[0]
-    assert result.stdout == ""
+    assert "supervised" in fledge("data", "stats", chats).out

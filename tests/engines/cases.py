@@ -132,6 +132,23 @@ def train(
     return losses
 
 
+def assert_same_answers(through: Any, local: Any, *rows: Any, tolerance: float = 1e-4) -> None:
+    """Compare aux states, last hidden states and logits wherever there is a token."""
+    close = {"rtol": tolerance, "atol": tolerance}
+    for batch in rows:
+        actual, expected = through.generate_batch(*batch), local.generate_batch(*batch)
+        real, supervised = batch[1].bool(), actual.loss_mask.bool()
+        aux = actual.aux_hidden_states[real], expected.aux_hidden_states[real]
+        torch.testing.assert_close(*aux, **close)
+        last = (answer.last_hidden_states[supervised] for answer in (actual, expected))
+        torch.testing.assert_close(*last, **close)
+        logits = [
+            answer.with_logits(target.info().head).logits[supervised]
+            for answer, target in ((actual, through), (expected, local))
+        ]
+        torch.testing.assert_close(*logits, **close)
+
+
 def greedy_texts(model: Any, *, count: int, prompt: int, answer: int, seed: int = 0) -> Any:
     """[count, prompt + answer] random prompts and the model's own greedy answers."""
     generator = torch.Generator().manual_seed(seed)

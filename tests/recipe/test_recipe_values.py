@@ -133,8 +133,9 @@ def test_overrides_take_lists_nulls_nested_values_and_the_last_one_wins() -> Non
 
 def test_an_override_inside_a_mapping_keeps_its_other_keys(tmp_path: Path) -> None:
     path = written(tmp_path, "data: {template_options: {a: 1, b: 2}}")
-    recipe = load_recipe(path, ["data.template_options.b=3"])
-    assert recipe.data.template_options == {"a": 1, "b": 3}
+    recipe = load_recipe(path, ["data.template_options.b=3", "data.template_options.c.d=4"])
+    assert recipe.data.template_options == {"a": 1, "b": 3, "c": {"d": 4}}
+    assert load_recipe(written(tmp_path, recipe.to_yaml())) == recipe
 
 
 LAMBDA = "objective: {loss: {kind: lk_lambda, scale: 0.5, decay: 2}}"

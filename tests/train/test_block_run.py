@@ -104,7 +104,7 @@ def test_a_dspark_run_can_start_from_a_dflash_run(block, tmp_path):
         ("draft.qk_norm=false", "must be true for DFlash"),
         ("objective.weights=dpace", "needs the loss text"),
         ("objective.block_size=1", "greater than or equal to 2"),
-        ("target.aux_layer_ids=1,2", "five distinct layers are wanted"),
+        ("target.aux_layer_ids=1,2", "must be five distinct layers"),
         ("training.context=2", "must be 1: DFlash needs each row on one rank"),
     ],
 )

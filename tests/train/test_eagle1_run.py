@@ -80,7 +80,7 @@ def test_eagle2_can_start_from_an_eagle1_draft(eagle1, recipe, tmp_path):
     [
         ("draft.draft_vocab_size=128", "draft.draft_vocab_size: must be null for EAGLE-1"),
         ("draft.fc_norm=true", "draft.fc_norm: must be false for EAGLE-1"),
-        ("target.aux_layer_ids=0,1", "target.aux_layer_ids: one layer is wanted"),
+        ("target.aux_layer_ids=0,1", "target.aux_layer_ids: must be one layer"),
     ],
 )
 def test_unsupported_settings_are_refused(eagle1, override, says):

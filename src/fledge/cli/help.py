@@ -18,7 +18,7 @@ _LARGEST = 2**48  # number of any option but a seed, as in recipes; sizes made o
 
 
 class Verb(typer.core.TyperCommand):
-    """A verb with such a help page, and numbers that a machine can count to."""
+    """A verb with such a help page, which accepts no numbers beyond `_LARGEST`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         rest: list[str] = super().parse_args(ctx, args)

@@ -81,18 +81,13 @@ def _root(
     """Holds the global options; the verbs are attached below."""
 
 
-def _attach_verbs() -> None:
-    for name, place in _VERBS.items():
-        file, _, attribute = place.partition(".")
-        module = import_module(f"fledge.cli.{file}")
-        verb = getattr(module, attribute)
-        if isinstance(verb, typer.Typer):
-            app.add_typer(verb, name=name)
-        else:
-            app.command(name=name, epilog=module.EXAMPLE)(verb)
-
-
-_attach_verbs()
+for _name, _place in _VERBS.items():
+    _file, _, _attribute = _place.partition(".")
+    _module = import_module(f"fledge.cli.{_file}")
+    if isinstance(_verb := getattr(_module, _attribute), typer.Typer):
+        app.add_typer(_verb, name=_name)
+    else:
+        app.command(name=_name, epilog=_module.EXAMPLE)(_verb)
 
 
 # What survives an interrupt, by verb; `fledge train` reports it itself.
@@ -155,8 +150,8 @@ _format_warning = warnings.formatwarning
 
 
 class _Stopped(KeyboardInterrupt):
-    """Own type, because a plain KeyboardInterrupt during the import of some libraries makes Python
-    end as if killed by SIGINT, whatever the exit code."""
+    """A type of our own: after a plain KeyboardInterrupt during the import of some libraries Python
+    ends as if killed by SIGINT, whatever the exit code."""
 
 
 @contextlib.contextmanager
@@ -204,9 +199,7 @@ def _fail(text: str, code: int) -> NoReturn:
 # machine prints it on the terminal. Every rank writes it to torchrun's error file, which torchrun
 # shows rank by rank, so the failure of a single rank is not lost.
 
-
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # set by torchrun for every process that it starts
-_FIRST_RANK_WAIT_S = 10.0
 
 
 def _said_by_another(line: str, *, stopped: bool) -> bool:
@@ -216,10 +209,8 @@ def _said_by_another(line: str, *, stopped: bool) -> bool:
     """
     name = os.environ.get(_ERROR_FILE)
     first = os.environ.get("LOCAL_RANK", "0") == "0"
-    if not name:
-        return False
-    if stopped:
-        return not first
+    if not name or stopped:
+        return bool(name) and not first
     # torchrun shows the call stack
     extra = {"py_callstack": line, "timestamp": str(int(time.time()))}
     try:
@@ -232,20 +223,12 @@ def _said_by_another(line: str, *, stopped: bool) -> bool:
     return not first
 
 
-class _StoppedError(Exception):
-    pass
-
-
 def _wait_for_first_rank() -> None:
     """Wait until torchrun stops this process because the first one has ended. The process then
     exits with its own code, because torchrun may show it as the root cause."""
-
-    def stop(*_: object) -> None:
-        raise _StoppedError
-
-    signal.signal(signal.SIGTERM, stop)
-    with contextlib.suppress(_StoppedError):
-        time.sleep(_FIRST_RANK_WAIT_S)
+    stopped = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stopped.set())
+    stopped.wait(timeout=10.0)
 
 
 if __name__ == "__main__":

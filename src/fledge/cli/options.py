@@ -33,11 +33,11 @@ RayAddress = Annotated[
 RayWorkers = Annotated[int | None, Option(min=1, help="Workers on the cluster.")]
 
 # drafts and how they are used
-DraftArgument = Annotated[Path, Argument(metavar="DRAFT", help="A draft, or a run (its best).")]
+DraftArgument = Annotated[Path, Argument(metavar="DRAFT", help="A draft, or a run (its best one).")]
 DraftArguments = Annotated[
-    list[Path], Argument(metavar="DRAFT", help="Drafts, or runs (their best).")
+    list[Path], Argument(metavar="DRAFT", help="Drafts, or runs (their best ones).")
 ]
-TargetOption = Annotated[str, Option(help="The target; a run of fledge knows its own.")]
+TargetOption = Annotated[str, Option(help="The target; default: the one in the draft's run.")]
 MethodOption = Annotated[
     str,
     Option(help="chain, tree, parallel, block or markov; default: what the draft was trained for."),
@@ -52,25 +52,25 @@ RunDtype = Annotated[
     str, Option(help="float32, bfloat16, ...; auto: as stored; default: the run's.")
 ]
 LiveAnswers = Annotated[
-    int, Option(min=0, help="Answers to decode live too: proof and clock; 0: none.")
+    int, Option(min=0, help="Answers that are also decoded live, to check and time them.")
 ]
 MeasuredTokens = Annotated[int, Option(min=2, help="Length limit of answers.")]
 AnswerTokens = Annotated[int, Option(min=1, help="Length limit of an answer.")]
-Temperature = Annotated[float, Option(min=0.0, help="0: the likeliest answer.")]
-Seed = Annotated[int, Option(min=0, max=2**63 - 1, help="For temperatures above 0.")]
+Temperature = Annotated[float, Option(min=0.0, help="0: always the likeliest token.")]
+Seed = Annotated[int, Option(min=0, max=2**63 - 1, help="Random seed, for temperatures above 0.")]
 
 # caches
 EncodingOption = Annotated[str, Option(help="hidden | hidden-fp8 | probs | topk.")]
 CacheDtype = Annotated[
-    str, Option(help="Of stored floats: fp32 | bf16 | fp16; auto: as the target answers.")
+    str, Option(help="How floats are stored: fp32 | bf16 | fp16; auto: as computed.")
 ]
 TargetDtype = Annotated[
-    str, Option(help="Of the target's forward, instead of target.dtype: fp32 | bf16 | ...")
+    str, Option(help="How the target computes: fp32 | bf16 | ...; default: target.dtype.")
 ]
 TopK = Annotated[int | None, Option("--top-k", min=1, help="Probabilities kept (topk).")]
 SupervisedOnly = Annotated[
-    bool, Option("--supervised-only", help="No supervision at unsupervised tokens.")
+    bool, Option("--supervised-only", help="Store supervision for supervised tokens only.")
 ]
 ShardSize = Annotated[int, Option(min=1, help="Rows per shard.")]
-Resume = Annotated[bool, Option("--resume", help="Continue the cache that is there.")]
+Resume = Annotated[bool, Option("--resume", help="Continue an unfinished cache.")]
 Quota = Annotated[float | None, Option("--quota-gb", help="Never write more than this.")]

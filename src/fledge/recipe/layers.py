@@ -31,8 +31,8 @@ class Setting:
 
 
 class Part(dict[str, Any]):
-    """Some keys of a mapping: they are set over what is there, the other keys stay. Sections are
-    parts with settings at their ends; a section's mapping in a file or an override is one, too."""
+    """Some keys of a mapping: written over another one, they leave its other keys as they are. The
+    values of a section are settings, or parts again where it holds another section."""
 
 
 @dataclass
@@ -155,7 +155,7 @@ def _parsed(raw: str, where: str) -> Any:
 
 
 def joined(old: Any, new: Any) -> Any:
-    """What is there after `new` was written over `old`."""
+    """`new` written over `old`."""
     if isinstance(old, Setting) and isinstance(new, Setting):
         return Setting(joined(old.value, new.value), new.where)
     if isinstance(new, Part) and isinstance(old, dict):
@@ -189,7 +189,7 @@ def plain(value: Any) -> Any:
     """The values of settings, ready for validation."""
     if isinstance(value, Setting):
         return plain(value.value)
-    return {key: plain(inner) for key, inner in value.items()} if isinstance(value, Part) else value
+    return {key: plain(inner) for key, inner in value.items()} if isinstance(value, dict) else value
 
 
 def where_of(settings: Part, place: Sequence[Any], default: str) -> str:

@@ -86,8 +86,7 @@ class Recipe(Section):
             )
         layers, ids = self.method.aux_layers(self.objective), self.target.aux_layer_ids
         if ids is not None and not len(ids) == len(set(ids)) == layers:
-            needed = "one layer is" if layers == 1 else f"{in_words(layers)} distinct layers are"
-            why = f"{needed} wanted"
+            why = f"must be {'one layer' if layers == 1 else f'{in_words(layers)} distinct layers'}"
             raise refused("target", "aux_layer_ids", value=list(ids), why=why)
         if self.training.context > 1 and not self.method.splits_rows:
             why = f"must be 1: {self.method.title} needs each row on one rank"
@@ -158,12 +157,8 @@ def load_recipe(
     path: str | os.PathLike[str] | None, overrides: Sequence[str] | Mapping[str, Any] = ()
 ) -> Recipe:
     """Read a recipe (a file, or a shipped one by name; None: defaults only), apply the overrides,
-    and validate the result.
-
-    Raises BadInput with one line: the place (file and line, or the override), the key, the fix.
-    """
-    file = None if path is None else recipe_file(path)
-    return _read_recipe(file, overrides, where="recipe" if file is None else str(file))
+    and validate the result. Raises BadInput: file and line, or the override; the key; the fix."""
+    return _read_recipe(None if path is None else recipe_file(path), overrides)
 
 
 def as_recipe(
@@ -177,18 +172,16 @@ def as_recipe(
     """
     changes = _without_paths(sections)
     if source is None or isinstance(source, Mapping):
-        return _read_recipe(_without_paths(source or {}), changes, where="recipe")
+        return _read_recipe(_without_paths(source or {}), changes)
     if isinstance(source, Recipe):
-        return _read_recipe(_explicit(source), changes, where="recipe") if changes else source
+        return _read_recipe(_explicit(source), changes) if changes else source
     return load_recipe(source, changes)
 
 
 def _read_recipe(
-    source: Path | Mapping[str, Any] | None,
-    overrides: Sequence[str] | Mapping[str, Any],
-    *,
-    where: str,
+    source: Path | Mapping[str, Any] | None, overrides: Sequence[str] | Mapping[str, Any]
 ) -> Recipe:
+    where = str(source) if isinstance(source, Path) else "recipe"
     written, changes = read_layers(source, overrides, recipe=RECIPE)
     if written.drafts or changes.drafts:
         what = f"a recipe of several drafts ({', '.join(written.drafts)}), and one is wanted here"
@@ -239,11 +232,8 @@ def split_arguments(arguments: Sequence[str]) -> tuple[Path | None, list[str]]:
 
 
 # --- shipped recipes ------------------------------------------------------------------------------
-# They are part of the package, so that an install from an index has them, too (in a checkout,
-# `recipes/` is a link to them).
 
-
-_HOME = Path(__file__).parents[1] / "recipes"
+_HOME = Path(__file__).parents[1] / "recipes"  # in the package: a checkout has a link to it
 
 
 def shipped_recipes() -> dict[str, Path]:
@@ -263,18 +253,14 @@ def shipped_recipe(name: str) -> Path:
 def recipe_file(path: str | os.PathLike[str]) -> Path:
     """The file of a recipe that a user names: a path, or else the name of a shipped recipe. A
     directory of that name (a run, for example) does not hide it."""
-    file = Path(path).expanduser()
-    if file.exists() and not file.is_dir():
-        return file
-    name = os.fspath(path)
-    if name in shipped_recipes():
-        return shipped_recipe(name)
-    if not file.exists():
-        bare = name == file.stem  # without directory and suffix: meant as a name
-        if bare or file.stem in shipped_recipes():
-            fix = nearest(file.stem, list(shipped_recipes()))
-            fix = f"by name, shipped recipes need no file: {file.stem}" if not bare else fix
-            raise BadInput("no such recipe", where=name, fix=fix)
+    file, name, shipped = Path(path).expanduser(), os.fspath(path), shipped_recipes()
+    if name in shipped and (file.is_dir() or not file.exists()):
+        return shipped[name]
+    if not file.exists() and name == file.stem:  # without directory and suffix: meant as a name
+        raise BadInput("no such recipe", where=name, fix=nearest(name, list(shipped)))
+    if not file.exists() and file.stem in shipped:
+        fix = f"by name, shipped recipes need no file: {file.stem}"
+        raise BadInput("no such recipe", where=name, fix=fix)
     return file
 
 
@@ -284,17 +270,15 @@ def title(path: Path) -> str:
 
 
 # --- several drafts -------------------------------------------------------------------------------
-# Recipes of several drafts that are trained from one pass of the target.
+# They are trained from one pass of the target.
 #
 #     run: {output_dir: runs/pair}
 #     drafts:
 #       small: {draft: {intermediate_size: 1024}}
 #       large: {draft: {layers: 2}, training: {lr: 5e-5}}
 #
-# Each entry is an ordinary recipe: the file, then the settings of the entry, then the overrides,
-# each taking precedence over the one before; its directory is `runs/pair/small`. What the drafts
-# share is set once for all of them.
-
+# Each entry is an ordinary recipe: the file, over it the entry, over that the overrides; its
+# directory is `runs/pair/small`.
 
 # The keys that a draft may set for itself (None: all of a section). Everything else determines what
 # the target is asked and when, which is the same for all drafts.
@@ -331,8 +315,14 @@ def load_recipes(
         for part in (own, changed):
             _check_own(part, where)
         layers = [written.sections, own, changes.sections, changed]
-        recipes[name] = _own_run(name, _merged(layers, where=f"{where}, {DRAFTS}.{name}"))
-    _check_trackers(recipes, where)
+        recipe = _merged(layers, where=f"{where}, {DRAFTS}.{name}")
+        for tracker in recipe.tracking.trackers:
+            if len(written.drafts) > 1 and tracker in _ONE_RUN_TRACKERS:
+                count = len(written.drafts)
+                what = f"tracking.trackers: {tracker} follows one run, these are {count}"
+                fix = "tracking.trackers=tensorboard, or metrics.jsonl of each"
+                raise BadInput(what, where=where, fix=fix)
+        recipes[name] = _own_run(name, recipe)
     return recipes
 
 
@@ -356,12 +346,3 @@ def _own_run(name: str, recipe: Recipe) -> Recipe:
     run_name = None if recipe.run.name is None else f"{recipe.run.name}-{name}"
     run = recipe.run.model_copy(update={"output_dir": directory, "name": run_name})
     return recipe.model_copy(update={"run": run})
-
-
-def _check_trackers(recipes: Mapping[str, Recipe], where: str) -> None:
-    for recipe in recipes.values():
-        for tracker in recipe.tracking.trackers:
-            if len(recipes) > 1 and tracker in _ONE_RUN_TRACKERS:
-                what = f"tracking.trackers: {tracker} follows one run, these are {len(recipes)}"
-                fix = "tracking.trackers=tensorboard, or metrics.jsonl of each"
-                raise BadInput(what, where=where, fix=fix)

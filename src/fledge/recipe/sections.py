@@ -38,7 +38,7 @@ class Data(Section):
     most 512; 0: none."""
 
     allow_overlap: bool = False
-    """Accept held-out rows in `valid` of which more than 1 % are training rows, too."""
+    """Accept `valid` even if more than 1 % of its rows are training rows."""
 
     max_length: PositiveCount = 2048
     """Longest row in tokens."""
@@ -82,12 +82,12 @@ class Draft(Section):
     """The draft model; everything else is derived from the target's configuration."""
 
     layers: PositiveCount = 1
-    """Decoder layers. Left out: 1, 4 for P-EAGLE, 5 for DFlash and DSpark. SGLang 0.5.9 serves
-    EAGLE drafts of 1 only."""
+    """Decoder layers; by default 4 for P-EAGLE, 5 for DFlash and DSpark. SGLang 0.5.9 serves EAGLE
+    drafts with 1 only."""
 
     draft_vocab_size: PositiveCount | None = 32_000
-    """Most frequent tokens the draft can propose; null: the whole target vocabulary, which is what
-    DFlash and DSpark have where it is left out."""
+    """The draft can propose this many of the most frequent tokens; null: all of the target's, the
+    default for DFlash and DSpark."""
 
     intermediate_size: PositiveCount | None = None
     """Width of the MLP; null: the target's."""
@@ -108,15 +108,16 @@ class Draft(Section):
     """Biases of the MLP's projections. vLLM only, not together with qk_norm."""
 
     freeze_embeddings: bool = True
-    """Keep the target's embeddings. Left out: true, and false for P-EAGLE. SGLang uses the
-    target's in any case."""
+    """Keep the target's embeddings; by default false for P-EAGLE. SGLang always uses the
+    target's."""
 
     head_from_target: bool = True
     """Start the head from the target's rows of the draft vocabulary."""
 
     layers_from_target: bool = False
-    """EAGLE-3, P-EAGLE: start the layers as copies of the target's last ones, with its norm; fc
-    passes on the last aux state. The target must be in this process, its layers like Llama's."""
+    """EAGLE-3, P-EAGLE: start with copies of the target's last layers and its norm, behind an fc
+    that passes on the last aux state. The target must be in this process, with layers like
+    Llama's."""
 
     init_from: Text | None = None
     """Draft to start from (a run, a checkpoint, an export for vLLM; `fledge import` converts
@@ -146,8 +147,8 @@ class Training(Section):
     """Peak learning rate. 1e-4 suits 8B targets; small drafts need more (SmolLM2: 2e-3)."""
 
     optimizer: Literal["adamw", "muon"] = "adamw"
-    """muon: for the matrices of the layers and fc, with steps of AdamW's size; AdamW for the rest.
-    Not with shard."""
+    """muon: Muon for the matrices of the layers and fc, with steps as large as AdamW's, which
+    updates the rest. Not with shard."""
 
     betas: Annotated[tuple[ShareBelowOne, ShareBelowOne], BeforeValidator(_as_pair)] = (0.9, 0.95)
     """AdamW's two decay rates."""

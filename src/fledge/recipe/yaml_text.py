@@ -128,27 +128,22 @@ def _check_expanded(root: yaml.Node | None) -> None:
     """Refuse text that is small only until its aliases are expanded: a few lines of aliases to
     aliases stand for billions of values, and merge keys copy what they refer to."""
     sizes: dict[int, int] = {}  # of finished nodes
-    open_nodes: set[int] = set()  # ancestors of the current node
 
-    def size_of(node: yaml.Node) -> int:
+    def size_of(node: yaml.Node, depth: int) -> int:
         if isinstance(node, yaml.ScalarNode):
             return 1
-        if id(node) in open_nodes:
-            raise _refused("an alias names what it is part of", node)
+        if depth > _MAX_DEPTH:  # an alias to what it is part of, too
+            raise RecursionError
         if id(node) not in sizes:
-            open_nodes.add(id(node))
-            if len(open_nodes) > _MAX_DEPTH:
-                raise RecursionError
             pairs = isinstance(node, yaml.MappingNode)
             inner = [part for pair in node.value for part in pair] if pairs else node.value
-            sizes[id(node)] = 1 + sum(map(size_of, inner))
-            open_nodes.discard(id(node))
+            sizes[id(node)] = 1 + sum(size_of(part, depth + 1) for part in inner)
         if sizes[id(node)] > _MAX_VALUES:
             raise _refused(f"more than {_MAX_VALUES:,} values, aliases written out", node)
         return sizes[id(node)]
 
     if root is not None:
-        size_of(root)
+        size_of(root, 1)
 
 
 def _refused(why: str, node: yaml.Node) -> yaml.MarkedYAMLError:

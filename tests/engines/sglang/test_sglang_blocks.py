@@ -3,20 +3,18 @@ compute our logits, Markov biases, confidences and tokens. Its worker needs a GP
 tests/engines/sglang/sglang_block.py describes what replaces it. Negative controls must fail."""
 
 import importlib.util
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from sglang_block import SGLangBlock
 from sglang_draft import open_engine
 from torch import Tensor
 from torch.nn import functional as F
 
-from engines.block_case import DSPARK, LAYERS, SLOTS, BlockCase
+from engines.block_case import DSPARK, LAYERS, SLOTS, BlockCase, spoiled
 from fledge.target.hf.model import HFEagle3TargetModel
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -104,26 +102,10 @@ def test_sglang_reads_our_layers(case: BlockCase, engine: Any) -> None:
     torch.testing.assert_close(aux_TD, batch.aux_hidden_states[0], rtol=0, atol=1e-4)
 
 
-def _swap(first: str, second: str) -> Callable[[dict[str, Tensor]], None]:
-    def change(tensors: dict[str, Tensor]) -> None:
-        tensors[first], tensors[second] = tensors[second], tensors[first]
-
-    return change
-
-
-CONTROLS: dict[str, Callable[[dict[str, Tensor]], None]] = {
-    "norms of keys": _swap("layers.0.self_attn.k_norm.weight", "layers.1.self_attn.k_norm.weight"),
-    "norm of features": lambda tensors: tensors["hidden_norm.weight"].fill_(1.0),
-}
-
-
-@pytest.mark.parametrize("control", CONTROLS)
+@pytest.mark.parametrize("control", ["norms of keys", "norm of features"])
 def test_a_wrong_tensor_is_noticed(
     control: str, case: BlockCase, engine: Any, tmp_path: Path
 ) -> None:
-    broken = shutil.copytree(case.export("sglang"), tmp_path / "broken")
-    tensors = load_file(broken / "model.safetensors")
-    CONTROLS[control](tensors)
-    save_file(tensors, broken / "model.safetensors", {"format": "pt"})
+    broken = spoiled(case.export("sglang"), control, tmp_path / "broken")
     difference = sglang_results(case, broken, engine)["logits"] - case.ours()["logits"]
     assert difference.abs().max() > 0.05

@@ -45,6 +45,13 @@ def transformers_batch(
         return target.generate_batch(*rows)
 
 
+def assert_same_aux(batch: fledge.Eagle3TargetBatch, expected: fledge.Eagle3TargetBatch) -> None:
+    real = batch.attention_mask.bool()
+    torch.testing.assert_close(
+        batch.aux_hidden_states[real], expected.aux_hidden_states[real], **CLOSE
+    )
+
+
 def answer(batch: fledge.Eagle3TargetBatch) -> torch.Tensor:
     """The supervision at every slot that holds a real token and is followed by one."""
     values = batch.logits if batch.logits is not None else batch.last_hidden_states
@@ -65,12 +72,10 @@ def test_states_equal_those_of_transformers(
         batch = target.generate_batch(*rows)
         aux_layer_ids = target.aux_layer_ids
     expected = transformers_batch(directory, supervision, aux_layer_ids, rows)
-    real = batch.attention_mask.bool()
-    torch.testing.assert_close(
-        batch.aux_hidden_states[real], expected.aux_hidden_states[real], **CLOSE
-    )
+    assert_same_aux(batch, expected)
     torch.testing.assert_close(answer(batch), answer(expected), **CLOSE)
     # negative control: the states of neighboring layers must not pass
+    real = batch.attention_mask.bool()
     neighbours = [i + 1 for i in aux_layer_ids]
     wrong = transformers_batch(directory, supervision, neighbours, rows).aux_hidden_states[real]
     for batch_ND, wrong_ND in zip(
@@ -85,10 +90,7 @@ def test_layers_come_in_the_requested_order(directory: Path) -> None:
     with engine(directory, 6, 0, 3) as target:
         batch = target.generate_batch(*rows)
     expected = transformers_batch(directory, "hidden", [6, 0, 3], rows)
-    real = batch.attention_mask.bool()
-    torch.testing.assert_close(
-        batch.aux_hidden_states[real], expected.aux_hidden_states[real], **CLOSE
-    )
+    assert_same_aux(batch, expected)
 
 
 @pytest.fixture
@@ -162,10 +164,7 @@ def test_another_model_can_follow_a_mixture_of_experts(directories: dict[str, Pa
         with engine(directories[name], 1, 3, 4) as target:
             batch = target.generate_batch(*rows)
         expected = transformers_batch(directories[name], "hidden", [1, 3, 4], rows)
-        real = batch.attention_mask.bool()
-        torch.testing.assert_close(
-            batch.aux_hidden_states[real], expected.aux_hidden_states[real], **CLOSE
-        )
+        assert_same_aux(batch, expected)
 
 
 @pytest.mark.parametrize("directory", ["cohere"], indirect=True)
@@ -185,10 +184,7 @@ def test_two_ranks_answer_as_one(directory: Path, monkeypatch: pytest.MonkeyPatc
         assert peer.is_alive()
     assert not peer.is_alive()
     expected = transformers_batch(directory, "logits", target.aux_layer_ids, rows)
-    real = batch.attention_mask.bool()
-    torch.testing.assert_close(
-        batch.aux_hidden_states[real], expected.aux_hidden_states[real], **CLOSE
-    )
+    assert_same_aux(batch, expected)
     torch.testing.assert_close(answer(batch), answer(expected), **CLOSE)
     model = tiny_model("llama")
     assert torch.equal(embedding, model.get_input_embeddings().weight)

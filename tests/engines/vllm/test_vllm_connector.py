@@ -3,6 +3,7 @@
 import json
 import logging
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 import fledge
-from engines.cases import engine_target
+from engines.cases import assert_same_answers, engine_target
 from engines.vllm.server import Server, serving_model
 from fledge.core.batch import Supervision
 from fledge.core.rows import TokenBatch
@@ -31,24 +32,7 @@ CLOSE = {"rtol": 1e-3, "atol": 1e-3}
 AUX = [6, 0, 7]  # any order, the first layer and the last
 
 
-def assert_equal(through: Any, local: Any, *rows: Any) -> None:
-    """Compare aux states, last hidden states and logits wherever there is a token."""
-    for batch in rows:
-        actual, expected = through.generate_batch(*batch), local.generate_batch(*batch)
-        real, supervised = batch[1].bool(), actual.loss_mask.bool()
-        torch.testing.assert_close(
-            actual.aux_hidden_states[real], expected.aux_hidden_states[real], **CLOSE
-        )
-        torch.testing.assert_close(
-            actual.last_hidden_states[supervised], expected.last_hidden_states[supervised], **CLOSE
-        )
-        torch.testing.assert_close(
-            actual.with_logits(through.info().head).logits[supervised],
-            expected.with_logits(local.info().head).logits[supervised],
-            **CLOSE,
-        )
-
-
+assert_equal = partial(assert_same_answers, tolerance=1e-3)
 ROWS = (padded_rows(), packed_rows(some_documents(), 14))
 
 

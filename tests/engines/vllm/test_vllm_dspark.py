@@ -3,17 +3,14 @@ and head, and computes our logits, Markov biases, confidences and tokens. Its ru
 tests/engines/vllm/dspark_model.py describes what replaces it. Negative controls must fail."""
 
 import json
-import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from engines.block_case import DSPARK, SLOTS, BlockCase
+from engines.block_case import CONTROLS, DSPARK, SLOTS, BlockCase, spoiled
 from engines.vllm.dspark_model import draft_block, loaded_dspark
 from fledge.formats.engines import serve_command
 from fledge.formats.export import read_export_record
@@ -52,26 +49,9 @@ def test_vllm_computes_our_blocks(engine: str, case: Case, tmp_path: Path) -> No
     assert expected["biases"].std() > 0.05
 
 
-def _swap(first: str, second: str) -> Callable[[dict[str, Tensor]], None]:
-    def change(tensors: dict[str, Tensor]) -> None:
-        tensors[first], tensors[second] = tensors[second], tensors[first]
-
-    return change
-
-
-CONTROLS: dict[str, Callable[[dict[str, Tensor]], None]] = {
-    "Markov factors": _swap("markov_head.markov_w1.weight", "markov_head.markov_w2.weight"),
-    "norms of keys": _swap("layers.0.self_attn.k_norm.weight", "layers.1.self_attn.k_norm.weight"),
-    "norm of features": lambda tensors: tensors["hidden_norm.weight"].fill_(1.0),
-}
-
-
 @pytest.mark.parametrize("control", CONTROLS)
 def test_a_wrong_tensor_is_noticed(control: str, case: Case, tmp_path: Path) -> None:
-    broken = shutil.copytree(case.export("vllm"), tmp_path / "broken")
-    tensors = load_file(broken / "model.safetensors")
-    CONTROLS[control](tensors)
-    save_file(tensors, broken / "model.safetensors", {"format": "pt"})
+    broken = spoiled(case.export("vllm"), control, tmp_path / "broken")
     results, expected = case.theirs(broken, tmp_path / "init"), case.ours()
     errors = [
         (results[name] - expected[name]).abs().max() for name in ("logits", "biases", "confidence")

@@ -165,20 +165,13 @@ def compare(trained: Trained, served: Served) -> tuple[list[int], list[int]]:
     return total, equal
 
 
-@pytest.mark.parametrize("engine", ["vllm", "speculators"])
-@pytest.mark.parametrize("kind", KINDS)
+CASES = [(kind, engine) for kind in KINDS for engine in ("vllm", "speculators")]
+CASES += [(kind, "vllm") for kind in EAGLE1 | UNUSUAL]
+
+
+@pytest.mark.parametrize(("kind", "engine"), CASES)
 def test_vllm_proposes_what_we_propose(kind: str, engine: str, trained: Any) -> None:
     assert_parity(trained(kind), engine)
-
-
-@pytest.mark.parametrize("kind", EAGLE1)
-def test_vllm_proposes_what_eagle1_drafts_propose(kind: str, trained: Any) -> None:
-    assert_parity(trained(kind), "vllm")
-
-
-@pytest.mark.parametrize("kind", UNUSUAL)
-def test_vllm_proposes_what_unusual_drafts_propose(kind: str, trained: Any) -> None:
-    assert_parity(trained(kind), "vllm")
 
 
 def assert_parity(draft: Trained, engine: str) -> None:
@@ -223,15 +216,20 @@ CONTROLS: dict[str, tuple[str, Callable[[dict[str, Any]], None]]] = {
 }
 
 
+def with_config(export: Path, change: Callable[[dict[str, Any]], None], place: Path) -> Path:
+    """A copy of an export with a changed config."""
+    shutil.copytree(export, place)
+    config = json.loads((place / "config.json").read_text())
+    change(config)
+    (place / "config.json").write_text(json.dumps(config))
+    return place
+
+
 @pytest.mark.parametrize("control", CONTROLS)
 def test_a_wrong_config_is_noticed(control: str, trained: Any, tmp_path: Path) -> None:
     kind, change = CONTROLS[control]
     draft: Trained = trained(kind)
-    shutil.copytree(draft.export("vllm"), tmp_path / "broken")
-    config = json.loads((tmp_path / "broken" / "config.json").read_text())
-    change(config)
-    (tmp_path / "broken" / "config.json").write_text(json.dumps(config))
-    served = draft.serve(tmp_path / "broken")
+    served = draft.serve(with_config(draft.export("vllm"), change, tmp_path / "broken"))
     total, equal = compare(draft, served)
     assert equal[-1] < 0.9 * total[-1]
     assert served.answers == draft.answers  # whatever is drafted, the text is the target's

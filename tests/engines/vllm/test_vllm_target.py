@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import fledge
-from engines.cases import engine_target, make_draft, saved, train
+from engines.cases import assert_same_answers, engine_target, make_draft, saved, train
 from fledge.core.batch import Supervision
 from fledge.target.hf.model import HFEagle3TargetModel
 from fledge.target.vllm.runner import VLLMEagle3TargetModel, VLLMTargetRunner
@@ -38,9 +38,8 @@ def test_a_layer_too_early_is_noticed(engines: Any) -> None:
     """Negative control: with ids off by one, the comparison fails."""
     local = HFEagle3TargetModel(engine_target("llama"), [0, 2, 3], supervision="hidden")
     through = VLLMEagle3TargetModel(engines.runner("llama"), [1, 3, 4], supervision="hidden")
-    actual, expected = (t.generate_batch(*padded_rows()) for t in (through, local))
     with pytest.raises(AssertionError):
-        assert_close(actual, expected, real=padded_rows()[1].bool())
+        assert_same_answers(through, local, padded_rows())
 
 
 def test_the_head_runs_on_one_position_per_row(engines: Any) -> None:
@@ -100,15 +99,7 @@ def test_states_and_logits_equal_transformers(name: str, aux: list[int], engines
     model = engine_target(name)
     local = HFEagle3TargetModel(model, aux, supervision="hidden")
     through = VLLMEagle3TargetModel(engines.runner(name), aux, supervision="hidden")
-    for rows in (padded_rows(), packed_rows(some_documents(), 14)):
-        actual, reference = through.generate_batch(*rows), local.generate_batch(*rows)
-        assert_close(actual, reference, real=rows[1].bool())
-        head = through.info().head
-        torch.testing.assert_close(
-            actual.with_logits(head).logits[actual.loss_mask.bool()],
-            reference.with_logits(local.info().head).logits[actual.loss_mask.bool()],
-            **CLOSE,
-        )
+    assert_same_answers(through, local, padded_rows(), packed_rows(some_documents(), 14))
     ids, mask, _ = padded_rows()
     logits, _ = through.runner.forward_eagle3(ids, mask)
     expected = model(input_ids=ids, attention_mask=mask).logits
@@ -182,29 +173,14 @@ def test_a_command_predicts_its_time_and_keeps_stdout_clean(tiny_chats: Any, tmp
 
 def test_smollm2(smollm2: Any, engines: Any) -> None:
     """A real model; a few channels of its states reach 27,000, hence the relative tolerance."""
-    close = {"rtol": 1e-3, "atol": 1e-3}
-    rows = real_rows(49_000)
-    real, supervised = rows[1].bool(), rows[2][:, 1:].bool()
+    generator = torch.Generator().manual_seed(5)
+    mask = (torch.arange(40) < torch.tensor([[40], [23], [9]])).long()
+    rows = torch.randint(3, 49_000, mask.shape, generator=generator) * mask, mask, mask
     model = fledge.load_model(str(smollm2), dtype=torch.float32)
     for aux in ([1, 14, 26], [29, 14, 0]):  # the default, and the last layer
         local = HFEagle3TargetModel(model, aux, supervision="hidden")
         through = VLLMEagle3TargetModel(engines.runner(smollm2), aux, supervision="hidden")
-        expected, actual = local.generate_batch(*rows), through.generate_batch(*rows)
-        torch.testing.assert_close(
-            actual.aux_hidden_states[real], expected.aux_hidden_states[real], **close
-        )
-        for batch in (actual, expected):
-            assert batch.last_hidden_states is not None
-        torch.testing.assert_close(
-            actual.last_hidden_states[:, :-1][supervised],
-            expected.last_hidden_states[:, :-1][supervised],
-            **close,
-        )
-        actual_logits = actual.with_logits(through.info().head).logits
-        expected_logits = expected.with_logits(local.info().head).logits
-        torch.testing.assert_close(
-            actual_logits[:, :-1][supervised], expected_logits[:, :-1][supervised], **close
-        )
+        assert_same_answers(through, local, rows, tolerance=1e-3)
 
 
 def test_little_memory_limits_row_length_with_an_explanation(engines: Any) -> None:
@@ -227,8 +203,7 @@ def test_long_rows_run_in_pieces(engines: Any) -> None:
     ids = torch.randint(3, 90, mask.shape, generator=generator) * mask
     local = HFEagle3TargetModel(engine_target("llama"), supervision="hidden")
     through = VLLMEagle3TargetModel(engines.runner("llama", **PIECES), supervision="hidden")
-    actual, expected = (t.generate_batch(ids, mask, mask) for t in (through, local))
-    assert_close(actual, expected, real=mask.bool())
+    assert_same_answers(through, local, (ids, mask, mask))
 
 
 def test_an_interrupted_batch_does_not_affect_later_ones(engines: Any) -> None:
@@ -279,9 +254,7 @@ def test_a_target_split_over_two_ranks(capture: str, engines: Any, monkeypatch: 
     local = HFEagle3TargetModel(model, [6, 0, 3], supervision="hidden")
     runner = engines.runner("llama", capture, tensor_parallel_size=2)
     through = VLLMEagle3TargetModel(runner, [6, 0, 3], supervision="hidden")
-    for rows in (padded_rows(), packed_rows(some_documents(), 14)):
-        actual, reference = through.generate_batch(*rows), local.generate_batch(*rows)
-        assert_close(actual, reference, real=rows[1].bool())
+    assert_same_answers(through, local, padded_rows(), packed_rows(some_documents(), 14))
     ids, mask, _ = padded_rows()
     logits, _ = runner.forward_eagle3(ids, mask)
     expected = model(input_ids=ids, attention_mask=mask).logits
@@ -336,24 +309,7 @@ def test_an_architecture_without_aux_states_is_refused(tmp_path: Any, engines: A
     assert VLLMEagle3TargetModel(engines.runner("llama")).aux_layer_ids == [1, 3, 4]
 
 
-def assert_close(actual: Any, expected: Any, *, real: torch.Tensor) -> None:
-    torch.testing.assert_close(
-        actual.aux_hidden_states[real], expected.aux_hidden_states[real], **CLOSE
-    )
-    supervised = actual.loss_mask.bool()
-    torch.testing.assert_close(
-        actual.last_hidden_states[supervised], expected.last_hidden_states[supervised], **CLOSE
-    )
-
-
 def free_pages(runner: VLLMTargetRunner) -> int:
     scheduler = runner._engine.engine_core.engine_core.scheduler
     free: int = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
     return free
-
-
-def real_rows(vocabulary: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(5)
-    mask = (torch.arange(40) < torch.tensor([[40], [23], [9]])).long()
-    ids = torch.randint(3, vocabulary, mask.shape, generator=generator) * mask
-    return ids, mask, mask.clone()
