@@ -313,7 +313,7 @@ def test_engines_are_opened_by_name_with_their_own_arguments(recipe, tiny_target
         section |= {"memory_fraction": 0.5, "tp_size": 2, "engine_args": {"page_size": 16}}
         engine_recipe = load_recipe(None, [f"target={json.dumps(section)}", *overrides])
         make_target(engine_recipe, torch.device("cpu"))
-    shared = {"aux_layer_ids": (0, 1, 2), "num_aux_layers": 3, "page_size": 16}
+    shared = {"aux_layer_ids": (0, 1, 2), "num_aux_layers": None, "page_size": 16}
     shared |= {"dtype": "auto", "supervision": "hidden"}
     sglang = {**shared, "tp_size": 2, "mem_fraction_static": 0.5}
     vllm = {**shared, "tensor_parallel_size": 2, "gpu_memory_utilization": 0.5}
