@@ -26,6 +26,7 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (programs / name).chmod(0o755)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "executable", str(programs / "python"))
+    monkeypatch.setattr(install.sysconfig, "get_path", lambda name, scheme: str(programs))
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
     return programs
 
