@@ -1,5 +1,6 @@
 """`fledge diagnose`: why a draft's acceptance is too low, with evidence and certain repairs."""
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -59,13 +60,10 @@ def diagnose(
     chosen, where = parse_dtype(dtype or "auto"), find_device(device)
     directory, name = _locate(draft, target)
     with watching() as watch:
-
-        def answering(facts: Any) -> Answering:
-            return Answering(
-                facts, prompts=prompts, max_new_tokens=max_new_tokens, dtype=chosen,
-                device=str(where), watch=watch,
-            )  # fmt: skip
-
+        answering = partial(
+            Answering, prompts=prompts, max_new_tokens=max_new_tokens, dtype=chosen,
+            device=str(where), watch=watch,
+        )  # fmt: skip
         watch("checking the files", 0, 1)
         options: dict[str, Any] = {
             "engine": engine, "static": static, "answering": answering,
@@ -117,12 +115,10 @@ def _show(diagnosis: Any) -> None:
     for reason in diagnosis.skipped:
         out.say(f"skipped  {reason}", style="yellow")
     errors, warnings = len(diagnosis.of("error")), len(diagnosis.of("warning"))
-    verdict = (
-        "healthy"
-        if diagnosis.healthy
-        else f"{counted(errors, 'error')}, {counted(warnings, 'warning')}"
-    )
-    out.print(verdict, style="bold green" if diagnosis.healthy else "bold")
+    if diagnosis.healthy:
+        out.print("healthy", style="bold green")
+    else:
+        out.print(f"{counted(errors, 'error')}, {counted(warnings, 'warning')}", style="bold")
 
 
 def _show_repair(diagnosis: Any, after: Any, path: Path) -> None:

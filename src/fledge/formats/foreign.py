@@ -29,6 +29,10 @@ from fledge.formats.codec import (
 )
 from fledge.formats.layouts import (
     CONFIG,
+    EAGLE1_AXES,
+    EAGLE3_AXES,
+    LAYER_AXES,
+    LAYER_EXTRAS,
     MASK_KEYS,
     OURS,
     SGLANG,
@@ -36,6 +40,7 @@ from fledge.formats.layouts import (
     WRAPPED_KEY,
     WRAPPED_TYPE,
     AuxPlace,
+    Axes,
     FileLayout,
     eagle1_layout,
     eagle3_layout,
@@ -78,48 +83,6 @@ _KIND_OF_CLASS = {
     "Eagle3LlamaForCausalLM": "eagle3",
     "LlamaEagle3DraftModel": "eagle3",
     "PEagleDraftModel": "eagle3",
-}
-# The tensors of a draft with the sizes of their axes; "": a size that another check compares.
-Axes = Mapping[str, tuple[str, ...]]
-_EAGLE3_AXES: Axes = {
-    "embed_tokens.weight": ("", "hidden"),
-    "fc.weight": ("hidden", "aux_hidden"),
-    "fc_norm.0.weight": ("target_hidden",),
-    "input_norm.weight": ("aux_hidden",),
-    "norm.weight": ("hidden",),
-    "lm_head.weight": ("draft_vocab", "hidden"),
-    "d2t": ("draft_vocab",),
-    "t2d": ("",),
-    "layers.0.hidden_norm.weight": ("hidden",),
-}
-_EAGLE1_AXES: Axes = {
-    "embed_tokens.weight": ("", "hidden"),
-    "fc.weight": ("hidden", "merged"),
-    "fc.bias": ("hidden",),
-    "lm_head.weight": ("", "hidden"),
-}
-_LAYER_AXES: Axes = {
-    "input_layernorm.weight": ("hidden",),
-    "post_attention_layernorm.weight": ("hidden",),
-    "self_attn.q_proj.weight": ("queries", "inputs"),
-    "self_attn.k_proj.weight": ("keys", "inputs"),
-    "self_attn.v_proj.weight": ("keys", "inputs"),
-    "self_attn.o_proj.weight": ("hidden", "queries"),
-    "mlp.gate_proj.weight": ("intermediate", "hidden"),
-    "mlp.up_proj.weight": ("intermediate", "hidden"),
-    "mlp.down_proj.weight": ("hidden", "intermediate"),
-}
-# Optional parts of a layer, by their flag in our config.
-_LAYER_EXTRAS: dict[str, Axes] = {
-    "qk_norm": {f"self_attn.{letter}_norm.weight": ("channels",) for letter in "qk"},
-    "attention_bias": {
-        f"self_attn.{letter}_proj.bias": (size,)
-        for letter, size in zip("qkvo", ("queries", "keys", "keys", "hidden"), strict=True)
-    },
-    "mlp_bias": {
-        f"mlp.{name}_proj.bias": (size,)
-        for name, size in {"gate": "intermediate", "up": "intermediate", "down": "hidden"}.items()
-    },
 }
 
 
@@ -256,18 +219,18 @@ class DraftView:
     def layer_extras(self) -> dict[str, bool]:
         """Which optional parts the layers have, by their flag in our config."""
         parts = {re.sub(r"^layers\.\d+\.", "", name) for name in self.state}
-        return {flag: not parts.isdisjoint(names) for flag, names in _LAYER_EXTRAS.items()}
+        return {flag: not parts.isdisjoint(names) for flag, names in LAYER_EXTRAS.items()}
 
     @property
     def axes(self) -> Axes:
         """The tensors outside the layers that such a draft has, or may have."""
-        return _EAGLE1_AXES if self.merges else _EAGLE3_AXES
+        return EAGLE1_AXES if self.merges else EAGLE3_AXES
 
     @property
     def layer_axes(self) -> Axes:
         """The tensors of a layer."""
         present = (flag for flag, there in self.layer_extras.items() if there)
-        return reduce(or_, (_LAYER_EXTRAS[flag] for flag in present), _LAYER_AXES)
+        return reduce(or_, (LAYER_EXTRAS[flag] for flag in present), LAYER_AXES)
 
     @property
     def fuses(self) -> bool:

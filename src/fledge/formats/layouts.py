@@ -1,4 +1,4 @@
-"""How trainers write drafts: the keys of config.json, the layouts, and where aux layers are named.
+"""How trainers write drafts: keys of config.json, layouts, places of the aux layers, tensors.
 
 What a draft's files hold in these terms is read by `foreign.py`.
 """
@@ -140,3 +140,50 @@ OURS, VLLM, SGLANG = (
         for engine, layout in (("vllm", PLAIN_VLLM), ("sglang", PLAIN_SGLANG))
     ),
 )
+
+
+# --- tensors -------------------------------------------------------------------------------------
+
+
+# The tensors of a draft with the sizes of their axes; "": a size that another check compares.
+Axes = Mapping[str, tuple[str, ...]]
+EAGLE3_AXES: Axes = {
+    "embed_tokens.weight": ("", "hidden"),
+    "fc.weight": ("hidden", "aux_hidden"),
+    "fc_norm.0.weight": ("target_hidden",),
+    "input_norm.weight": ("aux_hidden",),
+    "norm.weight": ("hidden",),
+    "lm_head.weight": ("draft_vocab", "hidden"),
+    "d2t": ("draft_vocab",),
+    "t2d": ("",),
+    "layers.0.hidden_norm.weight": ("hidden",),
+}
+EAGLE1_AXES: Axes = {
+    "embed_tokens.weight": ("", "hidden"),
+    "fc.weight": ("hidden", "merged"),
+    "fc.bias": ("hidden",),
+    "lm_head.weight": ("", "hidden"),
+}
+LAYER_AXES: Axes = {
+    "input_layernorm.weight": ("hidden",),
+    "post_attention_layernorm.weight": ("hidden",),
+    "self_attn.q_proj.weight": ("queries", "inputs"),
+    "self_attn.k_proj.weight": ("keys", "inputs"),
+    "self_attn.v_proj.weight": ("keys", "inputs"),
+    "self_attn.o_proj.weight": ("hidden", "queries"),
+    "mlp.gate_proj.weight": ("intermediate", "hidden"),
+    "mlp.up_proj.weight": ("intermediate", "hidden"),
+    "mlp.down_proj.weight": ("hidden", "intermediate"),
+}
+# Optional parts of a layer, by their flag in our config.
+LAYER_EXTRAS: dict[str, Axes] = {
+    "qk_norm": {f"self_attn.{letter}_norm.weight": ("channels",) for letter in "qk"},
+    "attention_bias": {
+        f"self_attn.{letter}_proj.bias": (size,)
+        for letter, size in zip("qkvo", ("queries", "keys", "keys", "hidden"), strict=True)
+    },
+    "mlp_bias": {
+        f"mlp.{name}_proj.bias": (size,)
+        for name, size in {"gate": "intermediate", "up": "intermediate", "down": "hidden"}.items()
+    },
+}

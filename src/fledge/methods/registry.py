@@ -41,14 +41,6 @@ def method_of(config: "PretrainedConfig") -> Method:
     raise BadInput("the draft belongs to no known method", fix=f"known: {', '.join(METHODS)}")
 
 
-def method_that_drafts(strategy: str) -> Method:
-    """The method whose own strategy this is, by its name in the record of an export."""
-    for method in METHODS.values():
-        if method.own_strategy == strategy:
-            return method
-    raise BadInput(f"no method drafts by '{strategy}'", fix=f"known: {', '.join(METHODS)}")
-
-
 def load_draft(directory: str | Path, *, dtype: "torch.dtype | None" = None) -> "DraftModel":
     """Load the draft in a directory, of any method."""
     from fledge.methods.shared.files import read_draft_config

@@ -13,8 +13,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from fledge.formats.codec import AUX_KEY, INNER_KEY, NESTED_KEY, SPECULATORS_KEY
-from fledge.formats.foreign import Axes, DraftView
-from fledge.formats.layouts import OURS, AuxPlace, FileLayout, by_name
+from fledge.formats.foreign import DraftView
+from fledge.formats.layouts import OURS, AuxPlace, Axes, FileLayout, by_name
 from fledge.methods.base import Method
 from fledge.methods.block.draft import BlockDraftModel
 from fledge.methods.block.formats import DFLASH_FLAT, DSPARK_FLAT, SPECULATORS_DFLASH
