@@ -107,6 +107,6 @@ def test_the_doctor_shows_how_to_install_ray_too(monkeypatch: pytest.MonkeyPatch
     from fledge.cli import doctor
 
     monkeypatch.setattr(doctor, "installed_as", lambda package: None)
-    parts = {part.name: part for part in doctor._packages()}
+    parts = {part.name: part for part in doctor.optional_parts(doctor.Accelerator())}
     assert parts["clusters (Ray)"].install == install_extra("cluster")
     assert "[cluster]" in parts["clusters (Ray)"].install
