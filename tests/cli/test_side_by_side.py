@@ -87,10 +87,21 @@ def test_on_a_terminal_both_columns_fill_in_real_time(width, capsys, monkeypatch
     assert max(map(len, shown.replace("\r", "\n").splitlines())) <= width
 
 
-def test_without_a_terminal_the_figures_are_printed(capsys):
+@pytest.mark.parametrize("width", [60, 70, 80])
+def test_bars_fit_a_narrow_terminal(width, capsys, monkeypatch):
+    monkeypatch.setattr(side_by_side.out, "_width", width)
+    side_by_side.show(side_by_side_of(0.1, (0.05, 0.15)), sleep=pytest.fail)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(" ")[1] for line in lines if "█" in line] == ["without", "with"]
+    assert max(map(len, lines)) <= width
+
+
+def test_without_a_terminal_two_bars_and_figures_are_printed(capsys):
     side_by_side.show(side_by_side_of(0.1, (0.05, 0.15)), sleep=pytest.fail)
     lines = capsys.readouterr().out.splitlines()
     assert lines[3].startswith("1.33 times as fast")
     plain, drafted = lines[1], lines[2]
+    assert plain.count("█") == 24
+    assert drafted.count("█") == 18
     assert plain.split()[-3:] == ["0.8", "10.0", "8"]
     assert drafted.split()[-3:] == ["0.6", "13.3", "3"]

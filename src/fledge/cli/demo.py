@@ -208,11 +208,13 @@ def what_next(run: Path) -> None:
 # The demo's last screen: one answer without the draft and with it, side by side.
 #
 # On a terminal both answers are replayed in two columns at the speed they were decoded. Below them,
-# and everywhere else, come the figures, and a sentence on what was gained or why not.
+# and everywhere else, come two bars, the figures, and a sentence on what was gained or why not.
 
 
 NAMES = ("without the draft", "with the draft")
 _FRAMES_PER_S = 12
+_LONGEST_REPLAY_S = 12.0  # longest replay: slower answers are sped up
+_BAR, _BESIDE_BAR = 24, 56  # widths of the longest bar, and of the other columns
 _LEAST_GAIN = 1.05  # a smaller gain may be timing noise
 _ON_A_GPU = (
     "[bold]On a GPU it pays[/]: there a pass over several tokens takes about as long as over one; "
@@ -224,11 +226,7 @@ def show(both: Any, *, sleep: Callable[[float], None] = time.sleep) -> None:
     """Show `both`, a `measure.speed.SideBySide`."""
     if out.is_interactive:
         _replay(both, sleep)
-    table = plain_table("", "seconds", "tokens/s", "target passes")
-    for name, course in zip(NAMES, (both.plain, both.drafted), strict=True):
-        speed = f"{course.tokens_per_s:.1f}"
-        table.add_row(name, f"{course.seconds:.1f}", speed, str(course.passes))
-    out.print(table)
+    out.print(_bars(both))
     for line in verdict(both):
         out.print(line)
 
@@ -236,10 +234,15 @@ def show(both: Any, *, sleep: Callable[[float], None] = time.sleep) -> None:
 def _replay(both: Any, sleep: Callable[[float], None]) -> None:
     """Replay the two answers, each with its own timing."""
     longest = max(both.plain.seconds, both.drafted.seconds)
+    speed_up = max(1.0, longest / _LONGEST_REPLAY_S)
+    frames = int(longest / speed_up * _FRAMES_PER_S) + 1
     with Live(_columns(both, 0.0), console=out, auto_refresh=False) as live:
-        for frame in range(1, int(longest * _FRAMES_PER_S) + 2):
+        for frame in range(1, frames + 1):
             sleep(1 / _FRAMES_PER_S)
-            live.update(_columns(both, frame / _FRAMES_PER_S), refresh=True)
+            now_s = longest if frame == frames else frame * speed_up / _FRAMES_PER_S
+            live.update(_columns(both, now_s), refresh=True)
+    if speed_up > 1:
+        out.print(f"(shown {speed_up:.1f} times as fast as it was)", style="dim")
 
 
 def _columns(both: Any, now_s: float) -> Table:
@@ -255,6 +258,20 @@ def _columns(both: Any, now_s: float) -> Table:
         to_come = Text(re.sub(r"\S", "·", "".join(pieces[count:])), style="dim")
         cells.append(text + to_come)
     table.add_row(*cells)
+    return table
+
+
+def _bars(both: Any) -> Table:
+    """One bar per answer, whose length is proportional to its time."""
+    longest = max(both.plain.seconds, both.drafted.seconds)
+    table = plain_table("", "", "seconds", "tokens/s", "target passes", words=2)
+    widest = max(4, min(_BAR, out.width - _BESIDE_BAR))
+    for name, course in zip(NAMES, (both.plain, both.drafted), strict=True):
+        bar = "█" * max(1, round(widest * course.seconds / longest))
+        table.add_row(
+            name, Text(bar, style="green" if course is both.drafted else "cyan"),
+            f"{course.seconds:.1f}", f"{course.tokens_per_s:.1f}", f"{course.passes}",
+        )  # fmt: skip
     return table
 
 

@@ -7,7 +7,6 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
 
 Watch = Callable[[str, float, int], None]  # current activity, done, total
 
@@ -23,10 +22,9 @@ class PlainProgress:
     """A progress bar as lines of text; same arguments as `fledge.cli.console.progress_bar`."""
 
     def __init__(self, say: Callable[[str], None], what: str, unit: str = "") -> None:
-        self._say = say
-        self._shown: dict[str, Any] = {
-            "description": what, "unit": unit, "note": "", "completed": 0.0, "total": None,
-        }  # fmt: skip
+        self._say, self._description, self._unit, self._note = say, what, unit, ""
+        self._total: float | None = None
+        self._completed = 0.0
         self._begin = self._printed_at = time.monotonic()
         self._counting_from = self._begin, 0.0  # when counting began, and at which count
         self._lock, self._stopped = threading.Lock(), threading.Event()
@@ -40,34 +38,50 @@ class PlainProgress:
         self._stopped.set()
         self._thread.join()
 
-    def update(self, *, advance: float = 0, now: bool = False, **changes: Any) -> None:
-        """Change the description, unit, note, total or completed count. `now` prints a line at
-        once, however recent the last one is."""
+    def update(
+        self,
+        *,
+        total: float | None = None,
+        completed: float | None = None,
+        advance: float = 0,
+        description: str | None = None,
+        unit: str | None = None,
+        note: str | None = None,
+        now: bool = False,
+    ) -> None:
+        """Change what is shown. `now` prints a line at once, however recent the last one is."""
         with self._lock:
-            given = {name: value for name, value in changes.items() if value is not None}
-            before, self._shown = self._shown, self._shown | given
-            self._shown["completed"] += advance
-            done = self._shown["completed"]
-            renamed = before["description"] != self._shown["description"]
+            done = (self._completed if completed is None else completed) + advance
+            renamed = description not in (None, self._description)
             restart = renamed and done == self._counting_from[1]  # nothing was counted before
-            if restart or done < before["completed"] or before["total"] != self._shown["total"]:
+            if restart or done < self._completed or total not in (None, self._total):
                 self._counting_from = time.monotonic(), done
+            self._completed = done
+            self._total = self._total if total is None else total
+            self._description = self._description if description is None else description
+            self._unit = self._unit if unit is None else unit
+            self._note = self._note if note is None else note
             if now:
                 self._print_now()
 
     def line(self) -> str:
         """`training 20/420 steps (5%), loss 3.2; 1:02 elapsed, about 20:10 left`."""
-        text, done, total = (self._shown[name] for name in ("description", "completed", "total"))
-        if total:
-            text += f" {done:,.0f}/{total:,.0f} {self._shown['unit']}".rstrip()
-            text += f" ({done / total:.0%})"
-        text += f", {self._shown['note']}" if self._shown["note"] else ""
+        text = self._description
+        if self._total:
+            share = self._completed / self._total
+            text += f" {self._completed:,.0f}/{self._total:,.0f} {self._unit}".rstrip()
+            text += f" ({share:.0%})"
+        text += f", {self._note}" if self._note else ""
+        elapsed = f"{clock_time(time.monotonic() - self._begin)} elapsed"
+        left = self._seconds_left()
+        return f"{text}; {elapsed}" + ("" if left is None else f", about {clock_time(left)} left")
+
+    def _seconds_left(self) -> float | None:
         since, before = self._counting_from
-        left = ""
-        if total and before < done < total:
-            left_s = (time.monotonic() - since) / (done - before) * (total - done)
-            left = f", about {clock_time(left_s)} left"
-        return f"{text}; {clock_time(time.monotonic() - self._begin)} elapsed{left}"
+        done = self._completed - before
+        if not self._total or done <= 0 or self._completed >= self._total:
+            return None
+        return (time.monotonic() - since) / done * (self._total - self._completed)
 
     def _run(self) -> None:
         while not self._stopped.wait(max(0.01, self._printed_at + EVERY_S - time.monotonic())):
