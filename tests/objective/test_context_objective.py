@@ -9,9 +9,9 @@ from test_eagle1 import make_draft as make_eagle1_draft
 from test_eagle1 import make_module as make_eagle1
 
 from fledge import Eagle3TrainerModule, PEagleTrainerModule
-from fledge.bench.cost import watch_saved
 from fledge.core.distributed import join_world
 from fledge.rollout.context import ContextRanks
+from live_bytes import watch_saved
 from objective.naive_eagle3 import (
     make_documents,
     make_draft,

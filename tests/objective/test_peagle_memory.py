@@ -3,14 +3,12 @@
 import pytest
 import torch
 from test_step_memory import LargestShapes
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig
 
 from fledge import LlamaEagle3DraftModel, PEagleTrainerModule
 from fledge.core.head import TargetHead
 from fledge.methods.shared import supervision
+from live_bytes import LiveBytes
 
 T, V, W, D, DEPTHS = 1100, 500, 300, 8, 4
 CHUNK = 40
@@ -52,26 +50,6 @@ def test_no_tensor_is_quadratic_or_vocabulary_wide(monkeypatch, partitions):
     assert not [s for s in long if sum(n >= T // 2 for n in s) >= 2]
     assert not [s for s in long if {V, W} & set(s)]
     assert {(CHUNK, V), (CHUNK, W)} <= recorder.shapes  # chunks are recorded
-
-
-class LiveBytes(TorchDispatchMode):
-    """Tracks the peak number of live bytes among all tensors that operations returned."""
-
-    def __init__(self):
-        super().__init__()
-        self.live, self.peak = {}, 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for x in tree_leaves(out):
-            if isinstance(x, torch.Tensor):
-                storage = x.untyped_storage()
-                self.live[storage.data_ptr()] = (StorageWeakRef(storage), storage.nbytes())
-        self.live = {
-            address: entry for address, entry in self.live.items() if not entry[0].expired()
-        }
-        self.peak = max(self.peak, sum(size for _, size in self.live.values()))
-        return out
 
 
 def test_forward_and_backward_hold_one_segment_at_a_time():

@@ -18,9 +18,8 @@ from fledge.target.base import Eagle3TargetBackend
 from fledge.target.cache.format import OVER_A_VOCABULARY
 from fledge.target.cache.job import CacheJob, CacheOptions, ModelFacts, make_job
 from fledge.target.kinds import TargetKind, kind_of
-from fledge.training.drafts import choose_vocabulary
+from fledge.training.drafts import choose_vocabulary, make_target, open_target, shared_section
 from fledge.training.setup import repeated_rows, split_training, tokenise_options, tokenised
-from fledge.training.targets import make_target, open_target, shared_section
 
 
 class _Concatenated:

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from fledge.methods.section import LossSection
     from fledge.methods.shared.draft import DraftModel, Reading
     from fledge.methods.shared.objective import Objective
-    from fledge.methods.shared.work import Work
 
 
 class Eagle1(Method):
@@ -81,14 +80,6 @@ class Eagle1(Method):
         from fledge.methods.eagle1.objective import Eagle1TrainerModule
 
         return Eagle1TrainerModule(draft, **given.arguments(), **options)
-
-    def work(self, draft: "DraftModel", settings: Any) -> "Work":
-        from fledge.methods.eagle1.objective import layout
-        from fledge.methods.shared.work import ChainWork, Layouts
-
-        whole = layout(settings, training=False)
-        layouts = Layouts(layout(settings, training=True), whole, whole)
-        return ChainWork(draft, layouts, copies_states=settings.feature_noise > 0)
 
     def bench_options(self, *, depths: int = 0, **_: Any) -> dict[str, Any]:
         return {"draft_tokens": depths or 5}

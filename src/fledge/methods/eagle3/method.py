@@ -13,9 +13,8 @@ if TYPE_CHECKING:
     from fledge.formats.codec import Format
     from fledge.methods.eagle3.draft import LlamaEagle3DraftModel
     from fledge.methods.section import LossSection
-    from fledge.methods.shared.draft import DraftModel, Reading
+    from fledge.methods.shared.draft import Reading
     from fledge.methods.shared.objective import Objective
-    from fledge.methods.shared.work import Work
 
 CHAIN = {"chain": "fledge.methods.eagle3.decoding:Chain"}
 TREE = {"tree": "fledge.decode.tree:Tree"}
@@ -60,14 +59,6 @@ class Eagle3(Method):
         from fledge.methods.eagle3.objective import Eagle3TrainerModule
 
         return Eagle3TrainerModule(draft, **given.arguments(), **options)
-
-    def work(self, draft: "DraftModel", settings: Any) -> "Work":
-        from fledge.methods.eagle3.objective import layout
-        from fledge.methods.shared.work import ChainWork, Layouts
-
-        whole = layout(settings, training=False)
-        layouts = Layouts(layout(settings, training=True), whole, whole)
-        return ChainWork(draft, layouts, copies_states=settings.feature_dropout > 0)
 
     def bench_options(
         self, *, depths: int = 0, depth_keep: float = 1.0, **_: Any

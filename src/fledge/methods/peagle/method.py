@@ -5,7 +5,6 @@ Its draft is EAGLE-3's with a placeholder; everything else is inherited.
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fledge.core.registry import Registry
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
     from fledge.methods.section import LossSection
     from fledge.methods.shared.draft import DraftModel, Reading
     from fledge.methods.shared.objective import Objective
-    from fledge.methods.shared.work import Work
 
 PARALLEL = {"parallel": "fledge.methods.peagle.decoding:Parallel"}
 
@@ -74,14 +72,6 @@ class Peagle(Eagle3):
         from fledge.methods.peagle.objective import PEagleTrainerModule
 
         return PEagleTrainerModule(draft, **given.arguments(), **options)
-
-    def work(self, draft: "DraftModel", settings: Any) -> "Work":
-        from fledge.methods.peagle.objective import layout
-        from fledge.methods.shared.work import ChainWork, Layouts
-
-        sampled = layout(settings)
-        whole = partial(sampled, ratio=1.0, ratio_min=1.0, max_anchors=None, partitions=1)
-        return ChainWork(draft, Layouts(sampled, sampled, whole), copies_states=True)
 
     def bench_options(self, *, depths: int = 0, partitions: int = 1, **_: Any) -> dict[str, Any]:
         return {"num_depths": depths or 8, "sequence_partitions": partitions}

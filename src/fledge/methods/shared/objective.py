@@ -139,8 +139,8 @@ class Objective(Protocol[ReadyT]):
 
 @runtime_checkable
 class Recordable(Protocol[ReadyT, PlanT]):
-    """An objective whose steps can be recorded as CUDA graphs (`training/recorded.py`): the sizes
-    of its plans can be made to recur, and `prepare` has two parts, of which one is not recorded.
+    """An objective whose steps can be recorded as CUDA graphs (`training/recorded_steps.py`): the
+    sizes of its plans can recur, and `prepare` has two parts, of which one is not recorded.
 
     These members are in addition to those of `Objective`. They must not be modules or buffers,
     which `isinstance` does not see.
