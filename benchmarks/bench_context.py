@@ -19,10 +19,10 @@ import torch.multiprocessing as multiprocessing
 from transformers import LlamaConfig
 
 from fledge import Eagle3TrainerModule, LlamaEagle3DraftModel, PEagleTrainerModule
-from fledge.bench.cost import watch_saved
 from fledge.core.distributed import join_world, leave_world
 from fledge.core.head import TargetHead
 from fledge.rollout.context import ContextRanks
+from live_bytes import watch_saved
 
 V, W, D = 4000, 2000, 256
 SHAPE = {

@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 
 from fledge.recipe.schema import load_recipes
-from fledge.training import several_drafts
 from fledge.training.batches import StepBatch
+from fledge.training.fit import asking_parts, shares
 from fledge.training.session import Session
 from fledge.training.setup import set_up, set_up_together
 from fledge.training.step import train_step
@@ -49,7 +49,7 @@ def measure(recipe: Path, overrides: list[str], rounds: int) -> dict[str, float]
         recipes = load_recipes(recipe, [*overrides, f"run.output_dir={place}"])
         shared = set_up_together([*recipes.values()])
         sessions = [Session(training, _SilentObserver()) for training in shared]
-        asking, device = several_drafts.asking(sessions), shared[0].parts.device
+        asking, device = asking_parts(sessions), shared[0].parts.device
 
         def ask(batch: StepBatch) -> None:
             for rows in batch.micro:
@@ -57,7 +57,7 @@ def measure(recipe: Path, overrides: list[str], rounds: int) -> dict[str, float]
                     asking.target.answer(rows)
 
         def train_all(batch: StepBatch) -> None:
-            for session, draft_batch in several_drafts.shares(asking, batch, sessions):
+            for session, draft_batch in shares(asking, batch, sessions):
                 with session.parts.own_draws():
                     train_step(session.parts, draft_batch, lr=1e-4)
 

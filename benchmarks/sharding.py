@@ -3,7 +3,7 @@
     python benchmarks/sharding.py
 
 Writes benchmarks/results/sharding.md. Ranks are processes on this machine's CPU (gloo); bytes are
-those of live tensors, counted at every operation (`fledge.bench.cost`), so the figures do not
+those of live tensors, counted at every operation (`live_bytes.py`), so the figures do not
 depend on an allocator or a GPU. The model is a random Llama, large enough that its weights
 dominate; shared rows (cp) are measured on a long row, so that its states dominate.
 """
@@ -21,12 +21,12 @@ import torch
 import torch.distributed as dist
 import transformers
 
-from fledge.bench.cost import LiveBytes
 from fledge.core.rows import TokenBatch
 from fledge.target.hf.loading import load_hf_model
 from fledge.target.hf.model import HFEagle3TargetModel
 from fledge.target.hf.parallel import along, target_mesh
 from fledge.target.weights import local_part
+from live_bytes import LiveBytes
 
 RESULTS = Path(__file__).parent / "results" / "sharding.md"
 CPU = torch.device("cpu")

@@ -9,6 +9,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # tests never depend on a hub bein
 
 import importlib.util
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,7 @@ if importlib.util.find_spec("hypothesis"):  # not in the engines' environments
     settings.load_profile("shared machine")
 
 ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "benchmarks"))  # whose scripts import each other by name
 SHARED = ROOT.parent / "shared"  # reference data beside the checkout, not part of the project
 
 

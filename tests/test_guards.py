@@ -80,7 +80,6 @@ NAMING = {
     "methods/peagle/method.py": "P-EAGLE's draft is EAGLE-3's",
     "methods/peagle/objective.py": "P-EAGLE's draft is EAGLE-3's",
     "methods/peagle/plan.py": "targets by group",
-    "methods/shared/work.py": "operations of P-EAGLE",
 }
 
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from fledge.bench.cost import watch_saved
 from fledge.methods.shared.norms import late_linear, rms_norm
+from live_bytes import watch_saved
 from objective.naive_block import make_block_draft
 
 EPS = 1e-5

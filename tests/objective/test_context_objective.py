@@ -5,9 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fledge.bench.cost import watch_saved
 from fledge.core.distributed import join_world
 from fledge.rollout.context import ContextRanks
+from live_bytes import watch_saved
 from objective.cases import eagle1, eagle3, peagle
 from objective.naive_eagle1 import documents_of
 from objective.naive_eagle3 import (

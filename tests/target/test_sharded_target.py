@@ -19,7 +19,6 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from fledge.bench.cost import LiveBytes
 from fledge.core.batch import SUPERVISIONS, Supervision
 from fledge.core.distributed import join_world
 from fledge.core.errors import BadInput
@@ -29,6 +28,7 @@ from fledge.target.hf.loading import load_hf_model
 from fledge.target.hf.model import HFEagle3TargetModel
 from fledge.target.hf.parallel import target_mesh
 from fledge.target.weights import local_part, weights_fingerprint
+from live_bytes import LiveBytes
 from ranks import run_ranks
 
 pytestmark = pytest.mark.ranks

@@ -24,9 +24,9 @@ from fledge.target.kinds import (
     model_name,
     target_sections,
 )
-from fledge.training.planning.predict import predict
+from fledge.training.drafts import make_target
+from fledge.training.planning.prediction import predict
 from fledge.training.setup import set_up
-from fledge.training.targets import make_target
 
 CPU = torch.device("cpu")
 

@@ -9,9 +9,14 @@ import torch
 
 from fledge.core.distributed import World
 from fledge.core.errors import TargetUnreachable
-from fledge.training.batches import StepBatch
+from fledge.training.batches import (
+    StepBatch,
+    StopRequested,
+    answers_ahead,
+    ask_ahead,
+    wait_together,
+)
 from fledge.training.clock import Clock
-from fledge.training.prefetch import StopRequested, answers_ahead, ask_ahead, wait_together
 
 CPU = torch.device("cpu")
 

@@ -9,9 +9,9 @@ from fledge.cli.main import app
 from fledge.core.errors import BadInput
 from fledge.methods.registry import load_draft, method_of
 from fledge.recipe.schema import load_recipe
+from fledge.training.drafts import shared_section
 from fledge.training.fit import fit
 from fledge.training.setup import set_up
-from fledge.training.targets import shared_section
 from train.test_fit import differing
 from train.tiny import BLOCKS, Notes
 

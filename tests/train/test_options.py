@@ -9,7 +9,7 @@ import torch
 from fledge.core.errors import BadInput
 from fledge.training import setup as building
 from fledge.training.checkpoint import newest_checkpoint
-from fledge.training.evaluate import evaluate
+from fledge.training.evaluation import evaluate
 from fledge.training.fit import fit
 from fledge.training.optimizer import Average, SkippingMuon, learning_rate, trained_by_muon
 from fledge.training.planning.cost import DraftMemory

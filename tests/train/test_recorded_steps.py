@@ -10,9 +10,9 @@ from fledge.bench.train_step import Case, build_batches, build_parts
 from fledge.core import graphs
 from fledge.methods.losses.total_variation import TotalVariation
 from fledge.target.finite_check import Verdict
-from fledge.training import recorded as recorded_module
+from fledge.training import recorded_steps as recorded_module
 from fledge.training.optimizer import Average, make_optimizers
-from fledge.training.recorded import RecordedSteps, recorded_steps
+from fledge.training.recorded_steps import RecordedSteps, recorded_steps
 from fledge.training.step import train_step
 
 CASE = Case(shape="tiny", seq=96, documents=20, depths=4, batch=2)

@@ -19,13 +19,12 @@ from fledge.core.errors import BadInput
 from fledge.recipe.schema import load_recipe, load_recipes
 from fledge.target.hf.model import HFEagle3TargetModel
 from fledge.training import fit as fit_module
-from fledge.training import saving, several_drafts
+from fledge.training import saving
 from fledge.training.checkpoint import newest_step
 from fledge.training.continuation import check_existing
-from fledge.training.fit import fit, fit_together
+from fledge.training.fit import fit, fit_together, target_of
 from fledge.training.session import Session
 from fledge.training.setup import set_up, set_up_together
-from fledge.training.several_drafts import target_of
 from fledge.training.step import train_step
 from ranks import run_ranks
 from train.test_fit import comparable
@@ -257,14 +256,14 @@ def test_a_second_draft_costs_only_its_own_step(drafts, tmp_path):
     pairs = set_up_together([*recipes.values()])
     single = [set_up(recipe) for recipe in recipes.values()]
     sessions = [Session(training, Notes()) for training in pairs]
-    asking = several_drafts.asking(sessions)
+    asking = fit_module.asking_parts(sessions)
     batches = [pairs[0].stream.batch(step) for step in range(24)]
 
     def one_pass(batch):
         asking.target.answer(batch.micro[0])
 
     def both_steps(batch):
-        for session, answered in several_drafts.shares(asking, batch, sessions):
+        for session, answered in fit_module.shares(asking, batch, sessions):
             with session.parts.own_draws():
                 train_step(session.parts, answered, lr=1e-3)
 

@@ -10,10 +10,9 @@ from transformers import Qwen2Config
 from fledge.cli.console import out
 from fledge.cli.plan import plan
 from fledge.core.errors import BadInput
-from fledge.methods.block.draft import KEPT_MLP_GIB
 from fledge.recipe.schema import load_recipe, shipped_recipe
 from fledge.training.planning.cost import DraftMemory, context_needed, sampled_rows, typical_rows
-from fledge.training.planning.predict import predict, step_memory
+from fledge.training.planning.prediction import predict, step_memory
 from fledge.training.planning.shape_plan import ShapePlan, TargetShape
 from fledge.training.setup import set_up
 
@@ -138,10 +137,9 @@ def test_a_run_that_is_set_up_has_the_same_figures(recipe):
     assert predicted.draft_bytes == 16 * trained + 4 * frozen
     assert step.tokens == 2 * 96
     states = 2 * (2 * 96 * 4 * 32 * 4)
-    work, n = step.work, step.sizes
-    assert step.bytes(1) == work.kept(n, 4) + states + work.chunk_bytes(n, 4)
-    largest = max(sampled_rows(training), key=lambda rows: int(rows.loss_mask.sum()))
-    assert n.targets == work.trained(largest).targets
+    assert step.bytes(1) == step.cost.bytes + states
+    costs = [step.step.training(rows).bytes for rows in sampled_rows(training)]
+    assert step.cost.bytes == max(costs)
 
 
 @pytest.mark.parametrize(
@@ -185,36 +183,6 @@ def test_typical_rows_have_the_given_share():
     assert rows.loss_mask.sum(1).tolist() == 3 * [3 * 180 + 60]
     assert rows.attention_mask.all()
     assert typical_rows(1, 50, document=300).seq_lens.tolist() == [[50]]
-
-
-def test_blocks_are_not_counted_as_chains():
-    """The 8B shape: four rows of 2,048, 512 blocks of 8 in each, 5 layers, a frozen
-    head of 128,256. A chain of 7 would keep seven rows per token; this keeps two."""
-    shape = (
-        "packing.tokens=2048", "data.max_length=2048", "training.context=1", "training.shard=1",
-        "target.parallel={cp: 1}", "training.micro_batch=4", "objective.kind=dflash",
-        "objective.block_size=8", "draft.draft_vocab_size=null", "draft.layers=5",
-    )  # fmt: skip
-    recipe = "llama31_8b_128k_8gpu"
-    block = ShapePlan.of(load_recipe(recipe, shape), 8)
-    assert block.draft.config.block_size == 8
-    work, n = block.step.work, block.step.sizes
-    rows, keys, width = 4 * 512 * 8, 2 * 8 * 128, 32 * 128
-    state, mlp = 4096, 14_336
-    picked = n.picked  # few blocks are cut off by the end of an answer
-    assert n.blocks == 4 * 512
-    tokens = n.tokens
-    assert 0.99 * 8192 < tokens < 8192  # up to the last anchor of each row
-    assert rows * 7 / 8 * 0.98 < picked < rows * 7 / 8
-    kept = 5 * rows * (state + 2 * width + keys) + 4 * rows * state + picked * (state + width)
-    kept += 5 * tokens * keys + tokens * 2 * state + 2 * picked * state
-    kept += (rows + tokens) * 2 * 128
-    kept += (4 * rows + picked) * 2 * mlp  # of all five layers
-    assert 5 < KEPT_MLP_GIB * GIB / (rows * 2 * mlp * 2) < 6
-    assert work.kept(n, 2) == 2 * kept  # weights are cast twice
-    assert block.step.bytes(1) < 9 * GIB
-    larger = ShapePlan.of(load_recipe(recipe, [*shape, "objective.block_size=16"]), 8)
-    assert 1.9 < larger.step.work.training(larger.step.sizes) / work.training(n) < 2.1
 
 
 @pytest.mark.parametrize("gpus", [1, 8])

@@ -12,9 +12,10 @@ from fledge.core.errors import BadInput
 from fledge.models.shapes import SIZES
 from fledge.recipe.schema import load_recipe, load_recipes
 from fledge.training.planning import sizing
-from fledge.training.planning.cost import StepMemory, per_token, typical_rows
+from fledge.training.planning.cost import StepMemory, typical_rows
 from fledge.training.planning.shape_plan import TargetShape, draft_without_memory
 from fledge.training.planning.sizing import Given, Load, Pipeline, gpu_of, seconds_for, size_cluster
+from fledge.training.planning.step_cost import MetaStep
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "benchmarks" / "results" / "data"
@@ -45,7 +46,8 @@ def test_measured_shapes_give_their_measured_times(shape, at, tokens, seen):
     attended = 4 * config.num_attention_heads * config.head_dim * seen * config.num_hidden_layers
     operations = 2 * TargetShape.of(config).active + attended
     rows = typical_rows(1, tokens, document=2 * seen, supervised=0.6)
-    step_operations = per_token(recipe.method.work(draft, recipe.objective).step, [rows])
+    step = MetaStep(recipe.method, draft, recipe.objective.options())
+    step_operations = step.training(rows).operations / tokens
     assert sizing.TARGETS[at].operations == pytest.approx(operations, rel=1e-3)
     assert sizing.STEPS[at].operations == pytest.approx(step_operations, rel=1e-3)
     assert seconds_for(operations, sizing.TARGETS) == pytest.approx(target_s / tokens, rel=1e-3)
@@ -75,8 +77,8 @@ def test_predicted_memory_is_close_to_what_steps_took_on_a_gpu(name, shape, pack
     recipe = load_recipe(RECIPE, [f"draft.draft_vocab_size={DRAFT_VOCAB[shape]}", *options])
     draft = draft_without_memory(recipe, config)
     rows = typical_rows(packs, tokens, document=tokens, supervised=0.6)
-    work = recipe.method.work(draft, recipe.objective)
-    predicted = StepMemory.of(work, [rows], accumulate=1, width=2).bytes()
+    step = MetaStep(recipe.method, draft, recipe.objective.options())
+    predicted = StepMemory.of(step, [rows], recipe).bytes()
     if recipe.method.name == "eagle3":
         predicted += 4 * sum(p.numel() for p in draft.parameters() if p.requires_grad)
     assert predicted / 2**30 == pytest.approx(above, rel=0.15)

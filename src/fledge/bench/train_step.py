@@ -25,7 +25,6 @@ from fledge.data.pack import collate, one_per_row, pack_rows
 from fledge.methods.base import TrainerInputs
 from fledge.methods.registry import DEFAULT_METHOD, METHODS
 from fledge.methods.shared.derive import derive_draft_config
-from fledge.methods.shared.work import Work
 from fledge.target.base import Eagle3TargetBackend, InputEmbedding
 from fledge.target.hf.loading import convert_linears
 from fledge.target.hf.model import HFEagle3TargetModel
@@ -33,7 +32,8 @@ from fledge.target.state_cache import KeptStates, RememberingTarget
 from fledge.training.batches import StepBatch
 from fledge.training.clock import Clock
 from fledge.training.optimizer import StepGuard, make_optimizer
-from fledge.training.recorded import recorded_steps
+from fledge.training.planning.step_cost import MetaStep, without_memory
+from fledge.training.recorded_steps import recorded_steps
 from fledge.training.step import Parts, train_step
 
 SHAPE_FIELDS = (
@@ -121,9 +121,6 @@ def build_parts(case: Case, device: torch.device) -> Parts:
     usual |= {**method.draft_defaults, **method.fixed_draft}
     vocab = SHAPES[case.shape][-1]
     draft_vocab = usual.get("draft_vocab_size", DRAFT_VOCAB[case.shape]) or vocab  # null: all of it
-    options = method.bench_options(
-        depths=case.depths, depth_keep=case.depth_keep, partitions=case.partitions
-    )
     config = derive_draft_config(
         target.model.config,
         architecture="LlamaForCausalLM",
@@ -143,7 +140,7 @@ def build_parts(case: Case, device: torch.device) -> Parts:
     draft.embed_tokens.weight.requires_grad_(not usual["freeze_embeddings"])
     draft.gradient_checkpointing = case.checkpointing
     given = TrainerInputs(ids, mask, target.info().head, _dtype(device))
-    objective = method.objective(draft, given, **options)
+    objective = method.objective(draft, given, **_options(case))
     parameters = [p for p in draft.parameters() if p.requires_grad]
     optimizer = make_optimizer(parameters, lr=1e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
     return Parts(
@@ -153,6 +150,13 @@ def build_parts(case: Case, device: torch.device) -> Parts:
         if case.record
         else None,
     )  # fmt: skip
+
+
+def _options(case: Case) -> dict[str, Any]:
+    """Options of the objective."""
+    return METHODS[case.kind].bench_options(
+        depths=case.depths, depth_keep=case.depth_keep, partitions=case.partitions
+    )
 
 
 def random_rows(case: Case, count: int, mean: int) -> list[TokenRow]:
@@ -225,7 +229,7 @@ def measure_step(
         first_seconds=times[1] - times[0],
         resident_bytes=built + moments,
         above_bytes=above,
-        flops=step_flops(parts, batches[-1], work_of(case, parts)),
+        flops=step_flops(parts, batches[-1], meta_step(case, parts)),
         ceiling=matmul_ceiling(device) if gpu else None,
     )
 
@@ -259,9 +263,11 @@ def remembering(
     return remembering
 
 
-def work_of(case: Case, parts: Parts) -> Work:
-    """What a step of it computes."""
-    return METHODS[case.kind].work(parts.objective.draft_model, parts.objective)
+def meta_step(case: Case, parts: Parts) -> MetaStep:
+    """The step of a case, to be counted."""
+    method, draft = METHODS[case.kind], parts.objective.draft_model
+    paper = without_memory(method, draft.config, draft)
+    return MetaStep(method, paper, _options(case), _dtype(parts.device))
 
 
 def matmul_ceiling(device: torch.device, size: int = 8192) -> float:

@@ -14,7 +14,7 @@ from fledge.core.errors import BadInput
 from fledge.core.terminal import counted
 
 if TYPE_CHECKING:
-    from fledge.training.planning.predict import Prediction
+    from fledge.training.planning.prediction import Prediction
 
 EXAMPLE = (
     "Example: fledge plan smollm2_gpu data.train=chats.jsonl\n\n"
@@ -68,7 +68,6 @@ def plan(
     recipes = [*recipes_of_words(arguments).values()]
     quiet_libraries()
     if cluster:
-        from fledge.cli.plan import plan_cluster
         from fledge.training.planning.sizing import Given, gpu_of
 
         given = Given(
@@ -110,7 +109,7 @@ def plan(
 
 def _by_shape(recipes: Sequence[Any], ranks: int) -> tuple["Prediction", Any, str]:
     """The prediction for GPUs that this machine need not have."""
-    from fledge.training.planning.predict import Prediction
+    from fledge.training.planning.prediction import Prediction
     from fledge.training.planning.shape_plan import ShapePlan
 
     plans = [ShapePlan.of(recipe, ranks) for recipe in recipes]
@@ -122,7 +121,7 @@ def _by_shape(recipes: Sequence[Any], ranks: int) -> tuple["Prediction", Any, st
 
 def _by_trial(recipes: Sequence[Any], begin: float) -> tuple["Prediction", Any, str, list[str]]:
     """The prediction for this machine, measured on runs that are set up but not started."""
-    from fledge.training.planning.predict import predict_together, step_memory
+    from fledge.training.planning.prediction import predict_together, step_memory
     from fledge.training.setup import set_up_together
 
     with progress_bar("preparing data", "parts") as update:

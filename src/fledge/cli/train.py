@@ -48,14 +48,13 @@ def run_recipes(
     begin = time.perf_counter() if begin is None else begin
     from fledge.core.distributed import leave_world
     from fledge.core.heartbeat import ending_together
-    from fledge.training.fit import finished_before, fit_together
-    from fledge.training.planning.predict import (
+    from fledge.training.fit import finished_before, fit_together, target_of
+    from fledge.training.planning.prediction import (
         directory_bytes,
         peak_memory_bytes,
         predict_together,
     )
     from fledge.training.setup import set_up_together
-    from fledge.training.several_drafts import target_of
     from fledge.training.signals import StopSignal
 
     quiet_libraries()
@@ -222,7 +221,7 @@ def _report_draft(recipe: Any, outcome: Any) -> None:
         out.print(f"stopped after step {state.step}; the same command continues the run")
         return
     if outcome.already:
-        from fledge.training.lengthening import ways_on
+        from fledge.training.continuation import ways_on
 
         out.say(f"already finished at step {state.step}; for more, {ways_on(Path(directory))}")
     if state.last:

@@ -8,7 +8,6 @@ package at load time; each function imports what it returns.
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fledge.core.registry import imported
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
     from fledge.methods.section import ObjectiveSection
     from fledge.methods.shared.draft import DraftModel, Reading
     from fledge.methods.shared.objective import Objective
-    from fledge.methods.shared.work import Work
     from fledge.rollout.context import ContextRanks
 
 
@@ -174,15 +172,6 @@ class Method(ABC):
             draft, **given.arguments(), **options
         )
         return objective
-
-    def work(self, draft: "DraftModel", settings: Any) -> "Work":
-        """What a step computes and keeps in memory, for predictions and benchmarks. `settings` is a
-        section or an objective; both have the attributes that are read here."""
-        from fledge.methods.shared.work import Layouts, PlainWork
-        from fledge.rollout.plan import plan_rollout
-
-        whole = partial(plan_rollout, num_depths=settings.depths)
-        return PlainWork(draft, Layouts(whole, whole, whole))
 
     def bench_options(self, **flags: Any) -> dict[str, Any]:
         """`options` for `fledge bench train`, given its flags (0 means the default)."""

@@ -188,6 +188,16 @@ def _block_scores(q: Tensor, k: Tensor, hidden: Tensor) -> Tensor:
     return scores
 
 
+def _count_products(q_NHC: Tensor, rows: QueryRows, count: int) -> None:
+    """For `fledge plan`, whose tensors have no memory: `count` products over the visible pairs, as
+    the kernels compute them, without the masked scores of blocks."""
+    assert rows.sorted_host is not None
+    slot, first = rows.sorted_host
+    pairs, width = int((slot - first + 1).sum()), q_NHC.shape[1] * q_NHC.shape[2]
+    for _ in range(count):
+        torch.mm(q_NHC.new_empty(1, 1).expand(1, pairs), q_NHC.new_empty(1, 1).expand(pairs, width))
+
+
 def prefix_forward(
     q_NHC: Tensor, k_TGC: Tensor, v_TGC: Tensor, rows: QueryRows
 ) -> tuple[Tensor, Tensor]:
@@ -196,6 +206,9 @@ def prefix_forward(
     k_GTC, v_GTC = k_TGC.to(wide).transpose(0, 1), v_TGC.to(wide).transpose(0, 1)
     out_NHC = q_NHC.new_empty(q_NHC.shape, dtype=wide)
     lse_NH = q_NHC.new_empty(q_NHC.shape[:2], dtype=wide)
+    if q_NHC.is_meta:
+        _count_products(q_NHC, rows, 2)
+        return out_NHC, lse_NH
     for index, keys, hidden in _blocks(rows):
         scores = _block_scores(_by_group(q_NHC, index, groups), k_GTC[:, keys], hidden)
         lse = torch.logsumexp(scores, dim=-1, keepdim=True)
@@ -219,6 +232,9 @@ def prefix_backward(
     k_GTC, v_GTC = k_TGC.to(wide).transpose(0, 1), v_TGC.to(wide).transpose(0, 1)
     dq_NHC = q_NHC.new_empty(q_NHC.shape, dtype=wide)
     dk_GTC, dv_GTC = torch.zeros_like(k_GTC), torch.zeros_like(v_GTC)
+    if q_NHC.is_meta:
+        _count_products(q_NHC, rows, 4)
+        return dq_NHC, dk_GTC.transpose(0, 1), dv_GTC.transpose(0, 1)
     for index, keys, hidden in _blocks(rows):
         q, dout = _by_group(q_NHC, index, groups), _by_group(dout_NHC, index, groups)
         lse = _by_group(lse_NH[..., None], index, groups)

@@ -30,8 +30,8 @@ from fledge.target.kinds import kind_of
 from fledge.target.ray.connection import cause_of, connected, import_ray, make_board
 from fledge.target.ray.placing import bundle_of, remove_group
 from fledge.training.checkpoint import newest_checkpoint
+from fledge.training.drafts import shared_section
 from fledge.training.signals import StopSignal
-from fledge.training.targets import shared_section
 
 
 class Observer(Protocol):

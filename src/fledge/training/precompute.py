@@ -27,9 +27,8 @@ from fledge.target.cache.job import (
 from fledge.target.cache.manifest import shape_of
 from fledge.target.kinds import kind_of, model_name, target_config, target_tokenizer
 from fledge.target.layers import target_depth, text_config, validate_aux_layer_ids
-from fledge.training.drafts import choose_vocabulary
+from fledge.training.drafts import choose_vocabulary, make_target, open_target, shared_section
 from fledge.training.setup import repeated_rows, split_training, tokenise_options, tokenised
-from fledge.training.targets import make_target, open_target, shared_section
 
 
 class _Concatenated:

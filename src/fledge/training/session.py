@@ -16,9 +16,10 @@ from fledge.core.terminal import counted
 from fledge.recipe.schema import Recipe
 from fledge.target.finite_check import NotFinite, module_of, place_of, refusal
 from fledge.training import checkpoint as checkpoints
-from fledge.training import lengthening, metrics, saving
+from fledge.training import metrics, saving
 from fledge.training.batches import StepBatch
-from fledge.training.evaluate import learnt_nothing
+from fledge.training.continuation import begins, write_down
+from fledge.training.evaluation import learnt_nothing
 from fledge.training.forecast.curves import Known, curve_of, known_runs, read_metrics
 from fledge.training.forecast.forecast import forecast
 from fledge.training.runs import save_prompts
@@ -212,7 +213,7 @@ class Session:
             if best:
                 checkpoints.mark_best(training.directory, path)
             checkpoints.prune(training.directory, training.recipe.checkpoint.keep)
-            lengthening.write_down(training.recipe, training.directory)
+            write_down(training.recipe, training.directory)
         world.barrier()
         self._saved = state.step
 
@@ -261,7 +262,7 @@ def resume(training: Training, observer: Observer) -> tuple[State, Sums]:
         return State(), window
     _check_same_run(training, checkpoint)
     state = State.of(checkpoint)
-    if lengthening.begins(training, checkpoint):
+    if begins(training, checkpoint):
         state.schedule_from = state.step
     saving.restore(training, checkpoint, window)
     if parts.world.is_main:

@@ -44,12 +44,17 @@ from fledge.target.kinds import (
 from fledge.training.batches import PackStream
 from fledge.training.checkpoint import restore_rng, rng_tensors
 from fledge.training.clock import Clock
-from fledge.training.drafts import VOCABULARY_NAME, make_draft, vocabulary_of_run
+from fledge.training.drafts import (
+    VOCABULARY_NAME,
+    make_draft,
+    open_target,
+    view_for,
+    vocabulary_of_run,
+)
 from fledge.training.optimizer import Average, StepGuard, learning_rate, make_optimizers
-from fledge.training.recorded import recorded_steps
+from fledge.training.recorded_steps import recorded_steps
 from fledge.training.sharding import shard_draft
 from fledge.training.step import Models, Parts
-from fledge.training.targets import open_target, view_for
 
 FEW_ROWS = 32  # fewer training rows cause a warning
 MOST_REPEATED = 0.01  # a larger share of rows that stand twice causes one, too, or is refused
@@ -213,7 +218,7 @@ def set_up_together(
     target: Eagle3TargetBackend | None = None,
 ) -> list[Training]:
     """Build the runs of several drafts that share target, data and packing (`load_recipes`).
-    The caller closes their shared target (`several_drafts.target_of`) when they are done."""
+    The caller closes their shared target (`fit.target_of`) when they are done."""
     shared = _open_shared(recipes, on_progress, watched=watched, target=target)
     with ExitStack() as undo:
         if target is None:

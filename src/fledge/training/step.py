@@ -25,7 +25,7 @@ from fledge.training.batches import StepBatch
 from fledge.training.checkpoint import restore_rng, rng_tensors
 from fledge.training.clock import Clock
 from fledge.training.optimizer import Average, Skipping, StepGuard, clip_gradients
-from fledge.training.recorded import RecordedSteps
+from fledge.training.recorded_steps import RecordedSteps
 from fledge.training.sharding import backward, whole
 
 

@@ -88,8 +88,8 @@ def test_probs_of_the_recipe_form_have_the_vocabulary_of_a_live_run(
 
 
 def test_separate_held_out_data_is_stored_in_the_cache(command, overrides, recipe, tmp_path):
+    from fledge.training.drafts import make_target
     from fledge.training.setup import known_data
-    from fledge.training.targets import make_target
 
     valid = make_chats(tmp_path / "valid.jsonl", count=7)
     cache = tmp_path / "cache"

@@ -12,7 +12,7 @@ pytest.importorskip("ray.cluster_utils", reason="needs the cluster extra")
 from fledge.core.distributed import World
 from fledge.target.hf.model import HFEagle3TargetModel
 from fledge.target.ray.connection import connected
-from fledge.training.prefetch import answers_ahead
+from fledge.training.batches import answers_ahead
 from target.ray.clusters import (
     Traces,
     batches,

@@ -19,10 +19,9 @@ from fledge.target.hf.model import HFEagle3TargetModel
 from fledge.target.kinds import engine_section
 from fledge.training import fit as fit_module
 from fledge.training.checkpoint import newest_checkpoint
-from fledge.training.fit import fit, fit_together
+from fledge.training.drafts import make_target
+from fledge.training.fit import fit, fit_together, target_of
 from fledge.training.setup import set_up, set_up_together
-from fledge.training.several_drafts import target_of
-from fledge.training.targets import make_target
 from target.cache.caches import payload
 from target.remote.chaos import Proxy, free_port
 from target.remote.servers import Running

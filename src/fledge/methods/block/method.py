@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fledge.core.registry import Registry
@@ -18,7 +17,6 @@ if TYPE_CHECKING:
     from fledge.methods.block.draft import TokenHead
     from fledge.methods.block.foreign import BlockView
     from fledge.methods.shared.draft import DraftModel, Reading
-    from fledge.methods.shared.work import Work
 
 TOKEN_HEADS: "Registry[type[TokenHead]]" = Registry(
     "objective.token_head", {"markov": "fledge.methods.block.draft:MarkovHead"}
@@ -65,16 +63,6 @@ class BlockMethod(Method):
         from fledge.methods.shared.draft import Reading, wide
 
         return Reading(draft.fc.weight, wide)
-
-    def work(self, draft: Any, settings: Any) -> "Work":
-        from fledge.methods.block.objective import layout
-        from fledge.methods.block.plan import ANCHOR_TOKENS
-        from fledge.methods.block.work import BlockWork
-        from fledge.methods.shared.work import Layouts
-
-        drawn = layout(draft, settings)
-        everywhere = partial(drawn, anchors=ANCHOR_TOKENS)
-        return BlockWork(draft, Layouts(drawn, drawn, everywhere), settings.reads_target)
 
     def bench_options(self, **_: Any) -> dict[str, Any]:
         return {"anchors": 512, "gamma": 4.0}

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from fledge.decode.strategy import Strategy
     from fledge.formats.codec import Format
     from fledge.methods.shared.draft import DraftModel, Reading
-    from fledge.methods.shared.work import Work
 
 
 class Eagle1(Method):
@@ -65,14 +64,6 @@ class Eagle1(Method):
 
         _, state_EE = draft.fc.weight.chunk(2, dim=1)  # the other half reads the token
         return Reading(state_EE, wide, feeds_back=True)
-
-    def work(self, draft: "DraftModel", settings: Any) -> "Work":
-        from fledge.methods.eagle1.objective import layout
-        from fledge.methods.shared.work import ChainWork, Layouts
-
-        whole = layout(settings, training=False)
-        layouts = Layouts(layout(settings, training=True), whole, whole)
-        return ChainWork(draft, layouts, copies_states=settings.feature_noise > 0)
 
     def bench_options(self, *, depths: int = 0, **_: Any) -> dict[str, Any]:
         return {"draft_tokens": depths or 5}

@@ -11,8 +11,7 @@ if TYPE_CHECKING:
 
     from fledge.decode.strategy import Strategy
     from fledge.formats.codec import Format
-    from fledge.methods.shared.draft import DraftModel, Reading
-    from fledge.methods.shared.work import Work
+    from fledge.methods.shared.draft import Reading
 
 CHAIN = {"chain": "fledge.methods.eagle3.decoding:Chain"}
 TREE = {"tree": "fledge.decode.tree:Tree"}
@@ -45,14 +44,6 @@ class Eagle3(Method):
         from fledge.methods.shared.draft import Reading, wide
 
         return Reading(draft.fc.weight, lambda aux: draft.fc_inputs(wide(aux)))
-
-    def work(self, draft: "DraftModel", settings: Any) -> "Work":
-        from fledge.methods.eagle3.objective import layout
-        from fledge.methods.shared.work import ChainWork, Layouts
-
-        whole = layout(settings, training=False)
-        layouts = Layouts(layout(settings, training=True), whole, whole)
-        return ChainWork(draft, layouts, copies_states=settings.feature_dropout > 0)
 
     def bench_options(
         self, *, depths: int = 0, depth_keep: float = 1.0, **_: Any

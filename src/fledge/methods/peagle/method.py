@@ -5,7 +5,6 @@ Its draft is EAGLE-3's with a placeholder; everything else is inherited.
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fledge.core.registry import Registry
@@ -18,7 +17,6 @@ if TYPE_CHECKING:
     from fledge.decode.strategy import Strategy
     from fledge.formats.codec import Format
     from fledge.methods.shared.draft import DraftModel, Reading
-    from fledge.methods.shared.work import Work
 
 PARALLEL = {"parallel": "fledge.methods.peagle.decoding:Parallel"}
 
@@ -64,14 +62,6 @@ class Peagle(Eagle3):
         if draft.spec.norms_inputs:  # the norm keeps only the direction of its input
             return replace(reading, fixed_MX=reading.inputs(placeholder_1X))
         return replace(reading, own_MX=placeholder_1X)
-
-    def work(self, draft: "DraftModel", settings: Any) -> "Work":
-        from fledge.methods.peagle.objective import layout
-        from fledge.methods.shared.work import ChainWork, Layouts
-
-        sampled = layout(settings)
-        whole = partial(sampled, ratio=1.0, ratio_min=1.0, max_anchors=None, partitions=1)
-        return ChainWork(draft, Layouts(sampled, sampled, whole), copies_states=True)
 
     def bench_options(self, *, depths: int = 0, partitions: int = 1, **_: Any) -> dict[str, Any]:
         return {"num_depths": depths or 8, "sequence_partitions": partitions}

@@ -141,8 +141,8 @@ class DraftModel(RecomputedLayers, nn.Module):
     @property
     def selected_token_ids(self) -> Tensor | None:
         """[W] target ids in draft order; None until a mapping is set (a full one needs none)."""
-        if self.spec.all_tokens:
-            return torch.arange(self.spec.vocab_size, device=self.device)
+        if self.spec.all_tokens or self.device.type == "meta":  # shapes have no map
+            return torch.arange(self.spec.draft_vocab_size, device=self.device)
         if not bool(self.t2d.any()):
             return None
         return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
@@ -156,6 +156,8 @@ class DraftModel(RecomputedLayers, nn.Module):
 
         A draft keeps the map it was trained with: a different one is refused.
         """
+        if self.device.type == "meta":
+            return
         width, full = self.spec.draft_vocab_size, self.spec.vocab_size
         if selected_token_mask is None:
             selected_token_mask = selection_mask(selected_token_ids, full)

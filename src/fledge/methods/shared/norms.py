@@ -12,7 +12,23 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """RMS norm with statistics in fp32, whatever the dtype; x itself if `weight` is None."""
     if weight is None:
         return x
+    if x.is_meta:
+        kept: Tensor = _MetaNorm.apply(x, weight)  # type: ignore[no-untyped-call]
+        return kept
     return F.rms_norm(x, weight.shape, weight, eps)
+
+
+class _MetaNorm(torch.autograd.Function):
+    """Keeps what the norm of a GPU keeps, for `fledge plan`; elsewhere torch keeps copies of it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        return tuple(map(torch.empty_like, ctx.saved_tensors))
 
 
 class Renormed:

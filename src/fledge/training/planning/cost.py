@@ -1,14 +1,14 @@
 """What a rank of a run needs: memory, computed from shapes (exact for what is kept between steps,
-approximate for what a step needs on top), and seconds per token on this machine.
+counted for what a step needs on top), and seconds per token on this machine.
 
-`predict.py` uses it for a run that is set up, `shape_plan.py` for one that is only a recipe.
+`prediction.py` uses it for a run that is set up, `shape_plan.py` for one that is only a recipe.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -19,13 +19,14 @@ from fledge.core.rows import TokenBatch, TokenRow
 from fledge.data.pack import Piece, collate
 from fledge.decode.strategy import rollouts_of
 from fledge.measure.replay import replay_held_out, target_picks
-from fledge.methods.shared.work import Work
 from fledge.target.finite_check import NotFinite
 from fledge.target.state_cache import colocated
 from fledge.training.optimizer import trained_by_muon
+from fledge.training.planning.step_cost import MetaStep, StepCost, without_memory
 from fledge.training.sharding import whole
 
 if TYPE_CHECKING:
+    from fledge.recipe.schema import Recipe
     from fledge.recipe.sections import Training as TrainingSection
     from fledge.training.setup import Training
 
@@ -64,35 +65,43 @@ class DraftMemory:
 
 @dataclass(frozen=True)
 class StepMemory:
-    """What one step needs on top, from the work of its draft and the sizes of its input."""
+    """What one step needs on top: what the draft keeps, and the target's answers."""
 
-    work: Work
-    sizes: Any  # of a micro-batch, as `work` counts them
-    tokens: int  # of a micro-batch
+    step: MetaStep
+    rows: TokenBatch  # a micro-batch
+    cost: StepCost  # of a step on it
     accumulate: int
-    width: int  # bytes per element
+    splits_rows: bool  # several ranks can share the rows
 
     @classmethod
-    def of(
-        cls, work: Work, batches: Sequence[TokenBatch], *, accumulate: int, width: int
-    ) -> "StepMemory":
+    def of(cls, step: MetaStep, batches: Sequence[TokenBatch], recipe: "Recipe") -> "StepMemory":
         """From micro-batches, of which the largest counts."""
-        sizes = max(map(work.trained, batches), key=lambda n: work.kept(n, width))
-        return cls(work, sizes, batches[0].tokens, accumulate, width)
+        costs = zip(map(step.training, batches), batches, strict=True)
+        cost, rows = max(costs, key=lambda pair: pair[0].bytes)
+        return cls(step, rows, cost, recipe.training.accumulate, recipe.method.splits_rows)
+
+    @property
+    def tokens(self) -> int:
+        return self.rows.tokens
 
     def bytes(self, context: int = 1) -> int:
-        """Bytes on one rank, if `context` ranks share their rows."""
-        kept = self.work.kept(self.sizes, self.width, context)
-        return int(kept + self._states(context) + self.work.chunk_bytes(self.sizes, self.width))
+        """Bytes on one rank, if `context` ranks share their rows. Two copies of an answer exist
+        while it is made; of the target's states and its own activations, a rank keeps its part,
+        but depth-0 keys and values of all tokens."""
+        answer = self.step.answer_bytes(self.tokens)
+        if context == 1 or not self.splits_rows:
+            return int(self.cost.bytes + 2 * answer * self.accumulate)
+        part = _part(self.rows, context)
+        kept = self.step.training(part).bytes + self.step.key_bytes(self.tokens - part.tokens)
+        return int(kept + 2 * answer + answer * self.accumulate / context)
 
-    def _states(self, context: int) -> float:
-        """Bytes of the target's answers: two copies while one is made, then this rank's part."""
-        config = self.work.config
-        per_token = (config.num_aux_hidden_states + 1) * config.target_hidden_size
-        answer = float(self.tokens * per_token * self.width)
-        if context == 1:
-            return 2 * answer * self.accumulate
-        return 2 * answer + answer * self.accumulate / context
+
+def _part(rows: TokenBatch, context: int) -> TokenBatch:
+    """Rows like these with one `context`-th of the tokens."""
+    count, width = rows.shape
+    document = width if rows.seq_lens is None else int(rows.seq_lens.max())
+    supervised = float(rows.loss_mask.sum() / rows.attention_mask.sum())
+    return typical_rows(count, -(-width // context), document=document, supervised=supervised)
 
 
 def context_needed(step: StepMemory, free_bytes: float, *, most: int = 64) -> int | None:
@@ -109,7 +118,7 @@ def context_needed(step: StepMemory, free_bytes: float, *, most: int = 64) -> in
 # The rows whose steps are counted: some of a run's own or, where no data is read, typical ones.
 
 SUPERVISED = 0.8  # a typical share of the tokens
-_SAMPLED = 4  # micro-batches of a run
+_SAMPLED = 2  # micro-batches of a run
 
 
 def sampled_rows(training: "Training") -> list[TokenBatch]:
@@ -134,12 +143,6 @@ def typical_rows(
 def _document(length: int, supervised: float) -> TokenRow:
     answer = np.arange(length) >= round(length * (1 - supervised))
     return TokenRow(np.zeros(length, np.int32), answer.astype(np.uint8), "", truncated=False)
-
-
-def per_token(operations: Callable[[TokenBatch], float], batches: Sequence[TokenBatch]) -> float:
-    """The mean over all tokens, of which padding is none."""
-    tokens = sum(int(rows.attention_mask.sum()) for rows in batches)
-    return sum(map(operations, batches)) / max(1, tokens)
 
 
 # --- pace -----------------------------------------------------------------------------------------
@@ -167,7 +170,7 @@ class Pace:
     picks_s: float  # the target's picks on held-out rows, computed once per run
 
 
-def pace_of(training: "Training") -> Pace:
+def pace_of(training: "Training", step: StepMemory) -> Pace:
     """The pace of a run: by a trial on a CPU with a synchronous target, otherwise from the number
     of operations and the measured rate."""
     parts = training.parts
@@ -175,8 +178,8 @@ def pace_of(training: "Training") -> Pace:
     if parts.device.type == "cpu" and not parts.target.supports_async:
         by_trial = _pace_by_trial(training)
     if by_trial is None and parts.target.inside_engine:
-        return replace(_pace_by_rate(training), target_s=_engine_s(training))
-    return by_trial or _pace_by_rate(training)
+        return replace(_pace_by_rate(training, step), target_s=_engine_s(training))
+    return by_trial or _pace_by_rate(training, step)
 
 
 def target_weights(training: "Training") -> list[nn.Parameter]:
@@ -185,26 +188,26 @@ def target_weights(training: "Training") -> list[nn.Parameter]:
     return [] if module is None else list(module.parameters())
 
 
-def work_of(training: "Training") -> Work:
-    """The operations and memory of a step of the run."""
-    recipe = training.recipe
-    return recipe.method.work(training.draft, recipe.objective)
+def meta_step(training: "Training") -> MetaStep:
+    """The step of a run, to be counted."""
+    recipe, parts = training.recipe, training.parts
+    draft = without_memory(recipe.method, training.draft.config, training.draft)
+    dtype = torch.bfloat16 if parts.device.type == "cuda" else torch.float32
+    return MetaStep(recipe.method, draft, recipe.objective.options(), dtype)
 
 
-def _pace_by_rate(training: "Training") -> Pace:
-    """From the number of operations, as `methods/shared/work.py` counts them for the run's rows; of
-    the target, without attention."""
-    parts, work, rows = training.parts, work_of(training), sampled_rows(training)
-    kind = parts.device.type
+def _pace_by_rate(training: "Training", step: StepMemory) -> Pace:
+    """From the number of operations on the run's first rows; of the target, without attention."""
+    parts, info, kind = training.parts, training.parts.target.info(), training.parts.device.type
     rate = RATES[kind] * (torch.get_num_threads() if kind == "cpu" else 1)
+    tokens = int(step.rows.attention_mask.sum())  # without padding
+    supervised = float(step.rows.loss_mask.sum())
     target = sum(p.numel() for p in target_weights(training) if p.ndim == 2)
-    head = parts.target.info().vocab_size * work.config.target_hidden_size
-    supervised = per_token(lambda batch: float(batch.loss_mask.sum()), rows)
     return Pace(
         target_s=2 * target / rate,
-        step_s=per_token(work.step, rows) / rate / parts.world.context,
-        replay_s=per_token(work.evaluation, rows) / rate,
-        picks_s=2 * supervised * head / rate,
+        step_s=step.cost.operations / tokens / rate / parts.world.context,
+        replay_s=step.step.evaluation(step.rows) / tokens / rate,
+        picks_s=2 * supervised / tokens * info.vocab_size * info.hidden_size / rate,
     )
 
 

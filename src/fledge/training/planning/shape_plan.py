@@ -18,20 +18,20 @@ from torch import nn
 from fledge.core.errors import BadInput
 from fledge.core.rows import TokenBatch
 from fledge.methods.shared.draft import DraftModel
-from fledge.methods.shared.work import Work
 from fledge.models.shapes import shape_of
 from fledge.recipe.schema import Recipe
 from fledge.target.kinds import Parallel, kind_of, model_name
 from fledge.target.layers import text_config
 from fledge.training.drafts import config_of_draft
 from fledge.training.planning.cost import RATES, DraftMemory, StepMemory, typical_rows
-from fledge.training.planning.predict import (
+from fledge.training.planning.prediction import (
     SAVE_BYTES,
     STEP_SECONDS,
     UPDATE_BYTES,
     Prediction,
     times,
 )
+from fledge.training.planning.step_cost import MetaStep, without_memory
 
 GPUS_OF_A_MACHINE = 8
 LINK_BYTES = (300e9, 40e9)  # per second and GPU: within a machine (NVLink), between machines
@@ -129,8 +129,8 @@ class ShapePlan:
 
     @cached_property
     def step(self) -> StepMemory:
-        accumulate = self.recipe.training.accumulate
-        return StepMemory.of(self._work, [self._rows], accumulate=accumulate, width=2)
+        meta_step = MetaStep(self.recipe.method, self.draft, self.recipe.objective.options())
+        return StepMemory.of(meta_step, [self._rows], self.recipe)
 
     @cached_property
     def _rows(self) -> TokenBatch:
@@ -178,14 +178,14 @@ class ShapePlan:
         recipe, training = self.recipe, self.recipe.training
         total = training.steps or 0
         packs = training.micro_batch * training.accumulate
-        pack_s = target_s() + self._pack_s(self._work.step) / training.context
+        pack_s = target_s() + self._pack_s(self.step.cost.operations) / training.context
         trained = memory.trained
         update = STEP_SECONDS["cuda"] + 36 * trained / training.shard / UPDATE_BYTES["cuda"]
         update += 2 * 4 * trained / self._link(self.ranks) * (self.ranks > 1)
         evaluations = times(0, total, recipe.evaluation.every_steps)
         saves = times(0, total, recipe.checkpoint.every_steps) | evaluations
         held_out = recipe.evaluation.rows * recipe.data.max_length / recipe.packing.tokens
-        score_s = self._pack_s(self._work.evaluation)
+        score_s = self._pack_s(self.step.step.evaluation(self._rows))
         evaluation_s = held_out / self.ranks * (target_s(alone=True) + score_s)
         return {
             "start_up": 0.0,
@@ -212,13 +212,9 @@ class ShapePlan:
             pass_s += reduced / self._link(group)
         return float(packs * pass_s)
 
-    @property
-    def _work(self) -> Work:
-        return self.recipe.method.work(self.draft, self.recipe.objective)
-
-    def _pack_s(self, operations: Callable[[TokenBatch], float]) -> float:
+    def _pack_s(self, operations: float) -> float:
         """Seconds for a pack on one rank, given the operations on a micro-batch."""
-        return operations(self._rows) / len(self._rows.input_ids) / RATES["cuda"]
+        return operations / len(self._rows.input_ids) / RATES["cuda"]
 
     def _link(self, ranks: int) -> float:
         """Bytes per second between the GPUs of a group of `ranks` neighboring ranks."""
@@ -234,8 +230,7 @@ def draft_without_memory(recipe: Recipe, config: Any) -> DraftModel:
     vocab_size = text_config(config).vocab_size
     size = min(recipe.draft.draft_vocab_size or vocab_size, vocab_size)
     settings = recipe.method.bench_draft_settings(vocab_size, recipe.objective)
-    with torch.device("meta"):
-        draft = recipe.method.draft_type()(config_of_draft(recipe, config, size, settings))
+    draft = without_memory(recipe.method, config_of_draft(recipe, config, size, settings))
     if recipe.draft.freeze_embeddings:
         draft.freeze_embeddings()
     return draft

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from fledge.core.errors import BadInput, nearest
-from fledge.core.rows import TokenBatch
 from fledge.methods.shared.draft import DraftModel
 from fledge.models.shapes import SIZES, STORED_BYTES, shape_of
 from fledge.recipe.schema import Recipe
@@ -23,7 +22,6 @@ from fledge.training.planning.cost import (
     USABLE,
     DraftMemory,
     StepMemory,
-    per_token,
     typical_rows,
 )
 from fledge.training.planning.shape_plan import (
@@ -32,6 +30,7 @@ from fledge.training.planning.shape_plan import (
     TargetShape,
     draft_without_memory,
 )
+from fledge.training.planning.step_cost import MetaStep
 
 
 @dataclass(frozen=True)
@@ -137,7 +136,11 @@ class Load:
         width = _weight_bytes(recipe, name)
         gpus, worker_bytes = _worker(recipe, target, width, given.gpu)
         target_s, target_scale = _target_s(target, width, gpus, mean_keys, given)
-        step_s, step_scale = _step_s(recipes, drafts, rows, given)
+        steps = [
+            StepMemory.of(MetaStep(r.method, d, r.objective.options()), [rows], r)
+            for r, d in zip(recipes, drafts, strict=True)
+        ]
+        step_s, step_scale = _step_s([step.cost.operations / rows.tokens for step in steps], given)
         return cls(
             model=name,
             target=target,
@@ -145,7 +148,7 @@ class Load:
             token_bytes=max(_token_bytes(recipe, draft) for draft in drafts),
             worker_gpus=gpus,
             worker_bytes=worker_bytes,
-            rank_bytes=sum(_rank_bytes(*pair, rows) for pair in zip(recipes, drafts, strict=True)),
+            rank_bytes=sum(map(_rank_bytes, recipes, drafts, steps)),
             target_s=target_s,
             step_s=step_s,
             target_scale=target_scale,
@@ -207,23 +210,18 @@ def _target_s(
     return seconds, operations / TARGETS[-1].operations
 
 
-def _step_s(
-    recipes: Sequence[Recipe], drafts: Sequence[DraftModel], rows: TokenBatch, given: Given
-) -> tuple[float, float | None]:
-    """Seconds per token of a rank, and its operations relative to the 8B shape; several drafts take
-    their steps in turn."""
+def _step_s(operations: Sequence[float], given: Given) -> tuple[float, float | None]:
+    """Seconds per token of a rank, and its operations relative to the 8B shape. Several drafts, of
+    which each has its `operations` per token, take their steps in turn."""
     if given.train_tokens_s:
         return 1 / given.train_tokens_s, None
-    works = (r.method.work(d, r.objective) for r, d in zip(recipes, drafts, strict=True))
-    by_draft = [per_token(work.step, [rows]) for work in works]
-    seconds = sum(seconds_for(operations, STEPS) for operations in by_draft)
-    return seconds / given.gpu.speed, sum(by_draft) / STEPS[-1].operations
+    seconds = sum(seconds_for(count, STEPS) for count in operations)
+    return seconds / given.gpu.speed, sum(operations) / STEPS[-1].operations
 
 
-def _rank_bytes(recipe: Recipe, draft: DraftModel, rows: TokenBatch) -> int:
-    training, work = recipe.training, recipe.method.work(draft, recipe.objective)
-    step = StepMemory.of(work, [rows], accumulate=training.accumulate, width=2).bytes()
-    return DraftMemory.of(draft, training).bytes(shard=training.shard, width=2) + step
+def _rank_bytes(recipe: Recipe, draft: DraftModel, step: StepMemory) -> int:
+    training = recipe.training
+    return DraftMemory.of(draft, training).bytes(shard=training.shard, width=2) + step.bytes()
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,10 @@ from fledge.training.planning.cost import (
     DraftMemory,
     Pace,
     StepMemory,
+    meta_step,
     pace_of,
     sampled_rows,
     target_weights,
-    work_of,
 )
 
 if TYPE_CHECKING:
@@ -116,14 +116,15 @@ def predict(training: "Training", begin: float | None = None, *, asks: bool = Tr
     target_bytes = sum(p.nbytes for p in target_weights(training)) + _kept_states(training)
     memory = DraftMemory.of(training.draft, recipe.training)
     tokens = stream.steps * stream.packs_per_step * stream.tokens
-    pace = pace_of(training)
+    step = step_memory(training)
+    pace = pace_of(training, step)
     remaining = _seconds(training, pace if asks else replace(pace, target_s=0.0), memory)
     now = time.perf_counter()
     start_up_s = 0.0 if begin is None else now - begin - training.data_s
     return Prediction(
         target_bytes=target_bytes,
         draft_bytes=memory.bytes(shard=world.shard, width=_width(training)),
-        step_bytes=step_memory(training).bytes(world.context),
+        step_bytes=step.bytes(world.context),
         disk_bytes=(recipe.checkpoint.keep + 1) * memory.saved_bytes,
         seconds_by_part={"start_up": start_up_s, "data": training.data_s, **remaining},
         tokens=tokens,
@@ -132,9 +133,7 @@ def predict(training: "Training", begin: float | None = None, *, asks: bool = Tr
 
 def step_memory(training: "Training") -> StepMemory:
     """The memory of a step of the run, for any number of ranks."""
-    accumulate, width = training.recipe.training.accumulate, _width(training)
-    rows = sampled_rows(training)
-    return StepMemory.of(work_of(training), rows, accumulate=accumulate, width=width)
+    return StepMemory.of(meta_step(training), sampled_rows(training), training.recipe)
 
 
 def _width(training: "Training") -> int:

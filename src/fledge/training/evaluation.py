@@ -13,9 +13,8 @@ from fledge.measure.figures import Acceptance
 from fledge.measure.replay import Ints, replay_held_out, target_picks
 from fledge.target.base import narrowed
 from fledge.target.finite_check import check_answer
-from fledge.training.batches import held_out_share
+from fledge.training.batches import answers_ahead, held_out_share
 from fledge.training.metrics import acceptance_metrics
-from fledge.training.prefetch import answers_ahead
 from fledge.training.sharding import whole
 from fledge.training.step import Models, Sums
 

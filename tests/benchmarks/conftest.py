@@ -1,6 +1,0 @@
-"""Make the scripts of benchmarks/ importable by name, as they import each other."""
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
