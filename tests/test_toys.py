@@ -87,12 +87,10 @@ class TwinObjective(nn.Module):
         draft.set_vocab_mapping(given.selected_token_ids, given.selected_token_mask)
         self.draft_model, self.compute_dtype = draft, None
         self.head = TargetHead.of(given.target_head)
-        device = draft.lm_head.weight.device
-        mask = given.selected_token_mask.bool()
-        self.vocabulary = given.selected_token_ids.to(device), mask.to(device)
+        self.vocabulary = given.selected_token_ids, given.selected_token_mask.bool()
 
     def prepare(self, rows: TokenBatch, answer: Eagle3TargetBatch, seed: int) -> TwinReady:
-        assert answer.doc_remaining is not None
+        assert rows.doc_remaining is not None
         assert answer.last_hidden_states is not None
         states = answer.last_hidden_states
         probs, covered = target_distribution_from_hidden(
@@ -102,7 +100,7 @@ class TwinObjective(nn.Module):
         charged, wanted = [], []
         for depth in range(DEPTHS):  # slot t predicts at depth d what lies d slots ahead
             supervised_BT = ahead(answer.loss_mask.bool() & covered_BT, depth)
-            charged.append(supervised_BT & (answer.doc_remaining > depth))
+            charged.append(supervised_BT & (rows.doc_remaining > depth))
             wanted.append(ahead(probs_BTW, depth))
         return TwinReady(answer, torch.stack(wanted), torch.stack(charged))
 

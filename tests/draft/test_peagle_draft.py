@@ -5,10 +5,10 @@ import torch
 from test_draft_model import make_config, some_vocabulary
 
 from fledge import BadInput, LlamaEagle3DraftModel
-from fledge.core import recompute
 from fledge.methods.peagle import draft as parallel_draft
 from fledge.methods.peagle.draft import peagle_from_eagle3
 from fledge.methods.peagle.plan import plan_parallel
+from fledge.methods.shared import draft as recompute
 from fledge.methods.shared.derive import derive_draft_config
 from fledge.rollout.plan import plan_rollout
 from fledge.rollout.slots import RowMasks

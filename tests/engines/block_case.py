@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from engines.cases import VOCABULARY, engine_target, make_draft, saved
 from fledge.decode.accept import Chooser
-from fledge.decode.strategy import DraftShape, RoundState, choose, columns, send_rows
+from fledge.decode.strategy import DraftShape, RoundState, Slots, choose, send_rows
 from fledge.formats.export import export_draft
 from fledge.methods.block.draft import BlockDraftModel
 
@@ -82,7 +82,7 @@ class BlockCase:
         aux_1TD = self.aux_TD[None]
         blocks.start([self.text[:1]], aux_1TD)
         table = send_rows([(KNOWN, self.text[1:], range(KNOWN))], torch.device("cpu"), width=KNOWN)
-        state = RoundState(*columns(table), aux_1TD, blocks.reserve(KNOWN))
+        state = RoundState(*Slots.of(table), aux_1TD, blocks.reserve(KNOWN))
         states_JE = blocks.states(state)[0]
         tokens_J = blocks.propose(state, Chooser()).token_BN[0]
         results = {"tokens": tokens_J, "logits": F.linear(states_JE, draft.lm_head.weight)}

@@ -20,7 +20,7 @@ from fledge import (
     generate_cod_sample_indices,
 )
 from fledge import peagle_draft as module
-from fledge.core import recompute
+from fledge.methods.shared import draft as recompute
 
 MASK_ID, WIDTH = 22, 7
 

@@ -5,16 +5,16 @@ from types import SimpleNamespace as Namespace
 import numpy as np
 import pytest
 import torch
-from fledge.kernels.attention import prefix_visible
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig
 
 from fledge.core.head import TargetHead
 from fledge.core.rows import TokenRow, shift_left
 from fledge.data.pack import Piece, collate
-from fledge.kernels import attention
 from fledge.methods.base import TrainerInputs
 from fledge.methods.registry import METHODS
+from fledge.rollout import attention
+from fledge.rollout.attention import prefix_visible
 from fledge.training.planning.step_cost import MetaStep, without_memory
 from live_bytes import watch_saved
 

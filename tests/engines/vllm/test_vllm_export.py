@@ -18,7 +18,7 @@ import torch
 from engines.cases import engine_target, greedy_texts, make_draft, train
 from engines.vllm.serving import Served, serve
 from fledge.decode.accept import Chooser, walk_rounds
-from fledge.decode.strategy import DraftShape, RoundState, choose, columns, send_rows
+from fledge.decode.strategy import DraftShape, RoundState, Slots, choose, send_rows
 from fledge.formats.engines import serve_command
 from fledge.formats.export import export_draft, read_export_record
 from fledge.measure.replay import Text, replay
@@ -115,7 +115,7 @@ class Trained:
         verified = [(n, text[1 : n + 1], range(n)) for n in range(1, rows + 1)]
         table_BX = send_rows(verified, ids_1T.device, width=rows)
         aux_BQD = aux_1TD.aux_hidden_states[:, :-1].expand(rows, -1, -1)
-        state = RoundState(*columns(table_BX), aux_BQD, strategy.reserve(rows))
+        state = RoundState(*Slots.of(table_BX), aux_BQD, strategy.reserve(rows))
         tokens: list[list[int]] = strategy.propose(state, Chooser()).token_BN.tolist()
         return tokens
 

@@ -2,7 +2,7 @@
 
 Rows are laid out on the host as in training. Torch counts the operations of matrix products (a
 multiply-add is two), and the sizes of all tensors that are alive at the same time add up to the
-memory. What GPU kernels do differently is in `rms_norm` and `kernels/attention.py`.
+memory. What GPU kernels do differently is in `rms_norm` and `rollout/attention.py`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -45,7 +45,8 @@ def without_memory(method: Method, config: Any, like: DraftModel | None = None) 
 
 
 class MetaStep:
-    """Training and evaluation of a draft on the meta device."""
+    """Training and evaluation of a draft on the meta device. An objective of somebody else's method
+    may need values, which tensors do not have there; then complete rollouts are counted roughly."""
 
     def __init__(
         self,
@@ -78,6 +79,18 @@ class MetaStep:
 
     def training(self, rows: TokenBatch, seed: int = 0) -> StepCost:
         """Forward and backward of the draft and the target's head, on one rank."""
+        try:
+            return self._training(rows, seed)
+        except RuntimeError:
+            slots = rows.input_ids.numel() * self._objective.depths
+            kept_bytes = slots * self._dtype.itemsize * 16 * self._hidden  # per layer, about
+            layers = self._draft.config.num_hidden_layers
+            return StepCost(3 * self._forward_operations(slots), kept_bytes * layers)
+
+    def _forward_operations(self, slots: int) -> float:
+        return 2.0 * slots * sum(weight.numel() for weight in self._draft.parameters())
+
+    def _training(self, rows: TokenBatch, seed: int) -> StepCost:
         self._draft.train()
         weights = list(self._draft.parameters())
         for weight in weights:
@@ -92,6 +105,12 @@ class MetaStep:
     @torch.no_grad()
     def evaluation(self, rows: TokenBatch) -> float:
         """Operations of scoring held-out rows and then replaying them."""
+        try:
+            return self._evaluation(rows)
+        except RuntimeError:
+            return 2 * self._forward_operations(rows.input_ids.numel() * self._objective.depths)
+
+    def _evaluation(self, rows: TokenBatch) -> float:
         self._draft.eval()
         answer, depths = self._answer(rows), self._objective.depths
         with _counter() as counter:
