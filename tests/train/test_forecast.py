@@ -39,7 +39,7 @@ def test_a_run_that_follows_the_law_is_forecast_correctly(slope, level, schedule
     truth = curve.measured[-1][1]
     ahead = forecast(curve.upto(0.2))
     assert ahead.end.low < truth < ahead.end.high
-    assert abs(ahead.end.length / truth - 1) < 0.06
+    assert abs(ahead.end.length / truth - 1) < 0.08
     # the later the forecast, the narrower its interval
     later = forecast(curve.upto(0.7))
     assert abs(later.end.length / truth - 1) < 0.06

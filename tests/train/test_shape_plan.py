@@ -60,7 +60,7 @@ def test_a_config_without_a_head_size_can_be_planned():
 
 def test_sharding_a_target_reduces_its_bytes():
     whole = planned("llama33_70b_8gpu", "target.parallel={fsdp: 1}").target_bytes()
-    for cut in ("{tp: 8}", "{fsdp: 8}", "{fsdp: 4, tp: 2}"):
+    for cut in ("{tp: 8, fsdp: 1}", "{fsdp: 8}", "{fsdp: 4, tp: 2}"):
         part = planned("llama33_70b_8gpu", f"target.parallel={cut}").target_bytes()
         assert whole / 8 < part < whole / 4
     rows = [
@@ -94,7 +94,7 @@ def test_time_depends_on_ranks_and_rows():
     four = planned("llama31_8b_128k_8gpu")
     ratio = four.predict().seconds_by_part["steps"] / one.predict().seconds_by_part["steps"]
     assert ratio == pytest.approx(1 / 4, rel=0.1)  # a quarter of the rows per step
-    redundant = planned("llama31_8b_128k_8gpu", "target.parallel={fsdp: 8}").predict()
+    redundant = planned("llama31_8b_128k_8gpu", "target.parallel={fsdp: 8, cp: 1}").predict()
     assert redundant.seconds > 2 * four.predict().seconds  # every rank asks about the whole row
 
 

@@ -30,7 +30,9 @@ _LLAMA = (
 )  # fmt: skip
 _EAGLE1_CLASSES = {"vllm": ["EagleLlamaForCausalLM"], "sglang": ["LlamaForCausalLMEagle"]}
 _BLOCK_CLASSES = {"DFlashDraftModel": "dflash", "Qwen3DSparkModel": "dspark"}
-_ALSO_COMPARED = ("max_position_embeddings", "aux_layer_ids", "eagle_version")
+# Settings of a decoder, which no engine reads from the files.
+_DECODED_WITH = {"confidence_threshold", "confidence_temperatures"}
+_ALSO_COMPARED = {"max_position_embeddings", "aux_layer_ids", "eagle_version"}
 Values = Mapping[str, Any]
 
 
@@ -312,8 +314,8 @@ def differing_flags(ours: PretrainedConfig, theirs: PretrainedConfig) -> list[st
     Rotary settings are compared by the frequencies that they result in.
     """
     computed_with = fields(method_of(ours).draft_type().config_type)
-    names = [*(field.name for field in computed_with), *_ALSO_COMPARED]
-    pairs = {name: (vars(ours).get(name), vars(theirs).get(name)) for name in names}
+    names = {field.name for field in computed_with} - _DECODED_WITH | _ALSO_COMPARED
+    pairs = {name: (vars(ours).get(name), vars(theirs).get(name)) for name in sorted(names)}
     faults = [f"{name}: {own} -> {their}" for name, (own, their) in pairs.items() if own != their]
     (own, own_scale), (their, their_scale) = rotary_frequencies(ours), rotary_frequencies(theirs)
     if own.shape != their.shape or not torch.equal(own, their) or own_scale != their_scale:
