@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from operator import index
 from traceback import clear_frames
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,9 @@ from torch import Tensor, nn
 from fledge.core.errors import BadInput, in_words
 from fledge.target.packing import Group
 from fledge.target.weights import whole_tensor, whole_weight
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 EAGLE3_AUX_LAYERS = 3  # low, middle, high; other methods define their own number
 
@@ -95,25 +98,25 @@ def _find(model: nn.Module, *, bare: bool = False) -> tuple[str, nn.ModuleList |
     )
 
 
-def text_config(config: Any) -> Any:
+def text_config(config: "PretrainedConfig") -> Any:
     """The language model's part of a config: its `text_config` if that describes layers, else the
     config itself."""
     nested = getattr(config, "text_config", None)
     return nested if isinstance(getattr(nested, "num_hidden_layers", None), int) else config
 
 
-def stated(config: Any, name: str) -> int | None:
+def stated(config: "PretrainedConfig", name: str) -> int | None:
     """A size of the language model, or None if its config lacks it, as a runner's config may."""
     value = getattr(text_config(config), name, None)
     return value if isinstance(value, int) else None
 
 
-def longest_text(config: Any) -> int:
+def longest_text(config: "PretrainedConfig") -> int:
     """Longest row that a target accepts; practically unlimited if its config sets no limit."""
     return getattr(text_config(config), "max_position_embeddings", None) or 1 << 40
 
 
-def target_depth(config: Any, layers: Sequence[nn.Module] | None = None) -> int:
+def target_depth(config: "PretrainedConfig", layers: Sequence[nn.Module] | None = None) -> int:
     """Number of decoder layers: from the config, else the number of modules."""
     depth = getattr(text_config(config), "num_hidden_layers", None)
     if depth is None and layers is not None:

@@ -7,13 +7,16 @@ from other weights, or from the same weights at another precision, is detected.
 import hashlib
 import json
 import logging
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from fledge.core.errors import BadInput
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 _COLUMNS = 4096
 _PLAIN_DTYPES = {"float64", "float32", "bfloat16", "float16"}
@@ -218,7 +221,7 @@ def describe_weights(model: nn.Module, *, stored_as: str | None = None) -> str:
     return shares if stored_as is None else f"{shares} (dequantised from {stored_as})"
 
 
-def quantisation_method(config: Any) -> str | None:
+def quantisation_method(config: "PretrainedConfig") -> str | None:
     """The name of the quantization a transformers config declares: `fp8`, `bitsandbytes`, ..."""
     declared = getattr(config, "quantization_config", None)
     if declared is None:

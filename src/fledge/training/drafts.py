@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -24,6 +24,9 @@ from fledge.target.finite_check import bad_weights, not_numbers
 from fledge.target.kinds import TargetSection, kind_of, target_config
 from fledge.target.layers import target_depth, validate_aux_layer_ids
 from fledge.training.runs import starting_draft
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 
 def make_draft(
@@ -86,7 +89,10 @@ def _draft_config(
 
 
 def config_of_draft(
-    recipe: Recipe, target_config: Any, draft_vocab_size: int, settings: dict[str, Any]
+    recipe: Recipe,
+    target_config: "PretrainedConfig",
+    draft_vocab_size: int,
+    settings: dict[str, Any],
 ) -> Any:
     """The draft config for any target of that config; `settings`: what the method adds."""
     section = recipe.draft

@@ -4,7 +4,7 @@ A command accepts a run, one of its checkpoints, its `best`, or a draft that bel
 """
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,9 @@ from fledge.methods.shared.config import trained_depths
 from fledge.methods.shared.files import CONFIG_NAME, read_draft_config
 from fledge.recipe.schema import RESOLVED_NAME, Recipe, load_recipe
 from fledge.training.checkpoint import STATE_NAME, read_state
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 PROMPTS_NAME = "prompts.safetensors"
 _DRAFT_TOKENS = 5  # if neither a run nor the config records how many it was trained for
@@ -48,7 +51,7 @@ def recipe_of(path: Path) -> Recipe | None:
     return None if run is None else load_recipe(run / RESOLVED_NAME)
 
 
-def trained_tokens(draft: Path, config: Any = None) -> int:
+def trained_tokens(draft: Path, config: "PretrainedConfig | None" = None) -> int:
     """The default number of tokens that a draft proposes per round, for all commands: as many as it
     was trained for, according to its run or its config."""
     recipe = recipe_of(draft)

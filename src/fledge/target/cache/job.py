@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -37,6 +37,9 @@ from fledge.target.cache.manifest import (
     existing_shards,
 )
 from fledge.target.cache.shard import is_whole_shard
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 _SAMPLE_BYTES = 1 << 20
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
@@ -145,7 +148,7 @@ class CachePlan:
         return [i for i in self.missing if i < self.allowed]
 
 
-def size_of_head(config: Any, directory: Path, dtype: torch.dtype) -> int:
+def size_of_head(config: "PretrainedConfig", directory: Path, dtype: torch.dtype) -> int:
     """The approximate size of all but the shards: the weights' dtype is not known yet."""
     tables = 1 if getattr(config, "tie_word_embeddings", False) else 2
     weights = tables * config.vocab_size * config.hidden_size * dtype.itemsize

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -34,12 +34,15 @@ from fledge.target.layers import (
 )
 from fledge.target.weights import is_here, whole_tensor, whole_weight
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
 
 @dataclass(frozen=True)
 class ModelEnds:
     """The parts of a target outside its layers."""
 
-    config: Any  # the target's original config, with all its layers
+    config: "PretrainedConfig"  # the target's original config, with all its layers
     embedding_VD: Tensor
     norm: nn.Module  # turns the last layer's output into the head's input
     final_norm: FinalNorm
@@ -134,7 +137,7 @@ def _load_bare(directory: Path, *, trust_remote_code: bool) -> tuple[Any, nn.Mod
     return config, model
 
 
-def _remove_layers(config: Any) -> None:
+def _remove_layers(config: "PretrainedConfig") -> None:
     """Change a config in place to zero layers, emptying every list with an entry per layer."""
     text = text_config(config)
     depth = target_depth(config)

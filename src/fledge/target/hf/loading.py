@@ -4,7 +4,7 @@ import logging
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,9 @@ from fledge.core.machine import find_device
 from fledge.target.hf.parallel import loading_options, sharded_class
 from fledge.target.layers import find_layers
 from fledge.target.weights import quantisation_method
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +95,7 @@ def load_hf_model(
     return LoadedModel(model, tokenizer, stored_as)
 
 
-def _class_for(config: Any, auto: Any) -> Any:
+def _class_for(config: "PretrainedConfig", auto: Any) -> Any:
     """The model class that an auto class would choose; sharding needs one of transformers' own."""
     if type(config) not in auto._model_mapping:
         what = f"{type(config).__name__} comes with its own code, which cannot be sharded"
@@ -121,7 +124,7 @@ def check_complete(report: dict[str, Any], where: str) -> None:
             )
 
 
-def loader_for(config: Any) -> Any:
+def loader_for(config: "PretrainedConfig") -> Any:
     """The text-only auto class if the architecture has one, else the image-text one."""
     import transformers
 

@@ -25,11 +25,11 @@ from fledge.core.files import save_tensors
 def gather(cache: Tensor, pending: PendingSave) -> Tensor:
     """States [N, K, D] of a finished request, from pages [blocks, K, block size, D]. An aborted
     request has states for only some of its tokens."""
-    block_size = cache.shape[2]
+    page_size = cache.shape[2]
     block_M = torch.tensor(pending.block_ids, device=cache.device, dtype=torch.long)
-    capacity = len(block_M) * block_size
+    capacity = len(block_M) * page_size
     slot_N = torch.arange(min(len(pending.token_ids), capacity), device=cache.device)
-    return cache[block_M[slot_N // block_size], :, slot_N % block_size]
+    return cache[block_M[slot_N // page_size], :, slot_N % page_size]
 
 
 class CpuHiddenStates(ExampleHiddenStatesConnector):  # type: ignore[misc]

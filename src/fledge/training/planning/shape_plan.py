@@ -10,7 +10,7 @@ data is not read.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -33,6 +33,9 @@ from fledge.training.planning.prediction import (
 )
 from fledge.training.planning.step_cost import MetaStep, without_memory
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
 GPUS_OF_A_MACHINE = 8
 LINK_BYTES = (300e9, 40e9)  # per second and GPU: within a machine (NVLink), between machines
 
@@ -45,10 +48,10 @@ class TargetShape:
     active: int  # parameters of the matrices that a token passes through, without the embedding
     layer: int  # parameters of a decoder layer
     head: int  # parameters of the head
-    config: Any
+    config: "PretrainedConfig"
 
     @classmethod
-    def of(cls, config: Any) -> "TargetShape":
+    def of(cls, config: "PretrainedConfig") -> "TargetShape":
         from transformers import AutoModelForCausalLM
 
         with torch.device("meta"):
@@ -225,7 +228,7 @@ def _no_time(*, alone: bool = False) -> float:
     return 0.0
 
 
-def draft_without_memory(recipe: Recipe, config: Any) -> DraftModel:
+def draft_without_memory(recipe: Recipe, config: "PretrainedConfig") -> DraftModel:
     """The recipe's draft for a target of this config, on the meta device."""
     vocab_size = text_config(config).vocab_size
     size = min(recipe.draft.draft_vocab_size or vocab_size, vocab_size)

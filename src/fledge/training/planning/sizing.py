@@ -9,7 +9,7 @@ ranks and links can carry bounds the speed of all of them together (`Pipeline`).
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -31,6 +31,9 @@ from fledge.training.planning.shape_plan import (
     draft_without_memory,
 )
 from fledge.training.planning.step_cost import MetaStep
+
+if TYPE_CHECKING:
+    pass
 
 
 @dataclass(frozen=True)
@@ -175,7 +178,7 @@ def _weight_bytes(recipe: Recipe, name: str) -> int:
 
 def _token_bytes(recipe: Recipe, draft: DraftModel) -> int:
     """Bytes per token of an answer in bfloat16: the draft's aux layers and its supervision."""
-    config: Any = draft.config
+    config = draft.config
     sizes = {"probs": config.draft_vocab_size, "logits": config.vocab_size}
     supervision = getattr(recipe.target, "supervision", "hidden")
     aux_size = config.num_aux_hidden_states * config.target_hidden_size

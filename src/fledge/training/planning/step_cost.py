@@ -7,7 +7,7 @@ memory. What GPU kernels do differently is in `rms_norm` and `rollout/attention.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,9 @@ from fledge.decode.strategy import rollouts_of
 from fledge.methods.base import Method, TrainerInputs
 from fledge.methods.shared.draft import DraftModel
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
 _META = torch.device("meta")
 _PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm)
 
@@ -33,7 +36,9 @@ class StepCost:
     bytes: float  # at the peak, without the gradients of weights
 
 
-def without_memory(method: Method, config: Any, like: DraftModel | None = None) -> DraftModel:
+def without_memory(
+    method: Method, config: "PretrainedConfig", like: DraftModel | None = None
+) -> DraftModel:
     """A draft on the meta device; it trains the same weights as `like`."""
     with torch.device(_META):
         draft = method.draft_type()(config)
@@ -55,7 +60,7 @@ class MetaStep:
         options: Mapping[str, Any],  # of the objective
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
-        config: Any = draft.config
+        config = draft.config
         vocab, self._drafted = config.vocab_size, config.draft_vocab_size
         self._hidden, self._aux = config.target_hidden_size, config.num_aux_hidden_states
         self._draft, self._dtype = draft, dtype
@@ -73,7 +78,7 @@ class MetaStep:
 
     def key_bytes(self, tokens: int) -> int:
         """The size of the keys and values of this many tokens in all layers."""
-        config: Any = self._draft.config
+        config = self._draft.config
         per_layer = 2 * config.num_key_value_heads * config.head_dim * self._dtype.itemsize
         return int(tokens * per_layer * config.num_hidden_layers)
 

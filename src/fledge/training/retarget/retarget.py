@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     import torch
+    from transformers import PretrainedConfig
 
     from fledge.core.rows import TokenBatch
     from fledge.target.hf.model import HFEagle3TargetModel
@@ -165,7 +166,7 @@ def recipe_for(asked: Asked, draft: Path, out: Path) -> Recipe:
     return as_recipe(run_recipe, changes)
 
 
-def _objective(method: Method, config: Any) -> dict[str, Any]:
+def _objective(method: Method, config: "PretrainedConfig") -> dict[str, Any]:
     """The objective section for a draft that belongs to no run: the config's values for fields of
     the same names."""
     names = set(method.section.model_fields) - {"kind"}
