@@ -21,12 +21,10 @@ def test_a_race_runs_everything_once(tiny_target, tmp_path, monkeypatch, capsys)
             here(["train", recipe, f"run.output_dir={run}", f"training.seed={seed}", *words])
 
     monkeypatch.setattr(race, "train", train)
-    messages = [
-        {"role": "user", "content": "who?"},
-        {"role": "assistant", "content": "me, and you"},
-    ]
+    answer = {"role": "assistant", "content": "me, and you"}
+    asked = [{"role": "user", "content": f"who is number {i}?"} for i in range(24)]
     rows = {
-        "chats": [{"messages": messages} for _ in range(24)],
+        "chats": [{"messages": [question, answer]} for question in asked],
         "eval_some": [{"prompt": f"and then {i}?"} for i in range(3)],
         "others": [{"prompt": f"why {i}?"} for i in range(2)],
     }
