@@ -17,7 +17,7 @@ needs them whole, and they have neither gradients nor moments.
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -31,10 +31,12 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from fledge.core.distributed import World
-from fledge.methods.shared.draft import DraftModel
+
+if TYPE_CHECKING:
+    from fledge.methods.shared.draft import DraftModel
 
 
-def shard_draft(draft: DraftModel, world: World, *, compute_dtype: torch.dtype | None) -> None:
+def shard_draft(draft: "DraftModel", world: World, *, compute_dtype: torch.dtype | None) -> None:
     """Shard a draft that is whole and equal on all ranks; each rank keeps its share."""
     frozen = {p for p in draft.parameters() if not p.requires_grad}
     dtype = draft.dtype
@@ -79,7 +81,7 @@ def whole(draft: nn.Module) -> Iterator[None]:
         _reshard(draft)
 
 
-def backward(draft: DraftModel, loss: Tensor | None) -> None:
+def backward(draft: "DraftModel", loss: Tensor | None) -> None:
     """Compute the gradients of a micro-batch's loss. A sharded draft's are summed over the ranks
     right away, so a rank that has no micro-batch (None) joins the sum and adds nothing to it."""
     if is_sharded(draft):
