@@ -100,7 +100,8 @@ class BlockView(DraftView):
         from fledge.methods.block import checks
 
         shared = {id: check for id, check in DraftView.checks().items() if id not in _NOT_SHARED}
-        return shared | checks_in(checks)
+        last = shared.pop("acceptance")  # it says what the repairs before it have changed
+        return shared | checks_in(checks) | {"acceptance": last}
 
     @staticmethod
     def probe(subject: "Subject", draft: "DraftModel", answering: "Answering") -> "Probe[Any]":
