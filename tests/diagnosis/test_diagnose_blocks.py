@@ -23,6 +23,7 @@ from test_diagnose_faults import (
 
 from export.drafts import files_of
 from fledge.core.errors import BadInput
+from fledge.formats.codec import set_path
 from fledge.formats.diagnose import diagnose, write_repaired
 from fledge.formats.import_draft import import_draft
 from fledge.methods.block.checks import in_halves
@@ -85,13 +86,7 @@ def test_a_head_that_fledge_does_not_have_is_not_dropped(place, blocks, tmp_path
 
 
 def _set(path, value):
-    def break_(config, tensors):
-        *outer, last = path.split(".")
-        for name in outer:
-            config = config[name]
-        config[last] = value
-
-    return break_
+    return lambda config, tensors: set_path(config, path, value)
 
 
 def _other_order(config, tensors):
