@@ -6,6 +6,7 @@ import torch
 from typer.testing import CliRunner
 
 from fledge.cli.main import app
+from fledge.core.errors import BadInput
 from fledge.recipe.schema import load_recipe
 from fledge.training.checkpoint import newest_checkpoint
 from train.test_fit import LAMBDA, PEAGLE, assert_resumes_bitwise, differing, final_weights, train
@@ -74,3 +75,30 @@ def test_a_cache_trains_the_same_weights(recipe, tmp_path, options):
     cached = ["target.backend=cache", f"target.cached_target_path={tmp_path / 'cache'}"]
     train(load_recipe(written, [*cached, f"run.output_dir={tmp_path / 'cached'}"]))
     assert differing(final_weights(tmp_path / "live"), final_weights(tmp_path / "cached")) == []
+
+
+FROM_TARGET = ("draft.layers_from_target=true", "layers_from_target: must be false")
+
+
+@pytest.mark.parametrize(
+    ("kind", "override", "complaint"),
+    [
+        ("dflash", "draft.qk_norm=false", "must be true for DFlash"),
+        ("dflash", "objective.weights=dpace", "needs the loss text"),
+        ("dflash", "objective.block_size=1", "greater than or equal to 2"),
+        ("dflash", "target.aux_layer_ids=1,2", "must be five distinct layers"),
+        ("dflash", "training.context=2", "must be 1: DFlash needs each row on one rank"),
+        (
+            "eagle1",
+            "draft.draft_vocab_size=128",
+            "draft_vocab_size: must be null for EAGLE-1",
+        ),
+        ("eagle1", "draft.fc_norm=true", "draft.fc_norm: must be false for EAGLE-1"),
+        ("eagle1", "target.aux_layer_ids=0,1", "target.aux_layer_ids: must be one layer"),
+        *((kind, *FROM_TARGET) for kind in ("eagle1", "dflash", "dspark")),
+    ],
+)
+def test_settings_that_a_method_cannot_have_are_refused(kind, override, complaint):
+    loss = ["objective.loss=kl"] if kind == "dflash" else []
+    with pytest.raises(BadInput, match=complaint):
+        load_recipe(None, [f"objective.kind={kind}", *loss, override])
