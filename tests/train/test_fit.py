@@ -56,8 +56,14 @@ def assert_same_runs(one, other):
     assert comparable(one) == comparable(other)
 
 
+def assert_close_drafts(one, two):
+    expected = load_file(one / "best" / "model.safetensors")
+    actual = load_file(two / "best" / "model.safetensors")
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+
+
 def stop_after(monkeypatch, steps, stop=lambda: os.kill(os.getpid(), signal.SIGTERM)):
-    """Send this process SIGTERM in its `steps`-th training step, so that the run stops after it."""
+    """Do this in the `steps`-th training step; by default, a signal stops the run after it."""
     real, taken = fit_module.train_step, []
 
     def stepping(parts, batch, **more):
@@ -270,13 +276,7 @@ def test_two_commands_cannot_train_the_same_run(recipe, tmp_path):
 
 
 def test_a_run_whose_directory_is_removed_stops_at_its_next_save(recipe, monkeypatch, tmp_path):
-    real = fit_module.train_step
-
-    def removing(*arguments, **options):
-        shutil.rmtree(tmp_path / "run", ignore_errors=True)
-        return real(*arguments, **options)
-
-    monkeypatch.setattr(fit_module, "train_step", removing)
+    stop_after(monkeypatch, 1, lambda: shutil.rmtree(tmp_path / "run"))
     with pytest.raises(BadInput, match="removed meanwhile"):
         train(recipe())
     assert not (tmp_path / "run").exists()
@@ -304,10 +304,7 @@ def test_two_ranks_match_one(recipe, tmp_path, kind):
     train(recipe(*kind, "training.micro_batch=2", run="one"))
     shared = recipe(*kind, "training.micro_batch=1", run="two")
     assert run_ranks(2, run_recipe, shared) == [0, 0]
-    one = load_file(tmp_path / "one" / "best" / "model.safetensors")
-    two = load_file(tmp_path / "two" / "best" / "model.safetensors")
-    for name, tensor in one.items():
-        torch.testing.assert_close(two[name], tensor, rtol=1e-4, atol=1e-5)
+    assert_close_drafts(tmp_path / "one", tmp_path / "two")
     for one_line, two_line in zip(
         comparable(tmp_path / "one"), comparable(tmp_path / "two"), strict=True
     ):
