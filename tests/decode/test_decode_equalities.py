@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from decode.test_speculative import TREE
 from decode.tiny_decode import (
     STOPS,
     backend_of,
@@ -15,14 +16,13 @@ from decode.tiny_decode import (
 )
 from fledge.core.errors import BadInput
 from fledge.decode.speculative import SpeculativeDecoder
-from fledge.decode.strategy import TreeShape, choose, rollouts_of
+from fledge.decode.strategy import choose, rollouts_of
 from fledge.decode.tree import Tree
 from fledge.methods.eagle3.decoding import Chain
 from fledge.methods.peagle.decoding import Parallel
 
 pytestmark = pytest.mark.slow
 
-TREE = TreeShape(depth=4, width=3, nodes=9)
 EAGLE3 = ["random", "trained", "deep", "parallel", "normed", "biased"]
 EAGLE1 = ["eagle1 random", "eagle1 trained", "eagle1 deep"]
 BLOCKS = ["dflash random", "dflash trained", "dflash causal", "dspark", "dspark sure"]

@@ -5,11 +5,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decode.tiny_decode import AUX, STOPS, make_draft, make_target
+from decode.test_speculative import decoder
+from decode.tiny_decode import STOPS, make_draft, make_target
 from fledge.core.head import NO_TOKEN, likeliest
 from fledge.decode.accept import Chooser, Proposal, judge, judge_drawn, pack_picks, walk
-from fledge.decode.speculative import SpeculativeDecoder
-from fledge.decode.strategy import TreeShape
 from fledge.target.finite_check import NotFinite
 
 BAD = [float("nan"), float("inf")]
@@ -69,12 +68,9 @@ def with_nan(model, name):
 @pytest.mark.parametrize("method", [None, "chain", "tree"])
 def test_a_target_that_computes_nan_is_refused(drafts, method, temperature):
     model = with_nan(make_target(), "model.layers.1.self_attn.v_proj.weight")
-    draft = None if method is None else drafts["trained"]
-    decoder = SpeculativeDecoder(
-        model, draft, method=method, tree=TreeShape(3, 2, 6), aux_layer_ids=AUX
-    )
+    speculative = decoder(model, drafts["trained"] if method else None, method=method)
     with pytest.raises(NotFinite, match=r"hold NaN: tensor model\.layers\.1\.self_attn\.v_proj"):
-        decoder.generate([[1, 2], [3]], STOPS, temperature=temperature)
+        speculative.generate([[1, 2], [3]], STOPS, temperature=temperature)
 
 
 @pytest.mark.parametrize("method", [None, "chain", "tree"])
@@ -84,18 +80,15 @@ def test_the_error_names_the_row_and_layer_that_overflowed(drafts, asked, answer
     token = next(t for t in text[2:] if t not in text[:2] and t not in asked[row])
     model = make_target()
     model.model.embed_tokens.weight.data[token] = 1e200
-    draft = None if method is None else drafts["trained"]
-    decoder = SpeculativeDecoder(
-        model, draft, method=method, tree=TreeShape(3, 2, 6), aux_layer_ids=AUX
-    )
+    speculative = decoder(model, drafts["trained"] if method else None, method=method)
     sound = next(i for i, a in enumerate(answers) if token not in (*a[0], *asked[i]))
     position = len(asked[row]) + text.index(token)
     where = f"layer 0, row 1, token {position}"  # or as soon as a draft proposes it
     where = where if method is None else r"(layer 0|what was drafted after it), row 1, token \d+"
     expected = f"not finite in {where}: its numbers overflow even"
     with pytest.raises(NotFinite, match=expected):
-        decoder.generate([asked[sound], asked[row]], STOPS)
-    [alone] = decoder.generate([asked[sound]], STOPS)
+        speculative.generate([asked[sound], asked[row]], STOPS)
+    [alone] = speculative.generate([asked[sound]], STOPS)
     assert alone.token_ids == answers[sound][0]
 
 
@@ -103,11 +96,9 @@ def test_the_error_names_the_row_and_layer_that_overflowed(drafts, asked, answer
 def test_a_draft_that_computes_nan_is_never_accepted_and_does_no_harm(target, asked, answers, kind):
     draft = make_draft(target, layers=1, parallel=kind == "parallel")
     draft.lm_head.weight.data.fill_(float("nan"))
-    decoder = SpeculativeDecoder(
-        target, draft, method=kind, tree=TreeShape(3, 2, 6), aux_layer_ids=AUX
-    )
-    texts = decoder.generate(asked[:12], STOPS)
+    speculative = decoder(target, draft, method=kind)
+    texts = speculative.generate(asked[:12], STOPS)
     assert [text.token_ids for text in texts] == [answer for answer, _ in answers[:12]]
     assert {r.accepted for text in texts for r in text.rounds} == {0}
-    drawn = decoder.generate(asked[:3], STOPS, temperature=0.7)
+    drawn = speculative.generate(asked[:3], STOPS, temperature=0.7)
     assert all(0 <= token < 40 for text in drawn for token in text.token_ids)

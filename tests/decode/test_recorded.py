@@ -4,20 +4,19 @@ import logging
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Gemma3TextConfig
 
 from decode.pretend import PretendPasses
-from decode.tiny_decode import AUX, STOPS, make_draft, plain_greedy, random_prompts
+from decode.test_speculative import decoder as plain_decoder
+from decode.test_speculative import windowed_target
+from decode.tiny_decode import STOPS, make_draft, plain_greedy, random_prompts
 from fledge.decode import recorded, speculative
 from fledge.decode.recorded import Passes, RoundClock, Timing
-from fledge.decode.speculative import SpeculativeDecoder
 from fledge.decode.stops import Stops
 from fledge.decode.strategy import TreeShape
 from fledge.decode.target import CachedTarget
 
 pytestmark = pytest.mark.slow
 
-TREE = TreeShape(depth=4, width=3, nodes=9)
 LONG = Stops(30, frozenset({3}))
 BLOCKS = [("dflash trained", "block"), ("dflash causal", "block"), ("dspark", "markov")]
 METHODS = [("trained", "chain"), ("deep", "chain"), ("deep", "tree"), ("parallel", "parallel")]
@@ -31,8 +30,7 @@ def narrow(monkeypatch):
 
 
 def decoder(target, draft=None, **options):
-    given = {"aux_layer_ids": AUX, "num_draft_tokens": 4, "tree": TREE, **options}
-    made = SpeculativeDecoder(target, draft, **given)
+    made = plain_decoder(target, draft, **options)
     made.passes.caches = lambda: addresses(made)
     return made
 
@@ -121,17 +119,7 @@ def test_sampling_is_not_recorded(narrow, target, drafts, asked):
 
 
 def test_windows_and_mixed_layers_at_fixed_widths(narrow):
-    torch.manual_seed(0)
-    config = Gemma3TextConfig(
-        vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=4,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=4, sliding_window=5,
-        layer_types=["sliding_attention", "full_attention"] * 2,
-    )  # fmt: skip
-    model = AutoModelForCausalLM.from_config(config).eval().double()
-    with torch.no_grad():
-        for weight in model.parameters():
-            if weight.ndim >= 2:
-                weight.mul_(6)
+    model = windowed_target("gemma3")
     draft, prompts, stops = make_draft(model, fit=40), random_prompts(5, seed=3), Stops(16)
     expected = [plain_greedy(model, prompt, stops) for prompt in prompts]
     for method in ("chain", "tree"):

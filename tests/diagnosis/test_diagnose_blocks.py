@@ -23,9 +23,9 @@ from test_diagnose_faults import (
 
 from export.drafts import files_of
 from fledge.core.errors import BadInput
+from fledge.formats.codec import set_path
 from fledge.formats.diagnose import diagnose, write_repaired
 from fledge.formats.import_draft import import_draft
-from fledge.methods.block.checks import in_halves
 
 W1, W2 = (f"markov_head.markov_w{i}.weight" for i in (1, 2))
 
@@ -85,13 +85,7 @@ def test_a_head_that_fledge_does_not_have_is_not_dropped(place, blocks, tmp_path
 
 
 def _set(path, value):
-    def break_(config, tensors):
-        *outer, last = path.split(".")
-        for name in outer:
-            config = config[name]
-        config[last] = value
-
-    return break_
+    return lambda config, tensors: set_path(config, path, value)
 
 
 def _other_order(config, tensors):
@@ -176,7 +170,7 @@ def test_a_key_that_vllm_reads_as_causal_blocks_is_named(place, blocks, tmp_path
 
 
 def _interleaved(config, tensors):
-    """Permute to the layout that rotates neighboring channels: the inverse of `in_halves`."""
+    """Permute to the layout that rotates neighboring channels: the inverse of the repair."""
     channels = config["head_dim"]
     order = torch.cat([torch.arange(0, channels, 2), torch.arange(1, channels, 2)]).argsort()
     for name, tensor in tensors.items():
@@ -228,16 +222,3 @@ def test_a_context_off_by_one_is_named(place, look, tmp_path):
     diagnosis = look(tmp_path / "late")
     assert {finding.check for finding in diagnosis.of("error")} == {"context-shifted"}
     assert diagnosis.repaired is None
-
-
-def test_neighboring_channels_are_moved_to_halves():
-    """After permuting channels, rotating neighbors becomes rotating halves, with equal scores."""
-    torch.manual_seed(0)
-    names = [f"layers.0.self_attn.{letter}_proj.weight" for letter in "qk"]
-    state = {name: torch.randn(16, 6) for name in names}
-    state |= {f"layers.0.self_attn.{letter}_norm.weight": torch.rand(8) for letter in "qk"}
-    permuted = in_halves(state, 8)
-    assert permuted.keys() == state.keys()
-    for name in names:
-        assert torch.equal(permuted[name][:4], state[name][0:8:2])
-        assert torch.equal(permuted[name][12:], state[name][9:16:2])

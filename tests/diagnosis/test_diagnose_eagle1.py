@@ -54,16 +54,6 @@ def test_two_layers_and_a_bias_are_healthy(place, tmp_path):
 # --- broken (more in `test_diagnose_faults`) -----------------------------------------------------
 
 
-def test_an_eagle3_draft_declared_as_eagle1(place, tmp_path):
-    def break_(config, tensors):
-        config.update(architectures=["LlamaForCausalLMEagle"], eagle_version=1)
-
-    broken = broken_copy(place / "eagle3", tmp_path / "broken", break_)
-    diagnosis = diagnose(broken, str(place / "target"), answering=no_decoding)
-    assert errors_and_warnings(diagnosis) == {"algorithm": "error"}
-    assert_same_files(write_repaired(diagnosis, tmp_path / "repaired"), place / "eagle3")
-
-
 def test_a_different_target_is_named(place, eagle1, tmp_path):
     wider = other_target(place, tmp_path / "wider", hidden_size=64, head_dim=16)
     diagnosis = diagnose(eagle1, str(wider), static=True)

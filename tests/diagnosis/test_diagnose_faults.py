@@ -275,6 +275,9 @@ FAULTS = {
         "unexpected", lambda c, t: t.update({"layers.0.mlp.up_proj.scale": torch.ones(1)})
     ),
     "EAGLE-1": Fault("algorithm", eagle_one),
+    "called EAGLE-1": Fault(
+        "algorithm", put(architectures=["LlamaForCausalLMEagle"], eagle_version=1), repaired=True
+    ),
     "no draft at all": Fault(
         "algorithm", lambda c, t: [t.clear(), t.update(weight=torch.ones(2))]
     ),

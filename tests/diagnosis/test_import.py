@@ -13,7 +13,7 @@ from test_diagnose_faults import assert_same_files, broken_copy, no_decoding, pu
 from typer.testing import CliRunner
 
 from export.drafts import files_of, make_eagle1
-from export.export_cases import VLLM_ONLY
+from export.export_cases import VLLM_ONLY, rewrite
 from export.export_cases import make_draft as make_exported
 from export.layouts import EAGLE1_LAYOUTS, LAYOUTS, write_as
 from fledge.cli.main import app
@@ -152,8 +152,7 @@ def test_a_full_vocabulary_needs_no_maps_and_no_head(place, tmp_path):
 )  # fmt: skip
 def test_unsupported_drafts_are_refused(place, tmp_path, change, says):
     foreign = write_as("specforge", place / "eagle3", tmp_path / "foreign", place / "target")
-    path = foreign / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    rewrite(foreign, config=lambda values: values.update(change))
     with pytest.raises(BadInput, match=says):
         import_draft(foreign, tmp_path / "ours", target=str(place / "target"))
     assert not (tmp_path / "ours").exists()
@@ -163,8 +162,7 @@ def test_certain_repairs_are_made_and_named(place, tmp_path):
     """The target's number of layers and kind of model, as AutoModel writes them."""
     copied = {"num_hidden_layers": 8, "model_type": "qwen3"}
     foreign = write_as("automodel", place / "eagle3", tmp_path / "foreign", place / "target")
-    path = foreign / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | copied))
+    rewrite(foreign, config=lambda values: values.update(copied))
     arguments = ["import", str(foreign), "--target", str(place / "target"), "--out"]
     result = CliRunner().invoke(app, [*arguments, str(tmp_path / "one"), "--json"])
     repairs = json.loads(result.stdout)["repairs"]

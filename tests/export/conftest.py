@@ -64,3 +64,8 @@ def exports(drafts, tiny_target, tmp_path_factory):
         )
         for kind, engine in SERVED
     }
+
+
+@pytest.fixture(scope="session")
+def speculators():
+    return pytest.importorskip("speculators", reason="make test-trainers installs it")

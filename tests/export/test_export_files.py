@@ -21,7 +21,7 @@ from export.export_cases import (
 )
 from fledge import export_draft
 from fledge.core.errors import BadInput
-from fledge.formats.codec import in_layer_order
+from fledge.formats.codec import in_layer_order, set_path
 from fledge.formats.export import read_export_record
 from fledge.formats.reread import TargetSide, differing_flags, differing_tensors, reread
 from fledge.formats.self_check import check_files
@@ -340,8 +340,8 @@ def nudge(name):
     return lambda state: state[name].flatten()[0].add_(1)
 
 
-def put(name, value):
-    return lambda values: values.__setitem__(name, value)
+def put(path, value):
+    return lambda values: set_path(values, path, value)
 
 
 def absolute(state):
@@ -383,20 +383,8 @@ BROKEN = [
 ]  # fmt: skip
 
 
-def inside(path, value):
-    """A change of a nested key of config.json, whose detection need not name it."""
-
-    def change(values):
-        *outer, last = path.split(".")
-        for name in outer:
-            values = values[name]
-        values[last] = value
-
-    return change
-
-
 BROKEN += [
-    (kind, engine, "config", inside(path, value), "")
+    (kind, engine, "config", put(path, value), "")  # which key it is need not be named
     for kind, engine, path, value in (
         ("dflash", "vllm", "dflash_config.target_layer_ids", [1, 3]),
         ("dflash", "vllm", "dflash_config.mask_token_id", 4),

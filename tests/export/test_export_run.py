@@ -170,21 +170,14 @@ def test_an_estimate_that_the_files_do_not_reach_is_refused(run, tmp_path):
 
 
 def test_changed_data_is_detected_and_not_compared(run, tmp_path):
-    recipe = (run / "recipe.yaml").read_text()
     make_chats(tmp_path / "other.jsonl", count=50)
-    chats = str(json.loads(json.dumps(recipe))).split("train: [")[1].split("]")[0]
-    (run / "recipe.yaml").write_text(recipe.replace(chats, str(tmp_path / "other.jsonl")))
-    check = read_export_record(export_draft(run, tmp_path / "a", engine="vllm", check=CHECK))[
-        "self_check"
-    ]
-    assert check["same_rows"] is None
-    assert "data has changed" in check["notes"][0]
-    (run / "recipe.yaml").write_text(recipe.replace(chats, str(tmp_path / "gone.jsonl")))
-    check = read_export_record(export_draft(run, tmp_path / "b", engine="vllm", check=CHECK))[
-        "self_check"
-    ]
-    assert check["same_rows"] is None
-    assert "gone.jsonl" in check["notes"][0]
+    for name, note in {"other.jsonl": "data has changed", "gone.jsonl": "gone.jsonl"}.items():
+        recipe = load_recipe(run / "recipe.yaml", [f"data.train={tmp_path / name}"])
+        recipe.write_resolved(run)
+        out = export_draft(run, tmp_path / f"{name}-out", engine="vllm", check=CHECK)
+        check = read_export_record(out)["self_check"]
+        assert check["same_rows"] is None
+        assert note in check["notes"][0]
     assert check["decoded"]["prompts"] == 3  # from the set that ships with fledge
     assert "not compared with its estimate" in check["notes"][1]
 

@@ -212,6 +212,21 @@ def test_run_starts_the_installed_vllm(installed_engine, exports, monkeypatch):
     assert "ask it greedily" in done.stderr
 
 
+@pytest.fixture
+def machine(installed_engine, monkeypatch):
+    """A function that gives this machine a version of vLLM and an accelerator."""
+    root, _ = installed_engine
+
+    def has(version, accelerator):
+        [metadata] = root.glob("*.dist-info/METADATA")
+        metadata.write_text(metadata.read_text().replace("0.32.0", version))
+        monkeypatch.syspath_prepend(root)
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: accelerator)
+        monkeypatch.setenv("PATH", str(root / "vllm_program"), prepend=os.pathsep)
+
+    return has
+
+
 @pytest.mark.parametrize(
     ("kind", "version", "accelerator", "refused"),
     [
@@ -222,15 +237,10 @@ def test_run_starts_the_installed_vllm(installed_engine, exports, monkeypatch):
     ],
 )
 def test_dspark_is_not_started_on_the_cpu_of_this_machine(
-    installed_engine, tiny_target, tmp_path, monkeypatch, kind, version, accelerator, refused
+    machine, tiny_target, tmp_path, monkeypatch, kind, version, accelerator, refused
 ):
     """vLLM would read the target for minutes, then refuse the method."""
-    root, _ = installed_engine
-    [metadata] = root.glob("*.dist-info/METADATA")
-    metadata.write_text(metadata.read_text().replace("0.32.0", version))
-    monkeypatch.syspath_prepend(root)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: accelerator)
-    monkeypatch.setenv("PATH", str(root / "vllm_program"), prepend=os.pathsep)
+    machine(version, accelerator)
     started = []
     monkeypatch.setattr(os, "execv", lambda *command: started.append(command))
     draft, out = make_block(tmp_path / "draft", **BLOCK_KINDS[kind]), tmp_path / "export"
@@ -258,14 +268,10 @@ def test_dspark_is_not_started_on_the_cpu_of_this_machine(
     ],
 )
 def test_rounds_that_vllm_on_a_cpu_changes_are_announced(
-    installed_engine, tmp_path, monkeypatch, layers, version, accelerator, warned
+    machine, tmp_path, layers, version, accelerator, warned
 ):
     """tests/engines/vllm/test_vllm_blocks.py shows it in a real engine."""
-    root, _ = installed_engine
-    [metadata] = root.glob("*.dist-info/METADATA")
-    metadata.write_text(metadata.read_text().replace("0.32.0", version))
-    monkeypatch.syspath_prepend(root)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: accelerator)
+    machine(version, accelerator)
     draft = make_block(tmp_path / "draft", **BLOCK_KINDS["dflash"], num_hidden_layers=layers)
     out = tmp_path / "export"
     export_draft(draft, out, engine="vllm", target="org/model", without_target=True)

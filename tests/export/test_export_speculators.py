@@ -20,11 +20,6 @@ T, DEPTHS = 128, 4  # their extended masks need whole blocks of 128
 
 
 @pytest.fixture(scope="module")
-def speculators():
-    return pytest.importorskip("speculators", reason="make test-trainers installs it")
-
-
-@pytest.fixture(scope="module")
 def made(speculators, tiny_target, tmp_path_factory):
     """kind, engine -> (our draft, its export)."""
     root = tmp_path_factory.mktemp("speculators")

@@ -22,11 +22,6 @@ READ = ["dflash", "dflash, small vocabulary", "dspark", "dspark, small vocabular
 
 
 @pytest.fixture(scope="module")
-def speculators():
-    return pytest.importorskip("speculators", reason="make test-trainers installs it")
-
-
-@pytest.fixture(scope="module")
 def made(speculators, tiny_target, tmp_path_factory):
     """kind -> (our draft, its export)."""
     root = tmp_path_factory.mktemp("speculators-blocks")

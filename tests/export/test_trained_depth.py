@@ -1,7 +1,5 @@
 """A draft's files keep the depth it was trained at, without its run."""
 
-import json
-
 import pytest
 import torch
 
@@ -76,8 +74,7 @@ def test_the_depth_is_read_from_speculators_own_keys(draft, kind, tiny_target, t
 @pytest.mark.parametrize("bad", [0, -1, 2.5, "three", True])
 def test_an_invalid_depth_is_refused(bad, tiny_target, tmp_path):
     draft = make_draft(tmp_path / "draft", tiny_target)
-    path = draft / "config.json"
-    path.write_text(json.dumps(config_of(draft) | {"ttt_steps": bad}))
+    rewrite(draft, config=lambda values: values.update(ttt_steps=bad))
     with pytest.raises(BadInput, match="ttt_steps: must be a positive int"):
         export_draft(draft, tmp_path / "out", engine="vllm", target=str(tiny_target))
     with pytest.raises(BadInput, match="expected a whole number from 1"):

@@ -4,11 +4,10 @@ import json
 from types import SimpleNamespace
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from decode.tiny_decode import AUX, make_draft, make_target
+from export.drafts import make_tokenizer
 from fledge.cli import eval as eval_verb
 from fledge.cli.main import app
 from fledge.core.errors import BadInput
@@ -29,28 +28,14 @@ from fledge.methods.eagle3.draft import LlamaEagle3DraftModel
 from fledge.recipe.schema import load_recipe
 from fledge.target.hf.model import HFEagle3TargetModel
 
-TEMPLATE = (
-    "{% for m in messages %}{{ '<u>' if m['role'] == 'user' else '<a>' }}{{ m['content'] }}"
-    "{{ '<e>' }}{% endfor %}{% if add_generation_prompt %}{{ '<a>' }}{% endif %}"
-)
-
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     """A directory with a target that has a byte-level tokenizer, three drafts, and prompts."""
     root = tmp_path_factory.mktemp("eval")
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    words = ["<pad>", "<e>", "<u>", "<a>", *letters]
-    tokenizer = Tokenizer(models.BPE(vocab={w: i for i, w in enumerate(words)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<e>",
-        additional_special_tokens=["<u>", "<a>"],
-    )  # fmt: skip
-    fast.chat_template = TEMPLATE
-    fast.save_pretrained(root / "target")
-    model = make_target(vocab=len(words), eos_token_id=1, bos_token_id=None)
+    tokenizer = make_tokenizer()
+    tokenizer.save_pretrained(root / "target")
+    model = make_target(vocab=len(tokenizer), eos_token_id=1, bos_token_id=None)
     model.save_pretrained(root / "target")
     make_draft(model, fit=15).save_pretrained(root / "trained")
     make_draft(model, width=20).save_pretrained(root / "random")

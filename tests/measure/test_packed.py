@@ -156,9 +156,3 @@ def test_run_lengths_count_to_the_next_gap(marked):
     for start, length in enumerate(lengths):
         assert all(marked[start : start + length])
         assert start + length == len(marked) or not marked[start + length]
-
-
-def test_counts_add_up():
-    a, b = Acceptance(2, 5, (2, 1), (2, 1), (2, 1)), Acceptance(1, 1, (1, 0), (1, 0), (0, 0))
-    assert a + b == Acceptance(3, 6, (3, 1), (3, 1), (2, 1))
-    assert Acceptance.none(2) + a == a

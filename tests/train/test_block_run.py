@@ -6,7 +6,6 @@ import pytest
 from typer.testing import CliRunner
 
 from fledge.cli.main import app
-from fledge.core.errors import BadInput
 from fledge.methods.registry import load_draft, method_of
 from fledge.recipe.schema import load_recipe
 from fledge.training.drafts import shared_section
@@ -96,21 +95,6 @@ def test_a_dspark_run_can_start_from_a_dflash_run(block, tmp_path):
     assert training.draft.whole
     assert (training.draft.fc.weight == first.fc.weight).all()
     assert fit(training, Notes()).finished
-
-
-@pytest.mark.parametrize(
-    ("override", "complaint"),
-    [
-        ("draft.qk_norm=false", "must be true for DFlash"),
-        ("objective.weights=dpace", "needs the loss text"),
-        ("objective.block_size=1", "greater than or equal to 2"),
-        ("target.aux_layer_ids=1,2", "must be five distinct layers"),
-        ("training.context=2", "must be 1: DFlash needs each row on one rank"),
-    ],
-)
-def test_impossible_recipes_are_refused(override, complaint):
-    with pytest.raises(BadInput, match=complaint):
-        load_recipe(None, ["objective.kind=dflash", "objective.loss=kl", override])
 
 
 @pytest.mark.parametrize(

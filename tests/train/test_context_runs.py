@@ -11,10 +11,10 @@ from fledge.training.fit import fit
 from fledge.training.setup import _parts, make_objective, set_up
 from fledge.training.step import Models, Sums, train_step
 from ranks import run_ranks
+from train.test_fit import PEAGLE
 from train.tiny import Notes
 
 STEPS = 10
-PEAGLE = ("objective.kind=peagle", "objective.num_depths=4", "draft.layers=2")
 MICRO = "training.micro_batch=2"
 
 

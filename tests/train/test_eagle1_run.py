@@ -3,9 +3,7 @@
 import json
 
 import pytest
-from typer.testing import CliRunner
 
-from fledge.cli.main import app
 from fledge.core.errors import BadInput
 from fledge.formats.engines import serve_command
 from fledge.formats.export import export_draft, read_export_record
@@ -13,16 +11,11 @@ from fledge.formats.self_check import CheckOptions
 from fledge.methods.registry import load_draft, method_of
 from fledge.training.fit import fit
 from fledge.training.setup import set_up
+from train.test_block_run import run
 from train.test_fit import differing
 from train.tiny import Notes
 
 pytestmark = pytest.mark.slow
-
-
-def run(*arguments):
-    result = CliRunner().invoke(app, [*map(str, arguments), "--json"])
-    assert result.exit_code == 0, result.output
-    return json.loads(result.stdout)
 
 
 @pytest.fixture
@@ -73,16 +66,3 @@ def test_eagle2_can_start_from_an_eagle1_draft(eagle1, recipe, tmp_path):
     assert differing(before, training.draft.state_dict()) == []
     with pytest.raises(BadInput, match="EAGLE-1"):
         set_up(recipe(start, run="three"))
-
-
-@pytest.mark.parametrize(
-    ("override", "says"),
-    [
-        ("draft.draft_vocab_size=128", "draft.draft_vocab_size: must be null for EAGLE-1"),
-        ("draft.fc_norm=true", "draft.fc_norm: must be false for EAGLE-1"),
-        ("target.aux_layer_ids=0,1", "target.aux_layer_ids: must be one layer"),
-    ],
-)
-def test_unsupported_settings_are_refused(eagle1, override, says):
-    with pytest.raises(BadInput, match=says):
-        eagle1(override)

@@ -6,21 +6,14 @@ import torch
 from typer.testing import CliRunner
 
 from fledge.cli.main import app
+from fledge.core.errors import BadInput
 from fledge.recipe.schema import load_recipe
 from fledge.training.checkpoint import newest_checkpoint
-from fledge.training.fit import fit
-from fledge.training.setup import set_up
-from train.test_fit import LAMBDA, PEAGLE, differing, final_weights, stop_after
-from train.tiny import BLOCKS, Notes
+from train.test_fit import LAMBDA, PEAGLE, assert_resumes_bitwise, differing, final_weights, train
+from train.tiny import BLOCKS
 
 EAGLE1 = ("objective.kind=eagle1", "training.steps=8")
 DPACE = ("objective.weights=dpace", "training.lr=1e-3", "training.steps=4")
-
-
-def trained(recipe, *overrides, run):
-    notes = Notes()
-    outcome = fit(set_up(recipe(*overrides, run=run)), notes)
-    return outcome.finished, notes
 
 
 @pytest.mark.parametrize(
@@ -33,15 +26,9 @@ def trained(recipe, *overrides, run):
 )
 def test_learns_and_resumes_bitwise(recipe, monkeypatch, tmp_path, options, depths):
     """P-EAGLE and block drafts sample: a resumed run must draw the same samples."""
-    finished, notes = trained(recipe, *options, run="whole")
-    assert finished
+    notes = assert_resumes_bitwise(recipe, monkeypatch, tmp_path, *options, after=3)
     assert notes.lines[-1]["loss"] < notes.lines[0]["loss"]
     assert len(notes.evaluations[-1]["evaluation"]["joint"]) == depths
-    with monkeypatch.context() as patch:
-        stop_after(patch, 3)
-        assert not trained(recipe, *options, run="cut")[0]
-    assert trained(recipe, *options, run="cut")[0]
-    assert differing(final_weights(tmp_path / "whole"), final_weights(tmp_path / "cut")) == []
 
 
 @pytest.mark.parametrize(
@@ -57,9 +44,9 @@ def test_learns_and_resumes_bitwise(recipe, monkeypatch, tmp_path, options, dept
 def test_micro_batches_do_not_change_the_run(recipe, tmp_path, options):
     """Noise and blocks depend on the document, not on the batch; mean acceptance and D-PACE's
     weights on the whole step."""
-    trained(recipe, *options, "training.micro_batch=4", run="wide")
+    train(recipe(*options, "training.micro_batch=4", run="wide"))
     cut = ("training.micro_batch=1", "training.accumulate=4")
-    trained(recipe, *options, *cut, run="narrow")
+    train(recipe(*options, *cut, run="narrow"))
     wide, narrow = (
         newest_checkpoint(tmp_path / run)[0].draft_tensors() for run in ("wide", "narrow")
     )
@@ -84,7 +71,34 @@ def test_a_cache_trains_the_same_weights(recipe, tmp_path, options):
     written.write_text(live.to_yaml())
     words = ["precompute", written, "--output-dir", tmp_path / "cache", "--batch-size", "1"]
     assert CliRunner().invoke(app, [*map(str, words)]).exit_code == 0
-    fit(set_up(live), Notes())
+    train(live)
     cached = ["target.backend=cache", f"target.cached_target_path={tmp_path / 'cache'}"]
-    fit(set_up(load_recipe(written, [*cached, f"run.output_dir={tmp_path / 'cached'}"])), Notes())
+    train(load_recipe(written, [*cached, f"run.output_dir={tmp_path / 'cached'}"]))
     assert differing(final_weights(tmp_path / "live"), final_weights(tmp_path / "cached")) == []
+
+
+FROM_TARGET = ("draft.layers_from_target=true", "layers_from_target: must be false")
+
+
+@pytest.mark.parametrize(
+    ("kind", "override", "complaint"),
+    [
+        ("dflash", "draft.qk_norm=false", "must be true for DFlash"),
+        ("dflash", "objective.weights=dpace", "needs the loss text"),
+        ("dflash", "objective.block_size=1", "greater than or equal to 2"),
+        ("dflash", "target.aux_layer_ids=1,2", "must be five distinct layers"),
+        ("dflash", "training.context=2", "must be 1: DFlash needs each row on one rank"),
+        (
+            "eagle1",
+            "draft.draft_vocab_size=128",
+            "draft_vocab_size: must be null for EAGLE-1",
+        ),
+        ("eagle1", "draft.fc_norm=true", "draft.fc_norm: must be false for EAGLE-1"),
+        ("eagle1", "target.aux_layer_ids=0,1", "target.aux_layer_ids: must be one layer"),
+        *((kind, *FROM_TARGET) for kind in ("eagle1", "dflash", "dspark")),
+    ],
+)
+def test_settings_that_a_method_cannot_have_are_refused(kind, override, complaint):
+    loss = ["objective.loss=kl"] if kind == "dflash" else []
+    with pytest.raises(BadInput, match=complaint):
+        load_recipe(None, [f"objective.kind={kind}", *loss, override])

@@ -25,6 +25,7 @@ from fledge.training import setup as building
 from fledge.training.checkpoint import best_step, newest_checkpoint
 from fledge.training.fit import fit
 from fledge.training.setup import set_up
+from ranks import run_ranks
 from train.tiny import Notes
 
 
@@ -50,10 +51,53 @@ def comparable(directory):
     return [{k: v for k, v in line.items() if k not in timed} for line in lines]
 
 
+def assert_same_runs(one, other):
+    assert differing(final_weights(one), final_weights(other)) == []
+    assert comparable(one) == comparable(other)
+
+
+def assert_close_drafts(one, two):
+    expected = load_file(one / "best" / "model.safetensors")
+    actual = load_file(two / "best" / "model.safetensors")
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+
+
+def stop_after(monkeypatch, steps, stop=lambda: os.kill(os.getpid(), signal.SIGTERM)):
+    """Do this in the `steps`-th training step; by default, a signal stops the run after it."""
+    real, taken = fit_module.train_step, []
+
+    def stepping(parts, batch, **more):
+        taken.append(batch.step)
+        if len(taken) == steps:
+            stop()
+        return real(parts, batch, **more)
+
+    monkeypatch.setattr(fit_module, "train_step", stepping)
+
+
+def assert_resumes_bitwise(recipe, monkeypatch, tmp_path, *options, after):
+    """A run that a signal stopped after this many steps ends like one that nothing stopped, whose
+    notes are returned."""
+    whole, resumed = Notes(), Notes()
+    assert train(recipe(*options, run="whole"), whole).finished
+    with monkeypatch.context() as patch:
+        stop_after(patch, after)
+        outcome = train(recipe(*options, run="cut"))
+    assert (outcome.finished, outcome.signal) == (False, signal.SIGTERM)
+    assert train(recipe(*options, run="cut"), resumed).finished
+    assert any("resuming at step" in note for note in resumed.notes)
+    assert_same_runs(tmp_path / "whole", tmp_path / "cut")
+    return whole
+
+
 def test_a_run_learns_and_leaves_a_loadable_draft(recipe, tmp_path):
     notes = Notes()
     outcome = train(recipe("training.epochs=12"), notes)
     assert outcome.finished
+    line = notes.lines[0]
+    figures = {"step", "loss", "lr", "tau", "tokens_per_s", "padding_share", "target_share"}
+    assert figures <= line.keys()
+    assert len(line["prefix_acceptance"]) == len(line["accuracy"]) == 3
     losses = [line["loss"] for line in notes.lines]
     assert losses[-1] < 0.8 * losses[0]
     taus = [e["evaluation"]["tau"] for e in notes.evaluations]
@@ -71,15 +115,6 @@ def test_a_run_learns_and_leaves_a_loadable_draft(recipe, tmp_path):
     assert "ttt_steps: 3" in resolved
 
 
-def test_a_metrics_line_has_every_figure(recipe):
-    notes = Notes()
-    train(recipe(), notes)
-    line = notes.lines[0]
-    for name in ("step", "loss", "lr", "tau", "tokens_per_s", "padding_share", "target_share"):
-        assert name in line
-    assert len(line["prefix_acceptance"]) == len(line["accuracy"]) == 3
-
-
 def test_a_run_reports_its_progress(recipe):
     training, events = set_up(recipe()), []
     training.watch = lambda *event: events.append(event)
@@ -94,34 +129,11 @@ def test_a_run_reports_its_progress(recipe):
     assert ("saving", total, "") in events
 
 
-def stop_after(monkeypatch, steps):
-    """Send this process SIGTERM in its `steps`-th training step, so that the run stops after it."""
-    real, taken = fit_module.train_step, []
-
-    def stepping(parts, batch, **more):
-        taken.append(batch.step)
-        if len(taken) == steps:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return real(parts, batch, **more)
-
-    monkeypatch.setattr(fit_module, "train_step", stepping)
-
-
 @pytest.mark.parametrize("steps", [1, 4, 5])
 def test_a_signal_stops_after_the_step_and_resuming_is_bitwise(
     recipe, monkeypatch, tmp_path, steps
 ):
-    train(recipe(run="whole"))
-    with monkeypatch.context() as patch:
-        stop_after(patch, steps)
-        outcome = train(recipe(run="cut"))
-    assert not outcome.finished
-    assert outcome.signal == signal.SIGTERM
-    notes = Notes()
-    assert train(recipe(run="cut"), notes).finished
-    assert "resuming at step" in notes.notes[0]
-    assert differing(final_weights(tmp_path / "whole"), final_weights(tmp_path / "cut")) == []
-    assert comparable(tmp_path / "whole") == comparable(tmp_path / "cut")
+    assert_resumes_bitwise(recipe, monkeypatch, tmp_path, after=steps)
 
 
 @pytest.mark.parametrize("steps", [3, 9])  # of 7 in an epoch
@@ -136,13 +148,7 @@ def test_a_run_that_keeps_states_resumes_bitwise(recipe, monkeypatch, tmp_path, 
 
     monkeypatch.setattr(HFEagle3TargetModel, "answer", rounding)
     options = ("target.keep_states_gb=1", "training.epochs=3")
-    train(recipe(*options, run="whole"))
-    with monkeypatch.context() as patch:
-        stop_after(patch, steps)
-        assert not train(recipe(*options, run="cut")).finished
-    assert train(recipe(*options, run="cut")).finished
-    assert differing(final_weights(tmp_path / "whole"), final_weights(tmp_path / "cut")) == []
-    assert comparable(tmp_path / "whole") == comparable(tmp_path / "cut")
+    assert_resumes_bitwise(recipe, monkeypatch, tmp_path, *options, after=steps)
 
 
 def _train_quietly(recipe):
@@ -171,14 +177,11 @@ def test_kill_nine_at_ten_random_moments(recipe, tmp_path):
             break
         else:  # finished before it was killed often enough: start over
             assert process.exitcode == 0
-            assert (
-                differing(final_weights(tmp_path / "whole"), final_weights(tmp_path / "cut")) == []
-            )
+            assert_same_runs(tmp_path / "whole", tmp_path / "cut")
             (tmp_path / "cut").rename(tmp_path / f"done{attempt}")
     assert kills >= 10
     assert process.exitcode == 0
-    assert differing(final_weights(tmp_path / "whole"), final_weights(tmp_path / "cut")) == []
-    assert comparable(tmp_path / "whole") == comparable(tmp_path / "cut")
+    assert_same_runs(tmp_path / "whole", tmp_path / "cut")
     assert not [p for p in (tmp_path / "cut").rglob(".*") if p.suffix in (".tmp", ".old")]
 
 
@@ -273,13 +276,7 @@ def test_two_commands_cannot_train_the_same_run(recipe, tmp_path):
 
 
 def test_a_run_whose_directory_is_removed_stops_at_its_next_save(recipe, monkeypatch, tmp_path):
-    real = fit_module.train_step
-
-    def removing(*arguments, **options):
-        shutil.rmtree(tmp_path / "run", ignore_errors=True)
-        return real(*arguments, **options)
-
-    monkeypatch.setattr(fit_module, "train_step", removing)
+    stop_after(monkeypatch, 1, lambda: shutil.rmtree(tmp_path / "run"))
     with pytest.raises(BadInput, match="removed meanwhile"):
         train(recipe())
     assert not (tmp_path / "run").exists()
@@ -301,36 +298,13 @@ PEAGLE = ("objective.kind=peagle", "objective.num_depths=4", "draft.layers=2")
 LAMBDA = ("objective.loss=lk_lambda", "objective.loss.scale=0.9")
 
 
-def _one_rank(rank, size, port, recipe):
-    os.environ |= {
-        "RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank),
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-    }  # fmt: skip
-    torch.set_num_threads(1)
-    assert run_recipe(recipe) == 0
-
-
 @pytest.mark.parametrize("kind", [(), PEAGLE, LAMBDA], ids=["eagle3", "peagle", "lambda"])
 def test_two_ranks_match_one(recipe, tmp_path, kind):
     """gloo on the CPU: the same packs, the same gradients, and the same weights up to rounding."""
-    import socket
-
     train(recipe(*kind, "training.micro_batch=2", run="one"))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    context = multiprocessing.get_context("fork")
     shared = recipe(*kind, "training.micro_batch=1", run="two")
-    ranks = [context.Process(target=_one_rank, args=(r, 2, port, shared)) for r in range(2)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(timeout=120)
-        assert process.exitcode == 0
-    one = load_file(tmp_path / "one" / "best" / "model.safetensors")
-    two = load_file(tmp_path / "two" / "best" / "model.safetensors")
-    for name, tensor in one.items():
-        torch.testing.assert_close(two[name], tensor, rtol=1e-4, atol=1e-5)
+    assert run_ranks(2, run_recipe, shared) == [0, 0]
+    assert_close_drafts(tmp_path / "one", tmp_path / "two")
     for one_line, two_line in zip(
         comparable(tmp_path / "one"), comparable(tmp_path / "two"), strict=True
     ):
@@ -477,13 +451,6 @@ def test_a_warm_start_keeps_the_vocabulary_map(recipe, tmp_path):
     assert notes.evaluations[0]["evaluation"]["tau"] == outcome.state.first["tau"]
 
 
-def test_a_parallel_draft_has_a_placeholder(recipe, tmp_path):
-    train(recipe(*PEAGLE))
-    draft = LlamaEagle3DraftModel.from_pretrained(tmp_path / "run" / "best")
-    assert draft.config.parallel_drafting
-    assert "mask_hidden" in draft.state_dict()
-
-
 def test_a_parallel_draft_can_start_from_an_eagle3_draft(recipe, tmp_path):
     train(recipe("training.epochs=6"))
     start = f"draft.init_from={tmp_path / 'run'}"  # a run stands for its best checkpoint
@@ -491,8 +458,10 @@ def test_a_parallel_draft_can_start_from_an_eagle3_draft(recipe, tmp_path):
     old = LlamaEagle3DraftModel.from_pretrained(tmp_path / "run" / "best")
     assert torch.equal(grown.draft.lm_head.weight, old.lm_head.weight)
     assert torch.equal(grown.draft.selected_token_ids, old.selected_token_ids)
+    assert grown.draft.config.parallel_drafting
     outcome = fit(grown, Notes())
     assert outcome.state.first["tau"] > 1.0  # depth 0 predicts what the old draft did
+    assert "mask_hidden" in load_file(tmp_path / "grown" / "best" / "model.safetensors")
     with pytest.raises(BadInput, match="a draft of P-EAGLE"):
         set_up(recipe(f"draft.init_from={tmp_path / 'grown' / 'best'}", run="back"))
 
@@ -506,9 +475,4 @@ def test_the_random_generator_resumes_where_it_was(recipe, monkeypatch, tmp_path
         return real(parts, batch, **more)
 
     monkeypatch.setattr(fit_module, "train_step", drawing)
-    train(recipe(run="whole"))
-    with monkeypatch.context() as patch:
-        stop_after(patch, 5)
-        train(recipe(run="cut"))
-    assert train(recipe(run="cut")).finished
-    assert differing(final_weights(tmp_path / "whole"), final_weights(tmp_path / "cut")) == []
+    assert_resumes_bitwise(recipe, monkeypatch, tmp_path, after=5)

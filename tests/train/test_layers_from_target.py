@@ -9,7 +9,6 @@ from fledge.core.rows import TokenBatch
 from fledge.methods.eagle3.draft import LlamaEagle3DraftModel, start_as_target
 from fledge.methods.eagle3.objective import Eagle3TrainerModule
 from fledge.methods.shared.derive import derive_draft_config
-from fledge.recipe.schema import load_recipe
 from fledge.rollout.slots import RowMasks
 from fledge.target.hf.model import HFEagle3TargetModel
 from fledge.target.layers import find_layers
@@ -97,10 +96,3 @@ def test_a_recipe_can_request_it(tiny_target, tmp_path):
     last = find_layers(model)[-1]
     assert torch.equal(training.draft.layers[0].mlp.up_proj.weight, last.mlp.up_proj.weight)
     torch.testing.assert_close(training.draft.norm.weight, model.model.norm.weight)
-
-
-@pytest.mark.parametrize("kind", ["eagle1", "dflash", "dspark"])
-def test_other_methods_refuse_it(kind):
-    overrides = [f"objective.kind={kind}", "draft.draft_vocab_size=null"]
-    with pytest.raises(BadInput, match="layers_from_target: must be false"):
-        load_recipe("smollm2_gpu", [*overrides, "draft.layers_from_target=true"])

@@ -12,7 +12,7 @@ from fledge.recipe.schema import load_recipe
 from fledge.training import setup as building
 from fledge.training.checkpoint import newest_checkpoint
 from fledge.training.optimizer import learning_rate
-from train.test_fit import comparable, differing, final_weights, layout, stop_after, train
+from train.test_fit import assert_same_runs, comparable, layout, stop_after, train
 from train.tiny import Notes
 
 pytestmark = pytest.mark.slow
@@ -114,8 +114,7 @@ def test_a_kill_during_the_added_steps_changes_nothing(recipe, monkeypatch, tmp_
         with pytest.raises(KeyboardInterrupt):
             train(recipe(*MORE, *options, run="cut"))
     assert train(recipe(*MORE, *options, run="cut")).finished
-    assert differing(final_weights(tmp_path / "whole"), final_weights(tmp_path / "cut")) == []
-    assert comparable(tmp_path / "whole") == comparable(tmp_path / "cut")
+    assert_same_runs(tmp_path / "whole", tmp_path / "cut")
     assert layout(tmp_path / "whole") == layout(tmp_path / "cut")
     assert run_recipe(recipe(*MORE, *options, run="cut")) == 0  # finished: nothing more is added
     assert newest_checkpoint(tmp_path / "cut")[0].step == 12
@@ -123,17 +122,11 @@ def test_a_kill_during_the_added_steps_changes_nothing(recipe, monkeypatch, tmp_
 
 def die_after(monkeypatch, steps):
     """Interrupt the run after this many steps; to its files that looks like a killed process."""
-    from fledge.training import fit as fit_module
 
-    real, taken = fit_module.train_step, []
+    def interrupt():
+        raise KeyboardInterrupt
 
-    def stepping(parts, batch, **more):
-        taken.append(batch.step)
-        if len(taken) > steps:
-            raise KeyboardInterrupt
-        return real(parts, batch, **more)
-
-    monkeypatch.setattr(fit_module, "train_step", stepping)
+    stop_after(monkeypatch, steps + 1, interrupt)
 
 
 def test_damaged_added_steps_are_repeated(recipe, monkeypatch, tmp_path):
@@ -149,8 +142,7 @@ def test_damaged_added_steps_are_repeated(recipe, monkeypatch, tmp_path):
     assert newest.step == 6
     (newest.path / "model.safetensors").write_bytes(b"")
     assert train(recipe("training.steps=12", run="cut")).finished
-    assert differing(final_weights(tmp_path / "whole"), final_weights(tmp_path / "cut")) == []
-    assert comparable(tmp_path / "whole") == comparable(tmp_path / "cut")
+    assert_same_runs(tmp_path / "whole", tmp_path / "cut")
 
 
 def test_epochs_can_be_extended_and_more_than_once(recipe, tmp_path):

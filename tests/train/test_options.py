@@ -17,7 +17,7 @@ from fledge.training.setup import set_up
 from fledge.training.sharding import whole_tensor
 from fledge.training.step import train_step
 from ranks import run_ranks
-from train.test_fit import comparable, differing, final_weights, stop_after
+from train.test_fit import assert_resumes_bitwise, comparable, differing, final_weights, train
 from train.test_sharding import doubled
 from train.tiny import Notes
 
@@ -114,17 +114,7 @@ def test_muon_trains_the_matrices_of_the_layers_and_adamw_the_rest(recipe):
 
 
 def test_a_run_with_all_options_resumes_bit_for_bit(recipe, monkeypatch, tmp_path):
-    train(recipe(*ALL, run="whole"))
-    with monkeypatch.context() as patch:
-        stop_after(patch, 5)
-        assert not train(recipe(*ALL, run="cut")).finished
-    assert train(recipe(*ALL, run="cut")).finished
-    assert differing(final_weights(tmp_path / "whole"), final_weights(tmp_path / "cut")) == []
-    assert comparable(tmp_path / "whole") == comparable(tmp_path / "cut")
-
-
-def train(recipe, notes=None):
-    return fit(set_up(recipe), notes or Notes())
+    assert_resumes_bitwise(recipe, monkeypatch, tmp_path, *ALL, after=5)
 
 
 # --- the average --------------------------------------------------------------------------------

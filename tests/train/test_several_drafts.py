@@ -27,7 +27,7 @@ from fledge.training.session import Session
 from fledge.training.setup import set_up, set_up_together
 from fledge.training.step import train_step
 from ranks import run_ranks
-from train.test_fit import comparable
+from train.test_fit import comparable, stop_after
 from train.tiny import Notes
 
 SHARED = """
@@ -180,17 +180,10 @@ def test_a_kill_at_any_moment_changes_nothing(drafts, alone, tmp_path, place, co
 
 
 def test_a_signal_stops_all_drafts_after_the_step(drafts, alone, tmp_path, monkeypatch):
-    names, real, taken = ("chain", "small"), fit_module.train_step, []
+    names = ("chain", "small")
     recipes = drafts(tmp_path, names)
-
-    def stepping(parts, batch, **more):
-        taken.append(batch.step)
-        if len(taken) == 4:  # the second draft's second step
-            os.kill(os.getpid(), signal.SIGTERM)
-        return real(parts, batch, **more)
-
     with monkeypatch.context() as patch:
-        patch.setattr(fit_module, "train_step", stepping)
+        stop_after(patch, 4)  # the second draft's second step
         outcomes = train(recipes)
     assert [(run.finished, run.signal) for run in outcomes] == [(False, signal.SIGTERM)] * 2
     assert len({run.state.step for run in outcomes}) == 1

@@ -162,34 +162,23 @@ def test_a_sharded_run_leaves_a_loadable_draft_and_one_share_per_rank(saved_on_f
     assert not any("exp_avg" in name for name in checkpoint.tensors())
 
 
-def spoil_size(tensors, info):
-    tensors[next(iter(tensors))] = torch.zeros(3, 3, dtype=torch.float64)
+SPOILS = {
+    "shape": lambda tensors, info: tensors.update(
+        {next(iter(tensors)): torch.zeros(3, 3, dtype=torch.float64)}
+    ),
+    "dtype": lambda tensors, info: tensors.update({n: t.float() for n, t in tensors.items()}),
+    "tensor missing": lambda tensors, info: tensors.pop(next(iter(tensors))),
+    "negative offsets": lambda tensors, info: [
+        place.update(saved_offsets=[-1] * len(place["saved_offsets"])) for place in info.values()
+    ],
+    "offsets in words": lambda tensors, info: [
+        place.update(saved_offsets="here") for place in info.values()
+    ],
+    "no places": lambda tensors, info: info.clear(),
+}
 
 
-def spoil_dtype(tensors, info):
-    for name in tensors:
-        tensors[name] = tensors[name].float()
-
-
-def drop_one(tensors, info):
-    del tensors[next(iter(tensors))]
-
-
-def negative(tensors, info):
-    for place in info.values():
-        place["saved_offsets"] = [-1 for _ in place["saved_offsets"]]
-
-
-def words(tensors, info):
-    for place in info.values():
-        place["saved_offsets"] = "here"
-
-
-def nowhere(tensors, info):
-    info.clear()
-
-
-@pytest.mark.parametrize("spoil", [spoil_size, spoil_dtype, drop_one, negative, words, nowhere])
+@pytest.mark.parametrize("spoil", SPOILS.values(), ids=SPOILS.keys())
 def test_maliciously_written_shares_are_refused(saved_on_four, tmp_path, spoil):
     """The checksums match, and the shares are still refused, in one line."""
     _, four = saved_on_four

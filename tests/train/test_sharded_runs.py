@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from fledge.cli.train import run_recipe
 from fledge.target.cache.job import CacheOptions
@@ -14,6 +13,7 @@ from fledge.training.fit import fit
 from fledge.training.precompute import recipe_job, recipe_target
 from fledge.training.setup import set_up
 from ranks import run_ranks
+from train.test_fit import assert_close_drafts
 from train.tiny import Notes
 
 pytestmark = pytest.mark.ranks
@@ -32,10 +32,7 @@ def test_two_ranks_that_share_the_target_match_one(recipe, tmp_path, layout):
     cut = f"target.parallel.{kind}={size}"
     shared = recipe(*UNEVEN, "training.micro_batch=1", cut, run="two")
     assert run_ranks(2, run_recipe, shared) == [0, 0]
-    one = load_file(tmp_path / "one" / "best" / "model.safetensors")
-    two = load_file(tmp_path / "two" / "best" / "model.safetensors")
-    for name, tensor in one.items():
-        torch.testing.assert_close(two[name], tensor, rtol=1e-4, atol=1e-5)
+    assert_close_drafts(tmp_path / "one", tmp_path / "two")
 
 
 def _precompute(recipe, directory):

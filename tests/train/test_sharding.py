@@ -9,10 +9,10 @@ from fledge.training.setup import set_up
 from fledge.training.sharding import local_tensor, whole_tensor
 from fledge.training.step import train_step
 from ranks import run_ranks
+from train.test_fit import PEAGLE
 
 pytestmark = pytest.mark.ranks
 
-PEAGLE = ("objective.kind=peagle", "objective.num_depths=4", "draft.layers=2")
 LAMBDA = ("objective.loss=lk_lambda", "objective.loss.scale=0.9", "draft.freeze_embeddings=true")
 BLOCK = ("objective.anchors=1024", "draft.layers=2", "draft.draft_vocab_size=null")
 DFLASH = (
