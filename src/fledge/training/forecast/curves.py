@@ -242,18 +242,19 @@ def known_runs(run: Path, like: Sequence[Path] = ()) -> list[Known]:
     """The finished runs that a run's forecast uses: those of `like`, of which each must be usable,
     else those of the same recipe beside the run."""
     if like:
-        method = Kind.of(_recipe(run)).method
+        method = load_recipe(run / RESOLVED_NAME).objective.kind
         return [_known(other, method) for other in dict.fromkeys(like)]
     known: list[Known] = []
     # Optional: without them, the forecast uses the run's own curve.
     with contextlib.suppress(BadInput, OSError):
-        kind, resolved = Kind.of(_recipe(run)), run.resolve()
-        paths = [path for path in resolved.parent.iterdir() if (path / METRICS_NAME).is_file()]
-        paths.sort(key=lambda path: (path / METRICS_NAME).stat().st_mtime, reverse=True)
-        for path in paths:
+        kind, resolved = Kind.of(load_recipe(run / RESOLVED_NAME)), run.resolve()
+        files = [*resolved.parent.glob(f"*/{METRICS_NAME}")]
+        for file in sorted(files, key=lambda file: file.stat().st_mtime, reverse=True):
+            other = file.parent
             with contextlib.suppress(BadInput, OSError):
-                if path.resolve() != resolved and Kind.of(_recipe(path)) == kind:
-                    known.append(_known(path, kind.method))
+                recipe = load_recipe(other / RESOLVED_NAME)
+                if other.resolve() != resolved and Kind.of(recipe) == kind:
+                    known.append(_known(other, kind.method))
             if len(known) == _MAX_RUNS:
                 break
     return known
@@ -262,9 +263,9 @@ def known_runs(run: Path, like: Sequence[Path] = ()) -> list[Known]:
 def _known(run: Path, method: str) -> Known:
     if not run.is_dir():
         raise BadInput("no such run", where=str(run))
-    kind, curve = Kind.of(_recipe(run)), read_curve(run)
-    if kind.method != method:
-        what = f"a run of another method ('{kind.method}', not '{method}')"
+    curve, own = read_curve(run), load_recipe(run / RESOLVED_NAME).objective.kind
+    if own != method:
+        what = f"a run of another method ('{own}', not '{method}')"
         raise BadInput(what, where=str(run), fix="give --like runs of the same method")
     missing = ""
     if curve.step < curve.course.steps:
@@ -274,9 +275,3 @@ def _known(run: Path, method: str) -> Known:
     if missing:
         raise BadInput(missing, where=str(run), fix="give --like runs that are finished")
     return Known(run.absolute().name, curve)
-
-
-def _recipe(run: Path) -> Recipe:
-    if not (run / RESOLVED_NAME).is_file():
-        raise BadInput(f"not a run of fledge: no {RESOLVED_NAME}", where=str(run))
-    return load_recipe(run / RESOLVED_NAME)
