@@ -21,11 +21,11 @@ from fledge.training.planning.cost import (
     DraftMemory,
     Pace,
     StepMemory,
-    meta_step,
     pace_of,
     sampled_rows,
     target_weights,
 )
+from fledge.training.planning.step_cost import without_memory
 
 if TYPE_CHECKING:
     from fledge.target.state_cache import KeptStates
@@ -102,11 +102,8 @@ class Prediction:
 
 def predict_together(trainings: "Sequence[Training]", begin: float | None = None) -> Prediction:
     """Predict the runs of several drafts, whose target answers once for all of them."""
-    asks = [index == 0 for index in range(len(trainings))]
-    predictions = [
-        predict(training, begin, asks=ask) for training, ask in zip(trainings, asks, strict=True)
-    ]
-    return Prediction.of_all(predictions)
+    first = trainings[0]
+    return Prediction.of_all([predict(each, begin, asks=each is first) for each in trainings])
 
 
 def predict(training: "Training", begin: float | None = None, *, asks: bool = True) -> Prediction:
@@ -133,7 +130,10 @@ def predict(training: "Training", begin: float | None = None, *, asks: bool = Tr
 
 def step_memory(training: "Training") -> StepMemory:
     """The memory of a step of the run, for any number of ranks."""
-    return StepMemory.of(meta_step(training), sampled_rows(training), training.recipe)
+    recipe, on_gpu = training.recipe, training.parts.device.type == "cuda"
+    draft = without_memory(recipe.method, training.draft.config, training.draft)
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    return StepMemory.of(draft, sampled_rows(training), recipe, dtype)
 
 
 def _width(training: "Training") -> int:

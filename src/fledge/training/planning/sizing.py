@@ -9,7 +9,7 @@ ranks and links can carry bounds the speed of all of them together (`Pipeline`).
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -18,22 +18,13 @@ from fledge.methods.shared.draft import DraftModel
 from fledge.models.shapes import SIZES, STORED_BYTES, shape_of
 from fledge.recipe.schema import Recipe
 from fledge.target.kinds import model_name
-from fledge.training.planning.cost import (
-    USABLE,
-    DraftMemory,
-    StepMemory,
-    typical_rows,
-)
+from fledge.training.planning.cost import USABLE, DraftMemory, StepMemory, typical_rows
 from fledge.training.planning.shape_plan import (
     GPUS_OF_A_MACHINE,
     LINK_BYTES,
     TargetShape,
     draft_without_memory,
 )
-from fledge.training.planning.step_cost import MetaStep
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True)
@@ -139,10 +130,7 @@ class Load:
         width = _weight_bytes(recipe, name)
         gpus, worker_bytes = _worker(recipe, target, width, given.gpu)
         target_s, target_scale = _target_s(target, width, gpus, mean_keys, given)
-        steps = [
-            StepMemory.of(MetaStep(r.method, d, r.objective.options()), [rows], r)
-            for r, d in zip(recipes, drafts, strict=True)
-        ]
+        steps = [StepMemory.of(d, [rows], r) for d, r in zip(drafts, recipes, strict=True)]
         step_s, step_scale = _step_s([step.cost.operations / rows.tokens for step in steps], given)
         return cls(
             model=name,
@@ -277,10 +265,6 @@ class Sizing:
         """Hours to train on `samples` samples, each counted as often as it is trained on."""
         return samples * self.given.sample_tokens / self.tokens_s / 3600
 
-    def stored_bytes(self, samples: int) -> int:
-        """The size of a cache of `samples` samples."""
-        return samples * self.given.sample_tokens * self.load.token_bytes
-
     def to_json(self) -> dict[str, Any]:
         load, given, size = self.load, self.given, self.load.token_bytes
         workers, ranks = self.pipeline.workers, self.pipeline.ranks
@@ -317,7 +301,7 @@ class Sizing:
                     "tokens": samples * given.sample_tokens,
                     "hours": self.hours(samples),
                     "cost": self.hours(samples) * self.gpus * given.gpu_hour,
-                    "cache_bytes": self.stored_bytes(samples),
+                    "cache_bytes": samples * given.sample_tokens * size,
                 }
                 for samples in SAMPLES
             ],
