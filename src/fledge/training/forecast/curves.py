@@ -48,7 +48,7 @@ _FIGURES = ListOf(_Figure(), most=4096)  # one per depth
 _EVALUATION = Table(
     optional={
         "acceptance_length": _Figure(), "rounds": Whole(), "tau": _Figure(), "joint": _FIGURES,
-        "conditional": _FIGURES, "prefix_acceptance": _FIGURES,
+        "conditional": _FIGURES,
     },
 )  # fmt: skip
 _LINE = Table(
