@@ -120,15 +120,11 @@ def _check_enough(curve: Curve) -> None:
         missing = "no held-out evaluation after the first step"
     elif curve.step < max(_LEAST_SHARE * curve.course.steps, curve.course.warmup + 1):
         missing = f"step {curve.step:,} of {curve.course.steps:,}: a tenth of the run is needed"
-    elif _last_rate(curve) < _LEAST_RATE:
-        missing = f"a length of {curve.measured[-1][1]:.2f} is where curves still gather speed"
+    elif rate_of(np.array(last := curve.measured[-1][1]), curve.depths) < _LEAST_RATE:
+        missing = f"a length of {last:.2f} is where curves still gather speed"
     if missing:
         fix = "wait, or evaluate more often (evaluation.every_steps)"
         raise BadInput(f"too early for a forecast: {missing}", fix=fix)
-
-
-def _last_rate(curve: Curve) -> float:
-    return float(rate_of(np.array([curve.measured[-1][1]]), curve.depths)[0])
 
 
 def _estimates(
