@@ -143,23 +143,18 @@ def _width(training: "Training") -> int:
 
 def _kept_states(training: "Training") -> int:
     """Bytes of target states kept in the memory of the training device."""
-    limits = _limits_of_states(training)
+    limits, needed = _states(training)
     on_host = limits.host_bytes if training.parts.device.type == "cpu" else 0
-    return min(limits.device_bytes + on_host, _all_states(training))
+    return min(limits.device_bytes + on_host, needed)
 
 
-def _all_states(training: "Training") -> int:
-    """Bytes of the target's states on all training rows."""
-    config = training.draft.config
-    width = 1 if _limits_of_states(training).eight_bits else _width(training)
+def _states(training: "Training") -> "tuple[KeptStates, int]":
+    """(how many of the target's states may be kept, bytes of those on all training rows)."""
+    config, section = training.draft.config, training.recipe.target
+    limits = kind_of(section).kept_states(section)
+    width = 1 if limits.eight_bits else _width(training)
     per_token = (config.num_aux_hidden_states + 1) * config.target_hidden_size * width
-    tokens = int(training.stream.rows.lengths.sum())
-    return tokens * int(per_token)
-
-
-def _limits_of_states(training: "Training") -> "KeptStates":
-    section = training.recipe.target
-    return kind_of(section).kept_states(section)
+    return limits, int(training.stream.rows.lengths.sum()) * int(per_token)
 
 
 def _seconds(training: "Training", pace: Pace, memory: DraftMemory) -> dict[str, float]:
@@ -199,8 +194,8 @@ def times(begun: int, total: int, every: int) -> set[int]:
 
 def _keeps_all(training: "Training") -> bool:
     """Whether the states of all training rows fit into the memory reserved for them."""
-    limits = _limits_of_states(training)
-    return 0 < _all_states(training) <= limits.device_bytes + limits.host_bytes
+    limits, needed = _states(training)
+    return 0 < needed <= limits.device_bytes + limits.host_bytes
 
 
 def peak_memory_bytes(device: torch.device) -> int:

@@ -126,10 +126,9 @@ class Load:
         target, drafts = TargetShape.of(config), [draft_without_memory(r, config) for r in recipes]
         packs, tokens = recipe.training.micro_batch, recipe.packing.tokens
         rows = typical_rows(packs, tokens, document=given.sample_tokens)
-        mean_keys = given.sample_tokens / 2
         width = _weight_bytes(recipe, name)
         gpus, worker_bytes = _worker(recipe, target, width, given.gpu)
-        target_s, target_scale = _target_s(target, width, gpus, mean_keys, given)
+        target_s, target_scale = _target_s(target, width, gpus, given)
         steps = [StepMemory.of(d, [rows], r) for d, r in zip(drafts, recipes, strict=True)]
         step_s, step_scale = _step_s([step.cost.operations / rows.tokens for step in steps], given)
         return cls(
@@ -187,12 +186,12 @@ def _worker(recipe: Recipe, target: TargetShape, width: int, gpu: Gpu) -> tuple[
 
 
 def _target_s(
-    target: TargetShape, width: int, gpus: int, mean_keys: float, given: Given
+    target: TargetShape, width: int, gpus: int, given: Given
 ) -> tuple[float, float | None]:
     """Seconds per token of a worker, and its operations relative to the 8B target."""
     if given.target_tokens_s:
         return 1 / given.target_tokens_s, None
-    text, operations = target.config, target.operations(mean_keys)
+    text, operations = target.config, target.operations(given.sample_tokens / 2)
     seconds = seconds_for(operations, TARGETS) / given.gpu.speed / gpus
     seconds *= FP8 if width == 1 else 1.0
     if gpus > 1:  # two all-reduces per layer, which do not overlap with computation
