@@ -183,22 +183,22 @@ def test_gathered_figures(run, tmp_path):
     assert data["target"].endswith("target")
     assert data["machine"]["cpu_cores"] >= 1
     held_out = data["held_out"]
-    assert held_out["replayed"]
     assert held_out["step"][0] == 0
     assert held_out["length"][held_out["best"]] == max(held_out["length"][1:])
     assert len(held_out["joint"]) == 3
-    # long runs are thinned but keep both ends; runs older than replay show what they have
+    # long runs are thinned but keep both ends
     lines = [{"step": i + 1, "loss": 1.0, "prefix_acceptance": [0.5]} for i in range(5000)]
-    lines += [{"step": s, "evaluation": {"tau": 1.0 + s, "prefix_acceptance": [s]}} for s in (0, 1)]
+    lines += [
+        {"step": s, "evaluation": {"acceptance_length": 1.0 + s, "joint": [s]}} for s in (0, 1)
+    ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    old = gather(tmp_path)
-    steps = old["training"]["step"]
+    long = gather(tmp_path)
+    steps = long["training"]["step"]
     assert (len(steps), steps[0], steps[-1]) == (MOST_POINTS, 1, 5000)
     assert steps == sorted(set(steps))
-    assert old["held_out"] == {
-        "replayed": False, "step": [0, 1], "length": [1.0, 2.0], "joint": [[0, 1]], "best": 1,
-    }  # fmt: skip
-    assert old["evaluation"] is old["machine"] is None
+    evaluated = {"step": [0, 1], "length": [1.0, 2.0], "joint": [[0, 1]], "best": 1}
+    assert long["held_out"] == evaluated
+    assert long["evaluation"] is long["machine"] is None
 
 
 @pytest.mark.parametrize(

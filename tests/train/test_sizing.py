@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from transformers import LlamaConfig
 
 from fledge.bench.train_step import DRAFT_VOCAB, SHAPE_FIELDS, SHAPES
 from fledge.cli.console import out
@@ -15,11 +16,18 @@ from fledge.training.planning import sizing
 from fledge.training.planning.cost import StepMemory, typical_rows
 from fledge.training.planning.shape_plan import TargetShape, draft_without_memory
 from fledge.training.planning.sizing import Given, Load, Pipeline, gpu_of, seconds_for, size_cluster
-from fledge.training.planning.step_cost import MetaStep
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "benchmarks" / "results" / "data"
 RECIPE = "llama31_8b_8gpu"
+
+
+def benched(shape, *overrides):
+    """(the target's config, the recipe, its draft) of one of the benchmark's shapes."""
+    fields = dict(zip(SHAPE_FIELDS, SHAPES[shape], strict=True))
+    config = LlamaConfig(**fields, max_position_embeddings=65_536, tie_word_embeddings=False)
+    recipe = load_recipe(RECIPE, [f"draft.draft_vocab_size={DRAFT_VOCAB[shape]}", *overrides])
+    return config, recipe, draft_without_memory(recipe, config)
 
 
 def measured(name):
@@ -34,20 +42,14 @@ def measured(name):
 )
 def test_measured_shapes_give_their_measured_times(shape, at, tokens, seen):
     """Operations are those of the benchmark's shapes, and seconds those of its results."""
-    from transformers import LlamaConfig
-
     target_s, whole_s = 0.015, 0.089  # the 135M step, with the digits its results page gives
     if shape != "135m":
         target_s, whole_s = measured(f"EAGLE-3\n{shape.upper()}")
-    fields = dict(zip(SHAPE_FIELDS, SHAPES[shape], strict=True))
-    config = LlamaConfig(**fields, max_position_embeddings=65_536, tie_word_embeddings=False)
-    recipe = load_recipe(RECIPE, [f"draft.draft_vocab_size={DRAFT_VOCAB[shape]}"])
-    draft = draft_without_memory(recipe, config)
+    config, recipe, draft = benched(shape)
     attended = 4 * config.num_attention_heads * config.head_dim * seen * config.num_hidden_layers
     operations = 2 * TargetShape.of(config).active + attended
     rows = typical_rows(1, tokens, document=2 * seen, supervised=0.6)
-    step = MetaStep(recipe.method, draft, recipe.objective.options())
-    step_operations = step.training(rows).operations / tokens
+    step_operations = StepMemory.of(draft, [rows], recipe).cost.operations / tokens
     assert sizing.TARGETS[at].operations == pytest.approx(operations, rel=1e-3)
     assert sizing.STEPS[at].operations == pytest.approx(step_operations, rel=1e-3)
     assert seconds_for(operations, sizing.TARGETS) == pytest.approx(target_s / tokens, rel=1e-3)
@@ -68,17 +70,11 @@ def test_measured_shapes_give_their_measured_times(shape, at, tokens, seen):
 def test_predicted_memory_is_close_to_what_steps_took_on_a_gpu(name, shape, packs, tokens, options):
     """Within 15 % of the benchmark's peak beyond weights and moments. The gradients of P-EAGLE's
     layers, which run once, appear only when their activations are gone."""
-    from transformers import LlamaConfig
-
     cases = json.loads((DATA / "train_step.json").read_text())["cases"]
     [above] = [case["above_gib"] for case in cases if case["name"] == name]
-    fields = dict(zip(SHAPE_FIELDS, SHAPES[shape], strict=True))
-    config = LlamaConfig(**fields, max_position_embeddings=65_536, tie_word_embeddings=False)
-    recipe = load_recipe(RECIPE, [f"draft.draft_vocab_size={DRAFT_VOCAB[shape]}", *options])
-    draft = draft_without_memory(recipe, config)
+    _, recipe, draft = benched(shape, *options)
     rows = typical_rows(packs, tokens, document=tokens, supervised=0.6)
-    step = MetaStep(recipe.method, draft, recipe.objective.options())
-    predicted = StepMemory.of(step, [rows], recipe).bytes()
+    predicted = StepMemory.of(draft, [rows], recipe).bytes()
     if recipe.method.name == "eagle3":
         predicted += 4 * sum(p.numel() for p in draft.parameters() if p.requires_grad)
     assert predicted / 2**30 == pytest.approx(above, rel=0.15)

@@ -12,7 +12,7 @@ from fledge.core.terminal import marked
 
 if TYPE_CHECKING:
     from fledge.training.forecast.curves import Curve
-    from fledge.training.forecast.forecast import Estimate, Forecast
+    from fledge.training.forecast.forecast import Forecast
 
 EXAMPLE = "Example: fledge forecast runs/my_draft"
 _WIDTH, _HEIGHT = 60, 12  # of the plot, in characters
@@ -84,12 +84,9 @@ def _table(ahead: "Forecast") -> Any:
     if not ahead.finished:
         rows = {"at the end": ahead.end, **rows}
     for name, estimate in rows.items():
-        table.add_row(name, marked("[bold]{:.2f}[/]", estimate.length), _between(estimate))
+        between = f"{estimate.low:.2f} to {estimate.high:.2f}"
+        table.add_row(name, marked("[bold]{:.2f}[/]", estimate.length), between)
     return table
-
-
-def _between(estimate: "Estimate") -> str:
-    return f"{estimate.low:.2f} to {estimate.high:.2f}"
 
 
 def advice(ahead: "Forecast") -> str:

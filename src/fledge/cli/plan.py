@@ -97,7 +97,7 @@ def plan(
         return
     out.print(f"{title}, {counted(predicted.tokens, 'token')}")
     out.print(predicted.table())
-    pack = f"a pack of {step.tokens:,} tokens in {gpu_gib:g} GiB"
+    pack = f"a pack of {step.rows.tokens:,} tokens in {gpu_gib:g} GiB"
     out.print(
         f"{pack}: fits no number of ranks beside target and draft; see target.parallel"
         if needed is None

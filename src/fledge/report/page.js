@@ -74,10 +74,8 @@ function whyTwoLengths() {
   if (!first || held.best == null) return null;
   const [asked, kept] = [first.acceptance_length.toFixed(2), held.length[held.best].toFixed(2)];
   if (asked === kept) return null;
-  const how = held.replayed ? "by rounds along the rows that training held out, whose texts resemble those it learned from"
-    : "from every position of the rows that training held out, not by rounds";
   return `Why ${asked} and ${kept}? ${asked} counts tokens by rounds through the target's own answers to ${data.evaluation.answers} new prompts; `
-    + `${kept} counts them ${how}.`;
+    + `${kept} counts them by rounds along the rows that training held out, whose texts resemble those it learned from.`;
 }
 
 // --- where it does not pay ----------------------------------------------------------------------
@@ -282,10 +280,9 @@ function heldOut() {
   const held = data.held_out;
   if (!held.step.length) return;
   const mark = held.best == null ? null : { x: held.step[held.best], text: "best" };
-  const how = held.replayed ? "tokens per round, replayed over the held-out rows" : "1 + the sum of the joint rates";
   section("Held-out acceptance over time", "Measured during training on rows it never sees; the best step is the checkpoint that is kept.",
     make("div", { class: "grid two" },
-      panel("Acceptance length", how, lineChart(held.step, [{ name: "length", y: held.length, colour: COLOURS[0] }],
+      panel("Acceptance length", "tokens per round, replayed over the held-out rows", lineChart(held.step, [{ name: "length", y: held.length, colour: COLOURS[0] }],
         { zero: false, from: 1.2, mark, format: fixed(2) })),
       panel("By depth", "share of rounds in which this token and all before it were accepted",
         lineChart(held.step, byDepth(held.joint), { format: percents(0), mark }))));
@@ -299,7 +296,7 @@ function ahead() {
   const rows = [["measured last", f.measured.toFixed(2)], ["twice the data", between(f.twice_data)], ["twice the time", between(f.twice_time)]];
   if (!f.finished) rows.splice(1, 0, [`at step ${f.steps.toLocaleString("en")}`, between(f.end)]);
   const limits = f.limits.map((one) => [one.name, `+${one.gain.toFixed(1)} %: ${one.says}`]);
-  section("Forecast", `Forecast from the run's own curve${f.by_whom && " and " + f.by_whom}, in tokens per round on its held-out rows; the interval should hold eight runs in ten.`,
+  section("Forecast", `Forecast ${f.by_whom || "from the run's own curve"}, in tokens per round on its held-out rows; the interval should hold eight runs in ten.`,
     make("div", { class: "grid two", id: "forecast" },
       f.finished ? null : panel("Acceptance length", "measured, forecast, and its interval", aheadChart(f)),
       panel("How far it can go", stopping(f), table(rows)),

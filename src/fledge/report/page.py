@@ -96,17 +96,14 @@ def _curves(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _held_out(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Evaluations over steps. Runs older than replay have every-slot figures only."""
+    """Evaluations over steps."""
     evaluations = [line["evaluation"] for line in lines]
-    replayed = all("acceptance_length" in evaluation for evaluation in evaluations)
-    length, joint = ("acceptance_length", "joint") if replayed else ("tau", "prefix_acceptance")
-    rates = [evaluation.get(joint, []) for evaluation in evaluations]
+    rates = [evaluation.get("joint", []) for evaluation in evaluations]
     depths = max(map(len, rates), default=0)
-    lengths = [evaluation.get(length, 0.0) for evaluation in evaluations]
+    lengths = [evaluation.get("acceptance_length", 0.0) for evaluation in evaluations]
     steps = [line["step"] for line in lines]
     best = max(range(len(steps)), key=lambda i: (steps[i] > 0, lengths[i]), default=None)
     return {
-        "replayed": replayed,
         "step": steps,
         "length": lengths,
         "joint": _by_depth(rates, depths),

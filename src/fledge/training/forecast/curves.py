@@ -25,8 +25,6 @@ from fledge.training.optimizer import learning_rate
 METRICS_NAME = "metrics.jsonl"
 CURVES = ("loss", "lr", "grad_norm", "tokens_per_s", "target_share", "tau")
 Floats = NDArray[np.float64]
-_SCHEDULE_FROM = "schedule_from"  # key in a checkpoint's state: see `lengthening.py`
-_LENGTH = Table(optional={STEPS: Whole(1, 10**12), _SCHEDULE_FROM: Whole(0, 10**12)})
 _GRID = 2048  # number of points over which a schedule is summed
 _MOST_BYTES = 1 << 28
 _MAX_RUNS = 12  # the newest ones beside a run
@@ -48,7 +46,7 @@ _FIGURES = ListOf(_Figure(), most=4096)  # one per depth
 _EVALUATION = Table(
     optional={
         "acceptance_length": _Figure(), "rounds": Whole(), "tau": _Figure(), "joint": _FIGURES,
-        "conditional": _FIGURES, "prefix_acceptance": _FIGURES,
+        "conditional": _FIGURES,
     },
 )  # fmt: skip
 _LINE = Table(
@@ -167,7 +165,7 @@ def read_curve(run: Path, *, steps: int = 0) -> Curve:
     if not steps:
         what = "no checkpoint says how many steps the run will have"
         raise BadInput(what, where=str(run), fix="wait for the next one, or give --steps")
-    begun_at = state.get(_SCHEDULE_FROM, 0)
+    begun_at = state.get("schedule_from", 0)
     return curve_of(recipe, steps, logged, measured, begun_at=begun_at if begun_at < steps else 0)
 
 
@@ -180,8 +178,9 @@ def curve_of(
     begun_at: int = 0,
 ) -> Curve:
     """The curve from lines of metrics."""
-    planned = None if recipe.training.steps else steps / recipe.training.epochs
-    epoch_steps = planned or _first_pass(logged)
+    epoch_steps = steps / recipe.training.epochs
+    if recipe.training.steps:  # then a pass ends where the second one begins
+        epoch_steps = next((line["step"] for line in logged if line.get("epoch")), math.inf)
     evaluations = [(line["step"], line["evaluation"]) for line in measured if line["step"]]
     depths = max((len(line["evaluation"].get("joint", [])) for line in measured), default=0)
     return Curve(
@@ -197,17 +196,10 @@ def curve_of(
     )
 
 
-def _first_pass(logged: Sequence[dict[str, Any]]) -> float:
-    """Steps per pass over the data, judged by where the second pass begins."""
-    return next((line["step"] for line in logged if line.get("epoch")), math.inf)
-
-
 def _newest_state(run: Path) -> dict[str, Any]:
     for path in sorted((run / "checkpoints").glob("step-*"), reverse=True):
         with contextlib.suppress(BadInput):
-            state = read_state(path)
-            check(state, _LENGTH, where=str(path), what="the checkpoint's state")
-            return state
+            return read_state(path)
     return {}
 
 
@@ -242,18 +234,19 @@ def known_runs(run: Path, like: Sequence[Path] = ()) -> list[Known]:
     """The finished runs that a run's forecast uses: those of `like`, of which each must be usable,
     else those of the same recipe beside the run."""
     if like:
-        method = Kind.of(_recipe(run)).method
+        method = load_recipe(run / RESOLVED_NAME).objective.kind
         return [_known(other, method) for other in dict.fromkeys(like)]
     known: list[Known] = []
     # Optional: without them, the forecast uses the run's own curve.
     with contextlib.suppress(BadInput, OSError):
-        kind, resolved = Kind.of(_recipe(run)), run.resolve()
-        paths = [path for path in resolved.parent.iterdir() if (path / METRICS_NAME).is_file()]
-        paths.sort(key=lambda path: (path / METRICS_NAME).stat().st_mtime, reverse=True)
-        for path in paths:
+        kind, resolved = Kind.of(load_recipe(run / RESOLVED_NAME)), run.resolve()
+        files = [*resolved.parent.glob(f"*/{METRICS_NAME}")]
+        for file in sorted(files, key=lambda file: file.stat().st_mtime, reverse=True):
+            other = file.parent
             with contextlib.suppress(BadInput, OSError):
-                if path.resolve() != resolved and Kind.of(_recipe(path)) == kind:
-                    known.append(_known(path, kind.method))
+                recipe = load_recipe(other / RESOLVED_NAME)
+                if other.resolve() != resolved and Kind.of(recipe) == kind:
+                    known.append(_known(other, kind.method))
             if len(known) == _MAX_RUNS:
                 break
     return known
@@ -262,9 +255,9 @@ def known_runs(run: Path, like: Sequence[Path] = ()) -> list[Known]:
 def _known(run: Path, method: str) -> Known:
     if not run.is_dir():
         raise BadInput("no such run", where=str(run))
-    kind, curve = Kind.of(_recipe(run)), read_curve(run)
-    if kind.method != method:
-        what = f"a run of another method ('{kind.method}', not '{method}')"
+    curve, own = read_curve(run), load_recipe(run / RESOLVED_NAME).objective.kind
+    if own != method:
+        what = f"a run of another method ('{own}', not '{method}')"
         raise BadInput(what, where=str(run), fix="give --like runs of the same method")
     missing = ""
     if curve.step < curve.course.steps:
@@ -274,9 +267,3 @@ def _known(run: Path, method: str) -> Known:
     if missing:
         raise BadInput(missing, where=str(run), fix="give --like runs that are finished")
     return Known(run.absolute().name, curve)
-
-
-def _recipe(run: Path) -> Recipe:
-    if not (run / RESOLVED_NAME).is_file():
-        raise BadInput(f"not a run of fledge: no {RESOLVED_NAME}", where=str(run))
-    return load_recipe(run / RESOLVED_NAME)

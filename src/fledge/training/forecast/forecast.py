@@ -120,15 +120,11 @@ def _check_enough(curve: Curve) -> None:
         missing = "no held-out evaluation after the first step"
     elif curve.step < max(_LEAST_SHARE * curve.course.steps, curve.course.warmup + 1):
         missing = f"step {curve.step:,} of {curve.course.steps:,}: a tenth of the run is needed"
-    elif _last_rate(curve) < _LEAST_RATE:
-        missing = f"a length of {curve.measured[-1][1]:.2f} is where curves still gather speed"
+    elif rate_of(np.array(last := curve.measured[-1][1]), curve.depths) < _LEAST_RATE:
+        missing = f"a length of {last:.2f} is where curves still gather speed"
     if missing:
         fix = "wait, or evaluate more often (evaluation.every_steps)"
         raise BadInput(f"too early for a forecast: {missing}", fix=fix)
-
-
-def _last_rate(curve: Curve) -> float:
-    return float(rate_of(np.array([curve.measured[-1][1]]), curve.depths)[0])
 
 
 def _estimates(
@@ -196,28 +192,23 @@ def bent(ahead: Floats) -> Floats:
     return discounted
 
 
-def held_out(curve: Curve) -> tuple[Floats, Floats, Floats]:
-    """(steps, log-odds, variance) of a run's evaluations."""
+def summed_rates(course: Course, steps: Any) -> tuple[Floats, Floats]:
+    """(ln S, A) at these steps of a course: see `Fit`."""
+    at, rates = course.rates()
+    passes = np.maximum(0.0, at / course.epoch_steps - 1)
+    effective = rates * np.exp(-passes / REPEATS)
+    areas = (effective[1:] + effective[:-1]) / 2 * np.diff(at)
+    summed = np.interp(steps, at, np.concatenate([[0.0], areas.cumsum()]))
+    annealed = np.interp(steps, at, np.maximum.accumulate(rates) - rates)
+    return np.log(np.maximum(summed, 1e-3)), annealed
+
+
+def held_out(curve: Curve) -> tuple[Floats, Floats, Floats, Floats]:
+    """(ln S, A, log-odds, variance) of a run's evaluations."""
     steps, lengths, rounds = np.array(curve.measured, float).T
     rate = rate_of(lengths, curve.depths)
     # The variance of a geometric length over n rounds, in log-odds: 1 / (c n)
-    return steps, log_odds(rate), NOISE**2 + 1 / (rate * rounds)
-
-
-class Times:
-    """Computes ln S and A at the steps of a course."""
-
-    def __init__(self, course: Course) -> None:
-        self._steps, rates = course.rates()
-        passes = np.maximum(0.0, self._steps / course.epoch_steps - 1)
-        effective = rates * np.exp(-passes / REPEATS)
-        areas = (effective[1:] + effective[:-1]) / 2 * np.diff(self._steps)
-        self._sums = np.concatenate([[0.0], areas.cumsum()])
-        self._annealed = np.maximum.accumulate(rates) - rates
-
-    def __call__(self, steps: Any) -> tuple[Floats, Floats]:
-        summed = np.interp(steps, self._steps, self._sums)
-        return np.log(np.maximum(summed, 1e-3)), np.interp(steps, self._steps, self._annealed)
+    return *summed_rates(curve.course, steps), log_odds(rate), NOISE**2 + 1 / (rate * rounds)
 
 
 class Fit:
@@ -241,10 +232,8 @@ class Fit:
     """
 
     def __init__(self, curve: Curve) -> None:
-        times = Times(curve.course)
-        self.now = float(times([curve.step])[0][0])
-        steps, odds, variance = held_out(curve)
-        at, annealed = times(steps)
+        self.now = float(summed_rates(curve.course, curve.step)[0])
+        at, annealed, odds, variance = held_out(curve)
         rows = np.stack([np.ones_like(at), at - self.now, annealed], 1)
         mean, spread = np.array(_PRIORS).T
         weighted = rows * (self.nearness(at) / variance)[:, None]
@@ -258,14 +247,13 @@ class Fit:
         return nearness
 
     def rise(self, times: Floats) -> Floats:
-        """Change of the log-odds from now to each ln S: linear before now, bent after it."""
-        ahead = times - self.now
-        change: Floats = self._values[1] * np.where(ahead > 0, bent(ahead), ahead)
+        """Change of the log-odds from now to each later ln S, without annealing."""
+        change: Floats = self._values[1] * bent(times - self.now)
         return change
 
     def odds(self, course: Course, steps: Any) -> tuple[Floats, Floats]:
         """(log-odds, variance) at these steps of a course, the run's own or a longer one."""
-        times, annealed = Times(course)(steps)
+        times, annealed = summed_rates(course, steps)
         gain = bent(times - self.now)
         features = np.stack([np.ones_like(gain), gain, annealed], 1)
         spread = np.einsum("ni,ij,nj->n", features, self._covariance, features)
@@ -280,11 +268,12 @@ class Followed:
     def __init__(self, curve: Curve, known: Sequence[Known], fit: Fit) -> None:
         self._fit, self.names = fit, list[str]()
         self._curves: list[tuple[Floats, Floats]] = []  # (ln S, log-odds)
-        times, odds, variance = _unannealed(curve)
+        times, annealed, odds, variance = held_out(curve)
         for run in known:
-            known_times, known_odds, _ = _unannealed(run.curve)
+            known_times, known_annealed, known_odds, _ = held_out(run.curve)
             if known_times[-1] > fit.now:
-                apart = odds - np.interp(times, known_times, known_odds)
+                known_odds = known_odds - ANNEAL[0] * known_annealed
+                apart = odds - ANNEAL[0] * annealed - np.interp(times, known_times, known_odds)
                 offset = np.average(apart, weights=fit.nearness(times) / variance)
                 self._curves.append((known_times, known_odds + offset))
                 self.names.append(run.name)
@@ -292,7 +281,7 @@ class Followed:
     def odds(self, course: Course, steps: Any) -> tuple[Floats, Floats]:
         """(log-odds, variance) at these steps of a course; the evaluation that a forecast is
         compared with is a measurement, too."""
-        times, annealed = Times(course)(steps)
+        times, annealed = summed_rates(course, steps)
         now, rise = np.array([self._fit.now]), self._fit.rise
         middles, spreads = [], []
         for known_times, known_odds in self._curves:
@@ -304,10 +293,3 @@ class Followed:
         middle = np.mean(middles, axis=0)
         variance = np.mean(spreads, axis=0) + np.var(middles, axis=0) + 2 * NOISE**2
         return middle + ANNEAL[0] * annealed, variance
-
-
-def _unannealed(curve: Curve) -> tuple[Floats, Floats, Floats]:
-    """(ln S, log-odds less annealing, variance) of a run's evaluations."""
-    steps, odds, variance = held_out(curve)
-    times, annealed = Times(curve.course)(steps)
-    return times, odds - ANNEAL[0] * annealed, variance

@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from fledge.core.errors import BadInput
-from fledge.core.reading import ListOf, Table, read_json
+from fledge.core.reading import ListOf, MapOf, Number, Table, Whole, read_json
 from fledge.data.vocab import DraftVocabulary
 from fledge.training.drafts import VOCABULARY_NAME
 from fledge.training.forecast.curves import read_metrics
@@ -20,7 +19,11 @@ from fledge.training.forecast.forecast import Forecast, length_of, rate_of
 
 _MIN_GAIN = 0.5  # percent; smaller limits are not reported
 _RECENT = 10  # number of training windows that are averaged
-_EVALUATION = Table({"drafts": ListOf(Table(), most=4096)})
+_PARTS = MapOf(Table({"rounds": Whole(), "acceptance_length": Number(0)}))
+_DRAFT = Table(
+    optional={"acceptance_length": Number(0), "by_category": _PARTS, "by_context": _PARTS}
+)
+_EVALUATION = Table({"drafts": ListOf(_DRAFT, most=4096)})
 _MOST_BYTES = 1 << 28
 
 
@@ -130,35 +133,27 @@ def _kinds(evaluation: Path) -> list[Limit]:
     figures = read_json(
         evaluation, _EVALUATION, what="the file of figures", max_bytes=_MOST_BYTES, finite=False
     )
-    limits = []
-    for draft in figures["drafts"][:1]:
-        whole = draft.get("acceptance_length")
-        for name, key, fix in (
-            ("kind of prompt", "by_category", "more rows of that kind"),
-            ("context", "by_context", "longer rows (data.max_length)"),
-        ):
-            parts = draft.get(key)
-            if (
-                isinstance(whole, float)
-                and whole >= 1
-                and isinstance(parts, dict)
-                and len(parts) > 1
-            ):
-                limits.append(_worst(name, parts, whole, fix))
-    return [limit for limit in limits if limit is not None]
+    if not figures["drafts"]:
+        return []
+    draft = figures["drafts"][0]
+    whole, kinds = draft.get("acceptance_length", 0.0), draft.get("by_category", {})
+    contexts, longer = draft.get("by_context", {}), "longer rows (data.max_length)"
+    return [
+        *_worst("kind of prompt", kinds, whole, "more rows of that kind"),
+        *_worst("context", contexts, whole, longer),
+    ]
 
 
-def _worst(name: str, parts: dict[str, Any], whole: float, fix: str) -> Limit | None:
+def _worst(name: str, parts: dict[str, Any], whole: float, fix: str) -> list[Limit]:
     """The overall gain if the rounds of the worst part were as long as the average."""
-    try:
-        sizes = {part: int(figures["rounds"]) for part, figures in parts.items()}
-        lengths = {part: float(figures["acceptance_length"]) for part, figures in parts.items()}
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise BadInput(f"no figures of rounds ({error})", where="the evaluation") from None
-    total, worst = sum(sizes.values()), min(lengths, key=lambda part: lengths[part])
-    if total <= 0 or not 1 <= lengths[worst] <= whole:
-        return None
+    total = sum(figures["rounds"] for figures in parts.values())
+    if len(parts) < 2 or not total:
+        return []
+    worst = min(parts, key=lambda part: parts[part]["acceptance_length"])
+    length = parts[worst]["acceptance_length"]
+    if not 1 <= length <= whole:
+        return []
     # The same tokens would then take fewer rounds.
-    rounds = total - sizes[worst] * (1 - lengths[worst] / whole)
-    says = f"{lengths[worst]:.2f} on '{worst}', {whole:.2f} on all: {fix}"
-    return Limit(name, _percent(total, rounds), says)
+    rounds = total - parts[worst]["rounds"] * (1 - length / whole)
+    says = f"{length:.2f} on '{worst}', {whole:.2f} on all: {fix}"
+    return [Limit(name, _percent(total, rounds), says)]

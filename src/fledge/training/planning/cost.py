@@ -19,10 +19,11 @@ from fledge.core.rows import TokenBatch, TokenRow
 from fledge.data.pack import Piece, collate
 from fledge.decode.strategy import rollouts_of
 from fledge.measure.replay import replay_held_out, target_picks
+from fledge.methods.shared.draft import DraftModel
 from fledge.target.finite_check import NotFinite
 from fledge.target.state_cache import colocated
 from fledge.training.optimizer import trained_by_muon
-from fledge.training.planning.step_cost import MetaStep, StepCost, without_memory
+from fledge.training.planning.step_cost import MetaStep, StepCost
 from fledge.training.sharding import whole
 
 if TYPE_CHECKING:
@@ -74,25 +75,28 @@ class StepMemory:
     splits_rows: bool  # several ranks can share the rows
 
     @classmethod
-    def of(cls, step: MetaStep, batches: Sequence[TokenBatch], recipe: "Recipe") -> "StepMemory":
+    def of(
+        cls,
+        draft: DraftModel,  # on the meta device
+        batches: Sequence[TokenBatch],
+        recipe: "Recipe",
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> "StepMemory":
         """From micro-batches, of which the largest counts."""
+        step = MetaStep(recipe.method, draft, recipe.objective.options(), dtype)
         costs = zip(map(step.training, batches), batches, strict=True)
         cost, rows = max(costs, key=lambda pair: pair[0].bytes)
         return cls(step, rows, cost, recipe.training.accumulate, recipe.method.splits_rows)
-
-    @property
-    def tokens(self) -> int:
-        return self.rows.tokens
 
     def bytes(self, context: int = 1) -> int:
         """Bytes on one rank, if `context` ranks share their rows. Two copies of an answer exist
         while it is made; of the target's states and its own activations, a rank keeps its part,
         but depth-0 keys and values of all tokens."""
-        answer = self.step.answer_bytes(self.tokens)
+        answer = self.step.answer_bytes(self.rows.tokens)
         if context == 1 or not self.splits_rows:
             return int(self.cost.bytes + 2 * answer * self.accumulate)
         part = _part(self.rows, context)
-        kept = self.step.training(part).bytes + self.step.key_bytes(self.tokens - part.tokens)
+        kept = self.step.training(part).bytes + self.step.key_bytes(self.rows.tokens - part.tokens)
         return int(kept + 2 * answer + answer * self.accumulate / context)
 
 
@@ -104,14 +108,10 @@ def _part(rows: TokenBatch, context: int) -> TokenBatch:
     return typical_rows(count, -(-width // context), document=document, supervised=supervised)
 
 
-def context_needed(step: StepMemory, free_bytes: float, *, most: int = 64) -> int | None:
-    """The smallest power of two of ranks over which a step fits; None if `most` are too few."""
-    size = 1
-    while size <= most:
-        if step.bytes(size) <= free_bytes:
-            return size
-        size *= 2
-    return None
+def context_needed(step: StepMemory, free_bytes: float) -> int | None:
+    """The smallest power of two of ranks over which a step fits; None if 64 are too few."""
+    sizes = (2**power for power in range(7))
+    return next((size for size in sizes if step.bytes(size) <= free_bytes), None)
 
 
 # --- rows -----------------------------------------------------------------------------------------
@@ -186,14 +186,6 @@ def target_weights(training: "Training") -> list[nn.Parameter]:
     """The parameters of a target in this process; empty for a target that runs elsewhere."""
     module = training.parts.target.info().module
     return [] if module is None else list(module.parameters())
-
-
-def meta_step(training: "Training") -> MetaStep:
-    """The step of a run, to be counted."""
-    recipe, parts = training.recipe, training.parts
-    draft = without_memory(recipe.method, training.draft.config, training.draft)
-    dtype = torch.bfloat16 if parts.device.type == "cuda" else torch.float32
-    return MetaStep(recipe.method, draft, recipe.objective.options(), dtype)
 
 
 def _pace_by_rate(training: "Training", step: StepMemory) -> Pace:

@@ -21,11 +21,11 @@ from fledge.training.planning.cost import (
     DraftMemory,
     Pace,
     StepMemory,
-    meta_step,
     pace_of,
     sampled_rows,
     target_weights,
 )
+from fledge.training.planning.step_cost import without_memory
 
 if TYPE_CHECKING:
     from fledge.target.state_cache import KeptStates
@@ -102,11 +102,8 @@ class Prediction:
 
 def predict_together(trainings: "Sequence[Training]", begin: float | None = None) -> Prediction:
     """Predict the runs of several drafts, whose target answers once for all of them."""
-    asks = [index == 0 for index in range(len(trainings))]
-    predictions = [
-        predict(training, begin, asks=ask) for training, ask in zip(trainings, asks, strict=True)
-    ]
-    return Prediction.of_all(predictions)
+    first = trainings[0]
+    return Prediction.of_all([predict(each, begin, asks=each is first) for each in trainings])
 
 
 def predict(training: "Training", begin: float | None = None, *, asks: bool = True) -> Prediction:
@@ -133,7 +130,10 @@ def predict(training: "Training", begin: float | None = None, *, asks: bool = Tr
 
 def step_memory(training: "Training") -> StepMemory:
     """The memory of a step of the run, for any number of ranks."""
-    return StepMemory.of(meta_step(training), sampled_rows(training), training.recipe)
+    recipe, on_gpu = training.recipe, training.parts.device.type == "cuda"
+    draft = without_memory(recipe.method, training.draft.config, training.draft)
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    return StepMemory.of(draft, sampled_rows(training), recipe, dtype)
 
 
 def _width(training: "Training") -> int:
@@ -143,23 +143,18 @@ def _width(training: "Training") -> int:
 
 def _kept_states(training: "Training") -> int:
     """Bytes of target states kept in the memory of the training device."""
-    limits = _limits_of_states(training)
+    limits, needed = _states(training)
     on_host = limits.host_bytes if training.parts.device.type == "cpu" else 0
-    return min(limits.device_bytes + on_host, _all_states(training))
+    return min(limits.device_bytes + on_host, needed)
 
 
-def _all_states(training: "Training") -> int:
-    """Bytes of the target's states on all training rows."""
-    config = training.draft.config
-    width = 1 if _limits_of_states(training).eight_bits else _width(training)
+def _states(training: "Training") -> "tuple[KeptStates, int]":
+    """(how many of the target's states may be kept, bytes of those on all training rows)."""
+    config, section = training.draft.config, training.recipe.target
+    limits = kind_of(section).kept_states(section)
+    width = 1 if limits.eight_bits else _width(training)
     per_token = (config.num_aux_hidden_states + 1) * config.target_hidden_size * width
-    tokens = int(training.stream.rows.lengths.sum())
-    return tokens * int(per_token)
-
-
-def _limits_of_states(training: "Training") -> "KeptStates":
-    section = training.recipe.target
-    return kind_of(section).kept_states(section)
+    return limits, int(training.stream.rows.lengths.sum()) * int(per_token)
 
 
 def _seconds(training: "Training", pace: Pace, memory: DraftMemory) -> dict[str, float]:
@@ -199,8 +194,8 @@ def times(begun: int, total: int, every: int) -> set[int]:
 
 def _keeps_all(training: "Training") -> bool:
     """Whether the states of all training rows fit into the memory reserved for them."""
-    limits = _limits_of_states(training)
-    return 0 < _all_states(training) <= limits.device_bytes + limits.host_bytes
+    limits, needed = _states(training)
+    return 0 < needed <= limits.device_bytes + limits.host_bytes
 
 
 def peak_memory_bytes(device: torch.device) -> int:

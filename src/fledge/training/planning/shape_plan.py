@@ -7,7 +7,6 @@ an order of magnitude, and a way to compare recipes. The number of steps is `tra
 data is not read.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -31,7 +30,7 @@ from fledge.training.planning.prediction import (
     Prediction,
     times,
 )
-from fledge.training.planning.step_cost import MetaStep, without_memory
+from fledge.training.planning.step_cost import without_memory
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -132,8 +131,7 @@ class ShapePlan:
 
     @cached_property
     def step(self) -> StepMemory:
-        meta_step = MetaStep(self.recipe.method, self.draft, self.recipe.objective.options())
-        return StepMemory.of(meta_step, [self._rows], self.recipe)
+        return StepMemory.of(self.draft, [self._rows], self.recipe)
 
     @cached_property
     def _rows(self) -> TokenBatch:
@@ -165,7 +163,7 @@ class ShapePlan:
             draft_bytes=memory.bytes(shard=training.shard, width=2),
             step_bytes=self.step.bytes(training.context),
             disk_bytes=(self.recipe.checkpoint.keep + 1) * memory.saved_bytes,
-            seconds_by_part=self._seconds(memory, self._target_s if asks else _no_time),
+            seconds_by_part=self._seconds(memory, asks=asks),
             tokens=(training.steps or 0) * packs * self.recipe.packing.tokens,
         )
 
@@ -177,11 +175,14 @@ class ShapePlan:
 
     # --- time -----------------------------------------------------------------------------------
 
-    def _seconds(self, memory: DraftMemory, target_s: Callable[..., float]) -> dict[str, float]:
+    def _seconds(self, memory: DraftMemory, *, asks: bool) -> dict[str, float]:
         recipe, training = self.recipe, self.recipe.training
         total = training.steps or 0
         packs = training.micro_batch * training.accumulate
-        pack_s = target_s() + self._pack_s(self.step.cost.operations) / training.context
+        target_s, target_alone_s = (
+            self._target_s(context) if asks else 0.0 for context in (training.context, 1)
+        )
+        pack_s = target_s + self._pack_s(self.step.cost.operations) / training.context
         trained = memory.trained
         update = STEP_SECONDS["cuda"] + 36 * trained / training.shard / UPDATE_BYTES["cuda"]
         update += 2 * 4 * trained / self._link(self.ranks) * (self.ranks > 1)
@@ -189,7 +190,7 @@ class ShapePlan:
         saves = times(0, total, recipe.checkpoint.every_steps) | evaluations
         held_out = recipe.evaluation.rows * recipe.data.max_length / recipe.packing.tokens
         score_s = self._pack_s(self.step.step.evaluation(self._rows))
-        evaluation_s = held_out / self.ranks * (target_s(alone=True) + score_s)
+        evaluation_s = held_out / self.ranks * (target_alone_s + score_s)
         return {
             "start_up": 0.0,
             "data": 0.0,
@@ -198,12 +199,11 @@ class ShapePlan:
             "checkpoints": len(saves - {0}) * memory.saved_bytes / SAVE_BYTES,
         }
 
-    def _target_s(self, *, alone: bool = False) -> float:
-        """Seconds that a rank spends per pack of its own on the target. `alone`: all ranks have
-        different packs, as in an evaluation."""
+    def _target_s(self, context: int) -> float:
+        """Seconds that a rank spends per pack of its own on the target, if `context` ranks share
+        a pack; in an evaluation none do."""
         target, cut, tokens = self.target, self.cut, self.recipe.packing.tokens
         text, group = target.config, cut.tp * cut.cp
-        context = 1 if alone else self.recipe.training.context
         packs = max(1, group // context)  # that the ranks of one target answer one after another
         operations = target.operations(self.recipe.data.max_length / 2)  # as in `_rows`
         pass_s = tokens * operations / RATES["cuda"] / group
@@ -222,10 +222,6 @@ class ShapePlan:
     def _link(self, ranks: int) -> float:
         """Bytes per second between the GPUs of a group of `ranks` neighboring ranks."""
         return LINK_BYTES[ranks > GPUS_OF_A_MACHINE]
-
-
-def _no_time(*, alone: bool = False) -> float:
-    return 0.0
 
 
 def draft_without_memory(recipe: Recipe, config: "PretrainedConfig") -> DraftModel:

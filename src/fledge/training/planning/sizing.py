@@ -9,7 +9,7 @@ ranks and links can carry bounds the speed of all of them together (`Pipeline`).
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -18,22 +18,13 @@ from fledge.methods.shared.draft import DraftModel
 from fledge.models.shapes import SIZES, STORED_BYTES, shape_of
 from fledge.recipe.schema import Recipe
 from fledge.target.kinds import model_name
-from fledge.training.planning.cost import (
-    USABLE,
-    DraftMemory,
-    StepMemory,
-    typical_rows,
-)
+from fledge.training.planning.cost import USABLE, DraftMemory, StepMemory, typical_rows
 from fledge.training.planning.shape_plan import (
     GPUS_OF_A_MACHINE,
     LINK_BYTES,
     TargetShape,
     draft_without_memory,
 )
-from fledge.training.planning.step_cost import MetaStep
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True)
@@ -135,14 +126,10 @@ class Load:
         target, drafts = TargetShape.of(config), [draft_without_memory(r, config) for r in recipes]
         packs, tokens = recipe.training.micro_batch, recipe.packing.tokens
         rows = typical_rows(packs, tokens, document=given.sample_tokens)
-        mean_keys = given.sample_tokens / 2
         width = _weight_bytes(recipe, name)
         gpus, worker_bytes = _worker(recipe, target, width, given.gpu)
-        target_s, target_scale = _target_s(target, width, gpus, mean_keys, given)
-        steps = [
-            StepMemory.of(MetaStep(r.method, d, r.objective.options()), [rows], r)
-            for r, d in zip(recipes, drafts, strict=True)
-        ]
+        target_s, target_scale = _target_s(target, width, gpus, given)
+        steps = [StepMemory.of(d, [rows], r) for d, r in zip(drafts, recipes, strict=True)]
         step_s, step_scale = _step_s([step.cost.operations / rows.tokens for step in steps], given)
         return cls(
             model=name,
@@ -199,12 +186,12 @@ def _worker(recipe: Recipe, target: TargetShape, width: int, gpu: Gpu) -> tuple[
 
 
 def _target_s(
-    target: TargetShape, width: int, gpus: int, mean_keys: float, given: Given
+    target: TargetShape, width: int, gpus: int, given: Given
 ) -> tuple[float, float | None]:
     """Seconds per token of a worker, and its operations relative to the 8B target."""
     if given.target_tokens_s:
         return 1 / given.target_tokens_s, None
-    text, operations = target.config, target.operations(mean_keys)
+    text, operations = target.config, target.operations(given.sample_tokens / 2)
     seconds = seconds_for(operations, TARGETS) / given.gpu.speed / gpus
     seconds *= FP8 if width == 1 else 1.0
     if gpus > 1:  # two all-reduces per layer, which do not overlap with computation
@@ -277,10 +264,6 @@ class Sizing:
         """Hours to train on `samples` samples, each counted as often as it is trained on."""
         return samples * self.given.sample_tokens / self.tokens_s / 3600
 
-    def stored_bytes(self, samples: int) -> int:
-        """The size of a cache of `samples` samples."""
-        return samples * self.given.sample_tokens * self.load.token_bytes
-
     def to_json(self) -> dict[str, Any]:
         load, given, size = self.load, self.given, self.load.token_bytes
         workers, ranks = self.pipeline.workers, self.pipeline.ranks
@@ -317,7 +300,7 @@ class Sizing:
                     "tokens": samples * given.sample_tokens,
                     "hours": self.hours(samples),
                     "cost": self.hours(samples) * self.gpus * given.gpu_hour,
-                    "cache_bytes": self.stored_bytes(samples),
+                    "cache_bytes": samples * given.sample_tokens * size,
                 }
                 for samples in SAMPLES
             ],

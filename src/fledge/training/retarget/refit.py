@@ -157,13 +157,12 @@ def refit(
     *,
     fitted: Iterable[TokenBatch],
     judged: Iterable[TokenBatch],
-    on_pack: Callable[[], None] = lambda: None,
 ) -> Fitted:
     """Refit the draft in place. The penalty is the one that is best on the `judged` packs; the
     final fit includes them as well."""
     reading = reading_of(draft)
-    sums = [_moments(reading, targets, packs, on_pack) for packs in (fitted, judged)]
-    fit = fit_change(sums[0], sums[1], reading.fixed_MX)
+    fitted_sums, judged_sums = (_moments(reading, targets, packs) for packs in (fitted, judged))
+    fit = fit_change(fitted_sums, judged_sums, reading.fixed_MX)
     before_EX = reading.weight_EX.to(torch.float64, copy=True)
     reading.weight_EX.copy_(before_EX + fit.change_EX)
     if reading.own_MX is not None:
@@ -178,9 +177,7 @@ def _adjust_own(own_MX: Tensor, before_EX: Tensor, after_EX: Tensor) -> None:
     own_MX += (error_ME @ torch.linalg.pinv(after_EX).t()).to(own_MX.dtype)
 
 
-def _moments(
-    reading: Reading, targets: Targets, packs: Iterable[TokenBatch], on_pack: Callable[[], None]
-) -> Moments:
+def _moments(reading: Reading, targets: Targets, packs: Iterable[TokenBatch]) -> Moments:
     weight_EX = reading.weight_EX.double()
     sums = Moments.like(weight_EX)
     for old_NX, new_NX in _inputs(reading, targets, packs):
@@ -190,7 +187,6 @@ def _moments(
         sums.add(new_NX / size_N1, error_NE / size_N1)
         if reading.feeds_back:
             sums.add(old_NX / size_N1, torch.zeros_like(error_NE))
-        on_pack()
     return sums
 
 

@@ -198,10 +198,7 @@ def _refit_and_measure(
         draft = load_draft(path).to(new.get_input_embeddings().weight.device)
         targets, pad_id = Targets(old, new), getattr(new.tokenizer, "pad_token_id", None) or 0
         packs = _Packs(_spread(train, asked.rows), recipe.packing.tokens, pad_id, watch)
-        fit = refit(
-            draft, targets, fitted=packs.of(judged=False), judged=packs.of(judged=True),
-            on_pack=packs.step,
-        )  # fmt: skip
+        fit = refit(draft, targets, fitted=packs.of(judged=False), judged=packs.of(judged=True))
         tables = take_tables(draft, targets)
         draft.save_pretrained(out / "refit")
         recipe.write_resolved(out)
@@ -283,7 +280,8 @@ def _spread(rows: RowView, most: int) -> RowView:
 
 
 class _Packs:
-    """The rows of a refit as packs, of which only one is in memory at a time."""
+    """The rows of a refit as packs, of which only one is in memory at a time; `watch` follows as
+    they are fitted."""
 
     def __init__(self, rows: RowView, width: int, pad_id: int, watch: Watch) -> None:
         self.rows, self._width, self._pad_id, self._watch = rows, width, pad_id, watch
@@ -299,11 +297,9 @@ class _Packs:
 
     def of(self, *, judged: bool) -> "Iterator[TokenBatch]":
         for pack in self._packings[judged]:
+            self._watch("refitting", self._done, self._total)
+            self._done += 1
             yield collate(self._parts[judged], [pack], self._width, self._pad_id)
-
-    def step(self) -> None:
-        self._done += 1
-        self._watch("refitting", self._done, self._total)
 
 
 # --- the steps ----------------------------------------------------------------------------------
