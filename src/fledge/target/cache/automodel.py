@@ -227,7 +227,7 @@ def padded_shard_name(index: int) -> str:
 def their_fields(shape: CacheShape) -> dict[str, tuple[torch.dtype, int]]:
     """AutoModel's fields: name -> (dtype, values per slot)."""
     fields = dict.fromkeys(_INTEGERS, (torch.int64, 1))
-    for field in (*shape.token_fields(), *shape.slot_fields()):
+    for field in shape.fields():
         dtype = torch.bool if field.name == "position_mask" else field.dtype
         fields[_AUTOMODEL_NAMES.get(field.name, field.name)] = dtype, field.width
     return fields

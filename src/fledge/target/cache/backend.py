@@ -133,7 +133,7 @@ class CacheStore:
         """The first place in a row that is stored as NaN or infinity, or None."""
         shard, local = self.at(row)
         stored = {}
-        for field in (*self.shape.token_fields(), *self.shape.slot_fields()):
+        for field in self.shape.fields():
             raw = torch.from_numpy(shard.payload(field.name, local).copy())
             stored[field.name] = raw.view(field.dtype).view(-1, field.width)
         slots = self.shape.slots(shard.tokens(local)[1])
@@ -363,7 +363,7 @@ class CachedEagle3TargetModel(Eagle3TargetBackend):
         pinned = self._device.type == "cuda"
         stored: dict[str, Tensor] = {}
         per_token = {field.name for field in self.shape.token_fields()}
-        for field in (*self.shape.token_fields(), *self.shape.slot_fields()):
+        for field in self.shape.fields():
             in_runs = field.name in per_token or not self.shape.compact
             raw = torch.empty((total, field.row_bytes), dtype=torch.uint8, pin_memory=pinned)
             self._fill(raw.numpy(), field, documents, in_runs=in_runs)
