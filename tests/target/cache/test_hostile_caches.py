@@ -16,7 +16,7 @@ from fledge.precompute_eagle3 import main
 from fledge.target.cache.backend import CachedEagle3TargetModel, CacheStore
 from fledge.target.cache.manifest import ensure_free
 from fledge.target.cache.shard import Shard
-from target.cache.caches import words_of
+from target.cache.caches import verb, words_of
 
 BEFORE = Path(__file__).parent.parent.parent / "train" / "written_before" / "cache"
 SHARD = "shard-00000.safetensors"
@@ -56,6 +56,20 @@ def test_a_bad_field_in_the_manifest_is_refused(cache, fields, told):
     with pytest.raises(BadInput) as caught:
         read_all(cache)
     assert told in str(caught.value)
+
+
+REQUIRED = ["encoding", "dtype", "rows", "shard_size", "hidden_size", "target"]
+DAMAGED = [(name, value) for name in REQUIRED for value in ("nonsense", None, [1])]
+
+
+@pytest.mark.parametrize(("name", "value"), [*DAMAGED, ("vocabulary", "x"), ("vocabulary", [1])])
+def test_a_damaged_manifest_is_a_one_line_error(cache, capsys, name, value):
+    rewrite(cache, **{name: value})
+    for action in ("info", "verify"):
+        assert verb("cache", action, cache) == 2
+        shown = capsys.readouterr()
+        assert shown.out == ""
+        assert f"the manifest is damaged: '{name}' is {value!r}" in shown.err
 
 
 @pytest.mark.parametrize("facts", [{"dtype": "nn"}, {"head": {"scale": "x"}}, {"final_norm": [1]}])

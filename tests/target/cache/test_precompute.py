@@ -8,7 +8,6 @@ import random
 import shlex
 import shutil
 import signal
-import socket
 import time
 from pathlib import Path
 
@@ -28,6 +27,7 @@ from fledge.target.cache.backend import CacheStore
 from fledge.target.cache.manifest import CLAIMS
 from fledge.target.hf.model import HFEagle3TargetModel
 from fledge.training import precompute as cache_job
+from ranks import run_ranks
 from target.cache.caches import other_target, payload, words_of
 from target.contract import draft_vocabulary, padded_rows
 from target.tiny_models import tiny_model
@@ -487,37 +487,16 @@ def test_four_at_once_and_ten_kills(argv, tmp_path):
     assert payload(cache) == payload(tmp_path / "whole")
 
 
-def _rank(rank, size, port, words):
-    os.environ |= {
-        "RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank),
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-    }  # fmt: skip
-    torch.set_num_threads(1)
-    os._exit(main(words))
-
-
-def _run_two_ranks(words):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    context = multiprocessing.get_context("fork")
-    ranks = [context.Process(target=_rank, args=(r, 2, port, words)) for r in range(2)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(timeout=120)
-    return [process.exitcode for process in ranks]
-
-
 def test_two_processes_write_what_one_writes(argv, tmp_path, finished):
     flags = {"encoding": "probs", "draft_vocab_size": 128}
-    assert _run_two_ranks(argv(**flags)) == [0, 0]
+    assert run_ranks(2, main, argv(**flags)) == [0, 0]
     assert payload(tmp_path / "cache") == payload(finished)
     # they may also continue the work of one process, or leave the rest to one
     total = sum(path.stat().st_size for path in finished.iterdir() if path.is_file())
     mixed = tmp_path / "mixed"
     assert main(argv(**flags, output_dir=mixed, quota_gb=0.4 * total / 1e9)) == 3
     quota = 0.8 * total / 1e9
-    assert _run_two_ranks(argv(**flags, output_dir=mixed, resume=True, quota_gb=quota)) == [3, 3]
+    words = argv(**flags, output_dir=mixed, resume=True, quota_gb=quota)
+    assert run_ranks(2, main, words) == [3, 3]
     assert main(argv(**flags, output_dir=mixed, resume=True)) == 0
     assert payload(mixed) == payload(finished)
