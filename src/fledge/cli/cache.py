@@ -48,8 +48,8 @@ def _facts(directory: Path) -> dict[str, Any]:
     manifest = manifests.read_manifest(directory)
     shape, existing = manifests.shape_of(manifest), sorted(manifests.existing_shards(directory))
     shards = open_shards(directory, manifest, existing)
-    tokens = sum(int(shard.layout.row_start[-1]) for shard in shards)
-    shard_bytes = sum(shard.layout.n_bytes for shard in shards)
+    tokens = sum(int(shard.lengths.sum()) for shard in shards)
+    shard_bytes = sum(shard.path.stat().st_size for shard in shards)
     return {
         "directory": str(directory),
         "complete": len(existing) == manifests.shards_of(manifest),

@@ -74,7 +74,7 @@ class CacheStore:
                 where=str(self.directory),
                 fix="the directory holds shards of another cache",
             )
-        lengths = [np.diff(shard.layout.row_start) for shard in self.shards]
+        lengths = (shard.lengths for shard in self.shards)
         self.lengths: NDArray[np.int64] = np.concatenate([np.zeros(0, np.int64), *lengths])
         self._checked = np.zeros(len(self), dtype=np.int8)  # 0: not yet, 1: whole, 2: damaged
         self._rows_by_key: dict[bytes, list[int]] | None = None

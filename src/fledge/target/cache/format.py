@@ -206,8 +206,8 @@ class ShardLayout(Layout):
         super().__init__(tensors, facts)
         by_token = {f.name: (self.row_start, f.row_bytes) for f in shape.token_fields()}
         by_slot = {f.name: (self.slot_start, f.row_bytes) for f in shape.slot_fields()}
-        self._payload = dict(sorted((by_token | by_slot).items()))
-        self.payload_names = list(self._payload)
+        self._payload = by_token | by_slot
+        self.payload_names = sorted(self._payload)
 
     def span(self, name: str, row: int) -> tuple[int, int]:
         """The byte range [begin, end) of one row in a payload tensor."""
