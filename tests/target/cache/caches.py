@@ -15,7 +15,6 @@ from fledge.target.cache.format import FORMAT, CacheShape
 from fledge.target.cache.job import CacheJob, CacheOptions, plan_cache
 from fledge.target.cache.manifest import CLAIMS, dtype_name
 from fledge.target.cache.precompute import begin_cache, write_shards
-from train.tiny import make_target
 
 
 def words_of(**flags):
@@ -34,7 +33,7 @@ def words_of(**flags):
 
 def verb(*words):
     """The exit code of a `fledge` command."""
-    from fledge.cli.main import run  # machines for GPU tests may lack pydantic
+    from fledge.cli.main import run
 
     with pytest.raises(SystemExit) as stop:
         run([str(word) for word in words])
@@ -43,6 +42,8 @@ def verb(*words):
 
 def other_target(directory):
     """The tiny target with another last weight."""
+    from train.tiny import make_target  # machines for GPU tests may lack pydantic
+
     make_target(directory)
     weights = directory / "model.safetensors"
     data = bytearray(weights.read_bytes())

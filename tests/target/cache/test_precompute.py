@@ -209,8 +209,8 @@ def test_a_directory_with_other_files_is_refused(argv, tmp_path, monkeypatch, ca
     assert "not a directory" in capsys.readouterr().err
 
 
-def other_chats(directory):
-    return make_chats(directory / "chats.jsonl", count=59)
+def other_chats(path):
+    return make_chats(path.with_suffix(".jsonl"), count=59)
 
 
 def other_template(directory):
@@ -250,8 +250,7 @@ def finished(tiny_target, tiny_chats, tmp_path_factory):
 def test_resuming_with_another_configuration_names_the_field(
     argv, finished, monkeypatch, capsys, tmp_path, flags, words
 ):
-    flags = {n: v(tmp_path / "other") if callable(v) else v for n, v in flags.items()
-             if not callable(v) or not (tmp_path / "other").mkdir()}  # fmt: skip
+    flags = {n: v(tmp_path / "other") if callable(v) else v for n, v in flags.items()}
     forbid_loading(monkeypatch)
     before = payload(finished)
     base = {"output_dir": finished, "encoding": "probs", "draft_vocab_size": 128, "resume": True}
@@ -268,7 +267,6 @@ def test_changed_weights_behind_the_same_files_are_detected(argv, tmp_path, monk
     assert main(argv()) == 0
     (tmp_path / "cache" / "shard-00003.safetensors").unlink()
     before = payload(tmp_path / "cache")
-    (tmp_path / "other").mkdir()
     assert main(argv(target_model=other_target(tmp_path / "other"), resume=True)) == 2
     assert "target.weights_fingerprint" in capsys.readouterr().err
     assert payload(tmp_path / "cache") == before

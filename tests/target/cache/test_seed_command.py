@@ -85,12 +85,9 @@ def test_training_uses_the_vocabulary_size_of_the_command(made, tmp_path):
     resolved = load_recipe(tmp_path / "run" / RESOLVED_NAME)
     assert resolved.draft.draft_vocab_size == 8192
     assert fit(set_up(load_recipe(None, words)), Notes()).finished
-    again = vocabulary_of([*resolved_words(resolved), f"run.output_dir={tmp_path / 'again'}"])
+    sections = (f"{name}={json.dumps(value)}" for name, value in resolved.model_dump().items())
+    again = vocabulary_of([*sections, f"run.output_dir={tmp_path / 'again'}"])
     assert again.digest() == training.vocabulary.digest()
-
-
-def resolved_words(recipe):
-    return [f"{name}={json.dumps(value)}" for name, value in recipe.model_dump().items()]
 
 
 def test_the_same_command_continues_the_run(made, tmp_path, capsys):
