@@ -21,6 +21,7 @@ from fledge.target.finite_check import (
 )
 from fledge.target.hf.model import HFEagle3TargetModel
 from fledge.target.runner import RunnerEagle3TargetModel
+from target.cache.caches import token_row
 from target.hf_runner import HFTargetRunner
 from target.tiny_models import tiny_model
 
@@ -91,14 +92,8 @@ def test_the_lowest_layer_of_the_first_row_is_reported():
 
 
 def test_the_document_within_a_pack_is_reported():
-    class Row:
-        truncated = False
-
-        def __init__(self, place, count):
-            self.place, self.input_ids = place, torch.ones(count).numpy()
-            self.loss_mask = self.input_ids
-
-    pack = collate([Row("a:1", 3), Row("b:2", 2)], [(Piece(0, 0, 3), Piece(1, 0, 2))], 8, pad_id=0)
+    rows = [token_row([1] * 3, place="a:1"), token_row([1] * 2, place="b:2")]
+    pack = collate(rows, [(Piece(0, 0, 3), Piece(1, 0, 2))], 8, pad_id=0)
     for token, place in ((0, "a:1"), (2, "a:1"), (3, "b:2"), (4, "b:2")):
         batch = answer(pack, "hidden", torch.float32)
         batch.aux_hidden_states[0, token, 0] = float("nan")

@@ -48,8 +48,8 @@ def _facts(directory: Path) -> dict[str, Any]:
     manifest = manifests.read_manifest(directory)
     shape, existing = manifests.shape_of(manifest), sorted(manifests.existing_shards(directory))
     shards = open_shards(directory, manifest, existing)
-    tokens = sum(int(shard.layout.row_start[-1]) for shard in shards)
-    shard_bytes = sum(shard.layout.n_bytes for shard in shards)
+    tokens = sum(int(shard.lengths.sum()) for shard in shards)
+    shard_bytes = sum(shard.path.stat().st_size for shard in shards)
     return {
         "directory": str(directory),
         "complete": len(existing) == manifests.shards_of(manifest),
@@ -224,7 +224,7 @@ def precompute(
 
     from fledge.core.distributed import pick_device
     from fledge.target.cache.precompute import execute
-    from fledge.training.precompute import cache_dtype
+    from fledge.training.precompute import cache_dtype, recipe_job, recipe_target
 
     words = [*arguments, *([f"target.dtype={target_dtype}"] if target_dtype else [])]
     recipe, *others = recipes_of_words(words).values()
@@ -245,7 +245,8 @@ def precompute(
                 update(total=at.parts, completed=at.done)
                 say_drops(at)
 
-            job, load = _lay_out(recipe, others, output_dir, chosen, device, prepared)
+            job = recipe_job(recipe, output_dir, chosen, prepared, others=others, device=device)
+            load = partial(recipe_target, recipe, device, others)
             update(description="asking the target", total=len(job.rows), completed=0, unit="rows")
             run = partial(execute, job, load, device=device)
             if spread is not None:
@@ -262,27 +263,14 @@ def fill_cache(words: list[str], output_dir: Path, chosen: Any) -> Any:
     """The job of one of several workers on a cluster: what the command does without --ray."""
     from fledge.core.distributed import pick_device
     from fledge.target.cache.precompute import execute
+    from fledge.training.precompute import recipe_job, recipe_target
 
     recipe, *others = recipes_of_words(words).values()
     device, chosen = pick_device(recipe.training.device), replace(chosen, resume=True)
     quiet_libraries()
-    job, load = _lay_out(recipe, others, output_dir, chosen, device)
+    job = recipe_job(recipe, output_dir, chosen, others=others, device=device)
+    load = partial(recipe_target, recipe, device, others)
     return execute(job, load, device=device, say=lambda _: None)
-
-
-def _lay_out(
-    recipe: Any,
-    others: list[Any],
-    output_dir: Path,
-    chosen: Any,
-    device: Any,
-    prepared: Any = lambda _: None,
-) -> tuple[Any, Any]:
-    """Returns the job, and a function that opens its target."""
-    from fledge.training.precompute import recipe_job, recipe_target
-
-    job = recipe_job(recipe, output_dir, chosen, prepared, others=others, device=device)
-    return job, partial(recipe_target, recipe, device, others)
 
 
 def _opened_spread(recipe: Any, ray: bool, address: str, workers: int | None) -> Any:
@@ -321,8 +309,7 @@ def run_job(job: Any, run: Callable[..., Any], update: Any, *, as_json: bool) ->
     def show(at: Any) -> None:
         update(total=len(job.rows), completed=at.rows, note=readable(at.bytes))
 
-    def say(line: str) -> None:
-        err.say(line, style="cyan")
+    say = partial(err.say, style="cyan")
 
     try:
         done = run(say=say, on_progress=show)

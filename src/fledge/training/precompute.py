@@ -34,19 +34,16 @@ from fledge.training.setup import repeated_rows, split_training, tokenise_option
 class _Concatenated:
     """Training rows, followed by held-out rows."""
 
-    def __init__(self, first: Rows, then: Rows | None) -> None:
+    def __init__(self, first: Rows, then: Rows) -> None:
         self._first, self._then = first, then
-        parts = [first.lengths] if then is None else [first.lengths, then.lengths]
-        self.lengths = np.concatenate(parts)
+        self.lengths = np.concatenate([first.lengths, then.lengths])
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     def __getitem__(self, index: int) -> object:
-        if index < len(self._first):
-            return self._first[index]
-        assert self._then is not None
-        return self._then[index - len(self._first)]
+        first = len(self._first)
+        return self._first[index] if index < first else self._then[index - first]
 
 
 def cache_dtype(recipe: Recipe, device: torch.device) -> torch.dtype:
@@ -82,10 +79,11 @@ def recipe_job(
     aux_layer_ids = _aux_layer_ids(recipe, others, target_depth(config))
     model_dir, template = local_model(model_name(section), weights=False), tokenizer.chat_template
     train = tokenised(data.train, recipe, on_progress)
-    valid = tokenised(data.valid, recipe, on_progress) if data.valid else None
-    if valid is not None:
+    rows: Rows = train
+    if data.valid:
+        valid = tokenised(data.valid, recipe, on_progress)
         repeated_rows(split_training(train, recipe)[0], split_rows(valid, 0)[0], recipe)
-    rows = _Concatenated(train, valid)
+        rows = _Concatenated(train, valid)
     vocabulary = None
     if options.encoding in OVER_A_VOCABULARY or recipe.says_vocab_size:
         vocabulary = choose_vocabulary(
@@ -95,7 +93,7 @@ def recipe_job(
     manifest = {
         "format": FORMAT,
         "rows": len(rows),
-        "held_out_rows": 0 if valid is None else len(valid),
+        "held_out_rows": len(rows) - len(train),
         "hidden_size": config.hidden_size,
         "vocab_size": config.vocab_size,
         "aux_layer_ids": aux_layer_ids,

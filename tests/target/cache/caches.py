@@ -1,17 +1,55 @@
-"""Small caches of any backend and any rows, written by the same job as the commands use."""
+"""Small caches of any backend and any rows, written by the same job as the commands use; and the
+commands themselves."""
 
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 
 from fledge.core.claims import Claims
 from fledge.core.rows import TokenRow
 from fledge.data.vocab import DraftVocabulary
+from fledge.target.cache.backend import CacheStore
 from fledge.target.cache.format import FORMAT, CacheShape
 from fledge.target.cache.job import CacheJob, CacheOptions, plan_cache
 from fledge.target.cache.manifest import CLAIMS, dtype_name
 from fledge.target.cache.precompute import begin_cache, write_shards
+
+
+def words_of(**flags):
+    """Arguments of precompute_eagle3 for a small float32 cache; a flag of None is left out."""
+    values = {
+        "seq_length": 64, "dtype": "fp32", "aux_layer_ids": "0,1,2", "num_workers": 1,
+        "device": "cpu", **flags,
+    }  # fmt: skip
+    words = []
+    for name, value in values.items():
+        if value is not None and value is not False:
+            words.append(f"--{name.replace('_', '-')}")
+            words += [] if value is True else [str(value)]
+    return words
+
+
+def verb(*words):
+    """The exit code of a `fledge` command."""
+    from fledge.cli.main import run
+
+    with pytest.raises(SystemExit) as stop:
+        run([str(word) for word in words])
+    return stop.value.code or 0
+
+
+def other_target(directory):
+    """The tiny target with another last weight."""
+    from train.tiny import make_target  # machines for GPU tests may lack pydantic
+
+    make_target(directory)
+    weights = directory / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-5] ^= 1
+    weights.write_bytes(data)
+    return directory
 
 
 def token_row(ids, mask=None, place="row"):
@@ -52,6 +90,15 @@ def write_cache(directory, target, rows, encoding, **more):
         begin_cache(job, target, claims)
         write_shards(job, plan, target, claims)
     return Path(directory)
+
+
+def break_row(directory, row):
+    store = CacheStore(directory)
+    shard, local = store.at(row)
+    begin, _ = shard.layout.span("aux_hidden_states", local)
+    data = bytearray(shard.path.read_bytes())
+    data[begin + 3] ^= 64
+    shard.path.write_bytes(data)
 
 
 def payload(directory):

@@ -1,5 +1,7 @@
 import pytest
 
+from target.cache.caches import words_of
+
 
 @pytest.fixture(autouse=True, scope="session")
 def own_rows(tmp_path_factory):
@@ -19,16 +21,12 @@ def caches(tiny_target, tiny_chats, tmp_path_factory):
     def make(encoding, dtype="fp32", *more):
         path = root / f"{encoding}-{dtype}{''.join(more)}"
         if not path.exists():
-            code = main(
-                [
-                    "--target-model", str(tiny_target), "--input-data", str(tiny_chats),
-                    "--output-dir", str(path), "--seq-length", "64", "--draft-vocab-size", "128",
-                    "--batch-size", "1", "--shard-size", "16", "--dtype", dtype,
-                    "--aux-layer-ids", "0,1,2", "--encoding", encoding, "--num-workers", "1",
-                    "--device", "cpu", "--shuffle-seed", "none", *more,
-                ]
+            words = words_of(
+                target_model=tiny_target, input_data=tiny_chats, output_dir=path, dtype=dtype,
+                encoding=encoding, draft_vocab_size=128, batch_size=1, shard_size=16,
+                shuffle_seed="none",
             )  # fmt: skip
-            assert code == 0
+            assert main([*words, *more]) == 0
         return path
 
     return make

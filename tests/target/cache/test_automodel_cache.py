@@ -9,7 +9,6 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from fledge.cli.main import run
 from fledge.core.errors import BadInput
 from fledge.data.pack import collate, one_per_row
 from fledge.precompute_eagle3 import _compute_batch_cache
@@ -18,16 +17,11 @@ from fledge.target.cache.automodel import PaddedShard
 from fledge.target.cache.backend import CachedEagle3TargetModel, CacheStore
 from fledge.target.cache.format import CacheShape, decode_states
 from fledge.target.hf.model import HFEagle3TargetModel
+from target.cache.caches import verb
 from target.cache.test_cached_training import cache_recipe, losses, train
 from train.test_fit import comparable, differing, final_weights
 
 WIDTH = 64
-
-
-def verb(*words):
-    with pytest.raises(SystemExit) as stop:
-        run([str(word) for word in words])
-    return stop.value.code or 0
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from fledge.target.cache import backend as cache_backend
 from fledge.target.cache.backend import CachedEagle3TargetModel, CachedRows, CacheStore
 from fledge.target.cache.format import FORMAT, decode_states
 from fledge.target.hf.model import HFEagle3TargetModel
-from target.cache.caches import every_third, token_row, write_cache
+from target.cache.caches import break_row, every_third, token_row, write_cache
 from target.contract import (
     AUX_LAYER_IDS,
     CHECKS,
@@ -140,16 +140,6 @@ def test_states_are_sent_to_the_device_as_they_are_stored(directory, monkeypatch
     assert batch.aux_hidden_states.dtype == torch.float32
 
 
-def test_every_state_of_a_token_has_its_own_scale(directory):
-    exact = CacheStore(directory / "hidden").shards[0]
-    small = CacheStore(directory / "hidden-fp8").shards[0]
-    for row in range(len(small)):
-        states = np.frombuffer(exact.payload("aux_hidden_states", row), np.float32)
-        largest = np.abs(states.reshape(-1, 3, 32)).max(-1)
-        scale = np.frombuffer(small.payload("aux_scale", row), np.float32).reshape(-1, 3)
-        np.testing.assert_allclose(scale, largest / 448, rtol=1e-6)
-
-
 def test_tokens_that_a_batch_does_not_supervise_are_not_charged(directory):
     """A cache of probabilities is asked about fewer supervised tokens than it holds."""
     ids, mask, loss = padded_rows()
@@ -203,15 +193,6 @@ def test_rows_of_equal_tokens_are_distinguished_by_their_loss_mask(tmp_path):
         batch = target.generate_batch(tokens, torch.ones_like(tokens), loss)
         sums = batch.target_probs[batch.loss_mask.bool()].sum(-1)
         torch.testing.assert_close(sums, torch.ones_like(sums))
-
-
-def break_row(directory, row):
-    store = CacheStore(directory)
-    shard, local = store.at(row)
-    begin, _ = shard.layout.span("aux_hidden_states", local)
-    data = bytearray(shard.path.read_bytes())
-    data[begin + 3] ^= 64
-    shard.path.write_bytes(data)
 
 
 @pytest.fixture

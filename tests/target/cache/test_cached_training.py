@@ -1,6 +1,7 @@
 """Training from a cache is training with the target: same losses, same weights, same resumption."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from fledge.precompute_eagle3 import main
 from fledge.recipe.schema import load_recipe
 from fledge.training.fit import fit
 from fledge.training.setup import set_up
+from target.cache.caches import break_row, other_target, words_of
 from train.test_fit import comparable, differing, final_weights, stop_after
 from train.tiny import Notes, make_target
 
@@ -102,14 +104,10 @@ def test_resuming_in_the_middle_of_an_epoch_is_bitwise(
 def test_the_target_is_not_needed_at_all(recipe, tiny_chats, tmp_path):
     """Config and tokenizer travel with the cache: the model may be gone, and the data too."""
     target = make_target(tmp_path / "target")
-    argv = [
-        "--target-model", str(target), "--input-data", str(tiny_chats), "--seq-length", "64",
-        "--output-dir", str(tmp_path / "cache"), "--aux-layer-ids", "0,1,2", "--dtype", "fp32",
-        "--num-workers", "1", "--device", "cpu",
-    ]  # fmt: skip
-    assert main(argv) == 0
+    cache = tmp_path / "cache"
+    assert main(words_of(target_model=target, input_data=tiny_chats, output_dir=cache)) == 0
     target.rename(tmp_path / "elsewhere")
-    assert train(cache_recipe(recipe, tmp_path / "cache")).finished
+    assert train(cache_recipe(recipe, cache)).finished
 
 
 def test_a_cache_that_does_not_fit_the_recipe_is_refused(recipe, caches, tiny_target, tmp_path):
@@ -121,11 +119,7 @@ def test_a_cache_that_does_not_fit_the_recipe_is_refused(recipe, caches, tiny_ta
     with pytest.raises(BadInput, match="made for a draft vocabulary of 128"):
         set_up(cache_recipe(recipe, caches("probs"), "draft.draft_vocab_size=64"))
     set_up(cache_recipe(recipe, hidden, f"target.model={tiny_target}"))
-    other = make_target(tmp_path / "other")
-    weights = other / "model.safetensors"
-    data = bytearray(weights.read_bytes())
-    data[-5] ^= 1
-    weights.write_bytes(data)
+    other = other_target(tmp_path / "other")
     with pytest.raises(BadInput, match="different weights or config"):
         set_up(cache_recipe(recipe, hidden, f"target.model={other}"))
     (other / "chat_template.jinja").write_text("{{ messages }}")
@@ -139,19 +133,9 @@ def test_a_run_cannot_be_continued_from_another_cache(recipe, caches):
         train(cache_recipe(recipe, caches("hidden", "bf16")))
 
 
-def damage_some_row(path, into):
-    """A copy of a cache whose row 20 is broken."""
-    import shutil
-
-    from target.cache.test_cache_backend import break_row
-
-    shutil.copytree(path, into)
-    break_row(into, 20)
-    return into
-
-
 def test_a_damaged_row_is_an_error_or_is_skipped_on_request(recipe, caches, tmp_path):
-    broken = damage_some_row(caches("hidden"), tmp_path / "broken")
+    broken = shutil.copytree(caches("hidden"), tmp_path / "broken")
+    break_row(broken, 20)
     with pytest.raises(BadInput, match=r"row 20 \(.*chats.jsonl:21; shard-00001"):
         train(cache_recipe(recipe, broken))
     notes = Notes()

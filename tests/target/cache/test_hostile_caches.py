@@ -16,6 +16,7 @@ from fledge.precompute_eagle3 import main
 from fledge.target.cache.backend import CachedEagle3TargetModel, CacheStore
 from fledge.target.cache.manifest import ensure_free
 from fledge.target.cache.shard import Shard
+from target.cache.caches import verb, words_of
 
 BEFORE = Path(__file__).parent.parent.parent / "train" / "written_before" / "cache"
 SHARD = "shard-00000.safetensors"
@@ -55,6 +56,20 @@ def test_a_bad_field_in_the_manifest_is_refused(cache, fields, told):
     with pytest.raises(BadInput) as caught:
         read_all(cache)
     assert told in str(caught.value)
+
+
+REQUIRED = ["encoding", "dtype", "rows", "shard_size", "hidden_size", "target"]
+DAMAGED = [(name, value) for name in REQUIRED for value in ("nonsense", None, [1])]
+
+
+@pytest.mark.parametrize(("name", "value"), [*DAMAGED, ("vocabulary", "x"), ("vocabulary", [1])])
+def test_a_damaged_manifest_is_a_one_line_error(cache, capsys, name, value):
+    rewrite(cache, **{name: value})
+    for action in ("info", "verify"):
+        assert verb("cache", action, cache) == 2
+        shown = capsys.readouterr()
+        assert shown.out == ""
+        assert f"the manifest is damaged: '{name}' is {value!r}" in shown.err
 
 
 @pytest.mark.parametrize("facts", [{"dtype": "nn"}, {"head": {"scale": "x"}}, {"final_norm": [1]}])
@@ -142,9 +157,8 @@ def test_what_is_not_a_file_does_not_block_a_precompute(
 ):
     """Opening a pipe waits for whoever reads it; a socket or a directory cannot be replaced."""
     cache = tmp_path / "cache"
-    argv = ["--target-model", tiny_target, "--input-data", tiny_chats, "--output-dir", cache]
-    argv += ["--seq-length", 64, "--aux-layer-ids", "0,1,2", "--device", "cpu", "--resume"]
-    argv = [str(argument) for argument in argv]
+    paths = {"target_model": tiny_target, "input_data": tiny_chats, "output_dir": cache}
+    argv = words_of(**paths, resume=True)
     assert main(argv) == 0
     before = {path: path.stat().st_mtime_ns for path in cache.rglob("*")}
     for make in (os.mkfifo, os.mkdir):
@@ -164,7 +178,7 @@ def test_a_pipe_among_the_target_s_weights_is_refused(tiny_target, tiny_chats, t
     model = shutil.copytree(tiny_target, tmp_path / "model")
     (model / "model.safetensors").unlink()
     os.mkfifo(model / "model.safetensors")
-    argv = ["--target-model", model, "--input-data", tiny_chats, "--output-dir", tmp_path / "cache"]
-    assert main([*map(str, argv), "--seq-length", "64", "--aux-layer-ids", "0,1,2"]) == 2
+    cache = tmp_path / "cache"
+    assert main(words_of(target_model=model, input_data=tiny_chats, output_dir=cache)) == 2
     assert "model.safetensors: a pipe or a device" in capsys.readouterr().err
-    assert not (tmp_path / "cache").exists()
+    assert not cache.exists()

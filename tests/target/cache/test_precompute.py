@@ -8,7 +8,6 @@ import random
 import shlex
 import shutil
 import signal
-import socket
 import time
 from pathlib import Path
 
@@ -28,7 +27,8 @@ from fledge.target.cache.backend import CacheStore
 from fledge.target.cache.manifest import CLAIMS
 from fledge.target.hf.model import HFEagle3TargetModel
 from fledge.training import precompute as cache_job
-from target.cache.caches import payload
+from ranks import run_ranks
+from target.cache.caches import other_target, payload, words_of
 from target.contract import draft_vocabulary, padded_rows
 from target.tiny_models import tiny_model
 from train.tiny import make_chats, make_target
@@ -36,22 +36,13 @@ from train.tiny import make_chats, make_target
 
 @pytest.fixture
 def argv(tiny_target, tiny_chats, tmp_path):
-    """The command with some flags changed; a flag given as None is left out."""
-
-    def make(**flags):
-        values = {
-            "target_model": tiny_target, "input_data": tiny_chats, "output_dir": tmp_path / "cache",
-            "seq_length": 64, "shard_size": 8, "batch_size": 4, "dtype": "fp32",
-            "aux_layer_ids": "0,1,2", "num_workers": 1, "device": "cpu", **flags,
-        }  # fmt: skip
-        words = []
-        for name, value in values.items():
-            if value is not None and value is not False:
-                words.append(f"--{name.replace('_', '-')}")
-                words += [] if value is True else [str(value)]
-        return words
-
-    return make
+    """The command with some flags changed."""
+    paths = {
+        "target_model": tiny_target,
+        "input_data": tiny_chats,
+        "output_dir": tmp_path / "cache",
+    }
+    return lambda **flags: words_of(**{**paths, "shard_size": 8, **flags})
 
 
 def forbid_loading(monkeypatch):
@@ -107,7 +98,11 @@ def test_progress_is_shown_by_one_process_unless_it_is_quiet(argv, tmp_path, mon
     assert seen == []
 
 
+PATHS_AND_NAMES = ("target_model", "input_data", "output_dir", "split", "encoding", "device")
 BAD = [  # and those of tests/seeds
+    *(({name: ""}, f"--{name.replace('_', '-')}: the value is empty") for name in PATHS_AND_NAMES),
+    ({"aux_layer_ids": "-1,2,3"}, "'-1,2,3' is not three distinct layers; for example 1,15,28"),
+    ({"seq_length": 513}, "513 tokens, and the target takes 512; at most 512"),
     ({"encoding": "topk", "target_probs_topk": 0}, "--target-probs-topk"),
     ({"target_probs_topk": 9, "draft_vocab_size": 8}, "--target-probs-topk"),
     ({"encoding": "topk"}, "--target-probs-topk"),
@@ -132,13 +127,14 @@ BAD = [  # and those of tests/seeds
 def test_bad_input_is_a_one_line_error_and_touches_nothing(
     argv, flags, words, monkeypatch, capsys, tmp_path
 ):
-    if "device" in flags and torch.cuda.is_available():
+    if flags.get("device") == "cuda" and torch.cuda.is_available():
         pytest.skip("there is a GPU")
     forbid_loading(monkeypatch)
     assert main(argv(**flags)) == 2
-    [line] = capsys.readouterr().err.strip().splitlines()
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("precompute_eagle3: ")
     assert words in line
-    assert not (tmp_path / "cache").exists()
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
@@ -213,17 +209,8 @@ def test_a_directory_with_other_files_is_refused(argv, tmp_path, monkeypatch, ca
     assert "not a directory" in capsys.readouterr().err
 
 
-def other_chats(directory):
-    return make_chats(directory / "chats.jsonl", count=59)
-
-
-def other_target(directory):
-    make_target(directory)
-    weights = directory / "model.safetensors"
-    data = bytearray(weights.read_bytes())
-    data[-5] ^= 1
-    weights.write_bytes(data)
-    return directory
+def other_chats(path):
+    return make_chats(path.with_suffix(".jsonl"), count=59)
 
 
 def other_template(directory):
@@ -251,12 +238,11 @@ CHANGES = [
 @pytest.fixture(scope="module")
 def finished(tiny_target, tiny_chats, tmp_path_factory):
     path = tmp_path_factory.mktemp("finished") / "cache"
-    words = [
-        "--target-model", tiny_target, "--input-data", tiny_chats, "--output-dir", path,
-        "--seq-length", 64, "--shard-size", 8, "--dtype", "fp32", "--aux-layer-ids", "0,1,2",
-        "--num-workers", 1, "--device", "cpu", "--encoding", "probs", "--draft-vocab-size", 128,
-    ]  # fmt: skip
-    assert main([str(word) for word in words]) == 0
+    words = words_of(
+        target_model=tiny_target, input_data=tiny_chats, output_dir=path, shard_size=8,
+        encoding="probs", draft_vocab_size=128,
+    )  # fmt: skip
+    assert main(words) == 0
     return path
 
 
@@ -264,8 +250,7 @@ def finished(tiny_target, tiny_chats, tmp_path_factory):
 def test_resuming_with_another_configuration_names_the_field(
     argv, finished, monkeypatch, capsys, tmp_path, flags, words
 ):
-    flags = {n: v(tmp_path / "other") if callable(v) else v for n, v in flags.items()
-             if not callable(v) or not (tmp_path / "other").mkdir()}  # fmt: skip
+    flags = {n: v(tmp_path / "other") if callable(v) else v for n, v in flags.items()}
     forbid_loading(monkeypatch)
     before = payload(finished)
     base = {"output_dir": finished, "encoding": "probs", "draft_vocab_size": 128, "resume": True}
@@ -282,7 +267,6 @@ def test_changed_weights_behind_the_same_files_are_detected(argv, tmp_path, monk
     assert main(argv()) == 0
     (tmp_path / "cache" / "shard-00003.safetensors").unlink()
     before = payload(tmp_path / "cache")
-    (tmp_path / "other").mkdir()
     assert main(argv(target_model=other_target(tmp_path / "other"), resume=True)) == 2
     assert "target.weights_fingerprint" in capsys.readouterr().err
     assert payload(tmp_path / "cache") == before
@@ -501,37 +485,16 @@ def test_four_at_once_and_ten_kills(argv, tmp_path):
     assert payload(cache) == payload(tmp_path / "whole")
 
 
-def _rank(rank, size, port, words):
-    os.environ |= {
-        "RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank),
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-    }  # fmt: skip
-    torch.set_num_threads(1)
-    os._exit(main(words))
-
-
-def _run_two_ranks(words):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    context = multiprocessing.get_context("fork")
-    ranks = [context.Process(target=_rank, args=(r, 2, port, words)) for r in range(2)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(timeout=120)
-    return [process.exitcode for process in ranks]
-
-
 def test_two_processes_write_what_one_writes(argv, tmp_path, finished):
     flags = {"encoding": "probs", "draft_vocab_size": 128}
-    assert _run_two_ranks(argv(**flags)) == [0, 0]
+    assert run_ranks(2, main, argv(**flags)) == [0, 0]
     assert payload(tmp_path / "cache") == payload(finished)
     # they may also continue the work of one process, or leave the rest to one
     total = sum(path.stat().st_size for path in finished.iterdir() if path.is_file())
     mixed = tmp_path / "mixed"
     assert main(argv(**flags, output_dir=mixed, quota_gb=0.4 * total / 1e9)) == 3
     quota = 0.8 * total / 1e9
-    assert _run_two_ranks(argv(**flags, output_dir=mixed, resume=True, quota_gb=quota)) == [3, 3]
+    words = argv(**flags, output_dir=mixed, resume=True, quota_gb=quota)
+    assert run_ranks(2, main, words) == [3, 3]
     assert main(argv(**flags, output_dir=mixed, resume=True)) == 0
     assert payload(mixed) == payload(finished)

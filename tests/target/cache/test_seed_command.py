@@ -8,14 +8,15 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from fledge.cli.main import run
 from fledge.core.errors import BadInput
+from fledge.core.rows import TokenBatch
 from fledge.precompute_eagle3 import main
 from fledge.recipe.schema import RESOLVED_NAME, load_recipe
 from fledge.target.cache.backend import CachedEagle3TargetModel
 from fledge.target.hf.model import HFEagle3TargetModel
 from fledge.training.fit import fit
 from fledge.training.setup import open_run, set_up
+from target.cache.caches import verb
 from train.test_fit import final_weights
 from train.tiny import Notes, make_target
 
@@ -84,26 +85,18 @@ def test_training_uses_the_vocabulary_size_of_the_command(made, tmp_path):
     resolved = load_recipe(tmp_path / "run" / RESOLVED_NAME)
     assert resolved.draft.draft_vocab_size == 8192
     assert fit(set_up(load_recipe(None, words)), Notes()).finished
-    again = vocabulary_of([*resolved_words(resolved), f"run.output_dir={tmp_path / 'again'}"])
+    sections = (f"{name}={json.dumps(value)}" for name, value in resolved.model_dump().items())
+    again = vocabulary_of([*sections, f"run.output_dir={tmp_path / 'again'}"])
     assert again.digest() == training.vocabulary.digest()
-
-
-def resolved_words(recipe):
-    return [f"{name}={json.dumps(value)}" for name, value in recipe.model_dump().items()]
 
 
 def test_the_same_command_continues_the_run(made, tmp_path, capsys):
     words = ["train", *recipe_words(made(), tmp_path / "run")]
     for _ in range(2):
-        with pytest.raises(SystemExit) as stop:
-            run(words)
-        assert not stop.value.code, capsys.readouterr().err
-    with pytest.raises(SystemExit) as stop:
-        run(["recipe", "show", *words[1:]])
+        assert verb(*words) == 0
+    verb("recipe", "show", *words[1:])
     assert "draft_vocab_size: 8192" in capsys.readouterr().out
-    with pytest.raises(SystemExit) as stop:
-        run([*words, "draft.draft_vocab_size=32000"])
-    assert stop.value.code == 2
+    assert verb(*words, "draft.draft_vocab_size=32000") == 2
     assert "draft.draft_vocab_size: 8192 -> 32000" in capsys.readouterr().err
 
 
@@ -139,9 +132,7 @@ def test_a_warm_start_keeps_its_vocabulary(made, tmp_path):
 def test_a_converted_cache_suggests_the_same_vocabulary(made, tmp_path):
     hidden = CachedEagle3TargetModel(made()).info().suggested
     for encoding in ("hidden-fp8", "probs"):
-        with pytest.raises(SystemExit) as stop:
-            run(["cache", "convert", str(made()), str(tmp_path / encoding), "--encoding", encoding])
-        assert not stop.value.code
+        assert verb("cache", "convert", made(), tmp_path / encoding, "--encoding", encoding) == 0
         info = CachedEagle3TargetModel(tmp_path / encoding).info()
         vocabulary = info.vocabulary if encoding == "probs" else info.suggested
         assert vocabulary.digest() == hidden.digest()
@@ -171,8 +162,6 @@ def test_states_are_stored_in_dtype_and_computed_in_the_dtype_of_the_target(made
 
 
 def token_batch(row):
-    from fledge.core.rows import TokenBatch
-
     ids, mask = (torch.tensor([values.tolist()]) for values in (row.input_ids, row.loss_mask))
     return TokenBatch(ids, torch.ones_like(ids), mask)
 
@@ -182,24 +171,6 @@ def seed_words(target, data, output_dir):
         "--target-model", str(target), "--input-data", str(data),
         "--output-dir", str(output_dir), "--device", "cpu",
     ]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("flag", "value", "line"),
-    [
-        *((f"--{name}", "", "the value is empty") for name in
-          ("target-model", "input-data", "output-dir", "split", "encoding", "device")),
-        ("--aux-layer-ids", "-1,2,3", "'-1,2,3' is not three distinct layers; for example 1,15,28"),
-        ("--seq-length", "2049", "2,049 tokens, and the target takes 2,048; at most 2048"),
-    ],
-)  # fmt: skip
-def test_a_bad_value_is_refused_in_one_line(
-    deep_target, tiny_chats, tmp_path, capsys, flag, value, line
-):
-    words = seed_words(deep_target, tiny_chats, tmp_path / "cache")
-    assert main([*words, flag, value]) == 2
-    assert capsys.readouterr().err == f"precompute_eagle3: {flag}: {line}\n"
-    assert not list(tmp_path.iterdir())
 
 
 def test_rows_are_at_most_as_long_as_the_target_takes(tiny_target, tiny_chats, tmp_path):
@@ -231,11 +202,9 @@ def test_long_rows_are_counted_and_stop_nothing(deep_target, tmp_path, capsys, c
         "data.workers=1", "training.device=cpu", "training.steps=1", "packing.tokens=64",
         "objective.ttt_steps=1", "draft.draft_vocab_size=64", f"run.output_dir={tmp_path / 'run'}",
     ]  # fmt: skip
-    for verb in (["precompute", "-o", str(tmp_path / "cache")], ["train"]):
-        with pytest.raises(SystemExit) as stop:
-            run([*verb, *recipe])
+    for words in (["precompute", "-o", tmp_path / "cache"], ["train"]):
+        assert verb(*words, *recipe) == 0
         shown = capsys.readouterr().err
-        assert not stop.value.code, shown
         assert dropped in shown
         assert cut in shown
 

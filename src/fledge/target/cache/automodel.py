@@ -10,7 +10,6 @@ the named model, or from files that fledge adds to the directory and AutoModel i
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
@@ -227,7 +226,7 @@ def padded_shard_name(index: int) -> str:
 def their_fields(shape: CacheShape) -> dict[str, tuple[torch.dtype, int]]:
     """AutoModel's fields: name -> (dtype, values per slot)."""
     fields = dict.fromkeys(_INTEGERS, (torch.int64, 1))
-    for field in (*shape.token_fields(), *shape.slot_fields()):
+    for field in shape.fields():
         dtype = torch.bool if field.name == "position_mask" else field.dtype
         fields[_AUTOMODEL_NAMES.get(field.name, field.name)] = dtype, field.width
     return fields
@@ -279,12 +278,6 @@ def _stacked_shape(name: str, rows: int, width: int, values: int) -> list[int]:
     return [rows, width] if name in _INTEGERS else [rows, width, values]
 
 
-@dataclass(frozen=True)
-class _Extent:
-    row_start: NDArray[np.int64]
-    n_bytes: int
-
-
 class PaddedShard:
     """A finished padded shard, read as it is needed, with the interface of `Shard`.
 
@@ -306,8 +299,7 @@ class PaddedShard:
             self._first_R2 = np.array(facts.get("first") or [[0, 0]] * rows).reshape(rows, 2)
         except broken_files() as error:
             raise BadInput(f"the shard cannot be read ({error})", where=str(path)) from None
-        self._lengths = self._row_lengths()
-        self.layout = _Extent(starts_of(self._lengths.tolist()), path.stat().st_size)
+        self.lengths = self._row_lengths()
 
     def _check_fields(self) -> int:
         """The number of rows; raises unless dtypes and shapes match the manifest."""
@@ -327,7 +319,7 @@ class PaddedShard:
         return lengths_R
 
     def __len__(self) -> int:
-        return len(self._lengths)
+        return len(self.lengths)
 
     @cached_property
     def keys(self) -> NDArray[np.uint8]:
@@ -340,7 +332,7 @@ class PaddedShard:
         return np.concatenate([self.tokens(row)[1] for row in range(len(self))])
 
     def tokens(self, row: int) -> tuple[NDArray[np.int32], NDArray[np.uint8]]:
-        later, (first, supervised) = max(0, int(self._lengths[row]) - 1), self._first_R2[row]
+        later, (first, supervised) = max(0, int(self.lengths[row]) - 1), self._first_R2[row]
         ids, mask = (self._file.get_slice(n)[row, :later] for n in ("input_ids", "loss_mask"))
         ids = np.concatenate([[first], ids.numpy()])
         mask = np.concatenate([[supervised], mask.numpy() != 0])
@@ -349,7 +341,7 @@ class PaddedShard:
     def payload(self, name: str, row: int) -> NDArray[np.uint8]:
         """The bytes of one row in one of our payload tensors."""
         field = self._file.get_slice(_AUTOMODEL_NAMES.get(name, name))
-        data_SX: Tensor = field[row, : int(self._lengths[row])]
+        data_SX: Tensor = field[row, : int(self.lengths[row])]
         if name == "aux_hidden_states":
             return raw_bytes(data_SX)
         kept_MX = data_SX[torch.from_numpy(self._shape.slots(self.tokens(row)[1]))]

@@ -74,7 +74,7 @@ class CacheStore:
                 where=str(self.directory),
                 fix="the directory holds shards of another cache",
             )
-        lengths = [np.diff(shard.layout.row_start) for shard in self.shards]
+        lengths = (shard.lengths for shard in self.shards)
         self.lengths: NDArray[np.int64] = np.concatenate([np.zeros(0, np.int64), *lengths])
         self._checked = np.zeros(len(self), dtype=np.int8)  # 0: not yet, 1: whole, 2: damaged
         self._rows_by_key: dict[bytes, list[int]] | None = None
@@ -133,7 +133,7 @@ class CacheStore:
         """The first place in a row that is stored as NaN or infinity, or None."""
         shard, local = self.at(row)
         stored = {}
-        for field in (*self.shape.token_fields(), *self.shape.slot_fields()):
+        for field in self.shape.fields():
             raw = torch.from_numpy(shard.payload(field.name, local).copy())
             stored[field.name] = raw.view(field.dtype).view(-1, field.width)
         slots = self.shape.slots(shard.tokens(local)[1])
@@ -363,7 +363,7 @@ class CachedEagle3TargetModel(Eagle3TargetBackend):
         pinned = self._device.type == "cuda"
         stored: dict[str, Tensor] = {}
         per_token = {field.name for field in self.shape.token_fields()}
-        for field in (*self.shape.token_fields(), *self.shape.slot_fields()):
+        for field in self.shape.fields():
             in_runs = field.name in per_token or not self.shape.compact
             raw = torch.empty((total, field.row_bytes), dtype=torch.uint8, pin_memory=pinned)
             self._fill(raw.numpy(), field, documents, in_runs=in_runs)

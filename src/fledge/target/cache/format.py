@@ -31,7 +31,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -80,10 +80,9 @@ class CacheShape:
     draft_vocab_size: int = 0  # probs and topk
     top_k: int = 0  # topk
     supervised_only: bool = False  # keep supervision at supervised slots only
-    dtypes: ClassVar[tuple[torch.dtype, ...]] = tuple(DTYPES.values())  # of a cache's states
 
     def __post_init__(self) -> None:
-        if self.encoding in ("probs", "topk") and self.draft_vocab_size < 1:
+        if not self.is_hidden and self.draft_vocab_size < 1:
             raise BadInput(f"the {self.encoding} encoding needs a draft vocabulary")
         if self.encoding == "topk" and not 1 <= self.top_k <= self.draft_vocab_size:
             raise BadInput(
@@ -95,11 +94,14 @@ class CacheShape:
     @property
     def compact(self) -> bool:
         """Whether supervision is kept for supervised slots only: probabilities are 0 elsewhere."""
-        return self.supervised_only or self.encoding in ("probs", "topk")
+        return self.supervised_only or not self.is_hidden
 
     @property
     def is_hidden(self) -> bool:
-        return self.encoding in ("hidden", "hidden-fp8")
+        return self.encoding not in OVER_A_VOCABULARY
+
+    def fields(self) -> "list[Field]":
+        return [*self.token_fields(), *self.slot_fields()]
 
     def token_fields(self) -> "list[Field]":
         """The fields kept for every token."""
@@ -197,13 +199,15 @@ class ShardLayout(Layout):
         ]
         # widest dtypes first: every tensor then starts at a multiple of its item size
         counted.sort(key=lambda item: (-item[0].dtype.itemsize, item[0].name))
-        sizes = ([n] if f.name in _FLAT else [n, f.width] for f, n in counted)
-        tensors = zip(counted, sizes, strict=True)
-        super().__init__([(f.name, f.dtype, size) for (f, _), size in tensors], facts)
+        tensors = [
+            (field.name, field.dtype, [n] if field.name in _FLAT else [n, field.width])
+            for field, n in counted
+        ]
+        super().__init__(tensors, facts)
         by_token = {f.name: (self.row_start, f.row_bytes) for f in shape.token_fields()}
         by_slot = {f.name: (self.slot_start, f.row_bytes) for f in shape.slot_fields()}
-        self._payload = dict(sorted((by_token | by_slot).items()))
-        self.payload_names = list(self._payload)
+        self._payload = by_token | by_slot
+        self.payload_names = sorted(self._payload)
 
     def span(self, name: str, row: int) -> tuple[int, int]:
         """The byte range [begin, end) of one row in a payload tensor."""

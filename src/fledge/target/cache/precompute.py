@@ -20,6 +20,7 @@ from fledge.core.distributed import World, join_world, leave_world
 from fledge.core.errors import BadInput
 from fledge.core.files import removed
 from fledge.core.rows import TokenRow
+from fledge.core.terminal import counted
 from fledge.core.transfer import Fetched
 from fledge.data.pack import collate, one_per_row
 from fledge.data.vocab import (
@@ -298,7 +299,7 @@ def write_shards(
     def waiting(shards: int) -> None:
         nonlocal last_reported
         if shards != last_reported:
-            say(f"waiting for {shards} shard{'s'[: shards > 1]} that other processes are writing")
+            say(f"waiting for {counted(shards, 'shard')} that other processes are writing")
         last_reported = shards
 
     names = claims.share(missing, lambda name: job.is_written(missing[name]), waiting=waiting)
@@ -349,7 +350,7 @@ def convert_job(
     target. `padded` selects AutoModel's layout, with rows padded to the maximum length. Config and
     tokenizer come from `model` if the source has none."""
     old = source.store.manifest
-    if options.encoding in ("hidden", "hidden-fp8") and not source.shape.is_hidden:
+    if options.encoding not in OVER_A_VOCABULARY and not source.shape.is_hidden:
         raise BadInput(
             f"{options.encoding} cannot be made from {source.shape.encoding}: probabilities do "
             "not determine the hidden states",

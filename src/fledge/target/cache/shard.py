@@ -126,6 +126,7 @@ class Shard:
             whole = whole and self._map[: len(self.layout.header)] == self.layout.header
         if not whole:
             raise _damaged(path)
+        self.lengths: NDArray[np.int64] = np.diff(self.layout.row_start)
         self.places: list[str] = facts["places"]
         self.truncated: list[bool] = facts["truncated"]
         self.input_ids = self._view("input_ids", np.int32)

@@ -205,8 +205,6 @@ def _narrow(name: str, tensor: Tensor) -> Tensor:
 class WireShape(CacheShape):
     """What is sent for each token and slot: as in a cache, in every dtype a target can run in."""
 
-    dtypes = (*CacheShape.dtypes, torch.float64)
-
     @classmethod
     def of(
         cls, question: Question, *, hidden_size: int, aux_layers: int, dtype: torch.dtype
