@@ -56,7 +56,7 @@ def test_an_assistant_with_another_vocabulary_is_refused(place, tmp_path):
     make_target(vocab=40).save_pretrained(tmp_path / "other")
     error = bench(place, "--assistant", str(tmp_path / "other")).exception
     assert isinstance(error, BadInput)
-    assert "it has 40 tokens, the target 260" in str(error)
+    assert "it has 40 tokens, the target 261" in str(error)
 
 
 @pytest.mark.parametrize(
