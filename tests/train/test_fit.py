@@ -338,7 +338,7 @@ def test_a_bad_step_is_skipped_and_reported(recipe):
     assert outcome.finished
     [skipped] = [note for note in notes.notes if "skipped" in note]
     assert "step 2 skipped: gradient norm nan" in skipped
-    assert "chats.jsonl:" in skipped
+    assert ".jsonl:" in skipped  # rows are prepared once by content, here or in another test
     assert "the target's answer is not finite in layer 0, row 0 (" in skipped
     for name, parameter in training.draft.named_parameters():
         assert torch.isfinite(parameter).all()
