@@ -24,6 +24,7 @@ from export.layouts import write_as
 from fledge.cli.main import app
 from fledge.core.errors import BadInput
 from fledge.formats.diagnose import all_checks, diagnose
+from fledge.formats.foreign import foreign_kinds
 
 
 def run(place, draft, *options):
@@ -181,3 +182,8 @@ def test_a_small_file_claiming_a_huge_tensor_is_rejected(tmp_path):
         torch.save(contents, path)
         with pytest.raises(BadInput, match="cannot be read"):
             read_tensors(tmp_path)
+
+
+def test_acceptance_is_said_last():
+    """It tells what the repairs before it have changed."""
+    assert {[*kind.checks()][-1] for kind in foreign_kinds()} == {"acceptance"}

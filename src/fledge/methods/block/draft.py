@@ -68,7 +68,7 @@ class MarkovHead(TokenHead):
         return F.embedding(previous_N, self.markov_w1.weight).to(dtype)
 
     @property
-    def out_WR(self) -> Tensor:  # noqa: N802
+    def out_WR(self) -> Tensor:  # noqa: N802  (its shape)
         return self.markov_w2.weight
 
 

@@ -5,6 +5,7 @@ multiply-add is two), and the sizes of all tensors that are alive at the same ti
 memory. What GPU kernels do differently is in `rms_norm` and `rollout/attention.py`.
 """
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from fledge.core.batch import Eagle3TargetBatch
+from fledge.core.errors import first_line
 from fledge.core.head import TargetHead
 from fledge.core.rows import TokenBatch
 from fledge.decode.strategy import rollouts_of
@@ -25,6 +27,8 @@ from fledge.methods.shared.draft import DraftModel
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+log = logging.getLogger(__name__)
 
 _META = torch.device("meta")
 _PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm)
@@ -63,7 +67,7 @@ class MetaStep:
         config = draft.config
         vocab, self._drafted = config.vocab_size, config.draft_vocab_size
         self._hidden, self._aux = config.target_hidden_size, config.num_aux_hidden_states
-        self._draft, self._dtype = draft, dtype
+        self._draft, self._dtype, self._warned = draft, dtype, False
         head = TargetHead(self._states(vocab, self._hidden))
         ids, member = torch.arange(self._drafted), torch.arange(vocab) < self._drafted
         given = TrainerInputs(ids, member, head, dtype)
@@ -86,7 +90,8 @@ class MetaStep:
         """Forward and backward of the draft and the target's head, on one rank."""
         try:
             return self._training(rows, seed)
-        except RuntimeError:
+        except RuntimeError as error:
+            self._warn(error)
             slots = rows.input_ids.numel() * self._objective.depths
             kept_bytes = slots * self._dtype.itemsize * 16 * self._hidden  # per layer, about
             layers = self._draft.config.num_hidden_layers
@@ -94,6 +99,11 @@ class MetaStep:
 
     def _forward_operations(self, slots: int) -> float:
         return 2.0 * slots * sum(weight.numel() for weight in self._draft.parameters())
+
+    def _warn(self, error: RuntimeError) -> None:
+        if not self._warned:
+            log.warning("the step is counted roughly, as it needs values: %s", first_line(error))
+        self._warned = True
 
     def _training(self, rows: TokenBatch, seed: int) -> StepCost:
         self._draft.train()
@@ -112,7 +122,8 @@ class MetaStep:
         """Operations of scoring held-out rows and then replaying them."""
         try:
             return self._evaluation(rows)
-        except RuntimeError:
+        except RuntimeError as error:
+            self._warn(error)
             return 2 * self._forward_operations(rows.input_ids.numel() * self._objective.depths)
 
     def _evaluation(self, rows: TokenBatch) -> float:
