@@ -10,7 +10,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from operator import index
-from traceback import clear_frames
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 
 from fledge.core.errors import BadInput, in_words
 from fledge.target.packing import Group
-from fledge.target.weights import whole_tensor, whole_weight
+from fledge.target.weights import whole_tensor
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -74,12 +73,12 @@ def describe_final_norm(model: nn.Module, *, bare: bool = False) -> FinalNorm | 
         if isinstance(norm, nn.Module):
             eps = getattr(norm, "eps", getattr(norm, "variance_epsilon", None))
             norm_path = f"{parent_path}.{name}" if parent_path else name
-            has_weight = isinstance(getattr(norm, "weight", None), Tensor)
+            weight = getattr(norm, "weight", None)
             return FinalNorm(
                 path=norm_path,
                 kind=type(norm).__name__,
                 eps=None if eps is None else float(eps),
-                weight_D=whole_weight(model, f"{norm_path}.weight") if has_weight else None,
+                weight_D=None if weight is None else whole_tensor(weight),
             )
     return None
 
@@ -245,32 +244,6 @@ def muted_head(head: nn.Module, answer: Callable[[Tensor], Tensor]) -> Iterator[
             del head.forward
         else:
             head.forward = wrapped
-
-
-class _PassStopped(BaseException):
-    """Unwinds a forward pass whose remaining layers are not needed. A BaseException, so that the
-    model's own `except Exception` does not catch it."""
-
-
-@contextmanager
-def stop_behind(
-    layer_id: int, write: Callable[[int, Tensor], None], answer: Callable[[Tensor], Tensor]
-) -> Iterator[Callable[[int, Tensor], None]]:
-    """Yield a `write` that ends the enclosed pass once this layer's states are written; `answer` is
-    called with zeros in place of the last hidden state."""
-
-    def write_and_stop(number: int, states: Tensor) -> None:
-        write(number, states)
-        if number == layer_id:
-            answer(states.new_zeros(()).expand_as(states))
-            raise _PassStopped
-
-    try:
-        yield write_and_stop
-    except _PassStopped as stopped:
-        # its traceback holds the model's frames and would keep their tensors alive until the next
-        # garbage collection
-        clear_frames(stopped.__traceback__)
 
 
 class AuxBuffer:

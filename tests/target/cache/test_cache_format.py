@@ -17,11 +17,10 @@ from fledge.target.cache.format import (
     decode_states,
     from_fp8,
     keep_top,
-    layout_of,
     row_key,
     to_fp8,
 )
-from fledge.target.cache.shard import Shard, is_whole_shard, open_shard
+from fledge.target.cache.shard import Shard, is_whole_shard, layout_of, open_shard
 from target.cache.caches import token_row
 
 D, W, K = 6, 10, 3

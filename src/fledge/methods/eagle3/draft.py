@@ -177,7 +177,7 @@ def _weight(layer: nn.Module, name: str) -> Tensor:
         what = f"the target's layers ({type(layer).__name__}) have no plain weight {name}"
         raise BadInput(what, where=WHERE, fix=_FIX)
     if not is_here(weight):
-        what = "the target is not whole in this process: sharded, or offloaded"
+        what = "the target is not whole in this process: sharded"
         raise BadInput(what, where=WHERE, fix=_FIX)
     return _scales(module) if weight.ndim == 1 else weight
 

@@ -7,9 +7,7 @@ any number of processes may work on one cache, each on the shards that it has cl
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -23,24 +21,15 @@ from fledge.core.rows import TokenRow
 from fledge.core.terminal import counted
 from fledge.core.transfer import Fetched
 from fledge.data.pack import collate, one_per_row
-from fledge.data.vocab import (
-    DraftVocabulary,
-    count_supervised,
-    select_vocabulary,
-    special_token_ids,
-)
-from fledge.models.resolve import load_tokenizer, local_model
 from fledge.target.base import Eagle3TargetBackend
-from fledge.target.cache.automodel import LAYOUT, write_embedding
-from fledge.target.cache.backend import CachedEagle3TargetModel, row_fault
-from fledge.target.cache.format import OVER_A_VOCABULARY, encode_rows, unsound
+from fledge.target.cache.automodel import write_embedding
+from fledge.target.cache.backend import row_fault
+from fledge.target.cache.format import encode_rows, unsound
 from fledge.target.cache.job import (
     CacheJob,
-    CacheOptions,
     CachePlan,
     check_disk,
     describe_plan,
-    encoding_facts,
     plan_cache,
     readable,
 )
@@ -52,10 +41,7 @@ from fledge.target.cache.manifest import (
     ensure_resumable,
     existing_shards,
     has_head,
-    lacks_target,
-    shape_of,
     target_facts,
-    target_files,
     target_tensors,
     write_head,
 )
@@ -330,82 +316,3 @@ def write_fixed_shards(
     for _ in range(max(asks) - asks[world.rank]):  # less often than the busiest rank
         target.join()
     return written
-
-
-# --- convert -------------------------------------------------------------------------------------
-# Convert a cache to another encoding: precompute with the source cache as the target.
-
-
-def convert_job(
-    source: CachedEagle3TargetModel,
-    directory: Path,
-    options: CacheOptions,
-    *,
-    draft_vocab_size: int | None = None,
-    trust_remote_code: bool = False,
-    padded: bool = False,
-    model: str | None = None,
-) -> CacheJob:
-    """The job that writes the contents of `source` in another encoding; run it with `source` as the
-    target. `padded` selects AutoModel's layout, with rows padded to the maximum length. Config and
-    tokenizer come from `model` if the source has none."""
-    old = source.store.manifest
-    if options.encoding not in OVER_A_VOCABULARY and not source.shape.is_hidden:
-        raise BadInput(
-            f"{options.encoding} cannot be made from {source.shape.encoding}: probabilities do "
-            "not determine the hidden states",
-            where=str(source.store.directory),
-        )
-    if padded and options.encoding not in OVER_A_VOCABULARY:
-        fix = f"--encoding {' or '.join(OVER_A_VOCABULARY)}"
-        raise BadInput("AutoModel's layout keeps probabilities", where="--layout", fix=fix)
-    # supervision that is not in the source cannot be written
-    options = replace(options, supervised_only=options.supervised_only or source.shape.compact)
-    model_name = model if lacks_target(source.store.directory, old) else None
-    files = local_model(model_name or target_files(source.store.directory), weights=False)
-    vocabulary = _vocabulary(source, draft_vocab_size)
-    if vocabulary is None and (draft_vocab_size or options.encoding in OVER_A_VOCABULARY):
-        tokenizer = load_tokenizer(str(files), trust_remote_code=trust_remote_code)
-        vocabulary = _select_vocabulary(source, draft_vocab_size, special_token_ids(tokenizer))
-    manifest: dict[str, Any] = {
-        **{key: value for key, value in old.items() if key not in (LATE, "layout")},
-        **encoding_facts(options, vocabulary),
-        "converted_from": [old["encoding"], old["dtype"]],
-    }
-    embedding_VD, head_VD = source.get_input_embeddings().weight, source.info().head.weight_VD
-    head_bytes = embedding_VD.nbytes + head_VD.nbytes
-    more: dict[str, Any] = {"vocabulary": vocabulary, "model_dir": files}
-    if padded:
-        head_bytes += 4 * embedding_VD.numel()  # stored in float32, too
-        longest = int(source.store.lengths.max(initial=2))
-        manifest["seq_length"] = more["padded_to"] = max(longest, old.get("seq_length") or 0)
-        manifest["layout"] = LAYOUT
-    shape = shape_of(manifest)
-    more["head_bytes"] = head_bytes
-    return CacheJob(directory, source.rows(), shape, manifest, options, **more)
-
-
-def _vocabulary(source: CachedEagle3TargetModel, size: int | None) -> DraftVocabulary | None:
-    """The source's own vocabulary, if it has one of the requested size."""
-    required, suggested = source.vocabulary, source.info().suggested
-    if required is None:
-        fits = suggested is not None and size in (None, suggested.size)
-        return suggested if fits else None
-    if size is not None and required.size != size:
-        raise BadInput(
-            f"made for a draft vocabulary of {required.size}, not {size}",
-            where=str(source.store.directory),
-            fix="another vocabulary needs a cache of hidden states",
-        )
-    return required
-
-
-def _select_vocabulary(
-    source: CachedEagle3TargetModel, size: int | None, special_ids: list[int | None]
-) -> DraftVocabulary:
-    """Select a vocabulary by counts over the source's rows, excluding held-out ones."""
-    rows = source.rows()
-    trained = range(len(rows) - int(source.store.manifest["held_out_rows"]))
-    pairs = ((row.input_ids, row.loss_mask) for row in (rows[i] for i in trained))
-    counts_V = count_supervised(pairs, source.info().vocab_size)
-    return select_vocabulary(counts_V, size, special_ids=special_ids)

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fledge.core.batch import Eagle3TargetBatch, Supervision
+from fledge.core.batch import Supervision
 from fledge.core.errors import BadInput
 from fledge.core.graphs import RecordedSizes
 from fledge.core.head import TargetHead
 from fledge.core.machine import find_device
-from fledge.core.rows import TokenBatch, shift_left
+from fledge.core.rows import shift_left
 from fledge.target.base import HasWeight, InputEmbedding
 from fledge.target.hf import loading as fp8
 from fledge.target.hf.embedding_and_head import accepted_options, find_head_module, learn_head
@@ -35,7 +35,6 @@ from fledge.target.hf.passes import (
     ModelPasses,
     one_row_is_exact,
     sharing_is_exact,
-    stopping_is_exact,
 )
 from fledge.target.inprocess import find_rank_groups
 from fledge.target.layers import (
@@ -50,12 +49,10 @@ from fledge.target.packing import Documents, Group, overhead_in_tokens
 from fledge.target.weights import (
     describe_weights,
     is_here,
-    is_offloaded,
     refuse_missing,
-    runs_on,
     take_apart,
     weights_fingerprint,
-    whole_weight,
+    whole_tensor,
 )
 
 _shift_left_with_zero = shift_left  # the name that other programs import from here
@@ -109,13 +106,11 @@ class HFEagle3TargetModel(ModelPasses):
         self.try_one_row = device.type != "cpu" and self._cp_size == 1
         self._one_row_checked: bool | None = None
         gpu = device.type == "cuda"
+        spread = any(hasattr(module, "_hf_hook") for module in model.modules())  # over devices
         self.skip_masks = gpu and needs_no_mask(model)
-        compiles = compile_layers and gpu and not self.joins and not is_offloaded(model)
+        compiles = compile_layers and gpu and not self.joins and not spread
         self._compiled = CompiledLayers(self._layers if compiles else ())
         self._recorded = RecordedSizes[list[Tensor]]()
-        self._recorded_features = RecordedSizes[list[Tensor]]()
-        self._stop = False  # whether passes stop after the last aux layer
-        self._stop_checked: bool | None = None
         self.record_passes = compiles
         self._stored_as: str | None = None  # quantization of the checkpoint, if any
         if supervision != "logits":
@@ -187,24 +182,6 @@ class HFEagle3TargetModel(ModelPasses):
         other._stored_as = self._stored_as
         return other
 
-    def features(self, rows: TokenBatch) -> Eagle3TargetBatch:
-        """`answer` with the aux states only, skipping the layers above the last aux layer where the
-        model supports it."""
-        self._check_open()
-        if not self._may_stop():
-            return self.answer(rows)
-        with self.stopping():
-            return self.answer(rows)
-
-    def _may_stop(self) -> bool:
-        """Whether a pass can end after the last aux layer without side effects on the model."""
-        if self._stop_checked is None:
-            unshared = not self.joins and not is_offloaded(self.model)
-            layers_above = self._depth - 1 - max(self.aux_layer_ids)
-            useful = unshared and layers_above > 0 and self.supervision == "hidden"
-            self._stop_checked = useful and stopping_is_exact(self)
-        return self._stop_checked
-
     @torch.no_grad()
     def _run_collective_checks(self) -> None:
         """Run everything that needs all ranks while all of them are in the constructor: later, one
@@ -229,7 +206,7 @@ class HFEagle3TargetModel(ModelPasses):
         return validate_aux_layer_ids(aux_layer_ids, depth, self._num_aux_layers)
 
     def get_input_embeddings(self) -> HasWeight:
-        """The model's own module, or, of a sharded or offloaded model, its whole weight. Where
+        """The model's own module, or, of a sharded model, its whole weight. Where
         ranks share the model, every rank must call this."""
         self._check_open()
         take_apart(self.model)
@@ -237,7 +214,7 @@ class HFEagle3TargetModel(ModelPasses):
         weight = cast(Tensor, module.weight)
         if is_here(weight):
             return cast(nn.Embedding, module)
-        return InputEmbedding(whole_weight(module, "weight").to(self._device()))
+        return InputEmbedding(whole_tensor(weight))
 
     def _embedding(self) -> nn.Module:
         return cast(nn.Module, self.model.get_input_embeddings())  # type: ignore[operator]
@@ -257,7 +234,6 @@ class HFEagle3TargetModel(ModelPasses):
         if not self._closed:
             del self.model, self._layers, self._compiled
             self._recorded.forget()
-            self._recorded_features.forget()
             self._head_module = self._head = self._info = self.tokenizer = None
         super().close()
 
@@ -298,7 +274,8 @@ class HFEagle3TargetModel(ModelPasses):
         return self._head
 
     def _device(self) -> torch.device:
-        return runs_on(self.model)
+        weight = next(self.model.parameters(), None)
+        return torch.device("cpu") if weight is None else weight.device
 
     def _vocabulary_rows(self) -> int | None:
         if not hasattr(self.model, "get_input_embeddings"):

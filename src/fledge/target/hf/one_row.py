@@ -126,11 +126,6 @@ def kernel_takes(model: nn.Module) -> bool:
     return len(dims) == 1 and kernel_runs(weight.new_empty((0, 1, dims.pop())))
 
 
-def caps_scores(model: nn.Module) -> bool:
-    """Whether its attention applies a soft cap on scores; transformers' SDPA ignores it."""
-    return all(config._attn_implementation != "sdpa" for config in _attention_configs(model))
-
-
 def needs_no_mask(model: nn.Module) -> bool:
     """Whether rows of whole documents need only SDPA's own causal rule, and no further mask."""
     return may_support(model) and all(

@@ -152,8 +152,7 @@ def _states(training: "Training") -> "tuple[KeptStates, int]":
     """(how many of the target's states may be kept, bytes of those on all training rows)."""
     config, section = training.draft.config, training.recipe.target
     limits = kind_of(section).kept_states(section)
-    width = 1 if limits.eight_bits else _width(training)
-    per_token = (config.num_aux_hidden_states + 1) * config.target_hidden_size * width
+    per_token = (config.num_aux_hidden_states + 1) * config.target_hidden_size * _width(training)
     return limits, int(training.stream.rows.lengths.sum()) * int(per_token)
 
 

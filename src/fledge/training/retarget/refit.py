@@ -199,7 +199,7 @@ def _inputs(
         real_BT = tokens.attention_mask.bool()
         pair = []
         for target in (targets.old, targets.new):
-            answer = target.features(tokens)
+            answer = target.answer(tokens)
             check_answer(target, answer, tokens)
             aux_BTD = answer.aux_hidden_states.to(device)
             pair.append(reading.inputs(aux_BTD[real_BT.to(device)]).double())
