@@ -47,7 +47,7 @@ class _ClientGone(Exception):  # noqa: N818  (ends a request, not an error)
     """The client disconnected."""
 
 
-class _Refusal(RuntimeError):
+class _Refusal(RuntimeError):  # noqa: N818  (an answer to the client)
     """A request that is answered with a status and a reason."""
 
     def __init__(
