@@ -72,6 +72,10 @@ def recipe_job(
     `others`: recipes of more drafts on the same data, whose aux layers are kept, too.
     """
     section, data = recipe.target, recipe.data
+    parallel = kind_of(section).cut(section)
+    if parallel is not None and parallel.ranks > 1:
+        what = "a target that ranks share cannot be precomputed"
+        raise BadInput(what, where="target.parallel", fix="take an engine, or train live")
     computed = cache_dtype(recipe, device or torch.device("cpu"))
     if not data.train:
         raise BadInput("no training data", where="data.train", fix="data.train=chats.jsonl")

@@ -1,8 +1,7 @@
 """The cache's manifest: what determined its contents, and whether a run may add to them.
 
-Two caches with equal manifests hold the same rows in the same encoding from the same target.
-`format` defines the contents of the shards; this module also stores the target's embedding and
-head, once per cache.
+Two caches with equal manifests hold the same rows in the same encoding from the same target. This
+module also stores the target's embedding and head, once per cache.
 """
 
 import itertools
@@ -83,20 +82,19 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def shard_name(index: int) -> str:
+    return f"shard-{index:05d}.safetensors"
+
+
 def stored_manifest(directory: Path) -> dict[str, Any]:
     """The manifest's contents, whatever its version; in AutoModel's layout our section, if any."""
     path = directory / MANIFEST
     if not path.exists():
-        raise BadInput(
-            "not a cache: it has no manifest.json",
-            where=str(directory),
-            fix="`fledge precompute` makes one",
-        )
+        fix = "`fledge precompute` makes one"
+        raise BadInput("not a cache: it has no manifest.json", where=str(directory), fix=fix)
     manifest: dict[str, Any] = reading.read_json(path, what="the manifest", inside=directory)
-    if not automodel.is_automodel(manifest):
-        return manifest
-    section: dict[str, Any] = manifest.get(automodel.OWN, manifest)
-    return section
+    own: dict[str, Any] = manifest.get(automodel.OWN, manifest)
+    return own if automodel.is_automodel(manifest) else manifest
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
@@ -136,8 +134,8 @@ def vocabulary_size(manifest: dict[str, Any]) -> int | None:
     return vocabulary["size"] if vocabulary else None
 
 
-def shard_name(index: int) -> str:
-    return f"shard-{index:05d}.safetensors"
+def shards_of(manifest: dict[str, Any]) -> int:
+    return -(-int(manifest["rows"]) // int(manifest["shard_size"]))
 
 
 def existing_shards(directory: Path) -> set[int]:
@@ -145,6 +143,18 @@ def existing_shards(directory: Path) -> set[int]:
     if not directory.is_dir():
         return set()
     return {int(match[1]) for path in directory.iterdir() if (match := _SHARD.fullmatch(path.name))}
+
+
+def check_complete(directory: Path, manifest: dict[str, Any]) -> None:
+    """Refuse a cache with missing shards. Allocates nothing in proportion to the number of shards
+    that the manifest claims, which is not trusted."""
+    total = shards_of(manifest)
+    present = {number for number in existing_shards(directory) if number < total}
+    if len(present) < total:
+        first = next(number for number in itertools.count() if number not in present)
+        what = f"unfinished: {total - len(present)} of {total} shards are missing, "
+        fix = "run the same precompute with --resume"
+        raise BadInput(f"{what}{shard_name(first)} first", where=str(directory), fix=fix)
 
 
 def differing_fields(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
@@ -201,16 +211,16 @@ def ensure_free(directory: Path, *, resume: bool) -> None:
         raise BadInput("a cache is here already", where=where, fix=fix)
 
 
+# --- the target's own files ----------------------------------------------------------------------
+
+
 def target_facts(info: TargetInfo | HeadlessInfo, tensors: dict[str, Tensor]) -> dict[str, Any]:
     """The manifest's description of a loaded target; a server's may show no head."""
     head, norm = info.head, info.final_norm
+    plain = ("depth", "weight_dtypes", "weights_fingerprint", "tokenizer_fingerprint", "vocab_size")
     return {
-        "depth": info.depth,
+        **{name: getattr(info, name) for name in plain},
         "dtype": dtype_name(info.dtype),
-        "weight_dtypes": info.weight_dtypes,
-        "weights_fingerprint": info.weights_fingerprint,
-        "tokenizer_fingerprint": info.tokenizer_fingerprint,
-        "vocab_size": info.vocab_size,
         "head": head and {"scale": head.scale, "softcap": head.softcap, "divisor": head.divisor},
         "final_norm": None if norm is None else [norm.path, norm.kind, norm.eps],
         "crc": {name: _crc(tensor) for name, tensor in sorted(tensors.items())},
@@ -279,9 +289,9 @@ def read_target(
     path, facts = directory / TARGET, manifest[LATE]
     reading.check_inside(path, directory)
     tensors = reading.load_tensors(path, what="the file of the target's embedding and head")
-    wrong = [name for name, crc in facts.get("crc", {}).items() if _crc(tensors.get(name)) != crc]
-    if wrong:
-        raise BadInput(f"{wrong[0]} is damaged", where=str(path), fix="make the cache again")
+    for name, crc in facts.get("crc", {}).items():
+        if name not in tensors or _crc(tensors[name]) != crc:
+            raise BadInput(f"{name} is damaged", where=str(path), fix="make the cache again")
     return assemble_target(tensors, facts, hidden_size=manifest["hidden_size"], where=str(path))
 
 
@@ -309,51 +319,29 @@ def assemble_target(
 
 def check_shapes(tensors: dict[str, Tensor], rows: int, width: int | None, where: str) -> None:
     """Refuse tensors whose shapes contradict the target's sizes before a trainer relies on them."""
-    head = (rows, width)
+    head: tuple[int | None, ...] = (rows, width)
     tied = "lm_head" not in tensors  # one table serves as both
-    shapes: dict[str, tuple[int | None, ...]] = {
-        "embed_tokens": head if tied else (None, None),
-        "lm_head": head,
-        "lm_head_bias": (rows,),
-        "final_norm": (width,),
-    }
+    shapes = {"embed_tokens": head if tied else (None, None), "lm_head": head}
+    shapes |= {"lm_head_bias": (rows,), "final_norm": (width,)}
     for name, shape in shapes.items():
         tensor = tensors.get(name)
         if tensor is None and name != "embed_tokens":
             continue
-        if tensor is None or not tensor.is_floating_point() or not _fits(tensor, shape):
+        fits = tensor is not None and tensor.is_floating_point() and tensor.ndim == len(shape)
+        if (
+            tensor is None
+            or not fits
+            or any(
+                expected not in (None, size)
+                for expected, size in zip(shape, tensor.shape, strict=True)
+            )
+        ):
             actual = "missing" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
             sizes = f"a vocabulary of {rows} and a width of {width}"
             raise BadInput(f"{name} is {actual}, the target has {sizes}", where=where)
 
 
-def _fits(tensor: Tensor, shape: tuple[int | None, ...]) -> bool:
-    pairs = zip(tensor.shape, shape, strict=False)
-    return tensor.ndim == len(shape) and all(expected in (None, size) for size, expected in pairs)
-
-
-def shards_of(manifest: dict[str, Any]) -> int:
-    return -(-int(manifest["rows"]) // int(manifest["shard_size"]))
-
-
-def check_complete(directory: Path, manifest: dict[str, Any]) -> None:
-    """Refuse a cache with missing shards. Allocates nothing in proportion to the number of shards
-    that the manifest claims, which is not trusted."""
-    total = shards_of(manifest)
-    present = {number for number in existing_shards(directory) if number < total}
-    if len(present) < total:
-        first = next(number for number in itertools.count() if number not in present)
-        raise BadInput(
-            f"unfinished: {total - len(present)} of {total} shards are missing, "
-            f"{shard_name(first)} first",
-            where=str(directory),
-            fix="run the same precompute with --resume",
-        )
-
-
-def _crc(tensor: Tensor | None) -> int | None:
-    if tensor is None:
-        return None
+def _crc(tensor: Tensor) -> int:
     return zlib.crc32(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fledge.core.claims import Claims
-from fledge.core.distributed import World, join_world, leave_world
+from fledge.core.distributed import join_world, leave_world
 from fledge.core.errors import BadInput
 from fledge.core.files import removed
 from fledge.core.rows import TokenRow
@@ -73,11 +73,11 @@ def capture(
         ids = torch.from_numpy(job.vocabulary.selected_token_ids)
         vocabulary = ids, torch.from_numpy(job.vocabulary.t2d)
         target.set_vocab_mapping(*vocabulary)
-    model, rows, n_bytes, written = module_of(target), 0, 0, 0
+    rows = n_bytes = written = 0
     for index in shards:
         if not (job.directory / MANIFEST).exists():
             raise removed(job.directory)
-        for batch_rows, batch_bytes in _fill(job, index, target, vocabulary, model):
+        for batch_rows, batch_bytes in _fill(job, index, target, vocabulary):
             rows, n_bytes = rows + batch_rows, n_bytes + batch_bytes
             on_progress(Written(rows, n_bytes))
         written += 1
@@ -85,15 +85,11 @@ def capture(
 
 
 def _fill(
-    job: CacheJob,
-    index: int,
-    target: Eagle3TargetBackend,
-    vocabulary: Vocabulary | None,
-    model: nn.Module | None,
+    job: CacheJob, index: int, target: Eagle3TargetBackend, vocabulary: Vocabulary | None
 ) -> Iterator[tuple[int, int]]:
     """Write one shard; yields (rows, bytes) of every batch that was written. One thread writes
     while the target answers about the next batches."""
-    rows = job.shard_rows(index)
+    rows, model = job.shard_rows(index), module_of(target)
     # the thread ends first: it writes to the file that `open_shard` closes
     with (
         open_shard(job.shard_path(index), job.layout(rows), rows) as shard,
@@ -116,20 +112,7 @@ def _batches(rows: Sequence[TokenRow], size: int) -> Iterator[list[int]]:
         yield order[begin : begin + size]
 
 
-@dataclass(frozen=True)
-class _Answer:
-    """The stored form of an answer, on its way to the host, and how much of it each row has."""
-
-    tensors: dict[str, Fetched]
-    sizes: dict[str, list[int]]
-
-    def by_row(self) -> Iterator[dict[str, Tensor]]:
-        parts = {
-            name: torch.split(tensor.read(), self.sizes[name])
-            for name, tensor in self.tensors.items()
-        }
-        for row_parts in zip(*parts.values(), strict=True):
-            yield dict(zip(parts, row_parts, strict=True))
+Answer = dict[str, tuple[Fetched, list[int]]]  # by name: what is stored, and how much of each row
 
 
 def _ask(
@@ -137,7 +120,8 @@ def _ask(
     target: Eagle3TargetBackend,
     rows: list[TokenRow],
     vocabulary: Vocabulary | None,
-) -> _Answer:
+) -> Answer:
+    """The stored form of the target's answer about these rows, on its way to the host."""
     lengths = [len(row.input_ids) for row in rows]
     width = max(lengths)
     batch = target.answer(collate(rows, one_per_row(lengths, width), width, job.pad_id))
@@ -147,11 +131,11 @@ def _ask(
     # the head is needed only where probabilities must be computed from states
     head = target.info().head if batch.supervision == "hidden" and mapping is not None else None
     tensors = encode_rows(batch, job.shape, lengths, slots, head=head, vocabulary=mapping)
-    token_fields = {_BAD_TOKENS, *(field.name for field in job.shape.token_fields())}
+    by_token = {_BAD_TOKENS, *(field.name for field in job.shape.token_fields())}
     # checked in the stored precision, on the device; the writing thread reads the result
     tensors[_BAD_TOKENS], tensors[_BAD_SLOTS] = unsound(tensors, job.shape)
-    sizes = {name: lengths if name in token_fields else [len(s) for s in slots] for name in tensors}
-    return _Answer({name: Fetched(tensor) for name, tensor in tensors.items()}, sizes)
+    counts = [len(slots_of_row) for slots_of_row in slots]
+    return {n: (Fetched(t), lengths if n in by_token else counts) for n, t in tensors.items()}
 
 
 def _write(
@@ -159,23 +143,23 @@ def _write(
     shard: ShardWriter,
     index: int,
     members: list[int],
-    answer: _Answer,
+    answer: Answer,
     model: nn.Module | None,
 ) -> tuple[int, int]:
     """Write an answer about some of a shard's rows, unless it is not finite as it is stored;
     returns how many rows and bytes."""
-    n_bytes = 0
-    for row, tensors in zip(members, answer.by_row(), strict=True):
+    parts = {name: torch.split(tensor.read(), n) for name, (tensor, n) in answer.items()}
+    bad_tokens, bad_slots = parts.pop(_BAD_TOKENS), parts.pop(_BAD_SLOTS)
+    for place, row in enumerate(members):
         tokens, number = shard.rows[row], index * job.options.shard_size + row
-        bad_NA, bad_M = tensors.pop(_BAD_TOKENS), tensors.pop(_BAD_SLOTS)
         slots = job.shape.slots(np.asarray(tokens.loss_mask))
-        fault = row_fault(number, bad_NA, bad_M, slots, job.manifest["aux_layer_ids"])
+        layers = job.manifest["aux_layer_ids"]
+        fault = row_fault(number, bad_tokens[place], bad_slots[place], slots, layers)
         if fault is not None:
             where, dtype = str(job.directory), job.shape.dtype
             raise refusal(fault, dtype=dtype, place=tokens.place, model=model, where=where)
-        shard.put(row, tensors)
-        n_bytes += sum(tensor.nbytes for tensor in tensors.values())
-    return len(members), n_bytes
+        shard.put(row, {name: part[place] for name, part in parts.items()})
+    return len(members), sum(part.nbytes for of_rows in parts.values() for part in of_rows)
 
 
 STOPPED = 3  # exit code: stopped by the quota or a full disk
@@ -216,10 +200,7 @@ def execute(
         check_target(job, target)
         with Claims(job.directory / CLAIMS) as claims:
             begin_cache(job, target, claims)
-            if target.joins:
-                written = write_fixed_shards(job, plan, target, world, on_progress=on_progress)
-            else:
-                written = write_shards(job, plan, target, claims, on_progress=on_progress, say=say)
+            written = write_shards(job, plan, target, claims, on_progress=on_progress, say=say)
     leave_world(world)
     return how_it_ended(job, plan, written, say)
 
@@ -292,27 +273,4 @@ def write_shards(
     written = capture(job, target, (missing[name] for name in names), on_progress)
     if not (job.directory / MANIFEST).exists():  # the cache was removed meanwhile
         raise removed(job.directory)
-    return written
-
-
-def write_fixed_shards(
-    job: CacheJob,
-    plan: CachePlan,
-    target: Eagle3TargetBackend,
-    world: World,
-    *,
-    on_progress: Callable[[Written], None] = lambda _: None,
-) -> int:
-    """`write_shards` for ranks that share a target and must therefore ask it equally often: each
-    writes shards that are fixed in advance. A shard that another precompute writes meanwhile is
-    written twice, with the same bytes."""
-    plan = world.from_main(plan)
-    written = capture(job, target, plan.wanted[world.rank :: world.size], on_progress)
-    size = job.options.batch_size
-    asks = [
-        sum(-(-job.rows_in(index) // size) for index in plan.wanted[rank :: world.size])
-        for rank in range(world.size)
-    ]
-    for _ in range(max(asks) - asks[world.rank]):  # less often than the busiest rank
-        target.join()
     return written

@@ -316,6 +316,5 @@ def accepted_options(model: nn.Module, **options: Any) -> dict[str, Any]:
 
     parameters = inspect.signature(model.forward).parameters
     open_ended = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-    if open_ended and isinstance(model, PreTrainedModel):
-        return options
-    return {name: value for name, value in options.items() if name in parameters}
+    any_name = open_ended and isinstance(model, PreTrainedModel)
+    return {name: value for name, value in options.items() if any_name or name in parameters}

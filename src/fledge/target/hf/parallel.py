@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 
 from fledge.core.errors import BadInput, MissingPackage
-from fledge.target.hf.one_row import HARMLESS, Unsupported, lent_attention, may_support
+from fledge.target.hf.one_row import check_plain, lent_attention, may_support
 from fledge.target.layers import find_layers, text_config
 
 MESH = ("replicate", "fsdp", "cp", "tp")  # tp varies fastest: adjacent ranks communicate the most
@@ -259,9 +259,7 @@ def attend(
     **options: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: local queries, keys and values of all ranks."""
-    odd = [name for name, v in options.items() if v is not None and name not in HARMLESS]
-    if attention_mask is not None or odd or options.get("is_causal") is False:
-        raise Unsupported(f"{type(module).__name__} passes {odd or 'a mask'}")
+    check_plain(module, attention_mask, options)
     own = _active.get()
     assert own is not None
     key_NGLC, value_NGLC = own.gather(key_NGQC, 2), own.gather(value_NGQC, 2)
