@@ -110,15 +110,6 @@ def test_from_pretrained_reads_what_was_saved(name: str, tmp_path: Path) -> None
     assert torch.equal(batch.aux_hidden_states, expected.aux_hidden_states)
 
 
-def test_from_pretrained_keeps_the_stored_dtype_by_default(tmp_path: Path) -> None:
-    saved(tiny_model("llama", dtype=torch.bfloat16), tmp_path)
-    assert (
-        HFEagle3TargetModel.from_pretrained(tmp_path, device="cpu").info().dtype == torch.bfloat16
-    )
-    wide = HFEagle3TargetModel.from_pretrained(tmp_path, device="cpu", dtype=torch.float32)
-    assert wide.info().weight_dtypes == "float32 100.0%"
-
-
 def test_a_model_that_cannot_be_loaded_is_a_one_line_error(tmp_path: Path) -> None:
     with pytest.raises(fledge.BadInput):
         HFEagle3TargetModel.from_pretrained(tmp_path / "nowhere")
@@ -167,33 +158,6 @@ def test_an_fp8_checkpoint_answers_with_its_stored_weights(tmp_path: Path) -> No
     batch = target.generate_batch(*padded_rows())
     torch.testing.assert_close(batch.last_hidden_states, same.last_hidden_states)
     assert not torch.allclose(batch.last_hidden_states, full.last_hidden_states, atol=1e-2)
-
-
-def quantization_of(library: str) -> Any:
-    """A transformers quantization config that runs on a CPU; skips if the library is missing."""
-    import transformers
-
-    pytest.importorskip(library, reason=f"{library} is not installed")
-    if library == "bitsandbytes":
-        return transformers.BitsAndBytesConfig(load_in_8bit=True)
-    from torchao.quantization import Int8WeightOnlyConfig
-
-    return transformers.TorchAoConfig(Int8WeightOnlyConfig())
-
-
-@pytest.mark.parametrize("library", ["bitsandbytes", "torchao"])
-def test_a_target_can_be_quantized_on_load(library: str, tmp_path: Path) -> None:
-    model = tiny_model("llama")
-    target = HFEagle3TargetModel.from_pretrained(
-        saved(model, tmp_path), device="cpu", quantization_config=quantization_of(library)
-    )
-    assert target.info().weight_dtypes.startswith("int8 6")
-    assert target.info().weight_dtypes.endswith(f"({library})")
-    logits = HFEagle3TargetModel(target.model).generate_batch(*padded_rows()).logits
-    again = target.generate_batch(*padded_rows()).with_logits(target.info().head).logits
-    torch.testing.assert_close(again, logits)
-    full = HFEagle3TargetModel(model).generate_batch(*padded_rows()).logits
-    assert 1e-3 < float((again - full).abs().max()) < 3.0, "not the quantised weights, or garbage"
 
 
 def test_a_missing_quantization_library_is_a_one_line_error(tmp_path: Path) -> None:

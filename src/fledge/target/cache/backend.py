@@ -294,10 +294,8 @@ class CachedEagle3TargetModel(Eagle3TargetBackend):
         whole = [document for document in cached if self.store.check(document.row)]
         if len(whole) < len(cached):  # skipped on request: no answer, so no supervision
             rows = replace(rows, loss_mask=_only_within(rows.loss_mask, whole))
-        states = {
-            name: tensor.view(*rows.shape, -1)
-            for name, tensor in self._states(rows.tokens, whole).items()
-        }
+        flat = self._states(rows.tokens, whole)
+        states = {name: tensor.view(*rows.shape, -1) for name, tensor in flat.items()}
         batch = Eagle3TargetBatch.about(rows, **states, shifted=True)
         if batch.position_mask is not None:
             position_BT1 = batch.position_mask & batch.loss_mask.bool()[..., None]

@@ -23,12 +23,7 @@ from fledge.target.base import HasWeight, InputEmbedding
 from fledge.target.hf import loading as fp8
 from fledge.target.hf.embedding_and_head import accepted_options, find_head_module, learn_head
 from fledge.target.hf.loading import load_hf_model
-from fledge.target.hf.one_row import (
-    kernel_takes,
-    may_support,
-    needs_no_mask,
-    whole_row,
-)
+from fledge.target.hf.one_row import kernel_takes, may_support, needs_no_mask, whole_row
 from fledge.target.hf.parallel import along, check_shareable, not_shareable
 from fledge.target.hf.passes import (
     CompiledLayers,
@@ -61,12 +56,10 @@ _shift_left_with_zero = shift_left  # the name that other programs import from h
 class HFEagle3TargetModel(ModelPasses):
     """Co-located backend that captures auxiliary hidden states from a causal LM.
 
-    The caller's model itself is put in eval mode and frozen: from then on none of its parameters
-    has `requires_grad`. It is run without gradients and otherwise never changed.
+    The caller's model itself is put in eval mode and frozen, and otherwise never changed.
     `compile_layers` runs large passes on a GPU through torch.compile, and those of small models as
-    CUDA graphs: faster, with different rounding. EAGLE-3 uses three layers, so another number of
-    `aux_layer_ids` is rejected unless it equals `num_aux_layers` (None: any number, for several
-    drafts).
+    CUDA graphs: faster, with different rounding. EAGLE-3 uses three layers; another number of
+    `aux_layer_ids` must equal `num_aux_layers` (None: any number, for several drafts).
     """
 
     def __init__(
@@ -136,37 +129,27 @@ class HFEagle3TargetModel(ModelPasses):
     ) -> "HFEagle3TargetModel":
         """Load a model by any name that `fledge.local_model` accepts, with its weights as stored.
 
-        `dtype="auto"` keeps the checkpoint's own precision, which `info().weight_dtypes` reports.
-        `dtype="fp8"` loads bfloat16 and multiplies in 8 bits (`loading.Fp8Linear`).
-        For a quantized target, name the quantized checkpoint or pass a `quantization_config` of
-        transformers: a draft must learn from the states that will be served.
-
-        The ranks of a `mesh` shard one model along its dimensions named tp and fsdp, and share long
-        rows along the one named cp. Every rank calls this and loads its own part.
+        `dtype="auto"` keeps the checkpoint's own precision, "fp8" loads bfloat16 and multiplies in
+        8 bits. For a quantized target, name the quantized checkpoint or pass a
+        `quantization_config` of transformers: a draft must learn from what will be served. The
+        ranks of a `mesh` shard one model along tp and fsdp, and share long rows along cp: every
+        rank calls this and loads its own part.
         """
         device = find_device(device)
         if dtype == "fp8" and (reason := "sharded" if mesh else fp8.why_not(device)):
             raise BadInput(f"dtype fp8: {reason}", where=str(name_or_path), fix="take bfloat16")
         loaded = load_hf_model(
-            name_or_path,
-            dtype="bfloat16" if dtype == "fp8" else dtype,
-            device=device,
-            attn_implementation=attn_implementation,
-            quantization_config=quantization_config,
-            trust_remote_code=trust_remote_code,
-            mesh=mesh,
-        )
+            name_or_path, dtype="bfloat16" if dtype == "fp8" else dtype, device=device,
+            attn_implementation=attn_implementation, quantization_config=quantization_config,
+            trust_remote_code=trust_remote_code, mesh=mesh,
+        )  # fmt: skip
         if dtype == "fp8":
             fp8.convert_linears(loaded.model)
         target = cls(
-            loaded.model,
-            aux_layer_ids,
-            along(mesh, "cp"),
-            supervision=supervision,
-            tokenizer=loaded.tokenizer,
-            compile_layers=compile_layers,
+            loaded.model, aux_layer_ids, along(mesh, "cp"), supervision=supervision,
+            tokenizer=loaded.tokenizer, compile_layers=compile_layers,
             num_aux_layers=num_aux_layers,
-        )
+        )  # fmt: skip
         target._stored_as = loaded.stored_as
         return target
 
@@ -249,9 +232,8 @@ class HFEagle3TargetModel(ModelPasses):
     def _one_row_is_exact(self) -> bool:
         """Whether two small documents give the same states in one row as alone; checked once."""
         if self._one_row_checked is None:
-            self._one_row_checked = (
-                may_support(self.model) and kernel_takes(self.model) and one_row_is_exact(self)
-            )
+            possible = may_support(self.model) and kernel_takes(self.model)
+            self._one_row_checked = possible and one_row_is_exact(self)
         return self._one_row_checked
 
     def _answers_logits(self) -> bool:
@@ -274,8 +256,7 @@ class HFEagle3TargetModel(ModelPasses):
         return self._head
 
     def _device(self) -> torch.device:
-        weight = next(self.model.parameters(), None)
-        return torch.device("cpu") if weight is None else weight.device
+        return next(self.model.parameters()).device
 
     def _vocabulary_rows(self) -> int | None:
         if not hasattr(self.model, "get_input_embeddings"):

@@ -32,18 +32,13 @@ if TYPE_CHECKING:
     from fledge.target.hf.model import HFEagle3TargetModel
 
 
-# --- compiled ------------------------------------------------------------------------------------
-# A compiled forward for a target's decoder layers, without changing the model.
-#
-# Norms, rotary positions, activations and residuals are fused into a few kernels each. Small models
-# are limited by kernel launches instead: see `core/graphs.py`.
-
-
 log = logging.getLogger(__name__)
+StatesOf = Callable[[int, Tensor], None]  # (layer id, its output)
 
 
 class CompiledLayers:
-    """Compiled forwards of some layers, installed only while a pass runs."""
+    """Compiled forwards of some layers, installed only while a pass runs. (Small models are limited
+    by kernel launches instead: see `core/graphs.py`.)"""
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         self._forwards: list[tuple[nn.Module, Any]] = [
@@ -78,12 +73,6 @@ def compile_errors() -> tuple[type[BaseException], ...]:
     from torch._inductor.exc import InductorError
 
     return TorchDynamoException, InductorError
-
-
-# --- passes ---------------------------------------------------------------------------------------
-
-
-StatesOf = Callable[[int, Tensor], None]  # (layer id, its output)
 
 
 class ModelPasses(InProcessTarget):
@@ -188,9 +177,7 @@ class ModelPasses(InProcessTarget):
         return hidden_of(logits if isinstance(logits, Tensor) else output)
 
 
-# --- comparison ----------------------------------------------------------------------------------
-# Numerical checks that two ways of running a model give the same states, whatever its class.
-
+# --- numerical checks that two ways of running a model give the same states, whatever its class ---
 
 Way = Callable[[Tensor, AuxBuffer], None]  # runs ids [B, T] and fills the buffer
 # Raised by architectures that cannot run one of the ways (TypeError: a forward that accepts no
@@ -221,14 +208,11 @@ def one_row_is_exact(target: "HFEagle3TargetModel") -> bool:
         for group in InProcessTarget._groups(target, documents, ids_BT):
             _fill(target, group, ids_BT, aux)
 
-    return fill_alike(
-        as_rows,
-        lambda ids_BT, aux: _fill(
-            target, whole_row(documents, ids_BT.numel(), device=ids_BT.device), ids_BT, aux
-        ),
-        target.aux_layer_ids,
-        target._device(),
-    )
+    def in_one_row(ids_BT: Tensor, aux: AuxBuffer) -> None:
+        group = whole_row(documents, ids_BT.numel(), device=ids_BT.device)
+        _fill(target, group, ids_BT, aux)
+
+    return fill_alike(as_rows, in_one_row, target.aux_layer_ids, target._device())
 
 
 def sharing_is_exact(target: "HFEagle3TargetModel") -> bool:
