@@ -33,7 +33,7 @@ from fledge.formats.codec import (
 from fledge.formats.engines import ENGINES, EngineName
 from fledge.formats.foreign import DraftFiles
 from fledge.formats.import_draft import own_config
-from fledge.methods.shared.derive import check_mask_token_id
+from fledge.methods.shared.placeholder import check_placeholder
 from fledge.methods.shared.rotary import rope_parameters
 from fledge.target.weights import quantisation_method
 
@@ -138,7 +138,7 @@ def mask_token(subject: Subject) -> Iterator[Finding]:
         yield error(f"mask token {token} is not one of the target's {full:,} tokens", trained)
     elif subject.target.tokenizer is not None:
         try:
-            check_mask_token_id(token, subject.target.tokenizer, full)
+            check_placeholder(token, subject.target.tokenizer, full)
         except BadInput as refused:
             fix = "train with a token that the tokenizer never emits"
             yield warning(refused.what + ": real text reads as a placeholder", fix)
