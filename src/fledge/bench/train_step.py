@@ -24,7 +24,7 @@ from fledge.core.transfer import record_event
 from fledge.data.pack import collate, one_per_row, pack_rows
 from fledge.methods.base import TrainerInputs
 from fledge.methods.registry import DEFAULT_METHOD, METHODS
-from fledge.methods.shared.derive import derive_draft_config
+from fledge.methods.shared.config import derive_draft_config
 from fledge.target.base import Eagle3TargetBackend, InputEmbedding
 from fledge.target.hf.loading import convert_linears
 from fledge.target.hf.model import HFEagle3TargetModel

@@ -16,8 +16,9 @@ from fledge.data.vocab import (
     special_token_ids,
 )
 from fledge.methods.registry import load_draft, method_of
-from fledge.methods.shared.derive import derive_draft_config, verify_rotary
+from fledge.methods.shared.config import derive_draft_config
 from fledge.methods.shared.draft import DraftModel
+from fledge.methods.shared.rotary import verify_rotary
 from fledge.recipe.schema import Recipe
 from fledge.target.base import Eagle3TargetBackend, LayerView
 from fledge.target.finite_check import bad_weights, not_numbers
