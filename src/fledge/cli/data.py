@@ -57,23 +57,29 @@ def _options(
     max_length: int | None, overlong: str, last: bool, reasoning: bool, pairs: list[str] | None
 ) -> Any:
     """The `TokeniseOptions` of the flags that all three verbs have."""
-    import yaml
-
     from fledge.data.tokenise import TokeniseOptions
 
     if overlong not in ("cut", "drop"):
         hint = nearest(overlong, ["cut", "drop"])
         raise BadInput(f"--overlong is cut or drop, not {overlong!r}", fix=hint)
+    variables = template_variables(pairs)
+    return TokeniseOptions(max_length, overlong, last, reasoning, variables)  # type: ignore[arg-type]
+
+
+def template_variables(pairs: list[str] | None) -> dict[str, Any]:
+    """The values of --template-option, which are YAML."""
+    import yaml
+
     variables = {}
     for pair in pairs or []:
         name, equals, value = pair.partition("=")
         if not equals or not name.isidentifier():
-            raise BadInput(f"{pair!r} is not name=value", where="--template-option")
+            raise BadInput(f"{pair!r} is not NAME=VALUE", where="--template-option")
         try:
             variables[name] = yaml.safe_load(value)
         except yaml.YAMLError:
             raise BadInput(f"{value!r} is not YAML", where="--template-option") from None
-    return TokeniseOptions(max_length, overlong, last, reasoning, variables)  # type: ignore[arg-type]
+    return variables
 
 
 def _prepare(data: list[str], model: str, options: Any, **more: Any) -> Any:
