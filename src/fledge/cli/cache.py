@@ -12,7 +12,7 @@ from typer import Argument, Exit, Option
 from fledge.cli import options as opt
 from fledge.cli.console import err, facts_table, out, print_json, progress_bar, quiet_libraries
 from fledge.cli.help import Verbs
-from fledge.cli.loading import opened_spread, recipes_of_words, say_drops
+from fledge.cli.loading import opened_spread, recipe_of_words, say_drops
 from fledge.core.errors import BadInput, nearest
 from fledge.core.files import check_place
 from fledge.core.terminal import counted
@@ -218,7 +218,7 @@ def precompute(
     Bytes are predicted before anything is written. An interrupted or stopped cache is continued
     with --resume. The same command with --resume may run any number of times at once, on any
     machines that see the directory: they share the work, as do processes under torchrun, and the
-    workers of --ray. For a recipe of several drafts, the layers of all of them are kept.
+    workers of --ray.
     """
     import torch
 
@@ -227,7 +227,7 @@ def precompute(
     from fledge.training.precompute import cache_dtype, recipe_job, recipe_target
 
     words = [*arguments, *([f"target.dtype={target_dtype}"] if target_dtype else [])]
-    recipe, *others = recipes_of_words(words).values()
+    recipe = recipe_of_words(words)
     output_dir = output_dir.expanduser()
     check_place(output_dir, directory=True)
     with _opened_spread(recipe, ray, address, workers) as spread:
@@ -245,8 +245,8 @@ def precompute(
                 update(total=at.parts, completed=at.done)
                 say_drops(at)
 
-            job = recipe_job(recipe, output_dir, chosen, prepared, others=others, device=device)
-            load = partial(recipe_target, recipe, device, others)
+            job = recipe_job(recipe, output_dir, chosen, prepared, device=device)
+            load = partial(recipe_target, recipe, device)
             update(description="asking the target", total=len(job.rows), completed=0, unit="rows")
             run = partial(execute, job, load, device=device)
             if spread is not None:
@@ -265,11 +265,11 @@ def fill_cache(words: list[str], output_dir: Path, chosen: Any) -> Any:
     from fledge.target.cache.precompute import execute
     from fledge.training.precompute import recipe_job, recipe_target
 
-    recipe, *others = recipes_of_words(words).values()
+    recipe = recipe_of_words(words)
     device, chosen = pick_device(recipe.training.device), replace(chosen, resume=True)
     quiet_libraries()
-    job = recipe_job(recipe, output_dir, chosen, others=others, device=device)
-    load = partial(recipe_target, recipe, device, others)
+    job = recipe_job(recipe, output_dir, chosen, device=device)
+    load = partial(recipe_target, recipe, device)
     return execute(job, load, device=device, say=lambda _: None)
 
 
