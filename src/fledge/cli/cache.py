@@ -11,7 +11,7 @@ from typer import Argument, Exit, Option
 from fledge.cli import options as opt
 from fledge.cli.console import err, facts_table, out, print_json, progress_bar, quiet_libraries
 from fledge.cli.help import Verbs
-from fledge.cli.loading import opened_spread, recipes_of_words, say_drops
+from fledge.cli.loading import opened_spread, recipe_of_words, say_drops
 from fledge.core.errors import BadInput, nearest
 from fledge.core.files import check_place
 from fledge.core.terminal import counted
@@ -208,7 +208,7 @@ def precompute(
     Bytes are predicted before anything is written. An interrupted or stopped cache is continued
     with --resume. The same command with --resume may run any number of times at once, on any
     machines that see the directory: they share the work, as do processes under torchrun, and the
-    workers of --ray. For a recipe of several drafts, the layers of all of them are kept.
+    workers of --ray.
     """
     import torch
 
@@ -217,7 +217,7 @@ def precompute(
     from fledge.training.precompute import cache_dtype
 
     words = [*arguments, *([f"target.dtype={target_dtype}"] if target_dtype else [])]
-    recipe, *_ = recipes_of_words(words).values()
+    recipe = recipe_of_words(words)
     output_dir = output_dir.expanduser()
     check_place(output_dir, directory=True)
     gpus = 0
@@ -255,16 +255,16 @@ def _prepared(words: list[str], output_dir: Path, chosen: Any, device: Any, *wat
     from fledge.target.cache.precompute import execute
     from fledge.training.precompute import recipe_job, recipe_target
 
-    recipe, *others = recipes_of_words(words).values()
-    job = recipe_job(recipe, output_dir, chosen, *watch, others=others, device=device)
-    return job, partial(execute, job, partial(recipe_target, recipe, device, others), device=device)
+    recipe = recipe_of_words(words)
+    job = recipe_job(recipe, output_dir, chosen, *watch, device=device)
+    return job, partial(execute, job, partial(recipe_target, recipe, device), device=device)
 
 
 def fill_cache(words: list[str], output_dir: Path, chosen: Any) -> Any:
     """The job of one of several workers on a cluster: what the command does without --ray."""
     from fledge.core.distributed import pick_device
 
-    recipe, *_ = recipes_of_words(words).values()
+    recipe = recipe_of_words(words)
     quiet_libraries()
     device = pick_device(recipe.training.device)
     _, run = _prepared(words, output_dir, replace(chosen, resume=True), device)
