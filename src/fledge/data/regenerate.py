@@ -106,8 +106,8 @@ def regenerate(
         with claims.alone("job"):
             if (earlier := job.finished(source.rows)) is not None:
                 return earlier
-            job.begin()
-        share = _Share(job, source, answerer, sampling, patience, watch)
+            job.record()
+        share = _Share(job, source, answerer, sampling.keep_reasoning, patience, watch)
         share.work(claims, say)
         with claims.alone("job"):
             job.finish(share.summary)
@@ -210,26 +210,24 @@ class Ledger:
         return sorted(self._directory.glob("*.jsonl"))
 
 
+@dataclass
 class _Share:
     """One process's share of a job: it answers the rows of the shards that it claims."""
 
-    def __init__(
-        self,
-        job: "_Job",
-        source: ShardedRows,
-        answerer: Answerer,
-        sampling: Sampling,
-        patience: int,
-        watch: Watch,
-    ) -> None:
-        self._job, self._source, self._answerer = job, source, answerer
-        self._keep_reasoning, self._watch = sampling.keep_reasoning, watch
-        self._patience = self._failures_left = patience
-        self.summary, self._ledger = Summary(source.rows), Ledger(job.parts, source.rows)
-        size = -(-_SHARD_ROWS // answerer.together) * answerer.together
+    job: "_Job"
+    source: ShardedRows
+    answerer: Answerer
+    keep_reasoning: bool
+    patience: int
+    watch: Watch
+
+    def __post_init__(self) -> None:
+        rows, together = self.source.rows, self.answerer.together
+        self.summary, self._ledger = Summary(rows), Ledger(self.job.parts, rows)
+        shards = self.source.shards(-(-_SHARD_ROWS // together) * together)
         # A name is made of the rows: another size gives other claims.
-        self._shards = {f"{s.start:09d}-{s.stop:09d}": s for s in source.shards(size)}
-        self._finished_before = len(self._ledger)
+        self._shards = {f"{shard.start:09d}-{shard.stop:09d}": shard for shard in shards}
+        self._failures_left, self._finished_before = self.patience, len(self._ledger)
         self._begin = self._refreshed_at = time.perf_counter()
         self._report_progress(len(self._ledger))
 
@@ -241,8 +239,8 @@ class _Share:
             free = claims.free(left, self._is_done)
             for name in free:
                 # rows that are answered together: claim the next shard when this one is done
-                names = [name] if self._answerer.together > 1 else itertools.chain([name], free)
-                self._answerer.run(self._tasks(names), self._report)
+                names = [name] if self.answerer.together > 1 else itertools.chain([name], free)
+                self.answerer.run(self._tasks(names), self._report)
                 idle = False
             if left and idle:  # else some may be done or free again by now
                 if len(left) != reported:
@@ -260,7 +258,7 @@ class _Share:
         if not self._ledger.has(self._shards[name]):
             self._ledger.refresh()
         # checked after reading: files are removed only once the job is finished
-        return self._ledger.has(self._shards[name]) or not self._job.is_begun
+        return self._ledger.has(self._shards[name]) or not self.job.is_begun
 
     def _tasks(self, names: Iterable[str]) -> Iterator[Task]:
         """Yield the rows that are not done yet; rows that cannot be asked are recorded as failed.
@@ -270,24 +268,21 @@ class _Share:
         """
         ledger = self._ledger
         for name in names:
-            rows = iter(self._source.read(self._shards[name]))
-            while group := list(itertools.islice(rows, self._answerer.together)):
+            rows = iter(self.source.read(self._shards[name]))
+            while group := list(itertools.islice(rows, self.answerer.together)):
                 known = (ledger.good, ledger.failed_before, ledger.failed)
                 unfinished = any(not any(number in rows for rows in known) for number, _ in group)
                 for number, (place, row) in group:
                     done = number in ledger.good
-                    if unfinished or not done:
-                        yield from self._task(number, place, row, done=done)
-
-    def _task(self, number: int, place: str, row: Any, *, done: bool) -> Iterator[Task]:
-        try:
-            if isinstance(row, BadRow):
-                raise row
-            dialogue = Dialogue(row, keep_reasoning=self._keep_reasoning)
-        except BadRow as bad:
-            self._fail(number, place, None if isinstance(row, BadRow) else row, bad)
-        else:
-            yield Task(number, place, row, dialogue, done)
+                    if done and not unfinished:
+                        continue
+                    try:
+                        if isinstance(row, BadRow):
+                            raise row
+                        dialogue = Dialogue(row, keep_reasoning=self.keep_reasoning)
+                        yield Task(number, place, row, dialogue, done)
+                    except BadRow as bad:
+                        self._fail(number, place, None if isinstance(row, BadRow) else row, bad)
 
     def _report(self, outcome: EndedTask) -> None:
         task, bad = outcome.task, outcome.bad
@@ -295,15 +290,15 @@ class _Share:
             return
         if bad is not None:
             self._fail(task.number, task.place, task.row, bad)
-            self._failures_left = self._failures_left - 1 if outcome.hopeless else self._patience
+            self._failures_left = self._failures_left - 1 if outcome.hopeless else self.patience
             if self._failures_left <= 0:
                 raise BadInput(
-                    f"{self._patience} rows one after another failed: {bad.reason} ({bad.detail})",
+                    f"{self.patience} rows one after another failed: {bad.reason} ({bad.detail})",
                     fix="see to the server and run the same command again: nothing done is lost",
                 )
             return
         dialogue = task.dialogue
-        self._failures_left = self._patience
+        self._failures_left = self.patience
         self.summary.answered_now += 1
         self.summary.tokens_now += dialogue.tokens
         facts = {"truncated": dialogue.truncated, "tokens": dialogue.tokens}
@@ -326,7 +321,7 @@ class _Share:
         done_here = summary.answered_now + summary.failed_now
         summary.others_now = max(0, finished - self._finished_before - done_here)
         summary.seconds_now = time.perf_counter() - self._begin
-        self._watch(finished, summary)
+        self.watch(finished, summary)
 
 
 class _Job:
@@ -371,7 +366,7 @@ class _Job:
             if self.is_begun == was_begun:  # else another process has just started or finished it
                 raise
 
-    def begin(self) -> None:
+    def record(self) -> None:
         if not self.is_begun:
             write_json(self._settings_path, self._settings)
 
@@ -446,26 +441,20 @@ class _Job:
 
     def _compare(self, record: dict[str, Any], path: Path) -> None:
         """Refuse the record of a job with other settings."""
-        new = _flat(json.loads(json.dumps(self._settings)))
-        old = _flat({name: record.get(name) for name in self._settings})
-        for name in dict.fromkeys([*new, *old]):
-            # The location of the data does not matter, only its contents; absent equals null.
-            was, now = old.get(name), new.get(name)
-            if was != now and name != "data.sources":
+        for section, value in json.loads(json.dumps(self._settings)).items():
+            was, now = record.get(section), value
+            name = section
+            if isinstance(was, dict) and isinstance(now, dict):
+                # The location of the data does not matter, only its contents; absent equals null.
+                keys = (key for key in {**now, **was} if f"{section}.{key}" != "data.sources")
+                key = next((key for key in keys if was.get(key) != now.get(key)), "")
+                name, was, now = f"{section}.{key}", was.get(key), now.get(key)
+            if was != now:
                 raise BadInput(
                     f"begun with another {name}: {shown(was)}, not {shown(now)}",
                     where=str(path),
                     fix="name another --out, or give the old settings",
                 )
-
-
-def _flat(settings: dict[str, Any]) -> dict[str, Any]:
-    """`{"data": {"limit": 3}}` as `{"data.limit": 3}`."""
-    flat: dict[str, Any] = {}
-    for section, value in settings.items():
-        nested = isinstance(value, dict)
-        flat |= {f"{section}.{k}": v for k, v in value.items()} if nested else {section: value}
-    return flat
 
 
 class Onlooker:
