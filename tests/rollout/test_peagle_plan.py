@@ -11,12 +11,13 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from fledge import create_peagle_mask_mod, peagle_draft
 from fledge.methods.peagle.draft import parallel_attention, parallel_visible
-from fledge.methods.peagle.plan import lay_out_parallel, plan_parallel
-from fledge.peagle_draft import _peagle_flex_attention, peagle_block_mask
+from fledge.methods.peagle.plan import lay_out_parallel
+from fledge.peagle_draft import _peagle_flex_attention, _PeagleDraftMixin
 from fledge.rollout import plan as plan_module
-from fledge.rollout.slots import RowMasks, Slots
+from fledge.rollout.slots import Slots
 
 CPU = torch.device("cpu")
+block_mask_of = _PeagleDraftMixin.build_peagle_block_mask
 
 
 def rule(query, key, document):
@@ -169,13 +170,6 @@ def test_slots_that_are_never_read_are_not_on_the_key_axis():
     assert plan.step_valid_K.tolist() == [1, 0]  # the rollout of slot 2 is unsupervised at depth 0
 
 
-def test_max_anchors_counts_per_row():
-    options = {"num_depths": 3, "ratio": 1.0, "ratio_min": 1.0, "seed": 1}
-    plan = plan_parallel(RowMasks(torch.ones(2, 9), torch.ones(2, 9)), max_anchors=3, **options)
-    assert plan.counts[1] == 6
-    assert plan_parallel(RowMasks(torch.ones(2, 9), torch.ones(2, 9)), **options).counts[1] == 16
-
-
 # --- attention ---------------------------------------------------------------------------------
 
 
@@ -222,7 +216,7 @@ def flex(inputs, queries, keys, lengths):
     """Attend over all elements in one flat sequence under the flex mask and select the queries."""
     q, prefix, chain = inputs
     anchor, depth = torch.tensor(keys).T
-    mask = peagle_block_mask(anchor, depth, lengths, sum(lengths))
+    mask = block_mask_of(anchor, depth, lengths, sum(lengths))
     indices = [keys.index(query) for query in queries]
     scattered = q.new_zeros(len(keys), *q.shape[1:]).index_copy(0, torch.tensor(indices), q)
 
@@ -271,33 +265,6 @@ def test_implementations_agree_on_larger_draws_for_any_block_size(draw, limits, 
         check_all_implementations(*draw, num_depths=4, seed=seed)
 
 
-def test_gradients_match_finite_differences():
-    plan = make_plan([4, 3], [2, 1, 0, 0, 1, 0, 0], num_depths=3)
-    (segment,) = plan.segments
-    q, prefix, chain = make_inputs(plan, segment, segment.every, channels=2)
-
-    def function(q, k, v, chain_k, chain_v):
-        return parallel_attention(q, (k, v), (chain_k, chain_v), segment.every, segment.counts)
-
-    assert torch.autograd.gradcheck(function, (q, *prefix, *chain))
-
-
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.bfloat16, 6e-2)])
-def test_low_precision_keeps_its_dtype(dtype, tolerance):
-    ones = torch.ones(1, 80)
-    plan = plan_parallel(RowMasks(ones, ones), num_depths=5, ratio=0.7, ratio_min=0.2, seed=0)
-    (segment,) = plan.segments
-    inputs = make_inputs(plan, segment, segment.every, dtype=dtype)
-    outputs = [
-        parallel_attention(*inputs, segment.every, segment.counts, kind=kind)
-        for kind in ("fast", "reference")
-    ]
-    assert outputs[0].dtype == dtype
-    assert_same(
-        weighted_gradients(outputs[0], inputs), weighted_gradients(outputs[1], inputs), tolerance
-    )
-
-
 # --- flex --------------------------------------------------------------------------------------
 
 
@@ -308,7 +275,7 @@ def flex_inputs(count=150, heads=2, channels=16):
     elements = [(a, d) for d in range(3) for a in range(count // 3)]
     anchor, depth = torch.tensor(elements).T
     lengths = [30, 11]  # 50 anchors, nine of them padding
-    return q, k, v, peagle_block_mask(anchor, depth, lengths, 50)
+    return q, k, v, block_mask_of(anchor, depth, lengths, 50)
 
 
 def test_the_block_mask_works_with_torchs_flex_attention():
@@ -317,25 +284,6 @@ def test_the_block_mask_works_with_torchs_flex_attention():
     actual = _peagle_flex_attention(q, k, v, mask, 0.3)
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
     assert (actual[:, :, 41:50] == 0).all()  # padding attends to nothing
-
-
-def test_a_failed_compilation_is_recorded_and_not_retried(monkeypatch, caplog):
-    q, k, v, mask = flex_inputs()
-    attempts = []
-
-    def broken(*args, **kwargs):
-        attempts.append(1)
-        raise RuntimeError("no lowering for this")
-
-    monkeypatch.setattr(peagle_draft, "_peagle_compile_supported", lambda *tensors: True)
-    monkeypatch.setattr(peagle_draft, "_peagle_flex_attention_compiled", broken)
-    monkeypatch.setattr(peagle_draft, "_peagle_flex_attention_compile_failed", False)
-    expected = peagle_draft._dense_attention(q, k, v, mask, 0.3)
-    for _ in range(2):
-        assert torch.equal(_peagle_flex_attention(q, k, v, mask, 0.3), expected)
-    assert attempts == [1]
-    assert peagle_draft._peagle_flex_attention_compile_failed
-    assert "no lowering for this" in caplog.text
 
 
 def test_out_of_memory_is_not_a_failed_compilation(monkeypatch):
@@ -349,14 +297,3 @@ def test_out_of_memory_is_not_a_failed_compilation(monkeypatch):
     with pytest.raises(torch.OutOfMemoryError):
         _peagle_flex_attention(q, k, v, mask, 0.3)
     assert not peagle_draft._peagle_flex_attention_compile_failed
-
-
-def test_compiled_only_where_inductor_supports_it():
-    class Tensor:  # only device, dtype and shape are read
-        def __init__(self, device="cuda", dtype=torch.bfloat16, channels=64):
-            self.device, self.dtype, self.shape = torch.device(device), dtype, (1, 2, 3, channels)
-
-    assert peagle_draft._peagle_compile_supported(*[Tensor()] * 3)
-    for bad in (Tensor("cpu"), Tensor(dtype=torch.float64), Tensor(channels=8)):
-        assert not peagle_draft._peagle_compile_supported(bad, bad, bad)
-        assert not peagle_draft._peagle_compile_supported(Tensor(), Tensor(), bad)
