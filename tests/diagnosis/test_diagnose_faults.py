@@ -377,13 +377,6 @@ def test_a_shallow_target_has_no_default_layers(place, tmp_path):
     assert "too shallow" in diagnosis.of("error")[0].evidence
 
 
-def test_a_quantized_target_is_reported(place, tmp_path):
-    method = {"quant_method": "fp8"}
-    target = other_target(place, tmp_path / "target", quantization_config=method)
-    diagnosis = diagnose(place / "eagle3", str(target), static=True)
-    assert errors_and_warnings(diagnosis) == {"target-quantised": "warning"}
-
-
 def test_a_draft_vocabulary_without_the_end_token(place, tmp_path):
     tokenizer = make_tokenizer()
     _, tensors = files_of(place / "eagle3")

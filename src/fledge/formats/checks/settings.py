@@ -35,7 +35,6 @@ from fledge.formats.foreign import DraftFiles
 from fledge.formats.import_draft import own_config
 from fledge.methods.shared.placeholder import check_placeholder
 from fledge.methods.shared.rotary import rope_parameters
-from fledge.target.weights import quantisation_method
 
 _SERVING: tuple[EngineName, ...] = ("vllm", "sglang")
 
@@ -118,7 +117,7 @@ def flags(subject: Subject) -> Iterator[Finding]:
 
 @check("mask-token", "static", "no placeholder where one is needed, or a real token for it")
 def mask_token(subject: Subject) -> Iterator[Finding]:
-    view, token, full = subject.view, subject.view.mask_token_id, subject.vocab_size
+    view, token, full = subject.view, subject.view.mask, subject.vocab_size
     if not (view.parallel or view.borrows):
         return
     hidden, width = view.state.get("mask_hidden"), sizes_of(subject).target_hidden
@@ -290,16 +289,6 @@ def tokenizer(subject: Subject) -> Iterator[Finding]:
             f"{differing:,} of the target's {len(target):,} tokens have another id, or none, in "
             "the tokenizer beside the draft",
             fix="name the target it was trained for",
-        )
-
-
-@check("target-quantised", "static", "a quantized target, whose states differ from the original's")
-def target_quantised(subject: Subject) -> Iterator[Finding]:
-    if method := quantisation_method(subject.target.config):
-        yield warning(
-            f"the target is quantized ({method}): a draft that learned from another precision, or "
-            "from a basis that quantization rotates, loses acceptance",
-            fix="train on the states of the weights that are served, and measure",
         )
 
 
