@@ -78,7 +78,6 @@ def refusal(*overrides: str, path: Path | None = None) -> str:
             "unknown key 'objective.loss.skale'; did you mean 'scale'?",
         ),
         ("target.parallel.fsdb=2", "unknown key 'target.parallel.fsdb'; did you mean 'fsdp'?"),
-        ("objective.lk_kl_scale=2", "objective.lk_kl_scale: input should be less than or equal"),
     ],
 )
 def test_errors_name_the_override_and_the_fix(override: str, says: str) -> None:
@@ -116,10 +115,6 @@ def test_errors_name_the_override_and_the_fix(override: str, says: str) -> None:
         (
             "objective:\n  loss:\n    kind: lk_lambda\n    scale: 2",
             "line 4: objective.loss.scale: input should be less than or equal to 1, got 2",
-        ),
-        (
-            "objective: {loss: {kind: lk_lambda, scale: 0.5}, lk_kl_scale: 0.4}",
-            "objective: loss.scale is 0.5, but lk_kl_scale, its older spelling, is 0.4",
         ),
     ],
 )
@@ -169,28 +164,18 @@ def test_long_values_are_truncated() -> None:
     assert len(line) <= 60
 
 
-LAUGHS = "a: &a [x, x, x]\n" + "\n".join(
-    f"{'b' * i}: &{'b' * i} [{', '.join(['*' + ('b' * (i - 1) or 'a')] * 9)}]" for i in range(1, 30)
-)
-MERGES = "a: &a {x: 1}\n" + "\n".join(
-    f"{'b' * i}: &{'b' * i} {{<<: [{', '.join(['*' + ('b' * (i - 1) or 'a')] * 3)}]}}"
-    for i in range(1, 30)
-)
-
-
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        (LAUGHS, "values, aliases written out"),
-        (MERGES, "values, aliases written out"),
-        ("a: &a [*a]", "nested too deeply"),
+        ("a: &a [x, x]\nb: &b [*a, *a]\nc: [*b, *b]", "line 2, column 8: YAML: no aliases here"),
+        ("a: &a {x: 1}\nb: {<<: *a}", "line 2, column 9: YAML: no aliases here"),
         ("[" * 100_000, "nested too deeply"),
         ("training: " + "[" * 40 + "]" * 40, "nested too deeply"),
         ("x" * 300_000, "more than 262,144 bytes"),
         ("training: {epochs: 1e300}", "training.epochs"),
         ("training: !!python/object/apply:os.abort []", "constructor"),
     ],
-    ids=["laughs", "merges", "itself", "brackets", "deep", "long", "absurd", "object"],
+    ids=["laughs", "merges", "brackets", "deep", "long", "absurd", "object"],
 )
 def test_a_small_file_cannot_expand_to_a_huge_value(tmp_path: Path, text: str, told: str) -> None:
     path = tmp_path / "r.yaml"

@@ -173,29 +173,6 @@ def test_a_loss_is_a_name_or_a_mapping(
     assert load_recipe(written(tmp_path, recipe.to_yaml())) == recipe
 
 
-@pytest.mark.parametrize(
-    ("text", "overrides", "loss"),
-    [
-        ("{loss: ce, lk_kl_scale: 1.0, lk_kl_decay: 3.0}", [], CrossEntropy()),
-        ("{loss: ce, lk_kl_scale: 0.5}", ["objective.loss=lk_lambda"], LkLambda(scale=0.5)),
-        ("{loss: lk_lambda, lk_kl_scale: 0.5, lk_kl_decay: 0}", [], LkLambda(scale=0.5, decay=0)),
-        ("{loss: lk_lambda}", ["objective.lk_kl_decay=2"], LkLambda(decay=2)),
-        (
-            "{loss: lk_lambda, lk_kl_scale: 1.0, lk_kl_decay: 3.0}",
-            ["objective.loss.scale=0.5"],
-            LkLambda(scale=0.5),
-        ),
-    ],
-)
-def test_older_spellings_of_the_loss(
-    tmp_path: Path, text: str, overrides: list[str], loss: Loss
-) -> None:
-    recipe = load_recipe(written(tmp_path, f"objective: {text}"), overrides)
-    assert recipe.objective.options()["loss"] == loss
-    explicit = load_recipe(None, [f"objective={{loss: {dict(kind=loss.kind, **vars(loss))}}}"])
-    assert recipe.differences(explicit) == []
-
-
 ONLY_HF = "target: {backend: hf, model: org/name, device: cpu, aux_layer_ids: [2, 1, 0]}"
 
 
@@ -271,12 +248,6 @@ def test_parallel_drafts_are_deeper_by_default() -> None:
 def test_an_empty_file_and_empty_sections_are_the_defaults(tmp_path: Path) -> None:
     assert load_recipe(written(tmp_path, "")) == load_recipe(None)
     assert load_recipe(written(tmp_path, "training:\n  # nothing\n")) == load_recipe(None)
-
-
-def test_anchors_and_merges_work(tmp_path: Path) -> None:
-    text = "checkpoint: &often {every_steps: 7}\nevaluation: {<<: *often, rows: 3}"
-    recipe = load_recipe(written(tmp_path, text))
-    assert (recipe.evaluation.every_steps, recipe.evaluation.rows) == (7, 3)
 
 
 def test_recipes_are_frozen() -> None:

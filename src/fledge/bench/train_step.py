@@ -30,11 +30,10 @@ from fledge.target.hf.loading import convert_linears
 from fledge.target.hf.model import HFEagle3TargetModel
 from fledge.target.state_cache import KeptStates, RememberingTarget
 from fledge.training.batches import StepBatch
-from fledge.training.clock import Clock
 from fledge.training.optimizer import StepGuard, make_optimizer
 from fledge.training.planning.step_cost import MetaStep, without_memory
 from fledge.training.recorded_steps import recorded_steps
-from fledge.training.step import Parts, train_step
+from fledge.training.step import Clock, Parts, train_step
 
 SHAPE_FIELDS = (
     *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
@@ -144,8 +143,8 @@ def build_parts(case: Case, device: torch.device) -> Parts:
     parameters = [p for p in draft.parameters() if p.requires_grad]
     optimizer = make_optimizer(parameters, lr=1e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
     return Parts(
-        target, objective, device, World(), parameters, (optimizer,), StepGuard(None, device), 1.0,
-        Clock(device),
+        target, objective, device, World(), Clock(device), parameters, (optimizer,),
+        StepGuard(None, device), 1.0,
         recorded=recorded_steps(objective, parameters, tokens=case.seq * case.batch)
         if case.record
         else None,

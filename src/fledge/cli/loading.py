@@ -23,13 +23,6 @@ def recipe_of_words(words: Sequence[str]) -> Any:
     return load_recipe(*split_arguments(words))
 
 
-def recipes_of_words(words: Sequence[str]) -> Any:
-    """The recipes by draft name; the recipe of a single draft has the name ''."""
-    from fledge.recipe.schema import load_recipes, split_arguments
-
-    return load_recipes(*split_arguments(words))
-
-
 def show_set_up(update: Callable[..., None]) -> Callable[[Any], None]:
     """Shows on a bar how far a run is set up: first its data, part by part, then its target."""
 
