@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from fledge.core.errors import BadInput
 from fledge.core.machine import find_device
@@ -115,9 +115,8 @@ def load_target(
     else:
         precision = {"dtype": getattr(recipe.target, "dtype", "auto")}
         place = find_device(device or recipe.training.device)
-        opened = HF.open(section.model_copy(update=precision), device=place, aux_layers=0)
-        assert isinstance(opened, HFEagle3TargetModel)
-        target = opened
+        section = section.model_copy(update=precision)
+        target = cast(HFEagle3TargetModel, HF.open(section, device=place, aux_layers=0))
     info, embedding = target.info(), target.get_input_embeddings().weight.detach().cpu()
     return target, TargetSide(info.depth, embedding, info.head.weight_VD.detach().cpu())
 
