@@ -13,7 +13,6 @@ from operator import or_
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from fledge.core.errors import BadInput
@@ -78,7 +77,6 @@ _SHOWING_WIDTH = tuple(
     for name in ("self_attn.o_proj", "mlp.down_proj", "post_attention_layernorm")
 )
 _INPUT_PROJECTIONS = tuple(f"layers.0.self_attn.{letter}_proj.weight" for letter in "qkv")
-_NO_TENSOR = torch.zeros(())
 # Classes that belong to exactly one kind of draft.
 _KIND_OF_CLASS = {
     **dict.fromkeys(EAGLE1_CLASSES.values(), "eagle1"),
@@ -411,10 +409,10 @@ def _merging_votes(state: Mapping[str, Tensor]) -> Iterator[int]:
     reads embedding and state side by side."""
     if any(name.startswith(_FUSED) for name in state):
         yield -1
-    shapes = {name: tuple(state.get(name, _NO_TENSOR).shape) for name in _SHOWING_WIDTH}
-    widths = [shape[0] for shape in shapes.values() if shape]
+    widths = [state[name].shape[0] for name in _SHOWING_WIDTH if name in state and state[name].ndim]
     width = max(widths, key=widths.count, default=0)
-    inputs = (tuple(state.get(name, _NO_TENSOR).shape) for name in _INPUT_PROJECTIONS)
-    yield from ({(width,): 1, (2 * width,): -1}.get(shape[1:], 0) for shape in inputs)
+    found = (state[name] for name in _INPUT_PROJECTIONS if name in state)
+    columns = (tensor.shape[1] for tensor in found if tensor.ndim == 2)
+    yield from ({width: 1, 2 * width: -1}.get(count, 0) for count in columns)
     if "fc.weight" in state and width:
         yield 1 if tuple(state["fc.weight"].shape) == (width, 2 * width) else -1
