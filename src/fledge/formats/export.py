@@ -172,9 +172,7 @@ class _Job:
     def _target_facts(self) -> TargetFacts:
         name, trust = self.target_name, self.trust_remote_code
         public = self.public_name or (public_name(name) if name else "")
-        if name and not self.without_target:
-            return facts_of_target(name, public, trust_remote_code=trust)
-        if not self.without_target:
+        if not name and not self.without_target:
             raise BadInput(
                 "which target?",
                 where=str(self.source.directory),
@@ -182,14 +180,13 @@ class _Job:
             )
         if self.engine.name == "speculators" and not public:
             raise BadInput("which target? the format names it", fix="give --target MODEL")
-        try:  # its config may be available even if its weights are not
+        try:
             if name:
                 return facts_of_target(name, public, trust_remote_code=trust)
-        except UntrustedCode:
-            raise
-        except BadInput:
-            pass
-        return TargetFacts(public, public.partition("@")[0])  # known only by name
+        except BadInput as error:  # without its weights, it may be known only by name
+            if not self.without_target or isinstance(error, UntrustedCode):
+                raise
+        return TargetFacts(public, public.partition("@")[0])
 
     def _check(self, *, trained_embeddings: bool) -> frozenset[Feature]:
         features = draft_features(self.draft, self.target, trained_embeddings=trained_embeddings)

@@ -73,22 +73,12 @@ def _heads(subject: Subject, voted: Sizes) -> Iterator[Finding]:
         return
     groups = subject.view.get("num_key_value_heads", heads)
     channels = subject.view.get("head_dim", subject.view.get("hidden_size") // heads)
-    if (heads * channels, groups * channels) == (voted.queries, voted.keys):
-        return
-    keys = ("num_attention_heads", "num_key_value_heads", "head_dim")
-    own = [getattr(subject.target.draft_config, key, 0) for key in keys]
-    fits = (own[0] * own[2], own[1] * own[2]) == (voted.queries, voted.keys)
-
-    def repair(files: DraftFiles) -> None:
-        for key, value in zip(keys, own, strict=True):
-            files.put(key, value)
-
-    yield error(
-        f"{heads} heads, {groups} key heads of {channels} channels make {heads * channels} and "
-        f"{groups * channels}; the projections have {voted.queries} and {voted.keys} rows",
-        fix=f"the target's: {own[0]}, {own[1]} of {own[2]}" if fits else "correct the heads",
-        repair=repair if fits else None,
-    )
+    if (heads * channels, groups * channels) != (voted.queries, voted.keys):
+        yield error(
+            f"{heads} heads, {groups} key heads of {channels} channels make {heads * channels} and "
+            f"{groups * channels}; the projections have {voted.queries} and {voted.keys} rows",
+            fix="correct the heads in config.json",
+        )
 
 
 @check("flags", "static", "norms, biases or heads whose flag and tensors disagree",
