@@ -249,7 +249,7 @@ def open_run(
         opened = OpenRun(
             recipe=recipe,
             directory=Path(recipe.run.output_dir),
-            parts=Models(target, objective, device, world),
+            parts=Models(target, objective, device, world, Clock(device)),
             train=train,
             rows=rows,
             held_out=held_out_batches(held_out, recipe, pad_id),
@@ -290,7 +290,6 @@ def _parts(recipe: Recipe, models: Models) -> Parts:
         ),
         guard=StepGuard(training.spike_factor, models.device),
         clip=training.clip,
-        clock=Clock(models.device),
         seed=training.seed,
         average=None if training.ema is None else Average(parameters, training.ema),
         recorded=recorded,
