@@ -273,6 +273,6 @@ def write_shards(
 
     names = claims.share(missing, lambda name: job.is_written(missing[name]), waiting=waiting)
     written = capture(job, target, (missing[name] for name in names), on_progress)
-    if not (job.directory / MANIFEST).exists():  # the cache was removed meanwhile
+    if not (job.directory / MANIFEST).exists():
         raise removed(job.directory)
     return written
