@@ -79,7 +79,7 @@ class HFEagle3TargetModel(InProcessTarget):
     The caller's model itself is put in eval mode and frozen, and otherwise never changed.
     `compile_layers` runs large passes on a GPU through torch.compile, and those of small models as
     CUDA graphs: faster, with different rounding. EAGLE-3 uses three layers; another number of
-    `aux_layer_ids` must equal `num_aux_layers` (None: any number, for several drafts).
+    `aux_layer_ids` must equal `num_aux_layers` (None: any number).
     """
 
     def __init__(
@@ -161,17 +161,25 @@ class HFEagle3TargetModel(InProcessTarget):
             reason = "no fp8 units" if no_units else "sharded"
             raise BadInput(f"dtype fp8: {reason}", where=str(name_or_path), fix="take bfloat16")
         loaded = load_hf_model(
-            name_or_path, dtype="bfloat16" if dtype == "fp8" else dtype, device=device,
-            attn_implementation=attn_implementation, quantization_config=quantization_config,
-            trust_remote_code=trust_remote_code, mesh=mesh,
-        )  # fmt: skip
+            name_or_path,
+            dtype="bfloat16" if dtype == "fp8" else dtype,
+            device=device,
+            attn_implementation=attn_implementation,
+            quantization_config=quantization_config,
+            trust_remote_code=trust_remote_code,
+            mesh=mesh,
+        )
         if dtype == "fp8":
             fp8.convert_linears(loaded.model)
         target = cls(
-            loaded.model, aux_layer_ids, along(mesh, "cp"), supervision=supervision,
-            tokenizer=loaded.tokenizer, compile_layers=compile_layers,
+            loaded.model,
+            aux_layer_ids,
+            along(mesh, "cp"),
+            supervision=supervision,
+            tokenizer=loaded.tokenizer,
+            compile_layers=compile_layers,
             num_aux_layers=num_aux_layers,
-        )  # fmt: skip
+        )
         target._stored_as = loaded.stored_as
         return target
 
