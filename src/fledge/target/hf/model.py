@@ -82,6 +82,8 @@ class HFEagle3TargetModel(InProcessTarget):
     `aux_layer_ids` must equal `num_aux_layers` (None: any number).
     """
 
+    model: nn.Module
+
     def __init__(
         self,
         model: nn.Module,
