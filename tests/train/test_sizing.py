@@ -81,14 +81,14 @@ def test_predicted_memory_is_close_to_what_steps_took_on_a_gpu(name, shape, pack
 
 
 def test_the_sizes_match_the_published_models():
-    loads = {size: Load.of([load_recipe(RECIPE)], Given(), size) for size in SIZES}
+    loads = {size: Load.of(load_recipe(RECIPE), Given(), size) for size in SIZES}
     weights = [round(load.target.weights / 1e9) for load in loads.values()]
     active = [round((load.target.active + load.target.head) / 1e9) for load in loads.values()]
     assert weights == [8, 71, 235, 1026]
     assert active == [8, 70, 22, 32]
     assert [load.worker_gpus for load in loads.values()] == [1, 2, 4, 8]
     assert [load.token_bytes for load in loads.values()] == [32_768, 65_536, 32_768, 57_344]
-    default = Load.of([load_recipe(RECIPE)], Given())
+    default = Load.of(load_recipe(RECIPE), Given())
     assert default == loads["8b"]  # nothing is fetched for either
 
 
@@ -96,7 +96,7 @@ def test_the_sizes_match_the_published_models():
 @pytest.mark.parametrize("ranks", [0, 3])
 def test_the_figures_of_a_plan_are_consistent(size, ranks):
     given = Given(ranks=ranks)
-    figures = size_cluster([load_recipe(RECIPE)], given, size).to_json()
+    figures = size_cluster(load_recipe(RECIPE), given, size)
     capture = figures["target_workers"] * figures["worker_tokens_per_s"]
     training = figures["train_gpus"] * figures["rank_tokens_per_s"]
     speed, size = figures["tokens_per_s"], figures["bytes_per_token"]
@@ -118,8 +118,7 @@ def test_the_figures_of_a_plan_are_consistent(size, ranks):
 
 def test_a_slow_link_is_the_bottleneck():
     fast, slow = (
-        size_cluster([load_recipe(RECIPE)], Given(link_bytes=rate, ranks=2)).to_json()
-        for rate in (3e9, 0.3e9)
+        size_cluster(load_recipe(RECIPE), Given(link_bytes=rate, ranks=2)) for rate in (3e9, 0.3e9)
     )
     assert fast["bytes_per_s_to_rank"] > 3 * 0.3e9
     assert slow["bytes_per_s_to_rank"] == pytest.approx(0.3e9, rel=0.02)
@@ -136,7 +135,7 @@ def test_the_slowest_part_sets_the_pace():
 
 def test_given_speeds_override_the_measured_ones():
     given = Given(target_tokens_s=1000.0, train_tokens_s=3000.0, ranks=1)
-    figures = size_cluster([load_recipe(RECIPE)], given).to_json()
+    figures = size_cluster(load_recipe(RECIPE), given)
     assert (figures["target_workers"], figures["train_gpus"]) == (3, 1)
     assert figures["tokens_per_s"] == pytest.approx(3000, rel=0.01)
     assert figures["worker_operations"] is None
@@ -166,8 +165,8 @@ def test_plan_cluster_matches_the_documentation(capsys, monkeypatch):
 def test_a_tensor_parallel_target_stays_split():
     overrides = ["target.backend=ray", "target.worker={backend: vllm, tp_size: 2}"]
     recipe = load_recipe(RECIPE, overrides)
-    assert Load.of([recipe], Given()).worker_gpus == 2
-    assert Load.of([recipe], Given(gpu=gpu_of("h100", 24)), "70b").worker_gpus == 8
+    assert Load.of(recipe, Given()).worker_gpus == 2
+    assert Load.of(recipe, Given(gpu=gpu_of("h100", 24)), "70b").worker_gpus == 8
 
 
 @pytest.mark.parametrize(

@@ -26,9 +26,9 @@ def step_flops(parts: Parts, batch: StepBatch, step: MetaStep) -> float:
         assert rows.doc_remaining is not None
         real = rows.attention_mask != 0
         pairs = float((rows.doc_remaining[real] + 1).sum())  # of query and visible key
-        config, layers = target.model.config, target._layers
+        layers = target._layers
         matrices = sum(p.numel() for layer in layers for p in layer.parameters() if p.ndim == 2)
-        width = config.num_attention_heads * config.head_dim
+        width = target.model.config.num_attention_heads * target.model.config.head_dim
         total += 2 * matrices * float(real.sum()) + 4 * width * pairs * len(layers)
     return total
 
@@ -41,18 +41,17 @@ def memory_at_peak(parts: Parts, batch: StepBatch, rows: int = 20) -> list[tuple
     events = torch.cuda.memory._snapshot()["device_traces"][0]
     torch.cuda.memory._record_memory_history(enabled=None)
     live: dict[int, tuple[int, str]] = {}
-    now = peak = 0
-    held: dict[int, tuple[int, str]] = {}
+    held, now, peak = list(live.values()), 0, 0
     for event in events:
         if event["action"] == "alloc":
             live[event["addr"]] = (event["size"], _source(event["frames"]))
             now += event["size"]
             if now > peak:
-                peak, held = now, dict(live)
+                held, peak = list(live.values()), now
         elif event["action"] == "free_completed" and event["addr"] in live:
             now -= live.pop(event["addr"])[0]
     sums: dict[str, float] = defaultdict(float)
-    for size, source in held.values():
+    for size, source in held:
         sums[source] += size / 2**30
     return sorted(sums.items(), key=lambda item: -item[1])[:rows]
 
@@ -65,14 +64,13 @@ def _source(frames: list[dict[str, Any]]) -> str:
     return frames[0]["name"] if frames else "unknown"
 
 
-def profile(parts: Parts, batch: StepBatch) -> str:
+def profile_step(parts: Parts, batch: StepBatch) -> str:
     """Torch's own tables of one step: kernels by GPU time, then calls by CPU time."""
-    from torch.profiler import ProfilerActivity
-    from torch.profiler import profile as record
+    from torch.profiler import ProfilerActivity, profile
 
     gpu = parts.device.type == "cuda"
     kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * gpu
-    with record(activities=kinds) as measured:
+    with profile(activities=kinds) as measured:
         train_step(parts, batch, lr=1e-4)
         parts.clock.read()
     keys = ["self_device_time_total"] * gpu + ["self_cpu_time_total"]

@@ -7,9 +7,9 @@ batch by batch, so that a machine that slows down slows all of them down.
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,8 +25,7 @@ GENERATE = "transformers generate"
 TokenLists = list[list[int]]
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """What one call returned."""
 
     texts: TokenLists  # new tokens only
@@ -34,67 +33,54 @@ class Call:
     rounds: int  # the same counted text by text: a pass over a batch is a round of every text
 
 
-class Way(Protocol):
+class Way(NamedTuple):
     """One way to continue prompts."""
 
-    max_batch: int | None  # None: any
+    decode: Callable[[TokenLists], Call]
+    one_by_one: bool = False  # it takes one text at a time
 
-    def decode(self, prompts: TokenLists) -> Call: ...
 
-
-@dataclass
-class FledgeWay:
+def fledge_way(decoder: SpeculativeDecoder, stops: Stops) -> Way:
     """Our decoder, with a draft or without one."""
 
-    decoder: SpeculativeDecoder
-    stops: Stops
-    max_batch: int | None = None
-
-    def decode(self, prompts: TokenLists) -> Call:
-        texts = self.decoder.generate(prompts, self.stops)
+    def decode(prompts: TokenLists) -> Call:
+        texts = decoder.generate(prompts, stops)
         # without a draft, every token after the first is a round
         rounds = sum(len(text.rounds) or len(text.token_ids) - 1 for text in texts)
-        return Call([text.token_ids for text in texts], self.decoder.timing.rounds, rounds)
+        return Call([text.token_ids for text in texts], decoder.timing.rounds, rounds)
+
+    return Way(decode)
 
 
-@dataclass
-class TransformersWay:
+def transformers_way(
+    model: Any, stops: Stops, pad_id: int, *, one_by_one: bool = False, **options: Any
+) -> Way:
     """`model.generate`, with whatever `options` turn on: an assistant, prompt lookup."""
 
-    model: Any
-    stops: Stops
-    pad_id: int
-    options: Mapping[str, Any] = field(default_factory=dict)
-    max_batch: int | None = None
-
-    def decode(self, prompts: TokenLists) -> Call:
+    def decode(prompts: TokenLists) -> Call:
         width = max(map(len, prompts))
         padding = [width - len(prompt) for prompt in prompts]  # on the left, as generate wants it
         ids_BT = torch.tensor(
-            [[self.pad_id] * pad + prompt for pad, prompt in zip(padding, prompts, strict=True)]
+            [[pad_id] * pad + prompt for pad, prompt in zip(padding, prompts, strict=True)]
         )
         real_BT = torch.arange(width) >= torch.tensor(padding)[:, None]
-        passes = 0
-
-        def count(*_: Any) -> None:
-            nonlocal passes
-            passes += 1
-
-        hook = self.model.register_forward_pre_hook(count)
+        passes: list[None] = []
+        hook = model.register_forward_pre_hook(lambda *_: passes.append(None))
         try:
-            out_BT = self.model.generate(
-                ids_BT.to(self.model.device), attention_mask=real_BT.long().to(self.model.device),
-                do_sample=False, max_new_tokens=self.stops.max_new_tokens,
-                eos_token_id=sorted(self.stops.eos_token_ids) or None, pad_token_id=self.pad_id,
-                **self.options,
+            out_BT = model.generate(
+                ids_BT.to(model.device), attention_mask=real_BT.long().to(model.device),
+                do_sample=False, max_new_tokens=stops.max_new_tokens,
+                eos_token_id=sorted(stops.eos_token_ids) or None, pad_token_id=pad_id, **options,
             )  # fmt: skip
         finally:
             hook.remove()
         new = [row[width:] for row in out_BT.tolist()]
-        texts = [row[: self.stops.cut(row, 0)[0]] for row in new]
+        texts = [row[: stops.cut(row, 0)[0]] for row in new]
         alone = len(texts) == 1
-        rounds = passes - 1 if alone else sum(len(text) - 1 for text in texts)
-        return Call(texts, passes - 1, rounds)
+        rounds = len(passes) - 1 if alone else sum(len(text) - 1 for text in texts)
+        return Call(texts, len(passes) - 1, rounds)
+
+    return Way(decode, one_by_one)
 
 
 def draft_ways(
@@ -115,7 +101,7 @@ def draft_ways(
             target.model, draft, aux_layer_ids=target.aux_layer_ids, method=method,
             num_draft_tokens=num_draft_tokens,
         )  # fmt: skip
-        ways[f"{label}, {decoder.method}"] = FledgeWay(decoder, stops)
+        ways[f"{label}, {decoder.method}"] = fledge_way(decoder, stops)
     return ways
 
 
@@ -123,22 +109,20 @@ def draftless_ways(
     model: Any, stops: Stops, *, pad_id: int, num_draft_tokens: int, assistant: Any = None
 ) -> dict[str, Way]:
     """The target alone, here and in transformers, and what transformers speculates with."""
-
-    def transformers_way(max_batch: int | None = None, **options: Any) -> Way:
-        return TransformersWay(model, stops, pad_id, options, max_batch)
-
-    ways: dict[str, Way] = {
-        PLAIN: FledgeWay(SpeculativeDecoder(model), stops),
-        GENERATE: transformers_way(),
-        # both take one text at a time
+    lookup = {"prompt_lookup_num_tokens": num_draft_tokens}
+    ways = {
+        PLAIN: fledge_way(SpeculativeDecoder(model), stops),
+        GENERATE: transformers_way(model, stops, pad_id),
         "transformers prompt lookup": transformers_way(
-            1, prompt_lookup_num_tokens=num_draft_tokens
+            model, stops, pad_id, one_by_one=True, **lookup
         ),
     }
     if assistant is not None:
         assistant.generation_config.num_assistant_tokens = num_draft_tokens
         assistant.generation_config.num_assistant_tokens_schedule = "constant"
-        ways["transformers assisted"] = transformers_way(1, assistant_model=assistant)
+        ways["transformers assisted"] = transformers_way(
+            model, stops, pad_id, one_by_one=True, assistant_model=assistant
+        )
     return ways
 
 
@@ -163,9 +147,9 @@ class Decoded:
 
     def to_json(self, others: "Mapping[str, Decoded]") -> dict[str, Any]:
         """`others`: all ways at this batch size, by name."""
-        plain, generate = others.get(PLAIN), others.get(GENERATE)
+        plain, generate = others[PLAIN], others[GENERATE]
         later = self.tokens - len(self.texts)  # first tokens come from the passes over prompts
-        pairs = zip(self.texts, plain.texts if plain else [], strict=False)
+        pairs = zip(self.texts, plain.texts, strict=True)
         return {
             "way": self.way,
             "batch": self.batch,
@@ -175,15 +159,10 @@ class Decoded:
             "tokens_per_s": self.tokens_per_s,
             "passes_per_s": self.passes / self.seconds,
             "tokens_per_round": later / self.rounds if self.rounds else None,
-            "against_plain": plain and self.tokens_per_s / plain.tokens_per_s,
-            "against_transformers": generate and self.tokens_per_s / generate.tokens_per_s,
-            "texts_as_plain": sum(ours == theirs for ours, theirs in pairs) if plain else None,
+            "against_plain": self.tokens_per_s / plain.tokens_per_s,
+            "against_transformers": self.tokens_per_s / generate.tokens_per_s,
+            "texts_as_plain": sum(ours == theirs for ours, theirs in pairs),
         }
-
-
-def taking(ways: Mapping[str, Way], batch: int) -> dict[str, Way]:
-    """Those of the ways that take batches of this size."""
-    return {name: way for name, way in ways.items() if (way.max_batch or batch) >= batch}
 
 
 def decode_all(
@@ -194,9 +173,11 @@ def decode_all(
     device: torch.device,
     on_batch: Callable[[str], None] = lambda way: None,
 ) -> dict[str, Decoded]:
-    """Decode all prompts in every way; see `taking` for those that take batches of this size."""
+    """Decode all prompts in every way, in batches of similar length; the last may be smaller."""
     results = {name: Decoded(name, batch) for name in ways}
-    for rows in _batches(prompts, batch):
+    ordered = [list(prompt) for prompt in sorted(prompts, key=len)]
+    for first in range(0, len(ordered), batch):
+        rows = ordered[first : first + batch]
         for name, way in ways.items():
             way.decode(rows)
             begin = _now(device)
@@ -207,13 +188,6 @@ def decode_all(
             result.rounds += call.rounds
             on_batch(name)
     return results
-
-
-def _batches(prompts: Sequence[Sequence[int]], batch: int) -> Iterator[TokenLists]:
-    """Batches of prompts of similar length; the last one may be smaller."""
-    ordered = sorted(prompts, key=len)
-    for begin in range(0, len(ordered), batch):
-        yield [list(prompt) for prompt in ordered[begin : begin + batch]]
 
 
 def _now(device: torch.device) -> float:

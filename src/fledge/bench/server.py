@@ -11,7 +11,7 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 
@@ -37,8 +37,7 @@ class Load:
     timeout_s: float = 600.0
 
 
-@dataclass(frozen=True)
-class Answer:
+class Answer(NamedTuple):
     """One request, in seconds since it was sent."""
 
     tokens: int
@@ -56,10 +55,10 @@ class ServerAcceptance:
     """The engine's own figures about its draft, over the measured requests."""
 
     length: float
+    source: str
+    last_round: str  # how a round counts that the end of an answer cuts short
     per_position: list[float] = field(default_factory=list)  # P(tokens 1..k accepted); vLLM only
     drafts: int | None = None
-    source: str = ""
-    last_round: str = ""  # how a round counts that the end of an answer cuts short
 
 
 @dataclass(frozen=True)
@@ -72,17 +71,14 @@ class ServerFigures:
     requests: int
     tokens: int
     seconds: float
+    tokens_per_s: float
     first_ms: dict[str, float]
     per_token_ms: dict[str, float]
     total_ms: dict[str, float]
     acceptance: ServerAcceptance | None
 
-    @property
-    def tokens_per_s(self) -> float:
-        return self.tokens / self.seconds
-
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "tokens_per_s": self.tokens_per_s}
+        return asdict(self)
 
 
 def measure_server(
@@ -92,7 +88,12 @@ def measure_server(
 
     `model` defaults to the one the server names first.
     """
-    return asyncio.run(_measure(url.rstrip("/").removesuffix("/v1"), load, model, on_answer))
+    url = url.rstrip("/").removesuffix("/v1")
+    try:
+        return asyncio.run(_measure(url, load, model, on_answer))
+    except httpx.TransportError as error:
+        what = f"no answer ({type(error).__name__}: {error})"
+        raise BadInput(what, where=url, fix="is it running?") from None
 
 
 async def _measure(
@@ -100,30 +101,23 @@ async def _measure(
 ) -> ServerFigures:
     limits = httpx.Limits(max_connections=load.concurrency + 1)
     async with httpx.AsyncClient(base_url=url, timeout=load.timeout_s, limits=limits) as client:
-        try:
-            model = model or await _first_model(client)
-            for messages in load.messages[:2]:
-                await _ask(client, model, messages, load)
-            before = await _counters(client)
-            begin = time.perf_counter()
-            answers = await _send(client, model, load, on_answer)
-            seconds = time.perf_counter() - begin
-            acceptance = await _acceptance(client, before)
-        except httpx.TransportError as error:
-            what = f"no answer ({type(error).__name__}: {error})"
-            raise BadInput(what, where=url, fix="is it running?") from None
+        model = model or await _first_model(client)
+        for messages in load.messages[:2]:
+            await _ask(client, model, messages, load)
+        before = await _counters(client)
+        begin = time.perf_counter()
+        answers = await _send(client, model, load, on_answer)
+        seconds = time.perf_counter() - begin
+        acceptance = await _acceptance(client, before)
+    tokens = sum(answer.tokens for answer in answers)
+    later_s = [s for answer in answers if (s := answer.per_token_s) is not None]
     return ServerFigures(
-        url=url,
-        model=model,
-        concurrency=load.concurrency,
-        requests=len(answers),
-        tokens=sum(answer.tokens for answer in answers),
-        seconds=seconds,
+        url, model, load.concurrency, len(answers), tokens, seconds, tokens / seconds,
         first_ms=percentiles([1e3 * answer.first_s for answer in answers]),
-        per_token_ms=percentiles([1e3 * s for a in answers if (s := a.per_token_s) is not None]),
+        per_token_ms=percentiles([1e3 * s for s in later_s]),
         total_ms=percentiles([1e3 * answer.total_s for answer in answers]),
         acceptance=acceptance,
-    )
+    )  # fmt: skip
 
 
 async def _send(
@@ -243,13 +237,11 @@ async def _acceptance(
             source="vLLM's counters over the measured requests",
             last_round=_ALL_VERIFIED,
         )
+    length, source = after.get("sglang:spec_accept_length"), "SGLang's gauge, of its latest batches"
     for path in ("/server_info", "/get_server_info"):  # 0.5.9 knows the second only
         response = await client.get(path)
         states = response.json().get("internal_states") if response.status_code == 200 else None
-        if states and (length := states[0].get("avg_spec_accept_length")):
-            source = "SGLang's average since its start"
-            return ServerAcceptance(length, source=source, last_round=_BY_VERSION)
-    if length := after.get("sglang:spec_accept_length"):
-        source = "SGLang's gauge, of its latest batches"
-        return ServerAcceptance(length, source=source, last_round=_BY_VERSION)
-    return None
+        if states and states[0].get("avg_spec_accept_length"):
+            length, source = states[0]["avg_spec_accept_length"], "SGLang's average since its start"
+            break
+    return ServerAcceptance(length, source, _BY_VERSION) if length else None

@@ -8,7 +8,7 @@ of `seq` tokens. 60 % of the tokens are supervised.
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -25,7 +25,7 @@ from fledge.data.pack import collate, one_per_row, pack_rows
 from fledge.methods.base import TrainerInputs
 from fledge.methods.registry import DEFAULT_METHOD, METHODS
 from fledge.methods.shared.config import derive_draft_config
-from fledge.target.base import Eagle3TargetBackend, InputEmbedding
+from fledge.target.base import InputEmbedding
 from fledge.target.hf.loading import convert_linears
 from fledge.target.hf.model import HFEagle3TargetModel
 from fledge.target.state_cache import KeptStates, RememberingTarget
@@ -116,8 +116,7 @@ def _dtype(device: torch.device) -> torch.dtype:
 
 def build_parts(case: Case, device: torch.device) -> Parts:
     target, method = build_target(case, device), METHODS[case.kind]
-    usual = {"layers": 1, "freeze_embeddings": True}
-    usual |= {**method.draft_defaults, **method.fixed_draft}
+    usual = {"layers": 1, "freeze_embeddings": True, **method.draft_defaults, **method.fixed_draft}
     vocab = SHAPES[case.shape][-1]
     draft_vocab = usual.get("draft_vocab_size", DRAFT_VOCAB[case.shape]) or vocab  # null: all of it
     config = derive_draft_config(
@@ -128,8 +127,7 @@ def build_parts(case: Case, device: torch.device) -> Parts:
         **method.bench_draft_settings(vocab),
     )
     ids = torch.arange(draft_vocab) * (vocab // draft_vocab)
-    mask = torch.zeros(vocab, dtype=torch.bool)
-    mask[ids] = True
+    mask = torch.isin(torch.arange(vocab), ids)
     with torch.device(device):
         draft = method.draft_type()(config)
     draft.set_vocab_mapping(ids, mask)
@@ -142,12 +140,12 @@ def build_parts(case: Case, device: torch.device) -> Parts:
     objective = method.objective(draft, given, **_options(case))
     parameters = [p for p in draft.parameters() if p.requires_grad]
     optimizer = make_optimizer(parameters, lr=1e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
+    recorded = None
+    if case.record:
+        recorded = recorded_steps(objective, parameters, tokens=case.seq * case.batch)
     return Parts(
         target, objective, device, World(), Clock(device), parameters, (optimizer,),
-        StepGuard(None, device), 1.0,
-        recorded=recorded_steps(objective, parameters, tokens=case.seq * case.batch)
-        if case.record
-        else None,
+        StepGuard(None, device), 1.0, recorded=recorded,
     )  # fmt: skip
 
 
@@ -174,17 +172,16 @@ def random_rows(case: Case, count: int, mean: int) -> list[TokenRow]:
 
 
 def build_batches(case: Case, count: int) -> list[StepBatch]:
-    packs_wanted = count * case.batch
+    wanted = count * case.batch
     if case.documents:
-        rows = random_rows(case, packs_wanted * case.seq * 2 // case.documents + 8, case.documents)
+        rows = random_rows(case, wanted * case.seq * 2 // case.documents + 8, case.documents)
         packs = list(pack_rows([len(row.input_ids) for row in rows], case.seq).packs)
     else:
-        rows = random_rows(case, packs_wanted, case.seq)
+        rows = random_rows(case, wanted, case.seq)
         packs = list(one_per_row([case.seq] * len(rows), case.seq))
-    cut = [packs[i * case.batch : (i + 1) * case.batch] for i in range(count)]
-    return [
-        StepBatch(i, 0, (collate(rows, part, case.seq, pad_id=0),)) for i, part in enumerate(cut)
-    ]
+    cut = [packs[begin : begin + case.batch] for begin in range(0, wanted, case.batch)]
+    collated = (collate(rows, part, case.seq, pad_id=0) for part in cut)
+    return [StepBatch(index, 0, (tokens,)) for index, tokens in enumerate(collated)]
 
 
 def measure_step(
@@ -201,8 +198,11 @@ def measure_step(
     gpu = device.type == "cuda"
     parts = build_parts(case, device)
     batches = build_batches(case, warmup + steps)
-    if case.kept:
-        parts.target = remembering(case, parts.target, batches)
+    if case.kept:  # the target was asked about all of them before
+        limits = KeptStates(2**62) if case.kept == "device" else KeptStates(0, 2**62)
+        parts.target = RememberingTarget(parts.target, limits)
+        for rows in (rows for batch in batches for rows in batch.micro if rows is not None):
+            parts.target.answer(rows)
     built = torch.cuda.memory_allocated() if gpu else 0
     moments = sum(p.numel() for p in parts.parameters) * 8
     times = [_Moment(device)]
@@ -221,7 +221,7 @@ def measure_step(
     if look is not None:
         look(parts, batches[-1])
     return StepFigures(
-        tokens=batches[0].micro[0].input_ids.numel() if batches[0].micro[0] else 0,
+        tokens=case.batch * case.seq,
         seconds=statistics.median(seconds),
         slowest_seconds=max(seconds),
         phases={name: spent / steps for name, spent in phases.items()},
@@ -237,29 +237,14 @@ class _Moment:
     """When the device had done what was asked of it so far; read when all is done."""
 
     def __init__(self, device: torch.device) -> None:
-        self._event: torch.cuda.Event | None = None
         self._now = time.perf_counter()
-        if device.type == "cuda":
-            self._event = record_event(device, timed=True)
+        self._event = record_event(device, timed=True) if device.type == "cuda" else None
 
     def __sub__(self, other: "_Moment") -> float:
         """Seconds."""
         if self._event is None or other._event is None:
             return self._now - other._now
         return float(other._event.elapsed_time(self._event)) / 1000
-
-
-def remembering(
-    case: Case, target: Eagle3TargetBackend, batches: Sequence[StepBatch]
-) -> RememberingTarget:
-    """A target that was asked about all of them before."""
-    limits = KeptStates(2**62) if case.kept == "device" else KeptStates(0, 2**62)
-    remembering = RememberingTarget(target, limits)
-    for batch in batches:
-        for rows in batch.micro:
-            if rows is not None:
-                remembering.answer(rows)
-    return remembering
 
 
 def meta_step(case: Case, parts: Parts) -> MetaStep:

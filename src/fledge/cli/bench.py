@@ -1,7 +1,8 @@
 """`fledge bench`: how fast a training step and decoding run here, and a draft on a server."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from functools import partial
+from typing import Annotated, Any
 
 from typer import Argument, Option
 
@@ -22,12 +23,7 @@ from fledge.cli.options import AsJson
 from fledge.core.addresses import server_address
 from fledge.core.errors import BadInput, nearest
 from fledge.core.install import install_extra
-
-if TYPE_CHECKING:
-    import torch
-
-    from fledge.training.batches import StepBatch
-    from fledge.training.step import Parts
+from fledge.core.progress import Watch
 
 
 class _ServerByDefault(VerbGroup):
@@ -98,42 +94,41 @@ def bench_train(
 ) -> None:
     """Tokens per second, phase times and memory of one training step, on random weights."""
     quiet_libraries()
-    from fledge.bench import cost as bench_cost
     from fledge.bench import train_step as bench
+    from fledge.bench.cost import memory_at_peak, profile_step
     from fledge.core.distributed import pick_device
     from fledge.methods.registry import DEFAULT_METHOD, METHODS
 
-    if compare:
-        _compare(pick_device(device), steps, warmup, as_json=as_json)
-        return
-    kind = kind or DEFAULT_METHOD
-    places = ["device", "host"]
-    named = ((shape, list(bench.SHAPES)), (kind, list(METHODS)), (kept or places[0], places))
-    for value, known in named:
-        if value not in known:
-            raise BadInput(f"nothing is named '{value}' here", fix=nearest(value, known))
     where = pick_device(device)
+    if compare:
+        _compare(bench, where, steps, warmup, as_json=as_json)
+        return
     case = bench.Case(
-        shape=shape, kind=kind, seq=seq, batch=batch, documents=documents, depths=depths,
-        layers=layers, supervised=supervised, depth_keep=depth_keep, fp8=fp8,
+        shape=shape, kind=kind or DEFAULT_METHOD, seq=seq, batch=batch, documents=documents,
+        depths=depths, layers=layers, supervised=supervised, depth_keep=depth_keep, fp8=fp8,
         compile=compile_target, partitions=partitions, checkpointing=checkpointing, kept=kept,
         record=record,
     )  # fmt: skip
+    places = ["device", "host"]
+    named = ((shape, list(bench.SHAPES)), (case.kind, list(METHODS)), (kept or places[0], places))
+    for value, known in named:
+        if value not in known:
+            raise BadInput(f"nothing is named '{value}' here", fix=nearest(value, known))
     notes: list[str] = []
 
-    def look(parts: "Parts", rows: "StepBatch") -> None:
+    def look(parts: Any, rows: Any) -> None:
         if memory and where.type == "cuda":
-            held = bench_cost.memory_at_peak(parts, rows)
+            held = memory_at_peak(parts, rows)
             notes.extend(f"{gib:7.2f} GiB  {source}" for source, gib in held)
         if profile:
-            notes.append(bench_cost.profile(parts, rows))
+            notes.append(profile_step(parts, rows))
 
-    with progress_bar(f"{kind} {shape}", "steps") as update:
+    with progress_bar(f"{case.kind} {shape}", "steps") as update:
         update(total=steps + warmup)
         measured = bench.measure_step(
             case, where, steps=steps, warmup=warmup, on_step=lambda: update(advance=1), look=look
         )
-    figures = {"kind": kind, "shape": shape, **measured.to_json()}
+    figures = {"kind": case.kind, "shape": shape, **measured.to_json()}
     if as_json:
         print_json(figures)
     else:
@@ -143,19 +138,17 @@ def bench_train(
         out.plain(note)
 
 
-def _compare(device: "torch.device", steps: int, warmup: int, *, as_json: bool) -> None:
+def _compare(bench: Any, device: Any, steps: int, warmup: int, *, as_json: bool) -> None:
     """Print every line as soon as it is measured: all of them take minutes."""
-    from fledge.bench import train_step as table
-
     if device.type != "cuda":
         what = "the steps of the table need a GPU, and there is none"
         raise BadInput(what, where="--compare", fix="fledge bench train --shape 135m")
     if not as_json:
-        out.plain("\n".join(table.HEAD))
+        out.plain("\n".join(bench.HEAD))
     rows = []
-    for name, figures in table.compare(device, steps=steps, warmup=warmup):
+    for name, figures in bench.compare(device, steps=steps, warmup=warmup):
         if not as_json:
-            out.plain(table.markdown_line(table.table_row(name, figures)))
+            out.plain(bench.markdown_line(bench.table_row(name, figures)))
         rows.append({"step": name, **figures.to_json()})
     if as_json:
         print_json(rows)
@@ -203,23 +196,23 @@ def bench_server(
     servers = [("baseline", baseline)] * bool(baseline) + [("draft", url)]
     for _, address in servers:
         server_address(address)
-    levels = concurrency or [1]
     runs: list[tuple[str, Any]] = []
     with watching() as watch:
-        for level in levels:
+        for level in concurrency or [1]:
             load = Load(conversations, requests, level, max_tokens, temperature)
             for name, address in servers:
                 label = f"{name}, {level} at a time"
-
-                def on_answer(done: int, label: str = label) -> None:
-                    watch(label, done, requests)
-
-                on_answer(0)
+                watch(label, 0, requests)
+                on_answer = partial(_show_done, watch, label, requests)
                 runs.append((name, measure_server(address, load, model=model, on_answer=on_answer)))
     if as_json:
         print_json([{"server": name, **run.to_json()} for name, run in runs])
     else:
         _show_server(runs)
+
+
+def _show_done(watch: Watch, label: str, total: int, done: int) -> None:
+    watch(label, done, total)
 
 
 def _show_server(runs: list[tuple[str, Any]]) -> None:
@@ -229,29 +222,28 @@ def _show_server(runs: list[tuple[str, Any]]) -> None:
         no_wrap=True,
     )  # fmt: skip
     plain = {run.concurrency: run.tokens_per_s for name, run in runs if name == "baseline"}
+    definitions: dict[tuple[str, str], None] = {}
     for name, run in runs:
-        base = plain.get(run.concurrency)
-        gain = f"{run.tokens_per_s / base:.2f}x" if base and name == "draft" else ""
-        times = [_pair(values) for values in (run.first_ms, run.per_token_ms, run.total_ms)]
-        length = "" if run.acceptance is None else f"{run.acceptance.length:.3f}"
+        base, gain, length = plain.get(run.concurrency), "", ""
+        if name == "draft" and base:
+            gain = f"{run.tokens_per_s / base:.2f}x"
+        if run.acceptance is not None:
+            length = f"{run.acceptance.length:.3f}"
+            if name == "draft":
+                definitions[run.acceptance.source, run.acceptance.last_round] = None
+        times = [
+            f"{values['p50']:.1f} / {values['p99']:.1f}" if values else "-"
+            for values in (run.first_ms, run.per_token_ms, run.total_ms)
+        ]
         speed = f"{run.tokens_per_s:,.1f}"
         table.add_row(name, str(run.concurrency), speed, gain, *times, length)
     out.print(table)
-    drafted = [run for name, run in runs if name == "draft"]
-    for definition in dict.fromkeys(
-        (run.acceptance.source, run.acceptance.last_round) for run in drafted if run.acceptance
-    ):
-        out.print(
-            f"acceptance length = 1 + accepted / drafted rounds: {definition[0]}.", style="dim"
-        )
-        out.print(f"A round that the end of an answer cuts short {definition[1]}.", style="dim")
-    if not any(run.acceptance for run in drafted):
+    for source, last_round in definitions:
+        out.print(f"acceptance length = 1 + accepted / drafted rounds: {source}.", style="dim")
+        out.print(f"A round that the end of an answer cuts short {last_round}.", style="dim")
+    if not definitions:
         silent = "the server reports nothing about speculative decoding: is the draft on?"
         out.print(f"{silent} SGLang needs --enable-metrics", style="yellow")
-
-
-def _pair(values: dict[str, float]) -> str:
-    return f"{values['p50']:.1f} / {values['p99']:.1f}" if values else "-"
 
 
 # --- decode ---------------------------------------------------------------------------------------
@@ -326,7 +318,7 @@ def bench_decode(
             )
         figures = []
         for size in batch or [1]:
-            able = ways_of.taking(ways, size)
+            able = {name: way for name, way in ways.items() if size == 1 or not way.one_by_one}
             with progress_bar(f"batch {size}", "batches") as update:
                 update(total=-(-len(ids) // size) * len(able))
 
@@ -352,9 +344,8 @@ def _encoded(prompts: Any, target: Any, max_new_tokens: int) -> list[list[int]]:
     if target.tokenizer is None:
         raise BadInput("the target has no tokenizer", fix="prompts are texts: give it one")
     template, longest = ChatTemplate.of(target.tokenizer), longest_text(target.model.config)
-    encoded = [
-        encode_prompt(list(prompt.messages), template, target.tokenizer) for prompt in prompts
-    ]
+    chats = (list(prompt.messages) for prompt in prompts)
+    encoded = (encode_prompt(chat, template, target.tokenizer) for chat in chats)
     fitting = [ids for ids in encoded if len(ids) + max_new_tokens <= longest]
     if not fitting:
         raise BadInput("no prompt leaves room for an answer", fix="lower --max-new-tokens")
@@ -381,22 +372,16 @@ def _show_decode(figures: Sequence[Mapping[str, Any]]) -> None:
         shown.columns[0].no_wrap, shown.columns[0].overflow = False, "fold"
         for row in figures:
             if row["batch"] == batch:
-                shown.add_row(*_cells(row))
+                length = row["tokens_per_round"]
+                shown.add_row(
+                    row["way"], f"{row['tokens_per_s']:,.1f}", f"{row['passes_per_s']:,.1f}",
+                    "" if length is None else f"{length:.2f}", f"{row['against_plain']:.2f}x",
+                    f"{row['against_transformers']:.2f}x",
+                    f"{row['texts_as_plain']} of {row['texts']}",
+                )  # fmt: skip
         out.print(shown)
     note = "Whole calls, the passes over the prompts included; plain: fledge without a draft."
     out.print(note, style="dim")
-
-
-def _cells(row: Mapping[str, Any]) -> list[str]:
-    length, ratios = row["tokens_per_round"], ("against_plain", "against_transformers")
-    return [
-        row["way"],
-        f"{row['tokens_per_s']:,.1f}",
-        f"{row['passes_per_s']:,.1f}",
-        "" if length is None else f"{length:.2f}",
-        *("" if row[name] is None else f"{row[name]:.2f}x" for name in ratios),
-        f"{row['texts_as_plain']} of {row['texts']}",
-    ]
 
 
 app.command(name="server", epilog=SERVER_EXAMPLE)(bench_server)

@@ -69,17 +69,21 @@ def evaluate(
     )  # fmt: skip
     if output is not None:
         check_place(output, read=prompts or ())
-    if calibrated is not None:
-        _check_calibrated(drafts, calibrated)
+    if calibrated is not None:  # checked before hours of work
+        check_place(calibrated, directory=True)
+        if len(drafts) > 1:
+            raise BadInput("several drafts are measured", where="--calibrated", fix="measure one")
+        if calibrated.exists():
+            raise BadInput("is there already", where=str(calibrated), fix="name a new directory")
     measured = measure_drafts(drafts, target, prompts or ["mixed"], options)
     if output is not None:
         write_json(output, measured.to_json())
     if calibrated is not None:
-        _write_calibrated(drafts[0], measured.reports[0], calibrated)
+        _write_calibrated(draft_directory(drafts[0]), measured.reports[0], calibrated)
     if as_json:
         print_json(measured.to_json())
     else:
-        show_tables(measured.reports, measured.answers)
+        _show_tables(measured.reports, measured.answers)
     total = len(measured.answers.turns)
     for report, count in zip(measured.reports, measured.trained_on, strict=True):
         if count:
@@ -90,25 +94,14 @@ def evaluate(
         raise Exit(1)
 
 
-def _check_calibrated(drafts: list[Path], place: Path) -> None:
-    """Check before hours of work: a single draft is measured, and its destination is free."""
-    check_place(place, directory=True)
-    if len(drafts) > 1:
-        raise BadInput("several drafts are measured", where="--calibrated", fix="measure one")
-    if place.exists():
-        raise BadInput("is there already", where=str(place), fix="name a new directory")
-
-
 def _write_calibrated(source: Path, report: Any, place: Path) -> None:
     """Write a copy of the draft with the temperatures in its config; checkpoints do not change."""
     from fledge.methods.block.calibration import says_nothing
     from fledge.methods.shared.files import write_with
-    from fledge.training.runs import draft_directory
 
     if report.calibration is None:
         raise says_nothing("--calibrated")
-    changes = {"confidence_temperatures": report.calibration.temperatures}
-    write_with(draft_directory(source), place, changes)
+    write_with(source, place, {"confidence_temperatures": report.calibration.temperatures})
 
 
 def measure_drafts(
@@ -122,8 +115,7 @@ def measure_drafts(
         return evaluate_drafts(drafts, target, prompts, options, watch)
 
 
-def show_tables(reports: Any, answers: Any) -> None:
-    """Print the tables and remarks."""
+def _show_tables(reports: Any, answers: Any) -> None:
     tokens = sum(len(turn.answer_ids) for turn in answers.turns)
     cut = sum(turn.finish == "length" for turn in answers.turns)
     source = "from the cache" if answers.from_cache else f"kept in {answers.path}"
@@ -132,15 +124,12 @@ def show_tables(reports: Any, answers: Any) -> None:
         f"{cut:,} cut at the limit, {counted(answers.skipped, 'prompt')} skipped as too long; "
         f"{source}"
     )
-    tables = {
-        "acceptance": positions(reports),
-        "by set of prompts": _groups(reports, "groups"),
-        "by category": _groups(reports, "categories"),
-        "by tokens known when the round begins": _groups(reports, "contexts"),
-        "speed, one text at a time, medians": _speeds(reports),
-    }
-    if len(reports[0].groups) == 1:
-        del tables["by set of prompts"]
+    tables = {"acceptance": positions(reports)}
+    if len(reports[0].groups) > 1:
+        tables["by set of prompts"] = _groups(reports, "groups")
+    tables["by category"] = _groups(reports, "categories")
+    tables["by tokens known when the round begins"] = _groups(reports, "contexts")
+    tables["speed, one text at a time, medians"] = _speeds(reports)
     for report in reports:
         tables[f"where {report.name} loses length"] = _failures(report.failures)
         if report.calibration is not None:
@@ -164,11 +153,8 @@ def positions(reports: Any) -> Table:
     for report in reports:
         acceptance = report.acceptance
         length = Text(f"{acceptance.length:.3f}", style="bold")
-        joint, conditional = (
-            [f"{x:.1%}" for x in xs] for xs in (acceptance.joint, acceptance.conditional)
-        )
-        table.add_row(report.name, length, *joint)
-        table.add_row(f"  {report.method}", "", *conditional)
+        table.add_row(report.name, length, *(f"{x:.1%}" for x in acceptance.joint))
+        table.add_row(f"  {report.method}", "", *(f"{x:.1%}" for x in acceptance.conditional))
     table.caption = (
         "length: tokens per round (one pass of the target), the target's own token counted\n"
         "upper line: rounds in which all tokens up to this one were accepted\n"

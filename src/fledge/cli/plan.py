@@ -62,7 +62,7 @@ def plan(
     options after --cluster are for it alone.
     """
     begin = time.perf_counter()
-    recipes = [recipe_of_words(arguments)]
+    recipe = recipe_of_words(arguments)
     quiet_libraries()
     if cluster:
         from fledge.training.planning.sizing import Given, gpu_of, size_cluster
@@ -72,7 +72,7 @@ def plan(
             target_tokens_s=capture_tokens_s, train_tokens_s=train_tokens_s,
         )  # fmt: skip
         shapes = target_shape or [""]
-        sizes = [size_cluster(recipes, given, shape).to_json() for shape in shapes]
+        sizes = [size_cluster(recipe, given, shape) for shape in shapes]
         if as_json:
             print_json(sizes)
         else:
@@ -83,13 +83,9 @@ def plan(
         raise BadInput(what, where="--target-shape", fix="add --cluster")
     from fledge.training.planning.step_cost import USABLE
 
-    if ranks:
-        predicted, steps = _by_shape(recipes, ranks)
-        title = f"{counted(recipes[0].training.steps, 'step')} on {counted(ranks, 'rank')}"
-        warnings: list[str] = []
-    else:
-        predicted, steps, title, warnings = _by_trial(recipes, begin)
-    step = max(steps, key=lambda step: step.bytes())
+    predicted, step, title, warnings = (
+        _by_shape(recipe, ranks) if ranks else _by_trial(recipe, begin)
+    )
     gpu_gib = gpu_gib or _GPU_GIB
     # how many ranks must share a pack, given what target and draft occupy
     free_bytes = gpu_gib * 2**30 * USABLE - predicted.target_bytes - predicted.draft_bytes
@@ -110,28 +106,30 @@ def plan(
         out.say(f"warning: {line}", style="yellow")
 
 
-def _by_shape(recipes: Sequence[Any], ranks: int) -> tuple[Any, list[Any]]:
-    """The prediction for GPUs that this machine need not have, and the drafts' steps."""
-    from fledge.training.planning.prediction import Prediction
+_Planned = tuple[Any, Any, str, list[str]]  # prediction, step, title, warnings
+
+
+def _by_shape(recipe: Any, ranks: int) -> _Planned:
+    """For GPUs that this machine need not have."""
     from fledge.training.planning.shape_plan import ShapePlan
 
-    plans = [ShapePlan.of(recipe, ranks) for recipe in recipes]
-    predicted = [shape_plan.predict(asks=shape_plan is plans[0]) for shape_plan in plans]
-    return Prediction.of_all(predicted), [shape_plan.step for shape_plan in plans]
+    shape_plan = ShapePlan.of(recipe, ranks)
+    title = f"{counted(recipe.training.steps, 'step')} on {counted(ranks, 'rank')}"
+    return shape_plan.predict(), shape_plan.step, title, []
 
 
-def _by_trial(recipes: Sequence[Any], begin: float) -> tuple[Any, list[Any], str, list[str]]:
-    """The prediction for this machine, measured on runs that are set up but not started."""
-    from fledge.training.planning.prediction import predict_together, step_memory
+def _by_trial(recipe: Any, begin: float) -> _Planned:
+    """For this machine, measured on a run that is set up but not started."""
+    from fledge.training.planning.prediction import predict, step_memory
     from fledge.training.setup import set_up
 
     with progress_bar("preparing data", "parts") as update:
-        trainings = [set_up(recipes[0], show_set_up(update))]
+        training = set_up(recipe, show_set_up(update))
         update(description="trying out this machine")
-        predicted = predict_together(trainings, begin)
-    stream = trainings[0].stream
+        predicted = predict(training, begin)
+    stream = training.stream
     title = f"{counted(stream.steps, 'step')}, padding {stream.padding_share:.2%}"
-    return predicted, [*map(step_memory, trainings)], title, trainings[0].warnings
+    return predicted, step_memory(training), title, training.warnings
 
 
 def _show_cluster(sizes: Sequence[dict[str, Any]], given: Any, shapes: Sequence[str]) -> None:

@@ -1,14 +1,10 @@
-"""The target's own greedy answers: generated once, cached by a fingerprint of all they depend on.
-
-answers/KEY.json     all of them
-answers/KEY.part     the finished ones while others are not: a killed command loses only the batch
-                     in progress
-"""
+"""The target's own greedy answers: generated once, and cached in `answers/KEY.json`, where KEY is a
+fingerprint of all they depend on."""
 
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, get_args
 
@@ -18,7 +14,6 @@ from fledge.core.errors import BadInput, nearest
 from fledge.core.files import atomic_file, cache_dir
 from fledge.core.progress import Watch, unwatched
 from fledge.core.reading import Choice, ListOf, Table, Text, Whole, read_json
-from fledge.data import journal
 from fledge.data.conversation import Message
 from fledge.data.drops import BadRow
 from fledge.data.sources import make_parts
@@ -79,16 +74,16 @@ def _prompt(place: str, row: Any, group: str) -> Prompt:
     fix = 'expected {"messages": [{"role": "user", "content": "..."}]} or {"prompt": "..."}'
     if isinstance(row, BadRow):
         raise BadInput(str(row), where=place)
-    messages = row.get("messages") if isinstance(row, dict) else None
-    if isinstance(row, dict) and isinstance(row.get("prompt"), str):
+    row = row if isinstance(row, dict) else {}
+    messages, followups = row.get("messages"), row.get("followups") or []
+    if isinstance(row.get("prompt"), str):
         messages = [{"role": "user", "content": row["prompt"]}]
-    if not isinstance(messages, list) or not all(_is_message(m) for m in messages):
+    if not isinstance(messages, list) or not all(map(_is_message, messages)):
         raise BadInput("no messages in this row", where=place, fix=fix)
     while messages and messages[-1]["role"] == "assistant":  # the target gives its own answer
         messages = messages[:-1]
     if not messages:
         raise BadInput("nothing to answer in this row", where=place, fix=fix)
-    followups = row.get("followups") or []
     if not isinstance(followups, list) or not all(isinstance(text, str) for text in followups):
         raise BadInput("followups must be texts", where=place)
     name, category = str(row.get("id", place)), str(row.get("category") or group)
@@ -96,8 +91,9 @@ def _prompt(place: str, row: Any, group: str) -> Prompt:
 
 
 def _is_message(value: Any) -> bool:
-    texts = [value.get("role"), value.get("content")] if isinstance(value, dict) else [None]
-    return all(isinstance(text, str) for text in texts)
+    if not isinstance(value, dict):
+        return False
+    return all(isinstance(value.get(name), str) for name in ("role", "content"))
 
 
 def encode_prompt(messages: Sequence[Message], template: ChatTemplate, tokenizer: Any) -> list[int]:
@@ -117,25 +113,16 @@ def encode_prompt(messages: Sequence[Message], template: ChatTemplate, tokenizer
 
 
 _IDS, _FINISH = ListOf(Whole(0, 2**31), most=2**31), Choice(get_args(Finish))
-_ANSWER = Table({"token_ids": _IDS, "finish": _FINISH})
-_CACHED = Table(
+_TURN = Table(
     {
-        "skipped": Whole(),
-        "turns": ListOf(
-            Table(
-                {
-                    **dict.fromkeys(("name", "group", "category"), Text(2**24)),
-                    "turn": Whole(),
-                    "prompt_ids": _IDS,
-                    "answer_ids": _IDS,
-                    "finish": _FINISH,
-                    "question": Text(2**28),
-                },
-            ),
-            most=2**31,
-        ),
+        **dict.fromkeys(("name", "group", "category"), Text(2**24)),
+        **dict.fromkeys(("prompt_ids", "answer_ids"), _IDS),
+        "turn": Whole(),
+        "finish": _FINISH,
+        "question": Text(2**28),
     }
 )
+_ANSWERS = Table({"skipped": Whole(), "turns": ListOf(_TURN, most=2**31)})
 
 
 @dataclass(frozen=True)
@@ -171,33 +158,17 @@ def cached_answers(
     """The answers from the cache, or generated now and cached."""
     if target.tokenizer is None:
         raise BadInput("the target has no tokenizer", fix="name a directory that holds one")
-    prompts_json = [asdict(prompt) for prompt in prompts]
-    path = cache_dir() / "answers" / f"{_key(target, prompts_json, max_new_tokens)}.json"
-    part = path.with_suffix(".part")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(path.with_suffix(".lock")):  # a second command waits, then reads
-        if path.is_file():
-            return _read_answers(path, part)
-        writer = _Writer(target, max_new_tokens, batch, part)
-        turns, skipped = writer.answer(prompts, watch)
-        with atomic_file(path) as handle:
-            value = {"skipped": skipped, "turns": [asdict(turn) for turn in turns]}
-            handle.write(json.dumps(value).encode())
-        part.unlink(missing_ok=True)
-    return Answers(turns, skipped, False, path)
+    stops = Stops(max_new_tokens, eos_token_ids(target.model, target.tokenizer))
 
+    def answer() -> dict[str, Any]:
+        turns, skipped = _answer(target, prompts, stops, batch, watch)
+        return {"skipped": skipped, "turns": turns}
 
-def _read_answers(path: Path, part: Path) -> Answers:
-    part.unlink(missing_ok=True)  # left over if the writer was killed before removal
-    cached = _read(path, _CACHED)
-    names = [field.name for field in fields(AnsweredTurn)]
-    turns = [AnsweredTurn(**{name: turn[name] for name in names}) for turn in cached["turns"]]
-    return Answers(turns, cached["skipped"], True, path)
-
-
-def _read(path: Path, expected: Table) -> Any:
-    what, fix = "the file of answers", "remove it: they are made again"
-    return read_json(path, expected, what=what, fix=fix, max_bytes=1 << 30)
+    path = _path(target, [asdict(prompt) for prompt in prompts], max_new_tokens)
+    value, from_cache = _cached(path, _ANSWERS, answer)
+    names = AnsweredTurn.__dataclass_fields__
+    turns = [AnsweredTurn(**{name: turn[name] for name in names}) for turn in value["turns"]]
+    return Answers(turns, value["skipped"], from_cache, path)
 
 
 def cached_continuations(
@@ -205,25 +176,35 @@ def cached_continuations(
 ) -> list[Generation]:
     """The target's greedy continuations of token ids, from the cache or generated now and cached:
     drafts of one target, and exports for several engines, are checked on the same ones."""
-    path = cache_dir() / "answers" / f"{_key(target, prompts, stops.max_new_tokens)}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(path.with_suffix(".lock")):
-        if path.is_file():
-            count = len(prompts)
-            expected = Table({"continuations": ListOf(_ANSWER, least=count, most=count)})
-            cached = _read(path, expected)["continuations"]
-            pairs = zip(prompts, cached, strict=True)
-            return [Generation(ids, value["token_ids"], value["finish"]) for ids, value in pairs]
+    count = len(prompts)
+    answers = ListOf(Table({"token_ids": _IDS, "finish": _FINISH}), least=count, most=count)
+
+    def answer() -> dict[str, Any]:
         texts = SpeculativeDecoder(target.model).generate(prompts, stops)
+        return {"continuations": [{"token_ids": t.token_ids, "finish": t.finish} for t in texts]}
+
+    path = _path(target, prompts, stops.max_new_tokens)
+    value, _ = _cached(path, Table({"continuations": answers}), answer)
+    pairs = zip(prompts, value["continuations"], strict=True)
+    return [Generation(ids, text["token_ids"], text["finish"]) for ids, text in pairs]
+
+
+def _cached(path: Path, expected: Table, make: Callable[[], Any]) -> tuple[Any, bool]:
+    """The file's value, or what is made now and written there; and whether the file was there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(path.with_suffix(".lock")):  # a second command waits, then reads
+        if path.is_file():
+            what, fix = "the file of answers", "remove it: they are made again"
+            return read_json(path, expected, what=what, fix=fix, max_bytes=1 << 30), True
+        value = make()
         with atomic_file(path) as handle:
-            values = [{"token_ids": text.token_ids, "finish": text.finish} for text in texts]
-            handle.write(json.dumps({"continuations": values}).encode())
-    return texts
+            handle.write(json.dumps(value).encode())
+        return value, False
 
 
-def _key(target: HFEagle3TargetModel, prompts: Sequence[Any], max_new_tokens: int) -> str:
-    """A hash of everything that changes an answer. The batch size does not count: like the machine,
-    it changes only rounding."""
+def _path(target: HFEagle3TargetModel, prompts: Sequence[Any], max_new_tokens: int) -> Path:
+    """Named by a hash of everything that changes an answer. The batch size does not count: like the
+    machine, it changes only rounding."""
     info = target.info()
     model: Any = target.model
     config = json.loads(model.config.to_json_string(use_diff=False))
@@ -239,91 +220,49 @@ def _key(target: HFEagle3TargetModel, prompts: Sequence[Any], max_new_tokens: in
         "max_new_tokens": max_new_tokens,
         "prompts": list(prompts),
     }
-    return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
+    return cache_dir() / "answers" / f"{digest[:24]}.json"
 
 
-class _Writer:
-    """Generates the answers that are not in the file `part` yet, and adds them to it."""
-
-    def __init__(
-        self, target: HFEagle3TargetModel, max_new_tokens: int, batch: int, part: Path
-    ) -> None:
-        self._tokenizer, self._batch, self._part = target.tokenizer, batch, part
-        records = journal.read(part, {True: _ANSWER, False: _ANSWER})
-        self._done = {record["row"]: record for *_, record in records}
-        self._template = ChatTemplate.of(self._tokenizer)
-        self._decoder = SpeculativeDecoder(target.model)  # no draft: the target alone
-        self._stops = Stops(max_new_tokens, eos_token_ids(target.model, self._tokenizer))
-        self._longest = longest_text(target.model.config)
-
-    def answer(self, prompts: Sequence[Prompt], watch: Watch) -> tuple[list[AnsweredTurn], int]:
-        """The answered turns and the number skipped. A follow-up is asked once all turns before it
-        are answered."""
-        turns: list[AnsweredTurn] = []
-        skipped = number = 0
-        total = sum(1 + len(prompt.followups) for prompt in prompts)
-        chats = {row: list(prompt.messages) for row, prompt in enumerate(prompts)}
-        while chats:
-            encoded = {
-                row: encode_prompt(messages, self._template, self._tokenizer)
-                for row, messages in chats.items()
-            }
-            most = self._longest - self._stops.max_new_tokens
-            fitting = {row: ids for row, ids in encoded.items() if len(ids) <= most}
-            skipped += len(encoded) - len(fitting)
-
-            def on_done(done: float, before: int = len(turns)) -> None:  # parts of answers count
-                watch("the target answers", before + done, total)
-
-            following = {}
-            for row, answer in self._generate(fitting, number * len(prompts), on_done).items():
-                assert answer.finish is not None
-                prompt, messages = prompts[row], chats[row]
-                turns.append(
-                    AnsweredTurn(
-                        prompt.name, prompt.group, prompt.category, number,
-                        answer.prompt_ids, answer.token_ids, answer.finish, messages[-1]["content"],
-                    )
-                )  # fmt: skip
-                if number < len(prompt.followups):
-                    reply = self._tokenizer.decode(answer.token_ids, skip_special_tokens=True)
-                    question = {"role": "user", "content": prompt.followups[number]}
-                    following[row] = [*messages, {"role": "assistant", "content": reply}, question]
-            chats, number = following, number + 1
-        return turns, skipped
-
-    def _generate(
-        self, prompts: dict[int, list[int]], first_name: int, on_done: Callable[[float], None]
-    ) -> dict[int, Generation]:
-        """Continue prompts, by row, in batches of similar length. In the journal, a row has its
-        number from `first_name` on."""
+def _answer(
+    target: HFEagle3TargetModel, prompts: Sequence[Prompt], stops: Stops, batch: int, watch: Watch
+) -> tuple[list[dict[str, Any]], int]:
+    """The answered turns, as `AnsweredTurn` has them, and the number skipped. A follow-up is asked
+    once all turns before it are answered; prompts of similar length are answered together."""
+    tokenizer, template = target.tokenizer, ChatTemplate.of(target.tokenizer)
+    decoder = SpeculativeDecoder(target.model)  # no draft: the target alone
+    most = longest_text(target.model.config) - stops.max_new_tokens
+    turns: list[dict[str, Any]] = []
+    skipped = number = 0
+    total = sum(1 + len(prompt.followups) for prompt in prompts)
+    chats = {row: list(prompt.messages) for row, prompt in enumerate(prompts)}
+    while chats:
+        encoded = {row: encode_prompt(chats[row], template, tokenizer) for row in chats}
+        order = [row for row in sorted(encoded, key=lambda row: len(encoded[row]))
+                 if len(encoded[row]) <= most]  # fmt: skip
+        skipped += len(encoded) - len(order)
         texts: dict[int, Generation] = {}
-        limit = self._stops.max_new_tokens
-        order = sorted(prompts, key=lambda row: len(prompts[row]))
-        for begin in range(0, len(order), self._batch):
-            rows = order[begin : begin + self._batch]
+        for begin in range(0, len(order), batch):
+            rows = order[begin : begin + batch]
 
-            def on_round(batch: list[Generation], begin: int = begin) -> None:
-                shares = (1 if text.finish else len(text.token_ids) / limit for text in batch)
-                on_done(begin + sum(shares))
+            def on_round(running: list[Generation], done: int = len(turns) + begin) -> None:
+                limit = stops.max_new_tokens  # parts of answers count
+                shares = (1 if text.finish else len(text.token_ids) / limit for text in running)
+                watch("the target answers", done + sum(shares), total)
 
-            names, encoded = [first_name + row for row in rows], [prompts[row] for row in rows]
-            batch = self._known(names, encoded)
-            if batch is None:
-                batch = self._decoder.generate(encoded, self._stops, on_round=on_round)
-                for name, text in zip(names, batch, strict=True):
-                    value = {"token_ids": text.token_ids, "finish": text.finish}
-                    journal.append(self._part, name, value, good=True)
-            texts |= zip(rows, batch, strict=True)
-        return {row: texts[row] for row in prompts}
-
-    def _known(self, names: list[int], encoded: list[list[int]]) -> list[Generation] | None:
-        """A batch whose answers are all known, else None: an incomplete batch is answered
-        again as a whole, since numbers round differently in another batch."""
-        if not all(name in self._done for name in names):
-            return None
-        entries = [self._done[name] for name in names]
-        return [
-            Generation(ids, entry["token_ids"], entry["finish"])
-            for ids, entry in zip(encoded, entries, strict=True)
-        ]
+            generated = decoder.generate([encoded[row] for row in rows], stops, on_round=on_round)
+            texts |= zip(rows, generated, strict=True)
+        following = {}
+        for row in sorted(texts):
+            prompt, messages, text = prompts[row], chats[row], texts[row]
+            turns.append({
+                "name": prompt.name, "group": prompt.group, "category": prompt.category,
+                "turn": number, "prompt_ids": text.prompt_ids, "answer_ids": text.token_ids,
+                "finish": text.finish, "question": messages[-1]["content"],
+            })  # fmt: skip
+            if number < len(prompt.followups):
+                reply = tokenizer.decode(text.token_ids, skip_special_tokens=True)
+                question = {"role": "user", "content": prompt.followups[number]}
+                following[row] = [*messages, {"role": "assistant", "content": reply}, question]
+        chats, number = following, number + 1
+    return turns, skipped

@@ -21,7 +21,7 @@ from fledge.decode.strategy import DraftShape, TreeShape, choose
 from fledge.measure import figures
 from fledge.measure.answers import AnsweredTurn
 from fledge.measure.figures import Acceptance, Failures, Sample
-from fledge.measure.replay import Replay, Text, WrittenToken, look_closely, replay, written_tokens
+from fledge.measure.replay import Replay, Text, look_closely, replay, written_tokens
 from fledge.measure.speed import Speed, TimedText
 from fledge.methods.block.calibration import Calibration, calibrate, has_confidence
 from fledge.methods.shared.draft import DraftModel
@@ -40,7 +40,6 @@ class EvalOptions:
     live: int = 4  # answers to decode live as well; all if there is no replay
     samples: int = 0  # answers to show token by token
     batch: int = 16  # prompts answered at a time
-    batch_tokens: int = 8192  # tokens of one replayed batch
     # how to load a target that is given by name
     aux_layer_ids: Sequence[int] | None = None
     dtype: torch.dtype | str | None = None
@@ -80,25 +79,6 @@ class LiveCheck:
 
 
 @dataclass(frozen=True)
-class ShownAnswer:
-    """One answer, token by token."""
-
-    prompt: str
-    category: str
-    acceptance: Acceptance
-    tokens: list[WrittenToken]
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "prompt": self.prompt,
-            "category": self.category,
-            "acceptance_length": self.acceptance.length,
-            "rounds": self.acceptance.rounds,
-            "tokens": [token.to_json() for token in self.tokens],
-        }
-
-
-@dataclass(frozen=True)
 class DraftReport:
     """Everything that `fledge eval` reports about one draft."""
 
@@ -115,19 +95,21 @@ class DraftReport:
     live: LiveCheck | None
     speed: Speed | None
     replay_s: float | None  # seconds for all answers
-    samples: list[ShownAnswer]
+    samples: list[dict[str, Any]]  # answers token by token, as the report page reads them
     calibration: Calibration | None = None  # of drafts with a confidence head
 
     def to_json(self) -> dict[str, Any]:
+        groups = {"set": self.groups, "category": self.categories, "context": self.contexts}
         value: dict[str, Any] = {
             "draft": self.name,
             "method": self.method,
             "definition": self.definition,
             **self.acceptance.to_json(),
             "every_slot_length": self.every_slot,
-            "by_set": _to_json(self.groups),
-            "by_category": _to_json(self.categories),
-            "by_context": _to_json(self.contexts),
+            **{
+                f"by_{kind}": {name: part.to_json() for name, part in parts.items()}
+                for kind, parts in groups.items()
+            },
             "draft_vocabulary_misses": self.failures.misses(),
             "where_it_fails": self.failures.to_json(),
             "target_picks_that_differ": self.other_picks,
@@ -138,7 +120,7 @@ class DraftReport:
         if self.calibration is not None:
             value["calibration"] = self.calibration.to_json()
         if self.samples:
-            value["samples"] = [answer.to_json() for answer in self.samples]
+            value["samples"] = self.samples
         return value
 
 
@@ -149,35 +131,26 @@ class DraftEvaluation:
         self, target: HFEagle3TargetModel, draft: DraftModel, answers: Sequence[AnsweredTurn],
         options: EvalOptions, num_draft_tokens: int, watch: Watch = unwatched,
     ) -> None:  # fmt: skip
-        self.target, self.answers, self.options = target, list(answers), options
+        self.target, self.answers, self.options = target, answers, options
         shape = DraftShape(num_draft_tokens, options.tree)
         self.strategy = choose(draft, options.method)(draft, shape)
         self._watch = watch
-        self._texts = [Text(turn.prompt_ids, turn.answer_ids) for turn in self.answers]
-
-    def _spread(self, count: int) -> list[int]:
-        """Indices of that many answers, evenly spread."""
-        total = len(self.answers)
-        count = min(count, total)
-        return [i * total // count for i in range(count)]
+        self._texts = [Text(turn.prompt_ids, turn.answer_ids) for turn in answers]
 
     def evaluate(self, name: str, *, trained_length: int | None = None) -> DraftReport:
         """`trained_length`: of the longest rows that the draft was trained on, if known."""
-        strategy, depth = self.strategy, self.strategy.depth
+        strategy, depth, tokenizer = self.strategy, self.strategy.depth, self.target.tokenizer
         begin = time.perf_counter()
         replays = None if strategy.rollouts is None else self._replay()
-        replay_s = time.perf_counter() - begin
+        replay_s = None if replays is None else time.perf_counter() - begin
         live, speed = self._decode(every=replays is None)
-        samples: Sequence[Sample]
-        if replays is None:
-            samples = [_live_sample(live[i], turn) for i, turn in enumerate(self.answers)]
-        else:
-            samples = [
-                replace(replayed, category=turn.category, group=turn.group)
-                for turn, replayed in zip(self.answers, replays, strict=True)
-            ]
+        samples: list[Sample] = [
+            _live_sample(live[i], turn)
+            if replays is None
+            else replace(replays[i], category=turn.category, group=turn.group)
+            for i, turn in enumerate(self.answers)
+        ]
         can_say = set(strategy.selected_W.tolist()).__contains__
-        tokenizer = self.target.tokenizer
         return DraftReport(
             name=name,
             method=strategy.name,
@@ -194,21 +167,27 @@ class DraftEvaluation:
             other_picks=None if replays is None else sum(text.other_picks for text in replays),
             live=self._check(live, replays) if live else None,
             speed=speed,
-            replay_s=None if replays is None else replay_s,
+            replay_s=replay_s,
             samples=[self._show(i, samples[i]) for i in self._spread(self.options.samples)],
             calibration=self._calibrate(),
         )  # fmt: skip
 
+    def _spread(self, count: int) -> list[int]:
+        """Indices of that many answers, evenly spread."""
+        total = len(self.answers)
+        count = min(count, total)
+        return [i * total // count for i in range(count)]
+
     def _calibrate(self) -> Calibration | None:
-        draft, tokens = self.strategy.draft, self.options.batch_tokens
+        draft = self.strategy.draft
         # the first token of an answer comes from the prompt's pass: drafting starts at the second
         texts = [text for text in self._texts if len(text.answer_ids) > 1]
         if not has_confidence(draft) or not texts:
             return None
         self._watch("calibrating", 0, len(texts))
-        return calibrate(self.target, draft, texts, depths=self.strategy.depth, batch_tokens=tokens)
+        return calibrate(self.target, draft, texts, depths=self.strategy.depth)
 
-    def _show(self, index: int, sample: Sample) -> ShownAnswer:
+    def _show(self, index: int, sample: Sample) -> dict[str, Any]:
         """An answer token by token; without a replay only who wrote each token, since proposals are
         not kept."""
         strategy, tokenizer = self.strategy, self.target.tokenizer
@@ -218,24 +197,26 @@ class DraftEvaluation:
             rollouts = strategy.rollouts(strategy.draft, strategy.depth)
             tokens = look_closely(self.target, rollouts, sample, tokenizer)
         acceptance = figures.acceptance([sample], strategy.depth)
-        return ShownAnswer(self.answers[index].question, sample.category, acceptance, tokens)
+        return {
+            "prompt": self.answers[index].question,
+            "category": sample.category,
+            "acceptance_length": acceptance.length,
+            "rounds": acceptance.rounds,
+            "tokens": [token.to_json() for token in tokens],
+        }
 
     def _replay(self) -> list[Replay]:
         total = len(self._texts)
         self._watch("replaying", 0, total)
         return replay(
             self.target, self.strategy.draft, self._texts, num_draft_tokens=self.strategy.depth,
-            method=self.strategy.name, batch_tokens=self.options.batch_tokens,
-            on_text=lambda done: self._watch("replaying", done, total),
+            method=self.strategy.name, on_text=lambda done: self._watch("replaying", done, total),
         )  # fmt: skip
 
     def _decode(self, *, every: bool) -> tuple[dict[int, Generation], Speed | None]:
         """Decode prompts live, one at a time: a sample, or every one. Those of the sample are also
-        decoded without a draft, to measure the speed-up.
-
-        The two decoders alternate, and alternate in going first, so that a machine that slows down
-        affects both.
-        """
+        decoded without a draft, to measure the speed-up; the two decoders alternate in going first,
+        so that a machine that slows down affects both."""
         target, strategy, options = self.target, self.strategy, self.options
         decoder = SpeculativeDecoder(
             target.model, strategy.draft, aux_layer_ids=target.aux_layer_ids, method=strategy.name,
@@ -267,18 +248,22 @@ class DraftEvaluation:
         for index, text in live.items():
             answer_ids = self.answers[index].answer_ids
             same_texts += text.token_ids == answer_ids
-            pairs = zip(text.token_ids, answer_ids, strict=False)
-            common = takewhile(lambda pair: pair[0] == pair[1], pairs)
-            agreed = len(text.prompt_ids) + len([*common])
             if replays is not None:
-                inside = {r for r in text.rounds if r.context + r.emitted <= agreed}
+                pairs = zip(text.token_ids, answer_ids, strict=False)
+                common = takewhile(lambda pair: pair[0] == pair[1], pairs)
+                agreed = len(text.prompt_ids) + len([*common])
                 contexts = {r.context for r in replays[index].rounds}
-                compared = {r for r in inside if r.context in contexts}
+                compared = {r for r in text.rounds if r.context + r.emitted <= agreed}
+                compared = {r for r in compared if r.context in contexts}
                 rounds += len(compared)
                 same_rounds += len(compared & set(replays[index].rounds))
         samples = [_live_sample(text, self.answers[i]) for i, text in live.items()]
         acceptance = figures.acceptance(samples, self.strategy.depth)
         return LiveCheck(len(live), same_texts, rounds, same_rounds, acceptance)
+
+
+def _live_sample(text: Generation, turn: AnsweredTurn) -> Sample:
+    return Sample(text.prompt_ids, text.token_ids, text.rounds, turn.category, group=turn.group)
 
 
 def check_fits(target: HFEagle3TargetModel, draft: DraftModel, name: str) -> None:
@@ -300,11 +285,3 @@ def check_fits(target: HFEagle3TargetModel, draft: DraftModel, name: str) -> Non
         raise BadInput(message, where=name, fix=fix)
     if draft.selected_token_ids is None:
         raise BadInput("the draft has no vocabulary mapping (d2t)", where=name)
-
-
-def _to_json(groups: dict[str, Acceptance]) -> dict[str, Any]:
-    return {name: acceptance.to_json() for name, acceptance in groups.items()}
-
-
-def _live_sample(text: Generation, turn: AnsweredTurn) -> Sample:
-    return Sample(text.prompt_ids, text.token_ids, text.rounds, turn.category, group=turn.group)

@@ -7,7 +7,7 @@ about acceptance are about definitions. The second part says where a draft fails
 import unicodedata
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from fledge.decode.accept import Round
 from fledge.decode.stops import Pieces
@@ -183,8 +183,7 @@ def definition(drafted: str) -> str:
 LONG_CONTEXT = 2048  # tokens; used where the length of a draft's training rows is unknown
 
 
-@dataclass(frozen=True)
-class Cause:
+class Cause(NamedTuple):
     """A cause of rejections, as reports name it."""
 
     title: str
@@ -215,17 +214,13 @@ _CODE_SIGNS = frozenset("{}[]<>=_\\|^~`")  # rare in prose
 _FENCE = "```"
 
 
-@dataclass(frozen=True)
+@dataclass
 class Blame:
     """One cause over all rounds."""
 
     judged: int = 0  # drafted tokens to which it applies, compared with the text's
     rejected: int = 0  # of these, those that ended their round
     lost: int = 0  # tokens that these rounds failed to add
-
-    def __add__(self, other: "Blame") -> "Blame":
-        rejected = self.rejected + other.rejected
-        return Blame(self.judged + other.judged, rejected, self.lost + other.lost)
 
 
 @dataclass(frozen=True)
@@ -248,10 +243,6 @@ class Failures:
         """K + 1 - acceptance length."""
         return self.lost / max(1, self.rounds)
 
-    def share(self, tokens: int) -> float:
-        """The share of some lost tokens in all lost tokens."""
-        return tokens / self.lost if self.lost else 0.0
-
     @property
     def largest(self) -> str | None:
         """The cause that is charged with the most; None if nothing was rejected."""
@@ -263,7 +254,7 @@ class Failures:
         """What to change, in one line."""
         if self.largest is None:
             return "nothing was lost to a rejection"
-        cause, share = CAUSES[self.largest], self.share(self.blames[self.largest].lost)
+        cause, share = CAUSES[self.largest], self._part(self.blames[self.largest].lost)["share"]
         return f"largest cause: {cause.title} ({share:.0%}); what helps: {cause.remedy}"
 
     def misses(self) -> dict[str, Any]:
@@ -272,23 +263,21 @@ class Failures:
         share = self.outside / self.tokens if self.tokens else 0.0
         return {"token_share": share, "ended_round_share": ended, "tokens": self.outside}
 
+    def _part(self, lost: int) -> dict[str, float]:
+        """Some lost tokens, per round and as a share of all."""
+        share = lost / self.lost if self.lost else 0.0
+        return {"lost_length": lost / max(1, self.rounds), "share": share}
+
     def to_json(self) -> dict[str, Any]:
+        causes = {
+            name: {"title": CAUSES[name].title, **self._part(blame.lost)}
+            | {"judged": blame.judged, "rejected": blame.rejected}
+            for name, blame in self.blames.items()
+        }
         return {
             "lost_length": self.lost_length,
-            "causes": {
-                name: {
-                    "title": CAUSES[name].title,
-                    "lost_length": blame.lost / max(1, self.rounds),
-                    "share": self.share(blame.lost),
-                    "judged": blame.judged,
-                    "rejected": blame.rejected,
-                }
-                for name, blame in self.blames.items()
-            },
-            "end_of_text": {
-                "lost_length": self.ended / max(1, self.rounds),
-                "share": self.share(self.ended),
-            },
+            "causes": causes,
+            "end_of_text": self._part(self.ended),
             "largest": self.largest,
             "remedy": self.remedy,
         }
@@ -305,7 +294,7 @@ def failures(
     """Attribute every rejection. `kinds` returns the kind of each token of an answer (`kinds_of`),
     which may explain a rejection after it; a round has a long context if it starts after more than
     `long_context` tokens."""
-    blames = dict.fromkeys(CAUSES, Blame())
+    blames = {name: Blame() for name in CAUSES}
     rounds = ended = tokens = outside = 0
     for sample in samples:
         prompt, before = len(sample.prompt_ids), kinds(sample.answer_ids)
@@ -327,9 +316,10 @@ def failures(
                     cause = "context"
                 else:  # deep: past the first half of the drafted tokens
                     cause = "depth" if 2 * place >= depth else "rest"
-                missed = place == round_.accepted
-                lost = room - round_.emitted if missed else 0
-                blames[cause] += Blame(1, int(missed), lost)
+                blames[cause].judged += 1
+                if place == round_.accepted:
+                    blames[cause].rejected += 1
+                    blames[cause].lost += room - round_.emitted
     return Failures(rounds, depth, blames, ended, tokens, outside)
 
 
@@ -340,11 +330,9 @@ def kinds_of(answer_ids: Sequence[int], tokenizer: Any) -> list[str]:
     The last character of the token decides; inside a fence (```) everything is code. A token that
     is only part of a character belongs to a script that the tokenizer encodes in bytes.
     """
-    special = set(tokenizer.all_special_ids)
-    text, kinds = "", [""]
-    for token, piece in zip(
-        answer_ids, Pieces(tokenizer, skip_special_tokens=False).add(answer_ids), strict=True
-    ):
+    special, text, kinds = set(tokenizer.all_special_ids), "", [""]
+    pieces = Pieces(tokenizer, skip_special_tokens=False).add(answer_ids)
+    for token, piece in zip(answer_ids, pieces, strict=True):
         text += piece
         if token in special:
             kinds.append("")

@@ -5,8 +5,8 @@ can be computed at once, teacher-forced, by the rollout that training uses; `wal
 gives the accepted lengths of live decoding. The text must be the target's own greedy text.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +19,7 @@ from fledge.core.batch import Eagle3TargetBatch
 from fledge.core.head import NO_TOKEN, TargetHead, likeliest, tokens_of
 from fledge.core.rows import TokenBatch, TokenRow
 from fledge.data.pack import Pack, Piece, collate, pack_rows
-from fledge.decode.accept import Round, walk_rounds
+from fledge.decode.accept import walk_rounds
 from fledge.decode.stops import Pieces
 from fledge.decode.strategy import Rollouts, drafting_slots, rollouts_of
 from fledge.measure.figures import Acceptance, Sample, count_rounds
@@ -33,8 +33,7 @@ Ints = NDArray[np.int64]
 _CHUNK_SCORES = {"cpu": 2**24, "cuda": 2**27}  # rows x vocabulary of one chunk of logits
 
 
-@dataclass(frozen=True)
-class AnswerSpan:
+class AnswerSpan(NamedTuple):
     """One answer inside a pack: the slots of its document, and its place in the document."""
 
     row: int
@@ -261,8 +260,7 @@ class Drafted(NamedTuple):
     of_text: float  # of the text's token
 
 
-@dataclass(frozen=True)
-class WrittenToken:
+class WrittenToken(NamedTuple):
     """One token of an answer."""
 
     text: str
@@ -275,9 +273,7 @@ class WrittenToken:
 
     def to_json(self) -> list[Any]:
         """A compact row, since a page holds thousands."""
-        probabilities = (self.target_p, self.draft_p, self.instead_p)
-        target_p, draft_p, instead_p = (p if p is None else round(p, 4) for p in probabilities)
-        return [self.text, self.depth, self.round, target_p, draft_p, self.instead, instead_p]
+        return [round(value, 4) if isinstance(value, float) else value for value in self]
 
 
 def written_tokens(
@@ -289,34 +285,26 @@ def written_tokens(
 ) -> list[WrittenToken]:
     """The answer's tokens. `drafted` is keyed by (context of the round, depth from 0); `target_p`
     has one entry per token."""
-    drafted = drafted or {}
-    prompt = len(text.prompt_ids)
     pieces = Pieces(tokenizer, skip_special_tokens=False).add(text.answer_ids)
-    places: dict[int, tuple[int, int, Drafted | None]] = {prompt: (-1, 0, None)}
-    places |= {
-        r.context + k: (number, k + 1 if k < r.accepted else 0, drafted.get((r.context, k)))
-        for number, r in enumerate(text.rounds)
-        for k in range(r.emitted)
-    }
-    tokens = []
-    for index, piece in enumerate(pieces):
-        number, depth, proposed = places[prompt + index]
-        token = WrittenToken(piece, depth, number, target_p[index] if target_p else None)
-        if proposed is not None:
-            token = replace(token, draft_p=proposed.of_text)
-            if depth == 0:
-                instead = tokenizer.decode([proposed.token])
-                token = replace(token, instead=instead, instead_p=proposed.probability)
-        tokens.append(token)
+    target_p = target_p or [None] * len(pieces)
+    tokens = [WrittenToken(piece, 0, -1, target_p[0]) for piece in pieces[:1]]
+    for number, r in enumerate(text.rounds):
+        for k in range(r.emitted):
+            depth = k + 1 if k < r.accepted else 0
+            index = r.context + k - len(text.prompt_ids)
+            token = WrittenToken(pieces[index], depth, number, target_p[index])
+            if proposed := (drafted or {}).get((r.context, k)):
+                token = token._replace(draft_p=proposed.of_text)
+                if depth == 0:
+                    instead = tokenizer.decode([proposed.token])
+                    token = token._replace(instead=instead, instead_p=proposed.probability)
+            tokens.append(token)
     return tokens
 
 
 @torch.no_grad()
 def look_closely(
-    target: Eagle3TargetBackend,
-    rollouts: Rollouts,
-    text: Sample,
-    tokenizer: Any,
+    target: Eagle3TargetBackend, rollouts: Rollouts, text: Sample, tokenizer: Any
 ) -> list[WrittenToken]:
     """The tokens of a replayed text with both models' probabilities."""
     tokens = as_pack([text])
@@ -324,41 +312,28 @@ def look_closely(
     assert batch.last_hidden_states is not None
     total, prompt = len(text), len(text.prompt_ids)
     ids = [*text.prompt_ids, *text.answer_ids]
-    probabilities = _target_probabilities(
-        batch.last_hidden_states[0], target.info().head, ids, range(max(2, prompt), total)
-    )
-    by_depth: dict[int, list[Round]] = {}  # rounds that drafted a token inside the text there
-    for r in text.rounds:
-        for k in range(min(rollouts.depths, r.accepted + 1, total - r.context)):
-            by_depth.setdefault(k, []).append(r)
+    target_p: list[float | None] = [None] * (total - prompt)
+    for begin in range(max(2, prompt), total, 256):  # slot t predicts token t + 2
+        part = torch.arange(begin, min(begin + 256, total))
+        hidden_ND = batch.last_hidden_states[0, (part - 2).to(batch.last_hidden_states.device)]
+        probs_NV = torch.softmax(target.info().head.logits(hidden_ND).float(), dim=-1).cpu()
+        of_text = probs_NV.gather(1, torch.tensor(ids)[part][:, None])[:, 0].tolist()
+        target_p[begin - prompt : begin - prompt + len(of_text)] = of_text
     drafted: dict[tuple[int, int], Drafted] = {}
-    if by_depth:
-        plan = rollouts.plan(tokens)
-        for depth, (rows, states_NE) in enumerate(
-            zip(plan.depths, rollouts.head_inputs(batch, plan), strict=True)
-        ):
-            row_of = {slot: row for row, slot in enumerate(plan.slot_T[rows.slot_N].tolist())}
-            drafting = by_depth.get(depth, [])
-            states_ME = states_NE[[row_of[r.context - 2] for r in drafting]]
-            text_ids = [ids[r.context + depth] for r in drafting]
-            for r, token in zip(drafting, _drafted(rollouts, states_ME, text_ids), strict=True):
-                drafted[r.context, depth] = token
-    target_p = [probabilities.get(index) for index in range(prompt, total)]
+    if not text.rounds:
+        return written_tokens(text, tokenizer, target_p=target_p)
+    plan = rollouts.plan(tokens)
+    for depth, (rows, states_NE) in enumerate(
+        zip(plan.depths, rollouts.head_inputs(batch, plan), strict=True)
+    ):
+        # rounds that drafted a token inside the text there
+        drafting = [r for r in text.rounds if depth < min(r.accepted + 1, total - r.context)]
+        row_of = {slot: row for row, slot in enumerate(plan.slot_T[rows.slot_N].tolist())}
+        states_ME = states_NE[[row_of[r.context - 2] for r in drafting]]
+        text_ids = [ids[r.context + depth] for r in drafting]
+        keys = [(r.context, depth) for r in drafting]
+        drafted |= zip(keys, _drafted(rollouts, states_ME, text_ids), strict=True)
     return written_tokens(text, tokenizer, target_p=target_p, drafted=drafted)
-
-
-def _target_probabilities(
-    hidden_TD: Tensor, head: TargetHead, ids: Sequence[int], places: Iterable[int]
-) -> dict[int, float]:
-    """The probabilities of some tokens of a text, by their place; slot t predicts token t + 2."""
-    probabilities: dict[int, float] = {}
-    for part in torch.split(torch.tensor(list(places)), 256):
-        logits_NV = head.logits(hidden_TD[(part - 2).to(hidden_TD.device)])
-        probs_NV = torch.softmax(logits_NV.float(), dim=-1).cpu()
-        picked = torch.tensor([ids[place] for place in part.tolist()])[:, None]
-        of_text = probs_NV.gather(1, picked)[:, 0].tolist()
-        probabilities |= zip(part.tolist(), of_text, strict=True)
-    return probabilities
 
 
 def _drafted(rollouts: Rollouts, states_ME: Tensor, text_ids: Sequence[int]) -> list[Drafted]:

@@ -35,10 +35,6 @@ class TimedText(NamedTuple):
         return self.tokens / self.timing.decode_s
 
 
-def rounds_of(texts: Sequence[TimedText]) -> list[RoundTime]:
-    return [time for text in texts for time in text.timing.each]
-
-
 @dataclass(frozen=True)
 class Speed:
     """The times of the same texts decoded with and without a draft, one at a time.
@@ -52,11 +48,11 @@ class Speed:
 
     @property
     def live_rounds(self) -> list[RoundTime]:
-        return rounds_of(self.live)
+        return [time for text in self.live for time in text.timing.each]
 
     @property
     def plain_steps_s(self) -> list[float]:
-        return [time.seconds for time in rounds_of(self.plain)]
+        return [time.seconds for text in self.plain for time in text.timing.each]
 
     @property
     def plain_step_s(self) -> float:
@@ -106,31 +102,25 @@ class Speed:
             "plain_step_ms": 1e3 * self.plain_step_s,
             "draft_ms_per_round": 1e3 * self.draft_s,
             "verify_ms_per_round": 1e3 * self.verify_s,
-            "plain_step_ms_quartiles": _in_ms(self.plain_steps_s),
-            "round_ms_quartiles": _in_ms([time.seconds for time in self.live_rounds]),
+            "plain_step_ms_quartiles": quartiles(self.plain_steps_s, 1e3),
+            "round_ms_quartiles": quartiles([time.seconds for time in self.live_rounds], 1e3),
         }
         gains: dict[str, Any] = {
             "break_even_acceptance_length": self.break_even,
             "predicted_speedup": acceptance_length / self.break_even,
             "predicted_speedup_live_sample": self.tokens_per_round / self.break_even,
             "measured_speedup_live_sample": self.measured,
-            "measured_speedup_quartiles": list(quartiles(self.gains)),
+            "measured_speedup_quartiles": quartiles(self.gains),
             "plain_tokens_per_s": median(text.tokens_per_s for text in self.plain),
             "speculative_tokens_per_s": median(text.tokens_per_s for text in self.live),
         }
         return times | (dict.fromkeys(gains) if self.disturbed else gains)
 
 
-def quartiles(values: list[float]) -> tuple[float, float]:
+def quartiles(values: list[float], scale: float = 1.0) -> list[float]:
     """The first and third quartile, between which the middle half of the values lies."""
-    if len(values) == 1:
-        return values[0], values[0]
-    first, _, third = quantiles(values, n=4, method="inclusive")
-    return first, third
-
-
-def _in_ms(seconds: list[float]) -> list[float]:
-    return [1e3 * s for s in quartiles(seconds)]
+    first, _, third = quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
+    return [scale * first, scale * third]
 
 
 # --- side by side --------------------------------------------------------------------------------

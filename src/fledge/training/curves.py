@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -71,40 +72,28 @@ class Course:
     final_share: float = 0.0
     decay_share: float = 0.2  # of schedule wsd
     epoch_steps: float = math.inf  # steps per pass over the data; infinite: no repetition is known
-    begun_at: int = 0  # first step of a lengthened run's second schedule
 
     @classmethod
-    def of(cls, recipe: Recipe, steps: int, *, epoch_steps: float, begun_at: int = 0) -> "Course":
-        training = recipe.training
-        warmup = training.warmup_steps
-        return cls(
-            steps=steps,
-            warmup=math.ceil(training.warmup_share * (steps - begun_at))
-            if warmup is None
-            else warmup,
-            schedule=training.schedule,
-            final_share=training.final_lr_share,
-            decay_share=training.decay_share,
-            epoch_steps=epoch_steps,
-            begun_at=begun_at,
-        )
+    def of(cls, recipe: Recipe, steps: int, *, epoch_steps: float) -> "Course":
+        training, warmup = recipe.training, recipe.training.warmup_steps
+        if warmup is None:
+            warmup = math.ceil(training.warmup_share * steps)
+        schedule, share = training.schedule, training.final_lr_share
+        return cls(steps, warmup, schedule, share, training.decay_share, epoch_steps)
 
     def doubled(self, *, data: bool) -> "Course":
         """The same schedule over twice the steps; `data`: over twice the rows, too."""
         rows = 2 if data else 1
-        return replace(self, steps=2 * self.steps, begun_at=0, epoch_steps=rows * self.epoch_steps)
+        return replace(self, steps=2 * self.steps, epoch_steps=rows * self.epoch_steps)
 
     def rates(self) -> tuple[Floats, Floats]:
         """(steps, learning rates as shares of the peak), evenly spaced over the run."""
         steps = np.unique(np.linspace(0, self.steps, min(self.steps, _GRID) + 1).round())
-        return steps, np.array([self._rate(int(step)) for step in steps])
-
-    def _rate(self, step: int) -> float:
-        begin, end = (self.begun_at, self.steps) if step >= self.begun_at else (0, self.begun_at)
-        return learning_rate(
-            step - begin, end - begin, peak=1.0, warmup=self.warmup, schedule=self.schedule,
+        rate = partial(
+            learning_rate, total=self.steps, peak=1.0, warmup=self.warmup, schedule=self.schedule,
             final_share=self.final_share, decay_share=self.decay_share,
         )  # fmt: skip
+        return steps, np.array([rate(int(step)) for step in steps])
 
 
 @dataclass(frozen=True)
@@ -133,9 +122,11 @@ class Curve:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> "Curve":
+        """Keys that it does not know are ignored: others wrote more."""
         rest = {k: v for k, v in value.items() if k in cls.__dataclass_fields__}
+        course = {k: v for k, v in value["course"].items() if k in Course.__dataclass_fields__}
         measured = tuple((a, b, c) for a, b, c in value["measured"])
-        return cls(**rest | {"course": Course(**value["course"]), "measured": measured})
+        return cls(**rest | {"course": Course(**course), "measured": measured})
 
 
 def read_metrics(run: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:

@@ -11,9 +11,8 @@ many weights it has or over how many GPUs they are split.
 """
 
 import time
-from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,12 +29,7 @@ from fledge.target.finite_check import NotFinite
 from fledge.target.kinds import kind_of
 from fledge.target.state_cache import colocated
 from fledge.training.checkpoint import newest_step
-from fledge.training.planning.step_cost import (
-    DraftMemory,
-    StepMemory,
-    typical_rows,
-    without_memory,
-)
+from fledge.training.planning.step_cost import DraftMemory, StepMemory, typical_rows, without_memory
 from fledge.training.sharding import whole
 
 if TYPE_CHECKING:
@@ -73,21 +67,6 @@ class Prediction:
     def peak_bytes(self) -> int:
         return self.target_bytes + self.draft_bytes + self.step_bytes
 
-    @classmethod
-    def of_all(cls, drafts: "Sequence[Prediction]") -> "Prediction":
-        """The total of several drafts that take their steps in turn. Only the prediction of the
-        first includes the target's time."""
-        last = drafts[-1].seconds_by_part  # its start-up time includes the trials of all drafts
-        in_turn = {part: sum(draft.seconds_by_part[part] for draft in drafts) for part in PARTS[2:]}
-        return cls(
-            target_bytes=max(draft.target_bytes for draft in drafts),
-            draft_bytes=sum(draft.draft_bytes for draft in drafts),
-            step_bytes=max(draft.step_bytes for draft in drafts),
-            disk_bytes=sum(draft.disk_bytes for draft in drafts),
-            seconds_by_part={part: last[part] for part in PARTS[:2]} | in_turn,
-            tokens=drafts[0].tokens,
-        )
-
     def line(self) -> str:
         return f"{_size(self.peak_bytes)} of memory, {_time(self.seconds)}"
 
@@ -98,23 +77,19 @@ class Prediction:
         """Memory by part, disk and time by part; with the truth beside them once it is known."""
         table = Table("", Column("predicted", justify="right"), title="plan", box=None)
         table.title_justify = "left"
-        memory = {"  target": self.target_bytes, "  draft and optimizer": self.draft_bytes}
         if truth is None:
-            for name, size in {**memory, "  one step": self.step_bytes}.items():
-                table.add_row(name, _size(size), style="dim")
+            table.add_row("  target", _size(self.target_bytes), style="dim")
+            table.add_row("  draft and optimizer", _size(self.draft_bytes), style="dim")
+            table.add_row("  one step", _size(self.step_bytes), style="dim")
         else:
             table.add_column("measured", justify="right")
-
-        def add(name: str, predicted: str, measured: str, style: str = "") -> None:
-            table.add_row(name, predicted, *([] if truth is None else [measured]), style=style)
-
-        actual = truth or self.to_json()
-        add("peak memory", _size(self.peak_bytes), _size(actual["peak_bytes"]))
-        add("disk", _size(self.disk_bytes), _size(actual["disk_bytes"]))
-        for part, seconds in self.seconds_by_part.items():
-            measured = _time(actual["seconds_by_part"][part])
-            add(f"  {part.replace('_', '-')}", _time(seconds), measured, "dim")
-        add("time", _time(self.seconds), _time(actual["seconds"]))
+        sides = [self.to_json()] + ([] if truth is None else [truth])
+        table.add_row("peak memory", *(_size(side["peak_bytes"]) for side in sides))
+        table.add_row("disk", *(_size(side["disk_bytes"]) for side in sides))
+        for part in PARTS:
+            times = (_time(side["seconds_by_part"][part]) for side in sides)
+            table.add_row(f"  {part.replace('_', '-')}", *times, style="dim")
+        table.add_row("time", *(_time(side["seconds"]) for side in sides))
         return table
 
 
@@ -185,21 +160,13 @@ def times(begun: int, total: int, every: int) -> set[int]:
 # --- a run that is set up -------------------------------------------------------------------------
 
 
-def predict_together(trainings: "Sequence[Training]", begin: float | None = None) -> Prediction:
-    """Predict the runs of several drafts, whose target answers once for all of them."""
-    first = trainings[0]
-    return Prediction.of_all([predict(each, begin, asks=each is first) for each in trainings])
-
-
-def predict(training: "Training", begin: float | None = None, *, asks: bool = True) -> Prediction:
+def predict(training: "Training", begin: float | None = None) -> Prediction:
     """Predict a run that is set up, so that its target and draft can be counted. `begin`: when the
-    command started, by `time.perf_counter`. `asks`: include the target's time."""
+    command started, by `time.perf_counter`."""
     recipe, world, stream = training.recipe, training.parts.world, training.stream
     device = training.parts.device.type
     step, memory = step_memory(training), DraftMemory.of(training.draft, recipe.training)
     pace = pace_of(training, step)
-    if not asks:
-        pace = replace(pace, target_s=0.0, evaluation_s=pace.evaluation_s - pace.target_s)
     width = step.step.dtype.itemsize
     limits, rows = kind_of(recipe.target).kept_states(recipe.target), int(stream.rows.lengths.sum())
     config = training.draft.config

@@ -145,18 +145,16 @@ class ShapePlan:
         pass_bytes = self.recipe.packing.tokens / cut.cp * target.widest / cut.tp * 2
         return int(weight_bytes + pass_bytes)
 
-    def predict(self, *, asks: bool = True) -> Prediction:
-        """Predict the run; `asks`: include the target's time."""
+    def predict(self) -> Prediction:
         recipe, training, ranks = self.recipe, self.recipe.training, self.ranks
         memory = DraftMemory.of(self.draft, training)
         total, packs = training.steps or 0, training.micro_batch * training.accumulate
         tokens = total * packs * recipe.packing.tokens
         rate = RATES["cuda"] * self._rows.tokens
         pace = Pace(
-            target_s=self._target_s(training.context) if asks else 0.0,
+            target_s=self._target_s(training.context),
             step_s=self.step.cost.operations / rate / training.context,
-            evaluation_s=self.step.step.evaluation(self._rows) / rate
-            + (self._target_s(1) if asks else 0.0),
+            evaluation_s=self.step.step.evaluation(self._rows) / rate + self._target_s(1),
         )
         work = Work(0, total, tokens, recipe.evaluation.rows * recipe.data.max_length / ranks)
         sharing_s = 2 * 4 * memory.trained / link_bytes(ranks) if ranks > 1 else 0.0

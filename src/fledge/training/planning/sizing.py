@@ -103,49 +103,43 @@ class Load:
     step_scale: float | None
 
     @classmethod
-    def of(cls, recipes: Sequence[Recipe], given: Given, size: str = "") -> "Load":
-        """The load of a recipe's drafts, for which the target answers once, on the recipe's own
-        target or on a well-known one of the given `size`."""
-        recipe, section = recipes[0], recipes[0].target
+    def of(cls, recipe: Recipe, given: Given, size: str = "") -> "Load":
+        """The load of a recipe, on its own target or on a well-known one of the given `size`."""
+        section, training = recipe.target, recipe.training
         if size and size.lower() not in SIZES:
             fix = nearest(size, [*SIZES])
             raise BadInput(f"no target of size {size!r}", where="--target-shape", fix=fix)
         name = SIZES[size.lower()] if size else model_name(section)
         config = shape_of(name, trust_remote_code=not size and section.trust_remote_code)
-        target, drafts = TargetShape.of(config), [draft_without_memory(r, config) for r in recipes]
+        target, draft = TargetShape.of(config), draft_without_memory(recipe, config)
         fp8 = getattr(section, "dtype", "auto") == "fp8"
         width = 1 if fp8 else STORED_BYTES.get(name, 2)
-        rows = typical_rows(
-            recipe.training.micro_batch, recipe.packing.tokens, document=given.sample_tokens
-        )
+        tokens, document = recipe.packing.tokens, given.sample_tokens
+        rows = typical_rows(training.micro_batch, tokens, document=document)
         # the recipe's tensor-parallel size, doubled until weights and one pass fit
         worker_bytes = target.weights * width + rows.tokens * target.widest * 2
         worker: dict[str, Any] = getattr(section, "worker", {})
         gpus: int = worker.get("tp_size", getattr(section, "tp_size", 1))
         while worker_bytes / gpus > given.gpu.usable_bytes:
             gpus *= 2
-        steps = [StepMemory.of(d, [rows], r) for d, r in zip(drafts, recipes, strict=True)]
-        operations = target.operations(given.sample_tokens / 2)
+        operations = target.operations(document / 2)
         target_s = seconds_for(operations, TARGETS) / given.gpu.speed / gpus
         target_s = target_s * (FP8 if width == 1 else 1.0) + target.reducing_s(gpus)
-        # several drafts take their steps in turn
-        step_operations = [step.cost.operations / rows.tokens for step in steps]
-        step_s = sum(seconds_for(count, STEPS) for count in step_operations) / given.gpu.speed
-        supervision = getattr(section, "supervision", "hidden")
+        step = StepMemory.of(draft, [rows], recipe)
+        step_operations = step.cost.operations / rows.tokens
+        step_s = seconds_for(step_operations, STEPS) / given.gpu.speed
+        memory = DraftMemory.of(draft, training)
         return cls(
             model=name,
             target=target,
-            token_bytes=max(_token_bytes(draft.config, supervision) for draft in drafts),
+            token_bytes=_token_bytes(draft.config, getattr(section, "supervision", "hidden")),
             worker_gpus=gpus,
             worker_bytes=int(worker_bytes / gpus),
-            rank_bytes=sum(
-                DraftMemory.of(d, r.training).bytes(shard=r.training.shard, width=2) + step.bytes()
-                for d, r, step in zip(drafts, recipes, steps, strict=True)
-            ),
+            rank_bytes=memory.bytes(shard=training.shard, width=2) + step.bytes(),
             target_s=1 / given.target_tokens_s if given.target_tokens_s else target_s,
             step_s=1 / given.train_tokens_s if given.train_tokens_s else step_s,
             target_scale=None if given.target_tokens_s else operations / TARGETS[-1][0],
-            step_scale=None if given.train_tokens_s else sum(step_operations) / STEPS[-1][0],
+            step_scale=None if given.train_tokens_s else step_operations / STEPS[-1][0],
         )
 
 
@@ -178,64 +172,44 @@ class Pipeline:
         return 1 - self.step_s / self.period_s
 
 
-@dataclass(frozen=True)
-class Sizing:
-    """A cluster for a load."""
-
-    load: Load
-    given: Given
-    pipeline: Pipeline
-
-    @property
-    def gpus(self) -> int:
-        return self.pipeline.workers * self.load.worker_gpus + self.pipeline.ranks
-
-    @property
-    def tokens_s(self) -> float:
-        return self.pipeline.ranks / self.pipeline.period_s
-
-    def to_json(self) -> dict[str, Any]:
-        load, given, pipeline = self.load, self.given, self.pipeline
-        samples = []
-        for count in SAMPLES:  # each counted as often as it is trained on
-            tokens = count * given.sample_tokens
-            hours = tokens / self.tokens_s / 3600
-            samples.append({
-                "samples": count, "tokens": tokens, "hours": hours,
-                "cost": hours * self.gpus * given.gpu_hour,
-                "cache_bytes": tokens * load.token_bytes,
-            })  # fmt: skip
-        return {
-            "model": load.model,
-            "parameters": load.target.weights,
-            "active_parameters": load.target.active + load.target.head,
-            "target_workers": pipeline.workers,
-            "gpus_per_worker": load.worker_gpus,
-            "train_gpus": pipeline.ranks,
-            "bytes_per_capture_gpu": load.worker_bytes,
-            "bytes_per_train_gpu": load.rank_bytes,
-            "worker_tokens_per_s": 1 / load.target_s,
-            "rank_tokens_per_s": 1 / load.step_s,
-            "worker_operations": load.target_scale,
-            "rank_operations": load.step_scale,
-            "tokens_per_s": self.tokens_s,
-            "waiting_share": pipeline.waiting_share,
-            "bytes_per_token": load.token_bytes,
-            "bytes_per_s_to_rank": self.tokens_s / pipeline.ranks * load.token_bytes,
-            "samples": samples,
-        }
-
-
-def size_cluster(recipes: Sequence[Recipe], given: Given, size: str = "") -> Sizing:
-    """The smallest cluster with about the lowest cost per token: up to one machine of ranks, or the
-    given number of ranks, with a matching number of workers."""
-    load, sizings = Load.of(recipes, given, size), []
+def size_cluster(recipe: Recipe, given: Given, size: str = "") -> dict[str, Any]:
+    """The figures of the smallest cluster with about the lowest cost per token: up to one machine
+    of ranks, or the given number of ranks, with a matching number of workers."""
+    load, found = Load.of(recipe, given, size), []
     carry_s = load.token_bytes / given.link_bytes
     for ranks in (given.ranks,) if given.ranks else range(1, GPUS_OF_A_MACHINE + 1):
         needed = ranks * load.target_s / load.step_s  # workers that keep these ranks busy
         for workers in {max(1, math.floor(needed)), math.ceil(needed)}:
             pipeline = Pipeline(load.target_s, load.step_s, carry_s, workers, ranks)
-            sizings.append(Sizing(load, given, pipeline))
-    best = min(sizing.gpus / sizing.tokens_s for sizing in sizings)
-    good = (sizing for sizing in sizings if sizing.gpus / sizing.tokens_s <= _GOOD_ENOUGH * best)
-    return min(good, key=lambda sizing: sizing.gpus)
+            gpus = workers * load.worker_gpus + ranks
+            found.append((gpus, gpus * pipeline.period_s / ranks, pipeline))
+    best = min(cost for _, cost, _ in found)
+    good = (one for one in found if one[1] <= _GOOD_ENOUGH * best)
+    gpus, _, pipeline = min(good, key=lambda one: one[0])
+    tokens_s, samples = pipeline.ranks / pipeline.period_s, []
+    for count in SAMPLES:  # each counted as often as it is trained on
+        tokens = count * given.sample_tokens
+        hours = tokens / tokens_s / 3600
+        samples.append({
+            "samples": count, "tokens": tokens, "hours": hours,
+            "cost": hours * gpus * given.gpu_hour, "cache_bytes": tokens * load.token_bytes,
+        })  # fmt: skip
+    return {
+        "model": load.model,
+        "parameters": load.target.weights,
+        "active_parameters": load.target.active + load.target.head,
+        "target_workers": pipeline.workers,
+        "gpus_per_worker": load.worker_gpus,
+        "train_gpus": pipeline.ranks,
+        "bytes_per_capture_gpu": load.worker_bytes,
+        "bytes_per_train_gpu": load.rank_bytes,
+        "worker_tokens_per_s": 1 / load.target_s,
+        "rank_tokens_per_s": 1 / load.step_s,
+        "worker_operations": load.target_scale,
+        "rank_operations": load.step_scale,
+        "tokens_per_s": tokens_s,
+        "waiting_share": pipeline.waiting_share,
+        "bytes_per_token": load.token_bytes,
+        "bytes_per_s_to_rank": tokens_s / pipeline.ranks * load.token_bytes,
+        "samples": samples,
+    }

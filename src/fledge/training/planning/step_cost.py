@@ -97,53 +97,45 @@ class MetaStep:
 
     def training(self, rows: TokenBatch, seed: int = 0) -> StepCost:
         """Forward and backward of the draft and the target's head, on one rank."""
-        try:
-            return self._training(rows, seed)
-        except RuntimeError as error:
-            self._warn(error)
-            slots = rows.input_ids.numel() * self._objective.depths
-            kept_bytes = slots * self.dtype.itemsize * 16 * self._hidden  # per layer, about
-            layers = self._draft.config.num_hidden_layers
-            return StepCost(3 * self._forward_operations(slots), kept_bytes * layers)
-
-    def _forward_operations(self, slots: int) -> float:
-        return 2.0 * slots * sum(weight.numel() for weight in self._draft.parameters())
-
-    def _warn(self, error: RuntimeError) -> None:
-        if not self._warned:
-            log.warning("the step is counted roughly, as it needs values: %s", first_line(error))
-        self._warned = True
-
-    def _training(self, rows: TokenBatch, seed: int) -> StepCost:
         self._draft.train()
         weights = list(self._draft.parameters())
         for weight in weights:
             weight.grad = None
-        with _counter() as counter:
-            ready = self._objective.prepare(rows, self._answer(rows), seed)
-            with _Peak(weights) as peak:
-                loss = self._objective.score(ready, ready.charged_K).loss
-                loss.backward()  # type: ignore[no-untyped-call]
+        try:
+            with _counter() as counter:
+                ready = self._objective.prepare(rows, self._answer(rows), seed)
+                with _Peak(weights) as peak:
+                    loss = self._objective.score(ready, ready.charged_K).loss
+                    loss.backward()  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            slots = rows.input_ids.numel() * self._objective.depths
+            layers = self._draft.config.num_hidden_layers
+            kept_bytes = slots * self.dtype.itemsize * 16 * self._hidden * layers  # about
+            return StepCost(3 * self._roughly(rows, error), kept_bytes)
         return StepCost(counter.get_total_flops(), peak.bytes)
 
     @torch.no_grad()
     def evaluation(self, rows: TokenBatch) -> float:
         """Operations of scoring held-out rows and then replaying them."""
-        try:
-            return self._evaluation(rows)
-        except RuntimeError as error:
-            self._warn(error)
-            return 2 * self._forward_operations(rows.input_ids.numel() * self._objective.depths)
-
-    def _evaluation(self, rows: TokenBatch) -> float:
         self._draft.eval()
         answer, depths = self._answer(rows), self._objective.depths
-        with _counter() as counter:
-            ready = self._objective.prepare(rows, answer, seed=0)
-            self._objective.score(ready, ready.charged_K)
-            rollouts = rollouts_of(self._draft, depths, dtype=self.dtype)
-            rollouts.head_inputs(answer, rollouts.plan(rows))
+        try:
+            with _counter() as counter:
+                ready = self._objective.prepare(rows, answer, seed=0)
+                self._objective.score(ready, ready.charged_K)
+                rollouts = rollouts_of(self._draft, depths, dtype=self.dtype)
+                rollouts.head_inputs(answer, rollouts.plan(rows))
+        except RuntimeError as error:
+            return 2 * self._roughly(rows, error)
         return float(counter.get_total_flops())
+
+    def _roughly(self, rows: TokenBatch, error: RuntimeError) -> float:
+        """Operations of one forward pass over complete rollouts."""
+        if not self._warned:
+            log.warning("the step is counted roughly, as it needs values: %s", first_line(error))
+        self._warned = True
+        slots = rows.input_ids.numel() * self._objective.depths
+        return 2.0 * slots * sum(weight.numel() for weight in self._draft.parameters())
 
     def _answer(self, rows: TokenBatch) -> Eagle3TargetBatch:
         aux_BTD = self._states(*rows.shape, self._aux * self._hidden)
