@@ -34,7 +34,7 @@ from fledge.target.hf.model import HFEagle3TargetModel
 from fledge.target.kinds import kind_of
 from fledge.target.layers import longest_text
 from fledge.training.drafts import make_target
-from fledge.training.setup import held_out_batches, known_data, prepare_data
+from fledge.training.setup import compute_dtype, held_out_batches, known_data, prepare_data
 
 SAME_ROWS = 0.02  # of the acceptance length: allowed for rounding on another device
 SLACK = 0.1  # tokens by which a small sample may also fall short of the estimate
@@ -175,7 +175,8 @@ class DecodingCheck:
             tokenizer = asked.tokenizer
             pad_id = 0 if tokenizer is None else tokenizer.pad_token_id or 0
             rows = held_out_batches(held_out, recipe, pad_id)
-            rollouts, total = rollouts_of(files, self.depth), Acceptance.none(self.depth)
+            dtype, total = compute_dtype(recipe, files.device), Acceptance.none(self.depth)
+            rollouts = rollouts_of(files, self.depth, dtype=dtype)
             for batch in rows:
                 answer, head = checked_answer(target, batch), target.info().head.to(files.device)
                 answer = answer.to(files.device)
