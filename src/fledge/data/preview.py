@@ -133,6 +133,17 @@ _QUANTILES = {"min": 0, "p10": 10, "p50": 50, "p90": 90, "p99": 99, "max": 100}
 _SIZES = (1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 
 
+def row_figures(rows: TokenRows) -> dict[str, Any]:
+    return {
+        "rows": len(rows),
+        "tokens": rows.tokens,
+        "supervised": rows.supervised,
+        "truncated": rows.truncated,  # rows whose last answer is missing its end
+        "repeated": repeats(digests(rows)),  # rows that repeat an earlier one, token by token
+        "drops": rows.drops.to_json(),
+    }
+
+
 def data_stats(rows: TokenRows, vocab_size: int, pack_tokens: int) -> dict[str, Any]:
     """What informs a recipe about prepared rows: lengths, supervision, packing, vocabulary."""
     lengths, packing = rows.lengths, pack_rows(rows.lengths, pack_tokens)
@@ -140,11 +151,7 @@ def data_stats(rows: TokenRows, vocab_size: int, pack_tokens: int) -> dict[str, 
     bounds = [2**k for k in range(5, int(lengths.max()).bit_length() + 1)]
     binned = np.histogram(lengths, bins=[0, *(bound + 1 for bound in bounds)])[0]
     return {
-        "rows": len(rows),
-        "tokens": rows.tokens,
-        "supervised": rows.supervised,
-        "truncated": rows.truncated,  # rows whose last answer is missing its end
-        "repeated": repeats(digests(rows)),  # rows that repeat an earlier one, token by token
+        **row_figures(rows),
         "lengths": {name: int(np.percentile(lengths, q)) for name, q in _QUANTILES.items()},
         "histogram": list(zip(bounds, binned.tolist(), strict=True)),  # (upper bound, rows)
         "pack_tokens": pack_tokens,
@@ -154,6 +161,5 @@ def data_stats(rows: TokenRows, vocab_size: int, pack_tokens: int) -> dict[str, 
         # (draft vocabulary, share of supervised tokens)
         "coverage": coverage_curve(counts_V, [size for size in _SIZES if size < vocab_size]),
         "distinct": int((counts_V > 0).sum()),  # target tokens among the supervised ones
-        "drops": rows.drops.to_json(),
         "supervised_share": rows.supervised / rows.tokens,
     }
