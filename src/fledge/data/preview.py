@@ -2,7 +2,7 @@
 
 import html
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +17,6 @@ from fledge.data.sources import make_parts
 from fledge.data.store import TokenRows
 from fledge.data.tokenise import Encoder
 from fledge.data.vocab import count_supervised, coverage_curve
-
-_Piece = tuple[int, tuple[str, bool]]  # number, text, supervised
 
 
 @dataclass(frozen=True)
@@ -67,23 +65,14 @@ def to_terminal(row: PreviewRow, *, colors: bool = True) -> Text:
     supervised text between marks."""
     text = Text()
     text.append(f"{visible(row.title())}\n", style="bold red" if row.dropped else "bold")
-    return (_add_colored if colors else _add_marked)(text, enumerate(row.pieces))
-
-
-def _add_colored(text: Text, pieces: Iterable[_Piece]) -> Text:
-    for index, (piece, supervised) in pieces:
-        style = (
-            ("black on green3" if index % 2 else "black on pale_green1") if supervised else "dim"
-        )
-        shown = visible(piece.replace("\n", "⏎\n") if supervised else piece)
-        text.append(shown, style=style)
-    return text
-
-
-def _add_marked(text: Text, pieces: Iterable[_Piece]) -> Text:
-    """For pipes and terminals without colors."""
-    for supervised, group in itertools.groupby(pieces, key=lambda item: item[1][1]):
-        run = visible("".join(piece for _, (piece, _) in group))
+    if colors:
+        for index, (piece, supervised) in enumerate(row.pieces):
+            green = "black on green3" if index % 2 else "black on pale_green1"
+            shown = visible(piece.replace("\n", "⏎\n") if supervised else piece)
+            text.append(shown, style=green if supervised else "dim")
+        return text
+    for supervised, group in itertools.groupby(row.pieces, key=lambda piece: piece[1]):
+        run = visible("".join(piece for piece, _ in group))
         text.append(f"{MARKS[0]}{run}{MARKS[1]}" if supervised else run)
     return text
 
