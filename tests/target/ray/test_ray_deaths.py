@@ -12,9 +12,9 @@ pytest.importorskip("ray.cluster_utils", reason="needs the cluster extra")
 from fledge.core.distributed import World
 from fledge.target.hf.model import HFEagle3TargetModel
 from fledge.target.ray.connection import connected
-from fledge.training.batches import answers_ahead
+from fledge.training.batches import StepBatch, ask_ahead
+from fledge.training.step import Clock
 from target.ray.clusters import (
-    Traces,
     batches,
     cluster,
     everything_is_free,
@@ -47,20 +47,18 @@ def test_two_hundred_batches_while_workers_and_machines_die(model, caplog):
                 elif number == 120:
                     nodes.nodes.append(nodes.add(1))
 
-            answers, asking = [], SimpleNamespace(target=target, world=World(), device="cpu")
-            for number, (_, batch) in enumerate(answers_ahead(asking, questions, rounds=200)):
-                disturb(number)
-                answers.append(batch)
+            cpu, answers = torch.device("cpu"), []
+            asking = SimpleNamespace(target=target, world=World(), device=cpu, clock=Clock(cpu))
+            steps = (StepBatch(number, 0, (rows,)) for number, rows in enumerate(questions))
+            for step in ask_ahead(asking, steps):
+                disturb(step.step)
+                answers.append(step.answers[0].result())
             until(lambda: told()["target-1"]["restarts"] == 1)
             assert told()["target-0"]["restarts"] == 1  # the board was not on the lost machine
         until(everything_is_free)
-        traces = Traces()
     assert caplog.text.count("is set aside") >= 2  # the kill and the lost machine
     assert len(answers) == 200
     for batch, reference in zip(answers, expected, strict=True):
         tensors, expected_tensors = dict(batch.tensors()), dict(reference.tensors())
         assert tensors.keys() == expected_tensors.keys()
         assert all(torch.equal(tensors[name], expected_tensors[name]) for name in expected_tensors)
-    assert len(traces.pids) > 5
-    assert traces.ports
-    until(lambda: not traces.left(), timeout_s=20)

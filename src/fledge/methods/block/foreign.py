@@ -19,6 +19,7 @@ from fledge.methods.base import Method
 from fledge.methods.block.draft import BlockDraftModel
 from fledge.methods.block.formats import DFLASH_FLAT, DSPARK_FLAT, SPECULATORS_DFLASH
 from fledge.methods.registry import METHODS
+from fledge.methods.shared.config import PLACEHOLDER_KEY
 
 if TYPE_CHECKING:
     from fledge.formats.checks.base import Check, Subject
@@ -61,16 +62,13 @@ _AXES: Axes = {
     "t2d": ("",),
 }
 _SPARK_AXES: Axes = {
-    **dict.fromkeys(("markov_head.markov_w1.weight", "markov_head.markov_w2.weight"), ("", "")),
+    "markov_head.markov_w1.weight": ("vocab", "rank"),
+    "markov_head.markov_w2.weight": ("draft_vocab", "rank"),
     "confidence_head.proj.weight": ("", ""),
     "confidence_head.proj.bias": ("",),
 }
 # Checks of EAGLE and P-EAGLE that mean nothing here.
-_NOT_SHARED = {
-    "architecture", "hidden-size", "tied-embeddings", "norm-flags", "fc-bias",
-    "serving", "embeddings", "head-random", "head-map", "norm-output", "norm-residual",
-    "fc-swapped", "capture-measured", "labels", "estimate",
-}  # fmt: skip
+_NOT_SHARED = {"serving", "embeddings", "head-map", "norm-output", "norm-residual"}
 
 
 class BlockView(DraftView):
@@ -212,6 +210,17 @@ class BlockView(DraftView):
         return "confidence_head.proj.weight" in self.state
 
     @property
+    def flags(self) -> dict[str, bool]:
+        weight, norm = (self.state.get(n) for n in ("confidence_head.proj.weight", "norm.weight"))
+        if not self.spark or self.layout.name == "fledge" or norm is None:
+            return {}
+        if self.setting("use_confidence_head"):  # ModelOpt's, which always reads both
+            return {"use_confidence_head": weight is not None}
+        reads_both = weight is not None and weight.shape[-1] > len(norm)
+        keys = ("enable_confidence_head", "confidence_head_with_markov")
+        return dict(zip(keys, (weight is not None, reads_both), strict=True))
+
+    @property
     def first_place(self) -> int:
         return 0 if self.sample_from_anchor else 1
 
@@ -221,7 +230,7 @@ class BlockView(DraftView):
         window = self.setting("swa_window_size", self.setting("sliding_window"))
         return {
             "block_size": self.setting("block_size"),
-            "mask_token_id": self.mask_token_id,
+            PLACEHOLDER_KEY: self.mask,
             "sample_from_anchor": self.sample_from_anchor,
             "causal": bool(self._causal),
             "sliding_layers": sliding,
