@@ -31,7 +31,7 @@ from fledge.target.hf.model import HFEagle3TargetModel
 from fledge.target.kinds import kind_of
 from fledge.target.layers import longest_text
 from fledge.target.state_cache import colocated
-from fledge.training.evaluation import evaluate
+from fledge.training.fit import evaluate
 from fledge.training.setup import OpenRun, open_run
 
 SAME_ROWS = 0.02  # of the acceptance length: allowed for rounding on another device

@@ -71,8 +71,6 @@ def recipe_job(
     """
     section, data = recipe.target, recipe.data
     computed = cache_dtype(recipe, device or torch.device("cpu"))
-    if not data.train:
-        raise BadInput("no training data", where="data.train", fix="data.train=chats.jsonl")
     config, tokenizer = text_config(target_config(section)), target_tokenizer(section)
     aux_layer_ids = _aux_layer_ids(recipe, target_depth(config))
     model_dir, template = local_model(model_name(section), weights=False), tokenizer.chat_template
