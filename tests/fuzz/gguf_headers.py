@@ -3,7 +3,7 @@
 import shutil
 import struct
 
-from fledge.models.convert_gguf import convert
+from fledge.models.gguf import convert
 from fledge.models.resolve import public_name
 from fuzz.mutate import NUMBERS, mutated_bytes
 from fuzz.survive import Case

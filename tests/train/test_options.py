@@ -11,7 +11,7 @@ from fledge.training import setup as building
 from fledge.training.checkpoint import newest_checkpoint
 from fledge.training.fit import evaluate, fit
 from fledge.training.optimizer import Average, SkippingMuon, trained_by_muon
-from fledge.training.planning.cost import DraftMemory
+from fledge.training.planning.step_cost import DraftMemory
 from fledge.training.setup import set_up
 from fledge.training.sharding import whole_tensor
 from fledge.training.step import train_step

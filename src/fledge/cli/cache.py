@@ -1,6 +1,5 @@
 """`fledge cache info | verify | convert`: inspect, check and convert an offline cache."""
 
-import errno
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -148,7 +147,8 @@ def convert(
     """Write a cache in another encoding or layout, without the target."""
     from fledge.core.distributed import pick_device
     from fledge.target.cache.backend import CachedEagle3TargetModel
-    from fledge.target.cache.precompute import convert_job, execute
+    from fledge.target.cache.job import cache_options, convert_job
+    from fledge.target.cache.precompute import execute
 
     if layout not in ("fledge", "automodel"):
         hint = nearest(layout, ["fledge", "automodel"])
@@ -159,35 +159,25 @@ def convert(
         raise BadInput("one new cache is wanted", where="--out", fix="give a new directory")
     output_dir = given[0].expanduser()
     check_place(output_dir, directory=True)
-    device = pick_device("auto")
-    target = CachedEagle3TargetModel(
-        source, device=device, model=model or None, trust_remote_code=trust_remote_code
-    )
-    padded = layout == "automodel"
-    if not encoding:
-        encoding, top_k = _default_encoding(target.shape, padded, top_k)
+    device, name = pick_device("auto"), model or None
+    trust: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+    target = CachedEagle3TargetModel(source, device=device, model=name, **trust)
+    shape, padded = target.shape, layout == "automodel"
+    if not encoding:  # the default one
+        top_k = top_k or shape.top_k or None
+        encoding = "probs" if top_k is None else "topk"
+        if shape.is_hidden and not padded:
+            encoding = "hidden-fp8"
     chosen = cache_options(
-        encoding=encoding, dtype=dtype, natural=lambda: target.shape.dtype, top_k=top_k,
-        supervised_only=supervised_only, shard_size=shard_size, batch_size=4, resume=resume,
-        quota_gb=quota_gb,
+        encoding=encoding, dtype=dtype, natural=lambda: shape.dtype, top_k=top_k,
+        supervised_only=supervised_only, shard_size=shard_size, resume=resume, quota_gb=quota_gb,
     )  # fmt: skip
     with progress_bar("converting", "rows") as update:
         job = convert_job(
-            target, output_dir, chosen, draft_vocab_size=draft_vocab_size,
-            trust_remote_code=trust_remote_code, padded=padded, model=model or None,
+            target, output_dir, chosen, draft_vocab_size=draft_vocab_size, padded=padded,
+            model=name, **trust,
         )  # fmt: skip
-        run = partial(execute, job, lambda: target, device=device)
-        code = run_job(job, run, update, as_json=as_json)
-    if code:
-        raise Exit(code)
-
-
-def _default_encoding(shape: Any, padded: bool, top_k: int | None) -> tuple[str, int | None]:
-    """The default encoding and its k."""
-    if shape.is_hidden and not padded:
-        return "hidden-fp8", top_k
-    k = top_k or shape.top_k or None
-    return ("probs" if k is None else "topk"), k
+        run_job(job, partial(execute, job, lambda: target, device=device), update, as_json=as_json)
 
 
 EXAMPLE = (
@@ -223,15 +213,20 @@ def precompute(
     import torch
 
     from fledge.core.distributed import pick_device
-    from fledge.target.cache.precompute import execute
-    from fledge.training.precompute import cache_dtype, recipe_job, recipe_target
+    from fledge.target.cache.job import cache_options
+    from fledge.training.precompute import cache_dtype
 
     words = [*arguments, *([f"target.dtype={target_dtype}"] if target_dtype else [])]
     recipe = recipe_of_words(words)
     output_dir = output_dir.expanduser()
     check_place(output_dir, directory=True)
-    with _opened_spread(recipe, ray, address, workers) as spread:
-        given = recipe.training.device  # the target's: of this process, or of the workers
+    gpus = 0
+    if ray:
+        from fledge.target.ray.spread import gpus_of
+
+        gpus = gpus_of(recipe.target)
+    given = recipe.training.device  # the target's: of this process, or of the workers
+    with opened_spread(ray, address, workers, gpus=gpus, device=given) as spread:
         device = pick_device(given) if spread is None else torch.device(spread.device)
         quiet_libraries()
         chosen = cache_options(
@@ -245,92 +240,58 @@ def precompute(
                 update(total=at.parts, completed=at.done)
                 say_drops(at)
 
-            job = recipe_job(recipe, output_dir, chosen, prepared, device=device)
-            load = partial(recipe_target, recipe, device)
+            job, run = _prepared(words, output_dir, chosen, device, prepared)
             update(description="asking the target", total=len(job.rows), completed=0, unit="rows")
-            run = partial(execute, job, load, device=device)
             if spread is not None:
                 from fledge.target.ray.spread import execute_on_ray
 
                 work = partial(fill_cache, words, output_dir.absolute(), chosen)
                 run = partial(execute_on_ray, spread, work, job)
-            code = run_job(job, run, update, as_json=as_json)
-    if code:
-        raise Exit(code)
+            run_job(job, run, update, as_json=as_json)
+
+
+def _prepared(words: list[str], output_dir: Path, chosen: Any, device: Any, *watch: Any) -> Any:
+    """(the job of a recipe, a function that runs it in this process)."""
+    from fledge.target.cache.precompute import execute
+    from fledge.training.precompute import recipe_job, recipe_target
+
+    recipe = recipe_of_words(words)
+    job = recipe_job(recipe, output_dir, chosen, *watch, device=device)
+    return job, partial(execute, job, partial(recipe_target, recipe, device), device=device)
 
 
 def fill_cache(words: list[str], output_dir: Path, chosen: Any) -> Any:
     """The job of one of several workers on a cluster: what the command does without --ray."""
     from fledge.core.distributed import pick_device
-    from fledge.target.cache.precompute import execute
-    from fledge.training.precompute import recipe_job, recipe_target
 
     recipe = recipe_of_words(words)
-    device, chosen = pick_device(recipe.training.device), replace(chosen, resume=True)
     quiet_libraries()
-    job = recipe_job(recipe, output_dir, chosen, device=device)
-    load = partial(recipe_target, recipe, device)
-    return execute(job, load, device=device, say=lambda _: None)
+    device = pick_device(recipe.training.device)
+    _, run = _prepared(words, output_dir, replace(chosen, resume=True), device)
+    return run(say=lambda _: None)
 
 
-def _opened_spread(recipe: Any, ray: bool, address: str, workers: int | None) -> Any:
-    """Opens the workers that fill the cache; yields None if this process does."""
-    gpus = 0
-    if ray:
-        from fledge.target.ray.spread import gpus_of
-
-        gpus = gpus_of(recipe.target)
-    return opened_spread(ray, address, workers, gpus=gpus, device=recipe.training.device)
-
-
-def cache_options(*, dtype: str, natural: Any, quota_gb: float | None, **chosen: Any) -> Any:
-    """The flags as `CacheOptions`; raises BadInput for combinations that make no sense."""
-    from fledge.target.cache.format import DTYPES
-    from fledge.target.cache.job import CacheOptions, check_encoding, quota_in_bytes
-    from fledge.target.kinds import spelt_out
-
-    encoding, dtype = chosen["encoding"], spelt_out(dtype)
-    check_encoding(encoding, chosen["top_k"], flag="--top-k")
-    if dtype != "auto" and dtype not in DTYPES:
-        hint = nearest(dtype, ["auto", *DTYPES])
-        raise BadInput(f"{dtype!r} is not a dtype", where="--dtype", fix=hint)
-    return CacheOptions(
-        dtype=natural() if dtype == "auto" else DTYPES[dtype],
-        quota_bytes=quota_in_bytes(quota_gb),
-        **chosen,
-    )
-
-
-def run_job(job: Any, run: Callable[..., Any], update: Any, *, as_json: bool) -> int:
-    """Run a job (as `execute` does), show its progress, and return the exit code."""
+def run_job(job: Any, run: Callable[..., Any], update: Any, *, as_json: bool) -> None:
+    """Run a job (as `execute` does), show its progress and its outcome."""
     from fledge.target.cache.job import readable
-    from fledge.target.cache.precompute import STOPPED
 
     def show(at: Any) -> None:
         update(total=len(job.rows), completed=at.rows, note=readable(at.bytes))
 
-    say = partial(err.say, style="cyan")
-
-    try:
-        done = run(say=say, on_progress=show)
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        say(f"the disk is full ({job.directory}); free some space, then continue with --resume")
-        return STOPPED
-    facts = {
-        "directory": str(job.directory),
-        "complete": done.complete,
-        "rows": len(job.rows),
-        "bytes": done.predicted_bytes,
-        "shards_written": done.written_shards,
-        "shards_reused": done.reused_shards,
-    }
+    done = run(say=partial(err.say, style="cyan"), on_progress=show)
     if as_json:
-        print_json(facts)
+        print_json({
+            "directory": str(job.directory),
+            "complete": done.complete,
+            "rows": len(job.rows),
+            "bytes": done.predicted_bytes,
+            "shards_written": done.written_shards,
+            "shards_reused": done.reused_shards,
+        })  # fmt: skip
     elif done.complete:
         out.say(
             f"{counted(len(job.rows), 'row')} in {job.directory}; train with target.backend=cache "
             f"target.cached_target_path={job.directory}"
         )
-    return int(done.code)
+    if done.code:
+        raise Exit(done.code)

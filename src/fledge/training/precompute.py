@@ -70,6 +70,10 @@ def recipe_job(
     held out is decided in training, unless the recipe names separate held-out data (`data.valid`).
     """
     section, data = recipe.target, recipe.data
+    parallel = kind_of(section).cut(section)
+    if parallel is not None and parallel.ranks > 1:
+        what = "a target that ranks share cannot be precomputed"
+        raise BadInput(what, where="target.parallel", fix="take an engine, or train live")
     computed = cache_dtype(recipe, device or torch.device("cpu"))
     config, tokenizer = text_config(target_config(section)), target_tokenizer(section)
     aux_layer_ids = _aux_layer_ids(recipe, target_depth(config))

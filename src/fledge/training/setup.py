@@ -31,7 +31,7 @@ from fledge.measure.replay import Ints
 from fledge.methods.base import TrainerInputs
 from fledge.methods.shared.draft import DraftModel
 from fledge.methods.shared.objective import Objective
-from fledge.models.resolve import tokenizer_directory
+from fledge.models.resolve import local_model
 from fledge.recipe.schema import Recipe
 from fledge.recipe.sections import Data
 from fledge.rollout.context import ContextRanks
@@ -185,7 +185,7 @@ def tokenised(
     """The rows of the named sources, tokenized with the recipe's options."""
     if not names:
         raise BadInput("no training data", where="data.train", fix="data.train=chats.jsonl")
-    data, model = recipe.data, tokenizer_directory(model_name(recipe.target))
+    data, model = recipe.data, local_model(model_name(recipe.target), weights=False)
     return prepare_rows(
         list(names), model, tokenise_options(data), workers=data.workers,
         max_drop_share=data.max_drop_share, on_progress=on_progress,

@@ -4,11 +4,12 @@ Each document is looked up by its tokens, however it is packed; the target itsel
 """
 
 import hashlib
+import itertools
 import json
 import logging
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,13 +26,14 @@ from fledge.data.vocab import DraftVocabulary
 from fledge.target.base import Eagle3TargetBackend, InputEmbedding, TargetInfo
 from fledge.target.cache import automodel
 from fledge.target.cache.automodel import PaddedShard, padded_shard_name
-from fledge.target.cache.format import Field, decode_states, row_key, shard_name, unsound
+from fledge.target.cache.format import Field, decode_states, row_key, unsound
 from fledge.target.cache.manifest import (
     VOCABULARY,
     check_complete,
     read_manifest,
     read_target,
     shape_of,
+    shard_name,
     shards_of,
     vocabulary_size,
 )
@@ -69,17 +71,12 @@ class CacheStore:
         self.shards = open_shards(self.directory, self.manifest, range(shards_of(self.manifest)))
         self._first = np.cumsum([0, *(len(shard) for shard in self.shards)])
         if len(self) != self.manifest["rows"]:
-            raise BadInput(
-                f"{len(self)} rows in the shards, {self.manifest['rows']} in the manifest",
-                where=str(self.directory),
-                fix="the directory holds shards of another cache",
-            )
+            what = f"{len(self)} rows in the shards, {self.manifest['rows']} in the manifest"
+            fix = "the directory holds shards of another cache"
+            raise BadInput(what, where=str(self.directory), fix=fix)
         lengths = (shard.lengths for shard in self.shards)
         self.lengths: NDArray[np.int64] = np.concatenate([np.zeros(0, np.int64), *lengths])
-        self._checked = np.zeros(len(self), dtype=np.int8)  # 0: not yet, 1: whole, 2: damaged
-        self._rows_by_key: dict[bytes, list[int]] | None = None
-        self._pending_checks: dict[int, Future[bool]] = {}  # rows being checked ahead of their use
-        self._checker = ThreadPoolExecutor(1, "fledge-cache")
+        self._whole: dict[int, bool] = {}  # of the rows checked so far
 
     def __len__(self) -> int:
         return int(self._first[-1])
@@ -103,31 +100,35 @@ class CacheStore:
         shard, local = self.at(row)
         return f"row {row} ({shard.places[local]}; {shard.path.name}, row {local})"
 
+    @cached_property
+    def _rows_by_key(self) -> dict[bytes, list[int]]:
+        rows_by_key: dict[bytes, list[int]] = {}
+        keys = itertools.chain.from_iterable(shard.keys for shard in self.shards)
+        for row, key in enumerate(keys):
+            rows_by_key.setdefault(key.tobytes(), []).append(row)
+        return rows_by_key
+
     def find(self, input_ids: NDArray[np.int32]) -> list[int]:
         """The rows with exactly these tokens."""
-        if self._rows_by_key is None:
-            rows_by_key: dict[bytes, list[int]] = {}
-            for first, shard in zip(self._first[:-1].tolist(), self.shards, strict=True):
-                for local, key in enumerate(shard.keys):
-                    rows_by_key.setdefault(key.tobytes(), []).append(first + local)
-            self._rows_by_key = rows_by_key
         return self._rows_by_key.get(row_key(input_ids), [])
+
+    def read_ahead(self, row: int) -> bool:
+        """Read and check a row before it is needed; False for a damaged row that is skipped."""
+        if row not in self._whole:
+            shard, local = self.at(row)
+            self._whole[row] = shard.is_whole(local)
+            if not self._whole[row] and self.on_damage == "skip":
+                logger.warning("skipping a damaged row of the cache: %s", self.name(row))
+        return self._whole[row] or self.on_damage == "fail"
 
     def check(self, row: int) -> bool:
         """Whether a row is whole; checked once. A damaged row raises unless it is to be skipped."""
-        if not self._checked[row]:
-            pending = self._pending_checks.pop(row, None)
-            whole = self._is_whole(row) if pending is None else pending.result()
-            self._checked[row] = 1 if whole else 2
-            if not whole and self.on_damage == "skip":
-                logger.warning("skipping a damaged row of the cache: %s", self.name(row))
-        if self._checked[row] == 2 and self.on_damage == "fail":
-            raise BadInput(
-                f"{self.name(row)} is damaged: its checksum does not fit",
-                where=str(self.directory),
-                fix="make the cache again, or leave such rows out with target.on_damage=skip",
-            )
-        return bool(self._checked[row] == 1)
+        self.read_ahead(row)
+        if not self._whole[row] and self.on_damage == "fail":
+            what = f"{self.name(row)} is damaged: its checksum does not fit"
+            fix = "make the cache again, or leave such rows out with target.on_damage=skip"
+            raise BadInput(what, where=str(self.directory), fix=fix)
+        return self._whole[row]
 
     def fault(self, row: int) -> Fault | None:
         """The first place in a row that is stored as NaN or infinity, or None."""
@@ -138,24 +139,6 @@ class CacheStore:
             stored[field.name] = raw.view(field.dtype).view(-1, field.width)
         slots = self.shape.slots(shard.tokens(local)[1])
         return row_fault(row, *unsound(stored, self.shape), slots, self.manifest["aux_layer_ids"])
-
-    def _is_whole(self, row: int) -> bool:
-        shard, local = self.at(row)
-        return shard.is_whole(local)
-
-    def read_ahead(self, row: int) -> bool:
-        """Start fetching a row, and checking it on a thread, before it is needed. With
-        `on_damage="skip"`, waits for the check and returns False for a damaged row."""
-        shard, local = self.at(row)
-        shard.read_ahead(local)
-        if self.on_damage == "skip":
-            return self.check(row)
-        if not self._checked[row] and row not in self._pending_checks:
-            self._pending_checks[row] = self._checker.submit(self._is_whole, row)
-        return True
-
-    def close(self) -> None:
-        self._checker.shutdown(wait=True, cancel_futures=True)
 
 
 def row_fault(
@@ -178,8 +161,8 @@ def row_fault(
 class CachedRows(Sequence[TokenRow]):
     """The token rows of a cache, as training and packing read them.
 
-    With `reading`, indexing a row also starts fetching and checking the target's answer for it, so
-    collating batches ahead of the trainer warms the cache. A damaged row that is to be skipped
+    With `reading`, indexing a row also reads and checks the target's answer for it, so collating
+    batches ahead of the trainer warms the cache. A damaged row that is to be skipped
     comes out without supervised tokens.
     """
 
@@ -237,11 +220,9 @@ class CachedEagle3TargetModel(Eagle3TargetBackend):
         natural: Supervision = "hidden" if self.shape.is_hidden else "probs"
         super().__init__(natural if supervision is None else supervision)
         if not self.shape.is_hidden and self.supervision != "probs":
-            raise BadInput(
-                f"a cache of {self.shape.encoding} holds no {self.supervision}",
-                where=str(self.store.directory),
-                fix="ask for probs, or make a cache with the hidden encoding",
-            )
+            what = f"a cache of {self.shape.encoding} holds no {self.supervision}"
+            fix = "ask for probs, or make a cache with the hidden encoding"
+            raise BadInput(what, where=str(self.store.directory), fix=fix)
         self.aux_layer_ids = list(manifest["aux_layer_ids"])
         self._device = torch.device(device)
         self._embedding, info = read_target(
@@ -282,25 +263,16 @@ class CachedEagle3TargetModel(Eagle3TargetBackend):
         self._check_open()
         return self._info
 
-    def close(self) -> None:
-        if not self._closed:
-            self.store.close()
-        super().close()
-
     def set_vocab_mapping(
         self, selected_token_ids: Tensor, selected_token_mask: Tensor | None = None
     ) -> None:
         super().set_vocab_mapping(selected_token_ids, selected_token_mask)
-        vocabulary = self.vocabulary
-        if vocabulary is None:
-            return
-        if not np.array_equal(vocabulary.selected_token_ids, selected_token_ids.cpu().numpy()):
-            raise BadInput(
-                f"made for another draft vocabulary ({vocabulary.size} tokens, digest "
-                f"{vocabulary.digest()[:12]}); {len(selected_token_ids)} tokens are asked for",
-                where=str(self.store.directory),
-                fix="train with the cache's vocabulary, or use a cache of hidden states",
-            )
+        vocabulary, ids = self.vocabulary, selected_token_ids.cpu().numpy()
+        if vocabulary is not None and not np.array_equal(vocabulary.selected_token_ids, ids):
+            other = f"another draft vocabulary ({vocabulary.size} tokens, digest "
+            what = f"made for {other}{vocabulary.digest()[:12]}); {len(ids)} tokens are asked for"
+            fix = "train with the cache's vocabulary, or use a cache of hidden states"
+            raise BadInput(what, where=str(self.store.directory), fix=fix)
 
     @torch.no_grad()
     def answer(self, rows: TokenBatch) -> Eagle3TargetBatch:
@@ -308,16 +280,20 @@ class CachedEagle3TargetModel(Eagle3TargetBackend):
         self._check_open()
         documents = find_documents(rows)
         mapping = self._vocab_mapping(self._device) if self.supervision == "probs" else None
-        if documents is None:
-            documents = _rows_as_documents(rows.attention_mask)
+        if documents is None:  # each right-padded row is one
+            lengths, width = right_padded(rows.attention_mask).sum(1).tolist(), rows.shape[1]
+            kept = [(row * width, length) for row, length in enumerate(lengths) if length]
+            documents = Documents(*zip(*kept, strict=True)) if kept else Documents((), ())
         cached = self._find(rows, documents)
         whole = [document for document in cached if self.store.check(document.row)]
         if len(whole) < len(cached):  # skipped on request: no answer, so no supervision
-            rows = replace(rows, loss_mask=_only_within(rows.loss_mask, whole))
-        states = {
-            name: tensor.view(*rows.shape, -1)
-            for name, tensor in self._states(rows.tokens, whole).items()
-        }
+            answered_S = torch.zeros(rows.tokens, dtype=torch.bool)
+            for document in whole:
+                answered_S[document.start : document.start + document.length] = True
+            answered_BT = answered_S.view(rows.shape).to(rows.loss_mask.device)
+            rows = replace(rows, loss_mask=rows.loss_mask * answered_BT)
+        flat = self._states(rows.tokens, whole)
+        states = {name: tensor.view(*rows.shape, -1) for name, tensor in flat.items()}
         batch = Eagle3TargetBatch.about(rows, **states, shifted=True)
         if batch.position_mask is not None:
             position_BT1 = batch.position_mask & batch.loss_mask.bool()[..., None]
@@ -336,10 +312,9 @@ class CachedEagle3TargetModel(Eagle3TargetBackend):
             span = slice(start, start + length)
             equal_rows = self.store.find(flat_ids[span].astype(np.int32))
             if not equal_rows:
-                raise ValueError(
-                    f"input_ids: no row of the cache {self.store.directory} has the {length} "
-                    f"tokens {flat_ids[span][:8].tolist()} ...; train on the cache's own rows"
-                )
+                tokens = f"the {length} tokens {flat_ids[span][:8].tolist()} ..."
+                what = f"input_ids: no row of the cache {self.store.directory} has {tokens}"
+                raise ValueError(f"{what}; train on the cache's own rows")
             cached.append(self._first_covering(equal_rows, start, flat_mask[span]))
         return cached
 
@@ -352,10 +327,8 @@ class CachedEagle3TargetModel(Eagle3TargetBackend):
             _, mask = shard.tokens(local)
             if not self.shape.compact or not (wanted[1:] & (mask[1:] == 0)).any():
                 return _CachedDocument(start, len(mask), row, self.shape.slots(mask))
-        raise ValueError(
-            f"loss_mask supervises tokens of {self.store.name(rows[0])} that were not supervised "
-            "when the cache was made; it keeps supervised slots only"
-        )
+        what = f"loss_mask supervises tokens of {self.store.name(rows[0])} that were not supervised"
+        raise ValueError(f"{what} when the cache was made; it keeps supervised slots only")
 
     def _states(self, total: int, documents: list[_CachedDocument]) -> dict[str, Tensor]:
         """Everything stored for the documents, decoded, at their places among `total` flat slots.
@@ -394,18 +367,3 @@ class CachedEagle3TargetModel(Eagle3TargetBackend):
                 into[document.start + document.slots] = data
         if in_runs:
             into[at:] = 0
-
-
-def _only_within(loss_mask: Tensor, documents: list[_CachedDocument]) -> Tensor:
-    """The loss mask [B, T] within these documents, 0 elsewhere."""
-    inside_S = torch.zeros(loss_mask.numel(), dtype=torch.bool)
-    for document in documents:
-        inside_S[document.start : document.start + document.length] = True
-    return loss_mask * inside_S.view_as(loss_mask).to(loss_mask.device)
-
-
-def _rows_as_documents(attention_mask: Tensor) -> Documents:
-    """Each right-padded row as one document."""
-    lengths, width = right_padded(attention_mask).sum(1).tolist(), attention_mask.shape[1]
-    starts = tuple(row * width for row, length in enumerate(lengths) if length)
-    return Documents(starts, tuple(length for length in lengths if length))

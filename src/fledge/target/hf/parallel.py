@@ -1,8 +1,7 @@
 """A target that several ranks hold together: the mesh, loading straight into shards, shared rows.
 
-transformers builds the model without memory (on the meta device), we define which rank holds which
-part of each weight, and its loader then reads only those parts from the files: no rank ever holds
-the whole model, nor a whole matrix of it. What a rank holds:
+transformers builds the model on the meta device, we define which rank holds which part of each
+weight, and its loader reads only those parts from the files. What a rank holds:
 
     tp      rows or columns of each matrix, by the architecture's own plan; experts by their width.
             Embedding and head are split along the vocabulary.
@@ -24,7 +23,7 @@ from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 
 from fledge.core.errors import BadInput, MissingPackage
-from fledge.target.hf.one_row import HARMLESS, Unsupported, lent_attention, may_support
+from fledge.target.hf.one_row import check_plain, lent_attention, may_support
 from fledge.target.layers import find_layers, text_config
 
 MESH = ("replicate", "fsdp", "cp", "tp")  # tp varies fastest: adjacent ranks communicate the most
@@ -109,15 +108,14 @@ def shard(model: Any, *, tp: DeviceMesh | None, fsdp: DeviceMesh | None) -> Any:
 
 
 def _plan(model: Any, size: int) -> dict[str, str]:
-    """The architecture's own plan, with embedding and head split along the vocabulary if its size
-    is divisible."""
+    """The architecture's own plan; embedding and head are split along a divisible vocabulary."""
     plan = dict(model.tp_plan or {})
     if not plan:
-        raise BadInput(
+        what, fix = (
             "transformers has no tensor-parallel plan for it",
-            where=type(model).__name__,
-            fix="target.parallel.fsdp instead of tp",
+            "target.parallel.fsdp, not tp",
         )
+        raise BadInput(what, where=type(model).__name__, fix=fix)
     names = {module: name for name, module in model.named_modules()}
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     divisible = embedding.weight.shape[0] % size == 0
@@ -138,15 +136,12 @@ def _check_heads(model: Any, size: int) -> None:
     for name in ("num_attention_heads", "num_key_value_heads"):
         heads = getattr(config, name, None)
         if isinstance(heads, int) and heads % size:
-            raise BadInput(
-                f"target.parallel.tp={size} does not divide its {heads} {name}",
-                where=type(model).__name__,
-                fix="a tp that divides them, and target.parallel.fsdp for the rest of the ranks",
-            )
+            what = f"target.parallel.tp={size} does not divide its {heads} {name}"
+            fix = "a tp that divides them, and target.parallel.fsdp for the rest of the ranks"
+            raise BadInput(what, where=type(model).__name__, fix=fix)
 
 
 NAME = "fledge_context"
-_MAX_SCORES = 1 << 26  # attention scores materialized at a time
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,7 +157,7 @@ class RankSlots:
 
     Before each attention the ranks gather keys and values (with grouped heads, a fraction of the
     states) rather than pass them around a ring: no softmax is merged from partial results, so
-    windows, soft caps and sinks cost nothing extra. After the pass every rank gathers the answer.
+    windows cost nothing extra. After the pass every rank gathers the answer.
     """
 
     group: dist.ProcessGroup
@@ -170,7 +165,6 @@ class RankSlots:
     size: int
     length: int  # L
     hidden_NL: Tensor | None  # bool: masked keys (padding); None: all are real
-    caps: bool = True  # whether the model's own attention applies the `softcap` it is passed
 
     @property
     def chunk(self) -> int:
@@ -207,12 +201,12 @@ class RankSlots:
 _active: ContextVar[RankSlots | None] = ContextVar("fledge_slots", default=None)
 
 
-def rank_slots(mesh: Any, length: int, mask_NL: Tensor | None, *, caps: bool = True) -> RankSlots:
+def rank_slots(mesh: Any, length: int, mask_NL: Tensor | None) -> RankSlots:
     """This rank's slots of rows of this length; `mask_NL` is 1 at real tokens."""
     hidden_NL = None
     if mask_NL is not None and not bool(mask_NL.all()):
         hidden_NL = mask_NL == 0
-    return RankSlots(mesh.get_group(), mesh.get_local_rank(), mesh.size(), length, hidden_NL, caps)
+    return RankSlots(mesh.get_group(), mesh.get_local_rank(), mesh.size(), length, hidden_NL)
 
 
 def check_shareable(model: nn.Module, mesh: Any) -> None:
@@ -258,14 +252,10 @@ def attend(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: local queries, keys and values of all ranks."""
-    odd = [name for name, v in options.items() if v is not None and name not in HARMLESS]
-    if attention_mask is not None or odd or options.get("is_causal") is False:
-        raise Unsupported(f"{type(module).__name__} passes {odd or 'a mask'}")
+    check_plain(module, attention_mask, options)
     own = _active.get()
     assert own is not None
     key_NGLC, value_NGLC = own.gather(key_NGQC, 2), own.gather(value_NGQC, 2)
@@ -276,12 +266,6 @@ def attend(
         key_range = slice(first, end)
         visible = _visible(own, begin, key_range, sliding_window, query_NHqC.device)
         keys_values = key_NGLC[:, :, key_range], value_NGLC[:, :, key_range]
-        softcap = softcap if own.caps else None
-        if softcap is not None or s_aux is not None:
-            outputs.append(
-                _attend_explicitly(query_NHqC, *keys_values, visible, scaling, softcap, s_aux)
-            )
-            continue
         outputs.append(
             F.scaled_dot_product_attention(
                 query_NHqC,
@@ -315,40 +299,3 @@ def _visible(
     # a padding query without visible keys would give NaN, which spreads even through a weight of 0
     blind_Nq1 = ~visible_NqK.any(-1, keepdim=True)
     return (visible_NqK | (blind_Nq1 & (distance_qK == 0)))[:, None]
-
-
-def _attend_explicitly(
-    query_NHqC: Tensor,
-    key_NGKC: Tensor,
-    value_NGKC: Tensor,
-    visible: Tensor | None,
-    scaling: float | None,
-    softcap: float | None,
-    sinks_H: Tensor | None,
-) -> Tensor:
-    """Attention with what the kernels do not support: capped scores (Gemma 2), sinks (gpt-oss).
-    Works through the queries in pieces, so that the scores are never all in memory."""
-    (rows, heads, queries, channels), keys = query_NHqC.shape, key_NGKC.shape[2]
-    groups = heads // key_NGKC.shape[1]
-    key_NHKC, value_NHKC = (t.repeat_interleave(groups, 1) for t in (key_NGKC, value_NGKC))
-    scale = channels**-0.5 if scaling is None else scaling
-    key_K = torch.arange(keys, device=query_NHqC.device)
-    step = max(1, _MAX_SCORES // (rows * heads * keys))
-    outputs = []
-    for begin in range(0, queries, step):
-        scores_NHqK = query_NHqC[:, :, begin : begin + step] @ key_NHKC.transpose(2, 3) * scale
-        if softcap is not None:
-            scores_NHqK = torch.tanh(scores_NHqK / softcap) * softcap
-        if visible is None:  # the last query is aligned with the last key
-            query_q = key_K[keys - queries + begin :][:step]
-            allowed = key_K <= query_q[:, None]
-        else:
-            allowed = visible[..., begin : begin + step, :]
-        scores_NHqK = scores_NHqK.masked_fill(~allowed, float("-inf"))
-        if sinks_H is not None:
-            sinks_NHq1 = sinks_H.view(1, -1, 1, 1).expand(*scores_NHqK.shape[:3], 1)
-            scores_NHqK = torch.cat([scores_NHqK, sinks_NHq1.to(scores_NHqK.dtype)], -1)
-        wide = torch.promote_types(scores_NHqK.dtype, torch.float32)
-        weights_NHqK = torch.softmax(scores_NHqK, -1, dtype=wide)[..., :keys]
-        outputs.append(weights_NHqK.to(value_NHKC.dtype) @ value_NHKC)
-    return torch.cat(outputs, 2)
