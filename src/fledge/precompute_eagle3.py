@@ -18,11 +18,10 @@ Exit codes: 0 done, 2 bad input (nothing written), 3 stopped by the quota or a f
 
 import argparse
 import logging
-import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -35,14 +34,14 @@ from fledge.core.errors import BadInput, explain, in_words
 from fledge.core.files import check_place
 from fledge.core.head import TargetHead, target_distribution
 from fledge.core.machine import find_device, is_main_rank
+from fledge.core.progress import Progress
 from fledge.core.terminal import Terminal, VisibleFormatter
-from fledge.data.prepare import Progress
 from fledge.recipe.schema import Recipe
 from fledge.recipe.sections import Data
 from fledge.target.cache.format import DTYPES, ENCODINGS, OVER_A_VOCABULARY
 from fledge.target.cache.job import CacheOptions, check_encoding, quota_in_bytes
 from fledge.target.cache.manifest import ensure_free, ensure_resumable, existing_shards
-from fledge.target.cache.precompute import Written, execute
+from fledge.target.cache.precompute import execute
 from fledge.target.hf.kind import HfTarget
 from fledge.target.kinds import spelt_out, target_config
 from fledge.target.layers import EAGLE3_AUX_LAYERS, longest_text
@@ -272,13 +271,13 @@ def _run(args: argparse.Namespace) -> int:
         recipe,
         Path(args.output_dir).expanduser(),
         _options(args, cache_dtype(recipe, device)),
-        _log_drops,
+        _Log(),
         device=device,
         shuffle_seed=args.shuffle_seed,
     )
     load = partial(recipe_target, recipe, device)
-    with _progress(len(job.rows)) as show:
-        done = execute(job, load, device=device, say=logger.info, on_progress=show)
+    with ExitStack() as bars:
+        done = execute(job, load, device=device, progress=_Log(bars))
     if done.complete:
         logger.info("train with target.backend=cache target.cached_target_path=%s", job.directory)
     return done.code
@@ -327,27 +326,23 @@ def _options(args: argparse.Namespace, computed: torch.dtype) -> CacheOptions:
     )
 
 
-def _log_drops(at: Progress) -> None:
-    if at.drops is not None and is_main_rank():
-        for line in at.drops.lines():
-            logger.info(line)
+class _Log(Progress):
+    """Lines in the log of the main rank, and a bar that is opened at the first report, so that
+    earlier lines stay."""
 
+    def __init__(self, bars: ExitStack | None = None) -> None:
+        self._bars, self._visible = bars, is_main_rank() and logger.isEnabledFor(logging.INFO)
+        self._show: Progress | None = None
 
-@contextmanager
-def _progress(rows: int) -> Iterator[Callable[[Written], None]]:
-    """A bar on the main rank, opened at the first written row so that earlier log lines stay."""
-    from fledge.cli.console import watching
+    def __call__(self, *report: Any, **options: Any) -> None:
+        if self._bars is not None and self._visible:
+            from fledge.cli.console import progress_bar
 
-    with ExitStack() as stack:
-        bars: list[Callable[[str, float, int], None]] = []
+            self._show = self._show or self._bars.enter_context(progress_bar())
+            self._show(*report, **options)
 
-        def show(at: Written) -> None:
-            if not bars:
-                bars.append(stack.enter_context(watching()))
-            bars[0]("asking the target", at.rows, rows)
-
-        visible = logger.isEnabledFor(logging.INFO) and os.environ.get("RANK", "0") == "0"
-        yield show if visible else lambda _: None
+    def say(self, text: str) -> None:
+        logger.info(text)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

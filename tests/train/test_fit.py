@@ -117,7 +117,7 @@ def test_a_run_learns_and_leaves_a_loadable_draft(recipe, tmp_path):
 
 def test_a_run_reports_its_progress(recipe):
     training, events = set_up(recipe()), []
-    training.watch = lambda *event: events.append(event)
+    training.progress = lambda what, done, total, unit, note: events.append((what, done, note))
     total = training.stream.steps
     fit(training, Notes())
     packs = len(training.held_out)

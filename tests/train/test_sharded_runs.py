@@ -39,7 +39,7 @@ def _precompute(recipe, directory):
     options = CacheOptions(shard_size=7, batch_size=2)
     job = recipe_job(recipe, directory, options)
     load = partial(recipe_target, recipe, CPU)
-    done = execute(job, load, device=CPU, say=lambda line: None)
+    done = execute(job, load, device=CPU)
     return done.complete
 
 

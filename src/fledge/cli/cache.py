@@ -12,7 +12,7 @@ from typer import Argument, Exit, Option
 from fledge.cli import options as opt
 from fledge.cli.console import err, facts_table, out, print_json, progress_bar, quiet_libraries
 from fledge.cli.help import Verbs
-from fledge.cli.loading import opened_spread, recipes_of_words, say_drops
+from fledge.cli.loading import opened_spread, recipes_of_words
 from fledge.core.errors import BadInput, nearest
 from fledge.core.files import check_place
 from fledge.core.terminal import counted
@@ -88,15 +88,14 @@ def verify(directory: Directory, as_json: opt.OutcomeAsJson = False) -> None:
     else:
         read_target(store.directory, store.manifest)
     damaged, not_finite = [], []
-    with progress_bar("reading", "rows") as update:
-        update(total=len(store))
+    with progress_bar("reading") as show:
         for row in range(len(store)):
             shard, local = store.at(row)
             if not shard.is_whole(local):
                 damaged.append(store.name(row))
             elif (fault := store.fault(row)) is not None:
                 not_finite.append(f"{store.name(row)}: {fault.layer}, token {fault.token}")
-            update(advance=1)
+            show("reading", row + 1, len(store), "rows")
     if as_json:
         print_json({"rows": len(store), "damaged": damaged, "not_finite": not_finite})
     else:
@@ -171,13 +170,13 @@ def convert(
         supervised_only=supervised_only, shard_size=shard_size, batch_size=4, resume=resume,
         quota_gb=quota_gb,
     )  # fmt: skip
-    with progress_bar("converting", "rows") as update:
+    with progress_bar("converting") as progress:
         job = convert_job(
             target, output_dir, chosen, draft_vocab_size=draft_vocab_size,
             trust_remote_code=trust_remote_code, padded=padded, model=model or None,
         )  # fmt: skip
-        run = partial(execute, job, lambda: target, device=device)
-        code = run_job(job, run, update, as_json=as_json)
+        run = partial(execute, job, lambda: target, device=device, progress=progress)
+        code = run_job(job, run, as_json=as_json)
     if code:
         raise Exit(code)
 
@@ -239,22 +238,16 @@ def precompute(
             top_k=top_k, supervised_only=supervised_only, shard_size=shard_size,
             batch_size=batch_size, resume=resume, quota_gb=quota_gb,
         )  # fmt: skip
-        with progress_bar("preparing data", "parts") as update:
-
-            def prepared(at: Any) -> None:
-                update(total=at.parts, completed=at.done)
-                say_drops(at)
-
-            job = recipe_job(recipe, output_dir, chosen, prepared, others=others, device=device)
+        with progress_bar("preparing data") as progress:
+            job = recipe_job(recipe, output_dir, chosen, progress, others=others, device=device)
             load = partial(recipe_target, recipe, device, others)
-            update(description="asking the target", total=len(job.rows), completed=0, unit="rows")
-            run = partial(execute, job, load, device=device)
+            run = partial(execute, job, load, device=device, progress=progress)
             if spread is not None:
                 from fledge.target.ray.spread import execute_on_ray
 
                 work = partial(fill_cache, words, output_dir.absolute(), chosen)
-                run = partial(execute_on_ray, spread, work, job)
-            code = run_job(job, run, update, as_json=as_json)
+                run = partial(execute_on_ray, spread, work, job, progress)
+            code = run_job(job, run, as_json=as_json)
     if code:
         raise Exit(code)
 
@@ -270,7 +263,7 @@ def fill_cache(words: list[str], output_dir: Path, chosen: Any) -> Any:
     quiet_libraries()
     job = recipe_job(recipe, output_dir, chosen, others=others, device=device)
     load = partial(recipe_target, recipe, device, others)
-    return execute(job, load, device=device, say=lambda _: None)
+    return execute(job, load, device=device)
 
 
 def _opened_spread(recipe: Any, ray: bool, address: str, workers: int | None) -> Any:
@@ -301,22 +294,17 @@ def cache_options(*, dtype: str, natural: Any, quota_gb: float | None, **chosen:
     )
 
 
-def run_job(job: Any, run: Callable[..., Any], update: Any, *, as_json: bool) -> int:
-    """Run a job (as `execute` does), show its progress, and return the exit code."""
-    from fledge.target.cache.job import readable
+def run_job(job: Any, run: Callable[[], Any], *, as_json: bool) -> int:
+    """Run a job (as `execute` does), show its outcome, and return the exit code."""
     from fledge.target.cache.precompute import STOPPED
 
-    def show(at: Any) -> None:
-        update(total=len(job.rows), completed=at.rows, note=readable(at.bytes))
-
-    say = partial(err.say, style="cyan")
-
     try:
-        done = run(say=say, on_progress=show)
+        done = run()
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        say(f"the disk is full ({job.directory}); free some space, then continue with --resume")
+        what = f"the disk is full ({job.directory}); free some space, then continue with --resume"
+        err.say(what, style="cyan")
         return STOPPED
     facts = {
         "directory": str(job.directory),

@@ -1,13 +1,11 @@
 """`fledge cluster`: train on a Ray cluster, and show its runs."""
 
-import json
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any
 
 from typer import Exit, Option
 
-from fledge.cli.console import err, out, plain_table, print_json, progress_bar
+from fledge.cli.console import out, plain_table, print_json, progress_bar
 from fledge.cli.help import VerbGroup, Verbs
 from fledge.cli.loading import recipe_of_words
 from fledge.cli.options import AsJson, OutcomeAsJson, RayAddress, RecipeWords
@@ -21,7 +19,6 @@ app = Verbs(
 TRAIN_EXAMPLE = (
     "Example: fledge cluster train smollm2_cpu data.train=chats.jsonl target.backend=ray --ranks 2"
 )
-_TAIL_BYTES = 1 << 14  # read from the end of the metrics: a few lines
 STATUS_EXAMPLE = "Example: fledge cluster status --json"
 
 
@@ -51,54 +48,13 @@ def train(
 
     layout = Layout(ranks, rank_cpus, rank_gpus, wait_s)
     address = address or getattr(recipe.target, "address", "auto")
-    with progress_bar("placing targets and ranks", "steps") as update:
-        watcher = _Watcher(update, Path(recipe.run.output_dir) / "metrics.jsonl")
+    with progress_bar("placing targets and ranks") as progress:
         code, output = train_on_cluster(
-            recipe, partial(run_recipe, as_json=as_json), layout, address=address, observer=watcher
+            recipe, partial(run_recipe, as_json=as_json), layout, address=address, progress=progress
         )
     out.plain(output, end="")  # the output of the first rank
     if code:
         raise Exit(code)
-
-
-class _Watcher:
-    """Shows the progress of a run on the cluster, read from its metrics file."""
-
-    def __init__(self, update: Any, metrics: Path) -> None:
-        self._update, self._metrics = update, metrics
-        self._last: dict[str, Any] = {}
-
-    def note(self, text: str) -> None:
-        err.say(text, style="cyan")
-
-    def placed(self, ranks: int) -> None:
-        self._update(description=f"training on {ranks} ranks")
-
-    def look(self) -> dict[str, Any]:
-        """The latest step, tokens/s and share of time in which the ranks waited for the target."""
-        last = _last_line(self._metrics)
-        if last and last != self._last:
-            self._last = last
-            note = f"{last['tokens_per_s']:,.0f} tok/s target {last['target_share']:.0%}"
-            self._update(completed=last["step"], note=note, now=True)
-        return self._last
-
-
-def _last_line(metrics: Path) -> dict[str, Any]:
-    """The figures of the last complete training line; empty if there is none."""
-    try:
-        with metrics.open("rb") as file:
-            file.seek(max(0, metrics.stat().st_size - _TAIL_BYTES))
-            lines = file.read().splitlines()
-    except OSError:  # not started yet
-        return {}
-    for line in reversed(lines):
-        try:
-            values = json.loads(line)
-            return {name: values[name] for name in ("step", "tokens_per_s", "target_share")}
-        except (ValueError, KeyError, TypeError):  # half a line, or one about an evaluation
-            continue
-    return {}
 
 
 @app.command(name="status", epilog=STATUS_EXAMPLE)

@@ -9,9 +9,10 @@ from rich.table import Table
 from typer import Exit
 
 from fledge.cli.console import err, out, plain_table, print_json, progress_bar, quiet_libraries
-from fledge.cli.loading import recipes_of_words, show_set_up
+from fledge.cli.loading import recipes_of_words
 from fledge.cli.options import OutcomeAsJson, RecipeWords
 from fledge.core.machine import is_main_rank
+from fledge.core.progress import Progress
 from fledge.core.terminal import counted, marked
 from fledge.training.continuation import check_existing as check_existing
 
@@ -63,16 +64,15 @@ def run_recipes(
         if is_main_rank():
             _report(recipes, earlier, None, None, as_json=as_json)
         return 0
-    with ending_together(StopSignal), progress_bar("preparing data", "parts") as update:
-        trainings = set_up_together([*recipes.values()], show_set_up(update), watched=True)
+    with ending_together(StopSignal), progress_bar("preparing data") as progress:
+        trainings = set_up_together([*recipes.values()], progress, watched=True)
         first, world = trainings[0], trainings[0].parts.world
-        update(description="trying out this machine")
+        progress("trying out this machine")
         predicted = predict_together(trainings, begin)
-        watcher = _Watcher(update, quiet=not world.is_main)
-        watcher.note(f"{_setup_line(recipes, trainings)}; predicted: {predicted.line()}")
-        update(description="training", total=first.stream.steps, completed=0, unit="steps")
+        watcher = _Watcher(progress)
+        progress.say(f"{_setup_line(recipes, trainings)}; predicted: {predicted.line()}")
         for training in trainings:
-            training.watch = watcher.doing
+            training.progress = watcher
         with target_of(trainings):  # closed on every exit path
             results = fit_together(trainings, [_Observer(watcher, name) for name in recipes])
     outcomes = dict(zip(recipes, results, strict=True))
@@ -107,27 +107,29 @@ def _prefix(name: str) -> str:
     return f"{name}: " if name else ""
 
 
-class _Watcher:
+class _Watcher(Progress):
     """Shows the progress of all drafts in one bar."""
 
-    def __init__(self, update: Any, *, quiet: bool) -> None:
-        self._update, self._quiet = update, quiet
+    def __init__(self, shown: Progress) -> None:
+        self._show, self._steps = shown, 0.0
         self._figures: dict[str, tuple[int, str]] = {}  # by draft: (step, text)
         self._speed = ""
         self._doing, self._since = "training", time.perf_counter()
         self._spent = dict.fromkeys(("training", "evaluating", "saving"), 0.0)
 
-    def note(self, text: str) -> None:
-        if not self._quiet:
-            err.say(text, style="cyan")
+    def say(self, text: str) -> None:
+        self._show.say(text)
 
-    def doing(self, what: str, step: int, progress: str) -> None:
-        """Update the bar, which counts steps; the note behind it is the `progress` of an
-        evaluation, or else the figures of the last steps."""
-        now = time.perf_counter()
-        self._spent[self._doing] += now - self._since
-        self._doing, self._since = what, now
-        self._update(description=what, completed=step, note=progress or self._shown())
+    def __call__(
+        self, what: str, done: float = 0, total: float = 0, unit: str = "", note: str = "", *,
+        now: bool = False,
+    ) -> None:  # fmt: skip
+        """Update the bar, which counts steps; the note behind it is that of an evaluation, or else
+        the figures of the last steps."""
+        time_s = time.perf_counter()
+        self._spent[self._doing] += time_s - self._since
+        self._doing, self._since, self._steps = what, time_s, total
+        self._show(what, done, total, unit, note or self._shown(), now=now)
 
     def spent(self) -> dict[str, float]:
         """Seconds by activity, under the names that a prediction uses; called once, at the end."""
@@ -141,7 +143,7 @@ class _Watcher:
         self._figures[name] = step, text
         self._speed = f"{values['tokens_per_s']:,.0f} tok/s target {values['target_share']:.0%}"
         if all(at == step for at, _ in self._figures.values()):
-            self._update(description="training", completed=step, note=self._shown(), now=True)
+            self._show("training", step, self._steps, "steps", self._shown(), now=True)
 
     def _shown(self) -> str:
         figures = ", ".join(shown for _, shown in self._figures.values())
@@ -155,7 +157,7 @@ class _Observer:
         self._watcher, self._name = watcher, name
 
     def note(self, text: str) -> None:
-        self._watcher.note(f"{_prefix(self._name)}{text}")
+        self._watcher.say(f"{_prefix(self._name)}{text}")
 
     def logged(self, values: dict[str, Any]) -> None:
         self._watcher.figures(self._name, values)

@@ -9,7 +9,8 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from filelock import FileLock, Timeout
 
 from fledge.core.errors import BadInput
 from fledge.core.files import cache_dir, write_json
+from fledge.core.progress import UNWATCHED, Progress
 from fledge.data import sources
 from fledge.data.drops import DropReport
 from fledge.data.store import TokenRows, read_record, write_part
@@ -32,18 +34,6 @@ ROWS_FORMAT = 1  # raise when the meaning of the files changes
 _MANIFEST_NAME = "manifest.json"
 
 
-@dataclass(frozen=True)
-class Progress:
-    """Progress of tokenization; `reused` parts are from an earlier run."""
-
-    parts: int
-    done: int
-    reused: int
-    tokens: int
-    waiting: bool = False  # for another process that tokenizes the same data
-    drops: DropReport | None = None  # in the last report: what was left out
-
-
 def prepare_rows(
     data: list[str],
     model_dir: Path,
@@ -53,11 +43,11 @@ def prepare_rows(
     max_drop_share: float = 0.05,
     cache: Path | None = None,
     rows_per_part: int = sources.ROWS_PER_PART,
-    on_progress: Callable[[Progress], None] = lambda _: None,
+    on_progress: Progress = UNWATCHED,
     trust_remote_code: bool = False,
 ) -> TokenRows:
     """Token rows of `data` under the model's tokenizer and template, tokenized at most once: one of
-    several processes does it while the others wait, which is reported as progress, too."""
+    several processes does it while the others wait."""
     _refuse_unguarded_script()
     options = options or TokeniseOptions()
     fields = {
@@ -74,18 +64,17 @@ def prepare_rows(
     rows = _prepare(job, parts, workers, on_progress)
     rows.drops.check(max_drop_share)
     rows.check_mask()
-    on_progress(Progress(len(parts), len(parts), len(parts), rows.tokens, drops=rows.drops))
     return rows
 
 
 @contextlib.contextmanager
-def _locked(path: Path, on_progress: Callable[[Progress], None]) -> Iterator[None]:
+def _locked(path: Path, progress: Progress) -> Iterator[None]:
     """Lock against other ranks, or another run of the same recipe: they wait, then read."""
     lock = FileLock(path)
     try:
         lock.acquire(timeout=_WAIT_S)
     except Timeout:
-        on_progress(Progress(0, 0, 0, 0, waiting=True))
+        progress("waiting for another process, which prepares this data")
         lock.acquire()
     try:
         yield
@@ -131,12 +120,12 @@ def _prepare(
     job: _Job,
     parts: list[sources.Part],
     workers: int | None,
-    on_progress: Callable[[Progress], None],
+    progress: Progress,
 ) -> TokenRows:
     directory = job.directory
     directory.mkdir(parents=True, exist_ok=True)
-    with _locked(directory / ".lock", on_progress):
-        records = _fill(job, parts, workers, on_progress)
+    with _locked(directory / ".lock", progress):
+        records = _fill(job, parts, workers, progress)
         drops = DropReport.merged(DropReport.from_json(record["drops"]) for record in records)
         totals = {name: sum(r[name] for r in records) for name in ("rows", "tokens", "supervised")}
         manifest = {**job.fields, "parts": len(parts), **totals, "drops": drops.to_json()}
@@ -148,16 +137,19 @@ def _fill(
     job: _Job,
     parts: list[sources.Part],
     workers: int | None,
-    on_progress: Callable[[Progress], None],
+    progress: Progress,
 ) -> list[dict[str, Any]]:
     """Create the parts that are missing or damaged; return the records of all parts."""
     directory = job.directory
     records = {i: r for i in range(len(parts)) if (r := read_record(directory, i)) is not None}
-    reused, missing = len(records), [i for i in range(len(parts)) if i not in records]
+    begin, missing = time.perf_counter(), [i for i in range(len(parts)) if i not in records]
     tokens = sum(record["tokens"] for record in records.values())
 
     def report() -> None:
-        on_progress(Progress(len(parts), len(records), reused, tokens))
+        rate = tokens / max(1e-9, time.perf_counter() - begin)
+        made = len(records) + len(missing) > len(parts)
+        note = f"{tokens:,} tokens, {rate:,.0f}/s" if made else ""
+        progress("preparing data", len(records), len(parts), "parts", note)
 
     report()
     workers = min(workers or os.cpu_count() or 1, len(missing))

@@ -15,6 +15,7 @@ import torch
 from fledge import __version__
 from fledge.core.errors import BadInput, UntrustedCode, nearest
 from fledge.core.files import atomic_directory, check_place, save_tensors, write_json, write_text
+from fledge.core.progress import UNWATCHED, Watch
 from fledge.core.reading import read_json
 from fledge.data.tokenise import checksum
 from fledge.formats.card import model_card
@@ -33,7 +34,6 @@ from fledge.formats.reread import Reread, TargetSide
 from fledge.formats.self_check import (
     CheckOptions,
     DecodingCheck,
-    ExportWatch,
     SelfCheck,
     TargetInUse,
     check_files,
@@ -69,7 +69,7 @@ def export_draft(
     without_target: bool = False,  # skip what needs the target's weights
     device: str | None = None,
     check: CheckOptions | None = None,
-    watch: ExportWatch | None = None,
+    watch: Watch | None = None,
     trust_remote_code: bool = False,  # run Python code that comes with the target
     target_name: str = "",  # its name in card and config; "": its public name
     overwrite: bool = False,  # replace an existing export
@@ -91,7 +91,7 @@ def export_draft(
     job = _Job(
         read_source(Path(source)), engine, engine_version, target, dtype, num_draft_tokens,
         target_embeddings, without_target, device, check or CheckOptions(),
-        watch or (lambda what, at, of: None), trust_remote_code, target_name,
+        watch or UNWATCHED, trust_remote_code, target_name,
     )  # fmt: skip
     try:
         return job.write(out)
@@ -123,7 +123,7 @@ class _Job:
     without_target: bool
     device: str | None
     check: CheckOptions
-    watch: ExportWatch
+    watch: Watch
     trust_remote_code: bool
     public_name: str
 

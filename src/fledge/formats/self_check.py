@@ -4,7 +4,7 @@ live (docs/export.md). The texts of the last step differ from the estimate's, so
 but a draft that lost its layers, map or norms in the export does not come near it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from fledge.core.errors import BadInput
+from fledge.core.progress import Watch
 from fledge.core.rows import TokenBatch
 from fledge.data.template import ChatTemplate
 from fledge.decode.speculative import Generation, SpeculativeDecoder
@@ -40,8 +41,6 @@ LIVE_ROUNDS = 0.95  # share of live rounds that must match replay (near ties rou
 
 _NOT_COMPUTED_WITH = ("architectures", "dtype", "ttt_steps")  # settings that only describe
 _REPORT = "nothing was left behind; please report this"
-
-ExportWatch = Callable[[str, float, int], None]  # (activity, done, total)
 
 
 @dataclass(frozen=True)
@@ -174,7 +173,7 @@ class DecodingCheck:
     in_use: TargetInUse
     options: CheckOptions
     depth: int  # tokens that a round drafts
-    watch: ExportWatch
+    watch: Watch
 
     @property
     def _target(self) -> HFEagle3TargetModel:

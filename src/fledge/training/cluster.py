@@ -10,6 +10,7 @@ The run's directory, its data and its models must have the same paths on every m
 
 import contextlib
 import io
+import json
 import os
 import secrets
 import signal
@@ -18,13 +19,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from fledge.core.errors import BadInput
 from fledge.core.files import alone_in
 from fledge.core.heartbeat import RankLost
+from fledge.core.progress import Progress
+from fledge.core.terminal import counted
 from fledge.recipe.schema import Recipe
 from fledge.target.kinds import kind_of
 from fledge.target.ray.connection import cause_of, connected, import_ray, make_board
@@ -33,21 +36,12 @@ from fledge.training.checkpoint import newest_checkpoint
 from fledge.training.drafts import shared_section
 from fledge.training.signals import StopSignal
 
-
-class Observer(Protocol):
-    """Receives the progress of a run; the command line displays it."""
-
-    def note(self, text: str) -> None: ...
-    def placed(self, ranks: int) -> None: ...
-    def look(self) -> dict[str, Any]:
-        """The latest figures that the run wrote, for the board."""
-
-
 Entry = Callable[[Recipe], int]  # what a rank runs
 _POLL_S = 0.5
 _LOSS_REPORT_S = 40.0  # time after a rank's error for Ray to report the loss of another rank
 _START_S = 120.0  # time limit for starting the ranks' processes
 _SMALLER_S = 5.0  # time to wait for room before fewer ranks are tried
+_TAIL_BYTES = 1 << 14  # read from the end of the metrics: a few lines
 _MAX_LOSSES = 3  # losses in a row without a new checkpoint
 
 
@@ -127,7 +121,7 @@ def _wait_for_lock(directory: Path) -> None:
 
 
 def train_on_cluster(
-    recipe: Recipe, entry: Entry, layout: Layout, *, address: str, observer: Observer
+    recipe: Recipe, entry: Entry, layout: Layout, *, address: str, progress: Progress
 ) -> tuple[int, str]:
     """Train to the end, restarting lost ranks; return the first rank's exit code and stdout."""
     name = f"{recipe.run_name}-{secrets.token_hex(2)}"
@@ -137,7 +131,7 @@ def train_on_cluster(
         undo.callback(import_ray().kill, board)
         placed = kind_of(section).placed(section, aux_layers=layers, name=name)
         variables = undo.enter_context(placed)
-        run = _Run(recipe, entry, layout, board, observer, dict(variables))
+        run = _Run(recipe, entry, layout, board, progress, dict(variables))
         with StopSignal() as stop:
             return run.to_the_end(stop)
 
@@ -148,9 +142,11 @@ class _Run:
     entry: Entry
     layout: Layout
     board: Any
-    observer: Observer
+    progress: Progress
     variables: dict[str, str]
     restarts: int = 0
+    activity: str = ""
+    last: dict[str, Any] = field(default_factory=dict)  # of the training lines of its metrics
 
     def to_the_end(self, stop: StopSignal) -> tuple[int, str]:
         losses, step = 0, self._step()
@@ -166,7 +162,7 @@ class _Run:
                 what = f"{losses} starts in a row were lost at step {step} ({outcome})"
                 raise BadInput(what, fix="look at ray's logs; the same command continues the run")
             self.restarts += 1
-            self.observer.note(f"{outcome}; all ranks start again from step {step}")
+            self.progress.say(f"{outcome}; all ranks start again from step {step}")
 
     def _attempt(self, stop: StopSignal) -> tuple[int, str] | str:
         """Start all ranks once; return the outcome, or a description of what was lost."""
@@ -191,7 +187,8 @@ class _Run:
             except ray.exceptions.RayError as error:
                 return _lost_rank(error)
             self._report_places(places)
-            self.observer.placed(count)
+            self.activity = f"training on {counted(count, 'rank')}"
+            self.progress(self.activity)
             recipe, directory = self._cut_for(count), os.getcwd()
             runs = {
                 actor.run.remote(self.entry, recipe, environment, directory): index
@@ -244,7 +241,7 @@ class _Run:
             if group.wait(self.layout.wait_s if count == self.layout.ranks else _SMALLER_S):
                 undo.callback(remove_group, group)
                 if count < self.layout.ranks:
-                    self.observer.note(f"room for {count} of {self.layout.ranks} ranks")
+                    self.progress.say(f"room for {count} of {self.layout.ranks} ranks")
                 return count, group
             remove_group(group)
         resources = ", ".join(f"{amount:g} {name}" for name, amount in bundle.items())
@@ -287,8 +284,34 @@ class _Run:
 
     def _report_run(self, state: str) -> None:
         facts: dict[str, Any] = {"directory": self.recipe.run.output_dir, "state": state}
-        facts |= {"restarts": self.restarts, **self.observer.look()}
+        facts |= {"restarts": self.restarts, **self._look()}
         self.board.tell.remote("run", "run", facts)
+
+    def _look(self) -> dict[str, Any]:
+        """The latest step, tokens/s and share of time in which the ranks waited for the target."""
+        last = _last_line(Path(self.recipe.run.output_dir) / "metrics.jsonl")
+        if last and last != self.last:
+            self.last = last
+            note = f"{last['tokens_per_s']:,.0f} tok/s target {last['target_share']:.0%}"
+            self.progress(self.activity, last["step"], 0, "steps", note, now=True)
+        return self.last
+
+
+def _last_line(metrics: Path) -> dict[str, Any]:
+    """The figures of the last complete training line; empty if there is none."""
+    try:
+        with metrics.open("rb") as file:
+            file.seek(max(0, metrics.stat().st_size - _TAIL_BYTES))
+            lines = file.read().splitlines()
+    except OSError:  # not started yet
+        return {}
+    for line in reversed(lines):
+        try:
+            values = json.loads(line)
+            return {name: values[name] for name in ("step", "tokens_per_s", "target_share")}
+        except (ValueError, KeyError, TypeError):  # half a line, or one about an evaluation
+            continue
+    return {}
 
 
 def _environments(

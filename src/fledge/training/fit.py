@@ -76,7 +76,7 @@ def _fit(sessions: Sequence[Session]) -> int:
                 taking = [session for session in sessions if session.step == batch.step]
                 stopping = False
                 for session, share in shares(asking, batch, taking):
-                    session.training.watch("training", session.step, "")
+                    session.report("training")
                     lr, parts = session.lr, session.parts
                     with parts.own_draws():
                         result = train_step(parts, share, lr=lr, stopping=stop_requested())
@@ -125,7 +125,7 @@ def _measure(sessions: Sequence[Session], stopping: Callable[[], bool]) -> list[
 
     def on_pack(done: int, packs: int) -> None:
         for session in sessions:
-            session.training.watch("evaluating", session.step, f"{done} of {packs} packs")
+            session.report("evaluating", f"{done} of {packs} packs")
 
     if len(sessions) == 1:
         return [evaluate(first.parts, first.held_out, first.held_out_picks, on_pack, stopping)]

@@ -204,9 +204,13 @@ class Session:
         if self.state.step:  # a run that has not begun leaves no checkpoint
             self.save_if_due(best=best, stopping=True)
 
+    def report(self, activity: str, note: str = "") -> None:
+        training = self.training
+        training.progress(activity, self.state.step, training.stream.steps, "steps", note)
+
     def save(self, *, best: bool = False) -> None:
         training, state, world = self.training, self.state, self.parts.world
-        training.watch("saving", state.step, "")
+        self.report("saving")
         with self.parts.own_draws():
             path = saving.save(training, vars(state), self._window)
         if world.is_main:

@@ -6,7 +6,7 @@ while one of them tokenizes for an hour.
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,10 +19,11 @@ from torch import Tensor
 from fledge.core.distributed import World, join_world, pick_device
 from fledge.core.errors import BadInput
 from fledge.core.machine import multiplies_bfloat16
+from fledge.core.progress import UNWATCHED, Progress
 from fledge.core.rows import TokenBatch
 from fledge.core.terminal import counted
 from fledge.data.pack import collate, pack_rows
-from fledge.data.prepare import Progress, prepare_rows
+from fledge.data.prepare import prepare_rows
 from fledge.data.rows import Rows, RowView, repeats, split_rows
 from fledge.data.store import TokenRows
 from fledge.data.tokenise import TokeniseOptions
@@ -90,8 +91,7 @@ class Training(OpenRun):
     parts: Parts
     stream: PackStream
     held_out_picks: dict[int, Ints] = field(default_factory=dict)  # see `evaluate`
-    # called with the activity (training, evaluating, saving), the step, and the progress within it
-    watch: Callable[[str, int, str], None] = lambda activity, step, progress: None
+    progress: Progress = UNWATCHED  # reports training, evaluating, saving, always at a step
 
     def lr(self, step: int, *, schedule_from: int = 0) -> float:
         """The learning rate of a step; the schedule runs from the step at which the run started, or
@@ -109,18 +109,16 @@ class Training(OpenRun):
         )
 
 
-def prepare_data(
-    recipe: Recipe, on_progress: Callable[[Progress], None] = lambda _: None
-) -> tuple[RowView, RowView, str]:
+def prepare_data(recipe: Recipe, progress: Progress = UNWATCHED) -> tuple[RowView, RowView, str]:
     """(training rows, held-out rows, fingerprint); tokenized rows are cached on disk."""
     data = recipe.data
     if not data.train:
         raise BadInput("no training data", where="data.train", fix="data.train=chats.jsonl")
-    rows = tokenised(data.train, recipe, on_progress)
+    rows = tokenised(data.train, recipe, progress)
     train, held_out = split_training(rows, recipe)
     fingerprint = rows.fingerprint
     if data.valid:
-        valid = tokenised(data.valid, recipe, on_progress)
+        valid = tokenised(data.valid, recipe, progress)
         held_out, _ = split_rows(valid, 0)
         fingerprint += f"+{valid.fingerprint}"
     return _not_empty(train), held_out, fingerprint
@@ -186,40 +184,41 @@ def tokenise_options(data: Data) -> TokeniseOptions:
     return TokeniseOptions(data.max_length, data.overlong, *supervised, data.template_options)
 
 
-def tokenised(
-    names: tuple[str, ...], recipe: Recipe, on_progress: Callable[[Progress], None]
-) -> TokenRows:
+def tokenised(names: tuple[str, ...], recipe: Recipe, progress: Progress) -> TokenRows:
     """The rows of the named sources, tokenized with the recipe's options."""
     data, model = recipe.data, tokenizer_directory(model_name(recipe.target))
-    return prepare_rows(
+    rows = prepare_rows(
         list(names), model, tokenise_options(data), workers=data.workers,
-        max_drop_share=data.max_drop_share, on_progress=on_progress,
+        max_drop_share=data.max_drop_share, on_progress=progress,
         trust_remote_code=recipe.target.trust_remote_code,
     )  # fmt: skip
+    for line in rows.drops.lines():
+        progress.say(line)
+    return rows
 
 
 def set_up(
     recipe: Recipe,
-    on_progress: Callable[[Progress], None] = lambda _: None,
+    progress: Progress = UNWATCHED,
     *,
     watched: bool = False,
     target: Eagle3TargetBackend | None = None,
 ) -> Training:
     """Build a run; writes nothing but caches. `watched`: see `join_world`. `target`: the recipe's
     target if it is already open; it must provide the aux layers that the draft uses."""
-    return set_up_together([recipe], on_progress, watched=watched, target=target)[0]
+    return set_up_together([recipe], progress, watched=watched, target=target)[0]
 
 
 def set_up_together(
     recipes: Sequence[Recipe],
-    on_progress: Callable[[Progress], None] = lambda _: None,
+    progress: Progress = UNWATCHED,
     *,
     watched: bool = False,
     target: Eagle3TargetBackend | None = None,
 ) -> list[Training]:
     """Build the runs of several drafts that share target, data and packing (`load_recipes`).
     The caller closes their shared target (`fit.target_of`) when they are done."""
-    shared = _open_shared(recipes, on_progress, watched=watched, target=target)
+    shared = _open_shared(recipes, progress, watched=watched, target=target)
     with ExitStack() as undo:
         if target is None:
             undo.enter_context(shared.target)
@@ -237,12 +236,12 @@ def set_up_together(
 
 def open_run(
     recipe: Recipe,
-    on_progress: Callable[[Progress], None] = lambda _: None,
+    progress: Progress = UNWATCHED,
     *,
     watched: bool = False,
 ) -> OpenRun:
     """The rows and the models of a run; closes its target if anything fails."""
-    shared = _open_shared([recipe], on_progress, watched=watched)
+    shared = _open_shared([recipe], progress, watched=watched)
     with ExitStack() as undo:
         undo.enter_context(shared.target)
         opened = _open(recipe, shared)
@@ -268,7 +267,7 @@ class _Shared:
 
 def _open_shared(
     recipes: Sequence[Recipe],
-    on_progress: Callable[[Progress], None],
+    progress: Progress,
     *,
     watched: bool,
     target: Eagle3TargetBackend | None = None,
@@ -277,9 +276,10 @@ def _open_shared(
     recipe = recipes[0].settled()
     device = pick_device(recipe.training.device)
     begin = time.perf_counter()
-    data = None if kind_of(recipe.target).brings_rows else prepare_data(recipe, on_progress)
+    data = None if kind_of(recipe.target).brings_rows else prepare_data(recipe, progress)
     warnings = [] if data is None else repeated_rows(*data[:2], recipe)
     data_s = time.perf_counter() - begin
+    progress("loading the target")
     training = recipe.training
     layout = {"shard": training.shard, "context": training.context}
     world = join_world(device, **layout, watched=watched)

@@ -80,10 +80,10 @@ def test_progress_is_shown_by_one_process_unless_it_is_quiet(argv, tmp_path, mon
     seen = []
 
     @contextlib.contextmanager
-    def watching():
-        yield lambda what, done, total: seen.append((done, total))
+    def bar():
+        yield lambda what, done, total, *_: seen.append((done, total))
 
-    monkeypatch.setattr("fledge.cli.console.watching", watching)
+    monkeypatch.setattr("fledge.cli.console.progress_bar", bar)
     with caplog.at_level("INFO"):
         assert main(argv()) == 0
         assert seen == sorted(seen)

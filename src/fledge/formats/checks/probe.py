@@ -19,6 +19,7 @@ from torch import Tensor
 
 from fledge.core.batch import Eagle3TargetBatch
 from fledge.core.errors import BadInput
+from fledge.core.progress import UNWATCHED, Watch
 from fledge.core.rows import TokenBatch
 from fledge.formats.checks.base import Check, Finding, Repair, Subject, TargetFiles, error
 from fledge.formats.checks.settings import own_rope, target_rope
@@ -84,9 +85,9 @@ class Answering:
         max_new_tokens: int = 64,
         dtype: torch.dtype | str = "auto",
         device: str | None = None,
-        watch: Callable[[str, float, int], None] | None = None,
+        watch: Watch | None = None,
     ) -> None:
-        self._watch = watch or (lambda what, done, total: None)
+        self._watch = watch or UNWATCHED
         self._watch("loading the target", 0, 1)
         if target.depth < 3:
             raise BadInput(f"a target of {target.depth} layers is too shallow for three aux layers")

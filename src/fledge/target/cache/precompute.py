@@ -19,6 +19,7 @@ from fledge.core.claims import Claims
 from fledge.core.distributed import World, join_world, leave_world
 from fledge.core.errors import BadInput
 from fledge.core.files import removed
+from fledge.core.progress import UNWATCHED, Progress
 from fledge.core.rows import TokenRow
 from fledge.core.terminal import counted
 from fledge.core.transfer import Fetched
@@ -66,12 +67,6 @@ _BAD_TOKENS, _BAD_SLOTS = "bad tokens", "bad slots"  # in addition to the fields
 _MAX_QUEUED = 3  # batches by which the target may be ahead of the disk
 
 
-@dataclass(frozen=True)
-class Written:
-    rows: int  # written by this process
-    bytes: int
-
-
 Vocabulary = tuple[Tensor, Tensor]  # draft tokens [W], and which of the target's [V] they are
 
 
@@ -79,7 +74,7 @@ def capture(
     job: CacheJob,
     target: Eagle3TargetBackend,
     shards: Iterable[int],
-    on_progress: Callable[[Written], None],
+    progress: Progress,
 ) -> int:
     """Ask the target about these shards, one after another, and return how many there were."""
     vocabulary = None
@@ -93,7 +88,7 @@ def capture(
             raise removed(job.directory)
         for batch_rows, batch_bytes in _fill(job, index, target, vocabulary, model):
             rows, n_bytes = rows + batch_rows, n_bytes + batch_bytes
-            on_progress(Written(rows, n_bytes))
+            progress("writing", rows, len(job.rows), "rows", readable(n_bytes))
         written += 1
     return written
 
@@ -215,8 +210,7 @@ def execute(
     load: Callable[[], Eagle3TargetBackend],
     *,
     device: torch.device,
-    say: Callable[[str], None],
-    on_progress: Callable[[Written], None] = lambda _: None,
+    progress: Progress = UNWATCHED,
 ) -> Done:
     """A whole precompute, as run in every process: check, predict, load the target, write."""
     plan = plan_cache(job)
@@ -225,24 +219,26 @@ def execute(
     world = join_world(device)
     if world.is_main:
         for line in describe_plan(job, plan, free):
-            say(line)
+            progress.say(line)
     with load() as target:
         check_target(job, target)
         with Claims(job.directory / CLAIMS) as claims:
             begin_cache(job, target, claims)
             if target.joins:
-                written = write_fixed_shards(job, plan, target, world, on_progress=on_progress)
+                written = write_fixed_shards(job, plan, target, world, progress)
             else:
-                written = write_shards(job, plan, target, claims, on_progress=on_progress, say=say)
+                written = write_shards(job, plan, target, claims, progress)
     leave_world(world)
-    return how_it_ended(job, plan, written, say)
+    return how_it_ended(job, plan, written, progress)
 
 
-def how_it_ended(job: CacheJob, plan: CachePlan, written: int, say: Callable[[str], None]) -> Done:
+def how_it_ended(job: CacheJob, plan: CachePlan, written: int, progress: Progress) -> Done:
     """The outcome once all shards within the quota are written; reports a stop by the quota."""
     complete = plan.wanted == plan.missing
     if not complete:
-        say(f"stopped by the quota of {readable(job.options.quota_bytes or 0)}; --resume continues")
+        progress.say(
+            f"stopped by the quota of {readable(job.options.quota_bytes or 0)}; --resume continues"
+        )
     return Done(0 if complete else STOPPED, plan.total_bytes, len(plan.done), written)
 
 
@@ -287,9 +283,7 @@ def write_shards(
     plan: CachePlan,
     target: Eagle3TargetBackend,
     claims: Claims,
-    *,
-    on_progress: Callable[[Written], None] = lambda _: None,
-    say: Callable[[str], None] = lambda _: None,
+    progress: Progress = UNWATCHED,
 ) -> int:
     """Write missing shards until all are claimed, then wait for those of other processes. Returns
     how many this process wrote. Call `begin_cache` first."""
@@ -299,11 +293,11 @@ def write_shards(
     def waiting(shards: int) -> None:
         nonlocal last_reported
         if shards != last_reported:
-            say(f"waiting for {counted(shards, 'shard')} that other processes are writing")
+            progress.say(f"waiting for {counted(shards, 'shard')} that other processes are writing")
         last_reported = shards
 
     names = claims.share(missing, lambda name: job.is_written(missing[name]), waiting=waiting)
-    written = capture(job, target, (missing[name] for name in names), on_progress)
+    written = capture(job, target, (missing[name] for name in names), progress)
     if not (job.directory / MANIFEST).exists():  # the cache was removed meanwhile
         raise removed(job.directory)
     return written
@@ -314,14 +308,13 @@ def write_fixed_shards(
     plan: CachePlan,
     target: Eagle3TargetBackend,
     world: World,
-    *,
-    on_progress: Callable[[Written], None] = lambda _: None,
+    progress: Progress = UNWATCHED,
 ) -> int:
     """`write_shards` for ranks that share a target and must therefore ask it equally often: each
     writes shards that are fixed in advance. A shard that another precompute writes meanwhile is
     written twice, with the same bytes."""
     plan = world.from_main(plan)
-    written = capture(job, target, plan.wanted[world.rank :: world.size], on_progress)
+    written = capture(job, target, plan.wanted[world.rank :: world.size], progress)
     size = job.options.batch_size
     asks = [
         sum(-(-job.rows_in(index) // size) for index in plan.wanted[rank :: world.size])

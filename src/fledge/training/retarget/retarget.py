@@ -12,7 +12,7 @@ A tenth of the rows is held out, by the recipe's rule, and all lengths are measu
 """
 
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -22,6 +22,7 @@ import numpy as np
 
 from fledge.core.errors import BadInput
 from fledge.core.files import check_place, write_json
+from fledge.core.progress import UNWATCHED, Watch
 from fledge.data.pack import collate, pack_rows
 from fledge.data.rows import RowView
 from fledge.measure.evaluation import check_fits
@@ -49,7 +50,6 @@ if TYPE_CHECKING:
 RECORD_NAME = "retarget.json"
 _TRAIN = "train on: fledge train target.model=NEW draft.init_from=DRAFT data.train=ROWS"
 _JUDGED = 5  # every fifth row is used to choose the penalty before it is fitted, too
-Watch = Callable[[str, float, int], None]
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class Retargeted:
         return {**asdict(self), "directory": str(self.directory), "recovered": self.recovered}
 
 
-def retarget(asked: Asked, observer: Observer, watch: Watch = lambda *_: None) -> Retargeted:
+def retarget(asked: Asked, observer: Observer, watch: Watch = UNWATCHED) -> Retargeted:
     """Refit, train if steps are requested, and write a run; nothing is written before the refit."""
     path = draft_directory(asked.draft)
     out = asked.out or _beside(path)
