@@ -22,8 +22,8 @@ from typing import Any
 from fledge.core.errors import BadInput
 from fledge.methods.registry import METHODS
 from fledge.recipe.schema import RESOLVED_NAME, load_recipe
-from fledge.training.forecast.curves import Curve, Kind, Known, read_curve
-from fledge.training.forecast.forecast import Estimate, forecast
+from fledge.training.curves import Curve, Kind, Known, read_curve
+from fledge.training.forecast import Estimate, forecast
 
 SHARES = (0.2, 0.4, 0.6, 0.8)
 TABLES = {"own curve alone": False, "runs of the same recipe known": True}

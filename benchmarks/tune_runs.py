@@ -36,8 +36,8 @@ from fledge.target.finite_check import checked_answer
 from fledge.target.kinds import target_tokenizer
 from fledge.target.state_cache import KeptStates, RememberingTarget, colocated
 from fledge.training.batches import StepBatch
+from fledge.training.curves import Curve, curve_of
 from fledge.training.drafts import open_target
-from fledge.training.forecast.curves import Curve, curve_of
 from fledge.training.setup import Training, prepare_data, set_up, tokenised
 from fledge.training.step import train_step
 

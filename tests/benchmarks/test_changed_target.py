@@ -9,7 +9,7 @@ from transformers import LlamaForCausalLM
 from changed_target import change, rotate, rounded
 from fledge.methods.registry import load_draft
 from fledge.training.fit import fit
-from fledge.training.retarget.retarget import Asked, retarget
+from fledge.training.retarget import Asked, retarget
 from fledge.training.setup import set_up
 from train import tiny
 from train.tiny import Notes, make_chats

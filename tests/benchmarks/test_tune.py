@@ -16,9 +16,9 @@ import tune
 import tune_report
 import tune_runs
 from fledge.recipe.schema import load_recipe
+from fledge.training.curves import Curve
 from fledge.training.evaluation import evaluate
 from fledge.training.fit import fit
-from fledge.training.forecast.curves import Curve
 from fledge.training.setup import set_up
 from train.tiny import Notes
 

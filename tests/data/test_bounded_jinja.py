@@ -49,9 +49,7 @@ def test_text_and_tags_equal_those_of_transformers(trl_templates):
 
             variables = {"messages": messages, "tools": tools, "documents": None, **context}
             expected = outcome(reference)
-            assert outcome(lambda b=bounded, v=variables: b.render_tagged(v)) == expected, path
-            if isinstance(expected[1], list):
-                assert bounded.render(variables) == expected[0]
+            assert outcome(lambda b=bounded, v=variables: b.render(v)) == expected, path
             compared, refused = compared + 1, refused + isinstance(expected[1], str)
     assert compared > 300
     assert refused < compared / 3
@@ -209,7 +207,7 @@ def test_the_bounds_grow_with_the_conversation():
     bounded = BoundedTemplate("{{ messages }}{{ 'a' * 70000000 }}")
     with pytest.raises(OutOfBounds):
         bounded.render({"messages": "a"})
-    assert len(bounded.render({"messages": "a" * 10_000_000})) == 10_000_000 + 70_000_000
+    assert len(bounded.render({"messages": "a" * 10_000_000})[0]) == 10_000_000 + 70_000_000
 
 
 def test_a_row_that_triggers_a_bomb_is_dropped_and_others_are_kept():

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from fledge.training.forecast.curves import Course, Curve
-from fledge.training.forecast.forecast import length_of
+from fledge.training.curves import Course, Curve
+from fledge.training.forecast import length_of
 
 _PLACE = Path(__file__).parent / "curves"
 

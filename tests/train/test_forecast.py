@@ -16,23 +16,20 @@ from typer.testing import CliRunner
 from fledge.cli.main import app
 from fledge.core.errors import BadInput
 from fledge.recipe.schema import load_recipe
+from fledge.training import forecast as forecasting
+from fledge.training.curves import Course, Curve, read_curve
 from fledge.training.fit import fit
-from fledge.training.forecast import forecast as forecasting
-from fledge.training.forecast.curves import Course, Curve, read_curve
-from fledge.training.forecast.forecast import Estimate, Forecast, forecast, length_of, rate_of
-from fledge.training.forecast.limits import limits_of
+from fledge.training.forecast import Estimate, Forecast, forecast, length_of, rate_of
+from fledge.training.limits import limits_of
 from fledge.training.optimizer import learning_rate
 from fledge.training.setup import set_up
 from train.curve_files import TAU, made, real_curves, written
 from train.tiny import Notes, recipe_for
 
 
-@settings(max_examples=25)
-@given(
-    slope=st.floats(0.45, 1.0),
-    level=st.floats(-0.8, 0.3),
-    schedule=st.sampled_from(["cosine", "linear", "constant"]),
-    seed=st.integers(0, 9),
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
+@pytest.mark.parametrize(
+    ("slope", "level", "seed"), [(0.45, -0.8, 0), (0.45, 0.3, 1), (0.7, -0.2, 2), (0.95, 0.0, 3)]
 )
 def test_a_run_that_follows_the_law_is_forecast_correctly(slope, level, schedule, seed):
     curve = made(slope, level, schedule, noise=0.01, seed=seed)
@@ -176,7 +173,7 @@ def test_the_forecast_command(run):
     assert figures["end"] == vars(ahead.end)
     assert {limit["name"] for limit in figures["limits"]} >= {"training", "depth"}
     shown = fledge(run).output
-    for text in (f"{ahead.end.length:.2f}", "twice the data", "step 400 of 1,000", "o measured"):
+    for text in (f"{ahead.end.length:.2f}", "twice the data", "step 400 of 1,000"):
         assert text in shown
     assert "worth it to the end" in shown
     assert "stop here" in fledge(run, "--stop-below", "1e9").output

@@ -15,7 +15,7 @@ from fledge.methods.eagle1.draft import LlamaEagle1DraftModel
 from fledge.methods.eagle3.method import EAGLE3
 from fledge.methods.registry import METHODS
 from fledge.target.hf.model import HFEagle3TargetModel
-from fledge.training.retarget.refit import Tables, Targets, measure, reading_of, refit, take_tables
+from fledge.training.refit import Tables, Targets, measure, reading_of, refit, take_tables
 
 
 @pytest.fixture(scope="module")

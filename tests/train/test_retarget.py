@@ -12,7 +12,7 @@ from fledge.cli.main import app
 from fledge.core.errors import BadInput
 from fledge.methods.registry import load_draft, method_of
 from fledge.training.fit import fit
-from fledge.training.retarget.retarget import Asked, recipe_for, retarget
+from fledge.training.retarget import Asked, recipe_for, retarget
 from fledge.training.runs import draft_directory, recipe_of
 from fledge.training.setup import set_up
 from train import tiny

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fledge.training.retarget.refit import PENALTIES, Moments, fit_change
+from fledge.training.refit import PENALTIES, Moments, fit_change
 
 
 def problem(seed, rows, inputs, outputs):

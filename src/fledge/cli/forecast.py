@@ -1,7 +1,7 @@
 """`fledge forecast`: the length a run will reach, when to stop it, and what limits it."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
 
@@ -11,11 +11,9 @@ from fledge.core.errors import BadInput
 from fledge.core.terminal import marked
 
 if TYPE_CHECKING:
-    from fledge.training.forecast.curves import Curve
-    from fledge.training.forecast.forecast import Forecast
+    from fledge.training.forecast import Forecast
 
 EXAMPLE = "Example: fledge forecast runs/my_draft"
-_WIDTH, _HEIGHT = 60, 12  # of the plot, in characters
 
 
 def forecast(
@@ -47,9 +45,9 @@ def forecast(
     if not run.is_dir():
         raise BadInput("no such run", where=str(run))
     from fledge.report.page import EVALUATION_NAME
-    from fledge.training.forecast.curves import known_runs, read_curve
-    from fledge.training.forecast.forecast import forecast as forecast_of
-    from fledge.training.forecast.limits import limits_of
+    from fledge.training.curves import known_runs, read_curve
+    from fledge.training.forecast import forecast as forecast_of
+    from fledge.training.limits import limits_of
 
     curve, known = read_curve(run, steps=steps), known_runs(run, like or ())
     try:
@@ -58,16 +56,22 @@ def forecast(
         raise BadInput(error.what, where=str(run), fix=error.fix) from None
     limits = limits_of(run, ahead, evaluation=evaluation or run / EVALUATION_NAME)
     if as_json:
-        print_json({**ahead.to_json(), "limits": [limit.to_json() for limit in limits]})
+        print_json({**ahead.to_json(), "limits": [limit._asdict() for limit in limits]})
         return
-    out.print(_table(ahead))
+    title = f"acceptance length, step {ahead.step:,} of {ahead.steps:,}"
+    table = plain_table("", "length", "80 % between", title=title)
+    table.add_row("measured last", marked("[bold]{:.2f}[/]", ahead.measured), "")
+    rows = {"twice the data": ahead.twice_data, "twice the time": ahead.twice_time}
+    if not ahead.finished:
+        rows = {"at the end": ahead.end, **rows}
+    for name, estimate in rows.items():
+        between = f"{estimate.low:.2f} to {estimate.high:.2f}"
+        table.add_row(name, marked("[bold]{:.2f}[/]", estimate.length), between)
+    out.print(table)
     out.say("tokens per round on the run's held-out rows, by replay", style="dim")
     if ahead.by:
         out.say(ahead.by_whom(), style="dim")
-    if not ahead.finished:
-        for line in plot(curve, ahead):
-            out.say(line)
-    out.say(advice(ahead))
+    out.say(_advice(ahead))
     if limits:
         table = plain_table("limit", "gain", "", title="what limits it, each alone")
         table.columns[2].justify = "left"
@@ -76,23 +80,10 @@ def forecast(
         out.print(table)
 
 
-def _table(ahead: "Forecast") -> Any:
-    where = f"step {ahead.step:,} of {ahead.steps:,}"
-    table = plain_table("", "length", "80 % between", title=f"acceptance length, {where}")
-    table.add_row("measured last", marked("[bold]{:.2f}[/]", ahead.measured), "")
-    rows = {"twice the data": ahead.twice_data, "twice the time": ahead.twice_time}
-    if not ahead.finished:
-        rows = {"at the end": ahead.end, **rows}
-    for name, estimate in rows.items():
-        between = f"{estimate.low:.2f} to {estimate.high:.2f}"
-        table.add_row(name, marked("[bold]{:.2f}[/]", estimate.length), between)
-    return table
-
-
-def advice(ahead: "Forecast") -> str:
+def _advice(ahead: "Forecast") -> str:
     """One sentence on when more steps stop helping."""
     if ahead.gain_per_hour is None:
-        return "how long a step takes was not logged: no gain an hour"
+        return "the time of steps was not logged, so the gain per hour is unknown"
     least, hourly = f"{ahead.stop_below:g} % an hour", f"{ahead.gain_per_hour:.1f} % an hour"
     took = f"{60 * ahead.hours:.0f} minutes" if ahead.hours < 2 else f"{ahead.hours:.1f} hours"
     if ahead.finished:
@@ -104,30 +95,3 @@ def advice(ahead: "Forecast") -> str:
     if ahead.stop_at is not None:
         return f"stop at step {ahead.stop_at:,}: from there on the rest gains less than {least}"
     return f"worth it to the end: the {took} left gain {ahead.gain:.1f} %, {hourly}"
-
-
-def plot(curve: "Curve", ahead: "Forecast") -> list[str]:
-    """Evaluations (o), the forecast (*) and its interval (.) over the steps."""
-    low_y = min([1.0, *(length for _, length, _ in curve.measured)])
-    high_y = max(
-        [estimate.high for _, estimate in ahead.path] + [length for _, length, _ in curve.measured]
-    )
-    canvas = [[" "] * _WIDTH for _ in range(_HEIGHT)]
-
-    def put(step: float, length: float, letter: str) -> None:
-        column = round(step / ahead.steps * (_WIDTH - 1))
-        row = round((high_y - length) / max(1e-9, high_y - low_y) * (_HEIGHT - 1))
-        canvas[min(max(row, 0), _HEIGHT - 1)][column] = letter
-
-    for step, estimate in ahead.path:
-        for length, letter in ((estimate.low, "."), (estimate.high, "."), (estimate.length, "*")):
-            put(step, length, letter)
-    for step, length, _ in curve.measured:
-        put(step, length, "o")
-    lines = []
-    for index, row in enumerate(canvas):
-        level = high_y - index * (high_y - low_y) / (_HEIGHT - 1)
-        lines.append(f"{level:6.2f} |{''.join(row)}".rstrip())
-    lines.append(f"{'':6} +{'-' * _WIDTH}")
-    lines.append(f"{'':8}0{ahead.steps:>{_WIDTH - 1},}  (o measured, * forecast, . 80 %)")
-    return lines

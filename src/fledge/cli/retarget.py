@@ -13,7 +13,7 @@ from fledge.core.install import fledge_command
 from fledge.core.terminal import counted
 
 if TYPE_CHECKING:
-    from fledge.training.retarget.retarget import Retargeted
+    from fledge.training.retarget import Retargeted
 
 EXAMPLE = "Example: fledge retarget runs/my_draft --target models/tuned --data chats.jsonl"
 
@@ -45,8 +45,8 @@ def retarget(
     states what it made of the old ones: minutes, and no training. With --steps, the refitted draft
     is then trained. Length on held-out rows is shown with the old target, before and after.
     """
-    from fledge.training.retarget.retarget import Asked
-    from fledge.training.retarget.retarget import retarget as run_retarget
+    from fledge.training.retarget import Asked
+    from fledge.training.retarget import retarget as run_retarget
 
     quiet_libraries()
     request = Asked(
@@ -65,7 +65,7 @@ def retarget(
 
 
 class _Observer:
-    """Observes the training: the bar counts steps, notes are printed."""
+    """Observes the training: the bar counts steps, notes and lengths are printed."""
 
     def __init__(self, watch: Any, steps: int) -> None:
         self._watch, self._steps = watch, steps
@@ -78,21 +78,21 @@ class _Observer:
 
     def evaluated(self, values: dict[str, Any]) -> None:
         length = values["evaluation"]["acceptance_length"]
-        err.say(f"step {values['step']:>6}  held-out acceptance length {length:.3f}")
+        self.note(f"step {values['step']:>6}  held-out acceptance length {length:.3f}")
 
 
 def _table(done: "Retargeted") -> Table:
     table = plain_table("", "length", "back", no_wrap=True)
-    rows = {
-        "old target": (done.old_length, False),
-        "new target, before": (done.length_before, False),
-        "  with the old states": (done.length_with_old_states, False),
-        "refitted": (done.length, True),
+    lengths = {
+        "old target": done.old_length,
+        "new target, before": done.length_before,
+        "  with the old states": done.length_with_old_states,
+        "refitted": done.length,
     }
     if done.trained_length is not None:
-        rows[f"and {counted(done.steps, 'step')}"] = (done.trained_length, True)
-    for name, (length, has_share) in rows.items():
-        share = done.share(length) if has_share else None
+        lengths[f"and {counted(done.steps, 'step')}"] = done.trained_length
+    for name, length in lengths.items():
+        share = done.share(length) if name.startswith(("refitted", "and")) else None
         table.add_row(name, f"{length:.3f}", "" if share is None else f"{share:.0%}")
     table.caption = (
         f"tokens per round, k = {done.num_draft_tokens}, replayed on "

@@ -1,7 +1,9 @@
 """`fledge serve-target`: serve a target to trainers in other processes or on other machines."""
 
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from typer import Option
 
@@ -9,11 +11,6 @@ from fledge.cli.console import err, print_json, quiet_libraries
 from fledge.cli.options import TrustRemoteCode
 from fledge.core.errors import BadInput
 from fledge.core.install import install_extra
-
-if TYPE_CHECKING:
-    from fledge.target.kinds import LoadedTarget
-    from fledge.target.remote.server.admission import Limits
-    from fledge.target.remote.server.app import TargetServer
 
 EXAMPLE = (
     "Example: FLEDGE_TOKEN=... fledge serve-target --target Qwen/Qwen3-8B --host 0.0.0.0 "
@@ -60,22 +57,7 @@ def serve_target(
         float, Option(min=0.001, max=1e6, help="Memory for replies under way.")
     ] = 8.0,
     max_tokens: Annotated[int, Option(min=1, help="Tokens of one request.")] = 262144,
-    max_attention: Annotated[
-        int, Option(min=1, help="Tokens of one request times its longest row or document.")
-    ] = 1 << 34,
     max_body_mb: Annotated[float, Option(min=0.001, max=1e6, help="Size of one request.")] = 64.0,
-    max_bodies_mb: Annotated[
-        float, Option(min=0.001, max=1e6, help="Memory for requests under way.")
-    ] = 256.0,
-    max_connections: Annotated[
-        int, Option(min=1, help="Connections at once; half the limit of open files at most.")
-    ] = 1024,
-    max_connections_per_address: Annotated[
-        int, Option(min=1, help="Connections at once from one address.")
-    ] = 64,
-    header_s: Annotated[
-        float, Option(min=0.1, max=1e6, help="Time for a request's headers to arrive.")
-    ] = 10.0,
     drain_s: Annotated[
         float, Option(min=0, max=1e6, help="Time to finish requests after SIGTERM.")
     ] = 60.0,
@@ -84,27 +66,37 @@ def serve_target(
     ] = False,
 ) -> None:
     """Serve a target's hidden states to trainers (target.backend=remote), until SIGTERM."""
-    _check_installed()
-    from fledge.target.kinds import engine_section
+    if missing := [name for name in ("uvicorn", "httptools") if find_spec(name) is None]:
+        raise BadInput(f"{', '.join(missing)} not installed", fix=install_extra("serve"))
+    import yaml
+
+    from fledge.core.machine import find_device
+    from fledge.models.resolve import local_model
+    from fledge.target.kinds import engine_section, kind_of
+    from fledge.target.layers import EAGLE3_AUX_LAYERS
     from fledge.target.remote.client import token_from
     from fledge.target.remote.server.admission import Limits
-    from fledge.target.remote.server.connections import ConnectionLimits
+    from fledge.target.remote.server.app import TargetServer
     from fledge.target.remote.server.run import Address, serve
 
-    token = token_from(token_env)
+    token, arguments = token_from(token_env), {}
+    for text in engine_arg or []:
+        name, equals, value = text.partition("=")
+        if not equals or not name:
+            raise BadInput(f"{text!r} is not NAME=VALUE", where="--engine-arg")
+        arguments[name] = yaml.safe_load(value)
     address = Address(host, port, tls_cert, tls_key)
     address.check(token=token, insecure=insecure)
     limits = Limits(
         max_body_bytes=int(max_body_mb * 1e6),
-        max_bodies_bytes=int(max_bodies_mb * 1e6),
+        max_bodies_bytes=int(4 * max_body_mb * 1e6),
         max_tokens=max_tokens,
-        max_attention=max_attention,
+        max_attention=max_tokens**2 // 4,
         max_requests=max_requests,
         max_reply_bytes=int(max_reply_gb * 1e9),
         merge_tokens=merge_tokens,
     )
-    connections = ConnectionLimits(max_connections, max_connections_per_address, header_s)
-    with address.bind(connections) as bound:
+    with address.bind() as bound:
         section = engine_section(
             engine,
             model=target,
@@ -114,53 +106,24 @@ def serve_target(
             compile=compile_layers,
             capture=capture,
             trust_remote_code=trust_remote_code,
-            engine_args=dict(_argument(text) for text in engine_arg or []),
+            engine_args=arguments,
         )
-        server = _open(section, token=token, limits=limits)
-        serve(
-            server, address, bound, drain_s=drain_s,
-            on_ready=lambda url: _announce(url, server.info, as_json=as_json),
-        )  # fmt: skip
+        quiet_libraries()
+        err.say(f"loading {section.model}", style="cyan")
+        layers = EAGLE3_AUX_LAYERS if section.aux_layer_ids is None else len(section.aux_layer_ids)
+        server = TargetServer(
+            kind_of(section).open(section, device=find_device(None), aux_layers=layers),
+            model=section.model,
+            engine=section.backend,
+            model_dir=local_model(section.model, weights=False),
+            token=token,
+            limits=limits,
+        )
+        announce = partial(_announce, info=server.info, as_json=as_json)
+        serve(server, address, bound, drain_s=drain_s, on_ready=announce)
 
 
-def _check_installed() -> None:
-    from importlib.util import find_spec
-
-    missing = [name for name in ("fastapi", "uvicorn", "httptools") if find_spec(name) is None]
-    if missing:
-        raise BadInput(f"{', '.join(missing)} not installed", fix=install_extra("serve"))
-
-
-def _open(section: "LoadedTarget", *, token: str | None, limits: "Limits") -> "TargetServer":
-    from fledge.core.machine import find_device
-    from fledge.models.resolve import local_model
-    from fledge.target.kinds import kind_of
-    from fledge.target.layers import EAGLE3_AUX_LAYERS
-    from fledge.target.remote.server.app import TargetServer
-
-    quiet_libraries()
-    layers = EAGLE3_AUX_LAYERS if section.aux_layer_ids is None else len(section.aux_layer_ids)
-    err.say(f"loading {section.model}", style="cyan")
-    return TargetServer(
-        kind_of(section).open(section, device=find_device(None), aux_layers=layers),
-        model=section.model,
-        engine=section.backend,
-        model_dir=local_model(section.model, weights=False),
-        token=token,
-        limits=limits,
-    )
-
-
-def _argument(text: str) -> tuple[str, Any]:
-    import yaml
-
-    name, equals, value = text.partition("=")
-    if not equals or not name:
-        raise BadInput(f"{text!r} is not NAME=VALUE", where="--engine-arg")
-    return name, yaml.safe_load(value)
-
-
-def _announce(url: str, info: dict[str, Any], *, as_json: bool) -> None:
+def _announce(url: str, *, info: dict[str, Any], as_json: bool) -> None:
     facts = ("model", "engine", "aux_layer_ids", "dtype", "weights_fingerprint")
     if as_json:
         print_json({"url": url, **{name: info[name] for name in facts}}, one_line=True)

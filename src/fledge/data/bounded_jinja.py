@@ -2,29 +2,20 @@
 
 A template comes with a model and a row with a data set: neither is trusted. Jinja's sandbox keeps
 templates away from Python internals, but lets them run forever and fill the memory. Here every
-value costs its size when it is created, and every loop iteration costs a step, out of an allowance
-that grows with the conversation. Values are created, and code is repeated, only at
-
-    * % **                  `call_binop`: the size of a product is checked before it is created
-    methods, functions      `call`: of strings, lists and numbers only those in `METHODS`
-    filters                 `_metered`: all but those in `_NO_FILTERS`
-    + ~ [a, b] {a: b} x[1:] `_Meter` wraps them, or their parts, in the filter `fledge_made`
-    {{ output }}            `finalize`; constant text is charged to the step of the loop around it
-    for, macro, call, block `_Meter` starts their bodies with the filter `fledge_step`
-
-so any attack has to go through one of these. The time limit is checked only between steps: what
-happens within one is bounded by the sizes of values.
+new value costs its size and every iteration a step, out of an allowance that grows with the
+conversation. Operations whose result may be far larger than their operands are checked before they
+run (`_growth`). The time limit is checked between steps, whose length the sizes of values bound.
 """
 
 import json
+import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import wraps
 from typing import Any
 
-import jinja2
 import jinja2.ext
 from jinja2 import nodes
 from jinja2.exceptions import TemplateError
@@ -33,17 +24,20 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
-from fledge.data.bounded_values import METHODS, ROOM_OF_FILTERS, product_size, weight
-
 LONGEST_TEMPLATE = 1 << 18  # characters; templates of current models have up to 30,000
 _ALLOWANCE = 1 << 26  # characters that rendering any conversation may create,
 _PER_CHARACTER = 64  # plus this many per character of the conversation
-_MOST_WEIGHED = 1 << 30
+_PART = 64  # cost of any item besides its characters: visiting it takes about as long
 _STEP = 128  # cost of a loop iteration: a short conversation can have half a million
 _SECONDS = 20.0  # of CPU time per rendering: thousands of times what any template needs
+_MOST = 1 << 30  # no allowance covers a size above this
 _LONGEST_NUMBER = 4096  # bits
 _NO_FILTERS = ("pprint", "urlize")  # for debugging and web pages; quadratic
-_PLAIN = (str, bytes, int, float, list, tuple, dict)
+_NO_METHODS = ("encode", "translate", "maketrans", "to_bytes", "from_bytes", "fromkeys")
+# Operations, filters and methods whose results may be far larger than their operands.
+_GROWING = {"*", "%", "**", "batch", "center", "expandtabs", "format", "format_map", "indent"}
+_GROWING |= {"join", "ljust", "replace", "rjust", "round", "slice", "sum", "tojson", "wordwrap"}
+_GROWING |= {"zfill"}
 
 Span = tuple[int, int]  # characters [start, end)
 
@@ -64,12 +58,7 @@ class BoundedTemplate:
         self._template = self._environment.from_string(source)
         self._lock = threading.Lock()  # the environment meters one rendering at a time
 
-    def render(self, variables: dict[str, Any]) -> str:
-        with self._lock:
-            self._environment.begin(variables)
-            return self._template.render(variables)
-
-    def render_tagged(self, variables: dict[str, Any]) -> tuple[str, list[Span]]:
+    def render(self, variables: dict[str, Any]) -> tuple[str, list[Span]]:
         """The text, and the spans inside `{% generation %}` tags."""
         with self._lock:
             environment, blocks = self._environment, []
@@ -81,7 +70,7 @@ class BoundedTemplate:
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    intercepted_binops = frozenset(("*", "%", "**"))
+    intercepted_binops = frozenset(("+", "*", "%", "**"))
 
     def __init__(self) -> None:
         self.begin({})
@@ -91,54 +80,39 @@ class _Environment(ImmutableSandboxedEnvironment):
             extensions=[jinja2.ext.loopcontrols, _Generation],
             finalize=self.made,
         )
-        self.filters["tojson"] = _tojson
-        self.filters = {
-            name: self._metered(name, function)
-            for name, function in self.filters.items()
-            if name not in _NO_FILTERS
-        }
+        filters = {**self.filters, "tojson": _tojson}
+        self.filters = {k: self._metered(k, filters[k]) for k in filters if k not in _NO_FILTERS}
         self.filters["fledge_made"] = self.made
         # With `pass_context` Jinja does not evaluate it at compile time as a constant.
         self.filters["fledge_step"] = jinja2.pass_context(lambda _, cost: self.step(cost))
         del self.globals["lipsum"]
-        self.globals["namespace"] = _Namespace
-        self.globals["raise_exception"] = _refuse
+        self.globals |= {"namespace": _Namespace, "raise_exception": _refuse}
         self.globals["strftime_now"] = _strftime_now
 
     def begin(self, variables: dict[str, Any]) -> None:
         """Start a new rendering with the full allowance."""
         self._variables: dict[str, Any] | None = variables
         self._remaining, self._steps = _ALLOWANCE, 0
-        self._deadline = 0.0
+        self._deadline = time.thread_time() + _SECONDS
         self.written, self.said = 0, list[Span]()  # spans inside generation tags
 
-    def room(self, size: int) -> None:
-        """Check that the allowance covers a value of this size, which is not created yet."""
-        if size > self._remaining:
-            self._grow()
+    def _check(self, size: int) -> None:
+        """Check that the allowance covers `size`; the conversation is measured at most once."""
+        if size > self._remaining and self._variables is not None:
+            self._remaining += weight(self._variables, _MOST) * _PER_CHARACTER
+            self._variables = None
         if size > self._remaining:
             raise OutOfBounds("it makes too much text, or loops too long")
 
-    def _grow(self) -> None:
-        """Add the conversation's share to the allowance; it is measured at most once."""
-        if self._variables is not None:
-            self._remaining += weight(self._variables, _MOST_WEIGHED) * _PER_CHARACTER
-            self._variables = None
-
     def step(self, cost: int) -> bool:
         """Charge one run of a loop body, macro or block, and the constant text that it writes."""
-        self.room(cost + _STEP)
+        if cost + _STEP > self._remaining:
+            self._check(cost + _STEP)
         self._remaining -= cost + _STEP
         self._steps += 1
-        if not self._steps & 15:
-            self._check_deadline()
-        return True
-
-    def _check_deadline(self) -> None:
-        now = time.thread_time()
-        self._deadline = self._deadline or now + _SECONDS
-        if now > self._deadline:
+        if self._steps % 16 == 0 and time.thread_time() > self._deadline:
             raise OutOfBounds(f"it takes longer than {_SECONDS:.0f} s")
+        return True
 
     def made(self, value: Any) -> Any:
         """Charge for a value that was created; items of an iterator are charged one by one."""
@@ -149,49 +123,40 @@ class _Environment(ImmutableSandboxedEnvironment):
                 raise OutOfBounds("it makes a number of too many digits")
             return value
         elif isinstance(value, Iterator):
-            return self._charge_items(value)
+            return (self.made(item) for item in value if self.step(0))
         else:
-            size = weight(value, self._remaining)
-            if size > self._remaining:
-                self._grow()
-                size = weight(value, self._remaining)
-        self.room(size)
+            size = weight(value, _MOST)
+        if size > self._remaining:
+            self._check(size)
         self._remaining -= size
         return value
 
-    def _charge_items(self, items: Iterator[Any]) -> Iterator[Any]:
-        for item in items:
-            self.step(0)
-            yield self.made(item)
-
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        self.room(product_size(operator, left, right))
+        if operator != "+":  # a sum is no larger than its parts
+            self._check(_growth(operator, left, right))
         return self.made(super().call_binop(context, operator, left, right))
 
     # N805: Jinja's own names, since keyword arguments of a template may have any name
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
         owner = getattr(getattr(__obj, "__wrapped__", __obj), "__self__", None)
-        if isinstance(owner, _PLAIN):
-            result_size = METHODS.get(name := __obj.__name__)
-            if result_size is None:
+        if isinstance(owner, str | bytes | int | float | list | tuple | dict):
+            if (name := __obj.__name__) in _NO_METHODS:
                 raise OutOfBounds(f".{name}() is not for chat templates")
-            if name == "join" and args and isinstance(args[0], Iterator):
-                args = (list(args[0]), *args[1:])
-            __self.room(result_size(owner, *args, **kwargs))
+            if name in _GROWING:
+                args = _listed(name, args)
+                __self._check(_growth(name, owner, *args, **kwargs))
         elif isinstance(__obj, Macro) and (__obj.catch_varargs or __obj.catch_kwargs):
             __self.made((args, kwargs))
         return __self.made(super().call(__context, __obj, *args, **kwargs))
 
     def _metered(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        result_size = ROOM_OF_FILTERS.get(name)
         first = 1 if hasattr(function, "jinja_pass_arg") else 0  # after the context argument
 
         @wraps(function)  # with the attributes that Jinja sets
         def metered(*args: Any, **kwargs: Any) -> Any:
-            if result_size is not None:
-                if name == "join" and isinstance(args[first], Iterator):
-                    args = (*args[:first], list(args[first]), *args[first + 1 :])
-                self.room(result_size(*args[first:], **kwargs))
+            if name in _GROWING:
+                args = args[:first] + _listed(name, args[first:])
+                self._check(_growth(name, *args[first:], **kwargs))
             return self.made(function(*args, **kwargs))
 
         return metered
@@ -201,56 +166,32 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 
 class _Meter(NodeTransformer):
-    """Inserts the metering filters into a syntax tree."""
+    """Adds to a syntax tree the charges for what runs without a call: loops, literals, `~`, x[1:].
 
-    def _literal(self, node: Any) -> Any:
-        if getattr(node, "ctx", "load") != "load":  # the target of a loop or `set`
-            return node
-        if all(isinstance(child, nodes.Const) for child in node.iter_child_nodes()):
-            return node
-        return _charged(self.generic_visit(node))
+    Operators are intercepted in `call_binop`.
+    """
 
-    visit_List = visit_Tuple = visit_Dict = _literal
-
-    # N802: Jinja finds a visitor by the name of the node's class
-
-    def visit_Getitem(self, node: nodes.Getitem) -> Any:  # noqa: N802
-        self.generic_visit(node)
-        return _charged(node) if isinstance(node.arg, nodes.Slice) else node
-
-    def visit_Add(self, node: nodes.Add) -> Any:  # noqa: N802
-        """A sum is no larger than its parts, which are charged before it is created."""
-        self.generic_visit(node)
-        node.left = node.left if isinstance(node.left, nodes.Add) else _charged(node.left)
-        node.right = _charged(node.right)
+    def visit(self, node: Any, *args: Any, **kwargs: Any) -> Any:
+        node, line = self.generic_visit(node), node.lineno
+        if isinstance(node, nodes.Concat):
+            node.nodes = [_filter("fledge_made", part) for part in node.nodes]
+        elif isinstance(node, nodes.List | nodes.Tuple | nodes.Dict):
+            if getattr(node, "ctx", "load") == "load":  # else the target of a loop or `set`
+                return _filter("fledge_made", node)
+        elif isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice):
+            return _filter("fledge_made", node)
+        elif isinstance(node, nodes.For | nodes.Macro | nodes.CallBlock | nodes.Block):
+            constant = sum(len(text.data) for text in node.find_all(nodes.TemplateData))
+            step = _filter("fledge_step", nodes.Const(constant, lineno=line))
+            node.body.insert(0, nodes.ExprStmt(step, lineno=line))
+            if isinstance(node, nodes.For) and node.test is not None:  # `for x in y if test`
+                test_step = _filter("fledge_step", nodes.Const(0, lineno=line))
+                node.test = nodes.And(test_step, node.test, lineno=line)
         return node
 
-    def visit_Concat(self, node: nodes.Concat) -> Any:  # noqa: N802
-        self.generic_visit(node)
-        node.nodes = [_charged(part) for part in node.nodes]
-        return node
 
-    def _body(self, node: Any) -> Any:
-        constant = sum(len(text.data) for text in node.find_all(nodes.TemplateData))
-        self.generic_visit(node)
-        step = _step_node(constant, node.lineno)
-        node.body = [nodes.ExprStmt(step).set_lineno(node.lineno), *node.body]
-        if getattr(node, "test", None) is not None:  # `for x in y if test`
-            test_step = _step_node(0, node.lineno)
-            node.test = nodes.And(test_step, node.test).set_lineno(node.lineno)
-        return node
-
-    visit_For = visit_Macro = visit_CallBlock = visit_Block = _body
-
-
-def _charged(node: Any) -> Any:
-    if isinstance(node, nodes.Const):
-        return node
-    return nodes.Filter(node, "fledge_made", [], [], None, None).set_lineno(node.lineno)
-
-
-def _step_node(cost: int, line: int) -> Any:
-    return nodes.Filter(nodes.Const(cost), "fledge_step", [], [], None, None).set_lineno(line)
+def _filter(name: str, value: nodes.Expr) -> nodes.Filter:
+    return nodes.Filter(value, name, [], [], None, None, lineno=value.lineno)
 
 
 class _Generation(jinja2.ext.Extension):
@@ -269,6 +210,9 @@ class _Generation(jinja2.ext.Extension):
         text, start = caller(), environment.written
         environment.said.append((start, start + len(text)))
         return text
+
+
+# --- what transformers adds to Jinja --------------------------------------------------------------
 
 
 class _Namespace(Namespace):
@@ -299,3 +243,78 @@ def _strftime_now(pattern: str) -> str:
     if any(character.isdigit() for character in pattern):  # %9999999Y: a year of ten million digits
         raise OutOfBounds("widths in dates are not for chat templates")
     return datetime.now().strftime(pattern)
+
+
+# --- sizes ----------------------------------------------------------------------------------------
+
+
+def weight(value: Any, most: int) -> int:
+    """The size of a value with everything in it, or any number above `most`. A part counts as often
+    as it occurs: `x = [x, x]` thirty times is a small object, but gigabytes of text."""
+    total, pending = 0, [value]
+    while pending and total <= most:
+        item = pending.pop()
+        total += _PART
+        if isinstance(item, str | bytes):
+            total += len(item)
+        elif isinstance(item, Mapping):
+            pending += item.keys()
+            pending += item.values()
+        elif isinstance(item, list | tuple):
+            pending += item
+        elif hasattr(item, "__len__"):  # a range or a dictionary view
+            total += len(item)
+    return total
+
+
+def _size(value: Any) -> int:
+    return len(value) if isinstance(value, str) else weight(value, _MOST)
+
+
+def _listed(name: str, values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The operands of `join` with iterators as lists, whose lengths are known."""
+    if name != "join":
+        return values
+    return tuple(list(value) if isinstance(value, Iterator) else value for value in values)
+
+
+def _growth(name: str, first: Any, *more: Any, **options: Any) -> int:
+    """A bound for the result of an operation in `_GROWING`, computed before it runs."""
+    more += tuple(options[key] for key in sorted(options, reverse=True))  # `old` before `new`
+    if name in ("%", "format", "format_map") and isinstance(first, str | bytes):
+        return _formatted(str(first), more)
+    if name == "replace" and len(more) > 1:
+        return str(first).count(str(more[0])) * len(str(more[1]))
+    if name == "join":
+        return _length(first) * max(map(_length, more), default=0)
+    if name == "**":
+        return _MOST + 1 if _widest(more[0]) > 512 else 0
+    if name == "sum":  # of lists: quadratic
+        return _MOST + 1 if any(isinstance(value, list | tuple) for value in more) else 0
+    if name == "*" and isinstance(first, int):
+        first, more = more[0], (first,)
+    if isinstance(first, int | float) and name in ("*", "%"):
+        return 0
+    wide = max(_widest(more), *map(_length, more)) if more else 0
+    # Each line of JSON is indented by its depth; a depth of a thousand is a recursion error.
+    return (1 + _size(first)) * (1 + wide * 16) if name == "tojson" else (1 + _size(first)) * wide
+
+
+def _formatted(text: str, values: Sequence[Any]) -> int:
+    """Each field may be as wide as the largest number given plus all values."""
+    widths = [int(digits[:10]) for digits in re.findall(r"\d+", text)]
+    fields = max(text.count("%"), text.count("{"))
+    return fields * (_PART + max([0, *widths]) + _widest(values) + weight(values, _MOST))
+
+
+def _widest(value: Any) -> int:
+    """The largest number in some arguments, any of which may be a width."""
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        return max(map(_widest, value), default=0)
+    return abs(value) if isinstance(value, int) else 0
+
+
+def _length(value: Any) -> int:
+    return len(value) if hasattr(value, "__len__") else 0

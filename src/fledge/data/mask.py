@@ -21,8 +21,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from fledge.data.bounded_jinja import Span
-from fledge.data.bounded_values import weight
+from fledge.data.bounded_jinja import Span, weight
 from fledge.data.conversation import Conversation, Message
 from fledge.data.drops import BadRow
 from fledge.data.template import PROBE, ChatTemplate, shared_prefix

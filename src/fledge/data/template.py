@@ -95,17 +95,12 @@ class ChatTemplate:
         self, messages: Sequence[Message], tools: Any = None, *, prompt: bool = False
     ) -> str:
         """The text of a conversation; with `prompt`, ending with the generation prompt."""
-        return self._render(messages, tools, prompt=prompt, tagged=False)[0]
+        return self.render_tagged(messages, tools, prompt=prompt)[0]
 
     def render_tagged(
-        self, messages: Sequence[Message], tools: Any = None
+        self, messages: Sequence[Message], tools: Any = None, *, prompt: bool = False
     ) -> tuple[str, list[Span]]:
         """The text, and the spans inside the template's `{% generation %}` tags."""
-        return self._render(messages, tools, prompt=False, tagged=True)
-
-    def _render(
-        self, messages: Sequence[Message], tools: Any, *, prompt: bool, tagged: bool
-    ) -> tuple[str, list[Span]]:
         variables = {
             "documents": None,
             **self._variables,
@@ -114,9 +109,7 @@ class ChatTemplate:
             "add_generation_prompt": prompt,
         }
         try:
-            if tagged:
-                return self._bounded.render_tagged(variables)
-            return self._bounded.render(variables), []
+            return self._bounded.render(variables)
         except OutOfBounds as error:
             raise BadRow("template goes beyond all bounds", str(error)) from None
         except _RENDER_ERRORS as error:

@@ -23,9 +23,9 @@ from fledge.core.machine import MACHINE_NAME
 from fledge.core.reading import ListOf, MapOf, Maybe, Table, check, read_bytes, read_json
 from fledge.methods.registry import METHODS
 from fledge.recipe.yaml_text import parse_yaml
-from fledge.training.forecast.curves import CURVES, known_runs, read_curve, read_metrics
-from fledge.training.forecast.forecast import forecast
-from fledge.training.forecast.limits import limits_of
+from fledge.training.curves import CURVES, known_runs, read_curve, read_metrics
+from fledge.training.forecast import forecast
+from fledge.training.limits import limits_of
 
 EVALUATION_NAME = "eval.json"
 MOST_POINTS = 600  # of a curve: more than a screen can show
@@ -80,7 +80,7 @@ def _forecast(run: Path, evaluation: Path | None) -> dict[str, Any] | None:
     return {
         **ahead.to_json(),
         "by_whom": ahead.by_whom(),
-        "limits": [limit.to_json() for limit in limits],
+        "limits": [limit._asdict() for limit in limits],
     }
 
 

@@ -19,9 +19,9 @@ from fledge.training import checkpoint as checkpoints
 from fledge.training import metrics, saving
 from fledge.training.batches import StepBatch
 from fledge.training.continuation import begins, write_down
+from fledge.training.curves import Known, curve_of, known_runs, read_metrics
 from fledge.training.evaluation import learnt_nothing
-from fledge.training.forecast.curves import Known, curve_of, known_runs, read_metrics
-from fledge.training.forecast.forecast import forecast
+from fledge.training.forecast import forecast
 from fledge.training.runs import save_prompts
 from fledge.training.setup import Training
 from fledge.training.step import StepResult, Sums

@@ -33,20 +33,17 @@ def tiny():
 class Running:
     """A server in a thread of this process; `stop` drains it as SIGTERM would."""
 
-    def __init__(
-        self, *, model=None, backend=None, port=0, drain_s=5.0, address=None, connections=None,
-        **options,
-    ):  # fmt: skip
+    def __init__(self, *, model=None, backend=None, port=0, drain_s=5.0, address=None, **options):
         # each server has its own model: hooks of concurrent passes would interfere
         model = copy.deepcopy(model or tiny())
         backend = backend or HFEagle3TargetModel(model, supervision="hidden")
         self.server = TargetServer(backend, model="tiny", **options)
         self.address = address or Address(port=port)
-        self._bound = self.address.bind(connections)
+        self._bound = self.address.bind()
         self._bound.listen(128)
         self.url = self.address.url(self._bound)
         self.port = self._bound.getsockname()[1]
-        self.web = make_uvicorn(self.server, self.address, self._bound, drain_s=drain_s)
+        self.web = make_uvicorn(self.server, self.address, drain_s=drain_s)
         self._thread = threading.Thread(
             target=lambda: self.web.run(sockets=[self._bound]), daemon=True
         )

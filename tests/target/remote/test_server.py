@@ -82,8 +82,6 @@ def test_large_bodies_are_413_and_the_server_keeps_running():
         assert status == 413
         assert "20000 are allowed" in json.loads(data)["error"]
         assert call(started, "/v1/generate", b"x" * 20_001)[0] == 413
-        chunked = iter([b"x" * 15_000, b"y" * 15_000])  # no length announced
-        assert call(started, "/v1/generate", chunked, method="POST")[0] == 413
         wide = torch.ones(1, 41, dtype=torch.long)
         assert call(started, "/v1/generate", question(rows=TokenBatch(wide, wide, wide)))[0] == 413
         assert answers(started)
@@ -127,7 +125,7 @@ def test_garbage_is_400_in_one_line_and_the_server_keeps_running(server):
     assert answers(server)
 
 
-def test_invalid_http_and_unknown_routes_do_no_harm(server):
+def test_invalid_http_and_unknown_routes_do_no_harm(server, capfd):
     for noise in (
         b"\0\1\2\3\r\n\r\n",
         b"GET / HTTP/9.9\r\n\r\n",
@@ -140,6 +138,7 @@ def test_invalid_http_and_unknown_routes_do_no_harm(server):
     assert "/v2/info" not in server.server.metrics.text()
     assert call(server, "/v1/generate")[0] == 405
     assert answers(server)
+    assert capfd.readouterr().err == ""  # nobody can fill the log
 
 
 def test_a_question_for_other_weights_is_409(server):
@@ -266,7 +265,7 @@ def test_serving_a_network_needs_a_token_or_insecure():
         Address(host).check(token=None, insecure=False)
     with pytest.raises(BadInput, match="belong together"):
         Address(tls_cert=Path("x")).check(token=None, insecure=False)
-    with pytest.raises(BadInput, match="not a file"):
+    with pytest.raises(BadInput, match="no certificate chain"):
         Address(tls_cert=Path("no"), tls_key=Path("no")).check(token=None, insecure=False)
 
 

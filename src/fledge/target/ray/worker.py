@@ -16,7 +16,6 @@ from fledge.target.base import Eagle3TargetBackend
 from fledge.target.kinds import LoadedTarget, kind_of
 from fledge.target.remote.server.admission import Limits
 from fledge.target.remote.server.app import TargetServer
-from fledge.target.remote.server.connections import ConnectionLimits
 from fledge.target.remote.server.run import Address, make_uvicorn
 
 _REPORT_EVERY_S = 1.0
@@ -50,8 +49,8 @@ class TargetWorker:
                 token=token,
                 limits=limits,
             )
-            bound = address.bind(ConnectionLimits(max_per_address=1024))
-            web = make_uvicorn(server, address, bound, drain_s=0)
+            bound = address.bind()
+            web = make_uvicorn(server, address, drain_s=0)
             bound.listen(2048)
             self._server, self._address = server, (address.url(bound), token)
             threading.Thread(target=web.run, args=([bound],), daemon=True).start()

@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 from fledge.core.errors import BadInput, TargetUnreachable
 from fledge.core.reading import Table, Whole
 from fledge.target.remote.http import (
-    REMIND_S,
     Server,
     ServerBusy,
     ServerDown,
@@ -27,6 +26,7 @@ from fledge.target.remote.http import (
 from fledge.target.remote.protocol import IDENTITY, INFO
 
 T = TypeVar("T")
+REMIND_S = 30.0  # between two words about a wait
 _CHECK_EVERY_S, _CHECK_TIMEOUT_S = 0.5, 5.0
 _HEALTH = Table({"queue": Whole()})
 

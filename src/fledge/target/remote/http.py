@@ -6,7 +6,6 @@ Every exchange has one deadline and ends in a complete reply or in an exception.
 
 import contextlib
 import http.client
-import io
 import logging
 import socket
 import ssl
@@ -31,11 +30,11 @@ from fledge.target.remote.wire import CHUNK_BYTES, DigestCheck, WireError
 
 log = logging.getLogger("fledge.remote")
 
-REMIND_S = 30.0  # between two words about a wait
 _SMALL_BYTES = 1 << 20  # larger than any JSON reply
-_RECORD_BYTES = 1 << 14  # TLS sends this much at once
+_CONNECT_S = 10.0
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 60.0  # whatever a busy server asks for
 _ERROR = Table(optional={"error": Anything(), "retry_after_s": Number(), "final": Flag()})
+_HUNG_UP = (http.client.RemoteDisconnected, ConnectionResetError, BrokenPipeError)
 
 
 class ServerDown(Exception):  # noqa: N818  (a status, handled by the fleet)
@@ -101,56 +100,40 @@ class Buffers:
         return leased.data
 
 
-class _Clock:
-    """The time that one exchange may take, over all its parts."""
+class _Deadline:
+    """The end of one exchange's time, at which its connection is shut down: whatever the exchange
+    waits for then ends."""
 
-    def __init__(self, request: str, timeout_s: float) -> None:
-        self._request, self._timeout_s = request, timeout_s
-        self._begin = self._reminded_at = time.monotonic()
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s, self._end = timeout_s, time.monotonic() + timeout_s
         self.awaited = "a connection"
+        self.passed = ""  # once it has: what was awaited then
 
     def left(self) -> float:
-        """The seconds left; raises once there are none. Says what is awaited, now and then."""
-        now = time.monotonic()
-        left = self._begin + self._timeout_s - now
-        if left <= 0:
-            raise TimeoutError(self.ran_out())
-        if now - self._reminded_at >= REMIND_S:
-            self._reminded_at = now
-            log.warning("%s: still waiting for %s, for another %.0f s at most", self._request,
-                        self.awaited, left)  # fmt: skip
-        return left
+        return max(0.0, self._end - time.monotonic())
 
-    def ran_out(self) -> str:
-        return f"no whole reply within {self._timeout_s:.3g} s, still waiting for {self.awaited}"
+    @contextlib.contextmanager
+    def watch(self, connection: HTTPConnection) -> Iterator[None]:
+        def end() -> None:
+            self.passed = (
+                f"no whole reply within {self._timeout_s:.3g} s, still waiting for {self.awaited}"
+            )
+            _hang_up(connection)
 
-
-class _Timed(io.RawIOBase):
-    """The bytes that arrive on a connection; no wait for them outlasts the clock."""
-
-    def __init__(self, raw: io.RawIOBase, sock: socket.socket, clock: _Clock) -> None:
-        self._raw, self._sock, self._clock = raw, sock, clock
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while True:
-            self._sock.settimeout(min(REMIND_S, self._clock.left()))
-            with contextlib.suppress(TimeoutError):  # whether time is up, the clock says
-                return self._sock.recv_into(buffer)
-
-    def close(self) -> None:
-        self._raw.close()
-        super().close()
+        timer = threading.Timer(self.left(), end)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
 
 
-class _Response(http.client.HTTPResponse):
-    """A reply of which every part is read against the clock, beginning with its status."""
-
-    def __init__(self, clock: _Clock, sock: socket.socket, *args: Any, **options: Any) -> None:
-        super().__init__(sock, *args, **options)
-        self.fp = io.BufferedReader(_Timed(self.fp.detach(), sock, clock))
+def _hang_up(connection: HTTPConnection) -> None:
+    """Shut a connection down, also while another thread waits for it."""
+    if (sock := connection.sock) is not None:
+        with contextlib.suppress(OSError):
+            socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
 
 class Server:
@@ -192,18 +175,11 @@ class Server:
         """Find out where a server is that may move; raises `ServerDown` while it is nowhere."""
 
     def get_json(
-        self,
-        path: str,
-        expected: Expected = OBJECT,
-        *,
-        body: bytes | None = None,
-        timeout_s: float,
+        self, path: str, expected: Expected = OBJECT, *, body: bytes | None = None, timeout_s: float
     ) -> dict[str, Any]:
         """A reply that is JSON, read as any metadata from an untrusted source is."""
-        reply = self.exchange(path, body, timeout_s, _SMALL_BYTES, digest=False)
-        value: dict[str, Any] = parse_json(
-            bytes(reply.body), expected, where=self.url, what=f"its {path}"
-        )
+        reply = bytes(self.exchange(path, body, timeout_s, _SMALL_BYTES, digest=False).body)
+        value: dict[str, Any] = parse_json(reply, expected, where=self.url, what=f"its {path}")
         return value
 
     def close(self) -> None:
@@ -216,9 +192,7 @@ class Server:
         with self._lock:
             idle, self._idle = self._idle, []
             for connection in self._busy:
-                if connection.sock is not None:
-                    with contextlib.suppress(OSError):
-                        connection.sock.shutdown(socket.SHUT_RDWR)
+                _hang_up(connection)
         for connection in idle:
             connection.close()
 
@@ -232,98 +206,70 @@ class Server:
         digest: bool = True,
     ) -> Reply:
         """Send a request and return its reply, within `timeout_s`; by default checks the digest."""
-        clock = _Clock(f"{self.url}{path}", timeout_s)
+        deadline = _Deadline(timeout_s)
         while True:
-            connection, reused = self._connect(clock)
-            with self._lock:
-                closed = self._closed  # while it connected: `close` has not seen it
-                if not closed:
-                    self._busy.add(connection)
-            if closed:
-                connection.close()
-                raise ServerDown("this client is closed")
+            connection, reused = self._take(deadline.left())
+            whole = False
             try:
-                self._send(connection, path, body, clock)
-                reply = self._receive(connection, clock, max_bytes, digest)
-            except (http.client.RemoteDisconnected, ConnectionResetError, BrokenPipeError) as error:
-                connection.close()
-                if reused:  # the server had closed it in the meantime: retry on a new one
-                    continue
-                raise ServerFault(f"closed the connection ({first_line(error)})") from error
-            except TimeoutError as error:
-                connection.close()
-                raise ServerFault(clock.ran_out()) from error
+                if not reused:
+                    self._open(connection)
+                with deadline.watch(connection):
+                    deadline.awaited = "room to send the request"
+                    method = "GET" if body is None else "POST"
+                    connection.request(method, path, body, self._headers)
+                    reply = self._receive(connection, deadline, max_bytes, digest)
+                whole = True
+                return reply
             except (OSError, http.client.HTTPException, WireError) as error:
-                connection.close()
-                raise ServerFault(first_line(error)) from error
-            except BaseException:
-                connection.close()
-                raise
+                if deadline.passed:
+                    raise ServerFault(deadline.passed) from error
+                if not isinstance(error, _HUNG_UP):
+                    raise ServerFault(first_line(error)) from error
+                if not reused:  # else the server had closed it in the meantime: take another one
+                    what = f"closed the connection ({first_line(error)})"
+                    raise ServerFault(what) from error
             finally:
-                with self._lock:
-                    self._busy.discard(connection)
-            self._keep(connection)
-            return reply
+                self._release(connection, whole)
 
-    def _keep(self, connection: HTTPConnection) -> None:
-        """Keep a connection for the next exchange, unless either side closed it meanwhile."""
+    def _take(self, left_s: float) -> tuple[HTTPConnection, bool]:
+        """(connection, whether it is a reused one)."""
+        kind = HTTPConnection if self._tls is None else partial(HTTPSConnection, context=self._tls)
         with self._lock:
-            if not self._closed and connection.sock is not None:
+            reused = bool(self._idle)
+            if reused:
+                connection = self._idle.pop()
+            else:
+                timeout_s = max(0.001, min(_CONNECT_S, left_s))
+                connection = kind(self._host, self._port, timeout=timeout_s)
+            self._busy.add(connection)
+        return connection, reused
+
+    def _open(self, connection: HTTPConnection) -> None:
+        connection.auto_open = 0  # once it is closed, another one takes its place
+        try:
+            connection.connect()
+        except ssl.SSLError as error:
+            what = f"TLS failed ({first_line(error)})"
+            raise Refused(what, status=0, where=self.url, fix="see target.ca_file") from error
+        except OSError as error:
+            raise ServerDown(first_line(error)) from error
+        connection.sock.settimeout(None)  # the deadline ends all waiting
+        if self._closed:
+            raise ServerDown("this client is closed")
+
+    def _release(self, connection: HTTPConnection, whole: bool) -> None:
+        """Keep a connection after a whole exchange, unless either side closed it meanwhile."""
+        with self._lock:
+            self._busy.discard(connection)
+            if whole and not self._closed and connection.sock is not None:
                 self._idle.append(connection)
                 return
         connection.close()
 
-    def _connect(self, clock: _Clock) -> tuple[HTTPConnection, bool]:
-        """(connection, whether it is a reused one)."""
-        with self._lock:
-            if self._closed:
-                raise ServerDown("this client is closed")
-            if self._idle:
-                return self._idle.pop(), True
-        kind = HTTPConnection if self._tls is None else partial(HTTPSConnection, context=self._tls)
-        connection = kind(self._host, self._port)
-        connection.auto_open = 0  # which would have no deadline
-        try:
-            timeout_s = min(10.0, clock.left())
-            sock = socket.create_connection((connection.host, connection.port), timeout_s)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if self._tls is not None:
-                sock.settimeout(clock.left())
-                sock = self._tls.wrap_socket(sock, server_hostname=self._host)
-            connection.sock = sock
-        except ssl.SSLError as error:
-            raise Refused(
-                f"TLS failed ({first_line(error)})",
-                status=0,
-                where=self.url,
-                fix="see target.ca_file",
-            ) from error
-        except OSError as error:
-            raise ServerDown(first_line(error)) from error
-        return connection, False
-
-    def _send(
-        self, connection: HTTPConnection, path: str, body: bytes | None, clock: _Clock
-    ) -> None:
-        clock.awaited = "room to send the request"
-        connection.sock.settimeout(clock.left())
-        if body is None:
-            connection.request("GET", path, headers=self._headers)
-            return
-
-        def records() -> Iterator[bytes]:
-            for at in range(0, len(body), _RECORD_BYTES):
-                connection.sock.settimeout(clock.left())  # under TLS it limits each send
-                yield body[at : at + _RECORD_BYTES]
-
-        length = {"Content-Length": str(len(body))}
-        connection.request("POST", path, body=records(), headers=self._headers | length)
-
     def _receive(
-        self, connection: HTTPConnection, clock: _Clock, max_bytes: int, digest: bool
+        self, connection: HTTPConnection, deadline: _Deadline, max_bytes: int, digest: bool
     ) -> Reply:
-        clock.awaited = "the headers of its reply"
-        connection.response_class = partial(_Response, clock)  # type: ignore[assignment]
+        deadline.awaited = "the headers of its reply"
         response = connection.getresponse()
         length = response.length
         if length is None or length > max(max_bytes, _SMALL_BYTES):
@@ -336,7 +282,7 @@ class Server:
         check = DigestCheck(length) if digest and response.status == 200 else None
         at = 0
         while at < length:
-            clock.awaited = f"the rest of its reply, after {at} of {length} bytes"
+            deadline.awaited = f"the rest of its reply, after {at} of {length} bytes"
             count = response.fp.readinto1(view[at : at + CHUNK_BYTES])
             if not count:
                 raise WireError(f"the reply ended after {at} of {length} bytes")

@@ -1,13 +1,16 @@
 """What a server holds at once, and the counters that show it.
 
-A request keeps its place from its head, before its body is read, to the last byte of its reply, so
+A request is counted from its headers, before its body is read, to the last byte of its reply, so
 that neither slow senders nor slow readers can make the server hold more than its limits.
 """
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+
+Reserve = Callable[..., None]  # of the amounts named by its keywords; raises `QueueFull`
 
 
 @dataclass(frozen=True)
@@ -33,23 +36,6 @@ class QueueFull(Exception):  # noqa: N818  (an answer to the client, not a fault
         self.retry_after_s = retry_after_s
 
 
-@dataclass
-class Place:
-    """One request's share of the limits."""
-
-    admission: "Admission"
-    body_bytes: int = 0
-    reply_bytes: int = 0
-
-    def take_body(self, nbytes: int) -> None:
-        self.admission.take(body_bytes=nbytes)
-        self.body_bytes += nbytes
-
-    def take_reply(self, nbytes: int) -> None:
-        self.admission.take(reply_bytes=nbytes)
-        self.reply_bytes += nbytes
-
-
 class Admission:
     """Requests in progress, and the bytes of their bodies and replies. On the event loop only."""
 
@@ -59,83 +45,80 @@ class Admission:
             "body_bytes": limits.max_bodies_bytes,
             "reply_bytes": limits.max_reply_bytes,
         }
-        self._held = dict.fromkeys(self._most, 0)
+        self._held = Counter(dict.fromkeys(self._most, 0))
         self._metrics, self._expected_s = metrics, expected_s
 
     @contextmanager
-    def place(self) -> Iterator[Place]:
-        """A place for one request; raises `QueueFull` if there is none."""
-        self.take(requests=1)
-        place = Place(self)
+    def place(self) -> Iterator[Reserve]:
+        """A place for one request; what it reserves is given back when the context ends. What
+        exceeds a limit by itself is admitted if nothing else is held: it could never be sent
+        otherwise."""
+        reserved: Counter[str] = Counter()
+
+        def reserve(**amounts: int) -> None:
+            for name, amount in amounts.items():
+                if self._held[name] and self._held[name] + amount > self._most[name]:
+                    raise QueueFull(self._expected_s())
+            reserved.update(amounts)
+            self._add(Counter(amounts))
+
         try:
-            yield place
+            reserve(requests=1)
+            yield reserve
         finally:
-            self._count(requests=-1, body_bytes=-place.body_bytes, reply_bytes=-place.reply_bytes)
+            self._add(Counter({name: -amount for name, amount in reserved.items()}))
 
-    def take(self, **amounts: int) -> None:
-        """Reserve room, or raise `QueueFull`. What exceeds a limit by itself is admitted if nothing
-        else is held: it could never be sent otherwise."""
-        for name, amount in amounts.items():
-            if self._held[name] and self._held[name] + amount > self._most[name]:
-                raise QueueFull(self._expected_s())
-        self._count(**amounts)
-
-    def _count(self, **amounts: int) -> None:
-        for name, amount in amounts.items():
-            self._held[name] += amount
+    def _add(self, amounts: Counter[str]) -> None:
+        self._held.update(amounts)
         self._metrics.set(**{f"pending_{name}": held for name, held in self._held.items()})
 
 
-_HELP = {
-    "http_requests_total": ("counter", "Requests by path and status."),
-    "passes_total": ("counter", "Passes of the target."),
-    "pass_seconds_total": ("counter", "Seconds spent in passes, encoding included."),
-    "failed_passes_total": ("counter", "Passes that raised an error."),
-    "questions_total": ("counter", "Questions answered; more than passes where some were merged."),
-    "tokens_total": ("counter", "Tokens that were asked about, padding included."),
-    "reply_bytes_total": ("counter", "Bytes of answers, by the way they were sent."),
-    "abandoned_total": ("counter", "Questions whose client left before their turn came."),
-    "queue_requests": ("gauge", "Questions that wait for the target."),
-    "pending_requests": ("gauge", "Requests between arrival and the end of their reply."),
-    "pending_body_bytes": ("gauge", "Bytes of the bodies of pending requests."),
-    "pending_reply_bytes": ("gauge", "Bytes of the replies to pending requests."),
-    "connections": ("gauge", "Open connections."),
-    "dropped_connections_total": ("counter", "Connections closed for being too many or too slow."),
+_METRICS = {
+    "http_requests_total": "Requests by path and status.",
+    "passes_total": "Passes of the target.",
+    "pass_seconds_total": "Seconds spent in passes, encoding included.",
+    "failed_passes_total": "Passes that raised an error.",
+    "questions_total": "Questions answered; more than passes where some were merged.",
+    "tokens_total": "Tokens that were asked about, padding included.",
+    "reply_bytes_total": "Bytes of answers, by the way they were sent.",
+    "abandoned_total": "Questions whose client left before their turn came.",
+    "queue_requests": "Questions that wait for the target.",
+    "pending_requests": "Requests between arrival and the end of their reply.",
+    "pending_body_bytes": "Bytes of the bodies of pending requests.",
+    "pending_reply_bytes": "Bytes of the replies to pending requests.",
 }
 
 
 class Metrics:
-    """Counters and gauges. Thread-safe."""
+    """Counters (`*_total`) and gauges. Thread-safe."""
 
     def __init__(self) -> None:
-        self._values: dict[tuple[str, str], float] = {}
+        labelled = ("http_requests_total", "reply_bytes_total")
+        self._values = {(name, ""): 0.0 for name in _METRICS if name not in labelled}
         self._lock = threading.Lock()
-        for name in _HELP:
-            if name not in ("http_requests_total", "reply_bytes_total"):
-                self._values[name, ""] = 0
 
     def count(self, name: str, amount: float = 1, **labels: str) -> None:
-        key = name, ",".join(f'{label}="{value}"' for label, value in labels.items())
+        text = ",".join(f'{label}="{value}"' for label, value in labels.items())
+        key = name, text and f"{{{text}}}"
         with self._lock:
-            self._values[key] = self._values.get(key, 0) + amount
+            self._values[key] = self._values.get(key, 0.0) + amount
 
     def value(self, name: str) -> float:
         return self._values[name, ""]
 
     def set(self, **values: float) -> None:
         with self._lock:
-            for name, value in values.items():
-                self._values[name, ""] = value
+            self._values |= {(name, ""): value for name, value in values.items()}
 
     def text(self) -> str:
+        """All values, as Prometheus reads them."""
         with self._lock:
-            values = dict(self._values)
+            values = sorted(self._values.items())
         lines = []
-        for name, (kind, description) in _HELP.items():
+        for name, description in _METRICS.items():
+            kind = "counter" if name.endswith("_total") else "gauge"
             lines += [f"# HELP fledge_{name} {description}", f"# TYPE fledge_{name} {kind}"]
             lines += [
-                f"fledge_{key}{{{labels}}} {value:.15g}" if labels else f"fledge_{key} {value:.15g}"
-                for (key, labels), value in sorted(values.items())
-                if key == name
+                f"fledge_{key}{labels} {v:.15g}" for (key, labels), v in values if key == name
             ]
         return "\n".join(lines) + "\n"

@@ -89,7 +89,7 @@ class Target:
             limit = self._limits.max_attention
             raise TooLarge(
                 f"{rows.tokens} tokens with {what} of {longest} compare {pairs} pairs of tokens, "
-                f"{limit} are allowed (--max-attention): ask about fewer rows at once"
+                f"{limit} are allowed: ask about fewer rows at once"
             )
 
     @torch.no_grad()

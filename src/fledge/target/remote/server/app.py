@@ -1,20 +1,21 @@
-"""The target server's routes, which are described in `remote/protocol.py`.
+"""The target server as an ASGI application; `remote/protocol.py` describes its routes.
 
-Small replies go through FastAPI; messages are sent directly, in large pieces of the tensors' own
-memory, which reaches the speed of a plain socket (benchmarks/results/remote.md).
+Messages are sent in large pieces of the tensors' own memory, which reaches the speed of a plain
+socket (benchmarks/results/remote.md).
 """
 
 import asyncio
+import hmac
+import json
 import math
-from collections.abc import Awaitable, Callable
+import re
+from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from fastapi import FastAPI, Response
-from starlette.routing import Route
 
 from fledge import __version__
 from fledge.core.errors import first_line
@@ -25,30 +26,120 @@ from fledge.target.remote.client import boot_id
 from fledge.target.remote.http import check_token
 from fledge.target.remote.protocol import PROTOCOL, Question, TooLarge, WireShape
 from fledge.target.remote.segment import write_segment
-from fledge.target.remote.server.admission import Limits, Metrics, Place, QueueFull
+from fledge.target.remote.server.admission import Limits, Metrics, QueueFull
 from fledge.target.remote.server.answers import Target
-from fledge.target.remote.server.guard import App, Guard, Receive, Scope, Send, send_head, send_json
 from fledge.target.remote.server.queue import AnswerQueue
 from fledge.target.remote.wire import Message
 
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
 _MAX_REASON_LENGTH = 500  # characters
 _BODY_TIMEOUT_S = 60.0  # for a request's body to arrive, and for a client to read the next piece
-_STALL_S = 10.0  # for the next piece of a body
 _SMALL_BYTES = 16 << 10  # parsing such a body is faster than handing it to a thread
-
-Respond = Callable[[Place, Scope, Receive, Send], Awaitable[None]]
+_HOST = re.compile(r"(?:\[(.*)\]|([^:]*))(?::\d*)?")  # [IPv6 address] or name, port
+_ERRORS = (QueueFull, ValueError, RuntimeError, OSError, MemoryError, LookupError, TypeError)
 
 
 class _ClientGone(Exception):  # noqa: N818  (ends a request, not an error)
     """The client disconnected."""
 
 
-class _Refusal(Exception):  # noqa: N818  (an answer to the client)
+class _Refusal(RuntimeError):  # noqa: N818  (an answer to the client)
     """A request that is answered with a status and a reason."""
 
-    def __init__(self, status: int, reason: str) -> None:
+    def __init__(
+        self, status: int, reason: str, headers: Mapping[str, str] | None = None, **facts: Any
+    ) -> None:
         super().__init__(reason)
+        self.status, self.headers, self.facts = status, headers, {"error": reason, **facts}
+
+    @classmethod
+    def of(cls, error: Exception) -> "_Refusal":
+        """The reply to a request that ended in an error."""
+        reason = first_line(error)[:_MAX_REASON_LENGTH]
+        if isinstance(error, _Refusal):
+            return error
+        if isinstance(error, QueueFull):
+            seconds = error.retry_after_s
+            after = {"Retry-After": str(math.ceil(seconds))}  # must be whole seconds
+            return cls(429, reason, after, retry_after_s=seconds)
+        if isinstance(error, NotFinite):  # our error, which a retry does not fix
+            return cls(500, reason, final=True)
+        if isinstance(error, ValueError):  # includes WireError: malformed input
+            return cls(413 if isinstance(error, TooLarge) else 400, reason)
+        return cls(500, f"the target failed ({type(error).__name__}: {reason})")
+
+
+class _Request:
+    """One request, and the reply to it."""
+
+    def __init__(
+        self, scope: Scope, receive: Receive, send: Send, count: Callable[[str, int], None]
+    ) -> None:
+        self.path, self.method = scope["path"], scope["method"]
+        self.header_list: Iterable[tuple[bytes, bytes]] = scope["headers"]
+        self.headers = dict(self.header_list)
+        self.status: int | None = None  # of the reply, once it has started
+        self._receive, self._send, self._count = receive, send, count
+
+    async def read_body(self) -> bytearray:
+        body = bytearray()
+        try:
+            async with asyncio.timeout(_BODY_TIMEOUT_S):
+                while True:
+                    part = await self._receive()
+                    if part["type"] == "http.disconnect":
+                        raise _ClientGone
+                    body += part.get("body", b"")
+                    if not part.get("more_body", False):
+                        return body
+        except TimeoutError:
+            raise _Refusal(408, "the body did not arrive in time") from None
+
+    async def disconnected(self) -> None:
+        """Wait until the client has disconnected."""
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+
+    async def reply_json(
+        self, value: Any, status: int = 200, headers: Mapping[str, str] | None = None
+    ) -> None:
+        await self.reply(json.dumps(value).encode(), "application/json", status, headers)
+
+    async def reply(
+        self, body: bytes, kind: str, status: int = 200, headers: Mapping[str, str] | None = None
+    ) -> None:
+        await self._start(status, kind, len(body), headers)
+        await self._send({"type": "http.response.body", "body": body})
+
+    async def reply_message(
+        self, message: Message, headers: Mapping[str, str] | None = None
+    ) -> None:
+        """Send large pieces of the tensors' own memory; a client that stops reading is dropped."""
+        await self._start(200, "application/octet-stream", message.nbytes, headers)
+        now = asyncio.get_running_loop().time
+        try:
+            async with asyncio.timeout(_BODY_TIMEOUT_S) as limit:
+                for chunk in message.chunks():
+                    limit.reschedule(now() + _BODY_TIMEOUT_S)
+                    await self._send(
+                        {"type": "http.response.body", "body": chunk, "more_body": True}
+                    )
+                await self._send({"type": "http.response.body", "body": b""})
+        except TimeoutError:  # the reply has started: the connection can only be closed
+            raise _ClientGone from None
+
+    async def _start(
+        self, status: int, kind: str, length: int, headers: Mapping[str, str] | None
+    ) -> None:
         self.status = status
+        self._count(self.path, status)  # first: who has the reply finds it in the metrics
+        fields = {"content-type": kind, "content-length": str(length), **(headers or {})}
+        encoded = [(name.lower().encode(), text.encode()) for name, text in fields.items()]
+        await self._send({"type": "http.response.start", "status": status, "headers": encoded})
 
 
 class TargetServer:
@@ -72,16 +163,69 @@ class TargetServer:
         self.queue = AnswerQueue(self.target, self.metrics, self.limits)
         self._model_dir = model_dir
         self.info = self._describe(model, engine)
+        self._routes: dict[str, tuple[str, Callable[[_Request], Awaitable[None]]]] = {
+            "/health": ("GET", self._health),
+            "/metrics": ("GET", self._send_metrics),
+            "/v1/info": ("GET", lambda request: request.reply_json(self.info)),
+            "/v1/embeddings": ("GET", partial(self._send_part, self._embedding)),
+            "/v1/head": ("GET", partial(self._send_part, self._head)),
+            "/v1/files": ("GET", partial(self._send_part, self._files)),
+            "/v1/generate": ("POST", self._generate),
+        }
 
     def app(self, host: str | None = None) -> App:
-        """The application; with `host` only for clients that name this machine, see `Guard`."""
-        return Guard(
-            self._routes(),
-            token=self.token,
-            host=host,
-            max_body=self.limits.max_body_bytes,
-            metrics=self.metrics,
-        )
+        """The application. With `host`, only requests whose Host header names this machine are
+        accepted. This stops DNS rebinding: a web page whose domain resolves to 127.0.0.1 can make
+        a browser send requests to a local server, but only with the page's own domain as host."""
+        hosts = None if host is None else {"localhost", "127.0.0.1", "::1", host.lower()}
+
+        async def respond(scope: Scope, receive: Receive, send: Send) -> None:
+            await self._respond(_Request(scope, receive, send, self._count), hosts)
+
+        return respond
+
+    def _count(self, path: str, status: int) -> None:
+        path = path if path in self._routes else "other"  # clients can make up any number of paths
+        self.metrics.count("http_requests_total", path=path, status=str(status))
+
+    async def _respond(self, request: _Request, hosts: set[str] | None) -> None:
+        """Answer a request; every error becomes a status and one line."""
+        try:
+            self._check(request, hosts)
+            method, respond = self._routes[request.path]
+            if method != request.method:
+                raise _Refusal(405, f"this path takes {method}", {"Allow": method})
+            await respond(request)
+        except _ClientGone:
+            return
+        except asyncio.CancelledError:  # the server is shutting down, and the time to drain is over
+            if request.status is None:
+                with suppress(asyncio.CancelledError):
+                    await request.reply_json({"error": "the server is shutting down"}, 503)
+        except _ERRORS as error:
+            if request.status is not None:
+                raise
+            refusal = _Refusal.of(error)
+            await request.reply_json(refusal.facts, refusal.status, refusal.headers)
+
+    def _check(self, request: _Request, hosts: set[str] | None) -> None:
+        """Check the host, the token, the path and the announced size, from the headers alone."""
+        if request.path != "/health":  # for load balancers, which have no token
+            if hosts is not None and _host_of(request) not in hosts:
+                what = "the Host header does not name this machine; without a token only it may ask"
+                raise _Refusal(421, what)
+            expected = f"Bearer {self.token}".encode()
+            given = request.headers.get(b"authorization", b"")
+            if self.token is not None and not hmac.compare_digest(given, expected):
+                what = "a valid bearer token is needed"
+                raise _Refusal(401, what, {"WWW-Authenticate": "Bearer"})
+        if request.path not in self._routes:
+            raise _Refusal(404, "no such path")
+        if b"transfer-encoding" in request.headers:
+            raise _Refusal(411, "the body's length must be announced (Content-Length)")
+        if (size := _body_bytes(request)) > self.limits.max_body_bytes:
+            limit = self.limits.max_body_bytes
+            raise _Refusal(413, f"the body has {size} bytes, {limit} are allowed")
 
     def _describe(self, model: str, engine: str) -> dict[str, Any]:
         info = self.target.info
@@ -100,52 +244,26 @@ class TargetServer:
             "boot_id": boot_id(),
         }
 
-    def _routes(self) -> FastAPI:
-        app = FastAPI(title="fledge target server", version=__version__, openapi_url=None)
-        app.router.redirect_slashes = False  # a redirect would echo the request's Host header
+    async def _health(self, request: _Request) -> None:
+        await request.reply_json({"status": "ok", "queue": self.queue.waiting})
 
-        @app.get("/health")
-        async def health() -> dict[str, Any]:
-            return {"status": "ok", "queue": self.queue.waiting}
-
-        @app.get("/v1/info")
-        async def info() -> dict[str, Any]:
-            return self.info
-
-        @app.get("/metrics")
-        async def metrics() -> Response:
-            return Response(self.metrics.text(), media_type="text/plain; version=0.0.4")
-
-        def add(path: str, method: str, respond: Respond) -> None:
-            app.router.routes.append(Route(path, _Messages(self.queue, respond), methods=[method]))
-
-        for name, make in (
-            ("embeddings", self._embeddings), ("head", self._head), ("files", self._files),
-        ):  # fmt: skip
-            add(f"/v1/{name}", "GET", partial(self._send_part, make))
-        add("/v1/generate", "POST", self._generate)
-        return app
+    async def _send_metrics(self, request: _Request) -> None:
+        await request.reply(self.metrics.text().encode(), "text/plain; version=0.0.4")
 
     # --- parts of the target -------------------------------------------------------------------
 
-    async def _send_part(
-        self, make: Callable[[], Message], place: Place, _: Scope, __: Receive, send: Send
-    ) -> None:
-        place.take_reply(self._largest_part)
-        await _send_message(send, await asyncio.to_thread(make))
-
-    @property
-    def _largest_part(self) -> int:
-        """The bytes of the embedding or the head, whichever is larger; files are much smaller."""
-        head = self.target.info.head
-        weight = self.target.backend.get_input_embeddings().weight
-        return max(weight.nbytes, 0 if head is None else head.weight_VD.nbytes)
+    async def _send_part(self, make: Callable[[], Message], request: _Request) -> None:
+        head, weight = self.target.info.head, self.target.backend.get_input_embeddings().weight
+        largest = max(weight.nbytes, 0 if head is None else head.weight_VD.nbytes)
+        with self.queue.admission.place() as reserve:
+            reserve(reply_bytes=largest)
+            await request.reply_message(await asyncio.to_thread(make))
 
     def _parts(self) -> dict[str, torch.Tensor]:
         weight = self.target.backend.get_input_embeddings().weight
         return target_tensors(self.target.info, weight)
 
-    def _embeddings(self) -> Message:
+    def _embedding(self) -> Message:
         return Message({"embed_tokens": self._parts()["embed_tokens"]}, {})
 
     def _head(self) -> Message:
@@ -165,24 +283,21 @@ class TargetServer:
 
     # --- questions -----------------------------------------------------------------------------
 
-    async def _generate(self, place: Place, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _generate(self, request: _Request) -> None:
         """POST /v1/generate, from the first byte of the body to the last byte of the reply."""
-        declared = _declared_length(scope)
-        if declared is not None:
-            place.take_body(declared)  # before any of it is read
-        max_bytes = self.limits.max_body_bytes
-        body = await _read_body(receive, max_bytes, place if declared is None else None)
-        small = len(body) < _SMALL_BYTES
-        read = self.target.read
-        question = read(body) if small else await asyncio.to_thread(read, body)
-        del body
-        held = self.target.info.weights_fingerprint
-        if question.fingerprint not in ("", held):
-            what = f"weights {question.fingerprint} were asked for, this server holds {held}"
-            raise _Refusal(409, what)
-        place.take_reply(self._reply_bytes(question))
-        message = await self._answer(question, receive)
-        await self._reply(question, message, send)
+        with self.queue.admission.place() as reserve:
+            reserve(body_bytes=_body_bytes(request))  # before any of it is read
+            body = await request.read_body()
+            small, read = len(body) < _SMALL_BYTES, self.target.read
+            question = read(body) if small else await asyncio.to_thread(read, body)
+            del body
+            held = self.target.info.weights_fingerprint
+            if question.fingerprint not in ("", held):
+                what = f"weights {question.fingerprint} were asked for, this server holds {held}"
+                raise _Refusal(409, what)
+            reserve(reply_bytes=self._reply_bytes(question))
+            message = await self._answer(question, request)
+            await self._reply(question, message, request)
 
     def _reply_bytes(self, question: Question) -> int:
         info = self.target.info
@@ -192,10 +307,10 @@ class TargetServer:
         )
         return shape.answer_bytes(question.rows.tokens, int(question.rows.loss_mask.bool().sum()))
 
-    async def _answer(self, question: Question, receive: Receive) -> Message:
+    async def _answer(self, question: Question, request: _Request) -> Message:
         """Wait for the answer, or for the client to disconnect."""
         answer = asyncio.ensure_future(self.queue.answer(question))
-        gone = asyncio.ensure_future(_disconnected(receive))
+        gone = asyncio.ensure_future(request.disconnected())
         try:
             await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
             if not answer.done():
@@ -207,95 +322,22 @@ class TargetServer:
             with suppress(asyncio.CancelledError):
                 await gone
 
-    async def _reply(self, question: Question, message: Message, send: Send) -> None:
+    async def _reply(self, question: Question, message: Message, request: _Request) -> None:
         headers, way = {"X-Fledge-Queue": str(self.queue.waiting)}, "body"
         size, name = message.nbytes, question.segment
         if name != "" and await asyncio.to_thread(write_segment, name, message):
             facts = {"request_id": question.request_id, "segment_bytes": str(size)}
             message, way = Message({}, facts), "shared_memory"
-        # Counted before it is sent: a client that has the answer finds it in the metrics.
         self.metrics.count("reply_bytes_total", size, way=way)
-        await _send_message(send, message, headers)
+        await request.reply_message(message, headers)
 
 
-class _Messages:
-    """An ASGI route whose replies are messages: each needs a place among the requests in progress.
-    Every error becomes a status and one line."""
-
-    def __init__(self, queue: AnswerQueue, respond: Respond) -> None:
-        self._queue, self._respond = queue, respond
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            with self._queue.admission.place() as place:
-                await self._respond(place, scope, receive, send)
-        except _ClientGone:
-            return
-        except QueueFull as full:
-            after = {"Retry-After": str(math.ceil(full.retry_after_s))}  # must be whole seconds
-            facts = {"error": str(full), "retry_after_s": full.retry_after_s}
-            await send_json(send, 429, facts, after)
-        except NotFinite as error:  # our error, which a retry does not fix
-            await send_json(send, 500, {"error": first_line(error), "final": True})
-        except _Refusal as refusal:
-            await send_json(send, refusal.status, {"error": str(refusal)})
-        except ValueError as error:  # includes WireError: malformed input is the client's error
-            status = 413 if isinstance(error, TooLarge) else 400
-            await send_json(send, status, {"error": first_line(error)[:_MAX_REASON_LENGTH]})
-        except (RuntimeError, OSError, MemoryError, LookupError, TypeError) as error:
-            reason = first_line(error)[:_MAX_REASON_LENGTH]
-            what = f"the target failed ({type(error).__name__}: {reason})"
-            await send_json(send, 500, {"error": what})
+def _host_of(request: _Request) -> str | None:
+    """The name in the only Host header, without its port: `ssh -L` may forward another one."""
+    hosts = [value for name, value in request.header_list if name == b"host"]
+    match = _HOST.fullmatch(b"".join(hosts).decode("latin1").lower())
+    return None if match is None or len(hosts) != 1 else match[1] or match[2]
 
 
-def _declared_length(scope: Scope) -> int | None:
-    """The declared length of the body; None if it comes in chunks."""
-    headers = dict(scope["headers"])
-    if b"transfer-encoding" in headers:
-        return None
-    return int(headers.get(b"content-length", b"0"))
-
-
-async def _read_body(receive: Receive, max_bytes: int, place: Place | None) -> bytearray:
-    """The whole body. With `place`, for an undeclared length, room is reserved as it arrives."""
-    body = bytearray()
-    now = asyncio.get_running_loop().time
-    end = now() + _BODY_TIMEOUT_S
-    try:
-        async with asyncio.timeout_at(end) as limit:
-            while True:
-                limit.reschedule(min(end, now() + _STALL_S))
-                part = await receive()
-                if part["type"] == "http.disconnect":
-                    raise _ClientGone
-                piece = part.get("body", b"")
-                if len(body) + len(piece) > max_bytes:
-                    raise _Refusal(413, "the body is too large")
-                if place is not None:
-                    place.take_body(len(piece))
-                body += piece
-                if not part.get("more_body", False):
-                    return body
-    except TimeoutError:
-        raise _Refusal(408, "the body did not arrive in time") from None
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-async def _send_message(
-    send: Send, message: Message, headers: dict[str, str] | None = None
-) -> None:
-    """Send large pieces of the tensors' own memory; a client that stops reading is dropped."""
-    await send_head(send, 200, "application/octet-stream", message.nbytes, headers)
-    now = asyncio.get_running_loop().time
-    try:
-        async with asyncio.timeout(_BODY_TIMEOUT_S) as limit:
-            for chunk in message.chunks():
-                limit.reschedule(now() + _BODY_TIMEOUT_S)
-                await send({"type": "http.response.body", "body": chunk, "more_body": True})
-            await send({"type": "http.response.body", "body": b""})
-    except TimeoutError:  # the reply has started: the connection can only be closed
-        raise _ClientGone from None
+def _body_bytes(request: _Request) -> int:
+    return int(request.headers.get(b"content-length", b"0"))

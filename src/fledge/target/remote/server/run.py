@@ -5,28 +5,20 @@ import ipaddress
 import signal
 import socket
 import ssl
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import uvicorn
 
 from fledge.core.errors import BadInput
 from fledge.target.remote.segment import remove_leftovers
 from fledge.target.remote.server.app import TargetServer
-from fledge.target.remote.server.connections import (
-    KEEP_ALIVE_S,
-    BoundedProtocol,
-    ConnectionLimits,
-    Listener,
-    raise_file_limit,
-)
-from fledge.target.remote.server.guard import Receive, Scope, Send
 
-_LEFTOVERS_S = 30.0  # between two searches for shared memory of killed clients
+_KEEP_ALIVE_S = 120  # longer than trainers pause between requests
+_LEFTOVERS_S = 30  # between two searches for shared memory of killed clients
+_MAX_CONNECTIONS = 1024  # beyond them, requests are answered with 503
 
 
 @dataclass(frozen=True)
@@ -49,11 +41,8 @@ class Address:
         """Check the certificate, and refuse to be open to a network by accident."""
         if (self.tls_cert is None) != (self.tls_key is None):
             raise BadInput("a certificate and its key belong together", where="--tls-cert")
-        for path in (self.tls_cert, self.tls_key):
-            if path is not None and not path.is_file():
-                raise BadInput("not a file", where=str(path))
         if self.tls_cert is not None:
-            self._check_certificate()
+            self._check_certificate(self.tls_cert)
         if not self.is_loopback and token is None and not insecure:
             raise BadInput(
                 f"{self.host} can be reached from other machines, and no token is set",
@@ -61,29 +50,27 @@ class Address:
                 fix="give --token-env NAME, or --insecure on a network that you trust",
             )
 
-    def _check_certificate(self) -> None:
-        assert self.tls_cert is not None
-
+    def _check_certificate(self, cert: Path) -> None:
         def no_password() -> str:  # otherwise OpenSSL prompts for one on the terminal
             what = "the key is encrypted, and there is no way to enter its password"
             fix = "decrypt it: openssl pkey -in KEY -out NEW"
             raise BadInput(what, where=str(self.tls_key), fix=fix)
 
         try:
-            context = ssl.create_default_context()
-            context.load_cert_chain(self.tls_cert, self.tls_key, no_password)
+            ssl.create_default_context().load_cert_chain(cert, self.tls_key, no_password)
         except OSError as error:  # includes SSLError
             reason = getattr(error, "reason", None) or error.strerror
             raise BadInput(
                 f"no certificate chain with its key ({reason})",
-                where=f"{self.tls_cert}, {self.tls_key}",
+                where=f"{cert}, {self.tls_key}",
                 fix="give both in PEM form",
             ) from None
 
-    def bind(self, limits: ConnectionLimits | None = None) -> Listener:
+    def bind(self) -> socket.socket:
         """The listening socket, bound before the model is loaded: a busy port fails at once."""
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
-        bound = Listener(family, limits or ConnectionLimits())
+        # asyncio sets TCP_NODELAY only on sockets whose protocol is explicitly TCP
+        bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         # accepted sockets inherit it, so that clients whose machine is gone are detected
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -104,31 +91,12 @@ class Address:
         return f"{scheme}://{host}:{bound.getsockname()[1]}"
 
 
-def make_uvicorn(
-    server: TargetServer, address: Address, bound: Listener, *, drain_s: float
-) -> uvicorn.Server:
+def make_uvicorn(server: TargetServer, address: Address, *, drain_s: float) -> uvicorn.Server:
     """uvicorn with the httptools parser and asyncio's own event loop, which send large pieces
     without copying them (uvloop and h11 are half as fast, see benchmarks/results/remote.md)."""
-    connections, cleaned_at = bound.connections, time.monotonic()
-    app = server.app(address.host if address.is_loopback and server.token is None else None)
-
-    async def tracked(scope: Scope, receive: Receive, send: Send) -> None:
-        with connections.busy(scope["client"]):
-            await app(scope, receive, send)
-
-    async def maintain() -> None:
-        nonlocal cleaned_at
-        connections.drop_late()
-        dropped = connections.dropped
-        server.metrics.set(connections=len(connections), dropped_connections_total=dropped)
-        if time.monotonic() - cleaned_at >= _LEFTOVERS_S:
-            cleaned_at = time.monotonic()
-            await asyncio.to_thread(remove_leftovers)
-
-    protocol: Any = partial(BoundedProtocol, connections=connections)
     config = uvicorn.Config(
-        tracked,
-        http=protocol,
+        server.app(address.host if address.is_loopback and server.token is None else None),
+        http="httptools",
         loop="asyncio",
         ws="none",
         lifespan="off",
@@ -136,12 +104,13 @@ def make_uvicorn(
         access_log=False,
         server_header=False,
         proxy_headers=False,  # the client is always the peer of the connection
-        timeout_keep_alive=KEEP_ALIVE_S,
+        limit_concurrency=_MAX_CONNECTIONS,
+        timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=drain_s,  # type: ignore[arg-type]  # accepts any number
-        callback_notify=maintain,
-        timeout_notify=0,  # as often as uvicorn checks, which is every second
-        ssl_certfile=None if address.tls_cert is None else str(address.tls_cert),
-        ssl_keyfile=None if address.tls_key is None else str(address.tls_key),
+        callback_notify=partial(asyncio.to_thread, remove_leftovers),  # type: ignore[arg-type]
+        timeout_notify=_LEFTOVERS_S,
+        ssl_certfile=address.tls_cert,
+        ssl_keyfile=address.tls_key,
     )
     return uvicorn.Server(config)
 
@@ -149,16 +118,14 @@ def make_uvicorn(
 def serve(
     server: TargetServer,
     address: Address,
-    bound: Listener,
+    bound: socket.socket,
     *,
     drain_s: float = 60.0,
     on_ready: Callable[[str], None] = lambda url: None,
 ) -> None:
     """Serve until SIGINT or SIGTERM, then finish the accepted requests and accept no new ones."""
     remove_leftovers()
-    connections = bound.connections
-    connections.limits = connections.limits.below(raise_file_limit())
-    web = make_uvicorn(server, address, bound, drain_s=drain_s)
+    web = make_uvicorn(server, address, drain_s=drain_s)
     bound.listen(2048)
     on_ready(address.url(bound))
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -1,6 +1,15 @@
-"""Forecasts the length that a run will reach, from its own curve or from those of
-finished runs of the same recipe. The interval is meant to cover 80 %;
-benchmarks/results/forecast.md reports the errors of forecasts of real runs.
+"""Forecasts the length that a run will reach, from its own curve or from those of finished runs of
+the same recipe. The interval is meant to cover 80 %; benchmarks/results/forecast.md reports the
+errors of forecasts of real runs.
+
+A length of `1 + c + c^2 + ... + c^K` is that of a draft whose K tokens are each accepted with
+probability c. Its log-odds `x = ln(c / (1 - c))` grow steadily where lengths and losses bend:
+
+    x = level + slope * bent(ln S - ln S_now) + anneal * A;   bent(r) = (1 - e^(-BEND r)) / BEND
+
+`S` is the sum of the learning rates so far as shares of the peak, in which a step on rows that were
+seen in e earlier passes counts e^(-e / REPEATS) of one on new rows. `A` is how far the rate has
+decayed from its peak: the immediate gain from annealing.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from fledge.core.errors import BadInput
-from fledge.training.forecast.curves import Course, Curve, Floats, Known
+from fledge.training.curves import Course, Curve, Floats, Known
 
 STOP_BELOW = 1.0  # percent per hour
 _HALF_WIDTH = 1.2816  # standard deviations to either side of the mean that cover 80 %
@@ -19,20 +28,23 @@ _LEAST_SHARE, _LEAST_RATE = 0.1, 0.2  # minimum to forecast anything from
 _PIECES = 40  # intervals into which the rest of the run is divided
 _NAMED = 3  # maximum number of known runs named in a line
 
+BEND = 0.6  # the slope falls by e^-BEND with every e-fold of S, so future gains are bounded
+ANNEAL = 0.25, 0.08  # gain in log-odds from annealing the rate to zero: mean, spread
+REPEATS = 15.0  # passes after which rows are worth 1/e: Muennighoff et al., arXiv 2305.16264
+SPAN = 0.3  # e-folds
+MISFIT = 0.5  # the share of a gain by which runs deviate from the formula
+SEEDS = 0.15  # the share of a gain by which runs of one recipe deviate from each other
+NOISE = 0.04  # of an evaluation, on top of sampling noise
+_PRIORS = ((0.0, 3.0), (0.6, 0.3), ANNEAL)  # of level, slope and annealing, in log-odds
+
+OddsAt = Callable[[Course, Any], tuple[Floats, Floats]]  # (log-odds, variance) at steps of a course
+
 
 @dataclass(frozen=True)
 class Estimate:
     length: float
     low: float
     high: float
-
-
-@dataclass(frozen=True)
-class Source:
-    """A known run, and its share in a forecast."""
-
-    name: str
-    share: float
 
 
 @dataclass(frozen=True)
@@ -51,7 +63,7 @@ class Forecast:
     gain_per_hour: float | None  # None: the time of steps was not logged
     stop_below: float
     stop_at: int | None  # step from which it gains less per hour; None: worth training to the end
-    by: tuple[Source, ...] = ()  # known runs; none: its own curve
+    by: tuple[str, ...] = ()  # names of known runs; none: its own curve
 
     @property
     def finished(self) -> bool:
@@ -67,12 +79,12 @@ class Forecast:
 
     def by_whom(self, before: str = "") -> str:
         """Names the known runs that it is based on; empty if there are none."""
-        names = [source.name for source in self.by]
-        more = "" if len(names) <= _NAMED else f" and {len(names) - _NAMED} more"
-        return f"{before}by the course of {', '.join(names[:_NAMED])}{more}" if names else ""
+        more = "" if len(self.by) <= _NAMED else f" and {len(self.by) - _NAMED} more"
+        return f"{before}by the course of {', '.join(self.by[:_NAMED])}{more}" if self.by else ""
 
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "finished": self.finished}
+        by = [{"name": name, "share": 1 / len(self.by)} for name in self.by]
+        return {**asdict(self), "by": by, "finished": self.finished}
 
 
 def forecast(
@@ -80,37 +92,32 @@ def forecast(
 ) -> Forecast:
     """Forecast a run from its curve so far; raises BadInput if that is too short."""
     _check_enough(curve)
-    course, step = curve.course, curve.step
-    fit = Fit(curve)
+    course, step, fit = curve.course, curve.step, Fit(curve)
     followed = Followed(curve, known, fit)
-    names, odds = followed.names, followed.odds if followed.names else fit.odds
+    odds_at = followed.odds if followed.names else fit.odds
     last = curve.measured[-1][1]
     steps = np.unique(np.linspace(step, course.steps, _PIECES + 1).round().astype(int))
-    path = tuple(zip(steps.tolist(), _estimates(odds, curve, course, steps), strict=True))
+    path = tuple(zip(steps.tolist(), _estimates(odds_at, curve, course, steps), strict=True))
     finished = step >= course.steps
     end = Estimate(last, last, last) if finished else path[-1][1]
     twice_data, twice_time = (
-        _estimates(odds, curve, longer, np.array([longer.steps]))[0]
+        _estimates(odds_at, curve, longer, np.array([longer.steps]))[0]
         for longer in (course.doubled(data=True), course.doubled(data=False))
     )
     step_hours = curve.seconds / 3600 / max(1, step)
-    before, after = (end, twice_time) if finished else (path[0][1], end)
-    gain, hours = _percent(before, after), step_hours * (course.steps - (0 if finished else step))
+    gain = _percent(end, twice_time) if finished else _percent(path[0][1], end)
+    hours = step_hours * (course.steps - (0 if finished else step))
+    stop_at = None
+    for (begin, before), (until, after) in reversed([] if finished else list(pairwise(path))):
+        if _percent(before, after) >= stop_below * step_hours * (until - begin):
+            break
+        stop_at = begin
     return Forecast(
-        step=step,
-        steps=course.steps,
-        measured=last,
-        end=end,
-        twice_data=twice_data,
-        twice_time=twice_time,
-        path=() if finished else path,
-        hours=hours,
-        gain=gain,
-        gain_per_hour=gain / hours if hours else None,
-        stop_below=stop_below,
-        stop_at=None if finished else _stop_at(path, step_hours, stop_below),
-        by=tuple(Source(name, 1 / len(names)) for name in names),
-    )
+        step=step, steps=course.steps, measured=last, end=end, twice_data=twice_data,
+        twice_time=twice_time, path=() if finished else path, hours=hours, gain=gain,
+        gain_per_hour=gain / hours if hours else None, stop_below=stop_below, stop_at=stop_at,
+        by=tuple(followed.names),
+    )  # fmt: skip
 
 
 def _check_enough(curve: Curve) -> None:
@@ -127,12 +134,7 @@ def _check_enough(curve: Curve) -> None:
         raise BadInput(f"too early for a forecast: {missing}", fix=fix)
 
 
-def _estimates(
-    odds_at: Callable[[Course, Any], tuple[Floats, Floats]],
-    curve: Curve,
-    course: Course,
-    steps: Any,
-) -> list[Estimate]:
+def _estimates(odds_at: OddsAt, curve: Curve, course: Course, steps: Any) -> list[Estimate]:
     """Lengths at these steps of a course, the run's own or a longer one."""
     middle, variance = odds_at(course, steps)
     odds = middle[:, None] + np.sqrt(variance)[:, None] * _HALF_WIDTH * np.array([0.0, -1.0, 1.0])
@@ -144,26 +146,7 @@ def _percent(before: Estimate, after: Estimate) -> float:
     return 100 * (after.length / before.length - 1)
 
 
-def _stop_at(path: tuple[tuple[int, Estimate], ...], step_hours: float, least: float) -> int | None:
-    """The first step from which no interval of the path gains `least` percent per hour."""
-    stop = None
-    for (begin, before), (end, after) in reversed(list(pairwise(path))):
-        if _percent(before, after) >= least * step_hours * (end - begin):
-            break
-        stop = begin
-    return stop
-
-
 # --- formula --------------------------------------------------------------------------------------
-
-BEND = 0.6  # the slope falls by e^-BEND with every e-fold of S, so future gains are bounded
-ANNEAL = 0.25, 0.08  # gain in log-odds from annealing the rate to zero: mean, spread
-REPEATS = 15.0  # passes after which rows are worth 1/e: Muennighoff et al., arXiv 2305.16264
-SPAN = 0.3  # e-folds
-MISFIT = 0.5
-SEEDS = 0.15  # the share of a gain by which runs of one recipe deviate from each other
-NOISE = 0.04  # of an evaluation, on top of sampling noise
-_PRIORS = ((0.0, 3.0), (0.6, 0.3), ANNEAL)  # of level, slope and annealing, in log-odds
 
 
 def rate_of(length: Floats, depths: int) -> Floats:
@@ -193,7 +176,7 @@ def bent(ahead: Floats) -> Floats:
 
 
 def summed_rates(course: Course, steps: Any) -> tuple[Floats, Floats]:
-    """(ln S, A) at these steps of a course: see `Fit`."""
+    """(ln S, A) at these steps of a course."""
     at, rates = course.rates()
     passes = np.maximum(0.0, at / course.epoch_steps - 1)
     effective = rates * np.exp(-passes / REPEATS)
@@ -212,23 +195,12 @@ def held_out(curve: Curve) -> tuple[Floats, Floats, Floats, Floats]:
 
 
 class Fit:
-    """Level, slope and annealing of a run's own curve at the current step.
+    """Level, slope and annealing of a run's own curve at the current step: a linear regression over
+    its held-out evaluations, with priors.
 
-    A length of `1 + c + c^2 + ... + c^K` is that of a draft whose K tokens are each accepted with
-    probability c. Its log-odds `x = ln(c / (1 - c))` grow steadily where lengths and losses bend:
-
-        x = level + slope * bent(ln S - ln S_now) + anneal * A;   bent(r) = (1 - e^(-BEND r)) / BEND
-
-    `S` is the sum of the learning rates so far as shares of the peak, in which a step on rows that
-    were seen in e earlier passes counts e^(-e / REPEATS) of one on new rows. `A` is how far the
-    rate has decayed from its peak: the immediate gain from annealing.
-
-    Held-out evaluations determine the three numbers, by a linear regression with priors. The more
-    e-folds of S lie between an evaluation and now (SPAN), the less it counts: early curves are
-    S-shaped and tell little about later ones. BEND, ANNEAL and REPEATS shape the future and are
-    what real runs had in common (benchmarks/results/forecast.md). The spread combines the
-    regression's own uncertainty with MISFIT, the share of a gain by which runs deviate from the
-    formula.
+    The more e-folds of S lie between an evaluation and now (SPAN), the less it counts: early curves
+    are S-shaped and tell little about later ones. BEND, ANNEAL and REPEATS shape the future and are
+    what real runs had in common.
     """
 
     def __init__(self, curve: Curve) -> None:
@@ -252,7 +224,7 @@ class Fit:
         return change
 
     def odds(self, course: Course, steps: Any) -> tuple[Floats, Floats]:
-        """(log-odds, variance) at these steps of a course, the run's own or a longer one."""
+        """The spread combines the regression's own uncertainty with MISFIT."""
         times, annealed = summed_rates(course, steps)
         gain = bent(times - self.now)
         features = np.stack([np.ones_like(gain), gain, annealed], 1)
@@ -279,15 +251,14 @@ class Followed:
                 self.names.append(run.name)
 
     def odds(self, course: Course, steps: Any) -> tuple[Floats, Floats]:
-        """(log-odds, variance) at these steps of a course; the evaluation that a forecast is
-        compared with is a measurement, too."""
+        """The evaluation that a forecast is compared with is a measurement, too."""
         times, annealed = summed_rates(course, steps)
-        now, rise = np.array([self._fit.now]), self._fit.rise
         middles, spreads = [], []
         for known_times, known_odds in self._curves:
             inside = np.interp(times, known_times, known_odds)
-            gain = inside - np.interp(now, known_times, known_odds)
-            beyond = rise(np.maximum(times, known_times[-1])) - rise(known_times[-1:])
+            gain = inside - np.interp(np.array([self._fit.now]), known_times, known_odds)
+            beyond = self._fit.rise(np.maximum(times, known_times[-1]))
+            beyond -= self._fit.rise(known_times[-1:])
             middles.append(inside + beyond)
             spreads.append((SEEDS * gain) ** 2 + (MISFIT * beyond) ** 2)
         middle = np.mean(middles, axis=0)

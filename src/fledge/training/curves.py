@@ -28,7 +28,7 @@ Floats = NDArray[np.float64]
 _GRID = 2048  # number of points over which a schedule is summed
 _MOST_BYTES = 1 << 28
 _MAX_RUNS = 12  # the newest ones beside a run
-_SECTIONS = ("data", "packing", "draft", "objective", "training")  # those that shape a curve
+_SECTIONS = {"data", "packing", "draft", "objective", "training"}  # those that shape a curve
 _FREE = {
     "training": {"seed", "steps", "epochs", "extend", "device", "record_steps"},
     "data": {"workers"},
@@ -45,18 +45,17 @@ class _Figure:
 _FIGURES = ListOf(_Figure(), most=4096)  # one per depth
 _EVALUATION = Table(
     optional={
-        "acceptance_length": _Figure(), "rounds": Whole(), "tau": _Figure(), "joint": _FIGURES,
-        "conditional": _FIGURES,
-    },
-)  # fmt: skip
+        **dict.fromkeys(("acceptance_length", "tau"), _Figure()),
+        **dict.fromkeys(("joint", "conditional"), _FIGURES),
+        "rounds": Whole(),
+    }
+)
 _LINE = Table(
     {"step": Whole()},
     optional={
-        **dict.fromkeys(CURVES, Maybe(_Figure())),
+        **dict.fromkeys((*CURVES, "seconds"), Maybe(_Figure())),
+        **dict.fromkeys(("prefix_acceptance", "depth_loss"), _FIGURES),
         "epoch": Whole(),
-        "prefix_acceptance": _FIGURES,
-        "depth_loss": _FIGURES,
-        "seconds": Maybe(_Figure()),
         "evaluation": _EVALUATION,
     },
 )
@@ -76,11 +75,13 @@ class Course:
 
     @classmethod
     def of(cls, recipe: Recipe, steps: int, *, epoch_steps: float, begun_at: int = 0) -> "Course":
-        training, length = recipe.training, steps - begun_at
+        training = recipe.training
         warmup = training.warmup_steps
         return cls(
             steps=steps,
-            warmup=math.ceil(training.warmup_share * length) if warmup is None else warmup,
+            warmup=math.ceil(training.warmup_share * (steps - begun_at))
+            if warmup is None
+            else warmup,
             schedule=training.schedule,
             final_share=training.final_lr_share,
             decay_share=training.decay_share,
@@ -133,9 +134,8 @@ class Curve:
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> "Curve":
         rest = {k: v for k, v in value.items() if k in cls.__dataclass_fields__}
-        rest["course"] = Course(**value["course"])
-        rest["measured"] = tuple((a, b, c) for a, b, c in value["measured"])
-        return cls(**rest)
+        measured = tuple((a, b, c) for a, b, c in value["measured"])
+        return cls(**rest | {"course": Course(**value["course"]), "measured": measured})
 
 
 def read_metrics(run: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -159,8 +159,10 @@ def read_curve(run: Path, *, steps: int = 0) -> Curve:
     """The curve of a run in its directory, finished or not; `steps` is its length if that is not
     recorded there."""
     logged, measured = read_metrics(run)
-    recipe = load_recipe(run / RESOLVED_NAME)
-    state = _newest_state(run)
+    recipe, state = load_recipe(run / RESOLVED_NAME), dict[str, Any]()
+    for path in sorted((run / "checkpoints").glob("step-*")):
+        with contextlib.suppress(BadInput):
+            state = read_state(path)
     steps = steps or state.get(STEPS, 0) or recipe.training.steps or 0
     if not steps:
         what = "no checkpoint says how many steps the run will have"
@@ -181,26 +183,20 @@ def curve_of(
     epoch_steps = steps / recipe.training.epochs
     if recipe.training.steps:  # then a pass ends where the second one begins
         epoch_steps = next((line["step"] for line in logged if line.get("epoch")), math.inf)
-    evaluations = [(line["step"], line["evaluation"]) for line in measured if line["step"]]
-    depths = max((len(line["evaluation"].get("joint", [])) for line in measured), default=0)
+    figures = [(line["step"], line["evaluation"]) for line in measured]
     return Curve(
         course=Course.of(recipe, steps, epoch_steps=epoch_steps, begun_at=begun_at),
-        depths=depths,
+        depths=max((len(values.get("joint", [])) for _, values in figures), default=0),
         measured=tuple(
             (step, float(values["acceptance_length"]), int(values["rounds"]))
-            for step, values in evaluations
-            if values.get("rounds") and math.isfinite(values.get("acceptance_length", math.nan))
+            for step, values in figures
+            if step
+            and values.get("rounds")
+            and math.isfinite(values.get("acceptance_length", math.nan))
         ),
         seconds=float(logged[-1].get("seconds") or 0.0) if logged else 0.0,
         step=max([line["step"] for line in (*logged, *measured)], default=0),
     )
-
-
-def _newest_state(run: Path) -> dict[str, Any]:
-    for path in sorted((run / "checkpoints").glob("step-*"), reverse=True):
-        with contextlib.suppress(BadInput):
-            return read_state(path)
-    return {}
 
 
 # --- known runs ----------------------------------------------------------------------------------
@@ -223,7 +219,7 @@ class Kind:
 
     @classmethod
     def of(cls, recipe: Recipe) -> "Kind":
-        settings = recipe.model_dump(mode="json", include=set(_SECTIONS), exclude=_FREE)
+        settings = recipe.model_dump(mode="json", include=_SECTIONS, exclude=_FREE)
         settings_json = json.dumps(settings, sort_keys=True).encode()
         # only what the recipe says: runs lie beside others whose servers must not be contacted
         target = Path(recipe.target.model or "").name.lower()
@@ -256,14 +252,14 @@ def _known(run: Path, method: str) -> Known:
     if not run.is_dir():
         raise BadInput("no such run", where=str(run))
     curve, own = read_curve(run), load_recipe(run / RESOLVED_NAME).objective.kind
+    missing, fix = "", "give --like runs that are finished"
     if own != method:
-        what = f"a run of another method ('{own}', not '{method}')"
-        raise BadInput(what, where=str(run), fix="give --like runs of the same method")
-    missing = ""
-    if curve.step < curve.course.steps:
+        missing = f"a run of another method ('{own}', not '{method}')"
+        fix = "give --like runs of the same method"
+    elif curve.step < curve.course.steps:
         missing = f"not finished: step {curve.step:,} of {curve.course.steps:,}"
     elif not curve.measured or not curve.depths:
         missing = "no held-out evaluation"
     if missing:
-        raise BadInput(missing, where=str(run), fix="give --like runs that are finished")
+        raise BadInput(missing, where=str(run), fix=fix)
     return Known(run.absolute().name, curve)

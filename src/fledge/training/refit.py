@@ -13,8 +13,9 @@ those do not change: their map is fitted to both, and recovers less. Tables that
 its target (embedding, head) are replaced by the new one's.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +30,9 @@ from fledge.methods.shared.draft import DraftModel, Reading
 from fledge.target.base import Eagle3TargetBackend, InputEmbedding
 from fledge.target.finite_check import check_answer, checked_answer
 
+PENALTIES = tuple(10.0**power for power in range(-14, 2))  # `solve` rejects those too small
+_TINY = 1e-12  # lower limit for the size of a token's output, which is divided by
+
 # --- ridge ----------------------------------------------------------------------------------------
 # Corrects a linear map as little as the rows require: ridge regression in closed form.
 #
@@ -41,8 +45,6 @@ from fledge.target.finite_check import check_answer, checked_answer
 # inputs at which nothing may change. Only G = sum x x^T, R = sum r x^T and sum |r|^2 are kept, in
 # float64: they need the same memory for any number of rows, and those of two sets of rows add up to
 # those of their union.
-
-PENALTIES = tuple(10.0**power for power in range(-14, 2))  # `solve` rejects those too small
 
 
 @dataclass
@@ -89,18 +91,16 @@ class Moments:
         if bool(failed):
             return None
         change_EX: Tensor = torch.cholesky_solve(self.rx_EX.t(), factor_XX).t()
-        if kept_MX is None:
-            return change_EX
-        z_MX = kept_MX.double()
-        solved_MX = torch.cholesky_solve(z_MX.t(), factor_XX).t()
-        # Lagrange multipliers that cancel, at each z, the change of the unconstrained solution.
-        multiplier_ME = torch.linalg.solve(z_MX @ solved_MX.t(), z_MX @ change_EX.t())
-        change_EX -= multiplier_ME.t() @ solved_MX
+        if kept_MX is not None:
+            z_MX = kept_MX.double()
+            solved_MX = torch.cholesky_solve(z_MX.t(), factor_XX).t()
+            # Lagrange multipliers that cancel, at each z, the change of the unconstrained solution
+            multiplier_ME = torch.linalg.solve(z_MX @ solved_MX.t(), z_MX @ change_EX.t())
+            change_EX -= multiplier_ME.t() @ solved_MX
         return change_EX
 
 
-@dataclass(frozen=True)
-class Fitted:
+class Fitted(NamedTuple):
     """The result of a fit. Errors are on the rows that chose the penalty, before fitting them."""
 
     change_EX: Tensor
@@ -129,11 +129,7 @@ def fit_change(fitted: Moments, judged: Moments, kept_MX: Tensor | None = None) 
 # --- the draft ------------------------------------------------------------------------------------
 
 
-_TINY = 1e-12  # lower limit for the size of a token's output, which is divided by
-
-
-@dataclass(frozen=True)
-class Targets:
+class Targets(NamedTuple):
     """The target before and after its change."""
 
     old: Eagle3TargetBackend
@@ -166,21 +162,19 @@ def refit(
     before_EX = reading.weight_EX.to(torch.float64, copy=True)
     reading.weight_EX.copy_(before_EX + fit.change_EX)
     if reading.own_MX is not None:
-        _adjust_own(reading.own_MX, before_EX, reading.weight_EX.double())
+        # The draft's own inputs change as little as possible, so that their output stays the same.
+        after_EX = reading.weight_EX.double()
+        error_ME = reading.own_MX.double() @ (before_EX - after_EX).t()
+        correction_MX = error_ME @ torch.linalg.pinv(after_EX).t()
+        reading.own_MX.add_(correction_MX.to(reading.own_MX.dtype))
     return fit
-
-
-def _adjust_own(own_MX: Tensor, before_EX: Tensor, after_EX: Tensor) -> None:
-    """Change the draft's own inputs as little as possible so that the new map's output for them is
-    the old map's."""
-    error_ME = own_MX.double() @ (before_EX - after_EX).t()
-    own_MX += (error_ME @ torch.linalg.pinv(after_EX).t()).to(own_MX.dtype)
 
 
 def _moments(reading: Reading, targets: Targets, packs: Iterable[TokenBatch]) -> Moments:
     weight_EX = reading.weight_EX.double()
     sums = Moments.like(weight_EX)
-    for old_NX, new_NX in _inputs(reading, targets, packs):
+    for tokens in packs:
+        old_NX, new_NX = (_inputs(reading, target, tokens) for target in targets)
         output_NE = old_NX @ weight_EX.t()
         size_N1 = output_NE.square().mean(-1, keepdim=True).sqrt().clamp_min(_TINY)
         error_NE = (old_NX - new_NX) @ weight_EX.t()
@@ -190,24 +184,15 @@ def _moments(reading: Reading, targets: Targets, packs: Iterable[TokenBatch]) ->
     return sums
 
 
-def _inputs(
-    reading: Reading, targets: Targets, packs: Iterable[TokenBatch]
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield per pack the inputs [N, X] of all real tokens, from both targets, in float64."""
-    device = reading.weight_EX.device
-    for tokens in packs:
-        real_BT = tokens.attention_mask.bool()
-        pair = []
-        for target in (targets.old, targets.new):
-            answer = target.features(tokens)
-            check_answer(target, answer, tokens)
-            aux_BTD = answer.aux_hidden_states.to(device)
-            pair.append(reading.inputs(aux_BTD[real_BT.to(device)]).double())
-        yield pair[0], pair[1]
+def _inputs(reading: Reading, target: Eagle3TargetBackend, tokens: TokenBatch) -> Tensor:
+    """The inputs [N, X] of all real tokens of a pack, in float64."""
+    answer = target.features(tokens)
+    check_answer(target, answer, tokens)
+    aux_BTD = answer.aux_hidden_states.to(reading.weight_EX.device)
+    return reading.inputs(aux_BTD[tokens.attention_mask.bool().to(aux_BTD.device)]).double()
 
 
-@dataclass(frozen=True)
-class Tables:
+class Tables(NamedTuple):
     """The embedding and head that a draft had from its old target, by what became of them."""
 
     taken: tuple[str, ...] = ()  # replaced by the new target's
@@ -223,22 +208,20 @@ def take_tables(draft: DraftModel, targets: Targets) -> Tables:
         return Tables()
     ids = draft.selected_token_ids
     assert ids is not None
-    both = (targets.old, targets.new)
-    embeddings = [target.get_input_embeddings().weight for target in both]
-    heads = [target.info().head.weight_VD for target in both]
-    shared: dict[str, tuple[list[Tensor], Callable[[InputEmbedding], None]]] = {}
+    embeddings = [target.get_input_embeddings().weight for target in targets]
+    heads = [target.info().head.weight_VD for target in targets]
+    own_rows_WD = heads[0][ids.to(heads[0].device)]
+    shared: list[tuple[str, list[Tensor], Callable[[InputEmbedding], None]]] = []
     if _same(draft.embed_tokens.weight, embeddings[0]):
-        shared["embedding"] = (embeddings, draft.copy_embeddings_from_target)
-    if _same(draft.lm_head.weight, heads[0][ids.to(heads[0].device)]):
-        shared["head"] = (heads, draft.copy_head_from_target)
-    alike = {name: _alike(*tables) for name, (tables, _) in shared.items()}
-    for name, (tables, copy) in shared.items():
+        shared.append(("embedding", embeddings, draft.copy_embeddings_from_target))
+    if _same(draft.lm_head.weight, own_rows_WD):
+        shared.append(("head", heads, draft.copy_head_from_target))
+    alike = {name: _alike(old_VD, new_VD) for name, (old_VD, new_VD), _ in shared}
+    for name, (_, new_VD), copy in shared:
         if alike[name]:
-            copy(InputEmbedding(tables[1]))
-    return Tables(
-        taken=tuple(name for name in shared if alike[name]),
-        kept=tuple(name for name in shared if not alike[name]),
-    )
+            copy(InputEmbedding(new_VD))
+    taken, kept = (tuple(name for name in alike if alike[name] is side) for side in (True, False))
+    return Tables(taken, kept)
 
 
 def _same(table: Tensor, other: Tensor) -> bool:
@@ -258,8 +241,7 @@ def _alike(old_VD: Tensor, new_VD: Tensor) -> bool:
     return bool((new - old).norm() < 0.5 * old.norm())
 
 
-@dataclass(frozen=True)
-class Lengths:
+class Lengths(NamedTuple):
     """Acceptance in replayed rounds on the same held-out rows.
 
     A changed target costs a draft acceptance in two ways. Its states differ: a refit recovers that,
@@ -283,13 +265,12 @@ def measure(
 ) -> Lengths:
     with_old, with_new, refitted = (rollouts_of(draft, num_draft_tokens) for draft in drafts)
     totals = [Acceptance.none(with_old.depths)] * 4
-    heads = targets.old.info().head, targets.new.info().head
     ids_W = with_old.selected_token_ids
     for tokens in held_out:
-        old, new = (checked_answer(target, tokens) for target in (targets.old, targets.new))
+        old, new = (checked_answer(target, tokens) for target in targets)
         old_picks, new_picks = (
-            target_picks(answer, tokens, head, ids_W)
-            for answer, head in zip((old, new), heads, strict=True)
+            target_picks(answer, tokens, target.info().head, ids_W)
+            for answer, target in zip((old, new), targets, strict=True)
         )
         replayed = (
             replay_held_out(old, tokens, with_old, old_picks),
