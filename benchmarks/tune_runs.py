@@ -33,11 +33,11 @@ from fledge.measure.figures import Acceptance
 from fledge.measure.replay import Ints, Text, as_pack, packs_of, replay_held_out, target_picks
 from fledge.recipe.schema import Recipe, load_recipe
 from fledge.target.finite_check import checked_answer
-from fledge.target.kinds import target_tokenizer
+from fledge.target.kinds import kind_of, target_tokenizer
 from fledge.target.state_cache import KeptStates, RememberingTarget, colocated
 from fledge.training.batches import StepBatch
 from fledge.training.curves import Curve, curve_of
-from fledge.training.drafts import open_target
+from fledge.training.drafts import target_section
 from fledge.training.setup import Training, prepare_data, set_up, tokenised
 from fledge.training.step import train_step
 
@@ -159,7 +159,10 @@ def _open(jobs: Sequence[Job], device: torch.device) -> Any:
     """The target, with all aux layers that any draft uses."""
     if jobs[0].recipe.target.backend != "hf":
         raise BadInput("states are captured in this process", where="target.backend", fix="hf")
-    return open_target([job.recipe for job in jobs], device)
+    sections = [target_section(job.recipe) for job in jobs]
+    layers = tuple(sorted({i for section in sections for i in section.aux_layer_ids or ()}))
+    section = sections[0].model_copy(update={"aux_layer_ids": layers})
+    return kind_of(section).open(section, device=device, aux_layers=len(layers))
 
 
 @dataclass(frozen=True)

@@ -80,6 +80,7 @@ NAMING = {
     "methods/peagle/method.py": "P-EAGLE's draft is EAGLE-3's",
     "methods/peagle/objective.py": "P-EAGLE's draft is EAGLE-3's",
     "methods/peagle/plan.py": "targets by group",
+    "methods/registry.py": "the type of the token heads of blocks",
 }
 
 

@@ -25,10 +25,9 @@ from fledge.decode.strategy import Rollouts, RoundState, Strategy
 from fledge.methods.base import Method, TrainerInputs
 from fledge.methods.block.config import BlockConfig
 from fledge.methods.block.draft import TokenHead
-from fledge.methods.block.method import TOKEN_HEADS
 from fledge.methods.losses.base import Loss, parameter
 from fledge.methods.losses.registry import LOSSES
-from fledge.methods.registry import METHODS
+from fledge.methods.registry import METHODS, TOKEN_HEADS
 from fledge.methods.section import ObjectiveSection
 from fledge.methods.shared.draft import DraftModel
 from fledge.methods.shared.objective import RolloutOutput

@@ -66,7 +66,7 @@ _PUBLIC = {
     # for custom training loops (docs/python.md)
     "collate": "fledge.data.pack",
     "count_supervised": "fledge.data.vocab",
-    "derive_draft_config": "fledge.methods.shared.derive",
+    "derive_draft_config": "fledge.methods.shared.config",
     "pack_rows": "fledge.data.pack",
     "prepare_rows": "fledge.data.prepare",
     "select_vocabulary": "fledge.data.vocab",

@@ -2,15 +2,14 @@
 
 For callers who flatten their (anchor, depth) elements themselves, in any order, and give one mask.
 Training does not use it: `methods.peagle.draft` computes the same on a plan, with the same weights.
-The mixins read only attributes that their hosts define (`methods.eagle3.draft`), which import them
-and not the other way round. Flex attention is compiled where Inductor supports the tensors;
-elsewhere, and after a failed compilation, the scores are dense.
+The classes of `methods.eagle3.draft` inherit the mixins. Flex attention is compiled where Inductor
+supports the tensors; elsewhere, and after a failed compilation, the scores are dense.
 """
 
 import logging
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,15 +20,14 @@ from torch.nn.attention.flex_attention import (
     flex_attention,
 )
 
-from fledge.methods.shared.draft import RecomputedLayers
-
-if TYPE_CHECKING:
-    from fledge.methods.shared.config import DraftConfig
+from fledge.methods.shared.config import DraftConfig
+from fledge.methods.shared.layer import DeepDraftLayer, DraftAttention, DraftLayer, FusedDraftLayer
+from fledge.methods.shared.rotary import Rotary, rotate
+from fledge.methods.shared.unroll import UnrolledDraftModel
 
 logger = logging.getLogger(__name__)
 
-# --- flex mask -----------------------------------------------------------------------------------
-# P-EAGLE's visibility as a flex-attention mask, for elements in any order.
+# --- mask ----------------------------------------------------------------------------------------
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -45,10 +43,14 @@ def create_peagle_mask_mod(
     anchor_N, depth_N = anchor_pos.reshape(-1).contiguous(), depth.reshape(-1)
     if anchor_N.shape != depth_N.shape:
         raise ValueError(f"depth: {len(depth_N)} elements for {len(anchor_N)} in anchor_pos")
-    document_N = _documents(anchor_N, lengths, total_seq_len)
+    end_J = torch.cumsum(torch.as_tensor(lengths, device=anchor_N.device).reshape(-1), dim=0)
+    if len(end_J) and int(end_J[-1]) > total_seq_len:
+        raise ValueError(f"lengths: sum to {int(end_J[-1])}, more than {total_seq_len}")
+    document_N = torch.searchsorted(end_J, anchor_N, right=True)
+    inside_N = (anchor_N >= 0) & (document_N < len(end_J))  # neither padding nor outside the row
 
     def mask_mod(batch: Tensor, head: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        same = (document_N[q] == document_N[kv]) & (document_N[q] >= 0)
+        same = (document_N[q] == document_N[kv]) & inside_N[q] & inside_N[kv]
         prefix = (depth_N[kv] == 0) & (anchor_N[kv] <= anchor_N[q])
         rollout = (anchor_N[kv] == anchor_N[q]) & (depth_N[kv] <= depth_N[q])
         return same & (prefix | rollout)
@@ -56,27 +58,7 @@ def create_peagle_mask_mod(
     return mask_mod
 
 
-def _documents(anchor_N: Tensor, lengths: Tensor | Sequence[int], total_seq_len: int) -> Tensor:
-    """[N] the document of each anchor, -1 for padding (and for anchors outside the row)."""
-    lengths_J = torch.as_tensor(lengths, device=anchor_N.device).reshape(-1)
-    end_J = torch.cumsum(lengths_J, dim=0)
-    if len(end_J) and int(end_J[-1]) > total_seq_len:
-        raise ValueError(f"lengths: sum to {int(end_J[-1])}, more than {total_seq_len}")
-    document_N = torch.searchsorted(end_J, anchor_N, right=True)
-    inside_N = (anchor_N >= 0) & (document_N < len(end_J))
-    return torch.where(inside_N, document_N, -1)
-
-
-def peagle_block_mask(
-    anchor_pos: Tensor, depth: Tensor, lengths: Tensor | Sequence[int], total_seq_len: int
-) -> BlockMask:
-    """`create_peagle_mask_mod` as a block mask over N x N elements, for every row and head."""
-    mask_mod = create_peagle_mask_mod(anchor_pos, depth, lengths, total_seq_len)
-    count, device = anchor_pos.numel(), anchor_pos.device
-    return create_block_mask(mask_mod, None, None, count, count, device=str(device))
-
-
-# --- flex draft -----------------------------------------------------------------------------------
+# --- attention -----------------------------------------------------------------------------------
 
 _MIN_CHANNELS = 16  # smallest head dimension that Inductor's kernels support
 _COMPILED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -143,19 +125,13 @@ def _dense_attention(
     return ((weights @ v) * seen).to(q_BHNC.dtype)
 
 
-class _PeagleAttentionMixin:
+# --- mixins --------------------------------------------------------------------------------------
+
+
+class _PeagleAttentionMixin(DraftAttention):
     """P-EAGLE's attention: all elements in one pass."""
 
-    q_proj: nn.Linear
-    k_proj: nn.Linear
-    v_proj: nn.Linear
-    o_proj: nn.Linear
-    normed: bool  # whether the host has `q_norm` and `k_norm`
-    q_norm: nn.RMSNorm
-    k_norm: nn.RMSNorm
-    channels: int  # of a head
-    rotary: Any  # positions [N], dtype -> cos, sin
-    rotate: Any  # x [N, H, C], cos, sin -> [N, H, C]
+    rotary: Rotary  # the draft's
 
     def forward_peagle(
         self,
@@ -167,44 +143,33 @@ class _PeagleAttentionMixin:
         batch, count, _ = combined_states.shape
         position_ids = position_ids.expand(batch, count).reshape(-1)
         cos, sin = self.rotary(position_ids, combined_states.dtype)
-
-        def heads(proj: nn.Linear) -> Tensor:
-            out: Tensor = proj(combined_states)
-            return out.reshape(batch * count, -1, self.channels)
-
-        def by_head(x: Tensor) -> Tensor:
-            return x.view(batch, count, -1, self.channels).transpose(1, 2)
-
-        q, k = heads(self.q_proj), heads(self.k_proj)
+        q, k, v = (
+            proj(combined_states).reshape(batch * count, -1, self.channels)
+            for proj in (self.q_proj, self.k_proj, self.v_proj)
+        )
         if self.normed:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = self.rotate(q, cos, sin), self.rotate(k, cos, sin)
-        out = _peagle_flex_attention(
-            by_head(q), by_head(k), by_head(heads(self.v_proj)), block_mask, self.channels**-0.5
+        q, k, v = (
+            x.view(batch, count, -1, self.channels).transpose(1, 2)
+            for x in (rotate(q, cos, sin), rotate(k, cos, sin), v)
         )
+        out = _peagle_flex_attention(q, k, v, block_mask, self.channels**-0.5)
         attended: Tensor = self.o_proj(out.transpose(1, 2).flatten(2))
         return attended
 
 
-class _PeagleLayer:
-    """What both kinds of layers do after attention."""
-
-    self_attn: Any  # with `_PeagleAttentionMixin`
-    input_layernorm: nn.RMSNorm
-    post_attention_layernorm: nn.RMSNorm
-    mlp: Any
-
-    def _finish(self, residual: Tensor, attended: Tensor) -> Tensor:
-        state = residual + attended
-        out: Tensor = state + self.mlp(self.post_attention_layernorm(state))
-        return out
+def _attend(
+    layer: DraftLayer, inputs: Tensor, residual: Tensor, position_ids: Tensor, block_mask: BlockMask
+) -> Tensor:
+    """A layer's attention and MLP, with their residuals."""
+    attention = cast(_PeagleAttentionMixin, layer.self_attn)
+    state = residual + attention.forward_peagle(inputs, position_ids, block_mask)
+    out: Tensor = state + layer.mlp(layer.post_attention_layernorm(state))
+    return out
 
 
-class _PeagleDecoderLayerMixin(_PeagleLayer):
+class _PeagleDecoderLayerMixin(FusedDraftLayer):
     """P-EAGLE's pass through the fused first layer."""
-
-    hidden_norm: nn.RMSNorm
-    norm_residual: bool  # use the normed state as the residual
 
     def forward_peagle(
         self,
@@ -214,34 +179,27 @@ class _PeagleDecoderLayerMixin(_PeagleLayer):
         block_mask: BlockMask,
     ) -> Tensor:
         normed = [self.input_layernorm(input_embeds), self.hidden_norm(hidden_states)]
-        combined = torch.cat(normed, dim=-1)
-        attended = self.self_attn.forward_peagle(combined, position_ids, block_mask)
-        return self._finish(normed[1] if self.norm_residual else hidden_states, attended)
+        residual = normed[1] if self.norm_residual else hidden_states
+        return _attend(self, torch.cat(normed, dim=-1), residual, position_ids, block_mask)
 
 
-class _PeagleVanillaLayerMixin(_PeagleLayer):
+class _PeagleVanillaLayerMixin(DeepDraftLayer):
     """P-EAGLE's pass through a deeper layer, an ordinary pre-norm Llama layer."""
 
     def forward_peagle(
         self, hidden_states: Tensor, position_ids: Tensor, block_mask: BlockMask
     ) -> Tensor:
-        normed = self.input_layernorm(hidden_states)
-        attended = self.self_attn.forward_peagle(normed, position_ids, block_mask)
-        return self._finish(hidden_states, attended)
+        inputs = self.input_layernorm(hidden_states)
+        return _attend(self, inputs, hidden_states, position_ids, block_mask)
 
 
-class _PeagleDraftMixin(RecomputedLayers):
+class _PeagleDraftMixin(UnrolledDraftModel):
     """P-EAGLE's placeholder, and its pass through the whole draft."""
 
-    spec: "DraftConfig"
-    embed_tokens: nn.Embedding
-    fc: nn.Linear
-    layers: nn.ModuleList
     norm: nn.RMSNorm
     mask_hidden: nn.Parameter  # [1, 1, A * D]
-    project_hidden_states: Callable[..., Tensor]  # [..., A * D] -> [..., E]
 
-    def _init_peagle_parameters(self, config: "DraftConfig") -> None:
+    def _init_peagle_parameters(self, config: DraftConfig) -> None:
         """Register the placeholder: it replaces the aux states at depths >= 1, before fc."""
         width = config.num_aux_hidden_states * config.target_hidden_size  # fc's inputs
         self.mask_hidden = nn.Parameter(torch.randn(1, 1, width))
@@ -256,11 +214,14 @@ class _PeagleDraftMixin(RecomputedLayers):
         self.check_parallel()
         return self.project_hidden_states(self.mask_hidden).reshape(1, -1)
 
+    @staticmethod
     def build_peagle_block_mask(
-        self, anchor_pos: Tensor, depth: Tensor, lengths: Tensor | Sequence[int], total_seq_len: int
+        anchor_pos: Tensor, depth: Tensor, lengths: Tensor | Sequence[int], total_seq_len: int
     ) -> BlockMask:
-        """The attention mask of one row's elements, in the given order."""
-        return peagle_block_mask(anchor_pos, depth, lengths, total_seq_len)
+        """`create_peagle_mask_mod` as a block mask over all elements of a row."""
+        mask_mod = create_peagle_mask_mod(anchor_pos, depth, lengths, total_seq_len)
+        count, device = anchor_pos.numel(), str(anchor_pos.device)
+        return create_block_mask(mask_mod, None, None, count, count, device=device)
 
     def forward_peagle(
         self,
@@ -276,6 +237,4 @@ class _PeagleDraftMixin(RecomputedLayers):
             inputs = (embeds, hidden) if index == 0 else (hidden,)
             layer_fn: Any = layer.forward_peagle
             hidden = self._run_draft_layer(layer_fn, *inputs, position_ids, block_mask)
-        if self.spec.norm_output:
-            hidden = self.norm(hidden)
-        return hidden
+        return self.norm(hidden) if self.spec.norm_output else hidden

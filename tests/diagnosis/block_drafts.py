@@ -11,7 +11,7 @@ from export.drafts import answered_rows, files_of
 from fledge.methods.base import TrainerInputs
 from fledge.methods.block.draft import BlockDraftModel
 from fledge.methods.registry import method_of
-from fledge.methods.shared.derive import derive_draft_config
+from fledge.methods.shared.config import derive_draft_config
 from fledge.target.hf.model import HFEagle3TargetModel
 
 LAYERS, MASK = [1, 3, 5], 4

@@ -6,12 +6,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch.nn import functional as F
 from transformers import LlamaConfig
 
 from fledge import BadInput, LlamaEagle3DraftModel
-from fledge.methods.shared.layer import gated_mlp
-from fledge.methods.shared.rotary import Rotary, _in_both_spellings, rope_parameters, rotate
+from fledge.methods.shared.rotary import _in_both_spellings, rope_parameters
 
 
 def make_config(**changes):
@@ -104,18 +102,6 @@ def test_invalid_maps_are_rejected():
         draft.set_vocab_mapping(other.nonzero().flatten(), other)
 
 
-def test_the_mask_follows_from_the_ids():
-    ids, mask = some_vocabulary()
-    from_ids, from_ids_and_mask = make_draft(), make_draft()
-    from_ids.set_vocab_mapping(ids)
-    from_ids_and_mask.set_vocab_mapping(ids, mask)
-    assert torch.equal(from_ids.t2d, from_ids_and_mask.t2d)
-    assert torch.equal(from_ids.d2t, from_ids_and_mask.d2t)
-    for wrong in (ids + 1, ids - 1, ids.float(), ids[None], ids[:-1], ids.clone().fill_(3)):
-        with pytest.raises(ValueError, match="selected_token"):
-            make_draft().set_vocab_mapping(wrong)
-
-
 def test_embeddings_and_head_come_from_the_target():
     draft = make_draft()
     table = torch.nn.Embedding(23, 12)
@@ -130,80 +116,6 @@ def test_embeddings_and_head_come_from_the_target():
     assert torch.equal(draft.lm_head.weight, head.weight[ids])
     with pytest.raises(ValueError, match="embedding"):
         draft.copy_embeddings_from_target(torch.nn.Embedding(22, 12))
-
-
-def test_split_projection_equals_projecting_the_concatenation():
-    """q, k, v of layer 0 read [norm(embedding); norm(hidden)], as a sum of two products."""
-    layer = make_draft().double().layers[0]
-    for parameter in layer.parameters():
-        torch.nn.init.normal_(parameter)
-    embedding, state = torch.randn(2, 7, 12, dtype=torch.float64)
-    weights = layer.weights(torch.float64)
-    joined = torch.cat([layer.input_layernorm(embedding), layer.hidden_norm(state)], dim=-1)
-    projections = (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj)
-    expected = torch.cat([proj(joined) for proj in projections], dim=-1)
-    token = weights.token_part(embedding)
-    for columns in (slice(None), slice(0, 24), slice(24, None)):
-        actual = weights.project(weights.normed(state), token, columns)
-        torch.testing.assert_close(actual, expected[:, columns], rtol=1e-12, atol=1e-12)
-
-
-def test_gated_mlp_matches_the_plain_mlp():
-    mlp = make_draft().double().layers[0].mlp
-    for parameter in mlp.parameters():
-        torch.nn.init.normal_(parameter)
-    x = torch.randn(7, 12, dtype=torch.float64, requires_grad=True)
-    weights = [mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight]
-    gated = gated_mlp(x, *weights)
-    plain = mlp.down_proj(F.silu(mlp.gate_proj(x)) * mlp.up_proj(x))
-    torch.testing.assert_close(gated, plain, rtol=1e-13, atol=1e-13)
-    grads = [torch.autograd.grad((y**2).sum(), [x, *weights]) for y in (gated, plain)]
-    for got, want in zip(*grads, strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
-
-
-def test_project_hidden_states_norms_each_chunk():
-    draft = make_draft(fc_norm=True)
-    for norm in draft.fc_norm:
-        torch.nn.init.normal_(norm.weight)
-    aux = torch.randn(2, 5, 30)
-    chunks = [norm(chunk) for norm, chunk in zip(draft.fc_norm, aux.chunk(3, -1), strict=True)]
-    torch.testing.assert_close(draft.project_hidden_states(aux), draft.fc(torch.cat(chunks, -1)))
-    plain = make_draft()
-    torch.testing.assert_close(plain.project_hidden_states(aux), F.linear(aux, plain.fc.weight))
-
-
-@pytest.mark.parametrize("norm_output", [False, True])
-def test_compute_logits_norms_once(norm_output):
-    draft = make_draft(norm_output=norm_output)
-    torch.nn.init.normal_(draft.norm.weight)
-    hidden = torch.randn(3, 12)
-    expected = draft.lm_head(hidden if norm_output else draft.norm(hidden))
-    torch.testing.assert_close(draft.compute_logits(hidden), expected)
-
-
-def test_partial_rotary_leaves_the_other_channels_alone():
-    rotary = Rotary(make_config(partial_rotary_factor=0.5, head_dim=8))
-    cos, sin = rotary(torch.tensor([0, 3, 50]), torch.float64)
-    assert cos.shape == (3, 4)
-    x = torch.randn(3, 2, 8, dtype=torch.float64)
-    y = rotate(x, cos, sin)
-    assert torch.equal(y[..., 4:], x[..., 4:])
-    assert torch.equal(y[0], x[0])
-    torch.testing.assert_close(y.norm(dim=-1), x.norm(dim=-1), rtol=1e-6, atol=1e-6)
-
-
-def test_rotary_scores_depend_on_distance_only():
-    rotary = Rotary(make_config())
-    q, k = torch.randn(2, 1, 1, 6, dtype=torch.float64)
-    scores = []
-    for shift in (0, 5, 40):
-        rotated = [
-            rotate(x, *rotary(torch.tensor([p + shift]), torch.float64))
-            for x, p in ((q, 9), (k, 2))
-        ]
-        scores.append(float((rotated[0] * rotated[1]).sum()))
-    assert scores == pytest.approx([scores[0]] * 3, rel=1e-5)
 
 
 def test_casting_the_draft_keeps_fp32_angles():

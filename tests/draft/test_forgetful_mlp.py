@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from fledge.methods.shared.layer import forget_mlp, gated_mlp
+from fledge.methods.shared.layer import gated_mlp, kept_mlps
 
 
 def kept_and_gradients(recompute):
@@ -29,7 +29,7 @@ def test_recomputing_gives_the_same_gradients_from_fewer_saved_tensors():
     assert not [x.shape for x in saved_recomputing if x.shape == (7, 9)]
 
 
-@pytest.mark.parametrize(("rows", "forgets"), [(2**17, False), (2**17 + 1, True)])
-def test_activations_are_recomputed_only_beyond_the_limit(rows, forgets):
+@pytest.mark.parametrize(("rows", "kept"), [(2**17, 1), (2**17 + 1, 0)])
+def test_activations_are_recomputed_only_beyond_the_limit(rows, kept):
     config = LlamaConfig(intermediate_size=4096)  # two products of 4096 bf16 values: 16 KiB per row
-    assert forget_mlp(config, rows, torch.bfloat16, kept_gib=2.0) is forgets
+    assert kept_mlps(config, rows, torch.bfloat16, layers=1, kept_gib=2.0) == kept

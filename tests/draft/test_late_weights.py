@@ -62,19 +62,6 @@ def test_values_and_gradients_equal_those_of_weights_cast_early(rows, outs, dtyp
     assert [grad.dtype for grad in actual[3:]] == [master] * len(outs)
 
 
-def test_an_input_without_gradients():
-    x, norm, *masters = leaves(5, (7, 3), dtype=torch.bfloat16, master=torch.float32)
-    x, norm = x.detach(), norm.detach()
-    assert_equal(
-        results(lambda *masters: late_linear(x, masters), masters),
-        results(lambda *masters: cast_early(x, masters), masters),
-    )
-    assert_equal(
-        results(lambda *masters: late_linear(x, masters, norm, EPS), masters),
-        results(lambda *masters: cast_early(rms_norm(x, norm, EPS), masters), masters),
-    )
-
-
 def attention_and_mlp(layer, dtype, *, used_once):
     """Everything that a layer computes with its weights, and the gradients of all weights."""
     weights = layer.weights(dtype, used_once=used_once)
@@ -104,20 +91,6 @@ def test_a_layer_used_once_computes_the_same(dtype, master):
         torch.testing.assert_close(late[name], expected, rtol=0, atol=tolerance * scale)
     for name in ("qkv", "kv"):
         assert torch.equal(late[name], early[name]), name
-
-
-def test_gradients_of_keys_used_twice_are_added_in_the_masters_precision():
-    layer = make_block_draft(dtype=torch.float32).layers[0]
-    size, k = layer.mlp.gate_proj.in_features, layer.self_attn.k_proj.weight
-    state, context = (random(rows, size, dtype=torch.bfloat16, seed=rows) for rows in (9, 5))
-
-    def grad(*passes):
-        weights = layer.weights(torch.bfloat16, used_once=True)
-        outputs = {"own": weights.project_normed(state), "context": weights.project_keys(context)}
-        return torch.autograd.grad(sum(outputs[name].square().sum() for name in passes), k)[0]
-
-    assert torch.equal(grad("own", "context"), grad("own") + grad("context"))
-    assert not torch.equal(grad("own", "context"), grad("own"))
 
 
 @pytest.mark.parametrize("normed", [False, True])

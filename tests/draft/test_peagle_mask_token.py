@@ -5,7 +5,7 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from fledge import BadInput
-from fledge.methods.shared.derive import check_mask_token_id, choose_mask_token_id
+from fledge.methods.shared.placeholder import check_placeholder, choose_placeholder
 
 
 def byte_level(added=(), **options):
@@ -19,8 +19,8 @@ def byte_level(added=(), **options):
 
 
 def choose(tokenizer, extra=0, **options):
-    token_id = choose_mask_token_id(tokenizer, len(tokenizer) + extra, **options)
-    assert check_mask_token_id(token_id, tokenizer, len(tokenizer) + extra, **options) == token_id
+    token_id = choose_placeholder(tokenizer, len(tokenizer) + extra, **options)
+    assert check_placeholder(token_id, tokenizer, len(tokenizer) + extra, **options) == token_id
     return tokenizer.convert_ids_to_tokens(token_id) or token_id
 
 
@@ -65,7 +65,7 @@ def test_a_vocabulary_of_letters_has_no_mask_token():
     bare = Tokenizer(models.WordLevel(letters, unk_token="a"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bare, eos_token="<eos>", unk_token="a")
     with pytest.raises(BadInput, match="never emits"):
-        choose_mask_token_id(tokenizer, len(tokenizer))
+        choose_placeholder(tokenizer, len(tokenizer))
 
 
 def test_explicit_ids_must_follow_the_same_rule():
@@ -80,14 +80,14 @@ def test_explicit_ids_must_follow_the_same_rule():
         ("<|user|>", "chat template"),
     ):
         with pytest.raises(BadInput, match=why):
-            check_mask_token_id(tokenizer.convert_tokens_to_ids(token), tokenizer, size)
+            check_placeholder(tokenizer.convert_tokens_to_ids(token), tokenizer, size)
     for outside in (-1, size):
         with pytest.raises(BadInput, match="ids 0"):
-            check_mask_token_id(outside, tokenizer, size)
+            check_placeholder(outside, tokenizer, size)
     spare = tokenizer.convert_tokens_to_ids("À")
-    assert check_mask_token_id(spare, tokenizer, size) == spare
+    assert check_placeholder(spare, tokenizer, size) == spare
     with pytest.raises(BadInput, match="occurs in the data"):
-        check_mask_token_id(spare, tokenizer, size, seen_ids=[spare])
+        check_placeholder(spare, tokenizer, size, seen_ids=[spare])
 
 
 def test_choices_for_real_tokenizers(smollm2_tokenizer, shared_data):

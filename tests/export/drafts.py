@@ -17,7 +17,7 @@ from fledge.methods.eagle1.objective import Eagle1TrainerModule
 from fledge.methods.eagle3.draft import LlamaEagle3DraftModel
 from fledge.methods.eagle3.objective import Eagle3TrainerModule
 from fledge.methods.peagle.objective import PEagleTrainerModule
-from fledge.methods.shared.derive import derive_draft_config
+from fledge.methods.shared.config import derive_draft_config
 from fledge.target.hf.model import HFEagle3TargetModel
 
 AUX = [1, 3, 4]  # the default for eight layers

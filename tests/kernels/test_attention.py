@@ -129,16 +129,6 @@ def test_low_precision_keeps_its_dtype(dtype, tolerance):
     assert_fast_matches_reference(plan, 2, inputs, tolerance=tolerance)
 
 
-def test_every_slot_may_be_a_query():
-    plan = make_plan([6, 5], 2)
-    g = torch.Generator().manual_seed(0)
-    q, k, v = (
-        torch.randn(len(plan.slot_T), 2, 4, generator=g, dtype=torch.float64) for _ in range(3)
-    )
-    fast = rollout_attention(q, k, v, plan.every)
-    torch.testing.assert_close(fast, rollout_attention(q, k, v, plan.every, kind="reference"))
-
-
 def test_large_scores_do_not_overflow():
     plan = make_plan([40], 3, supervised=1.1)
     q, keys, values, chain = make_inputs(plan, 2, dtype=torch.float32)

@@ -38,7 +38,10 @@ def by_torch(logits, targets, kind, coefficient, ce_weight):
         patch.setattr(head_loss_module, "kernel_runs", lambda x, *, what: False)
         loss = LOSSES[kind]()
         weight = ce_weight if loss.needs_acceptance else None
-        return _score(logits.clone(), targets, loss, coefficient, weight)
+        loss_J, correct_J, _, dlogits_JW = _score(
+            logits.clone(), targets, loss, coefficient, weight
+        )
+        return loss_J, correct_J, dlogits_JW
 
 
 def by_kernel(logits, targets, kind, coefficient, ce_weight):

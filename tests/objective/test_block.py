@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fledge.core.distributed import World, join_world
+from fledge.core.distributed import World
 from fledge.core.head import TargetHead
 from fledge.methods.block.plan import ANCHOR_TOKENS
 from fledge.methods.losses.lk_lambda import LkLambda
@@ -29,7 +29,6 @@ from objective.naive_block import (
     naive_dspark,
 )
 from objective.naive_eagle3 import V, packed_batch, padded_batch
-from ranks import run_ranks
 
 
 def sampled_anchors(module, documents, seed=SEED):
@@ -124,39 +123,6 @@ def test_dspark_matches_the_textbook(variant):
     starts = sampled_anchors(module, documents)
     naive = naive_dspark(draft, documents, starts, head=make_head(), gamma=3.0, **weights)
     check(module, documents, naive)
-
-
-def step_gradients(module, micro_batches, world):
-    """A step's loss and gradients, computed as `train_step` does."""
-    ready = [module.prepare_inputs(**batch, seed=SEED) for batch in micro_batches]
-    normalizer = world.sum_(sum(batch.charged_K for batch in ready))
-    totals = module.totals(ready, world)
-    module.zero_grad()
-    loss = torch.zeros((), dtype=torch.float64)
-    for batch in ready:
-        output = module.score(batch, normalizer, totals)
-        output.loss.backward()
-        loss += output.loss.detach()
-    parameters = list(module.draft_model.parameters())
-    world.sum_gradients(parameters)
-    return [world.sum_(loss), *(parameter.grad.clone() for parameter in parameters)]
-
-
-def step_on_rank(kind):
-    """Ranks with unequal work, one of them with a single micro-batch."""
-    world = join_world(torch.device("cpu"))
-    documents = make_block_documents(LENGTHS)
-    batches = [padded_batch(documents[:3]), padded_batch(documents[3:5])]
-    batches = batches if world.rank == 0 else [packed_batch([documents[5:]], 40)]
-    return step_gradients(KINDS[kind].make(), batches, world)
-
-
-@pytest.mark.parametrize("kind", ["dflash dpace", "dspark"])
-def test_two_ranks_match_one(kind):
-    batch = padded_batch(make_block_documents(LENGTHS))
-    whole = step_gradients(KINDS[kind].make(), [batch], World())
-    for actual, expected in zip(run_ranks(2, step_on_rank, kind)[0], whole, strict=True):
-        torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-11)
 
 
 def test_anchors_depend_on_the_document_and_the_seed_only():

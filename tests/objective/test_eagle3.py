@@ -17,7 +17,6 @@ from objective.cases import LOSSES, assert_same, run
 from objective.cases import eagle3 as make_module
 from objective.naive_eagle3 import (
     D,
-    E,
     V,
     W,
     make_documents,
@@ -112,17 +111,6 @@ def test_reference_implementations_match_the_textbook(attention, compact):
     check_against_textbook({"num_hidden_layers": 2}, {}, "ce", attention=attention, compact=compact)
 
 
-def test_packed_equals_padded_when_everything_is_supervised():
-    """The shift moves the next document's first token into the last slot; it is never charged."""
-    module = make_module()
-    documents = make_documents(LENGTHS, supervised=1.1)
-    padded = run(module, padded_batch(documents))
-    assert padded[0].step_valid.tolist() == [
-        sum(max(0, n - 1 - k) for n in LENGTHS) for k in range(STEPS)
-    ]
-    assert_same(padded, run(module, packed_batch([documents], 33)))
-
-
 def test_the_packing_example_of_semantics_section_5():
     batch = packed_batch([make_documents([3, 2], supervised=1.1)], 8)
     assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2, 3, 4]]
@@ -130,32 +118,6 @@ def test_the_packing_example_of_semantics_section_5():
     assert batch["seq_lens"].tolist() == [[3, 5]]
     prepared = make_module().prepare_inputs(**batch)
     assert prepared.plan.step_valid_K.tolist() == [3, 1, 0, 0]
-
-
-def test_compaction_changes_nothing():
-    draft = make_draft(num_hidden_layers=2)
-    batch = packed_batch([make_documents(LENGTHS)], 40)
-    compact, full = make_module(draft), make_module(draft, compact=False)
-    assert_same(run(compact, batch), run(full, batch))
-    compact_counts, full_counts = (
-        module.prepare_inputs(**batch).plan.counts for module in (compact, full)
-    )
-    assert sum(compact_counts) < sum(full_counts)
-
-
-def test_a_full_vocabulary_needs_no_map():
-    draft = make_draft(draft_vocab_size=V)
-    module = Eagle3TrainerModule(
-        draft,
-        selected_token_ids=torch.arange(V),
-        selected_token_mask=torch.ones(V, dtype=torch.bool),
-        ttt_steps=2,
-        target_head=make_head(),
-    )
-    batch = padded_batch(make_documents(LENGTHS))
-    by_hidden = run(module, batch)
-    assert_same(by_hidden, run(module, with_logits(batch, make_head())))
-    assert by_hidden[0].charged[0] == by_hidden[0].step_valid[0]
 
 
 def test_a_target_outside_the_vocabulary_is_a_rejection():
@@ -170,14 +132,6 @@ def test_a_target_outside_the_vocabulary_is_a_rejection():
     assert out.step_prefix_hits.tolist() == [0] * STEPS
     assert out.step_valid.tolist() == [7, 6, 5, 4]
     assert out.loss == 0
-
-
-def test_depths_are_weighted_by_powers_of_the_decay():
-    module = make_module(step_decay=0.5)
-    out = module(**padded_batch(make_documents(LENGTHS)))
-    means = out.loss_sums / out.charged
-    expected = sum(0.5**k * means[k] for k in range(STEPS)) / sum(0.5**k for k in range(STEPS))
-    torch.testing.assert_close(out.loss, expected.to(out.loss.dtype), rtol=1e-6, atol=1e-6)
 
 
 def test_backward_twice_with_a_scaled_loss():
@@ -320,8 +274,3 @@ def test_a_draft_keeps_its_vocabulary_map():
     other, mask = vocabulary(seed=9)
     with pytest.raises(ValueError, match="another map"):
         Eagle3TrainerModule(draft, selected_token_ids=other, selected_token_mask=mask, ttt_steps=1)
-
-
-def test_sizes_in_this_file_are_all_different():
-    """Mixed-up dimensions would go unnoticed if their sizes were equal."""
-    assert len({V, W, D, E, 3 * D}) == 5

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from fledge import simulated_accept_length
-from fledge.core.distributed import World
+from fledge.core.distributed import World, join_world
+from fledge.methods.losses.registry import LOSSES
 from objective.cases import COUNTS, KINDS, LENGTHS, SEED, assert_same, backward, run
 from objective.naive_eagle3 import (
     check_autocast,
@@ -21,6 +22,7 @@ from objective.naive_eagle3 import (
     with_logits,
     with_probs,
 )
+from ranks import run_ranks
 
 ALL_KINDS = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 FEW = ("eagle3 ce", "peagle kl", "peagle, three segments", "dflash", "dflash kl", "dspark")
@@ -174,3 +176,55 @@ def test_without_a_seed_training_varies_and_evaluation_does_not(name):
     with torch.no_grad():
         assert module(**batch).loss == module(**batch).loss
     assert torch.equal(before, torch.random.get_rng_state())
+
+
+# --- figures of the whole step -------------------------------------------------------------------
+
+
+def step_gradients(module, micro_batches, world):
+    """A step's loss and gradients, computed as `train_step` does."""
+    ready = [module.prepare_inputs(**batch, seed=SEED) for batch in micro_batches]
+    normalizer = world.sum_(sum(batch.charged_K for batch in ready))
+    totals = module.totals(ready, world)
+    module.zero_grad()
+    loss = torch.zeros((), dtype=torch.float64)
+    for batch in ready:
+        output = module.score(batch, normalizer, totals)
+        output.loss.backward()
+        loss += output.loss.detach()
+    parameters = list(module.draft_model.parameters())
+    world.sum_gradients(parameters)
+    return [world.sum_(loss), *(parameter.grad.clone() for parameter in parameters)]
+
+
+def step_on_rank(kind):
+    """Ranks with unequal work, one of them with a single micro-batch."""
+    world = join_world(torch.device("cpu"))
+    documents = KINDS[kind].documents(LENGTHS)
+    batches = [padded_batch(documents[:3]), padded_batch(documents[3:5])]
+    batches = batches if world.rank == 0 else [packed_batch([documents[5:]], 40)]
+    return step_gradients(KINDS[kind].make(), batches, world)
+
+
+@pytest.mark.parametrize("kind", ["eagle3 lambda", "peagle lambda", "dflash dpace", "dspark"])
+def test_two_ranks_match_one(kind):
+    batch = padded_batch(KINDS[kind].documents(LENGTHS))
+    whole = step_gradients(KINDS[kind].make(), [batch], World())
+    for actual, expected in zip(run_ranks(2, step_on_rank, kind)[0], whole, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-11)
+
+
+def test_acceptance_per_micro_batch_would_differ():
+    """Losses weighted by acceptance take its mean over the whole step, which is not that of a part;
+    others need no extra pass."""
+    documents = KINDS["eagle3 ce"].documents(LENGTHS)
+    parts = [padded_batch(documents[:3]), padded_batch(documents[3:])]
+    module = KINDS["eagle3 lambda"].make()
+    whole = step_gradients(module, parts, World())
+    module.totals = lambda ready, world: None
+    assert (step_gradients(module, parts, World())[0] - whole[0]).abs() > 1e-4
+    for name in LOSSES:
+        module = KINDS["eagle3 ce"].make(loss=name)
+        ready = [module.prepare_inputs(**batch) for batch in parts]
+        assert (module.totals(ready, World()) is not None) == (name == "lk_lambda")
+        assert module.totals(ready[:1], World()) is None

@@ -3,8 +3,6 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from fledge.methods.shared.unroll import dropped
 from fledge.rollout import plan as plans
@@ -57,15 +55,6 @@ def test_dropped_rollouts_do_not_change_the_others():
     assert prepared.charged_K.tolist() == full.prepare_inputs(**batch).charged_K.tolist()
 
 
-def test_validation_is_never_thinned():
-    draft, batch = make_draft(), padded_batch(make_documents(LENGTHS))
-    draft.eval()
-    full, _ = run(eagle3(draft), batch)
-    same, _ = run(eagle3(draft, depth_keep=KEEP), batch)
-    assert same.loss == full.loss
-    assert same.step_valid.tolist() == full.step_valid.tolist()
-
-
 def test_a_seed_fixes_the_sample_and_packing_does_not_change_it():
     draft, documents = make_draft(), make_documents(LENGTHS)
     module = eagle3(draft, depth_keep=KEEP)
@@ -77,20 +66,6 @@ def test_a_seed_fixes_the_sample_and_packing_does_not_change_it():
     torch.testing.assert_close(first.loss, repacked.loss, rtol=1e-11, atol=1e-11)
     other_losses = {run(module, padded, seed=s)[0].loss.item() for s in range(4, 9)}
     assert len(other_losses) == 5
-
-
-@given(
-    seed=st.integers(0, 2**62),
-    keep=st.floats(0.1, 0.99),
-    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=5),
-)
-def test_surviving_depths_are_within_range(seed, keep, lengths):
-    document = np.repeat(np.arange(len(lengths)), lengths)
-    place = np.concatenate([np.arange(n) for n in lengths])
-    slots = Documents(place % 3 > 0, document, place)
-    deepest = surviving_depths(slots, num_depths=7, keep=keep, seed=seed)
-    assert deepest.shape == place.shape
-    assert ((deepest >= 0) & (deepest < 7)).all()
 
 
 def test_depths_survive_with_the_stated_probability():

@@ -222,7 +222,7 @@ def check_padding(plan, exact):
 
 
 def block_plan(batch, *, share, seed=0, quantum=16):
-    options = {"size": 5, "first_place": 1, "anchors": 1024, "share_targets": share}
+    options = {"place": (5, 1), "anchors": 1024, "share_targets": share}
     return plan_blocks(masks_of(batch), **options, seed=seed, quantum=quantum)
 
 
@@ -245,7 +245,7 @@ def test_the_sizes_of_blocks_are_round(share):
 def test_groups_share_target_slots():
     """With a block at every slot, 4 blocks of 4 depths need 7 target slots, rounded up to 8."""
     batch = packed_batch([make_block_documents([57], supervised=1.1)], 60)
-    options = {"size": 5, "first_place": 1, "anchors": 2048, "seed": 0, "quantum": 8}
+    options = {"place": (5, 1), "anchors": 2048, "seed": 0, "quantum": 8}
     shared = plan_blocks(masks_of(batch), **options)
     assert shared.head.group == (16, 8)
     alone = plan_blocks(masks_of(batch), **options, share_targets=False)
@@ -326,17 +326,6 @@ def test_there_are_few_sizes(seed, shortest, supervised):
         max_elements = max(max_elements, sum(plan.counts))
     assert len(sizes) <= tokens // quantum
     assert max_elements <= (3.38 * tokens) + 7 * 16
-
-
-def test_few_target_slots_are_requested_twice():
-    rng = np.random.default_rng(0)
-    vars(parallel).update(REAL_SIZES)
-    for seed in range(10):
-        masks = random_masks(rng, 4096, 250, 1.0)
-        exact, plan = (
-            plan_parallel(masks, num_depths=8, seed=seed, **RATIOS, quantum=n) for n in (0, 256)
-        )
-        assert len(plan.target_M) < 1.5 * len(exact.target_M)
 
 
 def random_masks(rng, tokens, shortest, supervised):

@@ -169,28 +169,18 @@ def test_long_values_are_truncated() -> None:
     assert len(line) <= 60
 
 
-LAUGHS = "a: &a [x, x, x]\n" + "\n".join(
-    f"{'b' * i}: &{'b' * i} [{', '.join(['*' + ('b' * (i - 1) or 'a')] * 9)}]" for i in range(1, 30)
-)
-MERGES = "a: &a {x: 1}\n" + "\n".join(
-    f"{'b' * i}: &{'b' * i} {{<<: [{', '.join(['*' + ('b' * (i - 1) or 'a')] * 3)}]}}"
-    for i in range(1, 30)
-)
-
-
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        (LAUGHS, "values, aliases written out"),
-        (MERGES, "values, aliases written out"),
-        ("a: &a [*a]", "nested too deeply"),
+        ("a: &a [x, x]\nb: &b [*a, *a]\nc: [*b, *b]", "line 2, column 8: YAML: no aliases here"),
+        ("a: &a {x: 1}\nb: {<<: *a}", "line 2, column 9: YAML: no aliases here"),
         ("[" * 100_000, "nested too deeply"),
         ("training: " + "[" * 40 + "]" * 40, "nested too deeply"),
         ("x" * 300_000, "more than 262,144 bytes"),
         ("training: {epochs: 1e300}", "training.epochs"),
         ("training: !!python/object/apply:os.abort []", "constructor"),
     ],
-    ids=["laughs", "merges", "itself", "brackets", "deep", "long", "absurd", "object"],
+    ids=["laughs", "merges", "brackets", "deep", "long", "absurd", "object"],
 )
 def test_a_small_file_cannot_expand_to_a_huge_value(tmp_path: Path, text: str, told: str) -> None:
     path = tmp_path / "r.yaml"

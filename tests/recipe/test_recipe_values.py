@@ -273,12 +273,6 @@ def test_an_empty_file_and_empty_sections_are_the_defaults(tmp_path: Path) -> No
     assert load_recipe(written(tmp_path, "training:\n  # nothing\n")) == load_recipe(None)
 
 
-def test_anchors_and_merges_work(tmp_path: Path) -> None:
-    text = "checkpoint: &often {every_steps: 7}\nevaluation: {<<: *often, rows: 3}"
-    recipe = load_recipe(written(tmp_path, text))
-    assert (recipe.evaluation.every_steps, recipe.evaluation.rows) == (7, 3)
-
-
 def test_recipes_are_frozen() -> None:
     with pytest.raises(ValueError, match="frozen"):
         load_recipe(None).training.lr = 1.0  # type: ignore[misc]

@@ -12,11 +12,12 @@ from torch.nn.attention.flex_attention import flex_attention
 from fledge import create_peagle_mask_mod, peagle_draft
 from fledge.methods.peagle.draft import parallel_attention, parallel_visible
 from fledge.methods.peagle.plan import lay_out_parallel, plan_parallel
-from fledge.peagle_draft import _peagle_flex_attention, peagle_block_mask
+from fledge.peagle_draft import _peagle_flex_attention, _PeagleDraftMixin
 from fledge.rollout import plan as plan_module
 from fledge.rollout.slots import RowMasks, Slots
 
 CPU = torch.device("cpu")
+block_mask_of = _PeagleDraftMixin.build_peagle_block_mask
 
 
 def rule(query, key, document):
@@ -222,7 +223,7 @@ def flex(inputs, queries, keys, lengths):
     """Attend over all elements in one flat sequence under the flex mask and select the queries."""
     q, prefix, chain = inputs
     anchor, depth = torch.tensor(keys).T
-    mask = peagle_block_mask(anchor, depth, lengths, sum(lengths))
+    mask = block_mask_of(anchor, depth, lengths, sum(lengths))
     indices = [keys.index(query) for query in queries]
     scattered = q.new_zeros(len(keys), *q.shape[1:]).index_copy(0, torch.tensor(indices), q)
 
@@ -308,7 +309,7 @@ def flex_inputs(count=150, heads=2, channels=16):
     elements = [(a, d) for d in range(3) for a in range(count // 3)]
     anchor, depth = torch.tensor(elements).T
     lengths = [30, 11]  # 50 anchors, nine of them padding
-    return q, k, v, peagle_block_mask(anchor, depth, lengths, 50)
+    return q, k, v, block_mask_of(anchor, depth, lengths, 50)
 
 
 def test_the_block_mask_works_with_torchs_flex_attention():
@@ -317,25 +318,6 @@ def test_the_block_mask_works_with_torchs_flex_attention():
     actual = _peagle_flex_attention(q, k, v, mask, 0.3)
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
     assert (actual[:, :, 41:50] == 0).all()  # padding attends to nothing
-
-
-def test_a_failed_compilation_is_recorded_and_not_retried(monkeypatch, caplog):
-    q, k, v, mask = flex_inputs()
-    attempts = []
-
-    def broken(*args, **kwargs):
-        attempts.append(1)
-        raise RuntimeError("no lowering for this")
-
-    monkeypatch.setattr(peagle_draft, "_peagle_compile_supported", lambda *tensors: True)
-    monkeypatch.setattr(peagle_draft, "_peagle_flex_attention_compiled", broken)
-    monkeypatch.setattr(peagle_draft, "_peagle_flex_attention_compile_failed", False)
-    expected = peagle_draft._dense_attention(q, k, v, mask, 0.3)
-    for _ in range(2):
-        assert torch.equal(_peagle_flex_attention(q, k, v, mask, 0.3), expected)
-    assert attempts == [1]
-    assert peagle_draft._peagle_flex_attention_compile_failed
-    assert "no lowering for this" in caplog.text
 
 
 def test_out_of_memory_is_not_a_failed_compilation(monkeypatch):
@@ -349,14 +331,3 @@ def test_out_of_memory_is_not_a_failed_compilation(monkeypatch):
     with pytest.raises(torch.OutOfMemoryError):
         _peagle_flex_attention(q, k, v, mask, 0.3)
     assert not peagle_draft._peagle_flex_attention_compile_failed
-
-
-def test_compiled_only_where_inductor_supports_it():
-    class Tensor:  # only device, dtype and shape are read
-        def __init__(self, device="cuda", dtype=torch.bfloat16, channels=64):
-            self.device, self.dtype, self.shape = torch.device(device), dtype, (1, 2, 3, channels)
-
-    assert peagle_draft._peagle_compile_supported(*[Tensor()] * 3)
-    for bad in (Tensor("cpu"), Tensor(dtype=torch.float64), Tensor(channels=8)):
-        assert not peagle_draft._peagle_compile_supported(bad, bad, bad)
-        assert not peagle_draft._peagle_compile_supported(Tensor(), Tensor(), bad)

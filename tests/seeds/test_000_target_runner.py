@@ -17,7 +17,7 @@ from fledge import (
     RunnerEagle3TargetModel,
     TargetRunner,
 )
-from fledge.methods.shared.derive import derive_draft_config
+from fledge.methods.shared.config import derive_draft_config
 from target.contract import padded_rows
 from target.hf_runner import LogitsRunner
 from target.tiny_models import tiny_model

@@ -24,7 +24,7 @@ from fledge import (
     PEagleTrainerModule,
 )
 from fledge import target as target_module
-from fledge.methods.shared.derive import derive_draft_config
+from fledge.methods.shared.config import derive_draft_config
 from fledge.target.hf.model import _shift_left_with_zero
 from target.contract import packed_rows, padded_rows, some_documents
 from target.tiny_models import tiny_model

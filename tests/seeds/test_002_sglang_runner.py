@@ -18,7 +18,7 @@ from fledge import (
     SGLangTargetRunner,
     VLLMEagle3TargetModel,
 )
-from fledge.methods.shared.derive import derive_draft_config
+from fledge.methods.shared.config import derive_draft_config
 from fledge.target.runner import RunnerEagle3TargetModel
 from fledge.target.sglang import runner as module
 from fledge.target.sglang.engine import VERSIONS

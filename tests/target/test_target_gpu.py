@@ -86,12 +86,11 @@ def test_a_step_never_synchronizes(kind, documents):
 
 
 def test_a_step_with_every_option_never_synchronizes():
-    from fledge.recipe.sections import Training  # machines for GPU tests may lack pydantic
-
     case = Case(shape="135m", kind="eagle3", seq=512, batch=1, documents=60)
     parts = build_parts(case, torch.device("cuda"))
     parts.objective.feature_dropout = 0.1
-    parts.optimizers = make_optimizers(parts.objective.draft_model, Training(optimizer="muon"))
+    draft = parts.objective.draft_model
+    parts.optimizers = make_optimizers(draft, optimizer="muon", lr=1e-4)
     parts.average = Average(parts.parameters, 0.99)
     assert synchronizations(parts, build_batches(case, 4)) == []
 

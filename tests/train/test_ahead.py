@@ -16,7 +16,7 @@ from fledge.training.batches import (
     ask_ahead,
     wait_together,
 )
-from fledge.training.clock import Clock
+from fledge.training.step import Clock
 
 CPU = torch.device("cpu")
 

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 from fledge.cli.main import app
 from fledge.methods.registry import load_draft, method_of
 from fledge.recipe.schema import load_recipe
-from fledge.training.drafts import shared_section
+from fledge.training.drafts import target_section
 from fledge.training.fit import fit
 from fledge.training.setup import set_up
 from train.test_fit import differing
@@ -112,9 +112,9 @@ def test_each_method_chooses_its_default_layers(objective, ids):
     one with a single layer not that of EAGLE-1."""
     kind, *rest = objective
     recipe = load_recipe(None, [f"objective.kind={kind}", *(f"objective.{key}" for key in rest)])
-    assert shared_section(recipe).aux_layer_ids == ids
+    assert target_section(recipe).aux_layer_ids == ids
     named = load_recipe(None, ["target.aux_layer_ids=3,5,7"])
-    assert shared_section(named).aux_layer_ids == (3, 5, 7)
+    assert target_section(named).aux_layer_ids == (3, 5, 7)
 
 
 def test_four_methods_are_evaluated_side_by_side(block, recipe, tmp_path, monkeypatch):

@@ -117,16 +117,16 @@ def test_a_run_learns_and_leaves_a_loadable_draft(recipe, tmp_path):
 
 def test_a_run_reports_its_progress(recipe):
     training, events = set_up(recipe()), []
-    training.progress = lambda what, done, total, unit, note: events.append((what, done, note))
+    training.watch = lambda *event: events.append(event)
     total = training.stream.steps
     fit(training, Notes())
     packs = len(training.held_out)
     assert packs > 1
-    evaluated = [(step, detail) for event, step, detail in events if event == "evaluating"]
-    due = sorted({0, total, *range(4, total, 4)})
-    assert evaluated == [(step, f"{i} of {packs} packs") for step in due for i in range(packs)]
+    evaluated = [tuple(counts) for event, *counts in events if event == "evaluating"]
+    due = {0, total, *range(4, total, 4)}
+    assert evaluated == len(due) * [(i, packs) for i in range(packs)]
     assert [step for event, step, _ in events if event == "training"] == list(range(total))
-    assert ("saving", total, "") in events
+    assert ("saving", total, total) in events
 
 
 @pytest.mark.parametrize("steps", [1, 4, 5])
@@ -423,6 +423,39 @@ def test_an_existing_run_reports_which_field_differs(recipe):
         check_existing(recipe("training.lr=0.5"))
     with pytest.raises(BadInput, match="resume is false"):
         check_existing(recipe("checkpoint.resume=false"))
+
+
+def test_a_finished_run_is_reported_without_loading_its_target(
+    recipe, monkeypatch, capsys, tmp_path
+):
+    few = recipe("training.steps=5")
+    assert run_recipe(few) == 0
+    capsys.readouterr()
+
+    def set_up(*_, **__):
+        raise AssertionError("a finished run was set up again")
+
+    monkeypatch.setattr(building, "set_up", set_up)
+    before = layout(tmp_path / "run"), comparable(tmp_path / "run")
+    assert run_recipe(few) == 0
+    assert "already finished at step 5" in capsys.readouterr().out
+    assert run_recipe(few, as_json=True) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert (result["step"], result["finished"], result["already_finished"]) == (5, True, True)
+    assert result["after"]["step"] == 5
+    assert (layout(tmp_path / "run"), comparable(tmp_path / "run")) == before
+
+
+def test_another_length_is_refused(recipe, monkeypatch):
+    few, more = recipe("training.steps=5"), recipe("training.steps=12")
+    with monkeypatch.context() as patch:
+        stop_after(patch, 1)
+        train(few)
+    with pytest.raises(BadInput, match=r"another recipe: training\.steps: 5 -> 12"):
+        check_existing(more)
+    assert train(few).finished
+    with pytest.raises(BadInput, match=r"finished at step 5 .*steps: 5 -> 12.*draft.init_from="):
+        check_existing(more)
 
 
 def test_a_run_does_not_continue_on_different_data(recipe, tiny_chats, tmp_path):

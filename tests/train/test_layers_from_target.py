@@ -8,7 +8,7 @@ from fledge.core.errors import BadInput
 from fledge.core.rows import TokenBatch
 from fledge.methods.eagle3.draft import LlamaEagle3DraftModel, start_as_target
 from fledge.methods.eagle3.objective import Eagle3TrainerModule
-from fledge.methods.shared.derive import derive_draft_config
+from fledge.methods.shared.config import derive_draft_config
 from fledge.rollout.slots import RowMasks
 from fledge.target.hf.model import HFEagle3TargetModel
 from fledge.target.layers import find_layers

@@ -17,7 +17,7 @@ from fledge.training.planning.prediction import PARTS, predict, step_memory
 from fledge.training.setup import set_up
 from fledge.training.step import train_step
 from live_bytes import LiveBytes
-from train.test_fit import comparable, differing, final_weights
+from train.test_fit import comparable, differing, final_weights, stop_after
 from train.tiny import Notes
 
 PACE = Pace(target_s=1e-3, step_s=1e-2, replay_s=1e-4, picks_s=1e-5)
@@ -38,10 +38,10 @@ def pace_here(training):
 def counted(training):
     """Train, and return how many (steps, evaluations) there were."""
     events = []
-    training.progress = lambda what, done, total, unit, note: events.append((what, done, note))
+    training.watch = lambda *event: events.append(event)
     fit(training, Notes())
-    evaluated = {step for event, step, _ in events if event == "evaluating"}
-    return len([1 for event, *_ in events if event == "training"]), len(evaluated)
+    names = [event if done or event == "training" else "begins" for event, done, _ in events]
+    return names.count("training"), names.count("begins")
 
 
 def test_every_part_is_counted(recipe, paced):
@@ -64,12 +64,13 @@ def test_every_part_is_counted(recipe, paced):
     assert predicted["data"] == training.data_s > 0
 
 
-def test_a_resumed_run_is_predicted_from_its_current_step(recipe, paced):
-    fit(set_up(recipe("training.steps=5")), Notes())
-    longer = recipe("training.steps=11", "training.extend=true")
-    remaining = predict(set_up(longer)).seconds_by_part
-    whole = predict(set_up(recipe("training.steps=11", run="other"))).seconds_by_part
-    assert remaining["steps"] == pytest.approx(6 / 11 * whole["steps"])
+def test_a_resumed_run_is_predicted_from_its_current_step(recipe, paced, monkeypatch):
+    whole = predict(set_up(recipe("training.steps=11"))).seconds_by_part
+    with monkeypatch.context() as patch:
+        stop_after(patch, 5)
+        step = fit(set_up(recipe("training.steps=11")), Notes()).state.step
+    remaining = predict(set_up(recipe("training.steps=11"))).seconds_by_part
+    assert remaining["steps"] == pytest.approx((11 - step) / 11 * whole["steps"])
     assert 0 < remaining["evaluations"] < whole["evaluations"]
 
 

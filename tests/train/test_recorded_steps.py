@@ -107,10 +107,8 @@ def test_recorded_steps_match_plain_steps(pretend, kind, quantum):
 
 def with_muon(parts):
     """Switch to Muon with weight decay, and average the weights."""
-    from fledge.recipe.sections import Training  # machines for GPU tests may lack pydantic
-
-    training = Training(optimizer="muon", weight_decay=0.1, lr=1e-3)
-    parts.optimizers = make_optimizers(parts.objective.draft_model, training)
+    draft = parts.objective.draft_model
+    parts.optimizers = make_optimizers(draft, optimizer="muon", weight_decay=0.1, lr=1e-3)
     parts.average = Average(parts.parameters, 0.9)
 
 

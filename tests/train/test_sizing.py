@@ -11,7 +11,7 @@ from fledge.cli.console import out
 from fledge.cli.plan import plan
 from fledge.core.errors import BadInput
 from fledge.models.shapes import SIZES
-from fledge.recipe.schema import load_recipe, load_recipes
+from fledge.recipe.schema import load_recipe
 from fledge.training.planning import sizing
 from fledge.training.planning.cost import StepMemory, typical_rows
 from fledge.training.planning.shape_plan import TargetShape, draft_without_memory
@@ -145,22 +145,6 @@ def test_given_speeds_override_the_measured_ones():
     assert (figures["target_workers"], figures["train_gpus"]) == (3, 1)
     assert figures["tokens_per_s"] == pytest.approx(3000, rel=0.01)
     assert figures["worker_operations"] is None
-
-
-def test_an_additional_draft_costs_only_its_step(tmp_path):
-    path = tmp_path / "two.yaml"
-    path.write_text("drafts:\n  a: {objective: {kind: eagle3}}\n  b: {objective: {ttt_steps: 3}}\n")
-    overrides = [
-        f"target.model={SIZES['8b']}",
-        "packing.tokens=8192",
-        "draft.draft_vocab_size=32000",
-    ]
-    recipes = [*load_recipes(path, overrides).values()]
-    alone = [Load.of([recipe], Given()) for recipe in recipes]
-    together = Load.of(recipes, Given())
-    assert together.target_s == alone[0].target_s
-    assert together.step_s == pytest.approx(sum(load.step_s for load in alone))
-    assert together.rank_bytes == sum(load.rank_bytes for load in alone)
 
 
 def test_plan_cluster_matches_the_documentation(capsys, monkeypatch):

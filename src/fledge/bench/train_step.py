@@ -24,17 +24,16 @@ from fledge.core.transfer import record_event
 from fledge.data.pack import collate, one_per_row, pack_rows
 from fledge.methods.base import TrainerInputs
 from fledge.methods.registry import DEFAULT_METHOD, METHODS
-from fledge.methods.shared.derive import derive_draft_config
+from fledge.methods.shared.config import derive_draft_config
 from fledge.target.base import Eagle3TargetBackend, InputEmbedding
 from fledge.target.hf.loading import convert_linears
 from fledge.target.hf.model import HFEagle3TargetModel
 from fledge.target.state_cache import KeptStates, RememberingTarget
 from fledge.training.batches import StepBatch
-from fledge.training.clock import Clock
 from fledge.training.optimizer import StepGuard, make_optimizer
 from fledge.training.planning.step_cost import MetaStep, without_memory
 from fledge.training.recorded_steps import recorded_steps
-from fledge.training.step import Parts, train_step
+from fledge.training.step import Clock, Parts, train_step
 
 SHAPE_FIELDS = (
     *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),

@@ -12,7 +12,7 @@ from typer import Argument, Exit, Option
 from fledge.cli import options as opt
 from fledge.cli.console import err, facts_table, out, print_json, progress_bar, quiet_libraries
 from fledge.cli.help import Verbs
-from fledge.cli.loading import opened_spread, recipes_of_words
+from fledge.cli.loading import opened_spread, recipe_of_words
 from fledge.core.errors import BadInput, nearest
 from fledge.core.files import check_place
 from fledge.core.terminal import counted
@@ -217,7 +217,7 @@ def precompute(
     Bytes are predicted before anything is written. An interrupted or stopped cache is continued
     with --resume. The same command with --resume may run any number of times at once, on any
     machines that see the directory: they share the work, as do processes under torchrun, and the
-    workers of --ray. For a recipe of several drafts, the layers of all of them are kept.
+    workers of --ray.
     """
     import torch
 
@@ -226,7 +226,7 @@ def precompute(
     from fledge.training.precompute import cache_dtype, recipe_job, recipe_target
 
     words = [*arguments, *([f"target.dtype={target_dtype}"] if target_dtype else [])]
-    recipe, *others = recipes_of_words(words).values()
+    recipe = recipe_of_words(words)
     output_dir = output_dir.expanduser()
     check_place(output_dir, directory=True)
     with _opened_spread(recipe, ray, address, workers) as spread:
@@ -239,8 +239,8 @@ def precompute(
             batch_size=batch_size, resume=resume, quota_gb=quota_gb,
         )  # fmt: skip
         with progress_bar("preparing data") as progress:
-            job = recipe_job(recipe, output_dir, chosen, progress, others=others, device=device)
-            load = partial(recipe_target, recipe, device, others)
+            job = recipe_job(recipe, output_dir, chosen, progress, device=device)
+            load = partial(recipe_target, recipe, device)
             run = partial(execute, job, load, device=device, progress=progress)
             if spread is not None:
                 from fledge.target.ray.spread import execute_on_ray
@@ -258,11 +258,11 @@ def fill_cache(words: list[str], output_dir: Path, chosen: Any) -> Any:
     from fledge.target.cache.precompute import execute
     from fledge.training.precompute import recipe_job, recipe_target
 
-    recipe, *others = recipes_of_words(words).values()
+    recipe = recipe_of_words(words)
     device, chosen = pick_device(recipe.training.device), replace(chosen, resume=True)
     quiet_libraries()
-    job = recipe_job(recipe, output_dir, chosen, others=others, device=device)
-    load = partial(recipe_target, recipe, device, others)
+    job = recipe_job(recipe, output_dir, chosen, device=device)
+    load = partial(recipe_target, recipe, device)
     return execute(job, load, device=device)
 
 

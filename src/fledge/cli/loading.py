@@ -18,13 +18,6 @@ def recipe_of_words(words: Sequence[str]) -> Any:
     return load_recipe(*split_arguments(words))
 
 
-def recipes_of_words(words: Sequence[str]) -> Any:
-    """The recipes by draft name; the recipe of a single draft has the name ''."""
-    from fledge.recipe.schema import load_recipes, split_arguments
-
-    return load_recipes(*split_arguments(words))
-
-
 def target_options(
     draft: Path, aux_layers: str, dtype: str, device: str, trust_remote_code: bool
 ) -> dict[str, Any]:

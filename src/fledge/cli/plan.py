@@ -8,7 +8,7 @@ from rich.table import Table
 from typer import Option
 
 from fledge.cli.console import out, plain_table, print_json, progress_bar, quiet_libraries
-from fledge.cli.loading import recipes_of_words
+from fledge.cli.loading import recipe_of_words
 from fledge.cli.options import AsJson, RecipeWords
 from fledge.core.errors import BadInput
 from fledge.core.terminal import counted
@@ -58,14 +58,14 @@ def plan(
 
     With --ranks, what it would cost on that many GPUs: from the target's configuration alone, for
     training.steps steps. Either way it reports how many ranks (training.context) have to share a
-    pack for it to fit. A recipe of several drafts costs the target's time once.
+    pack for it to fit.
 
     With --cluster, how many GPUs for capture and how many for training keep each other busy, what
     every link carries, hours and cost for 1 and 100 million samples; --ranks fixes the number of
     those that train. The options after --cluster are for it alone.
     """
     begin = time.perf_counter()
-    recipes = [*recipes_of_words(arguments).values()]
+    recipes = [recipe_of_words(arguments)]
     quiet_libraries()
     if cluster:
         from fledge.training.planning.sizing import Given, gpu_of
@@ -122,10 +122,10 @@ def _by_shape(recipes: Sequence[Any], ranks: int) -> tuple["Prediction", Any, st
 def _by_trial(recipes: Sequence[Any], begin: float) -> tuple["Prediction", Any, str, list[str]]:
     """The prediction for this machine, measured on runs that are set up but not started."""
     from fledge.training.planning.prediction import predict_together, step_memory
-    from fledge.training.setup import set_up_together
+    from fledge.training.setup import set_up
 
     with progress_bar("preparing data") as progress:
-        trainings = set_up_together(recipes, progress)
+        trainings = [set_up(recipes[0], progress)]
         progress("trying out this machine")
         predicted = predict_together(trainings, begin)
     stream = trainings[0].stream

@@ -9,7 +9,7 @@ from typer import Argument, Option
 
 from fledge.cli.console import out, plain_table, print_json
 from fledge.cli.help import Verbs
-from fledge.cli.loading import recipes_of_words
+from fledge.cli.loading import recipe_of_words
 from fledge.cli.options import OUT
 from fledge.core.errors import BadInput
 from fledge.core.files import check_place, write_text
@@ -69,20 +69,13 @@ def copy(
 
 @app.command(epilog="Example: fledge recipe show smollm2_cpu training.lr=3e-4")
 def show(arguments: _Arguments = None, as_json: _Json = False) -> None:
-    """Print the resolved recipe: every field, with overrides applied and defaults filled in.
-
-    For a recipe of several drafts, the recipe of each.
-    """
-    recipes = recipes_of_words(arguments or [])
+    """Print the resolved recipe: every field, with overrides applied and defaults filled in."""
+    recipe = recipe_of_words(arguments or [])
     with suppress(BadInput):  # the cache may not exist yet
-        recipes = {name: recipe.settled() for name, recipe in recipes.items()}
+        recipe = recipe.settled()
     if as_json:
-        dumped = {name: recipe.model_dump(mode="json") for name, recipe in recipes.items()}
-        print_json(dumped.get("", dumped))
-        return
-    for name, recipe in recipes.items():
-        if name:
-            out.plain(f"--- # {name}")
+        print_json(recipe.model_dump(mode="json"))
+    else:
         out.plain(recipe.to_yaml(), end="")
 
 
@@ -109,22 +102,22 @@ def check(
     as_json: Annotated[bool, Option("--json", help="One JSON object per file.")] = False,
 ) -> None:
     """Check recipe files, one line each; the first bad one ends the check with exit code 2."""
-    from fledge.recipe.schema import load_recipes
+    from fledge.recipe.schema import load_recipe
 
     for path in recipes:
         try:
-            drafts = [*load_recipes(path).values()]
+            recipe = load_recipe(path)
         except BadInput as error:
             if as_json:
                 outcome = {"recipe": str(path), "ok": False, "error": str(error)}
                 print_json(outcome, one_line=True)
             raise
-        target = drafts[0].target
+        target = recipe.target
         facts = {
             "target": f"{target.model or target.backend}",
             "backend": target.backend,
-            "objective": " and ".join(recipe.objective.kind for recipe in drafts),
-            "output_dir": " and ".join(recipe.run.output_dir for recipe in drafts),
+            "objective": recipe.objective.kind,
+            "output_dir": recipe.run.output_dir,
         }
         if as_json:
             print_json({"recipe": str(path), "ok": True, **facts}, one_line=True)

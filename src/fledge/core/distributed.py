@@ -15,7 +15,6 @@ numbers of micro-batches.
 
 import contextlib
 import os
-import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -26,7 +25,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fledge.core.errors import BadInput
-from fledge.core.heartbeat import start_heartbeat, stop_heartbeat
 from fledge.core.machine import find_device
 
 T = TypeVar("T")
@@ -118,13 +116,8 @@ def pick_device(name: str) -> torch.device:
     return device
 
 
-def join_world(
-    device: torch.device, *, shard: int = 1, context: int = 1, watched: bool = False
-) -> World:
-    """Join the other processes that torchrun started, if any. Call it once the data is ready.
-
-    `watched` ends this process, too, when another one has died (`heartbeat.py`).
-    """
+def join_world(device: torch.device, *, shard: int = 1, context: int = 1) -> World:
+    """Join the other processes that torchrun started, if any. Call it once the data is ready."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size % (shard * context):
         what = f"{size} processes cannot be cut into {shard} (training.shard) x {context} "
@@ -136,17 +129,11 @@ def join_world(
     shape = (size // (shard * context), shard, context)
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=MESH)
     local = int(os.environ.get("LOCAL_RANK", "0"))
-    world = World(dist.get_rank(), size, local, shard, context, mesh)
-    if watched:
-        start_heartbeat(world.rank, size, run=world.from_main(secrets.token_hex(8)))
-    return world
+    return World(dist.get_rank(), size, local, shard, context, mesh)
 
 
 def leave_world(world: World) -> None:
     if world.size > 1 and dist.is_initialized():
-        stop_heartbeat()
-        # The first rank to leave may host the store that the heartbeats go to. All work is done, so
-        # a rank that has died meanwhile is nobody's failure.
-        with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(RuntimeError):  # all work is done: a rank may be gone already
             dist.barrier()
         dist.destroy_process_group()

@@ -67,6 +67,9 @@ def explain(error: BaseException) -> tuple[str, int] | None:
         return f"out of memory ({first_line(error)}); ask for less at a time", 2
     if isinstance(error, RuntimeError) and "can't allocate memory" in str(error):  # torch, CPU
         return f"out of memory ({first_line(error)}); ask for less at a time", 2
+    if type(error).__name__ == "DistBackendError" or "/gloo/" in str(error):
+        lost = f"another rank is gone ({first_line(error)})"
+        return f"{lost}; the same command continues the run", 2
     if isinstance(error, UnicodeEncodeError) and error.encoding == "utf-8":  # a foreign byte
         text = error.object[max(0, error.start - 20) : error.end + 20]
         return f"{text!r} was given, and it is not UTF-8; use letters that are", 2

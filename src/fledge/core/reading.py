@@ -377,16 +377,6 @@ def _readable(path: Path, what: str) -> Iterator[None]:
         raise BadInput(message, where=str(path), fix=fix) from error
 
 
-def tensor_shapes(path: Path, *, what: str = "the file") -> dict[str, tuple[int, ...]]:
-    """The shapes in the header of a safetensors file, which safetensors has checked against the
-    file size; no tensor is read."""
-    from safetensors import safe_open
-
-    with _readable(path, what), safe_open(str(path), framework="np") as handle:
-        names = list(handle.keys())
-        return {name: tuple(handle.get_slice(name).get_shape()) for name in names}
-
-
 def load_tensors(
     path: Path, *, what: str = "the file", keep: Callable[[str], bool] | None = None
 ) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""All methods. A new one needs its own file, its draft's weights, and one line here."""
+"""All methods, and the token heads of block drafts. A new one needs one line here."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PretrainedConfig
 
+    from fledge.methods.block.draft import TokenHead
     from fledge.methods.section import ObjectiveSection
     from fledge.methods.shared.draft import DraftModel
 
@@ -26,6 +27,9 @@ METHODS: Registry[Method] = Registry(
     },
 )
 DEFAULT_METHOD = "eagle3"
+TOKEN_HEADS: "Registry[type[TokenHead]]" = Registry(
+    "objective.token_head", {"markov": "fledge.methods.block.draft:MarkovHead"}
+)
 
 
 def objective_sections() -> "dict[str, type[ObjectiveSection]]":

@@ -5,8 +5,8 @@ So switching a kind can drop keys that only the old kind has, overrides may come
 an error can name the line or the override that caused it. Does not import torch.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial, reduce
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,6 @@ from fledge.core.reading import MAX_BYTES, read_bytes, shown
 from fledge.core.settings import Tagged
 from fledge.recipe.names import by_section, unknown
 from fledge.recipe.yaml_text import parse_yaml
-
-DRAFTS = "drafts"  # in a recipe of several drafts: the settings of each, by name
 
 
 @dataclass(frozen=True)
@@ -35,36 +33,29 @@ class Part(dict[str, Any]):
     values of a section are settings, or parts again where it holds another section."""
 
 
-@dataclass
-class Written:
-    """The settings of a file, or of the overrides: for all drafts, and for each one by name."""
-
-    sections: Part = field(default_factory=Part)
-    drafts: dict[str, Part] = field(default_factory=dict)
-
-
 def read_layers(
     source: Path | Mapping[str, Any] | None,
     overrides: Sequence[str] | Mapping[str, Any],
     *,
     recipe: Tagged,
-) -> tuple[Written, Written]:
-    """The settings of a recipe, and those of the overrides, which are either strings
+) -> Part:
+    """The settings of a recipe with those of the overrides, which are either strings
     (`section.key=value`) or sections with the keys to change."""
-    written, changes = Written(), Written()
+    written, changes = Part(), Part()
     if isinstance(source, Path):
         written = _read_file(source, recipe)
     elif source is not None:
-        written = _read(source, lambda *_: "recipe", recipe)
+        written = _sections(source, lambda *_: "recipe", recipe)
     if isinstance(overrides, Mapping):
-        changes = _read(overrides, lambda *keys: f"argument '{keys[0]}'", recipe)
+        changes = _sections(overrides, lambda *keys: f"argument '{keys[0]}'", recipe)
     else:
         for text in overrides:
-            _override(changes, text, written.drafts, recipe)
-    return written, changes
+            changes = joined(changes, _override(text, recipe))
+    kept: Part = joined(_kept(written, changes, recipe), changes)
+    return kept
 
 
-def _read_file(path: Path, recipe: Tagged) -> Written:
+def _read_file(path: Path, recipe: Tagged) -> Part:
     if path.is_fifo():  # `fledge plan <(make-recipe)`
         with path.open("rb") as pipe:
             text = pipe.read(MAX_BYTES)
@@ -79,28 +70,11 @@ def _read_file(path: Path, recipe: Tagged) -> Written:
     def place(*keys: str) -> str:
         return f"{path}, line {lines[keys]}" if keys in lines else str(path)
 
-    return _read(data, place, recipe)
-
-
-def _read(data: Mapping[str, Any], place: Callable[..., str], recipe: Tagged) -> Written:
-    """The settings of a mapping: its sections, and those of its `drafts`. `place` says where a
-    section, or one of its keys, was written."""
-    common = {name: body for name, body in data.items() if name != DRAFTS}
-    drafts = data.get(DRAFTS, {})
-    if not isinstance(drafts, Mapping) or (DRAFTS in data and not drafts):
-        fix = "write a name for each, and its sections below"
-        raise BadInput(f"'{DRAFTS}' holds {shown(drafts)}", where=place(DRAFTS), fix=fix)
-    written = Written(_sections(common, place, recipe))
-    for name, body in drafts.items():
-        here = partial(place, DRAFTS, str(name))
-        if body is not None and not isinstance(body, Mapping):
-            fix = "write its sections on indented lines below it"
-            raise BadInput(f"draft '{name}' holds {shown(body)}", where=here(), fix=fix)
-        written.drafts[str(name)] = _sections(body or {}, here, recipe)
-    return written
+    return _sections(data, place, recipe)
 
 
 def _sections(data: Mapping[Any, Any], place: Callable[..., str], recipe: Tagged) -> Part:
+    """The settings of a mapping; `place` says where a section, or one of its keys, was written."""
     sections = Part()
     for name, body in data.items():
         keys = {} if body is None else body  # `training:` and nothing below it
@@ -121,27 +95,16 @@ def _settings(value: Any, place: Callable[..., str], shape: Tagged | None) -> An
     )
 
 
-def _override(changes: Written, text: str, drafts: Iterable[str], recipe: Tagged) -> None:
-    """Add an override `section.key=value`, or `drafts.name.section.key=value`."""
+def _override(text: str, recipe: Tagged) -> Part:
+    """The settings of an override `section.key=value`."""
     where = f"override '{text}'" if len(text) <= 200 else f"override '{text[:100]}...'"
     name, equals, raw = text.partition("=")
     names = [part.strip() for part in name.split(".")]
     if not equals or not all(names):
         fix = "write section.key=value, for example training.lr=1e-4"
         raise BadInput("not an override", where=where, fix=fix)
-    draft = ""
-    if names[0] == DRAFTS:
-        draft, names = "".join(names[1:2]), names[2:]
-        if draft not in drafts or not names:
-            known = ", ".join(drafts) or "none"
-            fix = f"write {DRAFTS}.name.section.key=value; the drafts of this recipe: {known}"
-            raise BadInput("not a key of a draft", where=where, fix=fix)
     value = reduce(lambda inner, key: Part({key: inner}), reversed(names), _parsed(raw, where))
-    sections = _sections(value, lambda *_: where, recipe)
-    if draft:
-        changes.drafts[draft] = joined(changes.drafts.get(draft, Part()), sections)
-    else:
-        changes.sections = joined(changes.sections, sections)
+    return _sections(value, lambda *_: where, recipe)
 
 
 def _parsed(raw: str, where: str) -> Any:
@@ -161,11 +124,6 @@ def joined(old: Any, new: Any) -> Any:
     if isinstance(new, Part) and isinstance(old, dict):
         return type(old)(old | {key: joined(old.get(key), value) for key, value in new.items()})
     return new
-
-
-def layered(layers: Sequence[Part], *, recipe: Tagged) -> Part:
-    """The settings of all layers, each taking precedence over those before it."""
-    return reduce(lambda old, new: joined(_kept(old, new, recipe), new), layers, Part())
 
 
 def _kept(old: Part, new: Part, shape: Tagged) -> Part:
@@ -192,14 +150,6 @@ def plain(value: Any) -> Any:
     return {key: plain(inner) for key, inner in value.items()} if isinstance(value, dict) else value
 
 
-def where_of(settings: Part, place: Sequence[Any], default: str) -> str:
-    """Where the value at a place (its section, key, ...) was written."""
-    setting: Any = settings
-    for key in place:
-        setting = setting.get(key) if isinstance(setting, Part) else setting
-    return setting.where if isinstance(setting, Setting) else default
-
-
 _MESSAGES = {"missing": "a value is required", "model_type": "must be a mapping"}
 
 
@@ -208,15 +158,16 @@ def one_line(error: ValidationError, *, settings: Part, where: str, recipe: Tagg
     and how many more there are."""
     first = min(error.errors(), key=lambda one: one["type"] != "extra_forbidden")
     place = first["loc"]
-    where = where_of(settings, place, where)
+    setting: Any = settings
+    for key in map(str, place):
+        setting = setting.get(key) if isinstance(setting, Part) else setting
+    where = setting.where if isinstance(setting, Setting) else where
     name = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in place).lstrip(".")
     if first["type"] == "extra_forbidden":
         what, fix = unknown([str(key) for key in place], plain(settings), recipe)
         return BadInput(what, where=where, fix=fix)
     message = first["msg"].removeprefix("Value error, ")
-    message = f"{message[0].lower()}{message[1:]}"
-    if first["type"] in _MESSAGES:
-        message = _MESSAGES[first["type"]]
+    message = _MESSAGES.get(first["type"], f"{message[0].lower()}{message[1:]}")
     if first["type"] != "missing" and not isinstance(first["input"], dict | BaseModel):
         message += f", got {shown(first['input'])}"
     more = error.error_count() - 1

@@ -8,27 +8,13 @@ from pydantic import BaseModel
 
 from fledge.core.settings import MOST, Tagged
 from fledge.methods.section import LossChoice
-from fledge.recipe.layers import DRAFTS
-from fledge.recipe.schema import OWN, Recipe, recipe_shapes
+from fledge.recipe.schema import Recipe, recipe_shapes
 
 
 def json_schema() -> dict[str, Any]:
     """JSON schema for editors: point `# yaml-language-server: $schema=...` at a file with it."""
     schema: dict[str, Any] = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
-    schema |= Recipe.model_json_schema(by_alias=False)
-    schema["properties"] |= {DRAFTS: _drafts(schema["properties"])}
-    return schema
-
-
-def _drafts(sections: dict[str, Any]) -> dict[str, Any]:
-    """The schema of what a recipe sets for each of several drafts."""
-    properties = {
-        section: sections[section] if keys is None else {"type": "object"}
-        for section, keys in OWN.items()
-    }
-    entry = {"type": "object", "properties": properties, "additionalProperties": False}
-    description = "Several drafts from one pass of the target: what each sets over the rest."
-    return {"type": "object", "additionalProperties": entry, "description": description}
+    return schema | Recipe.model_json_schema(by_alias=False)
 
 
 def markdown() -> str:

@@ -5,7 +5,6 @@ Does not import torch: the command line reads recipes before anything heavy is n
 """
 
 import os
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -20,7 +19,7 @@ from fledge.methods.base import Method
 from fledge.methods.registry import DEFAULT_METHOD, METHODS, objective_sections
 from fledge.methods.section import ObjectiveSection
 from fledge.recipe import sections
-from fledge.recipe.layers import DRAFTS, Part, layered, one_line, plain, read_layers, where_of
+from fledge.recipe.layers import one_line, plain, read_layers
 from fledge.recipe.yaml_text import dump_yaml
 from fledge.target.hf.kind import HfTarget
 from fledge.target.kinds import TargetSection, kind_of, target_sections
@@ -182,17 +181,7 @@ def _read_recipe(
     source: Path | Mapping[str, Any] | None, overrides: Sequence[str] | Mapping[str, Any]
 ) -> Recipe:
     where = str(source) if isinstance(source, Path) else "recipe"
-    written, changes = read_layers(source, overrides, recipe=RECIPE)
-    if written.drafts or changes.drafts:
-        what = f"a recipe of several drafts ({', '.join(written.drafts)}), and one is wanted here"
-        fix = "give the recipe.yaml in the directory of one of them"
-        raise BadInput(what, where=where, fix=fix)
-    return _merged([written.sections, changes.sections], where=where)
-
-
-def _merged(layers: Sequence[Part], *, where: str) -> Recipe:
-    """The recipe of merged layers, each taking precedence over those before it."""
-    settings = layered(layers, recipe=RECIPE)
+    settings = read_layers(source, overrides, recipe=RECIPE)
     try:
         return Recipe.model_validate(plain(settings))
     except ValidationError as error:
@@ -267,82 +256,3 @@ def recipe_file(path: str | os.PathLike[str]) -> Path:
 def title(path: Path) -> str:
     """The purpose of a shipped recipe, which is its first line."""
     return path.read_text().partition("\n")[0].removeprefix("# ").rstrip(".")
-
-
-# --- several drafts -------------------------------------------------------------------------------
-# They are trained from one pass of the target.
-#
-#     run: {output_dir: runs/pair}
-#     drafts:
-#       small: {draft: {intermediate_size: 1024}}
-#       large: {draft: {layers: 2}, training: {lr: 5e-5}}
-#
-# Each entry is an ordinary recipe: the file, over it the entry, over that the overrides; its
-# directory is `runs/pair/small`.
-
-# The keys that a draft may set for itself (None: all of a section). Everything else determines what
-# the target is asked and when, which is the same for all drafts.
-OWN: Mapping[str, tuple[str, ...] | None] = {
-    "draft": None,
-    "objective": None,
-    "target": ("aux_layer_ids",),
-    "training": (
-        "lr", "optimizer", "betas", "eps", "weight_decay", "schedule", "decay_share",
-        "warmup_share", "warmup_steps", "final_lr_share", "ema", "clip", "compute_dtype",
-        "gradient_checkpointing", "spike_factor", "max_bad_steps",
-    ),
-}  # fmt: skip
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
-_ONE_RUN_TRACKERS = ("wandb", "trackio")  # support one run per process
-
-
-def load_recipes(
-    path: str | os.PathLike[str] | None, overrides: Sequence[str] = ()
-) -> dict[str, Recipe]:
-    """The recipes of a file's drafts, by name; a file without `drafts` gives one recipe, under the
-    name ''."""
-    file = None if path is None else recipe_file(path)
-    where = "recipe" if file is None else str(file)
-    written, changes = read_layers(file, overrides, recipe=RECIPE)
-    if not written.drafts:
-        return {"": _merged([written.sections, changes.sections], where=where)}
-    recipes = {}
-    for name in written.drafts:
-        if not _NAME.fullmatch(name):
-            fix = "letters, digits, '_', '-' and '.': it names a directory"
-            raise BadInput(f"'{name}' is not a valid name for a draft", where=where, fix=fix)
-        own, changed = written.drafts[name], changes.drafts.get(name, Part())
-        for part in (own, changed):
-            _check_own(part, where)
-        layers = [written.sections, own, changes.sections, changed]
-        recipe = _merged(layers, where=f"{where}, {DRAFTS}.{name}")
-        for tracker in recipe.tracking.trackers:
-            if len(written.drafts) > 1 and tracker in _ONE_RUN_TRACKERS:
-                count = len(written.drafts)
-                what = f"tracking.trackers: {tracker} follows one run, these are {count}"
-                fix = "tracking.trackers=tensorboard, or metrics.jsonl of each"
-                raise BadInput(what, where=where, fix=fix)
-        recipes[name] = _own_run(name, recipe)
-    return recipes
-
-
-def _check_own(part: Part, where: str) -> None:
-    """Refuse keys that all drafts share; unknown keys are refused later, as in any recipe."""
-    for section, shape in recipe_shapes().items():
-        allowed, settings = OWN.get(section, ()), part.get(section)
-        if allowed is None or not isinstance(settings, Part):
-            continue
-        for key in settings:
-            if key in allowed or key not in shape.all_keys():
-                continue
-            what = f"'{section}.{key}' is one for all drafts, which share the target's answers"
-            fix = f"write it once, under '{section}' of the recipe"
-            raise BadInput(what, where=where_of(part, (section, key), where), fix=fix)
-
-
-def _own_run(name: str, recipe: Recipe) -> Recipe:
-    """The recipe with a directory and a run name of its own."""
-    directory = str(Path(recipe.run.output_dir) / name)
-    run_name = None if recipe.run.name is None else f"{recipe.run.name}-{name}"
-    run = recipe.run.model_copy(update={"output_dir": directory, "name": run_name})
-    return recipe.model_copy(update={"run": run})

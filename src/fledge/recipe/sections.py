@@ -180,10 +180,6 @@ class Training(Section):
     steps: PositiveCount | None = None
     """Optimizer steps; null: by epochs."""
 
-    extend: bool = False
-    """Lengthen a finished run to the recipe's steps or epochs; the added steps have a warm-up and a
-    schedule of their own."""
-
     micro_batch: PositiveCount = 1
     """Packs per forward and rank."""
 

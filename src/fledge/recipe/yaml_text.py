@@ -16,8 +16,7 @@ from fledge.core.errors import BadInput
 
 _MAX_BYTES = 1 << 18  # recipes have a few thousand
 _MAX_DEPTH = 32
-_LINES_DEPTH = 5  # levels with line numbers: drafts, name, section, key, part of its value
-_MAX_VALUES = 20_000  # with all aliases and merges expanded
+_LINES_DEPTH = 3  # levels with line numbers: section, key, part of its value
 _INT = re.compile(r"[-+]?[0-9][0-9_]*$")
 _FLOAT = re.compile(
     r"[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9_]*)?)([eE][-+]?[0-9]+)?$|[-+]?\.(inf|Inf|INF)$|\.(nan|NaN|NAN)$"
@@ -27,7 +26,6 @@ _RESOLVERS = (
     ("tag:yaml.org,2002:bool", re.compile(r"true$|True$|TRUE$|false$|False$|FALSE$"), list("tTfF")),
     ("tag:yaml.org,2002:int", _INT, list("-+0123456789")),
     ("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789.")),
-    ("tag:yaml.org,2002:merge", re.compile(r"<<$"), ["<"]),
 )
 
 
@@ -40,11 +38,18 @@ class _Loader(yaml.SafeLoader):
             raise RecursionError
         super().fetch_flow_collection_start(TokenClass)
 
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        """Refuse aliases: a few lines of aliases to aliases stand for billions of values."""
+        if self.check_event(yaml.AliasEvent):
+            mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
+            raise yaml.MarkedYAMLError(None, None, "no aliases here: write the value out", mark)
+        return super().compose_node(parent, index)
+
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[str] = set()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode):
-                if key.value in seen and key.tag != "tag:yaml.org,2002:merge":
+                if key.value in seen:
                     raise _refused(f"key '{key.value}' is given twice", key)
                 seen.add(key.value)
         return super().construct_mapping(node, deep)
@@ -99,7 +104,6 @@ def parse_yaml(text: str | bytes, *, where: str) -> tuple[Any, dict[tuple[str, .
         loader = _Loader(text)  # the constructor already reads the beginning
         try:
             node = loader.get_single_node()
-            _check_expanded(node)
             lines = _lines(node)
             value = None if node is None else loader.construct_document(node)
         finally:
@@ -122,28 +126,6 @@ def parse_yaml(text: str | bytes, *, where: str) -> tuple[Any, dict[tuple[str, .
 
 def dump_yaml(value: Any) -> str:
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
-
-
-def _check_expanded(root: yaml.Node | None) -> None:
-    """Refuse text that is small only until its aliases are expanded: a few lines of aliases to
-    aliases stand for billions of values, and merge keys copy what they refer to."""
-    sizes: dict[int, int] = {}  # of finished nodes
-
-    def size_of(node: yaml.Node, depth: int) -> int:
-        if isinstance(node, yaml.ScalarNode):
-            return 1
-        if depth > _MAX_DEPTH:  # an alias to what it is part of, too
-            raise RecursionError
-        if id(node) not in sizes:
-            pairs = isinstance(node, yaml.MappingNode)
-            inner = [part for pair in node.value for part in pair] if pairs else node.value
-            sizes[id(node)] = 1 + sum(size_of(part, depth + 1) for part in inner)
-        if sizes[id(node)] > _MAX_VALUES:
-            raise _refused(f"more than {_MAX_VALUES:,} values, aliases written out", node)
-        return sizes[id(node)]
-
-    if root is not None:
-        size_of(root, 1)
 
 
 def _refused(why: str, node: yaml.Node) -> yaml.MarkedYAMLError:

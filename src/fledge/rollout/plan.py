@@ -203,19 +203,14 @@ def plan_rollout(
     ranks: ContextRanks | None = None,
     quantum: int = 0,
 ) -> RolloutPlan:
-    """Read the masks (the only host sync of a step) and lay out the rollout on `device`.
-
-    Masks that are still on the host need no sync at all: plan before the target runs.
+    """Read the masks (the only host sync of a step, and none if they are on the host) and lay out
+    the rollout on `device`.
 
     With `compact=False` every real slot is a row as long as its input token exists: the wasteful
-    layout, which must give the same loss.
-
-    With `keep` < 1 a rollout continues to the next depth with that probability only, drawn from
-    `seed` and the document's own loss mask.
-
-    With `ranks`, which all read the same rows, the plan is this rank's part.
-
-    With `quantum`, sizes are rounded up so that the same few recur (`lay_out_evenly`).
+    layout, which must give the same loss. With `keep` < 1 a rollout continues to the next depth
+    with that probability only, drawn from `seed` and the document's own loss mask. With `ranks`,
+    which all read the same rows, the plan is this rank's part. With `quantum`, sizes are rounded up
+    so that the same few recur (`lay_out_evenly`).
     """
     slots = flatten_slots(masks)
     asked_SK = supervised_SK = _supervised(slots, num_depths)
@@ -239,17 +234,18 @@ def plan_rollout(
         every = query_rows(part.own, axis.first[part.own], device)
         plan = replace(plan, every=every, share=part.share(ranks, device, depths=num_depths))
     if keep < 1:
-        return replace(plan, asked_MK=_asked_targets(slots, asked_SK, device))
+        _, asked_MK = _askers(np.flatnonzero(slots.target), asked_SK)
+        return replace(plan, asked_MK=send(torch.from_numpy(asked_MK), device))
     return plan
 
 
-def _asked_targets(slots: Slots, supervised_SK: Bools, device: torch.device) -> Tensor:
-    """[M, K]: whether a target slot is asked for at depth k, by the anchor k slots before it."""
-    target = np.flatnonzero(slots.target)
+def _askers(target: Ints, supervised_SK: Bools) -> tuple[Ints, Bools]:
+    """[M, K]: the anchor that may ask for a target slot at depth k, which is k slots before it (or
+    slot 0), and whether it does."""
     depth = np.arange(supervised_SK.shape[1])
     anchor_MK = target[:, None] - depth
-    asked_MK = supervised_SK[np.maximum(anchor_MK, 0), depth] & (anchor_MK >= 0)
-    return send(torch.from_numpy(asked_MK), device)
+    in_batch_MK = np.maximum(anchor_MK, 0)
+    return in_batch_MK, supervised_SK[in_batch_MK, depth] & (anchor_MK >= 0)
 
 
 def _supervised(slots: Slots, num_depths: int) -> Bools:
@@ -284,6 +280,8 @@ def lay_out(
     arrays += [np.flatnonzero(slots.target), *head, supervised_P.astype(np.int64)]
     arrays += [supervised_so_far(supervised_SK)]
 
+    begin = int(keep[0]) if len(keep) else 0
+    contiguous = len(keep) == 0 or int(keep[-1]) - begin == len(keep) - 1
     moved = iter(to_device(arrays, device))
     slot_T, position_T, first_T, slot_N, first_N = (next(moved) for _ in range(5))
     arange_T = torch.arange(len(keep), device=device)
@@ -293,7 +291,7 @@ def lay_out(
     )
     return RolloutPlan(
         slot_T=slot_T,
-        span=_span(keep),
+        span=(begin, begin + len(keep)) if contiguous else None,
         position_T=position_T,
         every=QueryRows(arange_T, first_T, arange_T, (np.arange(len(keep)), key_first)),
         depths=depths,
@@ -314,21 +312,12 @@ def supervised_so_far(supervised_SK: Bools) -> Ints:
     return np.array(counts, dtype=np.int64)
 
 
-def _span(slot: Ints) -> tuple[int, int] | None:
-    """(begin, end) if the slots are contiguous, else None."""
-    if len(slot) == 0:
-        return 0, 0
-    begin, end = int(slot[0]), int(slot[-1]) + 1
-    return (begin, end) if end - begin == len(slot) else None
-
-
 def _head_elements(
     slots: Slots, supervised_SK: Bools, rows: Ints, counts: tuple[int, ...]
 ) -> tuple[Ints, Ints, Ints]:
     """(element, depth, target) of every supervised pair, sorted by target slot."""
     target_of = np.cumsum(slots.target) - 1  # slot -> index among the slots that hold targets
-    offsets = np.concatenate([[0], np.cumsum(counts)])
-    parts = []
+    offsets, parts = np.cumsum((0, *counts)), []
     for k, count in enumerate(counts):
         row = np.flatnonzero(supervised_SK[rows[:count], k])
         parts.append(np.stack([offsets[k] + row, np.full_like(row, k), target_of[rows[row] + k]]))
@@ -442,16 +431,14 @@ def _grid(
     """[M, K] the element that asks for each target at each depth (the last row's if there is none),
     and whether there is one."""
     depth, (size_M, size_N) = np.arange(supervised_SK.shape[1]), sizes
-    anchor_MK = target[:, None] - depth
-    in_batch_MK = np.maximum(anchor_MK, 0)
-    asked_MK = supervised_SK[in_batch_MK, depth] & (anchor_MK >= 0)
+    anchor_MK, asked_MK = _askers(target, supervised_SK)
     row_of = np.full(len(supervised_SK), size_N - 1, dtype=np.int64)
     row_of[row_slot] = np.arange(len(row_slot))
-    element_MK = np.broadcast_to(depth * size_N + size_N - 1, (size_M, len(depth))).copy()
-    real_MK = np.zeros_like(element_MK)
-    element_MK[: len(target)] = depth * size_N + np.where(asked_MK, row_of[in_batch_MK], size_N - 1)
+    row_MK = np.full((size_M, len(depth)), size_N - 1, dtype=np.int64)
+    real_MK = np.zeros_like(row_MK)
+    row_MK[: len(target)] = np.where(asked_MK, row_of[anchor_MK], size_N - 1)
     real_MK[: len(target)] = asked_MK
-    return element_MK, real_MK
+    return depth * size_N + row_MK, real_MK
 
 
 def rounded(size: int, quantum: int) -> int:

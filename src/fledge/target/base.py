@@ -277,17 +277,14 @@ def by_layer(aux: Tensor, layers: int) -> Tensor:
 
 
 class LayerView(Eagle3TargetBackend):
-    """Some of the aux layers of another target, in any order. Closing the view leaves that target
-    open for other drafts, unless the view is its `owner`."""
+    """Some of the aux layers of another target, in any order; closing the view closes it, too."""
 
-    def __init__(
-        self, inner: Eagle3TargetBackend, aux_layer_ids: Sequence[int], *, owner: bool = False
-    ) -> None:
+    def __init__(self, inner: Eagle3TargetBackend, aux_layer_ids: Sequence[int]) -> None:
         super().__init__(inner.supervision)
         missing = set(aux_layer_ids) - set(inner.aux_layer_ids)
         if missing:
             raise ValueError(f"layers {sorted(missing)} are not shown: {inner.aux_layer_ids}")
-        self.inner, self.aux_layer_ids, self._owner = inner, list(aux_layer_ids), owner
+        self.inner, self.aux_layer_ids = inner, list(aux_layer_ids)
         self.supports_async, self.prefetch = inner.supports_async, inner.prefetch
         self.inside_engine, self.joins = inner.inside_engine, inner.joins
 
@@ -334,16 +331,10 @@ class LayerView(Eagle3TargetBackend):
     def set_vocab_mapping(
         self, selected_token_ids: Tensor, selected_token_mask: Tensor | None = None
     ) -> None:
-        current = self.inner._selected_token_ids if self.supervision == "probs" else None
-        if current is not None and not torch.equal(current.cpu(), selected_token_ids.cpu()):
-            what = "probabilities are over one draft vocabulary, and the drafts have several"
-            fix = "target.supervision=hidden, or the same draft.draft_vocab_size for all"
-            raise BadInput(what, where="target.supervision", fix=fix)
         self.inner.set_vocab_mapping(selected_token_ids, selected_token_mask)
 
     def close(self) -> None:
-        if self._owner:
-            self.inner.close()
+        self.inner.close()
         super().close()
 
     def known_rows(self) -> KnownRows | None:
@@ -354,20 +345,3 @@ class LayerView(Eagle3TargetBackend):
 
     def asked_before(self, packs: Iterable[Callable[[], TokenBatch]]) -> None:
         self.inner.asked_before(packs)
-
-
-def behind_view(target: Eagle3TargetBackend) -> Eagle3TargetBackend:
-    """The target behind a `LayerView`; any other target is returned as it is."""
-    return target.inner if isinstance(target, LayerView) else target
-
-
-def narrowed(
-    answer: Eagle3TargetBatch, asked: Eagle3TargetBackend, target: Eagle3TargetBackend
-) -> Eagle3TargetBatch:
-    """The answer of the target `asked`, reduced to the layers of a draft's `target`: which is
-    either `asked` itself or a view of it."""
-    if target is asked:
-        return answer
-    assert isinstance(target, LayerView), "a draft whose target was not asked"
-    assert target.inner is asked, "a draft whose target was not asked"
-    return target.narrow(answer)

@@ -66,7 +66,6 @@ _STATE = Table(
         "last": _EVALUATION,
         PACKS: Whole(1, 10**12),
         STEPS: Whole(1, 10**12),
-        "schedule_from": Whole(0, 10**12),
     },
 )
 _CHECKPOINT = Table(

@@ -25,7 +25,6 @@ from typing import Any
 
 from fledge.core.errors import BadInput
 from fledge.core.files import alone_in
-from fledge.core.heartbeat import RankLost
 from fledge.core.progress import Progress
 from fledge.core.terminal import counted
 from fledge.recipe.schema import Recipe
@@ -33,7 +32,7 @@ from fledge.target.kinds import kind_of
 from fledge.target.ray.connection import cause_of, connected, import_ray, make_board
 from fledge.target.ray.placing import bundle_of, remove_group
 from fledge.training.checkpoint import newest_checkpoint
-from fledge.training.drafts import shared_section
+from fledge.training.drafts import target_section
 from fledge.training.signals import StopSignal
 
 Entry = Callable[[Recipe], int]  # what a rank runs
@@ -125,7 +124,7 @@ def train_on_cluster(
 ) -> tuple[int, str]:
     """Train to the end, restarting lost ranks; return the first rank's exit code and stdout."""
     name = f"{recipe.run_name}-{secrets.token_hex(2)}"
-    section, layers = shared_section(recipe), recipe.method.aux_layers(recipe.objective)
+    section, layers = target_section(recipe), recipe.method.aux_layers(recipe.objective)
     with connected(address), ExitStack() as undo:
         board = make_board(name)
         undo.callback(import_ray().kill, board)
@@ -219,14 +218,14 @@ class _Run:
                 stop_sent = True
                 self.board.stop.remote()
             self._report_run("stopping" if stop_sent else "training")
-        refused = [e for e in failed if isinstance(e, BadInput) and not isinstance(e, RankLost)]
+        refused = [e for e in failed if isinstance(e, BadInput)]
         if refused:
             raise refused[0]
         if not lost and not failed:
             return done[0]
-        if lost or any(isinstance(error, RankLost) for error in failed):
+        if lost:
             self._report_run("restarting")
-            return lost or str(failed[0])
+            return lost
         raise failed[0]
 
     def _room(self, undo: ExitStack) -> tuple[int, Any]:

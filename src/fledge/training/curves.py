@@ -30,7 +30,7 @@ _MOST_BYTES = 1 << 28
 _MAX_RUNS = 12  # the newest ones beside a run
 _SECTIONS = {"data", "packing", "draft", "objective", "training"}  # those that shape a curve
 _FREE = {
-    "training": {"seed", "steps", "epochs", "extend", "device", "record_steps"},
+    "training": {"seed", "steps", "epochs", "device", "record_steps"},
     "data": {"workers"},
 }
 
@@ -167,8 +167,7 @@ def read_curve(run: Path, *, steps: int = 0) -> Curve:
     if not steps:
         what = "no checkpoint says how many steps the run will have"
         raise BadInput(what, where=str(run), fix="wait for the next one, or give --steps")
-    begun_at = state.get("schedule_from", 0)
-    return curve_of(recipe, steps, logged, measured, begun_at=begun_at if begun_at < steps else 0)
+    return curve_of(recipe, steps, logged, measured)
 
 
 def curve_of(
@@ -176,8 +175,6 @@ def curve_of(
     steps: int,
     logged: Sequence[dict[str, Any]],
     measured: Sequence[dict[str, Any]],
-    *,
-    begun_at: int = 0,
 ) -> Curve:
     """The curve from lines of metrics."""
     epoch_steps = steps / recipe.training.epochs
@@ -185,7 +182,7 @@ def curve_of(
         epoch_steps = next((line["step"] for line in logged if line.get("epoch")), math.inf)
     figures = [(line["step"], line["evaluation"]) for line in measured]
     return Curve(
-        course=Course.of(recipe, steps, epoch_steps=epoch_steps, begun_at=begun_at),
+        course=Course.of(recipe, steps, epoch_steps=epoch_steps),
         depths=max((len(values.get("joint", [])) for _, values in figures), default=0),
         measured=tuple(
             (step, float(values["acceptance_length"]), int(values["rounds"]))

@@ -1,6 +1,6 @@
 """The models of a run: the draft that a recipe describes, new or a warm start, and its target."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,8 +16,9 @@ from fledge.data.vocab import (
     special_token_ids,
 )
 from fledge.methods.registry import load_draft, method_of
-from fledge.methods.shared.derive import derive_draft_config, verify_rotary
+from fledge.methods.shared.config import derive_draft_config
 from fledge.methods.shared.draft import DraftModel
+from fledge.methods.shared.rotary import verify_rotary
 from fledge.recipe.schema import Recipe
 from fledge.target.base import Eagle3TargetBackend, LayerView
 from fledge.target.finite_check import bad_weights, not_numbers
@@ -203,19 +204,16 @@ def vocabulary_of_run(
 
 
 # --- targets --------------------------------------------------------------------------------------
-# The target that a recipe names, with the aux layers that its draft, or its drafts, use.
+# The target that a recipe names, with the aux layers that its draft uses.
 
 
-def shared_section(*recipes: Recipe) -> TargetSection:
-    """The target section that recipes share, with the aux layers of all their drafts if the backend
-    can provide any layer. A server or a cache provides fixed layers, known once it is opened."""
-    section = recipes[0].target
+def target_section(recipe: Recipe) -> TargetSection:
+    """The recipe's target section with the aux layers of its draft, if the backend can provide any
+    layer. A server or a cache provides fixed layers, known once it is opened."""
+    section = recipe.target
     if not kind_of(section).shows_any_layers:
-        return section if len(recipes) == 1 else section.model_copy(update={"aux_layer_ids": None})
-    layers = [_layers(recipe) for recipe in recipes]
-    same = all(ids == layers[0] for ids in layers)
-    ids = layers[0] if same else sorted({i for draft_layers in layers for i in draft_layers})
-    return section.model_copy(update={"aux_layer_ids": tuple(ids)})
+        return section
+    return section.model_copy(update={"aux_layer_ids": tuple(_layers(recipe))})
 
 
 def _layers(recipe: Recipe) -> list[int]:
@@ -228,33 +226,30 @@ def _layers(recipe: Recipe) -> list[int]:
 
 
 def make_target(recipe: Recipe, device: torch.device) -> Eagle3TargetBackend:
-    """The frozen target that a recipe names."""
-    target = open_target([recipe], device)
+    """The frozen target that a recipe names, with the aux layers of its draft."""
+    target = open_target(recipe, device)
     try:
-        return view_for(recipe, target, alone=True)
+        return with_own_layers(recipe, target)
     except BadInput:
         target.close()
         raise
 
 
-def open_target(recipes: Sequence[Recipe], device: torch.device) -> Eagle3TargetBackend:
-    """The frozen target that recipes share: it provides the aux layers of each draft, or more."""
-    section, first = shared_section(*recipes), recipes[0]
-    ids = section.aux_layer_ids
-    layers = first.method.aux_layers(first.objective) if ids is None else len(ids)
+def open_target(recipe: Recipe, device: torch.device) -> Eagle3TargetBackend:
+    """The same target with the aux layers of its draft, or more."""
+    section, layers = target_section(recipe), recipe.method.aux_layers(recipe.objective)
     return kind_of(section).open(section, device=device, aux_layers=layers)
 
 
-def view_for(recipe: Recipe, target: Eagle3TargetBackend, *, alone: bool) -> Eagle3TargetBackend:
-    """The target restricted to the aux layers of a recipe's draft. `alone`: no other draft uses the
-    target, so it is returned as it is if its layers match, and closing the result closes it."""
+def with_own_layers(recipe: Recipe, target: Eagle3TargetBackend) -> Eagle3TargetBackend:
+    """The target restricted to the aux layers of a recipe's draft; closing it closes the target."""
     available, count = list(target.aux_layer_ids), recipe.method.aux_layers(recipe.objective)
     made_for_it = recipe.target.aux_layer_ids is None and len(available) == count
     ids = available if made_for_it else _layers(recipe)
-    if alone and ids == available:
+    if ids == available:
         return target
     if not set(ids) <= set(available):
         what = f"the target provides layers {available}, a draft of {recipe.method.title} "
         what += f"uses {in_words(count)}: {ids}"
         raise BadInput(what, where="target.aux_layer_ids")
-    return LayerView(target, ids, owner=alone)
+    return LayerView(target, ids)

@@ -1,17 +1,14 @@
 """Acceptance on held-out rows: the metric that selects the best checkpoint."""
 
-import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from fledge.core.batch import Eagle3TargetBatch
 from fledge.core.rows import TokenBatch
 from fledge.decode.strategy import rollouts_of
 from fledge.measure.figures import Acceptance
 from fledge.measure.replay import Ints, replay_held_out, target_picks
-from fledge.target.base import narrowed
 from fledge.target.finite_check import check_answer
 from fledge.training.batches import answers_ahead, held_out_share
 from fledge.training.metrics import acceptance_metrics
@@ -21,6 +18,7 @@ from fledge.training.step import Models, Sums
 _MIN_LENGTH = 1.0005  # the smallest acceptance length that is not displayed as 1.000
 
 
+@torch.no_grad()
 def evaluate(
     models: Models,
     batches: list[TokenBatch],
@@ -38,68 +36,32 @@ def evaluate(
     is called with the number of this rank's packs that are done, and their total. `stopping` is
     polled while the target is waited for: once it is true on any rank, all raise StopRequested.
     """
-    return evaluate_together(models, [models], batches, [picks], on_pack, stopping)[0]
-
-
-@torch.no_grad()
-def evaluate_together(
-    asked: Models,
-    drafts: Sequence[Models],
-    batches: list[TokenBatch],
-    picks: Sequence[dict[int, Ints] | None],
-    on_pack: Callable[[int, int], None] = lambda done, total: None,
-    stopping: Callable[[], bool] = lambda: False,
-) -> list[dict[str, Any]]:
-    """Evaluate several drafts with one answer per pack. The target of `asked` is the one that gives
-    it, with the aux layers of all drafts."""
-    target, world = asked.target, asked.world
-    evaluations = [_Evaluation(*pair) for pair in zip(drafts, picks, strict=True)]
+    target, objective, world = models.target, models.objective, models.world
+    draft: Any = objective.draft_model
+    picks = {} if picks is None else picks
+    head = target.info().head.to(models.device)
+    sums, replayed = Sums.zeros(objective.depths, models.device), Acceptance.none(objective.depths)
     indices, rounds = held_out_share(batches, world), -(-len(batches) // world.size)
     share = [batches[index] for index in indices]
-    with contextlib.ExitStack() as whole_drafts:
-        for models in drafts:
-            whole_drafts.enter_context(whole(models.objective.draft_model))
-        answers = answers_ahead(asked, share, rounds=rounds, stopping=stopping)
+    was_training = draft.training
+    draft.eval()
+    rollouts = rollouts_of(draft, objective.depths, dtype=objective.compute_dtype)
+    with whole(draft):
+        answers = answers_ahead(models, share, rounds=rounds, stopping=stopping)
         for done, (batch, on_host) in enumerate(answers):
             on_pack(done, len(indices))
-            answer = on_host.to(asked.device)
+            answer = on_host.to(models.device)
             check_answer(target, answer, batch)
-            for evaluation in evaluations:
-                answered = narrowed(answer, target, evaluation.models.target)
-                with evaluation.models.own_draws():
-                    evaluation.add(indices[done], batch, answered)
-    return [evaluation.total() for evaluation in evaluations]
-
-
-class _Evaluation:
-    """The evaluation of one draft, which is in eval mode from here to `total`."""
-
-    def __init__(self, models: Models, picks: dict[int, Ints] | None) -> None:
-        self.models, objective = models, models.objective
-        draft: Any = objective.draft_model
-        self._was_training = draft.training
-        draft.eval()
-        self._picks = {} if picks is None else picks
-        self._rollouts = rollouts_of(draft, objective.depths, dtype=objective.compute_dtype)
-        self._head = models.target.info().head.to(models.device)
-        self._sums = Sums.zeros(objective.depths, models.device)
-        self._replayed = Acceptance.none(objective.depths)
-
-    def add(self, index: int, batch: TokenBatch, answer: Eagle3TargetBatch) -> None:
-        objective, picks, rollouts = self.models.objective, self._picks, self._rollouts
-        ready = objective.prepare(batch, answer, seed=0)  # the same rollouts every time
-        self._sums.add(objective.score(ready, ready.charged_K))
-        if index not in picks:
-            picks[index] = target_picks(answer, batch, self._head, rollouts.selected_token_ids)
-        self._replayed += replay_held_out(answer, batch, rollouts, picks[index])
-
-    def total(self) -> dict[str, Any]:
-        """End the evaluation; return its metrics over all ranks."""
-        world = self.models.world
-        self.models.objective.draft_model.train(self._was_training)
-        counts = torch.tensor(self._replayed.counts(), dtype=torch.int64, device=self.models.device)
-        total = Acceptance.from_counts(world.sum_(counts).tolist())
-        return {**total.to_json(), **acceptance_metrics(self._sums.over(world))}
+            ready = objective.prepare(batch, answer, seed=0)  # the same rollouts every time
+            sums.add(objective.score(ready, ready.charged_K))
+            index = indices[done]
+            if index not in picks:
+                picks[index] = target_picks(answer, batch, head, rollouts.selected_token_ids)
+            replayed += replay_held_out(answer, batch, rollouts, picks[index])
+    draft.train(was_training)
+    counts = torch.tensor(replayed.counts(), dtype=torch.int64, device=models.device)
+    total = Acceptance.from_counts(world.sum_(counts).tolist())
+    return {**total.to_json(), **acceptance_metrics(sums.over(world))}
 
 
 def learnt_nothing(before: float | None, best: float, *, lr: float) -> list[str]:

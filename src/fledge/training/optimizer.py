@@ -7,7 +7,7 @@ skipped there.
 import contextlib
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +15,6 @@ from torch.distributed.tensor import DTensor
 
 from fledge.kernels.gate import kernel_runs
 from fledge.training.sharding import local_tensor, whole_tensor
-
-if TYPE_CHECKING:
-    from fledge.recipe.sections import Training
-
 
 # --- muon ----------------------------------------------------------------------------------------
 # Muon for the matrices of a draft, batched by shape.
@@ -188,19 +184,24 @@ def make_optimizer(
 Skipping = SkippingAdamW | SkippingMuon
 
 
-def make_optimizers(draft: nn.Module, training: "Training") -> tuple[Skipping, ...]:
-    """The optimizers of the trained parameters: AdamW, and Muon for matrices if a recipe sets it.
-
-    Muon's steps are scaled to the size of AdamW's, so both share one learning rate and one weight
-    decay.
-    """
-    common: dict[str, Any] = {"lr": training.lr, "weight_decay": training.weight_decay}
-    muon = trained_by_muon(draft) if training.optimizer == "muon" else {}
+def make_optimizers(
+    draft: nn.Module,
+    *,
+    optimizer: str,
+    lr: float,
+    betas: tuple[float, float] = (0.9, 0.95),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+) -> tuple[Skipping, ...]:
+    """The optimizers of the trained parameters: AdamW, and Muon for matrices if `optimizer` is
+    "muon". Muon's steps are scaled to the size of AdamW's, so both share one learning rate and one
+    weight decay."""
+    muon = trained_by_muon(draft) if optimizer == "muon" else {}
     rest = [p for name, p in draft.named_parameters() if p.requires_grad and name not in muon]
-    return (
-        make_optimizer(rest, betas=training.betas, eps=training.eps, **common),
-        *([SkippingMuon(muon.values(), **common)] if muon else []),
-    )
+    adamw = make_optimizer(rest, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+    if not muon:
+        return (adamw,)
+    return adamw, SkippingMuon(muon.values(), lr=lr, weight_decay=weight_decay)
 
 
 def trained_by_muon(draft: nn.Module) -> dict[str, nn.Parameter]:

@@ -1,7 +1,6 @@
 """Builds what `fledge precompute` needs from a recipe: rows, vocabulary, target, cache layout."""
 
 import hashlib
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -28,7 +27,7 @@ from fledge.target.cache.job import (
 from fledge.target.cache.manifest import shape_of
 from fledge.target.kinds import kind_of, model_name, target_config, target_tokenizer
 from fledge.target.layers import target_depth, text_config, validate_aux_layer_ids
-from fledge.training.drafts import choose_vocabulary, make_target, open_target, shared_section
+from fledge.training.drafts import choose_vocabulary, make_target, target_section
 from fledge.training.setup import repeated_rows, split_training, tokenise_options, tokenised
 
 
@@ -62,7 +61,6 @@ def recipe_job(
     options: CacheOptions,
     progress: Progress = UNWATCHED,
     *,
-    others: Sequence[Recipe] = (),
     device: torch.device | None = None,
     shuffle_seed: int | None = None,
 ) -> CacheJob:
@@ -70,14 +68,13 @@ def recipe_job(
 
     All rows are kept, in the order of the data unless a `shuffle_seed` is given: which of them are
     held out is decided in training, unless the recipe names separate held-out data (`data.valid`).
-    `others`: recipes of more drafts on the same data, whose aux layers are kept, too.
     """
     section, data = recipe.target, recipe.data
     computed = cache_dtype(recipe, device or torch.device("cpu"))
     if not data.train:
         raise BadInput("no training data", where="data.train", fix="data.train=chats.jsonl")
     config, tokenizer = text_config(target_config(section)), target_tokenizer(section)
-    aux_layer_ids = _aux_layer_ids(recipe, others, target_depth(config))
+    aux_layer_ids = _aux_layer_ids(recipe, target_depth(config))
     model_dir, template = local_model(model_name(section), weights=False), tokenizer.chat_template
     train = tokenised(data.train, recipe, progress)
     rows: Rows = train
@@ -119,22 +116,16 @@ def recipe_job(
     )  # fmt: skip
 
 
-def _aux_layer_ids(recipe: Recipe, others: Sequence[Recipe], depth: int) -> list[int]:
-    """The layers to keep: the recipe's, or those that several drafts use together."""
-    layers = kind_of(recipe.target).aux_layer_ids(shared_section(recipe, *others))
-    count = None if others else recipe.method.aux_layers(recipe.objective)
+def _aux_layer_ids(recipe: Recipe, depth: int) -> list[int]:
+    """The layers to keep."""
+    layers = kind_of(recipe.target).aux_layer_ids(target_section(recipe))
     try:
-        return validate_aux_layer_ids(layers, depth, count)
+        return validate_aux_layer_ids(layers, depth, recipe.method.aux_layers(recipe.objective))
     except ValueError as error:
         raise BadInput(str(error), where="aux layers") from None
 
 
-def recipe_target(
-    recipe: Recipe, device: torch.device, others: Sequence[Recipe] = ()
-) -> Eagle3TargetBackend:
+def recipe_target(recipe: Recipe, device: torch.device) -> Eagle3TargetBackend:
     """The recipe's target, set up for a single pass over the rows."""
-    single_pass = [
-        r.model_copy(update={"target": kind_of(r.target).asked_once(r.target)})
-        for r in (recipe, *others)
-    ]
-    return open_target(single_pass, device) if others else make_target(single_pass[0], device)
+    section = kind_of(recipe.target).asked_once(recipe.target)
+    return make_target(recipe.model_copy(update={"target": section}), device)

@@ -140,7 +140,7 @@ def recipe_for(asked: Asked, draft: Path, out: Path) -> Recipe:
         },
         "data": {"train": list(asked.data), "valid": [], "valid_rows": None},
         "draft": {"init_from": str(out / "refit")},
-        "training": {"shard": 1, "context": 1, "extend": False},
+        "training": {"shard": 1, "context": 1},
         "run": {"output_dir": str(out), "name": None},
     }
     if asked.dtype is not None:

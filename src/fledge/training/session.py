@@ -1,7 +1,7 @@
 """A run during training: its draft's state, and what happens around each step.
 
-`fit.py` is the loop. This module is what each draft does on its own, however many are trained in
-one pass: resume, check a step's verdict, log, record an evaluation, save.
+`fit.py` is the loop. This module resumes, checks a step's verdict, logs, records an evaluation, and
+saves.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,6 @@ from fledge.target.finite_check import NotFinite, module_of, place_of, refusal
 from fledge.training import checkpoint as checkpoints
 from fledge.training import metrics, saving
 from fledge.training.batches import StepBatch
-from fledge.training.continuation import begins, write_down
 from fledge.training.curves import Known, curve_of, known_runs, read_metrics
 from fledge.training.evaluation import learnt_nothing
 from fledge.training.forecast import forecast
@@ -45,7 +44,6 @@ class State:
     best_step: int = 0  # step at which it was measured; 0: not yet
     first: dict[str, Any] = field(default_factory=dict)  # held-out acceptance before training
     last: dict[str, Any] = field(default_factory=dict)  # the latest held-out acceptance
-    schedule_from: int = 0  # first step of the schedule: 0, or where a finished run was lengthened
 
     @classmethod
     def of(cls, checkpoint: checkpoints.Checkpoint) -> "State":
@@ -63,14 +61,13 @@ class Outcome:
 
 
 class Session:
-    """One draft's run, continued from its newest checkpoint if there is one."""
+    """A run, continued from its newest checkpoint if there is one."""
 
     def __init__(self, training: Training, observer: Observer) -> None:
         self.training, self.parts, self.observer = training, training.parts, observer
         for line in training.warnings:
             observer.note(f"warning: {line}")
-        with self.parts.own_draws():
-            self.state, self._window = resume(training, observer)
+        self.state, self._window = resume(training, observer)
         self._saved = self.state.step
         self._was_finished = self._is_finished
         self._pending: tuple[StepBatch, StepResult] | None = None
@@ -93,7 +90,7 @@ class Session:
     @property
     def lr(self) -> float:
         """The learning rate of the next step."""
-        return self.training.lr(self.state.step, schedule_from=self.state.schedule_from)
+        return self.training.lr(self.state.step)
 
     def stepped(self, batch: StepBatch, result: StepResult, lr: float) -> bool:
         """Record a step and check the one before it, which avoids waiting for the device. Returns
@@ -204,20 +201,14 @@ class Session:
         if self.state.step:  # a run that has not begun leaves no checkpoint
             self.save_if_due(best=best, stopping=True)
 
-    def report(self, activity: str, note: str = "") -> None:
-        training = self.training
-        training.progress(activity, self.state.step, training.stream.steps, "steps", note)
-
     def save(self, *, best: bool = False) -> None:
         training, state, world = self.training, self.state, self.parts.world
-        self.report("saving")
-        with self.parts.own_draws():
-            path = saving.save(training, vars(state), self._window)
+        training.watch("saving", state.step, training.stream.steps)
+        path = saving.save(training, vars(state), self._window)
         if world.is_main:
             if best:
                 checkpoints.mark_best(training.directory, path)
             checkpoints.prune(training.directory, training.recipe.checkpoint.keep)
-            write_down(training.recipe, training.directory)
         world.barrier()
         self._saved = state.step
 
@@ -266,8 +257,6 @@ def resume(training: Training, observer: Observer) -> tuple[State, Sums]:
         return State(), window
     _check_same_run(training, checkpoint)
     state = State.of(checkpoint)
-    if begins(training, checkpoint):
-        state.schedule_from = state.step
     saving.restore(training, checkpoint, window)
     if parts.world.is_main:
         # Prune nothing while a damaged checkpoint takes one of the `keep` places.
@@ -296,10 +285,9 @@ class Logs:
     """metrics.jsonl, trackers and the observer, on the main rank."""
 
     def __init__(self, training: Training, observer: Observer, state: State) -> None:
-        self._training, self._state, recipe = training, state, training.recipe
+        self._training, recipe = training, training.recipe
         self._known: list[Known] | None = None  # finished runs; None: not searched for yet
-        window_start = state.step - state.step % recipe.tracking.every_steps
-        self.last_step = max(window_start, state.schedule_from)  # a finished run closed its window
+        self.last_step = state.step - state.step % recipe.tracking.every_steps
         self.timed_from = state.step  # a resumed process timed only part of its first window
         self._observer = observer
         resume_at = state.step or -1  # a run that starts over evaluates step 0 again
@@ -331,7 +319,7 @@ class Logs:
             lines = read_metrics(directory)
             if self._known is None:
                 self._known = known_runs(directory)
-            curve = curve_of(recipe, steps, *lines, begun_at=self._state.schedule_from)
+            curve = curve_of(recipe, steps, *lines)
             return forecast(curve, known=self._known).line()
         except BadInput:  # too early to forecast
             return None

@@ -6,7 +6,6 @@ while one of them tokenizes for an hour.
 
 import math
 import time
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,12 +13,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from fledge.core.distributed import World, join_world, pick_device
 from fledge.core.errors import BadInput
 from fledge.core.machine import multiplies_bfloat16
-from fledge.core.progress import UNWATCHED, Progress
+from fledge.core.progress import UNWATCHED, Progress, Watch
 from fledge.core.rows import TokenBatch
 from fledge.core.terminal import counted
 from fledge.data.pack import collate, pack_rows
@@ -43,19 +41,17 @@ from fledge.target.kinds import (
     target_tokenizer,
 )
 from fledge.training.batches import PackStream
-from fledge.training.checkpoint import restore_rng, rng_tensors
-from fledge.training.clock import Clock
 from fledge.training.drafts import (
     VOCABULARY_NAME,
     make_draft,
     open_target,
-    view_for,
     vocabulary_of_run,
+    with_own_layers,
 )
 from fledge.training.optimizer import Average, StepGuard, learning_rate, make_optimizers
 from fledge.training.recorded_steps import recorded_steps
 from fledge.training.sharding import shard_draft
-from fledge.training.step import Models, Parts
+from fledge.training.step import Clock, Models, Parts
 
 FEW_ROWS = 32  # fewer training rows cause a warning
 MOST_REPEATED = 0.01  # a larger share of rows that stand twice causes one, too, or is refused
@@ -91,15 +87,14 @@ class Training(OpenRun):
     parts: Parts
     stream: PackStream
     held_out_picks: dict[int, Ints] = field(default_factory=dict)  # see `evaluate`
-    progress: Progress = UNWATCHED  # reports training, evaluating, saving, always at a step
+    watch: Watch = UNWATCHED  # training and saving count steps, evaluating counts packs
 
-    def lr(self, step: int, *, schedule_from: int = 0) -> float:
-        """The learning rate of a step; the schedule runs from the step at which the run started, or
-        was lengthened, to its end."""
-        training, total = self.recipe.training, self.stream.steps - schedule_from
+    def lr(self, step: int) -> float:
+        """The learning rate of a step."""
+        training, total = self.recipe.training, self.stream.steps
         warmup = training.warmup_steps
         return learning_rate(
-            step - schedule_from,
+            step,
             total,
             peak=training.lr,
             warmup=math.ceil(training.warmup_share * total) if warmup is None else warmup,
@@ -201,137 +196,75 @@ def set_up(
     recipe: Recipe,
     progress: Progress = UNWATCHED,
     *,
-    watched: bool = False,
     target: Eagle3TargetBackend | None = None,
 ) -> Training:
-    """Build a run; writes nothing but caches. `watched`: see `join_world`. `target`: the recipe's
-    target if it is already open; it must provide the aux layers that the draft uses."""
-    return set_up_together([recipe], progress, watched=watched, target=target)[0]
-
-
-def set_up_together(
-    recipes: Sequence[Recipe],
-    progress: Progress = UNWATCHED,
-    *,
-    watched: bool = False,
-    target: Eagle3TargetBackend | None = None,
-) -> list[Training]:
-    """Build the runs of several drafts that share target, data and packing (`load_recipes`).
-    The caller closes their shared target (`fit.target_of`) when they are done."""
-    shared = _open_shared(recipes, progress, watched=watched, target=target)
+    """Build a run; writes nothing but caches. `target`: the recipe's target if it is already open;
+    it must provide the aux layers that the draft uses."""
+    opened = open_run(recipe, progress, target=target)
     with ExitStack() as undo:
         if target is None:
-            undo.enter_context(shared.target)
-        trainings: list[Training] = []
-        for recipe in recipes:
-            opened = _open(recipe, shared, alone=len(recipes) == 1)
-            parts = _parts(opened.recipe, opened.parts)
-            stream = trainings[0].stream if trainings else make_stream(opened, opened.recipe)
-            trainings.append(Training(**{**vars(opened), "parts": parts, "stream": stream}))
-            if len(recipes) > 1:
-                parts.generators = rng_tensors()
+            undo.enter_context(opened.parts.target)
+        parts, stream = _parts(opened.recipe, opened.parts), make_stream(opened, opened.recipe)
         undo.pop_all()
-    return trainings
+    return Training(**{**vars(opened), "parts": parts, "stream": stream})
 
 
 def open_run(
     recipe: Recipe,
     progress: Progress = UNWATCHED,
     *,
-    watched: bool = False,
-) -> OpenRun:
-    """The rows and the models of a run; closes its target if anything fails."""
-    shared = _open_shared([recipe], progress, watched=watched)
-    with ExitStack() as undo:
-        undo.enter_context(shared.target)
-        opened = _open(recipe, shared)
-        undo.pop_all()
-    return opened
-
-
-@dataclass(frozen=True)
-class _Shared:
-    """What the drafts of one recipe share."""
-
-    device: torch.device
-    world: World
-    target: Eagle3TargetBackend  # provides all aux layers that any of the drafts uses
-    train: RowView
-    held_out: RowView
-    fingerprint: str  # of the data
-    warnings: list[str]  # about the data
-    tokenizer: Any
-    data_s: float
-    generators: dict[str, Tensor]  # the RNG state that each draft starts from
-
-
-def _open_shared(
-    recipes: Sequence[Recipe],
-    progress: Progress,
-    *,
-    watched: bool,
     target: Eagle3TargetBackend | None = None,
-) -> _Shared:
-    """Prepare the data, then join the other ranks, then open the target unless one is passed."""
-    recipe = recipes[0].settled()
-    device = pick_device(recipe.training.device)
+) -> OpenRun:
+    """The rows and the models of a run: prepare the data, then join the other ranks, then open the
+    target unless one is passed; it is closed again if anything fails."""
+    recipe = recipe.settled()
+    training, device = recipe.training, pick_device(recipe.training.device)
     begin = time.perf_counter()
     data = None if kind_of(recipe.target).brings_rows else prepare_data(recipe, progress)
     warnings = [] if data is None else repeated_rows(*data[:2], recipe)
     data_s = time.perf_counter() - begin
     progress("loading the target")
-    training = recipe.training
-    layout = {"shard": training.shard, "context": training.context}
-    world = join_world(device, **layout, watched=watched)
-    torch.manual_seed(recipe.training.seed)
+    world = join_world(device, shard=training.shard, context=training.context)
+    torch.manual_seed(training.seed)
     with ExitStack() as undo:
         if target is None:
-            target = undo.enter_context(open_target(recipes, device))
+            target = undo.enter_context(open_target(recipe, device))
         target.askers = world.context
-        train, held_out, fingerprint = data or known_data(recipe, target)
-        warnings = repeated_rows(train, held_out, recipe) if data is None else warnings
+        rows, held_out, fingerprint = data or known_data(recipe, target)
+        if data is None:
+            warnings = repeated_rows(rows, held_out, recipe)
         tokenizer = target_tokenizer(recipe.target)
-        generators = rng_tensors() if len(recipes) > 1 else {}
+        target = with_own_layers(recipe, target)
+        vocabulary = vocabulary_of_run(recipe, target, rows, tokenizer, fingerprint)
+        target.set_vocab_mapping(
+            torch.from_numpy(vocabulary.selected_token_ids), torch.from_numpy(vocabulary.t2d)
+        )
+        warnings = warnings + _few_rows(len(rows), len(held_out))
+        train, held_out = target.read_ahead(rows), target.read_ahead(held_out)
+        draft = make_draft(recipe, target, vocabulary, tokenizer, device)
+        world.copy_from_main(draft)
+        objective = make_objective(recipe, draft, vocabulary, target, device, world)
+        pad_id = tokenizer.pad_token_id or 0
+        opened = OpenRun(
+            recipe=recipe,
+            directory=Path(recipe.run.output_dir),
+            parts=Models(target, objective, device, world),
+            train=train,
+            rows=rows,
+            held_out=held_out_batches(held_out, recipe, pad_id),
+            warnings=warnings,
+            data_s=data_s,
+            pad_id=pad_id,
+            draft=draft,
+            vocabulary=vocabulary,
+            fingerprints={
+                "data": fingerprint,
+                "target": target.info().weights_fingerprint,
+                "vocabulary": vocabulary.digest(),
+            },
+        )
         undo.pop_all()
-    rows = (train, held_out, fingerprint, warnings, tokenizer)
-    return _Shared(device, world, target, *rows, data_s, generators)
-
-
-def _open(recipe: Recipe, shared: _Shared, *, alone: bool = True) -> OpenRun:
-    """Open the run of one draft: its own models, and its view of what it shares with others."""
-    recipe, device, world = recipe.settled(), shared.device, shared.world
-    if not alone:
-        restore_rng(shared.generators)
-    target = view_for(recipe, shared.target, alone=alone)
-    train, held_out = shared.train, shared.held_out
-    vocabulary = vocabulary_of_run(recipe, target, train, shared.tokenizer, shared.fingerprint)
-    target.set_vocab_mapping(
-        torch.from_numpy(vocabulary.selected_token_ids), torch.from_numpy(vocabulary.t2d)
-    )
-    warnings = shared.warnings + _few_rows(len(train), len(held_out))
-    train, held_out = target.read_ahead(train), target.read_ahead(held_out)
-    draft = make_draft(recipe, target, vocabulary, shared.tokenizer, device)
-    world.copy_from_main(draft)
-    objective = make_objective(recipe, draft, vocabulary, target, device, world)
-    pad_id = shared.tokenizer.pad_token_id or 0
-    return OpenRun(
-        recipe=recipe,
-        directory=Path(recipe.run.output_dir),
-        parts=Models(target, objective, device, world),
-        train=train,
-        rows=shared.train,
-        held_out=held_out_batches(held_out, recipe, pad_id),
-        warnings=warnings,
-        data_s=shared.data_s,
-        pad_id=pad_id,
-        draft=draft,
-        vocabulary=vocabulary,
-        fingerprints={
-            "data": shared.fingerprint,
-            "target": target.info().weights_fingerprint,
-            "vocabulary": vocabulary.digest(),
-        },
-    )
+    return opened
 
 
 def _parts(recipe: Recipe, models: Models) -> Parts:
@@ -346,7 +279,14 @@ def _parts(recipe: Recipe, models: Models) -> Parts:
     return Parts(
         **vars(models),
         parameters=parameters,
-        optimizers=make_optimizers(draft, training),
+        optimizers=make_optimizers(
+            draft,
+            optimizer=training.optimizer,
+            lr=training.lr,
+            betas=training.betas,
+            eps=training.eps,
+            weight_decay=training.weight_decay,
+        ),
         guard=StepGuard(training.spike_factor, models.device),
         clip=training.clip,
         clock=Clock(models.device),

@@ -5,9 +5,10 @@ divided by the number of charged elements over all micro-batches and ranks, and 
 acceptance that LK-lambda weights by. Nothing here synchronizes with the device.
 """
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
@@ -17,16 +18,50 @@ from torch import Tensor, nn
 from fledge.core.batch import Eagle3TargetBatch
 from fledge.core.distributed import World
 from fledge.core.rows import TokenBatch
-from fledge.core.transfer import Fetched
+from fledge.core.transfer import Fetched, record_event
 from fledge.methods.shared.objective import Objective, RolloutOutput
 from fledge.target.base import Eagle3TargetBackend
 from fledge.target.finite_check import Verdict, inspect
 from fledge.training.batches import StepBatch
-from fledge.training.checkpoint import restore_rng, rng_tensors
-from fledge.training.clock import Clock
 from fledge.training.optimizer import Average, Skipping, StepGuard, clip_gradients
 from fledge.training.recorded_steps import RecordedSteps
 from fledge.training.sharding import backward, whole
+
+
+class Clock:
+    """Seconds per named phase since the last reading, without synchronizing with the device: on a
+    GPU by CUDA events, which are read only then."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._gpu = device if device.type == "cuda" else None
+        self._seconds: dict[str, float] = {}
+        self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+        self._since = time.perf_counter()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        if self._gpu is not None:
+            begin = record_event(self._gpu, timed=True)
+            yield
+            self._events.append((name, begin, record_event(self._gpu, timed=True)))
+        else:
+            start = time.perf_counter()
+            yield
+            self._add(name, time.perf_counter() - start)
+
+    def _add(self, name: str, seconds: float) -> None:
+        self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+
+    def read(self) -> tuple[float, dict[str, float]]:
+        """(wall seconds, seconds per phase) since the last reading; waits for the device."""
+        if self._gpu is not None:
+            torch.cuda.synchronize(self._gpu)
+        for name, begin, end in self._events:
+            self._add(name, begin.elapsed_time(end) / 1000)
+        now = time.perf_counter()
+        wall, phases = now - self._since, self._seconds
+        self._since, self._seconds, self._events = now, {}, []
+        return wall, phases
 
 
 @dataclass
@@ -37,20 +72,6 @@ class Models:
     objective: Objective[Any]  # only it sees the type that it prepares and scores
     device: torch.device
     world: World
-    # torch's RNG state as this draft left it; empty when no other draft shares the generators
-    generators: dict[str, Tensor] = field(default_factory=dict, kw_only=True)
-
-    @contextmanager
-    def own_draws(self) -> Iterator[None]:
-        """Context in which random draws are those that this draft would make if trained alone."""
-        if not self.generators:
-            yield
-            return
-        restore_rng(self.generators)
-        try:
-            yield
-        finally:
-            self.generators = rng_tensors()
 
 
 @dataclass

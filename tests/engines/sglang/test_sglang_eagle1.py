@@ -25,7 +25,7 @@ from fledge.formats.self_check import CheckOptions
 from fledge.measure.replay import Text, replay
 from fledge.methods.eagle1.draft import LlamaEagle1DraftModel
 from fledge.methods.eagle1.objective import Eagle1TrainerModule
-from fledge.methods.shared.derive import derive_draft_config
+from fledge.methods.shared.config import derive_draft_config
 from fledge.models.resolve import load_config
 from fledge.target.hf.model import HFEagle3TargetModel
 from fledge.target.sglang.engine import Captured

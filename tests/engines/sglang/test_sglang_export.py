@@ -20,7 +20,7 @@ from fledge.measure.replay import Text, replay
 from fledge.methods.eagle3.decoding import Chain
 from fledge.methods.eagle3.draft import LlamaEagle3DraftModel
 from fledge.methods.eagle3.objective import Eagle3TrainerModule
-from fledge.methods.shared.derive import derive_draft_config
+from fledge.methods.shared.config import derive_draft_config
 from fledge.models.resolve import load_config
 from fledge.target.hf.model import HFEagle3TargetModel
 

@@ -10,7 +10,8 @@ import torch
 from engines.cases import engine_target, greedy_texts, saved, train
 from engines.vllm.test_vllm_export import ANSWER, DEPTHS, PROMPT, Trained, assert_parity
 from fledge.methods.registry import METHODS
-from fledge.methods.shared.derive import derive_draft_config, verify_rotary
+from fledge.methods.shared.config import derive_draft_config
+from fledge.methods.shared.rotary import verify_rotary
 from fledge.target.hf.model import HFEagle3TargetModel
 
 pytestmark = pytest.mark.engine

@@ -14,7 +14,7 @@ from fledge import Eagle3TrainerModule, LlamaEagle3DraftModel
 from fledge.core.batch import Eagle3TargetBatch
 from fledge.core.errors import BadInput
 from fledge.core.rows import TokenBatch
-from fledge.methods.shared.derive import derive_draft_config
+from fledge.methods.shared.config import derive_draft_config
 from fledge.target.finite_check import NotFinite
 from fledge.target.hf.model import HFEagle3TargetModel
 from fledge.target.remote.client import RemoteEagle3TargetModel

@@ -20,8 +20,8 @@ from fledge.target.kinds import engine_section
 from fledge.training import fit as fit_module
 from fledge.training.checkpoint import newest_checkpoint
 from fledge.training.drafts import make_target
-from fledge.training.fit import fit, fit_together, target_of
-from fledge.training.setup import set_up, set_up_together
+from fledge.training.fit import fit
+from fledge.training.setup import set_up
 from target.cache.caches import payload
 from target.remote.chaos import Proxy, free_port
 from target.remote.servers import Running
@@ -81,32 +81,6 @@ def test_remote_training_equals_local_training_bit_for_bit(recipe, start, tmp_pa
     assert outcome.finished
     assert differing(final_weights(tmp_path / "local"), final_weights(tmp_path / "remote")) == []
     assert comparable(tmp_path / "local") == comparable(tmp_path / "remote")
-
-
-def test_several_drafts_ask_the_servers_once(recipe, start, tmp_path):
-    """Each answer is prefetched once for all drafts; each trains as with its own local target."""
-    server, overrides = start(), ("training.accumulate=2", "training.micro_batch=1")
-    kinds = {"one": overrides, "other": (*overrides, "draft.intermediate_size=48")}
-    for name, kind in kinds.items():
-        train(recipe(*kind, run=f"local/{name}"))
-    recipes = [
-        remote_recipe(recipe, [server.url], *kind, run=f"remote/{name}")
-        for name, kind in kinds.items()
-    ]
-    trainings = set_up_together(recipes)
-    target, requests = target_of(trainings), []
-    real = target.answer_async
-    target.answer_async = lambda rows: (requests.append(rows), real(rows))[1]
-    notes = [Notes(), Notes()]
-    with target:
-        assert all(outcome.finished for outcome in fit_together(trainings, notes))
-    micro = sum(rows is not None for step in range(trainings[0].stream.steps)
-                for rows in trainings[0].stream.batch(step).micro)  # fmt: skip
-    assert len(requests) == micro + len(notes[0].evaluations) * len(trainings[0].held_out)
-    for name in kinds:
-        local, remote = tmp_path / "local" / name, tmp_path / "remote" / name
-        assert differing(final_weights(local), final_weights(remote)) == []
-        assert comparable(local) == comparable(remote)
 
 
 @pytest.mark.parametrize("supervision", ["probs", "topk"])

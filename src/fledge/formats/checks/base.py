@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from fledge.core.errors import BadInput, UntrustedCode
 from fledge.formats.foreign import DraftFiles, DraftView
-from fledge.methods.shared.derive import derive_draft_config
+from fledge.methods.shared.config import derive_draft_config
 from fledge.models.resolve import load_config, load_tokenizer, local_model
 from fledge.models.weight_files import TargetTables, read_target_tables
 from fledge.target.layers import target_depth, text_config

@@ -17,7 +17,7 @@ from fledge.formats.codec import (
 )
 from fledge.formats.foreign import DraftFiles
 from fledge.formats.layouts import BIAS_KEYS
-from fledge.methods.shared.derive import check_mask_token_id
+from fledge.methods.shared.placeholder import check_placeholder
 from fledge.methods.shared.rotary import rope_parameters
 
 # Classes that vLLM or SGLang have, under this name or with the prefix "Eagle3".
@@ -227,7 +227,7 @@ def mask_token(subject: Subject) -> Iterator[Finding]:
         )
     elif subject.target.tokenizer is not None:
         try:
-            check_mask_token_id(token, subject.target.tokenizer, subject.vocab_size)
+            check_placeholder(token, subject.target.tokenizer, subject.vocab_size)
         except BadInput as refused:
             fix = "train with a token that the tokenizer never emits"
             yield warning(refused.what + ": real text reads as a placeholder", fix)

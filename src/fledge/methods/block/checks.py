@@ -27,8 +27,8 @@ from fledge.formats.checks.probe import Altered, Answering, Enough, Probe, Score
 from fledge.formats.codec import set_path
 from fledge.formats.foreign import DraftFiles
 from fledge.methods.block.foreign import BlockView
-from fledge.methods.shared.derive import choose_mask_token_id
 from fledge.methods.shared.draft import DraftModel
+from fledge.methods.shared.placeholder import choose_placeholder
 from fledge.target.base import Eagle3TargetBackend
 from fledge.target.hf.model import HFEagle3TargetModel
 
@@ -308,6 +308,6 @@ class BlockProbe(Probe[BlockReading]):
             names = ("mask_token_id", "pad_token_id", "unk_token_id", "eos_token_id")
             candidates += [getattr(tokenizer, name, None) for name in names]
             with suppress(BadInput):
-                candidates.append(choose_mask_token_id(tokenizer, full))
+                candidates.append(choose_placeholder(tokenizer, full))
         valid = [i for i in dict.fromkeys(candidates) if i is not None and 0 <= i < full]
         return [i for i in valid if i != self.as_written.mask]

@@ -14,14 +14,14 @@ tokens of a block are drafted left to right although their states are computed i
     logits [N, W] = head(states [N, E]) + features [N, R] @ out_WR.T
 
 The loss and decoding use only these two factors. A new token head is one class and one line in
-`TOKEN_HEADS` (`method.py`); recipes choose it with `objective.token_head`.
+`TOKEN_HEADS` (`methods/registry.py`); recipes choose it with `objective.token_head`.
 
 Shapes: N blocks of J slots, T key axis, R rank of the token head.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, Self, cast
 
 import torch
@@ -31,14 +31,14 @@ from transformers import PretrainedConfig
 
 from fledge.methods.block.attention import Again, Sight, block_attention
 from fledge.methods.block.config import BlockConfig
-from fledge.methods.block.method import TOKEN_HEADS
 from fledge.methods.block.plan import BlockRows
+from fledge.methods.registry import TOKEN_HEADS
 from fledge.methods.shared.draft import DraftModel
 from fledge.methods.shared.layer import DeepDraftLayer, DraftLayer, LayerWeights, kept_mlps, linear
 from fledge.methods.shared.norms import rms_norm
 from fledge.methods.shared.rotary import Rotary, Turn, split_heads
 from fledge.rollout.attention import AttentionKind, KeysValues
-from fledge.target.base import Eagle3TargetBackend, HasWeight
+from fledge.target.base import Eagle3TargetBackend
 
 KEPT_MLP_GIB = 4.5  # MLP activations kept; the backward pass recomputes the others
 
@@ -151,29 +151,10 @@ class BlockDraftModel(DraftModel):
 
     def borrow_from(self, target: Eagle3TargetBackend) -> None:
         self.copy_embeddings_from_target(target.get_input_embeddings())
-        self.copy_head_from_target(_Table(target.info().head.weight_VD))
+        self.copy_head_from_target(SimpleNamespace(weight=target.info().head.weight_VD))
 
-    def copy_embeddings_from_target(self, embedding: HasWeight) -> None:
-        self._use_target_weight("embedding", self.embed_tokens, embedding.weight)
-
-    def copy_head_from_target(self, head: HasWeight) -> None:
-        ids = self.selected_token_ids
-        if ids is None:
-            raise ValueError("selected_token_ids: set the vocabulary mapping before the head")
-        weight = head.weight
-        if len(ids) < len(weight):
-            weight = weight[ids.to(weight.device)]
-        self._use_target_weight("head", self.lm_head, weight)
-
-    def _use_target_weight(
-        self, what: str, table: nn.Embedding | nn.Linear, weight: Tensor
-    ) -> None:
+    def _set_weight(self, table: nn.Embedding | nn.Linear, weight: Tensor) -> None:
         """Use the target's weight; it is not copied if it is on the draft's device already."""
-        if table.weight.shape != weight.shape:
-            raise ValueError(
-                f"{what}: the target's is {tuple(weight.shape)}, the draft's "
-                f"{tuple(table.weight.shape)}"
-            )
         table.weight = nn.Parameter(weight.detach().to(self.device), requires_grad=False)
 
     def freeze_embeddings(self) -> None:
@@ -358,11 +339,6 @@ def _pick(x_N: Tensor, index_P: Tensor) -> Tensor:
     """Distinct rows of x. Because none occurs twice, gradients are copied instead of added."""
     picked: Tensor = _Pick.apply(x_N, index_P)  # type: ignore[no-untyped-call]
     return picked
-
-
-@dataclass(frozen=True)
-class _Table:
-    weight: Tensor
 
 
 @torch.no_grad()

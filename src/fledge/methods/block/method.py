@@ -12,15 +12,9 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from fledge.core.errors import BadInput
-    from fledge.decode.strategy import Strategy
-    from fledge.formats.codec import Feature, Format, PlainDraft
-    from fledge.methods.block.draft import TokenHead
+    from fledge.formats.codec import Feature, PlainDraft
     from fledge.methods.block.foreign import BlockView
     from fledge.methods.shared.draft import DraftModel, Reading
-
-TOKEN_HEADS: "Registry[type[TokenHead]]" = Registry(
-    "objective.token_head", {"markov": "fledge.methods.block.draft:MarkovHead"}
-)
 
 
 class BlockMethod(Method):
@@ -48,7 +42,7 @@ class BlockMethod(Method):
         return spread_layer_ids(depth, count)
 
     def draft_settings(self, section: Any, *, tokenizer: Any, vocab_size: int) -> dict[str, Any]:
-        from fledge.methods.shared.derive import placeholder
+        from fledge.methods.shared.placeholder import placeholder
 
         token = placeholder(section.placeholder, tokenizer, vocab_size)
         return {**section.draft_settings(), **token}
@@ -69,7 +63,7 @@ class BlockMethod(Method):
 
     def bench_draft_settings(self, vocab_size: int, section: Any = None) -> dict[str, Any]:
         from fledge.methods.block.config import bench_keys
-        from fledge.methods.shared.derive import last_token_as_placeholder
+        from fledge.methods.shared.placeholder import last_token_as_placeholder
 
         keys = bench_keys(token_head=self.has_token_head)
         settings = keys if section is None else section.draft_settings()
@@ -118,12 +112,10 @@ class BlockMethod(Method):
 class Dflash(BlockMethod):
     name = "dflash"
     title = "DFlash"
-    section_path = "fledge.methods.block.section:DflashSection"
+    section_path = "fledge.methods.section:DflashSection"
     objective_path = "fledge.methods.block.objective:DFlashTrainerModule"
-    strategies: ClassVar[Mapping[str, "type[Strategy]"]] = Registry(
-        "strategy", {"block": "fledge.methods.block.decoding:Block"}
-    )
-    formats: ClassVar[Mapping[str, "Format"]] = Registry(
+    strategies = Registry("strategy", {"block": "fledge.methods.block.decoding:Block"})
+    formats = Registry(
         "engine",
         {
             "vllm": "fledge.methods.block.formats:DFLASH_FLAT",
@@ -145,13 +137,11 @@ class Dspark(BlockMethod):
 
     name = "dspark"
     title = "DSpark"
-    section_path = "fledge.methods.block.section:DsparkSection"
+    section_path = "fledge.methods.section:DsparkSection"
     objective_path = "fledge.methods.block.objective:DSparkTrainerModule"
     has_token_head = True
-    strategies: ClassVar[Mapping[str, "type[Strategy]"]] = Registry(
-        "strategy", {"markov": "fledge.methods.block.decoding:MarkovBlock"}
-    )
-    formats: ClassVar[Mapping[str, "Format"]] = Registry(
+    strategies = Registry("strategy", {"markov": "fledge.methods.block.decoding:MarkovBlock"})
+    formats = Registry(
         "engine",
         {
             "vllm": "fledge.methods.block.formats:DSPARK_FLAT",

@@ -7,8 +7,8 @@ the loss is divided by the sum of the weights of all elements, over all micro-ba
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from functools import partial
-from typing import Any, ClassVar, Literal
+from dataclasses import replace
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -21,13 +21,7 @@ from fledge.methods.block.plan import ANCHOR_TOKENS, BlockPlan, plan_blocks
 from fledge.methods.losses.base import Loss
 from fledge.methods.losses.hard import TextCrossEntropy
 from fledge.methods.losses.registry import loss_of
-from fledge.methods.shared.head_loss import (
-    HeadLoss,
-    HeadTask,
-    TokenScores,
-    TokenTask,
-    frozen_head_loss,
-)
+from fledge.methods.shared.head_loss import HeadLoss, HeadTask, TokenTask, frozen_head_loss
 from fledge.methods.shared.objective import StepOptions, StepTotals
 from fledge.methods.shared.rollout_objective import ReadyBatch, RolloutTrainerModule, no_autocast
 from fledge.methods.shared.supervision import Supervision, VocabularyTensors
@@ -35,17 +29,6 @@ from fledge.rollout.attention import AttentionKind
 from fledge.rollout.slots import RowMasks, draw_seed
 
 EVALUATION_SEED = 0  # the same blocks at every evaluation, so that only the draft differs
-
-
-def layout(draft: BlockDraftModel, settings: Any) -> "partial[BlockPlan]":
-    """How rows are laid out; `settings` is a section or an objective."""
-    return partial(
-        plan_blocks,
-        size=draft.spec.size,
-        first_place=draft.spec.first_place,
-        anchors=settings.anchors,
-        contiguous=settings.contiguous,
-    )
 
 
 class BlockTrainerModule(RolloutTrainerModule[BlockPlan]):
@@ -116,8 +99,11 @@ class BlockTrainerModule(RolloutTrainerModule[BlockPlan]):
     def plan(self, masks: RowMasks, seed: int | None = None) -> BlockPlan:
         if seed is None:
             seed = draw_seed() if self.draft_model.training else EVALUATION_SEED
-        return layout(self.draft_model, self)(
+        return plan_blocks(
             masks,
+            place=self.draft_model.spec.place,
+            anchors=self.anchors,
+            contiguous=self.contiguous,
             seed=seed,
             device=self.selected_token_ids.device,
             quantum=self.quantum if self.draft_model.training else 0,
@@ -220,12 +206,7 @@ class DFlashTrainerModule(BlockTrainerModule):
         if weights == "dpace" and not isinstance(chosen, TextCrossEntropy):
             raise ValueError(f"weights: 'dpace' needs the loss 'text', got {chosen.kind!r}")
         vocabulary = VocabularyTensors(selected_token_ids, selected_token_mask)
-        options = StepOptions(
-            target_head=target_head,
-            compute_dtype=compute_dtype,
-            chunk_rows=chunk_rows,
-            attention=attention,
-        )
+        options = StepOptions(target_head, compute_dtype, chunk_rows, attention)
         super().__init__(draft_model, vocabulary, chosen, options, anchors=anchors, gamma=gamma)
         self.weights = weights
 
@@ -269,7 +250,7 @@ class DFlashTrainerModule(BlockTrainerModule):
         if self.weights == "dpace" and totals.weight_sum is None:  # this batch is the whole step
             total = scores.coefficient_N.sum()
             loss = loss / total.where(total > 0, 1.0)
-        return HeadLoss(loss, scores.row_loss_N, scores.correct_N)
+        return replace(scores, loss=loss)
 
     def _text_scores(
         self,
@@ -277,7 +258,7 @@ class DFlashTrainerModule(BlockTrainerModule):
         hidden_PE: Tensor,
         coefficient_N: Tensor | None,  # None: D-PACE's
         total: Tensor | None,  # sum of D-PACE's weights over the step
-    ) -> TokenScores:
+    ) -> HeadLoss:
         plan = ready.plan
         charged_N = self._charged_elements(plan, ready.covered_M)
 
@@ -352,12 +333,7 @@ class DSparkTrainerModule(BlockTrainerModule):
         if confidence_weight > 0 and distance_weight == 0:
             raise ValueError("confidence_weight: learns from the distance; give that a weight too")
         vocabulary = VocabularyTensors(selected_token_ids, selected_token_mask)
-        options = StepOptions(
-            target_head=target_head,
-            compute_dtype=compute_dtype,
-            chunk_rows=chunk_rows,
-            attention=attention,
-        )
+        options = StepOptions(target_head, compute_dtype, chunk_rows, attention)
         loss = TextCrossEntropy()
         super().__init__(draft_model, vocabulary, loss, options, anchors=anchors, gamma=gamma)
         self.text_weight, self.distance_weight = text_weight, distance_weight
@@ -407,4 +383,4 @@ class DSparkTrainerModule(BlockTrainerModule):
             bce_N = F.binary_cross_entropy_with_logits(log_odds_N, accepted_N, reduction="none")
             loss = loss + self.confidence_weight * (bce_N * weight_N).sum()
             row_loss_N = row_loss_N + self.confidence_weight * bce_N.detach()
-        return HeadLoss(loss, row_loss_N, scores.correct_N)
+        return replace(scores, loss=loss, row_loss_N=row_loss_N)

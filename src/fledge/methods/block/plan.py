@@ -129,8 +129,7 @@ class BlockPlan(RolloutPlan):
 def plan_blocks(
     masks: RowMasks,
     *,
-    size: int,
-    first_place: int,  # the query of a block that predicts depth 0
+    place: tuple[int, int],  # size of a block, and the query that predicts depth 0
     anchors: int,
     seed: int,
     contiguous: bool = False,  # a block predicts nothing beyond an unsupervised token
@@ -147,7 +146,7 @@ def plan_blocks(
     asked_S = asked_slots(slots)
     chosen_S = draw_anchors(slots, slots.target & asked_S, anchors=anchors, seed=seed)
     device = device or masks.loss_mask.device
-    place, depths = (size, first_place), size - first_place
+    depths = place[0] - place[1]
     if quantum:
         supervised_SK = _supervised(slots, asked_S, chosen_S, depths, contiguous=contiguous)
         return lay_out_evenly(

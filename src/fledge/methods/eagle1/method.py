@@ -12,15 +12,13 @@ from fledge.methods.eagle3.method import CHAIN, TREE
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from fledge.decode.strategy import Strategy
-    from fledge.formats.codec import Format
     from fledge.methods.shared.draft import DraftModel, Reading
 
 
 class Eagle1(Method):
     name = "eagle1"
     title = "EAGLE-1"
-    section_path = "fledge.methods.eagle1.section:Eagle1Section"
+    section_path = "fledge.methods.section:Eagle1Section"
     draft_path = "fledge.methods.eagle1.draft:LlamaEagle1DraftModel"
     objective_path = "fledge.methods.eagle1.objective:Eagle1TrainerModule"
     splits_rows = True
@@ -34,8 +32,8 @@ class Eagle1(Method):
         "freeze_embeddings": True,
         **WITHOUT_NORMS,
     }
-    strategies: ClassVar[Mapping[str, "type[Strategy]"]] = Registry("strategy", CHAIN | TREE)
-    formats: ClassVar[Mapping[str, "Format"]] = Registry(
+    strategies = Registry("strategy", CHAIN | TREE)
+    formats = Registry(
         "engine",
         {
             "vllm": "fledge.formats.codec:EAGLE1_VLLM",
@@ -75,9 +73,9 @@ class Eagle1(Method):
 class Eagle2(Eagle1):
     name = "eagle2"
     title = "EAGLE-2"
-    section_path = "fledge.methods.eagle1.section:Eagle2Section"
+    section_path = "fledge.methods.section:Eagle2Section"
     config_version = 2
-    strategies: ClassVar[Mapping[str, "type[Strategy]"]] = Registry("strategy", TREE | CHAIN)
+    strategies = Registry("strategy", TREE | CHAIN)
 
     def sglang_flags(self, num_draft_tokens: int) -> list[str]:
         from fledge.decode.strategy import TreeShape

@@ -6,8 +6,7 @@ at every supervised slot t, where h is the target's state at t + 1. The interfac
 `RolloutTrainerModule`; docs/semantics.md has the rules.
 """
 
-from functools import partial
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -25,14 +24,8 @@ from fledge.methods.shared.supervision import HiddenSupervision, VocabularyTenso
 from fledge.methods.shared.unroll import NoisyPlan, noisy, uniform_noise
 from fledge.rollout.attention import AttentionKind
 from fledge.rollout.context import ContextRanks
-from fledge.rollout.plan import RolloutPlan, plan_rollout
+from fledge.rollout.plan import plan_rollout
 from fledge.rollout.slots import RowMasks
-
-
-def layout(settings: Any, *, training: bool) -> "partial[RolloutPlan]":
-    """How rows are laid out; `settings` is a section or an objective. Training looks one
-    step ahead."""
-    return partial(plan_rollout, num_depths=1 if training else settings.draft_tokens)
 
 
 class Eagle1TrainerModule(RolloutTrainerModule[NoisyPlan]):
@@ -65,13 +58,7 @@ class Eagle1TrainerModule(RolloutTrainerModule[NoisyPlan]):
         context: ContextRanks | None = None,
     ) -> None:
         vocabulary = VocabularyTensors(selected_token_ids, selected_token_mask)
-        options = StepOptions(
-            target_head=target_head,
-            compute_dtype=compute_dtype,
-            chunk_rows=chunk_rows,
-            attention=attention,
-            context=context,
-        )
+        options = StepOptions(target_head, compute_dtype, chunk_rows, attention, context)
         super().__init__(draft_model, vocabulary, loss_of(loss), options)
         assert self.target_head is not None
         if self.target_head.bias_V is not None:
@@ -96,7 +83,8 @@ class Eagle1TrainerModule(RolloutTrainerModule[NoisyPlan]):
     def plan(self, masks: RowMasks, seed: int | None = None) -> NoisyPlan:
         """One step from every supervised slot; in eval mode `draft_tokens` steps."""
         training, device = self.draft_model.training, self.selected_token_ids.device
-        plan = layout(self, training=training)(masks, device=device, ranks=self._ranks)
+        depths = 1 if training else self.draft_tokens
+        plan = plan_rollout(masks, num_depths=depths, device=device, ranks=self._ranks)
         if training and self.feature_noise > 0:
             return noisy(plan, masks, self._sample_seed() if seed is None else seed)
         return NoisyPlan(**vars(plan))
@@ -148,10 +136,11 @@ class Eagle1TrainerModule(RolloutTrainerModule[NoisyPlan]):
         )
         distance_N = _distance(hidden_PE.index_select(0, elements.element_N), true_NE)
         weight_N = torch.where(task.charged_N, coefficient_N, 0.0)
-        return HeadLoss(
-            tokens.loss + self.feature_weight * (distance_N * weight_N).sum(),
-            self.token_weight * tokens.row_loss_N + self.feature_weight * distance_N.detach(),
-            tokens.correct_N,
+        row_loss_N = self.token_weight * tokens.row_loss_N
+        return replace(
+            tokens,
+            loss=tokens.loss + self.feature_weight * (distance_N * weight_N).sum(),
+            row_loss_N=row_loss_N + self.feature_weight * distance_N.detach(),
         )
 
 

@@ -12,16 +12,9 @@ from torch.nn import functional as F
 from transformers import PretrainedConfig
 
 from fledge.core.errors import BadInput
-from fledge.methods.shared.layer import (
-    DeepDraftLayer,
-    DraftAttention,
-    DraftLayer,
-    FusedDraftLayer,
-    linear,
-)
+from fledge.methods.shared.layer import DraftLayer, linear
 from fledge.methods.shared.norms import rms_norm
-from fledge.methods.shared.rotary import Rotary, rotate
-from fledge.methods.shared.unroll import UnrolledDraftModel
+from fledge.methods.shared.rotary import Rotary
 from fledge.peagle_draft import (
     _PeagleAttentionMixin,
     _PeagleDecoderLayerMixin,
@@ -32,19 +25,19 @@ from fledge.target.layers import describe_final_norm, find_layers
 from fledge.target.weights import is_here
 
 
-class Eagle3LlamaAttention(_PeagleAttentionMixin, DraftAttention):
-    rotate = staticmethod(rotate)
+class Eagle3LlamaAttention(_PeagleAttentionMixin):
+    """The attention of both kinds of layers."""
 
 
-class Eagle3LlamaDecoderLayer(_PeagleDecoderLayerMixin, FusedDraftLayer):
+class Eagle3LlamaDecoderLayer(_PeagleDecoderLayerMixin):
     attention = Eagle3LlamaAttention
 
 
-class Eagle3LlamaPeagleLayer(_PeagleVanillaLayerMixin, DeepDraftLayer):
+class Eagle3LlamaPeagleLayer(_PeagleVanillaLayerMixin):
     attention = Eagle3LlamaAttention
 
 
-class LlamaEagle3DraftModel(_PeagleDraftMixin, UnrolledDraftModel):
+class LlamaEagle3DraftModel(_PeagleDraftMixin):
     """fc over the target's aux states, a fused first layer, deeper Llama layers, norm, head.
 
     `config` is a Llama-style transformers config plus the keys of `DraftConfig`, all optional.
@@ -122,7 +115,6 @@ class LlamaEagle3DraftModel(_PeagleDraftMixin, UnrolledDraftModel):
 
 
 WHERE = "draft.layers_from_target"
-_FIX = f"{WHERE}=false"
 
 
 @torch.no_grad()
@@ -131,22 +123,24 @@ def start_as_target(draft: LlamaEagle3DraftModel, model: nn.Module) -> None:
     on the last aux state."""
     target_layers = find_layers(model)[-len(draft.layers) :]
     if len(target_layers) < len(draft.layers):
-        what = f"the draft has {len(draft.layers)} layers, the target {len(target_layers)}"
-        raise BadInput(what, where=WHERE, fix=_FIX)
+        raise _refused(f"the draft has {len(draft.layers)} layers, the target {len(target_layers)}")
     for layer, target_layer in zip(draft.layers, target_layers, strict=True):
         assert isinstance(layer, DraftLayer)
         for name, destination in _destinations(layer):
             _copy(name, destination, _weight(target_layer, name))
     norm = describe_final_norm(model)
     if norm is None:
-        raise BadInput("the target has no norm in front of its head", where=WHERE, fix=_FIX)
+        raise _refused("the target has no norm in front of its head")
     _copy("norm", draft.norm.weight, _scales(model.get_submodule(norm.path)))
-    size = draft.spec.hidden_size
-    if draft.spec.target_hidden_size != size:
-        what = f"the draft's hidden size is {size}, the target's {draft.spec.target_hidden_size}"
-        raise BadInput(what, where=WHERE, fix=_FIX)
+    size, target_size = draft.spec.hidden_size, draft.spec.target_hidden_size
+    if target_size != size:
+        raise _refused(f"the draft's hidden size is {size}, the target's {target_size}")
     draft.fc.weight.zero_()
     draft.fc.weight[:, -size:].fill_diagonal_(1.0)
+
+
+def _refused(what: str) -> BadInput:
+    return BadInput(what, where=WHERE, fix=f"{WHERE}=false")
 
 
 def _destinations(layer: DraftLayer) -> Iterator[tuple[str, Tensor]]:
@@ -174,11 +168,9 @@ def _weight(layer: nn.Module, name: str) -> Tensor:
         module = None
     weight = getattr(module, "weight", None)
     if module is None or not isinstance(weight, Tensor) or not weight.dtype.is_floating_point:
-        what = f"the target's layers ({type(layer).__name__}) have no plain weight {name}"
-        raise BadInput(what, where=WHERE, fix=_FIX)
+        raise _refused(f"the target's layers ({type(layer).__name__}) have no plain weight {name}")
     if not is_here(weight):
-        what = "the target is not whole in this process: sharded, or offloaded"
-        raise BadInput(what, where=WHERE, fix=_FIX)
+        raise _refused("the target is not whole in this process: sharded, or offloaded")
     return _scales(module) if weight.ndim == 1 else weight
 
 
@@ -191,6 +183,6 @@ def _scales(norm: nn.Module) -> Tensor:
 
 def _copy(name: str, weight: Tensor, source: Tensor) -> None:
     if weight.shape != source.shape:
-        what = f"{name}: the target's is {tuple(source.shape)}, the draft's {tuple(weight.shape)}"
-        raise BadInput(what, where=WHERE, fix=_FIX)
+        theirs, ours = tuple(source.shape), tuple(weight.shape)
+        raise _refused(f"{name}: the target's is {theirs}, the draft's {ours}")
     weight.copy_(source)

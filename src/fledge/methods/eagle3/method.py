@@ -9,8 +9,6 @@ from fledge.methods.base import Method
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from fledge.decode.strategy import Strategy
-    from fledge.formats.codec import Format
     from fledge.methods.shared.draft import Reading
 
 CHAIN = {"chain": "fledge.methods.eagle3.decoding:Chain"}
@@ -25,13 +23,13 @@ FORMATS = {
 class Eagle3(Method):
     name = "eagle3"
     title = "EAGLE-3"
-    section_path = "fledge.methods.eagle3.section:Eagle3Section"
+    section_path = "fledge.methods.section:Eagle3Section"
     draft_path = "fledge.methods.eagle3.draft:LlamaEagle3DraftModel"
     objective_path = "fledge.methods.eagle3.objective:Eagle3TrainerModule"
     depths_key = "ttt_steps"
     splits_rows = True
-    strategies: ClassVar[Mapping[str, "type[Strategy]"]] = Registry("strategy", CHAIN | TREE)
-    formats: ClassVar[Mapping[str, "Format"]] = Registry("engine", FORMATS)
+    strategies = Registry("strategy", CHAIN | TREE)
+    formats = Registry("engine", FORMATS)
     algorithms: ClassVar[Mapping[str, str]] = {"vllm": "eagle3", "sglang": "EAGLE3"}
 
     def owns(self, config: "PretrainedConfig") -> bool:

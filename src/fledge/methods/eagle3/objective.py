@@ -4,13 +4,12 @@ The interface is that of `RolloutTrainerModule`; docs/semantics.md has the rules
 """
 
 from collections.abc import Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from fledge.core.head import HeadLike
 from fledge.methods.eagle3.draft import LlamaEagle3DraftModel
 from fledge.methods.losses.base import Loss
 from fledge.methods.losses.registry import loss_of
@@ -20,20 +19,10 @@ from fledge.methods.shared.supervision import VocabularyTensors
 from fledge.methods.shared.unroll import NoisyPlan, dropped, noisy
 from fledge.rollout.attention import AttentionKind
 from fledge.rollout.context import ContextRanks
-from fledge.rollout.plan import RolloutPlan, plan_rollout
+from fledge.rollout.plan import plan_rollout
 from fledge.rollout.slots import RowMasks
 
-if TYPE_CHECKING:
-    from fledge.core.head import HeadLike
-
 Eagle3Output = RolloutOutput
-
-
-def layout(settings: Any, *, training: bool) -> "partial[RolloutPlan]":
-    """How rows are laid out; `settings` is a section or an objective. Only training drops
-    rollouts."""
-    keep = settings.depth_keep if training else 1.0
-    return partial(plan_rollout, num_depths=settings.ttt_steps, keep=keep)
 
 
 class Eagle3TrainerModule(RolloutTrainerModule[NoisyPlan]):
@@ -60,7 +49,7 @@ class Eagle3TrainerModule(RolloutTrainerModule[NoisyPlan]):
         lk_loss_type: str | None = None,
         lk_kl_scale: float = 1.0,
         lk_kl_decay: float = 3.0,
-        target_head: "HeadLike | None" = None,
+        target_head: HeadLike | None = None,
         loss: str | Loss = "ce",
         step_decay: float = 0.8,
         depth_keep: float = 1.0,
@@ -79,13 +68,7 @@ class Eagle3TrainerModule(RolloutTrainerModule[NoisyPlan]):
             raise ValueError(f"feature_dropout: must be in [0, 1), got {feature_dropout!r}")
         vocabulary = VocabularyTensors(selected_token_ids, selected_token_mask)
         chosen = loss_of(loss, lk_loss_type, lk_kl_scale, lk_kl_decay)
-        options = StepOptions(
-            target_head=target_head,
-            compute_dtype=compute_dtype,
-            chunk_rows=chunk_rows,
-            attention=attention,
-            context=context,
-        )
+        options = StepOptions(target_head, compute_dtype, chunk_rows, attention, context)
         super().__init__(draft_model, vocabulary, chosen, options)
         self.ttt_steps, self.step_decay = ttt_steps, step_decay
         self.depth_keep, self.compact = depth_keep, compact
@@ -102,9 +85,11 @@ class Eagle3TrainerModule(RolloutTrainerModule[NoisyPlan]):
         drops = self.draft_model.training and self.feature_dropout > 0
         if seed is None:
             seed = self._sample_seed() if self._depth_keep < 1 or drops else 0
-        plan = layout(self, training=self.draft_model.training)(
+        plan = plan_rollout(
             masks,
+            num_depths=self.ttt_steps,
             compact=self.compact,
+            keep=self._depth_keep,
             seed=seed,
             device=self.selected_token_ids.device,
             ranks=self._ranks,

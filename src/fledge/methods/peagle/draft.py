@@ -21,7 +21,7 @@ from transformers import PretrainedConfig
 from fledge.core.errors import BadInput
 from fledge.methods.eagle3.draft import LlamaEagle3DraftModel
 from fledge.methods.peagle.plan import ParallelPlan, Segment
-from fledge.methods.shared.layer import DeepDraftLayer, LayerWeights, forget_mlp
+from fledge.methods.shared.layer import DeepDraftLayer, LayerWeights
 from fledge.methods.shared.norms import rms_norm
 from fledge.methods.shared.rotary import rope_parameters, rotate
 from fledge.rollout.attention import (
@@ -206,12 +206,8 @@ class _ParallelStep:
         attention: AttentionKind,
     ) -> None:
         self.model, self.plan, self.kind, self.dtype = model, plan, attention, dtype
-        self.channels = model.spec.head_dim
-        rows = len(model.layers) * max(len(segment.every) for segment in plan.segments)
-        recompute = not model.checkpoints_layers and forget_mlp(
-            model.spec, rows, dtype, kept_gib=KEPT_MLP_GIB
-        )
-        self.layers = model.layer_weights(dtype, recompute_mlp=recompute)
+        rows = max(len(segment.every) for segment in plan.segments)
+        self.layers = model.step_weights(dtype, rows, kept_gib=KEPT_MLP_GIB)
         self.norm = model.norm_weight(dtype)
 
     def segment(
@@ -260,7 +256,7 @@ class _ParallelStep:
         slots = segment.end - segment.begin
         normed = layer.normed(state)
         kv = self._unfold(layer.project(normed, token, slice(layer.q_size, None)), segment, slots)
-        keys, values = self._heads(kv).chunk(2, dim=1)
+        keys, values = self.model.heads(kv).chunk(2, dim=1)
         keys = rotate(layer.keys(keys), *turn)
         rows, depth_zero = segment.every, slots
         if index == len(self.layers) - 1:  # the output of the other rows is not used
@@ -277,7 +273,7 @@ class _ParallelStep:
             keys_so_far, values_so_far = zip(*earlier, keys_values, strict=True)
             prefix = (torch.cat(keys_so_far), torch.cat(values_so_far))
         out = parallel_attention(
-            rotate(layer.queries(self._heads(q)), *turn),
+            rotate(layer.queries(self.model.heads(q)), *turn),
             prefix,
             (keys[slots:], values[slots:]),
             rows,
@@ -293,9 +289,6 @@ class _ParallelStep:
         if len(x) == depth_zero + chain:
             return x
         return torch.cat([x[:depth_zero], x[depth_zero:].expand(chain, *x.shape[1:])])
-
-    def _heads(self, x: Tensor) -> Tensor:
-        return x.reshape(len(x), x.shape[1] // self.channels, self.channels)
 
 
 def _with_queries(x: Tensor, segment: Segment) -> Tensor:

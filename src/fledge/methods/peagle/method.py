@@ -14,8 +14,6 @@ from fledge.methods.eagle3.method import CHAIN, FORMATS, TREE, Eagle3
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from fledge.decode.strategy import Strategy
-    from fledge.formats.codec import Format
     from fledge.methods.shared.draft import DraftModel, Reading
 
 PARALLEL = {"parallel": "fledge.methods.peagle.decoding:Parallel"}
@@ -24,15 +22,13 @@ PARALLEL = {"parallel": "fledge.methods.peagle.decoding:Parallel"}
 class Peagle(Eagle3):
     name = "peagle"
     title = "P-EAGLE"
-    section_path = "fledge.methods.peagle.section:PeagleSection"
+    section_path = "fledge.methods.section:PeagleSection"
     objective_path = "fledge.methods.peagle.objective:PEagleTrainerModule"
     depths_key = "num_depths"
     draft_defaults: ClassVar[Mapping[str, Any]] = {"layers": 4, "freeze_embeddings": False}
     carries_states = False
-    strategies: ClassVar[Mapping[str, "type[Strategy]"]] = Registry(
-        "strategy", PARALLEL | CHAIN | TREE
-    )
-    formats: ClassVar[Mapping[str, "Format"]] = Registry(
+    strategies = Registry("strategy", PARALLEL | CHAIN | TREE)
+    formats = Registry(
         "engine", FORMATS | {"speculators": "fledge.formats.codec:SPECULATORS_PEAGLE"}
     )
     vllm_settings: ClassVar[Mapping[str, object]] = {"parallel_drafting": True}
@@ -41,7 +37,7 @@ class Peagle(Eagle3):
         return bool(stated(config, "parallel_drafting"))
 
     def draft_settings(self, section: Any, *, tokenizer: Any, vocab_size: int) -> dict[str, Any]:
-        from fledge.methods.shared.derive import placeholder
+        from fledge.methods.shared.placeholder import placeholder
 
         return {
             "parallel_drafting": True,
@@ -67,7 +63,7 @@ class Peagle(Eagle3):
         return {"num_depths": depths or 8, "sequence_partitions": partitions}
 
     def bench_draft_settings(self, vocab_size: int, section: Any = None) -> dict[str, Any]:
-        from fledge.methods.shared.derive import last_token_as_placeholder
+        from fledge.methods.shared.placeholder import last_token_as_placeholder
 
         return {"parallel_drafting": True, **last_token_as_placeholder(vocab_size)}
 

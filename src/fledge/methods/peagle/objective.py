@@ -5,10 +5,6 @@ from EAGLE-3's objective in four points: rollouts are sampled, the draft runs al
 every supervised element is charged (not only covered ones), and weights do not decay with depth.
 """
 
-from dataclasses import replace
-from functools import partial
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -26,18 +22,6 @@ from fledge.rollout.context import ContextRanks
 from fledge.rollout.slots import RowMasks, check_cod_options
 
 EVALUATION_SEED = 0  # the same rollouts at every evaluation, so that only the draft differs
-
-
-def layout(settings: Any) -> "partial[ParallelPlan]":
-    """How rows are laid out; `settings` is a section or an objective."""
-    return partial(
-        plan_parallel,
-        num_depths=settings.num_depths,
-        ratio=settings.down_sample_ratio,
-        ratio_min=settings.down_sample_ratio_min,
-        max_anchors=settings.max_anchors,
-        partitions=settings.sequence_partitions,
-    )
 
 
 class PEagleTrainerModule(RolloutTrainerModule[ParallelPlan]):
@@ -85,16 +69,10 @@ class PEagleTrainerModule(RolloutTrainerModule[ParallelPlan]):
         ):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name}: must be a positive int, got {value!r}")
-        _resolve_mask_token(draft_model, mask_token_id)
+        _set_placeholder(draft_model, mask_token_id)
         vocabulary = VocabularyTensors(selected_token_ids, selected_token_mask)
         chosen = loss_of(loss, lk_loss_type, lk_kl_scale, lk_kl_decay)
-        options = StepOptions(
-            target_head=target_head,
-            compute_dtype=compute_dtype,
-            chunk_rows=chunk_rows,
-            attention=attention,
-            context=context,
-        )
+        options = StepOptions(target_head, compute_dtype, chunk_rows, attention, context)
         super().__init__(draft_model, vocabulary, chosen, options)
         self.num_depths, self.balance_depths = num_depths, balance_depths
         self.down_sample_ratio = down_sample_ratio
@@ -118,8 +96,13 @@ class PEagleTrainerModule(RolloutTrainerModule[ParallelPlan]):
     def plan(self, masks: RowMasks, seed: int | None = None) -> ParallelPlan:
         if seed is None:
             seed = self._sample_seed() if self.draft_model.training else EVALUATION_SEED
-        return layout(self)(
+        return plan_parallel(
             masks,
+            num_depths=self.num_depths,
+            ratio=self.down_sample_ratio,
+            ratio_min=self.down_sample_ratio_min,
+            max_anchors=self.max_anchors,
+            partitions=self.sequence_partitions,
             seed=seed,
             device=self.selected_token_ids.device,
             ranks=self._ranks,
@@ -157,21 +140,14 @@ class PEagleTrainerModule(RolloutTrainerModule[ParallelPlan]):
         return (1.0 / count_K.sum().clamp_min(1).to(wide)).expand(self.num_depths)
 
 
-def _resolve_mask_token(draft_model: LlamaEagle3DraftModel, mask_token_id: int | None) -> None:
-    """Set the id for depths >= 1 in the config; if none is given, the config must have one."""
-    config = draft_model.spec
+def _set_placeholder(draft: LlamaEagle3DraftModel, asked: int | None) -> None:
+    """Set the token id for depths >= 1 in the config, which must have one if none is given."""
+    config = draft.spec
     if not config.parallel_drafting:
         raise ValueError("parallel_drafting: the draft was built without it; set it in its config")
-    configured = config.mask_token_id
-    if mask_token_id is None:
-        mask_token_id = configured
-    if mask_token_id is None or not 0 <= mask_token_id < config.vocab_size:
-        raise ValueError(
-            f"mask_token_id: must be in 0..{config.vocab_size - 1}, got {mask_token_id!r}"
-        )
-    if configured is not None and configured != mask_token_id:
-        raise ValueError(
-            f"mask_token_id: the draft was trained with {configured}, got {mask_token_id}"
-        )
-    draft_model.config.mask_token_id = mask_token_id
-    draft_model.spec = replace(config, mask_token_id=mask_token_id)
+    token_id = config.mask_id if asked is None else asked
+    if config.has_mask and config.mask_id != token_id:
+        raise ValueError(f"mask_token_id: the draft was trained with {config.mask_id}, got {asked}")
+    changed = config.with_mask(token_id)
+    changed.check()
+    draft.spec, draft.config.mask_token_id = changed, token_id

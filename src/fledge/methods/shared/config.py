@@ -1,4 +1,4 @@
-"""A draft's config: what its files may say, and the typed form that a draft computes with.
+"""A draft's config: what it takes from the target's, and the typed form that a draft computes with.
 
 Users and files see a transformers config, `draft.config`. When a draft is built, `DraftConfig.of`
 reads and checks it once; each family of drafts with more keys has a subclass. A field states the
@@ -6,15 +6,22 @@ bounds of its key in config.json and its default, nothing else repeats them.
 """
 
 import logging
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any, Self
 
 from transformers import LlamaConfig, PretrainedConfig
 
+from fledge.core.errors import BadInput
 from fledge.core.reading import Expected, Flag, ListOf, Maybe, Number, Table, Text, Whole
 from fledge.methods.base import stated
 from fledge.methods.registry import METHODS, method_of
-from fledge.methods.shared.rotary import STATIC_ROPE_TYPES, rope_parameters
+from fledge.methods.shared.rotary import (
+    ROPE_LAYERS,
+    ROTARY,
+    STATIC_ROPE_TYPES,
+    draft_rope,
+    rope_parameters,
+)
 
 log = logging.getLogger(__name__)
 
@@ -22,45 +29,29 @@ SIZE = Whole(1, 2**24)
 FLAG = Maybe(Flag())
 _MAX_CHANNELS = 2**24  # of all heads
 _TOKEN = Maybe(Whole(0, SIZE.high))
-_POSITIVE = Number(1e-30, 1e30)
-_ROTARY = Table(
-    optional={
-        "rope_type": Text(64),
-        "type": Text(64),
-        "truncate": FLAG,
-        "original_max_position_embeddings": Maybe(Whole(1)),
-        "partial_rotary_factor": Maybe(Number(1e-6, 1)),
-        "rope_theta": Maybe(_POSITIVE),
-        **dict.fromkeys(
-            ("factor", "low_freq_factor", "high_freq_factor", "attention_factor", "beta_fast",
-             "beta_slow", "mscale", "mscale_all_dim"), Maybe(Number(-1e30, 1e30)),
-        ),
-    }
-)  # fmt: skip
 # Keys that a draft's size or computation depends on, and that no field of a typed config holds.
 _OTHER_KEYS: dict[str, Expected] = {
     "max_position_embeddings": Whole(1),
     "aux_layer_ids": Maybe(ListOf(Whole(0, 2**16), most=2**10)),
     "bos_token_id": _TOKEN,
     "pad_token_id": _TOKEN,
-    "rope_theta": Maybe(_POSITIVE),
+    "rope_theta": Maybe(Number(1e-30, 1e30)),
     "partial_rotary_factor": Maybe(Number(1e-6, 1)),
-    "rope_parameters": Maybe(_ROTARY),
-    "rope_scaling": Maybe(_ROTARY),
+    "rope_parameters": Maybe(ROTARY),
+    "rope_scaling": Maybe(ROTARY),
     "tie_word_embeddings": FLAG,
 }
 _MOST_LAYERS = 8  # of the drafts in use
 # How many tokens a draft was trained to propose, each in the configs of some methods.
 _DEPTHS_KEYS = ("ttt_steps", "num_depths", "draft_tokens")
-
-
 # Of EAGLE-3's own computation: no other family has them.
 EAGLE3_FLAGS = ("fc_norm", "norm_output", "norm_before_residual", "parallel_drafting")
-
-
+PLACEHOLDER_KEY = "mask_token_id"
 # Settings that change nothing in the meaning of the tensors that two drafts have in common.
-_SAME_TENSORS = {"num_hidden_layers", "parallel_drafting", "mask_token_id", "norm_output"}
-_SAME_TENSORS |= {"hidden_act", "initializer_range"}
+_SAME_TENSORS = {
+    "num_hidden_layers", "parallel_drafting", PLACEHOLDER_KEY, "norm_output", "hidden_act",
+    "initializer_range",
+}  # fmt: skip
 
 
 def key(bounds: Expected, default: Any = MISSING) -> Any:
@@ -171,9 +162,9 @@ class DraftConfig:
             raise ValueError(
                 f"draft_vocab_size: must be in 1..{self.vocab_size}, got {self.draft_vocab_size}"
             )
-        mask_id = self.mask_token_id
-        if mask_id is not None and not 0 <= mask_id < self.vocab_size:
-            raise ValueError(f"mask_token_id: must be in 0..{self.vocab_size - 1}, got {mask_id}")
+        if self.has_mask and not 0 <= self.mask_id < self.vocab_size:
+            what = f"must be in 0..{self.vocab_size - 1}, got {self.mask_id}"
+            raise ValueError(f"{PLACEHOLDER_KEY}: {what}")
         for name in ("num_hidden_layers", "num_aux_hidden_states"):
             if (value := vars(self)[name]) < 1:
                 raise ValueError(f"{name}: must be positive, got {value}")
@@ -243,5 +234,85 @@ class DraftConfig:
     def mask_id(self) -> int:
         """The token id of the placeholder, for drafts that cannot work without one."""
         if self.mask_token_id is None:
-            raise ValueError("mask_token_id: the draft's config has none")
+            raise ValueError(f"{PLACEHOLDER_KEY}: the draft's config has none")
         return self.mask_token_id
+
+    def with_mask(self, token_id: int) -> Self:
+        """The same with this placeholder."""
+        return replace(self, mask_token_id=token_id)
+
+
+# --- from the target ------------------------------------------------------------------------------
+
+
+def derive_draft_config(
+    target_config: PretrainedConfig,
+    *,
+    architecture: str | None = None,
+    draft_vocab_size: int | None = None,
+    num_hidden_layers: int = 1,
+    intermediate_size: int | None = None,
+    fc_norm: bool = False,
+    norm_output: bool = False,
+    qk_norm: bool = False,
+    attention_bias: bool = False,
+    mlp_bias: bool = False,
+    **settings: Any,
+) -> LlamaConfig:
+    """The config of a draft that fits this target: same width, heads, norm and rotary positions.
+
+    `architecture` is the target's class name, for configs that do not name it (a model in memory).
+    `settings` are those of the method (`Method.draft_settings`).
+    """
+    text = stated(target_config, "text_config") or target_config
+    class_name = architecture or (stated(target_config, "architectures") or [None])[0]
+    name = class_name or type(target_config).__name__
+    rope_layers = ROPE_LAYERS.get(class_name or "")
+    rope, layer = draft_rope(text, rope_layers, name), _layer_config(text, rope_layers)
+    needed = ["vocab_size", "hidden_size", "num_attention_heads", "max_position_embeddings"]
+    if missing := [field for field in needed if stated(text, field) is None]:
+        raise BadInput(
+            f"no draft can be derived: its config lacks {', '.join(missing)}",
+            where=name,
+            fix="give the draft's config by hand",
+        )
+
+    def given(config: PretrainedConfig, name: str, default: Any) -> Any:
+        value = stated(config, name)
+        return default if value is None else value
+
+    size, heads = text.hidden_size, layer.num_attention_heads
+    config = LlamaConfig(
+        vocab_size=text.vocab_size,
+        hidden_size=size,
+        intermediate_size=intermediate_size or given(layer, "intermediate_size", 4 * size),
+        num_hidden_layers=num_hidden_layers,
+        num_attention_heads=heads,
+        num_key_value_heads=given(layer, "num_key_value_heads", heads),
+        head_dim=given(layer, "head_dim", size // heads),
+        rms_norm_eps=given(text, "rms_norm_eps", 1e-6),
+        max_position_embeddings=text.max_position_embeddings,
+        rope_theta=rope["rope_theta"],
+        rope_scaling=rope,
+        **{name: stated(text, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
+        tie_word_embeddings=False,
+        draft_vocab_size=draft_vocab_size or text.vocab_size,
+        target_hidden_size=size,
+        fc_norm=fc_norm,
+        norm_output=norm_output,
+        qk_norm=qk_norm,
+        attention_bias=attention_bias,
+        mlp_bias=mlp_bias,
+        **settings,
+    )
+    DraftConfig.of(config)
+    return config
+
+
+def _layer_config(text: PretrainedConfig, kind: str | None) -> PretrainedConfig:
+    """The config of a layer of this kind, if kinds differ in more than rotary (Gemma 4)."""
+    layers, kinds = stated(text, "per_layer_config"), stated(text, "layer_types")
+    if not layers or kinds is None or kind not in kinds:
+        return text
+    layer: PretrainedConfig = layers[list(kinds).index(kind)]
+    return layer

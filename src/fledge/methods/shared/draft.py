@@ -23,42 +23,7 @@ from fledge.target.base import Eagle3TargetBackend, HasWeight, selection_mask
 log = logging.getLogger(__name__)
 
 
-class RecomputedLayers:
-    """Gradient checkpointing for a module that runs its layers through `_run_draft_layer`."""
-
-    gradient_checkpointing: bool = False
-    training: bool  # the module's
-
-    def gradient_checkpointing_enable(
-        self, gradient_checkpointing_kwargs: Mapping[str, Any] | None = None
-    ) -> None:
-        """In training, keep only the layers' inputs for the backward pass: less memory, one more
-        forward pass. `use_reentrant=True` causes a warning, other options are refused."""
-        options = dict(gradient_checkpointing_kwargs or {})
-        if options.pop("use_reentrant", False):
-            log.warning("use_reentrant=False is used: the layers take more than tensors")
-        if options:
-            raise ValueError(
-                f"gradient_checkpointing_kwargs: only use_reentrant, got {sorted(options)}"
-            )
-        self.gradient_checkpointing = True
-
-    def gradient_checkpointing_disable(self) -> None:
-        self.gradient_checkpointing = False
-
-    @property
-    def checkpoints_layers(self) -> bool:
-        """Whether layers keep only their inputs for the backward pass."""
-        return self.gradient_checkpointing and self.training
-
-    def _run_draft_layer(self, layer_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a layer; under gradient checkpointing its activations are recomputed, not kept."""
-        if not self.checkpoints_layers:
-            return layer_fn(*args, **kwargs)
-        return checkpoint(layer_fn, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
-
-
-class DraftModel(RecomputedLayers, nn.Module):
+class DraftModel(nn.Module):
     """The base of all drafts. Subclasses define `embed_tokens` [V, E] and `lm_head` [W, E]."""
 
     architecture: ClassVar[str]  # its name in config.json
@@ -68,6 +33,7 @@ class DraftModel(RecomputedLayers, nn.Module):
     d2t: Tensor  # [W] int64: target id = draft id + d2t[draft id]
     t2d: Tensor  # [V] bool; all False until a vocabulary mapping is set
     config_type: ClassVar[type[DraftConfig]] = DraftConfig
+    gradient_checkpointing: bool = False
 
     def __init__(self, config: PretrainedConfig) -> None:
         super().__init__()
@@ -181,9 +147,27 @@ class DraftModel(RecomputedLayers, nn.Module):
         self.d2t.copy_(ids.to(self.d2t.device) - torch.arange(width, device=self.d2t.device))
         self.t2d.copy_(mask)
 
-    @torch.no_grad()
     def copy_embeddings_from_target(self, embedding: HasWeight) -> None:
-        self._copy_rows("embedding", self.embed_tokens.weight, embedding.weight)
+        self._take("embedding", self.embed_tokens, embedding.weight)
+
+    def copy_head_from_target(self, head: HasWeight) -> None:
+        """Take the rows of the target's head (`head.weight` [V, D]) for the draft vocabulary."""
+        ids, weight = self.selected_token_ids, head.weight
+        if ids is None:
+            raise ValueError("selected_token_ids: set the vocabulary mapping before the head")
+        if len(ids) < len(weight):
+            weight = weight[ids.to(weight.device)]
+        self._take("head", self.lm_head, weight)
+
+    def _take(self, what: str, table: nn.Embedding | nn.Linear, weight: Tensor) -> None:
+        theirs, ours = tuple(weight.shape), tuple(table.weight.shape)
+        if theirs != ours:
+            raise ValueError(f"{what}: the target's is {theirs}, the draft's {ours}")
+        self._set_weight(table, weight)
+
+    @torch.no_grad()
+    def _set_weight(self, table: nn.Embedding | nn.Linear, weight: Tensor) -> None:
+        table.weight.copy_(weight)
 
     def start_as_target(self, model: nn.Module) -> None:
         """Initialize the layers from the target's last ones."""
@@ -197,25 +181,35 @@ class DraftModel(RecomputedLayers, nn.Module):
         """Train everything except the input embeddings, which stay the target's."""
         self.embed_tokens.weight.requires_grad_(False)
 
-    @torch.no_grad()
-    def copy_head_from_target(self, head: HasWeight) -> None:
-        """Initialize the head from the rows of the target's (`head.weight` [V, D]) for the draft
-        vocabulary."""
-        ids = self.selected_token_ids
-        if ids is None:
-            raise ValueError("selected_token_ids: set the vocabulary mapping before the head")
-        self._copy_rows("head", self.lm_head.weight, head.weight[ids.to(head.weight.device)])
-
-    @staticmethod
-    def _copy_rows(what: str, weight: Tensor, target_weight: Tensor) -> None:
-        if weight.shape != target_weight.shape:
-            raise ValueError(
-                f"{what}: the target's is {tuple(target_weight.shape)}, "
-                f"the draft's {tuple(weight.shape)}"
-            )
-        weight.copy_(target_weight)
-
     # --- gradients ------------------------------------------------------------------------------
+
+    def gradient_checkpointing_enable(
+        self, gradient_checkpointing_kwargs: Mapping[str, Any] | None = None
+    ) -> None:
+        """In training, keep only the layers' inputs for the backward pass: less memory, one more
+        forward pass. `use_reentrant=True` causes a warning, other options are refused."""
+        options = dict(gradient_checkpointing_kwargs or {})
+        if options.pop("use_reentrant", False):
+            log.warning("use_reentrant=False is used: the layers take more than tensors")
+        if options:
+            raise ValueError(
+                f"gradient_checkpointing_kwargs: only use_reentrant, got {sorted(options)}"
+            )
+        self.gradient_checkpointing = True
+
+    def gradient_checkpointing_disable(self) -> None:
+        self.gradient_checkpointing = False
+
+    @property
+    def checkpoints_layers(self) -> bool:
+        """Whether layers keep only their inputs for the backward pass."""
+        return self.gradient_checkpointing and self.training
+
+    def _run_draft_layer(self, layer_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a layer; under gradient checkpointing its activations are recomputed, not kept."""
+        if not self.checkpoints_layers:
+            return layer_fn(*args, **kwargs)
+        return checkpoint(layer_fn, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
     def reach_weights(self) -> Tensor:
         """A zero scalar that gives every trained weight a gradient of zeros. Ranks that sum

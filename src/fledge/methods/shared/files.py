@@ -15,7 +15,7 @@ from transformers import LlamaConfig, PretrainedConfig
 
 from fledge.core.errors import BadInput, broken_files, first_line
 from fledge.core.files import atomic_directory, save_tensors, write_json
-from fledge.core.reading import check, load_tensors, read_json, tensor_shapes
+from fledge.core.reading import check, load_tensors, read_json
 from fledge.methods.registry import method_of
 from fledge.methods.shared.config import DraftConfig
 from fledge.methods.shared.rotary import rope_parameters, rotary_frequencies
@@ -77,27 +77,21 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 def read_draft_config(directory: Path) -> PretrainedConfig:
     """The checked config of a draft."""
-    return _read_configs(directory)[0]
-
-
-def _read_configs(directory: Path) -> tuple[PretrainedConfig, DraftConfig]:
-    """The config as users see it, and as its family of drafts computes with it."""
     path, values = directory / CONFIG_NAME, read_config(directory)
     with _reporting_broken(path):
         config = LlamaConfig(**{key: values[key] for key in values if key not in _LABELS})
     family = method_of(config).draft_type().config_type
     check(values, family.file_keys(), where=str(path), what="the config", fix=_FIX)
     with _reporting_broken(path):
-        return config, family.of(config)
+        family.of(config)
+    return config
 
 
 def read_draft(directory: Path) -> tuple[PretrainedConfig, dict[str, Tensor]]:
     """The checked config and the tensors of a draft; `check_tensors` compares the two."""
-    config, spec = _read_configs(directory)
-    path = directory / WEIGHTS_NAME
+    config, path = read_draft_config(directory), directory / WEIGHTS_NAME
     if not path.is_file():
         raise _missing_file(path)
-    _check_sizes(spec, tensor_shapes(path, what="the draft"), where=str(path))
     with _reporting_broken(directory / CONFIG_NAME):
         if not bool(rotary_frequencies(config)[0].isfinite().all()):
             raise ValueError("its rotary settings give angles that are not finite")
@@ -117,25 +111,6 @@ def _reporting_broken(path: Path) -> Iterator[None]:
         yield
     except broken_files() as error:
         raise BadInput(f"broken ({first_line(error)})", where=str(path), fix=_FIX) from error
-
-
-def _check_sizes(spec: DraftConfig, shapes: Mapping[str, tuple[int, ...]], *, where: str) -> None:
-    """Refuse sizes that contradict the shapes in the weights' header, before any memory is
-    allocated for them. The full set of tensors depends on the draft's class, and is compared with a
-    draft on the meta device (`check_tensors`)."""
-    expected = {
-        "embed_tokens.weight": (spec.vocab_size, spec.hidden_size),
-        "lm_head.weight": (spec.draft_vocab_size, spec.hidden_size),
-        "fc.weight": (spec.hidden_size, spec.fc_inputs),
-    }
-    faults = [
-        f"{name} {shapes[name]} not {shape}"
-        for name, shape in expected.items()
-        if name in shapes and shapes[name] != shape
-    ]
-    if faults:
-        what = f"tensors of another shape than config.json says: {', '.join(faults)}"
-        raise BadInput(what, where=where, fix="config.json and the weights are of two drafts")
 
 
 def check_tensors(
@@ -159,7 +134,8 @@ def check_tensors(
             where=str(directory / WEIGHTS_NAME),
             fix="is it a draft in the plain layout? `fledge import` reads others",
         )
-    if broken := [name for name in common if not _finite(have[name])]:
+    floats = [name for name in common if have[name].is_floating_point()]
+    if broken := [name for name in floats if not bool(have[name].isfinite().all())]:
         raise BadInput(
             f"the draft's weights hold NaN or infinity: tensor {_first_few(broken)}",
             where=str(directory / WEIGHTS_NAME),
@@ -169,7 +145,3 @@ def check_tensors(
 
 def _first_few(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if names[3:] else "")
-
-
-def _finite(tensor: Tensor) -> bool:
-    return not tensor.is_floating_point() or bool(tensor.isfinite().all())

@@ -18,6 +18,7 @@ with q = softmax(head(state) + token head(previous token)) and p the target's di
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +29,16 @@ from fledge.kernels.gate import kernel_runs
 from fledge.methods.losses.base import Loss, acceptance
 from fledge.methods.shared.supervision import CHUNK_SCORES, Supervision
 from fledge.rollout.plan import HeadElements
+
+
+@dataclass(frozen=True)
+class HeadLoss:
+    loss: Tensor  # sum over elements of coefficient * row loss, differentiable
+    row_loss_N: Tensor  # per element, before the coefficient; elements as in `HeadElements`
+    correct_N: Tensor  # bool: the draft's top token is the target's, or the text's
+    distance_N: Tensor  # |q - p|; 0 if the distance has no weight
+    coefficient_N: Tensor
+
 
 TokenFactors = tuple[Tensor, Tensor]  # features [N, R] of the elements' previous tokens, and [W, R]
 Weigh = Callable[[Tensor], Tensor]  # row losses [N] -> their weights
@@ -52,8 +63,8 @@ class _Sweep:
 
     def apply(
         self, hidden_PE: Tensor, head_WE: Tensor, token: TokenFactors | None = None
-    ) -> "TokenScores":
-        return TokenScores(*_SweepHead.apply(hidden_PE, head_WE, *(token or (None, None)), self))  # type: ignore[no-untyped-call]
+    ) -> HeadLoss:
+        return HeadLoss(*_SweepHead.apply(hidden_PE, head_WE, *(token or (None, None)), self))  # type: ignore[no-untyped-call]
 
 
 class _SweepHead(torch.autograd.Function):
@@ -69,10 +80,11 @@ class _SweepHead(torch.autograd.Function):
         wide, dtype, elements = _wide(hidden_PE), hidden_PE.dtype, sweep.elements
         head, token_out = head_WE.to(dtype), None if out_WR is None else out_WR.to(dtype)
         leaves = (hidden_PE, head_WE, features_NR, out_WR)
-        wanted = zip(leaves, ctx.needs_input_grad, (None, wide, None, wide), strict=False)
         dhidden_PE, dhead_WE, dfeatures_NR, dout_WR = (
             torch.zeros_like(x, dtype=sums) if x is not None and want and sweep.with_grad else None
-            for x, want, sums in wanted
+            for x, want, sums in zip(
+                leaves, ctx.needs_input_grad, (None, wide, None, wide), strict=False
+            )
         )
         row_loss_N = hidden_PE.new_zeros(len(elements), dtype=wide)
         distance_N, correct_N = torch.zeros_like(row_loss_N), row_loss_N.bool()
@@ -153,13 +165,6 @@ def _chunk_rows(hidden_PE: Tensor, width: int, *, has_kernel: bool) -> int:
 
 
 @dataclass(frozen=True)
-class HeadLoss:
-    loss: Tensor  # sum over elements of coefficient * row loss, differentiable
-    row_loss_N: Tensor  # per element, before the coefficient; elements as in `HeadElements`
-    correct_N: Tensor  # bool: the draft's top token is the target's top token
-
-
-@dataclass(frozen=True)
 class HeadTask:
     """Which elements are scored, against which supervision, with which loss."""
 
@@ -176,6 +181,10 @@ class HeadTask:
         """[N] index of the loss that each element belongs to."""
         depth_N = self.elements.depth_N
         return depth_N if self.num_losses > 1 else torch.zeros_like(depth_N)
+
+    def rows_of_chunk(self, hidden_PE: Tensor, width: int) -> int:
+        has_kernel = self.loss.kernel is not None
+        return self.chunk_rows or _chunk_rows(hidden_PE, width, has_kernel=has_kernel)
 
 
 def head_loss(
@@ -202,20 +211,12 @@ def head_loss(
     def score(logits_JW: Tensor, part: slice, slots: slice, coefficient_J: Tensor) -> Scores:
         target = _targets(task, part, slots, _wide(hidden_PE))
         weight_J = None if weight_N is None else weight_N[part]
-        loss_J, correct_J, dlogits_JW = _score(
-            logits_JW, target, task.loss, coefficient_J, weight_J
-        )
-        return loss_J, correct_J, None, dlogits_JW
+        return _score(logits_JW, target, task.loss, coefficient_J, weight_J)
 
-    rows = task.chunk_rows or _rows_of(task, hidden_PE, head_WE)
+    rows = task.rows_of_chunk(hidden_PE, len(head_WE))
     coefficient_N = torch.where(task.charged_N, coefficient_N, 0.0)
     sweep = _Sweep(task.elements, rows, score, coefficient_N, with_grad=torch.is_grad_enabled())
-    scores = sweep.apply(hidden_PE, head_WE)
-    return HeadLoss(scores.loss, scores.row_loss_N, scores.correct_N)
-
-
-def _rows_of(task: HeadTask, hidden_PE: Tensor, head_WE: Tensor) -> int:
-    return _chunk_rows(hidden_PE, len(head_WE), has_kernel=task.loss.kernel is not None)
+    return sweep.apply(hidden_PE, head_WE)
 
 
 @torch.no_grad()
@@ -227,7 +228,7 @@ def head_acceptance(hidden_PE: Tensor, head_WE: Tensor, task: HeadTask) -> Tenso
     """
     head = head_WE.to(hidden_PE.dtype)
     alpha_N = hidden_PE.new_zeros(len(task.elements), dtype=torch.float64)
-    rows = task.chunk_rows or _rows_of(task, hidden_PE, head)
+    rows = task.rows_of_chunk(hidden_PE, len(head))
     for part, slots in task.elements.chunks(rows):
         logits_JW = F.linear(hidden_PE.index_select(0, task.elements.element_N[part]), head)
         alpha_N[part] = _alpha(logits_JW, _targets(task, part, slots, _wide(hidden_PE))).double()
@@ -271,8 +272,8 @@ def _alpha(logits_JW: Tensor, target: _Targets) -> Tensor:
 
 def _score(
     logits_JW: Tensor, target: _Targets, loss: Loss, coefficient_J: Tensor, weight_J: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Row losses [J], hits [J], and coefficient * gradient [J, W]; the logits are overwritten."""
+) -> Scores:
+    """The scores of a chunk; the logits are overwritten."""
     if loss.kernel is not None and kernel_runs(logits_JW, what="head loss"):
         from fledge.kernels.head_rows import fused_rows
 
@@ -280,11 +281,11 @@ def _score(
             logits_JW, target.slots_MW, target.slot_J, target.top_J, kind=loss.kernel,
             coefficient_J=coefficient_J, ce_weight_J=weight_J,
         )  # fmt: skip
-        return loss_J, correct_J, logits_JW
+        return loss_J, correct_J, None, logits_JW
     wide_JW = logits_JW.to(target.slots_MW.dtype)
     correct_J = wide_JW.argmax(-1) == target.top_J
     loss_J, dlogits_JW = loss.rows(wide_JW, target.per_element(), weight_J)
-    return loss_J, correct_J, dlogits_JW.mul_(coefficient_J[:, None]).to(logits_JW.dtype)
+    return loss_J, correct_J, None, dlogits_JW.mul_(coefficient_J[:, None]).to(logits_JW.dtype)
 
 
 # --- against the text, through a head that is not trained ----------------------------------------
@@ -302,15 +303,6 @@ class TokenTask:
     chunk_rows: int | None = None  # None: as many as fit
 
 
-@dataclass(frozen=True)
-class TokenScores:
-    loss: Tensor  # sum over elements of coefficient * row loss, differentiable
-    row_loss_N: Tensor
-    correct_N: Tensor  # bool: the draft's top token is the text's token
-    distance_N: Tensor  # |q - p|; 0 if the distance has no weight
-    coefficient_N: Tensor
-
-
 def frozen_head_loss(
     hidden_PE: Tensor,
     head_WE: Tensor,
@@ -319,23 +311,21 @@ def frozen_head_loss(
     coefficient_N: Tensor | None = None,
     weigh: Weigh | None = None,
     token: TokenFactors | None = None,
-) -> TokenScores:
+) -> HeadLoss:
     """Score all elements. Their weights are given (`coefficient_N`) or computed from all row losses
     (`weigh`, through which no gradient flows). The latter needs no second sweep, because gradients
     of states can be scaled afterwards; those of a trained factor could not."""
     assert (coefficient_N is None) != (weigh is None)
     assert token is None or weigh is None, "a token head needs the coefficients beforehand"
 
-    def score(logits_JW: Tensor, part: slice, slots: slice, coefficient_J: Tensor) -> Scores:
-        return _score_text(logits_JW, task, part, slots, coefficient_J)
-
     rows = task.chunk_rows or _chunk_rows(hidden_PE, len(head_WE), has_kernel=True)
-    sweep = _Sweep(task.elements, rows, score, coefficient_N, weigh, torch.is_grad_enabled())
+    score, with_grad = partial(_score_text, task), torch.is_grad_enabled()
+    sweep = _Sweep(task.elements, rows, score, coefficient_N, weigh, with_grad)
     return sweep.apply(hidden_PE, head_WE.detach(), token)
 
 
 def _score_text(
-    logits_JW: Tensor, task: TokenTask, part: slice, slots: slice, coefficient_J: Tensor
+    task: TokenTask, logits_JW: Tensor, part: slice, slots: slice, coefficient_J: Tensor
 ) -> Scores:
     label_J, probs_MW, slot_J, wide = task.label_N[part], None, None, _wide(logits_JW)
     if task.distance_weight > 0:

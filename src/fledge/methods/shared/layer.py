@@ -100,7 +100,11 @@ class DraftLayer(nn.Module):
             gate=mlp.gate_proj.weight.to(mlp_dtype),
             up=mlp.up_proj.weight.to(mlp_dtype),
             down=mlp.down_proj.weight.to(mlp_dtype),
-            mlp_biases=_mlp_biases(mlp, dtype),
+            mlp_biases=tuple(
+                proj.bias.to(dtype)
+                for proj in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+                if mlp.biased
+            ),
             eps=self.post_attention_layernorm.eps or 0.0,
             recompute_mlp=recompute_mlp,
             used_once=used_once,
@@ -129,14 +133,6 @@ class DraftLayer(nn.Module):
         masters = (attn.q_proj.weight, attn.k_proj.weight, attn.v_proj.weight)
         names = ("token_weight", "token_bias", "state_qkv", "state_bias", "o_bias")
         return dict.fromkeys(names) | {"late_qkv": masters, "o": attn.o_proj.weight}
-
-
-def _mlp_biases(mlp: DraftMLP, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor] | None:
-    """The biases of gate, up and down."""
-    if not mlp.biased:
-        return None
-    gate, up, down = (p.bias.to(dtype) for p in (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
-    return gate, up, down
 
 
 class FusedDraftLayer(DraftLayer):
@@ -171,7 +167,7 @@ class LayerWeights:
     gate: Tensor
     up: Tensor
     down: Tensor
-    mlp_biases: tuple[Tensor, Tensor, Tensor] | None
+    mlp_biases: tuple[Tensor, ...]  # of gate, up and down
     eps: float
     recompute_mlp: bool = False  # recompute the MLP's activations, to save memory in long batches
     used_once: bool = False  # recompute norms too; what is kept serves only one backward pass
@@ -235,14 +231,13 @@ class LayerWeights:
         return F.linear(attended_NX, self.o, self.o_bias)
 
     def _mlp(self, state_NE: Tensor) -> Tensor:
+        norm, recompute = (self.mlp_norm, self.eps), self.recompute_mlp
         weights = (self.gate, self.up, self.down)
-        if self.used_once and self.mlp_biases is None:
-            norm = (self.mlp_norm, self.eps)
-            recompute = self.recompute_mlp
+        if self.used_once and not self.mlp_biases:
             return gated_mlp(state_NE, *weights, norm=norm, recompute=recompute, once=True)
-        x_NE = rms_norm(state_NE, self.mlp_norm, self.eps)
-        if self.mlp_biases is None:
-            return gated_mlp(x_NE, *weights, recompute=self.recompute_mlp)
+        x_NE = rms_norm(state_NE, *norm)
+        if not self.mlp_biases:
+            return gated_mlp(x_NE, *weights, recompute=recompute)
         gate, up, down = self.mlp_biases  # rare, so left to autograd
         gated_NI = F.silu(F.linear(x_NE, self.gate, gate)) * F.linear(x_NE, self.up, up)
         return F.linear(gated_NI, self.down, down)
@@ -365,22 +360,11 @@ def gated_mlp(
     return out_NE
 
 
-def forget_mlp(config: DraftConfig, rows: int, dtype: torch.dtype, *, kept_gib: float) -> bool:
-    """Whether MLPs over `rows` rows (of all layers) would keep more than `kept_gib` for the
-    backward pass and should be recomputed instead: that costs a twentieth of a step's time and
-    saves a third of its memory."""
-    return _mlp_bytes(config, rows, dtype) > kept_gib * 2**30
-
-
 def kept_mlps(
     config: DraftConfig, rows: int, dtype: torch.dtype, *, layers: int, kept_gib: float
 ) -> int:
-    """The number of layers whose MLPs, over `rows` rows each, together keep at most `kept_gib`.
-    These should be the last layers: the backward pass frees their memory before gradients fill it.
-    """
-    per_layer = _mlp_bytes(config, rows, dtype)
+    """The number of layers whose MLPs, over `rows` rows each, together keep at most `kept_gib` for
+    the backward pass. The others should be recomputed: that costs a twentieth of a step's time and
+    saves a third of its memory. Keep the last layers', which the backward pass frees first."""
+    per_layer = rows * 2 * config.intermediate_size * dtype.itemsize
     return layers if per_layer == 0 else min(layers, int(kept_gib * 2**30 // per_layer))
-
-
-def _mlp_bytes(config: DraftConfig, rows: int, dtype: torch.dtype) -> int:
-    return rows * 2 * config.intermediate_size * dtype.itemsize

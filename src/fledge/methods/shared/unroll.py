@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from fledge.core.transfer import send
 from fledge.methods.shared.draft import DraftModel
-from fledge.methods.shared.layer import DraftLayer, LayerWeights, forget_mlp
+from fledge.methods.shared.layer import DraftLayer, LayerWeights, kept_mlps
 from fledge.methods.shared.norms import rms_norm
 from fledge.methods.shared.rotary import Rotary, rotate
 from fledge.rollout.attention import AttentionKind, KeysValues, gathered, rollout_attention
@@ -51,6 +51,20 @@ class UnrolledDraftModel(DraftModel):
         """The weights that a step computes with, per layer."""
         layers = cast(Iterable[DraftLayer], self.layers)
         return [layer.weights(dtype, recompute_mlp=recompute_mlp) for layer in layers]
+
+    def step_weights(self, dtype: torch.dtype, rows: int, *, kept_gib: float) -> list[LayerWeights]:
+        """The same for a step of `rows` rows in each layer, whose MLPs keep at most `kept_gib` for
+        the backward pass, or nothing."""
+        rows *= len(self.layers)
+        keep = self.checkpoints_layers or kept_mlps(
+            self.spec, rows, dtype, layers=1, kept_gib=kept_gib
+        )
+        return self.layer_weights(dtype, recompute_mlp=not keep)
+
+    def heads(self, x_NX: Tensor) -> Tensor:
+        """[N, heads, C]: projections, split into heads."""
+        channels = self.spec.head_dim
+        return x_NX.reshape(len(x_NX), x_NX.shape[1] // channels, channels)
 
     def unroll(
         self,
@@ -96,12 +110,7 @@ class _Step:
         attention: AttentionKind,
     ) -> None:
         self.model, self.plan, self.kind = model, plan, attention
-        self.channels = model.spec.head_dim
-        rows = len(model.layers) * sum(plan.counts)
-        recompute = not model.checkpoints_layers and forget_mlp(
-            model.spec, rows, dtype, kept_gib=KEPT_MLP_GIB
-        )
-        self.layers = model.layer_weights(dtype, recompute_mlp=recompute)
+        self.layers = model.step_weights(dtype, sum(plan.counts), kept_gib=KEPT_MLP_GIB)
         self.cos_LC, self.sin_LC = model.rotary(plan.position_L, dtype)
         self.prefix: list[KeysValues] = []
         self.chains: list[list[KeysValues]] = [[] for _ in self.layers]
@@ -141,9 +150,6 @@ class _Step:
         share = self.plan.share
         return values_L if share is None else values_L.index_select(0, share.own_O)
 
-    def _heads(self, x: Tensor) -> Tensor:
-        return x.reshape(len(x), x.shape[1] // self.channels, self.channels)
-
     def _layer_zero(
         self,
         layer: LayerWeights,
@@ -156,7 +162,7 @@ class _Step:
         state_OE, token_O = layer.enter(state_OE, token_O)
         normed_OE = layer.normed(state_OE)
         kv = layer.project(normed_OE, token_O, slice(layer.q_size, None))
-        keys, values = self._heads(kv).chunk(2, dim=1)
+        keys, values = self.model.heads(kv).chunk(2, dim=1)
         own_pair = (rotate(layer.keys(keys), *turn), values)
         keys, values = gathered(own_pair, None if share is None else share.gathering)
         cos, sin = turn
@@ -167,7 +173,7 @@ class _Step:
             if token_O is not None:
                 token_O = token_O[:, : layer.q_size].index_select(0, anchor_N)
         q = layer.project(normed_OE, token_O, slice(0, layer.q_size))
-        q = rotate(layer.queries(self._heads(q)), cos, sin)
+        q = rotate(layer.queries(self.model.heads(q)), cos, sin)
         out = rollout_attention(q, keys, values, rows, kind=self.kind)
         return layer.finish(state_OE, out), keys, values
 
@@ -185,7 +191,7 @@ class _Step:
         qkv = layer.project(layer.normed(state_NE), token_N, slice(None))
         kv_size = (qkv.shape[1] - layer.q_size) // 2
         parts = torch.split(qkv, [layer.q_size, kv_size, kv_size], dim=1)  # its gradient is one cat
-        q, keys, values = map(self._heads, parts)
+        q, keys, values = map(self.model.heads, parts)
         cos, sin = (x.index_select(0, slot_N) for x in (self.cos_LC, self.sin_LC))
         q, keys = rotate(layer.queries(q), cos, sin), rotate(layer.keys(keys), cos, sin)
         chain = (*before, (keys, values))
