@@ -168,9 +168,7 @@ def test_server_replies_are_escaped(place, monkeypatch, capfd, tmp_path):
 def test_model_output_is_escaped(monkeypatch, capsys, colours):
     monkeypatch.setattr(chat, "out", Terminal(force_terminal=colours, width=200))
     pieces = ["a\tb\n", NAME, "é"]
-    stream = chat._Stream.__new__(chat._Stream)
-    stream._quiet = False
-    stream._write(pieces, [0, 2, 0])
+    chat._write(pieces, [0, 2, 0], quiet=False)
     written = STYLES.sub("", capsys.readouterr().out)
     assert not OBEYED.search(written)
     assert SHOWN in written

@@ -46,10 +46,6 @@ class TreeShape:
         width = min(self.width, vocabulary)
         return min(self.nodes, width + (self.depth - 1) * width**2)
 
-    def behind(self, vocabulary: int) -> int:
-        """The number of entries that expanded nodes take in the draft's cache, after the anchor."""
-        return (self.depth - 1) * min(self.width, vocabulary)
-
 
 @dataclass(frozen=True)
 class DraftShape:
@@ -142,6 +138,14 @@ def drafting_slots(tokens: TokenBatch) -> Tensor:
     return loss_BT[:, 1:-1] & loss_BT[:, 2:] & (tokens.doc_remaining >= 2)
 
 
+def _selected(draft: Any) -> Tensor:
+    """Target ids of the draft's tokens."""
+    selected: Tensor | None = draft.selected_token_ids
+    if selected is None:
+        raise ValueError("d2t: the draft has no vocabulary mapping")
+    return selected
+
+
 @dataclass(frozen=True)
 class Rollouts(ABC):
     """Rollouts of the draft from all slots at once, `depths` tokens long."""
@@ -152,11 +156,7 @@ class Rollouts(ABC):
 
     @property
     def selected_token_ids(self) -> Tensor:
-        """Target ids of the draft's tokens."""
-        selected: Tensor | None = self.draft.selected_token_ids
-        if selected is None:
-            raise ValueError("d2t: the draft has no vocabulary mapping")
-        return selected
+        return _selected(self.draft)
 
     def plan(self, tokens: TokenBatch) -> RolloutPlan:
         """A plan in which every drafting slot starts a rollout, up to the end of its answer."""
@@ -199,11 +199,8 @@ class Strategy(ABC):
         dtype: torch.dtype | None = None,
         passes: Passes | None = None,
     ) -> None:
-        selected = draft.selected_token_ids
-        if selected is None:
-            raise ValueError("d2t: the draft has no vocabulary mapping")
         self.draft, self.shape, self.dtype = draft.eval(), shape, dtype or draft.dtype
-        self.selected_W = selected  # target ids of the draft's tokens
+        self.selected_W = _selected(draft)
         self.passes = passes or Passes(draft.device, record=False)
 
     # --- what it is -----------------------------------------------------------------------------
@@ -285,7 +282,6 @@ class Strategy(ABC):
 
 
 def check_name(name: str) -> None:
-    """Reject a name that no method has a strategy for."""
     known = {name for method in METHODS.values() for name in method.strategies}
     if name not in known:
         raise BadInput(f"no drafting method '{name}'", fix=nearest(name, sorted(known)))
