@@ -21,7 +21,7 @@ from fledge.methods.eagle3.objective import Eagle3TrainerModule
 from fledge.models.resolve import local_model
 from fledge.target.hf.model import HFEagle3TargetModel
 from fledge.training.evaluation import evaluate
-from fledge.training.step import Models
+from fledge.training.step import Clock, Models
 
 
 def main() -> None:
@@ -47,7 +47,7 @@ def main() -> None:
         target_head=target.info().head,
         compute_dtype=dtype,
     )
-    models = Models(target, objective, device, World())
+    models = Models(target, objective, device, World(), Clock(device))
     for domain in args.domains:
         name, _, path = domain.partition("=")
         options = TokeniseOptions(max_length=args.max_length)

@@ -184,7 +184,7 @@ def test_unwritable_output_directories_are_refused(place, monkeypatch, capfd, co
         ("data prepare none.jsonl --model target", "none.jsonl: no such file"),
         ("data stats chats.jsonl --model smollm2-153m", "smollm2-135m"),
         ("data prepare chats.jsonl --model target --overlong cutt", "did you mean 'cut'?"),
-        ("data prepare chats.jsonl --model target --template-option x", "is not name=value"),
+        ("data prepare chats.jsonl --model target --template-option x", "is not NAME=VALUE"),
         ("data prepare chats.jsonl --model target --template-option a=[1", "not YAML"),
         ("data prepare", "Missing argument"),
         ("dat", "No such command"),

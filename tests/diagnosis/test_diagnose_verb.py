@@ -48,7 +48,7 @@ def test_fix_repairs_and_verifies_the_repair(place, tmp_path):
     assert result.exit_code == 0, result.output
     printed = json.loads(result.stdout)
     errors = {f["check"]: f for f in printed["findings"] if f["severity"] == "error"}
-    assert set(errors) == {"num-hidden-layers", "aux-shifted"}
+    assert set(errors) == {"sizes", "aux-shifted"}
     assert all(error["repairable"] and error["fix"] for error in errors.values())
     assert printed["repaired"]["healthy"]
     assert printed["repaired_acceptance"] == printed["repaired"]["acceptance"]
@@ -84,15 +84,15 @@ def test_static_does_not_read_the_targets_weights(place, tmp_path):
         ("specforge", "eagle3", "vllm", set()),
         ("speculators", "eagle31", "vllm", set()),
         ("speculators", "eagle3", "sglang", {"serving"}),
-        ("automodel", "eagle3", "vllm", {"names", "architecture"}),
-        ("automodel", "eagle3", "sglang", {"architecture", "serving"}),
+        ("automodel", "eagle3", "vllm", {"serving"}),
+        ("automodel", "eagle3", "sglang", {"serving"}),
         ("modelopt", "eagle3", "vllm", {"serving"}),
-        ("eagle", "eagle3", "sglang", {"architecture"}),
+        ("eagle", "eagle3", "sglang", {"serving"}),
         ("speculators", "peagle", "sglang", {"serving", "embeddings"}),
         ("eagle", "eagle1", "vllm", set()),
-        ("eagle", "eagle1", "sglang", {"architecture", "fc-bias"}),
+        ("eagle", "eagle1", "sglang", {"serving"}),
         ("eagle1-wrapped", "eagle1", "vllm", set()),
-        ("eagle1-wrapped", "eagle1", "sglang", {"serving", "fc-bias"}),
+        ("eagle1-wrapped", "eagle1", "sglang", {"serving"}),
     ],
 )
 def test_an_engines_limits_become_errors(place, made, tmp_path, layout, kind, engine, faults):
@@ -164,7 +164,7 @@ def test_the_page_lists_every_check():
     for check in all_checks().values():
         need, fix = needs.get(check.level, "target"), "yes" if check.repairs else ""
         rows.append(f"| `{check.id}` | {need} | {check.looks_for} | {fix} |")
-    assert len(rows) > 50
+    assert 30 < len(rows) < 40
     page = (Path(__file__).parents[2] / "docs" / "diagnose.md").read_text()
     assert "\n".join(rows) in page
 

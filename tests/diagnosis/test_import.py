@@ -166,7 +166,7 @@ def test_certain_repairs_are_made_and_named(place, tmp_path):
     arguments = ["import", str(foreign), "--target", str(place / "target"), "--out"]
     result = CliRunner().invoke(app, [*arguments, str(tmp_path / "one"), "--json"])
     repairs = json.loads(result.stdout)["repairs"]
-    assert [repair["check"] for repair in repairs] == ["architecture", "num-hidden-layers"]
+    assert [repair["check"] for repair in repairs] == ["architecture", "sizes"]
     result = CliRunner().invoke(app, [*arguments, str(tmp_path / "two")])
     assert "repaired: num_hidden_layers is 8" in result.stdout
     for name in ("one", "two"):

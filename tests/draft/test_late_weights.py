@@ -3,7 +3,9 @@
 import pytest
 import torch
 from torch.nn import functional as F
+from transformers import LlamaConfig
 
+from fledge.methods.shared.layer import gated_mlp, kept_mlps
 from fledge.methods.shared.norms import late_linear, rms_norm
 from live_bytes import watch_saved
 from objective.naive_block import make_block_draft
@@ -93,17 +95,6 @@ def test_a_layer_used_once_computes_the_same(dtype, master):
         assert torch.equal(late[name], early[name]), name
 
 
-@pytest.mark.parametrize("normed", [False, True])
-def test_only_masters_and_inputs_are_saved(normed):
-    x, norm, *masters = leaves(5, (7, 3, 3), dtype=torch.bfloat16, master=torch.float32)
-    saved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        late_linear(x, masters, norm if normed else None, EPS)
-    allowed = {tensor.data_ptr() for tensor in (x, norm, *masters)}
-    assert saved
-    assert all(tensor.data_ptr() in allowed for tensor in saved)
-
-
 @pytest.mark.parametrize("used_once", [False, True])
 def test_a_layer_used_once_saves_no_copy_of_a_matrix(used_once):
     """The control, not used once, does keep copies: q, k and v side by side, and o."""
@@ -117,3 +108,34 @@ def test_a_layer_used_once_saves_no_copy_of_a_matrix(used_once):
     matrices = {tuple(p.shape) for p in layer.parameters() if p.ndim == 2}
     matrices |= {shape[::-1] for shape in matrices} | {(size, len(qkv[0])), (len(qkv[0]), size)}
     assert bool(saved.shapes & matrices) is not used_once
+
+
+# --- MLPs that recompute their activations -------------------------------------------------------
+
+
+def kept_and_gradients(recompute):
+    torch.manual_seed(0)
+    tensors = [
+        torch.randn(shape, dtype=torch.float64) for shape in ((7, 5), (9, 5), (9, 5), (5, 9))
+    ]
+    for tensor in tensors:
+        tensor.requires_grad_()
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        out = gated_mlp(*tensors, recompute=recompute)
+    out.square().sum().backward()
+    return kept, [out.detach(), *(tensor.grad for tensor in tensors)]
+
+
+def test_recomputing_gives_the_same_gradients_from_fewer_saved_tensors():
+    saved, expected = kept_and_gradients(recompute=False)
+    saved_recomputing, actual = kept_and_gradients(recompute=True)
+    assert all(torch.equal(got, want) for got, want in zip(actual, expected, strict=True))
+    assert [x.shape for x in saved if x.shape == (7, 9)] == [(7, 9)] * 2
+    assert not [x.shape for x in saved_recomputing if x.shape == (7, 9)]
+
+
+@pytest.mark.parametrize(("rows", "kept"), [(2**17, 1), (2**17 + 1, 0)])
+def test_activations_are_recomputed_only_beyond_the_limit(rows, kept):
+    config = LlamaConfig(intermediate_size=4096)  # two products of 4096 bf16 values: 16 KiB per row
+    assert kept_mlps(config, rows, torch.bfloat16, layers=1, kept_gib=2.0) == kept

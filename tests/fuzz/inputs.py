@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from fledge.core.errors import BadInput
 from fledge.core.rows import TokenBatch
-from fledge.models.convert_gguf import convert
+from fledge.models.gguf import convert
 from fledge.models.resolve import public_name
 from fledge.target.hf.model import HFEagle3TargetModel
 from fledge.target.remote.protocol import Question

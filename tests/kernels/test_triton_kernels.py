@@ -107,13 +107,6 @@ def test_row_bounds():
     assert torch.equal(bounds.long(), torch.stack([selected.sum(1) for selected in expected]))
 
 
-def test_no_rows_at_all():
-    plan = make_plan([9, 4], 3, supervised=0.0)
-    inputs = make_inputs(plan, 2, heads=2, groups=1, channels=16)
-    assert len(inputs[0]) == 0
-    assert_fused_matches_reference(plan.depths[2], inputs)
-
-
 def test_keys_without_rows_get_no_gradient():
     """The rows of a depth may skip whole documents, whose keys are on the key axis all the same."""
     plan = make_plan([40, 40, 40], 2, supervised=1.1)
@@ -126,13 +119,6 @@ def test_keys_without_rows_get_no_gradient():
     inputs = [q[keep].detach().requires_grad_(), k, v]
     assert_fused_matches_reference(few, inputs)
     assert not results(fused_attention, few, inputs)[2][middle : 2 * middle].any()
-
-
-def test_every_slot_may_be_a_query():
-    plan = make_plan([30, 5], 2)
-    inputs = make_inputs(plan, 0, heads=2, groups=1, channels=16)
-    queries = torch.randn(len(plan.slot_T), 2, 16, device=DEVICE, requires_grad=True)
-    assert_fused_matches_reference(plan.every, [queries, *inputs[1:]])
 
 
 @pytest.mark.parametrize("dtype", HALF_DTYPES)

@@ -1,6 +1,6 @@
 """A GGUF file is converted once, to a complete directory with the original tokenizer."""
 
-import contextlib
+import hashlib
 import json
 import os
 import subprocess
@@ -12,21 +12,18 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tiny_gguf import TEMPLATE, tiny_llama, write_gguf
-from tqdm import tqdm
 
 from fledge.cli.main import run
 from fledge.core.errors import BadInput
-from fledge.data.prepare import tokenizer_files_fingerprint
-from fledge.models import convert_gguf
-from fledge.models.convert_gguf import convert
+from fledge.models import gguf
+from fledge.models.gguf import convert
 from fledge.models.resolve import (
     load_config,
     load_model,
     load_tokenizer,
     local_model,
-    tokenizer_directory,
 )
-from fledge.models.stored import Percentages, models_root
+from fledge.models.stored import models_root
 
 
 @pytest.fixture(autouse=True)
@@ -38,6 +35,10 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     return write_gguf(tmp_path / "tiny.gguf", tiny_llama())
+
+
+def sha256_of(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def leftovers() -> list[str]:
@@ -83,29 +84,13 @@ def test_weights_are_stored_in_bfloat16_by_default(
         torch.testing.assert_close(weight, original[name].bfloat16(), rtol=0, atol=0)
     monkeypatch.setenv("FLEDGE_GGUF_DTYPE", "float32")
     exact = local_model(str(file))
-    assert (
-        exact.name == f"gguf-v2-{convert_gguf._sha256(file)}"
-    )  # the name from before there was a choice
+    assert exact.name == f"gguf-v2-{sha256_of(file)}"  # the name from before there was a choice
     assert load_file(exact / "model.safetensors").popitem()[1].dtype == torch.float32
     monkeypatch.delenv("FLEDGE_GGUF_DTYPE")
     assert local_model(str(file)) == exact  # it exists: runs that started with it continue
     monkeypatch.setenv("FLEDGE_GGUF_DTYPE", "float33")
     with pytest.raises(BadInput, match="FLEDGE_GGUF_DTYPE: 'float33' is not a precision; did you"):
         local_model(str(file))
-
-
-def test_tokenizing_converts_no_weights(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(convert_gguf, "convert", None)  # would fail
-        small = tokenizer_directory(str(file))
-        assert tokenizer_directory(str(file)) == small
-    assert not list(small.glob("*.safetensors"))
-    whole = local_model(str(file))
-    assert load_config(str(small)).vocab_size == load_config(str(whole)).vocab_size
-    # so `train` reuses the rows of `data prepare`
-    assert tokenizer_files_fingerprint(small) == tokenizer_files_fingerprint(whole)
-    write_gguf(file, tiny_llama(seed=1))  # other weights, the same tokenizer
-    assert tokenizer_directory(str(file)) == small
 
 
 def test_preview_of_a_gguf_file(
@@ -117,16 +102,7 @@ def test_preview_of_a_gguf_file(
         run(["data", "preview", str(chats), "--model", str(file)])
     assert ended.value.code == 0
     assert "⟦ho" in capsys.readouterr().out
-    assert [path.name for path in directories()] == [tokenizer_directory(str(file)).name]
-
-
-def test_library_progress_bars_are_reported_as_percentages() -> None:
-    reported: list[str] = []
-    with contextlib.redirect_stderr(Percentages(reported.append)):
-        for _ in tqdm(range(4), mininterval=0):
-            pass
-    assert reported[-1] == "100 %"
-    assert "50 %" in reported
+    assert directories() == [local_model(str(file))]
 
 
 def test_the_tokenizer_splits_digits_and_has_its_special_tokens(file: Path) -> None:
@@ -209,11 +185,11 @@ def test_a_file_is_converted_once_and_found_by_its_content(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = local_model(str(file))
-    monkeypatch.setattr(convert_gguf, "convert", None)  # a second conversion would fail
+    monkeypatch.setattr(gguf, "convert", None)  # a second conversion would fail
     assert local_model(str(file)) == first
     moved = file.rename(tmp_path / "renamed.GGUF")
     assert local_model(str(moved)) == first
-    assert first.name == f"gguf-v2-{convert_gguf._sha256(moved)}-bfloat16"
+    assert first.name == f"gguf-v2-{sha256_of(moved)}-bfloat16"
 
 
 def test_a_changed_file_is_a_different_model(file: Path) -> None:
@@ -244,7 +220,7 @@ def test_an_interrupt_leaves_no_files(file: Path, monkeypatch: pytest.MonkeyPatc
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(convert_gguf, "_save_model", interrupted)
+        patch.setattr(gguf, "_save_model", interrupted)
         with pytest.raises(KeyboardInterrupt):
             local_model(str(file))
     assert directories() == []
@@ -254,9 +230,9 @@ def test_an_interrupt_leaves_no_files(file: Path, monkeypatch: pytest.MonkeyPatc
 
 KILLED = """
 import os, sys
-from fledge.models import convert_gguf
+from fledge.models import gguf
 from fledge.models.resolve import local_model
-convert_gguf._save_model = lambda *_: os._exit(9)
+gguf._save_model = lambda *_: os._exit(9)
 local_model(sys.argv[1])
 """
 
@@ -273,13 +249,13 @@ def test_the_next_conversion_removes_leftovers_of_a_killed_one(file: Path) -> No
 
 
 def test_concurrent_callers_convert_once(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    convert, calls = convert_gguf.convert, []
+    convert, calls = gguf.convert, []
 
     def counted(path: Path, directory: Path, *, name: str, dtype: str) -> None:
         calls.append(directory)
         convert(path, directory, name=name, dtype=dtype)
 
-    monkeypatch.setattr(convert_gguf, "convert", counted)
+    monkeypatch.setattr(gguf, "convert", counted)
     converted: list[Path] = []
     threads = [
         threading.Thread(target=lambda: converted.append(local_model(str(file)))) for _ in range(4)
@@ -362,11 +338,7 @@ def test_a_header_that_contradicts_the_file_is_refused(
 ) -> None:
     """Before any memory is allocated: the largest of these would take exabytes."""
     overwritten(file, name, number, after=after, width=width)
-    for read in (
-        lambda: convert(file, tmp_path / "out", name="tiny", dtype="bfloat16"),
-        lambda: tokenizer_directory(str(file)),  # does not even build its config
-    ):
-        with pytest.raises(BadInput) as caught:
-            read()
-        assert str(file) in str(caught.value)
+    with pytest.raises(BadInput) as caught:
+        convert(file, tmp_path / "out", name="tiny", dtype="bfloat16")
+    assert str(file) in str(caught.value)
     assert not (tmp_path / "out").exists()

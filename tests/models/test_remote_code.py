@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 
 from fledge.cli.main import run
-from fledge.cli.serve_target import _open
 from fledge.core.errors import UntrustedCode
+from fledge.core.machine import find_device
 from fledge.data.prepare import prepare_rows
 from fledge.precompute_eagle3 import main
 from fledge.target.hf.model import HFEagle3TargetModel
-from fledge.target.kinds import engine_section
+from fledge.target.kinds import engine_section, kind_of
 from fledge.target.remote.server.admission import Limits
+from fledge.target.remote.server.app import TargetServer
 
 NOTE = "from pathlib import Path\nPath({marker!r}).touch()\n"
 CODE = {
@@ -179,7 +180,11 @@ def test_trusted_code_works_from_end_to_end(trained, tmp_path, capsys):
         "hf", model=str(trained / "trusted"), aux_layer_ids=[0, 1, 2], trust_remote_code=True,
         device="cpu",
     )  # fmt: skip
-    server = _open(section, token=None, limits=Limits())
+    server = TargetServer(
+        kind_of(section).open(section, device=find_device(None), aux_layers=3),
+        model=section.model, engine=section.backend, model_dir=trained / "trusted", token=None,
+        limits=Limits(),
+    )  # fmt: skip
     assert server.info["aux_layer_ids"] == [0, 1, 2]
     assert server.info["tokenizer_fingerprint"]
 

@@ -8,11 +8,18 @@ test are the draft's parameters, its rotary table and the sampled anchors.
 from dataclasses import dataclass, field
 
 import torch
-from torch.nn import functional as F
 from transformers import LlamaConfig
 
 from fledge.methods.block.draft import BlockDraftModel
-from objective.naive_eagle3 import Document, E, V, _norm, _rope
+from objective.naive_eagle3 import (
+    Document,
+    E,
+    V,
+    _norm,
+    attended,
+    finish_layer,
+    queries_keys_values,
+)
 
 MASK_ID, NUM_AUX = 30, 2
 
@@ -85,35 +92,16 @@ def block_states(draft, document, anchor):
     x = torch.stack([draft.embed_tokens.weight[token] for token in tokens])
     positions = list(range(anchor + size))
     for i in range(c.num_hidden_layers):
-        w = {n.removeprefix(f"layers.{i}."): v for n, v in p.items() if f"layers.{i}." in n}
-        y = _norm(x, w["input_layernorm.weight"], eps)
+        prefix = f"layers.{i}."
+        y = _norm(x, p[prefix + "input_layernorm.weight"], eps)
         rows = torch.cat([context, y])  # no layer norm on the context
         window = c.sliding_window if i in c.sliding_layers else None
-
-        def heads(rows, name, count, w=w):
-            projected = (rows @ w[f"self_attn.{name}_proj.weight"].T).view(len(rows), count, -1)
-            if name != "v":
-                projected = _norm(projected, w[f"self_attn.{name}_norm.weight"], eps)
-            return projected.transpose(0, 1)
-
-        heads_per_group = c.num_attention_heads // c.num_key_value_heads
-        at = torch.tensor(positions)
-        q = _rope(heads(y, "q", c.num_attention_heads), at[anchor:], draft.rotary)
-        k = _rope(heads(rows, "k", c.num_key_value_heads), at, draft.rotary)
-        k, v = (
-            z.repeat_interleave(heads_per_group, 0)
-            for z in (k, heads(rows, "v", c.num_key_value_heads))
-        )
+        q, k, v = queries_keys_values(rows, p, prefix, c, torch.tensor(positions), draft.rotary)
         visible = torch.tensor([
             [sees(anchor + j, u, anchor, causal=c.causal, window=window) for u in positions]
             for j in range(size)
         ])  # fmt: skip
-        scores = (q @ k.transpose(1, 2) / c.head_dim**0.5).masked_fill(~visible, float("-inf"))
-        out = (scores.softmax(-1) @ v).transpose(0, 1).reshape(size, -1)
-        x = x + out @ w["self_attn.o_proj.weight"].T
-        y = _norm(x, w["post_attention_layernorm.weight"], eps)
-        gated = F.silu(y @ w["mlp.gate_proj.weight"].T) * (y @ w["mlp.up_proj.weight"].T)
-        x = x + gated @ w["mlp.down_proj.weight"].T
+        x = finish_layer(x, attended(q[:, anchor:], k, v, visible), p, prefix, c)
     return _norm(x, p["norm.weight"], eps)
 
 

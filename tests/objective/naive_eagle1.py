@@ -13,7 +13,13 @@ from fledge.core.head import TargetHead
 from fledge.methods.eagle1.draft import LlamaEagle1DraftModel
 from fledge.methods.eagle1.objective import Eagle1TrainerModule
 from fledge.rollout.slots import Documents, slot_words
-from objective.naive_eagle3 import _norm, _rope, make_documents
+from objective.naive_eagle3 import (
+    _norm,
+    attended,
+    finish_layer,
+    make_documents,
+    queries_keys_values,
+)
 
 V, D = 31, 10  # the sizes of the documents of `naive_eagle3`
 LENGTHS = [9, 1, 6, 13, 2]
@@ -58,25 +64,13 @@ def naive_states(draft, document, features):
     config, p = draft.config, dict(draft.named_parameters())
     embedding = p["embed_tokens.weight"][F.pad(document.ids[1:], (0, 1))]
     state = F.linear(torch.cat([embedding, features], -1), p["fc.weight"], p.get("fc.bias"))
-    heads, groups, size = 2, 1, 4
+    visible, position = torch.ones(len(state), len(state)).tril().bool(), torch.arange(len(state))
     for i in range(config.num_hidden_layers):
-        weights = {n.removeprefix(f"layers.{i}."): w for n, w in p.items() if f"layers.{i}." in n}
-        x = state
+        prefix, x = f"layers.{i}.", state
         if i > 0:
-            x = _norm(x, weights["input_layernorm.weight"], config.rms_norm_eps)
-        q, k, v = (
-            (x @ weights[f"self_attn.{n}_proj.weight"].T).view(len(x), -1, size) for n in "qkv"
-        )
-        position = torch.arange(len(x))
-        q, k = (_rope(x.transpose(0, 1), position, draft.rotary).transpose(0, 1) for x in (q, k))
-        k, v = (t.repeat_interleave(heads // groups, dim=1) for t in (k, v))
-        scores = torch.einsum("qhc,khc->hqk", q, k) / size**0.5
-        scores = scores.masked_fill(~torch.ones(len(x), len(x)).tril().bool(), -torch.inf)
-        out = torch.einsum("hqk,khc->qhc", scores.softmax(-1), v).flatten(1)
-        state = state + out @ weights["self_attn.o_proj.weight"].T
-        x = _norm(state, weights["post_attention_layernorm.weight"], config.rms_norm_eps)
-        gate, up = (x @ weights[f"mlp.{n}_proj.weight"].T for n in ("gate", "up"))
-        state = state + (F.silu(gate) * up) @ weights["mlp.down_proj.weight"].T
+            x = _norm(x, p[prefix + "input_layernorm.weight"], config.rms_norm_eps)
+        q, k, v = queries_keys_values(x, p, prefix, config, position, draft.rotary)
+        state = finish_layer(state, attended(q, k, v, visible), p, prefix, config)
     return state
 
 

@@ -67,6 +67,12 @@ def make_documents(lengths, *, seed=3, supervised=0.6, dtype=torch.float64):
     ]
 
 
+def reference_loss(logits, probs, charged, loss):
+    """The loss of one depth: the mean over charged rows; 0 if there are none."""
+    logits, probs = logits[charged], probs[charged].to(logits.dtype)
+    return loss.definition(logits, probs).sum() / max(len(logits), 1)
+
+
 def shift(x):
     """Shift each row left by one position, with a zero at the end."""
     return torch.cat([x[:, 1:], torch.zeros_like(x[:, :1])], dim=1)
@@ -157,9 +163,32 @@ def _times(x, p, name):
     return F.linear(x, p[f"{name}.weight"], p.get(f"{name}.bias"))
 
 
-def _head_norm(x, p, name, eps):
-    """Normalize over the channels of each head, if the draft has that norm."""
-    return _norm(x, p[f"{name}.weight"], eps) if f"{name}.weight" in p else x
+def queries_keys_values(x, p, prefix, c, position, rotary):
+    """[..., heads, T, C] each, from x [..., T, E]; keys and values are repeated for their heads."""
+
+    def heads(name, count):
+        out = _times(x, p, f"{prefix}self_attn.{name}_proj").unflatten(-1, (count, -1))
+        norm = p.get(f"{prefix}self_attn.{name}_norm.weight")  # over the channels of a head
+        return (out if norm is None else _norm(out, norm, c.rms_norm_eps)).transpose(-2, -3)
+
+    q, k, v = heads("q", c.num_attention_heads), *(heads(n, c.num_key_value_heads) for n in "kv")
+    repeat = c.num_attention_heads // c.num_key_value_heads
+    q, k = _rope(q, position, rotary), _rope(k, position, rotary)
+    return q, k.repeat_interleave(repeat, -3), v.repeat_interleave(repeat, -3)
+
+
+def attended(q, k, v, visible):
+    scores = (q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5).masked_fill(~visible, float("-inf"))
+    return scores.softmax(-1) @ v
+
+
+def finish_layer(state, out, p, prefix, c):
+    """Output projection and MLP, with their residuals."""
+    out = out.transpose(-2, -3).flatten(-2)
+    state = state + _times(out, p, prefix + "self_attn.o_proj")
+    y = _norm(state, p[prefix + "post_attention_layernorm.weight"], c.rms_norm_eps)
+    gated = F.silu(_times(y, p, prefix + "mlp.gate_proj")) * _times(y, p, prefix + "mlp.up_proj")
+    return state + _times(gated, p, prefix + "mlp.down_proj")
 
 
 @dataclass
@@ -218,7 +247,7 @@ def naive_eagle3(draft, batch, *, ids, mask, steps, depth_loss, decay=0.8):
 
 def _naive_layer(draft, p, prefix, embed, state, visible, cache, k):
     c = draft.config
-    b, t, _ = state.shape
+    t = state.shape[1]
     if prefix == "layers.0.":
         left = _norm(embed, p[prefix + "input_layernorm.weight"], c.rms_norm_eps)
         right = _norm(state, p[prefix + "hidden_norm.weight"], c.rms_norm_eps)
@@ -228,16 +257,8 @@ def _naive_layer(draft, p, prefix, embed, state, visible, cache, k):
     else:
         x = _norm(state, p[prefix + "input_layernorm.weight"], c.rms_norm_eps)
 
-    def heads(name, n):
-        out = _times(x, p, f"{prefix}self_attn.{name}_proj").view(b, t, n, -1).transpose(1, 2)
-        return _head_norm(out, p, f"{prefix}self_attn.{name}_norm", c.rms_norm_eps)
-
-    position = torch.arange(t) + k
-    q = _rope(heads("q", c.num_attention_heads), position, draft.rotary)
-    key = _rope(heads("k", c.num_key_value_heads), position, draft.rotary)
-    value = heads("v", c.num_key_value_heads)
-    repeat = c.num_attention_heads // c.num_key_value_heads
-    cache.append((key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)))
+    q, *pair = queries_keys_values(x, p, prefix, c, torch.arange(t) + k, draft.rotary)
+    cache.append(pair)
     scores = q @ cache[0][0].transpose(-1, -2) / c.head_dim**0.5
     scores = [scores.masked_fill(~visible[:, None], -1e30)]
     scores += [(q * keys).sum(-1, keepdim=True) / c.head_dim**0.5 for keys, _ in cache[1:]]
@@ -245,10 +266,7 @@ def _naive_layer(draft, p, prefix, embed, state, visible, cache, k):
     out = weight[..., :t] @ cache[0][1]
     for j, (_, values) in enumerate(cache[1:]):
         out = out + weight[..., t + j, None] * values
-    state = state + _times(out.transpose(1, 2).reshape(b, t, -1), p, prefix + "self_attn.o_proj")
-    y = _norm(state, p[prefix + "post_attention_layernorm.weight"], c.rms_norm_eps)
-    gated = F.silu(_times(y, p, prefix + "mlp.gate_proj")) * _times(y, p, prefix + "mlp.up_proj")
-    return state + _times(gated, p, prefix + "mlp.down_proj")
+    return finish_layer(state, out, p, prefix, c)
 
 
 def check_autocast(make, batch, **extra):

@@ -11,10 +11,16 @@ import torch
 from torch.nn import functional as F
 
 from fledge.core.head import target_distribution
-from fledge.methods.losses.base import reference_loss
 from fledge.methods.losses.kl import KLDivergence
 from fledge.rollout.slots import Documents, sample_depths
-from objective.naive_eagle3 import _head_norm, _norm, _rope, _times, make_draft
+from objective.naive_eagle3 import (
+    _norm,
+    attended,
+    finish_layer,
+    make_draft,
+    queries_keys_values,
+    reference_loss,
+)
 
 MASK_ID = 30
 
@@ -137,17 +143,5 @@ def _layer(draft, p, prefix, embed, state, sees, position):
         left = _norm(embed, p[prefix + "input_layernorm.weight"], c.rms_norm_eps)
         x = torch.cat([left, _norm(state, p[prefix + "hidden_norm.weight"], c.rms_norm_eps)], -1)
 
-    def heads(name, count):
-        out = _times(x, p, f"{prefix}self_attn.{name}_proj").view(len(x), count, -1)
-        out = _head_norm(out, p, f"{prefix}self_attn.{name}_norm", c.rms_norm_eps).transpose(0, 1)
-        return out.repeat_interleave(c.num_attention_heads // count, 0)
-
-    q = _rope(heads("q", c.num_attention_heads), position, draft.rotary)
-    k = _rope(heads("k", c.num_key_value_heads), position, draft.rotary)
-    v = heads("v", c.num_key_value_heads)
-    scores = (q @ k.transpose(1, 2) / c.head_dim**0.5).masked_fill(~sees, float("-inf"))
-    attended = (scores.softmax(-1) @ v).transpose(0, 1).reshape(len(x), -1)
-    state = state + _times(attended, p, prefix + "self_attn.o_proj")
-    y = _norm(state, p[prefix + "post_attention_layernorm.weight"], c.rms_norm_eps)
-    gated = F.silu(_times(y, p, prefix + "mlp.gate_proj")) * _times(y, p, prefix + "mlp.up_proj")
-    return state + _times(gated, p, prefix + "mlp.down_proj")
+    q, k, v = queries_keys_values(x, p, prefix, c, position, draft.rotary)
+    return finish_layer(state, attended(q, k, v, sees), p, prefix, c)

@@ -6,7 +6,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from fledge import Eagle3TrainerModule, TargetHead, simulated_accept_length
-from fledge.methods.losses.base import reference_loss
 from fledge.methods.losses.cross_entropy import CrossEntropy
 from fledge.methods.losses.hard import HardCrossEntropy
 from fledge.methods.losses.kl import KLDivergence
@@ -25,6 +24,7 @@ from objective.naive_eagle3 import (
     naive_eagle3,
     packed_batch,
     padded_batch,
+    reference_loss,
     vocabulary,
     with_logits,
     with_probs,

@@ -1,6 +1,6 @@
 """Rounding the sizes of a step up changes nothing: loss, metrics and every gradient."""
 
-from dataclasses import fields, replace
+from dataclasses import fields
 
 import numpy as np
 import pytest
@@ -18,7 +18,6 @@ from fledge.methods.peagle.draft import parallel_attention
 from fledge.methods.peagle.plan import plan_parallel
 from fledge.rollout.context import ContextRanks
 from fledge.rollout.plan import plan_rollout
-from fledge.rollout.slots import RowMasks
 from objective.cases import (
     EVEN_KINDS,
     KINDS,
@@ -44,10 +43,7 @@ from objective.naive_eagle3 import (
     with_probs,
 )
 from objective.test_block import VARIANTS as BLOCK_VARIANTS
-from objective.test_eagle3 import VARIANTS as EAGLE3_VARIANTS
-from objective.test_peagle import VARIANTS as PEAGLE_VARIANTS
 
-REAL_SIZES = {name: getattr(parallel, name) for name in ("GROUP", "CHAIN_ALIGNED")}
 RATIOS = {"ratio": 0.7, "ratio_min": 0.2}
 
 
@@ -88,14 +84,10 @@ def test_round_sizes_change_nothing(name, attention):
 
 
 OPTIONS = {
-    **{f"eagle3, {name}": (eagle3, {"changes": EAGLE3_VARIANTS[name]})
-       for name in ("both, two layers", "biases")},
-    **{f"peagle, {n}": (peagle, {"changes": changes}) for n, changes in PEAGLE_VARIANTS.items()},
     **{f"peagle, {depths} depths": (peagle, {"depths": depths}) for depths in (1, 2, 9)},
     **{f"peagle, kept {ratio}, {least}":
        (peagle, {"down_sample_ratio": ratio, "down_sample_ratio_min": least})
        for ratio, least in ((1.0, 0.0), (0.7, 0.2), (0.05, 0.0), (0.3, 1.0))},
-    **{f"dflash, {n}": (dflash, {"changes": changes}) for n, changes in BLOCK_VARIANTS.items()},
     **{f"dflash kl, {n}": (dflash, {"changes": changes, "loss": "kl"})
        for n, changes in BLOCK_VARIANTS.items()},
     **{f"dspark, {n}": (dspark, {"changes": changes}) for n, changes in BLOCK_VARIANTS.items()},
@@ -144,18 +136,6 @@ def test_round_sizes_change_nothing_for_any_supervision():
     batch = packed_batch([make_documents(LENGTHS)], 60)
     check(peagle(), with_logits(batch, make_head()))
     check(peagle(), with_probs(batch, make_head(), *vocabulary()))
-
-
-@pytest.mark.parametrize("name", EVEN_KINDS)
-def test_tiny_and_unsupervised_documents(name):
-    kind = EVEN_KINDS[name]
-    module = kind.make()
-    for lengths, supervised in (([1], -1), ([1, 2, 1], 1.1), (LENGTHS, -1)):
-        batch = padded_batch(kind.documents(lengths, supervised=supervised))
-        check(module, batch)
-    out, grads = run_evenly(module, batch, 8)
-    assert all(bool((grad == 0).all()) for grad in grads.values())
-    assert sum(int(getattr(out, field.name).abs().sum()) for field in fields(out)) == 0
 
 
 @settings(max_examples=60, deadline=None)
@@ -312,38 +292,6 @@ def assert_plans_equal(actual, expected):
             assert value == expected_value, field.name
 
 
-@settings(max_examples=10, deadline=None)
-@given(seed=st.integers(0, 999), shortest=st.integers(1, 300), supervised=st.floats(0.3, 1.0))
-def test_there_are_few_sizes(seed, shortest, supervised):
-    """Rows of one length, packed with very different documents."""
-    rng, tokens, quantum = np.random.default_rng(seed), 2048, 128
-    vars(parallel).update(REAL_SIZES)
-    sizes, max_elements = set(), 0
-    for step in range(30):
-        masks = random_masks(rng, tokens, shortest, supervised)
-        plan = plan_parallel(masks, num_depths=8, **RATIOS, seed=step, quantum=quantum)
-        sizes.add(tuple(tuple(tensor.shape) for tensor in plan.tensors().values()))
-        max_elements = max(max_elements, sum(plan.counts))
-    assert len(sizes) <= tokens // quantum
-    assert max_elements <= (3.38 * tokens) + 7 * 16
-
-
-def random_masks(rng, tokens, shortest, supervised):
-    lengths = []
-    while sum(lengths) < tokens:
-        length = int(rng.integers(shortest, 2 * shortest + 1))
-        lengths.append(min(length, tokens - sum(lengths)))
-    starts = [np.arange(n) >= round(n * (1 - supervised * rng.random())) for n in lengths]
-    places = [torch.arange(n) for n in lengths]
-    return RowMasks(
-        torch.from_numpy(np.concatenate(starts)).long()[None],
-        torch.ones(1, tokens, dtype=torch.int64),
-        torch.cat(places)[None],
-        torch.tensor([lengths]),
-        torch.cat([n - 1 - place for n, place in zip(lengths, places, strict=True)])[None],
-    )
-
-
 # --- what is read --------------------------------------------------------------------------------
 
 
@@ -386,18 +334,6 @@ def test_passes_depend_on_sizes_only(name, monkeypatch):
 
 
 READ = pytest.mark.parametrize("name", ["eagle3 ce", "peagle kl", "dflash", "dspark"])
-
-
-@READ
-def test_charging_padding_would_be_noticed(name):
-    """Marking padding elements as real does change the result."""
-    module, batch = KINDS[name].make(), padded_batch(KINDS[name].documents(LENGTHS))
-    plan = even_plan_of(module, batch, 64)
-    correct = module.score(module.prepare_inputs(**batch, plan=plan))
-    head = replace(plan.head, real_N=torch.ones_like(plan.head.real_N))
-    wrong = module.score(module.prepare_inputs(**batch, plan=replace(plan, head=head)))
-    assert wrong.charged.sum() > correct.charged.sum()
-    assert wrong.loss != correct.loss
 
 
 @READ

@@ -81,11 +81,6 @@ def test_balanced_depths_match_the_textbook(kind):
     check_against_textbook(**LOSSES[kind], balance_depths=True)
 
 
-@pytest.mark.parametrize("partitions", [1, 3])
-def test_the_reference_attention_matches_the_textbook(partitions):
-    check_against_textbook(attention="reference", sequence_partitions=partitions)
-
-
 @pytest.mark.parametrize("partitions", [2, 4, 7, 1000])
 @pytest.mark.parametrize("layers", [1, 3])
 def test_partitioned_equals_flat(layers, partitions):

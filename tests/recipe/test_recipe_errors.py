@@ -78,7 +78,6 @@ def refusal(*overrides: str, path: Path | None = None) -> str:
             "unknown key 'objective.loss.skale'; did you mean 'scale'?",
         ),
         ("target.parallel.fsdb=2", "unknown key 'target.parallel.fsdb'; did you mean 'fsdp'?"),
-        ("objective.lk_kl_scale=2", "objective.lk_kl_scale: input should be less than or equal"),
     ],
 )
 def test_errors_name_the_override_and_the_fix(override: str, says: str) -> None:
@@ -116,10 +115,6 @@ def test_errors_name_the_override_and_the_fix(override: str, says: str) -> None:
         (
             "objective:\n  loss:\n    kind: lk_lambda\n    scale: 2",
             "line 4: objective.loss.scale: input should be less than or equal to 1, got 2",
-        ),
-        (
-            "objective: {loss: {kind: lk_lambda, scale: 0.5}, lk_kl_scale: 0.4}",
-            "objective: loss.scale is 0.5, but lk_kl_scale, its older spelling, is 0.4",
         ),
     ],
 )

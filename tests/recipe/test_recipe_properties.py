@@ -45,7 +45,6 @@ SPECIAL = {  # fields with constraints beyond their type
     | st.fixed_dictionaries({"backend": st.just("vllm"), "tp_size": st.integers(1, 8)}),
     "sliding_layers": st.lists(st.integers(0, 9), max_size=3, unique=True),
     "token_head": st.just("markov"),
-    "lk_kl_decay": st.none() | st.just(3.0),  # the default, which never contradicts `loss.decay`
 }
 
 

@@ -173,29 +173,6 @@ def test_a_loss_is_a_name_or_a_mapping(
     assert load_recipe(written(tmp_path, recipe.to_yaml())) == recipe
 
 
-@pytest.mark.parametrize(
-    ("text", "overrides", "loss"),
-    [
-        ("{loss: ce, lk_kl_scale: 1.0, lk_kl_decay: 3.0}", [], CrossEntropy()),
-        ("{loss: ce, lk_kl_scale: 0.5}", ["objective.loss=lk_lambda"], LkLambda(scale=0.5)),
-        ("{loss: lk_lambda, lk_kl_scale: 0.5, lk_kl_decay: 0}", [], LkLambda(scale=0.5, decay=0)),
-        ("{loss: lk_lambda}", ["objective.lk_kl_decay=2"], LkLambda(decay=2)),
-        (
-            "{loss: lk_lambda, lk_kl_scale: 1.0, lk_kl_decay: 3.0}",
-            ["objective.loss.scale=0.5"],
-            LkLambda(scale=0.5),
-        ),
-    ],
-)
-def test_older_spellings_of_the_loss(
-    tmp_path: Path, text: str, overrides: list[str], loss: Loss
-) -> None:
-    recipe = load_recipe(written(tmp_path, f"objective: {text}"), overrides)
-    assert recipe.objective.options()["loss"] == loss
-    explicit = load_recipe(None, [f"objective={{loss: {dict(kind=loss.kind, **vars(loss))}}}"])
-    assert recipe.differences(explicit) == []
-
-
 ONLY_HF = "target: {backend: hf, model: org/name, device: cpu, aux_layer_ids: [2, 1, 0]}"
 
 

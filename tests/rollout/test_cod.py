@@ -156,12 +156,6 @@ def test_every_draw_has_the_probability_of_the_definition(document, num_depths, 
     assert distance < freedom + 4 * (2 * freedom) ** 0.5
 
 
-def test_neighboring_seeds_are_uncorrelated():
-    draws = np.array([sample([[True] * 400], num_depths=2, seed=s)[0] for s in range(8)])
-    correlation = np.corrcoef(draws[:, :-1])
-    assert np.abs(correlation - np.eye(8)).max() < 0.25
-
-
 @settings(max_examples=50, deadline=None)
 @given(documents=DOCUMENTS, cap=st.integers(1, 8), seed=st.integers(0, 9))
 def test_max_anchors_caps_the_anchors_of_a_row(documents, cap, seed):

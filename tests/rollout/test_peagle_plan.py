@@ -11,10 +11,10 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from fledge import create_peagle_mask_mod, peagle_draft
 from fledge.methods.peagle.draft import parallel_attention, parallel_visible
-from fledge.methods.peagle.plan import lay_out_parallel, plan_parallel
+from fledge.methods.peagle.plan import lay_out_parallel
 from fledge.peagle_draft import _peagle_flex_attention, _PeagleDraftMixin
 from fledge.rollout import plan as plan_module
-from fledge.rollout.slots import RowMasks, Slots
+from fledge.rollout.slots import Slots
 
 CPU = torch.device("cpu")
 block_mask_of = _PeagleDraftMixin.build_peagle_block_mask
@@ -170,13 +170,6 @@ def test_slots_that_are_never_read_are_not_on_the_key_axis():
     assert plan.step_valid_K.tolist() == [1, 0]  # the rollout of slot 2 is unsupervised at depth 0
 
 
-def test_max_anchors_counts_per_row():
-    options = {"num_depths": 3, "ratio": 1.0, "ratio_min": 1.0, "seed": 1}
-    plan = plan_parallel(RowMasks(torch.ones(2, 9), torch.ones(2, 9)), max_anchors=3, **options)
-    assert plan.counts[1] == 6
-    assert plan_parallel(RowMasks(torch.ones(2, 9), torch.ones(2, 9)), **options).counts[1] == 16
-
-
 # --- attention ---------------------------------------------------------------------------------
 
 
@@ -270,33 +263,6 @@ def test_implementations_agree_on_larger_draws_for_any_block_size(draw, limits, 
         patch.setattr(plan_module, "BLOCK_ROWS", limits[0])
         patch.setattr(plan_module, "BLOCK_SCORES", limits[1])
         check_all_implementations(*draw, num_depths=4, seed=seed)
-
-
-def test_gradients_match_finite_differences():
-    plan = make_plan([4, 3], [2, 1, 0, 0, 1, 0, 0], num_depths=3)
-    (segment,) = plan.segments
-    q, prefix, chain = make_inputs(plan, segment, segment.every, channels=2)
-
-    def function(q, k, v, chain_k, chain_v):
-        return parallel_attention(q, (k, v), (chain_k, chain_v), segment.every, segment.counts)
-
-    assert torch.autograd.gradcheck(function, (q, *prefix, *chain))
-
-
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.bfloat16, 6e-2)])
-def test_low_precision_keeps_its_dtype(dtype, tolerance):
-    ones = torch.ones(1, 80)
-    plan = plan_parallel(RowMasks(ones, ones), num_depths=5, ratio=0.7, ratio_min=0.2, seed=0)
-    (segment,) = plan.segments
-    inputs = make_inputs(plan, segment, segment.every, dtype=dtype)
-    outputs = [
-        parallel_attention(*inputs, segment.every, segment.counts, kind=kind)
-        for kind in ("fast", "reference")
-    ]
-    assert outputs[0].dtype == dtype
-    assert_same(
-        weighted_gradients(outputs[0], inputs), weighted_gradients(outputs[1], inputs), tolerance
-    )
 
 
 # --- flex --------------------------------------------------------------------------------------

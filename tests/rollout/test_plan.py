@@ -126,20 +126,6 @@ def test_blocks_end_with_documents_where_that_is_cheap():
     assert [block.key_end - block.key_start for block in blocks] == [6 * 39, 6 * 39, 6 * 39, 2 * 39]
 
 
-def test_a_gpu_gets_larger_blocks():
-    slot = np.arange(20 * 256)
-    first = np.zeros_like(slot)
-    for device, scale in (("cpu", 1), ("cuda", 4)):
-        blocks = plan_module.cut_blocks(slot, first, torch.device(device))
-        sizes = [block.row_end - block.row_start for block in blocks]
-        assert sum(sizes) == len(slot)
-        assert max(sizes) == scale * 256
-        assert all(
-            size * (block.key_end - block.key_start) <= scale * 2**19
-            for size, block in zip(sizes, blocks, strict=True)
-        )
-
-
 def test_padded_rows_are_documents_of_their_own():
     loss = torch.tensor([[0, 1, 1, 0, 0], [1, 0, 0, 0, 0]])
     attention = torch.tensor([[1, 1, 1, 1, 0], [1, 1, 0, 0, 0]])

@@ -12,7 +12,6 @@ from fledge.core.errors import TargetUnreachable
 from fledge.training.batches import (
     StepBatch,
     StopRequested,
-    answers_ahead,
     ask_ahead,
     wait_together,
 )
@@ -56,8 +55,6 @@ def test_batches_stay_in_order_and_are_prefetched_as_configured(micro, prefetch)
         pending = len(target.futures) - (number + 1) * micro
         assert min(prefetch, (9 - number) * micro) <= pending <= prefetch + micro - 1
     assert len(target.futures) == 10 * micro  # each micro-batch is asked once
-    answers = list(answers_ahead(parts(target), list(range(7)), rounds=7))
-    assert answers == [(number, number) for number in range(7)]
 
 
 def test_a_target_in_this_process_is_not_asked_ahead():
@@ -69,16 +66,12 @@ def test_a_stop_ends_the_wait_and_cancels_pending_questions():
     target = Distant(2, at_once=False)
     with pytest.raises(StopRequested):
         next(ask_ahead(parts(target), steps(9, 1), stopping=lambda: True))
-    with pytest.raises(StopRequested):
-        next(answers_ahead(parts(target), range(9), rounds=9, stopping=lambda: True))
-    assert [future.cancelled() for future in target.futures] == [True] * 6
+    assert [future.cancelled() for future in target.futures] == [True] * 3
 
 
 def test_a_stop_does_not_discard_an_answer_that_has_arrived():
     target = Distant(2)
     assert next(ask_ahead(parts(target), steps(9, 1), stopping=lambda: True)).step == 0
-    answers = answers_ahead(parts(target), range(9), rounds=9, stopping=lambda: True)
-    assert next(answers) == (0, 0)
 
 
 class Peer(World):
@@ -110,7 +103,6 @@ def test_what_happens_to_one_rank_while_it_waits_happens_to_all(counts, error):
     for asking in (
         lambda: wait_together(here, [], lambda: False),
         lambda: next(ask_ahead(here, steps(3, 1))),
-        lambda: list(answers_ahead(here, [0], rounds=2)),
     ):
         with pytest.raises(TargetUnreachable) as caught:
             asking()

@@ -28,7 +28,7 @@ def in_float64(training):
         torch.from_numpy(vocabulary.selected_token_ids), torch.from_numpy(vocabulary.t2d)
     )
     objective = make_objective(recipe, draft, vocabulary, target, parts.device, parts.world)
-    return _parts(recipe, Models(target, objective, parts.device, parts.world))
+    return _parts(recipe, Models(target, objective, parts.device, parts.world, parts.clock))
 
 
 def ten_steps(recipe):

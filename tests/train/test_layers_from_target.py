@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM
 
 from fledge.core.errors import BadInput
 from fledge.core.rows import TokenBatch
-from fledge.methods.eagle3.draft import LlamaEagle3DraftModel, start_as_target
+from fledge.methods.eagle3.draft import LlamaEagle3DraftModel
 from fledge.methods.eagle3.objective import Eagle3TrainerModule
 from fledge.methods.shared.config import derive_draft_config
 from fledge.rollout.slots import RowMasks
@@ -32,7 +32,7 @@ def draft_from_last_layers(model, layers):
     draft.set_vocab_mapping(torch.arange(vocab), torch.ones(vocab, dtype=torch.bool))
     draft.copy_embeddings_from_target(target.get_input_embeddings())
     draft.copy_head_from_target(model.get_output_embeddings())
-    start_as_target(draft, model)
+    draft.start_as_target(model)
     return draft, target
 
 
@@ -83,10 +83,10 @@ def test_a_layer_that_does_not_fit_is_reported_in_one_line():
     draft, _ = draft_from_last_layers(model, 1)
     del find_layers(qwen3)[-1].mlp.up_proj
     with pytest.raises(BadInput, match=r"no plain weight mlp\.up_proj; .*from_target=false"):
-        start_as_target(draft, qwen3)
+        draft.start_as_target(qwen3)
     find_layers(model)[-1].mlp.up_proj = torch.nn.Linear(3, 5, bias=False)
     with pytest.raises(BadInput, match=r"the target's is \(5, 3\), the draft's"):
-        start_as_target(draft, model)
+        draft.start_as_target(model)
 
 
 def test_a_recipe_can_request_it(tiny_target, tmp_path):

@@ -12,7 +12,7 @@ from fledge.training.checkpoint import newest_checkpoint
 from fledge.training.evaluation import evaluate
 from fledge.training.fit import fit
 from fledge.training.optimizer import Average, SkippingMuon, learning_rate, trained_by_muon
-from fledge.training.planning.cost import DraftMemory
+from fledge.training.planning.step_cost import DraftMemory
 from fledge.training.setup import set_up
 from fledge.training.sharding import whole_tensor
 from fledge.training.step import train_step

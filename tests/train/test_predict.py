@@ -1,7 +1,6 @@
 """The predicted time covers everything a run does, and a prediction leaves the run unchanged."""
 
 import json
-from dataclasses import replace
 
 import pytest
 import torch
@@ -9,18 +8,17 @@ import torch
 from fledge.cli.console import out
 from fledge.cli.plan import plan
 from fledge.cli.train import run_recipe
+from fledge.target.finite_check import NotFinite
 from fledge.training.fit import fit
-from fledge.training.planning import cost as pace_module
 from fledge.training.planning import prediction as predict_module
-from fledge.training.planning.cost import Pace, pace_of
-from fledge.training.planning.prediction import PARTS, predict, step_memory
+from fledge.training.planning.prediction import PARTS, Pace, pace_of, predict, step_memory
 from fledge.training.setup import set_up
 from fledge.training.step import train_step
 from live_bytes import LiveBytes
 from train.test_fit import comparable, differing, final_weights, stop_after
 from train.tiny import Notes
 
-PACE = Pace(target_s=1e-3, step_s=1e-2, replay_s=1e-4, picks_s=1e-5)
+PACE = Pace(target_s=1e-3, step_s=1e-2, evaluation_s=11e-4, picks_s=1e-5)
 
 
 @pytest.fixture
@@ -55,7 +53,7 @@ def test_every_part_is_counted(recipe, paced):
     assert (steps, evaluations) == (11, 4)  # before, 4, 8, 11
     assert predicted["steps"] == pytest.approx(steps * tokens * (PACE.target_s + PACE.step_s))
     assert predicted["evaluations"] == pytest.approx(
-        held_out * (evaluations * (PACE.target_s + PACE.replay_s) + PACE.picks_s)
+        held_out * (evaluations * PACE.evaluation_s + PACE.picks_s)
     )
     weights = sum(p.numel() for p in training.draft.parameters())
     saved = 4 * weights + 8 * sum(p.numel() for p in training.parts.parameters)
@@ -103,50 +101,65 @@ def test_a_trial_changes_nothing(recipe, tmp_path, kind):
     assert comparable(tmp_path / "plain") == comparable(tmp_path / "tried")
 
 
-def test_a_machine_that_is_twice_as_slow_is_predicted_to_be(recipe, monkeypatch):
-    """The pace is measured on this machine, now; it is not a constant."""
-    training, real = set_up(recipe()), pace_module._run_trial
-    slow = []
+@pytest.fixture
+def ticking(monkeypatch):
+    """A clock that moves only when the target answers: by 7 s, and later by 1 s."""
+    asked, now = [], [0.0]
 
-    def slow_trial(*arguments):
-        pace = real(*arguments)
-        slow.append(Pace(*(2 * seconds for seconds in vars(pace).values())))
-        return slow[-1]
+    def of(training):
+        target = training.parts.target
+        real = target.answer
 
-    monkeypatch.setattr(pace_module, "_run_trial", slow_trial)
-    assert pace_here(training) == slow[-1]
-    assert len(slow) == 2  # the first passes of a process do not count
+        def answer(rows):
+            asked.append(rows.tokens)
+            now[0] += 7.0 if len(asked) == 1 else 1.0
+            return real(rows)
+
+        monkeypatch.setattr(target, "answer", answer)
+        monkeypatch.setattr(predict_module.time, "perf_counter", lambda: now[0])
+        return asked
+
+    return of
+
+
+def test_the_pace_of_a_cpu_is_measured_now(recipe, ticking):
+    """The first passes of a process do not count; evaluations slow down as steps do."""
+    training = set_up(recipe())
+    measured = pace_here(training)
+    asked = ticking(training)
+    ticked = pace_here(training)
+    assert ticked.target_s == 1 / asked[1]
+    assert len(asked) == 2
+    rest_s = measured.evaluation_s - measured.target_s
+    counted_s = step_memory(training).cost.operations / step_memory(training).rows.tokens
+    replay_s = step_memory(training).step.evaluation(step_memory(training).rows)
+    replay_s /= step_memory(training).rows.tokens
+    assert rest_s / measured.step_s == pytest.approx(replay_s / counted_s)
 
 
 def test_a_broken_target_is_reported_by_the_run_not_the_prediction(recipe, monkeypatch):
     training = set_up(recipe())
-    module = training.parts.target.info().module
-    with torch.no_grad():
-        module.lm_head.weight.fill_(float("nan"))
-    assert pace_here(training) == pace_module._pace_by_rate(training, step_memory(training))
+
+    def answer(_):
+        raise NotFinite("the target's states are not finite")
+
+    monkeypatch.setattr(training.parts.target, "answer", answer)
+    assert min(vars(pace_here(training)).values()) > 0  # from the number of operations
 
 
-def test_the_speed_of_an_engine_on_a_gpu_is_measured(recipe, monkeypatch):
+def test_the_speed_of_an_engine_on_a_gpu_is_measured(recipe, monkeypatch, ticking):
     """Its weights are not visible, so a prediction from them would make its answers free."""
     training = set_up(recipe())
-    target, now, asked = training.parts.target, [0.0], []
-    real = target.answer
-
-    def answer(rows):
-        asked.append(rows.tokens)
-        now[0] += 7.0 if len(asked) == 1 else 1.0  # the first answer is a warm-up
-        return real(rows)
-
-    monkeypatch.setattr(pace_module, "_pace_by_trial", lambda _: None)  # as on a GPU
+    target = training.parts.target
+    monkeypatch.setattr(type(target), "supports_async", True)  # its steps are not timed either
+    monkeypatch.setattr(predict_module, "target_weights", lambda _: [])
+    assert pace_here(training).target_s == 0.0
+    counted = pace_here(training).step_s
     monkeypatch.setattr(target, "inside_engine", True)
-    monkeypatch.setattr(pace_module, "target_weights", lambda _: [])
-    monkeypatch.setattr(pace_module.time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(target, "answer", answer)
+    asked = ticking(training)
     pace = pace_here(training)
     assert asked[0] == asked[1] >= training.stream.tokens
-    assert pace == replace(
-        pace_module._pace_by_rate(training, step_memory(training)), target_s=1 / asked[0]
-    )
+    assert (pace.target_s, pace.step_s) == (1 / asked[0], counted)
 
 
 def test_plan_and_train_show_the_time_by_part(recipe, tmp_path, capsys, monkeypatch):
@@ -194,12 +207,12 @@ def test_predicted_memory_is_close_to_that_of_a_step(recipe, name):
 
 def test_the_rate_of_a_run_is_that_of_what_it_samples(recipe, monkeypatch):
     """Where nothing is timed, as on a GPU."""
-    monkeypatch.setattr(pace_module, "_pace_by_trial", lambda _: None)
 
     def pace(*options, **values):
         changes = [f"objective.{name}={value}" for name, value in values.items()]
-        run = "-".join([*changes, *options])
-        return pace_here(set_up(recipe(*options, *changes, run=run)))
+        training = set_up(recipe(*options, *changes, run="-".join([*changes, *options])))
+        monkeypatch.setattr(type(training.parts.target), "supports_async", True)
+        return pace_here(training)
 
     peagle = [pace("objective.kind=peagle", down_sample_ratio=ratio) for ratio in (0.2, 0.5, 1.0)]
     eagle3 = [pace(depth_keep=keep) for keep in (0.3, 0.7, 1.0)]
@@ -207,22 +220,9 @@ def test_the_rate_of_a_run_is_that_of_what_it_samples(recipe, monkeypatch):
         steps = [pace.step_s for pace in paces]
         assert steps == sorted(set(steps))
         assert len({pace.target_s for pace in paces}) == 1
-    assert len({pace.replay_s for pace in eagle3}) == 1  # an evaluation follows every rollout
+    # an evaluation follows every rollout
+    assert len({pace.evaluation_s for pace in eagle3}) == 1
     whole = ("objective.kind=eagle1", "draft.draft_vocab_size=null")
     few, many = (pace(*whole, draft_tokens=count) for count in (1, 9))
     assert few.step_s == many.step_s
-    assert few.replay_s < many.replay_s
-
-
-def test_a_trial_trains_and_evaluates_as_the_run_does(recipe, monkeypatch):
-    """A step of EAGLE-1 looks one token ahead, an evaluation all tokens that are drafted."""
-    options = ("objective.kind=eagle1", "draft.draft_vocab_size=null", "objective.draft_tokens=4")
-    training, depths = set_up(recipe(*options)), []
-    objective, real = training.parts.objective, training.parts.objective.plan
-    monkeypatch.setattr(
-        objective, "plan", lambda *args: depths.append(len((plan := real(*args)).depths)) or plan
-    )
-    training.draft.eval()
-    pace_here(training)
-    assert depths == [1, 4, 1, 4]  # the first trial is a warm-up
-    assert not training.draft.training
+    assert few.evaluation_s < many.evaluation_s

@@ -11,9 +11,9 @@ from fledge.cli.console import out
 from fledge.cli.plan import plan
 from fledge.core.errors import BadInput
 from fledge.recipe.schema import load_recipe, shipped_recipe
-from fledge.training.planning.cost import DraftMemory, context_needed, sampled_rows, typical_rows
-from fledge.training.planning.prediction import predict, step_memory
+from fledge.training.planning.prediction import predict, sampled_rows, step_memory
 from fledge.training.planning.shape_plan import ShapePlan, TargetShape
+from fledge.training.planning.step_cost import DraftMemory, typical_rows
 from fledge.training.setup import set_up
 
 GIB = 2**30
@@ -82,10 +82,10 @@ def test_splitting_rows_reduces_a_step_to_what_every_rank_needs():
     answer = 2 * step.rows.tokens * 4 * 4096 * 2  # briefly whole on every rank
     for n in (2, 4, 8):
         assert step.bytes(n) - answer < 1.25 * (sizes[0] - answer) / n + 2 * GIB
-    assert context_needed(step, sizes[0]) == 1
-    assert context_needed(step, sizes[2]) == 4
-    assert context_needed(step, sizes[2] - 1) == 8
-    assert context_needed(step, 1e9) is None
+    assert step.context_needed(sizes[0]) == 1
+    assert step.context_needed(sizes[2]) == 4
+    assert step.context_needed(sizes[2] - 1) == 8
+    assert step.context_needed(1e9) is None
 
 
 def test_sharded_weights_are_still_gathered_whole_in_a_step():

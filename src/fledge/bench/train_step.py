@@ -143,8 +143,8 @@ def build_parts(case: Case, device: torch.device) -> Parts:
     parameters = [p for p in draft.parameters() if p.requires_grad]
     optimizer = make_optimizer(parameters, lr=1e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
     return Parts(
-        target, objective, device, World(), parameters, (optimizer,), StepGuard(None, device), 1.0,
-        Clock(device),
+        target, objective, device, World(), Clock(device), parameters, (optimizer,),
+        StepGuard(None, device), 1.0,
         recorded=recorded_steps(objective, parameters, tokens=case.seq * case.batch)
         if case.record
         else None,

@@ -55,30 +55,36 @@ def _options(
     max_length: int | None, overlong: str, last: bool, reasoning: bool, pairs: list[str] | None
 ) -> Any:
     """The `TokeniseOptions` of the flags that all three verbs have."""
-    import yaml
-
     from fledge.data.tokenise import TokeniseOptions
 
     if overlong not in ("cut", "drop"):
         hint = nearest(overlong, ["cut", "drop"])
         raise BadInput(f"--overlong is cut or drop, not {overlong!r}", fix=hint)
+    variables = template_variables(pairs)
+    return TokeniseOptions(max_length, overlong, last, reasoning, variables)  # type: ignore[arg-type]
+
+
+def template_variables(pairs: list[str] | None) -> dict[str, Any]:
+    """The values of --template-option, which are YAML."""
+    import yaml
+
     variables = {}
     for pair in pairs or []:
         name, equals, value = pair.partition("=")
         if not equals or not name.isidentifier():
-            raise BadInput(f"{pair!r} is not name=value", where="--template-option")
+            raise BadInput(f"{pair!r} is not NAME=VALUE", where="--template-option")
         try:
             variables[name] = yaml.safe_load(value)
         except yaml.YAMLError:
             raise BadInput(f"{value!r} is not YAML", where="--template-option") from None
-    return TokeniseOptions(max_length, overlong, last, reasoning, variables)  # type: ignore[arg-type]
+    return variables
 
 
 def _prepare(data: list[str], model: str, options: Any, **more: Any) -> Any:
     from fledge.data.prepare import prepare_rows
-    from fledge.models.resolve import tokenizer_directory
+    from fledge.models.resolve import local_model
 
-    directory = tokenizer_directory(model)
+    directory = local_model(model, weights=False)
     with progress_bar("preparing data") as progress:
         return prepare_rows(data, directory, options, on_progress=progress, **more)
 
@@ -150,12 +156,12 @@ def preview(
     from fledge.core.files import check_place, write_text
     from fledge.data import preview as view
     from fledge.data.tokenise import Encoder
-    from fledge.models.resolve import tokenizer_directory
+    from fledge.models.resolve import local_model
 
     options = _options(max_length, overlong, last_turn_only, mask_reasoning, template_option)
     if html is not None:
         check_place(html, read=data)
-    directory = tokenizer_directory(model)
+    directory = local_model(model, weights=False)
     encoder = Encoder.load(directory, options, trust_remote_code=trust_remote_code)
     rows = list(view.preview_rows(data, encoder, count))
     if html is not None:
@@ -201,12 +207,12 @@ def stats(
 ) -> None:
     """Lengths, supervised share, padding after packing, drop reasons, vocabulary coverage."""
     from fledge.data.preview import data_stats
-    from fledge.models.resolve import load_config, tokenizer_directory
+    from fledge.models.resolve import load_config, local_model
 
     options = _options(max_length, overlong, last_turn_only, mask_reasoning, template_option)
     limits = {"workers": workers, "max_drop_share": max_drop_share}
     rows = _prepare(data, model, options, trust_remote_code=trust_remote_code, **limits)
-    directory = str(tokenizer_directory(model))
+    directory = str(local_model(model, weights=False))
     config = load_config(directory, trust_remote_code=trust_remote_code)
     vocab_size = int(getattr(config, "text_config", config).vocab_size)
     figures = data_stats(rows, vocab_size, pack)

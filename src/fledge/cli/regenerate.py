@@ -14,6 +14,7 @@ from typer import Argument, Exit, Option
 
 from fledge.cli import options as opt
 from fledge.cli.console import err, out, print_json, progress_bar, quiet_libraries
+from fledge.cli.data import template_variables
 from fledge.cli.loading import opened_spread
 from fledge.core.errors import BadInput
 from fledge.core.install import install_extra
@@ -83,7 +84,7 @@ def regenerate(
         temperature=temperature,
         seed=seed,
         keep_reasoning=reasoning == "keep",
-        template_options=_template_options(template_option or []),
+        template_options=template_variables(template_option),
     )
     check_out(output, sources)
     if bool(target) == bool(url):
@@ -144,36 +145,21 @@ def _run_on_ray(
     spread: Any, work: Callable[[], Any], sources: list[str], output: Path, limit: int | None
 ) -> Any:
     """Run the job in workers on a cluster; returns the sum of their summaries."""
-    from fledge.data.regenerate import ShardedRows
-    from fledge.data.regenerate_files import Onlooker
+    from fledge.data.regenerate import Onlooker
 
-    rows, onlooker = ShardedRows(sources, limit=limit).rows, Onlooker(output)
+    onlooker = Onlooker(sources, output, limit)
     begin = time.monotonic()
     with progress_bar("answering") as show:
         note = f"{counted(spread.workers, 'worker')} on the cluster"
         try:
             summaries = spread.run(
-                work, lambda: show("answering", onlooker.rows_over(), rows, "rows", note)
+                work, lambda: show("answering", onlooker.rows_over(), onlooker.rows, "rows", note)
             )
         finally:
             onlooker.leave()
     summed = ("answered_now", "failed_now", "tokens_now")
     totals = {name: sum(getattr(summary, name) for summary in summaries) for name in summed}
     return replace(summaries[-1], **totals, seconds_now=time.monotonic() - begin, others_now=0)
-
-
-def _template_options(pairs: list[str]) -> dict[str, Any]:
-    """Parse NAME=VALUE pairs; a value that is not JSON is taken as text."""
-    options: dict[str, Any] = {}
-    for pair in pairs:
-        name, equals, value = pair.partition("=")
-        if not name or not equals:
-            raise BadInput(f"'{pair}' is not NAME=VALUE", where="--template-option")
-        try:
-            options[name] = json.loads(value)
-        except ValueError:
-            options[name] = value
-    return options
 
 
 def _open_local(

@@ -8,8 +8,6 @@ import json
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
-from email.utils import parsedate_to_datetime
 from typing import Any
 
 from fledge.core.addresses import server_address
@@ -34,14 +32,14 @@ class HttpOptions:
 
 
 class _Failure(Exception):  # noqa: N818  (caught request by request)
-    """One failed attempt."""
+    """One failed attempt. `again`: another may succeed; `hopeless`: else every row will fail."""
 
     def __init__(
         self, reason: str, detail: str, *, again: bool, hopeless: bool, wait_s: float | None = None
     ) -> None:
         super().__init__(reason)
-        self.reason, self.detail, self.again = reason, detail, again
-        self.hopeless, self.wait_s = hopeless, wait_s
+        self.bad, self.again, self.hopeless = BadRow(reason, detail), again, hopeless
+        self.wait_s = wait_s
 
 
 class ChatServers:
@@ -61,7 +59,6 @@ class ChatServers:
             raise BadInput("no server", fix="--url http://host:port")
         self._sampling, self._options = sampling, options or HttpOptions()
         self._model = model or self._only_model()
-        self._random = random.Random()
 
     def identity(self) -> dict[str, Any]:
         """Excludes addresses: a job may be resumed with another server of the same model."""
@@ -94,30 +91,27 @@ class ChatServers:
     async def _run(self, tasks: Iterator[Task], report: Callable[[EndedTask], None]) -> None:
         import httpx
 
-        count = self._options.concurrency
+        count, headers = self._options.concurrency, self._options.headers
         limits = httpx.Limits(max_connections=count, max_keepalive_connections=count)
+
+        async def work(turn: int) -> None:
+            """Answer row after row until there are none left."""
+            for task in tasks:
+                try:
+                    while task.dialogue.question is not None:
+                        task.dialogue.hear(await self._ask(client, turn, self._body(task)))
+                    report(EndedTask(task))
+                except _Failure as failure:
+                    report(EndedTask(task, failure.bad, hopeless=failure.hopeless))
+                except BadRow as bad:
+                    report(EndedTask(task, bad))
+
         async with (
-            httpx.AsyncClient(headers=self._options.headers, timeout=None, limits=limits) as client,
+            httpx.AsyncClient(headers=headers, timeout=None, limits=limits) as client,
             asyncio.TaskGroup() as group,
         ):
-            for number in range(count):
-                group.create_task(self._work(client, number, tasks, report))
-
-    async def _work(
-        self, client: Any, number: int, tasks: Iterator[Task], report: Callable[[EndedTask], None]
-    ) -> None:
-        """One worker: answers row after row until there are none left."""
-        for task in tasks:
-            try:
-                while task.dialogue.question is not None:
-                    task.dialogue.hear(await self._ask(client, number, self._body(task)))
-            except _Failure as failure:
-                bad = BadRow(failure.reason, failure.detail)
-                report(EndedTask(task, bad, hopeless=failure.hopeless))
-            except BadRow as bad:
-                report(EndedTask(task, bad))
-            else:
-                report(EndedTask(task))
+            for turn in range(count):
+                group.create_task(work(turn))
 
     async def _ask(self, client: Any, turn: int, body: dict[str, Any]) -> Reply:
         """Request one answer, with retries; each attempt goes to the next address."""
@@ -141,9 +135,8 @@ class ChatServers:
         requests that failed together are not retried together."""
         longest = self._options.max_pause_s
         if requested_s is not None:
-            return min(requested_s, longest) * self._random.uniform(1.0, 1.1)
-        pause_s = float(self._options.pause_s * 2**attempt)
-        return min(pause_s, longest) * self._random.uniform(0.5, 1.0)
+            return min(requested_s, longest) * random.uniform(1.0, 1.1)
+        return min(float(self._options.pause_s * 2**attempt), longest) * random.uniform(0.5, 1.0)
 
     def _body(self, task: Task) -> dict[str, Any]:
         """The request body for a task's next answer."""
@@ -201,17 +194,10 @@ def _reply(content: bytes) -> Reply:
 
 
 def retry_after(header: str | None) -> float | None:
-    """Seconds to wait according to a Retry-After header: a number, or a date."""
-    if header is None:
-        return None
+    """Seconds to wait according to a Retry-After header."""
     try:
-        return max(0.0, float(header))
-    except ValueError:
-        pass
-    try:
-        when = parsedate_to_datetime(header)
-        return max(0.0, (when - datetime.now(UTC)).total_seconds())
-    except (ValueError, TypeError):  # not a date, or without a time zone
+        return max(0.0, float(header or ""))
+    except ValueError:  # none, or a date
         return None
 
 

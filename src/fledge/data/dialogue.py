@@ -83,7 +83,8 @@ class Dialogue:
     def hear(self, reply: Reply) -> None:
         """Add an answer. A truncated one ends the conversation: nothing sensible could follow."""
         if not reply.text.strip() and reply.finish == "stop":
-            raise BadRow("empty answer", f"turn {self._turns + 1}")
+            turns = sum(message["role"] == "assistant" for message in self.said)
+            raise BadRow("empty answer", f"turn {turns + 1}")
         message: Message = {"role": "assistant", "content": reply.text}
         if reply.reasoning and self._keep_reasoning:
             message["reasoning_content"] = reply.reasoning
@@ -95,10 +96,6 @@ class Dialogue:
             self.truncated = True
             self._remaining.clear()
         self._copy_to_next_answer()
-
-    @property
-    def _turns(self) -> int:
-        return sum(message["role"] == "assistant" for message in self.said)
 
     def new_row(self, row: dict[str, Any]) -> dict[str, Any]:
         """The original row with its messages replaced, and how the last answer ended."""

@@ -6,7 +6,7 @@ was writing is not JSON, and its row counts as not done; so does one of another 
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -41,9 +41,9 @@ def append(path: Path, row: int, value: dict[str, Any], *, good: bool) -> None:
 
 
 def read(
-    path: Path, kinds: dict[bool, Expected], *, start: int = 0
-) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (where to start next time, record) of each valid line, starting at a line's offset.
+    path: Path, kinds: Mapping[bool, Expected], *, start: int = 0
+) -> Iterator[tuple[int, int, dict[str, Any]]]:
+    """Yield (offset of the line, where to start next time, record) of each valid line from `start`.
     `kinds` describes the records of good rows (True) and of failed ones."""
     what, where = "a line of the journal", str(path)
     try:
@@ -55,7 +55,7 @@ def read(
                     line, _LINE, where=where, what=what, finite=False, max_depth=_DEPTH
                 )
                 check(record, kinds[record["good"]], where=where, what=what)
-                yield start, record
+                yield offset, start, record
     except BadInput:
         if path.exists():  # else nothing is done yet, or the job is finished and its parts removed
             raise

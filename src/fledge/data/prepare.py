@@ -58,10 +58,18 @@ def prepare_rows(
         "rows_per_part": rows_per_part,
         "most_parts": sources.MOST_PARTS,
     }
-    root = (cache or cache_dir()) / "rows"
-    job = _Job(root, fields, model_dir, options, trust_remote_code)
+    key = hashlib.sha256(repr(sorted(fields.items())).encode()).hexdigest()
+    directory = (cache or cache_dir()) / "rows" / key[:24]
+    job = _Job(directory, model_dir, options, trust_remote_code)
     parts = sources.make_parts(data, rows_per_part)
-    rows = _prepare(job, parts, workers, on_progress)
+    directory.mkdir(parents=True, exist_ok=True)
+    with _locked(directory / ".lock", on_progress):
+        records = _fill(job, parts, workers, on_progress)
+        drops = DropReport.merged(DropReport.from_json(record["drops"]) for record in records)
+        totals = {name: sum(r[name] for r in records) for name in ("rows", "tokens", "supervised")}
+        manifest = {**fields, "parts": len(parts), **totals, "drops": drops.to_json()}
+        write_json(directory / _MANIFEST_NAME, manifest)
+    rows = TokenRows(directory, len(parts), drops, key)
     rows.drops.check(max_drop_share)
     rows.check_mask()
     return rows
@@ -97,40 +105,18 @@ def _refuse_unguarded_script() -> None:
 class _Job:
     """Everything a process needs for tokenization."""
 
-    root: Path  # of all prepared data
-    fields: dict[str, Any]  # what the rows depend on
+    directory: Path
     model_dir: Path
     options: TokeniseOptions
     trust_remote_code: bool
-
-    @property
-    def key(self) -> str:
-        return hashlib.sha256(repr(sorted(self.fields.items())).encode()).hexdigest()
-
-    @property
-    def directory(self) -> Path:
-        return self.root / self.key[:24]
 
     def encoder(self) -> Encoder:
         trust = self.trust_remote_code
         return Encoder.load(self.model_dir, self.options, trust_remote_code=trust)
 
-
-def _prepare(
-    job: _Job,
-    parts: list[sources.Part],
-    workers: int | None,
-    progress: Progress,
-) -> TokenRows:
-    directory = job.directory
-    directory.mkdir(parents=True, exist_ok=True)
-    with _locked(directory / ".lock", progress):
-        records = _fill(job, parts, workers, progress)
-        drops = DropReport.merged(DropReport.from_json(record["drops"]) for record in records)
-        totals = {name: sum(r[name] for r in records) for name in ("rows", "tokens", "supervised")}
-        manifest = {**job.fields, "parts": len(parts), **totals, "drops": drops.to_json()}
-        write_json(directory / _MANIFEST_NAME, manifest)
-    return TokenRows(directory, len(parts), drops, job.key)
+    def make(self, index: int, part: sources.Part, encoder: Encoder) -> int:
+        write_part(self.directory, index, tokenise_part(part, encoder))
+        return index
 
 
 def _fill(
@@ -171,9 +157,7 @@ def _run(job: _Job, parts: list[sources.Part], missing: list[int], workers: int)
         return
     encoder = job.encoder()  # loaded here first: its errors would be lost in a worker
     if workers <= 1:
-        for index in missing:
-            write_part(job.directory, index, tokenise_part(parts[index], encoder))
-            yield index
+        yield from (job.make(index, parts[index], encoder) for index in missing)
         return
     spawn = get_context("spawn")  # fork does not mix with the threads of `tokenizers`
     pool = ProcessPoolExecutor(workers, spawn, initializer=_start_worker, initargs=(job,))
@@ -191,7 +175,7 @@ def _run(job: _Job, parts: list[sources.Part], missing: list[int], workers: int)
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-_worker: tuple[Path, Encoder] | None = None  # set once per worker process
+_worker: tuple[_Job, Encoder] | None = None  # set once per worker process
 
 
 def _start_worker(job: _Job) -> None:
@@ -199,7 +183,7 @@ def _start_worker(job: _Job) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _worker = (job.directory, job.encoder())
+    _worker = job, job.encoder()
 
 
 def _end_with_parent() -> None:
@@ -213,6 +197,5 @@ def _end_with_parent() -> None:
 
 def _work(index: int, part: sources.Part) -> int:
     assert _worker is not None
-    directory, encoder = _worker
-    write_part(directory, index, tokenise_part(part, encoder))
-    return index
+    job, encoder = _worker
+    return job.make(index, part, encoder)

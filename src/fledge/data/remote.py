@@ -11,7 +11,6 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,16 +29,7 @@ _VERSIONS = (
 )
 _SURVEY = Table({"sha256": Text(64), "cuts": ListOf(ListOf(Whole(), least=3))})
 
-
-@dataclass(frozen=True)
-class Survey:
-    """The result of one pass over a file."""
-
-    sha256: str
-    cuts: list[tuple[int, int, int]]  # first byte of a part, byte past its last, its first line
-
-
-Cut = Callable[[io.BufferedReader], list[tuple[int, int, int]]]
+Cuts = list[tuple[int, int, int]]  # first byte of a part, byte past its last, its first line
 
 
 def is_address(name: str) -> bool:
@@ -55,10 +45,39 @@ def public_name(address: str) -> str:
     return f"{scheme}://{host.rpartition('@')[2]}{slash}{path}".partition("?")[0]
 
 
+@contextlib.contextmanager
+def _store(address: str) -> Iterator[tuple[Any, str]]:
+    """The fsspec file system of an address, and the path in it. Errors of the network or the store
+    become one BadInput."""
+    from fsspec.core import url_to_fs
+
+    protocol, where = address.partition("://")[0], public_name(address)
+    try:
+        try:
+            found = url_to_fs(address)
+        except ImportError as error:  # the message names the package
+            what = f"addresses of {protocol}:// need a package ({first_line(error)[:120]})"
+            fix = "install it beside fledge, or name a local file"
+            raise MissingPackage(what, where=where, fix=fix) from None
+        except ValueError as error:
+            what = f"not an address that can be read ({first_line(error)[:120]})"
+            raise BadInput(what, where=where, fix="s3://, gs://, hf://, https://, ...") from None
+        yield found
+    except BadInput:
+        raise
+    except Exception as error:
+        loaded = ((sys.modules.get(module), name) for module, name in _FAILURES)
+        failures = tuple(getattr(module, name) for module, name in loaded if module is not None)
+        if not isinstance(error, (OSError, *failures)):
+            raise
+        what = f"cannot be read ({type(error).__name__}: {first_line(error)[:120]})"
+        fix = "check the address, your credentials and the network"
+        raise BadInput(what, where=where, fix=fix) from None
+
+
 def list_files(address: str, suffixes: tuple[str, ...]) -> list[str]:
     """The file at an address, or the files of a directory there."""
-    with _network_errors(address):
-        system, path = _system(address)
+    with _store(address) as (system, path):
         if public_name(address).endswith(suffixes):
             if not system.exists(path):
                 raise BadInput("no such file", where=public_name(address))
@@ -76,43 +95,9 @@ def open_binary(name: str) -> Iterator[io.BufferedReader]:
         with Path(name).open("rb") as file:
             yield file
         return
-    with _network_errors(name):
-        system, path = _system(name)
-        # Our buffer determines the requests; a cache below it would fetch beyond each part.
-        with system.open(path, "rb", cache_type="none") as raw:
-            yield io.BufferedReader(raw, _REQUEST)
-
-
-@contextlib.contextmanager
-def _network_errors(address: str) -> Iterator[None]:
-    """Turn errors of the network or the store into one BadInput."""
-    modules = ((sys.modules.get(module), name) for module, name in _FAILURES)
-    failures = [getattr(module, name) for module, name in modules if module is not None]
-    try:
-        yield
-    except BadInput:
-        raise
-    except (OSError, *failures) as error:
-        what = f"cannot be read ({type(error).__name__}: {first_line(error)[:120]})"
-        fix = "check the address, your credentials and the network"
-        raise BadInput(what, where=public_name(address), fix=fix) from None
-
-
-def _system(address: str) -> tuple[Any, str]:
-    """The fsspec file system of an address, and the path in it."""
-    protocol, where = address.partition("://")[0], public_name(address)
-    try:
-        from fsspec.core import url_to_fs
-
-        system, path = url_to_fs(address)
-    except ImportError as error:  # the message names the package
-        what = f"addresses of {protocol}:// need a package ({first_line(error)[:120]})"
-        fix = "install it beside fledge, or name a local file"
-        raise MissingPackage(what, where=where, fix=fix) from None
-    except ValueError as error:
-        what = f"not an address that can be read ({first_line(error)[:120]})"
-        raise BadInput(what, where=where, fix="s3://, gs://, hf://, https://, ...") from None
-    return system, path
+    # Our buffer determines the requests; a cache below it would fetch beyond each part.
+    with _store(name) as (system, path), system.open(path, "rb", cache_type="none") as raw:
+        yield io.BufferedReader(raw, _REQUEST)
 
 
 class _Hashed(io.RawIOBase):
@@ -130,37 +115,28 @@ class _Hashed(io.RawIOBase):
         return size
 
 
-def survey(address: str, cut: Cut, how: str) -> Survey:
-    """The digest of a file and where it is cut, from one pass over it.
+def survey(address: str, cut: Callable[[io.BufferedReader], Cuts], how: str) -> tuple[str, Cuts]:
+    """The SHA-256 of a file and where it is cut, from one pass over it.
 
-    The result is cached for each version of the file, since otherwise every rank and every start
-    would read it all again (as happens with stores that do not report versions). `how` identifies
-    `cut` in the cache.
+    The result is cached for each version of the file that the store reports, since otherwise every
+    rank and every start would read it all again. `how` identifies `cut` in the cache.
     """
-    cached = _survey_path(address, how)
-    if cached is not None:
+    with _store(address) as (system, path):
+        info = system.info(path)
+    versions = {name: str(info[name]) for name in _VERSIONS if info.get(name)}
+    facts = json.dumps([public_name(address), how, info.get("size"), versions])
+    cached = cache_dir() / "surveys" / f"{hashlib.sha256(facts.encode()).hexdigest()[:24]}.json"
+    if versions:
         with contextlib.suppress(BadInput):
             stored = read_json(cached, _SURVEY)
-            return Survey(stored["sha256"], [(at[0], at[1], at[2]) for at in stored["cuts"]])
+            return stored["sha256"], [(at[0], at[1], at[2]) for at in stored["cuts"]]
     with open_binary(address) as file:
         hashed = _Hashed(file)
         cuts = cut(io.BufferedReader(hashed, _SURVEYED))
         while hashed.readinto(bytearray(_SURVEYED)):
             pass  # hash the rest of the file
-    result = Survey(hashed.sha256.hexdigest(), cuts)
-    if cached is not None:
+    sha256 = hashed.sha256.hexdigest()
+    if versions:
         cached.parent.mkdir(parents=True, exist_ok=True)
-        write_json(cached, {"sha256": result.sha256, "cuts": result.cuts})
-    return result
-
-
-def _survey_path(address: str, how: str) -> Path | None:
-    """Where the survey of this version of a file is cached; None: the store reports no version."""
-    with _network_errors(address):
-        system, path = _system(address)
-        info = system.info(path)
-    versions = {name: str(info[name]) for name in _VERSIONS if info.get(name)}
-    if not versions:
-        return None
-    facts = json.dumps([public_name(address), how, info.get("size"), versions])
-    return cache_dir() / "surveys" / f"{hashlib.sha256(facts.encode()).hexdigest()[:24]}.json"
+        write_json(cached, {"sha256": sha256, "cuts": cuts})
+    return sha256, cuts

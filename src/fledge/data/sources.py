@@ -21,7 +21,7 @@ from typing import Any
 
 from fledge.core.errors import BadInput, first_line
 from fledge.data.drops import BadRow
-from fledge.data.remote import Survey, is_address, list_files, open_binary, public_name, survey
+from fledge.data.remote import Cuts, is_address, list_files, open_binary, public_name, survey
 
 ROWS_PER_PART = 2000
 MOST_PARTS = 16  # of files that every part reads from the beginning: gzip, JSON arrays
@@ -58,18 +58,15 @@ class Part:
             yield f"{self.name}:{index + 1}", row
 
     def _jsonl_rows(self) -> Iterator[Row]:
-        offset, first = self.start, self.first_line
-        with open_binary(self.path) as file, _lines(file, self.path, first) as lines:
-            if offset:  # not at 0: a server may not support seeking
-                lines.seek(offset)
-            while offset < self.stop:
-                number = lines.number
-                line, size = lines.next()
-                if size == 0:
-                    raise BadInput("the file became shorter while it was read", where=self.name)
-                offset += size
+        offset, number = self.start, self.first_line
+        with open_binary(self.path) as file:
+            for line, size in _lines(file, self.path, offset, number):
                 if line is None or line.strip():
                     yield f"{self.name}:{number}", decode_line(line)
+                offset, number = offset + size, number + 1
+                if offset >= self.stop:
+                    return
+        raise BadInput("the file became shorter while it was read", where=self.name)
 
 
 def decode_line(line: bytes | None) -> Any:
@@ -86,43 +83,34 @@ def decode_line(line: bytes | None) -> Any:
         return BadRow("broken or truncated JSON", str(error)[:60])
 
 
-class _Lines:
-    """The lines of a file; overlong lines are skipped without keeping them in memory."""
-
-    def __init__(self, handle: Any, number: int) -> None:
-        self._handle, self.number = handle, number
-
-    def seek(self, offset: int) -> None:
-        self._handle.seek(offset)
-
-    def next(self) -> tuple[bytes | None, int]:
-        """The next line (None if it is too long) and its size in bytes, 0 at the end."""
-        line: bytes = self._handle.readline(LONGEST_LINE)
-        size, ended = len(line), line.endswith(b"\n") or len(line) < LONGEST_LINE
-        whole = ended
-        while not ended:
-            more = self._handle.readline(1 << 20)
-            size, ended = size + len(more), more.endswith(b"\n") or not more
-        self.number += 1
-        return (line if whole else None), size
-
-
-@contextlib.contextmanager
-def _lines(file: io.BufferedReader, path: str, line: int = 1) -> Iterator[_Lines]:
-    """The lines of an open file, plain or gzip; damage is reported as one BadInput."""
+def _lines(
+    file: io.BufferedReader, path: str, offset: int = 0, number: int = 1
+) -> Iterator[tuple[bytes | None, int]]:
+    """The lines of an open file, plain or gzip, from an offset on, each with its size. An overlong
+    one is None, and not kept in memory. Damage is reported as one BadInput."""
     name = public_name(path)
     zipped = name.endswith(".gz")
-    first_bytes = file.peek(4)[:4] if line == 1 else b""  # only the first part sees the beginning
+    first_bytes = file.peek(4)[:4] if number == 1 else b""  # only the first part has the beginning
     for magic, (what, suffix) in _MAGIC.items():
         if first_bytes.startswith(magic) and not (zipped and what == "gzip"):
             raise BadInput(f"is a {what} file", where=name, fix=f"name it {suffix}")
-    lines = _Lines(gzip.GzipFile(fileobj=file) if zipped else file, line)
+    handle: Any = gzip.GzipFile(fileobj=file) if zipped else file
     try:
-        yield lines
+        if offset:  # not at 0: a server may not support seeking
+            handle.seek(offset)
+        while line := handle.readline(LONGEST_LINE):
+            size = len(line)
+            whole = line.endswith(b"\n") or size < LONGEST_LINE
+            more = b"" if whole else line
+            while more and not more.endswith(b"\n"):
+                more = handle.readline(1 << 20)
+                size += len(more)
+            yield (line if whole else None), size
+            number += 1
     except (EOFError, zlib.error, OSError) as error:
         raise BadInput(
             f"truncated or damaged ({first_line(error)[:80]})",
-            where=f"{name}:{lines.number}",
+            where=f"{name}:{number}",
             fix="fetch or write it again",
         ) from None
 
@@ -279,42 +267,34 @@ def make_parts(sources: list[str], rows_per_part: int = ROWS_PER_PART) -> list[P
                 Part(name, path, kind, start, min(total, start + rows_per_part), split=split)
                 for start in range(0, total, rows_per_part)
             ]
-        whole = kind == "json" or name.endswith(".gz")
-        parts += _merge_parts(cut, MOST_PARTS) if whole else cut
+        if kind == "json" or name.endswith(".gz"):  # the same rows in at most MOST_PARTS parts
+            size = max(1, -(-len(cut) // MOST_PARTS))
+            groups = [cut[i : i + size] for i in range(0, len(cut), size)]
+            cut = [replace(group[0], stop=group[-1].stop) for group in groups]
+        parts += cut
     return parts
 
 
-def _merge_parts(parts: list[Part], most: int) -> list[Part]:
-    """The same rows in at most `most` parts."""
-    size = max(1, -(-len(parts) // most))
-    groups = [parts[i : i + size] for i in range(0, len(parts), size)]
-    return [replace(group[0], stop=group[-1].stop) for group in groups]
-
-
-def _cuts(path: str, rows_per_part: int) -> list[tuple[int, int, int]]:
-    """Where a file of lines is cut; see `_cut`."""
+def _cuts(path: str, rows_per_part: int) -> Cuts:
+    """Where a file of lines is cut."""
     if is_address(path):
-        return _survey("jsonl", path, rows_per_part).cuts
+        return _survey("jsonl", path, rows_per_part)[1]
     with open_binary(path) as file:
         return _cut(file, path, rows_per_part)
 
 
-def _cut(file: io.BufferedReader, path: str, rows_per_part: int) -> list[tuple[int, int, int]]:
-    """(first byte, byte past the last, first line) of each part."""
-    cuts, start, position = [], 0, 0
-    with _lines(file, path) as lines:
-        first = lines.number
-        while (size := lines.next()[1]) > 0:
-            position += size
-            if lines.number - first == rows_per_part:
-                cuts.append((start, position, first))
-                start, first = position, lines.number
-    if position > start:
-        cuts.append((start, position, first))
+def _cut(file: io.BufferedReader, path: str, rows_per_part: int) -> Cuts:
+    sizes = (size for _, size in _lines(file, path))
+    cuts: Cuts = []
+    stop, line = 0, 1
+    while group := list(itertools.islice(sizes, rows_per_part)):
+        start, stop = stop, stop + sum(group)
+        cuts.append((start, stop, line))
+        line += len(group)
     return cuts
 
 
-def _survey(kind: str, path: str, rows_per_part: int) -> Survey:
+def _survey(kind: str, path: str, rows_per_part: int) -> tuple[str, Cuts]:
     if kind == "jsonl":
         return survey(path, lambda f: _cut(f, path, rows_per_part), f"lines by {rows_per_part}")
     return survey(path, lambda _: [], "whole")
@@ -338,7 +318,7 @@ def fingerprint(sources: list[str], rows_per_part: int = ROWS_PER_PART) -> str:
         if kind == "dataset":
             digest.update(f"{path}:{split}:{_load_dataset(path, split)._fingerprint}".encode())
         elif is_address(path):
-            digest.update(bytes.fromhex(_survey(kind, path, rows_per_part).sha256))
+            digest.update(bytes.fromhex(_survey(kind, path, rows_per_part)[0]))
         else:
             with Path(path).open("rb") as handle:
                 digest.update(hashlib.file_digest(handle, "sha256").digest())

@@ -36,18 +36,13 @@ _SCHEMA = pa.schema(
 _COUNTS, _PLACES = MapOf(Whole()), MapOf(ListOf(Text(), least=1))
 _DROPS = Table(
     {
-        "kept": Whole(), "counts": _COUNTS, "examples": _PLACES, "notes": _COUNTS, "noted": _PLACES,
-    }
-)  # fmt: skip
-_RECORD = Table(
-    {
-        "crc32": Whole(0, 2**32 - 1),
-        "rows": Whole(),
-        "tokens": Whole(),
-        "supervised": Whole(),
-        "drops": _DROPS,
+        "kept": Whole(),
+        **dict.fromkeys(("counts", "notes"), _COUNTS),
+        **dict.fromkeys(("examples", "noted"), _PLACES),
     }
 )
+_FIGURES = dict.fromkeys(("crc32", "rows", "tokens", "supervised"), Whole())
+_RECORD = Table({**_FIGURES, "drops": _DROPS})
 
 
 def part_path(directory: Path, index: int) -> Path:
@@ -69,8 +64,8 @@ def write_part(directory: Path, index: int, part: TokenisedPart) -> None:
     record = {
         "crc32": checksum(path),
         "rows": len(part.rows),
-        "tokens": int(sum(len(row.input_ids) for row in part.rows)),
-        "supervised": int(sum(int(row.loss_mask.sum()) for row in part.rows)),
+        "tokens": sum(len(row.input_ids) for row in part.rows),
+        "supervised": sum(int(row.loss_mask.sum()) for row in part.rows),
         "drops": part.drops.to_json(),
     }
     write_json(path.with_suffix(".json"), record)

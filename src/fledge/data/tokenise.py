@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import re
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -22,7 +21,6 @@ from fledge.data.template import ChatTemplate
 from fledge.data.tokenizer import TokenizerFacts, tokenizer_facts
 
 _BATCH = 1 << 23  # characters tokenized at a time: their encodings take fifty bytes each
-_BEGINNING = 16  # characters per token of the length limit that are encoded at first
 
 
 @dataclass(frozen=True)
@@ -61,7 +59,6 @@ class Encoder:
         spec = json.loads(facts.backend)
         spec["truncation"] = spec["padding"] = None
         self._backend = Tokenizer.from_str(json.dumps(_untrimmed(spec)))
-        self._borders = _borders(spec["added_tokens"])
 
     @classmethod
     def load(
@@ -108,52 +105,18 @@ class Encoder:
         return MaskedText(text, ((1, len(text)),), notes=(PLAIN_TEXT,))  # 1: inside the first token
 
     def encode(self, texts: Sequence[MaskedText], places: Sequence[str]) -> list[TokenRow]:
-        """Tokenize rows; a token is supervised if its whole text lies in a supervised span. Rows
-        that `fit` will cut may be encoded only in part, beyond the length limit."""
-        ends = [self._sufficient_end(text.text) for text in texts]
-        beginnings = [text.text[:end] for text, end in zip(texts, ends, strict=True)]
-        encodings = self._backend.encode_batch(beginnings, add_special_tokens=False)
-        rows = zip(texts, places, encodings, ends, strict=True)
-        return [self._row(text, place, encoding, end)[0] for text, place, encoding, end in rows]
-
-    def _row(self, text: MaskedText, place: str, encoding: Any, end: int) -> tuple[TokenRow, Any]:
-        """The row of a text that is encoded up to `end`. Encodes more of it if `fit` could treat
-        the whole text differently."""
-        row = _mask_tokens(text, place, encoding)
-        while end < len(text.text) and not self._is_sufficient(row, encoding, end):
-            end = self._sufficient_end(text.text, 4 * end)
-            encoding = self._backend.encode(text.text[:end], add_special_tokens=False)
-            row = _mask_tokens(text, place, encoding)
-        return row, encoding
-
-    def _sufficient_end(self, text: str, minimum: int = 0) -> int:
-        """Where a text that will be cut anyway may end: after a control token, since the text
-        before one is tokenized independently of what follows."""
-        if self.options.max_length is None:
-            return len(text)
-        minimum = minimum or _BEGINNING * self.options.max_length
-        border = self._borders.search(text, minimum) if minimum < len(text) else None
-        return border.end() if border else len(text)
-
-    def _is_sufficient(self, row: TokenRow, encoding: Any, end: int) -> bool:
-        """Whether the encoded part is longer than the limit, has a supervised token, and ends with
-        a border token."""
-        assert self.options.max_length is not None
-        start, stop = encoding.offsets[-1]
-        token = encoding.tokens[-1]
-        border = stop == end and stop - start == len(token) and self._borders.fullmatch(token)
-        long = len(row.input_ids) > self.options.max_length
-        return bool(border and long and row.loss_mask.any())
+        """Tokenize rows; a token is supervised if its whole text lies in a supervised span."""
+        plain = [text.text for text in texts]
+        encodings = self._backend.encode_batch(plain, add_special_tokens=False)
+        return list(map(_mask_tokens, texts, places, encodings))
 
     def encode_to_show(
         self, text: MaskedText, place: str
     ) -> tuple[TokenRow, list[tuple[str, bool]]]:
         """A row after `fit`, and the text of each token with whether it is supervised. A character
         that spans several tokens is shown with the first of them."""
-        end = self._sufficient_end(text.text)
-        encoding = self._backend.encode(text.text[:end], add_special_tokens=False)
-        whole, encoding = self._row(text, place, encoding, end)
-        row = self.fit(whole)
+        encoding = self._backend.encode(text.text, add_special_tokens=False)
+        row = self.fit(_mask_tokens(text, place, encoding))
         pieces, begin = [], 0
         for (_, end), supervised in zip(encoding.offsets, row.loss_mask.tolist(), strict=False):
             if end > begin:
@@ -186,23 +149,6 @@ def _mask_tokens(text: MaskedText, place: str, encoding: Any) -> TokenRow:
         span_T = np.searchsorted(begins_S, offsets_T2[:, 0], side="right") - 1
         mask_T[:] = (span_T >= 0) & (offsets_T2[:, 1] <= np.maximum.accumulate(ends_S)[span_T])
     return TokenRow(ids_T, mask_T, place, text.truncated)
-
-
-def _borders(added_tokens: Sequence[dict[str, Any]]) -> re.Pattern[str]:
-    """Matches the control tokens after which a text can be cut without changing the tokens before.
-
-    The tokenizer first splits a text at its added tokens, then tokenizes each piece on its own.
-    Excluded are tokens that depend on their neighbors or absorb spaces from them, that are matched
-    in the normalized text, or that are a part of another token, which may extend beyond the cut.
-    """
-    texts = [token["content"] for token in added_tokens]
-    safe = [
-        token["content"]
-        for token in added_tokens
-        if not (token["single_word"] or token["rstrip"] or token["normalized"])
-        and not any(token["content"] in text and text != token["content"] for text in texts)
-    ]
-    return re.compile("|".join(map(re.escape, sorted(safe, key=len, reverse=True))) or r"(?!)")
 
 
 def _untrimmed(value: Any) -> Any:

@@ -7,7 +7,6 @@ seconds of a core. Its answer does not change until the files or the libraries d
 import contextlib
 import hashlib
 from dataclasses import asdict, dataclass, replace
-from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Self
@@ -25,12 +24,10 @@ _TOKENIZER_FILES = (
 _MOST_BYTES = 1 << 28  # tokenizers of 250,000 tokens take 40 MB
 _FACTS = Table(
     {
-        "name": Text(),
-        "backend": Maybe(Text(_MOST_BYTES)),
-        "template": Maybe(Text(_MOST_BYTES)),
+        **dict.fromkeys(("name", "bos"), Text()),
+        **dict.fromkeys(("backend", "template"), Maybe(Text(_MOST_BYTES))),
         "token_names": MapOf(Anything()),
         "special_tokens": ListOf(Text()),
-        "bos": Text(),
     }
 )
 
@@ -70,11 +67,6 @@ class TokenizerFacts:
         )
 
 
-@cache
-def _libraries() -> list[str]:
-    return [f"{name} {version(name)}" for name in ("transformers", "tokenizers")]
-
-
 def tokenizer_files_fingerprint(model_dir: Path) -> str:
     """A digest of the files that make up a tokenizer and its template."""
     digest = hashlib.sha256()
@@ -91,22 +83,17 @@ def tokenizer_facts(model_dir: Path, *, trust_remote_code: bool = False) -> Toke
     the code must run, and be allowed to, every time."""
     from fledge.models.resolve import load_tokenizer
 
-    def load() -> TokenizerFacts:
-        return TokenizerFacts.of(
-            load_tokenizer(str(model_dir), trust_remote_code=trust_remote_code)
-        )
-
-    config = model_dir / "config.json"
-    if trust_remote_code or not config.is_file():
-        return load()
-    files = [tokenizer_files_fingerprint(model_dir), config.read_bytes()]
-    key = [str(model_dir), *files, *_libraries()]
-    name = hashlib.sha256(repr(key).encode()).hexdigest()[:24]
-    path = cache_dir() / "tokenizers" / f"{name}.json"
-    try:
-        return TokenizerFacts(**read_json(path, _FACTS, max_bytes=_MOST_BYTES))
-    except BadInput:
-        facts = load()
+    config, path = model_dir / "config.json", None
+    if not trust_remote_code and config.is_file():
+        libraries = [f"{name} {version(name)}" for name in ("transformers", "tokenizers")]
+        files = [tokenizer_files_fingerprint(model_dir), config.read_bytes()]
+        key = repr([str(model_dir), *files, *libraries]).encode()
+        path = cache_dir() / "tokenizers" / f"{hashlib.sha256(key).hexdigest()[:24]}.json"
+        with contextlib.suppress(BadInput):  # not cached yet
+            return TokenizerFacts(**read_json(path, _FACTS, max_bytes=_MOST_BYTES))
+    tokenizer = load_tokenizer(str(model_dir), trust_remote_code=trust_remote_code)
+    facts = TokenizerFacts.of(tokenizer)
+    if path is not None:
         with contextlib.suppress(OSError):  # without a cache it only takes longer
             write_json(path, asdict(facts))
-        return facts
+    return facts

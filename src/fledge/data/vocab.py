@@ -82,25 +82,25 @@ class DraftVocabulary:
     def load(cls, path: Path) -> "DraftVocabulary":
         from safetensors import SafetensorError, safe_open
 
-        what = "the draft vocabulary"
+        what, where = "the draft vocabulary", str(path)
         open_regular(path, what=what).close()
         try:
-            with safe_open(str(path), framework="numpy") as file:
+            with safe_open(where, framework="numpy") as file:
                 text = file.metadata()["fledge"]
                 d2t, t2d = file.get_tensor("d2t"), file.get_tensor("t2d")
         except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
             what = f"not a draft vocabulary ({first_line(error)})"
-            raise BadInput(what, where=str(path)) from None
-        facts: dict[str, Any] = parse_json(text, _FACTS, where=str(path), what=what)
+            raise BadInput(what, where=where) from None
+        facts: dict[str, Any] = parse_json(text, _FACTS, where=where, what=what)
         kinds = [(d2t.ndim, d2t.dtype), (t2d.ndim, t2d.dtype)]
         if kinds != [(1, np.dtype(np.int64)), (1, np.dtype(np.bool_))]:
-            raise BadInput("not the maps of a draft vocabulary", where=str(path))
+            raise BadInput("not the maps of a draft vocabulary", where=where)
         ids = d2t + np.arange(len(d2t), dtype=np.int64)
-        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < len(t2d):
-            raise BadInput("the draft vocabulary is damaged", where=str(path), fix="build it again")
+        inside = not len(ids) or 0 <= int(ids.min()) <= int(ids.max()) < len(t2d)
         vocabulary = cls(ids, len(t2d), facts["coverage"], facts["rows"])
-        if vocabulary.digest() != facts["digest"] or not np.array_equal(vocabulary.t2d, t2d):
-            raise BadInput("the draft vocabulary is damaged", where=str(path), fix="build it again")
+        damaged = not inside or vocabulary.digest() != facts["digest"]
+        if damaged or not np.array_equal(vocabulary.t2d, t2d):
+            raise BadInput("the draft vocabulary is damaged", where=where, fix="build it again")
         return vocabulary
 
 

@@ -32,10 +32,8 @@ class LocalModel:
         eos = eos_token_ids(target.model, target.tokenizer)
         self._stops = Stops(sampling.max_new_tokens, eos)
         self._longest = longest_text(target.model.config)
-        if sampling.max_new_tokens >= self._longest:
-            what = (
-                f"{sampling.max_new_tokens:,} tokens, but the model takes {self._longest:,} in all"
-            )
+        if (new := sampling.max_new_tokens) >= self._longest:
+            what = f"{new:,} tokens, but the model takes {self._longest:,} in all"
             fix = f"leave room for prompts: at most {self._longest // 2:,}, say"
             raise BadInput(what, where="--max-new-tokens", fix=fix)
 
@@ -68,10 +66,11 @@ class LocalModel:
             members = order[begin : begin + self._batch]
             if all(task.done and task.dialogue.last for task, _ in members):
                 continue
-            replies = self._generate(members)
-            for (task, _), reply in zip(members, replies, strict=True):
+            for (task, _), answer in zip(members, self._generate(members), strict=True):
+                text = self._tokenizer.decode(answer.token_ids, skip_special_tokens=True)
+                cut, tokens = answer.finish == "length", len(answer.token_ids)
                 try:
-                    task.dialogue.hear(self._reply(reply))
+                    task.dialogue.hear(Reply.of(text, cut=cut, tokens=tokens))
                 except BadRow as bad:
                     report(EndedTask(task, bad))
                     continue
@@ -104,7 +103,3 @@ class LocalModel:
             lengths = f"{len(ids)} tokens and {new} of the answer"
             raise BadRow("prompt too long", f"{lengths}, the model takes {self._longest}")
         return ids
-
-    def _reply(self, answer: Generation) -> Reply:
-        text = self._tokenizer.decode(answer.token_ids, skip_special_tokens=True)
-        return Reply.of(text, cut=answer.finish == "length", tokens=len(answer.token_ids))

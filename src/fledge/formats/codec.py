@@ -26,6 +26,7 @@ NESTED_KEY = "transformer_layer_config"  # speculators: holds the config of the 
 SPECULATORS_KEY = "speculators_model_type"
 INNER_KEY = "dflash_config"  # DFlash: holds some keys, or all of its own
 AUX_KEY = "eagle_aux_hidden_state_layer_ids"
+MASK_KEY = "mask_token_id"
 # The engines' classes. EAGLE-1: vLLM prefixes Llama's with "Eagle", SGLang's has it as a suffix.
 EAGLE3_CLASS, EAGLE3_QWEN3_CLASS = "LlamaForCausalLMEagle3", "Eagle3Qwen3ForCausalLM"
 EAGLE1_CLASSES = {"vllm": "EagleLlamaForCausalLM", "sglang": "LlamaForCausalLMEagle"}

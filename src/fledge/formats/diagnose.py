@@ -103,8 +103,10 @@ def run_checks(subject: Subject, levels: Sequence[Level]) -> Iterator[Finding]:
 def repair_and_recheck(subject: Subject, levels: Sequence[Level], result: Diagnosis) -> Subject:
     """Collect the findings of the files as they are, then what certain repairs uncover."""
     for number in range(_ROUNDS):
-        reported = {finding.check for finding in result.findings if finding.severity != "note"}
-        new = [finding for finding in run_checks(subject, levels) if finding.check not in reported]
+        reported = {finding.evidence for finding in result.findings}
+        new = [
+            finding for finding in run_checks(subject, levels) if finding.evidence not in reported
+        ]
         if number > 0:  # notes describe the original files only
             new = [finding for finding in new if finding.severity != "note"]
         result.findings += new

@@ -23,11 +23,13 @@ from fledge.formats.codec import (
     INNER_KEY,
     LLAMA_KEYS,
     NESTED_KEY,
+    NORM_FLAGS,
     SPECULATORS_KEY,
     get_path,
     set_path,
 )
 from fledge.formats.layouts import (
+    BIAS_KEYS,
     CONFIG,
     EAGLE1_AXES,
     EAGLE3_AXES,
@@ -165,14 +167,14 @@ class DraftView:
     @staticmethod
     def checks() -> "dict[str, Check]":
         """The checks of `diagnose` for this kind by id."""
-        from fledge.formats.checks import behaviour, settings, surroundings, tensors, vocabulary
+        from fledge.formats.checks import probe, settings, tensors, vocabulary
         from fledge.formats.checks.base import checks_in
 
-        return checks_in(tensors, vocabulary, settings, surroundings, behaviour)
+        return checks_in(tensors, vocabulary, settings, probe)
 
     @staticmethod
     def probe(subject: "Subject", draft: "DraftModel", answering: "Answering") -> "Probe[Any]":
-        from fledge.formats.checks.behaviour import ChainProbe
+        from fledge.formats.checks.probe import ChainProbe
 
         return ChainProbe(subject, draft, answering)
 
@@ -237,6 +239,17 @@ class DraftView:
         """Whether layer 0 reads embedding and state side by side."""
         return not self.merges
 
+    optional: ClassVar[tuple[str, ...]] = (
+        "embed_tokens", "lm_head", "d2t", "t2d", "fc.bias", NORM_FLAGS[0], "input_norm",
+        "confidence_head",
+    )  # fmt: skip
+    """How the names begin of tensors that may be absent, or that other checks miss."""
+
+    @staticmethod
+    def chunk_norm(chunk: int) -> str:
+        """The tensor of the norm of one aux state, before fc."""
+        return f"{NORM_FLAGS[0]}.{chunk}.weight"
+
     @property
     def layer_numbers(self) -> list[int]:
         matches = (re.match(r"layers\.(\d+)\.", name) for name in self.state)
@@ -262,6 +275,21 @@ class DraftView:
     def get(self, key: str, absent: Any = None) -> Any:
         value = self.flat.get(key)
         return absent if value is None else value
+
+    def setting(self, key: str, absent: Any = None) -> Any:
+        """The value that engines read; some layouts have keys in two places."""
+        return self.get(key, absent)
+
+    @property
+    def flags(self) -> dict[str, bool]:
+        """Flags of optional parts that the files may have, and whether they have their tensors."""
+        biases = {key: self.fc_bias is not None for key in BIAS_KEYS if key in self.flat}
+        return {
+            NORM_FLAGS[0]: self.chunk_norm(0) in self.state,
+            "norm_before_fc": "input_norm.weight" in self.state,
+            **{flag: self.layer_extras[flag] for flag in ("attention_bias", "mlp_bias")},
+            **(biases if self.merges else {}),
+        }
 
     @property
     def architectures(self) -> list[str]:

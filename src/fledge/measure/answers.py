@@ -250,7 +250,7 @@ class _Writer:
     ) -> None:
         self._tokenizer, self._batch, self._part = target.tokenizer, batch, part
         records = journal.read(part, {True: _ANSWER, False: _ANSWER})
-        self._done = {record["row"]: record for _, record in records}
+        self._done = {record["row"]: record for *_, record in records}
         self._template = ChatTemplate.of(self._tokenizer)
         self._decoder = SpeculativeDecoder(target.model)  # no draft: the target alone
         self._stops = Stops(max_new_tokens, eos_token_ids(target.model, self._tokenizer))

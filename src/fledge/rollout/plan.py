@@ -45,7 +45,9 @@ from fledge.rollout.slots import (
     Slots,
     flatten_slots,
     key_axis,
+    last_depths,
     per_document,
+    supervised_pairs,
     surviving_depths,
 )
 
@@ -213,12 +215,12 @@ def plan_rollout(
     so that the same few recur (`lay_out_evenly`).
     """
     slots = flatten_slots(masks)
-    asked_SK = supervised_SK = _supervised(slots, num_depths)
+    asked_SK = supervised_SK = supervised_pairs(slots, num_depths)
     device = device or masks.loss_mask.device
     if keep < 1:
         survived_S = surviving_depths(slots.documents, num_depths=num_depths, keep=keep, seed=seed)
         supervised_SK = asked_SK & (np.arange(num_depths) <= survived_S[:, None])
-    last_S = _last_depth(slots, supervised_SK, compact=compact)
+    last_S = last_depths(supervised_SK) if compact else _every_token(slots, num_depths)
     axis = key_axis(slots, last_S, num_depths)
     if quantum:
         if ranks is not None or keep < 1:
@@ -248,21 +250,9 @@ def _askers(target: Ints, supervised_SK: Bools) -> tuple[Ints, Bools]:
     return in_batch_MK, supervised_SK[in_batch_MK, depth] & (anchor_MK >= 0)
 
 
-def _supervised(slots: Slots, num_depths: int) -> Bools:
-    """[S, K]: whether the rollout of slot t has something to predict at depth k."""
-    size = len(slots.start)
-    supervised = np.zeros((size, num_depths), dtype=np.bool_)
-    for k in range(min(num_depths, size)):
-        supervised[: size - k, k] = slots.target[k:] & (k < slots.reach[: size - k])
-    return supervised
-
-
-def _last_depth(slots: Slots, supervised_SK: Bools, *, compact: bool) -> Ints:
-    """The deepest depth that each slot's rollout has to reach, -1 where it need not start."""
-    num_depths = supervised_SK.shape[1]
-    if compact:
-        from_end = np.argmax(supervised_SK[:, ::-1], axis=1)
-        return np.where(supervised_SK.any(axis=1), num_depths - 1 - from_end, -1)
+def _every_token(slots: Slots, num_depths: int) -> Ints:
+    """[S] the deepest depth of each rollout, -1 for padding, if it goes on as long as its token
+    exists."""
     index = np.arange(len(slots.start), dtype=np.int64)
     real_end = slots.start + per_document(slots, slots.real.astype(np.int64), np.add)
     return np.where(slots.real, np.minimum(num_depths, real_end - index) - 1, -1)

@@ -131,6 +131,30 @@ def key_axis(slots: Slots, last_S: Ints, num_depths: int) -> KeyAxis:
     return KeyAxis(keep, first, position, rows, key_of[rows], counts)
 
 
+def supervised_pairs(slots: Slots, num_depths: int) -> Bools:
+    """[S, K]: whether the rollout of slot t has something to predict at depth k."""
+    size = len(slots.start)
+    supervised = np.zeros((size, num_depths), dtype=np.bool_)
+    for k in range(min(num_depths, size)):
+        supervised[: size - k, k] = slots.target[k:] & (k < slots.reach[: size - k])
+    return supervised
+
+
+def last_depths(supervised_SK: Bools) -> Ints:
+    """[S] the deepest depth that each slot's rollout has to reach, -1 where it need not start."""
+    from_end = np.argmax(supervised_SK[:, ::-1], axis=1)
+    return np.where(supervised_SK.any(axis=1), supervised_SK.shape[1] - 1 - from_end, -1)
+
+
+def slots_asked_for(supervised_SK: Bools) -> Bools:
+    """[S]: whether some rollout needs the target's answer here."""
+    count, depths = supervised_SK.shape
+    asked = np.zeros(count, dtype=np.bool_)
+    for k in range(min(depths, count)):
+        asked[k:] |= supervised_SK[: count - k, k]
+    return asked
+
+
 def per_document(slots: Slots, values: Ints, reduce: np.ufunc) -> Ints:
     """Reduce a value over each document and broadcast the result to each of its slots."""
     if len(values) == 0:
@@ -247,10 +271,10 @@ def sample_depths(
     for depth in range(1, num_depths):
         size = (np.maximum(0, valid_count - depth) * shares[depth]).astype(np.int64)
         noise = _noise(seed, depth, key[pool], place[pool])
-        kept = pool[_rank(document[pool], noise) < size[document[pool]]]
+        kept = pool[rank_in_group(document[pool], noise) < size[document[pool]]]
         if depth == 1 and max_anchors is not None and row is not None:
             noise = _noise(seed, depth, key[kept], place[kept])
-            kept = kept[_rank(row[kept], noise) < max_anchors]
+            kept = kept[rank_in_group(row[kept], noise) < max_anchors]
         deepest[kept - depth] = depth
         pool = kept[continues[kept]] + 1
     return deepest
@@ -281,7 +305,7 @@ def _documents(document: Ints) -> int:
     return int(document[-1]) + 1 if len(document) else 0
 
 
-def _rank(group: Ints, noise: Words) -> Ints:
+def rank_in_group(group: Ints, noise: Words) -> Ints:
     """The rank of each member in its group, by ascending noise."""
     order = np.lexsort((noise, group))
     ordered = group[order]

@@ -5,12 +5,10 @@ All epochs laid end to end are one stream of packs; step s takes the next
 resumed run needs nothing but its step number, and N ranks together see what one rank would.
 """
 
-import queue
-import threading
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Collection, Generator, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING
@@ -25,7 +23,7 @@ from fledge.data.pack import Pack, Packing, collate, pack_rows, pad_rows
 from fledge.data.rows import RowView
 
 if TYPE_CHECKING:
-    from fledge.training.step import Models, Parts
+    from fledge.training.step import Models
 
 # Bytes of packings that are kept, and of a row in one of them, at most. Two packings are kept
 # whatever they take: the one that ends, and the one that begins.
@@ -140,42 +138,22 @@ class PackStream:
                     yield partial(self._collate, packs)
 
     def prefetched(self, start: int, ahead: int) -> Generator[StepBatch, None, None]:
-        """Batches from step `start` to the end, `ahead` of them prepared by a thread, which ends
-        with the last one or when the generator is closed."""
+        """Batches from step `start` to the end. While one is used, a thread prepares the next
+        `ahead`; it ends with the last one, or when the generator is closed."""
         if ahead == 0:
             yield from (self.batch(step) for step in range(start, self.steps))
             return
-        ready: queue.Queue[StepBatch | BaseException | None] = queue.Queue(ahead)
-        stop = threading.Event()
-
-        def offer(item: StepBatch | BaseException | None) -> None:
-            while not stop.is_set():
-                try:
-                    ready.put(item, timeout=0.1)
-                    return
-                except queue.Full:
-                    continue
-
-        def work() -> None:
-            try:
-                for step in range(start, self.steps):
-                    if stop.is_set():
-                        return
-                    offer(self.batch(step))
-                offer(None)
-            except BaseException as error:  # noqa: BLE001  (raised where the batch is awaited)
-                offer(error)
-
-        thread = threading.Thread(target=work, daemon=True, name="fledge-batches")
-        thread.start()
+        pending: deque[Future[StepBatch]] = deque()
+        pool = ThreadPoolExecutor(1, thread_name_prefix="fledge-batches")
         try:
-            while (item := ready.get()) is not None:
-                if isinstance(item, BaseException):
-                    raise item
-                yield item
+            for step in range(start, self.steps):
+                pending.append(pool.submit(self.batch, step))
+                if len(pending) > ahead:
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
         finally:
-            stop.set()
-            thread.join()
+            pool.shutdown(cancel_futures=True)
 
 
 # --- answers in advance ---------------------------------------------------------------------------
@@ -191,7 +169,7 @@ class StopRequested(TargetUnreachable):
 
 
 def ask_ahead(
-    parts: "Parts", batches: Iterator[StepBatch], *, stopping: Callable[[], bool] = lambda: False
+    parts: "Models", batches: Iterable[StepBatch], *, stopping: Callable[[], bool] = lambda: False
 ) -> Iterator[StepBatch]:
     """Yield the same batches in the same order, with answers if the target is asked in advance.
 
@@ -224,33 +202,6 @@ def ask_ahead(
         for _, futures in pending:
             for future in futures:
                 future.cancel()
-
-
-def answers_ahead(
-    models: "Models",
-    batches: Sequence[TokenBatch],
-    *,
-    rounds: int,
-    stopping: Callable[[], bool] = lambda: False,
-) -> Iterator[tuple[TokenBatch, Eagle3TargetBatch]]:
-    """Yield batches with their answers, while the next ones have already been requested. `rounds`
-    is the number of batches of the rank that has the most: a rank that has fewer takes part in the
-    others' passes and waits. Raises as `wait_together` does."""
-    target = models.target
-    ahead = target.prefetch if target.supports_async else 0
-    pending: deque[Future[Eagle3TargetBatch]] = deque()
-    try:
-        for index, batch in enumerate(batches):
-            while len(pending) <= ahead and index + len(pending) < len(batches):
-                pending.append(target.answer_async(batches[index + len(pending)]))
-            wait_together(models, [pending[0]], stopping)
-            yield batch, pending.popleft().result()
-        for _ in range(len(batches), rounds):
-            target.join()
-            wait_together(models, [], stopping)
-    finally:
-        for future in pending:
-            future.cancel()
 
 
 def wait_together(models: "Models", futures: _Futures, stopping: Callable[[], bool]) -> None:

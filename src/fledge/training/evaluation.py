@@ -10,12 +10,10 @@ from fledge.decode.strategy import rollouts_of
 from fledge.measure.figures import Acceptance
 from fledge.measure.replay import Ints, replay_held_out, target_picks
 from fledge.target.finite_check import check_answer
-from fledge.training.batches import answers_ahead, held_out_share
+from fledge.training.batches import StepBatch, ask_ahead, held_out_share
 from fledge.training.metrics import acceptance_metrics
 from fledge.training.sharding import whole
-from fledge.training.step import Models, Sums
-
-_MIN_LENGTH = 1.0005  # the smallest acceptance length that is not displayed as 1.000
+from fledge.training.step import Models, Sums, answers_of
 
 
 @torch.no_grad()
@@ -42,15 +40,18 @@ def evaluate(
     head = target.info().head.to(models.device)
     sums, replayed = Sums.zeros(objective.depths, models.device), Acceptance.none(objective.depths)
     indices, rounds = held_out_share(batches, world), -(-len(batches) // world.size)
-    share = [batches[index] for index in indices]
+    # A rank that has fewer packs than another joins its passes.
+    micro = [*(batches[index] for index in indices), *[None] * (rounds - len(indices))]
+    asked = ask_ahead(
+        models, (StepBatch(n, 0, (rows,)) for n, rows in enumerate(micro)), stopping=stopping
+    )
     was_training = draft.training
     draft.eval()
     rollouts = rollouts_of(draft, objective.depths, dtype=objective.compute_dtype)
     with whole(draft):
-        answers = answers_ahead(models, share, rounds=rounds, stopping=stopping)
-        for done, (batch, on_host) in enumerate(answers):
+        answers = (answer for step in asked for answer in answers_of(models, step))
+        for done, (batch, answer) in enumerate(answers):
             on_pack(done, len(indices))
-            answer = on_host.to(models.device)
             check_answer(target, answer, batch)
             ready = objective.prepare(batch, answer, seed=0)  # the same rollouts every time
             sums.add(objective.score(ready, ready.charged_K))
@@ -62,16 +63,3 @@ def evaluate(
     counts = torch.tensor(replayed.counts(), dtype=torch.int64, device=models.device)
     total = Acceptance.from_counts(world.sum_(counts).tolist())
     return {**total.to_json(), **acceptance_metrics(sums.over(world))}
-
-
-def learnt_nothing(before: float | None, best: float, *, lr: float) -> list[str]:
-    """A warning if a draft's best length is no better than that of no draft, or than its own before
-    training; otherwise an empty list."""
-    if best < _MIN_LENGTH:
-        length = f"{best:.3f}, equal to no draft at all"
-    elif before is not None and best <= before:
-        length = f"{best:.3f}, and {before:.3f} before training"
-    else:
-        return []
-    what = f"the draft learned nothing: held-out acceptance length {length}"
-    return [f"{what}; is training.lr ({lr:g}) too high, or the data too little?"]

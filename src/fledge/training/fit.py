@@ -47,12 +47,14 @@ def _fit(session: Session) -> int:
 
         try:
             if session.evaluation_missed:
-                session.save_evaluated(best=_evaluate(session, stop_requested))
+                best = _evaluate(session, stop_requested)
+                if begin:  # a run that has not begun leaves no checkpoint
+                    session.save_if_due(best=best, stopping=True)
             parts.objective.draft_model.train()
             parts.clock.read()
             for batch in ask_ahead(parts, batches, stopping=stop_requested):
                 training.watch("training", session.step, training.stream.steps)
-                lr = session.lr
+                lr = training.lr(session.step)
                 result = train_step(parts, batch, lr=lr, stopping=stop_requested())
                 stopping = session.stepped(batch, result, lr)
                 best = session.evaluation_due and _evaluate(session, stop_requested)

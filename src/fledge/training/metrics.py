@@ -3,8 +3,9 @@
 import json
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
@@ -36,9 +37,10 @@ def _rates(part_K: Tensor, whole_K: Tensor) -> list[float]:
     return rates
 
 
-class Tracker(Protocol):
-    def log(self, step: int, values: dict[str, float]) -> None: ...
-    def close(self) -> None: ...
+@dataclass(frozen=True)
+class Tracker:
+    log: Callable[[int, dict[str, float]], None]
+    close: Callable[[], None]
 
 
 class MetricsFile:
@@ -82,12 +84,8 @@ def open_trackers(
     names: tuple[str, ...], *, project: str, run: str, directory: Path
 ) -> list[Tracker]:
     """Open the trackers that a recipe names; each package is imported only if it is needed."""
-    makers: dict[str, Callable[[str, str, Path], Tracker]] = {
-        "tensorboard": _Tensorboard,
-        "wandb": _Wandb,
-        "trackio": _Trackio,
-    }
-    opened: list[Tracker] = []
+    makers = {"tensorboard": _tensorboard, "wandb": _wandb, "trackio": _trackio}
+    opened = []
     for name in names:
         try:
             opened.append(makers[name](project, run, directory))
@@ -97,44 +95,29 @@ def open_trackers(
     return opened
 
 
-class _Tensorboard:
-    def __init__(self, project: str, run: str, directory: Path) -> None:
-        from torch.utils.tensorboard import SummaryWriter
+def _tensorboard(project: str, run: str, directory: Path) -> Tracker:
+    from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(directory / "tensorboard"))
+    writer = SummaryWriter(str(directory / "tensorboard"))
 
-    def log(self, step: int, values: dict[str, float]) -> None:
+    def log(step: int, values: dict[str, float]) -> None:
         for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
+            writer.add_scalar(name, value, step)
 
-    def close(self) -> None:
-        self._writer.close()
-
-
-class _Wandb:
-    def __init__(self, project: str, run: str, directory: Path) -> None:
-        import wandb
-
-        os.environ.setdefault("WANDB_SILENT", "true")
-        files_dir = str(directory)
-        self._run = wandb.init(project=project, name=run, dir=files_dir, resume="allow", id=run)
-
-    def log(self, step: int, values: dict[str, float]) -> None:
-        self._run.log(values, step=step)
-
-    def close(self) -> None:
-        self._run.finish()
+    return Tracker(log, writer.close)
 
 
-class _Trackio:
-    def __init__(self, project: str, run: str, directory: Path) -> None:
-        import trackio
+def _wandb(project: str, run: str, directory: Path) -> Tracker:
+    import wandb
 
-        self._module = trackio
-        trackio.init(project=project, name=run)
+    os.environ.setdefault("WANDB_SILENT", "true")
+    files_dir = str(directory)
+    opened = wandb.init(project=project, name=run, dir=files_dir, resume="allow", id=run)
+    return Tracker(lambda step, values: opened.log(values, step=step), opened.finish)
 
-    def log(self, step: int, values: dict[str, float]) -> None:
-        self._module.log({**values, "step": step})
 
-    def close(self) -> None:
-        self._module.finish()
+def _trackio(project: str, run: str, directory: Path) -> Tracker:
+    import trackio
+
+    trackio.init(project=project, name=run)
+    return Tracker(lambda step, values: trackio.log({**values, "step": step}), trackio.finish)

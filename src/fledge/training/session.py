@@ -1,4 +1,4 @@
-"""A run during training: its draft's state, and what happens around each step.
+"""A run during training: its state, and what happens around each step.
 
 `fit.py` is the loop. This module resumes, checks a step's verdict, logs, records an evaluation, and
 saves.
@@ -19,11 +19,12 @@ from fledge.training import checkpoint as checkpoints
 from fledge.training import metrics, saving
 from fledge.training.batches import StepBatch
 from fledge.training.curves import Known, curve_of, known_runs, read_metrics
-from fledge.training.evaluation import learnt_nothing
 from fledge.training.forecast import forecast
 from fledge.training.runs import save_prompts
 from fledge.training.setup import Training
 from fledge.training.step import StepResult, Sums
+
+_MIN_LENGTH = 1.0005  # the smallest acceptance length that is not displayed as 1.000
 
 
 class Observer(Protocol):
@@ -72,7 +73,7 @@ class Session:
         self._was_finished = self._is_finished
         self._pending: tuple[StepBatch, StepResult] | None = None
         main = self.parts.world.is_main
-        self._logs = Logs(training, observer, self.state) if main else None
+        self._logs = Logs(training, observer, self.state.step) if main else None
 
     @property
     def step(self) -> int:
@@ -86,11 +87,6 @@ class Session:
     @property
     def _is_finished(self) -> bool:
         return self._at_end and not self.evaluation_missed
-
-    @property
-    def lr(self) -> float:
-        """The learning rate of the next step."""
-        return self.training.lr(self.state.step)
 
     def stepped(self, batch: StepBatch, result: StepResult, lr: float) -> bool:
         """Record a step and check the one before it, which avoids waiting for the device. Returns
@@ -191,15 +187,11 @@ class Session:
     def save_if_due(self, *, best: bool, stopping: bool) -> None:
         """Save on cadence, when the draft is the best so far, and at the end or before a stop."""
         if self._at_end and self._logs is not None:
-            self._logs.warned(self.state.step, in_vain(self.training.recipe, self.state))
+            for text in in_vain(self.training.recipe, self.state):
+                self._logs.file.write({"step": self.state.step, "warning": text})
         cadence = self.training.recipe.checkpoint.every_steps
         if best or self._at_end or stopping or self.state.step % cadence == 0:
             self.save(best=best)
-
-    def save_evaluated(self, *, best: bool) -> None:
-        """Save an evaluation that was missing from the checkpoint that the run resumed from."""
-        if self.state.step:  # a run that has not begun leaves no checkpoint
-            self.save_if_due(best=best, stopping=True)
 
     def save(self, *, best: bool = False) -> None:
         training, state, world = self.training, self.state, self.parts.world
@@ -227,17 +219,24 @@ class Session:
     def outcome(self, signal: int) -> Outcome:
         training, state, finished = self.training, self.state, self._is_finished
         assert self._saved == state.step
-        learned_nothing = in_vain(training.recipe, state) if finished else ()
-        warnings = (*training.warnings, *learned_nothing)
-        return Outcome(state, finished, signal, self._was_finished, warnings)
+        warnings = [*training.warnings, *(in_vain(training.recipe, state) if finished else ())]
+        return Outcome(state, finished, signal, self._was_finished, tuple(warnings))
 
 
 def in_vain(recipe: Recipe, state: State) -> list[str]:
-    """A warning if a finished run did not improve its draft, otherwise an empty list."""
+    """A warning if a finished run's best draft is no better than none, or than before training."""
+    before, best = state.first.get("acceptance_length"), state.best_length
     if not state.last.get("rounds"):
         return []
-    lengths = state.first.get("acceptance_length"), state.best_length
-    return learnt_nothing(*lengths, lr=recipe.training.lr)
+    if best < _MIN_LENGTH:
+        length = f"{best:.3f}, equal to no draft at all"
+    elif before is not None and best <= before:
+        length = f"{best:.3f}, and {before:.3f} before training"
+    else:
+        return []
+    what = f"the draft learned nothing: held-out acceptance length {length}"
+    lr = recipe.training.lr
+    return [f"{what}; is training.lr ({lr:g}) too high, or the data too little?"]
 
 
 def resume(training: Training, observer: Observer) -> tuple[State, Sums]:
@@ -273,7 +272,7 @@ def _check_same_run(training: Training, checkpoint: checkpoints.Checkpoint) -> N
             fix = "give the run another run.output_dir"
             raise BadInput(what, where=str(checkpoint.path), fix=fix)
     now = training.stream.packs_per_step
-    before = checkpoint.state.get(checkpoints.PACKS, now)  # not in older checkpoints
+    before = checkpoint.state.get(checkpoints.PACKS, now)
     if now != before:
         what = f"the run takes {before} packs a step, not {now} (training.micro_batch x "
         what += f"training.accumulate x {training.parts.world.data_size} processes)"
@@ -284,15 +283,14 @@ def _check_same_run(training: Training, checkpoint: checkpoints.Checkpoint) -> N
 class Logs:
     """metrics.jsonl, trackers and the observer, on the main rank."""
 
-    def __init__(self, training: Training, observer: Observer, state: State) -> None:
-        self._training, recipe = training, training.recipe
+    def __init__(self, training: Training, observer: Observer, step: int) -> None:
+        self._training, self._observer, recipe = training, observer, training.recipe
         self._known: list[Known] | None = None  # finished runs; None: not searched for yet
-        self.last_step = state.step - state.step % recipe.tracking.every_steps
-        self.timed_from = state.step  # a resumed process timed only part of its first window
-        self._observer = observer
-        resume_at = state.step or -1  # a run that starts over evaluates step 0 again
-        self._file = metrics.MetricsFile(training.directory / "metrics.jsonl", resume_at=resume_at)
-        self._trackers: list[metrics.Tracker] = metrics.open_trackers(
+        self.last_step = step - step % recipe.tracking.every_steps
+        self.timed_from = step  # a resumed process timed only part of its first window
+        # A run that starts over evaluates step 0 again.
+        self.file = metrics.MetricsFile(training.directory / "metrics.jsonl", resume_at=step or -1)
+        self._trackers = metrics.open_trackers(
             recipe.tracking.trackers,
             project=recipe.tracking.project,
             run=recipe.run_name,
@@ -300,40 +298,34 @@ class Logs:
         )
 
     def write(self, values: dict[str, Any]) -> None:
-        self._file.write(values)
+        self.file.write(values)
         self._track(values["step"], values)
         self._observer.logged(values)
 
     def evaluated(self, values: dict[str, Any]) -> None:
-        self._file.write(values)
-        self._track(
-            values["step"], {f"evaluation/{name}": v for name, v in values["evaluation"].items()}
-        )
+        self.file.write(values)
+        named = {f"evaluation/{name}": value for name, value in values["evaluation"].items()}
+        self._track(values["step"], named)
         self._observer.evaluated({**values, "forecast": self._forecast_line()})
 
     def _forecast_line(self) -> str | None:
         """A forecast of the rest of the run; None while its curve is too short for one."""
-        recipe, directory = self._training.recipe, self._training.directory
-        steps = self._training.stream.steps
+        training = self._training
         try:
-            lines = read_metrics(directory)
+            lines = read_metrics(training.directory)
             if self._known is None:
-                self._known = known_runs(directory)
-            curve = curve_of(recipe, steps, *lines)
+                self._known = known_runs(training.directory)
+            curve = curve_of(training.recipe, training.stream.steps, *lines)
             return forecast(curve, known=self._known).line()
         except BadInput:  # too early to forecast
             return None
-
-    def warned(self, step: int, warnings: Sequence[str]) -> None:
-        for text in warnings:
-            self._file.write({"step": step, "warning": text})
 
     def _track(self, step: int, values: dict[str, Any]) -> None:
         for tracker in self._trackers:
             tracker.log(step, metrics.flat_numbers(values))
 
     def close(self) -> None:
-        self._file.close()
+        self.file.close()
         for tracker in self._trackers:
             tracker.close()
 
@@ -368,7 +360,10 @@ def describe_bad_step(training: Training, batch: StepBatch, result: StepResult) 
     places = tuple(place for rows in micro for pack in rows.places for place in pack)
     finite, broken = bool(result.sums.loss.isfinite()), _not_finite(training, micro, result)
     shares = world.gathered(_Share(world.rank, world.data_rank, places, finite, broken))
-    blamed = _blamed(shares)
+    # the ranks whose answers are not finite, else those whose loss is not; all of them if only the
+    # sum of their gradients is bad
+    blamed = [share for share in shares if share.broken is not None]
+    blamed = blamed or [share for share in shares if not share.finite] or shares
     # ranks that share their rows name them once
     by_data_rank = {share.data_rank: share.places for share in blamed}
     all_places = [place for places in by_data_rank.values() for place in places]
@@ -380,22 +375,13 @@ def describe_bad_step(training: Training, batch: StepBatch, result: StepResult) 
     return BadStep(documents, first, blamed[0].broken)
 
 
-def _blamed(shares: list[_Share]) -> list[_Share]:
-    """The ranks whose answers are not finite, else those whose loss is not; all of them if only the
-    sum of their gradients is bad."""
-    broken = [share for share in shares if share.broken is not None]
-    return broken or [share for share in shares if not share.finite] or shares
-
-
 def _not_finite(
     training: Training, micro: Sequence[TokenBatch], result: StepResult
 ) -> NotFinite | None:
-    """The error that describes the non-finite answers of a bad step; None when this rank's answers
-    are finite."""
-    target, config = training.parts.target, training.draft.config
+    """The error that describes this rank's non-finite answers, if it has any."""
     for rows, verdict in zip(micro, result.verdicts, strict=True):
-        fault = verdict.fault(config.aux_layer_ids)
+        fault = verdict.fault(training.draft.config.aux_layer_ids)
         if fault is not None:
-            place, model = place_of(rows, fault), module_of(target)
+            place, model = place_of(rows, fault), module_of(training.parts.target)
             return refusal(fault, dtype=verdict.dtype, place=place, model=model)
     return None

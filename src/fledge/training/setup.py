@@ -30,7 +30,7 @@ from fledge.measure.replay import Ints
 from fledge.methods.base import TrainerInputs
 from fledge.methods.shared.draft import DraftModel
 from fledge.methods.shared.objective import Objective
-from fledge.models.resolve import tokenizer_directory
+from fledge.models.resolve import local_model
 from fledge.recipe.schema import Recipe
 from fledge.recipe.sections import Data
 from fledge.rollout.context import ContextRanks
@@ -181,7 +181,7 @@ def tokenise_options(data: Data) -> TokeniseOptions:
 
 def tokenised(names: tuple[str, ...], recipe: Recipe, progress: Progress) -> TokenRows:
     """The rows of the named sources, tokenized with the recipe's options."""
-    data, model = recipe.data, tokenizer_directory(model_name(recipe.target))
+    data, model = recipe.data, local_model(model_name(recipe.target), weights=False)
     rows = prepare_rows(
         list(names), model, tokenise_options(data), workers=data.workers,
         max_drop_share=data.max_drop_share, on_progress=progress,
@@ -248,7 +248,7 @@ def open_run(
         opened = OpenRun(
             recipe=recipe,
             directory=Path(recipe.run.output_dir),
-            parts=Models(target, objective, device, world),
+            parts=Models(target, objective, device, world, Clock(device)),
             train=train,
             rows=rows,
             held_out=held_out_batches(held_out, recipe, pad_id),
@@ -289,7 +289,6 @@ def _parts(recipe: Recipe, models: Models) -> Parts:
         ),
         guard=StepGuard(training.spike_factor, models.device),
         clip=training.clip,
-        clock=Clock(models.device),
         seed=training.seed,
         average=None if training.ema is None else Average(parameters, training.ema),
         recorded=recorded,

@@ -72,6 +72,7 @@ class Models:
     objective: Objective[Any]  # only it sees the type that it prepares and scores
     device: torch.device
     world: World
+    clock: Clock
 
 
 @dataclass
@@ -82,7 +83,6 @@ class Parts(Models):
     optimizers: tuple[Skipping, ...]
     guard: StepGuard
     clip: float | None
-    clock: Clock
     seed: int = 0
     average: Average | None = None  # of the weights (`training.ema`)
     recorded: RecordedSteps | None = None  # for drafts whose steps are bound by kernel launches
@@ -144,7 +144,7 @@ class StepResult:
 
 
 def answers_of(
-    parts: Parts, batch: StepBatch, *, features: bool = False
+    parts: Models, batch: StepBatch, *, features: bool = False
 ) -> Iterator[tuple[TokenBatch, Eagle3TargetBatch]]:
     """Yield this rank's micro-batches, each with the target's answer, or just its `features`. For a
     missing micro-batch the rank still joins the target's pass, which other ranks may depend on."""

@@ -12,7 +12,8 @@ pytest.importorskip("ray.cluster_utils", reason="needs the cluster extra")
 from fledge.core.distributed import World
 from fledge.target.hf.model import HFEagle3TargetModel
 from fledge.target.ray.connection import connected
-from fledge.training.batches import answers_ahead
+from fledge.training.batches import StepBatch, ask_ahead
+from fledge.training.step import Clock
 from target.ray.clusters import (
     Traces,
     batches,
@@ -47,10 +48,12 @@ def test_two_hundred_batches_while_workers_and_machines_die(model, caplog):
                 elif number == 120:
                     nodes.nodes.append(nodes.add(1))
 
-            answers, asking = [], SimpleNamespace(target=target, world=World(), device="cpu")
-            for number, (_, batch) in enumerate(answers_ahead(asking, questions, rounds=200)):
-                disturb(number)
-                answers.append(batch)
+            cpu, answers = torch.device("cpu"), []
+            asking = SimpleNamespace(target=target, world=World(), device=cpu, clock=Clock(cpu))
+            steps = (StepBatch(number, 0, (rows,)) for number, rows in enumerate(questions))
+            for step in ask_ahead(asking, steps):
+                disturb(step.step)
+                answers.append(step.answers[0].result())
             until(lambda: told()["target-1"]["restarts"] == 1)
             assert told()["target-0"]["restarts"] == 1  # the board was not on the lost machine
         until(everything_is_free)

@@ -23,7 +23,6 @@ from fledge.target.layers import target_depth, text_config
 if TYPE_CHECKING:
     from fledge.formats.checks.probe import Probe
 
-Severity = Literal["error", "warning", "note"]
 # What a check needs: only the draft's files and the target's config and tokenizer; also the
 # target's embedding and head tables; the whole target.
 Level = Literal["static", "numeric", "behavioural"]
@@ -35,7 +34,7 @@ Repair = Callable[[DraftFiles], None]
 class Finding:
     """One fault (or note): the evidence, and what to do about it."""
 
-    severity: Severity
+    severity: Literal["error", "warning", "note"]
     evidence: str
     fix: str = ""
     repair: Repair | None = None
@@ -57,10 +56,11 @@ warning = partial(Finding, "warning")
 note = partial(Finding, "note")
 
 
-def wrong_key(key: str, right: Any, evidence: str, *, severity: Severity = "error") -> Finding:
-    """A finding about a config key whose value must be `right`; the repair writes it."""
-    put = partial(DraftFiles.put, key=key, value=right)
-    return Finding(severity, evidence, f"{key}: {json.dumps(right)}", put)
+def wrong_key(key: str, right: Any, evidence: str) -> Finding:
+    """An error about a config key whose value must be `right`; the repair writes it."""
+    return error(
+        evidence, f"{key}: {json.dumps(right)}", partial(DraftFiles.put, key=key, value=right)
+    )
 
 
 class TargetFiles:
@@ -122,7 +122,7 @@ class Subject:
         return self.files.directory
 
     @property
-    def draft_vocab_size(self) -> int | None:
+    def draft_vocab_size(self) -> int:
         """Rows of the head, else what the config declares; for EAGLE-1 the target's vocabulary,
         because its head is the target's."""
         if self.view.merges:
@@ -130,8 +130,7 @@ class Subject:
         head = self.view.state.get("lm_head.weight")
         if head is not None and head.ndim == 2:
             return len(head)
-        declared: int | None = self.view.get("draft_vocab_size")
-        return declared
+        return int(self.view.get("draft_vocab_size") or self.vocab_size)
 
     @property
     def vocab_size(self) -> int:
@@ -162,9 +161,9 @@ class Subject:
             return method.default_layers(self.target.depth, method.aux_layers())
         return None
 
-    def only_for(self, engine: str, fault: Finding) -> Finding:
+    def only_for(self, engine: str, evidence: str, fix: str) -> Finding:
         """A fault that affects one engine only: a note, unless that engine was requested."""
-        return fault if self.engine == engine else note(fault.evidence, fault.fix)
+        return (error if self.engine == engine else note)(evidence, fix)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Replay a draft over the target's own answers, as its files say and with settings changed.
+"""Checks by decoding: replay a draft over the target's answers, with settings changed one by one.
 
 A wrong setting is found by trying the right one. Every reading of the files that differs in one
 setting is replayed over the same answers; if it accepts clearly more, compared slot by slot, the
@@ -10,7 +10,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -21,8 +21,19 @@ from fledge.core.batch import Eagle3TargetBatch
 from fledge.core.errors import BadInput
 from fledge.core.progress import UNWATCHED, Watch
 from fledge.core.rows import TokenBatch
-from fledge.formats.checks.base import Check, Finding, Repair, Subject, TargetFiles, error
-from fledge.formats.checks.settings import own_rope, target_rope
+from fledge.formats.checks.base import (
+    Check,
+    Finding,
+    Repair,
+    Subject,
+    TargetFiles,
+    check,
+    error,
+    note,
+    warning,
+)
+from fledge.formats.checks.settings import own_rope, take_rope, target_rope
+from fledge.formats.foreign import DraftFiles
 from fledge.measure.answers import cached_answers, read_prompts
 from fledge.measure.figures import Acceptance, acceptance
 from fledge.measure.replay import Text, replay
@@ -33,14 +44,6 @@ from fledge.target.hf.model import HFEagle3TargetModel
 
 DEPTHS = 4  # drafted tokens per slot: enough to see what a setting does to later ones
 _MIN_FIRST = 0.15  # share of correct first tokens below which no reading counts as right
-
-
-@dataclass(frozen=True)
-class Enough:
-    """How much more a reading must accept to count as the right one."""
-
-    share: float  # relative gain
-    depths: int = DEPTHS  # drafted tokens per slot that are counted
 
 
 @dataclass(frozen=True)
@@ -55,13 +58,11 @@ class Score:
         """Share of slots whose first drafted token is correct."""
         return float((self.accepted_S > 0).mean()) if len(self.accepted_S) else 0.0
 
-    def clearly_below(self, other: "Score", enough: Enough) -> bool:
-        """Whether the other accepts enough more, and significantly so."""
-        mean, other_mean = (
-            np.minimum(score.accepted_S, enough.depths).mean() for score in (self, other)
-        )
-        sure = self.errors_below(other, enough.depths) > 4
-        return bool(other_mean > (1 + enough.share) * mean) and sure and other.first > _MIN_FIRST
+    def clearly_below(self, other: "Score", gain: float, depths: int = DEPTHS) -> bool:
+        """Whether the other accepts more by this share, and significantly so."""
+        mean, other_mean = (np.minimum(s.accepted_S, depths).mean() for s in (self, other))
+        sure = self.errors_below(other, depths) > 4
+        return bool(other_mean > (1 + gain) * mean) and sure and other.first > _MIN_FIRST
 
     def errors_below(self, other: "Score", depths: int) -> float:
         """How much more the other accepts, in standard errors, paired by slot."""
@@ -85,10 +86,10 @@ class Answering:
         max_new_tokens: int = 64,
         dtype: torch.dtype | str = "auto",
         device: str | None = None,
-        watch: Watch | None = None,
+        watch: Watch = UNWATCHED,
     ) -> None:
-        self._watch = watch or UNWATCHED
-        self._watch("loading the target", 0, 1)
+        self._watch = watch
+        watch("loading the target", 0, 1)
         if target.depth < 3:
             raise BadInput(f"a target of {target.depth} layers is too shallow for three aux layers")
         self.first = HFEagle3TargetModel.from_pretrained(
@@ -96,12 +97,8 @@ class Answering:
             trust_remote_code=target.trust_remote_code,
         )  # fmt: skip
         self._backends: dict[tuple[int, ...], HFEagle3TargetModel] = {}
-        answers = cached_answers(
-            self.first,
-            read_prompts(["mixed"], limit=prompts),
-            max_new_tokens=max_new_tokens,
-            watch=self._watch,
-        )
+        asked = read_prompts(["mixed"], limit=prompts)
+        answers = cached_answers(self.first, asked, max_new_tokens=max_new_tokens, watch=watch)
         self.answers = [turn for turn in answers.turns if len(turn.answer_ids) > 2]
         if not self.answers:
             raise BadInput("the target answers none of the prompts with more than two tokens")
@@ -118,13 +115,11 @@ class Answering:
 
     def score(self, backend: Eagle3TargetBackend, draft: DraftModel) -> Score:
         """Replay a draft over the answers, with the features that `backend` returns."""
+        texts = [Text(answer.prompt_ids, answer.answer_ids) for answer in self.answers]
         replays = replay(
-            backend,
-            draft,
-            [Text(answer.prompt_ids, answer.answer_ids) for answer in self.answers],
-            num_draft_tokens=DEPTHS,
-            on_text=lambda done: self._watch("replaying", done, len(self.answers)),
-        )
+            backend, draft, texts, num_draft_tokens=DEPTHS,
+            on_text=lambda done: self._watch("replaying", done, len(texts)),
+        )  # fmt: skip
         accepted: list[int] = []
         for text in replays:
             accepted += text.accepted_T[len(text.prompt_ids) - 1 : len(text) - 2]
@@ -163,11 +158,11 @@ class Setting:
     id: str
     looks_for: str
     vary: Callable[[Any, Any], Iterable[Any]]  # (probe, reading) -> readings that differ in it
-    written: Callable[[Any], str]  # describes the files' reading,
-    fix: str | Callable[[Any], str]
-    better: Callable[[Any], str] | None = None  # and the better one, if in other words
-    repair: Callable[[Subject, Any], Repair | None] | None = None
-    enough: Enough = Enough(0.05)
+    describe: Callable[[Any], str]  # what a reading says about it
+    fix: str
+    repair: Callable[[Subject, Any], Repair | None] | None = None  # given the better reading
+    gain: float = 0.05  # by which share a reading must accept more to count as the right one
+    depths: int = DEPTHS  # drafted tokens per slot that are counted
 
     def check(self) -> Check:
         return Check(self.id, "behavioural", self.looks_for, self.repair is not None, self._run)
@@ -175,10 +170,10 @@ class Setting:
     def _run(self, subject: Subject) -> Iterator[Finding]:
         assert subject.probe is not None, "behavioral checks run with a probe"
         if step := subject.probe.steps.get(self.id):
-            words = (self.better or self.written)(step.after)
             yield error(
-                f"{self.written(step.before)}: {step.score}; {words}: {step.better}",
-                self.fix if isinstance(self.fix, str) else self.fix(step.after),
+                f"{self.describe(step.before)}: {step.score}; "
+                f"{self.describe(step.after)}: {step.better}",
+                self.fix,
                 self.repair and self.repair(subject, step.after),
             )
 
@@ -201,7 +196,7 @@ class Probe(ABC, Generic[R]):
         self, subject: Subject, draft: DraftModel, answering: Answering, as_written: R
     ) -> None:
         model, info = answering.first.model, answering.first.info()
-        # Any: a draft's parts (layers, rotary, fc, unroll) are modified and run separately here
+        # Any: a draft's parts (layers, rotary) are changed here
         self.draft: Any = draft.to(next(model.parameters()).device, info.dtype)
         self.answering, self.subject, self.as_written = answering, subject, as_written
         self._written_rotary: Any = self.draft.rotary
@@ -217,7 +212,7 @@ class Probe(ABC, Generic[R]):
 
     def beats(self, best: Score, score: Score) -> bool:
         """Whether a reading with this score is chosen over the best one so far."""
-        return best.clearly_below(score, Enough(0.05))
+        return best.clearly_below(score, 0.05)
 
     def score(self, reading: R) -> Score:
         if reading not in self._scores:
@@ -265,22 +260,155 @@ class Probe(ABC, Generic[R]):
         """
         better: tuple[str, R] | None = None
         for setting in self.settings:
-            if setting.id in done:
-                continue
-            for other in setting.vary(self, current):
+            for other in setting.vary(self, current) if setting.id not in done else ():
                 score = self.score(other)
-                if not self.score(current).clearly_below(score, setting.enough):
+                if not self.score(current).clearly_below(score, setting.gain, setting.depths):
                     continue
                 if better is None or self.beats(self.score(better[1]), score):
                     better = (setting.id, other)
         return better
 
     @property
-    def best_reading(self) -> R:
-        """The reading with every setting corrected that decoding found wrong."""
-        readings = list(self.steps.values())
-        return readings[-1].after if readings else self.as_written
-
-    @property
     def best(self) -> Score:
-        return self.score(self.best_reading)
+        """The score with every setting corrected that decoding found wrong."""
+        readings = list(self.steps.values())
+        return self.score(readings[-1].after if readings else self.as_written)
+
+
+AUX_SHIFTED = Setting(
+    "aux-shifted", "aux layers one too low or too high",
+    lambda probe, reading: probe.shifted(reading),
+    lambda reading: f"with the outputs of {list(reading.aux_layer_ids)}",
+    "the trainer numbers layers differently than the file: write those that it was trained on",
+    repair=lambda _, right: partial(DraftFiles.put_aux, layer_ids=list(right.aux_layer_ids)),
+    gain=0.03,  # neighboring layers resemble each other
+)  # fmt: skip
+ROPE_MEASURED = Setting(
+    "rope-measured", "rotary settings with which it accepts less than with the target's",
+    lambda probe, reading: probe.other_rope(reading),
+    lambda reading: f"with the {'target' if reading.target_rope else 'file'}'s rotary settings",
+    "write the target's settings",
+    repair=lambda subject, _: take_rope(subject),
+    gain=0.03,
+)  # fmt: skip
+
+
+# --- EAGLE and P-EAGLE ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One way to read the files of an EAGLE or P-EAGLE draft."""
+
+    aux_layer_ids: tuple[int, ...]
+    norm_output: bool
+    norm_before_residual: bool
+    target_rope: bool = False  # the target's rotary settings instead of the file's
+    last_normed: bool = False  # the last layer's state after the final norm
+
+
+def last_normed(inner: HFEagle3TargetModel) -> Altered:
+    """The target with its last layer captured after the final norm, as in transformers."""
+
+    def change(batch: Eagle3TargetBatch) -> Tensor:
+        chunks = list(batch.aux_hidden_states.chunk(len(inner.aux_layer_ids), dim=-1))
+        assert batch.last_hidden_states is not None
+        last = inner.aux_layer_ids.index(inner.info().depth - 1)
+        chunks[last] = batch.last_hidden_states.to(chunks[0].dtype)
+        return torch.cat(chunks, dim=-1)
+
+    return Altered(inner, change)
+
+
+def _flag(id: str, flag: str, *, gain: float, depths: int = DEPTHS) -> Setting:
+    def flipped(probe: "ChainProbe", reading: Reading) -> Iterator[Reading]:
+        states = probe.subject.view.method.carries_states
+        if not probe.merges and (states or flag == "norm_before_residual"):
+            changed: dict[str, Any] = {flag: not getattr(reading, flag)}
+            yield replace(reading, **changed)
+
+    return Setting(
+        id, f"{flag} set differently than in training", flipped,
+        lambda reading: f"{flag} {str(getattr(reading, flag)).lower()}",
+        f"write the {flag} that it was trained with",
+        repair=lambda _, right: partial(DraftFiles.put, key=flag, value=getattr(right, flag)),
+        gain=gain, depths=depths,
+    )  # fmt: skip
+
+
+def _other_side_of_norm(probe: "ChainProbe", reading: Reading) -> Iterator[Reading]:
+    last = probe.subject.target.depth - 1
+    if probe.merges:
+        yield replace(reading, aux_layer_ids=(last,))
+    elif last in reading.aux_layer_ids and not reading.last_normed:
+        yield replace(reading, last_normed=True)
+
+
+def _states(reading: Reading) -> str:
+    normed = ", the last one after the final norm" if reading.last_normed else ""
+    return f"with the outputs of {list(reading.aux_layer_ids)}{normed}"
+
+
+class ChainProbe(Probe[Reading]):
+    settings = (
+        AUX_SHIFTED,
+        # a draft that is hardly trained may gain a little from a normed state
+        _flag("norm-output", "norm_output", gain=0.5),
+        # from the second token on it acts like norm_output: only the first token counts
+        _flag("norm-residual", "norm_before_residual", gain=0.1, depths=1),
+        ROPE_MEASURED,
+        Setting(
+            "capture-measured", "training on a last state from the other side of the final norm",
+            _other_side_of_norm, _states,
+            "train on the state that engines capture: a layer's own output, or, for EAGLE-1, the "
+            "last one after the norm",
+            gain=0.03,
+        ),
+    )  # fmt: skip
+
+    def __init__(self, subject: Subject, draft: DraftModel, answering: Answering) -> None:
+        ids, config = subject.aux_layer_ids, draft.config
+        assert ids is not None
+        written = Reading(tuple(ids), bool(config.norm_output), bool(config.norm_before_residual))
+        super().__init__(subject, draft, answering, written)
+        self.merges = subject.view.merges
+
+    def apply(self, reading: Reading) -> None:
+        self.draft.spec = replace(self.draft.spec, norm_output=reading.norm_output)
+        self.draft.layers[0].norm_residual = reading.norm_before_residual
+        self.draft.rotary = self.rotary(reading)
+
+    def backend(self, reading: Reading) -> Eagle3TargetBackend:
+        backend = self.answering.backend(reading.aux_layer_ids)
+        return last_normed(backend) if reading.last_normed else backend
+
+    def shifted(self, reading: Reading) -> Iterator[Reading]:
+        others = () if self.merges else super().shifted(reading)
+        return (replace(other, last_normed=False) for other in others)
+
+
+MEASURED = [setting.check() for setting in ChainProbe.settings]
+
+
+@check("acceptance", "behavioural", "a draft that accepts nothing, or far less than in training")
+def accepts_nothing(subject: Subject) -> Iterator[Finding]:
+    probe = subject.probe
+    assert probe is not None
+    score, claim, repaired = probe.best, subject.estimate, " (as repaired)" if probe.steps else ""
+    rounds = f"{score.acceptance.rounds} rounds of {DEPTHS} drafted tokens{repaired}"
+    evidence = f"replay of the files: {score}, {rounds}"
+    if score.first < 0.05:
+        yield error(
+            evidence,
+            "what files do not show: labels or masks shifted, hidden states of another request, "
+            "truncated answers, a leaking mask in training; `fledge data preview` shows what was "
+            "supervised",
+        )
+    elif claim is not None and claim > score.first + 0.25:
+        yield warning(
+            f"{evidence}; training says {claim:.1%} of first tokens are right",
+            "too good to be true: a leaking mask or the training rows themselves; or prompts "
+            "unlike the data: run fledge eval --prompts on held-out chats",
+        )
+    else:
+        yield note(evidence)

@@ -1,11 +1,10 @@
 """What the config of a block draft (DFlash, DSpark) holds beyond `DraftConfig`, and its checks."""
 
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
 from transformers import PretrainedConfig
 
-from fledge.core.errors import BadInput
 from fledge.core.reading import ListOf, Maybe, Number, Text, Whole
 from fledge.methods.base import stated
 from fledge.methods.shared.config import EAGLE3_FLAGS, FLAG, DraftConfig, key
@@ -75,29 +74,3 @@ class BlockConfig(DraftConfig):
     def drafts(self) -> int:
         """The number of tokens that a block proposes."""
         return self.size - self.first_place
-
-
-def is_block(config: PretrainedConfig) -> bool:
-    """Whether a config is that of a block draft."""
-    return stated(config, "block_size") is not None
-
-
-def has_token_head(config: PretrainedConfig) -> bool:
-    return is_block(config) and bool(stated(config, "markov_rank"))
-
-
-def refused_tokens(config: PretrainedConfig, asked: int) -> BadInput | None:
-    """Blocks of another length than in training are refused: their slots attend to each other."""
-    if asked == config.draft_tokens:
-        return None
-    return BadInput(
-        f"its blocks are of {config.draft_tokens} drafted tokens, not {asked}",
-        where="--num-draft-tokens",
-        fix="leave it out, or train with another objective.block_size",
-    )
-
-
-def bench_keys(*, token_head: bool) -> dict[str, Any]:
-    """The keys of the drafts that `fledge bench train` measures."""
-    heads = {"sample_from_anchor": True, "markov_rank": 256, "confidence_head": True}
-    return {"num_aux_hidden_states": 5, "block_size": 8, **(heads if token_head else {})}

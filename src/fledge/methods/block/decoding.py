@@ -21,7 +21,7 @@ from fledge.decode.drafter import CachedStrategy, attend
 from fledge.decode.strategy import Rollouts, RoundState, drafting_slots
 from fledge.methods.block.attention import Sight
 from fledge.methods.block.draft import BlockDraftModel
-from fledge.methods.block.plan import BlockPlan, lay_out_blocks
+from fledge.methods.block.plan import BlockPlan, lay_out_blocks, supervised_blocks
 from fledge.methods.shared.draft import DraftModel
 from fledge.methods.shared.layer import LayerWeights
 from fledge.methods.shared.norms import rms_norm
@@ -39,10 +39,11 @@ class BlockRollouts(Rollouts):
 
     def plan(self, tokens: TokenBatch) -> BlockPlan:
         slots = flatten_slots(RowMasks.of(tokens, drafting_slots(tokens)))
-        place, device = self.draft.spec.place, self.draft.device
-        return lay_out_blocks(
-            slots, slots.target, slots.target, self.depths, place, contiguous=True, device=device
+        supervised_SK = supervised_blocks(
+            slots, slots.target, slots.target, self.depths, contiguous=True
         )
+        place, device = self.draft.spec.place, self.draft.device
+        return lay_out_blocks(slots, supervised_SK, place, device=device)
 
     def unroll(self, aux_TD: Tensor, ids_T: Tensor, plan: RolloutPlan) -> Sequence[Tensor]:
         assert isinstance(plan, BlockPlan)

@@ -61,15 +61,14 @@ _AXES: Axes = {
     "t2d": ("",),
 }
 _SPARK_AXES: Axes = {
-    **dict.fromkeys(("markov_head.markov_w1.weight", "markov_head.markov_w2.weight"), ("", "")),
+    "markov_head.markov_w1.weight": ("vocab", "rank"),
+    "markov_head.markov_w2.weight": ("draft_vocab", "rank"),
     "confidence_head.proj.weight": ("", ""),
     "confidence_head.proj.bias": ("",),
 }
 # Checks of EAGLE and P-EAGLE that mean nothing here.
 _NOT_SHARED = {
-    "architecture", "hidden-size", "tied-embeddings", "norm-flags", "fc-bias",
-    "serving", "embeddings", "head-random", "head-map", "norm-output", "norm-residual",
-    "fc-swapped", "capture-measured", "labels", "estimate",
+    "serving", "embeddings", "head-map", "norm-output", "norm-residual", "capture-measured",
 }  # fmt: skip
 
 
@@ -210,6 +209,17 @@ class BlockView(DraftView):
     @property
     def confidence_head(self) -> bool:
         return "confidence_head.proj.weight" in self.state
+
+    @property
+    def flags(self) -> dict[str, bool]:
+        weight, norm = (self.state.get(n) for n in ("confidence_head.proj.weight", "norm.weight"))
+        if not self.spark or self.layout.name == "fledge" or norm is None:
+            return {}
+        if self.setting("use_confidence_head"):  # ModelOpt's, which always reads both
+            return {"use_confidence_head": weight is not None}
+        reads_both = weight is not None and weight.shape[-1] > len(norm)
+        keys = ("enable_confidence_head", "confidence_head_with_markov")
+        return dict(zip(keys, (weight is not None, reads_both), strict=True))
 
     @property
     def first_place(self) -> int:

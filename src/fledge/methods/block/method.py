@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fledge.core.registry import Registry
-from fledge.methods.base import WITHOUT_NORMS, Method
+from fledge.methods.base import WITHOUT_NORMS, Method, stated
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,7 +31,8 @@ class BlockMethod(Method):
     carries_states = False
     draft_path = "fledge.methods.block.draft:BlockDraftModel"
     usual_layers: ClassVar[int] = 5  # default number of aux layers
-    has_token_head: ClassVar[bool] = False
+    bench_draft: ClassVar[Mapping[str, Any]] = {"num_aux_hidden_states": 5, "block_size": 8}
+    """Keys of the drafts that `fledge bench train` measures."""
 
     def aux_layers(self, section: Any = None) -> int:
         return self.usual_layers if section is None else int(section.listened_layers)
@@ -62,11 +63,9 @@ class BlockMethod(Method):
         return {"anchors": 512, "gamma": 4.0}
 
     def bench_draft_settings(self, vocab_size: int, section: Any = None) -> dict[str, Any]:
-        from fledge.methods.block.config import bench_keys
         from fledge.methods.shared.placeholder import last_token_as_placeholder
 
-        keys = bench_keys(token_head=self.has_token_head)
-        settings = keys if section is None else section.draft_settings()
+        settings = self.bench_draft if section is None else section.draft_settings()
         return {**settings, **last_token_as_placeholder(vocab_size)}
 
     def sglang_flags(self, num_draft_tokens: int) -> list[str]:
@@ -89,9 +88,16 @@ class BlockMethod(Method):
         }
 
     def refused_tokens(self, config: "PretrainedConfig", asked: int) -> "BadInput | None":
-        from fledge.methods.block.config import refused_tokens
+        """Blocks of another length than in training: their slots attend to each other."""
+        from fledge.core.errors import BadInput
 
-        return refused_tokens(config, asked)
+        if asked == config.draft_tokens:
+            return None
+        return BadInput(
+            f"its blocks are of {config.draft_tokens} drafted tokens, not {asked}",
+            where="--num-draft-tokens",
+            fix="leave it out, or train with another objective.block_size",
+        )
 
     def with_target_rows(self, draft: "PlainDraft", head_VE: "Tensor | None") -> "PlainDraft":
         """With a reduced vocabulary the files have the draft's rows of the target's head."""
@@ -126,9 +132,7 @@ class Dflash(BlockMethod):
     algorithms: ClassVar[Mapping[str, str]] = {"vllm": "dflash", "sglang": "DFLASH"}
 
     def owns(self, config: "PretrainedConfig") -> bool:
-        from fledge.methods.block.config import is_block
-
-        return is_block(config)
+        return stated(config, "block_size") is not None
 
 
 class Dspark(BlockMethod):
@@ -139,7 +143,12 @@ class Dspark(BlockMethod):
     title = "DSpark"
     section_path = "fledge.methods.section:DsparkSection"
     objective_path = "fledge.methods.block.objective:DSparkTrainerModule"
-    has_token_head = True
+    bench_draft: ClassVar[Mapping[str, Any]] = {
+        **BlockMethod.bench_draft,
+        "sample_from_anchor": True,
+        "markov_rank": 256,
+        "confidence_head": True,
+    }
     strategies = Registry("strategy", {"markov": "fledge.methods.block.decoding:MarkovBlock"})
     formats = Registry(
         "engine",
@@ -153,9 +162,7 @@ class Dspark(BlockMethod):
     vllm_gpu_only = ("0.32",)  # on a CPU: "Model Runner V1 does not support dspark"
 
     def owns(self, config: "PretrainedConfig") -> bool:
-        from fledge.methods.block.config import has_token_head
-
-        return has_token_head(config)
+        return DFLASH.owns(config) and bool(stated(config, "markov_rank"))
 
 
 DFLASH, DSPARK = Dflash(), Dspark()

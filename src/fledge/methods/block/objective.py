@@ -5,7 +5,6 @@ a rollout is the k-th token that a block proposes. The weight of an element fall
 the loss is divided by the sum of the weights of all elements, over all micro-batches and ranks.
 """
 
-from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import ClassVar, Literal
@@ -76,10 +75,10 @@ class BlockTrainerModule(RolloutTrainerModule[BlockPlan]):
     """Whether a block is charged only up to its first token that is not supervised."""
 
     @property
-    @abstractmethod
     def _by_text(self) -> bool:
         """Whether elements are scored against the text's token. Then an element is covered if that
         token is in the draft vocabulary; otherwise, if the target's top token is."""
+        return isinstance(self.loss, TextCrossEntropy)
 
     @property
     def reads_target(self) -> bool:
@@ -210,10 +209,6 @@ class DFlashTrainerModule(BlockTrainerModule):
         super().__init__(draft_model, vocabulary, chosen, options, anchors=anchors, gamma=gamma)
         self.weights = weights
 
-    @property
-    def _by_text(self) -> bool:
-        return isinstance(self.loss, TextCrossEntropy)
-
     @torch.no_grad()
     def totals(self, ready: Sequence[ReadyBatch[BlockPlan]], world: World) -> StepTotals | None:
         """As in the base class; for D-PACE, the sum of all weights over micro-batches and ranks,
@@ -334,16 +329,13 @@ class DSparkTrainerModule(BlockTrainerModule):
             raise ValueError("confidence_weight: learns from the distance; give that a weight too")
         vocabulary = VocabularyTensors(selected_token_ids, selected_token_mask)
         options = StepOptions(target_head, compute_dtype, chunk_rows, attention)
-        loss = TextCrossEntropy()
-        super().__init__(draft_model, vocabulary, loss, options, anchors=anchors, gamma=gamma)
+        super().__init__(
+            draft_model, vocabulary, TextCrossEntropy(), options, anchors=anchors, gamma=gamma
+        )
         self.text_weight, self.distance_weight = text_weight, distance_weight
         self.confidence_weight = confidence_weight
 
     contiguous: ClassVar[bool] = True
-
-    @property
-    def _by_text(self) -> bool:
-        return True
 
     @property
     def reads_target(self) -> bool:

@@ -22,7 +22,7 @@ what is drawn.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Self
 
@@ -45,12 +45,15 @@ from fledge.rollout.plan import (
 from fledge.rollout.slots import (
     Bools,
     Ints,
-    KeyAxis,
     RowMasks,
     Slots,
     flatten_slots,
     key_axis,
+    last_depths,
+    rank_in_group,
     slot_words,
+    slots_asked_for,
+    supervised_pairs,
 )
 
 ANCHOR_TOKENS = 2048  # `anchors` is the number of blocks per this many tokens of a document
@@ -146,14 +149,13 @@ def plan_blocks(
     asked_S = asked_slots(slots)
     chosen_S = draw_anchors(slots, slots.target & asked_S, anchors=anchors, seed=seed)
     device = device or masks.loss_mask.device
-    depths = place[0] - place[1]
-    if quantum:
-        supervised_SK = _supervised(slots, asked_S, chosen_S, depths, contiguous=contiguous)
-        return lay_out_evenly(
-            slots, supervised_SK, place, quantum=quantum, share=share_targets, device=device
-        )
-    return lay_out_blocks(
-        slots, asked_S, chosen_S, depths, place, contiguous=contiguous, device=device
+    supervised_SK = supervised_blocks(
+        slots, asked_S, chosen_S, place[0] - place[1], contiguous=contiguous
+    )
+    if not quantum:
+        return lay_out_blocks(slots, supervised_SK, place, device=device)
+    return lay_out_evenly(
+        slots, supervised_SK, place, quantum=quantum, share=share_targets, device=device
     )
 
 
@@ -171,29 +173,31 @@ def draw_anchors(slots: Slots, candidate_S: Bools, *, anchors: int, seed: int) -
     wanted = -(-anchors * tokens // ANCHOR_TOKENS)
     pool = np.flatnonzero(candidate_S)
     owner = documents.ordinal[pool]
-    order = np.lexsort((slot_words(documents, seed)[pool], owner))
-    rank = np.arange(len(pool)) - np.searchsorted(owner[order], owner[order])
+    rank = rank_in_group(owner, slot_words(documents, seed)[pool])
     chosen = np.zeros_like(candidate_S)
-    chosen[pool[order[rank < wanted[owner[order]]]]] = True
+    chosen[pool[rank < wanted[owner]]] = True
     return chosen
+
+
+def supervised_blocks(
+    slots: Slots, asked_S: Bools, chosen_S: Bools, num_depths: int, *, contiguous: bool
+) -> Bools:
+    """[S, K]: whether a block starts here and predicts the token at this depth."""
+    pairs_SK = supervised_pairs(replace(slots, target=asked_S), num_depths) & chosen_S[:, None]
+    return np.logical_and.accumulate(pairs_SK, axis=1) if contiguous else pairs_SK
 
 
 def lay_out_blocks(
     slots: Slots,
-    asked_S: Bools,
-    chosen_S: Bools,
-    num_depths: int,
+    supervised_SK: Bools,
     place: tuple[int, int],  # size of a block, and the query that predicts depth 0
     *,
-    contiguous: bool = False,
     device: torch.device,
 ) -> BlockPlan:
     """The plan of a given draw."""
-    supervised_SK = _supervised(slots, asked_S, chosen_S, num_depths, contiguous=contiguous)
-    axis = axis_of_blocks(slots, supervised_SK)
-    plan = lay_out(
-        replace(slots, target=_needed(supervised_SK)), supervised_SK, axis, device=device
-    )
+    axis = key_axis(slots, last_depths(supervised_SK), supervised_SK.shape[1])
+    asked = replace(slots, target=slots_asked_for(supervised_SK))
+    plan = lay_out(asked, supervised_SK, axis, device=device)
     order = np.argsort(axis.row_key, kind="stable")
     size, first_place = place
     row_block = np.empty_like(order)  # row of depth 0 -> block
@@ -202,38 +206,7 @@ def lay_out_blocks(
     element_P = send(torch.from_numpy(np.concatenate(element)), device)
     key = axis.row_key[order]
     blocks = BlockRows.of(key, axis.first[key], size, device)
-    shared = {field.name: getattr(plan, field.name) for field in fields(RolloutPlan)}
-    return BlockPlan(**shared, blocks=blocks, element_P=element_P)
-
-
-def _supervised(
-    slots: Slots, asked_S: Bools, chosen_S: Bools, num_depths: int, *, contiguous: bool
-) -> Bools:
-    """[S, K]: whether a block starts here and predicts the token at this depth."""
-    count = len(asked_S)
-    supervised_SK = np.zeros((count, num_depths), dtype=np.bool_)
-    for k in range(min(num_depths, count)):
-        within = asked_S[k:] & (k < slots.reach[: count - k])
-        supervised_SK[: count - k, k] = chosen_S[: count - k] & within
-    if contiguous:
-        supervised_SK = np.logical_and.accumulate(supervised_SK, axis=1)
-    return supervised_SK
-
-
-def axis_of_blocks(slots: Slots, supervised_SK: Bools) -> KeyAxis:
-    num_depths = supervised_SK.shape[1]
-    deepest = num_depths - 1 - np.argmax(supervised_SK[:, ::-1], axis=1)
-    last_S = np.where(supervised_SK.any(axis=1), deepest, -1)
-    return key_axis(slots, last_S, num_depths)
-
-
-def _needed(supervised_SK: Bools) -> Bools:
-    """[S]: whether some block needs the target's answer here."""
-    count, depths = supervised_SK.shape
-    needed = np.zeros(count, dtype=np.bool_)
-    for k in range(min(depths, count)):
-        needed[k:] |= supervised_SK[: count - k, k]
-    return needed
+    return BlockPlan(**vars(plan), blocks=blocks, element_P=element_P)
 
 
 # --- padded plan ---------------------------------------------------------------------------------
@@ -244,14 +217,12 @@ def _needed(supervised_SK: Bools) -> Bools:
 # all pairs of a block and a depth, block by block; those that are not supervised run as they are,
 # but do not count in the loss (`HeadElements.real_N`).
 #
-# Where an element finds its target must not depend on the batch. The grid of the plain plan, all
-# pairs of a target slot and a depth, would make the head's work two to three times as much: with
-# SmolLM2's recipes, 16,384 tokens start 4,096 blocks of 7 depths, 28,672 elements, which ask for
-# 10,000 to 13,000 slots. One slot per element adds no work where the loss reads the text only.
-# Where it reads the target's distributions, each of which is a row of logits, there would be three
-# times as many as needed. So in that case groups of adjacent blocks have their own target slots,
-# every group as many as the one that needs most, in eighths of what it could need: in packed chats
-# 0.37 to 0.51 of the number of elements, where 0.34 are needed.
+# Where an element finds its target must not depend on the batch. All pairs of a target slot and a
+# depth, as in the plain plan, would make the head's work two to three times as much. One slot per
+# element adds no work where the loss reads the text only, but where it reads the target's
+# distributions, each of which is a row of logits, there would be three times as many as needed. So
+# in that case groups of adjacent blocks have their own target slots, every group as many as the one
+# that needs most, in eighths of what it could need.
 #
 # Example: groups of 2 blocks of 3 depths, which start at slots 4, 5 | 7, 20.
 #
@@ -276,7 +247,8 @@ def lay_out_evenly(
     device: torch.device,
 ) -> BlockPlan:
     """As `lay_out_blocks`, with a number of blocks that is a multiple of `quantum`."""
-    axis, depths = axis_of_blocks(slots, supervised_SK), supervised_SK.shape[1]
+    depths = supervised_SK.shape[1]
+    axis = key_axis(slots, last_depths(supervised_SK), depths)
     size_T = rounded(len(slots.target) + 1, ALIGNED)  # with a padding slot
     size_N = rounded(len(axis.row_key), quantum)
     first = np.concatenate([axis.first, np.arange(len(axis.slot), size_T)])

@@ -90,8 +90,27 @@ class LlamaEagle3DraftModel(_PeagleDraftMixin):
             dim=-1,
         )
 
+    @torch.no_grad()
     def start_as_target(self, model: nn.Module) -> None:
-        start_as_target(self, model)
+        """Copy the target's last layers, as many as the draft has, and its final norm; set fc to
+        pass on the last aux state."""
+        target_layers = find_layers(model)[-len(self.layers) :]
+        if len(target_layers) < len(self.layers):
+            what = f"the draft has {len(self.layers)} layers, the target {len(target_layers)}"
+            raise _refused(what)
+        for layer, target_layer in zip(self.layers, target_layers, strict=True):
+            assert isinstance(layer, DraftLayer)
+            for name, destination in _destinations(layer):
+                _copy(name, destination, _weight(target_layer, name))
+        norm = describe_final_norm(model)
+        if norm is None:
+            raise _refused("the target has no norm in front of its head")
+        _copy("norm", self.norm.weight, _scales(model.get_submodule(norm.path)))
+        size, target_size = self.spec.hidden_size, self.spec.target_hidden_size
+        if target_size != size:
+            raise _refused(f"the draft's hidden size is {size}, the target's {target_size}")
+        self.fc.weight.zero_()
+        self.fc.weight[:, -size:].fill_diagonal_(1.0)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """[..., E] as carried from depth to depth -> [..., W]. Normed here unless `norm_output`,
@@ -104,7 +123,7 @@ class LlamaEagle3DraftModel(_PeagleDraftMixin):
         return self.norm.weight.to(dtype)
 
 
-# --- target layer --------------------------------------------------------------------------------
+# --- start as target ------------------------------------------------------------------------------
 # A new EAGLE-3 draft has the target's embeddings and head, and random weights in between. The
 # target's own last layers do nearly what it has to learn: they turn the aux states that it reads
 # into states that the head reads. So its layers can start as copies of them, its norm as a copy
@@ -115,28 +134,6 @@ class LlamaEagle3DraftModel(_PeagleDraftMixin):
 
 
 WHERE = "draft.layers_from_target"
-
-
-@torch.no_grad()
-def start_as_target(draft: LlamaEagle3DraftModel, model: nn.Module) -> None:
-    """Copy the target's last layers, as many as the draft has, and its final norm; set fc to pass
-    on the last aux state."""
-    target_layers = find_layers(model)[-len(draft.layers) :]
-    if len(target_layers) < len(draft.layers):
-        raise _refused(f"the draft has {len(draft.layers)} layers, the target {len(target_layers)}")
-    for layer, target_layer in zip(draft.layers, target_layers, strict=True):
-        assert isinstance(layer, DraftLayer)
-        for name, destination in _destinations(layer):
-            _copy(name, destination, _weight(target_layer, name))
-    norm = describe_final_norm(model)
-    if norm is None:
-        raise _refused("the target has no norm in front of its head")
-    _copy("norm", draft.norm.weight, _scales(model.get_submodule(norm.path)))
-    size, target_size = draft.spec.hidden_size, draft.spec.target_hidden_size
-    if target_size != size:
-        raise _refused(f"the draft's hidden size is {size}, the target's {target_size}")
-    draft.fc.weight.zero_()
-    draft.fc.weight[:, -size:].fill_diagonal_(1.0)
 
 
 def _refused(what: str) -> BadInput:

@@ -66,14 +66,6 @@ class Loss(ABC):
         raise NotImplementedError
 
 
-def reference_loss(
-    logits_NW: "Tensor", probs_NW: "Tensor", charged_N: "Tensor", loss: Loss
-) -> "Tensor":
-    """The loss of one depth: the mean over charged rows; 0 if there are none."""
-    logits_NW, probs_NW = logits_NW[charged_N], probs_NW[charged_N].to(logits_NW.dtype)
-    return loss.definition(logits_NW, probs_NW).sum() / max(len(logits_NW), 1)
-
-
 # --- acceptance ----------------------------------------------------------------------------------
 # Acceptance: not a loss itself, but the quantity that the LK losses maximize.
 

@@ -16,7 +16,7 @@ slots 0..2 and 3..5.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Self
 
 import numpy as np
@@ -162,8 +162,7 @@ def lay_out_parallel(
         share = part.share(ranks, device, depths=1)
     plan = lay_out(slots, supervised_SK, axis, device=device)
     segments, element_P = _Segmenter(axis, part, ranks, device).segments(ends)
-    shared = {field.name: getattr(plan, field.name) for field in fields(RolloutPlan)}
-    return ParallelPlan(**(shared | {"share": share}), segments=segments, element_P=element_P)
+    return ParallelPlan(**vars(plan) | {"share": share}, segments=segments, element_P=element_P)
 
 
 def elements_of(slots: Slots, deepest_S: Ints, num_depths: int) -> tuple[Bools, KeyAxis]:
@@ -249,12 +248,11 @@ class _Segmenter:
 
 
 # --- padded plan ---------------------------------------------------------------------------------
-# P-EAGLE's rollouts in rounded sizes, so that a step of each size can be recorded
-# (`rollout/plan.py`).
+# P-EAGLE's rollouts in rounded sizes, for steps that are recorded (`rollout/plan.py`).
 #
-# The key axis is as long as the batch. The number of rows of depth 0 is rounded up to a multiple
-# of some quantum, and all other sizes follow from it: of n supervised positions, sampling keeps
-# at most a given share at each depth (`slots.kept_shares`), and every depth has room for that many,
+# The key axis is as long as the batch. The number of rows of depth 0 is rounded up to a multiple of
+# some quantum, and all other sizes follow from it: of n supervised positions, sampling keeps at
+# most a given share at each depth (`slots.kept_shares`), and every depth has room for that many,
 # rounded up a little.
 #
 # Padding rows sit on a padding slot, a document of its own. Where a depth has more room than
@@ -273,10 +271,6 @@ class _Segmenter:
 # have their own target slots, every group as many as the one that needs most: a sixteenth more
 # than an average group could need or, in packs of very short answers, half as much again, and so
 # on.
-#
-# For 300 packs of chats of 4,096 tokens, with 8 depths and a quantum of 256, layers run 6 % more
-# rows, the head has 7 % more elements and 12 % more target slots (medians). There are 12 sizes,
-# four of which cover four fifths of the packs.
 
 
 GROUP = 2048  # elements that share target slots: smaller groups differ more

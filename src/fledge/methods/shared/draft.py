@@ -15,9 +15,15 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig
 
 from fledge.core.errors import BadInput, first_line
-from fledge.core.files import atomic_directory
+from fledge.core.files import atomic_directory, save_tensors, write_json
 from fledge.methods.shared.config import DraftConfig
-from fledge.methods.shared.files import CONFIG_NAME, check_tensors, read_draft, write_draft_files
+from fledge.methods.shared.files import (
+    CONFIG_NAME,
+    WEIGHTS_NAME,
+    check_tensors,
+    config_json,
+    read_draft,
+)
 from fledge.target.base import Eagle3TargetBackend, HasWeight, selection_mask
 
 log = logging.getLogger(__name__)
@@ -66,7 +72,9 @@ class DraftModel(nn.Module):
         gathered tensors, for processes that hold only a share of each."""
         tensors = self.state_dict() if tensors is None else tensors
         dtype = tensors[self.typical_weight].dtype
-        write_draft_files(directory, self.config, tensors, self.architecture, dtype)
+        tensors = {name: value.detach().contiguous() for name, value in tensors.items()}
+        write_json(directory / CONFIG_NAME, config_json(self.config, dtype, self.architecture))
+        save_tensors(directory / WEIGHTS_NAME, tensors, {"format": "pt"})
 
     def save_pretrained(self, directory: str | Path) -> None:
         """Write config.json and model.safetensors; an existing directory is replaced atomically."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import LlamaConfig, PretrainedConfig
 
 from fledge.core.errors import BadInput, broken_files, first_line
-from fledge.core.files import atomic_directory, save_tensors, write_json
+from fledge.core.files import atomic_directory, write_json
 from fledge.core.reading import check, load_tensors, read_json
 from fledge.methods.registry import method_of
 from fledge.methods.shared.config import DraftConfig
@@ -43,19 +43,6 @@ def config_json(config: PretrainedConfig, dtype: torch.dtype, architecture: str)
     if rope["rope_type"] != "default":
         values["rope_scaling"] = rope  # for transformers 4 and the engines pinned to it
     return values
-
-
-def write_draft_files(
-    directory: Path,
-    config: PretrainedConfig,
-    state: Mapping[str, Tensor],
-    architecture: str,
-    dtype: torch.dtype,
-) -> None:
-    """Write a draft into a directory that the caller completes."""
-    tensors = {name: value.detach().contiguous() for name, value in state.items()}
-    write_json(directory / CONFIG_NAME, config_json(config, dtype, architecture))
-    save_tensors(directory / WEIGHTS_NAME, tensors, {"format": "pt"})
 
 
 def write_with(draft: Path, directory: Path, changed: Mapping[str, Any]) -> None:

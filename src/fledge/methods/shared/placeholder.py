@@ -6,8 +6,7 @@ special tokens, bytes that no UTF-8 text contains. An explicit id must obey the 
 """
 
 import re
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
 from fledge.core.errors import BadInput
@@ -22,25 +21,20 @@ _ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "cls_token")
 _IMPOSSIBLE_BYTES = (0xC0, 0xC1, *range(0xF5, 0x100))
 
 
-def choose_placeholder(tokenizer: Any, vocab_size: int, *, seen_ids: Collection[int] = ()) -> int:
+def choose_placeholder(tokenizer: Any, vocab_size: int) -> int:
     """The lowest id of the best kind of candidate. `vocab_size` is the number of rows of the
-    target's embedding table; `seen_ids` occur in the data and are never chosen."""
-    emitted = _Emitted(tokenizer, vocab_size, seen_ids)
+    target's embedding table."""
+    emitted = _Emitted(tokenizer, vocab_size)
     for token_id in emitted.candidates():
         if emitted.because(token_id) is None:
             return token_id
-    raise BadInput(
-        "the tokenizer has no token that it never emits",
-        where=PLACEHOLDER_KEY,
-        fix="add a reserved token to the tokenizer",
-    )
+    what = "the tokenizer has no token that it never emits"
+    raise BadInput(what, where=PLACEHOLDER_KEY, fix="add a reserved token to the tokenizer")
 
 
-def check_placeholder(
-    token_id: int, tokenizer: Any, vocab_size: int, *, seen_ids: Collection[int] = ()
-) -> int:
+def check_placeholder(token_id: int, tokenizer: Any, vocab_size: int) -> int:
     """Returns the id; raises BadInput if it can also occur as a real token."""
-    reason = _Emitted(tokenizer, vocab_size, seen_ids).because(token_id)
+    reason = _Emitted(tokenizer, vocab_size).because(token_id)
     if reason is not None:
         raise BadInput(
             f"{token_id} cannot be the mask token: {reason}",
@@ -63,25 +57,19 @@ def last_token_as_placeholder(vocab_size: int) -> dict[str, int]:
     return {PLACEHOLDER_KEY: vocab_size - 1}
 
 
-@dataclass
 class _Emitted:
     """Which ids a tokenizer may emit, and why."""
 
-    tokenizer: Any
-    vocab_size: int
-    seen_ids: Collection[int]
-
-    def __post_init__(self) -> None:
-        vocabulary = self.tokenizer.get_vocab()
+    def __init__(self, tokenizer: Any, vocab_size: int) -> None:
+        self.vocab_size, vocabulary = vocab_size, tokenizer.get_vocab()
         self.token_of: dict[int, str] = {token_id: token for token, token_id in vocabulary.items()}
-        self.role_of = {getattr(self.tokenizer, role, None): role for role in _ROLES}
-        template = self.tokenizer.chat_template or ""
-        texts = template.values() if isinstance(template, dict) else [template]
-        self.template = " ".join(texts)
-        added = self.tokenizer.added_tokens_decoder
-        self.special = set(self.tokenizer.all_special_ids)
+        self.role_of = {getattr(tokenizer, role, None): role for role in _ROLES}
+        template = tokenizer.chat_template or ""
+        self.template = " ".join(template.values()) if isinstance(template, dict) else template
+        added = tokenizer.added_tokens_decoder
+        self.special = set(tokenizer.all_special_ids)
         self.special |= {token_id for token_id, token in added.items() if token.special}
-        self.impossible = set(self._impossible(vocabulary))
+        self.impossible = set(_impossible(tokenizer, vocabulary))
 
     def candidates(self) -> Iterator[int]:
         """Ids that may be suitable, best kind first."""
@@ -95,8 +83,6 @@ class _Emitted:
         token = self.token_of.get(token_id)
         if not 0 <= token_id < self.vocab_size:
             return f"the target has ids 0..{self.vocab_size - 1}"
-        if token_id in self.seen_ids:
-            return "it occurs in the data"
         if token is None:
             return None
         if token in self.role_of:
@@ -107,13 +93,14 @@ class _Emitted:
             return None  # it occurs only in a text that spells it out
         return None if token_id in self.impossible else f"{token!r} is an ordinary token"
 
-    def _impossible(self, vocabulary: dict[str, int]) -> Iterator[int]:
-        for byte in _IMPOSSIBLE_BYTES:
-            if (fallback := vocabulary.get(f"<0x{byte:02X}>")) is not None:
-                yield fallback
-            letter = vocabulary.get(chr(byte))
-            # in a vocabulary of characters this is the letter itself, which the tokenizer emits
-            if letter is not None and letter not in self.tokenizer.encode(
-                chr(byte), add_special_tokens=False
-            ):
-                yield letter
+
+def _impossible(tokenizer: Any, vocabulary: dict[str, int]) -> Iterator[int]:
+    for byte in _IMPOSSIBLE_BYTES:
+        if (fallback := vocabulary.get(f"<0x{byte:02X}>")) is not None:
+            yield fallback
+        letter = vocabulary.get(chr(byte))
+        # in a vocabulary of characters this is the letter itself, which the tokenizer emits
+        if letter is not None and letter not in tokenizer.encode(
+            chr(byte), add_special_tokens=False
+        ):
+            yield letter

@@ -333,15 +333,16 @@ def rollout_output(
     """The loss and the metrics of a batch whose elements are scored."""
     # an element that is not covered is a rejection, charged or not
     correct_N = scored.correct_N & covered_N
-    reached_K, hits_K = _prefix_counts(plan, correct_N)
+    counts = (plan.step_valid_K, *_prefix_counts(plan, correct_N))
+    valid_K, reached_K, hits_K = (F.pad(count, (0, depths - len(count))) for count in counts)
     return RolloutOutput(
         loss=scored.loss,
         loss_sums=per_depth(plan, scored.row_loss_N * charged_N, depths),
         charged=per_depth(plan, charged_N, depths),
         correct=per_depth(plan, correct_N, depths),
-        step_valid=_at_all_depths(plan.step_valid_K, depths),
-        step_reached=_at_all_depths(reached_K, depths),
-        step_prefix_hits=_at_all_depths(hits_K, depths),
+        step_valid=valid_K,
+        step_reached=reached_K,
+        step_prefix_hits=hits_K,
     )
 
 
@@ -360,11 +361,6 @@ def _prefix_counts(plan: RolloutPlan, correct_N: Tensor) -> tuple[Tensor, Tensor
         alive = alive & correct
         hits.append(alive.sum())
     return torch.stack(reached), torch.stack(hits)
-
-
-def _at_all_depths(count_K: Tensor, depths: int) -> Tensor:
-    """Counts of a plan, padded with zeros to `depths`."""
-    return F.pad(count_K, (0, depths - len(count_K)))
 
 
 # --- autocast ------------------------------------------------------------------------------------

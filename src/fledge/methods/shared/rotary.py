@@ -188,17 +188,12 @@ def draft_rope(text: PretrainedConfig, rope_layers: str | None, name: str) -> di
     return rope
 
 
-def verify_rotary(
-    draft_config: PretrainedConfig, target: nn.Module, *, max_position: int | None = None
-) -> float:
-    """Compare the draft's cos and sin with those of the target's rotary module; returns the largest
-    difference.
-
-    Positions run from 0 to the target's maximum (or `max_position`). The tolerance grows with the
-    angle, because fp32 angles are rounded: at angle a, by about a * 2**-24.
-    """
+def verify_rotary(draft_config: PretrainedConfig, target: nn.Module) -> float:
+    """Compare the draft's cos and sin with those of the target's rotary module, from position 0 to
+    the target's maximum; returns the largest difference. The tolerance grows with the angle,
+    because fp32 angles are rounded: at angle a, by about a * 2**-24."""
     name, rotary = _rotary_module(target)
-    last = (max_position or draft_config.max_position_embeddings) - 1
+    last = draft_config.max_position_embeddings - 1
     steps = torch.linspace(0, last, 257).round().long()
     position_T = torch.unique(torch.cat([torch.arange(min(last + 1, 64)), steps]))
     draft = Rotary(draft_config)

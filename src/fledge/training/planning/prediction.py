@@ -1,36 +1,50 @@
 """Predicts the cost of a run in memory, disk space and time, for comparison with the run itself.
 
-The model is simple on purpose. Memory: weights, moments and gradients are counted exactly, and what
-a step needs on top is computed from the widths of its tensors. Time: start-up and data preparation
-are already over when a run is predicted; steps, evaluations and checkpoints are counted and
-multiplied by what each of them costs on this machine (`cost.py`).
+Memory: weights, moments and gradients are exact, and what a step needs on top is counted
+(`step_cost.py`). Time: start-up and data preparation are already over when a run is predicted;
+steps, evaluations and checkpoints are counted and multiplied by what each of them costs here.
+
+A CPU's speed depends on its cores, and on what else uses them: a step on a few rows of the run is
+timed. A GPU would first compile for minutes, so its speed is a rate that was measured on whole
+steps. A target inside an engine is timed even there: it compiles nothing, and does not reveal how
+many weights it has or over how many GPUs they are split.
 """
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from rich.table import Column, Table
+from torch import nn
 
+from fledge.core.errors import TargetUnreachable
+from fledge.core.rows import TokenBatch
+from fledge.data.pack import Piece, collate
+from fledge.target.finite_check import NotFinite
 from fledge.target.kinds import kind_of
+from fledge.target.state_cache import colocated
 from fledge.training.checkpoint import newest_step
-from fledge.training.planning.cost import (
+from fledge.training.planning.step_cost import (
     DraftMemory,
-    Pace,
     StepMemory,
-    pace_of,
-    sampled_rows,
-    target_weights,
+    typical_rows,
+    without_memory,
 )
-from fledge.training.planning.step_cost import without_memory
+from fledge.training.sharding import whole
 
 if TYPE_CHECKING:
-    from fledge.target.state_cache import KeptStates
+    from fledge.recipe.schema import Recipe
     from fledge.training.setup import Training
 
+# Operations per second, measured on whole steps (CPU: per thread, float32; H200: 0.43 s per step of
+# the 8B shape, 0.15 s of the 135M shape).
+RATES = {"cpu": 55e9, "cuda": 600e12}
 # Fixed seconds per step, whatever its size; bytes per second of the update, which reads and writes
 # weights, gradients and moments; bytes per second of a checkpoint, checksums included.
 STEP_SECONDS = {"cpu": 0.02, "cuda": 0.12}
@@ -38,6 +52,8 @@ UPDATE_BYTES = {"cpu": 5e9, "cuda": 2e12}
 SAVE_BYTES = 250e6
 
 PARTS = ("start_up", "data", "steps", "evaluations", "checkpoints")
+_SAMPLED = 2  # micro-batches of a run, of whose steps the largest counts
+_TRIAL_TOKENS, _TRIAL_ROWS = 256, 64  # approximate size of a trial, and rows that it is chosen from
 
 
 @dataclass(frozen=True)
@@ -79,25 +95,94 @@ class Prediction:
         return {**asdict(self), "seconds": self.seconds, "peak_bytes": self.peak_bytes}
 
     def table(self, truth: dict[str, Any] | None = None) -> Table:
+        """Memory by part, disk and time by part; with the truth beside them once it is known."""
         table = Table("", Column("predicted", justify="right"), title="plan", box=None)
         table.title_justify = "left"
-        if truth is not None:
+        memory = {"  target": self.target_bytes, "  draft and optimizer": self.draft_bytes}
+        if truth is None:
+            for name, size in {**memory, "  one step": self.step_bytes}.items():
+                table.add_row(name, _size(size), style="dim")
+        else:
             table.add_column("measured", justify="right")
-        permanent = {"target": self.target_bytes, "draft and optimizer": self.draft_bytes}
-        for part, size in {**permanent, "one step": self.step_bytes}.items():
-            if truth is None:
-                table.add_row(f"  {part}", _size(size), style="dim")
-        actual = truth or {}
-        for name, size, key in (
-            ("peak memory", self.peak_bytes, "peak_bytes"),
-            ("disk", self.disk_bytes, "disk_bytes"),
-        ):
-            table.add_row(name, _size(size), *([_size(actual[key])] if actual else []))
+
+        def add(name: str, predicted: str, measured: str, style: str = "") -> None:
+            table.add_row(name, predicted, *([] if truth is None else [measured]), style=style)
+
+        actual = truth or self.to_json()
+        add("peak memory", _size(self.peak_bytes), _size(actual["peak_bytes"]))
+        add("disk", _size(self.disk_bytes), _size(actual["disk_bytes"]))
         for part, seconds in self.seconds_by_part.items():
-            measured = [_time(actual["seconds_by_part"][part])] if actual else []
-            table.add_row(f"  {part.replace('_', '-')}", _time(seconds), *measured, style="dim")
-        table.add_row("time", _time(self.seconds), *([_time(actual["seconds"])] if actual else []))
+            measured = _time(actual["seconds_by_part"][part])
+            add(f"  {part.replace('_', '-')}", _time(seconds), measured, "dim")
+        add("time", _time(self.seconds), _time(actual["seconds"]))
         return table
+
+
+def _size(count: float) -> str:
+    return f"{count / 2**30:.2f} GiB"
+
+
+def _time(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Seconds per token on one rank."""
+
+    target_s: float  # the target's forward
+    step_s: float  # the draft's rollouts, forward and backward
+    evaluation_s: float  # of held-out rows: the target, and the rollouts scored and replayed
+    picks_s: float = 0.0  # the target's picks on held-out rows, computed once per run
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is left to do for one rank."""
+
+    begun: int  # steps
+    total: int
+    tokens: float  # of training, without padding: it costs next to nothing
+    held_out: float  # tokens of one evaluation
+    rows: float | None = None  # tokens of all rows, if their states are kept: computed once
+
+    def seconds(
+        self, recipe: "Recipe", pace: Pace, memory: DraftMemory, device: str, sharing_s: float = 0.0
+    ) -> dict[str, float]:
+        """Seconds of steps, evaluations and checkpoints; `sharing_s`: of the ranks' gradients."""
+        evaluated = set[int]()
+        if self.held_out:
+            evaluated = times(self.begun, self.total, recipe.evaluation.every_steps)
+        # Every evaluation may find the best draft so far, which is then saved.
+        saves = times(self.begun, self.total, recipe.checkpoint.every_steps) | evaluated
+        kept_tokens, kept_evaluations = 0.0, 0
+        if self.rows is not None:
+            kept_tokens = max(0.0, self.tokens - self.rows)
+            kept_evaluations = max(0, len(evaluated) - 1)
+        update_bytes = 36 * memory.trained / recipe.training.shard
+        update_s = STEP_SECONDS[device] + update_bytes / UPDATE_BYTES[device] + sharing_s
+        return {
+            "steps": self.tokens * (pace.target_s + pace.step_s)
+            - kept_tokens * pace.target_s
+            + max(0, self.total - self.begun) * update_s,
+            "evaluations": self.held_out * (len(evaluated) * pace.evaluation_s + pace.picks_s)
+            - self.held_out * kept_evaluations * pace.target_s,
+            "checkpoints": len(saves - {0}) * memory.saved_bytes / SAVE_BYTES,
+        }
+
+
+def times(begun: int, total: int, every: int) -> set[int]:
+    """The remaining steps at which something happens that is due every `every` steps, at the end,
+    and before the first step."""
+    if begun >= total:
+        return set()
+    due = {*range(begun + every - begun % every, total, every), total}
+    return due | {0} if begun == 0 else due
+
+
+# --- a run that is set up -------------------------------------------------------------------------
 
 
 def predict_together(trainings: "Sequence[Training]", begin: float | None = None) -> Prediction:
@@ -110,21 +195,35 @@ def predict(training: "Training", begin: float | None = None, *, asks: bool = Tr
     """Predict a run that is set up, so that its target and draft can be counted. `begin`: when the
     command started, by `time.perf_counter`. `asks`: include the target's time."""
     recipe, world, stream = training.recipe, training.parts.world, training.stream
-    target_bytes = sum(p.nbytes for p in target_weights(training)) + _kept_states(training)
-    memory = DraftMemory.of(training.draft, recipe.training)
-    tokens = stream.steps * stream.packs_per_step * stream.tokens
-    step = step_memory(training)
+    device = training.parts.device.type
+    step, memory = step_memory(training), DraftMemory.of(training.draft, recipe.training)
     pace = pace_of(training, step)
-    remaining = _seconds(training, pace if asks else replace(pace, target_s=0.0), memory)
-    now = time.perf_counter()
-    start_up_s = 0.0 if begin is None else now - begin - training.data_s
+    if not asks:
+        pace = replace(pace, target_s=0.0, evaluation_s=pace.evaluation_s - pace.target_s)
+    width = step.step.dtype.itemsize
+    limits, rows = kind_of(recipe.target).kept_states(recipe.target), int(stream.rows.lengths.sum())
+    config = training.draft.config
+    state_bytes = (config.num_aux_hidden_states + 1) * config.target_hidden_size
+    kept_bytes = rows * state_bytes * (1 if limits.eight_bits else width)
+    room_here = limits.device_bytes + (limits.host_bytes if device == "cpu" else 0)
+    keeps_all = 0 < kept_bytes <= limits.device_bytes + limits.host_bytes
+    begun = newest_step(training.directory)
+    packs = stream.packs_per_step // world.data_size * max(0, stream.steps - begun)
+    work = Work(
+        begun, stream.steps, packs * stream.tokens * (1 - stream.padding_share),
+        sum(int(batch.attention_mask.sum()) for batch in training.held_out) / world.size,
+        rows if keeps_all else None,
+    )  # fmt: skip
+    remaining = work.seconds(recipe, pace, memory, device)
+    start_up_s = 0.0 if begin is None else time.perf_counter() - begin - training.data_s
+    weights = sum(p.nbytes for p in target_weights(training))
     return Prediction(
-        target_bytes=target_bytes,
-        draft_bytes=memory.bytes(shard=world.shard, width=_width(training)),
+        target_bytes=weights + min(room_here, kept_bytes),
+        draft_bytes=memory.bytes(shard=world.shard, width=width),
         step_bytes=step.bytes(world.context),
         disk_bytes=(recipe.checkpoint.keep + 1) * memory.saved_bytes,
         seconds_by_part={"start_up": start_up_s, "data": training.data_s, **remaining},
-        tokens=tokens,
+        tokens=stream.steps * stream.packs_per_step * stream.tokens,
     )
 
 
@@ -136,66 +235,81 @@ def step_memory(training: "Training") -> StepMemory:
     return StepMemory.of(draft, sampled_rows(training), recipe, dtype)
 
 
-def _width(training: "Training") -> int:
-    """Bytes per element in a step's computations."""
-    return 2 if training.parts.device.type == "cuda" else 4
+def sampled_rows(training: "Training") -> list[TokenBatch]:
+    """The first micro-batches of this rank; typical ones if it has none."""
+    recipe, stream = training.recipe, training.stream
+    batches = islice(stream.micro_batches_before(stream.steps), _SAMPLED)
+    return [collated() for collated in batches] or [
+        typical_rows(recipe.training.micro_batch, stream.tokens, document=recipe.data.max_length)
+    ]
 
 
-def _kept_states(training: "Training") -> int:
-    """Bytes of target states kept in the memory of the training device."""
-    limits, needed = _states(training)
-    on_host = limits.host_bytes if training.parts.device.type == "cpu" else 0
-    return min(limits.device_bytes + on_host, needed)
+def target_weights(training: "Training") -> list[nn.Parameter]:
+    """The parameters of a target in this process; empty for a target that runs elsewhere."""
+    module = training.parts.target.info().module
+    return [] if module is None else list(module.parameters())
 
 
-def _states(training: "Training") -> "tuple[KeptStates, int]":
-    """(how many of the target's states may be kept, bytes of those on all training rows)."""
-    config, section = training.draft.config, training.recipe.target
-    limits = kind_of(section).kept_states(section)
-    width = 1 if limits.eight_bits else _width(training)
-    per_token = (config.num_aux_hidden_states + 1) * config.target_hidden_size * width
-    return limits, int(training.stream.rows.lengths.sum()) * int(per_token)
+def pace_of(training: "Training", step: StepMemory) -> Pace:
+    """The pace of a run: operations by the measured rate; what can be timed here is."""
+    parts, info, device = training.parts, training.parts.target.info(), training.parts.device.type
+    rate = RATES[device] * (torch.get_num_threads() if device == "cpu" else 1)
+    tokens = int(step.rows.attention_mask.sum())  # without padding
+    target_s = 2 * sum(p.numel() for p in target_weights(training) if p.ndim == 2) / rate
+    step_s = counted_s = step.cost.operations / tokens / rate / parts.world.context
+    waits_here = device == "cpu" and not parts.target.supports_async
+    with suppress(NotFinite, TargetUnreachable):  # the run itself reports these better
+        if waits_here or parts.target.inside_engine:
+            # a small pack would not fill an engine's GPU
+            size = _TRIAL_TOKENS if waits_here else training.stream.tokens
+            target_s, trial_s = _trial(training, size, steps=waits_here)
+            step_s = trial_s / parts.world.context or counted_s
+    slower = step_s / counted_s
+    supervised = float(step.rows.loss_mask.sum()) / tokens
+    replay_s = step.step.evaluation(step.rows) / tokens / rate * slower
+    picks_s = 2 * supervised * info.vocab_size * info.hidden_size / rate * slower
+    return Pace(target_s, step_s, target_s + replay_s, picks_s)
 
 
-def _seconds(training: "Training", pace: Pace, memory: DraftMemory) -> dict[str, float]:
-    """Seconds of the remaining work, from the newest checkpoint on."""
-    recipe, stream, world = training.recipe, training.stream, training.parts.world
-    device = training.parts.device.type
-    start, total = newest_step(training.directory), stream.steps
-    # Padding is not counted: it costs next to nothing.
-    packs = stream.packs_per_step // world.data_size * max(0, total - start)
-    tokens = packs * stream.tokens * (1 - stream.padding_share)
-    held_out = sum(int(batch.attention_mask.sum()) for batch in training.held_out) / world.size
-    evaluations = times(start, total, recipe.evaluation.every_steps) if training.held_out else set()
-    # Every evaluation may find the best draft so far, which is then saved.
-    saves = times(start, total, recipe.checkpoint.every_steps) | evaluations
-    target_tokens, target_held_out = tokens, held_out * len(evaluations)
-    if _keeps_all(training):  # then the target computes each row once
-        target_tokens, target_held_out = min(tokens, float(stream.rows.lengths.sum())), held_out
-    update = STEP_SECONDS[device] + 36 * memory.trained / UPDATE_BYTES[device]
-    return {
-        "steps": target_tokens * pace.target_s
-        + tokens * pace.step_s
-        + max(0, total - start) * update,
-        "evaluations": target_held_out * pace.target_s
-        + held_out * (len(evaluations) * pace.replay_s + pace.picks_s),
-        "checkpoints": len(saves - {0}) * memory.saved_bytes / SAVE_BYTES,
-    }
+def _trial(training: "Training", tokens: int, *, steps: bool) -> tuple[float, float]:
+    """Seconds per token of the target and, if asked, of a step, on one pack of rows near the median
+    length; the first passes of a process are slow and do not count."""
+    parts, objective, rows = training.parts, training.parts.objective, training.stream.rows
+    lengths = np.asarray(rows.lengths[:_TRIAL_ROWS])
+    pack: list[Piece] = []
+    for row in np.argsort(abs(lengths - int(np.median(lengths))), kind="stable").tolist():
+        if sum(map(len, pack)) < tokens:
+            pack.append(Piece(row, 0, int(lengths[row])))
+    batch = collate(rows, [tuple(pack)], sum(map(len, pack)), training.pad_id)
+    # Bypass the states that a target keeps in memory: those belong to the run.
+    target, was_training = colocated(parts.target) or parts.target, training.draft.training
+    moments = [0.0] * 3
+    try:
+        with torch.random.fork_rng(devices=[]), whole(training.draft):
+            training.draft.train()
+            for _ in range(2):
+                moments[0] = _now(parts.device)
+                answer = target.answer(batch).to(parts.device)
+                moments[1] = moments[2] = _now(parts.device)
+                if steps:
+                    ready = objective.prepare(batch, answer, seed=0)
+                    objective.score(ready, ready.charged_K).loss.backward()  # type: ignore[no-untyped-call]
+                    moments[2] = _now(parts.device)
+    finally:
+        training.draft.train(was_training)
+        for parameter in parts.parameters:
+            parameter.grad = None
+    target_s, step_s = np.diff(moments) / batch.tokens
+    return float(target_s), float(step_s)
 
 
-def times(begun: int, total: int, every: int) -> set[int]:
-    """The remaining steps at which something happens that is due every `every` steps, at the end,
-    and before the first step."""
-    if begun >= total:
-        return set()
-    due = {*range(begun + every - begun % every, total, every), total}
-    return due | {0} if begun == 0 else due
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
-def _keeps_all(training: "Training") -> bool:
-    """Whether the states of all training rows fit into the memory reserved for them."""
-    limits, needed = _states(training)
-    return 0 < needed <= limits.device_bytes + limits.host_bytes
+# --- the truth ------------------------------------------------------------------------------------
 
 
 def peak_memory_bytes(device: torch.device) -> int:
@@ -209,13 +323,3 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 def directory_bytes(path: Path) -> int:
     return sum(f.stat().st_size for f in path.rglob("*") if f.is_file() and not f.is_symlink())
-
-
-def _size(count: float) -> str:
-    return f"{count / 2**30:.2f} GiB"
-
-
-def _time(seconds: float) -> str:
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

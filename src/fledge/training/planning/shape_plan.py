@@ -1,10 +1,9 @@
 """Predicts a run from its recipe alone, without weights, data or a GPU: for machines that are not
 at hand yet, and for targets that do not fit on a single GPU.
 
-Bytes are counted from the target's config (`cost.py`). Times are based on the rate that whole
-steps reached on one H200 (`cost.py`) and on nominal link rates, which were not measured: they give
-an order of magnitude, and a way to compare recipes. The number of steps is `training.steps`: the
-data is not read.
+Bytes are counted from the target's config. Times are based on the rate that whole steps reached on
+one H200 and on nominal link rates, which were not measured: they give an order of magnitude, and a
+way to compare recipes. The number of steps is `training.steps`: the data is not read.
 """
 
 from dataclasses import dataclass
@@ -22,21 +21,23 @@ from fledge.recipe.schema import Recipe
 from fledge.target.kinds import Parallel, kind_of, model_name
 from fledge.target.layers import text_config
 from fledge.training.drafts import config_of_draft
-from fledge.training.planning.cost import RATES, DraftMemory, StepMemory, typical_rows
-from fledge.training.planning.prediction import (
-    SAVE_BYTES,
-    STEP_SECONDS,
-    UPDATE_BYTES,
-    Prediction,
-    times,
+from fledge.training.planning.prediction import RATES, Pace, Prediction, Work
+from fledge.training.planning.step_cost import (
+    DraftMemory,
+    StepMemory,
+    typical_rows,
+    without_memory,
 )
-from fledge.training.planning.step_cost import without_memory
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 GPUS_OF_A_MACHINE = 8
-LINK_BYTES = (300e9, 40e9)  # per second and GPU: within a machine (NVLink), between machines
+
+
+def link_bytes(gpus: int) -> float:
+    """Bytes per second and GPU between neighboring GPUs: NVLink, or between machines."""
+    return 40e9 if gpus > GPUS_OF_A_MACHINE else 300e9
 
 
 @dataclass(frozen=True)
@@ -55,26 +56,17 @@ class TargetShape:
 
         with torch.device("meta"):
             model: nn.Module = AutoModelForCausalLM.from_config(config)
-        text = text_config(config)
-        active_experts = getattr(text, "num_experts_per_tok", None) or 1
+        text, weights = text_config(config), sum(p.numel() for p in model.parameters())
         names = ("num_experts", "num_local_experts", "n_routed_experts")
         experts = next((n for n in (getattr(text, name, None) for name in names) if n), None)
-        share = active_experts / experts if experts else 1.0
-        sizes = {name: p.numel() for name, p in model.named_parameters()}
-        matrices = {name: p.numel() for name, p in model.named_parameters() if p.ndim > 1}
-        return cls(
-            weights=sum(sizes.values()),
-            active=int(
-                sum(
-                    size * (share if ".experts." in name else 1)
-                    for name, size in matrices.items()
-                    if ".layers." in name
-                )
-            ),
-            layer=sum(sizes.values()) // (text.num_hidden_layers + 1),
-            head=text.vocab_size * text.hidden_size,
-            config=text,
+        share = (getattr(text, "num_experts_per_tok", None) or 1) / experts if experts else 1.0
+        active = sum(
+            p.numel() * (share if ".experts." in name else 1)
+            for name, p in model.named_parameters()
+            if p.ndim > 1 and ".layers." in name
         )
+        head = text.vocab_size * text.hidden_size
+        return cls(weights, int(active), weights // (text.num_hidden_layers + 1), head, text)
 
     def operations(self, mean_keys: float) -> float:
         """Operations per token, given the mean number of keys per query."""
@@ -94,6 +86,11 @@ class TargetShape:
         mlp_size = active_experts * expert_size if expert_size else text.intermediate_size
         return 4 * int(text.hidden_size) + 3 * int(mlp_size)
 
+    def reducing_s(self, gpus: int) -> float:
+        """Seconds per token of two all-reduces per layer, which do not overlap with computation."""
+        reduced = 4 * self.config.num_hidden_layers * self.config.hidden_size * 2
+        return reduced / link_bytes(gpus) if gpus > 1 else 0.0
+
 
 @dataclass(frozen=True)
 class ShapePlan:
@@ -107,15 +104,14 @@ class ShapePlan:
 
     @classmethod
     def of(cls, recipe: Recipe, ranks: int) -> "ShapePlan":
-        section = recipe.target
+        section, training = recipe.target, recipe.training
         cut = kind_of(section).cut(section)
         if cut is None:
             what = "the target runs elsewhere: --ranks is for targets beside the draft"
             raise BadInput(what, where="target.backend", fix="leave --ranks out")
-        if recipe.training.steps is None:
+        if training.steps is None:
             what = "the data is not read, so the number of steps must be given"
             raise BadInput(what, where="training.steps", fix="training.steps=10000, for example")
-        training = recipe.training
         for key, size in (
             ("target.parallel", cut.ranks),
             ("training.shard x training.context", training.shard * training.context),
@@ -123,11 +119,8 @@ class ShapePlan:
             if ranks % size:
                 what = f"{ranks} ranks cannot be cut into {size} ({key})"
                 raise BadInput(what, where="--ranks", fix=f"a multiple of {size}")
-        trusted = section.trust_remote_code
-        config = shape_of(model_name(section), trust_remote_code=trusted)
+        config = shape_of(model_name(section), trust_remote_code=section.trust_remote_code)
         return cls(recipe, ranks, TargetShape.of(config), draft_without_memory(recipe, config), cut)
-
-    # --- memory ---------------------------------------------------------------------------------
 
     @cached_property
     def step(self) -> StepMemory:
@@ -136,9 +129,9 @@ class ShapePlan:
     @cached_property
     def _rows(self) -> TokenBatch:
         """A micro-batch, assuming documents of the maximum length."""
-        training, recipe = self.recipe.training, self.recipe
+        recipe = self.recipe
         document = recipe.data.max_length
-        return typical_rows(training.micro_batch, recipe.packing.tokens, document=document)
+        return typical_rows(recipe.training.micro_batch, recipe.packing.tokens, document=document)
 
     def target_bytes(self) -> int:
         """Bytes of a rank's share of the weights, of the layers that are gathered while they run,
@@ -154,17 +147,27 @@ class ShapePlan:
 
     def predict(self, *, asks: bool = True) -> Prediction:
         """Predict the run; `asks`: include the target's time."""
-        training = self.recipe.training
+        recipe, training, ranks = self.recipe, self.recipe.training, self.ranks
         memory = DraftMemory.of(self.draft, training)
-        data_ranks = self.ranks // training.context
-        packs = training.micro_batch * training.accumulate * data_ranks
+        total, packs = training.steps or 0, training.micro_batch * training.accumulate
+        tokens = total * packs * recipe.packing.tokens
+        rate = RATES["cuda"] * self._rows.tokens
+        pace = Pace(
+            target_s=self._target_s(training.context) if asks else 0.0,
+            step_s=self.step.cost.operations / rate / training.context,
+            evaluation_s=self.step.step.evaluation(self._rows) / rate
+            + (self._target_s(1) if asks else 0.0),
+        )
+        work = Work(0, total, tokens, recipe.evaluation.rows * recipe.data.max_length / ranks)
+        sharing_s = 2 * 4 * memory.trained / link_bytes(ranks) if ranks > 1 else 0.0
+        seconds = work.seconds(recipe, pace, memory, "cuda", sharing_s)
         return Prediction(
             target_bytes=self.target_bytes(),
             draft_bytes=memory.bytes(shard=training.shard, width=2),
             step_bytes=self.step.bytes(training.context),
-            disk_bytes=(self.recipe.checkpoint.keep + 1) * memory.saved_bytes,
-            seconds_by_part=self._seconds(memory, asks=asks),
-            tokens=(training.steps or 0) * packs * self.recipe.packing.tokens,
+            disk_bytes=(recipe.checkpoint.keep + 1) * memory.saved_bytes,
+            seconds_by_part={"start_up": 0.0, "data": 0.0, **seconds},
+            tokens=tokens * (ranks // training.context),
         )
 
     @property
@@ -173,55 +176,20 @@ class ShapePlan:
         dtype = getattr(self.recipe.target, "dtype", "auto")
         return {"fp8": 1, "float32": 4}.get(dtype, 2)
 
-    # --- time -----------------------------------------------------------------------------------
-
-    def _seconds(self, memory: DraftMemory, *, asks: bool) -> dict[str, float]:
-        recipe, training = self.recipe, self.recipe.training
-        total = training.steps or 0
-        packs = training.micro_batch * training.accumulate
-        target_s, target_alone_s = (
-            self._target_s(context) if asks else 0.0 for context in (training.context, 1)
-        )
-        pack_s = target_s + self._pack_s(self.step.cost.operations) / training.context
-        trained = memory.trained
-        update = STEP_SECONDS["cuda"] + 36 * trained / training.shard / UPDATE_BYTES["cuda"]
-        update += 2 * 4 * trained / self._link(self.ranks) * (self.ranks > 1)
-        evaluations = times(0, total, recipe.evaluation.every_steps)
-        saves = times(0, total, recipe.checkpoint.every_steps) | evaluations
-        held_out = recipe.evaluation.rows * recipe.data.max_length / recipe.packing.tokens
-        score_s = self._pack_s(self.step.step.evaluation(self._rows))
-        evaluation_s = held_out / self.ranks * (target_alone_s + score_s)
-        return {
-            "start_up": 0.0,
-            "data": 0.0,
-            "steps": total * (packs * pack_s + update),
-            "evaluations": len(evaluations) * evaluation_s,
-            "checkpoints": len(saves - {0}) * memory.saved_bytes / SAVE_BYTES,
-        }
-
     def _target_s(self, context: int) -> float:
-        """Seconds that a rank spends per pack of its own on the target, if `context` ranks share
+        """Seconds that a rank spends per token of its own on the target, if `context` ranks share
         a pack; in an evaluation none do."""
         target, cut, tokens = self.target, self.cut, self.recipe.packing.tokens
-        text, group = target.config, cut.tp * cut.cp
-        packs = max(1, group // context)  # that the ranks of one target answer one after another
+        group = cut.tp * cut.cp
         operations = target.operations(self.recipe.data.max_length / 2)  # as in `_rows`
-        pass_s = tokens * operations / RATES["cuda"] / group
+        token_s = operations / RATES["cuda"] / group
         if cut.fsdp > 1:  # the next layer is gathered while this one runs
             gathered = target.weights * self._target_width / cut.tp * (1 - 1 / cut.fsdp)
-            pass_s = max(pass_s, gathered / self._link(cut.ranks))
-        if cut.tp > 1:  # two all-reduces per layer, which do not overlap with computation
-            reduced = 4 * text.num_hidden_layers * tokens / cut.cp * text.hidden_size * 2
-            pass_s += reduced / self._link(group)
-        return float(packs * pass_s)
-
-    def _pack_s(self, operations: float) -> float:
-        """Seconds for a pack on one rank, given the operations on a micro-batch."""
-        return operations / len(self._rows.input_ids) / RATES["cuda"]
-
-    def _link(self, ranks: int) -> float:
-        """Bytes per second between the GPUs of a group of `ranks` neighboring ranks."""
-        return LINK_BYTES[ranks > GPUS_OF_A_MACHINE]
+            token_s = max(token_s, gathered / link_bytes(cut.ranks) / tokens)
+        if cut.tp > 1:
+            token_s += target.reducing_s(group) / cut.cp
+        # the ranks of one target answer each other's packs one after another
+        return token_s * max(1, group // context)
 
 
 def draft_without_memory(recipe: Recipe, config: "PretrainedConfig") -> DraftModel:

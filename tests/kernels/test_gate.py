@@ -5,12 +5,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import interpreted_triton  # noqa: F401  (skips where Triton is not installed)
-from fledge.kernels import gate as tiles
+from fledge.kernels import gate
 from fledge.rollout import attention as blocked
 
 ROOT = Path(__file__).parents[2]
@@ -48,16 +49,16 @@ def test_kernels_in_float32_fit_the_smallest(tmp_path):
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-@pytest.mark.parametrize("kernel", tiles.TILES)
+@pytest.mark.parametrize("kernel", gate.TILES)
 @pytest.mark.parametrize("channels", [16, 64, 96, 128, 256])
 def test_tiles_depend_on_shared_memory(monkeypatch, kernel, channels):
     """Less shared memory never means a larger tile; blocks of keys stay multiples of GRANULE."""
     cpu = torch.device("cpu")
-    large = tiles.tile_for(kernel, channels, torch.bfloat16, cpu)
-    monkeypatch.setattr(tiles, "shared_memory", lambda device: tiles.SMALLEST_SHARED_MEMORY)
-    small = tiles.tile_for(kernel, channels, torch.bfloat16, cpu)
+    large = gate.tile_for(kernel, channels, torch.bfloat16, cpu)
+    monkeypatch.setattr(gate, "shared_memory", lambda device: gate.SMALLEST_SHARED_MEMORY)
+    small = gate.tile_for(kernel, channels, torch.bfloat16, cpu)
     assert (small.pairs, small.keys, small.stages) <= (large.pairs, large.keys, large.stages)
-    assert small.keys % tiles.GRANULE == large.keys % tiles.GRANULE == 0
+    assert small.keys % gate.GRANULE == large.keys % gate.GRANULE == 0
 
 
 def test_gpus_with_too_little_shared_memory_use_torch(monkeypatch):
@@ -69,3 +70,60 @@ def test_gpus_with_too_little_shared_memory_use_torch(monkeypatch):
     q, k = torch.zeros(1, 2, 64), torch.zeros(1, 1, 64)
     blocked.kernel_runs(q, k, k)
     assert reasons == ["this GPU has less than 99 KiB of shared memory"]
+
+
+# --- when kernels are used, and what is logged when they are not ----------------------------------
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    gate._missing.cache_clear()
+    gate._warn_once.cache_clear()
+    yield
+    gate._missing.cache_clear()
+    gate._warn_once.cache_clear()
+
+
+ON_GPU = SimpleNamespace(is_cuda=True)
+
+
+def test_cpu_never_uses_a_kernel_and_logs_nothing(caplog):
+    assert not gate.triton_runs(torch.zeros(1), what="norm", unsupported="anything")
+    assert not caplog.records
+
+
+def test_reasons_are_logged_once(monkeypatch, caplog):
+    monkeypatch.setattr(gate, "_missing", lambda: None)
+    assert gate.triton_runs(ON_GPU, what="norm")
+    for _ in range(2):
+        assert not gate.triton_runs(ON_GPU, what="norm", unsupported="width 7")
+    (record,) = caplog.records
+    assert "norm" in record.getMessage()
+    assert "width 7" in record.getMessage()
+
+
+def test_switched_off_by_environment(monkeypatch, caplog):
+    monkeypatch.setenv("FLEDGE_TRITON", "0")
+    assert not gate.triton_runs(ON_GPU, what="norm")
+    assert "FLEDGE_TRITON=0" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("dtype", "other", "channels", "reason"),
+    [
+        (torch.bfloat16, torch.bfloat16, 96, None),
+        (torch.float64, torch.float64, 64, "float64"),
+        (torch.bfloat16, torch.float32, 64, "keys or values"),
+        (torch.float16, torch.float16, 8, "head dim 8"),
+        (torch.float16, torch.float16, 264, "head dim 264"),
+        (torch.float16, torch.float16, 20, "head dim 20"),
+    ],
+)
+def test_what_attention_supports(monkeypatch, dtype, other, channels, reason):
+    reasons = []
+    monkeypatch.setattr(
+        blocked, "triton_runs", lambda x, *, what, unsupported: reasons.append(unsupported) or True
+    )
+    q, k = torch.zeros(1, 2, channels, dtype=dtype), torch.zeros(1, 1, channels, dtype=other)
+    blocked.kernel_runs(q, k, k)
+    assert (reasons == [None]) if reason is None else reason in reasons[0]
