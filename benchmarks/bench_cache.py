@@ -31,9 +31,10 @@ from fledge.data.rows import RowView
 from fledge.data.tokenise import TokeniseOptions
 from fledge.models.resolve import local_model
 from fledge.target.base import Eagle3TargetBackend, InputEmbedding, TargetInfo
-from fledge.target.cache.format import ENCODINGS, FORMAT, CacheShape, layout_of
+from fledge.target.cache.format import ENCODINGS, FORMAT, CacheShape
 from fledge.target.cache.job import CacheJob
 from fledge.target.cache.manifest import dtype_name
+from fledge.target.cache.shard import layout_of
 
 
 class NoiseTarget(Eagle3TargetBackend):

@@ -20,7 +20,7 @@ import argparse
 import logging
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import fields, replace
 from functools import partial
@@ -39,8 +39,8 @@ from fledge.core.terminal import Terminal, VisibleFormatter
 from fledge.recipe.schema import Recipe
 from fledge.recipe.sections import Data
 from fledge.target.cache.format import DTYPES, ENCODINGS, OVER_A_VOCABULARY
-from fledge.target.cache.job import CacheOptions, check_encoding, quota_in_bytes
-from fledge.target.cache.manifest import ensure_free, ensure_resumable, existing_shards
+from fledge.target.cache.job import CacheOptions, cache_options
+from fledge.target.cache.manifest import MANIFEST, ensure_free, ensure_resumable, existing_shards
 from fledge.target.cache.precompute import execute
 from fledge.target.hf.kind import HfTarget
 from fledge.target.kinds import spelt_out, target_config
@@ -49,9 +49,9 @@ from fledge.training.precompute import cache_dtype, recipe_job, recipe_target
 
 logger = logging.getLogger(__name__)
 
-_FLOATS = ("fp32", "bf16", "fp16", *DTYPES)
 _SEQ_LENGTH = 2048
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+_TARGET_DTYPES = ("auto", "fp32", "bf16", "fp16", "fp8", *DTYPES)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -139,14 +139,13 @@ def _validate_args(args: argparse.Namespace) -> None:
         value = getattr(args, name)
         if value is not None and value < least:
             raise BadInput(f"{value} is too small", where=_flag(name), fix=f"at least {least}")
-    quota_in_bytes(args.quota_gb)
-    for flag, value, kind, allowed in (
-        ("--dtype", args.dtype, "dtype", ("auto", *_FLOATS)),
-        ("--target-dtype", args.target_dtype, "dtype", ("auto", *_FLOATS, "fp8")),
-        ("--log-level", str(args.log_level).upper(), "level", _LEVELS),
-    ):
-        if value not in allowed:
-            raise BadInput(f"{value!r} is not a {kind}", where=flag, fix=", ".join(allowed))
+    _options(args, lambda: torch.bfloat16)
+    _aux_layer_ids(args)
+    for name, allowed in (("target_dtype", _TARGET_DTYPES), ("log_level", _LEVELS)):
+        value = getattr(args, name)
+        if value not in allowed and str(value).upper() not in allowed:
+            what = f"{value!r} is not a {name.rpartition('_')[2]}"
+            raise BadInput(what, where=_flag(name), fix=", ".join(allowed))
     if not 0 <= args.max_drop_share <= 1:
         what = f"{args.max_drop_share} is not a share"
         raise BadInput(what, where="--max-drop-share", fix="from 0 to 1")
@@ -155,8 +154,6 @@ def _validate_args(args: argparse.Namespace) -> None:
             find_device(args.device)
         except BadInput as error:
             raise BadInput(error.what, where="--device", fix=error.fix) from error
-    _encoding(args)
-    _aux_layer_ids(args)
     if (args.target_probs_topk or 0) > (args.draft_vocab_size or float("inf")):
         what = f"{args.target_probs_topk} of {args.draft_vocab_size} draft tokens"
         raise BadInput(what, where="--target-probs-topk", fix="at most --draft-vocab-size")
@@ -166,7 +163,7 @@ def _validate_args(args: argparse.Namespace) -> None:
     directory = Path(args.output_dir).expanduser()
     check_place(directory, directory=True)
     ensure_free(directory, resume=args.resume)
-    if existing_shards(directory) and not (directory / "manifest.json").exists():
+    if not (directory / MANIFEST).exists():
         _ensure_resume_compatible(str(directory), {}, existing_shards(directory))
 
 
@@ -176,10 +173,14 @@ def _is_file(name: str) -> bool:
     return is_address(name) or Path(name).expanduser().exists()
 
 
-def _encoding(args: argparse.Namespace) -> Any:
-    encoding = args.encoding or ("topk" if args.target_probs_topk else "hidden")
-    check_encoding(encoding, args.target_probs_topk, flag="--target-probs-topk")
-    return encoding
+def _options(args: argparse.Namespace, natural: Callable[[], torch.dtype]) -> CacheOptions:
+    return cache_options(
+        encoding=args.encoding or ("topk" if args.target_probs_topk else "hidden"),
+        dtype=args.dtype, natural=natural, top_k=args.target_probs_topk,
+        top_k_flag="--target-probs-topk", supervised_only=args.supervised_only,
+        shard_size=args.shard_size, batch_size=args.batch_size, resume=args.resume,
+        quota_gb=args.quota_gb,
+    )  # fmt: skip
 
 
 def _aux_layer_ids(args: argparse.Namespace) -> tuple[int, ...] | None:
@@ -190,7 +191,7 @@ def _aux_layer_ids(args: argparse.Namespace) -> tuple[int, ...] | None:
         ids = tuple(int(text) for text in given.split(","))
     except ValueError:
         ids = ()
-    if len(ids) != len(set(ids)) or len(ids) != EAGLE3_AUX_LAYERS or min(ids) < 0:
+    if not len(ids) == len(set(ids)) == EAGLE3_AUX_LAYERS or min(ids) < 0:
         what = f"{given!r} is not {in_words(EAGLE3_AUX_LAYERS)} distinct layers"
         raise BadInput(what, where="--aux-layer-ids", fix="for example 1,15,28")
     return ids
@@ -267,14 +268,9 @@ def _run(args: argparse.Namespace) -> int:
         handler.setFormatter(VisibleFormatter("%(message)s"))
     quiet_libraries()
     device, recipe = pick_device(args.device), _recipe(args)
-    job = recipe_job(
-        recipe,
-        Path(args.output_dir).expanduser(),
-        _options(args, cache_dtype(recipe, device)),
-        _Log(),
-        device=device,
-        shuffle_seed=args.shuffle_seed,
-    )
+    options = _options(args, lambda: cache_dtype(recipe, device))
+    directory, seed = Path(args.output_dir).expanduser(), args.shuffle_seed
+    job = recipe_job(recipe, directory, options, _Log(), device=device, shuffle_seed=seed)
     load = partial(recipe_target, recipe, device)
     with ExitStack() as bars:
         done = execute(job, load, device=device, progress=_Log(bars))
@@ -306,23 +302,11 @@ def _recipe(args: argparse.Namespace) -> Recipe:
         max_drop_share=args.max_drop_share,
     )
     draft = {}
-    if args.draft_vocab_size is not None or _encoding(args) in OVER_A_VOCABULARY:
+    over_a_vocabulary = args.target_probs_topk or args.encoding in OVER_A_VOCABULARY
+    if args.draft_vocab_size is not None or over_a_vocabulary:
         draft["draft_vocab_size"] = args.draft_vocab_size  # None: the target's whole one
     return Recipe.model_validate(
         {"target": section, "data": data, "draft": draft, "packing": {"tokens": seq_length}}
-    )
-
-
-def _options(args: argparse.Namespace, computed: torch.dtype) -> CacheOptions:
-    return CacheOptions(
-        encoding=_encoding(args),
-        dtype=computed if args.dtype == "auto" else DTYPES[spelt_out(args.dtype)],
-        top_k=args.target_probs_topk or None,
-        supervised_only=args.supervised_only,
-        shard_size=args.shard_size,
-        batch_size=args.batch_size,
-        resume=args.resume,
-        quota_bytes=quota_in_bytes(args.quota_gb),
     )
 
 

@@ -3,12 +3,10 @@ the layer, the row and the likely cause. Run in this process, through the entry 
 
 import json
 import shutil
-from dataclasses import replace
 
 import pytest
 
 from fledge.target.cache import precompute as capture
-from fledge.target.hf.model import HFEagle3TargetModel
 from fledge.training.fit import fit
 from fledge.training.setup import set_up
 from train.tiny import Notes, make_empty, recipe_for
@@ -169,25 +167,6 @@ def test_nan_in_a_draft_is_reported_as_such(fledge, draft, overflowing_target, t
     ended = fledge(*command, "--target", overflowing_target, *ANSWERS)
     line = refused(ended, "weights hold NaN", "tensor fc.weight")
     assert "plain layout" not in line
-
-
-def test_constant_states_are_refused(fledge, recipe_file, tiny_target, tmp_path, monkeypatch):
-    """In a cache, which an engine may have written, with a head that says nothing about them."""
-    cache, real = tmp_path / "cache", HFEagle3TargetModel.answer
-
-    def answer(self, rows):
-        batch = real(self, rows)
-        return replace(batch, aux_hidden_states=batch.aux_hidden_states * 0 + 3)
-
-    monkeypatch.setattr(HFEagle3TargetModel, "answer", answer)
-    assert (
-        fledge("precompute", recipe_file(target=tiny_target, dtype="float32"), "-o", cache)[0] == 0
-    )
-    arguments = ["target.backend=cache", f"target.cached_target_path={cache}", "target.model=null"]
-    line = "the target's states in layer 0 are the same for every token"
-    refused(fledge("train", recipe_file(), *arguments), line)
-    arguments += ["data.valid_rows=0", "training.max_bad_steps=2", f"run.output_dir={tmp_path}/x"]
-    refused(fledge("train", recipe_file(), *arguments), "2 steps in a row were skipped", line)
 
 
 def test_a_run_that_learns_nothing_warns(fledge, recipe_file, tiny_target, tmp_path):

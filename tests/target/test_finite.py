@@ -113,32 +113,6 @@ def test_the_largest_numbers_count_as_finite(dtype):
     assert finite_rows(values).all()
 
 
-@given(st.data())
-@settings(max_examples=100, deadline=None)
-def test_states_that_do_not_depend_on_the_token_are_reported(data):
-    """But not those of a row that repeats one token, nor what stands at padding."""
-    lengths = data.draw(st.lists(st.integers(1, 7), min_size=1, max_size=4))
-    rows, dtype = padded(lengths, 7), data.draw(st.sampled_from(DTYPES))
-    rows.input_ids.copy_(torch.randint(5, 99, rows.shape))
-    differ = data.draw(st.booleans())
-    if not differ:
-        rows.input_ids.fill_(5)
-    rows.input_ids[:, 0] = 1  # the first token of a row is not looked at
-    batch = answer(rows, "hidden", dtype, width=200)
-    assert not inspect(batch, 3).broken
-    layer = data.draw(st.integers(0, 2))
-    batch.aux_hidden_states[..., 200 * layer : 200 * layer + 200] = torch.randn(200).to(dtype)
-    real = rows.attention_mask[:, 1:].bool()
-    differ = differ and len(rows.input_ids[:, 1:][real].unique()) > 1
-    verdict = inspect(batch, 3)
-    assert bool(verdict.broken) == differ
-    fault = verdict.fault(LAYERS)
-    assert (fault is not None) == differ
-    if fault is not None:
-        line = str(refusal(fault, dtype=dtype))
-        assert f"states in layer {LAYERS[layer]} are the same for every token" in line
-
-
 class ThirdPartyBackend(Eagle3TargetBackend):
     """A third-party backend with the minimum: `generate_batch` with logits, and embeddings."""
 

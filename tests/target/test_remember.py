@@ -18,7 +18,6 @@ KEPT = {
     "device": KeptStates(2**30),
     "host": KeptStates(0, 2**30),
     "both": KeptStates(20_000, 2**30),
-    "fp8": KeptStates(20_000, 2**30, eight_bits=True),
 }
 
 
@@ -50,7 +49,7 @@ def counting(tiny_target, tiny_chats):
 @pytest.mark.parametrize("place", KEPT)
 def test_a_remembering_target_answers_as_the_target_does(counting, place):
     remembering = RememberingTarget(counting.target, KEPT[place])
-    tolerance = {"rtol": 0.07, "atol": 0.02} if place == "fp8" else {"rtol": 1e-7, "atol": 1e-7}
+    tolerance = {"rtol": 1e-7, "atol": 1e-7}
     for epoch in range(3):
         for batch in counting.packs(epoch):
             actual, expected = remembering.answer(batch), counting.answer(batch)
@@ -87,14 +86,13 @@ def test_stored_tensors_are_intact_and_no_budget_is_exceeded(lengths, budgets, b
     """Parts of 4 x 2 and 4 x 1 bytes a row; nothing overlaps, and only a full memory refuses."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kept_module, "_BLOCK", block)
-        patch.setattr(kept_module, "_ALIGNMENT", 4)
         memories = [Memory(budgets[0]), Memory(budgets[1], on_host=True)]
         stored = []
         for number, length in enumerate(lengths):
             parts = (torch.full((length, 2), float(number)), torch.full((length, 1), float(number)))
             room = find_memory(memories, parts)
             if room is None:
-                assert all(memory._left < 12 * length + 4 for memory in memories)
+                assert all(memory._left < 12 * length for memory in memories)
             else:
                 copy_all(zip(room, parts, strict=True))
                 stored.append((room, parts))
@@ -140,10 +138,10 @@ ROWS_KEPT = 40_000  # bytes: some of the documents, not all
     [
         KeptStates(2**30),
         KeptStates(ROWS_KEPT),
-        KeptStates(ROWS_KEPT // 2, ROWS_KEPT, eight_bits=True),
+        KeptStates(ROWS_KEPT // 4, ROWS_KEPT // 4),
         KeptStates(),
     ],
-    ids=["all fit", "some fit", "in 8 bits, on device and host", "none fit"],
+    ids=["all fit", "some fit", "on device and host", "none fit"],
 )
 @pytest.mark.parametrize("stopped", ["in the first epoch", "between", "in the second"])
 def test_a_resumed_target_answers_as_the_uninterrupted_one(

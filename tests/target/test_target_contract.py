@@ -1,9 +1,8 @@
 """Every check of the contract over every in-process backend, in every encoding."""
 
-from functools import cache, partial
+from functools import cache
 from typing import Any, get_args
 
-import accelerate
 import pytest
 from contract import CHECKS, Case
 from hf_runner import HFTargetRunner
@@ -23,11 +22,6 @@ def _runner(supervision: Supervision) -> Eagle3TargetBackend:
     return RunnerEagle3TargetModel(HFTargetRunner(_model()), supervision=supervision)
 
 
-def _offloaded(architecture: str, supervision: Supervision) -> Eagle3TargetBackend:
-    model = accelerate.cpu_offload(tiny_model(architecture), execution_device="cpu")
-    return HFEagle3TargetModel(model, supervision=supervision)
-
-
 @cache
 def _model(architecture: str = "llama") -> Any:
     return tiny_model(architecture)
@@ -36,11 +30,6 @@ def _model(architecture: str = "llama") -> Any:
 CASES = [
     Case(f"{name}-{supervision}", _model(), make, supervision)
     for name, make in {"hf": _hf, "runner": _runner}.items()
-    for supervision in get_args(Supervision)
-]
-CASES += [
-    Case(f"offloaded-{name}-{supervision}", _model(name), partial(_offloaded, name), supervision)
-    for name in ("llama", "qwen3-moe", "gemma3-text")
     for supervision in get_args(Supervision)
 ]
 

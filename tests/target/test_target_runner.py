@@ -1,6 +1,5 @@
 """The runner seam: any engine behind four methods equals the co-located target, bit for bit."""
 
-from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -120,20 +119,9 @@ class NoMethod(fledge.Eagle3TargetBackend):
         raise NotImplementedError
 
 
-class OlderAsyncBackend(TwoMethods):
-    """An asynchronous backend that was written before `answer` existed."""
-
-    def generate_batch_async(self, *rows: Any, **more: Any) -> Future[fledge.Eagle3TargetBatch]:
-        self.asked = len(rows)
-        return super().generate_batch_async(*rows, **more)
-
-
 def test_a_backend_that_cannot_answer_is_refused_when_it_is_built() -> None:
     with pytest.raises(TypeError, match=r"NoMethod cannot answer.*answer\(rows\).*generate_batch"):
         NoMethod()
-    backend = OlderAsyncBackend(tiny_model("llama"))
-    assert backend.answer_async(TokenBatch(*padded_rows())).result().logits is not None
-    assert backend.asked == 6
 
 
 def test_the_model_of_a_runner_need_not_be_a_module() -> None:

@@ -131,24 +131,6 @@ def test_the_number_of_recorded_passes_is_limited(recorded_sizes):
     assert passes.sizes == []
 
 
-def test_recordings_are_replaced_only_when_stale(recorded_sizes, monkeypatch):
-    """Where more sizes recur than there is room for, recording them in turn would cost more than it
-    saves."""
-    monkeypatch.setattr(graphs, "_STALE", 6)
-    passes = graphs.RecordedSizes(most=2)
-
-    def ask(size):
-        if passes.worth_it(size):
-            passes(size, lambda ids: ids, {"ids": torch.zeros(size)})
-
-    for size in [1, 2, 3] * 4:
-        ask(size)
-    assert recorded_sizes == passes.sizes == [1, 2]
-    for _ in range(5):  # 1 has not come back for six calls, and 2 for longer
-        ask(3)
-    assert passes.sizes == [2, 3]
-
-
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_rows_that_need_no_mask_give_the_same_answer_without(architecture):
     model = tiny_model(architecture)

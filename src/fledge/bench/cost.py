@@ -1,11 +1,9 @@
 """Operations of one training step, and which lines hold its memory at the peak."""
 
 from collections import defaultdict
-from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
 from fledge.target.state_cache import colocated
 from fledge.training.batches import StepBatch
@@ -28,18 +26,11 @@ def step_flops(parts: Parts, batch: StepBatch, step: MetaStep) -> float:
         assert rows.doc_remaining is not None
         real = rows.attention_mask != 0
         pairs = float((rows.doc_remaining[real] + 1).sum())  # of query and visible key
-        config, layers = target.model.config, _layers_that_run(target, parts)
+        config, layers = target.model.config, target._layers
         matrices = sum(p.numel() for layer in layers for p in layer.parameters() if p.ndim == 2)
         width = config.num_attention_heads * config.head_dim
         total += 2 * matrices * float(real.sum()) + 4 * width * pairs * len(layers)
     return total
-
-
-def _layers_that_run(target: Any, parts: Parts) -> Sequence[nn.Module]:
-    """A loss that reads only the text needs no layer above the last one that the draft reads."""
-    layers: Sequence[nn.Module] = target._layers
-    stops = not parts.objective.reads_target and target._may_stop()
-    return layers[: max(target.aux_layer_ids) + 1] if stops else layers
 
 
 def memory_at_peak(parts: Parts, batch: StepBatch, rows: int = 20) -> list[tuple[str, float]]:

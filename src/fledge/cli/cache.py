@@ -1,6 +1,5 @@
 """`fledge cache info | verify | convert`: inspect, check and convert an offline cache."""
 
-import errno
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -10,11 +9,12 @@ from typing import Annotated, Any
 from typer import Argument, Exit, Option
 
 from fledge.cli import options as opt
-from fledge.cli.console import err, facts_table, out, print_json, progress_bar, quiet_libraries
+from fledge.cli.console import facts_table, out, print_json, progress_bar, quiet_libraries
 from fledge.cli.help import Verbs
 from fledge.cli.loading import opened_spread, recipe_of_words
 from fledge.core.errors import BadInput, nearest
 from fledge.core.files import check_place
+from fledge.core.progress import UNWATCHED, Progress
 from fledge.core.terminal import counted
 
 app = Verbs(
@@ -147,7 +147,8 @@ def convert(
     """Write a cache in another encoding or layout, without the target."""
     from fledge.core.distributed import pick_device
     from fledge.target.cache.backend import CachedEagle3TargetModel
-    from fledge.target.cache.precompute import convert_job, execute
+    from fledge.target.cache.job import cache_options, convert_job
+    from fledge.target.cache.precompute import execute
 
     if layout not in ("fledge", "automodel"):
         hint = nearest(layout, ["fledge", "automodel"])
@@ -158,35 +159,26 @@ def convert(
         raise BadInput("one new cache is wanted", where="--out", fix="give a new directory")
     output_dir = given[0].expanduser()
     check_place(output_dir, directory=True)
-    device = pick_device("auto")
-    target = CachedEagle3TargetModel(
-        source, device=device, model=model or None, trust_remote_code=trust_remote_code
-    )
-    padded = layout == "automodel"
-    if not encoding:
-        encoding, top_k = _default_encoding(target.shape, padded, top_k)
+    device, name = pick_device("auto"), model or None
+    trust: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+    target = CachedEagle3TargetModel(source, device=device, model=name, **trust)
+    shape, padded = target.shape, layout == "automodel"
+    if not encoding:  # the default one
+        top_k = top_k or shape.top_k or None
+        encoding = "probs" if top_k is None else "topk"
+        if shape.is_hidden and not padded:
+            encoding = "hidden-fp8"
     chosen = cache_options(
-        encoding=encoding, dtype=dtype, natural=lambda: target.shape.dtype, top_k=top_k,
-        supervised_only=supervised_only, shard_size=shard_size, batch_size=4, resume=resume,
-        quota_gb=quota_gb,
+        encoding=encoding, dtype=dtype, natural=lambda: shape.dtype, top_k=top_k,
+        supervised_only=supervised_only, shard_size=shard_size, resume=resume, quota_gb=quota_gb,
     )  # fmt: skip
     with progress_bar("converting") as progress:
         job = convert_job(
-            target, output_dir, chosen, draft_vocab_size=draft_vocab_size,
-            trust_remote_code=trust_remote_code, padded=padded, model=model or None,
+            target, output_dir, chosen, draft_vocab_size=draft_vocab_size, padded=padded,
+            model=name, **trust,
         )  # fmt: skip
         run = partial(execute, job, lambda: target, device=device, progress=progress)
-        code = run_job(job, run, as_json=as_json)
-    if code:
-        raise Exit(code)
-
-
-def _default_encoding(shape: Any, padded: bool, top_k: int | None) -> tuple[str, int | None]:
-    """The default encoding and its k."""
-    if shape.is_hidden and not padded:
-        return "hidden-fp8", top_k
-    k = top_k or shape.top_k or None
-    return ("probs" if k is None else "topk"), k
+        run_job(job, run, as_json=as_json)
 
 
 EXAMPLE = (
@@ -222,15 +214,20 @@ def precompute(
     import torch
 
     from fledge.core.distributed import pick_device
-    from fledge.target.cache.precompute import execute
-    from fledge.training.precompute import cache_dtype, recipe_job, recipe_target
+    from fledge.target.cache.job import cache_options
+    from fledge.training.precompute import cache_dtype
 
     words = [*arguments, *([f"target.dtype={target_dtype}"] if target_dtype else [])]
     recipe = recipe_of_words(words)
     output_dir = output_dir.expanduser()
     check_place(output_dir, directory=True)
-    with _opened_spread(recipe, ray, address, workers) as spread:
-        given = recipe.training.device  # the target's: of this process, or of the workers
+    gpus = 0
+    if ray:
+        from fledge.target.ray.spread import gpus_of
+
+        gpus = gpus_of(recipe.target)
+    given = recipe.training.device  # the target's: of this process, or of the workers
+    with opened_spread(ray, address, workers, gpus=gpus, device=given) as spread:
         device = pick_device(given) if spread is None else torch.device(spread.device)
         quiet_libraries()
         chosen = cache_options(
@@ -239,86 +236,55 @@ def precompute(
             batch_size=batch_size, resume=resume, quota_gb=quota_gb,
         )  # fmt: skip
         with progress_bar("preparing data") as progress:
-            job = recipe_job(recipe, output_dir, chosen, progress, device=device)
-            load = partial(recipe_target, recipe, device)
-            run = partial(execute, job, load, device=device, progress=progress)
+            job, run = _prepared(words, output_dir, chosen, device, progress)
             if spread is not None:
                 from fledge.target.ray.spread import execute_on_ray
 
                 work = partial(fill_cache, words, output_dir.absolute(), chosen)
                 run = partial(execute_on_ray, spread, work, job, progress)
-            code = run_job(job, run, as_json=as_json)
-    if code:
-        raise Exit(code)
+            run_job(job, run, as_json=as_json)
+
+
+def _prepared(
+    words: list[str], output_dir: Path, chosen: Any, device: Any, progress: Progress = UNWATCHED
+) -> Any:
+    """(the job of a recipe, a function that runs it in this process)."""
+    from fledge.target.cache.precompute import execute
+    from fledge.training.precompute import recipe_job, recipe_target
+
+    recipe = recipe_of_words(words)
+    job = recipe_job(recipe, output_dir, chosen, progress, device=device)
+    load = partial(recipe_target, recipe, device)
+    return job, partial(execute, job, load, device=device, progress=progress)
 
 
 def fill_cache(words: list[str], output_dir: Path, chosen: Any) -> Any:
     """The job of one of several workers on a cluster: what the command does without --ray."""
     from fledge.core.distributed import pick_device
-    from fledge.target.cache.precompute import execute
-    from fledge.training.precompute import recipe_job, recipe_target
 
     recipe = recipe_of_words(words)
-    device, chosen = pick_device(recipe.training.device), replace(chosen, resume=True)
     quiet_libraries()
-    job = recipe_job(recipe, output_dir, chosen, device=device)
-    load = partial(recipe_target, recipe, device)
-    return execute(job, load, device=device)
+    device = pick_device(recipe.training.device)
+    _, run = _prepared(words, output_dir, replace(chosen, resume=True), device)
+    return run()
 
 
-def _opened_spread(recipe: Any, ray: bool, address: str, workers: int | None) -> Any:
-    """Opens the workers that fill the cache; yields None if this process does."""
-    gpus = 0
-    if ray:
-        from fledge.target.ray.spread import gpus_of
-
-        gpus = gpus_of(recipe.target)
-    return opened_spread(ray, address, workers, gpus=gpus, device=recipe.training.device)
-
-
-def cache_options(*, dtype: str, natural: Any, quota_gb: float | None, **chosen: Any) -> Any:
-    """The flags as `CacheOptions`; raises BadInput for combinations that make no sense."""
-    from fledge.target.cache.format import DTYPES
-    from fledge.target.cache.job import CacheOptions, check_encoding, quota_in_bytes
-    from fledge.target.kinds import spelt_out
-
-    encoding, dtype = chosen["encoding"], spelt_out(dtype)
-    check_encoding(encoding, chosen["top_k"], flag="--top-k")
-    if dtype != "auto" and dtype not in DTYPES:
-        hint = nearest(dtype, ["auto", *DTYPES])
-        raise BadInput(f"{dtype!r} is not a dtype", where="--dtype", fix=hint)
-    return CacheOptions(
-        dtype=natural() if dtype == "auto" else DTYPES[dtype],
-        quota_bytes=quota_in_bytes(quota_gb),
-        **chosen,
-    )
-
-
-def run_job(job: Any, run: Callable[[], Any], *, as_json: bool) -> int:
-    """Run a job (as `execute` does), show its outcome, and return the exit code."""
-    from fledge.target.cache.precompute import STOPPED
-
-    try:
-        done = run()
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        what = f"the disk is full ({job.directory}); free some space, then continue with --resume"
-        err.say(what, style="cyan")
-        return STOPPED
-    facts = {
-        "directory": str(job.directory),
-        "complete": done.complete,
-        "rows": len(job.rows),
-        "bytes": done.predicted_bytes,
-        "shards_written": done.written_shards,
-        "shards_reused": done.reused_shards,
-    }
+def run_job(job: Any, run: Callable[[], Any], *, as_json: bool) -> None:
+    """Run a job (as `execute` does), and show its outcome."""
+    done = run()
     if as_json:
-        print_json(facts)
+        print_json({
+            "directory": str(job.directory),
+            "complete": done.complete,
+            "rows": len(job.rows),
+            "bytes": done.predicted_bytes,
+            "shards_written": done.written_shards,
+            "shards_reused": done.reused_shards,
+        })  # fmt: skip
     elif done.complete:
         out.say(
             f"{counted(len(job.rows), 'row')} in {job.directory}; train with target.backend=cache "
             f"target.cached_target_path={job.directory}"
         )
-    return int(done.code)
+    if done.code:
+        raise Exit(done.code)

@@ -106,11 +106,6 @@ class Eagle3TargetBackend(ABC):
         """Run the target once over these rows, which may be on any device."""
         return self.generate_batch(*rows.arguments())
 
-    def features(self, rows: TokenBatch) -> Eagle3TargetBatch:
-        """`answer` for an objective that reads only the aux states: a target that can stop after
-        the last aux layer does so, and its supervision is zeros."""
-        return self.answer(rows)
-
     def join(self) -> None:
         """Take part in the other ranks' answers without rows of this rank's own. Does nothing
         unless the target `joins`."""
@@ -118,8 +113,6 @@ class Eagle3TargetBackend(ABC):
 
     def answer_async(self, rows: TokenBatch) -> Future[Eagle3TargetBatch]:
         """`answer` as a future, already completed unless the backend `supports_async`."""
-        if type(self).generate_batch_async is not Eagle3TargetBackend.generate_batch_async:
-            return self.generate_batch_async(*rows.arguments())
         return finished(self.answer(rows))
 
     def generate_batch(
@@ -135,21 +128,9 @@ class Eagle3TargetBackend(ABC):
         packing = (position_ids, seq_lens, doc_remaining)
         return self.answer(TokenBatch(input_ids, attention_mask, loss_mask, *packing))
 
-    def generate_batch_async(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor,
-        loss_mask: Tensor,
-        position_ids: Tensor | None = None,
-        seq_lens: Tensor | None = None,
-        doc_remaining: Tensor | None = None,
-    ) -> Future[Eagle3TargetBatch]:
+    def generate_batch_async(self, *rows: Any, **more: Any) -> Future[Eagle3TargetBatch]:
         """`answer_async`, from the same six tensors."""
-        packing = (position_ids, seq_lens, doc_remaining)
-        rows = TokenBatch(input_ids, attention_mask, loss_mask, *packing)
-        if type(self).answer_async is not Eagle3TargetBackend.answer_async:
-            return self.answer_async(rows)
-        return finished(self.answer(rows))
+        return self.answer_async(TokenBatch(*rows, **more))
 
     @abstractmethod
     def get_input_embeddings(self) -> HasWeight:
@@ -172,12 +153,21 @@ class Eagle3TargetBackend(ABC):
     ) -> None:
         """Set the draft vocabulary, which `probs` supervision needs: ids [W] in draft order, and
         their mask [V] (derived from the ids if omitted)."""
-        if selected_token_mask is None:
-            size = len(self.get_input_embeddings().weight)
-            selected_token_mask = selection_mask(selected_token_ids, size)
-        check_vocab_mapping(selected_token_ids, selected_token_mask)
-        self._selected_token_ids = selected_token_ids
-        self._selected_token_mask = selected_token_mask.bool()
+        ids, mask = selected_token_ids, selected_token_mask
+        if mask is None:
+            mask = selection_mask(ids, len(self.get_input_embeddings().weight))
+        elif mask.ndim != 1:
+            raise ValueError(
+                f"selected_token_mask must be one row over the target's vocabulary, got "
+                f"{list(mask.shape)}"
+            )
+        expected = selection_mask(ids, len(mask))
+        if int(expected.sum()) < len(ids) or not torch.equal(expected.cpu(), mask.bool().cpu()):
+            raise ValueError(
+                f"selected_token_mask marks {int(mask.sum())} tokens, and not the {len(ids)} of "
+                "selected_token_ids, each once"
+            )
+        self._selected_token_ids, self._selected_token_mask = ids, mask.bool()
 
     def known_rows(self) -> KnownRows | None:
         """The only rows that it can be asked about, or None if it answers about any rows."""
@@ -227,38 +217,18 @@ def finished(batch: Eagle3TargetBatch) -> Future[Eagle3TargetBatch]:
 
 def selection_mask(selected_token_ids: Tensor, vocab_size: int) -> Tensor:
     """The membership mask [V] of the draft vocabulary's ids [W]."""
-    _check_selected(selected_token_ids)
-    ids = selected_token_ids.long()
+    ids = selected_token_ids
+    if ids.ndim != 1 or ids.is_floating_point() or ids.dtype == torch.bool:
+        raise ValueError(
+            f"selected_token_ids must be one row of integers, got {ids.dtype} {list(ids.shape)}"
+        )
+    ids = ids.long()
     outside = ids[(ids < 0) | (ids >= vocab_size)]
     if len(outside):
         raise ValueError(
             f"selected_token_ids hold {int(outside[0])}, the target knows 0 .. {vocab_size - 1}"
         )
     return torch.zeros(vocab_size, dtype=torch.bool, device=ids.device).index_fill(0, ids, True)
-
-
-def _check_selected(selected_token_ids: Tensor) -> None:
-    ids = selected_token_ids
-    if ids.ndim != 1 or ids.is_floating_point() or ids.dtype == torch.bool:
-        raise ValueError(
-            f"selected_token_ids must be one row of integers, got {ids.dtype} {list(ids.shape)}"
-        )
-
-
-def check_vocab_mapping(selected_token_ids: Tensor, selected_token_mask: Tensor) -> None:
-    """Check that ids [W] and membership mask [V] describe the same set of tokens."""
-    _check_selected(selected_token_ids)
-    if selected_token_mask.ndim != 1:
-        raise ValueError(
-            "selected_token_mask must be one row over the target's vocabulary, got "
-            f"{list(selected_token_mask.shape)}"
-        )
-    marked = selected_token_mask.nonzero()[:, 0].cpu()
-    if not torch.equal(selected_token_ids.sort().values.long().cpu(), marked):
-        raise ValueError(
-            f"selected_token_mask marks {len(marked)} tokens, and not the "
-            f"{len(selected_token_ids)} of selected_token_ids, each once"
-        )
 
 
 def check_token_ids(input_ids: Tensor, size: int) -> None:

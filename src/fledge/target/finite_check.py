@@ -1,9 +1,8 @@
-"""Reject answers that hold NaN or infinity, or that are the same about every token: found on the
-device, reported on the host in one line.
+"""Reject answers that hold NaN or infinity: found on the device, reported on the host in one line.
 
-A target that overflows its number format, or whose weights are damaged or zero, still answers, and
-NaN looks like agreement wherever two argmax tokens are compared. So every caller checks the answer:
-at once (`checked_answer`), or, where synchronizing with the device would cost time, by keeping the
+A target that overflows its number format, or whose weights are damaged, still answers, and NaN
+looks like agreement wherever two argmax tokens are compared. So every caller checks the answer: at
+once (`checked_answer`), or, where synchronizing with the device would cost time, by keeping the
 verdict (`inspect`) on the device and reading it later with the rest of the step.
 
 Tokens picked from non-finite logits are handled in `core.picks`.
@@ -12,7 +11,6 @@ Tokens picked from non-finite logits are handled in `core.picks`.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,12 +30,8 @@ _NAMES: dict[Supervision, str] = {
 _WIDER = {torch.float16: "bfloat16 or float32", torch.bfloat16: "float32"}
 
 
-_CHANNELS = 64  # compared between tokens; those of a working target differ in every one
-
-
 class NotFinite(BadInput):
-    """A model's numbers are NaN, infinite or all the same: nothing derived from them means
-    anything."""
+    """A model's numbers are NaN or infinite: nothing derived from them means anything."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +41,6 @@ class Fault:
     layer: str  # "layer 7", "last hidden state", "logits", ...
     row: int
     token: int  # index within the row
-    same: bool = False  # finite, but the same about every token
 
 
 @dataclass(frozen=True)
@@ -55,15 +48,14 @@ class Verdict:
     """The result of `inspect`, still on the device."""
 
     first_BL: Tensor  # first bad slot of each aux layer, then of the supervision; T if none is bad
-    same_A: Tensor  # whether an aux layer's states are the same at all tokens
     width: int  # T
     supervision: Supervision
     dtype: torch.dtype  # of the states
 
     @property
     def broken(self) -> Tensor:
-        """Whether anything is not finite, or all the same, as a bool tensor on the device."""
-        return (self.first_BL < self.width).any() | self.same_A.any()
+        """Whether anything is not finite, as a bool tensor on the device."""
+        return (self.first_BL < self.width).any()
 
     def fault(self, aux_layer_ids: Sequence[int]) -> Fault | None:
         """The lowest bad layer of the first bad row, which is the likely origin; None if all is
@@ -74,16 +66,13 @@ class Verdict:
                 return Fault(f"layer {layer_id}", row, slot)
             if last < self.width:  # supervision is shifted: slot t is about token t + 1
                 return Fault(_NAMES[self.supervision], row, last + 1)
-        same = zip(aux_layer_ids, self.same_A.tolist(), strict=True)
-        lowest = min((layer_id for layer_id, flag in same if flag), default=None)
-        return None if lowest is None else Fault(f"layer {lowest}", 0, 0, same=True)
+        return None
 
 
 @torch.no_grad()
 def inspect(batch: Eagle3TargetBatch, aux_layers: int) -> Verdict:
-    """Look for NaN and infinity at real tokens, and for layers whose states do not depend on the
-    token, without waiting for the device. Values at padding, or about a token past the end of a
-    document, are meaningless and are ignored."""
+    """Look for NaN and infinity at real tokens, without waiting for the device. Values at padding,
+    or about a token past the end of a document, are meaningless and are ignored."""
     aux_BTAD = by_layer(batch.aux_hidden_states, aux_layers)
     real_BT = batch.attention_mask.to(aux_BTAD.device) != 0
     bad_BTA = ~finite_rows(aux_BTAD) & real_BT[..., None]
@@ -94,29 +83,7 @@ def inspect(batch: Eagle3TargetBatch, aux_layers: int) -> Verdict:
     width = real_BT.shape[1]
     slot_T1 = torch.arange(width, device=bad_BTL.device)[:, None]
     first_BL = torch.where(bad_BTL, slot_T1, width).amin(1)
-    same_A = _same_everywhere(aux_BTAD, batch.input_ids, real_BT)
-    return Verdict(first_BL, same_A, width, batch.supervision, aux_BTAD.dtype)
-
-
-def _same_everywhere(aux_BTAD: Tensor, next_ids_BT: Tensor, real_BT: Tensor) -> Tensor:
-    """bool [A]: whether a layer has one state for all real tokens, although these differ. (Where a
-    text repeats a single token, states are the same for a good reason.)"""
-    real_N = real_BT[:, 1:].flatten()  # `next_ids_BT` is shifted: it lacks each row's first token
-    ids_N = next_ids_BT[:, :-1].flatten().to(real_N.device)
-    step = max(1, aux_BTAD.shape[-1] // _CHANNELS)
-    states_NAC = aux_BTAD[:, 1:, :, ::step].flatten(0, 1)
-    if len(ids_N) == 0:
-        return real_BT.new_zeros(aux_BTAD.shape[2])
-    low, high = _range(states_NAC, real_N[:, None, None], torch.finfo(states_NAC.dtype))
-    first, last = _range(ids_N, real_N, torch.iinfo(ids_N.dtype))
-    return (low == high).all(-1) & (first < last)
-
-
-def _range(values_NX: Tensor, real_N: Tensor, bounds: Any) -> tuple[Tensor, Tensor]:
-    """Minimum and maximum over the marked entries; where there is none, the one exceeds the
-    other."""
-    low, high = values_NX.where(real_N, bounds.max), values_NX.where(real_N, bounds.min)
-    return low.amin(0), high.amax(0)
+    return Verdict(first_BL, width, batch.supervision, aux_BTAD.dtype)
 
 
 def finite_rows(values: Tensor) -> Tensor:
@@ -189,30 +156,23 @@ def refusal(
     where: str = "",
 ) -> NotFinite:
     """The error about an answer: its layer, its row, and the probable cause."""
-    if fault.same:
-        return _damaged(f"the target's states in {fault.layer} are the same for every token", where)
     row = f"row {fault.row} ({place})" if place else f"row {fault.row}"
     seen = f"the target's answer is not finite in {fault.layer}, {row}, token {fault.token}"
     if model is not None and (tensor := bad_weight(model)) is not None:
         return bad_weights(*tensor, owner=f"the target ({_name(model)})", where=where, seen=seen)
-    name = str(dtype).removeprefix("torch.")
-    if (wider := _WIDER.get(dtype)) is not None:
-        what = f"{seen}: {name} overflows, or the weights are damaged"
-        return NotFinite(what, where=where, fix=f"load the target in {wider}")
-    what = f"{seen}: its numbers overflow even {name}, or the weights are damaged"
-    return NotFinite(what, where=where, fix="check the target's weights and config")
+    name, wider = str(dtype).removeprefix("torch."), _WIDER.get(dtype)
+    fix = f"load the target in {wider}" if wider else "check the target's weights and config"
+    overflow = f"{name} overflows" if wider else f"its numbers overflow even {name}"
+    what = f"{seen}: {overflow}, or the weights are damaged"
+    return NotFinite(what, where=where, fix=fix)
 
 
 def refuse_uniform(logits: Tensor, *, where: str = "") -> None:
     """Reject logits [..., V] in which every token is as likely as any other. Waits for the
     device."""
     if bool((logits == logits[..., :1]).all()):
-        raise _damaged("to the target, every token is as likely as any other", where)
-
-
-def _damaged(what: str, where: str) -> NotFinite:
-    fix = "are its weights zero? check the files and the config"
-    return NotFinite(what, where=where, fix=fix)
+        what, fix = "to the target, every token is as likely as any other", "are its weights zero?"
+        raise NotFinite(what, where=where, fix=f"{fix} check the files and the config")
 
 
 def place_of(rows: TokenBatch, fault: Fault) -> str:
@@ -254,8 +214,7 @@ def not_numbers(tensor: Tensor) -> str:
 
 
 def _name(model: nn.Module) -> str:
-    config = getattr(model, "config", None)
-    return getattr(config, "_name_or_path", "") or type(model).__name__
+    return getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__
 
 
 @torch.no_grad()

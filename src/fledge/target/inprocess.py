@@ -6,7 +6,7 @@ derives probabilities if requested. A subclass implements the forward pass.
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -46,21 +46,18 @@ class RankGroups:
     def exchange(self, rows: TokenBatch | None) -> tuple[list[TokenBatch], int | None]:
         """The rows of all ranks, without duplicates and in the same order on every rank, and the
         index of this rank's own."""
-        batches = [None if rows is None else rows.map(lambda tensor: tensor.cpu())]
+        own = None if rows is None else rows.map(Tensor.cpu)
+        batches = [own]
         for group in self.same_rows:
-            gathered: list[list[TokenBatch | None]] = [
-                [] for _ in range(dist.get_world_size(group))
-            ]
+            gathered: list[list[TokenBatch | None]] = [[] for _ in range(group.size())]
             dist.all_gather_object(gathered, batches, group=group)
             batches = [batch for of_rank in gathered for batch in of_rank]
         questions: list[TokenBatch] = []
         for batch in batches:  # ranks that share a long row ask the same question
             if batch is not None and not any(_equal(batch, other) for other in questions):
                 questions.append(batch)
-        if rows is None:
-            return questions, None
-        own = rows.map(lambda tensor: tensor.cpu())
-        return questions, next(i for i, batch in enumerate(questions) if _equal(own, batch))
+        same = (i for i, batch in enumerate(questions) if own is not None and _equal(own, batch))
+        return questions, next(same, None)
 
     def most(self, passes: int) -> int:
         """The largest number of passes that any rank has to run."""
@@ -73,11 +70,9 @@ class RankGroups:
 
 
 def _equal(batch: TokenBatch, other: TokenBatch) -> bool:
-    pairs = zip(batch.arguments(), other.arguments(), strict=True)
-    return all(
-        (a is None and b is None)
-        or (a is not None and b is not None and a.dtype == b.dtype and torch.equal(a, b))
-        for a, b in pairs
+    mine, theirs = ([t for t in rows.arguments() if t is not None] for rows in (batch, other))
+    return len(mine) == len(theirs) and all(
+        a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(mine, theirs, strict=True)
     )
 
 
@@ -194,9 +189,7 @@ class InProcessTarget(Eagle3TargetBackend):
                 device_rows = rows.to(device)
                 batch = self._run_rows(device_rows, self._passes(device_rows, documents))
             else:
-                shared_batch = self._run_with_ranks(rows, self._rank_groups)
-                assert shared_batch is not None
-                batch = shared_batch
+                batch = cast(Eagle3TargetBatch, self._run_with_ranks(rows, self._rank_groups))
             if mapping is not None:
                 head = None if self._answers_logits() else self._head_of_states()
                 batch = batch.with_probs(head, *mapping)
@@ -216,16 +209,16 @@ class InProcessTarget(Eagle3TargetBackend):
         rank's own rows is kept."""
         device = self._device()
         questions, own_index = ranks.exchange(rows)
-        device_rows = [question.to(device) for question in questions]
+        on_device = [question.to(device) for question in questions]
         passes = [
             self._passes(moved, find_documents(question))
-            for question, moved in zip(questions, device_rows, strict=True)
+            for question, moved in zip(questions, on_device, strict=True)
         ]
         count = sum(map(len, passes))
         idle = ranks.most(count) - count
+        batches = map(self._run_rows, on_device, passes)
         own_batch = None
-        for index, question in enumerate(device_rows):
-            batch = self._run_rows(question, passes[index])
+        for index, batch in enumerate(batches):
             own_batch = batch if index == own_index else own_batch
         dummy_11 = torch.zeros((1, 1), dtype=torch.long, device=device)
         for _ in range(idle):

@@ -75,18 +75,10 @@ class Parallel(Section):
 class TargetKind(ABC, Generic[SectionT]):
     """One kind of target."""
 
-    name: ClassVar[str]
-    """Value of `target.backend` in its recipes."""
-
-    section: type[SectionT]
-    """Type of its section of a recipe."""
-
-    brings_rows: ClassVar[bool] = False
-    """Whether it answers only about its own rows (`known_rows`), whatever data a recipe names."""
-
-    shows_any_layers: ClassVar[bool] = False
-    """Whether it can be opened for any layers; those of a server or a cache were fixed when it was
-    made."""
+    name: ClassVar[str]  # value of `target.backend` in its recipes
+    section: type[SectionT]  # of a recipe
+    brings_rows: ClassVar[bool] = False  # it answers only about its own rows (`known_rows`)
+    shows_any_layers: ClassVar[bool] = False  # a server's or a cache's layers were fixed before
 
     @abstractmethod
     def open(
@@ -192,11 +184,8 @@ EngineT = TypeVar("EngineT", bound=EngineTarget)
 class EngineKind(LoadedKind[EngineT]):
     """A serving engine in this process, imported when the target is opened."""
 
-    backend: ClassVar[str]
-    """Its backend class, as `module:class`."""
-
-    argument_names: ClassVar[tuple[str, str]]
-    """The engine's own names of `tp_size` and `memory_fraction`."""
+    backend: ClassVar[str]  # its class, as `module:class`
+    argument_names: ClassVar[tuple[str, str]]  # the engine's own, of tp_size and memory_fraction
 
     def own_arguments(self, section: EngineT, device: "torch.device") -> dict[str, Any]:
         """Arguments of its backend beyond those that all engines share."""
@@ -205,12 +194,9 @@ class EngineKind(LoadedKind[EngineT]):
     def open(
         self, section: EngineT, *, device: "torch.device", aux_layers: int
     ) -> "Eagle3TargetBackend":
-        tp_name, memory_name = self.argument_names
-        arguments: dict[str, Any] = {}
-        if section.tp_size > 1:
-            arguments[tp_name] = section.tp_size
-        if section.memory_fraction is not None:
-            arguments[memory_name] = section.memory_fraction
+        tp_size = section.tp_size if section.tp_size > 1 else None
+        given = zip(self.argument_names, (tp_size, section.memory_fraction), strict=True)
+        arguments = {name: value for name, value in given if value is not None}
         if section.trust_remote_code:
             arguments["trust_remote_code"] = True
         try:

@@ -10,7 +10,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from operator import index
-from traceback import clear_frames
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 
 from fledge.core.errors import BadInput, in_words
 from fledge.target.packing import Group
-from fledge.target.weights import whole_tensor, whole_weight
+from fledge.target.weights import whole_tensor
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -56,10 +55,9 @@ def find_layers(model: nn.Module) -> list[nn.Module]:
     if isinstance(layers, nn.ModuleList):
         return list(layers)
     names = [str(i) for i in range(len(layers))]
-    if set(layers.keys()) != set(names):
-        raise BadInput(
-            f"decoder layers must be keyed '0' .. '{len(layers) - 1}', got {sorted(layers.keys())}"
-        )
+    if {*layers.keys()} != {*names}:
+        what = f"decoder layers must be keyed '0' .. '{len(layers) - 1}', got "
+        raise BadInput(f"{what}{sorted(layers.keys())}")
     return [layers[name] for name in names]
 
 
@@ -73,13 +71,12 @@ def describe_final_norm(model: nn.Module, *, bare: bool = False) -> FinalNorm | 
         norm = getattr(parent, name, None)
         if isinstance(norm, nn.Module):
             eps = getattr(norm, "eps", getattr(norm, "variance_epsilon", None))
-            norm_path = f"{parent_path}.{name}" if parent_path else name
-            has_weight = isinstance(getattr(norm, "weight", None), Tensor)
+            weight = getattr(norm, "weight", None)
             return FinalNorm(
-                path=norm_path,
+                path=f"{parent_path}.{name}" if parent_path else name,
                 kind=type(norm).__name__,
                 eps=None if eps is None else float(eps),
-                weight_D=whole_weight(model, f"{norm_path}.weight") if has_weight else None,
+                weight_D=None if weight is None else whole_tensor(weight),
             )
     return None
 
@@ -92,10 +89,9 @@ def _find(model: nn.Module, *, bare: bool = False) -> tuple[str, nn.ModuleList |
             continue
         if isinstance(layers, nn.ModuleList | nn.ModuleDict) and (bare or len(layers) > 0):
             return path, layers
-    raise BadInput(
-        f"no decoder layers in {type(model).__name__}: looked for a ModuleList or ModuleDict under "
-        f"{', '.join(LAYER_PATHS)}"
-    )
+    paths = ", ".join(LAYER_PATHS)
+    what = f"no decoder layers in {type(model).__name__}: looked for a ModuleList or ModuleDict"
+    raise BadInput(f"{what} under {paths}")
 
 
 def text_config(config: "PretrainedConfig") -> Any:
@@ -183,11 +179,9 @@ def validate_aux_layer_ids(
         raise BadInput(f"aux_layer_ids must be distinct, got {ids}")
     # engines give a draft the last state only on its own
     last = depth if count is None or len(ids) == 1 else depth - 1
-    outside = [i for i in ids if not 0 <= i <= last]
-    if outside:
-        raise BadInput(
-            f"aux_layer_ids {outside} out of range: the target has layers 0 .. {depth - 1}"
-        )
+    if outside := [i for i in ids if not 0 <= i <= last]:
+        what = f"aux_layer_ids {outside} out of range: the target has layers 0 .. {depth - 1}"
+        raise BadInput(what)
     return ids
 
 
@@ -196,13 +190,10 @@ def hidden_of(output: Any) -> Tensor:
     named field, else its first tensor. Gathered if ranks hold a part each."""
     if isinstance(output, Tensor):
         return whole_tensor(output)
-    if isinstance(output, Mapping):  # a transformers ModelOutput is one
-        named = dict(output)
-    elif is_dataclass(output):
+    named = dict(output) if isinstance(output, Mapping) else {}  # as transformers' ModelOutput
+    if is_dataclass(output):
         named = {field.name: getattr(output, field.name) for field in fields(output)}
-    else:
-        named = {}
-    unnamed = list(output) if isinstance(output, tuple | list) else list(named.values())
+    unnamed = output if isinstance(output, tuple | list) else named.values()
     for value in (named.get("hidden_states"), named.get("last_hidden_state"), *unnamed):
         if isinstance(value, Tensor):
             return whole_tensor(value)
@@ -228,10 +219,9 @@ def layer_outputs(
 def muted_head(head: nn.Module, answer: Callable[[Tensor], Tensor]) -> Iterator[None]:
     """While open, replace the output head's forward with `answer`, which gets the head's input.
 
-    The model's own forward still runs from start to end, so what `answer` receives is by definition
-    the head's input: after the final norm and any scaling that an architecture applies before its
-    head. The head's hooks are disabled too: those of sharding would fetch weights for nothing and
-    would mistake the output of `answer` for one shard.
+    The model's own forward runs from start to end, so that this is what architectures scale before
+    their head, too. The head's hooks are disabled: those of sharding would fetch weights for
+    nothing and would mistake the output of `answer` for one shard.
     """
     wrapped = head.__dict__.get("forward")  # offloading tools store their own forward here
     hooks = head._forward_pre_hooks, head._forward_hooks
@@ -247,42 +237,12 @@ def muted_head(head: nn.Module, answer: Callable[[Tensor], Tensor]) -> Iterator[
             head.forward = wrapped
 
 
-class _PassStopped(BaseException):
-    """Unwinds a forward pass whose remaining layers are not needed. A BaseException, so that the
-    model's own `except Exception` does not catch it."""
-
-
-@contextmanager
-def stop_behind(
-    layer_id: int, write: Callable[[int, Tensor], None], answer: Callable[[Tensor], Tensor]
-) -> Iterator[Callable[[int, Tensor], None]]:
-    """Yield a `write` that ends the enclosed pass once this layer's states are written; `answer` is
-    called with zeros in place of the last hidden state."""
-
-    def write_and_stop(number: int, states: Tensor) -> None:
-        write(number, states)
-        if number == layer_id:
-            answer(states.new_zeros(()).expand_as(states))
-            raise _PassStopped
-
-    try:
-        yield write_and_stop
-    except _PassStopped as stopped:
-        # its traceback holds the model's frames and would keep their tensors alive until the next
-        # garbage collection
-        clear_frames(stopped.__traceback__)
-
-
 class AuxBuffer:
-    """The aux states [B, T, A * D] of one batch, filled layer by layer during the forward.
-
-    Layers are concatenated in the order of `layer_ids`. Memory is allocated at the first write,
-    when width, dtype and device are known. Slots that are never written (padding) stay 0.
-    """
+    """The aux states [B, T, A * D] of one batch, layers in the order of `layer_ids`, filled during
+    the forward. Allocated at the first write; slots that are never written (padding) stay 0."""
 
     def __init__(self, rows_BT: torch.Size, layer_ids: Sequence[int]) -> None:
-        self.rows_BT = rows_BT
-        self.layer_ids = list(layer_ids)
+        self.rows_BT, self.layer_ids = rows_BT, list(layer_ids)
         self.aux_BTD: Tensor | None = None
         self.captured: dict[int, Tensor] = {}  # layer id -> its slice of aux_BTD
 
@@ -292,11 +252,11 @@ class AuxBuffer:
         if self.aux_BTD is None:
             self.aux_BTD = states.new_zeros((*self.rows_BT, width * len(self.layer_ids)))
         begin = self.layer_ids.index(layer_id) * width
-        self.captured[layer_id] = self.aux_BTD[..., begin : begin + width]
+        into = self.captured[layer_id] = self.aux_BTD[..., begin : begin + width]
         if group is None:
-            self.captured[layer_id].copy_(states)
+            into.copy_(states)
         else:
-            group.put(states, self.captured[layer_id])
+            group.put(states, into)
 
     def result(self) -> Tensor:
         assert self.aux_BTD is not None, "no layer has been captured"

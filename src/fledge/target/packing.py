@@ -64,11 +64,8 @@ def right_padded(attention_mask: Tensor) -> Tensor:
 
 
 def find_documents(rows: TokenBatch) -> Documents | None:
-    """Locate the documents of packed rows; None when the batch is not packed.
-
-    Lengths are needed on the host: keep `seq_lens` and `attention_mask` on the CPU until here to
-    avoid a synchronization with the device.
-    """
+    """Locate the documents of packed rows; None when the batch is not packed. `seq_lens` and
+    `attention_mask` are needed on the host: a batch on a device is synchronized with it."""
     if rows.packing is None:
         if rows.position_ids is not None and rows.position_ids.device.type != "cpu":
             check_positions(rows.position_ids, rows.attention_mask)  # not checked before
@@ -106,12 +103,9 @@ def find_documents(rows: TokenBatch) -> Documents | None:
 def plan_groups(
     lengths: Sequence[int], *, overhead_tokens: int, max_tokens: int
 ) -> list[list[int]]:
-    """Partition documents into groups that minimize padded tokens plus overhead per group.
-
-    Optimal for documents sorted by length (a dynamic program over where to cut); a group never
-    holds more than `max_tokens` cells unless it is one long document. Depends only on the lengths:
-    the same lengths give the same groups.
-    """
+    """Partition documents, sorted by length, into groups that minimize padded tokens plus overhead
+    per group (a dynamic program over where to cut). A group never holds more than `max_tokens`
+    cells unless it is one long document. The same lengths give the same groups."""
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     longest = np.array([lengths[i] for i in order], dtype=np.int64)
     count = len(order)
@@ -143,24 +137,14 @@ def group_documents(
         offsets_L = torch.arange(int(lengths_N1.max()))
         real_NL = offsets_L < lengths_N1
         slots_NL = starts_N1 + torch.minimum(offsets_L, lengths_N1 - 1)
-        groups.append(
-            Group(
-                slots_NL=send(slots_NL, device),
-                attention_mask_NL=send(real_NL.long(), device),
-                cells=send(real_NL.flatten().nonzero()[:, 0], device),
-                slots=send(slots_NL[real_NL], device),
-            )
-        )
+        parts = (slots_NL, real_NL.long(), real_NL.flatten().nonzero()[:, 0], slots_NL[real_NL])
+        groups.append(Group(*(send(part, device) for part in parts)))
     return groups
 
 
 def overhead_in_tokens(model: nn.Module, *, depth: int) -> int:
-    """Fixed cost of one more forward pass, expressed in tokens.
-
-    Kernel launches and reading the weights take a fixed time per layer, whatever the rows; a token
-    takes two operations per weight. Rough figures are enough: they only decide how finely documents
-    are grouped by length.
-    """
+    """Fixed cost of one more forward pass, roughly, in tokens: launching kernels and reading
+    weights takes a fixed time per layer; a token takes two operations per weight."""
     parameters = list(model.parameters())
     weights = max(1, sum(parameter.numel() for parameter in parameters))
     on_cpu = all(parameter.device.type == "cpu" for parameter in parameters)

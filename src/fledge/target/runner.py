@@ -130,16 +130,16 @@ class RunnerEagle3TargetModel(InProcessTarget):
             hidden_size=stated(self.runner.model.config, "hidden_size") or weight_VD.shape[1],
             vocab_size=len(weight_VD),
             depth=self._depth,
-            dtype=weight_VD.dtype,
-            weight_dtypes=self._describe_weights(),
-            weights_fingerprint=self._fingerprint_weights(),
             tokenizer_fingerprint=self._tokenizer_fingerprint(),
+            **self._about_weights(),
         )
 
     def _facts(self) -> dict[str, Any]:
         assert isinstance(self.runner, HiddenTargetRunner)
+        return {"final_norm": self.runner.final_norm(), **self._about_weights()}
+
+    def _about_weights(self) -> dict[str, Any]:
         return {
-            "final_norm": self.runner.final_norm(),
             "dtype": self.runner.input_embedding_weight().dtype,
             "weight_dtypes": self._describe_weights(),
             "weights_fingerprint": self._fingerprint_weights(),
@@ -241,12 +241,9 @@ class EngineEagle3TargetModel(RunnerEagle3TargetModel):
         try:
             tokenizer = tokenizer_in(local_model(str(model)), trust_remote_code=trust_remote_code)
             return cls(
-                runner,
-                aux_layer_ids,
-                supervision=supervision,
-                tokenizer=tokenizer,
+                runner, aux_layer_ids, supervision=supervision, tokenizer=tokenizer,
                 num_aux_layers=num_aux_layers,
-            )
+            )  # fmt: skip
         except BaseException:
             runner.close()
             raise

@@ -13,7 +13,6 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import prod
 
 import torch
 from torch import Tensor
@@ -22,16 +21,14 @@ from fledge.core.batch import Eagle3TargetBatch
 from fledge.core.errors import first_line
 from fledge.core.rows import TokenBatch
 from fledge.target.base import Eagle3TargetBackend, HasWeight, TargetInfo
-from fledge.target.cache.format import from_fp8, to_fp8
 from fledge.target.hf.model import HFEagle3TargetModel
 from fledge.target.packing import find_documents
 
 log = logging.getLogger(__name__)
 
 _BLOCK = 256 << 20  # bytes; a power of two, to which torch rounds pinned memory up
-_ALIGNMENT = 256  # bytes between the parts of a block
 
-Parts = tuple[Tensor, ...]  # of one document, or of a block of them: [n, ...] each
+Parts = tuple[Tensor, ...]  # aux and last hidden states of a document, or of a block: [n, ...] each
 
 
 @dataclass(frozen=True)
@@ -40,7 +37,6 @@ class KeptStates:
 
     device_bytes: int = 0
     host_bytes: int = 0
-    eight_bits: bool = False
 
     def __bool__(self) -> bool:
         return self.device_bytes + self.host_bytes > 0
@@ -57,46 +53,38 @@ class Memory:
     def take(self, like: Parts) -> Parts | None:
         """Memory to copy such parts to; None if too little is left."""
         count = len(like[0])
-        rest = self._rest
-        if rest is None or len(rest[0]) < count:
-            rest = self._new_block(like, count)
-            if rest is None:
+        if self._rest is None or len(self._rest[0]) < count:
+            block = self._new_block(like, count)
+            if block is None:
                 return None
-        self._rest = tuple(part[count:] for part in rest)
-        return tuple(part[:count] for part in rest)
+            self._rest = block
+        taken = tuple(part[:count] for part in self._rest)
+        self._rest = tuple(part[count:] for part in self._rest)
+        return taken
 
     def _new_block(self, like: Parts, count: int) -> Parts | None:
         """A block for at least `count` rows, in one allocation."""
-        gaps = _ALIGNMENT * (len(like) - 1)
-        row_bytes = sum(part.nbytes for part in like) // max(1, count)
-        rows = max(count, (min(_BLOCK, self._left) - gaps) // max(1, row_bytes))
-        size = rows * row_bytes + gaps
-        if size > self._left:
+        row_bytes = sum(part[0].nbytes for part in like)
+        rows = max(count, min(_BLOCK, self._left) // row_bytes)
+        if rows * row_bytes > self._left:
             return None
         try:
-            flat = self._allocate(size, like[0].device)
+            flat = self._allocate(rows * row_bytes, like[0].device)
         except RuntimeError as error:  # there is less memory than configured
             log.warning("no more states are kept: %s", first_line(error))
             self._left = 0
             return None
-        self._left -= size
-        return _divide(flat, like, rows)
+        self._left -= rows * row_bytes
+        pieces = torch.split(flat, [rows * part[0].nbytes for part in like])
+        return tuple(
+            piece.view(part.dtype).view(rows, *part.shape[1:])
+            for piece, part in zip(pieces, like, strict=True)
+        )
 
     def _allocate(self, size: int, device: torch.device) -> Tensor:
         if not self._on_host:
             return torch.empty(size, dtype=torch.uint8, device=device)
         return torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
-
-
-def _divide(flat: Tensor, like: Parts, rows: int) -> Parts:
-    """Views of a block of bytes: `rows` rows of every part."""
-    parts, begin = [], 0
-    for part in like:
-        shape = (rows, *part.shape[1:])
-        end = begin + prod(shape) * part.itemsize
-        parts.append(flat[begin:end].view(part.dtype).view(shape))
-        begin = -(-end // _ALIGNMENT) * _ALIGNMENT
-    return tuple(parts)
 
 
 def copy_all(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
@@ -112,10 +100,8 @@ def copy_all(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
 
 def find_memory(memories: Sequence[Memory], like: Parts) -> Parts | None:
     """A part of the first memory that has enough left."""
-    for memory in memories:
-        if (part := memory.take(like)) is not None:
-            return part
-    return None
+    parts = (memory.take(like) for memory in memories)
+    return next((part for part in parts if part is not None), None)
 
 
 @dataclass(frozen=True)
@@ -130,15 +116,12 @@ Span = tuple[slice, bytes]  # the slots of a document in its flattened batch, an
 
 
 class RememberingTarget(Eagle3TargetBackend):
-    """Wraps a backend with `hidden` supervision and keeps as many states as fit: in
-    8 bits as in the cache's `hidden-fp8`, with a scale per token and layer, or as they are."""
+    """Wraps a backend with `hidden` supervision and keeps as many states as fit."""
 
     def __init__(self, inner: Eagle3TargetBackend, kept: KeptStates) -> None:
         super().__init__("hidden")
         self.inner, self.aux_layer_ids = inner, inner.aux_layer_ids
         self._memories = (Memory(kept.device_bytes), Memory(kept.host_bytes, on_host=True))
-        self._eight_bits = kept.eight_bits
-        self._dtype: torch.dtype | None = None  # of the states, known after the first answer
         # by document; hidden states are shifted, so the last slot of each is never read
         self.known: dict[bytes, Parts] = {}
         self._reserved: dict[bytes, _Reserved] = {}
@@ -184,7 +167,7 @@ class RememberingTarget(Eagle3TargetBackend):
             if not any(self._is_new(key) for _, key in spans):
                 continue
             if example is None:  # for the shapes and types of what is kept
-                example = self._packed(self.inner.answer(rows))
+                example = _states(self.inner.answer(rows))
             for span, key in spans:
                 like = tuple(part[: span.stop - span.start] for part in example)
                 if self._is_new(key) and (place := find_memory(self._memories, like)) is not None:
@@ -193,18 +176,9 @@ class RememberingTarget(Eagle3TargetBackend):
     def _is_new(self, key: bytes) -> bool:
         return key not in self.known and key not in self._reserved
 
-    def _packed(self, batch: Eagle3TargetBatch) -> Parts:
-        """An answer's states as they are kept, one row for each slot of the flattened batch."""
-        assert batch.last_hidden_states is not None
-        aux_ND = batch.aux_hidden_states.flatten(0, 1)
-        hidden_ND, self._dtype = batch.last_hidden_states.flatten(0, 1), aux_ND.dtype
-        if not self._eight_bits:
-            return aux_ND, hidden_ND
-        return *to_fp8(aux_ND, len(self.aux_layer_ids)), *to_fp8(hidden_ND, 1)
-
     def _learn(self, batch: Eagle3TargetBatch, spans: list[Span]) -> None:
         """Keep the states of new documents, as long as they fit."""
-        parts = self._packed(batch)
+        parts = _states(batch)
         copies: list[tuple[Tensor, Tensor]] = []
         for span, key in spans:
             states = tuple(part[span] for part in parts)
@@ -221,7 +195,7 @@ class RememberingTarget(Eagle3TargetBackend):
                 continue
             pack = self._reserved[key].pack
             rows = pack()
-            parts = self._packed(self.inner.answer(rows))
+            parts = _states(self.inner.answer(rows))
             copies: list[tuple[Tensor, Tensor]] = []
             for span, neighbour in _spans(rows) or []:
                 reserved = self._reserved.get(neighbour)
@@ -231,9 +205,8 @@ class RememberingTarget(Eagle3TargetBackend):
             copy_all(copies)
 
     def _recall(self, rows: TokenBatch, spans: list[Span]) -> Eagle3TargetBatch:
-        device = self._device
         parts = tuple(
-            part.new_zeros((rows.tokens, part.shape[-1]), device=device)
+            part.new_zeros((rows.tokens, part.shape[-1]), device=self._device)
             for part in self.known[spans[0][1]]
         )
         copy_all(
@@ -241,18 +214,9 @@ class RememberingTarget(Eagle3TargetBackend):
             for span, key in spans
             for to, kept in zip(parts, self.known[key], strict=True)
         )
-        if self._eight_bits:
-            aux8, aux_scale, hidden8, hidden_scale = parts
-            assert self._dtype is not None
-            aux = from_fp8(aux8, aux_scale, self._dtype)
-            hidden = from_fp8(hidden8, hidden_scale, self._dtype)
-        else:
-            aux, hidden = parts
+        aux, hidden = (part.view(*rows.shape, -1) for part in parts)
         return Eagle3TargetBatch.about(
-            rows,
-            aux_hidden_states=aux.view(*rows.shape, -1),
-            last_hidden_states=hidden.view(*rows.shape, -1),
-            shifted=True,
+            rows, aux_hidden_states=aux, last_hidden_states=hidden, shifted=True
         )
 
 
@@ -262,16 +226,18 @@ def colocated(target: Eagle3TargetBackend) -> HFEagle3TargetModel | None:
     return inner if isinstance(inner, HFEagle3TargetModel) else None
 
 
+def _states(batch: Eagle3TargetBatch) -> Parts:
+    """An answer's states, one row for each slot of the flattened batch."""
+    assert batch.last_hidden_states is not None
+    return batch.aux_hidden_states.flatten(0, 1), batch.last_hidden_states.flatten(0, 1)
+
+
 def _spans(rows: TokenBatch) -> list[Span] | None:
     """The documents of packed rows; None when the rows are padded."""
     documents = find_documents(rows)
     if documents is None:
         return None
-    flat = rows.input_ids.flatten()
+    flat = rows.input_ids.flatten().cpu().numpy()
     places = zip(documents.starts, documents.lengths, strict=True)
-    slots = [slice(start, start + length) for start, length in places]
-    return [(span, _key(flat[span])) for span in slots]
-
-
-def _key(ids: Tensor) -> bytes:
-    return hashlib.blake2b(ids.cpu().numpy().tobytes(), digest_size=16).digest()
+    spans = [slice(start, start + length) for start, length in places]
+    return [(s, hashlib.blake2b(flat[s].tobytes(), digest_size=16).digest()) for s in spans]

@@ -23,9 +23,9 @@ _PLAIN_DTYPES = {"float64", "float32", "bfloat16", "float16"}
 
 
 def refuse_missing(model: nn.Module) -> None:
-    """Reject a model with weights on the meta device, unless offloading keeps them elsewhere."""
+    """Reject a model with weights on the meta device."""
     for name, parameter in model.named_parameters():
-        if parameter.device.type == "meta" and _offloading_module(model, name) is None:
+        if parameter.device.type == "meta":
             raise BadInput(
                 f"its weights are not here: {name} is on the meta device",
                 where=type(model).__name__,
@@ -37,34 +37,20 @@ def is_here(tensor: Tensor) -> bool:
     """Whether this process holds all of a tensor."""
     from torch.distributed.tensor import DTensor
 
-    return not isinstance(tensor, DTensor) and tensor.device.type != "meta"
-
-
-def whole_weight(model: nn.Module, name: str) -> Tensor:
-    """One parameter or buffer, unsharded.
-
-    Gathered where ranks hold a part each (FSDP2, tensor parallelism), so that every rank must call
-    this. Fetched where accelerate's offloading keeps it in host memory or on disk.
-    """
-    path, _, attribute = name.rpartition(".")
-    module = model.get_submodule(path)
-    tensor = getattr(module, attribute)
-    assert isinstance(tensor, Tensor)
-    return whole_tensor(tensor if tensor.device.type != "meta" else _fetch_offloaded(model, name))
+    return not isinstance(tensor, DTensor)
 
 
 def whole_tensor(tensor: Tensor) -> Tensor:
     """The tensor itself, or, if it is sharded, the full tensor gathered from all ranks."""
     from torch.distributed.tensor import DTensor
 
-    tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
-        return tensor
+        return tensor.detach()
     logger = logging.getLogger("torch.distributed.tensor._redistribute")
     level = logger.level
     logger.setLevel(logging.ERROR)  # silence its advice on how to gather faster
     try:
-        return tensor.full_tensor()
+        return tensor.full_tensor().detach()
     finally:
         logger.setLevel(level)
 
@@ -85,50 +71,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
     if not isinstance(tensor, DTensor):
         return tensor
-    part: Tensor = tensor.to_local()
-    return part.detach()
-
-
-def is_offloaded(model: nn.Module) -> bool:
-    """Whether accelerate loads weights on demand."""
-    return any(hasattr(module, "_hf_hook") for module in model.modules())
-
-
-def runs_on(model: nn.Module) -> torch.device:
-    """The device its tokens must be on: that of its weights, or where offloading runs it."""
-    for module in model.modules() if is_offloaded(model) else ():
-        device = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
-        if device is not None:
-            return torch.device(device)
-    parameter = next(model.parameters(), None)
-    return torch.device("cpu") if parameter is None else parameter.device
-
-
-def _offloading_module(model: nn.Module, name: str) -> nn.Module | None:
-    """The module whose accelerate hook loads this weight: its owner or an ancestor."""
-    if not is_offloaded(model):
-        return None
-    from accelerate.utils import has_offloaded_params
-
-    path = name
-    while path:
-        path = path.rpartition(".")[0]
-        module = model.get_submodule(path)
-        if has_offloaded_params(module):
-            return module
-    return None
-
-
-def _fetch_offloaded(model: nn.Module, name: str) -> Tensor:
-    hooked = _offloading_module(model, name)
-    if hooked is None:
-        raise ValueError(f"{name} has no data (meta device): load the weights first")
-    from accelerate.utils import align_module_device
-
-    path, _, attribute = name.rpartition(".")
-    with align_module_device(hooked, torch.device("cpu")):
-        tensor: Tensor = getattr(model.get_submodule(path), attribute).detach()
-    return tensor
+    return tensor.to_local().detach()
 
 
 def weights_fingerprint(model: nn.Module) -> str:
@@ -136,17 +79,14 @@ def weights_fingerprint(model: nn.Module) -> str:
 
     Contents enter as integer checksums computed on the weights' device (exact, so CPU and GPU
     agree; sensitive to order) rather than byte by byte: an 8B target takes a fraction of a second.
-    This guards against mix-ups, not against forgery. Sharded and offloaded weights are read whole,
-    one tensor at a time, so the fingerprint does not depend on how a model is placed in memory.
+    This guards against mix-ups, not against forgery. Sharded weights are read whole, one tensor at
+    a time, so the fingerprint does not depend on how a model is placed in memory.
     """
     digest = hashlib.sha256()
     sums: dict[tuple[Any, ...], list[int]] = {}
     for name, tensor in sorted(model.state_dict().items()):
-        if not isinstance(tensor, Tensor):
-            continue
-        offloaded = tensor.device.type == "meta"
-        for part in stored_tensors(_fetch_offloaded(model, name) if offloaded else tensor):
-            key = (name if offloaded else local_part(part).data_ptr(), part.dtype, part.shape)
+        for part in stored_tensors(tensor) if isinstance(tensor, Tensor) else ():
+            key = (local_part(part).data_ptr(), part.dtype, part.shape)
             if key not in sums:  # a tied weight is read once
                 sums[key] = _checksum(whole_tensor(part))
             entry = [name, str(part.dtype), list(part.shape), sums[key]]

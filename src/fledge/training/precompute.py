@@ -70,6 +70,10 @@ def recipe_job(
     held out is decided in training, unless the recipe names separate held-out data (`data.valid`).
     """
     section, data = recipe.target, recipe.data
+    parallel = kind_of(section).cut(section)
+    if parallel is not None and parallel.ranks > 1:
+        what = "a target that ranks share cannot be precomputed"
+        raise BadInput(what, where="target.parallel", fix="take an engine, or train live")
     computed = cache_dtype(recipe, device or torch.device("cpu"))
     if not data.train:
         raise BadInput("no training data", where="data.train", fix="data.train=chats.jsonl")

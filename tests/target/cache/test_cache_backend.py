@@ -9,9 +9,8 @@ import torch
 from fledge.core.errors import BadInput
 from fledge.data.pack import Piece, collate
 from fledge.data.rows import RowView
-from fledge.target.cache import backend as cache_backend
 from fledge.target.cache.backend import CachedEagle3TargetModel, CachedRows, CacheStore
-from fledge.target.cache.format import FORMAT, decode_states
+from fledge.target.cache.format import FORMAT
 from fledge.target.hf.model import HFEagle3TargetModel
 from target.cache.caches import break_row, every_third, token_row, write_cache
 from target.contract import (
@@ -117,27 +116,6 @@ def test_fp8_states_are_close_and_in_the_dtype_of_the_target(directory):
         assert a.dtype == b.dtype == torch.float32
         error = (a - b).norm() / b.norm()
         assert 0.001 < error < 0.04, name
-
-
-def test_states_are_sent_to_the_device_as_they_are_stored(directory, monkeypatch):
-    """A separate device (here `meta`) receives 8-bit floats and decodes them itself."""
-    seen = []
-
-    def decode(stored, shape, dtype):
-        seen.append({name: (tensor.device.type, tensor.dtype) for name, tensor in stored.items()})
-        return decode_states(stored, shape, dtype)
-
-    monkeypatch.setattr(cache_backend, "decode_states", decode)
-    given = packed_rows(some_documents(), 14)
-    target = CachedEagle3TargetModel(directory / "hidden-fp8", device="meta")
-    batch = target.generate_batch(*given)
-    fp8, scale = ("meta", torch.float8_e4m3fn), ("meta", torch.float32)
-    assert seen == [
-        {"aux_hidden_states": fp8, "aux_scale": scale,
-         "last_hidden_states": fp8, "last_scale": scale}
-    ]  # fmt: skip
-    assert {tensor.device.type for _, tensor in batch.tensors()} == {"meta"}
-    assert batch.aux_hidden_states.dtype == torch.float32
 
 
 def test_tokens_that_a_batch_does_not_supervise_are_not_charged(directory):

@@ -171,14 +171,3 @@ def test_what_is_not_a_file_does_not_block_a_precompute(
     assert {path: path.stat().st_mtime_ns for path in before if path.is_file()} == {
         path: time_ns for path, time_ns in before.items() if path.is_file()
     }
-
-
-@pytest.mark.timeout(60)
-def test_a_pipe_among_the_target_s_weights_is_refused(tiny_target, tiny_chats, tmp_path, capsys):
-    model = shutil.copytree(tiny_target, tmp_path / "model")
-    (model / "model.safetensors").unlink()
-    os.mkfifo(model / "model.safetensors")
-    cache = tmp_path / "cache"
-    assert main(words_of(target_model=model, input_data=tiny_chats, output_dir=cache)) == 2
-    assert "model.safetensors: a pipe or a device" in capsys.readouterr().err
-    assert not cache.exists()

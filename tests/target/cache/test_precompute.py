@@ -1,11 +1,9 @@
 """precompute_eagle3: its flags, refusals before anything is written, byte-exact resumption."""
 
-import contextlib
 import errno
 import multiprocessing
 import os
 import random
-import shlex
 import shutil
 import signal
 import time
@@ -17,7 +15,6 @@ import torch
 from fledge.core.claims import Claims
 from fledge.core.errors import BadInput
 from fledge.precompute_eagle3 import (
-    _build_parser,
     _compute_batch_cache,
     main,
 )
@@ -76,28 +73,6 @@ def test_sizes_are_predicted_to_the_byte(argv, tmp_path, encoding, monkeypatch):
     assert sizes == list(plans[0].shard_bytes)
 
 
-def test_progress_is_shown_by_one_process_unless_it_is_quiet(argv, tmp_path, monkeypatch, caplog):
-    seen = []
-
-    @contextlib.contextmanager
-    def bar():
-        yield lambda what, done, total, *_: seen.append((done, total))
-
-    monkeypatch.setattr("fledge.cli.console.progress_bar", bar)
-    with caplog.at_level("INFO"):
-        assert main(argv()) == 0
-        assert seen == sorted(seen)
-        assert seen[-1] == (60, 60)
-        assert caplog.messages[-1].endswith(f"target.cached_target_path={tmp_path / 'cache'}")
-        seen.clear()
-        monkeypatch.setenv("RANK", "1")
-        assert main(argv(output_dir=tmp_path / "second")) == 0
-    monkeypatch.delenv("RANK")
-    with caplog.at_level("ERROR"):
-        assert main(argv(output_dir=tmp_path / "quiet")) == 0
-    assert seen == []
-
-
 PATHS_AND_NAMES = ("target_model", "input_data", "output_dir", "split", "encoding", "device")
 BAD = [  # and those of tests/seeds
     *(({name: ""}, f"--{name.replace('_', '-')}: the value is empty") for name in PATHS_AND_NAMES),
@@ -137,24 +112,6 @@ def test_bad_input_is_a_one_line_error_and_touches_nothing(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    ("extra", "words"),
-    [
-        (["--no-such-flag"], "--no-such-flag"),
-        (["--seq-length", "long"], "--seq-length"),
-        (["--dtype"], "--dtype"),
-        (["--aux-layer-ids"], "--aux-layer-ids"),
-    ],
-)
-def test_unparsable_arguments_are_a_one_line_error_with_code_2(argv, extra, words, capsys):
-    with pytest.raises(SystemExit) as stop:
-        main([*argv(), *extra])
-    assert stop.value.code == 2
-    [line] = capsys.readouterr().err.strip().splitlines()
-    assert words in line
-    assert "--help" in line
-
-
 def test_layers_may_be_separate_arguments_and_a_file_is_its_train_split(argv, tmp_path):
     """`--aux-layer-ids 0 1 2` equals `0,1,2`; a file is its own `train` split, as in `datasets`."""
     assert main(argv()) == 0
@@ -162,17 +119,6 @@ def test_layers_may_be_separate_arguments_and_a_file_is_its_train_split(argv, tm
     assert main([*separate, "--aux-layer-ids", "0", "1", "2"]) == 0
     for name in ("manifest.json", *shards(tmp_path / "cache")):
         assert (tmp_path / "cache" / name).read_bytes() == (tmp_path / "apart" / name).read_bytes()
-
-
-def test_help_shows_a_command_that_can_be_pasted(capsys):
-    with pytest.raises(SystemExit) as stop:
-        main(["--help"])
-    assert stop.value.code == 0
-    text = capsys.readouterr().out
-    command = text[text.index("    python -m") : text.index("\n\nThen")]
-    words = shlex.split(command.replace("\\\n", ""))
-    assert words[:3] == ["python", "-m", "fledge.precompute_eagle3"]
-    _build_parser().parse_args(words[3:])
 
 
 @pytest.mark.parametrize(
@@ -344,32 +290,6 @@ def test_resuming_mends_a_cache(argv, tmp_path, finished, damage):
     assert (tmp_path / "cache" / "target" / "tokenizer.json").is_file()
 
 
-def test_shards_that_others_finish_while_the_target_loads_are_not_redone(
-    argv, tmp_path, finished, monkeypatch
-):
-    """One of the shards is damaged when the command starts: only its replacement counts as done."""
-    cache, flags = tmp_path / "cache", {"encoding": "probs", "draft_vocab_size": 128}
-    shutil.copytree(finished, cache)
-    names = shards(cache)
-    for name in names[2:]:
-        (cache / name).unlink()
-    for name in names[:2]:
-        (cache / name).write_bytes(b"damaged")
-    real, inodes = precompute.begin_cache, {}
-
-    def begin_late(*args):
-        real(*args)
-        for name in names[1:4]:  # what another process writes meanwhile
-            shutil.copy(finished / name, tmp_path / name)
-            (tmp_path / name).replace(cache / name)
-            inodes[name] = (cache / name).stat().st_ino
-
-    monkeypatch.setattr(precompute, "begin_cache", begin_late)
-    assert main(argv(**flags, resume=True)) == 0
-    assert payload(cache) == payload(finished)
-    assert inodes == {name: (cache / name).stat().st_ino for name in inodes}
-
-
 def test_a_cache_that_is_removed_meanwhile_is_not_reported_as_complete(
     argv, tmp_path, capsys, monkeypatch
 ):
@@ -449,40 +369,6 @@ def test_kill_nine_at_ten_random_moments(argv, tmp_path):
     assert caught >= 3  # kills left half-written shards behind, under no shard's name
     assert main(words) == 0
     assert payload(tmp_path / "cache") == payload(tmp_path / "whole")
-
-
-@pytest.mark.slow
-def test_four_at_once_and_ten_kills(argv, tmp_path):
-    """The same command four times at any moment; every killed process is started again."""
-    flags = {"encoding": "hidden", "shard_size": 2, "batch_size": 2}
-    assert main(argv(**flags, output_dir=tmp_path / "whole")) == 0
-    words, cache = argv(**flags, resume=True), tmp_path / "cache"
-    context, rng, codes = multiprocessing.get_context("fork"), random.Random(7), []
-
-    def start():
-        process = context.Process(target=_run_slowly, args=(words,))
-        process.start()
-        return process
-
-    team, kills = [start() for _ in range(4)], 0
-    while kills < 10:
-        time.sleep(rng.uniform(0, 0.15))
-        alive = [process for process in team if process.is_alive()]
-        if not alive:  # all have finished: remove a shard so that there is work again
-            sorted(cache.glob("shard-*"))[rng.randrange(3)].unlink()
-        else:
-            victim = rng.choice(alive)
-            os.kill(victim.pid, signal.SIGKILL)
-            victim.join()
-            team.remove(victim)
-            kills += 1
-        team = [process for process in team if process.is_alive()]
-        team += [start() for _ in range(4 - len(team))]
-    for process in team:
-        process.join(timeout=120)
-        codes.append(process.exitcode)
-    assert codes == [0] * 4
-    assert payload(cache) == payload(tmp_path / "whole")
 
 
 def test_two_processes_write_what_one_writes(argv, tmp_path, finished):

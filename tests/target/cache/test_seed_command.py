@@ -90,16 +90,6 @@ def test_training_uses_the_vocabulary_size_of_the_command(made, tmp_path):
     assert again.digest() == training.vocabulary.digest()
 
 
-def test_the_same_command_continues_the_run(made, tmp_path, capsys):
-    words = ["train", *recipe_words(made(), tmp_path / "run")]
-    for _ in range(2):
-        assert verb(*words) == 0
-    verb("recipe", "show", *words[1:])
-    assert "draft_vocab_size: 8192" in capsys.readouterr().out
-    assert verb(*words, "draft.draft_vocab_size=32000") == 2
-    assert "draft.draft_vocab_size: 8192 -> 32000" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(("said", "size"), [("64", 64), ("null", 9000), ("32000", 9000)])
 def test_a_cache_of_hidden_states_only_suggests_a_vocabulary_size(made, tmp_path, said, size):
     words = recipe_words(made(), tmp_path / "run", f"draft.draft_vocab_size={said}")
@@ -178,35 +168,6 @@ def test_rows_are_at_most_as_long_as_the_target_takes(tiny_target, tiny_chats, t
     assert main([*words, "--aux-layer-ids", "0,1,2"]) == 0
     longest = json.loads((tiny_target / "config.json").read_text())["max_position_embeddings"]
     assert json.loads((tmp_path / "manifest.json").read_text())["seq_length"] == longest
-
-
-def test_long_rows_are_counted_and_stop_nothing(deep_target, tmp_path, capsys, caplog):
-    """In the seed's command, `fledge precompute` and `fledge train` alike: a fifth of the rows has
-    no answer before the limit."""
-    chats = [("a", "b c")] * 35 + [("a", "b c " * 40)] * 5 + [("a " * 80, "b")] * 10
-    data = tmp_path / "chats.jsonl"
-    roles = ("user", "assistant")
-    with data.open("w") as handle:
-        for chat in chats:
-            turns = [{"role": r, "content": text} for r, text in zip(roles, chat, strict=True)]
-            handle.write(json.dumps({"messages": turns}) + "\n")
-    dropped = f"10 of 50 rows dropped: 10 x cut before any supervised token (first: {data}:41: more"
-    cut = f"5 x cut to max_length (first: {data}:36)"
-    with caplog.at_level("INFO"):
-        words = seed_words(deep_target, data, tmp_path / "seed")
-        assert main([*words, "--seq-length", "64"]) == 0
-    assert dropped in caplog.text
-    assert cut in caplog.text
-    recipe = [
-        f"target.model={deep_target}", f"data.train={data}", "data.max_length=64",
-        "data.workers=1", "training.device=cpu", "training.steps=1", "packing.tokens=64",
-        "objective.ttt_steps=1", "draft.draft_vocab_size=64", f"run.output_dir={tmp_path / 'run'}",
-    ]  # fmt: skip
-    for words in (["precompute", "-o", tmp_path / "cache"], ["train"]):
-        assert verb(*words, *recipe) == 0
-        shown = capsys.readouterr().err
-        assert dropped in shown
-        assert cut in shown
 
 
 def test_the_advice_about_unusable_rows_can_be_followed(deep_target, tmp_path, capsys):

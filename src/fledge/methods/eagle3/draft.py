@@ -167,7 +167,7 @@ def _weight(layer: nn.Module, name: str) -> Tensor:
     if module is None or not isinstance(weight, Tensor) or not weight.dtype.is_floating_point:
         raise _refused(f"the target's layers ({type(layer).__name__}) have no plain weight {name}")
     if not is_here(weight):
-        raise _refused("the target is not whole in this process: sharded, or offloaded")
+        raise _refused("the target is not whole in this process: sharded")
     return _scales(module) if weight.ndim == 1 else weight
 
 

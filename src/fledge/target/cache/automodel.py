@@ -30,18 +30,8 @@ from fledge.data.vocab import DraftVocabulary, count_supervised
 from fledge.models.resolve import load_config, local_model
 from fledge.models.weight_files import read_target_tables
 from fledge.target.base import InputEmbedding, TargetInfo
-from fledge.target.cache.format import (
-    FORMAT,
-    KEY_BYTES,
-    SAFETENSORS,
-    CacheShape,
-    Layout,
-    Piece,
-    raw_bytes,
-    row_facts,
-    row_key,
-    starts_of,
-)
+from fledge.target.cache.format import FORMAT, KEY_BYTES, SAFETENSORS, CacheShape, row_key
+from fledge.target.cache.shard import Layout, Piece, raw_bytes, row_facts
 from fledge.target.layers import target_depth, text_config
 
 LAYOUT = "automodel"  # "layout" in our manifest of such a directory
@@ -159,18 +149,24 @@ def read_named_target(
     rest from the model `name` or, by default, from the one that the manifest names."""
     embedding_VD, name = read_embedding(directory), name or manifest["target_model"]
     config = load_config(name, trust_remote_code=trust_remote_code)
-    expected = [manifest["vocab_size"], manifest["hidden_size"]]
+    where, fix = str(directory), "target.model=MODEL names the right one"
+    rows, width = manifest["vocab_size"], manifest["hidden_size"]
     sizes = [int(text_config(config).vocab_size), int(text_config(config).hidden_size)]
-    if not list(embedding_VD.shape) == sizes == expected:
-        what = f"made from a target of {expected[0]} tokens and width {expected[1]}, "
-        what += f"{name} has {sizes[0]} and {sizes[1]}"
-        raise BadInput(what, where=str(directory), fix="target.model=MODEL names the right one")
+    if not list(embedding_VD.shape) == sizes == [rows, width]:
+        what = f"made from a target of {rows} tokens and width {width}, {name} has {sizes[0]} and "
+        raise BadInput(f"{what}{sizes[1]}", where=where, fix=fix)
+    tables = read_target_tables(local_model(name))
+    sample = slice(None, None, max(1, rows // 1024))  # compared within the run's precision
+    named, cached = tables.embedding_VD[sample].float(), embedding_VD[sample]
+    if named.shape != cached.shape or not torch.allclose(named, cached, rtol=2**-7, atol=1e-6):
+        what = f"made from another model than {name} (different embeddings)"
+        raise BadInput(what, where=where, fix=fix)
     weights = hashlib.sha256(embedding_VD.contiguous().view(torch.uint8).numpy().data)
     info = TargetInfo(
-        head=TargetHead(_head(name, embedding_VD, directory)),
+        head=TargetHead(tables.head_VD),
         final_norm=None,
-        hidden_size=sizes[1],
-        vocab_size=sizes[0],
+        hidden_size=width,
+        vocab_size=rows,
         depth=target_depth(config),
         dtype=getattr(torch, manifest["dtype"]),
         weight_dtypes=_UNKNOWN,
@@ -178,17 +174,6 @@ def read_named_target(
         tokenizer_fingerprint=None,
     )
     return InputEmbedding(embedding_VD), info
-
-
-def _head(name: str, embedding_VD: Tensor, directory: Path) -> Tensor:
-    """The named model's head. Its embedding must match the cache's, within the run's precision."""
-    tables = read_target_tables(local_model(name))
-    sample = slice(None, None, max(1, len(embedding_VD) // 1024))
-    named, cached = tables.embedding_VD[sample].float(), embedding_VD[sample]
-    if named.shape != cached.shape or not torch.allclose(named, cached, rtol=2**-7, atol=1e-6):
-        what = f"made from another model than {name} (different embeddings)"
-        raise BadInput(what, where=str(directory), fix="target.model=MODEL names the right one")
-    return tables.head_VD
 
 
 # --- padded --------------------------------------------------------------------------------------
@@ -237,41 +222,38 @@ class PaddedLayout(Layout):
 
     def __init__(self, shape: CacheShape, rows: Sequence[TokenRow], width: int) -> None:
         self.shape, self.width = shape, width
-        lengths = [len(row.input_ids) for row in rows]
-        if lengths and max(lengths) > width:
-            raise BadInput(f"a row of {max(lengths)} tokens does not fit into {width}")
-        self.row_start, fields = starts_of(lengths), their_fields(shape)
+        longest = max((len(row.input_ids) for row in rows), default=0)
+        if longest > width:
+            raise BadInput(f"a row of {longest} tokens does not fit into {width}")
+        fields = their_fields(shape)
         self._slot_bytes = {
             name: values * dtype.itemsize for name, (dtype, values) in fields.items()
         }
         names = sorted(fields, key=lambda name: (-fields[name][0].itemsize, name))
-        stacked = [
+        tensors = [
             (name, fields[name][0], _stacked_shape(name, len(rows), width, fields[name][1]))
             for name in names
         ]
         first = [[int(row.input_ids[0]), int(row.loss_mask[0])] for row in rows]
-        super().__init__(stacked, {**row_facts(rows), "first": first})
+        super().__init__(tensors, {**row_facts(rows), "first": first})
 
-    def at(self, name: str, row: int, slot: int = 0) -> int:
+    def _at(self, name: str, row: int, slot: int = 0) -> int:
         return self.extent[name][0] + (row * self.width + slot) * self._slot_bytes[name]
 
-    def before(self, rows: Sequence[TokenRow]) -> Iterator[Piece]:
-        for number, row in enumerate(rows):
-            ids, mask = (np.asarray(x[1:], dtype=np.int64) for x in (row.input_ids, row.loss_mask))
-            yield self.at("input_ids", number), ids
-            yield self.at("loss_mask", number), mask
-            yield self.at("attention_mask", number), np.ones(len(row.input_ids), dtype=np.int64)
-
     def pieces(self, row: int, tokens: TokenRow, payload: dict[str, Tensor]) -> Iterator[Piece]:
+        ids, mask = (np.asarray(x, dtype=np.int64) for x in (tokens.input_ids, tokens.loss_mask))
+        yield self._at("input_ids", row), ids[1:]
+        yield self._at("loss_mask", row), mask[1:]
+        yield self._at("attention_mask", row), np.ones_like(ids)
         for field in self.shape.token_fields():
-            yield self.at(field.name, row), raw_bytes(payload[field.name])
+            yield self._at(field.name, row), raw_bytes(payload[field.name])
         slots = self.shape.slots(np.asarray(tokens.loss_mask))
         runs = np.split(np.arange(len(slots)), np.flatnonzero(np.diff(slots) != 1) + 1)
         for field in self.shape.slot_fields() if len(slots) else ():
             data = raw_bytes(payload[field.name]).reshape(len(slots), field.row_bytes)
             name = _AUTOMODEL_NAMES.get(field.name, field.name)
             for run in runs:
-                yield self.at(name, row, int(slots[run[0]])), data[run[0] : run[-1] + 1]
+                yield self._at(name, row, int(slots[run[0]])), data[run[0] : run[-1] + 1]
 
 
 def _stacked_shape(name: str, rows: int, width: int, values: int) -> list[int]:
@@ -292,31 +274,25 @@ class PaddedShard:
             self._file = cast(Any, safe_open(str(path), framework="pt"))
             facts_json = (self._file.metadata() or {}).get("fledge", "{}")
             facts = reading.parse_json(facts_json, where=str(path))
-            rows = self._check_fields()
+            rows, width = self._file.get_slice("input_ids").get_shape()
+            for name, (dtype, values) in their_fields(shape).items():
+                field, expected = (
+                    self._file.get_slice(name),
+                    _stacked_shape(name, rows, width, values),
+                )
+                if field.get_dtype() != SAFETENSORS[dtype] or field.get_shape() != expected:
+                    actual = f"{field.get_dtype()} {field.get_shape()}"
+                    raise ValueError(f"{name} is {actual}, not {SAFETENSORS[dtype]} {expected}")
             default_places = [f"{path.name}:{row + 1}" for row in range(rows)]
             self.places: list[str] = facts.get("places") or default_places
             self.truncated: list[bool] = facts.get("truncated") or [False] * rows
             self._first_R2 = np.array(facts.get("first") or [[0, 0]] * rows).reshape(rows, 2)
         except broken_files() as error:
             raise BadInput(f"the shard cannot be read ({error})", where=str(path)) from None
-        self.lengths = self._row_lengths()
-
-    def _check_fields(self) -> int:
-        """The number of rows; raises unless dtypes and shapes match the manifest."""
-        rows, width = self._file.get_slice("input_ids").get_shape()
-        for name, (dtype, values) in their_fields(self._shape).items():
-            field, expected = self._file.get_slice(name), _stacked_shape(name, rows, width, values)
-            if field.get_dtype() != SAFETENSORS[dtype] or field.get_shape() != expected:
-                actual = f"{field.get_dtype()} {field.get_shape()}"
-                raise ValueError(f"{name} is {actual}, not {SAFETENSORS[dtype]} {expected}")
-        return int(rows)
-
-    def _row_lengths(self) -> NDArray[np.int64]:
         real_RS = self._file.get_tensor("attention_mask").numpy()
-        lengths_R: NDArray[np.int64] = real_RS.sum(1)
-        if not np.array_equal(real_RS, np.arange(real_RS.shape[1]) < lengths_R[:, None]):
-            raise BadInput("attention_mask is not right-padded", where=str(self.path))
-        return lengths_R
+        self.lengths: NDArray[np.int64] = real_RS.sum(1)
+        if not np.array_equal(real_RS, np.arange(width) < self.lengths[:, None]):
+            raise BadInput("attention_mask is not right-padded", where=str(path))
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -355,6 +331,3 @@ class PaddedShard:
     def is_whole(self, row: int) -> bool:
         """True for every row of the shard: there is no checksum to compare."""
         return 0 <= row < len(self)
-
-    def read_ahead(self, row: int) -> None:
-        """Does nothing: a row is read when it is needed."""

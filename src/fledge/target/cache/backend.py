@@ -4,11 +4,12 @@ Each document is looked up by its tokens, however it is packed; the target itsel
 """
 
 import hashlib
+import itertools
 import json
 import logging
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,13 +26,14 @@ from fledge.data.vocab import DraftVocabulary
 from fledge.target.base import Eagle3TargetBackend, InputEmbedding, TargetInfo
 from fledge.target.cache import automodel
 from fledge.target.cache.automodel import PaddedShard, padded_shard_name
-from fledge.target.cache.format import Field, decode_states, row_key, shard_name, unsound
+from fledge.target.cache.format import Field, decode_states, row_key, unsound
 from fledge.target.cache.manifest import (
     VOCABULARY,
     check_complete,
     read_manifest,
     read_target,
     shape_of,
+    shard_name,
     shards_of,
     vocabulary_size,
 )
@@ -76,10 +78,7 @@ class CacheStore:
             )
         lengths = (shard.lengths for shard in self.shards)
         self.lengths: NDArray[np.int64] = np.concatenate([np.zeros(0, np.int64), *lengths])
-        self._checked = np.zeros(len(self), dtype=np.int8)  # 0: not yet, 1: whole, 2: damaged
-        self._rows_by_key: dict[bytes, list[int]] | None = None
-        self._pending_checks: dict[int, Future[bool]] = {}  # rows being checked ahead of their use
-        self._checker = ThreadPoolExecutor(1, "fledge-cache")
+        self._whole: dict[int, bool] = {}  # of the rows checked so far
 
     def __len__(self) -> int:
         return int(self._first[-1])
@@ -103,31 +102,37 @@ class CacheStore:
         shard, local = self.at(row)
         return f"row {row} ({shard.places[local]}; {shard.path.name}, row {local})"
 
+    @cached_property
+    def _rows_by_key(self) -> dict[bytes, list[int]]:
+        rows_by_key: dict[bytes, list[int]] = {}
+        keys = itertools.chain.from_iterable(shard.keys for shard in self.shards)
+        for row, key in enumerate(keys):
+            rows_by_key.setdefault(key.tobytes(), []).append(row)
+        return rows_by_key
+
     def find(self, input_ids: NDArray[np.int32]) -> list[int]:
         """The rows with exactly these tokens."""
-        if self._rows_by_key is None:
-            rows_by_key: dict[bytes, list[int]] = {}
-            for first, shard in zip(self._first[:-1].tolist(), self.shards, strict=True):
-                for local, key in enumerate(shard.keys):
-                    rows_by_key.setdefault(key.tobytes(), []).append(first + local)
-            self._rows_by_key = rows_by_key
         return self._rows_by_key.get(row_key(input_ids), [])
+
+    def read_ahead(self, row: int) -> bool:
+        """Read and check a row before it is needed; False for a damaged row that is skipped."""
+        if row not in self._whole:
+            shard, local = self.at(row)
+            self._whole[row] = shard.is_whole(local)
+            if not self._whole[row] and self.on_damage == "skip":
+                logger.warning("skipping a damaged row of the cache: %s", self.name(row))
+        return self._whole[row] or self.on_damage == "fail"
 
     def check(self, row: int) -> bool:
         """Whether a row is whole; checked once. A damaged row raises unless it is to be skipped."""
-        if not self._checked[row]:
-            pending = self._pending_checks.pop(row, None)
-            whole = self._is_whole(row) if pending is None else pending.result()
-            self._checked[row] = 1 if whole else 2
-            if not whole and self.on_damage == "skip":
-                logger.warning("skipping a damaged row of the cache: %s", self.name(row))
-        if self._checked[row] == 2 and self.on_damage == "fail":
+        self.read_ahead(row)
+        if not self._whole[row] and self.on_damage == "fail":
             raise BadInput(
                 f"{self.name(row)} is damaged: its checksum does not fit",
                 where=str(self.directory),
                 fix="make the cache again, or leave such rows out with target.on_damage=skip",
             )
-        return bool(self._checked[row] == 1)
+        return self._whole[row]
 
     def fault(self, row: int) -> Fault | None:
         """The first place in a row that is stored as NaN or infinity, or None."""
@@ -138,24 +143,6 @@ class CacheStore:
             stored[field.name] = raw.view(field.dtype).view(-1, field.width)
         slots = self.shape.slots(shard.tokens(local)[1])
         return row_fault(row, *unsound(stored, self.shape), slots, self.manifest["aux_layer_ids"])
-
-    def _is_whole(self, row: int) -> bool:
-        shard, local = self.at(row)
-        return shard.is_whole(local)
-
-    def read_ahead(self, row: int) -> bool:
-        """Start fetching a row, and checking it on a thread, before it is needed. With
-        `on_damage="skip"`, waits for the check and returns False for a damaged row."""
-        shard, local = self.at(row)
-        shard.read_ahead(local)
-        if self.on_damage == "skip":
-            return self.check(row)
-        if not self._checked[row] and row not in self._pending_checks:
-            self._pending_checks[row] = self._checker.submit(self._is_whole, row)
-        return True
-
-    def close(self) -> None:
-        self._checker.shutdown(wait=True, cancel_futures=True)
 
 
 def row_fault(
@@ -178,8 +165,8 @@ def row_fault(
 class CachedRows(Sequence[TokenRow]):
     """The token rows of a cache, as training and packing read them.
 
-    With `reading`, indexing a row also starts fetching and checking the target's answer for it, so
-    collating batches ahead of the trainer warms the cache. A damaged row that is to be skipped
+    With `reading`, indexing a row also reads and checks the target's answer for it, so collating
+    batches ahead of the trainer warms the cache. A damaged row that is to be skipped
     comes out without supervised tokens.
     """
 
@@ -282,22 +269,15 @@ class CachedEagle3TargetModel(Eagle3TargetBackend):
         self._check_open()
         return self._info
 
-    def close(self) -> None:
-        if not self._closed:
-            self.store.close()
-        super().close()
-
     def set_vocab_mapping(
         self, selected_token_ids: Tensor, selected_token_mask: Tensor | None = None
     ) -> None:
         super().set_vocab_mapping(selected_token_ids, selected_token_mask)
-        vocabulary = self.vocabulary
-        if vocabulary is None:
-            return
-        if not np.array_equal(vocabulary.selected_token_ids, selected_token_ids.cpu().numpy()):
+        vocabulary, ids = self.vocabulary, selected_token_ids.cpu().numpy()
+        if vocabulary is not None and not np.array_equal(vocabulary.selected_token_ids, ids):
             raise BadInput(
                 f"made for another draft vocabulary ({vocabulary.size} tokens, digest "
-                f"{vocabulary.digest()[:12]}); {len(selected_token_ids)} tokens are asked for",
+                f"{vocabulary.digest()[:12]}); {len(ids)} tokens are asked for",
                 where=str(self.store.directory),
                 fix="train with the cache's vocabulary, or use a cache of hidden states",
             )
@@ -314,10 +294,8 @@ class CachedEagle3TargetModel(Eagle3TargetBackend):
         whole = [document for document in cached if self.store.check(document.row)]
         if len(whole) < len(cached):  # skipped on request: no answer, so no supervision
             rows = replace(rows, loss_mask=_only_within(rows.loss_mask, whole))
-        states = {
-            name: tensor.view(*rows.shape, -1)
-            for name, tensor in self._states(rows.tokens, whole).items()
-        }
+        flat = self._states(rows.tokens, whole)
+        states = {name: tensor.view(*rows.shape, -1) for name, tensor in flat.items()}
         batch = Eagle3TargetBatch.about(rows, **states, shifted=True)
         if batch.position_mask is not None:
             position_BT1 = batch.position_mask & batch.loss_mask.bool()[..., None]

@@ -28,8 +28,7 @@ vocabulary, K kept probabilities.
 import hashlib
 import json
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -41,7 +40,6 @@ from torch import Tensor
 from fledge.core.batch import Eagle3TargetBatch
 from fledge.core.errors import BadInput
 from fledge.core.head import TargetHead
-from fledge.core.rows import TokenRow
 from fledge.target.base import by_layer
 from fledge.target.finite_check import finite_rows
 
@@ -51,7 +49,7 @@ ENCODINGS: tuple[Encoding, ...] = get_args(Encoding)
 OVER_A_VOCABULARY: tuple[Encoding, ...] = ("probs", "topk")  # the others serve any vocabulary
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 KEY_BYTES = 16
-Piece = tuple[int, NDArray[Any]]  # where a file is written to, and with what
+_FP8 = torch.float8_e4m3fn
 _HEADER_ALIGNMENT = 64
 
 # The names of dtypes in a safetensors header.
@@ -105,29 +103,24 @@ class CacheShape:
 
     def token_fields(self) -> "list[Field]":
         """The fields kept for every token."""
-        states = torch.float8_e4m3fn if self.encoding == "hidden-fp8" else self.dtype
-        fields = [Field("aux_hidden_states", states, self.aux_layers * self.hidden_size)]
-        if self.encoding == "hidden-fp8":
-            fields.append(Field("aux_scale", torch.float32, self.aux_layers))
-        return fields
+        width = self.aux_layers * self.hidden_size
+        if self.encoding != "hidden-fp8":
+            return [Field("aux_hidden_states", self.dtype, width)]
+        scales = Field("aux_scale", torch.float32, self.aux_layers)
+        return [Field("aux_hidden_states", _FP8, width), scales]
 
     def slot_fields(self) -> "list[Field]":
         """The fields kept for every slot with supervision."""
         if self.encoding == "hidden":
             return [Field("last_hidden_states", self.dtype, self.hidden_size)]
         if self.encoding == "hidden-fp8":
-            return [
-                Field("last_hidden_states", torch.float8_e4m3fn, self.hidden_size),
-                Field("last_scale", torch.float32, 1),
-            ]
+            scale = Field("last_scale", torch.float32, 1)
+            return [Field("last_hidden_states", _FP8, self.hidden_size), scale]
         position = Field("position_mask", torch.uint8, 1)
         if self.encoding == "probs":
             return [Field("target_probs", self.dtype, self.draft_vocab_size), position]
-        return [
-            Field("topk_probs", self.dtype, self.top_k),
-            Field("topk_ids", torch.int32, self.top_k),
-            position,
-        ]
+        top_ids = Field("topk_ids", torch.int32, self.top_k)
+        return [Field("topk_probs", self.dtype, self.top_k), top_ids, position]
 
     def slots(self, loss_mask: NDArray[np.uint8]) -> NDArray[np.int64]:
         """The slots of one row whose supervision is kept, in ascending order."""
@@ -138,121 +131,15 @@ class CacheShape:
 
 @dataclass(frozen=True)
 class Field:
-    """One tensor of a shard, with `width` values in each of its rows."""
+    """One tensor of a shard, with `width` values for each token, slot or row."""
 
     name: str
     dtype: torch.dtype
-    width: int
+    width: int = 0  # 0: one value, without a dimension of its own
 
     @property
     def row_bytes(self) -> int:
-        return self.width * self.dtype.itemsize
-
-
-class Layout(ABC):
-    """The byte layout of a file of tensors, stored end to end, and how rows are written to it."""
-
-    def __init__(
-        self, tensors: Sequence[tuple[str, torch.dtype, list[int]]], facts: dict[str, Any]
-    ) -> None:
-        self.header = safetensors_header(tensors, {"fledge": json.dumps(facts, sort_keys=True)})
-        self.extent: dict[str, tuple[int, int]] = {}  # the bytes [begin, end) of each tensor
-        at = len(self.header)
-        for name, dtype, shape in tensors:
-            begin, at = at, at + math.prod(shape) * dtype.itemsize
-            self.extent[name] = begin, at
-        self.n_bytes = at
-
-    row_start: NDArray[np.int64]  # the token at which each row begins, and the number of tokens
-
-    @abstractmethod
-    def before(self, rows: Sequence[TokenRow]) -> Iterator[Piece]:
-        """What is written before the target has run."""
-
-    @abstractmethod
-    def pieces(self, row: int, tokens: TokenRow, payload: dict[str, Tensor]) -> Iterator[Piece]:
-        """What is written for one row: the fields of its tokens and slots."""
-
-    def after(self, digests_R: NDArray[np.int64]) -> Iterator[Piece]:
-        """What is written last."""
-        return iter(())
-
-
-class ShardLayout(Layout):
-    """The byte layout of a shard with the given rows."""
-
-    def __init__(
-        self, shape: CacheShape, tokens: Sequence[int], slots: Sequence[int], facts: dict[str, Any]
-    ) -> None:
-        self.shape = shape
-        self.row_start, self.slot_start = starts_of(tokens), starts_of(slots)
-        rows, n_tokens, n_slots = len(tokens), int(self.row_start[-1]), int(self.slot_start[-1])
-        counted = [
-            *((field, n_tokens) for field in shape.token_fields()),
-            *((field, n_slots) for field in shape.slot_fields()),
-            (Field("input_ids", torch.int32, 1), n_tokens),
-            (Field("loss_mask", torch.uint8, 1), n_tokens),
-            (Field("row_start", torch.int64, 1), rows + 1),
-            (Field("slot_start", torch.int64, 1), rows + 1),
-            (Field("row_key", torch.uint8, KEY_BYTES), rows),
-            (Field("row_digest", torch.int64, 1), rows),
-        ]
-        # widest dtypes first: every tensor then starts at a multiple of its item size
-        counted.sort(key=lambda item: (-item[0].dtype.itemsize, item[0].name))
-        tensors = [
-            (field.name, field.dtype, [n] if field.name in _FLAT else [n, field.width])
-            for field, n in counted
-        ]
-        super().__init__(tensors, facts)
-        by_token = {f.name: (self.row_start, f.row_bytes) for f in shape.token_fields()}
-        by_slot = {f.name: (self.slot_start, f.row_bytes) for f in shape.slot_fields()}
-        self._payload = by_token | by_slot
-        self.payload_names = sorted(self._payload)
-
-    def span(self, name: str, row: int) -> tuple[int, int]:
-        """The byte range [begin, end) of one row in a payload tensor."""
-        (begin, _), (starts, width) = self.extent[name], self._payload[name]
-        return begin + int(starts[row]) * width, begin + int(starts[row + 1]) * width
-
-    def before(self, rows: Sequence[TokenRow]) -> Iterator[Piece]:
-        ids = [np.asarray(row.input_ids, dtype=np.int32) for row in rows]
-        masks = [np.asarray(row.loss_mask, dtype=np.uint8) for row in rows]
-        keys = np.frombuffer(b"".join(map(row_key, ids)), dtype=np.uint8)
-        for name, values in (
-            ("row_start", self.row_start), ("slot_start", self.slot_start),
-            ("input_ids", np.concatenate(ids)), ("loss_mask", np.concatenate(masks)),
-            ("row_key", keys),
-        ):  # fmt: skip
-            yield self.extent[name][0], values
-
-    def pieces(self, row: int, tokens: TokenRow, payload: dict[str, Tensor]) -> Iterator[Piece]:
-        for name in self.payload_names:
-            (begin, end), data = self.span(name, row), raw_bytes(payload[name])
-            if len(data) != end - begin:
-                raise ValueError(f"{name} of row {row} has {len(data)} bytes, not {end - begin}")
-            yield begin, data
-
-    def after(self, digests_R: NDArray[np.int64]) -> Iterator[Piece]:
-        yield self.extent["row_digest"][0], digests_R
-
-
-_FLAT = {"input_ids", "loss_mask", "row_start", "slot_start", "row_digest"}  # one value per row
-
-
-def layout_of(shape: CacheShape, rows: Sequence[TokenRow]) -> ShardLayout:
-    """The layout of a shard with these rows, which does not depend on the target's answers."""
-    slots = [len(shape.slots(row.loss_mask)) for row in rows]
-    return ShardLayout(shape, [len(row.input_ids) for row in rows], slots, row_facts(rows))
-
-
-def row_facts(rows: Sequence[TokenRow]) -> dict[str, Any]:
-    """What a shard's header says of its rows."""
-    truncated = [bool(row.truncated) for row in rows]
-    return {"places": [row.place for row in rows], "truncated": truncated}
-
-
-def starts_of(lengths: Sequence[int]) -> NDArray[np.int64]:
-    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+        return max(1, self.width) * self.dtype.itemsize
 
 
 def row_key(input_ids: NDArray[np.int32]) -> bytes:
@@ -281,10 +168,6 @@ def safetensors_header(
     return len(text).to_bytes(8, "little") + text
 
 
-def shard_name(index: int) -> str:
-    return f"shard-{index:05d}.safetensors"
-
-
 # --- codec ---------------------------------------------------------------------------------------
 # Encodes a target's answer as the tensors that the cache stores, and decodes them again.
 #
@@ -292,9 +175,7 @@ def shard_name(index: int) -> str:
 # cached answer equals the live one. Everything here runs on the device of the batch.
 
 
-_FP8 = torch.float8_e4m3fn
 _FP8_MAX = torch.finfo(_FP8).max
-_FP16_TOO_SMALL_BY = 2.0**8  # see `_scaled_down_fp16`
 _CPU_BLOCK, _GPU_BLOCK = 1 << 19, 1 << 24  # values decoded at once
 
 
@@ -318,34 +199,13 @@ def from_fp8(states_ND: Tensor, scale_NC: Tensor, dtype: torch.dtype) -> Tensor:
     """The inverse of `to_fp8`: each value times its chunk's scale in float32, rounded once. Works
     in blocks of rows, so that intermediates fit a CPU's cache and stay small on a GPU."""
     (rows, chunks), width = scale_NC.shape, states_ND.shape[-1]
-    shape_NCX = (rows, chunks, width // chunks)
-    states_NCX, scale_NC1 = states_ND.view(shape_NCX), scale_NC[..., None]
-    if on_cpu := states_ND.device.type == "cpu":
-        scale_NC1 = scale_NC1 * _FP16_TOO_SMALL_BY
-    out_NCX = torch.empty(shape_NCX, dtype=dtype, device=states_ND.device)
-    block = max(1, (_CPU_BLOCK if on_cpu else _GPU_BLOCK) // width)
+    states_NCX = states_ND.view(rows, chunks, width // chunks)
+    out_NCX = torch.empty(states_NCX.shape, dtype=dtype, device=states_ND.device)
+    block = max(1, (_GPU_BLOCK if states_ND.is_cuda else _CPU_BLOCK) // width)
     for begin in range(0, rows, block):
-        part = states_NCX[begin : begin + block]
-        fp16 = _scaled_down_fp16(part) if on_cpu else part.to(torch.float16)
-        out_NCX[begin : begin + block] = fp16.float().mul_(scale_NC1[begin : begin + block])
+        part = slice(begin, begin + block)
+        out_NCX[part] = states_NCX[part].float().mul_(scale_NC[part, :, None])
     return out_NCX.flatten(1)
-
-
-def _scaled_down_fp16(states: Tensor) -> Tensor:
-    """e4m3 -> float16, too small by a factor of 2^8; on a CPU eight times as fast as torch's cast.
-
-    Sign, exponent and mantissa are moved to their positions in a float16. This preserves the value,
-    also of subnormal numbers, except that the exponent is off by the difference of the biases,
-    15 - 7. (NaN is not preserved, but it is never written.) Making up for the factor in the scale
-    is exact, since no scale exceeds 2^120.
-
-        e4m3       s eeee mmm
-        extended   ssss ssss seee emmm     int16
-        shifted    ssee eemm m000 0000     << 7
-        float16    s0ee eemm m000 0000     & ~0x4000
-    """
-    bits = states.view(torch.int8).to(torch.int16).bitwise_left_shift_(7)
-    return bits.bitwise_and_(~0x4000).view(torch.float16)
 
 
 @torch.no_grad()
@@ -386,11 +246,9 @@ def encode_rows(
 ) -> dict[str, Tensor]:
     """The payload of a batch with one document per row, rows end to end: name -> [N or M, ...].
     `lengths` are the token counts of the rows, `slots` their slots whose supervision is kept."""
-    width = batch.input_ids.shape[1]
-    token_N = torch.cat([row * width + torch.arange(n) for row, n in enumerate(lengths)])
-    slot_M = torch.cat([row * width + slot for row, slot in enumerate(slots)])
-    device = batch.aux_hidden_states.device
-    token_N, slot_M = token_N.to(device), slot_M.to(device)
+    width, device = batch.input_ids.shape[1], batch.aux_hidden_states.device
+    token_N = torch.cat([row * width + torch.arange(n) for row, n in enumerate(lengths)]).to(device)
+    slot_M = torch.cat([row * width + slot for row, slot in enumerate(slots)]).to(device)
     aux_ND = batch.aux_hidden_states.flatten(0, 1)[token_N]
     if shape.is_hidden:
         assert batch.last_hidden_states is not None, "see `check_target`"
@@ -398,23 +256,20 @@ def encode_rows(
         if shape.encoding == "hidden":
             aux_ND, hidden_MD = aux_ND.to(shape.dtype), hidden_MD.to(shape.dtype)
             return {"aux_hidden_states": aux_ND, "last_hidden_states": hidden_MD}
-        aux8_ND, aux_scale = to_fp8(aux_ND, shape.aux_layers)
-        hidden8_MD, last_scale = to_fp8(hidden_MD, 1)
-        return {
-            "aux_hidden_states": aux8_ND,
-            "aux_scale": aux_scale,
-            "last_hidden_states": hidden8_MD,
-            "last_scale": last_scale,
-        }
+        names = ("aux_hidden_states", "aux_scale", "last_hidden_states", "last_scale")
+        coded = (*to_fp8(aux_ND, shape.aux_layers), *to_fp8(hidden_MD, 1))
+        return dict(zip(names, coded, strict=True))
     if batch.target_probs is None:
         assert vocabulary is not None, "probabilities are over a draft vocabulary"
         batch = batch.with_probs(head, *vocabulary)
     assert batch.target_probs is not None
     assert batch.position_mask is not None
-    probs_MW = batch.target_probs.flatten(0, 1)[slot_M]
-    position_M1 = batch.position_mask.flatten(0, 1)[slot_M]
-    top_k = shape.top_k if shape.encoding == "topk" else None
-    supervision = encode_probs(probs_MW, position_M1, shape.dtype, top_k)
+    supervision = encode_probs(
+        batch.target_probs.flatten(0, 1)[slot_M],
+        batch.position_mask.flatten(0, 1)[slot_M],
+        shape.dtype,
+        shape.top_k if shape.encoding == "topk" else None,
+    )
     return {"aux_hidden_states": aux_ND.to(shape.dtype), **supervision}
 
 

@@ -1,4 +1,4 @@
-"""Builds a `CacheJob` from rows and a model's name: the manifest and the size of the cache.
+"""What a precompute or a conversion will write: a `CacheJob`, its manifest and its size.
 
 Nothing here loads weights; `begin_cache` adds the facts that require the loaded target.
 """
@@ -7,8 +7,8 @@ import hashlib
 import itertools
 import math
 import shutil
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,26 +17,30 @@ import torch
 from fledge.core.errors import BadInput, nearest
 from fledge.core.rows import TokenRow
 from fledge.core.terminal import counted
-from fledge.data.vocab import DraftVocabulary
-from fledge.target.cache.automodel import PaddedLayout, padded_shard_name, their_manifest
-from fledge.target.cache.format import (
-    ENCODINGS,
-    OVER_A_VOCABULARY,
-    CacheShape,
-    Encoding,
-    Layout,
-    layout_of,
-    shard_name,
+from fledge.data.vocab import (
+    DraftVocabulary,
+    count_supervised,
+    select_vocabulary,
+    special_token_ids,
 )
+from fledge.models.resolve import load_tokenizer, local_model
+from fledge.target.cache.automodel import LAYOUT, PaddedLayout, padded_shard_name, their_manifest
+from fledge.target.cache.backend import CachedEagle3TargetModel
+from fledge.target.cache.format import DTYPES, ENCODINGS, OVER_A_VOCABULARY, CacheShape, Encoding
 from fledge.target.cache.manifest import (
+    LATE,
     TARGET_FILES,
     copied_files,
     dtype_name,
     ensure_free,
     ensure_resumable,
     existing_shards,
+    lacks_target,
+    shape_of,
+    shard_name,
+    target_files,
 )
-from fledge.target.cache.shard import is_whole_shard
+from fledge.target.cache.shard import Layout, is_whole_shard, layout_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -59,22 +63,38 @@ class CacheOptions:
     quota_bytes: int | None = None
 
 
-def check_encoding(encoding: str, top_k: int | None, *, flag: str) -> None:
-    """Refuse an unknown --encoding, and one that does not go with `flag`."""
+def cache_options(
+    *,
+    encoding: str,
+    dtype: str,
+    natural: Callable[[], torch.dtype],
+    top_k: int | None,
+    quota_gb: float | None,
+    top_k_flag: str = "--top-k",
+    **chosen: Any,
+) -> CacheOptions:
+    """The flags of a command as options; `natural` is the dtype for "auto"."""
+    from fledge.target.kinds import spelt_out  # needs pydantic
+
     if encoding not in ENCODINGS:
         hint = nearest(encoding, list(ENCODINGS))
         raise BadInput(f"{encoding!r} is not an encoding", where="--encoding", fix=hint)
     if (encoding == "topk") != bool(top_k):
-        raise BadInput(f"the topk encoding and {flag} belong together", where="--encoding")
-
-
-def quota_in_bytes(gigabytes: float | None) -> int | None:
-    """`--quota-gb` in bytes; None means no limit."""
-    if gigabytes is None:
-        return None
-    if not 0 < gigabytes < 1e9:
-        raise BadInput(f"{gigabytes} is not a disk size", where="--quota-gb", fix="500, say")
-    return int(gigabytes * 1e9)
+        what = f"the topk encoding and {top_k_flag} belong together"
+        raise BadInput(what, where="--encoding")
+    name = spelt_out(dtype)
+    if name != "auto" and name not in DTYPES:
+        hint = nearest(dtype, ["auto", *DTYPES])
+        raise BadInput(f"{dtype!r} is not a dtype", where="--dtype", fix=hint)
+    if quota_gb is not None and not 0 < quota_gb < 1e9:
+        raise BadInput(f"{quota_gb} is not a disk size", where="--quota-gb", fix="500, say")
+    return CacheOptions(
+        encoding=encoding,
+        dtype=natural() if name == "auto" else DTYPES[name],
+        top_k=top_k or None,
+        quota_bytes=None if quota_gb is None else int(quota_gb * 1e9),
+        **chosen,
+    )
 
 
 @dataclass(frozen=True)
@@ -201,9 +221,10 @@ def plan_cache(job: CacheJob) -> CachePlan:
     ensure_resumable(job.directory, job.manifest, existing, before_loading=True)
     sizes, done, tokens = [], set(), 0
     for index in range(-(-len(job.rows) // job.options.shard_size)):
-        layout = job.layout(job.shard_rows(index))
+        rows = job.shard_rows(index)
+        layout = job.layout(rows)
         sizes.append(layout.n_bytes)
-        tokens += int(layout.row_start[-1])
+        tokens += sum(len(row.input_ids) for row in rows)
         if index in existing and is_whole_shard(job.shard_path(index), layout):
             done.add(index)
     if extra := existing - set(range(len(sizes))):
@@ -211,8 +232,7 @@ def plan_cache(job: CacheJob) -> CachePlan:
         raise BadInput(what, where=str(job.directory))
     quota = math.inf if job.options.quota_bytes is None else job.options.quota_bytes
     allowed = sum(job.head_bytes + used <= quota for used in itertools.accumulate(sizes))
-    rows = len(job.rows)
-    return CachePlan(tuple(sizes), job.head_bytes, frozenset(done), allowed, rows, tokens)
+    return CachePlan(tuple(sizes), job.head_bytes, frozenset(done), allowed, len(job.rows), tokens)
 
 
 def check_disk(job: CacheJob, plan: CachePlan) -> int:
@@ -256,3 +276,83 @@ def readable(count: float) -> str:
             return f"{count:,.0f} B" if unit == "B" else f"{count:,.1f} {unit}"
         count /= 1000
     return f"{count:,.2f} TB"
+
+
+# --- conversion ----------------------------------------------------------------------------------
+# Convert a cache to another encoding: precompute with the source cache as the target.
+
+
+def convert_job(
+    source: CachedEagle3TargetModel,
+    directory: Path,
+    options: CacheOptions,
+    *,
+    draft_vocab_size: int | None = None,
+    trust_remote_code: bool = False,
+    padded: bool = False,
+    model: str | None = None,
+) -> CacheJob:
+    """The job that writes the contents of `source` in another encoding; run it with `source` as the
+    target. `padded` selects AutoModel's layout, with rows padded to the maximum length. Config and
+    tokenizer come from `model` if the source has none."""
+    old = source.store.manifest
+    if options.encoding not in OVER_A_VOCABULARY and not source.shape.is_hidden:
+        raise BadInput(
+            f"{options.encoding} cannot be made from {source.shape.encoding}: probabilities do "
+            "not determine the hidden states",
+            where=str(source.store.directory),
+        )
+    if padded and options.encoding not in OVER_A_VOCABULARY:
+        fix = f"--encoding {' or '.join(OVER_A_VOCABULARY)}"
+        raise BadInput("AutoModel's layout keeps probabilities", where="--layout", fix=fix)
+    # supervision that is not in the source cannot be written
+    options = replace(options, supervised_only=options.supervised_only or source.shape.compact)
+    model_name = model if lacks_target(source.store.directory, old) else None
+    files = local_model(model_name or target_files(source.store.directory), weights=False)
+    vocabulary = _vocabulary(source, draft_vocab_size)
+    if vocabulary is None and (draft_vocab_size or options.encoding in OVER_A_VOCABULARY):
+        tokenizer = load_tokenizer(str(files), trust_remote_code=trust_remote_code)
+        vocabulary = _select_vocabulary(source, draft_vocab_size, special_token_ids(tokenizer))
+    manifest: dict[str, Any] = {
+        **{key: value for key, value in old.items() if key not in (LATE, "layout")},
+        **encoding_facts(options, vocabulary),
+        "converted_from": [old["encoding"], old["dtype"]],
+    }
+    embedding_VD, head_VD = source.get_input_embeddings().weight, source.info().head.weight_VD
+    head_bytes = embedding_VD.nbytes + head_VD.nbytes
+    padded_to = None
+    if padded:
+        head_bytes += 4 * embedding_VD.numel()  # stored in float32, too
+        longest = int(source.store.lengths.max(initial=2))
+        padded_to = max(longest, old.get("seq_length") or 0)
+        manifest |= {"seq_length": padded_to, "layout": LAYOUT}
+    return CacheJob(
+        directory, source.rows(), shape_of(manifest), manifest, options, vocabulary, files,
+        padded_to=padded_to, head_bytes=head_bytes,
+    )  # fmt: skip
+
+
+def _vocabulary(source: CachedEagle3TargetModel, size: int | None) -> DraftVocabulary | None:
+    """The source's own vocabulary, if it has one of the requested size."""
+    required, suggested = source.vocabulary, source.info().suggested
+    if required is None:
+        fits = suggested is not None and size in (None, suggested.size)
+        return suggested if fits else None
+    if size is not None and required.size != size:
+        raise BadInput(
+            f"made for a draft vocabulary of {required.size}, not {size}",
+            where=str(source.store.directory),
+            fix="another vocabulary needs a cache of hidden states",
+        )
+    return required
+
+
+def _select_vocabulary(
+    source: CachedEagle3TargetModel, size: int | None, special_ids: list[int | None]
+) -> DraftVocabulary:
+    """Select a vocabulary by counts over the source's rows, excluding held-out ones."""
+    rows = source.rows()
+    trained = range(len(rows) - int(source.store.manifest["held_out_rows"]))
+    pairs = ((row.input_ids, row.loss_mask) for row in (rows[i] for i in trained))
+    counts_V = count_supervised(pairs, source.info().vocab_size)
+    return select_vocabulary(counts_V, size, special_ids=special_ids)

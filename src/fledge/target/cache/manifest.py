@@ -1,14 +1,12 @@
 """The cache's manifest: what determined its contents, and whether a run may add to them.
 
-Two caches with equal manifests hold the same rows in the same encoding from the same target.
-`format` defines the contents of the shards; this module also stores the target's embedding and
-head, once per cache.
+Two caches with equal manifests hold the same rows in the same encoding from the same target. This
+module also stores the target's embedding and head, once per cache.
 """
 
 import itertools
 import re
 import zlib
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +20,7 @@ from fledge.core.files import atomic_file, write_json
 from fledge.core.head import TargetHead
 from fledge.core.reading import (
     Choice,
+    Expected,
     Flag,
     ListOf,
     MapOf,
@@ -36,7 +35,7 @@ from fledge.core.reading import (
 from fledge.core.terminal import counted
 from fledge.target.base import HeadlessInfo, InputEmbedding, TargetInfo
 from fledge.target.cache import automodel
-from fledge.target.cache.format import DTYPES, ENCODINGS, FORMAT, CacheShape, shard_name
+from fledge.target.cache.format import DTYPES, ENCODINGS, FORMAT, CacheShape
 from fledge.target.layers import FinalNorm
 
 MANIFEST = "manifest.json"
@@ -61,24 +60,20 @@ TARGET_FACTS = Table(
     optional={"crc": MapOf(Whole(0, 2**32 - 1))},
 )
 # The fields every reader relies on; whether they suit the encoding is checked where they are used.
-_MANIFEST = Table(
-    {
-        "encoding": Choice(ENCODINGS),
-        "dtype": Choice(tuple(DTYPES)),
-        "hidden_size": SIZE,
-        "vocabulary": Maybe(Table({"size": SIZE})),
-        "top_k": Maybe(SIZE),
-        "supervised_only": Flag(),
-        "rows": Whole(),
-        "held_out_rows": Whole(),
-        "shard_size": Whole(1),
-        "aux_layer_ids": AUX_LAYERS,
-        "vocab_size": SIZE,
-        "target": TARGET_FACTS,
-    }
-)
-# For a cache in AutoModel's layout that only names its target.
-_MANIFEST_WITHOUT_TARGET = Table({**_MANIFEST.fields, "target": Table()})
+_MANIFEST: dict[str, Expected] = {
+    "encoding": Choice(ENCODINGS),
+    "dtype": Choice(tuple(DTYPES)),
+    "hidden_size": SIZE,
+    "vocabulary": Maybe(Table({"size": SIZE})),
+    "top_k": Maybe(SIZE),
+    "supervised_only": Flag(),
+    "rows": Whole(),
+    "held_out_rows": Whole(),
+    "shard_size": Whole(1),
+    "aux_layer_ids": AUX_LAYERS,
+    "vocab_size": SIZE,
+    "target": TARGET_FACTS,
+}
 LATE = "target"  # the one field that is known only once the target is loaded
 _SHARD = re.compile(r"shard-(\d{5,})\.safetensors")
 
@@ -87,20 +82,19 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def shard_name(index: int) -> str:
+    return f"shard-{index:05d}.safetensors"
+
+
 def stored_manifest(directory: Path) -> dict[str, Any]:
     """The manifest's contents, whatever its version; in AutoModel's layout our section, if any."""
     path = directory / MANIFEST
     if not path.exists():
-        raise BadInput(
-            "not a cache: it has no manifest.json",
-            where=str(directory),
-            fix="`fledge precompute` makes one",
-        )
+        fix = "`fledge precompute` makes one"
+        raise BadInput("not a cache: it has no manifest.json", where=str(directory), fix=fix)
     manifest: dict[str, Any] = reading.read_json(path, what="the manifest", inside=directory)
-    if not automodel.is_automodel(manifest):
-        return manifest
-    section: dict[str, Any] = manifest.get(automodel.OWN, manifest)
-    return section
+    own: dict[str, Any] = manifest.get(automodel.OWN, manifest)
+    return own if automodel.is_automodel(manifest) else manifest
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
@@ -110,11 +104,12 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     if automodel.is_automodel(manifest):
         manifest = automodel.own_manifest(manifest, where=where)
     if (version := manifest.get("format")) != FORMAT:
-        version_text = shown(version)
-        what = f"cache format {version_text}, this version of fledge reads {FORMAT}"
+        what = f"cache format {shown(version)}, this version of fledge reads {FORMAT}"
         raise BadInput(what, where=where, fix=fix)
-    fields = _MANIFEST_WITHOUT_TARGET if lacks_target(directory, manifest) else _MANIFEST
-    reading.check(manifest, fields, where=where, what="the manifest", fix=fix)
+    fields = dict(_MANIFEST)
+    if lacks_target(directory, manifest):
+        fields["target"] = Table()
+    reading.check(manifest, Table(fields), where=where, what="the manifest", fix=fix)
     if manifest["held_out_rows"] > manifest["rows"]:
         what = f"{manifest['held_out_rows']} of {manifest['rows']} rows cannot be held out"
         raise BadInput(f"the manifest is damaged: {what}", where=where, fix=fix)
@@ -139,12 +134,27 @@ def vocabulary_size(manifest: dict[str, Any]) -> int | None:
     return vocabulary["size"] if vocabulary else None
 
 
+def shards_of(manifest: dict[str, Any]) -> int:
+    return -(-int(manifest["rows"]) // int(manifest["shard_size"]))
+
+
 def existing_shards(directory: Path) -> set[int]:
     """The numbers of the existing shards; a shard gets its name only once it is complete."""
     if not directory.is_dir():
         return set()
-    matches = (_SHARD.fullmatch(path.name) for path in directory.iterdir())
-    return {int(match[1]) for match in matches if match is not None}
+    return {int(match[1]) for path in directory.iterdir() if (match := _SHARD.fullmatch(path.name))}
+
+
+def check_complete(directory: Path, manifest: dict[str, Any]) -> None:
+    """Refuse a cache with missing shards. Allocates nothing in proportion to the number of shards
+    that the manifest claims, which is not trusted."""
+    total = shards_of(manifest)
+    present = {number for number in existing_shards(directory) if number < total}
+    if len(present) < total:
+        first = next(number for number in itertools.count() if number not in present)
+        what = f"unfinished: {total - len(present)} of {total} shards are missing, "
+        fix = "run the same precompute with --resume"
+        raise BadInput(f"{what}{shard_name(first)} first", where=str(directory), fix=fix)
 
 
 def differing_fields(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
@@ -160,72 +170,57 @@ def differing_fields(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
 
 
 def ensure_resumable(
-    directory: Path,
-    manifest: dict[str, Any],
-    shards: Iterable[int],
-    *,
-    before_loading: bool = False,
+    directory: Path, manifest: dict[str, Any], shards: set[int], *, before_loading: bool = False
 ) -> None:
     """Refuse to add to a cache that was made with another configuration, even before its first
     shard. `before_loading` leaves out the field that needs the loaded target."""
-    shards = set(shards)
+    where = str(directory)
     if not (directory / MANIFEST).exists():
         if shards:
-            raise BadInput(
-                f"{counted(len(shards), 'shard')} without a manifest: the contents are unknown",
-                where=str(directory),
-                fix="remove them, or give another output directory",
-            )
+            what = f"{counted(len(shards), 'shard')} without a manifest: the contents are unknown"
+            raise BadInput(what, where=where, fix="remove them, or give another output directory")
         return
     stored = stored_manifest(directory)
     if before_loading:
         stored = {key: value for key, value in stored.items() if key != LATE}
     if lines := differing_fields(manifest, stored):
-        raise BadInput(
-            f"this cache was made with another configuration: {'; '.join(lines)}",
-            where=str(directory),
-            fix="give another output directory, or the configuration it was made with",
-        )
+        what = f"this cache was made with another configuration: {'; '.join(lines)}"
+        fix = "give another output directory, or the configuration it was made with"
+        raise BadInput(what, where=where, fix=fix)
 
 
 def ensure_free(directory: Path, *, resume: bool) -> None:
     """Refuse a directory with foreign files or, without `resume`, with an existing cache."""
-    if directory.exists() and not directory.is_dir():
-        raise BadInput("not a directory", where=str(directory))
-    if not directory.is_dir():
+    if not directory.exists():
         return
+    where = str(directory)
+    if not directory.is_dir():
+        raise BadInput("not a directory", where=where)
     names = {path.name for path in directory.iterdir() if not path.name.startswith(".")}
-    cache_names = {name for name in names if _SHARD.fullmatch(name)} | {MANIFEST}
-    other_names = {TARGET, TARGET_FILES, VOCABULARY, automodel.EMBEDDINGS}
+    begun = {name for name in names if name == MANIFEST or _SHARD.fullmatch(name)}
+    ours = begun | names & {TARGET, TARGET_FILES, VOCABULARY, automodel.EMBEDDINGS}
     reading.check_inside(directory / TARGET_FILES, directory)
-    ours = [directory / name for name in names & (cache_names | other_names) - {TARGET_FILES}]
-    for path in sorted([*ours, *(directory / TARGET_FILES).glob("*")]):  # they may be written to
+    files = [directory / name for name in ours - {TARGET_FILES}]
+    for path in sorted([*files, *(directory / TARGET_FILES).glob("*")]):  # they may be written to
         reading.open_regular(path, inside=directory, what="a file of the cache").close()
-    foreign = sorted(names - cache_names - other_names)
-    if foreign:
-        raise BadInput(
-            f"not empty, and '{foreign[0]}' is not part of a cache",
-            where=str(directory),
-            fix="give a new directory",
-        )
-    if names & cache_names and not resume:
-        raise BadInput(
-            "a cache is here already",
-            where=str(directory),
-            fix="continue it with --resume, or give another directory",
-        )
+    if foreign := sorted(names - ours):
+        what = f"not empty, and '{foreign[0]}' is not part of a cache"
+        raise BadInput(what, where=where, fix="give a new directory")
+    if begun and not resume:
+        fix = "continue it with --resume, or give another directory"
+        raise BadInput("a cache is here already", where=where, fix=fix)
+
+
+# --- the target's own files ----------------------------------------------------------------------
 
 
 def target_facts(info: TargetInfo | HeadlessInfo, tensors: dict[str, Tensor]) -> dict[str, Any]:
     """The manifest's description of a loaded target; a server's may show no head."""
     head, norm = info.head, info.final_norm
+    plain = ("depth", "weight_dtypes", "weights_fingerprint", "tokenizer_fingerprint", "vocab_size")
     return {
-        "depth": info.depth,
+        **{name: getattr(info, name) for name in plain},
         "dtype": dtype_name(info.dtype),
-        "weight_dtypes": info.weight_dtypes,
-        "weights_fingerprint": info.weights_fingerprint,
-        "tokenizer_fingerprint": info.tokenizer_fingerprint,
-        "vocab_size": info.vocab_size,
         "head": head and {"scale": head.scale, "softcap": head.softcap, "divisor": head.divisor},
         "final_norm": None if norm is None else [norm.path, norm.kind, norm.eps],
         "crc": {name: _crc(tensor) for name, tensor in sorted(tensors.items())},
@@ -235,18 +230,16 @@ def target_facts(info: TargetInfo | HeadlessInfo, tensors: dict[str, Tensor]) ->
 def target_tensors(info: TargetInfo | HeadlessInfo, embedding_VD: Tensor) -> dict[str, Tensor]:
     """The embedding and head on the CPU; a tied head is stored only once."""
     head, norm = info.head, info.final_norm
-    tensors = {"embed_tokens": embedding_VD.detach().cpu().contiguous()}
-    if head is None:
-        return tensors
-    weight_VD = head.weight_VD.detach().cpu().contiguous()
-    same_dtype = weight_VD.dtype == tensors["embed_tokens"].dtype
-    if not (same_dtype and torch.equal(weight_VD, tensors["embed_tokens"])):
-        tensors["lm_head"] = weight_VD
-    if head.bias_V is not None:
-        tensors["lm_head_bias"] = head.bias_V.detach().cpu().contiguous()
-    if norm is not None and norm.weight_D is not None:
-        tensors["final_norm"] = norm.weight_D.detach().cpu().contiguous()
-    return tensors
+    tensors: dict[str, Tensor | None] = {"embed_tokens": embedding_VD}
+    if head is not None:
+        norm_D = None if norm is None else norm.weight_D
+        tensors |= {"lm_head": head.weight_VD, "lm_head_bias": head.bias_V, "final_norm": norm_D}
+    kept = {n: t.detach().cpu().contiguous() for n, t in tensors.items() if t is not None}
+    embedding_VD, weight_VD = kept["embed_tokens"], kept.get("lm_head")
+    same_dtype = weight_VD is not None and weight_VD.dtype == embedding_VD.dtype
+    if same_dtype and torch.equal(kept["lm_head"], embedding_VD):
+        del kept["lm_head"]
+    return kept
 
 
 def target_files(directory: Path) -> str:
@@ -272,8 +265,7 @@ def write_head(
 def has_head(directory: Path, model_dir: Path | None) -> bool:
     """Whether all files of `write_head` exist; their contents are checked when they are read."""
     copies = (directory / TARGET_FILES / path.name for path in kept_files(model_dir))
-    paths = [directory / TARGET, *copies]
-    return all(path.is_file() for path in paths)
+    return all(path.is_file() for path in (directory / TARGET, *copies))
 
 
 def lacks_target(directory: Path, manifest: dict[str, Any]) -> bool:
@@ -297,9 +289,9 @@ def read_target(
     path, facts = directory / TARGET, manifest[LATE]
     reading.check_inside(path, directory)
     tensors = reading.load_tensors(path, what="the file of the target's embedding and head")
-    wrong = [name for name, crc in facts.get("crc", {}).items() if _crc(tensors.get(name)) != crc]
-    if wrong:
-        raise BadInput(f"{wrong[0]} is damaged", where=str(path), fix="make the cache again")
+    for name, crc in facts.get("crc", {}).items():
+        if name not in tensors or _crc(tensors[name]) != crc:
+            raise BadInput(f"{name} is damaged", where=str(path), fix="make the cache again")
     return assemble_target(tensors, facts, hidden_size=manifest["hidden_size"], where=str(path))
 
 
@@ -327,51 +319,29 @@ def assemble_target(
 
 def check_shapes(tensors: dict[str, Tensor], rows: int, width: int | None, where: str) -> None:
     """Refuse tensors whose shapes contradict the target's sizes before a trainer relies on them."""
-    shapes: dict[str, tuple[int | None, ...]] = {
-        "embed_tokens": (None, None),
-        "lm_head": (rows, width),
-        "lm_head_bias": (rows,),
-        "final_norm": (width,),
-    }
-    if "lm_head" not in tensors:  # tied: one table serves as both
-        shapes["embed_tokens"] = shapes["lm_head"]
+    head: tuple[int | None, ...] = (rows, width)
+    tied = "lm_head" not in tensors  # one table serves as both
+    shapes = {"embed_tokens": head if tied else (None, None), "lm_head": head}
+    shapes |= {"lm_head_bias": (rows,), "final_norm": (width,)}
     for name, shape in shapes.items():
         tensor = tensors.get(name)
         if tensor is None and name != "embed_tokens":
             continue
-        if tensor is None or not tensor.is_floating_point() or not _fits(tensor, shape):
+        fits = tensor is not None and tensor.is_floating_point() and tensor.ndim == len(shape)
+        if (
+            tensor is None
+            or not fits
+            or any(
+                expected not in (None, size)
+                for expected, size in zip(shape, tensor.shape, strict=True)
+            )
+        ):
             actual = "missing" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
             sizes = f"a vocabulary of {rows} and a width of {width}"
             raise BadInput(f"{name} is {actual}, the target has {sizes}", where=where)
 
 
-def _fits(tensor: Tensor, shape: tuple[int | None, ...]) -> bool:
-    pairs = zip(tensor.shape, shape, strict=False)
-    return tensor.ndim == len(shape) and all(expected in (None, size) for size, expected in pairs)
-
-
-def shards_of(manifest: dict[str, Any]) -> int:
-    return -(-int(manifest["rows"]) // int(manifest["shard_size"]))
-
-
-def check_complete(directory: Path, manifest: dict[str, Any]) -> None:
-    """Refuse a cache with missing shards. Allocates nothing in proportion to the number of shards
-    that the manifest claims, which is not trusted."""
-    total = shards_of(manifest)
-    present = {number for number in existing_shards(directory) if number < total}
-    if len(present) < total:
-        first = next(number for number in itertools.count() if number not in present)
-        raise BadInput(
-            f"unfinished: {total - len(present)} of {total} shards are missing, "
-            f"{shard_name(first)} first",
-            where=str(directory),
-            fix="run the same precompute with --resume",
-        )
-
-
-def _crc(tensor: Tensor | None) -> int | None:
-    if tensor is None:
-        return None
+def _crc(tensor: Tensor) -> int:
     return zlib.crc32(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
 
 
@@ -391,8 +361,7 @@ _COPIED = frozenset({
 
 def copied_files(model_dir: Path) -> list[Path]:
     """A model's config and tokenizer files, which training reads besides the cache."""
-    files = (path for path in sorted(model_dir.iterdir()) if is_copied(path.name))
-    return [path for path in files if _lies_in(model_dir, path)]
+    return [p for p in sorted(model_dir.iterdir()) if is_copied(p.name) and _lies_in(model_dir, p)]
 
 
 def is_copied(name: str) -> bool:
@@ -403,10 +372,8 @@ def is_copied(name: str) -> bool:
 def _lies_in(model_dir: Path, path: Path) -> bool:
     """Whether `path` is a file that lies in the directory itself. Links are refused, with one
     exception: the hub's cache links REPOSITORY/snapshots/REVISION/name to REPOSITORY/blobs/X."""
-    if not path.is_file():
-        return False
-    if not path.is_symlink():
-        return True
+    if not path.is_file() or not path.is_symlink():
+        return path.is_file()
     snapshots = model_dir.resolve().parent
     return snapshots.name == "snapshots" and path.resolve().parent == snapshots.parent / "blobs"
 
@@ -421,8 +388,7 @@ def code_files(model_dir: Path) -> list[Path]:
 def names_code(model_dir: Path) -> bool:
     """Whether a model's config or tokenizer names Python code, its own or a repository's."""
     paths = (model_dir / name for name in ("config.json", "tokenizer_config.json"))
-    files = (path.read_text(errors="replace") for path in paths if path.is_file())
-    return any('"auto_map"' in text for text in files)
+    return any('"auto_map"' in path.read_text(errors="replace") for path in paths if path.is_file())
 
 
 def kept_files(model_dir: Path | None) -> list[Path]:

@@ -7,16 +7,14 @@ any number of processes may work on one cache, each on the shards that it has cl
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from fledge.core.claims import Claims
-from fledge.core.distributed import World, join_world, leave_world
+from fledge.core.distributed import join_world, leave_world
 from fledge.core.errors import BadInput
 from fledge.core.files import removed
 from fledge.core.progress import UNWATCHED, Progress
@@ -24,24 +22,15 @@ from fledge.core.rows import TokenRow
 from fledge.core.terminal import counted
 from fledge.core.transfer import Fetched
 from fledge.data.pack import collate, one_per_row
-from fledge.data.vocab import (
-    DraftVocabulary,
-    count_supervised,
-    select_vocabulary,
-    special_token_ids,
-)
-from fledge.models.resolve import load_tokenizer, local_model
 from fledge.target.base import Eagle3TargetBackend
-from fledge.target.cache.automodel import LAYOUT, write_embedding
-from fledge.target.cache.backend import CachedEagle3TargetModel, row_fault
-from fledge.target.cache.format import OVER_A_VOCABULARY, encode_rows, unsound
+from fledge.target.cache.automodel import write_embedding
+from fledge.target.cache.backend import row_fault
+from fledge.target.cache.format import encode_rows, unsound
 from fledge.target.cache.job import (
     CacheJob,
-    CacheOptions,
     CachePlan,
     check_disk,
     describe_plan,
-    encoding_facts,
     plan_cache,
     readable,
 )
@@ -53,10 +42,7 @@ from fledge.target.cache.manifest import (
     ensure_resumable,
     existing_shards,
     has_head,
-    lacks_target,
-    shape_of,
     target_facts,
-    target_files,
     target_tensors,
     write_head,
 )
@@ -82,11 +68,11 @@ def capture(
         ids = torch.from_numpy(job.vocabulary.selected_token_ids)
         vocabulary = ids, torch.from_numpy(job.vocabulary.t2d)
         target.set_vocab_mapping(*vocabulary)
-    model, rows, n_bytes, written = module_of(target), 0, 0, 0
+    rows = n_bytes = written = 0
     for index in shards:
         if not (job.directory / MANIFEST).exists():
             raise removed(job.directory)
-        for batch_rows, batch_bytes in _fill(job, index, target, vocabulary, model):
+        for batch_rows, batch_bytes in _fill(job, index, target, vocabulary):
             rows, n_bytes = rows + batch_rows, n_bytes + batch_bytes
             progress("writing", rows, len(job.rows), "rows", readable(n_bytes))
         written += 1
@@ -94,15 +80,11 @@ def capture(
 
 
 def _fill(
-    job: CacheJob,
-    index: int,
-    target: Eagle3TargetBackend,
-    vocabulary: Vocabulary | None,
-    model: nn.Module | None,
+    job: CacheJob, index: int, target: Eagle3TargetBackend, vocabulary: Vocabulary | None
 ) -> Iterator[tuple[int, int]]:
     """Write one shard; yields (rows, bytes) of every batch that was written. One thread writes
     while the target answers about the next batches."""
-    rows = job.shard_rows(index)
+    rows, model = job.shard_rows(index), module_of(target)
     # the thread ends first: it writes to the file that `open_shard` closes
     with (
         open_shard(job.shard_path(index), job.layout(rows), rows) as shard,
@@ -125,20 +107,7 @@ def _batches(rows: Sequence[TokenRow], size: int) -> Iterator[list[int]]:
         yield order[begin : begin + size]
 
 
-@dataclass(frozen=True)
-class _Answer:
-    """The stored form of an answer, on its way to the host, and how much of it each row has."""
-
-    tensors: dict[str, Fetched]
-    sizes: dict[str, list[int]]
-
-    def by_row(self) -> Iterator[dict[str, Tensor]]:
-        parts = {
-            name: torch.split(tensor.read(), self.sizes[name])
-            for name, tensor in self.tensors.items()
-        }
-        for row_parts in zip(*parts.values(), strict=True):
-            yield dict(zip(parts, row_parts, strict=True))
+Answer = dict[str, tuple[Fetched, list[int]]]  # by name: what is stored, and how much of each row
 
 
 def _ask(
@@ -146,7 +115,8 @@ def _ask(
     target: Eagle3TargetBackend,
     rows: list[TokenRow],
     vocabulary: Vocabulary | None,
-) -> _Answer:
+) -> Answer:
+    """The stored form of the target's answer about these rows, on its way to the host."""
     lengths = [len(row.input_ids) for row in rows]
     width = max(lengths)
     batch = target.answer(collate(rows, one_per_row(lengths, width), width, job.pad_id))
@@ -156,11 +126,11 @@ def _ask(
     # the head is needed only where probabilities must be computed from states
     head = target.info().head if batch.supervision == "hidden" and mapping is not None else None
     tensors = encode_rows(batch, job.shape, lengths, slots, head=head, vocabulary=mapping)
-    token_fields = {_BAD_TOKENS, *(field.name for field in job.shape.token_fields())}
+    by_token = {_BAD_TOKENS, *(field.name for field in job.shape.token_fields())}
     # checked in the stored precision, on the device; the writing thread reads the result
     tensors[_BAD_TOKENS], tensors[_BAD_SLOTS] = unsound(tensors, job.shape)
-    sizes = {name: lengths if name in token_fields else [len(s) for s in slots] for name in tensors}
-    return _Answer({name: Fetched(tensor) for name, tensor in tensors.items()}, sizes)
+    counts = [len(slots_of_row) for slots_of_row in slots]
+    return {n: (Fetched(t), lengths if n in by_token else counts) for n, t in tensors.items()}
 
 
 def _write(
@@ -168,23 +138,23 @@ def _write(
     shard: ShardWriter,
     index: int,
     members: list[int],
-    answer: _Answer,
+    answer: Answer,
     model: nn.Module | None,
 ) -> tuple[int, int]:
     """Write an answer about some of a shard's rows, unless it is not finite as it is stored;
     returns how many rows and bytes."""
-    n_bytes = 0
-    for row, tensors in zip(members, answer.by_row(), strict=True):
+    parts = {name: torch.split(tensor.read(), n) for name, (tensor, n) in answer.items()}
+    bad_tokens, bad_slots = parts.pop(_BAD_TOKENS), parts.pop(_BAD_SLOTS)
+    for place, row in enumerate(members):
         tokens, number = shard.rows[row], index * job.options.shard_size + row
-        bad_NA, bad_M = tensors.pop(_BAD_TOKENS), tensors.pop(_BAD_SLOTS)
         slots = job.shape.slots(np.asarray(tokens.loss_mask))
-        fault = row_fault(number, bad_NA, bad_M, slots, job.manifest["aux_layer_ids"])
+        layers = job.manifest["aux_layer_ids"]
+        fault = row_fault(number, bad_tokens[place], bad_slots[place], slots, layers)
         if fault is not None:
             where, dtype = str(job.directory), job.shape.dtype
             raise refusal(fault, dtype=dtype, place=tokens.place, model=model, where=where)
-        shard.put(row, tensors)
-        n_bytes += sum(tensor.nbytes for tensor in tensors.values())
-    return len(members), n_bytes
+        shard.put(row, {name: part[place] for name, part in parts.items()})
+    return len(members), sum(part.nbytes for of_rows in parts.values() for part in of_rows)
 
 
 STOPPED = 3  # exit code: stopped by the quota or a full disk
@@ -224,10 +194,7 @@ def execute(
         check_target(job, target)
         with Claims(job.directory / CLAIMS) as claims:
             begin_cache(job, target, claims)
-            if target.joins:
-                written = write_fixed_shards(job, plan, target, world, progress)
-            else:
-                written = write_shards(job, plan, target, claims, progress)
+            written = write_shards(job, plan, target, claims, progress)
     leave_world(world)
     return how_it_ended(job, plan, written, progress)
 
@@ -301,104 +268,3 @@ def write_shards(
     if not (job.directory / MANIFEST).exists():  # the cache was removed meanwhile
         raise removed(job.directory)
     return written
-
-
-def write_fixed_shards(
-    job: CacheJob,
-    plan: CachePlan,
-    target: Eagle3TargetBackend,
-    world: World,
-    progress: Progress = UNWATCHED,
-) -> int:
-    """`write_shards` for ranks that share a target and must therefore ask it equally often: each
-    writes shards that are fixed in advance. A shard that another precompute writes meanwhile is
-    written twice, with the same bytes."""
-    plan = world.from_main(plan)
-    written = capture(job, target, plan.wanted[world.rank :: world.size], progress)
-    size = job.options.batch_size
-    asks = [
-        sum(-(-job.rows_in(index) // size) for index in plan.wanted[rank :: world.size])
-        for rank in range(world.size)
-    ]
-    for _ in range(max(asks) - asks[world.rank]):  # less often than the busiest rank
-        target.join()
-    return written
-
-
-# --- convert -------------------------------------------------------------------------------------
-# Convert a cache to another encoding: precompute with the source cache as the target.
-
-
-def convert_job(
-    source: CachedEagle3TargetModel,
-    directory: Path,
-    options: CacheOptions,
-    *,
-    draft_vocab_size: int | None = None,
-    trust_remote_code: bool = False,
-    padded: bool = False,
-    model: str | None = None,
-) -> CacheJob:
-    """The job that writes the contents of `source` in another encoding; run it with `source` as the
-    target. `padded` selects AutoModel's layout, with rows padded to the maximum length. Config and
-    tokenizer come from `model` if the source has none."""
-    old = source.store.manifest
-    if options.encoding not in OVER_A_VOCABULARY and not source.shape.is_hidden:
-        raise BadInput(
-            f"{options.encoding} cannot be made from {source.shape.encoding}: probabilities do "
-            "not determine the hidden states",
-            where=str(source.store.directory),
-        )
-    if padded and options.encoding not in OVER_A_VOCABULARY:
-        fix = f"--encoding {' or '.join(OVER_A_VOCABULARY)}"
-        raise BadInput("AutoModel's layout keeps probabilities", where="--layout", fix=fix)
-    # supervision that is not in the source cannot be written
-    options = replace(options, supervised_only=options.supervised_only or source.shape.compact)
-    model_name = model if lacks_target(source.store.directory, old) else None
-    files = local_model(model_name or target_files(source.store.directory), weights=False)
-    vocabulary = _vocabulary(source, draft_vocab_size)
-    if vocabulary is None and (draft_vocab_size or options.encoding in OVER_A_VOCABULARY):
-        tokenizer = load_tokenizer(str(files), trust_remote_code=trust_remote_code)
-        vocabulary = _select_vocabulary(source, draft_vocab_size, special_token_ids(tokenizer))
-    manifest: dict[str, Any] = {
-        **{key: value for key, value in old.items() if key not in (LATE, "layout")},
-        **encoding_facts(options, vocabulary),
-        "converted_from": [old["encoding"], old["dtype"]],
-    }
-    embedding_VD, head_VD = source.get_input_embeddings().weight, source.info().head.weight_VD
-    head_bytes = embedding_VD.nbytes + head_VD.nbytes
-    more: dict[str, Any] = {"vocabulary": vocabulary, "model_dir": files}
-    if padded:
-        head_bytes += 4 * embedding_VD.numel()  # stored in float32, too
-        longest = int(source.store.lengths.max(initial=2))
-        manifest["seq_length"] = more["padded_to"] = max(longest, old.get("seq_length") or 0)
-        manifest["layout"] = LAYOUT
-    shape = shape_of(manifest)
-    more["head_bytes"] = head_bytes
-    return CacheJob(directory, source.rows(), shape, manifest, options, **more)
-
-
-def _vocabulary(source: CachedEagle3TargetModel, size: int | None) -> DraftVocabulary | None:
-    """The source's own vocabulary, if it has one of the requested size."""
-    required, suggested = source.vocabulary, source.info().suggested
-    if required is None:
-        fits = suggested is not None and size in (None, suggested.size)
-        return suggested if fits else None
-    if size is not None and required.size != size:
-        raise BadInput(
-            f"made for a draft vocabulary of {required.size}, not {size}",
-            where=str(source.store.directory),
-            fix="another vocabulary needs a cache of hidden states",
-        )
-    return required
-
-
-def _select_vocabulary(
-    source: CachedEagle3TargetModel, size: int | None, special_ids: list[int | None]
-) -> DraftVocabulary:
-    """Select a vocabulary by counts over the source's rows, excluding held-out ones."""
-    rows = source.rows()
-    trained = range(len(rows) - int(source.store.manifest["held_out_rows"]))
-    pairs = ((row.input_ids, row.loss_mask) for row in (rows[i] for i in trained))
-    counts_V = count_supervised(pairs, source.info().vocab_size)
-    return select_vocabulary(counts_V, size, special_ids=special_ids)

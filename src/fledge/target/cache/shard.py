@@ -1,18 +1,24 @@
 """One shard of the cache: written row by row in any order, read row by row from a memory map.
 
-A shard gets its final name only once all of its rows and their checksums are on disk. A row's
-checksum covers its token ids, its loss mask and everything stored for them, so states can never be
-mistaken for those of other tokens.
+A `Layout` says where every byte is; writing and reading follow it. A shard gets its final name
+only once all of its rows and their checksums are on disk. A row's checksum covers its token ids,
+its loss mask and everything stored for them, so states can never be mistaken for those of other
+tokens.
 """
 
+import itertools
+import json
+import math
 import mmap
 import os
-from collections.abc import Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
+import torch
 import xxhash
 from numpy.typing import NDArray
 from torch import Tensor
@@ -21,14 +27,110 @@ from fledge.core.errors import BadInput
 from fledge.core.files import atomic_file
 from fledge.core.reading import Flag, ListOf, Row, Table, Text, Whole, open_regular, parse_json
 from fledge.core.rows import TokenRow
-from fledge.target.cache.format import (
-    KEY_BYTES,
-    CacheShape,
-    Layout,
-    Piece,
-    ShardLayout,
-    row_key,
-)
+from fledge.target.cache.format import KEY_BYTES, CacheShape, Field, row_key, safetensors_header
+
+Piece = tuple[int, NDArray[Any]]  # where a file is written to, and with what
+
+
+class Layout(ABC):
+    """The byte layout of a file of tensors, stored end to end, and how rows are written to it."""
+
+    def __init__(
+        self, tensors: Sequence[tuple[str, torch.dtype, list[int]]], facts: dict[str, Any]
+    ) -> None:
+        self.header = safetensors_header(tensors, {"fledge": json.dumps(facts, sort_keys=True)})
+        sizes = [math.prod(shape) * dtype.itemsize for _, dtype, shape in tensors]
+        ends = [len(self.header) + end for end in itertools.accumulate(sizes, initial=0)]
+        names = (name for name, _, _ in tensors)
+        self.extent = dict(zip(names, itertools.pairwise(ends), strict=True))  # bytes [begin, end)
+        self.n_bytes = ends[-1]
+
+    def index(self) -> Iterator[Piece]:
+        """What is written once, where the rows' places are not implied."""
+        return iter(())
+
+    @abstractmethod
+    def pieces(self, row: int, tokens: TokenRow, payload: dict[str, Tensor]) -> Iterator[Piece]:
+        """What is written for one row: its tokens, and the fields of its tokens and slots."""
+
+
+class ShardLayout(Layout):
+    """The byte layout of a shard with the given rows."""
+
+    def __init__(
+        self, shape: CacheShape, tokens: Sequence[int], slots: Sequence[int], facts: dict[str, Any]
+    ) -> None:
+        self.shape = shape
+        self.row_start, self.slot_start = _starts_of(tokens), _starts_of(slots)
+        ids, mask = Field("input_ids", torch.int32), Field("loss_mask", torch.uint8)
+        key, digest = Field("row_key", torch.uint8, KEY_BYTES), Field("row_digest", torch.int64)
+        parts = (
+            ([*shape.token_fields(), ids, mask], self.row_start),
+            (shape.slot_fields(), self.slot_start),
+            ([key, digest], np.arange(len(tokens) + 1)),
+        )
+        # by name: the field, and the place in its tensor at which each row begins
+        self._fields = {field.name: (field, at) for fields, at in parts for field in fields}
+        self.payload_names = sorted(field.name for field in shape.fields())
+        tensors = [
+            (field.name, field.dtype, [int(at[-1]), *([field.width] if field.width else [])])
+            for field, at in self._fields.values()
+        ]
+        tensors += [(name, torch.int64, [len(tokens) + 1]) for name in ("row_start", "slot_start")]
+        # widest dtypes first: every tensor then starts at a multiple of its item size
+        tensors.sort(key=lambda tensor: (-tensor[1].itemsize, tensor[0]))
+        super().__init__(tensors, facts)
+
+    def span(self, name: str, row: int) -> tuple[int, int]:
+        """The byte range [begin, end) of one row in a tensor."""
+        (begin, _), (field, at) = self.extent[name], self._fields[name]
+        return begin + int(at[row]) * field.row_bytes, begin + int(at[row + 1]) * field.row_bytes
+
+    def index(self) -> Iterator[Piece]:
+        yield self.extent["row_start"][0], self.row_start
+        yield self.extent["slot_start"][0], self.slot_start
+
+    def pieces(self, row: int, tokens: TokenRow, payload: dict[str, Tensor]) -> Iterator[Piece]:
+        ids = np.ascontiguousarray(tokens.input_ids, dtype=np.int32)
+        mask = np.ascontiguousarray(tokens.loss_mask, dtype=np.uint8)
+        values: dict[str, NDArray[Any]] = {"input_ids": ids, "loss_mask": mask}
+        values |= {name: raw_bytes(payload[name]) for name in self.payload_names}
+        values["row_digest"] = np.array([checksum(values.values())])
+        values["row_key"] = np.frombuffer(row_key(ids), dtype=np.uint8)
+        for name, data in values.items():
+            begin, end = self.span(name, row)
+            if data.nbytes != end - begin:
+                raise ValueError(f"{name} of row {row} has {data.nbytes} bytes, not {end - begin}")
+            yield begin, data
+
+
+def layout_of(shape: CacheShape, rows: Sequence[TokenRow]) -> ShardLayout:
+    """The layout of a shard with these rows, which does not depend on the target's answers."""
+    slots = [len(shape.slots(row.loss_mask)) for row in rows]
+    return ShardLayout(shape, [len(row.input_ids) for row in rows], slots, row_facts(rows))
+
+
+def row_facts(rows: Sequence[TokenRow]) -> dict[str, Any]:
+    """What a shard's header says of its rows."""
+    truncated = [bool(row.truncated) for row in rows]
+    return {"places": [row.place for row in rows], "truncated": truncated}
+
+
+def _starts_of(lengths: Sequence[int]) -> NDArray[np.int64]:
+    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+
+
+def raw_bytes(tensor: Tensor) -> NDArray[np.uint8]:
+    raw: NDArray[np.uint8] = tensor.contiguous().flatten().view(torch.uint8).numpy()
+    return raw
+
+
+def checksum(parts: Iterable[NDArray[Any]]) -> int:
+    """XXH3, ten times as fast as a CRC on a CPU; as a signed integer, which is what is stored."""
+    state = xxhash.xxh3_64()
+    for part in parts:
+        state.update(part.data)
+    return int.from_bytes(state.digest(), "big", signed=True)
 
 
 class ShardWriter:
@@ -36,36 +138,25 @@ class ShardWriter:
 
     def __init__(self, handle: BinaryIO, layout: Layout, rows: Sequence[TokenRow]) -> None:
         self._handle, self._layout, self.rows = handle, layout, rows
-        self._digests = np.zeros(len(rows), dtype=np.int64)
-        self._written = np.zeros(len(rows), dtype=np.bool_)
+        self._missing = set(range(len(rows)))
         if hasattr(os, "posix_fallocate"):  # not on macOS: a full disk fails before the target runs
             os.posix_fallocate(handle.fileno(), 0, layout.n_bytes)
         handle.truncate(layout.n_bytes)
         handle.write(layout.header)
-        self._write(layout.before(rows))
+        self._write(layout.index())
 
     def put(self, row: int, payload: dict[str, Tensor]) -> None:
-        """Write the target's answer for one row: the payload fields of its tokens and slots."""
-        tokens = self.rows[row]
-        ids = np.ascontiguousarray(tokens.input_ids, dtype=np.int32)
-        mask = np.ascontiguousarray(tokens.loss_mask, dtype=np.uint8)
-        written = self._write(self._layout.pieces(row, tokens, payload))
-        self._digests[row] = _checksum([ids.data, mask.data, *written])
-        self._written[row] = True
+        """Write one row with the target's answer: the payload fields of its tokens and slots."""
+        self._write(self._layout.pieces(row, self.rows[row], payload))
+        self._missing.discard(row)
 
     def finish(self) -> None:
-        missing = np.flatnonzero(~self._written)
-        assert not len(missing), f"rows {missing[:3]} of the shard were never written"
-        self._write(self._layout.after(self._digests))
+        assert not self._missing, f"rows {sorted(self._missing)[:3]} were never written"
 
-    def _write(self, pieces: Iterator[Piece]) -> list[memoryview]:
-        written = []
+    def _write(self, pieces: Iterable[Piece]) -> None:
         for at, values in pieces:
-            data = np.ascontiguousarray(values).reshape(-1).view(np.uint8).data
             self._handle.seek(at)
-            self._handle.write(data)
-            written.append(data)
-        return written
+            self._handle.write(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)
 
 
 @contextmanager
@@ -86,104 +177,77 @@ _HEADER = Table(
 _FACTS = Table({"places": ListOf(Text(), most=2**48), "truncated": ListOf(Flag(), most=2**48)})
 
 
-def mapped(path: Path) -> mmap.mmap:
-    """A memory map of a shard, whose pages are loaded as they are read."""
-    with open_regular(path, inside=path.parent) as handle:
-        size = os.fstat(handle.fileno()).st_size
-        if size < 8:  # an empty file cannot be mapped
-            raise _damaged(path)
-        return mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
-
-
-def _read_header(mapping: mmap.mmap, path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(the safetensors header, our own metadata in it)."""
-    length = int.from_bytes(mapping[:8], "little")
-    if length > min(len(mapping) - 8, _MAX_HEADER_BYTES):
-        raise _damaged(path)
-    where, what = str(path), "the shard"
-    header: dict[str, Any] = parse_json(mapping[8 : 8 + length], _HEADER, where=where, what=what)
-    facts_json = header["__metadata__"]["fledge"]
-    return header, parse_json(facts_json, _FACTS, where=where, what=what)
-
-
-def _damaged(path: Path) -> BadInput:
-    return BadInput("the shard is cut short or damaged", where=str(path))
-
-
 class Shard:
     """A finished shard, memory-mapped."""
 
     def __init__(self, path: Path, shape: CacheShape, vocab_size: int = 2**31) -> None:
         self.path, self._vocab_size = path, vocab_size
-        self._map = mapped(path)
-        header, facts = _read_header(self._map, path)
-        self.bytes: NDArray[np.uint8] = np.frombuffer(self._map, dtype=np.uint8)
-        tokens, slots = (self._counts(header, name) for name in ("row_start", "slot_start"))
-        whole = len(tokens) == len(slots) == len(facts["places"]) == len(facts["truncated"])
-        if whole:
-            self.layout = ShardLayout(shape, tokens, slots, facts)
-            whole = self.layout.n_bytes == len(self._map)
-            whole = whole and self._map[: len(self.layout.header)] == self.layout.header
-        if not whole:
-            raise _damaged(path)
-        self.lengths: NDArray[np.int64] = np.diff(self.layout.row_start)
+        with open_regular(path, inside=path.parent) as handle:
+            self._check(os.fstat(handle.fileno()).st_size >= 8)  # an empty file cannot be mapped
+            mapping = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
+        self.bytes: NDArray[np.uint8] = np.frombuffer(mapping, dtype=np.uint8)
+        base = 8 + int.from_bytes(mapping[:8], "little")
+        self._check(base <= min(len(mapping), 8 + _MAX_HEADER_BYTES))
+        where, what = str(path), "the shard"
+        header = parse_json(mapping[8:base], _HEADER, where=where, what=what)
+        facts = parse_json(header["__metadata__"]["fledge"], _FACTS, where=where, what=what)
         self.places: list[str] = facts["places"]
         self.truncated: list[bool] = facts["truncated"]
-        self.input_ids = self._view("input_ids", np.int32)
-        self.loss_mask = self._view("loss_mask", np.uint8)
-        self.keys = self._view("row_key", np.uint8).reshape(-1, KEY_BYTES)
-        self._digests = self._view("row_digest", np.int64)
+        tokens, slots = (
+            self._counts(*(base + offset for offset in header[name]["data_offsets"]))
+            for name in ("row_start", "slot_start")
+        )
+        self._check(len(tokens) == len(slots) == len(self.places) == len(self.truncated))
+        self.layout = ShardLayout(shape, tokens, slots, facts)
+        self._check(self.layout.n_bytes == len(mapping))
+        self._check(mapping[: len(self.layout.header)] == self.layout.header)
+        self.lengths: NDArray[np.int64] = np.diff(self.layout.row_start)
+        self.loss_mask = self._whole("loss_mask")
+        self.keys = self._whole("row_key").reshape(-1, KEY_BYTES)
 
     def __len__(self) -> int:
         return len(self.places)
 
-    def _counts(self, header: dict[str, Any], name: str) -> list[int]:
-        """The number of tokens or slots of each row, from the offsets at which the rows start."""
-        base = 8 + int.from_bytes(self._map[:8], "little")
-        begin, end = header[name]["data_offsets"]
-        if not begin < end <= len(self._map) - base or (end - begin) % 8:
-            raise _damaged(self.path)
-        starts = np.frombuffer(self._map[base + begin : base + end], dtype=np.int64)
-        counts = np.diff(starts)
-        if starts[0] != 0 or starts[-1] > len(self._map) or (starts[1:] < starts[:-1]).any():
-            raise _damaged(self.path)
-        return [int(count) for count in counts]
+    def _check(self, whole: bool) -> None:
+        if not whole:
+            raise BadInput("the shard is cut short or damaged", where=str(self.path))
 
-    def _view(self, name: str, dtype: Any) -> NDArray[Any]:
-        return self.bytes[slice(*self.layout.extent[name])].view(dtype)
+    def _counts(self, begin: int, end: int) -> list[int]:
+        """The number of tokens or slots of each row, from the offsets at which the rows start."""
+        size = len(self.bytes)
+        self._check(begin < end <= size and (end - begin) % 8 == 0)
+        starts = np.frombuffer(self.bytes[begin:end].tobytes(), dtype=np.int64)
+        self._check(
+            starts[0] == 0 and starts[-1] <= size and bool((starts[1:] >= starts[:-1]).all())
+        )
+        return [int(count) for count in np.diff(starts)]
+
+    def _whole(self, name: str) -> NDArray[np.uint8]:
+        return self.bytes[slice(*self.layout.extent[name])]
 
     def tokens(self, row: int) -> tuple[NDArray[np.int32], NDArray[np.uint8]]:
-        span = slice(int(self.layout.row_start[row]), int(self.layout.row_start[row + 1]))
-        return self.input_ids[span], self.loss_mask[span]
+        return self.payload("input_ids", row).view(np.int32), self.payload("loss_mask", row)
 
     def payload(self, name: str, row: int) -> NDArray[np.uint8]:
-        """The bytes of one row in a payload tensor, as a view of the memory map."""
-        begin, end = self.layout.span(name, row)
-        return self.bytes[begin:end]
+        """The bytes of one row in a tensor, as a view of the memory map."""
+        return self.bytes[slice(*self.layout.span(name, row))]
 
     def is_whole(self, row: int) -> bool:
         """Whether the row's checksum and key match its tokens and states and every id is within its
         vocabulary. Reads the whole row."""
-        ids, mask = self.tokens(row)
+        (ids, mask), shape = self.tokens(row), self.layout.shape
         if not _within(ids, self._vocab_size):
             return False
-        if (shape := self.layout.shape).encoding == "topk":
+        if shape.encoding == "topk":
             top_ids = self.payload("topk_ids", row).view(np.int32)
             if not _within(top_ids, shape.draft_vocab_size):
                 return False
         slots = int(self.layout.slot_start[row + 1] - self.layout.slot_start[row])
-        if row_key(ids) != self.keys[row].tobytes() or len(self.layout.shape.slots(mask)) != slots:
+        if row_key(ids) != self.keys[row].tobytes() or len(shape.slots(mask)) != slots:
             return False
-        payload = (self.payload(name, row).data for name in self.layout.payload_names)
-        return _checksum([ids.data, mask.data, *payload]) == int(self._digests[row])
-
-    def read_ahead(self, row: int) -> None:
-        """Have the operating system fetch a row in the background."""
-        for name in self.layout.payload_names:
-            begin, end = self.layout.span(name, row)
-            begin -= begin % mmap.PAGESIZE
-            if end > begin:
-                self._map.madvise(mmap.MADV_WILLNEED, begin, end - begin)
+        payload = (self.payload(name, row) for name in self.layout.payload_names)
+        [digest] = self.payload("row_digest", row).view(np.int64)
+        return checksum([ids, mask, *payload]) == int(digest)
 
 
 def is_whole_shard(path: Path, layout: Layout) -> bool:
@@ -198,11 +262,3 @@ def is_whole_shard(path: Path, layout: Layout) -> bool:
 
 def _within(ids: NDArray[np.int32], size: int) -> bool:
     return not len(ids) or (int(ids.min()) >= 0 and int(ids.max()) < size)
-
-
-def _checksum(parts: Sequence[memoryview]) -> int:
-    """XXH3, ten times as fast as a CRC on a CPU; as a signed integer, which is what is stored."""
-    state = xxhash.xxh3_64()
-    for part in parts:
-        state.update(part)
-    return int.from_bytes(state.digest(), "big", signed=True)

@@ -32,7 +32,7 @@ from fledge.target.layers import (
     target_depth,
     text_config,
 )
-from fledge.target.weights import is_here, whole_tensor, whole_weight
+from fledge.target.weights import whole_tensor
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -133,7 +133,6 @@ def _load_bare(directory: Path, *, trust_remote_code: bool) -> tuple[Any, nn.Mod
         raise BadInput(what, where=str(directory)) from error
     check_complete(report, str(directory))
     model = model.eval().requires_grad_(False)
-    assert all(is_here(weight) for weight in model.parameters())
     return config, model
 
 
@@ -220,8 +219,6 @@ def learn_head(
             where=where,
             fix="use supervision 'logits'",
         )
-    weight_VD = weight_VD.to(head_inputs[0].device)  # offloaded weights come from another device
-    bias_V = None if bias_V is None else bias_V.to(head_inputs[0].device)
     learned = replace(
         _fit_scale_and_cap(wave_V, response_V, where=where), weight_VD=weight_VD, bias_V=bias_V
     )
@@ -277,8 +274,7 @@ def _linear_of(head: nn.Module, *, where: str) -> tuple[Tensor, Tensor | None]:
             where=where,
             fix="keep the head unquantized (modules_to_not_convert) or use supervision 'logits'",
         )
-    whole_VD = whole_weight(head, "weight")
-    return whole_VD, None if bias is None else whole_weight(head, "bias")
+    return whole_tensor(weight), None if bias is None else whole_tensor(bias)
 
 
 def _fit_scale_and_cap(wave_V: Tensor, response_V: Tensor, *, where: str) -> TargetHead:
@@ -320,6 +316,5 @@ def accepted_options(model: nn.Module, **options: Any) -> dict[str, Any]:
 
     parameters = inspect.signature(model.forward).parameters
     open_ended = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-    if open_ended and isinstance(model, PreTrainedModel):
-        return options
-    return {name: value for name, value in options.items() if name in parameters}
+    any_name = open_ended and isinstance(model, PreTrainedModel)
+    return {name: value for name, value in options.items() if any_name or name in parameters}

@@ -37,9 +37,6 @@ class HfTarget(LoadedTarget):
     keep_states_host_gb: NonNegative = 0.0
     """Then keep further states in host memory up to this size."""
 
-    keep_states_fp8: bool = False
-    """Keep states in 8 bits, half of bfloat16: nearly the same states, if they do not fit."""
-
     parallel: Parallel = Field(default_factory=Parallel)
     """Processes that share one target, where it is larger than a GPU: parallel.fsdp, .tp, .cp."""
 
@@ -96,7 +93,7 @@ class HfKind(LoadedKind[HfTarget]):
         if section.supervision != "hidden":
             return KeptStates()
         device, host = section.keep_states_gb, section.keep_states_host_gb
-        return KeptStates(int(device * 2**30), int(host * 2**30), section.keep_states_fp8)
+        return KeptStates(int(device * 2**30), int(host * 2**30))
 
 
 def _auto_dtype(section: HfTarget, device: "torch.device") -> str:

@@ -53,10 +53,11 @@ def load_hf_model(
     directory = local_model(str(name_or_path))
     device = find_device(device)
     options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code}
-    if attn_implementation is not None:
-        options["attn_implementation"] = attn_implementation
-    if quantization_config is not None:
-        options["quantization_config"] = quantization_config
+    chosen = {
+        "attn_implementation": attn_implementation,
+        "quantization_config": quantization_config,
+    }
+    options |= {name: value for name, value in chosen.items() if value is not None}
     try:
         config = transformers.AutoConfig.from_pretrained(
             directory, trust_remote_code=trust_remote_code
@@ -119,9 +120,8 @@ def check_complete(report: dict[str, Any], where: str) -> None:
     ):
         if names:
             more = f" and {len(names) - 1} more tensors" if len(names) > 1 else ""
-            raise BadInput(
-                f"{reason} {names[0]}{more}", where=where, fix="config.json and weights must match"
-            )
+            what, fix = f"{reason} {names[0]}{more}", "config.json and weights must match"
+            raise BadInput(what, where=where, fix=fix)
 
 
 def loader_for(config: "PretrainedConfig") -> Any:

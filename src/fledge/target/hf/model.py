@@ -13,29 +13,23 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fledge.core.batch import Eagle3TargetBatch, Supervision
+from fledge.core.batch import Supervision
 from fledge.core.errors import BadInput
 from fledge.core.graphs import RecordedSizes
 from fledge.core.head import TargetHead
 from fledge.core.machine import find_device
-from fledge.core.rows import TokenBatch, shift_left
+from fledge.core.rows import shift_left
 from fledge.target.base import HasWeight, InputEmbedding
 from fledge.target.hf import loading as fp8
 from fledge.target.hf.embedding_and_head import accepted_options, find_head_module, learn_head
 from fledge.target.hf.loading import load_hf_model
-from fledge.target.hf.one_row import (
-    kernel_takes,
-    may_support,
-    needs_no_mask,
-    whole_row,
-)
+from fledge.target.hf.one_row import kernel_takes, may_support, needs_no_mask, whole_row
 from fledge.target.hf.parallel import along, check_shareable, not_shareable
 from fledge.target.hf.passes import (
     CompiledLayers,
     ModelPasses,
     one_row_is_exact,
     sharing_is_exact,
-    stopping_is_exact,
 )
 from fledge.target.inprocess import find_rank_groups
 from fledge.target.layers import (
@@ -50,12 +44,10 @@ from fledge.target.packing import Documents, Group, overhead_in_tokens
 from fledge.target.weights import (
     describe_weights,
     is_here,
-    is_offloaded,
     refuse_missing,
-    runs_on,
     take_apart,
     weights_fingerprint,
-    whole_weight,
+    whole_tensor,
 )
 
 _shift_left_with_zero = shift_left  # the name that other programs import from here
@@ -64,12 +56,10 @@ _shift_left_with_zero = shift_left  # the name that other programs import from h
 class HFEagle3TargetModel(ModelPasses):
     """Co-located backend that captures auxiliary hidden states from a causal LM.
 
-    The caller's model itself is put in eval mode and frozen: from then on none of its parameters
-    has `requires_grad`. It is run without gradients and otherwise never changed.
+    The caller's model itself is put in eval mode and frozen, and otherwise never changed.
     `compile_layers` runs large passes on a GPU through torch.compile, and those of small models as
-    CUDA graphs: faster, with different rounding. EAGLE-3 uses three layers, so another number of
-    `aux_layer_ids` is rejected unless it equals `num_aux_layers` (None: any number, for several
-    drafts).
+    CUDA graphs: faster, with different rounding. EAGLE-3 uses three layers; another number of
+    `aux_layer_ids` must equal `num_aux_layers` (None: any number, for several drafts).
     """
 
     def __init__(
@@ -109,13 +99,11 @@ class HFEagle3TargetModel(ModelPasses):
         self.try_one_row = device.type != "cpu" and self._cp_size == 1
         self._one_row_checked: bool | None = None
         gpu = device.type == "cuda"
+        spread = any(hasattr(module, "_hf_hook") for module in model.modules())  # over devices
         self.skip_masks = gpu and needs_no_mask(model)
-        compiles = compile_layers and gpu and not self.joins and not is_offloaded(model)
+        compiles = compile_layers and gpu and not self.joins and not spread
         self._compiled = CompiledLayers(self._layers if compiles else ())
         self._recorded = RecordedSizes[list[Tensor]]()
-        self._recorded_features = RecordedSizes[list[Tensor]]()
-        self._stop = False  # whether passes stop after the last aux layer
-        self._stop_checked: bool | None = None
         self.record_passes = compiles
         self._stored_as: str | None = None  # quantization of the checkpoint, if any
         if supervision != "logits":
@@ -141,37 +129,27 @@ class HFEagle3TargetModel(ModelPasses):
     ) -> "HFEagle3TargetModel":
         """Load a model by any name that `fledge.local_model` accepts, with its weights as stored.
 
-        `dtype="auto"` keeps the checkpoint's own precision, which `info().weight_dtypes` reports.
-        `dtype="fp8"` loads bfloat16 and multiplies in 8 bits (`loading.Fp8Linear`).
-        For a quantized target, name the quantized checkpoint or pass a `quantization_config` of
-        transformers: a draft must learn from the states that will be served.
-
-        The ranks of a `mesh` shard one model along its dimensions named tp and fsdp, and share long
-        rows along the one named cp. Every rank calls this and loads its own part.
+        `dtype="auto"` keeps the checkpoint's own precision, "fp8" loads bfloat16 and multiplies in
+        8 bits. For a quantized target, name the quantized checkpoint or pass a
+        `quantization_config` of transformers: a draft must learn from what will be served. The
+        ranks of a `mesh` shard one model along tp and fsdp, and share long rows along cp: every
+        rank calls this and loads its own part.
         """
         device = find_device(device)
         if dtype == "fp8" and (reason := "sharded" if mesh else fp8.why_not(device)):
             raise BadInput(f"dtype fp8: {reason}", where=str(name_or_path), fix="take bfloat16")
         loaded = load_hf_model(
-            name_or_path,
-            dtype="bfloat16" if dtype == "fp8" else dtype,
-            device=device,
-            attn_implementation=attn_implementation,
-            quantization_config=quantization_config,
-            trust_remote_code=trust_remote_code,
-            mesh=mesh,
-        )
+            name_or_path, dtype="bfloat16" if dtype == "fp8" else dtype, device=device,
+            attn_implementation=attn_implementation, quantization_config=quantization_config,
+            trust_remote_code=trust_remote_code, mesh=mesh,
+        )  # fmt: skip
         if dtype == "fp8":
             fp8.convert_linears(loaded.model)
         target = cls(
-            loaded.model,
-            aux_layer_ids,
-            along(mesh, "cp"),
-            supervision=supervision,
-            tokenizer=loaded.tokenizer,
-            compile_layers=compile_layers,
+            loaded.model, aux_layer_ids, along(mesh, "cp"), supervision=supervision,
+            tokenizer=loaded.tokenizer, compile_layers=compile_layers,
             num_aux_layers=num_aux_layers,
-        )
+        )  # fmt: skip
         target._stored_as = loaded.stored_as
         return target
 
@@ -186,24 +164,6 @@ class HFEagle3TargetModel(ModelPasses):
         )  # fmt: skip
         other._stored_as = self._stored_as
         return other
-
-    def features(self, rows: TokenBatch) -> Eagle3TargetBatch:
-        """`answer` with the aux states only, skipping the layers above the last aux layer where the
-        model supports it."""
-        self._check_open()
-        if not self._may_stop():
-            return self.answer(rows)
-        with self.stopping():
-            return self.answer(rows)
-
-    def _may_stop(self) -> bool:
-        """Whether a pass can end after the last aux layer without side effects on the model."""
-        if self._stop_checked is None:
-            unshared = not self.joins and not is_offloaded(self.model)
-            layers_above = self._depth - 1 - max(self.aux_layer_ids)
-            useful = unshared and layers_above > 0 and self.supervision == "hidden"
-            self._stop_checked = useful and stopping_is_exact(self)
-        return self._stop_checked
 
     @torch.no_grad()
     def _run_collective_checks(self) -> None:
@@ -229,7 +189,7 @@ class HFEagle3TargetModel(ModelPasses):
         return validate_aux_layer_ids(aux_layer_ids, depth, self._num_aux_layers)
 
     def get_input_embeddings(self) -> HasWeight:
-        """The model's own module, or, of a sharded or offloaded model, its whole weight. Where
+        """The model's own module, or, of a sharded model, its whole weight. Where
         ranks share the model, every rank must call this."""
         self._check_open()
         take_apart(self.model)
@@ -237,7 +197,7 @@ class HFEagle3TargetModel(ModelPasses):
         weight = cast(Tensor, module.weight)
         if is_here(weight):
             return cast(nn.Embedding, module)
-        return InputEmbedding(whole_weight(module, "weight").to(self._device()))
+        return InputEmbedding(whole_tensor(weight))
 
     def _embedding(self) -> nn.Module:
         return cast(nn.Module, self.model.get_input_embeddings())  # type: ignore[operator]
@@ -257,7 +217,6 @@ class HFEagle3TargetModel(ModelPasses):
         if not self._closed:
             del self.model, self._layers, self._compiled
             self._recorded.forget()
-            self._recorded_features.forget()
             self._head_module = self._head = self._info = self.tokenizer = None
         super().close()
 
@@ -273,9 +232,8 @@ class HFEagle3TargetModel(ModelPasses):
     def _one_row_is_exact(self) -> bool:
         """Whether two small documents give the same states in one row as alone; checked once."""
         if self._one_row_checked is None:
-            self._one_row_checked = (
-                may_support(self.model) and kernel_takes(self.model) and one_row_is_exact(self)
-            )
+            possible = may_support(self.model) and kernel_takes(self.model)
+            self._one_row_checked = possible and one_row_is_exact(self)
         return self._one_row_checked
 
     def _answers_logits(self) -> bool:
@@ -298,7 +256,7 @@ class HFEagle3TargetModel(ModelPasses):
         return self._head
 
     def _device(self) -> torch.device:
-        return runs_on(self.model)
+        return next(self.model.parameters()).device
 
     def _vocabulary_rows(self) -> int | None:
         if not hasattr(self.model, "get_input_embeddings"):

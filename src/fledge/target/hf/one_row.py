@@ -26,8 +26,8 @@ from fledge.target.weights import local_part
 NAME, CAUSAL = "fledge_documents", "fledge_causal"
 _PLAIN_LAYERS = {"full_attention", "sliding_attention"}
 # Keyword arguments of attention functions that do not affect which keys are visible, or how.
-HARMLESS = {"position_ids", "cache_position", "use_cache", "output_attentions", "return_dict"}
-HARMLESS |= {"output_hidden_states", "output_router_logits", "is_causal"}
+_HARMLESS = {"position_ids", "cache_position", "use_cache", "output_attentions", "return_dict"}
+_HARMLESS |= {"output_hidden_states", "output_router_logits", "is_causal"}
 FIRST, SLOT = "fledge_first", "fledge_slot"  # keyword arguments that models pass on to attention
 
 
@@ -91,9 +91,7 @@ def attend(
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: each document attends to itself, causally."""
     first_N, slot_N = options.pop(FIRST, None), options.pop(SLOT, None)
-    odd = [name for name, v in options.items() if v is not None and name not in HARMLESS]
-    if attention_mask is not None or odd or options.get("is_causal") is False:
-        raise Unsupported(f"{type(module).__name__} passes {odd or 'a mask'}")
+    check_plain(module, attention_mask, options)
     if first_N is None:
         raise Unsupported(f"{type(module).__name__} does not hand options down to its attention")
     query_NHC, key_NGC, value_NGC = (
@@ -107,6 +105,13 @@ def attend(
     if scaling is not None and scaling != channels**-0.5:
         query_NHC = query_NHC * (scaling * channels**0.5)
     return attend_documents(query_NHC, key_NGC, value_NGC, first_N, slot_N)[None], None
+
+
+def check_plain(module: nn.Module, mask: Tensor | None, options: dict[str, Any]) -> None:
+    """Raise unless a layer asks for nothing but causal attention."""
+    odd = [name for name, v in options.items() if v is not None and name not in _HARMLESS]
+    if mask is not None or odd or options.get("is_causal") is False:
+        raise Unsupported(f"{type(module).__name__} passes {odd or 'a mask'}")
 
 
 def may_support(model: nn.Module) -> bool:
@@ -124,11 +129,6 @@ def kernel_takes(model: nn.Module) -> bool:
     weight = local_part(next(model.parameters()))
     dims: set[Any] = {getattr(module, "head_dim", None) for module in model.modules()} - {None}
     return len(dims) == 1 and kernel_runs(weight.new_empty((0, 1, dims.pop())))
-
-
-def caps_scores(model: nn.Module) -> bool:
-    """Whether its attention applies a soft cap on scores; transformers' SDPA ignores it."""
-    return all(config._attn_implementation != "sdpa" for config in _attention_configs(model))
 
 
 def needs_no_mask(model: nn.Module) -> bool:

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 
 from fledge.core.errors import BadInput, MissingPackage
-from fledge.target.hf.one_row import HARMLESS, Unsupported, lent_attention, may_support
+from fledge.target.hf.one_row import check_plain, lent_attention, may_support
 from fledge.target.layers import find_layers, text_config
 
 MESH = ("replicate", "fsdp", "cp", "tp")  # tp varies fastest: adjacent ranks communicate the most
@@ -146,7 +146,6 @@ def _check_heads(model: Any, size: int) -> None:
 
 
 NAME = "fledge_context"
-_MAX_SCORES = 1 << 26  # attention scores materialized at a time
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,7 +161,7 @@ class RankSlots:
 
     Before each attention the ranks gather keys and values (with grouped heads, a fraction of the
     states) rather than pass them around a ring: no softmax is merged from partial results, so
-    windows, soft caps and sinks cost nothing extra. After the pass every rank gathers the answer.
+    windows cost nothing extra. After the pass every rank gathers the answer.
     """
 
     group: dist.ProcessGroup
@@ -170,7 +169,6 @@ class RankSlots:
     size: int
     length: int  # L
     hidden_NL: Tensor | None  # bool: masked keys (padding); None: all are real
-    caps: bool = True  # whether the model's own attention applies the `softcap` it is passed
 
     @property
     def chunk(self) -> int:
@@ -207,12 +205,12 @@ class RankSlots:
 _active: ContextVar[RankSlots | None] = ContextVar("fledge_slots", default=None)
 
 
-def rank_slots(mesh: Any, length: int, mask_NL: Tensor | None, *, caps: bool = True) -> RankSlots:
+def rank_slots(mesh: Any, length: int, mask_NL: Tensor | None) -> RankSlots:
     """This rank's slots of rows of this length; `mask_NL` is 1 at real tokens."""
     hidden_NL = None
     if mask_NL is not None and not bool(mask_NL.all()):
         hidden_NL = mask_NL == 0
-    return RankSlots(mesh.get_group(), mesh.get_local_rank(), mesh.size(), length, hidden_NL, caps)
+    return RankSlots(mesh.get_group(), mesh.get_local_rank(), mesh.size(), length, hidden_NL)
 
 
 def check_shareable(model: nn.Module, mesh: Any) -> None:
@@ -258,14 +256,10 @@ def attend(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: local queries, keys and values of all ranks."""
-    odd = [name for name, v in options.items() if v is not None and name not in HARMLESS]
-    if attention_mask is not None or odd or options.get("is_causal") is False:
-        raise Unsupported(f"{type(module).__name__} passes {odd or 'a mask'}")
+    check_plain(module, attention_mask, options)
     own = _active.get()
     assert own is not None
     key_NGLC, value_NGLC = own.gather(key_NGQC, 2), own.gather(value_NGQC, 2)
@@ -276,12 +270,6 @@ def attend(
         key_range = slice(first, end)
         visible = _visible(own, begin, key_range, sliding_window, query_NHqC.device)
         keys_values = key_NGLC[:, :, key_range], value_NGLC[:, :, key_range]
-        softcap = softcap if own.caps else None
-        if softcap is not None or s_aux is not None:
-            outputs.append(
-                _attend_explicitly(query_NHqC, *keys_values, visible, scaling, softcap, s_aux)
-            )
-            continue
         outputs.append(
             F.scaled_dot_product_attention(
                 query_NHqC,
@@ -315,40 +303,3 @@ def _visible(
     # a padding query without visible keys would give NaN, which spreads even through a weight of 0
     blind_Nq1 = ~visible_NqK.any(-1, keepdim=True)
     return (visible_NqK | (blind_Nq1 & (distance_qK == 0)))[:, None]
-
-
-def _attend_explicitly(
-    query_NHqC: Tensor,
-    key_NGKC: Tensor,
-    value_NGKC: Tensor,
-    visible: Tensor | None,
-    scaling: float | None,
-    softcap: float | None,
-    sinks_H: Tensor | None,
-) -> Tensor:
-    """Attention with what the kernels do not support: capped scores (Gemma 2), sinks (gpt-oss).
-    Works through the queries in pieces, so that the scores are never all in memory."""
-    (rows, heads, queries, channels), keys = query_NHqC.shape, key_NGKC.shape[2]
-    groups = heads // key_NGKC.shape[1]
-    key_NHKC, value_NHKC = (t.repeat_interleave(groups, 1) for t in (key_NGKC, value_NGKC))
-    scale = channels**-0.5 if scaling is None else scaling
-    key_K = torch.arange(keys, device=query_NHqC.device)
-    step = max(1, _MAX_SCORES // (rows * heads * keys))
-    outputs = []
-    for begin in range(0, queries, step):
-        scores_NHqK = query_NHqC[:, :, begin : begin + step] @ key_NHKC.transpose(2, 3) * scale
-        if softcap is not None:
-            scores_NHqK = torch.tanh(scores_NHqK / softcap) * softcap
-        if visible is None:  # the last query is aligned with the last key
-            query_q = key_K[keys - queries + begin :][:step]
-            allowed = key_K <= query_q[:, None]
-        else:
-            allowed = visible[..., begin : begin + step, :]
-        scores_NHqK = scores_NHqK.masked_fill(~allowed, float("-inf"))
-        if sinks_H is not None:
-            sinks_NHq1 = sinks_H.view(1, -1, 1, 1).expand(*scores_NHqK.shape[:3], 1)
-            scores_NHqK = torch.cat([scores_NHqK, sinks_NHq1.to(scores_NHqK.dtype)], -1)
-        wide = torch.promote_types(scores_NHqK.dtype, torch.float32)
-        weights_NHqK = torch.softmax(scores_NHqK, -1, dtype=wide)[..., :keys]
-        outputs.append(weights_NHqK.to(value_NHKC.dtype) @ value_NHKC)
-    return torch.cat(outputs, 2)

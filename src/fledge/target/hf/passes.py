@@ -1,8 +1,7 @@
 """Passes of a model in this process: its own forward, with the states of some layers captured.
 
-Decoder layers' outputs are copied into the returned tensor as they are computed. A pass may end
-after the last of these layers, may be shared by ranks along its rows, and on a GPU may run compiled
-layers or be replayed as a CUDA graph.
+Decoder layers' outputs are copied into the returned tensor as they are computed. A pass may be
+shared by ranks along its rows, and on a GPU may run compiled layers or be replayed as a CUDA graph.
 """
 
 import gc
@@ -20,32 +19,26 @@ from fledge.core.graphs import RecordedSizes
 from fledge.target.hf.one_row import (
     Unsupported,
     WholeRow,
-    caps_scores,
     causal_rows,
     documents_apart,
     whole_row,
 )
 from fledge.target.hf.parallel import rank_slots, shared_rows
 from fledge.target.inprocess import InProcessTarget
-from fledge.target.layers import AuxBuffer, hidden_of, layer_outputs, muted_head, stop_behind
+from fledge.target.layers import AuxBuffer, hidden_of, layer_outputs, muted_head
 from fledge.target.packing import Documents, Group
 
 if TYPE_CHECKING:
     from fledge.target.hf.model import HFEagle3TargetModel
 
 
-# --- compiled ------------------------------------------------------------------------------------
-# A compiled forward for a target's decoder layers, without changing the model.
-#
-# Norms, rotary positions, activations and residuals are fused into a few kernels each. Small models
-# are limited by kernel launches instead: see `core/graphs.py`.
-
-
 log = logging.getLogger(__name__)
+StatesOf = Callable[[int, Tensor], None]  # (layer id, its output)
 
 
 class CompiledLayers:
-    """Compiled forwards of some layers, installed only while a pass runs."""
+    """Compiled forwards of some layers, installed only while a pass runs. (Small models are limited
+    by kernel launches instead: see `core/graphs.py`.)"""
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         self._forwards: list[tuple[nn.Module, Any]] = [
@@ -82,12 +75,6 @@ def compile_errors() -> tuple[type[BaseException], ...]:
     return TorchDynamoException, InductorError
 
 
-# --- passes ---------------------------------------------------------------------------------------
-
-
-StatesOf = Callable[[int, Tensor], None]  # (layer id, its output)
-
-
 class ModelPasses(InProcessTarget):
     """A target that is a torch module; its constructor is the subclass's."""
 
@@ -101,17 +88,6 @@ class ModelPasses(InProcessTarget):
     _head_module: nn.Module | None
     _compiled: CompiledLayers
     _recorded: RecordedSizes[list[Tensor]]
-    _recorded_features: RecordedSizes[list[Tensor]]  # of passes that end after the last aux layer
-    _stop: bool  # whether passes end after the last aux layer
-
-    @contextmanager
-    def stopping(self) -> Iterator[None]:
-        """While open, passes end after the last aux layer."""
-        self._stop = True
-        try:
-            yield
-        finally:
-            self._stop = False
 
     def _forward(self, ids: Tensor, mask: Tensor, aux: AuxBuffer, group: Group | None) -> Tensor:
         if self.model.training:  # the caller may have called train() on the shared module
@@ -148,7 +124,7 @@ class ModelPasses(InProcessTarget):
     def _run_slots(self, ids_NL: Tensor, mask_NL: Tensor | None, write: StatesOf) -> Tensor:
         """`_run` for rows that the ranks of `cp_mesh` share: each rank runs some of their slots,
         and every rank gets the states of all slots."""
-        own = rank_slots(self.cp_mesh, ids_NL.shape[1], mask_NL, caps=caps_scores(self.model))
+        own = rank_slots(self.cp_mesh, ids_NL.shape[1], mask_NL)
         positions_NL = torch.arange(ids_NL.shape[1], device=ids_NL.device).expand_as(ids_NL)
         with shared_rows(self.model, own):
             answer_NQX = self._captured(
@@ -169,8 +145,6 @@ class ModelPasses(InProcessTarget):
             return hidden
 
         with ExitStack() as stack:
-            if self._stop:
-                write = stack.enter_context(stop_behind(max(self._inner_layers), write, keep))
             stack.enter_context(layer_outputs(self._layers, self._inner_layers, write))
             if self.supervision != "logits":
                 assert self._head_module is not None
@@ -182,11 +156,7 @@ class ModelPasses(InProcessTarget):
         """Whether kernel launches take longer than running such a pass on the GPU, and its size
         recurs."""
         short = self.record_passes and slots < 2 * self.overhead_tokens
-        return short and self._recordings.worth_it(slots)
-
-    @property
-    def _recordings(self) -> RecordedSizes[list[Tensor]]:
-        return self._recorded_features if self._stop else self._recorded
+        return short and self._recorded.worth_it(slots)
 
     def _replay(self, ids: Tensor, group: WholeRow, write: StatesOf) -> Tensor:
         def run(ids: Tensor, **options: Tensor) -> list[Tensor]:
@@ -194,7 +164,7 @@ class ModelPasses(InProcessTarget):
             answer = self._run(ids, None, group.with_options(options), states.__setitem__)
             return [*(states[i] for i in self._inner_layers), answer]
 
-        *states, answer = self._recordings(ids.numel(), run, {"ids": ids, **group.options()})
+        *states, answer = self._recorded(ids.numel(), run, {"ids": ids, **group.options()})
         for layer_id, layer_states in zip(self._inner_layers, states, strict=True):
             write(layer_id, layer_states)
         return answer
@@ -207,9 +177,7 @@ class ModelPasses(InProcessTarget):
         return hidden_of(logits if isinstance(logits, Tensor) else output)
 
 
-# --- comparison ----------------------------------------------------------------------------------
-# Numerical checks that two ways of running a model give the same states, whatever its class.
-
+# --- numerical checks that two ways of running a model give the same states, whatever its class ---
 
 Way = Callable[[Tensor, AuxBuffer], None]  # runs ids [B, T] and fills the buffer
 # Raised by architectures that cannot run one of the ways (TypeError: a forward that accepts no
@@ -240,14 +208,11 @@ def one_row_is_exact(target: "HFEagle3TargetModel") -> bool:
         for group in InProcessTarget._groups(target, documents, ids_BT):
             _fill(target, group, ids_BT, aux)
 
-    return fill_alike(
-        as_rows,
-        lambda ids_BT, aux: _fill(
-            target, whole_row(documents, ids_BT.numel(), device=ids_BT.device), ids_BT, aux
-        ),
-        target.aux_layer_ids,
-        target._device(),
-    )
+    def in_one_row(ids_BT: Tensor, aux: AuxBuffer) -> None:
+        group = whole_row(documents, ids_BT.numel(), device=ids_BT.device)
+        _fill(target, group, ids_BT, aux)
+
+    return fill_alike(as_rows, in_one_row, target.aux_layer_ids, target._device())
 
 
 def sharing_is_exact(target: "HFEagle3TargetModel") -> bool:
@@ -259,19 +224,6 @@ def sharing_is_exact(target: "HFEagle3TargetModel") -> bool:
 
     alone = partial(_fill, target, None)
     return fill_alike(alone, shared, target.aux_layer_ids, target._device())
-
-
-@torch.no_grad()
-def stopping_is_exact(target: "HFEagle3TargetModel") -> bool:
-    """Whether a pass that ends after the last aux layer gives the states of a whole pass, and
-    leaves the model unchanged."""
-    whole = partial(_fill, target, None)
-
-    def stopped(ids_BT: Tensor, aux: AuxBuffer) -> None:
-        with target.stopping():
-            whole(ids_BT, aux)
-
-    return fill_alike(stopped, whole, target.aux_layer_ids, target._device())
 
 
 def _fill(

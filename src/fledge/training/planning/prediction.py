@@ -204,7 +204,7 @@ def predict(training: "Training", begin: float | None = None, *, asks: bool = Tr
     limits, rows = kind_of(recipe.target).kept_states(recipe.target), int(stream.rows.lengths.sum())
     config = training.draft.config
     state_bytes = (config.num_aux_hidden_states + 1) * config.target_hidden_size
-    kept_bytes = rows * state_bytes * (1 if limits.eight_bits else width)
+    kept_bytes = rows * state_bytes * width
     room_here = limits.device_bytes + (limits.host_bytes if device == "cpu" else 0)
     keeps_all = 0 < kept_bytes <= limits.device_bytes + limits.host_bytes
     begun = newest_step(training.directory)
