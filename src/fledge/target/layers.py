@@ -94,14 +94,14 @@ def _find(model: nn.Module, *, bare: bool = False) -> tuple[str, nn.ModuleList |
     raise BadInput(f"{what} under {paths}")
 
 
-def text_config(config: "PretrainedConfig") -> Any:
+def text_config(config: "PretrainedConfig | None") -> Any:
     """The language model's part of a config: its `text_config` if that describes layers, else the
     config itself."""
     nested = getattr(config, "text_config", None)
     return nested if isinstance(getattr(nested, "num_hidden_layers", None), int) else config
 
 
-def stated(config: "PretrainedConfig", name: str) -> int | None:
+def stated(config: "PretrainedConfig | None", name: str) -> int | None:
     """A size of the language model, or None if its config lacks it, as a runner's config may."""
     value = getattr(text_config(config), name, None)
     return value if isinstance(value, int) else None

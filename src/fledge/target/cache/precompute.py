@@ -11,19 +11,20 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from safetensors.torch import save
 from torch import Tensor, nn
 
 from fledge.core.claims import Claims
 from fledge.core.distributed import join_world, leave_world
 from fledge.core.errors import BadInput
-from fledge.core.files import removed
+from fledge.core.files import atomic_file, removed
 from fledge.core.progress import UNWATCHED, Progress
 from fledge.core.rows import TokenRow
 from fledge.core.terminal import counted
 from fledge.core.transfer import Fetched
 from fledge.data.pack import collate, one_per_row
 from fledge.target.base import Eagle3TargetBackend
-from fledge.target.cache.automodel import write_embedding
+from fledge.target.cache.automodel import EMBEDDINGS
 from fledge.target.cache.backend import row_fault
 from fledge.target.cache.format import encode_rows, unsound
 from fledge.target.cache.job import (
@@ -223,7 +224,8 @@ def begin_cache(job: CacheJob, target: Eagle3TargetBackend, claims: Claims) -> N
             if job.vocabulary is not None:
                 job.vocabulary.save(job.directory / VOCABULARY)
             if job.padded_to is not None:
-                write_embedding(job.directory, tensors["embed_tokens"])
+                with atomic_file(job.directory / EMBEDDINGS) as handle:
+                    handle.write(save({"weight": tensors["embed_tokens"].float()}))
             write_head(job.directory, job.on_disk(manifest), tensors, job.model_dir)
 
 

@@ -74,6 +74,7 @@ class HFEagle3TargetModel(ModelPasses):
         num_aux_layers: int | None = EAGLE3_AUX_LAYERS,
     ) -> None:
         super().__init__(supervision)
+        self._answers_logits = supervision == "logits"
         self._cp_size = int(cp_mesh.size()) if cp_mesh is not None else 1
         self.cp_mesh = cp_mesh
         if self._cp_size > 1:
@@ -136,7 +137,9 @@ class HFEagle3TargetModel(ModelPasses):
         rank calls this and loads its own part.
         """
         device = find_device(device)
-        if dtype == "fp8" and (reason := "sharded" if mesh else fp8.why_not(device)):
+        no_units = device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9)
+        if dtype == "fp8" and (mesh is not None or no_units):
+            reason = "no fp8 units" if no_units else "sharded"
             raise BadInput(f"dtype fp8: {reason}", where=str(name_or_path), fix="take bfloat16")
         loaded = load_hf_model(
             name_or_path, dtype="bfloat16" if dtype == "fp8" else dtype, device=device,
@@ -236,9 +239,6 @@ class HFEagle3TargetModel(ModelPasses):
             self._one_row_checked = possible and one_row_is_exact(self)
         return self._one_row_checked
 
-    def _answers_logits(self) -> bool:
-        return self.supervision == "logits"
-
     @torch.no_grad()
     def _head_of_states(self) -> TargetHead:
         if self._head is None:
@@ -254,11 +254,3 @@ class HFEagle3TargetModel(ModelPasses):
                 alone=all(map(is_here, module.parameters())),
             )
         return self._head
-
-    def _device(self) -> torch.device:
-        return next(self.model.parameters()).device
-
-    def _vocabulary_rows(self) -> int | None:
-        if not hasattr(self.model, "get_input_embeddings"):
-            return None
-        return len(cast(Tensor, self._embedding().weight))

@@ -100,7 +100,9 @@ class ModelPasses(InProcessTarget):
             return self._run(ids, mask, group, write)
         try:
             with self._compiled.lent():
-                if isinstance(group, WholeRow) and self._worth_recording(ids.numel()):
+                # where launching kernels takes longer than running them, and the size recurs
+                short = self.record_passes and ids.numel() < 2 * self.overhead_tokens
+                if isinstance(group, WholeRow) and short and self._recorded.worth_it(ids.numel()):
                     return self._replay(ids, group, write)
                 return self._run(ids, mask, group, write)
         except compile_errors() as error:
@@ -151,12 +153,6 @@ class ModelPasses(InProcessTarget):
                 stack.enter_context(muted_head(self._head_module, keep))
             logits = self._call(*arguments, **options)
         return logits if self.supervision == "logits" else head_inputs[0]
-
-    def _worth_recording(self, slots: int) -> bool:
-        """Whether kernel launches take longer than running such a pass on the GPU, and its size
-        recurs."""
-        short = self.record_passes and slots < 2 * self.overhead_tokens
-        return short and self._recorded.worth_it(slots)
 
     def _replay(self, ids: Tensor, group: WholeRow, write: StatesOf) -> Tensor:
         def run(ids: Tensor, **options: Tensor) -> list[Tensor]:
