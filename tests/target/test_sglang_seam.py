@@ -81,8 +81,9 @@ def test_options_are_passed_on_except_those_that_capture_needs() -> None:
     assert server_options({"disable_radix_cache": True}, NAMES, device="cpu")
     with pytest.raises(fledge.BadInput, match="disable_radix_cache=False does not go with"):
         server_options({"disable_radix_cache": False}, NAMES, device="cuda")
-    with pytest.raises(fledge.BadInput, match=r"in place of the last hidden state.*leave it out"):
-        server_options({"enable_return_aux_hidden_states": True}, NAMES, device="cuda")
+    public_capture = "enable_return_aux_hidden_states"
+    with pytest.raises(fledge.BadInput, match=rf"{public_capture}=True does not go.*leave it out"):
+        server_options({public_capture: True}, [*NAMES, public_capture], device="cuda")
 
 
 def test_a_mistyped_option_suggests_the_closest(pretend_sglang: str, monkeypatch) -> None:

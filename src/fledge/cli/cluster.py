@@ -49,9 +49,8 @@ def train(
     layout = Layout(ranks, rank_cpus, rank_gpus, wait_s)
     address = address or getattr(recipe.target, "address", "auto")
     with progress_bar("placing targets and ranks") as progress:
-        code, output = train_on_cluster(
-            recipe, partial(run_recipe, as_json=as_json), layout, address=address, progress=progress
-        )
+        entry = partial(run_recipe, as_json=as_json)
+        code, output = train_on_cluster(recipe, entry, layout, address=address, progress=progress)
     out.plain(output, end="")  # the output of the first rank
     if code:
         raise Exit(code)

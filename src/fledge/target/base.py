@@ -230,15 +230,50 @@ def by_layer(aux: Tensor, layers: int) -> Tensor:
     return aux.reshape(*aux.shape[:-1], layers, aux.shape[-1] // layers)
 
 
-class LayerView(Eagle3TargetBackend):
-    """Some of the aux layers of another target, in any order; closing the view closes it, too."""
+class WrappedTarget(Eagle3TargetBackend):
+    """A target that changes another one's answers; it owns and closes that target."""
 
     def __init__(self, inner: Eagle3TargetBackend, aux_layer_ids: Sequence[int]) -> None:
         super().__init__(inner.supervision)
-        missing = set(aux_layer_ids) - set(inner.aux_layer_ids)
-        if missing:
-            raise ValueError(f"layers {sorted(missing)} are not shown: {inner.aux_layer_ids}")
         self.inner, self.aux_layer_ids = inner, list(aux_layer_ids)
+
+    def join(self) -> None:
+        self.inner.join()
+
+    def info(self) -> TargetInfo:
+        self._check_open()
+        return self.inner.info()
+
+    def get_input_embeddings(self) -> HasWeight:
+        self._check_open()
+        return self.inner.get_input_embeddings()
+
+    def set_vocab_mapping(
+        self, selected_token_ids: Tensor, selected_token_mask: Tensor | None = None
+    ) -> None:
+        self.inner.set_vocab_mapping(selected_token_ids, selected_token_mask)
+
+    def known_rows(self) -> KnownRows | None:
+        return self.inner.known_rows()
+
+    def read_ahead(self, rows: RowView) -> RowView:
+        return self.inner.read_ahead(rows)
+
+    def asked_before(self, packs: Iterable[Callable[[], TokenBatch]]) -> None:
+        self.inner.asked_before(packs)
+
+    def close(self) -> None:
+        self.inner.close()
+        super().close()
+
+
+class LayerView(WrappedTarget):
+    """Some of the aux layers of another target, in any order."""
+
+    def __init__(self, inner: Eagle3TargetBackend, aux_layer_ids: Sequence[int]) -> None:
+        super().__init__(inner, aux_layer_ids)
+        if missing := set(aux_layer_ids) - set(inner.aux_layer_ids):
+            raise ValueError(f"layers {sorted(missing)} are not shown: {inner.aux_layer_ids}")
         self.supports_async, self.prefetch = inner.supports_async, inner.prefetch
         self.inside_engine, self.joins = inner.inside_engine, inner.joins
 
@@ -270,32 +305,3 @@ class LayerView(Eagle3TargetBackend):
 
         self.inner.answer_async(rows).add_done_callback(pass_on)
         return future
-
-    def join(self) -> None:
-        self.inner.join()
-
-    def info(self) -> TargetInfo:
-        self._check_open()
-        return self.inner.info()
-
-    def get_input_embeddings(self) -> HasWeight:
-        self._check_open()
-        return self.inner.get_input_embeddings()
-
-    def set_vocab_mapping(
-        self, selected_token_ids: Tensor, selected_token_mask: Tensor | None = None
-    ) -> None:
-        self.inner.set_vocab_mapping(selected_token_ids, selected_token_mask)
-
-    def close(self) -> None:
-        self.inner.close()
-        super().close()
-
-    def known_rows(self) -> KnownRows | None:
-        return self.inner.known_rows()
-
-    def read_ahead(self, rows: RowView) -> RowView:
-        return self.inner.read_ahead(rows)
-
-    def asked_before(self, packs: Iterable[Callable[[], TokenBatch]]) -> None:
-        self.inner.asked_before(packs)

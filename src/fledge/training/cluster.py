@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,14 @@ from fledge.core.progress import Progress
 from fledge.core.terminal import counted
 from fledge.recipe.schema import Recipe
 from fledge.target.kinds import kind_of
-from fledge.target.ray.connection import cause_of, connected, import_ray, make_board
-from fledge.target.ray.placing import bundle_of, remove_group
+from fledge.target.ray.connection import (
+    bundle,
+    cause_of,
+    connected,
+    import_ray,
+    make_board,
+    reserved,
+)
 from fledge.training.checkpoint import newest_checkpoint
 from fledge.training.drafts import target_section
 from fledge.training.signals import StopSignal
@@ -40,8 +46,9 @@ _POLL_S = 0.5
 _LOSS_REPORT_S = 40.0  # time after a rank's error for Ray to report the loss of another rank
 _START_S = 120.0  # time limit for starting the ranks' processes
 _SMALLER_S = 5.0  # time to wait for room before fewer ranks are tried
-_TAIL_BYTES = 1 << 14  # read from the end of the metrics: a few lines
 _MAX_LOSSES = 3  # losses in a row without a new checkpoint
+_TAIL_BYTES = 1 << 14  # read from the end of the metrics: a few lines
+_LOSSES = {"NodeDiedError": "its machine is gone", "ActorDiedError": "its process is gone"}
 
 
 @dataclass(frozen=True)
@@ -54,38 +61,25 @@ class Layout:
     wait_s: float = 60.0  # time to wait for room
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where a rank runs."""
-
-    node: str
-    node_id: str
-    pid: int
-    gpus: tuple[str, ...]
-    port: int  # was free there a moment ago
-
-
 class Rank:
     """The actor that runs one rank."""
 
     def __init__(self, index: int, board: Any) -> None:
         self._index, self._board = index, board
 
-    def place(self) -> Place:
+    def place(self) -> dict[str, Any]:
+        """Where it runs, and a port that is free there."""
         ray = import_ray()
         context = ray.get_runtime_context()
         with socket.socket() as probe:
             probe.bind(("", 0))
             port = int(probe.getsockname()[1])
-        gpus = tuple(context.get_accelerator_ids().get("GPU", ()))
-        return Place(ray.util.get_node_ip_address(), context.get_node_id(), os.getpid(), gpus, port)
+        gpus = list(context.get_accelerator_ids().get("GPU", ()))
+        process = {"node_id": context.get_node_id(), "pid": os.getpid()}
+        return {"node": ray.util.get_node_ip_address(), **process, "gpus": gpus, "port": port}
 
     def run(
-        self,
-        entry: Entry,
-        recipe: Recipe,
-        environment: Mapping[str, str],
-        directory: str,
+        self, entry: Entry, recipe: Recipe, environment: Mapping[str, str], directory: str
     ) -> tuple[int, str]:
         """Run `entry`; return its exit code and what it wrote to stdout."""
         os.environ |= environment
@@ -120,7 +114,12 @@ def _wait_for_lock(directory: Path) -> None:
 
 
 def train_on_cluster(
-    recipe: Recipe, entry: Entry, layout: Layout, *, address: str, progress: Progress
+    recipe: Recipe,
+    entry: Entry,
+    layout: Layout,
+    *,
+    address: str,
+    progress: Progress,
 ) -> tuple[int, str]:
     """Train to the end, restarting lost ranks; return the first rank's exit code and stdout."""
     name = f"{recipe.run_name}-{secrets.token_hex(2)}"
@@ -129,10 +128,9 @@ def train_on_cluster(
         board = make_board(name)
         undo.callback(import_ray().kill, board)
         placed = kind_of(section).placed(section, aux_layers=layers, name=name)
-        variables = undo.enter_context(placed)
-        run = _Run(recipe, entry, layout, board, progress, dict(variables))
+        variables = dict(undo.enter_context(placed))
         with StopSignal() as stop:
-            return run.to_the_end(stop)
+            return _Run(recipe, entry, layout, board, progress, variables).to_the_end(stop)
 
 
 @dataclass
@@ -144,8 +142,6 @@ class _Run:
     progress: Progress
     variables: dict[str, str]
     restarts: int = 0
-    activity: str = ""
-    last: dict[str, Any] = field(default_factory=dict)  # of the training lines of its metrics
 
     def to_the_end(self, stop: StopSignal) -> tuple[int, str]:
         losses, step = 0, self._step()
@@ -167,27 +163,26 @@ class _Run:
         """Start all ranks once; return the outcome, or a description of what was lost."""
         ray = import_ray()
         with ExitStack() as undo:
-            count, group = self._room(undo)
+            strategies = self._room(undo)
             actors = []
-            for index in range(count):
+            for index, strategy in enumerate(strategies):
                 options = ray.remote(Rank).options(
-                    num_cpus=self.layout.cpus,
-                    num_gpus=self._gpus(),
-                    scheduling_strategy=bundle_of(group, index),
+                    num_cpus=self.layout.cpus, num_gpus=self._gpus(), scheduling_strategy=strategy
                 )
                 actors.append(options.remote(index, self.board))
                 undo.callback(ray.kill, actors[-1])
-            references = [actor.place.remote() for actor in actors]
-            ready, missing = ray.wait(references, num_returns=count, timeout=_START_S)
+            count, references = len(actors), [actor.place.remote() for actor in actors]
+            _, missing = ray.wait(references, num_returns=count, timeout=_START_S)
             if missing:
                 return f"{len(missing)} of {count} ranks did not start"
             try:
-                places = ray.get(ready if len(ready) < count else references)
+                places = ray.get(references)
             except ray.exceptions.RayError as error:
-                return _lost_rank(error)
-            self._report_places(places)
-            self.activity = f"training on {counted(count, 'rank')}"
-            self.progress(self.activity)
+                return _reason(error)
+            self.board.forget.remote("ranks")
+            for index, place in enumerate(places):
+                self.board.tell.remote("ranks", f"rank-{index}", place)
+            self.progress(f"training on {counted(count, 'rank')}")
             recipe, directory = self._cut_for(count), os.getcwd()
             runs = {
                 actor.run.remote(self.entry, recipe, environment, directory): index
@@ -199,51 +194,48 @@ class _Run:
 
     def _watch(self, runs: dict[Any, int], stop: StopSignal) -> tuple[int, str] | str:
         """Wait until all ranks are done or one is lost; returns as `_attempt` does."""
-        errors, ray = import_ray().exceptions, import_ray()
+        ray = import_ray()
         pending, done = list(runs), dict[int, tuple[int, str]]()
         failed: list[BaseException] = []
-        lost, until = "", float("inf")
-        stop_sent = False
+        lost, until, state = "", float("inf"), "training"
         while pending and not lost and time.monotonic() < until:
             ready, pending = ray.wait(pending, timeout=_POLL_S)
             for reference in ready:
                 try:
                     done[runs[reference]] = ray.get(reference)
-                except errors.RayTaskError as error:
+                except ray.exceptions.RayTaskError as error:
                     failed.append(cause_of(error))
                     until = min(until, time.monotonic() + _LOSS_REPORT_S)
-                except errors.RayError as error:
-                    lost = f"rank {runs[reference]} is lost ({_lost_rank(error)})"
-            if stop.received and not stop_sent:
-                stop_sent = True
+                except ray.exceptions.RayError as error:
+                    lost = f"rank {runs[reference]} is lost ({_reason(error)})"
+            if stop.received and state == "training":
+                state = "stopping"
                 self.board.stop.remote()
-            self._report_run("stopping" if stop_sent else "training")
+            self._report(state)
         refused = [e for e in failed if isinstance(e, BadInput)]
         if refused:
             raise refused[0]
         if not lost and not failed:
             return done[0]
         if lost:
-            self._report_run("restarting")
+            self._report("restarting")
             return lost
         raise failed[0]
 
-    def _room(self, undo: ExitStack) -> tuple[int, Any]:
-        """Reserve room for as many ranks as possible; return their number and the reservation."""
-        from ray.util.placement_group import placement_group
-
-        bundle = {"CPU": self.layout.cpus, "GPU": self._gpus()}
-        bundle = {name: amount for name, amount in bundle.items() if amount} or {"CPU": 0.001}
-        sizes = list(self._sizes()) if self.restarts else [self.layout.ranks]
+    def _room(self, undo: ExitStack) -> list[Any]:
+        """Reserve room for as many ranks as possible; returns where each of them goes."""
+        one, wanted = bundle(self.layout.cpus, self._gpus()), self.layout.ranks
+        sizes = list(self._sizes()) if self.restarts else [wanted]
         for count in sizes:
-            group = placement_group([bundle] * count, strategy="PACK")
-            if group.wait(self.layout.wait_s if count == self.layout.ranks else _SMALLER_S):
-                undo.callback(remove_group, group)
-                if count < self.layout.ranks:
-                    self.progress.say(f"room for {count} of {self.layout.ranks} ranks")
-                return count, group
-            remove_group(group)
-        resources = ", ".join(f"{amount:g} {name}" for name, amount in bundle.items())
+            wait_s = self.layout.wait_s if count == wanted else _SMALLER_S
+            with ExitStack() as attempt:
+                room = reserved([one] * count, strategy="PACK", wait_s=wait_s)
+                if (places := attempt.enter_context(room)) is not None:
+                    if count < wanted:
+                        self.progress.say(f"room for {count} of {wanted} ranks")
+                    undo.push(attempt.pop_all())
+                    return places
+        resources = ", ".join(f"{amount:g} {name}" for name, amount in one.items())
         raise BadInput(
             f"no room for {sizes[-1]} ranks of {resources} each",
             where="--ranks",
@@ -265,39 +257,28 @@ class _Run:
         return self.recipe.model_copy(update={"training": training})
 
     def _gpus(self) -> float:
-        if self.layout.gpus is not None:
-            return self.layout.gpus
-        if self.recipe.training.device == "cpu":
-            return 0
+        if self.layout.gpus is not None or self.recipe.training.device == "cpu":
+            return self.layout.gpus or 0
         return 1 if import_ray().cluster_resources().get("GPU", 0) else 0
 
     def _step(self) -> int:
         newest, _ = newest_checkpoint(Path(self.recipe.run.output_dir))
         return 0 if newest is None else newest.step
 
-    def _report_places(self, places: Sequence[Place]) -> None:
-        self.board.forget.remote("ranks")
-        for index, place in enumerate(places):
-            facts: dict[str, Any] = {"node": place.node, "node_id": place.node_id, "pid": place.pid}
-            self.board.tell.remote("ranks", f"rank-{index}", {**facts, "gpus": list(place.gpus)})
-
-    def _report_run(self, state: str) -> None:
-        facts: dict[str, Any] = {"directory": self.recipe.run.output_dir, "state": state}
-        facts |= {"restarts": self.restarts, **self._look()}
-        self.board.tell.remote("run", "run", facts)
-
-    def _look(self) -> dict[str, Any]:
-        """The latest step, tokens/s and share of time in which the ranks waited for the target."""
-        last = _last_line(Path(self.recipe.run.output_dir) / "metrics.jsonl")
-        if last and last != self.last:
-            self.last = last
+    def _report(self, state: str) -> None:
+        """Tell the board and show what the run wrote last."""
+        last = last_figures(Path(self.recipe.run.output_dir) / "metrics.jsonl")
+        if last:
             note = f"{last['tokens_per_s']:,.0f} tok/s target {last['target_share']:.0%}"
-            self.progress(self.activity, last["step"], 0, "steps", note, now=True)
-        return self.last
+            steps = self.recipe.training.steps or 0
+            self.progress("training", last["step"], steps, "steps", note, now=True)
+        facts: dict[str, Any] = {"directory": self.recipe.run.output_dir, "state": state}
+        self.board.tell.remote("run", "run", {**facts, "restarts": self.restarts, **last})
 
 
-def _last_line(metrics: Path) -> dict[str, Any]:
-    """The figures of the last complete training line; empty if there is none."""
+def last_figures(metrics: Path) -> dict[str, Any]:
+    """The latest step, tokens/s and share of time in which the ranks waited for the target; empty
+    if no line of training is complete."""
     try:
         with metrics.open("rb") as file:
             file.seek(max(0, metrics.stat().st_size - _TAIL_BYTES))
@@ -314,24 +295,23 @@ def _last_line(metrics: Path) -> dict[str, Any]:
 
 
 def _environments(
-    places: Sequence[Place], variables: Mapping[str, str]
+    places: Sequence[dict[str, Any]], variables: Mapping[str, str]
 ) -> Iterator[dict[str, str]]:
     """The environment variables that torchrun would set for each rank. All ranks on a machine see
     all of their GPUs, so that they can copy directly between them."""
     for rank, place in enumerate(places):
-        local = [i for i, other in enumerate(places) if other.node_id == place.node_id]
+        local = [i for i, other in enumerate(places) if other["node_id"] == place["node_id"]]
         env = {
             **variables,
             "RANK": str(rank), "LOCAL_RANK": str(local.index(rank)),
             "WORLD_SIZE": str(len(places)), "LOCAL_WORLD_SIZE": str(len(local)),
-            "MASTER_ADDR": places[0].node, "MASTER_PORT": str(places[0].port),
+            "MASTER_ADDR": places[0]["node"], "MASTER_PORT": str(places[0]["port"]),
         }  # fmt: skip
-        if place.gpus:
-            env["CUDA_VISIBLE_DEVICES"] = ",".join(g for i in local for g in places[i].gpus)
+        if place["gpus"]:
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(g for i in local for g in places[i]["gpus"])
         yield env
 
 
-def _lost_rank(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     """A short reason for a loss; Ray's own explanation is long."""
-    reasons = {"NodeDiedError": "its machine is gone", "ActorDiedError": "its process is gone"}
-    return reasons.get(type(error).__name__, type(error).__name__)
+    return _LOSSES.get(type(error).__name__, type(error).__name__)

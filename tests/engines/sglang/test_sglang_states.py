@@ -214,55 +214,12 @@ def test_unsupported_options_are_refused(directory: Path, sglang_version: str) -
 
 
 @pytest.mark.parametrize("directory", ["llama"], indirect=True)
-def test_a_process_group_of_the_right_size_is_joined_and_left_alone(directory: Path) -> None:
-    rows = padded_rows()
-    with engine(directory, supervision="logits") as target:
-        expected = target.generate_batch(*rows)
-    torch.distributed.init_process_group(
-        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
-    )
+def test_a_process_group_of_the_caller_is_refused(directory: Path) -> None:
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
-        with pytest.raises(fledge.BadInput, match=r"one rank, .* tp_size is 2; give tp_size=1"):
-            engine(directory, tp_size=2)
-        for _ in range(2):  # closing the first leaves nothing behind
-            with engine(directory, supervision="logits") as target:
-                batch = target.generate_batch(*rows)
-            assert torch.distributed.is_initialized()
-            torch.distributed.all_reduce(torch.ones(1))
-            assert torch.equal(batch.logits, expected.logits)
+        with pytest.raises(fledge.BadInput, match=r"several ranks.*serve-target --engine sglang"):
+            engine(directory)
+        assert torch.distributed.is_initialized()
     finally:
         torch.distributed.destroy_process_group()
-    with engine(directory, supervision="logits") as target:  # again in groups of its own
-        assert torch.equal(target.generate_batch(*rows).logits, expected.logits)
-    assert not torch.distributed.is_initialized()
-
-
-def one_of_two_ranks(rank: int, directory: Path, store: str, out: str) -> None:
-    """What each rank of the caller does: build, ask, close."""
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=2
-    )
-    with engine(directory, supervision="logits", tp_size=2) as target:
-        assert not target.runner._ranks._peers
-        logits = target.generate_batch(*padded_rows()).logits
-        head = target.info().head.weight_VD
-    total = torch.ones(1)
-    torch.distributed.all_reduce(total)  # the group is still the caller's
-    assert total.item() == 2
-    torch.save((logits, head), f"{out}-{rank}")
-    torch.distributed.destroy_process_group()
-
-
-@pytest.mark.parametrize("directory", ["llama"], indirect=True)
-def test_two_ranks_of_the_caller_answer_as_one(
-    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|1")
-    arguments = (directory, str(tmp_path / "store"), str(tmp_path / "out"))
-    torch.multiprocessing.spawn(one_of_two_ranks, arguments, nprocs=2)
-    expected = transformers_batch(directory, "logits", [1, 3, 4], padded_rows())
-    followed = expected.attention_mask[:, 1:].bool()
-    for rank in range(2):
-        logits, head_VD = torch.load(tmp_path / f"out-{rank}")
-        torch.testing.assert_close(logits[:, :-1][followed], answer(expected), **CLOSE)
-        assert torch.equal(head_VD, tiny_model("llama").lm_head.weight)

@@ -17,7 +17,7 @@ from engines.cases import engine_target, saved
 from fledge.target.vllm.connector import EngineConnectorRunner
 from fledge.target.vllm.runner import VLLMTargetRunner
 
-RUNNERS: dict[str, Any] = {"worker": VLLMTargetRunner, "connector": EngineConnectorRunner}
+RUNNERS: dict[str, Any] = {"worker": VLLMTargetRunner.build, "connector": EngineConnectorRunner}
 
 
 def lent(runner: Any) -> Any:
@@ -41,8 +41,7 @@ class Engines:
         key = (target, capture, sorted(options.items()))
         if self._runner is None or self._key != key:
             self.close()
-            build = RUNNERS[capture].build
-            self._runner = build(self.saved(target), dtype="float32", **options)
+            self._runner = RUNNERS[capture](self.saved(target), dtype="float32", **options)
             self._key = key
         return lent(self._runner)
 

@@ -3,7 +3,6 @@
 import os
 import time
 from contextlib import contextmanager
-from pathlib import Path
 
 import ray
 import torch
@@ -94,74 +93,3 @@ def batches(count):
     """Packed rows, all different."""
     for seed in range(count):
         yield TokenBatch(*packed_rows(some_documents(seed), 14))
-
-
-class Traces:
-    """The processes, listening ports and shared memory of everything that this process started."""
-
-    def __init__(self):
-        self.pids = _descendants(os.getpid())
-        self.ports, self.shared = set(), set()
-        listening = _listening()
-        for pid in self.pids:
-            self.ports |= {listening[inode] for inode in _sockets(pid) & listening.keys()}
-            self.shared |= _shared_memory(pid)
-
-    def left(self):
-        """Those that still exist."""
-        alive = {pid for pid in self.pids if _alive(pid)}
-        files = {path for path in self.shared if Path(path).exists()}
-        return alive | (self.ports & set(_listening().values())) | files
-
-
-def _descendants(root):
-    parents = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = path.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        parents[int(path.parent.name)] = int(fields[1])
-    pids = {root}
-    while more := {pid for pid, parent in parents.items() if parent in pids} - pids:
-        pids |= more
-    return pids - {root}
-
-
-def _alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def _sockets(pid):
-    inodes = set()
-    for path in Path(f"/proc/{pid}/fd").glob("*"):
-        try:
-            name = os.readlink(path)
-        except OSError:
-            continue
-        if name.startswith("socket:["):
-            inodes.add(name[8:-1])
-    return inodes
-
-
-def _listening():
-    """Listening ports, by the inode of their socket."""
-    ports = {}
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == "0A":
-                ports[fields[9]] = int(fields[1].rpartition(":")[2], 16)
-    return ports
-
-
-def _shared_memory(pid):
-    try:
-        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
-    except OSError:
-        return set()
-    paths = {line.split(maxsplit=5)[5] for line in lines if "/dev/shm/" in line}
-    return {path.removesuffix(" (deleted)") for path in paths}

@@ -55,17 +55,6 @@ def test_work_is_shared_and_a_dead_server_is_skipped_until_it_is_back(caplog):
     first.stop()
 
 
-def test_the_least_loaded_server_is_asked(monkeypatch):
-    with running() as busy, running() as idle:
-        gate = Held(busy, monkeypatch)
-        with RemoteEagle3TargetModel([busy.url, idle.url], prefetch=3, **QUICK) as target:
-            futures = [target.generate_batch_async(*padded_rows(seed)) for seed in range(20)]
-            wait_for(lambda: sum(future.done() for future in futures) >= 17)
-            assert requests(idle) >= 17  # while at most prefetch requests wait at the other
-            gate.go.set()
-            assert all(right(future.result(30), seed) for seed, future in enumerate(futures))
-
-
 def other_target(what):
     other = tiny_model("llama")
     if what == "weights_fingerprint":

@@ -189,11 +189,8 @@ PARTS = {
     **{
         f"message: {text[:30].decode()}": {"/v1/embeddings": header(text)}
         for text in (
-            b"", b"[]", b"null", b"\xc3\xa4", b'{"a": 5}', b'{"a": {"dtype": [], "shape": 1}}',
+            b"[]", b'{"a": 5}', b'{"__metadata__": {"a": 3}}', b"[" * 100_000,
             b'{"digest": {"dtype": "U8", "shape": [9e99], "data_offsets": [0, 8]}}',
-            b'{"digest": {"dtype": "U8", "shape": [8], "data_offsets": [8, 0]}}',
-            b'{"__metadata__": 3}', b'{"__metadata__": {"a": 3}}', b'{"a": ' + DIGITS + b"}",
-            b"[" * 100_000, b'{"' + b"a" * 100_000 + b'": 1}',
         )
     },
 }  # fmt: skip

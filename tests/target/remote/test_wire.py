@@ -100,6 +100,7 @@ def test_random_bytes_are_refused(data):
 
 def with_header(header, payload=b"\0" * 16):
     text = json.dumps(header).encode() if not isinstance(header, bytes) else header
+    text += b" " * (-len(text) % 8)
     return bytearray(len(text).to_bytes(8, "little") + text + payload)
 
 
@@ -126,8 +127,12 @@ DIGEST = {"dtype": "U8", "shape": [8], "data_offsets": [8, 16]}
         {"__metadata__": {"k": 1}, "a": GOOD, "digest": DIGEST},
         {"__metadata__": [], "a": GOOD, "digest": DIGEST},
         [GOOD],
+        b"",
+        b"null",
         b"[" * 5000,
         b"\xff\xfe",
+        b'{"' + b"a" * 100_000 + b'": 1}',
+        b'{"a": ' + b"9" * 5_000 + b"}",
     ],
 )
 def test_inconsistent_headers_are_refused(header):

@@ -5,14 +5,14 @@ and restarts.
 slow trainer fills no worker's memory.
 """
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
 
-from fledge.core.batch import Supervision
 from fledge.core.errors import BadInput, first_line
 from fledge.target.ray.connection import cause_of, import_ray
+from fledge.target.ray.kind import RayTarget
+from fledge.target.ray.placing import open_fleet
 from fledge.target.remote.client import RemoteEagle3TargetModel
 from fledge.target.remote.http import Buffers, Server, ServerDown, ServerUnfit
 
@@ -64,28 +64,20 @@ class Worker(Server):
 
 
 class RayEagle3TargetModel(RemoteEagle3TargetModel):
-    """Target backend over the workers of a cluster. Closing it calls `release`."""
+    """Target backend over the workers of a cluster, which the first rank starts unless they are
+    running."""
 
-    def __init__(
-        self,
-        workers: Sequence[tuple[str, Any]],  # (name, actor)
-        *,
-        release: Callable[[], None],
-        supervision: Supervision = "hidden",
-        prefetch: int = 2,
-        wait_s: float = 300.0,
-        pin_memory: bool = False,
-    ) -> None:
-        self._release = release
+    def __init__(self, section: RayTarget, *, aux_layers: int, pin_memory: bool = False) -> None:
+        workers, self._release = open_fleet(section, aux_layers=aux_layers)
         ranks = dist.get_world_size() if dist.is_initialized() else 1
-        prefetch = -(-prefetch * len(workers) // ranks)
+        prefetch = -(-section.prefetch * len(workers) // ranks)
         buffers = Buffers(keep=prefetch + 1)
         super().__init__(
             [Worker(name, actor, buffers) for name, actor in workers],
-            supervision=supervision,
+            supervision=section.supervision,
             prefetch=prefetch,
             timeout_s=_TIMEOUT_S,
-            wait_s=wait_s,
+            wait_s=section.wait_s,
             pin_memory=pin_memory,
         )
 

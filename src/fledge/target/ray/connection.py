@@ -1,4 +1,4 @@
-"""The connection of this process to a Ray cluster.
+"""The connection of this process to a Ray cluster, and the status of each run on it.
 
 All actors of fledge are in one namespace; a run's workers and its board are named after the run.
 """
@@ -15,46 +15,8 @@ from fledge.core.errors import BadInput, MissingPackage, first_line
 from fledge.core.install import install_extra
 
 NAMESPACE = "fledge"
-_joined: str | None = None  # address of the cluster, if this process joined it itself
-
-
-@contextlib.contextmanager
-def connected(address: str) -> Iterator[None]:
-    """Take part in a cluster. If this process does already, as inside a Ray worker or perhaps a
-    notebook, nothing is opened, and nothing closed."""
-    global _joined
-    ray = import_ray()
-    if ray.is_initialized():
-        if _joined is not None and address not in ("auto", _joined):
-            what = f"this process is part of the cluster at {_joined} already, not of {address!r}"
-            raise BadInput(what, where="address", fix="use one cluster at a time")
-        yield
-        return
-    _join(ray, address)
-    _joined, sys.stdout = address, _StdoutWithoutRay(sys.stdout)
-    try:
-        yield
-    finally:
-        _joined = None
-        with contextlib.redirect_stdout(sys.stderr):  # it flushes buffered messages
-            ray.shutdown()
-        if isinstance(sys.stdout, _StdoutWithoutRay):
-            sys.stdout = sys.stdout.stdout
-
-
-class _StdoutWithoutRay:
-    """stdout without the messages of Ray's own threads, which go to stderr: results go to stdout,
-    and `fledge ... --json | jq` must work even while machines fail."""
-
-    def __init__(self, stdout: Any) -> None:
-        self.stdout = stdout
-
-    def write(self, text: str) -> Any:
-        from_ray = threading.current_thread().name.startswith("ray_")
-        return (sys.stderr if from_ray else self.stdout).write(text)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.stdout, name)
+_BOARD = ".board"
+_READ_TIMEOUT_S = 10.0
 
 
 def import_ray() -> Any:
@@ -67,10 +29,37 @@ def import_ray() -> Any:
     return ray
 
 
-def cause_of(error: Any) -> Exception:
-    """What was raised inside a task or an actor, if it could be serialized."""
-    cause: Exception = error.cause if isinstance(error.cause, Exception) else error
-    return cause
+@contextlib.contextmanager
+def connected(address: str) -> Iterator[None]:
+    """Take part in a cluster. If this process does already, as inside a Ray worker or perhaps a
+    notebook, nothing is opened, and nothing closed."""
+    ray = import_ray()
+    if ray.is_initialized():
+        yield
+        return
+    _join(ray, address)
+    stdout, sys.stdout = sys.stdout, _StdoutWithoutRay(sys.stdout)
+    try:
+        yield
+    finally:
+        with contextlib.redirect_stdout(sys.stderr):  # it flushes buffered messages
+            ray.shutdown()
+        sys.stdout = stdout
+
+
+class _StdoutWithoutRay:
+    """stdout without the messages of Ray's own threads, which go to stderr: `--json | jq` must work
+    even while machines fail."""
+
+    def __init__(self, stdout: Any) -> None:
+        self.stdout = stdout
+
+    def write(self, text: str) -> Any:
+        from_ray = threading.current_thread().name.startswith("ray_")
+        return (sys.stderr if from_ray else self.stdout).write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stdout, name)
 
 
 def _join(ray: Any, address: str) -> None:
@@ -90,34 +79,27 @@ def _join(ray: Any, address: str) -> None:
             signal.signal(signal.SIGTERM, handler)
 
 
-# --- board ---------------------------------------------------------------------------------------
-# The status of a run, reported by its workers and ranks and shown by `fledge cluster status`.
-#
-# A small actor on the machine where the run was started. Nothing depends on it: if it is lost,
-# only a few figures are.
-
-
-_SUFFIX = ".board"
-_READ_TIMEOUT_S = 10.0
+def cause_of(error: Any) -> Exception:
+    """What was raised inside a task or an actor, if it could be serialized."""
+    cause: Exception = error.cause if isinstance(error.cause, Exception) else error
+    return cause
 
 
 class Board:
-    """The actor: the latest reports, by kind (targets, ranks, run) and name."""
+    """The actor that holds the latest reports of a run's processes, by kind (targets, ranks, run)
+    and name. Nothing depends on it: if it is lost, only a few figures are."""
 
     def __init__(self, run: str) -> None:
         self._run, self._stopping = run, False
-        self._reports: dict[str, dict[str, dict[str, Any]]] = {
-            "targets": {},
-            "ranks": {},
-            "run": {},
-        }
+        self._reports: dict[str, dict[str, dict[str, Any]]]
+        self._reports = {"targets": {}, "ranks": {}, "run": {}}
         self._processes: dict[tuple[str, str], set[tuple[str, int]]] = {}
 
     def tell(self, kind: str, name: str, facts: dict[str, Any]) -> None:
         """Store a report; a name that reports from another process has been restarted."""
         if "pid" in facts:
             processes = self._processes.setdefault((kind, name), set())
-            processes.add((facts.get("node_id", ""), facts["pid"]))
+            processes.add((facts["node_id"], facts["pid"]))
             facts = {**facts, "restarts": len(processes) - 1}
         self._reports[kind][name] = {**facts, "told_at": time.monotonic()}
 
@@ -144,22 +126,16 @@ class Board:
 
 
 def make_board(run: str) -> Any:
-    """Get a run's board, created on this machine if there is none yet.
-
-    Pinned to this machine (not `soft`): elsewhere it would be lost with some other machine.
-    """
+    """A run's board, created on this machine if there is none yet: it must not be lost with some
+    other machine."""
     ray = import_ray()
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     this_node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     actor = ray.remote(num_cpus=0, max_restarts=-1)(Board)
     return actor.options(
-        name=run + _SUFFIX, namespace=NAMESPACE, get_if_exists=True, scheduling_strategy=this_node
+        name=run + _BOARD, namespace=NAMESPACE, get_if_exists=True, scheduling_strategy=this_node
     ).remote(run)
-
-
-def find_board(run: str) -> Any:
-    return import_ray().get_actor(run + _SUFFIX, namespace=NAMESPACE)
 
 
 def read_boards() -> list[dict[str, Any]]:
@@ -167,11 +143,41 @@ def read_boards() -> list[dict[str, Any]]:
     ray = import_ray()
     boards = []
     for actor in ray.util.list_named_actors(all_namespaces=True):
-        if actor["namespace"] != NAMESPACE or not actor["name"].endswith(_SUFFIX):
-            continue
-        try:
-            board = find_board(actor["name"].removesuffix(_SUFFIX))
-            boards.append(ray.get(board.read.remote(), timeout=_READ_TIMEOUT_S))
-        except (ValueError, ray.exceptions.RayError):  # it ended meanwhile
-            continue
+        if actor["namespace"] == NAMESPACE and actor["name"].endswith(_BOARD):
+            with contextlib.suppress(ValueError, ray.exceptions.RayError):  # it ended meanwhile
+                board = ray.get_actor(actor["name"], namespace=NAMESPACE)
+                boards.append(ray.get(board.read.remote(), timeout=_READ_TIMEOUT_S))
     return sorted(boards, key=lambda board: str(board["name"]))
+
+
+def bundle(cpus: float, gpus: float) -> dict[str, float]:
+    """The resources of one worker or rank, as a placement group names them."""
+    amounts = {name: amount for name, amount in (("CPU", cpus), ("GPU", gpus)) if amount}
+    return amounts or {"CPU": 0.001}
+
+
+@contextlib.contextmanager
+def reserved(
+    bundles: list[dict[str, float]], *, strategy: str, wait_s: float
+) -> Iterator[list[Any] | None]:
+    """Resources on the cluster, as the scheduling strategies of their bundles; None if there is no
+    room. When a machine is lost, Ray reserves its part on another one."""
+    from ray.util.placement_group import placement_group, remove_placement_group
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    group = placement_group(bundles, strategy=strategy)
+    try:
+        yield (
+            [
+                PlacementGroupSchedulingStrategy(
+                    group,
+                    placement_group_bundle_index=index,
+                    placement_group_capture_child_tasks=True,
+                )
+                for index in range(len(bundles))
+            ]
+            if group.wait(wait_s)
+            else None
+        )
+    finally:
+        remove_placement_group(group)

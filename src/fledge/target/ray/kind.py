@@ -86,19 +86,10 @@ class RayKind(TargetKind[RayTarget]):
     def open(
         self, section: RayTarget, *, device: "torch.device", aux_layers: int
     ) -> "RayEagle3TargetModel":
-        """The workers as one target; the first rank starts them unless they are running."""
         from fledge.target.ray.client import RayEagle3TargetModel
-        from fledge.target.ray.placing import open_fleet
 
-        workers, release = open_fleet(section, aux_layers=aux_layers)
-        return RayEagle3TargetModel(
-            workers,
-            release=release,
-            supervision=section.supervision,
-            prefetch=section.prefetch,
-            wait_s=section.wait_s,
-            pin_memory=device.type == "cuda",
-        )
+        on_gpu = device.type == "cuda"
+        return RayEagle3TargetModel(section, aux_layers=aux_layers, pin_memory=on_gpu)
 
     @contextmanager
     def placed(

@@ -1,4 +1,5 @@
-"""Place workers on a cluster: started once per run, found by all its ranks under the run's name.
+"""Targets on a cluster: each worker of a run is an ordinary target server. Workers are started
+once, and all ranks find them under the run's name.
 
 They live as long as the process that started them: the first rank, or `fledge cluster train`, in
 which case a restart of the ranks does not reload the target. Ray ends them when that process is
@@ -7,6 +8,7 @@ gone.
 
 import os
 import secrets
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -16,28 +18,107 @@ from typing import Any
 import torch.distributed as dist
 
 from fledge.core.errors import TargetUnreachable
-from fledge.target.kinds import EngineTarget, LoadedTarget
-from fledge.target.ray.connection import NAMESPACE, connected, import_ray, make_board
+from fledge.core.machine import find_device
+from fledge.target.base import Eagle3TargetBackend
+from fledge.target.kinds import EngineTarget, LoadedTarget, kind_of
+from fledge.target.ray.connection import (
+    NAMESPACE,
+    bundle,
+    connected,
+    import_ray,
+    make_board,
+    reserved,
+)
 from fledge.target.ray.kind import RayTarget
-from fledge.target.ray.worker import TargetWorker
+from fledge.target.remote.server.admission import Limits, Metrics
+from fledge.target.remote.server.app import TargetServer
+from fledge.target.remote.server.run import Address, make_uvicorn
 
 FLEET_VARIABLE = "FLEDGE_RAY_TARGETS"  # name of the workers, if another process started them
 _POLL_EVERY_S = 0.2
 _FIRST_SIGN_S = 10.0  # a process on a cluster takes a few seconds to start
-
+_REPORT_EVERY_S = 1.0
+_KEPT_ANSWERS = 8  # for ranks that may never ask for them, having asked another worker
 
 Workers = tuple[tuple[str, Any], ...]  # (name, actor)
 
 
+class TargetWorker:
+    """The actor that holds one target.
+
+    It loads the target when it is first asked for the server's address, rather than in its
+    constructor: a missing model is then an error that the caller gets, and not an actor that dies
+    over and over.
+    """
+
+    def __init__(
+        self, name: str, section: LoadedTarget, *, aux_layers: int, gpus: float, board: Any
+    ) -> None:
+        self._name, self._board = name, board
+        self._section = section.model_copy(update={"supervision": "hidden"})
+        self._aux_layers, self._gpus = aux_layers, gpus
+        self._metrics: Metrics | None = None
+        self._address = ("", "")
+        self._started_at = time.monotonic()
+
+    def serve(self) -> tuple[str, str]:
+        """Load the target and serve it; returns the server's address and its token."""
+        if self._metrics is None:
+            address = Address(host=import_ray().util.get_node_ip_address(), port=0)
+            limits, token = Limits(kept_answers=_KEPT_ANSWERS), secrets.token_hex(32)
+            model, engine = self._section.model, self._section.backend
+            server = TargetServer(
+                self._open(), model=model, engine=engine, token=token, limits=limits
+            )
+            bound = address.bind()
+            bound.listen(2048)
+            web = make_uvicorn(server, address, drain_s=0)
+            self._metrics, self._address = server.metrics, (address.url(bound), token)
+            threading.Thread(target=web.run, args=([bound],), daemon=True).start()
+            threading.Thread(target=self._report, daemon=True).start()
+        return self._address
+
+    def figures(self) -> dict[str, float]:
+        """Counters since the worker was started."""
+        names = {"captured": "questions_total", "tokens": "tokens_total"}
+        names["seconds"] = "pass_seconds_total"
+        metrics = self._metrics
+        return {name: metrics.value(of) if metrics else 0.0 for name, of in names.items()}
+
+    def _open(self) -> Eagle3TargetBackend:
+        device = find_device("cuda" if self._gpus else "cpu")
+        section = self._section
+        return kind_of(section).open(section, device=device, aux_layers=self._aux_layers)
+
+    def _report(self) -> None:
+        """Send the counters to the board whenever they have changed, without waiting for it."""
+        ray = import_ray()
+        process: dict[str, Any] = {"node": ray.util.get_node_ip_address(), "pid": os.getpid()}
+        process["node_id"], told = ray.get_runtime_context().get_node_id(), None
+        while True:
+            if (figures := self.figures()) != told:
+                told, up_s = figures, time.monotonic() - self._started_at
+                facts = {**process, **figures, "up_s": up_s}
+                self._board.tell.remote("targets", self._name, facts)
+            time.sleep(_REPORT_EVERY_S)
+
+
 def open_fleet(section: RayTarget, *, aux_layers: int) -> tuple[Workers, Callable[[], None]]:
     """Start or find the workers of this run; also returns how to release them."""
+    ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     with ExitStack() as undo:
         undo.enter_context(connected(section.address))
-        name = os.environ.get(FLEET_VARIABLE) or _agreed_name()
-        if FLEET_VARIABLE not in os.environ and _rank() == 0:
-            workers = undo.enter_context(start_fleet(section, aux_layers=aux_layers, name=name))
-        else:
+        name = os.environ.get(FLEET_VARIABLE)
+        started = name is not None
+        if name is None:
+            names = [f"run-{secrets.token_hex(4)}"]
+            if ranks > 1:
+                dist.broadcast_object_list(names, src=0)
+            name = names[0]
+        if started or (ranks > 1 and dist.get_rank()):
             workers = find_fleet(name, section.workers, wait_s=section.wait_s)
+        else:
+            workers = undo.enter_context(start_fleet(section, aux_layers=aux_layers, name=name))
         calls = [actor.figures.remote() for _, actor in workers]
         import_ray().wait(calls, timeout=_FIRST_SIGN_S)
         return workers, undo.pop_all().close
@@ -46,16 +127,19 @@ def open_fleet(section: RayTarget, *, aux_layers: int) -> tuple[Workers, Callabl
 @contextmanager
 def start_fleet(section: RayTarget, *, aux_layers: int, name: str) -> Iterator[Workers]:
     """Start workers and a board under this name; they end with the context."""
-    inner = _with_absolute_path(section.inner())
+    inner = section.inner()
+    if (path := Path(inner.model).expanduser()).exists():  # a worker runs in another directory
+        inner = inner.model_copy(update={"model": str(path.absolute())})
     with connected(section.address), ExitStack() as undo:
         ray = import_ray()
-        gpus = _gpus(section, inner)
+        gpus = section.worker_gpus
+        if gpus is None:
+            tp_size = inner.tp_size if isinstance(inner, EngineTarget) else 1
+            gpus = tp_size if ray.cluster_resources().get("GPU", 0) else 0
         board = make_board(name)
-        undo.callback(_kill, board)
-        group = _reserve(section, gpus)
-        undo.callback(remove_group, group)
+        undo.callback(ray.kill, board)
         workers = []
-        for index in range(section.workers):
+        for index, place in enumerate(undo.enter_context(_reserved(section, gpus))):
             worker = f"{name}.target-{index}"
             actor = ray.remote(TargetWorker).options(
                 name=worker,
@@ -63,11 +147,11 @@ def start_fleet(section: RayTarget, *, aux_layers: int, name: str) -> Iterator[W
                 num_cpus=section.worker_cpus,
                 num_gpus=gpus,
                 max_restarts=-1,  # the rank that asked repeats the question that was in flight
-                scheduling_strategy=bundle_of(group, index),
+                scheduling_strategy=place,
             )
             options = {"aux_layers": aux_layers, "gpus": gpus, "board": board}
             workers.append((worker, actor.remote(f"target-{index}", inner, **options)))
-            undo.callback(_kill, workers[-1][1])
+            undo.callback(ray.kill, workers[-1][1])
         yield tuple(workers)
 
 
@@ -86,70 +170,18 @@ def find_fleet(name: str, count: int, *, wait_s: float) -> Workers:
             time.sleep(_POLL_EVERY_S)
 
 
-def _agreed_name() -> str:
-    """A new name that is the same on all ranks."""
-    names = [f"run-{secrets.token_hex(4)}"]
-    if _ranks() > 1:
-        dist.broadcast_object_list(names, src=0)
-    return names[0]
-
-
-def _rank() -> int:
-    return dist.get_rank() if _ranks() > 1 else 0
-
-
-def _ranks() -> int:
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-
-
-def _with_absolute_path(inner: LoadedTarget) -> LoadedTarget:
-    """The section with a local model's path made absolute: a worker runs in another directory."""
-    path = Path(inner.model).expanduser()
-    return inner.model_copy(update={"model": str(path.absolute())}) if path.exists() else inner
-
-
-def _gpus(section: RayTarget, inner: LoadedTarget) -> float:
-    if section.worker_gpus is not None:
-        return section.worker_gpus
-    tp_size = inner.tp_size if isinstance(inner, EngineTarget) else 1
-    return tp_size if import_ray().cluster_resources().get("GPU", 0) else 0
-
-
-def _reserve(section: RayTarget, gpus: float) -> Any:
-    """Reserve resources for all workers. When a machine is lost, Ray reserves its part on another
-    one; until then the other workers keep running."""
-    ray = import_ray()
-    from ray.util.placement_group import placement_group
-
-    bundle = {"CPU": section.worker_cpus, "GPU": gpus}
-    bundle = {name: amount for name, amount in bundle.items() if amount} or {"CPU": 0.001}
-    group = placement_group([bundle] * section.workers, strategy=section.placement.upper())
-    if not group.wait(section.wait_s):
-        remove_group(group)
-        free = ray.available_resources()
-        room = ", ".join(f"{free.get(name, 0):g} {name}" for name in bundle)
-        wanted = ", ".join(f"{amount:g} {name}" for name, amount in bundle.items())
-        raise TargetUnreachable(
-            f"no room for {section.workers} target workers of {wanted} each (free: {room})",
-            where="target.workers",
-            fix="lower it or target.worker_cpus, or give the cluster more machines",
-        )
-    return group
-
-
-def bundle_of(group: Any, index: int) -> Any:
-    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-    return PlacementGroupSchedulingStrategy(
-        group, placement_group_bundle_index=index, placement_group_capture_child_tasks=True
-    )
-
-
-def _kill(actor: Any) -> None:
-    import_ray().kill(actor)
-
-
-def remove_group(group: Any) -> None:
-    from ray.util.placement_group import remove_placement_group
-
-    remove_placement_group(group)
+@contextmanager
+def _reserved(section: RayTarget, gpus: float) -> Iterator[list[Any]]:
+    """Places for all workers."""
+    one, strategy = bundle(section.worker_cpus, gpus), section.placement.upper()
+    with reserved([one] * section.workers, strategy=strategy, wait_s=section.wait_s) as places:
+        if places is None:
+            free = import_ray().available_resources()
+            room = ", ".join(f"{free.get(name, 0):g} {name}" for name in one)
+            wanted = ", ".join(f"{amount:g} {name}" for name, amount in one.items())
+            raise TargetUnreachable(
+                f"no room for {section.workers} target workers of {wanted} each (free: {room})",
+                where="target.workers",
+                fix="lower it or target.worker_cpus, or give the cluster more machines",
+            )
+        yield places

@@ -10,8 +10,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from fledge.core.claims import Claims
 from fledge.core.errors import BadInput
@@ -28,6 +27,7 @@ _POLL_EVERY_S = 0.5
 _MAX_RESTARTS = 10  # of a worker: one that keeps dying has a persistent cause
 _FINISH_S = 10.0  # time for the other workers to return once one has found everything done
 _KILL_S = 10.0  # time for killed workers to end
+_DEAD_S = 5.0  # time until their claims can be told from those of the living
 
 
 def gpus_of(section: TargetSection) -> int:
@@ -94,8 +94,12 @@ class Spread:
                         raise cause_of(error) from None
                     except ray.exceptions.RayError as error:  # the others continue
                         last_error = type(error).__name__
-        finally:
-            _stop(pending)
+        finally:  # an interrupt reaches workers late or never, and a kill loses nothing
+            for reference in pending:
+                with contextlib.suppress(ray.exceptions.RayError):
+                    ray.cancel(reference, force=True)
+            if pending:
+                ray.wait(pending, num_returns=len(pending), timeout=_KILL_S)
         if not results:
             what = f"all workers were lost, each {_MAX_RESTARTS} times ({last_error})"
             raise BadInput(what, fix="see Ray's logs; the same command goes on")
@@ -105,23 +109,6 @@ class Spread:
 def _run_in(work: Callable[[], ResultT], directory: str) -> ResultT:
     os.chdir(directory)  # relative paths mean the same as where the command was run
     return work()
-
-
-def _stop(pending: list[Any]) -> None:
-    """Kill the workers: an interrupt reaches them late or never, and a kill loses nothing."""
-    ray = import_ray()
-    for reference in pending:
-        with contextlib.suppress(ray.exceptions.RayError):
-            ray.cancel(reference, force=True)
-    if pending:
-        ray.wait(pending, num_returns=len(pending), timeout=_KILL_S)
-
-
-# --- precompute ----------------------------------------------------------------------------------
-# Fill a cache with workers on a Ray cluster: the part of the command that starts them.
-
-
-_DEAD_S = 5.0  # a killed worker may take a moment to end
 
 
 def execute_on_ray(
@@ -144,16 +131,11 @@ def execute_on_ray(
 
     try:
         spread.run(work, watch)
-    finally:
-        _release_claims(job.directory / CLAIMS)
+    finally:  # remove the claims that killed workers left, once they are known to be dead
+        claims, deadline = job.directory / CLAIMS, time.monotonic() + _DEAD_S
+        while claims.exists() and time.monotonic() < deadline:
+            with Claims(claims):
+                pass
+            time.sleep(0.1)
     written = len(existing_shards(job.directory) & set(plan.missing))
     return how_it_ended(job, plan, written, progress)
-
-
-def _release_claims(claims: Path) -> None:
-    """Remove the claims that killed workers left, once they are known to be dead."""
-    deadline = time.monotonic() + _DEAD_S
-    while claims.exists() and time.monotonic() < deadline:
-        with Claims(claims):
-            pass
-        time.sleep(0.1)

@@ -19,20 +19,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fledge.core.batch import Eagle3TargetBatch, Supervision
+from fledge.core.batch import Eagle3TargetBatch
 from fledge.core.errors import BadInput, TargetUnreachable, first_line
+from fledge.core.files import atomic_file
 from fledge.core.reading import shown
 from fledge.core.rows import TokenBatch
 from fledge.core.terminal import counted
 from fledge.target.base import Eagle3TargetBackend, InputEmbedding, TargetInfo, check_token_ids
-from fledge.target.cache.manifest import assemble_target, check_shapes
+from fledge.target.cache.manifest import assemble_target, check_shapes, is_copied
 from fledge.target.layers import validate_aux_layer_ids
 from fledge.target.packing import find_documents
 from fledge.target.remote.fleet import Deadline, Fleet, ServerState, T
 from fledge.target.remote.http import (
     Buffers,
     Refused,
-    Reply,
     Server,
     ServerBusy,
     ServerDown,
@@ -47,7 +47,7 @@ from fledge.target.remote.protocol import (
     WireShape,
     decode_answer,
 )
-from fledge.target.remote.segment import Segment, Segments, available
+from fledge.target.remote.segment import Segments, available
 from fledge.target.remote.wire import WireError, unpack
 
 RemoteSupervision = Literal["hidden", "probs", "topk", "logits"]
@@ -85,8 +85,7 @@ class RemoteEagle3TargetModel(Eagle3TargetBackend):
         shared_memory: bool = True,
         pin_memory: bool = False,
     ) -> None:
-        natural: Supervision = "probs" if supervision == "topk" else supervision
-        super().__init__(natural)
+        super().__init__("probs" if supervision == "topk" else supervision)
         self._encoding: WireEncoding = "hidden" if supervision == "logits" else supervision
         self._top_k, self._dtype, self._alone = top_k, dtype, not merge
         self._timeout_s, self._retries, self._pin = timeout_s, retries, pin_memory
@@ -109,24 +108,21 @@ class RemoteEagle3TargetModel(Eagle3TargetBackend):
         try:
             self.server_info = self._fleet.open()
             self.aux_layer_ids: list[int] = self.server_info["aux_layer_ids"]
-            self._check_aux_layers(aux_layer_ids)
-            self._check_encoding()
+            self._check_target(aux_layer_ids)
         except BaseException:
             self.close()
             raise
 
-    def _check_aux_layers(self, aux_layer_ids: Sequence[int] | None) -> None:
-        if aux_layer_ids is None:
-            return
-        ids = validate_aux_layer_ids(aux_layer_ids, self.server_info["depth"], count=None)
-        if ids != self.aux_layer_ids:
-            raise BadInput(
-                f"the servers capture aux layers {self.aux_layer_ids}, {ids} are wanted",
-                where="target.aux_layer_ids",
-                fix=f"fledge serve-target --aux-layer-ids {','.join(map(str, ids))}",
-            )
-
-    def _check_encoding(self) -> None:
+    def _check_target(self, aux_layer_ids: Sequence[int] | None) -> None:
+        """Refuse a target that does not answer as this client needs it."""
+        if aux_layer_ids is not None:
+            ids = validate_aux_layer_ids(aux_layer_ids, self.server_info["depth"], count=None)
+            if ids != self.aux_layer_ids:
+                raise BadInput(
+                    f"the servers capture aux layers {self.aux_layer_ids}, {ids} are wanted",
+                    where="target.aux_layer_ids",
+                    fix=f"fledge serve-target --aux-layer-ids {','.join(map(str, ids))}",
+                )
         offered = self.server_info.get("encodings", WIRE_ENCODINGS)
         if self._encoding not in offered:
             raise BadInput(
@@ -151,9 +147,6 @@ class RemoteEagle3TargetModel(Eagle3TargetBackend):
 
     def fetch_files(self, directory: Path) -> None:
         """Write the target's config and tokenizer files into `directory`."""
-        from fledge.core.files import atomic_file
-        from fledge.target.cache.manifest import is_copied
-
         self._check_open()
         files = self._get("/v1/files", 1 << 28)
         wrong = [name for name in files if not is_copied(name) or files[name].dtype != torch.uint8]
@@ -203,7 +196,6 @@ class RemoteEagle3TargetModel(Eagle3TargetBackend):
             self._target = None
 
     def _answer(self, question: Question, number: int | None) -> Eagle3TargetBatch:
-        """The batch for a question, with retries if servers fail."""
         batch = self._with_retries(lambda state, left_s: self._ask(state, question, left_s), number)
         if self.supervision == "logits":
             batch = batch.with_logits(self.info().head)
@@ -247,17 +239,29 @@ class RemoteEagle3TargetModel(Eagle3TargetBackend):
         )
         supervised = int(question.rows.loss_mask[:, 1:].bool().sum())
         max_bytes = shape.answer_bytes(question.rows.tokens, supervised)
-        segment = self._segment_for(state, max_bytes)
+        url, same_machine = state.server.url, state.info.get("boot_id") == boot_id() != ""
+        segment = None
+        if self._segments is not None and same_machine and url not in self._no_segments:
+            segment = self._segments.lease(max_bytes)
         if segment is not None:
             question = replace(question, segment=segment.name)
         try:
             body = question.to_message().to_bytes()
             reply = state.server.exchange("/v1/generate", body, timeout_s, max_bytes)
             state.queue = reply.queue
-            message = self._answer_message(state, reply, segment, max_bytes)
-            if message is not reply.body:
+            tensors, metadata = unpack(reply.body)
+            written = metadata.get("segment_bytes", "")
+            if segment is not None and self._segments is not None and written:
+                nbytes = int(written) if written.isdecimal() and len(written) < 19 else 0
+                if not 0 < nbytes <= max_bytes:
+                    what = f"{written} bytes of shared memory, at most {max_bytes} were expected"
+                    raise WireError(what)
+                shared = self._segments.adopt(segment, nbytes)
                 segment = None  # the batch owns its memory now
-            tensors, metadata = unpack(message)
+                tensors, metadata = unpack(shared)
+            elif segment is not None:
+                self._no_segments.add(url)
+                log.info("target server %s does not see our shared memory", url)
             return decode_answer(tensors, metadata, question, shape)
         except Refused as error:
             if error.status == 409:  # restarted with other weights: the fleet will detect it
@@ -266,29 +270,6 @@ class RemoteEagle3TargetModel(Eagle3TargetBackend):
         finally:
             if segment is not None:  # never reused: the server may still write to it
                 segment.discard()
-
-    def _segment_for(self, state: ServerState, nbytes: int) -> Segment | None:
-        same_machine = state.info.get("boot_id") == boot_id() != ""
-        if self._segments is None or not same_machine or state.server.url in self._no_segments:
-            return None
-        return self._segments.lease(nbytes)  # None: the answer is sent in the body
-
-    def _answer_message(
-        self, state: ServerState, reply: Reply, segment: Segment | None, max_bytes: int
-    ) -> memoryview:
-        """The answer: the reply's body, or what the server wrote to shared memory."""
-        if segment is None:
-            return reply.body
-        assert self._segments is not None
-        _, metadata = unpack(reply.body)
-        written = metadata.get("segment_bytes", "")
-        if not written:
-            self._no_segments.add(state.server.url)
-            log.info("target server %s does not see our shared memory", state.server.url)
-            return reply.body
-        if not written.isdecimal() or len(written) > 18 or not 0 < int(written) <= max_bytes:
-            raise WireError(f"{written} bytes of shared memory, at most {max_bytes} were expected")
-        return self._segments.adopt(segment, int(written))
 
     def _get(self, path: str, max_bytes: int) -> dict[str, Tensor]:
         def fetch(state: ServerState, left_s: float) -> dict[str, Tensor]:

@@ -36,14 +36,10 @@ class Deadline:
     up, for which `wait_s` is the limit."""
 
     def __init__(self, timeout_s: float) -> None:
-        self.timeout_s = timeout_s
-        self._end = time.monotonic() + timeout_s
+        self.timeout_s, self.end = timeout_s, time.monotonic() + timeout_s
 
     def left(self) -> float:
-        return self._end - time.monotonic()
-
-    def stand_still(self, seconds: float) -> None:
-        self._end += seconds
+        return self.end - time.monotonic()
 
 
 @dataclass(eq=False)
@@ -100,6 +96,8 @@ class Fleet:
         state = self._take(deadline, prefer)
         try:
             answer = use(state)
+            self._down_since = None
+            return answer
         except ServerBusy as busy:
             state.not_before = time.monotonic() + busy.retry_after_s * self._rng.uniform(0.5, 1.0)
             state.error = str(busy)
@@ -107,9 +105,6 @@ class Fleet:
         except (ServerDown, ServerFault) as error:
             self._set_down(state, str(error))
             raise
-        else:
-            self._down_since = None
-            return answer
         finally:
             with self._changed:
                 state.in_flight -= 1
@@ -137,13 +132,13 @@ class Fleet:
                     raise RuntimeError("this RemoteEagle3TargetModel is closed: build a new one")
                 now = time.monotonic()
                 up = [state for state in self._states if state.up]
-                if up and deadline.left() <= 0:
+                left_s = deadline.left() if up else self._wait_left(now)
+                if up and left_s <= 0:
                     raise TargetUnreachable(
                         f"no answer within {deadline.timeout_s:g} s ({self._why()})",
                         where="target.timeout_s",
                     )
-                ready = [state for state in up if state.not_before <= now]
-                if ready:
+                if ready := [state for state in up if state.not_before <= now]:
                     state = min(ready, key=lambda s: (s.in_flight + s.queue, s.asked))
                     if prefer is not None:
                         preferred = self._states[prefer % len(self._states)]
@@ -151,16 +146,12 @@ class Fleet:
                     state.in_flight += 1
                     state.asked = next(self._turns)
                     return state
-                if up:
-                    left = deadline.left()
-                    pause = min(left, min(state.not_before for state in up) - now)
-                    if deadline.timeout_s - left >= REMIND_S:
-                        self._remind("all target servers are busy", left)
-                else:
-                    pause = self._wait_left(now)
-                self._changed.wait(min(pause, _CHECK_EVERY_S))
+                if up and deadline.timeout_s - left_s >= REMIND_S:
+                    self._remind("all target servers are busy", left_s)
+                pauses = (left_s, _CHECK_EVERY_S, *(state.not_before - now for state in up))
+                self._changed.wait(min(pauses))
                 if not up:
-                    deadline.stand_still(time.monotonic() - now)
+                    deadline.end += time.monotonic() - now
 
     def _why(self) -> str:
         return ", ".join(f"{state.server.url}: {state.error}" for state in self._states)
@@ -172,24 +163,24 @@ class Fleet:
             log.warning("%s (%s); waiting, for another %.0f s at most", what, self._why(), left_s)
 
     def _wait_left(self, now: float) -> float:
-        """How much longer to wait while all servers are down; gives up by raising
-        `TargetUnreachable`."""
+        """How much longer to wait while all servers are down; raises `TargetUnreachable` in the
+        end."""
         if self._down_since is None:
             self._down_since, self._reminded_at = now, -math.inf
         if any(state.server.loading for state in self._states):
             self._down_since = self._reminded_at = now
-        waited = now - self._down_since
+        left_s = self._down_since + self._wait_s - now
         refusals = [state.refusal for state in self._states if state.refusal is not None]
         if len(refusals) == len(self._states):
             first = refusals[0]
             raise TargetUnreachable(first.what, where=first.where, fix=first.fix)
-        if waited >= self._wait_s:
+        if left_s <= 0:
             raise TargetUnreachable(
-                f"no target server answered for {waited:.0f} s ({self._why()})",
+                f"no target server answered for {now - self._down_since:.0f} s ({self._why()})",
                 fix="start one, and run the same command again",
             )
-        self._remind("no target server answers", self._wait_s - waited)
-        return self._wait_s - waited
+        self._remind("no target server answers", left_s)
+        return left_s
 
     def _watch(self) -> None:
         """Poll the servers until the client is closed, mainly to notice those that are back up."""
@@ -206,8 +197,7 @@ class Fleet:
             health = state.server.get_json("/health", _HEALTH, timeout_s=timeout_s)
             state.queue = health["queue"]
             if not state.up:
-                info = state.server.get_json("/v1/info", INFO, timeout_s=timeout_s)
-                self._admit(state, info)
+                self._admit(state, state.server.get_json("/v1/info", INFO, timeout_s=timeout_s))
         except ServerUnfit as unfit:
             if first:
                 raise unfit.error from None

@@ -77,27 +77,15 @@ class Question:
     askers: int = 1  # clients that ask this question, each with the same id
 
     def to_message(self) -> Message:
-        tensors = {
-            name: _narrow(name, tensor)
-            for name, tensor in zip(
-                (*ROW_FIELDS, *PACKING_FIELDS), self.rows.arguments(), strict=True
-            )
-            if tensor is not None
-        }
+        fields = zip((*ROW_FIELDS, *PACKING_FIELDS), self.rows.arguments(), strict=True)
+        tensors = {name: _narrow(name, tensor) for name, tensor in fields if tensor is not None}
         if self.vocabulary is not None:
             tensors["vocabulary"] = self.vocabulary.to(torch.int32)
-        metadata = {
-            "protocol": str(PROTOCOL),
-            "request_id": self.request_id,
-            "encoding": self.encoding,
-            "dtype": self.dtype,
-            "top_k": str(self.top_k),
-            "fingerprint": self.fingerprint,
-            "alone": str(int(self.alone)),
-            "segment": self.segment,
-            "askers": str(self.askers),
-        }
-        return Message(tensors, metadata)
+        names = ("request_id", "encoding", "dtype", "top_k", "fingerprint", "segment", "askers")
+        metadata = {name: str(getattr(self, name)) for name in names}
+        return Message(
+            tensors, {**metadata, "alone": str(int(self.alone)), "protocol": str(PROTOCOL)}
+        )
 
     @classmethod
     def read(
@@ -123,37 +111,34 @@ class Question:
         request_id = metadata.get("request_id", "")
         if not 8 <= len(request_id) <= 64:
             raise WireError("request_id must have 8 to 64 characters")
+        top_k, vocabulary = _number(metadata, "top_k", "0"), wide.get("vocabulary")
+        if encoding != "hidden" and vocabulary is None:
+            raise WireError(f"encoding {encoding} needs a draft vocabulary [W]")
+        if encoding == "topk" and vocabulary is not None and not 1 <= top_k <= len(vocabulary):
+            raise WireError(f"top_k must be from 1 to {len(vocabulary)}, got {top_k}")
         return cls(
             request_id=request_id,
             rows=rows,
             encoding=encoding,
             dtype=dtype,
-            top_k=_number(metadata, "top_k", "0"),
-            vocabulary=wide.get("vocabulary"),
+            top_k=top_k,
+            vocabulary=vocabulary,
             fingerprint=metadata.get("fingerprint", ""),
             alone=metadata.get("alone") != "0",
             segment=metadata.get("segment", ""),
             askers=_number(metadata, "askers", "1"),
-        )._checked()
+        )
 
     def asks_the_same(self, other: "Question") -> bool:
         """Whether both have the same answer; where it is to be written does not matter."""
-        left, right = self._content(), other._content()
-        pairs = zip(left[0], right[0], strict=True)
-        return left[1:] == right[1:] and all(_equal(a, b) for a, b in pairs)
-
-    def _content(self) -> tuple[tuple[Tensor | None, ...], str, str, int, str]:
-        tensors = (*self.rows.arguments(), self.vocabulary)
-        return tensors, self.encoding, self.dtype, self.top_k, self.fingerprint
-
-    def _checked(self) -> "Question":
-        if self.encoding == "hidden":
-            return self
-        if self.vocabulary is None or self.vocabulary.ndim != 1 or not len(self.vocabulary):
-            raise WireError(f"encoding {self.encoding} needs a draft vocabulary [W]")
-        if self.encoding == "topk" and not 1 <= self.top_k <= len(self.vocabulary):
-            raise WireError(f"top_k must be from 1 to {len(self.vocabulary)}, got {self.top_k}")
-        return self
+        names = ("encoding", "dtype", "top_k", "fingerprint")
+        tensors, others = (
+            (*question.rows.arguments(), question.vocabulary) for question in (self, other)
+        )
+        return all(getattr(self, name) == getattr(other, name) for name in names) and all(
+            a is b if a is None or b is None else torch.equal(a, b)
+            for a, b in zip(tensors, others, strict=True)
+        )
 
 
 def _number(metadata: dict[str, str], name: str, default: str) -> int:
@@ -161,12 +146,6 @@ def _number(metadata: dict[str, str], name: str, default: str) -> int:
     if not text.isdecimal() or len(text) > 9:
         raise WireError(f"{name} must be a number")
     return int(text)
-
-
-def _equal(left: Tensor | None, right: Tensor | None) -> bool:
-    if left is None or right is None:
-        return left is right
-    return left.shape == right.shape and torch.equal(left, right)
 
 
 def _check_layout(tensors: dict[str, Tensor], max_tokens: int, vocab_size: int) -> None:

@@ -19,7 +19,7 @@ import secrets
 import stat
 import weakref
 from collections import deque
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from fledge.target.remote.wire import Message
@@ -27,6 +27,7 @@ from fledge.target.remote.wire import Message
 DIRECTORY = Path("/dev/shm")
 _NAME = re.compile(r"fledge-[0-9a-f]{32}")
 _GRANULARITY = 1 << 20
+_OPEN = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def available() -> bool:
@@ -49,8 +50,6 @@ def living_bytes() -> int:
 
 
 def _segment_paths() -> list[Path]:
-    if not available():
-        return []
     return [path for path in DIRECTORY.glob("fledge-*") if _NAME.fullmatch(path.name)]
 
 
@@ -58,18 +57,12 @@ def remove_leftovers() -> int:
     """Unlink segments that no process owns, and return how many there were."""
     removed = 0
     for path in _segment_paths():
-        try:
-            descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except OSError:  # gone, or another user's
-            continue
-        try:
+        with suppress(OSError), ExitStack() as undo:  # gone, another user's, or locked by its owner
+            descriptor = os.open(path, _OPEN)
+            undo.callback(os.close, descriptor)
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             path.unlink()
             removed += 1
-        except OSError:  # locked by its owner, or just removed by another process
-            pass
-        finally:
-            os.close(descriptor)
     return removed
 
 
@@ -118,10 +111,9 @@ class Segments:
     def lease(self, nbytes: int) -> Segment | None:
         """A segment of at least `nbytes`, to be passed to `adopt` or discarded by the caller. None
         if the machine's segments would exceed their limit."""
-        try:
+        segment = None
+        with suppress(IndexError):
             segment = self._free.pop()
-        except IndexError:
-            segment = None
         size = 0 if segment is None else segment.size
         if nbytes > size and living_bytes() + nbytes - size > self._most_bytes:
             if segment is not None:
@@ -160,26 +152,23 @@ def write_segment(name: str, message: Message) -> bool:
     if _NAME.fullmatch(name) is None:
         return False
     try:
-        descriptor = os.open(DIRECTORY / name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        descriptor = os.open(DIRECTORY / name, _OPEN)
     except OSError:  # another machine, another container, another user
         return False
-    try:
+    with open(descriptor, "r+b", buffering=0) as file:
         status = os.fstat(descriptor)
         is_own_file = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
         if not is_own_file or status.st_size < message.nbytes:
             return False
-        at = 0
-        for chunk in message.chunks():
-            while len(chunk):
-                count = os.pwrite(descriptor, chunk, at)
-                chunk, at = chunk[count:], at + count
-        return True
-    except OSError as error:
-        if error.errno != errno.ENOSPC:  # a small /dev/shm, as containers have
-            raise
-        with suppress(OSError):
-            os.ftruncate(descriptor, 0)
-            os.ftruncate(descriptor, status.st_size)
-        return False
-    finally:
-        os.close(descriptor)
+        try:
+            for chunk in message.chunks():
+                while len(chunk):
+                    chunk = chunk[file.write(chunk) :]
+        except OSError as error:
+            if error.errno != errno.ENOSPC:  # a small /dev/shm, as containers have
+                raise
+            with suppress(OSError):
+                file.truncate(0)
+                file.truncate(status.st_size)
+            return False
+    return True

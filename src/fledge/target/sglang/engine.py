@@ -18,7 +18,7 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
-from fledge.core.errors import BadInput, MissingPackage, in_words
+from fledge.core.errors import BadInput, MissingPackage
 from fledge.core.head import TargetHead
 from fledge.core.install import install_extra
 from fledge.target.layers import text_config
@@ -52,29 +52,6 @@ def engine_class(device: str) -> "type[SGLangEngine]":
         os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
     module = importlib.import_module(VERSIONS[installed_version()])
     return cast(type[SGLangEngine], module.Engine)
-
-
-def joined_rank(tp_size: int) -> int | None:
-    """This process's rank in the caller's process group, which SGLang then uses too; None if there
-    is none, and SGLang creates its own."""
-    if not torch.distributed.is_initialized():
-        return None
-    size = torch.distributed.get_world_size()
-    if size != tp_size:
-        raise BadInput(
-            f"torch.distributed is already in use here with {in_words(size)} "
-            f"rank{'s' * (size > 1)}, and the target's tp_size is {tp_size}",
-            fix=f"give tp_size={size}, or another process: fledge serve-target --engine sglang",
-        )
-    return torch.distributed.get_rank()
-
-
-def leave_world(parallel_state: Any) -> None:
-    """Destroy SGLang's own groups over all ranks, but not the caller's process group that they were
-    created in (SGLang's `destroy_distributed_environment` destroys that one too)."""
-    if parallel_state._WORLD is not None:
-        parallel_state._WORLD.destroy()
-        parallel_state._WORLD = None
 
 
 @dataclass(frozen=True)
@@ -177,7 +154,11 @@ class SGLangEngine(ABC):
                 "this process holds an SGLang target already",
                 fix="close it first, or run the second one elsewhere (fledge serve-target)",
             )
-        self._joined = joined_rank(int(options["tp_size"])) is not None
+        if torch.distributed.is_initialized():
+            raise BadInput(
+                "SGLang cannot start inside a process group of torch.distributed (several ranks?)",
+                fix="run it in another process: fledge serve-target --engine sglang",
+            )
         logging.getLogger("sglang").setLevel(str(options["log_level"]).upper())
         SGLangEngine._in_use, self._closed = True, False
         try:
@@ -231,9 +212,9 @@ class SGLangEngine(ABC):
         """The model's input for a `ScheduleBatch`."""
 
     @abstractmethod
-    def _reset_globals(self, *, joined: bool) -> None:
+    def _reset_globals(self) -> None:
         """Destroy the process groups that `_start` created, and reset other globals that would
-        break the next engine. The process group of a caller that SGLang has `joined` is kept."""
+        break the next engine."""
 
     @property
     def model(self) -> nn.Module:
@@ -307,7 +288,7 @@ class SGLangEngine(ABC):
         self._closed = True
         self.__dict__.pop("_taps", None)
         self.__dict__.pop("_runner", None)
-        self._reset_globals(joined=self._joined)
+        self._reset_globals()
         SGLangEngine._in_use = False
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

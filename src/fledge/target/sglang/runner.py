@@ -30,7 +30,6 @@ from fledge.target.sglang.engine import (
     SGLangEngine,
     engine_class,
     installed_version,
-    joined_rank,
 )
 
 _PORTS = range(20_000, 32_000)
@@ -40,16 +39,14 @@ class SGLangRanks:
     """The engine of rank 0 in this process and, with tensor parallelism, a process for each other.
 
     Ranks run collectives, so all must make the same calls: a call is sent to the others through
-    pipes and then made here; only this rank's result is kept. In a torch.distributed process group
-    of `tp_size` ranks, the ranks are the caller's own: each builds a runner and makes the same
-    calls. Nothing is started, and the group outlives the engine."""
+    pipes and then made here; only this rank's result is kept."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         self._pipes: list[Connection] = []
         self._peers: list[BaseProcess] = []
-        joined, port = joined_rank(int(options["tp_size"])), free_port()
+        port = free_port()
         processes = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
-        for rank in range(1, int(options["tp_size"]) if joined is None else 1):
+        for rank in range(1, int(options["tp_size"])):
             own_end, peer_end = processes.Pipe()
             # a daemon: it must not outlive rank 0, for whose calls it waits
             arguments = (peer_end, options, rank, port)
@@ -60,7 +57,7 @@ class SGLangRanks:
             self._peers.append(peer)
         try:
             engine = engine_class(options["device"])
-            self.engine: SGLangEngine = engine(options, rank=joined or 0, port=port)
+            self.engine: SGLangEngine = engine(options, rank=0, port=port)
         except BaseException:
             for peer in self._peers:
                 peer.terminate()
@@ -112,7 +109,8 @@ def free_port() -> int:
             return port
 
 
-# Capture depends on these; any other value is rejected.
+# Capture depends on these; any other value is rejected. SGLang's public capture (the last two)
+# returns aux states *in place of* the last hidden state, and drafts learn from both.
 _FIXED: dict[str, Any] = {
     "skip_tokenizer_init": True,
     "enable_return_hidden_states": True,
@@ -122,10 +120,9 @@ _FIXED: dict[str, Any] = {
     "speculative_algorithm": None,
     "pp_size": 1,
     "dp_size": 1,
+    "enable_return_aux_hidden_states": False,
+    "return_aux_hidden_state_layer_ids": None,
 }
-# SGLang's public capture returns aux states *in place of* the last hidden state, which a draft
-# needs too; one engine cannot return both, and they would come as lists of numbers.
-_PUBLIC_CAPTURE = ("enable_return_aux_hidden_states", "return_aux_hidden_state_layer_ids")
 # SGLang would fill the whole GPU with its KV pool; a target needs memory for one batch only, and a
 # larger batch is run in parts.
 _DEFAULTS: dict[str, Any] = {"max_total_tokens": 65536, "tp_size": 1, "log_level": "error"}
@@ -139,13 +136,6 @@ _ON_CPU: dict[str, Any] = {
 def server_options(asked: dict[str, Any], names: Sequence[str], *, device: str) -> dict[str, Any]:
     """Arguments for `ServerArgs`: our defaults, the user's, and those that capture needs."""
     for name, value in asked.items():
-        if name in _PUBLIC_CAPTURE and value:
-            raise BadInput(
-                f"{name}: SGLang then returns aux states in place of the last hidden state, and "
-                "drafts learn from both",
-                where="engine_args",
-                fix="leave it out: both are taken inside SGLang (target.aux_layer_ids names them)",
-            )
         if name not in names:
             raise BadInput(
                 f"SGLang {installed_version()} has no argument '{name}'",
@@ -164,7 +154,7 @@ def server_options(asked: dict[str, Any], names: Sequence[str], *, device: str) 
         **(_ON_CPU if kind == "cpu" else {}),
         **({"base_gpu_id": int(index)} if index else {}),
         **asked,
-        **_FIXED,
+        **{name: value for name, value in _FIXED.items() if name in names},
         "device": kind,
     }
 
@@ -211,8 +201,7 @@ class SGLangTargetRunner:
         **sglang_kwargs: Any,
     ) -> "SGLangTargetRunner":
         """Load a model into SGLang by any name that `fledge.local_model` accepts. `num_aux_layers`
-        is not needed: SGLang can return any number of layers. Where torch.distributed is in use
-        with `tp_size` ranks, all of them build one and make the same calls (`SGLangRanks`).
+        is not needed: SGLang can return any number of layers.
 
         `sglang_kwargs` are passed to `ServerArgs` under their own names (`page_size`, `tp_size`,
         `mem_fraction_static`, `attention_backend`, `quantization`, `context_length`, ...).

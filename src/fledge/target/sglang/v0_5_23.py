@@ -17,7 +17,7 @@ from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.runtime_context import SpawnRanks, get_device, publish, spawn_world_rank
 from sglang.srt.server_args import ServerArgs
 
-from fledge.target.sglang.engine import NoPrefixCache, SGLangEngine, leave_world, new_request
+from fledge.target.sglang.engine import NoPrefixCache, SGLangEngine, new_request
 
 
 class _NoPrefixCache(NoPrefixCache):
@@ -86,10 +86,7 @@ class Engine(SGLangEngine):
             return_hidden_states_before_norm=False,
         )
 
-    def _reset_globals(self, *, joined: bool) -> None:
+    def _reset_globals(self) -> None:
         parallel_state.destroy_model_parallel()
-        if joined:
-            leave_world(parallel_state)
-        else:
-            parallel_state.destroy_distributed_environment()
+        parallel_state.destroy_distributed_environment()
         set_global_expert_location_metadata(None, allow_overwrite=True)

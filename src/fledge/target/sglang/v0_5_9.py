@@ -12,7 +12,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.server_args import ServerArgs
 
-from fledge.target.sglang.engine import NoPrefixCache, SGLangEngine, leave_world, new_request
+from fledge.target.sglang.engine import NoPrefixCache, SGLangEngine, new_request
 
 
 class _NoPrefixCache(NoPrefixCache):
@@ -56,11 +56,8 @@ class Engine(SGLangEngine):
     def _forward_batch(self, batch: Any) -> Any:
         return ForwardBatch.init_new(batch.get_model_worker_batch(), self._runner)
 
-    def _reset_globals(self, *, joined: bool) -> None:
+    def _reset_globals(self) -> None:
         parallel_state.destroy_model_parallel()
         parallel_state._ATTN_TP = None  # 0.5.9 does not reset this one (it is the TP group)
-        if joined:
-            leave_world(parallel_state)
-        else:
-            parallel_state.destroy_distributed_environment()
+        parallel_state.destroy_distributed_environment()
         expert_location._global_expert_location_metadata = None  # it may be set only once

@@ -18,15 +18,14 @@ finds no match, and so can neither shorten a capture nor return states of other 
 import hashlib
 import json
 import time
-import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from itertools import count
 from os import PathLike
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Self, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -34,25 +33,17 @@ from torch import Tensor
 from fledge.core.errors import BadInput, in_words
 from fledge.core.head import TargetHead
 from fledge.core.machine import find_device
-from fledge.target.hf.embedding_and_head import ModelEnds, read_ends
+from fledge.models.resolve import local_model
+from fledge.target.hf.embedding_and_head import read_ends
 from fledge.target.layers import FinalNorm, target_depth
 from fledge.target.vllm import engine as engines
-from fledge.target.vllm.engine import StatesPlace, discard, take_states
+from fledge.target.vllm.engine import Captured, StatesPlace, discard, take_states
 from fledge.target.weights import quantisation_method
 
 _CPU_CONNECTOR = "fledge.target.vllm.cpu_connector"
 _WRITTEN_S = 60.0  # how long states may take to appear after their request has finished
 _PROBE_LENGTHS = (8, 3)  # tokens of the rows for the first comparison
 _TOLERANCE = 0.05  # share of the distance from the mean logit to the largest, for rounding only
-
-
-@dataclass(frozen=True)
-class Captured:
-    """vLLM's answer about one row."""
-
-    row: int
-    states_NKD: Tensor  # K layers, ascending
-    next_token: int  # vLLM's greedy choice after the row
 
 
 def layer_settings(vllm_ids: Sequence[int]) -> dict[str, Any]:
@@ -92,15 +83,16 @@ class ConnectorRunner(ABC):
 
     def __init__(
         self,
-        ends: ModelEnds,
-        directory: Path,
+        model: str | PathLike[str],
         *,
         dtype: torch.dtype | str | None = None,
+        trust_remote_code: bool = False,
         device: torch.device | str | None = None,
     ) -> None:
-        self._ends = ends  # as stored; in vLLM's precision after the first answer
+        self.directory = local_model(str(model))
+        # as stored; in vLLM's precision after the first answer
+        self._ends = read_ends(self.directory, trust_remote_code=trust_remote_code)
         self._device = find_device(device)
-        self.directory = directory
         self._ids: list[int] = []  # of the captured layers, as vLLM numbers them
         self._order: list[int] = []  # the index of each aux layer in `_ids`
         self._requested_dtype = engines.vllm_dtype(dtype)
@@ -143,19 +135,12 @@ class ConnectorRunner(ABC):
         self, input_ids: Tensor, attention_mask: Tensor
     ) -> tuple[Tensor, Tensor]:
         rows = engines.real_tokens(input_ids, attention_mask)
-        if not any(rows):
-            raise ValueError("attention_mask marks no token at all")
         engines.check_longest(rows, self._longest())
-        width = self._ends.head.weight_VD.shape[1]
-        new = self._ends.embedding_VD.new_zeros
-        hidden_BTD = new((*input_ids.shape, width))
-        aux_BTD = new((*input_ids.shape, width * len(self._order)))
-        for captured in self._capture(rows):
-            states_NKD = self._check_states(captured.states_NKD).to(self._device)
-            row, length = captured.row, len(states_NKD)
-            hidden_BTD[row, :length] = self._ends.head_input(states_NKD[:, -1])
-            aux_BTD[row, :length] = states_NKD[:, self._order].flatten(1)
-        return hidden_BTD, aux_BTD
+        captured = (
+            replace(one, states_NKD=self._check_states(one.states_NKD).to(self._device))
+            for one in self._capture(rows)
+        )
+        return engines.assemble(captured, input_ids, self._order, self._ends.head_input)
 
     def input_embedding_weight(self) -> Tensor:
         return self._ends.embedding_VD
@@ -229,27 +214,11 @@ class ConnectorRunner(ABC):
 
 
 class EngineConnectorRunner(ConnectorRunner):
-    """vLLM in this process, one engine at a time."""
+    """vLLM in this process, one engine at a time. It starts in `set_aux_layers`, with any number of
+    layers."""
 
     def __init__(
         self,
-        ends: ModelEnds,
-        directory: Path,
-        engine_args: dict[str, Any],
-        *,
-        shared_dir: Path | None = None,
-        device: torch.device | str | None = None,
-    ) -> None:
-        super().__init__(ends, directory, device=device)
-        self._engine_args = engine_args
-        self._place = StatesPlace(shared_dir)
-        self._engine: Any = None
-        self._running: list[int] = []  # vLLM's ids of the layers that the engine captures
-        self._request_numbers = count()
-
-    @classmethod
-    def build(
-        cls,
         model: str | PathLike[str],
         *,
         dtype: torch.dtype | str | None = None,
@@ -258,26 +227,20 @@ class EngineConnectorRunner(ConnectorRunner):
         shared_dir: str | PathLike[str] | None = None,
         device: torch.device | str | None = None,
         **engine_kwargs: Any,
-    ) -> Self:
-        """Read a target's ends; vLLM starts in `set_aux_layers`, with any number of layers."""
+    ) -> None:
         engines.installed_version()
         engines.check_alone()
-        if not engines.can_extract():
-            version = engines.installed_version()
-            raise BadInput(
-                f"vLLM {version} cannot return hidden states", fix="target.capture=worker"
-            )
-        from fledge.models.resolve import local_model
-
         fixed = {"skip_tokenizer_init": True, "pipeline_parallel_size": 1, "data_parallel_size": 1}
         arguments = engines.with_fixed(engine_kwargs, fixed)
         arguments.setdefault("enforce_eager", True)  # prompts of any length, each run once
         arguments.setdefault("enable_prefix_caching", False)
         arguments |= {"dtype": engines.vllm_dtype(dtype), "trust_remote_code": trust_remote_code}
-        directory = local_model(str(model))
-        ends = read_ends(directory, trust_remote_code=trust_remote_code)
-        shared_path = None if shared_dir is None else Path(shared_dir)
-        return cls(ends, directory, arguments, shared_dir=shared_path, device=device)
+        super().__init__(model, trust_remote_code=trust_remote_code, device=device)
+        self._engine_args = arguments
+        self._place = StatesPlace(None if shared_dir is None else Path(shared_dir))
+        self._engine: Any = None
+        self._running: list[int] = []  # vLLM's ids of the layers that the engine captures
+        self._request_numbers = count()
 
     def close(self) -> None:
         self._stop()
@@ -312,26 +275,25 @@ class EngineConnectorRunner(ConnectorRunner):
         return super()._quantization() if method is None else str(method)
 
     def _capture(self, rows: Sequence[list[int]]) -> Iterator[Captured]:
-        from vllm import SamplingParams
-        from vllm.inputs import tokens_input
-
-        params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, ignore_eos=True)
         waiting: dict[str, int] = {}  # request id -> row
         written: dict[str, tuple[Path, int]] = {}  # request id -> file, next token
         try:
-            for row, tokens in enumerate(rows):
-                if tokens:
-                    request_id = str(next(self._request_numbers))
-                    prompt = tokens_input(tokens, cache_salt=uuid.uuid4().hex)
-                    self._engine.add_request(request_id, prompt, params)
-                    waiting[request_id] = row
+            for row, prompt, params in engines.requests(rows):
+                request_id = str(next(self._request_numbers))
+                self._engine.add_request(request_id, prompt, params)
+                waiting[request_id] = row
             deadline = time.monotonic() + _WRITTEN_S
             while waiting:
                 for output in self._engine.step():
                     if output.finished and output.request_id in waiting:
                         path = Path(output.kv_transfer_params["hidden_states_path"])
                         written[output.request_id] = path, output.outputs[0].token_ids[0]
-                arrived = list(self._take(rows, waiting, written))
+                arrived = []
+                for request_id, (path, next_token) in list(written.items()):
+                    states_NKD = take_states(path, rows[waiting[request_id]])
+                    if states_NKD is not None:
+                        del written[request_id]
+                        arrived.append(Captured(waiting.pop(request_id), states_NKD, next_token))
                 yield from arrived
                 # a request's states are written in a step after the one that finished it
                 if arrived or self._engine.has_unfinished_requests():
@@ -343,13 +305,3 @@ class EngineConnectorRunner(ConnectorRunner):
                 self._engine.abort_request(list(waiting))
                 for path, _ in written.values():
                     discard(path)
-
-    @staticmethod
-    def _take(
-        rows: Sequence[list[int]], waiting: dict[str, int], written: dict[str, tuple[Path, int]]
-    ) -> Iterator[Captured]:
-        for request_id, (path, next_token) in list(written.items()):
-            states_NKD = take_states(path, rows[waiting[request_id]])
-            if states_NKD is not None:
-                del written[request_id]
-                yield Captured(waiting.pop(request_id), states_NKD, next_token)

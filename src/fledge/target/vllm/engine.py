@@ -1,17 +1,17 @@
-"""A vLLM engine in this process: checks, start, stop, its log, the files of its connector.
+"""A vLLM engine in this process: checks, start, stop, its requests, the files of its connector.
 
 What an engine captures is decided elsewhere: `connector` lets vLLM write states itself, `runner`
 reads them from memory. vLLM is not imported before an engine is built.
 """
 
 import fcntl
-import logging
 import os
 import tempfile
+import uuid
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from importlib.util import find_spec
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fledge.core.errors import BadInput, MissingPackage
-from fledge.core.files import cache_dir, temporary_sibling, write_json
+from fledge.core.files import temporary_sibling
 from fledge.core.install import install_packages, is_installed
 from fledge.core.reading import load_tensors
 from fledge.target.packing import right_padded
@@ -93,74 +93,6 @@ def _check_states(tensors: dict[str, Tensor], tokens: Sequence[int], *, where: s
     return states_NKD
 
 
-_CONFIG = "VLLM_LOGGING_CONFIG_PATH"
-# A user who sets one of these has chosen how vLLM logs.
-_USER_SETTINGS = (_CONFIG, "VLLM_LOGGING_LEVEL", "VLLM_CONFIGURE_LOGGING", "VLLM_LOGGING_STREAM")
-_MAX_BYTES = 10_000_000  # then the file is rotated, and the previous one deleted
-
-
-def log_file() -> Path:
-    return cache_dir() / "logs" / "vllm.log"
-
-
-def send_log_to_file() -> None:
-    """Send vLLM's log to a file, and only its errors to the screen: by default hundreds of lines go
-    to stdout, where commands print their results. vLLM reads the configuration when it is first
-    imported, and so does each process it starts: later calls have no effect."""
-    if any(name in os.environ for name in _USER_SETTINGS):
-        return
-    path = log_file().absolute()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    text = "%(levelname)s %(asctime)s pid=%(process)d [%(name)s:%(lineno)d] %(message)s"
-    handlers = {
-        "file": {
-            "class": "logging.handlers.RotatingFileHandler",
-            "filename": str(path),
-            "maxBytes": _MAX_BYTES,
-            "backupCount": 1,
-            "formatter": "plain",
-        },
-        "screen": {
-            "class": "logging.StreamHandler",
-            "stream": "ext://sys.stderr",
-            "level": "ERROR",
-            "formatter": "plain",
-        },
-    }
-    config = path.with_suffix(".json")
-    write_json(
-        config,
-        {
-            "version": 1,
-            "disable_existing_loggers": False,
-            "formatters": {"plain": {"format": text}},
-            "handlers": handlers,
-            "loggers": {"vllm": {"handlers": [*handlers], "level": "INFO", "propagate": False}},
-        },
-    )
-    os.environ[_CONFIG] = str(config)
-
-
-def where_to_look() -> str:
-    """Where vLLM's log is, for the end of an error message."""
-    configured = os.environ.get(_CONFIG) == str(log_file().absolute().with_suffix(".json"))
-    return f"its log: {log_file()}" if configured else "see its log"
-
-
-@contextmanager
-def quiet_start() -> Iterator[None]:
-    """While open, suppress warnings that libraries emit about vLLM's own code."""
-    logger = logging.getLogger("torch._library.triton")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)
-            yield
-    finally:
-        logger.setLevel(level)
-
-
 _SHARED_MEMORY = Path("/dev/shm")
 _LARGE_BYTES = 4 << 30  # containers have 64 MB there, less than one batch
 
@@ -195,8 +127,11 @@ def _is_large(directory: Path) -> bool:
 
 
 KNOWN_VERSIONS = ("0.32",)
-EXTRACTION = "vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector"
 _CPU_CACHE_BYTES = 2**30  # by default vLLM would take nearly all memory
+_LOG_SETTINGS = tuple(
+    f"VLLM_{name}"
+    for name in ("LOGGING_CONFIG_PATH", "LOGGING_LEVEL", "CONFIGURE_LOGGING", "LOGGING_STREAM")
+)
 _MULTIPROCESSING = "VLLM_ENABLE_V1_MULTIPROCESSING"
 _REFUSALS = (ValueError, TypeError, RuntimeError, OSError, NotImplementedError)
 _engine: Any = None  # the engine that runs in this process
@@ -212,22 +147,15 @@ def check_version(version: str) -> None:
 
 
 def installed_version() -> str:
-    """The version of the installed vLLM; also sends its log to a file from now on."""
+    """The version of the installed vLLM. Unless the user has chosen how it logs, it logs only its
+    errors from now on, to stderr: by default hundreds of lines go to stdout."""
     if not is_installed("vllm"):
         raise MissingPackage("vLLM is not installed", where="target", fix=_install())
-    send_log_to_file()
+    if not any(name in os.environ for name in _LOG_SETTINGS):
+        os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_LOGGING_STREAM": "ext://sys.stderr"}
     from vllm.version import __version__
 
     return str(__version__)
-
-
-def can_extract() -> bool:
-    """Whether the installed vLLM includes a connector that returns hidden states."""
-    installed_version()
-    try:
-        return find_spec(EXTRACTION) is not None
-    except ModuleNotFoundError:  # a parent package is missing
-        return False
 
 
 def check_alone() -> None:
@@ -255,7 +183,6 @@ def with_fixed(engine_kwargs: dict[str, Any], fixed: dict[str, Any]) -> dict[str
     return arguments
 
 
-@quiet_start()
 def start(directory: Path, **engine_args: Any) -> Any:
     """Start an engine; if that fails, whatever it set up is cleaned up."""
     from vllm.distributed import cleanup_dist_env_and_memory
@@ -270,7 +197,8 @@ def start(directory: Path, **engine_args: Any) -> Any:
     if current_platform.is_cpu() and "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
         engine_args.setdefault("kv_cache_memory_bytes", _CPU_CACHE_BYTES)
     try:
-        with _in_this_process():
+        with _in_this_process(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # about vLLM's own code
             config = EngineArgs(model=str(directory), **engine_args).create_engine_config()
             _engine = LLMEngine(config, Executor.get_class(config), log_stats=False)
             return _engine
@@ -278,8 +206,9 @@ def start(directory: Path, **engine_args: Any) -> Any:
         ensure_kv_transfer_shutdown()
         cleanup_dist_env_and_memory()
         if isinstance(error, _REFUSALS):
+            fix = "VLLM_LOGGING_LEVEL=INFO shows its log"
             raise BadInput(
-                f"vLLM does not start ({error})", where=str(directory), fix=where_to_look()
+                f"vLLM does not start ({error})", where=str(directory), fix=fix
             ) from error
         raise
 
@@ -329,6 +258,48 @@ def check_longest(rows: list[list[int]], max_model_len: int) -> None:
             f"a row of {longest} tokens is longer than this vLLM accepts ({max_model_len - 1})",
             fix="give it more memory or another max_model_len, or shorten the rows",
         )
+
+
+@dataclass(frozen=True)
+class Captured:
+    """vLLM's answer about one row."""
+
+    row: int
+    states_NKD: Tensor  # K layers, ascending
+    next_token: int = -1  # vLLM's greedy choice after the row, where it is known
+
+
+def requests(rows: Sequence[list[int]]) -> Iterator[tuple[int, Any, Any]]:
+    """(row, prompt, sampling parameters) of every row that is not empty."""
+    from vllm import SamplingParams
+    from vllm.inputs import tokens_input
+
+    params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, ignore_eos=True)
+    for row, tokens in enumerate(rows):
+        if tokens:
+            yield row, tokens_input(tokens, cache_salt=uuid.uuid4().hex), params
+
+
+def assemble(
+    captured: Iterable[Captured],
+    input_ids: Tensor,
+    order: list[int],
+    head_input: Callable[[Tensor], Tensor] = lambda last_ND: last_ND,
+) -> tuple[Tensor, Tensor]:
+    """The last hidden states [B, T, D] and, in this order, the aux states [B, T, A * D] of rows."""
+    batch: tuple[Tensor, Tensor] | None = None
+    for one in captured:
+        states_NKD, row, length = one.states_NKD, one.row, len(one.states_NKD)
+        if batch is None:
+            width = states_NKD.shape[-1]
+            hidden_BTD = states_NKD.new_zeros((*input_ids.shape, width))
+            aux_BTD = states_NKD.new_zeros((*input_ids.shape, width * len(order)))
+            batch = hidden_BTD, aux_BTD
+        hidden_BTD[row, :length] = head_input(states_NKD[:, -1])
+        aux_BTD[row, :length] = states_NKD[:, order].flatten(1)
+    if batch is None:
+        raise ValueError("attention_mask marks no token at all")
+    return batch
 
 
 def _install() -> str:

@@ -15,7 +15,7 @@ our layer i is vLLM's i + 1, and the last layer needs no special case.
 
 import hashlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import deepcopy
 from os import PathLike
@@ -35,6 +35,7 @@ from fledge.target.layers import EAGLE3_AUX_LAYERS, FinalNorm
 from fledge.target.runner import EngineEagle3TargetModel
 from fledge.target.vllm import engine as engines
 from fledge.target.vllm.connector import ConnectorRunner, EngineConnectorRunner, layer_settings
+from fledge.target.vllm.engine import Captured
 from fledge.target.vllm.served import ServedRunner
 
 log = logging.getLogger(__name__)
@@ -125,22 +126,7 @@ class VLLMTargetRunner:
     ) -> tuple[Tensor, Tensor]:
         rows = engines.real_tokens(input_ids, attention_mask)
         engines.check_longest(rows, self._engine.model_config.max_model_len)
-        hidden_BTD: Tensor | None = None
-        aux_BTD: Tensor | None = None
-
-        def place(row: int, states_NKD: Tensor) -> None:
-            nonlocal hidden_BTD, aux_BTD
-            if hidden_BTD is None or aux_BTD is None:
-                width = states_NKD.shape[-1]
-                hidden_BTD = states_NKD.new_zeros((*input_ids.shape, width))
-                aux_BTD = states_NKD.new_zeros((*input_ids.shape, width * len(self._order)))
-            hidden_BTD[row, : len(states_NKD)] = states_NKD[:, -1]
-            aux_BTD[row, : len(states_NKD)] = states_NKD[:, self._order].flatten(1)
-
-        self._run(rows, place)
-        if hidden_BTD is None or aux_BTD is None:
-            raise ValueError("attention_mask marks no token at all")
-        return hidden_BTD, aux_BTD
+        return engines.assemble(self._capture(rows), input_ids, self._order)
 
     def input_embedding_weight(self) -> Tensor:
         return cast(Tensor, self._call("fledge_embedding"))
@@ -180,20 +166,13 @@ class VLLMTargetRunner:
             return self._call("fledge_model")
         return SimpleNamespace(config=self._engine.model_config.hf_config, parameters=list)
 
-    def _run(self, rows: Sequence[list[int]], place: Callable[[int, Tensor], None]) -> None:
-        """Call `place(row, states [N, A + 1, D])` for every row that is not empty, in the order of
-        arrival."""
-        from vllm import SamplingParams
-        from vllm.inputs import tokens_input
-
-        params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, ignore_eos=True)
+    def _capture(self, rows: Sequence[list[int]]) -> Iterator[Captured]:
+        """The states [N, A + 1, D] of every row that is not empty, in the order of arrival."""
         waiting: dict[str, int] = {}
         idle = 0
         try:
-            for row, tokens in enumerate(rows):
-                if tokens:
-                    request_id = self._engine.add_request(str(row), tokens_input(tokens), params)
-                    waiting[request_id] = row
+            for row, prompt, params in engines.requests(rows):
+                waiting[self._engine.add_request(str(row), prompt, params)] = row
             while waiting:
                 # a request's states arrive in a step after the one that finished it
                 idle = 0 if self._engine.has_unfinished_requests() else idle + 1
@@ -204,7 +183,7 @@ class VLLMTargetRunner:
                     if request_id in waiting:  # else it is left from an interrupted call
                         row = waiting.pop(request_id)
                         assert len(states_NKD) == len(rows[row]), "vLLM lost states of a row"
-                        place(row, states_NKD)
+                        yield Captured(row, states_NKD)
         finally:
             if waiting:
                 self._engine.abort_request(list(waiting), internal=True)
@@ -215,7 +194,7 @@ class VLLMEagle3TargetModel(EngineEagle3TargetModel):
 
     Beside the arguments common to all engines, `from_pretrained` takes: `capture`, "connector"
     (states through vLLM's own connector), "worker" (from memory) or "auto" (the connector where
-    version and model allow); `url` and `shared_dir` of a running `vllm serve`; and arguments of
+    the model allows); `url` and `shared_dir` of a running `vllm serve`; and arguments of
     vLLM's `EngineArgs`.
     """
 
@@ -233,10 +212,10 @@ class VLLMEagle3TargetModel(EngineEagle3TargetModel):
         **options: Any,
     ) -> VLLMTargetRunner | ConnectorRunner:
         if url is not None:
-            return ServedRunner.build(model, url=url, **options)
-        if capture == "connector" or (capture == "auto" and engines.can_extract()):
+            return ServedRunner(model, url=url, **options)
+        if capture != "worker":
             try:
-                return EngineConnectorRunner.build(model, **options)
+                return EngineConnectorRunner(model, **options)
             except UnknownEnds as error:
                 if capture == "connector":
                     raise

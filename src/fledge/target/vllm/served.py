@@ -14,17 +14,16 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
 from os import PathLike
 from pathlib import Path, PurePosixPath
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from fledge.core.errors import BadInput, TargetUnreachable
 from fledge.core.reading import ListOf, Table, Text, Whole, check
-from fledge.target.hf.embedding_and_head import ModelEnds, read_ends
 from fledge.target.remote.http import Server, ServerBusy, ServerDown, ServerFault
-from fledge.target.vllm.connector import Captured, ConnectorRunner, serve_flags
-from fledge.target.vllm.engine import take_states
+from fledge.target.vllm.connector import ConnectorRunner, serve_flags
+from fledge.target.vllm.engine import Captured, take_states
 
 T = TypeVar("T")
 _MAX_IN_FLIGHT = 64  # requests: vLLM batches them
@@ -53,26 +52,6 @@ class ServedRunner(ConnectorRunner):
 
     def __init__(
         self,
-        ends: ModelEnds,
-        directory: Path,
-        server: Server,
-        *,
-        shared_dir: Path,
-        timeout_s: float,
-        dtype: torch.dtype | str | None = None,
-        device: torch.device | str | None = None,
-    ) -> None:
-        super().__init__(ends, directory, dtype=dtype, device=device)
-        self._server = server
-        self._shared_dir = shared_dir
-        self._timeout_s = timeout_s
-        self._facts: dict[str, Any] = {}  # about the served model
-        self._pool = ThreadPoolExecutor(_MAX_IN_FLIGHT, "fledge-vllm-row")
-        self._closed = threading.Event()  # ends all waiting
-
-    @classmethod
-    def build(
-        cls,
         model: str | PathLike[str],
         *,
         url: str,
@@ -84,23 +63,24 @@ class ServedRunner(ConnectorRunner):
         num_aux_layers: int = 0,
         trust_remote_code: bool = False,
         device: torch.device | str | None = None,
-    ) -> Self:
+    ) -> None:
         """Connect to a server. `model` names the files of the model that it runs. Its precision and
         layers were fixed when it was started, and are checked against those requested."""
-        from fledge.models.resolve import local_model
-
         if shared_dir is None or not Path(shared_dir).is_dir():
             raise BadInput(
                 f"{shared_dir} is not a directory",
                 where="target.shared_dir",
                 fix="name the shared_storage_path of the server's connector, as seen from here",
             )
-        directory = local_model(str(model))
-        ends = read_ends(directory, trust_remote_code=trust_remote_code)
+        super().__init__(model, dtype=dtype, trust_remote_code=trust_remote_code, device=device)
         address = url.rstrip("/").removesuffix("/v1")
-        server = Server(address, token=token, ca_file=ca_file, content_type="application/json")
-        options: dict[str, Any] = {"timeout_s": timeout_s, "dtype": dtype, "device": device}
-        return cls(ends, directory, server, shared_dir=Path(shared_dir), **options)
+        self._server = Server(
+            address, token=token, ca_file=ca_file, content_type="application/json"
+        )
+        self._shared_dir, self._timeout_s = Path(shared_dir), timeout_s
+        self._facts: dict[str, Any] = {}  # about the served model
+        self._pool = ThreadPoolExecutor(_MAX_IN_FLIGHT, "fledge-vllm-row")
+        self._closed = threading.Event()  # ends all waiting
 
     def close(self) -> None:
         self._closed.set()

@@ -11,13 +11,14 @@ Two packed rows of width 4 and 6, documents of 3 and of 2 + 3 tokens, padding sh
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.nn import functional as F
 
 from fledge.core.batch import Eagle3TargetBatch
 from fledge.core.rows import TokenBatch
-from fledge.target.base import Eagle3TargetBackend, HeadlessInfo, TargetInfo, check_token_ids
+from fledge.target.base import Eagle3TargetBackend, check_token_ids
 from fledge.target.cache.format import DTYPES
 from fledge.target.finite_check import check_answer
 from fledge.target.inprocess import InProcessTarget
@@ -40,7 +41,11 @@ class Target:
         self.encodings = [e for e in WIRE_ENCODINGS if shows_hidden or e != "hidden"]
         self.backend, self.info = backend, backend.describe()
         self._embedding_rows = len(backend.get_input_embeddings().weight)
-        self._limits, self._context = limits, _context(backend, self.info)
+        model: Any = self.info.module
+        if isinstance(backend, RunnerEagle3TargetModel):
+            model = backend.runner.model
+        # unlimited if there is no config
+        self._limits, self._context = limits, longest_text(getattr(model, "config", None))
         # Answers computed in this process are checked for NaN and infinity here, where that costs
         # next to nothing compared to the pass. Answers that another process computed were checked
         # there, and the client checks them again.
@@ -78,15 +83,13 @@ class Target:
         what, longest = "a row", rows.shape[1]
         if documents is not None:
             what, longest = "a document", max(documents.lengths, default=0)
-            if (count := len(documents.lengths)) > self._limits.max_documents:
-                limit = self._limits.max_documents
+            if (count := len(documents.lengths)) > (limit := self._limits.max_documents):
                 raise TooLarge(f"{count} documents in one request, {limit} are allowed")
         if longest > self._context:
             raise WireError(
                 f"{what} of {longest} tokens is longer than the target's context, {self._context}"
             )
-        if (pairs := rows.tokens * longest) > self._limits.max_attention:
-            limit = self._limits.max_attention
+        if (pairs := rows.tokens * longest) > (limit := self._limits.max_attention):
             raise TooLarge(
                 f"{rows.tokens} tokens with {what} of {longest} compare {pairs} pairs of tokens, "
                 f"{limit} are allowed: ask about fewer rows at once"
@@ -110,13 +113,6 @@ class Target:
         if self._computes:
             check_answer(self.backend, batch, question.rows)
         return encode_answer(batch, question, self.info.head)
-
-
-def _context(backend: Eagle3TargetBackend, info: TargetInfo | HeadlessInfo) -> int:
-    """The target's maximum context length; practically unlimited if its config has none."""
-    if isinstance(backend, RunnerEagle3TargetModel):
-        return longest_text(backend.runner.model.config)
-    return longest_text(getattr(info.module, "config", None))
 
 
 # --- several questions in one pass ----------------------------------------------------------------

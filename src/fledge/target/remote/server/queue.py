@@ -9,7 +9,6 @@ from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from fledge.core.rows import TokenBatch
 from fledge.target.remote.protocol import Question
 from fledge.target.remote.server.admission import Admission, Limits, Metrics
 from fledge.target.remote.server.answers import Target, may_merge, merged_tokens
@@ -110,15 +109,11 @@ class AnswerQueue:
                 job.done.set_result(answer)
             return
         self._metrics.count("failed_passes_total")
-        if len(jobs) > 1:  # retry each job alone
-            self._put_back(jobs)
-        else:
+        if len(jobs) == 1:
             jobs[0].done.set_exception(answers)
             jobs[0].done.exception()  # mark as retrieved: nobody may be waiting any more
-
-    def _put_back(self, jobs: list[_Job]) -> None:
-        """Queue jobs again, each for a pass of its own, unless nobody waits for them any more."""
-        for job in reversed(jobs):
+            return
+        for job in reversed(jobs):  # each again, in a pass of its own, if anybody waits for it
             job.alone = True
             if job.listeners:
                 self._waiting.appendleft(job)
@@ -129,18 +124,14 @@ class AnswerQueue:
         """The oldest job and those queued after it that can share its pass."""
         first = self._waiting.popleft()
         group, rows = [first], [first.question.rows]
-        if first.alone:
-            return group
-        for job in list(self._waiting):
-            if not job.alone and self._fits(rows, job.question):
+        for job in [] if first.alone else list(self._waiting):
+            more = [*rows, job.question.rows]
+            fits = may_merge(rows[0], more[-1]) and merged_tokens(more) <= self._limits.merge_tokens
+            if fits and not job.alone:
                 self._waiting.remove(job)
                 group.append(job)
-                rows.append(job.question.rows)
+                rows = more
         return group
-
-    def _fits(self, rows: list[TokenBatch], question: Question) -> bool:
-        tokens = merged_tokens([*rows, question.rows])
-        return may_merge(rows[0], question.rows) and tokens <= self._limits.merge_tokens
 
     def _expected_s(self) -> float:
         tokens = sum(job.question.rows.tokens for job in self._waiting)
