@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fledge.core.errors import BadInput
-from fledge.core.progress import UNWATCHED, Watch
+from fledge.core.progress import Watch, unwatched
 from fledge.models.stored import quiet_transformers
 
 if TYPE_CHECKING:
@@ -193,7 +193,7 @@ def evaluate(
     drafts = [draft] if isinstance(draft, str | os.PathLike) else list(draft)
     with quiet_transformers():
         paths = [Path(path) for path in drafts]
-        return evaluate_drafts(paths, target, prompts, options, watch or UNWATCHED)
+        return evaluate_drafts(paths, target, prompts, options, watch or unwatched)
 
 
 def evaluate_drafts(
@@ -201,7 +201,7 @@ def evaluate_drafts(
     target: "str | HFEagle3TargetModel",
     prompts: Prompts,
     options: "EvalOptions",
-    watch: Watch = UNWATCHED,
+    watch: Watch = unwatched,
 ) -> Evaluation:
     """`evaluate` with its options in one object, which the command line makes too."""
     from fledge.measure.answers import cached_answers

@@ -21,7 +21,7 @@ import logging
 import re
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -33,8 +33,8 @@ from fledge.core.batch import Eagle3TargetBatch
 from fledge.core.errors import BadInput, explain, in_words
 from fledge.core.files import check_place
 from fledge.core.head import TargetHead, target_distribution
-from fledge.core.machine import find_device, is_main_rank
-from fledge.core.progress import Progress
+from fledge.core.machine import find_device
+from fledge.core.progress import Progress, unwatched
 from fledge.core.terminal import Terminal, VisibleFormatter
 from fledge.recipe.schema import Recipe
 from fledge.recipe.sections import Data
@@ -258,7 +258,7 @@ def _ensure_resume_compatible(
 def _run(args: argparse.Namespace) -> int:
     """Load the target, scan the dataset once, and write the sharded cache; returns the exit code.
     Raises BadInput for bad arguments before anything is loaded."""
-    from fledge.cli.console import quiet_libraries
+    from fledge.cli.console import progress_bar, quiet_libraries
     from fledge.core.distributed import pick_device
 
     args = _completed(args)
@@ -271,9 +271,9 @@ def _run(args: argparse.Namespace) -> int:
     options = _options(args, lambda: cache_dtype(recipe, device))
     directory, seed = Path(args.output_dir).expanduser(), args.shuffle_seed
     job = recipe_job(recipe, directory, options, _Log(), device=device, shuffle_seed=seed)
-    load = partial(recipe_target, recipe, device)
-    with ExitStack() as bars:
-        done = execute(job, load, device=device, progress=_Log(bars))
+    load, shown = partial(recipe_target, recipe, device), logger.isEnabledFor(logging.INFO)
+    with progress_bar("asking the target") if shown else nullcontext(unwatched) as bar:
+        done = execute(job, load, device=device, progress=_Log(bar))
     if done.complete:
         logger.info("train with target.backend=cache target.cached_target_path=%s", job.directory)
     return done.code
@@ -311,19 +311,13 @@ def _recipe(args: argparse.Namespace) -> Recipe:
 
 
 class _Log(Progress):
-    """Lines in the log of the main rank, and a bar that is opened at the first report, so that
-    earlier lines stay."""
+    """Lines in the log, and reports on a bar."""
 
-    def __init__(self, bars: ExitStack | None = None) -> None:
-        self._bars, self._visible = bars, is_main_rank() and logger.isEnabledFor(logging.INFO)
-        self._show: Progress | None = None
+    def __init__(self, bar: Progress = unwatched) -> None:
+        self._bar = bar
 
     def __call__(self, *report: Any, **options: Any) -> None:
-        if self._bars is not None and self._visible:
-            from fledge.cli.console import progress_bar
-
-            self._show = self._show or self._bars.enter_context(progress_bar())
-            self._show(*report, **options)
+        self._bar(*report, **options)
 
     def say(self, text: str) -> None:
         logger.info(text)

@@ -246,7 +246,7 @@ FAULTS = {
         "sizes", put(target_hidden_size=64), repaired=True
     ),
     "heads of another model": Fault(
-        "sizes", put(num_key_value_heads=4), repaired=True
+        "sizes", put(num_key_value_heads=4)
     ),
     "NaN": Fault("values", with_nan),
     "zeros": Fault("values", fill("layers.0.self_attn.o_proj.weight", torch.zeros_like)),
@@ -274,7 +274,7 @@ FAULTS = {
     ),
     "EAGLE-1": Fault("architecture", eagle_one),
     "called EAGLE-1": Fault(
-        "architecture", put(architectures=["LlamaForCausalLMEagle"], eagle_version=1), repaired=True
+        "architecture", put(architectures=["LlamaForCausalLMEagle"], eagle_version=1)
     ),
     "no draft at all": Fault(
         "architecture", lambda c, t: [t.clear(), t.update(weight=torch.ones(2))]
@@ -290,7 +290,7 @@ _SHARED = (
 _EAGLE1_FAULTS = {
     "v_proj missing": Fault("missing", drop("layers.0.self_attn.v_proj.weight")),
     "post norm missing": Fault("missing", drop("layers.0.post_attention_layernorm.weight")),
-    "called EAGLE-3": Fault("architecture", called_eagle3, repaired=True),
+    "called EAGLE-3": Fault("architecture", called_eagle3),
     "a norm of the output": Fault("unexpected", with_norm),
     "a norm before layer 0": Fault("unexpected", with_first_norm),
     "vocabulary maps": Fault("unexpected", with_maps),
@@ -375,13 +375,6 @@ def test_a_shallow_target_has_no_default_layers(place, tmp_path):
     diagnosis = diagnose(broken, str(target), static=True)
     assert errors_and_warnings(diagnosis) == {"aux-layers": "error"}
     assert "too shallow" in diagnosis.of("error")[0].evidence
-
-
-def test_a_quantized_target_is_reported(place, tmp_path):
-    method = {"quant_method": "fp8"}
-    target = other_target(place, tmp_path / "target", quantization_config=method)
-    diagnosis = diagnose(place / "eagle3", str(target), static=True)
-    assert errors_and_warnings(diagnosis) == {"target-quantised": "warning"}
 
 
 def test_a_draft_vocabulary_without_the_end_token(place, tmp_path):

@@ -14,7 +14,7 @@ from fledge.cli.help import Verbs
 from fledge.cli.loading import opened_spread, recipe_of_words
 from fledge.core.errors import BadInput, nearest
 from fledge.core.files import check_place
-from fledge.core.progress import UNWATCHED, Progress
+from fledge.core.progress import Progress, unwatched
 from fledge.core.terminal import counted
 
 app = Verbs(
@@ -246,7 +246,7 @@ def precompute(
 
 
 def _prepared(
-    words: list[str], output_dir: Path, chosen: Any, device: Any, progress: Progress = UNWATCHED
+    words: list[str], output_dir: Path, chosen: Any, device: Any, progress: Progress = unwatched
 ) -> Any:
     """(the job of a recipe, a function that runs it in this process)."""
     from fledge.target.cache.precompute import execute

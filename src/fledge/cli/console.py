@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fledge.core.machine import is_main_rank
-from fledge.core.progress import UNWATCHED, PlainProgress, Progress
+from fledge.core.progress import PlainProgress, Progress, unwatched
 from fledge.core.terminal import Terminal, json_text, visible
 
 # Results go to stdout, everything else goes to stderr: `fledge ... --json | jq` works.
@@ -86,7 +86,7 @@ def progress_bar(what: str = "") -> Iterator[Progress]:
     """The main rank's bar with counts, elapsed and remaining time, and a note; without a terminal
     a line every few seconds."""
     if not is_main_rank():
-        yield UNWATCHED
+        yield unwatched
     elif err.is_terminal:
         with _Bar.columns() as columns:
             yield _Bar(columns, what)

@@ -27,7 +27,7 @@ class Progress:
 
 
 Watch = Callable[[str, float, float], None]  # activity, done, total: what users may pass instead
-UNWATCHED = Progress()
+unwatched = Progress()
 
 
 class PlainProgress(Progress):

@@ -22,7 +22,7 @@ from filelock import FileLock, Timeout
 
 from fledge.core.errors import BadInput
 from fledge.core.files import cache_dir, write_json
-from fledge.core.progress import UNWATCHED, Progress
+from fledge.core.progress import Progress, unwatched
 from fledge.data import sources
 from fledge.data.drops import DropReport
 from fledge.data.store import TokenRows, read_record, write_part
@@ -43,7 +43,7 @@ def prepare_rows(
     max_drop_share: float = 0.05,
     cache: Path | None = None,
     rows_per_part: int = sources.ROWS_PER_PART,
-    on_progress: Progress = UNWATCHED,
+    on_progress: Progress = unwatched,
     trust_remote_code: bool = False,
 ) -> TokenRows:
     """Token rows of `data` under the model's tokenizer and template, tokenized at most once: one of

@@ -16,7 +16,7 @@ from filelock import FileLock
 
 from fledge.core.errors import BadInput, nearest
 from fledge.core.files import atomic_file, cache_dir
-from fledge.core.progress import UNWATCHED, Watch
+from fledge.core.progress import Watch, unwatched
 from fledge.core.reading import Choice, ListOf, Table, Text, Whole, read_json
 from fledge.data import journal
 from fledge.data.conversation import Message
@@ -166,7 +166,7 @@ def cached_answers(
     *,
     max_new_tokens: int,
     batch: int = 16,
-    watch: Watch = UNWATCHED,
+    watch: Watch = unwatched,
 ) -> Answers:
     """The answers from the cache, or generated now and cached."""
     if target.tokenizer is None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from fledge.core.errors import BadInput
-from fledge.core.progress import UNWATCHED, Watch
+from fledge.core.progress import Watch, unwatched
 from fledge.decode.speculative import Generation, SpeculativeDecoder
 from fledge.decode.stops import Stops, eos_token_ids
 from fledge.decode.strategy import DraftShape, TreeShape, choose
@@ -147,7 +147,7 @@ class DraftEvaluation:
 
     def __init__(
         self, target: HFEagle3TargetModel, draft: DraftModel, answers: Sequence[AnsweredTurn],
-        options: EvalOptions, num_draft_tokens: int, watch: Watch = UNWATCHED,
+        options: EvalOptions, num_draft_tokens: int, watch: Watch = unwatched,
     ) -> None:  # fmt: skip
         self.target, self.answers, self.options = target, list(answers), options
         shape = DraftShape(num_draft_tokens, options.tree)

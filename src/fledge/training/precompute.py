@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from fledge.core.errors import BadInput
-from fledge.core.progress import UNWATCHED, Progress
+from fledge.core.progress import Progress, unwatched
 from fledge.data import sources
 from fledge.data.prepare import tokenizer_files_fingerprint
 from fledge.data.rows import Rows, RowView, split_rows
@@ -59,7 +59,7 @@ def recipe_job(
     recipe: Recipe,
     directory: Path,
     options: CacheOptions,
-    progress: Progress = UNWATCHED,
+    progress: Progress = unwatched,
     *,
     device: torch.device | None = None,
     shuffle_seed: int | None = None,

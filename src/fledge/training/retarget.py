@@ -22,7 +22,7 @@ import numpy as np
 
 from fledge.core.errors import BadInput
 from fledge.core.files import check_place, write_json
-from fledge.core.progress import UNWATCHED, Watch
+from fledge.core.progress import Watch, unwatched
 from fledge.core.rows import TokenBatch
 from fledge.data.pack import collate, pack_rows
 from fledge.data.rows import RowView
@@ -98,7 +98,7 @@ class Retargeted:
         return {**asdict(self), "directory": str(self.directory), "recovered": recovered}
 
 
-def retarget(asked: Asked, observer: Observer, watch: Watch = UNWATCHED) -> Retargeted:
+def retarget(asked: Asked, observer: Observer, watch: Watch = unwatched) -> Retargeted:
     """Refit, train if steps are requested, and write a run; nothing is written before the refit."""
     path = draft_directory(asked.draft)
     # Beside the draft's run, not inside it, because that run's recipe names the old target.

@@ -17,7 +17,7 @@ import torch
 from fledge.core.distributed import World, join_world, pick_device
 from fledge.core.errors import BadInput
 from fledge.core.machine import multiplies_bfloat16
-from fledge.core.progress import UNWATCHED, Progress, Watch
+from fledge.core.progress import Progress, Watch, unwatched
 from fledge.core.rows import TokenBatch
 from fledge.core.terminal import counted
 from fledge.data.pack import collate, pack_rows
@@ -87,7 +87,7 @@ class Training(OpenRun):
     parts: Parts
     stream: PackStream
     held_out_picks: dict[int, Ints] = field(default_factory=dict)  # see `evaluate`
-    watch: Watch = UNWATCHED  # training and saving count steps, evaluating counts packs
+    watch: Watch = unwatched  # training and saving count steps, evaluating counts packs
 
     def lr(self, step: int) -> float:
         """The learning rate of a step."""
@@ -104,7 +104,7 @@ class Training(OpenRun):
         )
 
 
-def prepare_data(recipe: Recipe, progress: Progress = UNWATCHED) -> tuple[RowView, RowView, str]:
+def prepare_data(recipe: Recipe, progress: Progress = unwatched) -> tuple[RowView, RowView, str]:
     """(training rows, held-out rows, fingerprint); tokenized rows are cached on disk."""
     data = recipe.data
     if not data.train:
@@ -194,7 +194,7 @@ def tokenised(names: tuple[str, ...], recipe: Recipe, progress: Progress) -> Tok
 
 def set_up(
     recipe: Recipe,
-    progress: Progress = UNWATCHED,
+    progress: Progress = unwatched,
     *,
     target: Eagle3TargetBackend | None = None,
 ) -> Training:
@@ -211,7 +211,7 @@ def set_up(
 
 def open_run(
     recipe: Recipe,
-    progress: Progress = UNWATCHED,
+    progress: Progress = unwatched,
     *,
     target: Eagle3TargetBackend | None = None,
 ) -> OpenRun:

@@ -35,7 +35,6 @@ from fledge.formats.foreign import DraftFiles
 from fledge.formats.import_draft import own_config
 from fledge.methods.shared.placeholder import check_placeholder
 from fledge.methods.shared.rotary import rope_parameters
-from fledge.target.weights import quantisation_method
 
 _SERVING: tuple[EngineName, ...] = ("vllm", "sglang")
 
@@ -74,22 +73,12 @@ def _heads(subject: Subject, voted: Sizes) -> Iterator[Finding]:
         return
     groups = subject.view.get("num_key_value_heads", heads)
     channels = subject.view.get("head_dim", subject.view.get("hidden_size") // heads)
-    if (heads * channels, groups * channels) == (voted.queries, voted.keys):
-        return
-    keys = ("num_attention_heads", "num_key_value_heads", "head_dim")
-    own = [getattr(subject.target.draft_config, key, 0) for key in keys]
-    fits = (own[0] * own[2], own[1] * own[2]) == (voted.queries, voted.keys)
-
-    def repair(files: DraftFiles) -> None:
-        for key, value in zip(keys, own, strict=True):
-            files.put(key, value)
-
-    yield error(
-        f"{heads} heads, {groups} key heads of {channels} channels make {heads * channels} and "
-        f"{groups * channels}; the projections have {voted.queries} and {voted.keys} rows",
-        fix=f"the target's: {own[0]}, {own[1]} of {own[2]}" if fits else "correct the heads",
-        repair=repair if fits else None,
-    )
+    if (heads * channels, groups * channels) != (voted.queries, voted.keys):
+        yield error(
+            f"{heads} heads, {groups} key heads of {channels} channels make {heads * channels} and "
+            f"{groups * channels}; the projections have {voted.queries} and {voted.keys} rows",
+            fix="correct the heads in config.json",
+        )
 
 
 @check("flags", "static", "norms, biases or heads whose flag and tensors disagree",
@@ -118,7 +107,7 @@ def flags(subject: Subject) -> Iterator[Finding]:
 
 @check("mask-token", "static", "no placeholder where one is needed, or a real token for it")
 def mask_token(subject: Subject) -> Iterator[Finding]:
-    view, token, full = subject.view, subject.view.mask_token_id, subject.vocab_size
+    view, token, full = subject.view, subject.view.mask, subject.vocab_size
     if not (view.parallel or view.borrows):
         return
     hidden, width = view.state.get("mask_hidden"), sizes_of(subject).target_hidden
@@ -290,16 +279,6 @@ def tokenizer(subject: Subject) -> Iterator[Finding]:
             f"{differing:,} of the target's {len(target):,} tokens have another id, or none, in "
             "the tokenizer beside the draft",
             fix="name the target it was trained for",
-        )
-
-
-@check("target-quantised", "static", "a quantized target, whose states differ from the original's")
-def target_quantised(subject: Subject) -> Iterator[Finding]:
-    if method := quantisation_method(subject.target.config):
-        yield warning(
-            f"the target is quantized ({method}): a draft that learned from another precision, or "
-            "from a basis that quantization rotates, loses acceptance",
-            fix="train on the states of the weights that are served, and measure",
         )
 
 

@@ -117,7 +117,16 @@ def architecture(subject: Subject) -> Iterator[Finding]:
         evidence = f"no tensor of a draft among {len(view.state)} ({examples} ...)"
         yield error(evidence, "name the directory of a draft", last=True)
     elif view.misnamed:
-        yield _misnamed(subject)
+        if view.merges:
+            what = "fc merges one embedding and one hidden state (EAGLE-1/2), declared as EAGLE-3"
+        else:
+            what = "layer 0 reads embedding and state side by side (EAGLE-3), declared as EAGLE-1"
+        vllm, sglang = (view.method.algorithms[engine] for engine in ("vllm", "sglang"))
+        yield error(
+            f"{what}: served like that, it accepts nothing",
+            fix=f'vLLM: method "{vllm}"; SGLang: --speculative-algorithm {sglang}',
+            last=True,
+        )
     elif view.borrows:
         return
     elif view.layout.nested == NESTED_KEY:
@@ -130,28 +139,6 @@ def architecture(subject: Subject) -> Iterator[Finding]:
             )
     else:
         yield from _classes(subject)
-
-
-def _misnamed(subject: Subject) -> Finding:
-    view = subject.view
-    if view.merges:
-        what = "fc merges one embedding and one hidden state (EAGLE-1/2), declared as EAGLE-3"
-    else:
-        what = "layer 0 reads embedding and state side by side (EAGLE-3), declared as EAGLE-1"
-    complete = not missing_names(subject) and not unknown_names(subject) and not view.layout.nested
-    vllm, sglang = (view.method.algorithms[engine] for engine in ("vllm", "sglang"))
-
-    def repair(files: DraftFiles) -> None:
-        files.put("architectures", [EAGLE1_CLASSES["sglang"] if view.merges else EAGLE3_CLASS])
-        if not view.merges:
-            files.put("eagle_version", None)
-
-    return error(
-        f"{what}: served like that, it accepts nothing",
-        fix=f'vLLM: method "{vllm}"; SGLang: --speculative-algorithm {sglang}',
-        repair=repair if complete else None,
-        last=not complete,
-    )
 
 
 def _classes(subject: Subject) -> Iterator[Finding]:

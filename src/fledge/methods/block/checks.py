@@ -8,28 +8,30 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fledge.core.batch import Eagle3TargetBatch
 from fledge.core.errors import BadInput
+from fledge.core.rows import TokenBatch
 from fledge.formats.checks.base import Finding, Repair, Subject, check, error
 from fledge.formats.checks.probe import (
     AUX_SHIFTED,
     ROPE_MEASURED,
-    Altered,
     Answering,
     Probe,
     Score,
     Setting,
 )
-from fledge.formats.codec import MASK_KEY
 from fledge.formats.foreign import DraftFiles
 from fledge.methods.block.foreign import BlockView
+from fledge.methods.shared.config import PLACEHOLDER_KEY
 from fledge.methods.shared.draft import DraftModel
 from fledge.methods.shared.placeholder import choose_placeholder
 from fledge.target.base import Eagle3TargetBackend
+from fledge.target.hf.model import HFEagle3TargetModel
 
 
 @check("block", "static", "DFlash, DSpark: a block size that is absent, or at odds with the tokens "
@@ -68,6 +70,24 @@ class BlockReading:
     late: int = 0  # training used the features of token t as those of token t + late
     interleaved: bool = False  # rotary pairs channels 2i and 2i + 1
     target_rope: bool = False
+
+
+class _Late(Eagle3TargetBackend):
+    """A target whose states reach the draft some tokens late; negative is early."""
+
+    def __init__(self, inner: HFEagle3TargetModel, by: int) -> None:
+        super().__init__("hidden")
+        self.inner, self.by, self.aux_layer_ids = inner, by, inner.aux_layer_ids
+
+    def answer(self, rows: TokenBatch) -> Eagle3TargetBatch:
+        batch = self.inner.answer(rows)
+        return replace(batch, aux_hidden_states=batch.aux_hidden_states.roll(self.by, 1))
+
+    def get_input_embeddings(self) -> Any:
+        return self.inner.get_input_embeddings()
+
+    def info(self) -> Any:
+        return self.inner.info()
 
 
 def in_halves(state: dict[str, Tensor], channels: int) -> dict[str, Tensor]:
@@ -131,7 +151,7 @@ class BlockProbe(Probe[BlockReading]):
 
     def __init__(self, subject: Subject, draft: DraftModel, answering: Answering) -> None:
         config = draft.config
-        ids, mask = tuple(config.aux_layer_ids), getattr(config, MASK_KEY)
+        ids, mask = tuple(config.aux_layer_ids), getattr(config, PLACEHOLDER_KEY)
         super().__init__(
             subject, draft, answering, BlockReading(ids, mask, config.sample_from_anchor)
         )
@@ -139,17 +159,14 @@ class BlockProbe(Probe[BlockReading]):
         self.state = {name: tensor.clone() for name, tensor in self.draft.state_dict().items()}
 
     def backend(self, reading: BlockReading) -> Eagle3TargetBackend:
-        def change(batch: Eagle3TargetBatch) -> Tensor:
-            return batch.aux_hidden_states.roll(reading.late, dims=1)
-
         backend = self.answering.backend(reading.aux_layer_ids)
-        return Altered(backend, change) if reading.late else backend
+        return _Late(backend, reading.late) if reading.late else backend
 
     def beats(self, best: Score, score: Score) -> bool:
         return bool(score.accepted_S.mean() > best.accepted_S.mean())
 
     def apply(self, reading: BlockReading) -> None:
-        changed = {MASK_KEY: reading.mask, "sample_from_anchor": reading.from_anchor}
+        changed = {PLACEHOLDER_KEY: reading.mask, "sample_from_anchor": reading.from_anchor}
         self.draft.spec = replace(self.draft.spec, **changed)
         self.draft.rotary = self.rotary(reading)
         permuted = in_halves(self.state, self.draft.spec.head_dim) if reading.interleaved else {}
@@ -161,7 +178,7 @@ class BlockProbe(Probe[BlockReading]):
         tokenizer, full = self.subject.target.tokenizer, self.subject.vocab_size
         candidates: list[int | None] = [full - 1, 0]
         if tokenizer is not None:
-            names = (MASK_KEY, "pad_token_id", "unk_token_id", "eos_token_id")
+            names = (PLACEHOLDER_KEY, "pad_token_id", "unk_token_id", "eos_token_id")
             candidates += [getattr(tokenizer, name, None) for name in names]
             with suppress(BadInput):
                 candidates.append(choose_placeholder(tokenizer, full))

@@ -18,7 +18,7 @@ from fledge.core.claims import Claims
 from fledge.core.distributed import join_world, leave_world
 from fledge.core.errors import BadInput
 from fledge.core.files import atomic_file, removed
-from fledge.core.progress import UNWATCHED, Progress
+from fledge.core.progress import Progress, unwatched
 from fledge.core.rows import TokenRow
 from fledge.core.terminal import counted
 from fledge.core.transfer import Fetched
@@ -181,7 +181,7 @@ def execute(
     load: Callable[[], Eagle3TargetBackend],
     *,
     device: torch.device,
-    progress: Progress = UNWATCHED,
+    progress: Progress = unwatched,
 ) -> Done:
     """A whole precompute, as run in every process: check, predict, load the target, write."""
     plan = plan_cache(job)
@@ -252,7 +252,7 @@ def write_shards(
     plan: CachePlan,
     target: Eagle3TargetBackend,
     claims: Claims,
-    progress: Progress = UNWATCHED,
+    progress: Progress = unwatched,
 ) -> int:
     """Write missing shards until all are claimed, then wait for those of other processes. Returns
     how many this process wrote. Call `begin_cache` first."""

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from fledge.core.claims import Claims
 from fledge.core.errors import BadInput
-from fledge.core.progress import UNWATCHED, Progress
+from fledge.core.progress import Progress, unwatched
 from fledge.core.terminal import counted
 from fledge.target.cache.job import CacheJob, check_disk, describe_plan, plan_cache, readable
 from fledge.target.cache.manifest import CLAIMS, existing_shards
@@ -115,7 +115,7 @@ def execute_on_ray(
     spread: Spread,
     work: Callable[[], Done],
     job: CacheJob,
-    progress: Progress = UNWATCHED,
+    progress: Progress = unwatched,
 ) -> Done:
     """As `execute`, by workers that run `work`: the same job, prepared on their machines."""
     plan = plan_cache(job)
