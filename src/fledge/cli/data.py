@@ -80,11 +80,9 @@ def template_variables(pairs: list[str] | None) -> dict[str, Any]:
     return variables
 
 
-def _prepare(data: list[str], model: str, options: Any, **more: Any) -> Any:
+def _prepare(data: list[str], directory: Path, options: Any, **more: Any) -> Any:
     from fledge.data.prepare import prepare_rows
-    from fledge.models.resolve import local_model
 
-    directory = local_model(model, weights=False)
     with progress_bar("preparing data") as progress:
         return prepare_rows(data, directory, options, on_progress=progress, **more)
 
@@ -107,10 +105,13 @@ def prepare(
 ) -> None:
     """Tokenise conversations once; a later run with the same data and options starts at once."""
     from fledge.data.rows import digests, repeats
+    from fledge.models.resolve import local_model
 
     options = _options(max_length, overlong, last_turn_only, mask_reasoning, template_option)
-    limits = {"workers": workers, "max_drop_share": max_drop_share}
-    rows = _prepare(data, model, options, trust_remote_code=trust_remote_code, **limits)
+    rows = _prepare(
+        data, local_model(model, weights=False), options, workers=workers,
+        max_drop_share=max_drop_share, trust_remote_code=trust_remote_code,
+    )  # fmt: skip
     repeated = repeats(digests(rows))
     facts = {
         "directory": str(rows.directory),
@@ -168,18 +169,7 @@ def preview(
         write_text(html, view.to_html(rows, model))
         err.say(f"wrote {html}")
     if as_json:
-        print_json(
-            [
-                {
-                    "place": row.place,
-                    "dropped": row.dropped or None,
-                    "truncated": row.truncated,
-                    "notes": list(row.notes),
-                    "tokens": [{"text": text, "supervised": flag} for text, flag in row.pieces],
-                }
-                for row in rows
-            ]
-        )
+        print_json([row.to_json() for row in rows])
     elif html is None:
         colors = in_color()
         for row in rows:
@@ -209,11 +199,13 @@ def stats(
     from fledge.data.preview import data_stats
     from fledge.models.resolve import load_config, local_model
 
+    directory = local_model(model, weights=False)
     options = _options(max_length, overlong, last_turn_only, mask_reasoning, template_option)
-    limits = {"workers": workers, "max_drop_share": max_drop_share}
-    rows = _prepare(data, model, options, trust_remote_code=trust_remote_code, **limits)
-    directory = str(local_model(model, weights=False))
-    config = load_config(directory, trust_remote_code=trust_remote_code)
+    rows = _prepare(
+        data, directory, options, workers=workers, max_drop_share=max_drop_share,
+        trust_remote_code=trust_remote_code,
+    )  # fmt: skip
+    config = load_config(str(directory), trust_remote_code=trust_remote_code)
     vocab_size = int(getattr(config, "text_config", config).vocab_size)
     figures = data_stats(rows, vocab_size, pack)
     if as_json:

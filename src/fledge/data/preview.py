@@ -18,8 +18,6 @@ from fledge.data.store import TokenRows
 from fledge.data.tokenise import Encoder
 from fledge.data.vocab import count_supervised, coverage_curve
 
-_BEGINNING, _END = 6000, 2000  # tokens of a row that the terminal shows
-
 _Piece = tuple[int, tuple[str, bool]]  # number, text, supervised
 
 
@@ -36,6 +34,11 @@ class PreviewRow:
     @property
     def supervised(self) -> int:
         return sum(supervised for _, supervised in self.pieces)
+
+    def to_json(self) -> dict[str, Any]:
+        tokens = [{"text": text, "supervised": flag} for text, flag in self.pieces]
+        facts = {"truncated": self.truncated, "notes": list(self.notes), "tokens": tokens}
+        return {"place": self.place, "dropped": self.dropped or None, **facts}
 
     def title(self) -> str:
         if self.dropped:
@@ -61,18 +64,10 @@ def preview_rows(data: list[str], encoder: Encoder, count: int) -> Iterator[Prev
 
 def to_terminal(row: PreviewRow, *, colors: bool = True) -> Text:
     """Supervised tokens in two greens (to show token boundaries), the rest dim; without colors,
-    supervised text between marks. The middle of a very long row is left out: laying out a million
-    colored tokens takes a minute."""
-    add_pieces = _add_colored if colors else _add_marked
+    supervised text between marks."""
     text = Text()
     text.append(f"{visible(row.title())}\n", style="bold red" if row.dropped else "bold")
-    pieces, left_out = list(enumerate(row.pieces)), len(row.pieces) - _BEGINNING - _END
-    if left_out <= 0:
-        return add_pieces(text, pieces)
-    add_pieces(text, pieces[:_BEGINNING])
-    what = counted(left_out, "token")
-    text.append(f"\n[{what} not shown here: --html and --json have them]\n", style="bold")
-    return add_pieces(text, pieces[-_END:])
+    return (_add_colored if colors else _add_marked)(text, enumerate(row.pieces))
 
 
 def _add_colored(text: Text, pieces: Iterable[_Piece]) -> Text:
@@ -119,20 +114,16 @@ def to_html(rows: list[PreviewRow], model: str) -> str:
         mark = ' class="dropped"' if row.dropped else ""
         blocks.append(f"<h2{mark}>{html.escape(row.title())}</h2>")
         if row.pieces:
-            blocks.append(f"<pre>{''.join(_token(i, p) for i, p in enumerate(row.pieces))}</pre>")
+            tokens = (
+                f"<{'bi'[i % 2]}>{html.escape(text)}</{'bi'[i % 2]}>" if flag else html.escape(text)
+                for i, (text, flag) in enumerate(row.pieces)
+            )
+            blocks.append(f"<pre>{''.join(tokens)}</pre>")
     summary = (
         f"Template and tokenizer of <code>{html.escape(model)}</code>. "
         "<b>Green</b> <i>tokens</i> are supervised; two shades show where tokens meet."
     )
     return _PAGE.format(summary=summary, rows="\n".join(blocks))
-
-
-def _token(index: int, piece: tuple[str, bool]) -> str:
-    text, supervised = piece
-    if not supervised:
-        return html.escape(text)
-    tag = "i" if index % 2 else "b"
-    return f"<{tag}>{html.escape(text)}</{tag}>"
 
 
 # --- stats ---------------------------------------------------------------------------------------
