@@ -86,14 +86,12 @@ def _locked(path: Path, progress: Progress) -> Iterator[None]:
     """Lock against other ranks, or another run of the same recipe: they wait, then read."""
     lock = FileLock(path)
     try:
-        lock.acquire(timeout=_WAIT_S)
+        held = lock.acquire(timeout=_WAIT_S)
     except Timeout:
         progress("waiting for another process, which prepares this data")
-        lock.acquire()
-    try:
+        held = lock.acquire()
+    with held:
         yield
-    finally:
-        lock.release()
 
 
 def _refuse_unguarded_script() -> None:
