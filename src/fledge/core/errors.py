@@ -44,21 +44,6 @@ class TargetUnreachable(BadInput):
     """The target cannot be reached now but may be later: the run can be continued."""
 
 
-# What to do about a file system error; the error itself comes first in the line.
-_ADVICE = {
-    errno.EACCES: "choose a place that you may read and write",
-    errno.EPERM: "choose a place that you may read and write",
-    errno.EROFS: "choose a place that can be written",
-    errno.EISDIR: "name a file",
-    errno.EIO: "check the disk",
-    errno.ENOTDIR: "a file is in the way: choose another path",
-    errno.EEXIST: "a file is in the way: choose another path",
-    errno.ENAMETOOLONG: "choose a shorter name",
-    errno.ELOOP: "a link leads to itself: choose another path",
-    errno.EMFILE: "raise the limit of open files: ulimit -n 65536",
-}
-
-
 def explain(error: BaseException) -> tuple[str, int] | None:
     """The message and exit code of a failure that is not a bug, or None to show the traceback."""
     if isinstance(error, BadInput):
@@ -81,7 +66,7 @@ def explain(error: BaseException) -> tuple[str, int] | None:
         return f"the disk is full{place}; make room and run the same command again", 3
     if not where and error.errno != errno.EIO:  # not about a path that the user named
         return None
-    advice = _ADVICE.get(error.errno or 0, "check the path")
+    advice = "check the disk" if error.errno == errno.EIO else "check the path, or choose another"
     return f"{where or 'a file'}: {(error.strerror or 'failed').lower()}; {advice}", 2
 
 
