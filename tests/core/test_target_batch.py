@@ -59,9 +59,6 @@ def vocabulary(ids: tuple[int, ...] = (0, 2, 3, 7)) -> tuple[torch.Tensor, torch
     return torch.tensor(ids), mask
 
 
-BASE_KEYS = {"aux_hidden_states", "input_ids", "attention_mask", "loss_mask"}
-
-
 LOGITS = torch.zeros(ROWS, WIDTH, VOCABULARY)
 
 
