@@ -160,7 +160,7 @@ def test_tree_nodes_carry_the_probability_of_their_path(target, nodes):
     with torch.no_grad():
         strategy = Tree(draft, DraftShape(tree=shape))
         strategy.clear(2)
-        state = round_state(strategy, aux, ids, [0, 0], [5, 3], ahead=12)
+        state = round_state(strategy, aux, ids, [0, 0], [5, 3], ahead=shape.behind(20))
         tree = strategy.propose(state, Chooser())
         for row, count in enumerate([5, 3]):
             scores = score_paths(draft, aux[row, :count], ids[row, :count], shape)

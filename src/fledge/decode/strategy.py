@@ -46,6 +46,10 @@ class TreeShape:
         width = min(self.width, vocabulary)
         return min(self.nodes, width + (self.depth - 1) * width**2)
 
+    def behind(self, vocabulary: int) -> int:
+        """The number of entries that expanded nodes take in the draft's cache, after the anchor."""
+        return (self.depth - 1) * min(self.width, vocabulary)
+
 
 @dataclass(frozen=True)
 class DraftShape:

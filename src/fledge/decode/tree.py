@@ -41,18 +41,14 @@ class Tree(UnrolledStrategy):
         return f"a tree of {self.shape.tree.nodes} nodes, {self.depth} deep"
 
     @property
-    def _width(self) -> int:
-        return min(self.shape.tree.width, len(self.selected_W))
-
-    @property
     def slots(self) -> int:
-        return max(self.depth + 1, (self.depth - 1) * self._width)
+        return max(self.depth + 1, self.shape.tree.behind(len(self.selected_W)))
 
     def propose(self, state: RoundState, chooser: Chooser) -> Proposal:
         """The likeliest `nodes` continuations, parents before children."""
         shape = self.shape.tree
         carried_BE = self.extend(state)
-        width = self._width
+        width = min(shape.width, len(self.selected_W))
         batch = len(carried_BE)
         rows_B1 = torch.arange(batch, device=self.device)[:, None]
         token_BN, score_BN = self._best_tokens(carried_BE[:, None], width)
@@ -61,7 +57,7 @@ class Tree(UnrolledStrategy):
         number_F = torch.arange(width, device=self.device)
         frontier_BF = number_F.expand(batch, -1)
         state_BFE = carried_BE[:, None].expand(-1, width, -1)
-        entry_U = torch.arange((shape.depth - 1) * width, device=self.device)
+        entry_U = torch.arange(shape.behind(width), device=self.device)
         ancestors_BFU = torch.zeros(
             (batch, width, len(entry_U)), dtype=torch.bool, device=self.device
         )
