@@ -176,11 +176,16 @@ def _is_file(name: str) -> bool:
 def _options(args: argparse.Namespace, natural: Callable[[], torch.dtype]) -> CacheOptions:
     return cache_options(
         encoding=args.encoding or ("topk" if args.target_probs_topk else "hidden"),
-        dtype=args.dtype, natural=natural, top_k=args.target_probs_topk,
-        top_k_flag="--target-probs-topk", supervised_only=args.supervised_only,
-        shard_size=args.shard_size, batch_size=args.batch_size, resume=args.resume,
+        dtype=args.dtype,
+        natural=natural,
+        top_k=args.target_probs_topk,
+        top_k_flag="--target-probs-topk",
+        supervised_only=args.supervised_only,
+        shard_size=args.shard_size,
+        batch_size=args.batch_size,
+        resume=args.resume,
         quota_gb=args.quota_gb,
-    )  # fmt: skip
+    )
 
 
 def _aux_layer_ids(args: argparse.Namespace) -> tuple[int, ...] | None:
