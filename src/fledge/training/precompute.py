@@ -74,8 +74,6 @@ def recipe_job(
         what = "a target that ranks share cannot be precomputed"
         raise BadInput(what, where="target.parallel", fix="take an engine, or train live")
     computed = cache_dtype(recipe, device or torch.device("cpu"))
-    if not data.train:
-        raise BadInput("no training data", where="data.train", fix="data.train=chats.jsonl")
     config, tokenizer = text_config(target_config(section)), target_tokenizer(section)
     aux_layer_ids = _aux_layer_ids(recipe, target_depth(config))
     model_dir, template = local_model(model_name(section), weights=False), tokenizer.chat_template

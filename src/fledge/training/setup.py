@@ -109,14 +109,11 @@ def prepare_data(
     recipe: Recipe, on_progress: Callable[[Progress], None] = lambda _: None
 ) -> tuple[RowView, RowView, str]:
     """(training rows, held-out rows, fingerprint); tokenized rows are cached on disk."""
-    data = recipe.data
-    if not data.train:
-        raise BadInput("no training data", where="data.train", fix="data.train=chats.jsonl")
-    rows = tokenised(data.train, recipe, on_progress)
+    rows = tokenised(recipe.data.train, recipe, on_progress)
     train, held_out = split_training(rows, recipe)
     fingerprint = rows.fingerprint
-    if data.valid:
-        valid = tokenised(data.valid, recipe, on_progress)
+    if recipe.data.valid:
+        valid = tokenised(recipe.data.valid, recipe, on_progress)
         held_out, _ = split_rows(valid, 0)
         fingerprint += f"+{valid.fingerprint}"
     return _not_empty(train), held_out, fingerprint
@@ -172,8 +169,8 @@ def _few_rows(train: int, held_out: int) -> list[str]:
     if train >= FEW_ROWS:
         return []
     count = counted(held_out, "is held out", "are held out")
-    held_out_note = f" ({count})" if held_out else ", none is held out"
-    few = f"only {counted(train, 'row')} to train on{held_out_note}"
+    few = f"only {counted(train, 'row')} to train on"
+    few += f" ({count})" if held_out else ", none is held out"
     return [f"{few}: too few for a draft to learn from; see data.train"]
 
 
@@ -186,6 +183,8 @@ def tokenised(
     names: tuple[str, ...], recipe: Recipe, on_progress: Callable[[Progress], None]
 ) -> TokenRows:
     """The rows of the named sources, tokenized with the recipe's options."""
+    if not names:
+        raise BadInput("no training data", where="data.train", fix="data.train=chats.jsonl")
     data, model = recipe.data, local_model(model_name(recipe.target), weights=False)
     return prepare_rows(
         list(names), model, tokenise_options(data), workers=data.workers,
@@ -206,7 +205,20 @@ def set_up(
     with ExitStack() as undo:
         if target is None:
             undo.enter_context(opened.parts.target)
-        parts, stream = _parts(opened.recipe, opened.parts), make_stream(opened, opened.recipe)
+        recipe, parts = opened.recipe, _parts(opened.recipe, opened.parts)
+        packing, training = recipe.packing, recipe.training
+        stream = PackStream(
+            opened.train,
+            tokens=packing.tokens,
+            pad_id=opened.pad_id,
+            seed=packing.seed,
+            padded=packing.padded,
+            micro_batch=training.micro_batch,
+            accumulate=training.accumulate,
+            epochs=training.epochs,
+            steps=training.steps,
+            world=parts.world,
+        )
         undo.pop_all()
     return Training(**{**vars(opened), "parts": parts, "stream": stream})
 
@@ -234,13 +246,13 @@ def open_run(
         rows, held_out, fingerprint = data or known_data(recipe, target)
         if data is None:
             warnings = repeated_rows(rows, held_out, recipe)
+        warnings = warnings + _few_rows(len(rows), len(held_out))
         tokenizer = target_tokenizer(recipe.target)
         target = with_own_layers(recipe, target)
         vocabulary = vocabulary_of_run(recipe, target, rows, tokenizer, fingerprint)
         target.set_vocab_mapping(
             torch.from_numpy(vocabulary.selected_token_ids), torch.from_numpy(vocabulary.t2d)
         )
-        warnings = warnings + _few_rows(len(rows), len(held_out))
         train, held_out = target.read_ahead(rows), target.read_ahead(held_out)
         draft = make_draft(recipe, target, vocabulary, tokenizer, device)
         world.copy_from_main(draft)
@@ -293,23 +305,6 @@ def _parts(recipe: Recipe, models: Models) -> Parts:
         seed=training.seed,
         average=None if training.ema is None else Average(parameters, training.ema),
         recorded=recorded,
-    )
-
-
-def make_stream(opened: OpenRun, recipe: Recipe) -> PackStream:
-    """The run's training rows, packed and ordered as the recipe specifies."""
-    packing, training = recipe.packing, recipe.training
-    return PackStream(
-        opened.train,
-        tokens=packing.tokens,
-        pad_id=opened.pad_id,
-        seed=packing.seed,
-        padded=packing.padded,
-        micro_batch=training.micro_batch,
-        accumulate=training.accumulate,
-        epochs=training.epochs,
-        steps=training.steps,
-        world=opened.parts.world,
     )
 
 
