@@ -116,15 +116,22 @@ def test_answers_are_generated_once_for_all_engines(run, tmp_path, monkeypatch):
     assert len(drafting) == 2  # the checkpoint is equal to the files, so only they decode
 
 
-def test_a_peagle_run(tiny_target, place, tmp_path):
+OTHERS = {
+    "P-EAGLE": ("objective.kind=peagle", "objective.num_depths=3"),
+    "DFlash": ("objective.kind=dflash", "objective.listened_layers=3", "objective.block_size=4"),
+}
+
+
+@pytest.mark.parametrize("title", OTHERS)
+def test_a_run_of_another_method(tiny_target, place, tmp_path, title):
     recipe = recipe_for(
-        tiny_target, place / "chats.jsonl", tmp_path / "run", "objective.kind=peagle",
-        "objective.num_depths=3", "draft.layers=2", "training.steps=2", "evaluation.every_steps=2",
+        tiny_target, place / "chats.jsonl", tmp_path / "run", *OTHERS[title], "draft.layers=2",
+        "training.steps=2", "evaluation.every_steps=2",
     )  # fmt: skip
     fit(set_up(recipe), Notes())
     exported = export_draft(tmp_path / "run", tmp_path / "out", engine="speculators", check=CHECK)
     record = read_export_record(exported)
-    assert record["kind"] == "P-EAGLE"
+    assert record["kind"] == title
     assert record["self_check"]["same_rows"] == record["self_check"]["estimate"]
     assert record["mask_token_id"] is not None
 

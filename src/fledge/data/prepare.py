@@ -97,14 +97,12 @@ def _locked(path: Path, on_progress: Callable[[Progress], None]) -> Iterator[Non
     """Lock against other ranks, or another run of the same recipe: they wait, then read."""
     lock = FileLock(path)
     try:
-        lock.acquire(timeout=_WAIT_S)
+        held = lock.acquire(timeout=_WAIT_S)
     except Timeout:
         on_progress(Progress(0, 0, 0, 0, waiting=True))
-        lock.acquire()
-    try:
+        held = lock.acquire()
+    with held:
         yield
-    finally:
-        lock.release()
 
 
 def _refuse_unguarded_script() -> None:

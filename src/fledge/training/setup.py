@@ -315,6 +315,15 @@ def held_out_batches(rows: RowView, recipe: Recipe, pad_id: int) -> list[TokenBa
     return [collate(rows, [pack], recipe.packing.tokens, pad_id) for pack in packing.packs]
 
 
+def compute_dtype(recipe: Recipe, device: torch.device) -> torch.dtype | None:
+    """The precision in which a recipe's draft computes; None: that of its weights."""
+    dtype = recipe.training.compute_dtype
+    bfloat16 = dtype == "bfloat16" or (
+        dtype == "auto" and device.type == "cuda" and multiplies_bfloat16(device)
+    )
+    return torch.bfloat16 if bfloat16 else None
+
+
 def make_objective(
     recipe: Recipe,
     draft: DraftModel,
@@ -323,15 +332,11 @@ def make_objective(
     device: torch.device,
     world: World,
 ) -> Objective[Any]:
-    dtype = recipe.training.compute_dtype
-    bfloat16 = dtype == "bfloat16" or (
-        dtype == "auto" and device.type == "cuda" and multiplies_bfloat16(device)
-    )
     inputs = TrainerInputs(
         selected_token_ids=torch.from_numpy(vocabulary.selected_token_ids),
         selected_token_mask=torch.from_numpy(vocabulary.t2d),
         target_head=target.info().head.to(device),
-        compute_dtype=torch.bfloat16 if bfloat16 else None,
+        compute_dtype=compute_dtype(recipe, device),
         context=ContextRanks.of(world),
     )
     return recipe.method.objective(draft, inputs, **recipe.objective.options())

@@ -1,8 +1,9 @@
 """The co-located target: a Hugging Face causal LM in this process.
 
-The head's input is captured where the head would run (`passes.py`): in `hidden` encoding the head
-never runs, in `probs` only on supervised rows, chunk by chunk, and in `logits` (the constructor's
-default) on every row.
+The head's input is captured where the head would run: in `hidden` encoding the head never runs, in
+`probs` only on supervised rows, chunk by chunk, and in `logits` (the constructor's default) on
+every row. A pass may be shared by ranks along its rows, and on a GPU may run compiled layers or be
+replayed as a CUDA graph.
 """
 
 from collections.abc import Sequence
