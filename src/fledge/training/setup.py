@@ -58,14 +58,14 @@ MOST_REPEATED = 0.01  # a larger share of rows that stand twice causes one, too,
 
 
 @dataclass
-class OpenRun:
-    """A run with its rows and models: enough to evaluate its draft, not to train it."""
+class Training:
+    """A run that is ready to be trained."""
 
     recipe: Recipe
     directory: Path
-    parts: Models
-    train: RowView
-    rows: RowView  # `train`, but reading them does not ask for answers in advance
+    parts: Parts
+    stream: PackStream
+    rows: RowView  # the stream's rows, but reading them does not ask for answers in advance
     held_out: list[TokenBatch]
     pad_id: int
     draft: DraftModel
@@ -73,21 +73,13 @@ class OpenRun:
     fingerprints: dict[str, str]  # of what must not change when a run is resumed
     warnings: list[str]  # about what is allowed, but probably not intended
     data_s: float  # seconds spent on preparing the data
+    held_out_picks: dict[int, Ints] = field(default_factory=dict)  # see `evaluate`
+    watch: Watch = unwatched  # training and saving count steps, evaluating counts packs
 
     @property
     def vocabulary_path(self) -> Path:
         """Written when a run starts, so it exists if and only if the run has started."""
         return self.directory / VOCABULARY_NAME
-
-
-@dataclass
-class Training(OpenRun):
-    """A run that is ready to be trained."""
-
-    parts: Parts
-    stream: PackStream
-    held_out_picks: dict[int, Ints] = field(default_factory=dict)  # see `evaluate`
-    watch: Watch = unwatched  # training and saving count steps, evaluating counts packs
 
     def lr(self, step: int) -> float:
         """The learning rate of a step."""
@@ -197,38 +189,9 @@ def set_up(
     *,
     target: Eagle3TargetBackend | None = None,
 ) -> Training:
-    """Build a run; writes nothing but caches. `target`: the recipe's target if it is already open;
-    it must provide the aux layers that the draft uses."""
-    opened = open_run(recipe, progress, target=target)
-    with ExitStack() as undo:
-        if target is None:
-            undo.enter_context(opened.parts.target)
-        recipe, parts = opened.recipe, _parts(opened.recipe, opened.parts)
-        packing, training = recipe.packing, recipe.training
-        stream = PackStream(
-            opened.train,
-            tokens=packing.tokens,
-            pad_id=opened.pad_id,
-            seed=packing.seed,
-            padded=packing.padded,
-            micro_batch=training.micro_batch,
-            accumulate=training.accumulate,
-            epochs=training.epochs,
-            steps=training.steps,
-            world=parts.world,
-        )
-        undo.pop_all()
-    return Training(**{**vars(opened), "parts": parts, "stream": stream})
-
-
-def open_run(
-    recipe: Recipe,
-    progress: Progress = unwatched,
-    *,
-    target: Eagle3TargetBackend | None = None,
-) -> OpenRun:
-    """The rows and the models of a run: prepare the data, then join the other ranks, then open the
-    target unless one is passed; it is closed again if anything fails."""
+    """Build a run; writes nothing but caches. Prepares the data, then joins the other ranks, then
+    opens the target, which is closed again if anything fails. `target`: the recipe's target if it
+    is already open; it must provide the aux layers that the draft uses."""
     recipe = recipe.settled()
     training, device = recipe.training, pick_device(recipe.training.device)
     begin = time.perf_counter()
@@ -257,15 +220,25 @@ def open_run(
         world.copy_from_main(draft)
         objective = make_objective(recipe, draft, vocabulary, target, device, world)
         pad_id = tokenizer.pad_token_id or 0
-        opened = OpenRun(
+        batches = held_out_batches(held_out, recipe, pad_id)
+        run = Training(
             recipe=recipe,
             directory=Path(recipe.run.output_dir),
-            parts=Models(target, objective, device, world, Clock(device)),
-            train=train,
+            parts=_parts(recipe, Models(target, objective, device, world, Clock(device))),
+            stream=PackStream(
+                train,
+                tokens=recipe.packing.tokens,
+                pad_id=pad_id,
+                seed=recipe.packing.seed,
+                padded=recipe.packing.padded,
+                micro_batch=training.micro_batch,
+                accumulate=training.accumulate,
+                epochs=training.epochs,
+                steps=training.steps,
+                world=world,
+            ),
             rows=rows,
-            held_out=held_out_batches(held_out, recipe, pad_id),
-            warnings=warnings,
-            data_s=data_s,
+            held_out=batches,
             pad_id=pad_id,
             draft=draft,
             vocabulary=vocabulary,
@@ -274,9 +247,11 @@ def open_run(
                 "target": target.info().weights_fingerprint,
                 "vocabulary": vocabulary.digest(),
             },
+            warnings=warnings,
+            data_s=data_s,
         )
         undo.pop_all()
-    return opened
+    return run
 
 
 def _parts(recipe: Recipe, models: Models) -> Parts:
