@@ -10,8 +10,8 @@ from fledge.core.errors import BadInput
 from fledge.core.rows import TokenBatch
 from fledge.target.hf.model import HFEagle3TargetModel
 from fledge.target.remote.protocol import Question
-from fledge.target.remote.server.admission import Limits
 from fledge.target.remote.server.answers import Target
+from fledge.target.remote.server.queue import Limits
 from fledge.target.remote.wire import DIGEST_BYTES
 from fuzz.mutate import mutated_bytes, mutated_header
 from fuzz.survive import Case
