@@ -20,8 +20,8 @@ import argparse
 import logging
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -176,11 +176,16 @@ def _is_file(name: str) -> bool:
 def _options(args: argparse.Namespace, natural: Callable[[], torch.dtype]) -> CacheOptions:
     return cache_options(
         encoding=args.encoding or ("topk" if args.target_probs_topk else "hidden"),
-        dtype=args.dtype, natural=natural, top_k=args.target_probs_topk,
-        top_k_flag="--target-probs-topk", supervised_only=args.supervised_only,
-        shard_size=args.shard_size, batch_size=args.batch_size, resume=args.resume,
+        dtype=args.dtype,
+        natural=natural,
+        top_k=args.target_probs_topk,
+        top_k_flag="--target-probs-topk",
+        supervised_only=args.supervised_only,
+        shard_size=args.shard_size,
+        batch_size=args.batch_size,
+        resume=args.resume,
         quota_gb=args.quota_gb,
-    )  # fmt: skip
+    )
 
 
 def _aux_layer_ids(args: argparse.Namespace) -> tuple[int, ...] | None:
@@ -258,7 +263,7 @@ def _ensure_resume_compatible(
 def _run(args: argparse.Namespace) -> int:
     """Load the target, scan the dataset once, and write the sharded cache; returns the exit code.
     Raises BadInput for bad arguments before anything is loaded."""
-    from fledge.cli.console import quiet_libraries
+    from fledge.cli.console import progress_bar, quiet_libraries
     from fledge.core.distributed import pick_device
 
     args = _completed(args)
@@ -271,8 +276,13 @@ def _run(args: argparse.Namespace) -> int:
     options = _options(args, lambda: cache_dtype(recipe, device))
     directory, seed = Path(args.output_dir).expanduser(), args.shuffle_seed
     job = recipe_job(recipe, directory, options, _log_drops, device=device, shuffle_seed=seed)
-    load = partial(recipe_target, recipe, device)
-    with _progress(len(job.rows)) as show:
+    load, shown = partial(recipe_target, recipe, device), logger.isEnabledFor(logging.INFO)
+    with progress_bar("asking the target", "rows") if shown else nullcontext() as update:
+
+        def show(at: Written) -> None:
+            if update is not None:
+                update(total=len(job.rows), completed=at.rows)
+
         done = execute(job, load, device=device, say=logger.info, on_progress=show)
     if done.complete:
         logger.info("train with target.backend=cache target.cached_target_path=%s", job.directory)
@@ -314,23 +324,6 @@ def _log_drops(at: Progress) -> None:
     if at.drops is not None and is_main_rank():
         for line in at.drops.lines():
             logger.info(line)
-
-
-@contextmanager
-def _progress(rows: int) -> Iterator[Callable[[Written], None]]:
-    """A bar on the main rank, opened at the first written row so that earlier log lines stay."""
-    from fledge.cli.console import watching
-
-    with ExitStack() as stack:
-        bars: list[Callable[[str, float, int], None]] = []
-
-        def show(at: Written) -> None:
-            if not bars:
-                bars.append(stack.enter_context(watching()))
-            bars[0]("asking the target", at.rows, rows)
-
-        visible = logger.isEnabledFor(logging.INFO) and is_main_rank()
-        yield show if visible else lambda _: None
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -92,7 +92,7 @@ def test_an_unsupported_method_is_refused_before_the_target_is_loaded(place, mon
     def load(*_, **__):
         raise AssertionError("the target was loaded")
 
-    monkeypatch.setattr("fledge.training.loading.load_target", load)
+    monkeypatch.setattr("fledge.training.runs.load_target", load)
     result = CliRunner().invoke(app, [verb, str(place / "run"), "--method", "parallel"], input="x")
     assert isinstance(result.exception, BadInput)
     assert "not trained for parallel drafting" in str(result.exception)

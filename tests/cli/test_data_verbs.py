@@ -4,8 +4,6 @@ import json
 
 import pytest
 
-from fledge.data.preview import PreviewRow, to_terminal
-
 CHATS = [
     {
         "messages": [
@@ -55,14 +53,6 @@ def test_a_pipe_shows_supervision_without_colors_and_what_was_left_out(fledge, t
     one = tmp_path / "one.jsonl"
     one.write_text(json.dumps(CHATS[0]) + "\n")
     assert fledge("data", "prepare", one, "--model", smollm2).out.startswith("1 row, ")
-
-
-def test_a_very_long_row_is_shown_without_its_middle():
-    pieces = tuple((f"<{i}>", i % 3 == 0) for i in range(8003))
-    text = to_terminal(PreviewRow("x:1", pieces)).plain
-    assert "<5999>\n[3 tokens not shown here: --html and --json have them]\n<6003>" in text
-    assert text.endswith("<8002>")
-    assert "not shown" not in to_terminal(PreviewRow("x:1", pieces[:8000])).plain
 
 
 def test_preview_page_escapes_what_it_shows(fledge, chats, tmp_path):

@@ -30,27 +30,6 @@ def rows_of(sizes):
     ]
 
 
-@given(sizes=lengths, budget=st.integers(1, 50), seed=st.integers(0, 5), epoch=st.integers(0, 3))
-def test_every_token_is_packed_once_within_the_budget(sizes, budget, seed, epoch):
-    for overlong in ("cut", "drop", "split"):
-        packing = pack_rows(sizes, budget, seed=seed, epoch=epoch, overlong=overlong)
-        assert packing == pack_rows(sizes, budget, seed=seed, epoch=epoch, overlong=overlong)
-        assert all(0 < sum(map(len, pack)) <= budget for pack in packing.packs)
-        pieces = sorted((p.row, p.start, p.stop) for pack in packing.packs for p in pack)
-        expected = []
-        for row, n in enumerate(sizes):
-            if overlong == "split":
-                expected += [(row, i, min(i + budget, n)) for i in range(0, n, budget)]
-            elif 0 < n <= budget:
-                expected.append((row, 0, n))  # never split
-            elif n and overlong == "cut":
-                expected.append((row, 0, budget))
-        assert pieces == expected
-        counted = {"cut": packing.cut, "drop": packing.dropped, "split": packing.split}
-        too_long = sum(n > budget for n in sizes)
-        assert counted == {**dict.fromkeys(counted, 0), overlong: too_long}
-
-
 def defined_packs(sizes, budget, *, seed, epoch, overlong, window):
     """The reference definition, which must never change: resumed runs rely on the same packs."""
     rng, packs = np.random.default_rng([seed, epoch]), []
@@ -90,7 +69,9 @@ def test_packs_equal_the_reference_definition(sizes, budget, seed, epoch, window
     defined = defined_packs(sizes, budget, **options, window=window)
     assert list(packing.packs) == defined
     assert packing.packs[1:-1] == tuple(defined[1:-1])
-    assert packing.packs == defined
+    counted = {"cut": packing.cut, "drop": packing.dropped, "split": packing.split}
+    too_long = sum(n > budget for n in sizes)
+    assert counted == {**dict.fromkeys(counted, 0), overlong: too_long}
     used = sum(len(piece) for packed in defined for piece in packed)
     assert packing.padding_share == (1 - used / (len(defined) * budget) if defined else 0.0)
 
@@ -122,13 +103,9 @@ def test_no_two_packs_fit_into_one(sizes, budget):
     assert all(a + b > budget for a, b in pairwise(used))
 
 
-def test_seed_and_epoch_change_the_order():
-    sizes = list(range(5, 40)) * 4
-    base = pack_rows(sizes, 64, seed=1, epoch=0).packs
-    assert base != pack_rows(sizes, 64, seed=2, epoch=0).packs
-    assert base != pack_rows(sizes, 64, seed=1, epoch=1).packs
+def test_a_pack_has_room_for_a_token():
     with pytest.raises(BadInput, match="holds nothing"):
-        pack_rows(sizes, 0)
+        pack_rows([3, 4], 0)
 
 
 def test_worked_example_of_a_batch():

@@ -1,10 +1,8 @@
-"""Tokenizing once: sources, drops, interrupts, damage; a fuzzed file of 10,000 rows."""
+"""Tokenizing once: sources, drops, interrupts, damage."""
 
 import gc
-import gzip
 import json
 import os
-import random
 import shutil
 import signal
 import subprocess
@@ -50,22 +48,6 @@ def test_parts_of_a_parquet_file_are_independent_of_its_row_groups(tmp_path, gro
     placed_rows = [row for part in parts for row in part.rows()]
     assert [len(list(part.rows())) for part in parts] == [3, 3, 3, 2]
     assert placed_rows == [(f"{path}:{i + 1}", row) for i, row in enumerate(rows)]
-
-
-@pytest.mark.parametrize("count", [0, 1, 15, 16, 17, 40, 99])
-def test_files_without_random_access_have_few_parts(tmp_path, count):
-    """To read a part of a gzip file or a JSON array, everything before it must be read."""
-    rows = [numbered(i) for i in range(count)]
-    plain = write_jsonl(tmp_path / "a.jsonl", rows)
-    zipped, array = tmp_path / "a.jsonl.gz", tmp_path / "a.json"
-    with gzip.open(zipped, "wt") as handle:
-        handle.write(plain.read_text())
-    array.write_text(json.dumps(rows))
-    for path in (plain, zipped, array):
-        parts = sources.make_parts([str(path)], rows_per_part=1)
-        assert path == plain or len(parts) <= sources.MOST_PARTS
-        placed_rows = [row for part in parts for row in part.rows()]
-        assert placed_rows == [(f"{path}:{i + 1}", row) for i, row in enumerate(rows)]
 
 
 def test_data_set_ids_with_slices(tmp_path):
@@ -264,61 +246,6 @@ def test_a_full_loss_mask_is_refused(smollm2, tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [numbered(1)])
     with pytest.raises(BadInput, match="the loss mask is full"):
         prepare_rows([str(path)], model, workers=1, cache=tmp_path / "cache")
-
-
-def _broken(rng, i):
-    """A row broken in one of a dozen ways: (line, reason)."""
-    good = numbered(i)
-    user, answer = good["messages"]
-    text = json.dumps(good)
-    ways = [
-        (text[: rng.randrange(5, len(text) - 3)].encode(), "broken or truncated JSON"),
-        (b'{"messages": [\xff\xfe]}', "broken UTF-8"),
-        (b"42", "row is not an object"),
-        ({"source": "x"}, "no messages"),
-        ({"messages": []}, "messages is empty"),
-        ({"messages": {"role": "user"}}, "messages is not a list"),
-        ({"messages": [user]}, "no assistant turn"),
-        ({"messages": [answer, user]}, "assistant first"),
-        ({"messages": [{"role": "wizard", "content": "x"}, answer]}, "unknown role"),
-        ({"messages": [{"role": "user", "content": {"x": 1}}, answer]}, "content is not text"),
-        ({"messages": [user, {"role": "assistant", "content": ""}]}, "empty answer"),
-        ({"messages": [user, None]}, "message is not an object"),
-        ({"messages": [{"content": "x"}, answer]}, "message without a role"),
-        (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', "broken UTF-8"),
-    ]
-    line, reason = rng.choice(ways)
-    return line if isinstance(line, bytes) else json.dumps(line).encode(), reason
-
-
-@pytest.mark.slow
-def test_ten_thousand_rows_with_fifteen_percent_broken(prepare, smollm2_tokenizer, tmp_path):
-    rng = random.Random(7)
-    lines, good, reasons, places = [], [], {}, {}
-    path = tmp_path / "fuzzed.jsonl"
-    for i in range(10_000):
-        if rng.random() < 0.15:
-            line, reason = _broken(rng, i)
-            reasons[reason] = reasons.get(reason, 0) + 1
-            places.setdefault(reason, []).append(f"{path}:{len(lines) + 1}")
-            lines.append(line)
-        else:
-            good.append(str(i))
-            lines.append(json.dumps(numbered(i)).encode())
-        if rng.random() < 0.01:
-            lines.append(b"")  # blank lines are skipped, but count in line numbers
-    path.write_bytes(b"\n".join(lines))
-    rows = prepare(path, max_drop_share=0.2, workers=2)
-    assert answers(rows, smollm2_tokenizer) == good
-    assert rows.drops.kept == len(good)
-    assert rows.drops.counts == reasons
-    assert len(reasons) >= 12
-    for reason, examples in rows.drops.examples.items():
-        assert len(examples) == 3
-        for example, place in zip(examples, places[reason], strict=False):
-            assert example.startswith(place)
-    with pytest.raises(BadInput, match="more than the allowed 5"):
-        prepare(path)
 
 
 def worked_seconds():

@@ -17,7 +17,6 @@ from fledge.cli import main
 from fledge.core.errors import BadInput
 from fledge.data import sources
 from fledge.data.drops import BadRow
-from fledge.measure.answers import read_prompts
 
 ROWS = [numbered(i) for i in range(40)]
 LINES = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
@@ -61,6 +60,12 @@ def place(tmp_path_factory):
 def test_intact_files_are_read_exactly(place, name):
     (place / name).write_bytes(FILES[name])
     assert read(place / name) == (ROWS, None)
+    parts = sources.make_parts([str(place / name)], rows_per_part=1)
+    # To read a part of a gzip file or a JSON array, everything before it must be read.
+    few = name.endswith((".gz", ".json"))
+    assert 1 < len(parts) <= (sources.MOST_PARTS if few else len(ROWS))
+    placed_rows = [row for part in parts for row in part.rows()]
+    assert placed_rows == [(f"{place / name}:{i + 1}", row) for i, row in enumerate(ROWS)]
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -109,9 +114,6 @@ def test_arbitrary_bytes_give_rows_or_a_one_line_error(place, name, content):
 VERBS = {
     "prepare": "data prepare {} --model smollm2-135m --json",
     "preview": "data preview {} --model smollm2-135m",
-    "stats": "data stats {} --model smollm2-135m",
-    "eval": "eval draft --target smollm2-135m --prompts {}",
-    "regenerate": "regenerate {} --target smollm2-135m --out new.jsonl",
 }
 MISLABELLED = [
     ("a.jsonl", "a.jsonl.gz", "is a gzip file; name it .jsonl.gz"),
@@ -144,35 +146,6 @@ def test_a_file_with_the_wrong_extension_is_refused(
     line = refused(VERBS[verb].format(name), capfd)
     assert f"{name}" in line
     assert message in line
-
-
-@pytest.mark.parametrize("verb", ["prepare", "preview", "stats"])
-def test_a_truncated_gzip_file_is_bad_input(tmp_path, monkeypatch, capfd, smollm2, verb):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "a.jsonl.gz").write_bytes(FILES["a.jsonl.gz"][:-9])
-    assert "a.jsonl.gz:4" in refused(VERBS[verb].format("a.jsonl.gz"), capfd)
-
-
-def test_prompts_and_regeneration_refuse_a_truncated_file_alike(tmp_path):
-    from fledge.data.dialogue import Sampling
-    from fledge.data.regenerate import regenerate
-
-    path = tmp_path / "a.jsonl.gz"
-    path.write_bytes(FILES["a.jsonl.gz"][:-9])
-
-    class Nobody:
-        together = 1
-
-        def identity(self):
-            return {}
-
-        def run(self, tasks, report):
-            raise AssertionError("nothing is asked")
-
-    with pytest.raises(BadInput, match="truncated or damaged"):
-        read_prompts([str(path)])
-    with pytest.raises(BadInput, match="truncated or damaged"):
-        regenerate([str(path)], tmp_path / "new.jsonl", Nobody(), Sampling())
 
 
 @pytest.mark.timeout(30)

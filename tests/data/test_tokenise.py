@@ -1,7 +1,6 @@
 """From masked text to tokens, with the real SmolLM2 tokenizer."""
 
 import copy
-import json
 
 import numpy as np
 import pytest
@@ -113,12 +112,6 @@ def test_length_limit(smollm2_tokenizer):
         fit(first)
     with pytest.raises(BadRow, match="longer than max_length"):
         fit(first + 5, "drop")
-
-
-def test_options_have_a_stable_fingerprint():
-    assert json.loads(TokeniseOptions().fingerprint())["max_length"] is None
-    assert TokeniseOptions().fingerprint() == TokeniseOptions().fingerprint()
-    assert TokeniseOptions(max_length=5).fingerprint() != TokeniseOptions().fingerprint()
 
 
 def test_a_plain_text_is_supervised_from_its_second_token_on(encoder, smollm2_tokenizer):

@@ -12,7 +12,6 @@ from fledge.data import regenerate as regenerate_module
 from fledge.data.dialogue import Sampling
 from fledge.data.regenerate import regenerate
 from fledge.decode.regenerate import LocalModel
-from fledge.decode.speculative import SpeculativeDecoder
 from fledge.target.hf.loading import load_hf_model
 
 
@@ -118,32 +117,6 @@ def test_several_processes_write_the_same_file_as_one(
         process.join(60)
     assert [process.exitcode for process in workers] == [0] * 3
     assert out.read_bytes() == whole.read_bytes()
-
-
-def test_finished_batches_are_not_answered_again(loaded, data, tmp_path, monkeypatch):
-    sampling = Sampling(max_new_tokens=6)
-    model, decoded, real = LocalModel(loaded, "tiny", sampling, 2), [], SpeculativeDecoder.generate
-
-    def generate(self, prompts, *rest, **options):
-        decoded.append(prompts)
-        return real(self, prompts, *rest, **options)
-
-    monkeypatch.setattr(SpeculativeDecoder, "generate", generate)
-    regenerate(data, tmp_path / "whole.jsonl", model, sampling)
-    all_batches = list(decoded)
-
-    def stop(done, so_far):
-        if so_far.answered_now == 5:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        regenerate(data, tmp_path / "cut.jsonl", model, sampling, watch=stop)
-    decoded.clear()
-    regenerate(data, tmp_path / "cut.jsonl", model, sampling)
-    assert decoded == all_batches[2:]  # the third batch had one answer of two
-    decoded.clear()
-    regenerate(data, tmp_path / "cut.jsonl", model, sampling)  # retries only what failed
-    assert decoded == []
 
 
 def test_the_command_with_a_local_model(tiny_target, data, tmp_path):

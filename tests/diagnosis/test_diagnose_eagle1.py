@@ -1,7 +1,5 @@
 """EAGLE-1 drafts: what is special about their faults, and about engines that read them."""
 
-import re
-
 import pytest
 import torch
 from test_diagnose_faults import (
@@ -59,17 +57,3 @@ def test_a_different_target_is_named(place, eagle1, tmp_path):
     larger = other_target(place, tmp_path / "larger", vocab_size=300)
     diagnosis = diagnose(eagle1, str(larger), static=True)
     assert errors_and_warnings(diagnosis)["vocab-size"] == "error"
-
-
-# --- what only decoding shows --------------------------------------------------------------------
-
-
-def test_trained_on_states_before_the_norm(place, tmp_path, look):
-    make_eagle1(place / "target", states="read").save_pretrained(tmp_path / "draft")
-    diagnosis = look(tmp_path / "draft")
-    assert errors_and_warnings(diagnosis) == {"capture-measured": "error"}
-    [better] = re.findall(
-        r"with the outputs of \[7\]: ([\d.]+)%", diagnosis.of("error")[0].evidence
-    )
-    assert float(better) > 60
-    assert diagnosis.repaired is None

@@ -82,17 +82,6 @@ def test_a_healthy_draft_passes(made, look, kind):
     assert diagnosis.score.first > 0.3
 
 
-@pytest.mark.parametrize(
-    ("kind", "layout"),
-    [("eagle31", "eagle"), ("eagle31", "speculators"), *(("eagle1", a) for a in EAGLE1_LAYOUTS)],
-)
-def test_a_healthy_foreign_draft_decodes_like_ours(place, made, look, tmp_path, kind, layout):
-    diagnosis = look(write_as(layout, made(kind), tmp_path / "draft", place / "target"))
-    assert diagnosis.healthy, diagnosis.findings
-    assert not diagnosis.skipped
-    assert diagnosis.score.acceptance == look(made(kind)).score.acceptance
-
-
 def test_rows_that_are_nearly_equal_in_the_target_may_be_confused(place, tmp_path):
     """Tokens that a target never saw have nearly equal rows: training decides which is nearest."""
     target, draft = (shutil.copytree(place / n, tmp_path / n) for n in ("target", "eagle3"))

@@ -129,7 +129,7 @@ def answered_rows(backend: HFEagle3TargetModel) -> tuple[torch.Tensor, torch.Ten
     return ids, real, loss
 
 
-def fit_draft(draft, backend, rows, ids, mask, *, steps, depths=3, shift=0) -> None:
+def fit_draft(draft, backend, rows, ids, mask, *, steps, depths=3) -> None:
     common = {"selected_token_ids": ids, "selected_token_mask": mask}
     if draft.config.parallel_drafting:
         module = PEagleTrainerModule(
@@ -140,9 +140,6 @@ def fit_draft(draft, backend, rows, ids, mask, *, steps, depths=3, shift=0) -> N
         head = backend.info().head
         module = Eagle3TrainerModule(draft, ttt_steps=depths, target_head=head, **common)
     inputs = backend.generate_batch(*rows).to_trainer_inputs()
-    if shift:
-        name = "target_last_hidden_states"
-        inputs[name] = inputs[name].roll(shift, dims=1)
     trained = [weight for weight in draft.parameters() if weight.requires_grad]
     optimizer = torch.optim.Adam(trained, lr=5e-3)
     for _ in range(steps):
@@ -151,9 +148,7 @@ def fit_draft(draft, backend, rows, ids, mask, *, steps, depths=3, shift=0) -> N
         optimizer.step()
 
 
-def make_eagle1(target: Path, *, fit=20, layers=1, bias=False, states="") -> LlamaEagle1DraftModel:
-    """An EAGLE-1 draft. With `states` "read" it is trained to read the last layer's output before
-    the final norm, instead of what engines provide; with "all" it also learns to predict it."""
+def make_eagle1(target: Path, *, fit=20, layers=1, bias=False) -> LlamaEagle1DraftModel:
     backend = HFEagle3TargetModel.from_pretrained(target, num_aux_layers=1, device="cpu")
     model = backend.model
     torch.manual_seed(1)
@@ -171,26 +166,17 @@ def make_eagle1(target: Path, *, fit=20, layers=1, bias=False, states="") -> Lla
     draft.copy_embeddings_from_target(model.model.embed_tokens)
     draft.copy_head_from_target(model.lm_head)
     if fit:
-        fit_eagle1(draft, backend, steps=fit, states=states)
+        fit_eagle1(draft, backend, steps=fit)
     return draft.eval()
 
 
-def fit_eagle1(draft, backend, *, steps, states="") -> None:
+def fit_eagle1(draft, backend, *, steps) -> None:
     full = torch.arange(draft.config.vocab_size)
     module = Eagle1TrainerModule(
         draft, selected_token_ids=full, selected_token_mask=torch.ones_like(full).bool(),
-        target_head=backend.info().head, token_weight=0.0 if states == "all" else 1.0,
+        target_head=backend.info().head, token_weight=1.0,
     )  # fmt: skip
-    rows = answered_rows(backend)
-    inputs = backend.generate_batch(*rows).to_trainer_inputs()
-    if states:
-        inner = HFEagle3TargetModel(
-            backend.model, [backend.info().depth - 1], supervision="hidden", num_aux_layers=1
-        )
-        before = inner.generate_batch(*rows).aux_hidden_states
-        inputs |= {"aux_hidden_states": before}
-        if states == "all":
-            inputs |= {"target_last_hidden_states": before.roll(-1, dims=1)}
+    inputs = backend.generate_batch(*answered_rows(backend)).to_trainer_inputs()
     optimizer = torch.optim.Adam([w for w in draft.parameters() if w.requires_grad], lr=1e-2)
     for step in range(steps):
         optimizer.zero_grad()

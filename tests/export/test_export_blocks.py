@@ -14,37 +14,6 @@ from fledge.formats.export import read_export_record
 from fledge.formats.reread import TargetSide, reread
 
 
-def test_config_keys_of_each_layout(exports):
-    flat = config_of(exports["dflash", "vllm"])
-    assert flat["architectures"] == ["DFlashDraftModel"]
-    assert flat["model_type"] == "qwen3"
-    assert flat["dflash_config"] == {"mask_token_id": 3, "target_layer_ids": [0, 2]}
-    assert flat["layer_types"] == ["full_attention"] * 2
-    assert (flat["block_size"], flat["num_target_layers"]) == (5, 4)
-    assert flat == config_of(exports["dflash", "sglang"])
-    sliding = config_of(exports["dflash, sliding", "vllm"])
-    assert sliding["layer_types"] == ["sliding_attention"] * 2
-    assert (sliding["use_sliding_window"], sliding["sliding_window"]) == (True, 6)
-    assert config_of(exports["dflash, causal", "vllm"])["is_causal"] is True
-    spark = config_of(exports["dspark", "vllm"])
-    assert spark["architectures"] == ["Qwen3DSparkModel"]
-    assert (spark["mask_token_id"], spark["target_layer_ids"]) == (3, [0, 2])
-    assert (spark["markov_rank"], spark["markov_head_type"]) == (8, "vanilla")
-    assert spark["enable_confidence_head"] is spark["confidence_head_with_markov"] is True
-    assert (
-        config_of(exports["dspark without confidence", "vllm"])["enable_confidence_head"] is False
-    )
-    for kind, drafted in (("dflash", 4), ("dspark", 5)):
-        nested = config_of(exports[kind, "speculators"])
-        assert nested["aux_hidden_state_layer_ids"] == [1, 3]  # ids + 1
-        assert nested["transformer_layer_config"]["model_type"] == "qwen3"
-        assert nested["speculators_config"]["algorithm"] == kind
-        [proposal] = nested["speculators_config"]["proposal_methods"]
-        assert proposal["speculative_tokens"] == drafted
-        assert nested["sample_from_anchor"] is (kind == "dspark")
-        assert "sliding_window_non_causal" not in nested  # vLLM reads false as causal blocks
-
-
 @pytest.mark.parametrize(("engine", "version"), [("vllm", "0.31.0"), ("sglang", "0.5.9")])
 def test_older_engines_cannot_serve_blocks(tiny_target, tmp_path, engine, version):
     draft_dir = make_block(tmp_path / "ours")

@@ -77,22 +77,6 @@ def test_an_export_for_vllm_loads_as_the_original_draft(exports, drafts, kind):
     assert differing_flags(original.config, exported.config) == []
 
 
-def test_plain_config(exports):
-    for engine in ("vllm", "sglang"):
-        values = config_of(exports["eagle3.1", engine])
-        assert values["architectures"] == ["LlamaForCausalLMEagle3"]
-        assert values["model_type"] == "llama"
-        assert (values["vocab_size"], values["draft_vocab_size"]) == (400, 90)
-        assert values["num_hidden_layers"] == 2  # the draft's, not the target's
-        assert values["tie_word_embeddings"] is False
-        assert values["rope_theta"] == values["rope_parameters"]["rope_theta"] == 10000.0
-        assert values["fc_norm"] is values["norm_output"] is True
-        assert values["norm_before_residual"] is False
-        assert values["torch_dtype"] == "float32"
-    assert "mask_token_id" not in config_of(exports["eagle3", "vllm"])
-    assert config_of(exports["peagle", "vllm"])["mask_token_id"] == 0
-
-
 def test_layer_ids_follow_each_engines_convention(exports):
     key = "eagle_aux_hidden_state_layer_ids"
     assert config_of(exports["eagle3", "vllm"])[key] == [1, 2, 3]  # the number of layers so far
@@ -146,14 +130,6 @@ def test_speculators_config(exports, tiny_target):
     assert config_of(exports["eagle3", "speculators"])["norm_before_residual"] is False
     assert values["transformer_layer_config"]["num_hidden_layers"] == 2
     assert values["transformer_layer_config"]["vocab_size"] == 400
-
-
-def test_the_vocabulary_map_is_an_offset(exports, drafts):
-    ids = LlamaEagle3DraftModel.from_pretrained(drafts["eagle3"]).selected_token_ids
-    state = tensors_of(exports["eagle3", "sglang"])
-    assert torch.equal(state["d2t"] + torch.arange(90), ids)
-    assert torch.equal(state["t2d"].nonzero().flatten(), ids)
-    assert "d2t" not in tensors_of(exports["full vocabulary", "sglang"])
 
 
 ROPES = [

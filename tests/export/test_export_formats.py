@@ -10,7 +10,6 @@ from transformers import LlamaConfig
 
 from fledge.core.errors import BadInput
 from fledge.formats.codec import (
-    PLAIN_SGLANG,
     PlainDraft,
     TargetFacts,
     draft_facts,
@@ -58,14 +57,6 @@ def test_every_tensor_has_exactly_one_name_in_every_format(
         own = DraftView({}, files).state
         assert own.keys() == draft.tensors.keys() - layout.ignored
         assert all(torch.equal(own[name], draft.tensors[name]) for name in own)
-
-
-def test_tensor_names_in_the_files_of_sglang():
-    draft = plain(num_hidden_layers=2, fc_norm=True, draft_vocab_size=10)
-    names = {PLAIN_SGLANG.tensor_name(name) for name in draft.tensors}
-    assert {"midlayer.hidden_norm.weight", "midlayer.self_attn.q_proj.weight"} <= names
-    assert {"layers.1.hidden_norm.weight", "layers.1.mlp.up_proj.weight"} <= names
-    assert "embed_tokens.weight" not in file_tensors(PLAIN_SGLANG, draft)
 
 
 REFUSED = [

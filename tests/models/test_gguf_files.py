@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import load_file
 from tiny_gguf import TEMPLATE, tiny_llama, write_gguf
 
-from fledge.cli.main import run
 from fledge.core.errors import BadInput
 from fledge.models import gguf
 from fledge.models.gguf import convert
@@ -91,18 +90,6 @@ def test_weights_are_stored_in_bfloat16_by_default(
     monkeypatch.setenv("FLEDGE_GGUF_DTYPE", "float33")
     with pytest.raises(BadInput, match="FLEDGE_GGUF_DTYPE: 'float33' is not a precision; did you"):
         local_model(str(file))
-
-
-def test_preview_of_a_gguf_file(
-    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    chats = tmp_path / "chats.jsonl"
-    chats.write_text(json.dumps({"prompt": "hi", "response": "ho"}) + "\n")
-    with pytest.raises(SystemExit) as ended:
-        run(["data", "preview", str(chats), "--model", str(file)])
-    assert ended.value.code == 0
-    assert "⟦ho" in capsys.readouterr().out
-    assert directories() == [local_model(str(file))]
 
 
 def test_the_tokenizer_splits_digits_and_has_its_special_tokens(file: Path) -> None:
@@ -192,12 +179,6 @@ def test_a_file_is_converted_once_and_found_by_its_content(
     assert first.name == f"gguf-v2-{sha256_of(moved)}-bfloat16"
 
 
-def test_a_changed_file_is_a_different_model(file: Path) -> None:
-    first = local_model(str(file))
-    write_gguf(file, tiny_llama(seed=1))
-    assert local_model(str(file)) != first
-
-
 @pytest.mark.parametrize("damage", ["missing", "short", "unsealed"])
 def test_a_damaged_directory_is_converted_again(file: Path, damage: str) -> None:
     directory = local_model(str(file))
@@ -212,20 +193,6 @@ def test_a_damaged_directory_is_converted_again(file: Path, damage: str) -> None
     assert local_model(str(file)) == directory
     assert weights.stat().st_size == whole
     assert leftovers() == []
-
-
-def test_an_interrupt_leaves_no_files(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(path: Path, directory: Path, tokenizer: object, dtype: str) -> None:
-        assert (directory / "tokenizer.json").is_file()  # half of it is written
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(gguf, "_save_model", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            local_model(str(file))
-    assert directories() == []
-    assert leftovers() == []
-    load_model(str(file))
 
 
 KILLED = """

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from textbook_bpe import CUTS, TEXTS, TextbookBPE
 from tiny_gguf import CONTROL, MERGES, USER_DEFINED, tiny_qwen2, vocabulary, write_gguf
 
-from fledge.decode.speculative import SpeculativeDecoder
-from fledge.decode.stops import Stops, eos_token_ids
+from fledge.decode.stops import eos_token_ids
 from fledge.models import embedded
 from fledge.models.resolve import load_model, load_tokenizer
 
@@ -98,30 +97,3 @@ def test_the_real_tokenizer_equals_the_reference(real: str) -> None:
         "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant."
         "<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     )
-
-
-@pytest.mark.slow
-def test_the_real_model_can_add_program_and_chat(real: str) -> None:
-    tokenizer, model = load_tokenizer(real), load_model(real, dtype="float32")
-    questions = [
-        "What is 12 + 30? Answer with the number only.",
-        "Write a Python function add(a, b) that returns their sum. Answer with code only.",
-        "What is the capital of France?",
-    ]
-    prompts = [
-        tokenizer.apply_chat_template(
-            [{"role": "user", "content": question}], add_generation_prompt=True, return_dict=True
-        )["input_ids"]
-        for question in questions
-    ]
-    stops = Stops(48, eos_token_ids(model, tokenizer))
-    answers = SpeculativeDecoder(model).generate(prompts, stops)
-    assert [answer.finish for answer in answers] == ["eos"] * 3
-    number, code, city = (
-        tokenizer.decode(answer.token_ids, skip_special_tokens=True) for answer in answers
-    )
-    assert number == "42"
-    names: dict[str, Any] = {}
-    exec(code.strip().removeprefix("```python").removesuffix("```"), names)
-    assert names["add"](2, 40) == 42
-    assert "Paris" in city

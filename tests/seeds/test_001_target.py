@@ -5,7 +5,6 @@ Each test quotes the sentence of the specification that it checks.
 
 import dataclasses
 import inspect
-import itertools
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -274,39 +273,3 @@ def test_packing_reaches_the_trainer_with_or_without_doc_remaining(kind):
         | {"doc_remaining": None}
     )
     assert torch.equal(rebuilt.doc_remaining, batch.doc_remaining)
-
-
-@pytest.mark.parametrize("count", [1, 2])
-def test_trainers_refuse_the_incomplete_packing_that_batches_refuse(count):
-    model = tiny_model("llama")
-    batch = HFEagle3TargetModel(model).generate_batch(*packed_rows(some_documents(), 14))
-    trainer, names = trainer_of(Eagle3TrainerModule, model), FIELDS[7:]
-    plain = {f: getattr(batch, f) for f in FIELDS if f not in names}
-    inputs = {k: v for k, v in batch.to_trainer_inputs().items() if k not in names}
-    for given in itertools.combinations(names, count):
-        packing = {name: getattr(batch, name) for name in given}
-        if given == ("position_ids", "seq_lens"):
-            continue
-        with pytest.raises(ValueError, match=r"seq_lens|position_ids") as of_batch:
-            Eagle3TargetBatch(**plain, **packing)
-        with pytest.raises(ValueError, match=r"seq_lens|position_ids") as of_trainer:
-            trainer(**inputs, **packing)
-        if given != ("position_ids",):  # then values decide, which each reads where it may
-            assert str(of_batch.value) == str(of_trainer.value)
-
-
-def test_positions_of_padded_rows_may_be_given():
-    rows, target = padded_rows(), HFEagle3TargetModel(tiny_model("llama"))
-    plain = target.generate_batch(*rows)
-    positions = torch.arange(rows[0].shape[1]).repeat(3, 1)
-    batch = target.generate_batch(*rows, position_ids=positions)
-    assert torch.equal(batch.logits, plain.logits)
-    trainer = trainer_of(Eagle3TrainerModule, target.model)
-    inputs = batch.to_trainer_inputs()
-    assert torch.equal(inputs["position_ids"], positions)
-    assert torch.equal(trainer(**inputs).loss, trainer(**plain.to_trainer_inputs()).loss)
-    for wrong in (positions + 1, positions % 4):
-        with pytest.raises(ValueError, match=r"position_ids without seq_lens .* row 0"):
-            target.generate_batch(*rows, position_ids=wrong)
-        with pytest.raises(ValueError, match="position_ids"):
-            trainer(**inputs | {"position_ids": wrong})

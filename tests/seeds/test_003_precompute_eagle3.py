@@ -88,11 +88,6 @@ def test_a_seed_is_a_number_or_none(argv, capsys):
     assert "--shuffle-seed: 'x' is neither a number nor none;" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("level", ["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL", "critical"])
-def test_every_log_level_is_accepted(argv, level):
-    command._validate_args(command._build_parser().parse_args(argv("--log-level", level)))
-
-
 def test_arguments_may_come_without_the_parser(tiny_target, tiny_chats, tmp_path):
     """`_validate_args(args: argparse.Namespace)` and `_run(args)` with the documented flags alone,
     one `--input-data` as a plain string."""

@@ -4,9 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from contract import CHECKS, Case, answer, packed_rows, padded_rows
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from contract import answer, packed_rows, padded_rows
 from tiny_models import tiny_model
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -80,84 +78,6 @@ def _in_process_group(function: Any, *args: Any) -> Any:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_every_architecture_and_encoding(ranks: int) -> None:
     run_ranks(ranks, _in_process_group, _every_architecture)
-
-
-def _cases(cases: list[tuple[str, list[int], int]]) -> None:
-    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-    model = tiny_model("gemma3-text", dtype=torch.float64)
-    rows = []
-    for kind, lengths, padding in cases:
-        if kind == "packed":
-            rows.append(_row(lengths, sum(lengths) + padding))
-        else:
-            rows.append(_padded(lengths, left=kind == "left"))
-    _assert_equal(model, mesh, "hidden", rows)
-
-
-_lengths = st.lists(st.integers(1, 17), min_size=1, max_size=5)
-_kinds = st.sampled_from(["packed", "left", "right"])
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-@settings(max_examples=6, deadline=None, derandomize=True)
-@given(cases=st.lists(st.tuples(_kinds, _lengths, st.integers(0, 9)), min_size=4, max_size=8))
-def test_any_lengths_and_documents(ranks: int, cases: list[tuple[str, list[int], int]]) -> None:
-    run_ranks(ranks, _in_process_group, _cases, cases)
-
-
-def _contract() -> None:
-    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-    model = tiny_model("llama")
-    for supervision in SUPERVISIONS:
-        case = Case(
-            "context",
-            model,
-            lambda encoding: HFEagle3TargetModel(model, cp_mesh=mesh, supervision=encoding),
-            supervision,
-            rtol=1e-4,
-            atol=1e-4,
-        )
-        for check in CHECKS:
-            check(case)
-
-
-def test_contract() -> None:
-    run_ranks(2, _in_process_group, _contract)
-
-
-def _attention_work() -> int:
-    """The number of query-key pairs that this rank's attention computes for one row."""
-    from fledge.target.hf.parallel import rank_slots
-
-    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-    own = rank_slots(mesh, 4096, None)
-    return sum((chunk + 1) * own.chunk**2 for chunk in own.chunks)
-
-
-def test_every_rank_has_the_same_work() -> None:
-    assert len(set(run_ranks(4, _in_process_group, _attention_work))) == 1
-
-
-def _different_rows() -> None:
-    """Data-parallel ranks ask about different rows; rank 0 has none."""
-    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    mesh, model = init_device_mesh("cpu", (size,)), tiny_model("llama")
-    shared = HFEagle3TargetModel(model, cp_mesh=mesh, supervision="hidden")
-    assert shared.joins
-    if rank == 0:
-        shared.join()
-        return
-    rows = TokenBatch(*_row([rank, 7, 5 + rank], 20, seed=rank))
-    alone = HFEagle3TargetModel(model, supervision="hidden").answer(rows)
-    real = rows.attention_mask.bool()
-    batch = shared.answer(rows)
-    torch.testing.assert_close(
-        batch.aux_hidden_states[real], alone.aux_hidden_states[real], rtol=1e-4, atol=1e-4
-    )
-
-
-def test_ranks_may_ask_about_different_rows() -> None:
-    run_ranks(4, _in_process_group, _different_rows)
 
 
 def _others_are_refused() -> None:

@@ -105,7 +105,7 @@ def _contract(architecture: str, directory: str, layout: Layout) -> None:
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-@layouts({"fsdp": 2}, {"tp": 2}, {"tp": 4}, {"fsdp": 2, "tp": 2})
+@layouts({"fsdp": 2}, {"tp": 2}, {"cp": 2}, {"tp": 4}, {"fsdp": 2, "tp": 2})
 def test_contract(saved: Any, architecture: str, layout: Layout) -> None:
     run_ranks(ranks_of(layout), _contract, architecture, str(saved / architecture), layout)
 
@@ -192,7 +192,7 @@ def _uneven(directory: str, layout: Layout) -> int:
     return len(passes)
 
 
-@layouts({"fsdp": 4}, {"tp": 4}, {"fsdp": 2, "tp": 2})
+@layouts({"fsdp": 4}, {"tp": 4}, {"cp": 4}, {"fsdp": 2, "tp": 2})
 def test_ranks_ask_about_different_rows_and_some_about_none(saved: Any, layout: Layout) -> None:
     passes = run_ranks(4, _uneven, str(saved / "llama"), layout)
     assert len(set(passes)) == 1

@@ -6,9 +6,7 @@ from typing import Literal
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from fledge.cli.main import app
 from fledge.core.errors import BadInput
 from fledge.core.rows import TokenBatch
 from fledge.recipe.schema import load_recipe
@@ -101,13 +99,6 @@ def test_an_external_kind_is_read_opened_and_planned(toy, tiny_target):
     )
 
 
-@pytest.mark.parametrize("words", [["recipe", "check"], ["plan"]], ids=" ".join)
-def test_commands_accept_an_external_kind(toy, words, tmp_path):
-    path = toy().write_resolved(tmp_path / "toy-recipe")
-    result = CliRunner().invoke(app, [*words, str(path)])
-    assert result.exit_code == 0, result.output
-
-
 def test_a_removed_kind_is_unknown(toy):
     section = toy().target
     TARGET_KINDS.remove("toy")
@@ -144,14 +135,3 @@ def test_only_kinds_that_load_weights_are_engines():
         engine_section("cache", model="m")
     with pytest.raises(BadInput, match=r"--dtype: .* got 'int3'"):
         engine_section("hf", model="m", dtype="int3")
-
-
-def test_a_target_with_the_wrong_number_of_layers_is_refused(toy, monkeypatch):
-    def open_with_two_layers(self, section, *, device, aux_layers):
-        section = section.model_copy(update={"aux_layer_ids": (0, 1)})
-        return original_open(self, section, device=device, aux_layers=2)
-
-    original_open = ToyKind.open
-    monkeypatch.setattr(ToyKind, "open", open_with_two_layers)
-    with pytest.raises(BadInput, match=r"provides layers \[0, 1\].*EAGLE-3 uses three"):
-        make_target(toy(), CPU)

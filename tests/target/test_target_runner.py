@@ -2,7 +2,6 @@
 
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -46,31 +45,6 @@ def test_runner_equals_hf_bitwise(architecture: str, supervision: Any) -> None:
         torch.testing.assert_close(actual.aux_hidden_states, expected.aux_hidden_states)
     else:
         assert_same(actual, expected)
-
-
-def test_a_mock_of_a_runner_is_enough() -> None:
-    """Every attribute of a mock exists and is a mock: only integers count as sizes."""
-    runner = MagicMock(spec=["model", "set_aux_layers", "forward_eagle3", "input_embedding_weight"])
-    runner.model.config.num_hidden_layers = 16
-    runner.model.parameters.side_effect = lambda: iter([torch.zeros(1)])
-    logits, aux, ids = torch.randn(2, 5, 11), torch.randn(2, 5, 12), torch.randint(0, 11, (2, 5))
-    runner.forward_eagle3.return_value = logits, aux
-    target = fledge.RunnerEagle3TargetModel(runner)
-    runner.set_aux_layers.assert_called_once_with([1, 7, 12])
-    batch = target.generate_batch(ids, torch.ones_like(ids), torch.ones_like(ids))
-    assert batch.logits is not None
-    assert torch.equal(batch.logits[:, :-1], logits[:, 1:])
-    assert torch.equal(batch.aux_hidden_states, aux)
-
-
-def test_a_runner_with_the_minimal_protocol_is_enough() -> None:
-    model = tiny_model("qwen3")
-    runner = LogitsRunner(model)
-    target = fledge.RunnerEagle3TargetModel(runner, [4, 0, 2])
-    local = HFEagle3TargetModel(model, [4, 0, 2])
-    assert_same(target.generate_batch(*padded_rows()), local.generate_batch(*padded_rows()))
-    with pytest.raises(fledge.BadInput, match="does not show its output head"):
-        target.info()
 
 
 def test_a_runner_may_inherit_from_the_protocol() -> None:
@@ -152,17 +126,6 @@ def test_probs_come_from_logits_when_the_runner_has_nothing_else() -> None:
 def test_hidden_supervision_needs_a_runner_that_supports_it() -> None:
     with pytest.raises(fledge.BadInput, match="forward_eagle3_hidden"):
         RunnerEagle3TargetModel(LogitsRunner(tiny_model("llama")), supervision="hidden")
-
-
-def test_aux_ids_are_checked_before_they_reach_the_runner() -> None:
-    runner = LogitsRunner(tiny_model("llama"))
-    for ids in ([1, 2], [1, 1, 2], [1, 2, 99]):
-        with pytest.raises(ValueError, match="aux_layer_ids"):
-            RunnerEagle3TargetModel(runner, ids)
-    assert runner.aux_layers == []
-    runner.model = SimpleNamespace(config=SimpleNamespace(num_hidden_layers=5))
-    with pytest.raises(ValueError, match="too shallow"):
-        RunnerEagle3TargetModel(runner)
 
 
 def test_an_engine_that_drops_a_layer_is_detected() -> None:

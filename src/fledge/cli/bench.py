@@ -17,7 +17,7 @@ from fledge.cli.console import (
     watching,
 )
 from fledge.cli.help import VerbGroup, Verbs
-from fledge.cli.loading import load_draft_beside, load_target
+from fledge.cli.loading import load_target
 from fledge.cli.options import AsJson
 from fledge.core.addresses import server_address
 from fledge.core.errors import BadInput, nearest
@@ -298,8 +298,12 @@ def bench_decode(
     from fledge.decode.strategy import check_name
     from fledge.measure.answers import read_prompts
     from fledge.measure.evaluation import check_fits
-    from fledge.training.loading import with_layers_of
-    from fledge.training.runs import draft_directory, trained_tokens
+    from fledge.training.runs import (
+        draft_directory,
+        load_draft_beside,
+        trained_tokens,
+        with_layers_of,
+    )
 
     for name in method or ():
         check_name(name)

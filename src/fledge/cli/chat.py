@@ -12,7 +12,7 @@ from typer import Option
 
 from fledge.cli import options as opt
 from fledge.cli.console import err, facts_table, in_color, out, print_json, quiet_libraries
-from fledge.cli.loading import check_method, load_draft_beside, load_target
+from fledge.cli.loading import load_target
 from fledge.core.errors import BadInput
 from fledge.core.terminal import MARKS, marked, visible
 
@@ -55,7 +55,12 @@ def chat(
     go to standard output, figures to standard error. /help lists the other commands; Ctrl-C stops
     an answer, not the chat.
     """
-    from fledge.training.runs import draft_directory, trained_tokens
+    from fledge.training.runs import (
+        check_method,
+        draft_directory,
+        load_draft_beside,
+        trained_tokens,
+    )
 
     quiet_libraries()
     path = draft_directory(draft)

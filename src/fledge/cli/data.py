@@ -82,11 +82,9 @@ def template_variables(pairs: list[str] | None) -> dict[str, Any]:
     return variables
 
 
-def _prepare(data: list[str], model: str, options: Any, **more: Any) -> Any:
+def _prepare(data: list[str], directory: Path, options: Any, **more: Any) -> Any:
     from fledge.data.prepare import Progress, prepare_rows
-    from fledge.models.resolve import local_model
 
-    directory = local_model(model, weights=False)
     start = time.perf_counter()
     with progress_bar("tokenising", "parts") as update:
 
@@ -116,31 +114,23 @@ def prepare(
     as_json: AsJson = False,
 ) -> None:
     """Tokenise conversations once; a later run with the same data and options starts at once."""
-    from fledge.data.rows import digests, repeats
+    from fledge.data.preview import row_figures
+    from fledge.models.resolve import local_model
 
     options = _options(max_length, overlong, last_turn_only, mask_reasoning, template_option)
-    limits = {"workers": workers, "max_drop_share": max_drop_share}
-    rows = _prepare(data, model, options, trust_remote_code=trust_remote_code, **limits)
-    repeated = repeats(digests(rows))
-    facts = {
-        "directory": str(rows.directory),
-        "fingerprint": rows.fingerprint,
-        "rows": len(rows),
-        "tokens": rows.tokens,
-        "supervised": rows.supervised,
-        "truncated": rows.truncated,
-        "repeated": repeated,
-        "drops": rows.drops.to_json(),
-    }
+    rows = _prepare(
+        data, local_model(model, weights=False), options, workers=workers,
+        max_drop_share=max_drop_share, trust_remote_code=trust_remote_code,
+    )  # fmt: skip
+    figures = row_figures(rows)
     if as_json:
-        print_json(facts)
+        print_json({"directory": str(rows.directory), "fingerprint": rows.fingerprint, **figures})
         return
-    share = rows.supervised / rows.tokens
-    template = "[bold]{}[/]{}, [bold]{}[/], [green]{:.1%} supervised[/], "
-    again = f" ({repeated:,} repeated)" if repeated else ""
-    figures = (counted(len(rows), "row"), again, counted(rows.tokens, "token"), share)
+    again = f" ({figures['repeated']:,} repeated)" if figures["repeated"] else ""
+    template = "[bold]{}[/]{}, [bold]{}[/], [green]{:.1%} supervised[/], {} without an end"
+    tokens, share = counted(rows.tokens, "token"), rows.supervised / rows.tokens
     ends = counted(rows.truncated, "answer")
-    out.print(marked(template + "{} without an end", *figures, ends))
+    out.print(marked(template, counted(len(rows), "row"), again, tokens, share, ends))
     _print_drops(rows.drops)
     out.say(f"kept in {rows.directory}", style="dim")
 
@@ -178,18 +168,7 @@ def preview(
         write_text(html, view.to_html(rows, model))
         err.say(f"wrote {html}")
     if as_json:
-        print_json(
-            [
-                {
-                    "place": row.place,
-                    "dropped": row.dropped or None,
-                    "truncated": row.truncated,
-                    "notes": list(row.notes),
-                    "tokens": [{"text": text, "supervised": flag} for text, flag in row.pieces],
-                }
-                for row in rows
-            ]
-        )
+        print_json([row.to_json() for row in rows])
     elif html is None:
         colors = in_color()
         for row in rows:
@@ -219,11 +198,13 @@ def stats(
     from fledge.data.preview import data_stats
     from fledge.models.resolve import load_config, local_model
 
+    directory = local_model(model, weights=False)
     options = _options(max_length, overlong, last_turn_only, mask_reasoning, template_option)
-    limits = {"workers": workers, "max_drop_share": max_drop_share}
-    rows = _prepare(data, model, options, trust_remote_code=trust_remote_code, **limits)
-    directory = str(local_model(model, weights=False))
-    config = load_config(directory, trust_remote_code=trust_remote_code)
+    rows = _prepare(
+        data, directory, options, workers=workers, max_drop_share=max_drop_share,
+        trust_remote_code=trust_remote_code,
+    )  # fmt: skip
+    config = load_config(str(directory), trust_remote_code=trust_remote_code)
     vocab_size = int(getattr(config, "text_config", config).vocab_size)
     figures = data_stats(rows, vocab_size, pack)
     if as_json:
@@ -263,20 +244,5 @@ def _bars(title: str, rows: list[tuple[str, float, str]]) -> None:
 
 
 def _print_drops(drops: Any) -> None:
-    if drops.counts:
-        share = f"{counted(drops.dropped, 'row')} dropped ({drops.share:.2%})"
-        out.print(_reasons(share, "reason", drops.counts, drops.examples))
-    else:
-        out.print("no row dropped")
-    if drops.notes:
-        out.print(_reasons("kept, with notes", "note", drops.notes, drops.noted))
-
-
-def _reasons(title: str, what: str, counts: dict[str, int], seen: dict[str, list[str]]) -> Table:
-    table = Table(title=title, title_justify="left", box=None, header_style="bold")
-    table.add_column("rows", justify="right")
-    table.add_column(what)
-    table.add_column("first seen at", overflow="fold")
-    for reason, count in sorted(counts.items(), key=lambda item: -item[1]):
-        table.add_row(f"{count:,}", reason, "\n".join(seen[reason]))
-    return table
+    for line in drops.lines(most=None) or ["no row dropped"]:
+        out.say(line)

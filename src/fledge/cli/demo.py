@@ -16,7 +16,6 @@ from typer import Exit, Option
 
 from fledge.cli.chat import SHADES, coloured, how_marked
 from fledge.cli.console import err, in_color, out, plain_table, print_json, shown_on_stderr
-from fledge.cli.loading import load_draft_beside
 from fledge.cli.options import OUT
 from fledge.core.files import write_json, write_text
 from fledge.core.install import fledge_command
@@ -125,8 +124,7 @@ def measure_and_show(run: Path, prompts: Path) -> bool:
     when decoding was lossless."""
     from fledge.cli import eval, report
     from fledge.measure.evaluation import EvalOptions
-    from fledge.training.loading import load_target
-    from fledge.training.runs import draft_directory
+    from fledge.training.runs import draft_directory, load_target
 
     options = EvalOptions(live=2, max_new_tokens=_ANSWER_TOKENS, samples=8)
     # whatever the training dtype: in float32 the texts are equal, token for token
@@ -175,7 +173,7 @@ def _show_measured(run: Path, measured: "Evaluation") -> bool:
 def _show_side_by_side(run: Path, target: "HFEagle3TargetModel", turn: "AnsweredTurn") -> None:
     """Show the first answer, as above, decoded without the draft and with it."""
     from fledge.measure.speed import decode_both
-    from fledge.training.runs import draft_directory
+    from fledge.training.runs import draft_directory, load_draft_beside
 
     draft = load_draft_beside(target, draft_directory(run))
     with err.waiting("decoding one answer both ways"):

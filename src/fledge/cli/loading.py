@@ -10,8 +10,6 @@ from typing import Any
 from fledge.cli.console import err
 from fledge.core.errors import BadInput
 from fledge.core.machine import is_main_rank
-from fledge.training.loading import check_method as check_method
-from fledge.training.loading import load_draft_beside as load_draft_beside
 
 WAITING = "waiting for another process, which prepares this data"
 
@@ -66,10 +64,10 @@ def target_options(
 
 
 def load_target(draft: Path, target: str, *typed: Any) -> Any:
-    """`training.loading.load_target` with `typed`: the arguments of `target_options`."""
-    from fledge.training import loading
+    """`runs.load_target` with `typed`: the arguments of `target_options`."""
+    from fledge.training import runs
 
-    return loading.load_target(draft, target, **target_options(draft, *typed))
+    return runs.load_target(draft, target, **target_options(draft, *typed))
 
 
 def parse_dtype(name: str, *, floating: bool = False) -> Any:

@@ -5,14 +5,16 @@ If interrupted, run it again: finished parts are kept. Damaged parts are rebuilt
 
 import contextlib
 import hashlib
+import json
 import os
 import signal
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from multiprocessing import current_process, get_context, parent_process
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ from fledge.data import sources
 from fledge.data.drops import DropReport
 from fledge.data.store import TokenRows, read_record, write_part
 from fledge.data.tokenise import Encoder, TokeniseOptions, tokenise_part
+from fledge.data.tokenizer import TokenizerFacts
 from fledge.data.tokenizer import tokenizer_files_fingerprint as tokenizer_files_fingerprint
 
 _WAIT_S = 1.0  # report that another process holds the lock after waiting this long
@@ -70,11 +73,14 @@ def prepare_rows(
     }
     key = hashlib.sha256(repr(sorted(fields.items())).encode()).hexdigest()
     directory = (cache or cache_dir()) / "rows" / key[:24]
-    job = _Job(directory, model_dir, options, trust_remote_code)
+
+    def load() -> TokenizerFacts:
+        return TokenizerFacts.load(model_dir, trust_remote_code=trust_remote_code)
+
     parts = sources.make_parts(data, rows_per_part)
     directory.mkdir(parents=True, exist_ok=True)
     with _locked(directory / ".lock", on_progress):
-        records = _fill(job, parts, workers, on_progress)
+        records = _fill(directory, parts, load, options, workers, on_progress)
         drops = DropReport.merged(DropReport.from_json(record["drops"]) for record in records)
         totals = {name: sum(r[name] for r in records) for name in ("rows", "tokens", "supervised")}
         manifest = {**fields, "parts": len(parts), **totals, "drops": drops.to_json()}
@@ -91,14 +97,12 @@ def _locked(path: Path, on_progress: Callable[[Progress], None]) -> Iterator[Non
     """Lock against other ranks, or another run of the same recipe: they wait, then read."""
     lock = FileLock(path)
     try:
-        lock.acquire(timeout=_WAIT_S)
+        held = lock.acquire(timeout=_WAIT_S)
     except Timeout:
         on_progress(Progress(0, 0, 0, 0, waiting=True))
-        lock.acquire()
-    try:
+        held = lock.acquire()
+    with held:
         yield
-    finally:
-        lock.release()
 
 
 def _refuse_unguarded_script() -> None:
@@ -112,32 +116,15 @@ def _refuse_unguarded_script() -> None:
         )
 
 
-@dataclass(frozen=True)
-class _Job:
-    """Everything a process needs for tokenization."""
-
-    directory: Path
-    model_dir: Path
-    options: TokeniseOptions
-    trust_remote_code: bool
-
-    def encoder(self) -> Encoder:
-        trust = self.trust_remote_code
-        return Encoder.load(self.model_dir, self.options, trust_remote_code=trust)
-
-    def make(self, index: int, part: sources.Part, encoder: Encoder) -> int:
-        write_part(self.directory, index, tokenise_part(part, encoder))
-        return index
-
-
 def _fill(
-    job: _Job,
+    directory: Path,
     parts: list[sources.Part],
+    load: Callable[[], TokenizerFacts],
+    options: TokeniseOptions,
     workers: int | None,
     on_progress: Callable[[Progress], None],
 ) -> list[dict[str, Any]]:
     """Create the parts that are missing or damaged; return the records of all parts."""
-    directory = job.directory
     records = {i: r for i in range(len(parts)) if (r := read_record(directory, i)) is not None}
     reused, missing = len(records), [i for i in range(len(parts)) if i not in records]
     tokens = sum(record["tokens"] for record in records.values())
@@ -146,8 +133,8 @@ def _fill(
         on_progress(Progress(len(parts), len(records), reused, tokens))
 
     report()
-    workers = min(workers or os.cpu_count() or 1, len(missing))
-    for index in _run(job, parts, missing, workers):
+    todo = [(index, parts[index]) for index in missing]
+    for index in _run(todo, directory, load, options, workers or os.cpu_count() or 1):
         record = read_record(directory, index)
         if record is None:
             raise BadInput(
@@ -159,39 +146,56 @@ def _fill(
     return [records[index] for index in range(len(parts))]
 
 
-def _run(job: _Job, parts: list[sources.Part], missing: list[int], workers: int) -> Iterator[int]:
-    """Tokenize the missing parts, here or in `workers` processes; yield each once it is written."""
-    if not missing:
+def _make(directory: Path, encoder: Encoder, index: int, part: sources.Part) -> int:
+    write_part(directory, index, tokenise_part(part, encoder))
+    return index
+
+
+def _run(
+    todo: list[tuple[int, sources.Part]],
+    directory: Path,
+    load: Callable[[], TokenizerFacts],
+    options: TokeniseOptions,
+    workers: int,
+) -> Iterator[int]:
+    """Tokenize parts, here or in processes; yield the index of each once it is written."""
+    if not todo:
         return
-    encoder = job.encoder()  # loaded here first: its errors would be lost in a worker
-    if workers <= 1:
-        yield from (job.make(index, parts[index], encoder) for index in missing)
+    encoder = Encoder(facts := load(), options)  # its errors would be lost in a worker
+    if (workers := min(workers, len(todo))) == 1:
+        yield from (_make(directory, encoder, index, part) for index, part in todo)
         return
     spawn = get_context("spawn")  # fork does not mix with the threads of `tokenizers`
-    pool = ProcessPoolExecutor(workers, spawn, initializer=_start_worker, initargs=(job,))
-    try:
-        futures = [pool.submit(_work, index, parts[index]) for index in missing]
-        for future in as_completed(futures):
-            yield future.result()
-    except BrokenProcessPool as error:
-        raise BadInput(
-            "a process that tokenized has ended (killed? out of memory?)",
-            where=str(job.directory),
-            fix="the finished parts stay: run it again, with fewer workers perhaps",
-        ) from error
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+    # In a file: a worker that dies while much is written to its pipe would block this process.
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        json.dump(asdict(facts), file)
+        file.flush()
+        shared = directory, file.name, options
+        pool = ProcessPoolExecutor(workers, spawn, initializer=_start_worker, initargs=shared)
+        try:
+            futures = [pool.submit(_work, index, part) for index, part in todo]
+            for future in as_completed(futures):
+                yield future.result()
+        except BrokenProcessPool as error:
+            raise BadInput(
+                "a process that tokenized has ended (killed? out of memory?)",
+                where=str(directory),
+                fix="the finished parts stay: run it again, with fewer workers perhaps",
+            ) from error
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
 
 
-_worker: tuple[_Job, Encoder] | None = None  # set once per worker process
+_worker: tuple[Path, Encoder] | None = None  # set once per worker process
 
 
-def _start_worker(job: _Job) -> None:
+def _start_worker(directory: Path, facts: str, options: TokeniseOptions) -> None:
     global _worker
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _worker = job, job.encoder()
+    tokenizer = TokenizerFacts(**json.loads(Path(facts).read_text()))
+    _worker = directory, Encoder(tokenizer, options)
 
 
 def _end_with_parent() -> None:
@@ -205,5 +209,4 @@ def _end_with_parent() -> None:
 
 def _work(index: int, part: sources.Part) -> int:
     assert _worker is not None
-    job, encoder = _worker
-    return job.make(index, part, encoder)
+    return _make(*_worker, index, part)

@@ -18,7 +18,7 @@ from fledge.data.drops import CUT, CUT_UNSUPERVISED, TOO_LONG, BadRow, DropRepor
 from fledge.data.mask import LONGEST_ROW, MaskedText, masked_texts
 from fledge.data.sources import Part
 from fledge.data.template import ChatTemplate
-from fledge.data.tokenizer import TokenizerFacts, tokenizer_facts
+from fledge.data.tokenizer import TokenizerFacts
 
 _BATCH = 1 << 23  # characters tokenized at a time: their encodings take fifty bytes each
 
@@ -64,7 +64,7 @@ class Encoder:
     def load(
         cls, model_dir: str | Path, options: TokeniseOptions, *, trust_remote_code: bool = False
     ) -> "Encoder":
-        facts = tokenizer_facts(Path(model_dir), trust_remote_code=trust_remote_code)
+        facts = TokenizerFacts.load(model_dir, trust_remote_code=trust_remote_code)
         return cls(facts, options)
 
     def texts(self, raw: Any) -> list[MaskedText]:

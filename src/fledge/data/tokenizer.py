@@ -1,34 +1,20 @@
-"""What preparing data takes from a tokenizer, kept on disk.
+"""What preparing data takes from a tokenizer.
 
 Only transformers knows how a model's files become its tokenizer, and importing it takes four
-seconds of a core. Its answer does not change until the files or the libraries do.
+seconds of a core: one process does it and gives the facts to its workers.
 """
 
-import contextlib
 import hashlib
-from dataclasses import asdict, dataclass, replace
-from importlib.metadata import version
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
 from fledge.core.errors import BadInput
-from fledge.core.files import cache_dir, write_json
-from fledge.core.reading import Anything, ListOf, MapOf, Maybe, Table, Text, read_json
 
 _TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json"),
     *("added_tokens.json", "vocab.json", "merges.txt"),
     *("chat_template.jinja", "chat_template.json"),
-)
-
-_MOST_BYTES = 1 << 28  # tokenizers of 250,000 tokens take 40 MB
-_FACTS = Table(
-    {
-        **dict.fromkeys(("name", "bos"), Text()),
-        **dict.fromkeys(("backend", "template"), Maybe(Text(_MOST_BYTES))),
-        "token_names": MapOf(Anything()),
-        "special_tokens": ListOf(Text()),
-    }
 )
 
 
@@ -42,6 +28,13 @@ class TokenizerFacts:
     special_tokens: list[str]  # all control tokens
     backend: str | None = None  # the JSON of the tokenizers library; None: not of that library
     bos: str = ""  # what plain text begins with; may be empty
+
+    @classmethod
+    def load(cls, model_dir: str | Path, *, trust_remote_code: bool = False) -> Self:
+        """The facts of a local model's tokenizer."""
+        from fledge.models.resolve import load_tokenizer
+
+        return cls.of(load_tokenizer(str(model_dir), trust_remote_code=trust_remote_code))
 
     @classmethod
     def of(cls, tokenizer: Any, *, encoding: bool = True) -> Self:
@@ -76,24 +69,3 @@ def tokenizer_files_fingerprint(model_dir: Path) -> str:
     for name in names:
         digest.update(name.encode() + b"\0" + (model_dir / name).read_bytes() + b"\0")
     return digest.hexdigest()
-
-
-def tokenizer_facts(model_dir: Path, *, trust_remote_code: bool = False) -> TokenizerFacts:
-    """The facts of a local model's tokenizer. Those of code that comes with a model are not kept:
-    the code must run, and be allowed to, every time."""
-    from fledge.models.resolve import load_tokenizer
-
-    config, path = model_dir / "config.json", None
-    if not trust_remote_code and config.is_file():
-        libraries = [f"{name} {version(name)}" for name in ("transformers", "tokenizers")]
-        files = [tokenizer_files_fingerprint(model_dir), config.read_bytes()]
-        key = repr([str(model_dir), *files, *libraries]).encode()
-        path = cache_dir() / "tokenizers" / f"{hashlib.sha256(key).hexdigest()[:24]}.json"
-        with contextlib.suppress(BadInput):  # not cached yet
-            return TokenizerFacts(**read_json(path, _FACTS, max_bytes=_MOST_BYTES))
-    tokenizer = load_tokenizer(str(model_dir), trust_remote_code=trust_remote_code)
-    facts = TokenizerFacts.of(tokenizer)
-    if path is not None:
-        with contextlib.suppress(OSError):  # without a cache it only takes longer
-            write_json(path, asdict(facts))
-    return facts

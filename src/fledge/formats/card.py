@@ -9,6 +9,7 @@ from typing import Any
 
 from fledge.core.terminal import counted
 from fledge.formats.engines import serve_command
+from fledge.methods.shared.config import PLACEHOLDER_KEY
 from fledge.models.resolve import is_hub_id
 from fledge.recipe.schema import Recipe
 from fledge.recipe.yaml_text import dump_yaml
@@ -59,8 +60,8 @@ def _summary(record: Mapping[str, Any]) -> str:
         "tokenizer": f"the target's{f' (fingerprint {tokenizer})' if tokenizer else ''}",
         "drafting": f"{record['method']}, {record['num_draft_tokens']} tokens a round",
     }
-    if record["mask_token_id"] is not None:
-        rows["mask token id"] = record["mask_token_id"]
+    if record[PLACEHOLDER_KEY] is not None:
+        rows["mask token id"] = record[PLACEHOLDER_KEY]
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
     return f"| | |\n|---|---|\n{table}\n"
 
@@ -80,8 +81,7 @@ def acceptance_rows(check: Mapping[str, Any]) -> list[tuple[str, float]]:
     rows.append(("measured again on the same rows, from these files", check["same_rows"]))
     if decoded := check["decoded"]:
         what = f"on the target's answers to {counted(decoded['prompts'], 'held-out prompt')}"
-        rows.append((f"{what}, from every position", decoded["every_slot_length"]))
-        rows.append((f"{what}, tokens per round", decoded["acceptance_length"]))
+        rows.append((what, decoded["acceptance_length"]))
     return [(what, length) for what, length in rows if length is not None]
 
 

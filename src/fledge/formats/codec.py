@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from fledge.methods.registry import method_of
+from fledge.methods.shared.config import PLACEHOLDER_KEY
 from fledge.methods.shared.rotary import rope_parameters
 
 CARD_NAME = "README.md"
@@ -26,7 +27,6 @@ NESTED_KEY = "transformer_layer_config"  # speculators: holds the config of the 
 SPECULATORS_KEY = "speculators_model_type"
 INNER_KEY = "dflash_config"  # DFlash: holds some keys, or all of its own
 AUX_KEY = "eagle_aux_hidden_state_layer_ids"
-MASK_KEY = "mask_token_id"
 # The engines' classes. EAGLE-1: vLLM prefixes Llama's with "Eagle", SGLang's has it as a suffix.
 EAGLE3_CLASS, EAGLE3_QWEN3_CLASS = "LlamaForCausalLMEagle3", "Eagle3Qwen3ForCausalLM"
 EAGLE1_CLASSES = {"vllm": "EagleLlamaForCausalLM", "sglang": "LlamaForCausalLMEagle"}
@@ -114,7 +114,7 @@ def _plain_vllm_keys(facts: Facts) -> dict[str, Any]:
     # Ours: an export for vLLM is also a draft that `fledge eval` and `init_from` read.
     keys |= if_set(facts, "aux_layer_ids", "parallel_drafting", "qk_norm")
     if facts["parallel_drafting"]:
-        keys["mask_token_id"] = facts["mask_token_id"]
+        keys |= taken(facts, PLACEHOLDER_KEY)
     if facts["qk_norm"]:  # vLLM's Llama class has no q/k norms, its Qwen3 class does
         keys |= {"architectures": [EAGLE3_QWEN3_CLASS], "model_type": "qwen3"}
     return keys
@@ -161,7 +161,7 @@ def _speculators_chain_keys(facts: Facts, *, kind: str, architecture: str) -> di
         **speculators_keys(facts, kind, architecture, llama_keys(facts)),
         **taken(facts, *NORM_FLAGS),
         **if_set(facts, *TRAINED),
-        **(taken(facts, "mask_token_id") if parallel else {}),
+        **(taken(facts, PLACEHOLDER_KEY) if parallel else {}),
         "norm_before_residual": False,
         "norm_before_fc": False,
         "embed_requires_grad": parallel,

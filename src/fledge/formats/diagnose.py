@@ -103,12 +103,13 @@ def run_checks(subject: Subject, levels: Sequence[Level]) -> Iterator[Finding]:
 def repair_and_recheck(subject: Subject, levels: Sequence[Level], result: Diagnosis) -> Subject:
     """Collect the findings of the files as they are, then what certain repairs uncover."""
     for number in range(_ROUNDS):
-        reported = {finding.evidence for finding in result.findings}
+        known = {finding.evidence for finding in result.findings}
         new = [
-            finding for finding in run_checks(subject, levels) if finding.evidence not in reported
+            finding
+            for finding in run_checks(subject, levels)
+            if finding.evidence not in known  # and notes describe the original files only
+            and (number == 0 or finding.severity != "note")
         ]
-        if number > 0:  # notes describe the original files only
-            new = [finding for finding in new if finding.severity != "note"]
         result.findings += new
         if not _repair(subject, new, result):
             break

@@ -15,6 +15,7 @@ import torch
 from fledge import __version__
 from fledge.core.errors import BadInput, UntrustedCode, nearest
 from fledge.core.files import atomic_directory, check_place, save_tensors, write_json, write_text
+from fledge.core.progress import Watch, unwatched
 from fledge.core.reading import read_json
 from fledge.data.tokenise import checksum
 from fledge.formats.card import model_card
@@ -29,16 +30,13 @@ from fledge.formats.codec import (
     file_tensors,
 )
 from fledge.formats.engines import ENGINES, check_representable
-from fledge.formats.reread import Reread, TargetSide
+from fledge.formats.reread import TargetSide
 from fledge.formats.self_check import (
     CheckOptions,
     DecodingCheck,
-    ExportWatch,
     SelfCheck,
-    TargetInUse,
     check_files,
-    open_target,
-    same_embeddings,
+    load_target,
 )
 from fledge.formats.source import (
     DraftSource,
@@ -49,8 +47,11 @@ from fledge.formats.source import (
     read_source,
 )
 from fledge.methods.registry import method_of
+from fledge.methods.shared.config import PLACEHOLDER_KEY
 from fledge.methods.shared.files import CONFIG_NAME, WEIGHTS_NAME
 from fledge.models.resolve import public_name
+from fledge.target.hf.kind import HfTarget
+from fledge.target.hf.model import HFEagle3TargetModel
 
 _EMBEDDINGS = "embed_tokens.weight"
 _SHAPE = ("num_hidden_layers", "hidden_size", "draft_vocab_size", "vocab_size")
@@ -69,7 +70,7 @@ def export_draft(
     without_target: bool = False,  # skip what needs the target's weights
     device: str | None = None,
     check: CheckOptions | None = None,
-    watch: ExportWatch | None = None,
+    watch: Watch | None = None,
     trust_remote_code: bool = False,  # run Python code that comes with the target
     target_name: str = "",  # its name in card and config; "": its public name
     overwrite: bool = False,  # replace an existing export
@@ -91,7 +92,7 @@ def export_draft(
     job = _Job(
         read_source(Path(source)), engine, engine_version, target, dtype, num_draft_tokens,
         target_embeddings, without_target, device, check or CheckOptions(),
-        watch or (lambda what, at, of: None), trust_remote_code, target_name,
+        watch or unwatched, trust_remote_code, target_name,
     )  # fmt: skip
     try:
         return job.write(out)
@@ -123,7 +124,7 @@ class _Job:
     without_target: bool
     device: str | None
     check: CheckOptions
-    watch: ExportWatch
+    watch: Watch
     trust_remote_code: bool
     public_name: str
 
@@ -137,7 +138,6 @@ class _Job:
         self.target_name = self.target_name or source.target_name
         self.target = self._target_facts()
         draft = source.draft(self.target)
-        self.reordered = list(source.config.aux_layer_ids) != draft.aux_layer_ids
         self.draft = draft if self.dtype is None else draft.to(self.dtype)
         self.method = method_of(draft.config)
         if name not in self.method.formats:
@@ -152,18 +152,19 @@ class _Job:
         self.num_draft_tokens = self.asked_draft_tokens or source.num_draft_tokens
         self._check(trained_embeddings=False)  # fail before anything slow
         self.watch("loading the target", 0, 1)
-        self.in_use: TargetInUse | None = None
+        self.side = TargetSide(self.target.layers)
+        self.loaded: HFEagle3TargetModel | None = None
         if not self.without_target:
-            self.in_use = open_target(
-                source, self.target_name, aux_layer_ids=draft.aux_layer_ids, device=self.device,
+            self.section = HfTarget(
+                model=self.target_name, aux_layer_ids=tuple(draft.aux_layer_ids), compile=False,
                 trust_remote_code=self.trust_remote_code,
             )  # fmt: skip
-            info = self.in_use.target.info()
+            self.loaded, self.side = load_target(source, self.section, self.device)
+            info = self.loaded.info()
             self.target = dataclasses.replace(
                 self.target, tokenizer_fingerprint=info.tokenizer_fingerprint,
                 dtype=dtype_for_engines(info.dtype),
             )  # fmt: skip
-        self.side = TargetSide(self.target.layers) if self.in_use is None else self.in_use.side
         self.embeddings = self._settle_embeddings()
         self.draft = self.method.with_target_rows(self.draft, self.side.head_VE)
         self.features = self._check(trained_embeddings=self.embeddings == "trained")
@@ -171,9 +172,7 @@ class _Job:
     def _target_facts(self) -> TargetFacts:
         name, trust = self.target_name, self.trust_remote_code
         public = self.public_name or (public_name(name) if name else "")
-        if name and not self.without_target:
-            return facts_of_target(name, public, trust_remote_code=trust)
-        if not self.without_target:
+        if not name and not self.without_target:
             raise BadInput(
                 "which target?",
                 where=str(self.source.directory),
@@ -181,14 +180,13 @@ class _Job:
             )
         if self.engine.name == "speculators" and not public:
             raise BadInput("which target? the format names it", fix="give --target MODEL")
-        try:  # its config may be available even if its weights are not
+        try:
             if name:
                 return facts_of_target(name, public, trust_remote_code=trust)
-        except UntrustedCode:
-            raise
-        except BadInput:
-            pass
-        return TargetFacts(public, public.partition("@")[0])  # known only by name
+        except BadInput as error:  # without its weights, it may be known only by name
+            if not self.without_target or isinstance(error, UntrustedCode):
+                raise
+        return TargetFacts(public, public.partition("@")[0])
 
     def _check(self, *, trained_embeddings: bool) -> frozenset[Feature]:
         features = draft_features(self.draft, self.target, trained_embeddings=trained_embeddings)
@@ -201,7 +199,7 @@ class _Job:
         """Which embeddings the draft is served with: `the target's` or `trained`."""
         if _EMBEDDINGS not in self.draft.tensors:
             return "the target's"
-        if self.in_use is None:
+        if self.loaded is None:
             if self.target_embeddings:
                 fix = "leave out --without-target"
                 raise BadInput("--target-embeddings needs the target", fix=fix)
@@ -210,7 +208,7 @@ class _Job:
             frozen |= recipe is not None and recipe.draft.freeze_embeddings
             return "the target's" if frozen else "trained"
         requested = self.target_embeddings
-        if not requested and not same_embeddings(self.draft, self.side):
+        if not requested and not self._has_target_embeddings():
             return "trained"
         if requested or _EMBEDDINGS in self.layout.ignored:
             assert self.side.embeddings_VE is not None
@@ -218,6 +216,14 @@ class _Job:
             tensors = {**self.draft.tensors, _EMBEDDINGS: weight_VE}
             self.draft = dataclasses.replace(self.draft, tensors=tensors)
         return "the target's"
+
+    def _has_target_embeddings(self) -> bool:
+        """Whether the draft embeds tokens as its target does, up to rounding in half precision."""
+        draft_VE, target_VE = self.draft.tensors[_EMBEDDINGS].float(), self.side.embeddings_VE
+        if target_VE is None or target_VE.shape != draft_VE.shape:
+            return False
+        target_VE = target_VE.float()
+        return bool(((draft_VE - target_VE).abs() <= 2**-7 * target_VE.abs()).all())
 
     def write(self, out: Path) -> Path:
         facts = draft_facts(self.draft, self.target, num_draft_tokens=self.num_draft_tokens)
@@ -235,16 +241,22 @@ class _Job:
 
     def close(self) -> None:
         """Release the target."""
-        if self.in_use is not None:
-            self.in_use.target.close()
+        if self.loaded is not None:
+            self.loaded.close()
 
     def _self_check(self, directory: Path) -> SelfCheck:
         self.watch("reading back", 0, 1)
         check, reread = check_files(directory, self.engine.name, self.draft, self.side)
-        if self.in_use is None:
+        source = self.source
+        if self.loaded is None:
             check.notes.append("exported without the target: nothing was decoded")
         else:
-            self._decode(check, reread, self.in_use)
+            # an estimate is only comparable for as many tokens as it was made for
+            unknown = source.estimate is None
+            depth = self.num_draft_tokens if unknown else source.num_draft_tokens
+            DecodingCheck(source, self.loaded, self.section, self.check, depth, self.watch).run(
+                check, reread
+            )
         if self.engine.name == "speculators" and "/" not in self.target.served_as:
             check.notes.append(
                 f"the speculators library reads the target where the file says: it will look for"
@@ -252,16 +264,6 @@ class _Job:
                 " (set a hub id or a path with --target-name)"
             )
         return check
-
-    def _decode(self, check: SelfCheck, reread: Reread, in_use: TargetInUse) -> None:
-        before, after = (draft.tensors.get(_EMBEDDINGS) for draft in (self.source, self.draft))
-        kept = before is None or after is None or torch.equal(before.to(after.dtype), after)
-        unchanged = not self.reordered and kept
-        # an estimate is only comparable for as many tokens as it was made for
-        without_estimate = self.source.estimate is None
-        depth = self.num_draft_tokens if without_estimate else self.source.num_draft_tokens
-        decoding = DecodingCheck(self.source, in_use, self.check, depth, self.watch)
-        decoding.run(check, reread, unchanged=unchanged)
 
     def _record(self, facts: dict[str, Any], check: SelfCheck, directory: Path) -> dict[str, Any]:
         return {
@@ -279,7 +281,7 @@ class _Job:
             "aux_layer_ids": self.draft.aux_layer_ids,
             "chosen_aux_layers": "chosen aux layers" in self.features,
             "embeddings": self.embeddings,
-            "mask_token_id": facts["mask_token_id"],
+            PLACEHOLDER_KEY: facts[PLACEHOLDER_KEY],
             "num_draft_tokens": self.num_draft_tokens,
             "dtype": facts["torch_dtype"],
             "step": self.source.step,

@@ -49,6 +49,7 @@ from fledge.formats.layouts import (
 )
 from fledge.methods.base import Method
 from fledge.methods.registry import METHODS
+from fledge.methods.shared.config import PLACEHOLDER_KEY
 from fledge.methods.shared.files import CONFIG_NAME
 from fledge.models.weight_files import read_tensors
 
@@ -70,12 +71,10 @@ _MIDLAYER = re.compile(r"^midlayer\.")
 _DEEP_NORM = re.compile(r"(layers\.[1-9]\d*)\.hidden_norm\.")
 # Not part of the draft: rebuilt on loading, or copies of the target's weights.
 _JUNK = re.compile(r"(.*rotary_emb\..*|verifier_(lm_head|norm)\..*|target_model\..*)")
-# Tensors of layer 0 that show its width. The inputs of q, k and v then tell whether fc has merged
-# embedding and state (EAGLE-1) or the layer reads them side by side (EAGLE-3).
-_WIDTH_TENSORS = (
-    "layers.0.self_attn.o_proj.weight",
-    "layers.0.mlp.down_proj.weight",
-    "layers.0.post_attention_layernorm.weight",
+_FUSED = ("layers.0.hidden_norm.", f"{NORM_FLAGS[0]}.", "mask_hidden")  # only EAGLE-3 has these
+_SHOWING_WIDTH = tuple(
+    f"layers.0.{name}.weight"
+    for name in ("self_attn.o_proj", "mlp.down_proj", "post_attention_layernorm")
 )
 _INPUT_PROJECTIONS = tuple(f"layers.0.self_attn.{letter}_proj.weight" for letter in "qkv")
 # Classes that belong to exactly one kind of draft.
@@ -111,11 +110,11 @@ class DraftFiles:
     def put(self, key: str, value: Any) -> None:
         """Set a config value where this layout keeps it; None removes it."""
         path = self.view.path(key)
+        outer, _, name = path.rpartition(".")
         if value is not None:
             set_path(self.config, path, value)
-        elif get_path(self.config, path) is not None:
-            outer, _, name = path.rpartition(".")
-            del (get_path(self.config, outer) if outer else self.config)[name]
+        else:
+            (get_path(self.config, outer) or {} if outer else self.config).pop(name, None)
 
     def put_mask(self, token: int) -> None:
         """Set the mask token under every key that holds it."""
@@ -300,12 +299,11 @@ class DraftView:
     @cached_property
     def declared(self) -> set[str]:
         """The kinds of draft that the config claims: none, one, or by mistake both."""
-        kinds = {_KIND_OF_CLASS.get(name, "") for name in self.config.get("architectures") or []}
-        if SPECULATORS_KEY in self.config:
-            kinds.add("eagle3")
-        wrapped = self.config.get("model_type") == WRAPPED_TYPE
-        if wrapped or self.config.get("eagle_version") in (1, 2):
-            kinds.add("eagle1")
+        config = self.config
+        kinds = {_KIND_OF_CLASS.get(name, "") for name in config.get("architectures") or []}
+        kinds |= {"eagle3"} if SPECULATORS_KEY in config else set()
+        wrapped = config.get("model_type") == WRAPPED_TYPE
+        kinds |= {"eagle1"} if wrapped or config.get("eagle_version") in (1, 2) else set()
         return kinds - {""}
 
     @cached_property
@@ -345,8 +343,8 @@ class DraftView:
         if self.merges:
             version = 2 if self.get("eagle_version") == 2 else 1
             return {"eagle_version": version, "fc_bias": self.fc_bias is not None}
-        mask_token_id = self.mask_token_id if self.parallel else None
-        return {"parallel_drafting": self.parallel, MASK_KEYS[0]: mask_token_id}
+        mask = self.mask if self.parallel else None
+        return {"parallel_drafting": self.parallel, PLACEHOLDER_KEY: mask}
 
     @property
     def fc_bias(self) -> Tensor | None:
@@ -357,12 +355,12 @@ class DraftView:
     @property
     def mask_paths(self) -> list[str]:
         """Config paths of the mask token, in the order in which engines look; at least one."""
-        paths = [f"{INNER_KEY}.{MASK_KEYS[0]}", *map(self.path, MASK_KEYS)]
+        paths = [f"{INNER_KEY}.{PLACEHOLDER_KEY}", *map(self.path, MASK_KEYS)]
         present = [path for path in paths if get_path(self.config, path) is not None]
-        return present or [self.path(MASK_KEYS[0])]
+        return present or [self.path(PLACEHOLDER_KEY)]
 
     @property
-    def mask_token_id(self) -> int | None:
+    def mask(self) -> int | None:
         token: int | None = get_path(self.config, self.mask_paths[0])
         return token
 
@@ -407,16 +405,14 @@ class DraftView:
 
 
 def _merging_votes(state: Mapping[str, Tensor]) -> Iterator[int]:
-    """+1 for every tensor that implies a merging fc, -1 for what only a fused layer 0 has."""
-    if any(name.startswith(("layers.0.hidden_norm.", "fc_norm.", "mask_hidden")) for name in state):
+    """+1 for every tensor that implies a merging fc, -1 for what only a fused layer 0 has, which
+    reads embedding and state side by side."""
+    if any(name.startswith(_FUSED) for name in state):
         yield -1
-    widths = [state[name].shape[0] for name in _WIDTH_TENSORS if name in state and state[name].ndim]
-    if not widths:
-        return
-    width = max(widths, key=widths.count)
-    for name in _INPUT_PROJECTIONS:
-        shape = tuple(state[name].shape) if name in state else ()
-        if len(shape) == 2:
-            yield {width: 1, 2 * width: -1}.get(shape[1], 0)
-    if "fc.weight" in state:
+    widths = [state[name].shape[0] for name in _SHOWING_WIDTH if name in state and state[name].ndim]
+    width = max(widths, key=widths.count, default=0)
+    found = (state[name] for name in _INPUT_PROJECTIONS if name in state)
+    columns = (tensor.shape[1] for tensor in found if tensor.ndim == 2)
+    yield from ({width: 1, 2 * width: -1}.get(count, 0) for count in columns)
+    if "fc.weight" in state and width:
         yield 1 if tuple(state["fc.weight"].shape) == (width, 2 * width) else -1

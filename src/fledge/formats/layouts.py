@@ -14,11 +14,12 @@ from fledge.formats.codec import (
     EAGLE3_CLASS,
     INNER_KEY,
     NESTED_KEY,
+    NORM_FLAGS,
     PLAIN_SGLANG,
     PLAIN_VLLM,
     SPECULATORS_KEY,
 )
-from fledge.methods.shared.config import config_keys
+from fledge.methods.shared.config import PLACEHOLDER_KEY, config_keys
 
 OWN_AUX_KEY = "aux_layer_ids"
 # vLLM's own format of EAGLE-1: this model_type, and the Llama config nested under this key.
@@ -26,7 +27,7 @@ WRAPPED_TYPE, WRAPPED_KEY = "eagle", "model"
 # Flags for a bias of fc: ours, SafeAILab's, vLLM's.
 BIAS_KEYS = ("fc_bias", "bias", "eagle_fc_bias")
 # Keys under which engines look for the mask token, in this order.
-MASK_KEYS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
+MASK_KEYS = (PLACEHOLDER_KEY, "dspark_noise_token_id", "pard_token", "ptd_token_id")
 
 
 # --- config.json: the keys that are read, and their permitted values -----------------------------
@@ -150,7 +151,7 @@ Axes = Mapping[str, tuple[str, ...]]
 EAGLE3_AXES: Axes = {
     "embed_tokens.weight": ("", "hidden"),
     "fc.weight": ("hidden", "aux_hidden"),
-    "fc_norm.0.weight": ("target_hidden",),
+    f"{NORM_FLAGS[0]}.0.weight": ("target_hidden",),
     "input_norm.weight": ("aux_hidden",),
     "norm.weight": ("hidden",),
     "lm_head.weight": ("draft_vocab", "hidden"),
@@ -177,13 +178,14 @@ LAYER_AXES: Axes = {
 }
 # Optional parts of a layer, by their flag in our config.
 LAYER_EXTRAS: dict[str, Axes] = {
-    "qk_norm": {f"self_attn.{letter}_norm.weight": ("channels",) for letter in "qk"},
+    "qk_norm": dict.fromkeys((f"self_attn.{x}_norm.weight" for x in "qk"), ("channels",)),
     "attention_bias": {
-        f"self_attn.{letter}_proj.bias": (size,)
-        for letter, size in zip("qkvo", ("queries", "keys", "keys", "hidden"), strict=True)
+        "self_attn.q_proj.bias": ("queries",),
+        **dict.fromkeys((f"self_attn.{x}_proj.bias" for x in "kv"), ("keys",)),
+        "self_attn.o_proj.bias": ("hidden",),
     },
     "mlp_bias": {
-        f"mlp.{name}_proj.bias": (size,)
-        for name, size in {"gate": "intermediate", "up": "intermediate", "down": "hidden"}.items()
+        **dict.fromkeys((f"mlp.{name}_proj.bias" for name in ("gate", "up")), ("intermediate",)),
+        "mlp.down_proj.bias": ("hidden",),
     },
 }

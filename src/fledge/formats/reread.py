@@ -85,10 +85,9 @@ def require(holds: bool, key: str) -> None:
 
 
 def _as_vllm(values: Values, tensors: dict[str, Tensor], target: TargetSide) -> Reread:
-    named = values.get("architectures")
-    has_qk_norms = named == ["Eagle3Qwen3ForCausalLM"]
-    require(has_qk_norms or named == ["LlamaForCausalLMEagle3"], "architectures")
-    require(values.get("model_type") == ("qwen3" if has_qk_norms else "llama"), "model_type")
+    named, has_qk_norms = values["architectures"], values["model_type"] == "qwen3"
+    classes = {"qwen3": "Eagle3Qwen3ForCausalLM", "llama": "LlamaForCausalLMEagle3"}
+    require(named == [classes.get(values["model_type"])], "architectures")
     require(not values.get("norm_before_residual", False), "norm_before_residual")
     key, nested = "eagle_aux_hidden_state_layer_ids", values.get("eagle_config") or {}
     state = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
@@ -97,23 +96,18 @@ def _as_vllm(values: Values, tensors: dict[str, Tensor], target: TargetSide) -> 
     if "embed_tokens.weight" not in state:
         state |= _target_embeddings(target, state)
     config = _config(
-        values,
-        values,
-        aux_layer_ids=_layer_outputs(values.get(key) or nested.get(key), target.layers),
-        mask_token_id=values.get("mask_token_id"),
-        parallel_drafting="mask_hidden" in state,
+        values, values, _layer_outputs(values.get(key) or nested.get(key), target.layers),
+        mask_token_id=values.get("mask_token_id"), parallel_drafting="mask_hidden" in state,
         qk_norm=has_qk_norms,
-    )
+    )  # fmt: skip
     return Reread(config, state, [])
 
 
 def _as_sglang(values: Values, tensors: dict[str, Tensor], target: TargetSide) -> Reread:
-    require(values.get("architectures") == ["LlamaForCausalLMEagle3"], "architectures")
+    require(values["architectures"] == ["LlamaForCausalLMEagle3"], "architectures")
     require(not values.get("tie_word_embeddings", False), "tie_word_embeddings")
     require(not values.get("norm_before_residual", False), "norm_before_residual")
     ids = (values.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
-    if ids is None:
-        ids = _default_layers(target.layers)
     read_prefixes = ("fc.", "fc_norm.", "midlayer.", "norm.", "lm_head.", "d2t", "t2d")
     state, unread = {}, []
     for name, tensor in tensors.items():
@@ -125,7 +119,8 @@ def _as_sglang(values: Values, tensors: dict[str, Tensor], target: TargetSide) -
         else:
             unread.append(name)
     state |= _target_embeddings(target, state)
-    return Reread(_config(values, values, aux_layer_ids=ids), state, unread)
+    ids = _default_layers(target.layers) if ids is None else ids
+    return Reread(_config(values, values, ids), state, unread)
 
 
 def _as_speculators(values: Values, tensors: dict[str, Tensor], target: TargetSide) -> Reread:
@@ -133,13 +128,10 @@ def _as_speculators(values: Values, tensors: dict[str, Tensor], target: TargetSi
     require(kind in ("eagle3", "peagle"), "speculators_model_type")
     require(_proposed(values) > 0, "speculative_tokens")
     require(not values.get("norm_before_residual", kind == "eagle3"), "norm_before_residual")
-    config = _config(
-        values["transformer_layer_config"],
-        values,
-        aux_layer_ids=_layer_outputs(values.get("eagle_aux_hidden_state_layer_ids"), target.layers),
-        parallel_drafting=kind == "peagle",
-        mask_token_id=values["mask_token_id"] if kind == "peagle" else None,
-    )
+    ids = _layer_outputs(values.get("eagle_aux_hidden_state_layer_ids"), target.layers)
+    parallel = {"parallel_drafting": True, "mask_token_id": values.get("mask_token_id")}
+    own = parallel if kind == "peagle" else {}
+    config = _config(values["transformer_layer_config"], values, ids, **own)
     return Reread(config, dict(tensors), [])
 
 
@@ -164,15 +156,9 @@ def _as_eagle1(values: Values, tensors: dict[str, Tensor], target: TargetSide) -
     state |= _target_embeddings(target, state)
     if target.head_VE is not None:
         state["lm_head.weight"] = target.head_VE.to(state["fc.weight"].dtype)
-    config = _config(
-        values,
-        {},
-        aux_layer_ids=[] if target.layers is None else [target.layers],
-        num_aux_hidden_states=1,
-        eagle_version=values.get("eagle_version", 1),
-        fc_bias="fc.bias" in state,
-    )
-    return Reread(config, state, [])
+    own = {"eagle_version": values.get("eagle_version", 1), "fc_bias": "fc.bias" in state}
+    ids = [] if target.layers is None else [target.layers]
+    return Reread(_config(values, {}, ids, num_aux_hidden_states=1, **own), state, [])
 
 
 def _target_embeddings(target: TargetSide, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -201,23 +187,15 @@ def _as_block(
 ) -> Reread:
     """Engines differ in where they look for the layers, the mask token and the attention direction,
     and in what they assume by default."""
-    prefixes = ["fc.", "hidden_norm.", "norm.", "layers."]
-    own: dict[str, Any] = {"markov_rank": 0, "confidence_head": False, "sample_from_anchor": False}
-    if kind == "dspark":
-        prefixes += ["markov_head.", "confidence_head."]
-        own = _markov_heads(values, tensors)
+    layers: Values = values
     if engine == "speculators":
-        layers: Values = values["transformer_layer_config"]
-        require(layers.get("model_type") == "qwen3", "transformer_layer_config.model_type")
-        ids = [i - 1 for i in values["aux_hidden_state_layer_ids"]]
-        mask = values["mask_token_id"]
+        layers = values["transformer_layer_config"]
+        ids, mask = [i - 1 for i in values["aux_hidden_state_layer_ids"]], values["mask_token_id"]
         # vLLM takes `sliding_window_non_causal: false` to mean that every layer is causal
         causal: bool | None = not values.get("sliding_window_non_causal", True)
         drafted = values["block_size"] - (0 if values.get("sample_from_anchor", False) else 1)
         require(_proposed(values) == drafted, "speculative_tokens")
     else:
-        layers = values
-        require(values.get("model_type") == "qwen3", "model_type")
         depth = values.get("num_target_layers")
         require(None in (depth, target.layers) or depth == target.layers, "num_target_layers")
         nested, causal = values.get("dflash_config") or {}, values.get("is_causal")
@@ -228,10 +206,16 @@ def _as_block(
             causal = nested.get("causal") if causal is None else causal
         require(bool(ids) and ids == sorted(set(ids)), "target_layer_ids")
         mask = nested.get("mask_token_id", values.get("mask_token_id"))
+    require(layers.get("model_type") == "qwen3", "model_type")
+    prefixes = ["fc.", "hidden_norm.", "norm.", "layers."]
+    own: dict[str, Any] = {"markov_rank": 0, "confidence_head": False, "sample_from_anchor": False}
+    if kind == "dspark":
+        prefixes += ["markov_head.", "confidence_head."]
+        own = _markov_heads(values, tensors)
     if engine != "sglang":  # which skips what it does not know
         prefixes += ["lm_head.", "d2t", "t2d"]
     config = _config(
-        layers, values, aux_layer_ids=ids, mask_token_id=mask, qk_norm=True, causal=bool(causal),
+        layers, values, ids, mask_token_id=mask, qk_norm=True, causal=bool(causal),
         block_size=values["block_size"], **own, **_sliding(layers, causal),
     )  # fmt: skip
     unread = [name for name in tensors if not name.startswith(tuple(prefixes))]
@@ -259,17 +243,15 @@ def _markov_heads(values: Values, tensors: Mapping[str, Tensor]) -> dict[str, An
     confidence = bool(enabled and "confidence_head.proj.weight" in tensors)
     reads_both = values.get("confidence_head_with_markov", not flat)
     require(not confidence or reads_both, "confidence_head_with_markov")
-    return {
-        "markov_rank": values["markov_rank"],
-        "confidence_head": confidence,
-        "sample_from_anchor": values.get("sample_from_anchor", flat),
-    }
+    anchor = values.get("sample_from_anchor", flat)
+    rank = values["markov_rank"]
+    return {"markov_rank": rank, "confidence_head": confidence, "sample_from_anchor": anchor}
 
 
 # --- in our own terms ----------------------------------------------------------------------------
 
 
-def _config(llama: Values, outer: Values, *, aux_layer_ids: list[int], **own: Any) -> LlamaConfig:
+def _config(llama: Values, outer: Values, aux_layer_ids: list[int], **own: Any) -> LlamaConfig:
     """The config in our own keys; absent flags are off, as in the engines."""
     rope = dict(llama.get("rope_parameters") or llama.get("rope_scaling") or {})
     rope.setdefault("rope_type", "default")
@@ -286,8 +268,8 @@ def _config(llama: Values, outer: Values, *, aux_layer_ids: list[int], **own: An
         "norm_before_residual": False,  # or it would have been refused
         "parallel_drafting": False,
         "mask_token_id": None,
-        "aux_layer_ids": aux_layer_ids,
         "qk_norm": False,
+        "aux_layer_ids": aux_layer_ids,
     }
     return LlamaConfig(**settings | own)
 

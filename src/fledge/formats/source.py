@@ -47,7 +47,7 @@ class DraftSource:
     def estimate(self) -> float | None:
         """Held-out acceptance length that training measured at this step; None if it did not."""
         last = (self.state or {}).get("last", {})
-        return last.get("tau") if last.get("step") == self.step else None
+        return last.get("acceptance_length") if last.get("step") == self.step else None
 
     @property
     def step(self) -> int | None:

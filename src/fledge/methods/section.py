@@ -45,7 +45,8 @@ class ObjectiveSection(Section):
     def options(self) -> dict[str, Any]:
         """The keyword arguments of the method's objective."""
         names = set(type(self).model_fields) - self.not_options
-        return {name: getattr(self, name) for name in names}
+        values = {name: getattr(self, name) for name in names}
+        return {k: v.loss() if isinstance(v, LossChoice) else v for k, v in values.items()}
 
 
 class LossChoice(Section, use_attribute_docstrings=False):
@@ -87,15 +88,10 @@ def _choice_of(name: str, loss: type[Loss]) -> type[LossChoice]:
 class LossSection(ObjectiveSection):
     """The section of a method that trains with any of `objective.losses`."""
 
-    not_options = frozenset({"kind", "loss"})
-
     loss: Annotated[LossChoice, Tagged("kind", loss_choices, default="ce", bare=True)] = Field(
         default_factory=lambda: loss_choices()["ce"].model_validate({})
     )
     """The loss on the draft's distribution: a name, or a mapping of kind and parameters."""
-
-    def options(self) -> dict[str, Any]:
-        return {**super().options(), "loss": self.loss.loss()}
 
 
 # --- EAGLE ----------------------------------------------------------------------------------------
@@ -222,9 +218,6 @@ class BlockSection(ObjectiveSection):
         "mask_token_id",
     }
 
-    contiguous: ClassVar[bool] = False
-    """Whether a block is charged only up to its first token that is not supervised."""
-
     listened_layers: PositiveCount = 5
     """How many of the target's layers the draft reads; `target.aux_layer_ids` names them."""
 
@@ -255,21 +248,10 @@ class BlockSection(ObjectiveSection):
     def placeholder(self) -> int | None:
         return self.mask_token_id
 
-    @property
-    def decay_tokens(self) -> float:
-        """`gamma`, or its default for this block size."""
-        if self.gamma is not None:
-            return self.gamma
+    def options(self) -> dict[str, Any]:
         near = min(_GAMMAS, key=lambda size: abs(size - self.block_size))
-        return _GAMMAS[near] * self.block_size / near
-
-    @property
-    @abstractmethod
-    def reads_target(self) -> bool:
-        """Whether the loss reads the target's distribution, or the text alone."""
-
-    def options(self) -> dict[str, object]:
-        return {**super().options(), "gamma": self.decay_tokens}
+        gamma = _GAMMAS[near] * self.block_size / near if self.gamma is None else self.gamma
+        return {**super().options(), "gamma": gamma}
 
     def draft_settings(self) -> dict[str, object]:
         """The entries of the draft's config that this section sets."""
@@ -311,8 +293,6 @@ class DflashSection(BlockSection):
     kind: Literal["dflash"] = "dflash"
     """Drafts a block at once from the target's features; vLLM and SGLang serve it."""
 
-    not_options = BlockSection.not_options | {"loss"}
-
     loss: Annotated[LossChoice, Tagged("kind", block_losses, default="text", bare=True)] = Field(
         default_factory=TextChoice
     )
@@ -323,16 +303,9 @@ class DflashSection(BlockSection):
     """decay: by `gamma`; dpace: by how likely the block is to be accepted that far (D-PACE), which
     needs the loss text."""
 
-    def options(self) -> dict[str, Any]:
-        return {**super().options(), "loss": self.loss.loss()}
-
     @property
     def depths(self) -> int:
         return self.block_size - 1
-
-    @property
-    def reads_target(self) -> bool:
-        return self.loss.kind != "text"
 
     @model_validator(mode="after")
     def _check_dpace_loss(self) -> "DflashSection":
@@ -351,8 +324,6 @@ class DsparkSection(BlockSection):
     not_options: ClassVar[frozenset[str]] = BlockSection.not_options | {
         "token_head", "markov_rank", "confidence_threshold",
     }  # fmt: skip
-
-    contiguous: ClassVar[bool] = True
 
     block_size: Annotated[PositiveCount, Field(ge=1, le=1024)] = 7
     """Slots of a block, which are the tokens that it drafts."""
@@ -382,10 +353,6 @@ class DsparkSection(BlockSection):
     @property
     def depths(self) -> int:
         return self.block_size
-
-    @property
-    def reads_target(self) -> bool:
-        return self.distance_weight > 0
 
     def draft_settings(self) -> dict[str, object]:
         return {

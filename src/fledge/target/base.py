@@ -88,18 +88,14 @@ class Eagle3TargetBackend(ABC):
     def __new__(cls, *_: Any, **__: Any) -> Self:
         backend, base = super().__new__(cls), Eagle3TargetBackend
         if cls.answer is base.answer and cls.generate_batch is base.generate_batch:
-            raise TypeError(
-                f"{cls.__name__} cannot answer: it has neither answer(rows) nor generate_batch "
-                "with its six arguments"
-            )
+            what = "it has neither answer(rows) nor generate_batch with its six arguments"
+            raise TypeError(f"{cls.__name__} cannot answer: {what}")
         return backend
 
     def __init__(self, supervision: Supervision = "logits") -> None:
         if supervision not in get_args(Supervision):
-            raise BadInput(
-                f"supervision {supervision!r} is not an encoding",
-                fix=nearest(str(supervision), list(SUPERVISIONS)),
-            )
+            fix = nearest(str(supervision), list(SUPERVISIONS))
+            raise BadInput(f"supervision {supervision!r} is not an encoding", fix=fix)
         self.supervision = supervision
 
     def answer(self, rows: TokenBatch) -> Eagle3TargetBatch:
@@ -139,10 +135,8 @@ class Eagle3TargetBackend(ABC):
     def info(self) -> TargetInfo:
         """Head, sizes, dtype and fingerprints, computed once. Optional for a backend that answers
         with logits: only `hidden` supervision, caches and servers need the head."""
-        raise BadInput(
-            f"{type(self).__name__} does not describe its target's head",
-            fix="use supervision 'logits', or give the backend an info()",
-        )
+        what = f"{type(self).__name__} does not describe its target's head"
+        raise BadInput(what, fix="use supervision 'logits', or give the backend an info()")
 
     def describe(self) -> TargetInfo | HeadlessInfo:
         """`info()`, as far as the target shows itself: what a server tells of it."""
@@ -157,16 +151,12 @@ class Eagle3TargetBackend(ABC):
         if mask is None:
             mask = selection_mask(ids, len(self.get_input_embeddings().weight))
         elif mask.ndim != 1:
-            raise ValueError(
-                f"selected_token_mask must be one row over the target's vocabulary, got "
-                f"{list(mask.shape)}"
-            )
+            what = "selected_token_mask must be one row over the target's vocabulary"
+            raise ValueError(f"{what}, got {list(mask.shape)}")
         expected = selection_mask(ids, len(mask))
         if int(expected.sum()) < len(ids) or not torch.equal(expected.cpu(), mask.bool().cpu()):
-            raise ValueError(
-                f"selected_token_mask marks {int(mask.sum())} tokens, and not the {len(ids)} of "
-                "selected_token_ids, each once"
-            )
+            what = f"selected_token_mask marks {int(mask.sum())} tokens, and not the {len(ids)} of"
+            raise ValueError(f"{what} selected_token_ids, each once")
         self._selected_token_ids, self._selected_token_mask = ids, mask.bool()
 
     def known_rows(self) -> KnownRows | None:
@@ -200,9 +190,8 @@ class Eagle3TargetBackend(ABC):
     def _vocab_mapping(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """The draft vocabulary, moved to `device` on first use."""
         if self._selected_token_ids is None or self._selected_token_mask is None:
-            raise ValueError(
-                "supervision 'probs' needs the draft vocabulary: call set_vocab_mapping first"
-            )
+            what = "supervision 'probs' needs the draft vocabulary"
+            raise ValueError(f"{what}: call set_vocab_mapping first")
         self._selected_token_ids = self._selected_token_ids.to(device)
         self._selected_token_mask = self._selected_token_mask.to(device)
         return self._selected_token_ids, self._selected_token_mask
@@ -219,15 +208,12 @@ def selection_mask(selected_token_ids: Tensor, vocab_size: int) -> Tensor:
     """The membership mask [V] of the draft vocabulary's ids [W]."""
     ids = selected_token_ids
     if ids.ndim != 1 or ids.is_floating_point() or ids.dtype == torch.bool:
-        raise ValueError(
-            f"selected_token_ids must be one row of integers, got {ids.dtype} {list(ids.shape)}"
-        )
+        got = f"{ids.dtype} {list(ids.shape)}"
+        raise ValueError(f"selected_token_ids must be one row of integers, got {got}")
     ids = ids.long()
-    outside = ids[(ids < 0) | (ids >= vocab_size)]
-    if len(outside):
-        raise ValueError(
-            f"selected_token_ids hold {int(outside[0])}, the target knows 0 .. {vocab_size - 1}"
-        )
+    if len(outside := ids[(ids < 0) | (ids >= vocab_size)]):
+        known = f"the target knows 0 .. {vocab_size - 1}"
+        raise ValueError(f"selected_token_ids hold {int(outside[0])}, {known}")
     return torch.zeros(vocab_size, dtype=torch.bool, device=ids.device).index_fill(0, ids, True)
 
 
@@ -235,10 +221,8 @@ def check_token_ids(input_ids: Tensor, size: int) -> None:
     """Reject ids that the target's embedding has no row for."""
     low, high = int(input_ids.min()), int(input_ids.max())
     if low < 0 or high >= size:
-        raise ValueError(
-            f"input_ids hold {low if low < 0 else high}, the target knows 0 .. {size - 1}: "
-            "was another tokenizer used?"
-        )
+        what = f"input_ids hold {low if low < 0 else high}, the target knows 0 .. {size - 1}"
+        raise ValueError(f"{what}: was another tokenizer used?")
 
 
 def by_layer(aux: Tensor, layers: int) -> Tensor:
@@ -246,15 +230,50 @@ def by_layer(aux: Tensor, layers: int) -> Tensor:
     return aux.reshape(*aux.shape[:-1], layers, aux.shape[-1] // layers)
 
 
-class LayerView(Eagle3TargetBackend):
-    """Some of the aux layers of another target, in any order; closing the view closes it, too."""
+class WrappedTarget(Eagle3TargetBackend):
+    """A target that changes another one's answers; it owns and closes that target."""
 
     def __init__(self, inner: Eagle3TargetBackend, aux_layer_ids: Sequence[int]) -> None:
         super().__init__(inner.supervision)
-        missing = set(aux_layer_ids) - set(inner.aux_layer_ids)
-        if missing:
-            raise ValueError(f"layers {sorted(missing)} are not shown: {inner.aux_layer_ids}")
         self.inner, self.aux_layer_ids = inner, list(aux_layer_ids)
+
+    def join(self) -> None:
+        self.inner.join()
+
+    def info(self) -> TargetInfo:
+        self._check_open()
+        return self.inner.info()
+
+    def get_input_embeddings(self) -> HasWeight:
+        self._check_open()
+        return self.inner.get_input_embeddings()
+
+    def set_vocab_mapping(
+        self, selected_token_ids: Tensor, selected_token_mask: Tensor | None = None
+    ) -> None:
+        self.inner.set_vocab_mapping(selected_token_ids, selected_token_mask)
+
+    def known_rows(self) -> KnownRows | None:
+        return self.inner.known_rows()
+
+    def read_ahead(self, rows: RowView) -> RowView:
+        return self.inner.read_ahead(rows)
+
+    def asked_before(self, packs: Iterable[Callable[[], TokenBatch]]) -> None:
+        self.inner.asked_before(packs)
+
+    def close(self) -> None:
+        self.inner.close()
+        super().close()
+
+
+class LayerView(WrappedTarget):
+    """Some of the aux layers of another target, in any order."""
+
+    def __init__(self, inner: Eagle3TargetBackend, aux_layer_ids: Sequence[int]) -> None:
+        super().__init__(inner, aux_layer_ids)
+        if missing := set(aux_layer_ids) - set(inner.aux_layer_ids):
+            raise ValueError(f"layers {sorted(missing)} are not shown: {inner.aux_layer_ids}")
         self.supports_async, self.prefetch = inner.supports_async, inner.prefetch
         self.inside_engine, self.joins = inner.inside_engine, inner.joins
 
@@ -286,32 +305,3 @@ class LayerView(Eagle3TargetBackend):
 
         self.inner.answer_async(rows).add_done_callback(pass_on)
         return future
-
-    def join(self) -> None:
-        self.inner.join()
-
-    def info(self) -> TargetInfo:
-        self._check_open()
-        return self.inner.info()
-
-    def get_input_embeddings(self) -> HasWeight:
-        self._check_open()
-        return self.inner.get_input_embeddings()
-
-    def set_vocab_mapping(
-        self, selected_token_ids: Tensor, selected_token_mask: Tensor | None = None
-    ) -> None:
-        self.inner.set_vocab_mapping(selected_token_ids, selected_token_mask)
-
-    def close(self) -> None:
-        self.inner.close()
-        super().close()
-
-    def known_rows(self) -> KnownRows | None:
-        return self.inner.known_rows()
-
-    def read_ahead(self, rows: RowView) -> RowView:
-        return self.inner.read_ahead(rows)
-
-    def asked_before(self, packs: Iterable[Callable[[], TokenBatch]]) -> None:
-        self.inner.asked_before(packs)

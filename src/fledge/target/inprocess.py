@@ -6,7 +6,7 @@ derives probabilities if requested. A subclass implements the forward pass.
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from fledge.core.head import TargetHead
 from fledge.core.rows import TokenBatch
 from fledge.core.transfer import on_device
 from fledge.target.base import Eagle3TargetBackend, TargetInfo, check_token_ids
-from fledge.target.layers import AuxBuffer, inner_layers
+from fledge.target.layers import AuxBuffer, inner_layers, stated
 from fledge.target.packing import Documents, Group, find_documents, group_documents, plan_groups
 from fledge.target.weights import tokenizer_fingerprint
 
@@ -81,10 +81,8 @@ def find_rank_groups(
 ) -> RankGroups | None:
     """How the ranks that hold a part of this model work together; None if this rank works alone.
 
-    FSDP2 shards every weight of its modules along its own dimensions of the mesh, tensor
-    parallelism only the large ones. A dimension that could be either counts as tensor parallelism:
-    that is always correct, and at worst slower.
-    """
+    FSDP2 shards every weight along its dimensions of the mesh, tensor parallelism only large ones.
+    One that could be either counts as tensor parallelism: correct, and at worst slower."""
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
 
@@ -118,38 +116,36 @@ class InProcessTarget(Eagle3TargetBackend):
 
     overhead_tokens: int  # cost of one more forward pass, in tokens; see `packing`
     tokenizer: Any
+    _answers_logits: bool  # whether `_forward` returns logits rather than last hidden states
     _depth: int  # number of decoder layers
     _info: TargetInfo | None = None
     _rank_groups: RankGroups | None = None  # the ranks that share the target with this one
+
+    if TYPE_CHECKING:
+
+        @property
+        def model(self) -> Any: ...  # it exposes `.config` and `.parameters()`
 
     @abstractmethod
     def _forward(self, ids: Tensor, mask: Tensor, aux: AuxBuffer, group: Group | None) -> Tensor:
         """Run one pass over some rows: write aux states to `aux` and return the unshifted answer.
 
-        The answer is logits or last hidden states. Without `group` the rows are those of the batch;
-        with it, they are documents, padded on the right only, where a causal model cannot see the
-        padding.
+        Without `group` the rows are those of the batch; with it, they are documents, padded on the
+        right only, where a causal model cannot see the padding.
         """
-
-    @abstractmethod
-    def _answers_logits(self) -> bool:
-        """Whether `_forward` returns logits rather than last hidden states."""
 
     @abstractmethod
     def _head_of_states(self) -> TargetHead:
         """The head that turns the returned states into logits."""
 
     @abstractmethod
-    def _device(self) -> torch.device:
-        """The device that token ids must be on."""
-
-    @abstractmethod
-    def _vocabulary_rows(self) -> int | None:
-        """Number of rows of the input embedding; None when unknown."""
-
-    @abstractmethod
     def _facts(self) -> dict[str, Any]:
         """The fields of `TargetInfo` that follow from neither the head nor the tokenizer."""
+
+    def _device(self) -> torch.device:
+        """The device that token ids must be on."""
+        first = next(iter(self.model.parameters()), None)
+        return torch.device("cpu") if first is None else first.device
 
     def info(self) -> TargetInfo:
         self._check_open()
@@ -170,16 +166,13 @@ class InProcessTarget(Eagle3TargetBackend):
 
     @torch.no_grad()
     def answer(self, rows: TokenBatch) -> Eagle3TargetBatch:
-        """Run the target and capture aux hidden states plus supervision.
-
-        Documents of packed rows never attend to each other (see `packing`); padded rows run as they
-        are, under their attention mask. Ranks that share the target run each other's rows too.
-        """
+        """Run the target: documents of packed rows apart (see `packing`), padded rows as they are,
+        under their mask. Ranks that share the target run each other's rows too."""
         self._check_open()
         documents = find_documents(rows)
         if documents is not None and not documents.lengths:
             raise ValueError("attention_mask marks no token at all")
-        size = self._vocabulary_rows()
+        size = stated(getattr(self.model, "config", None), "vocab_size")
         if size is not None and rows.input_ids.device.type == "cpu":  # avoid a synchronization
             check_token_ids(rows.input_ids, size)
         device = self._device()
@@ -191,7 +184,7 @@ class InProcessTarget(Eagle3TargetBackend):
             else:
                 batch = cast(Eagle3TargetBatch, self._run_with_ranks(rows, self._rank_groups))
             if mapping is not None:
-                head = None if self._answers_logits() else self._head_of_states()
+                head = None if self._answers_logits else self._head_of_states()
                 batch = batch.with_probs(head, *mapping)
             return batch
 
@@ -209,16 +202,12 @@ class InProcessTarget(Eagle3TargetBackend):
         rank's own rows is kept."""
         device = self._device()
         questions, own_index = ranks.exchange(rows)
-        on_device = [question.to(device) for question in questions]
-        passes = [
-            self._passes(moved, find_documents(question))
-            for question, moved in zip(questions, on_device, strict=True)
-        ]
+        moved = [question.to(device) for question in questions]
+        passes = list(map(self._passes, moved, map(find_documents, questions)))
         count = sum(map(len, passes))
         idle = ranks.most(count) - count
-        batches = map(self._run_rows, on_device, passes)
         own_batch = None
-        for index, batch in enumerate(batches):
+        for index, batch in enumerate(map(self._run_rows, moved, passes)):
             own_batch = batch if index == own_index else own_batch
         dummy_11 = torch.zeros((1, 1), dtype=torch.long, device=device)
         for _ in range(idle):
@@ -236,14 +225,12 @@ class InProcessTarget(Eagle3TargetBackend):
         answer_BTX: Tensor | None = None
         for group in passes:
             if group is None:
-                ids_NL, mask_NL = rows.input_ids, rows.attention_mask
-            else:
-                ids_NL, mask_NL = group.take(rows.input_ids), group.attention_mask_NL
-            answer_NLX = self._forward(ids_NL, mask_NL, aux, group)
-            self._keep_last(answer_NLX, aux, group)
-            if group is None:
-                answer_BTX = answer_NLX
+                answer_BTX = self._forward(rows.input_ids, rows.attention_mask, aux, None)
+                self._keep_last(answer_BTX, aux, None)
                 continue
+            ids_NL = group.take(rows.input_ids)
+            answer_NLX = self._forward(ids_NL, group.attention_mask_NL, aux, group)
+            self._keep_last(answer_NLX, aux, group)
             if answer_BTX is None:
                 answer_BTX = answer_NLX.new_zeros((*rows.shape, answer_NLX.shape[-1]))
             group.put(answer_NLX, answer_BTX)
@@ -251,8 +238,8 @@ class InProcessTarget(Eagle3TargetBackend):
         return Eagle3TargetBatch.about(
             rows,
             aux_hidden_states=aux.result(),
-            logits=answer_BTX if self._answers_logits() else None,
-            last_hidden_states=None if self._answers_logits() else answer_BTX,
+            logits=answer_BTX if self._answers_logits else None,
+            last_hidden_states=None if self._answers_logits else answer_BTX,
         )
 
     def _keep_last(self, answer: Tensor, aux: AuxBuffer, group: Group | None) -> None:
@@ -267,12 +254,9 @@ class InProcessTarget(Eagle3TargetBackend):
     def _check_last_state(self) -> None:
         """Reject the last hidden state as an aux layer where the answer is logits: the state in
         front of the head is then not available."""
-        if self._depth in self.aux_layer_ids and self._answers_logits():
-            raise BadInput(
-                f"aux layer {self._depth} is the last hidden state, which is not there with "
-                f"{self.supervision} supervision",
-                fix="use hidden supervision",
-            )
+        if self._depth in self.aux_layer_ids and self._answers_logits:
+            what = f"aux layer {self._depth} is the last hidden state, which is not there with "
+            raise BadInput(f"{what}{self.supervision} supervision", fix="use hidden supervision")
 
     def _plan(self, documents: Documents, ids_BT: Tensor) -> list[list[int]]:
         """Which documents run in one pass, as its rows; no pass is larger than the batch itself."""

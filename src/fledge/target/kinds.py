@@ -84,8 +84,7 @@ class TargetKind(ABC, Generic[SectionT]):
     def open(
         self, section: SectionT, *, device: "torch.device", aux_layers: int
     ) -> "Eagle3TargetBackend":
-        """Open the target; `aux_layers` is how many layers it returns if the section names none.
-        Named ones may serve several drafts: their number is not checked here."""
+        """Open the target; `aux_layers` is how many layers it returns if the section names none."""
 
     def model_name(self, section: SectionT) -> str:
         """The model whose config and tokenizer are used."""

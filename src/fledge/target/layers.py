@@ -94,14 +94,14 @@ def _find(model: nn.Module, *, bare: bool = False) -> tuple[str, nn.ModuleList |
     raise BadInput(f"{what} under {paths}")
 
 
-def text_config(config: "PretrainedConfig") -> Any:
+def text_config(config: "PretrainedConfig | None") -> Any:
     """The language model's part of a config: its `text_config` if that describes layers, else the
     config itself."""
     nested = getattr(config, "text_config", None)
     return nested if isinstance(getattr(nested, "num_hidden_layers", None), int) else config
 
 
-def stated(config: "PretrainedConfig", name: str) -> int | None:
+def stated(config: "PretrainedConfig | None", name: str) -> int | None:
     """A size of the language model, or None if its config lacks it, as a runner's config may."""
     value = getattr(text_config(config), name, None)
     return value if isinstance(value, int) else None
@@ -161,8 +161,7 @@ def validate_aux_layer_ids(
     aux_layer_ids: Sequence[int] | None, depth: int, count: int | None = EAGLE3_AUX_LAYERS
 ) -> list[int]:
     """Check for `count` distinct ids in range and return them in the order of concatenation;
-    without ids, return the default ones. `count` None: those of several drafts, each of which was
-    checked by itself, so that the last hidden state may be one of them."""
+    without ids, return the default ones. `count` None: any number, the last hidden state too."""
     if aux_layer_ids is None:
         return default_aux_layer_ids(depth, count or EAGLE3_AUX_LAYERS)
     number = "" if count is None else f"{in_words(count)} "
@@ -219,9 +218,9 @@ def layer_outputs(
 def muted_head(head: nn.Module, answer: Callable[[Tensor], Tensor]) -> Iterator[None]:
     """While open, replace the output head's forward with `answer`, which gets the head's input.
 
-    The model's own forward runs from start to end, so that this is what architectures scale before
-    their head, too. The head's hooks are disabled: those of sharding would fetch weights for
-    nothing and would mistake the output of `answer` for one shard.
+    The model's own forward runs from start to end, so the input is what the architecture really
+    gives its head, any scaling included. The head's hooks are disabled: those of sharding would
+    fetch weights for nothing and would mistake the output of `answer` for one shard.
     """
     wrapped = head.__dict__.get("forward")  # offloading tools store their own forward here
     hooks = head._forward_pre_hooks, head._forward_hooks

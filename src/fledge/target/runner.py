@@ -94,8 +94,9 @@ class RunnerEagle3TargetModel(InProcessTarget):
         num_aux_layers: int | None = EAGLE3_AUX_LAYERS,
     ) -> None:
         super().__init__(supervision)
-        self._shows_hidden = isinstance(runner, HiddenTargetRunner)
-        if supervision == "hidden" and not self._shows_hidden:
+        shows_hidden = isinstance(runner, HiddenTargetRunner)
+        self._answers_logits = supervision == "logits" or not shows_hidden
+        if supervision == "hidden" and not shows_hidden:
             raise BadInput(
                 f"{type(runner).__name__} returns logits only (no forward_eagle3_hidden)",
                 fix="use supervision 'logits' or 'probs'",
@@ -170,7 +171,7 @@ class RunnerEagle3TargetModel(InProcessTarget):
                 where="attention_mask",
                 fix="put the padding behind the tokens",
             )
-        if self._answers_logits():
+        if self._answers_logits:
             answer, aux_NLD = runner.forward_eagle3(ids, mask)
         else:
             assert isinstance(runner, HiddenTargetRunner)
@@ -188,9 +189,6 @@ class RunnerEagle3TargetModel(InProcessTarget):
             aux.write(layer_id, states_NLD, group)
         return answer
 
-    def _answers_logits(self) -> bool:
-        return self.supervision == "logits" or not self._shows_hidden
-
     def _head_of_states(self) -> TargetHead:
         if not isinstance(self.runner, HiddenTargetRunner):
             raise BadInput(
@@ -198,13 +196,6 @@ class RunnerEagle3TargetModel(InProcessTarget):
                 fix="use logits or probs supervision, which need no head",
             )
         return self.runner.target_head()
-
-    def _device(self) -> torch.device:
-        parameters = list(self.runner.model.parameters())
-        return parameters[0].device if parameters else torch.device("cpu")
-
-    def _vocabulary_rows(self) -> int | None:
-        return stated(self.runner.model.config, "vocab_size")
 
 
 class EngineEagle3TargetModel(RunnerEagle3TargetModel):
@@ -235,15 +226,17 @@ class EngineEagle3TargetModel(RunnerEagle3TargetModel):
         hidden states."""
         from fledge.models.resolve import local_model
 
-        count = num_aux_layers or len(aux_layer_ids or ())
-        options = {"num_aux_layers": count, "trust_remote_code": trust_remote_code}
-        runner = cls._build(model, dtype=dtype, **options, **engine_kwargs)
+        runner = cls._build(
+            model,
+            dtype=dtype,
+            num_aux_layers=num_aux_layers or len(aux_layer_ids or ()),
+            trust_remote_code=trust_remote_code,
+            **engine_kwargs,
+        )
         try:
             tokenizer = tokenizer_in(local_model(str(model)), trust_remote_code=trust_remote_code)
-            return cls(
-                runner, aux_layer_ids, supervision=supervision, tokenizer=tokenizer,
-                num_aux_layers=num_aux_layers,
-            )  # fmt: skip
+            options = {"tokenizer": tokenizer, "num_aux_layers": num_aux_layers}
+            return cls(runner, aux_layer_ids, supervision=supervision, **options)
         except BaseException:
             runner.close()
             raise

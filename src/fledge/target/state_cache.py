@@ -20,7 +20,7 @@ from torch import Tensor
 from fledge.core.batch import Eagle3TargetBatch
 from fledge.core.errors import first_line
 from fledge.core.rows import TokenBatch
-from fledge.target.base import Eagle3TargetBackend, HasWeight, TargetInfo
+from fledge.target.base import Eagle3TargetBackend, WrappedTarget
 from fledge.target.hf.model import HFEagle3TargetModel
 from fledge.target.packing import find_documents
 
@@ -115,22 +115,15 @@ class _Reserved:
 Span = tuple[slice, bytes]  # the slots of a document in its flattened batch, and its key
 
 
-class RememberingTarget(Eagle3TargetBackend):
+class RememberingTarget(WrappedTarget):
     """Wraps a backend with `hidden` supervision and keeps as many states as fit."""
 
     def __init__(self, inner: Eagle3TargetBackend, kept: KeptStates) -> None:
-        super().__init__("hidden")
-        self.inner, self.aux_layer_ids = inner, inner.aux_layer_ids
+        super().__init__(inner, inner.aux_layer_ids)
         self._memories = (Memory(kept.device_bytes), Memory(kept.host_bytes, on_host=True))
         # by document; hidden states are shifted, so the last slot of each is never read
         self.known: dict[bytes, Parts] = {}
         self._reserved: dict[bytes, _Reserved] = {}
-
-    def info(self) -> TargetInfo:
-        return self.inner.info()
-
-    def get_input_embeddings(self) -> HasWeight:
-        return self.inner.get_input_embeddings()
 
     @cached_property
     def _device(self) -> torch.device:
@@ -140,7 +133,6 @@ class RememberingTarget(Eagle3TargetBackend):
     def close(self) -> None:
         self.known.clear()
         self._reserved.clear()
-        self.inner.close()
         super().close()
 
     @torch.no_grad()

@@ -24,7 +24,6 @@ from fledge.target.cache.job import (
     files_fingerprint,
     size_of_head,
 )
-from fledge.target.cache.manifest import shape_of
 from fledge.target.kinds import kind_of, model_name, target_config, target_tokenizer
 from fledge.target.layers import target_depth, text_config, validate_aux_layer_ids
 from fledge.training.drafts import choose_vocabulary, make_target, target_section
@@ -75,8 +74,6 @@ def recipe_job(
         what = "a target that ranks share cannot be precomputed"
         raise BadInput(what, where="target.parallel", fix="take an engine, or train live")
     computed = cache_dtype(recipe, device or torch.device("cpu"))
-    if not data.train:
-        raise BadInput("no training data", where="data.train", fix="data.train=chats.jsonl")
     config, tokenizer = text_config(target_config(section)), target_tokenizer(section)
     aux_layer_ids = _aux_layer_ids(recipe, target_depth(config))
     model_dir, template = local_model(model_name(section), weights=False), tokenizer.chat_template
@@ -114,8 +111,8 @@ def recipe_job(
     if shuffle_seed is not None:
         order = np.random.default_rng(shuffle_seed).permutation(order)
     return CacheJob(
-        directory, RowView(rows, order), shape_of(manifest), manifest, options, vocabulary,
-        model_dir, pad_id=int(tokenizer.pad_token_id or 0),
+        directory, RowView(rows, order), manifest, options, vocabulary, model_dir,
+        pad_id=int(tokenizer.pad_token_id or 0),
         head_bytes=size_of_head(config, model_dir, computed),
     )  # fmt: skip
 

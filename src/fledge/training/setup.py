@@ -109,14 +109,11 @@ def prepare_data(
     recipe: Recipe, on_progress: Callable[[Progress], None] = lambda _: None
 ) -> tuple[RowView, RowView, str]:
     """(training rows, held-out rows, fingerprint); tokenized rows are cached on disk."""
-    data = recipe.data
-    if not data.train:
-        raise BadInput("no training data", where="data.train", fix="data.train=chats.jsonl")
-    rows = tokenised(data.train, recipe, on_progress)
+    rows = tokenised(recipe.data.train, recipe, on_progress)
     train, held_out = split_training(rows, recipe)
     fingerprint = rows.fingerprint
-    if data.valid:
-        valid = tokenised(data.valid, recipe, on_progress)
+    if recipe.data.valid:
+        valid = tokenised(recipe.data.valid, recipe, on_progress)
         held_out, _ = split_rows(valid, 0)
         fingerprint += f"+{valid.fingerprint}"
     return _not_empty(train), held_out, fingerprint
@@ -172,8 +169,8 @@ def _few_rows(train: int, held_out: int) -> list[str]:
     if train >= FEW_ROWS:
         return []
     count = counted(held_out, "is held out", "are held out")
-    held_out_note = f" ({count})" if held_out else ", none is held out"
-    few = f"only {counted(train, 'row')} to train on{held_out_note}"
+    few = f"only {counted(train, 'row')} to train on"
+    few += f" ({count})" if held_out else ", none is held out"
     return [f"{few}: too few for a draft to learn from; see data.train"]
 
 
@@ -186,6 +183,8 @@ def tokenised(
     names: tuple[str, ...], recipe: Recipe, on_progress: Callable[[Progress], None]
 ) -> TokenRows:
     """The rows of the named sources, tokenized with the recipe's options."""
+    if not names:
+        raise BadInput("no training data", where="data.train", fix="data.train=chats.jsonl")
     data, model = recipe.data, local_model(model_name(recipe.target), weights=False)
     return prepare_rows(
         list(names), model, tokenise_options(data), workers=data.workers,
@@ -206,7 +205,20 @@ def set_up(
     with ExitStack() as undo:
         if target is None:
             undo.enter_context(opened.parts.target)
-        parts, stream = _parts(opened.recipe, opened.parts), make_stream(opened, opened.recipe)
+        recipe, parts = opened.recipe, _parts(opened.recipe, opened.parts)
+        packing, training = recipe.packing, recipe.training
+        stream = PackStream(
+            opened.train,
+            tokens=packing.tokens,
+            pad_id=opened.pad_id,
+            seed=packing.seed,
+            padded=packing.padded,
+            micro_batch=training.micro_batch,
+            accumulate=training.accumulate,
+            epochs=training.epochs,
+            steps=training.steps,
+            world=parts.world,
+        )
         undo.pop_all()
     return Training(**{**vars(opened), "parts": parts, "stream": stream})
 
@@ -234,13 +246,13 @@ def open_run(
         rows, held_out, fingerprint = data or known_data(recipe, target)
         if data is None:
             warnings = repeated_rows(rows, held_out, recipe)
+        warnings = warnings + _few_rows(len(rows), len(held_out))
         tokenizer = target_tokenizer(recipe.target)
         target = with_own_layers(recipe, target)
         vocabulary = vocabulary_of_run(recipe, target, rows, tokenizer, fingerprint)
         target.set_vocab_mapping(
             torch.from_numpy(vocabulary.selected_token_ids), torch.from_numpy(vocabulary.t2d)
         )
-        warnings = warnings + _few_rows(len(rows), len(held_out))
         train, held_out = target.read_ahead(rows), target.read_ahead(held_out)
         draft = make_draft(recipe, target, vocabulary, tokenizer, device)
         world.copy_from_main(draft)
@@ -296,28 +308,20 @@ def _parts(recipe: Recipe, models: Models) -> Parts:
     )
 
 
-def make_stream(opened: OpenRun, recipe: Recipe) -> PackStream:
-    """The run's training rows, packed and ordered as the recipe specifies."""
-    packing, training = recipe.packing, recipe.training
-    return PackStream(
-        opened.train,
-        tokens=packing.tokens,
-        pad_id=opened.pad_id,
-        seed=packing.seed,
-        padded=packing.padded,
-        micro_batch=training.micro_batch,
-        accumulate=training.accumulate,
-        epochs=training.epochs,
-        steps=training.steps,
-        world=opened.parts.world,
-    )
-
-
 def held_out_batches(rows: RowView, recipe: Recipe, pad_id: int) -> list[TokenBatch]:
     """The packs on which a recipe's drafts are evaluated."""
     count = min(len(rows), recipe.evaluation.rows)
     packing = pack_rows(rows.lengths[:count], recipe.packing.tokens)
     return [collate(rows, [pack], recipe.packing.tokens, pad_id) for pack in packing.packs]
+
+
+def compute_dtype(recipe: Recipe, device: torch.device) -> torch.dtype | None:
+    """The precision in which a recipe's draft computes; None: that of its weights."""
+    dtype = recipe.training.compute_dtype
+    bfloat16 = dtype == "bfloat16" or (
+        dtype == "auto" and device.type == "cuda" and multiplies_bfloat16(device)
+    )
+    return torch.bfloat16 if bfloat16 else None
 
 
 def make_objective(
@@ -328,15 +332,11 @@ def make_objective(
     device: torch.device,
     world: World,
 ) -> Objective[Any]:
-    dtype = recipe.training.compute_dtype
-    bfloat16 = dtype == "bfloat16" or (
-        dtype == "auto" and device.type == "cuda" and multiplies_bfloat16(device)
-    )
     inputs = TrainerInputs(
         selected_token_ids=torch.from_numpy(vocabulary.selected_token_ids),
         selected_token_mask=torch.from_numpy(vocabulary.t2d),
         target_head=target.info().head.to(device),
-        compute_dtype=torch.bfloat16 if bfloat16 else None,
+        compute_dtype=compute_dtype(recipe, device),
         context=ContextRanks.of(world),
     )
     return recipe.method.objective(draft, inputs, **recipe.objective.options())

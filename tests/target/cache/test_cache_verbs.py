@@ -186,13 +186,3 @@ def test_convert_refuses_what_is_impossible(command, overrides, tmp_path):
     assert target.vocabulary.digest() == CachedEagle3TargetModel(probs).vocabulary.digest()
     assert command("cache", "convert", probs, tmp_path / "x", *flags)[0] == 2
     assert command("cache", "convert", probs, tmp_path / "x", *flags, "--resume")[0] == 0
-
-
-def test_a_run_from_a_cache_can_be_planned(command, overrides, tmp_path):
-    cache = tmp_path / "cache"
-    assert command("precompute", *overrides, "-o", cache)[0] == 0
-    cached = ["target.backend=cache", f"target.cached_target_path={cache}", "training.device=cpu"]
-    code, text, _ = command("plan", *cached, f"run.output_dir={tmp_path / 'run'}", "--json")
-    assert code == 0
-    assert json.loads(text)["target_bytes"] == 0  # no target is loaded
-    assert not (tmp_path / "run").exists()

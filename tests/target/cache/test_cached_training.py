@@ -75,13 +75,6 @@ def test_packed_training_follows_the_live_loss(recipe, caches, tmp_path, encodin
     np.testing.assert_allclose(cached, live, rtol=bound)
 
 
-def test_supervised_only_changes_nothing(recipe, caches, tmp_path):
-    train(cache_recipe(recipe, caches("hidden"), run="all"))
-    train(cache_recipe(recipe, caches("hidden", "fp32", "--supervised-only"), run="only"))
-    whole, only = final_weights(tmp_path / "all"), final_weights(tmp_path / "only")
-    assert differing(whole, only) == []
-
-
 def test_topk_trains(recipe, caches, tmp_path):
     path = caches("topk", "fp32", "--target-probs-topk", "16")
     notes = Notes()

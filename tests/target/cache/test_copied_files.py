@@ -122,16 +122,3 @@ def test_a_client_writes_no_other_file(tmp_path, monkeypatch):
         monkeypatch.setattr(target, "_get", lambda *_: {"config.json": text})
         target.fetch_files(tmp_path / "into")
     assert [path.name for path in tmp_path.rglob("*")] == ["into", "config.json"]
-
-
-def test_a_server_sends_a_hub_snapshot(tmp_path):
-    pytest.importorskip("uvicorn", reason="needs the serve extra")
-    from fledge.target.remote.client import RemoteEagle3TargetModel
-    from target.remote.servers import running
-
-    snapshot = hub_snapshot(tmp_path / "hub")
-    fill(snapshot, ["hf_token.txt"])
-    with running(model_dir=snapshot) as server, RemoteEagle3TargetModel(server.url) as target:
-        target.fetch_files(tmp_path / "into")
-    fetched = {path.name: path.read_text() for path in (tmp_path / "into").iterdir()}
-    assert fetched == {"config.json": "1" * 40, "tokenizer.json": "2" * 40}

@@ -163,13 +163,6 @@ def seed_words(target, data, output_dir):
     ]  # fmt: skip
 
 
-def test_rows_are_at_most_as_long_as_the_target_takes(tiny_target, tiny_chats, tmp_path):
-    words = seed_words(tiny_target, tiny_chats, tmp_path)
-    assert main([*words, "--aux-layer-ids", "0,1,2"]) == 0
-    longest = json.loads((tiny_target / "config.json").read_text())["max_position_embeddings"]
-    assert json.loads((tmp_path / "manifest.json").read_text())["seq_length"] == longest
-
-
 def test_the_advice_about_unusable_rows_can_be_followed(deep_target, tmp_path, capsys):
     good = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b c"}]}
     data = tmp_path / "half.jsonl"

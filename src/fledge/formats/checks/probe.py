@@ -15,11 +15,8 @@ from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from fledge.core.batch import Eagle3TargetBatch
 from fledge.core.errors import BadInput
-from fledge.core.rows import TokenBatch
 from fledge.formats.checks.base import (
     Check,
     Finding,
@@ -125,26 +122,6 @@ class Answering:
         return Score(np.array(accepted), acceptance(replays, DEPTHS))
 
 
-class Altered(Eagle3TargetBackend):
-    """A target whose captured states are changed on the way to the draft."""
-
-    def __init__(
-        self, inner: HFEagle3TargetModel, change: Callable[[Eagle3TargetBatch], Tensor]
-    ) -> None:
-        super().__init__("hidden")
-        self.inner, self.change, self.aux_layer_ids = inner, change, inner.aux_layer_ids
-
-    def answer(self, rows: TokenBatch) -> Eagle3TargetBatch:
-        batch = self.inner.answer(rows)
-        return replace(batch, aux_hidden_states=self.change(batch))
-
-    def get_input_embeddings(self) -> Any:
-        return self.inner.get_input_embeddings()
-
-    def info(self) -> Any:
-        return self.inner.info()
-
-
 # One way to read the files: a frozen dataclass with `aux_layer_ids`, `target_rope` and more.
 R = TypeVar("R", bound=Any)
 
@@ -205,9 +182,9 @@ class Probe(ABC, Generic[R]):
     def apply(self, reading: R) -> None:
         """Make the draft compute by this reading."""
 
-    @abstractmethod
     def backend(self, reading: R) -> Eagle3TargetBackend:
         """The target with the states that this reading takes."""
+        return self.answering.backend(reading.aux_layer_ids)
 
     def beats(self, best: Score, score: Score) -> bool:
         """Whether a reading with this score is chosen over the best one so far."""
@@ -229,8 +206,8 @@ class Probe(ABC, Generic[R]):
         return Rotary(config)
 
     def shifted(self, reading: R) -> Iterator[R]:
-        """Readings of the layers one below and one above."""
-        for shift in (-1, 1):
+        """Readings of the layers one below and one above; EAGLE-1 reads the last state."""
+        for shift in () if self.subject.view.merges else (-1, 1):
             ids = tuple(layer + shift for layer in reading.aux_layer_ids)
             if all(0 <= layer < self.subject.target.depth for layer in ids):
                 yield replace(reading, aux_layer_ids=ids)
@@ -303,26 +280,12 @@ class Reading:
     norm_output: bool
     norm_before_residual: bool
     target_rope: bool = False  # the target's rotary settings instead of the file's
-    last_normed: bool = False  # the last layer's state after the final norm
-
-
-def last_normed(inner: HFEagle3TargetModel) -> Altered:
-    """The target with its last layer captured after the final norm, as in transformers."""
-
-    def change(batch: Eagle3TargetBatch) -> Tensor:
-        chunks = list(batch.aux_hidden_states.chunk(len(inner.aux_layer_ids), dim=-1))
-        assert batch.last_hidden_states is not None
-        last = inner.aux_layer_ids.index(inner.info().depth - 1)
-        chunks[last] = batch.last_hidden_states.to(chunks[0].dtype)
-        return torch.cat(chunks, dim=-1)
-
-    return Altered(inner, change)
 
 
 def _flag(id: str, flag: str, *, gain: float, depths: int = DEPTHS) -> Setting:
     def flipped(probe: "ChainProbe", reading: Reading) -> Iterator[Reading]:
-        states = probe.subject.view.method.carries_states
-        if not probe.merges and (states or flag == "norm_before_residual"):
+        view = probe.subject.view
+        if not view.merges and (view.method.carries_states or flag == "norm_before_residual"):
             changed: dict[str, Any] = {flag: not getattr(reading, flag)}
             yield replace(reading, **changed)
 
@@ -335,19 +298,6 @@ def _flag(id: str, flag: str, *, gain: float, depths: int = DEPTHS) -> Setting:
     )  # fmt: skip
 
 
-def _other_side_of_norm(probe: "ChainProbe", reading: Reading) -> Iterator[Reading]:
-    last = probe.subject.target.depth - 1
-    if probe.merges:
-        yield replace(reading, aux_layer_ids=(last,))
-    elif last in reading.aux_layer_ids and not reading.last_normed:
-        yield replace(reading, last_normed=True)
-
-
-def _states(reading: Reading) -> str:
-    normed = ", the last one after the final norm" if reading.last_normed else ""
-    return f"with the outputs of {list(reading.aux_layer_ids)}{normed}"
-
-
 class ChainProbe(Probe[Reading]):
     settings = (
         AUX_SHIFTED,
@@ -356,34 +306,18 @@ class ChainProbe(Probe[Reading]):
         # from the second token on it acts like norm_output: only the first token counts
         _flag("norm-residual", "norm_before_residual", gain=0.1, depths=1),
         ROPE_MEASURED,
-        Setting(
-            "capture-measured", "training on a last state from the other side of the final norm",
-            _other_side_of_norm, _states,
-            "train on the state that engines capture: a layer's own output, or, for EAGLE-1, the "
-            "last one after the norm",
-            gain=0.03,
-        ),
-    )  # fmt: skip
+    )
 
     def __init__(self, subject: Subject, draft: DraftModel, answering: Answering) -> None:
         ids, config = subject.aux_layer_ids, draft.config
         assert ids is not None
         written = Reading(tuple(ids), bool(config.norm_output), bool(config.norm_before_residual))
         super().__init__(subject, draft, answering, written)
-        self.merges = subject.view.merges
 
     def apply(self, reading: Reading) -> None:
         self.draft.spec = replace(self.draft.spec, norm_output=reading.norm_output)
         self.draft.layers[0].norm_residual = reading.norm_before_residual
         self.draft.rotary = self.rotary(reading)
-
-    def backend(self, reading: Reading) -> Eagle3TargetBackend:
-        backend = self.answering.backend(reading.aux_layer_ids)
-        return last_normed(backend) if reading.last_normed else backend
-
-    def shifted(self, reading: Reading) -> Iterator[Reading]:
-        others = () if self.merges else super().shifted(reading)
-        return (replace(other, last_normed=False) for other in others)
 
 
 MEASURED = [setting.check() for setting in ChainProbe.settings]

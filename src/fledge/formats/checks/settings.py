@@ -5,9 +5,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-from transformers import AutoTokenizer
-
-from fledge.core.errors import BadInput, first_line
+from fledge.core.errors import BadInput
 from fledge.formats.checks.base import (
     Finding,
     Repair,
@@ -35,7 +33,6 @@ from fledge.formats.foreign import DraftFiles
 from fledge.formats.import_draft import own_config
 from fledge.methods.shared.placeholder import check_placeholder
 from fledge.methods.shared.rotary import rope_parameters
-from fledge.target.weights import quantisation_method
 
 _SERVING: tuple[EngineName, ...] = ("vllm", "sglang")
 
@@ -74,22 +71,12 @@ def _heads(subject: Subject, voted: Sizes) -> Iterator[Finding]:
         return
     groups = subject.view.get("num_key_value_heads", heads)
     channels = subject.view.get("head_dim", subject.view.get("hidden_size") // heads)
-    if (heads * channels, groups * channels) == (voted.queries, voted.keys):
-        return
-    keys = ("num_attention_heads", "num_key_value_heads", "head_dim")
-    own = [getattr(subject.target.draft_config, key, 0) for key in keys]
-    fits = (own[0] * own[2], own[1] * own[2]) == (voted.queries, voted.keys)
-
-    def repair(files: DraftFiles) -> None:
-        for key, value in zip(keys, own, strict=True):
-            files.put(key, value)
-
-    yield error(
-        f"{heads} heads, {groups} key heads of {channels} channels make {heads * channels} and "
-        f"{groups * channels}; the projections have {voted.queries} and {voted.keys} rows",
-        fix=f"the target's: {own[0]}, {own[1]} of {own[2]}" if fits else "correct the heads",
-        repair=repair if fits else None,
-    )
+    if (heads * channels, groups * channels) != (voted.queries, voted.keys):
+        yield error(
+            f"{heads} heads, {groups} key heads of {channels} channels make {heads * channels} and "
+            f"{groups * channels}; the projections have {voted.queries} and {voted.keys} rows",
+            fix="correct the heads in config.json",
+        )
 
 
 @check("flags", "static", "norms, biases or heads whose flag and tensors disagree",
@@ -118,7 +105,7 @@ def flags(subject: Subject) -> Iterator[Finding]:
 
 @check("mask-token", "static", "no placeholder where one is needed, or a real token for it")
 def mask_token(subject: Subject) -> Iterator[Finding]:
-    view, token, full = subject.view, subject.view.mask_token_id, subject.vocab_size
+    view, token, full = subject.view, subject.view.mask, subject.vocab_size
     if not (view.parallel or view.borrows):
         return
     hidden, width = view.state.get("mask_hidden"), sizes_of(subject).target_hidden
@@ -273,34 +260,6 @@ def _sort_aux(files: DraftFiles) -> None:
     for name, value in sorted_chunks(ids, files.view.state).items():
         files.put_tensor(name, value)
     files.put_aux(sorted(ids))
-
-
-@check("tokenizer", "static", "a tokenizer beside the draft that is not the target's")
-def tokenizer(subject: Subject) -> Iterator[Finding]:
-    if subject.target.tokenizer is None or not (subject.directory / "tokenizer.json").is_file():
-        return
-    try:
-        beside = AutoTokenizer.from_pretrained(subject.directory, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as failed:
-        yield warning(f"the tokenizer beside the draft cannot be read ({first_line(failed)})")
-        return
-    own, target = beside.get_vocab(), subject.target.tokenizer.get_vocab()
-    if differing := sum(own.get(token) != token_id for token, token_id in target.items()):
-        yield error(
-            f"{differing:,} of the target's {len(target):,} tokens have another id, or none, in "
-            "the tokenizer beside the draft",
-            fix="name the target it was trained for",
-        )
-
-
-@check("target-quantised", "static", "a quantized target, whose states differ from the original's")
-def target_quantised(subject: Subject) -> Iterator[Finding]:
-    if method := quantisation_method(subject.target.config):
-        yield warning(
-            f"the target is quantized ({method}): a draft that learned from another precision, or "
-            "from a basis that quantization rotates, loses acceptance",
-            fix="train on the states of the weights that are served, and measure",
-        )
 
 
 @check("serving", "static", "the settings that each engine needs, and what it cannot load")

@@ -75,7 +75,7 @@ def expected_shapes(subject: Subject) -> dict[str, tuple[int | None, ...]]:
     axes = dict(view.axes)
     if norm := axes.pop(view.chunk_norm(0), None):
         axes |= {view.chunk_norm(chunk): norm for chunk in range(sizes.aux)}
-    shapes = {name: tuple(map(values.get, sizes)) for name, sizes in axes.items()}
+    shapes = {name: tuple(map(values.get, own_axes)) for name, own_axes in axes.items()}
     for layer in range(max(view.layer_numbers, default=0) + 1):
         values["inputs"] = double_width if layer == 0 and view.fuses else sizes.hidden
         for part, part_axes in view.layer_axes.items():
@@ -83,21 +83,6 @@ def expected_shapes(subject: Subject) -> dict[str, tuple[int | None, ...]]:
     if view.merges:  # which does not norm fc's output
         del shapes["layers.0.input_layernorm.weight"]
     return shapes
-
-
-def missing_names(subject: Subject) -> list[str]:
-    """Tensors that this kind of draft requires and the file lacks; other checks cover the head and
-    the maps."""
-    state, optional = subject.view.state, subject.view.optional
-    known = expected_shapes(subject)
-    return [name for name in known if name not in state and not name.startswith(optional)]
-
-
-def unknown_names(subject: Subject) -> list[str]:
-    """Tensors, by their names in the file, that no draft of this kind has."""
-    view = subject.view
-    expected = {*expected_shapes(subject), *(["mask_hidden"] if view.fuses else [])}
-    return [view.names[our_name] for our_name in view.state if our_name not in expected]
 
 
 # --- checks --------------------------------------------------------------------------------------
@@ -117,7 +102,16 @@ def architecture(subject: Subject) -> Iterator[Finding]:
         evidence = f"no tensor of a draft among {len(view.state)} ({examples} ...)"
         yield error(evidence, "name the directory of a draft", last=True)
     elif view.misnamed:
-        yield _misnamed(subject)
+        if view.merges:
+            what = "fc merges one embedding and one hidden state (EAGLE-1/2), declared as EAGLE-3"
+        else:
+            what = "layer 0 reads embedding and state side by side (EAGLE-3), declared as EAGLE-1"
+        vllm, sglang = (view.method.algorithms[engine] for engine in ("vllm", "sglang"))
+        yield error(
+            f"{what}: served like that, it accepts nothing",
+            fix=f'vLLM: method "{vllm}"; SGLang: --speculative-algorithm {sglang}',
+            last=True,
+        )
     elif view.borrows:
         return
     elif view.layout.nested == NESTED_KEY:
@@ -130,28 +124,6 @@ def architecture(subject: Subject) -> Iterator[Finding]:
             )
     else:
         yield from _classes(subject)
-
-
-def _misnamed(subject: Subject) -> Finding:
-    view = subject.view
-    if view.merges:
-        what = "fc merges one embedding and one hidden state (EAGLE-1/2), declared as EAGLE-3"
-    else:
-        what = "layer 0 reads embedding and state side by side (EAGLE-3), declared as EAGLE-1"
-    complete = not missing_names(subject) and not unknown_names(subject) and not view.layout.nested
-    vllm, sglang = (view.method.algorithms[engine] for engine in ("vllm", "sglang"))
-
-    def repair(files: DraftFiles) -> None:
-        files.put("architectures", [EAGLE1_CLASSES["sglang"] if view.merges else EAGLE3_CLASS])
-        if not view.merges:
-            files.put("eagle_version", None)
-
-    return error(
-        f"{what}: served like that, it accepts nothing",
-        fix=f'vLLM: method "{vllm}"; SGLang: --speculative-algorithm {sglang}',
-        repair=repair if complete else None,
-        last=not complete,
-    )
 
 
 def _classes(subject: Subject) -> Iterator[Finding]:
@@ -218,7 +190,9 @@ def _unwrap(files: DraftFiles) -> None:
 @check("missing", "static", "tensors that an engine would leave random")
 def missing(subject: Subject) -> Iterator[Finding]:
     """Only in layers that are present: `sizes` reports absent ones."""
-    view, absent = subject.view, missing_names(subject)
+    view = subject.view
+    known = (name for name in expected_shapes(subject) if not name.startswith(view.optional))
+    absent = [name for name in known if name not in view.state]
     if not (view.merges or view.borrows):  # else embeddings and head are always the target's
         if "lm_head.weight" in view.state:
             pass
@@ -251,7 +225,8 @@ def unexpected(subject: Subject) -> Iterator[Finding]:
             "leave them out",
             repair,
         )
-    if extra := unknown_names(subject):
+    known = {*expected_shapes(subject), *(["mask_hidden"] if view.fuses else [])}
+    if extra := [view.names[own] for own in view.state if own not in known]:
         yield error(
             f"{counted(len(extra), 'tensor')} that no {view.method.title} draft has: "
             f"{first_few(extra)}; vLLM refuses them, SGLang skips them",

@@ -12,24 +12,21 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
-from fledge.core.batch import Eagle3TargetBatch
 from fledge.core.errors import BadInput
 from fledge.formats.checks.base import Finding, Repair, Subject, check, error
 from fledge.formats.checks.probe import (
     AUX_SHIFTED,
     ROPE_MEASURED,
-    Altered,
     Answering,
     Probe,
     Score,
     Setting,
 )
-from fledge.formats.codec import MASK_KEY
 from fledge.formats.foreign import DraftFiles
 from fledge.methods.block.foreign import BlockView
+from fledge.methods.shared.config import PLACEHOLDER_KEY
 from fledge.methods.shared.draft import DraftModel
 from fledge.methods.shared.placeholder import choose_placeholder
-from fledge.target.base import Eagle3TargetBackend
 
 
 @check("block", "static", "DFlash, DSpark: a block size that is absent, or at odds with the tokens "
@@ -65,7 +62,6 @@ class BlockReading:
     aux_layer_ids: tuple[int, ...]
     mask: int
     from_anchor: bool  # slot 0 predicts the first token
-    late: int = 0  # training used the features of token t as those of token t + late
     interleaved: bool = False  # rotary pairs channels 2i and 2i + 1
     target_rope: bool = False
 
@@ -98,12 +94,6 @@ class BlockProbe(Probe[BlockReading]):
     settings = (
         AUX_SHIFTED,
         Setting(
-            "context-shifted", "DFlash, DSpark: features trained at the wrong token",
-            lambda _, reading: (replace(reading, late=by) for by in (-1, 1)),
-            lambda reading: f"with the features of token t at t{reading.late:+d}",
-            "the context was off by one in training: train again",
-        ),
-        Setting(
             "slot-shifted", "DFlash, DSpark: the first token read from the wrong slot",
             lambda _, reading: [replace(reading, from_anchor=not reading.from_anchor)],
             lambda reading: f"first token from slot {0 if reading.from_anchor else 1}",
@@ -131,25 +121,18 @@ class BlockProbe(Probe[BlockReading]):
 
     def __init__(self, subject: Subject, draft: DraftModel, answering: Answering) -> None:
         config = draft.config
-        ids, mask = tuple(config.aux_layer_ids), getattr(config, MASK_KEY)
+        ids, mask = tuple(config.aux_layer_ids), getattr(config, PLACEHOLDER_KEY)
         super().__init__(
             subject, draft, answering, BlockReading(ids, mask, config.sample_from_anchor)
         )
         self.draft.borrow_from(answering.first)
         self.state = {name: tensor.clone() for name, tensor in self.draft.state_dict().items()}
 
-    def backend(self, reading: BlockReading) -> Eagle3TargetBackend:
-        def change(batch: Eagle3TargetBatch) -> Tensor:
-            return batch.aux_hidden_states.roll(reading.late, dims=1)
-
-        backend = self.answering.backend(reading.aux_layer_ids)
-        return Altered(backend, change) if reading.late else backend
-
     def beats(self, best: Score, score: Score) -> bool:
         return bool(score.accepted_S.mean() > best.accepted_S.mean())
 
     def apply(self, reading: BlockReading) -> None:
-        changed = {MASK_KEY: reading.mask, "sample_from_anchor": reading.from_anchor}
+        changed = {PLACEHOLDER_KEY: reading.mask, "sample_from_anchor": reading.from_anchor}
         self.draft.spec = replace(self.draft.spec, **changed)
         self.draft.rotary = self.rotary(reading)
         permuted = in_halves(self.state, self.draft.spec.head_dim) if reading.interleaved else {}
@@ -161,7 +144,7 @@ class BlockProbe(Probe[BlockReading]):
         tokenizer, full = self.subject.target.tokenizer, self.subject.vocab_size
         candidates: list[int | None] = [full - 1, 0]
         if tokenizer is not None:
-            names = (MASK_KEY, "pad_token_id", "unk_token_id", "eos_token_id")
+            names = (PLACEHOLDER_KEY, "pad_token_id", "unk_token_id", "eos_token_id")
             candidates += [getattr(tokenizer, name, None) for name in names]
             with suppress(BadInput):
                 candidates.append(choose_placeholder(tokenizer, full))

@@ -19,6 +19,7 @@ from fledge.methods.base import Method
 from fledge.methods.block.draft import BlockDraftModel
 from fledge.methods.block.formats import DFLASH_FLAT, DSPARK_FLAT, SPECULATORS_DFLASH
 from fledge.methods.registry import METHODS
+from fledge.methods.shared.config import PLACEHOLDER_KEY
 
 if TYPE_CHECKING:
     from fledge.formats.checks.base import Check, Subject
@@ -67,9 +68,7 @@ _SPARK_AXES: Axes = {
     "confidence_head.proj.bias": ("",),
 }
 # Checks of EAGLE and P-EAGLE that mean nothing here.
-_NOT_SHARED = {
-    "serving", "embeddings", "head-map", "norm-output", "norm-residual", "capture-measured",
-}  # fmt: skip
+_NOT_SHARED = {"serving", "embeddings", "head-map", "norm-output", "norm-residual"}
 
 
 class BlockView(DraftView):
@@ -231,7 +230,7 @@ class BlockView(DraftView):
         window = self.setting("swa_window_size", self.setting("sliding_window"))
         return {
             "block_size": self.setting("block_size"),
-            "mask_token_id": self.mask_token_id,
+            PLACEHOLDER_KEY: self.mask,
             "sample_from_anchor": self.sample_from_anchor,
             "causal": bool(self._causal),
             "sliding_layers": sliding,

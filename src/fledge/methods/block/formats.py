@@ -20,6 +20,7 @@ from fledge.formats.codec import (
     speculators_keys,
     taken,
 )
+from fledge.methods.shared.config import PLACEHOLDER_KEY
 
 
 def _qwen3_keys(facts: Facts) -> dict[str, Any]:
@@ -41,7 +42,7 @@ _OWN = (
 
 def _flat_keys(facts: Facts, architecture: str) -> dict[str, Any]:
     keys = _qwen3_keys(facts) | {"architectures": [architecture]}
-    keys |= taken(facts, "block_size", "draft_vocab_size", "target_hidden_size", "mask_token_id")
+    keys |= taken(facts, "block_size", "draft_vocab_size", "target_hidden_size", PLACEHOLDER_KEY)
     keys |= if_set(facts, "num_target_layers", *_OWN)
     if facts["causal"]:  # for all layers; without it only the sliding ones are causal
         keys["is_causal"] = True
@@ -49,7 +50,7 @@ def _flat_keys(facts: Facts, architecture: str) -> dict[str, Any]:
 
 
 def _dflash_flat(facts: Facts) -> dict[str, Any]:
-    inner = taken(facts, "mask_token_id")
+    inner = taken(facts, PLACEHOLDER_KEY)
     return {**_flat_keys(facts, "DFlashDraftModel"), INNER_KEY: inner}
 
 
@@ -68,7 +69,7 @@ def _dspark_flat(facts: Facts) -> dict[str, Any]:
 
 def _speculators(facts: Facts, kind: str, architecture: str) -> dict[str, Any]:
     keys = speculators_keys(facts, kind, architecture, _qwen3_keys(facts))
-    return keys | taken(facts, "block_size", "mask_token_id")
+    return keys | taken(facts, "block_size", PLACEHOLDER_KEY)
 
 
 def _speculators_dflash(facts: Facts) -> dict[str, Any]:

@@ -25,9 +25,7 @@ from fledge.methods.shared.objective import StepOptions, StepTotals
 from fledge.methods.shared.rollout_objective import ReadyBatch, RolloutTrainerModule, no_autocast
 from fledge.methods.shared.supervision import Supervision, VocabularyTensors
 from fledge.rollout.attention import AttentionKind
-from fledge.rollout.slots import RowMasks, draw_seed
-
-EVALUATION_SEED = 0  # the same blocks at every evaluation, so that only the draft differs
+from fledge.rollout.slots import RowMasks
 
 
 class BlockTrainerModule(RolloutTrainerModule[BlockPlan]):
@@ -62,7 +60,7 @@ class BlockTrainerModule(RolloutTrainerModule[BlockPlan]):
                 "target_head: it has a bias, a scale or a soft cap, and block drafts read the "
                 "target's head without one; use eagle3"
             )
-        self.anchors, self.gamma = anchors, gamma
+        self.depths, self.anchors, self.gamma = draft_model.spec.drafts, anchors, gamma
         # the draft id of every target token; 0 for tokens outside the draft vocabulary
         draft_id_V = torch.zeros(len(self.selected_token_mask), dtype=torch.int64)
         draft_id_V[vocabulary.ids_W.cpu()] = torch.arange(len(vocabulary.ids_W))
@@ -88,22 +86,16 @@ class BlockTrainerModule(RolloutTrainerModule[BlockPlan]):
     # --- how a block draft is trained -----------------------------------------------------------
 
     @property
-    def depths(self) -> int:
-        return self.draft_model.spec.drafts
-
-    @property
     def _num_losses(self) -> int:
         return 1  # one mean acceptance over all elements
 
     def plan(self, masks: RowMasks, seed: int | None = None) -> BlockPlan:
-        if seed is None:
-            seed = draw_seed() if self.draft_model.training else EVALUATION_SEED
         return plan_blocks(
             masks,
             place=self.draft_model.spec.place,
             anchors=self.anchors,
             contiguous=self.contiguous,
-            seed=seed,
+            seed=self._seed(seed),
             device=self.selected_token_ids.device,
             quantum=self.quantum if self.draft_model.training else 0,
             share_targets=self.reads_target,

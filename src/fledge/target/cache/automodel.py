@@ -18,12 +18,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from safetensors import safe_open
-from safetensors.torch import save
 from torch import Tensor
 
 from fledge.core import reading
 from fledge.core.errors import BadInput, broken_files
-from fledge.core.files import atomic_file
 from fledge.core.head import TargetHead
 from fledge.core.rows import TokenRow
 from fledge.data.vocab import DraftVocabulary, count_supervised
@@ -126,11 +124,6 @@ def vocabulary_of(
     counts_V = count_supervised(rows, manifest["vocab_size"])
     covered = float(counts_V[ids_W].sum() / max(1, counts_V.sum()))
     return DraftVocabulary(ids_W, manifest["vocab_size"], covered, LAYOUT)
-
-
-def write_embedding(directory: Path, embedding_VD: Tensor) -> None:
-    with atomic_file(directory / EMBEDDINGS) as handle:
-        handle.write(save({"weight": embedding_VD.detach().float().cpu().contiguous()}))
 
 
 def read_embedding(directory: Path) -> Tensor:

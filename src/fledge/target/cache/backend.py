@@ -26,7 +26,7 @@ from fledge.data.vocab import DraftVocabulary
 from fledge.target.base import Eagle3TargetBackend, InputEmbedding, TargetInfo
 from fledge.target.cache import automodel
 from fledge.target.cache.automodel import PaddedShard, padded_shard_name
-from fledge.target.cache.format import Field, decode_states, row_key, unsound
+from fledge.target.cache.format import decode_states, row_key, unsound
 from fledge.target.cache.manifest import (
     VOCABULARY,
     check_complete,
@@ -71,11 +71,9 @@ class CacheStore:
         self.shards = open_shards(self.directory, self.manifest, range(shards_of(self.manifest)))
         self._first = np.cumsum([0, *(len(shard) for shard in self.shards)])
         if len(self) != self.manifest["rows"]:
-            raise BadInput(
-                f"{len(self)} rows in the shards, {self.manifest['rows']} in the manifest",
-                where=str(self.directory),
-                fix="the directory holds shards of another cache",
-            )
+            what = f"{len(self)} rows in the shards, {self.manifest['rows']} in the manifest"
+            fix = "the directory holds shards of another cache"
+            raise BadInput(what, where=str(self.directory), fix=fix)
         lengths = (shard.lengths for shard in self.shards)
         self.lengths: NDArray[np.int64] = np.concatenate([np.zeros(0, np.int64), *lengths])
         self._whole: dict[int, bool] = {}  # of the rows checked so far
@@ -127,11 +125,9 @@ class CacheStore:
         """Whether a row is whole; checked once. A damaged row raises unless it is to be skipped."""
         self.read_ahead(row)
         if not self._whole[row] and self.on_damage == "fail":
-            raise BadInput(
-                f"{self.name(row)} is damaged: its checksum does not fit",
-                where=str(self.directory),
-                fix="make the cache again, or leave such rows out with target.on_damage=skip",
-            )
+            what = f"{self.name(row)} is damaged: its checksum does not fit"
+            fix = "make the cache again, or leave such rows out with target.on_damage=skip"
+            raise BadInput(what, where=str(self.directory), fix=fix)
         return self._whole[row]
 
     def fault(self, row: int) -> Fault | None:
@@ -224,11 +220,9 @@ class CachedEagle3TargetModel(Eagle3TargetBackend):
         natural: Supervision = "hidden" if self.shape.is_hidden else "probs"
         super().__init__(natural if supervision is None else supervision)
         if not self.shape.is_hidden and self.supervision != "probs":
-            raise BadInput(
-                f"a cache of {self.shape.encoding} holds no {self.supervision}",
-                where=str(self.store.directory),
-                fix="ask for probs, or make a cache with the hidden encoding",
-            )
+            what = f"a cache of {self.shape.encoding} holds no {self.supervision}"
+            fix = "ask for probs, or make a cache with the hidden encoding"
+            raise BadInput(what, where=str(self.store.directory), fix=fix)
         self.aux_layer_ids = list(manifest["aux_layer_ids"])
         self._device = torch.device(device)
         self._embedding, info = read_target(
@@ -248,15 +242,13 @@ class CachedEagle3TargetModel(Eagle3TargetBackend):
         return self._info.vocabulary
 
     def rows(self, *, reading: bool = False) -> CachedRows:
-        """The token rows in the cache; see `CachedRows` for `reading`."""
         self._check_open()
         return CachedRows(self.store, reading=reading)
 
     def known_rows(self) -> KnownRows:
         manifest = self.store.manifest
         digest = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
-        held_out = int(manifest["held_out_rows"])
-        return KnownRows(self.rows(), held_out, f"cache:{digest}")
+        return KnownRows(self.rows(), int(manifest["held_out_rows"]), f"cache:{digest}")
 
     def read_ahead(self, rows: RowView) -> RowView:
         return rows.through(self.rows(reading=True))
@@ -275,12 +267,10 @@ class CachedEagle3TargetModel(Eagle3TargetBackend):
         super().set_vocab_mapping(selected_token_ids, selected_token_mask)
         vocabulary, ids = self.vocabulary, selected_token_ids.cpu().numpy()
         if vocabulary is not None and not np.array_equal(vocabulary.selected_token_ids, ids):
-            raise BadInput(
-                f"made for another draft vocabulary ({vocabulary.size} tokens, digest "
-                f"{vocabulary.digest()[:12]}); {len(ids)} tokens are asked for",
-                where=str(self.store.directory),
-                fix="train with the cache's vocabulary, or use a cache of hidden states",
-            )
+            other = f"another draft vocabulary ({vocabulary.size} tokens, digest "
+            what = f"made for {other}{vocabulary.digest()[:12]}); {len(ids)} tokens are asked for"
+            fix = "train with the cache's vocabulary, or use a cache of hidden states"
+            raise BadInput(what, where=str(self.store.directory), fix=fix)
 
     @torch.no_grad()
     def answer(self, rows: TokenBatch) -> Eagle3TargetBatch:
@@ -288,12 +278,18 @@ class CachedEagle3TargetModel(Eagle3TargetBackend):
         self._check_open()
         documents = find_documents(rows)
         mapping = self._vocab_mapping(self._device) if self.supervision == "probs" else None
-        if documents is None:
-            documents = _rows_as_documents(rows.attention_mask)
+        if documents is None:  # each right-padded row is one
+            lengths, width = right_padded(rows.attention_mask).sum(1).tolist(), rows.shape[1]
+            kept = [(row * width, length) for row, length in enumerate(lengths) if length]
+            documents = Documents(*zip(*kept, strict=True)) if kept else Documents((), ())
         cached = self._find(rows, documents)
         whole = [document for document in cached if self.store.check(document.row)]
         if len(whole) < len(cached):  # skipped on request: no answer, so no supervision
-            rows = replace(rows, loss_mask=_only_within(rows.loss_mask, whole))
+            answered_S = torch.zeros(rows.tokens, dtype=torch.bool)
+            for document in whole:
+                answered_S[document.start : document.start + document.length] = True
+            answered_BT = answered_S.view(rows.shape).to(rows.loss_mask.device)
+            rows = replace(rows, loss_mask=rows.loss_mask * answered_BT)
         flat = self._states(rows.tokens, whole)
         states = {name: tensor.view(*rows.shape, -1) for name, tensor in flat.items()}
         batch = Eagle3TargetBatch.about(rows, **states, shifted=True)
@@ -302,88 +298,55 @@ class CachedEagle3TargetModel(Eagle3TargetBackend):
             batch = replace(batch, position_mask=position_BT1)
         if mapping is not None and self.shape.is_hidden:
             return batch.with_probs(self._info.head, *mapping)
-        if self.supervision == "logits":
-            return batch.with_logits(self._info.head)
-        return batch
+        return batch.with_logits(self._info.head) if self.supervision == "logits" else batch
 
     def _find(self, rows: TokenBatch, documents: Documents) -> list[_CachedDocument]:
-        flat_ids = rows.input_ids.cpu().flatten().numpy()
+        """For each document the first row of its tokens whose supervision covers what it wants."""
+        flat_ids = rows.input_ids.cpu().flatten().numpy().astype(np.int32)
         flat_mask = rows.loss_mask.cpu().flatten().numpy() != 0
         cached = []
         for start, length in zip(documents.starts, documents.lengths, strict=True):
-            span = slice(start, start + length)
-            equal_rows = self.store.find(flat_ids[span].astype(np.int32))
-            if not equal_rows:
-                raise ValueError(
-                    f"input_ids: no row of the cache {self.store.directory} has the {length} "
-                    f"tokens {flat_ids[span][:8].tolist()} ...; train on the cache's own rows"
-                )
-            cached.append(self._first_covering(equal_rows, start, flat_mask[span]))
+            ids, wanted = (flat[start : start + length] for flat in (flat_ids, flat_mask))
+            equal_rows = self.store.find(ids)
+            for row in equal_rows:
+                shard, local = self.store.at(row)
+                _, mask = shard.tokens(local)
+                if not self.shape.compact or not (wanted[1:] & (mask[1:] == 0)).any():
+                    cached.append(_CachedDocument(start, length, row, self.shape.slots(mask)))
+                    break
+            else:
+                if equal_rows:
+                    what = f"loss_mask supervises tokens of {self.store.name(equal_rows[0])} that "
+                    what += "were not supervised when the cache was made"
+                    raise ValueError(f"{what}; it keeps supervised slots only")
+                tokens = f"the {length} tokens {ids[:8].tolist()} ..."
+                what = f"input_ids: no row of the cache {self.store.directory} has {tokens}"
+                raise ValueError(f"{what}; train on the cache's own rows")
         return cached
 
-    def _first_covering(
-        self, rows: list[int], start: int, wanted: NDArray[np.bool_]
-    ) -> _CachedDocument:
-        """The first of several equal rows whose stored supervision covers the wanted tokens."""
-        for row in rows:
-            shard, local = self.store.at(row)
-            _, mask = shard.tokens(local)
-            if not self.shape.compact or not (wanted[1:] & (mask[1:] == 0)).any():
-                return _CachedDocument(start, len(mask), row, self.shape.slots(mask))
-        raise ValueError(
-            f"loss_mask supervises tokens of {self.store.name(rows[0])} that were not supervised "
-            "when the cache was made; it keeps supervised slots only"
-        )
-
     def _states(self, total: int, documents: list[_CachedDocument]) -> dict[str, Tensor]:
-        """Everything stored for the documents, decoded, at their places among `total` flat slots.
-        Bytes are copied to a GPU as they are stored and decoded there."""
+        """Everything stored for the documents (ascending), decoded, at their places among `total`
+        flat slots; all others are zero. Bytes are copied to a GPU as they are and decoded there."""
         pinned = self._device.type == "cuda"
         stored: dict[str, Tensor] = {}
         per_token = {field.name for field in self.shape.token_fields()}
         for field in self.shape.fields():
+            # then every slot of a document has a value, and only the gaps between them are zeroed
             in_runs = field.name in per_token or not self.shape.compact
             raw = torch.empty((total, field.row_bytes), dtype=torch.uint8, pin_memory=pinned)
-            self._fill(raw.numpy(), field, documents, in_runs=in_runs)
+            into, end = raw.numpy(), 0
+            if not in_runs:
+                into[:] = 0
+            for document in documents:
+                shard, local = self.store.at(document.row)
+                data = shard.payload(field.name, local).reshape(-1, field.row_bytes)
+                if in_runs:
+                    into[end : document.start] = 0
+                    end = document.start + len(data)
+                    into[document.start : end] = data
+                else:
+                    into[document.start + document.slots] = data
+            if in_runs:
+                into[end:] = 0
             stored[field.name] = raw.to(self._device, non_blocking=pinned).view(field.dtype)
         return decode_states(stored, self.shape, self._info.dtype)
-
-    def _fill(
-        self,
-        into: NDArray[np.uint8],
-        field: Field,
-        documents: list[_CachedDocument],  # ascending
-        *,
-        in_runs: bool,
-    ) -> None:
-        """Copy the documents' values to their slots; all others are zero. Where every slot of a
-        document has one, each is one contiguous run, and only the gaps between them are zeroed."""
-        at = 0
-        if not in_runs:
-            into[:] = 0
-        for document in documents:
-            shard, local = self.store.at(document.row)
-            data = shard.payload(field.name, local).reshape(-1, field.row_bytes)
-            if in_runs:
-                into[at : document.start] = 0
-                at = document.start + len(data)
-                into[document.start : at] = data
-            else:
-                into[document.start + document.slots] = data
-        if in_runs:
-            into[at:] = 0
-
-
-def _only_within(loss_mask: Tensor, documents: list[_CachedDocument]) -> Tensor:
-    """The loss mask [B, T] within these documents, 0 elsewhere."""
-    inside_S = torch.zeros(loss_mask.numel(), dtype=torch.bool)
-    for document in documents:
-        inside_S[document.start : document.start + document.length] = True
-    return loss_mask * inside_S.view_as(loss_mask).to(loss_mask.device)
-
-
-def _rows_as_documents(attention_mask: Tensor) -> Documents:
-    """Each right-padded row as one document."""
-    lengths, width = right_padded(attention_mask).sum(1).tolist(), attention_mask.shape[1]
-    starts = tuple(row * width for row, length in enumerate(lengths) if length)
-    return Documents(starts, tuple(length for length in lengths if length))

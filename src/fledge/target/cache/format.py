@@ -83,11 +83,9 @@ class CacheShape:
         if not self.is_hidden and self.draft_vocab_size < 1:
             raise BadInput(f"the {self.encoding} encoding needs a draft vocabulary")
         if self.encoding == "topk" and not 1 <= self.top_k <= self.draft_vocab_size:
-            raise BadInput(
-                f"{self.top_k} probabilities of a draft vocabulary of {self.draft_vocab_size} "
-                "cannot be kept",
-                fix="give a top-k from 1 to the size of the draft vocabulary",
-            )
+            what = f"{self.top_k} probabilities of a draft vocabulary of {self.draft_vocab_size}"
+            fix = "give a top-k from 1 to the size of the draft vocabulary"
+            raise BadInput(f"{what} cannot be kept", fix=fix)
 
     @property
     def compact(self) -> bool:
@@ -168,8 +166,7 @@ def safetensors_header(
     return len(text).to_bytes(8, "little") + text
 
 
-# --- codec ---------------------------------------------------------------------------------------
-# Encodes a target's answer as the tensors that the cache stores, and decodes them again.
+# --- codec: a target's answer as the tensors that the cache stores, and back ---------------------
 #
 # Probabilities come from `target_distribution`, the function that the trainer itself calls, so a
 # cached answer equals the live one. Everything here runs on the device of the batch.
@@ -213,25 +210,15 @@ def unsound(stored: dict[str, Tensor], shape: CacheShape) -> tuple[Tensor, Tenso
     """bool [N, A] and [M]: which aux layers of which tokens, and which supervised slots, are stored
     with a value that is not finite."""
     aux_NAD = by_layer(stored["aux_hidden_states"], shape.aux_layers)
-    if shape.encoding == "hidden-fp8":
-        bad_NA = ~stored["aux_scale"].isfinite() | _fp8_nan(aux_NAD)
-        bad_M = ~stored["last_scale"][:, 0].isfinite() | _fp8_nan(stored["last_hidden_states"])
-        return bad_NA, bad_M
-    names = {"hidden": "last_hidden_states", "probs": "target_probs", "topk": "topk_probs"}
-    return ~finite_rows(aux_NAD), ~finite_rows(stored[names[shape.encoding]])
-
-
-def _fp8_nan(states: Tensor) -> Tensor:
-    """[..., D] -> [...]: whether any 8-bit float is NaN, i.e. has all bits but the sign set."""
-    return ((states.view(torch.uint8) & 0x7F) == 0x7F).any(-1)
-
-
-@torch.no_grad()
-def keep_top(probs_NW: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """The k largest probabilities [N, K], renormalized, and their draft ids."""
-    top_NK, ids_NK = probs_NW.float().topk(top_k, dim=-1)
-    total_N1 = top_NK.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
-    return top_NK / total_N1, ids_NK
+    if shape.encoding != "hidden-fp8":
+        names = {"hidden": "last_hidden_states", "probs": "target_probs", "topk": "topk_probs"}
+        return ~finite_rows(aux_NAD), ~finite_rows(stored[names[shape.encoding]])
+    # an 8-bit float with all bits but the sign is NaN
+    nan_NA, nan_M = (
+        ((states.view(torch.uint8) & 0x7F) == 0x7F).any(-1)
+        for states in (aux_NAD, stored["last_hidden_states"])
+    )
+    return ~stored["aux_scale"].isfinite() | nan_NA, ~stored["last_scale"][:, 0].isfinite() | nan_M
 
 
 @torch.no_grad()
@@ -282,6 +269,14 @@ def encode_probs(
         return {**mask, "target_probs": probs_MW.to(dtype)}
     top_MK, ids_MK = keep_top(probs_MW, top_k)
     return {**mask, "topk_probs": top_MK.to(dtype), "topk_ids": ids_MK.to(torch.int32)}
+
+
+@torch.no_grad()
+def keep_top(probs_NW: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """The k largest probabilities [N, K], renormalized, and their draft ids."""
+    top_NK, ids_NK = probs_NW.float().topk(top_k, dim=-1)
+    total_N1 = top_NK.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
+    return top_NK / total_N1, ids_NK
 
 
 @torch.no_grad()

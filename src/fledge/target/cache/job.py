@@ -9,6 +9,7 @@ import math
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -103,7 +104,6 @@ class CacheJob:
 
     directory: Path
     rows: Sequence[TokenRow]  # in the order of the cache
-    shape: CacheShape
     manifest: dict[str, Any]  # all fields except `LATE`
     options: CacheOptions = CacheOptions()
     vocabulary: DraftVocabulary | None = None  # with hidden states only a suggestion
@@ -111,6 +111,10 @@ class CacheJob:
     pad_id: int = 0
     padded_to: int | None = None  # tokens per row in AutoModel's layout; None: our layout
     head_bytes: int = 0  # everything but the shards: an estimate until the target is loaded
+
+    @cached_property
+    def shape(self) -> CacheShape:
+        return shape_of(self.manifest)
 
     def layout(self, rows: Sequence[TokenRow]) -> Layout:
         """The layout of a shard with these rows."""
@@ -129,13 +133,9 @@ class CacheJob:
         assert self.vocabulary is not None, "padded rows are of probabilities"
         return their_manifest(manifest, self.vocabulary, self.directory / TARGET_FILES)
 
-    def rows_in(self, index: int) -> int:
-        """The number of rows in a shard."""
-        return min(len(self.rows) - index * self.options.shard_size, self.options.shard_size)
-
     def shard_rows(self, index: int) -> list[TokenRow]:
-        first = index * self.options.shard_size
-        return [self.rows[i] for i in range(first, first + self.rows_in(index))]
+        size = self.options.shard_size
+        return [self.rows[i] for i in range(len(self.rows))[index * size : (index + 1) * size]]
 
     def is_written(self, index: int) -> bool:
         """Whether a shard is on disk, written by any process."""
@@ -295,24 +295,27 @@ def convert_job(
     """The job that writes the contents of `source` in another encoding; run it with `source` as the
     target. `padded` selects AutoModel's layout, with rows padded to the maximum length. Config and
     tokenizer come from `model` if the source has none."""
-    old = source.store.manifest
-    if options.encoding not in OVER_A_VOCABULARY and not source.shape.is_hidden:
-        raise BadInput(
-            f"{options.encoding} cannot be made from {source.shape.encoding}: probabilities do "
-            "not determine the hidden states",
-            where=str(source.store.directory),
-        )
-    if padded and options.encoding not in OVER_A_VOCABULARY:
+    old, where = source.store.manifest, str(source.store.directory)
+    over_a_vocabulary = options.encoding in OVER_A_VOCABULARY
+    if not over_a_vocabulary and not source.shape.is_hidden:
+        what = f"{options.encoding} cannot be made from {source.shape.encoding}: probabilities do "
+        raise BadInput(what + "not determine the hidden states", where=where)
+    if padded and not over_a_vocabulary:
         fix = f"--encoding {' or '.join(OVER_A_VOCABULARY)}"
         raise BadInput("AutoModel's layout keeps probabilities", where="--layout", fix=fix)
     # supervision that is not in the source cannot be written
     options = replace(options, supervised_only=options.supervised_only or source.shape.compact)
-    model_name = model if lacks_target(source.store.directory, old) else None
-    files = local_model(model_name or target_files(source.store.directory), weights=False)
-    vocabulary = _vocabulary(source, draft_vocab_size)
-    if vocabulary is None and (draft_vocab_size or options.encoding in OVER_A_VOCABULARY):
+    named = model if lacks_target(source.store.directory, old) else None
+    files = local_model(named or target_files(source.store.directory), weights=False)
+    vocabulary = _vocabulary_of(source, draft_vocab_size)
+    if vocabulary is None and (draft_vocab_size or over_a_vocabulary):
         tokenizer = load_tokenizer(str(files), trust_remote_code=trust_remote_code)
-        vocabulary = _select_vocabulary(source, draft_vocab_size, special_token_ids(tokenizer))
+        trained = itertools.islice(source.rows(), int(old["rows"] - old["held_out_rows"]))
+        counts_V = count_supervised(
+            ((row.input_ids, row.loss_mask) for row in trained), source.info().vocab_size
+        )
+        special_ids = special_token_ids(tokenizer)
+        vocabulary = select_vocabulary(counts_V, draft_vocab_size, special_ids=special_ids)
     manifest: dict[str, Any] = {
         **{key: value for key, value in old.items() if key not in (LATE, "layout")},
         **encoding_facts(options, vocabulary),
@@ -320,39 +323,24 @@ def convert_job(
     }
     embedding_VD, head_VD = source.get_input_embeddings().weight, source.info().head.weight_VD
     head_bytes = embedding_VD.nbytes + head_VD.nbytes
-    padded_to = None
+    padded_to: int | None = None
     if padded:
         head_bytes += 4 * embedding_VD.numel()  # stored in float32, too
         longest = int(source.store.lengths.max(initial=2))
         padded_to = max(longest, old.get("seq_length") or 0)
         manifest |= {"seq_length": padded_to, "layout": LAYOUT}
     return CacheJob(
-        directory, source.rows(), shape_of(manifest), manifest, options, vocabulary, files,
+        directory, source.rows(), manifest, options, vocabulary, files,
         padded_to=padded_to, head_bytes=head_bytes,
     )  # fmt: skip
 
 
-def _vocabulary(source: CachedEagle3TargetModel, size: int | None) -> DraftVocabulary | None:
+def _vocabulary_of(source: CachedEagle3TargetModel, size: int | None) -> DraftVocabulary | None:
     """The source's own vocabulary, if it has one of the requested size."""
     required, suggested = source.vocabulary, source.info().suggested
-    if required is None:
-        fits = suggested is not None and size in (None, suggested.size)
-        return suggested if fits else None
-    if size is not None and required.size != size:
-        raise BadInput(
-            f"made for a draft vocabulary of {required.size}, not {size}",
-            where=str(source.store.directory),
-            fix="another vocabulary needs a cache of hidden states",
-        )
-    return required
-
-
-def _select_vocabulary(
-    source: CachedEagle3TargetModel, size: int | None, special_ids: list[int | None]
-) -> DraftVocabulary:
-    """Select a vocabulary by counts over the source's rows, excluding held-out ones."""
-    rows = source.rows()
-    trained = range(len(rows) - int(source.store.manifest["held_out_rows"]))
-    pairs = ((row.input_ids, row.loss_mask) for row in (rows[i] for i in trained))
-    counts_V = count_supervised(pairs, source.info().vocab_size)
-    return select_vocabulary(counts_V, size, special_ids=special_ids)
+    if required is not None and size not in (None, required.size):
+        what = f"made for a draft vocabulary of {required.size}, not {size}"
+        fix = "another vocabulary needs a cache of hidden states"
+        raise BadInput(what, where=str(source.store.directory), fix=fix)
+    vocabulary = required or suggested
+    return vocabulary if vocabulary is not None and size in (None, vocabulary.size) else None

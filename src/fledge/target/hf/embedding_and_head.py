@@ -75,38 +75,49 @@ class UnknownEnds(BadInput):
 def read_ends(directory: Path, *, trust_remote_code: bool = False) -> ModelEnds:
     """The ends of the model in a directory, as stored, on the CPU."""
     try:
-        return _read_ends(directory, trust_remote_code=trust_remote_code)
+        config, bare = _load_bare(directory, trust_remote_code=trust_remote_code)
+        final_norm = describe_final_norm(bare, bare=True)
+        if final_norm is None:
+            raise BadInput("there is no norm between its layers and its head")
+        norm = bare.get_submodule(final_norm.path)
+        head = _learn_bare_head(bare, norm, where=str(directory))
     except UntrustedCode:
         raise
     except BadInput as error:
         where, fix = str(directory), "target.capture=worker leaves them to vLLM"
         what = f"its norm and head cannot be taken from its files ({error.what})"
         raise UnknownEnds(what, where=where, fix=fix) from error
+    embedding: Any = bare.get_input_embeddings()  # type: ignore[operator]
+    return ModelEnds(config, embedding.weight.detach(), norm, final_norm, head)
 
 
-def _read_ends(directory: Path, *, trust_remote_code: bool) -> ModelEnds:
-    config, bare = _load_bare(directory, trust_remote_code=trust_remote_code)
-    final_norm = describe_final_norm(bare, bare=True)
-    if final_norm is None:
-        raise BadInput("there is no norm between its layers and its head")
-    norm, few_BT = bare.get_submodule(final_norm.path), torch.arange(4)[None]
-    options = accepted_options(bare, use_cache=False)
+def _learn_bare_head(bare: nn.Module, norm: nn.Module, *, where: str) -> TargetHead:
+    """The head of a model without layers, whose input must be exactly the norm's output."""
+    few_BT, options = torch.arange(4)[None], accepted_options(bare, use_cache=False)
+    normed: list[Tensor] = []
+    given: list[Tensor] = []
 
-    def logits() -> Tensor:
+    def run() -> Tensor:
         logits_BTV: Tensor = bare(few_BT, **options).logits
         return logits_BTV
 
+    def answer(hidden: Tensor) -> Tensor:
+        given.append(hidden)
+        return hidden.new_zeros((*hidden.shape[:-1], 1))
+
     try:
         module = find_head_module(bare)
-        head, _ = learn_head(logits, module, model=bare, where=str(directory))
-        norm_feeds_head = _norm_feeds_head(logits, norm, module)
+        head, _ = learn_head(run, module, model=bare, where=where)
+        hook = norm.register_forward_hook(lambda _, args, output: normed.append(output))
+        with torch.no_grad(), muted_head(module, answer):
+            run()
+        hook.remove()
     except (AttributeError, IndexError, KeyError, TypeError, RuntimeError) as error:
         what = f"transformers does not run it without layers: {first_line(error)}"
         raise BadInput(what) from error
-    if not norm_feeds_head:
+    if not (len(normed) == len(given) == 1 and torch.equal(normed[0], given[0])):
         raise BadInput("there is more than a norm between its layers and its head")
-    embedding: Any = bare.get_input_embeddings()  # type: ignore[operator]
-    return ModelEnds(config, embedding.weight.detach(), norm, final_norm, head)
+    return head
 
 
 def _load_bare(directory: Path, *, trust_remote_code: bool) -> tuple[Any, nn.Module]:
@@ -147,25 +158,6 @@ def _remove_layers(config: "PretrainedConfig") -> None:
     for part in {id(part): part for part in (config, text)}.values():
         if getattr(part, "quantization_config", None) is not None:
             del part.quantization_config
-
-
-@torch.no_grad()
-def _norm_feeds_head(run_logits: Any, norm: nn.Module, head: nn.Module) -> bool:
-    """Whether the head's input is exactly the norm's output."""
-    normed: list[Tensor] = []
-    head_inputs: list[Tensor] = []
-
-    def answer(hidden: Tensor) -> Tensor:
-        head_inputs.append(hidden)
-        return hidden.new_zeros((*hidden.shape[:-1], 1))
-
-    hook = norm.register_forward_hook(lambda _, args, output: normed.append(output))
-    try:
-        with muted_head(head, answer):
-            run_logits()
-    finally:
-        hook.remove()
-    return len(normed) == len(head_inputs) == 1 and torch.equal(normed[0], head_inputs[0])
 
 
 _SMALL, _LARGE = 2.0**-20, 2.0**20  # far below and far above any soft cap in use (15 .. 50)

@@ -223,10 +223,3 @@ def convert_linears(model: nn.Module) -> int:
                     setattr(parent, name, Fp8Linear(child))
                     replaced += 1
     return replaced
-
-
-def why_not(device: torch.device) -> str | None:
-    """Why fp8 cannot run on this device; None when it can."""
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
-        return f"{torch.cuda.get_device_name(device)} has no fp8 units"
-    return None

@@ -1,9 +1,8 @@
 """Packed documents in one forward pass, where an architecture allows it (docs/target.md).
 
-Everything but attention works token by token, so the flattened batch, padding included, can be one
-row [1, B * T]. Attention is replaced by the rollout's own kernel, which keeps the documents apart
-without a mask. Every pack then has the same shape, so layers compile once and passes can be
-recorded.
+Everything but attention works token by token, so the flattened batch can be one row [1, B * T].
+Attention is replaced by the rollout's own kernel, which keeps the documents apart without a mask.
+Every pack then has the same shape, so layers compile once and passes can be recorded.
 
 Anything but plain causal or sliding-window attention raises `Unsupported`, or fails the numerical
 check before the first use; the documents are then run as separate rows (`packing`).

@@ -1,8 +1,7 @@
 """A target that several ranks hold together: the mesh, loading straight into shards, shared rows.
 
-transformers builds the model without memory (on the meta device), we define which rank holds which
-part of each weight, and its loader then reads only those parts from the files: no rank ever holds
-the whole model, nor a whole matrix of it. What a rank holds:
+transformers builds the model on the meta device, we define which rank holds which part of each
+weight, and its loader reads only those parts from the files. What a rank holds:
 
     tp      rows or columns of each matrix, by the architecture's own plan; experts by their width.
             Embedding and head are split along the vocabulary.
@@ -92,7 +91,12 @@ def shard(model: Any, *, tp: DeviceMesh | None, fsdp: DeviceMesh | None) -> Any:
     if tp is not None:
         from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
-        _check_heads(model, tp.size())
+        for name in ("num_attention_heads", "num_key_value_heads"):  # attention is split by them
+            heads = getattr(text_config(model.config), name, None)
+            if isinstance(heads, int) and heads % tp.size():
+                what = f"target.parallel.tp={tp.size()} does not divide its {heads} {name}"
+                fix = "a tp that divides them, and target.parallel.fsdp for the rest of the ranks"
+                raise BadInput(what, where=type(model).__name__, fix=fix)
         model.tp_plan = _plan(model, tp.size())
         apply_tensor_parallelism(model, tp)
     if fsdp is not None:
@@ -109,15 +113,14 @@ def shard(model: Any, *, tp: DeviceMesh | None, fsdp: DeviceMesh | None) -> Any:
 
 
 def _plan(model: Any, size: int) -> dict[str, str]:
-    """The architecture's own plan, with embedding and head split along the vocabulary if its size
-    is divisible."""
+    """The architecture's own plan; embedding and head are split along a divisible vocabulary."""
     plan = dict(model.tp_plan or {})
     if not plan:
-        raise BadInput(
+        what, fix = (
             "transformers has no tensor-parallel plan for it",
-            where=type(model).__name__,
-            fix="target.parallel.fsdp instead of tp",
+            "target.parallel.fsdp, not tp",
         )
+        raise BadInput(what, where=type(model).__name__, fix=fix)
     names = {module: name for name, module in model.named_modules()}
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     divisible = embedding.weight.shape[0] % size == 0
@@ -129,20 +132,6 @@ def _plan(model: Any, size: int) -> dict[str, str]:
         else:
             plan.pop(names[module], None)
     return plan
-
-
-def _check_heads(model: Any, size: int) -> None:
-    """Reject a `tp` that does not divide the heads and key-value heads that attention is split
-    by."""
-    config = text_config(model.config)
-    for name in ("num_attention_heads", "num_key_value_heads"):
-        heads = getattr(config, name, None)
-        if isinstance(heads, int) and heads % size:
-            raise BadInput(
-                f"target.parallel.tp={size} does not divide its {heads} {name}",
-                where=type(model).__name__,
-                fix="a tp that divides them, and target.parallel.fsdp for the rest of the ranks",
-            )
 
 
 NAME = "fledge_context"
