@@ -63,7 +63,7 @@ def test_chat_uses_the_trained_depth(place, monkeypatch):
     real, depths = chat_verb._Chat, []
 
     def recorded(*arguments):
-        depths.append(arguments[4]["num_draft_tokens"])
+        depths.append(arguments[2]["num_draft_tokens"])
         return real(*arguments)
 
     monkeypatch.setattr(chat_verb, "_Chat", recorded)

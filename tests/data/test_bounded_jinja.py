@@ -208,6 +208,9 @@ def test_the_bounds_grow_with_the_conversation():
     with pytest.raises(OutOfBounds):
         bounded.render({"messages": "a"})
     assert len(bounded.render({"messages": "a" * 10_000_000})[0]) == 10_000_000 + 70_000_000
+    endless = BoundedTemplate("{{ 9 ** 600 }}")
+    with pytest.raises(OutOfBounds):  # at any length
+        endless.render({"messages": "a" * 20_000_000})
 
 
 def test_a_row_that_triggers_a_bomb_is_dropped_and_others_are_kept():

@@ -1,6 +1,5 @@
 """`fledge data prepare | preview | stats`: prepare and inspect the data before training on it."""
 
-import time
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,7 +9,6 @@ from typer import Argument, Option
 
 from fledge.cli.console import err, facts_table, in_color, out, print_json, progress_bar
 from fledge.cli.help import Verbs
-from fledge.cli.loading import WAITING
 from fledge.cli.options import AsJson, TrustRemoteCode
 from fledge.core.errors import BadInput, nearest
 from fledge.core.terminal import MARKS, counted, marked
@@ -83,18 +81,10 @@ def template_variables(pairs: list[str] | None) -> dict[str, Any]:
 
 
 def _prepare(data: list[str], directory: Path, options: Any, **more: Any) -> Any:
-    from fledge.data.prepare import Progress, prepare_rows
+    from fledge.data.prepare import prepare_rows
 
-    start = time.perf_counter()
-    with progress_bar("tokenising", "parts") as update:
-
-        def show(at: Progress) -> None:
-            rate = at.tokens / max(1e-9, time.perf_counter() - start)
-            note = f"{at.tokens:,} tokens, {rate:,.0f}/s" if at.done > at.reused else ""
-            what = WAITING if at.waiting else "tokenising"
-            update(description=what, total=at.parts, completed=at.done, note=note)
-
-        return prepare_rows(data, directory, options, on_progress=show, **more)
+    with progress_bar("preparing data") as progress:
+        return prepare_rows(data, directory, options, on_progress=progress, **more)
 
 
 @app.command(

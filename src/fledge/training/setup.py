@@ -6,7 +6,6 @@ while one of them tokenizes for an hour.
 
 import math
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,11 +17,11 @@ import torch
 from fledge.core.distributed import World, join_world, pick_device
 from fledge.core.errors import BadInput
 from fledge.core.machine import multiplies_bfloat16
-from fledge.core.progress import Watch, unwatched
+from fledge.core.progress import Progress, Watch, unwatched
 from fledge.core.rows import TokenBatch
 from fledge.core.terminal import counted
 from fledge.data.pack import collate, pack_rows
-from fledge.data.prepare import Progress, prepare_rows
+from fledge.data.prepare import prepare_rows
 from fledge.data.rows import Rows, RowView, repeats, split_rows
 from fledge.data.store import TokenRows
 from fledge.data.tokenise import TokeniseOptions
@@ -105,15 +104,13 @@ class Training(OpenRun):
         )
 
 
-def prepare_data(
-    recipe: Recipe, on_progress: Callable[[Progress], None] = lambda _: None
-) -> tuple[RowView, RowView, str]:
+def prepare_data(recipe: Recipe, progress: Progress = unwatched) -> tuple[RowView, RowView, str]:
     """(training rows, held-out rows, fingerprint); tokenized rows are cached on disk."""
-    rows = tokenised(recipe.data.train, recipe, on_progress)
+    rows = tokenised(recipe.data.train, recipe, progress)
     train, held_out = split_training(rows, recipe)
     fingerprint = rows.fingerprint
     if recipe.data.valid:
-        valid = tokenised(recipe.data.valid, recipe, on_progress)
+        valid = tokenised(recipe.data.valid, recipe, progress)
         held_out, _ = split_rows(valid, 0)
         fingerprint += f"+{valid.fingerprint}"
     return _not_empty(train), held_out, fingerprint
@@ -179,29 +176,30 @@ def tokenise_options(data: Data) -> TokeniseOptions:
     return TokeniseOptions(data.max_length, data.overlong, *supervised, data.template_options)
 
 
-def tokenised(
-    names: tuple[str, ...], recipe: Recipe, on_progress: Callable[[Progress], None]
-) -> TokenRows:
+def tokenised(names: tuple[str, ...], recipe: Recipe, progress: Progress) -> TokenRows:
     """The rows of the named sources, tokenized with the recipe's options."""
     if not names:
         raise BadInput("no training data", where="data.train", fix="data.train=chats.jsonl")
     data, model = recipe.data, local_model(model_name(recipe.target), weights=False)
-    return prepare_rows(
+    rows = prepare_rows(
         list(names), model, tokenise_options(data), workers=data.workers,
-        max_drop_share=data.max_drop_share, on_progress=on_progress,
+        max_drop_share=data.max_drop_share, on_progress=progress,
         trust_remote_code=recipe.target.trust_remote_code,
     )  # fmt: skip
+    for line in rows.drops.lines():
+        progress.say(line)
+    return rows
 
 
 def set_up(
     recipe: Recipe,
-    on_progress: Callable[[Progress], None] = lambda _: None,
+    progress: Progress = unwatched,
     *,
     target: Eagle3TargetBackend | None = None,
 ) -> Training:
     """Build a run; writes nothing but caches. `target`: the recipe's target if it is already open;
     it must provide the aux layers that the draft uses."""
-    opened = open_run(recipe, on_progress, target=target)
+    opened = open_run(recipe, progress, target=target)
     with ExitStack() as undo:
         if target is None:
             undo.enter_context(opened.parts.target)
@@ -225,7 +223,7 @@ def set_up(
 
 def open_run(
     recipe: Recipe,
-    on_progress: Callable[[Progress], None] = lambda _: None,
+    progress: Progress = unwatched,
     *,
     target: Eagle3TargetBackend | None = None,
 ) -> OpenRun:
@@ -234,9 +232,10 @@ def open_run(
     recipe = recipe.settled()
     training, device = recipe.training, pick_device(recipe.training.device)
     begin = time.perf_counter()
-    data = None if kind_of(recipe.target).brings_rows else prepare_data(recipe, on_progress)
+    data = None if kind_of(recipe.target).brings_rows else prepare_data(recipe, progress)
     warnings = [] if data is None else repeated_rows(*data[:2], recipe)
     data_s = time.perf_counter() - begin
+    progress("loading the target")
     world = join_world(device, shard=training.shard, context=training.context)
     torch.manual_seed(training.seed)
     with ExitStack() as undo:
