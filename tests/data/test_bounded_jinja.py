@@ -60,9 +60,6 @@ DOUBLED = "".join("{% set x = x ~ x %}" for _ in range(40))
 PAIRS = "{% set x = ['a'] %}" + "".join("{% set x = [x, x] %}" for _ in range(40))
 DICTS = "{% set x = {} %}" + "".join("{% set x = {'a': x, 'b': x} %}" for _ in range(40))
 DEEP = "{% set n = namespace(x='a') %}{% for i in range(900) %}{% set n.x = [n.x] %}{% endfor %}"
-SPACES = "".join(f"{{% set n{i} = namespace() %}}" for i in range(41)) + "".join(
-    f"{{% set n{i}.a = n{i + 1} %}}{{% set n{i}.b = n{i + 1} %}}" for i in range(40)
-)
 LOOP = "{% for i in range(100000) %}"
 BIG = "{% set s = 'ab' * 9000000 %}"
 BOMBS = {

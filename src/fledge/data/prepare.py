@@ -34,7 +34,6 @@ from fledge.data.tokenizer import tokenizer_files_fingerprint as tokenizer_files
 
 _WAIT_S = 1.0  # report that another process holds the lock after waiting this long
 ROWS_FORMAT = 1  # raise when the meaning of the files changes
-_MANIFEST_NAME = "manifest.json"
 
 
 def prepare_rows(
@@ -74,7 +73,7 @@ def prepare_rows(
         drops = DropReport.merged(DropReport.from_json(record["drops"]) for record in records)
         totals = {name: sum(r[name] for r in records) for name in ("rows", "tokens", "supervised")}
         manifest = {**fields, "parts": len(parts), **totals, "drops": drops.to_json()}
-        write_json(directory / _MANIFEST_NAME, manifest)
+        write_json(directory / "manifest.json", manifest)
     rows = TokenRows(directory, len(parts), drops, key)
     rows.drops.check(max_drop_share)
     rows.check_mask()

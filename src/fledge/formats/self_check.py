@@ -23,7 +23,13 @@ from fledge.formats.reread import Reread, TargetSide, differing_flags, differing
 from fledge.formats.source import DraftSource
 from fledge.measure.answers import cached_continuations, encode_prompt, read_prompts
 from fledge.measure.evaluation import check_fits
-from fledge.measure.figures import Acceptance, Sample, acceptance, definition
+from fledge.measure.figures import (
+    Acceptance,
+    Sample,
+    acceptance,
+    definition,
+    every_slot_length,
+)
 from fledge.measure.replay import Text, answers_of, replay, replay_held_out, target_picks
 from fledge.methods.registry import method_of
 from fledge.methods.shared.draft import DraftModel
@@ -59,6 +65,7 @@ class Decoded:
     prompts: int
     tokens: int
     acceptance_length: float
+    every_slot_length: float  # with every slot as a start
     joint: list[float]
     checkpoint_acceptance_length: float
     same_as_checkpoint: bool
@@ -153,7 +160,8 @@ class DecodingCheck:
         check_same_rows(check)
         check.decoded = self._decode(files, [] if self.options.prompts else rows)
         if rows and not self.options.prompts:
-            check_gain(check, self.options)
+            estimate = self.source.every_slot_estimate or 1.0
+            check_gain(estimate, check.decoded.every_slot_length, self.options)
         elif check.estimate is not None:
             check.notes.append("the prompts are not the run's: not compared with its estimate")
 
@@ -236,6 +244,7 @@ class DecodingCheck:
             prompts=len(prompts),
             tokens=sum(len(generation.token_ids) for generation in answers),
             acceptance_length=figures.length,
+            every_slot_length=every_slot_length(samples, self.depth) or 1.0,
             joint=figures.joint,
             checkpoint_acceptance_length=acceptance(of_checkpoint, self.depth).length,
             same_as_checkpoint=same,
@@ -275,15 +284,13 @@ def check_rounds(samples: Sequence[Sample], live: Sequence[Generation]) -> None:
         raise BadInput(what, fix=_REPORT)
 
 
-def check_gain(check: SelfCheck, options: CheckOptions) -> None:
-    """Refuse files that gain far less on the target's own answers than on the held-out rows."""
-    assert check.estimate is not None
-    assert check.decoded is not None
-    reached = check.decoded.acceptance_length
-    if reached - 1 < (1 - options.shortfall) * (check.estimate - 1) - SLACK:
+def check_gain(estimate: float, reached: float, options: CheckOptions) -> None:
+    """Refuse files that gain far less on the target's own answers than on the held-out rows, both
+    from every slot: few answers have few rounds."""
+    if reached - 1 < (1 - options.shortfall) * (estimate - 1) - SLACK:
         raise BadInput(
-            f"self-check: training estimates an acceptance length of {check.estimate:.3f}, "
-            f"decoding the target's own answers reaches {reached:.3f}",
+            f"self-check: training estimates an acceptance length of {estimate:.3f} from every "
+            f"slot, decoding the target's own answers reaches {reached:.3f}",
             fix="if the training data is not the target's own answers, regenerate them, or "
             "allow more with --shortfall",
         )
