@@ -14,8 +14,8 @@ from fledge.models.gguf import convert
 from fledge.models.resolve import public_name
 from fledge.target.hf.model import HFEagle3TargetModel
 from fledge.target.remote.protocol import Question
-from fledge.target.remote.server.admission import Limits
 from fledge.target.remote.server.answers import Target
+from fledge.target.remote.server.queue import Limits
 from fledge.target.remote.wire import DIGEST_BYTES
 from fledge.target.vllm.engine import take_states
 from fuzz.mutate import NUMBERS, mutated_bytes, mutated_tensors
