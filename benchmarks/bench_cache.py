@@ -80,7 +80,8 @@ def job_for(rows: RowView, directory: Path, shape: CacheShape, vocab_size: int) 
         "rows": len(rows), "held_out_rows": 0, "hidden_size": shape.hidden_size,
         "vocab_size": vocab_size, "aux_layer_ids": [0, 1, 2], "vocabulary": None,
     }  # fmt: skip
-    return CacheJob(directory, rows, shape, manifest)
+    manifest["vocabulary"] = {"size": shape.draft_vocab_size} if shape.draft_vocab_size else None
+    return CacheJob(directory, rows, manifest)
 
 
 def shape_for(encoding: str, hidden_size: int, width: int, top_k: int = 64) -> CacheShape:

@@ -18,8 +18,8 @@ LAYERS, MASK = [1, 3, 5], 4
 _SPARK = {"sample_from_anchor": True, "markov_rank": 16, "confidence_head": True}
 
 
-def make_block(target: Path, kind="dflash", *, fit=60, late=0, **flags) -> BlockDraftModel:
-    """A fitted draft. `late`: the number of tokens by which its training features are delayed."""
+def make_block(target: Path, kind: str) -> BlockDraftModel:
+    """A fitted draft."""
     backend = HFEagle3TargetModel.from_pretrained(
         target, aux_layer_ids=LAYERS, num_aux_layers=len(LAYERS), device="cpu"
     )
@@ -27,13 +27,13 @@ def make_block(target: Path, kind="dflash", *, fit=60, late=0, **flags) -> Block
     values = {"block_size": 5, "mask_token_id": MASK, "num_aux_hidden_states": len(LAYERS)}
     config = derive_draft_config(
         backend.model.config, architecture="LlamaForCausalLM", num_hidden_layers=2, qk_norm=True,
-        **values | (_SPARK if kind == "dspark" else {}) | flags,
+        **values | (_SPARK if kind == "dspark" else {}),
     )  # fmt: skip
     config.aux_layer_ids = list(LAYERS)
     draft = BlockDraftModel(config)
     draft.borrow_from(backend)
     prepare(draft)
-    fit_block(draft, backend, steps=fit, late=late)
+    fit_block(draft, backend)
     return draft.eval()
 
 
@@ -51,13 +51,12 @@ def prepare(draft: BlockDraftModel) -> None:
     draft.hidden_norm.weight.copy_(torch.rand(size) * 2)
 
 
-def fit_block(draft, backend, *, steps, late=0) -> None:
+def fit_block(draft, backend, steps=60) -> None:
     full = torch.arange(draft.config.vocab_size)
     inputs = TrainerInputs(full, torch.ones_like(full).bool(), backend.info().head, None)
     method = method_of(draft.config)
     module = method.objective(draft, inputs, **method.bench_options())
     batch = backend.generate_batch(*answered_rows(backend)).to_trainer_inputs()
-    batch["aux_hidden_states"] = batch["aux_hidden_states"].roll(late, dims=1)
     optimizer = torch.optim.Adam([w for w in draft.parameters() if w.requires_grad], lr=5e-3)
     for step in range(steps):
         optimizer.zero_grad()

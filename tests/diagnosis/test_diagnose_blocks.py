@@ -8,7 +8,6 @@ import torch
 from block_drafts import (
     MODELOPT_NAMES,
     as_modelopt,
-    make_block,
     write_block_as,
 )
 from safetensors.torch import save_file
@@ -206,11 +205,3 @@ def test_a_fault_that_only_decoding_shows_is_named(blocks, look, tmp_path, fault
     assert errors == {check}, diagnosis.findings
     assert diagnosis.repaired_score.first > diagnosis.score.first
     assert_same_files(write_repaired(diagnosis, tmp_path / "mended"), healthy)
-
-
-def test_a_context_off_by_one_is_named(place, look, tmp_path):
-    """Trained with the anchor's own features in its context, which decoding cannot have yet."""
-    make_block(place / "target", fit=150, late=-1).save_pretrained(tmp_path / "late")
-    diagnosis = look(tmp_path / "late")
-    assert {finding.check for finding in diagnosis.of("error")} == {"context-shifted"}
-    assert diagnosis.repaired is None

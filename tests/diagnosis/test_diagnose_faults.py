@@ -388,21 +388,6 @@ def test_a_draft_vocabulary_without_the_end_token(place, tmp_path):
     assert f"({missing_id})" in diagnosis.of("warning")[0].evidence
 
 
-def test_a_different_tokenizer_next_to_the_draft(place, tmp_path):
-    broken = broken_copy(place / "eagle3", tmp_path / "draft", lambda c, t: None)
-    tokenizer = make_tokenizer()
-    tokenizer.save_pretrained(broken)
-    assert diagnose(broken, str(place / "target"), static=True).healthy
-    path = broken / "tokenizer.json"
-    contents = json.loads(path.read_text())
-    vocab = contents["model"]["vocab"]
-    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
-    path.write_text(json.dumps(contents))
-    diagnosis = diagnose(broken, str(place / "target"), static=True)
-    assert errors_and_warnings(diagnosis) == {"tokenizer": "error"}
-    assert diagnosis.of("error")[0].evidence.startswith("2 of the target's")
-
-
 def test_several_faults_at_once_are_all_repaired(place, tmp_path):
     def break_(config, tensors):
         tensors["d2t"] = _ids(tensors).float()  # absolute ids, and not integers either

@@ -1,8 +1,6 @@
 """Small data sets: most rows are trained on, too few are reported, and existing runs keep their
 split."""
 
-import json
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -130,15 +128,3 @@ def test_a_cache_is_split_the_same_way(little, tmp_path):
             open_run(load_recipe(recipe, [*cached, "data.valid_rows=39"]))
     with pytest.raises(BadInput, match="39 rows are to be held out"):
         recipe_job(little(40, "data.valid_rows=39"), tmp_path / "x", CacheOptions("probs"))
-
-
-def test_plan_reports_a_handful_of_rows_too(little, tmp_path, capfd):
-    from fledge.cli import main
-
-    little(20)
-    for flags in (["--json"], []):
-        with pytest.raises(SystemExit):
-            main.run(["plan", str(tmp_path / "sparse.yaml"), *flags])
-        out = capfd.readouterr().out
-        text = json.loads(out)["warnings"][0] if flags else " ".join(out.split())
-        assert "only 18 rows to train on" in text

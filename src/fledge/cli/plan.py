@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from typer import Option
 
 from fledge.cli.console import out, plain_table, print_json, progress_bar, quiet_libraries
-from fledge.cli.loading import recipe_of_words, show_set_up
+from fledge.cli.loading import recipe_of_words
 from fledge.cli.options import AsJson, RecipeWords
 from fledge.core.errors import BadInput
 from fledge.core.terminal import counted
@@ -125,9 +125,9 @@ def _by_trial(recipes: Sequence[Any], begin: float) -> tuple[Any, list[Any], str
     from fledge.training.planning.prediction import predict_together, step_memory
     from fledge.training.setup import set_up
 
-    with progress_bar("preparing data", "parts") as update:
-        trainings = [set_up(recipes[0], show_set_up(update))]
-        update(description="trying out this machine")
+    with progress_bar("preparing data") as progress:
+        trainings = [set_up(recipes[0], progress)]
+        progress("trying out this machine")
         predicted = predict_together(trainings, begin)
     stream = trainings[0].stream
     title = f"{counted(stream.steps, 'step')}, padding {stream.padding_share:.2%}"

@@ -114,7 +114,7 @@ class DraftFiles:
         if value is not None:
             set_path(self.config, path, value)
         else:
-            (get_path(self.config, outer) if outer else self.config).pop(name, None)
+            (get_path(self.config, outer) or {} if outer else self.config).pop(name, None)
 
     def put_mask(self, token: int) -> None:
         """Set the mask token under every key that holds it."""

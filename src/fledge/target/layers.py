@@ -161,8 +161,7 @@ def validate_aux_layer_ids(
     aux_layer_ids: Sequence[int] | None, depth: int, count: int | None = EAGLE3_AUX_LAYERS
 ) -> list[int]:
     """Check for `count` distinct ids in range and return them in the order of concatenation;
-    without ids, return the default ones. `count` None: those of several drafts, each of which was
-    checked by itself, so that the last hidden state may be one of them."""
+    without ids, return the default ones. `count` None: any number, the last hidden state too."""
     if aux_layer_ids is None:
         return default_aux_layer_ids(depth, count or EAGLE3_AUX_LAYERS)
     number = "" if count is None else f"{in_words(count)} "
@@ -219,9 +218,9 @@ def layer_outputs(
 def muted_head(head: nn.Module, answer: Callable[[Tensor], Tensor]) -> Iterator[None]:
     """While open, replace the output head's forward with `answer`, which gets the head's input.
 
-    The model's own forward runs from start to end, so that this is what architectures scale before
-    their head, too. The head's hooks are disabled: those of sharding would fetch weights for
-    nothing and would mistake the output of `answer` for one shard.
+    The model's own forward runs from start to end, so the input is what the architecture really
+    gives its head, any scaling included. The head's hooks are disabled: those of sharding would
+    fetch weights for nothing and would mistake the output of `answer` for one shard.
     """
     wrapped = head.__dict__.get("forward")  # offloading tools store their own forward here
     hooks = head._forward_pre_hooks, head._forward_hooks

@@ -13,24 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fledge.core.errors import BadInput
-
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 _COLUMNS = 4096
 _PLAIN_DTYPES = {"float64", "float32", "bfloat16", "float16"}
-
-
-def refuse_missing(model: nn.Module) -> None:
-    """Reject a model with weights on the meta device."""
-    for name, parameter in model.named_parameters():
-        if parameter.device.type == "meta":
-            raise BadInput(
-                f"its weights are not here: {name} is on the meta device",
-                where=type(model).__name__,
-                fix="load the weights first",
-            )
 
 
 def is_here(tensor: Tensor) -> bool:

@@ -11,7 +11,7 @@ from fledge.core.claims import Claims
 from fledge.core.rows import TokenRow
 from fledge.data.vocab import DraftVocabulary
 from fledge.target.cache.backend import CacheStore
-from fledge.target.cache.format import FORMAT, CacheShape
+from fledge.target.cache.format import FORMAT
 from fledge.target.cache.job import CacheJob, CacheOptions, plan_cache
 from fledge.target.cache.manifest import CLAIMS, dtype_name
 from fledge.target.cache.precompute import begin_cache, write_shards
@@ -67,10 +67,6 @@ def make_job(directory, target, rows, encoding, *, dtype=torch.float32, top_k=No
     vocabulary = every_third(info.vocab_size) if encoding in ("probs", "topk") else None
     width = 0 if vocabulary is None else vocabulary.size
     supervised_only = more.pop("supervised_only", False)
-    layers = len(target.aux_layer_ids)
-    shape = CacheShape(
-        encoding, dtype, info.hidden_size, layers, width, top_k or 0, supervised_only
-    )
     more = {"shard_size": 4, "batch_size": 3, **more}
     options = CacheOptions(encoding, dtype, top_k, supervised_only, **more)
     manifest = {
@@ -80,7 +76,7 @@ def make_job(directory, target, rows, encoding, *, dtype=torch.float32, top_k=No
         "aux_layer_ids": list(target.aux_layer_ids),
         "vocabulary": None if vocabulary is None else {"size": width},
     }  # fmt: skip
-    return CacheJob(Path(directory), rows, shape, manifest, options, vocabulary)
+    return CacheJob(Path(directory), rows, manifest, options, vocabulary)
 
 
 def write_cache(directory, target, rows, encoding, **more):

@@ -5,9 +5,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-from transformers import AutoTokenizer
-
-from fledge.core.errors import BadInput, first_line
+from fledge.core.errors import BadInput
 from fledge.formats.checks.base import (
     Finding,
     Repair,
@@ -262,24 +260,6 @@ def _sort_aux(files: DraftFiles) -> None:
     for name, value in sorted_chunks(ids, files.view.state).items():
         files.put_tensor(name, value)
     files.put_aux(sorted(ids))
-
-
-@check("tokenizer", "static", "a tokenizer beside the draft that is not the target's")
-def tokenizer(subject: Subject) -> Iterator[Finding]:
-    if subject.target.tokenizer is None or not (subject.directory / "tokenizer.json").is_file():
-        return
-    try:
-        beside = AutoTokenizer.from_pretrained(subject.directory, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as failed:
-        yield warning(f"the tokenizer beside the draft cannot be read ({first_line(failed)})")
-        return
-    own, target = beside.get_vocab(), subject.target.tokenizer.get_vocab()
-    if differing := sum(own.get(token) != token_id for token, token_id in target.items()):
-        yield error(
-            f"{differing:,} of the target's {len(target):,} tokens have another id, or none, in "
-            "the tokenizer beside the draft",
-            fix="name the target it was trained for",
-        )
 
 
 @check("serving", "static", "the settings that each engine needs, and what it cannot load")

@@ -75,7 +75,7 @@ def expected_shapes(subject: Subject) -> dict[str, tuple[int | None, ...]]:
     axes = dict(view.axes)
     if norm := axes.pop(view.chunk_norm(0), None):
         axes |= {view.chunk_norm(chunk): norm for chunk in range(sizes.aux)}
-    shapes = {name: tuple(map(values.get, sizes)) for name, sizes in axes.items()}
+    shapes = {name: tuple(map(values.get, own_axes)) for name, own_axes in axes.items()}
     for layer in range(max(view.layer_numbers, default=0) + 1):
         values["inputs"] = double_width if layer == 0 and view.fuses else sizes.hidden
         for part, part_axes in view.layer_axes.items():
@@ -83,21 +83,6 @@ def expected_shapes(subject: Subject) -> dict[str, tuple[int | None, ...]]:
     if view.merges:  # which does not norm fc's output
         del shapes["layers.0.input_layernorm.weight"]
     return shapes
-
-
-def missing_names(subject: Subject) -> list[str]:
-    """Tensors that this kind of draft requires and the file lacks; other checks cover the head and
-    the maps."""
-    state, optional = subject.view.state, subject.view.optional
-    known = expected_shapes(subject)
-    return [name for name in known if name not in state and not name.startswith(optional)]
-
-
-def unknown_names(subject: Subject) -> list[str]:
-    """Tensors, by their names in the file, that no draft of this kind has."""
-    view = subject.view
-    expected = {*expected_shapes(subject), *(["mask_hidden"] if view.fuses else [])}
-    return [view.names[our_name] for our_name in view.state if our_name not in expected]
 
 
 # --- checks --------------------------------------------------------------------------------------
@@ -205,7 +190,9 @@ def _unwrap(files: DraftFiles) -> None:
 @check("missing", "static", "tensors that an engine would leave random")
 def missing(subject: Subject) -> Iterator[Finding]:
     """Only in layers that are present: `sizes` reports absent ones."""
-    view, absent = subject.view, missing_names(subject)
+    view = subject.view
+    known = (name for name in expected_shapes(subject) if not name.startswith(view.optional))
+    absent = [name for name in known if name not in view.state]
     if not (view.merges or view.borrows):  # else embeddings and head are always the target's
         if "lm_head.weight" in view.state:
             pass
@@ -238,7 +225,8 @@ def unexpected(subject: Subject) -> Iterator[Finding]:
             "leave them out",
             repair,
         )
-    if extra := unknown_names(subject):
+    known = {*expected_shapes(subject), *(["mask_hidden"] if view.fuses else [])}
+    if extra := [view.names[own] for own in view.state if own not in known]:
         yield error(
             f"{counted(len(extra), 'tensor')} that no {view.method.title} draft has: "
             f"{first_few(extra)}; vLLM refuses them, SGLang skips them",

@@ -8,14 +8,11 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from fledge.core.batch import Eagle3TargetBatch
 from fledge.core.errors import BadInput
-from fledge.core.rows import TokenBatch
 from fledge.formats.checks.base import Finding, Repair, Subject, check, error
 from fledge.formats.checks.probe import (
     AUX_SHIFTED,
@@ -30,8 +27,6 @@ from fledge.methods.block.foreign import BlockView
 from fledge.methods.shared.config import PLACEHOLDER_KEY
 from fledge.methods.shared.draft import DraftModel
 from fledge.methods.shared.placeholder import choose_placeholder
-from fledge.target.base import Eagle3TargetBackend
-from fledge.target.hf.model import HFEagle3TargetModel
 
 
 @check("block", "static", "DFlash, DSpark: a block size that is absent, or at odds with the tokens "
@@ -67,27 +62,8 @@ class BlockReading:
     aux_layer_ids: tuple[int, ...]
     mask: int
     from_anchor: bool  # slot 0 predicts the first token
-    late: int = 0  # training used the features of token t as those of token t + late
     interleaved: bool = False  # rotary pairs channels 2i and 2i + 1
     target_rope: bool = False
-
-
-class _Late(Eagle3TargetBackend):
-    """A target whose states reach the draft some tokens late; negative is early."""
-
-    def __init__(self, inner: HFEagle3TargetModel, by: int) -> None:
-        super().__init__("hidden")
-        self.inner, self.by, self.aux_layer_ids = inner, by, inner.aux_layer_ids
-
-    def answer(self, rows: TokenBatch) -> Eagle3TargetBatch:
-        batch = self.inner.answer(rows)
-        return replace(batch, aux_hidden_states=batch.aux_hidden_states.roll(self.by, 1))
-
-    def get_input_embeddings(self) -> Any:
-        return self.inner.get_input_embeddings()
-
-    def info(self) -> Any:
-        return self.inner.info()
 
 
 def in_halves(state: dict[str, Tensor], channels: int) -> dict[str, Tensor]:
@@ -117,12 +93,6 @@ def _anchor(subject: Subject, right: BlockReading) -> Repair | None:
 class BlockProbe(Probe[BlockReading]):
     settings = (
         AUX_SHIFTED,
-        Setting(
-            "context-shifted", "DFlash, DSpark: features trained at the wrong token",
-            lambda _, reading: (replace(reading, late=by) for by in (-1, 1)),
-            lambda reading: f"with the features of token t at t{reading.late:+d}",
-            "the context was off by one in training: train again",
-        ),
         Setting(
             "slot-shifted", "DFlash, DSpark: the first token read from the wrong slot",
             lambda _, reading: [replace(reading, from_anchor=not reading.from_anchor)],
@@ -157,10 +127,6 @@ class BlockProbe(Probe[BlockReading]):
         )
         self.draft.borrow_from(answering.first)
         self.state = {name: tensor.clone() for name, tensor in self.draft.state_dict().items()}
-
-    def backend(self, reading: BlockReading) -> Eagle3TargetBackend:
-        backend = self.answering.backend(reading.aux_layer_ids)
-        return _Late(backend, reading.late) if reading.late else backend
 
     def beats(self, best: Score, score: Score) -> bool:
         return bool(score.accepted_S.mean() > best.accepted_S.mean())

@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 SIZE = Whole(1, 2**24)
 FLAG = Maybe(Flag())
 _MAX_CHANNELS = 2**24  # of all heads
-_TOKEN = Maybe(Whole(0, SIZE.high))
+_TOKEN = Maybe(Whole(0, 2**24))
 # Keys that a draft's size or computation depends on, and that no field of a typed config holds.
 _OTHER_KEYS: dict[str, Expected] = {
     "max_position_embeddings": Whole(1),

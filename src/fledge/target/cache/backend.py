@@ -26,7 +26,7 @@ from fledge.data.vocab import DraftVocabulary
 from fledge.target.base import Eagle3TargetBackend, InputEmbedding, TargetInfo
 from fledge.target.cache import automodel
 from fledge.target.cache.automodel import PaddedShard, padded_shard_name
-from fledge.target.cache.format import Field, decode_states, row_key, unsound
+from fledge.target.cache.format import decode_states, row_key, unsound
 from fledge.target.cache.manifest import (
     VOCABULARY,
     check_complete,
@@ -242,15 +242,13 @@ class CachedEagle3TargetModel(Eagle3TargetBackend):
         return self._info.vocabulary
 
     def rows(self, *, reading: bool = False) -> CachedRows:
-        """The token rows in the cache; see `CachedRows` for `reading`."""
         self._check_open()
         return CachedRows(self.store, reading=reading)
 
     def known_rows(self) -> KnownRows:
         manifest = self.store.manifest
         digest = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
-        held_out = int(manifest["held_out_rows"])
-        return KnownRows(self.rows(), held_out, f"cache:{digest}")
+        return KnownRows(self.rows(), int(manifest["held_out_rows"]), f"cache:{digest}")
 
     def read_ahead(self, rows: RowView) -> RowView:
         return rows.through(self.rows(reading=True))
@@ -300,70 +298,55 @@ class CachedEagle3TargetModel(Eagle3TargetBackend):
             batch = replace(batch, position_mask=position_BT1)
         if mapping is not None and self.shape.is_hidden:
             return batch.with_probs(self._info.head, *mapping)
-        if self.supervision == "logits":
-            return batch.with_logits(self._info.head)
-        return batch
+        return batch.with_logits(self._info.head) if self.supervision == "logits" else batch
 
     def _find(self, rows: TokenBatch, documents: Documents) -> list[_CachedDocument]:
-        flat_ids = rows.input_ids.cpu().flatten().numpy()
+        """For each document the first row of its tokens whose supervision covers what it wants."""
+        flat_ids = rows.input_ids.cpu().flatten().numpy().astype(np.int32)
         flat_mask = rows.loss_mask.cpu().flatten().numpy() != 0
         cached = []
         for start, length in zip(documents.starts, documents.lengths, strict=True):
-            span = slice(start, start + length)
-            equal_rows = self.store.find(flat_ids[span].astype(np.int32))
-            if not equal_rows:
-                tokens = f"the {length} tokens {flat_ids[span][:8].tolist()} ..."
+            ids, wanted = (flat[start : start + length] for flat in (flat_ids, flat_mask))
+            equal_rows = self.store.find(ids)
+            for row in equal_rows:
+                shard, local = self.store.at(row)
+                _, mask = shard.tokens(local)
+                if not self.shape.compact or not (wanted[1:] & (mask[1:] == 0)).any():
+                    cached.append(_CachedDocument(start, length, row, self.shape.slots(mask)))
+                    break
+            else:
+                if equal_rows:
+                    what = f"loss_mask supervises tokens of {self.store.name(equal_rows[0])} that "
+                    what += "were not supervised when the cache was made"
+                    raise ValueError(f"{what}; it keeps supervised slots only")
+                tokens = f"the {length} tokens {ids[:8].tolist()} ..."
                 what = f"input_ids: no row of the cache {self.store.directory} has {tokens}"
                 raise ValueError(f"{what}; train on the cache's own rows")
-            cached.append(self._first_covering(equal_rows, start, flat_mask[span]))
         return cached
 
-    def _first_covering(
-        self, rows: list[int], start: int, wanted: NDArray[np.bool_]
-    ) -> _CachedDocument:
-        """The first of several equal rows whose stored supervision covers the wanted tokens."""
-        for row in rows:
-            shard, local = self.store.at(row)
-            _, mask = shard.tokens(local)
-            if not self.shape.compact or not (wanted[1:] & (mask[1:] == 0)).any():
-                return _CachedDocument(start, len(mask), row, self.shape.slots(mask))
-        what = f"loss_mask supervises tokens of {self.store.name(rows[0])} that were not supervised"
-        raise ValueError(f"{what} when the cache was made; it keeps supervised slots only")
-
     def _states(self, total: int, documents: list[_CachedDocument]) -> dict[str, Tensor]:
-        """Everything stored for the documents, decoded, at their places among `total` flat slots.
-        Bytes are copied to a GPU as they are stored and decoded there."""
+        """Everything stored for the documents (ascending), decoded, at their places among `total`
+        flat slots; all others are zero. Bytes are copied to a GPU as they are and decoded there."""
         pinned = self._device.type == "cuda"
         stored: dict[str, Tensor] = {}
         per_token = {field.name for field in self.shape.token_fields()}
         for field in self.shape.fields():
+            # then every slot of a document has a value, and only the gaps between them are zeroed
             in_runs = field.name in per_token or not self.shape.compact
             raw = torch.empty((total, field.row_bytes), dtype=torch.uint8, pin_memory=pinned)
-            self._fill(raw.numpy(), field, documents, in_runs=in_runs)
+            into, end = raw.numpy(), 0
+            if not in_runs:
+                into[:] = 0
+            for document in documents:
+                shard, local = self.store.at(document.row)
+                data = shard.payload(field.name, local).reshape(-1, field.row_bytes)
+                if in_runs:
+                    into[end : document.start] = 0
+                    end = document.start + len(data)
+                    into[document.start : end] = data
+                else:
+                    into[document.start + document.slots] = data
+            if in_runs:
+                into[end:] = 0
             stored[field.name] = raw.to(self._device, non_blocking=pinned).view(field.dtype)
         return decode_states(stored, self.shape, self._info.dtype)
-
-    def _fill(
-        self,
-        into: NDArray[np.uint8],
-        field: Field,
-        documents: list[_CachedDocument],  # ascending
-        *,
-        in_runs: bool,
-    ) -> None:
-        """Copy the documents' values to their slots; all others are zero. Where every slot of a
-        document has one, each is one contiguous run, and only the gaps between them are zeroed."""
-        at = 0
-        if not in_runs:
-            into[:] = 0
-        for document in documents:
-            shard, local = self.store.at(document.row)
-            data = shard.payload(field.name, local).reshape(-1, field.row_bytes)
-            if in_runs:
-                into[at : document.start] = 0
-                at = document.start + len(data)
-                into[document.start : at] = data
-            else:
-                into[document.start + document.slots] = data
-        if in_runs:
-            into[at:] = 0

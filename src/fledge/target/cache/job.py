@@ -9,6 +9,7 @@ import math
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -103,7 +104,6 @@ class CacheJob:
 
     directory: Path
     rows: Sequence[TokenRow]  # in the order of the cache
-    shape: CacheShape
     manifest: dict[str, Any]  # all fields except `LATE`
     options: CacheOptions = CacheOptions()
     vocabulary: DraftVocabulary | None = None  # with hidden states only a suggestion
@@ -111,6 +111,10 @@ class CacheJob:
     pad_id: int = 0
     padded_to: int | None = None  # tokens per row in AutoModel's layout; None: our layout
     head_bytes: int = 0  # everything but the shards: an estimate until the target is loaded
+
+    @cached_property
+    def shape(self) -> CacheShape:
+        return shape_of(self.manifest)
 
     def layout(self, rows: Sequence[TokenRow]) -> Layout:
         """The layout of a shard with these rows."""
@@ -303,21 +307,15 @@ def convert_job(
     options = replace(options, supervised_only=options.supervised_only or source.shape.compact)
     named = model if lacks_target(source.store.directory, old) else None
     files = local_model(named or target_files(source.store.directory), weights=False)
-    vocabulary, wanted = source.vocabulary or source.info().suggested, draft_vocab_size
-    if source.vocabulary is not None and wanted not in (None, source.vocabulary.size):
-        what = f"made for a draft vocabulary of {source.vocabulary.size}, not {wanted}"
-        raise BadInput(what, where=where, fix="another vocabulary needs a cache of hidden states")
-    if vocabulary is not None and wanted not in (None, vocabulary.size):
-        vocabulary = None
-    if vocabulary is None and (wanted or over_a_vocabulary):
-        tokenizer, rows = (
-            load_tokenizer(str(files), trust_remote_code=trust_remote_code),
-            source.rows(),
+    vocabulary = _vocabulary_of(source, draft_vocab_size)
+    if vocabulary is None and (draft_vocab_size or over_a_vocabulary):
+        tokenizer = load_tokenizer(str(files), trust_remote_code=trust_remote_code)
+        trained = itertools.islice(source.rows(), int(old["rows"] - old["held_out_rows"]))
+        counts_V = count_supervised(
+            ((row.input_ids, row.loss_mask) for row in trained), source.info().vocab_size
         )
-        trained = (rows[i] for i in range(len(rows) - int(old["held_out_rows"])))
-        pairs = ((row.input_ids, row.loss_mask) for row in trained)
-        counts_V = count_supervised(pairs, source.info().vocab_size)
-        vocabulary = select_vocabulary(counts_V, wanted, special_ids=special_token_ids(tokenizer))
+        special_ids = special_token_ids(tokenizer)
+        vocabulary = select_vocabulary(counts_V, draft_vocab_size, special_ids=special_ids)
     manifest: dict[str, Any] = {
         **{key: value for key, value in old.items() if key not in (LATE, "layout")},
         **encoding_facts(options, vocabulary),
@@ -325,20 +323,24 @@ def convert_job(
     }
     embedding_VD, head_VD = source.get_input_embeddings().weight, source.info().head.weight_VD
     head_bytes = embedding_VD.nbytes + head_VD.nbytes
-    padded_to = None
+    padded_to: int | None = None
     if padded:
         head_bytes += 4 * embedding_VD.numel()  # stored in float32, too
         longest = int(source.store.lengths.max(initial=2))
         padded_to = max(longest, old.get("seq_length") or 0)
         manifest |= {"seq_length": padded_to, "layout": LAYOUT}
     return CacheJob(
-        directory,
-        source.rows(),
-        shape_of(manifest),
-        manifest,
-        options,
-        vocabulary,
-        files,
-        padded_to=padded_to,
-        head_bytes=head_bytes,
-    )
+        directory, source.rows(), manifest, options, vocabulary, files,
+        padded_to=padded_to, head_bytes=head_bytes,
+    )  # fmt: skip
+
+
+def _vocabulary_of(source: CachedEagle3TargetModel, size: int | None) -> DraftVocabulary | None:
+    """The source's own vocabulary, if it has one of the requested size."""
+    required, suggested = source.vocabulary, source.info().suggested
+    if required is not None and size not in (None, required.size):
+        what = f"made for a draft vocabulary of {required.size}, not {size}"
+        fix = "another vocabulary needs a cache of hidden states"
+        raise BadInput(what, where=str(source.store.directory), fix=fix)
+    vocabulary = required or suggested
+    return vocabulary if vocabulary is not None and size in (None, vocabulary.size) else None

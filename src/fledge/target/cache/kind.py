@@ -49,11 +49,9 @@ class CacheKind(TargetKind[CacheTarget]):
         )
         where, layer_ids = str(target.store.directory), section.aux_layer_ids
         if layer_ids is not None and not set(layer_ids) <= set(target.aux_layer_ids):
-            raise BadInput(
-                f"made with aux layers {target.aux_layer_ids}, the recipe says {list(layer_ids)}",
-                where=where,
-                fix="leave target.aux_layer_ids out, or make another cache",
-            )
+            what = f"made with aux layers {target.aux_layer_ids}, the recipe says {list(layer_ids)}"
+            fix = "leave target.aux_layer_ids out, or make another cache"
+            raise BadInput(what, where=where, fix=fix)
         if section.model is not None:
             _check_model(section.model, target.store.manifest, where)
         return target
@@ -85,11 +83,9 @@ def _check_model(name: str, manifest: dict[str, Any], where: str) -> None:
     if has_weights(directory) and files_fingerprint(directory) != manifest.get("model_files"):
         differing.append("weights or config")
     if differing:
-        raise BadInput(
-            f"made from another model than {name} (different {' and '.join(differing)})",
-            where=where,
-            fix="leave target.model out, or make a cache for this model",
-        )
+        what = f"made from another model than {name} (different {' and '.join(differing)})"
+        fix = "leave target.model out, or make a cache for this model"
+        raise BadInput(what, where=where, fix=fix)
 
 
 CACHE = CacheKind()

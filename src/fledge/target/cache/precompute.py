@@ -5,19 +5,20 @@ any number of processes may work on one cache, each on the shards that it has cl
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from safetensors.torch import save
-from torch import Tensor, nn
+from torch import Tensor
 
 from fledge.core.claims import Claims
 from fledge.core.distributed import join_world, leave_world
 from fledge.core.errors import BadInput
 from fledge.core.files import atomic_file, removed
+from fledge.core.progress import Progress, unwatched
 from fledge.core.rows import TokenRow
 from fledge.core.terminal import counted
 from fledge.core.transfer import Fetched
@@ -53,114 +54,77 @@ _BAD_TOKENS, _BAD_SLOTS = "bad tokens", "bad slots"  # in addition to the fields
 _MAX_QUEUED = 3  # batches by which the target may be ahead of the disk
 
 
-@dataclass(frozen=True)
-class Written:
-    rows: int  # written by this process
-    bytes: int
-
-
-Vocabulary = tuple[Tensor, Tensor]  # draft tokens [W], and which of the target's [V] they are
-
-
-def capture(
-    job: CacheJob,
-    target: Eagle3TargetBackend,
-    shards: Iterable[int],
-    on_progress: Callable[[Written], None],
-) -> int:
-    """Ask the target about these shards, one after another, and return how many there were."""
-    vocabulary = None
-    if job.vocabulary is not None and not job.shape.is_hidden:
-        ids = torch.from_numpy(job.vocabulary.selected_token_ids)
-        vocabulary = ids, torch.from_numpy(job.vocabulary.t2d)
-        target.set_vocab_mapping(*vocabulary)
-    rows = n_bytes = written = 0
-    for index in shards:
-        if not (job.directory / MANIFEST).exists():
-            raise removed(job.directory)
-        for batch_rows, batch_bytes in _fill(job, index, target, vocabulary):
-            rows, n_bytes = rows + batch_rows, n_bytes + batch_bytes
-            on_progress(Written(rows, n_bytes))
-        written += 1
-    return written
-
-
-def _fill(
-    job: CacheJob, index: int, target: Eagle3TargetBackend, vocabulary: Vocabulary | None
-) -> Iterator[tuple[int, int]]:
-    """Write one shard; yields (rows, bytes) of every batch that was written. One thread writes
-    while the target answers about the next batches."""
-    rows, model = job.shard_rows(index), module_of(target)
-    # the thread ends first: it writes to the file that `open_shard` closes
-    with (
-        open_shard(job.shard_path(index), job.layout(rows), rows) as shard,
-        ThreadPoolExecutor(1, "fledge-cache") as disk,
-    ):
-        writes = deque[Future[tuple[int, int]]]()
-        for members in _batches(rows, job.options.batch_size):
-            answer = _ask(job, target, [rows[i] for i in members], vocabulary)
-            writes.append(disk.submit(_write, job, shard, index, members, answer, model))
-            if len(writes) > _MAX_QUEUED:
-                yield writes.popleft().result()
-        for write in writes:
-            yield write.result()
-
-
-def _batches(rows: Sequence[TokenRow], size: int) -> Iterator[list[int]]:
-    """Batches of rows of similar length, so that the target computes little padding."""
-    order = sorted(range(len(rows)), key=lambda i: (-len(rows[i].input_ids), i))
-    for begin in range(0, len(order), size):
-        yield order[begin : begin + size]
-
-
 Answer = dict[str, tuple[Fetched, list[int]]]  # by name: what is stored, and how much of each row
 
 
-def _ask(
-    job: CacheJob,
-    target: Eagle3TargetBackend,
-    rows: list[TokenRow],
-    vocabulary: Vocabulary | None,
-) -> Answer:
-    """The stored form of the target's answer about these rows, on its way to the host."""
-    lengths = [len(row.input_ids) for row in rows]
-    width = max(lengths)
-    batch = target.answer(collate(rows, one_per_row(lengths, width), width, job.pad_id))
-    slots = [torch.from_numpy(job.shape.slots(np.asarray(row.loss_mask))) for row in rows]
-    device = batch.aux_hidden_states.device
-    mapping = None if vocabulary is None else (vocabulary[0].to(device), vocabulary[1].to(device))
-    # the head is needed only where probabilities must be computed from states
-    head = target.info().head if batch.supervision == "hidden" and mapping is not None else None
-    tensors = encode_rows(batch, job.shape, lengths, slots, head=head, vocabulary=mapping)
-    by_token = {_BAD_TOKENS, *(field.name for field in job.shape.token_fields())}
-    # checked in the stored precision, on the device; the writing thread reads the result
-    tensors[_BAD_TOKENS], tensors[_BAD_SLOTS] = unsound(tensors, job.shape)
-    counts = [len(slots_of_row) for slots_of_row in slots]
-    return {n: (Fetched(t), lengths if n in by_token else counts) for n, t in tensors.items()}
+class _Capture:
+    """Asks a target about the rows of a job and writes its answers."""
 
+    def __init__(self, job: CacheJob, target: Eagle3TargetBackend) -> None:
+        self.job, self.target, self.model = job, target, module_of(target)
+        self.vocabulary: tuple[Tensor, Tensor] | None = None  # of the draft: ids [W], mask [V]
+        if job.vocabulary is not None and not job.shape.is_hidden:
+            ids = torch.from_numpy(job.vocabulary.selected_token_ids)
+            self.vocabulary = ids, torch.from_numpy(job.vocabulary.t2d)
+            target.set_vocab_mapping(*self.vocabulary)
 
-def _write(
-    job: CacheJob,
-    shard: ShardWriter,
-    index: int,
-    members: list[int],
-    answer: Answer,
-    model: nn.Module | None,
-) -> tuple[int, int]:
-    """Write an answer about some of a shard's rows, unless it is not finite as it is stored;
-    returns how many rows and bytes."""
-    parts = {name: torch.split(tensor.read(), n) for name, (tensor, n) in answer.items()}
-    bad_tokens, bad_slots = parts.pop(_BAD_TOKENS), parts.pop(_BAD_SLOTS)
-    for place, row in enumerate(members):
-        tokens, number = shard.rows[row], index * job.options.shard_size + row
-        slots = job.shape.slots(np.asarray(tokens.loss_mask))
-        layers = job.manifest["aux_layer_ids"]
-        fault = row_fault(number, bad_tokens[place], bad_slots[place], slots, layers)
-        if fault is not None:
-            where, dtype = str(job.directory), job.shape.dtype
-            raise refusal(fault, dtype=dtype, place=tokens.place, model=model, where=where)
-        shard.put(row, {name: part[place] for name, part in parts.items()})
-    return len(members), sum(part.nbytes for of_rows in parts.values() for part in of_rows)
+    def shard(self, index: int) -> Iterator[tuple[int, int]]:
+        """Write one shard; yields (rows, bytes) of every batch that was written. One thread writes
+        while the target answers about the next batches."""
+        rows, size = self.job.shard_rows(index), self.job.options.batch_size
+        # of similar length, so that the target computes little padding
+        order = sorted(range(len(rows)), key=lambda i: (-len(rows[i].input_ids), i))
+        # the thread ends first: it writes to the file that `open_shard` closes
+        with (
+            open_shard(self.job.shard_path(index), self.job.layout(rows), rows) as shard,
+            ThreadPoolExecutor(1, "fledge-cache") as disk,
+        ):
+            writes = deque[Future[tuple[int, int]]]()
+            for begin in range(0, len(order), size):
+                members = order[begin : begin + size]
+                answer = self._ask([rows[i] for i in members])
+                writes.append(disk.submit(self._write, shard, index, members, answer))
+                if len(writes) > _MAX_QUEUED:
+                    yield writes.popleft().result()
+            for write in writes:
+                yield write.result()
+
+    def _ask(self, rows: list[TokenRow]) -> Answer:
+        """The stored form of the target's answer about these rows, on its way to the host."""
+        shape, lengths = self.job.shape, [len(row.input_ids) for row in rows]
+        batch = self.target.answer(
+            collate(rows, one_per_row(lengths, max(lengths)), max(lengths), self.job.pad_id)
+        )
+        slots = [torch.from_numpy(shape.slots(np.asarray(row.loss_mask))) for row in rows]
+        device, head, mapping = batch.aux_hidden_states.device, None, None
+        if self.vocabulary is not None:
+            mapping = self.vocabulary[0].to(device), self.vocabulary[1].to(device)
+            head = self.target.info().head if batch.supervision == "hidden" else None
+        tensors = encode_rows(batch, shape, lengths, slots, head=head, vocabulary=mapping)
+        by_token = {_BAD_TOKENS, *(field.name for field in shape.token_fields())}
+        # checked in the stored precision, on the device; the writing thread reads the result
+        tensors[_BAD_TOKENS], tensors[_BAD_SLOTS] = unsound(tensors, shape)
+        counts = [len(slots_of_row) for slots_of_row in slots]
+        return {n: (Fetched(t), lengths if n in by_token else counts) for n, t in tensors.items()}
+
+    def _write(
+        self, shard: ShardWriter, index: int, members: list[int], answer: Answer
+    ) -> tuple[int, int]:
+        """Write an answer about some of a shard's rows, unless it is not finite as it is stored;
+        returns how many rows and bytes."""
+        job, first = self.job, index * self.job.options.shard_size
+        parts = {name: torch.split(tensor.read(), n) for name, (tensor, n) in answer.items()}
+        bad_tokens, bad_slots = parts.pop(_BAD_TOKENS), parts.pop(_BAD_SLOTS)
+        for place, row in enumerate(members):
+            slots = job.shape.slots(np.asarray(shard.rows[row].loss_mask))
+            bad = bad_tokens[place], bad_slots[place], slots
+            fault = row_fault(first + row, *bad, job.manifest["aux_layer_ids"])
+            if fault is not None:
+                source, where = shard.rows[row].place, str(job.directory)
+                dtype, model = job.shape.dtype, self.model
+                raise refusal(fault, dtype=dtype, place=source, model=model, where=where)
+            shard.put(row, {name: part[place] for name, part in parts.items()})
+        return len(members), sum(part.nbytes for of_rows in parts.values() for part in of_rows)
 
 
 STOPPED = 3  # exit code: stopped by the quota or a full disk
@@ -186,8 +150,7 @@ def execute(
     load: Callable[[], Eagle3TargetBackend],
     *,
     device: torch.device,
-    say: Callable[[str], None],
-    on_progress: Callable[[Written], None] = lambda _: None,
+    progress: Progress = unwatched,
 ) -> Done:
     """A whole precompute, as run in every process: check, predict, load the target, write."""
     plan = plan_cache(job)
@@ -196,21 +159,23 @@ def execute(
     world = join_world(device)
     if world.is_main:
         for line in describe_plan(job, plan, free):
-            say(line)
+            progress.say(line)
     with load() as target:
         check_target(job, target)
         with Claims(job.directory / CLAIMS) as claims:
             begin_cache(job, target, claims)
-            written = write_shards(job, plan, target, claims, on_progress=on_progress, say=say)
+            written = write_shards(job, plan, target, claims, progress)
     leave_world(world)
-    return how_it_ended(job, plan, written, say)
+    return how_it_ended(job, plan, written, progress)
 
 
-def how_it_ended(job: CacheJob, plan: CachePlan, written: int, say: Callable[[str], None]) -> Done:
+def how_it_ended(job: CacheJob, plan: CachePlan, written: int, progress: Progress) -> Done:
     """The outcome once all shards within the quota are written; reports a stop by the quota."""
     complete = plan.wanted == plan.missing
     if not complete:
-        say(f"stopped by the quota of {readable(job.options.quota_bytes or 0)}; --resume continues")
+        progress.say(
+            f"stopped by the quota of {readable(job.options.quota_bytes or 0)}; --resume continues"
+        )
     return Done(0 if complete else STOPPED, plan.total_bytes, len(plan.done), written)
 
 
@@ -256,9 +221,7 @@ def write_shards(
     plan: CachePlan,
     target: Eagle3TargetBackend,
     claims: Claims,
-    *,
-    on_progress: Callable[[Written], None] = lambda _: None,
-    say: Callable[[str], None] = lambda _: None,
+    progress: Progress = unwatched,
 ) -> int:
     """Write missing shards until all are claimed, then wait for those of other processes. Returns
     how many this process wrote. Call `begin_cache` first."""
@@ -268,11 +231,17 @@ def write_shards(
     def waiting(shards: int) -> None:
         nonlocal last_reported
         if shards != last_reported:
-            say(f"waiting for {counted(shards, 'shard')} that other processes are writing")
+            progress.say(f"waiting for {counted(shards, 'shard')} that other processes are writing")
         last_reported = shards
 
-    names = claims.share(missing, lambda name: job.is_written(missing[name]), waiting=waiting)
-    written = capture(job, target, (missing[name] for name in names), on_progress)
-    if not (job.directory / MANIFEST).exists():  # the cache was removed meanwhile
+    capture, rows, n_bytes, written = _Capture(job, target), 0, 0, 0
+    for name in claims.share(missing, lambda n: job.is_written(missing[n]), waiting=waiting):
+        if not (job.directory / MANIFEST).exists():
+            raise removed(job.directory)
+        for batch_rows, batch_bytes in capture.shard(missing[name]):
+            rows, n_bytes = rows + batch_rows, n_bytes + batch_bytes
+            progress("writing", rows, len(job.rows), "rows", readable(n_bytes))
+        written += 1
+    if not (job.directory / MANIFEST).exists():
         raise removed(job.directory)
     return written

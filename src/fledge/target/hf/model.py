@@ -1,11 +1,14 @@
 """The co-located target: a Hugging Face causal LM in this process.
 
-The head's input is captured where the head would run (`passes.py`): in `hidden` encoding the head
-never runs, in `probs` only on supervised rows, chunk by chunk, and in `logits` (the constructor's
-default) on every row.
+The head's input is captured where the head would run: in `hidden` encoding the head never runs, in
+`probs` only on supervised rows, chunk by chunk, and in `logits` (the constructor's default) on
+every row. A pass may be shared by ranks along its rows, and on a GPU may run compiled layers or be
+replayed as a CUDA graph.
 """
 
 from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
 from os import PathLike
 from typing import Any, cast
 
@@ -23,20 +26,39 @@ from fledge.target.base import HasWeight, InputEmbedding
 from fledge.target.hf import loading as fp8
 from fledge.target.hf.embedding_and_head import accepted_options, find_head_module, learn_head
 from fledge.target.hf.loading import load_hf_model
-from fledge.target.hf.one_row import kernel_takes, may_support, needs_no_mask, whole_row
-from fledge.target.hf.parallel import along, check_shareable, not_shareable
+from fledge.target.hf.one_row import (
+    WholeRow,
+    causal_rows,
+    documents_apart,
+    kernel_takes,
+    may_support,
+    needs_no_mask,
+    whole_row,
+)
+from fledge.target.hf.parallel import (
+    along,
+    check_shareable,
+    not_shareable,
+    rank_slots,
+    shared_rows,
+)
 from fledge.target.hf.passes import (
     CompiledLayers,
-    ModelPasses,
+    StatesOf,
+    compile_errors,
     one_row_is_exact,
     sharing_is_exact,
 )
-from fledge.target.inprocess import find_rank_groups
+from fledge.target.inprocess import InProcessTarget, find_rank_groups
 from fledge.target.layers import (
     EAGLE3_AUX_LAYERS,
+    AuxBuffer,
     default_aux_layer_ids,
     describe_final_norm,
     find_layers,
+    hidden_of,
+    layer_outputs,
+    muted_head,
     target_depth,
     validate_aux_layer_ids,
 )
@@ -44,7 +66,6 @@ from fledge.target.packing import Documents, Group, overhead_in_tokens
 from fledge.target.weights import (
     describe_weights,
     is_here,
-    refuse_missing,
     take_apart,
     weights_fingerprint,
     whole_tensor,
@@ -53,14 +74,16 @@ from fledge.target.weights import (
 _shift_left_with_zero = shift_left  # the name that other programs import from here
 
 
-class HFEagle3TargetModel(ModelPasses):
+class HFEagle3TargetModel(InProcessTarget):
     """Co-located backend that captures auxiliary hidden states from a causal LM.
 
     The caller's model itself is put in eval mode and frozen, and otherwise never changed.
     `compile_layers` runs large passes on a GPU through torch.compile, and those of small models as
     CUDA graphs: faster, with different rounding. EAGLE-3 uses three layers; another number of
-    `aux_layer_ids` must equal `num_aux_layers` (None: any number, for several drafts).
+    `aux_layer_ids` must equal `num_aux_layers` (None: any number).
     """
+
+    model: nn.Module
 
     def __init__(
         self,
@@ -79,7 +102,6 @@ class HFEagle3TargetModel(ModelPasses):
         self.cp_mesh = cp_mesh
         if self._cp_size > 1:
             check_shareable(model, cp_mesh)
-        refuse_missing(model)
         self.tokenizer = tokenizer
         self.model = model
         self._layers = self._get_transformer_layers()
@@ -142,17 +164,25 @@ class HFEagle3TargetModel(ModelPasses):
             reason = "no fp8 units" if no_units else "sharded"
             raise BadInput(f"dtype fp8: {reason}", where=str(name_or_path), fix="take bfloat16")
         loaded = load_hf_model(
-            name_or_path, dtype="bfloat16" if dtype == "fp8" else dtype, device=device,
-            attn_implementation=attn_implementation, quantization_config=quantization_config,
-            trust_remote_code=trust_remote_code, mesh=mesh,
-        )  # fmt: skip
+            name_or_path,
+            dtype="bfloat16" if dtype == "fp8" else dtype,
+            device=device,
+            attn_implementation=attn_implementation,
+            quantization_config=quantization_config,
+            trust_remote_code=trust_remote_code,
+            mesh=mesh,
+        )
         if dtype == "fp8":
             fp8.convert_linears(loaded.model)
         target = cls(
-            loaded.model, aux_layer_ids, along(mesh, "cp"), supervision=supervision,
-            tokenizer=loaded.tokenizer, compile_layers=compile_layers,
+            loaded.model,
+            aux_layer_ids,
+            along(mesh, "cp"),
+            supervision=supervision,
+            tokenizer=loaded.tokenizer,
+            compile_layers=compile_layers,
             num_aux_layers=num_aux_layers,
-        )  # fmt: skip
+        )
         target._stored_as = loaded.stored_as
         return target
 
@@ -254,3 +284,88 @@ class HFEagle3TargetModel(ModelPasses):
                 alone=all(map(is_here, module.parameters())),
             )
         return self._head
+
+    # --- one pass: the model's own forward, with the states of some layers captured ---------------
+
+    def _forward(self, ids: Tensor, mask: Tensor, aux: AuxBuffer, group: Group | None) -> Tensor:
+        if self.model.training:  # the caller may have called train() on the shared module
+            self.model.eval()
+        write = partial(aux.write, group=group)
+        if self._cp_size > 1:
+            return self._run_slots(ids, mask if group is None else None, write)
+        # only a pass over the whole batch has the same shape every time and is worth compiling
+        if ids.numel() != aux.rows_BT.numel():
+            return self._run(ids, mask, group, write)
+        try:
+            with self._compiled.lent():
+                # where launching kernels takes longer than running them, and the size recurs
+                short = self.record_passes and ids.numel() < 2 * self.overhead_tokens
+                if isinstance(group, WholeRow) and short and self._recorded.worth_it(ids.numel()):
+                    return self._replay(ids, group, write)
+                return self._run(ids, mask, group, write)
+        except compile_errors() as error:
+            self._compiled.give_up(error)
+            return self._run(ids, mask, group, write)
+
+    def _run(
+        self, ids: Tensor, mask: Tensor | None, group: Group | None, write: StatesOf
+    ) -> Tensor:
+        """Run the model's own forward: `write` gets the aux layers' states, the answer is
+        returned."""
+        with ExitStack() as stack:
+            if isinstance(group, WholeRow):
+                stack.enter_context(documents_apart(self.model))
+                return self._captured(write, ids, None, **group.options())
+            # documents need no mask, and without one the causal kernels are faster
+            if group is not None and self.skip_masks:
+                stack.enter_context(causal_rows(self.model))
+            return self._captured(write, ids, mask if group is None else None)
+
+    def _run_slots(self, ids_NL: Tensor, mask_NL: Tensor | None, write: StatesOf) -> Tensor:
+        """`_run` for rows that the ranks of `cp_mesh` share: each rank runs some of their slots,
+        and every rank gets the states of all slots."""
+        own = rank_slots(self.cp_mesh, ids_NL.shape[1], mask_NL)
+        positions_NL = torch.arange(ids_NL.shape[1], device=ids_NL.device).expand_as(ids_NL)
+        with shared_rows(self.model, own):
+            answer_NQX = self._captured(
+                lambda layer_id, states_NQD: write(layer_id, own.whole(states_NQD)),
+                own.take(ids_NL),
+                None,
+                position_ids=own.take(positions_NL),
+            )
+        return own.whole(answer_NQX)
+
+    def _captured(self, write: StatesOf, *arguments: Any, **options: Any) -> Tensor:
+        """`_call` with the aux layers' states passed to `write`; returns logits or, if the head is
+        not run, its input."""
+        head_inputs: list[Tensor] = []
+
+        def keep(hidden: Tensor) -> Tensor:
+            head_inputs.append(hidden_of(hidden))
+            return hidden
+
+        with ExitStack() as stack:
+            stack.enter_context(layer_outputs(self._layers, self._inner_layers, write))
+            if self.supervision != "logits":
+                assert self._head_module is not None
+                stack.enter_context(muted_head(self._head_module, keep))
+            logits = self._call(*arguments, **options)
+        return logits if self.supervision == "logits" else head_inputs[0]
+
+    def _replay(self, ids: Tensor, group: WholeRow, write: StatesOf) -> Tensor:
+        def run(ids: Tensor, **options: Tensor) -> list[Tensor]:
+            states: dict[int, Tensor] = {}
+            answer = self._run(ids, None, group.with_options(options), states.__setitem__)
+            return [*(states[i] for i in self._inner_layers), answer]
+
+        *states, answer = self._recorded(ids.numel(), run, {"ids": ids, **group.options()})
+        for layer_id, layer_states in zip(self._inner_layers, states, strict=True):
+            write(layer_id, layer_states)
+        return answer
+
+    def _call(self, ids: Tensor, mask: Tensor | None, **options: Any) -> Tensor:
+        """Call the model's own forward and return its logits, however they are wrapped. Where ranks
+        hold a part of them each (a caller's tensor parallelism), they are gathered."""
+        output = self.model(input_ids=ids, attention_mask=mask, **self._options, **options)
+        logits = getattr(output, "logits", None)
+        return hidden_of(logits if isinstance(logits, Tensor) else output)

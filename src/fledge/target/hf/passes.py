@@ -1,13 +1,9 @@
-"""Passes of a model in this process: its own forward, with the states of some layers captured.
-
-Decoder layers' outputs are copied into the returned tensor as they are computed. A pass may be
-shared by ranks along its rows, and on a GPU may run compiled layers or be replayed as a CUDA graph.
-"""
+"""Compiled layers of a model in this process, and checks that two ways of running it are equal."""
 
 import gc
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -15,17 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from fledge.core.errors import first_line
-from fledge.core.graphs import RecordedSizes
 from fledge.target.hf.one_row import (
     Unsupported,
-    WholeRow,
-    causal_rows,
-    documents_apart,
     whole_row,
 )
-from fledge.target.hf.parallel import rank_slots, shared_rows
 from fledge.target.inprocess import InProcessTarget
-from fledge.target.layers import AuxBuffer, hidden_of, layer_outputs, muted_head
+from fledge.target.layers import AuxBuffer
 from fledge.target.packing import Documents, Group
 
 if TYPE_CHECKING:
@@ -73,104 +64,6 @@ def compile_errors() -> tuple[type[BaseException], ...]:
     from torch._inductor.exc import InductorError
 
     return TorchDynamoException, InductorError
-
-
-class ModelPasses(InProcessTarget):
-    """A target that is a torch module; its constructor is the subclass's."""
-
-    model: nn.Module
-    cp_mesh: Any  # the ranks that share rows
-    skip_masks: bool  # whether documents run without a mask
-    record_passes: bool
-    _cp_size: int
-    _layers: list[nn.Module]
-    _options: dict[str, Any]  # of every call of the model
-    _head_module: nn.Module | None
-    _compiled: CompiledLayers
-    _recorded: RecordedSizes[list[Tensor]]
-
-    def _forward(self, ids: Tensor, mask: Tensor, aux: AuxBuffer, group: Group | None) -> Tensor:
-        if self.model.training:  # the caller may have called train() on the shared module
-            self.model.eval()
-        write = partial(aux.write, group=group)
-        if self._cp_size > 1:
-            return self._run_slots(ids, mask if group is None else None, write)
-        # only a pass over the whole batch has the same shape every time and is worth compiling
-        if ids.numel() != aux.rows_BT.numel():
-            return self._run(ids, mask, group, write)
-        try:
-            with self._compiled.lent():
-                # where launching kernels takes longer than running them, and the size recurs
-                short = self.record_passes and ids.numel() < 2 * self.overhead_tokens
-                if isinstance(group, WholeRow) and short and self._recorded.worth_it(ids.numel()):
-                    return self._replay(ids, group, write)
-                return self._run(ids, mask, group, write)
-        except compile_errors() as error:
-            self._compiled.give_up(error)
-            return self._run(ids, mask, group, write)
-
-    def _run(
-        self, ids: Tensor, mask: Tensor | None, group: Group | None, write: StatesOf
-    ) -> Tensor:
-        """Run the model's own forward: `write` gets the aux layers' states, the answer is
-        returned."""
-        with ExitStack() as stack:
-            if isinstance(group, WholeRow):
-                stack.enter_context(documents_apart(self.model))
-                return self._captured(write, ids, None, **group.options())
-            # documents need no mask, and without one the causal kernels are faster
-            if group is not None and self.skip_masks:
-                stack.enter_context(causal_rows(self.model))
-            return self._captured(write, ids, mask if group is None else None)
-
-    def _run_slots(self, ids_NL: Tensor, mask_NL: Tensor | None, write: StatesOf) -> Tensor:
-        """`_run` for rows that the ranks of `cp_mesh` share: each rank runs some of their slots,
-        and every rank gets the states of all slots."""
-        own = rank_slots(self.cp_mesh, ids_NL.shape[1], mask_NL)
-        positions_NL = torch.arange(ids_NL.shape[1], device=ids_NL.device).expand_as(ids_NL)
-        with shared_rows(self.model, own):
-            answer_NQX = self._captured(
-                lambda layer_id, states_NQD: write(layer_id, own.whole(states_NQD)),
-                own.take(ids_NL),
-                None,
-                position_ids=own.take(positions_NL),
-            )
-        return own.whole(answer_NQX)
-
-    def _captured(self, write: StatesOf, *arguments: Any, **options: Any) -> Tensor:
-        """`_call` with the aux layers' states passed to `write`; returns logits or, if the head is
-        not run, its input."""
-        head_inputs: list[Tensor] = []
-
-        def keep(hidden: Tensor) -> Tensor:
-            head_inputs.append(hidden_of(hidden))
-            return hidden
-
-        with ExitStack() as stack:
-            stack.enter_context(layer_outputs(self._layers, self._inner_layers, write))
-            if self.supervision != "logits":
-                assert self._head_module is not None
-                stack.enter_context(muted_head(self._head_module, keep))
-            logits = self._call(*arguments, **options)
-        return logits if self.supervision == "logits" else head_inputs[0]
-
-    def _replay(self, ids: Tensor, group: WholeRow, write: StatesOf) -> Tensor:
-        def run(ids: Tensor, **options: Tensor) -> list[Tensor]:
-            states: dict[int, Tensor] = {}
-            answer = self._run(ids, None, group.with_options(options), states.__setitem__)
-            return [*(states[i] for i in self._inner_layers), answer]
-
-        *states, answer = self._recorded(ids.numel(), run, {"ids": ids, **group.options()})
-        for layer_id, layer_states in zip(self._inner_layers, states, strict=True):
-            write(layer_id, layer_states)
-        return answer
-
-    def _call(self, ids: Tensor, mask: Tensor | None, **options: Any) -> Tensor:
-        """Call the model's own forward and return its logits, however they are wrapped. Where ranks
-        hold a part of them each (a caller's tensor parallelism), they are gathered."""
-        output = self.model(input_ids=ids, attention_mask=mask, **self._options, **options)
-        logits = getattr(output, "logits", None)
-        return hidden_of(logits if isinstance(logits, Tensor) else output)
 
 
 # --- numerical checks that two ways of running a model give the same states, whatever its class ---
