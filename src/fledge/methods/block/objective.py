@@ -214,7 +214,7 @@ class DFlashTrainerModule(BlockTrainerModule):
         with no_autocast(device.type) as autocast_dtype:
             for batch in ready:
                 hidden_PE = self._hidden(batch, autocast_dtype)
-                scores = self._text_scores(batch, hidden_PE, None, None)
+                scores = self._text_scores(batch, hidden_PE)
                 total += scores.coefficient_N.sum().double()
         return StepTotals(weight_sum=world.sum_(total))
 
@@ -228,23 +228,21 @@ class DFlashTrainerModule(BlockTrainerModule):
     ) -> HeadLoss:
         if not self._by_text:
             return super()._score(ready, task, hidden_PE, coefficient_N, totals)
-        if self.weights == "dpace":
-            scores = self._text_scores(ready, hidden_PE, None, totals.weight_sum)
-        else:
+        if self.weights == "decay":
             weight_N = torch.where(task.charged_N, coefficient_N, 0.0)
-            scores = self._text_scores(ready, hidden_PE, weight_N, None)
-        loss = scores.loss
-        if self.weights == "dpace" and totals.weight_sum is None:  # this batch is the whole step
-            total = scores.coefficient_N.sum()
-            loss = loss / total.where(total > 0, 1.0)
-        return replace(scores, loss=loss)
+            return self._text_scores(ready, hidden_PE, weight_N)
+        scores = self._text_scores(ready, hidden_PE, total=totals.weight_sum)
+        if totals.weight_sum is not None:
+            return scores
+        total = scores.coefficient_N.sum()  # this batch is the whole step
+        return replace(scores, loss=scores.loss / total.where(total > 0, 1.0))
 
     def _text_scores(
         self,
         ready: ReadyBatch[BlockPlan],
         hidden_PE: Tensor,
-        coefficient_N: Tensor | None,  # None: D-PACE's
-        total: Tensor | None,  # sum of D-PACE's weights over the step
+        coefficient_N: Tensor | None = None,  # None: D-PACE's
+        total: Tensor | None = None,  # sum of D-PACE's weights over the step
     ) -> HeadLoss:
         plan = ready.plan
         charged_N = self._charged_elements(plan, ready.covered_M)
