@@ -27,6 +27,8 @@ def step_flops(parts: Parts, batch: StepBatch, step: MetaStep) -> float:
         real = rows.attention_mask != 0
         pairs = float((rows.doc_remaining[real] + 1).sum())  # of query and visible key
         config, layers = target.model.config, target._layers
+        if not parts.objective.reads_target:  # no layer above the last one that the draft reads
+            layers = layers[: max(target.aux_layer_ids) + 1]
         matrices = sum(p.numel() for layer in layers for p in layer.parameters() if p.ndim == 2)
         width = config.num_attention_heads * config.head_dim
         total += 2 * matrices * float(real.sum()) + 4 * width * pairs * len(layers)
