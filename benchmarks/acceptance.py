@@ -20,7 +20,7 @@ from fledge.methods.eagle3.draft import LlamaEagle3DraftModel
 from fledge.methods.eagle3.objective import Eagle3TrainerModule
 from fledge.models.resolve import local_model
 from fledge.target.hf.model import HFEagle3TargetModel
-from fledge.training.evaluation import evaluate
+from fledge.training.fit import evaluate
 from fledge.training.step import Clock, Models
 
 

@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 
-from fledge.cli.loading import load_draft_beside, load_target
+from fledge.cli.loading import load_target
 from fledge.decode.speculative import Generation, SpeculativeDecoder
 from fledge.decode.stops import Stops, eos_token_ids
 from fledge.measure.answers import AnsweredTurn, cached_answers, read_prompts
 from fledge.measure.replay import Text, replay
-from fledge.training.runs import draft_directory
+from fledge.training.runs import draft_directory, load_draft_beside
 
 
 def clock(device: torch.device) -> float:

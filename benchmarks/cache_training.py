@@ -24,8 +24,7 @@ from fledge.data.rows import MOST_HELD_OUT
 from fledge.recipe.schema import Recipe, load_recipe
 from fledge.target.cache.backend import CachedEagle3TargetModel
 from fledge.target.cache.job import CacheOptions, convert_job
-from fledge.training.evaluation import evaluate
-from fledge.training.fit import fit
+from fledge.training.fit import evaluate, fit
 from fledge.training.precompute import cache_dtype, recipe_job, recipe_target
 from fledge.training.setup import set_up
 

@@ -39,8 +39,13 @@ from fledge.decode.speculative import Generation, SpeculativeDecoder
 from fledge.decode.stops import Stops, eos_token_ids
 from fledge.measure.answers import encode_prompt, read_prompts
 from fledge.target.hf.loading import load_hf_model
-from fledge.training.loading import load_draft_beside, load_target, with_layers_of
-from fledge.training.runs import draft_directory, trained_tokens
+from fledge.training.runs import (
+    draft_directory,
+    load_draft_beside,
+    load_target,
+    trained_tokens,
+    with_layers_of,
+)
 
 STAGES = ("prompts", "regenerate", "train", "replay", "live")
 HELD_OUT = ("mbpp", 5)  # (kind of chat, n): every n-th one is not trained on

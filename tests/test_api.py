@@ -126,11 +126,6 @@ def test_an_interrupted_run_can_be_continued(place, trained):
     assert done.after == trained.after
 
 
-def test_a_changed_recipe_in_the_same_directory_is_refused(place, trained):
-    with pytest.raises(fledge.BadInput, match=r"another recipe: training\.lr"):
-        fledge.train(recipe_in(place, "run"), training={"lr": 0.5})
-
-
 def test_a_recipe_is_a_file_a_name_a_mapping_or_a_recipe(tmp_path):
     file = tmp_path / "mine.yaml"
     file.write_text("training: {lr: 1e-3, steps: 7}\nobjective: {kind: peagle}\n")

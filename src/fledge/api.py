@@ -206,25 +206,24 @@ def evaluate_drafts(
     """`evaluate` with its options in one object, which the command line makes too."""
     from fledge.measure.answers import cached_answers
     from fledge.measure.evaluation import DraftEvaluation, check_fits
-    from fledge.training import loading
-    from fledge.training.runs import draft_directory, trained_length, trained_tokens
+    from fledge.training import runs
 
-    paths, labels = [draft_directory(path) for path in drafts], shortest_names(drafts)
+    paths, labels = [runs.draft_directory(path) for path in drafts], shortest_names(drafts)
     for path in paths:
-        loading.check_method(path, options.method)
-    counts = [options.draft_tokens or trained_tokens(path) for path in paths]
+        runs.check_method(path, options.method)
+    counts = [options.draft_tokens or runs.trained_tokens(path) for path in paths]
     names, loaded_prompts = _load_prompts(prompts, options.limit)
     if isinstance(target, str):
         watch("loading the target", 0, 1)
-        opened: Any = loading.load_target(paths[0], target, **options.loading)
+        opened: Any = runs.load_target(paths[0], target, **options.loading)
     else:
         opened = nullcontext(target)  # the caller's, and stays open
     with opened as backend:
         loaded = []
         for label, path in zip(labels, paths, strict=True):  # fails before the target answers
             # the same target, with the aux layers that this draft reads
-            view = backend if options.aux_layer_ids else loading.with_layers_of(backend, path)
-            loaded.append((label, view, loading.load_draft_beside(view, path)))
+            view = backend if options.aux_layer_ids else runs.with_layers_of(backend, path)
+            loaded.append((label, view, runs.load_draft_beside(view, path)))
             check_fits(view, loaded[-1][2], label)
         answers = cached_answers(
             backend, loaded_prompts, max_new_tokens=options.max_new_tokens, batch=options.batch,
@@ -234,7 +233,7 @@ def evaluate_drafts(
             raise BadInput("no prompt leaves room for an answer", fix="lower --max-new-tokens")
         reports = [
             DraftEvaluation(view, draft, answers.turns, options, count, watch).evaluate(
-                label, trained_length=trained_length(path)
+                label, trained_length=runs.trained_length(path)
             )
             for path, (label, view, draft), count in zip(paths, loaded, counts, strict=True)
         ]

@@ -33,15 +33,15 @@ from fledge.core.batch import Eagle3TargetBatch
 from fledge.core.errors import BadInput, explain, in_words
 from fledge.core.files import check_place
 from fledge.core.head import TargetHead, target_distribution
-from fledge.core.machine import find_device, is_main_rank
+from fledge.core.machine import find_device
+from fledge.core.progress import Progress, unwatched
 from fledge.core.terminal import Terminal, VisibleFormatter
-from fledge.data.prepare import Progress
 from fledge.recipe.schema import Recipe
 from fledge.recipe.sections import Data
 from fledge.target.cache.format import DTYPES, ENCODINGS, OVER_A_VOCABULARY
 from fledge.target.cache.job import CacheOptions, cache_options
 from fledge.target.cache.manifest import MANIFEST, ensure_free, ensure_resumable, existing_shards
-from fledge.target.cache.precompute import Written, execute
+from fledge.target.cache.precompute import execute
 from fledge.target.hf.kind import HfTarget
 from fledge.target.kinds import spelt_out, target_config
 from fledge.target.layers import EAGLE3_AUX_LAYERS, longest_text
@@ -275,15 +275,10 @@ def _run(args: argparse.Namespace) -> int:
     device, recipe = pick_device(args.device), _recipe(args)
     options = _options(args, lambda: cache_dtype(recipe, device))
     directory, seed = Path(args.output_dir).expanduser(), args.shuffle_seed
-    job = recipe_job(recipe, directory, options, _log_drops, device=device, shuffle_seed=seed)
+    job = recipe_job(recipe, directory, options, _Log(), device=device, shuffle_seed=seed)
     load, shown = partial(recipe_target, recipe, device), logger.isEnabledFor(logging.INFO)
-    with progress_bar("asking the target", "rows") if shown else nullcontext() as update:
-
-        def show(at: Written) -> None:
-            if update is not None:
-                update(total=len(job.rows), completed=at.rows)
-
-        done = execute(job, load, device=device, say=logger.info, on_progress=show)
+    with progress_bar("asking the target") if shown else nullcontext(unwatched) as bar:
+        done = execute(job, load, device=device, progress=_Log(bar))
     if done.complete:
         logger.info("train with target.backend=cache target.cached_target_path=%s", job.directory)
     return done.code
@@ -320,10 +315,17 @@ def _recipe(args: argparse.Namespace) -> Recipe:
     )
 
 
-def _log_drops(at: Progress) -> None:
-    if at.drops is not None and is_main_rank():
-        for line in at.drops.lines():
-            logger.info(line)
+class _Log(Progress):
+    """Lines in the log, and reports on a bar."""
+
+    def __init__(self, bar: Progress = unwatched) -> None:
+        self._bar = bar
+
+    def __call__(self, *report: Any, **options: Any) -> None:
+        self._bar(*report, **options)
+
+    def say(self, text: str) -> None:
+        logger.info(text)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

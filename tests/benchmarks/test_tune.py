@@ -17,8 +17,7 @@ import tune_report
 import tune_runs
 from fledge.recipe.schema import load_recipe
 from fledge.training.curves import Curve
-from fledge.training.evaluation import evaluate
-from fledge.training.fit import fit
+from fledge.training.fit import evaluate, fit
 from fledge.training.setup import set_up
 from train.tiny import Notes
 

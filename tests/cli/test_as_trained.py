@@ -63,7 +63,7 @@ def test_chat_uses_the_trained_depth(place, monkeypatch):
     real, depths = chat_verb._Chat, []
 
     def recorded(*arguments):
-        depths.append(arguments[4]["num_draft_tokens"])
+        depths.append(arguments[2]["num_draft_tokens"])
         return real(*arguments)
 
     monkeypatch.setattr(chat_verb, "_Chat", recorded)
@@ -92,7 +92,7 @@ def test_an_unsupported_method_is_refused_before_the_target_is_loaded(place, mon
     def load(*_, **__):
         raise AssertionError("the target was loaded")
 
-    monkeypatch.setattr("fledge.training.loading.load_target", load)
+    monkeypatch.setattr("fledge.training.runs.load_target", load)
     result = CliRunner().invoke(app, [verb, str(place / "run"), "--method", "parallel"], input="x")
     assert isinstance(result.exception, BadInput)
     assert "not trained for parallel drafting" in str(result.exception)

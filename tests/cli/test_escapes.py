@@ -12,7 +12,7 @@ import pytest
 
 from core.test_text import OBEYED, STYLES
 from fledge.cli import chat, main
-from fledge.cli.console import progress_bar, watching
+from fledge.cli.console import progress_bar
 from fledge.core.terminal import Terminal
 from train.tiny import make_chats, make_target
 
@@ -168,9 +168,7 @@ def test_server_replies_are_escaped(place, monkeypatch, capfd, tmp_path):
 def test_model_output_is_escaped(monkeypatch, capsys, colours):
     monkeypatch.setattr(chat, "out", Terminal(force_terminal=colours, width=200))
     pieces = ["a\tb\n", NAME, "é"]
-    stream = chat._Stream.__new__(chat._Stream)
-    stream._quiet = False
-    stream._write(pieces, [0, 2, 0])
+    chat._write(pieces, [0, 2, 0], quiet=False)
     written = STYLES.sub("", capsys.readouterr().out)
     assert not OBEYED.search(written)
     assert SHOWN in written
@@ -184,10 +182,8 @@ def test_progress_bars_warnings_and_logs_are_escaped(monkeypatch):
     terminal = Terminal(file=file, width=300, force_terminal=True, color_system=None)
     monkeypatch.setattr("fledge.cli.console.err", terminal)
     monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
-    with progress_bar(NAME, "rows") as update:
-        update(total=2, completed=1, note=NAME, description=NAME)
-    with watching() as watch:
-        watch(NAME, 1, 2)
+    with progress_bar(NAME) as show:
+        show(NAME, 1, 2, NAME, NAME)
     written = re.sub(r"\x1b\[(\?25[lh]|2K|1A)|\r", "", file.getvalue())  # the bar's cursor
     assert not OBEYED.search(written)
     assert f"{SHOWN}\\x0d\\u202e[red]x[link=a]" in written

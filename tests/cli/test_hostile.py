@@ -108,37 +108,27 @@ def test_a_corrupted_target_is_refused(place, monkeypatch, capfd, name):
 
 
 # The target does not exist: an unwritable output is refused before the target is looked up.
-@pytest.mark.parametrize(
-    "command",
-    [
-        "eval draft --target nowhere --out",
-        "report draft --out",
-        "data preview chats.jsonl --model nowhere --html",
-        "regenerate chats.jsonl --target nowhere --out",
-    ],
+FILES = (
+    "eval draft --target nowhere --out ",
+    "report draft --out ",
+    "data preview chats.jsonl --model nowhere --html ",
+    "regenerate chats.jsonl --target nowhere --out ",
 )
-@pytest.mark.parametrize("out", ["directory", "chats.jsonl/x", "loop/x"])
-def test_unwritable_output_files_are_refused(place, monkeypatch, capfd, command, out):
-    line = refused(place, monkeypatch, capfd, f"{command} {out}")
-    assert f"{out}: " in line
+DIRECTORIES = (
+    "export draft --engine vllm --target nowhere --out ",
+    "import draft --target nowhere --out ",
+    "diagnose draft --target nowhere --fix ",
+    "precompute recipe.yaml target.model=nowhere --output-dir ",
+    "cache convert nowhere ",
+    "train recipe.yaml target.model=nowhere run.output_dir=",
+)
+UNWRITABLE = [(c, out) for c in FILES for out in ("directory", "chats.jsonl/x", "loop/x")]
+UNWRITABLE += [(c, out) for c in DIRECTORIES for out in ("chats.jsonl", "chats.jsonl/x", "loop")]
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        "export draft --engine vllm --target nowhere --out",
-        "import draft --target nowhere --out",
-        "diagnose draft --target nowhere --fix",
-        "precompute recipe.yaml target.model=nowhere --output-dir",
-        "cache convert nowhere",
-        "train recipe.yaml target.model=nowhere run.output_dir=",
-    ],
-)
-@pytest.mark.parametrize("out", ["chats.jsonl", "chats.jsonl/x", "loop"])
-def test_unwritable_output_directories_are_refused(place, monkeypatch, capfd, command, out):
-    space = "" if command.endswith("=") else " "
-    line = refused(place, monkeypatch, capfd, f"{command}{space}{out}")
-    assert f"{out}: " in line
+@pytest.mark.parametrize(("command", "out"), UNWRITABLE)
+def test_unwritable_outputs_are_refused(place, monkeypatch, capfd, command, out):
+    assert f"{out}: " in refused(place, monkeypatch, capfd, f"{command}{out}")
 
 
 @pytest.mark.parametrize(

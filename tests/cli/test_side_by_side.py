@@ -46,7 +46,7 @@ def test_a_course_has_the_tokens_of_every_moment():
 
 
 def text_of(shown: SideBySide) -> str:
-    return " ".join(line.plain for line in side_by_side.verdict(shown))
+    return side_by_side.verdict(shown).plain
 
 
 def test_a_gain_is_reported_without_further_explanation():

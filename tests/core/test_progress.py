@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from fledge.cli.console import progress_bar, watching
+from fledge.cli.console import progress_bar
 from fledge.core import progress
 from fledge.core.progress import PlainProgress, clock_time
 from fledge.core.terminal import Terminal
@@ -26,7 +26,7 @@ def lines(terminal):
 
 
 def test_lines_are_neither_too_rare_nor_too_frequent(terminal):
-    with watching() as watch:
+    with progress_bar() as watch:
         watch("loading the target", 0, 1)
         time.sleep(0.5)  # one slow call
         for done in range(1000):
@@ -39,22 +39,23 @@ def test_lines_are_neither_too_rare_nor_too_frequent(terminal):
 
 
 def test_a_short_task_prints_nothing(terminal):
-    with progress_bar("quick", "rows") as update:
-        update(total=3, completed=3, note="done")
+    with progress_bar("quick") as show:
+        show("quick", 3, 3, "rows", "done")
     assert lines(terminal) == []
 
 
 def test_control_characters_and_markup_are_shown_literally(terminal):
-    with progress_bar("x\x1b[2J", "rows") as update:
-        update(total=2, completed=1, note="[red]y\x07", now=True)
+    with progress_bar() as show:
+        show("x\x1b[2J", 1, 2, "rows", "[red]y\x07", now=True)
     [line] = lines(terminal)  # one line, however narrow the output
     assert line.startswith("x\\x1b[2J 1/2 rows (50%), [red]y\\x07; 0:00 elapsed")
 
 
 def test_only_rank_0_prints_progress(terminal, monkeypatch):
     monkeypatch.setenv("RANK", "3")
-    with progress_bar("x", "rows") as update:
-        update(total=2, completed=1, now=True)
+    with progress_bar() as show:
+        show("x", 1, 2, now=True)
+        show.say("x")
     assert lines(terminal) == []
 
 
@@ -62,16 +63,16 @@ def test_the_time_left_counts_from_the_start_of_the_phase(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     printed = []
-    bar = PlainProgress(printed.append, "preparing", "parts")
-    bar.update(total=5, completed=5)
+    bar = PlainProgress(printed.append, "preparing")
+    bar("preparing", 5, 5, "parts")
     now[0] = 60.0
-    bar.update(description="evaluating", unit="steps", total=400, completed=100)  # a resumed run
+    bar("evaluating", 100, 400, "steps")  # a resumed run
     now[0] = 1000.0  # the evaluation took long, but is not a training step
-    bar.update(description="training")
+    bar("training", 100, 400, "steps")
     now[0] = 1010.0
-    bar.update(completed=110, note="loss 3", now=True)
-    bar.update(advance=190, now=True)
-    bar.update(description="evaluating", completed=400, now=True)  # no estimate for it
+    bar("training", 110, 400, "steps", "loss 3", now=True)
+    bar("training", 300, 400, "steps", "loss 3", now=True)
+    bar("evaluating", 400, 400, "steps", "loss 3", now=True)  # no estimate for it
     assert printed == [
         "training 110/400 steps (28%), loss 3; 16:50 elapsed, about 4:50 left",
         "training 300/400 steps (75%), loss 3; 16:50 elapsed, about 0:05 left",

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fledge
-from fledge.core.head import TargetHead, target_distribution
+from fledge.core.head import TargetHead
 
 ROWS, WIDTH, HIDDEN, VOCABULARY = 2, 5, 4, 11
 PACKING = {
@@ -57,27 +57,6 @@ def vocabulary(ids: tuple[int, ...] = (0, 2, 3, 7)) -> tuple[torch.Tensor, torch
     mask = torch.zeros(VOCABULARY, dtype=torch.bool)
     mask[list(ids)] = True
     return torch.tensor(ids), mask
-
-
-BASE_KEYS = {"aux_hidden_states", "input_ids", "attention_mask", "loss_mask"}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "keys"),
-    [
-        (parts(), {"target_last_hidden_states"}),
-        (
-            parts(last_hidden_states=None, logits=torch.zeros(ROWS, WIDTH, VOCABULARY)),
-            {"target_logits"},
-        ),
-        (probs_parts(), {"target_probs", "position_mask"}),
-        (parts(**PACKING), {"target_last_hidden_states", *PACKING}),
-    ],
-)
-def test_trainer_inputs_hold_one_encoding(arguments: dict[str, Any], keys: set[str]) -> None:
-    made = fledge.Eagle3TargetBatch(**arguments)
-    assert made.to_trainer_inputs().keys() == BASE_KEYS | keys
-    assert made.to_trainer_inputs()["aux_hidden_states"] is made.aux_hidden_states
 
 
 LOGITS = torch.zeros(ROWS, WIDTH, VOCABULARY)
@@ -161,15 +140,6 @@ def test_probs_equal_softmax_over_the_selection(
     assert probs.supervision == "probs"
     assert probs.last_hidden_states is None
     assert probs.seq_lens is made.seq_lens
-
-
-def test_probs_from_logits_equal_the_target_distribution_bitwise() -> None:
-    made = batch().with_logits(head())
-    probs = made.with_probs(None, *vocabulary())
-    flat, sayable = target_distribution(made.logits.flatten(0, 1), *vocabulary())
-    supervised = made.loss_mask.bool()
-    assert torch.equal(probs.target_probs[supervised], flat.view(ROWS, WIDTH, -1)[supervised])
-    assert torch.equal(probs.position_mask[supervised][:, 0], sayable.view(ROWS, WIDTH)[supervised])
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 1024])

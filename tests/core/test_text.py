@@ -2,7 +2,6 @@
 
 import io
 import json
-import logging
 import re
 import unicodedata
 
@@ -11,7 +10,7 @@ from hypothesis import strategies as st
 from rich.table import Table
 from rich.text import Text
 
-from fledge.core.terminal import Terminal, VisibleFormatter, counted, json_text, marked, visible
+from fledge.core.terminal import Terminal, counted, json_text, marked, visible
 
 HOSTILE = (
     "\x1b]0;title\x07", "\x1b[2J", "\x9b31m", "over\rwritten", "\u202eltr", "\x08\x08", "\x7f",
@@ -84,11 +83,6 @@ def test_values_of_marked_text_are_not_markup():
     text = marked("[bold]{}[/] {:,}", "[red]a[/] \\", 1234)
     assert text.plain == "[red]a[/] \\ 1,234"
     assert [str(span.style) for span in text.spans] == ["bold"]
-
-
-def test_log_messages_are_escaped():
-    record = logging.LogRecord("x", 30, "", 0, "it said %s", ("\x1b[2J",), None)
-    assert VisibleFormatter().format(record) == "it said \\x1b[2J"
 
 
 def test_counted_uses_the_singular_for_one():

@@ -60,9 +60,6 @@ DOUBLED = "".join("{% set x = x ~ x %}" for _ in range(40))
 PAIRS = "{% set x = ['a'] %}" + "".join("{% set x = [x, x] %}" for _ in range(40))
 DICTS = "{% set x = {} %}" + "".join("{% set x = {'a': x, 'b': x} %}" for _ in range(40))
 DEEP = "{% set n = namespace(x='a') %}{% for i in range(900) %}{% set n.x = [n.x] %}{% endfor %}"
-SPACES = "".join(f"{{% set n{i} = namespace() %}}" for i in range(41)) + "".join(
-    f"{{% set n{i}.a = n{i + 1} %}}{{% set n{i}.b = n{i + 1} %}}" for i in range(40)
-)
 LOOP = "{% for i in range(100000) %}"
 BIG = "{% set s = 'ab' * 9000000 %}"
 BOMBS = {
@@ -208,6 +205,9 @@ def test_the_bounds_grow_with_the_conversation():
     with pytest.raises(OutOfBounds):
         bounded.render({"messages": "a"})
     assert len(bounded.render({"messages": "a" * 10_000_000})[0]) == 10_000_000 + 70_000_000
+    endless = BoundedTemplate("{{ 9 ** 600 }}")
+    with pytest.raises(OutOfBounds):  # at any length
+        endless.render({"messages": "a" * 20_000_000})
 
 
 def test_a_row_that_triggers_a_bomb_is_dropped_and_others_are_kept():

@@ -15,7 +15,6 @@ from data.chats import chat, write_jsonl
 from fledge.data import mask, sources
 from fledge.data.drops import BadRow
 from fledge.data.mask import MaskedText
-from fledge.data.template import shared_prefix
 from fledge.data.tokenise import Encoder, TokeniseOptions, _mask_tokens, tokenise_part
 
 pytestmark = pytest.mark.slow
@@ -58,13 +57,6 @@ def test_the_mask_covers_tokens_entirely_within_a_span(spans, ends):
     row = _mask_tokens(MaskedText("", tuple(map(tuple, spans))), "x", encoding)
     inside = [any(s <= a and b <= e for s, e in spans) for a, b in offsets]
     assert row.loss_mask.tolist() == inside
-
-
-@given(a=st.text("ab", max_size=12), b=st.text("ab", max_size=12))
-def test_shared_prefix(a, b):
-    size = shared_prefix(a, b)
-    assert a[:size] == b[:size]
-    assert a[size : size + 1] != b[size : size + 1] or size in (len(a), len(b))
 
 
 def test_rows_beyond_the_limits_are_dropped_with_a_reason(encoder, limited):

@@ -87,8 +87,8 @@ def test_a_second_call_reads_the_cache(prepare, tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [numbered(i) for i in range(5)])
     progress = []
     first = prepare(path)
-    again = prepare(path, on_progress=progress.append)
-    assert {p.reused for p in progress} == {1}
+    again = prepare(path, on_progress=lambda *report: progress.append(report))
+    assert progress == [("preparing data", 1, 1, "parts", "")]
     assert again.fingerprint == first.fingerprint
     # Anything that affects the rows gives a different cache, and so does the division into parts.
     with pytest.MonkeyPatch.context() as patch:
@@ -109,9 +109,9 @@ def test_waiting_for_another_process_is_reported(prepare, tmp_path, monkeypatch)
     waiting, holder = [], FileLock(lock)
     holder.acquire()
 
-    def progress(state):
-        waiting.append(state.waiting)
-        if state.waiting:
+    def progress(what, *_):
+        waiting.append(what.startswith("waiting for another process"))
+        if waiting[-1]:
             holder.release()
 
     assert len(prepare(path, on_progress=progress)) == 5
@@ -165,8 +165,8 @@ def test_an_interrupted_call_is_continued_by_the_next(prepare, smollm2, tmp_path
     script = (
         "import sys; from pathlib import Path\n"
         "from fledge.data import prepare\n"
-        "def show(p):\n"
-        "    if p.done == 5: print('five', flush=True); import time; time.sleep(60)\n"
+        "def show(what, done, *_):\n"
+        "    if done == 5: print('five', flush=True); import time; time.sleep(60)\n"
         "prepare.prepare_rows([sys.argv[1]], Path(sys.argv[2]), workers=1, rows_per_part=2,\n"
         "                     cache=Path(sys.argv[3]), on_progress=show)\n"
     )
@@ -183,8 +183,8 @@ def test_an_interrupted_call_is_continued_by_the_next(prepare, smollm2, tmp_path
     assert not (directory / "manifest.json").exists()
     assert len(list(directory.glob("part-*.json"))) == 5
     progress = []
-    rows = prepare(path, on_progress=progress.append, rows_per_part=2)
-    assert progress[0].reused == 5
+    rows = prepare(path, on_progress=lambda *report: progress.append(report), rows_per_part=2)
+    assert progress[0][1] == 5
     assert len(rows) == 40
     assert not list(directory.glob(".*tmp"))
 
@@ -196,8 +196,8 @@ def test_workers_exit_when_their_parent_is_killed(prepare, smollm2, tmp_path):
     script = (
         "import sys; from pathlib import Path\n"
         "from fledge.data import prepare\n"
-        "def show(p):\n"
-        "    if p.done == 1: print('one', flush=True); sys.stdin.read()\n"
+        "def show(what, done, *_):\n"
+        "    if done == 1: print('one', flush=True); sys.stdin.read()\n"
         "if __name__ == '__main__':\n"
         "    prepare.prepare_rows([sys.argv[1]], Path(sys.argv[2]), workers=2, rows_per_part=2,\n"
         "                         cache=Path(sys.argv[3]), on_progress=show)\n"

@@ -16,7 +16,7 @@ from fledge.data.rows import digests, repeats, split_rows
 from fledge.target.cache.job import CacheOptions
 from fledge.training.fit import fit
 from fledge.training.precompute import recipe_job
-from fledge.training.setup import open_run, prepare_data, set_up
+from fledge.training.setup import prepare_data, set_up
 from train.tiny import Notes, make_chats
 
 
@@ -91,7 +91,7 @@ def test_repeated_rows_are_counted_and_shown(run, chats, tiny_target, recipe):
     train, held_out, _ = prepare_data(training)
     ids = [{tuple(row.input_ids) for row in view} for view in (train, held_out)]
     assert (len(ids[1]), len(ids[0] & ids[1])) == (5, 0)
-    [warning] = open_run(training).warnings
+    [warning] = set_up(training).warnings
     again = len(train) - len(ids[0])
     assert warning.startswith(f"{again} training rows of {len(train)} (")
     with pytest.raises(BadInput, match="50 rows are to be held out, and there are 50"):
@@ -114,9 +114,9 @@ def test_held_out_rows_that_are_trained_on_are_named(chats, recipe, tmp_path, va
     options = recipe(*names, f"data.allow_overlap={str(allowed).lower()}")
     if line != "refused":
         expected = [f"{line} also among the training rows"] * bool(line)
-        assert [text.partition(":")[0] for text in open_run(options).warnings] == expected
+        assert [text.partition(":")[0] for text in set_up(options).warnings] == expected
         return
-    for use in (open_run, lambda r: recipe_job(r, tmp_path / "cache", CacheOptions())):
+    for use in (set_up, lambda r: recipe_job(r, tmp_path / "cache", CacheOptions())):
         with pytest.raises(
             BadInput, match=r"data\.valid: .* among the training rows; .*allow_overlap"
         ):

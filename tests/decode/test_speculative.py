@@ -41,17 +41,6 @@ def test_without_a_draft_it_is_plain_greedy_decoding(target, asked, answers):
     assert outcomes(decode(decoder(target), asked[:40], batch=8)) == answers[:40]
 
 
-def test_transformers_generates_the_same(target, drafts, asked):
-    prompt = asked[0]
-    ids = target.generate(
-        torch.tensor([prompt]), max_new_tokens=20, do_sample=False, eos_token_id=None,
-        pad_token_id=0,
-    )  # fmt: skip
-    [generation] = decoder(target, drafts["trained"]).generate([prompt], Stops(20))
-    assert generation.token_ids == ids[0, len(prompt) :].tolist()
-    assert generation.finish == "length"
-
-
 def letters(ids):
     return "".join(chr(65 + token) for token in ids)
 

@@ -17,12 +17,15 @@ VOCAB, AUX = 40, [0, 1, 2]
 STOPS = Stops(max_new_tokens=14, eos_token_ids=frozenset({3}))
 
 
+SIZES = {
+    "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 512,
+}  # fmt: skip
+
+
 def make_target(vocab=VOCAB, seed=0, sharp=6.0, attention=4.0, **options):
     torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=vocab, hidden_size=16, intermediate_size=24, num_hidden_layers=3,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512, **options,
-    )  # fmt: skip
+    config = LlamaConfig(vocab_size=vocab, num_hidden_layers=3, **SIZES, **options)
     model = LlamaForCausalLM(config).double().eval()
     with torch.no_grad():  # the next token depends mostly on the last one, and somewhat on the rest
         model.lm_head.weight.mul_(sharp * 10)
@@ -37,25 +40,26 @@ def make_draft(target, *, width=None, seed=1, layers=1, parallel=False, fit=0, *
     torch.manual_seed(seed)
     vocab = target.config.vocab_size
     config = LlamaConfig(
-        vocab_size=vocab, hidden_size=16, intermediate_size=24, num_hidden_layers=layers,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512,
-        draft_vocab_size=width or vocab, target_hidden_size=16,
-        parallel_drafting=parallel, mask_token_id=vocab - 1 if parallel else None, **options,
+        vocab_size=vocab, num_hidden_layers=layers, draft_vocab_size=width or vocab,
+        target_hidden_size=16, parallel_drafting=parallel,
+        mask_token_id=vocab - 1 if parallel else None, **SIZES, **options,
     )  # fmt: skip
     draft = LlamaEagle3DraftModel(config).double()
     if width:
-        ids = torch.randperm(vocab)[:width].sort().values
-        mask = torch.zeros(vocab, dtype=torch.bool)
-        mask[ids] = True
-        draft.set_vocab_mapping(ids, mask)
-    with torch.no_grad():  # large weights, so that its choices differ from slot to slot
-        for weight in draft.parameters():
-            if weight.ndim == 2:
-                weight.mul_(8)
+        draft.set_vocab_mapping(torch.randperm(vocab)[:width].sort().values)
+    enlarge(draft)
     draft.copy_embeddings_from_target(target.model.embed_tokens)
     if fit:
         fit_draft(target, draft, steps=fit)
     return draft.eval()
+
+
+@torch.no_grad()
+def enlarge(draft):
+    """Large weights, so that its choices differ from slot to slot."""
+    for weight in draft.parameters():
+        if weight.ndim == 2:
+            weight.mul_(8)
 
 
 def own_texts(target, prompts):
@@ -119,15 +123,11 @@ def backend_of(target, draft):
 def make_eagle1(target, *, layers=1, version=1, fit=0):
     torch.manual_seed(1)
     config = LlamaConfig(
-        vocab_size=target.config.vocab_size, hidden_size=16, intermediate_size=24,
-        num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2,
-        max_position_embeddings=512, eagle_version=version, num_aux_hidden_states=1,
+        vocab_size=target.config.vocab_size, num_hidden_layers=layers, eagle_version=version,
+        num_aux_hidden_states=1, **SIZES,
     )  # fmt: skip
     draft = LlamaEagle1DraftModel(config).double()
-    with torch.no_grad():
-        for weight in draft.parameters():
-            if weight.ndim == 2:
-                weight.mul_(8)
+    enlarge(draft)
     draft.copy_embeddings_from_target(target.model.embed_tokens)
     draft.copy_head_from_target(target.lm_head)
     if fit:
@@ -144,10 +144,8 @@ def make_block(target, *, fit=0, seed=1, width=None, **options):
     vocab = target.config.vocab_size
     settings = {"block_size": 5, "num_hidden_layers": 2}
     config = LlamaConfig(
-        vocab_size=vocab, hidden_size=16, intermediate_size=24, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=512, mask_token_id=vocab - 1,
-        num_aux_hidden_states=3, aux_layer_ids=AUX, draft_vocab_size=width or vocab,
-        **(settings | options),
+        vocab_size=vocab, mask_token_id=vocab - 1, num_aux_hidden_states=3, aux_layer_ids=AUX,
+        draft_vocab_size=width or vocab, **SIZES, **(settings | options),
     )  # fmt: skip
     draft = BlockDraftModel(config).double()
     if width:

@@ -17,7 +17,7 @@ from fledge.decode.accept import Round
 from fledge.decode.speculative import Generation, SpeculativeDecoder
 from fledge.formats import export as export_module
 from fledge.formats.export import read_export_record
-from fledge.formats.self_check import CheckOptions, Decoded, SelfCheck, check_gain, check_rounds
+from fledge.formats.self_check import CheckOptions, check_gain, check_rounds
 from fledge.measure.figures import Sample
 from fledge.recipe.schema import load_recipe
 from fledge.training.fit import fit
@@ -116,15 +116,22 @@ def test_answers_are_generated_once_for_all_engines(run, tmp_path, monkeypatch):
     assert len(drafting) == 2  # the checkpoint is equal to the files, so only they decode
 
 
-def test_a_peagle_run(tiny_target, place, tmp_path):
+OTHERS = {
+    "P-EAGLE": ("objective.kind=peagle", "objective.num_depths=3"),
+    "DFlash": ("objective.kind=dflash", "objective.listened_layers=3", "objective.block_size=4"),
+}
+
+
+@pytest.mark.parametrize("title", OTHERS)
+def test_a_run_of_another_method(tiny_target, place, tmp_path, title):
     recipe = recipe_for(
-        tiny_target, place / "chats.jsonl", tmp_path / "run", "objective.kind=peagle",
-        "objective.num_depths=3", "draft.layers=2", "training.steps=2", "evaluation.every_steps=2",
+        tiny_target, place / "chats.jsonl", tmp_path / "run", *OTHERS[title], "draft.layers=2",
+        "training.steps=2", "evaluation.every_steps=2",
     )  # fmt: skip
     fit(set_up(recipe), Notes())
     exported = export_draft(tmp_path / "run", tmp_path / "out", engine="speculators", check=CHECK)
     record = read_export_record(exported)
-    assert record["kind"] == "P-EAGLE"
+    assert record["kind"] == title
     assert record["self_check"]["same_rows"] == record["self_check"]["estimate"]
     assert record["mask_token_id"] is not None
 
@@ -184,13 +191,11 @@ def test_changed_data_is_detected_and_not_compared(run, tmp_path):
 
 @pytest.mark.parametrize(("reached", "fine"), [(1.29, False), (1.31, True), (2.0, True)])
 def test_decoding_that_falls_short_of_the_estimate(reached, fine):
-    decoded = Decoded("", 1, 1, reached, [], reached, True)
-    check = SelfCheck(estimate=1.8, decoded=decoded)  # half of 0.8, less a tenth: 1.3
-    if fine:
-        check_gain(check, CheckOptions())
+    if fine:  # half of 0.8, less a tenth: 1.3
+        check_gain(1.8, reached, CheckOptions())
     else:
         with pytest.raises(BadInput, match="--shortfall"):
-            check_gain(check, CheckOptions())
+            check_gain(1.8, reached, CheckOptions())
 
 
 def test_replay_that_does_not_match_live_rounds():

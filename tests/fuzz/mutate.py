@@ -8,6 +8,8 @@ import json
 import math
 import struct
 
+from fledge.recipe.yaml_text import parse_yaml
+
 DEEP = 3000
 HOSTILE = (
     None, True, False, 0, 1, -1, 2, 7, 255, 2**31 - 1, 2**31, 2**32, -(2**31), 2**63 - 1, 2**63,
@@ -137,6 +139,25 @@ def mutated_header(data, rng):
     header = json_bytes(json.loads(data[8 : 8 + length]), rng)
     header += b" " * (-len(header) % 8)
     return len(header).to_bytes(8, "little") + header + data[8 + length :]
+
+
+def mutated_json(data, rng):
+    return json_bytes(json.loads(data), rng)
+
+
+def mutated_json_lines(data, rng):
+    lines = [json.loads(line) for line in data.splitlines()]
+    spoilt = [json_bytes(rng.choice(lines), rng).replace(b"\n", b" ") for _ in lines]
+    return b"\n".join(spoilt) + b"\n"
+
+
+def mutated_tensors(data, rng):
+    """A safetensors file with a mutated header, or with mutated bytes anywhere."""
+    return (mutated_header if rng.random() < 0.7 else mutated_bytes)(data, rng)
+
+
+def mutated_yaml(data, rng):
+    return hostile_yaml(parse_yaml(data, where="recipe")[0], rng)
 
 
 def hostile_yaml(document, rng):

@@ -20,9 +20,10 @@ _AT_ONCE = 3 << 30  # allocation limit of an example: it fails before the machin
 
 
 class Case:
-    """`spoil` corrupts files below `root`, `read` reads them, `restore` restores them."""
+    """`spoil` corrupts a file below `place`, `read` reads them, `restore` restores them."""
 
-    examples = 60  # in CI
+    examples = 150  # in CI
+    spoiled = ()  # files, and what corrupts their bytes (`mutate`)
 
     def __init__(self, root):
         self.root = Path(root)
@@ -36,7 +37,9 @@ class Case:
         raise NotImplementedError
 
     def spoil(self, rng):
-        raise NotImplementedError
+        name, change = rng.choice(self.spoiled)
+        path = self.place / name
+        path.write_bytes(change(path.read_bytes(), rng))
 
     def read(self):
         raise NotImplementedError

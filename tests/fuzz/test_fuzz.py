@@ -9,37 +9,14 @@ import time
 
 import pytest
 
-from fuzz import (
-    caches,
-    checkpoints,
-    drafts,
-    gguf_headers,
-    journals,
-    messages,
-    recipes,
-    reports,
-    rows,
-    states,
-)
+from fuzz import inputs, journals, runs, texts
 from fuzz.survive import GROWTH, Case, peak_bytes, survives
 
 pytestmark = pytest.mark.slow
 
-MODULES = (
-    caches,
-    checkpoints,
-    drafts,
-    gguf_headers,
-    journals,
-    messages,
-    recipes,
-    reports,
-    rows,
-    states,
-)
 KINDS = [
     kind
-    for module in MODULES
+    for module in (inputs, journals, runs, texts)
     for kind in vars(module).values()
     if isinstance(kind, type) and issubclass(kind, Case) and kind.__module__ == module.__name__
 ]

@@ -141,8 +141,8 @@ def test_answers_are_generated_once(place, own_cache, monkeypatch):
 
 @pytest.fixture
 def answering(place, own_cache, monkeypatch):
-    """A function that answers three prompts and a follow-up; it returns the prompts that were
-    really decoded."""
+    """A function that answers three prompts and a follow-up; it returns the bytes of the answer
+    file and the prompts that were really decoded."""
     model = HFEagle3TargetModel.from_pretrained(place / "target", aux_layer_ids=AUX, device="cpu")
     prompts = read_prompts([str(place / "asked.jsonl")])
     decoded, real = [], SpeculativeDecoder.generate
@@ -153,22 +153,60 @@ def answering(place, own_cache, monkeypatch):
 
     monkeypatch.setattr(SpeculativeDecoder, "generate", generate)
 
-    def answer():
+    def answer(cache, *, batch, stop_at=float("inf")):
+        def watch(what, done, total):
+            if done >= stop_at:
+                raise KeyboardInterrupt
+
+        monkeypatch.setenv("FLEDGE_CACHE", str(cache))
         decoded.clear()
-        cached_answers(model, prompts, max_new_tokens=9, batch=4)
-        return list(decoded)
+        answers = cached_answers(model, prompts, max_new_tokens=9, batch=batch, watch=watch)
+        return answers.path.read_bytes(), list(decoded)
 
     answer.model = model
     return answer
 
 
+@pytest.mark.parametrize(("batch", "stop_at", "left"), [(1, 2.9, 2), (2, 2.9, 2), (1, 3.5, 1)])
+def test_interrupted_answers_resume(answering, tmp_path, batch, stop_at, left):
+    whole, all_batches = answering(tmp_path / "whole", batch=batch)
+    with pytest.raises(KeyboardInterrupt):
+        answering(tmp_path / "cut", batch=batch, stop_at=stop_at)
+    [part] = cached_names(tmp_path / "cut")
+    assert part.endswith(".part")
+    again, rest = answering(tmp_path / "cut", batch=batch)
+    assert rest == all_batches[-left:]
+    assert again == whole
+    assert [name[-5:] for name in cached_names(tmp_path / "cut")] == [".json"]
+
+
+def test_a_half_written_batch_is_answered_again_as_a_whole(answering, tmp_path):
+    """Rounding depends on the batch, so the rest of a batch must not be answered alone."""
+    whole, all_batches = answering(tmp_path / "whole", batch=2)
+    with pytest.raises(KeyboardInterrupt):
+        answering(tmp_path / "cut", batch=2, stop_at=2.9)
+    [part] = tmp_path.glob("cut/answers/*.part")
+    lines = part.read_bytes().splitlines(keepends=True)
+    part.write_bytes(lines[0] + lines[1][:-9])  # killed while the second was written
+    again, rest = answering(tmp_path / "cut", batch=2)
+    assert rest == all_batches
+    assert again == whole
+
+
+def test_a_leftover_part_of_finished_answers_is_removed(answering, tmp_path):
+    answering(tmp_path, batch=4)
+    [name] = cached_names(tmp_path)
+    (tmp_path / "answers" / name).with_suffix(".part").touch()  # killed before it was removed
+    assert answering(tmp_path, batch=4)[1] == []
+    assert cached_names(tmp_path) == [name]
+
+
 def test_a_different_configuration_of_the_same_weights_answers_again(answering, tmp_path):
-    assert answering()
-    assert not answering()
+    answering(tmp_path, batch=4)
     answering.model.model.generation_config.eos_token_id = [1, 7]
-    assert answering()
+    assert answering(tmp_path, batch=4)[1]
     answering.model.model.config.rope_parameters["rope_theta"] = 77.0
-    assert answering()
+    assert answering(tmp_path, batch=4)[1]
     assert len(cached_names(tmp_path)) == 3
 
 

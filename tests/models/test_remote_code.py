@@ -13,8 +13,8 @@ from fledge.data.prepare import prepare_rows
 from fledge.precompute_eagle3 import main
 from fledge.target.hf.model import HFEagle3TargetModel
 from fledge.target.kinds import engine_section, kind_of
-from fledge.target.remote.server.admission import Limits
 from fledge.target.remote.server.app import TargetServer
+from fledge.target.remote.server.queue import Limits
 
 NOTE = "from pathlib import Path\nPath({marker!r}).touch()\n"
 CODE = {

@@ -166,17 +166,8 @@ def test_conditional_accuracies_multiply_to_the_prefix_accuracy():
 def test_tau_of_hand_computed_cases(hits, valid, tau):
     assert simulated_accept_length(torch.tensor(hits), torch.tensor(valid)) == tau
     assert simulated_accept_length(hits, valid) == tau
-
-
-def test_tau_rejects_counts_of_different_lengths():
     with pytest.raises(ValueError, match="step_valid"):
-        simulated_accept_length([1], [2, 3])
-
-
-@pytest.mark.parametrize("steps", [0, -1, 1.5, 2.0, True, "3", None])
-def test_ttt_steps_must_be_a_positive_int(steps):
-    with pytest.raises(ValueError, match="ttt_steps"):
-        make_module(steps=steps)
+        simulated_accept_length(hits, [*valid, 1])
 
 
 @pytest.mark.parametrize(
@@ -187,6 +178,9 @@ def test_ttt_steps_must_be_a_positive_int(steps):
         ({"lk_kl_decay": -1.0}, "lk_kl_decay"),
         ({"loss": "mse"}, "loss"),
         ({"chunk_rows": 0}, "chunk_rows"),
+        *(({"steps": steps}, "ttt_steps") for steps in (0, -1, 1.5, 2.0, True, "3", None)),
+        *(({"depth_keep": keep}, "depth_keep") for keep in (0.0, 1.1, -0.5)),
+        ({"feature_dropout": 1.0}, "feature_dropout"),
     ],
 )
 def test_errors_name_the_bad_option(options, field):

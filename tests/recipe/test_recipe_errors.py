@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from fledge.core.errors import BadInput
-from fledge.recipe.names import ALIASES
+from fledge.recipe.layers import ALIASES
 from fledge.recipe.schema import load_recipe, recipe_shapes
 
 
@@ -183,15 +183,3 @@ def test_a_small_file_cannot_expand_to_a_huge_value(tmp_path: Path, text: str, t
     line = refusal(path=path)
     assert told in line
     assert len(line) < 400 + len(str(path))
-
-
-def test_a_recipe_can_be_read_from_a_pipe(tmp_path: Path) -> None:
-    import os
-    import threading
-
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-    writer = threading.Thread(target=lambda: pipe.write_text("training: {lr: 0.5}"))
-    writer.start()
-    assert load_recipe(pipe).training.lr == 0.5
-    writer.join()

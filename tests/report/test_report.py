@@ -212,7 +212,7 @@ def test_gathered_figures(run, tmp_path):
         ("eval.json", "[" * 9999, "nested too deeply"),
         ("machine.json", "[]", "expected an object"),
         ("recipe.yaml", "objective: [1]", "'objective' is [1]"),
-        ("recipe.yaml", "a: &a [*a]", "nested too deeply"),
+        ("recipe.yaml", "a: &a [*a]", "no aliases"),
     ],
 )
 def test_damaged_files_are_a_one_line_error(tmp_path, name, content, told):
@@ -263,4 +263,6 @@ def test_the_forecast_panel(run, page, tmp_path):
     forecast = data["forecast"]
     for case in (forecast["end"], forecast["twice_data"], forecast["twice_time"]):
         assert f"{case['length']:.2f} ({case['low']:.2f} to {case['high']:.2f})" in text
+    assert forecast["limits"]
+    assert all(limit["says"] in text for limit in forecast["limits"])
     assert page.run("document.querySelectorAll('#forecast path.curve').length") == 4

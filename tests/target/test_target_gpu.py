@@ -50,8 +50,22 @@ def test_whole_packs_are_answered_like_separate_documents(dtype, tolerance, reco
             assert (w - g).norm() < tolerance * w.norm(), name
             assert not g[pack.attention_mask.cuda() == 0].any()  # padding stays empty
     assert fast._one_row_checked
-    assert bool(fast._recorded.sizes) == recorded
+    assert bool(fast._recorded[False].sizes) == recorded
     assert "forward" not in model.model.layers[0].__dict__  # the patch is removed
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_features_equal_those_of_the_answer(recorded):
+    model = small_llama(torch.float32)
+    target = HFEagle3TargetModel(model, [0, 2, 4], supervision="hidden", compile_layers=True)
+    target.record_passes = recorded
+    for pack in packs(3):
+        for ask in (target.features, target.answer):  # alternating: neither affects the other
+            aux = ask(pack).aux_hidden_states
+        assert torch.equal(target.features(pack).aux_hidden_states, aux)
+        assert target.answer(pack).last_hidden_states.any()
+        assert not target.features(pack).last_hidden_states.any()
+    assert bool(target._recorded[True].sizes) == recorded
 
 
 def test_an_fp8_product_matches_its_reference():

@@ -105,7 +105,7 @@ def test_a_pass_is_recorded_when_its_size_recurs(recorded_sizes, monkeypatch):
     first = target.generate_batch(*rows)
     assert recorded_sizes == []
     again = target.generate_batch(*rows)
-    assert recorded_sizes == target._recorded.sizes == [rows[0].numel()]
+    assert recorded_sizes == target._recorded[False].sizes == [rows[0].numel()]
     assert torch.equal(again.aux_hidden_states, first.aux_hidden_states)
     assert torch.equal(again.last_hidden_states, first.last_hidden_states)
 

@@ -1,6 +1,7 @@
 """Curves of runs: real ones, as `benchmarks/collect_curves.py` keeps them, and synthetic ones."""
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,9 @@ def real_curve(name: str) -> Curve:
 
 def real_curves() -> dict[str, Curve]:
     return {path.stem: real_curve(path.stem) for path in sorted(_PLACE.glob("*.json"))}
+
+
+TAU = 2.4  # on training rows
 
 
 def made(slope, level, schedule, *, noise=0.0, seed=0, steps=1000, depths=6):
@@ -46,13 +50,23 @@ def made(slope, level, schedule, *, noise=0.0, seed=0, steps=1000, depths=6):
     )
 
 
-def written(run, curve, recipe, *, joint=(0.6, 0.35, 0.2)):
+def written(run, curve, recipe, *, joint=(0.6, 0.35, 0.2), epochs=1):
     """Write the files that a run with this curve would have written; returns its directory."""
     recipe.write_resolved(run)
     logged = range(5, curve.step + 1, 5)
-    lines = [{"step": step, "loss": 1.0, "seconds": step * 1.0, "epoch": 0} for step in logged]
+    lines = [
+        {
+            "step": step, "loss": 1.0, "tau": TAU, "seconds": step * 1.0,
+            "epoch": index * epochs // len(logged), "depth_loss": [1.0] * curve.depths,
+        }
+        for index, step in enumerate(logged)
+    ]  # fmt: skip
     for step, length, rounds in curve.measured:
-        figures = {"acceptance_length": length, "rounds": rounds, "joint": list(joint)}
+        conditional = [after / before for before, after in pairwise((1.0, *joint))]
+        figures = {
+            "acceptance_length": length, "rounds": rounds, "tau": 2.0, "joint": list(joint),
+            "conditional": conditional,
+        }  # fmt: skip
         lines.append({"step": step, "evaluation": figures})
     lines.sort(key=lambda line: line["step"])
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -7,8 +7,7 @@ import pytest
 from fledge.methods.eagle3.draft import LlamaEagle3DraftModel
 from fledge.training import fit as fit_module
 from fledge.training.checkpoint import best_step
-from fledge.training.evaluation import evaluate
-from fledge.training.fit import fit
+from fledge.training.fit import evaluate, fit
 from fledge.training.setup import set_up
 from train.tiny import Notes
 

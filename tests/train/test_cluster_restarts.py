@@ -3,13 +3,22 @@
 import pytest
 
 from fledge.core.errors import BadInput
+from fledge.core.progress import Progress
 from fledge.training.cluster import Layout, _Run
 from fledge.training.signals import StopSignal
 
 
+class Said(Progress):
+    def __init__(self):
+        self.lines = []
+
+    def say(self, text):
+        self.lines.append(text)
+
+
 def run_of(recipe, monkeypatch, steps, ranks=1):
     """A run that loses a rank at each of these steps and then finishes."""
-    run = _Run(recipe, print, Layout(ranks=ranks), None, print, print, {})
+    run = _Run(recipe, print, Layout(ranks=ranks), None, Said(), {})
     lost = iter(steps)
     at = [0]
 
@@ -24,11 +33,9 @@ def run_of(recipe, monkeypatch, steps, ranks=1):
 
 def test_losses_end_a_run_only_when_it_makes_no_progress(recipe, monkeypatch):
     run = run_of(recipe(), monkeypatch, [0, 0, 10, 10, 20, 30])
-    notes = []
-    run.say = notes.append
     assert run.to_the_end(StopSignal()) == (0, "done")
     assert run.restarts == 6
-    assert notes[-1] == "rank 0 is lost; all ranks start again from step 30"
+    assert run.progress.lines[-1] == "rank 0 is lost; all ranks start again from step 30"
     run = run_of(recipe(), monkeypatch, [10, 20, 20, 20])
     with pytest.raises(BadInput, match="3 starts in a row were lost at step 20"):
         run.to_the_end(StopSignal())

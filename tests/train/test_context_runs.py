@@ -6,8 +6,7 @@ import torch
 from fledge.core.errors import BadInput
 from fledge.methods.eagle3.method import Eagle3
 from fledge.target.hf.model import HFEagle3TargetModel
-from fledge.training.evaluation import evaluate
-from fledge.training.fit import fit
+from fledge.training.fit import evaluate, fit
 from fledge.training.setup import _parts, make_objective, set_up
 from fledge.training.step import Models, Sums, train_step
 from ranks import run_ranks

@@ -41,8 +41,10 @@ def test_evaluated_and_exported(eagle1, tmp_path, tiny_target, kind):
             assert draft["live"]["same_rounds"] == draft["live"]["compared_rounds"] > 0
     for engine in ("vllm", "sglang"):
         out = tmp_path / engine
-        export_draft(tmp_path / "run", out, engine=engine, check=CheckOptions(limit=2))
+        check = CheckOptions(limit=2, shortfall=1.0)  # the chats are not the target's answers
+        export_draft(tmp_path / "run", out, engine=engine, check=check)
         record = read_export_record(out)
+        assert record["self_check"]["same_rows"] == record["self_check"]["estimate"]
         assert record["objective"] == kind
         assert record["self_check"]["decoded"]["same_as_checkpoint"]
         command = serve_command(record, str(out), target="T")

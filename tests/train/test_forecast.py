@@ -20,9 +20,10 @@ from fledge.training import forecast as forecasting
 from fledge.training.curves import Course, Curve, read_curve
 from fledge.training.fit import fit
 from fledge.training.forecast import Estimate, Forecast, forecast, length_of, rate_of
+from fledge.training.limits import limits_of
 from fledge.training.optimizer import learning_rate
 from fledge.training.setup import set_up
-from train.curve_files import made, real_curves, written
+from train.curve_files import TAU, made, real_curves, written
 from train.tiny import Notes, recipe_for
 
 
@@ -161,6 +162,7 @@ def test_the_forecast_command(run):
     figures = json.loads(result.output)
     ahead = forecast(read_curve(run))
     assert figures["end"] == vars(ahead.end)
+    assert {limit["name"] for limit in figures["limits"]} >= {"training", "depth"}
     shown = fledge(run).output
     for text in (f"{ahead.end.length:.2f}", "twice the data", "step 400 of 1,000"):
         assert text in shown
@@ -186,6 +188,40 @@ def test_a_run_that_cannot_be_forecast_is_refused_in_one_line(run, tmp_path):
     (run / "recipe.yaml").write_text(recipe.replace("steps: 1000", "steps: null"))
     assert "no checkpoint says how many steps" in refused(run)
     assert fledge(run, "--steps", "1000").exit_code == 0
+
+
+def test_limits_name_their_cause_and_cost(run, tmp_path):
+    """Each limit names its cause in the files and the acceptance length it costs."""
+    curve = made(0.8, -0.3, "cosine", depths=3).upto(0.4)
+    recipe = recipe_for("target", "chats.jsonl", run, "training.steps=1000")
+    written(run, curve, recipe, joint=(0.6, 0.18, 0.018), epochs=3)
+    half = {"rounds": 500, "acceptance_length": 2.4}
+    parts = {"code": {"rounds": 500, "acceptance_length": 1.2}, "chat": half}
+    figures = {"drafts": [{"acceptance_length": 1.8, "by_category": parts, "by_context": {}}]}
+    (run / "eval.json").write_text(json.dumps(figures))
+    ahead = forecast(read_curve(run))
+    limits = {limit.name: limit for limit in limits_of(run, ahead, evaluation=run / "eval.json")}
+    # conditional rates 0.6, 0.3, 0.1: with 0.6 at every depth it is 1 + 0.6 + 0.36 + 0.216
+    assert limits["deep tokens"].gain == pytest.approx(100 * (2.176 / 1.798 - 1))
+    assert "token 3" in limits["deep tokens"].says
+    # 500 rounds of 1.2 tokens become 333 rounds of 1.8
+    assert limits["kind of prompt"].gain == pytest.approx(100 * (1000 / (500 + 1000 / 3) - 1))
+    assert "'code'" in limits["kind of prompt"].says
+    assert limits["data"].gain == pytest.approx(100 * (TAU / 2.0 - 1))
+    assert "context" not in limits
+    assert [*limits.values()] == sorted(limits.values(), key=lambda limit: -limit.gain)
+
+
+def test_a_small_vocabulary_is_a_limit(run, tmp_path):
+    from fledge.data.vocab import DraftVocabulary
+
+    ids = np.arange(64, dtype=np.int64)
+    DraftVocabulary(ids, 128, 0.9, "rows").save(run / "vocabulary.safetensors")
+    ahead = forecast(read_curve(run))
+    [limit] = [limit for limit in limits_of(run, ahead) if limit.name == "vocabulary"]
+    rate = rate_of(np.array([ahead.measured]), 3)
+    assert limit.gain == pytest.approx(100 * (length_of(rate / 0.9, 3)[0] / ahead.measured - 1))
+    assert "10.00%" in limit.says
 
 
 def test_training_reports_forecasts_with_evaluations(

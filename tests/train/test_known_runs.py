@@ -71,6 +71,14 @@ def test_known_runs_that_disagree_widen_the_interval():
     assert both.length != alone.length
 
 
+def test_two_runs_with_the_same_name_both_count():
+    early = real_curve("h200_e3_8m_shipped_0").upto(0.2)
+    seeds = [Known("draft", real_curve(f"h200_e3_8m_shipped_{seed}")) for seed in (1, 2)]
+    ahead = forecast(early, known=seeds)
+    assert ahead.by == ("draft", "draft")
+    assert ahead.end != forecast(early, known=seeds[1:]).end
+
+
 @pytest.mark.parametrize("share", [0.2, 0.5, 0.99, 1.0])
 def test_forecasts_guided_by_strange_runs_are_finite(share):
     """The known runs were hardly measured, or are nothing like this one."""

@@ -1,4 +1,4 @@
-"""Training options that are off by default: the wsd schedule, Muon, weight averaging."""
+"""Training options that are off by default: Muon, weight averaging."""
 
 import math
 import shutil
@@ -9,9 +9,8 @@ import torch
 from fledge.core.errors import BadInput
 from fledge.training import setup as building
 from fledge.training.checkpoint import newest_checkpoint
-from fledge.training.evaluation import evaluate
-from fledge.training.fit import fit
-from fledge.training.optimizer import Average, SkippingMuon, learning_rate, trained_by_muon
+from fledge.training.fit import evaluate, fit
+from fledge.training.optimizer import Average, SkippingMuon, trained_by_muon
 from fledge.training.planning.step_cost import DraftMemory
 from fledge.training.setup import set_up
 from fledge.training.sharding import whole_tensor
@@ -25,24 +24,6 @@ ALL = (
     "training.optimizer=muon", "training.ema=0.9", "training.schedule=wsd",
     "training.decay_share=0.5", "objective.feature_dropout=0.1",
 )  # fmt: skip
-
-
-# --- the schedule -------------------------------------------------------------------------------
-
-
-def test_warm_up_stable_decay():
-    def at(step, *, total=100, share=0.2):
-        return learning_rate(
-            step, total, peak=2.0, warmup=10, schedule="wsd", final_share=0.1, decay_share=share
-        )
-
-    assert [at(step) for step in (0, 4, 9)] == pytest.approx([0.2, 1.0, 2.0])
-    assert {at(step) for step in range(10, 81)} == {2.0}
-    assert at(85) == pytest.approx(2.0 * (0.1 + 0.9 * 0.5))  # 1 - sqrt(5 / 20)
-    assert at(99) == pytest.approx(2.0 * (0.1 + 0.9 * (1 - math.sqrt(19 / 20))))
-    assert at(100) == pytest.approx(0.2)
-    assert at(11, total=12, share=1.0) == pytest.approx(2.0 * (0.1 + 0.9 * (1 - math.sqrt(0.5))))
-    assert at(10, total=12, share=1.0) == 2.0  # decay never starts before the warm-up is over
 
 
 # --- Muon ---------------------------------------------------------------------------------------
@@ -86,14 +67,6 @@ def test_muon_matches_torch_and_a_bad_step_changes_nothing(monkeypatch):
             torch.testing.assert_close(*momenta, rtol=1e-6, atol=1e-7)
             # steps are rounded to bfloat16, and products of another shape round differently
             torch.testing.assert_close(weight, expected, rtol=0, atol=0.02 * 0.1)
-
-
-def test_muon_leaves_weights_without_a_gradient_alone():
-    still, moved = (torch.nn.Parameter(torch.ones(4, 4)) for _ in range(2))
-    moved.grad = torch.randn(4, 4)
-    SkippingMuon([still, moved], lr=0.1, weight_decay=0.5).step()
-    assert torch.equal(still, torch.ones(4, 4))
-    assert not torch.equal(moved, torch.ones(4, 4))
 
 
 def test_muon_trains_the_matrices_of_the_layers_and_adamw_the_rest(recipe):

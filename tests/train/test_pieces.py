@@ -13,7 +13,6 @@ from fledge.core.rows import TokenRow
 from fledge.data import pack as pack_module
 from fledge.data.rows import Block, split_rows
 from fledge.data.vocab import count_supervised
-from fledge.training import batches
 from fledge.training.batches import PackStream
 from fledge.training.optimizer import GUARD_WARMUP, StepGuard, learning_rate, make_optimizer
 
@@ -85,7 +84,7 @@ def test_any_step_can_be_requested_and_prefetching_changes_nothing():
 def test_any_ranks_resumed_at_any_step_take_the_packs_of_one_rank(
     sizes, window, padded, ranks, data
 ):
-    """The order depends on seed, epoch and data alone, not on which epochs are cached."""
+    """The order depends on seed, epoch and data alone."""
 
     def stream(rank=0, size=1, micro=1):
         return PackStream(
@@ -96,7 +95,7 @@ def test_any_ranks_resumed_at_any_step_take_the_packs_of_one_rank(
     def rows(batch):
         return [] if batch.micro[0] is None else batch.micro[0].input_ids.tolist()
 
-    with patch.object(pack_module, "WINDOW", window), patch.object(batches, "_KEPT_BYTES", 0):
+    with patch.object(pack_module, "WINDOW", window):
         alone = stream()
         expected = [rows(alone.batch(step)) for step in range(alone.steps)]
         together = [stream(rank, ranks) for rank in range(ranks)]
@@ -105,7 +104,6 @@ def test_any_ranks_resumed_at_any_step_take_the_packs_of_one_rank(
             taken = [row for rank in together for row in rows(rank.batch(step))]
             whole = [row for packs in expected[step * ranks : (step + 1) * ranks] for row in packs]
             assert taken == whole
-        assert alone._packing.cache_info().maxsize == 2
 
 
 def test_an_error_in_the_thread_is_raised_where_the_batch_is_awaited():
@@ -182,27 +180,24 @@ def test_held_out_rows_follow_their_definition(rows, requested, drop):
     assert counted.tolist() == ([2 * (i in kept) for i in range(len(rows))] or [0])
 
 
-def test_held_out_rows_share_no_conversation_with_the_rest():
-    rows = Rows([4] * 40)
-    train, held_out = split_rows(rows, 5)
-    assert len({row.place for row in (held_out[i] for i in range(len(held_out)))}) == 5
-    places = {train[i].place for i in range(len(train))}
-    assert not places & {held_out[i].place for i in range(len(held_out))}
-    kept, _ = split_rows(rows, 0, drop_truncated=True)
-    assert all(not kept[i].truncated for i in range(len(kept)))
-
-
-def test_learning_rate():
-    def at(step, schedule="cosine", final=0.1):
-        return learning_rate(step, 100, peak=2.0, warmup=10, schedule=schedule, final_share=final)
-
-    assert at(0) == pytest.approx(0.2)
-    assert at(9) == pytest.approx(2.0)
-    assert at(10) == pytest.approx(2.0)
-    assert at(55) == pytest.approx(2.0 * 0.55)
-    assert at(100) == pytest.approx(0.2)
-    assert at(55, "linear") == pytest.approx(2.0 * 0.55)
-    assert at(99, "constant") == 2.0
+@pytest.mark.parametrize(
+    ("schedule", "rates"),
+    [
+        ("cosine", {0: 0.2, 9: 2.0, 10: 2.0, 55: 2.0 * 0.55, 100: 0.2}),
+        ("linear", {9: 2.0, 55: 2.0 * 0.55, 100: 0.2}),
+        ("constant", {4: 1.0, 10: 2.0, 99: 2.0}),
+        # 1 - sqrt over the last fifth
+        ("wsd", {4: 1.0, 10: 2.0, 80: 2.0, 85: 2.0 * (0.1 + 0.9 * 0.5), 100: 0.2}),
+    ],
+)
+def test_learning_rates(schedule, rates):
+    for step, rate in rates.items():
+        given = {"peak": 2.0, "warmup": 10, "schedule": schedule, "final_share": 0.1}
+        assert learning_rate(step, 100, **given) == pytest.approx(rate)
+    # a decay over all steps begins once the warm-up is over
+    given = {"peak": 2.0, "warmup": 10, "schedule": "wsd", "final_share": 0.1, "decay_share": 1.0}
+    assert learning_rate(10, 12, **given) == 2.0
+    assert learning_rate(11, 12, **given) == pytest.approx(2.0 * (0.1 + 0.9 * (1 - 0.5**0.5)))
 
 
 def test_guard_tells_spikes_from_slow_growth():

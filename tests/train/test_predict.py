@@ -203,3 +203,26 @@ def test_predicted_memory_is_close_to_that_of_a_step(recipe, name):
     with LiveBytes() as live:
         train_step(training.parts, training.stream.batch(1), lr=1e-4)
     assert 1 / 2 < predicted / live.peak < 4 / 3
+
+
+def test_the_rate_of_a_run_is_that_of_what_it_samples(recipe, monkeypatch):
+    """Where nothing is timed, as on a GPU."""
+
+    def pace(*options, **values):
+        changes = [f"objective.{name}={value}" for name, value in values.items()]
+        training = set_up(recipe(*options, *changes, run="-".join([*changes, *options])))
+        monkeypatch.setattr(type(training.parts.target), "supports_async", True)
+        return pace_here(training)
+
+    peagle = [pace("objective.kind=peagle", down_sample_ratio=ratio) for ratio in (0.2, 0.5, 1.0)]
+    eagle3 = [pace(depth_keep=keep) for keep in (0.3, 0.7, 1.0)]
+    for paces in (peagle, eagle3):
+        steps = [pace.step_s for pace in paces]
+        assert steps == sorted(set(steps))
+        assert len({pace.target_s for pace in paces}) == 1
+    # an evaluation follows every rollout
+    assert len({pace.evaluation_s for pace in eagle3}) == 1
+    whole = ("objective.kind=eagle1", "draft.draft_vocab_size=null")
+    few, many = (pace(*whole, draft_tokens=count) for count in (1, 9))
+    assert few.step_s == many.step_s
+    assert few.evaluation_s < many.evaluation_s

@@ -65,6 +65,16 @@ def test_kept_inputs_give_the_same_outputs_as_before(seed, rows, inputs, outputs
     assert float((gradient_EX @ free_XX).abs().max()) < 1e-6 * max(1.0, float(sums.rx_EX.norm()))
 
 
+def test_moments_of_parts_add_up_to_those_of_the_whole():
+    x_NX, r_NE = problem(0, 30, 7, 3)
+    whole, added = (
+        moments(x_NX, r_NE),
+        moments(x_NX[:11], r_NE[:11]) + moments(x_NX[11:], r_NE[11:]),
+    )
+    for actual, expected in zip(vars(added).values(), vars(whole).values(), strict=True):
+        torch.testing.assert_close(actual, expected)
+
+
 def test_the_penalty_is_chosen_on_held_out_rows():
     """The smallest one for an exactly linear relation; for pure noise a large one, or no change."""
     x_NX, noise_NE = problem(0, 200, 20, 3)

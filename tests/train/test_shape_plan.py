@@ -146,6 +146,30 @@ def test_a_run_that_is_set_up_has_the_same_figures(recipe):
     assert step.cost.bytes == max(costs)
 
 
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    [
+        (["objective.kind=peagle", "objective.down_sample_ratio={}"], (0.2, 0.4, 0.7, 1.0)),
+        (["objective.kind=eagle3", "objective.depth_keep={}"], (0.3, 0.6, 1.0)),
+        (
+            ["objective.kind=dflash", "draft.draft_vocab_size=null", "objective.anchors={}"],
+            (64, 512),
+        ),
+    ],
+)
+def test_what_is_sampled_is_what_is_predicted(options, steps):
+    """Time and memory rise with the share that is trained on."""
+    predicted = [
+        planned("llama33_70b_8gpu", *(option.format(value) for option in options)).predict()
+        for value in steps
+    ]
+    for values in (
+        [p.seconds_by_part["steps"] for p in predicted],
+        [p.step_bytes for p in predicted],
+    ):
+        assert values == sorted(set(values))
+
+
 def test_typical_rows_have_the_given_share():
     rows = typical_rows(3, 1000, document=300, supervised=0.6)
     assert rows.seq_lens.tolist() == 3 * [[300, 300, 300, 100]]

@@ -1,8 +1,6 @@
 """Small data sets: most rows are trained on, too few are reported, and existing runs keep their
 split."""
 
-import json
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -16,7 +14,7 @@ from fledge.recipe.schema import load_recipe
 from fledge.target.cache.job import CacheOptions
 from fledge.training.fit import fit
 from fledge.training.precompute import recipe_job
-from fledge.training.setup import open_run, prepare_data, set_up
+from fledge.training.setup import prepare_data, set_up
 from train.tiny import Notes, make_chats, recipe_for
 
 
@@ -86,15 +84,15 @@ def test_most_of_160_rows_are_trained_on(little):
 
 
 def test_a_handful_of_rows_is_reported(little, tmp_path):
-    run = open_run(little(20))
+    run = set_up(little(20))
     [warning] = run.warnings
     assert "only 18 rows to train on (2 are held out)" in warning
     notes = Notes()
     outcome = fit(set_up(little(20, "training.steps=1", "training.lr=1e-9")), notes)
     assert f"warning: {warning}" in notes.notes
     assert outcome.warnings[0] == warning
-    assert open_run(little(60, run="more")).warnings == []
-    assert "none is held out" in open_run(little(5, run="less")).warnings[0]
+    assert set_up(little(60, run="more")).warnings == []
+    assert "none is held out" in set_up(little(5, run="less")).warnings[0]
 
 
 def test_a_run_of_this_version_keeps_its_split(little, tmp_path):
@@ -123,22 +121,13 @@ def test_a_cache_is_split_the_same_way(little, tmp_path):
             "target.model=null",
             f"target.cached_target_path={cache}",
         ]
-        run = open_run(load_recipe(recipe, cached))
-        assert [len(run.train), sum(len(p) for b in run.held_out for p in b.places)] == [36, 4]
-        assert run.vocabulary.digest() == open_run(live).vocabulary.digest()
+        run = set_up(load_recipe(recipe, cached))
+        assert [len(run.stream.rows), sum(len(p) for b in run.held_out for p in b.places)] == [
+            36,
+            4,
+        ]
+        assert run.vocabulary.digest() == set_up(live).vocabulary.digest()
         with pytest.raises(BadInput, match="39 rows are to be held out, and there are 40: 1 would"):
-            open_run(load_recipe(recipe, [*cached, "data.valid_rows=39"]))
+            set_up(load_recipe(recipe, [*cached, "data.valid_rows=39"]))
     with pytest.raises(BadInput, match="39 rows are to be held out"):
         recipe_job(little(40, "data.valid_rows=39"), tmp_path / "x", CacheOptions("probs"))
-
-
-def test_plan_reports_a_handful_of_rows_too(little, tmp_path, capfd):
-    from fledge.cli import main
-
-    little(20)
-    for flags in (["--json"], []):
-        with pytest.raises(SystemExit):
-            main.run(["plan", str(tmp_path / "sparse.yaml"), *flags])
-        out = capfd.readouterr().out
-        text = json.loads(out)["warnings"][0] if flags else " ".join(out.split())
-        assert "only 18 rows to train on" in text

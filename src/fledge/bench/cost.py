@@ -26,9 +26,11 @@ def step_flops(parts: Parts, batch: StepBatch, step: MetaStep) -> float:
         assert rows.doc_remaining is not None
         real = rows.attention_mask != 0
         pairs = float((rows.doc_remaining[real] + 1).sum())  # of query and visible key
-        layers = target._layers
+        config, layers = target.model.config, target._layers
+        if not parts.objective.reads_target:  # no layer above the last one that the draft reads
+            layers = layers[: max(target.aux_layer_ids) + 1]
         matrices = sum(p.numel() for layer in layers for p in layer.parameters() if p.ndim == 2)
-        width = target.model.config.num_attention_heads * target.model.config.head_dim
+        width = config.num_attention_heads * config.head_dim
         total += 2 * matrices * float(real.sum()) + 4 * width * pairs * len(layers)
     return total
 
@@ -41,7 +43,8 @@ def memory_at_peak(parts: Parts, batch: StepBatch, rows: int = 20) -> list[tuple
     events = torch.cuda.memory._snapshot()["device_traces"][0]
     torch.cuda.memory._record_memory_history(enabled=None)
     live: dict[int, tuple[int, str]] = {}
-    held, now, peak = list(live.values()), 0, 0
+    held: list[tuple[int, str]] = []
+    now = peak = 0
     for event in events:
         if event["action"] == "alloc":
             live[event["addr"]] = (event["size"], _source(event["frames"]))

@@ -1,7 +1,7 @@
 """`fledge bench`: how fast a training step and decoding run here, and a draft on a server."""
 
+import itertools
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Annotated, Any
 
 from typer import Argument, Option
@@ -15,15 +15,13 @@ from fledge.cli.console import (
     print_json,
     progress_bar,
     quiet_libraries,
-    watching,
 )
 from fledge.cli.help import VerbGroup, Verbs
-from fledge.cli.loading import load_draft_beside, load_target
+from fledge.cli.loading import load_target
 from fledge.cli.options import AsJson
 from fledge.core.addresses import server_address
 from fledge.core.errors import BadInput, nearest
 from fledge.core.install import install_extra
-from fledge.core.progress import Watch
 
 
 class _ServerByDefault(VerbGroup):
@@ -123,10 +121,15 @@ def bench_train(
         if profile:
             notes.append(profile_step(parts, rows))
 
-    with progress_bar(f"{case.kind} {shape}", "steps") as update:
-        update(total=steps + warmup)
+    with progress_bar(what := f"{case.kind} {shape}") as show:
+        done = itertools.count(1)
         measured = bench.measure_step(
-            case, where, steps=steps, warmup=warmup, on_step=lambda: update(advance=1), look=look
+            case,
+            where,
+            steps=steps,
+            warmup=warmup,
+            look=look,
+            on_step=lambda: show(what, next(done), steps + warmup, "steps"),
         )
     figures = {"kind": case.kind, "shape": shape, **measured.to_json()}
     if as_json:
@@ -197,22 +200,21 @@ def bench_server(
     for _, address in servers:
         server_address(address)
     runs: list[tuple[str, Any]] = []
-    with watching() as watch:
+    with progress_bar() as show:
         for level in concurrency or [1]:
             load = Load(conversations, requests, level, max_tokens, temperature)
             for name, address in servers:
                 label = f"{name}, {level} at a time"
-                watch(label, 0, requests)
-                on_answer = partial(_show_done, watch, label, requests)
+                show(label, 0, requests)
+
+                def on_answer(done: int, label: str = label) -> None:
+                    show(label, done, requests)
+
                 runs.append((name, measure_server(address, load, model=model, on_answer=on_answer)))
     if as_json:
         print_json([{"server": name, **run.to_json()} for name, run in runs])
     else:
         _show_server(runs)
-
-
-def _show_done(watch: Watch, label: str, total: int, done: int) -> None:
-    watch(label, done, total)
 
 
 def _show_server(runs: list[tuple[str, Any]]) -> None:
@@ -290,8 +292,12 @@ def bench_decode(
     from fledge.decode.strategy import check_name
     from fledge.measure.answers import read_prompts
     from fledge.measure.evaluation import check_fits
-    from fledge.training.loading import with_layers_of
-    from fledge.training.runs import draft_directory, trained_tokens
+    from fledge.training.runs import (
+        draft_directory,
+        load_draft_beside,
+        trained_tokens,
+        with_layers_of,
+    )
 
     for name in method or ():
         check_name(name)
@@ -319,11 +325,11 @@ def bench_decode(
         figures = []
         for size in batch or [1]:
             able = {name: way for name, way in ways.items() if size == 1 or not way.one_by_one}
-            with progress_bar(f"batch {size}", "batches") as update:
-                update(total=-(-len(ids) // size) * len(able))
+            with progress_bar(what := f"batch {size}") as show:
+                batches, done = -(-len(ids) // size) * len(able), itertools.count(1)
 
-                def on_batch(way: str, update: Any = update) -> None:
-                    update(advance=1, note=way)
+                def on_batch(way: str) -> None:
+                    show(what, next(done), batches, "batches", way)  # noqa: B023  (called at once)
 
                 decoded = ways_of.decode_all(
                     able, ids, batch=size, device=model.device, on_batch=on_batch

@@ -9,11 +9,12 @@ from typing import Annotated, Any
 from typer import Argument, Exit, Option
 
 from fledge.cli import options as opt
-from fledge.cli.console import err, facts_table, out, print_json, progress_bar, quiet_libraries
+from fledge.cli.console import facts_table, out, print_json, progress_bar, quiet_libraries
 from fledge.cli.help import Verbs
-from fledge.cli.loading import opened_spread, recipe_of_words, say_drops
+from fledge.cli.loading import opened_spread, recipe_of_words
 from fledge.core.errors import BadInput, nearest
 from fledge.core.files import check_place
+from fledge.core.progress import Progress, unwatched
 from fledge.core.terminal import counted
 
 app = Verbs(
@@ -87,15 +88,14 @@ def verify(directory: Directory, as_json: opt.OutcomeAsJson = False) -> None:
     else:
         read_target(store.directory, store.manifest)
     damaged, not_finite = [], []
-    with progress_bar("reading", "rows") as update:
-        update(total=len(store))
+    with progress_bar("reading") as show:
         for row in range(len(store)):
             shard, local = store.at(row)
             if not shard.is_whole(local):
                 damaged.append(store.name(row))
             elif (fault := store.fault(row)) is not None:
                 not_finite.append(f"{store.name(row)}: {fault.layer}, token {fault.token}")
-            update(advance=1)
+            show("reading", row + 1, len(store), "rows")
     if as_json:
         print_json({"rows": len(store), "damaged": damaged, "not_finite": not_finite})
     else:
@@ -172,12 +172,13 @@ def convert(
         encoding=encoding, dtype=dtype, natural=lambda: shape.dtype, top_k=top_k,
         supervised_only=supervised_only, shard_size=shard_size, resume=resume, quota_gb=quota_gb,
     )  # fmt: skip
-    with progress_bar("converting", "rows") as update:
+    with progress_bar("converting") as progress:
         job = convert_job(
             target, output_dir, chosen, draft_vocab_size=draft_vocab_size, padded=padded,
             model=name, **trust,
         )  # fmt: skip
-        run_job(job, partial(execute, job, lambda: target, device=device), update, as_json=as_json)
+        run = partial(execute, job, lambda: target, device=device, progress=progress)
+        run_job(job, run, as_json=as_json)
 
 
 EXAMPLE = (
@@ -234,30 +235,27 @@ def precompute(
             top_k=top_k, supervised_only=supervised_only, shard_size=shard_size,
             batch_size=batch_size, resume=resume, quota_gb=quota_gb,
         )  # fmt: skip
-        with progress_bar("preparing data", "parts") as update:
-
-            def prepared(at: Any) -> None:
-                update(total=at.parts, completed=at.done)
-                say_drops(at)
-
-            job, run = _prepared(words, output_dir, chosen, device, prepared)
-            update(description="asking the target", total=len(job.rows), completed=0, unit="rows")
+        with progress_bar("preparing data") as progress:
+            job, run = _prepared(words, output_dir, chosen, device, progress)
             if spread is not None:
                 from fledge.target.ray.spread import execute_on_ray
 
                 work = partial(fill_cache, words, output_dir.absolute(), chosen)
-                run = partial(execute_on_ray, spread, work, job)
-            run_job(job, run, update, as_json=as_json)
+                run = partial(execute_on_ray, spread, work, job, progress)
+            run_job(job, run, as_json=as_json)
 
 
-def _prepared(words: list[str], output_dir: Path, chosen: Any, device: Any, *watch: Any) -> Any:
+def _prepared(
+    words: list[str], output_dir: Path, chosen: Any, device: Any, progress: Progress = unwatched
+) -> Any:
     """(the job of a recipe, a function that runs it in this process)."""
     from fledge.target.cache.precompute import execute
     from fledge.training.precompute import recipe_job, recipe_target
 
     recipe = recipe_of_words(words)
-    job = recipe_job(recipe, output_dir, chosen, *watch, device=device)
-    return job, partial(execute, job, partial(recipe_target, recipe, device), device=device)
+    job = recipe_job(recipe, output_dir, chosen, progress, device=device)
+    load = partial(recipe_target, recipe, device)
+    return job, partial(execute, job, load, device=device, progress=progress)
 
 
 def fill_cache(words: list[str], output_dir: Path, chosen: Any) -> Any:
@@ -268,17 +266,12 @@ def fill_cache(words: list[str], output_dir: Path, chosen: Any) -> Any:
     quiet_libraries()
     device = pick_device(recipe.training.device)
     _, run = _prepared(words, output_dir, replace(chosen, resume=True), device)
-    return run(say=lambda _: None)
+    return run()
 
 
-def run_job(job: Any, run: Callable[..., Any], update: Any, *, as_json: bool) -> None:
-    """Run a job (as `execute` does), show its progress and its outcome."""
-    from fledge.target.cache.job import readable
-
-    def show(at: Any) -> None:
-        update(total=len(job.rows), completed=at.rows, note=readable(at.bytes))
-
-    done = run(say=partial(err.say, style="cyan"), on_progress=show)
+def run_job(job: Any, run: Callable[[], Any], *, as_json: bool) -> None:
+    """Run a job (as `execute` does), and show its outcome."""
+    done = run()
     if as_json:
         print_json({
             "directory": str(job.directory),

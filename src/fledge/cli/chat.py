@@ -12,7 +12,7 @@ from typer import Option
 
 from fledge.cli import options as opt
 from fledge.cli.console import err, facts_table, in_color, out, print_json, quiet_libraries
-from fledge.cli.loading import check_method, load_draft_beside, load_target
+from fledge.cli.loading import load_target
 from fledge.core.errors import BadInput
 from fledge.core.terminal import MARKS, marked, visible
 
@@ -55,18 +55,28 @@ def chat(
     go to standard output, figures to standard error. /help lists the other commands; Ctrl-C stops
     an answer, not the chat.
     """
-    from fledge.training.runs import draft_directory, trained_tokens
+    from fledge.measure.evaluation import check_fits
+    from fledge.training.runs import (
+        check_method,
+        draft_directory,
+        load_draft_beside,
+        trained_tokens,
+    )
 
     quiet_libraries()
     path = draft_directory(draft)
     check_method(path, method or None)
-    tokens = draft_tokens or trained_tokens(path)
-    drafting = {"method": method or None, "num_draft_tokens": tokens}
     with err.waiting("loading the target"):
         backend = load_target(path, target, aux_layers, dtype, device, trust_remote_code)
-        sampling = {"temperature": temperature, "seed": seed}
         loaded = load_draft_beside(backend, path)
-        session = _Chat(backend, loaded, str(path), max_new_tokens, drafting, sampling)
+        check_fits(backend, loaded, str(path))
+        drafting = {
+            "aux_layer_ids": backend.aux_layer_ids,
+            "method": method or None,
+            "num_draft_tokens": draft_tokens or trained_tokens(path),
+        }
+        sampling = {"temperature": temperature, "seed": seed}
+        session = _Chat(backend, loaded, drafting, sampling, max_new_tokens)
     start = [{"role": "system", "content": system}] if system else []
     conversation = list(start)
     for line in _lines():
@@ -74,19 +84,18 @@ def chat(
             return
         if line == "/reset":
             conversation = list(start)
-            continue
-        if re.fullmatch("/[a-z]+", line):
+        elif re.fullmatch("/[a-z]+", line):
             if line not in _COMMANDS:
                 err.say(f"no command {line}", style="yellow")
             err.print(facts_table(_COMMANDS))
-            continue
-        conversation.append({"role": "user", "content": line})
-        answer = session.answer(conversation, compare=compare, quiet=as_json)
-        conversation.append({"role": "assistant", "content": answer["text"]})
-        if as_json:
-            print_json(answer, one_line=True)
         else:
-            err.say(_figures(answer), style="dim")
+            conversation.append({"role": "user", "content": line})
+            answer = session.answer(conversation, compare=compare, quiet=as_json)
+            conversation.append({"role": "assistant", "content": answer["text"]})
+            if as_json:
+                print_json(answer, one_line=True)
+            else:
+                err.say(_figures(answer), style="dim")
 
 
 def _lines() -> Iterator[str]:
@@ -95,47 +104,40 @@ def _lines() -> Iterator[str]:
         yield from (line.strip() for line in sys.stdin if line.strip())
         return
     err.print(f"the draft's words are {how_marked()}; /help lists the commands", style="dim")
-    while (line := _read_line()) is not None:
+    while True:
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            line = err.input(marked("[bold]you[/] › ")).strip()
+        except EOFError:
+            return
+        except KeyboardInterrupt:  # discards the line, not the chat
+            err.print("\n/quit ends the chat", style="dim")
+            continue
+        finally:
+            signal.signal(signal.SIGINT, before)
         if line:
             yield line
-
-
-def _read_line() -> str | None:
-    """A line from the terminal, None at its end. An interrupt discards the line, not the chat."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        return err.input(marked("[bold]you[/] › ")).strip()
-    except EOFError:
-        return None
-    except KeyboardInterrupt:
-        err.print("\n/quit ends the chat", style="dim")
-        return ""
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 class _Chat:
     """Answers with a target and its draft, and with the target alone for comparison."""
 
     def __init__(
-        self, backend: Any, draft: Any, name: str, max_new_tokens: int, drafting: dict[str, Any],
-        sampling: dict[str, Any],
+        self, backend: Any, draft: Any, drafting: dict[str, Any], sampling: dict[str, Any],
+        max_new_tokens: int,
     ) -> None:  # fmt: skip
         from fledge.data.template import ChatTemplate
         from fledge.decode.speculative import SpeculativeDecoder
         from fledge.decode.stops import Stops, eos_token_ids
-        from fledge.measure.evaluation import check_fits
         from fledge.target.layers import longest_text
 
-        check_fits(backend, draft, name)
         self._tokenizer = backend.tokenizer
         if self._tokenizer is None:
             raise BadInput("the target has no tokenizer", fix="name a directory that holds one")
         self._template = ChatTemplate.of(self._tokenizer)
         self._stops = Stops(max_new_tokens, eos_token_ids(backend.model, self._tokenizer))
-        self._decoder = SpeculativeDecoder(
-            backend.model, draft, aux_layer_ids=backend.aux_layer_ids, **drafting
-        )
+        self._probe = Stops(min(_PROBE_TOKENS, max_new_tokens))
+        self._decoder = SpeculativeDecoder(backend.model, draft, **drafting)
         self._plain = SpeculativeDecoder(backend.model)
         self._sampling = sampling
         self._longest = longest_text(backend.model.config)
@@ -145,32 +147,48 @@ class _Chat:
         self, conversation: list[dict[str, str]], *, compare: bool, quiet: bool
     ) -> dict[str, Any]:
         """Answer, and show the text while it is decoded; returns the text and its figures."""
+        from fledge.decode.stops import Pieces
         from fledge.measure.answers import encode_prompt
 
         ids = encode_prompt(conversation, self._template, self._tokenizer)
         if len(ids) + self._stops.max_new_tokens > self._longest:
             problem = f"{len(ids)} tokens so far, and the target takes {self._longest}"
             raise BadInput(problem, fix="/reset, or a lower --max-new-tokens")
-        stream = _Stream(self._tokenizer, quiet=quiet)
-        generation, complete = self._generate(self._decoder, ids, self._stops, stream.show)
-        stream.end(generation)
-        rounds, emitted = len(generation.rounds), sum(r.emitted for r in generation.rounds)
+        pieces, shown = Pieces(self._tokenizer), 0
+
+        def show(generation: Any) -> None:
+            nonlocal shown
+            new, depths = generation.token_ids[shown:], generation.depths[shown:]
+            shown = len(generation.token_ids)
+            _write(pieces.add(new), depths, quiet=quiet)
+
+        answer, speed = self._generate(self._decoder, ids, self._stops, show)
+        show(answer)
+        _write([f"{pieces.rest()}\n"], [0], quiet=quiet)
+        rounds, emitted = len(answer.rounds), sum(r.emitted for r in answer.rounds)
         figures = {
-            "text": self._tokenizer.decode(generation.token_ids, skip_special_tokens=True),
-            "finish": generation.finish if complete else "interrupt",
-            "tokens": len(generation.token_ids),
-            "drafted": sum(r.accepted for r in generation.rounds),
+            "text": self._tokenizer.decode(answer.token_ids, skip_special_tokens=True),
+            "finish": answer.finish or "interrupt",
+            "tokens": len(answer.token_ids),
+            "drafted": sum(r.accepted for r in answer.rounds),
             "rounds": rounds,
             "acceptance_length": emitted / rounds if rounds else None,
-            "tokens_per_s": _speed(generation, self._decoder.timing) if complete else None,
+            "tokens_per_s": speed,
         }
-        compared = self._compared(ids, generation, compare=compare) if complete else {}
-        return figures | {"plain_tokens_per_s": self._plain_speed} | compared
+        if answer.finish and (compare or self._plain_speed is None):
+            # without the draft: all of the answer, or once just enough to measure the speed
+            stops = self._stops if compare else self._probe
+            plain, speed = self._generate(self._plain, ids, stops, lambda text: None)
+            self._plain_speed = speed if plain.finish else self._plain_speed
+            if plain.finish and compare and self._sampling["temperature"] == 0:
+                figures["same_text"] = plain.token_ids == answer.token_ids
+        return figures | {"plain_tokens_per_s": self._plain_speed}
 
     def _generate(
         self, decoder: Any, ids: list[int], stops: Any, show: Callable[[Any], None]
-    ) -> tuple[Any, bool]:
-        """Returns (answer, whether it is complete): Ctrl-C ends it after the current round."""
+    ) -> tuple[Any, float | None]:
+        """The answer, and tokens per second after the prompt's pass, which yields the first token.
+        Ctrl-C ends an answer after the current round: it then has no `finish` and no speed."""
         from fledge.training.signals import StopSignal
 
         shown: list[Any] = []
@@ -183,61 +201,22 @@ class _Chat:
                     raise _Interrupted
 
             try:
-                [generation] = decoder.generate([ids], stops, **self._sampling, on_round=on_round)
+                [answer] = decoder.generate([ids], stops, **self._sampling, on_round=on_round)
             except _Interrupted:
-                return shown[0], False
-        return generation, True
-
-    def _compared(self, ids: list[int], generation: Any, *, compare: bool) -> dict[str, Any]:
-        """Decode the same prompt without the draft: all of the answer to compare, or once just
-        enough of it to measure the target's speed."""
-        from fledge.decode.stops import Stops
-
-        if not compare and self._plain_speed is not None:
-            return {}
-        stops = self._stops if compare else Stops(min(_PROBE_TOKENS, self._stops.max_new_tokens))
-        plain, complete = self._generate(self._plain, ids, stops, lambda text: None)
-        if complete:
-            self._plain_speed = _speed(plain, self._plain.timing)
-        if complete and compare and self._sampling["temperature"] == 0:
-            return {"same_text": plain.token_ids == generation.token_ids}
-        return {}
+                return shown[0], None
+        timing = decoder.timing
+        return answer, (len(answer.token_ids) - 1) / timing.decode_s if timing.rounds else None
 
 
 class _Interrupted(Exception):  # noqa: N818  (not an error)
     """The user stopped the answer."""
 
 
-def _speed(generation: Any, timing: Any) -> float | None:
-    """Tokens per second after the prefill, which yields the first token."""
-    return (len(generation.token_ids) - 1) / timing.decode_s if timing.rounds else None
-
-
-class _Stream:
-    """Prints the tokens of an answer round by round."""
-
-    def __init__(self, tokenizer: Any, *, quiet: bool) -> None:
-        from fledge.decode.stops import Pieces
-
-        self._pieces, self._shown, self._quiet = Pieces(tokenizer), 0, quiet
-
-    def show(self, generation: Any) -> None:
-        new = generation.token_ids[self._shown :]
-        depths = generation.depths[self._shown :]
-        self._shown = len(generation.token_ids)
-        self._write(self._pieces.add(new), depths)
-
-    def end(self, generation: Any) -> None:
-        self.show(generation)
-        self._write([f"{self._pieces.rest()}\n"], [0])
-
-    def _write(self, pieces: list[str], depths: list[int]) -> None:
-        if self._quiet:
-            return
-        if out.is_terminal:
-            out.print(coloured(pieces, depths), end="", soft_wrap=True)
-        else:
-            out.plain("".join(pieces), end="")
+def _write(pieces: list[str], depths: list[int], *, quiet: bool) -> None:
+    if out.is_terminal and not quiet:
+        out.print(coloured(pieces, depths), end="", soft_wrap=True)
+    elif not quiet:
+        out.plain("".join(pieces), end="")
 
 
 def coloured(pieces: list[str], depths: list[int]) -> Text:

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 from typer import Exit, Option
 
-from fledge.cli.console import err, out, plain_table, print_json, progress_bar
+from fledge.cli.console import out, plain_table, print_json, progress_bar
 from fledge.cli.help import VerbGroup, Verbs
 from fledge.cli.loading import recipe_of_words
 from fledge.cli.options import AsJson, OutcomeAsJson, RayAddress, RecipeWords
@@ -48,11 +48,9 @@ def train(
 
     layout = Layout(ranks, rank_cpus, rank_gpus, wait_s)
     address = address or getattr(recipe.target, "address", "auto")
-    with progress_bar("placing targets and ranks", "steps") as update:
+    with progress_bar("placing targets and ranks") as progress:
         entry = partial(run_recipe, as_json=as_json)
-        code, output = train_on_cluster(
-            recipe, entry, layout, address=address, say=partial(err.say, style="cyan"), show=update
-        )
+        code, output = train_on_cluster(recipe, entry, layout, address=address, progress=progress)
     out.plain(output, end="")  # the output of the first rank
     if code:
         raise Exit(code)

@@ -3,16 +3,17 @@
 import contextlib
 import copy
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
-from rich import progress
+import rich.progress
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
 from fledge.core.machine import is_main_rank
-from fledge.core.progress import PlainProgress, Watch
+from fledge.core.progress import PlainProgress, Progress, unwatched
 from fledge.core.terminal import Terminal, json_text, visible
 
 # Results go to stdout, everything else goes to stderr: `fledge ... --json | jq` works.
@@ -81,42 +82,49 @@ def shown_on_stderr() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def progress_bar(what: str, unit: str = "") -> Iterator[Callable[..., None]]:
-    """A bar with counts, elapsed and remaining time, and a free text column. Yields
-    `update(total=, completed=, advance=, description=, unit=, note=, now=)`.
-
-    Without a terminal the main rank prints a plain line every few seconds, and immediately for
-    `now=True`.
-    """
-    if not is_main_rank() and not err.is_terminal:
-        yield lambda **_: None
-        return
-    if not err.is_terminal:
-        with PlainProgress(err.say, what, unit) as plain:
-            yield plain.update
-        return
-    columns = (
-        progress.TextColumn("{task.description}", style="bold", markup=False),
-        progress.BarColumn(),
-        progress.TaskProgressColumn(),
-        progress.MofNCompleteColumn(),
-        progress.TextColumn("{task.fields[unit]}", markup=False),
-        progress.TextColumn("{task.fields[note]}", markup=False),
-        progress.TimeElapsedColumn(),
-        progress.TimeRemainingColumn(),
-    )
-    with progress.Progress(*columns, console=err, transient=True) as bar:
-        task = bar.add_task(visible(what), total=None, unit=visible(unit), note="")
-
-        def update(*, now: bool = False, **changes: Any) -> None:
-            texts = {k: visible(v) for k, v in changes.items() if isinstance(v, str)}
-            bar.update(task, **{**changes, **texts})
-
-        yield update
+def progress_bar(what: str = "") -> Iterator[Progress]:
+    """The main rank's bar with counts, elapsed and remaining time, and a note; without a terminal
+    a line every few seconds."""
+    if not is_main_rank():
+        yield unwatched
+    elif err.is_terminal:
+        with _Bar.columns() as columns:
+            yield _Bar(columns, what)
+    else:
+        with PlainProgress(partial(err.say, style="cyan"), what) as plain:
+            yield plain
 
 
-@contextlib.contextmanager
-def watching() -> Iterator[Watch]:
-    """A bar that shows the current activity. Yields `watch(what, done, total)`."""
-    with progress_bar("") as update:
-        yield lambda what, done, total: update(description=what, completed=done, total=total)
+class _Bar(Progress):
+    """A bar on a terminal."""
+
+    def __init__(self, columns: rich.progress.Progress, what: str) -> None:
+        self._columns = columns
+        self._task = columns.add_task(visible(what), total=None, unit="", note="")
+
+    @staticmethod
+    def columns() -> rich.progress.Progress:
+        return rich.progress.Progress(
+            rich.progress.TextColumn("{task.description}", style="bold", markup=False),
+            rich.progress.BarColumn(),
+            rich.progress.TaskProgressColumn(),
+            rich.progress.MofNCompleteColumn(),
+            rich.progress.TextColumn("{task.fields[unit]}", markup=False),
+            rich.progress.TextColumn("{task.fields[note]}", markup=False),
+            rich.progress.TimeElapsedColumn(),
+            rich.progress.TimeRemainingColumn(),
+            console=err,
+            transient=True,
+        )
+
+    def __call__(
+        self, what: str, done: float = 0, total: float = 0, unit: str = "", note: str = "", *,
+        now: bool = False,
+    ) -> None:  # fmt: skip
+        self._columns.update(
+            self._task, description=visible(what), completed=done, total=total or None,
+            unit=visible(unit), note=visible(note),
+        )  # fmt: skip
+
+    def say(self, text: str) -> None:
+        err.say(text, style="cyan")

@@ -1,6 +1,5 @@
 """`fledge data prepare | preview | stats`: prepare and inspect the data before training on it."""
 
-import time
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,7 +9,6 @@ from typer import Argument, Option
 
 from fledge.cli.console import err, facts_table, in_color, out, print_json, progress_bar
 from fledge.cli.help import Verbs
-from fledge.cli.loading import WAITING
 from fledge.cli.options import AsJson, TrustRemoteCode
 from fledge.core.errors import BadInput, nearest
 from fledge.core.terminal import MARKS, counted, marked
@@ -83,18 +81,10 @@ def template_variables(pairs: list[str] | None) -> dict[str, Any]:
 
 
 def _prepare(data: list[str], directory: Path, options: Any, **more: Any) -> Any:
-    from fledge.data.prepare import Progress, prepare_rows
+    from fledge.data.prepare import prepare_rows
 
-    start = time.perf_counter()
-    with progress_bar("tokenising", "parts") as update:
-
-        def show(at: Progress) -> None:
-            rate = at.tokens / max(1e-9, time.perf_counter() - start)
-            note = f"{at.tokens:,} tokens, {rate:,.0f}/s" if at.done > at.reused else ""
-            what = WAITING if at.waiting else "tokenising"
-            update(description=what, total=at.parts, completed=at.done, note=note)
-
-        return prepare_rows(data, directory, options, on_progress=show, **more)
+    with progress_bar("preparing data") as progress:
+        return prepare_rows(data, directory, options, on_progress=progress, **more)
 
 
 @app.command(
@@ -114,7 +104,7 @@ def prepare(
     as_json: AsJson = False,
 ) -> None:
     """Tokenise conversations once; a later run with the same data and options starts at once."""
-    from fledge.data.rows import digests, repeats
+    from fledge.data.preview import row_figures
     from fledge.models.resolve import local_model
 
     options = _options(max_length, overlong, last_turn_only, mask_reasoning, template_option)
@@ -122,26 +112,15 @@ def prepare(
         data, local_model(model, weights=False), options, workers=workers,
         max_drop_share=max_drop_share, trust_remote_code=trust_remote_code,
     )  # fmt: skip
-    repeated = repeats(digests(rows))
-    facts = {
-        "directory": str(rows.directory),
-        "fingerprint": rows.fingerprint,
-        "rows": len(rows),
-        "tokens": rows.tokens,
-        "supervised": rows.supervised,
-        "truncated": rows.truncated,
-        "repeated": repeated,
-        "drops": rows.drops.to_json(),
-    }
+    figures = row_figures(rows)
     if as_json:
-        print_json(facts)
+        print_json({"directory": str(rows.directory), "fingerprint": rows.fingerprint, **figures})
         return
-    share = rows.supervised / rows.tokens
-    template = "[bold]{}[/]{}, [bold]{}[/], [green]{:.1%} supervised[/], "
-    again = f" ({repeated:,} repeated)" if repeated else ""
-    figures = (counted(len(rows), "row"), again, counted(rows.tokens, "token"), share)
+    again = f" ({figures['repeated']:,} repeated)" if figures["repeated"] else ""
+    template = "[bold]{}[/]{}, [bold]{}[/], [green]{:.1%} supervised[/], {} without an end"
+    tokens, share = counted(rows.tokens, "token"), rows.supervised / rows.tokens
     ends = counted(rows.truncated, "answer")
-    out.print(marked(template + "{} without an end", *figures, ends))
+    out.print(marked(template, counted(len(rows), "row"), again, tokens, share, ends))
     _print_drops(rows.drops)
     out.say(f"kept in {rows.directory}", style="dim")
 
@@ -255,20 +234,5 @@ def _bars(title: str, rows: list[tuple[str, float, str]]) -> None:
 
 
 def _print_drops(drops: Any) -> None:
-    if drops.counts:
-        share = f"{counted(drops.dropped, 'row')} dropped ({drops.share:.2%})"
-        out.print(_reasons(share, "reason", drops.counts, drops.examples))
-    else:
-        out.print("no row dropped")
-    if drops.notes:
-        out.print(_reasons("kept, with notes", "note", drops.notes, drops.noted))
-
-
-def _reasons(title: str, what: str, counts: dict[str, int], seen: dict[str, list[str]]) -> Table:
-    table = Table(title=title, title_justify="left", box=None, header_style="bold")
-    table.add_column("rows", justify="right")
-    table.add_column(what)
-    table.add_column("first seen at", overflow="fold")
-    for reason, count in sorted(counts.items(), key=lambda item: -item[1]):
-        table.add_row(f"{count:,}", reason, "\n".join(seen[reason]))
-    return table
+    for line in drops.lines(most=None) or ["no row dropped"]:
+        out.say(line)

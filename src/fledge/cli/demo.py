@@ -4,7 +4,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,7 +16,6 @@ from typer import Exit, Option
 
 from fledge.cli.chat import SHADES, coloured, how_marked
 from fledge.cli.console import err, in_color, out, plain_table, print_json, shown_on_stderr
-from fledge.cli.loading import load_draft_beside
 from fledge.cli.options import OUT
 from fledge.core.files import write_json, write_text
 from fledge.core.install import fledge_command
@@ -24,7 +23,6 @@ from fledge.core.machine import multiplies_bfloat16
 from fledge.core.terminal import marked
 
 if TYPE_CHECKING:
-    from fledge.api import Evaluation
     from fledge.measure.answers import AnsweredTurn
     from fledge.recipe.schema import Recipe
     from fledge.target.hf.model import HFEagle3TargetModel
@@ -37,6 +35,14 @@ _IN_BFLOAT16 = (
     "in bfloat16, which this CPU multiplies: checking several tokens costs about as much as one, "
     "but rounds otherwise, so a near tie may go either way and the texts may part. In float32, "
     "above, they are equal."
+)
+_FRAMES_PER_S = 12
+_LONGEST_REPLAY_S = 12.0  # longest replay: slower answers are sped up
+_BAR, _BESIDE_BAR = 24, 56  # widths of the longest bar, and of the other columns
+_LEAST_GAIN = 1.05  # a smaller gain may be timing noise
+_ON_A_GPU = (
+    "[bold]On a GPU it pays[/]: there a pass over several tokens takes about as long as over one; "
+    "README.md has the figures of this target [dim](benchmarks/results/smollm2_decoding.md)[/]"
 )
 # The first word of a chat gives its kind: (name, number of questions asked at the end).
 _KINDS = {"Write": ("stories", 4), "Give": ("tips", 2), "Explain": ("explanations", 2)}
@@ -52,9 +58,7 @@ def demo(
     ] = False,
 ) -> None:
     """Look at real chats, train a draft on them, see its acceptance, and decode with it."""
-    with ExitStack() as stack:
-        if as_json:
-            stack.enter_context(shown_on_stderr())
+    with shown_on_stderr() if as_json else nullcontext():
         lossless = tell(directory, rows)
     if as_json:
         from fledge.report.page import EVALUATION_NAME
@@ -71,7 +75,7 @@ def tell(directory: Path, rows: int) -> bool:
     from fledge.cli import data, train
     from fledge.demo import CHATS, ROWS
 
-    chats = directory / "chats.jsonl"
+    chats, unseen, run = directory / "chats.jsonl", directory / "unseen.jsonl", directory / "run"
     lines = CHATS.read_text().splitlines(keepends=True)
     write_text(chats, "".join(lines[: rows or ROWS]))
     _heading("1. The data: the assistant's answers will teach the draft")
@@ -79,17 +83,15 @@ def tell(directory: Path, rows: int) -> bool:
     _heading("2. Numbers that decide a recipe")
     data.stats([str(chats)], pack=512, max_drop_share=0.05)
     _heading("3. Training a draft for SmolLM2-135M on this CPU (a few minutes)")
-    recipe = recipe_for(chats, directory / "run")
+    recipe = recipe_for(chats, run)
     train.check_existing(recipe)
-    code = train.run_recipe(recipe)
-    if code:
+    if code := train.run_recipe(recipe):
         raise Exit(code)
     _heading("4. Decoding with it: what the draft wrote, the target would have written too")
-    unseen = directory / "unseen.jsonl"
     questions = _questions(lines[rows or ROWS :] or lines)
     write_text(unseen, "".join(json.dumps(row) + "\n" for row in questions))
-    lossless = measure_and_show(directory / "run", unseen)
-    what_next(directory / "run")
+    lossless = measure_and_show(run, unseen)
+    what_next(run)
     return lossless
 
 
@@ -121,33 +123,17 @@ def _questions(lines: list[str]) -> Iterator[dict[str, Any]]:
 
 
 def measure_and_show(run: Path, prompts: Path) -> bool:
-    """Measure acceptance on new questions, verify it by live decoding, and write the report; True
-    when decoding was lossless."""
+    """Measure acceptance on new questions, verify it by live decoding, write the report, and show
+    one answer decoded both ways; True when decoding was lossless."""
     from fledge.cli import eval, report
     from fledge.measure.evaluation import EvalOptions
-    from fledge.training.loading import load_target
-    from fledge.training.runs import draft_directory
+    from fledge.report.page import EVALUATION_NAME
+    from fledge.training.runs import draft_directory, load_target
 
     options = EvalOptions(live=2, max_new_tokens=_ANSWER_TOKENS, samples=8)
     # whatever the training dtype: in float32 the texts are equal, token for token
     with load_target(draft_directory(run), dtype="float32") as target:
         measured = eval.measure_drafts([run], target, [str(prompts)], options)
-        lossless = _show_measured(run, measured)
-        report.report(run)
-    _heading("5. The speed: one answer, without the draft and with it")
-    fast = multiplies_bfloat16()  # then a pass over four tokens takes about as long as over one
-    if fast:
-        out.print(_IN_BFLOAT16, style="dim")
-    with load_target(draft_directory(run), dtype="bfloat16" if fast else "float32") as target:
-        _show_side_by_side(run, target, measured.answers.turns[0])
-    return lossless
-
-
-def _show_measured(run: Path, measured: "Evaluation") -> bool:
-    """Show two answers in color and the figures of all; True when decoding was lossless."""
-    from fledge.cli import eval
-    from fledge.report.page import EVALUATION_NAME
-
     write_json(run / EVALUATION_NAME, measured.to_json())
     [draft] = measured.reports
     for sample in draft.samples[:2]:
@@ -162,34 +148,35 @@ def _show_measured(run: Path, measured: "Evaluation") -> bool:
     assert live is not None  # options.live is 2
     lossless = bool(live.same_texts == live.texts and live.agrees)
     mark = "[green]lossless[/]" if lossless else "[red]not lossless[/]"
-    out.print(
-        marked(
-            f"{mark}: {{}} of {{}} answers decoded live with the draft equal the target's own, "
-            "token for token; {} of {} rounds as replayed",
-            live.same_texts, live.texts, live.same_rounds, live.rounds,
-        )
-    )  # fmt: skip
+    equal = "{} of {} answers decoded live with the draft equal the target's own, token for token"
+    figures = live.same_texts, live.texts, live.same_rounds, live.rounds
+    out.print(marked(f"{mark}: {equal}; {{}} of {{}} rounds as replayed", *figures))
+    report.report(run)
+    _heading("5. The speed: one answer, without the draft and with it")
+    fast = multiplies_bfloat16()  # then a pass over four tokens takes about as long as over one
+    if fast:
+        out.print(_IN_BFLOAT16, style="dim")
+    with load_target(draft_directory(run), dtype="bfloat16" if fast else "float32") as target:
+        _show_side_by_side(run, target, measured.answers.turns[0])
     return lossless
 
 
 def _show_side_by_side(run: Path, target: "HFEagle3TargetModel", turn: "AnsweredTurn") -> None:
     """Show the first answer, as above, decoded without the draft and with it."""
     from fledge.measure.speed import decode_both
-    from fledge.training.runs import draft_directory
+    from fledge.training.runs import draft_directory, load_draft_beside
 
     draft = load_draft_beside(target, draft_directory(run))
+    lengths = {"num_draft_tokens": _DRAFT_TOKENS, "max_new_tokens": _ANSWER_TOKENS}
     with err.waiting("decoding one answer both ways"):
-        both = decode_both(
-            target, draft, turn.prompt_ids,
-            num_draft_tokens=_DRAFT_TOKENS, max_new_tokens=_ANSWER_TOKENS,
-        )  # fmt: skip
+        both = decode_both(target, draft, turn.prompt_ids, **lengths)
     if both is not None:
         out.print(turn.question, style="bold")
         show(both)
 
 
 def what_next(run: Path) -> None:
-    """Print three commands to try next, each on its own line, and where to find real recipes."""
+    """Three commands to try next, each on its own line, and where to find real recipes."""
     _heading("What to type next")
     steps = {
         ("chat", run, "--compare"): f"talk to it: the draft's words are {how_marked()}, "
@@ -205,93 +192,69 @@ def what_next(run: Path) -> None:
 
 
 # --- side by side --------------------------------------------------------------------------------
-# The demo's last screen: one answer without the draft and with it, side by side.
-#
-# On a terminal both answers are replayed in two columns at the speed they were decoded. Below them,
-# and everywhere else, come two bars, the figures, and a sentence on what was gained or why not.
-
-
-NAMES = ("without the draft", "with the draft")
-_FRAMES_PER_S = 12
-_LONGEST_REPLAY_S = 12.0  # longest replay: slower answers are sped up
-_BAR, _BESIDE_BAR = 24, 56  # widths of the longest bar, and of the other columns
-_LEAST_GAIN = 1.05  # a smaller gain may be timing noise
-_ON_A_GPU = (
-    "[bold]On a GPU it pays[/]: there a pass over several tokens takes about as long as over one; "
-    "README.md has the figures of this target [dim](benchmarks/results/smollm2_decoding.md)[/]"
-)
+# One answer without the draft and with it. On a terminal both are replayed in two columns at the
+# speed they were decoded; below, and everywhere else, come two bars, the figures, and a sentence on
+# what was gained or why not.
 
 
 def show(both: Any, *, sleep: Callable[[float], None] = time.sleep) -> None:
-    """Show `both`, a `measure.speed.SideBySide`."""
+    """Show both answers, the figures and the verdict. `both` is a `measure.speed.SideBySide`."""
+    courses = {"without the draft": both.plain, "with the draft": both.drafted}
+    longest = max(course.seconds for course in courses.values())
     if out.is_interactive:
-        _replay(both, sleep)
-    out.print(_bars(both))
-    for line in verdict(both):
-        out.print(line)
-
-
-def _replay(both: Any, sleep: Callable[[float], None]) -> None:
-    """Replay the two answers, each with its own timing."""
-    longest = max(both.plain.seconds, both.drafted.seconds)
-    speed_up = max(1.0, longest / _LONGEST_REPLAY_S)
-    frames = int(longest / speed_up * _FRAMES_PER_S) + 1
-    with Live(_columns(both, 0.0), console=out, auto_refresh=False) as live:
-        for frame in range(1, frames + 1):
-            sleep(1 / _FRAMES_PER_S)
-            now_s = longest if frame == frames else frame * speed_up / _FRAMES_PER_S
-            live.update(_columns(both, now_s), refresh=True)
-    if speed_up > 1:
-        out.print(f"(shown {speed_up:.1f} times as fast as it was)", style="dim")
-
-
-def _columns(both: Any, now_s: float) -> Table:
-    """The text decoded after `now_s` seconds; dots reserve the space of the remaining text, so that
-    the layout does not jump."""
-    table = Table(box=None, expand=True, padding=(0, 1))
-    cells = []
-    for name, course in zip(NAMES, (both.plain, both.drafted), strict=True):
-        pieces, count = course.pieces, course.known(now_s)
-        table.add_column(marked("[bold]{}[/] [dim]{}/{} tokens[/]", name, count, len(pieces)),
-                         ratio=1)  # fmt: skip
-        text = coloured(pieces[:count], course.depths[:count])
-        to_come = Text(re.sub(r"\S", "·", "".join(pieces[count:])), style="dim")
-        cells.append(text + to_come)
-    table.add_row(*cells)
-    return table
-
-
-def _bars(both: Any) -> Table:
-    """One bar per answer, whose length is proportional to its time."""
-    longest = max(both.plain.seconds, both.drafted.seconds)
+        speed_up = max(1.0, longest / _LONGEST_REPLAY_S)
+        frames = int(longest / speed_up * _FRAMES_PER_S) + 1
+        with Live(_columns(courses, 0.0), console=out, auto_refresh=False) as live:
+            for frame in range(1, frames + 1):
+                sleep(1 / _FRAMES_PER_S)
+                now_s = longest if frame == frames else frame * speed_up / _FRAMES_PER_S
+                live.update(_columns(courses, now_s), refresh=True)
+        if speed_up > 1:
+            out.print(f"(shown {speed_up:.1f} times as fast as it was)", style="dim")
     table = plain_table("", "", "seconds", "tokens/s", "target passes", words=2)
     widest = max(4, min(_BAR, out.width - _BESIDE_BAR))
-    for name, course in zip(NAMES, (both.plain, both.drafted), strict=True):
+    for name, course in courses.items():
         bar = "█" * max(1, round(widest * course.seconds / longest))
         table.add_row(
             name, Text(bar, style="green" if course is both.drafted else "cyan"),
             f"{course.seconds:.1f}", f"{course.tokens_per_s:.1f}", f"{course.passes}",
         )  # fmt: skip
+    out.print(table)
+    out.print(verdict(both))
+
+
+def _columns(courses: dict[str, Any], now_s: float) -> Table:
+    """The text decoded after `now_s` seconds; dots reserve the space of the remaining text, so that
+    the layout does not jump."""
+    table = Table(box=None, expand=True, padding=(0, 1))
+    cells = []
+    for name, course in courses.items():
+        pieces, count = course.pieces, course.known(now_s)
+        title = marked("[bold]{}[/] [dim]{}/{} tokens[/]", name, count, len(pieces))
+        table.add_column(title, ratio=1)
+        to_come = Text(re.sub(r"\S", "·", "".join(pieces[count:])), style="dim")
+        cells.append(coloured(pieces[:count], course.depths[:count]) + to_come)
+    table.add_row(*cells)
     return table
 
 
-def verdict(both: Any) -> list[Text]:
+def verdict(both: Any) -> Text:
     """What the draft gained; if it gained nothing, why."""
     speed = both.speed
     same = "the same text, token for token" if both.same else "another text (a near tie)"
     fewer = f"{both.drafted.passes} passes of the target instead of {both.plain.passes}"
     if speed.disturbed:
-        return [marked("{}; {}; the clock was disturbed, so no speed-up is shown", same, fewer)]
+        return marked("{}; {}; the clock was disturbed, so no speed-up is shown", same, fewer)
     if speed.measured >= _LEAST_GAIN:
-        return [marked("[bold green]{:.2f} times as fast[/]: {}, {}", speed.measured, same, fewer)]
-    why = (
-        "{:.2f} times as fast here: {}, {}, but a pass that checks the drafted tokens takes {:.1f} "
-        "times as long as a plain one, and drafting {:.0%} of one. Below {:.2f} tokens a round "
-        "nothing is gained; this answer had {:.2f}."
-    )
+        return marked("[bold green]{:.2f} times as fast[/]: {}, {}", speed.measured, same, fewer)
     step_s = speed.plain_step_s
     figures = (
         speed.measured, same, fewer, speed.verify_s / step_s, speed.draft_s / step_s,
         speed.break_even, speed.tokens_per_round,
     )  # fmt: skip
-    return [marked(why, *figures), marked(_ON_A_GPU)]
+    return marked(
+        "{:.2f} times as fast here: {}, {}, but a pass that checks the drafted tokens takes {:.1f} "
+        "times as long as a plain one, and drafting {:.0%} of one. Below {:.2f} tokens a round "
+        "nothing is gained; this answer had {:.2f}.\n" + _ON_A_GPU,
+        *figures,
+    )

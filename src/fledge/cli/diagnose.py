@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from typer import Argument, Exit, Option
 
 from fledge.cli import options as opt
-from fledge.cli.console import err, out, print_json, quiet_libraries, watching
+from fledge.cli.console import err, out, print_json, progress_bar, quiet_libraries
 from fledge.cli.loading import parse_dtype
 from fledge.core.errors import BadInput
 from fledge.core.files import check_place
@@ -59,7 +59,7 @@ def diagnose(
         check_place(fix, directory=True)
     chosen, where = parse_dtype(dtype or "auto"), find_device(device)
     directory, name = _locate(draft, target)
-    with watching() as watch:
+    with progress_bar() as watch:
         answering = partial(
             Answering, prompts=prompts, max_new_tokens=max_new_tokens, dtype=chosen,
             device=str(where), watch=watch,

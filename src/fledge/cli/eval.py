@@ -8,7 +8,7 @@ from rich.text import Text
 from typer import Exit, Option
 
 from fledge.cli import options as opt
-from fledge.cli.console import err, out, plain_table, print_json, quiet_libraries, watching
+from fledge.cli.console import err, out, plain_table, print_json, progress_bar, quiet_libraries
 from fledge.cli.loading import numbers, target_options
 from fledge.core.errors import BadInput
 from fledge.core.files import check_place, write_json
@@ -111,7 +111,7 @@ def measure_drafts(
     from fledge.api import evaluate_drafts
 
     quiet_libraries()
-    with watching() as watch:
+    with progress_bar() as watch:
         return evaluate_drafts(drafts, target, prompts, options, watch)
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 from typer import Argument, Option
 
 from fledge.cli import options as opt
-from fledge.cli.console import out, plain_table, print_json, quiet_libraries, watching
+from fledge.cli.console import out, plain_table, print_json, progress_bar, quiet_libraries
 from fledge.cli.loading import parse_dtype
 from fledge.core.terminal import counted
 
@@ -65,7 +65,7 @@ def export(
 
     quiet_libraries()
     check = CheckOptions(tuple(prompts or ()), limit, max_new_tokens, shortfall)
-    with watching() as watch:
+    with progress_bar() as watch:
         written = export_draft(
             source, destination or default_out(source, engine), engine=engine, target=target,
             engine_version=engine_version or None, num_draft_tokens=draft_tokens or None,

@@ -1,4 +1,4 @@
-"""`fledge forecast`: the length a run will reach, and when to stop it."""
+"""`fledge forecast`: the length a run will reach, when to stop it, and what limits it."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -29,28 +29,34 @@ def forecast(
     stop_below: Annotated[
         float, Option(min=0.0, help="Percent of the length an hour: less is not worth waiting for.")
     ] = 1.0,
+    evaluation: Annotated[
+        Path | None, Option("--eval", help="Figures by kind of prompt; default: RUN/eval.json.")
+    ] = None,
     steps: Annotated[
         int, Option(min=0, help="Of the run in all, where its files do not say; 0: they do.")
     ] = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Say what acceptance length a run will reach, and when to stop it.
+    """Say what acceptance length a run will reach, when to stop it, and what limits it.
 
     From the run's own curve, or from finished runs of its recipe: at its end, with twice the data,
     with twice the time; the interval is meant to hold 80 %. It reads files and runs nothing.
     """
     if not run.is_dir():
         raise BadInput("no such run", where=str(run))
+    from fledge.report.page import EVALUATION_NAME
     from fledge.training.curves import known_runs, read_curve
     from fledge.training.forecast import forecast as forecast_of
+    from fledge.training.limits import limits_of
 
     curve, known = read_curve(run, steps=steps), known_runs(run, like or ())
     try:
         ahead = forecast_of(curve, known=known, stop_below=stop_below)
     except BadInput as error:
         raise BadInput(error.what, where=str(run), fix=error.fix) from None
+    limits = limits_of(run, ahead, evaluation=evaluation or run / EVALUATION_NAME)
     if as_json:
-        print_json(ahead.to_json())
+        print_json({**ahead.to_json(), "limits": [limit._asdict() for limit in limits]})
         return
     title = f"acceptance length, step {ahead.step:,} of {ahead.steps:,}"
     table = plain_table("", "length", "80 % between", title=title)
@@ -66,6 +72,12 @@ def forecast(
     if ahead.by:
         out.say(ahead.by_whom(), style="dim")
     out.say(_advice(ahead))
+    if limits:
+        table = plain_table("limit", "gain", "", title="what limits it, each alone")
+        table.columns[2].justify = "left"
+        for limit in limits:
+            table.add_row(limit.name, f"{limit.gain:+.1f} %", limit.says)
+        out.print(table)
 
 
 def _advice(ahead: "Forecast") -> str:

@@ -1,19 +1,12 @@
 """Load recipes, targets and drafts from what a verb is given: command-line words, paths, or the
 record that a run keeps of itself."""
 
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from fledge.cli.console import err
 from fledge.core.errors import BadInput
-from fledge.core.machine import is_main_rank
-from fledge.training.loading import check_method as check_method
-from fledge.training.loading import load_draft_beside as load_draft_beside
-
-WAITING = "waiting for another process, which prepares this data"
 
 
 def recipe_of_words(words: Sequence[str]) -> Any:
@@ -21,30 +14,6 @@ def recipe_of_words(words: Sequence[str]) -> Any:
     from fledge.recipe.schema import load_recipe, split_arguments
 
     return load_recipe(*split_arguments(words))
-
-
-def show_set_up(update: Callable[..., None]) -> Callable[[Any], None]:
-    """Shows on a bar how far a run is set up: first its data, part by part, then its target."""
-
-    def show(at: Any) -> None:
-        if at.waiting:
-            rank = os.environ.get("RANK")
-            rank_prefix = "" if rank is None else f"rank {rank}: "
-            err.say(f"{rank_prefix}{WAITING}")  # from every rank, so that none seems to hang
-            update(description=WAITING)
-            return
-        what = "preparing data" if at.done < at.parts else "loading the target"
-        update(description=what, total=at.parts, completed=at.done)
-        say_drops(at)
-
-    return show
-
-
-def say_drops(at: Any) -> None:
-    """Says, once the data is prepared, which rows were dropped or cut."""
-    if at.drops is not None and is_main_rank():
-        for line in at.drops.lines():
-            err.say(line, style="yellow")
 
 
 def target_options(
@@ -66,10 +35,10 @@ def target_options(
 
 
 def load_target(draft: Path, target: str, *typed: Any) -> Any:
-    """`training.loading.load_target` with `typed`: the arguments of `target_options`."""
-    from fledge.training import loading
+    """`runs.load_target` with `typed`: the arguments of `target_options`."""
+    from fledge.training import runs
 
-    return loading.load_target(draft, target, **target_options(draft, *typed))
+    return runs.load_target(draft, target, **target_options(draft, *typed))
 
 
 def parse_dtype(name: str, *, floating: bool = False) -> Any:

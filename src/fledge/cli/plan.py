@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from typer import Option
 
 from fledge.cli.console import out, plain_table, print_json, progress_bar, quiet_libraries
-from fledge.cli.loading import recipe_of_words, show_set_up
+from fledge.cli.loading import recipe_of_words
 from fledge.cli.options import AsJson, RecipeWords
 from fledge.core.errors import BadInput
 from fledge.core.terminal import counted
@@ -123,9 +123,9 @@ def _by_trial(recipe: Any, begin: float) -> _Planned:
     from fledge.training.planning.prediction import predict, step_memory
     from fledge.training.setup import set_up
 
-    with progress_bar("preparing data", "parts") as update:
-        training = set_up(recipe, show_set_up(update))
-        update(description="trying out this machine")
+    with progress_bar("preparing data") as progress:
+        training = set_up(recipe, progress)
+        progress("trying out this machine")
         predicted = predict(training, begin)
     stream = training.stream
     title = f"{counted(stream.steps, 'step')}, padding {stream.padding_share:.2%}"

@@ -109,18 +109,15 @@ def check(
             recipe = load_recipe(path)
         except BadInput as error:
             if as_json:
-                outcome = {"recipe": str(path), "ok": False, "error": str(error)}
-                print_json(outcome, one_line=True)
+                print_json({"recipe": str(path), "ok": False, "error": str(error)}, one_line=True)
             raise
-        target = recipe.target
         facts = {
-            "target": f"{target.model or target.backend}",
-            "backend": target.backend,
+            "target": recipe.target.model or recipe.target.backend,
+            "backend": recipe.target.backend,
             "objective": recipe.objective.kind,
             "output_dir": recipe.run.output_dir,
         }
         if as_json:
             print_json({"recipe": str(path), "ok": True, **facts}, one_line=True)
         else:
-            summary = ", ".join(f"{key} {value}" for key, value in facts.items())
-            out.plain(f"ok  {path}: {summary}")
+            out.plain(f"ok  {path}: " + ", ".join(" ".join(fact) for fact in facts.items()))

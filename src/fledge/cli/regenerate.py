@@ -129,14 +129,14 @@ def answer_rows(
 
 def _run_here(job: Callable[..., Any], answerer: Any) -> Any:
     """Run the job in this process, with a progress bar; other processes may share the rows."""
-    with progress_bar("answering", "rows") as update:
+    with progress_bar("answering") as show:
 
         def watch(done: int, summary: Any) -> None:
             speed = summary.tokens_now / summary.seconds_now if summary.seconds_now else 0.0
             note = f"{speed:,.0f} tok/s"
             note += f", {summary.failed_now:,} failed" if summary.failed_now else ""
             note += f", {summary.others_now:,} by others" if summary.others_now else ""
-            update(completed=done, total=summary.rows, note=note)
+            show("answering", done, summary.rows, "rows", note)
 
         return job(lambda: answerer, watch=watch, say=lambda line: err.say(line, style="cyan"))
 
@@ -149,10 +149,12 @@ def _run_on_ray(
 
     onlooker = Onlooker(sources, output, limit)
     begin = time.monotonic()
-    with progress_bar("answering", "rows") as update:
-        update(total=onlooker.rows, note=f"{counted(spread.workers, 'worker')} on the cluster")
+    with progress_bar("answering") as show:
+        note = f"{counted(spread.workers, 'worker')} on the cluster"
         try:
-            summaries = spread.run(work, lambda: update(completed=onlooker.rows_over()))
+            summaries = spread.run(
+                work, lambda: show("answering", onlooker.rows_over(), onlooker.rows, "rows", note)
+            )
         finally:
             onlooker.leave()
     summed = ("answered_now", "failed_now", "tokens_now")

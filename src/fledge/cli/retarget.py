@@ -7,7 +7,7 @@ from rich.table import Table
 from typer import Option
 
 from fledge.cli import options as opt
-from fledge.cli.console import err, out, plain_table, print_json, quiet_libraries, watching
+from fledge.cli.console import err, out, plain_table, print_json, progress_bar, quiet_libraries
 from fledge.cli.loading import parse_dtype
 from fledge.core.install import fledge_command
 from fledge.core.terminal import counted
@@ -54,7 +54,7 @@ def retarget(
         dtype=parse_dtype(dtype) if dtype else None, device=device or None,
         trust_remote_code=trust_remote_code,
     )  # fmt: skip
-    with watching() as watch:
+    with progress_bar() as watch:
         done = run_retarget(request, _Observer(watch, steps), watch)
     if as_json:
         print_json(done.to_json())

@@ -113,13 +113,9 @@ def _for_this_vllm(
     is_set = "VLLM_CPU_KVCACHE_SPACE" in os.environ
     if is_set or any(flag.startswith(_SPACE_FLAGS) for flag in extra_flags):
         return command
-    return [*command, _SPACE_FLAGS[0], str(_cpu_cache_bytes())]
-
-
-def _cpu_cache_bytes() -> int:
-    """An eighth of the memory; the rest is left to the model and to other processes."""
+    # an eighth of the memory; the rest is left to the model and to other processes
     eighth = (memory_bytes() or _MOST_CPU_CACHE * 8) // 8
-    return min(_MOST_CPU_CACHE, eighth // 2**20 * 2**20)
+    return [*command, _SPACE_FLAGS[0], str(min(_MOST_CPU_CACHE, eighth // 2**20 * 2**20))]
 
 
 def _with_program_path(command: list[str]) -> list[str]:

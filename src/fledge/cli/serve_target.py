@@ -50,7 +50,7 @@ def serve_target(
     tls_cert: Annotated[Path | None, Option(help="Certificate chain (PEM).")] = None,
     tls_key: Annotated[Path | None, Option(help="Its key (PEM).")] = None,
     merge_tokens: Annotated[
-        int, Option(min=0, help="Small requests run together up to this size; 0: never.")
+        int, Option(min=0, help="Requests of one width run together up to this size; 0: never.")
     ] = 16384,
     max_requests: Annotated[int, Option(min=1, help="Requests held at once.")] = 64,
     max_reply_gb: Annotated[
@@ -75,8 +75,8 @@ def serve_target(
     from fledge.target.kinds import engine_section, kind_of
     from fledge.target.layers import EAGLE3_AUX_LAYERS
     from fledge.target.remote.client import token_from
-    from fledge.target.remote.server.admission import Limits
     from fledge.target.remote.server.app import TargetServer
+    from fledge.target.remote.server.queue import Limits
     from fledge.target.remote.server.run import Address, serve
 
     token, arguments = token_from(token_env), {}

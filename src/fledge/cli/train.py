@@ -8,9 +8,10 @@ from rich.table import Table
 from typer import Exit
 
 from fledge.cli.console import err, out, plain_table, print_json, progress_bar, quiet_libraries
-from fledge.cli.loading import recipe_of_words, show_set_up
+from fledge.cli.loading import recipe_of_words
 from fledge.cli.options import OutcomeAsJson, RecipeWords
 from fledge.core.machine import is_main_rank
+from fledge.core.progress import Progress
 from fledge.core.terminal import counted, marked
 from fledge.training.continuation import check_existing as check_existing
 from fledge.training.continuation import way_on
@@ -50,20 +51,19 @@ def run_recipe(recipe: "Recipe", *, as_json: bool = False, begin: float | None =
         if is_main_rank():
             report(recipe, earlier, None, None)
         return 0
-    with progress_bar("preparing data", "parts") as update:
-        training = set_up(recipe, show_set_up(update))
+    with progress_bar("preparing data") as progress:
+        training = set_up(recipe, progress)
         with training.parts.target:  # closed on every exit path
             stream, world = training.stream, training.parts.world
-            update(description="trying out this machine")
+            progress("trying out this machine")
             predicted = predict(training, begin)
-            watcher = _Watcher(update, quiet=not world.is_main)
+            watcher = _Watcher(progress, stream.steps)
             watcher.note(
                 f"{counted(len(stream.rows), 'row')} in {counted(stream.steps, 'step')}, padding "
                 f"{stream.padding_share:.2%}; draft vocabulary {training.vocabulary.size:,} covers "
                 f"{training.vocabulary.coverage:.2%} of the supervised tokens; "
                 f"predicted: {predicted.line()}"
             )
-            update(description="training", total=stream.steps, completed=0, unit="steps")
             training.watch = watcher.doing
             outcome = fit(training, watcher)
     seconds = time.perf_counter() - begin
@@ -84,37 +84,32 @@ class _Watcher:
     """Shows the progress of a run on a bar that counts steps, and notes how long each part takes;
     it is the run's observer, too."""
 
-    def __init__(self, update: Any, *, quiet: bool) -> None:
-        self._update, self._quiet = update, quiet
+    def __init__(self, progress: Progress, steps: int) -> None:
+        self._show, self._step, self._steps, self.note = progress, 0.0, steps, progress.say
         self._figures = ""  # of the last steps
         self._doing, self._since = "training", time.perf_counter()
         self._spent = dict.fromkeys(("training", "evaluating", "saving"), 0.0)
 
-    def doing(self, what: str, done: float, total: int) -> None:
+    def doing(self, what: str, done: float, total: float) -> None:
         now = time.perf_counter()
         self._spent[self._doing] += now - self._since
         self._doing, self._since = what, now
-        if what == "evaluating":
-            self._update(description=what, note=f"{done:.0f} of {total} packs")
-        else:
-            self._update(description=what, completed=done, note=self._figures)
+        note = f"{done:.0f} of {total} packs" if what == "evaluating" else self._figures
+        self._step = self._step if what == "evaluating" else done
+        self._show(what, self._step, self._steps, "steps", note)
 
     def spent(self) -> dict[str, float]:
         """Seconds by activity, under the names that a prediction uses; called once, at the end."""
         self._spent[self._doing] += time.perf_counter() - self._since
         return dict(zip(("steps", "evaluations", "checkpoints"), self._spent.values(), strict=True))
 
-    def note(self, text: str) -> None:
-        if not self._quiet:
-            err.say(text, style="cyan")
-
     def logged(self, values: dict[str, Any]) -> None:
         self._figures = (
             f"loss {values['loss']:.3f} length {values['tau']:.2f} "
             f"{values['tokens_per_s']:,.0f} tok/s target {values['target_share']:.0%}"
         )
-        step = values["step"]
-        self._update(description="training", completed=step, note=self._figures, now=True)
+        self._step = values["step"]
+        self._show("training", self._step, self._steps, "steps", self._figures, now=True)
 
     def evaluated(self, values: dict[str, Any]) -> None:
         evaluation = values["evaluation"]

@@ -37,7 +37,6 @@ class World:
 
     rank: int = 0
     size: int = 1
-    local_rank: int = 0
     shard: int = 1  # ranks that share one copy of the draft
     context: int = 1  # ranks that share their rows
     mesh: DeviceMesh | None = None  # with the dimensions of MESH; None: one process
@@ -128,8 +127,7 @@ def join_world(device: torch.device, *, shard: int = 1, context: int = 1) -> Wor
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     shape = (size // (shard * context), shard, context)
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=MESH)
-    local = int(os.environ.get("LOCAL_RANK", "0"))
-    return World(dist.get_rank(), size, local, shard, context, mesh)
+    return World(dist.get_rank(), size, shard, context, mesh)
 
 
 def leave_world(world: World) -> None:

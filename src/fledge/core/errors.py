@@ -44,28 +44,12 @@ class TargetUnreachable(BadInput):
     """The target cannot be reached now but may be later: the run can be continued."""
 
 
-# What to do about a file system error; the error itself comes first in the line.
-_ADVICE = {
-    errno.EACCES: "choose a place that you may read and write",
-    errno.EPERM: "choose a place that you may read and write",
-    errno.EROFS: "choose a place that can be written",
-    errno.EISDIR: "name a file",
-    errno.EIO: "check the disk",
-    errno.ENOTDIR: "a file is in the way: choose another path",
-    errno.EEXIST: "a file is in the way: choose another path",
-    errno.ENAMETOOLONG: "choose a shorter name",
-    errno.ELOOP: "a link leads to itself: choose another path",
-    errno.EMFILE: "raise the limit of open files: ulimit -n 65536",
-}
-
-
 def explain(error: BaseException) -> tuple[str, int] | None:
     """The message and exit code of a failure that is not a bug, or None to show the traceback."""
     if isinstance(error, BadInput):
         return str(error), 2
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
-        return f"out of memory ({first_line(error)}); ask for less at a time", 2
-    if isinstance(error, RuntimeError) and "can't allocate memory" in str(error):  # torch, CPU
+    on_gpu, on_cpu = type(error).__name__ == "OutOfMemoryError", "can't allocate memory"
+    if isinstance(error, MemoryError) or on_gpu or on_cpu in str(error):
         return f"out of memory ({first_line(error)}); ask for less at a time", 2
     if type(error).__name__ == "DistBackendError" or "/gloo/" in str(error):
         lost = f"another rank is gone ({first_line(error)})"
@@ -82,7 +66,7 @@ def explain(error: BaseException) -> tuple[str, int] | None:
         return f"the disk is full{place}; make room and run the same command again", 3
     if not where and error.errno != errno.EIO:  # not about a path that the user named
         return None
-    advice = _ADVICE.get(error.errno or 0, "check the path")
+    advice = "check the disk" if error.errno == errno.EIO else "check the path, or choose another"
     return f"{where or 'a file'}: {(error.strerror or 'failed').lower()}; {advice}", 2
 
 
@@ -121,16 +105,12 @@ def nearest(name: str, valid: list[str]) -> str:
     import difflib
     import itertools
 
-    def bare(text: str) -> str:
-        """Spelling variants compare equal: EAGLE-3, eagle_3 and eagle3."""
-        return "".join(letter for letter in text.casefold() if letter.isalnum())
-
     def closeness(candidate: str) -> tuple[bool, float, int]:
-        """Sort key: equal up to spelling, similarity, then the length of the common prefix."""
+        """Equal up to spelling (EAGLE-3, eagle_3), similarity, length of the common prefix."""
+        bare = ["".join(filter(str.isalnum, text.casefold())) for text in (candidate, name)]
         ratio = difflib.SequenceMatcher(None, candidate.casefold(), name.casefold()).ratio()
-        pairs = zip(bare(candidate), bare(name), strict=False)
-        begins = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
-        return bare(candidate) == bare(name), ratio, begins
+        common = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(*bare, strict=False))
+        return bare[0] == bare[1], ratio, len(list(common))
 
     ranked = {candidate: closeness(candidate) for candidate in valid}
     same, ratio, _ = closest = max(ranked.values(), default=(False, 0.0, 0))

@@ -31,11 +31,6 @@ def fsync_path(path: Path) -> None:
         os.close(fd)
 
 
-def _mode(wanted: int) -> int:
-    """The permissions that a plain open() or mkdir() would have given."""
-    return wanted & ~_UMASK
-
-
 def check_place(path: Path, *, directory: bool = False, read: Iterable[str | Path] = ()) -> None:
     """Refuse an output path that cannot be written, before hours of work go into it.
 
@@ -106,22 +101,9 @@ def _remove_abandoned(path: Path, suffix: str) -> None:
 
 
 @contextlib.contextmanager
-def _parents(path: Path) -> Iterator[None]:
-    """Make the directories that `path` will be in; a failure removes those that were not there."""
-    new = [parent for parent in path.parents if not parent.exists()]  # innermost first
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        yield
-    except BaseException:
-        for parent in new:
-            with contextlib.suppress(OSError):  # never made, or another process uses it by now
-                parent.rmdir()
-        raise
-
-
-@contextlib.contextmanager
 def temporary_sibling(path: Path, *, directory: bool) -> Iterator[Path]:
     """A new empty file or directory beside `path`, locked while its writer is running."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     _remove_abandoned(path, ".tmp")
     prefix, suffix = f".{path.name}.", ".tmp"
     while True:
@@ -166,12 +148,12 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
             yield handle
         return
     path = Path(os.path.realpath(path))  # write to a link's target, keep the link
-    with _parents(path), temporary_sibling(path, directory=False) as temporary:
+    with temporary_sibling(path, directory=False) as temporary:
         with temporary.open("wb") as handle:
             yield handle
             handle.flush()
             os.fsync(handle.fileno())
-        temporary.chmod(_mode(0o666))  # mkstemp creates it with 0600
+        temporary.chmod(0o666 & ~_UMASK)  # as a plain open(); mkstemp creates it with 0600
         temporary.replace(path)
         fsync_path(path.parent)
 
@@ -190,12 +172,12 @@ def write_json(path: Path, value: Any) -> None:
 def atomic_directory(path: Path) -> Iterator[Path]:
     """Fill a temporary sibling directory; on success it becomes `path` (an old one is replaced)."""
     path = Path(os.path.realpath(path))
-    with _parents(path), temporary_sibling(path, directory=True) as temporary:
+    with temporary_sibling(path, directory=True) as temporary:
         yield temporary
         for entry in temporary.rglob("*"):
-            entry.chmod(_mode(0o777 if entry.is_dir() else 0o666))  # some libraries write 0600
+            entry.chmod((0o777 if entry.is_dir() else 0o666) & ~_UMASK)  # some libraries write 0600
             fsync_path(entry)
-        temporary.chmod(_mode(0o777))
+        temporary.chmod(0o777 & ~_UMASK)
         fsync_path(temporary)
         _rename_over(temporary, path)
         fsync_path(path.parent)

@@ -1,19 +1,15 @@
 """How this fledge was installed, and hence the commands that run it or add extras to it.
 
 All code that prints a command for the user to type gets it from here: a virtual environment may be
-active or not, and extras come from a checkout, a repository or an index.
+active or not, and extras come from a checkout or an index.
 """
 
-import json
 import os
 import shlex
 import shutil
 import sys
-import sysconfig
 from importlib import metadata, util
 from pathlib import Path
-from typing import Any
-from urllib.parse import unquote, urlsplit
 
 _NAME = "fledge"
 
@@ -21,42 +17,32 @@ _NAME = "fledge"
 def fledge_command(*words: str | os.PathLike[str]) -> str:
     """A command line of this fledge: `fledge chat runs/x`, or `.venv/bin/fledge chat runs/x` where
     the shell would find another `fledge`, or none."""
-    # pip may have used the scheme of this environment or that of the user
-    schemes = sysconfig.get_default_scheme(), sysconfig.get_preferred_scheme("user")
-    scripts = [Path(sysconfig.get_path("scripts", scheme)) / _NAME for scheme in schemes]
-    script = next((path for path in scripts if path.is_file()), None)
-    if script is None:
-        call = [_typed(Path(sys.executable)), "-m", _NAME]
-    else:
-        on_path = shutil.which(_NAME)  # a link to our script counts as ours
-        same = on_path is not None and os.path.samefile(on_path, script)
-        call = [_NAME if same else _shown(script)]
+    script, on_path = Path(sys.executable).with_name(_NAME), shutil.which(_NAME)
+    if not script.is_file():
+        call = [_shown(Path(sys.executable)), "-m", _NAME]
+    else:  # a link to our script counts as ours
+        ours = on_path is not None and os.path.samefile(on_path, script)
+        call = [_NAME if ours else _shown(script)]
     return shlex.join([*call, *(os.fspath(word) for word in words)])
 
 
 def install_extra(extra: str) -> str:
-    """The command that adds an extra to this installation: `pip install 'fledge[serve]'`."""
-    if (place := checkout()) is not None:
-        return install_packages("-e", f"{_shown(place)}[{extra}]")
-    record = _direct_url()
-    url, path = record.get("url", ""), Path(unquote(urlsplit(record.get("url", "")).path))
-    if "vcs_info" in record:  # the extra is part of the name, which precedes the URL
-        return install_packages(f"{_NAME}[{extra}] @ {record['vcs_info']['vcs']}+{url}")
-    from_file = url.startswith("file:") and path.exists()
-    return install_packages(f"{_shown(path) if from_file else _NAME}[{extra}]")
+    """The command that adds an extra to this installation: `.venv/bin/pip install -e '.[serve]'`
+    in a checkout."""
+    if (place := checkout()) is None:
+        return install_packages(f"{_NAME}[{extra}]")
+    return install_packages("-e", f"{_shown(place)}[{extra}]")
 
 
 def install_packages(*words: str) -> str:
     """The command that installs packages where this interpreter finds them."""
     python = Path(sys.executable)
-    pip = python.with_name("pip")
-    if pip.is_file():
-        call = [_typed(pip)]
+    call = [_shown(python), "-m", "pip", "install"]
+    if python.with_name("pip").is_file():
+        call = [_shown(python.with_name("pip")), "install"]
     elif util.find_spec("pip") is None and shutil.which("uv"):  # uv's environments have no pip
-        return shlex.join(["uv", "pip", "install", "--python", _shown(python), *words])
-    else:
-        call = [_typed(python), "-m", "pip"]
-    return shlex.join([*call, "install", *words])
+        call = ["uv", "pip", "install", "--python", _shown(python)]
+    return shlex.join([*call, *words])
 
 
 def checkout() -> Path | None:
@@ -64,23 +50,6 @@ def checkout() -> Path | None:
     one that was copied into an environment."""
     root = Path(__file__).parents[3]
     return root if (root / "pyproject.toml").is_file() and (root / "src").is_dir() else None
-
-
-def _direct_url() -> dict[str, Any]:
-    """Where pip got an installation that is not from an index; empty for one that is."""
-    try:
-        text = metadata.distribution(_NAME).read_text("direct_url.json")
-    except metadata.PackageNotFoundError:
-        text = None
-    return dict(json.loads(text or "{}"))
-
-
-def _typed(program: Path) -> str:
-    """The program's name if the shell finds this very program, else its path. Compares directories,
-    not files: the interpreters of two environments are often links to one file."""
-    on_path = shutil.which(program.name)
-    same = on_path is not None and Path(on_path).absolute().parent == program.absolute().parent
-    return program.name if same else _shown(program)
 
 
 def _shown(path: Path) -> str:

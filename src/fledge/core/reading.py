@@ -18,9 +18,9 @@ import stat
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 from fledge.core.errors import BadInput, broken_files, first_line
 
@@ -28,10 +28,9 @@ from fledge.core.errors import BadInput, broken_files, first_line
 # Schemas for values read from files, composed of small descriptions.
 #
 # STATE = Table({"step": Whole(), "best": Maybe(Number(0))}, optional={"note": Text()})
-# STATE.fault({"step": -1, "best": None}, "")  # Fault("step", -1, "a whole number from 0 to ...")
+# STATE.fault({"step": -1, "best": None})  # Fault("step", -1, "a whole number from 0 to ...")
 #
-# Keys that a description does not name are ignored: other versions may write more or fewer. Needs
-# neither pydantic nor torch: machines that only train may lack pydantic.
+# Needs neither pydantic nor torch: machines that only train may lack pydantic.
 
 
 _HUGE = sys.float_info.max
@@ -47,153 +46,123 @@ class Fault:
     expected: str
 
 
-class Expected(Protocol):
-    """A description of a value."""
+@dataclass(frozen=True, eq=False)
+class Expected:
+    """A description of a value: in words, as a test, and of the parts (place, value, kind) that an
+    accepted value has."""
 
-    def fault(self, value: Any, at: str) -> Fault | None:
+    words: str
+    accepts: Callable[[Any], bool]
+    parts: "Callable[[Any], Iterable[tuple[str, Any, Expected]]]" = lambda value: ()
+
+    def fault(self, value: Any, at: str = "") -> Fault | None:
         """The first fault of a value found at `at`, or None if it is as expected."""
-
-
-@dataclass(frozen=True)
-class Anything:
-    def fault(self, value: Any, at: str) -> Fault | None:
+        if not self.accepts(value):
+            return Fault(at, value, self.words)
+        for place, part, kind in self.parts(value):
+            if fault := kind.fault(part, (at + place).removeprefix(".")):
+                return fault
         return None
 
 
-@dataclass(frozen=True)
-class Whole:
+def Anything() -> Expected:
+    return Expected("anything", lambda value: True)
+
+
+def Whole(low: int = 0, high: int = 2**48) -> Expected:
     """A whole number; the default bounds fit a signed 64-bit count of bytes with room to spare."""
-
-    low: int = 0
-    high: int = 2**48
-
-    def fault(self, value: Any, at: str) -> Fault | None:
-        if type(value) is int and self.low <= value <= self.high:
-            return None
-        return Fault(at, value, f"a whole number from {self.low} to {self.high}")
+    words = f"a whole number from {low} to {high}"
+    return Expected(words, lambda value: type(value) is int and low <= value <= high)
 
 
-@dataclass(frozen=True)
-class Number:
-    low: float = -_HUGE
-    high: float = _HUGE
-
-    def fault(self, value: Any, at: str) -> Fault | None:
-        if type(value) in (int, float) and self.low <= value <= self.high:  # rejects NaN, too
-            return None
-        above = f" from {self.low:g}" if self.low > -_HUGE else ""
-        below = f" up to {self.high:g}" if self.high < _HUGE else ""
-        return Fault(at, value, f"a number{above}{below}")
+def Number(low: float = -_HUGE, high: float = _HUGE) -> Expected:
+    above = f" from {low:g}" if low > -_HUGE else ""
+    words = f"a number{above}" + (f" up to {high:g}" if high < _HUGE else "")
+    # the comparison rejects NaN, too
+    return Expected(words, lambda value: type(value) in (int, float) and low <= value <= high)
 
 
-@dataclass(frozen=True)
-class Flag:
-    def fault(self, value: Any, at: str) -> Fault | None:
-        return None if type(value) is bool else Fault(at, value, "true or false")
+def Flag() -> Expected:
+    return Expected("true or false", lambda value: type(value) is bool)
 
 
-@dataclass(frozen=True)
-class Text:
-    longest: int = 1 << 16
-
-    def fault(self, value: Any, at: str) -> Fault | None:
-        if isinstance(value, str) and len(value) <= self.longest:
-            return None
-        return Fault(at, value, f"text of at most {self.longest} characters")
+def Text(longest: int = 1 << 16) -> Expected:
+    words = f"text of at most {longest} characters"
+    return Expected(words, lambda value: isinstance(value, str) and len(value) <= longest)
 
 
-@dataclass(frozen=True)
-class FileName:
+def FileName() -> Expected:
     """The name of a file in the same directory as the file that mentions it; never a path."""
 
-    def fault(self, value: Any, at: str) -> Fault | None:
+    def accepts(value: Any) -> bool:
         is_name = isinstance(value, str) and 0 < len(value) <= 255 and value not in (".", "..")
-        if is_name and not any(character in value for character in ("/", "\\", "\0")):
-            return None
-        return Fault(at, value, "the name of a file in the same directory")
+        return is_name and not {"/", "\\", "\0"} & {*value}
+
+    return Expected("the name of a file in the same directory", accepts)
 
 
-@dataclass(frozen=True)
-class Choice:
-    values: tuple[Any, ...]
-
-    def fault(self, value: Any, at: str) -> Fault | None:
-        if any(type(value) is type(choice) and value == choice for choice in self.values):
-            return None
-        return Fault(at, value, f"one of {', '.join(map(str, self.values))}")
+def Choice(values: tuple[Any, ...]) -> Expected:
+    words, known = f"one of {', '.join(map(str, values))}", [(type(v), v) for v in values]
+    return Expected(words, lambda value: (type(value), value) in known)
 
 
-@dataclass(frozen=True)
-class Maybe:
+def Maybe(kind: Expected) -> Expected:
     """A value of that kind, or null."""
-
-    kind: Expected
-
-    def fault(self, value: Any, at: str) -> Fault | None:
-        return None if value is None else self.kind.fault(value, at)
-
-
-@dataclass(frozen=True)
-class ListOf:
-    kind: Expected
-    most: int = 1 << 20
-    least: int = 0
-
-    def fault(self, value: Any, at: str) -> Fault | None:
-        if not isinstance(value, list) or not self.least <= len(value) <= self.most:
-            return Fault(at, value, f"a list of {self.least} to {self.most}")
-        faults = (self.kind.fault(item, f"{at}[{i}]") for i, item in enumerate(value))
-        return next(filter(None, faults), None)
+    return Expected(
+        kind.words,
+        lambda value: value is None or kind.accepts(value),
+        lambda value: () if value is None else kind.parts(value),
+    )
 
 
-@dataclass(frozen=True)
-class Row:
+def ListOf(kind: Expected, most: int = 1 << 20, least: int = 0) -> Expected:
+    return Expected(
+        f"a list of {least} to {most}",
+        lambda value: isinstance(value, list) and least <= len(value) <= most,
+        lambda value: ((f"[{i}]", item, kind) for i, item in enumerate(value)),
+    )
+
+
+def Row(kinds: tuple[Expected, ...]) -> Expected:
     """A list of fixed length whose items each have their own kind."""
-
-    kinds: tuple[Expected, ...]
-
-    def fault(self, value: Any, at: str) -> Fault | None:
-        if not isinstance(value, list) or len(value) != len(self.kinds):
-            return Fault(at, value, f"a list of {len(self.kinds)}")
-        pairs = enumerate(zip(self.kinds, value, strict=True))
-        return next(filter(None, (kind.fault(x, f"{at}[{i}]") for i, (kind, x) in pairs)), None)
+    return Expected(
+        f"a list of {len(kinds)}",
+        lambda value: isinstance(value, list) and len(value) == len(kinds),
+        lambda value: ((f"[{i}]", value[i], kind) for i, kind in enumerate(kinds)),
+    )
 
 
-@dataclass(frozen=True)
-class MapOf:
+def MapOf(kind: Expected, keys: Expected = Text()) -> Expected:  # noqa: B008  (it never changes)
     """An object whose keys are names and whose values are all of one kind."""
 
-    kind: Expected
-    keys: Expected = field(default_factory=Text)
-
-    def fault(self, value: Any, at: str) -> Fault | None:
-        if not isinstance(value, dict):
-            return Fault(at, value, "an object")
+    def parts(value: dict[str, Any]) -> Iterator[tuple[str, Any, Expected]]:
         for key, item in value.items():
-            fault = self.keys.fault(key, f"{at}: key") or self.kind.fault(item, _inner(at, key))
-            if fault:
-                return fault
-        return None
+            yield ": key", key, keys
+            yield _place(key), item, kind
+
+    return Expected("an object", lambda value: isinstance(value, dict), parts)
 
 
-@dataclass(frozen=True)
-class Table:
-    """An object with these fields; `optional` ones may be absent, unknown ones are allowed."""
+class Table(Expected):
+    """An object with these fields; `optional` ones may be absent. Others are ignored: other
+    versions may write more or fewer."""
 
-    fields: Mapping[str, Expected] = field(default_factory=dict)
-    optional: Mapping[str, Expected] = field(default_factory=dict)
+    def __init__(
+        self, fields: Mapping[str, Expected] | None = None,
+        optional: Mapping[str, Expected] | None = None,
+    ) -> None:  # fmt: skip
+        def parts(value: dict[str, Any]) -> Iterator[tuple[str, Any, Expected]]:
+            for key, kind in (*self.fields.items(), *self.optional.items()):
+                if key in value:
+                    yield _place(key), value[key], kind
+                elif key not in self.optional:
+                    yield _place(key), _ABSENT, _PRESENT
 
-    def fault(self, value: Any, at: str) -> Fault | None:
-        if not isinstance(value, dict):
-            return Fault(at, value, "an object")
-        for key, kind in (*self.fields.items(), *self.optional.items()):
-            if key in value:
-                fault = kind.fault(value[key], _inner(at, key))
-            else:
-                fault = None if key in self.optional else Fault(_inner(at, key), _ABSENT, "a value")
-            if fault:
-                return fault
-        return None
+        super().__init__("an object", lambda value: isinstance(value, dict), parts)
+        self.__dict__.update(fields=fields or {}, optional=optional or {})
+
+    fields: Mapping[str, Expected]
+    optional: Mapping[str, Expected]
 
 
 class _Absent:
@@ -202,12 +171,12 @@ class _Absent:
 
 
 _ABSENT = _Absent()
+_PRESENT = Expected("a value", lambda value: value is not _ABSENT)
 OBJECT = Table()
 
 
-def _inner(at: str, key: str) -> str:
-    key = key if len(key) <= _SHOWN else f"{key[:_SHOWN]}..."
-    return f"{at}.{key}" if at else key
+def _place(key: str) -> str:
+    return f".{key}" if len(key) <= _SHOWN else f".{key[:_SHOWN]}..."
 
 
 def shown(value: object) -> str:

@@ -130,13 +130,13 @@ def check_tokens(
             check_integers(name, tensor)
             check_shape(name, tensor, (rows, width))
     if seq_lens is None:
-        if position_ids is not None and _on_host(position_ids, attention_mask):
+        if position_ids is not None and position_ids.is_cpu and attention_mask.is_cpu:
             check_positions(position_ids, attention_mask)
         return
     check_integers("seq_lens", seq_lens)
     if seq_lens.ndim != 2 or seq_lens.shape[0] != rows:
         raise ValueError(f"seq_lens must be [{rows}, max_docs], got {list(seq_lens.shape)}")
-    if _on_host(seq_lens):
+    if seq_lens.is_cpu:
         check_lengths(seq_lens, width)
 
 
@@ -146,10 +146,6 @@ def check_packing(position_ids: object, seq_lens: object, doc_remaining: object)
         raise ValueError(f"seq_lens missing: {_PACKING_RULE}")
     if seq_lens is not None and position_ids is None:
         raise ValueError(f"position_ids missing: {_PACKING_RULE}")
-
-
-def _on_host(*tensors: "Tensor") -> bool:
-    return all(tensor.device.type == "cpu" for tensor in tensors)
 
 
 def count_remaining(attention_mask: "Tensor", seq_lens: "Tensor") -> "Tensor":

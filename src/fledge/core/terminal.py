@@ -4,11 +4,11 @@ A command that prints through `Terminal` is safe without further effort. Styles 
 `style=`, or with `marked`, whose template is trusted and whose values are not.
 """
 
+import contextlib
 import json
 import logging
 import re
-from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from rich.console import Console, RenderableType
@@ -105,9 +105,13 @@ class Terminal(Console):
         self.file.write(visible(text) + end)
         self.file.flush()
 
-    def waiting(self, text: str) -> AbstractContextManager[Any]:
+    @contextlib.contextmanager
+    def waiting(self, text: str) -> Iterator[Callable[[str], None]]:
         """A spinner with a text (which `status` would parse as markup); without a terminal, a line
-        at intervals."""
+        at intervals. Yields a function that adds a note."""
         if self.is_terminal:
-            return self.status(Text(visible(text)))
-        return PlainProgress(self.say, text)
+            with self.status(Text(visible(text))) as spinner:
+                yield lambda note: spinner.update(Text(visible(f"{text} {note}")))
+        else:
+            with PlainProgress(self.say, text) as lines:
+                yield lambda note: lines(text, note=note)

@@ -30,7 +30,8 @@ _PER_CHARACTER = 64  # plus this many per character of the conversation
 _PART = 64  # cost of any item besides its characters: visiting it takes about as long
 _STEP = 128  # cost of a loop iteration: a short conversation can have half a million
 _SECONDS = 20.0  # of CPU time per rendering: thousands of times what any template needs
-_MOST = 1 << 30  # no allowance covers a size above this
+_MOST = 1 << 30  # what is larger is not measured exactly
+_ENDLESS = 1 << 62  # a size that no allowance covers
 _LONGEST_NUMBER = 4096  # bits
 _NO_FILTERS = ("pprint", "urlize")  # for debugging and web pages; quadratic
 _NO_METHODS = ("encode", "translate", "maketrans", "to_bytes", "from_bytes", "fromkeys")
@@ -288,9 +289,9 @@ def _growth(name: str, first: Any, *more: Any, **options: Any) -> int:
     if name == "join":
         return _length(first) * max(map(_length, more), default=0)
     if name == "**":
-        return _MOST + 1 if _widest(more[0]) > 512 else 0
+        return _ENDLESS if _widest(more[0]) > 512 else 0
     if name == "sum":  # of lists: quadratic
-        return _MOST + 1 if any(isinstance(value, list | tuple) for value in more) else 0
+        return _ENDLESS if any(isinstance(value, list | tuple) for value in more) else 0
     if name == "*" and isinstance(first, int):
         first, more = more[0], (first,)
     if isinstance(first, int | float) and name in ("*", "%"):
@@ -302,7 +303,7 @@ def _growth(name: str, first: Any, *more: Any, **options: Any) -> int:
 
 def _formatted(text: str, values: Sequence[Any]) -> int:
     """Each field may be as wide as the largest number given plus all values."""
-    widths = [int(digits[:10]) for digits in re.findall(r"\d+", text)]
+    widths = [int(digits) for digits in re.findall(r"\d+", text)]
     fields = max(text.count("%"), text.count("{"))
     return fields * (_PART + max([0, *widths]) + _widest(values) + weight(values, _MOST))
 

@@ -4,6 +4,7 @@ A failed request is retried after a pause; one that fails for good costs only it
 """
 
 import asyncio
+import itertools
 import json
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -55,8 +56,6 @@ class ChatServers:
         options: HttpOptions | None = None,
     ) -> None:
         self._urls = [endpoint(url) for url in urls]
-        if not self._urls:
-            raise BadInput("no server", fix="--url http://host:port")
         self._sampling, self._options = sampling, options or HttpOptions()
         self._model = model or self._only_model()
 
@@ -115,7 +114,7 @@ class ChatServers:
 
     async def _ask(self, client: Any, turn: int, body: dict[str, Any]) -> Reply:
         """Request one answer, with retries; each attempt goes to the next address."""
-        for attempt in range(self._options.retries + 1):
+        for attempt in itertools.count():
             url = self._urls[(turn + attempt) % len(self._urls)]
             try:
                 async with asyncio.timeout(self._options.timeout_s):
@@ -128,7 +127,7 @@ class ChatServers:
             if not failure.again or attempt == self._options.retries:
                 raise failure
             await asyncio.sleep(self._pause(attempt, failure.wait_s))
-        raise AssertionError("the last attempt returns or raises")
+        raise AssertionError
 
     def _pause(self, attempt: int, requested_s: float | None) -> float:
         """The delay that the server requested, else an exponential one; with jitter, so that

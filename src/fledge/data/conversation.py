@@ -60,14 +60,12 @@ def plain_text(row: Any) -> str | None:
 
 def parse_messages(row: Any) -> list[Message]:
     """The row's messages, whatever the last role. Raises BadRow like `parse_conversation`."""
-    if not isinstance(row, dict):
-        raise BadRow("row is not an object", type(row).__name__)
+    _check_type(row, dict, "row is not an object")
     paired = _is_pair(row)
     raw = _pair_messages(row) if paired else next(row[key] for key in MESSAGE_KEYS if key in row)
     if raw is None:
         raise BadRow("no messages", f"keys: {', '.join(map(str, row))[:80]}")
-    if not isinstance(raw, list):
-        raise BadRow("messages is not a list", type(raw).__name__)
+    _check_type(raw, list, "messages is not a list")
     if not raw:
         raise BadRow("messages is empty")
     messages = [_parse_message(item) for item in raw]
@@ -76,6 +74,11 @@ def parse_messages(row: Any) -> list[Message]:
     if isinstance(system, str) and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system})
     return messages
+
+
+def _check_type(value: Any, wanted: type, reason: str) -> None:
+    if not isinstance(value, wanted):
+        raise BadRow(reason, type(value).__name__)
 
 
 def _is_pair(row: dict[Any, Any]) -> bool:
@@ -92,27 +95,20 @@ def _pair_messages(row: dict[Any, Any]) -> list[Any] | None:
     if name == "instruction" and isinstance(question, str) and isinstance(context, str) and context:
         question = f"{question}\n\n{context}"
     answer = next((row[key] for key in _ANSWERS if row.get(key) is not None), None)
-    messages = question if isinstance(question, list) else [_message("user", question)]
-    if answer is None:
-        return messages
-    return [*messages, *(answer if isinstance(answer, list) else [_message("assistant", answer)])]
-
-
-def _message(role: str, content: Any) -> dict[str, Any]:
-    return {"role": role, "content": content}
+    said = {"user": question, "assistant": answer} if answer is not None else {"user": question}
+    messages: list[Any] = []
+    for role, content in said.items():
+        messages += content if isinstance(content, list) else [{"role": role, "content": content}]
+    return messages
 
 
 def without_unasked(messages: list[Message]) -> list[Message]:
     """The messages without those of an assistant (or its tools) before the first question."""
-    start = next((i for i, m in enumerate(messages) if m["role"] != "system"), len(messages))
-    first_question = next((i for i, m in enumerate(messages) if m["role"] == "user"), None)
-    if first_question is None or messages[start]["role"] == "user":
+    roles = [message["role"] for message in messages]
+    if "user" not in roles:
         return messages
-    return [
-        *messages[:start],
-        *(m for m in messages[start:first_question] if m["role"] == "system"),
-        *messages[first_question:],
-    ]
+    question = roles.index("user")
+    return [m for m in messages[:question] if m["role"] == "system"] + messages[question:]
 
 
 def parse_conversation(row: Any) -> Conversation:
@@ -147,8 +143,7 @@ def _check_order(messages: list[Message]) -> None:
 
 
 def _parse_message(item: Any) -> Message:
-    if not isinstance(item, dict):
-        raise BadRow("message is not an object", type(item).__name__)
+    _check_type(item, dict, "message is not an object")
     name = item.get("role", item.get("from"))
     if not isinstance(name, str):
         raise BadRow("message without a role", str(name)[:40])
@@ -160,10 +155,8 @@ def _parse_message(item: Any) -> Message:
     if name.strip().lower() == "function_call":
         message["tool_calls"] = [_parse_call(content)]
         content = ""
-    calls = item.get("tool_calls")
-    if calls:
-        if not isinstance(calls, list):
-            raise BadRow("tool_calls is not a list", type(calls).__name__)
+    if calls := item.get("tool_calls"):
+        _check_type(calls, list, "tool_calls is not a list")
         message["tool_calls"] = [_parse_call(call) for call in calls]
     message["content"] = _parse_content(content, optional="tool_calls" in message)
     for key in ("name", "tool_call_id"):
@@ -171,8 +164,7 @@ def _parse_message(item: Any) -> Message:
             message[key] = item[key]
     reasoning = next((item[key] for key in _REASONING_KEYS if item.get(key)), None)
     if reasoning is not None:
-        if not isinstance(reasoning, str):
-            raise BadRow("reasoning is not text", type(reasoning).__name__)
+        _check_type(reasoning, str, "reasoning is not text")
         message["reasoning_content"] = reasoning
     return message
 
@@ -186,21 +178,19 @@ def _parse_content(content: Any, *, optional: bool) -> str:
         if len(texts) < len(parts):
             raise BadRow("content is not text", "a part that is not text")
         content = "".join(texts)
-    if not isinstance(content, str):
-        raise BadRow("content is not text", type(content).__name__)
+    _check_type(content, str, "content is not text")
     try:
         content.encode()
     except UnicodeEncodeError:  # a lone surrogate, e.g. from "\ud83d" in JSON
         raise BadRow("broken UTF-8", repr(content[:40])) from None
-    return content
+    return str(content)
 
 
 def _parse_call(call: Any) -> dict[str, Any]:
     """One tool call in the form that transformers documents: arguments as an object."""
     if isinstance(call, str):
         call = _loads(call, "tool call is not JSON")
-    if not isinstance(call, dict):
-        raise BadRow("tool call is not an object", type(call).__name__)
+    _check_type(call, dict, "tool call is not an object")
     function = call.get("function", call)
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise BadRow("tool call without a name")

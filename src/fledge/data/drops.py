@@ -49,14 +49,14 @@ class DropReport:
         """Share of all rows that were dropped."""
         return self.dropped / max(1, self.total)
 
-    def lines(self) -> list[str]:
+    def lines(self, *, most: int | None = 3) -> list[str]:
         """What a command says about its rows; nothing if all were kept as they are."""
         lines = []
         if self.counts:
             what = f"{self.dropped:,} of {counted(self.total, 'row')} dropped"
-            lines.append(f"{what}: {_summary(self.counts, self.examples)}")
+            lines.append(f"{what}: {_summary(self.counts, self.examples, most)}")
         if self.notes:
-            lines.append(f"kept with a note: {_summary(self.notes, self.noted)}")
+            lines.append(f"kept with a note: {_summary(self.notes, self.noted, most)}")
         return lines
 
     def add(self, where: str, bad: BadRow) -> None:
@@ -81,9 +81,9 @@ class DropReport:
         for part in parts:
             total.kept += part.kept
             for reason, count in part.counts.items():
-                _count(total.counts, total.examples, reason, count, part.examples.get(reason, []))
+                _count(total.counts, total.examples, reason, count, part.examples[reason])
             for note, count in part.notes.items():
-                _count(total.notes, total.noted, note, count, part.noted.get(note, []))
+                _count(total.notes, total.noted, note, count, part.noted[note])
         return total
 
     def check(self, max_share: float) -> None:
@@ -102,13 +102,10 @@ class DropReport:
             )
 
 
-def _summary(counts: dict[str, int], examples: dict[str, list[str]]) -> str:
-    """The three most frequent reasons, each with the place of its first row."""
-    parts = [
-        f"{count:,} x {reason} (first: {examples[reason][0]})"
-        for reason, count in sorted(counts.items(), key=lambda item: -item[1])[:3]
-    ]
-    return ", ".join(parts)
+def _summary(counts: dict[str, int], examples: dict[str, list[str]], most: int | None = 3) -> str:
+    """The most frequent reasons, each with the place of its first row."""
+    frequent = sorted(counts.items(), key=lambda item: -item[1])[:most]
+    return ", ".join(f"{n:,} x {reason} (first: {examples[reason][0]})" for reason, n in frequent)
 
 
 def _count(

@@ -71,9 +71,6 @@ class Packs(Sequence[Pack]):
         stop_M = np.minimum(start_M + self.budget, self.lengths[row_M])
         return tuple(map(Piece, row_M.tolist(), start_M.tolist(), stop_M.tolist()))
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and tuple(self) == tuple(other)
-
 
 @dataclass(frozen=True)
 class Packing:

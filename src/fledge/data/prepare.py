@@ -11,10 +11,11 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from multiprocessing import current_process, get_context, parent_process
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from filelock import FileLock, Timeout
 
 from fledge.core.errors import BadInput
 from fledge.core.files import cache_dir, write_json
+from fledge.core.progress import Progress, unwatched
 from fledge.data import sources
 from fledge.data.drops import DropReport
 from fledge.data.store import TokenRows, read_record, write_part
@@ -32,19 +34,6 @@ from fledge.data.tokenizer import tokenizer_files_fingerprint as tokenizer_files
 
 _WAIT_S = 1.0  # report that another process holds the lock after waiting this long
 ROWS_FORMAT = 1  # raise when the meaning of the files changes
-_MANIFEST_NAME = "manifest.json"
-
-
-@dataclass(frozen=True)
-class Progress:
-    """Progress of tokenization; `reused` parts are from an earlier run."""
-
-    parts: int
-    done: int
-    reused: int
-    tokens: int
-    waiting: bool = False  # for another process that tokenizes the same data
-    drops: DropReport | None = None  # in the last report: what was left out
 
 
 def prepare_rows(
@@ -56,11 +45,11 @@ def prepare_rows(
     max_drop_share: float = 0.05,
     cache: Path | None = None,
     rows_per_part: int = sources.ROWS_PER_PART,
-    on_progress: Callable[[Progress], None] = lambda _: None,
+    on_progress: Progress = unwatched,
     trust_remote_code: bool = False,
 ) -> TokenRows:
     """Token rows of `data` under the model's tokenizer and template, tokenized at most once: one of
-    several processes does it while the others wait, which is reported as progress, too."""
+    several processes does it while the others wait."""
     _refuse_unguarded_script()
     options = options or TokeniseOptions()
     fields = {
@@ -84,27 +73,24 @@ def prepare_rows(
         drops = DropReport.merged(DropReport.from_json(record["drops"]) for record in records)
         totals = {name: sum(r[name] for r in records) for name in ("rows", "tokens", "supervised")}
         manifest = {**fields, "parts": len(parts), **totals, "drops": drops.to_json()}
-        write_json(directory / _MANIFEST_NAME, manifest)
+        write_json(directory / "manifest.json", manifest)
     rows = TokenRows(directory, len(parts), drops, key)
     rows.drops.check(max_drop_share)
     rows.check_mask()
-    on_progress(Progress(len(parts), len(parts), len(parts), rows.tokens, drops=rows.drops))
     return rows
 
 
 @contextlib.contextmanager
-def _locked(path: Path, on_progress: Callable[[Progress], None]) -> Iterator[None]:
+def _locked(path: Path, progress: Progress) -> Iterator[None]:
     """Lock against other ranks, or another run of the same recipe: they wait, then read."""
     lock = FileLock(path)
     try:
-        lock.acquire(timeout=_WAIT_S)
+        held = lock.acquire(timeout=_WAIT_S)
     except Timeout:
-        on_progress(Progress(0, 0, 0, 0, waiting=True))
-        lock.acquire()
-    try:
+        progress("waiting for another process, which prepares this data")
+        held = lock.acquire()
+    with held:
         yield
-    finally:
-        lock.release()
 
 
 def _refuse_unguarded_script() -> None:
@@ -124,15 +110,18 @@ def _fill(
     load: Callable[[], TokenizerFacts],
     options: TokeniseOptions,
     workers: int | None,
-    on_progress: Callable[[Progress], None],
+    progress: Progress,
 ) -> list[dict[str, Any]]:
     """Create the parts that are missing or damaged; return the records of all parts."""
     records = {i: r for i in range(len(parts)) if (r := read_record(directory, i)) is not None}
-    reused, missing = len(records), [i for i in range(len(parts)) if i not in records]
+    begin, missing = time.perf_counter(), [i for i in range(len(parts)) if i not in records]
     tokens = sum(record["tokens"] for record in records.values())
 
     def report() -> None:
-        on_progress(Progress(len(parts), len(records), reused, tokens))
+        rate = tokens / max(1e-9, time.perf_counter() - begin)
+        made = len(records) + len(missing) > len(parts)
+        note = f"{tokens:,} tokens, {rate:,.0f}/s" if made else ""
+        progress("preparing data", len(records), len(parts), "parts", note)
 
     report()
     todo = [(index, parts[index]) for index in missing]

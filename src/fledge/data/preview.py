@@ -2,7 +2,7 @@
 
 import html
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +17,6 @@ from fledge.data.sources import make_parts
 from fledge.data.store import TokenRows
 from fledge.data.tokenise import Encoder
 from fledge.data.vocab import count_supervised, coverage_curve
-
-_Piece = tuple[int, tuple[str, bool]]  # number, text, supervised
 
 
 @dataclass(frozen=True)
@@ -67,23 +65,14 @@ def to_terminal(row: PreviewRow, *, colors: bool = True) -> Text:
     supervised text between marks."""
     text = Text()
     text.append(f"{visible(row.title())}\n", style="bold red" if row.dropped else "bold")
-    return (_add_colored if colors else _add_marked)(text, enumerate(row.pieces))
-
-
-def _add_colored(text: Text, pieces: Iterable[_Piece]) -> Text:
-    for index, (piece, supervised) in pieces:
-        style = (
-            ("black on green3" if index % 2 else "black on pale_green1") if supervised else "dim"
-        )
-        shown = visible(piece.replace("\n", "⏎\n") if supervised else piece)
-        text.append(shown, style=style)
-    return text
-
-
-def _add_marked(text: Text, pieces: Iterable[_Piece]) -> Text:
-    """For pipes and terminals without colors."""
-    for supervised, group in itertools.groupby(pieces, key=lambda item: item[1][1]):
-        run = visible("".join(piece for _, (piece, _) in group))
+    if colors:
+        for index, (piece, supervised) in enumerate(row.pieces):
+            green = "black on green3" if index % 2 else "black on pale_green1"
+            shown = visible(piece.replace("\n", "⏎\n") if supervised else piece)
+            text.append(shown, style=green if supervised else "dim")
+        return text
+    for supervised, group in itertools.groupby(row.pieces, key=lambda piece: piece[1]):
+        run = visible("".join(piece for piece, _ in group))
         text.append(f"{MARKS[0]}{run}{MARKS[1]}" if supervised else run)
     return text
 
@@ -133,6 +122,17 @@ _QUANTILES = {"min": 0, "p10": 10, "p50": 50, "p90": 90, "p99": 99, "max": 100}
 _SIZES = (1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 
 
+def row_figures(rows: TokenRows) -> dict[str, Any]:
+    return {
+        "rows": len(rows),
+        "tokens": rows.tokens,
+        "supervised": rows.supervised,
+        "truncated": rows.truncated,  # rows whose last answer is missing its end
+        "repeated": repeats(digests(rows)),  # rows that repeat an earlier one, token by token
+        "drops": rows.drops.to_json(),
+    }
+
+
 def data_stats(rows: TokenRows, vocab_size: int, pack_tokens: int) -> dict[str, Any]:
     """What informs a recipe about prepared rows: lengths, supervision, packing, vocabulary."""
     lengths, packing = rows.lengths, pack_rows(rows.lengths, pack_tokens)
@@ -140,11 +140,7 @@ def data_stats(rows: TokenRows, vocab_size: int, pack_tokens: int) -> dict[str, 
     bounds = [2**k for k in range(5, int(lengths.max()).bit_length() + 1)]
     binned = np.histogram(lengths, bins=[0, *(bound + 1 for bound in bounds)])[0]
     return {
-        "rows": len(rows),
-        "tokens": rows.tokens,
-        "supervised": rows.supervised,
-        "truncated": rows.truncated,  # rows whose last answer is missing its end
-        "repeated": repeats(digests(rows)),  # rows that repeat an earlier one, token by token
+        **row_figures(rows),
         "lengths": {name: int(np.percentile(lengths, q)) for name, q in _QUANTILES.items()},
         "histogram": list(zip(bounds, binned.tolist(), strict=True)),  # (upper bound, rows)
         "pack_tokens": pack_tokens,
@@ -154,6 +150,5 @@ def data_stats(rows: TokenRows, vocab_size: int, pack_tokens: int) -> dict[str, 
         # (draft vocabulary, share of supervised tokens)
         "coverage": coverage_curve(counts_V, [size for size in _SIZES if size < vocab_size]),
         "distinct": int((counts_V > 0).sum()),  # target tokens among the supervised ones
-        "drops": rows.drops.to_json(),
         "supervised_share": rows.supervised / rows.tokens,
     }

@@ -64,10 +64,10 @@ class Summary:
     others_now: int = 0  # rows that other processes have finished meanwhile
 
     def to_json(self) -> dict[str, Any]:
-        value = asdict(self)
-        report = value.pop("failed")
-        reasons = {"reasons": report["counts"], "examples": report["examples"]}
-        return {**value, "failed": self.failed.dropped, **reasons}
+        value, failed = asdict(self), self.failed
+        del value["failed"]
+        reasons = {"reasons": failed.counts, "examples": failed.examples}
+        return {**value, "failed": failed.dropped, **reasons}
 
     def result(self) -> dict[str, Any]:
         """The figures of the whole job, without those of this process."""
@@ -110,7 +110,7 @@ def regenerate(
         share = _Share(job, source, answerer, sampling.keep_reasoning, patience, watch)
         share.work(claims, say)
         with claims.alone("job"):
-            job.finish(share.summary)
+            job.finish(share.summary, share.ledger)
     return share.summary
 
 
@@ -223,13 +223,13 @@ class _Share:
 
     def __post_init__(self) -> None:
         rows, together = self.source.rows, self.answerer.together
-        self.summary, self._ledger = Summary(rows), Ledger(self.job.parts, rows)
+        self.summary, self.ledger = Summary(rows), Ledger(self.job.parts, rows)
         shards = self.source.shards(-(-_SHARD_ROWS // together) * together)
         # A name is made of the rows: another size gives other claims.
         self._shards = {f"{shard.start:09d}-{shard.stop:09d}": shard for shard in shards}
-        self._failures_left, self._finished_before = self.patience, len(self._ledger)
+        self._failures_left, self._finished_before = self.patience, len(self.ledger)
         self._begin = self._refreshed_at = time.perf_counter()
-        self._report_progress(len(self._ledger))
+        self._report_progress(len(self.ledger))
 
     def work(self, claims: Claims, say: Callable[[str], None]) -> None:
         """Answer rows until every shard is done, by this process or another."""
@@ -248,17 +248,17 @@ class _Share:
                     say(f"waiting for {what} that other processes are answering")
                 reported = len(left)
                 time.sleep(POLL_S)
-                self._ledger.refresh()
-                self._report_progress(len(self._ledger))
+                self.ledger.refresh()
+                self._report_progress(len(self.ledger))
         # The last process may find the files already removed.
         self._report_progress(self.summary.rows)
 
     def _is_done(self, name: str) -> bool:
         """Whether a shard is done; the files show what others did, until the job is finished."""
-        if not self._ledger.has(self._shards[name]):
-            self._ledger.refresh()
+        if not self.ledger.has(self._shards[name]):
+            self.ledger.refresh()
         # checked after reading: files are removed only once the job is finished
-        return self._ledger.has(self._shards[name]) or not self.job.is_begun
+        return self.ledger.has(self._shards[name]) or not self.job.is_begun
 
     def _tasks(self, names: Iterable[str]) -> Iterator[Task]:
         """Yield the rows that are not done yet; rows that cannot be asked are recorded as failed.
@@ -266,7 +266,7 @@ class _Share:
         If a killed process left a group unfinished that is answered together, its done rows are
         included: sampled answers are then the same as without the interruption.
         """
-        ledger = self._ledger
+        ledger = self.ledger
         for name in names:
             rows = iter(self.source.read(self._shards[name]))
             while group := list(itertools.islice(rows, self.answerer.together)):
@@ -310,11 +310,11 @@ class _Share:
         self._add(number, value, good=False)
 
     def _add(self, number: int, value: dict[str, Any], *, good: bool) -> None:
-        self._ledger.add(number, value, good=good)
+        self.ledger.add(number, value, good=good)
         if time.perf_counter() - self._refreshed_at > _REFRESH_S:
             self._refreshed_at = time.perf_counter()
-            self._ledger.refresh()
-        self._report_progress(len(self._ledger))
+            self.ledger.refresh()
+        self._report_progress(len(self.ledger))
 
     def _report_progress(self, finished: int) -> None:
         summary = self.summary
@@ -390,11 +390,11 @@ class _Job:
             )
         return summary
 
-    def finish(self, summary: Summary) -> None:
+    def finish(self, summary: Summary, ledger: Ledger) -> None:
         """Write the good rows in the order of the data, the failures with their reasons, and the
         manifest. Every process that sees failures writes the same, until there are none."""
         if self.is_begun:
-            self._merge(summary)
+            self._merge(summary, ledger)
             result = {**summary.result(), "exclude_truncated": self._exclude}
             write_json(self._manifest, {"fledge": __version__, **self._settings, "result": result})
             if not summary.failed.dropped and not summary.excluded:
@@ -404,10 +404,10 @@ class _Job:
         else:
             raise removed(self.parts)
 
-    def _merge(self, summary: Summary) -> None:
+    def _merge(self, summary: Summary, ledger: Ledger) -> None:
         failures: list[dict[str, Any]] = []
         with atomic_file(self.out) as handle:
-            for record in Ledger(self.parts, summary.rows).records():
+            for record in ledger.records():
                 if not record["good"]:
                     failures.append(record)
                     continue

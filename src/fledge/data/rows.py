@@ -76,11 +76,9 @@ def digest(ids: NDArray[Any]) -> int:
 
 def digests(rows: Rows) -> NDArray[np.uint64]:
     """The digest of each row. A million rows of a thousand tokens take two seconds."""
-    found = [np.zeros(0, dtype=np.uint64)]
-    for block in blocks_of(rows):
-        bounds = pairwise(block.offsets.tolist())
-        found.append(np.array([digest(block.ids[a:b]) for a, b in bounds], dtype=np.uint64))
-    return np.concatenate(found)
+    spans = ((x, pairwise(x.offsets.tolist())) for x in blocks_of(rows))
+    found = (digest(x.ids[a:b]) for x, bounds in spans for a, b in bounds)
+    return np.fromiter(found, dtype=np.uint64, count=len(rows))
 
 
 def repeats(row_digests: NDArray[np.uint64]) -> int:
@@ -170,13 +168,11 @@ def _conversations(rows: Rows) -> NDArray[np.int64]:
 
     # Copied, or every part would stay mapped: fifty bytes per row while they are compared.
     copies = [block.places.take(np.arange(len(block))) for block in blocks_of(rows)]
-    places = pa.chunked_array(copies, pa.string())
-    conversation: NDArray[np.int64] = (
-        pc.rank(places, tiebreaker="dense").to_numpy().astype(np.int64)
-    )
-    del copies, places
+    ranks = pc.rank(pa.chunked_array(copies, pa.string()), tiebreaker="dense")
+    conversation: NDArray[np.int64] = ranks.to_numpy().astype(np.int64) - 1
+    del copies, ranks
     pa.default_memory_pool().release_unused()  # Arrow would keep it for reuse
-    return conversation - 1
+    return conversation
 
 
 def _joined(conversation: NDArray[np.int64], row_digests: NDArray[np.uint64]) -> NDArray[np.int64]:

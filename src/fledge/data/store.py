@@ -52,12 +52,7 @@ def part_path(directory: Path, index: int) -> Path:
 def write_part(directory: Path, index: int, part: TokenisedPart) -> None:
     """Write the rows, then the record that makes the part valid."""
     path = part_path(directory, index)
-    columns = [
-        _list_column([row.input_ids for row in part.rows], np.int32),
-        _list_column([row.loss_mask for row in part.rows], np.uint8),
-        pa.array([row.place for row in part.rows], pa.string()),
-        pa.array([row.truncated for row in part.rows], pa.bool_()),
-    ]
+    columns = [[getattr(row, name) for row in part.rows] for name in _SCHEMA.names]
     batch = pa.record_batch(columns, schema=_SCHEMA)
     with atomic_file(path) as handle, pa.ipc.new_file(handle, _SCHEMA) as writer:
         writer.write_batch(batch)
@@ -69,13 +64,6 @@ def write_part(directory: Path, index: int, part: TokenisedPart) -> None:
         "drops": part.drops.to_json(),
     }
     write_json(path.with_suffix(".json"), record)
-
-
-def _list_column(values: Sequence[NDArray[Any]], dtype: Any) -> Any:
-    offsets = np.zeros(len(values) + 1, dtype=np.int32)
-    np.cumsum([len(value) for value in values], out=offsets[1:])
-    flat = np.concatenate(values) if values else np.zeros(0, dtype)
-    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(flat.astype(dtype)))
 
 
 def read_record(directory: Path, index: int) -> dict[str, Any] | None:
@@ -189,10 +177,5 @@ def _map_part(path: Path, known: NDArray[np.int64] | None = None) -> Block:
         raise BadInput("tokens and mask do not match", where=str(path), fix="run again")
     if known is not None and not np.array_equal(np.diff(offsets), known):
         raise BadInput("changed while it was in use", where=str(path), fix="run again")
-    return Block(
-        ids=values[0],
-        mask=values[1],
-        offsets=offsets,
-        places=table.column("place"),
-        truncated=table.column("truncated"),
-    )
+    places, truncated = table.column("place"), table.column("truncated")
+    return Block(values[0], values[1], offsets, places, truncated)

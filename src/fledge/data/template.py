@@ -205,12 +205,6 @@ def _stringified(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def shared_prefix(a: str, b: str) -> int:
-    """Length of the longest common prefix, in time linear in it."""
-    low, high = 0, min(len(a), len(b)) + 1  # a[:low] is shared, a[:high] is not
-    while high - low > 1:
-        middle = (low + high) // 2
-        if a[low:middle] == b[low:middle]:
-            low = middle
-        else:
-            high = middle
-    return low
+    """Length of the longest common prefix."""
+    differences = (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
+    return next(differences, min(len(a), len(b)))

@@ -60,8 +60,9 @@ class Generation:
     def add(self, tokens: Sequence[int], stops: Stops) -> int:
         """Append tokens up to where the text ends, and return how many were appended."""
         before = len(self.token_ids)
-        count, self.finish = stops.cut([*self.token_ids, *tokens], before)
-        self.token_ids += tokens[: count - before]
+        self.token_ids += tokens
+        count, self.finish = stops.cut(self.token_ids, before)
+        del self.token_ids[count:]
         return count - before
 
 
@@ -140,10 +141,14 @@ class SpeculativeDecoder:
             clock.mark()
             verdicts, aux_BND = self._verify(batch, proposal, chooser)
             for row, verdict in zip(batch.rows, verdicts, strict=True):
-                if row.finish is None and verdict.tokens[-1] == NO_TOKEN:
+                if row.finish is not None:
+                    continue
+                if verdict.tokens[-1] == NO_TOKEN:
                     number = next(i for i, text in enumerate(texts) if text is row)
                     raise self._refusal(number, row, verdict.tokens[:-1])
-                self._add(row, verdict, stops)
+                context, emitted = row.known, row.add(verdict.tokens, stops)
+                if self.strategy is not None:
+                    row.rounds.append(Round(context, min(len(verdict.path), emitted), emitted))
             batch = self._advance(batch.rows, [verdict.path for verdict in verdicts], aux_BND)
             clock.mark()
             if on_round is not None:
@@ -201,13 +206,6 @@ class SpeculativeDecoder:
         assert self.strategy is not None
         selected_W = self.strategy.selected_W
         return judge_drawn(proposal, verified.logits_BNV, chooser, selected_W), verified.aux_BND
-
-    def _add(self, row: Generation, verdict: Verdict, stops: Stops) -> None:
-        if row.finish is None:
-            context = row.known
-            emitted = row.add(verdict.tokens, stops)
-            if self.strategy is not None:
-                row.rounds.append(Round(context, min(len(verdict.path), emitted), emitted))
 
     def _refusal(self, number: int, row: Generation, accepted: Sequence[int]) -> NotFinite:
         """The error for non-finite numbers of the target after the known text: it names the layer

@@ -142,6 +142,14 @@ def drafting_slots(tokens: TokenBatch) -> Tensor:
     return loss_BT[:, 1:-1] & loss_BT[:, 2:] & (tokens.doc_remaining >= 2)
 
 
+def _selected(draft: Any) -> Tensor:
+    """Target ids of the draft's tokens."""
+    selected: Tensor | None = draft.selected_token_ids
+    if selected is None:
+        raise ValueError("d2t: the draft has no vocabulary mapping")
+    return selected
+
+
 @dataclass(frozen=True)
 class Rollouts(ABC):
     """Rollouts of the draft from all slots at once, `depths` tokens long."""
@@ -152,11 +160,7 @@ class Rollouts(ABC):
 
     @property
     def selected_token_ids(self) -> Tensor:
-        """Target ids of the draft's tokens."""
-        selected: Tensor | None = self.draft.selected_token_ids
-        if selected is None:
-            raise ValueError("d2t: the draft has no vocabulary mapping")
-        return selected
+        return _selected(self.draft)
 
     def plan(self, tokens: TokenBatch) -> RolloutPlan:
         """A plan in which every drafting slot starts a rollout, up to the end of its answer."""
@@ -199,11 +203,8 @@ class Strategy(ABC):
         dtype: torch.dtype | None = None,
         passes: Passes | None = None,
     ) -> None:
-        selected = draft.selected_token_ids
-        if selected is None:
-            raise ValueError("d2t: the draft has no vocabulary mapping")
         self.draft, self.shape, self.dtype = draft.eval(), shape, dtype or draft.dtype
-        self.selected_W = selected  # target ids of the draft's tokens
+        self.selected_W = _selected(draft)
         self.passes = passes or Passes(draft.device, record=False)
 
     # --- what it is -----------------------------------------------------------------------------
@@ -285,7 +286,6 @@ class Strategy(ABC):
 
 
 def check_name(name: str) -> None:
-    """Reject a name that no method has a strategy for."""
     known = {name for method in METHODS.values() for name in method.strategies}
     if name not in known:
         raise BadInput(f"no drafting method '{name}'", fix=nearest(name, sorted(known)))

@@ -23,28 +23,17 @@ from fledge.target.layers import find_layers, inner_layers, layer_outputs, text_
 _ATTENTION = ("full_attention", "sliding_attention")
 
 
-@dataclass
-class Where:
-    """What all layers of a cache share: its size, and where the next states go."""
-
-    rows: int = 0
-    places: int = 0
-    index_BN: Tensor | None = None  # None: from `before` on, in every row
-    used: int = 0  # places that the next pass reads
-    before: int = 0  # of these, before its new tokens; models derive their own mask from that
-
-
 class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
     """One layer of a `SlotCache`, with the interface that transformers expects."""
 
     is_sliding = False  # every token is kept; the mask implements windows
 
-    def __init__(self, where: Where) -> None:
+    def __init__(self, cache: "SlotCache") -> None:
         super().__init__()
-        self._where = where
+        self._cache = cache
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        rows, places = self._where.rows, self._where.places
+        rows, places = self._cache.rows, self._cache.places
         self.keys, self.values = (
             states.new_zeros((rows, states.shape[1], places, states.shape[3]))
             for states in (key_states, value_states)
@@ -60,26 +49,25 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
         return self._put(self.keys, key_states), self._put(self.values, value_states)
 
     def _put(self, memory_BGUC: Tensor, states_BGNC: Tensor) -> Tensor:
-        where = self._where
-        used_BGUC = memory_BGUC[: len(states_BGNC), :, : where.used]
-        if where.index_BN is None:
-            used_BGUC[:, :, where.before :] = states_BGNC
+        cache = self._cache
+        used_BGUC = memory_BGUC[: len(states_BGNC), :, : cache.used]
+        if cache.index_BN is None:
+            used_BGUC[:, :, cache.before :] = states_BGNC
         else:  # layers may be on several devices
-            index_BN = where.index_BN.to(memory_BGUC.device)
+            index_BN = cache.index_BN.to(memory_BGUC.device)
             used_BGUC.scatter_(2, index_BN[:, None, :, None].expand(states_BGNC.shape), states_BGNC)
         return used_BGUC
 
     def get_mask_sizes(self, query: Any) -> tuple[int, int]:
-        return self._where.used, 0
+        return self._cache.used, 0
 
     def get_seq_length(self) -> int:
-        return self._where.before
+        return self._cache.before
 
     def get_max_length(self) -> int:
         return -1
 
-    def get_max_cache_shape(self) -> int:  # its name in transformers 4
-        return -1
+    get_max_cache_shape = get_max_length  # its name in transformers 4
 
 
 class SlotCache(Cache):  # type: ignore[misc]
@@ -87,63 +75,62 @@ class SlotCache(Cache):  # type: ignore[misc]
     suffices (recorded passes rely on that); more places or rows need new memory."""
 
     def __init__(self, layers: int) -> None:
-        self._where = Where()
-        super().__init__(layers=[SlotLayer(self._where) for _ in range(layers)])
+        self.rows = self.places = 0
+        self.index_BN: Tensor | None = None  # where the next states go; None: from `before` on
+        self.used = 0  # places that the next pass reads
+        self.before = 0  # of these, before its new tokens; models derive their own mask from that
+        super().__init__(layers=[SlotLayer(self) for _ in range(layers)])
 
     def aim(self, index_BN: Tensor | None, *, used: int, count: int) -> None:
         """Set where the `count` new tokens of the next pass go, and how many places it reads."""
-        where = self._where
-        where.index_BN, where.used, where.before = index_BN, used, used - count
+        self.index_BN, self.used, self.before = index_BN, used, used - count
 
     def start(self, rows: int, places: int) -> bool:
         """Clear the cache for `rows` rows; returns whether the memory has moved."""
-        where = self._where
-        moved = rows > where.rows or places > where.places
-        where.rows, where.places = max(rows, where.rows), max(places, where.places)
-        for layer in self._initialized_layers():
+        moved = rows > self.rows or places > self.places
+        self.rows, self.places = max(rows, self.rows), max(places, self.places)
+        for layer in self.layers:
             if moved:
                 layer.is_initialized = False
                 layer.keys = layer.values = None
-            else:
-                layer.keys.zero_()
-                layer.values.zero_()
+        for memory in self._memories():
+            memory.zero_()
         return moved
 
     def reserve(self, places: int) -> bool:
         """Make room for `places` places per row; returns whether the memory has moved."""
-        old_places = self._where.places
+        old_places = self.places
         if places <= old_places:
             return False
-        self._where.places = max(places, 2 * old_places)
-        for layer in self._initialized_layers():
-            for name in ("keys", "values"):
-                old = getattr(layer, name)
-                new = old.new_zeros((*old.shape[:2], self._where.places, old.shape[3]))
-                new[:, :, :old_places] = old
-                setattr(layer, name, new)
+        self.places = max(places, 2 * old_places)
+        for layer in self.layers:
+            if layer.is_initialized:
+                old = layer.keys, layer.values
+                layer.lazy_initialization(*old)
+                for memory, kept in zip((layer.keys, layer.values), old, strict=True):
+                    memory[:, :, :old_places] = kept
         return True
 
-    def select(self, rows: list[int]) -> None:
+    def select(self, rows: Sequence[int]) -> None:
         """Keep these rows only, moved to the front."""
-        for layer in self._initialized_layers():
-            for memory in (layer.keys, layer.values):
-                index = torch.tensor(rows, device=memory.device)
-                memory[: len(rows)] = memory.index_select(0, index)
+        for memory in self._memories():
+            index = torch.tensor(rows, device=memory.device)
+            memory[: len(rows)] = memory.index_select(0, index)
 
     def move(self, source_BN: Tensor, into_BN: Tensor) -> None:
         """Copy entries of each row to other places of the same row."""
-        batch = len(source_BN)
-        for layer in self._initialized_layers():
-            for memory in (layer.keys, layer.values):
-                shape = (-1, memory.shape[1], -1, memory.shape[3])
-                source, into = (
-                    index.to(memory.device)[:, None, :, None].expand(shape)
-                    for index in (source_BN, into_BN)
-                )
-                memory[:batch].scatter_(2, into, memory[:batch].gather(2, source))
+        for memory in self._memories():
+            rows, shape = memory[: len(source_BN)], (-1, memory.shape[1], -1, memory.shape[3])
+            source, into = (
+                index.to(memory.device)[:, None, :, None].expand(shape)
+                for index in (source_BN, into_BN)
+            )
+            rows.scatter_(2, into, rows.gather(2, source))
 
-    def _initialized_layers(self) -> list[Any]:
-        return [layer for layer in self.layers if layer.is_initialized]
+    def _memories(self) -> Iterator[Tensor]:
+        for layer in self.layers:
+            if layer.is_initialized:
+                yield from (layer.keys, layer.values)
 
 
 @dataclass(frozen=True)
@@ -193,9 +180,15 @@ class CachedTarget:
         position_BN = torch.arange(width, device=self.device).expand(token_BN.shape)
         last_B1 = torch.tensor(lengths, device=self.device)[:, None] - 1
         self._cache.aim(None, used=width, count=width)
-        # padding comes after the text, where a causal model does not attend
-        with _head_input_at(self._head, last_B1):
+
+        def last_only(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+            return (take(args[0], last_B1), *args[1:])
+
+        handle = self._head.register_forward_pre_hook(last_only)
+        try:  # padding comes after the text, where a causal model does not attend
             return self._forward(token_BN, None, position_BN)
+        finally:
+            handle.remove()
 
     def room(self, needed: int) -> int:
         """Make room for `needed` places per row, and return how many of them a pass should read."""
@@ -221,18 +214,17 @@ class CachedTarget:
         step_BN = torch.arange(token_BN.shape[1], device=self.device).expand(token_BN.shape)
         length_B1 = length_B[:, None]
         position_BN = length_B1 + (step_BN if layout is None else layout.depth_BN)
-        mask = index_BN = None
+        mask = None
         if layout is not None or not level:
             visible_BNN = None if layout is None else layout.visible_BNN
             mask = self._mask(length_B1, position_BN, visible_BNN, used)
-        if not level:
-            index_BN = length_B1 + step_BN
+        index_BN = None if level else length_B1 + step_BN
         self._cache.aim(index_BN, used=used, count=token_BN.shape[1])
         return self._forward(token_BN, mask, position_BN)
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep these rows only, moved to the front."""
-        self._cache.select(list(rows))
+        self._cache.select(rows)
 
     def settle(self, start_B: Tensor, place_BQ: Tensor) -> None:
         """Move the entries at `start_B` + `place_BQ` together: the accepted path of a tree."""
@@ -333,20 +325,6 @@ class CachedTarget:
         if getattr(config, "_attn_implementation", "eager") in ("eager", "sdpa"):
             return None
         return "sdpa" if getattr(self.model, "_supports_sdpa", False) else "eager"
-
-
-@contextmanager
-def _head_input_at(head: nn.Module, place_B1: Tensor) -> Iterator[None]:
-    """While open, the head computes logits at one place of each row only."""
-
-    def pick(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (take(args[0], place_B1), *args[1:])
-
-    handle = head.register_forward_pre_hook(pick)
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 def take(values_BND: Tensor, index_BQ: Tensor) -> Tensor:

@@ -81,7 +81,8 @@ def acceptance_rows(check: Mapping[str, Any]) -> list[tuple[str, float]]:
     rows.append(("measured again on the same rows, from these files", check["same_rows"]))
     if decoded := check["decoded"]:
         what = f"on the target's answers to {counted(decoded['prompts'], 'held-out prompt')}"
-        rows.append((what, decoded["acceptance_length"]))
+        rows.append((f"{what}, from every position", decoded["every_slot_length"]))
+        rows.append((f"{what}, tokens per round", decoded["acceptance_length"]))
     return [(what, length) for what, length in rows if length is not None]
 
 

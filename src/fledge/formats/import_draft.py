@@ -65,15 +65,10 @@ def convert_draft(
 
 
 def build_draft(subject: Subject) -> DraftModel:
-    """A foreign draft as our own model, in the files' dtype (the widest, if several)."""
+    """A foreign draft without errors as our own model, in the files' dtype (the widest of them)."""
     view, where = subject.view, subject.directory
-    refusals = [*view.refusals()]
-    if subject.aux_layer_ids is None:
-        refusals.append("it names no aux layers, and the target is too shallow for the default")
-    if "fc.weight" not in view.state:
-        refusals.append("fc.weight is missing")
-    if refusals:
-        raise BadInput(refusals[0], where=str(where))
+    if refusal := next(view.refusals(), None):
+        raise BadInput(refusal, where=str(where))
     state, config = _own_state(subject), own_config(subject)
     dtypes = [tensor.dtype for tensor in state.values() if tensor.is_floating_point()]
     dtype = reduce(torch.promote_types, dtypes)  # represents every weight exactly
@@ -91,7 +86,7 @@ def own_config(subject: Subject) -> LlamaConfig:
         **{key: value for key in kept if (value := view.get(key)) is not None},
         **{key: view.get(key) for key in TOKEN_KEYS},  # else LlamaConfig sets Llama's token ids
         "vocab_size": subject.vocab_size,
-        "draft_vocab_size": subject.draft_vocab_size or subject.vocab_size,
+        "draft_vocab_size": subject.draft_vocab_size,
         "tie_word_embeddings": False,
         "norm_before_residual": view.norm_before_residual,
         **view.layer_extras,
@@ -134,12 +129,10 @@ def _own_state(subject: Subject) -> dict[str, Tensor]:
 def _own_maps(subject: Subject, state: dict[str, Tensor]) -> Tensor:
     """Put the maps of a smaller vocabulary into our form, and drop others (some trainers write the
     identity); returns [W] the target ids of the draft's tokens."""
-    width, full = subject.draft_vocab_size or subject.vocab_size, subject.vocab_size
-    d2t, ids = state.pop("d2t", None), torch.arange(full)
-    state.pop("t2d", None)
-    if width < full:
-        if d2t is None:
-            raise BadInput("no map d2t for a smaller vocabulary", where=str(subject.directory))
-        ids = d2t.long() + torch.arange(width)
-        state |= {"d2t": d2t.long(), "t2d": selection_mask(ids, full)}
+    width, full = subject.draft_vocab_size, subject.vocab_size
+    d2t, _ = state.pop("d2t", None), state.pop("t2d", None)
+    if d2t is None or width == full:
+        return torch.arange(full)
+    ids: Tensor = d2t.long() + torch.arange(width)
+    state |= {"d2t": d2t.long(), "t2d": selection_mask(ids, full)}
     return ids

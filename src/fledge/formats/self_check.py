@@ -23,7 +23,13 @@ from fledge.formats.reread import Reread, TargetSide, differing_flags, differing
 from fledge.formats.source import DraftSource
 from fledge.measure.answers import cached_continuations, encode_prompt, read_prompts
 from fledge.measure.evaluation import check_fits
-from fledge.measure.figures import Acceptance, Sample, acceptance, definition
+from fledge.measure.figures import (
+    Acceptance,
+    Sample,
+    acceptance,
+    definition,
+    every_slot_length,
+)
 from fledge.measure.replay import Text, answers_of, replay, replay_held_out, target_picks
 from fledge.methods.registry import method_of
 from fledge.methods.shared.draft import DraftModel
@@ -34,7 +40,7 @@ from fledge.target.hf.model import HFEagle3TargetModel
 from fledge.target.kinds import kind_of
 from fledge.target.layers import longest_text
 from fledge.training.drafts import make_target
-from fledge.training.setup import held_out_batches, known_data, prepare_data
+from fledge.training.setup import compute_dtype, held_out_batches, known_data, prepare_data
 
 SAME_ROWS = 0.02  # of the acceptance length: allowed for rounding on another device
 SLACK = 0.1  # tokens by which a small sample may also fall short of the estimate
@@ -59,6 +65,7 @@ class Decoded:
     prompts: int
     tokens: int
     acceptance_length: float
+    every_slot_length: float  # with every slot as a start
     joint: list[float]
     checkpoint_acceptance_length: float
     same_as_checkpoint: bool
@@ -140,48 +147,56 @@ class DecodingCheck:
         check_fits(self.target, files, "the export")
         check.estimate = self.source.estimate
         rows: list[TokenBatch] = []
-        if check.estimate is not None and self.source.recipe is not None:
-            self.watch("the run's held-out rows", 0, 1)
-            try:
-                rows, check.same_rows = self._measure_held_out(files)
-            except BadInput as error:
-                reason = f"the run's held-out rows were not measured again ({error})"
-                check.notes.append(reason)
+        with ExitStack() as opened:
+            if check.estimate is not None and self.source.recipe is not None:
+                self.watch("the run's held-out rows", 0, 1)
+                try:
+                    rows, asked = self._held_out(opened)
+                except BadInput as error:
+                    reason = f"the run's held-out rows were not measured again ({error})"
+                    check.notes.append(reason)
+            if rows:
+                check.same_rows = self._measure(files, rows, asked)
         check_same_rows(check)
         check.decoded = self._decode(files, [] if self.options.prompts else rows)
         if rows and not self.options.prompts:
-            check_gain(check, self.options)
+            estimate = self.source.every_slot_estimate or 1.0
+            check_gain(estimate, check.decoded.every_slot_length, self.options)
         elif check.estimate is not None:
             check.notes.append("the prompts are not the run's: not compared with its estimate")
 
-    def _measure_held_out(self, files: DraftModel) -> tuple[list[TokenBatch], float | None]:
-        """The packs on which training measured the estimate, and the files' own length there."""
-        source, asked = self.source, self.target
+    def _held_out(self, opened: ExitStack) -> tuple[list[TokenBatch], Eagle3TargetBackend]:
+        """The packs on which training measured the estimate, and the target that answers them."""
+        source, target = self.source, self.target
         assert source.recipe is not None
         assert source.state is not None
-        recipe = source.recipe.settled()
-        with ExitStack() as opened:
-            target: Eagle3TargetBackend = asked
-            if kind_of(recipe.target).brings_rows:
-                device = asked.get_input_embeddings().weight.device
-                target = opened.enter_context(make_target(recipe, device))
-                _, held_out, fingerprint = known_data(recipe, target)
-            else:
-                recipe = recipe.model_copy(update={"target": self.section})
-                _, held_out, fingerprint = prepare_data(recipe)
-            same = fingerprint == source.state["fingerprints"]["data"]
-            if not same or list(target.aux_layer_ids) != list(asked.aux_layer_ids):
-                raise BadInput("its data has changed")
-            tokenizer = asked.tokenizer
-            pad_id = 0 if tokenizer is None else tokenizer.pad_token_id or 0
-            rows = held_out_batches(held_out, recipe, pad_id)
-            rollouts, total = rollouts_of(files, self.depth), Acceptance.none(self.depth)
-            for batch in rows:
-                answer, head = checked_answer(target, batch), target.info().head.to(files.device)
-                answer = answer.to(files.device)
-                picks = target_picks(answer, batch, head, rollouts.selected_token_ids)
-                total += replay_held_out(answer, batch, rollouts, picks)
-        return rows, total.length if rows else None
+        recipe, asked = source.recipe.settled(), cast(Eagle3TargetBackend, target)
+        if kind_of(recipe.target).brings_rows:
+            device = target.get_input_embeddings().weight.device
+            asked = opened.enter_context(make_target(recipe, device))
+            _, held_out, fingerprint = known_data(recipe, asked)
+        else:
+            recipe = recipe.model_copy(update={"target": self.section})
+            _, held_out, fingerprint = prepare_data(recipe)
+        same = fingerprint == source.state["fingerprints"]["data"]
+        if not same or list(asked.aux_layer_ids) != list(target.aux_layer_ids):
+            raise BadInput("its data has changed")
+        pad_id = 0 if target.tokenizer is None else target.tokenizer.pad_token_id or 0
+        return held_out_batches(held_out, recipe, pad_id), asked
+
+    def _measure(
+        self, files: DraftModel, rows: Sequence[TokenBatch], asked: Eagle3TargetBackend
+    ) -> float:
+        """The acceptance length of the files on these packs, as training measures it."""
+        assert self.source.recipe is not None
+        dtype = compute_dtype(self.source.recipe, files.device)
+        rollouts = rollouts_of(files, self.depth, dtype=dtype)
+        head, total = asked.info().head.to(files.device), Acceptance.none(self.depth)
+        for batch in rows:
+            answer = checked_answer(asked, batch).to(files.device)
+            picks = target_picks(answer, batch, head, rollouts.selected_token_ids)
+            total += replay_held_out(answer, batch, rollouts, picks)
+        return total.length
 
     def _prompts(self, rows: Sequence[TokenBatch]) -> list[list[int]]:
         """The token ids of some prompts, up to the start of the assistant's answer."""
@@ -229,6 +244,7 @@ class DecodingCheck:
             prompts=len(prompts),
             tokens=sum(len(generation.token_ids) for generation in answers),
             acceptance_length=figures.length,
+            every_slot_length=every_slot_length(samples, self.depth) or 1.0,
             joint=figures.joint,
             checkpoint_acceptance_length=acceptance(of_checkpoint, self.depth).length,
             same_as_checkpoint=same,
@@ -268,15 +284,13 @@ def check_rounds(samples: Sequence[Sample], live: Sequence[Generation]) -> None:
         raise BadInput(what, fix=_REPORT)
 
 
-def check_gain(check: SelfCheck, options: CheckOptions) -> None:
-    """Refuse files that gain far less on the target's own answers than on the held-out rows."""
-    assert check.estimate is not None
-    assert check.decoded is not None
-    reached = check.decoded.acceptance_length
-    if reached - 1 < (1 - options.shortfall) * (check.estimate - 1) - SLACK:
+def check_gain(estimate: float, reached: float, options: CheckOptions) -> None:
+    """Refuse files that gain far less on the target's own answers than on the held-out rows, both
+    from every slot: few answers have few rounds."""
+    if reached - 1 < (1 - options.shortfall) * (estimate - 1) - SLACK:
         raise BadInput(
-            f"self-check: training estimates an acceptance length of {check.estimate:.3f}, "
-            f"decoding the target's own answers reaches {reached:.3f}",
+            f"self-check: training estimates an acceptance length of {estimate:.3f} from every "
+            f"slot, decoding the target's own answers reaches {reached:.3f}",
             fix="if the training data is not the target's own answers, regenerate them, or "
             "allow more with --shortfall",
         )

@@ -1,5 +1,9 @@
-"""The target's own greedy answers: generated once, and cached in `answers/KEY.json`, where KEY is a
-fingerprint of all they depend on."""
+"""The target's own greedy answers: generated once, cached by a fingerprint of all they depend on.
+
+answers/KEY.json     all of them
+answers/KEY.part     the finished ones while others are not: a killed command loses only the batch
+                     in progress
+"""
 
 import hashlib
 import json
@@ -14,6 +18,7 @@ from fledge.core.errors import BadInput, nearest
 from fledge.core.files import atomic_file, cache_dir
 from fledge.core.progress import Watch, unwatched
 from fledge.core.reading import Choice, ListOf, Table, Text, Whole, read_json
+from fledge.data import journal
 from fledge.data.conversation import Message
 from fledge.data.drops import BadRow
 from fledge.data.sources import make_parts
@@ -113,6 +118,7 @@ def encode_prompt(messages: Sequence[Message], template: ChatTemplate, tokenizer
 
 
 _IDS, _FINISH = ListOf(Whole(0, 2**31), most=2**31), Choice(get_args(Finish))
+_TEXT = Table({"token_ids": _IDS, "finish": _FINISH})
 _TURN = Table(
     {
         **dict.fromkeys(("name", "group", "category"), Text(2**24)),
@@ -161,7 +167,8 @@ def cached_answers(
     stops = Stops(max_new_tokens, eos_token_ids(target.model, target.tokenizer))
 
     def answer() -> dict[str, Any]:
-        turns, skipped = _answer(target, prompts, stops, batch, watch)
+        part = path.with_suffix(".part")
+        turns, skipped = _answer(target, prompts, stops, batch, part, watch)
         return {"skipped": skipped, "turns": turns}
 
     path = _path(target, [asdict(prompt) for prompt in prompts], max_new_tokens)
@@ -177,29 +184,35 @@ def cached_continuations(
     """The target's greedy continuations of token ids, from the cache or generated now and cached:
     drafts of one target, and exports for several engines, are checked on the same ones."""
     count = len(prompts)
-    answers = ListOf(Table({"token_ids": _IDS, "finish": _FINISH}), least=count, most=count)
+    expected = Table({"continuations": ListOf(_TEXT, least=count, most=count)})
 
     def answer() -> dict[str, Any]:
         texts = SpeculativeDecoder(target.model).generate(prompts, stops)
-        return {"continuations": [{"token_ids": t.token_ids, "finish": t.finish} for t in texts]}
+        return {"continuations": [_text(text) for text in texts]}
 
     path = _path(target, prompts, stops.max_new_tokens)
-    value, _ = _cached(path, Table({"continuations": answers}), answer)
+    value, _ = _cached(path, expected, answer)
     pairs = zip(prompts, value["continuations"], strict=True)
     return [Generation(ids, text["token_ids"], text["finish"]) for ids, text in pairs]
+
+
+def _text(text: Generation) -> dict[str, Any]:
+    return {"token_ids": text.token_ids, "finish": text.finish}
 
 
 def _cached(path: Path, expected: Table, make: Callable[[], Any]) -> tuple[Any, bool]:
     """The file's value, or what is made now and written there; and whether the file was there."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(path.with_suffix(".lock")):  # a second command waits, then reads
-        if path.is_file():
+        if from_cache := path.is_file():
             what, fix = "the file of answers", "remove it: they are made again"
-            return read_json(path, expected, what=what, fix=fix, max_bytes=1 << 30), True
-        value = make()
-        with atomic_file(path) as handle:
-            handle.write(json.dumps(value).encode())
-        return value, False
+            value = read_json(path, expected, what=what, fix=fix, max_bytes=1 << 30)
+        else:
+            value = make()
+            with atomic_file(path) as handle:
+                handle.write(json.dumps(value).encode())
+        path.with_suffix(".part").unlink(missing_ok=True)  # also what a killed command left
+    return value, from_cache
 
 
 def _path(target: HFEagle3TargetModel, prompts: Sequence[Any], max_new_tokens: int) -> Path:
@@ -225,10 +238,17 @@ def _path(target: HFEagle3TargetModel, prompts: Sequence[Any], max_new_tokens: i
 
 
 def _answer(
-    target: HFEagle3TargetModel, prompts: Sequence[Prompt], stops: Stops, batch: int, watch: Watch
+    target: HFEagle3TargetModel,
+    prompts: Sequence[Prompt],
+    stops: Stops,
+    batch: int,
+    part: Path,
+    watch: Watch,
 ) -> tuple[list[dict[str, Any]], int]:
     """The answered turns, as `AnsweredTurn` has them, and the number skipped. A follow-up is asked
-    once all turns before it are answered; prompts of similar length are answered together."""
+    once all turns before it are answered; prompts of similar length are answered together. Answers
+    that are in the journal `part` are taken from there, and new ones are added to it."""
+    done = {line["row"]: line for *_, line in journal.read(part, {True: _TEXT, False: _TEXT})}
     tokenizer, template = target.tokenizer, ChatTemplate.of(target.tokenizer)
     decoder = SpeculativeDecoder(target.model)  # no draft: the target alone
     most = longest_text(target.model.config) - stops.max_new_tokens
@@ -245,13 +265,22 @@ def _answer(
         for begin in range(0, len(order), batch):
             rows = order[begin : begin + batch]
 
-            def on_round(running: list[Generation], done: int = len(turns) + begin) -> None:
+            def on_round(running: list[Generation], before: int = len(turns) + begin) -> None:
                 limit = stops.max_new_tokens  # parts of answers count
                 shares = (1 if text.finish else len(text.token_ids) / limit for text in running)
-                watch("the target answers", done + sum(shares), total)
+                watch("the target answers", before + sum(shares), total)
 
-            generated = decoder.generate([encoded[row] for row in rows], stops, on_round=on_round)
-            texts |= zip(rows, generated, strict=True)
+            names = [number * len(prompts) + row for row in rows]
+            # all of a batch or none of it: numbers round differently in another batch
+            if not done.keys() >= {*names}:
+                asked = [encoded[row] for row in rows]
+                generated = decoder.generate(asked, stops, on_round=on_round)
+                for name, text in zip(names, generated, strict=True):
+                    done[name] = _text(text)
+                    journal.append(part, name, done[name], good=True)
+            for row, name in zip(rows, names, strict=True):
+                known = done[name]
+                texts[row] = Generation(encoded[row], known["token_ids"], known["finish"])
         following = {}
         for row in sorted(texts):
             prompt, messages, text = prompts[row], chats[row], texts[row]

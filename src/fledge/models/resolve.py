@@ -105,11 +105,10 @@ def load_model(
     import torch
     from transformers import AutoModelForCausalLM
 
-    if isinstance(dtype, str) and dtype != "auto":
-        torch_dtype = getattr(torch, dtype, None)
-        if not isinstance(torch_dtype, torch.dtype):
+    if dtype != "auto":
+        dtype = getattr(torch, dtype, dtype) if isinstance(dtype, str) else dtype
+        if not isinstance(dtype, torch.dtype):
             raise BadInput(f"'{dtype}' is not a dtype", where="dtype", fix="for example bfloat16")
-        dtype = torch_dtype
     options = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     directory = local_model(name)
     with _load_errors("model", name):

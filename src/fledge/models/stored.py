@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from filelock import FileLock
-from rich.text import Text
 
 from fledge.core.errors import BadInput
 from fledge.core.files import atomic_directory, cache_dir, write_json
 from fledge.core.reading import MapOf, Table, Whole, read_json
-from fledge.core.terminal import Terminal, visible
+from fledge.core.terminal import Terminal
 
 RECORD = "fledge_source.json"  # where the directory came from, and the size of every file
 _RECORD_FIELDS = Table(optional={"bytes": MapOf(Whole())})
@@ -102,13 +101,10 @@ def phase(text: str) -> Iterator[Callable[[str], None]]:
     a plain line, repeated at intervals. Yields a function that updates the progress shown."""
     # The stream is fixed here, because sys.stderr may be silenced inside to hide a library's bars.
     terminal = Terminal(file=sys.stderr, soft_wrap=True)
-    if terminal.is_terminal:
-        with terminal.waiting(text) as spinner:
-            yield lambda done: spinner.update(Text(visible(f"{text} {done}")))
-    else:
+    if not terminal.is_terminal:
         terminal.say(f"{text} ...")
-        with terminal.waiting(text) as lines:
-            yield lambda done: lines.update(note=done)
+    with terminal.waiting(text) as tell:
+        yield tell
 
 
 @contextlib.contextmanager

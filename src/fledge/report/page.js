@@ -295,10 +295,12 @@ function ahead() {
   const between = (one) => `${one.length.toFixed(2)} (${one.low.toFixed(2)} to ${one.high.toFixed(2)})`;
   const rows = [["measured last", f.measured.toFixed(2)], ["twice the data", between(f.twice_data)], ["twice the time", between(f.twice_time)]];
   if (!f.finished) rows.splice(1, 0, [`at step ${f.steps.toLocaleString("en")}`, between(f.end)]);
+  const limits = f.limits.map((one) => [one.name, `+${one.gain.toFixed(1)} %: ${one.says}`]);
   section("Forecast", `Forecast ${f.by_whom || "from the run's own curve"}, in tokens per round on its held-out rows; the interval should hold eight runs in ten.`,
     make("div", { class: "grid two", id: "forecast" },
       f.finished ? null : panel("Acceptance length", "measured, forecast, and its interval", aheadChart(f)),
-      panel("How far it can go", stopping(f), table(rows))));
+      panel("How far it can go", stopping(f), table(rows)),
+      limits.length ? panel("What limits it", "what the length would gain if this alone were gone", table(limits)) : null));
 }
 
 function aheadChart(f) {

@@ -25,6 +25,7 @@ from fledge.methods.registry import METHODS
 from fledge.recipe.yaml_text import parse_yaml
 from fledge.training.curves import CURVES, known_runs, read_curve, read_metrics
 from fledge.training.forecast import forecast
+from fledge.training.limits import limits_of
 
 EVALUATION_NAME = "eval.json"
 MOST_POINTS = 600  # of a curve: more than a screen can show
@@ -47,7 +48,7 @@ def gather(run: Path, evaluation: Path | None = None) -> dict[str, Any]:
         "method": METHODS[kind].title if kind in METHODS else kind,
         "training": _curves(steps),
         "held_out": _held_out(held_out),
-        "forecast": _forecast(run),
+        "forecast": _forecast(run, evaluation),
         "evaluation": None if evaluation is None else _evaluation(evaluation),
         "recipe": recipe,
         "machine": read_json(machine) if machine.is_file() else None,
@@ -69,13 +70,18 @@ def _evaluation(path: Path) -> Any:
     return read_json(path, _EVALUATION, what=what, fix=fix, max_bytes=_MOST_BYTES, finite=False)
 
 
-def _forecast(run: Path) -> dict[str, Any] | None:
+def _forecast(run: Path, evaluation: Path | None) -> dict[str, Any] | None:
     """The run's forecast; None if there is too little data or its recipe cannot be read."""
     try:
         ahead = forecast(read_curve(run), known=known_runs(run))
+        limits = limits_of(run, ahead, evaluation=evaluation)
     except BadInput:
         return None
-    return {**ahead.to_json(), "by_whom": ahead.by_whom()}
+    return {
+        **ahead.to_json(),
+        "by_whom": ahead.by_whom(),
+        "limits": [limit._asdict() for limit in limits],
+    }
 
 
 def _curves(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:

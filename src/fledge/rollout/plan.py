@@ -274,7 +274,6 @@ def lay_out(
     contiguous = len(keep) == 0 or int(keep[-1]) - begin == len(keep) - 1
     moved = iter(to_device(arrays, device))
     slot_T, position_T, first_T, slot_N, first_N = (next(moved) for _ in range(5))
-    arange_T = torch.arange(len(keep), device=device)
     depths = tuple(
         QueryRows(slot_N[:count], first_N[:count], next(moved), (row_key[order], row_first[order]))
         for count, order in zip(counts, orders, strict=True)
@@ -283,7 +282,7 @@ def lay_out(
         slot_T=slot_T,
         span=(begin, begin + len(keep)) if contiguous else None,
         position_T=position_T,
-        every=QueryRows(arange_T, first_T, arange_T, (np.arange(len(keep)), key_first)),
+        every=every_slot(first_T, key_first),
         depths=depths,
         counts=counts,
         target_M=next(moved),
@@ -322,6 +321,12 @@ def query_rows(slot: Ints, first: Ints, device: torch.device) -> QueryRows:
     order = np.argsort(slot, kind="stable")
     slot_N, first_N, order_N = to_device([slot, first, order], device)
     return QueryRows(slot_N, first_N, order_N, (slot[order], first[order]))
+
+
+def every_slot(first_T: Tensor, first: Ints) -> QueryRows:
+    """All slots of the key axis as rows, on the device and on the host."""
+    slot_T = torch.arange(len(first), device=first_T.device)
+    return QueryRows(slot_T, first_T, slot_T, (np.arange(len(first)), first))
 
 
 def cut_blocks(slot: Ints, first: Ints, device: torch.device) -> tuple[QueryBlock, ...]:
@@ -380,9 +385,8 @@ def lay_out_evenly(
     # room for `depths` padding slots, which a padding row reads from, and for one padding row
     size_T = rounded(len(slots.target) + depths, ALIGNED)
     size_N = size_M = rounded(max(len(axis.row_key) + 1, len(target)), quantum)
-    padding = np.arange(len(axis.slot), size_T)
-    first = np.concatenate([axis.first, padding])
-    row_key = filled(axis.row_key, size_N, padding[0])
+    padded = padded_slots(axis, size_T)
+    first, row_key = padded.first, filled(axis.row_key, size_N, len(axis.slot))
     order = np.argsort(row_key, kind="stable")
     element_MK, real_MK = _grid(supervised_SK, axis.row_slot, target, (size_M, size_N))
     supervised_KN = np.zeros((depths, size_N), dtype=np.int64)
@@ -390,7 +394,7 @@ def lay_out_evenly(
     depth_MK = np.broadcast_to(np.arange(depths), (size_M, depths))
     target_MK = np.broadcast_to(np.arange(size_M)[:, None], (size_M, depths))
     arrays = [
-        *(filled(axis.slot, size_T, 0), filled(axis.position, size_T, 0), first),
+        *(padded.slot, padded.position, first),
         *(row_key, first[row_key], order, filled(target, size_M, 0)),
         *(grid.reshape(-1) for grid in (element_MK, depth_MK, target_MK, real_MK)),
         *(supervised_KN.reshape(-1), supervised_so_far(supervised_SK)),
@@ -399,19 +403,27 @@ def lay_out_evenly(
         slot_T, position_T, first_T, slot_N, first_N, order_N, target_M,
         element_X, depth_X, target_X, real_X, supervised_P, step_valid_K,
     ) = to_device(arrays, device)  # fmt: skip
-    arange_T = torch.arange(size_T, device=device)
     rows = QueryRows(slot_N, first_N, order_N, (row_key[order], first[row_key[order]]))
     return RolloutPlan(
         slot_T=slot_T,
         span=None,
         position_T=position_T,
-        every=QueryRows(arange_T, first_T, arange_T, (np.arange(size_T), first)),
+        every=every_slot(first_T, first),
         depths=(rows,) * depths,
         counts=(size_N,) * depths,
         target_M=target_M,
         head=HeadElements(element_X, depth_X, target_X, target_MK.reshape(-1), real_X.bool()),
         supervised_P=supervised_P.bool(),
         step_valid_K=step_valid_K,
+    )
+
+
+def padded_slots(axis: KeyAxis, size_T: int) -> KeyAxis:
+    """The axis with padding slots, each a document of its own, and with the same rows."""
+    return axis._replace(
+        slot=filled(axis.slot, size_T, 0),
+        first=np.concatenate([axis.first, np.arange(len(axis.slot), size_T)]),
+        position=filled(axis.position, size_T, 0),
     )
 
 

@@ -222,9 +222,15 @@ def generate_cod_sample_indices(
     return anchor_pos.to(loss_mask.device), depth.to(loss_mask.device)
 
 
+def check_counts(**counts: object) -> None:
+    """Refuse what is not a positive int."""
+    for name, value in counts.items():
+        if type(value) is not int or value < 1:
+            raise ValueError(f"{name}: must be a positive int, got {value!r}")
+
+
 def check_cod_options(num_depths: int, ratio: float, ratio_min: float) -> None:
-    if isinstance(num_depths, bool) or not isinstance(num_depths, int) or num_depths < 1:
-        raise ValueError(f"num_depths: must be a positive int, got {num_depths!r}")
+    check_counts(num_depths=num_depths)
     if not 0 < ratio <= 1:
         raise ValueError(f"down_sample_ratio: must be in (0, 1], got {ratio!r}")
     if not 0 <= ratio_min <= 1:

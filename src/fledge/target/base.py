@@ -102,6 +102,11 @@ class Eagle3TargetBackend(ABC):
         """Run the target once over these rows, which may be on any device."""
         return self.generate_batch(*rows.arguments())
 
+    def features(self, rows: TokenBatch) -> Eagle3TargetBatch:
+        """`answer` for an objective that reads only the aux states: a target that can stop after
+        the last aux layer does so, and its supervision is zeros."""
+        return self.answer(rows)
+
     def join(self) -> None:
         """Take part in the other ranks' answers without rows of this rank's own. Does nothing
         unless the target `joins`."""

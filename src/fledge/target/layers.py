@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from operator import index
+from traceback import clear_frames
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -234,6 +235,31 @@ def muted_head(head: nn.Module, answer: Callable[[Tensor], Tensor]) -> Iterator[
             del head.forward
         else:
             head.forward = wrapped
+
+
+class _PassStopped(BaseException):
+    """Unwinds a forward pass whose remaining layers are not needed. A BaseException, so that the
+    model's own `except Exception` does not catch it."""
+
+
+@contextmanager
+def stop_behind(
+    layer_id: int, write: Callable[[int, Tensor], None], answer: Callable[[Tensor], Tensor]
+) -> Iterator[Callable[[int, Tensor], None]]:
+    """Yield a `write` that ends the enclosed pass once this layer's states are written; `answer` is
+    called with zeros in place of the last hidden state."""
+
+    def write_and_stop(number: int, states: Tensor) -> None:
+        write(number, states)
+        if number == layer_id:
+            answer(states.new_zeros(()).expand_as(states))
+            raise _PassStopped
+
+    try:
+        yield write_and_stop
+    except _PassStopped as stopped:
+        # its traceback holds the model's frames, and they the tensors, until garbage is collected
+        clear_frames(stopped.__traceback__)
 
 
 class AuxBuffer:

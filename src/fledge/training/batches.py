@@ -25,10 +25,6 @@ from fledge.data.rows import RowView
 if TYPE_CHECKING:
     from fledge.training.step import Models
 
-# Bytes of packings that are kept, and of a row in one of them, at most. Two packings are kept
-# whatever they take: the one that ends, and the one that begins.
-_KEPT_BYTES, _ROW_BYTES = 1 << 26, 16
-
 
 @dataclass(frozen=True)
 class StepBatch:
@@ -67,9 +63,8 @@ class PackStream:
         self._seed, self._padded = seed, padded
         self._micro, self._accumulate = micro_batch, accumulate
         self._world = world or World()
-        # An epoch is packed again when it is returned to, rather than kept for as long as the run.
-        kept = max(2, _KEPT_BYTES // max(1, _ROW_BYTES * len(rows)))
-        self._packing = lru_cache(maxsize=kept)(self._pack)
+        # Two packings are kept, the one that ends and the one that begins.
+        self._packing = lru_cache(maxsize=2)(self._pack)
         self._first: list[int] = [0]  # stream position at which each epoch begins
         self._padding: list[float] = []  # share of it in each epoch
         self.packs_per_step = micro_batch * accumulate * self._world.data_size

@@ -25,6 +25,8 @@ from typing import Any
 
 from fledge.core.errors import BadInput
 from fledge.core.files import alone_in
+from fledge.core.progress import Progress
+from fledge.core.terminal import counted
 from fledge.recipe.schema import Recipe
 from fledge.target.kinds import kind_of
 from fledge.target.ray.connection import (
@@ -117,8 +119,7 @@ def train_on_cluster(
     layout: Layout,
     *,
     address: str,
-    say: Callable[[str], None],
-    show: Callable[..., None],  # of a progress bar
+    progress: Progress,
 ) -> tuple[int, str]:
     """Train to the end, restarting lost ranks; return the first rank's exit code and stdout."""
     name = f"{recipe.run_name}-{secrets.token_hex(2)}"
@@ -129,7 +130,7 @@ def train_on_cluster(
         placed = kind_of(section).placed(section, aux_layers=layers, name=name)
         variables = dict(undo.enter_context(placed))
         with StopSignal() as stop:
-            return _Run(recipe, entry, layout, board, say, show, variables).to_the_end(stop)
+            return _Run(recipe, entry, layout, board, progress, variables).to_the_end(stop)
 
 
 @dataclass
@@ -138,8 +139,7 @@ class _Run:
     entry: Entry
     layout: Layout
     board: Any
-    say: Callable[[str], None]
-    show: Callable[..., None]
+    progress: Progress
     variables: dict[str, str]
     restarts: int = 0
 
@@ -157,7 +157,7 @@ class _Run:
                 what = f"{losses} starts in a row were lost at step {step} ({outcome})"
                 raise BadInput(what, fix="look at ray's logs; the same command continues the run")
             self.restarts += 1
-            self.say(f"{outcome}; all ranks start again from step {step}")
+            self.progress.say(f"{outcome}; all ranks start again from step {step}")
 
     def _attempt(self, stop: StopSignal) -> tuple[int, str] | str:
         """Start all ranks once; return the outcome, or a description of what was lost."""
@@ -182,7 +182,7 @@ class _Run:
             self.board.forget.remote("ranks")
             for index, place in enumerate(places):
                 self.board.tell.remote("ranks", f"rank-{index}", place)
-            self.show(description=f"training on {count} ranks")
+            self.progress(f"training on {counted(count, 'rank')}")
             recipe, directory = self._cut_for(count), os.getcwd()
             runs = {
                 actor.run.remote(self.entry, recipe, environment, directory): index
@@ -232,7 +232,7 @@ class _Run:
                 room = reserved([one] * count, strategy="PACK", wait_s=wait_s)
                 if (places := attempt.enter_context(room)) is not None:
                     if count < wanted:
-                        self.say(f"room for {count} of {wanted} ranks")
+                        self.progress.say(f"room for {count} of {wanted} ranks")
                     undo.push(attempt.pop_all())
                     return places
         resources = ", ".join(f"{amount:g} {name}" for name, amount in one.items())
@@ -270,7 +270,8 @@ class _Run:
         last = last_figures(Path(self.recipe.run.output_dir) / "metrics.jsonl")
         if last:
             note = f"{last['tokens_per_s']:,.0f} tok/s target {last['target_share']:.0%}"
-            self.show(completed=last["step"], note=note)
+            steps = self.recipe.training.steps or 0
+            self.progress("training", last["step"], steps, "steps", note, now=True)
         facts: dict[str, Any] = {"directory": self.recipe.run.output_dir, "state": state}
         self.board.tell.remote("run", "run", {**facts, "restarts": self.restarts, **last})
 

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fledge.core.errors import BadInput
-from fledge.core.reading import Fault, ListOf, Maybe, Table, Whole, check, json_lines, parse_json
+from fledge.core.reading import Expected, ListOf, Maybe, Table, Whole, check, json_lines, parse_json
 from fledge.recipe.schema import RESOLVED_NAME, Recipe, load_recipe
 from fledge.training.checkpoint import STEPS, read_state
 from fledge.training.optimizer import learning_rate
@@ -36,17 +36,12 @@ _FREE = {
 }
 
 
-class _Figure:
-    """A number, including NaN and infinity: a diverged run has gaps in its curves."""
-
-    def fault(self, value: Any, at: str) -> Fault | None:
-        return None if type(value) in (int, float) else Fault(at, value, "a number")
-
-
-_FIGURES = ListOf(_Figure(), most=4096)  # one per depth
+# Including NaN and infinity: a diverged run has gaps in its curves.
+_FIGURE = Expected("a number", lambda value: type(value) in (int, float))
+_FIGURES = ListOf(_FIGURE, most=4096)  # one per depth
 _EVALUATION = Table(
     optional={
-        **dict.fromkeys(("acceptance_length", "tau"), _Figure()),
+        **dict.fromkeys(("acceptance_length", "tau"), _FIGURE),
         **dict.fromkeys(("joint", "conditional"), _FIGURES),
         "rounds": Whole(),
     }
@@ -54,7 +49,7 @@ _EVALUATION = Table(
 _LINE = Table(
     {"step": Whole()},
     optional={
-        **dict.fromkeys((*CURVES, "seconds"), Maybe(_Figure())),
+        **dict.fromkeys((*CURVES, "seconds"), Maybe(_FIGURE)),
         **dict.fromkeys(("prefix_acceptance", "depth_loss"), _FIGURES),
         "epoch": Whole(),
         "evaluation": _EVALUATION,
@@ -122,7 +117,7 @@ class Curve:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> "Curve":
-        """Keys that it does not know are ignored: others wrote more."""
+        """Unknown keys are ignored: older versions wrote more."""
         rest = {k: v for k, v in value.items() if k in cls.__dataclass_fields__}
         course = {k: v for k, v in value["course"].items() if k in Course.__dataclass_fields__}
         measured = tuple((a, b, c) for a, b, c in value["measured"])

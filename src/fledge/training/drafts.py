@@ -1,7 +1,6 @@
 """The models of a run: the draft that a recipe describes, new or a warm start, and its target."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +19,7 @@ from fledge.methods.shared.config import derive_draft_config
 from fledge.methods.shared.draft import DraftModel
 from fledge.methods.shared.rotary import verify_rotary
 from fledge.recipe.schema import Recipe
-from fledge.target.base import Eagle3TargetBackend, LayerView
+from fledge.target.base import Eagle3TargetBackend, InputEmbedding, LayerView
 from fledge.target.finite_check import bad_weights, not_numbers
 from fledge.target.kinds import TargetSection, kind_of, target_config
 from fledge.target.layers import target_depth, validate_aux_layer_ids
@@ -38,55 +37,45 @@ def make_draft(
     device: torch.device,
 ) -> DraftModel:
     """A new draft that fits the target, or the one that the recipe starts from; in float32."""
-    section = recipe.draft
-    ids = torch.from_numpy(vocabulary.selected_token_ids)
-    mask = torch.from_numpy(vocabulary.t2d)
-    if section.init_from is not None:
-        draft = _warm_draft(recipe, target, vocabulary, tokenizer)
+    section, info = recipe.draft, target.info()
+
+    def new_config() -> Any:
+        settings = recipe.method.draft_settings(
+            recipe.objective, tokenizer=tokenizer, vocab_size=info.vocab_size
+        )
+        return config_of_draft(recipe, target_config(recipe.target), vocabulary.size, settings)
+
+    start = starting_draft(recipe)
+    if start is None:
+        draft = recipe.method.draft_type()(new_config())
     else:
-        draft = recipe.method.draft_type()(_draft_config(recipe, target, vocabulary, tokenizer))
+        draft = _warm_draft(recipe, target, start, new_config)
+    ids, mask = torch.from_numpy(vocabulary.selected_token_ids), torch.from_numpy(vocabulary.t2d)
     draft.set_vocab_mapping(ids, mask)
     draft.borrow_from(target)
-    if section.init_from is None:
+    if start is None:
         draft.copy_embeddings_from_target(target.get_input_embeddings())
         if section.head_from_target:
-            draft.copy_head_from_target(_HeadWeight(target.info().head.weight_VD))
+            draft.copy_head_from_target(InputEmbedding(info.head.weight_VD))
         if section.layers_from_target:
-            _copy_layers(draft, target)
+            if info.module is None:
+                where = "draft.layers_from_target"
+                what = "the target is not in this process, so its layers cannot be copied"
+                raise BadInput(what, where=where, fix=f"{where}=false")
+            draft.start_as_target(info.module)
     # The aux layers are part of the draft: it cannot use states of other layers.
     draft.config.aux_layer_ids = list(target.aux_layer_ids)
-    if (module := target.info().module) is not None:  # a remote target's rotary cannot be checked
-        verify_rotary(draft.config, module)
+    if info.module is not None:  # a remote target's rotary cannot be checked
+        verify_rotary(draft.config, info.module)
     for name, tensor in draft.state_dict().items():
         if what := not_numbers(tensor):
-            owner = (
-                "the target, which the draft starts from," if section.init_from is None else "it"
-            )
+            owner = "it" if start else "the target, which the draft starts from,"
             raise bad_weights(name, what, owner=owner, where=section.init_from or "")
     if section.freeze_embeddings:
         draft.freeze_embeddings()
     if recipe.training.gradient_checkpointing:
         draft.gradient_checkpointing_enable()
     return draft.to(device)
-
-
-def _copy_layers(draft: DraftModel, target: Eagle3TargetBackend) -> None:
-    module = target.info().module
-    if module is None:
-        where = "draft.layers_from_target"
-        what = "the target is not in this process, so its layers cannot be copied"
-        raise BadInput(what, where=where, fix=f"{where}=false")
-    draft.start_as_target(module)
-
-
-def _draft_config(
-    recipe: Recipe, target: Eagle3TargetBackend, vocabulary: DraftVocabulary, tokenizer: Any
-) -> Any:
-    """The config of the draft that a recipe describes."""
-    settings = recipe.method.draft_settings(
-        recipe.objective, tokenizer=tokenizer, vocab_size=target.info().vocab_size
-    )
-    return config_of_draft(recipe, target_config(recipe.target), vocabulary.size, settings)
 
 
 def config_of_draft(
@@ -108,21 +97,16 @@ def config_of_draft(
 
 
 def _warm_draft(
-    recipe: Recipe, target: Eagle3TargetBackend, vocabulary: DraftVocabulary, tokenizer: Any
+    recipe: Recipe, target: Eagle3TargetBackend, start: Path, new_config: Callable[[], Any]
 ) -> DraftModel:
     """The draft that `init_from` names. An EAGLE-3 draft grows into a P-EAGLE one if the recipe
     trains that."""
-    start = starting_draft(recipe)
-    assert start is not None
-    draft = load_draft(start, dtype=torch.float32)
-    vocab_size = target.info().vocab_size
+    draft, vocab_size = load_draft(start, dtype=torch.float32), target.info().vocab_size
     if draft.config.vocab_size != vocab_size:
         what = f"made for a vocabulary of {draft.config.vocab_size}, the target has {vocab_size}"
         raise BadInput(what, where=str(start))
     old = method_of(draft.config)
-    grown: DraftModel | None = draft
-    if old is not recipe.method:
-        grown = recipe.method.grow(draft, _draft_config(recipe, target, vocabulary, tokenizer))
+    grown = draft if old is recipe.method else recipe.method.grow(draft, new_config())
     if grown is None:
         fix = f"objective.kind={old.name} continues training it"
         raise BadInput(f"a draft of {old.title}", where=str(start), fix=fix)
@@ -132,11 +116,6 @@ def _warm_draft(
         fix = f"target.aux_layer_ids={','.join(map(str, layers))}"
         raise BadInput(what, where=str(start), fix=fix)
     return grown
-
-
-@dataclass(frozen=True)
-class _HeadWeight:
-    weight: torch.Tensor
 
 
 # --- vocabulary ----------------------------------------------------------------------------------

@@ -17,14 +17,9 @@ from fledge.kernels.gate import kernel_runs
 from fledge.training.sharding import local_tensor, whole_tensor
 
 # --- muon ----------------------------------------------------------------------------------------
-# Muon for the matrices of a draft, batched by shape.
-#
-# The update is that of `torch.optim.Muon`, which processes one matrix at a time with thirty
-# kernel launches each: for a small draft, these take longer than its whole pass. Here, matrices
-# of one shape (or its transpose) form one batch, up to a size limit: large matrices keep a GPU
-# busy on their own, and stacking them would cost memory. A bad step changes nothing, and nothing
-# synchronizes with the device.
-
+# The update of `torch.optim.Muon` processes one matrix at a time with thirty kernel launches each,
+# which takes longer than the whole pass of a small draft. Here, matrices of one shape (or its
+# transpose) form a batch. Large ones keep a GPU busy on their own.
 
 _BATCH = 2**24  # maximum number of elements in a batch; a larger matrix is a batch of its own
 
@@ -102,7 +97,6 @@ def _orthogonal(update_MRC: Tensor, group: dict[str, Any]) -> Tensor:
 
 
 # --- optimizer ------------------------------------------------------------------------------------
-
 
 GUARD_WINDOW = 64  # number of recent gradient norms kept
 GUARD_WARMUP = 16  # good steps needed before a norm can count as a spike

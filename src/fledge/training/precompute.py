@@ -1,7 +1,6 @@
 """Builds what `fledge precompute` needs from a recipe: rows, vocabulary, target, cache layout."""
 
 import hashlib
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -9,8 +8,9 @@ import numpy as np
 import torch
 
 from fledge.core.errors import BadInput
+from fledge.core.progress import Progress, unwatched
 from fledge.data import sources
-from fledge.data.prepare import Progress, tokenizer_files_fingerprint
+from fledge.data.prepare import tokenizer_files_fingerprint
 from fledge.data.rows import Rows, RowView, split_rows
 from fledge.data.vocab import special_token_ids
 from fledge.models.resolve import local_model
@@ -58,7 +58,7 @@ def recipe_job(
     recipe: Recipe,
     directory: Path,
     options: CacheOptions,
-    on_progress: Callable[[Progress], None] = lambda _: None,
+    progress: Progress = unwatched,
     *,
     device: torch.device | None = None,
     shuffle_seed: int | None = None,
@@ -74,15 +74,13 @@ def recipe_job(
         what = "a target that ranks share cannot be precomputed"
         raise BadInput(what, where="target.parallel", fix="take an engine, or train live")
     computed = cache_dtype(recipe, device or torch.device("cpu"))
-    if not data.train:
-        raise BadInput("no training data", where="data.train", fix="data.train=chats.jsonl")
     config, tokenizer = text_config(target_config(section)), target_tokenizer(section)
     aux_layer_ids = _aux_layer_ids(recipe, target_depth(config))
     model_dir, template = local_model(model_name(section), weights=False), tokenizer.chat_template
-    train = tokenised(data.train, recipe, on_progress)
+    train = tokenised(data.train, recipe, progress)
     rows: Rows = train
     if data.valid:
-        valid = tokenised(data.valid, recipe, on_progress)
+        valid = tokenised(data.valid, recipe, progress)
         repeated_rows(split_training(train, recipe)[0], split_rows(valid, 0)[0], recipe)
         rows = _Concatenated(train, valid)
     vocabulary = None

@@ -186,7 +186,7 @@ def _moments(reading: Reading, targets: Targets, packs: Iterable[TokenBatch]) ->
 
 def _inputs(reading: Reading, target: Eagle3TargetBackend, tokens: TokenBatch) -> Tensor:
     """The inputs [N, X] of all real tokens of a pack, in float64."""
-    answer = target.answer(tokens)
+    answer = target.features(tokens)
     check_answer(target, answer, tokens)
     aux_BTD = answer.aux_hidden_states.to(reading.weight_EX.device)
     return reading.inputs(aux_BTD[tokens.attention_mask.bool().to(aux_BTD.device)]).double()

@@ -30,7 +30,7 @@ from fledge.measure.evaluation import check_fits
 from fledge.methods.registry import load_draft, method_of
 from fledge.methods.shared.files import read_draft_config
 from fledge.recipe.schema import Recipe, as_recipe
-from fledge.training import loading
+from fledge.training import runs
 from fledge.training.checkpoint import mark_best
 from fledge.training.fit import fit_recipe
 from fledge.training.refit import Targets, measure, reading_of, refit, take_tables
@@ -135,7 +135,7 @@ def recipe_for(asked: Asked, draft: Path, out: Path) -> Recipe:
         "target": {
             "backend": "hf",
             "model": asked.target,
-            "aux_layer_ids": loading.known_layers(draft),
+            "aux_layer_ids": runs.known_layers(draft),
             "trust_remote_code": asked.trust_remote_code,
         },
         "data": {"train": list(asked.data), "valid": [], "valid_rows": None},
@@ -194,7 +194,7 @@ def _refit_and_measure(asked: Asked, path: Path, recipe: Recipe, watch: Watch) -
         recipe.write_resolved(out)
         mark_best(out, out / "refit")
         pairs = ((old, path), (new, path), (new, out / "refit"))
-        for_old, for_new, refitted = (loading.load_draft_beside(*pair) for pair in pairs)
+        for_old, for_new, refitted = (runs.load_draft_beside(*pair) for pair in pairs)
         tokens = trained_tokens(path)
         watch("measuring", 0, 1)
         lengths = measure(
@@ -215,7 +215,7 @@ def _open_target(asked: Asked, path: Path, flag: str) -> "HFEagle3TargetModel":
     """Load the old or the new target with the draft's aux layers."""
     name = asked.old if flag == "--old" else asked.target
     try:
-        target = loading.load_target(
+        target = runs.load_target(
             path, name, dtype=asked.dtype, device=asked.device,
             trust_remote_code=asked.trust_remote_code,
         )  # fmt: skip
@@ -225,7 +225,7 @@ def _open_target(asked: Asked, path: Path, flag: str) -> "HFEagle3TargetModel":
         fix = f"give --old MODEL if you have it; without it, {_TRAIN}"
         where = error.where or flag
         raise BadInput(f"the old target: {error.what}", where=where, fix=fix) from error
-    return loading.with_layers_of(target, path)
+    return runs.with_layers_of(target, path)
 
 
 def _check_alike(path: Path, old: "HFEagle3TargetModel", new: "HFEagle3TargetModel") -> None:

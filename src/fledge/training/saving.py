@@ -71,7 +71,7 @@ def read_shares(directory: Path, wanted: Mapping[str, Tensor]) -> None:
     The caller has verified the files' checksums. Shapes and dtypes are compared before any data is
     read.
     """
-    try:
+    with _one_line(directory):
         reader = HuggingFaceStorageReader(str(directory))
         metadata = reader.read_metadata()
         for name, tensor in wanted.items():
@@ -83,30 +83,29 @@ def read_shares(directory: Path, wanted: Mapping[str, Tensor]) -> None:
             # DCP warns about no_dist, which is intended: every rank reads for itself.
             warnings.simplefilter("ignore", UserWarning)
             load(dict(wanted), storage_reader=reader, no_dist=True)
-    except BadInput:
-        raise
-    except _read_errors() as error:
-        what = f"its shares cannot be put together ({first_line(error)})"
-        raise BadInput(what, where=str(directory), fix=_DAMAGED) from error
 
 
 def held_names(directory: Path) -> set[str]:
     """The names of the tensors in a checkpoint's files, whole or in part."""
-    try:
+    with _one_line(directory):
         return set(HuggingFaceStorageReader(str(directory)).read_metadata().state_dict_metadata)
-    except broken_files() as error:
-        what = f"its shares cannot be read ({first_line(error)})"
+
+
+@contextlib.contextmanager
+def _one_line(directory: Path) -> Iterator[None]:
+    broken: tuple[type[BaseException], ...] = (CheckpointException, *broken_files())
+    try:
+        yield
+    except BadInput:
+        raise
+    except broken as error:
+        what = f"its shares cannot be put together ({first_line(error)})"
         raise BadInput(what, where=str(directory), fix=_DAMAGED) from error
-
-
-def _read_errors() -> tuple[type[BaseException], ...]:
-    return (CheckpointException, *broken_files())
 
 
 def _check(name: str, wanted: Tensor, saved: Any, directory: Path) -> None:
     """Raise BadInput if a tensor is missing, has another shape or dtype, or has gaps, which DCP
     would silently leave unfilled."""
-    fault = ""
     if not isinstance(saved, TensorStorageMetadata):
         fault = "missing"
     elif saved.size != wanted.shape or saved.properties.dtype != wanted.dtype:
@@ -115,9 +114,10 @@ def _check(name: str, wanted: Tensor, saved: Any, directory: Path) -> None:
         fault = "in places before its beginning"
     elif sum(math.prod(chunk.sizes) for chunk in saved.chunks) != wanted.numel():
         fault = "incomplete"
-    if fault:
-        what = f"{name} is {fault}, expected {wanted.dtype} {list(wanted.shape)}"
-        raise BadInput(what, where=str(directory), fix=_DAMAGED)
+    else:
+        return
+    what = f"{name} is {fault}, expected {wanted.dtype} {list(wanted.shape)}"
+    raise BadInput(what, where=str(directory), fix=_DAMAGED)
 
 
 # --- saving ---------------------------------------------------------------------------------------
@@ -129,24 +129,12 @@ _STEPPED = "stepped."  # prefix of the optimizer's weights in checkpoints whose 
 
 def save(training: "Training", state: Mapping[str, Any], window: Sums) -> Path:
     """Write a checkpoint and return its path. All ranks must call this."""
-    with training.parts.averaged():
-        return _save(training, state, window)
-
-
-def _save(training: "Training", state: Mapping[str, Any], window: Sums) -> Path:
-    parts, directory = training.parts, training.directory
+    parts, directory, draft = training.parts, training.directory, training.draft
     # `window` is this rank's share. Saved are the sums over all ranks; on resuming, the main rank
     # starts from them and the others from zero.
     total = window.over(parts.world)
     if parts.world.is_main and not training.vocabulary_path.exists():
         raise removed(directory)
-    tensors = {
-        **checkpoints.optimizer_tensors(parts.optimizers, _names(training)),
-        **_stepped(training),
-        **{f"guard.{name}": tensor for name, tensor in parts.guard.state().items()},
-        **{f"window.{name}": tensor for name, tensor in vars(total).items()},
-        **checkpoints.rng_tensors(),
-    }
     record = {
         **state,
         checkpoints.STEPS: training.stream.steps,
@@ -154,12 +142,20 @@ def _save(training: "Training", state: Mapping[str, Any], window: Sums) -> Path:
         "fingerprints": training.fingerprints,
     }
     path = checkpoints.checkpoint_path(directory, record["step"])
-    if parts.world.shard > 1:
-        _save_shares(training, path, record, tensors)
-    elif parts.world.is_main:
-        with atomic_directory(path) as temporary:
-            training.draft.write(temporary)
-            checkpoints.complete(temporary, record, tensors)
+    with parts.averaged():
+        tensors = {
+            **checkpoints.optimizer_tensors(parts.optimizers, _names(training)),
+            **_stepped(training),
+            **{f"guard.{name}": tensor for name, tensor in parts.guard.state().items()},
+            **{f"window.{name}": tensor for name, tensor in vars(total).items()},
+            **checkpoints.rng_tensors(),
+        }
+        if parts.world.shard > 1:
+            _save_shares(training, path, record, tensors)
+        elif parts.world.is_main:
+            with atomic_directory(path) as temporary:
+                draft.write(temporary)
+                checkpoints.complete(temporary, record, tensors)
     return path
 
 
@@ -167,11 +163,7 @@ def _save_shares(
     training: "Training", path: Path, record: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> None:
     world, draft = training.parts.world, training.draft
-    shared = {
-        name: tensor
-        for name, tensor in tensors.items()
-        if name.endswith(_MOMENTS) or name.startswith(_STEPPED)
-    }
+    shared = {n: t for n, t in tensors.items() if n.endswith(_MOMENTS) or n.startswith(_STEPPED)}
     with _shared_directory(path, world) as temporary:
         write_shares(temporary, shared, path=path)
         whole = {}
@@ -223,7 +215,12 @@ def restore(training: "Training", checkpoint: checkpoints.Checkpoint, window: Su
     for optimizer in parts.optimizers:
         checkpoints.restore_optimizer(optimizer, _names(training), tensors)
     if parts.average is not None:
-        _restore_stepped(training, tensors)
+        # The draft in a checkpoint is the average: the optimizer's weights are read into the
+        # tensors kept aside, and then swapped with it.
+        aside = _stepped(training)
+        for name, tensor in checkpoints.matching(tensors, aside).items():
+            aside[name].copy_(tensor)
+        parts.average.swap(parts.parameters)
     parts.guard.load(checkpoints.matching(tensors, parts.guard.state(), prefix="guard."))
     checkpoints.restore_rng(tensors)
     if parts.world.is_main:
@@ -253,16 +250,6 @@ def _stepped(training: "Training") -> dict[str, Tensor]:
         return {}
     aside = zip(parts.parameters, parts.average.aside, strict=True)
     return {f"{_STEPPED}{names[id(parameter)]}": tensor for parameter, tensor in aside}
-
-
-def _restore_stepped(training: "Training", tensors: Mapping[str, Tensor]) -> None:
-    """Restore the optimizer's weights. A checkpoint's draft holds the average, so the weights are
-    first read into the tensors kept aside and then swapped with it."""
-    for name, tensor in checkpoints.matching(tensors, _stepped(training)).items():
-        aside = _stepped(training)[name]
-        aside.copy_(tensor)
-    assert training.parts.average is not None
-    training.parts.average.swap(training.parts.parameters)
 
 
 def _names(training: "Training") -> dict[int, str]:

@@ -6,7 +6,6 @@ while one of them tokenizes for an hour.
 
 import math
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,11 +17,11 @@ import torch
 from fledge.core.distributed import World, join_world, pick_device
 from fledge.core.errors import BadInput
 from fledge.core.machine import multiplies_bfloat16
-from fledge.core.progress import Watch, unwatched
+from fledge.core.progress import Progress, Watch, unwatched
 from fledge.core.rows import TokenBatch
 from fledge.core.terminal import counted
 from fledge.data.pack import collate, pack_rows
-from fledge.data.prepare import Progress, prepare_rows
+from fledge.data.prepare import prepare_rows
 from fledge.data.rows import Rows, RowView, repeats, split_rows
 from fledge.data.store import TokenRows
 from fledge.data.tokenise import TokeniseOptions
@@ -59,14 +58,14 @@ MOST_REPEATED = 0.01  # a larger share of rows that stand twice causes one, too,
 
 
 @dataclass
-class OpenRun:
-    """A run with its rows and models: enough to evaluate its draft, not to train it."""
+class Training:
+    """A run that is ready to be trained."""
 
     recipe: Recipe
     directory: Path
-    parts: Models
-    train: RowView
-    rows: RowView  # `train`, but reading them does not ask for answers in advance
+    parts: Parts
+    stream: PackStream
+    rows: RowView  # the stream's rows, but reading them does not ask for answers in advance
     held_out: list[TokenBatch]
     pad_id: int
     draft: DraftModel
@@ -74,21 +73,13 @@ class OpenRun:
     fingerprints: dict[str, str]  # of what must not change when a run is resumed
     warnings: list[str]  # about what is allowed, but probably not intended
     data_s: float  # seconds spent on preparing the data
+    held_out_picks: dict[int, Ints] = field(default_factory=dict)  # see `evaluate`
+    watch: Watch = unwatched  # training and saving count steps, evaluating counts packs
 
     @property
     def vocabulary_path(self) -> Path:
         """Written when a run starts, so it exists if and only if the run has started."""
         return self.directory / VOCABULARY_NAME
-
-
-@dataclass
-class Training(OpenRun):
-    """A run that is ready to be trained."""
-
-    parts: Parts
-    stream: PackStream
-    held_out_picks: dict[int, Ints] = field(default_factory=dict)  # see `evaluate`
-    watch: Watch = unwatched  # training and saving count steps, evaluating counts packs
 
     def lr(self, step: int) -> float:
         """The learning rate of a step."""
@@ -105,18 +96,13 @@ class Training(OpenRun):
         )
 
 
-def prepare_data(
-    recipe: Recipe, on_progress: Callable[[Progress], None] = lambda _: None
-) -> tuple[RowView, RowView, str]:
+def prepare_data(recipe: Recipe, progress: Progress = unwatched) -> tuple[RowView, RowView, str]:
     """(training rows, held-out rows, fingerprint); tokenized rows are cached on disk."""
-    data = recipe.data
-    if not data.train:
-        raise BadInput("no training data", where="data.train", fix="data.train=chats.jsonl")
-    rows = tokenised(data.train, recipe, on_progress)
+    rows = tokenised(recipe.data.train, recipe, progress)
     train, held_out = split_training(rows, recipe)
     fingerprint = rows.fingerprint
-    if data.valid:
-        valid = tokenised(data.valid, recipe, on_progress)
+    if recipe.data.valid:
+        valid = tokenised(recipe.data.valid, recipe, progress)
         held_out, _ = split_rows(valid, 0)
         fingerprint += f"+{valid.fingerprint}"
     return _not_empty(train), held_out, fingerprint
@@ -172,8 +158,8 @@ def _few_rows(train: int, held_out: int) -> list[str]:
     if train >= FEW_ROWS:
         return []
     count = counted(held_out, "is held out", "are held out")
-    held_out_note = f" ({count})" if held_out else ", none is held out"
-    few = f"only {counted(train, 'row')} to train on{held_out_note}"
+    few = f"only {counted(train, 'row')} to train on"
+    few += f" ({count})" if held_out else ", none is held out"
     return [f"{few}: too few for a draft to learn from; see data.train"]
 
 
@@ -182,49 +168,37 @@ def tokenise_options(data: Data) -> TokeniseOptions:
     return TokeniseOptions(data.max_length, data.overlong, *supervised, data.template_options)
 
 
-def tokenised(
-    names: tuple[str, ...], recipe: Recipe, on_progress: Callable[[Progress], None]
-) -> TokenRows:
+def tokenised(names: tuple[str, ...], recipe: Recipe, progress: Progress) -> TokenRows:
     """The rows of the named sources, tokenized with the recipe's options."""
+    if not names:
+        raise BadInput("no training data", where="data.train", fix="data.train=chats.jsonl")
     data, model = recipe.data, local_model(model_name(recipe.target), weights=False)
-    return prepare_rows(
+    rows = prepare_rows(
         list(names), model, tokenise_options(data), workers=data.workers,
-        max_drop_share=data.max_drop_share, on_progress=on_progress,
+        max_drop_share=data.max_drop_share, on_progress=progress,
         trust_remote_code=recipe.target.trust_remote_code,
     )  # fmt: skip
+    for line in rows.drops.lines():
+        progress.say(line)
+    return rows
 
 
 def set_up(
     recipe: Recipe,
-    on_progress: Callable[[Progress], None] = lambda _: None,
+    progress: Progress = unwatched,
     *,
     target: Eagle3TargetBackend | None = None,
 ) -> Training:
-    """Build a run; writes nothing but caches. `target`: the recipe's target if it is already open;
-    it must provide the aux layers that the draft uses."""
-    opened = open_run(recipe, on_progress, target=target)
-    with ExitStack() as undo:
-        if target is None:
-            undo.enter_context(opened.parts.target)
-        parts, stream = _parts(opened.recipe, opened.parts), make_stream(opened, opened.recipe)
-        undo.pop_all()
-    return Training(**{**vars(opened), "parts": parts, "stream": stream})
-
-
-def open_run(
-    recipe: Recipe,
-    on_progress: Callable[[Progress], None] = lambda _: None,
-    *,
-    target: Eagle3TargetBackend | None = None,
-) -> OpenRun:
-    """The rows and the models of a run: prepare the data, then join the other ranks, then open the
-    target unless one is passed; it is closed again if anything fails."""
+    """Build a run; writes nothing but caches. Prepares the data, then joins the other ranks, then
+    opens the target, which is closed again if anything fails. `target`: the recipe's target if it
+    is already open; it must provide the aux layers that the draft uses."""
     recipe = recipe.settled()
     training, device = recipe.training, pick_device(recipe.training.device)
     begin = time.perf_counter()
-    data = None if kind_of(recipe.target).brings_rows else prepare_data(recipe, on_progress)
+    data = None if kind_of(recipe.target).brings_rows else prepare_data(recipe, progress)
     warnings = [] if data is None else repeated_rows(*data[:2], recipe)
     data_s = time.perf_counter() - begin
+    progress("loading the target")
     world = join_world(device, shard=training.shard, context=training.context)
     torch.manual_seed(training.seed)
     with ExitStack() as undo:
@@ -234,27 +208,37 @@ def open_run(
         rows, held_out, fingerprint = data or known_data(recipe, target)
         if data is None:
             warnings = repeated_rows(rows, held_out, recipe)
+        warnings = warnings + _few_rows(len(rows), len(held_out))
         tokenizer = target_tokenizer(recipe.target)
         target = with_own_layers(recipe, target)
         vocabulary = vocabulary_of_run(recipe, target, rows, tokenizer, fingerprint)
         target.set_vocab_mapping(
             torch.from_numpy(vocabulary.selected_token_ids), torch.from_numpy(vocabulary.t2d)
         )
-        warnings = warnings + _few_rows(len(rows), len(held_out))
         train, held_out = target.read_ahead(rows), target.read_ahead(held_out)
         draft = make_draft(recipe, target, vocabulary, tokenizer, device)
         world.copy_from_main(draft)
         objective = make_objective(recipe, draft, vocabulary, target, device, world)
         pad_id = tokenizer.pad_token_id or 0
-        opened = OpenRun(
+        batches = held_out_batches(held_out, recipe, pad_id)
+        run = Training(
             recipe=recipe,
             directory=Path(recipe.run.output_dir),
-            parts=Models(target, objective, device, world, Clock(device)),
-            train=train,
+            parts=_parts(recipe, Models(target, objective, device, world, Clock(device))),
+            stream=PackStream(
+                train,
+                tokens=recipe.packing.tokens,
+                pad_id=pad_id,
+                seed=recipe.packing.seed,
+                padded=recipe.packing.padded,
+                micro_batch=training.micro_batch,
+                accumulate=training.accumulate,
+                epochs=training.epochs,
+                steps=training.steps,
+                world=world,
+            ),
             rows=rows,
-            held_out=held_out_batches(held_out, recipe, pad_id),
-            warnings=warnings,
-            data_s=data_s,
+            held_out=batches,
             pad_id=pad_id,
             draft=draft,
             vocabulary=vocabulary,
@@ -263,9 +247,11 @@ def open_run(
                 "target": target.info().weights_fingerprint,
                 "vocabulary": vocabulary.digest(),
             },
+            warnings=warnings,
+            data_s=data_s,
         )
         undo.pop_all()
-    return opened
+    return run
 
 
 def _parts(recipe: Recipe, models: Models) -> Parts:
@@ -296,28 +282,20 @@ def _parts(recipe: Recipe, models: Models) -> Parts:
     )
 
 
-def make_stream(opened: OpenRun, recipe: Recipe) -> PackStream:
-    """The run's training rows, packed and ordered as the recipe specifies."""
-    packing, training = recipe.packing, recipe.training
-    return PackStream(
-        opened.train,
-        tokens=packing.tokens,
-        pad_id=opened.pad_id,
-        seed=packing.seed,
-        padded=packing.padded,
-        micro_batch=training.micro_batch,
-        accumulate=training.accumulate,
-        epochs=training.epochs,
-        steps=training.steps,
-        world=opened.parts.world,
-    )
-
-
 def held_out_batches(rows: RowView, recipe: Recipe, pad_id: int) -> list[TokenBatch]:
     """The packs on which a recipe's drafts are evaluated."""
     count = min(len(rows), recipe.evaluation.rows)
     packing = pack_rows(rows.lengths[:count], recipe.packing.tokens)
     return [collate(rows, [pack], recipe.packing.tokens, pad_id) for pack in packing.packs]
+
+
+def compute_dtype(recipe: Recipe, device: torch.device) -> torch.dtype | None:
+    """The precision in which a recipe's draft computes; None: that of its weights."""
+    dtype = recipe.training.compute_dtype
+    bfloat16 = dtype == "bfloat16" or (
+        dtype == "auto" and device.type == "cuda" and multiplies_bfloat16(device)
+    )
+    return torch.bfloat16 if bfloat16 else None
 
 
 def make_objective(
@@ -328,15 +306,11 @@ def make_objective(
     device: torch.device,
     world: World,
 ) -> Objective[Any]:
-    dtype = recipe.training.compute_dtype
-    bfloat16 = dtype == "bfloat16" or (
-        dtype == "auto" and device.type == "cuda" and multiplies_bfloat16(device)
-    )
     inputs = TrainerInputs(
         selected_token_ids=torch.from_numpy(vocabulary.selected_token_ids),
         selected_token_mask=torch.from_numpy(vocabulary.t2d),
         target_head=target.info().head.to(device),
-        compute_dtype=torch.bfloat16 if bfloat16 else None,
+        compute_dtype=compute_dtype(recipe, device),
         context=ContextRanks.of(world),
     )
     return recipe.method.objective(draft, inputs, **recipe.objective.options())

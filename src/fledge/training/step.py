@@ -143,9 +143,12 @@ class StepResult:
     flags: Fetched  # [2] int64: whether the step was skipped; ranks that were asked to stop
 
 
-def answers_of(parts: Models, batch: StepBatch) -> Iterator[tuple[TokenBatch, Eagle3TargetBatch]]:
-    """Yield this rank's micro-batches, each with the target's answer. For a missing micro-batch the
-    rank still joins the target's pass, which other ranks may depend on."""
+def answers_of(
+    parts: Models, batch: StepBatch, *, features: bool = False
+) -> Iterator[tuple[TokenBatch, Eagle3TargetBatch]]:
+    """Yield this rank's micro-batches, each with the target's answer, or just its `features`. For a
+    missing micro-batch the rank still joins the target's pass, which other ranks may depend on."""
+    ask = parts.target.features if features else parts.target.answer
     futures = None if batch.answers is None else iter(batch.answers)
     for rows in batch.micro:
         with parts.clock.phase("target"):
@@ -153,7 +156,7 @@ def answers_of(parts: Models, batch: StepBatch) -> Iterator[tuple[TokenBatch, Ea
                 if futures is None:
                     parts.target.join()
                 continue
-            answer = parts.target.answer(rows) if futures is None else next(futures).result()
+            answer = ask(rows) if futures is None else next(futures).result()
             answer = answer.to(parts.device, non_blocking=True)
         yield rows, answer
         del answer
@@ -210,7 +213,7 @@ def _eager_passes(
     objective, world = parts.objective, parts.world
     layers = objective.draft_model.config.num_aux_hidden_states
     prepared, verdicts = [], []
-    for rows, answer in answers_of(parts, batch):
+    for rows, answer in answers_of(parts, batch, features=not objective.reads_target):
         with parts.clock.phase("supervision"):
             # Planned from host masks, while the GPU is still running the target.
             prepared.append(objective.prepare(rows, answer, seed))
@@ -239,7 +242,7 @@ def _recorded_passes(
     """Run the step's only micro-batch as a recorded CUDA graph."""
     objective = parts.objective
     assert parts.recorded is not None
-    [(rows, answer)] = answers_of(parts, batch)
+    [(rows, answer)] = answers_of(parts, batch, features=not objective.reads_target)
     with parts.clock.phase("supervision"):
         plan = parts.recorded.plan(rows, seed)
     with parts.clock.phase("forward"):

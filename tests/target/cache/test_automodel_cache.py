@@ -268,14 +268,3 @@ def test_only_probabilities_can_be_stored_in_automodels_layout(cache_pair, tmp_p
     assert verb("cache", "convert", *args[:3], "automodle") == 2
     assert "did you mean 'automodel'" in capsys.readouterr().err
     assert not (tmp_path / "x").exists()
-
-
-def test_an_interrupted_conversion_can_be_resumed(cache_pair, tmp_path):
-    source, automodel = cache_pair("probs")
-    copy = shutil.copytree(automodel, tmp_path / "cut")
-    (copy / "shard-000001.safetensors").unlink()
-    arguments = ["cache", "convert", source, copy, "--layout", "automodel", "--shard-size", 16]
-    assert verb(*arguments) == 2
-    assert verb(*arguments, "--resume") == 0
-    for path in automodel.glob("shard-*"):
-        assert (copy / path.name).read_bytes() == path.read_bytes()

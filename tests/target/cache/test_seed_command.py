@@ -15,7 +15,7 @@ from fledge.recipe.schema import RESOLVED_NAME, load_recipe
 from fledge.target.cache.backend import CachedEagle3TargetModel
 from fledge.target.hf.model import HFEagle3TargetModel
 from fledge.training.fit import fit
-from fledge.training.setup import open_run, set_up
+from fledge.training.setup import set_up
 from target.cache.caches import verb
 from train.test_fit import final_weights
 from train.tiny import Notes, make_target
@@ -71,7 +71,7 @@ def recipe_words(cache, output_dir, *more):
 
 
 def vocabulary_of(words):
-    opened = open_run(load_recipe(None, words))
+    opened = set_up(load_recipe(None, words))
     opened.parts.target.close()
     return opened.vocabulary
 

@@ -126,8 +126,8 @@ class Nursery:
 
 def serve_tiny(told, port, drain_s, stderr, limits):
     from fledge.target.hf.model import HFEagle3TargetModel
-    from fledge.target.remote.server.admission import Limits
     from fledge.target.remote.server.app import TargetServer
+    from fledge.target.remote.server.queue import Limits
     from fledge.target.remote.server.run import Address, serve
     from target.tiny_models import tiny_model
 

@@ -19,8 +19,8 @@ pytest.importorskip("uvicorn", reason="needs the serve extra")
 from fledge.core.rows import TokenBatch
 from fledge.target.hf.model import HFEagle3TargetModel
 from fledge.target.remote.protocol import Question
-from fledge.target.remote.server.admission import Limits as Limits
 from fledge.target.remote.server.app import TargetServer
+from fledge.target.remote.server.queue import Limits as Limits
 from fledge.target.remote.server.run import Address, make_uvicorn
 from fledge.target.remote.wire import unpack
 

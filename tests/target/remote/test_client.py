@@ -146,7 +146,7 @@ def test_a_request_that_always_fails_ends_after_its_retries(server, mischief, er
 
 
 def test_closing_ends_the_pause_between_two_attempts(server, monkeypatch):
-    monkeypatch.setattr("fledge.target.remote.client._FIRST_PAUSE_S", 30.0)
+    monkeypatch.setattr("fledge.target.remote.fleet._FIRST_PAUSE_S", 30.0)
     proxy = Proxy(server.port, spare=2000)
     try:
         with RemoteEagle3TargetModel(proxy.url, **QUICK) as target:

@@ -9,8 +9,8 @@ import torch
 from fledge.cli.main import run
 from fledge.target.cache.manifest import copied_files
 from fledge.target.remote.wire import Message
-from target.remote.hostile import INFO, Hostile, drip, forever, http, message
-from target.remote.test_hostile_answers import CONTINUE, DEEP, as_dtype, busy, health
+from target.remote.hostile import INFO, Hostile, http, message
+from target.remote.test_hostile_answers import DEEP, as_dtype
 
 
 @pytest.fixture(scope="module")
@@ -40,16 +40,12 @@ def parts(dtype=torch.float32):
 
 CODE = {"model_type": "evil", "auto_map": {"AutoConfig": "org/repo--evil.Config"}}
 CASES = {
-    "health drips": ({"/health": drip(b"HTTP/1.1 200 OK\r\nX: a")}, "no whole reply within 0.4 s"),
-    "100 for ever": ({"/v1/info": forever(CONTINUE)}, "for the headers of its reply"),
-    "queue": ({"/health": health(b"null")}, "'queue' is None"),
     "deep": ({"/v1/info": http(DEEP)}, "its /v1/info cannot be read (nested too deeply)"),
     "layers": ({"/v1/info": http({**INFO, "aux_layer_ids": 5})}, "'aux_layer_ids' is 5"),
     "no config": ({"/v1/files": {"config": None}}, "no config.json"),
     "code": ({"/v1/files": {"config": CODE}}, "Python code"),
     "trusted code": ({"/v1/files": {"config": CODE}}, "which is never run for a server"),
     "integers": (parts(torch.int32), "embed_tokens is torch.int32"),
-    "busy": ({"/v1/generate": busy("nan")}, "target.timeout_s: no answer within 0.4 s"),
     "states": ({"/v1/generate": as_dtype(torch.uint8, width=32)}, "should be torch.float32 ["),
 }  # fmt: skip
 

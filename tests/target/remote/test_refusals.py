@@ -82,14 +82,6 @@ def test_without_a_token_only_local_host_names_are_answered(server):
     assert raw_get(server.port, twice)[0] in (400, 421)
 
 
-def test_no_redirect_echoes_the_request(server):
-    for path in ("/v1/info/", "/health/", "/metrics/"):
-        status, headers, data = call(server, path)
-        assert status == 404
-        assert headers["Location"] is None
-        assert b"127.0.0.1" not in data
-
-
 @pytest.mark.parametrize(
     "token",
     ["", " ", "gehe\u00efm", "two words", "a\tb", "line\nbreak", "\x7f", "\u2603", "a\x00b"],

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from fledge.core.errors import BadInput
+from fledge.core.progress import Watch, unwatched
 from fledge.formats.checks.base import (
     Check,
     Finding,
@@ -82,7 +83,7 @@ class Answering:
         max_new_tokens: int = 64,
         dtype: torch.dtype | str = "auto",
         device: str | None = None,
-        watch: Callable[[str, float, int], None] = lambda what, done, total: None,
+        watch: Watch = unwatched,
     ) -> None:
         self._watch = watch
         watch("loading the target", 0, 1)

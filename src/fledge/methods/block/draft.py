@@ -200,10 +200,6 @@ class BlockDraftModel(DraftModel):
 
     # --- computing ------------------------------------------------------------------------------
 
-    def layer_weights(self, dtype: torch.dtype) -> list[LayerWeights]:
-        """Weights for any number of passes, per layer."""
-        return [layer.weights(dtype) for layer in self._layers]
-
     def _step_weights(self, dtype: torch.dtype, rows: int) -> list[LayerWeights]:
         """Weights for a single pass over `rows` rows, per layer."""
         count = len(self.layers)
@@ -212,12 +208,8 @@ class BlockDraftModel(DraftModel):
         kept = kept_mlps(self.spec, rows, dtype, layers=count, kept_gib=KEPT_MLP_GIB)
         return [
             layer.weights(dtype, recompute_mlp=number < count - kept, used_once=True)
-            for number, layer in enumerate(self._layers)
+            for number, layer in enumerate(cast(Iterable[DraftLayer], self.layers))
         ]
-
-    @property
-    def _layers(self) -> Iterable[DraftLayer]:
-        return cast(Iterable[DraftLayer], self.layers)
 
     def norm_weight(self, dtype: torch.dtype) -> Tensor:
         return self.norm.weight.to(dtype)

@@ -206,10 +206,6 @@ class BlockView(DraftView):
         return not self._causal
 
     @property
-    def confidence_head(self) -> bool:
-        return "confidence_head.proj.weight" in self.state
-
-    @property
     def flags(self) -> dict[str, bool]:
         weight, norm = (self.state.get(n) for n in ("confidence_head.proj.weight", "norm.weight"))
         if not self.spark or self.layout.name == "fledge" or norm is None:
@@ -236,7 +232,7 @@ class BlockView(DraftView):
             "sliding_layers": sliding,
             "sliding_window": window if sliding else None,
             "markov_rank": self.setting("markov_rank", 0) if self.spark else 0,
-            "confidence_head": self.confidence_head,
+            "confidence_head": "confidence_head.proj.weight" in self.state,
             "confidence_threshold": self.get("confidence_threshold", 0.0),
             "confidence_temperatures": list(self.get("confidence_temperatures", [])),
         }

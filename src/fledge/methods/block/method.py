@@ -118,7 +118,7 @@ class BlockMethod(Method):
 class Dflash(BlockMethod):
     name = "dflash"
     title = "DFlash"
-    section_path = "fledge.methods.section:DflashSection"
+    section_path = "fledge.methods.block.section:DflashSection"
     objective_path = "fledge.methods.block.objective:DFlashTrainerModule"
     strategies = Registry("strategy", {"block": "fledge.methods.block.decoding:Block"})
     formats = Registry(
@@ -141,7 +141,7 @@ class Dspark(BlockMethod):
 
     name = "dspark"
     title = "DSpark"
-    section_path = "fledge.methods.section:DsparkSection"
+    section_path = "fledge.methods.block.section:DsparkSection"
     objective_path = "fledge.methods.block.objective:DSparkTrainerModule"
     bench_draft: ClassVar[Mapping[str, Any]] = {
         **BlockMethod.bench_draft,

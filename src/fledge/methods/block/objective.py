@@ -25,9 +25,7 @@ from fledge.methods.shared.objective import StepOptions, StepTotals
 from fledge.methods.shared.rollout_objective import ReadyBatch, RolloutTrainerModule, no_autocast
 from fledge.methods.shared.supervision import Supervision, VocabularyTensors
 from fledge.rollout.attention import AttentionKind
-from fledge.rollout.slots import RowMasks, draw_seed
-
-EVALUATION_SEED = 0  # the same blocks at every evaluation, so that only the draft differs
+from fledge.rollout.slots import RowMasks
 
 
 class BlockTrainerModule(RolloutTrainerModule[BlockPlan]):
@@ -62,7 +60,7 @@ class BlockTrainerModule(RolloutTrainerModule[BlockPlan]):
                 "target_head: it has a bias, a scale or a soft cap, and block drafts read the "
                 "target's head without one; use eagle3"
             )
-        self.anchors, self.gamma = anchors, gamma
+        self.depths, self.anchors, self.gamma = draft_model.spec.drafts, anchors, gamma
         # the draft id of every target token; 0 for tokens outside the draft vocabulary
         draft_id_V = torch.zeros(len(self.selected_token_mask), dtype=torch.int64)
         draft_id_V[vocabulary.ids_W.cpu()] = torch.arange(len(vocabulary.ids_W))
@@ -88,22 +86,16 @@ class BlockTrainerModule(RolloutTrainerModule[BlockPlan]):
     # --- how a block draft is trained -----------------------------------------------------------
 
     @property
-    def depths(self) -> int:
-        return self.draft_model.spec.drafts
-
-    @property
     def _num_losses(self) -> int:
         return 1  # one mean acceptance over all elements
 
     def plan(self, masks: RowMasks, seed: int | None = None) -> BlockPlan:
-        if seed is None:
-            seed = draw_seed() if self.draft_model.training else EVALUATION_SEED
         return plan_blocks(
             masks,
             place=self.draft_model.spec.place,
             anchors=self.anchors,
             contiguous=self.contiguous,
-            seed=seed,
+            seed=self._seed(seed),
             device=self.selected_token_ids.device,
             quantum=self.quantum if self.draft_model.training else 0,
             share_targets=self.reads_target,
@@ -222,7 +214,7 @@ class DFlashTrainerModule(BlockTrainerModule):
         with no_autocast(device.type) as autocast_dtype:
             for batch in ready:
                 hidden_PE = self._hidden(batch, autocast_dtype)
-                scores = self._text_scores(batch, hidden_PE, None, None)
+                scores = self._text_scores(batch, hidden_PE)
                 total += scores.coefficient_N.sum().double()
         return StepTotals(weight_sum=world.sum_(total))
 
@@ -236,23 +228,21 @@ class DFlashTrainerModule(BlockTrainerModule):
     ) -> HeadLoss:
         if not self._by_text:
             return super()._score(ready, task, hidden_PE, coefficient_N, totals)
-        if self.weights == "dpace":
-            scores = self._text_scores(ready, hidden_PE, None, totals.weight_sum)
-        else:
+        if self.weights == "decay":
             weight_N = torch.where(task.charged_N, coefficient_N, 0.0)
-            scores = self._text_scores(ready, hidden_PE, weight_N, None)
-        loss = scores.loss
-        if self.weights == "dpace" and totals.weight_sum is None:  # this batch is the whole step
-            total = scores.coefficient_N.sum()
-            loss = loss / total.where(total > 0, 1.0)
-        return replace(scores, loss=loss)
+            return self._text_scores(ready, hidden_PE, weight_N)
+        scores = self._text_scores(ready, hidden_PE, total=totals.weight_sum)
+        if totals.weight_sum is not None:
+            return scores
+        total = scores.coefficient_N.sum()  # this batch is the whole step
+        return replace(scores, loss=scores.loss / total.where(total > 0, 1.0))
 
     def _text_scores(
         self,
         ready: ReadyBatch[BlockPlan],
         hidden_PE: Tensor,
-        coefficient_N: Tensor | None,  # None: D-PACE's
-        total: Tensor | None,  # sum of D-PACE's weights over the step
+        coefficient_N: Tensor | None = None,  # None: D-PACE's
+        total: Tensor | None = None,  # sum of D-PACE's weights over the step
     ) -> HeadLoss:
         plan = ready.plan
         charged_N = self._charged_elements(plan, ready.covered_M)

@@ -36,8 +36,10 @@ from fledge.rollout.plan import (
     HeadElements,
     QueryRows,
     RolloutPlan,
+    every_slot,
     filled,
     lay_out,
+    padded_slots,
     rounded,
     supervised_so_far,
     to_device,
@@ -251,7 +253,7 @@ def lay_out_evenly(
     axis = key_axis(slots, last_depths(supervised_SK), depths)
     size_T = rounded(len(slots.target) + 1, ALIGNED)  # with a padding slot
     size_N = rounded(len(axis.row_key), quantum)
-    first = np.concatenate([axis.first, np.arange(len(axis.slot), size_T)])
+    padded = padded_slots(axis, size_T)
     key, begins = filled(np.sort(axis.row_key), size_N, len(axis.slot)), np.sort(axis.row_slot)
     real_NK = np.zeros((size_N, depths), dtype=np.bool_)
     real_NK[: len(begins)] = supervised_SK[begins]
@@ -265,8 +267,8 @@ def lay_out_evenly(
     query_NK = np.arange(size_N)[:, None] * place[0] + place[1] + np.arange(depths)
     real = real_NK.astype(np.int64)
     arrays = [
-        *(filled(axis.slot, size_T, 0), filled(axis.position, size_T, 0), first),
-        *(key, first[key], target),
+        *(padded.slot, padded.position, padded.first),
+        *(key, padded.first[key], target),
         *(pairs.reshape(-1) for pairs in (element_NK, depth_NK, target_NK, real)),
         *(real.T.reshape(-1), supervised_so_far(supervised_SK), query_NK.T.reshape(-1)),
     ]
@@ -274,14 +276,13 @@ def lay_out_evenly(
         slot_T, position_T, first_T, slot_N, first_N, target_M, element_X, depth_X, target_X,
         real_X, supervised_P, step_valid_K, element_P,
     ) = to_device(arrays, device)  # fmt: skip
-    arange_T, arange_N = (torch.arange(count, device=device) for count in (size_T, size_N))
-    ends = (key, first[key])
+    arange_N, ends = torch.arange(size_N, device=device), (key, padded.first[key])
     lowest = np.repeat(np.arange(size_N) // group * spread, depths)
     return BlockPlan(
         slot_T=slot_T,
         span=None,
         position_T=position_T,
-        every=QueryRows(arange_T, first_T, arange_T, (np.arange(size_T), first)),
+        every=every_slot(first_T, padded.first),
         depths=(QueryRows(slot_N, first_N, arange_N, ends),) * depths,
         counts=(size_N,) * depths,
         target_M=target_M,

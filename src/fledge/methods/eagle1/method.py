@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class Eagle1(Method):
     name = "eagle1"
     title = "EAGLE-1"
-    section_path = "fledge.methods.section:Eagle1Section"
+    section_path = "fledge.methods.eagle1.section:Eagle1Section"
     draft_path = "fledge.methods.eagle1.draft:LlamaEagle1DraftModel"
     objective_path = "fledge.methods.eagle1.objective:Eagle1TrainerModule"
     splits_rows = True
@@ -73,7 +73,7 @@ class Eagle1(Method):
 class Eagle2(Eagle1):
     name = "eagle2"
     title = "EAGLE-2"
-    section_path = "fledge.methods.section:Eagle2Section"
+    section_path = "fledge.methods.eagle1.section:Eagle2Section"
     config_version = 2
     strategies = Registry("strategy", TREE | CHAIN)
 

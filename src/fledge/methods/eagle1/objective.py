@@ -72,18 +72,14 @@ class Eagle1TrainerModule(RolloutTrainerModule[NoisyPlan]):
                 fix="draft_model.copy_head_from_target(the target's lm_head)",
             )
         draft_model.config.draft_tokens = draft_tokens  # kept in config.json
-        self.draft_tokens = draft_tokens
+        self.depths = draft_tokens
         self.feature_weight, self.token_weight = feature_weight, token_weight
         self.feature_noise = feature_noise
-
-    @property
-    def depths(self) -> int:
-        return self.draft_tokens
 
     def plan(self, masks: RowMasks, seed: int | None = None) -> NoisyPlan:
         """One step from every supervised slot; in eval mode `draft_tokens` steps."""
         training, device = self.draft_model.training, self.selected_token_ids.device
-        depths = 1 if training else self.draft_tokens
+        depths = 1 if training else self.depths
         plan = plan_rollout(masks, num_depths=depths, device=device, ranks=self._ranks)
         if training and self.feature_noise > 0:
             return noisy(plan, masks, self._sample_seed() if seed is None else seed)

@@ -23,7 +23,7 @@ FORMATS = {
 class Eagle3(Method):
     name = "eagle3"
     title = "EAGLE-3"
-    section_path = "fledge.methods.section:Eagle3Section"
+    section_path = "fledge.methods.eagle3.section:Eagle3Section"
     draft_path = "fledge.methods.eagle3.draft:LlamaEagle3DraftModel"
     objective_path = "fledge.methods.eagle3.objective:Eagle3TrainerModule"
     depths_key = "ttt_steps"

@@ -13,16 +13,14 @@ from fledge.core.head import HeadLike
 from fledge.methods.eagle3.draft import LlamaEagle3DraftModel
 from fledge.methods.losses.base import Loss
 from fledge.methods.losses.registry import loss_of
-from fledge.methods.shared.objective import RolloutOutput, StepOptions
+from fledge.methods.shared.objective import StepOptions
 from fledge.methods.shared.rollout_objective import RolloutTrainerModule
 from fledge.methods.shared.supervision import VocabularyTensors
 from fledge.methods.shared.unroll import NoisyPlan, dropped, noisy
 from fledge.rollout.attention import AttentionKind
 from fledge.rollout.context import ContextRanks
 from fledge.rollout.plan import plan_rollout
-from fledge.rollout.slots import RowMasks
-
-Eagle3Output = RolloutOutput
+from fledge.rollout.slots import RowMasks, check_counts
 
 
 class Eagle3TrainerModule(RolloutTrainerModule[NoisyPlan]):
@@ -60,8 +58,7 @@ class Eagle3TrainerModule(RolloutTrainerModule[NoisyPlan]):
         context: ContextRanks | None = None,
         compact: bool = True,
     ) -> None:
-        if isinstance(ttt_steps, bool) or not isinstance(ttt_steps, int) or ttt_steps < 1:
-            raise ValueError(f"ttt_steps: must be a positive int, got {ttt_steps!r}")
+        check_counts(ttt_steps=ttt_steps)
         if not 0 < depth_keep <= 1:
             raise ValueError(f"depth_keep: must be in (0, 1], got {depth_keep!r}")
         if not 0 <= feature_dropout < 1:
@@ -70,14 +67,10 @@ class Eagle3TrainerModule(RolloutTrainerModule[NoisyPlan]):
         chosen = loss_of(loss, lk_loss_type, lk_kl_scale, lk_kl_decay)
         options = StepOptions(target_head, compute_dtype, chunk_rows, attention, context)
         super().__init__(draft_model, vocabulary, chosen, options)
-        self.ttt_steps, self.step_decay = ttt_steps, step_decay
+        self.depths, self.step_decay = ttt_steps, step_decay
         self.depth_keep, self.compact = depth_keep, compact
         self.feature_dropout = feature_dropout
         draft_model.config.ttt_steps = ttt_steps  # kept in config.json, for use without the run
-
-    @property
-    def depths(self) -> int:
-        return self.ttt_steps
 
     def plan(self, masks: RowMasks, seed: int | None = None) -> NoisyPlan:
         """Plan every supervised element, or with `depth_keep` a sample of them. The sample and the
@@ -87,7 +80,7 @@ class Eagle3TrainerModule(RolloutTrainerModule[NoisyPlan]):
             seed = self._sample_seed() if self._depth_keep < 1 or drops else 0
         plan = plan_rollout(
             masks,
-            num_depths=self.ttt_steps,
+            num_depths=self.depths,
             compact=self.compact,
             keep=self._depth_keep,
             seed=seed,
@@ -125,7 +118,7 @@ class Eagle3TrainerModule(RolloutTrainerModule[NoisyPlan]):
 
     def _coefficients(self, count_K: Tensor, dtype: torch.dtype) -> Tensor:
         wide = torch.promote_types(dtype, torch.float32)
-        depth_K = torch.arange(self.ttt_steps, device=count_K.device, dtype=wide)
+        depth_K = torch.arange(self.depths, device=count_K.device, dtype=wide)
         decay_K = self.step_decay**depth_K
         represented_K = self._depth_keep**-depth_K  # elements that each sampled one represents
         return decay_K / decay_K.sum() / count_K.clamp_min(1) * represented_K

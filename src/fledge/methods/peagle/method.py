@@ -22,7 +22,7 @@ PARALLEL = {"parallel": "fledge.methods.peagle.decoding:Parallel"}
 class Peagle(Eagle3):
     name = "peagle"
     title = "P-EAGLE"
-    section_path = "fledge.methods.section:PeagleSection"
+    section_path = "fledge.methods.peagle.section:PeagleSection"
     objective_path = "fledge.methods.peagle.objective:PEagleTrainerModule"
     depths_key = "num_depths"
     draft_defaults: ClassVar[Mapping[str, Any]] = {"layers": 4, "freeze_embeddings": False}

@@ -19,9 +19,7 @@ from fledge.methods.shared.rollout_objective import RolloutTrainerModule
 from fledge.methods.shared.supervision import VocabularyTensors
 from fledge.rollout.attention import AttentionKind
 from fledge.rollout.context import ContextRanks
-from fledge.rollout.slots import RowMasks, check_cod_options
-
-EVALUATION_SEED = 0  # the same rollouts at every evaluation, so that only the draft differs
+from fledge.rollout.slots import RowMasks, check_cod_options, check_counts
 
 
 class PEagleTrainerModule(RolloutTrainerModule[ParallelPlan]):
@@ -63,18 +61,15 @@ class PEagleTrainerModule(RolloutTrainerModule[ParallelPlan]):
         context: ContextRanks | None = None,
     ) -> None:
         check_cod_options(num_depths, down_sample_ratio, down_sample_ratio_min)
-        for name, value in (
-            ("sequence_partitions", sequence_partitions),
-            ("max_anchors", 1 if max_anchors is None else max_anchors),
-        ):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name}: must be a positive int, got {value!r}")
+        check_counts(sequence_partitions=sequence_partitions)
+        if max_anchors is not None:
+            check_counts(max_anchors=max_anchors)
         _set_placeholder(draft_model, mask_token_id)
         vocabulary = VocabularyTensors(selected_token_ids, selected_token_mask)
         chosen = loss_of(loss, lk_loss_type, lk_kl_scale, lk_kl_decay)
         options = StepOptions(target_head, compute_dtype, chunk_rows, attention, context)
         super().__init__(draft_model, vocabulary, chosen, options)
-        self.num_depths, self.balance_depths = num_depths, balance_depths
+        self.depths, self.balance_depths = num_depths, balance_depths
         self.down_sample_ratio = down_sample_ratio
         self.down_sample_ratio_min = down_sample_ratio_min
         self.sequence_partitions, self.max_anchors = sequence_partitions, max_anchors
@@ -86,24 +81,18 @@ class PEagleTrainerModule(RolloutTrainerModule[ParallelPlan]):
         draft_model.config.update(trained_with)  # kept in config.json, for use without the run
 
     @property
-    def depths(self) -> int:
-        return self.num_depths
-
-    @property
     def _num_losses(self) -> int:
-        return self.num_depths if self.balance_depths else 1
+        return self.depths if self.balance_depths else 1
 
     def plan(self, masks: RowMasks, seed: int | None = None) -> ParallelPlan:
-        if seed is None:
-            seed = self._sample_seed() if self.draft_model.training else EVALUATION_SEED
         return plan_parallel(
             masks,
-            num_depths=self.num_depths,
+            num_depths=self.depths,
             ratio=self.down_sample_ratio,
             ratio_min=self.down_sample_ratio_min,
             max_anchors=self.max_anchors,
             partitions=self.sequence_partitions,
-            seed=seed,
+            seed=self._seed(seed),
             device=self.selected_token_ids.device,
             ranks=self._ranks,
             quantum=self.quantum if self.draft_model.training else 0,
@@ -136,8 +125,8 @@ class PEagleTrainerModule(RolloutTrainerModule[ParallelPlan]):
     def _coefficients(self, count_K: Tensor, dtype: torch.dtype) -> Tensor:
         wide = torch.promote_types(dtype, torch.float32)
         if self.balance_depths:
-            return 1.0 / (self.num_depths * count_K.clamp_min(1).to(wide))
-        return (1.0 / count_K.sum().clamp_min(1).to(wide)).expand(self.num_depths)
+            return 1.0 / (self.depths * count_K.clamp_min(1).to(wide))
+        return (1.0 / count_K.sum().clamp_min(1).to(wide)).expand(self.depths)
 
 
 def _set_placeholder(draft: LlamaEagle3DraftModel, asked: int | None) -> None:

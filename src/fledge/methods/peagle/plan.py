@@ -33,6 +33,7 @@ from fledge.rollout.plan import (
     RolloutPlan,
     filled,
     lay_out,
+    padded_slots,
     query_rows,
     rounded,
     supervised_so_far,
@@ -331,14 +332,9 @@ def _counts(rows: int, shares: Sequence[float], limit: int | None, quantum: int)
 
 def _padded(exact: KeyAxis, counts: tuple[int, ...], tokens: int) -> KeyAxis:
     """The axes with at least one padding slot, and padding rows on the first one."""
-    size_T = rounded(tokens + 1, ALIGNED)
-    padding = np.arange(len(exact.slot), size_T)
-    return KeyAxis(
-        slot=filled(exact.slot, size_T, 0),
-        first=np.concatenate([exact.first, padding]),
-        position=filled(exact.position, size_T, 0),
+    return padded_slots(exact, rounded(tokens + 1, ALIGNED))._replace(
         row_slot=filled(exact.row_slot, counts[0], 0),
-        row_key=filled(exact.row_key, counts[0], padding[0]),
+        row_key=filled(exact.row_key, counts[0], len(exact.slot)),
         counts=counts,
     )
 

@@ -22,13 +22,14 @@ from fledge.methods.shared.rotary import (
     draft_rope,
     rope_parameters,
 )
+from fledge.rollout.slots import check_counts
 
 log = logging.getLogger(__name__)
 
 SIZE = Whole(1, 2**24)
 FLAG = Maybe(Flag())
 _MAX_CHANNELS = 2**24  # of all heads
-_TOKEN = Maybe(Whole(0, SIZE.high))
+_TOKEN = Maybe(Whole(0, 2**24))
 # Keys that a draft's size or computation depends on, and that no field of a typed config holds.
 _OTHER_KEYS: dict[str, Expected] = {
     "max_position_embeddings": Whole(1),
@@ -48,10 +49,8 @@ _DEPTHS_KEYS = ("ttt_steps", "num_depths", "draft_tokens")
 EAGLE3_FLAGS = ("fc_norm", "norm_output", "norm_before_residual", "parallel_drafting")
 PLACEHOLDER_KEY = "mask_token_id"
 # Settings that change nothing in the meaning of the tensors that two drafts have in common.
-_SAME_TENSORS = {
-    "num_hidden_layers", "parallel_drafting", PLACEHOLDER_KEY, "norm_output", "hidden_act",
-    "initializer_range",
-}  # fmt: skip
+_SAME_TENSORS = {"num_hidden_layers", "parallel_drafting", PLACEHOLDER_KEY, "norm_output"}
+_SAME_TENSORS |= {"hidden_act", "initializer_range"}
 
 
 def key(bounds: Expected, default: Any = MISSING) -> Any:
@@ -126,9 +125,8 @@ class DraftConfig:
             if stated(config, name) is None:
                 setattr(config, name, default)
         for name in _DEPTHS_KEYS:
-            depths = stated(config, name)
-            if depths is not None and (type(depths) is not int or depths < 1):
-                raise ValueError(f"{name}: must be a positive int, got {depths!r}")
+            if stated(config, name) is not None:
+                check_counts(**{name: stated(config, name)})
         kind = rope_parameters(config)["rope_type"]
         if kind not in STATIC_ROPE_TYPES:
             raise ValueError(
@@ -166,8 +164,7 @@ class DraftConfig:
             what = f"must be in 0..{self.vocab_size - 1}, got {self.mask_id}"
             raise ValueError(f"{PLACEHOLDER_KEY}: {what}")
         for name in ("num_hidden_layers", "num_aux_hidden_states"):
-            if (value := vars(self)[name]) < 1:
-                raise ValueError(f"{name}: must be positive, got {value}")
+            check_counts(**{name: vars(self)[name]})
         heads, groups = self.num_attention_heads, self.num_key_value_heads
         if heads % groups:
             raise ValueError(

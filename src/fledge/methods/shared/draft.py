@@ -4,10 +4,10 @@ A method's own draft model (such as `eagle3/draft.py`) adds the computation.
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from fledge.methods.shared.files import (
     config_json,
     read_draft,
 )
+from fledge.methods.shared.layer import DraftLayer, LayerWeights
 from fledge.target.base import Eagle3TargetBackend, HasWeight, selection_mask
 
 log = logging.getLogger(__name__)
@@ -36,6 +37,7 @@ class DraftModel(nn.Module):
     typical_weight: ClassVar[str] = "lm_head.weight"  # in every file; its dtype is the draft's
     embed_tokens: nn.Embedding
     lm_head: nn.Linear
+    layers: nn.ModuleList
     d2t: Tensor  # [W] int64: target id = draft id + d2t[draft id]
     t2d: Tensor  # [V] bool; all False until a vocabulary mapping is set
     config_type: ClassVar[type[DraftConfig]] = DraftConfig
@@ -189,7 +191,14 @@ class DraftModel(nn.Module):
         """Train everything except the input embeddings, which stay the target's."""
         self.embed_tokens.weight.requires_grad_(False)
 
-    # --- gradients ------------------------------------------------------------------------------
+    # --- layers and gradients -------------------------------------------------------------------
+
+    def layer_weights(
+        self, dtype: torch.dtype, *, recompute_mlp: bool = False
+    ) -> list[LayerWeights]:
+        """The weights that a step computes with, per layer."""
+        layers = cast(Iterable[DraftLayer], self.layers)
+        return [layer.weights(dtype, recompute_mlp=recompute_mlp) for layer in layers]
 
     def gradient_checkpointing_enable(
         self, gradient_checkpointing_kwargs: Mapping[str, Any] | None = None

@@ -115,24 +115,21 @@ class DraftLayer(nn.Module):
         attn, size = self.self_attn, self.mlp.gate_proj.in_features
         projections = (attn.q_proj, attn.k_proj, attn.v_proj)
         qkv = torch.cat([proj.weight.to(dtype) for proj in projections])
+        out: dict[str, Any] = {"o": attn.o_proj.weight.to(dtype)}
         bias = None
         if attn.biased:
             bias = torch.cat([proj.bias.to(dtype) for proj in projections])
-        return {
-            "token_weight": qkv[:, :size] if self.fused else None,
-            "token_bias": bias if self.fused else None,
-            "state_qkv": qkv[:, size:] if self.fused else qkv,
-            "state_bias": None if self.fused else bias,
-            "o": attn.o_proj.weight.to(dtype),
-            "o_bias": attn.o_proj.bias.to(dtype) if attn.biased else None,
-        }
+            out["o_bias"] = attn.o_proj.bias.to(dtype)
+        if not self.fused:
+            return out | {"state_qkv": qkv, "state_bias": bias}
+        token = {"token_weight": qkv[:, :size], "token_bias": bias}
+        return out | token | {"state_qkv": qkv[:, size:]}
 
     def _late_projections(self) -> dict[str, Any]:
         """The master weights themselves: cast where they are used; the casts are not kept."""
         attn = self.self_attn
         masters = (attn.q_proj.weight, attn.k_proj.weight, attn.v_proj.weight)
-        names = ("token_weight", "token_bias", "state_qkv", "state_bias", "o_bias")
-        return dict.fromkeys(names) | {"late_qkv": masters, "o": attn.o_proj.weight}
+        return {"late_qkv": masters, "o": attn.o_proj.weight}
 
 
 class FusedDraftLayer(DraftLayer):
@@ -146,33 +143,33 @@ class DeepDraftLayer(DraftLayer):
     """Any deeper layer: an ordinary pre-norm Llama layer."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LayerWeights:
     """A layer's weights in the dtype of the step; fused weights are split into their two halves."""
 
-    # layer 0: computes the token's part of the input from the embedding, with the bias of q, k, v
-    token_norm: Tensor | None
-    token_weight: Tensor | None
-    token_bias: Tensor | None
-    state_norm: Tensor | None
-    state_qkv: Tensor | None  # None: `late_qkv` is used instead
-    state_bias: Tensor | None  # of q, k, v if there is no token's part
-    q_norm: Tensor | None
-    k_norm: Tensor | None
     q_size: int
     norm_residual: bool  # use the normed state as the residual
     o: Tensor
-    o_bias: Tensor | None
     mlp_norm: Tensor
     gate: Tensor
     up: Tensor
     down: Tensor
     mlp_biases: tuple[Tensor, ...]  # of gate, up and down
     eps: float
-    recompute_mlp: bool = False  # recompute the MLP's activations, to save memory in long batches
-    used_once: bool = False  # recompute norms too; what is kept serves only one backward pass
+    state_norm: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    # layer 0: computes the token's part of the input from the embedding, with the bias of q, k, v
+    token_norm: Tensor | None = None
+    token_weight: Tensor | None = None
+    token_bias: Tensor | None = None
+    state_qkv: Tensor | None = None  # None: `late_qkv` is used instead
+    state_bias: Tensor | None = None  # of q, k, v if there is no token's part
+    o_bias: Tensor | None = None
     late_qkv: tuple[Tensor, Tensor, Tensor] | None = None  # masters of q, k, v; `o` is one as well
     merge_EE: Tensor | None = None  # EAGLE-1's layer 0: the half of fc that reads the state
+    recompute_mlp: bool = False  # recompute the MLP's activations, to save memory in long batches
+    used_once: bool = False  # recompute norms too; what is kept serves only one backward pass
 
     def token_part(self, embedding_TE: Tensor) -> Tensor | None:
         """The embedding half of q, k, v side by side, or of fc; computed once per token."""

@@ -94,18 +94,11 @@ ReadyT = TypeVar("ReadyT", bound=Ready)
 class Objective(Protocol[ReadyT]):
     """A draft and the objective it is trained for."""
 
+    depths: int  # of a rollout: the length K of all per-depth counts
+    compute_dtype: torch.dtype | None  # of the step's matrix products; None: the parameters'
+
     @property
     def draft_model(self) -> DraftModel: ...
-
-    @property
-    def depths(self) -> int:
-        """Depths of a rollout: the length K of all per-depth counts."""
-        ...
-
-    @property
-    def compute_dtype(self) -> torch.dtype | None:
-        """The dtype of the step's matrix products; None means that of the parameters."""
-        ...
 
     @property
     def reads_target(self) -> bool:

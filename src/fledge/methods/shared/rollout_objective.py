@@ -66,6 +66,7 @@ class RolloutTrainerModule(nn.Module, ABC, Generic[Plan]):
     """A draft and its objective; call it with `**batch.to_trainer_inputs()`."""
 
     draft_model: DraftModel
+    depths: int  # of a rollout: the length of all per-depth counts
     selected_token_ids: Tensor
     selected_token_mask: Tensor
     quantum: int = 0
@@ -101,11 +102,6 @@ class RolloutTrainerModule(nn.Module, ABC, Generic[Plan]):
     # --- what an objective defines --------------------------------------------------------------
 
     @property
-    @abstractmethod
-    def depths(self) -> int:
-        """Depths of a rollout: the length of all per-depth counts."""
-
-    @property
     def reads_target(self) -> bool:
         return True
 
@@ -129,6 +125,12 @@ class RolloutTrainerModule(nn.Module, ABC, Generic[Plan]):
         if self._ranks is not None:
             raise ValueError("seed: ranks on the same rows must sample alike; give the step's seed")
         return draw_seed()
+
+    def _seed(self, seed: int | None) -> int:
+        """The seed of a plan: in evaluation always the same, so that only the draft differs."""
+        if seed is not None:
+            return seed
+        return self._sample_seed() if self.draft_model.training else 0
 
     @property
     def _num_losses(self) -> int:

@@ -9,9 +9,8 @@ rank both are the key axis T.
 """
 
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
 
 import numpy as np
 import torch
@@ -20,7 +19,7 @@ from torch.nn import functional as F
 
 from fledge.core.transfer import send
 from fledge.methods.shared.draft import DraftModel
-from fledge.methods.shared.layer import DraftLayer, LayerWeights, kept_mlps
+from fledge.methods.shared.layer import LayerWeights, kept_mlps
 from fledge.methods.shared.norms import rms_norm
 from fledge.methods.shared.rotary import Rotary, rotate
 from fledge.rollout.attention import AttentionKind, KeysValues, gathered, rollout_attention
@@ -34,7 +33,6 @@ class UnrolledDraftModel(DraftModel):
     """Llama layers that read the next token and the target's feature or the draft's last state."""
 
     fc: nn.Linear
-    layers: nn.ModuleList
     rotary: Rotary
 
     @abstractmethod
@@ -45,16 +43,9 @@ class UnrolledDraftModel(DraftModel):
     def norm_weight(self, dtype: torch.dtype) -> Tensor | None:
         """[E] weight of the norm before the head; None if there is no norm."""
 
-    def layer_weights(
-        self, dtype: torch.dtype, *, recompute_mlp: bool = False
-    ) -> list[LayerWeights]:
-        """The weights that a step computes with, per layer."""
-        layers = cast(Iterable[DraftLayer], self.layers)
-        return [layer.weights(dtype, recompute_mlp=recompute_mlp) for layer in layers]
-
     def step_weights(self, dtype: torch.dtype, rows: int, *, kept_gib: float) -> list[LayerWeights]:
-        """The same for a step of `rows` rows in each layer, whose MLPs keep at most `kept_gib` for
-        the backward pass, or nothing."""
+        """`layer_weights` for a step of `rows` rows in each layer. Its MLPs keep at most `kept_gib`
+        for the backward pass, or nothing."""
         rows *= len(self.layers)
         keep = self.checkpoints_layers or kept_mlps(
             self.spec, rows, dtype, layers=1, kept_gib=kept_gib

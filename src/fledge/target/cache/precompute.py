@@ -18,6 +18,7 @@ from fledge.core.claims import Claims
 from fledge.core.distributed import join_world, leave_world
 from fledge.core.errors import BadInput
 from fledge.core.files import atomic_file, removed
+from fledge.core.progress import Progress, unwatched
 from fledge.core.rows import TokenRow
 from fledge.core.terminal import counted
 from fledge.core.transfer import Fetched
@@ -51,12 +52,6 @@ from fledge.target.finite_check import module_of, refusal
 
 _BAD_TOKENS, _BAD_SLOTS = "bad tokens", "bad slots"  # in addition to the fields of the cache
 _MAX_QUEUED = 3  # batches by which the target may be ahead of the disk
-
-
-@dataclass(frozen=True)
-class Written:
-    rows: int  # written by this process
-    bytes: int
 
 
 Answer = dict[str, tuple[Fetched, list[int]]]  # by name: what is stored, and how much of each row
@@ -155,8 +150,7 @@ def execute(
     load: Callable[[], Eagle3TargetBackend],
     *,
     device: torch.device,
-    say: Callable[[str], None],
-    on_progress: Callable[[Written], None] = lambda _: None,
+    progress: Progress = unwatched,
 ) -> Done:
     """A whole precompute, as run in every process: check, predict, load the target, write."""
     plan = plan_cache(job)
@@ -165,21 +159,23 @@ def execute(
     world = join_world(device)
     if world.is_main:
         for line in describe_plan(job, plan, free):
-            say(line)
+            progress.say(line)
     with load() as target:
         check_target(job, target)
         with Claims(job.directory / CLAIMS) as claims:
             begin_cache(job, target, claims)
-            written = write_shards(job, plan, target, claims, on_progress=on_progress, say=say)
+            written = write_shards(job, plan, target, claims, progress)
     leave_world(world)
-    return how_it_ended(job, plan, written, say)
+    return how_it_ended(job, plan, written, progress)
 
 
-def how_it_ended(job: CacheJob, plan: CachePlan, written: int, say: Callable[[str], None]) -> Done:
+def how_it_ended(job: CacheJob, plan: CachePlan, written: int, progress: Progress) -> Done:
     """The outcome once all shards within the quota are written; reports a stop by the quota."""
     complete = plan.wanted == plan.missing
     if not complete:
-        say(f"stopped by the quota of {readable(job.options.quota_bytes or 0)}; --resume continues")
+        progress.say(
+            f"stopped by the quota of {readable(job.options.quota_bytes or 0)}; --resume continues"
+        )
     return Done(0 if complete else STOPPED, plan.total_bytes, len(plan.done), written)
 
 
@@ -225,9 +221,7 @@ def write_shards(
     plan: CachePlan,
     target: Eagle3TargetBackend,
     claims: Claims,
-    *,
-    on_progress: Callable[[Written], None] = lambda _: None,
-    say: Callable[[str], None] = lambda _: None,
+    progress: Progress = unwatched,
 ) -> int:
     """Write missing shards until all are claimed, then wait for those of other processes. Returns
     how many this process wrote. Call `begin_cache` first."""
@@ -237,7 +231,7 @@ def write_shards(
     def waiting(shards: int) -> None:
         nonlocal last_reported
         if shards != last_reported:
-            say(f"waiting for {counted(shards, 'shard')} that other processes are writing")
+            progress.say(f"waiting for {counted(shards, 'shard')} that other processes are writing")
         last_reported = shards
 
     capture, rows, n_bytes, written = _Capture(job, target), 0, 0, 0
@@ -246,7 +240,7 @@ def write_shards(
             raise removed(job.directory)
         for batch_rows, batch_bytes in capture.shard(missing[name]):
             rows, n_bytes = rows + batch_rows, n_bytes + batch_bytes
-            on_progress(Written(rows, n_bytes))
+            progress("writing", rows, len(job.rows), "rows", readable(n_bytes))
         written += 1
     if not (job.directory / MANIFEST).exists():
         raise removed(job.directory)

@@ -1,12 +1,13 @@
 """The co-located target: a Hugging Face causal LM in this process.
 
-The head's input is captured where the head would run (`passes.py`): in `hidden` encoding the head
-never runs, in `probs` only on supervised rows, chunk by chunk, and in `logits` (the constructor's
-default) on every row.
+The head's input is captured where the head would run: in `hidden` encoding the head never runs, in
+`probs` only on supervised rows, chunk by chunk, and in `logits` (the constructor's default) on
+every row. A pass may end after the last aux layer, may be shared by ranks along its rows, and on a
+GPU may run compiled layers or be replayed as a CUDA graph.
 """
 
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from os import PathLike
 from typing import Any, cast
@@ -15,12 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fledge.core.batch import Supervision
+from fledge.core.batch import Eagle3TargetBatch, Supervision
 from fledge.core.errors import BadInput
 from fledge.core.graphs import RecordedSizes
 from fledge.core.head import TargetHead
 from fledge.core.machine import find_device
-from fledge.core.rows import shift_left
+from fledge.core.rows import TokenBatch, shift_left
 from fledge.target.base import HasWeight, InputEmbedding
 from fledge.target.hf import loading as fp8
 from fledge.target.hf.embedding_and_head import accepted_options, find_head_module, learn_head
@@ -47,6 +48,7 @@ from fledge.target.hf.passes import (
     compile_errors,
     one_row_is_exact,
     sharing_is_exact,
+    stopping_is_exact,
 )
 from fledge.target.inprocess import InProcessTarget, find_rank_groups
 from fledge.target.layers import (
@@ -58,6 +60,7 @@ from fledge.target.layers import (
     hidden_of,
     layer_outputs,
     muted_head,
+    stop_behind,
     target_depth,
     validate_aux_layer_ids,
 )
@@ -125,7 +128,10 @@ class HFEagle3TargetModel(InProcessTarget):
         self.skip_masks = gpu and needs_no_mask(model)
         compiles = compile_layers and gpu and not self.joins and not spread
         self._compiled = CompiledLayers(self._layers if compiles else ())
-        self._recorded = RecordedSizes[list[Tensor]]()
+        # by whether passes end after the last aux layer
+        self._recorded = {ends: RecordedSizes[list[Tensor]]() for ends in (False, True)}
+        self._stop = False
+        self._stop_checked: bool | None = None
         self.record_passes = compiles
         self._stored_as: str | None = None  # quantization of the checkpoint, if any
         if supervision != "logits":
@@ -197,6 +203,26 @@ class HFEagle3TargetModel(InProcessTarget):
         other._stored_as = self._stored_as
         return other
 
+    def features(self, rows: TokenBatch) -> Eagle3TargetBatch:
+        """`answer` with the aux states only, skipping the layers above the last aux layer where
+        that has no effect on the model."""
+        self._check_open()
+        if self._stop_checked is None:
+            above = self._depth - 1 - max(self.aux_layer_ids)
+            useful = above > 0 and self.supervision == "hidden" and not self.joins
+            self._stop_checked = useful and stopping_is_exact(self)
+        with self.stopping() if self._stop_checked else nullcontext():
+            return self.answer(rows)
+
+    @contextmanager
+    def stopping(self) -> Iterator[None]:
+        """While open, passes end after the last aux layer."""
+        self._stop = True
+        try:
+            yield
+        finally:
+            self._stop = False
+
     @torch.no_grad()
     def _run_collective_checks(self) -> None:
         """Run everything that needs all ranks while all of them are in the constructor: later, one
@@ -248,7 +274,8 @@ class HFEagle3TargetModel(InProcessTarget):
         """Drop the model, so that its memory is freed once nothing else references it."""
         if not self._closed:
             del self.model, self._layers, self._compiled
-            self._recorded.forget()
+            for recorded in self._recorded.values():
+                recorded.forget()
             self._head_module = self._head = self._info = self.tokenizer = None
         super().close()
 
@@ -299,7 +326,8 @@ class HFEagle3TargetModel(InProcessTarget):
             with self._compiled.lent():
                 # where launching kernels takes longer than running them, and the size recurs
                 short = self.record_passes and ids.numel() < 2 * self.overhead_tokens
-                if isinstance(group, WholeRow) and short and self._recorded.worth_it(ids.numel()):
+                recorded = self._recorded[self._stop]
+                if isinstance(group, WholeRow) and short and recorded.worth_it(ids.numel()):
                     return self._replay(ids, group, write)
                 return self._run(ids, mask, group, write)
         except compile_errors() as error:
@@ -344,6 +372,8 @@ class HFEagle3TargetModel(InProcessTarget):
             return hidden
 
         with ExitStack() as stack:
+            if self._stop:
+                write = stack.enter_context(stop_behind(max(self._inner_layers), write, keep))
             stack.enter_context(layer_outputs(self._layers, self._inner_layers, write))
             if self.supervision != "logits":
                 assert self._head_module is not None
@@ -357,7 +387,9 @@ class HFEagle3TargetModel(InProcessTarget):
             answer = self._run(ids, None, group.with_options(options), states.__setitem__)
             return [*(states[i] for i in self._inner_layers), answer]
 
-        *states, answer = self._recorded(ids.numel(), run, {"ids": ids, **group.options()})
+        *states, answer = self._recorded[self._stop](
+            ids.numel(), run, {"ids": ids, **group.options()}
+        )
         for layer_id, layer_states in zip(self._inner_layers, states, strict=True):
             write(layer_id, layer_states)
         return answer

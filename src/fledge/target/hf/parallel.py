@@ -91,7 +91,12 @@ def shard(model: Any, *, tp: DeviceMesh | None, fsdp: DeviceMesh | None) -> Any:
     if tp is not None:
         from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
-        _check_heads(model, tp.size())
+        for name in ("num_attention_heads", "num_key_value_heads"):  # attention is split by them
+            heads = getattr(text_config(model.config), name, None)
+            if isinstance(heads, int) and heads % tp.size():
+                what = f"target.parallel.tp={tp.size()} does not divide its {heads} {name}"
+                fix = "a tp that divides them, and target.parallel.fsdp for the rest of the ranks"
+                raise BadInput(what, where=type(model).__name__, fix=fix)
         model.tp_plan = _plan(model, tp.size())
         apply_tensor_parallelism(model, tp)
     if fsdp is not None:
@@ -127,18 +132,6 @@ def _plan(model: Any, size: int) -> dict[str, str]:
         else:
             plan.pop(names[module], None)
     return plan
-
-
-def _check_heads(model: Any, size: int) -> None:
-    """Reject a `tp` that does not divide the heads and key-value heads that attention is split
-    by."""
-    config = text_config(model.config)
-    for name in ("num_attention_heads", "num_key_value_heads"):
-        heads = getattr(config, name, None)
-        if isinstance(heads, int) and heads % size:
-            what = f"target.parallel.tp={size} does not divide its {heads} {name}"
-            fix = "a tp that divides them, and target.parallel.fsdp for the rest of the ranks"
-            raise BadInput(what, where=type(model).__name__, fix=fix)
 
 
 NAME = "fledge_context"

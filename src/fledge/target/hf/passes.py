@@ -115,6 +115,19 @@ def sharing_is_exact(target: "HFEagle3TargetModel") -> bool:
     return fill_alike(alone, shared, target.aux_layer_ids, target._device())
 
 
+@torch.no_grad()
+def stopping_is_exact(target: "HFEagle3TargetModel") -> bool:
+    """Whether a pass that ends after the last aux layer gives the states of a whole pass, and
+    leaves the model unchanged."""
+    whole = partial(_fill, target, None)
+
+    def stopped(ids_BT: Tensor, aux: AuxBuffer) -> None:
+        with target.stopping():
+            whole(ids_BT, aux)
+
+    return fill_alike(stopped, whole, target.aux_layer_ids, target._device())
+
+
 def _fill(
     target: "HFEagle3TargetModel", group: Group | None, ids_BT: Tensor, aux: AuxBuffer
 ) -> None:

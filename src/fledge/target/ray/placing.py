@@ -30,8 +30,8 @@ from fledge.target.ray.connection import (
     reserved,
 )
 from fledge.target.ray.kind import RayTarget
-from fledge.target.remote.server.admission import Limits, Metrics
 from fledge.target.remote.server.app import TargetServer
+from fledge.target.remote.server.queue import Limits, Metrics
 from fledge.target.remote.server.run import Address, make_uvicorn
 
 FLEET_VARIABLE = "FLEDGE_RAY_TARGETS"  # name of the workers, if another process started them

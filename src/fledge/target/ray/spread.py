@@ -14,10 +14,11 @@ from typing import TypeVar
 
 from fledge.core.claims import Claims
 from fledge.core.errors import BadInput
+from fledge.core.progress import Progress, unwatched
 from fledge.core.terminal import counted
-from fledge.target.cache.job import CacheJob, check_disk, describe_plan, plan_cache
+from fledge.target.cache.job import CacheJob, check_disk, describe_plan, plan_cache, readable
 from fledge.target.cache.manifest import CLAIMS, existing_shards
-from fledge.target.cache.precompute import Done, Written, how_it_ended
+from fledge.target.cache.precompute import Done, how_it_ended
 from fledge.target.kinds import EngineTarget, TargetSection, loaded_sections
 from fledge.target.ray.connection import cause_of, connected, import_ray
 
@@ -114,20 +115,19 @@ def execute_on_ray(
     spread: Spread,
     work: Callable[[], Done],
     job: CacheJob,
-    *,
-    say: Callable[[str], None],
-    on_progress: Callable[[Written], None] = lambda _: None,
+    progress: Progress = unwatched,
 ) -> Done:
     """As `execute`, by workers that run `work`: the same job, prepared on their machines."""
     plan = plan_cache(job)
     for line in describe_plan(job, plan, check_disk(job, plan)):
-        say(line)
-    say(f"{counted(spread.workers, 'worker')} on the cluster")
+        progress.say(line)
+    progress.say(f"{counted(spread.workers, 'worker')} on the cluster")
 
     def watch() -> None:
         written = existing_shards(job.directory) & set(range(len(plan.shard_bytes)))
         rows = min(len(job.rows), len(written) * job.options.shard_size)
-        on_progress(Written(rows, sum(plan.shard_bytes[index] for index in written)))
+        n_bytes = sum(plan.shard_bytes[index] for index in written)
+        progress("writing", rows, len(job.rows), "rows", readable(n_bytes))
 
     try:
         spread.run(work, watch)
@@ -138,4 +138,4 @@ def execute_on_ray(
                 pass
             time.sleep(0.1)
     written = len(existing_shards(job.directory) & set(plan.missing))
-    return how_it_ended(job, plan, written, say)
+    return how_it_ended(job, plan, written, progress)

@@ -9,7 +9,7 @@ import itertools
 import os
 import secrets
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -20,22 +20,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fledge.core.batch import Eagle3TargetBatch
-from fledge.core.errors import BadInput, TargetUnreachable, first_line
+from fledge.core.errors import BadInput
 from fledge.core.files import atomic_file
 from fledge.core.reading import shown
 from fledge.core.rows import TokenBatch
-from fledge.core.terminal import counted
 from fledge.target.base import Eagle3TargetBackend, InputEmbedding, TargetInfo, check_token_ids
 from fledge.target.cache.manifest import assemble_target, check_shapes, is_copied
 from fledge.target.layers import validate_aux_layer_ids
 from fledge.target.packing import find_documents
-from fledge.target.remote.fleet import Deadline, Fleet, ServerState, T
+from fledge.target.remote.fleet import Fleet, ServerState
 from fledge.target.remote.http import (
     Buffers,
     Refused,
     Server,
-    ServerBusy,
-    ServerDown,
     ServerFault,
     check_token,
     log,
@@ -51,7 +48,6 @@ from fledge.target.remote.segment import Segments, available
 from fledge.target.remote.wire import WireError, unpack
 
 RemoteSupervision = Literal["hidden", "probs", "topk", "logits"]
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 5.0
 
 
 class RemoteEagle3TargetModel(Eagle3TargetBackend):
@@ -88,8 +84,7 @@ class RemoteEagle3TargetModel(Eagle3TargetBackend):
         super().__init__("probs" if supervision == "topk" else supervision)
         self._encoding: WireEncoding = "hidden" if supervision == "logits" else supervision
         self._top_k, self._dtype, self._alone = top_k, dtype, not merge
-        self._timeout_s, self._retries, self._pin = timeout_s, retries, pin_memory
-        self.prefetch = prefetch
+        self._pin, self.prefetch = pin_memory, prefetch
         addresses = [urls] if isinstance(urls, str) else list(dict.fromkeys(urls))
         buffers = Buffers(keep=max(1, prefetch) + 1)
         servers = [
@@ -98,7 +93,7 @@ class RemoteEagle3TargetModel(Eagle3TargetBackend):
             for url in addresses
         ]  # fmt: skip
         rank = dist.get_rank() if dist.is_initialized() else 0
-        self._fleet = Fleet(servers, timeout_s=timeout_s, wait_s=wait_s, rank=rank)
+        self._fleet = Fleet(servers, timeout_s=timeout_s, wait_s=wait_s, retries=retries, rank=rank)
         self._numbers = itertools.count()
         self._segments = Segments() if shared_memory and available() else None
         self._no_segments: set[str] = set()  # servers that cannot access our shared memory
@@ -196,38 +191,13 @@ class RemoteEagle3TargetModel(Eagle3TargetBackend):
             self._target = None
 
     def _answer(self, question: Question, number: int | None) -> Eagle3TargetBatch:
-        batch = self._with_retries(lambda state, left_s: self._ask(state, question, left_s), number)
+        def ask(state: ServerState, left_s: float) -> Eagle3TargetBatch:
+            return self._ask(state, question, left_s)
+
+        batch = self._fleet.ask(ask, prefer=number)
         if self.supervision == "logits":
             batch = batch.with_logits(self.info().head)
         return batch.pin_memory() if self._pin else batch
-
-    def _with_retries(self, use: Callable[[ServerState, float], T], number: int | None = None) -> T:
-        """Ask until a server gives a complete answer, within `timeout_s` and `retries`. An attempt
-        may take half of the time that is left, so that there is some for another, and the last one
-        all of it."""
-        deadline, failures, pause = Deadline(self._timeout_s), 0, _FIRST_PAUSE_S
-
-        def attempt(state: ServerState) -> T:
-            try:
-                return use(state, deadline.left() / (1 if failures == self._retries else 2))
-            except WireError as error:
-                raise ServerFault(first_line(error)) from error
-
-        while True:
-            try:
-                return self._fleet.ask(attempt, deadline, prefer=number)
-            except (ServerBusy, ServerDown):
-                continue  # the fleet decides when to retry, and for how long
-            except ServerFault as error:
-                failures += 1
-                if failures > self._retries or deadline.left() <= pause:
-                    raise TargetUnreachable(
-                        f"{counted(failures, 'attempt')} at one request failed, within the "
-                        f"{self._timeout_s:g} s of target.timeout_s, the last with: {error}",
-                        fix="look at the servers' logs and run the same command again",
-                    ) from error
-                self._fleet.pause(pause)
-                pause = min(2 * pause, _LONGEST_PAUSE_S)
 
     def _ask(self, state: ServerState, question: Question, timeout_s: float) -> Eagle3TargetBatch:
         """Make one attempt at one server."""
@@ -275,7 +245,7 @@ class RemoteEagle3TargetModel(Eagle3TargetBackend):
         def fetch(state: ServerState, left_s: float) -> dict[str, Tensor]:
             return unpack(state.server.exchange(path, None, left_s, max_bytes).body)[0]
 
-        return self._with_retries(fetch)
+        return self._fleet.ask(fetch)
 
     def _fetch_target(self) -> tuple[InputEmbedding, TargetInfo | None]:
         """The embedding and, if the target shows its head, its info; fetched once."""

@@ -13,8 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from fledge.core.errors import BadInput, TargetUnreachable
+from fledge.core.errors import BadInput, TargetUnreachable, first_line
 from fledge.core.reading import Table, Whole
+from fledge.core.terminal import counted
 from fledge.target.remote.http import (
     Server,
     ServerBusy,
@@ -24,10 +25,12 @@ from fledge.target.remote.http import (
     log,
 )
 from fledge.target.remote.protocol import IDENTITY, INFO
+from fledge.target.remote.wire import WireError
 
 T = TypeVar("T")
 REMIND_S = 30.0  # between two words about a wait
 _CHECK_EVERY_S, _CHECK_TIMEOUT_S = 0.5, 5.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 5.0  # between two attempts
 _HEALTH = Table({"queue": Whole()})
 
 
@@ -61,7 +64,13 @@ class Fleet:
     """Servers that hold the same target."""
 
     def __init__(
-        self, servers: Sequence[Server], *, timeout_s: float, wait_s: float, rank: int = 0
+        self,
+        servers: Sequence[Server],
+        *,
+        timeout_s: float,
+        wait_s: float,
+        retries: int = 0,
+        rank: int = 0,
     ) -> None:
         if not servers:
             raise BadInput("no server to ask", where="urls")
@@ -72,7 +81,7 @@ class Fleet:
             for index, server in enumerate(servers)
         ]
         self._turns = itertools.count()
-        self._timeout_s, self._wait_s = timeout_s, wait_s
+        self._timeout_s, self._wait_s, self._retries = timeout_s, wait_s, retries
         self._changed = threading.Condition()
         self._identity: dict[str, Any] | None = None
         self._down_since: float | None = None  # all servers, without an answer since
@@ -86,33 +95,42 @@ class Fleet:
         for state in self._states:
             self._check(state, first=not state.server.moves)
         self._watcher.start()
-        return self.ask(lambda state: state.info, Deadline(self._timeout_s))
+        return self.ask(lambda state, _: state.info)
 
-    def ask(
-        self, use: Callable[[ServerState], T], deadline: Deadline, *, prefer: int | None = None
-    ) -> T:
-        """Call `use` with the server to ask next; its exceptions are passed to the caller.
-        `prefer` is the number of the server to ask if it is up."""
-        state = self._take(deadline, prefer)
-        try:
-            answer = use(state)
-            self._down_since = None
-            return answer
-        except ServerBusy as busy:
-            state.not_before = time.monotonic() + busy.retry_after_s * self._rng.uniform(0.5, 1.0)
-            state.error = str(busy)
-            raise
-        except (ServerDown, ServerFault) as error:
-            self._set_down(state, str(error))
-            raise
-        finally:
-            with self._changed:
-                state.in_flight -= 1
-                self._changed.notify_all()
-
-    def pause(self, seconds: float) -> None:
-        """Sleep between two attempts; closing the client ends it."""
-        self._closed.wait(seconds)
+    def ask(self, use: Callable[[ServerState, float], T], *, prefer: int | None = None) -> T:
+        """The answer of `use`, which is called with the server to ask next and the seconds that it
+        may take, until one gives a complete answer. An attempt may take half of the time that is
+        left, so that there is some for another, and the last one all of it. `prefer` is the number
+        of the server to ask if it is up."""
+        deadline, failures, pause = Deadline(self._timeout_s), 0, _FIRST_PAUSE_S
+        while True:
+            state, failed = self._take(deadline, prefer), False
+            try:
+                answer = use(state, deadline.left() / (1 if failures == self._retries else 2))
+                self._down_since = None
+                return answer
+            except ServerBusy as busy:
+                pause_s = busy.retry_after_s * self._rng.uniform(0.5, 1.0)
+                state.not_before, state.error = time.monotonic() + pause_s, str(busy)
+            except ServerDown as error:
+                self._set_down(state, str(error))
+            except (ServerFault, WireError) as error:
+                failures, failed = failures + 1, True
+                self._set_down(state, first_line(error))
+                if failures > self._retries or deadline.left() <= pause:
+                    raise TargetUnreachable(
+                        f"{counted(failures, 'attempt')} at one request failed, within the "
+                        f"{self._timeout_s:g} s of target.timeout_s, the last with: "
+                        f"{first_line(error)}",
+                        fix="look at the servers' logs and run the same command again",
+                    ) from error
+            finally:
+                with self._changed:
+                    state.in_flight -= 1
+                    self._changed.notify_all()
+            if failed:
+                self._closed.wait(pause)  # closing the client ends it
+                pause = min(2 * pause, _LONGEST_PAUSE_S)
 
     def close(self) -> None:
         self._closed.set()

@@ -42,8 +42,7 @@ class SGLangRanks:
     pipes and then made here; only this rank's result is kept."""
 
     def __init__(self, options: dict[str, Any]) -> None:
-        self._pipes: list[Connection] = []
-        self._peers: list[BaseProcess] = []
+        self._peers: list[tuple[Connection, BaseProcess]] = []
         port = free_port()
         processes = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
         for rank in range(1, int(options["tp_size"])):
@@ -53,19 +52,18 @@ class SGLangRanks:
             peer: BaseProcess = processes.Process(target=_run_peer, args=arguments, daemon=True)
             peer.start()
             peer_end.close()
-            self._pipes.append(own_end)
-            self._peers.append(peer)
+            self._peers.append((own_end, peer))
         try:
             engine = engine_class(options["device"])
             self.engine: SGLangEngine = engine(options, rank=0, port=port)
         except BaseException:
-            for peer in self._peers:
+            for _, peer in self._peers:
                 peer.terminate()
             raise
 
     def call(self, method: str, *args: Any) -> Any:
         """Make a call on every rank at once; returns this rank's result."""
-        for rank, (pipe, peer) in enumerate(zip(self._pipes, self._peers, strict=True), 1):
+        for rank, (pipe, peer) in enumerate(self._peers, 1):
             if not peer.is_alive():  # a collective would wait for it forever
                 raise RuntimeError(
                     f"rank {rank} of the SGLang target ended with code {peer.exitcode}: "
@@ -76,11 +74,10 @@ class SGLangRanks:
 
     def close(self) -> None:
         """Close every rank. A second call does nothing."""
-        for pipe in self._pipes:
+        for pipe, _ in self._peers:
             pipe.close()  # the peers get EOF, and end
-        self._pipes = []
         self.engine.close()
-        for peer in self._peers:
+        for _, peer in self._peers:
             peer.join(timeout=30)
             peer.terminate()
         self._peers = []
@@ -90,12 +87,10 @@ def _run_peer(pipe: Connection, options: dict[str, Any], rank: int, port: int) -
     """Run another rank: repeat rank 0's calls until its pipe is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all ranks; rank 0 handles it
     engine = engine_class(options["device"])(options, rank=rank, port=port)
-    while True:
-        try:
+    with contextlib.suppress(EOFError):
+        while True:
             method, args = pipe.recv()
-        except EOFError:
-            break
-        getattr(engine, method)(*args)
+            getattr(engine, method)(*args)
     engine.close()
 
 
@@ -154,7 +149,8 @@ def server_options(asked: dict[str, Any], names: Sequence[str], *, device: str) 
         **(_ON_CPU if kind == "cpu" else {}),
         **({"base_gpu_id": int(index)} if index else {}),
         **asked,
-        **{name: value for name, value in _FIXED.items() if name in names},
+        # what must be off is unknown to some versions
+        **{name: value for name, value in _FIXED.items() if value or name in names},
         "device": kind,
     }
 
@@ -304,25 +300,23 @@ class SGLangTargetRunner:
         documents = find_rows(mask_BT)
         tokens = ids_BT.flatten().tolist()
         rows = [tokens[begin:end] for begin, end in documents]
-        answer_BTX: Tensor | None = None
-        aux_BTKD: Tensor | None = None
+        batch: tuple[Tensor, Tensor] | None = None
         for first, last in cut_into_extends([len(row) for row in rows], self._limits):
             captured: Captured = self._open().call("extend", rows[first:last], logits)
             answer_NX = captured.logits_NV if logits else captured.hidden_ND
             assert answer_NX is not None
-            layers = self._reorder(captured.aux_KND)
-            if answer_BTX is None or aux_BTKD is None:
+            aux_NX = torch.cat(self._reorder(captured.aux_KND), dim=-1)
+            if batch is None:
                 answer_BTX = answer_NX.new_zeros((*ids_BT.shape, answer_NX.shape[-1]))
-                width = layers[0].shape[-1]
-                aux_BTKD = layers[0].new_zeros((*ids_BT.shape, len(layers), width))
+                aux_BTX = aux_NX.new_zeros((*ids_BT.shape, aux_NX.shape[-1]))
+                batch = answer_BTX, aux_BTX
             slots_N = torch.cat([torch.arange(*span) for span in documents[first:last]])
             slots_N = slots_N.to(answer_NX.device)
-            answer_BTX.flatten(0, 1)[slots_N] = answer_NX
-            for layer, states_ND in enumerate(layers):
-                aux_BTKD.flatten(0, 1)[slots_N, layer] = states_ND
-        if answer_BTX is None or aux_BTKD is None:
+            for whole_BTX, part_NX in zip(batch, (answer_NX, aux_NX), strict=True):
+                whole_BTX.flatten(0, 1)[slots_N] = part_NX
+        if batch is None:
             raise ValueError("attention_mask marks no token at all")
-        return answer_BTX, aux_BTKD.flatten(2)
+        return batch
 
     def _reorder(self, aux_KND: list[Tensor]) -> list[Tensor]:
         """The states in the order of `set_aux_layers`: SGLang returns layers in ascending order,

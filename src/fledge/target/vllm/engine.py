@@ -33,15 +33,22 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 def take_states(path: Path, tokens: Sequence[int]) -> Tensor | None:
     """Read and remove the file with the states [N, K, D] of these tokens; None if it is not written
     yet."""
-    locked = _lock_state(path)
-    if locked or not path.exists():
+    try:
+        with _lock_of(path).open("rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        has_lock = True
+    except FileNotFoundError:
+        has_lock = False
+    except BlockingIOError:  # it is being written
+        return None
+    if not path.exists():
         return None
     try:
         tensors = load_tensors(path, what="a file of hidden states")
     except BadInput:
-        if locked is None:  # without a lock it may be half written
-            return None
-        raise
+        if has_lock:
+            raise
+        return None  # it may be half written
     states_NKD = _check_states(tensors, tokens, where=str(path))
     discard(path)
     return states_NKD
@@ -55,21 +62,6 @@ def discard(path: Path) -> None:
 
 def _lock_of(path: Path) -> Path:
     return path.with_name(f"{path.name}.lock")
-
-
-def _lock_state(path: Path) -> bool | None:
-    """Whether a writer holds the file's lock; None if there is no lock file."""
-    try:
-        descriptor = os.open(_lock_of(path), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(descriptor)
-    return False
 
 
 def _check_states(tensors: dict[str, Tensor], tokens: Sequence[int], *, where: str) -> Tensor:
@@ -102,13 +94,13 @@ class StatesPlace:
     in shared memory if that is large enough. Those of killed processes are removed by the next."""
 
     def __init__(self, parent: Path | None = None) -> None:
-        self._parent = parent or (_SHARED_MEMORY if _is_large(_SHARED_MEMORY) else None)
+        self._parent = parent
         self._directory: Path | None = None
         self._open = ExitStack()
 
     def make(self) -> Path:
         if self._directory is None:
-            parent = self._parent or Path(tempfile.gettempdir())
+            parent = self._parent or _memory_directory()
             parent.mkdir(parents=True, exist_ok=True)
             sibling = temporary_sibling(parent / "fledge-vllm", directory=True)
             self._directory = self._open.enter_context(sibling)
@@ -119,11 +111,15 @@ class StatesPlace:
         self._directory = None
 
 
-def _is_large(directory: Path) -> bool:
-    if not directory.is_dir() or not os.access(directory, os.W_OK):
-        return False
-    stats = os.statvfs(directory)
-    return stats.f_bavail * stats.f_frsize >= _LARGE_BYTES
+def _memory_directory() -> Path:
+    try:
+        stats = os.statvfs(_SHARED_MEMORY)
+    except OSError:
+        return Path(tempfile.gettempdir())
+    is_large = stats.f_bavail * stats.f_frsize >= _LARGE_BYTES and os.access(
+        _SHARED_MEMORY, os.W_OK
+    )
+    return _SHARED_MEMORY if is_large else Path(tempfile.gettempdir())
 
 
 KNOWN_VERSIONS = ("0.32",)

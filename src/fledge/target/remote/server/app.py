@@ -26,9 +26,8 @@ from fledge.target.remote.client import boot_id
 from fledge.target.remote.http import check_token
 from fledge.target.remote.protocol import PROTOCOL, Question, TooLarge, WireShape
 from fledge.target.remote.segment import write_segment
-from fledge.target.remote.server.admission import Limits, Metrics, QueueFull
 from fledge.target.remote.server.answers import Target
-from fledge.target.remote.server.queue import AnswerQueue
+from fledge.target.remote.server.queue import AnswerQueue, Limits, Metrics, QueueFull
 from fledge.target.remote.wire import Message
 
 Scope = MutableMapping[str, Any]
@@ -160,7 +159,7 @@ class TargetServer:
             check_token(token, where="token")
         self.token = token
         self.metrics, self.target = Metrics(), Target(backend, self.limits)
-        self.queue = AnswerQueue(self.target, self.metrics, self.limits)
+        self.queue = AnswerQueue(self.target.answer, self.metrics, self.limits)
         self._model_dir = model_dir
         self.info = self._describe(model, engine)
         self._routes: dict[str, tuple[str, Callable[[_Request], Awaitable[None]]]] = {
