@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
+import torch
+
 from fledge.core.errors import BadInput
 from fledge.core.machine import find_device
 from fledge.core.progress import Watch
@@ -233,6 +235,11 @@ class DecodingCheck:
             (exported.token_ids, exported.rounds) == (original.token_ids, original.rounds)
             for exported, original in zip(live, before, strict=True)
         )
+        kept = files.config.aux_layer_ids == checkpoint.config.aux_layer_ids
+        kept &= torch.equal(files.embed_tokens.weight, checkpoint.embed_tokens.weight)
+        if kept and not same:
+            what = "self-check: the exported files decode other tokens or rounds than the draft"
+            raise BadInput(what, where=str(self.source.directory), fix=_REPORT)
         texts = [Text(answer.prompt_ids, answer.token_ids) for answer in answers]
         samples = replay(self.target, files, texts, num_draft_tokens=self.depth)
         check_rounds(samples, live)
