@@ -71,11 +71,11 @@ class ServerFigures:
     requests: int
     tokens: int
     seconds: float
-    tokens_per_s: float
     first_ms: dict[str, float]
     per_token_ms: dict[str, float]
     total_ms: dict[str, float]
     acceptance: ServerAcceptance | None
+    tokens_per_s: float
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -112,11 +112,11 @@ async def _measure(
     tokens = sum(answer.tokens for answer in answers)
     later_s = [s for answer in answers if (s := answer.per_token_s) is not None]
     return ServerFigures(
-        url, model, load.concurrency, len(answers), tokens, seconds, tokens / seconds,
+        url, model, load.concurrency, len(answers), tokens, seconds,
         first_ms=percentiles([1e3 * answer.first_s for answer in answers]),
         per_token_ms=percentiles([1e3 * s for s in later_s]),
         total_ms=percentiles([1e3 * answer.total_s for answer in answers]),
-        acceptance=acceptance,
+        acceptance=acceptance, tokens_per_s=tokens / seconds,
     )  # fmt: skip
 
 

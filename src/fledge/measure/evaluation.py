@@ -21,7 +21,7 @@ from fledge.decode.strategy import DraftShape, TreeShape, choose
 from fledge.measure import figures
 from fledge.measure.answers import AnsweredTurn
 from fledge.measure.figures import Acceptance, Failures, Sample
-from fledge.measure.replay import Replay, Text, look_closely, replay, written_tokens
+from fledge.measure.replay import Replay, Text, WrittenToken, look_closely, replay, written_tokens
 from fledge.measure.speed import Speed, TimedText
 from fledge.methods.block.calibration import Calibration, calibrate, has_confidence
 from fledge.methods.shared.draft import DraftModel
@@ -79,6 +79,25 @@ class LiveCheck:
 
 
 @dataclass(frozen=True)
+class ShownAnswer:
+    """One answer, token by token."""
+
+    prompt: str
+    category: str
+    acceptance: Acceptance
+    tokens: list[WrittenToken]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "prompt": self.prompt,
+            "category": self.category,
+            "acceptance_length": self.acceptance.length,
+            "rounds": self.acceptance.rounds,
+            "tokens": [token.to_json() for token in self.tokens],
+        }
+
+
+@dataclass(frozen=True)
 class DraftReport:
     """Everything that `fledge eval` reports about one draft."""
 
@@ -95,7 +114,7 @@ class DraftReport:
     live: LiveCheck | None
     speed: Speed | None
     replay_s: float | None  # seconds for all answers
-    samples: list[dict[str, Any]]  # answers token by token, as the report page reads them
+    samples: list[ShownAnswer]
     calibration: Calibration | None = None  # of drafts with a confidence head
 
     def to_json(self) -> dict[str, Any]:
@@ -120,7 +139,7 @@ class DraftReport:
         if self.calibration is not None:
             value["calibration"] = self.calibration.to_json()
         if self.samples:
-            value["samples"] = self.samples
+            value["samples"] = [answer.to_json() for answer in self.samples]
         return value
 
 
@@ -187,7 +206,7 @@ class DraftEvaluation:
         self._watch("calibrating", 0, len(texts))
         return calibrate(self.target, draft, texts, depths=self.strategy.depth)
 
-    def _show(self, index: int, sample: Sample) -> dict[str, Any]:
+    def _show(self, index: int, sample: Sample) -> ShownAnswer:
         """An answer token by token; without a replay only who wrote each token, since proposals are
         not kept."""
         strategy, tokenizer = self.strategy, self.target.tokenizer
@@ -197,13 +216,7 @@ class DraftEvaluation:
             rollouts = strategy.rollouts(strategy.draft, strategy.depth)
             tokens = look_closely(self.target, rollouts, sample, tokenizer)
         acceptance = figures.acceptance([sample], strategy.depth)
-        return {
-            "prompt": self.answers[index].question,
-            "category": sample.category,
-            "acceptance_length": acceptance.length,
-            "rounds": acceptance.rounds,
-            "tokens": [token.to_json() for token in tokens],
-        }
+        return ShownAnswer(self.answers[index].question, sample.category, acceptance, tokens)
 
     def _replay(self) -> list[Replay]:
         total = len(self._texts)
