@@ -46,10 +46,6 @@ class TrainerInputs:
         return arguments
 
 
-WITHOUT_NORMS: Mapping[str, Any] = {"fc_norm": False, "norm_output": False}
-"""`fixed_draft` of drafts without EAGLE-3.1's norms."""
-
-
 def stated(config: Any, key: str) -> Any:
     """A key of a config; None if the config does not state it."""
     return getattr(config, key, None)

@@ -23,7 +23,7 @@ from fledge.formats.checks.probe import (
     Setting,
 )
 from fledge.formats.foreign import DraftFiles
-from fledge.methods.block.foreign import BlockView
+from fledge.methods.block.formats import BlockView
 from fledge.methods.shared.config import PLACEHOLDER_KEY
 from fledge.methods.shared.draft import DraftModel
 from fledge.methods.shared.placeholder import choose_placeholder

@@ -1,4 +1,6 @@
-"""What engines read from DFlash and DSpark drafts; the part of `formats.codec` that is theirs.
+"""The file formats of DFlash and DSpark: what engines read, and drafts of any trainer in our terms.
+
+Written:
 
     dflash-flat          z-lab's layout: config.json of a Qwen3, `dflash_config`       vLLM, SGLang
     dspark-flat          DeepSpec's: the same keys beside the others, two small heads  vLLM, SGLang
@@ -7,12 +9,26 @@
 
 All four use our tensor names, and omit embedding and head, which are the target's. A draft with a
 reduced vocabulary has its own rows of the head, because no engine takes them from the target.
+
+Read (nothing is judged here):
+
+    fledge        ours
+    dflash        z-lab's flat layout, and our exports: `dflash_config`
+    dspark        DeepSpec's flat layout, and our exports: the same keys beside the others
+    specforge     both, all keys in `dflash_config`, where `projector_type` tells them apart;
+                  ModelOpt's too, with other names for the heads of DSpark
+    speculators   the nested config of the speculators package; layers are counted + 1
 """
 
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 from fledge.formats.codec import (
+    AUX_KEY,
     INNER_KEY,
+    NESTED_KEY,
+    SPECULATORS_KEY,
     Facts,
     Format,
     if_set,
@@ -20,7 +36,19 @@ from fledge.formats.codec import (
     speculators_keys,
     taken,
 )
+from fledge.formats.foreign import DraftView
+from fledge.formats.layouts import OURS, AuxPlace, Axes, FileLayout, by_name
+from fledge.methods.base import Method
+from fledge.methods.block.draft import BlockDraftModel
+from fledge.methods.registry import METHODS
 from fledge.methods.shared.config import PLACEHOLDER_KEY
+
+if TYPE_CHECKING:
+    from fledge.formats.checks.base import Check, Subject
+    from fledge.formats.checks.probe import Answering, Probe
+    from fledge.methods.shared.draft import DraftModel
+
+# --- written --------------------------------------------------------------------------------------
 
 
 def _qwen3_keys(facts: Facts) -> dict[str, Any]:
@@ -87,3 +115,222 @@ SPECULATORS_DFLASH, SPECULATORS_DSPARK = (
     Format(f"speculators-{kind}", keys, _COUNTED_LAYERS, aux_id_offset=1, always_aux_ids=True)
     for kind, keys in (("dflash", _speculators_dflash), ("dspark", _speculators_dspark))
 )
+
+
+# --- read -----------------------------------------------------------------------------------------
+
+_CLASSES = {
+    "DFlashDraftModel": "dflash",
+    "DFlashSpeculator": "dflash",
+    "Qwen3DSparkModel": "dspark",
+    "DSparkDraftModel": "dspark",
+    "DSparkSpeculator": "dspark",
+    BlockDraftModel.architecture: "",  # its config determines the kind
+}
+_KINDS = ("dflash", "dspark")
+LAYOUTS = by_name(
+    FileLayout("fledge", "fledge"),
+    FileLayout("dflash", "z-lab, and our exports of DFlash"),
+    FileLayout("dspark", "DeepSpec, and our exports of DSpark"),
+    FileLayout("specforge", "SpecForge or ModelOpt"),
+    FileLayout("speculators", "speculators", nested=NESTED_KEY),
+)
+_VLLM = AuxPlace("vllm", AUX_KEY, 1)
+_FLAT, _BESIDE, _SPECULATORS = (
+    AuxPlace(layout.name, layout.aux_ids_key, layout.aux_id_offset)
+    for layout in (DFLASH_FLAT, DSPARK_FLAT, SPECULATORS_DFLASH)
+)
+_HEADS = {
+    "markov_w": "markov_head.markov_w",
+    "confidence_proj.": "confidence_head.proj.",
+}  # ModelOpt
+_HEAD_KEYS = (
+    "sample_from_anchor", "enable_confidence_head", "confidence_head_with_markov",
+)  # fmt: skip
+_AXES: Axes = {
+    **dict.fromkeys(("embed_tokens.weight", "lm_head.weight"), ("", "hidden")),
+    "fc.weight": ("hidden", ""),  # `aux-layers` compares its width
+    **dict.fromkeys(("hidden_norm.weight", "norm.weight"), ("hidden",)),
+    "d2t": ("draft_vocab",),
+    "t2d": ("",),
+}
+_SPARK_AXES: Axes = {
+    "markov_head.markov_w1.weight": ("vocab", "rank"),
+    "markov_head.markov_w2.weight": ("draft_vocab", "rank"),
+    "confidence_head.proj.weight": ("", ""),
+    "confidence_head.proj.bias": ("",),
+}
+# Checks of EAGLE and P-EAGLE that mean nothing here.
+_NOT_SHARED = {"serving", "embeddings", "head-map", "norm-output", "norm-residual"}
+
+
+class BlockView(DraftView):
+    """A block draft's files in fledge's own terms."""
+
+    aux_places = (_VLLM, _FLAT, _BESIDE, _SPECULATORS, OURS)
+    borrows = True
+    merges = False  # only EAGLE-1 does
+    parallel = False  # only P-EAGLE is
+    misnamed = False
+    fuses = False
+
+    @classmethod
+    def claims(cls, config: Mapping[str, Any], names: Iterable[str]) -> bool:
+        """By its class, or by the norm after fc that no other kind has."""
+        named = config.get("architectures") or []
+        if config.get(SPECULATORS_KEY) in _KINDS or not _CLASSES.keys().isdisjoint(named):
+            return True
+        has_block_size = "block_size" in config or "block_size" in (config.get(INNER_KEY) or {})
+        return has_block_size and any(
+            name.removeprefix("model.") == "hidden_norm.weight" for name in names
+        )
+
+    @staticmethod
+    def checks() -> "dict[str, Check]":
+        from fledge.formats.checks.base import checks_in
+        from fledge.methods.block import checks
+
+        shared = {id: check for id, check in DraftView.checks().items() if id not in _NOT_SHARED}
+        last = shared.pop("acceptance")  # it says what the repairs before it have changed
+        return shared | checks_in(checks) | {"acceptance": last}
+
+    @staticmethod
+    def probe(subject: "Subject", draft: "DraftModel", answering: "Answering") -> "Probe[Any]":
+        from fledge.methods.block.checks import BlockProbe
+
+        return BlockProbe(subject, draft, answering)
+
+    def refusals(self) -> Iterator[str]:
+        kind = self.setting("markov_head_type", "vanilla")
+        if self.spark and kind != "vanilla":
+            yield f"markov_head_type {kind}: only vanilla is supported"
+        if self.setting("is_neox_style", True) is False:
+            yield (
+                "is_neox_style is false: our drafts pair halves of the channels; permute the rows "
+                "of q_proj and k_proj, and their norms"
+            )
+        if self.slides_both_ways:
+            yield "its sliding layers attend both ways inside a block: ours are causal there"
+
+    def own_name(self, name: str) -> str:
+        """As for other drafts; older drafts of SpecForge have their heads under `logit_head`."""
+        name = super().own_name(name).removeprefix("logit_head.")
+        theirs = next((prefix for prefix in _HEADS if name.startswith(prefix)), None)
+        return name if theirs is None else _HEADS[theirs] + name.removeprefix(theirs)
+
+    @cached_property
+    def layout(self) -> FileLayout:
+        named = self.config.get("architectures") or []
+        if SPECULATORS_KEY in self.config:
+            return LAYOUTS["speculators"]
+        if BlockDraftModel.architecture in named:
+            return LAYOUTS["fledge"]
+        if "projector_type" in self.inner:
+            return LAYOUTS["specforge"]
+        return LAYOUTS[next((_CLASSES[name] for name in named if _CLASSES.get(name)), "dflash")]
+
+    @property
+    def axes(self) -> Axes:
+        return {**_AXES, **_SPARK_AXES} if self.spark else _AXES
+
+    @cached_property
+    def layer_extras(self) -> dict[str, bool]:
+        return {**super().layer_extras, "qk_norm": True}
+
+    @property
+    def inner(self) -> dict[str, Any]:
+        return self.config.get(INNER_KEY) or {}
+
+    def setting(self, key: str, absent: Any = None) -> Any:
+        """The value that engines read: from `dflash_config` if it is there, else from outside."""
+        inner = self.inner.get(key)
+        return self.get(key, absent) if inner is None else inner
+
+    def path(self, key: str) -> str:
+        """The dotted path of a key in the config, whether or not it is set."""
+        if key in self.inner or (self.layout.name == "specforge" and key in _HEAD_KEYS):
+            return f"{INNER_KEY}.{key}"
+        return super().path(key)
+
+    @property
+    def spark(self) -> bool:
+        """Whether it is DSpark: it has a Markov head, or its config says so."""
+        kind = self.config.get(SPECULATORS_KEY)
+        if kind in _KINDS:
+            return bool(kind == "dspark")
+        if self.layout.name == "specforge":
+            return bool(self.setting("projector_type") == "dspark")
+        has_markov_head = any(name.startswith("markov_head.") for name in self.state)
+        return self.layout.name == "dspark" or has_markov_head
+
+    @property
+    def method(self) -> Method:
+        return METHODS["dspark" if self.spark else "dflash"]
+
+    @property
+    def sample_from_anchor(self) -> bool:
+        """Whether slot 0 predicts the first token; if absent, vLLM's default."""
+        default = self.spark and self.layout.name not in ("speculators", "fledge")
+        return bool(self.setting("sample_from_anchor", default))
+
+    @property
+    def _causal(self) -> bool | None:
+        """Whether all layers are causal; None: the config does not say."""
+        if self.layout.name == "fledge":
+            return bool(self.get("causal", False))
+        causal: bool | None = self.setting("is_causal", self.inner.get("causal"))
+        return causal
+
+    @property
+    def sliding_layers(self) -> list[int]:
+        if self.layout.name == "fledge":
+            return list(self.get("sliding_layers", []))
+        kinds = self.setting("layer_types", [])
+        sliding = [i for i, kind in enumerate(kinds) if kind == "sliding_attention"]
+        return self.layer_numbers if self.setting("use_swa", False) and not sliding else sliding
+
+    @property
+    def slides_both_ways(self) -> bool:
+        """Whether engines let the slots of sliding layers attend to later slots of their block."""
+        if self.layout.name == "fledge" or not self.sliding_layers:
+            return False
+        if self._causal is None:  # layers called sliding are causal, those of `use_swa` are not
+            return "sliding_attention" not in self.setting("layer_types", [])
+        return not self._causal
+
+    @property
+    def flags(self) -> dict[str, bool]:
+        weight, norm = (self.state.get(n) for n in ("confidence_head.proj.weight", "norm.weight"))
+        if not self.spark or self.layout.name == "fledge" or norm is None:
+            return {}
+        if self.setting("use_confidence_head"):  # ModelOpt's, which always reads both
+            return {"use_confidence_head": weight is not None}
+        reads_both = weight is not None and weight.shape[-1] > len(norm)
+        keys = ("enable_confidence_head", "confidence_head_with_markov")
+        return dict(zip(keys, (weight is not None, reads_both), strict=True))
+
+    @property
+    def first_place(self) -> int:
+        return 0 if self.sample_from_anchor else 1
+
+    @property
+    def method_settings(self) -> dict[str, Any]:
+        sliding = self.sliding_layers
+        window = self.setting("swa_window_size", self.setting("sliding_window"))
+        return {
+            "block_size": self.setting("block_size"),
+            PLACEHOLDER_KEY: self.mask,
+            "sample_from_anchor": self.sample_from_anchor,
+            "causal": bool(self._causal),
+            "sliding_layers": sliding,
+            "sliding_window": window if sliding else None,
+            "markov_rank": self.setting("markov_rank", 0) if self.spark else 0,
+            "confidence_head": "confidence_head.proj.weight" in self.state,
+            "confidence_threshold": self.get("confidence_threshold", 0.0),
+            "confidence_temperatures": list(self.get("confidence_temperatures", [])),
+        }
+
+    @property
+    def default_place(self) -> AuxPlace:
+        places = {"fledge": OURS, "dspark": _BESIDE, "speculators": _SPECULATORS}
+        return places.get(self.layout.name, _FLAT)

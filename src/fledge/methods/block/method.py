@@ -5,7 +5,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fledge.core.registry import Registry
-from fledge.methods.base import WITHOUT_NORMS, Method, stated
+from fledge.methods.base import Method, stated
+from fledge.methods.shared.config import WITHOUT_NORMS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
 
     from fledge.core.errors import BadInput
     from fledge.formats.codec import Feature, PlainDraft
-    from fledge.methods.block.foreign import BlockView
+    from fledge.methods.block.formats import BlockView
     from fledge.methods.shared.draft import DraftModel, Reading
 
 
@@ -72,7 +73,7 @@ class BlockMethod(Method):
         return ["--speculative-num-draft-tokens", str(num_draft_tokens + 1)]
 
     def foreign(self) -> "type[BlockView]":
-        from fledge.methods.block.foreign import BlockView
+        from fledge.methods.block.formats import BlockView
 
         return BlockView
 

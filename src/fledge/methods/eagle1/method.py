@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fledge.core.registry import Registry
-from fledge.methods.base import WITHOUT_NORMS, Method, stated
+from fledge.methods.base import Method, stated
 from fledge.methods.eagle3.method import CHAIN, TREE
+from fledge.methods.shared.config import WITHOUT_NORMS
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

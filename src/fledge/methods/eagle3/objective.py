@@ -4,12 +4,12 @@ The interface is that of `RolloutTrainerModule`; docs/semantics.md has the rules
 """
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fledge.core.head import HeadLike
 from fledge.methods.eagle3.draft import LlamaEagle3DraftModel
 from fledge.methods.losses.base import Loss
 from fledge.methods.losses.registry import loss_of
@@ -21,6 +21,9 @@ from fledge.rollout.attention import AttentionKind
 from fledge.rollout.context import ContextRanks
 from fledge.rollout.plan import plan_rollout
 from fledge.rollout.slots import RowMasks, check_counts
+
+if TYPE_CHECKING:
+    from fledge.core.head import HeadLike
 
 
 class Eagle3TrainerModule(RolloutTrainerModule[NoisyPlan]):
@@ -47,7 +50,7 @@ class Eagle3TrainerModule(RolloutTrainerModule[NoisyPlan]):
         lk_loss_type: str | None = None,
         lk_kl_scale: float = 1.0,
         lk_kl_decay: float = 3.0,
-        target_head: HeadLike | None = None,
+        target_head: "HeadLike | None" = None,
         loss: str | Loss = "ce",
         step_decay: float = 0.8,
         depth_keep: float = 1.0,

@@ -47,6 +47,7 @@ _MOST_LAYERS = 8  # of the drafts in use
 _DEPTHS_KEYS = ("ttt_steps", "num_depths", "draft_tokens")
 # Of EAGLE-3's own computation: no other family has them.
 EAGLE3_FLAGS = ("fc_norm", "norm_output", "norm_before_residual", "parallel_drafting")
+WITHOUT_NORMS = {"fc_norm": False, "norm_output": False}  # `fixed_draft` of other families
 PLACEHOLDER_KEY = "mask_token_id"
 # Settings that change nothing in the meaning of the tensors that two drafts have in common.
 _SAME_TENSORS = {"num_hidden_layers", "parallel_drafting", PLACEHOLDER_KEY, "norm_output"}
