@@ -1,8 +1,10 @@
 """P-EAGLE drafts: the extra parameter, the forward passes, files, warm start from EAGLE-3."""
 
+from functools import partial
+
 import pytest
 import torch
-from test_draft_model import make_config, some_vocabulary
+from test_draft_model import make_config
 
 from fledge import BadInput, LlamaEagle3DraftModel
 from fledge.methods.peagle import draft as parallel_draft
@@ -10,48 +12,28 @@ from fledge.methods.peagle.draft import peagle_from_eagle3
 from fledge.methods.peagle.plan import plan_parallel
 from fledge.methods.shared import draft as recompute
 from fledge.rollout.plan import plan_rollout
-from fledge.rollout.slots import RowMasks
+from objective.naive_eagle3 import (
+    make_documents,
+    make_draft,
+    masks_of,
+    packed_batch,
+    vocabulary,
+)
+from objective.naive_peagle import MASK_ID, make_parallel_draft
 
-MASK_ID = 21
 LENGTHS, WIDTH = [5, 9, 2], 18  # two slots of padding
+make_parallel = partial(make_parallel_draft, layers=3)
 
 
-def make_parallel(*, layers=3, spread=0.3, dtype=torch.float64, **changes):
-    torch.manual_seed(0)
-    config = make_config(
-        num_hidden_layers=layers, parallel_drafting=True, mask_token_id=MASK_ID, **changes
-    )
-    draft = LlamaEagle3DraftModel(config).to(dtype)
-    with torch.no_grad():
-        for parameter in draft.parameters():
-            parameter.add_(torch.randn_like(parameter) * spread)
-    return draft
-
-
-def make_batch(seed=2):
+def make_batch():
     """One packed row, as (masks and packing, aux, ids)."""
-    g = torch.Generator().manual_seed(seed)
-    real = sum(LENGTHS)
-    position = torch.cat([torch.arange(n) for n in LENGTHS] + [torch.arange(2, 2 + WIDTH - real)])
-    remaining = torch.cat([torch.arange(n - 1, -1, -1) for n in LENGTHS])
-    packing = {
-        "position_ids": position[None],
-        "seq_lens": torch.tensor([[5, 9, 4]]),
-        "doc_remaining": torch.nn.functional.pad(remaining, (0, WIDTH - real))[None],
-    }
-    masks = {
-        "loss_mask": (torch.rand(1, WIDTH, generator=g) < 0.8).long(),
-        "attention_mask": (torch.arange(WIDTH) < real).long()[None],
-    }
-    aux = torch.randn(1, WIDTH, 30, generator=g, dtype=torch.float64)
-    ids = torch.randint(0, 23, (1, WIDTH), generator=g)
-    return masks | packing, aux, ids
+    batch = packed_batch([make_documents(LENGTHS, supervised=0.8)], WIDTH)
+    return masks_of(batch), batch["aux_hidden_states"], batch["input_ids"]
 
 
 def make_plan(batch, *, num_depths=4, **options):
-    return plan_parallel(
-        RowMasks(**batch), num_depths=num_depths, ratio=0.9, ratio_min=0.5, seed=1, **options
-    )
+    sampling = {"ratio": 0.9, "ratio_min": 0.5, "seed": 1}
+    return plan_parallel(batch, num_depths=num_depths, **sampling, **options)
 
 
 def weighted_gradients(draft, out):
@@ -206,22 +188,18 @@ def test_the_mask_token_must_be_a_valid_id():
 
 
 def test_a_warm_start_from_eagle3_carries_everything_over():
-    torch.manual_seed(3)
-    eagle3 = LlamaEagle3DraftModel(make_config(fc_norm=True)).double()
-    eagle3.set_vocab_mapping(*some_vocabulary())
-    config = make_config(
-        num_hidden_layers=3, fc_norm=True, parallel_drafting=True, mask_token_id=MASK_ID
-    )
-    draft = peagle_from_eagle3(eagle3, config)
+    eagle3 = make_draft(fc_norm=True, seed=3)
+    eagle3.set_vocab_mapping(*vocabulary())
+    draft = peagle_from_eagle3(eagle3, make_parallel(fc_norm=True).config)
     new = draft.state_dict()
     for name, tensor in eagle3.state_dict().items():
         assert torch.equal(new[name], tensor), name
     fresh = set(new) - set(eagle3.state_dict())
     assert {name.split(".")[1] for name in fresh if name != "mask_hidden"} == {"1", "2"}
     assert new["mask_hidden"].std() > 0.5
-    assert torch.equal(draft.selected_token_ids, some_vocabulary()[0])
+    assert torch.equal(draft.selected_token_ids, vocabulary()[0])
     batch, aux, ids = make_batch()
-    plan, parallel = plan_rollout(RowMasks(**batch), num_depths=1), make_plan(batch)
+    plan, parallel = plan_rollout(batch, num_depths=1), make_plan(batch)
     (before,) = eagle3.unroll(plan.on_key_axis(aux), plan.on_key_axis(ids), plan)
     slots = parallel.slot_T[parallel.depths[0].slot_N].tolist()
     rows = [slots.index(slot) for slot in plan.slot_T[plan.depths[0].slot_N].tolist()]

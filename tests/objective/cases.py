@@ -132,6 +132,22 @@ def backward(module, out):
     return out, {n: zero(p) if p.grad is None else p.grad.clone() for n, p in trained.items()}
 
 
+def assert_matches_textbook(module, result, naive):
+    """Loss, gradients of every parameter, and all counts."""
+    out, grads = result
+    module.zero_grad()
+    naive.loss.backward()
+    torch.testing.assert_close(out.loss, naive.loss, rtol=1e-10, atol=1e-10)
+    for name, parameter in module.draft_model.named_parameters():
+        named = partial("{}: {}".format, name)
+        torch.testing.assert_close(grads[name], parameter.grad, rtol=1e-9, atol=1e-11, msg=named)
+        assert parameter.grad.abs().max() > 0, name
+    assert out.charged.tolist() == naive.charged
+    assert out.correct.tolist() == naive.correct
+    assert out.step_prefix_hits.tolist() == naive.hits
+    assert out.step_valid.tolist() == naive.valid
+
+
 def assert_same(first, second, *, tolerance=1e-11):
     (out_a, grads_a), (out_b, grads_b) = first, second
     close = partial(torch.testing.assert_close, rtol=tolerance, atol=tolerance)

@@ -5,19 +5,20 @@ lists. Positions are text positions; nothing is shifted. The only things shared 
 test are the draft's parameters, its rotary table and the sampled anchors.
 """
 
-from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from transformers import LlamaConfig
 
 from fledge.methods.block.draft import BlockDraftModel
 from objective.naive_eagle3 import (
-    Document,
     E,
+    Naive,
     V,
     _norm,
     attended,
     finish_layer,
+    make_documents,
     queries_keys_values,
 )
 
@@ -56,17 +57,7 @@ class Table:
         self.weight = torch.randn(rows, E, generator=generator, dtype=torch.float64).to(dtype)
 
 
-def make_block_documents(lengths, *, seed=3, supervised=0.75, dtype=torch.float64):
-    g = torch.Generator().manual_seed(seed)
-    return [
-        Document(
-            torch.randint(0, V, (n,), generator=g),
-            (torch.rand(n, generator=g) < supervised).long(),
-            torch.randn(n, NUM_AUX * E, generator=g, dtype=dtype),
-            torch.randn(n, E, generator=g, dtype=dtype),
-        )
-        for n in lengths
-    ]
+make_block_documents = partial(make_documents, supervised=0.75, aux=NUM_AUX * E, hidden=E)
 
 
 def candidates(document):
@@ -110,15 +101,6 @@ def target_probs(head, document, position):
     return head.logits(document.hidden[position]).float().softmax(-1).double()
 
 
-@dataclass
-class NaiveBlocks:
-    loss: torch.Tensor = None
-    charged: list = field(default_factory=list)
-    correct: list = field(default_factory=list)
-    valid: list = field(default_factory=list)
-    hits: list = field(default_factory=list)
-
-
 def dpace_weights(probabilities):
     """w_k = sum over m >= k of the product of the smoothed probabilities up to m."""
     smooth = [0.5 * q + 0.5 for q in probabilities]
@@ -129,7 +111,7 @@ def dpace_weights(probabilities):
 def naive_dflash(draft, documents, anchors, *, head, row_loss, gamma=None):
     """Terms are `row_loss(logits, label, probs)`, weighted by `gamma`, or by D-PACE if None."""
     drafts = draft.config.block_size - 1
-    out, terms, weights = NaiveBlocks(), [], []
+    out, terms, weights = Naive(), [], []
     block_outcomes = []
     for document, starts in zip(documents, anchors, strict=True):
         for a in starts:
@@ -164,7 +146,7 @@ def naive_dflash(draft, documents, anchors, *, head, row_loss, gamma=None):
 
 def naive_dspark(draft, documents, anchors, *, head, gamma, text, distance, confidence):
     p, drafts = dict(draft.named_parameters()), draft.config.block_size
-    out, terms, weights, block_outcomes = NaiveBlocks(), [], [], []
+    out, terms, weights, block_outcomes = Naive(), [], [], []
     for document, starts in zip(documents, anchors, strict=True):
         for a in starts:
             states = block_states(draft, document, a)

@@ -4,7 +4,7 @@ Dense masks, explicit concatenation, tensors shifted at every step, one padded r
 The only things shared with the code under test are the draft's parameters and rotary table.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch.nn import functional as F
@@ -54,14 +54,14 @@ class Document:
     hidden: torch.Tensor
 
 
-def make_documents(lengths, *, seed=3, supervised=0.6, dtype=torch.float64):
+def make_documents(lengths, *, seed=3, supervised=0.6, dtype=torch.float64, aux=3 * D, hidden=D):
     g = torch.Generator().manual_seed(seed)
     return [
         Document(
             torch.randint(0, V, (n,), generator=g),
             (torch.rand(n, generator=g) < supervised).long(),
-            torch.randn(n, 3 * D, generator=g, dtype=dtype),
-            torch.randn(n, D, generator=g, dtype=dtype),
+            torch.randn(n, aux, generator=g, dtype=dtype),
+            torch.randn(n, hidden, generator=g, dtype=dtype),
         )
         for n in lengths
     ]
@@ -193,11 +193,13 @@ def finish_layer(state, out, p, prefix, c):
 
 @dataclass
 class Naive:
-    loss: torch.Tensor
-    correct: list
-    charged: list
-    hits: list
-    valid: list
+    """What a textbook version computes: its loss, and counts per depth."""
+
+    loss: torch.Tensor | None = None
+    charged: list = field(default_factory=list)
+    correct: list = field(default_factory=list)
+    hits: list = field(default_factory=list)
+    valid: list = field(default_factory=list)
 
 
 def naive_eagle3(draft, batch, *, ids, mask, steps, depth_loss, decay=0.8):
@@ -220,7 +222,7 @@ def naive_eagle3(draft, batch, *, ids, mask, steps, depth_loss, decay=0.8):
     visible = causal[None] & batch["attention_mask"].bool()[:, None]  # [B, T, T]
     caches = [[] for _ in range(c.num_hidden_layers)]
     total, weights = 0.0, sum(decay**k for k in range(steps))
-    out = Naive(None, [], [], [], [])
+    out = Naive()
     alive, valid = torch.ones_like(loss_mask), torch.ones_like(loss_mask)
     for k in range(steps):
         embed = p["embed_tokens.weight"][tokens]

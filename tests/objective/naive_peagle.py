@@ -5,8 +5,6 @@ double loop; q, k, v read explicit concatenations. The only things shared with t
 are the draft's parameters and rotary table.
 """
 
-from dataclasses import dataclass, field
-
 import torch
 from torch.nn import functional as F
 
@@ -14,6 +12,7 @@ from fledge.core.head import target_distribution
 from fledge.methods.losses.kl import KLDivergence
 from fledge.rollout.slots import Documents, sample_depths
 from objective.naive_eagle3 import (
+    Naive,
     _norm,
     attended,
     finish_layer,
@@ -40,13 +39,8 @@ def sampled_depths(documents, *, num_depths, ratio, ratio_min, seed):
         ordinal=torch.repeat_interleave(torch.arange(len(documents)), lengths).numpy(),
         place=torch.cat([torch.arange(n) for n in lengths]).numpy(),
     )
-    deepest = sample_depths(
-        slots,
-        num_depths=num_depths,
-        ratio=ratio,
-        ratio_min=ratio_min,
-        seed=seed,
-    )
+    options = {"num_depths": num_depths, "ratio": ratio, "ratio_min": ratio_min, "seed": seed}
+    deepest = sample_depths(slots, **options)
     return [part.tolist() for part in torch.split(torch.from_numpy(deepest), lengths.tolist())]
 
 
@@ -54,15 +48,6 @@ def visible(query, key):
     """The visibility rule for two elements (anchor, depth) of one document."""
     (qa, qd), (ka, kd) = query, key
     return (kd == 0 and ka <= qa) or (ka == qa and kd <= qd)
-
-
-@dataclass
-class NaiveParallel:
-    loss: torch.Tensor = None
-    charged: list = field(default_factory=list)
-    correct: list = field(default_factory=list)
-    hits: list = field(default_factory=list)
-    valid: list = field(default_factory=list)
 
 
 def naive_peagle(
@@ -103,7 +88,7 @@ def naive_peagle(
     losses = [
         reference_loss(logits[n], probs[n], charged[n], loss or KLDivergence()) for n in parts
     ]
-    out = NaiveParallel(loss=torch.stack(losses).mean())
+    out = Naive(loss=torch.stack(losses).mean())
     for k in range(num_depths):
         out.charged.append(int((charged & (depths == k)).sum()))
         out.correct.append(int((correct & (depths == k)).sum()))

@@ -13,6 +13,7 @@ from objective.cases import (
     KINDS,
     LENGTHS,
     SEED,
+    assert_matches_textbook,
     dflash,
     dspark,
     reduced_block_draft,
@@ -41,23 +42,6 @@ def sampled_anchors(module, documents, seed=SEED):
     return starts
 
 
-def check(module, documents, naive):
-    out, grads = run(module, padded_batch(documents))
-    module.zero_grad()
-    naive.loss.backward()
-    torch.testing.assert_close(out.loss, naive.loss, rtol=1e-9, atol=1e-10)
-    for name, parameter in module.draft_model.named_parameters():
-        torch.testing.assert_close(
-            grads[name], parameter.grad, rtol=1e-9, atol=1e-11, msg=lambda m, n=name: n + m
-        )
-        assert parameter.grad.abs().max() > 0, name
-    assert out.charged.tolist() == naive.charged
-    assert out.correct.tolist() == naive.correct
-    assert out.step_valid.tolist() == naive.valid
-    assert out.step_prefix_hits.tolist() == naive.hits
-    assert min(naive.charged) > 0
-
-
 def by_text(logits, label, _probs):
     return -logits.log_softmax(-1)[label], int(logits.argmax()) == label
 
@@ -80,37 +64,25 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_dflash_matches_the_textbook(variant):
+TEXTBOOK = {
+    **{name: ({"changes": changes}, by_text) for name, changes in VARIANTS.items()},
+    **{name: ({"loss": name}, by_target(LOSSES[name]()))
+       for name in ("ce", "kl", "reverse_kl", "js", "hard", "lk_alpha", "tv")},
+    "dpace": ({"weights": "dpace"}, by_text),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TEXTBOOK)
+def test_dflash_matches_the_textbook(name):
     """Lengths from 1 to 21: blocks at document ends, and blocks that reach past them."""
-    module = dflash(changes=VARIANTS[variant])
-    documents = make_block_documents(LENGTHS)
-    starts = sampled_anchors(module, documents)
-    draft = module.draft_model
-    naive = naive_dflash(draft, documents, starts, head=make_head(), row_loss=by_text, gamma=3.0)
-    check(module, documents, naive)
-
-
-@pytest.mark.parametrize("kind", ["ce", "kl", "reverse_kl", "js", "hard", "lk_alpha", "tv"])
-def test_dflash_with_losses_on_the_target_distribution(kind):
-    module = dflash(loss=kind)
-    documents = make_block_documents(LENGTHS)
-    row_loss = by_target(LOSSES[kind]())
-    starts = sampled_anchors(module, documents)
+    options, row_loss = TEXTBOOK[name]
+    module, documents = dflash(**options), make_block_documents(LENGTHS)
     naive = naive_dflash(
-        module.draft_model, documents, starts, head=make_head(), row_loss=row_loss, gamma=3.0
-    )
-    check(module, documents, naive)
-
-
-def test_dflash_with_dpace():
-    module = dflash(weights="dpace")
-    documents = make_block_documents(LENGTHS)
-    starts = sampled_anchors(module, documents)
-    naive = naive_dflash(
-        module.draft_model, documents, starts, head=make_head(), row_loss=by_text, gamma=None
-    )
-    check(module, documents, naive)
+        module.draft_model, documents, sampled_anchors(module, documents), head=make_head(),
+        row_loss=row_loss, gamma=None if name == "dpace" else 3.0,
+    )  # fmt: skip
+    assert_matches_textbook(module, run(module, padded_batch(documents)), naive)
+    assert min(naive.charged) > 0
 
 
 @pytest.mark.parametrize("variant", ["plain", "causal", "blocks of 7"])
@@ -122,7 +94,8 @@ def test_dspark_matches_the_textbook(variant):
     documents = make_block_documents(LENGTHS, supervised=0.85)
     starts = sampled_anchors(module, documents)
     naive = naive_dspark(draft, documents, starts, head=make_head(), gamma=3.0, **weights)
-    check(module, documents, naive)
+    assert_matches_textbook(module, run(module, padded_batch(documents)), naive)
+    assert min(naive.charged) > 0
 
 
 def test_anchors_depend_on_the_document_and_the_seed_only():

@@ -9,7 +9,7 @@ from fledge import (
     simulated_accept_length,
 )
 from fledge.rollout.slots import RowMasks
-from objective.cases import LOSSES, SEED, assert_same, backward, run
+from objective.cases import LOSSES, SEED, assert_matches_textbook, assert_same, backward, run
 from objective.cases import peagle as make_module
 from objective.naive_eagle3 import (
     V,
@@ -41,44 +41,26 @@ VARIANTS = {
 }
 
 
-def check_against_textbook(changes=None, **options):
-    module = make_module(changes=changes, **options)
-    documents = make_documents(LENGTHS)
-    out, grads = run(module, padded_batch(documents))
-    module.zero_grad()
-    ids, mask = vocabulary()
+TEXTBOOK = {
+    **{name: {"changes": changes} for name, changes in VARIANTS.items()},
+    **LOSSES,
+    **{f"{name}, balanced": {**LOSSES[name], "balance_depths": True} for name in ("kl", "lambda")},
+}
+
+
+@pytest.mark.parametrize("name", TEXTBOOK)
+def test_module_matches_the_textbook(name):
+    """Every parameter has a gradient, mask_hidden and those of all layers included."""
+    module, documents = make_module(**TEXTBOOK[name]), make_documents(LENGTHS)
+    result, (ids, mask) = run(module, padded_batch(documents)), vocabulary()
     deepest = sampled_depths(documents, num_depths=DEPTHS, ratio=0.7, ratio_min=0.2, seed=SEED)
     naive = naive_peagle(
         module.draft_model, documents, deepest, head=make_head(), ids=ids, mask=mask,
-        num_depths=DEPTHS, loss=module.loss,
-        balance=options.get("balance_depths", False),
+        num_depths=DEPTHS, loss=module.loss, balance="balance_depths" in TEXTBOOK[name],
     )  # fmt: skip
-    naive.loss.backward()
-    torch.testing.assert_close(out.loss, naive.loss, rtol=1e-10, atol=1e-10)
-    for name, parameter in module.draft_model.named_parameters():
-        torch.testing.assert_close(grads[name], parameter.grad, rtol=1e-9, atol=1e-11)
-        assert parameter.grad.abs().max() > 0, name  # including mask_hidden and every layer
-    assert out.charged.tolist() == naive.charged
-    assert out.correct.tolist() == naive.correct
-    assert out.step_prefix_hits.tolist() == naive.hits
-    assert out.step_valid.tolist() == naive.valid
+    assert_matches_textbook(module, result, naive)
     assert min(naive.charged) > 0
-    assert out.valid_tokens.item() == sum(naive.charged)
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_module_matches_the_textbook(variant):
-    check_against_textbook(VARIANTS[variant])
-
-
-@pytest.mark.parametrize("kind", LOSSES)
-def test_every_loss_matches_the_textbook(kind):
-    check_against_textbook(**LOSSES[kind])
-
-
-@pytest.mark.parametrize("kind", ["kl", "lambda"])
-def test_balanced_depths_match_the_textbook(kind):
-    check_against_textbook(**LOSSES[kind], balance_depths=True)
+    assert result[0].valid_tokens.item() == sum(naive.charged)
 
 
 @pytest.mark.parametrize("partitions", [2, 4, 7, 1000])
