@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decode.tiny_decode import AUX, STOPS
+from decode.tiny_decode import AUX, SPARK, STOPS, make_block
 from fledge.decode.accept import Round
 from fledge.decode.speculative import SpeculativeDecoder
 from fledge.decode.stops import Pieces
@@ -61,6 +61,19 @@ def test_every_token_has_its_author_and_both_models_probabilities(target, drafts
                 assert token.draft_p is token.instead is None
             seen.add(token.depth)
     assert {0, 1, 2} <= seen
+
+
+def test_where_a_draft_stops_early_it_proposes_no_token(target, asked):
+    """Below its threshold DSpark proposes nothing: no token, and no probability that is not one."""
+    draft = make_block(target, fit=30, **SPARK, confidence_threshold=0.9)
+    live = SpeculativeDecoder(target, draft, aux_layer_ids=AUX, num_draft_tokens=4)
+    backend, shown = HFEagle3TargetModel(target, AUX, supervision="hidden"), []
+    for generation in live.generate(asked[:12], STOPS):
+        text = Sample(generation.prompt_ids, generation.token_ids, generation.rounds)
+        shown += look_closely(backend, rollouts_of(draft, 4), text, Numbers())
+    proposed = [token.instead_p for token in shown if token.instead is not None]
+    assert 0 < len(proposed) < sum(token.depth == 0 and token.round >= 0 for token in shown)
+    assert all(0 <= p <= 1 for p in proposed)
 
 
 def test_the_draft_probability_comes_from_the_drafts_own_distribution(target, drafts):
