@@ -59,6 +59,7 @@ class Phases:
 
 def start(data: str, tokens: int) -> dict[str, object]:
     """Do what a run does before its first step, and measure its phases."""
+    from fledge.core.progress import unwatched
     from fledge.data.vocab import special_token_ids
     from fledge.recipe.schema import load_recipe
     from fledge.target.kinds import target_tokenizer
@@ -72,7 +73,7 @@ def start(data: str, tokens: int) -> dict[str, object]:
     with phases.phase("imports"):
         import torch  # noqa: F401  (a run imports it; not part of the rows' memory)
     with phases.phase("tokenise"):
-        rows = tokenised(recipe.data.train, recipe, lambda _: None)
+        rows = tokenised(recipe.data.train, recipe, unwatched)
     with phases.phase("hold out"):
         train, _ = split_training(rows, recipe)
     with phases.phase("vocabulary"):

@@ -24,6 +24,7 @@ from collect_curves import compact
 from fledge.core.distributed import pick_device
 from fledge.core.errors import BadInput
 from fledge.core.files import atomic_directory, cache_dir, write_text
+from fledge.core.progress import unwatched
 from fledge.core.rows import TokenBatch
 from fledge.data.pack import collate, pack_rows
 from fledge.data.rows import RowView, split_rows
@@ -142,7 +143,7 @@ def capture(jobs: Sequence[Job], judges: Judges, limits: Limits, *, on_device: b
         train, held_out, _ = prepare_data(recipe)
         sets = {HELD_OUT: packs(held_out, judges.rows, pad_id)}
         for kind, file in judges.files.items():
-            view, _ = split_rows(tokenised((file,), recipe, lambda _: None), 0)
+            view, _ = split_rows(tokenised((file,), recipe, unwatched), 0)
             sets[kind] = packs(view, None, pad_id)
         sets |= answered(target, judges.prompts, judges.max_new_tokens)
         for batch in itertools.chain(packs(train, None, pad_id), *sets.values()):

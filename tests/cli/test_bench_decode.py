@@ -62,7 +62,7 @@ def test_an_assistant_with_another_vocabulary_is_refused(place, tmp_path):
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        (["--method", "chian"], "no drafting method 'chian'"),
+        (["--method", "chian"], "no strategy is named 'chian'"),
         (["--max-new-tokens", "100000"], "no prompt leaves room for an answer"),
     ],
 )

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from fledge.methods.losses.registry import LOSSES
 from fledge.recipe.schema import load_recipe
 
 ROOT = Path(__file__).parents[2]
@@ -42,7 +43,7 @@ def test_the_schema_is_json_and_has_every_section(fledge):
     assert set(kinds) == {"hf", "remote", "cache", "sglang", "vllm", "ray"}
     assert all(ref.removeprefix("#/$defs/") in schema["$defs"] for ref in kinds.values())
     names, losses = schema["$defs"]["Eagle3Section"]["properties"]["loss"]["anyOf"]
-    assert names["enum"] == ["ce", "kl", "reverse_kl", "js", "hard", "lk_alpha", "lk_lambda", "tv"]
+    assert names["enum"] == list(LOSSES)
     assert losses["discriminator"]["mapping"]["lk_lambda"] == "#/$defs/LkLambda"
     assert set(schema["$defs"]["LkLambda"]["properties"]) == {"kind", "scale", "decay"}
 

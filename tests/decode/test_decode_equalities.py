@@ -71,7 +71,7 @@ def test_a_draft_has_the_strategies_of_its_method(target, drafts, asked, answers
     for draft in (eagle2, drafts["trained"], unmasked):
         with pytest.raises(BadInput, match=r"not trained for parallel drafting; use \w+ or"):
             choose(draft, "parallel")
-    with pytest.raises(BadInput, match="no drafting method 'trees'; did you mean 'tree'"):
+    with pytest.raises(BadInput, match="no strategy is named 'trees'; did you mean 'tree'"):
         choose(eagle2, "trees")
     with pytest.raises(BadInput, match="cannot be replayed"):
         rollouts_of(drafts["trained"], 3, name="tree")

@@ -155,14 +155,12 @@ def test_config_json_has_the_fields_that_engines_read(tmp_path):
     draft = make_draft(rope_theta=5e5)
     draft.save_pretrained(tmp_path / "draft")
     config = json.loads((tmp_path / "draft" / "config.json").read_text())
+    assert config.items() >= {
+        "model_type": "llama", "vocab_size": 23, "draft_vocab_size": 9, "num_hidden_layers": 1,
+        "tie_word_embeddings": False, "rope_theta": 5e5, "target_hidden_size": 10,
+    }.items()  # fmt: skip
     assert config["architectures"] == ["LlamaForCausalLMEagle3"]
-    assert config["model_type"] == "llama"
-    assert config["vocab_size"] == 23
-    assert config["draft_vocab_size"] == 9
-    assert config["num_hidden_layers"] == 1
-    assert config["tie_word_embeddings"] is False
-    assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == 5e5
-    assert config["target_hidden_size"] == 10
+    assert config["rope_parameters"]["rope_theta"] == 5e5
     assert sorted(p.name for p in (tmp_path / "draft").iterdir()) == [
         "config.json", "model.safetensors",
     ]  # fmt: skip

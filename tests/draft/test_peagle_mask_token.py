@@ -24,29 +24,22 @@ def choose(tokenizer, extra=0):
     return tokenizer.convert_ids_to_tokens(token_id) or token_id
 
 
-def test_first_choice_is_an_embedding_row_without_a_token():
-    tokenizer = byte_level([("<|reserved_special_token_0|>", True)])
-    assert choose(tokenizer, extra=3) == len(tokenizer)
+USED = {"chat_template": "<|user|>{{ messages[0].content }}<eos>"}
+SPECIAL = [("<think>", False), ("<|user|>", True), ("<repo>", True), ("<file>", True)]
+RESERVED = [
+    "<|reserved_special_token_0|>", "<unused7>", "[unused12]", "<|extra_204|>",
+    "<|placeholder1|>", "<｜place▁holder▁no▁0｜>", "<SPECIAL_20>", "[control_8]",
+]  # fmt: skip
+CHOICES = [  # an embedding row without a token, a reserved token, a special token nobody uses
+    (byte_level([(RESERVED[0], True)]), 3, 258),
+    *((byte_level([("<tool>", True), (n, False), ("unused", False)]), 0, n) for n in RESERVED),
+    (byte_level(SPECIAL, **USED), 0, "<repo>"),
+]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "<|reserved_special_token_0|>", "<unused7>", "[unused12]", "<|extra_204|>",
-        "<|placeholder1|>", "<｜place▁holder▁no▁0｜>", "<SPECIAL_20>", "[control_8]",
-    ],
-)  # fmt: skip
-def test_second_choice_is_a_reserved_token(name):
-    tokenizer = byte_level([("<tool>", True), (name, False), ("unused", False)])
-    assert choose(tokenizer) == name
-
-
-def test_third_choice_is_an_unused_special_token():
-    tokenizer = byte_level(
-        [("<think>", False), ("<|user|>", True), ("<repo>", True), ("<file>", True)],
-        chat_template="<|user|>{{ messages[0].content }}<eos>",
-    )
-    assert choose(tokenizer) == "<repo>"
+@pytest.mark.parametrize(("tokenizer", "extra", "choice"), CHOICES, ids=lambda x: str(x)[:30])
+def test_the_choice_is_what_stands_for_least(tokenizer, extra, choice):
+    assert choose(tokenizer, extra) == choice
 
 
 def test_last_choice_is_a_byte_that_no_text_contains():

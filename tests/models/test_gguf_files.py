@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,12 +17,7 @@ from tiny_gguf import TEMPLATE, tiny_llama, write_gguf
 from fledge.core.errors import BadInput
 from fledge.models import gguf
 from fledge.models.gguf import convert
-from fledge.models.resolve import (
-    load_config,
-    load_model,
-    load_tokenizer,
-    local_model,
-)
+from fledge.models.resolve import load_config, load_model, load_tokenizer, local_model
 from fledge.models.stored import models_root
 
 
@@ -42,9 +38,7 @@ def sha256_of(path: Path) -> str:
 
 def leftovers() -> list[str]:
     """What the model cache holds besides finished directories, locks and recorded hashes."""
-    root = models_root()
-    names = [path.name for path in root.iterdir()] if root.is_dir() else []
-    return [n for n in names if n.startswith(".")]
+    return [path.name for path in models_root().glob(".*")]
 
 
 def directories() -> list[Path]:
@@ -108,56 +102,43 @@ def test_the_tokenizer_splits_digits_and_has_its_special_tokens(file: Path) -> N
     assert "PreTrainedTokenizerFast" in saved  # known to both transformers 4 and 5
 
 
+def tokenizer_of(tmp_path: Path, pre: str, **options: Any) -> Any:
+    path = write_gguf(tmp_path / f"{pre}.gguf", tiny_llama(), pre=pre, **options)
+    return load_tokenizer(str(path))
+
+
 @pytest.mark.parametrize(
-    ("pre", "pieces"),
+    ("pre", "text", "pieces"),
     [
-        ("gpt-2", ["123", "4", "Ġhi"]),
-        ("llama-bpe", ["123", "4", "Ġhi"]),  # up to three digits per piece
-        ("qwen2", ["1", "2", "3", "4", "Ġhi"]),
+        ("gpt-2", "1234 hi", ["123", "4", "Ġhi"]),
+        ("llama-bpe", "1234 hi", ["123", "4", "Ġhi"]),  # up to three digits per piece
+        ("qwen2", "1234 hi", ["1", "2", "3", "4", "Ġhi"]),  # more in test_qwen2_files
+        ("smollm", "zq<tool>", ["z", "q", "<tool>"]),  # no merges lead to zq
+        ("llama-bpe", "zq<tool>", ["zq", "<tool>"]),
+        ("sentencepiece", "hi é", ["▁hi", "▁", "<0xC3>", "<0xA9>"]),
     ],
 )
 def test_each_family_splits_text_by_its_own_rules(
-    tmp_path: Path, pre: str, pieces: list[str]
+    tmp_path: Path, pre: str, text: str, pieces: list[str]
 ) -> None:
-    tokenizer = load_tokenizer(str(write_gguf(tmp_path / "other.gguf", tiny_llama(), pre=pre)))
-    assert tokenizer.convert_ids_to_tokens(tokenizer("1234 hi")["input_ids"]) == pieces
-
-
-def test_unmergeable_and_user_defined_tokens(tmp_path: Path) -> None:
-    pieces = {}
-    for pre in ("smollm", "llama-bpe"):
-        path = write_gguf(tmp_path / f"{pre}.gguf", tiny_llama(), pre=pre)
-        tokenizer = load_tokenizer(str(path))
-        pieces[pre] = tokenizer.convert_ids_to_tokens(tokenizer("zq<tool>")["input_ids"])
+    tokenizer = tokenizer_of(tmp_path, pre)
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert tokenizer.convert_ids_to_tokens(ids) == pieces
+    if pre == "sentencepiece":
+        assert (tokenizer.bos_token, tokenizer.eos_token) == ("<s>", "</s>")
+    else:  # a token that the user defined is text
         ids = tokenizer("hi<tool><|im_end|>")["input_ids"]
         assert tokenizer.decode(ids, skip_special_tokens=True) == "hi<tool>"
-    assert pieces == {"smollm": ["z", "q", "<tool>"], "llama-bpe": ["zq", "<tool>"]}
 
 
 @pytest.mark.parametrize(
     ("pre", "pieces"), [("smollm", ["<|im_start|>", "hi"]), ("sentencepiece", ["<s>", "▁hi"])]
 )
 def test_bos_is_added_where_the_file_says_so(tmp_path: Path, pre: str, pieces: list[str]) -> None:
-    path = write_gguf(tmp_path / "bos.gguf", tiny_llama(), pre=pre, add_bos=True)
-    tokenizer = load_tokenizer(str(path))
+    tokenizer = tokenizer_of(tmp_path, pre, add_bos=True)
     assert tokenizer.convert_ids_to_tokens(tokenizer("hi")["input_ids"]) == pieces
     plain = tokenizer("hi", add_special_tokens=False)["input_ids"]
     assert tokenizer.convert_ids_to_tokens(plain) == pieces[1:]
-
-
-def test_sentencepiece_families_keep_their_rules(tmp_path: Path) -> None:
-    path = write_gguf(tmp_path / "s.gguf", tiny_llama(), pre="sentencepiece")
-    tokenizer = load_tokenizer(str(path))
-    pieces = tokenizer.convert_ids_to_tokens(
-        tokenizer("hi é", add_special_tokens=False)["input_ids"]
-    )
-    assert pieces == ["▁hi", "▁", "<0xC3>", "<0xA9>"]
-    assert (tokenizer.bos_token, tokenizer.eos_token) == ("<s>", "</s>")
-
-
-def test_qwen_composes_accents(tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(str(write_gguf(tmp_path / "q.gguf", tiny_llama(), pre="qwen2")))
-    assert tokenizer.decode(tokenizer("e\u0301")["input_ids"]) == "é"
 
 
 def test_an_unknown_pre_tokenizer_is_refused_and_leaves_no_files(tmp_path: Path) -> None:

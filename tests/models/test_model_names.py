@@ -11,13 +11,8 @@ from huggingface_hub import errors
 from tiny_gguf import tiny_llama, write_gguf
 
 from fledge.core.errors import BadInput
-from fledge.models.resolve import (
-    load_config,
-    load_model,
-    load_tokenizer,
-    local_model,
-    public_name,
-)
+from fledge.models import resolve
+from fledge.models.resolve import load_config, load_model, load_tokenizer, local_model
 
 
 @pytest.fixture
@@ -187,16 +182,16 @@ def test_a_config_with_absurd_sizes_is_refused(tmp_path: Path, config: str) -> N
 
 
 def test_public_names_contain_no_local_paths(tmp_path: Path) -> None:
-    assert public_name("org/model@main") == "org/model@main"
-    assert public_name("smollm2-135m") == "HuggingFaceTB/SmolLM2-135M-Instruct"
+    assert resolve.public_name("org/model@main") == "org/model@main"
+    assert resolve.public_name("smollm2-135m") == "HuggingFaceTB/SmolLM2-135M-Instruct"
     (tmp_path / "mine").mkdir()
-    assert public_name(str(tmp_path / "mine")) == "mine"
-    assert public_name(str(tmp_path / "gone" / "model")) == "model"
+    assert resolve.public_name(str(tmp_path / "mine")) == "mine"
+    assert resolve.public_name(str(tmp_path / "gone" / "model")) == "model"
     plain, with_source = tmp_path / "tiny-Q4.gguf", tmp_path / "told.gguf"
     write_gguf(plain, tiny_llama())
     write_gguf(with_source, tiny_llama(), source="https://huggingface.co/org/tiny-llama")
-    assert public_name(str(plain)) == "tiny-Q4"
-    assert public_name(str(with_source)) == "org/tiny-llama"
+    assert resolve.public_name(str(plain)) == "tiny-Q4"
+    assert resolve.public_name(str(with_source)) == "org/tiny-llama"
     snapshot = tmp_path / "models--org--name" / "snapshots" / "0123"
     snapshot.mkdir(parents=True)
-    assert public_name(str(snapshot)) == "org/name"
+    assert resolve.public_name(str(snapshot)) == "org/name"

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from fledge.cli.main import run
 from fledge.core.errors import UntrustedCode
 from fledge.core.machine import find_device
 from fledge.data.prepare import prepare_rows
@@ -15,6 +14,7 @@ from fledge.target.hf.model import HFEagle3TargetModel
 from fledge.target.kinds import engine_section, kind_of
 from fledge.target.remote.server.app import TargetServer
 from fledge.target.remote.server.queue import Limits
+from target.cache.caches import verb
 
 NOTE = "from pathlib import Path\nPath({marker!r}).touch()\n"
 CODE = {
@@ -85,13 +85,6 @@ def trained(places, tiny_chats):
     assert verb("train", *overrides) == 0
     assert mark(places / "trusted").exists()
     return places
-
-
-def verb(*arguments):
-    """Run a verb and return its exit code."""
-    with pytest.raises(SystemExit) as stop:
-        run([str(argument) for argument in arguments])
-    return stop.value.code or 0
 
 
 def flags_of(place, model, out):

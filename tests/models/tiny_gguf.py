@@ -14,6 +14,8 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
+from models.textbook_bpe import alphabet
+
 CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 UNMERGED = "zq"  # in the vocabulary, but not reachable by merges
 USER_DEFINED = "<tool>"
@@ -26,11 +28,8 @@ TEMPLATE = (
 
 def vocabulary() -> list[str]:
     """Control tokens, the 256 bytes in GPT-2's alphabet, the merges, two special cases."""
-    visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    hidden = [byte for byte in range(256) if byte not in visible]
-    letters = [chr(byte) for byte in visible] + [chr(256 + i) for i in range(len(hidden))]
     merged = [left + right for left, right in MERGES]
-    return [*CONTROL, *letters, *merged, UNMERGED, USER_DEFINED]
+    return [*CONTROL, *alphabet().values(), *merged, UNMERGED, USER_DEFINED]
 
 
 SIZES = {

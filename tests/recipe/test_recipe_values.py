@@ -248,5 +248,7 @@ def test_the_reference_page_matches_the_schema() -> None:
     from fledge.recipe.reference import markdown
 
     page = (ROOT / "docs/recipes.md").read_text()
-    hint = "run: fledge recipe schema --markdown, and paste it below the last heading"
+    hint = (
+        "run: fledge recipe schema --markdown, and put it below `## Every field` of docs/recipes.md"
+    )
     assert markdown() in page, hint

@@ -20,7 +20,7 @@ class LogitsRunner:
     """Exactly `TargetRunner`: no hidden states, no head, no close."""
 
     def __init__(self, model: Any) -> None:
-        self.model = model
+        self.model = self._module = model
         self.aux_layers: list[int] = []
         self.masks: list[Tensor] = []  # that it was asked with
 
@@ -30,12 +30,12 @@ class LogitsRunner:
     @torch.no_grad()
     def forward_eagle3(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
         self.masks.append(attention_mask)
-        output = self.model(input_ids, attention_mask=attention_mask, output_hidden_states=True)
+        output = self._module(input_ids, attention_mask=attention_mask, output_hidden_states=True)
         states = [output.hidden_states[i + 1] for i in self.aux_layers]
         return output.logits, torch.cat(states, dim=-1)
 
     def input_embedding_weight(self) -> Tensor:
-        weight: Tensor = self.model.get_input_embeddings().weight.detach()
+        weight: Tensor = self._module.get_input_embeddings().weight.detach()
         return weight
 
 

@@ -1,41 +1,33 @@
 """Any number of aux layers can be captured, cached, sent, and shared by several drafts."""
 
+import re
 from concurrent.futures import Future
 
 import pytest
 import torch
-from contract import packed_rows, padded_rows, some_documents
+from contract import assert_same, packed_rows, padded_rows, some_documents
 from hf_runner import HFTargetRunner
 from tiny_models import tiny_model
 
 from fledge.core.batch import Eagle3TargetBatch
+from fledge.core.errors import BadInput
 from fledge.core.rows import TokenBatch
 from fledge.target.base import LayerView
-from fledge.target.cache.backend import CachedEagle3TargetModel
 from fledge.target.hf.model import HFEagle3TargetModel
 from fledge.target.remote.client import RemoteEagle3TargetModel
 from fledge.target.runner import RunnerEagle3TargetModel
-from target.cache.caches import token_row, write_cache
+from target.cache.caches import opened, token_row, write_cache
 from target.remote.servers import running
 
 LAYERS = [[4, 1], [0, 6, 2, 5, 3]]
 DOCUMENTS = some_documents()
 ROWS = TokenBatch(*packed_rows(DOCUMENTS, 14))
+READ = ROWS.doc_remaining > 0  # what a trainer may read
 
 
 def target(ids):
     model = tiny_model("llama")
     return HFEagle3TargetModel(model, ids, supervision="hidden", num_aux_layers=len(ids))
-
-
-def assert_same(actual, expected, rtol=0.0, atol=0.0):
-    real = expected.doc_remaining > 0  # what a trainer may read
-    for name, tensor in expected.tensors():
-        actual_tensor = getattr(actual, name)
-        if tensor.is_floating_point():
-            torch.testing.assert_close(actual_tensor[real], tensor[real], rtol=rtol, atol=atol)
-        else:
-            assert torch.equal(actual_tensor, tensor), name
 
 
 @pytest.mark.parametrize("ids", LAYERS, ids=len)
@@ -71,14 +63,11 @@ def test_aux_layers_can_be_cached(ids, encoding, tmp_path):
     rows = [token_row(tokens) for row in DOCUMENTS for tokens in row]
     top_k = 4 if encoding == "topk" else None
     write_cache(tmp_path / "cache", live, rows, encoding, top_k=top_k)
-    with CachedEagle3TargetModel(tmp_path / "cache") as cached:
-        if cached.vocabulary is not None:
-            selected = torch.from_numpy(cached.vocabulary.selected_token_ids)
-            cached.set_vocab_mapping(selected, torch.from_numpy(cached.vocabulary.t2d))
+    with opened(tmp_path / "cache") as cached:
         batch, expected = cached.answer(ROWS), live.answer(ROWS)
     assert cached.aux_layer_ids == ids
     if encoding == "hidden":
-        assert_same(batch, expected, rtol=1e-4, atol=2e-5)  # batched with other documents
+        assert_same(batch, expected, READ, rtol=1e-4, atol=2e-5)  # batched with other documents
     real = ROWS.attention_mask.bool()
     aux, expected_aux = batch.aux_hidden_states[real], expected.aux_hidden_states[real]
     torch.testing.assert_close(
@@ -94,8 +83,9 @@ def test_aux_layers_can_be_sent_over_http(ids):
         RemoteEagle3TargetModel(server.url, aux_layer_ids=ids) as remote,
     ):
         assert remote.aux_layer_ids == ids
-        assert_same(remote.answer(ROWS), live.answer(ROWS))
-        with pytest.raises(ValueError, match="capture aux layers"):
+        assert_same(remote.answer(ROWS), live.answer(ROWS), READ)
+        refused = rf"capture aux layers {ids}, [1, 2, 3] are wanted"
+        with pytest.raises(BadInput, match=re.escape(refused)):
             RemoteEagle3TargetModel(server.url, aux_layer_ids=[1, 2, 3])
 
 
@@ -123,13 +113,9 @@ def test_a_subset_of_layers_is_answered_as_if_asked_for_alone(tiny_target, super
         tiny_target, aux_layer_ids=[0, 1, 2, 3], num_aux_layers=4, **options
     ) as target:
         subset = LayerView(target, ids)
-        alone = dict(target.with_layers(ids).answer(plain_rows()).tensors())
-        for answer in (
-            subset.answer(plain_rows()),
-            subset.answer_async(plain_rows()).result(),
-        ):
-            assert dict(answer.tensors()).keys() == alone.keys()
-            assert all(torch.equal(t, alone[name]) for name, t in answer.tensors())
+        alone = target.with_layers(ids).answer(plain_rows())
+        for answer in (subset.answer(plain_rows()), subset.answer_async(plain_rows()).result()):
+            assert_same(answer, alone)
             assert answer.aux_hidden_states.is_contiguous()
         with pytest.raises(ValueError, match=r"layers \[7\] are not shown"):
             LayerView(target, [0, 7])

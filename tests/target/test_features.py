@@ -4,7 +4,7 @@ import sys
 
 import pytest
 import torch
-from test_target_packing import packed_rows, some_documents
+from contract import assert_same, packed_rows, some_documents
 from tiny_models import ARCHITECTURES, tiny_model
 
 from fledge.bench.train_step import Case, build_batches, build_parts
@@ -45,9 +45,7 @@ def test_features_equal_those_of_a_full_pass_and_run_fewer_layers(architecture, 
     assert layers_of_answer == set(range(depth))
     assert layers_of_features == {0, 1}
     assert not got.last_hidden_states.any()
-    again = target.answer(rows)
-    assert torch.equal(again.last_hidden_states, want.last_hidden_states)
-    assert torch.equal(again.aux_hidden_states, want.aux_hidden_states)
+    assert_same(target.answer(rows), want)
 
 
 def test_a_pass_that_stops_early_leaves_no_tensors_in_its_frames(rows):
@@ -86,9 +84,8 @@ def test_a_target_that_cannot_stop_early_runs_a_full_pass(case, rows, monkeypatc
             return whole(*args, **options)
 
         monkeypatch.setattr(target, "_captured", changed)
-    want, got = target.answer(rows), target.features(rows)
-    for (name, expected), (_, actual) in zip(want.tensors(), got.tensors(), strict=True):
-        assert torch.equal(actual, expected), name
+    want = target.answer(rows)
+    assert_same(target.features(rows), want)
 
 
 def test_other_backends_return_a_full_answer(rows):
@@ -96,8 +93,7 @@ def test_other_backends_return_a_full_answer(rows):
     target = HFEagle3TargetModel(
         tiny_model("llama"), [0, 1], supervision="hidden", num_aux_layers=2
     )
-    got = Eagle3TargetBackend.features(target, rows)
-    assert torch.equal(got.last_hidden_states, target.answer(rows).last_hidden_states)
+    assert_same(Eagle3TargetBackend.features(target, rows), target.answer(rows))
 
 
 def test_a_step_with_the_text_loss_needs_only_features(monkeypatch):

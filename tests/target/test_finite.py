@@ -23,7 +23,7 @@ from fledge.target.hf.model import HFEagle3TargetModel
 from fledge.target.runner import RunnerEagle3TargetModel
 from target.cache.caches import token_row
 from target.hf_runner import HFTargetRunner
-from target.tiny_models import tiny_model
+from target.tiny_models import overflowing, tiny_model
 
 LAYERS = [7, 2, 5]  # not sorted
 NAMES = {"hidden": "last hidden state", "logits": "logits", "probs": "probabilities"}
@@ -138,14 +138,6 @@ def test_third_party_backends_are_checked_too():
 
 def by_runner(model, **options):
     return RunnerEagle3TargetModel(HFTargetRunner(model), **options)
-
-
-def overflowing(scale):
-    model = tiny_model("llama")
-    with torch.no_grad():
-        model.model.layers[3].mlp.up_proj.weight.mul_(scale)
-        model.model.layers[3].mlp.down_proj.weight.mul_(scale)
-    return model
 
 
 @pytest.mark.parametrize("supervision", SUPERVISIONS)

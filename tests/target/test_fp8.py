@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from test_target_packing import packed_rows, some_documents
+from contract import packed_rows, some_documents
 from tiny_models import tiny_model
 from torch import nn
 
@@ -25,24 +25,21 @@ def test_rounding_is_within_float8_precision():
     assert rounded(torch.zeros(2, 16))[0].float().abs().sum() == 0
 
 
+def product_of_rounded(weight, x):
+    (x8, x_scale), (w8, w_scale) = rounded(x.flatten(0, -2)), rounded(weight)
+    out = (x8.double() * x_scale) @ (w8.double() * w_scale).t()
+    return out.float().view(*x.shape[:-1], -1)
+
+
 @pytest.mark.parametrize("bias", [True, False])
 def test_a_linear_in_fp8_is_the_product_of_the_rounded_numbers(bias):
     torch.manual_seed(1)
     linear, x = nn.Linear(48, 32, bias=bias), torch.randn(3, 5, 48)
     got = Fp8Linear(linear)(x)
-    x8, x_scale = rounded(x.flatten(0, 1))
-    w8, w_scale = rounded(linear.weight.detach())
-    want = (x8.double() * x_scale) @ (w8.double() * w_scale).t()
-    want = want.view(3, 5, 32) + (linear.bias.double() if bias else 0)
-    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
+    want = product_of_rounded(linear.weight.detach(), x) + (linear.bias if bias else 0)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
     error = (got - linear(x)).norm() / linear(x).norm()
     assert 1e-3 < error < 0.05
-
-
-def product_of_rounded(weight, x):
-    (x8, x_scale), (w8, w_scale) = rounded(x.flatten(0, -2)), rounded(weight)
-    out = (x8.double() * x_scale) @ (w8.double() * w_scale).t()
-    return out.float().view(*x.shape[:-1], -1)
 
 
 def test_only_the_decoder_layers_change():

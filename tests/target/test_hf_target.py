@@ -9,7 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from contract import draft_vocabulary, packed_rows, padded_rows, shifted, some_documents
+from contract import (
+    draft_vocabulary,
+    each_document,
+    packed_rows,
+    padded_rows,
+    shifted,
+    some_documents,
+)
 from tiny_models import ARCHITECTURES, tiny_model
 from torch import nn
 
@@ -76,19 +83,15 @@ def test_packed_equals_alone_in_double_precision(architecture: str) -> None:
     documents = some_documents()
     target = HFEagle3TargetModel(model, supervision="hidden")
     packed = target.generate_batch(*packed_rows(documents, 14))
-    for row, tokens_of_documents in enumerate(documents):
-        begin = 0
-        for tokens in tokens_of_documents:
-            ids = torch.tensor([tokens])
-            alone = whole_forward(model, ids, torch.ones_like(ids))
-            slots = slice(begin, begin + len(tokens))
-            aux = torch.cat([alone.hidden_states[i + 1] for i in (1, 3, 4)], dim=-1)
-            torch.testing.assert_close(
-                packed.aux_hidden_states[row, slots], aux[0], rtol=1e-10, atol=1e-10
-            )
-            logits = packed.with_logits(target.info().head).logits[row, slots][:-1]
-            torch.testing.assert_close(logits, alone.logits[0, 1:], rtol=1e-10, atol=1e-10)
-            begin += len(tokens)
+    logits = packed.with_logits(target.info().head).logits
+    for ids, slots in each_document(documents):
+        alone = whole_forward(model, ids, torch.ones_like(ids))
+        aux = torch.cat([alone.hidden_states[i + 1] for i in (1, 3, 4)], dim=-1)
+        for actual, expected in (
+            (packed.aux_hidden_states[slots], aux[0]),
+            (logits[slots][:-1], alone.logits[0, 1:]),
+        ):
+            torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
 
 
 def test_scale_and_cap_are_learned_from_the_model() -> None:

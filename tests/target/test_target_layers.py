@@ -21,13 +21,6 @@ from fledge.target.layers import (
 )
 
 
-@pytest.mark.parametrize(
-    ("depth", "ids"), [(7, [1, 2, 3]), (16, [1, 7, 12]), (30, [1, 14, 26]), (32, [1, 15, 28])]
-)
-def test_default_ids(depth: int, ids: list[int]) -> None:
-    assert default_aux_layer_ids(depth) == ids
-
-
 @pytest.mark.parametrize("depth", [1, 2, 3, 4, 5, 6])
 def test_shallow_targets_have_no_default_ids(depth: int) -> None:
     with pytest.raises(ValueError, match="too shallow"):
@@ -46,11 +39,14 @@ def test_validation_accepts_exactly_three_distinct_ids_in_range(ids: list[int], 
 
 @pytest.mark.parametrize(
     ("depth", "count", "ids"),
-    [(32, 1, [32]), (32, 2, [1, 29]), (36, 5, [1, 9, 17, 25, 33]), (9, 5, [1, 2, 4, 5, 6])],
+    [
+        *((7, 3, [1, 2, 3]), (16, 3, [1, 7, 12]), (30, 3, [1, 14, 26]), (32, 3, [1, 15, 28])),
+        *((32, 1, [32]), (32, 2, [1, 29])),
+        (36, 5, [1, 9, 17, 25, 33]),
+        (9, 5, [1, 2, 4, 5, 6]),
+    ],
 )
-def test_other_numbers_of_layers_are_spread_over_the_depth(
-    depth: int, count: int, ids: list[int]
-) -> None:
+def test_default_layers_are_spread_over_the_depth(depth: int, count: int, ids: list[int]) -> None:
     assert default_aux_layer_ids(depth, count) == ids
     assert validate_aux_layer_ids(ids, depth, count) == validate_aux_layer_ids(ids, depth, None)
     with pytest.raises(ValueError, match=r"too shallow .* distinct aux_layer_ids"):

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from contract import draft_vocabulary, packed_rows, padded_rows, some_documents
+from contract import assert_same, draft_vocabulary, packed_rows, padded_rows, some_documents
 from hf_runner import HFTargetRunner, LogitsRunner
 from tiny_models import ARCHITECTURES, tiny_model
 
@@ -21,13 +21,6 @@ BASE_MODEL_IS_ALL = [name for name in ARCHITECTURES if name != "minicpm3"]
 # padding then differ and are routed to other experts, which changes the sizes of the grouped matrix
 # products: the results are equal up to rounding.
 EXPERTS = ("gpt-oss", "qwen3-moe")
-
-
-def assert_same(actual: fledge.Eagle3TargetBatch, expected: fledge.Eagle3TargetBatch) -> None:
-    actual_by_name, expected_by_name = dict(actual.tensors()), dict(expected.tensors())
-    assert actual_by_name.keys() == expected_by_name.keys()
-    for name, tensor in actual_by_name.items():
-        assert torch.equal(tensor, expected_by_name[name]), name
 
 
 @pytest.mark.parametrize("architecture", BASE_MODEL_IS_ALL)
@@ -100,16 +93,11 @@ def test_a_backend_that_cannot_answer_is_refused_when_it_is_built() -> None:
 
 def test_the_model_of_a_runner_need_not_be_a_module() -> None:
     """Only `config` and `parameters()` are read; the parameters may be any iterable."""
-    model = tiny_model("llama")
-    runner = LogitsRunner(model)
+    runner = LogitsRunner(tiny_model("llama"))
     expected = RunnerEagle3TargetModel(runner).generate_batch(*padded_rows())
     config = SimpleNamespace(num_hidden_layers=8)
     runner.model = SimpleNamespace(config=config, parameters=list)
-    target = RunnerEagle3TargetModel(runner)
-    runner.forward_eagle3 = LogitsRunner.forward_eagle3.__get__(  # type: ignore[method-assign]
-        SimpleNamespace(model=model, aux_layers=[1, 3, 4], masks=[])
-    )
-    assert_same(target.generate_batch(*padded_rows()), expected)
+    assert_same(RunnerEagle3TargetModel(runner).generate_batch(*padded_rows()), expected)
 
 
 def test_probs_come_from_logits_when_the_runner_has_nothing_else() -> None:

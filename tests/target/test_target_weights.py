@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from contract import AUX_LAYER_IDS, padded_rows
+from contract import AUX_LAYER_IDS, assert_same, padded_rows
 from safetensors.torch import load_file, save_file
 from tiny_models import ARCHITECTURES, tiny_model
 from torch.distributed.device_mesh import init_device_mesh
@@ -98,9 +98,7 @@ def test_from_pretrained_reads_what_was_saved(name: str, tmp_path: Path) -> None
     assert target.supervision == "hidden"
     assert target.info().tokenizer_fingerprint is None
     expected = HFEagle3TargetModel(model, supervision="hidden").generate_batch(*padded_rows())
-    batch = target.generate_batch(*padded_rows())
-    assert torch.equal(batch.last_hidden_states, expected.last_hidden_states)
-    assert torch.equal(batch.aux_hidden_states, expected.aux_hidden_states)
+    assert_same(target.generate_batch(*padded_rows()), expected)
 
 
 def test_a_model_that_cannot_be_loaded_is_a_one_line_error(tmp_path: Path) -> None:
@@ -116,7 +114,7 @@ def save_as_fp8(model: Any, directory: Path) -> dict[str, torch.Tensor]:
     """Save a checkpoint in block-wise fp8; return the weights that it represents."""
     stored: dict[str, torch.Tensor] = {}
     represented: dict[str, torch.Tensor] = {}
-    for name, weight in saved_tensors(model, directory).items():
+    for name, weight in load_file(saved(model, directory) / "model.safetensors").items():
         stored[name] = represented[name] = weight
         if name.endswith("proj.weight"):
             blocks = weight.unflatten(1, (-1, 16)).unflatten(0, (-1, 16))
@@ -130,11 +128,6 @@ def save_as_fp8(model: Any, directory: Path) -> dict[str, torch.Tensor]:
     config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [16, 16]}
     (directory / "config.json").write_text(json.dumps(config))
     return represented
-
-
-def saved_tensors(model: Any, directory: Path) -> dict[str, torch.Tensor]:
-    tensors: dict[str, torch.Tensor] = load_file(saved(model, directory) / "model.safetensors")
-    return tensors
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU fp8 weights stay fp8")
@@ -154,8 +147,6 @@ def test_an_fp8_checkpoint_answers_with_its_stored_weights(tmp_path: Path) -> No
 
 
 def test_a_missing_quantization_library_is_a_one_line_error(tmp_path: Path) -> None:
-    import transformers
-
     if importlib.util.find_spec("bitsandbytes") is not None:
         pytest.skip("bitsandbytes is installed")
     with pytest.raises(fledge.BadInput, match="bitsandbytes") as caught:
@@ -253,10 +244,7 @@ def test_sharded_targets_answer_like_the_whole_one(how, supervision, mesh):
     assert not target.joins  # a single rank has nobody to wait for
     for backend in (whole, target):
         backend.set_vocab_mapping(torch.arange(0, 97, 3))
-    expected = dict(whole.generate_batch(*padded_rows()).tensors())
-    actual = dict(target.generate_batch(*padded_rows()).tensors())
-    assert actual.keys() == expected.keys()
-    assert all(torch.equal(actual[name], tensor) for name, tensor in expected.items())
+    assert_same(target.generate_batch(*padded_rows()), whole.generate_batch(*padded_rows()))
     whole_info, info = whole.info(), target.info()
     assert info.weights_fingerprint == whole_info.weights_fingerprint
     assert info.weight_dtypes == whole_info.weight_dtypes

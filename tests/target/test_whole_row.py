@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from test_target_packing import packed_rows, some_documents
+from contract import packed_rows, some_documents
 from tiny_models import ARCHITECTURES, tiny_model
 
 import interpreted_triton  # noqa: F401  (chooses the interpreter before kernels are imported)

@@ -117,3 +117,11 @@ def tiny_model(
     if dtype == torch.float64 and hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")  # grouped matrix products do not support fp64
     return model
+
+
+def overflowing(scale: float = 1e30) -> Any:
+    """A model whose layer 3 overflows float32, or at a scale of 1e3 only float16."""
+    model = tiny_model("llama")
+    for projection in (model.model.layers[3].mlp.up_proj, model.model.layers[3].mlp.down_proj):
+        projection.weight.data.mul_(scale)
+    return model

@@ -40,7 +40,7 @@ DraftArguments = Annotated[
 TargetOption = Annotated[str, Option(help="The target; default: the one in the draft's run.")]
 MethodOption = Annotated[
     str,
-    Option(help="chain, tree, parallel, block or markov; default: what the draft was trained for."),
+    Option(help="A strategy of the draft's method: chain, tree, ...; default: as trained."),
 ]
 TrainedTokens = Annotated[int, Option(min=0, help="Tokens drafted per round (k); 0: as trained.")]
 Prompts = Annotated[

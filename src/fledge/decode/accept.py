@@ -19,7 +19,7 @@ from fledge.core.head import NO_TOKEN, tokens_of
 class Proposal:
     """Tokens for the target to judge, as target ids."""
 
-    token_BN: Tensor  # NO_TOKEN (`core.head`): the draft's numbers were not finite, never accepted
+    token_BN: Tensor  # NO_TOKEN (`core.head`): nothing proposed, or not a number; never accepted
     parent_BN: Tensor | None = None  # index of the parent, -1: the verified text; None: a chain
     probs_BNW: Tensor | None = None  # the distributions they were drawn from; None: greedy
 

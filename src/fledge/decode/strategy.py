@@ -187,10 +187,12 @@ class Rollouts(ABC):
 
 class Strategy(ABC):
     """One way of drafting with one draft, for one batch of rows at a time. A new one is a subclass
-    that a method lists under `strategies`; what it caches of a text is up to it."""
+    that a method lists under `strategies`; what it caches of a text is up to it.
+    `decode.drafter.UnrolledStrategy` is the base of those that run the draft token by token."""
 
     drafted: ClassVar[str]
-    """What a round drafts, for the title of a table: "chain"."""
+    """What a round drafts in a word, for the title of a table: "chain". `label` is the whole
+    phrase."""
 
     rollouts: ClassVar[type[Rollouts] | None] = None
     """Its teacher-forced counterpart, for exact replay; None: it has to be decoded live."""
@@ -260,6 +262,9 @@ class Strategy(ABC):
 
         Plain tensor code that may be recorded (`decode.recorded`): it must not read a tensor's
         values on the host, and must give the same result when it is run again on the same state.
+        `count` tokens are drafted and verified in any case. A strategy that would rather stop
+        proposes NO_TOKEN from there on (sampling: probabilities of 0; `Rollouts.logits`: -inf in
+        the whole row), as DSpark's does below its confidence threshold.
         """
 
     def layout(self, parent_BN: Tensor | None) -> Layout | None:
@@ -288,7 +293,7 @@ class Strategy(ABC):
 def check_name(name: str) -> None:
     known = {name for method in METHODS.values() for name in method.strategies}
     if name not in known:
-        raise BadInput(f"no drafting method '{name}'", fix=nearest(name, sorted(known)))
+        raise BadInput(f"no strategy is named '{name}'", fix=nearest(name, sorted(known)))
 
 
 def choose(draft: DraftModel, name: str | None = None) -> type[Strategy]:

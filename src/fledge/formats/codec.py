@@ -335,7 +335,12 @@ def set_path(values: dict[str, Any], path: str, value: Any) -> None:
     node: Any = values
     for name, following in pairwise(parts):
         empty: Any = [{}] if following.isdigit() else {}
-        node = node[int(name)] if name.isdigit() else node.setdefault(name, empty)
+        if name.isdigit():
+            node = node[int(name)]
+            continue
+        if not isinstance(node.get(name), type(empty)):
+            node[name] = empty
+        node = node[name]
     node[parts[-1]] = value
 
 

@@ -342,7 +342,8 @@ def look_closely(
             states_ME = states_NE[[row_of[r.context - 2] for r in drafting]]
             text_ids = [ids[r.context + depth] for r in drafting]
             for r, token in zip(drafting, _drafted(rollouts, states_ME, text_ids), strict=True):
-                drafted[r.context, depth] = token
+                if token is not None:
+                    drafted[r.context, depth] = token
     target_p = [probabilities.get(index) for index in range(prompt, total)]
     return written_tokens(text, tokenizer, target_p=target_p, drafted=drafted)
 
@@ -361,13 +362,17 @@ def _target_probabilities(
     return probabilities
 
 
-def _drafted(rollouts: Rollouts, states_ME: Tensor, text_ids: Sequence[int]) -> list[Drafted]:
-    """What the draft proposes in some places; `text_ids` are the text's tokens there."""
-    selected_W = rollouts.selected_token_ids
-    probs_MW = torch.softmax(rollouts.logits(states_ME).float(), dim=-1)
+def _drafted(
+    rollouts: Rollouts, states_ME: Tensor, text_ids: Sequence[int]
+) -> list[Drafted | None]:
+    """What the draft proposes in some places, None where it proposes nothing; `text_ids` are the
+    text's tokens there."""
+    selected_W, logits_MW = rollouts.selected_token_ids, rollouts.logits(states_ME).float()
+    probs_MW = torch.softmax(logits_MW, dim=-1)
     best_M = probs_MW.max(dim=-1)
     text_M1 = torch.tensor(text_ids, device=selected_W.device, dtype=torch.long)[:, None]
     of_text_M = (probs_MW * (selected_W == text_M1)).sum(-1)
     columns = (selected_W[best_M.indices], best_M.values, of_text_M)
     rows = zip(*(column.tolist() for column in columns), strict=True)
-    return [Drafted(*row) for row in rows]
+    proposes_M = logits_MW.amax(-1).isfinite().tolist()
+    return [Drafted(*row) if some else None for row, some in zip(rows, proposes_M, strict=True)]

@@ -275,7 +275,7 @@ class StepGuard:
 
     def judge(self, norm: Tensor, broken: Tensor | None = None) -> Tensor:
         """Return whether a step is bad, as a bool tensor on the device; keep a good norm."""
-        spike = (self.good >= GUARD_WARMUP) & (norm > self._factor * self._median())
+        spike = (self.good >= GUARD_WARMUP) & (norm > self._factor * self.median())
         bad = ~torch.isfinite(norm) | spike
         if broken is not None:
             bad = bad | broken
@@ -286,7 +286,7 @@ class StepGuard:
         self.bad_in_a_row.copy_(torch.where(bad, self.bad_in_a_row + 1, 0))
         return bad
 
-    def _median(self) -> Tensor:
+    def median(self) -> Tensor:
         """`norms.nanmedian()` without its synchronization on a GPU."""
         middle = (self.norms.isnan().logical_not().sum() - 1).clamp_min(0) // 2
         ordered = self.norms.sort().values  # NaNs come last

@@ -4,6 +4,7 @@
 saves.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -114,9 +115,10 @@ class Session:
     def _skipped(self, batch: StepBatch, result: StepResult) -> None:
         training, norm = self.training, float(result.grad_norm)
         bad = describe_bad_step(training, batch, result)
-        broken = bad.broken
+        broken, median = bad.broken, float(training.parts.guard.median())
+        above = f", {norm / median:.0f} times the recent median" if math.isfinite(norm) else ""
         self.observer.note(
-            f"step {batch.step + 1} skipped: gradient norm {norm:.3g}; {bad.documents}"
+            f"step {batch.step + 1} skipped: gradient norm {norm:.3g}{above}; {bad.documents}"
             + ("" if broken is None else f"; {broken.what}")
         )
         limit = training.recipe.training.max_bad_steps
@@ -124,8 +126,9 @@ class Session:
             where, what = str(training.directory), f"{limit} steps in a row were skipped"
             if broken is not None:  # neither the draft nor the learning rate is the cause
                 raise NotFinite(f"{what}: {broken.what}", where=where, fix=broken.fix)
-            what += f" (last gradient norm {norm:.3g}, documents {bad.first_places})"
-            fix = "lower training.lr or look at these rows; the last checkpoint is intact"
+            what += f" (last gradient norm {norm:.3g}{above}, documents {bad.first_places})"
+            fix = "lower training.lr, raise training.spike_factor, or look at these rows; "
+            fix += "the last checkpoint is intact"
             raise BadInput(what, where=where, fix=fix)
 
     def _log(self, result: StepResult, lr: float, epoch: int) -> None:

@@ -1,6 +1,7 @@
 """Small caches of any backend and any rows, written by the same job as the commands use; and the
 commands themselves."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 from fledge.core.claims import Claims
 from fledge.core.rows import TokenRow
 from fledge.data.vocab import DraftVocabulary
-from fledge.target.cache.backend import CacheStore
+from fledge.target.cache.backend import CachedEagle3TargetModel, CacheStore
 from fledge.target.cache.format import FORMAT
 from fledge.target.cache.job import CacheJob, CacheOptions, plan_cache
 from fledge.target.cache.manifest import CLAIMS, dtype_name
@@ -86,6 +87,20 @@ def write_cache(directory, target, rows, encoding, **more):
         begin_cache(job, target, claims)
         write_shards(job, plan, target, claims)
     return Path(directory)
+
+
+def rewrite_manifest(directory, **fields):
+    path = Path(directory) / "manifest.json"
+    path.write_text(json.dumps({**json.loads(path.read_bytes()), **fields}))
+
+
+def opened(directory, **options):
+    """A cache as a target that answers for the vocabulary it was made with, if it has one."""
+    cached = CachedEagle3TargetModel(directory, **options)
+    if cached.vocabulary is not None:
+        maps = cached.vocabulary.selected_token_ids, cached.vocabulary.t2d
+        cached.set_vocab_mapping(*map(torch.from_numpy, maps))
+    return cached
 
 
 def break_row(directory, row):

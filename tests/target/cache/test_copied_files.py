@@ -17,14 +17,8 @@ TRAVEL = [
 ]
 STAY = [
     *("hf_token.txt", "token", ".token", ".env", "tokens.json", "my_tokenizer.json", "token.json"),
-    *(
-        "tokenization_custom.py",
-        "evil.jinja",
-        "model.safetensors",
-        "config.json.bak",
-        "CONFIG.JSON",
-    ),
-    *("x/config.json", "../config.json", "/etc/config.json", "config.json\n", ""),
+    *("tokenization_custom.py", "evil.jinja", "model.safetensors", "config.json.bak"),
+    *("CONFIG.JSON", "x/config.json", "../config.json", "/etc/config.json", "config.json\n", ""),
     "tokenizer.json.tmp",
 ]
 

@@ -16,7 +16,7 @@ from fledge.precompute_eagle3 import main
 from fledge.target.cache.backend import CachedEagle3TargetModel, CacheStore
 from fledge.target.cache.manifest import ensure_free
 from fledge.target.cache.shard import Shard
-from target.cache.caches import verb, words_of
+from target.cache.caches import rewrite_manifest, verb, words_of
 
 BEFORE = Path(__file__).parent.parent.parent / "train" / "written_before" / "cache"
 SHARD = "shard-00000.safetensors"
@@ -25,11 +25,6 @@ SHARD = "shard-00000.safetensors"
 @pytest.fixture
 def cache(tmp_path):
     return shutil.copytree(BEFORE, tmp_path / "cache")
-
-
-def rewrite(cache, **fields):
-    path = cache / "manifest.json"
-    path.write_text(json.dumps({**json.loads(path.read_bytes()), **fields}))
 
 
 def read_all(cache):
@@ -52,7 +47,7 @@ def read_all(cache):
     ],
 )
 def test_a_bad_field_in_the_manifest_is_refused(cache, fields, told):
-    rewrite(cache, **fields)
+    rewrite_manifest(cache, **fields)
     with pytest.raises(BadInput) as caught:
         read_all(cache)
     assert told in str(caught.value)
@@ -64,7 +59,7 @@ DAMAGED = [(name, value) for name in REQUIRED for value in ("nonsense", None, [1
 
 @pytest.mark.parametrize(("name", "value"), [*DAMAGED, ("vocabulary", "x"), ("vocabulary", [1])])
 def test_a_damaged_manifest_is_a_one_line_error(cache, capsys, name, value):
-    rewrite(cache, **{name: value})
+    rewrite_manifest(cache, **{name: value})
     for action in ("info", "verify"):
         assert verb("cache", action, cache) == 2
         shown = capsys.readouterr()
@@ -75,7 +70,7 @@ def test_a_damaged_manifest_is_a_one_line_error(cache, capsys, name, value):
 @pytest.mark.parametrize("facts", [{"dtype": "nn"}, {"head": {"scale": "x"}}, {"final_norm": [1]}])
 def test_bad_facts_about_the_target_are_refused(cache, facts):
     target_facts = json.loads((cache / "manifest.json").read_bytes())["target"]
-    rewrite(cache, target={**target_facts, **facts})
+    rewrite_manifest(cache, target={**target_facts, **facts})
     with pytest.raises(BadInput, match="the manifest is damaged: 'target"):
         CachedEagle3TargetModel(cache)
 
@@ -83,7 +78,7 @@ def test_bad_facts_about_the_target_are_refused(cache, facts):
 def test_target_tensors_of_wrong_shapes_are_refused(cache):
     tensors = load_file(cache / "target.safetensors")
     target_facts = json.loads((cache / "manifest.json").read_bytes())["target"]
-    rewrite(cache, target={**target_facts, "crc": {}})
+    rewrite_manifest(cache, target={**target_facts, "crc": {}})
     for name in ("embed_tokens", "lm_head", "final_norm"):
         save_file({**tensors, name: torch.zeros(3, 5, 7)}, cache / "target.safetensors")
         with pytest.raises(BadInput, match=f"{name} is torch.float32"):

@@ -13,10 +13,7 @@ import pytest
 import torch
 
 from fledge.core.errors import BadInput
-from fledge.precompute_eagle3 import (
-    _compute_batch_cache,
-    main,
-)
+from fledge.precompute_eagle3 import _compute_batch_cache, main
 from fledge.target.cache import precompute
 from fledge.target.cache import shard as cache_shard
 from fledge.target.cache.backend import CacheStore
@@ -28,16 +25,15 @@ from target.contract import draft_vocabulary, padded_rows
 from target.tiny_models import tiny_model
 from train.tiny import make_chats, make_target
 
+PROBS = {"encoding": "probs", "draft_vocab_size": 128}
+
 
 @pytest.fixture
 def argv(tiny_target, tiny_chats, tmp_path):
     """The command with some flags changed."""
-    paths = {
-        "target_model": tiny_target,
-        "input_data": tiny_chats,
-        "output_dir": tmp_path / "cache",
-    }
-    return lambda **flags: words_of(**{**paths, "shard_size": 8, **flags})
+    paths = {"target_model": tiny_target, "input_data": tiny_chats}
+    small = {**paths, "output_dir": tmp_path / "cache", "shard_size": 8}
+    return lambda **flags: words_of(**{**small, **flags})
 
 
 def forbid_loading(monkeypatch):
@@ -55,7 +51,6 @@ def shards(directory):
 
 @pytest.mark.parametrize("encoding", ["hidden", "hidden-fp8", "probs", "topk"])
 def test_sizes_are_predicted_to_the_byte(argv, tmp_path, encoding, monkeypatch):
-
     plans = []
     real = precompute.plan_cache
 
@@ -171,7 +166,7 @@ def finished(tiny_target, tiny_chats, tmp_path_factory):
     path = tmp_path_factory.mktemp("finished") / "cache"
     words = words_of(
         target_model=tiny_target, input_data=tiny_chats, output_dir=path, shard_size=8,
-        encoding="probs", draft_vocab_size=128,
+        **PROBS,
     )  # fmt: skip
     assert main(words) == 0
     return path
@@ -184,8 +179,7 @@ def test_resuming_with_another_configuration_names_the_field(
     flags = {n: v(tmp_path / "other") if callable(v) else v for n, v in flags.items()}
     forbid_loading(monkeypatch)
     before = payload(finished)
-    base = {"output_dir": finished, "encoding": "probs", "draft_vocab_size": 128, "resume": True}
-    assert main(argv(**{**base, **flags})) == 2
+    assert main(argv(**{**PROBS, "output_dir": finished, "resume": True, **flags})) == 2
     error = capsys.readouterr().err
     assert "made with another configuration" in error
     assert words in error
@@ -204,10 +198,9 @@ def test_changed_weights_behind_the_same_files_are_detected(argv, tmp_path, monk
 
 
 def test_a_quota_is_never_exceeded_and_resume_continues(argv, tmp_path, finished, caplog):
-    flags = {"encoding": "probs", "draft_vocab_size": 128}
     total = sum(path.stat().st_size for path in finished.iterdir() if path.is_file())
     with caplog.at_level("INFO"):
-        assert main(argv(**flags, quota_gb=0.6 * total / 1e9)) == 3
+        assert main(argv(**PROBS, quota_gb=0.6 * total / 1e9)) == 3
     assert "--resume continues" in caplog.text
     written = sum(p.stat().st_size for p in (tmp_path / "cache").iterdir() if p.is_file())
     assert 0.3 * total < written <= 0.6 * total
@@ -215,7 +208,7 @@ def test_a_quota_is_never_exceeded_and_resume_continues(argv, tmp_path, finished
     with pytest.raises(BadInput, match="unfinished"):
         CacheStore(tmp_path / "cache")
     times = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").glob("shard-*")}
-    assert main(argv(**flags, resume=True)) == 0
+    assert main(argv(**PROBS, resume=True)) == 0
     assert payload(tmp_path / "cache") == payload(finished)
     for path, mtime in times.items():  # what was complete was not written again
         assert path.stat().st_mtime_ns == mtime
@@ -230,14 +223,13 @@ def test_a_full_disk_leaves_a_resumable_cache(argv, tmp_path, finished, monkeypa
             raise OSError(errno.ENOSPC, "No space left on device")
         real(*args)
 
-    flags = {"encoding": "probs", "draft_vocab_size": 128}
     with monkeypatch.context() as patch:
         patch.setattr(cache_shard.os, "posix_fallocate", filling)
-        assert main(argv(**flags)) == 3
+        assert main(argv(**PROBS)) == 3
     assert "the disk is full" in capsys.readouterr().err
     assert shards(tmp_path / "cache") == shards(finished)[:2]
     assert not list((tmp_path / "cache").glob(".*.tmp"))
-    assert main(argv(**flags, resume=True)) == 0
+    assert main(argv(**PROBS, resume=True)) == 0
     assert payload(tmp_path / "cache") == payload(finished)
 
 
@@ -270,7 +262,7 @@ def lose_the_tokenizer(cache):
 def test_resuming_mends_a_cache(argv, tmp_path, finished, damage):
     shutil.copytree(finished, tmp_path / "cache")
     damage(tmp_path / "cache")
-    assert main(argv(encoding="probs", draft_vocab_size=128, resume=True)) == 0
+    assert main(argv(**PROBS, resume=True)) == 0
     assert payload(tmp_path / "cache") == payload(finished)
     assert (tmp_path / "cache" / "target" / "tokenizer.json").is_file()
 
@@ -345,15 +337,14 @@ def test_kill_nine_at_ten_random_moments(argv, tmp_path):
 
 
 def test_two_processes_write_what_one_writes(argv, tmp_path, finished):
-    flags = {"encoding": "probs", "draft_vocab_size": 128}
-    assert run_ranks(2, main, argv(**flags)) == [0, 0]
+    assert run_ranks(2, main, argv(**PROBS)) == [0, 0]
     assert payload(tmp_path / "cache") == payload(finished)
     # they may also continue the work of one process, or leave the rest to one
     total = sum(path.stat().st_size for path in finished.iterdir() if path.is_file())
     mixed = tmp_path / "mixed"
-    assert main(argv(**flags, output_dir=mixed, quota_gb=0.4 * total / 1e9)) == 3
+    assert main(argv(**PROBS, output_dir=mixed, quota_gb=0.4 * total / 1e9)) == 3
     quota = 0.8 * total / 1e9
-    words = argv(**flags, output_dir=mixed, resume=True, quota_gb=quota)
+    words = argv(**PROBS, output_dir=mixed, resume=True, quota_gb=quota)
     assert run_ranks(2, main, words) == [3, 3]
-    assert main(argv(**flags, output_dir=mixed, resume=True)) == 0
+    assert main(argv(**PROBS, output_dir=mixed, resume=True)) == 0
     assert payload(mixed) == payload(finished)

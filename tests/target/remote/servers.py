@@ -85,8 +85,19 @@ def answers(server):
     """Whether the server still answers a valid question correctly."""
     status, _, data = call(server, "/v1/generate", question())
     tensors, _ = unpack(bytearray(data))
-    expected = HFEagle3TargetModel(tiny(), supervision="hidden").generate_batch(*padded_rows())
-    return status == 200 and torch.equal(tensors["aux_hidden_states"], expected.aux_hidden_states)
+    aux_states = expected().aux_hidden_states
+    return status == 200 and torch.equal(tensors["aux_hidden_states"], aux_states)
+
+
+def expected(seed=0):
+    """What a server of `tiny` answers about padded rows."""
+    return HFEagle3TargetModel(tiny(), supervision="hidden").generate_batch(*padded_rows(seed))
+
+
+def metric(server, name):
+    """The value of a metric, 0 if it is not shown yet."""
+    lines = server.server.metrics.text().splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith(f"{name} "))
 
 
 class Held:

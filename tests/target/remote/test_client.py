@@ -4,6 +4,7 @@ import logging
 import random
 import threading
 import time
+from contextlib import closing
 
 import pytest
 import torch
@@ -15,24 +16,18 @@ from fledge.target.remote.fleet import Deadline, Fleet
 from fledge.target.remote.http import Server
 from target.contract import padded_rows
 from target.remote.chaos import Proxy, free_port
-from target.remote.servers import Held, Running, running, tiny, wait_for
+from target.remote.servers import Held, Running, expected, metric, running, wait_for
 from target.tiny_models import tiny_model
 
 QUICK = {"timeout_s": 20.0, "wait_s": 20.0, "shared_memory": False}
 
 
-def expected(seed=0):
-    return HFEagle3TargetModel(tiny(), supervision="hidden").generate_batch(*padded_rows(seed))
+def requests(server):
+    return metric(server, 'fledge_http_requests_total{path="/v1/generate",status="200"}')
 
 
 def right(batch, seed=0):
     return torch.equal(batch.aux_hidden_states, expected(seed).aux_hidden_states)
-
-
-def requests(server):
-    name = 'fledge_http_requests_total{path="/v1/generate",status="200"} '
-    lines = [line for line in server.server.metrics.text().splitlines() if line.startswith(name)]
-    return int(lines[0].split()[-1]) if lines else 0
 
 
 def test_work_is_shared_and_a_dead_server_is_skipped_until_it_is_back(caplog):
@@ -55,21 +50,18 @@ def test_work_is_shared_and_a_dead_server_is_skipped_until_it_is_back(caplog):
     first.stop()
 
 
-def other_target(what):
-    other = tiny_model("llama")
-    if what == "weights_fingerprint":
-        other.lm_head.weight.data[0, 0] += 1.0
-        return {"model": other}
-    return {"backend": HFEagle3TargetModel(other, [1, 3, 5], supervision="hidden")}
-
-
 @pytest.mark.parametrize(
-    "what", ["weights_fingerprint", r"aux_layer_ids: \[1, 3, 5\], not \[1, 3, 4\]"]
+    ("seed", "layers", "what"),
+    [
+        (1, [1, 3, 4], "weights_fingerprint"),
+        (0, [1, 3, 5], r"aux_layer_ids: \[1, 3, 5\], not \[1, 3, 4\]"),
+    ],
 )
-def test_servers_with_different_targets_are_refused(what):
+def test_servers_with_different_targets_are_refused(seed, layers, what):
+    other = HFEagle3TargetModel(tiny_model("llama", seed=seed), layers, supervision="hidden")
     with (
         running() as first,
-        running(**other_target(what)) as second,
+        running(backend=other) as second,
         pytest.raises(BadInput, match=rf"holds another target than .*{what}"),
     ):
         RemoteEagle3TargetModel([first.url, second.url], **QUICK)
@@ -131,24 +123,22 @@ def test_the_client_waits_for_a_server_that_starts_late():
 )
 def test_a_request_that_always_fails_ends_after_its_retries(server, mischief, error):
     """/health always works, and every answer is damaged."""
-    proxy = Proxy(server.port, stall_s=30.0, spare=2000)
-    try:
-        with RemoteEagle3TargetModel(proxy.url, **QUICK | {"timeout_s": 0.5}, retries=2) as target:
+    with (
+        closing(Proxy(server.port, stall_s=30.0, spare=2000)) as proxy,
+        RemoteEagle3TargetModel(proxy.url, **QUICK | {"timeout_s": 0.5}, retries=2) as target,
+    ):
+        target.generate_batch(*padded_rows())
+        proxy.mischief = {mischief: 1.0}
+        with pytest.raises(TargetUnreachable, match=f"attempts at one request .*{error}"):
             target.generate_batch(*padded_rows())
-            proxy.mischief = {mischief: 1.0}
-            with pytest.raises(TargetUnreachable, match=f"attempts at one request .*{error}"):
-                target.generate_batch(*padded_rows())
-            assert proxy.done[mischief] >= 2
-            proxy.mischief = {}
-            assert right(target.generate_batch(*padded_rows()))
-    finally:
-        proxy.close()
+        assert proxy.done[mischief] >= 2
+        proxy.mischief = {}
+        assert right(target.generate_batch(*padded_rows()))
 
 
 def test_closing_ends_the_pause_between_two_attempts(server, monkeypatch):
     monkeypatch.setattr("fledge.target.remote.fleet._FIRST_PAUSE_S", 30.0)
-    proxy = Proxy(server.port, spare=2000)
-    try:
+    with closing(Proxy(server.port, spare=2000)) as proxy:
         with RemoteEagle3TargetModel(proxy.url, **QUICK) as target:
             proxy.mischief = {"cut": 1.0}
             future = target.generate_batch_async(*padded_rows())
@@ -156,8 +146,6 @@ def test_closing_ends_the_pause_between_two_attempts(server, monkeypatch):
             begin = time.monotonic()
         assert time.monotonic() - begin < 15
         assert future.exception() is not None
-    finally:
-        proxy.close()
 
 
 def test_idle_connections_that_the_server_closed_are_not_a_failure(server, caplog):

@@ -24,13 +24,15 @@ from fledge.target.runner import RunnerEagle3TargetModel
 from target.contract import (
     CHECKS,
     Case,
+    assert_same,
     draft_vocabulary,
     packed_rows,
     padded_rows,
     some_documents,
 )
-from target.remote.servers import call, question, running, tiny
-from target.tiny_models import tiny_model
+from target.hf_runner import LogitsRunner
+from target.remote.servers import call, metric, question, running, tiny
+from target.tiny_models import overflowing, tiny_model
 
 
 def remote(server, supervision="hidden", **options):
@@ -44,17 +46,6 @@ def local(supervision="hidden"):
     target = HFEagle3TargetModel(tiny(), supervision=supervision)
     target.set_vocab_mapping(*draft_vocabulary(tiny()))
     return target
-
-
-def differing(batch: Eagle3TargetBatch, other: Eagle3TargetBatch):
-    tensors, other_tensors = dict(batch.tensors()), dict(other.tensors())
-    assert tensors.keys() == other_tensors.keys()
-    return [
-        n
-        for n in tensors
-        if tensors[n].dtype != other_tensors[n].dtype
-        or not torch.equal(tensors[n], other_tensors[n])
-    ]
 
 
 ROWS = {"padded": padded_rows(), "packed": packed_rows(some_documents(), 14)}
@@ -77,9 +68,7 @@ def test_contract(server, check, supervision, shared_memory):
 @pytest.mark.parametrize("rows", ROWS.values(), ids=list(ROWS))
 def test_remote_equals_local_bit_for_bit(server, rows, supervision, shared_memory):
     with remote(server, supervision, shared_memory=shared_memory) as target:
-        assert (
-            differing(target.generate_batch(*rows), local(supervision).generate_batch(*rows)) == []
-        )
+        assert_same(target.generate_batch(*rows), local(supervision).generate_batch(*rows))
 
 
 def test_topk_keeps_the_largest(server):
@@ -170,14 +159,11 @@ def test_requests_share_a_pass_only_when_merging_is_allowed():
                     batch.aux_hidden_states[real], reference.aux_hidden_states[real],
                     rtol=1e-4 if merging else 0, atol=2e-5 if merging else 0,
                 )  # fmt: skip
-            text = started.server.metrics.text()
-        passes = int(value(text, "fledge_passes_total"))
-        assert value(text, "fledge_questions_total") == "12"
+            passes, questions = (
+                metric(started, f"fledge_{n}_total") for n in ("passes", "questions")
+            )
+        assert questions == 12
         assert passes < 12 if merging else passes == 12
-
-
-def value(text, name):
-    return next(line.split()[-1] for line in text.splitlines() if line.startswith(name + " "))
 
 
 @pytest.mark.parametrize("error", ["out of something", "not finite in layer 1, row 0, token 0"])
@@ -209,13 +195,6 @@ def test_a_question_that_breaks_a_merged_pass_fails_alone(monkeypatch, error):
                 )
 
 
-def test_the_aux_layers_must_be_those_of_the_server(server):
-    with remote(server, aux_layer_ids=[1, 3, 4]) as target:
-        assert target.aux_layer_ids == [1, 3, 4]
-    with pytest.raises(BadInput, match=r"capture aux layers \[1, 3, 4\], \[0, 3, 4\] are wanted"):
-        remote(server, aux_layer_ids=[0, 3, 4])
-
-
 def test_shared_memory_is_used_and_falls_back_to_the_body(monkeypatch, caplog):
     with running() as started:
         with remote(started) as target:
@@ -228,30 +207,17 @@ def test_shared_memory_is_used_and_falls_back_to_the_body(monkeypatch, caplog):
         with caplog.at_level(logging.INFO, "fledge.remote"), remote(started) as target:
             for _ in range(3):
                 batch = target.generate_batch(*ROWS["packed"])
-                assert differing(batch, local().generate_batch(*ROWS["packed"])) == []
+                assert_same(batch, local().generate_batch(*ROWS["packed"]))
         assert caplog.text.count("does not see our shared memory") == 1
         assert 'way="body"' in started.server.metrics.text()
 
 
-class FourMembers:
+def four_members():
     """A runner with what the protocol of runners asks for, and nothing else; its `model` has a
     config and parameters, and is no module."""
-
-    def __init__(self, dtype=torch.float32):
-        self._module = copy.deepcopy(tiny()).to(dtype)
-        config, parameters = self._module.config, self._module.parameters
-        self.model = SimpleNamespace(config=config, parameters=parameters)
-
-    def set_aux_layers(self, aux_layer_ids):
-        self._ids = aux_layer_ids
-
-    @torch.no_grad()
-    def forward_eagle3(self, input_ids, attention_mask):
-        out = self._module(input_ids, attention_mask, output_hidden_states=True, use_cache=False)
-        return out.logits, torch.cat([out.hidden_states[i + 1] for i in self._ids], dim=-1)
-
-    def input_embedding_weight(self):
-        return self._module.get_input_embeddings().weight.detach()
+    runner, module = LogitsRunner(copy.deepcopy(tiny())), tiny()
+    runner.model = SimpleNamespace(config=module.config, parameters=module.parameters)
+    return runner
 
 
 def trainer_step(batch):
@@ -268,16 +234,16 @@ def trainer_step(batch):
 
 @pytest.mark.parametrize("shared_memory", [True, False], ids=["shm", "tcp"])
 def test_a_runner_with_four_members_drops_in(shared_memory):
-    with running(backend=RunnerEagle3TargetModel(FourMembers())) as started:
+    with running(backend=RunnerEagle3TargetModel(four_members())) as started:
         with remote(started, "probs", shared_memory=shared_memory) as target:
             weight = target.get_input_embeddings().weight
             assert torch.equal(weight, tiny().get_input_embeddings().weight)
             for rows in ROWS.values():
-                here = RunnerEagle3TargetModel(FourMembers(), supervision="probs")
+                here = RunnerEagle3TargetModel(four_members(), supervision="probs")
                 here.set_vocab_mapping(*draft_vocabulary(tiny()))
                 batch, expected = target.generate_batch(*rows), here.generate_batch(*rows)
-                assert differing(batch, expected) == []
-                logits = RunnerEagle3TargetModel(FourMembers()).generate_batch(*rows)
+                assert_same(batch, expected)
+                logits = RunnerEagle3TargetModel(four_members()).generate_batch(*rows)
                 assert all(map(torch.equal, trainer_step(batch), trainer_step(logits)))
             with pytest.raises(BadInput, match="does not show its output head"):
                 target.info()
@@ -291,7 +257,7 @@ def test_a_runner_with_four_members_drops_in(shared_memory):
 
 def test_probabilities_of_a_four_member_runner_are_rounded_once():
     """What travels is rounded to the states' precision, never the logits behind it."""
-    with running(backend=RunnerEagle3TargetModel(FourMembers())) as started:
+    with running(backend=RunnerEagle3TargetModel(four_members())) as started:
         with remote(started, "probs", dtype="bfloat16") as target:
             batch = target.generate_batch(*ROWS["padded"])
         with remote(started, "probs") as target:
@@ -302,7 +268,7 @@ def test_probabilities_of_a_four_member_runner_are_rounded_once():
 
 def test_questions_to_a_four_member_runner_are_merged():
     questions = [TokenBatch(*padded_rows(seed)) for seed in range(2)]
-    target = RunnerEagle3TargetModel(FourMembers())
+    target = RunnerEagle3TargetModel(four_members())
     parts = split(target.answer(merge(questions)), questions)
     for part, rows in zip(parts, questions, strict=True):
         alone = target.answer(rows)
@@ -312,15 +278,6 @@ def test_questions_to_a_four_member_runner_are_merged():
 
 
 # --- a target that overflows: one line, no NaN on the wire, no retry -----------------------------
-
-
-def overflowing(dtype=torch.float32):
-    """A model whose layer 3 overflows float32, or only float16 (numbers near 1e6)."""
-    model = tiny_model("llama")
-    with torch.no_grad():
-        model.model.layers[3].mlp.up_proj.weight.mul_(1e30 if dtype == torch.float32 else 1e3)
-        model.model.layers[3].mlp.down_proj.weight.mul_(1e30 if dtype == torch.float32 else 1e3)
-    return model
 
 
 @pytest.mark.parametrize("supervision", ["hidden", "probs", "topk"])
@@ -338,7 +295,7 @@ def test_an_overflow_is_reported_at_once_in_one_line(supervision):
 
 
 def test_a_wire_dtype_that_is_too_narrow_is_reported():
-    with running(model=overflowing(torch.float16)) as server:
+    with running(model=overflowing(1e3)) as server:
         with remote(server) as target:
             wide = target.generate_batch(*padded_rows())
             assert wide.aux_hidden_states.isfinite().all()

@@ -148,11 +148,10 @@ def test_all_segments_of_a_machine_are_bounded_together(directory):
 def test_without_room_the_answer_is_sent_as_a_body(monkeypatch, server):
     from fledge.target.remote.client import RemoteEagle3TargetModel
     from target.contract import padded_rows
+    from target.remote.servers import metric
 
     def sent_by(way):
-        lines = server.server.metrics.text().splitlines()
-        name = f'fledge_reply_bytes_total{{way="{way}"}} '
-        return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
+        return metric(server, f'fledge_reply_bytes_total{{way="{way}"}}')
 
     monkeypatch.setattr(remote_segment, "most_bytes", lambda: 0)
     before = sent_by("body"), sent_by("shared_memory")

@@ -15,45 +15,22 @@ import torch
 
 from fledge.core.errors import BadInput
 from fledge.core.rows import TokenBatch
-from fledge.target.hf.model import HFEagle3TargetModel
 from fledge.target.remote.client import RemoteEagle3TargetModel, token_from
 from fledge.target.remote.server.run import Address
-from fledge.target.remote.wire import Message, check_digest, unpack
-from target.contract import packed_rows, padded_rows, some_documents
+from fledge.target.remote.wire import Message
+from target.contract import assert_same, packed_rows, padded_rows, some_documents
 from target.remote.servers import (
     Held,
     Limits,
     Running,
     answers,
     call,
+    expected,
     listening,
     question,
     running,
-    tiny,
     wait_for,
 )
-
-
-def test_info_describes_the_target(server):
-    status, _, data = call(server, "/v1/info")
-    info = json.loads(data)
-    assert status == 200
-    assert info["protocol"] == 1
-    assert info["aux_layer_ids"] == [1, 3, 4]
-    expected = HFEagle3TargetModel(tiny(), supervision="hidden").info()
-    assert info["weights_fingerprint"] == expected.weights_fingerprint
-    assert (info["hidden_size"], info["vocab_size"], info["depth"]) == (32, 97, 8)
-
-
-def test_messages_carry_their_digest(server):
-    for path, names in {
-        "/v1/embeddings": {"embed_tokens"},
-        "/v1/head": {"lm_head", "final_norm"},
-    }.items():
-        status, _, data = call(server, path)
-        assert status == 200
-        check_digest(bytearray(data))
-        assert set(unpack(bytearray(data))[0]) == names
 
 
 def test_a_wrong_token_is_401_and_the_right_one_is_accepted():
@@ -183,18 +160,6 @@ def test_pending_replies_are_bounded_in_bytes_too(monkeypatch):
         assert answers(started)  # there is room again
 
 
-def test_a_repeated_question_is_computed_once(monkeypatch):
-    with running() as started:
-        gate = Held(started, monkeypatch)
-        with ThreadPoolExecutor(3) as pool:
-            calls = [pool.submit(call, started, "/v1/generate", question()) for _ in range(3)]
-            wait_for(lambda: "fledge_pending_requests 3" in started.server.metrics.text())
-            gate.go.set()
-            replies = {future.result()[2] for future in calls}
-        assert len(replies) == 1
-        assert gate.calls == 1
-
-
 def test_requests_of_a_disconnected_client_are_not_computed(monkeypatch):
     with running() as started:
         gate = Held(started, monkeypatch)
@@ -290,21 +255,13 @@ def test_tls(certificate):
         options = {"token": "t", "wait_s": 1.0, "shared_memory": False}
         with RemoteEagle3TargetModel(started.url, ca_file=str(cert), **options) as target:
             batch = target.generate_batch(*padded_rows())
-        expected = HFEagle3TargetModel(tiny(), supervision="hidden").generate_batch(*padded_rows())
-        assert torch.equal(batch.aux_hidden_states, expected.aux_hidden_states)
+        assert_same(batch, expected())
         with pytest.raises(BadInput, match=r"TLS failed .*ca_file"):
             RemoteEagle3TargetModel(started.url, **options)
 
 
 def test_the_command_serves_drains_and_exits_with_code_0(tiny_target, tmp_path):
-    command = [
-        sys.executable,
-        "-m",
-        "fledge.cli.main",
-        "serve-target",
-        "--target",
-        str(tiny_target),
-    ]
+    command = [sys.executable, "-m", "fledge", "serve-target", "--target", str(tiny_target)]
     command += ["--aux-layer-ids", "0,1,2", "--port", "0", "--json", "--device", "cpu"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
@@ -329,15 +286,8 @@ def test_bad_options_exit_with_code_2(tiny_target, monkeypatch):
 
     monkeypatch.setenv("ODD_TOKEN", "two words")
     monkeypatch.setenv("NO_TOKEN", "")
-    for arguments, code in (
-        (["--target", str(tiny_target), "--engine", "hff"], 2),
-        (["--target", str(tiny_target), "--aux-layer-ids", "a,b"], 2),
-        (["--target", str(tiny_target), "--host", "0.0.0.0"], 2),
-        (["--target", str(tiny_target), "--engine-arg", "x"], 2),
-        (["--target", str(tiny_target), "--token-env", "ODD_TOKEN"], 2),
-        (["--target", str(tiny_target), "--token-env", "NO_TOKEN"], 2),
-        (["--target", "/nowhere/at/all"], 2),
-    ):
+    options = ("--engine hff", "--aux-layer-ids a,b", "--host 0.0.0.0", "--engine-arg x")
+    for words in (*options, "--token-env ODD_TOKEN", "--token-env NO_TOKEN", "--target /nowhere"):
         with pytest.raises(SystemExit) as ended:
-            run(["serve-target", "--port", "0", *arguments])
-        assert ended.value.code == code
+            run(["serve-target", "--port", "0", "--target", str(tiny_target), *words.split()])
+        assert ended.value.code == 2, words

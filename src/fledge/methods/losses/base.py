@@ -1,8 +1,9 @@
 """The base of all losses: a definition, gradient rows, and optionally a kernel that computes both.
 
 A new loss is a frozen dataclass in a file of its own and one line in `registry.py`. Its fields are
-the settings that a recipe may give under `objective.loss`. Importing these files imports neither
-torch nor pydantic: recipes are read without the former, steps run without the latter.
+the settings that a recipe may give under `objective.loss`; its docstring is what recipes print.
+Importing these files imports neither torch nor pydantic: recipes are read without the former, steps
+run without the latter.
 
 Shapes: N rows of one loss, J rows of a chunk, W draft vocabulary.
 """
@@ -18,7 +19,8 @@ SMALLEST = 2.0**-126  # the smallest float32 that no device flushes to 0
 
 
 def parameter(default: float, about: str, **bounds: float) -> Any:
-    """A field of a loss, with its description and the bounds for pydantic's `Field` (ge, le)."""
+    """A field of a loss: what recipes say about it, and its bounds as pydantic spells them (ge, gt,
+    le, lt)."""
     return field(default=default, metadata={"about": about, "bounds": bounds})
 
 
@@ -36,7 +38,11 @@ class Loss(ABC):
 
     @abstractmethod
     def definition(self, logits_NW: "Tensor", probs_NW: "Tensor") -> "Tensor":
-        """[N] losses in plain autograd: what `rows` and the kernel are tested against."""
+        """[N] losses in plain autograd: what `rows` and the kernel are tested against.
+
+        A row's probabilities may sum to less than 1 (the rest is outside the draft vocabulary), and
+        where one is 1 and the logits agree, loss and gradient are exactly 0, not NaN.
+        """
 
     def rows(
         self, logits_JW: "Tensor", probs_JW: "Tensor", weight_J: "Tensor | None" = None
