@@ -3,6 +3,7 @@
 import contextlib
 import json
 import threading
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
@@ -16,7 +17,8 @@ def answer(text, *, finish="stop", tokens=5, **message):
 
 
 class ChatServer:
-    """`behave(body, tries)` returns (status, headers, JSON value or bytes), or "hang up", "stall".
+    """`behave(body, tries)` returns (status, headers, JSON value or bytes or an iterator of chunks
+    of text that ends with an empty one), or "hang up", "stall".
 
     `tries` counts earlier requests with the same messages. By default it echoes the last message.
     """
@@ -24,6 +26,7 @@ class ChatServer:
     def __init__(self, behave=None, models=("tiny",)):
         self.behave = behave or (lambda body, tries: (200, {}, echo(body)))
         self.models, self.requests, self.paths, self.headers = models, [], [], []
+        self.pages = {"/v1/models": lambda: {"data": [{"id": name} for name in self.models]}}
         self.tries, self.closing = {}, threading.Event()
         self.on_request = lambda count: None
         self._lock = threading.Lock()
@@ -61,8 +64,8 @@ class ChatServer:
                 pass
 
             def do_GET(self):
-                assert self.path == "/v1/models"
-                self.send(200, {}, {"data": [{"id": name} for name in outer.models]})
+                page = outer.pages.get(self.path)
+                self.send(*((200, {}, page()) if page else (404, {}, {})))
 
             def do_POST(self):
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -76,14 +79,24 @@ class ChatServer:
                     self.send(*reaction)
 
             def send(self, status, headers, value):
-                data = value if isinstance(value, bytes) else json.dumps(value).encode()
+                if isinstance(value, Iterator):
+                    length, chunks = {"Transfer-Encoding": "chunked"}, map(framed, value)
+                else:
+                    data = value if isinstance(value, bytes) else json.dumps(value).encode()
+                    length, chunks = {"Content-Length": str(len(data))}, [data]
                 self.send_response(status)
-                for name, text in {"Content-Length": str(len(data)), **headers}.items():
+                for name, text in {**length, **headers}.items():
                     self.send_header(name, text)
                 self.end_headers()
-                self.wfile.write(data)
+                for chunk in chunks:
+                    self.wfile.write(chunk)
 
         return Handler
+
+
+def framed(text):
+    data = text.encode()
+    return f"{len(data):x}\r\n".encode() + data + b"\r\n"
 
 
 def echo(body):

@@ -12,7 +12,6 @@ from data.families import random_row
 from fledge.core.errors import BadInput
 from fledge.data.bounded_jinja import BoundedTemplate, OutOfBounds
 from fledge.data.conversation import parse_conversation
-from fledge.data.drops import BadRow
 from fledge.data.template import ChatTemplate
 
 pytestmark = pytest.mark.slow
@@ -152,6 +151,7 @@ for name, bomb in json.load(sys.stdin).items():
         template.render([{"role": "user", "content": "a bomb"}])
     except BadRow as bad:
         said = f"{bad.reason}: {bad.detail}"
+    assert template.render([{"role": "user", "content": "x"}]) == "<|user|>x</s>"
     spent = time.process_time() - begin
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     print(json.dumps([name, said, spent, peak - base]))
@@ -173,6 +173,7 @@ def exploded():
 def test_a_bomb_drops_its_row_within_bounded_time_and_memory(exploded, name):
     reason, seconds, kilobytes = exploded[name]
     assert reason.startswith("template "), reason
+    assert name != "times" or reason.startswith("template goes beyond all bounds: ")
     assert seconds < 22
     assert kilobytes < 400_000  # growth since the start, earlier bombs included
 
@@ -208,16 +209,3 @@ def test_the_bounds_grow_with_the_conversation():
     endless = BoundedTemplate("{{ 9 ** 600 }}")
     with pytest.raises(OutOfBounds):  # at any length
         endless.render({"messages": "a" * 20_000_000})
-
-
-def test_a_row_that_triggers_a_bomb_is_dropped_and_others_are_kept():
-    source = (
-        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}</s>{% endfor %}"
-        "{% if 'bomb' in messages[0].content %}" + BOMBS["times"] + "{% endif %}"
-    )
-    template = ChatTemplate(source, token_names={}, special_tokens=["</s>"])
-    assert template.render([{"role": "user", "content": "x"}]) == "<|user|>x</s>"
-    with pytest.raises(BadRow) as caught:
-        template.render([{"role": "user", "content": "bomb"}])
-    assert caught.value.reason == "template goes beyond all bounds"
-    assert template.render([{"role": "user", "content": "x"}]) == "<|user|>x</s>"

@@ -38,25 +38,22 @@ def test_equivalent_formats_parse_alike(row):
     assert parse_conversation(row).messages == (USER, ANSWER)
 
 
-def test_system_prompt_beside_the_turns():
-    messages = parse_conversation({"system": "S", "conversations": [USER, ANSWER]}).messages
-    assert messages[0] == {"role": "system", "content": "S"}
+SYSTEM = {"role": "system", "content": "S"}
 
 
-def test_system_prompt_is_read_only_beside_pairs():
-    """Beside messages it was never read; existing data keeps its meaning."""
-    row = {"prompt": "Q", "response": "A", "system_prompt": "S"}
-    assert parse_conversation(row).messages[0] == {"role": "system", "content": "S"}
-    row = {"messages": [USER, ANSWER], "system_prompt": "S"}
-    assert parse_conversation(row).messages == (USER, ANSWER)
-
-
-def test_alpaca_input_is_appended_to_the_instruction():
-    row = {"instruction": "Translate.", "input": "Guten Tag", "output": "Hello", "system": "S"}
-    system, question, answer = parse_conversation(row).messages
-    assert system["content"] == "S"
-    assert question == {"role": "user", "content": "Translate.\n\nGuten Tag"}
-    assert answer == {"role": "assistant", "content": "Hello"}
+@pytest.mark.parametrize(
+    ("row", "messages"),
+    [
+        ({"system": "S", "conversations": [USER, ANSWER]}, [SYSTEM, USER, ANSWER]),
+        ({"prompt": "Q", "response": "A", "system_prompt": "S"}, [SYSTEM, USER, ANSWER]),
+        # beside messages it was never read; existing data keeps its meaning
+        ({"messages": [USER, ANSWER], "system_prompt": "S"}, [USER, ANSWER]),
+        ({"instruction": "Q", "input": "more", "output": "A", "system": "S"},
+         [SYSTEM, {"role": "user", "content": "Q\n\nmore"}, ANSWER]),
+    ],
+)  # fmt: skip
+def test_system_prompts_and_inputs_are_placed(row, messages):
+    assert parse_conversation(row).messages == tuple(messages)
 
 
 def test_a_prompt_alone_has_messages_but_is_not_a_conversation():
@@ -67,15 +64,10 @@ def test_a_prompt_alone_has_messages_but_is_not_a_conversation():
 
 @pytest.mark.parametrize("before", [[ANSWER], [ANSWER, {"role": "tool", "content": "t"}, ANSWER]])
 def test_an_answer_before_any_question_is_dropped_but_its_row_is_kept(before):
-    system = {"role": "system", "content": "S"}
-    for begin in ([], [system]):
+    for begin in ([], [SYSTEM]):
         parsed = parse_conversation({"messages": [*begin, *before, USER, ANSWER]})
         assert parsed.messages == (*begin, USER, ANSWER)
         assert parsed.notes == (UNASKED,)
-    assert parse_conversation({"messages": [USER, ANSWER]}).notes == ()
-
-
-def test_images_beside_the_messages_are_noted():
     row = {"messages": [USER, ANSWER], "images": ["bird.png"]}
     assert parse_conversation(row).notes == (NO_IMAGES,)
     assert parse_conversation({**row, "images": []}).notes == ()

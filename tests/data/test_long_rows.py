@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data.chats import chat, write_jsonl
-from fledge.data import mask, sources
+from fledge.data import mask, sources, tokenise
 from fledge.data.drops import BadRow
 from fledge.data.mask import MaskedText
 from fledge.data.tokenise import Encoder, TokeniseOptions, _mask_tokens, tokenise_part
@@ -20,28 +20,9 @@ from fledge.data.tokenise import Encoder, TokeniseOptions, _mask_tokens, tokenis
 pytestmark = pytest.mark.slow
 
 
-def outcome(make):
-    try:
-        row = make()
-    except BadRow as bad:
-        return bad.reason
-    return row.input_ids.tolist(), row.loss_mask.tolist(), row.place, row.truncated
-
-
 @pytest.fixture(scope="module")
 def encoder(smollm2_tokenizer):
     return Encoder(smollm2_tokenizer, TokeniseOptions())
-
-
-@pytest.fixture
-def limited(encoder, monkeypatch):
-    """The same encoder with other options: a new encoder takes a second to create."""
-
-    def make(**options):
-        monkeypatch.setattr(encoder, "options", TokeniseOptions(**options))
-        return encoder
-
-    return make
 
 
 spans = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)).map(sorted), max_size=6)
@@ -59,7 +40,7 @@ def test_the_mask_covers_tokens_entirely_within_a_span(spans, ends):
     assert row.loss_mask.tolist() == inside
 
 
-def test_rows_beyond_the_limits_are_dropped_with_a_reason(encoder, limited):
+def test_rows_beyond_the_limits_are_dropped_with_a_reason(encoder, monkeypatch):
     def reason(row):
         with pytest.raises(BadRow) as caught:
             encoder.texts(row)
@@ -72,8 +53,9 @@ def test_rows_beyond_the_limits_are_dropped_with_a_reason(encoder, limited):
     tools = [{"type": "function", "function": {"name": "f", "text": "x" * mask.LONGEST_ROW}}]
     assert reason({**chat("a", "b"), "tools": tools}) == "row is too long"
     assert time.perf_counter() - start < 5
-    last = limited(last_turn_only=True)
-    assert len(last.texts(chat(*["a"] * 20_000))) == 1  # the last answer takes only two renderings
+    monkeypatch.setattr(encoder, "options", TokeniseOptions(last_turn_only=True))
+    # the last answer takes only two renderings
+    assert len(encoder.texts(chat(*["a"] * 20_000))) == 1
 
 
 def test_a_row_with_many_turns_is_kept_whole_and_takes_seconds(encoder):
@@ -103,17 +85,16 @@ def test_a_lone_surrogate_anywhere_drops_the_row(smollm2_tokenizer, tmp_path):
 
 
 def test_the_batch_size_does_not_change_the_rows(encoder, tmp_path, monkeypatch):
-    path = tmp_path / "a.jsonl"
     rows = [chat(f"{i}", "x" * i) if i % 3 else {} for i in range(30)]
-    write_jsonl(path, rows)
-    [part] = sources.make_parts([str(path)])
-    in_one_batch = tokenise_part(part, encoder)
-    monkeypatch.setattr("fledge.data.tokenise._BATCH", 64)
-    in_batches = tokenise_part(part, encoder)
-    assert [outcome(lambda r=r: r) for r in in_batches.rows] == [
-        outcome(lambda r=r: r) for r in in_one_batch.rows
-    ]
-    assert in_batches.drops == in_one_batch.drops
+    [part] = sources.make_parts([str(write_jsonl(tmp_path / "a.jsonl", rows))])
+    seen = []
+    for size in (tokenise._BATCH, 64):
+        monkeypatch.setattr(tokenise, "_BATCH", size)
+        made = tokenise_part(part, encoder)
+        values = [(r.input_ids.tolist(), r.loss_mask.tolist(), r.place, r.truncated)
+                  for r in made.rows]  # fmt: skip
+        seen.append((values, made.drops))
+    assert seen[0] == seen[1]
 
 
 MEASURE = """

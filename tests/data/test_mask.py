@@ -1,5 +1,7 @@
 """Masks for ChatML, Mistral and plain concatenation; options; cut answers; refusals."""
 
+import re
+
 import pytest
 
 from data import chats
@@ -33,17 +35,32 @@ def chat(*turns, **more):
     return parse_conversation(chats.chat(*turns, **more))
 
 
+PREFILLED = CHATML.replace("assistant\n' }}{% endif", "assistant\n<think>\n' }}{% endif")
+TWO = chat("Q one", "A one", "Q two", "A two")
+MASKED, LAST = {"mask_reasoning": True}, {"last_turn_only": True}
+
+
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "conversation", "options", "said"),
     [
-        (CHATML, ["A one<|im_end|>", "A two<|im_end|>"]),
-        (MISTRAL, [" A one</s>", " A two</s>"]),
-        (PLAIN, ["A one", "A two"]),
+        (CHATML, TWO, {}, ["A one<|im_end|>", "A two<|im_end|>"]),
+        (MISTRAL, TWO, {}, [" A one</s>", " A two</s>"]),
+        (PLAIN, TWO, {}, ["A one", "A two"]),
+        (CHATML, TWO, LAST, ["A two<|im_end|>"]),
+        (CHATML, chat("Q", "<think>hm\nhm</think>A<think>again</think>B"), MASKED,
+         ["A", "B<|im_end|>"]),
+        (PREFILLED, chat("Q", "<think>\nhm</think>A"), MASKED, ["A<|im_end|>"]),
+        # the model did not emit its end token there, so it must not be trained
+        (CHATML, chat("Q", "A1", "Q", "A2", finish="length"), {}, ["A1<|im_end|>", "A2"]),
+        (CHATML, chat("Q", "A1", finish="stop"), {}, ["A1<|im_end|>"]),
     ],
-)
-def test_answers_and_end_tokens_are_supervised(text, said):
-    [row] = masked_texts(chat("Q one", "A one", "Q two", "A two"), template(text))
+)  # fmt: skip
+def test_what_is_supervised(text, conversation, options, said):
+    [row] = masked_texts(conversation, template(text), **options)
     assert row.supervised() == said
+    assert row.truncated == conversation.truncated
+    assert "A1" not in said[0] or row.text.endswith(said[-1] + "\n" * (not row.truncated))
+    assert all(message["content"] in row.text for message in conversation.messages)
 
 
 def test_an_answer_that_repeats_the_question_is_still_found():
@@ -52,64 +69,23 @@ def test_an_answer_that_repeats_the_question_is_still_found():
     assert row.spans == ((4, 8), (12, 16))
 
 
-def test_last_turn_only():
-    [row] = masked_texts(chat("Q1", "A1", "Q2", "A2"), template(CHATML), last_turn_only=True)
-    assert row.supervised() == ["A2<|im_end|>"]
-    assert "A1" in row.text
-
-
-def test_reasoning_can_be_masked():
-    messages = [
-        {"role": "user", "content": "Q"},
-        {"role": "assistant", "content": "<think>hm\nhm</think>A<think>again</think>B"},
-    ]
-    conversation = parse_conversation({"messages": messages})
-    [row] = masked_texts(conversation, template(CHATML), mask_reasoning=True)
-    assert row.supervised() == ["A", "B<|im_end|>"]
-
-
-def test_reasoning_opened_by_the_prompt_is_masked_too():
-    prefilled = CHATML.replace("assistant\n' }}{% endif", "assistant\n<think>\n' }}{% endif")
-    conversation = chat("Q", "<think>\nhm</think>A")
-    [row] = masked_texts(conversation, template(prefilled), mask_reasoning=True)
-    assert row.supervised() == ["A<|im_end|>"]
-
-
-def test_an_answer_cut_by_a_length_limit_has_no_end_token():
-    """`finish: length`: the model did not emit its end token there, so it must not be trained."""
-    [row] = masked_texts(chat("Q1", "A1", "Q2", "A2", finish="length"), template(CHATML))
-    assert row.truncated
-    assert row.supervised() == ["A1<|im_end|>", "A2"]
-    assert row.text.endswith("A2")
-    [row] = masked_texts(chat("Q1", "A1", finish="stop"), template(CHATML))
-    assert not row.truncated
-    assert row.supervised() == ["A1<|im_end|>"]
-
-
-def test_a_row_without_clear_boundaries_is_dropped():
-    # The full text does not continue with the generation prompt.
-    odd = CHATML.replace("'<|im_start|>assistant\n' }}{% endif", "'>>> ' }}{% endif")
-    with pytest.raises(BadRow, match="where the answer begins"):
-        masked_texts(chat("Q", "A"), template(odd))
+@pytest.mark.parametrize(
+    ("text", "answer", "reason"),
+    [  # the full text does not continue with the generation prompt; it cuts answers; it raises
+        (CHATML.replace("'<|im_start|>assistant\n' }}{% endif", "'>>> ' }}{% endif"), "A",
+         "where the answer begins"),
+        (CHATML.replace("m['content'] }}", "m['content'][:20] }}"), "word " * 20 + "end",
+         "does not render the answer"),
+        ("{{ raise_exception('no A here') if messages[-1]['content'] == 'A' }}" + CHATML, "A",
+         "template refused the row.*no A here"),
+    ],
+)  # fmt: skip
+def test_a_row_that_its_template_does_not_render_is_dropped(text, answer, reason):
+    with pytest.raises(BadRow) as caught:
+        masked_texts(chat("Q", answer), template(text))
+    assert re.search(reason, f"{caught.value.reason}: {caught.value.detail}")
 
 
 def test_a_template_that_swallows_answers_is_refused():
-    swallows = PLAIN.replace("m['content']", "m['content'] if m['role'] == 'user' else ''")
     with pytest.raises(BadInput, match="does not render"):
-        template(swallows)
-    shortens = CHATML.replace("m['content'] }}", "m['content'][:20] }}")
-    with pytest.raises(BadRow, match="does not render the answer"):
-        masked_texts(chat("Q", "word " * 20 + "end"), template(shortens))
-
-
-def test_a_template_error_drops_the_row_with_its_message():
-    strict = "{{ raise_exception('no system here') if messages[0]['role'] == 'system' }}" + CHATML
-    messages = [
-        {"role": "system", "content": "S"},
-        {"role": "user", "content": "Q"},
-        {"role": "assistant", "content": "A"},
-    ]
-    with pytest.raises(BadRow) as caught:
-        masked_texts(parse_conversation({"messages": messages}), template(strict))
-    assert caught.value.reason == "template refused the row"
-    assert "no system here" in caught.value.detail
+        template(PLAIN.replace("m['content']", "m['content'] if m['role'] == 'user' else ''"))

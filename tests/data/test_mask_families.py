@@ -6,6 +6,7 @@ the independent reference. The two may differ only in the ways listed below.
 
 import pytest
 
+from data.chats import chat
 from data.families import load_template, random_row
 from fledge.data.conversation import parse_conversation
 from fledge.data.drops import BadRow
@@ -114,10 +115,8 @@ def test_plain_template_agrees_with_its_twin(trl_templates, family):
             except BadRow as bad:
                 refused.add(bad.reason)
                 break  # the whole row is dropped
-            plain_text, twin_text = (
-                "".join(row.supervised()),
-                _tagged_by_twin(twin, conversation, at),
-            )
+            plain_text = "".join(row.supervised())
+            twin_text = _tagged_by_twin(twin, conversation, at)
             difference = _explain(plain_text, twin_text, plain)
             assert difference is not None, (family, plain_text, twin_text)
             seen |= difference
@@ -160,14 +159,7 @@ TAGGED = ["lfm2_2_5", "lfm2_2_5_v2", "lfm2_2_5_vl"]
 @pytest.mark.parametrize("family", [*sorted(LISTED), *PLAIN_ONLY, *TAGGED])
 def test_supervised_text_is_the_answer_and_the_end_token(trl_templates, family):
     template = load_template(trl_templates, family)
-    row = {
-        "messages": [
-            {"role": "user", "content": "What?"},
-            {"role": "assistant", "content": "First words."},
-            {"role": "user", "content": "And?"},
-            {"role": "assistant", "content": "Last words."},
-        ]
-    }
+    row = chat("What?", "First words.", "And?", "Last words.")
     texts = masked_texts(parse_conversation(row), template)
     pieces = [piece for text in texts for piece in text.supervised()]
     assert len(pieces) == 2
@@ -188,11 +180,7 @@ def test_supervised_text_is_the_answer_and_the_end_token(trl_templates, family):
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_5_think", "qwen3_6", "gptoss"])
 def test_rewritten_history_becomes_one_row_per_turn(trl_templates, family):
     template = load_template(trl_templates, family)
-    turns = [
-        ("Q1", "A1", "because one"),
-        ("Q2", "A2", "because two"),
-        ("Q3", "A3", "because three"),
-    ]
+    turns = [(f"Q{n}", f"A{n}", f"because {n}") for n in (1, 2, 3)]
     messages = []
     for question, answer, why in turns:
         messages.append({"role": "user", "content": question})

@@ -39,17 +39,6 @@ def prepare(smollm2, tmp_path):
     return run
 
 
-@pytest.mark.parametrize("group", [1, 2, 4, 100])
-def test_parts_of_a_parquet_file_are_independent_of_its_row_groups(tmp_path, group):
-    path = tmp_path / "d.parquet"
-    rows = [numbered(i) for i in range(11)]
-    pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=group)
-    parts = sources.make_parts([str(path)], rows_per_part=3)
-    placed_rows = [row for part in parts for row in part.rows()]
-    assert [len(list(part.rows())) for part in parts] == [3, 3, 3, 2]
-    assert placed_rows == [(f"{path}:{i + 1}", row) for i, row in enumerate(rows)]
-
-
 def test_data_set_ids_with_slices(tmp_path):
     """The real datasets library on a local data set, with an id and a slice."""
     pq.write_table(

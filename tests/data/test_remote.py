@@ -124,23 +124,22 @@ def test_unreadable_data_is_a_one_line_error(memory, address, line):
     assert "\n" not in str(caught.value)
 
 
-def test_a_missing_protocol_package_is_named(monkeypatch):
+def test_a_failing_store_and_a_missing_package_are_named(memory, monkeypatch):
     import fsspec.core
 
-    def missing(address):
-        raise ImportError("Install s3fs to access S3")
+    def failing(error):
+        def fail(*args, **options):
+            raise error
 
-    monkeypatch.setattr(fsspec.core, "url_to_fs", missing)
-    with pytest.raises(MissingPackage) as caught:
-        sources.make_parts(["s3://bucket/a.jsonl"])
+        return fail
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fsspec.core, "url_to_fs", failing(ImportError("Install s3fs to access S3")))
+        with pytest.raises(MissingPackage) as caught:
+            sources.make_parts(["s3://bucket/a.jsonl"])
     expected = "s3://bucket/a.jsonl: addresses of s3:// need a package (Install s3fs to access S3)"
     assert str(caught.value).startswith(expected)
-
-
-def test_a_failing_store_is_a_one_line_error(memory, monkeypatch):
-    def refused(*args, **options):
-        raise PermissionError("Access Denied\nrequest 17")
-
+    refused = failing(PermissionError("Access Denied\nrequest 17"))
     monkeypatch.setattr(type(memory), "open", refused)
     with pytest.raises(BadInput, match=r"cannot be read \(PermissionError: Access Denied.*creden"):
         sources.make_parts(["memory://chats/a.jsonl"])

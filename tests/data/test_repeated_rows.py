@@ -9,6 +9,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from data.chats import chat, write_jsonl
 from fledge.cli import main
 from fledge.core.errors import BadInput
 from fledge.core.rows import TokenRow
@@ -128,13 +129,7 @@ def test_eval_names_prompts_that_were_trained_on(run, recipe, chats, tmp_path):
     with (trained := set_up(training)).parts.target:
         assert fit(trained, Notes()).finished
         train = {row.place.rpartition(":")[2] for row in trained.rows}
-    asked = tmp_path / "asked.jsonl"
-    asked.write_text(
-        "".join(
-            json.dumps({"messages": [{"role": "user", "content": f"count to {i}"}]}) + "\n"
-            for i in range(90, 110)
-        )
-    )
+    asked = write_jsonl(tmp_path / "asked.jsonl", [chat(f"count to {i}") for i in range(90, 110)])
     known = len({str(i + 1) for i in range(90, 100)} & train)
     assert 5 <= known <= 10
     command = ["eval", Path(training.run.output_dir), "--prompts", asked, "--max-new-tokens", 4]

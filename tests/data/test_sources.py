@@ -22,9 +22,9 @@ ROWS = [numbered(i) for i in range(40)]
 LINES = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
 
 
-def parquet(**options):
+def parquet(group, **options):
     buffer = io.BytesIO()
-    pq.write_table(pa.Table.from_pylist(ROWS), buffer, row_group_size=9, **options)
+    pq.write_table(pa.Table.from_pylist(ROWS), buffer, row_group_size=group, **options)
     return buffer.getvalue()
 
 
@@ -34,8 +34,9 @@ FILES = {
     "b.jsonl.gz": gzip.compress(LINES[:999], mtime=0) + gzip.compress(LINES[999:], mtime=0),
     "a.json": json.dumps(ROWS).encode(),
     "b.json": json.dumps({"data": ROWS}).encode(),
-    "a.parquet": parquet(),
-    "b.parquet": parquet(compression="none", use_dictionary=False, write_page_checksum=True),
+    "a.parquet": parquet(9),
+    "b.parquet": parquet(1, compression="none", use_dictionary=False, write_page_checksum=True),
+    "c.parquet": parquet(100),
 }
 
 
@@ -60,6 +61,9 @@ def place(tmp_path_factory):
 def test_intact_files_are_read_exactly(place, name):
     (place / name).write_bytes(FILES[name])
     assert read(place / name) == (ROWS, None)
+    if name.endswith(".parquet"):  # whatever its row groups are
+        parts = sources.make_parts([str(place / name)], rows_per_part=7)
+        assert [len(list(part.rows())) for part in parts] == [7, 7, 7, 7, 7, 5]
     parts = sources.make_parts([str(place / name)], rows_per_part=1)
     # To read a part of a gzip file or a JSON array, everything before it must be read.
     few = name.endswith((".gz", ".json"))

@@ -1,6 +1,9 @@
 """From masked text to tokens, with the real SmolLM2 tokenizer."""
 
 import copy
+import json
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -14,6 +17,8 @@ from fledge.data.drops import BadRow, DropReport
 from fledge.data.mask import NO_REASONING, MaskedText
 from fledge.data.sources import make_parts
 from fledge.data.tokenise import Encoder, TokeniseOptions, tokenise_part
+from fledge.data.tokenizer import TokenizerFacts
+from fledge.models.resolve import load_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -46,16 +51,14 @@ def test_ids_equal_the_tokenizers_and_the_mask_covers_the_answers(
     ids = smollm2_tokenizer.apply_chat_template(raw["messages"], tokenize=True, return_dict=False)
     assert row.input_ids.tolist() == ids
     # The supervised tokens, run by run, decode to the answers with their end token.
-    runs = np.split(row.input_ids, np.flatnonzero(np.diff(row.loss_mask)) + 1)
-    supervised = [run for run in runs if row.loss_mask[_position(runs, run)]]
+    cuts = np.flatnonzero(np.diff(row.loss_mask)) + 1
+    runs = zip(np.split(row.input_ids, cuts), np.split(row.loss_mask, cuts), strict=True)
     decoded = [
-        smollm2_tokenizer.decode(run, clean_up_tokenization_spaces=False) for run in supervised
+        smollm2_tokenizer.decode(run, clean_up_tokenization_spaces=False)
+        for run, flags in runs
+        if flags[0]
     ]
     assert decoded == [f"{answer}<|im_end|>" for answer in answers]
-
-
-def _position(runs, run):
-    return sum(len(r) for r in runs[: next(i for i, r in enumerate(runs) if r is run)])
 
 
 def test_a_token_across_the_boundary_is_not_supervised(encoder):
@@ -104,10 +107,8 @@ def test_length_limit(smollm2_tokenizer):
     cut = fit(first + 5)
     assert len(cut.input_ids) == first + 5
     assert cut.truncated  # ends within an answer, and is marked as such
-    assert not fit(len(whole.input_ids)).truncated
-    assert not fit(
-        len(whole.input_ids) - 1
-    ).truncated  # only the newline after the end token is cut
+    for cut_off in (0, 1):  # one: only the newline after the end token is cut
+        assert not fit(len(whole.input_ids) - cut_off).truncated
     with pytest.raises(BadRow, match="cut before any supervised token"):
         fit(first)
     with pytest.raises(BadRow, match="longer than max_length"):
@@ -167,3 +168,46 @@ def test_notes_about_kept_rows_are_counted(encoder, tmp_path):
     merged = DropReport.merged([tokenized.drops, DropReport.from_json(tokenized.drops.to_json())])
     assert (merged.kept, merged.notes) == (10, {UNASKED: 4, PLAIN_TEXT: 2, PAIR: 2})
     assert merged.noted[UNASKED] == [f"{path}:2", f"{path}:4", f"{path}:2"]
+
+
+# --- what is kept of a tokenizer -----------------------------------------------------------------
+
+
+@pytest.fixture
+def kept(monkeypatch, tmp_path):
+    """A cache of its own; returns its files."""
+    monkeypatch.setenv("FLEDGE_CACHE", str(tmp_path / "cache"))
+    return lambda: sorted((tmp_path / "cache" / "tokenizers").glob("*.json"))
+
+
+def test_facts_are_kept_until_the_model_changes(tiny_target, tmp_path, kept):
+    model = tmp_path / "model"
+    model.mkdir()
+    for file in tiny_target.iterdir():
+        if file.suffix != ".safetensors":
+            (model / file.name).write_bytes(file.read_bytes())
+    facts = TokenizerFacts.of(load_tokenizer(str(model)))
+    assert TokenizerFacts.load(model) == facts
+    [file] = kept()
+    file.write_text(json.dumps({**json.loads(file.read_text()), "bos": "kept"}))
+    assert TokenizerFacts.load(model).bos == "kept"  # read, not loaded again
+    file.write_text("{")
+    assert TokenizerFacts.load(model) == facts  # a damaged file is written again
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "note": 1}))
+    assert TokenizerFacts.load(model) == facts
+    assert len(kept()) == 2
+    TokenizerFacts.load(model, trust_remote_code=True)
+    assert len(kept()) == 2
+
+
+def test_a_second_preview_needs_no_transformers(tiny_target, tiny_chats, kept):
+    """Importing it takes four of the five seconds that a preview took."""
+    TokenizerFacts.load(tiny_target.resolve())
+    [_] = kept()
+    script = "import sys; from fledge.cli.main import app; app(sys.argv[1:], standalone_mode=False)"
+    script += "; print(*sorted({'torch', 'transformers'} & set(sys.modules)), file=sys.stderr)"
+    words = ["data", "preview", str(tiny_chats), "--model", str(tiny_target)]
+    done = subprocess.run([sys.executable, "-c", script, *words], capture_output=True, text=True)
+    assert "supervised" in done.stdout
+    assert done.stderr.strip() == ""

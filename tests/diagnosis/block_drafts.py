@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from export.drafts import answered_rows, files_of
+from export.drafts import answered_rows, descend, files_of
 from fledge.methods.base import TrainerInputs
 from fledge.methods.block.draft import BlockDraftModel
 from fledge.methods.registry import method_of
@@ -56,12 +56,7 @@ def fit_block(draft, backend, steps=60) -> None:
     inputs = TrainerInputs(full, torch.ones_like(full).bool(), backend.info().head, None)
     method = method_of(draft.config)
     module = method.objective(draft, inputs, **method.bench_options())
-    batch = backend.generate_batch(*answered_rows(backend)).to_trainer_inputs()
-    optimizer = torch.optim.Adam([w for w in draft.parameters() if w.requires_grad], lr=5e-3)
-    for step in range(steps):
-        optimizer.zero_grad()
-        module(**batch, seed=step).loss.backward()
-        optimizer.step()
+    descend(module, draft, backend, answered_rows(backend), steps=steps, seeded=True)
 
 
 # --- other trainers' layouts, as in their own files ----------------------------------------------

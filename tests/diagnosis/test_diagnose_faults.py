@@ -10,9 +10,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from export.drafts import AUX, WIDTH, files_of, make_tokenizer
+from export.drafts import AUX, WIDTH, files_of, make_eagle1, make_tokenizer
 from fledge.core.errors import BadInput
 from fledge.formats.diagnose import diagnose, write_repaired
+from fledge.formats.export import export_draft
 
 
 def no_decoding(facts):
@@ -198,9 +199,7 @@ FAULTS = {
     "mask as integers": Fault("d2t", fill("t2d", torch.Tensor.long), repaired=True),
     "mask stale": Fault("d2t", stale_t2d, repaired=True),
     "map recomputed": Fault("head-map", recomputed_map),
-    "embeddings random": Fault(
-        "embeddings", random_table("embed_tokens.weight"), repaired=True
-    ),
+    "embeddings random": Fault("embeddings", random_table("embed_tokens.weight"), repaired=True),
     "P-EAGLE embeddings random": Fault(
         "embeddings", random_table("embed_tokens.weight"), kind="peagle"
     ),
@@ -213,16 +212,12 @@ FAULTS = {
     "aux layers unsorted": Fault("aux-layers", other_order, kind="eagle31", repaired=True),
     "aux layers out of range": Fault("aux-layers", put(aux_layer_ids=[1, 3, 8])),
     "aux layers twice the same": Fault("aux-layers", put(aux_layer_ids=[1, 3, 3])),
-    "aux layers at odds": Fault(
-        "aux-layers", put(eagle_aux_hidden_state_layer_ids=[1, 3, 4])
-    ),
+    "aux layers at odds": Fault("aux-layers", put(eagle_aux_hidden_state_layer_ids=[1, 3, 4])),
     "fc_norm flag dropped": Fault(
         "flags", lambda c, t: c.update(fc_norm=False), kind="eagle31", repaired=True
     ),
     "fc_norm weights dropped": Fault("flags", put(fc_norm=True)),
-    "layers copied from the target": Fault(
-        "sizes", put(num_hidden_layers=8), repaired=True
-    ),
+    "layers copied from the target": Fault("sizes", put(num_hidden_layers=8), repaired=True),
     "rope scaling dropped": Fault("rope", rope_dropped, repaired=True),
     "rope base at odds": Fault("rope", put(rope_theta=10000.0), repaired=True),
     "positions clamped": Fault(
@@ -242,12 +237,8 @@ FAULTS = {
     "hidden_size doubled": Fault(
         "sizes", put(hidden_size=64, target_hidden_size=32), repaired=True
     ),
-    "target_hidden_size doubled": Fault(
-        "sizes", put(target_hidden_size=64), repaired=True
-    ),
-    "heads of another model": Fault(
-        "sizes", put(num_key_value_heads=4)
-    ),
+    "target_hidden_size doubled": Fault("sizes", put(target_hidden_size=64), repaired=True),
+    "heads of another model": Fault("sizes", put(num_key_value_heads=4)),
     "NaN": Fault("values", with_nan),
     "zeros": Fault("values", fill("layers.0.self_attn.o_proj.weight", torch.zeros_like)),
     "fc transposed": Fault("shape", fill("fc.weight", lambda w: w.t().contiguous())),
@@ -279,7 +270,7 @@ FAULTS = {
     "no draft at all": Fault(
         "architecture", lambda c, t: [t.clear(), t.update(weight=torch.ones(2))]
     ),
-}  # fmt: skip
+}
 
 
 _SHARED = (
@@ -400,3 +391,46 @@ def test_several_faults_at_once_are_all_repaired(place, tmp_path):
         "names", "vocab-size", "d2t", "sizes",
     }  # fmt: skip
     assert_same_files(write_repaired(diagnosis, tmp_path / "repaired"), place / "eagle3")
+
+
+# --- EAGLE-1 drafts ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_an_export_for_the_other_engine_is_named(place, eagle1, tmp_path, engine):
+    [other], target = {"vllm", "sglang"} - {engine}, str(place / "target")
+    export_draft(eagle1, tmp_path / "out", engine=other, target=target, without_target=True)
+    diagnosis = diagnose(tmp_path / "out", target, engine=engine, answering=no_decoding)
+    assert errors_and_warnings(diagnosis) == {"serving": "error"}
+    named = " ".join(error.evidence for error in diagnosis.of("error"))
+    assert "architectures is" in named
+    assert "fc.bias" in named
+
+
+def test_two_layers_and_a_bias_are_healthy(place, tmp_path):
+    draft = make_eagle1(place / "target", fit=0, layers=2, bias=True)
+    draft.save_pretrained(tmp_path / "draft")
+
+    def spread(config, tensors):  # so that weights no longer look freshly initialized
+        torch.manual_seed(2)
+        for name, tensor in tensors.items():
+            if tensor.ndim == 2 and name.startswith(("fc", "layers")):
+                tensors[name] = tensor + torch.randn(len(tensor), 1) @ torch.randn(
+                    1, tensor.shape[1]
+                )
+
+    healthy = broken_copy(tmp_path / "draft", tmp_path / "healthy", spread)
+    diagnosis = diagnose(healthy, str(place / "target"), answering=no_decoding)
+    assert diagnosis.healthy, diagnosis.findings
+    diagnosis = diagnose(healthy, str(place / "target"), engine="vllm", answering=no_decoding)
+    assert "vLLM does not serve fc bias" in [error.evidence for error in diagnosis.of("error")]
+
+
+def test_a_different_target_is_named(place, eagle1, tmp_path):
+    wider = other_target(place, tmp_path / "wider", hidden_size=64, head_dim=16)
+    diagnosis = diagnose(eagle1, str(wider), static=True)
+    assert errors_and_warnings(diagnosis)["sizes"] == "error"
+    assert "32 wide, the target 64" in diagnosis.of("error")[0].evidence
+    larger = other_target(place, tmp_path / "larger", vocab_size=300)
+    diagnosis = diagnose(eagle1, str(larger), static=True)
+    assert errors_and_warnings(diagnosis)["vocab-size"] == "error"

@@ -139,12 +139,16 @@ def fit_draft(draft, backend, rows, ids, mask, *, steps, depths=3) -> None:
     else:
         head = backend.info().head
         module = Eagle3TrainerModule(draft, ttt_steps=depths, target_head=head, **common)
+    descend(module, draft, backend, rows, steps=steps)
+
+
+def descend(module, draft, backend, rows, *, steps, lr=5e-3, seeded=False) -> None:
+    """Fit a draft by its objective; `seeded` ones take another sample in every step."""
     inputs = backend.generate_batch(*rows).to_trainer_inputs()
-    trained = [weight for weight in draft.parameters() if weight.requires_grad]
-    optimizer = torch.optim.Adam(trained, lr=5e-3)
-    for _ in range(steps):
+    optimizer = torch.optim.Adam([w for w in draft.parameters() if w.requires_grad], lr=lr)
+    for step in range(steps):
         optimizer.zero_grad()
-        module(**inputs).loss.backward()
+        module(**inputs, **({"seed": step} if seeded else {})).loss.backward()
         optimizer.step()
 
 
@@ -176,12 +180,7 @@ def fit_eagle1(draft, backend, *, steps) -> None:
         draft, selected_token_ids=full, selected_token_mask=torch.ones_like(full).bool(),
         target_head=backend.info().head, token_weight=1.0,
     )  # fmt: skip
-    inputs = backend.generate_batch(*answered_rows(backend)).to_trainer_inputs()
-    optimizer = torch.optim.Adam([w for w in draft.parameters() if w.requires_grad], lr=1e-2)
-    for step in range(steps):
-        optimizer.zero_grad()
-        module(**inputs, seed=step).loss.backward()
-        optimizer.step()
+    descend(module, draft, backend, answered_rows(backend), steps=steps, lr=1e-2, seeded=True)
 
 
 def files_of(directory: Path):

@@ -1,6 +1,7 @@
 """Exports of every kind for every engine: what is in the files, and what the self-check catches."""
 
 import dataclasses
+import json
 import shutil
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from transformers import LlamaConfig
 
 from export.block_cases import KINDS as BLOCKS
+from export.block_cases import make_block
 from export.export_cases import (
     AUX,
     CHECK,
@@ -22,6 +24,7 @@ from export.export_cases import (
 from fledge import export_draft
 from fledge.core.errors import BadInput
 from fledge.formats.codec import in_layer_order, set_path
+from fledge.formats.engines import serve_command
 from fledge.formats.export import read_export_record
 from fledge.formats.reread import TargetSide, differing_flags, differing_tensors, reread
 from fledge.formats.self_check import check_files
@@ -75,15 +78,6 @@ def test_an_export_for_vllm_loads_as_the_original_draft(exports, drafts, kind):
     assert exported.config.aux_layer_ids == original.config.aux_layer_ids
     assert differing_tensors(original.state_dict(), exported.state_dict()) == []
     assert differing_flags(original.config, exported.config) == []
-
-
-def test_layer_ids_follow_each_engines_convention(exports):
-    key = "eagle_aux_hidden_state_layer_ids"
-    assert config_of(exports["eagle3", "vllm"])[key] == [1, 2, 3]  # the number of layers so far
-    assert config_of(exports["eagle3", "speculators"])[key] == [1, 2, 3]
-    sglang = config_of(exports["eagle3", "sglang"])
-    assert key not in sglang
-    assert sglang["eagle_config"] == {key: [0, 1, 2]}  # SGLang adds 1 itself
 
 
 @pytest.fixture(scope="module")
@@ -229,46 +223,52 @@ def test_trained_embeddings(tmp_path, tiny_target):
 # --- refusals -----------------------------------------------------------------------------------
 
 
-def test_refusals_leave_no_files(tmp_path, drafts, tiny_target):
-    def attempt(match, **options):
+REFUSALS = [
+    ("several layers", "eagle3.1", {"engine": "sglang", "engine_version": "0.5.9"}),
+    ("did you mean 'vllm'", "eagle3", {"engine": "vlm"}),
+    ("which target.*--without-target", "eagle3", {"engine": "vllm", "target": None}),
+    ("the format names it", "eagle3",
+     {"engine": "speculators", "target": None, "without_target": True}),
+    ("leave out --without-target", "eagle3",
+     {"engine": "vllm", "target": None, "without_target": True, "target_embeddings": True}),
+    ("no such model", "eagle3", {"engine": "vllm", "target": "nowhere"}),
+    ("oldest", "eagle3", {"engine": "sglang", "engine_version": "0.4.0"}),
+    ("blocks", "dflash", {"engine": "vllm", "engine_version": "0.31.0"}),
+    ("blocks", "dflash", {"engine": "sglang", "engine_version": "0.5.9"}),
+    ("blocks are of 4 drafted tokens", "dflash", {"engine": "vllm", "num_draft_tokens": 3}),
+    ("rows of the target's head", "dflash, small vocabulary",
+     {"engine": "vllm", "without_target": True}),
+    # this target has no weights to load
+    ("serves P-EAGLE", "peagle", {"engine": "sglang", "target": "deep"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("match", "kind", "options"), REFUSALS)
+def test_refusals_leave_no_files(tmp_path, drafts, tiny_target, deep_target, match, kind, options):
+    options = {"target": str(tiny_target), **options}
+    if options["target"] == "deep":
+        options["target"] = str(deep_target)
+    with pytest.raises(BadInput, match=match):
+        export_draft(drafts[kind], tmp_path / "out", **options)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_draft_that_contradicts_its_config_or_target_is_refused(tmp_path, tiny_target):
+    def attempt(draft, match, **options):
         with pytest.raises(BadInput, match=match):
-            export_draft(drafts[options.pop("kind", "eagle3")], tmp_path / "out", **options)
-        assert list(tmp_path.iterdir()) == []
+            export_draft(draft, tmp_path / "out", engine="vllm", **options)
+        assert not (tmp_path / "out").exists()
 
-    target = str(tiny_target)
-    attempt(
-        "several layers", kind="eagle3.1", engine="sglang", engine_version="0.5.9", target=target
-    )
-    attempt("did you mean 'vllm'", engine="vlm", target=target)
-    attempt("which target.*--without-target", engine="vllm")
-    attempt("the format names it", engine="speculators", without_target=True)
-    attempt(
-        "leave out --without-target", engine="vllm", without_target=True, target_embeddings=True
-    )
-    attempt("no such model", engine="vllm", target="nowhere")
-    attempt("oldest", engine="sglang", engine_version="0.4.0", target=target)
-
-
-def test_refusals_come_before_the_target_is_loaded(tmp_path, drafts, deep_target):
-    with pytest.raises(BadInput, match="serves P-EAGLE"):  # this target has no weights to load
-        export_draft(drafts["peagle"], tmp_path / "out", engine="sglang", target=str(deep_target))
-
-
-def test_a_draft_that_contradicts_its_config_is_refused(tmp_path):
-    common = {"engine": "vllm", "without_target": True}
-    draft = make_draft(tmp_path / "draft")
-    rewrite(draft, config=put("intermediate_size", 49))
-    with pytest.raises(BadInput, match=r"gate_proj.weight \(48, 32\) not \(49, 32\)"):
-        export_draft(draft, tmp_path / "out", **common)
-    rewrite(draft, config=put("intermediate_size", 48))
-    rewrite(draft, tensors=lambda state: state.update(bias=torch.zeros(1)))
-    with pytest.raises(BadInput, match="unknown: bias"):
-        export_draft(draft, tmp_path / "out", **common)
-    rewrite(draft, tensors=drop("bias"))
-    rewrite(draft, tensors=drop("norm.weight"))
-    with pytest.raises(BadInput, match=r"missing: norm\.weight"):
-        export_draft(draft, tmp_path / "out", **common)
-    assert not (tmp_path / "out").exists()
+    for number, (broken, match) in enumerate((
+        ({"config": put("intermediate_size", 49)}, r"gate_proj.weight \(48, 32\) not \(49, 32\)"),
+        ({"tensors": lambda state: state.update(bias=torch.zeros(1))}, "unknown: bias"),
+        ({"tensors": drop("norm.weight")}, r"missing: norm\.weight"),
+    )):  # fmt: skip
+        draft = make_draft(tmp_path / f"draft{number}")
+        rewrite(draft, **broken)
+        attempt(draft, match, without_target=True)
+    narrow = make_draft(tmp_path / "narrow", hidden_size=16, target_hidden_size=16)
+    attempt(narrow, "target_hidden_size is 16", target=str(tiny_target))
 
 
 def test_sglang_cannot_capture_the_last_layer(tmp_path, tiny_target):
@@ -279,13 +279,6 @@ def test_sglang_cannot_capture_the_last_layer(tmp_path, tiny_target):
         draft, tmp_path / "out", engine="vllm", target=str(tiny_target), check=CHECK
     )
     assert config_of(exported)["eagle_aux_hidden_state_layer_ids"] == [1, 2, 4]
-
-
-def test_a_draft_of_a_different_target_is_refused(tmp_path, tiny_target):
-    draft = make_draft(tmp_path / "draft", hidden_size=16, target_hidden_size=16)
-    with pytest.raises(BadInput, match="target_hidden_size is 16"):
-        export_draft(draft, tmp_path / "out", engine="vllm", target=str(tiny_target))
-    assert not (tmp_path / "out").exists()
 
 
 def test_a_directory_that_is_not_an_export_is_not_replaced(tmp_path, drafts, tiny_target):
@@ -432,3 +425,49 @@ def test_a_target_given_by_hub_id_needs_no_local_files(tmp_path, drafts):
     assert "base_model: org/model\n" in card
     assert "vllm serve out" in card
     assert read_export_record(exported)["target"]["name"] == "org/model@main"
+
+
+# --- blocks --------------------------------------------------------------------------------------
+
+
+def test_a_full_vocabulary_needs_no_head_of_the_target(tiny_target, tmp_path):
+    options = {"engine": "vllm", "target": str(tiny_target), "without_target": True}
+    export_draft(make_block(tmp_path / "full"), tmp_path / "out", **options)
+
+
+def test_unsorted_layers_are_sorted(tiny_target, tmp_path):
+    """Engines pass features in ascending order of layers, so fc's columns are reordered."""
+    draft_dir = make_block(tmp_path / "ours", aux_layer_ids=[2, 0])
+    out = export_draft(
+        draft_dir, tmp_path / "out", engine="vllm", target=str(tiny_target), check=CHECK
+    )
+    assert config_of(out)["dflash_config"]["target_layer_ids"] == [0, 2]
+    before, after = tensors_of(draft_dir)["fc.weight"], tensors_of(out)["fc.weight"]
+    assert torch.equal(after, torch.cat([before[:, 32:], before[:, :32]], dim=1))
+
+
+def test_sglang_skips_unknown_tensors(exports, tmp_path):
+    out = exports["dflash", "sglang"]
+    assert reread(out, "sglang", TargetSide(4)).unread == []
+    broken = shutil.copytree(out, tmp_path / "broken")
+    rewrite(
+        broken, tensors=lambda tensors: tensors.update(d2t=torch.zeros(400), other=torch.zeros(1))
+    )
+    assert sorted(reread(broken, "sglang", TargetSide(4)).unread) == ["d2t", "other"]
+
+
+def test_serve_commands(exports):
+    def command(kind, engine):
+        record = read_export_record(exports[kind, engine])
+        return serve_command(record, "DIR", target="path/to/T")
+
+    for kind, k in (("dflash", 4), ("dspark", 5)):
+        vllm = command(kind, "vllm")
+        speculative_config = json.loads(vllm[vllm.index("--speculative-config") + 1])
+        assert speculative_config == {"method": kind, "model": "DIR", "num_speculative_tokens": k}
+        sglang = command(kind, "sglang")
+        at = sglang.index("--speculative-algorithm")
+        assert sglang[at + 1] == kind.upper()
+        assert sglang[sglang.index("--speculative-num-draft-tokens") + 1] == str(k + 1)
+        assert "--speculative-num-steps" not in sglang
+        assert "--speculative-eagle-topk" not in sglang

@@ -1,5 +1,6 @@
 """The formats are complete for every draft we can build, and correct about versions."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -18,10 +19,10 @@ from fledge.formats.codec import (
     get_path,
     set_path,
 )
-from fledge.formats.engines import ENGINES, check_representable
+from fledge.formats.engines import ENGINES, SPECULATORS_PEAGLE_LIMITS, check_representable
 from fledge.formats.foreign import DraftView
 from fledge.methods.eagle3.draft import LlamaEagle3DraftModel
-from fledge.methods.registry import method_of
+from fledge.methods.registry import METHODS, method_of
 
 
 def plain(**options):
@@ -170,3 +171,32 @@ def test_paths_reach_into_lists():
     assert get_path(values, "a.b.0.d") == 2
     assert get_path(values, "a.b.1.d") is None
     assert get_path(values, "a.x.y") is None
+
+
+# --- the tables in docs/export.md ----------------------------------------------------------------
+
+
+PAGE = (Path(__file__).parents[2] / "docs" / "export.md").read_text()
+
+
+def table(name):
+    begin, end = f"<!-- {name}: begin -->\n", f"\n<!-- {name}: end -->"
+    return PAGE.split(begin)[1].split(end)[0]
+
+
+def test_the_page_lists_every_limit():
+    rows = ["| engine | cannot serve | since | instead |", "|---|---|---|---|"]
+    limits = [(engine.title, limit) for engine in ENGINES.values() for limit in engine.limits]
+    limits += [("speculators, P-EAGLE", limit) for limit in SPECULATORS_PEAGLE_LIMITS]
+    rows += [
+        f"| {title} | {limit.feature} | {limit.since or 'never'} | {limit.instead} |"
+        for title, limit in limits
+    ]
+    assert table("limits") == "\n".join(rows)
+
+
+def test_the_page_lists_every_tested_version():
+    for engine in ENGINES.values():
+        assert f"{engine.title} {', '.join(engine.tested)}" in table("tested")
+    formats = {layout.name for method in METHODS.values() for layout in method.formats.values()}
+    assert not [name for name in formats if name not in table("tested")]

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 import fledge
+from data.chat_server import ChatServer
 from export.block_cases import KINDS as BLOCK_KINDS
 from export.block_cases import make_block
 from export.export_cases import KINDS, make_draft
@@ -70,7 +70,9 @@ def test_vllm(exports):
         "method": "eagle3", "model": str(draft), "num_speculative_tokens": 4,
     }  # fmt: skip
     assert command[5:] == [*NAMED, "--port", "1234"]
-    assert "vllm serve org/model --speculative-config '{" in serve(draft).output
+    shown = serve(draft)
+    assert "vllm serve org/model --speculative-config '{" in shown.output
+    assert "no --dtype" in shown.stderr
 
 
 def test_vllm_peagle_drafts_in_parallel(exports):
@@ -103,19 +105,8 @@ def test_paths_are_absolute_and_not_part_of_the_served_name(tmp_path, tiny_targe
         assert command[2] == str(tiny_target.resolve())
         assert json.loads(command[4])["model"] == str(tmp_path / "served")
         assert command[5:] == ["--dtype", "float32", "--served-model-name", tiny_target.name]
-
-
-def test_options_of_the_user_are_not_duplicated(tmp_path, tiny_target):
-    draft = make_draft(tmp_path / "draft", tiny_target)
-    out = export_draft(draft, tmp_path / "out", engine="vllm", target=str(tiny_target))
-    command = printed_command(
-        out, "--", "--dtype=bfloat16", "--served-model-name", "mine", "--seed", "1"
-    )
-    assert command[5:] == ["--dtype=bfloat16", "--served-model-name", "mine", "--seed", "1"]
-
-
-def test_an_unknown_dtype_is_reported(exports):
-    assert "no --dtype" in serve(exports["eagle3", "vllm"]).stderr
+    mine = ["--dtype=bfloat16", "--served-model-name", "mine", "--seed", "1"]
+    assert printed_command("served", "--", *mine)[5:] == mine  # options are not duplicated
 
 
 @pytest.mark.parametrize(
@@ -306,114 +297,69 @@ def test_a_memory_limit_of_the_user_is_kept(
 TOKENS, ROUNDS = 12, 4  # per answer: 4 rounds of 3 tokens, 2 of them drafted
 
 
-class Server(ThreadingHTTPServer):
+class Server(ChatServer):
     """Implements what `fledge bench` needs of an engine, over real sockets."""
 
-    daemon_threads = True
-
     def __init__(self, kind, meet=1):
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.kind, self.lock, self.answered = kind, threading.Lock(), 7  # earlier requests
+        super().__init__(self.stream)
+        self.kind, self.answered = kind, 7  # earlier requests
         self.counted = self.answered
-        self.bodies = []
         self.meet = threading.Barrier(meet) if meet > 1 else None
-
-    @property
-    def url(self):
-        return f"http://127.0.0.1:{self.server_address[1]}"
+        info = {"internal_states": [{"avg_spec_accept_length": 2.75}]}
+        self.pages |= {
+            "vllm": {"/metrics": self.metrics},
+            "sglang 0.5.9": {"/get_server_info": lambda: info},
+            "sglang": {"/server_info": lambda: info},
+            "sglang gauge": {"/metrics": lambda: b"sglang:spec_accept_length 2.5\n"},
+        }.get(kind, {})
+        if kind == "something else":
+            self.pages = {}
 
     def metrics(self):
         """As in vLLM, a client may have its answer a moment before the counters include it."""
-        if self.kind == "vllm":
-            drafts, running = ROUNDS * self.counted, self.answered - self.counted
-            self.counted = self.answered
-            return "\n".join(
-                [
-                    "# HELP vllm:spec_decode_num_drafts_total rounds",
-                    f'vllm:spec_decode_num_drafts_total{{engine="0"}} {drafts}.0',
-                    f'vllm:spec_decode_num_draft_tokens_total{{engine="0"}} {3 * drafts}.0',
-                    f'vllm:spec_decode_num_accepted_tokens_total{{engine="0"}} {2 * drafts}.0',
-                    *(
-                        "vllm:spec_decode_num_accepted_tokens_per_pos_total"
-                        f'{{engine="0",position="{k}"}} {drafts if k < 2 else 0}'
-                        for k in range(3)
-                    ),
-                    'vllm:spec_decode_num_drafts_created{engine="0"} 1.7e9',
-                    f'vllm:num_requests_running{{engine="0"}} {running}',
-                ]
-            )
-        return "sglang:spec_accept_length 2.5\n" if self.kind == "sglang gauge" else ""
+        drafts, running = ROUNDS * self.counted, self.answered - self.counted
+        self.counted = self.answered
+        counters = {"drafts": drafts, "draft_tokens": 3 * drafts, "accepted_tokens": 2 * drafts}
+        lines = [
+            "# HELP vllm:spec_decode_num_drafts_total rounds",
+            *(
+                f'vllm:spec_decode_num_{name}_total{{engine="0"}} {count}.0'
+                for name, count in counters.items()
+            ),
+            *(
+                "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+                f'{{engine="0",position="{k}"}} {drafts if k < 2 else 0}'
+                for k in range(3)
+            ),
+            'vllm:spec_decode_num_drafts_created{engine="0"} 1.7e9',
+            f'vllm:num_requests_running{{engine="0"}} {running}',
+        ]
+        return "\n".join(lines).encode()
 
+    def stream(self, body, tries):
+        if self.kind == "broken":
+            return 500, {}, {"error": "out of memory"}
+        if self.meet is not None and len(self.requests) > 2:  # not while warming up
+            self.meet.wait(timeout=30)  # answers only when all requests have arrived
+        return 200, {"Content-Type": "text/event-stream"}, self.events()
 
-class Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-
-    def log_message(self, *_):
-        pass
-
-    def _reply(self, body, kind="application/json", code=200):
-        data = body.encode()
-        self.send_response(code)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def do_GET(self):
-        kind = self.server.kind
-        if self.path == "/v1/models" and kind != "something else":
-            self._reply(json.dumps({"data": [{"id": "tiny"}]}))
-        elif self.path == "/metrics" and self.server.metrics():
-            self._reply(self.server.metrics(), "text/plain")
-        elif (self.path, kind) in (
-            ("/get_server_info", "sglang 0.5.9"),
-            ("/server_info", "sglang"),
-        ):
-            self._reply(json.dumps({"internal_states": [{"avg_spec_accept_length": 2.75}]}))
-        else:
-            self._reply("{}", code=404)
-
-    def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if self.server.kind == "broken":
-            self._reply('{"error": "out of memory"}', code=500)
-            return
-        with self.server.lock:
-            self.server.bodies.append(body)
-            count = len(self.server.bodies)
-        if self.server.meet is not None and count > 2:  # not while warming up
-            self.server.meet.wait(timeout=30)  # answers only when all requests have arrived
-        self.send_response(200)
-        self.send_header("Content-Type", "text/event-stream")
-        self.send_header("Transfer-Encoding", "chunked")
-        self.end_headers()
+    def events(self):
         role = {"choices": [{"delta": {"role": "assistant", "content": ""}}]}
         pieces = [{"choices": [{"delta": {"content": "ab "}}]}] * ROUNDS
         usage = {"choices": [], "usage": {"completion_tokens": TOKENS}}
         for event in (role, *pieces, usage):
-            self._chunk(f"data: {json.dumps(event)}\n\n")
-        with self.server.lock:
-            self.server.answered += 1
-        self._chunk("data: [DONE]\n\n")
-        self._chunk("")
-
-    def _chunk(self, text):
-        data = text.encode()
-        self.wfile.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
-        self.wfile.flush()
+            yield f"data: {json.dumps(event)}\n\n"
+        with self._lock:
+            self.answered += 1
+        yield "data: [DONE]\n\n"
+        yield ""
 
 
 @contextmanager
 def serving(kind, **options):
     server = Server(kind, **options)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
+    with server.serving() as server.url:
         yield server
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
 
 
 LOAD = Load([[{"role": "user", "content": "hello"}], [{"role": "user", "content": "why"}]], 6, 1)
@@ -423,9 +369,9 @@ def test_acceptance_is_the_growth_of_vllms_counters():
     progress = []
     with serving("vllm") as server:
         measured = measure_server(f"{server.url}/v1/", LOAD, on_answer=progress.append)
-        assert len(server.bodies) == 8  # two to warm up
-        assert {body["temperature"] for body in server.bodies} == {0.0}
-        assert [body["messages"][0]["content"] for body in server.bodies[2:]] == [
+        assert len(server.requests) == 8  # two to warm up
+        assert {body["temperature"] for body in server.requests} == {0.0}
+        assert [body["messages"][0]["content"] for body in server.requests[2:]] == [
             "hello",
             "why",
         ] * 3
@@ -442,7 +388,7 @@ def test_the_requested_concurrency_is_reached():
     with serving("vllm", meet=3) as server:  # answers only when three requests have arrived
         load = Load(LOAD.messages, requests=6, concurrency=3)
         assert measure_server(server.url, load, model="mine").concurrency == 3
-        assert {body["model"] for body in server.bodies} == {"mine"}
+        assert {body["model"] for body in server.requests} == {"mine"}
 
 
 @pytest.mark.parametrize(
@@ -473,7 +419,7 @@ def test_the_command_compares_two_servers():
         assert shown.exit_code == 0, shown.output
         arguments += ["--concurrency", "1", "--concurrency", "2", "--max-tokens", "33", "--json"]
         rows = json.loads(CliRunner().invoke(app, arguments).stdout)
-        assert draft.bodies[-1]["max_tokens"] == 33
+        assert draft.requests[-1]["max_tokens"] == 33
     assert "3.000" in shown.output
     assert "vLLM's counters" in shown.output
     assert "counts all that was verified, also past the end" in " ".join(shown.output.split())
@@ -496,12 +442,9 @@ def test_percentiles_are_nearest_rank(values):
     assert percentiles([]) == {}
 
 
-def test_seconds_per_token_exclude_the_first_token():
-    assert Answer(tokens=11, first_s=1.0, total_s=3.0).per_token_s == pytest.approx(0.2)
-    assert Answer(tokens=1, first_s=1.0, total_s=3.0).per_token_s is None
-
-
-def test_counters_of_several_engines_add_up():
+def test_counters_of_engines_add_up_and_seconds_per_token_exclude_the_first():
     text = 'vllm:spec_decode_num_drafts_total{engine="0"} 3\n' * 2 + "# comment\nother_total 9"
     text += '\nvllm:spec_decode_num_drafts_created{engine="0"} 1.7e9'
     assert parse_counters(text) == {"vllm:spec_decode_num_drafts": 6.0}
+    assert Answer(tokens=11, first_s=1.0, total_s=3.0).per_token_s == pytest.approx(0.2)
+    assert Answer(tokens=1, first_s=1.0, total_s=3.0).per_token_s is None

@@ -100,6 +100,14 @@ def test_errors_name_the_override_and_the_fix(override: str, says: str) -> None:
         ("training:\n  lr: 1\n  lr: 2", "line 3, column 3: YAML: key 'lr' is given twice"),
         ("training: {}\ntraining: {}", "line 2, column 1: YAML: key 'training' is given twice"),
         ("training: !!python/object:os.system {}", "could not determine a constructor"),
+        ("training: !!python/object/apply:os.abort []", "constructor"),
+        # a small file that would expand to a huge value
+        ("a: &a [x, x]\nb: &b [*a, *a]\nc: [*b, *b]", "line 2, column 8: YAML: no aliases here"),
+        ("a: &a {x: 1}\nb: {<<: *a}", "line 2, column 9: YAML: no aliases here"),
+        ("[" * 100_000, "nested too deeply"),
+        ("training: " + "[" * 40 + "]" * 40, "nested too deeply"),
+        ("x" * 300_000, "more than 262,144 bytes"),
+        ("training: {epochs: 1e300}", "training.epochs"),
         ("1: {a: 2}", "unknown section '1'"),
         ("? [a]\n: b", "unhashable key"),
         ("a: 1\n---\nb: 2", "expected a single document"),
@@ -117,6 +125,7 @@ def test_errors_name_the_override_and_the_fix(override: str, says: str) -> None:
             "line 4: objective.loss.scale: input should be less than or equal to 1, got 2",
         ),
     ],
+    ids=lambda text: text[:40],
 )
 def test_errors_name_the_file_and_the_line(tmp_path: Path, text: str, says: str) -> None:
     path = tmp_path / "r.yaml"
@@ -124,6 +133,7 @@ def test_errors_name_the_file_and_the_line(tmp_path: Path, text: str, says: str)
     line = refusal(path=path)
     assert line.startswith(str(path))
     assert says in line
+    assert len(line) < 400 + len(str(path))
 
 
 def test_binary_and_missing_files_are_refused(tmp_path: Path) -> None:
@@ -134,8 +144,11 @@ def test_binary_and_missing_files_are_refused(tmp_path: Path) -> None:
     assert "directory" in refusal(path=tmp_path)
 
 
-def test_further_errors_are_counted() -> None:
+def test_several_overrides_are_read_together() -> None:
+    """Further errors are counted, and what an alias means depends on the kind."""
     assert refusal("training.lr=-1", "training.epochs=0", "run.name=[]").endswith("(and 2 more)")
+    line = refusal("objective.kind=peagle", "objective.ttt_length=7")
+    assert line.endswith("did you mean 'objective.num_depths'?")
 
 
 def test_aliases_from_other_trainers_point_to_existing_keys_and_are_documented() -> None:
@@ -153,33 +166,7 @@ def test_aliases_from_other_trainers_point_to_existing_keys_and_are_documented()
             assert (name, place) in listed
 
 
-def test_the_meaning_of_an_alias_depends_on_the_kind() -> None:
-    line = refusal("objective.kind=peagle", "objective.ttt_length=7")
-    assert line.endswith("did you mean 'objective.num_depths'?")
-
-
 def test_long_values_are_truncated() -> None:
-    assert len(refusal("training.lr=" + "x" * 1000)) < 1400  # it quotes the override once
-    line = refusal("training.lr=" + "x" * 1000).split("got ")[1]
-    assert len(line) <= 60
-
-
-@pytest.mark.parametrize(
-    ("text", "told"),
-    [
-        ("a: &a [x, x]\nb: &b [*a, *a]\nc: [*b, *b]", "line 2, column 8: YAML: no aliases here"),
-        ("a: &a {x: 1}\nb: {<<: *a}", "line 2, column 9: YAML: no aliases here"),
-        ("[" * 100_000, "nested too deeply"),
-        ("training: " + "[" * 40 + "]" * 40, "nested too deeply"),
-        ("x" * 300_000, "more than 262,144 bytes"),
-        ("training: {epochs: 1e300}", "training.epochs"),
-        ("training: !!python/object/apply:os.abort []", "constructor"),
-    ],
-    ids=["laughs", "merges", "brackets", "deep", "long", "absurd", "object"],
-)
-def test_a_small_file_cannot_expand_to_a_huge_value(tmp_path: Path, text: str, told: str) -> None:
-    path = tmp_path / "r.yaml"
-    path.write_text(text)
-    line = refusal(path=path)
-    assert told in line
-    assert len(line) < 400 + len(str(path))
+    line = refusal("training.lr=" + "x" * 1000)
+    assert len(line) < 1400  # it quotes the override once
+    assert len(line.split("got ")[1]) <= 60

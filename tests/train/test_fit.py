@@ -23,7 +23,7 @@ from fledge.target.hf.model import HFEagle3TargetModel
 from fledge.training import fit as fit_module
 from fledge.training import setup as building
 from fledge.training.checkpoint import best_step, newest_checkpoint
-from fledge.training.fit import fit
+from fledge.training.fit import evaluate, fit
 from fledge.training.setup import set_up
 from ranks import run_ranks
 from train.tiny import Notes
@@ -509,3 +509,51 @@ def test_the_random_generator_resumes_where_it_was(recipe, monkeypatch, tmp_path
 
     monkeypatch.setattr(fit_module, "train_step", drawing)
     assert_resumes_bitwise(recipe, monkeypatch, tmp_path, after=5)
+
+
+# --- the best checkpoint -------------------------------------------------------------------------
+
+
+def test_best_is_chosen_by_replay_not_by_the_teacher_forced_estimate(recipe, tmp_path, monkeypatch):
+    def measured(parts, batches, *more):
+        figures = evaluate(parts, batches, *more)
+        evaluations.append(figures)
+        length = {2: 9.0}.get(len(evaluations), figures["acceptance_length"])
+        return {**figures, "tau": 100.0 + len(evaluations), "acceptance_length": length}
+
+    evaluations = []
+    monkeypatch.setattr(fit_module, "evaluate", measured)
+    notes = Notes()
+    outcome = fit(set_up(recipe("training.epochs=3")), notes)
+    assert len(evaluations) > 3
+    assert outcome.state.best_length == 9.0
+    assert best_step(tmp_path / "run") == notes.evaluations[1]["step"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [(), ("objective.kind=peagle", "objective.num_depths=3"), ("training.ema=0.9",)],
+    ids=["eagle3", "peagle", "averaged"],
+)
+def test_logged_figures_match_the_saved_checkpoint(recipe, tmp_path, options):
+    """Reloading the last checkpoint gives the figures that were measured at the run's last step;
+    of averaged weights, the average is evaluated and saved."""
+    training = set_up(recipe(*options))
+    notes = Notes()
+    fit(training, notes)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
+    logged = [line["evaluation"] for line in lines if "evaluation" in line]
+    assert logged == [values["evaluation"] for values in notes.evaluations]
+    last = notes.evaluations[-1]
+    assert 1.0 <= last["evaluation"]["acceptance_length"] <= 4.0
+    assert len(last["evaluation"]["joint"]) == 3
+    path = tmp_path / "run" / "checkpoints" / f"step-{last['step']:08d}"
+    stepped = training.draft.fc.weight.clone()
+    for weight in training.draft.parameters():
+        weight.data.zero_()
+    reloaded = LlamaEagle3DraftModel.from_pretrained(path).state_dict()
+    training.draft.load_state_dict(reloaded)
+    assert evaluate(training.parts, training.held_out) == last["evaluation"]
+    assert last["evaluation"]["rounds"] > 8
+    if "training.ema=0.9" in options:
+        assert not torch.equal(reloaded["fc.weight"], stepped)

@@ -9,7 +9,7 @@ import torch
 from fledge.core.errors import BadInput
 from fledge.training import setup as building
 from fledge.training.checkpoint import newest_checkpoint
-from fledge.training.fit import evaluate, fit
+from fledge.training.fit import fit
 from fledge.training.optimizer import Average, SkippingMuon, trained_by_muon
 from fledge.training.planning.step_cost import DraftMemory
 from fledge.training.setup import set_up
@@ -119,18 +119,6 @@ def test_an_average_with_zero_decay_is_the_last_weights(recipe, tmp_path):
     plain, averaged = final_weights(tmp_path / "plain"), final_weights(tmp_path / "ema")
     assert differing(plain, {name: averaged[name] for name in plain}) == []
     assert comparable(tmp_path / "plain") == comparable(tmp_path / "ema")
-
-
-def test_the_average_is_what_is_evaluated_and_saved(recipe, tmp_path):
-    averaged, notes = recipe("training.ema=0.9"), Notes()
-    train(averaged, notes)
-    checkpoint, _ = newest_checkpoint(tmp_path / "run")
-    draft, training_state = checkpoint.draft_tensors(), checkpoint.tensors()
-    assert not torch.equal(draft["fc.weight"], training_state["stepped.fc.weight"])
-    other = set_up(recipe(run="other"))
-    other.draft.load_state_dict(draft)
-    figures = evaluate(other.parts, other.held_out)
-    assert figures == notes.evaluations[-1]["evaluation"]
 
 
 def averages_after(recipe):

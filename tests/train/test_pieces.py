@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from fledge.core.distributed import World
 from fledge.core.rows import TokenRow
@@ -14,7 +15,13 @@ from fledge.data import pack as pack_module
 from fledge.data.rows import Block, split_rows
 from fledge.data.vocab import count_supervised
 from fledge.training.batches import PackStream
-from fledge.training.optimizer import GUARD_WARMUP, StepGuard, learning_rate, make_optimizer
+from fledge.training.optimizer import (
+    GUARD_WARMUP,
+    StepGuard,
+    clip_gradients,
+    learning_rate,
+    make_optimizer,
+)
 
 
 class Rows(list):
@@ -237,3 +244,38 @@ def test_a_skipped_step_changes_neither_weights_nor_moments():
             assert all(torch.equal(a, b) for a, b in zip(moments, after, strict=True))
         else:
             assert not torch.equal(weight, before)
+
+
+# --- clipping ------------------------------------------------------------------------------------
+
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def updated(device, limit, *, by_torch):
+    """The gradient norm, and the weights after one step."""
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    torch.manual_seed(0)
+    parameters = [nn.Parameter(torch.randn(shape)) for shape in ((7, 5), (3,), (4, 9))]
+    parameters = [nn.Parameter(p.detach().to(device)) for p in parameters]
+    optimizer = make_optimizer(parameters, lr=0.1, betas=(0.9, 0.95), eps=1e-3, weight_decay=0.1)
+    for p in parameters[:2]:  # the last one has no gradient
+        p.grad = 3 * torch.randn(p.shape).to(device)
+    if by_torch:
+        norm = nn.utils.clip_grad_norm_(parameters, float("inf") if limit is None else limit)
+    else:
+        norm = clip_gradients([optimizer], parameters, limit)
+    optimizer.found_inf = torch.zeros((), device=device)
+    optimizer.step()
+    return [norm, *(p.detach() for p in parameters)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("limit", [None, 0.5, 1e6])
+def test_the_update_matches_that_of_gradients_clipped_by_torch(device, limit):
+    pairs = zip(
+        updated(device, limit, by_torch=False), updated(device, limit, by_torch=True), strict=True
+    )
+    for actual, expected in pairs:
+        torch.testing.assert_close(actual, expected, rtol=0 if device == "cpu" else 1e-6, atol=0)

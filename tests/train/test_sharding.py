@@ -4,20 +4,24 @@ each rank holds its share."""
 import pytest
 import torch
 
+from fledge.cli.train import run_recipe
+from fledge.core.errors import BadInput
+from fledge.target.cache.job import CacheOptions
 from fledge.training import setup as building
+from fledge.training.fit import fit
+from fledge.training.precompute import recipe_job
 from fledge.training.setup import set_up
 from fledge.training.sharding import local_tensor, whole_tensor
 from fledge.training.step import train_step
 from ranks import run_ranks
-from train.test_fit import PEAGLE
+from train.test_fit import PEAGLE, assert_close_drafts
+from train.tiny import Notes
 
 pytestmark = pytest.mark.ranks
 
 LAMBDA = ("objective.loss=lk_lambda", "objective.loss.scale=0.9", "draft.freeze_embeddings=true")
 BLOCK = ("objective.anchors=1024", "draft.layers=2", "draft.draft_vocab_size=null")
-DFLASH = (
-    "objective.kind=dflash", "objective.listened_layers=3", "objective.block_size=5", *BLOCK,
-)  # fmt: skip
+DFLASH = ("objective.kind=dflash", "objective.listened_layers=3", "objective.block_size=5", *BLOCK)
 DSPARK = (
     "objective.kind=dspark", "objective.listened_layers=3", "objective.block_size=4",
     "objective.markov_rank=8", *BLOCK,
@@ -101,3 +105,27 @@ def test_sharded_bfloat16_matches_one_rank_in_bfloat16(recipe):
     for norms in run_ranks(2, norms_in_bfloat16, cut(recipe, *options, ranks=2, shard=2)):
         assert norms[0] == pytest.approx(wanted[0], rel=1e-5)
         assert norms == pytest.approx(wanted, rel=2e-2)
+
+
+# --- a target that ranks share -------------------------------------------------------------------
+
+
+# three micro-batches per step on two ranks: at the end of the data some rank has none
+UNEVEN = ("training.accumulate=3", "training.epochs=2")
+
+
+@pytest.mark.parametrize(
+    "layout", [("fsdp", 2), ("tp", 2), ("cp", 2)], ids=lambda layout: "".join(map(str, layout))
+)
+def test_two_ranks_that_share_the_target_match_one(recipe, tmp_path, layout):
+    fit(set_up(recipe(*UNEVEN, "training.micro_batch=2", run="one")), Notes())
+    kind, size = layout
+    cut = f"target.parallel.{kind}={size}"
+    shared = recipe(*UNEVEN, "training.micro_batch=1", cut, run="two")
+    assert run_ranks(2, run_recipe, shared) == [0, 0]
+    assert_close_drafts(tmp_path / "one", tmp_path / "two")
+
+
+def test_a_shared_target_is_not_precomputed(recipe, tmp_path):
+    with pytest.raises(BadInput, match=r"target\.parallel: a target that ranks share"):
+        recipe_job(recipe("target.parallel.fsdp=2"), tmp_path / "cache", CacheOptions())

@@ -8,6 +8,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from data.chats import chat, write_jsonl
 from fledge.demo import CHATS
 from fledge.recipe.schema import Recipe, load_recipe
 
@@ -87,17 +88,8 @@ def make_empty(target: Path, directory: Path, *names: str) -> Path:
 
 
 def make_chats(path: Path, count: int = 60) -> Path:
-    rows = [
-        {
-            "messages": [
-                {"role": "user", "content": f"count to {i}"},
-                {"role": "assistant", "content": " ".join(str(n) for n in range(1 + i % 17))},
-            ]
-        }
-        for i in range(count)
-    ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    answers = (" ".join(str(n) for n in range(1 + i % 17)) for i in range(count))
+    return write_jsonl(path, [chat(f"count to {i}", text) for i, text in enumerate(answers)])
 
 
 def recipe_for(target: Path, chats: Path, run: Path, *overrides: str) -> Recipe:
