@@ -45,6 +45,10 @@ def put(**values):
     return lambda config, tensors: config.update(values)
 
 
+def having(name, tensor):
+    return lambda config, tensors: tensors.update({name: tensor})
+
+
 def fill(name, value):
     return lambda config, tensors: tensors.update({name: value(tensors[name])})
 
@@ -89,10 +93,6 @@ def rotated(config, tensors):
     size = tensors["embed_tokens.weight"].shape[1]
     rotation, _ = torch.linalg.qr(torch.randn(size, size))
     tensors["embed_tokens.weight"] = tensors["embed_tokens.weight"] @ rotation
-
-
-def shuffled_rows(config, tensors):
-    tensors["embed_tokens.weight"] = tensors["embed_tokens.weight"].roll(7, 0).contiguous()
 
 
 def other_order(config, tensors):
@@ -147,39 +147,13 @@ def eagle_one(config, tensors):
         tensors[key] = tensors[key][:, :size].contiguous()
 
 
-def mixed_dtypes(config, tensors):
-    tensors["fc.weight"] = tensors["fc.weight"].bfloat16()
-
-
 # --- EAGLE-1 -------------------------------------------------------------------------------------
-
-
-def called_eagle3(config, tensors):
-    config["architectures"] = ["LlamaForCausalLMEagle3"]
-
-
-def with_norm(config, tensors):
-    tensors["norm.weight"] = torch.rand(32)
-
-
-def with_first_norm(config, tensors):
-    tensors["layers.0.input_layernorm.weight"] = torch.rand(32)
 
 
 def with_maps(config, tensors):
     full = config["vocab_size"]
     tensors["d2t"] = torch.zeros(full, dtype=torch.int64)
     tensors["t2d"] = torch.ones(full, dtype=torch.bool)
-
-
-def fused_queries(config, tensors):
-    """Give one tensor the shape it has in an EAGLE-3 draft."""
-    name = "layers.0.self_attn.q_proj.weight"
-    tensors[name] = torch.cat([tensors[name], tensors[name]], dim=1)
-
-
-def three_states(config, tensors):
-    tensors["fc.weight"] = torch.cat([tensors["fc.weight"], tensors["fc.weight"][:, :32]], dim=1)
 
 
 # --- faults --------------------------------------------------------------------------------------
@@ -204,7 +178,9 @@ FAULTS = {
         "embeddings", random_table("embed_tokens.weight"), kind="peagle"
     ),
     "embeddings rotated": Fault("embeddings", rotated),
-    "embeddings of another tokenizer": Fault("embeddings", shuffled_rows),
+    "embeddings of another tokenizer": Fault(
+        "embeddings", fill("embed_tokens.weight", lambda e: e.roll(7, 0))
+    ),
     "head random": Fault("random-weights", random_table("lm_head.weight")),
     "layer random": Fault(
         "random-weights", random_table("layers.0.mlp.up_proj.weight"), severity="warning"
@@ -255,14 +231,12 @@ FAULTS = {
     "dtype misdeclared": Fault(
         "dtype", put(torch_dtype="float16"), repaired=True, severity="warning"
     ),
-    "dtypes mixed": Fault("dtype", mixed_dtypes, severity="warning"),
+    "dtypes mixed": Fault("dtype", fill("fc.weight", torch.Tensor.bfloat16), severity="warning"),
     "rotary buffers and the target's head": Fault(
         "unexpected", junk, repaired=True, severity="warning"
     ),
     "one bias of four": Fault("missing", biased),
-    "a scale": Fault(
-        "unexpected", lambda c, t: t.update({"layers.0.mlp.up_proj.scale": torch.ones(1)})
-    ),
+    "a scale": Fault("unexpected", having("layers.0.mlp.up_proj.scale", torch.ones(1))),
     "EAGLE-1": Fault("architecture", eagle_one),
     "called EAGLE-1": Fault(
         "architecture", put(architectures=["LlamaForCausalLMEagle"], eagle_version=1)
@@ -281,14 +255,20 @@ _SHARED = (
 _EAGLE1_FAULTS = {
     "v_proj missing": Fault("missing", drop("layers.0.self_attn.v_proj.weight")),
     "post norm missing": Fault("missing", drop("layers.0.post_attention_layernorm.weight")),
-    "called EAGLE-3": Fault("architecture", called_eagle3),
-    "a norm of the output": Fault("unexpected", with_norm),
-    "a norm before layer 0": Fault("unexpected", with_first_norm),
+    "called EAGLE-3": Fault("architecture", put(architectures=["LlamaForCausalLMEagle3"])),
+    "a norm of the output": Fault("unexpected", having("norm.weight", torch.rand(32))),
+    "a norm before layer 0": Fault(
+        "unexpected", having("layers.0.input_layernorm.weight", torch.rand(32))
+    ),
     "vocabulary maps": Fault("unexpected", with_maps),
     "a smaller head": Fault("vocab-size", fill("lm_head.weight", lambda w: w[:99].clone())),
     "a smaller vocabulary": Fault("vocab-size", put(draft_vocab_size=99), repaired=True),
-    "fc over three states": Fault("shape", three_states),
-    "fused queries": Fault("shape", fused_queries),
+    "fc over three states": Fault(
+        "shape", fill("fc.weight", lambda w: torch.cat([w, w[:, :32]], dim=1))
+    ),
+    "fused queries": Fault(
+        "shape", fill("layers.0.self_attn.q_proj.weight", lambda w: torch.cat([w, w], dim=1))
+    ),
     "bias lost": Fault("flags", put(fc_bias=True)),
     "aux layers of EAGLE-3": Fault("aux-layers", put(aux_layer_ids=[1, 3, 4])),
     "state of an inner layer": Fault("aux-layers", put(aux_layer_ids=[7])),

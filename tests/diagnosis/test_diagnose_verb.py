@@ -25,6 +25,7 @@ from fledge.cli.main import app
 from fledge.core.errors import BadInput
 from fledge.formats.diagnose import all_checks, diagnose
 from fledge.formats.foreign import foreign_kinds
+from fledge.models.weight_files import read_tensors
 
 
 def run(place, draft, *options):
@@ -158,7 +159,7 @@ def test_no_file_makes_it_crash(place, eagle1, tmp_path_factory, data):
         json.dumps(diagnosis.to_json())
 
 
-def test_the_page_lists_every_check():
+def test_the_page_lists_every_check_and_acceptance_is_said_last():
     needs = {"static": "files, target's config", "numeric": "target's tables"}
     rows = ["| check | needs | looks for | `--fix` |", "|---|---|---|---|"]
     for check in all_checks().values():
@@ -167,14 +168,12 @@ def test_the_page_lists_every_check():
     assert len(rows) == 30
     page = (Path(__file__).parents[2] / "docs" / "diagnose.md").read_text()
     assert "\n".join(rows) in page
+    # acceptance is said last: it tells what the repairs before it have changed
+    assert {[*kind.checks()][-1] for kind in foreign_kinds()} == {"acceptance"}
 
 
 def test_a_small_file_claiming_a_huge_tensor_is_rejected(tmp_path):
     """torch's files store strides, so one number can claim to be a tensor of a trillion."""
-    import torch
-
-    from fledge.models.weight_files import read_tensors
-
     path = tmp_path / "pytorch_model.bin"
     torch.save({"fc.weight": torch.ones(3, 4)}, path)
     assert read_tensors(tmp_path)["fc.weight"].shape == (3, 4)
@@ -182,8 +181,3 @@ def test_a_small_file_claiming_a_huge_tensor_is_rejected(tmp_path):
         torch.save(contents, path)
         with pytest.raises(BadInput, match="cannot be read"):
             read_tensors(tmp_path)
-
-
-def test_acceptance_is_said_last():
-    """It tells what the repairs before it have changed."""
-    assert {[*kind.checks()][-1] for kind in foreign_kinds()} == {"acceptance"}

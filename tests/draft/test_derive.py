@@ -21,6 +21,8 @@ LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }  # fmt: skip
+YARN_KNOBS = {"beta_fast": 16.0, "beta_slow": 2.0, "mscale": 1.2, "mscale_all_dim": 0.8}
+YARN_KNOBS["truncate"] = False
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 
 
@@ -73,17 +75,7 @@ ROPES = {
     "linear": {"rope_theta": 1e4, "rope_scaling": {"rope_type": "linear", "factor": 4.0}},
     "llama3": {"rope_theta": 5e5, "rope_scaling": LLAMA3},
     "yarn": {"rope_theta": 1e6, "rope_scaling": YARN},
-    "yarn, all knobs": {
-        "rope_theta": 1e6,
-        "rope_scaling": YARN
-        | {
-            "beta_fast": 16.0,
-            "beta_slow": 2.0,
-            "mscale": 1.2,
-            "mscale_all_dim": 0.8,
-            "truncate": False,
-        },
-    },
+    "yarn, all knobs": {"rope_theta": 1e6, "rope_scaling": YARN | YARN_KNOBS},
 }
 
 
@@ -115,11 +107,18 @@ def test_derived_from_every_architecture(name):
     assert draft.lm_head.weight.shape == (20, 32)
 
 
-@pytest.mark.parametrize("kind", ROPES)
+LAYOUTS = {
+    **{name: (lambda rope=rope: text(hf.LlamaConfig, **rope), "Llama")
+       for name, rope in ROPES.items()},
+    "interleaved": (lambda: text(hf.CohereConfig), "Cohere"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
 def test_every_rope_type_is_carried_over(kind):
-    target = build(text(hf.LlamaConfig, **ROPES[kind]), "LlamaForCausalLM")
-    config = derive_draft_config(target.config)
-    assert verify_rotary(config, target) < 0.05
+    make, family = LAYOUTS[kind]
+    target = build(make(), f"{family}ForCausalLM")
+    assert verify_rotary(derive_draft_config(target.config), target) < 0.05
 
 
 def test_partial_rotary_is_carried_over():
@@ -129,31 +128,20 @@ def test_partial_rotary_is_carried_over():
     assert len(LlamaEagle3DraftModel(config).rotary.inv_freq) == 2  # 8 channels, 4 of them rotated
 
 
-def test_interleaved_rotary_has_the_same_angles():
-    target = build(text(hf.CohereConfig), "CohereForCausalLM")
-    verify_rotary(derive_draft_config(target.config), target)
-
-
-def test_the_rotary_check_notices_what_was_dropped():
-    scaled = build(text(hf.LlamaConfig, **ROPES["llama3"]), "LlamaForCausalLM")
-    config = derive_draft_config(scaled.config)
-    for wrong in ({"rope_theta": 4.9e5, "rope_scaling": LLAMA3}, {"rope_theta": 5e5}):
-        other = derive_draft_config(text(hf.LlamaConfig, **wrong))
-        with pytest.raises(BadInput, match="rotary"):
-            verify_rotary(other, scaled)
-    narrower = derive_draft_config(text(hf.LlamaConfig, head_dim=4, **ROPES["llama3"]))
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("llama3", {"rope_theta": 4.9e5}),
+        ("llama3", {"rope_scaling": None}),
+        ("llama3", {"head_dim": 4}),
+        ("yarn", {"rope_scaling": YARN | {"attention_factor": 1.0}}),
+    ],
+)
+def test_the_rotary_check_notices_what_was_dropped(kind, changes):
+    target = build(text(hf.LlamaConfig, **ROPES[kind]), "LlamaForCausalLM")
+    wrong = derive_draft_config(text(hf.LlamaConfig, **ROPES[kind] | changes))
     with pytest.raises(BadInput, match="rotary"):
-        verify_rotary(narrower, scaled)
-    verify_rotary(config, scaled)
-    yarn = build(text(hf.LlamaConfig, **ROPES["yarn"]), "LlamaForCausalLM")
-    no_attention_scaling = YARN | {"attention_factor": 1.0}
-    with pytest.raises(BadInput, match="rotary"):
-        verify_rotary(
-            derive_draft_config(
-                text(hf.LlamaConfig, rope_theta=1e6, rope_scaling=no_attention_scaling)
-            ),
-            yarn,
-        )
+        verify_rotary(wrong, target)
 
 
 LONGROPE = {

@@ -93,20 +93,6 @@ def test_a_loss_may_be_given_by_name_or_as_an_object(kind):
     assert make_module(loss=loss.kind, **parameters).loss == loss
 
 
-def test_a_target_outside_the_vocabulary_is_a_rejection():
-    """All probability is on a token outside the draft vocabulary: uncharged, valid, never a hit."""
-    module = make_module()
-    _, mask = vocabulary()
-    batch = with_logits(padded_batch(make_documents([8], supervised=1.1)), make_head())
-    outside = int((~mask).nonzero()[0])
-    batch["target_logits"][..., outside] = 1e6
-    out = module(**batch)
-    assert out.charged.tolist() == [0] * STEPS
-    assert out.step_prefix_hits.tolist() == [0] * STEPS
-    assert out.step_valid.tolist() == [7, 6, 5, 4]
-    assert out.loss == 0
-
-
 def test_backward_twice_with_a_scaled_loss():
     module = make_module()
     out = module(**padded_batch(make_documents(LENGTHS)))

@@ -6,7 +6,6 @@ import torch
 from fledge import (
     Eagle3TrainerModule,
     PEagleTrainerModule,
-    simulated_accept_length,
 )
 from fledge.rollout.slots import RowMasks
 from objective.cases import LOSSES, SEED, assert_matches_textbook, assert_same, backward, run
@@ -19,7 +18,6 @@ from objective.naive_eagle3 import (
     packed_batch,
     padded_batch,
     vocabulary,
-    with_logits,
 )
 from objective.naive_peagle import MASK_ID, make_parallel_draft, naive_peagle, sampled_depths
 
@@ -98,22 +96,6 @@ def test_one_depth_equals_one_step_of_eagle3(layers):
     grads = {n: p.grad for n, p in draft.named_parameters() if n != "mask_hidden"}
     assert (peagle_result[1].pop("mask_hidden") == 0).all()
     assert_same(peagle_result, (eagle3_out, grads), tolerance=1e-12)
-
-
-# --- what a step is made of --------------------------------------------------------------------
-
-
-def test_a_target_outside_the_vocabulary_is_charged_and_rejected():
-    module = make_module()
-    _, mask = vocabulary()
-    batch = with_logits(padded_batch(make_documents([30], supervised=1.1)), make_head())
-    batch["target_logits"][..., int((~mask).nonzero()[0])] = 1e6
-    out = module(**batch, seed=1)
-    assert (out.charged > 0).all()
-    assert out.step_valid.tolist() == out.charged.tolist()
-    assert out.correct.tolist() == [0] * DEPTHS
-    assert out.loss > 0
-    assert simulated_accept_length(out.step_prefix_hits, out.step_valid) == 1.0
 
 
 # --- sampling ----------------------------------------------------------------------------------

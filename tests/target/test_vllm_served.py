@@ -119,14 +119,10 @@ def vllm(tmp_path: Path) -> Iterator[FakeVllm]:
     server.http.server_close()
 
 
-def section(vllm: FakeVllm, files: Path, **more: Any) -> VllmTarget:
-    fields = {"model": str(files), "url": vllm.url, "shared_dir": str(vllm.shared_dir), **more}
-    return VllmTarget.model_validate(fields)
-
-
 def opened(vllm: FakeVllm, files: Path, **more: Any) -> Any:
-    target_section = section(vllm, files, **more)
-    return kind_of(target_section).open(target_section, device=CPU, aux_layers=3)
+    fields = {"model": str(files), "url": vllm.url, "shared_dir": str(vllm.shared_dir), **more}
+    section = VllmTarget.model_validate(fields)
+    return kind_of(section).open(section, device=CPU, aux_layers=3)
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)

@@ -1,14 +1,13 @@
 """Small data sets: most rows are trained on, too few are reported, and existing runs keep their
 split."""
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from data.test_repeated_rows import Rows
 from fledge.cli.train import check_existing
 from fledge.core.errors import BadInput
-from fledge.core.rows import TokenRow
 from fledge.data.rows import KnownRows, split_rows
 from fledge.recipe.schema import load_recipe
 from fledge.target.cache.job import CacheOptions
@@ -18,21 +17,13 @@ from fledge.training.setup import prepare_data, set_up
 from train.tiny import Notes, make_chats, recipe_for
 
 
-class Rows:
-    def __init__(self, count):
-        self.lengths = np.full(count, 4)
-
-    def __len__(self):
-        return len(self.lengths)
-
-    def __getitem__(self, index):
-        ids = np.arange(index, index + 4, dtype=np.int32)
-        return TokenRow(ids, np.ones(4, np.uint8), f"chats:{index}", truncated=False)
+def distinct(count):
+    return Rows([(i, i) for i in range(count)])
 
 
 @given(st.integers(0, 12_000))
 def test_by_default_at_most_a_tenth_is_held_out(count):
-    train, held_out = split_rows(Rows(count), None)
+    train, held_out = split_rows(distinct(count), None)
     assert len(held_out) == min(512, count // 10)
     assert len(train) + len(held_out) == count
 
@@ -40,18 +31,18 @@ def test_by_default_at_most_a_tenth_is_held_out(count):
 @given(st.integers(1, 300), st.integers(0, 400))
 def test_the_requested_rows_are_held_out_or_refused(count, requested):
     left = count - requested
-    known = KnownRows(Rows(count), 0, "")
+    known = KnownRows(distinct(count), 0, "")
     if requested and left < max(1, count // 10):
         line = (
             rf"data\.valid_rows: {requested} rows? (is|are) to be held out, "
             rf"and there are {count}: "
         )
-        for split in (lambda: split_rows(Rows(count), requested),
+        for split in (lambda: split_rows(distinct(count), requested),
                       lambda: known.split(requested, drop_truncated=False)):  # fmt: skip
             with pytest.raises(BadInput, match=line + rf"{max(0, left)} would be left"):
                 split()
     else:
-        assert [len(part) for part in split_rows(Rows(count), requested)] == [left, requested]
+        assert [len(part) for part in split_rows(distinct(count), requested)] == [left, requested]
 
 
 @pytest.fixture

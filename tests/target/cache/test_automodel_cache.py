@@ -17,7 +17,7 @@ from fledge.target.cache.automodel import PaddedShard
 from fledge.target.cache.backend import CachedEagle3TargetModel, CacheStore
 from fledge.target.cache.format import CacheShape, decode_states
 from fledge.target.hf.model import HFEagle3TargetModel
-from target.cache.caches import verb
+from target.cache.caches import opened, rewrite_manifest, verb
 from target.cache.test_cached_training import cache_recipe, losses, train
 from train.test_fit import comparable, differing, final_weights
 
@@ -71,12 +71,9 @@ def test_top_k_probabilities_survive_a_round_trip(cache_pair, tmp_path):
     """They are renormalized in each conversion, which rounds."""
     source, automodel = cache_pair("topk")
     assert verb("cache", "convert", automodel, tmp_path / "back") == 0
-    original, restored = CachedEagle3TargetModel(source), CachedEagle3TargetModel(tmp_path / "back")
+    original, restored = opened(source), opened(tmp_path / "back")
     rows = original.rows()[:8]
     batch = collate(rows, one_per_row([len(row.input_ids) for row in rows], WIDTH), WIDTH, 0)
-    for cached in (original, restored):
-        maps = cached.vocabulary.selected_token_ids, cached.vocabulary.t2d
-        cached.set_vocab_mapping(*map(torch.from_numpy, maps))
     first, last = original.answer(batch), restored.answer(batch)
     assert torch.equal(first.aux_hidden_states, last.aux_hidden_states)
     assert torch.equal(first.position_mask, last.position_mask)
@@ -86,10 +83,8 @@ def test_top_k_probabilities_survive_a_round_trip(cache_pair, tmp_path):
 def test_automodel_reads_what_a_trainer_is_passed(cache_pair, tiny_target):
     """Shifted and padded; zero where nothing is supervised; the columns by `selected_token_ids`."""
     source, automodel = cache_pair("probs")
-    cached = CachedEagle3TargetModel(source)
-    selected = cached.vocabulary.selected_token_ids
-    cached.set_vocab_mapping(torch.from_numpy(selected), torch.from_numpy(cached.vocabulary.t2d))
-    rows = cached.rows()
+    cached = opened(source)
+    selected, rows = cached.vocabulary.selected_token_ids, cached.rows()
     for number, (manifest, sample) in enumerate(automodel_samples(automodel)):
         row = rows[number]
         batch = cached.answer(collate([row], one_per_row([len(row.input_ids)], WIDTH), WIDTH, 0))
@@ -199,8 +194,7 @@ def test_training_from_a_directory_written_by_automodel(cache_pair, foreign, rec
 def test_a_directory_written_by_automodel_can_be_converted(cache_pair, foreign, tmp_path):
     moved = shutil.copytree(foreign, tmp_path / "moved")  # from a machine with other paths
     manifest = json.loads((moved / "manifest.json").read_text())
-    manifest_json = json.dumps(manifest | {"target_model": "/elsewhere"})
-    (moved / "manifest.json").write_text(manifest_json)
+    rewrite_manifest(moved, target_model="/elsewhere")
     arguments = ["cache", "convert", moved, tmp_path / "made", "--shard-size", 16]
     assert verb(*arguments) == 2
     assert verb(*arguments, "--target", manifest["target_model"]) == 0
@@ -246,8 +240,7 @@ def test_info_and_verify_read_automodels_layout(foreign, capsys):
 )
 def test_a_contradictory_manifest_is_refused(foreign, tmp_path, field, value, said):
     broken = shutil.copytree(foreign, tmp_path / "broken")
-    manifest = json.loads((broken / "manifest.json").read_text())
-    (broken / "manifest.json").write_text(json.dumps(manifest | {field: value}))
+    rewrite_manifest(broken, **{field: value})
     with pytest.raises(BadInput, match=said):
         CachedEagle3TargetModel(broken)
 

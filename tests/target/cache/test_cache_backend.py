@@ -10,13 +10,13 @@ from fledge.core.errors import BadInput
 from fledge.data.pack import Piece, collate
 from fledge.data.rows import RowView
 from fledge.target.cache.backend import CachedEagle3TargetModel, CachedRows, CacheStore
-from fledge.target.cache.format import FORMAT
 from fledge.target.hf.model import HFEagle3TargetModel
 from target.cache.caches import break_row, every_third, token_row, write_cache
 from target.contract import (
     AUX_LAYER_IDS,
     CHECKS,
     Case,
+    assert_same,
     draft_vocabulary,
     packed_rows,
     padded_rows,
@@ -101,9 +101,7 @@ def test_a_row_written_alone_is_bitwise_the_live_answer(tmp_path):
     for row in rows:
         ids = torch.from_numpy(row.input_ids.astype(np.int64))[None]
         packed = packed_rows([[ids[0].tolist()]], ids.shape[1])
-        actual, expected = cached.generate_batch(*packed), live.generate_batch(*packed)
-        for name, tensor in expected.tensors():
-            assert torch.equal(dict(actual.tensors())[name], tensor), name
+        assert_same(cached.generate_batch(*packed), live.generate_batch(*packed))
 
 
 def test_fp8_states_are_close_and_in_the_dtype_of_the_target(directory):
@@ -245,13 +243,6 @@ def test_a_cache_with_a_broken_or_missing_file_is_not_opened(damaged, victim):
     path.unlink()
     with pytest.raises(BadInput, match=r"manifest|embedding|unfinished: 1 of 2 shards"):
         CachedEagle3TargetModel(directory)
-
-
-def test_a_cache_of_a_later_format_is_refused(damaged):
-    path = damaged[0] / "manifest.json"
-    path.write_text(path.read_text().replace(f'"format": {FORMAT}', '"format": 9'))
-    with pytest.raises(BadInput, match="cache format 9"):
-        CachedEagle3TargetModel(damaged[0])
 
 
 def test_rows_of_a_cache_are_the_rows_it_was_made_from(directory):

@@ -37,6 +37,7 @@ def read_all(cache):
     [
         ({"rows": 10**14}, "390624999999 of 390625000000 shards are missing"),
         ({"rows": 10**30}, "'rows' is 10000"),
+        ({"format": 9}, "cache format 9"),
         ({"shard_size": 0}, "'shard_size' is 0"),
         ({"held_out_rows": 17}, "17 of 16 rows cannot be held out"),
         ({"hidden_size": -16}, "'hidden_size' is -16"),

@@ -16,7 +16,7 @@ from fledge.target.cache.backend import CachedEagle3TargetModel
 from fledge.target.hf.model import HFEagle3TargetModel
 from fledge.training.fit import fit
 from fledge.training.setup import set_up
-from target.cache.caches import verb
+from target.cache.caches import verb, words_of
 from train.test_fit import final_weights
 from train.tiny import Notes, make_target
 
@@ -134,8 +134,8 @@ def test_states_are_stored_in_dtype_and_computed_in_the_dtype_of_the_target(made
     rows = cached.rows()
     live = HFEagle3TargetModel.from_pretrained(deep_target, device="cpu")
     assert cached.info().dtype == torch.float32
-    for i in (0, 7):
-        batch = token_batch(rows[i])
+    batches = [token_batch(rows[i]) for i in (0, 7)]
+    for batch in batches:
         stored, exact = cached.answer(batch), live.answer(batch)
         for name in ("aux_hidden_states", "last_hidden_states"):
             cached_states, live_states = getattr(stored, name), getattr(exact, name)
@@ -144,11 +144,8 @@ def test_states_are_stored_in_dtype_and_computed_in_the_dtype_of_the_target(made
             torch.testing.assert_close(cached_states.float(), live_states, rtol=2**-8, atol=1e-6)
     low = CachedEagle3TargetModel(made("low", "--target-dtype", "bf16"))
     assert low.info().dtype == torch.bfloat16
-    assert (
-        low.answer(token_batch(rows[7]))
-        .aux_hidden_states.ne(cached.answer(token_batch(rows[7])).aux_hidden_states)
-        .any()
-    )
+    states, low_states = (t.answer(batches[1]).aux_hidden_states for t in (cached, low))
+    assert not torch.equal(states, low_states)
 
 
 def token_batch(row):
@@ -156,18 +153,12 @@ def token_batch(row):
     return TokenBatch(ids, torch.ones_like(ids), mask)
 
 
-def seed_words(target, data, output_dir):
-    return [
-        "--target-model", str(target), "--input-data", str(data),
-        "--output-dir", str(output_dir), "--device", "cpu",
-    ]  # fmt: skip
-
-
 def test_the_advice_about_unusable_rows_can_be_followed(deep_target, tmp_path, capsys):
     good = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b c"}]}
     data = tmp_path / "half.jsonl"
     data.write_text(f"{json.dumps(good)}\n{{}}\n")
-    words = [*seed_words(deep_target, data, tmp_path / "cache"), "--seq-length", "64"]
+    paths = {"target_model": deep_target, "input_data": data, "output_dir": tmp_path / "cache"}
+    words = words_of(**paths, dtype=None, aux_layer_ids=None, num_workers=None)
     assert main(words) == 2
     assert "max_drop_share" in capsys.readouterr().err
     assert main([*words, "--max-drop-share", "0.5"]) == 0
