@@ -10,7 +10,7 @@ from export.block_cases import KINDS, make_block, whole_block
 from export.export_cases import rewrite
 from fledge import export_draft
 from fledge.formats.self_check import CheckOptions
-from fledge.methods.block.plan import lay_out_blocks
+from fledge.methods.block.plan import lay_out_blocks, supervised_blocks
 from fledge.rollout.slots import RowMasks, flatten_slots
 
 pytestmark = pytest.mark.engine
@@ -101,9 +101,10 @@ def our_blocks(draft, inputs):
     ones = torch.ones(1, T, dtype=torch.long)
     slots = flatten_slots(RowMasks(ones, ones))
     place = (SLOTS, draft.spec.first_place)
-    plan = lay_out_blocks(
-        slots, slots.target, slots.target, draft.drafts, place, device=torch.device("cpu")
+    supervised_SK = supervised_blocks(
+        slots, slots.target, slots.target, draft.drafts, contiguous=False
     )
+    plan = lay_out_blocks(slots, supervised_SK, place, device=torch.device("cpu"))
     aux = plan.on_key_axis(aux_TD[None])
     ids = plan.on_key_axis(ids_T.roll(-1)[None])  # a slot holds the token after its features
     rows = plan.blocks
