@@ -51,6 +51,16 @@ def state_of(run):
     return json.loads((run / "best" / "state.json").read_text())
 
 
+@pytest.mark.parametrize("device", ["auto", "cuda"])
+def test_the_device_of_training_may_be_another(run, tmp_path, device):
+    if device == "cuda" and torch.cuda.is_available():
+        pytest.skip("the machine has what the run was trained on")
+    recipe = run / "recipe.yaml"
+    recipe.write_text(recipe.read_text().replace("device: cpu", f"device: {device}"))
+    exported = export_draft(run, tmp_path / "out", engine="vllm", check=CHECK)
+    assert read_export_record(exported)["self_check"]["decoded"]["same_as_checkpoint"]
+
+
 def test_the_estimate_is_measured_again_on_the_files(run, tmp_path):
     exported = export_draft(run, tmp_path / "out", engine="vllm", check=CHECK)
     record = read_export_record(exported)

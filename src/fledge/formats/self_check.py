@@ -5,15 +5,15 @@ but a draft that lost its layers, map or norms in the export does not come near 
 """
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 
+from fledge.core.distributed import pick_device
 from fledge.core.errors import BadInput
-from fledge.core.machine import find_device
 from fledge.core.progress import Watch
 from fledge.core.rows import TokenBatch
 from fledge.data.template import ChatTemplate
@@ -115,17 +115,18 @@ def load_target(
     source: DraftSource, section: HfTarget, device: str | None
 ) -> tuple[HFEagle3TargetModel, TargetSide]:
     """The target in this process, wherever it ran in training, and what engines take from it."""
-    recipe = source.recipe
-    if recipe is None:
+    target: HFEagle3TargetModel | None = None
+    if (recipe := source.recipe) is not None:
+        precise = section.model_copy(update={"dtype": getattr(recipe.target, "dtype", "auto")})
+        # it may have been trained on a device, or in a precision, that this machine lacks
+        with suppress(BadInput):
+            place = pick_device(device or recipe.training.device)
+            target = cast(HFEagle3TargetModel, HF.open(precise, device=place, aux_layers=0))
+    if target is None:
         target = HFEagle3TargetModel.from_pretrained(
             section.model, aux_layer_ids=section.aux_layer_ids, device=device,
             num_aux_layers=None, trust_remote_code=section.trust_remote_code,
         )  # fmt: skip
-    else:
-        precision = {"dtype": getattr(recipe.target, "dtype", "auto")}
-        place = find_device(device or recipe.training.device)
-        section = section.model_copy(update=precision)
-        target = cast(HFEagle3TargetModel, HF.open(section, device=place, aux_layers=0))
     info, embedding = target.info(), target.get_input_embeddings().weight.detach().cpu()
     return target, TargetSide(info.depth, embedding, info.head.weight_VD.detach().cpu())
 
