@@ -40,7 +40,7 @@ _BY_PACKAGE = {
     "vLLM targets": ("vllm", ("vllm",)),
     "SGLang targets": ("sglang", ("sglang",)),
     "clusters (Ray)": ("cluster", ("ray",)),
-    "serve-target": ("serve", ("fastapi", "uvicorn", "httptools")),
+    "serve-target": ("serve", ("uvicorn", "httptools")),
     "tensorboard": ("track", ("tensorboard",)),
     "wandb": ("track", ("wandb",)),
     "trackio": ("track", ("trackio",)),
