@@ -226,7 +226,7 @@ def test_guard_median_is_the_nanmedian(count):
     guard = StepGuard(10.0, torch.device("cpu"))
     torch.manual_seed(count)
     guard.norms[torch.randperm(64)[:count]] = torch.rand(count)
-    torch.testing.assert_close(guard._median(), guard.norms.nanmedian(), equal_nan=True)
+    torch.testing.assert_close(guard.median(), guard.norms.nanmedian(), equal_nan=True)
 
 
 def test_a_skipped_step_changes_neither_weights_nor_moments():
