@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fledge.core.progress import Progress, unwatched
 from fledge.decode.speculative import SpeculativeDecoder
 from fledge.decode.stops import Stops
 from fledge.decode.strategy import fitting
@@ -171,11 +172,12 @@ def decode_all(
     *,
     batch: int,
     device: torch.device,
-    on_batch: Callable[[str], None] = lambda way: None,
+    progress: Progress = unwatched,
 ) -> dict[str, Decoded]:
     """Decode all prompts in every way, in batches of similar length; the last may be smaller."""
     results = {name: Decoded(name, batch) for name in ways}
     ordered = [list(prompt) for prompt in sorted(prompts, key=len)]
+    done, total = 0, -(-len(ordered) // batch) * len(ways)
     for first in range(0, len(ordered), batch):
         rows = ordered[first : first + batch]
         for name, way in ways.items():
@@ -186,7 +188,8 @@ def decode_all(
             result.texts += call.texts
             result.passes += call.passes
             result.rounds += call.rounds
-            on_batch(name)
+            done += 1
+            progress(f"batch {batch}", done, total, "batches", name)
     return results
 
 

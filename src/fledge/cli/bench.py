@@ -325,14 +325,9 @@ def bench_decode(
         figures = []
         for size in batch or [1]:
             able = {name: way for name, way in ways.items() if size == 1 or not way.one_by_one}
-            with progress_bar(what := f"batch {size}") as show:
-                batches, done = -(-len(ids) // size) * len(able), itertools.count(1)
-
-                def on_batch(way: str) -> None:
-                    show(what, next(done), batches, "batches", way)  # noqa: B023  (called at once)
-
+            with progress_bar(f"batch {size}") as show:
                 decoded = ways_of.decode_all(
-                    able, ids, batch=size, device=model.device, on_batch=on_batch
+                    able, ids, batch=size, device=model.device, progress=show
                 )
             figures += [result.to_json(decoded) for result in decoded.values()]
     if as_json:

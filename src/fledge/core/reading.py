@@ -132,12 +132,12 @@ def Row(kinds: tuple[Expected, ...]) -> Expected:
     )
 
 
-def MapOf(kind: Expected, keys: Expected = Text()) -> Expected:  # noqa: B008  (it never changes)
+def MapOf(kind: Expected, keys: Expected | None = None) -> Expected:
     """An object whose keys are names and whose values are all of one kind."""
 
     def parts(value: dict[str, Any]) -> Iterator[tuple[str, Any, Expected]]:
         for key, item in value.items():
-            yield ": key", key, keys
+            yield ": key", key, keys or Text()
             yield _place(key), item, kind
 
     return Expected("an object", lambda value: isinstance(value, dict), parts)

@@ -65,7 +65,7 @@ def _store(address: str) -> Iterator[tuple[Any, str]]:
         yield found
     except BadInput:
         raise
-    except Exception as error:
+    except Exception as error:  # the stores' libraries share no base class; others pass on
         loaded = ((sys.modules.get(module), name) for module, name in _FAILURES)
         failures = tuple(getattr(module, name) for module, name in loaded if module is not None)
         if not isinstance(error, (OSError, *failures)):

@@ -136,7 +136,7 @@ def _readable(path: Path) -> Iterator[None]:
         yield
     except (BadInput, MemoryError):
         raise
-    except Exception as error:  # see above
+    except Exception as error:  # tokenizers raises no narrower class
         fix = "the file may be damaged or of an architecture that transformers cannot load"
         what = f"cannot convert ({first_line(error)})"
         raise BadInput(what, where=str(path), fix=fix) from error

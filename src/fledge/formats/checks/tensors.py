@@ -253,11 +253,6 @@ def shape(subject: Subject) -> Iterator[Finding]:
         yield error(evidence, "export again; was a matrix transposed or cut?", last=unreadable)
 
 
-def _fits(have: tuple[int, ...], want: tuple[int | None, ...]) -> bool:
-    sizes = zip(have, want, strict=False)
-    return len(have) == len(want) and all(wanted in (None, size) for size, wanted in sizes)
-
-
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 

@@ -127,7 +127,7 @@ def running_chance(
     return chance_N if before_N is None else before_N[: len(chance_N)] * chance_N
 
 
-def _visible(sight: Sight, length_B: Tensor, index_BJ: Tensor, used: int) -> Tensor:
+def _visible(sight: Sight, index_BJ: Tensor, used: int) -> Tensor:
     """[B, J, U]: whether a slot sees a place: the text before the block, and the block's slots."""
     place_U = torch.arange(used, device=index_BJ.device)
     last_BJ = index_BJ if sight.causal else index_BJ[:, -1:].expand_as(index_BJ)
@@ -186,7 +186,7 @@ class Block(CachedStrategy):
         size, sights = block.spec.size, block.sights()
         index_BJ = length_B[:, None] + torch.arange(size, device=self.device)
         turn = block.rotary(index_BJ.flatten(), self.dtype)
-        masks = {sight: _visible(sight, length_B, index_BJ, used) for sight in {*sights}}
+        masks = {sight: _visible(sight, index_BJ, used) for sight in {*sights}}
         state = block.embed(block.block_tokens(newest_B), self.dtype).flatten(0, 1)
         for number, (layer, sight) in enumerate(zip(self.layers, sights, strict=True)):
             q, keys, values = block.block_heads(layer, state, turn)
