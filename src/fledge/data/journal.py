@@ -16,8 +16,6 @@ from fledge.core.files import removed
 from fledge.core.reading import Expected, Flag, Table, Whole, check, json_lines, parse_json
 
 _LINE = Table({"row": Whole(), "good": Flag()}, optional={"truncated": Flag()})
-_LINE_BYTES = 1 << 28  # a line holds a row of the user's data and its answers
-_DEPTH = 10_000  # of nesting, which is that of the data
 
 
 def json_line(value: Any) -> bytes:
@@ -47,13 +45,11 @@ def read(
     `kinds` describes the records of good rows (True) and of failed ones."""
     what, where = "a line of the journal", str(path)
     try:
-        for offset, line in json_lines(path, line_bytes=_LINE_BYTES, start=start):
+        for offset, line in json_lines(path, start=start):
             if line.endswith(b"\n"):  # else it may be incomplete, and is read again
                 start = offset + len(line)
             with suppress(BadInput):
-                record = parse_json(
-                    line, _LINE, where=where, what=what, finite=False, max_depth=_DEPTH
-                )
+                record = parse_json(line, _LINE, where=where, what=what)
                 check(record, kinds[record["good"]], where=where, what=what)
                 yield offset, start, record
     except BadInput:

@@ -373,7 +373,7 @@ class _Job:
     def finished(self, rows: int) -> Summary | None:
         """The summary of a finished job, or None while there is work to do."""
         if self.is_begun:
-            settings = read_json(self._settings_path, what="the record of the job", finite=False)
+            settings = read_json(self._settings_path, what="the record of the job")
             self._compare(settings, self._settings_path)
             return None
         if not self._manifest.is_file():
@@ -431,7 +431,7 @@ class _Job:
     def _take_result(self, summary: Summary) -> None:
         """Take over the result that another process has written."""
         what = "the manifest"
-        manifest = read_json(self._manifest, Table({"result": _RESULT}), what=what, finite=False)
+        manifest = read_json(self._manifest, Table({"result": _RESULT}), what=what)
         self._compare(manifest, self._manifest)
         result = manifest["result"]
         for name in _FIGURES:

@@ -27,7 +27,6 @@ METRICS_NAME = "metrics.jsonl"
 CURVES = ("loss", "lr", "grad_norm", "tokens_per_s", "target_share", "tau")
 Floats = NDArray[np.float64]
 _GRID = 2048  # number of points over which a schedule is summed
-_MOST_BYTES = 1 << 28
 _MAX_RUNS = 12  # the newest ones beside a run
 _SECTIONS = {"data", "packing", "draft", "objective", "training"}  # those that shape a curve
 _FREE = {
@@ -130,9 +129,9 @@ def read_metrics(run: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]
     if not path.is_file():
         raise BadInput("not a run of fledge: no metrics.jsonl", where=str(run))
     lines: list[dict[str, Any]] = []
-    for _, line in json_lines(path, most_bytes=_MOST_BYTES):
+    for _, line in json_lines(path):
         try:
-            value = parse_json(line, Table(), where=str(path), finite=False)
+            value = parse_json(line, Table(), where=str(path))
         except BadInput:
             break  # an unfinished line: the run is still writing, or was killed
         check(value, _LINE, where=f"{path}, line {len(lines) + 1}", what="the line")

@@ -52,7 +52,7 @@ class MetricsFile:
         if path.exists():
             for _, line in json_lines(path):
                 try:
-                    value = parse_json(line, _LINE, where=str(path), finite=False)
+                    value = parse_json(line, _LINE, where=str(path))
                 except BadInput:
                     break  # a line that a killed process did not finish
                 if value["step"] <= resume_at:

@@ -16,9 +16,9 @@ from fledge.core.claims import Claims
 from fledge.core.errors import BadInput
 from fledge.core.progress import Progress, unwatched
 from fledge.core.terminal import counted
-from fledge.target.cache.job import CacheJob, check_disk, describe_plan, plan_cache, readable
+from fledge.target.cache.job import CacheJob, announce, plan_cache, readable
 from fledge.target.cache.manifest import CLAIMS, existing_shards
-from fledge.target.cache.precompute import Done, how_it_ended
+from fledge.target.cache.precompute import Done
 from fledge.target.kinds import EngineTarget, TargetSection, loaded_sections
 from fledge.target.ray.connection import cause_of, connected, import_ray
 
@@ -119,8 +119,7 @@ def execute_on_ray(
 ) -> Done:
     """As `execute`, by workers that run `work`: the same job, prepared on their machines."""
     plan = plan_cache(job)
-    for line in describe_plan(job, plan, check_disk(job, plan)):
-        progress.say(line)
+    progress.say(announce(job, plan))
     progress.say(f"{counted(spread.workers, 'worker')} on the cluster")
 
     def watch() -> None:
@@ -138,4 +137,4 @@ def execute_on_ray(
                 pass
             time.sleep(0.1)
     written = len(existing_shards(job.directory) & set(plan.missing))
-    return how_it_ended(job, plan, written, progress)
+    return Done(plan.complete, sum(plan.shard_bytes), len(plan.done), written)

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from fledge.core.addresses import server_address
 from fledge.core.errors import LONGEST_LINE, BadInput, first_line
-from fledge.core.reading import OBJECT, Anything, Expected, Flag, Number, Table, parse_json
+from fledge.core.reading import OBJECT, Expected, Flag, Number, Table, parse_json
 from fledge.target.finite_check import NotFinite
 from fledge.target.remote.wire import CHUNK_BYTES, DigestCheck, WireError
 
@@ -33,7 +33,7 @@ log = logging.getLogger("fledge.remote")
 _SMALL_BYTES = 1 << 20  # larger than any JSON reply
 _CONNECT_S = 10.0
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 60.0  # whatever a busy server asks for
-_ERROR = Table(optional={"error": Anything(), "retry_after_s": Number(), "final": Flag()})
+_ERROR = Table(optional={"retry_after_s": Number(), "final": Flag()})
 _HUNG_UP = (http.client.RemoteDisconnected, ConnectionResetError, BrokenPipeError)
 
 
