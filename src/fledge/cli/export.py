@@ -34,59 +34,50 @@ def export(
     overwrite: Annotated[bool, Option("--overwrite", help="Replace an export.")] = False,
     dtype: Annotated[str, Option(help="bfloat16, ...; default: as stored.")] = "",
     draft_tokens: opt.TrainedTokens = 0,
-    target_embeddings: Annotated[
-        bool, Option("--target-embeddings", help="Give up trained embeddings.")
-    ] = False,
     without_target: Annotated[
         bool, Option("--without-target", help="Check the files, decode nothing.")
     ] = False,
     prompts: Annotated[
-        list[str] | None,
-        Option(help="Prompts to decode: JSONL or `mixed`; default: the run's held-out rows."),
+        list[str] | None, Option(help="Prompts to decode: JSONL files; default: `mixed`.")
     ] = None,
     limit: Annotated[int, Option(min=1, help="Prompts to decode.")] = 8,
     max_new_tokens: Annotated[int, Option(min=2, help="Length limit of answers.")] = 64,
-    shortfall: Annotated[
-        float, Option(min=0, max=1, help="Share of the estimated gain that decoding may miss.")
-    ] = 0.5,
     device: opt.DeviceOption = "",
     trust_remote_code: opt.TrustRemoteCode = False,
     as_json: Annotated[bool, Option("--json", help="Print the record as JSON.")] = False,
 ) -> None:
-    """Write a draft as an engine reads it, and prove that the files do what training measured.
+    """Write a draft as an engine reads it, and prove that the files are the checkpoint.
 
     Before the directory gets its name the files are read back the way the engine reads them,
-    compared tensor by tensor, measured on the run's held-out rows and decoded with beside the
-    checkpoint. A failed check leaves nothing behind.
+    compared tensor by tensor and decoded with. A failed check leaves nothing behind.
     """
     from fledge.formats.export import export_draft, read_export_record
     from fledge.formats.self_check import CheckOptions
     from fledge.formats.source import default_out
 
     quiet_libraries()
-    check = CheckOptions(tuple(prompts or ()), limit, max_new_tokens, shortfall)
+    check = CheckOptions(tuple(prompts or ("mixed",)), limit, max_new_tokens)
     with progress_bar() as watch:
         written = export_draft(
             source, destination or default_out(source, engine), engine=engine, target=target,
             engine_version=engine_version or None, num_draft_tokens=draft_tokens or None,
             dtype=parse_dtype(dtype, floating=True) if dtype else None, device=device or None,
-            target_embeddings=target_embeddings, without_target=without_target, check=check,
-            watch=watch, trust_remote_code=trust_remote_code, target_name=target_name,
-            overwrite=overwrite,
+            without_target=without_target, check=check, watch=watch,
+            trust_remote_code=trust_remote_code, target_name=target_name, overwrite=overwrite,
         )  # fmt: skip
     record = read_export_record(written)
     if as_json:
         print_json({"out": str(written), **record})
     else:
-        _show(written, record)
+        _show(written, record, target)
 
 
-def _show(written: Path, record: dict[str, Any]) -> None:
+def _show(written: Path, record: dict[str, Any], target: str) -> None:
     import shlex
 
     from fledge.formats.card import acceptance_rows
-    from fledge.formats.engines import refused_here, serve_command
-    from fledge.formats.source import target_here
+    from fledge.formats.engines import serve_command
+    from fledge.formats.source import name_for_engines, target_here
 
     check = record["self_check"]
     out.say(
@@ -101,8 +92,7 @@ def _show(written: Path, record: dict[str, Any]) -> None:
         out.print(lengths)
     for note in check["notes"]:
         out.say(note, style="yellow")
-    target, named = target_here(written, record) or "TARGET", record["target"]["name"] or None
-    command = serve_command(record, str(written.absolute()), target=target, named=named)
+    here = name_for_engines(target) if target else target_here(written, record) or "TARGET"
+    named = record["target"]["name"] or None
+    command = serve_command(record, str(written.absolute()), target=here, named=named)
     out.say(f"serve it: {shlex.join(command)}")
-    if refusal := refused_here(record):
-        out.say(str(refusal), style="yellow")
