@@ -189,7 +189,7 @@ def record(tree: Path, keep: Path, target: Path, chats: Path) -> dict[str, objec
 def exported(tree: Path, keep: Path, name: str, engine: str) -> dict[str, str]:
     """The digests of an export's tensors, and its config as written."""
     place = keep / f"export-{name}-{engine}"
-    words = ["--engine", engine, "--out", str(place), "--overwrite"]
+    words = ["--engine", engine, "--out", str(place), "--overwrite", "--shortfall", "1"]
     run(tree, "export", str(keep / name), *words, "--max-new-tokens", "8", "--json")
     texts = {p.name: p.read_text() for p in [place / "config.json"]}
     return {**texts, **{p.name: digest(p) for p in sorted(place.glob("*.safetensors"))}}

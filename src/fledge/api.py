@@ -314,9 +314,9 @@ def export(
     watch: Watch | None = None,
     **options: Any,
 ) -> Exported:
-    """Write a draft (or a run's best) in the format of `engine`, and verify that the files are the
-    checkpoint. `out` defaults to `exports/ENGINE` in the run; `options` are those of
-    `export_draft`: target, engine_version, dtype, num_draft_tokens, device, ..."""
+    """Write a draft (or a run's best) in the format of `engine`, and verify that the files
+    reproduce what training measured. `out` defaults to `exports/ENGINE` in the run; `options` are
+    those of `export_draft`: target, engine_version, dtype, num_draft_tokens, device, ..."""
     from fledge.formats.export import export_draft, read_export_record
     from fledge.formats.self_check import SelfCheck
     from fledge.formats.source import default_out

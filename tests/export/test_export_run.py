@@ -1,4 +1,4 @@
-"""From a trained run to an export."""
+"""From a trained run to an export: the estimate of training is measured again on the files."""
 
 import json
 import os
@@ -14,16 +14,20 @@ from fledge import Eagle3TrainerModule, LlamaEagle3DraftModel, PEagleTrainerModu
 from fledge.cli.main import app
 from fledge.cli.main import run as main
 from fledge.core.errors import BadInput
+from fledge.decode.accept import Round
+from fledge.decode.speculative import Generation
 from fledge.formats import export as export_module
 from fledge.formats.export import read_export_record
 from fledge.formats.import_draft import import_draft
-from fledge.formats.self_check import CheckOptions
+from fledge.formats.self_check import CheckOptions, Decoded, check_gain, check_rounds
+from fledge.measure.figures import Sample
 from fledge.recipe.schema import load_recipe
 from fledge.training.fit import fit
 from fledge.training.setup import set_up
 from train.tiny import Notes, make_chats, recipe_for
 
-CHECK = CheckOptions(limit=3, max_new_tokens=12)
+# The chats were not written by the target, so acceptance on its own answers has no bound here.
+CHECK = CheckOptions(limit=3, max_new_tokens=12, shortfall=1.0)
 
 
 @pytest.fixture(scope="module")
@@ -57,11 +61,12 @@ def test_the_device_of_training_may_be_another(run, tmp_path, device):
     assert read_export_record(exported)["self_check"]["decoded"]["same_as_checkpoint"]
 
 
-def test_the_record_and_the_card_say_what_was_measured(run, tmp_path):
+def test_the_estimate_is_measured_again_on_the_files(run, tmp_path):
     exported = export_draft(run, tmp_path / "out", engine="vllm", check=CHECK)
     record = read_export_record(exported)
     check = record["self_check"]
     assert check["estimate"] == state_of(run)["last"]["acceptance_length"]
+    assert check["same_rows"] == check["estimate"]  # fp32, one machine: bit for bit
     assert check["decoded"]["same_as_checkpoint"]
     assert check["decoded"]["prompts"] == 3
     assert check["decoded"]["checkpoint_acceptance_length"] >= 1.0
@@ -118,6 +123,7 @@ def test_a_run_of_another_method(tiny_target, place, tmp_path):
     exported = export_draft(tmp_path / "run", tmp_path / "out", engine="speculators", check=CHECK)
     record = read_export_record(exported)
     assert record["kind"] == "P-EAGLE"
+    assert record["self_check"]["same_rows"] == record["self_check"]["estimate"]
     assert record["mask_token_id"] is not None
 
 
@@ -135,13 +141,62 @@ def test_unsorted_layers_and_a_remote_backend(tiny_target, place, tmp_path):
     )
     check = read_export_record(exported)["self_check"]
     assert read_export_record(exported)["aux_layer_ids"] == [0, 1, 2]
+    assert check["same_rows"] == pytest.approx(check["estimate"], rel=1e-6)
     assert check["decoded"]["same_as_checkpoint"]
+
+
+def test_the_check_uses_the_trained_depth_whatever_is_served(run, tmp_path):
+    exported = export_draft(run, tmp_path / "out", engine="vllm", num_draft_tokens=1, check=CHECK)
+    record = read_export_record(exported)
+    assert record["num_draft_tokens"] == 1
+    assert len(record["self_check"]["decoded"]["joint"]) == 3
 
 
 def test_answers_that_do_not_fit_the_targets_context(run, tmp_path):
     check = CheckOptions(limit=3, max_new_tokens=510)  # it has 512 positions
     with pytest.raises(BadInput, match="leaves room"):
         export_draft(run, tmp_path / "out", engine="vllm", check=check)
+
+
+def test_an_estimate_that_the_files_do_not_reach_is_refused(run, tmp_path):
+    state = state_of(run)
+    state["last"]["acceptance_length"] *= 1.05
+    (run / "best" / "state.json").write_text(json.dumps(state))
+    with pytest.raises(BadInput, match=r"held-out rows, the exported files reach.*allowed: 2%"):
+        export_draft(run, tmp_path / "out", engine="vllm", check=CHECK)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
+
+
+def test_changed_data_is_detected_and_not_compared(run, tmp_path):
+    make_chats(tmp_path / "other.jsonl", count=50)
+    for name, note in {"other.jsonl": "data has changed", "gone.jsonl": "gone.jsonl"}.items():
+        recipe = load_recipe(run / "recipe.yaml", [f"data.train={tmp_path / name}"])
+        recipe.write_resolved(run)
+        out = export_draft(run, tmp_path / f"{name}-out", engine="vllm", check=CHECK)
+        check = read_export_record(out)["self_check"]
+        assert check["same_rows"] is None
+        assert note in check["notes"][0]
+    assert check["decoded"]["prompts"] == 3  # from the set that ships with fledge
+    assert "not compared with its estimate" in check["notes"][1]
+
+
+@pytest.mark.parametrize(("reached", "fine"), [(1.29, False), (1.31, True), (2.0, True)])
+def test_decoding_that_falls_short_of_the_estimate(reached, fine):
+    decoded = Decoded("", 1, 1, 1.0, reached, [], 1.0, True)
+    if fine:  # half of 0.8, less a tenth: 1.3
+        check_gain(1.8, decoded, CheckOptions())
+    else:
+        with pytest.raises(BadInput, match="--shortfall"):
+            check_gain(1.8, decoded, CheckOptions())
+
+
+def test_replay_that_does_not_match_live_rounds():
+    rounds = [Round(4 + i, 0, 1) for i in range(20)]
+    text = Generation([0] * 3, [1] * 21, rounds=rounds)
+    check_rounds([Sample([0] * 3, [1] * 21, rounds)], [text])
+    wrong = [*rounds[:-2], Round(22, 1, 2)]
+    with pytest.raises(BadInput, match="of 20 rounds decoded live only 18"):
+        check_rounds([Sample([0] * 3, [1] * 21, wrong)], [text])
 
 
 # --- the command --------------------------------------------------------------------------------
@@ -151,7 +206,7 @@ def command(*arguments):
     return CliRunner().invoke(app, ["export", *map(str, arguments)])
 
 
-FEW = ["--limit", "2", "--max-new-tokens", "8"]
+FEW = ["--limit", "2", "--max-new-tokens", "8", "--shortfall", "1"]
 
 
 def test_the_command_prints_figures_and_how_to_serve(run):
@@ -159,7 +214,7 @@ def test_the_command_prints_figures_and_how_to_serve(run):
     assert result.exit_code == 0, result.output
     assert (run / "exports" / "sglang" / "config.json").is_file()
     assert "estimated in training" in result.output
-    assert "decoded from these files, 2 prompts" in result.output
+    assert "the same rows, from these files" in result.output
     assert "--speculative-algorithm EAGLE3" in result.output
 
 

@@ -165,7 +165,7 @@ def test_trusted_code_works_from_end_to_end(trained, tmp_path, capsys):
     assert verb("export", trained / "run", "--engine", "vllm", "--trust-remote-code",
                 "--out", tmp_path / "own", "--limit", 1, "--max-new-tokens", 8) == 0  # fmt: skip
     check = json.loads((tmp_path / "own" / "fledge_export.json").read_text())["self_check"]
-    assert check["estimate"] is not None  # the run's recipe was read
+    assert check["same_rows"] is not None  # the run's recipe was read
     capsys.readouterr()
     assert verb("serve", tmp_path / "export", "--target", "x", "--trust-remote-code") == 0
     assert capsys.readouterr().out.rstrip().endswith("--trust-remote-code")

@@ -77,6 +77,7 @@ def test_a_run_is_exported_diagnosed_imported_and_served(block, kind, engine, tm
     assert (record["kind"].lower(), record["out"]) == (kind, str(out))
     assert record["mask_token_id"] is not None
     assert check["decoded"]["prompts"] == 2
+    assert check["same_rows"] == check["estimate"]  # float32 on one machine: bit for bit
     assert check["decoded"]["same_as_checkpoint"]
     loader = "vllm" if engine == "speculators" else engine  # the engine that serves this format
     diagnosis = run("diagnose", out, "--target", target, "--engine", loader, "--static")
@@ -179,8 +180,10 @@ def test_evaluated_and_exported(eagle1, tmp_path, tiny_target, kind):
             assert draft["live"]["same_rounds"] == draft["live"]["compared_rounds"] > 0
     for engine in ("vllm", "sglang"):
         out = tmp_path / engine
-        export_draft(tmp_path / "run", out, engine=engine, check=CheckOptions(limit=2))
+        check = CheckOptions(limit=2, shortfall=1.0)  # the chats are not the target's answers
+        export_draft(tmp_path / "run", out, engine=engine, check=check)
         record = read_export_record(out)
+        assert record["self_check"]["same_rows"] == record["self_check"]["estimate"]
         assert record["objective"] == kind
         assert record["self_check"]["decoded"]["same_as_checkpoint"]
         command = serve_command(record, str(out), target="T")

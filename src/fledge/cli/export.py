@@ -38,25 +38,30 @@ def export(
         bool, Option("--without-target", help="Check the files, decode nothing.")
     ] = False,
     prompts: Annotated[
-        list[str] | None, Option(help="Prompts to decode: JSONL files; default: `mixed`.")
+        list[str] | None,
+        Option(help="Prompts to decode: JSONL or `mixed`; default: the run's held-out rows."),
     ] = None,
     limit: Annotated[int, Option(min=1, help="Prompts to decode.")] = 8,
     max_new_tokens: Annotated[int, Option(min=2, help="Length limit of answers.")] = 64,
+    shortfall: Annotated[
+        float, Option(min=0, max=1, help="Share of the estimated gain that decoding may miss.")
+    ] = 0.5,
     device: opt.DeviceOption = "",
     trust_remote_code: opt.TrustRemoteCode = False,
     as_json: Annotated[bool, Option("--json", help="Print the record as JSON.")] = False,
 ) -> None:
-    """Write a draft as an engine reads it, and prove that the files are the checkpoint.
+    """Write a draft as an engine reads it, and prove that the files do what training measured.
 
     Before the directory gets its name the files are read back the way the engine reads them,
-    compared tensor by tensor and decoded with. A failed check leaves nothing behind.
+    compared tensor by tensor, measured on the run's held-out rows and decoded with beside the
+    checkpoint. A failed check leaves nothing behind.
     """
     from fledge.formats.export import export_draft, read_export_record
     from fledge.formats.self_check import CheckOptions
     from fledge.formats.source import default_out
 
     quiet_libraries()
-    check = CheckOptions(tuple(prompts or ("mixed",)), limit, max_new_tokens)
+    check = CheckOptions(tuple(prompts or ()), limit, max_new_tokens, shortfall)
     with progress_bar() as watch:
         written = export_draft(
             source, destination or default_out(source, engine), engine=engine, target=target,

@@ -78,9 +78,11 @@ def _versions(record: Mapping[str, Any]) -> str:
 def acceptance_rows(check: Mapping[str, Any]) -> list[tuple[str, float]]:
     """The acceptance lengths that the self-check of an export found, by what was measured."""
     rows = [("estimated in training, on its held-out rows", check["estimate"])]
+    rows.append(("measured again on the same rows, from these files", check["same_rows"]))
     if decoded := check["decoded"]:
-        what = f"decoded from these files, {counted(decoded['prompts'], 'prompt')}"
-        rows.append((what, decoded["acceptance_length"]))
+        what = f"on the target's answers to {counted(decoded['prompts'], 'held-out prompt')}"
+        rows.append((f"{what}, from every position", decoded["every_slot_length"]))
+        rows.append((f"{what}, tokens per round", decoded["acceptance_length"]))
     return [(what, length) for what, length in rows if length is not None]
 
 

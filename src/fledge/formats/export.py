@@ -151,11 +151,11 @@ class _Job:
         self.side = TargetSide(self.target.layers)
         self.loaded: HFEagle3TargetModel | None = None
         if not self.without_target:
-            section = HfTarget(
+            self.section = HfTarget(
                 model=self.target_name, aux_layer_ids=tuple(draft.aux_layer_ids), compile=False,
                 trust_remote_code=self.trust_remote_code,
             )  # fmt: skip
-            self.loaded, self.side = load_target(source, section, self.device)
+            self.loaded, self.side = load_target(source, self.section, self.device)
             info = self.loaded.info()
             self.target = dataclasses.replace(
                 self.target, tokenizer_fingerprint=info.tokenizer_fingerprint,
@@ -241,9 +241,12 @@ class _Job:
         if self.loaded is None:
             check.notes.append("exported without the target: nothing was decoded")
         else:
-            depth = self.num_draft_tokens
-            decoding = DecodingCheck(source, self.loaded, self.check, depth, self.watch)
-            check.decoded = decoding.run(reread)
+            # an estimate is only comparable for as many tokens as it was made for
+            unknown = source.estimate is None
+            depth = self.num_draft_tokens if unknown else source.num_draft_tokens
+            DecodingCheck(source, self.loaded, self.section, self.check, depth, self.watch).run(
+                check, reread
+            )
         if self.engine.name == "speculators" and "/" not in self.target.served_as:
             check.notes.append(
                 f"the speculators library reads the target where the file says: it will look for"

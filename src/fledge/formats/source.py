@@ -42,8 +42,16 @@ class DraftSource:
     @property
     def estimate(self) -> float | None:
         """Held-out acceptance length that training measured at this step; None if it did not."""
+        return self._last("acceptance_length")
+
+    @property
+    def every_slot_estimate(self) -> float | None:
+        """The same with every slot as a start: what the loss is trained for."""
+        return self._last("tau")
+
+    def _last(self, figure: str) -> float | None:
         last = (self.state or {}).get("last", {})
-        return last.get("acceptance_length") if last.get("step") == self.step else None
+        return last.get(figure) if last.get("step") == self.step else None
 
     @property
     def step(self) -> int | None:
