@@ -47,9 +47,6 @@ def regenerate(
         list[str] | None,
         Option(metavar="NAME=VALUE", help="For the chat template: enable_thinking=false."),
     ] = None,
-    exclude_truncated: Annotated[
-        bool, Option(help="Leave out answers that the length limit cut short.")
-    ] = False,
     limit: Annotated[int, Option(min=0, help="Rows; 0: all.")] = 0,
     batch: Annotated[int, Option(min=1, help="Questions at a time, run here.")] = 16,
     concurrency: Annotated[int, Option(min=1, help="Requests at a time, to servers.")] = 32,
@@ -101,14 +98,13 @@ def regenerate(
         opened = partial(_servers, url, model, sampling, concurrency, retries, timeout, extra)
     job = partial(
         answer_rows, sources, output.absolute(), sampling, limit=limit or None,
-        exclude_truncated=exclude_truncated, patience=max(64, 2 * concurrency),
+        patience=max(64, 2 * concurrency),
     )  # fmt: skip
     with opened_spread(ray, address, workers, device=device) as spread:
         if spread is None:
             summary = _run_here(job, opened())
         else:
-            work = partial(job, opened)
-            summary = _run_on_ray(spread, work, sources, output.absolute(), limit or None)
+            summary = _run_on_ray(spread, partial(job, opened), output.absolute())
     if as_json:
         print_json({"out": str(output), **summary.to_json()})
     else:
@@ -135,31 +131,24 @@ def _run_here(job: Callable[..., Any], answerer: Any) -> Any:
             speed = summary.tokens_now / summary.seconds_now if summary.seconds_now else 0.0
             note = f"{speed:,.0f} tok/s"
             note += f", {summary.failed_now:,} failed" if summary.failed_now else ""
-            note += f", {summary.others_now:,} by others" if summary.others_now else ""
             show("answering", done, summary.rows, "rows", note)
 
         return job(lambda: answerer, watch=watch, say=lambda line: err.say(line, style="cyan"))
 
 
-def _run_on_ray(
-    spread: Any, work: Callable[[], Any], sources: list[str], output: Path, limit: int | None
-) -> Any:
+def _run_on_ray(spread: Any, work: Callable[[], Any], output: Path) -> Any:
     """Run the job in workers on a cluster; returns the sum of their summaries."""
-    from fledge.data.regenerate import Onlooker
+    from fledge.data.regenerate import leave
 
-    onlooker = Onlooker(sources, output, limit)
     begin = time.monotonic()
-    with progress_bar("answering") as show:
-        note = f"{counted(spread.workers, 'worker')} on the cluster"
+    with progress_bar(f"answering: {counted(spread.workers, 'worker')} on the cluster"):
         try:
-            summaries = spread.run(
-                work, lambda: show("answering", onlooker.rows_over(), onlooker.rows, "rows", note)
-            )
+            summaries = spread.run(work, lambda: None)
         finally:
-            onlooker.leave()
+            leave(output)
     summed = ("answered_now", "failed_now", "tokens_now")
     totals = {name: sum(getattr(summary, name) for summary in summaries) for name in summed}
-    return replace(summaries[-1], **totals, seconds_now=time.monotonic() - begin, others_now=0)
+    return replace(summaries[-1], **totals, seconds_now=time.monotonic() - begin)
 
 
 def _open_local(
@@ -198,7 +187,6 @@ def _servers(
 def _show(summary: Any, output: Path) -> None:
     done = f"{summary.written:,} of {counted(summary.rows, 'row')} in {output}"
     cut = f"{counted(summary.truncated, 'answer')} cut at the length limit"
-    cut += f", {summary.excluded:,} left out" if summary.excluded else ""
     out.say(f"{done}; {counted(summary.tokens, 'token')}; {cut}")
     for reason, count in sorted(summary.failed.counts.items(), key=lambda item: -item[1]):
         first = summary.failed.examples[reason][0]
