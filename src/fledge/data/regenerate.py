@@ -111,14 +111,6 @@ def check_out(out: Path, sources: list[str]) -> None:
         raise BadInput(f"'{out.name}' is not a .jsonl file", where="--out")
 
 
-def leave(out: Path) -> None:
-    """Remove what killed processes left of a job's claims, unless others are at work."""
-    job = _Job(out, {})
-    if job.parts.exists():
-        with job.shared():
-            pass
-
-
 @dataclass(frozen=True)
 class Shard:
     """Consecutive rows, which one process answers."""
