@@ -500,9 +500,6 @@ def test_the_command_with_a_server(tmp_path, monkeypatch):
         (["--url", "http://h", "--reasoning", "maybe"], "keep or drop"),
         (["--url", "http://h", "--template-option", "x"], "NAME=VALUE"),
         (["--target", "x", "--extra", "{}"], "is for servers"),
-        (["--url", "http://h", "--ray"], "servers compute elsewhere"),
-        (["--target", "x", "--workers", "2"], "add --ray"),
-        (["--target", "x", "--address", "h:6379"], "add --ray"),
     ],
 )
 def test_the_command_refuses_bad_options(tmp_path, arguments, complaint):
