@@ -3,10 +3,13 @@
 import json
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
+from fledge.bench.train_step import Case, measure_step
 from fledge.cli.main import app
 from fledge.core.errors import BadInput
+from fledge.training.step import train_step
 
 SMALL = ["bench", "train", "--shape", "tiny", "--seq", "48", "--steps", "1", "--warmup", "1"]
 SMALL += ["--device", "cpu"]
@@ -22,12 +25,27 @@ def test_a_step_is_measured(kind):
     assert sum(figures["phases_ms"].values()) <= figures["step_ms"]
 
 
+@pytest.mark.parametrize("place", ["device", "host"])
+def test_later_epochs_do_not_ask_the_target(place):
+    case = Case(shape="tiny", seq=96, batch=2, documents=24, kept=place)
+    asked = []
+
+    def look(parts, batch):
+        inner = parts.target.inner
+        inner.answer = lambda rows: asked.append(rows)
+        train_step(parts, batch, lr=1e-4)
+
+    measure_step(case, torch.device("cpu"), steps=1, warmup=1, look=look)
+    assert not asked
+
+
 @pytest.mark.parametrize(
     ("option", "value", "word"),
     [
         ("--shape", "8bb", "8b"),
         ("--kind", "eagle-3", "eagle3"),
         ("--device", "gpu9", "cuda"),
+        ("--kept", "hosts", "host"),
     ],
 )
 def test_unknown_names_are_refused(option, value, word):

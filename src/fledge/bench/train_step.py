@@ -26,6 +26,7 @@ from fledge.methods.shared.config import derive_draft_config
 from fledge.target.base import InputEmbedding
 from fledge.target.hf.loading import convert_linears
 from fledge.target.hf.model import HFEagle3TargetModel
+from fledge.target.state_cache import KeptStates, RememberingTarget
 from fledge.training.batches import StepBatch
 from fledge.training.optimizer import StepGuard, make_optimizer
 from fledge.training.recorded_steps import recorded_steps
@@ -41,7 +42,6 @@ SHAPES = {
     "1b": (2048, 16, 32, 8, 64, 8192, 128_256),
     "8b": (4096, 32, 32, 8, 128, 14_336, 128_256),
 }
-SUPERVISED = 0.6  # share of the tokens
 DRAFT_VOCAB = {"tiny": 256, "135m": 16_384, "1b": 32_000, "8b": 32_000}
 
 
@@ -56,8 +56,10 @@ class Case:
     documents: int = 0  # mean length of packed documents; 0: one document a row
     depths: int = 0
     layers: int = 0
+    supervised: float = 0.6  # share of the tokens
     depth_keep: float = 1.0
     fp8: bool = False
+    kept: str = ""  # "device", "host": a later epoch, whose states were kept there
     record: bool = True  # steps of small drafts as CUDA graphs
 
 
@@ -124,8 +126,7 @@ def build_parts(case: Case, device: torch.device) -> Parts:
         draft.copy_head_from_target(InputEmbedding(target.info().head.weight_VD))
     draft.embed_tokens.weight.requires_grad_(not usual["freeze_embeddings"])
     given = TrainerInputs(ids, mask, target.info().head, _dtype(device))
-    options = method.bench_options(depths=case.depths, depth_keep=case.depth_keep)
-    objective = method.objective(draft, given, **options)
+    objective = method.objective(draft, given, **objective_options(case))
     parameters = [p for p in draft.parameters() if p.requires_grad]
     optimizer = make_optimizer(parameters, lr=1e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
     recorded = None
@@ -137,6 +138,10 @@ def build_parts(case: Case, device: torch.device) -> Parts:
     )  # fmt: skip
 
 
+def objective_options(case: Case) -> dict[str, Any]:
+    return METHODS[case.kind].bench_options(depths=case.depths, depth_keep=case.depth_keep)
+
+
 def random_rows(case: Case, count: int, mean: int) -> list[TokenRow]:
     """Documents that begin with a prompt and end with the supervised answer."""
     rng = np.random.default_rng(0)
@@ -146,7 +151,7 @@ def random_rows(case: Case, count: int, mean: int) -> list[TokenRow]:
         lengths = np.clip(mean * spread, 8, case.seq).astype(int)
     rows = []
     for i, n in enumerate(lengths):
-        mask = (np.arange(n) >= round(n * (1 - SUPERVISED))).astype(np.uint8)
+        mask = (np.arange(n) >= round(n * (1 - case.supervised))).astype(np.uint8)
         ids = rng.integers(0, SHAPES[case.shape][-1], n, dtype=np.int32)
         rows.append(TokenRow(ids, mask, f"row{i}", False))
     return rows
@@ -172,12 +177,18 @@ def measure_step(
     steps: int,
     warmup: int,
     on_step: Callable[[], None] = lambda: None,
+    look: Callable[[Parts, StepBatch], None] | None = None,
 ) -> StepFigures:
     """Run `warmup` + `steps` steps, one behind the other as training does: the host does not wait
-    for them."""
+    for them. `look` may run one more in its own way."""
     gpu = device.type == "cuda"
     parts = build_parts(case, device)
     batches = build_batches(case, warmup + steps)
+    if case.kept:  # the target was asked about all of them before
+        limits = KeptStates(2**62) if case.kept == "device" else KeptStates(0, 2**62)
+        parts.target = RememberingTarget(parts.target, limits)
+        for rows in (rows for batch in batches for rows in batch.micro if rows is not None):
+            parts.target.answer(rows)
     built = torch.cuda.memory_allocated() if gpu else 0
     moments = sum(p.numel() for p in parts.parameters) * 8
     times = [_Moment(device)]
@@ -193,6 +204,8 @@ def measure_step(
     _, phases = parts.clock.read()
     above = torch.cuda.max_memory_allocated() - built - moments if gpu else None
     seconds = [after - before for before, after in pairwise(times[warmup + 1 :])]
+    if look is not None:
+        look(parts, batches[-1])
     return StepFigures(
         tokens=case.batch * case.seq,
         seconds=statistics.median(seconds),

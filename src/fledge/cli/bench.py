@@ -56,11 +56,17 @@ def bench_train(
     documents: Annotated[
         int, Option(min=0, help="Pack documents of about so many tokens; 0: one a row.")
     ] = 0,
+    supervised: Annotated[
+        float, Option(min=0.01, max=1.0, help="Share of the tokens that are supervised.")
+    ] = 0.6,
     depths: Annotated[int, Option(min=0, help="0: as the method's recipes.")] = 0,
     depth_keep: Annotated[
         float, Option(min=0.05, max=1.0, help="EAGLE-3: objective.depth_keep.")
     ] = 1.0,
     fp8: Annotated[bool, Option("--fp8", help="Target in fp8.")] = False,
+    kept: Annotated[
+        str, Option(help="Measure a later epoch, whose states are kept: device or host.")
+    ] = "",
     steps: Annotated[int, Option(min=1, help="Steps measured; the median counts.")] = 5,
     warmup: Annotated[int, Option(min=1, help="Steps before that.")] = 2,
     device: Annotated[str, Option(help="auto, cpu or cuda.")] = "auto",
@@ -75,9 +81,11 @@ def bench_train(
     where = pick_device(device)
     case = bench.Case(
         shape=shape, kind=kind or DEFAULT_METHOD, seq=seq, batch=batch, documents=documents,
-        depths=depths, depth_keep=depth_keep, fp8=fp8,
+        depths=depths, supervised=supervised, depth_keep=depth_keep, fp8=fp8, kept=kept,
     )  # fmt: skip
-    for value, known in ((shape, list(bench.SHAPES)), (case.kind, list(METHODS))):
+    places = ["device", "host"]
+    named = ((shape, list(bench.SHAPES)), (case.kind, list(METHODS)), (kept or places[0], places))
+    for value, known in named:
         if value not in known:
             raise BadInput(f"nothing is named '{value}' here", fix=nearest(value, known))
     with progress_bar(what := f"{case.kind} {shape}") as show:
