@@ -19,7 +19,6 @@ from fledge.core.reading import (
     Table,
     Text,
     Whole,
-    json_lines,
     parse_json,
     read_bytes,
     read_json,
@@ -109,8 +108,6 @@ def test_files_are_read_up_to_a_size(tmp_path, monkeypatch):
     monkeypatch.setattr(reading, "MAX_BYTES", 50)
     with pytest.raises(BadInput, match="more than 50 bytes"):
         read_json(path)
-    path.write_bytes(b"{}\n" * 3)
-    assert list(json_lines(path, start=3)) == [(3, b"{}\n"), (6, b"{}\n")]
 
 
 @given(JSON)

@@ -198,15 +198,6 @@ def parse_json(
     return value
 
 
-def json_lines(path: Path, *, start: int = 0) -> Iterator[tuple[int, bytes]]:
-    """Yield (offset, line) of a JSON lines file, starting at a line's offset, one at a time."""
-    with open_file(path) as handle:
-        offset = handle.seek(start)
-        for line in handle:
-            yield offset, line
-            offset += len(line)
-
-
 def load_tensors(
     path: Path, *, what: str = "the file", keep: Callable[[str], bool] | None = None
 ) -> dict[str, Any]:
