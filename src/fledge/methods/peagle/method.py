@@ -52,12 +52,11 @@ class Peagle(Eagle3):
             return None  # its weights have another meaning
         return peagle_from_eagle3(draft, config)
 
-    def reading(self, draft: Any) -> "Reading":
-        reading = super().reading(draft)
+    def reading(self, draft: Any) -> "Reading | None":
+        if draft.spec.norms_inputs:  # the norm keeps only the direction of the placeholder
+            return None
         placeholder_1X = draft.mask_hidden.view(1, -1)  # read as the target's states are
-        if draft.spec.norms_inputs:  # the norm keeps only the direction of its input
-            return replace(reading, fixed_MX=reading.inputs(placeholder_1X))
-        return replace(reading, own_MX=placeholder_1X)
+        return replace(super().reading(draft), own_MX=placeholder_1X)
 
     def bench_options(self, *, depths: int = 0, partitions: int = 1, **_: Any) -> dict[str, Any]:
         return {"num_depths": depths or 8, "sequence_partitions": partitions}
