@@ -11,7 +11,7 @@ from fledge.core import graphs
 from fledge.methods.losses.total_variation import TotalVariation
 from fledge.target.finite_check import Verdict
 from fledge.training import recorded_steps as recorded_module
-from fledge.training.optimizer import Average, make_optimizers
+from fledge.training.optimizer import make_optimizers
 from fledge.training.recorded_steps import RecordedSteps, recorded_steps
 from fledge.training.step import train_step
 
@@ -106,10 +106,9 @@ def test_recorded_steps_match_plain_steps(pretend, kind, quantum):
 
 
 def with_muon(parts):
-    """Switch to Muon with weight decay, and average the weights."""
+    """Switch to Muon with weight decay."""
     draft = parts.objective.draft_model
     parts.optimizers = make_optimizers(draft, optimizer="muon", weight_decay=0.1, lr=1e-3)
-    parts.average = Average(parts.parameters, 0.9)
 
 
 @pytest.mark.parametrize("bad", [None, 2, 4])

@@ -186,10 +186,6 @@ class Training(Section):
     accumulate: PositiveCount = 1
     """Forwards per optimizer step; the gradient is that of one big batch."""
 
-    ema: ShareBelowOne | None = None
-    """Measure, keep and export an exponential mean of the weights with this decay (0.999, for
-    example); null: the weights themselves."""
-
     clip: Positive | None = 1.0
     """Largest gradient norm; null: no clipping."""
 

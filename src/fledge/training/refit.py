@@ -29,6 +29,7 @@ from fledge.methods.registry import method_of
 from fledge.methods.shared.draft import DraftModel, Reading
 from fledge.target.base import Eagle3TargetBackend, InputEmbedding
 from fledge.target.finite_check import check_answer, checked_answer
+from fledge.target.hf.model import HFEagle3TargetModel
 
 PENALTIES = tuple(10.0**power for power in range(-14, 2))  # `solve` rejects those too small
 _TINY = 1e-12  # lower limit for the size of a token's output, which is divided by
@@ -125,8 +126,8 @@ def fit_change(fitted: Moments, judged: Moments) -> Fitted:
 class Targets(NamedTuple):
     """The target before and after its change."""
 
-    old: Eagle3TargetBackend
-    new: Eagle3TargetBackend
+    old: HFEagle3TargetModel
+    new: HFEagle3TargetModel
 
 
 def reading_of(draft: DraftModel, where: str = "") -> Reading:

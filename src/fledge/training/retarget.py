@@ -156,8 +156,7 @@ def _refit_and_measure(
     judged = np.arange(len(rows)) % _JUDGED == 1
     parts = [RowView(rows, np.flatnonzero(judged == side)) for side in (False, True)]
     packings = [pack_rows(part.lengths, recipe.packing.tokens).packs for part in parts]
-    tokenizer = getattr(targets.new, "tokenizer", None)
-    pad_id = getattr(tokenizer, "pad_token_id", None) or 0
+    pad_id = getattr(targets.new.tokenizer, "pad_token_id", None) or 0
 
     def batches(side: int) -> Iterator[TokenBatch]:
         """One pack at a time is in memory."""

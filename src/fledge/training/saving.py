@@ -124,7 +124,6 @@ def _check(name: str, wanted: Tensor, saved: Any, directory: Path) -> None:
 
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-_STEPPED = "stepped."  # prefix of the optimizer's weights in checkpoints whose draft is the average
 
 
 def save(training: "Training", state: Mapping[str, Any], window: Sums) -> Path:
@@ -142,20 +141,18 @@ def save(training: "Training", state: Mapping[str, Any], window: Sums) -> Path:
         "fingerprints": training.fingerprints,
     }
     path = checkpoints.checkpoint_path(directory, record["step"])
-    with parts.averaged():
-        tensors = {
-            **checkpoints.optimizer_tensors(parts.optimizers, _names(training)),
-            **_stepped(training),
-            **{f"guard.{name}": tensor for name, tensor in parts.guard.state().items()},
-            **{f"window.{name}": tensor for name, tensor in vars(total).items()},
-            **checkpoints.rng_tensors(),
-        }
-        if parts.world.shard > 1:
-            _save_shares(training, path, record, tensors)
-        elif parts.world.is_main:
-            with atomic_directory(path) as temporary:
-                draft.write(temporary)
-                checkpoints.complete(temporary, record, tensors)
+    tensors = {
+        **checkpoints.optimizer_tensors(parts.optimizers, _names(training)),
+        **{f"guard.{name}": tensor for name, tensor in parts.guard.state().items()},
+        **{f"window.{name}": tensor for name, tensor in vars(total).items()},
+        **checkpoints.rng_tensors(),
+    }
+    if parts.world.shard > 1:
+        _save_shares(training, path, record, tensors)
+    elif parts.world.is_main:
+        with atomic_directory(path) as temporary:
+            draft.write(temporary)
+            checkpoints.complete(temporary, record, tensors)
     return path
 
 
@@ -163,7 +160,7 @@ def _save_shares(
     training: "Training", path: Path, record: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> None:
     world, draft = training.parts.world, training.draft
-    shared = {n: t for n, t in tensors.items() if n.endswith(_MOMENTS) or n.startswith(_STEPPED)}
+    shared = {name: tensor for name, tensor in tensors.items() if name.endswith(_MOMENTS)}
     with _shared_directory(path, world) as temporary:
         write_shares(temporary, shared, path=path)
         whole = {}
@@ -214,13 +211,6 @@ def restore(training: "Training", checkpoint: checkpoints.Checkpoint, window: Su
         draft.load_state_dict(checkpoints.matching(checkpoint.draft_tensors(), current))
     for optimizer in parts.optimizers:
         checkpoints.restore_optimizer(optimizer, _names(training), tensors)
-    if parts.average is not None:
-        # The draft in a checkpoint is the average: the optimizer's weights are read into the
-        # tensors kept aside, and then swapped with it.
-        aside = _stepped(training)
-        for name, tensor in checkpoints.matching(tensors, aside).items():
-            aside[name].copy_(tensor)
-        parts.average.swap(parts.parameters)
     parts.guard.load(checkpoints.matching(tensors, parts.guard.state(), prefix="guard."))
     checkpoints.restore_rng(tensors)
     if parts.world.is_main:
@@ -230,7 +220,7 @@ def restore(training: "Training", checkpoint: checkpoints.Checkpoint, window: Su
 
 
 def _read_shares(training: "Training", path: Path) -> dict[str, Tensor]:
-    """Read the draft's weights in place; return moments and averaged weights, sharded like them."""
+    """Read the draft's weights in place; return the moments, sharded like them."""
     names, saved_names = _names(training), held_names(path)
     moments = {
         name: torch.zeros_like(parameter)
@@ -238,18 +228,8 @@ def _read_shares(training: "Training", path: Path) -> dict[str, Tensor]:
         for key in _MOMENTS
         if (name := f"optimizer.{names[id(parameter)]}.{key}") in saved_names
     }
-    stepped = {name: torch.zeros_like(tensor) for name, tensor in _stepped(training).items()}
-    read_shares(path, {**training.draft.state_dict(), **moments, **stepped})
-    return {**moments, **stepped}
-
-
-def _stepped(training: "Training") -> dict[str, Tensor]:
-    """The tensors that are kept aside by `Average`, by name; empty if there is no average."""
-    parts, names = training.parts, _names(training)
-    if parts.average is None:
-        return {}
-    aside = zip(parts.parameters, parts.average.aside, strict=True)
-    return {f"{_STEPPED}{names[id(parameter)]}": tensor for parameter, tensor in aside}
+    read_shares(path, {**training.draft.state_dict(), **moments})
+    return moments
 
 
 def _names(training: "Training") -> dict[int, str]:

@@ -48,7 +48,7 @@ from fledge.training.drafts import (
     vocabulary_of_run,
     with_own_layers,
 )
-from fledge.training.optimizer import Average, StepGuard, learning_rate, make_optimizers
+from fledge.training.optimizer import StepGuard, learning_rate, make_optimizers
 from fledge.training.recorded_steps import recorded_steps
 from fledge.training.sharding import shard_draft
 from fledge.training.step import Clock, Models, Parts
@@ -277,7 +277,6 @@ def _parts(recipe: Recipe, models: Models) -> Parts:
         guard=StepGuard(training.spike_factor, models.device),
         clip=training.clip,
         seed=training.seed,
-        average=None if training.ema is None else Average(parameters, training.ema),
         recorded=recorded,
     )
 
