@@ -80,18 +80,11 @@ def show(arguments: _Arguments = None, as_json: _Json = False) -> None:
 
 
 @app.command(epilog="Example: fledge recipe schema > recipe.schema.json")
-def schema(
-    markdown: Annotated[
-        bool, Option("--markdown/--json", help="Tables for people, or JSON.")
-    ] = False,
-) -> None:
+def schema() -> None:
     """Print the JSON schema of recipes, for editors and other programs."""
-    from fledge.recipe import reference as recipe_reference
+    from fledge.recipe.schema import json_schema
 
-    if markdown:
-        out.plain(recipe_reference.markdown(), end="")
-    else:
-        print_json(recipe_reference.json_schema())
+    print_json(json_schema())
 
 
 @app.command(epilog="Example: fledge recipe check my_recipe.yaml")

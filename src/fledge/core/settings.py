@@ -120,11 +120,11 @@ class Tagged:
                 return Tagged.of(model.model_fields[key])
         return None
 
-    def kind_of(self, values: Mapping[str, Any], default: str = "") -> Any:
+    def kind_of(self, values: Mapping[str, Any], default: str = "") -> str:
         """The kind that a mapping selects: by its tag, else by a key that only one kind has and
         requires (`target.cached_target_path`), else the default."""
         if self.tag in values:
-            return values[self.tag]
+            return str(values[self.tag])
         present = {key for key, value in values.items() if value is not None}
         for kind in self.kinds() if self.tag else ():
             fields = self.fields(kind)
@@ -148,8 +148,8 @@ class Tagged:
         if not isinstance(value, Mapping):
             raise ValueError("must be a name or a mapping" if self.bare else "must be a mapping")
         kinds, name = self.kinds(), self.kind_of(value)
-        if not isinstance(name, str) or name not in kinds:
-            why = f"unknown {self.tag} {shown(name)}; {nearest(str(name), sorted(kinds))}"
+        if name not in kinds:
+            why = f"unknown {self.tag} {shown(name)}; {nearest(name, sorted(kinds))}"
             raise refused(self.tag, value=value, why=why)
         return kinds[name].model_validate({**value, self.tag: name})
 

@@ -19,7 +19,7 @@ from fledge.methods.base import Method
 from fledge.methods.registry import DEFAULT_METHOD, METHODS, objective_sections
 from fledge.methods.section import ObjectiveSection
 from fledge.recipe import sections
-from fledge.recipe.layers import one_line, plain, read_layers
+from fledge.recipe.layers import one_line, read_layers
 from fledge.recipe.yaml_text import dump_yaml
 from fledge.target.hf.kind import HfTarget
 from fledge.target.kinds import TargetSection, kind_of, target_sections
@@ -152,6 +152,12 @@ def recipe_shapes() -> dict[str, Tagged]:
     return {name: shape for name in RECIPE.fields("") if (shape := RECIPE.inner(name)) is not None}
 
 
+def json_schema() -> dict[str, Any]:
+    """JSON schema for editors: point `# yaml-language-server: $schema=...` at a file with it."""
+    schema: dict[str, Any] = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
+    return schema | Recipe.model_json_schema(by_alias=False)
+
+
 def load_recipe(
     path: str | os.PathLike[str] | None, overrides: Sequence[str] | Mapping[str, Any] = ()
 ) -> Recipe:
@@ -181,11 +187,11 @@ def _read_recipe(
     source: Path | Mapping[str, Any] | None, overrides: Sequence[str] | Mapping[str, Any]
 ) -> Recipe:
     where = str(source) if isinstance(source, Path) else "recipe"
-    settings = read_layers(source, overrides, recipe=RECIPE)
+    layer = read_layers(source, overrides, recipe=RECIPE)
     try:
-        return Recipe.model_validate(plain(settings))
+        return Recipe.model_validate(layer.values)
     except ValidationError as error:
-        raise one_line(error, settings=settings, where=where, recipe=RECIPE) from error
+        raise one_line(error, layer=layer, where=where, recipe=RECIPE) from error
 
 
 def _explicit(recipe: Recipe) -> dict[str, Any]:
