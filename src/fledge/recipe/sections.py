@@ -37,9 +37,6 @@ class Data(Section):
     """Rows kept out of training for acceptance when `valid` is empty; null: a tenth of them, at
     most 512; 0: none."""
 
-    allow_overlap: bool = False
-    """Accept `valid` even if more than 1 % of its rows are training rows."""
-
     max_length: PositiveCount = 2048
     """Longest row in tokens."""
 
@@ -51,9 +48,6 @@ class Data(Section):
 
     mask_reasoning: bool = False
     """Leave the assistant's reasoning out of the supervision."""
-
-    drop_truncated: bool = False
-    """Leave out answers that were cut by a length limit when they were generated."""
 
     max_drop_share: Share = 0.05
     """Stop when more than this share of the rows cannot be used; long rows do not count."""
@@ -98,15 +92,6 @@ class Draft(Section):
     norm_output: bool = False
     """EAGLE-3.1: feed the normalized state to the next step. Not in SGLang 0.5.9."""
 
-    qk_norm: bool = False
-    """Normalize queries and keys head by head, as Qwen3 does. vLLM only."""
-
-    attention_bias: bool = False
-    """Biases of the attention's projections. vLLM only, not together with qk_norm."""
-
-    mlp_bias: bool = False
-    """Biases of the MLP's projections. vLLM only, not together with qk_norm."""
-
     freeze_embeddings: bool = True
     """Keep the target's embeddings; by default false for P-EAGLE. SGLang always uses the
     target's."""
@@ -122,18 +107,6 @@ class Draft(Section):
     init_from: Text | None = None
     """Draft to start from (a run, a checkpoint, an export for vLLM; `fledge import` converts
     others); its vocabulary map is kept."""
-
-    @property
-    def computation(self) -> dict[str, Any]:
-        """The keys of the draft's config that say what it computes."""
-        flags = {"fc_norm", "norm_output", "qk_norm", "attention_bias", "mlp_bias"}
-        return self.model_dump(include=flags)
-
-    @model_validator(mode="after")
-    def _loadable_by_an_engine(self) -> "Draft":
-        if self.qk_norm and (self.attention_bias or self.mlp_bias):
-            raise ValueError("no engine loads a draft with qk_norm and biases; leave one out")
-        return self
 
 
 def _as_pair(value: Any) -> Any:
