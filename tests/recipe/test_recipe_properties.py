@@ -35,7 +35,7 @@ SPECIAL = {  # fields with constraints beyond their type
     "device": st.sampled_from(["auto", "cpu", "cuda", "cuda:1"]),
     "urls": st.lists(WORDS.map(lambda word: f"http://{word}"), min_size=1, max_size=3),
     "url": st.none() | WORDS.map(lambda word: f"http://{word}"),
-    "trackers": st.lists(st.sampled_from(["wandb", "trackio", "tensorboard"]), unique=True),
+    "trackers": st.lists(st.sampled_from(["wandb", "tensorboard"]), unique=True),
     "max_length": st.integers(1, 4096),
     "tokens": st.integers(4096, 10**6),
     "down_sample_ratio": st.floats(0.5, 1),

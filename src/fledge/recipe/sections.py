@@ -230,10 +230,10 @@ class Tracking(Section):
     """Where metrics go besides metrics.jsonl, which is always written."""
 
     trackers: Annotated[
-        tuple[Literal["tensorboard", "wandb", "trackio"], ...],
+        tuple[Literal["tensorboard", "wandb"], ...],
         BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
     ] = ()
-    """Any of tensorboard, wandb, trackio (extra: track)."""
+    """Any of tensorboard, wandb (extra: track)."""
 
     project: Text = "fledge"
     """Project name shown by the trackers."""
