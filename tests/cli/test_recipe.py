@@ -98,7 +98,7 @@ def test_a_file_shadows_a_shipped_recipe_but_a_directory_does_not(tmp_path, monk
     ("named", "advice"),
     [
         ("smollm_cpu", "did you mean 'smollm2_cpu'?"),
-        ("recipes/smollm2_cpu.yaml", "by name, shipped recipes need no file: smollm2_cpu"),
+        ("recipes/smollm2_cpu.yaml", "did you mean 'smollm2_cpu'?"),
     ],
 )
 def test_a_missing_recipe_is_refused_with_advice(fledge, tmp_path, monkeypatch, named, advice):

@@ -56,7 +56,6 @@ def refusal(*overrides: str, path: Path | None = None) -> str:
         ("training.lr=.nan", "finite"),
         ("training.betas=[0.9, 1]", "training.betas[1]"),
         ("training.betas=[0.9]", "training.betas[1]: a value is required"),
-        ("tracking.trackers=[wandb, wandb]", "named twice"),
         ("tracking.trackers=mlflow", "tracking.trackers[0]"),
         ("target.aux_layer_ids=[1, 1, 2]", "three distinct layers"),
         ("target.device=gpu", "target.device"),
@@ -129,7 +128,7 @@ def test_binary_and_missing_files_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "r.yaml"
     path.write_bytes(b"training:\n  lr: \xff\xfe")
     assert "YAML" in refusal(path=path)
-    assert "No such file" in refusal(path=tmp_path / "missing.yaml")
+    assert "no such recipe" in refusal(path=tmp_path / "missing.yaml")
     assert "directory" in refusal(path=tmp_path)
 
 

@@ -421,8 +421,6 @@ def test_an_existing_run_reports_which_field_differs(recipe):
         check_existing(recipe("data.valid_rows=9"))
     with pytest.raises(BadInput, match=r"training\.lr: 0\.003 -> 0\.5"):
         check_existing(recipe("training.lr=0.5"))
-    with pytest.raises(BadInput, match="resume is false"):
-        check_existing(recipe("checkpoint.resume=false"))
 
 
 def test_a_finished_run_is_reported_without_loading_its_target(
@@ -454,7 +452,7 @@ def test_another_length_is_refused(recipe, monkeypatch):
     with pytest.raises(BadInput, match=r"another recipe: training\.steps: 5 -> 12"):
         check_existing(more)
     assert train(few).finished
-    with pytest.raises(BadInput, match=r"finished at step 5 .*steps: 5 -> 12.*draft.init_from="):
+    with pytest.raises(BadInput, match=r"steps: 5 -> 12.*draft.init_from="):
         check_existing(more)
 
 

@@ -251,11 +251,8 @@ def recipe_file(path: str | os.PathLike[str]) -> Path:
     file, name, shipped = Path(path).expanduser(), os.fspath(path), shipped_recipes()
     if name in shipped and (file.is_dir() or not file.exists()):
         return shipped[name]
-    if not file.exists() and name == file.stem:  # without directory and suffix: meant as a name
-        raise BadInput("no such recipe", where=name, fix=nearest(name, list(shipped)))
-    if not file.exists() and file.stem in shipped:
-        fix = f"by name, shipped recipes need no file: {file.stem}"
-        raise BadInput("no such recipe", where=name, fix=fix)
+    if not file.exists():
+        raise BadInput("no such recipe", where=name, fix=nearest(file.stem, list(shipped)))
     return file
 
 

@@ -6,7 +6,7 @@ where they differ and why. Does not import torch.
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from fledge.core.settings import (
     Count,
@@ -212,9 +212,6 @@ class Checkpoint(Section):
     keep: PositiveCount = 2
     """Newest checkpoints kept; the best by acceptance is kept besides."""
 
-    resume: bool = True
-    """Continue the run in run.output_dir if there is one; false: refuse to touch it."""
-
 
 class Evaluation(Section):
     """Acceptance on held-out rows during training, by replay: it chooses the best checkpoint."""
@@ -240,13 +237,6 @@ class Tracking(Section):
 
     every_steps: PositiveCount = 10
     """Steps between two lines of metrics."""
-
-    @field_validator("trackers")
-    @classmethod
-    def _no_duplicates(cls, trackers: tuple[str, ...]) -> tuple[str, ...]:
-        if len(set(trackers)) != len(trackers):
-            raise ValueError("the same tracker is named twice")
-        return trackers
 
 
 class Run(Section):

@@ -53,8 +53,6 @@ from fledge.training.recorded_steps import recorded_steps
 from fledge.training.sharding import shard_draft
 from fledge.training.step import Clock, Models, Parts
 
-FEW_ROWS = 32  # fewer training rows cause a warning
-
 
 @dataclass
 class Training:
@@ -142,15 +140,6 @@ def _overlap(train: RowView, held_out: RowView) -> list[str]:
     return [f"{what}training rows: held-out acceptance is not that on new text"]
 
 
-def _few_rows(train: int, held_out: int) -> list[str]:
-    if train >= FEW_ROWS:
-        return []
-    count = counted(held_out, "is held out", "are held out")
-    few = f"only {counted(train, 'row')} to train on"
-    few += f" ({count})" if held_out else ", none is held out"
-    return [f"{few}: too few for a draft to learn from; see data.train"]
-
-
 def tokenise_options(data: Data) -> TokeniseOptions:
     supervised = data.last_turn_only, data.mask_reasoning
     return TokeniseOptions(data.max_length, data.overlong, *supervised, data.template_options)
@@ -193,7 +182,6 @@ def set_up(
             target = undo.enter_context(open_target(recipe, device))
         target.askers = world.context
         rows, held_out, fingerprint = data or known_data(recipe, target)
-        warnings = _overlap(rows, held_out) + _few_rows(len(rows), len(held_out))
         tokenizer = target_tokenizer(recipe.target)
         target = with_own_layers(recipe, target)
         vocabulary = vocabulary_of_run(recipe, target, rows, tokenizer, fingerprint)
@@ -232,7 +220,7 @@ def set_up(
                 "target": target.info().weights_fingerprint,
                 "vocabulary": vocabulary.digest(),
             },
-            warnings=warnings,
+            warnings=_overlap(rows, held_out),
             data_s=data_s,
         )
         undo.pop_all()
