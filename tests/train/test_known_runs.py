@@ -13,13 +13,10 @@ from fledge.cli.main import run as command
 from fledge.core.errors import BadInput
 from fledge.recipe.schema import load_recipe
 from fledge.report.page import gather
-from fledge.training import forecast as forecasting
 from fledge.training.curves import Kind, Known, known_runs, read_curve
-from fledge.training.fit import fit
 from fledge.training.forecast import forecast, length_of, log_odds, rate_of
-from fledge.training.setup import set_up
 from train.curve_files import made, real_curve, written
-from train.tiny import Notes, recipe_for
+from train.tiny import recipe_for
 
 
 def shifted(curve, by):
@@ -169,22 +166,6 @@ def test_an_unusable_known_run_is_refused_in_one_line(tmp_path, what, line, monk
     with pytest.raises(BadInput, match=re.escape(line)) as refused:
         known_runs(run, [tmp_path / what])
     assert what in str(refused.value)
-
-
-def test_training_is_guided_by_runs_in_sibling_directories(
-    tiny_target, tiny_chats, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(forecasting, "_LEAST_RATE", 0.0)  # the tiny target's drafts hardly learn
-    forecasts = []
-    for seed in (0, 1):
-        overrides = ("tracking.every_steps=1", f"training.seed={seed}")
-        notes = Notes()
-        fit(
-            set_up(recipe_for(tiny_target, tiny_chats, tmp_path / f"seed{seed}", *overrides)), notes
-        )
-        forecasts.append(notes.evaluations[-2]["forecast"])
-    assert "by the course" not in forecasts[0]
-    assert forecasts[1].endswith("by the course of seed0")
 
 
 def test_settings_are_everything_but_seed_length_and_output():
