@@ -79,9 +79,7 @@ def test_every_shipped_recipe_is_listed_and_copied_unchanged(fledge, tmp_path, m
         assert load_recipe(name) == load_recipe(path)
     code, _, err = fledge("recipe", "copy", name)
     assert (code, err.count("\n")) == (2, 1)
-    assert "--overwrite" in err
-    (tmp_path / "mine.yaml").write_text("mine")
-    fledge("recipe", "copy", name, "--out", "mine.yaml", "--overwrite")
+    fledge("recipe", "copy", name, "--out", "mine.yaml")
     assert (tmp_path / "mine.yaml").read_bytes() == files[name].read_bytes()
 
 

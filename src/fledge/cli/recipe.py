@@ -50,7 +50,6 @@ def list_shipped(
 def copy(
     name: Annotated[str, Argument(metavar="NAME", help="As `fledge recipe list` shows it.")],
     output: Annotated[Path | None, Option(*OUT, help="Where to; default: NAME.yaml, here.")] = None,
-    overwrite: Annotated[bool, Option("--overwrite", help="Replace a file that is there.")] = False,
     as_json: Annotated[bool, Option("--json", help="JSON instead of a line.")] = False,
 ) -> None:
     """Copy a recipe that comes with fledge, to change it."""
@@ -58,8 +57,8 @@ def copy(
 
     source, place = shipped_recipe(name), output or Path(f"{name}.yaml")
     check_place(place)
-    if place.exists() and not overwrite:
-        raise BadInput("a file is here already", where=str(place), fix="--overwrite, or --out FILE")
+    if place.exists():
+        raise BadInput("a file is here already", where=str(place), fix="--out FILE")
     write_text(place, source.read_text())
     if as_json:
         print_json({"recipe": name, "file": str(place)})

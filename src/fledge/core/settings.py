@@ -1,7 +1,6 @@
 """The value types of recipes: numbers as people write them, and the base class of every section.
 
-YAML parsers return `1e-4` as a string, and `true` may be given for a number; the types here accept
-the former and refuse the latter. Does not import torch.
+Numbers may be quoted, and `true` is not one. Does not import torch.
 """
 
 from collections.abc import Callable, Mapping
@@ -42,25 +41,12 @@ def _number(value: Any) -> Any:
     return value
 
 
-def _whole(value: Any) -> Any:
-    """Accept `1e4`, `1_000` and `10000.0` as whole numbers."""
-    value = _number(value)
-    if isinstance(value, str):
-        try:
-            as_float = float(value)
-        except ValueError:
-            return value
-        if as_float.is_integer() and any(letter in value for letter in "eE."):
-            return int(as_float)
-    return value
-
-
 def _as_list(value: Any) -> Any:
     """Accept a single string for a list of one: `data.train=chats.jsonl`."""
     return [value] if isinstance(value, str) else value
 
 
-_Int = Annotated[int, BeforeValidator(_whole, json_schema_input_type=int | str)]
+_Int = Annotated[int, BeforeValidator(_number, json_schema_input_type=int | str)]
 Number = Annotated[float, BeforeValidator(_number, json_schema_input_type=float | str)]
 
 MOST = 2**48  # bound of every count, far below 2**63

@@ -179,7 +179,7 @@ def as_recipe(
     if source is None or isinstance(source, Mapping):
         return _read_recipe(_without_paths(source or {}), changes)
     if isinstance(source, Recipe):
-        return _read_recipe(_explicit(source), changes) if changes else source
+        return _read_recipe(source.model_dump(exclude_unset=True), changes) if changes else source
     return load_recipe(source, changes)
 
 
@@ -192,19 +192,6 @@ def _read_recipe(
         return Recipe.model_validate(layer.values)
     except ValidationError as error:
         raise one_line(error, layer=layer, where=where, recipe=RECIPE) from error
-
-
-def _explicit(recipe: Recipe) -> dict[str, Any]:
-    """A recipe's explicit settings: a change may select another kind, with other defaults."""
-    settings = {
-        name: {key: fields[key] for key in getattr(recipe, name).model_fields_set}
-        for name, fields in recipe.model_dump().items()
-    }
-    defaults = {**recipe.method.draft_defaults, **recipe.method.fixed_draft}
-    for key in defaults.keys() & settings["draft"].keys():  # see `_draft_follows_objective`
-        if settings["draft"][key] == defaults[key]:
-            del settings["draft"][key]
-    return settings
 
 
 def _without_paths(value: Any) -> Any:
