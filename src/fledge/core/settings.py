@@ -3,6 +3,7 @@
 Numbers may be quoted, and `true` is not one. Does not import torch.
 """
 
+import os
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
@@ -41,9 +42,13 @@ def _number(value: Any) -> Any:
     return value
 
 
+def _as_text(value: Any) -> Any:
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
 def _as_list(value: Any) -> Any:
     """Accept a single string for a list of one: `data.train=chats.jsonl`."""
-    return [value] if isinstance(value, str) else value
+    return [value] if isinstance(value, str | os.PathLike) else value
 
 
 _Int = Annotated[int, BeforeValidator(_number, json_schema_input_type=int | str)]
@@ -58,7 +63,7 @@ NonNegative = Annotated[Number, Field(ge=0)]
 Share = Annotated[Number, Field(ge=0, le=1)]
 PositiveShare = Annotated[Number, Field(gt=0, le=1)]
 ShareBelowOne = Annotated[Number, Field(ge=0, lt=1)]
-Text = Annotated[str, Field(min_length=1)]
+Text = Annotated[str, BeforeValidator(_as_text), Field(min_length=1)]
 Device = Annotated[str, Field(pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$")]
 Texts = Annotated[tuple[Text, ...], BeforeValidator(_as_list)]
 

@@ -175,12 +175,11 @@ def as_recipe(
 
         as_recipe("smollm2_cpu", {"training": {"lr": 3e-4, "steps": 200}})
     """
-    changes = _without_paths(sections)
     if source is None or isinstance(source, Mapping):
-        return _read_recipe(_without_paths(source or {}), changes)
+        return _read_recipe(source, sections)
     if isinstance(source, Recipe):
-        return _read_recipe(source.model_dump(exclude_unset=True), changes) if changes else source
-    return load_recipe(source, changes)
+        return _read_recipe(source.model_dump(exclude_unset=True), sections) if sections else source
+    return load_recipe(source, sections)
 
 
 def _read_recipe(
@@ -192,15 +191,6 @@ def _read_recipe(
         return Recipe.model_validate(layer.values)
     except ValidationError as error:
         raise one_line(error, layer=layer, where=where, recipe=RECIPE) from error
-
-
-def _without_paths(value: Any) -> Any:
-    """The same values with paths as strings."""
-    if isinstance(value, Mapping):
-        return {key: _without_paths(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_without_paths(inner) for inner in value]
-    return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[Path | None, list[str]]:

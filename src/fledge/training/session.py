@@ -188,9 +188,6 @@ class Session:
 
     def save_if_due(self, *, best: bool, stopping: bool) -> None:
         """Save on cadence, when the draft is the best so far, and at the end or before a stop."""
-        if self._at_end and self._logs is not None:
-            for text in in_vain(self.training.recipe, self.state):
-                self._logs.file.write({"step": self.state.step, "warning": text})
         cadence = self.training.recipe.checkpoint.every_steps
         if best or self._at_end or stopping or self.state.step % cadence == 0:
             self.save(best=best)
