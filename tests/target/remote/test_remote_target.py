@@ -31,7 +31,7 @@ from target.contract import (
 )
 from target.hf_runner import LogitsRunner
 from target.remote.servers import call, metric, question, running, tiny
-from target.tiny_models import overflowing, tiny_model
+from target.tiny_models import overflowing
 
 
 def remote(server, supervision="hidden", **options):
