@@ -178,24 +178,6 @@ def cached_answers(
     return Answers(turns, value["skipped"], from_cache, path)
 
 
-def cached_continuations(
-    target: HFEagle3TargetModel, prompts: list[list[int]], stops: Stops
-) -> list[Generation]:
-    """The target's greedy continuations of token ids, from the cache or generated now and cached:
-    drafts of one target, and exports for several engines, are checked on the same ones."""
-    count = len(prompts)
-    expected = Table({"continuations": ListOf(_TEXT, least=count, most=count)})
-
-    def answer() -> dict[str, Any]:
-        texts = SpeculativeDecoder(target.model).generate(prompts, stops)
-        return {"continuations": [_text(text) for text in texts]}
-
-    path = _path(target, prompts, stops.max_new_tokens)
-    value, _ = _cached(path, expected, answer)
-    pairs = zip(prompts, value["continuations"], strict=True)
-    return [Generation(ids, text["token_ids"], text["finish"]) for ids, text in pairs]
-
-
 def _text(text: Generation) -> dict[str, Any]:
     return {"token_ids": text.token_ids, "finish": text.finish}
 
