@@ -53,9 +53,9 @@ def copy(
     as_json: Annotated[bool, Option("--json", help="JSON instead of a line.")] = False,
 ) -> None:
     """Copy a recipe that comes with fledge, to change it."""
-    from fledge.recipe.schema import shipped_recipe
+    from fledge.recipe.schema import recipe_file
 
-    source, place = shipped_recipe(name), output or Path(f"{name}.yaml")
+    source, place = recipe_file(name), output or Path(f"{name}.yaml")
     check_place(place)
     if place.exists():
         raise BadInput("a file is here already", where=str(place), fix="--out FILE")
