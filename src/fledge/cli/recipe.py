@@ -97,12 +97,7 @@ def check(
     from fledge.recipe.schema import load_recipe
 
     for path in recipes:
-        try:
-            recipe = load_recipe(path)
-        except BadInput as error:
-            if as_json:
-                print_json({"recipe": str(path), "ok": False, "error": str(error)}, one_line=True)
-            raise
+        recipe = load_recipe(path)
         facts = {
             "target": recipe.target.model or recipe.target.backend,
             "backend": recipe.target.backend,

@@ -5,7 +5,6 @@ while one of them tokenizes for an hour.
 """
 
 import math
-import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -69,7 +68,6 @@ class Training:
     vocabulary: DraftVocabulary
     fingerprints: dict[str, str]  # of what must not change when a run is resumed
     warnings: list[str]  # about what is allowed, but probably not intended
-    data_s: float  # seconds spent on preparing the data
     held_out_picks: dict[int, Ints] = field(default_factory=dict)  # see `evaluate`
     watch: Watch = unwatched  # training and saving count steps, evaluating counts packs
 
@@ -171,9 +169,7 @@ def set_up(
     is already open; it must provide the aux layers that the draft uses."""
     recipe = recipe.settled()
     training, device = recipe.training, pick_device(recipe.training.device)
-    begin = time.perf_counter()
     data = None if kind_of(recipe.target).brings_rows else prepare_data(recipe, progress)
-    data_s = time.perf_counter() - begin
     progress("loading the target")
     world = join_world(device, shard=training.shard, context=training.context)
     torch.manual_seed(training.seed)
@@ -221,7 +217,6 @@ def set_up(
                 "vocabulary": vocabulary.digest(),
             },
             warnings=_overlap(rows, held_out),
-            data_s=data_s,
         )
         undo.pop_all()
     return run
