@@ -98,12 +98,7 @@ def retarget(
         raise BadInput(what, where=str(path), fix=f"give --old MODEL; without it, {_TRAIN}")
     recipe = recipe_for(path, target, data, out, trust_remote_code=trust_remote_code)
     reading_of(load_draft(path), where=str(path))  # fails before the rows are read
-    rows, held_out, _ = prepare_data(recipe)
-    if len(rows) < 2 or not len(held_out):
-        what = f"{len(rows) + len(held_out)} rows are too few to fit, to choose and to measure on"
-        raise BadInput(what, where="--data", fix="give at least 20; some hundreds are better")
-    spread = np.linspace(0, len(rows) - 1, min(len(rows), _MOST_ROWS)).astype(np.int64)
-    rows = RowView(rows, spread)
+    rows, held_out = _rows(recipe)
     with ExitStack() as stack:
 
         def opened(name: str) -> "HFEagle3TargetModel":
@@ -122,13 +117,11 @@ def retarget(
         with atomic_directory(out) as directory:
             refitted.write(directory)
             watch("measuring", 0, 1)
-            # measured on the files: the old draft with either target, the refitted with the new
-            old_length, before, after = (
-                acceptance_length(runs.load_draft_beside(side, place), side, packs, depth)
-                for side, place in (
-                    (targets.old, path), (targets.new, path), (targets.new, directory),
-                )
-            )  # fmt: skip
+            pairs = (targets.old, path), (targets.new, path), (targets.new, directory)
+            old_length, before, after = (  # on the files
+                acceptance_length(runs.load_draft_beside(side, files), side, packs, depth)
+                for side, files in pairs
+            )
             result = Retargeted(
                 directory=str(out), old=old, target=target, method=method_of(refitted.config).title,
                 rows=len(rows), tokens=int(rows.lengths.sum()), penalty=fit.penalty,
@@ -169,6 +162,16 @@ def recipe_for(
         present = {name: value for name, value in values.items() if value is not None}
         changes["objective"] = {"kind": method.name, **present}
     return as_recipe(run_recipe, changes)
+
+
+def _rows(recipe: Recipe) -> tuple[RowView, RowView]:
+    """(rows to fit, evenly spread over all of them; held-out rows)."""
+    rows, held_out, _ = prepare_data(recipe)
+    if len(rows) < 2 or not len(held_out):
+        what = f"{len(rows) + len(held_out)} rows are too few to fit, to choose and to measure on"
+        raise BadInput(what, where="--data", fix="give at least 20; some hundreds are better")
+    count = min(len(rows), _MOST_ROWS)
+    return RowView(rows, np.linspace(0, len(rows) - 1, count).astype(np.int64)), held_out
 
 
 def _refit(draft: DraftModel, targets: Targets, rows: RowView, budget: int, watch: Watch) -> Fitted:
