@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fledge.training.sharding import whole_tensor
+from fledge.target.weights import whole_tensor
 
 # --- muon ----------------------------------------------------------------------------------------
 # The update of `torch.optim.Muon` processes one matrix at a time with thirty kernel launches each,
