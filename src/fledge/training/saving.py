@@ -68,16 +68,9 @@ def newest(training: "Training") -> tuple[checkpoints.Checkpoint | None, list[st
     """The newest intact checkpoint, and what was wrong with newer ones. Only the main rank verifies
     them; the others use its result."""
     world = training.parts.world
-    checkpoint, complaints = None, list[str]()
-    if world.is_main:
-        checkpoint, complaints = checkpoints.newest_checkpoint(training.directory)
-    step, complaints = world.from_main(
-        (None if checkpoint is None else checkpoint.step, complaints)
+    return world.from_main(
+        checkpoints.newest_checkpoint(training.directory) if world.is_main else (None, [])
     )
-    if checkpoint is None and step is not None:
-        path = checkpoints.checkpoint_path(training.directory, step)
-        checkpoint = checkpoints.Checkpoint(path, checkpoints.read_state(path))
-    return checkpoint, complaints
 
 
 def restore(training: "Training", checkpoint: checkpoints.Checkpoint, window: Sums) -> None:

@@ -61,9 +61,7 @@ class Training:
     directory: Path
     parts: Parts
     stream: PackStream
-    rows: RowView  # the stream's rows, but reading them does not ask for answers in advance
     held_out: list[TokenBatch]
-    pad_id: int
     draft: DraftModel
     vocabulary: DraftVocabulary
     fingerprints: dict[str, str]  # of what must not change when a run is resumed
@@ -178,6 +176,7 @@ def set_up(
             target = undo.enter_context(open_target(recipe, device))
         target.askers = world.context
         rows, held_out, fingerprint = data or known_data(recipe, target)
+        warnings = _overlap(rows, held_out)
         tokenizer = target_tokenizer(recipe.target)
         target = with_own_layers(recipe, target)
         vocabulary = vocabulary_of_run(recipe, target, rows, tokenizer, fingerprint)
@@ -206,9 +205,7 @@ def set_up(
                 steps=training.steps,
                 world=world,
             ),
-            rows=rows,
             held_out=batches,
-            pad_id=pad_id,
             draft=draft,
             vocabulary=vocabulary,
             fingerprints={
@@ -216,7 +213,7 @@ def set_up(
                 "target": target.info().weights_fingerprint,
                 "vocabulary": vocabulary.digest(),
             },
-            warnings=_overlap(rows, held_out),
+            warnings=warnings,
         )
         undo.pop_all()
     return run
