@@ -2,7 +2,7 @@
 
     run/
       checkpoints/step-00000500/   config.json, model.safetensors   the draft itself
-                                   training.safetensors             moments, guard, sums, RNG
+                                   training.safetensors             moments, guard, sums
                                    state.json                       step, fingerprints, checksums
       best -> checkpoints/step-... the checkpoint with the best measured acceptance
 
@@ -178,23 +178,6 @@ def finish_save(run: Path, best: int, *, keep: int | None) -> None:
         mark_best(run, path)
     if keep is not None:
         prune(run, keep)
-
-
-def rng_tensors() -> dict[str, Tensor]:
-    """The state of torch's random generators, as tensors."""
-    states = {"rng.cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        states["rng.cuda"] = torch.cuda.get_rng_state()
-    return states
-
-
-def restore_rng(tensors: Mapping[str, Tensor]) -> None:
-    current = rng_tensors()
-    want = {name: state for name, state in current.items() if name == "rng.cpu" or name in tensors}
-    states = matching(tensors, want)
-    torch.set_rng_state(states["rng.cpu"])
-    if "rng.cuda" in states:
-        torch.cuda.set_rng_state(states["rng.cuda"])
 
 
 def optimizer_tensors(

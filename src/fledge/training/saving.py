@@ -41,7 +41,6 @@ def save(training: "Training", state: Mapping[str, Any], window: Sums) -> Path:
         **_on_main(moments, parts.world),
         **{f"guard.{name}": tensor for name, tensor in parts.guard.state().items()},
         **{f"window.{name}": tensor for name, tensor in vars(total).items()},
-        **checkpoints.rng_tensors(),
     }
     weights = _on_main(draft.state_dict(), parts.world)
     if parts.world.is_main:
@@ -74,7 +73,7 @@ def newest(training: "Training") -> tuple[checkpoints.Checkpoint | None, list[st
 
 
 def restore(training: "Training", checkpoint: checkpoints.Checkpoint, window: Sums) -> None:
-    """Restore weights, moments, guard, sums and random generators from a checkpoint."""
+    """Restore weights, moments, guard and sums from a checkpoint. Random draws follow the step."""
     parts, draft, tensors = training.parts, training.draft, checkpoint.tensors()
     current = draft.state_dict()
     weights = checkpoints.matching(checkpoint.draft_tensors(), current)
@@ -82,7 +81,6 @@ def restore(training: "Training", checkpoint: checkpoints.Checkpoint, window: Su
     for optimizer in parts.optimizers:
         checkpoints.restore_optimizer(optimizer, _names(training), tensors)
     parts.guard.load(checkpoints.matching(tensors, parts.guard.state(), prefix="guard."))
-    checkpoints.restore_rng(tensors)
     if parts.world.is_main:
         saved = checkpoints.matching(tensors, vars(window), prefix="window.")
         for name, tensor in vars(window).items():
