@@ -24,7 +24,6 @@ from torch import Tensor
 from fledge.core.errors import BadInput
 from fledge.core.files import fsync_path, save_tensors, write_json
 from fledge.core.reading import (
-    FileName,
     MapOf,
     Table,
     Text,
@@ -45,7 +44,7 @@ PACKS = "packs_per_step"  # key in state.json: packs per step over all ranks
 _LINK = ".best.tmp"  # temporary name of the `best` link
 _NEEDED = (CONFIG_NAME, WEIGHTS_NAME, TRAINING_NAME)
 _STATE = Table({"step": Whole()})  # of any trained draft
-_CHECKPOINT = Table({"fingerprints": MapOf(Text()), "checksums": MapOf(Whole(), keys=FileName())})
+_CHECKPOINT = Table({"fingerprints": MapOf(Text()), "checksums": MapOf(Whole())})
 
 
 @dataclass(frozen=True)
@@ -89,8 +88,7 @@ def complete(directory: Path, state: Mapping[str, Any], tensors: Mapping[str, Te
 def read_state(path: Path) -> dict[str, Any]:
     """The contents of a checkpoint's state.json: step, acceptance, fingerprints."""
     what = "the checkpoint's state"
-    # finite=False: a diverged run may have NaN in its evaluations
-    state: dict[str, Any] = read_json(path / STATE_NAME, _STATE, what=what, finite=False)
+    state: dict[str, Any] = read_json(path / STATE_NAME, _STATE, what=what)
     return state
 
 
@@ -101,7 +99,8 @@ def read_checkpoint(path: Path) -> Checkpoint:
     sums = state["checksums"]
     if missing := [name for name in _NEEDED if name not in sums]:
         raise BadInput(f"not a whole checkpoint: no {missing[0]} in it", where=str(path))
-    if wrong := [name for name, crc in sums.items() if checksum(path / name) != crc]:
+    files = ((path / name, crc) for name, crc in sums.items())
+    if wrong := [f.name for f, crc in files if not f.is_file() or checksum(f) != crc]:
         raise BadInput(f"damaged: {', '.join(wrong)}", where=str(path))
     return Checkpoint(path, state)
 
