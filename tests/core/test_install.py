@@ -1,6 +1,5 @@
 """Suggested commands work as shown: environment activated or not, from a checkout or an index."""
 
-import os
 import shlex
 import subprocess
 import sys
@@ -64,11 +63,7 @@ def test_extras_are_installed_from_the_checkout_or_by_name(environment, monkeypa
 
 
 def test_the_suggested_commands_run_in_this_environment():
-    """With this interpreter: `fledge` runs, and `pip` belongs to this environment."""
+    """With this interpreter: `fledge` runs."""
     assert install.checkout() == ROOT
     version = shlex.split(f"{fledge_command()} --version")
     assert subprocess.run(version, capture_output=True, text=True).stdout.startswith("fledge ")
-    line = shlex.split(install_extra("serve"))
-    at = line.index("install")
-    pip = subprocess.run([*line[:at], "--version"], capture_output=True, text=True)
-    assert os.path.realpath(sys.prefix) in pip.stdout

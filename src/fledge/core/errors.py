@@ -54,9 +54,6 @@ def explain(error: BaseException) -> tuple[str, int] | None:
     if type(error).__name__ == "DistBackendError" or "/gloo/" in str(error):
         lost = f"another rank is gone ({first_line(error)})"
         return f"{lost}; the same command continues the run", 2
-    if isinstance(error, UnicodeEncodeError) and error.encoding == "utf-8":  # a foreign byte
-        text = error.object[max(0, error.start - 20) : error.end + 20]
-        return f"{text!r} was given, and it is not UTF-8; use letters that are", 2
     if not isinstance(error, OSError):
         return None
     where = str(error.filename2 or error.filename or "")
@@ -101,10 +98,15 @@ def in_words(count: int) -> str:
 
 def nearest(name: str, valid: list[str]) -> str:
     """`did you mean 'x'?` for the valid name closest to a mistyped one, else all valid names."""
-    import difflib
+    from difflib import SequenceMatcher
 
-    bare = {"".join(filter(str.isalnum, word.casefold())): word for word in reversed(valid)}
-    given = "".join(filter(str.isalnum, name.casefold()))
-    if close := difflib.get_close_matches(given, bare, n=1, cutoff=0.5):
-        return f"did you mean '{bare[close[0]]}'?"
+    def bare(word: str) -> str:
+        return "".join(filter(str.isalnum, word.casefold()))
+
+    def closeness(word: str) -> float:
+        return SequenceMatcher(None, bare(word), bare(name)).ratio()
+
+    closest = max(valid, key=closeness, default="")
+    if closest and closeness(closest) >= 0.5:
+        return f"did you mean '{closest}'?"
     return f"valid names: {', '.join(valid)}" if valid else "nothing is accepted here"

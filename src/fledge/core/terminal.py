@@ -105,11 +105,6 @@ class Terminal(Console):
 
     @contextlib.contextmanager
     def waiting(self, text: str) -> Iterator[None]:
-        """A spinner with a text (which `status` would parse as markup); without a terminal, one
-        line."""
-        if self.is_terminal:
-            with self.status(Text(visible(text))):
-                yield
-        else:
-            self.say(f"{text} ...")
+        """On a terminal, a spinner with a text (which `status` would parse as markup)."""
+        with self.status(Text(visible(text))) if self.is_terminal else contextlib.nullcontext():
             yield

@@ -49,7 +49,10 @@ def stored(name: str, make: Callable[[Path], None], *, source: str) -> Path:
 def phase(text: str) -> Iterator[None]:
     """One line on stderr during work that is done only once, with a spinner on a terminal."""
     # The stream is fixed here, because sys.stderr may be silenced inside to hide a library's bars.
-    with Terminal(file=sys.stderr, soft_wrap=True).waiting(text):
+    terminal = Terminal(file=sys.stderr, soft_wrap=True)
+    if not terminal.is_terminal:
+        terminal.say(f"{text} ...")
+    with terminal.waiting(text):
         yield
 
 
