@@ -28,7 +28,7 @@ from fledge.methods.shared.config import derive_draft_config
 from fledge.target.base import InputEmbedding
 from fledge.target.hf.loading import convert_linears
 from fledge.target.hf.model import HFEagle3TargetModel
-from fledge.target.state_cache import KeptStates, RememberingTarget
+from fledge.target.state_cache import RememberingTarget
 from fledge.training.batches import StepBatch
 from fledge.training.optimizer import StepGuard, make_optimizer
 from fledge.training.planning.step_cost import MetaStep, without_memory
@@ -65,7 +65,7 @@ class Case:
     compile: bool = True
     partitions: int = 1
     checkpointing: bool = False
-    kept: str = ""  # "device", "host": a later epoch, whose states were kept there
+    kept: bool = False  # a later epoch, whose states were kept
     record: bool = True  # steps of small drafts as CUDA graphs
 
 
@@ -199,8 +199,7 @@ def measure_step(
     parts = build_parts(case, device)
     batches = build_batches(case, warmup + steps)
     if case.kept:  # the target was asked about all of them before
-        limits = KeptStates(2**62) if case.kept == "device" else KeptStates(0, 2**62)
-        parts.target = RememberingTarget(parts.target, limits)
+        parts.target = RememberingTarget(parts.target, 2**62)
         for rows in (rows for batch in batches for rows in batch.micro if rows is not None):
             parts.target.answer(rows)
     built = torch.cuda.memory_allocated() if gpu else 0
@@ -274,12 +273,12 @@ def matmul_ceiling(device: torch.device, size: int = 8192) -> float:
 CASES: Mapping[str, Case] = {
     "EAGLE-3, 8B, 4 x 2048": Case("8b", batch=4),
     "the same, fp8 target, depth_keep 0.7": Case("8b", batch=4, fp8=True, depth_keep=0.7),
-    "the same, second epoch, states in host memory": Case("8b", batch=4, kept="host"),
+    "the same, second epoch, states kept": Case("8b", batch=4, kept=True),
     "EAGLE-3, 8B, 1 x 32,768": Case("8b", seq=32_768),
     "EAGLE-3, 1B, 8 x 2048": Case("1b", batch=8),
     "EAGLE-3, 135M, one pack of 16,384": Case("135m", seq=16_384, documents=250),
     "the same, second epoch, states on the device": Case(
-        "135m", seq=16_384, documents=250, kept="device"
+        "135m", seq=16_384, documents=250, kept=True
     ),
     "P-EAGLE, 8B, 2 x 2048, 8 depths, 4 layers": Case("8b", "peagle", batch=2),
     "DFlash, 8B, 4 x 2048": Case("8b", "dflash", batch=4),

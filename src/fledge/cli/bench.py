@@ -73,8 +73,8 @@ def bench_train(
         bool, Option("--checkpointing", help="Recompute whole layers.")
     ] = False,
     kept: Annotated[
-        str, Option(help="Measure a later epoch, whose states are kept: device or host.")
-    ] = "",
+        bool, Option("--kept", help="Measure a later epoch, whose states are kept.")
+    ] = False,
     record: Annotated[
         bool, Option("--record/--no-record", help="Steps of small drafts as CUDA graphs.")
     ] = True,
@@ -107,9 +107,7 @@ def bench_train(
         compile=compile_target, partitions=partitions, checkpointing=checkpointing, kept=kept,
         record=record,
     )  # fmt: skip
-    places = ["device", "host"]
-    named = ((shape, list(bench.SHAPES)), (case.kind, list(METHODS)), (kept or places[0], places))
-    for value, known in named:
+    for value, known in ((shape, list(bench.SHAPES)), (case.kind, list(METHODS))):
         if value not in known:
             raise BadInput(f"nothing is named '{value}' here", fix=nearest(value, known))
     notes: list[str] = []
