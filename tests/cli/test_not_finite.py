@@ -163,7 +163,6 @@ def test_a_run_that_learns_nothing_warns(fledge, recipe_file, tiny_target, tmp_p
     assert warning.startswith("the draft learned nothing: held-out acceptance length ")
     assert "training.lr (1e+06)" in warning
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line).get("warning") for line in lines].count(warning) == 1
     code, out, _ = fledge("train", recipe)  # finished: it still warns
     assert code == 0
     assert "the draft learned nothing" in out

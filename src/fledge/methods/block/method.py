@@ -24,10 +24,7 @@ class BlockMethod(Method):
         "head_from_target": True,
         "layers_from_target": False,
         "freeze_embeddings": True,
-        "qk_norm": True,
         **WITHOUT_NORMS,
-        "attention_bias": False,
-        "mlp_bias": False,
     }
     carries_states = False
     draft_path = "fledge.methods.block.draft:BlockDraftModel"
@@ -160,7 +157,6 @@ class Dspark(BlockMethod):
         },
     )
     algorithms: ClassVar[Mapping[str, str]] = {"vllm": "dspark", "sglang": "DSPARK"}
-    vllm_gpu_only = ("0.32",)  # on a CPU: "Model Runner V1 does not support dspark"
 
     def owns(self, config: "PretrainedConfig") -> bool:
         return DFLASH.owns(config) and bool(stated(config, "markov_rank"))
