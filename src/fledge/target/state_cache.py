@@ -82,7 +82,7 @@ class RememberingTarget(WrappedTarget):
 
     def _fits(self, span: slice) -> bool:
         """Whether there is memory for these slots, which are then taken from it."""
-        needed = (span.stop - span.start) * self._slot_bytes
+        needed: int = (span.stop - span.start) * self._slot_bytes
         fits = needed <= self._left
         self._left -= needed if fits else 0
         return fits
