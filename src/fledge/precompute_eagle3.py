@@ -109,22 +109,8 @@ def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def _completed(args: argparse.Namespace) -> argparse.Namespace:
-    """The arguments of a caller who has not used the parser, which may be fewer than ours."""
-    required = ("target_model", "input_data", "output_dir")
-    for name in required:
-        if name not in args:
-            raise BadInput("a value is required", where=_flag(name))
-    stand_ins = (word for name in required for word in (_flag(name), "-"))
-    args = argparse.Namespace(**{**vars(_build_parser().parse_args([*stand_ins])), **vars(args)})
-    if isinstance(args.input_data, str):
-        args.input_data = [args.input_data]
-    return args
-
-
 def _validate_args(args: argparse.Namespace) -> None:
     """Reject invalid CLI values before loading any model."""
-    args = _completed(args)
     positive = ("batch_size", "shard_size", "draft_vocab_size")
     rest = ("target_probs_topk", "num_workers", "shuffle_seed")
     smallest = {"seq_length": 2, **dict.fromkeys(positive, 1), **dict.fromkeys(rest, 0)}
@@ -252,7 +238,6 @@ def _run(args: argparse.Namespace) -> int:
     from fledge.cli.console import progress_bar, quiet_libraries
     from fledge.core.distributed import pick_device
 
-    args = _completed(args)
     _validate_args(args)
     logging.basicConfig(level=str(args.log_level).upper(), format="%(message)s")
     for handler in logging.getLogger().handlers:

@@ -44,34 +44,21 @@ def info(directory: Directory, as_json: opt.OutcomeAsJson = False) -> None:
 
 def _facts(directory: Path) -> dict[str, Any]:
     from fledge.target.cache import manifest as manifests
-    from fledge.target.cache.backend import open_shards
 
     manifest = manifests.read_manifest(directory)
-    existing = sorted(manifests.existing_shards(directory))
-    shards = open_shards(directory, manifest, existing)
-    tokens = sum(int(shard.lengths.sum()) for shard in shards)
-    shard_bytes = sum(shard.path.stat().st_size for shard in shards)
+    shards, wanted = len(manifests.existing_shards(directory)), manifests.shards_of(manifest)
+    plain = ("encoding", "dtype", "rows", "held_out_rows", "aux_layer_ids", "hidden_size")
+    target = manifest[manifests.LATE]
     return {
         "directory": str(directory),
-        "complete": len(existing) == manifests.shards_of(manifest),
+        "complete": shards == wanted,
         "layout": manifest.get("layout", "fledge"),
-        "encoding": manifest["encoding"],
-        "dtype": manifest["dtype"],
-        "rows": manifest["rows"],
-        "held_out_rows": manifest["held_out_rows"],
-        "shards": len(existing),
-        "shards_wanted": manifests.shards_of(manifest),
-        "tokens": tokens,
-        "supervised": sum(int(shard.loss_mask.sum()) for shard in shards),
+        **{name: manifest[name] for name in (*plain, "vocab_size", "top_k")},
+        "shards": shards,
+        "shards_wanted": wanted,
         "bytes": sum(path.stat().st_size for path in directory.rglob("*") if path.is_file()),
-        "bytes_per_token": shard_bytes / max(1, tokens),
-        "aux_layer_ids": manifest["aux_layer_ids"],
-        "hidden_size": manifest["hidden_size"],
-        "vocab_size": manifest["vocab_size"],
         "draft_vocabulary": manifests.vocabulary_size(manifest),
-        "top_k": manifest["top_k"],
-        "weights": manifest[manifests.LATE]["weight_dtypes"],
-        "weights_fingerprint": manifest[manifests.LATE]["weights_fingerprint"],
+        **{name: target[name] for name in ("weight_dtypes", "weights_fingerprint")},
     }
 
 

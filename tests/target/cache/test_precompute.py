@@ -262,21 +262,6 @@ def test_resuming_mends_a_cache(argv, tmp_path, finished, damage):
     assert (tmp_path / "cache" / "target" / "tokenizer.json").is_file()
 
 
-def test_a_cache_that_is_removed_meanwhile_is_not_reported_as_complete(
-    argv, tmp_path, capsys, monkeypatch
-):
-    real = precompute.write_shards
-
-    def removing(job, *rest, **options):
-        shutil.rmtree(job.directory)
-        return real(job, *rest, **options)
-
-    monkeypatch.setattr(precompute, "write_shards", removing)
-    assert main(argv()) == 2
-    assert "removed meanwhile" in capsys.readouterr().err
-    assert not (tmp_path / "cache").exists()
-
-
 def test_a_batch_of_hidden_states_becomes_the_same_tensors():
     model = tiny_model("llama")
     vocabulary = draft_vocabulary(model)

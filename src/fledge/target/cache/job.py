@@ -206,9 +206,6 @@ def plan_cache(job: CacheJob) -> CachePlan:
         tokens += sum(len(row.input_ids) for row in rows)
         if index in existing and is_whole_shard(job.shard_path(index), layout):
             done.add(index)
-    if extra := existing - set(range(len(sizes))):
-        what = f"{shard_name(min(extra))} is beyond the {len(sizes)} shards of these rows"
-        raise BadInput(what, where=str(job.directory))
     quota, total = job.options.quota_bytes, itertools.accumulate(sizes)
     allowed = sum(quota is None or n_bytes <= quota for n_bytes in total)
     return CachePlan(tuple(sizes), frozenset(done), allowed, tokens)
@@ -272,15 +269,20 @@ def convert_job(
         raise BadInput("AutoModel's layout keeps probabilities", where="--layout", fix=fix)
     named = model if lacks_target(source.store.directory, old) else None
     files = local_model(named or target_files(source.store.directory), weights=False)
-    vocabulary = _vocabulary_of(source, draft_vocab_size)
-    if vocabulary is None and (draft_vocab_size or over_a_vocabulary):
+    vocabulary, size = source.vocabulary or source.info().suggested, draft_vocab_size
+    if source.vocabulary is not None and size not in (None, source.vocabulary.size):
+        what = f"made for a draft vocabulary of {source.vocabulary.size}, not {size}"
+        raise BadInput(what, where=where, fix="another vocabulary needs a cache of hidden states")
+    if vocabulary is not None and size not in (None, vocabulary.size):
+        vocabulary = None
+    if vocabulary is None and (size or over_a_vocabulary):
         tokenizer = load_tokenizer(str(files), trust_remote_code=trust_remote_code)
         trained = itertools.islice(source.rows(), int(old["rows"] - old["held_out_rows"]))
         counts_V = count_supervised(
             ((row.input_ids, row.loss_mask) for row in trained), source.info().vocab_size
         )
         special_ids = special_token_ids(tokenizer)
-        vocabulary = select_vocabulary(counts_V, draft_vocab_size, special_ids=special_ids)
+        vocabulary = select_vocabulary(counts_V, size, special_ids=special_ids)
     manifest: dict[str, Any] = {
         **{key: value for key, value in old.items() if key not in (LATE, "layout")},
         **encoding_facts(options, vocabulary),
@@ -293,14 +295,3 @@ def convert_job(
         manifest |= {"seq_length": padded_to, "layout": LAYOUT}
     rows = source.rows()
     return CacheJob(directory, rows, manifest, options, vocabulary, files, padded_to=padded_to)
-
-
-def _vocabulary_of(source: CachedEagle3TargetModel, size: int | None) -> DraftVocabulary | None:
-    """The source's own vocabulary, if it has one of the requested size."""
-    required, suggested = source.vocabulary, source.info().suggested
-    if required is not None and size not in (None, required.size):
-        what = f"made for a draft vocabulary of {required.size}, not {size}"
-        fix = "another vocabulary needs a cache of hidden states"
-        raise BadInput(what, where=str(source.store.directory), fix=fix)
-    vocabulary = required or suggested
-    return vocabulary if vocabulary is not None and size in (None, vocabulary.size) else None

@@ -18,7 +18,7 @@ from torch import Tensor
 from fledge.core.claims import Claims
 from fledge.core.distributed import join_world, leave_world
 from fledge.core.errors import BadInput
-from fledge.core.files import atomic_file, removed
+from fledge.core.files import atomic_file
 from fledge.core.progress import Progress, unwatched
 from fledge.core.rows import TokenRow
 from fledge.core.terminal import counted
@@ -37,7 +37,6 @@ from fledge.target.cache.job import (
 from fledge.target.cache.manifest import (
     CLAIMS,
     LATE,
-    MANIFEST,
     VOCABULARY,
     ensure_resumable,
     existing_shards,
@@ -223,12 +222,8 @@ def write_shards(
 
     capture, rows, n_bytes, written = _Capture(job, target), 0, 0, 0
     for name in claims.share(missing, lambda n: job.is_written(missing[n]), waiting=waiting):
-        if not (job.directory / MANIFEST).exists():
-            raise removed(job.directory)
         for batch_rows, batch_bytes in capture.shard(missing[name]):
             rows, n_bytes = rows + batch_rows, n_bytes + batch_bytes
             progress("writing", rows, len(job.rows), "rows", readable(n_bytes))
         written += 1
-    if not (job.directory / MANIFEST).exists():
-        raise removed(job.directory)
     return written
