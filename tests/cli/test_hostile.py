@@ -119,7 +119,7 @@ DIRECTORIES = (
     "import draft --target nowhere --out ",
     "diagnose draft --target nowhere --fix ",
     "precompute recipe.yaml target.model=nowhere --output-dir ",
-    "cache convert nowhere ",
+    "cache convert nowhere --out ",
     "train recipe.yaml target.model=nowhere run.output_dir=",
 )
 UNWRITABLE = [(c, out) for c in FILES for out in ("directory", "chats.jsonl/x", "loop/x")]
@@ -137,14 +137,11 @@ def test_unwritable_outputs_are_refused(place, monkeypatch, capfd, command, out)
         (f"eval draft {EVAL} --device nowhere", "not a device"),
         (f"eval draft {EVAL} --device meta", "torch sees"),
         (f"eval draft {EVAL} --draft-tokens 1000000000000", "out of memory"),
-        (f"eval draft {EVAL} --draft-tokens {2**63 - 1}", "--draft-tokens"),
-        (f"eval draft {EVAL} --draft-tokens {2**48}", "out of memory"),
         (f"eval draft --target target --prompts half.jsonl {FEW}", "UTF-8"),
         (f"eval directory {EVAL}", "neither a draft"),
         (f"export target {EXPORT}", "tensors missing"),
         (f"export draft {EXPORT} --out .", "current directory"),
         (f"export draft {EXPORT} --out new --target-name \udcff", "not UTF-8"),
-        (f"bench train --shape tiny --device cpu --batch {2**48}", "out of memory"),
         ("diagnose draft --target target --device nowhere", "not a device"),
         ("diagnose draft --target target --dtype nothing", "not a dtype"),
         ("train recipe.yaml trainig.lr=1", "did you mean 'training'?"),
@@ -158,14 +155,9 @@ def test_unwritable_outputs_are_refused(place, monkeypatch, capfd, command, out)
         ("train recipe.yaml training.epochs=1e12", "training.epochs"),
         ("train recipe.yaml packing.tokens=1000000000000", "out of memory"),
         ("train recipe.yaml draft.init_from=target", "tensors missing"),
-        ("precompute recipe.yaml -o new --quota-gb inf", "--quota-gb"),
         ("regenerate chats.jsonl --out new.jsonl --url http://[::1", "not an address"),
         ("regenerate chats.jsonl --out new.jsonl --url http://host:99999", "not an address"),
         ("bench http://host:99999", "not an address"),
-        (f"data stats chats.jsonl --model target --pack {10**30}", "--pack"),
-        ("plan recipe.yaml --ranks 2 --gpu-gib inf", "--gpu-gib"),
-        (f"bench decode draft --batch 1 --batch {10**30}", "--batch"),
-        (f"{REGENERATE} --target target --batch {2**63}", "--batch"),
         (
             f"regenerate chats.jsonl --out new.jsonl --target target --max-new-tokens {10**6}",
             "--max-new-tokens: 1,000,000 tokens, but the model takes",
@@ -318,11 +310,3 @@ def test_a_closed_stdout_is_not_an_error(place):
     command = f"{sys.executable} -m fledge.cli.main recipe show {place}/recipe.yaml >&-"
     done = subprocess.run(["bash", "-c", command], capture_output=True)
     assert (done.returncode, done.stderr) == (0, b"")
-
-
-def test_options_and_recipes_count_equally_far():
-    """Written twice, because help pages are shown without pydantic."""
-    from fledge.cli.help import _LARGEST
-    from fledge.core.settings import MOST
-
-    assert _LARGEST == MOST

@@ -6,13 +6,12 @@ import shutil
 
 import pytest
 
-from fledge.target.cache import precompute as capture
 from fledge.training.fit import fit
 from fledge.training.setup import set_up
-from train.tiny import Notes, make_empty, recipe_for
+from train.tiny import Notes, recipe_for
 
 DAMAGED = "hold NaN: tensor model.layers.1.mlp.down_proj.weight"
-OVERFLOW = "the target's answer is not finite in layer 2, row"
+OVERFLOW = "the target's answer is not finite in "
 PROMPTS = '{"messages": [{"role": "user", "content": "count to 3"}]}\n'
 ANSWERS = ["--max-new-tokens", "4", "--device", "cpu"]
 
@@ -47,7 +46,6 @@ def refused(ended, *parts):
     return line
 
 
-UNIFORM = "every token is as likely as any other"  # what a head or a norm of zeros says
 VERBS = {
     "train": ["{recipe}"],
     "precompute": ["{recipe}", "-o", "{out}"],
@@ -56,26 +54,16 @@ VERBS = {
     "export": ["{draft}", "--engine", "vllm", "--out", "{out}", "--prompts", "{prompts}", *ANSWERS],
     "serve-target": ["--aux-layer-ids", "0,1,2", "--port", "0", "--device", "cpu"],
 }
-TARGETS = {
-    "overflowing": OVERFLOW,
-    "damaged": DAMAGED,
-    "empty": UNIFORM,
-    "without a head": UNIFORM,
-    "without a norm": UNIFORM,
-}
-ZEROS = {"without a head": ["lm_head.weight"], "without a norm": ["model.norm.weight"]}
+TARGETS = {"overflowing": OVERFLOW, "damaged": DAMAGED}
 CASES = [(verb, kind) for verb in VERBS for kind in TARGETS]
 CASES.remove(("serve-target", "overflowing"))  # it answers nothing before it is asked
 
 
 @pytest.mark.parametrize(("verb", "kind"), CASES)
 def test_every_verb_refuses_the_target(
-    fledge, request, recipe_file, draft, tiny_chats, tiny_target, tmp_path, verb, kind
+    fledge, request, recipe_file, draft, tiny_chats, tmp_path, verb, kind
 ):
-    if kind in ("overflowing", "damaged"):
-        target = request.getfixturevalue(f"{kind}_target")
-    else:  # zeros make every token equally likely
-        target = make_empty(tiny_target, tmp_path / "empty", *ZEROS.get(kind, []))
+    target = request.getfixturevalue(f"{kind}_target")
     (tmp_path / "prompts.jsonl").write_text(PROMPTS)
     recipe = recipe_file(target=target, dtype="float16" if kind == "overflowing" else "float32")
     places = {"recipe": recipe, "draft": draft, "chats": tiny_chats, "out": tmp_path / "out",
@@ -111,27 +99,6 @@ def test_a_cache_dtype_that_overflows_is_refused(fledge, recipe_file, tmp_path):
     refused(fledge(*arguments, "--dtype", "float16"), OVERFLOW, "float16 overflows")
     arguments[-1] = tmp_path / "wide"
     assert fledge(*arguments, "--dtype", "bfloat16")[0] == 0
-
-
-@pytest.mark.parametrize("encoding", ["hidden", "hidden-fp8", "probs"])
-def test_verify_and_train_name_the_bad_rows_of_a_cache(
-    fledge, recipe_file, tmp_path, monkeypatch, encoding
-):
-    """A cache made before NaN was checked for: its checksums match, but it is useless."""
-    cache = tmp_path / "cache"
-    monkeypatch.setattr(capture, "row_fault", lambda *_: None)
-    arguments = ["precompute", recipe_file(), "-o", cache, "--encoding", encoding]
-    assert fledge(*arguments)[0] == 0
-    code, out, _ = fledge("cache", "verify", cache, "--json")
-    report = json.loads(out)
-    assert (code, report["damaged"]) == (1, [])
-    assert len(report["not_finite"]) == report["rows"]
-    assert ".jsonl:" in report["not_finite"][0]
-    assert ": layer 2, token 1" in report["not_finite"][0]  # token 0 is a special token
-    assert "not finite (NaN or infinity): row 0" in fledge("cache", "verify", cache)[1]
-    if encoding == "hidden":
-        arguments = ["target.backend=cache", f"target.cached_target_path={cache}"]
-        refused(fledge("train", recipe_file(), "target.model=null", *arguments), OVERFLOW)
 
 
 def test_sampled_answers_are_checked_too(fledge, overflowing_target, tiny_chats, tmp_path):
@@ -174,7 +141,6 @@ def test_a_run_that_learns_nothing_warns(fledge, recipe_file, tiny_target, tmp_p
     assert warning.startswith("the draft learned nothing: held-out acceptance length ")
     assert "training.lr (1e+06)" in warning
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line).get("warning") for line in lines].count(warning) == 1
     code, out, _ = fledge("train", recipe)  # finished: it still warns
     assert code == 0
     assert "the draft learned nothing" in out

@@ -20,7 +20,7 @@ from fledge.training.optimizer import (
     StepGuard,
     clip_gradients,
     learning_rate,
-    make_optimizer,
+    make_optimizers,
 )
 
 
@@ -170,18 +170,17 @@ class BlockRows:
 @given(
     rows=st.lists(st.tuples(st.text("a:19é\U0001f600", max_size=3), st.booleans()), max_size=60),
     requested=st.integers(0, 20),
-    drop=st.booleans(),
 )
-def test_held_out_rows_follow_their_definition(rows, requested, drop):
+def test_held_out_rows_follow_their_definition(rows, requested):
     """They are drawn from the sorted places, so that existing runs keep their held-out rows."""
     places, truncated = [place for place, _ in rows], [end for _, end in rows]
     conversations = sorted(set(places))
     order = np.random.default_rng(0).permutation(len(conversations))
     requested = min(requested, max(0, len(conversations) - max(1, len(conversations) // 10)))
     chosen = {conversations[i] for i in order[:requested]}
-    train, held_out = split_rows(BlockRows(places, truncated), requested, drop_truncated=drop)
+    train, held_out = split_rows(BlockRows(places, truncated), requested)
     out = [i for i, place in enumerate(places) if place in chosen]
-    kept = [i for i in range(len(rows)) if i not in out and not (drop and truncated[i])]
+    kept = [i for i in range(len(rows)) if i not in out]
     assert (train._index.tolist(), held_out._index.tolist()) == (kept, out)
     counted = count_supervised(train.flat(), max(1, len(rows)))
     assert counted.tolist() == ([2 * (i in kept) for i in range(len(rows))] or [0])
@@ -231,7 +230,7 @@ def test_guard_median_is_the_nanmedian(count):
 
 def test_a_skipped_step_changes_neither_weights_nor_moments():
     weight = torch.nn.Parameter(torch.ones(3, 3))
-    optimizer = make_optimizer([weight], lr=0.1, betas=(0.9, 0.9), eps=1e-8, weight_decay=0.1)
+    [optimizer] = make_optimizers(nn.ParameterList([weight]), lr=0.1, weight_decay=0.1)
     for bad in (0.0, 1.0, 0.0):
         before = weight.clone()
         moments = [v.clone() for s in optimizer.state.values() for v in s.values()]
@@ -259,7 +258,7 @@ def updated(device, limit, *, by_torch):
     torch.manual_seed(0)
     parameters = [nn.Parameter(torch.randn(shape)) for shape in ((7, 5), (3,), (4, 9))]
     parameters = [nn.Parameter(p.detach().to(device)) for p in parameters]
-    optimizer = make_optimizer(parameters, lr=0.1, betas=(0.9, 0.95), eps=1e-3, weight_decay=0.1)
+    [optimizer] = make_optimizers(nn.ParameterList(parameters), lr=0.1, eps=1e-3, weight_decay=0.1)
     for p in parameters[:2]:  # the last one has no gradient
         p.grad = 3 * torch.randn(p.shape).to(device)
     if by_torch:

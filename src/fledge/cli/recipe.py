@@ -50,16 +50,15 @@ def list_shipped(
 def copy(
     name: Annotated[str, Argument(metavar="NAME", help="As `fledge recipe list` shows it.")],
     output: Annotated[Path | None, Option(*OUT, help="Where to; default: NAME.yaml, here.")] = None,
-    overwrite: Annotated[bool, Option("--overwrite", help="Replace a file that is there.")] = False,
     as_json: Annotated[bool, Option("--json", help="JSON instead of a line.")] = False,
 ) -> None:
     """Copy a recipe that comes with fledge, to change it."""
-    from fledge.recipe.schema import shipped_recipe
+    from fledge.recipe.schema import recipe_file
 
-    source, place = shipped_recipe(name), output or Path(f"{name}.yaml")
+    source, place = recipe_file(name), output or Path(f"{name}.yaml")
     check_place(place)
-    if place.exists() and not overwrite:
-        raise BadInput("a file is here already", where=str(place), fix="--overwrite, or --out FILE")
+    if place.exists():
+        raise BadInput("a file is here already", where=str(place), fix="--out FILE")
     write_text(place, source.read_text())
     if as_json:
         print_json({"recipe": name, "file": str(place)})
@@ -80,18 +79,11 @@ def show(arguments: _Arguments = None, as_json: _Json = False) -> None:
 
 
 @app.command(epilog="Example: fledge recipe schema > recipe.schema.json")
-def schema(
-    markdown: Annotated[
-        bool, Option("--markdown/--json", help="Tables for people, or JSON.")
-    ] = False,
-) -> None:
+def schema() -> None:
     """Print the JSON schema of recipes, for editors and other programs."""
-    from fledge.recipe import reference as recipe_reference
+    from fledge.recipe.schema import json_schema
 
-    if markdown:
-        out.plain(recipe_reference.markdown(), end="")
-    else:
-        print_json(recipe_reference.json_schema())
+    print_json(json_schema())
 
 
 @app.command(epilog="Example: fledge recipe check my_recipe.yaml")
@@ -105,12 +97,7 @@ def check(
     from fledge.recipe.schema import load_recipe
 
     for path in recipes:
-        try:
-            recipe = load_recipe(path)
-        except BadInput as error:
-            if as_json:
-                print_json({"recipe": str(path), "ok": False, "error": str(error)}, one_line=True)
-            raise
+        recipe = load_recipe(path)
         facts = {
             "target": recipe.target.model or recipe.target.backend,
             "backend": recipe.target.backend,

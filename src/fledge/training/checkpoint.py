@@ -2,8 +2,7 @@
 
     run/
       checkpoints/step-00000500/   config.json, model.safetensors   the draft itself
-                                   training.safetensors             moments, guard, sums, RNG
-                                   shard-*.safetensors              a sharded run's moments
+                                   training.safetensors             moments, guard, sums
                                    state.json                       step, fingerprints, checksums
       best -> checkpoints/step-... the checkpoint with the best measured acceptance
 
@@ -22,58 +21,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fledge.core.errors import BadInput, first_line
+from fledge.core.errors import BadInput
 from fledge.core.files import fsync_path, save_tensors, write_json
 from fledge.core.reading import (
-    FileName,
-    ListOf,
     MapOf,
-    Maybe,
-    Number,
     Table,
     Text,
     Whole,
     check,
-    check_inside,
     load_tensors,
-    open_regular,
     read_json,
 )
 from fledge.data.tokenise import checksum
 from fledge.methods.shared.files import CONFIG_NAME, WEIGHTS_NAME
 from fledge.training.optimizer import state_like
+from fledge.training.sharding import sharded_like
 
 TRAINING_NAME = "training.safetensors"
 STATE_NAME = "state.json"
 STEPS = "steps"  # key in state.json: the run's planned length when the checkpoint was saved
 PACKS = "packs_per_step"  # key in state.json: packs per step over all ranks
 _LINK = ".best.tmp"  # temporary name of the `best` link
-_SHARE = "shard-"  # file name prefix of the ranks' shares
 _NEEDED = (CONFIG_NAME, WEIGHTS_NAME, TRAINING_NAME)
-# The fields of a held-out evaluation that are read back.
-_EVALUATION = Table(
-    optional={"step": Whole(), "tau": Number(0), "prefix_acceptance": ListOf(Number(), most=4096)}
-)
-# The fields of state.json for any trained draft (`_STATE`), and those that resuming a run needs in
-# addition (`_CHECKPOINT`).
-_STATE = Table(
-    {"step": Whole(0, 10**12)},
-    optional={
-        "seconds": Number(0),
-        "best_length": Number(0),
-        "best_step": Whole(0, 10**12),
-        "first": _EVALUATION,
-        "last": _EVALUATION,
-        PACKS: Whole(1, 10**12),
-        STEPS: Whole(1, 10**12),
-    },
-)
-_CHECKPOINT = Table(
-    {
-        "fingerprints": MapOf(Maybe(Text())),
-        "checksums": MapOf(Whole(0, 2**32 - 1), keys=FileName()),
-    }
-)
+_STATE = Table({"step": Whole()})  # of any trained draft
+_CHECKPOINT = Table({"fingerprints": MapOf(Text()), "checksums": MapOf(Whole())})
 
 
 @dataclass(frozen=True)
@@ -93,15 +64,9 @@ class Checkpoint:
         last = self.state.get("last") or {"step": self.step}  # no held-out rows: never evaluated
         return bool(self.state.get(STEPS) == self.step == last["step"])
 
-    @property
-    def is_sharded(self) -> bool:
-        """Whether its optimizer moments are split over several files, one per rank."""
-        return any(name.startswith(_SHARE) for name in self.state["checksums"])
-
-    def tensors(self, *, but: tuple[str, ...] = ()) -> dict[str, Tensor]:
-        """The training state beside the draft, without names that end with one of `but`."""
-        keep = (lambda name: not name.endswith(but)) if but else None
-        return load_tensors(self.path / TRAINING_NAME, keep=keep)
+    def tensors(self) -> dict[str, Tensor]:
+        """The training state beside the draft."""
+        return load_tensors(self.path / TRAINING_NAME)
 
     def draft_tensors(self) -> dict[str, Tensor]:
         return load_tensors(self.path / WEIGHTS_NAME)
@@ -112,8 +77,8 @@ def checkpoint_path(run: Path, step: int) -> Path:
 
 
 def complete(directory: Path, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Add the training state to a directory that holds the draft and any shares, so that a run can
-    resume exactly; the caller then renames the directory to its final name."""
+    """Add the training state to a directory that holds the draft, so that a run can resume exactly;
+    the caller then renames the directory to its final name."""
     host_tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     save_tensors(directory / TRAINING_NAME, host_tensors)
     sums = {file.name: checksum(file) for file in sorted(directory.iterdir())}
@@ -123,8 +88,7 @@ def complete(directory: Path, state: Mapping[str, Any], tensors: Mapping[str, Te
 def read_state(path: Path) -> dict[str, Any]:
     """The contents of a checkpoint's state.json: step, acceptance, fingerprints."""
     what = "the checkpoint's state"
-    # finite=False: a diverged run may have NaN in its evaluations
-    state: dict[str, Any] = read_json(path / STATE_NAME, _STATE, what=what, finite=False)
+    state: dict[str, Any] = read_json(path / STATE_NAME, _STATE, what=what)
     return state
 
 
@@ -135,13 +99,8 @@ def read_checkpoint(path: Path) -> Checkpoint:
     sums = state["checksums"]
     if missing := [name for name in _NEEDED if name not in sums]:
         raise BadInput(f"not a whole checkpoint: no {missing[0]} in it", where=str(path))
-    # Readers find tensor files by their suffix, so a stray one would be read, too.
-    if unknown := sorted({file.name for file in path.glob("*.safetensors")} - set(sums)):
-        raise BadInput(f"not of this checkpoint: {unknown[0]}", where=str(path))
-    for name in sums:  # only regular files inside it: reading a device would never end
-        check_inside(path / name, path)
-        open_regular(path / name).close()
-    if wrong := [name for name, crc in sums.items() if checksum(path / name) != crc]:
+    files = ((path / name, crc) for name, crc in sums.items())
+    if wrong := [f.name for f, crc in files if not f.is_file() or checksum(f) != crc]:
         raise BadInput(f"damaged: {', '.join(wrong)}", where=str(path))
     return Checkpoint(path, state)
 
@@ -201,9 +160,7 @@ def prune(run: Path, keep: int) -> None:
     checkpoints = sorted(root.glob("step-*"))
     best = best_step(run)
     for path in checkpoints[:-keep]:
-        if path.is_symlink():
-            path.unlink()  # fledge did not create the link, nor what it points to
-        elif best is None or path != checkpoint_path(run, best):
+        if best is None or path != checkpoint_path(run, best):
             doomed = path.with_name(f".{path.name}.old")  # removal takes time, renaming is atomic
             path.replace(doomed)
             shutil.rmtree(doomed)
@@ -220,26 +177,6 @@ def finish_save(run: Path, best: int, *, keep: int | None) -> None:
         mark_best(run, path)
     if keep is not None:
         prune(run, keep)
-
-
-def rng_tensors() -> dict[str, Tensor]:
-    """The state of torch's random generators, as tensors."""
-    states = {"rng.cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        states["rng.cuda"] = torch.cuda.get_rng_state()
-    return states
-
-
-def restore_rng(tensors: Mapping[str, Tensor]) -> None:
-    current = rng_tensors()
-    want = {name: state for name, state in current.items() if name == "rng.cpu" or name in tensors}
-    states = matching(tensors, want)
-    try:
-        torch.set_rng_state(states["rng.cpu"])
-        if "rng.cuda" in states:
-            torch.cuda.set_rng_state(states["rng.cuda"])
-    except RuntimeError as error:  # the right size, but not a valid generator state
-        raise BadInput(f"the random generator's state is damaged ({first_line(error)})") from None
 
 
 def optimizer_tensors(
@@ -266,5 +203,6 @@ def restore_optimizer(
             has_state = any(f"{prefix}{name}" in tensors for name in like)
             state = matching(tensors, like, prefix=prefix) if has_state else {}
             optimizer.state[parameter] = {
-                name: tensor.to(parameter.device) for name, tensor in state.items()
+                name: sharded_like(tensor, like[name]).to(parameter.device)
+                for name, tensor in state.items()
             }

@@ -12,7 +12,7 @@ from torch import Tensor
 from fledge.core.errors import BadInput
 from fledge.core.files import atomic_file
 from fledge.core.install import install_extra
-from fledge.core.reading import Table, Whole, json_lines, parse_json
+from fledge.core.reading import Table, Whole, parse_json
 from fledge.training.step import Sums
 
 _LINE = Table({"step": Whole()})
@@ -50,9 +50,9 @@ class MetricsFile:
         self.path = path
         kept = []
         if path.exists():
-            for _, line in json_lines(path):
+            for line in path.read_bytes().splitlines(keepends=True):
                 try:
-                    value = parse_json(line, _LINE, where=str(path), finite=False)
+                    value = parse_json(line, _LINE, where=str(path))
                 except BadInput:
                     break  # a line that a killed process did not finish
                 if value["step"] <= resume_at:
@@ -84,7 +84,7 @@ def open_trackers(
     names: tuple[str, ...], *, project: str, run: str, directory: Path
 ) -> list[Tracker]:
     """Open the trackers that a recipe names; each package is imported only if it is needed."""
-    makers = {"tensorboard": _tensorboard, "wandb": _wandb, "trackio": _trackio}
+    makers = {"tensorboard": _tensorboard, "wandb": _wandb}
     opened = []
     for name in names:
         try:
@@ -114,10 +114,3 @@ def _wandb(project: str, run: str, directory: Path) -> Tracker:
     files_dir = str(directory)
     opened = wandb.init(project=project, name=run, dir=files_dir, resume="allow", id=run)
     return Tracker(lambda step, values: opened.log(values, step=step), opened.finish)
-
-
-def _trackio(project: str, run: str, directory: Path) -> Tracker:
-    import trackio
-
-    trackio.init(project=project, name=run)
-    return Tracker(lambda step, values: trackio.log({**values, "step": step}), trackio.finish)
