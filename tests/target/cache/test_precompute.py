@@ -67,7 +67,8 @@ def test_sizes_are_predicted_to_the_byte(argv, tmp_path, encoding, monkeypatch):
 
 
 BAD = [  # and those of tests/seeds
-    ({"aux_layer_ids": "0,1,1"}, "--aux-layer-ids"),
+    ({"aux_layer_ids": "0,1,1"}, "aux layers"),
+    ({"aux_layer_ids": "0,x"}, "--aux-layer-ids"),
     ({"aux_layer_ids": "0,1,4"}, "out of range"),
     ({"aux_layer_ids": None}, "too shallow"),
     ({"seq_length": 513}, "513 tokens, and the target takes 512; at most 512"),

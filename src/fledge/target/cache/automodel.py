@@ -286,11 +286,6 @@ class PaddedShard:
         keys = b"".join(row_key(self.tokens(row)[0]) for row in range(len(self)))
         return np.frombuffer(keys, dtype=np.uint8).reshape(-1, KEY_BYTES)
 
-    @property
-    def loss_mask(self) -> NDArray[np.uint8]:
-        """The loss masks of all rows, end to end."""
-        return np.concatenate([self.tokens(row)[1] for row in range(len(self))])
-
     def tokens(self, row: int) -> tuple[NDArray[np.int32], NDArray[np.uint8]]:
         later, (first, supervised) = max(0, int(self.lengths[row]) - 1), self._first_R2[row]
         ids, mask = (self._file.get_slice(n)[row, :later] for n in ("input_ids", "loss_mask"))
