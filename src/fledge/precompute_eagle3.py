@@ -38,7 +38,7 @@ from fledge.core.terminal import Terminal
 from fledge.recipe.schema import Recipe, load_recipe
 from fledge.target.cache.format import DTYPES, ENCODINGS, OVER_A_VOCABULARY
 from fledge.target.cache.job import CacheOptions, cache_options
-from fledge.target.cache.manifest import MANIFEST, ensure_free, ensure_resumable, existing_shards
+from fledge.target.cache.manifest import ensure_free, ensure_resumable
 from fledge.target.cache.precompute import STOPPED, execute
 from fledge.target.hf.kind import HfTarget
 from fledge.target.kinds import spelt_out, target_config
@@ -128,8 +128,6 @@ def _validate_args(args: argparse.Namespace) -> None:
     directory = Path(args.output_dir).expanduser()
     check_place(directory, directory=True)
     ensure_free(directory, resume=args.resume)
-    if not (directory / MANIFEST).exists():
-        _ensure_resume_compatible(str(directory), {}, existing_shards(directory))
 
 
 def _is_file(name: str) -> bool:

@@ -65,14 +65,11 @@ def _facts(directory: Path) -> dict[str, Any]:
 @app.command(epilog="Example: fledge cache verify cache")
 def verify(directory: Directory, as_json: opt.OutcomeAsJson = False) -> None:
     """Read every row and compare its checksum; exit code 1 when one is damaged."""
-    from fledge.target.cache.automodel import read_embedding
     from fledge.target.cache.backend import CacheStore
     from fledge.target.cache.manifest import lacks_target, read_target
 
     store = CacheStore(directory.expanduser())
-    if lacks_target(store.directory, store.manifest):
-        read_embedding(store.directory)
-    else:
+    if not lacks_target(store.directory, store.manifest):
         read_target(store.directory, store.manifest)
     damaged = []
     with progress_bar("reading") as show:

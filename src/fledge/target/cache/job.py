@@ -71,16 +71,14 @@ def cache_options(
     """The flags of a command as options; `natural` is the dtype for "auto"."""
     from fledge.target.kinds import spelt_out  # needs pydantic
 
-    if encoding not in ENCODINGS:
-        hint = nearest(encoding, list(ENCODINGS))
-        raise BadInput(f"{encoding!r} is not an encoding", where="--encoding", fix=hint)
+    name = spelt_out(dtype)
+    given = (("--encoding", encoding, ENCODINGS), ("--dtype", name, ("auto", *DTYPES)))
+    for flag, value, valid in given:
+        if value not in valid:
+            raise BadInput(f"{value!r} is unknown", where=flag, fix=nearest(value, list(valid)))
     if (encoding == "topk") != bool(top_k):
         what = f"the topk encoding and {top_k_flag} belong together"
         raise BadInput(what, where="--encoding")
-    name = spelt_out(dtype)
-    if name != "auto" and name not in DTYPES:
-        hint = nearest(dtype, ["auto", *DTYPES])
-        raise BadInput(f"{dtype!r} is not a dtype", where="--dtype", fix=hint)
     if quota_gb is not None and not 0 < quota_gb < 1e9:
         raise BadInput(f"{quota_gb} is not a disk size", where="--quota-gb", fix="500, say")
     return CacheOptions(
