@@ -104,16 +104,6 @@ def test_round_sizes_change_nothing_for_any_draft(name):
     check(make(**options), packed_batch([documents], 57), (1, 7, 32))
 
 
-@pytest.mark.parametrize("max_anchors", [1, 4, 11, 1000])
-def test_round_sizes_change_nothing_with_capped_anchors(max_anchors):
-    documents, module = make_documents(LENGTHS, supervised=1.1), peagle(max_anchors=max_anchors)
-    for rows in ([documents], [documents[:3], documents[3:]]):
-        batch = packed_batch(rows, 60)
-        check(module, batch)
-        counts = even_plan_of(module, batch, 16).counts
-        assert counts[1] <= max(2, max_anchors * len(rows) + 1)  # rounded up to an even number
-
-
 def even_plan_of(module, batch, quantum):
     module.quantum = quantum
     plan = module.plan(masks_of(batch), SEED)
@@ -164,9 +154,8 @@ def test_round_sizes_change_nothing_for_any_documents(
     pad=st.integers(0, 3),
     supervised=st.sampled_from([0.0, 0.3, 0.7, 1.1]),
     quantum=st.integers(1, 20),
-    max_anchors=st.sampled_from([None, 1, 3]),
 )
-def test_the_sizes_are_round(lengths, pad, supervised, quantum, max_anchors):
+def test_the_sizes_are_round(lengths, pad, supervised, quantum):
     width = sum(lengths) + pad
     batch = packed_batch([make_documents(lengths, supervised=supervised)], width)
     plan = plan_rollout(masks_of(batch), num_depths=3, quantum=quantum)
@@ -175,7 +164,7 @@ def test_the_sizes_are_round(lengths, pad, supervised, quantum, max_anchors):
     assert len(plan.head) == 3 * size
     assert len(plan.slot_T) == -(-(width + 3) // 64) * 64
 
-    module = peagle(max_anchors=max_anchors)
+    module = peagle()
     plan, exact = (even_plan_of(module, batch, n) for n in (quantum, 0))
     assert len(plan.slot_T) == -(-(width + 1) // 64) * 64
     assert plan.counts[0] == -(-max(1, exact.counts[0]) // quantum) * quantum

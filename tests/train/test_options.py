@@ -22,7 +22,7 @@ from train.tiny import Notes
 
 ALL = (
     "training.optimizer=muon", "training.ema=0.9", "training.schedule=wsd",
-    "training.decay_share=0.5", "objective.feature_dropout=0.1",
+    "training.decay_share=0.5",
 )  # fmt: skip
 
 

@@ -46,7 +46,6 @@ from fledge.rollout.slots import (
     flatten_slots,
     key_axis,
     last_depths,
-    per_document,
     supervised_pairs,
     surviving_depths,
 )
@@ -198,7 +197,6 @@ def plan_rollout(
     masks: RowMasks,
     *,
     num_depths: int,
-    compact: bool = True,
     keep: float = 1.0,
     seed: int = 0,
     device: torch.device | None = None,
@@ -208,8 +206,7 @@ def plan_rollout(
     """Read the masks (the only host sync of a step, and none if they are on the host) and lay out
     the rollout on `device`.
 
-    With `compact=False` every real slot is a row as long as its input token exists: the wasteful
-    layout, which must give the same loss. With `keep` < 1 a rollout continues to the next depth
+    With `keep` < 1 a rollout continues to the next depth
     with that probability only, drawn from `seed` and the document's own loss mask. With `ranks`,
     which all read the same rows, the plan is this rank's part. With `quantum`, sizes are rounded up
     so that the same few recur (`lay_out_evenly`).
@@ -220,8 +217,7 @@ def plan_rollout(
     if keep < 1:
         survived_S = surviving_depths(slots.documents, num_depths=num_depths, keep=keep, seed=seed)
         supervised_SK = asked_SK & (np.arange(num_depths) <= survived_S[:, None])
-    last_S = last_depths(supervised_SK) if compact else _every_token(slots, num_depths)
-    axis = key_axis(slots, last_S, num_depths)
+    axis = key_axis(slots, last_depths(supervised_SK), num_depths)
     if quantum:
         if ranks is not None or keep < 1:
             raise ValueError("quantum: for whole rollouts on one rank")
@@ -248,14 +244,6 @@ def _askers(target: Ints, supervised_SK: Bools) -> tuple[Ints, Bools]:
     anchor_MK = target[:, None] - depth
     in_batch_MK = np.maximum(anchor_MK, 0)
     return in_batch_MK, supervised_SK[in_batch_MK, depth] & (anchor_MK >= 0)
-
-
-def _every_token(slots: Slots, num_depths: int) -> Ints:
-    """[S] the deepest depth of each rollout, -1 for padding, if it goes on as long as its token
-    exists."""
-    index = np.arange(len(slots.start), dtype=np.int64)
-    real_end = slots.start + per_document(slots, slots.real.astype(np.int64), np.add)
-    return np.where(slots.real, np.minimum(num_depths, real_end - index) - 1, -1)
 
 
 def lay_out(

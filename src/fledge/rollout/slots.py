@@ -258,14 +258,8 @@ def sample_depths(
     ratio: float,
     ratio_min: float,
     seed: int,
-    row: Ints | None = None,  # [slots] the pack that `max_anchors` is counted in
-    max_anchors: int | None = None,
 ) -> Ints:
-    """[slots] the deepest depth of each anchor's rollout, 0 where it stays at depth 0.
-
-    `max_anchors` caps the rollouts of a row; deeper depths are thinned further only once their
-    documents' sizes fall below what the cap left.
-    """
+    """[slots] the deepest depth of each anchor's rollout, 0 where it stays at depth 0."""
     supervised, document, place = documents
     deepest = np.zeros(len(supervised), dtype=np.int64)
     continues = np.zeros_like(supervised)  # the next position is supervised, in the same document
@@ -278,9 +272,6 @@ def sample_depths(
         size = (np.maximum(0, valid_count - depth) * shares[depth]).astype(np.int64)
         noise = _noise(seed, depth, key[pool], place[pool])
         kept = pool[rank_in_group(document[pool], noise) < size[document[pool]]]
-        if depth == 1 and max_anchors is not None and row is not None:
-            noise = _noise(seed, depth, key[kept], place[kept])
-            kept = kept[rank_in_group(row[kept], noise) < max_anchors]
         deepest[kept - depth] = depth
         pool = kept[continues[kept]] + 1
     return deepest

@@ -110,7 +110,6 @@ def plan_parallel(
     ratio: float,
     ratio_min: float,
     seed: int,
-    max_anchors: int | None = None,
     partitions: int = 1,
     device: torch.device | None = None,
     ranks: ContextRanks | None = None,
@@ -126,16 +125,13 @@ def plan_parallel(
         ratio=ratio,
         ratio_min=ratio_min,
         seed=seed,
-        row=np.arange(len(slots.start)) // max(1, masks.loss_mask.shape[1]),
-        max_anchors=max_anchors,
     )
     device = device or masks.loss_mask.device
     if quantum:
         if ranks is not None or partitions > 1:
             raise ValueError("quantum: for one segment on one rank")
         shares = kept_shares(num_depths, ratio, ratio_min)
-        limit = None if max_anchors is None else max_anchors * len(masks.loss_mask)
-        return lay_out_evenly(slots, deepest_S, shares, limit=limit, quantum=quantum, device=device)
+        return lay_out_evenly(slots, deepest_S, shares, quantum=quantum, device=device)
     return lay_out_parallel(
         slots, deepest_S, num_depths, partitions=partitions, device=device, ranks=ranks
     )
@@ -284,14 +280,13 @@ def lay_out_evenly(
     deepest_S: Ints,
     shares: Sequence[float],  # [K] largest share of the supervised positions sampled at a depth
     *,
-    limit: int | None,  # most rows sampled at a depth beyond 0
     quantum: int,
     device: torch.device,
 ) -> ParallelPlan:
     """As `lay_out_parallel` in one segment, with a number of rows of depth 0 that is
     a multiple of `quantum`."""
     supervised_SK, exact = elements_of(slots, deepest_S, len(shares))  # without padding
-    axis = _padded(exact, _counts(len(exact.row_key), shares, limit, quantum), len(slots.target))
+    axis = _padded(exact, _counts(len(exact.row_key), shares, quantum), len(slots.target))
     assert all(rows <= room for rows, room in zip(exact.counts, axis.counts, strict=True))
     supervised_P = np.concatenate(
         [
@@ -322,11 +317,10 @@ def lay_out_evenly(
     )
 
 
-def _counts(rows: int, shares: Sequence[float], limit: int | None, quantum: int) -> tuple[int, ...]:
+def _counts(rows: int, shares: Sequence[float], quantum: int) -> tuple[int, ...]:
     """[K] room for rows, a function of the rounded number of rows of depth 0."""
     most = rounded(rows, quantum)
-    beyond = most if limit is None else min(most, limit)
-    room = (min(int(np.ceil(share * most)), beyond) for share in shares[1:])
+    room = (int(np.ceil(share * most)) for share in shares[1:])
     return (most, *(min(most, rounded(count, CHAIN_ALIGNED)) for count in room))
 
 
