@@ -44,16 +44,11 @@ def measure(tokens: int, rounds: int) -> dict[str, float]:
             waiting.pop(0).result()
 
     seconds: dict[str, list[float]] = {}
-    with (
-        RemoteEagle3TargetModel(url, shared_memory=False) as http,
-        RemoteEagle3TargetModel(url) as memory,
-    ):
+    with RemoteEagle3TargetModel(url) as http:
         ways = {
             "plain socket": lambda: [copy() for _ in range(REPLIES)],
             "HTTP, one request at a time": lambda: one_by_one(http),
             "HTTP, two under way (default)": lambda: ahead(http),
-            "shared memory, one request at a time": lambda: one_by_one(memory),
-            "shared memory, two under way (default)": lambda: ahead(memory),
         }
         for index in range(rounds + 1):
             for name, way in ways.items():
@@ -75,7 +70,7 @@ def bytes_per_token(tokens: int) -> dict[str, float]:
     mask = torch.arange(VOCABULARY) < DRAFT_VOCABULARY
     sizes = {}
     for name in ("hidden", "probs", "topk"):
-        with RemoteEagle3TargetModel(url, supervision=name, shared_memory=False) as target:
+        with RemoteEagle3TargetModel(url, supervision=name) as target:
             target.set_vocab_mapping(ids, mask)
             before = _sent(url)
             target.generate_batch(*rows(tokens))
@@ -88,7 +83,7 @@ def bytes_per_token(tokens: int) -> dict[str, float]:
 def _sent(url: str) -> float:
     with urllib.request.urlopen(f"{url}/metrics") as reply:
         text = reply.read().decode()
-    name = 'fledge_reply_bytes_total{way="body"} '
+    name = "fledge_reply_bytes_total "
     return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(name))
 
 

@@ -84,18 +84,13 @@ def ways(hidden: int, tokens: int) -> Iterator[dict[str, Way]]:
             stack.callback(process.wait)
             stack.callback(process.terminate)
         copy = Plain(int(port), 8 * hidden * tokens).copy
-        distant: dict[str, Any] = {
-            "target server, HTTP": RemoteEagle3TargetModel(url, shared_memory=False),
-            "target server, shared memory": RemoteEagle3TargetModel(url),
-        }
         by_name: dict[str, Way] = {
             "in this process, copied once": InProcess(Ready(tokens, hidden), batch),
             "plain socket": lambda: [copy() for _ in range(BATCHES)],
         }
-        for name, context in distant.items():
-            target = stack.enter_context(context)
-            by_name[f"{name}, one at a time"] = lambda target=target: one_by_one(target, batch)
-            by_name[f"{name}, two under way"] = lambda target=target: ahead(target, batch)
+        target = stack.enter_context(RemoteEagle3TargetModel(url))
+        by_name["target server, one at a time"] = lambda: one_by_one(target, batch)
+        by_name["target server, two under way"] = lambda: ahead(target, batch)
         yield by_name
 
 

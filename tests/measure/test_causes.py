@@ -5,18 +5,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fledge.decode.accept import Round, walk_rounds
-from fledge.measure.figures import CAUSES, Sample, acceptance, failures, kinds_of
-
-KINDS = ["", "code", "scripts", "digits", "punctuation"]
+from fledge.measure.figures import CAUSES, Sample, acceptance, failures
 
 
 @st.composite
 def measured(draw):
-    """(samples, K, tokens in the draft vocabulary, kinds by token): any rounds through any texts,
-    in which no token outside the draft vocabulary is accepted."""
+    """(samples, K, tokens in the draft vocabulary): any rounds through any texts, in which no token
+    outside the draft vocabulary is accepted."""
     depth = draw(st.integers(1, 5))
     vocabulary = draw(st.sets(st.integers(0, 9)))
-    kinds = draw(st.lists(st.sampled_from(KINDS), min_size=10, max_size=10))
     samples = []
     for _ in range(draw(st.integers(1, 3))):
         prompt = draw(st.lists(st.integers(0, 9), min_size=1, max_size=9))
@@ -28,16 +25,13 @@ def measured(draw):
             accepted.append(draw(st.integers(0, most)))
         rounds = walk_rounds(accepted, prompt=len(prompt), total=len(text))
         samples.append(Sample(prompt, answer, rounds))
-    return samples, depth, vocabulary, kinds
+    return samples, depth, vocabulary
 
 
 @given(measured(), st.integers(0, 12))
 def test_the_shares_sum_to_the_loss(case, long_context):
-    samples, depth, vocabulary, kinds = case
-    losses = failures(
-        samples, depth, vocabulary.__contains__, lambda ids: [kinds[i] for i in ids],
-        long_context=long_context,
-    )  # fmt: skip
+    samples, depth, vocabulary = case
+    losses = failures(samples, depth, vocabulary.__contains__, long_context=long_context)
     total = acceptance(samples, depth)
     assert losses.lost == total.rounds * (depth + 1) - total.emitted
     if total.rounds:
@@ -65,53 +59,29 @@ def test_the_shares_sum_to_the_loss(case, long_context):
 @given(st.integers(1, 4), st.integers(1, 20))
 def test_rounds_without_a_rejection_charge_nothing(depth, tokens):
     rounds = walk_rounds([depth] * (3 + tokens), prompt=3, total=3 + tokens)
-    losses = failures([Sample([0] * 3, [1] * tokens, rounds)], depth, bool, lambda ids: [""] * 20)
+    losses = failures([Sample([0] * 3, [1] * tokens, rounds)], depth, bool)
     assert all(blame.lost == blame.rejected == 0 for blame in losses.blames.values())
     assert losses.lost == losses.ended
     assert losses.largest is None
 
 
 def test_the_first_matching_cause_is_charged():
-    """Four drafted tokens, a text of 90. Order of causes: a token outside the vocabulary, the kind
-    of the token before it, the context length, the depth."""
+    """Four drafted tokens, a text of 90. Order of causes: a token outside the vocabulary, the
+    context length, the depth."""
     prompt, answer = [0] * 40, [1] * 50
 
-    def charged(accepted, *, said=True, kind="", context=41, long_context=100):
+    def charged(accepted, *, said=True, context=41, long_context=100):
         sample = Sample(prompt, answer, [Round(context, accepted, accepted + 1)])
-        losses = failures(
-            [sample], 4, lambda _: said, lambda ids: [kind] * len(ids), long_context=long_context
-        )
+        losses = failures([sample], 4, lambda _: said, long_context=long_context)
         [(name, blame)] = [(n, b) for n, b in losses.blames.items() if b.rejected]
         assert blame.lost == 5 - (accepted + 1)
         assert losses.largest == name or blame.lost == 0
         assert CAUSES[name].remedy in losses.remedy or blame.lost == 0
         return name
 
-    assert charged(0, said=False, kind="code", long_context=0) == "vocabulary"
-    assert charged(0, kind="digits", long_context=0) == "digits"
+    assert charged(0, said=False, long_context=0) == "vocabulary"
     assert charged(3, long_context=40) == "context"
     assert charged(3, long_context=41) == "depth"
     assert charged(2) == "depth"  # the third of four
     assert charged(1) == "rest"
-    assert list(CAUSES) == [
-        *("vocabulary", "code", "scripts", "digits", "punctuation", "context", "depth", "rest")
-    ]
-
-
-def test_the_kind_of_a_token(smollm2_tokenizer):
-    def kinds(text):
-        ids = smollm2_tokenizer(text)["input_ids"]
-        return kinds_of(ids, smollm2_tokenizer)
-
-    # In _ 1 2 , _ ét é . NEWLINE: a space has the kind of the token before it
-    assert kinds("In 12, été.\n") == [
-        *("", "", "digits", "digits", "punctuation", "punctuation", "", "", "punctuation"),
-        "punctuation",
-    ]
-    assert set(kinds("你好мир")) == {"scripts"}
-    assert kinds("a[0]") == ["", "code", "digits", "code"]
-    # see : NEWLINE ``` NEWLINE x is one NEWLINE ``` NEWLINE so it is
-    fenced = kinds("see:\n```\nx is one\n```\nso it is")
-    assert fenced == ["", *["punctuation"] * 2, *["code"] * 7, "punctuation", "", "", ""]
-    end = smollm2_tokenizer.eos_token_id
-    assert kinds_of([end], smollm2_tokenizer) == [""]
+    assert list(CAUSES) == ["vocabulary", "context", "depth", "rest"]

@@ -318,7 +318,7 @@ def test_vocabulary_misses_are_attributed_to_the_target(capsys):
     """A draft cannot propose tokens outside its vocabulary: it is the target that picks them."""
     # tokens 104..107 could be drafted; rounds reject 105 (token 5), 106 (token 6), nothing
     said = {104, 106}.__contains__
-    lost = failures([sample()], 2, said, lambda ids: [""] * len(ids))
+    lost = failures([sample()], 2, said)
     assert lost.misses() == {"token_share": 0.5, "ended_round_share": 1 / 3, "tokens": 2}
     report = SimpleNamespace(
         name="d", failures=lost, every_slot=None, other_picks=1, live=None, speed=None,

@@ -1,19 +1,15 @@
 """`target.backend=ray` in a recipe, on machines with and without Ray."""
 
-import re
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from fledge.cli.main import app
 from fledge.core.errors import BadInput, MissingPackage
 from fledge.recipe.schema import load_recipe
 from fledge.target.hf.kind import HfTarget
 from fledge.target.kinds import engine_section, kind_of
-from fledge.target.ray.spread import gpus_of
 from fledge.target.vllm.kind import VllmTarget
 
 RAY = ("target.backend=ray", "target.model=org/name")
@@ -69,34 +65,3 @@ def test_without_ray_the_error_shows_how_to_install_it(monkeypatch: pytest.Monke
     section = load_recipe(None, list(RAY)).target
     with pytest.raises(MissingPackage, match=r"ray is not installed; .*install .*\[cluster\]"):
         kind_of(section).open(section, device=torch.device("cpu"), aux_layers=3)
-
-
-def refusal(*arguments: object) -> str:
-    result = CliRunner().invoke(app, [*map(str, arguments)])
-    assert isinstance(result.exception, BadInput), result.output
-    return str(result.exception)
-
-
-def test_commands_that_need_ray_report_that_it_is_missing(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    for name in ("ray", "ray.exceptions"):
-        monkeypatch.setitem(sys.modules, name, None)
-    (tmp_path / "chats.jsonl").write_text("{}\n")
-    out = ("--out", tmp_path / "new.jsonl", "--ray")
-    for arguments in (
-        ("regenerate", tmp_path / "chats.jsonl", "--target", "smollm2-135m"),
-        ("precompute", "smollm2_cpu", "target.model=org/name"),
-    ):
-        assert re.search(r"ray is not installed; .*\[cluster\]", refusal(*arguments, *out))
-    assert [path.name for path in tmp_path.iterdir()] == ["chats.jsonl"]
-
-
-def test_only_a_target_that_a_worker_can_load_runs_on_ray(tmp_path: Path) -> None:
-    arguments = ("precompute", "smollm2_cpu", "--out", tmp_path / "cache", "--ray")
-    remote_error = refusal(*arguments, "target.backend=remote", "target.urls=http://h:1")
-    assert "target.backend=remote does not run where it is asked" in remote_error
-    assert "target.backend=ray does not" in refusal(*arguments, "target.backend=ray")
-    assert "add --ray" in refusal(*arguments[:-1], "--workers", 2)
-    assert gpus_of(VllmTarget(model="m", tp_size=4)) == 4
-    assert gpus_of(HfTarget()) == 1

@@ -3,20 +3,23 @@ the figures in its header."""
 
 import json
 import re
+from pathlib import Path
 
 import pytest
-from transformers import Qwen2Config
+from transformers import LlamaConfig, Qwen2Config
 
+from fledge.bench.train_step import DRAFT_VOCAB, SHAPE_FIELDS, SHAPES
 from fledge.cli.console import out
 from fledge.cli.plan import plan
 from fledge.core.errors import BadInput
 from fledge.recipe.schema import load_recipe, shipped_recipe
 from fledge.training.planning.prediction import predict, sampled_rows, step_memory
-from fledge.training.planning.shape_plan import ShapePlan, TargetShape
-from fledge.training.planning.step_cost import DraftMemory, typical_rows
+from fledge.training.planning.shape_plan import ShapePlan, TargetShape, draft_without_memory
+from fledge.training.planning.step_cost import DraftMemory, StepMemory, typical_rows
 from fledge.training.setup import set_up
 
 GIB = 2**30
+MEASURED = Path(__file__).parents[2] / "benchmarks" / "results" / "data" / "train_step.json"
 NOT_RUN = {"llama33_70b_8gpu": 8, "qwen3_235b_2x8gpu": 16, "llama31_8b_128k_8gpu": 8}
 BLOCKS = {f"qwen3_8b_{kind}_{n}gpu": n for kind in ("dflash", "dspark") for n in (1, 8)}
 
@@ -168,6 +171,33 @@ def test_what_is_sampled_is_what_is_predicted(options, steps):
         [p.step_bytes for p in predicted],
     ):
         assert values == sorted(set(values))
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "packs", "tokens", "options"),
+    [
+        ("EAGLE-3\n8B", "8b", 4, 2048, []),
+        ("EAGLE-3 8B\nfp8, keep 0.7", "8b", 4, 2048, ["objective.depth_keep=0.7"]),
+        ("EAGLE-3\n1B", "1b", 8, 2048, []),
+        ("EAGLE-3 8B\n32,768", "8b", 1, 32_768, []),
+        ("P-EAGLE\n8B", "8b", 2, 2048, ["objective.kind=peagle", "draft.layers=4"]),
+    ],
+)
+def test_predicted_memory_is_close_to_what_steps_took_on_a_gpu(name, shape, packs, tokens, options):
+    """Within 15 % of the benchmark's peak beyond weights and moments. The gradients of P-EAGLE's
+    layers, which run once, appear only when their activations are gone."""
+    cases = json.loads(MEASURED.read_text())["cases"]
+    [above] = [case["above_gib"] for case in cases if case["name"] == name]
+    fields = dict(zip(SHAPE_FIELDS, SHAPES[shape], strict=True))
+    config = LlamaConfig(**fields, max_position_embeddings=65_536, tie_word_embeddings=False)
+    vocab = f"draft.draft_vocab_size={DRAFT_VOCAB[shape]}"
+    recipe = load_recipe("llama31_8b_8gpu", [vocab, *options])
+    draft = draft_without_memory(recipe, config)
+    rows = typical_rows(packs, tokens, document=tokens, supervised=0.6)
+    predicted = StepMemory.of(draft, [rows], recipe).bytes()
+    if recipe.method.name == "eagle3":
+        predicted += 4 * sum(p.numel() for p in draft.parameters() if p.requires_grad)
+    assert predicted / GIB == pytest.approx(above, rel=0.15)
 
 
 def test_typical_rows_have_the_given_share():

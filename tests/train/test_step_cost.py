@@ -160,10 +160,3 @@ def test_more_elements_cost_more(kind, option, values):
         costs.append((cost.operations, cost.bytes))
     for cost in zip(*costs, strict=True):
         assert list(cost) == sorted(set(cost))
-
-
-def test_eagle1_drafts_further_only_in_evaluation():
-    rows = random_rows(4)
-    short, long = (make_module("eagle1", 2, {"draft_tokens": n})[1] for n in (2, 9))
-    assert short.training(rows).operations == long.training(rows).operations
-    assert short.evaluation(rows) < long.evaluation(rows)

@@ -1,7 +1,6 @@
 """`fledge cache info | verify | convert`: inspect, check and convert an offline cache."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,10 +10,9 @@ from typer import Argument, Exit, Option
 from fledge.cli import options as opt
 from fledge.cli.console import facts_table, out, print_json, progress_bar, quiet_libraries
 from fledge.cli.help import Verbs
-from fledge.cli.loading import opened_spread, recipe_of_words
+from fledge.cli.loading import recipe_of_words
 from fledge.core.errors import BadInput, nearest
 from fledge.core.files import check_place
-from fledge.core.progress import Progress, unwatched
 from fledge.core.terminal import counted
 
 app = Verbs(
@@ -199,74 +197,35 @@ def precompute(
     batch_size: Annotated[int, Option(min=1, help="Rows per forward of the target.")] = 4,
     resume: opt.Resume = False,
     quota_gb: opt.Quota = None,
-    ray: opt.OnRay = False,
-    address: opt.RayAddress = "auto",
-    workers: opt.RayWorkers = None,
     as_json: opt.OutcomeAsJson = False,
 ) -> None:
     """Write the target's answers to disk; train from them with target.backend=cache.
 
     Bytes are predicted before anything is written. An interrupted or stopped cache is continued
     with --resume. The same command with --resume may run any number of times at once, on any
-    machines that see the directory: they share the work, as do processes under torchrun, and the
-    workers of --ray.
+    machines that see the directory: they share the work, as do processes under torchrun.
     """
-    import torch
-
     from fledge.core.distributed import pick_device
     from fledge.target.cache.job import cache_options
-    from fledge.training.precompute import cache_dtype
+    from fledge.target.cache.precompute import execute
+    from fledge.training.precompute import cache_dtype, recipe_job, recipe_target
 
     words = [*arguments, *([f"target.dtype={target_dtype}"] if target_dtype else [])]
     recipe = recipe_of_words(words)
     output_dir = output_dir.expanduser()
     check_place(output_dir, directory=True)
-    gpus = 0
-    if ray:
-        from fledge.target.ray.spread import gpus_of
-
-        gpus = gpus_of(recipe.target)
-    given = recipe.training.device  # the target's: of this process, or of the workers
-    with opened_spread(ray, address, workers, gpus=gpus, device=given) as spread:
-        device = pick_device(given) if spread is None else torch.device(spread.device)
-        quiet_libraries()
-        chosen = cache_options(
-            encoding=encoding, dtype=dtype, natural=lambda: cache_dtype(recipe, device),
-            top_k=top_k, supervised_only=supervised_only, shard_size=shard_size,
-            batch_size=batch_size, resume=resume, quota_gb=quota_gb,
-        )  # fmt: skip
-        with progress_bar("preparing data") as progress:
-            job, run = _prepared(words, output_dir, chosen, device, progress)
-            if spread is not None:
-                from fledge.target.ray.spread import execute_on_ray
-
-                work = partial(fill_cache, words, output_dir.absolute(), chosen)
-                run = partial(execute_on_ray, spread, work, job, progress)
-            run_job(job, run, as_json=as_json)
-
-
-def _prepared(
-    words: list[str], output_dir: Path, chosen: Any, device: Any, progress: Progress = unwatched
-) -> Any:
-    """(the job of a recipe, a function that runs it in this process)."""
-    from fledge.target.cache.precompute import execute
-    from fledge.training.precompute import recipe_job, recipe_target
-
-    recipe = recipe_of_words(words)
-    job = recipe_job(recipe, output_dir, chosen, progress, device=device)
-    load = partial(recipe_target, recipe, device)
-    return job, partial(execute, job, load, device=device, progress=progress)
-
-
-def fill_cache(words: list[str], output_dir: Path, chosen: Any) -> Any:
-    """The job of one of several workers on a cluster: what the command does without --ray."""
-    from fledge.core.distributed import pick_device
-
-    recipe = recipe_of_words(words)
-    quiet_libraries()
     device = pick_device(recipe.training.device)
-    _, run = _prepared(words, output_dir, replace(chosen, resume=True), device)
-    return run()
+    quiet_libraries()
+    chosen = cache_options(
+        encoding=encoding, dtype=dtype, natural=lambda: cache_dtype(recipe, device), top_k=top_k,
+        supervised_only=supervised_only, shard_size=shard_size, batch_size=batch_size,
+        resume=resume, quota_gb=quota_gb,
+    )  # fmt: skip
+    with progress_bar("preparing data") as progress:
+        job = recipe_job(recipe, output_dir, chosen, progress, device=device)
+        load = partial(recipe_target, recipe, device)
+        run = partial(execute, job, load, device=device, progress=progress)
+        run_job(job, run, as_json=as_json)
 
 
 def run_job(job: Any, run: Callable[[], Any], *, as_json: bool) -> None:

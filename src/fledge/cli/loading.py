@@ -2,7 +2,6 @@
 record that a run keeps of itself."""
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -59,18 +58,3 @@ def numbers(text: str, count: int, where: str) -> list[int]:
     if len(parts) != count or not all(part.strip().isdigit() for part in parts):
         raise BadInput(f"'{text}' is not {count} numbers", where=where, fix="write them as 5,4,24")
     return [int(part) for part in parts]
-
-
-def opened_spread(
-    ray: bool, address: str, workers: int | None, *, gpus: int = 1, device: str = ""
-) -> AbstractContextManager[Any]:
-    """Opens the workers, with `gpus` GPUs each; yields None without --ray."""
-    if ray:
-        from fledge.target.ray.spread import spread_over
-
-        device = device.partition(":")[0]
-        return spread_over(address, workers=workers, gpus=gpus, device=device)
-    for option, given in (("--workers", workers is not None), ("--address", address != "auto")):
-        if given:
-            raise BadInput("is for a cluster", where=option, fix="add --ray, or leave it out")
-    return nullcontext()

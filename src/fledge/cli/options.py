@@ -23,14 +23,9 @@ TrustRemoteCode = Annotated[
 ]
 DeviceOption = Annotated[str, Option(help="cpu, cuda, ...; default: a GPU if any.")]
 
-# work shared among the workers of a Ray cluster
-OnRay = Annotated[
-    bool, Option("--ray", help="Spread it over a Ray cluster, one worker for each GPU.")
-]
 RayAddress = Annotated[
     str, Option(help="HOST:PORT of the cluster's head; auto: the one this machine is part of.")
 ]
-RayWorkers = Annotated[int | None, Option(min=1, help="Workers on the cluster.")]
 
 # drafts and how they are used
 DraftArgument = Annotated[Path, Argument(metavar="DRAFT", help="A draft, or a run (its best one).")]

@@ -3,9 +3,7 @@
 import importlib.util
 import json
 import os
-import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,7 +13,6 @@ from typer import Argument, Exit, Option
 from fledge.cli import options as opt
 from fledge.cli.console import err, out, print_json, progress_bar, quiet_libraries
 from fledge.cli.data import template_variables
-from fledge.cli.loading import opened_spread
 from fledge.core.errors import BadInput
 from fledge.core.install import install_extra
 from fledge.core.terminal import counted
@@ -62,20 +59,18 @@ def regenerate(
     dtype: Annotated[str, Option(help="Of a model run here; auto: as stored.")] = "auto",
     device: opt.DeviceOption = "",
     trust_remote_code: opt.TrustRemoteCode = False,
-    ray: opt.OnRay = False,
-    address: opt.RayAddress = "auto",
-    workers: opt.RayWorkers = None,
     as_json: opt.OutcomeAsJson = False,
 ) -> None:
     """Rewrite every answer with the target's own words: what a draft should learn from.
 
     Conversations are answered again, turn by turn. After a kill the same command continues: every
     row once, none lost. It may run any number of times at once, on any machines that see --out:
-    they share the rows, as do the workers of --ray. Rows that fail are kept with their reasons, and
-    tried again next time. $OPENAI_API_KEY, when set, is sent to servers.
+    they share the rows. Rows that fail are kept with their reasons, and tried again next time.
+    $OPENAI_API_KEY, when set, is sent to servers.
     """
     from fledge.data.dialogue import Sampling
     from fledge.data.regenerate import check_out
+    from fledge.data.regenerate import regenerate as run
 
     if reasoning not in ("keep", "drop"):
         raise BadInput(f"no '{reasoning}'", where="--reasoning", fix="keep or drop")
@@ -93,22 +88,14 @@ def regenerate(
         if extra or model:
             where, fix = "--extra" if extra else "--model", "give --url, or leave it out"
             raise BadInput("is for servers", where=where, fix=fix)
-        opened = partial(_open_local, target, sampling, batch, dtype, device, trust_remote_code)
-    elif ray:
-        fix = "leave out --ray: --url may be repeated, and --concurrency raised"
-        raise BadInput("servers compute elsewhere already", where="--ray", fix=fix)
+        answerer = _open_local(target, sampling, batch, dtype, device, trust_remote_code)
     else:
-        opened = partial(_servers, url, model, sampling, concurrency, retries, timeout, extra)
+        answerer = _servers(url, model, sampling, concurrency, retries, timeout, extra)
     job = partial(
-        answer_rows, sources, output.absolute(), sampling, limit=limit or None,
+        run, sources, output.absolute(), answerer, sampling, limit=limit or None,
         exclude_truncated=exclude_truncated, patience=max(64, 2 * concurrency),
     )  # fmt: skip
-    with opened_spread(ray, address, workers, device=device) as spread:
-        if spread is None:
-            summary = _run_here(job, opened())
-        else:
-            work = partial(job, opened)
-            summary = _run_on_ray(spread, work, sources, output.absolute(), limit or None)
+    summary = _with_progress(job)
     if as_json:
         print_json({"out": str(output), **summary.to_json()})
     else:
@@ -118,17 +105,8 @@ def regenerate(
         raise Exit(1)
 
 
-def answer_rows(
-    sources: list[str], output: Path, sampling: Any, opened: Callable[[], Any], **more: Any
-) -> Any:
-    """Answer the rows with what `opened` returns; this is also the job of a worker on a cluster."""
-    from fledge.data.regenerate import regenerate as run
-
-    return run(sources, output, opened(), sampling, **more)
-
-
-def _run_here(job: Callable[..., Any], answerer: Any) -> Any:
-    """Run the job in this process, with a progress bar; other processes may share the rows."""
+def _with_progress(job: Callable[..., Any]) -> Any:
+    """Run the job with a progress bar; other processes may share the rows."""
     with progress_bar("answering") as show:
 
         def watch(done: int, summary: Any) -> None:
@@ -138,28 +116,7 @@ def _run_here(job: Callable[..., Any], answerer: Any) -> Any:
             note += f", {summary.others_now:,} by others" if summary.others_now else ""
             show("answering", done, summary.rows, "rows", note)
 
-        return job(lambda: answerer, watch=watch, say=lambda line: err.say(line, style="cyan"))
-
-
-def _run_on_ray(
-    spread: Any, work: Callable[[], Any], sources: list[str], output: Path, limit: int | None
-) -> Any:
-    """Run the job in workers on a cluster; returns the sum of their summaries."""
-    from fledge.data.regenerate import Onlooker
-
-    onlooker = Onlooker(sources, output, limit)
-    begin = time.monotonic()
-    with progress_bar("answering") as show:
-        note = f"{counted(spread.workers, 'worker')} on the cluster"
-        try:
-            summaries = spread.run(
-                work, lambda: show("answering", onlooker.rows_over(), onlooker.rows, "rows", note)
-            )
-        finally:
-            onlooker.leave()
-    summed = ("answered_now", "failed_now", "tokens_now")
-    totals = {name: sum(getattr(summary, name) for summary in summaries) for name in summed}
-    return replace(summaries[-1], **totals, seconds_now=time.monotonic() - begin, others_now=0)
+        return job(watch=watch, say=lambda line: err.say(line, style="cyan"))
 
 
 def _open_local(

@@ -455,23 +455,3 @@ class _Job:
                     where=str(path),
                     fix="name another --out, or give the old settings",
                 )
-
-
-class Onlooker:
-    """The progress of a job, for a process that starts workers and only watches them."""
-
-    def __init__(self, sources: list[str], out: Path, limit: int | None) -> None:
-        self._job = _Job(out, {}, exclude_truncated=False)
-        self.rows = ShardedRows(sources, limit=limit).rows
-        self._ledger = Ledger(self._job.parts, self.rows)
-
-    def rows_over(self) -> int:
-        """Number of rows that are good, or have failed at least once."""
-        self._ledger.refresh()
-        return len(self._ledger.good | self._ledger.failed | self._ledger.failed_before)
-
-    def leave(self) -> None:
-        """Remove leftovers of killed processes, unless others are at work."""
-        if self._job.parts.exists():
-            with self._job.shared():
-                pass

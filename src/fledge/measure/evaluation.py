@@ -154,7 +154,7 @@ class DraftEvaluation:
 
     def evaluate(self, name: str, *, trained_length: int | None = None) -> DraftReport:
         """`trained_length`: of the longest rows that the draft was trained on, if known."""
-        strategy, depth, tokenizer = self.strategy, self.strategy.depth, self.target.tokenizer
+        strategy, depth = self.strategy, self.strategy.depth
         begin = time.perf_counter()
         replays = None if strategy.rollouts is None else self._replay()
         replay_s = None if replays is None else time.perf_counter() - begin
@@ -176,8 +176,7 @@ class DraftEvaluation:
             categories=figures.by_label(samples, depth, lambda sample: sample.category),
             contexts=figures.by_context(samples, depth),
             failures=figures.failures(
-                samples, depth, can_say, lambda answer_ids: figures.kinds_of(answer_ids, tokenizer),
-                long_context=trained_length or figures.LONG_CONTEXT,
+                samples, depth, can_say, long_context=trained_length or figures.LONG_CONTEXT
             ),
             other_picks=None if replays is None else sum(text.other_picks for text in replays),
             live=self._check(live, replays) if live else None,

@@ -4,13 +4,11 @@ Figures are reported with their definition: other projects count differently, an
 about acceptance are about definitions. The second part says where a draft fails.
 """
 
-import unicodedata
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from fledge.decode.accept import Round
-from fledge.decode.stops import Pieces
 
 _FIRST_BUCKET = 128
 
@@ -190,19 +188,12 @@ class Cause(NamedTuple):
     remedy: str
 
 
-# The first cause that applies is charged, so the order matters. What no training can fix comes
-# first, then what precedes the token, then where the round is, then where the token is in it.
+# The first cause that applies is charged, so the order matters: what no training can fix comes
+# first, then where the round is, then where the token is in it.
 CAUSES = {
     "vocabulary": Cause(
         "outside the draft vocabulary",
         "a larger draft.draft_vocab_size, or one chosen on rows like these prompts",
-    ),
-    "code": Cause("after code", "more training rows with code, answered by the target"),
-    "scripts": Cause("after another script", "more training rows in these languages and signs"),
-    "digits": Cause("after digits", "more training rows with numbers: sums, dates, tables"),
-    "punctuation": Cause(
-        "after punctuation",
-        "more rows and steps: where a sentence begins, the target itself has the widest choice",
     ),
     "context": Cause("long context", "training rows as long as these texts: data.max_length"),
     "depth": Cause(
@@ -210,8 +201,6 @@ CAUSES = {
     ),
     "rest": Cause("rest", "more rows and steps, or a larger draft (draft.layers)"),
 }
-_CODE_SIGNS = frozenset("{}[]<>=_\\|^~`")  # rare in prose
-_FENCE = "```"
 
 
 @dataclass
@@ -287,17 +276,15 @@ def failures(
     samples: Iterable[Sample],
     depth: int,
     can_say: Callable[[int], bool],
-    kinds: Callable[[Sequence[int]], Sequence[str]],
     *,
     long_context: int = LONG_CONTEXT,
 ) -> Failures:
-    """Attribute every rejection. `kinds` returns the kind of each token of an answer (`kinds_of`),
-    which may explain a rejection after it; a round has a long context if it starts after more than
-    `long_context` tokens."""
+    """Attribute every rejection. `can_say`: whether a token is in the draft vocabulary. A round has
+    a long context if it starts after more than `long_context` tokens."""
     blames = {name: Blame() for name in CAUSES}
     rounds = ended = tokens = outside = 0
     for sample in samples:
-        prompt, before = len(sample.prompt_ids), kinds(sample.answer_ids)
+        prompt = len(sample.prompt_ids)
         tokens += len(sample.answer_ids[1:])
         outside += sum(not can_say(token) for token in sample.answer_ids[1:])
         for round_ in sample.rounds:
@@ -310,8 +297,6 @@ def failures(
                 index = round_.context + place - prompt
                 if not can_say(sample.answer_ids[index]):
                     cause = "vocabulary"
-                elif before[index - 1]:
-                    cause = before[index - 1]
                 elif round_.context > long_context:
                     cause = "context"
                 else:  # deep: past the first half of the drafted tokens
@@ -321,37 +306,3 @@ def failures(
                     blames[cause].rejected += 1
                     blames[cause].lost += room - round_.emitted
     return Failures(rounds, depth, blames, ended, tokens, outside)
-
-
-def kinds_of(answer_ids: Sequence[int], tokenizer: Any) -> list[str]:
-    """The kind of each token, as context of the next one: one of code, scripts, digits,
-    punctuation, or "" for an ordinary word.
-
-    The last character of the token decides; inside a fence (```) everything is code. A token that
-    is only part of a character belongs to a script that the tokenizer encodes in bytes.
-    """
-    special, text, kinds = set(tokenizer.all_special_ids), "", [""]
-    pieces = Pieces(tokenizer, skip_special_tokens=False).add(answer_ids)
-    for token, piece in zip(answer_ids, pieces, strict=True):
-        text += piece
-        if token in special:
-            kinds.append("")
-        elif text.count(_FENCE) % 2:
-            kinds.append("code")
-        elif piece.strip(" "):
-            kinds.append(_kind(piece))
-        else:  # spaces inherit the kind before them
-            kinds.append(kinds[-1] if piece else "scripts")
-    return kinds[1:]
-
-
-def _kind(piece: str) -> str:
-    last = piece.strip()[-1:]
-    if not last:
-        return "punctuation"  # a line break
-    if last in _CODE_SIGNS:
-        return "code"
-    category = unicodedata.category(last)[0]
-    if category in "LM":
-        return "" if unicodedata.name(last, "").startswith("LATIN") else "scripts"
-    return {"N": "digits", "P": "punctuation", "S": "punctuation"}.get(category, "")

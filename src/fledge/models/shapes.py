@@ -27,21 +27,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     | {"num_attention_heads": 64, "num_key_value_heads": 4, "head_dim": 128}
     | {"intermediate_size": 12_288, "moe_intermediate_size": 1536}
     | {"num_experts": 128, "num_experts_per_tok": 8},
-    "moonshotai/Kimi-K2-Instruct": {"model_type": "deepseek_v3", "vocab_size": 163_840}
-    | {"hidden_size": 7168, "num_hidden_layers": 61, "first_k_dense_replace": 1}
-    | {"num_attention_heads": 64, "num_key_value_heads": 64, "max_position_embeddings": 131_072}
-    | {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64}
-    | {"v_head_dim": 128, "intermediate_size": 18_432, "moe_intermediate_size": 2048}
-    | {"n_routed_experts": 384, "num_experts_per_tok": 8, "n_shared_experts": 1}
-    | {"n_group": 1, "topk_group": 1},
 }
-SIZES = {  # a well-known model of each size
-    "8b": "meta-llama/Llama-3.1-8B-Instruct",
-    "70b": "meta-llama/Llama-3.3-70B-Instruct",
-    "235b-moe": "Qwen/Qwen3-235B-A22B",
-    "1t-moe": "moonshotai/Kimi-K2-Instruct",
-}
-STORED_BYTES = {"moonshotai/Kimi-K2-Instruct": 1}  # per weight, where it is not 2
 
 
 def shape_of(name: str, *, trust_remote_code: bool = False) -> Any:

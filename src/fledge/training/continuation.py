@@ -18,7 +18,7 @@ _FREE = (
     "evaluation.every_steps", "data.workers", "training.prefetch", "training.device",
     "target.device", "training.max_bad_steps", "target.urls",
     "target.token_env", "target.ca_file", "target.prefetch", "target.timeout_s", "target.retries",
-    "target.wait_s", "target.shared_memory", "training.shard", "training.context",
+    "target.wait_s", "training.shard", "training.context",
     "training.micro_batch", "training.accumulate", "target.address", "target.workers",
     "target.worker_cpus", "target.worker_gpus", "target.placement", "target.url:",
     "target.shared_dir", "training.record_steps",

@@ -15,7 +15,7 @@ from fledge.target.remote.wire import Message, unpack
 
 LAYERS, WIDTH, VOCAB = [0, 1, 2], 8, 40
 INFO = {
-    "protocol": 1, "depth": 4, "dtype": "float32", "weight_dtypes": "float32", "boot_id": "",
+    "protocol": 1, "depth": 4, "dtype": "float32", "weight_dtypes": "float32",
     "weights_fingerprint": "a" * 16, "tokenizer_fingerprint": "b" * 16, "vocab_size": VOCAB,
     "head": {"scale": 1.0, "softcap": None, "divisor": 1.0}, "final_norm": None,
     "hidden_size": WIDTH, "aux_layer_ids": LAYERS,

@@ -19,7 +19,7 @@ from target.remote.chaos import Proxy, free_port
 from target.remote.servers import Held, Running, expected, metric, running, wait_for
 from target.tiny_models import tiny_model
 
-QUICK = {"timeout_s": 20.0, "wait_s": 20.0, "shared_memory": False}
+QUICK = {"timeout_s": 20.0, "wait_s": 20.0}
 
 
 def requests(server):

@@ -154,7 +154,7 @@ BAD_FACTS = {
     "hidden_size": ("x", 0, -8, 1e9, None, 2**60), "aux_layer_ids": (5, [], ["a"], [[1]], None),
     "depth": (None, "4", 0, 4.5), "dtype": ("int8", None, ["float32"]), "vocab_size": ("x", 2**40),
     "protocol": (None, "1"), "weights_fingerprint": (5, "../../x", "a" * 9999),
-    "tokenizer_fingerprint": ("/etc/x", {}), "head": (None, {"scale": "x"}), "boot_id": (7,),
+    "tokenizer_fingerprint": ("/etc/x", {}), "head": (None, {"scale": "x"}),
     "final_norm": (5, [1, 2, 3]), "weight_dtypes": (None,),
 }  # fmt: skip
 INFOS = {
@@ -163,7 +163,7 @@ INFOS = {
         for name, values in BAD_FACTS.items()
         for value in values
     },
-    **{f"info: no {name}": {"/v1/info": without(name)} for name in INFO if name != "boot_id"},
+    **{f"info: no {name}": {"/v1/info": without(name)} for name in INFO},
 }
 
 PARTS = {
@@ -230,7 +230,7 @@ GROUPS = {
 
 def use(url, directory, retries=2):
     """Everything that a run asks of its servers."""
-    options = {"timeout_s": TIMEOUT_S, "wait_s": WAIT_S, "retries": retries, "shared_memory": False}
+    options = {"timeout_s": TIMEOUT_S, "wait_s": WAIT_S, "retries": retries}
     with RemoteEagle3TargetModel(url, **options) as target:
         target.get_input_embeddings()
         target.info()

@@ -2,7 +2,6 @@
 
 import copy
 import json
-import logging
 from types import SimpleNamespace
 
 import pytest
@@ -51,23 +50,21 @@ def local(supervision="hidden"):
 ROWS = {"padded": padded_rows(), "packed": packed_rows(some_documents(), 14)}
 
 
-@pytest.mark.parametrize("shared_memory", [True, False], ids=["shm", "tcp"])
 @pytest.mark.parametrize("supervision", ["hidden", "probs", "logits"])
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_contract(server, check, supervision, shared_memory):
+def test_contract(server, check, supervision):
     def make(wanted):
-        options = {"shared_memory": shared_memory, "timeout_s": 30.0, "wait_s": 5.0}
+        options = {"timeout_s": 30.0, "wait_s": 5.0}
         return RemoteEagle3TargetModel(server.url, supervision=wanted, **options)
 
     rounding = 1e-5 if supervision == "logits" else 0.0  # its head multiplies other rows
     check(Case("remote", tiny(), make, supervision, rtol=rounding, atol=rounding))
 
 
-@pytest.mark.parametrize("shared_memory", [True, False], ids=["shm", "tcp"])
 @pytest.mark.parametrize("supervision", ["hidden", "probs"])
 @pytest.mark.parametrize("rows", ROWS.values(), ids=list(ROWS))
-def test_remote_equals_local_bit_for_bit(server, rows, supervision, shared_memory):
-    with remote(server, supervision, shared_memory=shared_memory) as target:
+def test_remote_equals_local_bit_for_bit(server, rows, supervision):
+    with remote(server, supervision) as target:
         assert_same(target.generate_batch(*rows), local(supervision).generate_batch(*rows))
 
 
@@ -195,23 +192,6 @@ def test_a_question_that_breaks_a_merged_pass_fails_alone(monkeypatch, error):
                 )
 
 
-def test_shared_memory_is_used_and_falls_back_to_the_body(monkeypatch, caplog):
-    with running() as started:
-        with remote(started) as target:
-            target.generate_batch(*ROWS["packed"])
-        assert 'way="shared_memory"' in started.server.metrics.text()
-        assert 'way="body"' not in started.server.metrics.text()
-        monkeypatch.setattr(
-            "fledge.target.remote.server.app.write_segment", lambda name, message: False
-        )
-        with caplog.at_level(logging.INFO, "fledge.remote"), remote(started) as target:
-            for _ in range(3):
-                batch = target.generate_batch(*ROWS["packed"])
-                assert_same(batch, local().generate_batch(*ROWS["packed"]))
-        assert caplog.text.count("does not see our shared memory") == 1
-        assert 'way="body"' in started.server.metrics.text()
-
-
 def four_members():
     """A runner with what the protocol of runners asks for, and nothing else; its `model` has a
     config and parameters, and is no module."""
@@ -232,10 +212,9 @@ def trainer_step(batch):
     return [loss.detach(), *(p.grad for p in draft.parameters() if p.grad is not None)]
 
 
-@pytest.mark.parametrize("shared_memory", [True, False], ids=["shm", "tcp"])
-def test_a_runner_with_four_members_drops_in(shared_memory):
+def test_a_runner_with_four_members_drops_in():
     with running(backend=RunnerEagle3TargetModel(four_members())) as started:
-        with remote(started, "probs", shared_memory=shared_memory) as target:
+        with remote(started, "probs") as target:
             weight = target.get_input_embeddings().weight
             assert torch.equal(weight, tiny().get_input_embeddings().weight)
             for rows in ROWS.values():

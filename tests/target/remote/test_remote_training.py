@@ -72,7 +72,7 @@ def train(recipe, notes=None):
         training.parts.target.close()
 
 
-@pytest.mark.parametrize("options", [{}, {"shared_memory": False, "prefetch": 5}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"prefetch": 5}], ids=str)
 def test_remote_training_equals_local_training_bit_for_bit(recipe, start, tmp_path, options):
     urls = [start().url, start().url]
     overrides = ("training.accumulate=2", "training.micro_batch=1")
@@ -183,7 +183,7 @@ def test_a_signal_ends_an_evaluation_that_waits(
     proxy = Proxy(first.port, stall_s=60.0)
     options = ("training.steps=5", "evaluation.every_steps=3")
     train(remote_recipe(recipe, [first.url], *options, run="whole"))
-    waiting = {"run": "cut", "wait_s": 60.0, "timeout_s": 60.0, "shared_memory": False}
+    waiting = {"run": "cut", "wait_s": 60.0, "timeout_s": 60.0}
     cut = remote_recipe(recipe, [proxy.url], *options, **waiting)
     real, calls, signaled = fit_module.evaluate, [], []
 

@@ -252,7 +252,7 @@ def test_tls(certificate):
     cert, key = certificate
     with running(address=Address(port=0, tls_cert=cert, tls_key=key), token="t") as started:
         assert started.url.startswith("https://")
-        options = {"token": "t", "wait_s": 1.0, "shared_memory": False}
+        options = {"token": "t", "wait_s": 1.0}
         with RemoteEagle3TargetModel(started.url, ca_file=str(cert), **options) as target:
             batch = target.generate_batch(*padded_rows())
         assert_same(batch, expected())

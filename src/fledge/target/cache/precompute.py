@@ -166,11 +166,6 @@ def execute(
             begin_cache(job, target, claims)
             written = write_shards(job, plan, target, claims, progress)
     leave_world(world)
-    return how_it_ended(job, plan, written, progress)
-
-
-def how_it_ended(job: CacheJob, plan: CachePlan, written: int, progress: Progress) -> Done:
-    """The outcome once all shards within the quota are written; reports a stop by the quota."""
     complete = plan.wanted == plan.missing
     if not complete:
         progress.say(

@@ -11,7 +11,6 @@ import secrets
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -35,7 +34,6 @@ from fledge.target.remote.http import (
     Server,
     ServerFault,
     check_token,
-    log,
 )
 from fledge.target.remote.protocol import (
     WIRE_ENCODINGS,
@@ -44,8 +42,7 @@ from fledge.target.remote.protocol import (
     WireShape,
     decode_answer,
 )
-from fledge.target.remote.segment import Segments, available
-from fledge.target.remote.wire import WireError, unpack
+from fledge.target.remote.wire import unpack
 
 RemoteSupervision = Literal["hidden", "probs", "topk", "logits"]
 
@@ -78,7 +75,6 @@ class RemoteEagle3TargetModel(Eagle3TargetBackend):
         timeout_s: float = 240.0,
         retries: int = 5,
         wait_s: float = 300.0,
-        shared_memory: bool = True,
         pin_memory: bool = False,
     ) -> None:
         super().__init__("probs" if supervision == "topk" else supervision)
@@ -95,8 +91,6 @@ class RemoteEagle3TargetModel(Eagle3TargetBackend):
         rank = dist.get_rank() if dist.is_initialized() else 0
         self._fleet = Fleet(servers, timeout_s=timeout_s, wait_s=wait_s, retries=retries, rank=rank)
         self._numbers = itertools.count()
-        self._segments = Segments() if shared_memory and available() else None
-        self._no_segments: set[str] = set()  # servers that cannot access our shared memory
         self._threads = ThreadPoolExecutor(max(1, prefetch), thread_name_prefix="fledge-remote")
         self._lock = threading.Lock()
         self._target: tuple[InputEmbedding, TargetInfo | None] | None = None
@@ -186,8 +180,6 @@ class RemoteEagle3TargetModel(Eagle3TargetBackend):
             super().close()
             self._fleet.close()
             self._threads.shutdown(wait=True, cancel_futures=True)
-            if self._segments is not None:
-                self._segments.close()
             self._target = None
 
     def _answer(self, question: Question, number: int | None) -> Eagle3TargetBatch:
@@ -209,37 +201,15 @@ class RemoteEagle3TargetModel(Eagle3TargetBackend):
         )
         supervised = int(question.rows.loss_mask[:, 1:].bool().sum())
         max_bytes = shape.answer_bytes(question.rows.tokens, supervised)
-        url, same_machine = state.server.url, state.info.get("boot_id") == boot_id() != ""
-        segment = None
-        if self._segments is not None and same_machine and url not in self._no_segments:
-            segment = self._segments.lease(max_bytes)
-        if segment is not None:
-            question = replace(question, segment=segment.name)
         try:
             body = question.to_message().to_bytes()
             reply = state.server.exchange("/v1/generate", body, timeout_s, max_bytes)
             state.queue = reply.queue
-            tensors, metadata = unpack(reply.body)
-            written = metadata.get("segment_bytes", "")
-            if segment is not None and self._segments is not None and written:
-                nbytes = int(written) if written.isdecimal() and len(written) < 19 else 0
-                if not 0 < nbytes <= max_bytes:
-                    what = f"{written} bytes of shared memory, at most {max_bytes} were expected"
-                    raise WireError(what)
-                shared = self._segments.adopt(segment, nbytes)
-                segment = None  # the batch owns its memory now
-                tensors, metadata = unpack(shared)
-            elif segment is not None:
-                self._no_segments.add(url)
-                log.info("target server %s does not see our shared memory", url)
-            return decode_answer(tensors, metadata, question, shape)
+            return decode_answer(*unpack(reply.body), question, shape)
         except Refused as error:
             if error.status == 409:  # restarted with other weights: the fleet will detect it
                 raise ServerFault(str(error)) from error
             raise
-        finally:
-            if segment is not None:  # never reused: the server may still write to it
-                segment.discard()
 
     def _get(self, path: str, max_bytes: int) -> dict[str, Tensor]:
         def fetch(state: ServerState, left_s: float) -> dict[str, Tensor]:
@@ -271,14 +241,6 @@ def _digest(rows: TokenBatch, vocabulary: Tensor | None) -> str:
         digest.update(b"-" if tensor is None else str(tuple(tensor.shape)).encode())
         digest.update(b"" if tensor is None else tensor.contiguous().numpy().tobytes())
     return digest.hexdigest()
-
-
-def boot_id() -> str:
-    """The machine's boot id, equal in all of its processes and containers; empty if unknown."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
 
 
 def token_from(name: str | None) -> str | None:

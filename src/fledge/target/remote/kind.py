@@ -59,9 +59,6 @@ class RemoteTarget(TargetSection):
     wait_s: NonNegative = 300.0
     """How long to wait, in addition, while no server is up before the run stops, resumable."""
 
-    shared_memory: bool = True
-    """Use shared memory instead of the network when a server runs on this machine."""
-
     @field_validator("urls")
     @classmethod
     def _http(cls, urls: tuple[str, ...]) -> tuple[str, ...]:

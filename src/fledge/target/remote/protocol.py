@@ -24,7 +24,7 @@ from torch import Tensor
 
 from fledge.core.batch import Eagle3TargetBatch
 from fledge.core.head import TargetHead
-from fledge.core.reading import Choice, FileName, ListOf, Maybe, Table, Text, Whole
+from fledge.core.reading import Choice, FileName, ListOf, Maybe, Table, Whole
 from fledge.core.rows import PACKING_FIELDS, TokenBatch, shift_left
 from fledge.target.base import selection_mask
 from fledge.target.cache.format import DTYPES, CacheShape, Field, decode_states, encode_probs
@@ -52,7 +52,7 @@ INFO = Table(
         "weights_fingerprint": FileName(),
         "tokenizer_fingerprint": Maybe(FileName()),
     },
-    optional={"boot_id": Text(), "encodings": ListOf(Choice(WIRE_ENCODINGS))},
+    optional={"encodings": ListOf(Choice(WIRE_ENCODINGS))},
 )
 _UNLIMITED = 1 << 62
 
@@ -73,7 +73,6 @@ class Question:
     vocabulary: Tensor | None = None  # [W] target ids in draft order, for probs and topk
     fingerprint: str = ""  # of the weights that must answer
     alone: bool = True  # not to be merged with other requests
-    segment: str = ""  # shared memory that the answer may be written to
     askers: int = 1  # clients that ask this question, each with the same id
 
     def to_message(self) -> Message:
@@ -81,7 +80,7 @@ class Question:
         tensors = {name: _narrow(name, tensor) for name, tensor in fields if tensor is not None}
         if self.vocabulary is not None:
             tensors["vocabulary"] = self.vocabulary.to(torch.int32)
-        names = ("request_id", "encoding", "dtype", "top_k", "fingerprint", "segment", "askers")
+        names = ("request_id", "encoding", "dtype", "top_k", "fingerprint", "askers")
         metadata = {name: str(getattr(self, name)) for name in names}
         return Message(
             tensors, {**metadata, "alone": str(int(self.alone)), "protocol": str(PROTOCOL)}
@@ -125,7 +124,6 @@ class Question:
             vocabulary=vocabulary,
             fingerprint=metadata.get("fingerprint", ""),
             alone=metadata.get("alone") != "0",
-            segment=metadata.get("segment", ""),
             askers=_number(metadata, "askers", "1"),
         )
 

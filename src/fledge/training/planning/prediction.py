@@ -4,10 +4,10 @@ Memory: weights, moments and gradients are exact, and what a step needs on top i
 (`step_cost.py`). Time: start-up and data preparation are already over when a run is predicted;
 steps, evaluations and checkpoints are counted and multiplied by what each of them costs here.
 
-A CPU's speed depends on its cores, and on what else uses them: a step on a few rows of the run is
-timed. A GPU would first compile for minutes, so its speed is a rate that was measured on whole
-steps. A target inside an engine is timed even there: it compiles nothing, and does not reveal how
-many weights it has or over how many GPUs they are split.
+A CPU's speed depends on its cores, and on what else uses them: a step of the run is timed. A GPU
+would first compile for minutes, so its speed is a rate that was measured on whole steps. A target
+inside an engine is timed even there: it compiles nothing, and does not reveal how many weights it
+has or over how many GPUs they are split.
 """
 
 import time
@@ -24,7 +24,6 @@ from torch import nn
 
 from fledge.core.errors import TargetUnreachable
 from fledge.core.rows import TokenBatch
-from fledge.data.pack import Piece, collate
 from fledge.target.finite_check import NotFinite
 from fledge.target.kinds import kind_of
 from fledge.target.state_cache import colocated
@@ -44,10 +43,10 @@ RATES = {"cpu": 55e9, "cuda": 600e12}
 STEP_SECONDS = {"cpu": 0.02, "cuda": 0.12}
 UPDATE_BYTES = {"cpu": 5e9, "cuda": 2e12}
 SAVE_BYTES = 250e6
+EVALUATION = 2 / 3  # of a step's time: the rollouts run twice, but not backward
 
 PARTS = ("start_up", "data", "steps", "evaluations", "checkpoints")
 _SAMPLED = 2  # micro-batches of a run, of whose steps the largest counts
-_TRIAL_TOKENS, _TRIAL_ROWS = 256, 64  # approximate size of a trial, and rows that it is chosen from
 
 
 @dataclass(frozen=True)
@@ -110,7 +109,6 @@ class Pace:
     target_s: float  # the target's forward
     step_s: float  # the draft's rollouts, forward and backward
     evaluation_s: float  # of held-out rows: the target, and the rollouts scored and replayed
-    picks_s: float = 0.0  # the target's picks on held-out rows, computed once per run
 
 
 @dataclass(frozen=True)
@@ -142,7 +140,7 @@ class Work:
             "steps": self.tokens * (pace.target_s + pace.step_s)
             - kept_tokens * pace.target_s
             + max(0, self.total - self.begun) * update_s,
-            "evaluations": self.held_out * (len(evaluated) * pace.evaluation_s + pace.picks_s)
+            "evaluations": self.held_out * len(evaluated) * pace.evaluation_s
             - self.held_out * kept_evaluations * pace.target_s,
             "checkpoints": len(saves - {0}) * memory.saved_bytes / SAVE_BYTES,
         }
@@ -219,35 +217,23 @@ def target_weights(training: "Training") -> list[nn.Parameter]:
 
 def pace_of(training: "Training", step: StepMemory) -> Pace:
     """The pace of a run: operations by the measured rate; what can be timed here is."""
-    parts, info, device = training.parts, training.parts.target.info(), training.parts.device.type
+    parts, device = training.parts, training.parts.device.type
     rate = RATES[device] * (torch.get_num_threads() if device == "cpu" else 1)
     tokens = int(step.rows.attention_mask.sum())  # without padding
     target_s = 2 * sum(p.numel() for p in target_weights(training) if p.ndim == 2) / rate
-    step_s = counted_s = step.cost.operations / tokens / rate / parts.world.context
+    step_s = step.cost.operations / tokens / rate
     waits_here = device == "cpu" and not parts.target.supports_async
     with suppress(NotFinite, TargetUnreachable):  # the run itself reports these better
         if waits_here or parts.target.inside_engine:
-            # a small pack would not fill an engine's GPU
-            size = _TRIAL_TOKENS if waits_here else training.stream.tokens
-            target_s, trial_s = _trial(training, size, steps=waits_here)
-            step_s = trial_s / parts.world.context or counted_s
-    slower = step_s / counted_s
-    supervised = float(step.rows.loss_mask.sum()) / tokens
-    replay_s = step.step.evaluation(step.rows) / tokens / rate * slower
-    picks_s = 2 * supervised * info.vocab_size * info.hidden_size / rate * slower
-    return Pace(target_s, step_s, target_s + replay_s, picks_s)
+            target_s, trial_s = _trial(training, step.rows, steps=waits_here)
+            step_s = trial_s or step_s
+    return Pace(target_s, step_s / parts.world.context, target_s + EVALUATION * step_s)
 
 
-def _trial(training: "Training", tokens: int, *, steps: bool) -> tuple[float, float]:
-    """Seconds per token of the target and, if asked, of a step, on one pack of rows near the median
-    length; the first passes of a process are slow and do not count."""
-    parts, objective, rows = training.parts, training.parts.objective, training.stream.rows
-    lengths = np.asarray(rows.lengths[:_TRIAL_ROWS])
-    pack: list[Piece] = []
-    for row in np.argsort(abs(lengths - int(np.median(lengths))), kind="stable").tolist():
-        if sum(map(len, pack)) < tokens:
-            pack.append(Piece(row, 0, int(lengths[row])))
-    batch = collate(rows, [tuple(pack)], sum(map(len, pack)), training.pad_id)
+def _trial(training: "Training", rows: TokenBatch, *, steps: bool) -> tuple[float, float]:
+    """Seconds per token of the target and, if asked, of a step; the first passes of a process are
+    slow and do not count."""
+    parts, objective = training.parts, training.parts.objective
     # Bypass the states that a target keeps in memory: those belong to the run.
     target, was_training = colocated(parts.target) or parts.target, training.draft.training
     moments = [0.0] * 3
@@ -256,17 +242,17 @@ def _trial(training: "Training", tokens: int, *, steps: bool) -> tuple[float, fl
             training.draft.train()
             for _ in range(2):
                 moments[0] = _now(parts.device)
-                answer = target.answer(batch).to(parts.device)
+                answer = target.answer(rows).to(parts.device)
                 moments[1] = moments[2] = _now(parts.device)
                 if steps:
-                    ready = objective.prepare(batch, answer, seed=0)
+                    ready = objective.prepare(rows, answer, seed=0)
                     objective.score(ready, ready.charged_K).loss.backward()  # type: ignore[no-untyped-call]
                     moments[2] = _now(parts.device)
     finally:
         training.draft.train(was_training)
         for parameter in parts.parameters:
             parameter.grad = None
-    target_s, step_s = np.diff(moments) / batch.tokens
+    target_s, step_s = np.diff(moments) / float(rows.attention_mask.sum())
     return float(target_s), float(step_s)
 
 

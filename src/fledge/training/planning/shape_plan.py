@@ -21,7 +21,7 @@ from fledge.recipe.schema import Recipe
 from fledge.target.kinds import Parallel, kind_of, model_name
 from fledge.target.layers import text_config
 from fledge.training.drafts import config_of_draft
-from fledge.training.planning.prediction import RATES, Pace, Prediction, Work
+from fledge.training.planning.prediction import EVALUATION, RATES, Pace, Prediction, Work
 from fledge.training.planning.step_cost import (
     DraftMemory,
     StepMemory,
@@ -73,8 +73,6 @@ class TargetShape:
         text = self.config
         heads, head_dim = text.num_attention_heads, getattr(text, "head_dim", None)
         channels = head_dim or text.hidden_size / heads
-        if key_dim := getattr(text, "qk_head_dim", None):  # MLA: keys and values differ in width
-            channels = (key_dim + text.v_head_dim) / 2
         return float(2 * self.active + 4 * heads * channels * mean_keys * text.num_hidden_layers)
 
     @property
@@ -85,11 +83,6 @@ class TargetShape:
         active_experts = getattr(text, "num_experts_per_tok", None) or 1
         mlp_size = active_experts * expert_size if expert_size else text.intermediate_size
         return 4 * int(text.hidden_size) + 3 * int(mlp_size)
-
-    def reducing_s(self, gpus: int) -> float:
-        """Seconds per token of two all-reduces per layer, which do not overlap with computation."""
-        reduced = 4 * self.config.num_hidden_layers * self.config.hidden_size * 2
-        return reduced / link_bytes(gpus) if gpus > 1 else 0.0
 
 
 @dataclass(frozen=True)
@@ -150,11 +143,11 @@ class ShapePlan:
         memory = DraftMemory.of(self.draft, training)
         total, packs = training.steps or 0, training.micro_batch * training.accumulate
         tokens = total * packs * recipe.packing.tokens
-        rate = RATES["cuda"] * self._rows.tokens
+        step_s = self.step.cost.operations / self._rows.tokens / RATES["cuda"]
         pace = Pace(
             target_s=self._target_s(training.context),
-            step_s=self.step.cost.operations / rate / training.context,
-            evaluation_s=self.step.step.evaluation(self._rows) / rate + self._target_s(1),
+            step_s=step_s / training.context,
+            evaluation_s=self._target_s(1) + EVALUATION * step_s,
         )
         work = Work(0, total, tokens, recipe.evaluation.rows * recipe.data.max_length / ranks)
         sharing_s = 2 * 4 * memory.trained / link_bytes(ranks) if ranks > 1 else 0.0
@@ -184,8 +177,9 @@ class ShapePlan:
         if cut.fsdp > 1:  # the next layer is gathered while this one runs
             gathered = target.weights * self._target_width / cut.tp * (1 - 1 / cut.fsdp)
             token_s = max(token_s, gathered / link_bytes(cut.ranks) / tokens)
-        if cut.tp > 1:
-            token_s += target.reducing_s(group) / cut.cp
+        if cut.tp > 1:  # two all-reduces per layer, which do not overlap with computation
+            reduced = 8 * target.config.num_hidden_layers * target.config.hidden_size
+            token_s += reduced / link_bytes(group) / cut.cp
         # the ranks of one target answer each other's packs one after another
         return token_s * max(1, group // context)
 

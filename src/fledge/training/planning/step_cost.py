@@ -24,7 +24,6 @@ from fledge.core.errors import first_line
 from fledge.core.head import TargetHead
 from fledge.core.rows import TokenBatch, TokenRow
 from fledge.data.pack import Piece, collate
-from fledge.decode.strategy import rollouts_of
 from fledge.methods.base import Method, TrainerInputs
 from fledge.methods.shared.draft import DraftModel
 from fledge.training.optimizer import trained_by_muon
@@ -63,8 +62,8 @@ def without_memory(
 
 
 class MetaStep:
-    """Training and evaluation of a draft on the meta device. An objective of somebody else's method
-    may need values, which tensors do not have there; then complete rollouts are counted roughly."""
+    """A training step on the meta device. An objective of somebody else's method may need values,
+    which tensors do not have there; then complete rollouts are counted roughly."""
 
     def __init__(
         self,
@@ -74,11 +73,11 @@ class MetaStep:
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         config = draft.config
-        vocab, self._drafted = config.vocab_size, config.draft_vocab_size
+        vocab, drafted = config.vocab_size, config.draft_vocab_size
         self._hidden, self._aux = config.target_hidden_size, config.num_aux_hidden_states
-        self._draft, self.dtype, self._warned = draft, dtype, False
+        self._draft, self.dtype = draft, dtype
         head = TargetHead(self._states(vocab, self._hidden))
-        ids, member = torch.arange(self._drafted), torch.arange(vocab) < self._drafted
+        ids, member = torch.arange(drafted), torch.arange(vocab) < drafted
         given = TrainerInputs(ids, member, head, dtype)
         self._objective = method.objective(draft, given, **options)
 
@@ -107,35 +106,13 @@ class MetaStep:
                 with _Peak(weights) as peak:
                     loss = self._objective.score(ready, ready.charged_K).loss
                     loss.backward()  # type: ignore[no-untyped-call]
-        except RuntimeError as error:
+        except RuntimeError as error:  # it needs values: count complete rollouts, roughly
+            log.warning("the step is counted roughly, as it needs values: %s", first_line(error))
             slots = rows.input_ids.numel() * self._objective.depths
             layers = self._draft.config.num_hidden_layers
-            kept_bytes = slots * self.dtype.itemsize * 16 * self._hidden * layers  # about
-            return StepCost(3 * self._roughly(rows, error), kept_bytes)
+            kept_bytes = slots * self.dtype.itemsize * 16 * self._hidden * layers
+            return StepCost(6.0 * slots * sum(map(Tensor.numel, weights)), kept_bytes)
         return StepCost(counter.get_total_flops(), peak.bytes)
-
-    @torch.no_grad()
-    def evaluation(self, rows: TokenBatch) -> float:
-        """Operations of scoring held-out rows and then replaying them."""
-        self._draft.eval()
-        answer, depths = self._answer(rows), self._objective.depths
-        try:
-            with _counter() as counter:
-                ready = self._objective.prepare(rows, answer, seed=0)
-                self._objective.score(ready, ready.charged_K)
-                rollouts = rollouts_of(self._draft, depths, dtype=self.dtype)
-                rollouts.head_inputs(answer, rollouts.plan(rows))
-        except RuntimeError as error:
-            return 2 * self._roughly(rows, error)
-        return float(counter.get_total_flops())
-
-    def _roughly(self, rows: TokenBatch, error: RuntimeError) -> float:
-        """Operations of one forward pass over complete rollouts."""
-        if not self._warned:
-            log.warning("the step is counted roughly, as it needs values: %s", first_line(error))
-        self._warned = True
-        slots = rows.input_ids.numel() * self._objective.depths
-        return 2.0 * slots * sum(weight.numel() for weight in self._draft.parameters())
 
     def _answer(self, rows: TokenBatch) -> Eagle3TargetBatch:
         aux_BTD = self._states(*rows.shape, self._aux * self._hidden)

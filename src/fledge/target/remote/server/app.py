@@ -22,10 +22,8 @@ from fledge.core.errors import first_line
 from fledge.target.base import Eagle3TargetBackend
 from fledge.target.cache.manifest import copied_files, target_facts, target_tensors
 from fledge.target.finite_check import NotFinite
-from fledge.target.remote.client import boot_id
 from fledge.target.remote.http import check_token
 from fledge.target.remote.protocol import PROTOCOL, Question, TooLarge, WireShape
-from fledge.target.remote.segment import write_segment
 from fledge.target.remote.server.answers import Target
 from fledge.target.remote.server.queue import AnswerQueue, Limits, Metrics, QueueFull
 from fledge.target.remote.wire import Message
@@ -240,7 +238,6 @@ class TargetServer:
             "encodings": self.target.encodings,
             "max_tokens": self.limits.max_tokens,
             "max_body_bytes": self.limits.max_body_bytes,
-            "boot_id": boot_id(),
         }
 
     async def _health(self, request: _Request) -> None:
@@ -296,7 +293,7 @@ class TargetServer:
                 raise _Refusal(409, what)
             reserve(reply_bytes=self._reply_bytes(question))
             message = await self._answer(question, request)
-            await self._reply(question, message, request)
+            await self._reply(message, request)
 
     def _reply_bytes(self, question: Question) -> int:
         info = self.target.info
@@ -321,13 +318,9 @@ class TargetServer:
             with suppress(asyncio.CancelledError):
                 await gone
 
-    async def _reply(self, question: Question, message: Message, request: _Request) -> None:
-        headers, way = {"X-Fledge-Queue": str(self.queue.waiting)}, "body"
-        size, name = message.nbytes, question.segment
-        if name != "" and await asyncio.to_thread(write_segment, name, message):
-            facts = {"request_id": question.request_id, "segment_bytes": str(size)}
-            message, way = Message({}, facts), "shared_memory"
-        self.metrics.count("reply_bytes_total", size, way=way)
+    async def _reply(self, message: Message, request: _Request) -> None:
+        headers = {"X-Fledge-Queue": str(self.queue.waiting)}
+        self.metrics.count("reply_bytes_total", message.nbytes)
         await request.reply_message(message, headers)
 
 

@@ -88,7 +88,7 @@ _METRICS = {
     "failed_passes_total": "Passes that raised an error.",
     "questions_total": "Questions answered; more than passes where some were merged.",
     "tokens_total": "Tokens that were asked about, padding included.",
-    "reply_bytes_total": "Bytes of answers, by the way they were sent.",
+    "reply_bytes_total": "Bytes of answers.",
     "abandoned_total": "Questions whose client left before their turn came.",
     "queue_requests": "Questions that wait for the target.",
     "pending_requests": "Requests between arrival and the end of their reply.",
@@ -101,8 +101,7 @@ class Metrics:
     """Counters (`*_total`) and gauges. Thread-safe."""
 
     def __init__(self) -> None:
-        labelled = ("http_requests_total", "reply_bytes_total")
-        self._values = {(name, ""): 0.0 for name in _METRICS if name not in labelled}
+        self._values = {(name, ""): 0.0 for name in _METRICS if name != "http_requests_total"}
         self._lock = threading.Lock()
 
     def count(self, name: str, amount: float = 1, **labels: str) -> None:

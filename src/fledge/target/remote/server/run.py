@@ -1,23 +1,19 @@
 """Runs a server until it is told to stop: the socket, TLS, and a drain that loses nothing."""
 
-import asyncio
 import ipaddress
 import signal
 import socket
 import ssl
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import uvicorn
 
 from fledge.core.errors import BadInput
-from fledge.target.remote.segment import remove_leftovers
 from fledge.target.remote.server.app import TargetServer
 
 _KEEP_ALIVE_S = 120  # longer than trainers pause between requests
-_LEFTOVERS_S = 30  # between two searches for shared memory of killed clients
 _MAX_CONNECTIONS = 1024  # beyond them, requests are answered with 503
 
 
@@ -107,8 +103,6 @@ def make_uvicorn(server: TargetServer, address: Address, *, drain_s: float) -> u
         limit_concurrency=_MAX_CONNECTIONS,
         timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=drain_s,  # type: ignore[arg-type]  # accepts any number
-        callback_notify=partial(asyncio.to_thread, remove_leftovers),  # type: ignore[arg-type]
-        timeout_notify=_LEFTOVERS_S,
         ssl_certfile=address.tls_cert,
         ssl_keyfile=address.tls_key,
     )
@@ -124,7 +118,6 @@ def serve(
     on_ready: Callable[[str], None] = lambda url: None,
 ) -> None:
     """Serve until SIGINT or SIGTERM, then finish the accepted requests and accept no new ones."""
-    remove_leftovers()
     web = make_uvicorn(server, address, drain_s=drain_s)
     bound.listen(2048)
     on_ready(address.url(bound))
