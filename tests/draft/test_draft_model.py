@@ -268,18 +268,3 @@ def test_num_labels_in_a_config_is_ignored(tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "num_labels": 10**12}))
     assert LlamaEagle3DraftModel.from_pretrained(tmp_path).config.num_labels == 2
-
-
-@pytest.mark.parametrize(
-    ("changes", "warns"),
-    [
-        ({}, False),
-        ({"num_hidden_layers": 4}, False),
-        ({"num_hidden_layers": 32}, True),  # a target's config with the keys of a draft added
-        ({"num_hidden_layers": 4, "draft_vocab_size": None, "target_hidden_size": None}, True),
-        ({"draft_vocab_size": None, "target_hidden_size": None}, False),
-    ],
-)
-def test_a_config_with_the_targets_number_of_layers_warns(changes, warns, caplog):
-    make_draft(**changes)
-    assert ("is num_hidden_layers its target's?" in caplog.text) == warns

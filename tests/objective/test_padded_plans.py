@@ -223,10 +223,9 @@ def test_groups_share_target_slots():
 
 def test_the_example_of_the_padded_plan():
     """In the comments of `peagle/plan.py`."""
-    assert parallel._counts(3, (1.0, 0.7, 0.49), None, 4) == (4, 4, 2)
+    assert parallel._counts(3, (1.0, 0.7, 0.49), 4) == (4, 4, 2)
     parallel.CHAIN_ALIGNED = 1
-    assert parallel._counts(3, (1.0, 0.7, 0.49), None, 4) == (4, 3, 2)
-    assert parallel._counts(3, (1.0, 0.7, 0.49), 1, 4) == (4, 1, 1)
+    assert parallel._counts(3, (1.0, 0.7, 0.49), 4) == (4, 3, 2)
 
 
 PLANNERS = {

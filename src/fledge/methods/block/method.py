@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from fledge.core.errors import BadInput
     from fledge.formats.codec import Feature, PlainDraft
     from fledge.methods.block.formats import BlockView
-    from fledge.methods.shared.draft import DraftModel, Reading
+    from fledge.methods.shared.draft import Reading
 
 
 class BlockMethod(Method):
@@ -48,12 +48,6 @@ class BlockMethod(Method):
 
         token = placeholder(section.placeholder, tokenizer, vocab_size)
         return {**section.draft_settings(), **token}
-
-    def grow(self, draft: Any, config: "PretrainedConfig") -> "DraftModel | None":
-        from fledge.methods.block.draft import grown
-
-        block_drafts: Any = self.draft_type()
-        return grown(draft, config) if isinstance(draft, block_drafts) else None
 
     def reading(self, draft: Any) -> "Reading":
         from fledge.methods.shared.draft import Reading, wide

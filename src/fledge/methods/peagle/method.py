@@ -14,7 +14,7 @@ from fledge.methods.eagle3.method import CHAIN, FORMATS, TREE, Eagle3
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from fledge.methods.shared.draft import DraftModel, Reading
+    from fledge.methods.shared.draft import Reading
 
 PARALLEL = {"parallel": "fledge.methods.peagle.decoding:Parallel"}
 
@@ -43,14 +43,6 @@ class Peagle(Eagle3):
             "parallel_drafting": True,
             **placeholder(section.placeholder, tokenizer, vocab_size),
         }
-
-    def grow(self, draft: Any, config: "PretrainedConfig") -> "DraftModel | None":
-        from fledge.methods.peagle.draft import peagle_from_eagle3
-
-        eagle3_drafts: Any = self.draft_type()
-        if not isinstance(draft, eagle3_drafts):
-            return None  # its weights have another meaning
-        return peagle_from_eagle3(draft, config)
 
     def reading(self, draft: Any) -> "Reading":
         reading = super().reading(draft)
