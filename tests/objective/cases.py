@@ -94,6 +94,7 @@ _BLOCKS = {
     "dflash": dflash,
     "dflash kl": partial(dflash, loss="kl"),
     "dflash lambda": partial(dflash, loss=LkLambda(scale=0.9, decay=1.5)),
+    "dflash dpace": partial(dflash, weights="dpace"),
     "dspark": dspark,
 }
 KINDS = {

@@ -101,15 +101,22 @@ def target_probs(head, document, position):
     return head.logits(document.hidden[position]).float().softmax(-1).double()
 
 
-def naive_dflash(draft, documents, anchors, *, head, row_loss, gamma):
-    """Terms are `row_loss(logits, label, probs)`, weighted by `gamma`."""
+def dpace_weights(probabilities):
+    """w_k = sum over m >= k of the product of the smoothed probabilities up to m."""
+    smooth = [0.5 * q + 0.5 for q in probabilities]
+    cumulative = [torch.stack(smooth[: m + 1]).prod() for m in range(len(smooth))]
+    return [torch.stack(cumulative[k:]).sum() for k in range(len(smooth))]
+
+
+def naive_dflash(draft, documents, anchors, *, head, row_loss, gamma=None):
+    """Terms are `row_loss(logits, label, probs)`, weighted by `gamma`, or by D-PACE if None."""
     drafts = draft.config.block_size - 1
     out, terms, weights = Naive(), [], []
     block_outcomes = []
     for document, starts in zip(documents, anchors, strict=True):
         for a in starts:
             states = block_states(draft, document, a)
-            scored, outcomes = [], []
+            charged_slots, scored, outcomes = [], [], []
             for k in range(1, drafts + 1):  # slot k predicts token a + k; slot 0 is not charged
                 label = a + k
                 is_charged = label < len(document.ids) and bool(document.loss[label])
@@ -119,11 +126,19 @@ def naive_dflash(draft, documents, anchors, *, head, row_loss, gamma):
                 logits = states[k] @ draft.lm_head.weight.T
                 probs = target_probs(head, document, label - 1)
                 loss, hit = row_loss(logits, int(document.ids[label]), probs)
-                scored.append((k, loss))
+                scored.append((k, loss, logits.softmax(-1)[document.ids[label]].detach()))
+                charged_slots.append(k)
                 outcomes.append((True, hit))
-            for k, loss in scored:
-                weights.append(torch.tensor(-(k - 1) / gamma, dtype=torch.float64).exp())
-                terms.append(loss * weights[-1])
+            if gamma is None:
+                block_weights = dpace_weights([prob for _, _, prob in scored]) if scored else []
+            else:
+                block_weights = [
+                    torch.tensor(-(k - 1) / gamma, dtype=torch.float64).exp() for k in charged_slots
+                ]
+            terms += [
+                loss * weight for (_, loss, _), weight in zip(scored, block_weights, strict=True)
+            ]
+            weights += block_weights
             block_outcomes.append(outcomes)
     out.loss = sum(terms) / sum(weights) if terms else torch.zeros(())
     return _add_counts(out, block_outcomes, drafts)

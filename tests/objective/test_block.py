@@ -68,6 +68,7 @@ TEXTBOOK = {
     **{name: ({"changes": changes}, by_text) for name, changes in VARIANTS.items()},
     **{name: ({"loss": name}, by_target(LOSSES[name]()))
        for name in ("ce", "kl", "reverse_kl", "js", "hard", "lk_alpha", "tv")},
+    "dpace": ({"weights": "dpace"}, by_text),
 }  # fmt: skip
 
 
@@ -78,7 +79,7 @@ def test_dflash_matches_the_textbook(name):
     module, documents = dflash(**options), make_block_documents(LENGTHS)
     naive = naive_dflash(
         module.draft_model, documents, sampled_anchors(module, documents), head=make_head(),
-        row_loss=row_loss, gamma=3.0,
+        row_loss=row_loss, gamma=None if name == "dpace" else 3.0,
     )  # fmt: skip
     assert_matches_textbook(module, run(module, padded_batch(documents)), naive)
     assert min(naive.charged) > 0
@@ -144,13 +145,14 @@ def test_a_reduced_vocabulary_charges_only_tokens_in_it(kind):
     assert (out.charged < full.charged).all()
 
 
-def test_totals_under_autocast_are_those_of_its_dtype():
+@pytest.mark.parametrize("options", [{"weights": "dpace"}, {"loss": LkLambda()}])
+def test_totals_under_autocast_are_those_of_its_dtype(options):
     """A step in several micro-batches under torch.autocast is one with that compute_dtype."""
     documents = make_block_documents(LENGTHS, dtype=torch.float32)
     micro_batches = [padded_batch(documents[:2]), packed_batch([documents[:1:-1]], 60)]
 
     def step(compute_dtype, *, autocast):
-        module = dflash(dtype=torch.float32, compute_dtype=compute_dtype, loss=LkLambda())
+        module = dflash(dtype=torch.float32, compute_dtype=compute_dtype, **options)
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             ready = [module.prepare_inputs(**batch, seed=SEED) for batch in micro_batches]
             totals = module.totals(ready, World())
@@ -167,6 +169,8 @@ def test_totals_under_autocast_are_those_of_its_dtype():
 
 def test_invalid_options_are_rejected():
     for options, complaint in (
+        ({"weights": "dpace", "loss": "kl"}, "needs the loss 'text'"),
+        ({"weights": "x"}, "'decay' or 'dpace'"),
         ({"anchors": 0}, "anchors: must be positive"),
         ({"gamma": 0.0}, "gamma: must be positive"),
         ({"target_head": TargetHead(Table(V, torch.float64).weight, softcap=3.0)}, "soft cap"),

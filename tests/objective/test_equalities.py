@@ -206,7 +206,7 @@ def step_on_rank(kind):
     return step_gradients(KINDS[kind].make(), batches, world)
 
 
-@pytest.mark.parametrize("kind", ["eagle3 lambda", "peagle lambda", "dflash lambda", "dspark"])
+@pytest.mark.parametrize("kind", ["eagle3 lambda", "peagle lambda", "dflash dpace", "dspark"])
 def test_two_ranks_match_one(kind):
     batch = padded_batch(KINDS[kind].documents(LENGTHS))
     whole = step_gradients(KINDS[kind].make(), [batch], World())

@@ -91,7 +91,9 @@ OPTIONS = {
     **{f"dflash kl, {n}": (dflash, {"changes": changes, "loss": "kl"})
        for n, changes in BLOCK_VARIANTS.items()},
     **{f"dspark, {n}": (dspark, {"changes": changes}) for n, changes in BLOCK_VARIANTS.items()},
-    "dflash, reduced": (lambda **o: dflash(reduced_block_draft(), **o), {}),
+    "dflash dpace, reduced": (
+        lambda **o: dflash(reduced_block_draft(), **o), {"weights": "dpace"}
+    ),
     "dflash kl, reduced": (lambda **o: dflash(reduced_block_draft(), **o), {"loss": "kl"}),
 }  # fmt: skip
 
@@ -111,7 +113,7 @@ def even_plan_of(module, batch, quantum):
     return plan
 
 
-@pytest.mark.parametrize("name", ["peagle kl", "dflash", "dflash kl", "dspark"])
+@pytest.mark.parametrize("name", ["peagle kl", "dflash", "dflash dpace", "dflash kl", "dspark"])
 @pytest.mark.parametrize("chunk_rows", [1, 5, 12, 16, 20, 1000])
 def test_round_sizes_change_nothing_for_any_chunk_size(name, chunk_rows):
     """Chunks smaller than, as large as and larger than a group."""

@@ -130,6 +130,8 @@ def _fit_to_method(recipe: dict[str, dict[str, Any]]) -> None:
         for key in ("capture", "tp_size", "memory_fraction", "engine_args"):
             recipe["target"].pop(key, None)
         recipe["target"]["shared_dir"] = "states"
+    if recipe["objective"].get("weights") == "dpace":
+        recipe["objective"].pop("loss", None)
     if recipe["training"].get("optimizer") == "muon":
         recipe["training"].pop("shard", None)
     if recipe["draft"].get("qk_norm"):

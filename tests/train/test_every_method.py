@@ -13,7 +13,7 @@ from train.test_fit import LAMBDA, PEAGLE, assert_resumes_bitwise, differing, fi
 from train.tiny import BLOCKS
 
 EAGLE1 = ("objective.kind=eagle1", "training.steps=8")
-FEW = ("objective.loss=lk_lambda", "training.lr=1e-3", "training.steps=4")
+DPACE = ("objective.weights=dpace", "training.lr=1e-3", "training.steps=4")
 
 
 @pytest.mark.parametrize(
@@ -38,12 +38,12 @@ def test_learns_and_resumes_bitwise(recipe, monkeypatch, tmp_path, options, dept
         pytest.param(PEAGLE, id="peagle"),
         pytest.param(LAMBDA, id="lambda"),
         pytest.param(EAGLE1, marks=pytest.mark.slow, id="eagle1"),
-        pytest.param((*BLOCKS["dflash"], *FEW), id="dflash"),
+        pytest.param((*BLOCKS["dflash"], *DPACE), id="dpace"),
     ],
 )
 def test_micro_batches_do_not_change_the_run(recipe, tmp_path, options):
-    """Noise and blocks depend on the document, not on the batch; mean acceptance on the whole
-    step."""
+    """Noise and blocks depend on the document, not on the batch; mean acceptance and D-PACE's
+    weights on the whole step."""
     train(recipe(*options, "training.micro_batch=4", run="wide"))
     cut = ("training.micro_batch=1", "training.accumulate=4")
     train(recipe(*options, *cut, run="narrow"))
@@ -84,6 +84,7 @@ FROM_TARGET = ("draft.layers_from_target=true", "layers_from_target: must be fal
     ("kind", "override", "complaint"),
     [
         ("dflash", "draft.qk_norm=false", "must be true for DFlash"),
+        ("dflash", "objective.weights=dpace", "needs the loss text"),
         ("dflash", "objective.block_size=1", "greater than or equal to 2"),
         ("dflash", "target.aux_layer_ids=1,2", "must be five distinct layers"),
         ("dflash", "training.context=2", "must be 1: DFlash needs each row on one rank"),

@@ -21,6 +21,7 @@ KINDS = {
     "eagle3": ("eagle3", {}),
     "dflash": ("dflash", {}),
     "dflash by distance": ("dflash", {"loss": TotalVariation()}),
+    "dflash dpace": ("dflash", {"weights": "dpace"}),
     "dspark": ("dspark", {}),
     "peagle": ("peagle", {}),
 }

@@ -26,7 +26,8 @@ DSPARK = (
     "objective.kind=dspark", "objective.listened_layers=3", "objective.block_size=4",
     "objective.markov_rank=8", *BLOCK,
 )  # fmt: skip
-BLOCKS = {"dflash": DFLASH, "dspark": DSPARK}
+DPACE = (*DFLASH, "objective.weights=dpace")
+BLOCKS = {"dflash": DFLASH, "dspark": DSPARK, "dpace": DPACE}
 KINDS = {"eagle3": (), "peagle": PEAGLE, "lambda": LAMBDA, **BLOCKS}
 
 LAYOUTS = ((2, 2), (4, 4), (4, 2))  # (ranks, ranks that share one draft)

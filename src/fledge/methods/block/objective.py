@@ -5,13 +5,15 @@ a rollout is the k-th token that a block proposes. The weight of an element fall
 the loss is divided by the sum of the weights of all elements, over all micro-batches and ranks.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fledge.core.distributed import World
 from fledge.core.head import HeadLike
 from fledge.methods.block.draft import BlockDraftModel
 from fledge.methods.block.plan import ANCHOR_TOKENS, BlockPlan, plan_blocks
@@ -20,7 +22,7 @@ from fledge.methods.losses.hard import TextCrossEntropy
 from fledge.methods.losses.registry import loss_of
 from fledge.methods.shared.head_loss import HeadLoss, HeadTask, TokenTask, frozen_head_loss
 from fledge.methods.shared.objective import StepOptions, StepTotals
-from fledge.methods.shared.rollout_objective import ReadyBatch, RolloutTrainerModule
+from fledge.methods.shared.rollout_objective import ReadyBatch, RolloutTrainerModule, no_autocast
 from fledge.methods.shared.supervision import Supervision, VocabularyTensors
 from fledge.rollout.attention import AttentionKind
 from fledge.rollout.slots import RowMasks
@@ -160,6 +162,11 @@ def _next_tokens(input_ids_BT: Tensor, slot_M: Tensor) -> Tensor:
 
 # --- dflash objective ----------------------------------------------------------------------------
 # DFlash's objective: every token of a block against the text or the target's distribution.
+#
+# Weights decay with depth (`gamma`) or follow D-PACE (arXiv 2605.18810): with q_k the probability
+# that the draft gives to the text's token at depth k, and s_k = (1 + q_k) / 2, the weight of
+# depth k is the sum over m >= k of s_0 s_1 ... s_m: roughly how many tokens are lost if it is
+# wrong.
 
 
 class DFlashTrainerModule(BlockTrainerModule):
@@ -177,6 +184,7 @@ class DFlashTrainerModule(BlockTrainerModule):
         selected_token_mask: Tensor,
         target_head: HeadLike | None = None,
         loss: str | Loss = "text",
+        weights: Literal["decay", "dpace"] = "decay",
         anchors: int = 512,
         gamma: float = 7.0,
         compute_dtype: torch.dtype | None = None,
@@ -184,9 +192,31 @@ class DFlashTrainerModule(BlockTrainerModule):
         attention: AttentionKind = "fast",
     ) -> None:
         chosen = TextCrossEntropy() if loss == "text" else loss_of(loss)
+        if weights not in ("decay", "dpace"):
+            raise ValueError(f"weights: 'decay' or 'dpace', got {weights!r}")
+        if weights == "dpace" and not isinstance(chosen, TextCrossEntropy):
+            raise ValueError(f"weights: 'dpace' needs the loss 'text', got {chosen.kind!r}")
         vocabulary = VocabularyTensors(selected_token_ids, selected_token_mask)
         options = StepOptions(target_head, compute_dtype, chunk_rows, attention)
         super().__init__(draft_model, vocabulary, chosen, options, anchors=anchors, gamma=gamma)
+        self.weights = weights
+
+    @torch.no_grad()
+    def totals(self, ready: Sequence[ReadyBatch[BlockPlan]], world: World) -> StepTotals | None:
+        """As in the base class; for D-PACE, the sum of all weights over micro-batches and ranks,
+        which also takes an extra forward pass of the draft."""
+        if self.weights != "dpace":
+            return super().totals(ready, world)
+        if len(ready) <= 1 and world.size == 1:
+            return None
+        device = self.selected_token_ids.device
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        with no_autocast(device.type) as autocast_dtype:
+            for batch in ready:
+                hidden_PE = self._hidden(batch, autocast_dtype)
+                scores = self._text_scores(batch, hidden_PE)
+                total += scores.coefficient_N.sum().double()
+        return StepTotals(weight_sum=world.sum_(total))
 
     def _score(
         self,
@@ -198,12 +228,57 @@ class DFlashTrainerModule(BlockTrainerModule):
     ) -> HeadLoss:
         if not self._by_text:
             return super()._score(ready, task, hidden_PE, coefficient_N, totals)
+        if self.weights == "decay":
+            weight_N = torch.where(task.charged_N, coefficient_N, 0.0)
+            return self._text_scores(ready, hidden_PE, weight_N)
+        scores = self._text_scores(ready, hidden_PE, total=totals.weight_sum)
+        if totals.weight_sum is not None:
+            return scores
+        total = scores.coefficient_N.sum()  # this batch is the whole step
+        return replace(scores, loss=scores.loss / total.where(total > 0, 1.0))
+
+    def _text_scores(
+        self,
+        ready: ReadyBatch[BlockPlan],
+        hidden_PE: Tensor,
+        coefficient_N: Tensor | None = None,  # None: D-PACE's
+        total: Tensor | None = None,  # sum of D-PACE's weights over the step
+    ) -> HeadLoss:
+        plan = ready.plan
+        charged_N = self._charged_elements(plan, ready.covered_M)
+
+        def weigh(row_loss_N: Tensor) -> Tensor:
+            weight_N = dpace_weights(plan, row_loss_N, charged_N)
+            if total is None:
+                return weight_N
+            return weight_N / total.where(total > 0, 1.0).to(weight_N.dtype)
+
         return frozen_head_loss(
             hidden_PE,
             self.draft_model.lm_head.weight,
-            TokenTask(task.elements, self._labels(ready), chunk_rows=self.chunk_rows),
-            coefficient_N=torch.where(task.charged_N, coefficient_N, 0.0),
+            TokenTask(plan.head, self._labels(ready), chunk_rows=self.chunk_rows),
+            coefficient_N=coefficient_N,
+            weigh=weigh if coefficient_N is None else None,
         )
+
+
+def dpace_weights(plan: BlockPlan, row_loss_N: Tensor, charged_N: Tensor) -> Tensor:
+    """[N] weights from the cross entropies of a plan's elements; 0 for elements not charged."""
+    element_N, blocks = plan.head.element_N, plan.counts[0]
+
+    def by_block(values_P: Tensor) -> Tensor:  # [K, blocks]; 0 beyond the depth of a block
+        return torch.stack(
+            [F.pad(part, (0, blocks - len(part))) for part in plan.by_depth(values_P)]
+        )
+
+    charged_P = torch.zeros_like(plan.supervised_P)
+    charged_P[element_N] = charged_N
+    smooth_P = torch.ones_like(charged_P, dtype=row_loss_N.dtype)
+    smooth_P[element_N] = torch.where(charged_N, 0.5 * (-row_loss_N).exp() + 0.5, 1.0)
+    product_KB = by_block(smooth_P).cumprod(0) * by_block(charged_P)
+    weight_KB = product_KB.flip(0).cumsum(0).flip(0)
+    weight_P = torch.cat([row[:count] for row, count in zip(weight_KB, plan.counts, strict=True)])
+    return torch.where(charged_N, weight_P[element_N], 0.0)
 
 
 # --- dspark objective ----------------------------------------------------------------------------

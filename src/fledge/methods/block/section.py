@@ -101,9 +101,19 @@ class DflashSection(BlockSection):
     """text: cross entropy with the text's own token, for answers that the target wrote. Or what a
     wrong distribution costs; see below."""
 
+    weights: Literal["decay", "dpace"] = "decay"
+    """decay: by `gamma`; dpace: by how likely the block is to be accepted that far (D-PACE), which
+    needs the loss text."""
+
     @property
     def depths(self) -> int:
         return self.block_size - 1
+
+    @model_validator(mode="after")
+    def _check_dpace_loss(self) -> "DflashSection":
+        if self.weights == "dpace" and self.loss.kind != "text":
+            raise ValueError("weights dpace needs the loss text, whose probabilities it weighs by")
+        return self
 
 
 class DsparkSection(BlockSection):

@@ -37,9 +37,11 @@ class HeadLoss:
     row_loss_N: Tensor  # per element, before the coefficient; elements as in `HeadElements`
     correct_N: Tensor  # bool: the draft's top token is the target's, or the text's
     distance_N: Tensor  # |q - p|; 0 if the distance has no weight
+    coefficient_N: Tensor
 
 
 TokenFactors = tuple[Tensor, Tensor]  # features [N, R] of the elements' previous tokens, and [W, R]
+Weigh = Callable[[Tensor], Tensor]  # row losses [N] -> their weights
 # Of a chunk: row losses, hits and perhaps distances [J], and coefficient * gradient [J, W].
 Scores = tuple[Tensor, Tensor, Tensor | None, Tensor]
 
@@ -55,8 +57,9 @@ class _Sweep:
     elements: HeadElements
     chunk_rows: int
     score: Callable[[Tensor, slice, slice, Tensor], Scores]
-    coefficient_N: Tensor
-    with_grad: bool
+    coefficient_N: Tensor | None  # None: `weigh` computes them from all row losses
+    weigh: Weigh | None = None
+    with_grad: bool = True
 
     def apply(
         self, hidden_PE: Tensor, head_WE: Tensor, token: TokenFactors | None = None
@@ -86,6 +89,8 @@ class _SweepHead(torch.autograd.Function):
         row_loss_N = hidden_PE.new_zeros(len(elements), dtype=wide)
         distance_N, correct_N = torch.zeros_like(row_loss_N), row_loss_N.bool()
         coefficient_N = sweep.coefficient_N
+        if coefficient_N is None:
+            coefficient_N = torch.ones_like(row_loss_N)
         for part, slots in elements.chunks(sweep.chunk_rows):
             element_J = elements.element_N[part]
             x_JE = hidden_PE.index_select(0, element_J)
@@ -106,14 +111,20 @@ class _SweepHead(torch.autograd.Function):
                 dout_WR += dlogits_JW.t() @ features_NR[part]
             del logits_JW, scored, dlogits_JW  # before the next chunk: each takes half a gigabyte
         correct_N &= row_loss_N.isfinite()  # the argmaxes of two NaN rows agree
+        if sweep.weigh is not None:
+            coefficient_N = sweep.weigh(row_loss_N)
+            if dhidden_PE is not None:  # it was computed with coefficients of 1
+                scale_P = coefficient_N.new_zeros(len(hidden_PE))
+                scale_P[elements.element_N] = coefficient_N
+                dhidden_PE.mul_(scale_P[:, None].to(dtype))
         loss = (row_loss_N * coefficient_N).sum()
         if dhead_WE is not None:
             dhead_WE = dhead_WE.to(head_WE.dtype)
         if dout_WR is not None and out_WR is not None:
             dout_WR = dout_WR.to(out_WR.dtype)
         ctx.save_for_backward(dhidden_PE, dhead_WE, dfeatures_NR, dout_WR)
-        ctx.mark_non_differentiable(row_loss_N, correct_N, distance_N)
-        return loss, row_loss_N, correct_N, distance_N
+        ctx.mark_non_differentiable(row_loss_N, correct_N, distance_N, coefficient_N)
+        return loss, row_loss_N, correct_N, distance_N, coefficient_N
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -204,7 +215,7 @@ def head_loss(
 
     rows = task.rows_of_chunk(hidden_PE, len(head_WE))
     coefficient_N = torch.where(task.charged_N, coefficient_N, 0.0)
-    sweep = _Sweep(task.elements, rows, score, coefficient_N, torch.is_grad_enabled())
+    sweep = _Sweep(task.elements, rows, score, coefficient_N, with_grad=torch.is_grad_enabled())
     return sweep.apply(hidden_PE, head_WE)
 
 
@@ -297,13 +308,19 @@ def frozen_head_loss(
     head_WE: Tensor,
     task: TokenTask,
     *,
-    coefficient_N: Tensor,
+    coefficient_N: Tensor | None = None,
+    weigh: Weigh | None = None,
     token: TokenFactors | None = None,
 ) -> HeadLoss:
-    """Score all elements, each with its weight."""
+    """Score all elements. Their weights are given (`coefficient_N`) or computed from all row losses
+    (`weigh`, through which no gradient flows). The latter needs no second sweep, because gradients
+    of states can be scaled afterwards; those of a trained factor could not."""
+    assert (coefficient_N is None) != (weigh is None)
+    assert token is None or weigh is None, "a token head needs the coefficients beforehand"
+
     rows = task.chunk_rows or _chunk_rows(hidden_PE, len(head_WE), has_kernel=True)
     score, with_grad = partial(_score_text, task), torch.is_grad_enabled()
-    sweep = _Sweep(task.elements, rows, score, coefficient_N, with_grad)
+    sweep = _Sweep(task.elements, rows, score, coefficient_N, weigh, with_grad)
     return sweep.apply(hidden_PE, head_WE.detach(), token)
 
 

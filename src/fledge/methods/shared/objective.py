@@ -84,6 +84,8 @@ class StepTotals:
 
     # [L] mean acceptance of the charged elements of each loss, for a loss that is weighted by it
     acceptance_L: Tensor | None = None
+    # scalar: sum of the weights of all elements, where these follow from the draft (D-PACE)
+    weight_sum: Tensor | None = None
 
 
 ReadyT = TypeVar("ReadyT", bound=Ready)
