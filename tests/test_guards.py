@@ -71,6 +71,8 @@ def test_folders_import_only_earlier_folders(path):
 
 # Files that import the folder of a method beside the registry, and why.
 NAMING = {
+    "cli/eval.py": "block: calibration of DSpark's confidence",
+    "measure/evaluation.py": "block: calibration of DSpark's confidence",
     "draft_llama.py": "names that other programs use",
     "methods/eagle1/method.py": "chains and trees of EAGLE-3",
     "methods/peagle/decoding.py": "P-EAGLE's draft is EAGLE-3's",

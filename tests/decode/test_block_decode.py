@@ -86,12 +86,7 @@ def test_a_confidence_threshold_drops_unlikely_tokens(target, draft_of, asked):
         draft.config.confidence_threshold = threshold
         decoder = SpeculativeDecoder(target, draft, num_draft_tokens=4)
         by_threshold[threshold] = decoder.generate(asked[:20], STOPS)
-    draft.config.confidence_threshold = 0.3
-    draft.config.confidence_temperatures = [1e6] * 4  # every chance is a half
-    decoder = SpeculativeDecoder(target, draft, num_draft_tokens=4)
-    halves = decoder.generate(asked[:20], STOPS)
-    draft.config.confidence_threshold, draft.config.confidence_temperatures = 0.0, []
-    assert max(r.accepted for text in halves for r in text.rounds) == 1
+    draft.config.confidence_threshold = 0.0
     texts = [[text.token_ids for text in generations] for generations in by_threshold.values()]
     assert texts[0] == texts[1] == texts[2]
     lengths = [

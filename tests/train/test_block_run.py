@@ -39,12 +39,28 @@ def test_eval_and_chat(block, kind, tmp_path):
     best = tmp_path / "run" / "best"
     prompts = tmp_path / "prompts.jsonl"
     write_jsonl(prompts, [{"prompt": f"count to {n}"} for n in (3, 9, 12)])
+    calibrated = tmp_path / "run" / "calibrated"
     options = ("--prompts", prompts, "--max-new-tokens", 24, "--device", "cpu")
-    measured = run("eval", best, *options)
+    measured = run(
+        "eval", best, *options, *(("--calibrated", calibrated) if kind == "dspark" else ())
+    )
     report = measured["drafts"][0]
     assert report["method"] == method_of(load_draft(best).config).own_strategy
     assert report["live"]["texts"] == report["live"]["same_texts"] == 3
     assert report["live"]["compared_rounds"] == report["live"]["same_rounds"] > 0
+    if kind == "dspark":
+        temperatures = load_draft(calibrated).config.confidence_temperatures
+        assert temperatures == report["calibration"]["temperatures"]
+        assert len(temperatures) == 4
+        again = run("eval", calibrated, *options)["drafts"][0]
+        assert again["calibration"]["temperatures"] == temperatures  # fitted to the raw odds
+        assert again["acceptance_length"] == report["acceptance_length"]
+        shown = CliRunner().invoke(app, ["eval", *map(str, (best, *options))]).output
+        assert "how sure best is, and how right" in shown
+        refused = CliRunner().invoke(app, ["eval", str(best), "--calibrated", str(calibrated)])
+        assert "is there already" in str(refused.exception)
+    else:
+        assert "calibration" not in report
     answer = run("chat", best, "--max-new-tokens", 12, "--device", "cpu", text="count to 7\n")
     assert answer["text"]
 

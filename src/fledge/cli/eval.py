@@ -10,6 +10,7 @@ from typer import Exit, Option
 from fledge.cli import options as opt
 from fledge.cli.console import err, out, plain_table, print_json, progress_bar, quiet_libraries
 from fledge.cli.loading import numbers, target_options
+from fledge.core.errors import BadInput
 from fledge.core.files import check_place, write_json
 from fledge.core.terminal import counted
 
@@ -44,6 +45,9 @@ def evaluate(
         Path | None, Option(*opt.OUT, help="Keep the figures, for `fledge report`: RUN/eval.json.")
     ] = None,
     samples: Annotated[int, Option(min=0, help="Answers kept token by token with --out.")] = 6,
+    calibrated: Annotated[
+        Path | None, Option(help="Write the draft with its fitted temperatures: RUN/calibrated.")
+    ] = None,
     as_json: opt.AsJson = False,
 ) -> None:
     """Measure what drafts gain: acceptance per token, domain and length, and the speed-up.
@@ -65,9 +69,17 @@ def evaluate(
     )  # fmt: skip
     if output is not None:
         check_place(output, read=prompts or ())
+    if calibrated is not None:  # checked before hours of work
+        check_place(calibrated, directory=True)
+        if len(drafts) > 1:
+            raise BadInput("several drafts are measured", where="--calibrated", fix="measure one")
+        if calibrated.exists():
+            raise BadInput("is there already", where=str(calibrated), fix="name a new directory")
     measured = measure_drafts(drafts, target, prompts or ["mixed"], options)
     if output is not None:
         write_json(output, measured.to_json())
+    if calibrated is not None:
+        _write_calibrated(draft_directory(drafts[0]), measured.reports[0], calibrated)
     if as_json:
         print_json(measured.to_json())
     else:
@@ -80,6 +92,16 @@ def evaluate(
     if not measured.agrees:
         err.say("live decoding disagrees with the replay: do not trust these figures", "red")
         raise Exit(1)
+
+
+def _write_calibrated(source: Path, report: Any, place: Path) -> None:
+    """Write a copy of the draft with the temperatures in its config; checkpoints do not change."""
+    from fledge.methods.block.calibration import says_nothing
+    from fledge.methods.shared.files import write_with
+
+    if report.calibration is None:
+        raise says_nothing("--calibrated")
+    write_with(source, place, {"confidence_temperatures": report.calibration.temperatures})
 
 
 def measure_drafts(
@@ -110,6 +132,8 @@ def _show_tables(reports: Any, answers: Any) -> None:
     tables["speed, one text at a time, medians"] = _speeds(reports)
     for report in reports:
         tables[f"where {report.name} loses length"] = _failures(report.failures)
+        if report.calibration is not None:
+            tables[f"how sure {report.name} is, and how right"] = _calibration(report.calibration)
     for title, table in tables.items():
         out.print(f"\n{title}", style="italic")
         out.print(table)
@@ -186,6 +210,26 @@ def _failures(failures: Any) -> Table:
         table.add_row(row["title"], f"{row['lost_length']:.3f}", f"{row['share']:.1%}", *counts)
     table.add_row("k + 1 - length", f"{failures.lost_length:.3f}", "", "", "", style="bold")
     table.caption = f"a line takes what those above it leave; {failures.remedy}"
+    return table
+
+
+def _calibration(calibration: Any) -> Table:
+    """One line per token: predicted and observed acceptance of all tokens up to it."""
+    from fledge.methods.block.calibration import calibration_error
+
+    table = plain_table(
+        "all up to", "temperature", "predicted", "observed", "off before", "off after", no_wrap=True
+    )
+    rows = zip(calibration.temperatures, calibration.before, calibration.after, strict=True)
+    for depth, (temperature, before, after) in enumerate(rows):
+        count = sum(bin_.count for bin_ in after)
+        predicted = sum(bin_.predicted * bin_.count for bin_ in after) / count
+        observed = sum(bin_.observed * bin_.count for bin_ in after) / count
+        table.add_row(
+            f"token {depth + 1}", f"{temperature:.2f}", f"{predicted:.1%}", f"{observed:.1%}",
+            f"{calibration_error(before):.1%}", f"{calibration_error(after):.1%}",
+        )  # fmt: skip
+    table.caption = "off: mean distance of predicted and observed; after: fitted on the other half"
     return table
 
 

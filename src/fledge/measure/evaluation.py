@@ -23,6 +23,7 @@ from fledge.measure.answers import AnsweredTurn
 from fledge.measure.figures import Acceptance, Failures, Sample
 from fledge.measure.replay import Replay, Text, WrittenToken, look_closely, replay, written_tokens
 from fledge.measure.speed import Speed, TimedText
+from fledge.methods.block.calibration import Calibration, calibrate, has_confidence
 from fledge.methods.shared.draft import DraftModel
 from fledge.target.hf.model import HFEagle3TargetModel
 
@@ -114,6 +115,7 @@ class DraftReport:
     speed: Speed | None
     replay_s: float | None  # seconds for all answers
     samples: list[ShownAnswer]
+    calibration: Calibration | None = None  # of drafts with a confidence head
 
     def to_json(self) -> dict[str, Any]:
         groups = {"set": self.groups, "category": self.categories, "context": self.contexts}
@@ -134,6 +136,8 @@ class DraftReport:
             "live": None if self.live is None else self.live.to_json(),
             "speed": None if self.speed is None else self.speed.to_json(self.acceptance.length),
         }
+        if self.calibration is not None:
+            value["calibration"] = self.calibration.to_json()
         if self.samples:
             value["samples"] = [answer.to_json() for answer in self.samples]
         return value
@@ -183,6 +187,7 @@ class DraftEvaluation:
             speed=speed,
             replay_s=replay_s,
             samples=[self._show(i, samples[i]) for i in self._spread(self.options.samples)],
+            calibration=self._calibrate(),
         )  # fmt: skip
 
     def _spread(self, count: int) -> list[int]:
@@ -190,6 +195,15 @@ class DraftEvaluation:
         total = len(self.answers)
         count = min(count, total)
         return [i * total // count for i in range(count)]
+
+    def _calibrate(self) -> Calibration | None:
+        draft = self.strategy.draft
+        # the first token of an answer comes from the prompt's pass: drafting starts at the second
+        texts = [text for text in self._texts if len(text.answer_ids) > 1]
+        if not has_confidence(draft) or not texts:
+            return None
+        self._watch("calibrating", 0, len(texts))
+        return calibrate(self.target, draft, texts, depths=self.strategy.depth)
 
     def _show(self, index: int, sample: Sample) -> ShownAnswer:
         """An answer token by token; without a replay only who wrote each token, since proposals are

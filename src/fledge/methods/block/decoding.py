@@ -91,6 +91,13 @@ class MarkovRollouts(BlockRollouts):
             inputs.append(torch.cat([state_NE, features_NR, proposed_N[:, None]], dim=1))
         return inputs
 
+    def confidence(self, head_input_NE: Tensor) -> Tensor:
+        """[N] log-odds, before any temperature, that a drafted token is accepted."""
+        assert self.draft.confidence_head is not None
+        state_NE, features_NR, _ = self._parts(head_input_NE)
+        odds_N: Tensor = self.draft.confidence_head(state_NE, features_NR)
+        return odds_N
+
     def _parts(self, head_input_NE: Tensor) -> tuple[Tensor, ...]:
         sizes = [self.draft.spec.hidden_size, self.draft.spec.markov_rank, 1]
         return torch.split(head_input_NE, sizes, dim=1)

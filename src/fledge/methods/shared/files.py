@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor
 from transformers import LlamaConfig, PretrainedConfig
 
 from fledge.core.errors import BadInput, broken_files, first_line
+from fledge.core.files import atomic_directory, write_json
 from fledge.core.reading import check, load_tensors, read_json
 from fledge.methods.registry import method_of
 from fledge.methods.shared.config import DraftConfig
@@ -41,6 +43,14 @@ def config_json(config: PretrainedConfig, dtype: torch.dtype, architecture: str)
     if rope["rope_type"] != "default":
         values["rope_scaling"] = rope  # for transformers 4 and the engines pinned to it
     return values
+
+
+def write_with(draft: Path, directory: Path, changed: Mapping[str, Any]) -> None:
+    """Copy a draft to a new directory, with some keys of its config changed."""
+    values = read_config(draft)
+    with atomic_directory(directory) as temporary:
+        shutil.copyfile(draft / WEIGHTS_NAME, temporary / WEIGHTS_NAME)
+        write_json(temporary / CONFIG_NAME, {**values, **changed})
 
 
 def read_config(directory: Path) -> dict[str, Any]:
