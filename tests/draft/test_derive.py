@@ -5,10 +5,11 @@ import copy
 import pytest
 import torch
 import transformers as hf
+from torch import nn
 
 from fledge import BadInput, LlamaEagle3DraftModel
 from fledge.methods.shared.config import derive_draft_config
-from fledge.methods.shared.rotary import ROPE_LAYERS, Rotary
+from fledge.methods.shared.rotary import ROPE_LAYERS, verify_rotary
 
 TINY = {
     "vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -83,24 +84,6 @@ def build(config, name):
     return getattr(hf, name)(config)
 
 
-def assert_same_angles(config, target, name=""):
-    """The draft's cos and sin are those of the target's own rotary module, at every position."""
-    rotary = next(
-        module
-        for path, module in target.named_modules()
-        if path.endswith("rotary_emb") and "vis" not in path
-    )
-    position_T = torch.arange(0, config.max_position_embeddings, 509)
-    kinds = [ROPE_LAYERS[name]] if isinstance(getattr(rotary, "rope_type", None), dict) else []
-    theirs = rotary(torch.zeros(1), position_T[None], *kinds)
-    half = len(Rotary(config).inv_freq)
-    for ours, their in zip(Rotary(config)(position_T, torch.float32), theirs, strict=True):
-        interleaved = target.config.model_type == "cohere"  # the two copies of each angle
-        their_angles = their[0][:, ::2] if interleaved else their[0][:, :half]
-        # fp32 angles near 131072 rad are no more precise
-        torch.testing.assert_close(ours[:, :half], their_angles, rtol=0, atol=0.05)
-
-
 def test_every_registered_architecture_is_tested():
     assert set(ROPE_LAYERS) <= set(TARGETS)
 
@@ -109,7 +92,7 @@ def test_every_registered_architecture_is_tested():
 def test_derived_from_every_architecture(name):
     target = build(TARGETS[name](), name)
     config = derive_draft_config(target.config, architecture=name, draft_vocab_size=20)
-    assert_same_angles(config, target, name)
+    verify_rotary(config, target)
     inner = getattr(target.config, "text_config", target.config)
     layer = inner.per_layer_config[0] if "Gemma4" in name else inner
     for field in ("vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads"):
@@ -135,14 +118,30 @@ LAYOUTS = {
 def test_every_rope_type_is_carried_over(kind):
     make, family = LAYOUTS[kind]
     target = build(make(), f"{family}ForCausalLM")
-    assert_same_angles(derive_draft_config(target.config), target)
+    verify_rotary(derive_draft_config(target.config), target)
 
 
 def test_partial_rotary_is_carried_over():
     target = build(text(hf.Phi3Config, partial_rotary_factor=0.5), "Phi3ForCausalLM")
     config = derive_draft_config(target.config)
-    assert_same_angles(config, target)
+    verify_rotary(config, target)
     assert len(LlamaEagle3DraftModel(config).rotary.inv_freq) == 2  # 8 channels, 4 of them rotated
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("llama3", {"rope_theta": 4.9e5}),
+        ("llama3", {"rope_scaling": None}),
+        ("llama3", {"head_dim": 4}),
+        ("yarn", {"rope_scaling": YARN | {"attention_factor": 1.0}}),
+    ],
+)
+def test_the_rotary_check_notices_what_was_dropped(kind, changes):
+    target = build(text(hf.LlamaConfig, **ROPES[kind]), "LlamaForCausalLM")
+    wrong = derive_draft_config(text(hf.LlamaConfig, **ROPES[kind] | changes))
+    with pytest.raises(BadInput, match="rotary"):
+        verify_rotary(wrong, target)
 
 
 LONGROPE = {
@@ -177,3 +176,8 @@ def test_unsupported_positions_are_rejected_with_the_reason(case):
     with pytest.raises(BadInput, match=reason) as caught:
         derive_draft_config(make())
     assert "\n" not in str(caught.value)
+
+
+def test_a_target_without_a_rotary_module_is_rejected():
+    with pytest.raises(BadInput, match="rotary_emb"):
+        verify_rotary(derive_draft_config(text(hf.LlamaConfig)), nn.Linear(2, 2))

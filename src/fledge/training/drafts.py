@@ -17,6 +17,7 @@ from fledge.data.vocab import (
 from fledge.methods.registry import load_draft, method_of
 from fledge.methods.shared.config import derive_draft_config
 from fledge.methods.shared.draft import DraftModel
+from fledge.methods.shared.rotary import verify_rotary
 from fledge.recipe.schema import Recipe
 from fledge.target.base import Eagle3TargetBackend, InputEmbedding, LayerView
 from fledge.target.finite_check import bad_weights, not_numbers
@@ -61,6 +62,8 @@ def make_draft(
             draft.start_as_target(info.module)
     # The aux layers are part of the draft: it cannot use states of other layers.
     draft.config.aux_layer_ids = list(target.aux_layer_ids)
+    if info.module is not None:  # a remote target's rotary cannot be checked
+        verify_rotary(draft.config, info.module)
     for name, tensor in draft.state_dict().items():
         if what := not_numbers(tensor):
             owner = "it" if start else "the target, which the draft starts from,"

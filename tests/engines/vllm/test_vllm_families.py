@@ -11,6 +11,7 @@ from engines.cases import engine_target, greedy_texts, saved, train
 from engines.vllm.test_vllm_export import ANSWER, DEPTHS, PROMPT, Trained, assert_parity
 from fledge.methods.registry import METHODS
 from fledge.methods.shared.config import derive_draft_config
+from fledge.methods.shared.rotary import verify_rotary
 from fledge.target.hf.model import HFEagle3TargetModel
 
 pytestmark = pytest.mark.engine
@@ -27,6 +28,7 @@ def test_vllm_proposes_what_each_family_proposes(family: str, engines: Any, tmp_
     target = HFEagle3TargetModel(model, supervision="hidden", num_aux_layers=method.aux_layers())
     settings = method.bench_draft_settings(97)
     config = derive_draft_config(model.config, architecture=type(model).__name__, **settings)
+    verify_rotary(config, model)
     torch.manual_seed(1)
     draft = method.draft_type()(config)
     draft.copy_embeddings_from_target(target.get_input_embeddings())

@@ -5,11 +5,12 @@ positions other than those in serving looks healthy in training, but none of its
 """
 
 import copy
+import re
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -151,6 +152,9 @@ ROPE_LAYERS = {
 }
 
 
+_ROTARY_MODULE = r"((?!.*vis).*\.)?rotary_emb"  # vision towers have their own
+
+
 def draft_rope(text: PretrainedConfig, rope_layers: str | None, name: str) -> dict[str, Any]:
     """The target's rotary settings, if a Llama-style draft can rotate positions the same way."""
 
@@ -183,3 +187,41 @@ def draft_rope(text: PretrainedConfig, rope_layers: str | None, name: str) -> di
     if unknown := sorted(set(rope) - set(ROTARY.optional)):
         raise refuse(f"unknown rotary settings {', '.join(unknown)}")
     return rope
+
+
+@torch.no_grad()
+def verify_rotary(draft_config: PretrainedConfig, target: nn.Module) -> None:
+    """Refuse a draft whose cos and sin differ from those of the target's rotary module, at any of
+    the positions up to the target's maximum. The tolerance grows with the angle, because fp32
+    angles are rounded: at angle a, by about a * 2**-24."""
+    name = type(target).__name__
+    found = (x for path, x in target.named_modules() if re.fullmatch(_ROTARY_MODULE, path))
+    rotary = next(found, None)
+    if rotary is None:
+        what = "no rotary module (rotary_emb) in the target"
+        raise BadInput(what, where=name, fix="its positions cannot be checked: use another target")
+    last = draft_config.max_position_embeddings - 1
+    position_T = torch.linspace(0, last, 257).round().long().unique()
+    draft = Rotary(draft_config)
+    half = len(draft.inv_freq)
+    allowed = 1e-5 + position_T[:, None].double() * draft.inv_freq.double() * 2**-22
+    tables = _target_tables(rotary, position_T, ROPE_LAYERS.get(name))
+    for ours, theirs in zip(draft(position_T, torch.float32), tables, strict=True):
+        # a table has two copies of every angle, in halves or interleaved, or (gpt-oss) one
+        copies = [theirs[:, :half], theirs[:, ::2]]
+        gaps = [(ours[:, :half] - x).abs() for x in copies if x.shape[1] == half]
+        if theirs.shape[1] not in (half, 2 * half) or not any((g <= allowed).all() for g in gaps):
+            raise BadInput(
+                f"the draft's rotary positions differ from the target's (up to position {last})",
+                where=name,
+                fix="the draft's config cannot represent this target's positions",
+            )
+
+
+def _target_tables(rotary: nn.Module, position_T: Tensor, layers: str | None) -> list[Tensor]:
+    device = next(rotary.buffers()).device
+    args: tuple[Any, ...] = (torch.zeros(1, device=device), position_T[None].to(device))
+    kinds = getattr(rotary, "rope_type", None)
+    if isinstance(kinds, dict):  # one set of frequencies per layer type
+        args += (layers or next(iter(kinds)),)
+    return [table[0].double().cpu() for table in rotary(*args)]
