@@ -4,9 +4,8 @@ import pytest
 import torch
 
 import interpreted_triton  # before the kernels
-from fledge.methods.block.attention import Sight, reference_blocks
+from fledge.methods.block.attention import Sight, fused_blocks, reference_blocks
 from fledge.methods.block.plan import BlockRows
-from fledge.methods.block.triton_attention import fused_blocks
 from kernels.compare import HALF_DTYPES, assert_close, assert_error_at_most_twice, exact
 from kernels.test_block_attention import KEYS, SIGHTS, make_inputs, make_rows, results
 

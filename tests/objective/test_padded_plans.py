@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fledge.core.graphs import tensors_of, with_tensors
 from fledge.core.rows import PACKING_FIELDS
 from fledge.methods.block import plan as blocks
 from fledge.methods.block.plan import plan_blocks
@@ -249,13 +250,13 @@ def test_what_a_recorded_step_keeps_depends_on_sizes_only(name):
         for lengths in ([20, 20, 17], [25, 18, 14], [57], [9, 9, 9, 9, 9, 9]):
             batch = packed_batch([documents_of(lengths, supervised=1.1)], 60)
             plan = PLANNERS[name](batch, seed)
-            size = tuple(tuple(tensor.shape) for tensor in plan.tensors().values())
+            size = tuple(tuple(tensor.shape) for tensor in tensors_of(plan).values())
             by_size.setdefault(size, []).append(plan)
     assert len(by_size) <= 3
     assert max(len(group) for group in by_size.values()) > 3
     for first, *others in by_size.values():
         for other in others:
-            replayed = first.with_tensors(other.tensors())
+            replayed = with_tensors(first, tensors_of(other))
             assert_plans_equal(replayed, other)
             if "block" in name:
                 for window in (None, 3):
@@ -316,7 +317,9 @@ def test_passes_depend_on_sizes_only(name, monkeypatch):
     module.zero_grad()
     inputs = {name: tensor for name, tensor in batch.items() if name not in PACKING_FIELDS}
     with shapes:
-        out = module.score(module.prepare_inputs(**inputs, plan=plan.with_tensors(plan.tensors())))
+        out = module.score(
+            module.prepare_inputs(**inputs, plan=with_tensors(plan, tensors_of(plan)))
+        )
         out.loss.backward()
     assert_same(expected, (out, {n: p.grad for n, p in module.draft_model.named_parameters()}))
 

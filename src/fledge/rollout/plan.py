@@ -26,10 +26,9 @@ is a row there, but not a head element.
 The arithmetic is elsewhere: attention in `rollout.attention`, the head in `objective`.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Self
 
 import numpy as np
 import torch
@@ -75,6 +74,8 @@ class QueryRows:
     order_N: Tensor  # the rows sorted by slot, so that neighbours share keys
     # slot and first in that order, on the host; rows that share a slot may share a lower `first`
     sorted_host: tuple[Ints, Ints] | None = None
+    # where `first_N` does not rise with the slots: a lower bound of it that does
+    floor_N: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.slot_N)
@@ -161,36 +162,6 @@ class RolloutPlan:
         if self.span is not None:
             return flat[self.span[0] : self.span[1]]
         return flat.index_select(0, self.slot_T)
-
-    # --- padded plans ----------------------------------------------------------------------------
-
-    def tensors(self) -> dict[str, Tensor]:
-        """The tensors that differ between batches of the same sizes; their shapes are the sizes."""
-        rows, head = self.depths[0], self.head
-        assert head.real_N is not None
-        return {
-            "slot_T": self.slot_T, "position_T": self.position_T, "first_T": self.every.first_N,
-            "slot_N": rows.slot_N, "first_N": rows.first_N, "order_N": rows.order_N,
-            "target_M": self.target_M, "element_X": head.element_N, "real_X": head.real_N,
-            "supervised_P": self.supervised_P, "step_valid_K": self.step_valid_K,
-        }  # fmt: skip
-
-    def with_tensors(self, given: Mapping[str, Tensor]) -> Self:
-        """The same plan with other tensors: those of another batch, or copies of the same ones.
-        Data of rows on the host is left out, because it belongs to the original batch."""
-        every, head = self.every, self.head
-        rows = QueryRows(given["slot_N"], given["first_N"], given["order_N"])
-        return replace(
-            self,
-            slot_T=given["slot_T"],
-            position_T=given["position_T"],
-            every=QueryRows(every.slot_N, given["first_T"], every.order_N),
-            depths=(rows,) * len(self.depths),
-            target_M=given["target_M"],
-            head=replace(head, element_N=given["element_X"], real_N=given["real_X"]),
-            supervised_P=given["supervised_P"],
-            step_valid_K=given["step_valid_K"],
-        )
 
 
 def plan_rollout(

@@ -6,14 +6,14 @@ up to their own. With a `window`, keys that are `window` or more places before t
 Context tokens have no queries. Rotary positions are applied before attention.
 
 `block_visible` is the rule as a dense matrix, `reference_blocks` the definition based on it. On a
-CPU the context part is computed by `rollout.attention`; on a GPU `triton_attention.py` does both.
+CPU the context part is computed by `rollout.attention`; on a GPU its kernels compute both.
 
 Shapes: N blocks of J queries, T key axis, R query heads that share a key head.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -26,6 +26,9 @@ from fledge.rollout.attention import (
     prefix_backward,
     prefix_forward,
 )
+
+if TYPE_CHECKING:
+    from fledge.rollout.attention_triton import Job
 
 
 @dataclass(frozen=True)
@@ -59,8 +62,6 @@ def block_attention(
     if kind == "reference":
         return reference_blocks(q_NJHC, context, own, rows, sight)
     if kernel_runs(q_NJHC, *context, *own):
-        from fledge.methods.block.triton_attention import fused_blocks
-
         return fused_blocks(q_NJHC, context, own, rows, sight, again)
     out: Tensor = _BlockAttention.apply(rows, sight, again, q_NJHC, *context, *own)  # type: ignore[no-untyped-call]
     return out
@@ -150,6 +151,60 @@ class _BlockAttention(torch.autograd.Function):
         dvalues = torch.einsum("ngrji,njgrc->nigc", weights, dout)
         pairs = zip((dq, dk_TGC, dv_TGC, dkeys, dvalues), inputs, strict=True)
         return None, None, None, *(grad.to(x.dtype) for grad, x in pairs)
+
+
+# --- on a GPU -------------------------------------------------------------------------------------
+
+
+def fused_blocks(
+    q_NJHC: Tensor,
+    context: KeysValues,
+    own: KeysValues,
+    rows: BlockRows,
+    sight: Sight,
+    again: Again | None = None,
+) -> Tensor:
+    """The same on a GPU: queries, and the blocks' own keys, on one flat axis each."""
+    out: Tensor = _FusedBlocks.apply(rows, sight, again, q_NJHC, *context, *own)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _FusedBlocks(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, rows: BlockRows, sight: Sight, again: Again | None, *tensors: Tensor
+    ) -> Tensor:
+        out_QHC, lse_QH = _jobs(rows, sight, *tensors)[0].attend()
+        ctx.rows, ctx.sight = rows, sight
+        keep_inputs(ctx, again, tensors, out_QHC, lse_QH)
+        return out_QHC.view(tensors[0].shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        tensors, out_QHC, lse_QH = kept_inputs(ctx)
+        both, inside = _jobs(ctx.rows, ctx.sight, *tensors)
+        dout_QHC = grads[0].contiguous().flatten(0, 1)
+        dq_QHC, delta_QH = both.query_grad(out_QHC, dout_QHC, lse_QH)
+        context_grads = both.key_grad(dout_QHC, lse_QH, delta_QH)
+        own_grads = inside.key_grad(dout_QHC, lse_QH, delta_QH)
+        flat_grads = (dq_QHC, *context_grads, *own_grads)
+        shaped = (grad.view(x.shape) for grad, x in zip(flat_grads, tensors, strict=True))
+        return None, None, None, *shaped
+
+
+def _jobs(rows: BlockRows, sight: Sight, *tensors: Tensor) -> "tuple[Job, Job]":
+    """The attention of all queries, and their attention to the blocks' own keys alone."""
+    from fledge.rollout.attention_triton import Chain, Job, Own
+
+    q_NJHC, k_TGC, v_TGC, keys_NJGC, values_NJGC = tensors
+    q_QHC, keys, values = (x.flatten(0, 1) for x in (q_NJHC, keys_NJGC, values_NJGC))
+    inside = rows.inside(causal=sight.causal, window=sight.window)
+    no_chain, context_rows = Chain([], []), rows.flat(sight.window)
+    both = Job(q_QHC, k_TGC, v_TGC, context_rows, no_chain, Own(keys, values, inside))
+    return both, Job(q_QHC, keys, values, inside, no_chain)
+
+
+# --- what the backward pass keeps ----------------------------------------------------------------
 
 
 def keep_inputs(

@@ -21,10 +21,8 @@ Blocks are drawn for each document separately, from the seed and the document's 
 what is drawn.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Self
 
 import numpy as np
 import torch
@@ -90,12 +88,25 @@ class BlockRows:
             place_J = torch.arange(self.size, device=self.slot_N.device)
             slot_NJ = self.slot_N[:, None].expand(-1, self.size)
             first_NJ = self.first_N[:, None].expand(-1, self.size)
+            floor_M = None
             if window is not None:
                 first_NJ = torch.maximum(first_NJ, slot_NJ + 2 + place_J - window)
+                # the first query of a block sees furthest back
+                floor_M = first_NJ[:, :1].expand(-1, self.size).reshape(-1)
             order_M = torch.arange(slot_NJ.numel(), device=place_J.device)
             flat = (slot_NJ.reshape(-1), first_NJ.reshape(-1), order_M)
-            self._flat[window] = QueryRows(*flat, self._sorted_host(window))
+            self._flat[window] = QueryRows(*flat, self._sorted_host(window), floor_M)
         return self._flat[window]
+
+    def inside(self, *, causal: bool, window: int | None) -> QueryRows:
+        """Every query as a row over the keys of all blocks end to end: it sees those of its own
+        block or, if `causal`, those up to its own."""
+        query_M = torch.arange(len(self) * self.size, device=self.slot_N.device)
+        first_M = query_M // self.size * self.size
+        last_M = query_M if causal else first_M + self.size - 1
+        if window is not None:
+            first_M = torch.maximum(first_M, query_M - window + 1)
+        return QueryRows(last_M, first_M, query_M)
 
     def _sorted_host(self, window: int | None) -> tuple[Ints, Ints] | None:
         if self.ends_host is None:
@@ -116,19 +127,6 @@ class BlockRows:
 class BlockPlan(RolloutPlan):
     blocks: BlockRows
     element_P: Tensor  # index of each element among the queries of all blocks end to end
-
-    # --- padded plans: their rows are the blocks, in the same order ------------------------------
-
-    def tensors(self) -> dict[str, Tensor]:
-        return super().tensors() | {"target_X": self.head.target_N}
-
-    def with_tensors(self, given: Mapping[str, Tensor]) -> Self:
-        plan = super().with_tensors(given)
-        return replace(
-            plan,
-            head=replace(plan.head, target_N=given["target_X"]),
-            blocks=BlockRows(given["slot_N"], given["first_N"], self.blocks.size),
-        )
 
 
 def plan_blocks(

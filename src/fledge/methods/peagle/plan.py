@@ -15,9 +15,8 @@ slots 0..2 and 3..5.
     segment 1   Q = slot 3, slot 4, slot 5, (2, 1)             counts 1, 0
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Self
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -73,34 +72,6 @@ class ParallelPlan(RolloutPlan):
     def in_order(self, rows_PE: Tensor) -> Tensor:
         """The segments' last-layer rows end to end -> all depths' rows end to end."""
         return rows_PE if self.element_P is None else rows_PE.index_select(0, self.element_P)
-
-    # --- padded plans: one segment, whose slots are the key axis ---------------------------------
-
-    def tensors(self) -> dict[str, Tensor]:
-        [segment], head = self.segments, self.head
-        return super().tensors() | {
-            "depth_X": head.depth_N, "target_X": head.target_N,
-            "starts_K": segment.starts_K, "chain_position_M": segment.chain_position_M,
-            "every_slot_Q": segment.every.slot_N, "every_first_Q": segment.every.first_N,
-            "every_order_Q": segment.every.order_N,
-            "asking_slot_P": segment.asking.slot_N, "asking_first_P": segment.asking.first_N,
-            "asking_order_P": segment.asking.order_N,
-        }  # fmt: skip
-
-    def with_tensors(self, given: Mapping[str, Tensor]) -> Self:
-        plan, [segment] = super().with_tensors(given), self.segments
-        segment = replace(
-            segment,
-            starts_K=given["starts_K"],
-            chain_position_M=given["chain_position_M"],
-            every=QueryRows(given["every_slot_Q"], given["every_first_Q"], given["every_order_Q"]),
-            anchor_N=given["slot_N"],
-            asking=QueryRows(
-                given["asking_slot_P"], given["asking_first_P"], given["asking_order_P"]
-            ),
-        )
-        head = replace(plan.head, depth_N=given["depth_X"], target_N=given["target_X"])
-        return replace(plan, head=head, segments=(segment,))
 
 
 def plan_parallel(
