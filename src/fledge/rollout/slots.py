@@ -164,6 +164,58 @@ def per_document(slots: Slots, values: Ints, reduce: np.ufunc) -> Ints:
     return reduced
 
 
+def supervised_so_far(supervised_SK: Bools) -> Ints:
+    """[K] number of slots that are supervised at all depths <= k."""
+    counts, alive_S = [], np.ones(len(supervised_SK), dtype=np.bool_)
+    for supervised_S in supervised_SK.T:
+        alive_S = alive_S & supervised_S
+        counts.append(np.count_nonzero(alive_S))
+    return np.array(counts, dtype=np.int64)
+
+
+# --- padded plans: see `rollout/plan.py` ----------------------------------------------------------
+
+
+def rounded(size: int, quantum: int) -> int:
+    return -(-max(1, size) // quantum) * quantum
+
+
+def filled(values: Ints, size: int, with_: int) -> Ints:
+    result = np.full(size, with_, dtype=np.int64)
+    result[: len(values)] = values
+    return result
+
+
+def spread_evenly(asked_P: Ints, real_P: Bools) -> tuple[Ints, Bools]:
+    """The elements, real ones sorted by the slot that they ask for, and which of them are real. The
+    others are spread evenly between them, so that every group has equally many."""
+    ordered, others = np.flatnonzero(real_P), np.flatnonzero(~real_P)
+    ordered = ordered[np.argsort(asked_P[ordered], kind="stable")]
+    real = np.zeros_like(real_P)
+    real[np.arange(len(ordered)) * len(real) // max(1, len(ordered))] = True
+    element = np.empty(len(real), dtype=np.int64)
+    element[real], element[~real] = ordered, others
+    return element, real
+
+
+def targets_by_group(
+    asked_X: Ints, real_X: Bools, group: int, *, step: int
+) -> tuple[Ints, Ints, int]:
+    """The target slots of all groups end to end, each element's index among them (any of its group
+    if it is not real), and the number of slots per group, a multiple of `step`."""
+    group_X = np.arange(len(asked_X)) // group
+    width = int(asked_X.max()) + 1
+    unique, inverse = np.unique((group_X * width + asked_X)[real_X], return_inverse=True)
+    owner, slot = np.divmod(unique, width)
+    rank = np.arange(len(unique)) - np.searchsorted(owner, owner)
+    spread = rounded(int(rank.max(initial=-1)) + 1, step)
+    target = np.zeros(-(-len(asked_X) // group) * spread, dtype=np.int64)
+    target[owner * spread + rank] = slot
+    target_X = group_X * spread
+    target_X[real_X] = (owner * spread + rank)[inverse]
+    return target, target_X, spread
+
+
 # --- draws ----------------------------------------------------------------------------------------
 # Which rollouts are followed, and how deep: P-EAGLE's COD sampling (docs/semantics.md,
 # P-EAGLE) and the plain thinning of EAGLE-3 (`objective.depth_keep`).
