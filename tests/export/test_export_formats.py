@@ -68,8 +68,6 @@ REFUSED = [
     ("sglang", "0.5.22", {"norm_output": True}, "0.5.23"),
     ("sglang", "0.5.23", {"target_hidden_size": 10}, "--engine vllm"),
     ("sglang", "0.5.23", {"aux_layer_ids": [1, 3, 7]}, "below the last layer"),
-    ("vllm", "0.20.0", {"fc_norm": True}, "0.32"),
-    ("vllm", "0.31.0", {"norm_output": True}, "0.32"),
     ("speculators", "0.9.0", {"target_hidden_size": 10}, "--engine vllm"),
     (
         "speculators",
@@ -82,7 +80,7 @@ ACCEPTED = [
     ("sglang", "0.5.9", {}),
     ("sglang", "0.5.9", {"draft_vocab_size": 10, "aux_layer_ids": [0, 2, 5]}),
     ("sglang", "0.5.23", {"num_hidden_layers": 3, "fc_norm": True, "norm_output": True}),
-    ("vllm", "0.16.0", {"num_hidden_layers": 4, "parallel_drafting": True, "mask_token_id": 3}),
+    ("vllm", "0.32.0", {"num_hidden_layers": 4, "parallel_drafting": True, "mask_token_id": 3}),
     ("vllm", "0.32.0", {"fc_norm": True, "norm_output": True, "aux_layer_ids": [1, 3, 7]}),
     ("speculators", "0.9.0", {"fc_norm": True, "norm_output": True, "num_hidden_layers": 2}),
     ("speculators", "0.9.0", {"parallel_drafting": True, "mask_token_id": 3}),
@@ -113,7 +111,7 @@ def test_servable_drafts_are_not_refused(engine, version, options):
 
 
 def test_only_sglang_refuses_trained_embeddings():
-    check("vllm", "0.16.0", {}, trained_embeddings=True)
+    check("vllm", "0.32.0", {}, trained_embeddings=True)
     check("speculators", "0.9.0", {}, trained_embeddings=True)
     with pytest.raises(BadInput, match="freeze_embeddings=true"):
         check("sglang", "0.5.23", {}, trained_embeddings=True)
@@ -153,12 +151,11 @@ def test_versions():
     vllm = ENGINES["vllm"]
     assert vllm.check_version(None) == vllm.tested[-1] == "0.32.0"
     assert vllm.check_version("0.40.1.post2") == "0.40.1.post2"  # newer than any tested: accepted
-    with pytest.raises(BadInput, match=r"0\.15\.9 .* 0\.16\.0 is the oldest"):
-        vllm.check_version("0.15.9")
+    with pytest.raises(BadInput, match=r"0\.31\.9 .* 0\.32\.0 is the oldest"):
+        vllm.check_version("0.31.9")
     with pytest.raises(BadInput, match="not a version"):
         vllm.check_version("latest")
-    assert vllm.oldest_for(frozenset()) == "0.16.0"
-    assert vllm.oldest_for(frozenset({"fc_norm"})) == "0.32.0"
+    assert ENGINES["sglang"].oldest_for(frozenset({"fc_norm"})) == "0.5.23"
     assert ENGINES["sglang"].oldest_for(frozenset({"small vocabulary"})) == "0.5.9"
 
 

@@ -88,7 +88,7 @@ def test_a_run_is_exported_diagnosed_imported_and_served(block, kind, engine, tm
         load_draft(path).state_dict() for path in (tmp_path / "run" / "best", back)
     )
     assert differing(trained, imported) == []
-    words = run("serve", out)
+    words = run("serve", out, "--target", target)
     assert any(kind in word.lower() for word in words)
 
 

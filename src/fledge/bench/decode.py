@@ -34,11 +34,7 @@ class Call(NamedTuple):
     rounds: int  # the same counted text by text: a pass over a batch is a round of every text
 
 
-class Way(NamedTuple):
-    """One way to continue prompts."""
-
-    decode: Callable[[TokenLists], Call]
-    one_by_one: bool = False  # it takes one text at a time
+Way = Callable[[TokenLists], Call]
 
 
 def fledge_way(decoder: SpeculativeDecoder, stops: Stops) -> Way:
@@ -50,13 +46,11 @@ def fledge_way(decoder: SpeculativeDecoder, stops: Stops) -> Way:
         rounds = sum(len(text.rounds) or len(text.token_ids) - 1 for text in texts)
         return Call([text.token_ids for text in texts], decoder.timing.rounds, rounds)
 
-    return Way(decode)
+    return decode
 
 
-def transformers_way(
-    model: Any, stops: Stops, pad_id: int, *, one_by_one: bool = False, **options: Any
-) -> Way:
-    """`model.generate`, with whatever `options` turn on: an assistant, prompt lookup."""
+def transformers_way(model: Any, stops: Stops, pad_id: int) -> Way:
+    """`model.generate`."""
 
     def decode(prompts: TokenLists) -> Call:
         width = max(map(len, prompts))
@@ -71,17 +65,15 @@ def transformers_way(
             out_BT = model.generate(
                 ids_BT.to(model.device), attention_mask=real_BT.long().to(model.device),
                 do_sample=False, max_new_tokens=stops.max_new_tokens,
-                eos_token_id=sorted(stops.eos_token_ids) or None, pad_token_id=pad_id, **options,
+                eos_token_id=sorted(stops.eos_token_ids) or None, pad_token_id=pad_id,
             )  # fmt: skip
         finally:
             hook.remove()
         new = [row[width:] for row in out_BT.tolist()]
         texts = [row[: stops.cut(row, 0)[0]] for row in new]
-        alone = len(texts) == 1
-        rounds = len(passes) - 1 if alone else sum(len(text) - 1 for text in texts)
-        return Call(texts, len(passes) - 1, rounds)
+        return Call(texts, len(passes) - 1, sum(len(text) - 1 for text in texts))
 
-    return Way(decode, one_by_one)
+    return decode
 
 
 def draft_ways(
@@ -106,25 +98,10 @@ def draft_ways(
     return ways
 
 
-def draftless_ways(
-    model: Any, stops: Stops, *, pad_id: int, num_draft_tokens: int, assistant: Any = None
-) -> dict[str, Way]:
-    """The target alone, here and in transformers, and what transformers speculates with."""
-    lookup = {"prompt_lookup_num_tokens": num_draft_tokens}
-    ways = {
-        PLAIN: fledge_way(SpeculativeDecoder(model), stops),
-        GENERATE: transformers_way(model, stops, pad_id),
-        "transformers prompt lookup": transformers_way(
-            model, stops, pad_id, one_by_one=True, **lookup
-        ),
-    }
-    if assistant is not None:
-        assistant.generation_config.num_assistant_tokens = num_draft_tokens
-        assistant.generation_config.num_assistant_tokens_schedule = "constant"
-        ways["transformers assisted"] = transformers_way(
-            model, stops, pad_id, one_by_one=True, assistant_model=assistant
-        )
-    return ways
+def draftless_ways(model: Any, stops: Stops, *, pad_id: int) -> dict[str, Way]:
+    """The target alone, here and in transformers."""
+    plain = fledge_way(SpeculativeDecoder(model), stops)
+    return {PLAIN: plain, GENERATE: transformers_way(model, stops, pad_id)}
 
 
 @dataclass
@@ -181,9 +158,9 @@ def decode_all(
     for first in range(0, len(ordered), batch):
         rows = ordered[first : first + batch]
         for name, way in ways.items():
-            way.decode(rows)
+            way(rows)
             begin = _now(device)
-            call, result = way.decode(rows), results[name]
+            call, result = way(rows), results[name]
             result.seconds += _now(device) - begin
             result.texts += call.texts
             result.passes += call.passes

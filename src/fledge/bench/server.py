@@ -18,8 +18,6 @@ import httpx
 from fledge.core.errors import BadInput
 
 _PERCENTILES = (50, 90, 99)
-_ALL_VERIFIED = "counts all that was verified, also past the end; `fledge eval`: what it added"
-_BY_VERSION = "counts as that version of SGLang counts it; `fledge eval`: what it added"
 _SETTLE_TRIES, _SETTLE_S = 20, 0.05
 _RUNNING = re.compile(r"^vllm:num_requests_running(?:\{[^}]*\})?\s+(\S+)", re.MULTILINE)
 _SAMPLE = re.compile(r"(?P<name>[\w:]+)(\{(?P<labels>[^}]*)\})?\s+(?P<value>\S+)")
@@ -56,7 +54,6 @@ class ServerAcceptance:
 
     length: float
     source: str
-    last_round: str  # how a round counts that the end of an answer cuts short
     per_position: list[float] = field(default_factory=list)  # P(tokens 1..k accepted); vLLM only
     drafts: int | None = None
 
@@ -235,13 +232,11 @@ async def _acceptance(
             per_position=[grown[f"{per_position}:{k}"] / drafts for k in range(positions)],
             drafts=int(drafts),
             source="vLLM's counters over the measured requests",
-            last_round=_ALL_VERIFIED,
         )
-    length, source = after.get("sglang:spec_accept_length"), "SGLang's gauge, of its latest batches"
     for path in ("/server_info", "/get_server_info"):  # 0.5.9 knows the second only
         response = await client.get(path)
         states = response.json().get("internal_states") if response.status_code == 200 else None
         if states and states[0].get("avg_spec_accept_length"):
-            length, source = states[0]["avg_spec_accept_length"], "SGLang's average since its start"
-            break
-    return ServerAcceptance(length, source, _BY_VERSION) if length else None
+            length = states[0]["avg_spec_accept_length"]
+            return ServerAcceptance(length, "SGLang's average since its start")
+    return None

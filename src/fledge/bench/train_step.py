@@ -5,10 +5,9 @@ masters. `documents` packs documents of about that many tokens; without it every
 of `seq` tokens. 60 % of the tokens are supervised.
 """
 
-import gc
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -17,7 +16,6 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from fledge.bench.cost import step_flops
 from fledge.core.distributed import World
 from fledge.core.rows import TokenRow
 from fledge.core.transfer import record_event
@@ -31,7 +29,6 @@ from fledge.target.hf.model import HFEagle3TargetModel
 from fledge.target.state_cache import KeptStates, RememberingTarget
 from fledge.training.batches import StepBatch
 from fledge.training.optimizer import StepGuard, make_optimizer
-from fledge.training.planning.step_cost import MetaStep, without_memory
 from fledge.training.recorded_steps import recorded_steps
 from fledge.training.step import Clock, Parts, train_step
 
@@ -59,12 +56,9 @@ class Case:
     documents: int = 0  # mean length of packed documents; 0: one document a row
     depths: int = 0
     layers: int = 0
-    supervised: float = 0.6
+    supervised: float = 0.6  # share of the tokens
     depth_keep: float = 1.0
     fp8: bool = False
-    compile: bool = True
-    partitions: int = 1
-    checkpointing: bool = False
     kept: str = ""  # "device", "host": a later epoch, whose states were kept there
     record: bool = True  # steps of small drafts as CUDA graphs
 
@@ -78,8 +72,6 @@ class StepFigures:
     first_seconds: float
     resident_bytes: int  # weights of both models, and what AdamW keeps
     above_bytes: int | None  # peak beyond that; on a GPU only
-    flops: float  # of the products that a step needs
-    ceiling: float | None  # FLOP/s of one large product here
 
     def to_json(self) -> dict[str, Any]:
         gib, above = 2**30, self.above_bytes
@@ -92,8 +84,6 @@ class StepFigures:
             "first_step_s": round(self.first_seconds, 1),
             "resident_gib": round(self.resident_bytes / gib, 2),
             "peak_above_gib": None if above is None else round(above / gib, 2),
-            "tflops": round(self.flops / self.seconds / 1e12, 2),
-            "share_of_ceiling": self.ceiling and round(self.flops / self.seconds / self.ceiling, 3),
         }
 
 
@@ -106,7 +96,7 @@ def build_target(case: Case, device: torch.device) -> HFEagle3TargetModel:
         convert_linears(model)
     layers = METHODS[case.kind].aux_layers()
     return HFEagle3TargetModel(
-        model, supervision="hidden", compile_layers=case.compile, num_aux_layers=layers
+        model, supervision="hidden", compile_layers=True, num_aux_layers=layers
     )
 
 
@@ -135,9 +125,8 @@ def build_parts(case: Case, device: torch.device) -> Parts:
     if method.fixed_draft.get("head_from_target"):
         draft.copy_head_from_target(InputEmbedding(target.info().head.weight_VD))
     draft.embed_tokens.weight.requires_grad_(not usual["freeze_embeddings"])
-    draft.gradient_checkpointing = case.checkpointing
     given = TrainerInputs(ids, mask, target.info().head, _dtype(device))
-    objective = method.objective(draft, given, **_options(case))
+    objective = method.objective(draft, given, **objective_options(case))
     parameters = [p for p in draft.parameters() if p.requires_grad]
     optimizer = make_optimizer(parameters, lr=1e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
     recorded = None
@@ -149,11 +138,8 @@ def build_parts(case: Case, device: torch.device) -> Parts:
     )  # fmt: skip
 
 
-def _options(case: Case) -> dict[str, Any]:
-    """Options of the objective."""
-    return METHODS[case.kind].bench_options(
-        depths=case.depths, depth_keep=case.depth_keep, partitions=case.partitions
-    )
+def objective_options(case: Case) -> dict[str, Any]:
+    return METHODS[case.kind].bench_options(depths=case.depths, depth_keep=case.depth_keep)
 
 
 def random_rows(case: Case, count: int, mean: int) -> list[TokenRow]:
@@ -228,8 +214,6 @@ def measure_step(
         first_seconds=times[1] - times[0],
         resident_bytes=built + moments,
         above_bytes=above,
-        flops=step_flops(parts, batches[-1], meta_step(case, parts)),
-        ceiling=matmul_ceiling(device) if gpu else None,
     )
 
 
@@ -245,84 +229,3 @@ class _Moment:
         if self._event is None or other._event is None:
             return self._now - other._now
         return float(other._event.elapsed_time(self._event)) / 1000
-
-
-def meta_step(case: Case, parts: Parts) -> MetaStep:
-    """The step of a case, to be counted."""
-    method, draft = METHODS[case.kind], parts.objective.draft_model
-    paper = without_memory(method, draft.config, draft)
-    return MetaStep(method, paper, _options(case), _dtype(parts.device))
-
-
-def matmul_ceiling(device: torch.device, size: int = 8192) -> float:
-    """FLOP/s of one large bf16 product, the best of a few."""
-    left, right = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
-    best = float("inf")
-    for _ in range(10):
-        torch.cuda.synchronize(device)
-        start = time.perf_counter()
-        left @ right
-        torch.cuda.synchronize(device)
-        best = min(best, time.perf_counter() - start)
-    return 2 * size**3 / best
-
-
-# --- compare --------------------------------------------------------------------------------------
-# The table of docs/performance.md: the named steps, one after the other, with the ceiling of the
-# same machine in the same run.
-
-CASES: Mapping[str, Case] = {
-    "EAGLE-3, 8B, 4 x 2048": Case("8b", batch=4),
-    "the same, fp8 target, depth_keep 0.7": Case("8b", batch=4, fp8=True, depth_keep=0.7),
-    "the same, second epoch, states in host memory": Case("8b", batch=4, kept="host"),
-    "EAGLE-3, 8B, 1 x 32,768": Case("8b", seq=32_768),
-    "EAGLE-3, 1B, 8 x 2048": Case("1b", batch=8),
-    "EAGLE-3, 135M, one pack of 16,384": Case("135m", seq=16_384, documents=250),
-    "the same, second epoch, states on the device": Case(
-        "135m", seq=16_384, documents=250, kept="device"
-    ),
-    "P-EAGLE, 8B, 2 x 2048, 8 depths, 4 layers": Case("8b", "peagle", batch=2),
-    "DFlash, 8B, 4 x 2048": Case("8b", "dflash", batch=4),
-    "DSpark, 8B, 4 x 2048": Case("8b", "dspark", batch=4),
-}
-COLUMNS = (
-    *("step", "tokens/s", "step ms", "target / supervision / forward / backward / update ms"),
-    *("slowest ms", "first step s", "above GiB", "share of ceiling"),
-)
-
-
-def compare(
-    device: torch.device, cases: Mapping[str, Case] = CASES, *, steps: int, warmup: int
-) -> Iterator[tuple[str, StepFigures]]:
-    """Each in turn; the one before it is gone when the next begins."""
-    for name, case in cases.items():
-        yield name, measure_step(case, device, steps=steps, warmup=warmup)
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-
-
-def table_row(name: str, figures: StepFigures) -> list[str]:
-    values = figures.to_json()
-    above, share = values["peak_above_gib"], values["share_of_ceiling"]
-    return [
-        name,
-        f"{values['tokens_per_s']:,}",
-        f"{values['step_ms']:,.0f}",
-        " / ".join(f"{ms:,.0f}" for ms in values["phases_ms"].values()),
-        f"{values['slowest_step_ms']:,.0f}",
-        f"{values['first_step_s']}",
-        "" if above is None else f"{above:.2f}",
-        "" if share is None else f"{share:.0%}",
-    ]
-
-
-def markdown_line(cells: Iterable[str]) -> str:
-    """As in docs/performance.md."""
-    return f"| {' | '.join(cells)} |"
-
-
-HEAD = (
-    markdown_line(COLUMNS),
-    markdown_line(["---", "--:", "--:", "---", *["--:"] * 4]),
-)

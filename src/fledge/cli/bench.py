@@ -42,7 +42,7 @@ app = Verbs(
 
 TRAIN_EXAMPLE = (
     "Example: fledge bench train --shape 8b --seq 2048 --batch 4\n\n"
-    "Example: fledge bench train --shape 135m --seq 16384 --documents 250 --profile"
+    "Example: fledge bench train --shape 135m --seq 16384 --documents 250"
 )
 
 
@@ -60,67 +60,34 @@ def bench_train(
         float, Option(min=0.01, max=1.0, help="Share of the tokens that are supervised.")
     ] = 0.6,
     depths: Annotated[int, Option(min=0, help="0: as the method's recipes.")] = 0,
-    layers: Annotated[int, Option(min=0, help="0: as the method's recipes.")] = 0,
     depth_keep: Annotated[
         float, Option(min=0.05, max=1.0, help="EAGLE-3: objective.depth_keep.")
     ] = 1.0,
     fp8: Annotated[bool, Option("--fp8", help="Target in fp8.")] = False,
-    compile_target: Annotated[
-        bool, Option("--compile/--no-compile", help="Compile the target's layers.")
-    ] = True,
-    partitions: Annotated[int, Option(min=1, help="P-EAGLE: sequence partitions.")] = 1,
-    checkpointing: Annotated[
-        bool, Option("--checkpointing", help="Recompute whole layers.")
-    ] = False,
     kept: Annotated[
         str, Option(help="Measure a later epoch, whose states are kept: device or host.")
     ] = "",
-    record: Annotated[
-        bool, Option("--record/--no-record", help="Steps of small drafts as CUDA graphs.")
-    ] = True,
     steps: Annotated[int, Option(min=1, help="Steps measured; the median counts.")] = 5,
     warmup: Annotated[int, Option(min=1, help="Steps before that.")] = 2,
     device: Annotated[str, Option(help="auto, cpu or cuda.")] = "auto",
-    profile: Annotated[bool, Option("--profile", help="Then print torch's tables.")] = False,
-    memory: Annotated[
-        bool, Option("--memory", help="Then print who holds the memory at the peak.")
-    ] = False,
-    compare: Annotated[
-        bool, Option("--compare", help="On a GPU: every step of docs/performance.md, as its table.")
-    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Tokens per second, phase times and memory of one training step, on random weights."""
     quiet_libraries()
     from fledge.bench import train_step as bench
-    from fledge.bench.cost import memory_at_peak, profile_step
     from fledge.core.distributed import pick_device
     from fledge.methods.registry import DEFAULT_METHOD, METHODS
 
     where = pick_device(device)
-    if compare:
-        _compare(bench, where, steps, warmup, as_json=as_json)
-        return
     case = bench.Case(
         shape=shape, kind=kind or DEFAULT_METHOD, seq=seq, batch=batch, documents=documents,
-        depths=depths, layers=layers, supervised=supervised, depth_keep=depth_keep, fp8=fp8,
-        compile=compile_target, partitions=partitions, checkpointing=checkpointing, kept=kept,
-        record=record,
+        depths=depths, supervised=supervised, depth_keep=depth_keep, fp8=fp8, kept=kept,
     )  # fmt: skip
     places = ["device", "host"]
     named = ((shape, list(bench.SHAPES)), (case.kind, list(METHODS)), (kept or places[0], places))
     for value, known in named:
         if value not in known:
             raise BadInput(f"nothing is named '{value}' here", fix=nearest(value, known))
-    notes: list[str] = []
-
-    def look(parts: Any, rows: Any) -> None:
-        if memory and where.type == "cuda":
-            held = memory_at_peak(parts, rows)
-            notes.extend(f"{gib:7.2f} GiB  {source}" for source, gib in held)
-        if profile:
-            notes.append(profile_step(parts, rows))
-
     with progress_bar(what := f"{case.kind} {shape}") as show:
         done = itertools.count(1)
         measured = bench.measure_step(
@@ -128,7 +95,6 @@ def bench_train(
             where,
             steps=steps,
             warmup=warmup,
-            look=look,
             on_step=lambda: show(what, next(done), steps + warmup, "steps"),
         )
     figures = {"kind": case.kind, "shape": shape, **measured.to_json()}
@@ -137,24 +103,6 @@ def bench_train(
     else:
         texts = {k: f"{v:,}" if isinstance(v, int) else f"{v}" for k, v in figures.items()}
         out.print(facts_table(texts))
-    for note in notes:
-        out.plain(note)
-
-
-def _compare(bench: Any, device: Any, steps: int, warmup: int, *, as_json: bool) -> None:
-    """Print every line as soon as it is measured: all of them take minutes."""
-    if device.type != "cuda":
-        what = "the steps of the table need a GPU, and there is none"
-        raise BadInput(what, where="--compare", fix="fledge bench train --shape 135m")
-    if not as_json:
-        out.plain("\n".join(bench.HEAD))
-    rows = []
-    for name, figures in bench.compare(device, steps=steps, warmup=warmup):
-        if not as_json:
-            out.plain(bench.markdown_line(bench.table_row(name, figures)))
-        rows.append({"step": name, **figures.to_json()})
-    if as_json:
-        print_json(rows)
 
 
 # --- server ---------------------------------------------------------------------------------------
@@ -224,7 +172,7 @@ def _show_server(runs: list[tuple[str, Any]]) -> None:
         no_wrap=True,
     )  # fmt: skip
     plain = {run.concurrency: run.tokens_per_s for name, run in runs if name == "baseline"}
-    definitions: dict[tuple[str, str], None] = {}
+    sources: dict[str, None] = {}
     for name, run in runs:
         base, gain, length = plain.get(run.concurrency), "", ""
         if name == "draft" and base:
@@ -232,7 +180,7 @@ def _show_server(runs: list[tuple[str, Any]]) -> None:
         if run.acceptance is not None:
             length = f"{run.acceptance.length:.3f}"
             if name == "draft":
-                definitions[run.acceptance.source, run.acceptance.last_round] = None
+                sources[run.acceptance.source] = None
         times = [
             f"{values['p50']:.1f} / {values['p99']:.1f}" if values else "-"
             for values in (run.first_ms, run.per_token_ms, run.total_ms)
@@ -240,12 +188,11 @@ def _show_server(runs: list[tuple[str, Any]]) -> None:
         speed = f"{run.tokens_per_s:,.1f}"
         table.add_row(name, str(run.concurrency), speed, gain, *times, length)
     out.print(table)
-    for source, last_round in definitions:
+    for source in sources:
         out.print(f"acceptance length = 1 + accepted / drafted rounds: {source}.", style="dim")
-        out.print(f"A round that the end of an answer cuts short {last_round}.", style="dim")
-    if not definitions:
+    if not sources:
         silent = "the server reports nothing about speculative decoding: is the draft on?"
-        out.print(f"{silent} SGLang needs --enable-metrics", style="yellow")
+        out.print(silent, style="yellow")
 
 
 # --- decode ---------------------------------------------------------------------------------------
@@ -270,9 +217,6 @@ def bench_decode(
     ] = None,
     draft_tokens: opt.TrainedTokens = 0,
     max_new_tokens: opt.MeasuredTokens = 128,
-    assistant: Annotated[
-        str, Option(help="A small model for transformers' assisted generation.")
-    ] = "",
     aux_layers: Annotated[
         str, Option(help="The layers that the drafts read, e.g. 1,14,26; default: the run's.")
     ] = "",
@@ -283,8 +227,7 @@ def bench_decode(
 ) -> None:
     """Decode the same prompts with drafts, by the target alone and by transformers, and compare.
 
-    Tokens per second of whole calls, beside transformers' generate, prompt lookup and, with
-    --assistant, assisted generation. Texts are compared with those of the target alone.
+    Tokens per second of whole calls. Texts are compared with those of the target alone.
     """
     quiet_libraries()
     from fledge.bench import decode as ways_of
@@ -310,11 +253,8 @@ def bench_decode(
         ids = _encoded(rows, backend, max_new_tokens)
         stops = Stops(max_new_tokens, eos_token_ids(model, tokenizer))
         counts = {name: draft_tokens or trained_tokens(path) for name, path in paths.items()}
-        ways = ways_of.draftless_ways(
-            model, stops, pad_id=getattr(tokenizer, "pad_token_id", None) or 0,
-            num_draft_tokens=max(counts.values()),
-            assistant=_load_assistant(assistant, backend) if assistant else None,
-        )  # fmt: skip
+        pad_id = getattr(tokenizer, "pad_token_id", None) or 0
+        ways = ways_of.draftless_ways(model, stops, pad_id=pad_id)
         for name, path in paths.items():
             reading = backend if aux_layers else with_layers_of(backend, path)
             draft = load_draft_beside(reading, path)
@@ -324,10 +264,9 @@ def bench_decode(
             )
         figures = []
         for size in batch or [1]:
-            able = {name: way for name, way in ways.items() if size == 1 or not way.one_by_one}
             with progress_bar(f"batch {size}") as show:
                 decoded = ways_of.decode_all(
-                    able, ids, batch=size, device=model.device, progress=show
+                    ways, ids, batch=size, device=model.device, progress=show
                 )
             figures += [result.to_json(decoded) for result in decoded.values()]
     if as_json:
@@ -351,17 +290,6 @@ def _encoded(prompts: Any, target: Any, max_new_tokens: int) -> list[list[int]]:
     if not fitting:
         raise BadInput("no prompt leaves room for an answer", fix="lower --max-new-tokens")
     return fitting
-
-
-def _load_assistant(name: str, target: Any) -> Any:
-    from fledge.models.resolve import load_model
-
-    weight = target.get_input_embeddings().weight
-    model = load_model(name, dtype=weight.dtype, device=weight.device)
-    if model.config.vocab_size != len(weight):
-        what = f"it has {model.config.vocab_size} tokens, the target {len(weight)}"
-        raise BadInput(what, where=f"--assistant {name}", fix="name a model of the same family")
-    return model
 
 
 def _show_decode(figures: Sequence[Mapping[str, Any]]) -> None:

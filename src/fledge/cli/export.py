@@ -34,9 +34,6 @@ def export(
     overwrite: Annotated[bool, Option("--overwrite", help="Replace an export.")] = False,
     dtype: Annotated[str, Option(help="bfloat16, ...; default: as stored.")] = "",
     draft_tokens: opt.TrainedTokens = 0,
-    target_embeddings: Annotated[
-        bool, Option("--target-embeddings", help="Give up trained embeddings.")
-    ] = False,
     without_target: Annotated[
         bool, Option("--without-target", help="Check the files, decode nothing.")
     ] = False,
@@ -70,23 +67,22 @@ def export(
             source, destination or default_out(source, engine), engine=engine, target=target,
             engine_version=engine_version or None, num_draft_tokens=draft_tokens or None,
             dtype=parse_dtype(dtype, floating=True) if dtype else None, device=device or None,
-            target_embeddings=target_embeddings, without_target=without_target, check=check,
-            watch=watch, trust_remote_code=trust_remote_code, target_name=target_name,
-            overwrite=overwrite,
+            without_target=without_target, check=check, watch=watch,
+            trust_remote_code=trust_remote_code, target_name=target_name, overwrite=overwrite,
         )  # fmt: skip
     record = read_export_record(written)
     if as_json:
         print_json({"out": str(written), **record})
     else:
-        _show(written, record)
+        _show(written, record, target)
 
 
-def _show(written: Path, record: dict[str, Any]) -> None:
+def _show(written: Path, record: dict[str, Any], target: str) -> None:
     import shlex
 
     from fledge.formats.card import acceptance_rows
-    from fledge.formats.engines import refused_here, serve_command
-    from fledge.formats.source import target_here
+    from fledge.formats.engines import serve_command
+    from fledge.formats.source import name_for_engines, target_here
 
     check = record["self_check"]
     out.say(
@@ -101,8 +97,7 @@ def _show(written: Path, record: dict[str, Any]) -> None:
         out.print(lengths)
     for note in check["notes"]:
         out.say(note, style="yellow")
-    target, named = target_here(written, record) or "TARGET", record["target"]["name"] or None
-    command = serve_command(record, str(written.absolute()), target=target, named=named)
+    here = name_for_engines(target) if target else target_here(written, record) or "TARGET"
+    named = record["target"]["name"] or None
+    command = serve_command(record, str(written.absolute()), target=here, named=named)
     out.say(f"serve it: {shlex.join(command)}")
-    if refusal := refused_here(record):
-        out.say(str(refusal), style="yellow")

@@ -44,9 +44,6 @@ def regenerate(
         list[str] | None,
         Option(metavar="NAME=VALUE", help="For the chat template: enable_thinking=false."),
     ] = None,
-    exclude_truncated: Annotated[
-        bool, Option(help="Leave out answers that the length limit cut short.")
-    ] = False,
     limit: Annotated[int, Option(min=0, help="Rows; 0: all.")] = 0,
     batch: Annotated[int, Option(min=1, help="Questions at a time, run here.")] = 16,
     concurrency: Annotated[int, Option(min=1, help="Requests at a time, to servers.")] = 32,
@@ -93,7 +90,7 @@ def regenerate(
         answerer = _servers(url, model, sampling, concurrency, retries, timeout, extra)
     job = partial(
         run, sources, output.absolute(), answerer, sampling, limit=limit or None,
-        exclude_truncated=exclude_truncated, patience=max(64, 2 * concurrency),
+        patience=max(64, 2 * concurrency),
     )  # fmt: skip
     summary = _with_progress(job)
     if as_json:
@@ -113,7 +110,6 @@ def _with_progress(job: Callable[..., Any]) -> Any:
             speed = summary.tokens_now / summary.seconds_now if summary.seconds_now else 0.0
             note = f"{speed:,.0f} tok/s"
             note += f", {summary.failed_now:,} failed" if summary.failed_now else ""
-            note += f", {summary.others_now:,} by others" if summary.others_now else ""
             show("answering", done, summary.rows, "rows", note)
 
         return job(watch=watch, say=lambda line: err.say(line, style="cyan"))
@@ -155,7 +151,6 @@ def _servers(
 def _show(summary: Any, output: Path) -> None:
     done = f"{summary.written:,} of {counted(summary.rows, 'row')} in {output}"
     cut = f"{counted(summary.truncated, 'answer')} cut at the length limit"
-    cut += f", {summary.excluded:,} left out" if summary.excluded else ""
     out.say(f"{done}; {counted(summary.tokens, 'token')}; {cut}")
     for reason, count in sorted(summary.failed.counts.items(), key=lambda item: -item[1]):
         first = summary.failed.examples[reason][0]

@@ -4,16 +4,16 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from typer import Argument, Option
 
 from fledge.cli.console import err, out, print_json
 from fledge.cli.options import TrainedTokens, TrustRemoteCode
 from fledge.core.errors import BadInput
-from fledge.core.install import install_packages, installed_as, is_installed, version_of
+from fledge.core.install import install_packages, is_installed, version_of
 from fledge.core.machine import memory_bytes
 
 EXAMPLE = (
@@ -22,12 +22,6 @@ EXAMPLE = (
 )
 _VLLM_SERVER = "vllm.entrypoints.openai.api_server"
 _MOST_CPU_CACHE = 4 * 2**30  # of keys and values; by default vLLM takes nearly all memory
-_FAULTY_ON_CPU = "0.32"  # tests/engines/vllm: mended_sampling, norms_by_layer
-_GREEDY_ONLY = "with a draft on a CPU loses the temperature of requests: ask it greedily"
-_OTHER_ROUNDS = (
-    "on a CPU norms all layers of a DFlash draft as its first: its rounds are not those of "
-    "`fledge eval`, on a GPU they are"
-)
 _SPACE_FLAGS = ("--kv-cache-memory-bytes", "--gpu-memory-utilization")
 
 
@@ -50,12 +44,7 @@ def serve(
     A wrong method, or P-EAGLE without parallel drafting, gives acceptance 1.0 without a warning.
     The command is for the engine that is installed here, or else for a usual installation.
     """
-    from fledge.formats.engines import (
-        ENGINE_MODULES,
-        refused_here,
-        serve_command,
-        without_repeats,
-    )
+    from fledge.formats.engines import ENGINE_MODULES, serve_command, without_repeats
     from fledge.formats.export import read_export_record
     from fledge.formats.source import name_for_engines, target_here
 
@@ -73,20 +62,15 @@ def serve(
     module, extra_flags = ENGINE_MODULES[record["engine"]], more or []
     is_here = is_installed(module)
     if is_here and module == "vllm":
-        command = _for_this_vllm(command, extra_flags, record)
+        command = _for_this_vllm(command, extra_flags)
     command = without_repeats(command, extra_flags)
     command += ["--trust-remote-code"] if trust_remote_code else []
     if "--dtype" not in command:
         err.say(f"no --dtype: {module} will choose one (`fledge export` records it)", "yellow")
-    refusal = refused_here(record)
-    if not run or not is_here or refusal:
+    if not run or not is_here:
         print_json(command) if as_json else out.plain(shlex.join(command))
-    if refusal and not run:
-        err.say(str(refusal), "yellow")
     if not run:
         return
-    if refusal:
-        raise refusal
     if not is_here:
         fix = f"{install_packages(module)}, or run the printed command where it is"
         raise BadInput(f"{module} is not installed here", fix=fix)
@@ -95,21 +79,15 @@ def serve(
     os.execv(argv[0], argv)
 
 
-def _for_this_vllm(
-    command: list[str], extra_flags: Sequence[str], record: Mapping[str, Any]
-) -> list[str]:
+def _for_this_vllm(command: list[str], extra_flags: Sequence[str]) -> list[str]:
     """Adapt the command to the vLLM of this machine."""
-    from fledge.formats.engines import on_cpu
+    import torch
 
     if version_of("vllm") is None:  # the `vllm` program fails without this distribution
         assert command[:2] == ["vllm", "serve"]
         command = ["python", "-m", _VLLM_SERVER, "--model", *command[2:]]
-    if not on_cpu():
+    if torch.accelerator.current_accelerator(check_available=True) is not None:
         return command
-    if f"vllm {_FAULTY_ON_CPU}." in (installed_as("vllm") or ""):
-        err.say(f"vLLM {_FAULTY_ON_CPU} {_GREEDY_ONLY}", style="yellow")
-        if record["objective"] == "dflash" and record["shape"]["num_hidden_layers"] > 1:
-            err.say(f"vLLM {_FAULTY_ON_CPU} {_OTHER_ROUNDS}", style="yellow")
     is_set = "VLLM_CPU_KVCACHE_SPACE" in os.environ
     if is_set or any(flag.startswith(_SPACE_FLAGS) for flag in extra_flags):
         return command

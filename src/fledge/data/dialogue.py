@@ -70,11 +70,6 @@ class Dialogue:
         """What the target is asked next, or None when the dialogue is complete."""
         return self.said if self.said[-1]["role"] != "assistant" else None
 
-    @property
-    def last(self) -> bool:
-        """Whether this question is the last one."""
-        return all(message["role"] == "assistant" for message in self._remaining)
-
     def _copy_to_next_answer(self) -> None:
         """Copy the messages up to the next answer."""
         while self._remaining and self._remaining[0]["role"] != "assistant":
@@ -137,7 +132,7 @@ class Task:
     place: str
     row: dict[str, Any]
     dialogue: Dialogue
-    done: bool = False  # by an earlier process; only completes a group of rows answered together
+    shard: str = ""  # where the answer is recorded
 
 
 @dataclass(frozen=True)

@@ -17,14 +17,14 @@ gets a row of its own, with the history as the model saw it. `{% generation %}` 
 template has them, narrow the spans further (text inside a turn that the model did not generate).
 """
 
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from fledge.data.bounded_jinja import Span, weight
 from fledge.data.conversation import Conversation, Message
 from fledge.data.drops import BadRow
-from fledge.data.template import PROBE, ChatTemplate, shared_prefix
+from fledge.data.template import PROBE, ChatTemplate, Span, shared_prefix
 
 LONGEST_ROW = 1 << 23  # characters; a longer conversation is dropped before it is rendered
 # Every answer is located by rendering the conversation up to it. So that a row takes seconds rather
@@ -112,11 +112,8 @@ def masked_texts(
 
 def _check_size(conversation: Conversation, answers: int) -> None:
     """Drop a row that would take too long to render, before anything is rendered."""
-    characters = weight(conversation.tools, LONGEST_ROW) if conversation.tools else 0
-    for message in conversation.messages:
-        characters += len(message["content"]) + len(message.get("reasoning_content", ""))
-        if "tool_calls" in message:
-            characters += weight(message["tool_calls"], LONGEST_ROW)
+    row = [conversation.messages, conversation.tools]
+    characters = len(json.dumps(row, ensure_ascii=False))
     if characters > LONGEST_ROW:
         raise BadRow("row is too long", f"more than {LONGEST_ROW:,} characters")
     if answers > MOST_ANSWERS or answers * characters > _MOST_RENDERED:

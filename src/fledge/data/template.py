@@ -15,10 +15,11 @@ from typing import Any
 from jinja2.exceptions import TemplateError
 
 from fledge.core.errors import BadInput, first_line
-from fledge.data.bounded_jinja import BoundedTemplate, OutOfBounds, Span
 from fledge.data.conversation import Message
 from fledge.data.drops import BadRow
 from fledge.data.tokenizer import TokenizerFacts
+
+Span = tuple[int, int]  # characters [start, end)
 
 PROBE = "fledgeprobe"
 _TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -33,7 +34,7 @@ _CALL_PROBE: Message = {
 # a macro that calls itself.
 _RENDER_ERRORS = (
     TemplateError, TypeError, LookupError, ValueError, AttributeError, ArithmeticError,
-    RuntimeError, MemoryError,
+    RuntimeError, MemoryError, SyntaxError,
 )  # fmt: skip
 
 
@@ -62,11 +63,6 @@ class ChatTemplate:
         (enable_thinking, ...)."""
         self.template = template
         self.has_tags = _TAG.search(template) is not None
-        try:
-            self._bounded = BoundedTemplate(template)
-        except (*_RENDER_ERRORS, SyntaxError) as error:
-            what = f"the chat template cannot be read ({first_line(error)[:120]})"
-            raise BadInput(what, fix="check the model's chat_template") from None
         self._variables = {**token_names, **(options or {})}
         longest_first = sorted(set(special_tokens), key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
@@ -101,19 +97,21 @@ class ChatTemplate:
         self, messages: Sequence[Message], tools: Any = None, *, prompt: bool = False
     ) -> tuple[str, list[Span]]:
         """The text, and the spans inside the template's `{% generation %}` tags."""
-        variables = {
-            "documents": None,
-            **self._variables,
-            "messages": [self._adapt_message(message) for message in messages],
-            "tools": list(tools) if tools else None,
-            "add_generation_prompt": prompt,
-        }
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        adapted = [self._adapt_message(message) for message in messages]
         try:
-            return self._bounded.render(variables)
-        except OutOfBounds as error:
-            raise BadRow("template goes beyond all bounds", str(error)) from None
+            texts, spans = render_jinja_template(
+                [adapted],
+                list(tools) if tools else None,
+                chat_template=self.template,
+                return_assistant_tokens_mask=self.has_tags,
+                add_generation_prompt=prompt,
+                **self._variables,
+            )
         except _RENDER_ERRORS as error:
-            raise BadRow("template refused the row", str(error)[:80]) from None
+            raise BadRow("template refused the row", first_line(error)[:80]) from None
+        return texts[0], spans[0] if self.has_tags else []
 
     def _adapt_message(self, message: Message) -> Message:
         if "reasoning_content" in message:  # gpt-oss and LFM2.5 call it `thinking`
@@ -126,17 +124,15 @@ class ChatTemplate:
 
     def _wants_parts(self) -> bool:
         """Whether content must be a list of parts: vision templates ignore plain strings."""
-        messages = [_turn("user", "x"), _turn("assistant", PROBE)]
+        messages, why = [_turn("user", "x"), _turn("assistant", PROBE)], ""
         for self._parts in (False, True):
             try:
                 if PROBE in self.render(messages):
                     return self._parts
-            except BadRow:
-                continue
-        raise BadInput(
-            "the chat template does not render a plain user / assistant exchange",
-            fix="check the model's chat_template",
-        )
+            except BadRow as bad:
+                why = f" ({bad.detail})"
+        what = f"the chat template does not render a plain user / assistant exchange{why}"
+        raise BadInput(what, fix="check the model's chat_template")
 
     @cached_property
     def _string_arguments(self) -> bool:

@@ -1,19 +1,11 @@
-"""What preparing data takes from a tokenizer, kept on disk.
+"""What preparing data takes from a tokenizer: plain values, which worker processes are given."""
 
-Only transformers knows how a model's files become its tokenizer, and importing it takes four
-seconds of a core. Its answer does not change until the files or the libraries do.
-"""
-
-import contextlib
 import hashlib
-import json
-from dataclasses import asdict, dataclass, replace
-from importlib.metadata import version
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
 from fledge.core.errors import BadInput
-from fledge.core.files import cache_dir, write_json
 
 _TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json"),
@@ -34,26 +26,11 @@ class TokenizerFacts:
     bos: str = ""  # what plain text begins with; may be empty
 
     @classmethod
-    def load(cls, model_dir: str | Path, *, trust_remote_code: bool = False) -> "TokenizerFacts":
-        """The facts of a local model's tokenizer. Those of code that comes with a model are not
-        kept: the code must run, and be allowed to, every time."""
+    def load(cls, model_dir: str | Path, *, trust_remote_code: bool = False) -> Self:
+        """The facts of a local model's tokenizer."""
         from fledge.models.resolve import load_tokenizer
 
-        def load() -> TokenizerFacts:
-            return cls.of(load_tokenizer(str(model_dir), trust_remote_code=trust_remote_code))
-
-        config = Path(model_dir, "config.json")
-        if trust_remote_code or not config.is_file():
-            return load()
-        key = [str(model_dir), tokenizer_files_fingerprint(Path(model_dir)), config.read_bytes()]
-        key += [version("transformers"), version("tokenizers")]
-        path = cache_dir() / "tokenizers" / f"{hashlib.sha256(repr(key).encode()).hexdigest()}.json"
-        with contextlib.suppress(OSError, ValueError, TypeError):  # absent or damaged
-            return cls(**json.loads(path.read_text()))
-        facts = load()
-        with contextlib.suppress(OSError):  # without a cache it only takes longer
-            write_json(path, asdict(facts))
-        return facts
+        return cls.of(load_tokenizer(str(model_dir), trust_remote_code=trust_remote_code))
 
     @classmethod
     def of(cls, tokenizer: Any, *, encoding: bool = True) -> Self:

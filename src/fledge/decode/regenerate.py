@@ -64,8 +64,6 @@ class LocalModel:
         order = sorted(encoded, key=lambda pair: len(pair[1]))
         for begin in range(0, len(order), self._batch):
             members = order[begin : begin + self._batch]
-            if all(task.done and task.dialogue.last for task, _ in members):
-                continue
             for (task, _), answer in zip(members, self._generate(members), strict=True):
                 text = self._tokenizer.decode(answer.token_ids, skip_special_tokens=True)
                 cut, tokens = answer.finish == "length", len(answer.token_ids)

@@ -10,7 +10,6 @@ from typing import Any, Literal
 from packaging.version import Version
 
 from fledge.core.errors import BadInput
-from fledge.core.install import installed_as
 from fledge.formats.codec import NORM_FLAGS, Feature, Format
 from fledge.methods.registry import METHODS
 from fledge.models.resolve import public_name
@@ -81,7 +80,6 @@ def _norm_limits(since: str | None, instead: str) -> tuple[Limit, ...]:
     return tuple(Limit(flag, since, instead) for flag in NORM_FLAGS)
 
 
-_FROZEN = "train with draft.freeze_embeddings=true, or export with --target-embeddings"
 _NOT_IN_LLAMA = (
     Limit("attention bias", None, "train with draft.attention_bias=false, or --engine vllm"),
     Limit("mlp bias", None, "train with draft.mlp_bias=false, or --engine vllm"),
@@ -89,14 +87,8 @@ _NOT_IN_LLAMA = (
 )
 ENGINES: dict[EngineName, ServingEngine] = {
     "vllm": ServingEngine(
-        "vllm", "vLLM", oldest="0.16.0", tested=("0.32.0",),
-        limits=(
-            Limit("blocks", "0.32.0", "serve with vLLM 0.32"),
-            *_norm_limits("0.32.0", "train without it, or serve with vLLM 0.32"),
-            Limit("partial rotary", "0.32.0", "serve with vLLM 0.32"),
-            Limit("q/k norms", "0.32.0", "train without them, or serve with vLLM 0.32"),
-            Limit("fc bias", None, "--engine sglang reads it"),
-        ),
+        "vllm", "vLLM", oldest="0.32.0", tested=("0.32.0",),
+        limits=(Limit("fc bias", None, "--engine sglang reads it"),),
         mute_targets=(
             "Gemma2ForCausalLM", "Gemma3ForCausalLM", "Gemma3ForConditionalGeneration",
         ),
@@ -109,7 +101,7 @@ ENGINES: dict[EngineName, ServingEngine] = {
             Limit("several layers", "0.5.23", "--engine-version 0.5.23, or --engine vllm"),
             *_norm_limits("0.5.23", "--engine-version 0.5.23, or --engine vllm"),
             Limit("other width", None, "--engine vllm takes a target of another width"),
-            Limit("trained embeddings", None, f"it always uses the target's: {_FROZEN}"),
+            Limit("trained embeddings", None, "train with draft.freeze_embeddings=true"),
             Limit("last layer", None, "train with target.aux_layer_ids below the last layer"),
             Limit("partial rotary", None, "--engine vllm"),
             Limit("yarn attention factor", None, "--engine vllm"),
@@ -196,26 +188,6 @@ def serve_command(
         **method.vllm_settings,
     }
     return ["vllm", "serve", target, "--speculative-config", json.dumps(speculative), *flags]
-
-
-def on_cpu() -> bool:
-    """Whether engines find no accelerator on this machine."""
-    import torch
-
-    return torch.accelerator.current_accelerator(check_available=True) is None
-
-
-def refused_here(record: Mapping[str, Any]) -> BadInput | None:
-    """Why the engine that is installed on this machine refuses to start with an export's draft;
-    None if it starts, or is not installed."""
-    if ENGINE_MODULES[record["engine"]] != "vllm":
-        return None
-    method, installed = METHODS[record["objective"]], installed_as("vllm") or ""
-    for version in method.vllm_gpu_only:
-        if f"vllm {version}." in installed and on_cpu():
-            what = f"vLLM {version} serves {method.title} only on a GPU, and there is none here"
-            return BadInput(what, fix="run the printed command on a machine with a GPU")
-    return None
 
 
 def _identity_flags(name: str, dtype: str) -> list[str]:

@@ -42,8 +42,6 @@ from fledge.formats.source import (
     DraftSource,
     dtype_for_engines,
     facts_of_target,
-    name_for_engines,
-    note_target,
     read_source,
 )
 from fledge.methods.registry import method_of
@@ -66,7 +64,6 @@ def export_draft(
     target: str = "",  # "": the run's own
     dtype: torch.dtype | None = None,  # None: as stored
     num_draft_tokens: int | None = None,  # None: as trained
-    target_embeddings: bool = False,  # replace trained embeddings by the target's
     without_target: bool = False,  # skip what needs the target's weights
     device: str | None = None,
     check: CheckOptions | None = None,
@@ -91,8 +88,8 @@ def export_draft(
         raise BadInput("an export is here already", where=str(out), fix=fix)
     job = _Job(
         read_source(Path(source)), engine, engine_version, target, dtype, num_draft_tokens,
-        target_embeddings, without_target, device, check or CheckOptions(),
-        watch or unwatched, trust_remote_code, target_name,
+        without_target, device, check or CheckOptions(), watch or unwatched, trust_remote_code,
+        target_name,
     )  # fmt: skip
     try:
         return job.write(out)
@@ -120,7 +117,6 @@ class _Job:
     target_name: str
     dtype: torch.dtype | None
     asked_draft_tokens: int | None
-    target_embeddings: bool
     without_target: bool
     device: str | None
     check: CheckOptions
@@ -200,17 +196,13 @@ class _Job:
         if _EMBEDDINGS not in self.draft.tensors:
             return "the target's"
         if self.loaded is None:
-            if self.target_embeddings:
-                fix = "leave out --without-target"
-                raise BadInput("--target-embeddings needs the target", fix=fix)
             recipe = self.source.recipe
             frozen = self.method.fixed_draft.get("freeze_embeddings", False)
             frozen |= recipe is not None and recipe.draft.freeze_embeddings
             return "the target's" if frozen else "trained"
-        requested = self.target_embeddings
-        if not requested and not self._has_target_embeddings():
+        if not self._has_target_embeddings():
             return "trained"
-        if requested or _EMBEDDINGS in self.layout.ignored:
+        if _EMBEDDINGS in self.layout.ignored:
             assert self.side.embeddings_VE is not None
             weight_VE = self.side.embeddings_VE.to(self.draft.dtype)
             tensors = {**self.draft.tensors, _EMBEDDINGS: weight_VE}
@@ -235,8 +227,6 @@ class _Job:
             record = self._record(facts, self._self_check(directory), directory)
             write_text(directory / CARD_NAME, model_card(record, out.name, self.source.recipe))
             write_json(directory / RECORD_NAME, record)
-        if self.target_name:
-            note_target(out, name_for_engines(self.target_name))
         return out
 
     def close(self) -> None:
@@ -247,7 +237,7 @@ class _Job:
     def _self_check(self, directory: Path) -> SelfCheck:
         self.watch("reading back", 0, 1)
         check, reread = check_files(directory, self.engine.name, self.draft, self.side)
-        source = self.source
+        source, check.estimate = self.source, self.source.estimate
         if self.loaded is None:
             check.notes.append("exported without the target: nothing was decoded")
         else:

@@ -178,24 +178,6 @@ def cached_answers(
     return Answers(turns, value["skipped"], from_cache, path)
 
 
-def cached_continuations(
-    target: HFEagle3TargetModel, prompts: list[list[int]], stops: Stops
-) -> list[Generation]:
-    """The target's greedy continuations of token ids, from the cache or generated now and cached:
-    drafts of one target, and exports for several engines, are checked on the same ones."""
-    count = len(prompts)
-    expected = Table({"continuations": ListOf(_TEXT, least=count, most=count)})
-
-    def answer() -> dict[str, Any]:
-        texts = SpeculativeDecoder(target.model).generate(prompts, stops)
-        return {"continuations": [_text(text) for text in texts]}
-
-    path = _path(target, prompts, stops.max_new_tokens)
-    value, _ = _cached(path, expected, answer)
-    pairs = zip(prompts, value["continuations"], strict=True)
-    return [Generation(ids, text["token_ids"], text["finish"]) for ids, text in pairs]
-
-
 def _text(text: Generation) -> dict[str, Any]:
     return {"token_ids": text.token_ids, "finish": text.finish}
 
@@ -248,7 +230,7 @@ def _answer(
     """The answered turns, as `AnsweredTurn` has them, and the number skipped. A follow-up is asked
     once all turns before it are answered; prompts of similar length are answered together. Answers
     that are in the journal `part` are taken from there, and new ones are added to it."""
-    done = {line["row"]: line for *_, line in journal.read(part, {True: _TEXT, False: _TEXT})}
+    done = {line["row"]: line for _, line in journal.read(part)}
     tokenizer, template = target.tokenizer, ChatTemplate.of(target.tokenizer)
     decoder = SpeculativeDecoder(target.model)  # no draft: the target alone
     most = longest_text(target.model.config) - stops.max_new_tokens
@@ -277,7 +259,7 @@ def _answer(
                 generated = decoder.generate(asked, stops, on_round=on_round)
                 for name, text in zip(names, generated, strict=True):
                     done[name] = _text(text)
-                    journal.append(part, name, done[name], good=True)
+                    journal.append(part, {"row": name, **done[name]})
             for row, name in zip(rows, names, strict=True):
                 known = done[name]
                 texts[row] = Generation(encoded[row], known["token_ids"], known["finish"])

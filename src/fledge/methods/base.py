@@ -100,9 +100,6 @@ class Method(ABC):
     vllm_settings: ClassVar[Mapping[str, object]] = {}
     """Further entries that vLLM's speculative config needs."""
 
-    vllm_gpu_only: ClassVar[tuple[str, ...]] = ()
-    """Versions of vLLM that serve its drafts only on a GPU."""
-
     @property
     def own_strategy(self) -> str:
         """The strategy that it trains for."""

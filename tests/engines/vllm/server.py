@@ -91,10 +91,10 @@ def _finished(metrics: str) -> int:
     return int(sum(float(value) for value in _FINISHED.findall(metrics)))
 
 
-def serving(export: Path, *flags: str) -> AbstractContextManager[Server]:
+def serving(export: Path, target: Path, *flags: str) -> AbstractContextManager[Server]:
     """Serve an export as `fledge serve` starts it."""
     port = _free_port()
-    command = ["-m", "fledge", "serve", str(export), "--run"]
+    command = ["-m", "fledge", "serve", str(export), "--run", "--target", str(target)]
     return _running([*command, "--host", "127.0.0.1", "--port", str(port), "--", *flags], port)
 
 

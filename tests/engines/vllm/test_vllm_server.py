@@ -66,7 +66,7 @@ def running(request: Any, engines: Any, tmp_path_factory: Any) -> Iterator[Runni
     texts = greedy_texts(model, count=PROMPTS, prompt=PROMPT, answer=LONGER)  # 8 seen in training
     flags = ["--max-model-len", "128", "--max-num-seqs", "4", "--enforce-eager"]
     flags += ["--per-request-spec-decode-metrics", "detailed"]
-    with serving(made.export("vllm"), *flags) as server:
+    with serving(made.export("vllm"), root / "tiny-llama", *flags) as server:
         yield Running(server, made, texts.tolist())
 
 

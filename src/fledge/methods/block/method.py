@@ -154,7 +154,6 @@ class Dspark(BlockMethod):
         },
     )
     algorithms: ClassVar[Mapping[str, str]] = {"vllm": "dspark", "sglang": "DSPARK"}
-    vllm_gpu_only = ("0.32",)  # on a CPU: "Model Runner V1 does not support dspark"
 
     def owns(self, config: "PretrainedConfig") -> bool:
         return DFLASH.owns(config) and bool(stated(config, "markov_rank"))
