@@ -11,12 +11,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fledge.core.graphs import tensors_of, with_tensors
 from fledge.core.rows import PACKING_FIELDS
-from fledge.methods.block import plan as blocks
 from fledge.methods.block.plan import plan_blocks
 from fledge.methods.peagle import draft as parallel_draft
 from fledge.methods.peagle import plan as parallel
 from fledge.methods.peagle.draft import parallel_attention
 from fledge.methods.peagle.plan import plan_parallel
+from fledge.rollout import plan as rollouts
 from fledge.rollout.context import ContextRanks
 from fledge.rollout.plan import plan_rollout
 from objective.cases import (
@@ -51,9 +51,7 @@ RATIOS = {"ratio": 0.7, "ratio_min": 0.2}
 @pytest.fixture(autouse=True)
 def small_groups(monkeypatch):
     """Small groups, so that there are several of them and depths differ in size."""
-    monkeypatch.setattr(blocks, "GROUP", 4)
-    monkeypatch.setattr(blocks, "SHARES", 2)
-    monkeypatch.setattr(parallel, "GROUP", 16)
+    monkeypatch.setattr(rollouts, "GROUP", 16)
     monkeypatch.setattr(parallel, "CHAIN_ALIGNED", 2)
 
 
@@ -162,7 +160,7 @@ def test_the_sizes_are_round(lengths, pad, supervised, quantum):
     width = sum(lengths) + pad
     batch = packed_batch([make_documents(lengths, supervised=supervised)], width)
     plan = plan_rollout(masks_of(batch), num_depths=3, quantum=quantum)
-    [size] = {len(plan.target_M), *plan.counts}
+    [size] = {*plan.counts}
     assert size % quantum == 0
     assert len(plan.head) == 3 * size
     assert len(plan.slot_T) == -(-(width + 3) // 64) * 64
@@ -213,15 +211,15 @@ def test_the_sizes_of_blocks_are_round(share):
 
 
 def test_groups_share_target_slots():
-    """With a block at every slot, 4 blocks of 4 depths need 7 target slots, rounded up to 8."""
+    """With a block at every slot, 16 elements need 5 target slots, rounded up to 6."""
     batch = packed_batch([make_block_documents([57], supervised=1.1)], 60)
     options = {"place": (5, 1), "anchors": 2048, "seed": 0, "quantum": 8}
     shared = plan_blocks(masks_of(batch), **options)
-    assert shared.head.group == (16, 8)
+    assert shared.head.group == (16, 6)
     alone = plan_blocks(masks_of(batch), **options, share_targets=False)
-    assert alone.head.group == (4, 4)
+    assert alone.head.group == (1, 1)
     assert len(alone.target_M) == len(alone.head)
-    assert len(shared.target_M) == len(shared.head) // 2
+    assert len(shared.target_M) == len(shared.head) // 16 * 6
 
 
 def test_the_example_of_the_padded_plan():
