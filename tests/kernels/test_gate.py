@@ -22,7 +22,7 @@ def launched_kernels() -> set[str]:
     """Names of what the source launches: `kernel[grid](...)` or `module.kernel[grid](...)`."""
     launches = [
         node.func.value
-        for files in ("kernels/*.py", "rollout/*.py", "methods/block/triton_*.py")
+        for files in ("kernels/*.py", "rollout/*.py")
         for path in (ROOT / "src/fledge").glob(files)
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript)

@@ -22,6 +22,7 @@ from fledge.methods.block.plan import BlockRows
 from fledge.rollout.attention import (
     AttentionKind,
     KeysValues,
+    dense_attention,
     kernel_runs,
     prefix_backward,
     prefix_forward,
@@ -87,24 +88,13 @@ def block_visible(rows: BlockRows, num_keys: int, sight: Sight) -> tuple[Tensor,
 def reference_blocks(
     q_NJHC: Tensor, context: KeysValues, own: KeysValues, rows: BlockRows, sight: Sight
 ) -> Tensor:
-    """The definition: all scores side by side, one softmax in fp32."""
-    wide = torch.promote_types(q_NJHC.dtype, torch.float32)
-    heads_per_key = q_NJHC.shape[2] // own[0].shape[2]
-    keys_THC, values_THC = (x.to(wide).repeat_interleave(heads_per_key, dim=1) for x in context)
-    keys_NJHC, values_NJHC = (x.to(wide).repeat_interleave(heads_per_key, dim=2) for x in own)
-    q = q_NJHC.to(wide) * q_NJHC.shape[-1] ** -0.5
-    context_NJT, own_JJ = block_visible(rows, len(keys_THC), sight)
-    before = torch.einsum("njhc,thc->nhjt", q, keys_THC)
-    inside = torch.einsum("njhc,nihc->nhji", q, keys_NJHC)
-    hidden = float("-inf")
-    scores = torch.cat(
-        [before.masked_fill(~context_NJT[:, None], hidden), inside.masked_fill(~own_JJ, hidden)], -1
-    )
-    weights = scores.softmax(dim=-1)
-    num_keys = len(keys_THC)
-    out = torch.einsum("nhjt,thc->njhc", weights[..., :num_keys], values_THC)
-    out = out + torch.einsum("nhji,nihc->njhc", weights[..., num_keys:], values_NJHC)
-    return out.to(q_NJHC.dtype)
+    """The definition, by `block_visible`."""
+    context_NJT, own_JJ = block_visible(rows, len(context[0]), sight)
+    each_NN = torch.eye(len(rows), device=own_JJ.device)
+    own_QQ = torch.kron(each_NN, own_JJ.to(each_NN.dtype)).bool()
+    visible = torch.cat([context_NJT.flatten(0, 1), own_QQ], dim=1)
+    keys, values = (torch.cat([x, y.flatten(0, 1)]) for x, y in zip(context, own, strict=True))
+    return dense_attention(q_NJHC.flatten(0, 1), keys, values, visible).view(q_NJHC.shape)
 
 
 class _BlockAttention(torch.autograd.Function):

@@ -47,12 +47,12 @@ class Peagle(Eagle3):
     def reading(self, draft: Any) -> "Reading":
         reading = super().reading(draft)
         placeholder_1X = draft.mask_hidden.view(1, -1)  # read as the target's states are
-        if draft.spec.norms_inputs:  # the norm keeps only the direction of its input
+        if draft.spec.fc_norm:  # the norm keeps only the direction of its input
             return replace(reading, fixed_MX=reading.inputs(placeholder_1X))
         return replace(reading, own_MX=placeholder_1X)
 
-    def bench_options(self, *, depths: int = 0, partitions: int = 1, **_: Any) -> dict[str, Any]:
-        return {"num_depths": depths or 8, "sequence_partitions": partitions}
+    def bench_options(self, *, depths: int = 0, **_: Any) -> dict[str, Any]:
+        return {"num_depths": depths or 8}
 
     def bench_draft_settings(self, vocab_size: int, section: Any = None) -> dict[str, Any]:
         from fledge.methods.shared.placeholder import last_token_as_placeholder

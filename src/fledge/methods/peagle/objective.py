@@ -5,6 +5,8 @@ from EAGLE-3's objective in four points: rollouts are sampled, the draft runs al
 every supervised element is charged (not only covered ones), and weights do not decay with depth.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -133,6 +135,6 @@ def _set_placeholder(draft: LlamaEagle3DraftModel, asked: int | None) -> None:
     token_id = config.mask_id if asked is None else asked
     if config.has_mask and config.mask_id != token_id:
         raise ValueError(f"mask_token_id: the draft was trained with {config.mask_id}, got {asked}")
-    changed = config.with_mask(token_id)
+    changed = replace(config, mask_token_id=token_id)
     changed.check()
     draft.spec, draft.config.mask_token_id = changed, token_id

@@ -6,7 +6,7 @@ bounds of its key in config.json and its default, nothing else repeats them.
 """
 
 import logging
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Self
 
 from transformers import LlamaConfig, PretrainedConfig
@@ -182,16 +182,6 @@ class DraftConfig:
         return self.aux_width
 
     @property
-    def norms_inputs(self) -> bool:
-        """Whether the target's states are normed before fc, layer by layer (EAGLE-3.1)."""
-        return self.fc_norm
-
-    @property
-    def extra_norms(self) -> bool:
-        """Whether the draft has a norm of EAGLE-3.1."""
-        return self.norms_inputs or self.norm_output
-
-    @property
     def all_tokens(self) -> bool:
         """Whether the draft has the target's whole vocabulary."""
         return self.draft_vocab_size == self.vocab_size
@@ -207,10 +197,6 @@ class DraftConfig:
         if self.mask_token_id is None:
             raise ValueError(f"{PLACEHOLDER_KEY}: the draft's config has none")
         return self.mask_token_id
-
-    def with_mask(self, token_id: int) -> Self:
-        """The same with this placeholder."""
-        return replace(self, mask_token_id=token_id)
 
 
 # --- from the target ------------------------------------------------------------------------------
