@@ -44,7 +44,9 @@ def make_module(kind, layers, options, **further):
     method = METHODS[kind]
     section = method.section.model_validate({"kind": kind, **options})
     own = {**method.draft_defaults, **method.fixed_draft}.get("draft_vocab_size", W) or V
-    settings = {"num_aux_hidden_states": 3} | method.bench_draft_settings(V, section)
+    settings = {"num_aux_hidden_states": 3} | method.draft_settings(
+        section, tokenizer=None, vocab_size=V
+    )
     config = LlamaConfig(
         vocab_size=V, draft_vocab_size=own, hidden_size=D, target_hidden_size=D, head_dim=16,
         intermediate_size=96, num_hidden_layers=layers, num_attention_heads=8,

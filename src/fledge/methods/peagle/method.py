@@ -39,10 +39,8 @@ class Peagle(Eagle3):
     def draft_settings(self, section: Any, *, tokenizer: Any, vocab_size: int) -> dict[str, Any]:
         from fledge.methods.shared.placeholder import placeholder
 
-        return {
-            "parallel_drafting": True,
-            **placeholder(section.placeholder, tokenizer, vocab_size),
-        }
+        asked = None if section is None else section.placeholder
+        return {"parallel_drafting": True, **placeholder(asked, tokenizer, vocab_size)}
 
     def reading(self, draft: Any) -> "Reading":
         reading = super().reading(draft)
@@ -53,11 +51,6 @@ class Peagle(Eagle3):
 
     def bench_options(self, *, depths: int = 0, **_: Any) -> dict[str, Any]:
         return {"num_depths": depths or 8}
-
-    def bench_draft_settings(self, vocab_size: int, section: Any = None) -> dict[str, Any]:
-        from fledge.methods.shared.placeholder import last_token_as_placeholder
-
-        return {"parallel_drafting": True, **last_token_as_placeholder(vocab_size)}
 
     def version(self, config: "PretrainedConfig") -> str:
         return self.title
