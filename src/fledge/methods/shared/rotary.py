@@ -201,7 +201,7 @@ def verify_rotary(draft_config: PretrainedConfig, target: nn.Module) -> None:
         what = "no rotary module (rotary_emb) in the target"
         raise BadInput(what, where=name, fix="its positions cannot be checked: use another target")
     last = draft_config.max_position_embeddings - 1
-    position_T = torch.linspace(0, last, 257).round().long().unique()
+    position_T = torch.unique(torch.linspace(0, last, 257).round().long())
     draft = Rotary(draft_config)
     half = len(draft.inv_freq)
     allowed = 1e-5 + position_T[:, None].double() * draft.inv_freq.double() * 2**-22
