@@ -31,9 +31,6 @@ def serve_target(
     compile_layers: Annotated[
         bool, Option("--compile/--no-compile", help="Compile its layers on a GPU (hf).")
     ] = True,
-    capture: Annotated[
-        str, Option(help="auto | connector | worker: how states leave vLLM (vllm).")
-    ] = "auto",
     engine_arg: Annotated[
         list[str] | None,
         Option("--engine-arg", metavar="NAME=VALUE", help="Passed to the engine as it is."),
@@ -104,7 +101,6 @@ def serve_target(
             dtype=dtype,
             device=device,
             compile=compile_layers,
-            capture=capture,
             trust_remote_code=trust_remote_code,
             engine_args=arguments,
         )

@@ -42,12 +42,12 @@ class Peagle(Eagle3):
         asked = None if section is None else section.placeholder
         return {"parallel_drafting": True, **placeholder(asked, tokenizer, vocab_size)}
 
-    def reading(self, draft: Any) -> "Reading":
+    def reading(self, draft: Any) -> "Reading | None":
         reading = super().reading(draft)
-        placeholder_1X = draft.mask_hidden.view(1, -1)  # read as the target's states are
-        if draft.spec.fc_norm:  # the norm keeps only the direction of its input
-            return replace(reading, fixed_MX=reading.inputs(placeholder_1X))
-        return replace(reading, own_MX=placeholder_1X)
+        if reading is None or draft.spec.fc_norm:  # which keeps the placeholder's direction
+            return None
+        # the placeholder is read as the target's states are
+        return replace(reading, own_MX=draft.mask_hidden.view(1, -1))
 
     def bench_options(self, *, depths: int = 0, **_: Any) -> dict[str, Any]:
         return {"num_depths": depths or 8}

@@ -29,7 +29,6 @@ from fledge.core.rows import PACKING_FIELDS, TokenBatch, shift_left
 from fledge.target.base import selection_mask
 from fledge.target.cache.format import DTYPES, CacheShape, Field, decode_states, encode_probs
 from fledge.target.cache.manifest import AUX_LAYERS, SIZE, TARGET_FACTS
-from fledge.target.finite_check import check_probs
 from fledge.target.remote.wire import Message, WireError
 
 PROTOCOL = 1  # increment when the meaning of a message changes
@@ -219,7 +218,6 @@ def encode_answer(batch: Eagle3TargetBatch, question: Question, head: TargetHead
         assert rows_XV is not None
         mask_V = selection_mask(ids_W, rows_XV.shape[-1])
         probs_MW, position_M = batch.supervised_probs(head, ids_W, mask_V)
-        check_probs(probs_MW, batch)
         top_k = question.top_k if question.encoding == "topk" else None
         tensors |= encode_probs(probs_MW, position_M[:, None], dtype, top_k)
     return Message(_to_host(tensors), {"request_id": question.request_id})

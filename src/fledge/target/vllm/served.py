@@ -60,7 +60,6 @@ class ServedRunner(ConnectorRunner):
         ca_file: str | None = None,
         timeout_s: float = 120.0,
         dtype: torch.dtype | str | None = None,
-        num_aux_layers: int = 0,
         trust_remote_code: bool = False,
         device: torch.device | str | None = None,
     ) -> None:
