@@ -177,6 +177,11 @@ class BlockDraftModel(DraftModel):
 
     # --- the layout of a block ------------------------------------------------------------------
 
+    @property
+    def drafts(self) -> int:
+        """The number of tokens that a block proposes."""
+        return self.spec.drafts
+
     def sights(self) -> list[Sight]:
         """Which keys each layer sees. Sliding layers are always causal inside the block."""
         config = self.spec
