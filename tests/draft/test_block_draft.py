@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from transformers import LlamaConfig
 
 from fledge.core.errors import BadInput
 from fledge.methods.block.plan import BlockRows
@@ -129,6 +130,16 @@ def test_a_reduced_vocabulary_uses_its_rows_of_the_head():
 def test_invalid_configs_are_rejected(changes, complaint):
     with pytest.raises(ValueError, match=complaint):
         make_block_draft(**changes)
+
+
+def test_a_dspark_draft_can_grow_from_a_dflash_draft():
+    dflash = make_block_draft(dtype=torch.float32)
+    config = LlamaConfig(**make_spark_draft().config.to_dict())
+    grown = method_of(config).grow(dflash, config)
+    assert torch.equal(grown.fc.weight, dflash.fc.weight)
+    assert not grown.token_head.markov_w2.weight.any()
+    wider = LlamaConfig(**make_spark_draft(intermediate_size=24).config.to_dict())
+    assert method_of(wider).grow(dflash, wider) is None
 
 
 @pytest.mark.parametrize(

@@ -6,14 +6,18 @@ import pytest
 import torch
 from test_draft_model import make_config
 
-from fledge import LlamaEagle3DraftModel
+from fledge import BadInput, LlamaEagle3DraftModel
 from fledge.methods.peagle import draft as parallel_draft
+from fledge.methods.peagle.draft import peagle_from_eagle3
 from fledge.methods.peagle.plan import plan_parallel
 from fledge.methods.shared import draft as recompute
+from fledge.rollout.plan import plan_rollout
 from objective.naive_eagle3 import (
     make_documents,
+    make_draft,
     masks_of,
     packed_batch,
+    vocabulary,
 )
 from objective.naive_peagle import MASK_ID, make_parallel_draft
 
@@ -178,3 +182,45 @@ def test_the_mask_token_must_be_a_valid_id():
     batch, aux, ids = make_batch()
     with pytest.raises(ValueError, match="mask_token_id"):
         unrolled(draft, make_plan(batch), aux, ids)
+
+
+# --- from EAGLE-3 ------------------------------------------------------------------------------
+
+
+def test_a_warm_start_from_eagle3_carries_everything_over():
+    eagle3 = make_draft(fc_norm=True, seed=3)
+    eagle3.set_vocab_mapping(*vocabulary())
+    draft = peagle_from_eagle3(eagle3, make_parallel(fc_norm=True).config)
+    new = draft.state_dict()
+    for name, tensor in eagle3.state_dict().items():
+        assert torch.equal(new[name], tensor), name
+    fresh = set(new) - set(eagle3.state_dict())
+    assert {name.split(".")[1] for name in fresh if name != "mask_hidden"} == {"1", "2"}
+    assert new["mask_hidden"].std() > 0.5
+    assert torch.equal(draft.selected_token_ids, vocabulary()[0])
+    batch, aux, ids = make_batch()
+    plan, parallel = plan_rollout(batch, num_depths=1), make_plan(batch)
+    (before,) = eagle3.unroll(plan.on_key_axis(aux), plan.on_key_axis(ids), plan)
+    slots = parallel.slot_T[parallel.depths[0].slot_N].tolist()
+    rows = [slots.index(slot) for slot in plan.slot_T[plan.depths[0].slot_N].tolist()]
+    states = unrolled(draft, parallel, aux, ids)
+    torch.testing.assert_close(states[rows], before, rtol=1e-12, atol=1e-12)
+    grads = weighted_gradients(draft, states)[1]
+    # the new layers do not change the output yet, but they can learn
+    assert grads["layers.2.mlp.down_proj.weight"].abs().max() > 0
+
+
+def test_an_incompatible_warm_start_reports_why():
+    eagle3 = LlamaEagle3DraftModel(make_config(num_hidden_layers=2))
+    with pytest.raises(ValueError, match="parallel_drafting"):
+        peagle_from_eagle3(eagle3, make_config(num_hidden_layers=2))
+    for change, word in (
+        ({"num_hidden_layers": 1}, "layers"),
+        ({"intermediate_size": 24}, "intermediate_size"),
+        ({"draft_vocab_size": 8}, "draft_vocab_size"),
+        ({"rope_theta": 5.0}, "rope_parameters"),
+        ({"fc_norm": True}, "fc_norm"),
+    ):
+        settings = {"num_hidden_layers": 2, "parallel_drafting": True, "mask_token_id": 1}
+        with pytest.raises(BadInput, match=word):
+            peagle_from_eagle3(eagle3, make_config(**(settings | change)))

@@ -92,6 +92,18 @@ def test_a_run_is_exported_diagnosed_imported_and_served(block, kind, engine, tm
     assert any(kind in word.lower() for word in words)
 
 
+def test_a_dspark_run_can_start_from_a_dflash_run(block, tmp_path):
+    size = "objective.block_size=4"
+    fit(set_up(block("dflash", size, run="first")), Notes())
+    start = f"draft.init_from={tmp_path / 'first'}"
+    layers = ("objective.listened_layers=3", "target.aux_layer_ids=0,1,2")
+    training = set_up(block("dspark", start, size, *layers, run="second"))
+    first = load_draft(tmp_path / "first" / "best")
+    assert training.draft.whole
+    assert (training.draft.fc.weight == first.fc.weight).all()
+    assert fit(training, Notes()).finished
+
+
 @pytest.mark.parametrize(
     ("objective", "ids"),
     [
@@ -184,3 +196,15 @@ def test_evaluated_and_exported(eagle1, tmp_path, tiny_target, kind):
             assert topk == ("1" if kind == "eagle1" else "4")
     with pytest.raises(BadInput, match="does not read EAGLE"):
         export_draft(tmp_path / "run", tmp_path / "no", engine="speculators")
+
+
+@pytest.mark.slow
+def test_eagle2_can_start_from_an_eagle1_draft(eagle1, recipe, tmp_path):
+    fit(set_up(eagle1(run="one")), Notes())
+    start = f"draft.init_from={tmp_path / 'one'}"
+    training = set_up(eagle1(start, kind="eagle2", run="two"))
+    assert method_of(training.draft.config).name == "eagle2"
+    before = load_draft(tmp_path / "one" / "best").state_dict()
+    assert differing(before, training.draft.state_dict()) == []
+    with pytest.raises(BadInput, match="EAGLE-1"):
+        set_up(recipe(start, run="three"))

@@ -482,12 +482,19 @@ def test_a_warm_start_keeps_the_vocabulary_map(recipe, tmp_path):
     assert notes.evaluations[0]["evaluation"]["tau"] == outcome.state.first["tau"]
 
 
-def test_a_draft_of_another_method_is_no_start(recipe, tmp_path):
-    train(recipe("training.steps=1"))
-    with pytest.raises(
-        BadInput, match="a draft of EAGLE-3"
-    ):  # a run stands for its best checkpoint
-        set_up(recipe(*PEAGLE, f"draft.init_from={tmp_path / 'run'}", run="other"))
+def test_a_parallel_draft_can_start_from_an_eagle3_draft(recipe, tmp_path):
+    train(recipe("training.epochs=6"))
+    start = f"draft.init_from={tmp_path / 'run'}"  # a run stands for its best checkpoint
+    grown = set_up(recipe(*PEAGLE, start, run="grown"))
+    old = LlamaEagle3DraftModel.from_pretrained(tmp_path / "run" / "best")
+    assert torch.equal(grown.draft.lm_head.weight, old.lm_head.weight)
+    assert torch.equal(grown.draft.selected_token_ids, old.selected_token_ids)
+    assert grown.draft.config.parallel_drafting
+    outcome = fit(grown, Notes())
+    assert outcome.state.first["tau"] > 1.0  # depth 0 predicts what the old draft did
+    assert "mask_hidden" in load_file(tmp_path / "grown" / "best" / "model.safetensors")
+    with pytest.raises(BadInput, match="a draft of P-EAGLE"):
+        set_up(recipe(f"draft.init_from={tmp_path / 'grown' / 'best'}", run="back"))
 
 
 def test_the_random_generator_resumes_where_it_was(recipe, monkeypatch, tmp_path):

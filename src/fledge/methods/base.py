@@ -147,6 +147,10 @@ class Method(ABC):
         there is no tokenizer; without a section, the entries are those of `fledge bench train`."""
         return {}
 
+    def grow(self, draft: "DraftModel", config: "PretrainedConfig") -> "DraftModel | None":
+        """A draft of `config` initialized from another method's draft; None if it cannot be."""
+        return None
+
     def reading(self, draft: "DraftModel") -> "Reading | None":
         """How its drafts read the target's states, for a refit to another target; None if not
         through a single linear map."""

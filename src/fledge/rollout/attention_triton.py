@@ -215,27 +215,30 @@ class Job:
             return self.k.new_zeros(self.k.shape), self.k.new_zeros(self.k.shape)
         dk_TGC, dv_TGC = (self.k.new_empty(self.k.shape) for _ in range(2))
         options = self.options("key_grad")
-        bounds, count = self._row_bounds()
+        bounds = self._row_bounds()
         with self.device:
             key_grad_kernels.key_grad[(triton.cdiv(num_keys, options["BLOCK_N"]), self.groups)](
                 self.q, self.k, self.v, dout_NHC, lse_NH, delta_NH, dk_TGC, dv_TGC, *self.order,
-                bounds, *self.qkv_strides, num_keys, count, GRANULE=GRANULE, **options,
+                bounds, *self.qkv_strides, num_keys, bounds.shape[1], GRANULE=GRANULE, **options,
             )  # fmt: skip
         return dk_TGC, dv_TGC
 
-    def _row_bounds(self) -> tuple[Tensor, int]:
-        count = triton.cdiv(len(self.k), GRANULE) + 1
-        bounds = torch.empty(3, count, dtype=torch.int32, device=self.q.device)
-        floor_N = self.rows.first_N if self.rows.floor_N is None else self.rows.floor_N
-        with self.device:
-            key_grad_kernels.row_bounds[(triton.cdiv(count, 64), 3)](
-                self.rows.order_N, self.rows.slot_N, floor_N, bounds,
-                len(self.rows), count, len(self.rows).bit_length(),
-                GRANULE=GRANULE, BLOCK=64, num_warps=2,
-            )  # fmt: skip
-        if self.rows.floor_N is not None:
-            bounds[2].fill_(-1)  # mask all rows: none is assumed to see all keys of a range
-        return bounds, count
+    def _row_bounds(self) -> Tensor:
+        rows, num_keys = self.rows, len(self.k)
+        if num_keys not in rows.bounds:
+            count = triton.cdiv(num_keys, GRANULE) + 1
+            bounds = torch.empty(3, count, dtype=torch.int32, device=self.q.device)
+            floor_N = rows.first_N if rows.floor_N is None else rows.floor_N
+            with self.device:
+                key_grad_kernels.row_bounds[(triton.cdiv(count, 64), 3)](
+                    rows.order_N, rows.slot_N, floor_N, bounds,
+                    len(rows), count, len(rows).bit_length(),
+                    GRANULE=GRANULE, BLOCK=64, num_warps=2,
+                )  # fmt: skip
+            if rows.floor_N is not None:
+                bounds[2].fill_(-1)  # mask all rows: none is assumed to see all keys of a range
+            rows.bounds[num_keys] = bounds
+        return rows.bounds[num_keys]
 
     def chain_grad(self, dout_NHC: Tensor, lse_NH: Tensor, delta_NH: Tensor) -> list[Tensor]:
         """dk of every depth, then dv of every depth; zero for rows beyond those of q."""

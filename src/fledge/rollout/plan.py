@@ -86,6 +86,12 @@ class QueryRows:
         return len(self.slot_N)
 
     @cached_property
+    def bounds(self) -> dict[int, Tensor]:
+        """Which rows see a block of keys, by the number of keys: computed by the first layer that
+        needs it (`attention_triton.py`)."""
+        return {}
+
+    @cached_property
     def blocks(self) -> tuple[QueryBlock, ...]:
         """The blocks of block-wise attention; fused kernels do not need them."""
         if self.sorted_host is None:

@@ -1,6 +1,6 @@
 """The models of a run: the draft that a recipe describes, new or a warm start, and its target."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,15 +38,18 @@ def make_draft(
 ) -> DraftModel:
     """A new draft that fits the target, or the one that the recipe starts from; in float32."""
     section, info = recipe.draft, target.info()
-    start = starting_draft(recipe)
-    if start is None:
+
+    def new_config() -> Any:
         settings = recipe.method.draft_settings(
             recipe.objective, tokenizer=tokenizer, vocab_size=info.vocab_size
         )
-        config = config_of_draft(recipe, target_config(recipe.target), vocabulary.size, settings)
-        draft = recipe.method.draft_type()(config)
+        return config_of_draft(recipe, target_config(recipe.target), vocabulary.size, settings)
+
+    start = starting_draft(recipe)
+    if start is None:
+        draft = recipe.method.draft_type()(new_config())
     else:
-        draft = _warm_draft(recipe, target, start)
+        draft = _warm_draft(recipe, target, start, new_config)
     ids, mask = torch.from_numpy(vocabulary.selected_token_ids), torch.from_numpy(vocabulary.t2d)
     draft.set_vocab_mapping(ids, mask)
     draft.borrow_from(target)
@@ -94,14 +97,18 @@ def config_of_draft(
     )
 
 
-def _warm_draft(recipe: Recipe, target: Eagle3TargetBackend, start: Path) -> DraftModel:
-    """The draft that `init_from` names."""
+def _warm_draft(
+    recipe: Recipe, target: Eagle3TargetBackend, start: Path, new_config: Callable[[], Any]
+) -> DraftModel:
+    """The draft that `init_from` names. An EAGLE-3 draft grows into a P-EAGLE one if the recipe
+    trains that."""
     draft, vocab_size = load_draft(start, dtype=torch.float32), target.info().vocab_size
     if draft.config.vocab_size != vocab_size:
         what = f"made for a vocabulary of {draft.config.vocab_size}, the target has {vocab_size}"
         raise BadInput(what, where=str(start))
     old = method_of(draft.config)
-    if old is not recipe.method:
+    grown = draft if old is recipe.method else recipe.method.grow(draft, new_config())
+    if grown is None:
         fix = f"objective.kind={old.name} continues training it"
         raise BadInput(f"a draft of {old.title}", where=str(start), fix=fix)
     layers = getattr(draft.config, "aux_layer_ids", None)  # missing in drafts of other tools
@@ -109,7 +116,7 @@ def _warm_draft(recipe: Recipe, target: Eagle3TargetBackend, start: Path) -> Dra
         what = f"trained on the target's layers {list(layers)}, not {list(target.aux_layer_ids)}"
         fix = f"target.aux_layer_ids={','.join(map(str, layers))}"
         raise BadInput(what, where=str(start), fix=fix)
-    return draft
+    return grown
 
 
 # --- vocabulary ----------------------------------------------------------------------------------

@@ -331,3 +331,18 @@ def _pick(x_N: Tensor, index_P: Tensor) -> Tensor:
     """Distinct rows of x. Because none occurs twice, gradients are copied instead of added."""
     picked: Tensor = _Pick.apply(x_N, index_P)  # type: ignore[no-untyped-call]
     return picked
+
+
+@torch.no_grad()
+def grown(draft: BlockDraftModel, config: PretrainedConfig) -> BlockDraftModel | None:
+    """A new block draft with `config` and all weights that it has in common with `draft`. For
+    example, a DSpark draft can start from a DFlash draft: its heads are new, and the token head
+    adds nothing to the logits yet. Returns None if the weights do not fit."""
+    new = BlockDraftModel(config).to(device=draft.device, dtype=draft.dtype)
+    state, new_state = draft.state_dict(), new.state_dict()
+    shared = {name: state[name] for name in new_state if name in state}
+    missing = [name for name in new_state if name not in state and "_head." not in name]
+    if missing or any(new_state[name].shape != shared[name].shape for name in shared):
+        return None
+    new.load_state_dict(new_state | shared)
+    return new

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from fledge.core.errors import BadInput
     from fledge.formats.codec import Feature, PlainDraft
     from fledge.methods.block.formats import BlockView
-    from fledge.methods.shared.draft import Reading
+    from fledge.methods.shared.draft import DraftModel, Reading
 
 
 class BlockMethod(Method):
@@ -46,6 +46,12 @@ class BlockMethod(Method):
         settings = self.bench_draft if section is None else section.draft_settings()
         asked = None if section is None else section.placeholder
         return {**settings, **placeholder(asked, tokenizer, vocab_size)}
+
+    def grow(self, draft: Any, config: "PretrainedConfig") -> "DraftModel | None":
+        from fledge.methods.block.draft import grown
+
+        block_drafts: Any = self.draft_type()
+        return grown(draft, config) if isinstance(draft, block_drafts) else None
 
     def reading(self, draft: Any) -> "Reading":
         from fledge.methods.shared.draft import Reading, wide

@@ -89,15 +89,21 @@ class BlockRows:
             self._flat[window] = QueryRows(*flat, self._sorted_host(window), floor_M)
         return self._flat[window]
 
+    @cached_property
+    def _inside(self) -> dict[tuple[bool, int | None], QueryRows]:
+        return {}
+
     def inside(self, *, causal: bool, window: int | None) -> QueryRows:
         """Every query as a row over the keys of all blocks end to end: it sees those of its own
         block or, if `causal`, those up to its own."""
-        query_M = torch.arange(len(self) * self.size, device=self.slot_N.device)
-        first_M = query_M // self.size * self.size
-        last_M = query_M if causal else first_M + self.size - 1
-        if window is not None:
-            first_M = torch.maximum(first_M, query_M - window + 1)
-        return QueryRows(last_M, first_M, query_M)
+        if (causal, window) not in self._inside:
+            query_M = torch.arange(len(self) * self.size, device=self.slot_N.device)
+            first_M = query_M // self.size * self.size
+            last_M = query_M if causal else first_M + self.size - 1
+            if window is not None:
+                first_M = torch.maximum(first_M, query_M - window + 1)
+            self._inside[causal, window] = QueryRows(last_M, first_M, query_M)
+        return self._inside[causal, window]
 
     def _sorted_host(self, window: int | None) -> tuple[Ints, Ints] | None:
         if self.ends_host is None:

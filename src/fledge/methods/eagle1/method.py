@@ -13,7 +13,7 @@ from fledge.methods.shared.config import WITHOUT_NORMS
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from fledge.methods.shared.draft import Reading
+    from fledge.methods.shared.draft import DraftModel, Reading
 
 
 class Eagle1(Method):
@@ -51,6 +51,12 @@ class Eagle1(Method):
 
     def draft_settings(self, section: Any, *, tokenizer: Any, vocab_size: int) -> dict[str, Any]:
         return {"eagle_version": self.config_version, "num_aux_hidden_states": 1}
+
+    def grow(self, draft: "DraftModel", config: "PretrainedConfig") -> "DraftModel | None":
+        if not isinstance(draft, self.draft_type()):
+            return None
+        draft.config.eagle_version = self.config_version  # the weights mean the same in both
+        return draft
 
     def reading(self, draft: Any) -> "Reading":
         from fledge.methods.shared.draft import Reading, wide

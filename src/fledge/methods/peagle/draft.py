@@ -15,12 +15,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+from transformers import PretrainedConfig
 
+from fledge.core.errors import BadInput
 from fledge.methods.eagle3.draft import LlamaEagle3DraftModel
 from fledge.methods.peagle.plan import ParallelPlan, Segment
-from fledge.methods.shared.layer import LayerWeights
+from fledge.methods.shared.layer import DeepDraftLayer, LayerWeights
 from fledge.methods.shared.norms import rms_norm
-from fledge.methods.shared.rotary import rotate
+from fledge.methods.shared.rotary import rope_parameters, rotate
 from fledge.rollout.attention import (
     AttentionKind,
     Chains,
@@ -244,3 +246,46 @@ def _with_queries(x: Tensor, segment: Segment) -> Tensor:
     """The rows of a segment (folded or not) with queries in the last layer: anchors and chain."""
     slots = segment.end - segment.begin
     return torch.cat([x[:slots].index_select(0, segment.anchor_N), x[slots:]])
+
+
+# --- warm start ----------------------------------------------------------------------------------
+# Start a P-EAGLE draft from an EAGLE-3 draft.
+
+
+@torch.no_grad()
+def peagle_from_eagle3(
+    draft: LlamaEagle3DraftModel, config: PretrainedConfig
+) -> LlamaEagle3DraftModel:
+    """A draft with `config` (with `parallel_drafting`) that takes all weights of `draft`: fc, its
+    layers, norm, head, embeddings and vocabulary map. `mask_hidden` and additional layers are new.
+
+    A new layer starts with its two output projections at zero, so at depth 0 the new draft gives
+    exactly the old one's output: a warm start loses nothing.
+    """
+    new = LlamaEagle3DraftModel(config)
+    if not new.spec.parallel_drafting:
+        raise ValueError("parallel_drafting: must be set in the config of a P-EAGLE draft")
+    pairs = draft.spec.compared(new.spec)
+    pairs["rope_parameters"] = (rope_parameters(draft.config), rope_parameters(new.config))
+    for name, (old_value, new_value) in pairs.items():
+        if old_value != new_value:
+            raise BadInput(
+                f"the draft to start from has {name} {old_value}, the new one {new_value}",
+                where="draft.init_from",
+                fix=f"use {name} {old_value}",
+            )
+    if len(new.layers) < len(draft.layers):
+        raise BadInput(
+            f"the draft to start from has {len(draft.layers)} layers, the new one only "
+            f"{len(new.layers)}",
+            where="draft.init_from",
+            fix=f"use at least {len(draft.layers)} layers",
+        )
+    for layer in new.layers[len(draft.layers) :]:
+        assert isinstance(layer, DeepDraftLayer)
+        layer.self_attn.o_proj.weight.zero_()
+        layer.mlp.down_proj.weight.zero_()
+    reference = draft.fc.weight
+    new.to(device=reference.device, dtype=reference.dtype)
+    new.load_state_dict(new.state_dict() | draft.state_dict())
+    return new

@@ -14,7 +14,7 @@ from fledge.methods.eagle3.method import CHAIN, FORMATS, TREE, Eagle3
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from fledge.methods.shared.draft import Reading
+    from fledge.methods.shared.draft import DraftModel, Reading
 
 PARALLEL = {"parallel": "fledge.methods.peagle.decoding:Parallel"}
 
@@ -41,6 +41,14 @@ class Peagle(Eagle3):
 
         asked = None if section is None else section.placeholder
         return {"parallel_drafting": True, **placeholder(asked, tokenizer, vocab_size)}
+
+    def grow(self, draft: Any, config: "PretrainedConfig") -> "DraftModel | None":
+        from fledge.methods.peagle.draft import peagle_from_eagle3
+
+        eagle3_drafts: Any = self.draft_type()
+        if not isinstance(draft, eagle3_drafts):
+            return None  # its weights have another meaning
+        return peagle_from_eagle3(draft, config)
 
     def reading(self, draft: Any) -> "Reading | None":
         reading = super().reading(draft)
