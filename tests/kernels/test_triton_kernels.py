@@ -100,8 +100,8 @@ def test_row_bounds():
     plan = make_plan([1, 31, 32, 70, 40], 3, supervised=1.1)
     rows = plan.depths[1]
     q, k, v, *chain = make_inputs(plan, 1, heads=2, groups=1, channels=16)
-    bounds, count = Job(q, k, v, rows, Chain.of(chain))._row_bounds()
-    key = GRANULE * torch.arange(count, device=DEVICE)[:, None]
+    bounds = Job(q, k, v, rows, Chain.of(chain))._row_bounds()
+    key = GRANULE * torch.arange(bounds.shape[1], device=DEVICE)[:, None]
     assert key[-1] >= len(plan.slot_T)
     expected = [rows.slot_N < key, rows.first_N < key, rows.first_N <= key]
     assert torch.equal(bounds.long(), torch.stack([selected.sum(1) for selected in expected]))

@@ -172,17 +172,17 @@ def _grouped(x_NHC: Tensor, num_groups: int) -> Tensor:
 
 
 def kernel_runs(q_NHC: Tensor, *keys_and_values: Tensor) -> bool:
-    """Whether the GPU kernel supports these tensors; if not, the reason is logged once."""
-    unsupported = None
-    if q_NHC.dtype not in KERNEL_DTYPES:
-        unsupported = f"{q_NHC.dtype} is not one of {KERNEL_DTYPES}"
-    elif any(x.dtype != q_NHC.dtype for x in keys_and_values):
-        unsupported = f"keys or values are not {q_NHC.dtype} as the queries are"
-    elif not (16 <= q_NHC.shape[-1] <= 256 and q_NHC.shape[-1] % 8 == 0):
-        unsupported = f"head dim {q_NHC.shape[-1]} is not a multiple of 8 from 16 to 256"
-    elif shared_memory(q_NHC.device) < SMALLEST_SHARED_MEMORY:
-        unsupported = f"this GPU has less than {SMALLEST_SHARED_MEMORY >> 10} KiB of shared memory"
-    return triton_runs(q_NHC, what="rollout attention", unsupported=unsupported)
+    """Whether the GPU kernel supports these tensors; if not, that is logged once."""
+    channels, memory = q_NHC.shape[-1], shared_memory(q_NHC.device)
+    supported = (
+        q_NHC.dtype in KERNEL_DTYPES
+        and all(x.dtype == q_NHC.dtype for x in keys_and_values)
+        and 16 <= channels <= 256
+        and channels % 8 == 0
+        and memory >= SMALLEST_SHARED_MEMORY
+    )
+    reason = f"{q_NHC.dtype}, heads of {channels}, {memory >> 10} KiB of shared memory"
+    return triton_runs(q_NHC, what="rollout attention", unsupported=None if supported else reason)
 
 
 # --- the causal prefix -------------------------------------------------------------------------

@@ -149,11 +149,15 @@ class Job:
         self.chain_strides = (*self.ck[0].stride()[:2], *self.cv[0].stride()[:2])
         self.qkv_strides = [step for x in (self.q, self.k, self.v) for step in x.stride()[:2]]
         seen = own or Own(self.k, self.v, rows)  # unused without `own`
-        self.own = (_dense(seen.keys), _dense(seen.values))
-        self.own_strides = [step for x in self.own for step in x.stride()[:2]]
+        own_pair = (_dense(seen.keys), _dense(seen.values))
+        self.tensors = (self.q, self.k, self.v, self.ck, self.cv, *own_pair)
         floor_N = rows.first_N if rows.floor_N is None else rows.floor_N
-        self.places = (*self.order, floor_N, self.starts, seen.rows.slot_N, seen.rows.first_N)
-        self.sizes = (len(rows), self.depth, self.first_chain)
+        self.places = (
+            *(*self.order, floor_N, self.starts, seen.rows.slot_N, seen.rows.first_N),
+            *(*self.qkv_strides, *self.chain_strides),
+            *(step for x in own_pair for step in x.stride()[:2]),
+            *(len(rows), self.depth, self.first_chain),
+        )
         self.kind = {
             "MAX_CHAIN": self.max_chain,
             "NESTED": chain.nested is not None,
@@ -186,9 +190,7 @@ class Job:
         if len(self.rows):
             with self.device:
                 kernels.attend[self.grid(options)](
-                    self.q, self.k, self.v, self.ck, self.cv, *self.own, out_NHC, lse_NH,
-                    *self.places, *self.qkv_strides, *self.chain_strides, *self.own_strides,
-                    *self.sizes, **self.kind, **options,
+                    *self.tensors, out_NHC, lse_NH, *self.places, **self.kind, **options,
                 )  # fmt: skip
         return out_NHC, lse_NH
 
@@ -201,10 +203,8 @@ class Job:
         if len(self.rows):
             with self.device:
                 kernels.query_grad[self.grid(options)](
-                    self.q, self.k, self.v, self.ck, self.cv, *self.own, out_NHC,
-                    dout_NHC, lse_NH, delta_NH, dq_NHC,
-                    *self.places, *self.qkv_strides, *self.chain_strides, *self.own_strides,
-                    *self.sizes, **self.kind, **options,
+                    *self.tensors, out_NHC, dout_NHC, lse_NH, delta_NH, dq_NHC,
+                    *self.places, **self.kind, **options,
                 )  # fmt: skip
         return dq_NHC, delta_NH
 

@@ -87,8 +87,7 @@ class QueryRows:
 
     @cached_property
     def bounds(self) -> dict[int, Tensor]:
-        """Which rows see a block of keys, by the number of keys: computed by the first layer that
-        needs it (`attention_triton.py`)."""
+        """Which rows see a block of keys, by the number of keys: for `attention_triton.py`."""
         return {}
 
     @cached_property
@@ -219,9 +218,8 @@ def plan_rollout(
         plan = replace(plan, every=every, share=part.share(ranks, device, depths=num_depths))
     if keep < 1:
         # a target slot is asked for at depth k by the anchor that is k slots before it
-        depth = np.arange(num_depths)
-        anchor_MK = np.flatnonzero(slots.target)[:, None] - depth
-        asked_MK = asked_SK[np.maximum(anchor_MK, 0), depth] & (anchor_MK >= 0)
+        anchor_MK = np.flatnonzero(slots.target)[:, None] - np.arange(num_depths)
+        asked_MK = asked_SK[np.maximum(anchor_MK, 0), range(num_depths)] & (anchor_MK >= 0)
         return replace(plan, asked_MK=send(torch.from_numpy(asked_MK), device))
     return plan
 

@@ -7,7 +7,7 @@ such that the product is calibrated on held-out texts. Shapes: N slots of a dept
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeGuard
 
@@ -60,9 +60,6 @@ class Calibration:
     error_before: list[float]
     error_after: list[float]
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def says_nothing(where: str = "") -> BadInput:
     what = "this draft does not say how sure it is"
@@ -89,17 +86,16 @@ def calibrate(
         for half in (texts[::2], texts[1::2])
         if half
     ]
-    fitted = [fit_temperatures(half) for half in halves]
-    whole = Sureness.joined(halves)
-    previous = list(draft.config.confidence_temperatures)
+    whole, previous = Sureness.joined(halves), list(draft.config.confidence_temperatures)
     crossed = Sureness.joined(
-        [half.at(others) for half, others in zip(halves, fitted[::-1], strict=True)]
+        [half.at(fit_temperatures(other)) for half, other in zip(halves, halves[::-1], strict=True)]
     )
     temperatures = fit_temperatures(whole)
+    depths_fitted = range(len(temperatures))
     return Calibration(
         temperatures,
-        [calibration_error(whole, previous, depth) for depth in range(len(temperatures))],
-        [calibration_error(crossed, [], depth) for depth in range(len(temperatures))],
+        [calibration_error(whole, previous, depth) for depth in depths_fitted],
+        [calibration_error(crossed, [], depth) for depth in depths_fitted],
     )
 
 
