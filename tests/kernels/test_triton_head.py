@@ -9,10 +9,9 @@ import interpreted_triton  # before the kernels
 from fledge.kernels import head_rows as triton_head
 from fledge.kernels.head_rows import fused_rows
 from fledge.methods.losses.registry import LOSSES
-from fledge.methods.losses.total_variation import TotalVariation
 from fledge.methods.shared import head_loss as head_loss_module
-from fledge.methods.shared.head_loss import _alpha, _score, _Targets, text_rows
-from objective.test_head_loss import Squares, chunked, make_case, make_loss
+from fledge.methods.shared.head_loss import _score, _Targets, text_rows
+from objective.test_head_loss import chunked, make_case, make_loss
 
 DEVICE = interpreted_triton.DEVICE
 KINDS = [kind for kind in LOSSES if LOSSES[kind].kernel is not None]
@@ -82,11 +81,6 @@ def test_kernel_matches_torch_for_any_sizes(kind, width, count, block, seed):
         assert_kernel_matches_torch(kind, make_rows(count, width, seed=seed))
 
 
-@pytest.mark.parametrize("kind", ["ce", "lk_lambda"])
-def test_wide_vocabulary(kind):
-    assert_kernel_matches_torch(kind, make_rows(2, 262_144, slots=1))
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_16_bit_error_is_at_most_twice_that_of_torch(kind, dtype):
@@ -124,16 +118,6 @@ def test_zero_acceptance_gives_zero_gradient():
     assert not grads.any()
 
 
-def test_without_coefficients_the_logits_are_unchanged():
-    logits, targets, _, _ = make_rows(3, 30)
-    before = logits.clone()
-    loss, *_ = fused_rows(
-        logits, targets.slots_MW, targets.slot_J, targets.top_J, kind="acceptance"
-    )
-    assert torch.equal(logits, before)
-    torch.testing.assert_close(loss, _alpha(logits, targets), rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.skipif(DEVICE != "cpu", reason="test_head_loss's cases live on the CPU")
 def test_whole_head_through_the_kernel(kind, monkeypatch):
@@ -151,27 +135,6 @@ def test_whole_head_through_the_kernel(kind, monkeypatch):
         torch.autograd.grad(actual.loss, (hidden, head)), expected_grads, strict=True
     ):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
-
-
-def test_the_kernel_uses_longer_chunks(monkeypatch):
-    rows = []
-    for allowed in (False, True):
-        monkeypatch.setattr(head_loss_module, "kernel_runs", lambda x, *, what, a=allowed: a)
-        for loss in (LOSSES["ce"](), Squares()):
-            has_kernel = loss.kernel is not None
-            rows.append(head_loss_module._chunk_rows(torch.zeros(1), 32_000, has_kernel=has_kernel))
-    assert rows == [n // 32_000 for n in (2**26, 2**26, 2**28, 2**26)]
-
-
-@pytest.mark.parametrize("loss", [Squares(), TotalVariation()])
-def test_a_loss_without_a_kernel_runs_in_torch(loss, monkeypatch):
-    case = make_case(17, dtype=torch.float32)
-    expected = chunked(*case, loss, 5)
-    monkeypatch.setattr(head_loss_module, "kernel_runs", lambda x, *, what: True)
-    actual = chunked(*case, loss, 5)
-    assert actual.loss == expected.loss
-    grads = (torch.autograd.grad(result.loss, case[:2]) for result in (actual, expected))
-    assert all(map(torch.equal, *grads))
 
 
 # --- rows of a frozen head, scored against the text -----------------------------------------------

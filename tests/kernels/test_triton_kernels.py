@@ -131,13 +131,6 @@ def test_16_bit_error_is_at_most_twice_that_of_the_reference(dtype, heads, group
     assert_error_at_most_twice(fused, reference, results(reference_attention, rows, exact(inputs)))
 
 
-def test_large_scores_do_not_overflow():
-    plan = make_plan([40], 3, supervised=1.1)
-    inputs = make_inputs(plan, 2, heads=2, groups=1, channels=16)
-    inputs[0] = (inputs[0].detach() * 1e4).requires_grad_()
-    assert all(x.isfinite().all() for x in results(fused_attention, plan.depths[2], inputs))
-
-
 def strided(x):
     """The same values, strided in memory like one part of a fused projection."""
     rows, heads, channels = x.shape
@@ -157,13 +150,6 @@ def test_strided_inputs():
     actual = results(fused_on_views, plan.depths[3], inputs)
     expected = results(fused_attention, plan.depths[3], inputs)
     assert_equal(actual, expected)
-
-
-def test_results_repeat_bit_for_bit():
-    plan = make_plan([60, 20], 3)
-    inputs = make_inputs(plan, 2, heads=3, groups=1, channels=16, dtype=torch.bfloat16)
-    first = results(fused_attention, plan.depths[2], inputs)
-    assert_equal(first, results(fused_attention, plan.depths[2], inputs))
 
 
 def test_dispatch_uses_the_kernels(monkeypatch):
