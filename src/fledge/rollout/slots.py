@@ -119,7 +119,9 @@ def key_axis(slots: Slots, last_S: Ints, num_depths: int) -> KeyAxis:
     """The key axis of a batch. `last_S`: the deepest depth of each slot's rollout, -1 where none
     starts."""
     index = np.arange(len(last_S), dtype=np.int64)
-    last_anchor = per_document(slots, np.where(last_S >= 0, index, -1), np.maximum)
+    starts, document = np.unique(slots.start, return_inverse=True)
+    started = np.where(last_S >= 0, index, -1)
+    last_anchor = np.maximum.reduceat(started, starts)[document] if len(index) else index
     keep = np.flatnonzero(index <= last_anchor)
     if not slots.real[keep].all():
         raise ValueError("attention_mask: padding lies inside a document, not at a row's ends")
@@ -153,15 +155,6 @@ def slots_asked_for(supervised_SK: Bools) -> Bools:
     for k in range(min(depths, count)):
         asked[k:] |= supervised_SK[: count - k, k]
     return asked
-
-
-def per_document(slots: Slots, values: Ints, reduce: np.ufunc) -> Ints:
-    """Reduce a value over each document and broadcast the result to each of its slots."""
-    if len(values) == 0:
-        return values
-    starts, inverse = np.unique(slots.start, return_inverse=True)
-    reduced: Ints = reduce.reduceat(values, starts)[inverse]
-    return reduced
 
 
 def supervised_so_far(supervised_SK: Bools) -> Ints:

@@ -20,6 +20,7 @@ from transformers import PretrainedConfig
 from fledge.core.errors import BadInput
 from fledge.methods.eagle3.draft import LlamaEagle3DraftModel
 from fledge.methods.peagle.plan import ParallelPlan, Segment
+from fledge.methods.shared.config import PLACEHOLDER_KEY
 from fledge.methods.shared.layer import DeepDraftLayer, LayerWeights
 from fledge.methods.shared.norms import rms_norm
 from fledge.methods.shared.rotary import rope_parameters, rotate
@@ -252,6 +253,11 @@ def _with_queries(x: Tensor, segment: Segment) -> Tensor:
 # Start a P-EAGLE draft from an EAGLE-3 draft.
 
 
+# Settings that change nothing in the meaning of the tensors that the two drafts have in common.
+_SAME_TENSORS = {"num_hidden_layers", "parallel_drafting", PLACEHOLDER_KEY, "norm_output"}
+_SAME_TENSORS |= {"hidden_act", "initializer_range"}
+
+
 @torch.no_grad()
 def peagle_from_eagle3(
     draft: LlamaEagle3DraftModel, config: PretrainedConfig
@@ -265,21 +271,16 @@ def peagle_from_eagle3(
     new = LlamaEagle3DraftModel(config)
     if not new.spec.parallel_drafting:
         raise ValueError("parallel_drafting: must be set in the config of a P-EAGLE draft")
-    pairs = draft.spec.compared(new.spec)
-    pairs["rope_parameters"] = (rope_parameters(draft.config), rope_parameters(new.config))
-    for name, (old_value, new_value) in pairs.items():
-        if old_value != new_value:
-            raise BadInput(
-                f"the draft to start from has {name} {old_value}, the new one {new_value}",
-                where="draft.init_from",
-                fix=f"use {name} {old_value}",
-            )
+    old = {**vars(draft.spec), "rope_parameters": rope_parameters(draft.config)}
+    given = {**vars(new.spec), "rope_parameters": rope_parameters(new.config)}
+    differing = [name for name in old if name not in _SAME_TENSORS and old[name] != given[name]]
     if len(new.layers) < len(draft.layers):
+        differing.append("num_hidden_layers")
+    for name in differing:
         raise BadInput(
-            f"the draft to start from has {len(draft.layers)} layers, the new one only "
-            f"{len(new.layers)}",
+            f"the draft to start from has {name} {old[name]}, the new one {given[name]}",
             where="draft.init_from",
-            fix=f"use at least {len(draft.layers)} layers",
+            fix=f"use {name} {old[name]}",
         )
     for layer in new.layers[len(draft.layers) :]:
         assert isinstance(layer, DeepDraftLayer)

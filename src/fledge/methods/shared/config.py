@@ -48,9 +48,6 @@ _DEPTHS_KEYS = ("ttt_steps", "num_depths", "draft_tokens")
 EAGLE3_FLAGS = ("fc_norm", "norm_output", "norm_before_residual", "parallel_drafting")
 WITHOUT_NORMS = {"fc_norm": False, "norm_output": False}  # `fixed_draft` of other families
 PLACEHOLDER_KEY = "mask_token_id"
-# Settings that change nothing in the meaning of the tensors that two drafts have in common.
-_SAME_TENSORS = {"num_hidden_layers", "parallel_drafting", PLACEHOLDER_KEY, "norm_output"}
-_SAME_TENSORS |= {"hidden_act", "initializer_range"}
 
 
 def key(bounds: Expected, default: Any = MISSING) -> Any:
@@ -173,14 +170,6 @@ class DraftConfig:
         for name in names:
             if vars(self)[name]:
                 raise ValueError(f"{name}: {family} drafts have none")
-
-    def compared(self, other: Self) -> dict[str, tuple[Any, Any]]:
-        """The values, here and there, of all settings that give the same tensors a meaning."""
-        return {
-            name: (value, vars(other)[name])
-            for name, value in vars(self).items()
-            if name not in _SAME_TENSORS
-        }
 
     @property
     def aux_width(self) -> int:
