@@ -166,20 +166,6 @@ def test_dispatch_uses_the_kernels(monkeypatch):
     assert path(q.double(), k.double(), v.double()) == "_BlockedAttentionBackward"
 
 
-def test_heads_too_far_apart_for_32_bit_offsets_are_copied():
-    """Head offsets are 32-bit products: past 2^31 they would overflow and become negative."""
-
-    def head_major(stride):
-        return torch.empty_strided((5, 4, 16), (16, stride, 1), device="meta")
-
-    near, far = head_major(2**29), head_major(2**29 + 1)
-    rows = QueryRows(*(torch.arange(5, device="meta"),) * 3)
-    job = Job(near, near, near, rows, Chain.of([near, near]))
-    assert all(x is near for x in (job.q, job.k, job.v, *job.chain.tensors))
-    job = Job(far, far, far, rows, Chain.of([far, far]))
-    assert all(x.stride() == (64, 16, 1) for x in (job.q, job.k, job.v, *job.chain.tensors))
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 def test_kernels_are_compiled_once_for_all_sizes():

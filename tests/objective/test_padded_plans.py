@@ -336,10 +336,6 @@ def test_which_objectives_support_round_sizes():
     assert not peagle(context=ranks).can_be_even
     assert not eagle3(context=ranks).can_be_even
     assert not eagle3(depth_keep=0.5).can_be_even
-    masks = masks_of(padded_batch(make_documents(LENGTHS)))
-    for options in ({"partitions": 2}, {"ranks": ranks}):
-        with pytest.raises(ValueError, match="quantum"):
-            plan_parallel(masks, num_depths=4, **RATIOS, seed=0, quantum=8, **options)
 
 
 @pytest.mark.parametrize(

@@ -200,8 +200,6 @@ def plan_rollout(
         supervised_SK = asked_SK & (np.arange(num_depths) <= survived_S[:, None])
     axis = key_axis(slots, last_depths(supervised_SK), num_depths)
     if quantum:
-        if ranks is not None or keep < 1:
-            raise ValueError("quantum: for whole rollouts on one rank")
         counts = (rounded(len(axis.row_key), quantum),) * num_depths
         _, plan = lay_out_evenly(
             supervised_SK, axis, counts, spare=num_depths, shared=num_depths, device=device

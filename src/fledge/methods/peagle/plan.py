@@ -94,8 +94,6 @@ def plan_parallel(
     )
     device = device or masks.loss_mask.device
     if quantum:
-        if ranks is not None or partitions > 1:
-            raise ValueError("quantum: for one segment on one rank")
         shares = kept_shares(num_depths, ratio, ratio_min)
         return _lay_out_evenly(slots, deepest_S, shares, quantum=quantum, device=device)
     return lay_out_parallel(
