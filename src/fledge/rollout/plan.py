@@ -347,12 +347,13 @@ def lay_out_evenly(
     exact: KeyAxis,
     counts: tuple[int, ...],  # room for rows at each depth
     *,
-    spare: int,  # padding slots: as many as a padding row reads
-    shared: float
-    | None,  # elements that usually ask for one slot; None: each has a slot of its own
+    spare: int,
+    shared: float | None,
     device: torch.device,
 ) -> tuple[KeyAxis, RolloutPlan]:
-    """As `lay_out`, with this many rows; also returns the padded axis."""
+    """As `lay_out`, with this many rows; also returns the padded axis. `spare`: padding slots, as
+    many as a padding row reads; `shared`: elements that usually ask for one slot, None if each has
+    a slot of its own."""
     size_T, rows = rounded(len(supervised_SK) + spare, ALIGNED), len(exact.row_key)
     axis = exact._replace(
         slot=filled(exact.slot, size_T, 0),
