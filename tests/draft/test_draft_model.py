@@ -184,9 +184,7 @@ def test_loading_reports_what_is_missing(tmp_path):
         (b"", "the config cannot be read (not JSON"),
         (b"\xff\xfe", "the config cannot be read (not JSON"),
         (b"[1]", "it is [1], expected an object"),
-        (b'{"a": ' + b"[" * 99 + b"]" * 99 + b"}", "nested too deeply"),
-        (b'{"vocab_size": 5, "vocab_size": 6}', "given twice"),
-        (b'{"rms_norm_eps": NaN}', "nan is not a number"),
+        (b'{"rms_norm_eps": NaN}', "'rms_norm_eps' is nan"),
         (b"{}", "shape than config.json says"),  # a default Llama of 32 layers, never built
         ({"hidden_size": "big"}, "'hidden_size' is 'big', expected a whole number"),
         ({"hidden_size": 10**9}, "'hidden_size' is 1000000000, expected"),
