@@ -30,14 +30,14 @@ Directory = Annotated[
 @app.command(epilog="Example: fledge cache info cache --json")
 def info(directory: Directory, as_json: opt.OutcomeAsJson = False) -> None:
     """Show what a cache holds and its size, finished or not."""
-    from fledge.target.cache.job import readable
+    from rich import filesize
 
     facts = _facts(directory.expanduser())
     if as_json:
         print_json(facts)
         return
     texts = {k: f"{v:,.0f}" if type(v) in (int, float) else str(v) for k, v in facts.items()}
-    out.print(facts_table(texts | {"bytes": readable(facts["bytes"])}))
+    out.print(facts_table(texts | {"bytes": filesize.decimal(facts["bytes"])}))
     if not facts["complete"]:
         out.print("unfinished: run the same precompute with --resume", style="yellow")
 

@@ -10,9 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
+from rich import filesize
 
 from fledge.core.errors import BadInput, nearest
 from fledge.core.rows import TokenRow
@@ -82,7 +83,7 @@ def cache_options(
     if quota_gb is not None and not 0 < quota_gb < 1e9:
         raise BadInput(f"{quota_gb} is not a disk size", where="--quota-gb", fix="500, say")
     return CacheOptions(
-        encoding=encoding,
+        encoding=cast(Encoding, encoding),
         dtype=natural() if name == "auto" else DTYPES[name],
         top_k=top_k or None,
         quota_bytes=None if quota_gb is None else int(quota_gb * 1e9),
@@ -215,29 +216,21 @@ def announce(job: CacheJob, plan: CachePlan) -> str:
     while not existing.exists():
         existing = existing.parent
     free, total = shutil.disk_usage(existing).free, sum(plan.shard_bytes)
-    needed = sum(plan.shard_bytes[i] for i in plan.missing)
+    needed, room = sum(plan.shard_bytes[i] for i in plan.missing), filesize.decimal(free)
     if needed > free:
-        what = f"{readable(needed)} would be written, {readable(free)} are free"
+        what = f"{filesize.decimal(needed)} would be written, {room} are free"
         fix = "use a smaller encoding, fewer rows or another disk"
         raise BadInput(what, where=str(job.directory), fix=fix)
     text = (
         f"{counted(len(job.rows), 'row')}, {counted(plan.tokens, 'token')} as {job.shape.encoding} "
-        f"({job.manifest['dtype']}): {total / plan.tokens:,.0f} bytes a token, {readable(total)} "
-        f"in {counted(len(plan.shard_bytes), 'shard')}; {readable(free)} are free"
+        f"({job.manifest['dtype']}): {total / plan.tokens:,.0f} bytes a token, "
+        f"{filesize.decimal(total)} in {counted(len(plan.shard_bytes), 'shard')}; {room} are free"
     )
     if plan.done:
         text += f"; {counted(len(plan.done), 'shard')} already exist"
     if not plan.complete:
         text += f"; the quota stops it after {counted(plan.allowed, 'shard')}"
     return text
-
-
-def readable(count: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if abs(count) < 1000:
-            return f"{count:,.0f} B" if unit == "B" else f"{count:,.1f} {unit}"
-        count /= 1000
-    return f"{count:,.2f} TB"
 
 
 # --- conversion ----------------------------------------------------------------------------------

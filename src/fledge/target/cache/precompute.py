@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from rich import filesize
 from safetensors.torch import save
 from torch import Tensor
 
@@ -32,15 +33,14 @@ from fledge.target.cache.job import (
     CachePlan,
     announce,
     plan_cache,
-    readable,
 )
 from fledge.target.cache.manifest import (
     CLAIMS,
     LATE,
+    MANIFEST,
     VOCABULARY,
     ensure_resumable,
     existing_shards,
-    has_head,
     target_facts,
     target_tensors,
     write_head,
@@ -185,9 +185,8 @@ def begin_cache(job: CacheJob, target: Eagle3TargetBackend, claims: Claims) -> N
     tensors = target_tensors(info, target.get_input_embeddings().weight)
     manifest = {**job.manifest, LATE: target_facts(info, tensors)}
     with claims.alone("manifest"):
-        existing = existing_shards(job.directory)
-        ensure_resumable(job.directory, manifest, existing)
-        if not existing or not has_head(job.directory, job.model_dir):
+        ensure_resumable(job.directory, manifest, existing_shards(job.directory))
+        if not (job.directory / MANIFEST).exists():  # which is written last
             if job.vocabulary is not None:
                 job.vocabulary.save(job.directory / VOCABULARY)
             if job.padded_to is not None:
@@ -224,6 +223,6 @@ def write_shards(
     for name in claims.share(missing, lambda n: job.is_written(missing[n]), waiting=waiting):
         for batch_rows, batch_bytes in capture.shard(missing[name]):
             rows, n_bytes = rows + batch_rows, n_bytes + batch_bytes
-            progress("writing", rows, len(job.rows), "rows", readable(n_bytes))
+            progress("writing", rows, len(job.rows), "rows", filesize.decimal(n_bytes))
         written += 1
     return written
