@@ -44,10 +44,12 @@ def test_data_set_ids_with_slices(tmp_path):
     pq.write_table(
         pa.Table.from_pylist([numbered(i) for i in range(9)]), tmp_path / "train.parquet"
     )
-    parts = sources._load_dataset(str(tmp_path), "train[2:5]")
-    assert [row["messages"][1]["content"] for row in parts] == ["2!", "3!", "4!"]
-    assert sources.expand(["org/name:train[:1000]"]) == [("dataset", "org/name", "train[:1000]")]
-    assert sources.expand(["org/name"]) == [("dataset", "org/name", "")]
+    source = sources.Source("dataset", str(tmp_path), "rows", "train[2:5]")
+    rows = sources.Part(source, 1, 3).rows()
+    assert [row["messages"][1]["content"] for _, row in rows] == ["3!", "4!"]
+    for name, split in (("org/name:train[:1000]", "train[:1000]"), ("org/name", "")):
+        [source] = sources.expand([name])
+        assert (source.kind, source.path, source.split) == ("dataset", "org/name", split)
     with pytest.raises(BadInput, match="cannot load the data set"):
         sources.make_parts(["no/such-data-set"])
 

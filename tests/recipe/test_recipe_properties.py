@@ -135,8 +135,6 @@ def _fit_to_method(recipe: dict[str, dict[str, Any]]) -> None:
         recipe["objective"].pop("loss", None)
     if recipe["training"].get("optimizer") == "muon":
         recipe["training"].pop("shard", None)
-    if recipe["draft"].get("qk_norm"):
-        recipe["draft"] |= {"attention_bias": False, "mlp_bias": False}
 
 
 def load_text(text: str, *overrides: str) -> Recipe:

@@ -28,7 +28,7 @@ from fledge.target.hf.loading import convert_linears
 from fledge.target.hf.model import HFEagle3TargetModel
 from fledge.target.state_cache import KeptStates, RememberingTarget
 from fledge.training.batches import StepBatch
-from fledge.training.optimizer import StepGuard, make_optimizer
+from fledge.training.optimizer import StepGuard, make_optimizers
 from fledge.training.recorded_steps import recorded_steps
 from fledge.training.step import Clock, Parts, train_step
 
@@ -128,13 +128,12 @@ def build_parts(case: Case, device: torch.device) -> Parts:
     given = TrainerInputs(ids, mask, target.info().head, _dtype(device))
     objective = method.objective(draft, given, **objective_options(case))
     parameters = [p for p in draft.parameters() if p.requires_grad]
-    optimizer = make_optimizer(parameters, lr=1e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
     recorded = None
     if case.record:
         recorded = recorded_steps(objective, parameters, tokens=case.seq * case.batch)
     return Parts(
-        target, objective, device, World(), Clock(device), parameters, (optimizer,),
-        StepGuard(None, device), 1.0, recorded=recorded,
+        target, objective, device, World(), Clock(device), parameters,
+        make_optimizers(draft, lr=1e-4), StepGuard(None, device), 1.0, recorded=recorded,
     )  # fmt: skip
 
 

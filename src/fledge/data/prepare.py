@@ -54,7 +54,7 @@ def prepare_rows(
     options = options or TokeniseOptions()
     fields = {
         "format": ROWS_FORMAT,
-        "data": sources.fingerprint(data, rows_per_part),
+        "data": sources.fingerprint(data),
         "tokenizer": tokenizer_files_fingerprint(model_dir),
         "options": options.fingerprint(),
         "rows_per_part": rows_per_part,

@@ -8,11 +8,9 @@ parallel.
 import contextlib
 import gzip
 import hashlib
-import io
 import itertools
 import json
 import re
-import stat
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -21,58 +19,59 @@ from typing import Any
 
 from fledge.core.errors import BadInput, first_line
 from fledge.data.drops import BadRow
-from fledge.data.remote import Cuts, is_address, list_files, open_binary, public_name, survey
+from fledge.data.remote import is_address, list_files, local_copy, public_name
 
 ROWS_PER_PART = 2000
 MOST_PARTS = 16  # of files that every part reads from the beginning: gzip, JSON arrays
-LONGEST_LINE = 1 << 26  # bytes of a JSON line; a longer one is dropped without being decoded
-_SUFFIXES = (".jsonl", ".ndjson", ".jsonl.gz", ".json", ".parquet")
-# Magic bytes of files with a wrong name, and the suffix they should have.
-_MAGIC = {b"\x1f\x8b": ("gzip", ".jsonl.gz"), b"PAR1": ("parquet", ".parquet")}
+_LINES = (".jsonl", ".ndjson", ".jsonl.gz")
+_SUFFIXES = (*_LINES, ".json", ".parquet")
 # a name, or a name with a split and slice: `train`, `train[:1000]`, `train[10%:20%]`
 _SPLIT = re.compile(r"^(?P<id>[^\[\]]+?)(?::(?P<split>[A-Za-z_][\w.+\[\]:%-]*))?$")
 
-# A row as read: (place, value), where the value is raw bytes of one JSON line, a decoded object,
-# or the reason why there is none.
+# A row as read: (place, value), where the value is the decoded object, or the reason why there is
+# none.
 Row = tuple[str, Any]
+
+
+@dataclass(frozen=True)
+class Source:
+    """One file, or one split of a data set."""
+
+    kind: str  # jsonl | json | parquet | dataset
+    path: str  # local file, or data set id
+    name: str  # for messages
+    split: str = ""
 
 
 @dataclass(frozen=True)
 class Part:
     """Consecutive whole rows of one source."""
 
-    name: str  # of the source, for messages
-    path: str  # file, address, or data set id
-    kind: str  # jsonl | json | parquet | dataset
+    source: Source
     start: int  # first row (jsonl: first byte)
     stop: int  # past the last row (jsonl: past the last byte)
     first_line: int = 1
-    split: str = ""
 
     def rows(self) -> Iterator[Row]:
         """Yield (place, row); a row that cannot be decoded is a BadRow value."""
-        if self.kind == "jsonl":
+        if self.source.kind == "jsonl":
             yield from self._jsonl_rows()
             return
         for index, row in enumerate(_load_objects(self), self.start):
-            yield f"{self.name}:{index + 1}", row
+            yield f"{self.source.name}:{index + 1}", row
 
     def _jsonl_rows(self) -> Iterator[Row]:
         offset, number = self.start, self.first_line
-        with open_binary(self.path) as file:
-            for line, size in _lines(file, self.path, offset, number):
-                if line is None or line.strip():
-                    yield f"{self.name}:{number}", decode_line(line)
-                offset, number = offset + size, number + 1
-                if offset >= self.stop:
-                    return
-        raise BadInput("the file became shorter while it was read", where=self.name)
+        for line in _lines(self.source, offset, number):
+            if line.strip():
+                yield f"{self.source.name}:{number}", decode_line(line)
+            offset, number = offset + len(line), number + 1
+            if offset >= self.stop:
+                return
 
 
-def decode_line(line: bytes | None) -> Any:
-    """The value of a JSON line (None: a line that is too long), or a BadRow with the fault."""
-    if line is None:
-        return BadRow("row is too long", f"more than {LONGEST_LINE:,} bytes")
+def decode_line(line: bytes) -> Any:
+    """The value of a JSON line, or a BadRow with the fault."""
     try:
         text = line.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -83,46 +82,31 @@ def decode_line(line: bytes | None) -> Any:
         return BadRow("broken or truncated JSON", str(error)[:60])
 
 
-def _lines(
-    file: io.BufferedReader, path: str, offset: int = 0, number: int = 1
-) -> Iterator[tuple[bytes | None, int]]:
-    """The lines of an open file, plain or gzip, from an offset on, each with its size. An overlong
-    one is None, and not kept in memory. Damage is reported as one BadInput."""
-    name = public_name(path)
-    zipped = name.endswith(".gz")
-    first_bytes = file.peek(4)[:4] if number == 1 else b""  # only the first part has the beginning
-    for magic, (what, suffix) in _MAGIC.items():
-        if first_bytes.startswith(magic) and not (zipped and what == "gzip"):
-            raise BadInput(f"is a {what} file", where=name, fix=f"name it {suffix}")
-    handle: Any = gzip.GzipFile(fileobj=file) if zipped else file
+def _lines(source: Source, offset: int = 0, number: int = 1) -> Iterator[bytes]:
+    """The lines of a file, plain or gzip, from an offset on. Damage is reported as a BadInput."""
+    opened: Any = gzip.open if source.path.endswith(".gz") else open
     try:
-        if offset:  # not at 0: a server may not support seeking
-            handle.seek(offset)
-        while line := handle.readline(LONGEST_LINE):
-            size = len(line)
-            whole = line.endswith(b"\n") or size < LONGEST_LINE
-            more = b"" if whole else line
-            while more and not more.endswith(b"\n"):
-                more = handle.readline(1 << 20)
-                size += len(more)
-            yield (line if whole else None), size
-            number += 1
+        with opened(source.path, "rb") as file:
+            file.seek(offset)
+            for line in file:
+                yield line
+                number += 1
     except (EOFError, zlib.error, OSError) as error:
         raise BadInput(
             f"truncated or damaged ({first_line(error)[:80]})",
-            where=f"{name}:{number}",
+            where=f"{source.name}:{number}",
             fix="fetch or write it again",
         ) from None
 
 
 def _load_objects(part: Part) -> list[Any]:
-    if part.kind == "parquet":
+    source = part.source
+    if source.kind == "parquet":
         return _load_parquet(part)
-    if part.kind == "dataset":
-        rows = _load_dataset(part.path, part.split).select(range(part.start, part.stop))
-        with _arrow_errors(part.name, "data set"):
-            return list(rows)
-    return list(_load_json(part.path)[part.start : part.stop])
+    if source.kind == "dataset":
+        with _arrow_errors(source.name, "data set"):
+            return list(_load_dataset(source).select(range(part.start, part.stop)))
+    return list(_load_json(source)[part.start : part.stop])
 
 
 @contextlib.contextmanager
@@ -142,132 +126,108 @@ def _arrow_errors(where: str, what: str) -> Iterator[None]:
 
 def _load_parquet(part: Part) -> list[Any]:
     """Read only the row groups that contain the part, not the whole file for every part."""
-    with _parquet_file(part.path) as file:
-        sizes = _group_sizes(file.metadata, part.name)
-        begins = [0, *itertools.accumulate(sizes)]
-        groups = range(len(sizes))
+    with _parquet_file(part.source) as file:
+        begins = [0, *itertools.accumulate(_group_sizes(file))]
+        groups = range(len(begins) - 1)
         wanted = [g for g in groups if begins[g] < part.stop and begins[g + 1] > part.start]
-        table: Any = file.read_row_groups(wanted)
         first = part.start - begins[wanted[0]]
-        rows = list(table.slice(first, part.stop - part.start).to_pylist())
-    if len(rows) != part.stop - part.start:
-        raise BadInput("a damaged parquet file: rows are missing", where=part.name)
-    return rows
+        table: Any = file.read_row_groups(wanted)
+        return list(table.slice(first, part.stop - part.start).to_pylist())
 
 
 @contextlib.contextmanager
-def _parquet_file(path: str) -> Iterator[Any]:
+def _parquet_file(source: Source) -> Iterator[Any]:
     import pyarrow.parquet as pq
 
-    with _arrow_errors(public_name(path), "parquet file"):
-        if is_address(path):
-            with open_binary(path) as file, pq.ParquetFile(file) as parquet:
-                yield parquet
-        else:  # Arrow reads local files itself
-            with pq.ParquetFile(path) as parquet:
-                yield parquet
+    with _arrow_errors(source.name, "parquet file"), pq.ParquetFile(source.path) as file:
+        yield file
 
 
-def _group_sizes(metadata: Any, path: str) -> list[int]:
-    """Rows in each group; the file's total must agree, which detects flipped bits in either."""
-    groups = range(metadata.num_row_groups)
-    sizes = [int(metadata.row_group(group).num_rows) for group in groups]
-    if any(size < 0 for size in sizes) or sum(sizes) != metadata.num_rows:
-        raise BadInput("a damaged parquet file: its row counts disagree", where=path)
-    return sizes
+def _group_sizes(file: Any) -> list[int]:
+    groups = range(file.metadata.num_row_groups)
+    return [int(file.metadata.row_group(group).num_rows) for group in groups]
 
 
-def _load_json(path: str) -> list[Any]:
-    name = public_name(path)
+def _load_json(source: Source) -> list[Any]:
     try:
-        with open_binary(path) as file:
-            value = json.load(file)
+        value = json.loads(Path(source.path).read_bytes())
     except (ValueError, RecursionError) as error:
         raise BadInput(
             f"not valid JSON ({str(error)[:80]})",
-            where=name,
+            where=source.name,
             fix="one object per line? name it .jsonl",
         ) from None
     if isinstance(value, dict):  # {"data": [...]} and the like
         lists = [item for item in value.values() if isinstance(item, list)]
         value = lists[0] if len(lists) == 1 and "messages" not in value else [value]
     if not isinstance(value, list):
-        raise BadInput("not a list of rows", where=name, fix="expected [{...}, ...]")
+        raise BadInput("not a list of rows", where=source.name, fix="expected [{...}, ...]")
     return value
 
 
-def _load_dataset(name: str, split: str) -> Any:
+def _load_dataset(source: Source) -> Any:
     import datasets
     from datasets.exceptions import DatasetsError
 
     try:
-        return datasets.load_dataset(name, split=split or "train")
+        return datasets.load_dataset(source.path, split=source.split or "train")
     except (OSError, ValueError, DatasetsError) as error:  # of the hub, or about splits
         raise BadInput(
-            f"cannot load the data set {name!r} ({str(error)[:120]})",
+            f"cannot load the data set {source.path!r} ({str(error)[:120]})",
             fix="give a local .jsonl, .json or .parquet file, or check the name and the network",
         ) from None
 
 
-def expand(sources: list[str]) -> list[tuple[str, str, str]]:
-    """Resolve the user's sources to (kind, path or id, split), and directories to their files."""
-    resolved: list[tuple[str, str, str]] = []
+def expand(sources: list[str]) -> list[Source]:
+    """Resolve the user's sources, and directories to their files."""
+    resolved: list[Source] = []
     for source in sources:
         path = Path(source).expanduser()
         if is_address(source):
-            resolved += [(_kind(file), file, "") for file in list_files(source, _SUFFIXES)]
+            files = list_files(source, _SUFFIXES)
+            resolved += [_file(local_copy(file), public_name(file)) for file in files]
         elif path.is_dir():
-            named = (p for p in path.rglob("*") if p.name.endswith(_SUFFIXES))
-            files = sorted(p for p in named if not p.is_dir())
-            if not files:
-                raise BadInput(f"no {', '.join(_SUFFIXES)} file", where=source)
-            resolved += [(_regular(file), str(file), "") for file in files]
+            files = sorted(str(p) for p in path.rglob("*") if p.is_file())
+            files = [file for file in files if file.endswith(_SUFFIXES)]
+            resolved += [_file(file, file) for file in files]
         elif path.exists():
-            resolved.append((_regular(path), str(path), ""))
+            files = [str(path)]
+            resolved.append(_file(str(path), str(path)))
         elif source.endswith(_SUFFIXES) or source.startswith((".", "/", "~")):
             raise BadInput("no such file", where=source)
         else:
             match = _SPLIT.match(source)
             if match is None:
                 raise BadInput("not a file, a directory or a data set id", where=source)
-            resolved.append(("dataset", match["id"], match["split"] or ""))
+            files, split = [source], match["split"] or ""
+            name = f"{match['id']}:{split or 'train'}"
+            resolved.append(Source("dataset", match["id"], name, split))
+        if not files:
+            raise BadInput(f"no {', '.join(_SUFFIXES)} file", where=public_name(source))
     if not resolved:
         raise BadInput("no data was named", fix="give at least one file, directory or data set id")
     return resolved
 
 
-def _regular(path: Path) -> str:
-    if not stat.S_ISREG(path.stat().st_mode):  # a pipe may block, and a device may never end
-        raise BadInput(
-            "not a regular file", where=str(path), fix="data is read twice: write it to a file"
-        )
-    return _kind(str(path))
-
-
-def _kind(path: str) -> str:
-    name = public_name(path)
-    if name.endswith((".jsonl", ".ndjson", ".jsonl.gz")):
-        return "jsonl"
-    if name.endswith((".json", ".parquet")):
-        return name.rpartition(".")[2]
+def _file(path: str, name: str) -> Source:
+    if path.endswith(_LINES):
+        return Source("jsonl", path, name)
+    if path.endswith(_SUFFIXES):
+        return Source(path.rpartition(".")[2], path, name)
     raise BadInput("unknown kind of file", where=name, fix=f"known: {', '.join(_SUFFIXES)}")
 
 
 def make_parts(sources: list[str], rows_per_part: int = ROWS_PER_PART) -> list[Part]:
     """Cut all sources into parts, in order."""
     parts: list[Part] = []
-    for kind, path, split in expand(sources):
-        name = public_name(path) if kind != "dataset" else f"{path}:{split or 'train'}"
-        if kind == "jsonl":
-            cuts = _cuts(path, rows_per_part)
-            cut = [Part(name, path, kind, start, stop, first) for start, stop, first in cuts]
+    for source in expand(sources):
+        if source.kind == "jsonl":
+            cut = list(_cut_lines(source, rows_per_part))
         else:
-            total = _count(kind, path, split)
-            cut = [
-                Part(name, path, kind, start, min(total, start + rows_per_part), split=split)
-                for start in range(0, total, rows_per_part)
-            ]
-        if kind == "json" or name.endswith(".gz"):  # the same rows in at most MOST_PARTS parts
+            total = _count(source)
+            starts = range(0, total, rows_per_part)
+            cut = [Part(source, start, min(total, start + rows_per_part)) for start in starts]
+        if source.path.endswith((".json", ".gz")):  # the same rows in at most MOST_PARTS parts
             size = max(1, -(-len(cut) // MOST_PARTS))
             groups = [cut[i : i + size] for i in range(0, len(cut), size)]
             cut = [replace(group[0], stop=group[-1].stop) for group in groups]
@@ -275,51 +235,31 @@ def make_parts(sources: list[str], rows_per_part: int = ROWS_PER_PART) -> list[P
     return parts
 
 
-def _cuts(path: str, rows_per_part: int) -> Cuts:
-    """Where a file of lines is cut."""
-    if is_address(path):
-        return _survey("jsonl", path, rows_per_part)[1]
-    with open_binary(path) as file:
-        return _cut(file, path, rows_per_part)
-
-
-def _cut(file: io.BufferedReader, path: str, rows_per_part: int) -> Cuts:
-    sizes = (size for _, size in _lines(file, path))
-    cuts: Cuts = []
+def _cut_lines(source: Source, rows_per_part: int) -> Iterator[Part]:
+    sizes = map(len, _lines(source))
     stop, line = 0, 1
     while group := list(itertools.islice(sizes, rows_per_part)):
         start, stop = stop, stop + sum(group)
-        cuts.append((start, stop, line))
+        yield Part(source, start, stop, line)
         line += len(group)
-    return cuts
 
 
-def _survey(kind: str, path: str, rows_per_part: int) -> tuple[str, Cuts]:
-    if kind == "jsonl":
-        return survey(path, lambda f: _cut(f, path, rows_per_part), f"lines by {rows_per_part}")
-    return survey(path, lambda _: [], "whole")
+def _count(source: Source) -> int:
+    if source.kind == "parquet":
+        with _parquet_file(source) as file:
+            return sum(_group_sizes(file))
+    return len(_load_dataset(source) if source.kind == "dataset" else _load_json(source))
 
 
-def _count(kind: str, path: str, split: str) -> int:
-    if kind == "parquet":
-        with _parquet_file(path) as file:
-            return sum(_group_sizes(file.metadata, public_name(path)))
-    if kind == "dataset":
-        return len(_load_dataset(path, split))
-    return len(_load_json(path))
-
-
-def fingerprint(sources: list[str], rows_per_part: int = ROWS_PER_PART) -> str:
-    """A digest of the rows' bytes: equal data has equal fingerprints, wherever it is stored. Remote
-    files are read once for this and for `make_parts` with the same `rows_per_part`."""
+def fingerprint(sources: list[str]) -> str:
+    """A digest of the rows' bytes: equal data has equal fingerprints, wherever it is stored."""
     digest = hashlib.sha256()
-    for kind, path, split in expand(sources):
-        digest.update(kind.encode())
-        if kind == "dataset":
-            digest.update(f"{path}:{split}:{_load_dataset(path, split)._fingerprint}".encode())
-        elif is_address(path):
-            digest.update(bytes.fromhex(_survey(kind, path, rows_per_part)[0]))
+    for source in expand(sources):
+        digest.update(source.kind.encode())
+        if source.kind == "dataset":
+            known = f"{source.path}:{source.split}:{_load_dataset(source)._fingerprint}"
+            digest.update(known.encode())
         else:
-            with Path(path).open("rb") as handle:
+            with Path(source.path).open("rb") as handle:
                 digest.update(hashlib.file_digest(handle, "sha256").digest())
     return digest.hexdigest()

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from fledge.core.errors import BadInput, first_line
 from fledge.core.files import atomic_file, write_json
-from fledge.core.reading import ListOf, MapOf, Table, Text, Whole, open_regular, read_json
+from fledge.core.reading import ListOf, MapOf, Table, Text, Whole, open_file, read_json
 from fledge.core.rows import TokenRow
 from fledge.data.drops import DropReport
 from fledge.data.rows import Block
@@ -71,7 +71,6 @@ def read_record(directory: Path, index: int) -> dict[str, Any] | None:
     path = part_path(directory, index)
     try:
         record: dict[str, Any] = read_json(path.with_suffix(".json"), _RECORD)
-        open_regular(path).close()
         block = _map_part(path) if record["crc32"] == checksum(path) else None
     except BadInput:
         return None
@@ -153,7 +152,7 @@ class TokenRows(Sequence[TokenRow]):
 
 
 def _size(path: Path) -> int:
-    with open_regular(path, what="a part of the rows") as handle:
+    with open_file(path, what="a part of the rows") as handle:
         return os.fstat(handle.fileno()).st_size
 
 
@@ -161,7 +160,6 @@ def _map_part(path: Path, known: NDArray[np.int64] | None = None) -> Block:
     """Map a part, and check that its offsets stay within the tokens: a view beyond them would read
     arbitrary memory. A part whose lengths are `known` was fully checked before, and must still have
     these lengths."""
-    open_regular(path, what="a part of the rows").close()
     try:
         table = pa.ipc.open_file(pa.memory_map(str(path))).get_batch(0)
         table.validate(full=known is None)

@@ -17,7 +17,7 @@ _FREE = (
     "run.", "data.train:", "data.valid:", "target.model:", "tracking.", "checkpoint.",
     "evaluation.every_steps", "data.workers", "training.prefetch", "training.device",
     "target.device", "training.max_bad_steps", "target.urls",
-    "target.token_env", "target.ca_file", "target.prefetch", "target.timeout_s", "target.retries",
+    "target.token_env", "target.prefetch", "target.timeout_s", "target.retries",
     "target.wait_s", "training.shard", "training.context",
     "training.micro_batch", "training.accumulate", "target.address", "target.workers",
     "target.worker_cpus", "target.worker_gpus", "target.placement", "target.url:",
