@@ -204,13 +204,9 @@ def test_gathered_figures(run, tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "told"),
     [
-        ("metrics.jsonl", '{"step": "x", "loss": 1.0}', "line 1: the line is damaged: 'step'"),
-        ("metrics.jsonl", '{"step": 1, "evaluation": [2]}', "'evaluation' is [2]"),
-        ("metrics.jsonl", '{"step": 1, "evaluation": {"joint": [{}]}}', "evaluation.joint[0]"),
         ("eval.json", '{"drafts": [1]}', "'drafts[0]' is 1"),
         ("eval.json", '{"drafts": [], "target": "x"}', "'target' is 'x'"),
         ("machine.json", "[]", "expected an object"),
-        ("recipe.yaml", "objective: [1]", "'objective' is [1]"),
     ],
 )
 def test_damaged_files_are_a_one_line_error(tmp_path, name, content, told):

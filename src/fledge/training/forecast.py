@@ -287,11 +287,7 @@ def limits_of(run: Path, ahead: Forecast) -> list[Limit]:
 
 def _of_run(run: Path, last: dict[str, Any], logged: Sequence[dict[str, Any]]) -> Iterator[Limit]:
     """The limits that the latest evaluation, the log and the vocabulary show."""
-    # rates by depth, clipped: the file may come from anywhere and hold anything
-    joint, conditional = (
-        np.clip(np.nan_to_num(np.array(last.get(name, []), float)), 0, 1).tolist()
-        for name in ("joint", "conditional")
-    )
+    joint, conditional = last.get("joint", []), last.get("conditional", [])
     depths = len(joint)
     if joint and conditional:
         # Assume twice as many tokens, the additional ones as good as the last of these.
