@@ -9,7 +9,7 @@ import shutil
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
@@ -26,6 +26,9 @@ from fledge.core.install import (
 from fledge.core.machine import cpu_cores, memory_bytes
 from fledge.core.terminal import marked
 
+if TYPE_CHECKING:
+    from fledge.models.embedded import Embedded
+
 EXAMPLE = "Example: fledge doctor --json > machine.json"
 
 _PACKAGES = (
@@ -40,7 +43,6 @@ _BY_PACKAGE = {
     "serve-target": ("serve", ("uvicorn", "httptools")),
     "tensorboard": ("track", ("tensorboard",)),
     "wandb": ("track", ("wandb",)),
-    "trackio": ("track", ("trackio",)),
     "plots": ("plot", ("matplotlib",)),
     "data sets by id": ("", ("datasets",)),
     "GGUF targets": ("", ("gguf", "accelerate")),
@@ -154,10 +156,10 @@ def _by_package(name: str, extra: str, packages: tuple[str, ...]) -> Ability:
     return Ability(name, True, ", ".join(filter(None, versions.values())))
 
 
-def _embedded(name: str, model: Any) -> Ability:
+def _embedded(name: str, model: "Embedded") -> Ability:
     if model.directory.is_dir():
         return Ability(f"embedded {name}", True, "in the cache, works offline")
-    note = f"first use downloads {model.n_bytes / 1e6:.0f} MB with pip"
+    note = f"first use downloads {model.megabytes} MB with pip"
     return Ability(f"embedded {name}", True, note)
 
 
