@@ -100,21 +100,14 @@ def in_words(count: int) -> str:
 
 
 def nearest(name: str, valid: list[str]) -> str:
-    """`did you mean 'x'?` for the valid name closest to a mistyped one (several if they are equally
-    close), else a list of the valid names."""
+    """`did you mean 'x'?` for the valid name closest to a mistyped one, else a list of the valid
+    names. EAGLE-3, eagle_3 and eagle3 are the same."""
     import difflib
-    import itertools
 
-    def closeness(candidate: str) -> tuple[bool, float, int]:
-        """Equal up to spelling (EAGLE-3, eagle_3), similarity, length of the common prefix."""
-        bare = ["".join(filter(str.isalnum, text.casefold())) for text in (candidate, name)]
-        ratio = difflib.SequenceMatcher(None, candidate.casefold(), name.casefold()).ratio()
-        common = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(*bare, strict=False))
-        return bare[0] == bare[1], ratio, len(list(common))
+    def bare(text: str) -> str:
+        return "".join(filter(str.isalnum, text.casefold()))
 
-    ranked = {candidate: closeness(candidate) for candidate in valid}
-    same, ratio, _ = closest = max(ranked.values(), default=(False, 0.0, 0))
-    if same or ratio >= 0.5:
-        equals = [f"'{candidate}'" for candidate in valid if ranked[candidate] == closest]
-        return f"did you mean {' or '.join(equals[:3])}?"
+    spelt = {bare(text): text for text in valid}
+    if close := difflib.get_close_matches(bare(name), spelt, n=1, cutoff=0.5):
+        return f"did you mean '{spelt[close[0]]}'?"
     return f"valid names: {', '.join(valid)}" if valid else "nothing is accepted here"
