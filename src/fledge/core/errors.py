@@ -102,12 +102,14 @@ def in_words(count: int) -> str:
 def nearest(name: str, valid: list[str]) -> str:
     """`did you mean 'x'?` for the valid name closest to a mistyped one, else a list of the valid
     names. EAGLE-3, eagle_3 and eagle3 are the same."""
-    import difflib
+    from difflib import SequenceMatcher
+    from os.path import commonprefix
 
-    def bare(text: str) -> str:
-        return "".join(filter(str.isalnum, text.casefold()))
+    def closeness(candidate: str) -> tuple[float, int]:
+        pair = ["".join(filter(str.isalnum, text.casefold())) for text in (candidate, name)]
+        return SequenceMatcher(None, *pair).ratio(), len(commonprefix(pair))
 
-    spelt = {bare(text): text for text in valid}
-    if close := difflib.get_close_matches(bare(name), spelt, n=1, cutoff=0.5):
-        return f"did you mean '{spelt[close[0]]}'?"
+    closest = max(valid, key=closeness, default="")
+    if closeness(closest)[0] >= 0.5:
+        return f"did you mean '{closest}'?"
     return f"valid names: {', '.join(valid)}" if valid else "nothing is accepted here"
