@@ -103,13 +103,13 @@ def nearest(name: str, valid: list[str]) -> str:
     """`did you mean 'x'?` for the valid name closest to a mistyped one, else a list of the valid
     names. EAGLE-3, eagle_3 and eagle3 are the same."""
     from difflib import SequenceMatcher
-    from os.path import commonprefix
 
-    def closeness(candidate: str) -> tuple[float, int]:
-        pair = ["".join(filter(str.isalnum, text.casefold())) for text in (candidate, name)]
-        return SequenceMatcher(None, *pair).ratio(), len(commonprefix(pair))
+    def closeness(candidate: str) -> tuple[float, bool]:
+        """Similarity; of two that are equally similar, one with the same first letter is closer."""
+        one, two = ("".join(filter(str.isalnum, text.casefold())) for text in (candidate, name))
+        return SequenceMatcher(None, one, two).ratio(), one[:1] == two[:1]
 
     closest = max(valid, key=closeness, default="")
-    if closeness(closest)[0] >= 0.5:
+    if closest and closeness(closest)[0] >= 0.5:
         return f"did you mean '{closest}'?"
     return f"valid names: {', '.join(valid)}" if valid else "nothing is accepted here"
