@@ -166,12 +166,11 @@ def predict(training: "Training", begin: float | None = None) -> Prediction:
     step, memory = step_memory(training), DraftMemory.of(training.draft, recipe.training)
     pace = pace_of(training, step)
     width = step.step.dtype.itemsize
-    limits, rows = kind_of(recipe.target).kept_states(recipe.target), int(stream.rows.lengths.sum())
+    room, rows = kind_of(recipe.target).kept_bytes(recipe.target), int(stream.rows.lengths.sum())
     config = training.draft.config
     state_bytes = (config.num_aux_hidden_states + 1) * config.target_hidden_size
     kept_bytes = rows * state_bytes * width
-    room_here = limits.device_bytes + (limits.host_bytes if device == "cpu" else 0)
-    keeps_all = 0 < kept_bytes <= limits.device_bytes + limits.host_bytes
+    keeps_all = 0 < kept_bytes <= room
     begun = newest_step(training.directory)
     packs = stream.packs_per_step // world.data_size * max(0, stream.steps - begun)
     work = Work(
@@ -183,7 +182,7 @@ def predict(training: "Training", begin: float | None = None) -> Prediction:
     start_up_s = 0.0 if begin is None else time.perf_counter() - begin
     weights = sum(p.nbytes for p in target_weights(training))
     return Prediction(
-        target_bytes=weights + min(room_here, kept_bytes),
+        target_bytes=weights + min(room, kept_bytes),
         draft_bytes=memory.bytes(shard=world.shard, width=width),
         step_bytes=step.bytes(world.context),
         disk_bytes=(recipe.checkpoint.keep + 1) * memory.saved_bytes,
