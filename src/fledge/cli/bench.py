@@ -252,6 +252,7 @@ def bench_decode(
         ids = _encoded(rows, backend, max_new_tokens)
         stops = Stops(max_new_tokens, eos_token_ids(model, tokenizer))
         counts = {name: draft_tokens or trained_tokens(path) for name, path in paths.items()}
+        device_used = backend.get_input_embeddings().weight.device
         pad_id = getattr(tokenizer, "pad_token_id", None) or 0
         ways = ways_of.draftless_ways(model, stops, pad_id=pad_id)
         for name, path in paths.items():
@@ -265,7 +266,7 @@ def bench_decode(
         for size in batch or [1]:
             with progress_bar(f"batch {size}") as show:
                 decoded = ways_of.decode_all(
-                    ways, ids, batch=size, device=model.device, progress=show
+                    ways, ids, batch=size, device=device_used, progress=show
                 )
             figures += [result.to_json(decoded) for result in decoded.values()]
     if as_json:
