@@ -54,9 +54,6 @@ def explain(error: BaseException) -> tuple[str, int] | None:
     if type(error).__name__ == "DistBackendError" or "/gloo/" in str(error):
         lost = f"another rank is gone ({first_line(error)})"
         return f"{lost}; the same command continues the run", 2
-    if isinstance(error, UnicodeEncodeError) and error.encoding == "utf-8":  # a foreign byte
-        text = error.object[max(0, error.start - 20) : error.end + 20]
-        return f"{text!r} was given, and it is not UTF-8; use letters that are", 2
     if not isinstance(error, OSError):
         return None
     where = str(error.filename2 or error.filename or "")
@@ -100,16 +97,16 @@ def in_words(count: int) -> str:
 
 
 def nearest(name: str, valid: list[str]) -> str:
-    """`did you mean 'x'?` for the valid name closest to a mistyped one, else a list of the valid
-    names. EAGLE-3, eagle_3 and eagle3 are the same."""
+    """`did you mean 'x'?` for the valid name closest to a mistyped one, else all valid names."""
     from difflib import SequenceMatcher
 
-    def closeness(candidate: str) -> tuple[float, bool]:
-        """Similarity; of two that are equally similar, one with the same first letter is closer."""
-        one, two = ("".join(filter(str.isalnum, text.casefold())) for text in (candidate, name))
-        return SequenceMatcher(None, one, two).ratio(), one[:1] == two[:1]
+    def bare(word: str) -> str:
+        return "".join(filter(str.isalnum, word.casefold()))
+
+    def closeness(word: str) -> float:
+        return SequenceMatcher(None, bare(word), bare(name)).ratio()
 
     closest = max(valid, key=closeness, default="")
-    if closest and closeness(closest)[0] >= 0.5:
+    if closest and closeness(closest) >= 0.5:
         return f"did you mean '{closest}'?"
     return f"valid names: {', '.join(valid)}" if valid else "nothing is accepted here"
