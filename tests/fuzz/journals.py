@@ -29,11 +29,7 @@ class PreparedRows(Case):
         if rng.random() < 0.5:
             record.write_bytes(json_bytes(json.loads(record.read_bytes()), rng))
             return
-        from fledge.data.tokenise import checksum
-
         arrow.write_bytes(mutated_bytes(arrow.read_bytes(), rng))
-        content = json.loads(record.read_bytes())
-        record.write_text(json.dumps({**content, "crc32": checksum(arrow)}))
 
     def read(self):
         if read_record(self.place, 0) is None:

@@ -155,7 +155,7 @@ def preview(
     encoder = Encoder.load(directory, options, trust_remote_code=trust_remote_code)
     rows = list(view.preview_rows(data, encoder, count))
     if html is not None:
-        write_text(html, view.to_html(rows, model))
+        write_text(html, view.to_html(rows))
         err.say(f"wrote {html}")
     if as_json:
         print_json([row.to_json() for row in rows])

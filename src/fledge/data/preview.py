@@ -1,12 +1,13 @@
 """Conversations with their supervised tokens in color, for the terminal and as an HTML page."""
 
-import html
+import io
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from rich.console import Console
 from rich.text import Text
 
 from fledge.core.terminal import MARKS, counted, visible
@@ -77,42 +78,12 @@ def to_terminal(row: PreviewRow, *, colors: bool = True) -> Text:
     return text
 
 
-_PAGE = """<!doctype html>
-<html lang="en"><meta charset="utf-8"><title>fledge data preview</title>
-<style>
-:root {{ color-scheme: light dark; }}
-body {{ font: 14px/1.6 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto;
-       padding: 0 1rem; }}
-pre {{ white-space: pre-wrap; overflow-wrap: anywhere; padding: .8rem; border-radius: .4rem;
-      background: color-mix(in srgb, CanvasText 6%, Canvas); }}
-b, i {{ font-weight: inherit; font-style: inherit; color: #062; border-radius: 2px; }}
-b {{ background: #9be8a8; }} i {{ background: #6fd685; }}
-h2 {{ font-size: 1rem; margin: 1.5rem 0 .3rem; }} .dropped {{ color: #c33; }}
-</style>
-<h1>Supervised tokens</h1>
-<p>{summary}</p>
-{rows}
-</html>
-"""
-
-
-def to_html(rows: list[PreviewRow], model: str) -> str:
+def to_html(rows: list[PreviewRow]) -> str:
     """One self-contained page."""
-    blocks = []
+    console = Console(record=True, file=io.StringIO(), width=120)
     for row in rows:
-        mark = ' class="dropped"' if row.dropped else ""
-        blocks.append(f"<h2{mark}>{html.escape(row.title())}</h2>")
-        if row.pieces:
-            tokens = (
-                f"<{'bi'[i % 2]}>{html.escape(text)}</{'bi'[i % 2]}>" if flag else html.escape(text)
-                for i, (text, flag) in enumerate(row.pieces)
-            )
-            blocks.append(f"<pre>{''.join(tokens)}</pre>")
-    summary = (
-        f"Template and tokenizer of <code>{html.escape(model)}</code>. "
-        "<b>Green</b> <i>tokens</i> are supervised; two shades show where tokens meet."
-    )
-    return _PAGE.format(summary=summary, rows="\n".join(blocks))
+        console.print(to_terminal(row), end="\n\n")
+    return console.export_html()
 
 
 # --- stats ---------------------------------------------------------------------------------------
