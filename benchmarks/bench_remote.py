@@ -2,8 +2,7 @@
 
 The target costs nothing here: the server's backend returns precomputed states in the shape of an 8B
 target (hidden 4096, bfloat16). A plain socket copies as many bytes between two processes in the
-same run; the figure that matters is the ratio. Bytes per token are what the server counted for each
-encoding.
+same run; the figure that matters is the ratio. Bytes per token are the sizes of answers.
 
     python benchmarks/bench_remote.py [--tokens 4096] [--rounds 12] [--markdown FILE]
 """
@@ -19,8 +18,10 @@ from pathlib import Path
 
 import torch
 
+from fledge.core.rows import TokenBatch
 from fledge.target.remote.client import RemoteEagle3TargetModel
-from ready_states import VOCABULARY, Plain, rows, started
+from fledge.target.remote.protocol import WIRE_ENCODINGS, Question
+from ready_states import Plain, rows, started
 
 HIDDEN, DRAFT_VOCABULARY = 4096, 32_000
 REPLIES = 4  # per round
@@ -64,27 +65,23 @@ def measure(tokens: int, rounds: int) -> dict[str, float]:
 
 
 def bytes_per_token(tokens: int) -> dict[str, float]:
-    """Bytes that the server counted, by encoding."""
+    """The size of an answer, by encoding."""
     states, url = started("states", tokens)
-    ids = torch.arange(DRAFT_VOCABULARY)
-    mask = torch.arange(VOCABULARY) < DRAFT_VOCABULARY
     sizes = {}
-    for name in ("hidden", "probs", "topk"):
-        with RemoteEagle3TargetModel(url, supervision=name) as target:
-            target.set_vocab_mapping(ids, mask)
-            before = _sent(url)
-            target.generate_batch(*rows(tokens))
-            sizes[name] = (_sent(url) - before) / tokens
+    for name in WIRE_ENCODINGS:
+        question = Question(
+            "0" * 32,
+            TokenBatch(*rows(tokens)),
+            encoding=name,
+            top_k=64,
+            vocabulary=None if name == "hidden" else torch.arange(DRAFT_VOCABULARY),
+        )
+        body = question.to_message().to_bytes()
+        with urllib.request.urlopen(f"{url}/v1/generate", data=body) as reply:
+            sizes[name] = len(reply.read()) / tokens
     states.terminate()
     states.wait()
     return sizes
-
-
-def _sent(url: str) -> float:
-    with urllib.request.urlopen(f"{url}/metrics") as reply:
-        text = reply.read().decode()
-    name = "fledge_reply_bytes_total "
-    return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(name))
 
 
 def main() -> None:

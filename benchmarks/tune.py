@@ -21,7 +21,7 @@ A file of variants:
       warm-up: training.warmup_steps=100   # one override, or a list
       wsd: [training.schedule=wsd, training.final_lr_share=0.05]
       dspark: {recipe: smollm2_dspark_gpu, set: training.lr=1e-3}   # on the same states
-    parts: {steady: training.ema=0.99}     # only together with others
+    parts: {steady: training.clip=0.5}     # only together with others
     together: [warm-up+wsd, wsd+steady]    # combined overrides, in this order; see also --also
 
 With `--seconds`, runs have equal time instead of equal tokens: a short run of each variant measures

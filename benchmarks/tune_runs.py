@@ -236,7 +236,7 @@ class Bench:
 
     def _keep_draft(self, training: Training, job: Job) -> None:
         if drafts := self._ground.limits.drafts:
-            with training.parts.averaged(), atomic_directory(drafts / job.draft) as directory:
+            with atomic_directory(drafts / job.draft) as directory:
                 training.draft.write(directory)
 
     def _steps_per_s(self, recipe: Recipe) -> float:
@@ -274,23 +274,22 @@ class Bench:
 
     @torch.no_grad()
     def _measure(self, training: Training, names: Iterable[str]) -> dict[str, Acceptance]:
-        """Acceptance by set, with the averaged weights if there are any."""
+        """Acceptance by set."""
         parts, draft, count = training.parts, training.draft, self._ground.draft_tokens
         head = parts.target.info().head.to(parts.device)
         acceptance = {}
         draft.eval()
-        with parts.averaged():
-            rollouts = rollouts_of(draft, count, dtype=parts.objective.compute_dtype)
-            for name in names:
-                acceptance[name] = Acceptance.none(count)
-                for index, batch in enumerate(self._sets[name]):
-                    answer = parts.target.answer(batch).to(parts.device)
-                    if (name, index) not in self._picks:
-                        picks = target_picks(answer, batch, head, rollouts.selected_token_ids)
-                        self._picks[name, index] = picks
-                    acceptance[name] += replay_held_out(
-                        answer, batch, rollouts, self._picks[name, index]
-                    )
+        rollouts = rollouts_of(draft, count, dtype=parts.objective.compute_dtype)
+        for name in names:
+            acceptance[name] = Acceptance.none(count)
+            for index, batch in enumerate(self._sets[name]):
+                answer = parts.target.answer(batch).to(parts.device)
+                if (name, index) not in self._picks:
+                    picks = target_picks(answer, batch, head, rollouts.selected_token_ids)
+                    self._picks[name, index] = picks
+                acceptance[name] += replay_held_out(
+                    answer, batch, rollouts, self._picks[name, index]
+                )
         draft.train()
         return acceptance
 

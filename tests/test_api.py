@@ -134,8 +134,10 @@ def test_a_recipe_is_a_file_a_name_a_mapping_or_a_recipe(tmp_path):
     assert as_recipe(file) == as_recipe(str(file)) == as_recipe(sections) == as_recipe(base) == base
     changed = load_recipe(file, ["training.lr=2e-3", "objective.kind=eagle3", f"data.train={file}"])
     changes = {"training": {"lr": 2e-3}, "objective": {"kind": "eagle3"}, "data": {"train": file}}
-    for source in (file, sections, base):
+    for source in (file, sections):
         assert as_recipe(source, changes) == changed
+    faster = as_recipe(base, {"training": {"lr": 2e-3}})
+    assert faster == load_recipe(file, ["training.lr=2e-3"])
     assert as_recipe(None) == load_recipe(None)
     for name, path in shipped_recipes().items():
         assert as_recipe(name) == load_recipe(path)

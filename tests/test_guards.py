@@ -31,7 +31,6 @@ ENGINES = {
     "uvicorn",
     "wandb",
     "tensorboard",
-    "trackio",
     "mlflow",
 }
 

@@ -71,7 +71,7 @@ def test_install_commands_are_printed_unbroken_below_the_table(monkeypatch, fled
     monkeypatch.setattr(doctor, "install_extra", lambda extra: line.replace("track", extra))
     monkeypatch.setattr(doctor, "version_of", lambda package: None)
     monkeypatch.setattr(doctor, "installed_as", lambda package: None)
-    assert f"  {line}  # tensorboard, wandb, trackio\n" in fledge("doctor").out
+    assert f"  {line}  # tensorboard, wandb\n" in fledge("doctor").out
 
 
 def test_a_torch_that_fails_to_import_is_reported(monkeypatch, examined):

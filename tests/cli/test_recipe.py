@@ -79,9 +79,7 @@ def test_every_shipped_recipe_is_listed_and_copied_unchanged(fledge, tmp_path, m
         assert load_recipe(name) == load_recipe(path)
     code, _, err = fledge("recipe", "copy", name)
     assert (code, err.count("\n")) == (2, 1)
-    assert "--overwrite" in err
-    (tmp_path / "mine.yaml").write_text("mine")
-    fledge("recipe", "copy", name, "--out", "mine.yaml", "--overwrite")
+    fledge("recipe", "copy", name, "--out", "mine.yaml")
     assert (tmp_path / "mine.yaml").read_bytes() == files[name].read_bytes()
 
 
@@ -98,7 +96,7 @@ def test_a_file_shadows_a_shipped_recipe_but_a_directory_does_not(tmp_path, monk
     ("named", "advice"),
     [
         ("smollm_cpu", "did you mean 'smollm2_cpu'?"),
-        ("recipes/smollm2_cpu.yaml", "by name, shipped recipes need no file: smollm2_cpu"),
+        ("recipes/smollm2_cpu.yaml", "did you mean 'smollm2_cpu'?"),
     ],
 )
 def test_a_missing_recipe_is_refused_with_advice(fledge, tmp_path, monkeypatch, named, advice):

@@ -127,8 +127,8 @@ def test_a_signal_leaves_a_resumable_run(place):
     assert json.loads((newest / "state.json").read_text())["step"] >= lines[-1]["step"]
 
 
-@pytest.mark.skipif(bool(find_spec("trackio")), reason="trackio is installed here")
+@pytest.mark.skipif(bool(find_spec("wandb")), reason="wandb is installed here")
 def test_a_missing_tracker_error_says_what_to_install(fledge, place, tmp_path):
-    overrides = [f"run.output_dir={tmp_path / 'run'}", "tracking.trackers=trackio"]
+    overrides = [f"run.output_dir={tmp_path / 'run'}", "tracking.trackers=wandb"]
     ended = fledge("train", place / "recipe.yaml", *overrides)
     assert (ended.code, "[track]" in ended.err) == (2, True)

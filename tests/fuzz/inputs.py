@@ -15,7 +15,6 @@ from fledge.models.resolve import public_name
 from fledge.target.hf.model import HFEagle3TargetModel
 from fledge.target.remote.protocol import Question
 from fledge.target.remote.server.answers import Target
-from fledge.target.remote.server.queue import Limits
 from fledge.target.remote.wire import DIGEST_BYTES
 from fledge.target.vllm.engine import take_states
 from fuzz.mutate import NUMBERS, mutated_bytes, mutated_tensors
@@ -80,7 +79,7 @@ class Body(Case):
 
     def build(self):
         backend = HFEagle3TargetModel(tiny_model("llama"), supervision="hidden")
-        self.target = Target(backend, Limits())
+        self.target = Target(backend, max_tokens=1000)
         ids = torch.arange(12).reshape(2, 6)
         ones, ids_W = torch.ones_like(ids), torch.arange(0, 30, 3)
         rows = TokenBatch(ids, ones, ones)

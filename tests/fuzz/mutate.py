@@ -157,41 +157,5 @@ def mutated_tensors(data, rng):
 
 
 def mutated_yaml(data, rng):
-    return hostile_yaml(parse_yaml(data, where="recipe")[0], rng)
-
-
-def hostile_yaml(document, rng):
-    """A mutated document as YAML (a superset of JSON), or an attack that only YAML allows."""
-    trick = rng.randrange(16)
-    if trick == 0:
-        return billion_laughs(rng.choice((5, 20, 60)))
-    if trick == 1:
-        return billion_merges(rng.choice((5, 20, 40)))
-    if trick == 2:
-        return b"a: &a [*a]\n"
-    if trick == 3:
-        return b"[" * rng.choice((50, 5000)) + b"\n"
-    if trick == 4:
-        return b"? " * rng.choice((50, 5000)) + b"\n"
-    if trick == 5:
-        return b"a: !!python/object/apply:os.system [true]\n"
-    if trick == 6:
-        return b"- " * rng.choice((40, 400)) + b"x\n"
-    if trick == 7:
-        return b"training:\n  lr: " + b"9" * rng.choice((10, 5000)) + b"\n"
-    if trick == 8:
-        return b"x" * rng.choice((10, 300_000))
-    return json_bytes(document, rng)
-
-
-def billion_laughs(levels):
-    lines = ["l0: &l0 [lol, lol, lol]"]
-    names = ", ".join(["*l{0}"] * 9)
-    lines += [f"l{i}: &l{i} [{names.format(i - 1)}]" for i in range(1, levels)]
-    return "\n".join(lines).encode()
-
-
-def billion_merges(levels):
-    lines = ["l0: &l0 {a: 1}"]
-    lines += [f"l{i}: &l{i} {{<<: [*l{i - 1}, *l{i - 1}, *l{i - 1}]}}" for i in range(1, levels)]
-    return "\n".join(lines).encode()
+    """A mutated document as YAML, which is a superset of JSON."""
+    return json_bytes(parse_yaml(data, where="recipe")[0], rng)

@@ -13,7 +13,6 @@ from fledge.precompute_eagle3 import main
 from fledge.target.hf.model import HFEagle3TargetModel
 from fledge.target.kinds import engine_section, kind_of
 from fledge.target.remote.server.app import TargetServer
-from fledge.target.remote.server.queue import Limits
 from target.cache.caches import verb
 
 NOTE = "from pathlib import Path\nPath({marker!r}).touch()\n"
@@ -176,7 +175,6 @@ def test_trusted_code_works_from_end_to_end(trained, tmp_path, capsys):
     server = TargetServer(
         kind_of(section).open(section, device=find_device(None), aux_layers=3),
         model=section.model, engine=section.backend, model_dir=trained / "trusted", token=None,
-        limits=Limits(),
     )  # fmt: skip
     assert server.info["aux_layer_ids"] == [0, 1, 2]
     assert server.info["tokenizer_fingerprint"]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fledge.core.head import TargetHead
-from fledge.target.hf.embedding_and_head import find_head_module, learn_head
+from fledge.target.hf.embedding_and_head import learn_head
 from fledge.target.layers import FinalNorm, describe_final_norm, target_depth
 
 
@@ -90,7 +90,7 @@ class HFTargetRunner:
             output: Tensor = self.model(probe_BT).logits
             return output
 
-        return learn_head(logits, find_head_module(self.model), where="HFTargetRunner")[0]
+        return learn_head(self.model, logits, where="HFTargetRunner")[0]
 
     def final_norm(self) -> FinalNorm | None:
         return describe_final_norm(self.model)

@@ -8,7 +8,8 @@ from safetensors.torch import load_file, save_file
 from tiny_models import BUILDERS, tiny_model
 
 import fledge.target.hf.embedding_and_head as ends_module
-from fledge.target.hf.embedding_and_head import UnknownEnds, find_head_module, read_ends
+from fledge.core.errors import BadInput
+from fledge.target.hf.embedding_and_head import find_head_module, read_ends
 from fledge.target.layers import find_layers, layer_outputs, muted_head
 
 REFUSED = {"minicpm3"}  # divides the output of its norm
@@ -39,7 +40,7 @@ def test_states_of_the_last_layer_become_the_models_logits(name: str, tmp_path: 
     model.save_pretrained(tmp_path)
     last_ND, given_ND, logits_NV = last_layer_and_head(model)
     if name in REFUSED:
-        with pytest.raises(UnknownEnds, match=r"more than a norm.*target\.capture=worker"):
+        with pytest.raises(BadInput, match=r"more than a norm.*target\.backend=hf"):
             read_ends(tmp_path)
         return
     ends = read_ends(tmp_path)
@@ -77,5 +78,5 @@ def test_a_quantized_body_does_not_matter_and_a_missing_head_does(tmp_path: Any)
     weights = load_file(tmp_path / "model.safetensors")
     weights["lm_head.weight_packed"] = weights.pop("lm_head.weight").to(torch.int8)
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UnknownEnds, match=r"lack lm_head\.weight.*target\.capture=worker"):
+    with pytest.raises(BadInput, match=r"lack lm_head\.weight.*target\.backend=hf"):
         read_ends(tmp_path)

@@ -11,7 +11,7 @@ from fledge.bench.train_step import Case, build_batches, build_parts, random_row
 from fledge.data.pack import collate, pack_rows
 from fledge.target.hf.loading import Fp8Linear
 from fledge.target.hf.model import HFEagle3TargetModel
-from fledge.training.optimizer import Average, make_optimizers
+from fledge.training.optimizer import make_optimizers
 from fledge.training.step import train_step
 
 pytestmark = [
@@ -91,7 +91,6 @@ def test_a_step_with_every_option_never_synchronizes():
     parts.objective.feature_dropout = 0.1
     draft = parts.objective.draft_model
     parts.optimizers = make_optimizers(draft, optimizer="muon", lr=1e-4)
-    parts.average = Average(parts.parameters, 0.99)
     assert synchronizations(parts, build_batches(case, 4)) == []
 
 

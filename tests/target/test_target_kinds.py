@@ -127,10 +127,6 @@ def test_only_kinds_that_load_weights_are_engines():
     section = engine_section("hf", model="m", dtype="bf16", compile=False, engine_args={"a": 1})
     assert section == HfTarget(model="m", dtype="bfloat16", compile=False)
     assert engine_section("vllm", model="m", engine_args={"a": 1}).engine_args == {"a": 1}
-    assert engine_section("vllm", model="m", capture="worker").capture == "worker"
-    assert engine_section("hf", model="m", capture="auto") == HfTarget(model="m")
-    with pytest.raises(BadInput, match=r"--capture: .* got 'files'"):
-        engine_section("vllm", model="m", capture="files")
     with pytest.raises(BadInput, match=r"no engine 'cache'"):
         engine_section("cache", model="m")
     with pytest.raises(BadInput, match=r"--dtype: .* got 'int3'"):

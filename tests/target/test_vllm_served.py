@@ -207,7 +207,6 @@ def test_mistakes_in_the_section_are_explained(vllm: FakeVllm, files: Path) -> N
     [
         ({"url": "gpu1:8000", "shared_dir": "x"}, "must start with http"),
         ({"url": "http://gpu1:8000"}, "url needs shared_dir"),
-        ({"url": "http://a", "shared_dir": "x", "capture": "worker"}, "leave capture out"),
         ({"url": "http://a", "shared_dir": "x", "tp_size": 2}, "starts here"),
     ],
     ids=str,

@@ -57,20 +57,19 @@ def train(recipe, spoiled, kind):
     return notes.notes, str(caught.value), places
 
 
-@pytest.mark.parametrize(("spoiled", "kind"), [((1,), "answer"), ((1,), "loss"), ((0, 1), "loss")])
+@pytest.mark.parametrize(("spoiled", "kind"), [((1,), "answer"), ((0, 1), "loss")])
 def test_the_rows_of_the_bad_rank_are_named(recipe, spoiled, kind):
     options = ("training.steps=4", "data.valid_rows=0", "training.max_bad_steps=1")
     ends = run_ranks(2, train, recipe(*options), spoiled, kind)
     [(notes, error, _), (other_notes, other_error, rank_1)] = ends
     assert (notes, error) == (other_notes, other_error)
     places = [place for rank in spoiled for place in ends[rank][2]]
-    on_rank = " on rank 1" if spoiled == (1,) else ""
-    begin = f"its {len(places)} documents{on_rank} begin with {', '.join(places[:3])}"
+    begin = f"{len(places)} documents: {', '.join(places[:3])}"
     assert notes[0].startswith(f"step {BAD_STEP + 1} skipped: gradient norm nan; {begin}")
     if kind == "answer":
         assert re.search(r"row 0 \((.*?)\)", error)[1] == rank_1[0]
     else:
-        assert f"documents {', '.join(places[:3])})" in error
+        assert begin in error
 
 
 # --- a signal to one of several ranks ------------------------------------------------------------

@@ -18,7 +18,7 @@ class Said(Progress):
 
 def run_of(recipe, monkeypatch, steps, ranks=1):
     """A run that loses a rank at each of these steps and then finishes."""
-    run = _Run(recipe, print, Layout(ranks=ranks), None, Said(), {})
+    run = _Run(recipe, print, Layout(ranks=ranks), Said(), {})
     lost = iter(steps)
     at = [0]
 

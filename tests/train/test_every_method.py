@@ -83,7 +83,6 @@ FROM_TARGET = ("draft.layers_from_target=true", "layers_from_target: must be fal
 @pytest.mark.parametrize(
     ("kind", "override", "complaint"),
     [
-        ("dflash", "draft.qk_norm=false", "must be true for DFlash"),
         ("dflash", "objective.weights=dpace", "needs the loss text"),
         ("dflash", "objective.block_size=1", "greater than or equal to 2"),
         ("dflash", "target.aux_layer_ids=1,2", "must be five distinct layers"),

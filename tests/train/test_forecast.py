@@ -16,15 +16,12 @@ from typer.testing import CliRunner
 from fledge.cli.main import app
 from fledge.core.errors import BadInput
 from fledge.recipe.schema import load_recipe
-from fledge.training import forecast as forecasting
 from fledge.training.curves import Course, Curve, read_curve
-from fledge.training.fit import fit
 from fledge.training.forecast import Estimate, Forecast, forecast, length_of, rate_of
 from fledge.training.limits import limits_of
 from fledge.training.optimizer import learning_rate
-from fledge.training.setup import set_up
 from train.curve_files import TAU, made, real_curves, written
-from train.tiny import Notes, recipe_for
+from train.tiny import recipe_for
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
@@ -222,23 +219,6 @@ def test_a_small_vocabulary_is_a_limit(run, tmp_path):
     rate = rate_of(np.array([ahead.measured]), 3)
     assert limit.gain == pytest.approx(100 * (length_of(rate / 0.9, 3)[0] / ahead.measured - 1))
     assert "10.00%" in limit.says
-
-
-def test_training_reports_forecasts_with_evaluations(
-    tiny_target, tiny_chats, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(forecasting, "_LEAST_RATE", 0.0)  # the tiny target's drafts hardly learn
-    notes = Notes()
-    recipe = recipe_for(tiny_target, tiny_chats, tmp_path / "run", "tracking.every_steps=1")
-    fit(set_up(recipe), notes)
-    forecasts = [line["forecast"] for line in notes.evaluations]
-    assert forecasts[0] is None  # nothing is known before the first step
-    assert forecasts[-2].startswith("forecast: ")
-    assert f"at step {notes.evaluations[-1]['step']}" in forecasts[-2]
-    assert "the run is over" in forecasts[-1]
-    assert forecasts[-1] == forecast(read_curve(tmp_path / "run")).line()
-    kept = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
-    assert not any("forecast" in line for line in kept)  # only measurements are logged
 
 
 def test_a_finished_run_is_forecast_as_measured():

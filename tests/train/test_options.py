@@ -1,27 +1,19 @@
-"""Training options that are off by default: Muon, weight averaging."""
+"""Training options that are off by default: Muon, wsd, feature dropout."""
 
 import math
-import shutil
 
 import pytest
 import torch
 
 from fledge.core.errors import BadInput
-from fledge.training import setup as building
-from fledge.training.checkpoint import newest_checkpoint
-from fledge.training.fit import fit
-from fledge.training.optimizer import Average, SkippingMuon, trained_by_muon
+from fledge.training.optimizer import SkippingMuon, trained_by_muon
 from fledge.training.planning.step_cost import DraftMemory
 from fledge.training.setup import set_up
-from fledge.training.sharding import whole_tensor
 from fledge.training.step import train_step
-from ranks import run_ranks
-from train.test_fit import assert_resumes_bitwise, comparable, differing, final_weights, train
-from train.test_sharding import doubled
-from train.tiny import Notes
+from train.test_fit import assert_resumes_bitwise
 
 ALL = (
-    "training.optimizer=muon", "training.ema=0.9", "training.schedule=wsd",
+    "training.optimizer=muon", "training.schedule=wsd",
     "training.decay_share=0.5", "objective.feature_dropout=0.1",
 )  # fmt: skip
 
@@ -90,78 +82,6 @@ def test_a_run_with_all_options_resumes_bit_for_bit(recipe, monkeypatch, tmp_pat
     assert_resumes_bitwise(recipe, monkeypatch, tmp_path, *ALL, after=5)
 
 
-# --- the average --------------------------------------------------------------------------------
-
-
-def test_the_average_follows_its_definition():
-    torch.manual_seed(0)
-    weight = torch.nn.Parameter(torch.randn(5, 3, dtype=torch.float64))
-    average, mean = Average([weight], 0.75), weight.detach().clone()
-    taken = 0
-    for bad in (False, True, False, *[False] * 40):
-        if not bad:
-            with torch.no_grad():
-                weight.add_(torch.randn_like(weight))
-            taken += 1
-            share = min(0.75, taken / (taken + 9))
-            mean = share * mean + (1 - share) * weight.detach()
-        average.update([weight], taken=torch.tensor(taken), bad=torch.tensor(bad))
-        torch.testing.assert_close(average.aside[0], mean, rtol=1e-12, atol=1e-12)
-    kept = weight.detach().clone()
-    with average.swapped([weight]):
-        torch.testing.assert_close(weight.detach(), mean, rtol=1e-12, atol=1e-12)
-    assert torch.equal(weight, kept)
-
-
-def test_an_average_with_zero_decay_is_the_last_weights(recipe, tmp_path):
-    train(recipe(run="plain"))
-    train(recipe("training.ema=0", run="ema"))
-    plain, averaged = final_weights(tmp_path / "plain"), final_weights(tmp_path / "ema")
-    assert differing(plain, {name: averaged[name] for name in plain}) == []
-    assert comparable(tmp_path / "plain") == comparable(tmp_path / "ema")
-
-
-def averages_after(recipe):
-    """The average and the weights after six steps, gathered from all ranks."""
-    building.make_draft = doubled
-    training = set_up(recipe)
-    parts = training.parts
-    for step in range(6):
-        train_step(parts, training.stream.batch(step), lr=3e-3)
-    return [whole_tensor(t).detach().numpy() for t in (*parts.average.aside, *parts.parameters)]
-
-
-@pytest.mark.ranks
-def test_the_average_on_two_ranks_matches_one_rank(recipe):
-    def cut(ranks, shard):
-        share = f"training.accumulate={4 // ranks}", f"training.shard={shard}"
-        return recipe("training.ema=0.9", "training.micro_batch=1", "training.epochs=7", *share)
-
-    [expected] = run_ranks(1, averages_after, cut(1, 1))
-    for shard in (1, 2):
-        for actual in run_ranks(2, averages_after, cut(2, shard)):
-            assert max(abs(a - b).max() for a, b in zip(expected, actual, strict=True)) < 1e-9
-
-
-@pytest.mark.ranks
-def test_a_sharded_average_can_be_resumed_by_one_rank(recipe, tmp_path):
-    """Two ranks train; one rank repeats the second half from their checkpoint."""
-    cut = ("training.ema=0.9", "training.steps=6", "checkpoint.every_steps=3", "checkpoint.keep=9")
-    shared = recipe(*cut, "training.micro_batch=1", "training.shard=2")
-    run_ranks(2, lambda: train(shared) and None)
-    at_end, _ = newest_checkpoint(tmp_path / "run")
-    assert at_end.is_sharded
-    draft = at_end.draft_tensors()
-    shutil.rmtree(at_end.path)
-    alone = set_up(recipe(*cut, "training.micro_batch=2"))
-    assert fit(alone, Notes()).state.step == 6
-    for name, tensor in final_weights(tmp_path / "run").items():
-        if name in draft:
-            torch.testing.assert_close(tensor, draft[name], rtol=1e-3, atol=2e-5)
-    # the weights differ from their average
-    assert alone.draft.fc.weight.ne(draft["fc.weight"]).any()
-
-
 # --- memory -------------------------------------------------------------------------------------
 
 
@@ -172,7 +92,6 @@ def test_the_plan_counts_the_optimizer_state(recipe):
     matrices = sum(p.numel() for p in trained_by_muon(draft).values())
     for options, expected in {
         (): 8 * trained,
-        ("training.ema=0.9",): 12 * trained,
         ("training.optimizer=muon",): 8 * trained - 4 * matrices,
     }.items():
         assert DraftMemory.of(draft, recipe(*options).training).kept == expected
@@ -180,6 +99,5 @@ def test_the_plan_counts_the_optimizer_state(recipe):
         parts = real.parts
         train_step(parts, real.stream.batch(0), lr=1e-3)
         state = [v for opt in parts.optimizers for s in opt.state.values() for v in s.values()]
-        state += [] if parts.average is None else parts.average.aside
         assert sum(t.nbytes for t in state if t.ndim) == expected
     assert DraftMemory(1000, 10, 12_000).bytes() == 20_040

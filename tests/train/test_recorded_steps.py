@@ -11,7 +11,7 @@ from fledge.core import graphs
 from fledge.methods.losses.total_variation import TotalVariation
 from fledge.target.finite_check import Verdict
 from fledge.training import recorded_steps as recorded_module
-from fledge.training.optimizer import Average, make_optimizers
+from fledge.training.optimizer import make_optimizers
 from fledge.training.recorded_steps import RecordedSteps, recorded_steps
 from fledge.training.step import train_step
 
@@ -106,10 +106,9 @@ def test_recorded_steps_match_plain_steps(pretend, kind, quantum):
 
 
 def with_muon(parts):
-    """Switch to Muon with weight decay, and average the weights."""
+    """Switch to Muon with weight decay."""
     draft = parts.objective.draft_model
     parts.optimizers = make_optimizers(draft, optimizer="muon", weight_decay=0.1, lr=1e-3)
-    parts.average = Average(parts.parameters, 0.9)
 
 
 @pytest.mark.parametrize("bad", [None, 2, 4])
@@ -137,11 +136,7 @@ def test_recorded_updates_match_plain_updates(pretend, bad, monkeypatch):
         assert torch.equal(actual.bad_in_a_row, expected.bad_in_a_row)
         assert torch.equal(actual.flags.read(), expected.flags.read())
     assert torch.equal(recorded.guard.norms.nan_to_num(), plain.guard.norms.nan_to_num())
-    for actual, expected in zip(
-        (*recorded.parameters, *recorded.average.aside),
-        (*plain.parameters, *plain.average.aside),
-        strict=True,
-    ):
+    for actual, expected in zip(recorded.parameters, plain.parameters, strict=True):
         assert torch.equal(actual, expected)
 
 

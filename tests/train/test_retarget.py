@@ -11,9 +11,10 @@ from typer.testing import CliRunner
 from fledge.cli.main import app
 from fledge.core.errors import BadInput
 from fledge.methods.registry import load_draft, method_of
+from fledge.recipe.schema import load_recipe
 from fledge.training.fit import fit
-from fledge.training.retarget import Asked, recipe_for, retarget
-from fledge.training.runs import draft_directory, recipe_of
+from fledge.training.retarget import recipe_for, retarget
+from fledge.training.runs import recipe_of
 from fledge.training.setup import set_up
 from train import tiny
 from train.tiny import Notes, make_chats
@@ -41,10 +42,10 @@ def run(*words):
     return CliRunner().invoke(app, [*map(str, words)])
 
 
-def test_the_command_produces_a_run(place, tiny_target, tmp_path):
+def test_the_command_produces_a_draft_that_can_be_trained_further(place, tiny_target, tmp_path):
     out = tmp_path / "followed"
     words = ["retarget", place / "run", "--target", place / "tuned", "--data"]
-    words += [place / "chats.jsonl", "--steps", "4", "--out", out, "--device", "cpu"]
+    words += [place / "chats.jsonl", "--out", out, "--device", "cpu"]
     result = run(*words, "--json")
     assert result.exit_code == 0, result.output
     figures = json.loads(result.stdout)
@@ -53,38 +54,28 @@ def test_the_command_produces_a_run(place, tiny_target, tmp_path):
     assert figures["taken"] == ["embedding"]  # the head was trained
     assert 0 < figures["error"] < figures["error_before"]
     assert figures["rows"] == 72  # one conversation in ten is held out
-    lost = figures["length_with_old_states"] - figures["length_before"]
-    gained = figures["length"] - figures["length_before"]
-    assert figures["recovered"] == (pytest.approx(gained / lost) if lost > 0 else None)
-    # training started where the refit ended, on the same held-out rows
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    first, *_, last = (line["evaluation"] for line in lines if "evaluation" in line)
-    assert first["acceptance_length"] == pytest.approx(figures["length"])
-    assert figures["trained_length"] == pytest.approx(last["acceptance_length"])
-    better = "refit" if figures["trained_length"] < figures["length"] else "step-00000004"
-    assert (out / "best").resolve().name == better
-    # the output is a run for the new target, and its refit is a draft for it
-    draft = draft_directory(out)
-    assert recipe_of(draft).target.model == str(place / "tuned")
-    assert recipe_of(out / "refit").target.model == str(place / "tuned")
-    before, after = load_draft(place / "run" / "best"), load_draft(out / "refit")
+    assert recipe_of(out).target.model == str(place / "tuned")
+    before, after = load_draft(place / "run" / "best"), load_draft(out)
     changed = [name for name, value in after.state_dict().items()
                if not torch.equal(value, before.state_dict()[name])]  # fmt: skip
     assert changed == ["embed_tokens.weight", "fc.weight"]
     assert "already exists" in str(run(*words).exception)
+    # training starts where the refit ended, on the same held-out rows
+    outcome = fit(set_up(load_recipe(out / "recipe.yaml", ["training.steps=2"])), Notes())
+    assert outcome.state.first["acceptance_length"] == pytest.approx(figures["length"])
+    assert (tmp_path / "followed-trained" / "best").exists()
 
 
 def test_tables_are_shown(place, tmp_path):
     result = run(
         "retarget", place / "run", "--target", place / "tuned", "--data", place / "chats.jsonl",
-        "--out", tmp_path / "out", "--rows", "20", "--device", "cpu",
+        "--out", tmp_path / "out", "--device", "cpu",
     )  # fmt: skip
     assert result.exit_code == 0, result.output
     shown = " ".join(result.output.split())
-    for text in ("old target", "new target, before", "refitted", "8 held-out rows", "20 rows"):
+    for text in ("old target", "new target, before", "refitted", "8 held-out rows", "72 rows"):
         assert text in shown
-    assert "fledge eval" in shown
-    assert (tmp_path / "out" / "best").resolve() == tmp_path / "out" / "refit"
+    assert "fledge train" in shown
 
 
 @pytest.mark.parametrize("kind", ["peagle", "eagle1", "eagle2", "dflash", "dspark"])
@@ -97,32 +88,24 @@ def test_every_method_can_be_retargeted(place, tiny_target, tmp_path, kind):
     options = [f"objective.kind={kind}", *more, "draft.layers=1", "training.steps=2"]
     chats = place / "chats.jsonl"
     fit(set_up(tiny.recipe_for(tiny_target, chats, tmp_path / "run", *options)), Notes())
-    request = Asked(tmp_path / "run", str(place / "tuned"), [str(chats)], device="cpu")
-    result = retarget(request, Notes())
-    assert result.directory == tmp_path / "run-retargeted"
+    result = retarget(tmp_path / "run", str(place / "tuned"), [str(chats)], device="cpu")
+    assert result.directory == str(tmp_path / "run-retargeted")
     assert result.error < result.error_before
-    draft = load_draft(result.directory / "best")
-    assert method_of(draft.config).name == kind
+    assert method_of(load_draft(result.directory).config).name == kind
     assert result.taken == (("embedding", "head") if kind in ("eagle1", "eagle2") else ())
 
 
 def test_a_draft_without_a_run(place, tmp_path):
     """It does not name its target; the recipe has its method's defaults and its draft length."""
-    draft_path = tmp_path / "alone"
+    draft_path, tuned, chats = tmp_path / "alone", str(place / "tuned"), str(place / "chats.jsonl")
     shutil.copytree((place / "run" / "best").resolve(), draft_path)
-    request = Asked(draft_path, str(place / "tuned"), [str(place / "chats.jsonl")], device="cpu")
     with pytest.raises(BadInput, match=r"which target was it trained for\?.*--old MODEL") as error:
-        retarget(request, Notes())
+        retarget(draft_path, tuned, [chats], device="cpu")
     assert "draft.init_from=DRAFT" in str(error.value)
-    recipe = recipe_for(request, draft_path, tmp_path / "out")
+    recipe = recipe_for(draft_path, tuned, [chats], tmp_path / "out")
     assert recipe.objective.kind == "eagle3"
     assert recipe.objective.depths == 3
     assert recipe.target.aux_layer_ids == (0, 1, 2)
-    result = run("retarget", draft_path, "--target", place / "tuned", "--old", tmp_path / "gone",
-                 "--data", place / "chats.jsonl", "--device", "cpu")  # fmt: skip
-    assert isinstance(result.exception, BadInput)
-    assert "the old target: no such model" in str(result.exception)
-    assert "draft.init_from=DRAFT" in str(result.exception)
 
 
 def test_a_different_model_is_rejected(place, tiny_target, tmp_path):
@@ -131,16 +114,11 @@ def test_a_different_model_is_rejected(place, tiny_target, tmp_path):
     other = LlamaForCausalLM(model.config)
     shutil.copytree(tiny_target, tmp_path / "other")
     other.save_pretrained(tmp_path / "other")
-    request = Asked(
-        place / "run", str(tmp_path / "other"), [str(place / "chats.jsonl")],
-        out=tmp_path / "out", device="cpu",
-    )  # fmt: skip
-    with pytest.raises(BadInput, match="have layers 4 and 5"):
-        retarget(request, Notes())
     few = make_chats(tmp_path / "few.jsonl", 4)
-    with pytest.raises(BadInput, match="too few to fit"):
-        retarget(
-            Asked(place / "run", str(place / "tuned"), [str(few)], out=tmp_path / "x"), Notes()
-        )
+    for target, data, says in (
+        (tmp_path / "other", place / "chats.jsonl", "depth of 4 and 5"),
+        (place / "tuned", few, "too few to fit"),
+    ):
+        with pytest.raises(BadInput, match=says):
+            retarget(place / "run", str(target), [str(data)], out=tmp_path / "out", device="cpu")
     assert not (tmp_path / "out").exists()
-    assert not (tmp_path / "x").exists()

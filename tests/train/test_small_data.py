@@ -1,5 +1,4 @@
-"""Small data sets: most rows are trained on, too few are reported, and existing runs keep their
-split."""
+"""Small data sets: most rows are trained on, and existing runs keep their split."""
 
 import pytest
 from hypothesis import given
@@ -38,7 +37,7 @@ def test_the_requested_rows_are_held_out_or_refused(count, requested):
             rf"and there are {count}: "
         )
         for split in (lambda: split_rows(distinct(count), requested),
-                      lambda: known.split(requested, drop_truncated=False)):  # fmt: skip
+                      lambda: known.split(requested)):  # fmt: skip
             with pytest.raises(BadInput, match=line + rf"{max(0, left)} would be left"):
                 split()
     else:
@@ -72,18 +71,6 @@ def test_most_of_160_rows_are_trained_on(little):
     with pytest.raises(BadInput, match="512 rows are to be held out, and there are 160: 0 would"):
         prepare_data(little(160, "data.valid_rows=512"))
     assert counts(little(160, "data.valid_rows=100")) == (60, 100)  # explicitly requested
-
-
-def test_a_handful_of_rows_is_reported(little, tmp_path):
-    run = set_up(little(20))
-    [warning] = run.warnings
-    assert "only 18 rows to train on (2 are held out)" in warning
-    notes = Notes()
-    outcome = fit(set_up(little(20, "training.steps=1", "training.lr=1e-9")), notes)
-    assert f"warning: {warning}" in notes.notes
-    assert outcome.warnings[0] == warning
-    assert set_up(little(60, run="more")).warnings == []
-    assert "none is held out" in set_up(little(5, run="less")).warnings[0]
 
 
 def test_a_run_of_this_version_keeps_its_split(little, tmp_path):

@@ -1,12 +1,11 @@
-"""Checkpoints that an earlier version wrote still work; maliciously written ones are passed over or
-refused, in one line.
+"""Checkpoints that an earlier version wrote still work; damaged ones are passed over or refused,
+in one line.
 
 `written_before/` was made by version 0.1.0 on a CPU: a cache of 16 short chats, an EAGLE-3 and a
 P-EAGLE run of six steps on it, stopped after the third step, and the weights they ended with.
 """
 
 import json
-import os
 import shutil
 from pathlib import Path
 
@@ -19,14 +18,11 @@ from fledge.data.tokenise import checksum
 from fledge.methods.registry import load_draft
 from fledge.recipe.schema import load_recipe
 from fledge.training.checkpoint import (
-    best_step,
     matching,
     newest_checkpoint,
-    prune,
     read_checkpoint,
 )
 from fledge.training.fit import fit
-from fledge.training.runs import checkpoint_state
 from fledge.training.setup import set_up
 from train.tiny import Notes
 
@@ -65,43 +61,12 @@ def rewrite(path, **fields):
     return state
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"step": -1}, {"step": "3"}, {"step": 10**30}, {"best_step": 1.5}, {"seconds": None},
-        {"last": []}, {"last": {"tau": "x"}}, {"fingerprints": 3}, {"checksums": []},
-        {"best_length": float("nan")},
-    ],
-    ids=str,
-)  # fmt: skip
-def test_a_state_with_wrong_types_is_passed_over(run, path, fields):
-    rewrite(path, **fields)
-    checkpoint, complaints = newest_checkpoint(run)
-    assert checkpoint is None
-    [line] = complaints
-    assert next(iter(fields)) in line
-    assert str(path) in line
-
-
-@pytest.mark.parametrize("name", ["/dev/zero", "../../recipe.yaml", "..", ""])
-def test_file_names_cannot_lead_out_of_the_checkpoint(path, name):
-    """Computing the checksum of /dev/zero would never end."""
-    sums = json.loads((path / "state.json").read_bytes())["checksums"]
-    rewrite(path, checksums={**sums, name: 0})
-    with pytest.raises(BadInput, match="the name of a file"):
-        read_checkpoint(path)
-
-
-def test_links_pipes_and_missing_files_are_refused(path):
+def test_an_incomplete_checkpoint_is_passed_over(run, path):
     sums = rewrite(path)["checksums"]
-    (path / "device").symlink_to("/dev/zero")
-    rewrite(path, checksums={**sums, "device": 0})
-    with pytest.raises(BadInput, match="leads out"):
-        read_checkpoint(path)
-    os.mkfifo(path / "pipe")
-    rewrite(path, checksums={**sums, "pipe": 0})
-    with pytest.raises(BadInput, match="pipe"):
-        read_checkpoint(path)
+    rewrite(path, checksums={**sums, "model.safetensors": 1})
+    checkpoint, [line] = newest_checkpoint(run)
+    assert checkpoint is None
+    assert "damaged: model.safetensors" in line
     rewrite(path, checksums={})
     with pytest.raises(BadInput, match=r"no config\.json"):
         read_checkpoint(path)
@@ -122,23 +87,3 @@ def test_tensors_that_do_not_match_the_trainer_are_refused(path):
         rewrite(path, checksums={**sums, file.name: checksum(file)})
         with pytest.raises(BadInput, match=r"guard\.norms is"):
             matching(read_checkpoint(path).tensors(), want, prefix="guard.")
-
-
-def test_the_state_file_beside_a_draft_is_checked_too(path):
-    # as an older version wrote it
-    (path / "state.json").write_text('{"step": 3, "last": {"step": 3}}')
-    assert checkpoint_state(path)["step"] == 3
-    (path / "state.json").write_text("[" * 9999)
-    with pytest.raises(BadInput, match="nested too deeply"):
-        checkpoint_state(path)
-
-
-def test_links_in_a_run_are_not_followed(run, path, tmp_path):
-    (run / "best").symlink_to("checkpoints/step-of-mine")
-    assert best_step(run) is None
-    other = tmp_path / "important"
-    other.mkdir()
-    (run / "checkpoints" / "step-00000001").symlink_to(other)
-    prune(run, 1)
-    assert other.is_dir()
-    assert sorted(p.name for p in (run / "checkpoints").iterdir()) == [NAME]

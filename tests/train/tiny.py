@@ -75,18 +75,6 @@ def make_damaged(target: Path, directory: Path) -> Path:
     return directory
 
 
-def make_empty(target: Path, directory: Path, *names: str) -> Path:
-    """The same target with zeros in these weights; by default in all."""
-    shutil.copytree(target, directory)
-    model = LlamaForCausalLM.from_pretrained(target)
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if not names or name in names:
-                weight.zero_()
-    model.save_pretrained(directory)
-    return directory
-
-
 def make_chats(path: Path, count: int = 60) -> Path:
     answers = (" ".join(str(n) for n in range(1 + i % 17)) for i in range(count))
     return write_jsonl(path, [chat(f"count to {i}", text) for i, text in enumerate(answers)])

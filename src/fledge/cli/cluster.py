@@ -1,25 +1,24 @@
-"""`fledge cluster`: train on a Ray cluster, and show its runs."""
+"""`fledge cluster`: train on a Ray cluster."""
 
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated
 
 from typer import Exit, Option
 
-from fledge.cli.console import out, plain_table, print_json, progress_bar
+from fledge.cli.console import out, progress_bar
 from fledge.cli.help import VerbGroup, Verbs
 from fledge.cli.loading import recipe_of_words
-from fledge.cli.options import AsJson, OutcomeAsJson, RayAddress, RecipeWords
-
-app = Verbs(
-    cls=VerbGroup,
-    epilog="Example: fledge cluster status",
-    help="Train on a Ray cluster (train), and see who runs where (status).",
-)
+from fledge.cli.options import OutcomeAsJson, RayAddress, RecipeWords
 
 TRAIN_EXAMPLE = (
     "Example: fledge cluster train smollm2_cpu data.train=chats.jsonl target.backend=ray --ranks 2"
 )
-STATUS_EXAMPLE = "Example: fledge cluster status --json"
+
+app = Verbs(
+    cls=VerbGroup,
+    epilog=TRAIN_EXAMPLE,
+    help="Train on a Ray cluster.",
+)
 
 
 @app.command(name="train", epilog=TRAIN_EXAMPLE)
@@ -54,49 +53,3 @@ def train(
     out.plain(output, end="")  # the output of the first rank
     if code:
         raise Exit(code)
-
-
-@app.command(name="status", epilog=STATUS_EXAMPLE)
-def status(address: RayAddress = "auto", as_json: AsJson = False) -> None:
-    """Show the runs on a cluster: who runs where, tokens/s, waiting for the target, restarts."""
-    from fledge.target.ray.connection import connected, read_boards
-
-    with connected(address):
-        runs = read_boards()
-    if as_json:
-        print_json(runs)
-        return
-    if not runs:
-        out.print("no run of fledge is on this cluster")
-    for run in runs:
-        _print_run(run)
-
-
-def _print_run(board: dict[str, Any]) -> None:
-    run = board["run"].get("run", {})
-    title = f"{board['name']}  {run.get('state', 'targets only')}"
-    if "step" in run:
-        title += f"  step {run['step']}  {run['tokens_per_s']:,.0f} tok/s"
-        title += f"  waiting for the target {run['target_share']:.0%}"
-    if run:
-        title += f"  restarts {run['restarts']}"
-    columns = ("who", "where", "process", "restarts", "batches", "tok/s", "busy", "heard of")
-    table = plain_table(*columns, words=2, title=title)
-    for kind in ("ranks", "targets"):
-        for name, facts in board[kind].items():
-            table.add_row(
-                name, facts["node"], str(facts["pid"]), str(facts["restarts"]), *_pace(facts)
-            )
-    out.print(table)
-
-
-def _pace(facts: dict[str, Any]) -> tuple[str, ...]:
-    """Of a target: batches, tokens/s while it works, the share of time in which it works, and the
-    age of its last report (an idle target does not report, nor does a lost one)."""
-    if "captured" not in facts:
-        return ("", "", "", "")
-    seconds = facts["seconds"]
-    speed = facts["tokens"] / seconds if seconds else 0.0
-    busy = seconds / facts["up_s"] if facts["up_s"] else 0.0
-    ago = f"{facts['told_s_ago']:.0f} s ago"
-    return str(facts["captured"]), f"{speed:,.0f}", f"{busy:.0%}", ago

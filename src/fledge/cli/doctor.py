@@ -43,7 +43,6 @@ _BY_PACKAGE = {
     "serve-target": ("serve", ("uvicorn", "httptools")),
     "tensorboard": ("track", ("tensorboard",)),
     "wandb": ("track", ("wandb",)),
-    "trackio": ("track", ("trackio",)),
     "plots": ("plot", ("matplotlib",)),
     "data sets by id": ("", ("datasets",)),
     "GGUF targets": ("", ("gguf", "accelerate")),

@@ -98,7 +98,6 @@ _KEPT = {
     "eval": "; the target's answers are kept, the same command continues",
     "precompute": "; written shards are kept, --resume continues",
     "regenerate": "; the answers are kept, the same command continues",
-    "retarget": "; once the refit is written, `fledge train` on its recipe.yaml continues",
 }
 
 

@@ -50,7 +50,6 @@ def list_shipped(
 def copy(
     name: Annotated[str, Argument(metavar="NAME", help="As `fledge recipe list` shows it.")],
     output: Annotated[Path | None, Option(*OUT, help="Where to; default: NAME.yaml, here.")] = None,
-    overwrite: Annotated[bool, Option("--overwrite", help="Replace a file that is there.")] = False,
     as_json: Annotated[bool, Option("--json", help="JSON instead of a line.")] = False,
 ) -> None:
     """Copy a recipe that comes with fledge, to change it."""
@@ -58,8 +57,8 @@ def copy(
 
     source, place = shipped_recipe(name), output or Path(f"{name}.yaml")
     check_place(place)
-    if place.exists() and not overwrite:
-        raise BadInput("a file is here already", where=str(place), fix="--overwrite, or --out FILE")
+    if place.exists():
+        raise BadInput("a file is here already", where=str(place), fix="--out FILE")
     write_text(place, source.read_text())
     if as_json:
         print_json({"recipe": name, "file": str(place)})
@@ -80,18 +79,11 @@ def show(arguments: _Arguments = None, as_json: _Json = False) -> None:
 
 
 @app.command(epilog="Example: fledge recipe schema > recipe.schema.json")
-def schema(
-    markdown: Annotated[
-        bool, Option("--markdown/--json", help="Tables for people, or JSON.")
-    ] = False,
-) -> None:
+def schema() -> None:
     """Print the JSON schema of recipes, for editors and other programs."""
-    from fledge.recipe import reference as recipe_reference
+    from fledge.recipe.schema import json_schema
 
-    if markdown:
-        out.plain(recipe_reference.markdown(), end="")
-    else:
-        print_json(recipe_reference.json_schema())
+    print_json(json_schema())
 
 
 @app.command(epilog="Example: fledge recipe check my_recipe.yaml")

@@ -2,7 +2,6 @@
 
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Annotated, Any
 
 from typer import Option
@@ -31,9 +30,6 @@ def serve_target(
     compile_layers: Annotated[
         bool, Option("--compile/--no-compile", help="Compile its layers on a GPU (hf).")
     ] = True,
-    capture: Annotated[
-        str, Option(help="auto | connector | worker: how states leave vLLM (vllm).")
-    ] = "auto",
     engine_arg: Annotated[
         list[str] | None,
         Option("--engine-arg", metavar="NAME=VALUE", help="Passed to the engine as it is."),
@@ -47,20 +43,8 @@ def serve_target(
     insecure: Annotated[
         bool, Option("--insecure", help="Listen to a network without a token.")
     ] = False,
-    tls_cert: Annotated[Path | None, Option(help="Certificate chain (PEM).")] = None,
-    tls_key: Annotated[Path | None, Option(help="Its key (PEM).")] = None,
-    merge_tokens: Annotated[
-        int, Option(min=0, help="Requests of one width run together up to this size; 0: never.")
-    ] = 16384,
     max_requests: Annotated[int, Option(min=1, help="Requests held at once.")] = 64,
-    max_reply_gb: Annotated[
-        float, Option(min=0.001, max=1e6, help="Memory for replies under way.")
-    ] = 8.0,
     max_tokens: Annotated[int, Option(min=1, help="Tokens of one request.")] = 262144,
-    max_body_mb: Annotated[float, Option(min=0.001, max=1e6, help="Size of one request.")] = 64.0,
-    drain_s: Annotated[
-        float, Option(min=0, max=1e6, help="Time to finish requests after SIGTERM.")
-    ] = 60.0,
     as_json: Annotated[
         bool, Option("--json", help="When ready, print address and facts as one JSON line.")
     ] = False,
@@ -76,7 +60,6 @@ def serve_target(
     from fledge.target.layers import EAGLE3_AUX_LAYERS
     from fledge.target.remote.client import token_from
     from fledge.target.remote.server.app import TargetServer
-    from fledge.target.remote.server.queue import Limits
     from fledge.target.remote.server.run import Address, serve
 
     token, arguments = token_from(token_env), {}
@@ -85,17 +68,8 @@ def serve_target(
         if not equals or not name:
             raise BadInput(f"{text!r} is not NAME=VALUE", where="--engine-arg")
         arguments[name] = yaml.safe_load(value)
-    address = Address(host, port, tls_cert, tls_key)
+    address = Address(host, port)
     address.check(token=token, insecure=insecure)
-    limits = Limits(
-        max_body_bytes=int(max_body_mb * 1e6),
-        max_bodies_bytes=int(4 * max_body_mb * 1e6),
-        max_tokens=max_tokens,
-        max_attention=max_tokens**2 // 4,
-        max_requests=max_requests,
-        max_reply_bytes=int(max_reply_gb * 1e9),
-        merge_tokens=merge_tokens,
-    )
     with address.bind() as bound:
         section = engine_section(
             engine,
@@ -104,7 +78,6 @@ def serve_target(
             dtype=dtype,
             device=device,
             compile=compile_layers,
-            capture=capture,
             trust_remote_code=trust_remote_code,
             engine_args=arguments,
         )
@@ -117,10 +90,11 @@ def serve_target(
             engine=section.backend,
             model_dir=local_model(section.model, weights=False),
             token=token,
-            limits=limits,
+            max_requests=max_requests,
+            max_tokens=max_tokens,
         )
         announce = partial(_announce, info=server.info, as_json=as_json)
-        serve(server, address, bound, drain_s=drain_s, on_ready=announce)
+        serve(server, address, bound, on_ready=announce)
 
 
 def _announce(url: str, *, info: dict[str, Any], as_json: bool) -> None:

@@ -116,8 +116,6 @@ class _Watcher:
         rates = " ".join(f"{rate:.3f}" for rate in evaluation["joint"])
         step, length = f"step {values['step']:>6}", evaluation["acceptance_length"]
         err.say(f"{step}  held-out acceptance length {length:.3f}  ({rates})")
-        if values.get("forecast"):
-            err.say(values["forecast"], style="cyan")
 
 
 def _report_json(recipe: "Recipe", outcome: "Outcome", predicted: Any, measured: Any) -> None:

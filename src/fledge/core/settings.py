@@ -1,9 +1,9 @@
 """The value types of recipes: numbers as people write them, and the base class of every section.
 
-YAML parsers return `1e-4` as a string, and `true` may be given for a number; the types here accept
-the former and refuse the latter. Does not import torch.
+Numbers may be quoted, and `true` is not one. Does not import torch.
 """
 
+import os
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
@@ -42,25 +42,16 @@ def _number(value: Any) -> Any:
     return value
 
 
-def _whole(value: Any) -> Any:
-    """Accept `1e4`, `1_000` and `10000.0` as whole numbers."""
-    value = _number(value)
-    if isinstance(value, str):
-        try:
-            as_float = float(value)
-        except ValueError:
-            return value
-        if as_float.is_integer() and any(letter in value for letter in "eE."):
-            return int(as_float)
-    return value
+def _as_text(value: Any) -> Any:
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
 def _as_list(value: Any) -> Any:
     """Accept a single string for a list of one: `data.train=chats.jsonl`."""
-    return [value] if isinstance(value, str) else value
+    return [value] if isinstance(value, str | os.PathLike) else value
 
 
-_Int = Annotated[int, BeforeValidator(_whole, json_schema_input_type=int | str)]
+_Int = Annotated[int, BeforeValidator(_number, json_schema_input_type=int | str)]
 Number = Annotated[float, BeforeValidator(_number, json_schema_input_type=float | str)]
 
 MOST = 2**48  # bound of every count, far below 2**63
@@ -72,7 +63,7 @@ NonNegative = Annotated[Number, Field(ge=0)]
 Share = Annotated[Number, Field(ge=0, le=1)]
 PositiveShare = Annotated[Number, Field(gt=0, le=1)]
 ShareBelowOne = Annotated[Number, Field(ge=0, lt=1)]
-Text = Annotated[str, Field(min_length=1)]
+Text = Annotated[str, BeforeValidator(_as_text), Field(min_length=1)]
 Device = Annotated[str, Field(pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$")]
 Texts = Annotated[tuple[Text, ...], BeforeValidator(_as_list)]
 
@@ -120,11 +111,11 @@ class Tagged:
                 return Tagged.of(model.model_fields[key])
         return None
 
-    def kind_of(self, values: Mapping[str, Any], default: str = "") -> Any:
+    def kind_of(self, values: Mapping[str, Any], default: str = "") -> str:
         """The kind that a mapping selects: by its tag, else by a key that only one kind has and
         requires (`target.cached_target_path`), else the default."""
         if self.tag in values:
-            return values[self.tag]
+            return str(values[self.tag])
         present = {key for key, value in values.items() if value is not None}
         for kind in self.kinds() if self.tag else ():
             fields = self.fields(kind)
@@ -148,8 +139,8 @@ class Tagged:
         if not isinstance(value, Mapping):
             raise ValueError("must be a name or a mapping" if self.bare else "must be a mapping")
         kinds, name = self.kinds(), self.kind_of(value)
-        if not isinstance(name, str) or name not in kinds:
-            why = f"unknown {self.tag} {shown(name)}; {nearest(str(name), sorted(kinds))}"
+        if name not in kinds:
+            why = f"unknown {self.tag} {shown(name)}; {nearest(name, sorted(kinds))}"
             raise refused(self.tag, value=value, why=why)
         return kinds[name].model_validate({**value, self.tag: name})
 

@@ -29,7 +29,7 @@ from fledge.decode.strategy import (
 from fledge.decode.target import CachedTarget, take
 from fledge.methods.registry import method_of
 from fledge.methods.shared.draft import DraftModel
-from fledge.target.finite_check import Fault, NotFinite, broken_layer, refusal, refuse_uniform
+from fledge.target.finite_check import Fault, NotFinite, refusal
 from fledge.target.layers import target_depth, validate_aux_layer_ids
 
 _COLDEST = 1e-5  # colder sampling is greedy, and logits divided by it could overflow
@@ -160,7 +160,6 @@ class SpeculativeDecoder:
         """Read the prompts and append the first token of each answer, which is never drafted."""
         prompts = [row.prompt_ids for row in rows]
         output = self.target.begin(prompts, ahead=self._count + 1)
-        refuse_uniform(output.logits_BNV[:, 0])
         first_B = chooser.pick_sound(output.logits_BNV[:, 0])
         for number, (row, token) in enumerate(zip(rows, first_B.tolist(), strict=True)):
             if token == NO_TOKEN:
@@ -208,14 +207,10 @@ class SpeculativeDecoder:
         return judge_drawn(proposal, verified.logits_BNV, chooser, selected_W), verified.aux_BND
 
     def _refusal(self, number: int, row: Generation, accepted: Sequence[int]) -> NotFinite:
-        """The error for non-finite numbers of the target after the known text: it names the layer
-        where they begin."""
-        known = [*row.prompt_ids, *row.token_ids, *accepted]
-        model = self.target.model
-        # known tokens do not attend to drafted ones, but a masked NaN is still a NaN
-        layer = broken_layer(model, known) or "what was drafted after it"
-        fault = Fault(layer, number, len(known) - 1)
-        return refusal(fault, dtype=self.target.dtype, model=model)
+        """The error for non-finite numbers of the target after the known text."""
+        known = len(row.prompt_ids) + len(row.token_ids) + len(accepted)
+        fault = Fault("logits", number, known - 1)
+        return refusal(fault, dtype=self.target.dtype, model=self.target.model)
 
     def _advance(
         self, rows: list[Generation], paths: Sequence[Sequence[int]], aux_BND: Tensor

@@ -14,7 +14,7 @@ from fledge.models.resolve import is_hub_id
 from fledge.recipe.schema import Recipe
 from fledge.recipe.yaml_text import dump_yaml
 
-_PRIVATE = {"urls", "token_env", "ca_file"}  # target keys about servers and access to them
+_PRIVATE = {"urls", "token_env"}  # target keys about servers and access to them
 
 
 def model_card(record: Mapping[str, Any], directory: str, recipe: Recipe | None) -> str:

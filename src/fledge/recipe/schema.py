@@ -19,7 +19,7 @@ from fledge.methods.base import Method
 from fledge.methods.registry import DEFAULT_METHOD, METHODS, objective_sections
 from fledge.methods.section import ObjectiveSection
 from fledge.recipe import sections
-from fledge.recipe.layers import one_line, plain, read_layers
+from fledge.recipe.layers import one_line, read_layers
 from fledge.recipe.yaml_text import dump_yaml
 from fledge.target.hf.kind import HfTarget
 from fledge.target.kinds import TargetSection, kind_of, target_sections
@@ -152,6 +152,12 @@ def recipe_shapes() -> dict[str, Tagged]:
     return {name: shape for name in RECIPE.fields("") if (shape := RECIPE.inner(name)) is not None}
 
 
+def json_schema() -> dict[str, Any]:
+    """JSON schema for editors: point `# yaml-language-server: $schema=...` at a file with it."""
+    schema: dict[str, Any] = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
+    return schema | Recipe.model_json_schema(by_alias=False)
+
+
 def load_recipe(
     path: str | os.PathLike[str] | None, overrides: Sequence[str] | Mapping[str, Any] = ()
 ) -> Recipe:
@@ -169,45 +175,22 @@ def as_recipe(
 
         as_recipe("smollm2_cpu", {"training": {"lr": 3e-4, "steps": 200}})
     """
-    changes = _without_paths(sections)
     if source is None or isinstance(source, Mapping):
-        return _read_recipe(_without_paths(source or {}), changes)
+        return _read_recipe(source, sections)
     if isinstance(source, Recipe):
-        return _read_recipe(_explicit(source), changes) if changes else source
-    return load_recipe(source, changes)
+        return _read_recipe(source.model_dump(exclude_unset=True), sections) if sections else source
+    return load_recipe(source, sections)
 
 
 def _read_recipe(
     source: Path | Mapping[str, Any] | None, overrides: Sequence[str] | Mapping[str, Any]
 ) -> Recipe:
     where = str(source) if isinstance(source, Path) else "recipe"
-    settings = read_layers(source, overrides, recipe=RECIPE)
+    layer = read_layers(source, overrides, recipe=RECIPE)
     try:
-        return Recipe.model_validate(plain(settings))
+        return Recipe.model_validate(layer.values)
     except ValidationError as error:
-        raise one_line(error, settings=settings, where=where, recipe=RECIPE) from error
-
-
-def _explicit(recipe: Recipe) -> dict[str, Any]:
-    """A recipe's explicit settings: a change may select another kind, with other defaults."""
-    settings = {
-        name: {key: fields[key] for key in getattr(recipe, name).model_fields_set}
-        for name, fields in recipe.model_dump().items()
-    }
-    defaults = {**recipe.method.draft_defaults, **recipe.method.fixed_draft}
-    for key in defaults.keys() & settings["draft"].keys():  # see `_draft_follows_objective`
-        if settings["draft"][key] == defaults[key]:
-            del settings["draft"][key]
-    return settings
-
-
-def _without_paths(value: Any) -> Any:
-    """The same values with paths as strings."""
-    if isinstance(value, Mapping):
-        return {key: _without_paths(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_without_paths(inner) for inner in value]
-    return os.fspath(value) if isinstance(value, os.PathLike) else value
+        raise one_line(error, layer=layer, where=where, recipe=RECIPE) from error
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[Path | None, list[str]]:
@@ -245,11 +228,8 @@ def recipe_file(path: str | os.PathLike[str]) -> Path:
     file, name, shipped = Path(path).expanduser(), os.fspath(path), shipped_recipes()
     if name in shipped and (file.is_dir() or not file.exists()):
         return shipped[name]
-    if not file.exists() and name == file.stem:  # without directory and suffix: meant as a name
-        raise BadInput("no such recipe", where=name, fix=nearest(name, list(shipped)))
-    if not file.exists() and file.stem in shipped:
-        fix = f"by name, shipped recipes need no file: {file.stem}"
-        raise BadInput("no such recipe", where=name, fix=fix)
+    if not file.exists():
+        raise BadInput("no such recipe", where=name, fix=nearest(file.stem, list(shipped)))
     return file
 
 

@@ -6,7 +6,7 @@ where they differ and why. Does not import torch.
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from fledge.core.settings import (
     Count,
@@ -37,9 +37,6 @@ class Data(Section):
     """Rows kept out of training for acceptance when `valid` is empty; null: a tenth of them, at
     most 512; 0: none."""
 
-    allow_overlap: bool = False
-    """Accept `valid` even if more than 1 % of its rows are training rows."""
-
     max_length: PositiveCount = 2048
     """Longest row in tokens."""
 
@@ -51,9 +48,6 @@ class Data(Section):
 
     mask_reasoning: bool = False
     """Leave the assistant's reasoning out of the supervision."""
-
-    drop_truncated: bool = False
-    """Leave out answers that were cut by a length limit when they were generated."""
 
     max_drop_share: Share = 0.05
     """Stop when more than this share of the rows cannot be used; long rows do not count."""
@@ -98,15 +92,6 @@ class Draft(Section):
     norm_output: bool = False
     """EAGLE-3.1: feed the normalized state to the next step. Not in SGLang 0.5.9."""
 
-    qk_norm: bool = False
-    """Normalize queries and keys head by head, as Qwen3 does. vLLM only."""
-
-    attention_bias: bool = False
-    """Biases of the attention's projections. vLLM only, not together with qk_norm."""
-
-    mlp_bias: bool = False
-    """Biases of the MLP's projections. vLLM only, not together with qk_norm."""
-
     freeze_embeddings: bool = True
     """Keep the target's embeddings; by default false for P-EAGLE. SGLang always uses the
     target's."""
@@ -122,18 +107,6 @@ class Draft(Section):
     init_from: Text | None = None
     """Draft to start from (a run, a checkpoint, an export for vLLM; `fledge import` converts
     others); its vocabulary map is kept."""
-
-    @property
-    def computation(self) -> dict[str, Any]:
-        """The keys of the draft's config that say what it computes."""
-        flags = {"fc_norm", "norm_output", "qk_norm", "attention_bias", "mlp_bias"}
-        return self.model_dump(include=flags)
-
-    @model_validator(mode="after")
-    def _loadable_by_an_engine(self) -> "Draft":
-        if self.qk_norm and (self.attention_bias or self.mlp_bias):
-            raise ValueError("no engine loads a draft with qk_norm and biases; leave one out")
-        return self
 
 
 def _as_pair(value: Any) -> Any:
@@ -185,10 +158,6 @@ class Training(Section):
 
     accumulate: PositiveCount = 1
     """Forwards per optimizer step; the gradient is that of one big batch."""
-
-    ema: ShareBelowOne | None = None
-    """Measure, keep and export an exponential mean of the weights with this decay (0.999, for
-    example); null: the weights themselves."""
 
     clip: Positive | None = 1.0
     """Largest gradient norm; null: no clipping."""
@@ -243,9 +212,6 @@ class Checkpoint(Section):
     keep: PositiveCount = 2
     """Newest checkpoints kept; the best by acceptance is kept besides."""
 
-    resume: bool = True
-    """Continue the run in run.output_dir if there is one; false: refuse to touch it."""
-
 
 class Evaluation(Section):
     """Acceptance on held-out rows during training, by replay: it chooses the best checkpoint."""
@@ -261,23 +227,16 @@ class Tracking(Section):
     """Where metrics go besides metrics.jsonl, which is always written."""
 
     trackers: Annotated[
-        tuple[Literal["tensorboard", "wandb", "trackio"], ...],
+        tuple[Literal["tensorboard", "wandb"], ...],
         BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
     ] = ()
-    """Any of tensorboard, wandb, trackio (extra: track)."""
+    """Any of tensorboard, wandb (extra: track)."""
 
     project: Text = "fledge"
     """Project name shown by the trackers."""
 
     every_steps: PositiveCount = 10
     """Steps between two lines of metrics."""
-
-    @field_validator("trackers")
-    @classmethod
-    def _no_duplicates(cls, trackers: tuple[str, ...]) -> tuple[str, ...]:
-        if len(set(trackers)) != len(trackers):
-            raise ValueError("the same tracker is named twice")
-        return trackers
 
 
 class Run(Section):

@@ -19,7 +19,6 @@ from fledge.core.batch import Eagle3TargetBatch, Supervision
 from fledge.core.errors import BadInput
 from fledge.core.rows import TokenBatch, shift_left
 from fledge.target.base import Eagle3TargetBackend, by_layer
-from fledge.target.layers import find_layers, layer_outputs
 from fledge.target.weights import local_part, stored_tensors
 
 _NAMES: dict[Supervision, str] = {
@@ -127,16 +126,6 @@ def check_answer(target: Eagle3TargetBackend, batch: Eagle3TargetBatch, rows: To
         raise refusal(fault, place=place, dtype=verdict.dtype, model=module_of(target))
 
 
-def check_probs(probs_MW: Tensor, batch: Eagle3TargetBatch) -> None:
-    """Reject probabilities of a batch's supervised slots that a head computed from finite states
-    but with an overflow. Waits for the device."""
-    bad_M = ~finite_rows(probs_MW)
-    if bool(bad_M.any()):
-        row, slot = batch.loss_mask.nonzero()[bad_M][0].tolist()
-        fault = Fault(_NAMES["probs"], row, slot + 1)
-        raise refusal(fault, dtype=batch.aux_hidden_states.dtype)
-
-
 def module_of(target: object) -> nn.Module | None:
     """The model behind a backend, if it is in this process and can be inspected."""
     if not isinstance(target, Eagle3TargetBackend):  # any other object with an `answer`
@@ -165,14 +154,6 @@ def refusal(
     overflow = f"{name} overflows" if wider else f"its numbers overflow even {name}"
     what = f"{seen}: {overflow}, or the weights are damaged"
     return NotFinite(what, where=where, fix=fix)
-
-
-def refuse_uniform(logits: Tensor, *, where: str = "") -> None:
-    """Reject logits [..., V] in which every token is as likely as any other. Waits for the
-    device."""
-    if bool((logits == logits[..., :1]).all()):
-        what, fix = "to the target, every token is as likely as any other", "are its weights zero?"
-        raise NotFinite(what, where=where, fix=f"{fix} check the files and the config")
 
 
 def place_of(rows: TokenBatch, fault: Fault) -> str:
@@ -215,21 +196,3 @@ def not_numbers(tensor: Tensor) -> str:
 
 def _name(model: nn.Module) -> str:
     return getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__
-
-
-@torch.no_grad()
-def broken_layer(model: nn.Module, token_ids: Sequence[int]) -> str:
-    """The lowest decoder layer whose output over a text is not finite, else "logits"; empty if all
-    is finite. Runs one more pass, to report where a decoded text went wrong."""
-    layers, broken = find_layers(model), []
-
-    def check(layer_id: int, states_BTD: Tensor) -> None:
-        if not bool(finite_rows(states_BTD).all()):
-            broken.append(layer_id)
-
-    device = next(model.parameters()).device
-    with layer_outputs(layers, range(len(layers)), check):
-        output = model(input_ids=torch.tensor([list(token_ids)], device=device))
-    if broken:
-        return f"layer {min(broken)}"
-    return "" if bool(output.logits[0, -1].amax().isfinite()) else "logits"

@@ -227,11 +227,7 @@ class EngineEagle3TargetModel(RunnerEagle3TargetModel):
         from fledge.models.resolve import local_model
 
         runner = cls._build(
-            model,
-            dtype=dtype,
-            num_aux_layers=num_aux_layers or len(aux_layer_ids or ()),
-            trust_remote_code=trust_remote_code,
-            **engine_kwargs,
+            model, dtype=dtype, trust_remote_code=trust_remote_code, **engine_kwargs
         )
         try:
             tokenizer = tokenizer_in(local_model(str(model)), trust_remote_code=trust_remote_code)

@@ -13,9 +13,7 @@ import io
 import json
 import os
 import secrets
-import signal
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -34,8 +32,8 @@ from fledge.target.ray.connection import (
     cause_of,
     connected,
     import_ray,
-    make_board,
     reserved,
+    terminate,
 )
 from fledge.training.checkpoint import newest_checkpoint
 from fledge.training.drafts import target_section
@@ -64,9 +62,6 @@ class Layout:
 class Rank:
     """The actor that runs one rank."""
 
-    def __init__(self, index: int, board: Any) -> None:
-        self._index, self._board = index, board
-
     def place(self) -> dict[str, Any]:
         """Where it runs, and a port that is free there."""
         ray = import_ray()
@@ -84,20 +79,10 @@ class Rank:
         """Run `entry`; return its exit code and what it wrote to stdout."""
         os.environ |= environment
         os.chdir(directory)
-        threading.Thread(target=self._forward_stop, daemon=True, name="fledge-obey").start()
-        if self._index == 0:
+        if environment["RANK"] == "0":
             _wait_for_lock(Path(recipe.run.output_dir))
         with contextlib.redirect_stdout(io.StringIO()) as written:
             return entry(recipe), written.getvalue()
-
-    def _forward_stop(self) -> None:
-        """Wait for a stop request on the board, and pass it on as SIGTERM."""
-        ray, stopping = import_ray(), False
-        while not stopping:
-            time.sleep(_POLL_S)
-            with contextlib.suppress(ray.exceptions.RayError):  # the board may be lost and return
-                stopping = ray.get(self._board.stopping.remote())
-        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _wait_for_lock(directory: Path) -> None:
@@ -125,12 +110,10 @@ def train_on_cluster(
     name = f"{recipe.run_name}-{secrets.token_hex(2)}"
     section, layers = target_section(recipe), recipe.method.aux_layers(recipe.objective)
     with connected(address), ExitStack() as undo:
-        board = make_board(name)
-        undo.callback(import_ray().kill, board)
         placed = kind_of(section).placed(section, aux_layers=layers, name=name)
         variables = dict(undo.enter_context(placed))
         with StopSignal() as stop:
-            return _Run(recipe, entry, layout, board, progress, variables).to_the_end(stop)
+            return _Run(recipe, entry, layout, progress, variables).to_the_end(stop)
 
 
 @dataclass
@@ -138,7 +121,6 @@ class _Run:
     recipe: Recipe
     entry: Entry
     layout: Layout
-    board: Any
     progress: Progress
     variables: dict[str, str]
     restarts: int = 0
@@ -165,11 +147,11 @@ class _Run:
         with ExitStack() as undo:
             strategies = self._room(undo)
             actors = []
-            for index, strategy in enumerate(strategies):
+            for strategy in strategies:
                 options = ray.remote(Rank).options(
                     num_cpus=self.layout.cpus, num_gpus=self._gpus(), scheduling_strategy=strategy
                 )
-                actors.append(options.remote(index, self.board))
+                actors.append(options.remote())
                 undo.callback(ray.kill, actors[-1])
             count, references = len(actors), [actor.place.remote() for actor in actors]
             _, missing = ray.wait(references, num_returns=count, timeout=_START_S)
@@ -179,9 +161,6 @@ class _Run:
                 places = ray.get(references)
             except ray.exceptions.RayError as error:
                 return _reason(error)
-            self.board.forget.remote("ranks")
-            for index, place in enumerate(places):
-                self.board.tell.remote("ranks", f"rank-{index}", place)
             self.progress(f"training on {counted(count, 'rank')}")
             recipe, directory = self._cut_for(count), os.getcwd()
             runs = {
@@ -190,14 +169,16 @@ class _Run:
                     zip(actors, _environments(places, self.variables), strict=True)
                 )
             }
-            return self._watch(runs, stop)
+            return self._watch(runs, places[0], stop)
 
-    def _watch(self, runs: dict[Any, int], stop: StopSignal) -> tuple[int, str] | str:
+    def _watch(
+        self, runs: dict[Any, int], first: Mapping[str, Any], stop: StopSignal
+    ) -> tuple[int, str] | str:
         """Wait until all ranks are done or one is lost; returns as `_attempt` does."""
         ray = import_ray()
         pending, done = list(runs), dict[int, tuple[int, str]]()
         failed: list[BaseException] = []
-        lost, until, state = "", float("inf"), "training"
+        lost, until, told = "", float("inf"), False
         while pending and not lost and time.monotonic() < until:
             ready, pending = ray.wait(pending, timeout=_POLL_S)
             for reference in ready:
@@ -208,17 +189,16 @@ class _Run:
                     until = min(until, time.monotonic() + _LOSS_REPORT_S)
                 except ray.exceptions.RayError as error:
                     lost = f"rank {runs[reference]} is lost ({_reason(error)})"
-            if stop.received and state == "training":
-                state = "stopping"
-                self.board.stop.remote()
-            self._report(state)
+            if stop.received and not told:
+                told = True  # the others hear it from the first rank
+                terminate(first["node_id"], first["pid"])
+            self._show_progress()
         refused = [e for e in failed if isinstance(e, BadInput)]
         if refused:
             raise refused[0]
         if not lost and not failed:
             return done[0]
         if lost:
-            self._report("restarting")
             return lost
         raise failed[0]
 
@@ -265,15 +245,13 @@ class _Run:
         newest, _ = newest_checkpoint(Path(self.recipe.run.output_dir))
         return 0 if newest is None else newest.step
 
-    def _report(self, state: str) -> None:
-        """Tell the board and show what the run wrote last."""
+    def _show_progress(self) -> None:
+        """Show what the first rank wrote last."""
         last = last_figures(Path(self.recipe.run.output_dir) / "metrics.jsonl")
         if last:
             note = f"{last['tokens_per_s']:,.0f} tok/s target {last['target_share']:.0%}"
             steps = self.recipe.training.steps or 0
             self.progress("training", last["step"], steps, "steps", note, now=True)
-        facts: dict[str, Any] = {"directory": self.recipe.run.output_dir, "state": state}
-        self.board.tell.remote("run", "run", {**facts, "restarts": self.restarts, **last})
 
 
 def last_figures(metrics: Path) -> dict[str, Any]:

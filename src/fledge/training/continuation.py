@@ -17,19 +17,17 @@ _FREE = (
     "run.", "data.train:", "data.valid:", "target.model:", "tracking.", "checkpoint.",
     "evaluation.every_steps", "data.workers", "training.prefetch", "training.device",
     "target.device", "training.max_bad_steps", "target.urls",
-    "target.token_env", "target.ca_file", "target.prefetch", "target.timeout_s", "target.retries",
+    "target.token_env", "target.prefetch", "target.timeout_s", "target.retries",
     "target.wait_s", "training.shard", "training.context",
     "training.micro_batch", "training.accumulate", "target.address", "target.workers",
     "target.worker_cpus", "target.worker_gpus", "target.placement", "target.url:",
     "target.shared_dir", "training.record_steps",
 )  # fmt: skip
-_LENGTH = ("training.steps:", "training.epochs:")
 
 
 def check_existing(recipe: "Recipe") -> None:
     """Raise BadInput if the output directory holds a run of another recipe, or other files."""
     from fledge.recipe.schema import RESOLVED_NAME, load_recipe
-    from fledge.training.checkpoint import newest_checkpoint
 
     directory = Path(recipe.run.output_dir)
     check_place(directory, directory=True)
@@ -40,22 +38,14 @@ def check_existing(recipe: "Recipe") -> None:
             what, fix = "not empty, and not a run of fledge", "run.output_dir=..."
             raise BadInput(what, where=str(directory), fix=fix)
         return
-    if not recipe.checkpoint.resume:
-        what = "already holds a run, and checkpoint.resume is false"
-        raise BadInput(what, where=str(directory), fix="give another run.output_dir")
     differing = load_recipe(resolved).differences(recipe)
     differing = [line for line in differing if not line.startswith(_FREE)]
-    if differing and all(line.startswith(_LENGTH) for line in differing):
-        newest, _ = newest_checkpoint(directory)
-        if newest is not None and newest.finished:
-            what = f"this run finished at step {newest.step} ({'; '.join(differing)})"
-            raise BadInput(what, where=str(directory), fix=way_on(directory))
     if differing:
         what = f"this run was started with another recipe: {'; '.join(differing[:5])}"
-        fix = "give it another run.output_dir, or the recipe it was started with"
+        fix = f"continue it with its own recipe, or {way_on(directory)}"
         raise BadInput(what, where=str(directory), fix=fix)
 
 
 def way_on(directory: Path) -> str:
-    """How to train further from a finished run, for messages."""
+    """How to train further from a run's draft, for messages."""
     return f"start a new run from it: draft.init_from={directory} and another run.output_dir"

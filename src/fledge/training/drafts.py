@@ -91,7 +91,8 @@ def config_of_draft(
         draft_vocab_size=draft_vocab_size,
         num_hidden_layers=section.layers,
         intermediate_size=section.intermediate_size,
-        **section.computation,
+        fc_norm=section.fc_norm,
+        norm_output=section.norm_output,
         **settings,
     )
 

@@ -141,10 +141,8 @@ def _evaluate(session: Session, stopping: Callable[[], bool]) -> bool:
     """Measure held-out acceptance; return whether the draft is the best so far."""
     training, parts = session.training, session.parts
     on_pack = partial(training.watch, "evaluating")
-    with parts.averaged():
-        picks = training.held_out_picks
-        measured = evaluate(parts, training.held_out, picks, on_pack, stopping)
-    return session.evaluated(measured)
+    picks = training.held_out_picks
+    return session.evaluated(evaluate(parts, training.held_out, picks, on_pack, stopping))
 
 
 def fit_recipe(recipe: Recipe, observer: Observer) -> Outcome:

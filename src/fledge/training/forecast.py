@@ -69,18 +69,10 @@ class Forecast:
     def finished(self) -> bool:
         return self.step >= self.steps
 
-    def line(self) -> str:
-        """The line that is shown next to an evaluation."""
-        end, with_more_data = self.end, self.twice_data.length
-        at_end = f"{end.length:.2f} at step {self.steps:,} ({end.low:.2f} to {end.high:.2f})"
-        if self.finished:
-            at_end = "the run is over"
-        return f"forecast: {at_end}; {with_more_data:.2f} with twice the data{self.by_whom(', ')}"
-
-    def by_whom(self, before: str = "") -> str:
+    def by_whom(self) -> str:
         """Names the known runs that it is based on; empty if there are none."""
         more = "" if len(self.by) <= _NAMED else f" and {len(self.by) - _NAMED} more"
-        return f"{before}by the course of {', '.join(self.by[:_NAMED])}{more}" if self.by else ""
+        return f"by the course of {', '.join(self.by[:_NAMED])}{more}" if self.by else ""
 
     def to_json(self) -> dict[str, Any]:
         by = [{"name": name, "share": 1 / len(self.by)} for name in self.by]

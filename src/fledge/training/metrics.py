@@ -84,7 +84,7 @@ def open_trackers(
     names: tuple[str, ...], *, project: str, run: str, directory: Path
 ) -> list[Tracker]:
     """Open the trackers that a recipe names; each package is imported only if it is needed."""
-    makers = {"tensorboard": _tensorboard, "wandb": _wandb, "trackio": _trackio}
+    makers = {"tensorboard": _tensorboard, "wandb": _wandb}
     opened = []
     for name in names:
         try:
@@ -114,10 +114,3 @@ def _wandb(project: str, run: str, directory: Path) -> Tracker:
     files_dir = str(directory)
     opened = wandb.init(project=project, name=run, dir=files_dir, resume="allow", id=run)
     return Tracker(lambda step, values: opened.log(values, step=step), opened.finish)
-
-
-def _trackio(project: str, run: str, directory: Path) -> Tracker:
-    import trackio
-
-    trackio.init(project=project, name=run)
-    return Tracker(lambda step, values: trackio.log({**values, "step": step}), trackio.finish)

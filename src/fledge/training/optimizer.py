@@ -4,17 +4,14 @@ Nothing here synchronizes with the device: whether a step is bad is decided ther
 skipped there.
 """
 
-import contextlib
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from fledge.kernels.gate import kernel_runs
-from fledge.training.sharding import local_tensor, whole_tensor
+from fledge.training.sharding import whole_tensor
 
 # --- muon ----------------------------------------------------------------------------------------
 # The update of `torch.optim.Muon` processes one matrix at a time with thirty kernel launches each,
@@ -101,12 +98,10 @@ def _orthogonal(update_MRC: Tensor, group: dict[str, Any]) -> Tensor:
 GUARD_WINDOW = 64  # number of recent gradient norms kept
 GUARD_WARMUP = 16  # good steps needed before a norm can count as a spike
 
-_LARGE = 2**20  # elements above which a tensor is worth its own kernel launch
-
 
 class SkippingAdamW(torch.optim.AdamW):
     """torch's AdamW, with the attributes that its fused kernel reads, as a gradient scaler would
-    set them. On a GPU, large tensors are updated by fledge's own kernel."""
+    set them."""
 
     found_inf: Tensor | None = None  # above 0: the step is skipped
     grad_scale: Tensor | None = None  # what gradients are divided by
@@ -116,44 +111,6 @@ class SkippingAdamW(torch.optim.AdamW):
         on the device already, and so is the learning rate when an update is recorded."""
 
     _cuda_graph_capture_health_check = _accelerator_graph_capture_health_check  # torch < 2.11
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        assert closure is None, "gradients are computed before the step"
-        updated = [p for group in self.param_groups for p in self._update_large(group)]
-        grads = [p.grad for p in updated]
-        for p in updated:
-            p.grad = None  # so that torch skips it
-        super().step()
-        for p, grad in zip(updated, grads, strict=True):
-            p.grad = grad
-
-    def _update_large(self, group: dict[str, Any]) -> list[nn.Parameter]:
-        """Update the parameters that our kernel supports, and return them. A parameter's first step
-        is left to torch, which creates its state."""
-        large = [p for p in group["params"] if self.state.get(p) and _is_large(p, self.state[p])]
-        if large:
-            from fledge.kernels.adamw import adamw
-
-            states = [self.state[p] for p in large]
-            adamw(
-                large,
-                [p.grad for p in large],
-                *([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq", "step")),
-                **{name: group[name] for name in ("lr", "betas", "eps", "weight_decay")},
-                grad_scale=self.grad_scale,
-                found_inf=self.found_inf,
-            )
-        return large
-
-
-def _is_large(p: nn.Parameter, state: dict[str, Tensor]) -> bool:
-    """Whether our kernel updates a parameter. torch updates small ones, which are faster in one
-    fused launch, and sharded ones (DTensor)."""
-    if p.grad is None or p.numel() < _LARGE or isinstance(p, DTensor):
-        return False
-    tensors = (p, p.grad, state["exp_avg"], state["exp_avg_sq"])
-    return all(tensor.is_contiguous() for tensor in tensors) and kernel_runs(p, what="AdamW")
 
 
 def make_optimizer(
@@ -298,52 +255,3 @@ class StepGuard:
     def load(self, state: dict[str, Tensor]) -> None:
         for name, tensor in self.state().items():
             tensor.copy_(state[name])
-
-
-# --- average -------------------------------------------------------------------------------------
-# The exponential moving average of a draft's weights (`training.ema`).
-#
-#     mean <- d * mean + (1 - d) * weights,  d = min(decay, t / (t + 9)) after good step t (1, 2,
-# ...)
-#
-# It starts from the weights before the first step; the second term of the minimum makes even a
-# short run discount these. A skipped step leaves the mean unchanged.
-#
-# The mean is what is evaluated, saved and exported. The optimizer works on the weights, and the
-# mean is kept aside; while the draft is evaluated or saved, the two are swapped, which copies
-# values and rounds nothing. Checkpoints hold the mean as the draft, and the weights beside it.
-
-
-class Average:
-    """The average of some parameters, which are always passed in the same order."""
-
-    def __init__(self, parameters: Sequence[nn.Parameter], decay: float) -> None:
-        self._decay = decay
-        self.aside = [parameter.detach().clone() for parameter in parameters]
-
-    @torch.no_grad()
-    def update(self, parameters: Sequence[nn.Parameter], *, taken: Tensor, bad: Tensor) -> None:
-        """Update the mean after a step: good step number `taken`, or a skipped one if `bad`; both
-        are tensors on the device."""
-        taken = taken.double()
-        weight = 1 - (taken / (taken + 9)).clamp(max=self._decay)
-        weight = torch.where(bad, torch.zeros_like(weight), weight)
-        for mean, parameter in zip(self.aside, parameters, strict=True):
-            local_mean = local_tensor(mean)
-            local_mean.lerp_(local_tensor(parameter), weight.to(local_mean.dtype))
-
-    @torch.no_grad()
-    def swap(self, parameters: Sequence[nn.Parameter]) -> None:
-        for mean, parameter in zip(self.aside, parameters, strict=True):
-            aside, current = local_tensor(mean), local_tensor(parameter)
-            weights = current.clone()
-            current.copy_(aside)
-            aside.copy_(weights)
-
-    @contextlib.contextmanager
-    def swapped(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-        self.swap(parameters)
-        try:
-            yield
-        finally:
-            self.swap(parameters)

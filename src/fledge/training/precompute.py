@@ -11,7 +11,7 @@ from fledge.core.errors import BadInput
 from fledge.core.progress import Progress, unwatched
 from fledge.data import sources
 from fledge.data.prepare import tokenizer_files_fingerprint
-from fledge.data.rows import Rows, RowView, split_rows
+from fledge.data.rows import Rows, RowView
 from fledge.data.vocab import special_token_ids
 from fledge.models.resolve import local_model
 from fledge.recipe.schema import Recipe
@@ -27,7 +27,7 @@ from fledge.target.cache.job import (
 from fledge.target.kinds import kind_of, model_name, target_config, target_tokenizer
 from fledge.target.layers import target_depth, text_config, validate_aux_layer_ids
 from fledge.training.drafts import choose_vocabulary, make_target, target_section
-from fledge.training.setup import repeated_rows, split_training, tokenise_options, tokenised
+from fledge.training.setup import split_training, tokenise_options, tokenised
 
 
 class _Concatenated:
@@ -81,7 +81,6 @@ def recipe_job(
     rows: Rows = train
     if data.valid:
         valid = tokenised(data.valid, recipe, progress)
-        repeated_rows(split_training(train, recipe)[0], split_rows(valid, 0)[0], recipe)
         rows = _Concatenated(train, valid)
     vocabulary = None
     if options.encoding in OVER_A_VOCABULARY or recipe.says_vocab_size:

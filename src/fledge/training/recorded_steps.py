@@ -4,7 +4,7 @@ A step of a small draft is a thousand small kernel launches, and the GPU waits f
 the time. Which kernels are launched depends only on the sizes of a rollout, and those are rounded
 up (`rollout/plan.py` and those of the methods). So the passes of a recurring size are
 recorded, from the target's answer to the gradients, and replayed with one call. So is the update,
-which is the same every time: clipping, the verdict, AdamW, Muon, the average.
+which is the same every time: clipping, the verdict, AdamW, Muon.
 
 This works for one micro-batch on one rank, whose own count is the step's. The results equal those
 of the eager path in `train_step`; tests compare the two.

@@ -13,7 +13,7 @@ those do not change: their map is fitted to both, and recovers less. Tables that
 its target (embedding, head) are replaced by the new one's.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -29,6 +29,7 @@ from fledge.methods.registry import method_of
 from fledge.methods.shared.draft import DraftModel, Reading
 from fledge.target.base import Eagle3TargetBackend, InputEmbedding
 from fledge.target.finite_check import check_answer, checked_answer
+from fledge.target.hf.model import HFEagle3TargetModel
 
 PENALTIES = tuple(10.0**power for power in range(-14, 2))  # `solve` rejects those too small
 _TINY = 1e-12  # lower limit for the size of a token's output, which is divided by
@@ -39,12 +40,11 @@ _TINY = 1e-12  # lower limit for the size of a token's output, which is divided 
 # A row (x, r) is an input of the map, and the amount by which its output should change there. The
 # change C [E, X] minimizes
 #
-#     sum over rows of |C x - r|^2  +  penalty * sum over inputs j of g_j |C_j|^2,    C z = 0
+#     sum over rows of |C x - r|^2  +  penalty * sum over inputs j of g_j |C_j|^2
 #
-# where g_j = sum of x_j^2, so that the penalty does not depend on the scale of an input, and z are
-# inputs at which nothing may change. Only G = sum x x^T, R = sum r x^T and sum |r|^2 are kept, in
-# float64: they need the same memory for any number of rows, and those of two sets of rows add up to
-# those of their union.
+# where g_j = sum of x_j^2, so that the penalty does not depend on the scale of an input. Only
+# G = sum x x^T, R = sum r x^T and sum |r|^2 are kept, in float64: they need the same memory for any
+# number of rows, and those of two sets of rows add up to those of their union.
 
 
 @dataclass
@@ -80,7 +80,7 @@ class Moments:
         outputs = self.rows.clamp_min(1) * len(self.rx_EX)
         return float(((reduction.sum() + self.rr).clamp_min(0) / outputs).sqrt())
 
-    def solve(self, penalty: float, kept_MX: Tensor | None = None) -> Tensor | None:
+    def solve(self, penalty: float) -> Tensor | None:
         """The change [E, X]; None if it is numerically underdetermined by the rows."""
         power_X = self.xx_XX.diagonal()
         # for inputs that are always zero
@@ -91,12 +91,6 @@ class Moments:
         if bool(failed):
             return None
         change_EX: Tensor = torch.cholesky_solve(self.rx_EX.t(), factor_XX).t()
-        if kept_MX is not None:
-            z_MX = kept_MX.double()
-            solved_MX = torch.cholesky_solve(z_MX.t(), factor_XX).t()
-            # Lagrange multipliers that cancel, at each z, the change of the unconstrained solution
-            multiplier_ME = torch.linalg.solve(z_MX @ solved_MX.t(), z_MX @ change_EX.t())
-            change_EX -= multiplier_ME.t() @ solved_MX
         return change_EX
 
 
@@ -109,18 +103,18 @@ class Fitted(NamedTuple):
     error_before: float  # without any change
 
 
-def fit_change(fitted: Moments, judged: Moments, kept_MX: Tensor | None = None) -> Fitted:
+def fit_change(fitted: Moments, judged: Moments) -> Fitted:
     """Fit with every penalty, choose the one that is best on the `judged` rows, then refit with it
-    on all rows. The change is zero at the inputs `kept_MX`."""
+    on all rows."""
     zero_EX = torch.zeros_like(fitted.rx_EX)
     before = judged.error(zero_EX)
     best: tuple[float, float | None] = (before, None)
     for penalty in PENALTIES:
-        change_EX = fitted.solve(penalty, kept_MX)
+        change_EX = fitted.solve(penalty)
         if change_EX is not None:
             best = min(best, (judged.error(change_EX), penalty), key=lambda pair: pair[0])
     error, chosen = best
-    change = None if chosen is None else (fitted + judged).solve(chosen, kept_MX)
+    change = None if chosen is None else (fitted + judged).solve(chosen)
     if change is None:
         return Fitted(zero_EX, None, before, before)
     return Fitted(change, chosen, error, before)
@@ -132,8 +126,8 @@ def fit_change(fitted: Moments, judged: Moments, kept_MX: Tensor | None = None) 
 class Targets(NamedTuple):
     """The target before and after its change."""
 
-    old: Eagle3TargetBackend
-    new: Eagle3TargetBackend
+    old: HFEagle3TargetModel
+    new: HFEagle3TargetModel
 
 
 def reading_of(draft: DraftModel, where: str = "") -> Reading:
@@ -158,7 +152,7 @@ def refit(
     final fit includes them as well."""
     reading = reading_of(draft)
     fitted_sums, judged_sums = (_moments(reading, targets, packs) for packs in (fitted, judged))
-    fit = fit_change(fitted_sums, judged_sums, reading.fixed_MX)
+    fit = fit_change(fitted_sums, judged_sums)
     before_EX = reading.weight_EX.to(torch.float64, copy=True)
     reading.weight_EX.copy_(before_EX + fit.change_EX)
     if reading.own_MX is not None:
@@ -192,91 +186,50 @@ def _inputs(reading: Reading, target: Eagle3TargetBackend, tokens: TokenBatch) -
     return reading.inputs(aux_BTD[tokens.attention_mask.bool().to(aux_BTD.device)]).double()
 
 
-class Tables(NamedTuple):
-    """The embedding and head that a draft had from its old target, by what became of them."""
-
-    taken: tuple[str, ...] = ()  # replaced by the new target's
-    kept: tuple[str, ...] = ()  # not replaced: the new one's is in another basis
-
-
 @torch.no_grad()
-def take_tables(draft: DraftModel, targets: Targets) -> Tables:
-    """Replace the draft's embedding or head by the new target's if it equals the old one's exactly,
-    as engines would. A table in another basis is not taken: the draft could not read it. Block
-    drafts have neither table, and borrow both."""
+def take_tables(draft: DraftModel, targets: Targets) -> tuple[str, ...]:
+    """Replace the draft's embedding and head by the new target's where they equal the old one's, as
+    engines would; return which. A table in another basis is not taken: the draft could not read it.
+    Block drafts have neither table, and borrow both."""
     if draft.embed_tokens.weight.is_meta:
-        return Tables()
-    ids = draft.selected_token_ids
-    assert ids is not None
-    embeddings = [target.get_input_embeddings().weight for target in targets]
-    heads = [target.info().head.weight_VD for target in targets]
-    own_rows_WD = heads[0][ids.to(heads[0].device)]
-    shared: list[tuple[str, list[Tensor], Callable[[InputEmbedding], None]]] = []
-    if _same(draft.embed_tokens.weight, embeddings[0]):
-        shared.append(("embedding", embeddings, draft.copy_embeddings_from_target))
-    if _same(draft.lm_head.weight, own_rows_WD):
-        shared.append(("head", heads, draft.copy_head_from_target))
-    alike = {name: _alike(old_VD, new_VD) for name, (old_VD, new_VD), _ in shared}
-    for name, (_, new_VD), copy in shared:
-        if alike[name]:
-            copy(InputEmbedding(new_VD))
-    taken, kept = (tuple(name for name in alike if alike[name] is side) for side in (True, False))
-    return Tables(taken, kept)
+        return ()
+    taken = []
+    old_VD, new_VD = (target.get_input_embeddings().weight for target in targets)
+    if _same(draft.embed_tokens.weight, old_VD) and _same_basis(old_VD, new_VD):
+        draft.copy_embeddings_from_target(InputEmbedding(new_VD))
+        taken.append("embedding")
+    old_VD, new_VD = (target.info().head.weight_VD for target in targets)
+    assert draft.selected_token_ids is not None
+    own_rows_WD = old_VD[draft.selected_token_ids.to(old_VD.device)]
+    if _same(draft.lm_head.weight, own_rows_WD) and _same_basis(old_VD, new_VD):
+        draft.copy_head_from_target(InputEmbedding(new_VD))
+        taken.append("head")
+    return tuple(taken)
 
 
 def _same(table: Tensor, other: Tensor) -> bool:
-    """Whether a table is a copy of the other one, which may have been loaded in less precision when
-    it was copied."""
-    if table.shape != other.shape:
-        return False
-    precisions = (table.dtype, torch.bfloat16, torch.float16)
-    copies = (other.to(table.device, precision).to(table.dtype) for precision in precisions)
-    return any(torch.equal(table, copy) for copy in copies)
+    return table.shape == other.shape and torch.equal(table, other.to(table))
 
 
-def _alike(old_VD: Tensor, new_VD: Tensor) -> bool:
+def _same_basis(old_VD: Tensor, new_VD: Tensor) -> bool:
     """Whether the new table is the old one, tuned or rounded: their difference is less than half of
     its norm. A rotation into another basis makes it 1.4 times the norm."""
     old, new = (table.to(old_VD.device, torch.float32) for table in (old_VD, new_VD))
     return bool((new - old).norm() < 0.5 * old.norm())
 
 
-class Lengths(NamedTuple):
-    """Acceptance in replayed rounds on the same held-out rows.
-
-    A changed target costs a draft acceptance in two ways. Its states differ: a refit recovers that,
-    as far as one map can. And it chooses other tokens, which the draft has not learned, and which
-    rows that others wrote do not show: training recovers that. `with_old_states` separates the two.
-    """
-
-    old: Acceptance  # the draft with the old target
-    before: Acceptance  # the draft with the new target
-    with_old_states: Acceptance  # the draft reads the old target's states, the new one judges
-    refitted: Acceptance  # the refitted draft with the new target
-
-
 @torch.no_grad()
-def measure(
-    targets: Targets,
-    drafts: tuple[DraftModel, DraftModel, DraftModel],  # for the old; for the new; refitted
+def acceptance_length(
+    draft: DraftModel,
+    target: Eagle3TargetBackend,
     held_out: Iterable[TokenBatch],
-    *,
     num_draft_tokens: int,
-) -> Lengths:
-    with_old, with_new, refitted = (rollouts_of(draft, num_draft_tokens) for draft in drafts)
-    totals = [Acceptance.none(with_old.depths)] * 4
-    ids_W = with_old.selected_token_ids
+) -> float:
+    """Tokens per round on held-out rows, by replay."""
+    rollouts = rollouts_of(draft, num_draft_tokens)
+    total = Acceptance.none(rollouts.depths)
     for tokens in held_out:
-        old, new = (checked_answer(target, tokens) for target in targets)
-        old_picks, new_picks = (
-            target_picks(answer, tokens, target.info().head, ids_W)
-            for answer, target in zip((old, new), targets, strict=True)
-        )
-        replayed = (
-            replay_held_out(old, tokens, with_old, old_picks),
-            replay_held_out(new, tokens, with_new, new_picks),
-            replay_held_out(old, tokens, with_new, new_picks),
-            replay_held_out(new, tokens, refitted, new_picks),
-        )
-        totals = [total + added for total, added in zip(totals, replayed, strict=True)]
-    return Lengths(*totals)
+        answer = checked_answer(target, tokens)
+        picks = target_picks(answer, tokens, target.info().head, rollouts.selected_token_ids)
+        total += replay_held_out(answer, tokens, rollouts, picks)
+    return total.length

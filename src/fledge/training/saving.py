@@ -7,7 +7,6 @@ renames the directory to its final name. Any number of ranks can read either kin
 """
 
 import contextlib
-import math
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -20,12 +19,11 @@ from torch.distributed.checkpoint.hf_storage import (
     HuggingFaceStorageReader,
     HuggingFaceStorageWriter,
 )
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 
 from fledge.core.distributed import World
-from fledge.core.errors import BadInput, broken_files, first_line
+from fledge.core.errors import BadInput, first_line
 from fledge.core.files import atomic_directory, removed
 from fledge.training import checkpoint as checkpoints
 from fledge.training.sharding import whole_tensor
@@ -49,9 +47,6 @@ if TYPE_CHECKING:
 # draft's own weights, and the checkpoints of runs that were not sharded, are read in the same way.
 
 
-_DAMAGED = "remove it: the one before it is used"
-
-
 def write_shares(directory: Path, tensors: Mapping[str, Tensor], *, path: Path) -> None:
     """Write this rank's share of each tensor; all ranks call it, with the same names. A failure of
     one rank is raised on all, as an error about `path`, the directory's final name."""
@@ -66,65 +61,29 @@ def write_shares(directory: Path, tensors: Mapping[str, Tensor], *, path: Path) 
 
 
 def read_shares(directory: Path, wanted: Mapping[str, Tensor]) -> None:
-    """Fill tensors, whole or sharded, from a checkpoint's files.
-
-    The caller has verified the files' checksums. Shapes and dtypes are compared before any data is
-    read.
-    """
-    with _one_line(directory):
-        reader = HuggingFaceStorageReader(str(directory))
-        metadata = reader.read_metadata()
-        for name, tensor in wanted.items():
-            _check(name, tensor, metadata.state_dict_metadata.get(name), directory)
-        for index, share in metadata.storage_data.items():
-            if index.fqn in wanted and share.dtype != wanted[index.fqn].dtype:
-                raise BadInput(f"{index.fqn} is {share.dtype} in a share", where=str(directory))
-        with warnings.catch_warnings():
-            # DCP warns about no_dist, which is intended: every rank reads for itself.
-            warnings.simplefilter("ignore", UserWarning)
+    """Fill tensors, whole or sharded, from a checkpoint's files, whose checksums the caller has
+    verified."""
+    reader = HuggingFaceStorageReader(str(directory))
+    with warnings.catch_warnings():
+        # DCP warns about no_dist, which is intended: every rank reads for itself.
+        warnings.simplefilter("ignore", UserWarning)
+        try:
             load(dict(wanted), storage_reader=reader, no_dist=True)
+        except CheckpointException as error:
+            what = f"its shares cannot be put together ({first_line(error)})"
+            fix = "remove it: the one before it is used"
+            raise BadInput(what, where=str(directory), fix=fix) from error
 
 
 def held_names(directory: Path) -> set[str]:
     """The names of the tensors in a checkpoint's files, whole or in part."""
-    with _one_line(directory):
-        return set(HuggingFaceStorageReader(str(directory)).read_metadata().state_dict_metadata)
-
-
-@contextlib.contextmanager
-def _one_line(directory: Path) -> Iterator[None]:
-    broken: tuple[type[BaseException], ...] = (CheckpointException, *broken_files())
-    try:
-        yield
-    except BadInput:
-        raise
-    except broken as error:
-        what = f"its shares cannot be put together ({first_line(error)})"
-        raise BadInput(what, where=str(directory), fix=_DAMAGED) from error
-
-
-def _check(name: str, wanted: Tensor, saved: Any, directory: Path) -> None:
-    """Raise BadInput if a tensor is missing, has another shape or dtype, or has gaps, which DCP
-    would silently leave unfilled."""
-    if not isinstance(saved, TensorStorageMetadata):
-        fault = "missing"
-    elif saved.size != wanted.shape or saved.properties.dtype != wanted.dtype:
-        fault = f"{saved.properties.dtype} {list(saved.size)}"
-    elif min((offset for chunk in saved.chunks for offset in chunk.offsets), default=0) < 0:
-        fault = "in places before its beginning"
-    elif sum(math.prod(chunk.sizes) for chunk in saved.chunks) != wanted.numel():
-        fault = "incomplete"
-    else:
-        return
-    what = f"{name} is {fault}, expected {wanted.dtype} {list(wanted.shape)}"
-    raise BadInput(what, where=str(directory), fix=_DAMAGED)
+    return set(HuggingFaceStorageReader(str(directory)).read_metadata().state_dict_metadata)
 
 
 # --- saving ---------------------------------------------------------------------------------------
 
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-_STEPPED = "stepped."  # prefix of the optimizer's weights in checkpoints whose draft is the average
 
 
 def save(training: "Training", state: Mapping[str, Any], window: Sums) -> Path:
@@ -142,20 +101,18 @@ def save(training: "Training", state: Mapping[str, Any], window: Sums) -> Path:
         "fingerprints": training.fingerprints,
     }
     path = checkpoints.checkpoint_path(directory, record["step"])
-    with parts.averaged():
-        tensors = {
-            **checkpoints.optimizer_tensors(parts.optimizers, _names(training)),
-            **_stepped(training),
-            **{f"guard.{name}": tensor for name, tensor in parts.guard.state().items()},
-            **{f"window.{name}": tensor for name, tensor in vars(total).items()},
-            **checkpoints.rng_tensors(),
-        }
-        if parts.world.shard > 1:
-            _save_shares(training, path, record, tensors)
-        elif parts.world.is_main:
-            with atomic_directory(path) as temporary:
-                draft.write(temporary)
-                checkpoints.complete(temporary, record, tensors)
+    tensors = {
+        **checkpoints.optimizer_tensors(parts.optimizers, _names(training)),
+        **{f"guard.{name}": tensor for name, tensor in parts.guard.state().items()},
+        **{f"window.{name}": tensor for name, tensor in vars(total).items()},
+        **checkpoints.rng_tensors(),
+    }
+    if parts.world.shard > 1:
+        _save_shares(training, path, record, tensors)
+    elif parts.world.is_main:
+        with atomic_directory(path) as temporary:
+            draft.write(temporary)
+            checkpoints.complete(temporary, record, tensors)
     return path
 
 
@@ -163,7 +120,7 @@ def _save_shares(
     training: "Training", path: Path, record: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> None:
     world, draft = training.parts.world, training.draft
-    shared = {n: t for n, t in tensors.items() if n.endswith(_MOMENTS) or n.startswith(_STEPPED)}
+    shared = {name: tensor for name, tensor in tensors.items() if name.endswith(_MOMENTS)}
     with _shared_directory(path, world) as temporary:
         write_shares(temporary, shared, path=path)
         whole = {}
@@ -214,13 +171,6 @@ def restore(training: "Training", checkpoint: checkpoints.Checkpoint, window: Su
         draft.load_state_dict(checkpoints.matching(checkpoint.draft_tensors(), current))
     for optimizer in parts.optimizers:
         checkpoints.restore_optimizer(optimizer, _names(training), tensors)
-    if parts.average is not None:
-        # The draft in a checkpoint is the average: the optimizer's weights are read into the
-        # tensors kept aside, and then swapped with it.
-        aside = _stepped(training)
-        for name, tensor in checkpoints.matching(tensors, aside).items():
-            aside[name].copy_(tensor)
-        parts.average.swap(parts.parameters)
     parts.guard.load(checkpoints.matching(tensors, parts.guard.state(), prefix="guard."))
     checkpoints.restore_rng(tensors)
     if parts.world.is_main:
@@ -230,7 +180,7 @@ def restore(training: "Training", checkpoint: checkpoints.Checkpoint, window: Su
 
 
 def _read_shares(training: "Training", path: Path) -> dict[str, Tensor]:
-    """Read the draft's weights in place; return moments and averaged weights, sharded like them."""
+    """Read the draft's weights in place; return the moments, sharded like them."""
     names, saved_names = _names(training), held_names(path)
     moments = {
         name: torch.zeros_like(parameter)
@@ -238,18 +188,8 @@ def _read_shares(training: "Training", path: Path) -> dict[str, Tensor]:
         for key in _MOMENTS
         if (name := f"optimizer.{names[id(parameter)]}.{key}") in saved_names
     }
-    stepped = {name: torch.zeros_like(tensor) for name, tensor in _stepped(training).items()}
-    read_shares(path, {**training.draft.state_dict(), **moments, **stepped})
-    return {**moments, **stepped}
-
-
-def _stepped(training: "Training") -> dict[str, Tensor]:
-    """The tensors that are kept aside by `Average`, by name; empty if there is no average."""
-    parts, names = training.parts, _names(training)
-    if parts.average is None:
-        return {}
-    aside = zip(parts.parameters, parts.average.aside, strict=True)
-    return {f"{_STEPPED}{names[id(parameter)]}": tensor for parameter, tensor in aside}
+    read_shares(path, {**training.draft.state_dict(), **moments})
+    return moments
 
 
 def _names(training: "Training") -> dict[int, str]:

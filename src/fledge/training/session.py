@@ -19,9 +19,6 @@ from fledge.target.finite_check import NotFinite, module_of, place_of, refusal
 from fledge.training import checkpoint as checkpoints
 from fledge.training import metrics, saving
 from fledge.training.batches import StepBatch
-from fledge.training.curves import Known, curve_of, known_runs, read_metrics
-from fledge.training.forecast import forecast
-from fledge.training.runs import save_prompts
 from fledge.training.setup import Training
 from fledge.training.step import StepResult, Sums
 
@@ -114,22 +111,24 @@ class Session:
 
     def _skipped(self, batch: StepBatch, result: StepResult) -> None:
         training, norm = self.training, float(result.grad_norm)
-        bad = describe_bad_step(training, batch, result)
-        broken, median = bad.broken, float(training.parts.guard.median())
-        above = f", {norm / median:.0f} times the recent median" if math.isfinite(norm) else ""
+        places, broken = bad_rows(training, batch, result)
+        cause = f"gradient norm {norm:.3g}"
+        if math.isfinite(norm):
+            median = float(training.parts.guard.median())
+            cause += f", {norm / median:.0f} times the recent median"
+        cause += f"; {counted(len(places), 'document')}: {', '.join(places[:3])}"
+        cause += ", ..." if len(places) > 3 else ""
         self.observer.note(
-            f"step {batch.step + 1} skipped: gradient norm {norm:.3g}{above}; {bad.documents}"
-            + ("" if broken is None else f"; {broken.what}")
+            f"step {batch.step + 1} skipped: {cause}" + (f"; {broken.what}" if broken else "")
         )
         limit = training.recipe.training.max_bad_steps
         if int(result.bad_in_a_row) >= limit:
             where, what = str(training.directory), f"{limit} steps in a row were skipped"
             if broken is not None:  # neither the draft nor the learning rate is the cause
                 raise NotFinite(f"{what}: {broken.what}", where=where, fix=broken.fix)
-            what += f" (last gradient norm {norm:.3g}{above}, documents {bad.first_places})"
             fix = "lower training.lr, raise training.spike_factor, or look at these rows; "
             fix += "the last checkpoint is intact"
-            raise BadInput(what, where=where, fix=fix)
+            raise BadInput(f"{what} (the last one: {cause})", where=where, fix=fix)
 
     def _log(self, result: StepResult, lr: float, epoch: int) -> None:
         """Write one line of metrics about the steps since the last line."""
@@ -189,9 +188,6 @@ class Session:
 
     def save_if_due(self, *, best: bool, stopping: bool) -> None:
         """Save on cadence, when the draft is the best so far, and at the end or before a stop."""
-        if self._at_end and self._logs is not None:
-            for text in in_vain(self.training.recipe, self.state):
-                self._logs.file.write({"step": self.state.step, "warning": text})
         cadence = self.training.recipe.checkpoint.every_steps
         if best or self._at_end or stopping or self.state.step % cadence == 0:
             self.save(best=best)
@@ -252,7 +248,6 @@ def resume(training: Training, observer: Observer) -> tuple[State, Sums]:
     if parts.world.is_main and not training.vocabulary_path.exists():
         training.recipe.write_resolved(directory)
         write_json(directory / MACHINE_NAME, describe_machine())
-        save_prompts(directory, training.rows.prompts())
         training.vocabulary.save(training.vocabulary_path)  # last: the run has started
     parts.world.barrier()
     if checkpoint is None:
@@ -287,8 +282,7 @@ class Logs:
     """metrics.jsonl, trackers and the observer, on the main rank."""
 
     def __init__(self, training: Training, observer: Observer, step: int) -> None:
-        self._training, self._observer, recipe = training, observer, training.recipe
-        self._known: list[Known] | None = None  # finished runs; None: not searched for yet
+        self._observer, recipe = observer, training.recipe
         self.last_step = step - step % recipe.tracking.every_steps
         self.timed_from = step  # a resumed process timed only part of its first window
         # A run that starts over evaluates step 0 again.
@@ -309,19 +303,7 @@ class Logs:
         self.file.write(values)
         named = {f"evaluation/{name}": value for name, value in values["evaluation"].items()}
         self._track(values["step"], named)
-        self._observer.evaluated({**values, "forecast": self._forecast_line()})
-
-    def _forecast_line(self) -> str | None:
-        """A forecast of the rest of the run; None while its curve is too short for one."""
-        training = self._training
-        try:
-            lines = read_metrics(training.directory)
-            if self._known is None:
-                self._known = known_runs(training.directory)
-            curve = curve_of(training.recipe, training.stream.steps, *lines)
-            return forecast(curve, known=self._known).line()
-        except BadInput:  # too early to forecast
-            return None
+        self._observer.evaluated(values)
 
     def _track(self, step: int, values: dict[str, Any]) -> None:
         for tracker in self._trackers:
@@ -334,48 +316,20 @@ class Logs:
 
 
 # --- bad steps ------------------------------------------------------------------------------------
-# Which rows made a step bad, over all ranks. Steps are judged by `StepGuard` (`optimizer.py`).
 
 
-@dataclass(frozen=True)
-class BadStep:
-    """What a message about a bad step says."""
-
-    documents: str  # how many it was computed from, on which ranks, and the first ones
-    first_places: str
-    broken: NotFinite | None  # the error about the target's answer, if that is the cause
-
-
-@dataclass(frozen=True)
-class _Share:
-    """One rank's share of a bad step."""
-
-    rank: int
-    data_rank: int
-    places: tuple[str, ...]  # of its documents
-    finite: bool  # its loss
-    broken: NotFinite | None  # about the target's answers to it
-
-
-def describe_bad_step(training: Training, batch: StepBatch, result: StepResult) -> BadStep:
-    """Describe a bad step by the rows of the ranks that made it bad. All ranks must call this."""
-    world, micro = training.parts.world, [rows for rows in batch.micro if rows is not None]
+def bad_rows(
+    training: Training, batch: StepBatch, result: StepResult
+) -> tuple[list[str], NotFinite | None]:
+    """The documents of a bad step, and the error about the target's answer if that is the cause:
+    then those of the ranks with such an answer, else those of all ranks. All ranks call this."""
+    micro = [rows for rows in batch.micro if rows is not None]
     places = tuple(place for rows in micro for pack in rows.places for place in pack)
-    finite, broken = bool(result.sums.loss.isfinite()), _not_finite(training, micro, result)
-    shares = world.gathered(_Share(world.rank, world.data_rank, places, finite, broken))
-    # the ranks whose answers are not finite, else those whose loss is not; all of them if only the
-    # sum of their gradients is bad
-    blamed = [share for share in shares if share.broken is not None]
-    blamed = blamed or [share for share in shares if not share.finite] or shares
+    broken = _not_finite(training, micro, result)
+    shares = training.parts.world.gathered((places, broken))
+    blamed = [share for share in shares if share[1] is not None] or shares
     # ranks that share their rows name them once
-    by_data_rank = {share.data_rank: share.places for share in blamed}
-    all_places = [place for places in by_data_rank.values() for place in places]
-    ranks = "rank " if len(blamed) == 1 else "ranks "
-    ranks += ", ".join(str(share.rank) for share in blamed)
-    on_ranks = f" on {ranks}" if len(blamed) < len(shares) else ""
-    begin, first = "begins" if len(all_places) == 1 else "begin", ", ".join(all_places[:3])
-    documents = f"its {counted(len(all_places), 'document')}{on_ranks} {begin} with {first}"
-    return BadStep(documents, first, blamed[0].broken)
+    return list(dict.fromkeys(place for places, _ in blamed for place in places)), blamed[0][1]
 
 
 def _not_finite(

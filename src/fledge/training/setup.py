@@ -22,7 +22,7 @@ from fledge.core.rows import TokenBatch
 from fledge.core.terminal import counted
 from fledge.data.pack import collate, pack_rows
 from fledge.data.prepare import prepare_rows
-from fledge.data.rows import Rows, RowView, repeats, split_rows
+from fledge.data.rows import Rows, RowView, split_rows
 from fledge.data.store import TokenRows
 from fledge.data.tokenise import TokeniseOptions
 from fledge.data.vocab import DraftVocabulary
@@ -48,13 +48,10 @@ from fledge.training.drafts import (
     vocabulary_of_run,
     with_own_layers,
 )
-from fledge.training.optimizer import Average, StepGuard, learning_rate, make_optimizers
+from fledge.training.optimizer import StepGuard, learning_rate, make_optimizers
 from fledge.training.recorded_steps import recorded_steps
 from fledge.training.sharding import shard_draft
 from fledge.training.step import Clock, Models, Parts
-
-FEW_ROWS = 32  # fewer training rows cause a warning
-MOST_REPEATED = 0.01  # a larger share of rows that stand twice causes one, too, or is refused
 
 
 @dataclass
@@ -112,19 +109,19 @@ def split_training(rows: Rows, recipe: Recipe) -> tuple[RowView, RowView]:
     """(training rows, held-out rows) of the recipe's `data.train`."""
     data = recipe.data
     held_out = 0 if data.valid else data.valid_rows
-    return split_rows(rows, held_out, drop_truncated=data.drop_truncated)
+    return split_rows(rows, held_out)
 
 
 def known_data(recipe: Recipe, target: Eagle3TargetBackend) -> tuple[RowView, RowView, str]:
     """Like `prepare_data`, for a target that brings its own rows."""
-    known_rows, data = target.known_rows(), recipe.data
+    known_rows = target.known_rows()
     assert known_rows is not None, f"{type(target).__name__} brings no rows"
     longest = int(known_rows.rows.lengths.max())
     if longest > recipe.packing.tokens:
         what = f"packing.tokens ({recipe.packing.tokens}) is below the longest row of the "
         what += f"{recipe.target.backend} ({longest})"
         raise BadInput(what, where="packing.tokens", fix=f"packing.tokens={longest} or more")
-    train, held_out = known_rows.split(data.valid_rows, drop_truncated=data.drop_truncated)
+    train, held_out = known_rows.split(recipe.data.valid_rows)
     return _not_empty(train), held_out, known_rows.fingerprint
 
 
@@ -134,33 +131,13 @@ def _not_empty(train: RowView) -> RowView:
     return train
 
 
-def repeated_rows(train: RowView, held_out: RowView, recipe: Recipe) -> list[str]:
-    """Warnings about training rows that stand twice, and about held-out rows among them; too many
-    of the latter are refused."""
-    digests, warnings = train.digests(), []
-    again, both = repeats(digests), int(np.isin(held_out.digests(), digests).sum())
-    if again > MOST_REPEATED * len(train):
-        warnings.append(f"{_part(again, 'training row', len(train))} equal to an earlier one")
-    if both:
-        what = f"{_part(both, 'held-out row', len(held_out))} also among the training rows"
-        if both > MOST_REPEATED * len(held_out) and not recipe.data.allow_overlap:
-            fix = "name conversations that are not trained on, or data.allow_overlap=true"
-            raise BadInput(what, where="data.valid", fix=fix)
-        warnings.append(f"{what}: held-out acceptance is not that on new text")
-    return warnings
-
-
-def _part(count: int, what: str, total: int) -> str:
-    return f"{counted(count, what)} of {total:,} ({count / total:.1%})"
-
-
-def _few_rows(train: int, held_out: int) -> list[str]:
-    if train >= FEW_ROWS:
+def _overlap(train: RowView, held_out: RowView) -> list[str]:
+    """A warning about held-out rows that are also trained on."""
+    both, total = int(np.isin(held_out.digests(), train.digests()).sum()), len(held_out)
+    if not both:
         return []
-    count = counted(held_out, "is held out", "are held out")
-    few = f"only {counted(train, 'row')} to train on"
-    few += f" ({count})" if held_out else ", none is held out"
-    return [f"{few}: too few for a draft to learn from; see data.train"]
+    what = f"{counted(both, 'held-out row')} of {total:,} ({both / total:.1%}) also among the "
+    return [f"{what}training rows: held-out acceptance is not that on new text"]
 
 
 def tokenise_options(data: Data) -> TokeniseOptions:
@@ -196,7 +173,6 @@ def set_up(
     training, device = recipe.training, pick_device(recipe.training.device)
     begin = time.perf_counter()
     data = None if kind_of(recipe.target).brings_rows else prepare_data(recipe, progress)
-    warnings = [] if data is None else repeated_rows(*data[:2], recipe)
     data_s = time.perf_counter() - begin
     progress("loading the target")
     world = join_world(device, shard=training.shard, context=training.context)
@@ -206,9 +182,6 @@ def set_up(
             target = undo.enter_context(open_target(recipe, device))
         target.askers = world.context
         rows, held_out, fingerprint = data or known_data(recipe, target)
-        if data is None:
-            warnings = repeated_rows(rows, held_out, recipe)
-        warnings = warnings + _few_rows(len(rows), len(held_out))
         tokenizer = target_tokenizer(recipe.target)
         target = with_own_layers(recipe, target)
         vocabulary = vocabulary_of_run(recipe, target, rows, tokenizer, fingerprint)
@@ -247,7 +220,7 @@ def set_up(
                 "target": target.info().weights_fingerprint,
                 "vocabulary": vocabulary.digest(),
             },
-            warnings=warnings,
+            warnings=_overlap(rows, held_out),
             data_s=data_s,
         )
         undo.pop_all()
@@ -277,7 +250,6 @@ def _parts(recipe: Recipe, models: Models) -> Parts:
         guard=StepGuard(training.spike_factor, models.device),
         clip=training.clip,
         seed=training.seed,
-        average=None if training.ema is None else Average(parameters, training.ema),
         recorded=recorded,
     )
 

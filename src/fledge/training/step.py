@@ -7,7 +7,7 @@ acceptance that LK-lambda weights by. Nothing here synchronizes with the device.
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
@@ -23,7 +23,7 @@ from fledge.methods.shared.objective import Objective, RolloutOutput
 from fledge.target.base import Eagle3TargetBackend
 from fledge.target.finite_check import Verdict, inspect
 from fledge.training.batches import StepBatch
-from fledge.training.optimizer import Average, Skipping, StepGuard, clip_gradients
+from fledge.training.optimizer import Skipping, StepGuard, clip_gradients
 from fledge.training.recorded_steps import RecordedSteps
 from fledge.training.sharding import backward, whole
 
@@ -84,12 +84,7 @@ class Parts(Models):
     guard: StepGuard
     clip: float | None
     seed: int = 0
-    average: Average | None = None  # of the weights (`training.ema`)
     recorded: RecordedSteps | None = None  # for drafts whose steps are bound by kernel launches
-
-    def averaged(self) -> AbstractContextManager[None]:
-        """Context in which the draft holds its averaged weights, if any: to evaluate and save."""
-        return nullcontext() if self.average is None else self.average.swapped(self.parameters)
 
 
 @dataclass
@@ -182,7 +177,7 @@ def train_step(parts: Parts, batch: StepBatch, *, lr: float, stopping: bool = Fa
 
 
 def _update(parts: Parts, lr: float | Tensor, broken: Tensor) -> tuple[Tensor, Tensor]:
-    """Clip, judge, update, average; return the gradient norm and whether the step was skipped."""
+    """Clip, judge, update; return the gradient norm and whether the step was skipped."""
     norm = clip_gradients(parts.optimizers, parts.parameters, parts.clip)
     bad = parts.guard.judge(norm, broken=broken)
     for optimizer in parts.optimizers:
@@ -190,8 +185,6 @@ def _update(parts: Parts, lr: float | Tensor, broken: Tensor) -> tuple[Tensor, T
             group["lr"] = lr
         optimizer.found_inf = bad.float()  # above 0 skips the step
         optimizer.step()
-    if parts.average is not None:
-        parts.average.update(parts.parameters, taken=parts.guard.good, bad=bad)
     return norm, bad
 
 

@@ -14,10 +14,7 @@ import pytest
 import torch
 
 from engines.cases import engine_target, saved
-from fledge.target.vllm.connector import EngineConnectorRunner
 from fledge.target.vllm.runner import VLLMTargetRunner
-
-RUNNERS: dict[str, Any] = {"worker": VLLMTargetRunner.build, "connector": EngineConnectorRunner}
 
 
 def lent(runner: Any) -> Any:
@@ -36,12 +33,12 @@ class Engines:
         self._key: Any = None
         self._runner: Any = None
 
-    def runner(self, target: str | Path, capture: str = "worker", **options: Any) -> Any:
+    def runner(self, target: str | Path, **options: Any) -> Any:
         """`target`: the name of a tiny model of `cases`, or a directory."""
-        key = (target, capture, sorted(options.items()))
+        key = (target, sorted(options.items()))
         if self._runner is None or self._key != key:
             self.close()
-            self._runner = RUNNERS[capture](self.saved(target), dtype="float32", **options)
+            self._runner = VLLMTargetRunner.build(self.saved(target), dtype="float32", **options)
             self._key = key
         return lent(self._runner)
 

@@ -1,7 +1,6 @@
 """vLLM's own hidden-state connector as the target: in this process, and behind a `vllm serve`."""
 
 import json
-import logging
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -15,20 +14,14 @@ from engines.cases import assert_same_answers, engine_target
 from engines.vllm.server import Server, serving_model
 from fledge.core.batch import Supervision
 from fledge.core.rows import TokenBatch
-from fledge.target.hf.embedding_and_head import UnknownEnds
 from fledge.target.hf.model import HFEagle3TargetModel
 from fledge.target.kinds import kind_of
-from fledge.target.vllm.connector import (
-    EngineConnectorRunner,
-    connector_settings,
-    layer_settings,
-)
+from fledge.target.vllm.connector import connector_settings, layer_settings
 from fledge.target.vllm.kind import VllmTarget
 from fledge.target.vllm.runner import VLLMEagle3TargetModel, VLLMTargetRunner
 from target.contract import CHECKS, Case, packed_rows, padded_rows, some_documents
 
 pytestmark = pytest.mark.engine
-CLOSE = {"rtol": 1e-3, "atol": 1e-3}
 AUX = [6, 0, 7]  # any order, the first layer and the last
 
 
@@ -45,35 +38,12 @@ def long_rows() -> Any:
     return ids, torch.ones_like(ids), torch.ones_like(ids)
 
 
-@pytest.mark.parametrize(
-    ("name", "aux"),
-    [("llama", AUX), ("llama", [5, 2, 4, 1, 0]), ("llama", [8]), ("granite", AUX)],
-    ids=str,
-)
-def test_states_equal_transformers(name: str, aux: list[int], engines: Any) -> None:
-    """Three layers, five, and only the last hidden state (EAGLE-1); scaled and normed heads."""
-    options = {"num_aux_layers": len(aux), "supervision": "hidden"}
-    local = HFEagle3TargetModel(engine_target(name), aux, **options)
-    runner = engines.runner(name, "connector")
-    through = VLLMEagle3TargetModel(runner, aux, **options)
-    assert_equal(through, local, *ROWS)
-    if aux == AUX:  # negative control: a layer too early is noticed
-        early = HFEagle3TargetModel(engine_target(name), [5, 1, 6], supervision="hidden")
-        with pytest.raises(AssertionError):
-            assert_equal(through, early, *ROWS)
-    ids, mask, _ = padded_rows()
-    logits, _ = runner.forward_eagle3(ids, mask)
-    expected = engine_target(name)(input_ids=ids, attention_mask=mask).logits
-    torch.testing.assert_close(logits[mask.bool()], expected[mask.bool()], **CLOSE)
-    assert list(runner._place.make().glob("*.safetensors*")) == []  # every file was consumed
-
-
 PREFIXES = {"enable_prefix_caching": True, "max_num_batched_tokens": 64, "max_num_seqs": 2}
 
 
 def test_prefix_caching_does_not_shorten_states(engines: Any) -> None:
     """Repeated and shared prompts, in pieces of 64 tokens, on an engine that caches prefixes."""
-    runner = engines.runner("llama", "connector", **PREFIXES)
+    runner = engines.runner("llama", **PREFIXES)
     through = VLLMEagle3TargetModel(runner, supervision="hidden")
     local = HFEagle3TargetModel(engine_target("llama"), supervision="hidden")
     assert_equal(through, local, long_rows(), *ROWS, long_rows())
@@ -84,7 +54,7 @@ def test_prefix_caching_does_not_shorten_states(engines: Any) -> None:
     assert max(cached_tokens(runner, salted=False)) >= 128  # control: the cache is on
 
 
-def cached_tokens(runner: EngineConnectorRunner, *, salted: bool) -> list[int]:
+def cached_tokens(runner: VLLMTargetRunner, *, salted: bool) -> list[int]:
     """How many tokens of a prompt vLLM finds in its cache, in each of three requests."""
     from vllm import SamplingParams
     from vllm.inputs import tokens_input
@@ -99,33 +69,6 @@ def cached_tokens(runner: EngineConnectorRunner, *, salted: bool) -> list[int]:
             outputs += runner._engine.step()
         counts.append(outputs[-1].num_cached_tokens)
     return counts
-
-
-def test_auto_uses_the_connector_and_falls_back_to_the_worker(
-    engines: Any, monkeypatch: Any, caplog: Any
-) -> None:
-    engines.close()
-    section = VllmTarget(model=str(engines.saved("llama")), dtype="float32")
-    cpu = torch.device("cpu")
-    with kind_of(section).open(section, device=cpu, aux_layers=3) as target:
-        assert isinstance(target.runner, EngineConnectorRunner)
-        place = target.runner._place.make()
-        with pytest.raises(fledge.BadInput, match=r"open in this process already"):
-            VLLMEagle3TargetModel.from_pretrained(section.model, capture="connector")
-    assert not place.exists()
-
-    def unknown(*_: Any, **__: Any) -> Any:
-        raise UnknownEnds("more than a norm", where="here")
-
-    monkeypatch.setattr("fledge.target.vllm.connector.read_ends", unknown)
-    with pytest.raises(fledge.BadInput, match="more than a norm"):
-        VLLMEagle3TargetModel.from_pretrained(section.model, capture="connector")
-    with (
-        caplog.at_level(logging.WARNING),
-        kind_of(section).open(section, device=cpu, aux_layers=3) as target,
-    ):
-        assert isinstance(target.runner, VLLMTargetRunner)
-    assert "target.capture=worker is used" in caplog.text
 
 
 @pytest.fixture(scope="module")

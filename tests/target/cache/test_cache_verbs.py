@@ -81,7 +81,7 @@ def test_separate_held_out_data_is_stored_in_the_cache(command, overrides, recip
 
     valid = make_chats(tmp_path / "valid.jsonl", count=7)
     cache = tmp_path / "cache"
-    named = (f"data.valid={valid}", "data.allow_overlap=true")
+    named = (f"data.valid={valid}",)
     assert command("precompute", *overrides, *named, "-o", cache)[0] == 0
     cached = cache_recipe(recipe, cache)
     with make_target(cached, torch.device("cpu")) as target:

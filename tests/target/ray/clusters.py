@@ -9,7 +9,7 @@ import torch
 from ray import cluster_utils
 
 from fledge.core.rows import TokenBatch
-from fledge.target.ray.connection import NAMESPACE, read_boards
+from fledge.target.ray.connection import NAMESPACE
 from fledge.target.ray.kind import RAY, RayTarget
 from target.contract import packed_rows, some_documents
 
@@ -55,12 +55,6 @@ def cluster(*cpus):
         yield started
     finally:
         started.shutdown()
-
-
-def told(kind="targets"):
-    """What the only run on this cluster reported to its board, by name."""
-    [board] = read_boards()
-    return board[kind]
 
 
 def until(condition, *, timeout_s=60):

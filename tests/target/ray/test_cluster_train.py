@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import pytest
 
 pytest.importorskip("ray.cluster_utils", reason="needs the cluster extra")
+import ray
 
 from fledge.target.ray.connection import connected
 from fledge.training.fit import fit
@@ -33,17 +34,6 @@ def fledge(*arguments):
     return [sys.executable, "-m", "fledge", *map(str, arguments)]
 
 
-def status_output(nodes, *options):
-    command = fledge("cluster", "status", "--address", nodes.address, *options)
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def status(nodes):
-    return json.loads(status_output(nodes, "--json"))
-
-
 def steps(run):
     names = [path.name for path in (run / "checkpoints").glob("step-*")]
     return int(max(names, default="step-0").removeprefix("step-"))
@@ -66,14 +56,12 @@ def wait_for_step(step, run, process):
     assert process.poll() is None, process.communicate()
 
 
-def status_after_restart(nodes, process):
-    """The status once both ranks are up again."""
-    for _ in range(40):
-        assert process.poll() is None, process.communicate()
-        [run_status] = status(nodes)
-        if run_status["run"]["run"]["restarts"] and len(run_status["ranks"]) == 2:
-            return run_status
-    raise AssertionError("the ranks did not come back")
+def node_of_a_rank(nodes):
+    """The machine that the first of the ranks was placed on."""
+    with connected(nodes.address):
+        tables = ray.util.placement_group_table().values()
+        [group] = [t for t in tables if t["state"] == "CREATED" and t["strategy"] == "PACK"]
+        return nodes.node_of(group["bundles_to_node_id"][0])
 
 
 def test_losing_a_machine_mid_run_changes_nothing(recipe, tmp_path):
@@ -84,10 +72,7 @@ def test_losing_a_machine_mid_run_changes_nothing(recipe, tmp_path):
     with cluster(4, 4) as nodes:
         with training(nodes, path, "--json") as process:
             wait_for_step(20, run, process)
-            [before] = status(nodes)
-            nodes.remove(nodes.node_of(before["ranks"]["rank-0"]["node_id"]))
-            after = status_after_restart(nodes, process)
-            table = status_output(nodes)
+            nodes.remove(node_of_a_rank(nodes))
             stdout, stderr = process.communicate(timeout=120)
         with connected(nodes.address):
             until(everything_is_free)
@@ -95,17 +80,6 @@ def test_losing_a_machine_mid_run_changes_nothing(recipe, tmp_path):
     assert "start again from step" in stderr
     outcome = json.loads(stdout)
     assert (outcome["finished"], outcome["step"]) == (True, STEPS)
-    assert set(before["ranks"]) == set(after["ranks"]) == {"rank-0", "rank-1"}
-    assert set(before["targets"]) == {"target-0", "target-1"}
-    assert before["run"]["run"]["restarts"] == 0
-    assert after["run"]["run"]["restarts"] == 1
-    assert after["ranks"]["rank-0"]["restarts"] == 1
-    assert after["run"]["run"]["tokens_per_s"] > 0
-    lines = {line.split()[0]: line for line in table.splitlines() if line.strip()}
-    assert "waiting for the target" in table
-    assert {"rank-0", "rank-1", "target-0", "target-1"} <= lines.keys()
-    assert str(after["ranks"]["rank-1"]["pid"]) in lines["rank-1"]
-    assert {facts["node_id"] for facts in after["ranks"].values()} == {nodes.nodes[0].node_id}
     assert differing(final_weights(tmp_path / "whole"), final_weights(run)) == []
     assert comparable(tmp_path / "whole") == comparable(run)
 
@@ -124,8 +98,7 @@ def test_a_run_can_be_stopped_resumed_and_continued_with_fewer_ranks(recipe, tmp
         assert "the same command continues the run" in stdout
         with training(nodes, path, "--wait-s", 5) as process:
             wait_for_step(steps(run) + 20, run, process)
-            [before] = status(nodes)
-            nodes.remove(nodes.node_of(before["ranks"]["rank-0"]["node_id"]))
+            nodes.remove(node_of_a_rank(nodes))
             stdout, stderr = process.communicate(timeout=120)
         assert process.returncode == 0, stderr
     assert "room for 1 of 2 ranks" in stderr

@@ -52,9 +52,9 @@ def test_rows_shared_by_several_ranks_are_captured_once(nodes, model, monkeypatc
                 answer, other_answer = first.answer_async(rows), second.answer_async(rows)
                 pairs = zip(answer.result().tensors(), other_answer.result().tensors(), strict=True)
                 assert all(torch.equal(a, b) for (_, a), (_, b) in pairs)
-            workers = [state.server.actor for state in first._fleet._states]
-            figures = ray.get([worker.figures.remote() for worker in workers])
-    assert [f["captured"] for f in figures] == [6, 6]
+            servers = [state.server for state in first._fleet._states]
+            counts = [server.get_json("/health", timeout_s=10)["questions"] for server in servers]
+    assert counts == [6, 6]
 
 
 def test_impossible_settings_are_refused_in_one_line(nodes, model, tmp_path):
@@ -65,9 +65,9 @@ def test_impossible_settings_are_refused_in_one_line(nodes, model, tmp_path):
     until(everything_is_free)
 
 
-def _figures_or_error(worker):
+def _place_or_error(worker):
     try:
-        return ray.get(worker.figures.remote())
+        return ray.get(worker.place.remote())
     except ray.exceptions.RayError as error:
         return error
 
@@ -77,7 +77,7 @@ def test_losing_the_only_worker_raises_target_unreachable(nodes, model):
         target._fleet._wait_s = 2.0
         worker = target._fleet._states[0].server.actor
         ray.kill(worker)  # for good
-        until(lambda: isinstance(_figures_or_error(worker), ray.exceptions.RayActorError))
+        until(lambda: isinstance(_place_or_error(worker), ray.exceptions.RayActorError))
         with pytest.raises(TargetUnreachable, match="no target server answered for 2 s"):
             target.answer(next(batches(1)))
 

@@ -106,11 +106,10 @@ class Nursery:
         self._context.set_forkserver_preload(modules)
         self._processes = {}
 
-    def start(self, port=0, *, drain_s=60.0, stderr="", **limits):
+    def start(self, port=0):
         """Start a server; returns (pid, port)."""
         listening, told = self._context.Pipe(duplex=False)
-        arguments = (told, port, drain_s, stderr, limits)
-        process = self._context.Process(target=serve_tiny, args=arguments, daemon=True)
+        process = self._context.Process(target=serve_tiny, args=(told, port), daemon=True)
         process.start()
         self._processes[process.pid] = process
         return process.pid, listening.recv()
@@ -124,24 +123,18 @@ class Nursery:
             self.kill(pid)
 
 
-def serve_tiny(told, port, drain_s, stderr, limits):
+def serve_tiny(told, port):
     from fledge.target.hf.model import HFEagle3TargetModel
     from fledge.target.remote.server.app import TargetServer
-    from fledge.target.remote.server.queue import Limits
     from fledge.target.remote.server.run import Address, serve
     from target.tiny_models import tiny_model
 
-    if stderr:
-        os.dup2(os.open(stderr, os.O_WRONLY | os.O_CREAT), 2)
     address = Address(port=port)
     with address.bind() as bound:
         bound.listen(128)
         told.send(bound.getsockname()[1])
         backend = HFEagle3TargetModel(tiny_model("llama"), supervision="hidden")
-        server = TargetServer(
-            backend, model="tiny", limits=Limits(**{"max_requests": 12, **limits})
-        )
-        serve(server, address, bound, drain_s=drain_s)
+        serve(TargetServer(backend, model="tiny", max_requests=12), address, bound)
 
 
 def free_port():

@@ -1,12 +1,10 @@
 """A target server that misbehaves: raw bytes from a thread, on a port from the OS."""
 
 import contextlib
-import itertools
 import json
 import socket
 import struct
 import threading
-import time
 
 import torch
 
@@ -28,27 +26,6 @@ def http(body=b"", status="200 OK", **headers):
     fields = {"Content-Length": len(body)} | {k.replace("_", "-"): v for k, v in headers.items()}
     lines = [f"{name}: {value}\r\n" for name, value in fields.items() if value is not None]
     return f"HTTP/1.1 {status}\r\n{''.join(lines)}\r\n".encode() + body
-
-
-def drip(data, every_s=0.005):
-    """Send byte by byte; the last one is repeated for ever."""
-
-    def send(connection, body):
-        for byte in itertools.chain(data, itertools.repeat(data[-1])):
-            connection.sendall(bytes([byte]))
-            time.sleep(every_s)
-
-    return send
-
-
-def forever(data):
-    """Send the same bytes again and again, as fast as they are read."""
-
-    def send(connection, body):
-        while True:
-            connection.sendall(data)
-
-    return send
 
 
 def then_silence(data=b""):

@@ -2,6 +2,7 @@
 
 import copy
 import http.client
+import json
 import socket
 import threading
 import time
@@ -20,7 +21,6 @@ from fledge.core.rows import TokenBatch
 from fledge.target.hf.model import HFEagle3TargetModel
 from fledge.target.remote.protocol import Question
 from fledge.target.remote.server.app import TargetServer
-from fledge.target.remote.server.queue import Limits as Limits
 from fledge.target.remote.server.run import Address, make_uvicorn
 from fledge.target.remote.wire import unpack
 
@@ -33,17 +33,17 @@ def tiny():
 class Running:
     """A server in a thread of this process; `stop` drains it as SIGTERM would."""
 
-    def __init__(self, *, model=None, backend=None, port=0, drain_s=5.0, address=None, **options):
+    def __init__(self, *, model=None, backend=None, port=0, drain_s=5, **options):
         # each server has its own model: hooks of concurrent passes would interfere
         model = copy.deepcopy(model or tiny())
         backend = backend or HFEagle3TargetModel(model, supervision="hidden")
         self.server = TargetServer(backend, model="tiny", **options)
-        self.address = address or Address(port=port)
+        self.address = Address(port=port)
         self._bound = self.address.bind()
         self._bound.listen(128)
         self.url = self.address.url(self._bound)
         self.port = self._bound.getsockname()[1]
-        self.web = make_uvicorn(self.server, self.address, drain_s=drain_s)
+        self.web = make_uvicorn(self.server, drain_s=drain_s)
         self._thread = threading.Thread(
             target=lambda: self.web.run(sockets=[self._bound]), daemon=True
         )
@@ -94,10 +94,9 @@ def expected(seed=0):
     return HFEagle3TargetModel(tiny(), supervision="hidden").generate_batch(*padded_rows(seed))
 
 
-def metric(server, name):
-    """The value of a metric, 0 if it is not shown yet."""
-    lines = server.server.metrics.text().splitlines()
-    return sum(float(line.split()[-1]) for line in lines if line.startswith(f"{name} "))
+def health(server):
+    """The server's counters, as anyone can read them."""
+    return json.loads(call(server, "/health")[2])
 
 
 class Held:

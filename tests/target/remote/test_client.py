@@ -1,7 +1,6 @@
 """The client with real servers that come, go and change, under short timeouts."""
 
 import logging
-import random
 import threading
 import time
 from contextlib import closing
@@ -12,18 +11,18 @@ import torch
 from fledge.core.errors import BadInput, TargetUnreachable
 from fledge.target.hf.model import HFEagle3TargetModel
 from fledge.target.remote.client import RemoteEagle3TargetModel
-from fledge.target.remote.fleet import Deadline, Fleet
+from fledge.target.remote.fleet import Fleet
 from fledge.target.remote.http import Server
 from target.contract import padded_rows
 from target.remote.chaos import Proxy, free_port
-from target.remote.servers import Held, Running, expected, metric, running, wait_for
+from target.remote.servers import Held, Running, expected, health, running, wait_for
 from target.tiny_models import tiny_model
 
 QUICK = {"timeout_s": 20.0, "wait_s": 20.0}
 
 
 def requests(server):
-    return metric(server, 'fledge_http_requests_total{path="/v1/generate",status="200"}')
+    return health(server)["questions"]
 
 
 def right(batch, seed=0):
@@ -82,7 +81,9 @@ def test_a_server_that_comes_back_with_other_weights_is_not_used(caplog):
         first.stop()
         wait_for(lambda: "set aside" in caplog.text)
         first = Running(port=port, model=other)
-        wait_for(lambda: "is set aside: " in caplog.text and "holds another target" in caplog.text)
+        wait_for(
+            lambda: "cannot be used: " in caplog.text and "holds another target" in caplog.text
+        )
         assert all(right(target.generate_batch(*padded_rows(seed)), seed) for seed in range(10))
         assert requests(first) == 0
     first.stop()
@@ -98,7 +99,7 @@ def test_unreachable_servers_are_reported_after_the_wait(caplog):
         RemoteEagle3TargetModel(url, wait_s=1.0)
     assert 1.0 <= time.monotonic() - begin < 10
     assert "no target server answers" in caplog.text
-    assert "waiting, for another 1 s at most" in caplog.text
+    assert "waiting, for 1 s at most" in caplog.text
     assert isinstance(TargetUnreachable("x"), BadInput)
 
 
@@ -118,7 +119,7 @@ def test_the_client_waits_for_a_server_that_starts_late():
     [
         ("cut", "reply ended after|closed the"),
         ("garble", "digest"),
-        ("stall", "still waiting for the"),
+        ("stall", "no complete reply within"),
     ],
 )
 def test_a_request_that_always_fails_ends_after_its_retries(server, mischief, error):
@@ -136,18 +137,6 @@ def test_a_request_that_always_fails_ends_after_its_retries(server, mischief, er
         assert right(target.generate_batch(*padded_rows()))
 
 
-def test_closing_ends_the_pause_between_two_attempts(server, monkeypatch):
-    monkeypatch.setattr("fledge.target.remote.fleet._FIRST_PAUSE_S", 30.0)
-    with closing(Proxy(server.port, spare=2000)) as proxy:
-        with RemoteEagle3TargetModel(proxy.url, **QUICK) as target:
-            proxy.mischief = {"cut": 1.0}
-            future = target.generate_batch_async(*padded_rows())
-            wait_for(lambda: proxy.done["cut"])
-            begin = time.monotonic()
-        assert time.monotonic() - begin < 15
-        assert future.exception() is not None
-
-
 def test_idle_connections_that_the_server_closed_are_not_a_failure(server, caplog):
     with RemoteEagle3TargetModel(server.url, **QUICK) as target:
         assert right(target.generate_batch(*padded_rows()))
@@ -162,8 +151,6 @@ def test_addresses_are_checked():
     for url in ("ftp://x", "127.0.0.1:80", "http://", "http://host/path"):
         with pytest.raises(BadInput):
             RemoteEagle3TargetModel(url, wait_s=0.1)
-    with pytest.raises(BadInput, match=r"ca_file nowhere\.pem: no certificates"):
-        RemoteEagle3TargetModel("https://127.0.0.1:1", ca_file="nowhere.pem", wait_s=0.1)
     with pytest.raises(BadInput, match="no server"):
         RemoteEagle3TargetModel([], wait_s=0.1)
 
@@ -184,26 +171,6 @@ def test_closing_ends_calls_that_wait_for_a_slow_server(monkeypatch):
     assert not [name for name in names if name.startswith(("fledge-remote", "fledge-servers"))]
 
 
-def test_an_exchange_that_ends_after_closing_leaves_no_connection(server):
-    class Leaving(Server):
-        def _receive(self, connection, *rest):
-            self.used = connection
-            reply = super()._receive(connection, *rest)
-            self.close()  # as another thread may, once the reply is complete
-            return reply
-
-    leaving = Leaving(server.url)
-    assert leaving.get_json("/health", timeout_s=10)["status"] == "ok"
-    assert leaving.used.sock is None
-
-
-def test_a_client_leaves_the_global_random_state_alone(server):
-    random.seed(1)
-    with RemoteEagle3TargetModel([server.url], **QUICK) as target:
-        target.generate_batch(*padded_rows())
-    assert random.random() == random.Random(1).random()
-
-
 # --- which server is asked next, tested without servers ------------------------------------------
 
 
@@ -216,7 +183,7 @@ def fleet(rank, count):
 
 
 def take(rank_fleet, prefer=None):
-    return rank_fleet._take(Deadline(1), prefer)
+    return rank_fleet._take(time.monotonic() + 1, prefer)[0]
 
 
 def name(state):

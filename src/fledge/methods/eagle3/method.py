@@ -38,7 +38,7 @@ class Eagle3(Method):
     def aux_layers(self, section: Any = None) -> int:
         return 3  # low, middle, high
 
-    def reading(self, draft: Any) -> "Reading":
+    def reading(self, draft: Any) -> "Reading | None":
         from fledge.methods.shared.draft import Reading, wide
 
         return Reading(draft.fc.weight, lambda aux: draft.fc_inputs(wide(aux)))

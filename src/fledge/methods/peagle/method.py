@@ -52,12 +52,12 @@ class Peagle(Eagle3):
             return None  # its weights have another meaning
         return peagle_from_eagle3(draft, config)
 
-    def reading(self, draft: Any) -> "Reading":
+    def reading(self, draft: Any) -> "Reading | None":
         reading = super().reading(draft)
-        placeholder_1X = draft.mask_hidden.view(1, -1)  # read as the target's states are
-        if draft.spec.norms_inputs:  # the norm keeps only the direction of its input
-            return replace(reading, fixed_MX=reading.inputs(placeholder_1X))
-        return replace(reading, own_MX=placeholder_1X)
+        if reading is None or draft.spec.norms_inputs:  # which keeps the placeholder's direction
+            return None
+        # the placeholder is read as the target's states are
+        return replace(reading, own_MX=draft.mask_hidden.view(1, -1))
 
     def bench_options(self, *, depths: int = 0, partitions: int = 1, **_: Any) -> dict[str, Any]:
         return {"num_depths": depths or 8, "sequence_partitions": partitions}

@@ -263,9 +263,9 @@ class Reading:
     weight_EX: Tensor
     inputs: Callable[[Tensor], Tensor]  # [..., A * D] states of the target -> [..., X]
     feeds_back: bool = False  # at deeper depths it also reads the draft's own states
-    # inputs that do not come from a target, and whose outputs must not change (placeholders)
-    own_MX: Tensor | None = None  # these can be refitted together with the weights
-    fixed_MX: Tensor | None = None  # these cannot: the weights have to preserve their outputs
+    # inputs that do not come from a target (placeholders): they follow the weights, so that their
+    # outputs do not change
+    own_MX: Tensor | None = None
 
 
 def wide(states: Tensor) -> Tensor:

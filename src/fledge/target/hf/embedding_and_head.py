@@ -1,8 +1,8 @@
-"""Both ends of a target, learned from the model itself and not from its class.
+"""Both ends of a target: its embedding, its final norm and its output head.
 
 After the head's linear layer, architectures multiply (Cohere), divide (Granite) or soft-cap (Gemma)
-the logits, and configs use different names for it. So it is measured (`learn_head`): known numbers
-replace the head's output, and the model's logits reveal scale and cap.
+the logits, by numbers in their configs (`learn_head`). The head is compared once with the model's
+own logits, so that one which does anything else is refused.
 
 An engine that returns hidden states returns them as its last layer outputs them. What lies between
 them and the logits is read from the model's files (`read_ends`): transformers builds the model with
@@ -11,9 +11,8 @@ the engine once.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,12 +22,11 @@ from torch import Tensor, nn
 from fledge.core.errors import BadInput, UntrustedCode, broken_files, first_line
 from fledge.core.head import TargetHead
 from fledge.models.stored import quiet_transformers
-from fledge.target.finite_check import bad_weight, bad_weights, refuse_uniform
+from fledge.target.finite_check import bad_weight, bad_weights
 from fledge.target.hf.loading import check_complete, loader_for
 from fledge.target.layers import (
     FinalNorm,
     describe_final_norm,
-    muted_head,
     target_depth,
     text_config,
 )
@@ -68,10 +66,6 @@ class ModelEnds:
         )
 
 
-class UnknownEnds(BadInput):
-    """The ends of a target cannot be derived from its files; the engine may still provide them."""
-
-
 def read_ends(directory: Path, *, trust_remote_code: bool = False) -> ModelEnds:
     """The ends of the model in a directory, as stored, on the CPU."""
     try:
@@ -84,38 +78,26 @@ def read_ends(directory: Path, *, trust_remote_code: bool = False) -> ModelEnds:
     except UntrustedCode:
         raise
     except BadInput as error:
-        where, fix = str(directory), "target.capture=worker leaves them to vLLM"
         what = f"its norm and head cannot be taken from its files ({error.what})"
-        raise UnknownEnds(what, where=where, fix=fix) from error
+        raise BadInput(what, where=str(directory), fix="use target.backend=hf") from error
     embedding: Any = bare.get_input_embeddings()  # type: ignore[operator]
     return ModelEnds(config, embedding.weight.detach(), norm, final_norm, head)
 
 
+@torch.no_grad()
 def _learn_bare_head(bare: nn.Module, norm: nn.Module, *, where: str) -> TargetHead:
     """The head of a model without layers, whose input must be exactly the norm's output."""
     few_BT, options = torch.arange(4)[None], accepted_options(bare, use_cache=False)
     normed: list[Tensor] = []
-    given: list[Tensor] = []
-
-    def run() -> Tensor:
-        logits_BTV: Tensor = bare(few_BT, **options).logits
-        return logits_BTV
-
-    def answer(hidden: Tensor) -> Tensor:
-        given.append(hidden)
-        return hidden.new_zeros((*hidden.shape[:-1], 1))
-
+    hook = norm.register_forward_hook(lambda _, args, output: normed.append(output))
     try:
-        module = find_head_module(bare)
-        head, _ = learn_head(run, module, model=bare, where=where)
-        hook = norm.register_forward_hook(lambda _, args, output: normed.append(output))
-        with torch.no_grad(), muted_head(module, answer):
-            run()
-        hook.remove()
+        head, given_ND = learn_head(bare, lambda: bare(few_BT, **options).logits, where=where)
     except (AttributeError, IndexError, KeyError, TypeError, RuntimeError) as error:
         what = f"transformers does not run it without layers: {first_line(error)}"
         raise BadInput(what) from error
-    if not (len(normed) == len(given) == 1 and torch.equal(normed[0], given[0])):
+    finally:
+        hook.remove()
+    if not (len(normed) == 1 and torch.equal(normed[0][0], given_ND)):
         raise BadInput("there is more than a norm between its layers and its head")
     return head
 
@@ -160,8 +142,11 @@ def _remove_layers(config: "PretrainedConfig") -> None:
             del part.quantization_config
 
 
-_SMALL, _LARGE = 2.0**-20, 2.0**20  # far below and far above any soft cap in use (15 .. 50)
 _PLAIN_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+# What configs call the numbers that are applied to the logits.
+_SCALES = ("logit_scale", "lm_head_multiplier", "output_multiplier")
+_DIVISORS = ("logits_scaling",)
+_SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap")
 
 
 def find_head_module(model: nn.Module) -> nn.Module:
@@ -180,81 +165,45 @@ def find_head_module(model: nn.Module) -> nn.Module:
 
 @torch.no_grad()
 def learn_head(
-    run_logits: Callable[[], Tensor],
-    head: nn.Module,
-    *,
-    where: str,
-    model: nn.Module | None = None,
-    alone: bool = True,
-) -> tuple[TargetHead, torch.dtype]:
-    """The frozen head, checked against the model, and the dtype of its input states.
-    `run_logits` runs the whole model over a few tokens and returns its logits [1, few, V]. A head
-    that cannot be called `alone`, because its weights are gathered only for the model's forward, is
-    called within such a forward."""
-    weight_VD, bias_V = _linear_of(head, where=where)
-    head_inputs: list[Tensor] = []
-    widest = torch.float32 if weight_VD.device.type == "mps" else torch.float64
-    wave_V = torch.linspace(-60.0, 60.0, len(weight_VD), dtype=widest)
-    wave_V[0], wave_V[-1] = _SMALL, _LARGE
-    wave_V = wave_V.to(weight_VD.device)
-
-    def answer(hidden_BTD: Tensor) -> Tensor:
-        head_inputs.append(whole_tensor(hidden_BTD))
-        return wave_V.expand(*hidden_BTD.shape[:-1], -1)
-
-    with muted_head(head, answer):
-        response_V = run_logits()[0, -1]
-    if len(head_inputs) != 1 or response_V.shape != wave_V.shape:
-        raise BadInput(
-            f"its forward called the head {len(head_inputs)} times and returned "
-            f"{response_V.shape[-1]} logits of {len(wave_V)}",
-            where=where,
-            fix="use supervision 'logits'",
-        )
-    learned = replace(
-        _fit_scale_and_cap(wave_V, response_V, where=where), weight_VD=weight_VD, bias_V=bias_V
-    )
-    call_head = head if alone else partial(_call_within_model, run_logits, head)
-    hidden_BTD = _finite_states(head_inputs[0], call_head, model or head, where=where)
-    plain = TargetHead(weight_VD, bias_V).logits(hidden_BTD)
-    torch_logits = call_head(hidden_BTD)
-    if not torch.allclose(torch_logits.float(), plain.float(), rtol=2e-2, atol=1e-3):
-        raise BadInput(
-            f"its head ({type(head).__name__}) does more than a matrix product",
-            where=where,
-            fix="use supervision 'logits'",
-        )
-    refuse_uniform(torch_logits, where=where)
-    return learned, hidden_BTD.dtype
-
-
-def _call_within_model(run_logits: Callable[[], Tensor], head: nn.Module, hidden: Tensor) -> Tensor:
-    """The head's output for these states, passed to it in place of the model's own."""
-    outputs: list[Tensor] = []
-    hooks = (
-        head.register_forward_pre_hook(lambda _, args: (hidden, *args[1:]), prepend=True),
-        head.register_forward_hook(lambda _, args, output: outputs.append(whole_tensor(output))),
+    model: nn.Module, run_logits: Callable[[], Tensor], *, where: str
+) -> tuple[TargetHead, Tensor]:
+    """The frozen head, checked against the model, and its input states [few, D] in that check.
+    `run_logits` runs the whole model over a few tokens and returns its logits [1, few, V]."""
+    module = find_head_module(model)
+    inputs: list[Tensor] = []
+    hook = module.register_forward_pre_hook(
+        lambda _, args: inputs.append(whole_tensor(args[0])), prepend=True
     )
     try:
-        run_logits()
+        logits_NV = run_logits()[0]
     finally:
-        for hook in hooks:
-            hook.remove()
-    return outputs[0]
+        hook.remove()
+    config = text_config(getattr(model, "config", None))
+    plain = TargetHead(*_linear_of(module, where=where))
+    named = replace(
+        plain,
+        scale=_named(config, _SCALES) or 1.0,
+        softcap=_named(config, _SOFTCAPS),
+        divisor=_named(config, _DIVISORS) or 1.0,
+    )
+    states_ND = inputs[0][0]
+    if not (logits_NV.isfinite().all() and named.logits(states_ND).isfinite().all()):
+        # an overflow says nothing about the head's arithmetic, and is reported for real answers
+        if (tensor := bad_weight(model)) is not None:
+            raise bad_weights(*tensor, owner="the target", where=where)
+        return named, states_ND
+    for head in (named, plain):  # MiniCPM3 applies its divisor to the head's input
+        expected_NV = head.logits(states_ND).float()
+        if torch.allclose(logits_NV.float(), expected_NV, rtol=2e-2, atol=1e-3):
+            return head, states_ND
+    what = f"its head ({type(module).__name__}) does more than a matrix product, scale and cap"
+    raise BadInput(what, where=where, fix="use supervision 'logits'")
 
 
-def _finite_states(
-    hidden: Tensor, head: Callable[[Tensor], Tensor], model: nn.Module, *, where: str
-) -> Tensor:
-    """States to compare two heads on: the model's own, or a ramp if these are not finite or the
-    head overflows on them. Such faults say nothing about the head's arithmetic and are reported for
-    real answers; but weights that hold NaN are rejected here."""
-    if bool(torch.isfinite(hidden).all()) and bool(torch.isfinite(head(hidden)).all()):
-        return hidden
-    if (tensor := bad_weight(model)) is not None:
-        raise bad_weights(*tensor, owner="the target", where=where)
-    wave = torch.linspace(-1.0, 1.0, hidden.numel(), device=hidden.device)
-    return wave.view(hidden.shape).to(hidden.dtype)
+def _named(config: Any, names: Sequence[str]) -> float | None:
+    """The first of these numbers that a config holds."""
+    values = (getattr(config, name, None) for name in names)
+    return next((float(value) for value in values if value is not None), None)
 
 
 def _linear_of(head: nn.Module, *, where: str) -> tuple[Tensor, Tensor | None]:
@@ -267,38 +216,6 @@ def _linear_of(head: nn.Module, *, where: str) -> tuple[Tensor, Tensor | None]:
             fix="keep the head unquantized (modules_to_not_convert) or use supervision 'logits'",
         )
     return whole_tensor(weight), None if bias is None else whole_tensor(bias)
-
-
-def _fit_scale_and_cap(wave_V: Tensor, response_V: Tensor, *, where: str) -> TargetHead:
-    """A head of width 1 that turns the wave into the response, by scale or divisor, and cap.
-
-    The slope near 0 is the factor; the output for large inputs is the cap. Multiplying by 1/13 and
-    dividing by 13 round differently, so both are tried and the closer one is used.
-    """
-    factor = float(response_V[0]) / _SMALL
-    top = float(response_V[-1])
-    capped = abs(top - factor * _LARGE) > 1e-2 * abs(factor) * _LARGE
-    wave = TargetHead(wave_V[:, None], None, 1.0, abs(top) if capped else None)
-    candidates = [wave]
-    if factor != 0.0:
-        candidates += [replace(wave, scale=value) for value in (factor, _round(factor))]
-        candidates += [replace(wave, divisor=value) for value in (1 / factor, _round(1 / factor))]
-    ones_11 = wave_V.new_ones(1, 1)
-    wanted_V = response_V.to(wave_V.dtype)
-    errors = [float((head.logits(ones_11)[0] - wanted_V).abs().max()) for head in candidates]
-    best = candidates[errors.index(min(errors))]
-    tolerance = 1e-9 if response_V.dtype == torch.float64 else 1e-2
-    if not torch.allclose(wanted_V, best.logits(ones_11)[0], rtol=tolerance, atol=1e-6):
-        raise BadInput(
-            "its logits are not a scaled and soft-capped matrix product",
-            where=where,
-            fix="use supervision 'logits'",
-        )
-    return best
-
-
-def _round(value: float) -> float:
-    return float(f"{value:.12g}")
 
 
 def accepted_options(model: nn.Module, **options: Any) -> dict[str, Any]:

@@ -6,8 +6,8 @@ every row. A pass may end after the last aux layer, may be shared by ranks along
 GPU may run compiled layers or be replayed as a CUDA graph.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from os import PathLike
 from typing import Any, cast
@@ -27,29 +27,16 @@ from fledge.target.hf import loading as fp8
 from fledge.target.hf.embedding_and_head import accepted_options, find_head_module, learn_head
 from fledge.target.hf.loading import load_hf_model
 from fledge.target.hf.one_row import (
+    CompiledLayers,
     WholeRow,
+    attends_plainly,
     causal_rows,
     documents_apart,
     kernel_takes,
-    may_support,
     needs_no_mask,
     whole_row,
 )
-from fledge.target.hf.parallel import (
-    along,
-    check_shareable,
-    not_shareable,
-    rank_slots,
-    shared_rows,
-)
-from fledge.target.hf.passes import (
-    CompiledLayers,
-    StatesOf,
-    compile_errors,
-    one_row_is_exact,
-    sharing_is_exact,
-    stopping_is_exact,
-)
+from fledge.target.hf.parallel import along, check_shareable, rank_slots, shared_rows
 from fledge.target.inprocess import InProcessTarget, find_rank_groups
 from fledge.target.layers import (
     EAGLE3_AUX_LAYERS,
@@ -73,6 +60,7 @@ from fledge.target.weights import (
     whole_tensor,
 )
 
+StatesOf = Callable[[int, Tensor], None]  # (layer id, its output)
 _shift_left_with_zero = shift_left  # the name that other programs import from here
 
 
@@ -120,10 +108,11 @@ class HFEagle3TargetModel(InProcessTarget):
         device = self._device()
         self._rank_groups = find_rank_groups(model, cp_mesh if self._cp_size > 1 else None, device)
         self.joins = self._rank_groups is not None
-        # a pass has no launch cost on a CPU; ranks that share rows use their own attention function
-        self.try_one_row = device.type != "cpu" and self._cp_size == 1
-        self._one_row_checked: bool | None = None
         gpu = device.type == "cuda"
+        # a pass has no launch cost on a CPU; ranks that share rows use their own attention function
+        self.try_one_row = (
+            gpu and self._cp_size == 1 and attends_plainly(model) and kernel_takes(model)
+        )
         spread = any(hasattr(module, "_hf_hook") for module in model.modules())  # over devices
         self.skip_masks = gpu and needs_no_mask(model)
         compiles = compile_layers and gpu and not self.joins and not spread
@@ -131,13 +120,12 @@ class HFEagle3TargetModel(InProcessTarget):
         # by whether passes end after the last aux layer
         self._recorded = {ends: RecordedSizes[list[Tensor]]() for ends in (False, True)}
         self._stop = False
-        self._stop_checked: bool | None = None
         self.record_passes = compiles
         self._stored_as: str | None = None  # quantization of the checkpoint, if any
         if supervision != "logits":
             self._head_of_states()  # reject a head that cannot be represented now, not later
-        if self.joins:
-            self._run_collective_checks()
+            if self.joins:  # this needs all ranks, and later one of them may ask alone
+                self.info()
 
     @classmethod
     def from_pretrained(
@@ -204,35 +192,14 @@ class HFEagle3TargetModel(InProcessTarget):
         return other
 
     def features(self, rows: TokenBatch) -> Eagle3TargetBatch:
-        """`answer` with the aux states only, skipping the layers above the last aux layer where
-        that has no effect on the model."""
+        """`answer` with the aux states only, skipping the layers above the last aux layer."""
         self._check_open()
-        if self._stop_checked is None:
-            above = self._depth - 1 - max(self.aux_layer_ids)
-            useful = above > 0 and self.supervision == "hidden" and not self.joins
-            self._stop_checked = useful and stopping_is_exact(self)
-        with self.stopping() if self._stop_checked else nullcontext():
-            return self.answer(rows)
-
-    @contextmanager
-    def stopping(self) -> Iterator[None]:
-        """While open, passes end after the last aux layer."""
-        self._stop = True
+        above = self._depth - 1 - max(self.aux_layer_ids)
+        self._stop = above > 0 and self.supervision == "hidden" and not self.joins
         try:
-            yield
+            return self.answer(rows)
         finally:
             self._stop = False
-
-    @torch.no_grad()
-    def _run_collective_checks(self) -> None:
-        """Run everything that needs all ranks while all of them are in the constructor: later, one
-        rank may ask alone."""
-        if self.supervision != "logits":
-            self.info()
-        if self.try_one_row:
-            self._one_row_is_exact()
-        if self._cp_size > 1 and not sharing_is_exact(self):
-            raise not_shareable(self.model, self.cp_mesh)
 
     def _get_transformer_layers(self) -> list[nn.Module]:
         """The decoder layers in order, from a ModuleList or a ModuleDict keyed by str(i)."""
@@ -284,31 +251,22 @@ class HFEagle3TargetModel(InProcessTarget):
             plan, lengths = self._plan(documents, ids_BT), documents.lengths
             cells = sum(len(members) * max(lengths[i] for i in members) for members in plan)
             saved = cells - sum(lengths) + self.overhead_tokens * (len(plan) - 1)
-            if saved > 0 and self._one_row_is_exact():
+            if saved > 0:
                 return [whole_row(documents, ids_BT.numel(), device=ids_BT.device)]
         return super()._groups(documents, ids_BT)
-
-    def _one_row_is_exact(self) -> bool:
-        """Whether two small documents give the same states in one row as alone; checked once."""
-        if self._one_row_checked is None:
-            possible = may_support(self.model) and kernel_takes(self.model)
-            self._one_row_checked = possible and one_row_is_exact(self)
-        return self._one_row_checked
 
     @torch.no_grad()
     def _head_of_states(self) -> TargetHead:
         if self._head is None:
             take_apart(self.model)
-            name, module = type(self.model).__name__, find_head_module(self.model)
-            self._head_module = module
+            self._head_module = find_head_module(self.model)
             probe_BT = torch.arange(4, device=self._device())[None]
-            self._head, self._state_dtype = learn_head(
+            self._head, states_ND = learn_head(
+                self.model,
                 lambda: self._call(probe_BT, torch.ones_like(probe_BT)),
-                module,
-                model=self.model,
-                where=name,
-                alone=all(map(is_here, module.parameters())),
+                where=type(self.model).__name__,
             )
+            self._state_dtype = states_ND.dtype
         return self._head
 
     # --- one pass: the model's own forward, with the states of some layers captured ---------------
@@ -322,20 +280,20 @@ class HFEagle3TargetModel(InProcessTarget):
         # only a pass over the whole batch has the same shape every time and is worth compiling
         if ids.numel() != aux.rows_BT.numel():
             return self._run(ids, mask, group, write)
-        try:
-            with self._compiled.lent():
-                # where launching kernels takes longer than running them, and the size recurs
-                short = self.record_passes and ids.numel() < 2 * self.overhead_tokens
-                recorded = self._recorded[self._stop]
-                if isinstance(group, WholeRow) and short and recorded.worth_it(ids.numel()):
-                    return self._replay(ids, group, write)
-                return self._run(ids, mask, group, write)
-        except compile_errors() as error:
-            self._compiled.give_up(error)
+        with self._compiled.lent():
+            # where launching kernels takes longer than running them, and the size recurs
+            short = self.record_passes and ids.numel() < 2 * self.overhead_tokens
+            recorded = self._recorded[self._stop]
+            if isinstance(group, WholeRow) and short and recorded.worth_it(ids.numel()):
+                return self._replay(ids, group, write)
             return self._run(ids, mask, group, write)
 
     def _run(
-        self, ids: Tensor, mask: Tensor | None, group: Group | None, write: StatesOf
+        self,
+        ids: Tensor,
+        mask: Tensor | None,
+        group: Group | None,
+        write: StatesOf,
     ) -> Tensor:
         """Run the model's own forward: `write` gets the aux layers' states, the answer is
         returned."""

@@ -4,11 +4,12 @@ Everything but attention works token by token, so the flattened batch can be one
 Attention is replaced by the rollout's own kernel, which keeps the documents apart without a mask.
 Every pack then has the same shape, so layers compile once and passes can be recorded.
 
-Anything but plain causal or sliding-window attention raises `Unsupported`, or fails the numerical
-check before the first use; the documents are then run as separate rows (`packing`).
+Only for architectures of transformers that are known to attend causally, with or without a window
+(`attends_plainly`); documents of any other are run as separate rows (`packing`).
 """
 
-from collections.abc import Iterator
+import gc
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,15 +24,13 @@ from fledge.target.packing import Documents, Group
 from fledge.target.weights import local_part
 
 NAME, CAUSAL = "fledge_documents", "fledge_causal"
-_PLAIN_LAYERS = {"full_attention", "sliding_attention"}
-# Keyword arguments of attention functions that do not affect which keys are visible, or how.
-_HARMLESS = {"position_ids", "cache_position", "use_cache", "output_attentions", "return_dict"}
-_HARMLESS |= {"output_hidden_states", "output_router_logits", "is_causal"}
+# Values of `model_type` whose layers are causal attention, with or without a window, and nothing
+# else that mixes tokens: no sinks, soft caps, states or convolutions.
+_PLAIN = {"cohere", "cohere2", "gemma", "gemma3_text", "glm", "glm4", "gpt2", "granite"}
+_PLAIN |= {"granitemoe", "llama", "mistral", "ministral", "mixtral", "olmo", "olmo2", "olmo3"}
+_PLAIN |= {"olmoe", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3"}
+_PLAIN |= {"starcoder2"}
 FIRST, SLOT = "fledge_first", "fledge_slot"  # keyword arguments that models pass on to attention
-
-
-class Unsupported(Exception):  # noqa: N818  (a signal, caught by the caller)
-    """This architecture's attention is more than plain causal attention."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,38 +88,25 @@ def attend(
     **options: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: each document attends to itself, causally."""
-    first_N, slot_N = options.pop(FIRST, None), options.pop(SLOT, None)
-    check_plain(module, attention_mask, options)
-    if first_N is None:
-        raise Unsupported(f"{type(module).__name__} does not hand options down to its attention")
+    first_N, slot_N = options[FIRST], options[SLOT]
     query_NHC, key_NGC, value_NGC = (
         states[0].transpose(0, 1) for states in (query_1HNC, key_1GNC, value_1GNC)
     )
     if sliding_window is not None:
         first_N = torch.maximum(first_N, slot_N - (sliding_window - 1))
     channels = query_NHC.shape[-1]
-    if value_NGC.shape[-1] != channels:
-        raise Unsupported(f"{type(module).__name__} has values of another width than keys")
     if scaling is not None and scaling != channels**-0.5:
         query_NHC = query_NHC * (scaling * channels**0.5)
     return attend_documents(query_NHC, key_NGC, value_NGC, first_N, slot_N)[None], None
 
 
-def check_plain(module: nn.Module, mask: Tensor | None, options: dict[str, Any]) -> None:
-    """Raise unless a layer asks for nothing but causal attention."""
-    odd = [name for name, v in options.items() if v is not None and name not in _HARMLESS]
-    if mask is not None or odd or options.get("is_causal") is False:
-        raise Unsupported(f"{type(module).__name__} passes {odd or 'a mask'}")
+def attends_plainly(model: nn.Module) -> bool:
+    """Whether the model is one of transformers' own whose attention can be replaced."""
+    from torch.distributed.fsdp import FSDPModule
 
-
-def may_support(model: nn.Module) -> bool:
-    """Whether the architecture may run documents in one row, pending a numerical check."""
-    configs = _attention_configs(model)
-    return bool(configs) and all(
-        getattr(config, "attention_chunk_size", None) is None
-        and set(getattr(config, "layer_types", None) or ()) <= _PLAIN_LAYERS
-        for config in configs
-    )
+    original = next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
+    kind = getattr(getattr(model, "config", None), "model_type", None)
+    return original.__module__.startswith("transformers.models.") and kind in _PLAIN
 
 
 def kernel_takes(model: nn.Module) -> bool:
@@ -132,7 +118,7 @@ def kernel_takes(model: nn.Module) -> bool:
 
 def needs_no_mask(model: nn.Module) -> bool:
     """Whether rows of whole documents need only SDPA's own causal rule, and no further mask."""
-    return may_support(model) and all(
+    return attends_plainly(model) and all(
         config._attn_implementation == "sdpa"
         and getattr(config, "sliding_window", None) is None
         and "sliding_attention" not in (getattr(config, "layer_types", None) or ())
@@ -180,3 +166,27 @@ def _attention_configs(model: nn.Module) -> list[Any]:
     """Every config object that the model's modules read their attention implementation from."""
     configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
     return [config for config in configs.values() if hasattr(config, "_attn_implementation")]
+
+
+class CompiledLayers:
+    """Compiled forwards of some layers, installed only while a pass runs. (Small models are limited
+    by kernel launches instead: see `core/graphs.py`.)"""
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        self._forwards: list[tuple[nn.Module, Any]] = [
+            (layer, torch.compile(layer.forward)) for layer in layers
+        ]
+        self._needs_collection = bool(layers)
+
+    @contextmanager
+    def lent(self) -> Iterator[None]:
+        for layer, forward in self._forwards:
+            layer.forward = forward
+        try:
+            yield
+        finally:
+            for layer, _ in self._forwards:
+                del layer.forward
+        if self._needs_collection:  # compiling leaves reference cycles that hold this pass' tensors
+            self._needs_collection = False
+            gc.collect()

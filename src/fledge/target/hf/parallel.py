@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 
 from fledge.core.errors import BadInput, MissingPackage
-from fledge.target.hf.one_row import check_plain, lent_attention, may_support
+from fledge.target.hf.one_row import attends_plainly, lent_attention
 from fledge.target.layers import find_layers, text_config
 
 MESH = ("replicate", "fsdp", "cp", "tp")  # tp varies fastest: adjacent ranks communicate the most
@@ -205,20 +205,13 @@ def rank_slots(mesh: Any, length: int, mask_NL: Tensor | None) -> RankSlots:
 def check_shareable(model: nn.Module, mesh: Any) -> None:
     """Reject anything but a one-dimensional mesh, and a model whose layers mix slots in other ways
     than plain attention."""
-    what = f"cp_mesh of size {mesh.size()}"
     if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
         fix = "pass one dimension of a torch.distributed DeviceMesh, or None"
-        raise BadInput(f"{what} is not a mesh of ranks", fix=fix)
-    if not may_support(model):
-        raise not_shareable(model, mesh)
-
-
-def not_shareable(model: nn.Module, mesh: DeviceMesh) -> BadInput:
-    """The error about a model that gives other states when ranks share its rows."""
-    what = f"cp_mesh of size {mesh.size()}: its layers are more than causal attention, and ranks "
-    what += "cannot share rows"
-    fix = "shard the weights instead (target.parallel.fsdp or tp)"
-    return BadInput(what, where=type(model).__name__, fix=fix)
+        raise BadInput(f"cp_mesh of size {mesh.size()} is not a mesh of ranks", fix=fix)
+    if not attends_plainly(model):
+        what = f"cp_mesh of size {mesh.size()}: ranks cannot share rows of this architecture"
+        fix = "shard the weights instead (target.parallel.fsdp or tp)"
+        raise BadInput(what, where=type(model).__name__, fix=fix)
 
 
 @contextmanager
@@ -248,7 +241,6 @@ def attend(
     **options: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: local queries, keys and values of all ranks."""
-    check_plain(module, attention_mask, options)
     own = _active.get()
     assert own is not None
     key_NGLC, value_NGLC = own.gather(key_NGQC, 2), own.gather(value_NGQC, 2)

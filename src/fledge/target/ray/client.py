@@ -14,53 +14,34 @@ from fledge.target.ray.connection import cause_of, import_ray
 from fledge.target.ray.kind import RayTarget
 from fledge.target.ray.placing import open_fleet
 from fledge.target.remote.client import RemoteEagle3TargetModel
-from fledge.target.remote.http import Buffers, Server, ServerDown, ServerUnfit
+from fledge.target.remote.http import Buffers, Server, ServerDown
 
 _TIMEOUT_S = 600.0  # of a question, over all attempts; the loss of a worker is noticed earlier
-_SIGN_OF_LIFE_S = 0.1
+_FIND_S = 0.5  # for a worker that runs to say where
 
 
 class Worker(Server):
     """The target server of one worker, wherever Ray has started it last."""
 
-    moves = True
-
     def __init__(self, name: str, actor: Any, buffers: Buffers) -> None:
         target = name.rpartition(".")[2]  # RUN.target-0
         super().__init__(f"http://{target}", buffers=buffers)  # until its address is known
         self.actor = actor
-        self._call: Any = None  # the pending call that asks whether it is up, or where it is
 
     def find(self) -> None:
         """Ask the actor for the address of its server, which it may have to start first."""
         ray = import_ray()
         try:
-            if not self.loading:
-                self._wait_for(self.actor.figures, "not yet placed: is there room for it?")
-                self.loading = True
-            address, token = self._wait_for(self.actor.serve, "it loads its target")
+            address, token = ray.get(self.actor.serve.remote(), timeout=_FIND_S)
         except ray.exceptions.RayTaskError as error:  # it answered with an exception
-            self.loading, cause = False, cause_of(error)
-            if not isinstance(cause, BadInput):
-                cause = BadInput(first_line(cause))
-            raise ServerUnfit(cause) from None
+            cause = cause_of(error)
+            raise cause if isinstance(cause, BadInput) else BadInput(first_line(cause)) from None
         except ray.exceptions.RayError as error:
-            self.loading, self._call = False, None
             self.abort()  # nobody will answer
             raise ServerDown(first_line(error)) from None
-        self.loading = False
         if address != self.url:
             self.abort()
             self._locate(address, token)
-
-    def _wait_for(self, method: Any, meanwhile: str) -> Any:
-        """The result of a method of the actor; `ServerDown` as long as there is none."""
-        ray = import_ray()
-        self._call = self._call or method.remote()
-        if not ray.wait([self._call], timeout=_SIGN_OF_LIFE_S)[0]:
-            raise ServerDown(meanwhile)
-        call, self._call = self._call, None
-        return ray.get(call)
 
 
 class RayEagle3TargetModel(RemoteEagle3TargetModel):

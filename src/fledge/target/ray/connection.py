@@ -1,13 +1,13 @@
-"""The connection of this process to a Ray cluster, and the status of each run on it.
+"""The connection of this process to a Ray cluster.
 
-All actors of fledge are in one namespace; a run's workers and its board are named after the run.
+All actors of fledge are in one namespace; a run's workers are named after the run.
 """
 
 import contextlib
+import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,8 +15,6 @@ from fledge.core.errors import BadInput, MissingPackage, first_line
 from fledge.core.install import install_extra
 
 NAMESPACE = "fledge"
-_BOARD = ".board"
-_READ_TIMEOUT_S = 10.0
 
 
 def import_ray() -> Any:
@@ -85,69 +83,15 @@ def cause_of(error: Any) -> Exception:
     return cause
 
 
-class Board:
-    """The actor that holds the latest reports of a run's processes, by kind (targets, ranks, run)
-    and name. Nothing depends on it: if it is lost, only a few figures are."""
-
-    def __init__(self, run: str) -> None:
-        self._run, self._stopping = run, False
-        self._reports: dict[str, dict[str, dict[str, Any]]]
-        self._reports = {"targets": {}, "ranks": {}, "run": {}}
-        self._processes: dict[tuple[str, str], set[tuple[str, int]]] = {}
-
-    def tell(self, kind: str, name: str, facts: dict[str, Any]) -> None:
-        """Store a report; a name that reports from another process has been restarted."""
-        if "pid" in facts:
-            processes = self._processes.setdefault((kind, name), set())
-            processes.add((facts["node_id"], facts["pid"]))
-            facts = {**facts, "restarts": len(processes) - 1}
-        self._reports[kind][name] = {**facts, "told_at": time.monotonic()}
-
-    def forget(self, kind: str) -> None:
-        """Drop all reports of a kind."""
-        self._reports[kind].clear()
-
-    def stop(self) -> None:
-        """Ask the ranks to save and end."""
-        self._stopping = True
-
-    def stopping(self) -> bool:
-        return self._stopping
-
-    def read(self) -> dict[str, Any]:
-        """All reports, each with its age in seconds."""
-        now, board = time.monotonic(), dict[str, Any](name=self._run)
-        for kind, reports in self._reports.items():
-            board[kind] = {
-                name: {**facts, "told_s_ago": now - facts["told_at"]}
-                for name, facts in sorted(reports.items())
-            }
-        return board
-
-
-def make_board(run: str) -> Any:
-    """A run's board, created on this machine if there is none yet: it must not be lost with some
-    other machine."""
-    ray = import_ray()
+def terminate(node_id: str, pid: int) -> None:
+    """Send SIGTERM to a process on any machine of the cluster, without waiting for its end."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    this_node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    actor = ray.remote(num_cpus=0, max_restarts=-1)(Board)
-    return actor.options(
-        name=run + _BOARD, namespace=NAMESPACE, get_if_exists=True, scheduling_strategy=this_node
-    ).remote(run)
+    def kill() -> None:
+        os.kill(pid, signal.SIGTERM)
 
-
-def read_boards() -> list[dict[str, Any]]:
-    """The boards of all runs on this cluster; a board that does not answer is left out."""
-    ray = import_ray()
-    boards = []
-    for actor in ray.util.list_named_actors(all_namespaces=True):
-        if actor["namespace"] == NAMESPACE and actor["name"].endswith(_BOARD):
-            with contextlib.suppress(ValueError, ray.exceptions.RayError):  # it ended meanwhile
-                board = ray.get_actor(actor["name"], namespace=NAMESPACE)
-                boards.append(ray.get(board.read.remote(), timeout=_READ_TIMEOUT_S))
-    return sorted(boards, key=lambda board: str(board["name"]))
+    there = NodeAffinitySchedulingStrategy(node_id, soft=False)
+    import_ray().remote(num_cpus=0, scheduling_strategy=there)(kill).remote()
 
 
 def bundle(cpus: float, gpus: float) -> dict[str, float]:

@@ -19,26 +19,20 @@ import torch.distributed as dist
 
 from fledge.core.errors import TargetUnreachable
 from fledge.core.machine import find_device
-from fledge.target.base import Eagle3TargetBackend
 from fledge.target.kinds import EngineTarget, LoadedTarget, kind_of
 from fledge.target.ray.connection import (
     NAMESPACE,
     bundle,
     connected,
     import_ray,
-    make_board,
     reserved,
 )
 from fledge.target.ray.kind import RayTarget
 from fledge.target.remote.server.app import TargetServer
-from fledge.target.remote.server.queue import Limits, Metrics
 from fledge.target.remote.server.run import Address, make_uvicorn
 
 FLEET_VARIABLE = "FLEDGE_RAY_TARGETS"  # name of the workers, if another process started them
 _POLL_EVERY_S = 0.2
-_FIRST_SIGN_S = 10.0  # a process on a cluster takes a few seconds to start
-_REPORT_EVERY_S = 1.0
-_KEPT_ANSWERS = 8  # for ranks that may never ask for them, having asked another worker
 
 Workers = tuple[tuple[str, Any], ...]  # (name, actor)
 
@@ -51,56 +45,29 @@ class TargetWorker:
     over and over.
     """
 
-    def __init__(
-        self, name: str, section: LoadedTarget, *, aux_layers: int, gpus: float, board: Any
-    ) -> None:
-        self._name, self._board = name, board
+    def __init__(self, section: LoadedTarget, *, aux_layers: int, gpus: float) -> None:
         self._section = section.model_copy(update={"supervision": "hidden"})
-        self._aux_layers, self._gpus = aux_layers, gpus
-        self._metrics: Metrics | None = None
-        self._address = ("", "")
-        self._started_at = time.monotonic()
+        self._aux_layers, self._device = aux_layers, "cuda" if gpus else "cpu"
+        self._address: tuple[str, str] | None = None
 
     def serve(self) -> tuple[str, str]:
         """Load the target and serve it; returns the server's address and its token."""
-        if self._metrics is None:
+        if self._address is None:
             address = Address(host=import_ray().util.get_node_ip_address(), port=0)
-            limits, token = Limits(kept_answers=_KEPT_ANSWERS), secrets.token_hex(32)
-            model, engine = self._section.model, self._section.backend
-            server = TargetServer(
-                self._open(), model=model, engine=engine, token=token, limits=limits
-            )
+            section, token = self._section, secrets.token_hex(32)
+            device = find_device(self._device)
+            backend = kind_of(section).open(section, device=device, aux_layers=self._aux_layers)
+            server = TargetServer(backend, model=section.model, engine=section.backend, token=token)
             bound = address.bind()
             bound.listen(2048)
-            web = make_uvicorn(server, address, drain_s=0)
-            self._metrics, self._address = server.metrics, (address.url(bound), token)
+            web = make_uvicorn(server, drain_s=0)
             threading.Thread(target=web.run, args=([bound],), daemon=True).start()
-            threading.Thread(target=self._report, daemon=True).start()
+            self._address = address.url(bound), token
         return self._address
 
-    def figures(self) -> dict[str, float]:
-        """Counters since the worker was started."""
-        names = {"captured": "questions_total", "tokens": "tokens_total"}
-        names["seconds"] = "pass_seconds_total"
-        metrics = self._metrics
-        return {name: metrics.value(of) if metrics else 0.0 for name, of in names.items()}
-
-    def _open(self) -> Eagle3TargetBackend:
-        device = find_device("cuda" if self._gpus else "cpu")
-        section = self._section
-        return kind_of(section).open(section, device=device, aux_layers=self._aux_layers)
-
-    def _report(self) -> None:
-        """Send the counters to the board whenever they have changed, without waiting for it."""
-        ray = import_ray()
-        process: dict[str, Any] = {"node": ray.util.get_node_ip_address(), "pid": os.getpid()}
-        process["node_id"], told = ray.get_runtime_context().get_node_id(), None
-        while True:
-            if (figures := self.figures()) != told:
-                told, up_s = figures, time.monotonic() - self._started_at
-                facts = {**process, **figures, "up_s": up_s}
-                self._board.tell.remote("targets", self._name, facts)
-            time.sleep(_REPORT_EVERY_S)
+    def place(self) -> tuple[str, int]:
+        """The node and the process that it runs in."""
+        return import_ray().get_runtime_context().get_node_id(), os.getpid()
 
 
 def open_fleet(section: RayTarget, *, aux_layers: int) -> tuple[Workers, Callable[[], None]]:
@@ -119,14 +86,13 @@ def open_fleet(section: RayTarget, *, aux_layers: int) -> tuple[Workers, Callabl
             workers = find_fleet(name, section.workers, wait_s=section.wait_s)
         else:
             workers = undo.enter_context(start_fleet(section, aux_layers=aux_layers, name=name))
-        calls = [actor.figures.remote() for _, actor in workers]
-        import_ray().wait(calls, timeout=_FIRST_SIGN_S)
+        import_ray().wait([actor.serve.remote() for _, actor in workers])  # until one is loaded
         return workers, undo.pop_all().close
 
 
 @contextmanager
 def start_fleet(section: RayTarget, *, aux_layers: int, name: str) -> Iterator[Workers]:
-    """Start workers and a board under this name; they end with the context."""
+    """Start workers under this name; they end with the context."""
     inner = section.inner()
     if (path := Path(inner.model).expanduser()).exists():  # a worker runs in another directory
         inner = inner.model_copy(update={"model": str(path.absolute())})
@@ -136,8 +102,6 @@ def start_fleet(section: RayTarget, *, aux_layers: int, name: str) -> Iterator[W
         if gpus is None:
             tp_size = inner.tp_size if isinstance(inner, EngineTarget) else 1
             gpus = tp_size if ray.cluster_resources().get("GPU", 0) else 0
-        board = make_board(name)
-        undo.callback(ray.kill, board)
         workers = []
         for index, place in enumerate(undo.enter_context(_reserved(section, gpus))):
             worker = f"{name}.target-{index}"
@@ -149,8 +113,7 @@ def start_fleet(section: RayTarget, *, aux_layers: int, name: str) -> Iterator[W
                 max_restarts=-1,  # the rank that asked repeats the question that was in flight
                 scheduling_strategy=place,
             )
-            options = {"aux_layers": aux_layers, "gpus": gpus, "board": board}
-            workers.append((worker, actor.remote(f"target-{index}", inner, **options)))
+            workers.append((worker, actor.remote(inner, aux_layers=aux_layers, gpus=gpus)))
             undo.callback(ray.kill, workers[-1][1])
         yield tuple(workers)
 

@@ -67,10 +67,8 @@ class RemoteEagle3TargetModel(Eagle3TargetBackend):
         supervision: RemoteSupervision = "hidden",
         aux_layer_ids: Sequence[int] | None = None,
         token: str | None = None,
-        ca_file: str | None = None,
         top_k: int = 64,
         dtype: str = "auto",
-        merge: bool = False,
         prefetch: int = 2,
         timeout_s: float = 240.0,
         retries: int = 5,
@@ -79,13 +77,13 @@ class RemoteEagle3TargetModel(Eagle3TargetBackend):
     ) -> None:
         super().__init__("probs" if supervision == "topk" else supervision)
         self._encoding: WireEncoding = "hidden" if supervision == "logits" else supervision
-        self._top_k, self._dtype, self._alone = top_k, dtype, not merge
+        self._top_k, self._dtype = top_k, dtype
         self._pin, self.prefetch = pin_memory, prefetch
         addresses = [urls] if isinstance(urls, str) else list(dict.fromkeys(urls))
         buffers = Buffers(keep=max(1, prefetch) + 1)
         servers = [
             url if isinstance(url, Server)
-            else Server(url, token=token, ca_file=ca_file, buffers=buffers)
+            else Server(url, token=token, buffers=buffers)
             for url in addresses
         ]  # fmt: skip
         rank = dist.get_rank() if dist.is_initialized() else 0
@@ -161,14 +159,13 @@ class RemoteEagle3TargetModel(Eagle3TargetBackend):
             vocabulary = self._vocab_mapping(torch.device("cpu"))[0]
         shared = self.askers > 1
         question = Question(
-            request_id=_digest(rows, vocabulary) if shared else secrets.token_hex(16),
+            request_id=self._digest(rows, vocabulary) if shared else secrets.token_hex(16),
             rows=rows,
             encoding=self._encoding,
             dtype=self._dtype,
             top_k=self._top_k if self._encoding == "topk" else 0,
             vocabulary=vocabulary,
             fingerprint=self.server_info["weights_fingerprint"],
-            alone=self._alone,
             askers=self.askers,
         )
         # Ranks with the same questions number them equally, and so ask the same server.
@@ -181,6 +178,15 @@ class RemoteEagle3TargetModel(Eagle3TargetBackend):
             self._fleet.close()
             self._threads.shutdown(wait=True, cancel_futures=True)
             self._target = None
+
+    def _digest(self, rows: TokenBatch, vocabulary: Tensor | None) -> str:
+        """An id that all ranks give to the same question."""
+        form = repr((self._encoding, self._dtype, self._top_k))
+        digest = hashlib.blake2b(form.encode(), digest_size=16)
+        for tensor in (*rows.arguments(), vocabulary):
+            digest.update(b"-" if tensor is None else str(tuple(tensor.shape)).encode())
+            digest.update(b"" if tensor is None else tensor.contiguous().numpy().tobytes())
+        return digest.hexdigest()
 
     def _answer(self, question: Question, number: int | None) -> Eagle3TargetBatch:
         def ask(state: ServerState, left_s: float) -> Eagle3TargetBatch:
@@ -204,8 +210,7 @@ class RemoteEagle3TargetModel(Eagle3TargetBackend):
         try:
             body = question.to_message().to_bytes()
             reply = state.server.exchange("/v1/generate", body, timeout_s, max_bytes)
-            state.queue = reply.queue
-            return decode_answer(*unpack(reply.body), question, shape)
+            return decode_answer(*unpack(reply), question, shape)
         except Refused as error:
             if error.status == 409:  # restarted with other weights: the fleet will detect it
                 raise ServerFault(str(error)) from error
@@ -213,7 +218,7 @@ class RemoteEagle3TargetModel(Eagle3TargetBackend):
 
     def _get(self, path: str, max_bytes: int) -> dict[str, Tensor]:
         def fetch(state: ServerState, left_s: float) -> dict[str, Tensor]:
-            return unpack(state.server.exchange(path, None, left_s, max_bytes).body)[0]
+            return unpack(state.server.exchange(path, None, left_s, max_bytes))[0]
 
         return self._fleet.ask(fetch)
 
@@ -232,15 +237,6 @@ class RemoteEagle3TargetModel(Eagle3TargetBackend):
                     tensors |= self._get("/v1/head", max_bytes)
                     self._target = assemble_target(tensors, facts, hidden_size=size)
             return self._target
-
-
-def _digest(rows: TokenBatch, vocabulary: Tensor | None) -> str:
-    """An id that all ranks give to the same question."""
-    digest = hashlib.blake2b(digest_size=16)
-    for tensor in (*rows.arguments(), vocabulary):
-        digest.update(b"-" if tensor is None else str(tuple(tensor.shape)).encode())
-        digest.update(b"" if tensor is None else tensor.contiguous().numpy().tobytes())
-    return digest.hexdigest()
 
 
 def token_from(name: str | None) -> str | None:

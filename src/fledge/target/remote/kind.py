@@ -38,14 +38,8 @@ class RemoteTarget(TargetSection):
     wire_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Precision of what travels; auto: the target's own, which loses nothing."""
 
-    merge: bool = False
-    """Let a server run small requests of several trainers together; equal to rounding only."""
-
     token_env: Text | None = None
     """Name of the environment variable that holds the bearer token; null: none is sent."""
-
-    ca_file: Text | None = None
-    """Certificate bundle for https servers whose certificates the system does not know."""
 
     prefetch: PositiveCount = 2
     """Batches asked for ahead of the trainer."""

@@ -3,13 +3,12 @@
 A question is self-contained (token rows, encoding, draft vocabulary). Servers keep no state between
 requests, so any of them can answer any question, repeatedly if need be, with the same result.
 
-    GET  /health         status and queue length; needs no token
+    GET  /health         status, queue length and counters; needs no token
     GET  /v1/info        JSON: identity, sizes, limits
     GET  /v1/embeddings  message: the input embedding
     GET  /v1/head        message: output head and final norm
     GET  /v1/files       message: config and tokenizer files, as bytes
     POST /v1/generate    message -> message
-    GET  /metrics        Prometheus text
 
 Answers are sent in one of three encodings. `hidden` carries both states at every slot. `probs` and
 `topk` carry aux states at every slot and supervision at supervised slots only (M of them, rows end
@@ -17,19 +16,19 @@ to end), in the precision of the states.
 """
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from fledge.core.batch import Eagle3TargetBatch
+from fledge.core.errors import first_line
 from fledge.core.head import TargetHead
 from fledge.core.reading import Choice, FileName, ListOf, Maybe, Table, Whole
 from fledge.core.rows import PACKING_FIELDS, TokenBatch, shift_left
 from fledge.target.base import selection_mask
 from fledge.target.cache.format import DTYPES, CacheShape, Field, decode_states, encode_probs
 from fledge.target.cache.manifest import AUX_LAYERS, SIZE, TARGET_FACTS
-from fledge.target.finite_check import check_probs
 from fledge.target.remote.wire import Message, WireError
 
 PROTOCOL = 1  # increment when the meaning of a message changes
@@ -54,11 +53,6 @@ INFO = Table(
     },
     optional={"encodings": ListOf(Choice(WIRE_ENCODINGS))},
 )
-_UNLIMITED = 1 << 62
-
-
-class TooLarge(WireError):  # noqa: N818  (an answer to the client)
-    """A question is larger than a server accepts."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +66,6 @@ class Question:
     top_k: int = 0
     vocabulary: Tensor | None = None  # [W] target ids in draft order, for probs and topk
     fingerprint: str = ""  # of the weights that must answer
-    alone: bool = True  # not to be merged with other requests
     askers: int = 1  # clients that ask this question, each with the same id
 
     def to_message(self) -> Message:
@@ -82,96 +75,37 @@ class Question:
             tensors["vocabulary"] = self.vocabulary.to(torch.int32)
         names = ("request_id", "encoding", "dtype", "top_k", "fingerprint", "askers")
         metadata = {name: str(getattr(self, name)) for name in names}
-        return Message(
-            tensors, {**metadata, "alone": str(int(self.alone)), "protocol": str(PROTOCOL)}
-        )
+        return Message(tensors, {**metadata, "protocol": str(PROTOCOL)})
 
     @classmethod
-    def read(
-        cls,
-        tensors: dict[str, Tensor],
-        metadata: dict[str, str],
-        *,
-        max_tokens: int = _UNLIMITED,
-        vocab_size: int = _UNLIMITED,
-    ) -> "Question":
+    def read(cls, tensors: dict[str, Tensor], metadata: dict[str, str]) -> "Question":
         """Parse a question from the network; a ValueError says what is wrong with it."""
         if metadata.get("protocol") != str(PROTOCOL):
             raise WireError(f"protocol {metadata.get('protocol')!r}, this server speaks {PROTOCOL}")
-        _check_layout(tensors, max_tokens, vocab_size)
-        wide = {name: tensor.long() for name, tensor in tensors.items()}
-        row_tensors = {name: tensor for name, tensor in wide.items() if name != "vocabulary"}
-        rows = TokenBatch(**row_tensors)  # type: ignore[arg-type]  # the layout was checked
-        encoding, dtype = metadata.get("encoding", ""), metadata.get("dtype", "")
-        if encoding not in WIRE_ENCODINGS:
-            raise WireError(f"encoding {encoding!r} is not one of {', '.join(WIRE_ENCODINGS)}")
-        if dtype != "auto" and dtype not in DTYPES:
-            raise WireError(f"dtype {dtype!r} is not one of auto, {', '.join(DTYPES)}")
-        request_id = metadata.get("request_id", "")
-        if not 8 <= len(request_id) <= 64:
-            raise WireError("request_id must have 8 to 64 characters")
-        top_k, vocabulary = _number(metadata, "top_k", "0"), wide.get("vocabulary")
-        if encoding != "hidden" and vocabulary is None:
-            raise WireError(f"encoding {encoding} needs a draft vocabulary [W]")
-        if encoding == "topk" and vocabulary is not None and not 1 <= top_k <= len(vocabulary):
-            raise WireError(f"top_k must be from 1 to {len(vocabulary)}, got {top_k}")
-        return cls(
-            request_id=request_id,
-            rows=rows,
-            encoding=encoding,
-            dtype=dtype,
-            top_k=top_k,
-            vocabulary=vocabulary,
-            fingerprint=metadata.get("fingerprint", ""),
-            alone=metadata.get("alone") != "0",
-            askers=_number(metadata, "askers", "1"),
-        )
-
-    def asks_the_same(self, other: "Question") -> bool:
-        """Whether both have the same answer; where it is to be written does not matter."""
-        names = ("encoding", "dtype", "top_k", "fingerprint")
-        tensors, others = (
-            (*question.rows.arguments(), question.vocabulary) for question in (self, other)
-        )
-        return all(getattr(self, name) == getattr(other, name) for name in names) and all(
-            a is b if a is None or b is None else torch.equal(a, b)
-            for a, b in zip(tensors, others, strict=True)
-        )
-
-
-def _number(metadata: dict[str, str], name: str, default: str) -> int:
-    text = metadata.get(name, default)
-    if not text.isdecimal() or len(text) > 9:
-        raise WireError(f"{name} must be a number")
-    return int(text)
-
-
-def _check_layout(tensors: dict[str, Tensor], max_tokens: int, vocab_size: int) -> None:
-    """Check names, ranks and sizes before the tensors are widened: a value that is sent as one byte
-    takes eight in use."""
-    allowed = {*ROW_FIELDS, *PACKING_FIELDS, "vocabulary"}
-    missing, foreign = set(ROW_FIELDS) - set(tensors), set(tensors) - allowed
-    if missing or foreign:
-        raise WireError(f"tensors missing: {sorted(missing)}, not known: {sorted(foreign)}")
-    for name, tensor in tensors.items():
-        rank = 1 if name == "vocabulary" else 2
-        if tensor.ndim != rank or not tensor.numel():
-            letters = "[W]" if rank == 1 else "[B, T]"
-            raise WireError(f"{name} must be {letters}, not empty; got {list(tensor.shape)}")
-        if tensor.is_floating_point():
-            raise WireError(f"{name} must hold integers, got {tensor.dtype}")
-    rows_BT = tensors["input_ids"].shape
-    for name, tensor in tensors.items():
-        if name == "vocabulary":
-            if len(tensor) > vocab_size:
-                raise WireError(f"vocabulary has {len(tensor)} ids, the target {vocab_size}")
-        elif name == "seq_lens":
-            if len(tensor) != rows_BT[0] or tensor.shape[1] > rows_BT[1]:
-                raise WireError("seq_lens has room for more documents than a row has tokens")
-        elif tensor.shape != rows_BT:
-            raise WireError(f"{name} must be {list(rows_BT)}, got {list(tensor.shape)}")
-    if (tokens := rows_BT.numel()) > max_tokens:
-        raise TooLarge(f"{tokens} tokens in one request, {max_tokens} are allowed")
+        wide: dict[str, Any] = {name: tensor.long() for name, tensor in tensors.items()}
+        ids = wide.pop("vocabulary", None)
+        try:
+            question = cls(
+                request_id=metadata["request_id"],
+                rows=TokenBatch(**wide),
+                encoding=metadata["encoding"],  # type: ignore[arg-type]  # checked below
+                dtype=metadata["dtype"],
+                top_k=int(metadata["top_k"]),
+                vocabulary=ids,
+                fingerprint=metadata["fingerprint"],
+                askers=int(metadata["askers"]),
+            )
+        except (KeyError, TypeError, RuntimeError) as error:
+            raise WireError(f"not a question ({first_line(error)})") from None
+        if question.encoding not in WIRE_ENCODINGS:
+            raise WireError(f"encoding {question.encoding!r} is not one of {WIRE_ENCODINGS}")
+        if question.dtype != "auto" and question.dtype not in DTYPES:
+            raise WireError(f"dtype {question.dtype!r} is not one of auto, {', '.join(DTYPES)}")
+        if question.encoding != "hidden" and (ids is None or ids.ndim != 1 or not len(ids)):
+            raise WireError(f"encoding {question.encoding} needs a draft vocabulary [W]")
+        if question.encoding == "topk" and not 1 <= question.top_k <= len(ids):
+            raise WireError(f"top_k must be from 1 to {len(ids)}, got {question.top_k}")
+        return question
 
 
 def _narrow(name: str, tensor: Tensor) -> Tensor:
@@ -219,7 +153,6 @@ def encode_answer(batch: Eagle3TargetBatch, question: Question, head: TargetHead
         assert rows_XV is not None
         mask_V = selection_mask(ids_W, rows_XV.shape[-1])
         probs_MW, position_M = batch.supervised_probs(head, ids_W, mask_V)
-        check_probs(probs_MW, batch)
         top_k = question.top_k if question.encoding == "topk" else None
         tensors |= encode_probs(probs_MW, position_M[:, None], dtype, top_k)
     return Message(_to_host(tensors), {"request_id": question.request_id})

@@ -15,19 +15,21 @@ the token.
 import json
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import torch
 import xxhash
 from torch import Tensor
 
+from fledge.core.errors import first_line
 from fledge.target.cache.format import SAFETENSORS, safetensors_header
 
 DIGEST = "digest"
 DIGEST_BYTES = 8
 CHUNK_BYTES = 1 << 20  # hashed and passed to the socket at once: fits an L2 cache
-_MAX_HEADER_BYTES = 1 << 20
 _DTYPES = {name: dtype for dtype, name in SAFETENSORS.items()}
+
+# what reading a header or a tensor that is not one may raise
+_MALFORMED = (ValueError, LookupError, TypeError, AttributeError, RuntimeError, OverflowError)
 
 Buffer = bytearray | memoryview  # writable memory that tensors may keep as their storage
 
@@ -64,86 +66,31 @@ class Message:
         return b"".join(self.chunks())
 
 
-class DigestCheck:
-    """Computes the digest of a message of known length as it arrives."""
-
-    def __init__(self, nbytes: int) -> None:
-        self._left, self._digest = nbytes - DIGEST_BYTES, xxhash.xxh3_64()
-
-    def update(self, piece: memoryview) -> None:
-        covered = piece[: max(0, self._left)]
-        self._digest.update(covered)
-        self._left -= len(covered)
-
-    def finish(self, message: Buffer) -> None:
-        """Compare with the digest at the end of the message; raises if they differ."""
-        if self._left or bytes(message[-DIGEST_BYTES:]) != self._digest.digest()[::-1]:
-            raise WireError("the digest does not fit: bytes were lost or changed on the way")
-
-
 def check_digest(message: Buffer) -> None:
-    check = DigestCheck(len(message))
-    check.update(memoryview(message))
-    check.finish(message)
+    """Compare the digest at the end of a message with its bytes; raises if they differ."""
+    covered, digest = memoryview(message)[:-DIGEST_BYTES], bytes(message[-DIGEST_BYTES:])
+    if xxhash.xxh3_64(covered).digest()[::-1] != digest:
+        raise WireError("the digest does not fit: bytes were lost or changed on the way")
 
 
 def unpack(message: Buffer) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors (views of `message`, which they keep alive) and strings of a message. Its bytes
-    are not trusted. The digest is not compared here: see `DigestCheck`."""
-    begin, header = _read_header(message)
-    metadata = header.pop("__metadata__", {})
-    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-        raise WireError("__metadata__ must map names to strings")
-    tensors, at = {}, 0
-    for name, entry in header.items():
-        dtype, shape, end = _read_entry(name, entry, at)
-        if begin + end > len(message):
-            raise WireError(f"{name} ends after the message does")
-        count = math.prod(shape)
-        if count == 0:
-            tensors[name] = torch.empty(shape, dtype=dtype)
-        else:
-            flat = torch.frombuffer(message, dtype=dtype, count=count, offset=begin + at)
-            tensors[name] = flat.view(shape)
-        at = end
-    if begin + at != len(message):
-        raise WireError(f"{len(message) - begin - at} bytes follow the last tensor")
-    if tensors.pop(DIGEST, None) is None:
-        raise WireError(f"the {DIGEST} is missing")
-    return tensors, metadata
-
-
-def _read_header(message: Buffer) -> tuple[int, dict[str, Any]]:
-    if len(message) < 8 + DIGEST_BYTES:
-        raise WireError(f"{len(message)} bytes are not a message")
-    length = int.from_bytes(message[:8], "little")
-    if length > min(_MAX_HEADER_BYTES, len(message) - 8) or length % 8:
-        raise WireError(f"a header of {length} bytes does not fit")
+    """The tensors (views of `message`, which they keep alive) and strings of a message, whose
+    digest the caller has compared."""
     try:
-        header = json.loads(bytes(message[8 : 8 + length]))
-    except (ValueError, RecursionError):
-        raise WireError("the header is not JSON") from None
-    if not isinstance(header, dict):
-        raise WireError("the header is not a mapping")
-    return 8 + length, header
+        begin = 8 + int.from_bytes(message[:8], "little")
+        header = json.loads(bytes(message[8:begin]))
+        strings = header.pop("__metadata__", {}).items()
+        tensors = {name: _tensor(message, begin, **entry) for name, entry in header.items()}
+        del tensors[DIGEST]
+        return tensors, {name: str(text) for name, text in strings}
+    except _MALFORMED as error:
+        raise WireError(f"not a message ({first_line(error)})") from None
 
 
-def _read_entry(name: str, entry: Any, at: int) -> tuple[torch.dtype, list[int], int]:
-    """(dtype, shape, end) of a tensor that must begin at byte `at` of the data."""
-    try:
-        dtype, shape, (first, end) = _DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
-        valid = all(type(n) is int and 0 <= n < 2**48 for n in (*shape, first, end))
-    except (KeyError, TypeError, ValueError):
-        raise WireError(f"the header's entry {name!r} cannot be read") from None
-    if (
-        not valid
-        or len(shape) > 8
-        or first != at
-        or end - first != math.prod(shape) * dtype.itemsize
-    ):
-        raise WireError(f"{name} does not lie where its shape {shape} says")
-    if math.prod(n for n in shape if n) >= 2**48:  # too large even for an empty tensor
-        raise WireError(f"{name} has sizes {shape}")
-    if first % dtype.itemsize:
-        raise WireError(f"{name} is not aligned")
-    return dtype, shape, end
+def _tensor(
+    message: Buffer, begin: int, *, dtype: str, shape: list[int], data_offsets: list[int]
+) -> Tensor:
+    if 0 in shape:
+        return torch.empty(shape, dtype=_DTYPES[dtype])
+    count, offset = math.prod(shape), begin + data_offsets[0]
+    return torch.frombuffer(message, dtype=_DTYPES[dtype], count=count, offset=offset).view(shape)

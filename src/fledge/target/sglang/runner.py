@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from fledge.core.errors import BadInput, first_line, nearest
 from fledge.core.head import TargetHead
 from fledge.target.cache.format import DTYPES
-from fledge.target.layers import EAGLE3_AUX_LAYERS, FinalNorm, describe_final_norm, target_depth
+from fledge.target.layers import FinalNorm, describe_final_norm, target_depth
 from fledge.target.packing import Documents, Group
 from fledge.target.runner import EngineEagle3TargetModel
 from fledge.target.sglang.engine import (
@@ -193,11 +193,9 @@ class SGLangTargetRunner:
         *,
         dtype: torch.dtype | str | None = None,
         trust_remote_code: bool = False,
-        num_aux_layers: int = EAGLE3_AUX_LAYERS,
         **sglang_kwargs: Any,
     ) -> "SGLangTargetRunner":
-        """Load a model into SGLang by any name that `fledge.local_model` accepts. `num_aux_layers`
-        is not needed: SGLang can return any number of layers.
+        """Load a model into SGLang by any name that `fledge.local_model` accepts.
 
         `sglang_kwargs` are passed to `ServerArgs` under their own names (`page_size`, `tp_size`,
         `mem_fraction_static`, `attention_backend`, `quantization`, `context_length`, ...).

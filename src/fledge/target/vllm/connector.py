@@ -3,7 +3,7 @@ the states of some layers, and a connector writes those of each request to a fil
 
 Nothing in vLLM is replaced, and no private function is called, so this works with any version that
 has the two. vLLM returns its layers' outputs; final norm, head and embedding come from the model's
-files (`hf.ends`), and the first answer is compared with the token that vLLM itself generates.
+files (`read_ends`), and the first answer is compared with the token that vLLM itself generates.
 
 Layers: vLLM's id i is the residual stream after i layers, so our layer i is its i + 1, and its id n
 (of n layers) is the final norm's input. States come in ascending order, without duplicates.
@@ -17,15 +17,13 @@ finds no match, and so can neither shorten a capture nor return states of other 
 
 import hashlib
 import json
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import count
 from os import PathLike
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,11 +35,10 @@ from fledge.models.resolve import local_model
 from fledge.target.hf.embedding_and_head import read_ends
 from fledge.target.layers import FinalNorm, target_depth
 from fledge.target.vllm import engine as engines
-from fledge.target.vllm.engine import Captured, StatesPlace, discard, take_states
+from fledge.target.vllm.engine import Captured
 from fledge.target.weights import quantisation_method
 
 _CPU_CONNECTOR = "fledge.target.vllm.cpu_connector"
-_WRITTEN_S = 60.0  # how long states may take to appear after their request has finished
 _PROBE_LENGTHS = (8, 3)  # tokens of the rows for the first comparison
 _TOLERANCE = 0.05  # share of the distance from the mean logit to the largest, for rounding only
 
@@ -211,97 +208,3 @@ class ConnectorRunner(ABC):
     def _how_to_match(self) -> str:
         """How vLLM would have to be configured, for error messages."""
         return f"vLLM must capture its layers {self._ids} of this model"
-
-
-class EngineConnectorRunner(ConnectorRunner):
-    """vLLM in this process, one engine at a time. It starts in `set_aux_layers`, with any number of
-    layers."""
-
-    def __init__(
-        self,
-        model: str | PathLike[str],
-        *,
-        dtype: torch.dtype | str | None = None,
-        num_aux_layers: int = 0,
-        trust_remote_code: bool = False,
-        shared_dir: str | PathLike[str] | None = None,
-        device: torch.device | str | None = None,
-        **engine_kwargs: Any,
-    ) -> None:
-        engines.installed_version()
-        engines.check_alone()
-        fixed = {"skip_tokenizer_init": True, "pipeline_parallel_size": 1, "data_parallel_size": 1}
-        arguments = engines.with_fixed(engine_kwargs, fixed)
-        arguments.setdefault("enforce_eager", True)  # prompts of any length, each run once
-        arguments.setdefault("enable_prefix_caching", False)
-        arguments |= {"dtype": engines.vllm_dtype(dtype), "trust_remote_code": trust_remote_code}
-        super().__init__(model, trust_remote_code=trust_remote_code, device=device)
-        self._engine_args = arguments
-        self._place = StatesPlace(None if shared_dir is None else Path(shared_dir))
-        self._engine: Any = None
-        self._running: list[int] = []  # vLLM's ids of the layers that the engine captures
-        self._request_numbers = count()
-
-    def close(self) -> None:
-        self._stop()
-        self._place.remove()
-
-    def _stop(self) -> None:
-        if self._engine is not None:
-            self._engine, self._running = None, []
-            engines.stop()
-
-    def _ensure_running(self, vllm_ids: list[int]) -> None:
-        if self._running == vllm_ids:
-            return
-        self._stop()
-        from vllm.platforms import current_platform
-
-        capture = {
-            "speculative_config": layer_settings(vllm_ids),
-            "kv_transfer_config": connector_settings(
-                self._place.make(), on_cpu=current_platform.is_cpu()
-            ),
-        }
-        arguments = engines.with_fixed(self._engine_args, capture)
-        self._engine = engines.start(self.directory, **arguments)
-        self._running = vllm_ids
-
-    def _longest(self) -> int:
-        return cast(int, self._engine.model_config.max_model_len)
-
-    def _quantization(self) -> str | None:
-        method = self._engine_args.get("quantization")
-        return super()._quantization() if method is None else str(method)
-
-    def _capture(self, rows: Sequence[list[int]]) -> Iterator[Captured]:
-        waiting: dict[str, int] = {}  # request id -> row
-        written: dict[str, tuple[Path, int]] = {}  # request id -> file, next token
-        try:
-            for row, prompt, params in engines.requests(rows):
-                request_id = str(next(self._request_numbers))
-                self._engine.add_request(request_id, prompt, params)
-                waiting[request_id] = row
-            deadline = time.monotonic() + _WRITTEN_S
-            while waiting:
-                for output in self._engine.step():
-                    if output.finished and output.request_id in waiting:
-                        path = Path(output.kv_transfer_params["hidden_states_path"])
-                        written[output.request_id] = path, output.outputs[0].token_ids[0]
-                arrived = []
-                for request_id, (path, next_token) in list(written.items()):
-                    states_NKD = take_states(path, rows[waiting[request_id]])
-                    if states_NKD is not None:
-                        del written[request_id]
-                        arrived.append(Captured(waiting.pop(request_id), states_NKD, next_token))
-                yield from arrived
-                # a request's states are written in a step after the one that finished it
-                if arrived or self._engine.has_unfinished_requests():
-                    deadline = time.monotonic() + _WRITTEN_S
-                elif time.monotonic() > deadline:
-                    raise RuntimeError(f"vLLM wrote no states for {len(waiting)} rows")
-        finally:
-            if waiting:
-                self._engine.abort_request(list(waiting))
-                for path, _ in written.values():
-                    discard(path)

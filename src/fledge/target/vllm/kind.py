@@ -17,9 +17,6 @@ class VllmTarget(EngineTarget):
     backend: Literal["vllm"] = "vllm"
     """vLLM's hidden-state extraction computes the states: the numbers that vLLM will serve."""
 
-    capture: Literal["auto", "connector", "worker"] = "auto"
-    """How states leave vLLM: its own connector, or our worker inside; auto: connector if it can."""
-
     url: Text | None = None
     """Address of a `vllm serve` with the connector, started by others; null: vLLM starts here."""
 
@@ -45,8 +42,6 @@ class VllmTarget(EngineTarget):
             return self
         if self.shared_dir is None:
             raise ValueError("url needs shared_dir, the directory that its server writes states to")
-        if self.capture == "worker":
-            raise ValueError("a server at url is asked through its connector: leave capture out")
         if self.tp_size > 1 or self.memory_fraction is not None or self.engine_args:
             raise ValueError(
                 "tp_size, memory_fraction and engine_args are for a vLLM that starts here: leave "
@@ -64,7 +59,7 @@ class VllmKind(EngineKind[VllmTarget]):
     def own_arguments(self, section: VllmTarget, device: "torch.device") -> dict[str, Any]:
         arguments: dict[str, Any] = {"shared_dir": section.shared_dir, "device": device}
         if section.url is None:
-            return {**arguments, "capture": section.capture}
+            return arguments
         from fledge.target.remote.client import token_from
 
         token = token_from(section.token_env)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fledge.core.errors import BadInput, TargetUnreachable
 from fledge.core.reading import ListOf, Table, Text, Whole, check
-from fledge.target.remote.http import Server, ServerBusy, ServerDown, ServerFault
+from fledge.target.remote.http import Server, ServerFault
 from fledge.target.vllm.connector import ConnectorRunner, serve_flags
 from fledge.target.vllm.engine import Captured, take_states
 
@@ -57,10 +57,8 @@ class ServedRunner(ConnectorRunner):
         url: str,
         shared_dir: str | PathLike[str] | None = None,
         token: str | None = None,
-        ca_file: str | None = None,
         timeout_s: float = 120.0,
         dtype: torch.dtype | str | None = None,
-        num_aux_layers: int = 0,
         trust_remote_code: bool = False,
         device: torch.device | str | None = None,
     ) -> None:
@@ -74,9 +72,7 @@ class ServedRunner(ConnectorRunner):
             )
         super().__init__(model, dtype=dtype, trust_remote_code=trust_remote_code, device=device)
         address = url.rstrip("/").removesuffix("/v1")
-        self._server = Server(
-            address, token=token, ca_file=ca_file, content_type="application/json"
-        )
+        self._server = Server(address, token=token, content_type="application/json")
         self._shared_dir, self._timeout_s = Path(shared_dir), timeout_s
         self._facts: dict[str, Any] = {}  # about the served model
         self._pool = ThreadPoolExecutor(_MAX_IN_FLIGHT, "fledge-vllm-row")
@@ -146,7 +142,7 @@ class ServedRunner(ConnectorRunner):
             left_s = deadline - time.monotonic()
             try:
                 return request(max(left_s, 0.01))
-            except (ServerBusy, ServerDown, ServerFault) as error:
+            except ServerFault as error:
                 if left_s <= _RETRY_EVERY_S or self._closed.wait(_RETRY_EVERY_S):
                     what = f"the vLLM server does not answer ({error})"
                     raise TargetUnreachable(

@@ -172,14 +172,13 @@ class DraftMemory:
 
     trained: int  # parameters
     frozen: int
-    kept: int  # bytes of AdamW's two moments or Muon's one, and of the averaged weights
+    kept: int  # bytes of AdamW's two moments or Muon's one
 
     @classmethod
     def of(cls, draft: nn.Module, training: "TrainingSection") -> "DraftMemory":
         trained = sum(p.numel() for p in draft.parameters() if p.requires_grad)
         muon = trained_by_muon(draft).values() if training.optimizer == "muon" else ()
-        average = 0 if training.ema is None else 4 * trained
-        kept = 8 * trained - 4 * sum(p.numel() for p in muon) + average
+        kept = 8 * trained - 4 * sum(p.numel() for p in muon)
         return cls(trained, sum(p.numel() for p in draft.parameters()) - trained, kept)
 
     @property

@@ -1,4 +1,8 @@
-"""The reference of all recipe fields, generated from the schema: JSON schema and Markdown."""
+"""Prints the Markdown reference of all recipe fields: docs/recipes.md contains it, and a test
+compares them.
+
+    python tools/recipe_reference.py
+"""
 
 import json
 from collections.abc import Iterator
@@ -11,14 +15,8 @@ from fledge.methods.section import LossChoice
 from fledge.recipe.schema import Recipe, recipe_shapes
 
 
-def json_schema() -> dict[str, Any]:
-    """JSON schema for editors: point `# yaml-language-server: $schema=...` at a file with it."""
-    schema: dict[str, Any] = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
-    return schema | Recipe.model_json_schema(by_alias=False)
-
-
 def markdown() -> str:
-    """One table per section and kind; docs/recipes.md contains it, and a test compares them."""
+    """One table per section and kind."""
     return "\n".join(_lines()).rstrip() + "\n"
 
 
@@ -109,3 +107,7 @@ def _plain(text: str | None) -> str:
 def _sentence(text: str | None) -> str:
     sentence = _plain(text).rstrip(".")
     return sentence[:1].lower() + sentence[1:]
+
+
+if __name__ == "__main__":
+    print(markdown(), end="")
