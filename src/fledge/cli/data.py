@@ -121,7 +121,7 @@ def prepare(
     tokens, share = counted(rows.tokens, "token"), rows.supervised / rows.tokens
     ends = counted(rows.truncated, "answer")
     out.print(marked(template, counted(len(rows), "row"), again, tokens, share, ends))
-    _print_drops(rows.drops)
+    out.say(rows.drops.line(most=None) or "no row dropped")
     out.say(f"kept in {rows.directory}", style="dim")
 
 
@@ -201,7 +201,7 @@ def stats(
         print_json(figures)
     else:
         _print_stats(figures)
-        _print_drops(rows.drops)
+        out.say(rows.drops.line(most=None) or "no row dropped")
 
 
 def _print_stats(figures: dict[str, Any]) -> None:
@@ -231,8 +231,3 @@ def _bars(title: str, rows: list[tuple[str, float, str]]) -> None:
     for name, share, label in rows:
         table.add_row(name, Text("█" * round(40 * share), style="green"), label)
     out.print(table)
-
-
-def _print_drops(drops: Any) -> None:
-    for line in drops.lines(most=None) or ["no row dropped"]:
-        out.say(line)

@@ -28,7 +28,6 @@ class PreviewRow:
     pieces: tuple[tuple[str, bool], ...] = ()  # token text, supervised
     truncated: bool = False
     dropped: str = ""
-    notes: tuple[str, ...] = ()
 
     @property
     def supervised(self) -> int:
@@ -36,16 +35,15 @@ class PreviewRow:
 
     def to_json(self) -> dict[str, Any]:
         tokens = [{"text": text, "supervised": flag} for text, flag in self.pieces]
-        facts = {"truncated": self.truncated, "notes": list(self.notes), "tokens": tokens}
+        facts = {"truncated": self.truncated, "tokens": tokens}
         return {"place": self.place, "dropped": self.dropped or None, **facts}
 
     def title(self) -> str:
         if self.dropped:
             return f"{self.place}  dropped: {self.dropped}"
         cut = ", end missing" if self.truncated else ""
-        notes = "".join(f"; {note}" for note in self.notes)
         tokens = counted(len(self.pieces), "token")
-        return f"{self.place}  {tokens}, {self.supervised:,} supervised{cut}{notes}"
+        return f"{self.place}  {tokens}, {self.supervised:,} supervised{cut}"
 
 
 def preview_rows(data: list[str], encoder: Encoder, count: int) -> Iterator[PreviewRow]:
@@ -55,7 +53,7 @@ def preview_rows(data: list[str], encoder: Encoder, count: int) -> Iterator[Prev
         try:
             for text in encoder.texts(raw):
                 row, pieces = encoder.encode_to_show(text, place)
-                yield PreviewRow(place, tuple(pieces), row.truncated, notes=text.notes)
+                yield PreviewRow(place, tuple(pieces), row.truncated)
         except BadRow as bad:
             reason = f"{bad.reason} ({bad.detail})" if bad.detail else bad.reason
             yield PreviewRow(place, dropped=reason)

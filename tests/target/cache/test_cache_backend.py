@@ -219,7 +219,7 @@ def test_a_damaged_document_does_not_affect_its_neighbors(damaged):
     """Rows 3, 4 (damaged) and 5 in one pack: the other two answer as they do without it."""
     directory, rows = damaged
     target = CachedEagle3TargetModel(directory, on_damage="skip")
-    pack = tuple(Piece(i, 0, len(rows[i].input_ids)) for i in (3, 4, 5))
+    pack = tuple(Piece(i, len(rows[i].input_ids)) for i in (3, 4, 5))
     tokens = collate(rows, [pack], 20, pad_id=0)
     packed = target.generate_batch(*tokens.arguments())
     assert packed.loss_mask[0].tolist() == [*[1] * 5, *[0] * 6, *[1] * 6, *[0] * 3]
