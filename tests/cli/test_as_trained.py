@@ -73,20 +73,6 @@ def test_chat_uses_the_trained_depth(place, monkeypatch):
     assert depths == [3, 2]
 
 
-def test_report_measures_with_the_options_and_explains_the_cost(place):
-    options = ["--measure", "--prompts", place / "asked.jsonl", "--live", 1, "--limit", 1]
-    options += ["--max-new-tokens", 6, "--samples", 1, "--device", "cpu"]
-    result = fledge("report", place / "run", *options)
-    evaluation = json.loads((place / "run" / "eval.json").read_text())
-    assert evaluation["answers"] == evaluation["drafts"][0]["live"]["texts"] == 1
-    assert evaluation["answer_tokens"] <= 6
-    assert len(evaluation["drafts"][0]["joint"]) == 3
-    notes = " ".join(result.stderr.split())
-    assert "the target answers 1 prompt with up to 6 tokens each" in notes
-    for option in ("--limit", "--max-new-tokens", "--live"):
-        assert option in notes
-
-
 @pytest.mark.parametrize("verb", ["eval", "chat"])
 def test_an_unsupported_method_is_refused_before_the_target_is_loaded(place, monkeypatch, verb):
     def load(*_, **__):

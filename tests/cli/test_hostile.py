@@ -137,14 +137,11 @@ def test_unwritable_outputs_are_refused(place, monkeypatch, capfd, command, out)
         (f"eval draft {EVAL} --device nowhere", "not a device"),
         (f"eval draft {EVAL} --device meta", "torch sees"),
         (f"eval draft {EVAL} --draft-tokens 1000000000000", "out of memory"),
-        (f"eval draft {EVAL} --draft-tokens {2**63 - 1}", "--draft-tokens"),
-        (f"eval draft {EVAL} --draft-tokens {2**48}", "out of memory"),
         (f"eval draft --target target --prompts half.jsonl {FEW}", "UTF-8"),
         (f"eval directory {EVAL}", "neither a draft"),
         (f"export target {EXPORT}", "tensors missing"),
         (f"export draft {EXPORT} --out .", "current directory"),
         (f"export draft {EXPORT} --out new --target-name \udcff", "not UTF-8"),
-        (f"bench train --shape tiny --device cpu --batch {2**48}", "out of memory"),
         ("diagnose draft --target target --device nowhere", "not a device"),
         ("diagnose draft --target target --dtype nothing", "not a dtype"),
         ("train recipe.yaml trainig.lr=1", "did you mean 'training'?"),
@@ -162,10 +159,6 @@ def test_unwritable_outputs_are_refused(place, monkeypatch, capfd, command, out)
         ("regenerate chats.jsonl --out new.jsonl --url http://[::1", "not an address"),
         ("regenerate chats.jsonl --out new.jsonl --url http://host:99999", "not an address"),
         ("bench http://host:99999", "not an address"),
-        (f"data stats chats.jsonl --model target --pack {10**30}", "--pack"),
-        ("plan recipe.yaml --ranks 2 --gpu-gib inf", "--gpu-gib"),
-        (f"bench decode draft --batch 1 --batch {10**30}", "--batch"),
-        (f"{REGENERATE} --target target --batch {2**63}", "--batch"),
         (
             f"regenerate chats.jsonl --out new.jsonl --target target --max-new-tokens {10**6}",
             "--max-new-tokens: 1,000,000 tokens, but the model takes",
@@ -318,11 +311,3 @@ def test_a_closed_stdout_is_not_an_error(place):
     command = f"{sys.executable} -m fledge.cli.main recipe show {place}/recipe.yaml >&-"
     done = subprocess.run(["bash", "-c", command], capture_output=True)
     assert (done.returncode, done.stderr) == (0, b"")
-
-
-def test_options_and_recipes_count_equally_far():
-    """Written twice, because help pages are shown without pydantic."""
-    from fledge.cli.help import _LARGEST
-    from fledge.core.settings import MOST
-
-    assert _LARGEST == MOST

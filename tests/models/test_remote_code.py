@@ -144,7 +144,6 @@ def test_the_recipe_of_a_run_cannot_give_consent(trained, tmp_path, capsys):
         ["eval", tmp_path / "run", *questions],
         ["export", tmp_path / "run", "--engine", "vllm"],
         ["export", tmp_path / "run", "--engine", "vllm", "--without-target"],
-        ["report", tmp_path / "run", "--measure", *questions],
     ):
         assert refused(capsys, verb(*command)), command
     assert not mark(trained / "strange").exists()

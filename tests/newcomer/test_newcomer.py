@@ -136,11 +136,12 @@ def test_the_first_hour(tmp_path):
     newcomer.fledge(train)
     assert "already finished at step 8" in newcomer.fledge(train)
     newcomer.fledge(f"eval runs/x/best --target smollm2-135m {SHORT} --live 1")
-    newcomer.fledge(f"report runs/x --measure {SHORT} --live 1")
+    newcomer.fledge(f"eval runs/x {SHORT} --live 1 --out runs/x/eval.json")
+    newcomer.fledge("report runs/x")
     assert (newcomer.clone / "runs/x/report.html").stat().st_size > 10_000
     newcomer.fledge(f"export runs/x --engine vllm {SHORT} --shortfall 1")
     newcomer.fledge(f"export runs/x --engine vllm {SHORT} --shortfall 1", code=2)  # it exists
-    chat = newcomer.talk("chat runs/x --max-new-tokens 12", "Hello?", "/help", "/quit")
+    chat = newcomer.talk("chat runs/x --max-new-tokens 12", "Hello?", "/reset", "/quit")
     assert "tokens in" in chat
     newcomer.fledge("train recipes/smollm2_cpu.yaml training.learning_rate=1", code=2)
 

@@ -22,12 +22,14 @@ def run(tmp_path_factory):
     (root / "asked.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FLEDGE_CACHE", str(root / "cache"))
-        result = CliRunner().invoke(
-            app,
-            ["report", str(root / "run"), "--measure", "--prompts", str(root / "asked.jsonl"),
-             "--device", "cpu", "--samples", "3"],
-        )  # fmt: skip
-    assert result.exit_code == 0, result.output
+        measured = root / "run" / "eval.json"
+        for command in (
+            ["eval", root / "run", "--prompts", root / "asked.jsonl", "--device", "cpu",
+             "--samples", 3, "--out", measured],
+            ["report", root / "run"],
+        ):  # fmt: skip
+            result = CliRunner().invoke(app, [*map(str, command)])
+            assert result.exit_code == 0, result.output
     assert "report.html" in result.output
     return root / "run"
 

@@ -114,7 +114,7 @@ def test_a_run_without_measurements(run, page, tmp_path):
     assert result.exit_code == 0, result.output
     page.open(tmp_path / "x.html")
     text = page.text()
-    assert "fledge report RUN --measure" in text
+    assert "fledge eval RUN --out RUN/eval.json" in text
     assert "Held-out acceptance over time" in text
 
 
@@ -170,7 +170,6 @@ def test_a_directory_that_is_not_a_run_is_refused(tmp_path):
     for arguments, complaint in (
         ([tmp_path / "nowhere"], "no such run"),
         ([tmp_path], "no metrics.jsonl"),
-        ([tmp_path, "--measure"], "no metrics.jsonl"),
     ):
         result = CliRunner().invoke(app, ["report", *map(str, arguments)])
         assert isinstance(result.exception, BadInput)

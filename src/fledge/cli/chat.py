@@ -1,7 +1,5 @@
 """`fledge chat`: talk to a target that decodes with a draft; the draft's words are green."""
 
-import re
-import signal
 import sys
 from collections.abc import Callable, Iterator
 from itertools import groupby
@@ -11,7 +9,7 @@ from rich.text import Text
 from typer import Option
 
 from fledge.cli import options as opt
-from fledge.cli.console import err, facts_table, in_color, out, print_json, quiet_libraries
+from fledge.cli.console import err, in_color, out, print_json, quiet_libraries
 from fledge.cli.loading import load_target
 from fledge.core.errors import BadInput
 from fledge.core.terminal import MARKS, marked, visible
@@ -21,12 +19,6 @@ EXAMPLE = "Example: fledge chat runs/my_draft --compare"
 # Accepted at depth 1, 2, ...: the further ahead the token was drafted, the deeper the green.
 SHADES = ("#d9f2e3", "#b5e4cb", "#8bd2b4", "#5fbd9f", "#3aa58d")
 _PROBE_TOKENS = 24  # decoded without the draft, to measure the target's own speed
-_COMMANDS = {
-    "/help": "these lines",
-    "/reset": "start a new conversation",
-    "/quit": "end (or Ctrl-D)",
-    "Ctrl-C": "stop the answer",
-}
 
 
 def chat(
@@ -37,13 +29,9 @@ def chat(
     max_new_tokens: opt.AnswerTokens = 512,
     temperature: opt.Temperature = 0.0,
     seed: opt.Seed = 0,
-    system: Annotated[str, Option(help="A system message.")] = "",
     compare: Annotated[
         bool, Option(help="Decode every answer without the draft too: the same text, slower.")
     ] = False,
-    aux_layers: Annotated[
-        str, Option(help="The layers the draft reads, e.g. 1,14,26; default: its own.")
-    ] = "",
     dtype: Annotated[str, Option(help="float32, bfloat16, ...; default: the run's.")] = "",
     device: opt.DeviceOption = "",
     trust_remote_code: opt.TrustRemoteCode = False,
@@ -52,8 +40,8 @@ def chat(
     """Chat in the terminal: the draft's accepted words in green, speed with and without it.
 
     From a pipe every line is a question: `echo 'Why is the sky blue?' | fledge chat DRAFT`. Answers
-    go to standard output, figures to standard error. /help lists the other commands; Ctrl-C stops
-    an answer, not the chat.
+    go to standard output, figures to standard error. /reset starts a new conversation, /quit ends
+    the chat; Ctrl-C stops an answer.
     """
     from fledge.measure.evaluation import check_fits
     from fledge.training.runs import (
@@ -67,7 +55,7 @@ def chat(
     path = draft_directory(draft)
     check_method(path, method or None)
     with err.waiting("loading the target"):
-        backend = load_target(path, target, aux_layers, dtype, device, trust_remote_code)
+        backend = load_target(path, target, "", dtype, device, trust_remote_code)
         loaded = load_draft_beside(backend, path)
         check_fits(backend, loaded, str(path))
         drafting = {
@@ -77,25 +65,27 @@ def chat(
         }
         sampling = {"temperature": temperature, "seed": seed}
         session = _Chat(backend, loaded, drafting, sampling, max_new_tokens)
-    start = [{"role": "system", "content": system}] if system else []
-    conversation = list(start)
+    conversation: list[dict[str, str]] = []
     for line in _lines():
         if line == "/quit":
             return
         if line == "/reset":
-            conversation = list(start)
-        elif re.fullmatch("/[a-z]+", line):
-            if line not in _COMMANDS:
-                err.say(f"no command {line}", style="yellow")
-            err.print(facts_table(_COMMANDS))
-        else:
-            conversation.append({"role": "user", "content": line})
+            conversation = []
+            continue
+        conversation.append({"role": "user", "content": line})
+        try:
             answer = session.answer(conversation, compare=compare, quiet=as_json)
-            conversation.append({"role": "assistant", "content": answer["text"]})
-            if as_json:
-                print_json(answer, one_line=True)
-            else:
-                err.say(_figures(answer), style="dim")
+        except KeyboardInterrupt:
+            if not sys.stdin.isatty():
+                raise
+            conversation.pop()
+            err.print("\nstopped", style="dim")
+            continue
+        conversation.append({"role": "assistant", "content": answer["text"]})
+        if as_json:
+            print_json(answer, one_line=True)
+        else:
+            err.say(_figures(answer), style="dim")
 
 
 def _lines() -> Iterator[str]:
@@ -103,18 +93,13 @@ def _lines() -> Iterator[str]:
     if not sys.stdin.isatty():
         yield from (line.strip() for line in sys.stdin if line.strip())
         return
-    err.print(f"the draft's words are {how_marked()}; /help lists the commands", style="dim")
+    commands = "/reset starts over, /quit ends the chat, Ctrl-C stops an answer"
+    err.print(f"the draft's words are {how_marked()}; {commands}", style="dim")
     while True:
-        before = signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
             line = err.input(marked("[bold]you[/] › ")).strip()
         except EOFError:
             return
-        except KeyboardInterrupt:  # discards the line, not the chat
-            err.print("\n/quit ends the chat", style="dim")
-            continue
-        finally:
-            signal.signal(signal.SIGINT, before)
         if line:
             yield line
 
@@ -168,48 +153,30 @@ class _Chat:
         rounds, emitted = len(answer.rounds), sum(r.emitted for r in answer.rounds)
         figures = {
             "text": self._tokenizer.decode(answer.token_ids, skip_special_tokens=True),
-            "finish": answer.finish or "interrupt",
+            "finish": answer.finish,
             "tokens": len(answer.token_ids),
             "drafted": sum(r.accepted for r in answer.rounds),
             "rounds": rounds,
             "acceptance_length": emitted / rounds if rounds else None,
             "tokens_per_s": speed,
         }
-        if answer.finish and (compare or self._plain_speed is None):
+        if compare or self._plain_speed is None:
             # without the draft: all of the answer, or once just enough to measure the speed
             stops = self._stops if compare else self._probe
-            plain, speed = self._generate(self._plain, ids, stops, lambda text: None)
-            self._plain_speed = speed if plain.finish else self._plain_speed
-            if plain.finish and compare and self._sampling["temperature"] == 0:
+            plain, self._plain_speed = self._generate(self._plain, ids, stops, lambda text: None)
+            if compare and self._sampling["temperature"] == 0:
                 figures["same_text"] = plain.token_ids == answer.token_ids
         return figures | {"plain_tokens_per_s": self._plain_speed}
 
     def _generate(
         self, decoder: Any, ids: list[int], stops: Any, show: Callable[[Any], None]
     ) -> tuple[Any, float | None]:
-        """The answer, and tokens per second after the prompt's pass, which yields the first token.
-        Ctrl-C ends an answer after the current round: it then has no `finish` and no speed."""
-        from fledge.training.signals import StopSignal
-
-        shown: list[Any] = []
-        with StopSignal(signal.SIGINT) as stop:
-
-            def on_round(rows: list[Any]) -> None:
-                shown[:] = rows
-                show(rows[0])
-                if stop.received and rows[0].finish is None:
-                    raise _Interrupted
-
-            try:
-                [answer] = decoder.generate([ids], stops, **self._sampling, on_round=on_round)
-            except _Interrupted:
-                return shown[0], None
+        """The answer, and tokens per second without the first, which the prompt's pass yields."""
+        [answer] = decoder.generate(
+            [ids], stops, **self._sampling, on_round=lambda rows: show(rows[0])
+        )
         timing = decoder.timing
         return answer, (len(answer.token_ids) - 1) / timing.decode_s if timing.rounds else None
-
-
-class _Interrupted(Exception):  # noqa: N818  (not an error)
-    """The user stopped the answer."""
 
 
 def _write(pieces: list[str], depths: list[int], *, quiet: bool) -> None:
@@ -247,8 +214,6 @@ def _figures(answer: dict[str, Any]) -> str:
         f"{answer['tokens']} tokens in {answer['rounds']} rounds, "
         f"{answer['acceptance_length']:.2f} a round, {answer['drafted']} by the draft"
     )
-    if fast is None:
-        return f"stopped; {counts}"
     parts = [counts, f"{fast:.1f} tokens/s with the draft"]
     if slow:
         parts.append(f"{slow:.1f} without: {fast / slow:.2f}x")

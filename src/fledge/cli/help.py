@@ -5,7 +5,6 @@ Here pages are laid out by click's plain formatter; verbs are listed with their 
 paragraph, and examples can be copied: long ones are broken with backslashes, as a shell expects.
 """
 
-import re
 import textwrap
 from collections.abc import Callable
 from typing import Any
@@ -14,25 +13,10 @@ import typer
 import typer.core
 
 _EXAMPLE = "Example: "
-_LARGEST = 2**48  # number of any option but a seed, as in recipes; sizes made of it fit 64 bits
 
 
 class Verb(typer.core.TyperCommand):
-    """A verb with such a help page, which accepts no numbers beyond `_LARGEST`."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        rest: list[str] = super().parse_args(ctx, args)
-        params: list[Any] = self.params  # Typer's own class or click's, depending on its version
-        for param in params:
-            value = ctx.params.get(param.name) if param.name != "seed" else None
-            for number in value if isinstance(value, list) else (value,):
-                if isinstance(number, int | float) and not number <= _LARGEST:
-                    what = f"{number} is not a number up to {_LARGEST}"
-                    raise typer.BadParameter(what, ctx=ctx, param=param)
-        return rest
-
-    def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        return [_without_braces(piece) for piece in super().collect_usage_pieces(ctx)]
+    """A verb with such a help page."""
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
         _write_examples(self.epilog, formatter)
@@ -81,9 +65,3 @@ def _write_examples(epilog: str | None, formatter: Any) -> None:
                 break_long_words=False, break_on_hyphens=False,
             )  # fmt: skip
             formatter.write("".join(f"{indent}{line} \\\n" for line in lines)[:-3] + "\n")
-
-
-def _without_braces(piece: str) -> str:
-    """Drop the redundant braces and dots of `{RECIPE [section.key=value ...]}...`."""
-    name, dots = re.fullmatch(r"\{?(.*?)\}?(\.\.\.)?", piece).groups()  # type: ignore[union-attr]
-    return name + ("" if dots is None or " " in name else dots)

@@ -4,17 +4,14 @@ Neither this file nor a verb's module level imports torch, so that `--help` is f
 """
 
 import contextlib
-import json
 import logging
 import os
 import signal
 import sys
 import threading
-import time
 import warnings
 from collections.abc import Iterator
 from importlib import import_module
-from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -184,50 +181,13 @@ def _fail_interrupted(argv: list[str] | None, stopped: list[int]) -> NoReturn:
 
 
 def _fail(text: str, code: int) -> NoReturn:
-    """Print one line on stderr (none if help was shown instead) and exit with the code."""
-    line = " ".join(text.split())
-    if line and not _said_by_another(line, stopped=code > 128):
+    """Print one line on stderr (none if help was shown instead) and exit with the code. Under
+    torchrun every rank prints its own: one of them may have failed alone."""
+    if line := " ".join(text.split()):
         errors = Terminal(stderr=True, soft_wrap=True)
         errors.print("fledge: ", style="" if code > 128 else "bold red", end="")
         errors.print(line)
     sys.exit(code)
-
-
-# --- under torchrun ------------------------------------------------------------------------------
-# All ranks read the same recipe and reject it with the same message, so only the first rank of each
-# machine prints it on the terminal. Every rank writes it to torchrun's error file, which torchrun
-# shows rank by rank, so the failure of a single rank is not lost.
-
-_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # set by torchrun for every process that it starts
-
-
-def _said_by_another(line: str, *, stopped: bool) -> bool:
-    """Write the reason to torchrun's error file. True if another process of this machine prints it.
-
-    torchrun stops all processes when one has ended, so the others wait for the first to print.
-    """
-    name = os.environ.get(_ERROR_FILE)
-    first = os.environ.get("LOCAL_RANK", "0") == "0"
-    if not name or stopped:
-        return bool(name) and not first
-    # torchrun shows the call stack
-    extra = {"py_callstack": line, "timestamp": str(int(time.time()))}
-    try:
-        Path(name).parent.mkdir(parents=True, exist_ok=True)
-        Path(name).write_text(json.dumps({"message": {"message": line, "extraInfo": extra}}))
-    except OSError:
-        return False
-    if not first:
-        _wait_for_first_rank()
-    return not first
-
-
-def _wait_for_first_rank() -> None:
-    """Wait until torchrun stops this process because the first one has ended. The process then
-    exits with its own code, because torchrun may show it as the root cause."""
-    stopped = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: stopped.set())
-    stopped.wait(timeout=10.0)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ OUT = ("--out", "--output-dir", "-o")
 RecipeWords = Annotated[
     list[str],
     Argument(
-        metavar="RECIPE [section.key=value ...]",
+        metavar="RECIPE|section.key=value",
         help="A recipe file, then overrides of its values.",
         show_default=False,
     ),

@@ -30,7 +30,7 @@ from fledge.target.hf.model import HFEagle3TargetModel
 
 @dataclass(frozen=True)
 class EvalOptions:
-    """What `fledge eval`, `fledge report --measure` and `fledge.evaluate` let a user choose."""
+    """What `fledge eval` and `fledge.evaluate` let a user choose."""
 
     method: str | None = None  # name of a strategy; None: the one a draft was trained for
     draft_tokens: int | None = None  # per round; None: each draft's own number

@@ -252,7 +252,7 @@ function pays() {
 function acceptance() {
   if (!first) {
     section("Acceptance", "Figures on answers of the target, by category and length, and the token view come from an evaluation.",
-      panel("Not measured yet", null, make("p", { class: "note" }, "run ", make("code", {}, "fledge report RUN --measure"))));
+      panel("Not measured yet", null, make("p", { class: "note" }, "run ", make("code", {}, "fledge eval RUN --out RUN/eval.json"))));
     return;
   }
   const asked = data.evaluation;

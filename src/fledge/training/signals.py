@@ -1,4 +1,4 @@
-"""Signals that end a run early between two steps, or an answer between two rounds."""
+"""Signals that end a run early, between two steps."""
 
 import signal
 import threading
@@ -9,14 +9,13 @@ from typing import Any
 class StopSignal:
     """SIGINT and SIGTERM request a stop after the current step; a second SIGINT stops at once."""
 
-    def __init__(self, *numbers: int) -> None:
+    def __init__(self) -> None:
         self.received = 0
-        self._numbers = numbers or (signal.SIGINT, signal.SIGTERM)
         self._old: dict[int, Any] = {}
 
     def __enter__(self) -> "StopSignal":
         if threading.current_thread() is threading.main_thread():
-            for number in self._numbers:
+            for number in (signal.SIGINT, signal.SIGTERM):
                 self._old[number] = signal.signal(number, self._handle)
         return self
 
