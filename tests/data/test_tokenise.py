@@ -110,7 +110,7 @@ def test_length_limit(smollm2_tokenizer):
 
 
 def test_a_plain_text_is_supervised_from_its_second_token_on(encoder, smollm2_tokenizer):
-    text, row = one_row(encoder, {"text": "The wren is small.\n\nIt sings."})
+    _, row = one_row(encoder, {"text": "The wren is small.\n\nIt sings."})
     ids = smollm2_tokenizer("The wren is small.\n\nIt sings.")["input_ids"]
     assert row.input_ids.tolist() == ids  # as the tokenizer encodes it
     assert row.loss_mask.tolist() == [0] + [1] * (len(ids) - 1)
