@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --quiet --disable-pip-version-check
 READY  := $(VENV)/.ready
 
-.PHONY: help demo test test-slow test-ranks test-cluster test-newcomer test-wheel fuzz docs test-trainers test-vllm test-sglang browser lint format clean
+.PHONY: help demo test test-slow test-ranks test-cluster test-newcomer test-wheel docs test-trainers test-vllm test-sglang browser lint format clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -31,7 +31,7 @@ STAGES := not gpu and not engine and not ranks and not cluster and not newcomer 
 test: $(READY)  ## the tests: under ten minutes on two cores
 	@$(BIN)/python $(PYTEST) -n $(WORKERS) --dist worksteal -m "$(STAGES) and not slow" $(AGAIN)
 
-test-slow: $(READY)  ## those that take long: kills, memory, fuzz, real architectures
+test-slow: $(READY)  ## those that take long: kills, memory, real architectures
 	@$(BIN)/python $(PYTEST) -n $(WORKERS) --dist worksteal -m "$(STAGES) and slow" $(AGAIN)
 
 test-ranks: $(READY)  ## several processes: sharded targets and drafts, long rows, lost ranks
@@ -61,10 +61,6 @@ docs: $(DOCS)/.ready  ## the pages as a site, in site/; a dead link fails
 	@rm -rf build/pages && mkdir -p build/pages/benchmarks
 	@cp -r *.md docs build/pages && cp -r benchmarks/results build/pages/benchmarks
 	@NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict  # not --quiet: it would hear no warning
-
-MINUTES ?= 5
-fuzz: $(READY)  ## spoiled files and messages with new seeds: make fuzz MINUTES=10
-	@FUZZ_MINUTES=$(MINUTES) $(BIN)/python -m pytest -q -s -n0 tests/fuzz
 
 browser:  ## Chromium for the report's tests, where apt may install it; without it they are skipped
 	@command -v chromium >/dev/null || command -v google-chrome >/dev/null || \

@@ -76,7 +76,7 @@ def token_rows(data: str, model: str, max_length: int) -> RowView:
 def job_for(rows: RowView, directory: Path, shape: CacheShape, vocab_size: int) -> CacheJob:
     manifest = {
         "format": FORMAT, "encoding": shape.encoding, "dtype": dtype_name(shape.dtype),
-        "top_k": shape.top_k or None, "supervised_only": False, "shard_size": 256,
+        "top_k": shape.top_k or None, "shard_size": 256,
         "rows": len(rows), "held_out_rows": 0, "hidden_size": shape.hidden_size,
         "vocab_size": vocab_size, "aux_layer_ids": [0, 1, 2], "vocabulary": None,
     }  # fmt: skip

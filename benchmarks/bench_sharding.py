@@ -18,7 +18,7 @@ from transformers import LlamaConfig
 
 from fledge.core.distributed import World, join_world, leave_world
 from fledge.methods.eagle3.draft import LlamaEagle3DraftModel
-from fledge.training.optimizer import make_optimizer
+from fledge.training.optimizer import make_optimizers
 from fledge.training.sharding import backward, local_tensor, shard_draft, whole
 
 MIB = 2**20
@@ -54,7 +54,7 @@ def measure(hidden: int, ranks: int) -> dict[str, float]:
         shard_draft(draft, world, compute_dtype=None)
     weights = dict(draft.named_parameters())
     parameters = [weights[name] for name in trained]
-    optimizer = make_optimizer(parameters, lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
+    [optimizer] = make_optimizers(draft, lr=1e-3)
     begin = time.perf_counter()
     with whole(draft):
         gathered = [p for p in draft.parameters() if p.requires_grad]

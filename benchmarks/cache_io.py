@@ -13,7 +13,7 @@ from fledge.core.claims import Claims
 from fledge.data.rows import RowView
 from fledge.target.base import Eagle3TargetBackend
 from fledge.target.cache.backend import CachedEagle3TargetModel, CachedRows
-from fledge.target.cache.job import CacheJob, check_disk, plan_cache
+from fledge.target.cache.job import CacheJob, plan_cache
 from fledge.target.cache.manifest import CLAIMS
 from fledge.target.cache.precompute import begin_cache, write_shards
 from fledge.training.batches import PackStream
@@ -23,7 +23,6 @@ def write(job: CacheJob, target: Eagle3TargetBackend) -> float:
     """Seconds to fill the shards of a new cache; its directory is removed first."""
     shutil.rmtree(job.directory, ignore_errors=True)
     plan = plan_cache(job)
-    check_disk(job, plan)
     with Claims(job.directory / CLAIMS) as claims:
         begin_cache(job, target, claims)
         begin = time.perf_counter()

@@ -24,11 +24,11 @@ PACKED = {"seq": 16_384, "documents": 250}
 CASES = {
     "EAGLE-3, 8B, 4 x 2048": Case("8b", batch=4),
     "the same, fp8 target, depth_keep 0.7": Case("8b", batch=4, fp8=True, depth_keep=0.7),
-    "the same, second epoch, states in host memory": Case("8b", batch=4, kept="host"),
+    "EAGLE-3, 8B, second epoch, states kept": Case("8b", batch=4, kept=True),
     "EAGLE-3, 8B, 1 x 32,768": Case("8b", seq=32_768),
     "EAGLE-3, 1B, 8 x 2048": Case("1b", batch=8),
     "EAGLE-3, 135M, one pack of 16,384": Case("135m", **PACKED),
-    "the same, second epoch, states on the device": Case("135m", kept="device", **PACKED),
+    "EAGLE-3, 135M, second epoch, states kept": Case("135m", kept=True, **PACKED),
     "P-EAGLE, 8B, 2 x 2048, 8 depths, 4 layers": Case("8b", "peagle", batch=2),
     "DFlash, 8B, 4 x 2048": Case("8b", "dflash", batch=4),
     "DSpark, 8B, 4 x 2048": Case("8b", "dspark", batch=4),

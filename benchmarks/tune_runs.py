@@ -35,7 +35,7 @@ from fledge.measure.replay import Ints, Text, as_pack, packs_of, replay_held_out
 from fledge.recipe.schema import Recipe, load_recipe
 from fledge.target.finite_check import checked_answer
 from fledge.target.kinds import kind_of, target_tokenizer
-from fledge.target.state_cache import KeptStates, RememberingTarget, colocated
+from fledge.target.state_cache import RememberingTarget, colocated
 from fledge.training.batches import StepBatch
 from fledge.training.curves import Curve, curve_of
 from fledge.training.drafts import target_section
@@ -138,7 +138,7 @@ def capture(jobs: Sequence[Job], judges: Judges, limits: Limits, *, on_device: b
     """Run the target over everything that drafts are trained or measured on."""
     recipe = jobs[0].recipe
     device = pick_device(recipe.training.device)
-    with RememberingTarget(_open(jobs, device), KeptStates(2**62)) as target:
+    with RememberingTarget(_open(jobs, device), 2**62) as target:
         pad_id = target_tokenizer(recipe.target).pad_token_id or 0
         train, held_out, _ = prepare_data(recipe)
         sets = {HELD_OUT: packs(held_out, judges.rows, pad_id)}
@@ -209,7 +209,7 @@ class Bench:
     def _target(self) -> RememberingTarget:
         device = pick_device(self._ground.jobs[0].recipe.training.device)
         target, states = _open(self._ground.jobs, device), self._ground.states
-        remembering = RememberingTarget(target, KeptStates())
+        remembering = RememberingTarget(target, 0)
         parts = [torch.split(x, states.lengths) for x in (states.aux_ND, states.hidden_ND)]
         remembering.known = dict(zip(states.keys, zip(*parts, strict=True), strict=True))
         return remembering

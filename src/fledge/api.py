@@ -258,13 +258,9 @@ def _facts(target: "HFEagle3TargetModel") -> dict[str, Any]:
 
 
 def shortest_names(drafts: Sequence[Path]) -> list[str]:
-    """The shortest path suffixes that tell the drafts apart."""
-    parts = [path.absolute().parts for path in drafts]
-    for count in range(1, max(len(path_parts) for path_parts in parts) + 1):
-        labels = ["/".join(path_parts[-count:]) for path_parts in parts]
-        if len(set(labels)) == len(set(parts)):
-            return labels
-    return [str(path) for path in drafts]
+    """The last parts of the drafts' paths, or the whole paths if these do not tell them apart."""
+    names = [path.absolute().name for path in drafts]
+    return names if len(set(names)) == len(drafts) else [str(path) for path in drafts]
 
 
 # --- export -------------------------------------------------------------------------------------

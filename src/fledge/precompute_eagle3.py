@@ -41,7 +41,7 @@ from fledge.recipe.sections import Data
 from fledge.target.cache.format import DTYPES, ENCODINGS, OVER_A_VOCABULARY
 from fledge.target.cache.job import CacheOptions, cache_options
 from fledge.target.cache.manifest import MANIFEST, ensure_free, ensure_resumable, existing_shards
-from fledge.target.cache.precompute import execute
+from fledge.target.cache.precompute import STOPPED, execute
 from fledge.target.hf.kind import HfTarget
 from fledge.target.kinds import spelt_out, target_config
 from fledge.target.layers import EAGLE3_AUX_LAYERS, longest_text
@@ -85,7 +85,6 @@ def _build_parser() -> argparse.ArgumentParser:
     add("--encoding", help=f"{' | '.join(ENCODINGS)} (hidden; topk with --target-probs-topk)")
     topk = "keep the k largest probabilities (encoding topk); 0: all of them (0)"
     add("--target-probs-topk", type=int, default=0, help=topk)
-    add("--supervised-only", action="store_true", help="no supervision at unsupervised tokens")
     layers = "three decoder layers, 1,15,28 or 1 15 28; left out: the default"
     add("--aux-layer-ids", nargs="+", metavar="ID", help=layers)
     dropped = "largest share of rows that may be unusable (0.05)"
@@ -93,7 +92,7 @@ def _build_parser() -> argparse.ArgumentParser:
     order = "order of the rows; none: as in the data (42)"
     add("--shuffle-seed", type=_seed, default=42, metavar="SEED", help=order)
     add("--resume", action="store_true", help="continue the cache in --output-dir")
-    add("--quota-gb", type=float, help="never write more than this; --resume continues")
+    add("--quota-gb", type=float, help="never write more shards than this; --resume continues")
     add("--device", default="auto", help="auto | cpu | cuda | cuda:N (auto)")
     add("--num-workers", type=int, default=0, help="processes that tokenise; 0: one per core")
     add("--trust-remote-code", action="store_true", help="run Python code of the model")
@@ -180,7 +179,6 @@ def _options(args: argparse.Namespace, natural: Callable[[], torch.dtype]) -> Ca
         natural=natural,
         top_k=args.target_probs_topk,
         top_k_flag="--target-probs-topk",
-        supervised_only=args.supervised_only,
         shard_size=args.shard_size,
         batch_size=args.batch_size,
         resume=args.resume,
@@ -275,13 +273,15 @@ def _run(args: argparse.Namespace) -> int:
     device, recipe = pick_device(args.device), _recipe(args)
     options = _options(args, lambda: cache_dtype(recipe, device))
     directory, seed = Path(args.output_dir).expanduser(), args.shuffle_seed
-    job = recipe_job(recipe, directory, options, _Log(), device=device, shuffle_seed=seed)
+    job = recipe_job(recipe, directory, options, _Log(), shuffle_seed=seed)
     load, shown = partial(recipe_target, recipe, device), logger.isEnabledFor(logging.INFO)
     with progress_bar("asking the target") if shown else nullcontext(unwatched) as bar:
         done = execute(job, load, device=device, progress=_Log(bar))
-    if done.complete:
-        logger.info("train with target.backend=cache target.cached_target_path=%s", job.directory)
-    return done.code
+    if not done.complete:
+        logger.info("stopped by the quota; --resume continues")
+        return STOPPED
+    logger.info("train with target.backend=cache target.cached_target_path=%s", job.directory)
+    return 0
 
 
 def _recipe(args: argparse.Namespace) -> Recipe:

@@ -103,7 +103,7 @@ REFUSED = [
     ("report", f"{NAME}{NAME}"),
     ("serve", NAME),
     ("cache", "verify", NAME),
-    ("cache", "convert", NAME, "new"),
+    ("cache", "convert", NAME, "-o", "new"),
     ("regenerate", f"{NAME}.txt", "--out", "new.jsonl", "--target", NAME),
     ("regenerate", "rows.jsonl", "--out", "new.jsonl", "--url", f"http://{NAME}"),
     ("bench", f"http://{NAME}"),

@@ -119,7 +119,7 @@ DIRECTORIES = (
     "import draft --target nowhere --out ",
     "diagnose draft --target nowhere --fix ",
     "precompute recipe.yaml target.model=nowhere --output-dir ",
-    "cache convert nowhere ",
+    "cache convert nowhere --out ",
     "train recipe.yaml target.model=nowhere run.output_dir=",
 )
 UNWRITABLE = [(c, out) for c in FILES for out in ("directory", "chats.jsonl/x", "loop/x")]
@@ -155,7 +155,6 @@ def test_unwritable_outputs_are_refused(place, monkeypatch, capfd, command, out)
         ("train recipe.yaml training.epochs=1e12", "training.epochs"),
         ("train recipe.yaml packing.tokens=1000000000000", "out of memory"),
         ("train recipe.yaml draft.init_from=target", "tensors missing"),
-        ("precompute recipe.yaml -o new --quota-gb inf", "--quota-gb"),
         ("regenerate chats.jsonl --out new.jsonl --url http://[::1", "not an address"),
         ("regenerate chats.jsonl --out new.jsonl --url http://host:99999", "not an address"),
         ("bench http://host:99999", "not an address"),

@@ -6,7 +6,6 @@ import shutil
 
 import pytest
 
-from fledge.target.cache import precompute as capture
 from fledge.training.fit import fit
 from fledge.training.setup import set_up
 from train.tiny import Notes, recipe_for
@@ -100,27 +99,6 @@ def test_a_cache_dtype_that_overflows_is_refused(fledge, recipe_file, tmp_path):
     refused(fledge(*arguments, "--dtype", "float16"), OVERFLOW, "float16 overflows")
     arguments[-1] = tmp_path / "wide"
     assert fledge(*arguments, "--dtype", "bfloat16")[0] == 0
-
-
-@pytest.mark.parametrize("encoding", ["hidden", "hidden-fp8", "probs"])
-def test_verify_and_train_name_the_bad_rows_of_a_cache(
-    fledge, recipe_file, tmp_path, monkeypatch, encoding
-):
-    """A cache made before NaN was checked for: its checksums match, but it is useless."""
-    cache = tmp_path / "cache"
-    monkeypatch.setattr(capture, "row_fault", lambda *_: None)
-    arguments = ["precompute", recipe_file(), "-o", cache, "--encoding", encoding]
-    assert fledge(*arguments)[0] == 0
-    code, out, _ = fledge("cache", "verify", cache, "--json")
-    report = json.loads(out)
-    assert (code, report["damaged"]) == (1, [])
-    assert len(report["not_finite"]) == report["rows"]
-    assert ".jsonl:" in report["not_finite"][0]
-    assert ": layer 2, token 1" in report["not_finite"][0]  # token 0 is a special token
-    assert "not finite (NaN or infinity): row 0" in fledge("cache", "verify", cache)[1]
-    if encoding == "hidden":
-        arguments = ["target.backend=cache", f"target.cached_target_path={cache}"]
-        refused(fledge("train", recipe_file(), "target.model=null", *arguments), OVERFLOW)
 
 
 def test_sampled_answers_are_checked_too(fledge, overflowing_target, tiny_chats, tmp_path):

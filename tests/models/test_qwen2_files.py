@@ -13,6 +13,7 @@ from tiny_gguf import CONTROL, MERGES, USER_DEFINED, tiny_qwen2, vocabulary, wri
 
 from fledge.decode.stops import eos_token_ids
 from fledge.models import embedded
+from fledge.models.gguf import convert
 from fledge.models.resolve import load_model, load_tokenizer
 
 NAME = "qwen2.5-coder-0.5b"
@@ -44,11 +45,9 @@ def real() -> str:
 
 
 @pytest.mark.usefixtures("own_cache")
-def test_biases_head_and_rope_base_are_converted(
-    file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("FLEDGE_GGUF_DTYPE", "float32")
-    model, original = load_model(str(file)), tiny_qwen2()
+def test_biases_head_and_rope_base_are_converted(file: Path, tmp_path: Path) -> None:
+    convert(file, tmp_path / "exact", dtype="float32")
+    model, original = load_model(str(tmp_path / "exact")), tiny_qwen2()
     ids = torch.randint(0, 264, (2, 17), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         torch.testing.assert_close(model(ids).logits, original(ids).logits, rtol=1e-5, atol=1e-6)

@@ -193,7 +193,7 @@ def test_code_in_a_target_cache_needs_consent_too(trained, tmp_path, capsys):
         "data.valid_rows=8", "objective.ttt_steps=2", f"run.output_dir={tmp_path / 'run'}",
     ]  # fmt: skip
     assert refused(capsys, verb("train", *overrides))
-    probs = [cache, tmp_path / "probs", "--encoding", "probs", "--draft-vocab-size", 64]
+    probs = [cache, "-o", tmp_path / "probs", "--encoding", "probs", "--draft-vocab-size", 64]
     assert refused(capsys, verb("cache", "convert", *probs))
     assert not mark(cache).exists()
     assert verb("train", *overrides, "target.trust_remote_code=true") == 0

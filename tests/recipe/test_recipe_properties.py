@@ -125,18 +125,15 @@ def _fit_to_method(recipe: dict[str, dict[str, Any]]) -> None:
     if not method.splits_rows:
         recipe["training"].pop("context", None)
     if any(number > 1 for number in recipe["target"].get("parallel", {}).values()):
-        for key in ("keep_states_gb", "keep_states_host_gb"):
-            recipe["target"].pop(key, None)
+        recipe["target"].pop("keep_states_gb", None)
     if recipe["target"].get("url"):  # an engine that is already running
-        for key in ("capture", "tp_size", "memory_fraction", "engine_args"):
+        for key in ("tp_size", "memory_fraction", "engine_args"):
             recipe["target"].pop(key, None)
         recipe["target"]["shared_dir"] = "states"
     if recipe["objective"].get("weights") == "dpace":
         recipe["objective"].pop("loss", None)
     if recipe["training"].get("optimizer") == "muon":
         recipe["training"].pop("shard", None)
-    if recipe["draft"].get("qk_norm"):
-        recipe["draft"] |= {"attention_bias": False, "mlp_bias": False}
 
 
 def load_text(text: str, *overrides: str) -> Recipe:

@@ -6,20 +6,11 @@ from functools import partial
 import pytest
 import torch
 from contract import assert_same
-from hypothesis import given
-from hypothesis import strategies as st
 
 from fledge.data.pack import collate, pack_rows
 from fledge.data.prepare import prepare_rows
-from fledge.target import state_cache as kept_module
 from fledge.target.hf.model import HFEagle3TargetModel
-from fledge.target.state_cache import KeptStates, Memory, RememberingTarget, copy_all, find_memory
-
-KEPT = {
-    "device": KeptStates(2**30),
-    "host": KeptStates(0, 2**30),
-    "both": KeptStates(20_000, 2**30),
-}
+from fledge.target.state_cache import RememberingTarget
 
 
 class CountingTarget:
@@ -47,9 +38,8 @@ def counting(tiny_target, tiny_chats):
     return CountingTarget(tiny_target, tiny_chats)
 
 
-@pytest.mark.parametrize("place", KEPT)
-def test_a_remembering_target_answers_as_the_target_does(counting, place):
-    remembering = RememberingTarget(counting.target, KEPT[place])
+def test_a_remembering_target_answers_as_the_target_does(counting):
+    remembering = RememberingTarget(counting.target, 2**30)
     for epoch in range(3):
         for batch in counting.packs(epoch):
             actual, expected = remembering.answer(batch), counting.answer(batch)
@@ -61,53 +51,13 @@ def test_a_remembering_target_answers_as_the_target_does(counting, place):
 
 
 def test_without_room_the_target_is_asked_again_and_bad_rows_are_refused(counting):
-    forgetful = RememberingTarget(counting.target, KeptStates())
+    forgetful = RememberingTarget(counting.target, 0)
     batch = next(counting.packs(0))
     for count in (1, 2):
         forgetful.answer(batch)
         assert counting.calls == count
     with pytest.raises(ValueError, match="no token at all"):
         forgetful.answer(replace(batch, attention_mask=torch.zeros_like(batch.attention_mask)))
-
-
-@given(
-    lengths=st.lists(st.integers(1, 12), min_size=1, max_size=30),
-    budgets=st.tuples(st.integers(0, 600), st.integers(0, 600)),
-    block=st.sampled_from([64, 100, 256]),
-)
-def test_stored_tensors_are_intact_and_no_budget_is_exceeded(lengths, budgets, block):
-    """Parts of 4 x 2 and 4 x 1 bytes a row; nothing overlaps, and only a full memory refuses."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kept_module, "_BLOCK", block)
-        memories = [Memory(budgets[0]), Memory(budgets[1], on_host=True)]
-        stored = []
-        for number, length in enumerate(lengths):
-            parts = (torch.full((length, 2), float(number)), torch.full((length, 1), float(number)))
-            room = find_memory(memories, parts)
-            if room is None:
-                assert all(memory._left < 12 * length for memory in memories)
-            else:
-                copy_all(zip(room, parts, strict=True))
-                stored.append((room, parts))
-    for room, parts in stored:
-        assert all(torch.equal(a, b) for a, b in zip(room, parts, strict=True))
-    assert 12 * sum(len(parts[0]) for _, parts in stored) <= sum(budgets)
-
-
-def test_no_more_states_are_kept_once_memory_runs_out(counting, monkeypatch, caplog):
-    """The budget is the user's choice; the machine may have less memory."""
-
-    def refuse(*_):
-        raise RuntimeError("out of memory\nand a trace")
-
-    remembering = RememberingTarget(counting.target, KeptStates(2**30))
-    monkeypatch.setattr(Memory, "_allocate", refuse)
-    for count, batch in enumerate(counting.packs(0), start=1):
-        assert torch.equal(remembering.answer(batch).input_ids, counting.answer(batch).input_ids)
-        assert counting.calls == count
-    assert [record.getMessage() for record in caplog.records] == [
-        "no more states are kept: out of memory"
-    ]
 
 
 class RoundsByPack(CountingTarget):
@@ -126,21 +76,13 @@ class RoundsByPack(CountingTarget):
 ROWS_KEPT = 40_000  # bytes: some of the documents, not all
 
 
-ROOMS = {
-    "all fit": KeptStates(2**30),
-    "some fit": KeptStates(ROWS_KEPT),
-    "on device and host": KeptStates(ROWS_KEPT // 4, ROWS_KEPT // 4),
-    "none fit": KeptStates(),
-}
+ROOMS = {"all fit": 2**30, "some fit": ROWS_KEPT, "none fit": 0}
 
 
 @pytest.mark.parametrize("room", ROOMS.values(), ids=ROOMS)
 @pytest.mark.parametrize("stopped", ["in the first epoch", "between", "in the second"])
-def test_a_resumed_target_answers_as_the_uninterrupted_one(
-    tiny_target, tiny_chats, monkeypatch, room, stopped
-):
+def test_a_resumed_target_answers_as_the_uninterrupted_one(tiny_target, tiny_chats, room, stopped):
     """Bit for bit, although each pack rounds differently and not every document is kept."""
-    monkeypatch.setattr(kept_module, "_BLOCK", 4_000)
     counting = RoundsByPack(tiny_target, tiny_chats)
     epochs = [list(counting.packs(epoch)) for epoch in range(3)]
     packs = [*epochs[0][-2:], *epochs[0], *epochs[1], *epochs[2]]  # held-out ones come first
@@ -156,15 +98,15 @@ def test_a_resumed_target_answers_as_the_uninterrupted_one(
         from_memory = counting.calls == before
         read = batch.doc_remaining > 0 if from_memory else ...  # what a trainer may read
         assert_same(resumed.answer(batch), expected, read)
-    assert whole.known.keys() == {*resumed.known, *resumed._reserved}
-    if room.device_bytes == ROWS_KEPT:
+    assert whole.known.keys() == {*resumed.known, *resumed._lost}
+    if room == ROWS_KEPT:
         assert 0 < len(whole.known) < len(counting.rows)
 
 
 def test_lost_documents_are_recomputed_once_and_only_when_needed(tiny_target, tiny_chats):
     counting = RoundsByPack(tiny_target, tiny_chats)
     first, second = list(counting.packs(0)), list(counting.packs(1))
-    target = RememberingTarget(counting.target, KeptStates(2**30))
+    target = RememberingTarget(counting.target, 2**30)
     target.asked_before(partial(first.__getitem__, index) for index in range(len(first)))
     assert counting.calls == 1  # to learn the shapes
     target.answer(first[3])

@@ -20,7 +20,7 @@ from fledge.training.optimizer import (
     StepGuard,
     clip_gradients,
     learning_rate,
-    make_optimizer,
+    make_optimizers,
 )
 
 
@@ -230,7 +230,7 @@ def test_guard_median_is_the_nanmedian(count):
 
 def test_a_skipped_step_changes_neither_weights_nor_moments():
     weight = torch.nn.Parameter(torch.ones(3, 3))
-    optimizer = make_optimizer([weight], lr=0.1, betas=(0.9, 0.9), eps=1e-8, weight_decay=0.1)
+    [optimizer] = make_optimizers(nn.ParameterList([weight]), lr=0.1, weight_decay=0.1)
     for bad in (0.0, 1.0, 0.0):
         before = weight.clone()
         moments = [v.clone() for s in optimizer.state.values() for v in s.values()]
@@ -258,7 +258,7 @@ def updated(device, limit, *, by_torch):
     torch.manual_seed(0)
     parameters = [nn.Parameter(torch.randn(shape)) for shape in ((7, 5), (3,), (4, 9))]
     parameters = [nn.Parameter(p.detach().to(device)) for p in parameters]
-    optimizer = make_optimizer(parameters, lr=0.1, betas=(0.9, 0.95), eps=1e-3, weight_decay=0.1)
+    [optimizer] = make_optimizers(nn.ParameterList(parameters), lr=0.1, eps=1e-3, weight_decay=0.1)
     for p in parameters[:2]:  # the last one has no gradient
         p.grad = 3 * torch.randn(p.shape).to(device)
     if by_torch:

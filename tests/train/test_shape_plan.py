@@ -12,7 +12,7 @@ from fledge.bench.train_step import DRAFT_VOCAB, SHAPE_FIELDS, SHAPES
 from fledge.cli.console import out
 from fledge.cli.plan import plan
 from fledge.core.errors import BadInput
-from fledge.recipe.schema import load_recipe, shipped_recipe
+from fledge.recipe.schema import load_recipe, recipe_file
 from fledge.training.planning.prediction import predict, sampled_rows, step_memory
 from fledge.training.planning.shape_plan import ShapePlan, TargetShape, draft_without_memory
 from fledge.training.planning.step_cost import DraftMemory, StepMemory, typical_rows
@@ -30,7 +30,7 @@ def planned(name, *overrides):
 
 @pytest.mark.parametrize(("name", "ranks"), [*NOT_RUN.items(), *BLOCKS.items()])
 def test_recipe_headers_match_the_plan(name, ranks):
-    text = shipped_recipe(name).read_text()
+    text = recipe_file(name).read_text()
     [memory] = re.findall(
         r"memory +([\d.]+) GiB a GPU: target ([\d.]+), draft and optimizer ([\d.]+), one step "
         r"(\d+\.\d)", text,

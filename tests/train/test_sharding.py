@@ -7,11 +7,12 @@ import torch
 from fledge.cli.train import run_recipe
 from fledge.core.errors import BadInput
 from fledge.target.cache.job import CacheOptions
+from fledge.target.weights import whole_tensor
 from fledge.training import setup as building
 from fledge.training.fit import fit
 from fledge.training.precompute import recipe_job
 from fledge.training.setup import set_up
-from fledge.training.sharding import local_tensor, whole_tensor
+from fledge.training.sharding import local_tensor
 from fledge.training.step import train_step
 from ranks import run_ranks
 from train.test_fit import PEAGLE, assert_close_drafts

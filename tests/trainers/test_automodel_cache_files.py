@@ -49,7 +49,15 @@ def test_their_loader_reads_our_cache(automodel, flags, tiny_target, tmp_path):
     from nemo_automodel.components.speculative.eagle.target import HFEagle3TargetModel
 
     assert precompute([*flags, "--encoding", "probs", "--aux-layer-ids", "0,1,2"]) == 0
-    arguments = ["cache", "convert", tmp_path / "cache", tmp_path / "out", "--layout", "automodel"]
+    arguments = [
+        "cache",
+        "convert",
+        tmp_path / "cache",
+        "-o",
+        tmp_path / "out",
+        "--layout",
+        "automodel",
+    ]
     with pytest.raises(SystemExit) as stop:
         run([str(word) for word in (*arguments, "--shard-size", 16)])
     assert not stop.value.code

@@ -26,9 +26,9 @@ from fledge.methods.shared.config import derive_draft_config
 from fledge.target.base import InputEmbedding
 from fledge.target.hf.loading import convert_linears
 from fledge.target.hf.model import HFEagle3TargetModel
-from fledge.target.state_cache import KeptStates, RememberingTarget
+from fledge.target.state_cache import RememberingTarget
 from fledge.training.batches import StepBatch
-from fledge.training.optimizer import StepGuard, make_optimizer
+from fledge.training.optimizer import StepGuard, make_optimizers
 from fledge.training.recorded_steps import recorded_steps
 from fledge.training.step import Clock, Parts, train_step
 
@@ -59,7 +59,7 @@ class Case:
     supervised: float = 0.6  # share of the tokens
     depth_keep: float = 1.0
     fp8: bool = False
-    kept: str = ""  # "device", "host": a later epoch, whose states were kept there
+    kept: bool = False  # a later epoch, whose states were kept
     record: bool = True  # steps of small drafts as CUDA graphs
 
 
@@ -128,13 +128,12 @@ def build_parts(case: Case, device: torch.device) -> Parts:
     given = TrainerInputs(ids, mask, target.info().head, _dtype(device))
     objective = method.objective(draft, given, **objective_options(case))
     parameters = [p for p in draft.parameters() if p.requires_grad]
-    optimizer = make_optimizer(parameters, lr=1e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
     recorded = None
     if case.record:
         recorded = recorded_steps(objective, parameters, tokens=case.seq * case.batch)
     return Parts(
-        target, objective, device, World(), Clock(device), parameters, (optimizer,),
-        StepGuard(None, device), 1.0, recorded=recorded,
+        target, objective, device, World(), Clock(device), parameters,
+        make_optimizers(draft, lr=1e-4), StepGuard(None, device), 1.0, recorded=recorded,
     )  # fmt: skip
 
 
@@ -185,8 +184,7 @@ def measure_step(
     parts = build_parts(case, device)
     batches = build_batches(case, warmup + steps)
     if case.kept:  # the target was asked about all of them before
-        limits = KeptStates(2**62) if case.kept == "device" else KeptStates(0, 2**62)
-        parts.target = RememberingTarget(parts.target, limits)
+        parts.target = RememberingTarget(parts.target, 2**62)
         for rows in (rows for batch in batches for rows in batch.micro if rows is not None):
             parts.target.answer(rows)
     built = torch.cuda.memory_allocated() if gpu else 0

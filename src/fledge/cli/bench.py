@@ -65,8 +65,8 @@ def bench_train(
     ] = 1.0,
     fp8: Annotated[bool, Option("--fp8", help="Target in fp8.")] = False,
     kept: Annotated[
-        str, Option(help="Measure a later epoch, whose states are kept: device or host.")
-    ] = "",
+        bool, Option("--kept", help="Measure a later epoch, whose states are kept.")
+    ] = False,
     steps: Annotated[int, Option(min=1, help="Steps measured; the median counts.")] = 5,
     warmup: Annotated[int, Option(min=1, help="Steps before that.")] = 2,
     device: Annotated[str, Option(help="auto, cpu or cuda.")] = "auto",
@@ -83,9 +83,7 @@ def bench_train(
         shape=shape, kind=kind or DEFAULT_METHOD, seq=seq, batch=batch, documents=documents,
         depths=depths, supervised=supervised, depth_keep=depth_keep, fp8=fp8, kept=kept,
     )  # fmt: skip
-    places = ["device", "host"]
-    named = ((shape, list(bench.SHAPES)), (case.kind, list(METHODS)), (kept or places[0], places))
-    for value, known in named:
+    for value, known in ((shape, list(bench.SHAPES)), (case.kind, list(METHODS))):
         if value not in known:
             raise BadInput(f"nothing is named '{value}' here", fix=nearest(value, known))
     with progress_bar(what := f"{case.kind} {shape}") as show:

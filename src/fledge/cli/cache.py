@@ -1,9 +1,8 @@
 """`fledge cache info | verify | convert`: inspect, check and convert an offline cache."""
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Exit, Option
 
@@ -14,6 +13,10 @@ from fledge.cli.loading import recipe_of_words
 from fledge.core.errors import BadInput, nearest
 from fledge.core.files import check_place
 from fledge.core.terminal import counted
+
+if TYPE_CHECKING:
+    from fledge.target.cache.job import CacheJob
+    from fledge.target.cache.precompute import Done
 
 app = Verbs(
     help="Look at an offline cache, check it, convert it.",
@@ -44,7 +47,7 @@ def _facts(directory: Path) -> dict[str, Any]:
     from fledge.target.cache.backend import open_shards
 
     manifest = manifests.read_manifest(directory)
-    shape, existing = manifests.shape_of(manifest), sorted(manifests.existing_shards(directory))
+    existing = sorted(manifests.existing_shards(directory))
     shards = open_shards(directory, manifest, existing)
     tokens = sum(int(shard.lengths.sum()) for shard in shards)
     shard_bytes = sum(shard.path.stat().st_size for shard in shards)
@@ -54,7 +57,6 @@ def _facts(directory: Path) -> dict[str, Any]:
         "layout": manifest.get("layout", "fledge"),
         "encoding": manifest["encoding"],
         "dtype": manifest["dtype"],
-        "supervised_only": shape.compact,
         "rows": manifest["rows"],
         "held_out_rows": manifest["held_out_rows"],
         "shards": len(existing),
@@ -75,7 +77,7 @@ def _facts(directory: Path) -> dict[str, Any]:
 
 @app.command(epilog="Example: fledge cache verify cache")
 def verify(directory: Directory, as_json: opt.OutcomeAsJson = False) -> None:
-    """Read every row, compare its checksum, look for NaN; exit code 1 when one is damaged."""
+    """Read every row and compare its checksum; exit code 1 when one is damaged."""
     from fledge.target.cache.automodel import read_embedding
     from fledge.target.cache.backend import CacheStore
     from fledge.target.cache.manifest import lacks_target, read_target
@@ -85,25 +87,19 @@ def verify(directory: Directory, as_json: opt.OutcomeAsJson = False) -> None:
         read_embedding(store.directory)
     else:
         read_target(store.directory, store.manifest)
-    damaged, not_finite = [], []
+    damaged = []
     with progress_bar("reading") as show:
         for row in range(len(store)):
-            shard, local = store.at(row)
-            if not shard.is_whole(local):
+            if not store.is_whole(row):
                 damaged.append(store.name(row))
-            elif (fault := store.fault(row)) is not None:
-                not_finite.append(f"{store.name(row)}: {fault.layer}, token {fault.token}")
             show("reading", row + 1, len(store), "rows")
     if as_json:
-        print_json({"rows": len(store), "damaged": damaged, "not_finite": not_finite})
+        print_json({"rows": len(store), "damaged": damaged})
     else:
         for name in damaged:
             out.say(f"damaged: {name}", style="red")
-        for name in not_finite:
-            out.say(f"not finite (NaN or infinity): {name}", style="red")
-        summary = f"{len(damaged):,} damaged, {len(not_finite):,} not finite"
-        out.print(f"{counted(len(store), 'row')} read, {summary}")
-    if damaged or not_finite:
+        out.print(f"{counted(len(store), 'row')} read, {len(damaged):,} damaged")
+    if damaged:
         raise Exit(1)
 
 
@@ -113,10 +109,7 @@ def verify(directory: Directory, as_json: opt.OutcomeAsJson = False) -> None:
 )
 def convert(
     source: Directory,
-    new: Annotated[
-        Path | None, Argument(metavar="NEW", help="As --out.", show_default=False)
-    ] = None,
-    output_dir: Annotated[Path | None, Option(*opt.OUT, help="The new cache.")] = None,
+    output_dir: Annotated[Path, Option(*opt.OUT, help="The new cache.")],
     encoding: Annotated[
         str,
         Option(
@@ -135,7 +128,6 @@ def convert(
     model: Annotated[
         str, Option("--target", help="The target, where AutoModel's cache names another place.")
     ] = "",
-    supervised_only: opt.SupervisedOnly = False,
     shard_size: opt.ShardSize = 256,
     resume: opt.Resume = False,
     quota_gb: opt.Quota = None,
@@ -152,10 +144,7 @@ def convert(
         hint = nearest(layout, ["fledge", "automodel"])
         raise BadInput(f"{layout!r} is not a layout", where="--layout", fix=hint)
     quiet_libraries()
-    given = [path for path in (new, output_dir) if path is not None]
-    if len(given) != 1:
-        raise BadInput("one new cache is wanted", where="--out", fix="give a new directory")
-    output_dir = given[0].expanduser()
+    output_dir = output_dir.expanduser()
     check_place(output_dir, directory=True)
     device, name = pick_device("auto"), model or None
     trust: dict[str, Any] = {"trust_remote_code": trust_remote_code}
@@ -168,15 +157,15 @@ def convert(
             encoding = "hidden-fp8"
     chosen = cache_options(
         encoding=encoding, dtype=dtype, natural=lambda: shape.dtype, top_k=top_k,
-        supervised_only=supervised_only, shard_size=shard_size, resume=resume, quota_gb=quota_gb,
+        shard_size=shard_size, resume=resume, quota_gb=quota_gb,
     )  # fmt: skip
     with progress_bar("converting") as progress:
         job = convert_job(
             target, output_dir, chosen, draft_vocab_size=draft_vocab_size, padded=padded,
             model=name, **trust,
         )  # fmt: skip
-        run = partial(execute, job, lambda: target, device=device, progress=progress)
-        run_job(job, run, as_json=as_json)
+        done = execute(job, lambda: target, device=device, progress=progress)
+    show_outcome(job, done, as_json=as_json)
 
 
 EXAMPLE = (
@@ -192,7 +181,6 @@ def precompute(
     dtype: opt.CacheDtype = "auto",
     target_dtype: opt.TargetDtype = "",
     top_k: opt.TopK = None,
-    supervised_only: opt.SupervisedOnly = False,
     shard_size: opt.ShardSize = 256,
     batch_size: Annotated[int, Option(min=1, help="Rows per forward of the target.")] = 4,
     resume: opt.Resume = False,
@@ -218,25 +206,24 @@ def precompute(
     quiet_libraries()
     chosen = cache_options(
         encoding=encoding, dtype=dtype, natural=lambda: cache_dtype(recipe, device), top_k=top_k,
-        supervised_only=supervised_only, shard_size=shard_size, batch_size=batch_size,
-        resume=resume, quota_gb=quota_gb,
+        shard_size=shard_size, batch_size=batch_size, resume=resume, quota_gb=quota_gb,
     )  # fmt: skip
     with progress_bar("preparing data") as progress:
-        job = recipe_job(recipe, output_dir, chosen, progress, device=device)
+        job = recipe_job(recipe, output_dir, chosen, progress)
         load = partial(recipe_target, recipe, device)
-        run = partial(execute, job, load, device=device, progress=progress)
-        run_job(job, run, as_json=as_json)
+        done = execute(job, load, device=device, progress=progress)
+    show_outcome(job, done, as_json=as_json)
 
 
-def run_job(job: Any, run: Callable[[], Any], *, as_json: bool) -> None:
-    """Run a job (as `execute` does), and show its outcome."""
-    done = run()
+def show_outcome(job: "CacheJob", done: "Done", *, as_json: bool) -> None:
+    from fledge.target.cache.precompute import STOPPED
+
     if as_json:
         print_json({
             "directory": str(job.directory),
             "complete": done.complete,
             "rows": len(job.rows),
-            "bytes": done.predicted_bytes,
+            "bytes": done.shard_bytes,
             "shards_written": done.written_shards,
             "shards_reused": done.reused_shards,
         })  # fmt: skip
@@ -245,5 +232,7 @@ def run_job(job: Any, run: Callable[[], Any], *, as_json: bool) -> None:
             f"{counted(len(job.rows), 'row')} in {job.directory}; train with target.backend=cache "
             f"target.cached_target_path={job.directory}"
         )
-    if done.code:
-        raise Exit(done.code)
+    else:
+        out.say("stopped by the quota; --resume continues", style="yellow")
+    if not done.complete:
+        raise Exit(STOPPED)

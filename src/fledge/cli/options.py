@@ -63,9 +63,6 @@ TargetDtype = Annotated[
     str, Option(help="How the target computes: fp32 | bf16 | ...; default: target.dtype.")
 ]
 TopK = Annotated[int | None, Option("--top-k", min=1, help="Probabilities kept (topk).")]
-SupervisedOnly = Annotated[
-    bool, Option("--supervised-only", help="Store supervision for supervised tokens only.")
-]
 ShardSize = Annotated[int, Option(min=1, help="Rows per shard.")]
 Resume = Annotated[bool, Option("--resume", help="Continue an unfinished cache.")]
-Quota = Annotated[float | None, Option("--quota-gb", help="Never write more than this.")]
+Quota = Annotated[float | None, Option("--quota-gb", help="Never write more shards than this.")]

@@ -53,9 +53,9 @@ def copy(
     as_json: Annotated[bool, Option("--json", help="JSON instead of a line.")] = False,
 ) -> None:
     """Copy a recipe that comes with fledge, to change it."""
-    from fledge.recipe.schema import shipped_recipe
+    from fledge.recipe.schema import recipe_file
 
-    source, place = shipped_recipe(name), output or Path(f"{name}.yaml")
+    source, place = recipe_file(name), output or Path(f"{name}.yaml")
     check_place(place)
     if place.exists():
         raise BadInput("a file is here already", where=str(place), fix="--out FILE")
@@ -97,12 +97,7 @@ def check(
     from fledge.recipe.schema import load_recipe
 
     for path in recipes:
-        try:
-            recipe = load_recipe(path)
-        except BadInput as error:
-            if as_json:
-                print_json({"recipe": str(path), "ok": False, "error": str(error)}, one_line=True)
-            raise
+        recipe = load_recipe(path)
         facts = {
             "target": recipe.target.model or recipe.target.backend,
             "backend": recipe.target.backend,

@@ -66,11 +66,8 @@ def run_recipe(recipe: "Recipe", *, as_json: bool = False, begin: float | None =
             )
             training.watch = watcher.doing
             outcome = fit(training, watcher)
-    seconds = time.perf_counter() - begin
-    by_part = {"data": training.data_s, **watcher.spent()}
     measured = {
-        "seconds": seconds,
-        "seconds_by_part": {"start_up": seconds - sum(by_part.values()), **by_part},
+        "seconds": time.perf_counter() - begin,
         "peak_bytes": peak_memory_bytes(training.parts.device),
         "disk_bytes": directory_bytes(training.directory),
     }
@@ -81,27 +78,16 @@ def run_recipe(recipe: "Recipe", *, as_json: bool = False, begin: float | None =
 
 
 class _Watcher:
-    """Shows the progress of a run on a bar that counts steps, and notes how long each part takes;
-    it is the run's observer, too."""
+    """Shows the progress of a run on a bar that counts steps; it is the run's observer, too."""
 
     def __init__(self, progress: Progress, steps: int) -> None:
         self._show, self._step, self._steps, self.note = progress, 0.0, steps, progress.say
         self._figures = ""  # of the last steps
-        self._doing, self._since = "training", time.perf_counter()
-        self._spent = dict.fromkeys(("training", "evaluating", "saving"), 0.0)
 
     def doing(self, what: str, done: float, total: float) -> None:
-        now = time.perf_counter()
-        self._spent[self._doing] += now - self._since
-        self._doing, self._since = what, now
         note = f"{done:.0f} of {total} packs" if what == "evaluating" else self._figures
         self._step = self._step if what == "evaluating" else done
         self._show(what, self._step, self._steps, "steps", note)
-
-    def spent(self) -> dict[str, float]:
-        """Seconds by activity, under the names that a prediction uses; called once, at the end."""
-        self._spent[self._doing] += time.perf_counter() - self._since
-        return dict(zip(("steps", "evaluations", "checkpoints"), self._spent.values(), strict=True))
 
     def logged(self, values: dict[str, Any]) -> None:
         self._figures = (

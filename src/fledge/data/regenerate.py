@@ -351,7 +351,7 @@ class _Job:
 
     def _compare(self, path: Path) -> dict[str, Any]:
         """The record at `path`; that of a job with other settings is refused."""
-        record: dict[str, Any] = read_json(path, what="the record of the job", finite=False)
+        record: dict[str, Any] = read_json(path, what="the record of the job")
         for section, settings in json.loads(json.dumps(self._settings)).items():
             known = record.get(section, {})
             for name, now in settings.items():

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from fledge.core.errors import BadInput, first_line
 from fledge.core.files import atomic_file
-from fledge.core.reading import Number, Table, Text, open_regular, parse_json
+from fledge.core.reading import Number, Table, Text, parse_json
 
 _FACTS = Table({"coverage": Number(0, 1), "rows": Text(), "digest": Text(256)})
 
@@ -83,7 +83,6 @@ class DraftVocabulary:
         from safetensors import SafetensorError, safe_open
 
         what, where = "the draft vocabulary", str(path)
-        open_regular(path, what=what).close()
         try:
             with safe_open(where, framework="numpy") as file:
                 text = file.metadata()["fledge"]

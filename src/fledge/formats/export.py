@@ -103,7 +103,7 @@ def read_export_record(directory: str | Path) -> dict[str, Any]:
     if not path.is_file():
         fix = "make one with `fledge export`"
         raise BadInput(f"no {RECORD_NAME} here", where=str(directory), fix=fix)
-    record: dict[str, Any] = read_json(path, what="the record of the export", finite=False)
+    record: dict[str, Any] = read_json(path, what="the record of the export")
     return record
 
 

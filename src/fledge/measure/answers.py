@@ -188,7 +188,7 @@ def _cached(path: Path, expected: Table, make: Callable[[], Any]) -> tuple[Any, 
     with FileLock(path.with_suffix(".lock")):  # a second command waits, then reads
         if from_cache := path.is_file():
             what, fix = "the file of answers", "remove it: they are made again"
-            value = read_json(path, expected, what=what, fix=fix, max_bytes=1 << 30)
+            value = read_json(path, expected, what=what, fix=fix)
         else:
             value = make()
             with atomic_file(path) as handle:

@@ -1,46 +1,21 @@
 """GGUF files, converted to plain Hugging Face directories: bfloat16 safetensors and a tokenizer.
 
-transformers dequantizes the weights. `$FLEDGE_GGUF_DTYPE=float32` keeps what rounding to bfloat16
-would lose, in twice the space. The tokenizer is built here, from the file's own tables.
+transformers dequantizes the weights. The tokenizer is built here, from the file's own tables.
 """
 
 import contextlib
 import hashlib
 import io
 import json
-import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fledge.core.errors import BadInput, first_line, nearest
+from fledge.core.errors import BadInput, first_line
 from fledge.core.files import write_json
-from fledge.core.reading import Flag, ListOf, Table, Text, Whole, check, open_regular, read_json
-from fledge.models.stored import is_whole, models_root, need_free, phase, stored
+from fledge.models.stored import phase, stored
 
-DTYPE_VARIABLE = "FLEDGE_GGUF_DTYPE"
-_BYTES = {"bfloat16": 2, "float32": 4}  # per weight, by the precision of the output
-_MAX_GROWTH = 2  # limit of model size / size of the file's tensors: tied tables become two
-_TOKEN_ID = Whole(0, 2**32)
-_MOST_TOKENS = 2**24
 _TOKENIZER = "tokenizer.ggml"
-# The metadata that this module reads.
-_FIELDS = Table(
-    {"general.architecture": Text(64)},
-    optional={
-        **dict.fromkeys((f"{_TOKENIZER}.model", f"{_TOKENIZER}.pre"), Text(64)),
-        f"{_TOKENIZER}.tokens": ListOf(Text(), most=_MOST_TOKENS),
-        f"{_TOKENIZER}.merges": ListOf(Text(), most=_MOST_TOKENS),
-        f"{_TOKENIZER}.token_type": ListOf(Whole(0, 2**31), most=_MOST_TOKENS),
-        f"{_TOKENIZER}.add_bos_token": Flag(),
-        "tokenizer.chat_template": Text(2**24),
-        **{
-            f"{_TOKENIZER}.{name}_token_id": _TOKEN_ID
-            for name in ("bos", "eos", "padding", "unknown")
-        },
-    },
-)
 
 
 def is_gguf(path: Path) -> bool:
@@ -50,49 +25,23 @@ def is_gguf(path: Path) -> bool:
         return handle.read(4) == b"GGUF"
 
 
-def directory_name(sha256: str, dtype: str = "float32") -> str:
+def directory_name(key: str, dtype: str = "float32") -> str:
     """Name of the converted directory. v2 is the version of this conversion: raise it when the
     output changes."""
-    return f"gguf-v2-{sha256}" + ("" if dtype == "float32" else f"-{dtype}")
+    return f"gguf-v2-{key}" + ("" if dtype == "float32" else f"-{dtype}")
 
 
 def converted_directory(path: Path) -> Path:
-    """The converted directory of a GGUF file, created on first use and keyed by its contents."""
+    """The converted directory of a GGUF file, created on first use."""
     if not path.is_file():
         fix = "check the path; relative paths start at the current directory"
         raise BadInput("no such file", where=str(path), fix=fix)
     if not is_gguf(path):
         raise BadInput("not a GGUF file (it does not start with GGUF)", where=str(path))
-    sha256 = _cached_sha256(path)
-    dtype = os.environ.get(DTYPE_VARIABLE)
-    if not dtype:  # reuse an existing float32 conversion: a run may depend on it
-        dtype = "float32" if is_whole(models_root() / directory_name(sha256)) else "bfloat16"
-    if dtype not in _BYTES:
-        fix = nearest(dtype, list(_BYTES))
-        raise BadInput(f"'{dtype}' is not a precision", where=DTYPE_VARIABLE, fix=fix)
-    source = {"name": path.name, "source": str(path.resolve()), "sha256": sha256}
-
-    def make(directory: Path) -> None:
-        convert(path, directory, name=path.name, dtype=dtype)
-
-    return stored(directory_name(sha256, dtype), make, source=source)
-
-
-def _cached_sha256(path: Path) -> str:
-    """The hash of the file, cached by path, size and time: large files are read only once."""
-    stat, location = path.stat(), str(path.resolve())
-    state = [location, stat.st_size, stat.st_mtime_ns, stat.st_ino]
-    key = hashlib.sha256(location.encode()).hexdigest()[:24]
-    file = models_root() / "hashes" / f"{key}.json"
-    with contextlib.suppress(BadInput):  # missing or unreadable
-        cached = read_json(file, Table({"sha256": Text(64)}))
-        if cached.get("state") == state:
-            return str(cached["sha256"])
-    with path.open("rb") as handle:
-        sha256 = hashlib.file_digest(handle, "sha256").hexdigest()
-    with contextlib.suppress(OSError):  # not essential: real cache problems show up later
-        write_json(file, {"state": state, "sha256": sha256})
-    return sha256
+    source, stat = path.resolve(), path.stat()
+    state = f"{source}:{stat.st_size}:{stat.st_mtime_ns}"
+    name = directory_name(hashlib.sha256(state.encode()).hexdigest()[:24], "bfloat16")
+    return stored(name, lambda directory: convert(path, directory), source=str(source))
 
 
 def repositories(path: Path) -> list[str]:
@@ -104,28 +53,18 @@ def repositories(path: Path) -> list[str]:
     return ["/".join(url.rstrip("/").split("/")[-2:]) for url in urls]
 
 
-def convert(path: Path, directory: Path, *, name: str, dtype: str) -> None:
+def convert(path: Path, directory: Path, *, dtype: str = "bfloat16") -> None:
     """Write `path` as a Hugging Face directory; the caller makes the result appear atomically."""
-    with _readable(path):
-        facts = read_facts(path)
-        _check_sizes(path, facts)
-    n_bytes = _BYTES[dtype] * facts.n_parameters
-    need_free(n_bytes, what=f"converting {name}")
-    sizes = f"{_size(path.stat().st_size)} to {_size(n_bytes)} of {dtype} safetensors"
     # The bars of the libraries would disrupt our line.
     with (
-        phase(f"{name}: converting {sizes} (once)"),
+        phase(f"{path.name}: converting to {dtype} safetensors (once)"),
         _readable(path),
         contextlib.redirect_stderr(io.StringIO()),
     ):
-        tokenizer = make_tokenizer(path, facts)
+        tokenizer = make_tokenizer(path, read_facts(path))
         tokenizer.save_pretrained(directory)
         _save_model(path, directory, tokenizer, dtype)
         _make_portable(directory)
-
-
-def _size(n_bytes: int) -> str:
-    return f"{n_bytes / 1e9:.1f} GB" if n_bytes >= 1e9 else f"{max(1, round(n_bytes / 1e6))} MB"
 
 
 @contextlib.contextmanager
@@ -142,72 +81,12 @@ def _readable(path: Path) -> Iterator[None]:
         raise BadInput(what, where=str(path), fix=fix) from error
 
 
-# --- metadata -------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Facts:
+def read_facts(path: Path) -> dict[str, Any]:
     """The file's metadata."""
-
-    fields: dict[str, Any]
-    n_parameters: int
-    blocks: int  # number of layers that have tensors
-
-    def get(self, key: str, default: Any = None) -> Any:
-        return self.fields.get(key, default)
-
-    def token(self, key: str) -> str | None:
-        """The text of a special token, which the file stores by id."""
-        index = self.get(f"{_TOKENIZER}.{key}_token_id")
-        tokens = self.get(f"{_TOKENIZER}.tokens", [])
-        return tokens[index] if index is not None and index < len(tokens) else None
-
-
-def read_facts(path: Path) -> Facts:
-    reader = _open(path)
-    keys = (key for key in reader.fields if not key.startswith("GGUF."))
-    fields = {key: reader.fields[key].contents() for key in keys}
-    check(fields, _FIELDS, where=str(path), what="its metadata")
-    names = (tensor.name.split(".") for tensor in reader.tensors)
-    blocks = {parts[1] for parts in names if parts[0] == "blk" and len(parts) > 1}
-    return Facts(fields, sum(int(tensor.n_elements) for tensor in reader.tensors), len(blocks))
-
-
-def _open(path: Path) -> Any:
-    """The file in gguf's reader, with what that does not check: beyond the end of the file it reads
-    empty values, an array of 2^60 of them for ever, and tensors may lie upon each other. Any damage
-    is some kind of exception."""
     from gguf import GGUFReader
 
-    class Reader(GGUFReader):  # type: ignore[misc]  # a library without types
-        def _get(self, offset: int, dtype: Any, count: Any = 1, *order: Any, **more: Any) -> Any:
-            end = int(offset) + int(count) * dtype().itemsize
-            if end > len(self.data):
-                raise ValueError(f"its header says {end:,} bytes, it has {len(self.data):,}")
-            return super()._get(offset, dtype, count, *order, **more)
-
-    open_regular(path).close()
-    reader = Reader(path)
-    if sum(int(tensor.n_bytes) for tensor in reader.tensors) > len(reader.data):
-        raise ValueError("its tensors overlap")
-    return reader
-
-
-def _check_sizes(path: Path, facts: Facts) -> None:
-    """Refuse metadata that describe a far larger model than the file's tensors, before memory is
-    allocated for it: the model is built on the meta device."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    fields = Table({f"{facts.get('general.architecture')}.block_count": Whole(1, facts.blocks)})
-    check(facts.fields, fields, where=str(path), what="its metadata")
-    config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    described = sum(tensor.numel() for tensor in (*model.parameters(), *model.buffers()))
-    if described > _MAX_GROWTH * facts.n_parameters + 2**20:
-        what = f"its metadata describe {described:,} numbers, it holds {facts.n_parameters:,}"
-        raise BadInput(what, where=str(path), fix="the file is damaged: fetch it again")
+    fields = GGUFReader(path).fields
+    return {key: fields[key].contents() for key in fields if not key.startswith("GGUF.")}
 
 
 # --- weights --------------------------------------------------------------------------------------
@@ -290,19 +169,19 @@ _SPLIT_PATTERN = (
 )
 
 
-def make_tokenizer(path: Path, facts: Facts) -> Any:
+def make_tokenizer(path: Path, facts: dict[str, Any]) -> Any:
     """A fast tokenizer with the special tokens and the chat template of the file."""
     from tokenizers import processors
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    if facts.get("tokenizer.ggml.model") == "gpt2":
+    if facts.get(f"{_TOKENIZER}.model") == "gpt2":
         backend = _byte_level_bpe(path, facts)
     else:  # SentencePiece families: the conversion in transformers keeps their rules
         backend = AutoTokenizer.from_pretrained(
             path.parent, gguf_file=path.name, trust_remote_code=False
         ).backend_tokenizer
-    bos = facts.token("bos")
-    if facts.get("tokenizer.ggml.add_bos_token") and bos is not None:
+    bos = _special_token(facts, "bos")
+    if facts.get(f"{_TOKENIZER}.add_bos_token") and bos is not None:
         backend.post_processor = processors.TemplateProcessing(
             single=f"{bos} $A",
             pair=f"{bos} $A {bos} $B:1",
@@ -310,9 +189,9 @@ def make_tokenizer(path: Path, facts: Facts) -> Any:
         )
     special = {
         "bos_token": bos,
-        "eos_token": facts.token("eos"),
-        "pad_token": facts.token("padding") or facts.token("eos"),
-        "unk_token": facts.token("unknown"),
+        "eos_token": _special_token(facts, "eos"),
+        "pad_token": _special_token(facts, "padding") or _special_token(facts, "eos"),
+        "unk_token": _special_token(facts, "unknown"),
     }
     architecture = facts.get("general.architecture", "")
     return PreTrainedTokenizerFast(
@@ -324,11 +203,17 @@ def make_tokenizer(path: Path, facts: Facts) -> Any:
     )
 
 
-def _byte_level_bpe(path: Path, facts: Facts) -> Any:
+def _special_token(facts: dict[str, Any], name: str) -> str | None:
+    """The text of a special token, which the file stores by id."""
+    index = facts.get(f"{_TOKENIZER}.{name}_token_id")
+    return None if index is None else str(facts[f"{_TOKENIZER}.tokens"][index])
+
+
+def _byte_level_bpe(path: Path, facts: dict[str, Any]) -> Any:
     from tokenizers import AddedToken, Tokenizer, decoders, normalizers
     from tokenizers.models import BPE
 
-    pre = facts.get("tokenizer.ggml.pre", "gpt-2")
+    pre = facts.get(f"{_TOKENIZER}.pre", "gpt-2")
     rule = _PRE_TOKENIZER.get(pre)
     if rule is None:
         raise BadInput(
@@ -336,15 +221,15 @@ def _byte_level_bpe(path: Path, facts: Facts) -> Any:
             where=str(path),
             fix="use the model's Hugging Face directory or hub id instead",
         )
-    tokens: list[str] = facts.get("tokenizer.ggml.tokens")
-    merges = [tuple(merge.split(" ", 1)) for merge in facts.get("tokenizer.ggml.merges")]
+    tokens: list[str] = facts[f"{_TOKENIZER}.tokens"]
+    merges = [tuple(merge.split(" ", 1)) for merge in facts[f"{_TOKENIZER}.merges"]]
     vocabulary = {token: index for index, token in enumerate(tokens)}
     tokenizer = Tokenizer(BPE(vocabulary, merges, ignore_merges=rule == "llama3"))
     tokenizer.pre_tokenizer = _pre_tokenizer(rule)
     tokenizer.decoder = decoders.ByteLevel()
     if rule == "qwen2":
         tokenizer.normalizer = normalizers.NFC()
-    kinds = facts.get("tokenizer.ggml.token_type", [])
+    kinds = facts.get(f"{_TOKENIZER}.token_type", [])
     pairs = list(zip(tokens, kinds, strict=False))
     tokenizer.add_special_tokens(
         [AddedToken(token, normalized=False, special=True) for token, k in pairs if k == _CONTROL]

@@ -9,26 +9,17 @@ import contextlib
 import os
 import re
 from collections.abc import Iterator
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fledge.core.errors import BadInput, UntrustedCode, broken_files, first_line, nearest
-from fledge.core.reading import Expected, FileName, MapOf, Maybe, Table, Text, Whole, read_json
-from fledge.core.terminal import counted
+from fledge.core.reading import MapOf, Table, Text, read_json
 from fledge.models import embedded, gguf
 
 if TYPE_CHECKING:
     import torch
 
 _HUB_ID = re.compile(r"(?P<id>[A-Za-z0-9][\w.-]*/[\w.-]+)(@(?P<revision>[\w./-]+))?")
-
-# Numbers from which transformers builds lists or modules before it reads any weights.
-_COUNTS: dict[str, Expected] = {
-    "num_labels": Maybe(Whole(0, 2**20)),
-    **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer"), Maybe(Whole(0, 2**12))),
-}
-_CONFIG = Table(optional={**_COUNTS, "text_config": Maybe(Table(optional=_COUNTS))})
 
 
 def local_model(name: str, *, weights: bool = True) -> Path:
@@ -119,11 +110,8 @@ def load_model(
 
 
 def _checked_directory(path: Path, name: str) -> Path:
-    for file in path.iterdir():
-        if file.is_fifo() or file.is_socket() or file.is_char_device() or file.is_block_device():
-            raise BadInput("a pipe or a device, not a file of a model", where=str(file))
     if (config := path / "config.json").is_file():
-        read_json(config, _CONFIG, what="the model's config", fix="is it a model?", finite=False)
+        read_json(config, what="the model's config", fix="is it a model?")
         return path.resolve()
     files = sorted(path.glob("*.gguf"))
     fix = f"name the file itself: {files[0]}" if files else "it must hold a Hugging Face model"
@@ -131,15 +119,9 @@ def _checked_directory(path: Path, name: str) -> Path:
 
 
 def _name_hint(name: str) -> str:
-    names = sorted(embedded.MODELS)
-    if not re.fullmatch(r"[\w.-]+", name):
-        return (
-            f"give a directory, a .gguf file, an embedded name ({names[-1]}) or a hub id (org/name)"
-        )
-    hint = nearest(name, names)  # a mistyped embedded name, or a bare hub name
-    if hint.startswith("did you mean"):
-        return f"{hint} (hub ids are written org/name)"
-    return f"embedded models: {', '.join(names)}; hub ids are written org/name"
+    """What to give instead; a bare name may be a mistyped embedded one."""
+    forms = "give a directory, a .gguf file, an embedded name or a hub id (org/name)"
+    return forms if "/" in name else f"{nearest(name, sorted(embedded.MODELS))} {forms}"
 
 
 def wants_trust(error: Exception) -> bool:
@@ -173,6 +155,7 @@ def _snapshot(repo: str, *, revision: str | None = None, weights: bool = True) -
     huggingface_hub keeps it in its own cache, checks the hub for updates, and falls back to the
     local files if the hub cannot be reached, so what was fetched once works offline.
     """
+    import httpx
     from huggingface_hub import errors, snapshot_download
 
     name = repo if revision is None else f"{repo}@{revision}"
@@ -180,41 +163,21 @@ def _snapshot(repo: str, *, revision: str | None = None, weights: bool = True) -
     try:
         try:
             local = snapshot_download(repo, revision=revision, **options)
-        except _connection_errors():  # the library does not fall back for a commit hash
+        except (ConnectionError, TimeoutError, httpx.TransportError):
+            # the library itself does not fall back for a commit hash
             local = snapshot_download(repo, revision=revision, local_files_only=True, **options)
     except errors.LocalEntryNotFoundError as error:
         raise _offline(name, "it is not on the disk, and the hub cannot be reached") from error
+    except errors.GatedRepoError as error:
+        fix = "accept its license on the hub, then log in with 'hf auth login' or set HF_TOKEN"
+        raise BadInput(f"'{name}' is gated", where="model", fix=fix) from error
     except (errors.HfHubHTTPError, errors.HFValidationError) as error:
-        faults: dict[type[Exception], tuple[str, str]] = {
-            errors.GatedRepoError: (
-                f"'{name}' is gated",
-                "accept its license on the hub, then log in with 'hf auth login' or set HF_TOKEN",
-            ),
-            errors.RevisionNotFoundError: (
-                f"'{repo}' has no revision '{revision}'",
-                "check the part after the @",
-            ),
-            errors.RepositoryNotFoundError: (
-                f"no '{repo}' on the hub",
-                "check the spelling; for a private one set HF_TOKEN; local paths may start with ./",
-            ),
-            errors.HFValidationError: (f"'{name}' is not a hub id", first_line(error)),
-            errors.HfHubHTTPError: (f"the hub failed on '{name}'", first_line(error)),
-        }
-        what, fix = next(faults[kind] for kind in faults if isinstance(error, kind))
+        what = f"the hub has no '{name}', or failed ({first_line(error)})"
+        fix = "check the spelling; for a private model set HF_TOKEN"
         raise BadInput(what, where="model", fix=fix) from error
     directory = Path(local)
     _check_snapshot(directory, name, weights=weights)
     return directory
-
-
-def _connection_errors() -> tuple[type[Exception], ...]:
-    """Exceptions of a missing network; huggingface_hub 1 uses httpx, 0.x requests."""
-    kinds: list[type[Exception]] = [ConnectionError, TimeoutError]
-    for library, name in (("httpx", "TransportError"), ("requests", "ConnectionError")):
-        with contextlib.suppress(ImportError):
-            kinds.append(getattr(import_module(library), name))
-    return tuple(kinds)
 
 
 def _offline(name: str, reason: str) -> BadInput:
@@ -233,13 +196,10 @@ def _check_snapshot(directory: Path, name: str, *, weights: bool) -> None:
         return
     index = directory / "model.safetensors.index.json"
     if index.is_file():
-        kind = Table({"weight_map": MapOf(FileName(), keys=Text())})
-        contents = read_json(index, kind, what="the index of the weights", max_bytes=1 << 28)
+        kind = Table({"weight_map": MapOf(Text())})
+        contents = read_json(index, kind, what="the index of the weights")
         needed = sorted(set(contents["weight_map"].values()))
     else:
         needed = [file.name for file in directory.glob("*.safetensors")] or ["model.safetensors"]
-    missing = [file for file in needed if not (directory / file).is_file()]
-    if missing:
-        files = counted(len(missing), "weight file is", "weight files are")
-        reason = f"{files} missing, the first is {missing[0]}"
-        raise _offline(name, reason)
+    if missing := [file for file in needed if not (directory / file).is_file()]:
+        raise _offline(name, f"the weight file {missing[0]} is missing")

@@ -13,7 +13,6 @@ from safetensors import safe_open
 from torch import Tensor
 
 from fledge.core.errors import BadInput, first_line
-from fledge.core.reading import open_regular
 
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
 _HEADS = ("lm_head.weight", "embed_out.weight", "output.weight")
@@ -36,7 +35,6 @@ def read_tensors(
     """The tensors whose names `wanted` accepts, by name."""
     tensors: dict[str, Tensor] = {}
     for path in weight_files(directory):
-        open_regular(path).close()
         try:
             tensors |= _tensors_of(path, wanted)
         except MemoryError:

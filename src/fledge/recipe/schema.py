@@ -213,15 +213,6 @@ def shipped_recipes() -> dict[str, Path]:
     return {path.stem: path for path in sorted(_HOME.glob("*.yaml"))}
 
 
-def shipped_recipe(name: str) -> Path:
-    """The file of a shipped recipe."""
-    shipped = shipped_recipes()
-    if name not in shipped:
-        fix = f"{nearest(name, list(shipped))} (`fledge recipe list`)"
-        raise BadInput(f"no recipe of that name comes with fledge: '{name}'", fix=fix)
-    return shipped[name]
-
-
 def recipe_file(path: str | os.PathLike[str]) -> Path:
     """The file of a recipe that a user names: a path, or else the name of a shipped recipe. A
     directory of that name (a run, for example) does not hide it."""

@@ -109,10 +109,6 @@ class Draft(Section):
     others); its vocabulary map is kept."""
 
 
-def _as_pair(value: Any) -> Any:
-    return value.split(",") if isinstance(value, str) else value
-
-
 class Training(Section):
     """The optimizer and its schedule."""
 
@@ -123,7 +119,7 @@ class Training(Section):
     """muon: Muon for the matrices of the layers and fc, with steps as large as AdamW's, which
     updates the rest. Not with shard."""
 
-    betas: Annotated[tuple[ShareBelowOne, ShareBelowOne], BeforeValidator(_as_pair)] = (0.9, 0.95)
+    betas: tuple[ShareBelowOne, ShareBelowOne] = (0.9, 0.95)
     """AdamW's two decay rates."""
 
     eps: Positive = 1e-8

@@ -30,7 +30,6 @@ from fledge.training.limits import limits_of
 EVALUATION_NAME = "eval.json"
 MOST_POINTS = 600  # of a curve: more than a screen can show
 _EVALUATION = Table({"drafts": ListOf(Table(), most=4096)}, optional={"target": Maybe(Table())})
-_MOST_BYTES = 1 << 28  # of measured answers, token by token
 
 
 def gather(run: Path, evaluation: Path | None = None) -> dict[str, Any]:
@@ -67,7 +66,7 @@ def _recipe(path: Path) -> dict[str, Any]:
 def _evaluation(path: Path) -> Any:
     fix = "give the figures of `fledge eval --out`"
     what = "the file of figures"
-    return read_json(path, _EVALUATION, what=what, fix=fix, max_bytes=_MOST_BYTES, finite=False)
+    return read_json(path, _EVALUATION, what=what, fix=fix)
 
 
 def _forecast(run: Path, evaluation: Path | None) -> dict[str, Any] | None:

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     import torch
 
     from fledge.target.base import Eagle3TargetBackend
-    from fledge.target.state_cache import KeptStates
 
 
 _DTYPE_ALIASES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "float8": "fp8"}
@@ -128,11 +127,9 @@ class TargetKind(ABC, Generic[SectionT]):
         name; yields the environment variables by which the ranks find it."""
         return nullcontext({})
 
-    def kept_states(self, section: SectionT) -> "KeptStates":
+    def kept_bytes(self, section: SectionT) -> int:
         """Memory for answers that later epochs reuse instead of asking again."""
-        from fledge.target.state_cache import KeptStates
-
-        return KeptStates()
+        return 0
 
 
 class LoadedTarget(TargetSection):

@@ -2,8 +2,7 @@
 
     run/
       checkpoints/step-00000500/   config.json, model.safetensors   the draft itself
-                                   training.safetensors             moments, guard, sums, RNG
-                                   shard-*.safetensors              a sharded run's moments
+                                   training.safetensors             moments, guard, sums
                                    state.json                       step, fingerprints, checksums
       best -> checkpoints/step-... the checkpoint with the best measured acceptance
 
@@ -25,7 +24,6 @@ from torch import Tensor
 from fledge.core.errors import BadInput
 from fledge.core.files import fsync_path, save_tensors, write_json
 from fledge.core.reading import (
-    FileName,
     MapOf,
     Table,
     Text,
@@ -37,16 +35,16 @@ from fledge.core.reading import (
 from fledge.data.tokenise import checksum
 from fledge.methods.shared.files import CONFIG_NAME, WEIGHTS_NAME
 from fledge.training.optimizer import state_like
+from fledge.training.sharding import sharded_like
 
 TRAINING_NAME = "training.safetensors"
 STATE_NAME = "state.json"
 STEPS = "steps"  # key in state.json: the run's planned length when the checkpoint was saved
 PACKS = "packs_per_step"  # key in state.json: packs per step over all ranks
 _LINK = ".best.tmp"  # temporary name of the `best` link
-_SHARE = "shard-"  # file name prefix of the ranks' shares
 _NEEDED = (CONFIG_NAME, WEIGHTS_NAME, TRAINING_NAME)
 _STATE = Table({"step": Whole()})  # of any trained draft
-_CHECKPOINT = Table({"fingerprints": MapOf(Text()), "checksums": MapOf(Whole(), keys=FileName())})
+_CHECKPOINT = Table({"fingerprints": MapOf(Text()), "checksums": MapOf(Whole())})
 
 
 @dataclass(frozen=True)
@@ -66,15 +64,9 @@ class Checkpoint:
         last = self.state.get("last") or {"step": self.step}  # no held-out rows: never evaluated
         return bool(self.state.get(STEPS) == self.step == last["step"])
 
-    @property
-    def is_sharded(self) -> bool:
-        """Whether its optimizer moments are split over several files, one per rank."""
-        return any(name.startswith(_SHARE) for name in self.state["checksums"])
-
-    def tensors(self, *, but: tuple[str, ...] = ()) -> dict[str, Tensor]:
-        """The training state beside the draft, without names that end with one of `but`."""
-        keep = (lambda name: not name.endswith(but)) if but else None
-        return load_tensors(self.path / TRAINING_NAME, keep=keep)
+    def tensors(self) -> dict[str, Tensor]:
+        """The training state beside the draft."""
+        return load_tensors(self.path / TRAINING_NAME)
 
     def draft_tensors(self) -> dict[str, Tensor]:
         return load_tensors(self.path / WEIGHTS_NAME)
@@ -85,8 +77,8 @@ def checkpoint_path(run: Path, step: int) -> Path:
 
 
 def complete(directory: Path, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Add the training state to a directory that holds the draft and any shares, so that a run can
-    resume exactly; the caller then renames the directory to its final name."""
+    """Add the training state to a directory that holds the draft, so that a run can resume exactly;
+    the caller then renames the directory to its final name."""
     host_tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     save_tensors(directory / TRAINING_NAME, host_tensors)
     sums = {file.name: checksum(file) for file in sorted(directory.iterdir())}
@@ -96,8 +88,7 @@ def complete(directory: Path, state: Mapping[str, Any], tensors: Mapping[str, Te
 def read_state(path: Path) -> dict[str, Any]:
     """The contents of a checkpoint's state.json: step, acceptance, fingerprints."""
     what = "the checkpoint's state"
-    # finite=False: a diverged run may have NaN in its evaluations
-    state: dict[str, Any] = read_json(path / STATE_NAME, _STATE, what=what, finite=False)
+    state: dict[str, Any] = read_json(path / STATE_NAME, _STATE, what=what)
     return state
 
 
@@ -108,7 +99,8 @@ def read_checkpoint(path: Path) -> Checkpoint:
     sums = state["checksums"]
     if missing := [name for name in _NEEDED if name not in sums]:
         raise BadInput(f"not a whole checkpoint: no {missing[0]} in it", where=str(path))
-    if wrong := [name for name, crc in sums.items() if checksum(path / name) != crc]:
+    files = ((path / name, crc) for name, crc in sums.items())
+    if wrong := [f.name for f, crc in files if not f.is_file() or checksum(f) != crc]:
         raise BadInput(f"damaged: {', '.join(wrong)}", where=str(path))
     return Checkpoint(path, state)
 
@@ -187,23 +179,6 @@ def finish_save(run: Path, best: int, *, keep: int | None) -> None:
         prune(run, keep)
 
 
-def rng_tensors() -> dict[str, Tensor]:
-    """The state of torch's random generators, as tensors."""
-    states = {"rng.cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        states["rng.cuda"] = torch.cuda.get_rng_state()
-    return states
-
-
-def restore_rng(tensors: Mapping[str, Tensor]) -> None:
-    current = rng_tensors()
-    want = {name: state for name, state in current.items() if name == "rng.cpu" or name in tensors}
-    states = matching(tensors, want)
-    torch.set_rng_state(states["rng.cpu"])
-    if "rng.cuda" in states:
-        torch.cuda.set_rng_state(states["rng.cuda"])
-
-
 def optimizer_tensors(
     optimizers: Iterable[torch.optim.Optimizer], names: Mapping[int, str]
 ) -> dict[str, Tensor]:
@@ -228,5 +203,6 @@ def restore_optimizer(
             has_state = any(f"{prefix}{name}" in tensors for name in like)
             state = matching(tensors, like, prefix=prefix) if has_state else {}
             optimizer.state[parameter] = {
-                name: tensor.to(parameter.device) for name, tensor in state.items()
+                name: sharded_like(tensor, like[name]).to(parameter.device)
+                for name, tensor in state.items()
             }

@@ -41,9 +41,7 @@ def limits_of(run: Path, ahead: Forecast, *, evaluation: Path | None = None) -> 
     if measured:
         limits += _of_run(run, measured[-1]["evaluation"], logged)
     if evaluation is not None and evaluation.is_file():
-        figures = read_json(
-            evaluation, _EVALUATION, what="the file of figures", max_bytes=1 << 28, finite=False
-        )
+        figures = read_json(evaluation, _EVALUATION, what="the file of figures")
         for draft in figures["drafts"][:1]:
             limits += _of_parts(draft)
     reported = [limit for limit in limits if limit.gain >= _MIN_GAIN]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fledge.training.sharding import whole_tensor
+from fledge.target.weights import whole_tensor
 
 # --- muon ----------------------------------------------------------------------------------------
 # The update of `torch.optim.Muon` processes one matrix at a time with thirty kernel launches each,
@@ -113,32 +113,13 @@ class SkippingAdamW(torch.optim.AdamW):
     _cuda_graph_capture_health_check = _accelerator_graph_capture_health_check  # torch < 2.11
 
 
-def make_optimizer(
-    parameters: Iterable[nn.Parameter],
-    *,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-) -> SkippingAdamW:
-    """Fused AdamW with weight decay on matrices only, not on norms and placeholders."""
-    trained = [p for p in parameters if p.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.ndim == 2], "weight_decay": weight_decay},
-        {"params": [p for p in trained if p.ndim != 2], "weight_decay": 0.0},
-    ]
-    return SkippingAdamW(
-        [group for group in groups if group["params"]], lr=lr, betas=betas, eps=eps, fused=True
-    )
-
-
 Skipping = SkippingAdamW | SkippingMuon
 
 
 def make_optimizers(
     draft: nn.Module,
     *,
-    optimizer: str,
+    optimizer: str = "adamw",
     lr: float,
     betas: tuple[float, float] = (0.9, 0.95),
     eps: float = 1e-8,
@@ -146,10 +127,16 @@ def make_optimizers(
 ) -> tuple[Skipping, ...]:
     """The optimizers of the trained parameters: AdamW, and Muon for matrices if `optimizer` is
     "muon". Muon's steps are scaled to the size of AdamW's, so both share one learning rate and one
-    weight decay."""
+    weight decay, which is on matrices only, not on norms and placeholders."""
     muon = trained_by_muon(draft) if optimizer == "muon" else {}
     rest = [p for name, p in draft.named_parameters() if p.requires_grad and name not in muon]
-    adamw = make_optimizer(rest, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+    groups = [
+        {"params": [p for p in rest if p.ndim == 2], "weight_decay": weight_decay},
+        {"params": [p for p in rest if p.ndim != 2], "weight_decay": 0.0},
+    ]
+    adamw = SkippingAdamW(
+        [group for group in groups if group["params"]], lr=lr, betas=betas, eps=eps, fused=True
+    )
     if not muon:
         return (adamw,)
     return adamw, SkippingMuon(muon.values(), lr=lr, weight_decay=weight_decay)

@@ -3,6 +3,7 @@
 import hashlib
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,9 +23,14 @@ from fledge.target.cache.job import (
     CacheOptions,
     encoding_facts,
     files_fingerprint,
-    size_of_head,
 )
-from fledge.target.kinds import kind_of, model_name, target_config, target_tokenizer
+from fledge.target.kinds import (
+    TargetKind,
+    kind_of,
+    model_name,
+    target_config,
+    target_tokenizer,
+)
 from fledge.target.layers import target_depth, text_config, validate_aux_layer_ids
 from fledge.training.drafts import choose_vocabulary, make_target, target_section
 from fledge.training.setup import split_training, tokenise_options, tokenised
@@ -47,11 +53,16 @@ class _Concatenated:
 
 def cache_dtype(recipe: Recipe, device: torch.device) -> torch.dtype:
     """The dtype of the target's answers, as far as it can be read from the config."""
+    return _asked(recipe).dtype(recipe.target, device)
+
+
+def _asked(recipe: Recipe) -> TargetKind[Any]:
+    """The kind of target that answers about the recipe's rows."""
     kind = kind_of(recipe.target)
     if kind.brings_rows:
         what, fix = "a cache is not made from a cache", "fledge cache convert"
         raise BadInput(what, where="target.backend", fix=fix)
-    return kind.dtype(recipe.target, device)
+    return kind
 
 
 def recipe_job(
@@ -60,7 +71,6 @@ def recipe_job(
     options: CacheOptions,
     progress: Progress = unwatched,
     *,
-    device: torch.device | None = None,
     shuffle_seed: int | None = None,
 ) -> CacheJob:
     """Tokenize the recipe's data and lay out the cache; no weights are read.
@@ -69,11 +79,10 @@ def recipe_job(
     held out is decided in training, unless the recipe names separate held-out data (`data.valid`).
     """
     section, data = recipe.target, recipe.data
-    parallel = kind_of(section).cut(section)
+    parallel = _asked(recipe).cut(section)
     if parallel is not None and parallel.ranks > 1:
         what = "a target that ranks share cannot be precomputed"
         raise BadInput(what, where="target.parallel", fix="take an engine, or train live")
-    computed = cache_dtype(recipe, device or torch.device("cpu"))
     config, tokenizer = text_config(target_config(section)), target_tokenizer(section)
     aux_layer_ids = _aux_layer_ids(recipe, target_depth(config))
     model_dir, template = local_model(model_name(section), weights=False), tokenizer.chat_template
@@ -109,11 +118,9 @@ def recipe_job(
     order = np.arange(len(rows), dtype=np.int64)
     if shuffle_seed is not None:
         order = np.random.default_rng(shuffle_seed).permutation(order)
-    return CacheJob(
-        directory, RowView(rows, order), manifest, options, vocabulary, model_dir,
-        pad_id=int(tokenizer.pad_token_id or 0),
-        head_bytes=size_of_head(config, model_dir, computed),
-    )  # fmt: skip
+    pad_id = int(tokenizer.pad_token_id or 0)
+    view = RowView(rows, order)
+    return CacheJob(directory, view, manifest, options, vocabulary, model_dir, pad_id=pad_id)
 
 
 def _aux_layer_ids(recipe: Recipe, depth: int) -> list[int]:

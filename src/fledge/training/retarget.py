@@ -30,7 +30,14 @@ from fledge.methods.shared.draft import DraftModel
 from fledge.methods.shared.files import read_draft_config
 from fledge.recipe.schema import Recipe, as_recipe
 from fledge.training import runs
-from fledge.training.refit import Targets, acceptance_length, reading_of, refit, take_tables
+from fledge.training.refit import (
+    Fitted,
+    Targets,
+    acceptance_length,
+    reading_of,
+    refit,
+    take_tables,
+)
 from fledge.training.setup import held_out_batches, prepare_data
 
 if TYPE_CHECKING:
@@ -91,10 +98,7 @@ def retarget(
         raise BadInput(what, where=str(path), fix=f"give --old MODEL; without it, {_TRAIN}")
     recipe = recipe_for(path, target, data, out, trust_remote_code=trust_remote_code)
     reading_of(load_draft(path), where=str(path))  # fails before the rows are read
-    rows, held_out, _ = prepare_data(recipe)
-    if len(rows) < 2 or not len(held_out):
-        what = f"{len(rows) + len(held_out)} rows are too few to fit, to choose and to measure on"
-        raise BadInput(what, where="--data", fix="give at least 20; some hundreds are better")
+    rows, held_out = _rows(recipe)
     with ExitStack() as stack:
 
         def opened(name: str) -> "HFEagle3TargetModel":
@@ -105,10 +109,29 @@ def retarget(
 
         watch("loading the targets", 0, 1)
         targets = Targets(opened(old), opened(target))
-        _check_alike(load_draft(path), targets)
-        return _refit_and_measure(
-            path, recipe, targets, (rows, held_out), (old, target), out, watch
-        )
+        refitted = load_draft(path).to(targets.new.get_input_embeddings().weight.device)
+        _check_alike(refitted, targets)
+        fit = _refit(refitted, targets, rows, recipe.packing.tokens, watch)
+        taken = take_tables(refitted, targets)
+        packs, depth = held_out_batches(held_out, recipe, pad_id=0), runs.trained_tokens(path)
+        with atomic_directory(out) as directory:
+            refitted.write(directory)
+            watch("measuring", 0, 1)
+            pairs = (targets.old, path), (targets.new, path), (targets.new, directory)
+            old_length, before, after = (  # on the files
+                acceptance_length(runs.load_draft_beside(side, files), side, packs, depth)
+                for side, files in pairs
+            )
+            result = Retargeted(
+                directory=str(out), old=old, target=target, method=method_of(refitted.config).title,
+                rows=len(rows), tokens=int(rows.lengths.sum()), penalty=fit.penalty,
+                error_before=fit.error_before, error=fit.error, taken=taken,
+                num_draft_tokens=depth, held_out_rows=min(len(held_out), recipe.evaluation.rows),
+                old_length=old_length, length_before=before, length=after,
+            )  # fmt: skip
+            recipe.write_resolved(directory)
+            write_json(directory / RECORD_NAME, asdict(result))
+    return result
 
 
 def recipe_for(
@@ -141,55 +164,29 @@ def recipe_for(
     return as_recipe(run_recipe, changes)
 
 
-def _refit_and_measure(
-    path: Path,
-    recipe: Recipe,
-    targets: Targets,
-    data: tuple[RowView, RowView],  # to fit; held out
-    names: tuple[str, str],  # of the targets
-    out: Path,
-    watch: Watch,
-) -> Retargeted:
-    rows, held_out = data
-    spread = np.linspace(0, len(rows) - 1, min(len(rows), _MOST_ROWS)).astype(np.int64)
-    rows = RowView(rows, spread)
+def _rows(recipe: Recipe) -> tuple[RowView, RowView]:
+    """(rows to fit, evenly spread over all of them; held-out rows)."""
+    rows, held_out, _ = prepare_data(recipe)
+    if len(rows) < 2 or not len(held_out):
+        what = f"{len(rows) + len(held_out)} rows are too few to fit, to choose and to measure on"
+        raise BadInput(what, where="--data", fix="give at least 20; some hundreds are better")
+    count = min(len(rows), _MOST_ROWS)
+    return RowView(rows, np.linspace(0, len(rows) - 1, count).astype(np.int64)), held_out
+
+
+def _refit(draft: DraftModel, targets: Targets, rows: RowView, budget: int, watch: Watch) -> Fitted:
+    """Refit a draft in place; every fifth row is kept to choose the penalty."""
     judged = np.arange(len(rows)) % _JUDGED == 1
     parts = [RowView(rows, np.flatnonzero(judged == side)) for side in (False, True)]
-    packings = [pack_rows(part.lengths, recipe.packing.tokens).packs for part in parts]
-    pad_id = getattr(targets.new.tokenizer, "pad_token_id", None) or 0
+    packings = [pack_rows(part.lengths, budget).packs for part in parts]
 
     def batches(side: int) -> Iterator[TokenBatch]:
         """One pack at a time is in memory."""
         for done, pack in enumerate(packings[side], len(packings[0]) * side):
             watch("refitting", done, sum(map(len, packings)))
-            yield collate(parts[side], [pack], recipe.packing.tokens, pad_id)
+            yield collate(parts[side], [pack], budget, pad_id=0)
 
-    draft = load_draft(path).to(targets.new.get_input_embeddings().weight.device)
-    fit = refit(draft, targets, fitted=batches(0), judged=batches(1))
-    taken = take_tables(draft, targets)
-    num_draft_tokens = runs.trained_tokens(path)
-    packs = held_out_batches(held_out, recipe, pad_id)
-    with atomic_directory(out) as directory:
-        draft.write(directory)
-        watch("measuring", 0, 1)
-        # measured on the files: the old draft with either target, the refitted one with the new
-        pairs = ((targets.old, path), (targets.new, path), (targets.new, directory))
-        old_length, before, after = (
-            acceptance_length(
-                runs.load_draft_beside(target, place), target, packs, num_draft_tokens
-            )
-            for target, place in pairs
-        )
-        result = Retargeted(
-            directory=str(out), old=names[0], target=names[1], method=method_of(draft.config).title,
-            rows=len(rows), tokens=int(rows.lengths.sum()), penalty=fit.penalty,
-            error_before=fit.error_before, error=fit.error, taken=taken,
-            num_draft_tokens=num_draft_tokens, old_length=old_length, length_before=before,
-            length=after, held_out_rows=min(len(held_out), recipe.evaluation.rows),
-        )  # fmt: skip
-        recipe.write_resolved(directory)
-        write_json(directory / RECORD_NAME, asdict(result))
-    return result
+    return refit(draft, targets, fitted=batches(0), judged=batches(1))
 
 
 def _check_alike(draft: DraftModel, targets: Targets) -> None:

@@ -5,7 +5,6 @@ while one of them tokenizes for an hour.
 """
 
 import math
-import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -62,14 +61,11 @@ class Training:
     directory: Path
     parts: Parts
     stream: PackStream
-    rows: RowView  # the stream's rows, but reading them does not ask for answers in advance
     held_out: list[TokenBatch]
-    pad_id: int
     draft: DraftModel
     vocabulary: DraftVocabulary
     fingerprints: dict[str, str]  # of what must not change when a run is resumed
     warnings: list[str]  # about what is allowed, but probably not intended
-    data_s: float  # seconds spent on preparing the data
     held_out_picks: dict[int, Ints] = field(default_factory=dict)  # see `evaluate`
     watch: Watch = unwatched  # training and saving count steps, evaluating counts packs
 
@@ -171,9 +167,7 @@ def set_up(
     is already open; it must provide the aux layers that the draft uses."""
     recipe = recipe.settled()
     training, device = recipe.training, pick_device(recipe.training.device)
-    begin = time.perf_counter()
     data = None if kind_of(recipe.target).brings_rows else prepare_data(recipe, progress)
-    data_s = time.perf_counter() - begin
     progress("loading the target")
     world = join_world(device, shard=training.shard, context=training.context)
     torch.manual_seed(training.seed)
@@ -182,6 +176,7 @@ def set_up(
             target = undo.enter_context(open_target(recipe, device))
         target.askers = world.context
         rows, held_out, fingerprint = data or known_data(recipe, target)
+        warnings = _overlap(rows, held_out)
         tokenizer = target_tokenizer(recipe.target)
         target = with_own_layers(recipe, target)
         vocabulary = vocabulary_of_run(recipe, target, rows, tokenizer, fingerprint)
@@ -210,9 +205,7 @@ def set_up(
                 steps=training.steps,
                 world=world,
             ),
-            rows=rows,
             held_out=batches,
-            pad_id=pad_id,
             draft=draft,
             vocabulary=vocabulary,
             fingerprints={
@@ -220,8 +213,7 @@ def set_up(
                 "target": target.info().weights_fingerprint,
                 "vocabulary": vocabulary.digest(),
             },
-            warnings=_overlap(rows, held_out),
-            data_s=data_s,
+            warnings=warnings,
         )
         undo.pop_all()
     return run

@@ -28,7 +28,7 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fledge.core.distributed import World
 
@@ -92,9 +92,14 @@ def backward(draft: "DraftModel", loss: Tensor | None) -> None:
         loss.backward()  # type: ignore[no-untyped-call]
 
 
-def whole_tensor(tensor: Tensor) -> Tensor:
-    """A sharded tensor assembled from all ranks' shares, on all ranks; other tensors unchanged."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+def sharded_like(tensor: Tensor, like: Tensor) -> Tensor:
+    """This rank's share of a whole tensor, sharded as `like` is; unchanged if that is whole."""
+    if not isinstance(like, DTensor):
+        return tensor
+    mesh, placements = like.device_mesh, like.placements
+    # every rank has the whole tensor, so nothing is sent; copied, or its share would keep all of it
+    view = distribute_tensor(tensor.to(like.device), mesh, placements, src_data_rank=None)
+    return torch.empty_like(like).copy_(view)
 
 
 def local_tensor(tensor: Tensor) -> Tensor:

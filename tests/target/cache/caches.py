@@ -67,13 +67,12 @@ def make_job(directory, target, rows, encoding, *, dtype=torch.float32, top_k=No
     info = target.info()
     vocabulary = every_third(info.vocab_size) if encoding in ("probs", "topk") else None
     width = 0 if vocabulary is None else vocabulary.size
-    supervised_only = more.pop("supervised_only", False)
     more = {"shard_size": 4, "batch_size": 3, **more}
-    options = CacheOptions(encoding, dtype, top_k, supervised_only, **more)
+    options = CacheOptions(encoding, dtype, top_k, **more)
     manifest = {
         "format": FORMAT, "encoding": encoding, "dtype": dtype_name(dtype), "top_k": top_k,
-        "supervised_only": supervised_only, "shard_size": options.shard_size, "rows": len(rows),
-        "held_out_rows": 0, "hidden_size": info.hidden_size, "vocab_size": info.vocab_size,
+        "shard_size": options.shard_size, "rows": len(rows), "held_out_rows": 0,
+        "hidden_size": info.hidden_size, "vocab_size": info.vocab_size,
         "aux_layer_ids": list(target.aux_layer_ids),
         "vocabulary": None if vocabulary is None else {"size": width},
     }  # fmt: skip

@@ -34,7 +34,10 @@ def cache_pair(caches, tmp_path_factory):
         source, automodel = caches(encoding, dtype, *more), root / f"{encoding}-{dtype}"
         if not automodel.exists():
             flags = ["--draft-vocab-size", 128, "--shard-size", 16]
-            assert verb("cache", "convert", source, automodel, "--layout", "automodel", *flags) == 0
+            assert (
+                verb("cache", "convert", source, "-o", automodel, "--layout", "automodel", *flags)
+                == 0
+            )
         return source, automodel
 
     return make
@@ -58,7 +61,7 @@ def automodel_samples(directory):
 def test_a_round_trip_through_automodels_layout_is_exact(cache_pair, tmp_path, dtype):
     """Every shard, to the byte: tokens (also the first), masks, states, probabilities, places."""
     source, automodel = cache_pair("probs", dtype)
-    assert verb("cache", "convert", automodel, tmp_path / "back", "--shard-size", 16) == 0
+    assert verb("cache", "convert", automodel, "-o", tmp_path / "back", "--shard-size", 16) == 0
     original, restored = CacheStore(source), CacheStore(tmp_path / "back")
     for a, b in zip(original.shards, restored.shards, strict=True):
         assert a.bytes.tobytes() == b.bytes.tobytes()
@@ -70,7 +73,7 @@ def test_a_round_trip_through_automodels_layout_is_exact(cache_pair, tmp_path, d
 def test_top_k_probabilities_survive_a_round_trip(cache_pair, tmp_path):
     """They are renormalized in each conversion, which rounds."""
     source, automodel = cache_pair("topk")
-    assert verb("cache", "convert", automodel, tmp_path / "back") == 0
+    assert verb("cache", "convert", automodel, "-o", tmp_path / "back") == 0
     original, restored = opened(source), opened(tmp_path / "back")
     rows = original.rows()[:8]
     batch = collate(rows, one_per_row([len(row.input_ids) for row in rows], WIDTH), WIDTH, 0)
@@ -195,7 +198,7 @@ def test_a_directory_written_by_automodel_can_be_converted(cache_pair, foreign, 
     moved = shutil.copytree(foreign, tmp_path / "moved")  # from a machine with other paths
     manifest = json.loads((moved / "manifest.json").read_text())
     rewrite_manifest(moved, target_model="/elsewhere")
-    arguments = ["cache", "convert", moved, tmp_path / "made", "--shard-size", 16]
+    arguments = ["cache", "convert", moved, "-o", tmp_path / "made", "--shard-size", 16]
     assert verb(*arguments) == 2
     assert verb(*arguments, "--target", manifest["target_model"]) == 0
     expected, converted = (
@@ -256,8 +259,16 @@ def test_a_different_model_is_refused(foreign, tmp_path):
 
 
 def test_only_probabilities_can_be_stored_in_automodels_layout(cache_pair, tmp_path, capsys):
-    args = [cache_pair("probs")[0], tmp_path / "x", "--layout", "automodel", "--encoding", "hidden"]
+    args = [
+        cache_pair("probs")[0],
+        "-o",
+        tmp_path / "x",
+        "--layout",
+        "automodel",
+        "--encoding",
+        "hidden",
+    ]
     assert verb("cache", "convert", *args) == 2
-    assert verb("cache", "convert", *args[:3], "automodle") == 2
+    assert verb("cache", "convert", *args[:4], "automodle") == 2
     assert "did you mean 'automodel'" in capsys.readouterr().err
     assert not (tmp_path / "x").exists()

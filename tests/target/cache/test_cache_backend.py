@@ -7,8 +7,6 @@ import pytest
 import torch
 
 from fledge.core.errors import BadInput
-from fledge.data.pack import Piece, collate
-from fledge.data.rows import RowView
 from fledge.target.cache.backend import CachedEagle3TargetModel, CachedRows, CacheStore
 from fledge.target.hf.model import HFEagle3TargetModel
 from target.cache.caches import break_row, every_third, token_row, write_cache
@@ -49,18 +47,14 @@ def directory(tmp_path_factory):
     with HFEagle3TargetModel(model(), supervision="hidden") as target:
         for encoding, top_k in (("hidden", None), ("probs", None), ("topk", 33)):
             write_cache(root / encoding, target, contract_rows(), encoding, top_k=top_k)
-        for encoding in ("hidden", "hidden-fp8"):
-            write_cache(
-                root / f"{encoding}-only", target, contract_rows(), encoding, supervised_only=True
-            )
         write_cache(root / "hidden-fp8", target, contract_rows(), "hidden-fp8")
     return root
 
 
 # topk keeps the whole draft vocabulary of 33 here: nothing is lost, so it must pass as well
 SERVED = [
-    ("hidden", "hidden"), ("hidden", "probs"), ("hidden", "logits"), ("hidden-only", "hidden"),
-    ("probs", "probs"), ("topk", "probs"),
+    ("hidden", "hidden"), ("hidden", "probs"), ("hidden", "logits"), ("probs", "probs"),
+    ("topk", "probs"),
 ]  # fmt: skip
 
 
@@ -73,7 +67,7 @@ def test_contract(check, encoding, supervision, directory):
     check(Case("cache", model(), make, supervision, rtol=1e-5, atol=1e-5))
 
 
-@pytest.mark.parametrize("encoding", ["hidden", "hidden-only", "probs", "topk"])
+@pytest.mark.parametrize("encoding", ["hidden", "probs", "topk"])
 def test_packed_answers_match_the_live_target(directory, encoding):
     live = HFEagle3TargetModel(model(), supervision="probs" if encoding[0] != "h" else "hidden")
     cached = CachedEagle3TargetModel(directory / encoding)
@@ -128,22 +122,11 @@ def test_tokens_that_a_batch_does_not_supervise_are_not_charged(directory):
     batch = target.generate_batch(ids, mask, fewer)
     assert int(whole.position_mask.sum()) - int(batch.position_mask.sum()) == 1
     assert not batch.position_mask[charged[0], charged[1]]
-
-
-def test_supervised_only_stores_less_and_refuses_other_tokens(directory):
-    ids, mask, loss = padded_rows()
-    target = CachedEagle3TargetModel(directory / "hidden-only")
-    target.generate_batch(ids, mask, loss)
-    fewer = loss.clone()
-    fewer[0, 3] = 0
-    target.generate_batch(ids, mask, fewer)
     more = loss.clone()
     more[0, 5] = 1
     with pytest.raises(ValueError, match=r"loss_mask supervises tokens of row .*padded 0"):
         target.generate_batch(ids, mask, more)
     CachedEagle3TargetModel(directory / "hidden").generate_batch(ids, mask, more)
-    small = sum(p.stat().st_size for p in (directory / "hidden-only").glob("shard-*"))
-    assert small < sum(p.stat().st_size for p in (directory / "hidden").glob("shard-*"))
 
 
 def test_a_cache_of_probabilities_serves_only_its_own_vocabulary(directory):
@@ -199,35 +182,6 @@ def test_a_damaged_row_is_reported_by_name(damaged):
     CachedRows(ahead.store, reading=True)[4]  # read in the background; reported when needed
     with pytest.raises(BadInput, match=r"chats.jsonl:5"):
         batch_of(ahead, rows[4])
-
-
-def test_a_damaged_row_is_skipped_on_request(damaged, caplog):
-    directory, rows = damaged
-    target = CachedEagle3TargetModel(directory, on_damage="skip")
-    everything = RowView(CachedRows(target.store), np.arange(6))
-    reading = target.read_ahead(everything)
-    assert [int(row.loss_mask.sum()) for row in reading] == [6, 6, 6, 6, 0, 6]
-    assert [r.message for r in caplog.records] == [
-        "skipping a damaged row of the cache: row 4 (chats.jsonl:5; shard-00001.safetensors, row 0)"
-    ]
-    skipped = batch_of(target, rows[4])
-    assert not skipped.aux_hidden_states.any()
-    assert not skipped.loss_mask.any()  # missing states must not be trained on
-
-
-def test_a_damaged_document_does_not_affect_its_neighbors(damaged):
-    """Rows 3, 4 (damaged) and 5 in one pack: the other two answer as they do without it."""
-    directory, rows = damaged
-    target = CachedEagle3TargetModel(directory, on_damage="skip")
-    pack = tuple(Piece(i, len(rows[i].input_ids)) for i in (3, 4, 5))
-    tokens = collate(rows, [pack], 20, pad_id=0)
-    packed = target.generate_batch(*tokens.arguments())
-    assert packed.loss_mask[0].tolist() == [*[1] * 5, *[0] * 6, *[1] * 6, *[0] * 3]
-    for begin, row in ((0, 3), (12, 5)):
-        alone = batch_of(target, rows[row])
-        for name in ("aux_hidden_states", "last_hidden_states"):
-            inside = getattr(packed, name)[0, begin : begin + 5]
-            assert torch.equal(inside, getattr(alone, name)[0, :5])
 
 
 @pytest.mark.parametrize(

@@ -26,9 +26,9 @@ from target.cache.caches import token_row
 D, W, K = 6, 10, 3
 
 
-def shape_for(encoding, dtype=torch.float32, only=False):
+def shape_for(encoding, dtype=torch.float32):
     width = W if encoding in ("probs", "topk") else 0
-    return CacheShape(encoding, dtype, D, 3, width, K if encoding == "topk" else 0, only)
+    return CacheShape(encoding, dtype, D, 3, width, K if encoding == "topk" else 0)
 
 
 def random_rows(rng, lengths):
@@ -73,15 +73,14 @@ def same_bits(a, b):
 @given(
     st.sampled_from(ENCODINGS),
     st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
-    st.booleans(),
     st.lists(st.integers(1, 9), min_size=1, max_size=7),
     st.randoms(use_true_random=False),
 )
 def test_a_shard_is_a_safetensors_file_and_reads_back_row_by_row(
-    tmp_path_factory, encoding, dtype, only, lengths, random
+    tmp_path_factory, encoding, dtype, lengths, random
 ):
     path = tmp_path_factory.mktemp("shard") / "shard-00000.safetensors"
-    shape = shape_for(encoding, dtype, only)
+    shape = shape_for(encoding, dtype)
     rows = random_rows(np.random.default_rng(len(lengths)), lengths)
     order = list(range(len(rows)))
     random.shuffle(order)
@@ -107,7 +106,7 @@ def test_a_shard_is_a_safetensors_file_and_reads_back_row_by_row(
 def test_the_worked_example_of_the_module(tmp_path):
     row = token_row([10, 11, 12, 13, 14, 15], [0, 0, 1, 1, 1, 1])
     assert shape_for("hidden").slots(row.loss_mask).tolist() == [0, 1, 2, 3, 4]
-    for compact in (shape_for("hidden", only=True), shape_for("probs"), shape_for("topk")):
+    for compact in (shape_for("probs"), shape_for("topk")):
         assert compact.slots(row.loss_mask).tolist() == [1, 2, 3, 4]
     # the first token is never asked for, supervised or not
     assert shape_for("probs").slots(np.array([1, 1], np.uint8)).tolist() == [0]

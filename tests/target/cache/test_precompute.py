@@ -154,7 +154,6 @@ CHANGES = [
     ({"aux_layer_ids": "0,1,3"}, "aux_layer_ids: [0, 1, 2] -> [0, 1, 3]"),
     ({"encoding": "hidden"}, "encoding: 'probs' -> 'hidden'"),
     ({"encoding": None, "target_probs_topk": 4}, "top_k: None -> 4"),
-    ({"supervised_only": True}, "supervised_only: False -> True"),
     ({"input_data": other_chats}, "data: '"),
     ({"target_model": other_target}, "model_files: '"),
     ({"target_model": other_template}, "template: '"),
@@ -198,16 +197,15 @@ def test_changed_weights_behind_the_same_files_are_detected(argv, tmp_path, monk
 
 
 def test_a_quota_is_never_exceeded_and_resume_continues(argv, tmp_path, finished, caplog):
-    total = sum(path.stat().st_size for path in finished.iterdir() if path.is_file())
+    total = sum(path.stat().st_size for path in finished.glob("shard-*"))
     with caplog.at_level("INFO"):
         assert main(argv(**PROBS, quota_gb=0.6 * total / 1e9)) == 3
     assert "--resume continues" in caplog.text
-    written = sum(p.stat().st_size for p in (tmp_path / "cache").iterdir() if p.is_file())
+    times = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").glob("shard-*")}
+    written = sum(path.stat().st_size for path in times)
     assert 0.3 * total < written <= 0.6 * total
-    assert 0 < len(shards(tmp_path / "cache")) < len(shards(finished))
     with pytest.raises(BadInput, match="unfinished"):
         CacheStore(tmp_path / "cache")
-    times = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").glob("shard-*")}
     assert main(argv(**PROBS, resume=True)) == 0
     assert payload(tmp_path / "cache") == payload(finished)
     for path, mtime in times.items():  # what was complete was not written again
@@ -339,12 +337,8 @@ def test_kill_nine_at_ten_random_moments(argv, tmp_path):
 def test_two_processes_write_what_one_writes(argv, tmp_path, finished):
     assert run_ranks(2, main, argv(**PROBS)) == [0, 0]
     assert payload(tmp_path / "cache") == payload(finished)
-    # they may also continue the work of one process, or leave the rest to one
-    total = sum(path.stat().st_size for path in finished.iterdir() if path.is_file())
-    mixed = tmp_path / "mixed"
-    assert main(argv(**PROBS, output_dir=mixed, quota_gb=0.4 * total / 1e9)) == 3
-    quota = 0.8 * total / 1e9
-    words = argv(**PROBS, output_dir=mixed, resume=True, quota_gb=quota)
-    assert run_ranks(2, main, words) == [3, 3]
-    assert main(argv(**PROBS, output_dir=mixed, resume=True)) == 0
-    assert payload(mixed) == payload(finished)
+    # they may also continue the work of one process
+    for name in shards(tmp_path / "cache")[2:]:
+        (tmp_path / "cache" / name).unlink()
+    assert run_ranks(2, main, argv(**PROBS, resume=True)) == [0, 0]
+    assert payload(tmp_path / "cache") == payload(finished)

@@ -122,7 +122,9 @@ def test_a_warm_start_keeps_its_vocabulary(made, tmp_path):
 def test_a_converted_cache_suggests_the_same_vocabulary(made, tmp_path):
     hidden = CachedEagle3TargetModel(made()).info().suggested
     for encoding in ("hidden-fp8", "probs"):
-        assert verb("cache", "convert", made(), tmp_path / encoding, "--encoding", encoding) == 0
+        assert (
+            verb("cache", "convert", made(), "-o", tmp_path / encoding, "--encoding", encoding) == 0
+        )
         info = CachedEagle3TargetModel(tmp_path / encoding).info()
         vocabulary = info.vocabulary if encoding == "probs" else info.suggested
         assert vocabulary.digest() == hidden.digest()

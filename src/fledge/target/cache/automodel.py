@@ -28,8 +28,15 @@ from fledge.data.vocab import DraftVocabulary, count_supervised
 from fledge.models.resolve import load_config, local_model
 from fledge.models.weight_files import read_target_tables
 from fledge.target.base import InputEmbedding, TargetInfo
-from fledge.target.cache.format import FORMAT, KEY_BYTES, SAFETENSORS, CacheShape, row_key
-from fledge.target.cache.shard import Layout, Piece, raw_bytes, row_facts
+from fledge.target.cache.format import (
+    FORMAT,
+    KEY_BYTES,
+    SAFETENSORS,
+    CacheShape,
+    raw_bytes,
+    row_key,
+)
+from fledge.target.cache.shard import Layout, Piece, row_facts
 from fledge.target.layers import target_depth, text_config
 
 LAYOUT = "automodel"  # "layout" in our manifest of such a directory
@@ -66,7 +73,6 @@ def own_manifest(stored: dict[str, Any], *, where: str) -> dict[str, Any]:
             "encoding": "topk" if compressed else "probs",
             "dtype": _DTYPES[stored["dtype"]],
             "top_k": top_k if compressed else None,
-            "supervised_only": False,
             "shard_size": int(stored["shard_size"]),
             "vocabulary": {"size": width, "selected_token_ids": ids},
             "rows": int(stored["num_samples"]),
@@ -262,7 +268,6 @@ class PaddedShard:
 
     def __init__(self, path: Path, shape: CacheShape, order_W: NDArray[np.int64] | None) -> None:
         self.path, self._shape, self._order_W = path, shape, order_W
-        reading.open_regular(path, inside=path.parent).close()
         try:
             self._file = cast(Any, safe_open(str(path), framework="pt"))
             facts_json = (self._file.metadata() or {}).get("fledge", "{}")

@@ -6,12 +6,11 @@ Each document is looked up by its tokens, however it is packed; the target itsel
 import hashlib
 import itertools
 import json
-import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,7 +25,7 @@ from fledge.data.vocab import DraftVocabulary
 from fledge.target.base import Eagle3TargetBackend, InputEmbedding, TargetInfo
 from fledge.target.cache import automodel
 from fledge.target.cache.automodel import PaddedShard, padded_shard_name
-from fledge.target.cache.format import decode_states, row_key, unsound
+from fledge.target.cache.format import decode_states, row_key
 from fledge.target.cache.manifest import (
     VOCABULARY,
     check_complete,
@@ -38,12 +37,9 @@ from fledge.target.cache.manifest import (
     vocabulary_size,
 )
 from fledge.target.cache.shard import Shard
-from fledge.target.finite_check import Fault
 from fledge.target.packing import Documents, find_documents, right_padded
 
-OnDamage = Literal["fail", "skip"]
 AnyShard = Shard | PaddedShard
-logger = logging.getLogger(__name__)
 
 
 def open_shards(
@@ -53,7 +49,7 @@ def open_shards(
     shape = shape_of(manifest)
     if manifest.get("layout") != automodel.LAYOUT:
         paths = (directory / shard_name(number) for number in numbers)
-        return [Shard(path, shape, manifest["vocab_size"]) for path in paths]
+        return [Shard(path, shape) for path in paths]
     order_W = automodel.column_order(manifest)
     paths = (directory / padded_shard_name(number) for number in numbers)
     return [PaddedShard(path, shape, order_W) for path in paths]
@@ -62,12 +58,11 @@ def open_shards(
 class CacheStore:
     """Random access to the rows of a cache, memory-mapped."""
 
-    def __init__(self, directory: str | Path, *, on_damage: OnDamage = "fail") -> None:
+    def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory).expanduser()
         self.manifest = read_manifest(self.directory)
         check_complete(self.directory, self.manifest)
         self.shape = shape_of(self.manifest)
-        self.on_damage = on_damage
         self.shards = open_shards(self.directory, self.manifest, range(shards_of(self.manifest)))
         self._first = np.cumsum([0, *(len(shard) for shard in self.shards)])
         if len(self) != self.manifest["rows"]:
@@ -112,58 +107,19 @@ class CacheStore:
         """The rows with exactly these tokens."""
         return self._rows_by_key.get(row_key(input_ids), [])
 
-    def read_ahead(self, row: int) -> bool:
-        """Read and check a row before it is needed; False for a damaged row that is skipped."""
+    def is_whole(self, row: int) -> bool:
+        """Whether a row's checksum fits; read and computed once."""
         if row not in self._whole:
             shard, local = self.at(row)
             self._whole[row] = shard.is_whole(local)
-            if not self._whole[row] and self.on_damage == "skip":
-                logger.warning("skipping a damaged row of the cache: %s", self.name(row))
-        return self._whole[row] or self.on_damage == "fail"
-
-    def check(self, row: int) -> bool:
-        """Whether a row is whole; checked once. A damaged row raises unless it is to be skipped."""
-        self.read_ahead(row)
-        if not self._whole[row] and self.on_damage == "fail":
-            what = f"{self.name(row)} is damaged: its checksum does not fit"
-            fix = "make the cache again, or leave such rows out with target.on_damage=skip"
-            raise BadInput(what, where=str(self.directory), fix=fix)
         return self._whole[row]
-
-    def fault(self, row: int) -> Fault | None:
-        """The first place in a row that is stored as NaN or infinity, or None."""
-        shard, local = self.at(row)
-        stored = {}
-        for field in self.shape.fields():
-            raw = torch.from_numpy(shard.payload(field.name, local).copy())
-            stored[field.name] = raw.view(field.dtype).view(-1, field.width)
-        slots = self.shape.slots(shard.tokens(local)[1])
-        return row_fault(row, *unsound(stored, self.shape), slots, self.manifest["aux_layer_ids"])
-
-
-def row_fault(
-    row: int,
-    bad_NA: Tensor,
-    bad_M: Tensor,
-    slots: NDArray[np.int64],  # [M], where supervision is kept
-    aux_layer_ids: Sequence[int],
-) -> Fault | None:
-    """The fault that `unsound` found in one row: its lowest bad layer, else supervision."""
-    bad_A = [flags.nonzero() for flags in bad_NA.bool().T]
-    for layer_id, where in sorted(zip(aux_layer_ids, bad_A, strict=True), key=lambda pair: pair[0]):
-        if len(where):
-            return Fault(f"layer {layer_id}", row, int(where[0]))
-    if len(where := bad_M.bool().nonzero()):
-        return Fault("supervision", row, int(slots[int(where[0])]) + 1)
-    return None
 
 
 class CachedRows(Sequence[TokenRow]):
     """The token rows of a cache, as training and packing read them.
 
     With `reading`, indexing a row also reads and checks the target's answer for it, so collating
-    batches ahead of the trainer warms the cache. A damaged row that is to be skipped
-    comes out without supervised tokens.
+    batches ahead of the trainer warms the cache.
     """
 
     def __init__(self, store: CacheStore, *, reading: bool = False) -> None:
@@ -181,8 +137,8 @@ class CachedRows(Sequence[TokenRow]):
             raise IndexError(index)
         shard, local = self.store.at(row)
         ids, mask = shard.tokens(local)
-        if self._reading and not self.store.read_ahead(row):
-            mask = np.zeros_like(mask)
+        if self._reading:
+            self.store.is_whole(row)
         return TokenRow(ids, mask, shard.places[local], shard.truncated[local])
 
 
@@ -191,7 +147,6 @@ class _CachedDocument:
     """A document of the batch and the cache row with its answer."""
 
     start: int  # flat slot of its first token
-    length: int
     row: int
     slots: NDArray[np.int64]  # slots of the row whose supervision is kept
 
@@ -201,8 +156,8 @@ class CachedEagle3TargetModel(Eagle3TargetBackend):
 
     A cache of hidden states serves every kind of supervision; a cache of probabilities serves only
     `probs` over the draft vocabulary it was made for. States are returned in their stored precision
-    (`hidden-fp8`: in the target's own). A damaged row raises or, with `on_damage="skip"`, is left
-    unsupervised. AutoModel's caches are supported too; `model` replaces the target they name.
+    (`hidden-fp8`: in the target's own). A damaged row raises. AutoModel's caches are supported too;
+    `model` replaces the target they name.
     """
 
     def __init__(
@@ -211,11 +166,10 @@ class CachedEagle3TargetModel(Eagle3TargetBackend):
         *,
         supervision: Supervision | None = None,
         device: torch.device | str = "cpu",
-        on_damage: OnDamage = "fail",
         model: str | None = None,
         trust_remote_code: bool = False,
     ) -> None:
-        self.store = CacheStore(cached_target_path, on_damage=on_damage)
+        self.store = CacheStore(cached_target_path)
         self.shape, manifest = self.store.shape, self.store.manifest
         natural: Supervision = "hidden" if self.shape.is_hidden else "probs"
         super().__init__(natural if supervision is None else supervision)
@@ -283,14 +237,11 @@ class CachedEagle3TargetModel(Eagle3TargetBackend):
             kept = [(row * width, length) for row, length in enumerate(lengths) if length]
             documents = Documents(*zip(*kept, strict=True)) if kept else Documents((), ())
         cached = self._find(rows, documents)
-        whole = [document for document in cached if self.store.check(document.row)]
-        if len(whole) < len(cached):  # skipped on request: no answer, so no supervision
-            answered_S = torch.zeros(rows.tokens, dtype=torch.bool)
-            for document in whole:
-                answered_S[document.start : document.start + document.length] = True
-            answered_BT = answered_S.view(rows.shape).to(rows.loss_mask.device)
-            rows = replace(rows, loss_mask=rows.loss_mask * answered_BT)
-        flat = self._states(rows.tokens, whole)
+        for document in cached:
+            if not self.store.is_whole(document.row):
+                what = f"{self.store.name(document.row)} is damaged: its checksum does not fit"
+                raise BadInput(what, where=str(self.store.directory), fix="make the cache again")
+        flat = self._states(rows.tokens, cached)
         states = {name: tensor.view(*rows.shape, -1) for name, tensor in flat.items()}
         batch = Eagle3TargetBatch.about(rows, **states, shifted=True)
         if batch.position_mask is not None:
@@ -311,8 +262,8 @@ class CachedEagle3TargetModel(Eagle3TargetBackend):
             for row in equal_rows:
                 shard, local = self.store.at(row)
                 _, mask = shard.tokens(local)
-                if not self.shape.compact or not (wanted[1:] & (mask[1:] == 0)).any():
-                    cached.append(_CachedDocument(start, length, row, self.shape.slots(mask)))
+                if self.shape.is_hidden or not (wanted[1:] & (mask[1:] == 0)).any():
+                    cached.append(_CachedDocument(start, row, self.shape.slots(mask)))
                     break
             else:
                 if equal_rows:
@@ -332,7 +283,7 @@ class CachedEagle3TargetModel(Eagle3TargetBackend):
         per_token = {field.name for field in self.shape.token_fields()}
         for field in self.shape.fields():
             # then every slot of a document has a value, and only the gaps between them are zeroed
-            in_runs = field.name in per_token or not self.shape.compact
+            in_runs = field.name in per_token or self.shape.is_hidden
             raw = torch.empty((total, field.row_bytes), dtype=torch.uint8, pin_memory=pinned)
             into, end = raw.numpy(), 0
             if not in_runs:

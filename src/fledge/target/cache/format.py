@@ -13,13 +13,13 @@ of the whole cache, is known before anything is written, and rows can be written
 
 Example: a row of six tokens, with prompt `x0 x1` and answer `x2 .. x5`. Aux states are kept for
 every token. The supervision in slot t is about token t + 1 (`core.batch`), so a row of n tokens has
-n - 1 supervision slots or, in compact form, one for each supervised token after the first:
+n - 1 slots of last hidden states, or probabilities for each supervised token after the first:
 
     token                 x0   x1   x2   x3   x4   x5
     loss_mask             0    0    1    1    1    1
     aux_hidden_states     a0   a1   a2   a3   a4   a5
-    last_hidden_states         h1   h2   h3   h4   h5       all slots
-                                    h2   h3   h4   h5       compact (`supervised_only`, probs, topk)
+    last_hidden_states         h1   h2   h3   h4   h5
+    target_probs, topk_probs             p2   p3   p4   p5       supervised slots only
 
 Shapes: R rows of a shard, N their tokens, M their supervised slots, D target hidden, W draft
 vocabulary, K kept probabilities.
@@ -77,7 +77,6 @@ class CacheShape:
     aux_layers: int
     draft_vocab_size: int = 0  # probs and topk
     top_k: int = 0  # topk
-    supervised_only: bool = False  # keep supervision at supervised slots only
 
     def __post_init__(self) -> None:
         if not self.is_hidden and self.draft_vocab_size < 1:
@@ -88,12 +87,8 @@ class CacheShape:
             raise BadInput(f"{what} cannot be kept", fix=fix)
 
     @property
-    def compact(self) -> bool:
-        """Whether supervision is kept for supervised slots only: probabilities are 0 elsewhere."""
-        return self.supervised_only or not self.is_hidden
-
-    @property
     def is_hidden(self) -> bool:
+        """Whether states are kept, at all slots; probabilities are only at supervised ones."""
         return self.encoding not in OVER_A_VOCABULARY
 
     def fields(self) -> "list[Field]":
@@ -122,9 +117,9 @@ class CacheShape:
 
     def slots(self, loss_mask: NDArray[np.uint8]) -> NDArray[np.int64]:
         """The slots of one row whose supervision is kept, in ascending order."""
-        if self.compact:
-            return np.flatnonzero(loss_mask[1:])
-        return np.arange(max(0, len(loss_mask) - 1), dtype=np.int64)
+        if self.is_hidden:
+            return np.arange(max(0, len(loss_mask) - 1), dtype=np.int64)
+        return np.flatnonzero(loss_mask[1:])
 
 
 @dataclass(frozen=True)

@@ -5,13 +5,12 @@ Nothing here loads weights; `begin_cache` adds the facts that require the loaded
 
 import hashlib
 import itertools
-import math
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -31,7 +30,6 @@ from fledge.target.cache.format import DTYPES, ENCODINGS, OVER_A_VOCABULARY, Cac
 from fledge.target.cache.manifest import (
     LATE,
     TARGET_FILES,
-    copied_files,
     dtype_name,
     ensure_free,
     ensure_resumable,
@@ -42,9 +40,6 @@ from fledge.target.cache.manifest import (
     target_files,
 )
 from fledge.target.cache.shard import Layout, is_whole_shard, layout_of
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 _SAMPLE_BYTES = 1 << 20
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
@@ -57,11 +52,10 @@ class CacheOptions:
     encoding: Encoding = "hidden"
     dtype: torch.dtype = torch.bfloat16
     top_k: int | None = None
-    supervised_only: bool = False
     shard_size: int = 256
     batch_size: int = 4
     resume: bool = False
-    quota_bytes: int | None = None
+    quota_bytes: int | None = None  # of shards
 
 
 def cache_options(
@@ -110,7 +104,6 @@ class CacheJob:
     model_dir: Path | None = None  # whose config and tokenizer are copied into the cache
     pad_id: int = 0
     padded_to: int | None = None  # tokens per row in AutoModel's layout; None: our layout
-    head_bytes: int = 0  # everything but the shards: an estimate until the target is loaded
 
     @cached_property
     def shape(self) -> CacheShape:
@@ -145,35 +138,22 @@ class CacheJob:
 
 @dataclass(frozen=True)
 class CachePlan:
-    """The size of a cache, to the byte, before the job starts."""
+    """The size of a cache's shards, to the byte, before the job starts."""
 
     shard_bytes: tuple[int, ...]
-    head_bytes: int  # everything but the shards: an estimate until the target is loaded
     done: frozenset[int]  # shards that already exist
     allowed: int  # how many shards fit the quota
-    rows: int
     tokens: int
 
     @property
-    def total_bytes(self) -> int:
-        return sum(self.shard_bytes) + self.head_bytes
-
-    @property
     def missing(self) -> list[int]:
-        return [i for i in range(len(self.shard_bytes)) if i not in self.done]
+        """The shards to be written, within the quota."""
+        return [i for i in range(self.allowed) if i not in self.done]
 
     @property
-    def wanted(self) -> list[int]:
-        """The missing shards within the quota."""
-        return [i for i in self.missing if i < self.allowed]
-
-
-def size_of_head(config: "PretrainedConfig", directory: Path, dtype: torch.dtype) -> int:
-    """The approximate size of all but the shards: the weights' dtype is not known yet."""
-    tables = 1 if getattr(config, "tie_word_embeddings", False) else 2
-    weights = tables * config.vocab_size * config.hidden_size * dtype.itemsize
-    files = sum(path.stat().st_size for path in copied_files(directory))
-    return int(weights) + files + (1 << 16)  # norm, headers, manifest
+    def complete(self) -> bool:
+        """Whether the quota is large enough for all shards."""
+        return self.allowed == len(self.shard_bytes)
 
 
 def has_weights(directory: Path) -> bool:
@@ -205,7 +185,6 @@ def encoding_facts(options: CacheOptions, vocabulary: DraftVocabulary | None) ->
         "encoding": options.encoding,
         "dtype": dtype_name(options.dtype),
         "top_k": options.top_k,
-        "supervised_only": options.supervised_only,
         "shard_size": options.shard_size,
         "vocabulary": entry if required else None,
         "suggested_vocabulary": None if required else entry,
@@ -230,44 +209,32 @@ def plan_cache(job: CacheJob) -> CachePlan:
     if extra := existing - set(range(len(sizes))):
         what = f"{shard_name(min(extra))} is beyond the {len(sizes)} shards of these rows"
         raise BadInput(what, where=str(job.directory))
-    quota = math.inf if job.options.quota_bytes is None else job.options.quota_bytes
-    allowed = sum(job.head_bytes + used <= quota for used in itertools.accumulate(sizes))
-    return CachePlan(tuple(sizes), job.head_bytes, frozenset(done), allowed, len(job.rows), tokens)
+    quota, total = job.options.quota_bytes, itertools.accumulate(sizes)
+    allowed = sum(quota is None or n_bytes <= quota for n_bytes in total)
+    return CachePlan(tuple(sizes), frozenset(done), allowed, tokens)
 
 
-def check_disk(job: CacheJob, plan: CachePlan) -> int:
-    """The free bytes on the cache's disk; raises if they are too few for what will be written."""
+def announce(job: CacheJob, plan: CachePlan) -> str:
+    """What the shards will hold, to the byte; refuses a disk that is too small for them."""
     existing = job.directory
     while not existing.exists():
         existing = existing.parent
-    free = shutil.disk_usage(existing).free
-    needed = sum(plan.shard_bytes[i] for i in plan.wanted) + plan.head_bytes
+    free, total = shutil.disk_usage(existing).free, sum(plan.shard_bytes)
+    needed = sum(plan.shard_bytes[i] for i in plan.missing)
     if needed > free:
-        what = f"{needed / 1e9:.2f} GB would be written, {free / 1e9:.2f} GB are free"
+        what = f"{readable(needed)} would be written, {readable(free)} are free"
         fix = "use a smaller encoding, fewer rows or another disk"
         raise BadInput(what, where=str(job.directory), fix=fix)
-    return free
-
-
-def describe_plan(job: CacheJob, plan: CachePlan, free: int) -> list[str]:
-    """A readable summary of what will be written; all figures about the shards are exact."""
-    shards = len(plan.shard_bytes)
-    per_row = sum(plan.shard_bytes) / plan.rows
-    lines = [
-        f"{counted(plan.rows, 'row')}, {counted(plan.tokens, 'token')} as {job.shape.encoding} "
-        f"({job.manifest['dtype']}): {readable(per_row)} a row, "
-        f"{sum(plan.shard_bytes) / plan.tokens:,.0f} bytes a token, "
-        f"{readable(plan.total_bytes)} in {counted(shards, 'shard')}, embedding and head included; "
-        f"{readable(free)} are free",
-    ]
+    text = (
+        f"{counted(len(job.rows), 'row')}, {counted(plan.tokens, 'token')} as {job.shape.encoding} "
+        f"({job.manifest['dtype']}): {total / plan.tokens:,.0f} bytes a token, {readable(total)} "
+        f"in {counted(len(plan.shard_bytes), 'shard')}; {readable(free)} are free"
+    )
     if plan.done:
-        lines.append(f"{len(plan.done):,} of {counted(shards, 'shard')} already exist")
-    if plan.allowed < shards:
-        lines.append(
-            f"the quota of {readable(job.options.quota_bytes or 0)} stops it after "
-            f"{counted(plan.allowed, 'shard')}"
-        )
-    return lines
+        text += f"; {counted(len(plan.done), 'shard')} already exist"
+    if not plan.complete:
+        text += f"; the quota stops it after {counted(plan.allowed, 'shard')}"
+    return text
 
 
 def readable(count: float) -> str:
@@ -303,8 +270,6 @@ def convert_job(
     if padded and not over_a_vocabulary:
         fix = f"--encoding {' or '.join(OVER_A_VOCABULARY)}"
         raise BadInput("AutoModel's layout keeps probabilities", where="--layout", fix=fix)
-    # supervision that is not in the source cannot be written
-    options = replace(options, supervised_only=options.supervised_only or source.shape.compact)
     named = model if lacks_target(source.store.directory, old) else None
     files = local_model(named or target_files(source.store.directory), weights=False)
     vocabulary = _vocabulary_of(source, draft_vocab_size)
@@ -321,18 +286,13 @@ def convert_job(
         **encoding_facts(options, vocabulary),
         "converted_from": [old["encoding"], old["dtype"]],
     }
-    embedding_VD, head_VD = source.get_input_embeddings().weight, source.info().head.weight_VD
-    head_bytes = embedding_VD.nbytes + head_VD.nbytes
     padded_to: int | None = None
     if padded:
-        head_bytes += 4 * embedding_VD.numel()  # stored in float32, too
         longest = int(source.store.lengths.max(initial=2))
         padded_to = max(longest, old.get("seq_length") or 0)
         manifest |= {"seq_length": padded_to, "layout": LAYOUT}
-    return CacheJob(
-        directory, source.rows(), manifest, options, vocabulary, files,
-        padded_to=padded_to, head_bytes=head_bytes,
-    )  # fmt: skip
+    rows = source.rows()
+    return CacheJob(directory, rows, manifest, options, vocabulary, files, padded_to=padded_to)
 
 
 def _vocabulary_of(source: CachedEagle3TargetModel, size: int | None) -> DraftVocabulary | None:

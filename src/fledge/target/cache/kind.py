@@ -25,9 +25,6 @@ class CacheTarget(TargetSection):
     cached_target_path: Text
     """Directory of the cache; giving it chooses this backend."""
 
-    on_damage: Literal["fail", "skip"] = "fail"
-    """What to do with a row whose checksum does not fit."""
-
 
 class CacheKind(TargetKind[CacheTarget]):
     name = "cache"
@@ -43,7 +40,6 @@ class CacheKind(TargetKind[CacheTarget]):
         target = CachedEagle3TargetModel(
             section.cached_target_path,
             device=device,
-            on_damage=section.on_damage,
             model=section.model,
             trust_remote_code=section.trust_remote_code,
         )
@@ -70,20 +66,14 @@ class CacheKind(TargetKind[CacheTarget]):
 
 def _check_model(name: str, manifest: dict[str, Any], where: str) -> None:
     """Refuse a model the cache was not made from; weights are compared if they are on disk."""
-    from fledge.data.prepare import tokenizer_files_fingerprint
     from fledge.models.resolve import local_model
     from fledge.target.cache.job import files_fingerprint, has_weights
 
-    if "tokenizer" not in manifest:  # an AutoModel cache, which does not record it
+    if "model_files" not in manifest:  # an AutoModel cache, which does not record them
         return
     directory = local_model(name, weights=False)
-    differing = []
-    if tokenizer_files_fingerprint(directory) != manifest["tokenizer"]:
-        differing.append("tokenizer")
-    if has_weights(directory) and files_fingerprint(directory) != manifest.get("model_files"):
-        differing.append("weights or config")
-    if differing:
-        what = f"made from another model than {name} (different {' and '.join(differing)})"
+    if has_weights(directory) and files_fingerprint(directory) != manifest["model_files"]:
+        what = f"made from another model than {name} (different weights or config)"
         fix = "leave target.model out, or make a cache for this model"
         raise BadInput(what, where=where, fix=fix)
 

@@ -4,7 +4,6 @@ Two caches with equal manifests hold the same rows in the same encoding from the
 module also stores the target's embedding and head, once per cache.
 """
 
-import itertools
 import re
 import zlib
 from pathlib import Path
@@ -19,14 +18,13 @@ from fledge.core.errors import BadInput
 from fledge.core.files import atomic_file, write_json
 from fledge.core.head import TargetHead
 from fledge.core.reading import (
+    Anything,
     Choice,
     Expected,
-    Flag,
     ListOf,
     MapOf,
     Maybe,
     Number,
-    Row,
     Table,
     Text,
     Whole,
@@ -55,7 +53,7 @@ TARGET_FACTS = Table(
         "tokenizer_fingerprint": Maybe(Text(256)),
         "vocab_size": SIZE,
         "head": Table({"scale": Number(), "softcap": Maybe(Number()), "divisor": Number()}),
-        "final_norm": Maybe(Row((Text(), Text(), Maybe(Number())))),
+        "final_norm": Maybe(ListOf(Anything(), least=3, most=3)),
     },
     optional={"crc": MapOf(Whole(0, 2**32 - 1))},
 )
@@ -66,7 +64,6 @@ _MANIFEST: dict[str, Expected] = {
     "hidden_size": SIZE,
     "vocabulary": Maybe(Table({"size": SIZE})),
     "top_k": Maybe(SIZE),
-    "supervised_only": Flag(),
     "rows": Whole(),
     "held_out_rows": Whole(),
     "shard_size": Whole(1),
@@ -92,7 +89,7 @@ def stored_manifest(directory: Path) -> dict[str, Any]:
     if not path.exists():
         fix = "`fledge precompute` makes one"
         raise BadInput("not a cache: it has no manifest.json", where=str(directory), fix=fix)
-    manifest: dict[str, Any] = reading.read_json(path, what="the manifest", inside=directory)
+    manifest: dict[str, Any] = reading.read_json(path, what="the manifest")
     own: dict[str, Any] = manifest.get(automodel.OWN, manifest)
     return own if automodel.is_automodel(manifest) else manifest
 
@@ -110,9 +107,6 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     if lacks_target(directory, manifest):
         fields["target"] = Table()
     reading.check(manifest, Table(fields), where=where, what="the manifest", fix=fix)
-    if manifest["held_out_rows"] > manifest["rows"]:
-        what = f"{manifest['held_out_rows']} of {manifest['rows']} rows cannot be held out"
-        raise BadInput(f"the manifest is damaged: {what}", where=where, fix=fix)
     return manifest
 
 
@@ -124,7 +118,6 @@ def shape_of(manifest: dict[str, Any]) -> CacheShape:
         aux_layers=len(manifest["aux_layer_ids"]),
         draft_vocab_size=(manifest["vocabulary"] or {}).get("size", 0),
         top_k=manifest["top_k"] or 0,
-        supervised_only=manifest["supervised_only"],
     )
 
 
@@ -146,15 +139,12 @@ def existing_shards(directory: Path) -> set[int]:
 
 
 def check_complete(directory: Path, manifest: dict[str, Any]) -> None:
-    """Refuse a cache with missing shards. Allocates nothing in proportion to the number of shards
-    that the manifest claims, which is not trusted."""
-    total = shards_of(manifest)
-    present = {number for number in existing_shards(directory) if number < total}
-    if len(present) < total:
-        first = next(number for number in itertools.count() if number not in present)
-        what = f"unfinished: {total - len(present)} of {total} shards are missing, "
+    """Refuse a cache with missing shards."""
+    total, existing = shards_of(manifest), existing_shards(directory)
+    if missing := total - sum(number < total for number in existing):
+        what = f"unfinished: {missing} of {total} shards are missing"
         fix = "run the same precompute with --resume"
-        raise BadInput(f"{what}{shard_name(first)} first", where=str(directory), fix=fix)
+        raise BadInput(what, where=str(directory), fix=fix)
 
 
 def differing_fields(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
@@ -198,11 +188,7 @@ def ensure_free(directory: Path, *, resume: bool) -> None:
         raise BadInput("not a directory", where=where)
     names = {path.name for path in directory.iterdir() if not path.name.startswith(".")}
     begun = {name for name in names if name == MANIFEST or _SHARD.fullmatch(name)}
-    ours = begun | names & {TARGET, TARGET_FILES, VOCABULARY, automodel.EMBEDDINGS}
-    reading.check_inside(directory / TARGET_FILES, directory)
-    files = [directory / name for name in ours - {TARGET_FILES}]
-    for path in sorted([*files, *(directory / TARGET_FILES).glob("*")]):  # they may be written to
-        reading.open_regular(path, inside=directory, what="a file of the cache").close()
+    ours = begun | {TARGET, TARGET_FILES, VOCABULARY, automodel.EMBEDDINGS}
     if foreign := sorted(names - ours):
         what = f"not empty, and '{foreign[0]}' is not part of a cache"
         raise BadInput(what, where=where, fix="give a new directory")
@@ -287,7 +273,6 @@ def read_target(
             directory, manifest, model, trust_remote_code=trust_remote_code
         )
     path, facts = directory / TARGET, manifest[LATE]
-    reading.check_inside(path, directory)
     tensors = reading.load_tensors(path, what="the file of the target's embedding and head")
     for name, crc in facts.get("crc", {}).items():
         if name not in tensors or _crc(tensors[name]) != crc:
@@ -299,10 +284,12 @@ def assemble_target(
     tensors: dict[str, Tensor], facts: dict[str, Any], *, hidden_size: int, where: str = "target"
 ) -> tuple[InputEmbedding, TargetInfo]:
     """Build the embedding and info of a target: the inverse of `target_tensors`, `target_facts`."""
-    check_shapes(tensors, facts["vocab_size"], hidden_size, where)
     embedding_VD, norm = tensors["embed_tokens"], facts["final_norm"]
     scales = {name: facts["head"][name] for name in ("scale", "softcap", "divisor")}
     head = TargetHead(tensors.get("lm_head", embedding_VD), tensors.get("lm_head_bias"), **scales)
+    size, expected = list(head.weight_VD.shape), [facts["vocab_size"], hidden_size]
+    if size != expected:
+        raise BadInput(f"its head is {size}, the target's sizes are {expected}", where=where)
     info = TargetInfo(
         head=head,
         final_norm=norm and FinalNorm(norm[0], norm[1], norm[2], tensors.get("final_norm")),
@@ -315,30 +302,6 @@ def assemble_target(
         tokenizer_fingerprint=facts["tokenizer_fingerprint"],
     )
     return InputEmbedding(embedding_VD), info
-
-
-def check_shapes(tensors: dict[str, Tensor], rows: int, width: int | None, where: str) -> None:
-    """Refuse tensors whose shapes contradict the target's sizes before a trainer relies on them."""
-    head: tuple[int | None, ...] = (rows, width)
-    tied = "lm_head" not in tensors  # one table serves as both
-    shapes = {"embed_tokens": head if tied else (None, None), "lm_head": head}
-    shapes |= {"lm_head_bias": (rows,), "final_norm": (width,)}
-    for name, shape in shapes.items():
-        tensor = tensors.get(name)
-        if tensor is None and name != "embed_tokens":
-            continue
-        fits = tensor is not None and tensor.is_floating_point() and tensor.ndim == len(shape)
-        if (
-            tensor is None
-            or not fits
-            or any(
-                expected not in (None, size)
-                for expected, size in zip(shape, tensor.shape, strict=True)
-            )
-        ):
-            actual = "missing" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
-            sizes = f"a vocabulary of {rows} and a width of {width}"
-            raise BadInput(f"{name} is {actual}, the target has {sizes}", where=where)
 
 
 def _crc(tensor: Tensor) -> int:
@@ -361,7 +324,7 @@ _COPIED = frozenset({
 
 def copied_files(model_dir: Path) -> list[Path]:
     """A model's config and tokenizer files, which training reads besides the cache."""
-    return [p for p in sorted(model_dir.iterdir()) if is_copied(p.name) and _lies_in(model_dir, p)]
+    return [p for p in sorted(model_dir.iterdir()) if is_copied(p.name) and p.is_file()]
 
 
 def is_copied(name: str) -> bool:
@@ -369,20 +332,10 @@ def is_copied(name: str) -> bool:
     return name in _COPIED
 
 
-def _lies_in(model_dir: Path, path: Path) -> bool:
-    """Whether `path` is a file that lies in the directory itself. Links are refused, with one
-    exception: the hub's cache links REPOSITORY/snapshots/REVISION/name to REPOSITORY/blobs/X."""
-    if not path.is_file() or not path.is_symlink():
-        return path.is_file()
-    snapshots = model_dir.resolve().parent
-    return snapshots.name == "snapshots" and path.resolve().parent == snapshots.parent / "blobs"
-
-
 def code_files(model_dir: Path) -> list[Path]:
     """The Python files of a model with custom code. A cache keeps them with config and tokenizer,
     which cannot be loaded without them; they run only if the user trusts remote code."""
-    files = sorted(model_dir.glob("*.py")) if names_code(model_dir) else []
-    return [path for path in files if _lies_in(model_dir, path)]
+    return sorted(model_dir.glob("*.py")) if names_code(model_dir) else []
 
 
 def names_code(model_dir: Path) -> bool:

@@ -5,12 +5,13 @@ any number of processes may work on one cache, each on the shards that it has cl
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from safetensors.torch import save
 from torch import Tensor
 
@@ -25,13 +26,11 @@ from fledge.core.transfer import Fetched
 from fledge.data.pack import collate, one_per_row
 from fledge.target.base import Eagle3TargetBackend
 from fledge.target.cache.automodel import EMBEDDINGS
-from fledge.target.cache.backend import row_fault
 from fledge.target.cache.format import encode_rows, unsound
 from fledge.target.cache.job import (
     CacheJob,
     CachePlan,
-    check_disk,
-    describe_plan,
+    announce,
     plan_cache,
     readable,
 )
@@ -48,7 +47,7 @@ from fledge.target.cache.manifest import (
     write_head,
 )
 from fledge.target.cache.shard import ShardWriter, open_shard
-from fledge.target.finite_check import module_of, refusal
+from fledge.target.finite_check import Fault, module_of, refusal
 
 _BAD_TOKENS, _BAD_SLOTS = "bad tokens", "bad slots"  # in addition to the fields of the cache
 _MAX_QUEUED = 3  # batches by which the target may be ahead of the disk
@@ -127,22 +126,34 @@ class _Capture:
         return len(members), sum(part.nbytes for of_rows in parts.values() for part in of_rows)
 
 
-STOPPED = 3  # exit code: stopped by the quota or a full disk
+def row_fault(
+    row: int,
+    bad_NA: Tensor,
+    bad_M: Tensor,
+    slots: NDArray[np.int64],  # [M], where supervision is kept
+    aux_layer_ids: Sequence[int],
+) -> Fault | None:
+    """The fault that `unsound` found in one row: its lowest bad layer, else supervision."""
+    bad_A = [flags.nonzero() for flags in bad_NA.bool().T]
+    for layer_id, where in sorted(zip(aux_layer_ids, bad_A, strict=True), key=lambda pair: pair[0]):
+        if len(where):
+            return Fault(f"layer {layer_id}", row, int(where[0]))
+    if len(where := bad_M.bool().nonzero()):
+        return Fault("supervision", row, int(slots[int(where[0])]) + 1)
+    return None
+
+
+STOPPED = 3  # exit code: stopped by the quota or a full disk; --resume continues
 
 
 @dataclass(frozen=True)
 class Done:
-    """How a precompute ended."""
+    """What a precompute found and wrote."""
 
-    code: int  # exit code
-    predicted_bytes: int
+    complete: bool  # else the quota stopped it
+    shard_bytes: int
     reused_shards: int
     written_shards: int  # by this process
-
-    @property
-    def complete(self) -> bool:
-        """Whether every shard is on disk."""
-        return self.code == 0
 
 
 def execute(
@@ -154,24 +165,18 @@ def execute(
 ) -> Done:
     """A whole precompute, as run in every process: check, predict, load the target, write."""
     plan = plan_cache(job)
-    free = check_disk(job, plan)
+    summary = announce(job, plan)
     # joining waits for all processes: each has checked the directory before any of them writes
     world = join_world(device)
     if world.is_main:
-        for line in describe_plan(job, plan, free):
-            progress.say(line)
+        progress.say(summary)
     with load() as target:
         check_target(job, target)
         with Claims(job.directory / CLAIMS) as claims:
             begin_cache(job, target, claims)
             written = write_shards(job, plan, target, claims, progress)
     leave_world(world)
-    complete = plan.wanted == plan.missing
-    if not complete:
-        progress.say(
-            f"stopped by the quota of {readable(job.options.quota_bytes or 0)}; --resume continues"
-        )
-    return Done(0 if complete else STOPPED, plan.total_bytes, len(plan.done), written)
+    return Done(plan.complete, sum(plan.shard_bytes), len(plan.done), written)
 
 
 def begin_cache(job: CacheJob, target: Eagle3TargetBackend, claims: Claims) -> None:
@@ -183,7 +188,6 @@ def begin_cache(job: CacheJob, target: Eagle3TargetBackend, claims: Claims) -> N
     with claims.alone("manifest"):
         existing = existing_shards(job.directory)
         ensure_resumable(job.directory, manifest, existing)
-        claims.remove_temporary_files()
         if not existing or not has_head(job.directory, job.model_dir):
             if job.vocabulary is not None:
                 job.vocabulary.save(job.directory / VOCABULARY)
@@ -220,7 +224,7 @@ def write_shards(
 ) -> int:
     """Write missing shards until all are claimed, then wait for those of other processes. Returns
     how many this process wrote. Call `begin_cache` first."""
-    missing = {job.shard_path(index).name: index for index in plan.wanted}
+    missing = {job.shard_path(index).name: index for index in plan.missing}
     last_reported = 0
 
     def waiting(shards: int) -> None:

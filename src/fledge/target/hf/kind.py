@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     import torch
 
     from fledge.target.base import Eagle3TargetBackend
-    from fledge.target.state_cache import KeptStates
 
 
 class HfTarget(LoadedTarget):
@@ -34,15 +33,12 @@ class HfTarget(LoadedTarget):
     keep_states_gb: NonNegative = 0.0
     """Keep the target's states on its device up to this size: later epochs then need no target."""
 
-    keep_states_host_gb: NonNegative = 0.0
-    """Then keep further states in host memory up to this size."""
-
     parallel: Parallel = Field(default_factory=Parallel)
     """Processes that share one target, where it is larger than a GPU: parallel.fsdp, .tp, .cp."""
 
     @model_validator(mode="after")
     def _check_kept_states(self) -> "HfTarget":
-        if self.parallel.ranks > 1 and (self.keep_states_gb or self.keep_states_host_gb):
+        if self.parallel.ranks > 1 and self.keep_states_gb:
             raise ValueError("keep_states_gb needs a target that is not shared: leave parallel out")
         return self
 
@@ -74,26 +70,19 @@ class HfKind(LoadedKind[HfTarget]):
             num_aux_layers=aux_layers if section.aux_layer_ids is None else None,
             mesh=mesh,
         )
-        kept = self.kept_states(section)
+        kept = self.kept_bytes(section)
         return RememberingTarget(target, kept) if kept else target
 
     def asked_once(self, section: HfTarget) -> HfTarget:
         """The section without kept states and compilation: batches of a precompute differ in width,
         and each would be compiled anew."""
-        return section.model_copy(
-            update={"keep_states_gb": 0.0, "keep_states_host_gb": 0.0, "compile": False}
-        )
+        return section.model_copy(update={"keep_states_gb": 0.0, "compile": False})
 
     def cut(self, section: HfTarget) -> Parallel:
         return section.parallel
 
-    def kept_states(self, section: HfTarget) -> "KeptStates":
-        from fledge.target.state_cache import KeptStates
-
-        if section.supervision != "hidden":
-            return KeptStates()
-        device, host = section.keep_states_gb, section.keep_states_host_gb
-        return KeptStates(int(device * 2**30), int(host * 2**30))
+    def kept_bytes(self, section: HfTarget) -> int:
+        return int(section.keep_states_gb * 2**30) if section.supervision == "hidden" else 0
 
 
 def _auto_dtype(section: HfTarget, device: "torch.device") -> str:

@@ -1,6 +1,7 @@
 """`target.backend=remote`: the target on servers. Importing this does not import torch."""
 
 import functools
+import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -109,7 +110,8 @@ def _files(section: RemoteTarget) -> Path:
 
     with _client(section) as target:
         facts = target.server_info
-        name = f"{facts['weights_fingerprint']}-{facts['tokenizer_fingerprint']}"
+        identity = f"{facts['weights_fingerprint']}-{facts['tokenizer_fingerprint']}"
+        name = hashlib.sha256(identity.encode()).hexdigest()[:24]  # whatever a server sends
         directory = cache_dir() / "remote" / name
         target.fetch_files(directory)
     if section.trust_remote_code and names_code(directory):  # perhaps a repository's

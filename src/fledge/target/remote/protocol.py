@@ -24,7 +24,7 @@ from torch import Tensor
 from fledge.core.batch import Eagle3TargetBatch
 from fledge.core.errors import first_line
 from fledge.core.head import TargetHead
-from fledge.core.reading import Choice, FileName, ListOf, Maybe, Table, Whole
+from fledge.core.reading import Choice, ListOf, Maybe, Table, Whole
 from fledge.core.rows import PACKING_FIELDS, TokenBatch, shift_left
 from fledge.target.base import selection_mask
 from fledge.target.cache.format import DTYPES, CacheShape, Field, decode_states, encode_probs
@@ -40,7 +40,7 @@ IDENTITY = (
     *("protocol", "weights_fingerprint", "tokenizer_fingerprint", "aux_layer_ids"),
     *("dtype", "hidden_size", "vocab_size", "depth"),
 )
-# What a client reads of /v1/info. The fingerprints name a directory of its own.
+# What a client reads of /v1/info.
 INFO = Table(
     {
         **TARGET_FACTS.fields,
@@ -48,8 +48,6 @@ INFO = Table(
         "protocol": Whole(),
         "hidden_size": SIZE,
         "aux_layer_ids": AUX_LAYERS,
-        "weights_fingerprint": FileName(),
-        "tokenizer_fingerprint": Maybe(FileName()),
     },
     optional={"encodings": ListOf(Choice(WIRE_ENCODINGS))},
 )

@@ -45,7 +45,7 @@ UPDATE_BYTES = {"cpu": 5e9, "cuda": 2e12}
 SAVE_BYTES = 250e6
 EVALUATION = 2 / 3  # of a step's time: the rollouts run twice, but not backward
 
-PARTS = ("start_up", "data", "steps", "evaluations", "checkpoints")
+PARTS = ("start_up", "steps", "evaluations", "checkpoints")
 _SAMPLED = 2  # micro-batches of a run, of whose steps the largest counts
 
 
@@ -73,7 +73,7 @@ class Prediction:
         return {**asdict(self), "seconds": self.seconds, "peak_bytes": self.peak_bytes}
 
     def table(self, truth: dict[str, Any] | None = None) -> Table:
-        """Memory by part, disk and time by part; with the truth beside them once it is known."""
+        """Memory, disk and time by part; with the truth beside them once it is known."""
         table = Table("", Column("predicted", justify="right"), title="plan", box=None)
         table.title_justify = "left"
         if truth is None:
@@ -86,8 +86,8 @@ class Prediction:
         table.add_row("peak memory", *(_size(side["peak_bytes"]) for side in sides))
         table.add_row("disk", *(_size(side["disk_bytes"]) for side in sides))
         for part in PARTS:
-            times = (_time(side["seconds_by_part"][part]) for side in sides)
-            table.add_row(f"  {part.replace('_', '-')}", *times, style="dim")
+            seconds = self.seconds_by_part[part]
+            table.add_row(f"  {part.replace('_', '-')}", _time(seconds), style="dim")
         table.add_row("time", *(_time(side["seconds"]) for side in sides))
         return table
 
@@ -166,12 +166,11 @@ def predict(training: "Training", begin: float | None = None) -> Prediction:
     step, memory = step_memory(training), DraftMemory.of(training.draft, recipe.training)
     pace = pace_of(training, step)
     width = step.step.dtype.itemsize
-    limits, rows = kind_of(recipe.target).kept_states(recipe.target), int(stream.rows.lengths.sum())
+    room, rows = kind_of(recipe.target).kept_bytes(recipe.target), int(stream.rows.lengths.sum())
     config = training.draft.config
     state_bytes = (config.num_aux_hidden_states + 1) * config.target_hidden_size
     kept_bytes = rows * state_bytes * width
-    room_here = limits.device_bytes + (limits.host_bytes if device == "cpu" else 0)
-    keeps_all = 0 < kept_bytes <= limits.device_bytes + limits.host_bytes
+    keeps_all = 0 < kept_bytes <= room
     begun = newest_step(training.directory)
     packs = stream.packs_per_step // world.data_size * max(0, stream.steps - begun)
     work = Work(
@@ -180,14 +179,14 @@ def predict(training: "Training", begin: float | None = None) -> Prediction:
         rows if keeps_all else None,
     )  # fmt: skip
     remaining = work.seconds(recipe, pace, memory, device)
-    start_up_s = 0.0 if begin is None else time.perf_counter() - begin - training.data_s
+    start_up_s = 0.0 if begin is None else time.perf_counter() - begin
     weights = sum(p.nbytes for p in target_weights(training))
     return Prediction(
-        target_bytes=weights + min(room_here, kept_bytes),
+        target_bytes=weights + min(room, kept_bytes),
         draft_bytes=memory.bytes(shard=world.shard, width=width),
         step_bytes=step.bytes(world.context),
         disk_bytes=(recipe.checkpoint.keep + 1) * memory.saved_bytes,
-        seconds_by_part={"start_up": start_up_s, "data": training.data_s, **remaining},
+        seconds_by_part={"start_up": start_up_s, **remaining},
         tokens=stream.steps * stream.packs_per_step * stream.tokens,
     )
 

@@ -157,7 +157,7 @@ class ShapePlan:
             draft_bytes=memory.bytes(shard=training.shard, width=2),
             step_bytes=self.step.bytes(training.context),
             disk_bytes=(recipe.checkpoint.keep + 1) * memory.saved_bytes,
-            seconds_by_part={"start_up": 0.0, "data": 0.0, **seconds},
+            seconds_by_part={"start_up": 0.0, **seconds},
             tokens=tokens * (ranks // training.context),
         )
 
