@@ -28,8 +28,7 @@ from fledge.data.template import PROBE, ChatTemplate, Span, shared_prefix
 
 LONGEST_ROW = 1 << 23  # characters; a longer conversation is dropped before it is rendered
 # Every answer is located by rendering the conversation up to it. So that a row takes seconds rather
-# than hours, rows with too many answers, in total or for their length, are dropped:
-MOST_ANSWERS = 1000
+# than hours, rows with too many answers for their length are dropped.
 _MOST_RENDERED = 1 << 28  # characters, summed over all answers
 
 # Opening and closing markers of reasoning in common templates.
@@ -110,7 +109,7 @@ def _check_size(conversation: Conversation, answers: int) -> None:
     characters = len(json.dumps(row, ensure_ascii=False))
     if characters > LONGEST_ROW:
         raise BadRow("row is too long", f"more than {LONGEST_ROW:,} characters")
-    if answers > MOST_ANSWERS or answers * characters > _MOST_RENDERED:
+    if answers * characters > _MOST_RENDERED:
         raise BadRow("too many turns", f"{answers:,} answers in {characters:,} characters")
 
 
