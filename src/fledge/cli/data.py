@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 from typer import Argument, Option
 
-from fledge.cli.console import err, facts_table, in_color, out, print_json, progress_bar
+from fledge.cli.console import err, facts_table, html_page, in_color, out, print_json, progress_bar
 from fledge.cli.help import Verbs
 from fledge.cli.options import AsJson, TrustRemoteCode
 from fledge.core.errors import BadInput, nearest
@@ -155,7 +155,7 @@ def preview(
     encoder = Encoder.load(directory, options, trust_remote_code=trust_remote_code)
     rows = list(view.preview_rows(data, encoder, count))
     if html is not None:
-        write_text(html, view.to_html(rows))
+        write_text(html, html_page(view.to_terminal(row) for row in rows))
         err.say(f"wrote {html}")
     if as_json:
         print_json([row.to_json() for row in rows])

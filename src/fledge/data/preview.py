@@ -1,13 +1,11 @@
-"""Conversations with their supervised tokens in color, for the terminal and as an HTML page."""
+"""Conversations with their supervised tokens in color."""
 
-import io
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 from rich.text import Text
 
 from fledge.core.terminal import MARKS, counted, visible
@@ -74,14 +72,6 @@ def to_terminal(row: PreviewRow, *, colors: bool = True) -> Text:
         run = visible("".join(piece for piece, _ in group))
         text.append(f"{MARKS[0]}{run}{MARKS[1]}" if supervised else run)
     return text
-
-
-def to_html(rows: list[PreviewRow]) -> str:
-    """One self-contained page."""
-    console = Console(record=True, file=io.StringIO(), width=120)
-    for row in rows:
-        console.print(to_terminal(row), end="\n\n")
-    return console.export_html()
 
 
 # --- stats ---------------------------------------------------------------------------------------
