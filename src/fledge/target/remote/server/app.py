@@ -171,7 +171,6 @@ class TargetServer:
             "engine": engine,
             "hidden_size": info.hidden_size,
             "aux_layer_ids": list(self.target.backend.aux_layer_ids),
-            "encodings": self.target.encodings,
             "max_tokens": self.target.max_tokens,
         }
 
