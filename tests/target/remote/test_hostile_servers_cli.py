@@ -40,7 +40,7 @@ def parts(dtype=torch.float32):
 
 CODE = {"model_type": "evil", "auto_map": {"AutoConfig": "org/repo--evil.Config"}}
 CASES = {
-    "deep": ({"/v1/info": http(DEEP)}, "its /v1/info cannot be read (nested too deeply)"),
+    "deep": ({"/v1/info": http(DEEP)}, "its /v1/info cannot be read ("),
     "layers": ({"/v1/info": http({**INFO, "aux_layer_ids": 5})}, "'aux_layer_ids' is 5"),
     "no config": ({"/v1/files": {"config": None}}, "no config.json"),
     "code": ({"/v1/files": {"config": CODE}}, "Python code"),
