@@ -50,22 +50,6 @@ class TargetInfo:
     suggested: DraftVocabulary | None = None  # used unless the recipe sets another size
 
 
-@dataclass(frozen=True)
-class HeadlessInfo:
-    """`TargetInfo` of a target that answers logits without showing the head behind them."""
-
-    hidden_size: int
-    vocab_size: int  # rows of the input embedding
-    depth: int
-    dtype: torch.dtype
-    weight_dtypes: str
-    weights_fingerprint: str
-    tokenizer_fingerprint: str | None
-    head: None = None
-    final_norm: None = None
-    module: None = None
-
-
 class Eagle3TargetBackend(ABC):
     """A frozen target that turns token rows into supervision.
 
@@ -142,10 +126,6 @@ class Eagle3TargetBackend(ABC):
         with logits: only `hidden` supervision, caches and servers need the head."""
         what = f"{type(self).__name__} does not describe its target's head"
         raise BadInput(what, fix="use supervision 'logits', or give the backend an info()")
-
-    def describe(self) -> TargetInfo | HeadlessInfo:
-        """`info()`, as far as the target shows itself: what a server tells of it."""
-        return self.info()
 
     def set_vocab_mapping(
         self, selected_token_ids: Tensor, selected_token_mask: Tensor | None = None

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fledge.core.batch import Supervision
 from fledge.core.errors import BadInput, in_words
 from fledge.core.head import TargetHead
-from fledge.target.base import HeadlessInfo, InputEmbedding, TargetInfo
+from fledge.target.base import InputEmbedding
 from fledge.target.hf.loading import tokenizer_in
 from fledge.target.inprocess import InProcessTarget
 from fledge.target.layers import (
@@ -122,25 +122,10 @@ class RunnerEagle3TargetModel(InProcessTarget):
         self._check_open()
         return InputEmbedding(self.runner.input_embedding_weight())
 
-    def describe(self) -> TargetInfo | HeadlessInfo:
-        self._check_open()
-        if isinstance(self.runner, HiddenTargetRunner):
-            return self.info()
-        weight_VD = self.runner.input_embedding_weight()
-        return HeadlessInfo(
-            hidden_size=stated(self.runner.model.config, "hidden_size") or weight_VD.shape[1],
-            vocab_size=len(weight_VD),
-            depth=self._depth,
-            tokenizer_fingerprint=self._tokenizer_fingerprint(),
-            **self._about_weights(),
-        )
-
     def _facts(self) -> dict[str, Any]:
         assert isinstance(self.runner, HiddenTargetRunner)
-        return {"final_norm": self.runner.final_norm(), **self._about_weights()}
-
-    def _about_weights(self) -> dict[str, Any]:
         return {
+            "final_norm": self.runner.final_norm(),
             "dtype": self.runner.input_embedding_weight().dtype,
             "weight_dtypes": self._describe_weights(),
             "weights_fingerprint": self._fingerprint_weights(),
