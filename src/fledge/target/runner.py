@@ -69,14 +69,6 @@ class HiddenTargetRunner(TargetRunner, Protocol):
         """The norm in front of the head, if it is available."""
 
 
-@runtime_checkable
-class ClosableRunner(Protocol):
-    """A runner with resources to release."""
-
-    def close(self) -> None:
-        """Free memory and engine handles."""
-
-
 class RunnerEagle3TargetModel(InProcessTarget):
     """EAGLE-3 target backend that runs the frozen target through a runner.
 
@@ -148,8 +140,9 @@ class RunnerEagle3TargetModel(InProcessTarget):
 
     def close(self) -> None:
         if not self._closed:
-            if isinstance(self.runner, ClosableRunner):
-                self.runner.close()
+            close = getattr(self.runner, "close", None)
+            if close is not None:
+                close()
             del self.runner
             self._info = self.tokenizer = None
         super().close()
