@@ -198,11 +198,6 @@ class EngineEagle3TargetModel(RunnerEagle3TargetModel):
     runner_type: ClassVar[Any]  # its `build` starts the engine
 
     @classmethod
-    def _build(cls, model: str | PathLike[str], **options: Any) -> Any:
-        """The runner of an engine that is started, or ready to be started."""
-        return cls.runner_type.build(model, **options)
-
-    @classmethod
     def from_pretrained(
         cls,
         model: str | PathLike[str],
@@ -219,7 +214,7 @@ class EngineEagle3TargetModel(RunnerEagle3TargetModel):
         hidden states."""
         from fledge.models.resolve import local_model
 
-        runner = cls._build(
+        runner = cls.runner_type.build(
             model, dtype=dtype, trust_remote_code=trust_remote_code, **engine_kwargs
         )
         try:

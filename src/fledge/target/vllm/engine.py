@@ -1,6 +1,6 @@
 """A vLLM engine in this process: checks, start, stop, its requests, the files of its connector.
 
-vLLM writes the states itself (`connector`). It is not imported before an engine is built.
+vLLM is not imported before an engine is started.
 """
 
 import fcntl
@@ -9,9 +9,8 @@ import shutil
 import tempfile
 import uuid
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +152,30 @@ def with_fixed(engine_kwargs: dict[str, Any], fixed: dict[str, Any]) -> dict[str
     return arguments
 
 
+def capture_settings(vllm_ids: Sequence[int], directory: Path) -> dict[str, Any]:
+    """Arguments that make vLLM keep the states of these layers (its own ids), and write them to
+    files in this directory."""
+    from vllm.platforms import current_platform
+
+    connector = {"kv_connector": "ExampleHiddenStatesConnector"}
+    if current_platform.is_cpu():
+        module = "fledge.target.vllm.cpu_connector"
+        connector = {"kv_connector": "CpuHiddenStates", "kv_connector_module_path": module}
+    layers = {"hf_config": {"eagle_aux_hidden_state_layer_ids": list(vllm_ids)}}
+    return {
+        "speculative_config": {
+            "method": "extract_hidden_states",
+            "num_speculative_tokens": 1,
+            "draft_model_config": layers,
+        },
+        "kv_transfer_config": {
+            **connector,
+            "kv_role": "kv_producer",
+            "kv_connector_extra_config": {"shared_storage_path": str(directory)},
+        },
+    }
+
+
 def start(directory: Path, **engine_args: Any) -> Any:
     """Start an engine; if that fails, whatever it set up is cleaned up."""
     from vllm.distributed import cleanup_dist_env_and_memory
@@ -230,15 +253,6 @@ def check_longest(rows: list[list[int]], max_model_len: int) -> None:
         )
 
 
-@dataclass(frozen=True)
-class Captured:
-    """vLLM's answer about one row."""
-
-    row: int
-    states_NKD: Tensor  # K layers, ascending
-    next_token: int  # vLLM's greedy choice after the row
-
-
 def requests(rows: Sequence[list[int]]) -> Iterator[tuple[int, Any, Any]]:
     """(row, prompt, sampling parameters) of every row that is not empty."""
     from vllm import SamplingParams
@@ -248,25 +262,3 @@ def requests(rows: Sequence[list[int]]) -> Iterator[tuple[int, Any, Any]]:
     for row, tokens in enumerate(rows):
         if tokens:
             yield row, tokens_input(tokens, cache_salt=uuid.uuid4().hex), params
-
-
-def assemble(
-    captured: Iterable[Captured],
-    input_ids: Tensor,
-    order: list[int],
-    head_input: Callable[[Tensor], Tensor],
-) -> tuple[Tensor, Tensor]:
-    """The last hidden states [B, T, D] and, in this order, the aux states [B, T, A * D] of rows."""
-    batch: tuple[Tensor, Tensor] | None = None
-    for one in captured:
-        states_NKD, row, length = one.states_NKD, one.row, len(one.states_NKD)
-        if batch is None:
-            width = states_NKD.shape[-1]
-            hidden_BTD = states_NKD.new_zeros((*input_ids.shape, width))
-            aux_BTD = states_NKD.new_zeros((*input_ids.shape, width * len(order)))
-            batch = hidden_BTD, aux_BTD
-        hidden_BTD[row, :length] = head_input(states_NKD[:, -1])
-        aux_BTD[row, :length] = states_NKD[:, order].flatten(1)
-    if batch is None:
-        raise ValueError("attention_mask marks no token at all")
-    return batch
