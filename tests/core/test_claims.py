@@ -1,14 +1,11 @@
 """Claims: each piece of work has one owner, and is freed soon after its owner's process dies."""
 
-import errno
 import multiprocessing
 import os
 import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 
@@ -92,11 +89,9 @@ def test_a_dead_process_on_this_machine_is_detected_at_once(tmp_path):
     process.start()
     assert ready.wait(20)
     with Claims(tmp_path) as claims:
-        assert claims.has_company()
         assert not claims.take("x")
         os.kill(process.pid, signal.SIGKILL)
         process.join()
-        assert not claims.has_company()
         assert claims.take("x")
     assert not tmp_path.exists()  # the dead process's files are removed, too
 
@@ -108,20 +103,6 @@ def test_a_claim_of_another_machine_holds_until_it_is_stale(tmp_path):
         assert not claims.take("x")
         os.utime(claim, (time.time() - 3600,) * 2)
         assert claims.take("x")
-
-
-def test_a_claim_that_cannot_be_written_is_not_left_behind(tmp_path, monkeypatch):
-    """It would have no owner, and would block the next process until it is stale."""
-    with Claims(tmp_path / "claims") as claims:
-        with monkeypatch.context() as patch:
-            patch.setattr(claims_module, "_owner", _full_disk)
-            with pytest.raises(OSError, match="No space left"):
-                claims.take("a")
-        assert claims.take("a")
-
-
-def _full_disk():
-    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def test_alone_admits_one_process_at_a_time(tmp_path):
@@ -160,29 +141,14 @@ def test_a_claim_that_changes_hands_while_it_is_checked(tmp_path, monkeypatch):
         assert second.take("piece")
 
 
-def test_a_process_killed_while_entering_blocks_nobody(tmp_path, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "replace", Mock(side_effect=KeyboardInterrupt))
-        with pytest.raises(KeyboardInterrupt):
-            Claims(tmp_path / "claims").__enter__()
-    assert not list((tmp_path / "claims").iterdir())
-    with Claims(tmp_path / "claims") as claims:
-        assert not claims.has_company()
-    assert not list(tmp_path.iterdir())
-
-
 def test_the_last_process_to_leave_removes_leftovers_of_killed_ones(tmp_path):
     leftover = tmp_path / "target" / ".config.json.x.tmp"
     leftover.parent.mkdir()
     with Claims(tmp_path / "claims") as first:
         leftover.touch()
-        with Claims(tmp_path / "claims") as second:
-            second.remove_temporary_files()
+        with Claims(tmp_path / "claims"):
+            pass
         assert leftover.exists()  # it may belong to the first, which is still working
         (tmp_path / "kept").touch()
         first.take("x")
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["kept"]
-    leftover.touch()
-    with Claims(tmp_path / "claims") as alone:
-        alone.remove_temporary_files()
-        assert not leftover.exists()

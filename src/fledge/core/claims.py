@@ -45,14 +45,10 @@ class Claims:
         self._thread = threading.Thread(target=self._beat, daemon=True, name="fledge-claims")
 
     def __enter__(self) -> "Claims":
-        # Written elsewhere and renamed: a process killed in between must not leave a clock file
-        # without an owner.
-        temporary = self._directory.parent / f"{self._clock.name}.tmp"
         while not self._clock.exists():
             with contextlib.suppress(FileNotFoundError):  # the last process has just left
                 self._directory.mkdir(parents=True, exist_ok=True)
-                temporary.write_text(_owner())
-                temporary.replace(self._clock)
+                self._clock.write_text(_owner())
         self._thread.start()
         return self
 
@@ -62,7 +58,8 @@ class Claims:
         for name in list(self._held):
             self.release(name)
         _unlink(path for path in list(self._directory.glob("*.*")) if self._is_stale(path))
-        leftovers = self._temporary_files()  # before we leave: what comes later is not a leftover
+        # listed before we leave: what comes later is not a leftover
+        leftovers = list(self._directory.parent.rglob(".*.tmp"))
         self._clock.unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # another process is still at work
             self._directory.rmdir()
@@ -82,9 +79,6 @@ class Claims:
             return False
         except FileNotFoundError:
             raise removed(self._directory.parent) from None
-        except OSError:  # a full disk: without an owner, it would hold until it is stale
-            path.unlink(missing_ok=True)
-            raise
         # the claim seen above may have been released since, and taken again under a lower number
         if not all(self._is_stale(other) for other in self._claims_of(name) if other != path):
             path.unlink(missing_ok=True)
@@ -147,23 +141,6 @@ class Claims:
                 else:
                     yield name
         self._release_done(is_done)
-
-    def has_company(self) -> bool:
-        """Whether another process is at work here."""
-        clocks = self._directory.glob(".beat.*")
-        return any(path != self._clock and not self._is_stale(path) for path in clocks)
-
-    def remove_temporary_files(self) -> None:
-        """Remove the temporary files of killed processes, unless other processes are at work.
-
-        Files are listed first: a process that had made one by then is seen by `has_company`.
-        """
-        leftovers = self._temporary_files()
-        if not self.has_company():
-            _unlink(leftovers)
-
-    def _temporary_files(self) -> list[Path]:
-        return list(self._directory.parent.rglob(".*.tmp"))
 
     def _release_done(self, is_done: Callable[[str], bool]) -> None:
         for name in [name for name in self._held if is_done(name)]:

@@ -46,7 +46,6 @@ _START_S = 120.0  # time limit for starting the ranks' processes
 _SMALLER_S = 5.0  # time to wait for room before fewer ranks are tried
 _MAX_LOSSES = 3  # losses in a row without a new checkpoint
 _TAIL_BYTES = 1 << 14  # read from the end of the metrics: a few lines
-_LOSSES = {"NodeDiedError": "its machine is gone", "ActorDiedError": "its process is gone"}
 
 
 @dataclass(frozen=True)
@@ -160,7 +159,7 @@ class _Run:
             try:
                 places = ray.get(references)
             except ray.exceptions.RayError as error:
-                return _reason(error)
+                return type(error).__name__
             self.progress(f"training on {counted(count, 'rank')}")
             recipe, directory = self._cut_for(count), os.getcwd()
             runs = {
@@ -188,7 +187,7 @@ class _Run:
                     failed.append(cause_of(error))
                     until = min(until, time.monotonic() + _LOSS_REPORT_S)
                 except ray.exceptions.RayError as error:
-                    lost = f"rank {runs[reference]} is lost ({_reason(error)})"
+                    lost = f"rank {runs[reference]} is lost ({type(error).__name__})"
             if stop.received and not told:
                 told = True  # the others hear it from the first rank
                 terminate(first["node_id"], first["pid"])
@@ -288,8 +287,3 @@ def _environments(
         if place["gpus"]:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(g for i in local for g in places[i]["gpus"])
         yield env
-
-
-def _reason(error: Exception) -> str:
-    """A short reason for a loss; Ray's own explanation is long."""
-    return _LOSSES.get(type(error).__name__, type(error).__name__)

@@ -187,7 +187,6 @@ def begin_cache(job: CacheJob, target: Eagle3TargetBackend, claims: Claims) -> N
     with claims.alone("manifest"):
         existing = existing_shards(job.directory)
         ensure_resumable(job.directory, manifest, existing)
-        claims.remove_temporary_files()
         if not existing or not has_head(job.directory, job.model_dir):
             if job.vocabulary is not None:
                 job.vocabulary.save(job.directory / VOCABULARY)

@@ -20,13 +20,7 @@ import torch.distributed as dist
 from fledge.core.errors import TargetUnreachable
 from fledge.core.machine import find_device
 from fledge.target.kinds import EngineTarget, LoadedTarget, kind_of
-from fledge.target.ray.connection import (
-    NAMESPACE,
-    bundle,
-    connected,
-    import_ray,
-    reserved,
-)
+from fledge.target.ray.connection import NAMESPACE, bundle, connected, import_ray, reserved
 from fledge.target.ray.kind import RayTarget
 from fledge.target.remote.server.app import TargetServer
 from fledge.target.remote.server.run import Address, make_uvicorn

@@ -28,13 +28,7 @@ from fledge.target.cache.manifest import assemble_target, is_copied
 from fledge.target.layers import validate_aux_layer_ids
 from fledge.target.packing import find_documents
 from fledge.target.remote.fleet import Fleet, ServerState
-from fledge.target.remote.http import (
-    Buffers,
-    Refused,
-    Server,
-    ServerFault,
-    check_token,
-)
+from fledge.target.remote.http import Buffers, Refused, Server, ServerFault, check_token
 from fledge.target.remote.protocol import (
     WIRE_ENCODINGS,
     Question,
@@ -82,10 +76,9 @@ class RemoteEagle3TargetModel(Eagle3TargetBackend):
         addresses = [urls] if isinstance(urls, str) else list(dict.fromkeys(urls))
         buffers = Buffers(keep=max(1, prefetch) + 1)
         servers = [
-            url if isinstance(url, Server)
-            else Server(url, token=token, buffers=buffers)
+            url if isinstance(url, Server) else Server(url, token=token, buffers=buffers)
             for url in addresses
-        ]  # fmt: skip
+        ]
         rank = dist.get_rank() if dist.is_initialized() else 0
         self._fleet = Fleet(servers, timeout_s=timeout_s, wait_s=wait_s, retries=retries, rank=rank)
         self._numbers = itertools.count()
