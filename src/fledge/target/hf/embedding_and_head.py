@@ -169,6 +169,7 @@ def learn_head(
     """The frozen head, checked against the model, and its input states [few, D] in that check.
     `run_logits` runs the whole model over a few tokens and returns its logits [1, few, V]."""
     module = find_head_module(model)
+    plain = TargetHead(*_linear_of(module, where=where))  # before FSDP2 gathers it for a forward
     inputs: list[Tensor] = []
     hook = module.register_forward_pre_hook(
         lambda _, args: inputs.append(whole_tensor(args[0])), prepend=True
@@ -178,7 +179,6 @@ def learn_head(
     finally:
         hook.remove()
     config = text_config(getattr(model, "config", None))
-    plain = TargetHead(*_linear_of(module, where=where))
     named = replace(
         plain,
         scale=_named(config, _SCALES) or 1.0,
