@@ -34,9 +34,8 @@ from triton.runtime.jit import JITFunction
 
 from fledge.kernels import elementwise, head_rows
 from fledge.kernels import gate as tiles
-from fledge.methods.block.attention import Sight
+from fledge.methods.block.attention import Sight, fused_blocks
 from fledge.methods.block.plan import BlockRows
-from fledge.methods.block.triton_attention import fused_blocks
 from fledge.rollout.attention_triton import fused_attention, fused_parallel
 from fledge.rollout.plan import QueryRows
 
@@ -154,9 +153,9 @@ def row_calls(dtype: torch.dtype, width: int = 32_000) -> Iterator[None]:
         written = {} if kind == "acceptance" else {"coefficient_J": weight}
         head_rows.fused_rows(logits, probs, index, index, kind=kind, ce_weight_J=weight, **written)
         yield
-    weights = {"text_weight": 0.1, "distance_weight": 0.9}
-    head_rows.fused_text_rows(logits, probs, index, index, weight, **weights)
-    head_rows.fused_text_rows(logits, None, None, index, weight, **weights)
+    text = {"kind": "hard", "coefficient_J": weight, "text_weight": 0.1}
+    head_rows.fused_rows(logits, probs, index, index, **text, distance_weight=0.9)
+    head_rows.fused_rows(logits, None, None, index, **text)
     yield
 
 

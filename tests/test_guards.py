@@ -78,7 +78,6 @@ NAMING = {
     "methods/peagle/draft.py": "P-EAGLE's draft is EAGLE-3's",
     "methods/peagle/method.py": "P-EAGLE's draft is EAGLE-3's",
     "methods/peagle/objective.py": "P-EAGLE's draft is EAGLE-3's",
-    "methods/peagle/plan.py": "targets by group",
     "methods/registry.py": "the type of the token heads of blocks",
 }
 

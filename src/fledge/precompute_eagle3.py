@@ -18,7 +18,6 @@ Exit codes: 0 done, 2 bad input (nothing written), 3 stopped by the quota or a f
 
 import argparse
 import logging
-import re
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -36,8 +35,7 @@ from fledge.core.head import TargetHead, target_distribution
 from fledge.core.machine import find_device
 from fledge.core.progress import Progress, unwatched
 from fledge.core.terminal import Terminal, VisibleFormatter
-from fledge.recipe.schema import Recipe
-from fledge.recipe.sections import Data
+from fledge.recipe.schema import Recipe, load_recipe
 from fledge.target.cache.format import DTYPES, ENCODINGS, OVER_A_VOCABULARY
 from fledge.target.cache.job import CacheOptions, cache_options
 from fledge.target.cache.manifest import MANIFEST, ensure_free, ensure_resumable, existing_shards
@@ -127,10 +125,6 @@ def _completed(args: argparse.Namespace) -> argparse.Namespace:
 def _validate_args(args: argparse.Namespace) -> None:
     """Reject invalid CLI values before loading any model."""
     args = _completed(args)
-    for name in ("target_model", "input_data", "output_dir", "split", "encoding", "device"):
-        given = getattr(args, name)
-        if "" in (given if isinstance(given, list) else [given]):
-            raise BadInput("the value is empty", where=_flag(name))
     positive = ("batch_size", "shard_size", "draft_vocab_size")
     rest = ("target_probs_topk", "num_workers", "shuffle_seed")
     smallest = {"seq_length": 2, **dict.fromkeys(positive, 1), **dict.fromkeys(rest, 0)}
@@ -145,17 +139,11 @@ def _validate_args(args: argparse.Namespace) -> None:
         if value not in allowed and str(value).upper() not in allowed:
             what = f"{value!r} is not a {name.rpartition('_')[2]}"
             raise BadInput(what, where=_flag(name), fix=", ".join(allowed))
-    if not 0 <= args.max_drop_share <= 1:
-        what = f"{args.max_drop_share} is not a share"
-        raise BadInput(what, where="--max-drop-share", fix="from 0 to 1")
     if args.device != "auto":
         try:
             find_device(args.device)
         except BadInput as error:
             raise BadInput(error.what, where="--device", fix=error.fix) from error
-    if (args.target_probs_topk or 0) > (args.draft_vocab_size or float("inf")):
-        what = f"{args.target_probs_topk} of {args.draft_vocab_size} draft tokens"
-        raise BadInput(what, where="--target-probs-topk", fix="at most --draft-vocab-size")
     if args.split not in (None, "train") and any(map(_is_file, args.input_data)):
         what = f"a local file is one split, train, and has no {args.split!r}"
         raise BadInput(what, where="--split", fix="leave it out")
@@ -189,7 +177,7 @@ def _options(args: argparse.Namespace, natural: Callable[[], torch.dtype]) -> Ca
 def _aux_layer_ids(args: argparse.Namespace) -> tuple[int, ...] | None:
     if args.aux_layer_ids is None:
         return None
-    given = ",".join(str(word).strip() for word in args.aux_layer_ids)
+    given = ",".join(map(str, args.aux_layer_ids))
     try:
         ids = tuple(int(text) for text in given.split(","))
     except ValueError:
@@ -297,21 +285,18 @@ def _recipe(args: argparse.Namespace) -> Recipe:
     if seq_length > longest:
         what = f"{seq_length:,} tokens, and the target takes {longest:,}"
         raise BadInput(what, where="--seq-length", fix=f"at most {longest}")
-    split = args.split
-    names = (name if not split or _is_file(name) else f"{name}:{split}" for name in args.input_data)
-    data = Data(
-        train=tuple(names),
-        valid_rows=0,
-        max_length=seq_length,
-        workers=args.num_workers or None,
-        max_drop_share=args.max_drop_share,
-    )
+    names = args.input_data
+    if args.split:
+        names = [name if _is_file(name) else f"{name}:{args.split}" for name in names]
+    data = {"train": names, "valid_rows": 0, "max_length": seq_length}
+    data |= {"workers": args.num_workers or None, "max_drop_share": args.max_drop_share}
     draft = {}
     over_a_vocabulary = args.target_probs_topk or args.encoding in OVER_A_VOCABULARY
     if args.draft_vocab_size is not None or over_a_vocabulary:
         draft["draft_vocab_size"] = args.draft_vocab_size  # None: the target's whole one
-    return Recipe.model_validate(
-        {"target": section, "data": data, "draft": draft, "packing": {"tokens": seq_length}}
+    packing = {"tokens": seq_length}
+    return load_recipe(
+        None, {"target": section.model_dump(), "data": data, "draft": draft, "packing": packing}
     )
 
 
@@ -330,10 +315,7 @@ class _Log(Progress):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """CLI entry point. Parses argv and returns the process exit code."""
-    given = sys.argv[1:] if argv is None else argv
-    # argparse takes -1 for a value but -1,2,3 for a flag, unless a space precedes it.
-    words = [f" {word}" if re.fullmatch(r"-\d+(,-?\d+)+", word) else word for word in given]
-    args = _build_parser().parse_args(words)
+    args = _build_parser().parse_args(argv)
     try:
         return _run(args)
     except (ValueError, OSError, MemoryError, RuntimeError) as error:

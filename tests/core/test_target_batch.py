@@ -96,13 +96,8 @@ def test_masks_may_have_any_dtype(dtype: torch.dtype) -> None:
     assert made.with_probs(head(), *vocabulary()).loss_mask.dtype == dtype
 
 
-def test_rows_selects_rows_and_to_keeps_probabilities_in_float32() -> None:
+def test_to_keeps_probabilities_in_float32() -> None:
     made = batch(**PACKING)
-    for index in (slice(1, 2), [1], torch.tensor([1])):
-        selected = made.rows(index)
-        for name, tensor in made.tensors():
-            assert torch.equal(dict(selected.tensors())[name], tensor[1:2]), name
-    assert made.rows(slice(0, 1)).input_ids.data_ptr() == made.input_ids.data_ptr()
     half = made.to(dtype=torch.bfloat16)
     assert half.aux_hidden_states.dtype == half.last_hidden_states.dtype == torch.bfloat16
     assert half.input_ids.dtype == torch.long

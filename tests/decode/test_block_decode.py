@@ -101,4 +101,4 @@ def test_a_draft_without_its_targets_tables_is_rejected(target):
     bare = BlockDraftModel(draft.config).double()
     with pytest.raises(ValueError, match="its target's embedding and head"):
         SpeculativeDecoder(target, bare).generate([[1, 2]], STOPS)
-    assert Block(draft, DraftShape(99)).count == draft.drafts
+    assert Block(draft, DraftShape(99)).count == draft.spec.drafts

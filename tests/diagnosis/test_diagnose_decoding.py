@@ -71,7 +71,8 @@ def test_a_wrong_setting_is_measured_and_repaired(
     diagnosis = look(broken_copy(healthy, tmp_path / "broken", break_))
     assert errors_and_warnings(diagnosis) == found
     if "aux-shifted" in found:
-        assert f"; with the outputs of {AUX}" in diagnosis.of("error")[0].evidence
+        errors = " ".join(error.evidence for error in diagnosis.of("error"))
+        assert f"; with the outputs of {AUX}" in errors
     before, after = diagnosis.score.acceptance, diagnosis.repaired_score.acceptance
     assert before.length < after.length
     assert_same_files(write_repaired(diagnosis, tmp_path / "repaired"), healthy)

@@ -53,24 +53,6 @@ def fill(name, value):
     return lambda config, tensors: tensors.update({name: value(tensors[name])})
 
 
-def out_of_range(config, tensors):
-    tensors["d2t"] = tensors["d2t"].clone()
-    tensors["d2t"][::5] += 1000
-
-
-def unsorted(config, tensors):
-    order = torch.randperm(WIDTH, generator=torch.Generator().manual_seed(0))
-    tensors["lm_head.weight"] = tensors["lm_head.weight"][order].contiguous()
-    tensors["d2t"] = _offsets(_ids(tensors)[order])
-
-
-def stale_t2d(config, tensors):
-    mask = tensors["t2d"].clone()
-    mask[_ids(tensors)[:7]] = False
-    mask[(~tensors["t2d"]).nonzero()[:7, 0]] = True
-    tensors["t2d"] = mask
-
-
 def recomputed_map(config, tensors):
     """A different, self-consistent vocabulary: what a warm start on new data leaves behind."""
     full = len(tensors["t2d"])
@@ -117,19 +99,9 @@ def prefixed(config, tensors):
     tensors.update(renamed)
 
 
-def twice(config, tensors):
-    copies = {n.replace("layers.0.", "midlayer."): t.clone() for n, t in tensors.items()}
-    tensors.update(copies)
-
-
 def with_nan(config, tensors):
     tensors["fc.weight"] = tensors["fc.weight"].clone()
     tensors["fc.weight"][3, 5] = float("nan")
-
-
-def junk(config, tensors):
-    tensors["rotary_emb.inv_freq"] = torch.ones(4)
-    tensors["verifier_lm_head.weight"] = torch.randn(8, 4)
 
 
 def biased(config, tensors):
@@ -147,32 +119,18 @@ def eagle_one(config, tensors):
         tensors[key] = tensors[key][:, :size].contiguous()
 
 
-# --- EAGLE-1 -------------------------------------------------------------------------------------
-
-
-def with_maps(config, tensors):
-    full = config["vocab_size"]
-    tensors["d2t"] = torch.zeros(full, dtype=torch.int64)
-    tensors["t2d"] = torch.ones(full, dtype=torch.bool)
-
-
 # --- faults --------------------------------------------------------------------------------------
 
 
 FAULTS = {
-    "fc missing": Fault("missing", drop("fc.weight")),
-    "o_proj missing": Fault("missing", drop("layers.0.self_attn.o_proj.weight")),
-    "head missing": Fault("missing", drop("lm_head.weight")),
+    "fc missing": Fault("network", drop("fc.weight")),
+    "o_proj missing": Fault("network", drop("layers.0.self_attn.o_proj.weight")),
+    "head missing": Fault("network", drop("lm_head.weight")),
     "map missing": Fault("d2t", drop("d2t"), repaired=True),
     "both maps missing": Fault("d2t", drop("d2t", "t2d")),
     "map absolute": Fault("d2t", lambda c, t: t.update(d2t=_ids(t)), repaired=True),
-    "map out of range": Fault("d2t", out_of_range, repaired=True),
     "map repeats": Fault("d2t", lambda c, t: t.update(d2t=t["d2t"].roll(1) - 1)),
-    "map unsorted": Fault("d2t", unsorted, repaired=True),
-    "map as floats": Fault("d2t", fill("d2t", torch.Tensor.float), repaired=True),
-    "mask as integers": Fault("d2t", fill("t2d", torch.Tensor.long), repaired=True),
-    "mask stale": Fault("d2t", stale_t2d, repaired=True),
-    "map recomputed": Fault("head-map", recomputed_map),
+    "map recomputed": Fault("head", recomputed_map),
     "embeddings random": Fault("embeddings", random_table("embed_tokens.weight"), repaired=True),
     "P-EAGLE embeddings random": Fault(
         "embeddings", random_table("embed_tokens.weight"), kind="peagle"
@@ -181,21 +139,22 @@ FAULTS = {
     "embeddings of another tokenizer": Fault(
         "embeddings", fill("embed_tokens.weight", lambda e: e.roll(7, 0))
     ),
-    "head random": Fault("random-weights", random_table("lm_head.weight")),
-    "layer random": Fault(
-        "random-weights", random_table("layers.0.mlp.up_proj.weight"), severity="warning"
-    ),
+    "head random": Fault("head", random_table("lm_head.weight")),
     "aux layers unsorted": Fault("aux-layers", other_order, kind="eagle31", repaired=True),
     "aux layers out of range": Fault("aux-layers", put(aux_layer_ids=[1, 3, 8])),
     "aux layers twice the same": Fault("aux-layers", put(aux_layer_ids=[1, 3, 3])),
-    "aux layers at odds": Fault("aux-layers", put(eagle_aux_hidden_state_layer_ids=[1, 3, 4])),
     "fc_norm flag dropped": Fault(
         "flags", lambda c, t: c.update(fc_norm=False), kind="eagle31", repaired=True
     ),
     "fc_norm weights dropped": Fault("flags", put(fc_norm=True)),
+    "embeddings tied": Fault("flags", put(tie_word_embeddings=True), repaired=True),
     "layers copied from the target": Fault("sizes", put(num_hidden_layers=8), repaired=True),
+    "vocab_size is the draft's": Fault("sizes", put(vocab_size=WIDTH), repaired=True),
+    "draft_vocab_size is the target's": Fault(
+        "sizes", lambda c, t: c.update(draft_vocab_size=c["vocab_size"]), repaired=True
+    ),
+    "target_hidden_size doubled": Fault("sizes", put(target_hidden_size=64), repaired=True),
     "rope scaling dropped": Fault("rope", rope_dropped, repaired=True),
-    "rope base at odds": Fault("rope", put(rope_theta=10000.0), repaired=True),
     "positions clamped": Fault(
         "max-position", put(max_position_embeddings=64), repaired=True, severity="warning"
     ),
@@ -203,40 +162,6 @@ FAULTS = {
         "architecture", put(architectures=["Qwen3ForCausalLM"]), repaired=True
     ),
     "another model type": Fault("architecture", put(model_type="qwen3"), repaired=True),
-    "model. prefix": Fault("names", prefixed, repaired=True),
-    "midlayer and layers.0": Fault("names", twice, repaired=True),
-    "vocab_size is the draft's": Fault("vocab-size", put(vocab_size=WIDTH), repaired=True),
-    "embeddings cut": Fault("vocab-size", fill("embed_tokens.weight", lambda e: e[:-9].clone())),
-    "draft_vocab_size is the target's": Fault(
-        "vocab-size", lambda c, t: c.update(draft_vocab_size=c["vocab_size"]), repaired=True
-    ),
-    "hidden_size doubled": Fault(
-        "sizes", put(hidden_size=64, target_hidden_size=32), repaired=True
-    ),
-    "target_hidden_size doubled": Fault("sizes", put(target_hidden_size=64), repaired=True),
-    "heads of another model": Fault("sizes", put(num_key_value_heads=4)),
-    "NaN": Fault("values", with_nan),
-    "zeros": Fault("values", fill("layers.0.self_attn.o_proj.weight", torch.zeros_like)),
-    "fc transposed": Fault("shape", fill("fc.weight", lambda w: w.t().contiguous())),
-    "placeholder missing": Fault("mask-token", drop("mask_hidden"), kind="peagle"),
-    "placeholder behind fc": Fault(
-        "mask-token", fill("mask_hidden", lambda m: m[..., :32].clone()), kind="peagle"
-    ),
-    "mask token missing": Fault("mask-token", put(mask_token_id=None), kind="peagle"),
-    "mask token outside": Fault("mask-token", put(mask_token_id=5000), kind="peagle"),
-    "mask token is a letter": Fault(
-        "mask-token", put(mask_token_id=80), kind="peagle", severity="warning"
-    ),
-    "embeddings tied": Fault("flags", put(tie_word_embeddings=True), repaired=True),
-    "dtype misdeclared": Fault(
-        "dtype", put(torch_dtype="float16"), repaired=True, severity="warning"
-    ),
-    "dtypes mixed": Fault("dtype", fill("fc.weight", torch.Tensor.bfloat16), severity="warning"),
-    "rotary buffers and the target's head": Fault(
-        "unexpected", junk, repaired=True, severity="warning"
-    ),
-    "one bias of four": Fault("missing", biased),
-    "a scale": Fault("unexpected", having("layers.0.mlp.up_proj.scale", torch.ones(1))),
     "EAGLE-1": Fault("architecture", eagle_one),
     "called EAGLE-1": Fault(
         "architecture", put(architectures=["LlamaForCausalLMEagle"], eagle_version=1)
@@ -244,35 +169,31 @@ FAULTS = {
     "no draft at all": Fault(
         "architecture", lambda c, t: [t.clear(), t.update(weight=torch.ones(2))]
     ),
+    "model. prefix": Fault("names", prefixed, repaired=True),
+    "embeddings cut": Fault("network", fill("embed_tokens.weight", lambda e: e[:-9].clone())),
+    "heads of another model": Fault("network", put(num_key_value_heads=4)),
+    "NaN": Fault("network", with_nan),
+    "8-bit integers": Fault("network", fill("fc.weight", lambda w: w.to(torch.int8))),
+    "one bias of four": Fault("network", biased),
+    "a scale": Fault("network", having("layers.0.mlp.up_proj.scale", torch.ones(1))),
+    "placeholder missing": Fault("network", drop("mask_hidden"), kind="peagle"),
+    "mask token missing": Fault("mask-token", put(mask_token_id=None), kind="peagle"),
+    "mask token outside": Fault("mask-token", put(mask_token_id=5000), kind="peagle"),
+    "mask token is a letter": Fault(
+        "mask-token", put(mask_token_id=80), kind="peagle", severity="warning"
+    ),
 }
 
 
 _SHARED = (
-    "fc missing", "another architecture", "another model type", "fc transposed",
-    "heads of another model", "layers copied from the target", "rope scaling dropped",
-    "rope base at odds", "embeddings random", "layer random", "NaN", "zeros", "dtypes mixed",
+    "fc missing", "another architecture", "another model type", "heads of another model",
+    "layers copied from the target", "rope scaling dropped", "embeddings random", "NaN",
 )  # fmt: skip
 _EAGLE1_FAULTS = {
-    "v_proj missing": Fault("missing", drop("layers.0.self_attn.v_proj.weight")),
-    "post norm missing": Fault("missing", drop("layers.0.post_attention_layernorm.weight")),
     "called EAGLE-3": Fault("architecture", put(architectures=["LlamaForCausalLMEagle3"])),
-    "a norm of the output": Fault("unexpected", having("norm.weight", torch.rand(32))),
-    "a norm before layer 0": Fault(
-        "unexpected", having("layers.0.input_layernorm.weight", torch.rand(32))
-    ),
-    "vocabulary maps": Fault("unexpected", with_maps),
-    "a smaller head": Fault("vocab-size", fill("lm_head.weight", lambda w: w[:99].clone())),
-    "a smaller vocabulary": Fault("vocab-size", put(draft_vocab_size=99), repaired=True),
-    "fc over three states": Fault(
-        "shape", fill("fc.weight", lambda w: torch.cat([w, w[:, :32]], dim=1))
-    ),
-    "fused queries": Fault(
-        "shape", fill("layers.0.self_attn.q_proj.weight", lambda w: torch.cat([w, w], dim=1))
-    ),
-    "bias lost": Fault("flags", put(fc_bias=True)),
-    "aux layers of EAGLE-3": Fault("aux-layers", put(aux_layer_ids=[1, 3, 4])),
-    "state of an inner layer": Fault("aux-layers", put(aux_layer_ids=[7])),
-    "fc random": Fault("random-weights", random_table("fc.weight"), severity="warning"),
+    "a norm of the output": Fault("network", having("norm.weight", torch.rand(32))),
+    "a smaller head": Fault("network", fill("lm_head.weight", lambda w: w[:99].clone())),
+    "a smaller vocabulary": Fault("sizes", put(draft_vocab_size=99), repaired=True),
     **{name: FAULTS[name] for name in _SHARED},
 }
 FAULTS |= {
@@ -361,15 +282,13 @@ def test_a_draft_vocabulary_without_the_end_token(place, tmp_path):
 
 def test_several_faults_at_once_are_all_repaired(place, tmp_path):
     def break_(config, tensors):
-        tensors["d2t"] = _ids(tensors).float()  # absolute ids, and not integers either
+        tensors["d2t"] = _ids(tensors)
         config.update(num_hidden_layers=8, vocab_size=WIDTH)
         prefixed(config, tensors)
 
     broken = broken_copy(place / "eagle3", tmp_path / "draft", break_)
     diagnosis = diagnose(broken, str(place / "target"), answering=no_decoding)
-    assert {error.check for error in diagnosis.of("error")} == {
-        "names", "vocab-size", "d2t", "sizes",
-    }  # fmt: skip
+    assert {error.check for error in diagnosis.of("error")} == {"names", "d2t", "sizes"}
     assert_same_files(write_repaired(diagnosis, tmp_path / "repaired"), place / "eagle3")
 
 
@@ -382,9 +301,6 @@ def test_an_export_for_the_other_engine_is_named(place, eagle1, tmp_path, engine
     export_draft(eagle1, tmp_path / "out", engine=other, target=target, without_target=True)
     diagnosis = diagnose(tmp_path / "out", target, engine=engine, answering=no_decoding)
     assert errors_and_warnings(diagnosis) == {"serving": "error"}
-    named = " ".join(error.evidence for error in diagnosis.of("error"))
-    assert "architectures is" in named
-    assert "fc.bias" in named
 
 
 def test_two_layers_and_a_bias_are_healthy(place, tmp_path):
@@ -409,8 +325,7 @@ def test_two_layers_and_a_bias_are_healthy(place, tmp_path):
 def test_a_different_target_is_named(place, eagle1, tmp_path):
     wider = other_target(place, tmp_path / "wider", hidden_size=64, head_dim=16)
     diagnosis = diagnose(eagle1, str(wider), static=True)
-    assert errors_and_warnings(diagnosis)["sizes"] == "error"
-    assert "32 wide, the target 64" in diagnosis.of("error")[0].evidence
+    assert "must be 64" in diagnosis.of("error")[0].evidence
     larger = other_target(place, tmp_path / "larger", vocab_size=300)
     diagnosis = diagnose(eagle1, str(larger), static=True)
-    assert errors_and_warnings(diagnosis)["vocab-size"] == "error"
+    assert errors_and_warnings(diagnosis)["network"] == "error"

@@ -19,10 +19,10 @@ from export.layouts import EAGLE1_LAYOUTS, LAYOUTS, write_as
 from fledge.cli.main import app
 from fledge.core.errors import BadInput
 from fledge.formats.checks.base import Subject, TargetFiles
-from fledge.formats.diagnose import diagnose, run_checks
+from fledge.formats.diagnose import diagnose
 from fledge.formats.export import export_draft
 from fledge.formats.foreign import read_files
-from fledge.formats.import_draft import import_draft
+from fledge.formats.import_draft import check_network, import_draft
 from fledge.formats.reread import differing_flags
 from fledge.formats.self_check import CheckOptions
 from fledge.methods.eagle3.draft import LlamaEagle3DraftModel
@@ -247,8 +247,8 @@ def test_norms_and_biases_survive_export_and_import(kind, tiny_target, tmp_path)
     files = read_files(exported)
     files.tensors.pop("layers.1.self_attn.q_norm.weight", None)
     files.tensors.pop("layers.1.self_attn.q_proj.bias", None)
-    findings = run_checks(Subject(files, TargetFiles(str(tiny_target))), ("static",))
-    assert "missing" in {finding.check for finding in findings if finding.severity == "error"}
+    with pytest.raises(BadInput, match="missing"):
+        check_network(Subject(files, TargetFiles(str(tiny_target))))
 
 
 # --- EAGLE-1 -------------------------------------------------------------------------------------

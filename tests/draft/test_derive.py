@@ -92,7 +92,7 @@ def test_every_registered_architecture_is_tested():
 def test_derived_from_every_architecture(name):
     target = build(TARGETS[name](), name)
     config = derive_draft_config(target.config, architecture=name, draft_vocab_size=20)
-    assert verify_rotary(config, target) < 0.05  # fp32 angles near 131072 rad are no more precise
+    verify_rotary(config, target)
     inner = getattr(target.config, "text_config", target.config)
     layer = inner.per_layer_config[0] if "Gemma4" in name else inner
     for field in ("vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads"):
@@ -118,7 +118,7 @@ LAYOUTS = {
 def test_every_rope_type_is_carried_over(kind):
     make, family = LAYOUTS[kind]
     target = build(make(), f"{family}ForCausalLM")
-    assert verify_rotary(derive_draft_config(target.config), target) < 0.05
+    verify_rotary(derive_draft_config(target.config), target)
 
 
 def test_partial_rotary_is_carried_over():
@@ -151,7 +151,7 @@ LONGROPE = {
 REFUSED = {
     "absolute positions": (lambda: hf.GPT2Config(), "no rotary positions"),
     "no positions config": (lambda: hf.BloomConfig(), "no rotary positions"),
-    "ALiBi": (lambda: hf.FalconConfig(alibi=True), "ALiBi"),
+    "ALiBi": (lambda: hf.FalconConfig(alibi=True), "no rotary positions"),
     "MRoPE": (
         lambda: text(
             hf.LlamaConfig, rope_scaling={"rope_type": "default", "mrope_section": [1, 1, 2]}

@@ -184,9 +184,7 @@ def test_loading_reports_what_is_missing(tmp_path):
         (b"", "the config cannot be read (not JSON"),
         (b"\xff\xfe", "the config cannot be read (not JSON"),
         (b"[1]", "it is [1], expected an object"),
-        (b'{"a": ' + b"[" * 99 + b"]" * 99 + b"}", "nested too deeply"),
-        (b'{"vocab_size": 5, "vocab_size": 6}', "given twice"),
-        (b'{"rms_norm_eps": NaN}', "nan is not a number"),
+        (b'{"rms_norm_eps": NaN}', "'rms_norm_eps' is nan"),
         (b"{}", "shape than config.json says"),  # a default Llama of 32 layers, never built
         ({"hidden_size": "big"}, "'hidden_size' is 'big', expected a whole number"),
         ({"hidden_size": 10**9}, "'hidden_size' is 1000000000, expected"),
@@ -268,18 +266,3 @@ def test_num_labels_in_a_config_is_ignored(tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "num_labels": 10**12}))
     assert LlamaEagle3DraftModel.from_pretrained(tmp_path).config.num_labels == 2
-
-
-@pytest.mark.parametrize(
-    ("changes", "warns"),
-    [
-        ({}, False),
-        ({"num_hidden_layers": 4}, False),
-        ({"num_hidden_layers": 32}, True),  # a target's config with the keys of a draft added
-        ({"num_hidden_layers": 4, "draft_vocab_size": None, "target_hidden_size": None}, True),
-        ({"draft_vocab_size": None, "target_hidden_size": None}, False),
-    ],
-)
-def test_a_config_with_the_targets_number_of_layers_warns(changes, warns, caplog):
-    make_draft(**changes)
-    assert ("is num_hidden_layers its target's?" in caplog.text) == warns

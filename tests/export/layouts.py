@@ -113,13 +113,6 @@ def as_eagle1_vllm(config: dict, tensors: dict, out: Path, target: Path) -> None
     _write(out, _config(config, drop=_OURS_OF_1, architectures=["EagleLlamaForCausalLM"]))
 
 
-def as_eagle1_wrapped(config: dict, tensors: dict, out: Path, target: Path) -> None:
-    """vLLM's own model type, with the Llama config nested."""
-    as_eagle1_vllm(config, tensors, out, target)
-    nested = json.loads((out / "config.json").read_text()) | {"architectures": ["LlamaForCausalLM"]}
-    _write(out, {"model_type": "eagle", "architectures": ["EAGLEModel"], "model": nested})
-
-
 def as_eagle1_sglang(config: dict, tensors: dict, out: Path, target: Path) -> None:
     """SGLang: its class, whose fc always has a bias (maybe zeros). Often includes embeddings."""
     kept = {k: v for k, v in tensors.items() if k != "lm_head.weight"}
@@ -143,7 +136,6 @@ LAYOUTS = {
 EAGLE1_LAYOUTS = {
     "eagle": as_eagle1,
     "eagle1-vllm": as_eagle1_vllm,
-    "eagle1-wrapped": as_eagle1_wrapped,
     "eagle1-sglang": as_eagle1_sglang,
 }
 

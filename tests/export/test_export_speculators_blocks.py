@@ -102,7 +102,7 @@ def our_blocks(draft, inputs):
     slots = flatten_slots(RowMasks(ones, ones))
     place = (SLOTS, draft.spec.first_place)
     supervised_SK = supervised_blocks(
-        slots, slots.target, slots.target, draft.drafts, contiguous=False
+        slots, slots.target, slots.target, draft.spec.drafts, contiguous=False
     )
     plan = lay_out_blocks(slots, supervised_SK, place, device=torch.device("cpu"))
     aux = plan.on_key_axis(aux_TD[None])

@@ -103,11 +103,6 @@ def test_rotate_a_strided_view():
     assert_equal(results(lambda x: fused_rotate(x[:, 1:4], *turn), [wide]), expected)
 
 
-def test_partial_rotary_of_heads_falls_back_to_torch(use):
-    case = heads(5, 2, 1, 16, rotated=8)
-    assert_equal(use(True, *case), use(False, *case))
-
-
 def test_a_second_backward_pass(use):
     """It works unless the first may overwrite the activations."""
     function, leaves = swiglu(5)

@@ -100,8 +100,8 @@ def test_row_bounds():
     plan = make_plan([1, 31, 32, 70, 40], 3, supervised=1.1)
     rows = plan.depths[1]
     q, k, v, *chain = make_inputs(plan, 1, heads=2, groups=1, channels=16)
-    bounds, count = Job(q, k, v, rows, Chain.of(chain))._row_bounds()
-    key = GRANULE * torch.arange(count, device=DEVICE)[:, None]
+    bounds = Job(q, k, v, rows, Chain.of(chain))._row_bounds()
+    key = GRANULE * torch.arange(bounds.shape[1], device=DEVICE)[:, None]
     assert key[-1] >= len(plan.slot_T)
     expected = [rows.slot_N < key, rows.first_N < key, rows.first_N <= key]
     assert torch.equal(bounds.long(), torch.stack([selected.sum(1) for selected in expected]))
@@ -131,13 +131,6 @@ def test_16_bit_error_is_at_most_twice_that_of_the_reference(dtype, heads, group
     assert_error_at_most_twice(fused, reference, results(reference_attention, rows, exact(inputs)))
 
 
-def test_large_scores_do_not_overflow():
-    plan = make_plan([40], 3, supervised=1.1)
-    inputs = make_inputs(plan, 2, heads=2, groups=1, channels=16)
-    inputs[0] = (inputs[0].detach() * 1e4).requires_grad_()
-    assert all(x.isfinite().all() for x in results(fused_attention, plan.depths[2], inputs))
-
-
 def strided(x):
     """The same values, strided in memory like one part of a fused projection."""
     rows, heads, channels = x.shape
@@ -159,13 +152,6 @@ def test_strided_inputs():
     assert_equal(actual, expected)
 
 
-def test_results_repeat_bit_for_bit():
-    plan = make_plan([60, 20], 3)
-    inputs = make_inputs(plan, 2, heads=3, groups=1, channels=16, dtype=torch.bfloat16)
-    first = results(fused_attention, plan.depths[2], inputs)
-    assert_equal(first, results(fused_attention, plan.depths[2], inputs))
-
-
 def test_dispatch_uses_the_kernels(monkeypatch):
     monkeypatch.setattr(blocked, "triton_runs", lambda x, *, what, unsupported: not unsupported)
     plan = make_plan([40, 9], 3)
@@ -178,20 +164,6 @@ def test_dispatch_uses_the_kernels(monkeypatch):
     assert path(q, k, v, chain=pairs) == "_FusedAttentionBackward"
     assert path(q, k, v, chain=pairs, kind="reference") != "_FusedAttentionBackward"
     assert path(q.double(), k.double(), v.double()) == "_BlockedAttentionBackward"
-
-
-def test_heads_too_far_apart_for_32_bit_offsets_are_copied():
-    """Head offsets are 32-bit products: past 2^31 they would overflow and become negative."""
-
-    def head_major(stride):
-        return torch.empty_strided((5, 4, 16), (16, stride, 1), device="meta")
-
-    near, far = head_major(2**29), head_major(2**29 + 1)
-    rows = QueryRows(*(torch.arange(5, device="meta"),) * 3)
-    job = Job(near, near, near, rows, Chain.of([near, near]))
-    assert all(x is near for x in (job.q, job.k, job.v, *job.chain.tensors))
-    job = Job(far, far, far, rows, Chain.of([far, far]))
-    assert all(x.stride() == (64, 16, 1) for x in (job.q, job.k, job.v, *job.chain.tensors))
 
 
 @pytest.mark.gpu

@@ -168,11 +168,8 @@ def test_public_names_contain_no_local_paths(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     assert resolve.public_name(str(tmp_path / "mine")) == "mine"
     assert resolve.public_name(str(tmp_path / "gone" / "model")) == "model"
-    plain, with_source = tmp_path / "tiny-Q4.gguf", tmp_path / "told.gguf"
-    write_gguf(plain, tiny_llama())
-    write_gguf(with_source, tiny_llama(), source="https://huggingface.co/org/tiny-llama")
-    assert resolve.public_name(str(plain)) == "tiny-Q4"
-    assert resolve.public_name(str(with_source)) == "org/tiny-llama"
+    write_gguf(tmp_path / "tiny-Q4.gguf", tiny_llama())
+    assert resolve.public_name(str(tmp_path / "tiny-Q4.gguf")) == "tiny-Q4"
     snapshot = tmp_path / "models--org--name" / "snapshots" / "0123"
     snapshot.mkdir(parents=True)
     assert resolve.public_name(str(snapshot)) == "org/name"

@@ -100,7 +100,6 @@ _BLOCKS = {
 KINDS = {
     **{f"eagle3 {name}": Kind(partial(eagle3, **loss)) for name, loss in LOSSES.items()},
     "eagle3, two layers": Kind(partial(eagle3, changes={"num_hidden_layers": 2})),
-    "eagle3, not compact": Kind(partial(eagle3, compact=False)),
     **{f"peagle {name}": Kind(partial(peagle, **loss)) for name, loss in LOSSES.items()},
     "peagle, one layer": Kind(partial(peagle, changes={"layers": 1})),
     "peagle, balanced lambda": Kind(partial(peagle, loss="lk_lambda", balance_depths=True)),

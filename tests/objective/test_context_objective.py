@@ -44,7 +44,7 @@ BIASES = {"num_hidden_layers": 2, "attention_bias": True, "mlp_bias": True}
 CASES = {
     "eagle3": case(eagle3),
     "eagle3, three layers, norms": case(eagle3, changes=NORMS),
-    "eagle3, biases, not compact": case(eagle3, changes=BIASES, compact=False),
+    "eagle3, biases": case(eagle3, changes=BIASES),
     "eagle3, recomputed": case(eagle3, changes={"num_hidden_layers": 2}, checkpointing=True),
     "eagle3, reference attention": case(eagle3, attention="reference"),
     "eagle3, thinned": case(eagle3, depth_keep=0.6),
@@ -53,7 +53,7 @@ CASES = {
     "peagle": case(peagle),
     "peagle, three segments": case(peagle, sequence_partitions=3),
     "peagle, balanced lambda": case(peagle, loss="lk_lambda", balance_depths=True),
-    "peagle, recomputed, capped": case(peagle, max_anchors=3, checkpointing=True),
+    "peagle, recomputed": case(peagle, checkpointing=True),
     "eagle1": case(eagle1),
     "eagle1, two layers": case(eagle1, changes={"layers": 2}),
 }

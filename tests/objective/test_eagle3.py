@@ -62,8 +62,6 @@ TEXTBOOK = {
     **{name: {"changes": changes} for name, changes in VARIANTS.items()},
     **LOSSES,
     "reference attention": {**TWO_LAYERS, "attention": "reference"},
-    "not compact": {**TWO_LAYERS, "compact": False},
-    "neither": {**TWO_LAYERS, "attention": "reference", "compact": False},
 }
 
 
@@ -139,7 +137,6 @@ def test_tau_of_hand_computed_cases(hits, valid, tau):
         ({"chunk_rows": 0}, "chunk_rows"),
         *(({"steps": steps}, "ttt_steps") for steps in (0, -1, 1.5, 2.0, True, "3", None)),
         *(({"depth_keep": keep}, "depth_keep") for keep in (0.0, 1.1, -0.5)),
-        ({"feature_dropout": 1.0}, "feature_dropout"),
     ],
 )
 def test_errors_name_the_bad_option(options, field):

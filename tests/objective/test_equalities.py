@@ -113,15 +113,6 @@ def test_how_it_is_computed_changes_nothing(kind):
     assert_same(whole, run(module, batch), tolerance=1e-13)
 
 
-@FEW_KINDS
-def test_evaluation_without_gradients_gives_the_same_loss(kind):
-    module, batch = kind.make(), padded_batch(kind.documents(LENGTHS))
-    with torch.no_grad():
-        evaluated = module(**batch, seed=0)
-    assert not evaluated.loss.requires_grad
-    torch.testing.assert_close(evaluated.loss, module(**batch, seed=0).loss.detach())
-
-
 @pytest.mark.parametrize("name", ["eagle3 ce", "peagle kl"])
 def test_encodings_agree_and_logits_equal_probs_bitwise(name):
     head, kind = make_head(torch.float32), KINDS[name]

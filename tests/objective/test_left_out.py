@@ -1,16 +1,15 @@
-"""What EAGLE-3 leaves out at random: rollouts (`depth_keep`) and features (`feature_dropout`)."""
+"""The rollouts that EAGLE-3 leaves out at random (`depth_keep`)."""
 
 import numpy as np
 import pytest
 import torch
 
-from fledge.methods.shared.unroll import dropped
 from fledge.rollout import plan as plans
 from fledge.rollout.slots import Documents, surviving_depths
 from objective.cases import assert_same, eagle3, run
 from objective.naive_eagle3 import make_documents, make_draft, packed_batch, padded_batch
 
-STEPS, KEEP, SHARE = 4, 0.6, 0.3
+STEPS, KEEP = 4, 0.6
 LENGTHS = [9, 1, 6, 13, 2]
 
 
@@ -43,9 +42,8 @@ def test_the_expected_gradient_is_that_of_the_full_unroll(monkeypatch, changes, 
         torch.testing.assert_close(got[name], want[name], rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("options", [{"depth_keep": KEEP}, {"feature_dropout": SHARE}], ids=str)
-def test_a_seed_fixes_the_sample_and_packing_does_not_change_it(options):
-    documents, module = make_documents(LENGTHS), eagle3(**options)
+def test_a_seed_fixes_the_sample_and_packing_does_not_change_it():
+    documents, module = make_documents(LENGTHS), eagle3(depth_keep=KEEP)
     padded = padded_batch(documents)
     first, again = (run(module, padded, seed=3) for _ in range(2))
     assert_same(first, again, tolerance=0)
@@ -62,23 +60,3 @@ def test_depths_survive_with_the_stated_probability():
         probability = 0.7**depth
         deviation = (probability * (1 - probability) / len(place)) ** 0.5
         assert abs((deepest >= depth).mean() - probability) <= 4 * deviation
-
-
-# --- feature dropout -----------------------------------------------------------------------------
-# The step's seed decides which features are dropped, not the batch's layout.
-
-
-def test_channels_are_dropped_at_the_given_rate_and_the_rest_rescaled():
-    words = torch.randint(-(2**62), 2**62, (500,), generator=torch.Generator().manual_seed(0))
-    values = torch.ones(500, 40, dtype=torch.float64)
-    kept = dropped(values, words, SHARE)
-    assert set(kept.unique().tolist()) == {0.0, 1 / (1 - SHARE)}
-    assert float((kept == 0).double().mean()) == pytest.approx(SHARE, abs=0.01)
-    assert torch.equal(dropped(values[7:9], words[7:9], SHARE), kept[7:9])
-
-
-def test_nothing_is_dropped_in_eval_mode():
-    draft, batch = make_draft(), padded_batch(make_documents(LENGTHS))
-    draft.eval()
-    whole, sparse = eagle3(draft), eagle3(draft, feature_dropout=SHARE)
-    assert torch.equal(whole(**batch).loss, sparse(**batch, seed=1).loss)

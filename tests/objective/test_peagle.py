@@ -112,13 +112,6 @@ def test_the_seed_decides_what_is_sampled():
     assert_same(run(module, batch, seed=2), backward(module, module.score(ready)))
 
 
-def test_max_anchors_caps_the_rollouts_of_each_row():
-    batch = padded_batch(make_documents([40, 30], supervised=1.1))
-    free, capped = make_module(), make_module(max_anchors=5)
-    assert capped.prepare_inputs(**batch, seed=0).charged_K.tolist()[:2] == [68, 10]
-    assert free.prepare_inputs(**batch, seed=0).charged_K[1] > 10
-
-
 # --- the rest ----------------------------------------------------------------------------------
 
 
@@ -132,7 +125,6 @@ def test_max_anchors_caps_the_rollouts_of_each_row():
         ({"down_sample_ratio": 1.5}, "down_sample_ratio"),
         ({"down_sample_ratio_min": -1}, "down_sample_ratio_min"),
         ({"sequence_partitions": 0}, "sequence_partitions"),
-        ({"max_anchors": 0}, "max_anchors"),
         ({"lk_loss_type": "beta"}, "lk_loss_type"),
         ({"chunk_rows": 0}, "chunk_rows"),
         ({"draft": make_draft()}, "parallel_drafting"),

@@ -27,7 +27,7 @@ def refusal(*overrides: str, path: Path | None = None) -> str:
         ("target.backend=remot", "unknown backend 'remot'; did you mean 'remote'?"),
         (
             "objective.kind=eagle9",
-            "unknown kind 'eagle9'; did you mean 'eagle1' or 'eagle2' or 'eagle3'?",
+            "unknown kind 'eagle9'; did you mean 'eagle1'?",
         ),
         ("objective.kind=EAGLE-3", "did you mean 'eagle3'?"),
         ("objective.kind=P-EAGLE", "did you mean 'peagle'?"),

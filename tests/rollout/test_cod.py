@@ -16,7 +16,7 @@ DOCUMENTS = st.lists(st.lists(st.booleans(), min_size=1, max_size=14), min_size=
 RATIOS = st.sampled_from([(0.7, 0.2), (0.5, 0.0), (1.0, 1.0), (0.3, 0.9), (0.01, 0.0)])
 
 
-def sample(documents, *, num_depths=5, ratios=(0.7, 0.2), seed=0, **options):
+def sample(documents, *, num_depths=5, ratios=(0.7, 0.2), seed=0):
     lengths = [len(d) for d in documents]
     if not documents:
         return []
@@ -31,7 +31,6 @@ def sample(documents, *, num_depths=5, ratios=(0.7, 0.2), seed=0, **options):
         ratio=ratios[0],
         ratio_min=ratios[1],
         seed=seed,
-        **options,
     )
     return [part.tolist() for part in np.split(deepest, np.cumsum(lengths)[:-1])]
 
@@ -154,23 +153,6 @@ def test_every_draw_has_the_probability_of_the_definition(document, num_depths, 
     distance = sum((drawn[d] - runs * p) ** 2 / (runs * p) for d, p in expected.items())
     freedom = len(expected) - 1
     assert distance < freedom + 4 * (2 * freedom) ** 0.5
-
-
-@settings(max_examples=50, deadline=None)
-@given(documents=DOCUMENTS, cap=st.integers(1, 8), seed=st.integers(0, 9))
-def test_max_anchors_caps_the_anchors_of_a_row(documents, cap, seed):
-    lengths = [len(d) for d in documents]
-    row = np.repeat(np.arange(len(lengths)) // 2, lengths)  # two documents per row
-    free = sample(documents, seed=seed, ratios=(1.0, 1.0))
-    capped = sample(documents, seed=seed, ratios=(1.0, 1.0), row=row, max_anchors=cap)
-    for begin in range(0, len(documents), 2):
-        anchor_counts = [
-            sum(x > 0 for d in run[begin : begin + 2] for x in d) for run in (free, capped)
-        ]
-        assert anchor_counts[1] == min(anchor_counts[0], cap)
-    for capped_document, free_document in zip(capped, free, strict=True):
-        # a subset of the same anchors, which may go deeper because they have more room
-        assert all(y > 0 for x, y in zip(capped_document, free_document, strict=True) if x > 0)
 
 
 @pytest.mark.parametrize(

@@ -134,13 +134,6 @@ def test_segments_contain_every_element_once_and_in_place(draw, partitions):
     assert [elements[i] for i in in_order] == list(zip(slots, depths, strict=True))
 
 
-def test_segments_are_balanced_by_rows():
-    plan = make_plan([64], [7] * 20 + [0] * 44, num_depths=8, partitions=4)
-    loads = [len(segment.every) for segment in plan.segments]
-    assert sum(loads) == 64 + 7 * 20
-    assert max(loads) - min(loads) <= 2 * 8
-
-
 def test_the_example_of_the_module_docstring():
     plan = make_plan([6], [0, 2, 1, 0, 0, 0], num_depths=3, partitions=1)
     assert plan.segments[0].counts == (2, 1)

@@ -56,12 +56,10 @@ def plan_elements(plan):
 
 
 @settings(max_examples=150, deadline=None)
-@given(
-    documents=DOCUMENTS, pad=st.integers(0, 3), num_depths=st.integers(1, 5), compact=st.booleans()
-)
-def test_elements_follow_the_rule(documents, pad, num_depths, compact):
+@given(documents=DOCUMENTS, pad=st.integers(0, 3), num_depths=st.integers(1, 5))
+def test_elements_follow_the_rule(documents, pad, num_depths):
     width = sum(map(len, documents)) + pad
-    plan = plan_rollout(packed(documents, width), num_depths=num_depths, compact=compact)
+    plan = plan_rollout(packed(documents, width), num_depths=num_depths)
     expected = expected_elements(documents, num_depths)
     assert plan_elements(plan) == expected
     assert (np.diff(plan.head.target_host) >= 0).all()
@@ -74,23 +72,22 @@ def test_elements_follow_the_rule(documents, pad, num_depths, compact):
 
 
 @settings(max_examples=100, deadline=None)
-@given(documents=DOCUMENTS, num_depths=st.integers(1, 5), compact=st.booleans())
-def test_rows_are_nested_and_as_few_as_possible(documents, num_depths, compact):
+@given(documents=DOCUMENTS, num_depths=st.integers(1, 5))
+def test_rows_are_nested_and_as_few_as_possible(documents, num_depths):
     width = sum(map(len, documents)) + 2
-    plan = plan_rollout(packed(documents, width), num_depths=num_depths, compact=compact)
+    plan = plan_rollout(packed(documents, width), num_depths=num_depths)
     expected = expected_elements(documents, num_depths)
     starts = np.cumsum([0] + [len(d) for d in documents])
     for k, rows in enumerate(plan.depths):
         slots = plan.slot_T[rows.slot_N].tolist()
-        if compact:
-            assert set(slots) == {t for t, j in expected if j >= k}
+        assert set(slots) == {t for t, j in expected if j >= k}
         assert torch.equal(rows.slot_N, plan.depths[0].slot_N[: len(rows)])
         assert torch.equal(rows.slot_N[rows.order_N], rows.slot_N.sort().values)
         for slot, first in zip(slots, plan.slot_T[rows.first_N].tolist(), strict=True):
             assert first == max(s for s in starts if s <= slot)
         # the token k later is k entries later on the key axis
         assert plan.slot_T[rows.slot_N + k].tolist() == [slot + k for slot in slots]
-    if compact and not expected:
+    if not expected:
         assert len(plan.slot_T) == 0
 
 

@@ -13,8 +13,7 @@ from fledge.training.step import train_step
 from train.test_fit import assert_resumes_bitwise
 
 ALL = (
-    "training.optimizer=muon", "training.schedule=wsd",
-    "training.decay_share=0.5", "objective.feature_dropout=0.1",
+    "training.optimizer=muon", "training.schedule=wsd", "training.decay_share=0.5",
 )  # fmt: skip
 
 

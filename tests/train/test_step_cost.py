@@ -25,11 +25,10 @@ CASES = [
     ("eagle3", 1, {}),
     ("eagle3", 2, {"ttt_steps": 4, "depth_keep": 0.3}),
     ("eagle3", 3, {"ttt_steps": 1}),
-    ("eagle3", 1, {"depth_keep": 0.7, "feature_dropout": 0.2}),
+    ("eagle3", 1, {"depth_keep": 0.7}),
     ("peagle", 1, {"down_sample_ratio": 0.7}),
     ("peagle", 3, {"num_depths": 5, "down_sample_ratio": 0.3}),
     ("peagle", 2, {"down_sample_ratio": 1.0, "down_sample_ratio_min": 1.0, "num_depths": 3}),
-    ("peagle", 2, {"max_anchors": 17}),
     ("eagle1", 1, {}),
     ("eagle2", 2, {"draft_tokens": 9}),
     ("dflash", 3, {"block_size": 8, "anchors": 700}),
@@ -45,7 +44,9 @@ def make_module(kind, layers, options, **further):
     method = METHODS[kind]
     section = method.section.model_validate({"kind": kind, **options})
     own = {**method.draft_defaults, **method.fixed_draft}.get("draft_vocab_size", W) or V
-    settings = {"num_aux_hidden_states": 3} | method.bench_draft_settings(V, section)
+    settings = {"num_aux_hidden_states": 3} | method.draft_settings(
+        section, tokenizer=None, vocab_size=V
+    )
     config = LlamaConfig(
         vocab_size=V, draft_vocab_size=own, hidden_size=D, target_hidden_size=D, head_dim=16,
         intermediate_size=96, num_hidden_layers=layers, num_attention_heads=8,
@@ -147,7 +148,6 @@ def test_a_step_without_memory_costs_what_a_real_one_does(
     [
         ("peagle", "down_sample_ratio", (0.2, 0.3, 0.5, 0.7, 0.9, 1.0)),
         ("peagle", "num_depths", (1, 2, 5, 9)),
-        ("peagle", "max_anchors", (3, 20, 50)),
         ("eagle3", "depth_keep", (0.1, 0.3, 0.6, 0.9, 1.0)),
         ("eagle3", "ttt_steps", (1, 2, 3, 7)),
         ("dflash", "anchors", (20, 100, 300, 700)),

@@ -77,7 +77,7 @@ def test_install_lines_name_this_environment(fledge, wheel):
     lines = [part["install"] for part in facts["parts"] if "[" in part["install"]]
     assert lines  # vLLM and SGLang have environments of their own
     for line in lines:
-        assert line.startswith(f"{fledge.programs}/pip install '{wheel}[")
+        assert line.startswith(f"{fledge.programs}/python -m pip install 'fledge[")
 
 
 def test_the_wheel_contains_the_recipes(fledge):

@@ -114,7 +114,7 @@ def build_parts(case: Case, device: torch.device) -> Parts:
         architecture="LlamaForCausalLM",
         draft_vocab_size=draft_vocab,
         num_hidden_layers=case.layers or usual["layers"],
-        **method.bench_draft_settings(vocab),
+        **method.draft_settings(None, tokenizer=None, vocab_size=vocab),
     )
     ids = torch.arange(draft_vocab) * (vocab // draft_vocab)
     mask = torch.isin(torch.arange(vocab), ids)

@@ -91,8 +91,7 @@ def progress_bar(what: str = "") -> Iterator[Progress]:
         with _Bar.columns() as columns:
             yield _Bar(columns, what)
     else:
-        with PlainProgress(partial(err.say, style="cyan"), what) as plain:
-            yield plain
+        yield PlainProgress(partial(err.say, style="cyan"))
 
 
 class _Bar(Progress):

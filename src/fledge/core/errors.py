@@ -54,9 +54,6 @@ def explain(error: BaseException) -> tuple[str, int] | None:
     if type(error).__name__ == "DistBackendError" or "/gloo/" in str(error):
         lost = f"another rank is gone ({first_line(error)})"
         return f"{lost}; the same command continues the run", 2
-    if isinstance(error, UnicodeEncodeError) and error.encoding == "utf-8":  # a foreign byte
-        text = error.object[max(0, error.start - 20) : error.end + 20]
-        return f"{text!r} was given, and it is not UTF-8; use letters that are", 2
     if not isinstance(error, OSError):
         return None
     where = str(error.filename2 or error.filename or "")
@@ -100,21 +97,16 @@ def in_words(count: int) -> str:
 
 
 def nearest(name: str, valid: list[str]) -> str:
-    """`did you mean 'x'?` for the valid name closest to a mistyped one (several if they are equally
-    close), else a list of the valid names."""
-    import difflib
-    import itertools
+    """`did you mean 'x'?` for the valid name closest to a mistyped one, else all valid names."""
+    from difflib import SequenceMatcher
 
-    def closeness(candidate: str) -> tuple[bool, float, int]:
-        """Equal up to spelling (EAGLE-3, eagle_3), similarity, length of the common prefix."""
-        bare = ["".join(filter(str.isalnum, text.casefold())) for text in (candidate, name)]
-        ratio = difflib.SequenceMatcher(None, candidate.casefold(), name.casefold()).ratio()
-        common = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(*bare, strict=False))
-        return bare[0] == bare[1], ratio, len(list(common))
+    def bare(word: str) -> str:
+        return "".join(filter(str.isalnum, word.casefold()))
 
-    ranked = {candidate: closeness(candidate) for candidate in valid}
-    same, ratio, _ = closest = max(ranked.values(), default=(False, 0.0, 0))
-    if same or ratio >= 0.5:
-        equals = [f"'{candidate}'" for candidate in valid if ranked[candidate] == closest]
-        return f"did you mean {' or '.join(equals[:3])}?"
+    def closeness(word: str) -> float:
+        return SequenceMatcher(None, bare(word), bare(name)).ratio()
+
+    closest = max(valid, key=closeness, default="")
+    if closest and closeness(closest) >= 0.5:
+        return f"did you mean '{closest}'?"
     return f"valid names: {', '.join(valid)}" if valid else "nothing is accepted here"

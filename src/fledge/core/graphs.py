@@ -5,11 +5,13 @@ decoding record whole passes of recurring sizes.
 """
 
 import warnings
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import fields, is_dataclass, replace
 from functools import cached_property
 from typing import Any, Generic, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -142,6 +144,47 @@ class RecordedSizes(Generic[Result]):
     def forget(self) -> None:
         """Drop all recordings."""
         self._passes.clear()
+
+
+# --- the inputs of a pass -------------------------------------------------------------------------
+
+
+def tensors_of(part: Any) -> dict[str, Tensor]:
+    """All tensors in nested dataclasses and tuples, by path; each once."""
+    named: dict[int, tuple[str, Tensor]] = {}
+    for name, tensor in _named_tensors(part):
+        named.setdefault(id(tensor), (name, tensor))
+    return dict(named.values())
+
+
+def with_tensors(part: Any, given: Mapping[str, Tensor]) -> Any:
+    """The same with other tensors of the same names. Pairs of arrays on the host, which describe
+    the tensors of one batch, are left out."""
+    replacing = {id(tensor): given[name] for name, tensor in tensors_of(part).items()}
+    return _replaced(part, replacing)
+
+
+def _named_tensors(part: Any, path: str = "plan") -> Iterator[tuple[str, Tensor]]:
+    if isinstance(part, Tensor):
+        yield path, part
+    elif is_dataclass(part):
+        for field in fields(part):
+            yield from _named_tensors(getattr(part, field.name), f"{path}_{field.name}")
+    elif isinstance(part, tuple):
+        for index, item in enumerate(part):
+            yield from _named_tensors(item, f"{path}_{index}")
+
+
+def _replaced(part: Any, replacing: Mapping[int, Tensor]) -> Any:
+    if isinstance(part, Tensor):
+        return replacing[id(part)]
+    if is_dataclass(part) and not isinstance(part, type):
+        names = [field.name for field in fields(part)]
+        return replace(part, **{name: _replaced(getattr(part, name), replacing) for name in names})
+    if isinstance(part, tuple):
+        on_host = any(isinstance(x, np.ndarray) for x in part)
+        return None if on_host else tuple(_replaced(x, replacing) for x in part)
+    return part
 
 
 def _new_stream() -> torch.cuda.Stream:

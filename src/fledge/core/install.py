@@ -1,18 +1,15 @@
-"""How this fledge was installed, and hence the commands that run it or add extras to it.
+"""The commands that run this fledge or add packages to its environment.
 
 All code that prints a command for the user to type gets it from here: a virtual environment may be
-active or not, and extras come from a checkout, a repository or an index.
+active or not.
 """
 
-import json
 import os
 import shlex
 import shutil
 import sys
 from importlib import metadata, util
 from pathlib import Path
-from typing import Any
-from urllib.parse import unquote, urlsplit
 
 _NAME = "fledge"
 
@@ -30,27 +27,16 @@ def fledge_command(*words: str | os.PathLike[str]) -> str:
 
 
 def install_extra(extra: str) -> str:
-    """The command that adds an extra to this installation: `.venv/bin/pip install -e '.[serve]'`
-    in a checkout."""
-    if (place := checkout()) is not None:
-        return install_packages("-e", f"{_shown(place)}[{extra}]")
-    record = _direct_url()
-    url, path = record.get("url", ""), Path(unquote(urlsplit(record.get("url", "")).path))
-    if "vcs_info" in record:  # the extra is part of the name, which precedes the URL
-        return install_packages(f"{_NAME}[{extra}] @ {record['vcs_info']['vcs']}+{url}")
-    from_file = url.startswith("file:") and path.exists()
-    return install_packages(f"{_shown(path) if from_file else _NAME}[{extra}]")
+    """The command that adds an extra to this installation, wherever fledge itself came from."""
+    place = checkout()
+    return install_packages(
+        *(["-e", f"{_shown(place)}[{extra}]"] if place else [f"{_NAME}[{extra}]"])
+    )
 
 
 def install_packages(*words: str) -> str:
     """The command that installs packages where this interpreter finds them."""
-    python = Path(sys.executable)
-    call = [_shown(python), "-m", "pip", "install"]
-    if python.with_name("pip").is_file():
-        call = [_shown(python.with_name("pip")), "install"]
-    elif util.find_spec("pip") is None and shutil.which("uv"):  # uv's environments have no pip
-        call = ["uv", "pip", "install", "--python", _shown(python)]
-    return shlex.join([*call, *words])
+    return shlex.join([_shown(Path(sys.executable)), "-m", "pip", "install", *words])
 
 
 def checkout() -> Path | None:
@@ -58,15 +44,6 @@ def checkout() -> Path | None:
     one that was copied into an environment."""
     root = Path(__file__).parents[3]
     return root if (root / "pyproject.toml").is_file() and (root / "src").is_dir() else None
-
-
-def _direct_url() -> dict[str, Any]:
-    """Where pip got an installation that is not from an index; empty for one that is."""
-    try:
-        text = metadata.distribution(_NAME).read_text("direct_url.json")
-    except metadata.PackageNotFoundError:
-        text = None
-    return dict(json.loads(text or "{}"))
 
 
 def _shown(path: Path) -> str:

@@ -8,15 +8,13 @@ import contextlib
 import json
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from rich.console import Console, RenderableType
 from rich.markup import escape
 from rich.segment import Segment
 from rich.text import Text
-
-from fledge.core.progress import PlainProgress
 
 # --- text ----------------------------------------------------------------------------------------
 # Untrusted text on its way to a terminal: shown, never interpreted.
@@ -106,12 +104,7 @@ class Terminal(Console):
         self.file.flush()
 
     @contextlib.contextmanager
-    def waiting(self, text: str) -> Iterator[Callable[[str], None]]:
-        """A spinner with a text (which `status` would parse as markup); without a terminal, a line
-        at intervals. Yields a function that adds a note."""
-        if self.is_terminal:
-            with self.status(Text(visible(text))) as spinner:
-                yield lambda note: spinner.update(Text(visible(f"{text} {note}")))
-        else:
-            with PlainProgress(self.say, text) as lines:
-                yield lambda note: lines(text, note=note)
+    def waiting(self, text: str) -> Iterator[None]:
+        """On a terminal, a spinner with a text (which `status` would parse as markup)."""
+        with self.status(Text(visible(text))) if self.is_terminal else contextlib.nullcontext():
+            yield

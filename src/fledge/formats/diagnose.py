@@ -1,17 +1,18 @@
 """Find out why a draft accepts too little: run all checks, repair what is certain, measure."""
 
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from fledge.core.errors import BadInput, UntrustedCode
 from fledge.core.files import atomic_directory, save_tensors, write_json
-from fledge.formats.checks.base import Check, Finding, Level, Subject, TargetFiles
-from fledge.formats.checks.probe import Answering, Score
+from fledge.formats.checks import settings, tensors, vocabulary
+from fledge.formats.checks.base import Check, Finding, Subject, TargetFiles
+from fledge.formats.checks.probe import Answering, Probe, Score
 from fledge.formats.codec import RECORD_NAME
-from fledge.formats.foreign import DraftFiles, foreign_kinds, read_files
+from fledge.formats.foreign import DraftFiles, read_files
 from fledge.formats.import_draft import build_draft
 from fledge.methods.shared.files import CONFIG_NAME, WEIGHTS_NAME
 from fledge.models.weight_files import weight_files
@@ -19,6 +20,22 @@ from fledge.training.checkpoint import STATE_NAME, TRAINING_NAME
 from fledge.training.runs import checkpoint_state
 
 _ROUNDS = 6  # of repairing and checking again: one fault may hide another
+# Checks that need only the draft's files and the target's config and tokenizer, by the names that
+# findings have.
+STATIC: dict[str, Check] = {
+    "architecture": tensors.architecture,
+    "names": tensors.names,
+    "d2t": vocabulary.d2t,
+    "sizes": settings.sizes,
+    "flags": settings.flags,
+    "mask-token": settings.mask_token,
+    "rope": settings.rope,
+    "max-position": settings.max_position,
+    "aux-layers": settings.aux_layers,
+    "serving": settings.serving,
+}
+# These also need the target's embedding and head.
+NUMERIC: dict[str, Check] = {"embeddings": vocabulary.embeddings, "head": vocabulary.head}
 
 
 @dataclass
@@ -79,34 +96,39 @@ def diagnose(
         raise BadInput(f"'{engine}' is not an engine", where="engine", fix="vllm or sglang")
     result = Diagnosis(read_files(directory), target)
     subject = Subject(result.files.copy(), TargetFiles(target, trust_remote_code), engine=engine)
-    levels: Sequence[Level] = ("static",) if static else ("static", "numeric")
-    subject = repair_and_recheck(subject, levels, result)
+    subject = repair_and_recheck(subject, STATIC if static else STATIC | NUMERIC, result)
+    if not stuck_on(result):
+        result.findings += run_checks(subject, {"network": tensors.network})
     if static:
         result.skipped.append("numeric and behavioral checks: --static reads no target weights")
-    elif stuck := [finding for finding in result.of("error") if finding.repair is None]:
+    elif stuck := stuck_on(result):
         result.skipped.append(f"behavioral checks: {stuck[0].check} must be repaired first")
     else:
         _decode(subject, result, answering)
     return result
 
 
-def run_checks(subject: Subject, levels: Sequence[Level]) -> Iterator[Finding]:
-    """All findings of these levels."""
-    for check in subject.view.checks().values():
-        if check.level in levels:
-            for finding in check.run(subject):
-                yield replace(finding, check=check.id)
-                if finding.last:
-                    return
+def run_checks(subject: Subject, checks: Mapping[str, Check]) -> Iterator[Finding]:
+    """All findings of these checks."""
+    for name, check in checks.items():
+        for finding in check(subject):
+            yield replace(finding, check=name)
+            if finding.last:
+                return
 
 
-def repair_and_recheck(subject: Subject, levels: Sequence[Level], result: Diagnosis) -> Subject:
+def stuck_on(result: Diagnosis) -> list[Finding]:
+    """The errors that have no certain repair."""
+    return [finding for finding in result.of("error") if finding.repair is None]
+
+
+def repair_and_recheck(subject: Subject, checks: Mapping[str, Check], result: Diagnosis) -> Subject:
     """Collect the findings of the files as they are, then what certain repairs uncover."""
     for number in range(_ROUNDS):
         known = {finding.evidence for finding in result.findings}
         new = [
             finding
-            for finding in run_checks(subject, levels)
+            for finding in run_checks(subject, checks)
             if finding.evidence not in known  # and notes describe the original files only
             and (number == 0 or finding.severity != "note")
         ]
@@ -115,11 +137,6 @@ def repair_and_recheck(subject: Subject, levels: Sequence[Level], result: Diagno
             break
         subject = replace(subject)  # a new view of the changed files
     return subject
-
-
-def all_checks() -> dict[str, Check]:
-    """The checks of all kinds of drafts by id."""
-    return {name: check for kind in foreign_kinds() for name, check in kind.checks().items()}
 
 
 def _repair(subject: Subject, findings: Iterable[Finding], result: Diagnosis) -> int:
@@ -142,14 +159,12 @@ def _decode(
     except BadInput as refused:
         result.skipped.append(f"behavioral checks: {refused}")
         return
-    subject.probe = probe = subject.view.probe(subject, draft, answers)
-    subject.estimate = training_estimate(subject.directory)
-    findings = list(run_checks(subject, ("behavioural",)))
+    probe = Probe(subject, draft, answers)
+    findings = list(probe.findings(training_estimate(subject.directory)))
     result.findings += findings
     result.score = probe.score(probe.as_written)
-    measured = [finding for finding in findings if finding.check in probe.steps]
-    if measured and _repair(subject, measured, result) == len(measured):
-        result.repaired_score = probe.best  # else the files cannot express that
+    if _repair(subject, findings, result):
+        result.repaired_score = probe.best
 
 
 def training_estimate(directory: Path) -> float | None:

@@ -8,18 +8,18 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import cached_property, reduce
-from operator import or_
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from fledge.core.errors import BadInput
-from fledge.core.reading import check, read_json
+from fledge.core.reading import read_json
 from fledge.formats.codec import (
     EAGLE1_CLASSES,
     EAGLE3_CLASS,
+    EAGLE3_QWEN3_CLASS,
     INNER_KEY,
     LLAMA_KEYS,
     NESTED_KEY,
@@ -29,20 +29,13 @@ from fledge.formats.codec import (
     set_path,
 )
 from fledge.formats.layouts import (
-    BIAS_KEYS,
     CONFIG,
-    EAGLE1_AXES,
-    EAGLE3_AXES,
-    LAYER_AXES,
     LAYER_EXTRAS,
     MASK_KEYS,
     OURS,
     SGLANG,
     VLLM,
-    WRAPPED_KEY,
-    WRAPPED_TYPE,
     AuxPlace,
-    Axes,
     FileLayout,
     eagle1_layout,
     eagle3_layout,
@@ -52,11 +45,6 @@ from fledge.methods.registry import METHODS
 from fledge.methods.shared.config import PLACEHOLDER_KEY
 from fledge.methods.shared.files import CONFIG_NAME
 from fledge.models.weight_files import read_tensors
-
-if TYPE_CHECKING:
-    from fledge.formats.checks.base import Check, Subject
-    from fledge.formats.checks.probe import Answering, Probe
-    from fledge.methods.shared.draft import DraftModel
 
 _STATED_TOKENS = "speculators_config.proposal_methods.0.speculative_tokens"
 
@@ -71,16 +59,11 @@ _MIDLAYER = re.compile(r"^midlayer\.")
 _DEEP_NORM = re.compile(r"(layers\.[1-9]\d*)\.hidden_norm\.")
 # Not part of the draft: rebuilt on loading, or copies of the target's weights.
 _JUNK = re.compile(r"(.*rotary_emb\..*|verifier_(lm_head|norm)\..*|target_model\..*)")
-_FUSED = ("layers.0.hidden_norm.", f"{NORM_FLAGS[0]}.", "mask_hidden")  # only EAGLE-3 has these
-_SHOWING_WIDTH = tuple(
-    f"layers.0.{name}.weight"
-    for name in ("self_attn.o_proj", "mlp.down_proj", "post_attention_layernorm")
-)
-_INPUT_PROJECTIONS = tuple(f"layers.0.self_attn.{letter}_proj.weight" for letter in "qkv")
 # Classes that belong to exactly one kind of draft.
-_KIND_OF_CLASS = {
+KIND_OF_CLASS = {
     **dict.fromkeys(EAGLE1_CLASSES.values(), "eagle1"),
     EAGLE3_CLASS: "eagle3",
+    EAGLE3_QWEN3_CLASS: "eagle3",
     "Eagle3LlamaForCausalLM": "eagle3",
     "LlamaEagle3DraftModel": "eagle3",
     "PEagleDraftModel": "eagle3",
@@ -103,7 +86,8 @@ class DraftFiles:
 
     @property
     def view(self) -> "DraftView":
-        kinds = reversed(foreign_kinds())
+        """The files in our terms, by the most special kind of draft that claims them."""
+        kinds = reversed([method.foreign() for method in METHODS.values()])
         kind = next(kind for kind in kinds if kind.claims(self.config, self.tensors))
         return kind(self.config, self.tensors)
 
@@ -115,11 +99,6 @@ class DraftFiles:
             set_path(self.config, path, value)
         else:
             (get_path(self.config, outer) or {} if outer else self.config).pop(name, None)
-
-    def put_mask(self, token: int) -> None:
-        """Set the mask token under every key that holds it."""
-        for path in self.view.mask_paths:
-            set_path(self.config, path, token)
 
     def put_tensor(self, own: str, value: Tensor) -> None:
         """Set the tensor that we call `own`, under its name in the file."""
@@ -138,15 +117,7 @@ def read_files(directory: Path) -> DraftFiles:
         fix = "give the directory of a draft"
         raise BadInput(f"no {CONFIG_NAME} here", where=str(directory), fix=fix)
     config: dict[str, Any] = read_json(path, CONFIG, what="the config")
-    if config.get("model_type") == WRAPPED_TYPE and config.get(WRAPPED_KEY) is not None:
-        inner = f"the config under '{WRAPPED_KEY}'"
-        check(config[WRAPPED_KEY], CONFIG, where=str(path), what=inner)
     return DraftFiles(directory, config, read_tensors(directory))
-
-
-def foreign_kinds() -> "list[type[DraftView]]":
-    """How drafts are read, the most general way first."""
-    return list(dict.fromkeys(method.foreign() for method in METHODS.values()))
 
 
 @dataclass(frozen=True)
@@ -162,20 +133,6 @@ class DraftView:
     def claims(cls, config: Mapping[str, Any], names: Iterable[str]) -> bool:
         """Whether files are of this kind, where no more special kind claims them."""
         return True
-
-    @staticmethod
-    def checks() -> "dict[str, Check]":
-        """The checks of `diagnose` for this kind by id."""
-        from fledge.formats.checks import probe, settings, tensors, vocabulary
-        from fledge.formats.checks.base import checks_in
-
-        return checks_in(tensors, vocabulary, settings, probe)
-
-    @staticmethod
-    def probe(subject: "Subject", draft: "DraftModel", answering: "Answering") -> "Probe[Any]":
-        from fledge.formats.checks.probe import ChainProbe
-
-        return ChainProbe(subject, draft, answering)
 
     def refusals(self) -> Iterator[str]:
         """Why our draft cannot represent these files."""
@@ -195,22 +152,19 @@ class DraftView:
     # --- tensors ---------------------------------------------------------------------------------
 
     @cached_property
+    def own_names(self) -> dict[str, str]:
+        """The name in the file -> our name."""
+        return {name: self.own_name(name) for name in self.tensors if not _JUNK.fullmatch(name)}
+
+    @cached_property
     def names(self) -> dict[str, str]:
         """Our name -> the name in the file; if several match, the first in the file."""
-        names: dict[str, str] = {}
-        for name in self.tensors:
-            if not _JUNK.fullmatch(name):
-                names.setdefault(self.own_name(name), name)
-        return names
+        return {own: name for name, own in reversed(self.own_names.items())}
 
     def own_name(self, name: str) -> str:
         """`model.midlayer.mlp.up_proj.weight` -> `layers.0.mlp.up_proj.weight`."""
         name = _MIDLAYER.sub("layers.0.", _WRAPPERS.sub("", name))
         return _DEEP_NORM.sub(r"\1.input_layernorm.", name)
-
-    @cached_property
-    def junk(self) -> list[str]:
-        return [name for name in self.tensors if _JUNK.fullmatch(name)]
 
     @cached_property
     def state(self) -> dict[str, Tensor]:
@@ -221,33 +175,6 @@ class DraftView:
         """Which optional parts the layers have, by their flag in our config."""
         parts = {re.sub(r"^layers\.\d+\.", "", name) for name in self.state}
         return {flag: not parts.isdisjoint(names) for flag, names in LAYER_EXTRAS.items()}
-
-    @property
-    def axes(self) -> Axes:
-        """The tensors outside the layers that such a draft has, or may have."""
-        return EAGLE1_AXES if self.merges else EAGLE3_AXES
-
-    @property
-    def layer_axes(self) -> Axes:
-        """The tensors of a layer."""
-        present = (flag for flag, there in self.layer_extras.items() if there)
-        return reduce(or_, (LAYER_EXTRAS[flag] for flag in present), LAYER_AXES)
-
-    @property
-    def fuses(self) -> bool:
-        """Whether layer 0 reads embedding and state side by side."""
-        return not self.merges
-
-    optional: ClassVar[tuple[str, ...]] = (
-        "embed_tokens", "lm_head", "d2t", "t2d", "fc.bias", NORM_FLAGS[0], "input_norm",
-        "confidence_head",
-    )  # fmt: skip
-    """How the names begin of tensors that may be absent, or that other checks miss."""
-
-    @staticmethod
-    def chunk_norm(chunk: int) -> str:
-        """The tensor of the norm of one aux state, before fc."""
-        return f"{NORM_FLAGS[0]}.{chunk}.weight"
 
     @property
     def layer_numbers(self) -> list[int]:
@@ -282,39 +209,33 @@ class DraftView:
     @property
     def flags(self) -> dict[str, bool]:
         """Flags of optional parts that the files may have, and whether they have their tensors."""
-        biases = {key: self.fc_bias is not None for key in BIAS_KEYS if key in self.flat}
-        return {
-            NORM_FLAGS[0]: self.chunk_norm(0) in self.state,
-            "norm_before_fc": "input_norm.weight" in self.state,
-            **{flag: self.layer_extras[flag] for flag in ("attention_bias", "mlp_bias")},
-            **(biases if self.merges else {}),
-        }
+        if self.borrows:
+            return {}
+        biases = {flag: self.layer_extras[flag] for flag in ("attention_bias", "mlp_bias")}
+        return {NORM_FLAGS[0]: f"{NORM_FLAGS[0]}.0.weight" in self.state, **biases}
 
     @property
     def architectures(self) -> list[str]:
-        """The classes that the config names; a wrapped config names the draft's inside."""
-        named = self.flat if self.layout.nested == WRAPPED_KEY else self.config
-        return named.get("architectures") or []
+        """The classes that the config names."""
+        return self.config.get("architectures") or []
 
     @cached_property
     def declared(self) -> set[str]:
         """The kinds of draft that the config claims: none, one, or by mistake both."""
         config = self.config
-        kinds = {_KIND_OF_CLASS.get(name, "") for name in config.get("architectures") or []}
+        kinds = {KIND_OF_CLASS.get(name, "") for name in config.get("architectures") or []}
         kinds |= {"eagle3"} if SPECULATORS_KEY in config else set()
-        wrapped = config.get("model_type") == WRAPPED_TYPE
-        kinds |= {"eagle1"} if wrapped or config.get("eagle_version") in (1, 2) else set()
+        kinds |= {"eagle1"} if config.get("eagle_version") in (1, 2) else set()
         return kinds - {""}
 
     @cached_property
     def merges(self) -> bool:
-        """Whether it is EAGLE-1 or 2: fc merges embedding and state before a plain layer 0.
-
-        The tensors decide by majority, because one of them may be wrong or missing; if they are
-        undecided, the config decides.
-        """
-        votes = sum(_merging_votes(self.state))
-        return votes > 0 if votes else "eagle1" in self.declared
+        """Whether it is EAGLE-1 or 2: fc merges embedding and state before a plain layer 0. The
+        tensors decide; without fc the config does."""
+        fc = self.state.get("fc.weight")
+        if fc is None or fc.ndim != 2 or "layers.0.hidden_norm.weight" in self.state:
+            return "eagle1" in self.declared and "layers.0.hidden_norm.weight" not in self.state
+        return tuple(fc.shape) == (len(fc), 2 * len(fc))
 
     @property
     def misnamed(self) -> bool:
@@ -402,17 +323,3 @@ class DraftView:
     @property
     def aux_layer_ids(self) -> list[int] | None:
         return self.aux_at(self.aux_place)
-
-
-def _merging_votes(state: Mapping[str, Tensor]) -> Iterator[int]:
-    """+1 for every tensor that implies a merging fc, -1 for what only a fused layer 0 has, which
-    reads embedding and state side by side."""
-    if any(name.startswith(_FUSED) for name in state):
-        yield -1
-    widths = [state[name].shape[0] for name in _SHOWING_WIDTH if name in state and state[name].ndim]
-    width = max(widths, key=widths.count, default=0)
-    found = (state[name] for name in _INPUT_PROJECTIONS if name in state)
-    columns = (tensor.shape[1] for tensor in found if tensor.ndim == 2)
-    yield from ({width: 1, 2 * width: -1}.get(count, 0) for count in columns)
-    if "fc.weight" in state and width:
-        yield 1 if tuple(state["fc.weight"].shape) == (width, 2 * width) else -1

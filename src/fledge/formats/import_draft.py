@@ -20,11 +20,11 @@ from fledge.core.install import fledge_command
 from fledge.core.terminal import counted
 from fledge.formats.checks.base import Subject, TargetFiles
 from fledge.formats.codec import TOKEN_KEYS, TRAINED
-from fledge.formats.foreign import read_files
+from fledge.formats.foreign import DraftView, read_files
 from fledge.formats.layouts import OWN_AUX_KEY
 from fledge.methods.shared.config import depths_key, trained_depths
 from fledge.methods.shared.draft import DraftModel
-from fledge.methods.shared.files import CONFIG_NAME
+from fledge.methods.shared.files import CONFIG_NAME, check_tensors
 from fledge.target.base import selection_mask
 
 if TYPE_CHECKING:
@@ -35,6 +35,9 @@ _KEPT = (
     "max_position_embeddings", "rope_theta", "rope_parameters", "rope_scaling",
     "partial_rotary_factor", *TRAINED,
 )  # fmt: skip
+_MAPS = ("d2t", "t2d")
+_TABLES = _EMBEDDINGS, _HEAD = ("embed_tokens.weight", "lm_head.weight")
+_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def import_draft(source: Path, out: Path, *, target: str, trust_remote_code: bool = False) -> Path:
@@ -47,14 +50,14 @@ def convert_draft(
     source: Path, out: Path, *, target: str, trust_remote_code: bool = False
 ) -> "Diagnosis":
     """`import_draft`; returns what it found in the files, and repaired."""
-    from fledge.formats.diagnose import Diagnosis, repair_and_recheck
+    from fledge.formats.diagnose import STATIC, Diagnosis, repair_and_recheck, stuck_on
 
     if out.exists():
         raise BadInput("exists already", where=str(out), fix="name a new directory for --out")
     diagnosis = Diagnosis(read_files(source), target)
     subject = Subject(diagnosis.files.copy(), TargetFiles(target, trust_remote_code))
-    subject = repair_and_recheck(subject, ("static",), diagnosis)
-    if faults := [finding for finding in diagnosis.of("error") if finding.repair is None]:
+    subject = repair_and_recheck(subject, STATIC, diagnosis)
+    if faults := stuck_on(diagnosis):
         raise BadInput(
             f"{counted(len(faults), 'fault')}, the first: {faults[0].evidence}",
             where=str(source),
@@ -69,11 +72,30 @@ def build_draft(subject: Subject) -> DraftModel:
     view, where = subject.view, subject.directory
     if refusal := next(view.refusals(), None):
         raise BadInput(refusal, where=str(where))
+    check_network(subject)
     state, config = _own_state(subject), own_config(subject)
     dtypes = [tensor.dtype for tensor in state.values() if tensor.is_floating_point()]
     dtype = reduce(torch.promote_types, dtypes)  # represents every weight exactly
     draft_type = view.method.draft_type()
     return draft_type.from_tensors(config, state, where=where, dtype=dtype).eval()
+
+
+def check_network(subject: Subject) -> None:
+    """Refuse files that do not hold the tensors of our network, apart from those that engines take
+    from the target. Networks that we do not have are none of its business."""
+    view, where = subject.view, subject.directory
+    if any(view.refusals()):
+        return
+    want = view.method.draft_type().expected(own_config(subject), where=where)
+    have = own_tensors(view)
+    for name, tensor in have.items():
+        if tensor.dtype not in _FLOATS:
+            fix = "serve bf16, fp16 or fp32 weights"
+            raise BadInput(f"{name} holds {tensor.dtype}", where=str(where), fix=fix)
+    shared = set(_MAPS)
+    shared |= {_EMBEDDINGS} if subject.draft_vocab_size < subject.vocab_size else {*_TABLES}
+    want = {name: tensor for name, tensor in want.items() if name in have or name not in shared}
+    check_tensors(where, want=want, have=have)
 
 
 def own_config(subject: Subject) -> LlamaConfig:
@@ -108,31 +130,28 @@ def own_config(subject: Subject) -> LlamaConfig:
 def _own_state(subject: Subject) -> dict[str, Tensor]:
     """The tensors of our draft; what engines share with the target is copied from it."""
     view, target = subject.view, subject.target  # whose tables are read only where needed
-    state = dict(view.state)
-    dtype, ids = state["fc.weight"].dtype, _own_maps(subject, state)
-    if view.merges or view.borrows:  # even if a trainer saved a copy
-        for name in ("embed_tokens.weight", "lm_head.weight"):
-            state.pop(name, None)
+    state, width, full = own_tensors(view), subject.draft_vocab_size, subject.vocab_size
+    d2t = view.state.get("d2t")
+    if d2t is not None and width < full:  # some trainers write the identity
+        ids = d2t.long() + torch.arange(width)
+        state |= {"d2t": d2t.long(), "t2d": selection_mask(ids, full)}
     if view.borrows:
         return state
-    if "embed_tokens.weight" not in state:
-        state["embed_tokens.weight"] = target.tables.embedding_VD.to(dtype)
-    if "lm_head.weight" not in state:
-        state["lm_head.weight"] = target.tables.head_VD[ids].to(dtype)
-    if view.fc_bias is None:
-        state.pop("fc.bias", None)
-    if "mask_hidden" in state:
-        state["mask_hidden"] = state["mask_hidden"].reshape(1, 1, -1)
+    if view.merges:  # even if a trainer saved a copy
+        state = {name: tensor for name, tensor in state.items() if name not in _TABLES}
+    dtype = state["fc.weight"].dtype
+    if _EMBEDDINGS not in state:
+        state[_EMBEDDINGS] = target.tables.embedding_VD.to(dtype)
+    if _HEAD not in state:
+        state[_HEAD] = target.tables.head_VD.to(dtype)
     return state
 
 
-def _own_maps(subject: Subject, state: dict[str, Tensor]) -> Tensor:
-    """Put the maps of a smaller vocabulary into our form, and drop others (some trainers write the
-    identity); returns [W] the target ids of the draft's tokens."""
-    width, full = subject.draft_vocab_size, subject.vocab_size
-    d2t, _ = state.pop("d2t", None), state.pop("t2d", None)
-    if d2t is None or width == full:
-        return torch.arange(full)
-    ids: Tensor = d2t.long() + torch.arange(width)
-    state |= {"d2t": d2t.long(), "t2d": selection_mask(ids, full)}
-    return ids
+def own_tensors(view: DraftView) -> dict[str, Tensor]:
+    """The tensors of the files in our form, without the maps."""
+    left_out = {*_MAPS, *(_TABLES if view.borrows else ())}
+    left_out |= {"fc.bias"} if view.fc_bias is None else set()
+    state = {name: tensor for name, tensor in view.state.items() if name not in left_out}
+    if "mask_hidden" in state:
+        state["mask_hidden"] = state["mask_hidden"].reshape(1, 1, -1)
+    return state

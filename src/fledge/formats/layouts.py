@@ -14,7 +14,6 @@ from fledge.formats.codec import (
     EAGLE3_CLASS,
     INNER_KEY,
     NESTED_KEY,
-    NORM_FLAGS,
     PLAIN_SGLANG,
     PLAIN_VLLM,
     SPECULATORS_KEY,
@@ -22,10 +21,6 @@ from fledge.formats.codec import (
 from fledge.methods.shared.config import PLACEHOLDER_KEY, config_keys
 
 OWN_AUX_KEY = "aux_layer_ids"
-# vLLM's own format of EAGLE-1: this model_type, and the Llama config nested under this key.
-WRAPPED_TYPE, WRAPPED_KEY = "eagle", "model"
-# Flags for a bias of fc: ours, SafeAILab's, vLLM's.
-BIAS_KEYS = ("fc_bias", "bias", "eagle_fc_bias")
 # Keys under which engines look for the mask token, in this order.
 MASK_KEYS = (PLACEHOLDER_KEY, "dspark_noise_token_id", "pard_token", "ptd_token_id")
 
@@ -41,7 +36,7 @@ _THEIRS: dict[Expected, tuple[str, ...]] = {
     Whole(0, 2**31): MASK_KEYS[1:],
     Number(0, 1): ("down_sample_ratio", "down_sample_ratio_min"),
     Number(1e-300): ("factor",),
-    Flag(): ("norm_before_fc", "qk_norm", *BIAS_KEYS, "is_causal", "is_neox_style",
+    Flag(): ("norm_before_fc", "qk_norm", "fc_bias", "is_causal", "is_neox_style",
              "enable_confidence_head", "confidence_head_with_markov", "use_confidence_head",
              "sliding_window_non_causal", "use_swa"),
     Text(256): ("model_type", "rope_type", "type", "markov_head_type", "projector_type"),
@@ -73,6 +68,7 @@ class FileLayout:
     made_by: str
     prefix: str = ""  # of every tensor of the backbone
     nested: str = ""  # the key that holds the Llama config; "": it is flat
+    read_by: tuple[str, ...] = ("vllm",)  # the engines that load it as it is
 
 
 def by_name(*layouts: FileLayout) -> dict[str, FileLayout]:
@@ -82,20 +78,23 @@ def by_name(*layouts: FileLayout) -> dict[str, FileLayout]:
 LAYOUTS = by_name(
     FileLayout("fledge", "fledge, and its exports for vLLM"),
     FileLayout("eagle", "SafeAILab EAGLE"),
-    FileLayout("specforge", "SpecForge, TorchSpec, and our exports for SGLang"),
+    FileLayout(
+        "specforge",
+        "SpecForge, TorchSpec, and our exports for SGLang",
+        read_by=("vllm", "sglang"),
+    ),
     FileLayout("speculators", "speculators", nested=NESTED_KEY),
-    FileLayout("automodel", "NeMo AutoModel", prefix="model."),
+    FileLayout("automodel", "NeMo AutoModel", prefix="model.", read_by=()),
     FileLayout("modelopt", "NVIDIA ModelOpt"),
     FileLayout("eagle1-vllm", "a trainer for vLLM's EAGLE-1, such as ours"),
-    FileLayout("eagle1-sglang", "a trainer for SGLang's EAGLE-1, such as ours"),
-    FileLayout("eagle1-wrapped", "a converter for vLLM's EAGLE-1", nested=WRAPPED_KEY),
+    FileLayout(
+        "eagle1-sglang", "a trainer for SGLang's EAGLE-1, such as ours", read_by=("sglang",)
+    ),
 )
 
 
 def eagle1_layout(config: Mapping[str, Any]) -> FileLayout:
     """The layout of an EAGLE-1 or EAGLE-2 draft; tensor names are the same in all of them."""
-    if config.get("model_type") == WRAPPED_TYPE and isinstance(config.get(WRAPPED_KEY), dict):
-        return LAYOUTS["eagle1-wrapped"]
     if OWN_AUX_KEY in config:
         return LAYOUTS["fledge"]
     named = config.get("architectures") or []
@@ -146,46 +145,9 @@ OURS, VLLM, SGLANG = (
 # --- tensors -------------------------------------------------------------------------------------
 
 
-# The tensors of a draft with the sizes of their axes; "": a size that another check compares.
-Axes = Mapping[str, tuple[str, ...]]
-EAGLE3_AXES: Axes = {
-    "embed_tokens.weight": ("", "hidden"),
-    "fc.weight": ("hidden", "aux_hidden"),
-    f"{NORM_FLAGS[0]}.0.weight": ("target_hidden",),
-    "input_norm.weight": ("aux_hidden",),
-    "norm.weight": ("hidden",),
-    "lm_head.weight": ("draft_vocab", "hidden"),
-    "d2t": ("draft_vocab",),
-    "t2d": ("",),
-    "layers.0.hidden_norm.weight": ("hidden",),
-}
-EAGLE1_AXES: Axes = {
-    "embed_tokens.weight": ("", "hidden"),
-    "fc.weight": ("hidden", "merged"),
-    "fc.bias": ("hidden",),
-    "lm_head.weight": ("", "hidden"),
-}
-LAYER_AXES: Axes = {
-    "input_layernorm.weight": ("hidden",),
-    "post_attention_layernorm.weight": ("hidden",),
-    "self_attn.q_proj.weight": ("queries", "inputs"),
-    "self_attn.k_proj.weight": ("keys", "inputs"),
-    "self_attn.v_proj.weight": ("keys", "inputs"),
-    "self_attn.o_proj.weight": ("hidden", "queries"),
-    "mlp.gate_proj.weight": ("intermediate", "hidden"),
-    "mlp.up_proj.weight": ("intermediate", "hidden"),
-    "mlp.down_proj.weight": ("hidden", "intermediate"),
-}
-# Optional parts of a layer, by their flag in our config.
-LAYER_EXTRAS: dict[str, Axes] = {
-    "qk_norm": dict.fromkeys((f"self_attn.{x}_norm.weight" for x in "qk"), ("channels",)),
-    "attention_bias": {
-        "self_attn.q_proj.bias": ("queries",),
-        **dict.fromkeys((f"self_attn.{x}_proj.bias" for x in "kv"), ("keys",)),
-        "self_attn.o_proj.bias": ("hidden",),
-    },
-    "mlp_bias": {
-        **dict.fromkeys((f"mlp.{name}_proj.bias" for name in ("gate", "up")), ("intermediate",)),
-        "mlp.down_proj.bias": ("hidden",),
-    },
+# Tensors of optional parts of a layer, by their flag in our config.
+LAYER_EXTRAS: dict[str, tuple[str, ...]] = {
+    "qk_norm": tuple(f"self_attn.{x}_norm.weight" for x in "qk"),
+    "attention_bias": tuple(f"self_attn.{x}_proj.bias" for x in "qkvo"),
+    "mlp_bias": tuple(f"mlp.{x}_proj.bias" for x in ("gate", "up", "down")),
 }

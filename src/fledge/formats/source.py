@@ -91,8 +91,7 @@ class DraftSource:
 def read_source(path: Path) -> DraftSource:
     directory = draft_directory(path)
     config, tensors = read_draft(directory)
-    with torch.device("meta"):
-        want = method_of(config).draft_type()(config).state_dict()
+    want = method_of(config).draft_type().expected(config, where=directory)
     check_tensors(directory, want=want, have=tensors)
     if config.norm_before_residual:
         raise BadInput(

@@ -17,6 +17,23 @@ from torch import Tensor
 from fledge.kernels.gate import on_device_of
 
 
+@triton.jit
+def _rotated(low, high, cos, sin, row, c, live, HALF: tl.constexpr, BACK: tl.constexpr):
+    """A row's lower and upper channels, rotated (BACK: rotated back)."""
+    angle = (row * (2 * HALF))[:, None] + c[None, :]
+    cos_low = tl.load(cos + angle, mask=live, other=0.0).to(tl.float32)
+    cos_high = tl.load(cos + angle + HALF, mask=live, other=0.0).to(tl.float32)
+    sin_low = tl.load(sin + angle, mask=live, other=0.0).to(tl.float32)
+    sin_high = tl.load(sin + angle + HALF, mask=live, other=0.0).to(tl.float32)
+    if BACK:
+        new_low = low * cos_low + high * sin_high
+        new_high = high * cos_high - low * sin_low
+    else:
+        new_low = low * cos_low - high * sin_low
+        new_high = high * cos_high + low * sin_high
+    return new_low, new_high
+
+
 @triton.jit(do_not_specialize=["num_pairs"])
 def _rotate_pairs(
     x, cos, sin, out, x_row, x_head, num_pairs,
@@ -30,21 +47,11 @@ def _rotate_pairs(
     live = (pair < num_pairs)[:, None] & (c < HALF)[None, :]
     source = x + (row * x_row + head * x_head)[:, None] + c[None, :]
     target = out + (pair * CHANNELS)[:, None] + c[None, :]
-    angle = (row * (2 * HALF))[:, None] + c[None, :]
     low = tl.load(source, mask=live, other=0.0).to(tl.float32)
     high = tl.load(source + HALF, mask=live, other=0.0).to(tl.float32)
-    cos_low = tl.load(cos + angle, mask=live, other=0.0).to(tl.float32)
-    cos_high = tl.load(cos + angle + HALF, mask=live, other=0.0).to(tl.float32)
-    sin_low = tl.load(sin + angle, mask=live, other=0.0).to(tl.float32)
-    sin_high = tl.load(sin + angle + HALF, mask=live, other=0.0).to(tl.float32)
-    if BACK:
-        new_low = low * cos_low + high * sin_high
-        new_high = high * cos_high - low * sin_low
-    else:
-        new_low = low * cos_low - high * sin_low
-        new_high = high * cos_high + low * sin_high
-    tl.store(target, new_low.to(out.dtype.element_ty), mask=live)
-    tl.store(target + HALF, new_high.to(out.dtype.element_ty), mask=live)
+    low, high = _rotated(low, high, cos, sin, row, c, live, HALF, BACK)
+    tl.store(target, low.to(out.dtype.element_ty), mask=live)
+    tl.store(target + HALF, high.to(out.dtype.element_ty), mask=live)
     for kept in tl.static_range(2 * HALF, CHANNELS, BLOCK_C):  # channels that are not rotated
         rest = (pair < num_pairs)[:, None] & (kept + c < CHANNELS)[None, :]
         tl.store(target + kept, tl.load(source + kept, mask=rest), mask=rest)
@@ -173,17 +180,6 @@ def _norm_factor(low, high, HALF: tl.constexpr, EPS: tl.constexpr):
     return tl.rsqrt(total / (2 * HALF) + EPS)
 
 
-@triton.jit
-def _load_turn(cos, sin, row, c, live, HALF: tl.constexpr):
-    """cos and sin of a row's lower and upper channels."""
-    angle = (row * (2 * HALF))[:, None] + c[None, :]
-    cos_low = tl.load(cos + angle, mask=live, other=0.0).to(tl.float32)
-    cos_high = tl.load(cos + angle + HALF, mask=live, other=0.0).to(tl.float32)
-    sin_low = tl.load(sin + angle, mask=live, other=0.0).to(tl.float32)
-    sin_high = tl.load(sin + angle + HALF, mask=live, other=0.0).to(tl.float32)
-    return cos_low, cos_high, sin_low, sin_high
-
-
 @triton.jit(do_not_specialize=["num_rows"])
 def _split(
     x, q_norm, k_norm, cos, sin, q, k, v, x_row, num_rows,
@@ -207,10 +203,7 @@ def _split(
         factor = _norm_factor(low, high, HALF, EPS)[:, None]
         low *= factor * tl.load(norm + c, mask=c < HALF, other=0.0).to(tl.float32)[None, :]
         high *= factor * tl.load(norm + HALF + c, mask=c < HALF, other=0.0).to(tl.float32)[None, :]
-        cos_low, cos_high, sin_low, sin_high = _load_turn(cos, sin, row, c, live, HALF)
-        rotated_low = low * cos_low - high * sin_low
-        high = high * cos_high + low * sin_high
-        low = rotated_low
+        low, high = _rotated(low, high, cos, sin, row, c, live, HALF, False)
     tl.store(out, low.to(v.dtype.element_ty), mask=live)
     tl.store(out + HALF, high.to(v.dtype.element_ty), mask=live)
 
@@ -236,10 +229,7 @@ def _join(
     low = tl.load(source, mask=live, other=0.0).to(tl.float32)
     high = tl.load(source + HALF, mask=live, other=0.0).to(tl.float32)
     if head < HEADS + GROUPS:
-        cos_low, cos_high, sin_low, sin_high = _load_turn(cos, sin, row, c, live, HALF)
-        rotated_low = low * cos_low + high * sin_high
-        high = high * cos_high - low * sin_low
-        low = rotated_low
+        low, high = _rotated(low, high, cos, sin, row, c, live, HALF, True)
         before = x + (row * x_row + head * (2 * HALF))[:, None] + c[None, :]
         x_low = tl.load(before, mask=live, other=0.0).to(tl.float32)
         x_high = tl.load(before + HALF, mask=live, other=0.0).to(tl.float32)

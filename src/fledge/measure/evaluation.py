@@ -137,7 +137,7 @@ class DraftReport:
             "speed": None if self.speed is None else self.speed.to_json(self.acceptance.length),
         }
         if self.calibration is not None:
-            value["calibration"] = self.calibration.to_json()
+            value["calibration"] = vars(self.calibration)
         if self.samples:
             value["samples"] = [answer.to_json() for answer in self.samples]
         return value

@@ -141,9 +141,10 @@ class Method(ABC):
         return default_aux_layer_ids(depth, count)
 
     def draft_settings(
-        self, section: "ObjectiveSection", *, tokenizer: Any, vocab_size: int
+        self, section: "ObjectiveSection | None", *, tokenizer: Any, vocab_size: int
     ) -> dict[str, Any]:
-        """Additional entries of its drafts' configs, for `derive_draft_config`."""
+        """Additional entries of its drafts' configs, for `derive_draft_config`. For random weights
+        there is no tokenizer; without a section, the entries are those of `fledge bench train`."""
         return {}
 
     def grow(self, draft: "DraftModel", config: "PretrainedConfig") -> "DraftModel | None":
@@ -168,13 +169,6 @@ class Method(ABC):
 
     def bench_options(self, **flags: Any) -> dict[str, Any]:
         """`options` for `fledge bench train`, given its flags (0 means the default)."""
-        return {}
-
-    def bench_draft_settings(
-        self, vocab_size: int, section: "ObjectiveSection | None" = None
-    ) -> dict[str, Any]:
-        """`draft_settings` for random weights, where there is no tokenizer; without a section,
-        those of `fledge bench train`."""
         return {}
 
     # --- engines --------------------------------------------------------------------------------

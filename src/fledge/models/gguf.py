@@ -44,15 +44,6 @@ def converted_directory(path: Path) -> Path:
     return stored(name, lambda directory: convert(path, directory), source=str(source))
 
 
-def repositories(path: Path) -> list[str]:
-    """The repositories that the file names as its source, likelier ones first, unchecked."""
-    with _readable(path):
-        facts = read_facts(path)
-    keys = ("source.huggingface.repository", "source.repo_url", "base_model.0.repo_url")
-    urls = (str(facts.get(f"general.{key}") or "") for key in keys)
-    return ["/".join(url.rstrip("/").split("/")[-2:]) for url in urls]
-
-
 def convert(path: Path, directory: Path, *, dtype: str = "bfloat16") -> None:
     """Write `path` as a Hugging Face directory; the caller makes the result appear atomically."""
     # The bars of the libraries would disrupt our line.

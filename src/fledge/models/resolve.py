@@ -56,7 +56,7 @@ def public_name(name: str) -> str:
         return embedded.MODELS[name].public_name
     path = Path(name).expanduser()
     if path.is_file():
-        return next(filter(is_hub_id, gguf.repositories(path)), path.stem)
+        return path.stem
     if not path.exists():
         return name if is_hub_id(name) else path.name
     parts = path.resolve().parts

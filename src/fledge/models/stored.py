@@ -46,15 +46,14 @@ def stored(name: str, make: Callable[[Path], None], *, source: str) -> Path:
 
 
 @contextlib.contextmanager
-def phase(text: str) -> Iterator[Callable[[str], None]]:
-    """One line on stderr during work that is done only once: a spinner on a terminal, elsewhere
-    a plain line, repeated at intervals. Yields a function that updates the progress shown."""
+def phase(text: str) -> Iterator[None]:
+    """One line on stderr during work that is done only once, with a spinner on a terminal."""
     # The stream is fixed here, because sys.stderr may be silenced inside to hide a library's bars.
     terminal = Terminal(file=sys.stderr, soft_wrap=True)
     if not terminal.is_terminal:
         terminal.say(f"{text} ...")
-    with terminal.waiting(text) as tell:
-        yield tell
+    with terminal.waiting(text):
+        yield
 
 
 @contextlib.contextmanager

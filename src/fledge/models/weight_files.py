@@ -49,11 +49,7 @@ def _tensors_of(path: Path, wanted: Callable[[str], object]) -> dict[str, Tensor
         with safe_open(path, framework="pt") as handle:
             return {name: handle.get_tensor(name) for name in filter(wanted, handle.keys())}
     contents = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    tensors = {name: x for name, x in contents.items() if isinstance(x, Tensor) and wanted(name)}
-    for name, tensor in tensors.items():  # by strides, a small file may describe a huge one
-        if tensor.layout != torch.strided or tensor.nbytes > path.stat().st_size:
-            raise ValueError(f"{name} is not a tensor that the file could hold")
-    return tensors
+    return {name: x for name, x in contents.items() if isinstance(x, Tensor) and wanted(name)}
 
 
 @dataclass(frozen=True)

@@ -205,40 +205,6 @@ function hoverLayer(svg, x, series, { px, py, left, right, top, bottom, W, heigh
     } });
 }
 
-// Predicted (across) and observed (up) probabilities, both from 0 to 1; on the diagonal they agree.
-// series: [{name, points: [[predicted, observed, count]], colour, dash}]
-function agreement(series) {
-  const place = make("div", { class: "drawing" });
-  drawings.push(() => place.replaceChildren(drawAgreement(series, place.clientWidth || 440)));
-  return place;
-}
-
-function drawAgreement(series, W) {
-  const height = Math.min(440, Math.max(260, 30 + 54 * series.length)); // as high as the bars beside it
-  const left = 48, right = 62, top = 12, bottom = 24;
-  const px = (v) => left + v * (W - left - right);
-  const py = (v) => top + (1 - v) * (height - top - bottom);
-  const svg = make("svg", { class: "chart agreement", viewBox: `0 0 ${W} ${height}`, role: "img",
-    "aria-label": "predicted and observed" });
-  for (const at of [0, 0.25, 0.5, 0.75, 1]) {
-    svg.append(make("line", { class: "gridline", x1: left, x2: W - right, y1: py(at), y2: py(at) }),
-      make("text", { x: left - 7, y: py(at) + 4, "text-anchor": "end" }, percents(0)(at)),
-      make("text", { x: px(at), y: height - 6, "text-anchor": "middle" }, percents(0)(at)));
-  }
-  svg.append(make("line", { class: "diagonal", x1: px(0), y1: py(0), x2: px(1), y2: py(1) }));
-  for (const one of series) {
-    const [x, y] = [0, 1].map((i) => one.points.map((point) => point[i]));
-    svg.append(...strokes({ ...one, y }, x, px, py), ...one.points.map((point) => make("circle", {
-      class: "bin", cx: px(point[0]), cy: py(point[1]), r: 3.5, style: `fill:${one.colour}`,
-      onmousemove: (event) => showTip(event, make("div", {}, `all up to ${one.name}`), tipRow("predicted", percent(point[0])),
-        tipRow("observed", percent(point[1])), tipRow("slots", point[2].toLocaleString("en"))),
-      onmouseleave: hideTip })));
-  }
-  svg.append(...endLabels(series.map((one) => ({ ...one, y: one.points.map((point) => point[1]) })), py,
-    { x: W - right + 8, low: 0, top, floor: height - bottom }));
-  return svg;
-}
-
 // rows: [{name, values, notes}], one value per series. Bars start at `base`: a length of 1 is no gain.
 function bars(rows, { most, base = 0, format = fixed(2) }) {
   const grid = make("div", { class: "bars" });

@@ -265,14 +265,12 @@ function acceptance() {
 function confidence() {
   const found = first?.calibration;
   if (!found?.temperatures?.length) return;
-  const series = found.after.map((points, k) => ({ name: `token ${k + 1}`, points, colour: curveColour(k), dash: k < 8 ? null : "5 3" }));
   const rows = found.temperatures.map((temperature, k) => ({ name: `token ${k + 1}`,
     values: [found.error_before[k], found.error_after[k]], notes: ["", `temperature ${temperature.toFixed(2)}`] }));
   const most = Math.max(0.01, ...found.error_before, ...found.error_after);
   section("Calibration", "The draft predicts the probability that all tokens up to a depth are accepted; replay shows how often they were. "
     + "Temperatures are fitted on these answers; each half is judged with those fitted on the other half.",
     make("div", { class: "grid two", id: "confidence" },
-      panel("Predicted and observed", "across: the predicted probability; up: the share that was accepted; on the diagonal they agree", agreement(series)),
       panel("Calibration error", "mean distance between predicted and observed", legend(["uncalibrated", "with temperatures"]), bars(rows, { most, format: percent }))));
 }
 

@@ -56,26 +56,26 @@ def prefix_visible(rows: QueryRows, num_keys: int) -> Tensor:
     return (key_T >= rows.first_N[:, None]) & (key_T <= rows.slot_N[:, None])
 
 
+def dense_attention(
+    q_NHC: Tensor, keys_UGC: Tensor, values_UGC: Tensor, visible_NU: Tensor
+) -> Tensor:
+    """The definition of all attention here: every query against every key, one softmax in fp32."""
+    wide = torch.promote_types(q_NHC.dtype, torch.float32)
+    heads_per_key = q_NHC.shape[1] // keys_UGC.shape[1]
+    keys, values = (x.to(wide).repeat_interleave(heads_per_key, 1) for x in (keys_UGC, values_UGC))
+    scores = torch.einsum("nhc,uhc->nhu", q_NHC.to(wide), keys) * q_NHC.shape[-1] ** -0.5
+    weights = scores.masked_fill(~visible_NU[:, None], float("-inf")).softmax(dim=-1)
+    return torch.einsum("nhu,uhc->nhc", weights, values).to(q_NHC.dtype)
+
+
 def reference_attention(
     q_NHC: Tensor, k_TGC: Tensor, v_TGC: Tensor, rows: QueryRows, chain: Sequence[KeysValues]
 ) -> Tensor:
-    """The definition: all scores side by side, one softmax in fp32."""
-    heads_per_key = q_NHC.shape[1] // k_TGC.shape[1]
-    wide = torch.promote_types(q_NHC.dtype, torch.float32)
-
-    def per_query_head(x: Tensor) -> Tensor:
-        return x.to(wide).repeat_interleave(heads_per_key, dim=1)
-
-    q = q_NHC.to(wide) * q_NHC.shape[-1] ** -0.5
-    prefix_NHT = torch.einsum("nhc,thc->nht", q, per_query_head(k_TGC))
-    hidden_NHT = ~prefix_visible(rows, len(k_TGC))[:, None]
-    scores = [prefix_NHT.masked_fill(hidden_NHT, float("-inf"))]
-    scores += [(q * per_query_head(keys)).sum(-1, keepdim=True) for keys, _ in chain]
-    weights = torch.softmax(torch.cat(scores, dim=-1), dim=-1)
-    out = torch.einsum("nht,thc->nhc", weights[..., : len(k_TGC)], per_query_head(v_TGC))
-    for depth, (_, values) in enumerate(chain):
-        out = out + weights[..., len(k_TGC) + depth, None] * per_query_head(values)
-    return out.to(q_NHC.dtype)
+    """The definition: a row sees its prefix, and one key of each depth of its chain."""
+    own = torch.eye(len(rows), dtype=torch.bool, device=q_NHC.device)
+    visible = torch.cat([prefix_visible(rows, len(k_TGC)), *[own] * len(chain)], dim=1)
+    keys, values = zip((k_TGC, v_TGC), *chain, strict=True)
+    return dense_attention(q_NHC, torch.cat(keys), torch.cat(values), visible)
 
 
 # --- blocks of queries ----------------------------------------------------------------------------
@@ -88,45 +88,76 @@ def reference_attention(
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
+# Which queries have a chain, and where its keys are: (number of the tensor, its rows) by depth.
+Chains = Sequence[tuple[slice, Sequence[tuple[int, slice]]]]
+
+
 def blocked_attention(
     q_NHC: Tensor, k_TGC: Tensor, v_TGC: Tensor, rows: QueryRows, chain: Sequence[KeysValues]
 ) -> Tensor:
-    tensors = (*(keys for keys, _ in chain), *(values for _, values in chain))
-    out: Tensor = _BlockedAttention.apply(q_NHC, k_TGC, v_TGC, rows, *tensors)  # type: ignore[no-untyped-call]
+    everywhere = slice(None)
+    chains = [(everywhere, [(depth, everywhere) for depth in range(len(chain))])] if chain else []
+    return attend_chains(q_NHC, (k_TGC, v_TGC), chain, rows, chains)
+
+
+def attend_chains(
+    q_NHC: Tensor,
+    prefix: KeysValues,
+    tensors: Sequence[KeysValues],
+    rows: QueryRows,
+    chains: Chains,
+) -> Tensor:
+    """Attention to the prefix and to the chains, whose keys and values are parts of `tensors`."""
+    flat = (*(keys for keys, _ in tensors), *(values for _, values in tensors))
+    out: Tensor = _BlockedAttention.apply(rows, chains, q_NHC, *prefix, *flat)  # type: ignore[no-untyped-call]
     return out
 
 
 class _BlockedAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q_NHC: Tensor, k_TGC: Tensor, v_TGC: Tensor, rows: QueryRows, *chain: Tensor
+        ctx: Any,
+        rows: QueryRows,
+        chains: Chains,
+        q_NHC: Tensor,
+        k_TGC: Tensor,
+        v_TGC: Tensor,
+        *tensors: Tensor,
     ) -> Tensor:
-        depth = len(chain) // 2
         out_NHC, lse_NH = prefix_forward(q_NHC, k_TGC, v_TGC, rows)
-        if depth:
-            out_NHC, lse_NH = merge_chain(out_NHC, lse_NH, q_NHC, chain[:depth], chain[depth:])
+        all_keys, all_values = tensors[: len(tensors) // 2], tensors[len(tensors) // 2 :]
+        for part, places in chains:
+            keys, values = ([x[i][at] for i, at in places] for x in (all_keys, all_values))
+            merged = merge_chain(out_NHC[part], lse_NH[part], q_NHC[part], keys, values)
+            if part == slice(None):
+                out_NHC, lse_NH = merged
+            else:
+                out_NHC[part], lse_NH[part] = merged
         out_NHC = out_NHC.to(q_NHC.dtype)
-        ctx.rows = rows
-        ctx.save_for_backward(q_NHC, k_TGC, v_TGC, out_NHC, lse_NH, *chain)
+        ctx.rows, ctx.chains = rows, chains
+        ctx.save_for_backward(q_NHC, k_TGC, v_TGC, out_NHC, lse_NH, *tensors)
         return out_NHC
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (dout_NHC,) = grads
-        q_NHC, k_TGC, v_TGC, out_NHC, lse_NH, *chain = ctx.saved_tensors
-        depth = len(chain) // 2
+        q_NHC, k_TGC, v_TGC, out_NHC, lse_NH, *tensors = ctx.saved_tensors
         delta_NH = (dout_NHC.to(lse_NH.dtype) * out_NHC).sum(-1)
         dq_NHC, dk_TGC, dv_TGC = prefix_backward(
             q_NHC, k_TGC, v_TGC, dout_NHC, lse_NH, delta_NH, ctx.rows
         )
-        dkeys, dvalues = [], []
-        for keys, values in zip(chain[:depth], chain[depth:], strict=True):
-            dq, dk, dv = chain_backward(q_NHC, keys, values, dout_NHC, lse_NH, delta_NH)
-            dq_NHC += dq
-            dkeys.append(dk.to(keys.dtype))
-            dvalues.append(dv.to(values.dtype))
-        grads_qkv = (dq_NHC.to(q_NHC.dtype), dk_TGC.to(k_TGC.dtype), dv_TGC.to(v_TGC.dtype))
-        return (*grads_qkv, None, *dkeys, *dvalues)
+        dtensors = [torch.zeros_like(x, dtype=lse_NH.dtype) for x in tensors]
+        half = len(tensors) // 2
+        for part, places in ctx.chains:
+            row = (dout_NHC[part], lse_NH[part], delta_NH[part])
+            for i, at in places:
+                keys, values = tensors[i][at], tensors[half + i][at]
+                dq, dk, dv = chain_backward(q_NHC[part], keys, values, *row)
+                dq_NHC[part] += dq
+                dtensors[i][at] += dk
+                dtensors[half + i][at] += dv
+        wide = (dq_NHC, dk_TGC, dv_TGC, *dtensors)
+        return (None, None, *(grad.to(q_NHC.dtype) for grad in wide))
 
 
 def _wide(x: Tensor) -> torch.dtype:
@@ -141,17 +172,17 @@ def _grouped(x_NHC: Tensor, num_groups: int) -> Tensor:
 
 
 def kernel_runs(q_NHC: Tensor, *keys_and_values: Tensor) -> bool:
-    """Whether the GPU kernel supports these tensors; if not, the reason is logged once."""
-    unsupported = None
-    if q_NHC.dtype not in KERNEL_DTYPES:
-        unsupported = f"{q_NHC.dtype} is not one of {KERNEL_DTYPES}"
-    elif any(x.dtype != q_NHC.dtype for x in keys_and_values):
-        unsupported = f"keys or values are not {q_NHC.dtype} as the queries are"
-    elif not (16 <= q_NHC.shape[-1] <= 256 and q_NHC.shape[-1] % 8 == 0):
-        unsupported = f"head dim {q_NHC.shape[-1]} is not a multiple of 8 from 16 to 256"
-    elif shared_memory(q_NHC.device) < SMALLEST_SHARED_MEMORY:
-        unsupported = f"this GPU has less than {SMALLEST_SHARED_MEMORY >> 10} KiB of shared memory"
-    return triton_runs(q_NHC, what="rollout attention", unsupported=unsupported)
+    """Whether the GPU kernel supports these tensors; if not, that is logged once."""
+    channels, memory = q_NHC.shape[-1], shared_memory(q_NHC.device)
+    supported = (
+        q_NHC.dtype in KERNEL_DTYPES
+        and all(x.dtype == q_NHC.dtype for x in keys_and_values)
+        and 16 <= channels <= 256
+        and channels % 8 == 0
+        and memory >= SMALLEST_SHARED_MEMORY
+    )
+    reason = f"{q_NHC.dtype}, heads of {channels}, {memory >> 10} KiB of shared memory"
+    return triton_runs(q_NHC, what="rollout attention", unsupported=None if supported else reason)
 
 
 # --- the causal prefix -------------------------------------------------------------------------

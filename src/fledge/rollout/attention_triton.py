@@ -1,8 +1,8 @@
 """Rollout attention on a GPU: the kernels of `attention_kernels.py`, connected to autograd.
 
-Same results as `attention.reference_attention` and P-EAGLE's `reference_parallel`. Importing this
-file imports Triton: `attention.py` does so only if its `kernel_runs` accepts the tensors. Under
-TRITON_INTERPRET=1 the same code runs on CPU tensors, slowly, for tests.
+Same results as `attention.reference_attention` and the definitions of P-EAGLE and of blocks.
+Importing this file imports Triton: `attention.py` does so only if its `kernel_runs` accepts the
+tensors. Under TRITON_INTERPRET=1 the same code runs on CPU tensors, slowly, for tests.
 """
 
 from collections.abc import Sequence
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fledge.kernels.gate import GRANULE, on_device_of, tile_for
 from fledge.rollout import attention_kernels as kernels
+from fledge.rollout import key_grad_kernels
 from fledge.rollout.attention import KeysValues
 from fledge.rollout.plan import QueryRows
 
@@ -107,11 +108,26 @@ def _addressable(x: Tensor) -> bool:
     return x.stride(-1) == 1 and x.shape[1] * x.stride(1) <= 2**31
 
 
+@dataclass(frozen=True)
+class Own:
+    """Further keys and values, of which a row sees those from `first_N` to `slot_N` (blocks)."""
+
+    keys: Tensor
+    values: Tensor
+    rows: QueryRows
+
+
 class Job:
     """The tensors of one call, and the arguments that its kernel launches share."""
 
     def __init__(
-        self, q_NHC: Tensor, k_TGC: Tensor, v_TGC: Tensor, rows: QueryRows, chain: Chain
+        self,
+        q_NHC: Tensor,
+        k_TGC: Tensor,
+        v_TGC: Tensor,
+        rows: QueryRows,
+        chain: Chain,
+        own: Own | None = None,
     ) -> None:
         self.q, self.k, self.v = _dense(q_NHC), _dense(k_TGC), _dense(v_TGC)
         self.rows, self.chain = rows, chain
@@ -132,7 +148,22 @@ class Job:
         self.order = (rows.order_N, rows.slot_N, rows.first_N)
         self.chain_strides = (*self.ck[0].stride()[:2], *self.cv[0].stride()[:2])
         self.qkv_strides = [step for x in (self.q, self.k, self.v) for step in x.stride()[:2]]
-        self.chain_kind = {"MAX_CHAIN": self.max_chain, "NESTED": chain.nested is not None}
+        seen = own or Own(self.k, self.v, rows)  # unused without `own`
+        own_pair = (_dense(seen.keys), _dense(seen.values))
+        self.tensors = (self.q, self.k, self.v, self.ck, self.cv, *own_pair)
+        floor_N = rows.first_N if rows.floor_N is None else rows.floor_N
+        self.places = (
+            *(*self.order, floor_N, self.starts, seen.rows.slot_N, seen.rows.first_N),
+            *(*self.qkv_strides, *self.chain_strides),
+            *(step for x in own_pair for step in x.stride()[:2]),
+            *(len(rows), self.depth, self.first_chain),
+        )
+        self.kind = {
+            "MAX_CHAIN": self.max_chain,
+            "NESTED": chain.nested is not None,
+            "OWN": own is not None,
+            "FLOORED": rows.floor_N is not None,
+        }
 
     def shape(self) -> dict[str, Any]:
         return {
@@ -159,9 +190,7 @@ class Job:
         if len(self.rows):
             with self.device:
                 kernels.attend[self.grid(options)](
-                    self.q, self.k, self.v, self.ck, self.cv, out_NHC, lse_NH, *self.order,
-                    self.starts, *self.qkv_strides, *self.chain_strides,
-                    len(self.rows), self.depth, self.first_chain, **self.chain_kind, **options,
+                    *self.tensors, out_NHC, lse_NH, *self.places, **self.kind, **options,
                 )  # fmt: skip
         return out_NHC, lse_NH
 
@@ -174,11 +203,8 @@ class Job:
         if len(self.rows):
             with self.device:
                 kernels.query_grad[self.grid(options)](
-                    self.q, self.k, self.v, self.ck, self.cv, out_NHC,
-                    dout_NHC, lse_NH, delta_NH, dq_NHC, *self.order,
-                    self.starts, *self.qkv_strides, *self.chain_strides,
-                    len(self.rows), self.depth, self.first_chain,
-                    **self.chain_kind, **options,
+                    *self.tensors, out_NHC, dout_NHC, lse_NH, delta_NH, dq_NHC,
+                    *self.places, **self.kind, **options,
                 )  # fmt: skip
         return dq_NHC, delta_NH
 
@@ -189,23 +215,30 @@ class Job:
             return self.k.new_zeros(self.k.shape), self.k.new_zeros(self.k.shape)
         dk_TGC, dv_TGC = (self.k.new_empty(self.k.shape) for _ in range(2))
         options = self.options("key_grad")
-        bounds, count = self._row_bounds()
+        bounds = self._row_bounds()
         with self.device:
-            kernels.key_grad[(triton.cdiv(num_keys, options["BLOCK_N"]), self.groups)](
+            key_grad_kernels.key_grad[(triton.cdiv(num_keys, options["BLOCK_N"]), self.groups)](
                 self.q, self.k, self.v, dout_NHC, lse_NH, delta_NH, dk_TGC, dv_TGC, *self.order,
-                bounds, *self.qkv_strides, num_keys, count, GRANULE=GRANULE, **options,
+                bounds, *self.qkv_strides, num_keys, bounds.shape[1], GRANULE=GRANULE, **options,
             )  # fmt: skip
         return dk_TGC, dv_TGC
 
-    def _row_bounds(self) -> tuple[Tensor, int]:
-        count = triton.cdiv(len(self.k), GRANULE) + 1
-        bounds = torch.empty(3, count, dtype=torch.int32, device=self.q.device)
-        with self.device:
-            kernels.row_bounds[(triton.cdiv(count, 64), 3)](
-                *self.order, bounds, len(self.rows), count, len(self.rows).bit_length(),
-                GRANULE=GRANULE, BLOCK=64, num_warps=2,
-            )  # fmt: skip
-        return bounds, count
+    def _row_bounds(self) -> Tensor:
+        rows, num_keys = self.rows, len(self.k)
+        if num_keys not in rows.bounds:
+            count = triton.cdiv(num_keys, GRANULE) + 1
+            bounds = torch.empty(3, count, dtype=torch.int32, device=self.q.device)
+            floor_N = rows.first_N if rows.floor_N is None else rows.floor_N
+            with self.device:
+                key_grad_kernels.row_bounds[(triton.cdiv(count, 64), 3)](
+                    rows.order_N, rows.slot_N, floor_N, bounds,
+                    len(rows), count, len(rows).bit_length(),
+                    GRANULE=GRANULE, BLOCK=64, num_warps=2,
+                )  # fmt: skip
+            if rows.floor_N is not None:
+                bounds[2].fill_(-1)  # mask all rows: none is assumed to see all keys of a range
+            rows.bounds[num_keys] = bounds
+        return rows.bounds[num_keys]
 
     def chain_grad(self, dout_NHC: Tensor, lse_NH: Tensor, delta_NH: Tensor) -> list[Tensor]:
         """dk of every depth, then dv of every depth; zero for rows beyond those of q."""
@@ -220,7 +253,7 @@ class Job:
         unused = [flat] * (self.max_chain - self.depth)
         if len(self.rows):
             with self.device:
-                kernels.chain_grad[(triton.cdiv(len(self.rows), CHAIN_ROWS), self.groups)](
+                key_grad_kernels.chain_grad[(triton.cdiv(len(self.rows), CHAIN_ROWS), self.groups)](
                     self.q, self.ck, self.cv, dout_NHC, lse_NH, delta_NH,
                     (*grads[: self.depth], *unused), (*grads[self.depth :], *unused),
                     *self.q.stride()[:2], *self.chain_strides, len(self.rows), self.depth,
@@ -236,7 +269,7 @@ class Job:
         if nested.longest:
             grid = (triton.cdiv(nested.longest, CHAIN_ROWS), self.groups, nested.depth)
             with self.device:
-                kernels.nested_chain_grad[grid](
+                key_grad_kernels.nested_chain_grad[grid](
                     self.q, keys_MGC, values_MGC, dout_QHC, lse_QH, delta_QH,
                     dkeys_MGC, dvalues_MGC, nested.starts_K, *self.q.stride()[:2],
                     *self.chain_strides, self.first_chain, nested.depth, BLOCK_R=CHAIN_ROWS,

@@ -26,10 +26,9 @@ is a row there, but not a head element.
 The arithmetic is elsewhere: attention in `rollout.attention`, the head in `objective`.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Self
 
 import numpy as np
 import torch
@@ -43,12 +42,16 @@ from fledge.rollout.slots import (
     KeyAxis,
     RowMasks,
     Slots,
+    filled,
     flatten_slots,
     key_axis,
     last_depths,
-    per_document,
+    rounded,
+    spread_evenly,
     supervised_pairs,
+    supervised_so_far,
     surviving_depths,
+    targets_by_group,
 )
 
 BLOCK_ROWS = 256  # query rows that share one block of scores
@@ -76,9 +79,16 @@ class QueryRows:
     order_N: Tensor  # the rows sorted by slot, so that neighbours share keys
     # slot and first in that order, on the host; rows that share a slot may share a lower `first`
     sorted_host: tuple[Ints, Ints] | None = None
+    # where `first_N` does not rise with the slots: a lower bound of it that does
+    floor_N: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.slot_N)
+
+    @cached_property
+    def bounds(self) -> dict[int, Tensor]:
+        """Which rows see a block of keys, by the number of keys: for `attention_triton.py`."""
+        return {}
 
     @cached_property
     def blocks(self) -> tuple[QueryBlock, ...]:
@@ -98,7 +108,7 @@ class HeadElements:
     target_host: Ints  # the same on the host, to cut chunks without a sync
     real_N: Tensor | None = None  # bool, only when some elements are padding: see `lay_out_evenly`
     # (elements, target slots) per group: elements are sorted by group only and may use any target
-    # slot of their group; `target_host` is the first of these. See `methods/block/plan.py`
+    # slot of their group; `target_host` is the first of these. See `lay_out_evenly`
     group: tuple[int, int] = (1, 1)
 
     def __len__(self) -> int:
@@ -163,42 +173,11 @@ class RolloutPlan:
             return flat[self.span[0] : self.span[1]]
         return flat.index_select(0, self.slot_T)
 
-    # --- padded plans ----------------------------------------------------------------------------
-
-    def tensors(self) -> dict[str, Tensor]:
-        """The tensors that differ between batches of the same sizes; their shapes are the sizes."""
-        rows, head = self.depths[0], self.head
-        assert head.real_N is not None
-        return {
-            "slot_T": self.slot_T, "position_T": self.position_T, "first_T": self.every.first_N,
-            "slot_N": rows.slot_N, "first_N": rows.first_N, "order_N": rows.order_N,
-            "target_M": self.target_M, "element_X": head.element_N, "real_X": head.real_N,
-            "supervised_P": self.supervised_P, "step_valid_K": self.step_valid_K,
-        }  # fmt: skip
-
-    def with_tensors(self, given: Mapping[str, Tensor]) -> Self:
-        """The same plan with other tensors: those of another batch, or copies of the same ones.
-        Data of rows on the host is left out, because it belongs to the original batch."""
-        every, head = self.every, self.head
-        rows = QueryRows(given["slot_N"], given["first_N"], given["order_N"])
-        return replace(
-            self,
-            slot_T=given["slot_T"],
-            position_T=given["position_T"],
-            every=QueryRows(every.slot_N, given["first_T"], every.order_N),
-            depths=(rows,) * len(self.depths),
-            target_M=given["target_M"],
-            head=replace(head, element_N=given["element_X"], real_N=given["real_X"]),
-            supervised_P=given["supervised_P"],
-            step_valid_K=given["step_valid_K"],
-        )
-
 
 def plan_rollout(
     masks: RowMasks,
     *,
     num_depths: int,
-    compact: bool = True,
     keep: float = 1.0,
     seed: int = 0,
     device: torch.device | None = None,
@@ -208,8 +187,7 @@ def plan_rollout(
     """Read the masks (the only host sync of a step, and none if they are on the host) and lay out
     the rollout on `device`.
 
-    With `compact=False` every real slot is a row as long as its input token exists: the wasteful
-    layout, which must give the same loss. With `keep` < 1 a rollout continues to the next depth
+    With `keep` < 1 a rollout continues to the next depth
     with that probability only, drawn from `seed` and the document's own loss mask. With `ranks`,
     which all read the same rows, the plan is this rank's part. With `quantum`, sizes are rounded up
     so that the same few recur (`lay_out_evenly`).
@@ -220,12 +198,13 @@ def plan_rollout(
     if keep < 1:
         survived_S = surviving_depths(slots.documents, num_depths=num_depths, keep=keep, seed=seed)
         supervised_SK = asked_SK & (np.arange(num_depths) <= survived_S[:, None])
-    last_S = last_depths(supervised_SK) if compact else _every_token(slots, num_depths)
-    axis = key_axis(slots, last_S, num_depths)
+    axis = key_axis(slots, last_depths(supervised_SK), num_depths)
     if quantum:
-        if ranks is not None or keep < 1:
-            raise ValueError("quantum: for whole rollouts on one rank")
-        return lay_out_evenly(slots, supervised_SK, axis, quantum=quantum, device=device)
+        counts = (rounded(len(axis.row_key), quantum),) * num_depths
+        _, plan = lay_out_evenly(
+            supervised_SK, axis, counts, spare=num_depths, shared=num_depths, device=device
+        )
+        return plan
     if ranks is None:
         plan = lay_out(slots, supervised_SK, axis, device=device)
     else:
@@ -236,26 +215,11 @@ def plan_rollout(
         every = query_rows(part.own, axis.first[part.own], device)
         plan = replace(plan, every=every, share=part.share(ranks, device, depths=num_depths))
     if keep < 1:
-        _, asked_MK = _askers(np.flatnonzero(slots.target), asked_SK)
+        # a target slot is asked for at depth k by the anchor that is k slots before it
+        anchor_MK = np.flatnonzero(slots.target)[:, None] - np.arange(num_depths)
+        asked_MK = asked_SK[np.maximum(anchor_MK, 0), range(num_depths)] & (anchor_MK >= 0)
         return replace(plan, asked_MK=send(torch.from_numpy(asked_MK), device))
     return plan
-
-
-def _askers(target: Ints, supervised_SK: Bools) -> tuple[Ints, Bools]:
-    """[M, K]: the anchor that may ask for a target slot at depth k, which is k slots before it (or
-    slot 0), and whether it does."""
-    depth = np.arange(supervised_SK.shape[1])
-    anchor_MK = target[:, None] - depth
-    in_batch_MK = np.maximum(anchor_MK, 0)
-    return in_batch_MK, supervised_SK[in_batch_MK, depth] & (anchor_MK >= 0)
-
-
-def _every_token(slots: Slots, num_depths: int) -> Ints:
-    """[S] the deepest depth of each rollout, -1 for padding, if it goes on as long as its token
-    exists."""
-    index = np.arange(len(slots.start), dtype=np.int64)
-    real_end = slots.start + per_document(slots, slots.real.astype(np.int64), np.add)
-    return np.where(slots.real, np.minimum(num_depths, real_end - index) - 1, -1)
 
 
 def lay_out(
@@ -290,15 +254,6 @@ def lay_out(
         supervised_P=next(moved).bool(),
         step_valid_K=next(moved),
     )
-
-
-def supervised_so_far(supervised_SK: Bools) -> Ints:
-    """[K] number of slots that are supervised at all depths <= k."""
-    counts, alive_S = [], np.ones(len(supervised_SK), dtype=np.bool_)
-    for supervised_S in supervised_SK.T:
-        alive_S = alive_S & supervised_S
-        counts.append(np.count_nonzero(alive_S))
-    return np.array(counts, dtype=np.int64)
 
 
 def _head_elements(
@@ -359,95 +314,86 @@ def to_device(arrays: list[Ints], device: torch.device) -> tuple[Tensor, ...]:
     return tuple(moved[s : s + len(a)] for s, a in zip(starts, arrays, strict=False))
 
 
-# --- padded plan ----------------------------------------------------------------------------------
+# --- padded plans ---------------------------------------------------------------------------------
 # The same rollout laid out in rounded sizes, so that shapes recur from batch to batch.
 #
 # The kernels that a step launches depend on the sizes of its plan only. These take few values if
-# the key axis is always as long as the batch, and the numbers of rows and of target slots are equal
-# and rounded up to a multiple of some quantum: a step of each size can then be recorded once and
-# replayed with one call.
+# the key axis is always as long as the batch, and the numbers of rows are rounded up to a multiple
+# of some quantum: a step of each size can then be recorded once and replayed with one call.
 #
-# Padding changes no number that is read. A padding slot is a document of its own, and a padding row
-# sits on one; every row is followed to the last depth, past its own end into meaningless tokens;
-# the head's elements are all pairs of a target slot and a depth, including those that are not
-# supervised (see `real_N`), which refer to a padding row and do not count in the loss.
+# Padding changes no number that is read. A padding slot is a document of its own, and padding rows
+# sit on the first one; rows may be followed further than they are supervised, into meaningless
+# tokens. The head's elements are all rows of all depths: the real ones sorted by the slot that they
+# ask for, the others spread evenly between them (see `real_N`).
+#
+# Where an element finds its target must not depend on the batch. One slot per element adds no work
+# where the loss reads the text only, but where it reads the target's distributions, each of which
+# is a row of logits, there would be several times as many as needed. So groups of adjacent elements
+# have their own target slots, every group as many as the one that needs most: a sixteenth more than
+# an average group could need or, in packs of very short answers, half as much again, and so on.
+#
+# Example: groups of 6 elements, which ask for the slots 4, 4, 5, 5, 5, 6 | 7, 7, 8, 8, 9, 9.
+#
+#     target slots    4  5  6  .      7  8  9  .       4 for each group
+#     target_N        0  0  1  1  1  2      4  4  5  5  6  6
 
-ALIGNED = 64  # efficient for matrix products
+ALIGNED = 64  # slots: efficient for matrix products
+GROUP = 2048  # elements that share target slots: smaller groups differ more
+ROOM = 17 / 16  # room for target slots, relative to the need of a group in long documents
 
 
 def lay_out_evenly(
-    slots: Slots, supervised_SK: Bools, axis: KeyAxis, *, quantum: int, device: torch.device
-) -> RolloutPlan:
-    """As `plan.lay_out`, with numbers of rows and of target slots that are multiples of
-    `quantum`."""
-    depths = supervised_SK.shape[1]
-    target = np.flatnonzero(slots.target)
-    # room for `depths` padding slots, which a padding row reads from, and for one padding row
-    size_T = rounded(len(slots.target) + depths, ALIGNED)
-    size_N = size_M = rounded(max(len(axis.row_key) + 1, len(target)), quantum)
-    padded = padded_slots(axis, size_T)
-    first, row_key = padded.first, filled(axis.row_key, size_N, len(axis.slot))
-    order = np.argsort(row_key, kind="stable")
-    element_MK, real_MK = _grid(supervised_SK, axis.row_slot, target, (size_M, size_N))
-    supervised_KN = np.zeros((depths, size_N), dtype=np.int64)
-    supervised_KN[:, : len(axis.row_slot)] = supervised_SK[axis.row_slot].T
-    depth_MK = np.broadcast_to(np.arange(depths), (size_M, depths))
-    target_MK = np.broadcast_to(np.arange(size_M)[:, None], (size_M, depths))
-    arrays = [
-        *(padded.slot, padded.position, first),
-        *(row_key, first[row_key], order, filled(target, size_M, 0)),
-        *(grid.reshape(-1) for grid in (element_MK, depth_MK, target_MK, real_MK)),
-        *(supervised_KN.reshape(-1), supervised_so_far(supervised_SK)),
-    ]
+    supervised_SK: Bools,
+    exact: KeyAxis,
+    counts: tuple[int, ...],  # room for rows at each depth
+    *,
+    spare: int,
+    shared: float | None,
+    device: torch.device,
+) -> tuple[KeyAxis, RolloutPlan]:
+    """As `lay_out`, with this many rows; also returns the padded axis. `spare`: padding slots, as
+    many as a padding row reads; `shared`: elements that usually ask for one slot, None if each has
+    a slot of its own."""
+    size_T, rows = rounded(len(supervised_SK) + spare, ALIGNED), len(exact.row_key)
+    axis = exact._replace(
+        slot=filled(exact.slot, size_T, 0),
+        first=np.concatenate([exact.first, np.arange(len(exact.slot), size_T)]),
+        position=filled(exact.position, size_T, 0),
+        row_slot=filled(exact.row_slot, counts[0], 0),
+        row_key=filled(exact.row_key, counts[0], len(exact.slot)),
+        counts=counts,
+    )
+    depths = list(enumerate(counts))
+    asked_P = np.concatenate([axis.row_slot[:n] + depth for depth, n in depths])
+    real_P = np.concatenate(
+        [supervised_SK[axis.row_slot[:n], depth] & (np.arange(n) < rows) for depth, n in depths]
+    )
+    element, real = spread_evenly(asked_P, real_P)
+    group, step = 1, 1
+    if shared is not None:
+        group = -(-len(element) // -(-len(element) // GROUP))  # all of equal size
+        step = int(np.ceil(ROOM * group / shared / 2))  # the usual room is two of these
+    target, target_X, spread = targets_by_group(asked_P[element], real, group, step=step)
+    depth_P, row_first = np.repeat(np.arange(len(counts)), counts), axis.first[axis.row_key]
+    order = np.argsort(axis.row_key, kind="stable")
+    arrays = [axis.slot, axis.position, axis.first, axis.row_key, row_first, order, target]
+    arrays += [element, depth_P[element], target_X, real.astype(np.int64)]
+    arrays += [real_P.astype(np.int64), supervised_so_far(supervised_SK)]
     (
         slot_T, position_T, first_T, slot_N, first_N, order_N, target_M,
-        element_X, depth_X, target_X, real_X, supervised_P, step_valid_K,
+        element_X, depth_X, target_of_X, real_X, supervised_P, step_valid_K,
     ) = to_device(arrays, device)  # fmt: skip
-    rows = QueryRows(slot_N, first_N, order_N, (row_key[order], first[row_key[order]]))
-    return RolloutPlan(
+    queries = QueryRows(slot_N, first_N, order_N, (axis.row_key[order], row_first[order]))
+    lowest = np.arange(len(element)) // group * spread
+    return axis, RolloutPlan(
         slot_T=slot_T,
         span=None,
         position_T=position_T,
-        every=every_slot(first_T, first),
-        depths=(rows,) * depths,
-        counts=(size_N,) * depths,
+        every=every_slot(first_T, axis.first),
+        depths=(queries,) * len(counts),
+        counts=counts,
         target_M=target_M,
-        head=HeadElements(element_X, depth_X, target_X, target_MK.reshape(-1), real_X.bool()),
+        head=HeadElements(element_X, depth_X, target_of_X, lowest, real_X.bool(), (group, spread)),
         supervised_P=supervised_P.bool(),
         step_valid_K=step_valid_K,
     )
-
-
-def padded_slots(axis: KeyAxis, size_T: int) -> KeyAxis:
-    """The axis with padding slots, each a document of its own, and with the same rows."""
-    return axis._replace(
-        slot=filled(axis.slot, size_T, 0),
-        first=np.concatenate([axis.first, np.arange(len(axis.slot), size_T)]),
-        position=filled(axis.position, size_T, 0),
-    )
-
-
-def _grid(
-    supervised_SK: Bools, row_slot: Ints, target: Ints, sizes: tuple[int, int]
-) -> tuple[Ints, Ints]:
-    """[M, K] the element that asks for each target at each depth (the last row's if there is none),
-    and whether there is one."""
-    depth, (size_M, size_N) = np.arange(supervised_SK.shape[1]), sizes
-    anchor_MK, asked_MK = _askers(target, supervised_SK)
-    row_of = np.full(len(supervised_SK), size_N - 1, dtype=np.int64)
-    row_of[row_slot] = np.arange(len(row_slot))
-    row_MK = np.full((size_M, len(depth)), size_N - 1, dtype=np.int64)
-    real_MK = np.zeros_like(row_MK)
-    row_MK[: len(target)] = np.where(asked_MK, row_of[anchor_MK], size_N - 1)
-    real_MK[: len(target)] = asked_MK
-    return depth * size_N + row_MK, real_MK
-
-
-def rounded(size: int, quantum: int) -> int:
-    return -(-max(1, size) // quantum) * quantum
-
-
-def filled(values: Ints, size: int, with_: int) -> Ints:
-    result = np.full(size, with_, dtype=np.int64)
-    result[: len(values)] = values
-    return result

@@ -119,7 +119,9 @@ def key_axis(slots: Slots, last_S: Ints, num_depths: int) -> KeyAxis:
     """The key axis of a batch. `last_S`: the deepest depth of each slot's rollout, -1 where none
     starts."""
     index = np.arange(len(last_S), dtype=np.int64)
-    last_anchor = per_document(slots, np.where(last_S >= 0, index, -1), np.maximum)
+    starts, document = np.unique(slots.start, return_inverse=True)
+    started = np.where(last_S >= 0, index, -1)
+    last_anchor = np.maximum.reduceat(started, starts)[document] if len(index) else index
     keep = np.flatnonzero(index <= last_anchor)
     if not slots.real[keep].all():
         raise ValueError("attention_mask: padding lies inside a document, not at a row's ends")
@@ -155,13 +157,56 @@ def slots_asked_for(supervised_SK: Bools) -> Bools:
     return asked
 
 
-def per_document(slots: Slots, values: Ints, reduce: np.ufunc) -> Ints:
-    """Reduce a value over each document and broadcast the result to each of its slots."""
-    if len(values) == 0:
-        return values
-    starts, inverse = np.unique(slots.start, return_inverse=True)
-    reduced: Ints = reduce.reduceat(values, starts)[inverse]
-    return reduced
+def supervised_so_far(supervised_SK: Bools) -> Ints:
+    """[K] number of slots that are supervised at all depths <= k."""
+    counts, alive_S = [], np.ones(len(supervised_SK), dtype=np.bool_)
+    for supervised_S in supervised_SK.T:
+        alive_S = alive_S & supervised_S
+        counts.append(np.count_nonzero(alive_S))
+    return np.array(counts, dtype=np.int64)
+
+
+# --- padded plans: see `rollout/plan.py` ----------------------------------------------------------
+
+
+def rounded(size: int, quantum: int) -> int:
+    return -(-max(1, size) // quantum) * quantum
+
+
+def filled(values: Ints, size: int, with_: int) -> Ints:
+    result = np.full(size, with_, dtype=np.int64)
+    result[: len(values)] = values
+    return result
+
+
+def spread_evenly(asked_P: Ints, real_P: Bools) -> tuple[Ints, Bools]:
+    """The elements, real ones sorted by the slot that they ask for, and which of them are real. The
+    others are spread evenly between them, so that every group has equally many."""
+    ordered, others = np.flatnonzero(real_P), np.flatnonzero(~real_P)
+    ordered = ordered[np.argsort(asked_P[ordered], kind="stable")]
+    real = np.zeros_like(real_P)
+    real[np.arange(len(ordered)) * len(real) // max(1, len(ordered))] = True
+    element = np.empty(len(real), dtype=np.int64)
+    element[real], element[~real] = ordered, others
+    return element, real
+
+
+def targets_by_group(
+    asked_X: Ints, real_X: Bools, group: int, *, step: int
+) -> tuple[Ints, Ints, int]:
+    """The target slots of all groups end to end, each element's index among them (any of its group
+    if it is not real), and the number of slots per group, a multiple of `step`."""
+    group_X = np.arange(len(asked_X)) // group
+    width = int(asked_X.max()) + 1
+    unique, inverse = np.unique((group_X * width + asked_X)[real_X], return_inverse=True)
+    owner, slot = np.divmod(unique, width)
+    rank = np.arange(len(unique)) - np.searchsorted(owner, owner)
+    spread = rounded(int(rank.max(initial=-1)) + 1, step)
+    target = np.zeros(-(-len(asked_X) // group) * spread, dtype=np.int64)
+    target[owner * spread + rank] = slot
+    target_X = group_X * spread
+    target_X[real_X] = (owner * spread + rank)[inverse]
+    return target, target_X, spread
 
 
 # --- draws ----------------------------------------------------------------------------------------
@@ -258,14 +303,8 @@ def sample_depths(
     ratio: float,
     ratio_min: float,
     seed: int,
-    row: Ints | None = None,  # [slots] the pack that `max_anchors` is counted in
-    max_anchors: int | None = None,
 ) -> Ints:
-    """[slots] the deepest depth of each anchor's rollout, 0 where it stays at depth 0.
-
-    `max_anchors` caps the rollouts of a row; deeper depths are thinned further only once their
-    documents' sizes fall below what the cap left.
-    """
+    """[slots] the deepest depth of each anchor's rollout, 0 where it stays at depth 0."""
     supervised, document, place = documents
     deepest = np.zeros(len(supervised), dtype=np.int64)
     continues = np.zeros_like(supervised)  # the next position is supervised, in the same document
@@ -278,9 +317,6 @@ def sample_depths(
         size = (np.maximum(0, valid_count - depth) * shares[depth]).astype(np.int64)
         noise = _noise(seed, depth, key[pool], place[pool])
         kept = pool[rank_in_group(document[pool], noise) < size[document[pool]]]
-        if depth == 1 and max_anchors is not None and row is not None:
-            noise = _noise(seed, depth, key[kept], place[kept])
-            kept = kept[rank_in_group(row[kept], noise) < max_anchors]
         deepest[kept - depth] = depth
         pool = kept[continues[kept]] + 1
     return deepest

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from fledge.core import graphs
 from fledge.core.batch import Eagle3TargetBatch
-from fledge.core.graphs import RecordedPass, RecordedSizes
+from fledge.core.graphs import RecordedPass, RecordedSizes, tensors_of, with_tensors
 from fledge.core.rows import PACKING_FIELDS, TokenBatch
 from fledge.methods.shared.objective import Objective, RolloutOutput
 from fledge.methods.shared.rollout_objective import RolloutTrainerModule
@@ -78,12 +78,12 @@ class RecordedSteps:
         overwrites all of them."""
 
         def run(**given: Tensor) -> RolloutOutput:
-            return self._passes(plan.with_tensors(given), {name: given[name] for name in names})
+            return self._passes(with_tensors(plan, given), {name: given[name] for name in names})
 
         answer_inputs = answer.to_trainer_inputs()
         # The packing fields are already part of the plan.
         names = [name for name in answer_inputs if name not in PACKING_FIELDS]
-        inputs = {name: answer_inputs[name] for name in names} | plan.tensors()
+        inputs = {name: answer_inputs[name] for name in names} | tensors_of(plan)
         size = tuple(tuple(tensor.shape) for tensor in inputs.values())
         output = self._sizes(size, run, inputs) if self._sizes.worth_it(size) else run(**inputs)
         for parameter, grad in zip(self._parameters, self._grads, strict=True):

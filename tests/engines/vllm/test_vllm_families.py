@@ -26,7 +26,7 @@ def test_vllm_proposes_what_each_family_proposes(family: str, engines: Any, tmp_
     engines.close()
     model, method = engine_target(family), METHODS[FAMILIES[family]]
     target = HFEagle3TargetModel(model, supervision="hidden", num_aux_layers=method.aux_layers())
-    settings = method.bench_draft_settings(97)
+    settings = method.draft_settings(None, tokenizer=None, vocab_size=97)
     config = derive_draft_config(model.config, architecture=type(model).__name__, **settings)
     verify_rotary(config, model)
     torch.manual_seed(1)

@@ -1,4 +1,4 @@
-"""The interface of a check: what it is given, and what it reports.
+"""What a check is given, and what it reports.
 
 A check looks for one cause. It reports findings backed by numbers, each with a fix in words and,
 where the repair is certain, with a function that applies it.
@@ -10,8 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal
 
 from fledge.core.errors import BadInput, UntrustedCode
 from fledge.formats.foreign import DraftFiles, DraftView
@@ -20,13 +19,6 @@ from fledge.models.resolve import load_config, load_tokenizer, local_model
 from fledge.models.weight_files import TargetTables, read_target_tables
 from fledge.target.layers import target_depth, text_config
 
-if TYPE_CHECKING:
-    from fledge.formats.checks.probe import Probe
-
-# What a check needs: only the draft's files and the target's config and tokenizer; also the
-# target's embedding and head tables; the whole target.
-Level = Literal["static", "numeric", "behavioural"]
-LEVELS: tuple[Level, ...] = get_args(Level)
 Repair = Callable[[DraftFiles], None]
 
 
@@ -39,7 +31,7 @@ class Finding:
     fix: str = ""
     repair: Repair | None = None
     last: bool = False  # no further check is worth running
-    check: str = ""  # id of the check, filled in by the runner
+    check: str = ""  # name of the check, filled in by the runner
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -110,8 +102,6 @@ class Subject:
     files: DraftFiles
     target: TargetFiles
     engine: str = ""  # "vllm" or "sglang": what that engine cannot load becomes an error
-    probe: "Probe[Any] | None" = None  # behavioural checks only
-    estimate: float | None = None  # share of correct first tokens in training, if recorded
 
     @cached_property
     def view(self) -> DraftView:
@@ -166,26 +156,4 @@ class Subject:
         return (error if self.engine == engine else note)(evidence, fix)
 
 
-@dataclass(frozen=True)
-class Check:
-    id: str
-    level: Level
-    looks_for: str
-    repairs: bool  # whether some of its findings can be repaired with certainty
-    run: Callable[[Subject], Iterable[Finding]]
-
-
-def check(
-    id: str, level: Level, looks_for: str, *, repairs: bool = False
-) -> Callable[[Callable[[Subject], Iterable[Finding]]], Check]:
-    """Decorator that turns a function into a `Check`."""
-    return partial(Check, id, level, looks_for, repairs)
-
-
-def checks_in(*modules: ModuleType) -> dict[str, Check]:
-    """The checks of these modules by id, in the order in which they run."""
-    values = [value for module in modules for value in vars(module).values()]
-    rows = [value if isinstance(value, list) else [value] for value in values]
-    found = [row for some in rows for row in some if isinstance(row, Check)]
-    found.sort(key=lambda check: LEVELS.index(check.level))
-    return {check.id: check for check in found}
+Check = Callable[[Subject], Iterable[Finding]]

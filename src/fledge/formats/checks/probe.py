@@ -7,11 +7,10 @@ faults do not hide each other.
 """
 
 import copy
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,12 +18,10 @@ import torch
 from fledge.core.errors import BadInput
 from fledge.core.progress import Watch, unwatched
 from fledge.formats.checks.base import (
-    Check,
     Finding,
     Repair,
     Subject,
     TargetFiles,
-    check,
     error,
     note,
     warning,
@@ -123,159 +120,9 @@ class Answering:
         return Score(np.array(accepted), acceptance(replays, DEPTHS))
 
 
-# One way to read the files: a frozen dataclass with `aux_layer_ids`, `target_rope` and more.
-R = TypeVar("R", bound=Any)
-
-
-@dataclass(frozen=True)
-class Setting:
-    """A setting that the files may have wrong: a row of a check by decoding, which reports an error
-    if the draft accepts clearly more with another value."""
-
-    id: str
-    looks_for: str
-    vary: Callable[[Any, Any], Iterable[Any]]  # (probe, reading) -> readings that differ in it
-    describe: Callable[[Any], str]  # what a reading says about it
-    fix: str
-    repair: Callable[[Subject, Any], Repair | None] | None = None  # given the better reading
-    gain: float = 0.05  # by which share a reading must accept more to count as the right one
-    depths: int = DEPTHS  # drafted tokens per slot that are counted
-
-    def check(self) -> Check:
-        return Check(self.id, "behavioural", self.looks_for, self.repair is not None, self._run)
-
-    def _run(self, subject: Subject) -> Iterator[Finding]:
-        assert subject.probe is not None, "behavioral checks run with a probe"
-        if step := subject.probe.steps.get(self.id):
-            yield error(
-                f"{self.describe(step.before)}: {step.score}; "
-                f"{self.describe(step.after)}: {step.better}",
-                self.fix,
-                self.repair and self.repair(subject, step.after),
-            )
-
-
-class Step(NamedTuple, Generic[R]):
-    """A change of one setting with which the draft accepts clearly more."""
-
-    before: R
-    score: Score
-    after: R
-    better: Score
-
-
-class Probe(ABC, Generic[R]):
-    """Scores one draft under every reading of its files that differs in one setting."""
-
-    settings: ClassVar[tuple[Setting, ...]]
-
-    def __init__(
-        self, subject: Subject, draft: DraftModel, answering: Answering, as_written: R
-    ) -> None:
-        model, info = answering.first.model, answering.first.info()
-        # Any: a draft's parts (layers, rotary) are changed here
-        self.draft: Any = draft.to(next(model.parameters()).device, info.dtype)
-        self.answering, self.subject, self.as_written = answering, subject, as_written
-        self._written_rotary: Any = self.draft.rotary
-        self._scores: dict[R, Score] = {}
-
-    @abstractmethod
-    def apply(self, reading: R) -> None:
-        """Make the draft compute by this reading."""
-
-    def backend(self, reading: R) -> Eagle3TargetBackend:
-        """The target with the states that this reading takes."""
-        return self.answering.backend(reading.aux_layer_ids)
-
-    def beats(self, best: Score, score: Score) -> bool:
-        """Whether a reading with this score is chosen over the best one so far."""
-        return best.clearly_below(score, 0.05)
-
-    def score(self, reading: R) -> Score:
-        if reading not in self._scores:
-            self.apply(reading)
-            self._scores[reading] = self.answering.score(self.backend(reading), self.draft)
-            self.apply(self.as_written)
-        return self._scores[reading]
-
-    def rotary(self, reading: R) -> Any:
-        rope = target_rope(self.subject)
-        if not reading.target_rope or rope is None:
-            return self._written_rotary
-        config = copy.deepcopy(self.draft.config)
-        config.rope_parameters = rope
-        return Rotary(config)
-
-    def shifted(self, reading: R) -> Iterator[R]:
-        """Readings of the layers one below and one above; EAGLE-1 reads the last state."""
-        for shift in () if self.subject.view.merges else (-1, 1):
-            ids = tuple(layer + shift for layer in reading.aux_layer_ids)
-            if all(0 <= layer < self.subject.target.depth for layer in ids):
-                yield replace(reading, aux_layer_ids=ids)
-
-    def other_rope(self, reading: R) -> Iterator[R]:
-        rope, expected_rope = own_rope(self.subject), target_rope(self.subject)
-        if expected_rope is not None and rope != expected_rope and not reading.target_rope:
-            yield replace(reading, target_rope=True)
-
-    @cached_property
-    def steps(self) -> dict[str, Step[R]]:
-        """The changes from the files' own reading to the best one, by the id of their check."""
-        steps: dict[str, Step[R]] = {}
-        current = self.as_written
-        while better := self._better(current, steps):
-            name, best = better
-            steps[name] = Step(current, self.score(current), best, self.score(best))
-            current = best
-        return steps
-
-    def _better(self, current: R, done: Container[str]) -> tuple[str, R] | None:
-        """The check and reading that clearly beat the current one; None if none does.
-
-        Two readings may be nearly equal (a state normed where it leaves one depth or where it
-        enters the next), so a later one must beat the earlier one too.
-        """
-        better: tuple[str, R] | None = None
-        for setting in self.settings:
-            for other in setting.vary(self, current) if setting.id not in done else ():
-                score = self.score(other)
-                if not self.score(current).clearly_below(score, setting.gain, setting.depths):
-                    continue
-                if better is None or self.beats(self.score(better[1]), score):
-                    better = (setting.id, other)
-        return better
-
-    @property
-    def best(self) -> Score:
-        """The score with every setting corrected that decoding found wrong."""
-        readings = list(self.steps.values())
-        return self.score(readings[-1].after if readings else self.as_written)
-
-
-AUX_SHIFTED = Setting(
-    "aux-shifted", "aux layers one too low or too high",
-    lambda probe, reading: probe.shifted(reading),
-    lambda reading: f"with the outputs of {list(reading.aux_layer_ids)}",
-    "the trainer numbers layers differently than the file: write those that it was trained on",
-    repair=lambda _, right: partial(DraftFiles.put_aux, layer_ids=list(right.aux_layer_ids)),
-    gain=0.03,  # neighboring layers resemble each other
-)  # fmt: skip
-ROPE_MEASURED = Setting(
-    "rope-measured", "rotary settings with which it accepts less than with the target's",
-    lambda probe, reading: probe.other_rope(reading),
-    lambda reading: f"with the {'target' if reading.target_rope else 'file'}'s rotary settings",
-    "write the target's settings",
-    repair=lambda subject, _: take_rope(subject),
-    gain=0.03,
-)  # fmt: skip
-
-
-# --- EAGLE and P-EAGLE ---------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Reading:
-    """One way to read the files of an EAGLE or P-EAGLE draft."""
+    """One way to read the files."""
 
     aux_layer_ids: tuple[int, ...]
     norm_output: bool
@@ -283,66 +130,171 @@ class Reading:
     target_rope: bool = False  # the target's rotary settings instead of the file's
 
 
-def _flag(id: str, flag: str, *, gain: float, depths: int = DEPTHS) -> Setting:
-    def flipped(probe: "ChainProbe", reading: Reading) -> Iterator[Reading]:
+@dataclass(frozen=True)
+class Setting:
+    """A setting that the files may have wrong: an error if the draft accepts clearly more with
+    another value."""
+
+    name: str
+    vary: Callable[["Probe", Reading], Iterator[Reading]]  # readings that differ in it
+    describe: Callable[[Reading], str]  # what a reading says about it
+    fix: str
+    repair: Callable[[Subject, Reading], Repair | None]  # given the better reading
+    gain: float = 0.05  # by which share a reading must accept more to count as the right one
+    depths: int = DEPTHS  # drafted tokens per slot that are counted
+
+
+def _shifted(probe: "Probe", reading: Reading) -> Iterator[Reading]:
+    """The layers one below and one above; EAGLE-1 reads the last state."""
+    for shift in () if probe.subject.view.merges else (-1, 1):
+        ids = tuple(layer + shift for layer in reading.aux_layer_ids)
+        if all(0 <= layer < probe.subject.target.depth for layer in ids):
+            yield replace(reading, aux_layer_ids=ids)
+
+
+def _other_rope(probe: "Probe", reading: Reading) -> Iterator[Reading]:
+    rope, expected_rope = own_rope(probe.subject), target_rope(probe.subject)
+    if expected_rope is not None and rope != expected_rope and not reading.target_rope:
+        yield replace(reading, target_rope=True)
+
+
+def _flag(name: str, flag: str, *, gain: float, depths: int = DEPTHS) -> Setting:
+    def flipped(probe: "Probe", reading: Reading) -> Iterator[Reading]:
         view = probe.subject.view
-        if not view.merges and (view.method.carries_states or flag == "norm_before_residual"):
-            changed: dict[str, Any] = {flag: not getattr(reading, flag)}
-            yield replace(reading, **changed)
+        if not probe.has_flags or (flag == "norm_output" and not view.method.carries_states):
+            return
+        changed: dict[str, Any] = {flag: not getattr(reading, flag)}
+        yield replace(reading, **changed)
 
     return Setting(
-        id, f"{flag} set differently than in training", flipped,
-        lambda reading: f"{flag} {str(getattr(reading, flag)).lower()}",
+        name, flipped, lambda reading: f"{flag} {str(getattr(reading, flag)).lower()}",
         f"write the {flag} that it was trained with",
-        repair=lambda _, right: partial(DraftFiles.put, key=flag, value=getattr(right, flag)),
+        lambda _, right: partial(DraftFiles.put, key=flag, value=getattr(right, flag)),
         gain=gain, depths=depths,
     )  # fmt: skip
 
 
-class ChainProbe(Probe[Reading]):
-    settings = (
-        AUX_SHIFTED,
-        # a draft that is hardly trained may gain a little from a normed state
-        _flag("norm-output", "norm_output", gain=0.5),
-        # from the second token on it acts like norm_output: only the first token counts
-        _flag("norm-residual", "norm_before_residual", gain=0.1, depths=1),
-        ROPE_MEASURED,
-    )
+SETTINGS = (
+    Setting(
+        "aux-shifted", _shifted, lambda reading: f"with the outputs of {[*reading.aux_layer_ids]}",
+        "the trainer numbers layers differently than the file: write those that it was trained on",
+        lambda _, right: partial(DraftFiles.put_aux, layer_ids=list(right.aux_layer_ids)),
+        gain=0.03,  # neighboring layers resemble each other
+    ),
+    # a draft that is hardly trained may gain a little from a normed state
+    _flag("norm-output", "norm_output", gain=0.5),
+    # from the second token on it acts like norm_output: only the first token counts
+    _flag("norm-residual", "norm_before_residual", gain=0.1, depths=1),
+    Setting(
+        "rope-measured", _other_rope,
+        lambda reading: f"with the {'target' if reading.target_rope else 'file'}'s rotary settings",
+        "write the target's settings", lambda subject, _: take_rope(subject), gain=0.03,
+    ),
+)  # fmt: skip
+
+
+class Step(NamedTuple):
+    """A change of one setting with which the draft accepts clearly more."""
+
+    setting: Setting
+    before: Reading
+    after: Reading
+
+
+class Probe:
+    """Scores one draft under every reading of its files that differs in one setting."""
 
     def __init__(self, subject: Subject, draft: DraftModel, answering: Answering) -> None:
-        ids, config = subject.aux_layer_ids, draft.config
+        ids, spec = subject.aux_layer_ids, draft.spec
         assert ids is not None
-        written = Reading(tuple(ids), bool(config.norm_output), bool(config.norm_before_residual))
-        super().__init__(subject, draft, answering, written)
+        model, info = answering.first.model, answering.first.info()
+        # Any: a draft's parts (layers, rotary) are changed here
+        self.draft: Any = draft.to(next(model.parameters()).device, info.dtype)
+        self.draft.borrow_from(answering.first)
+        self.answering, self.subject = answering, subject
+        self.as_written = Reading(tuple(ids), spec.norm_output, spec.norm_before_residual)
+        self.has_flags = not subject.view.merges and not subject.view.borrows
+        self._written_rotary: Any = self.draft.rotary
+        self._scores: dict[Reading, Score] = {}
 
-    def apply(self, reading: Reading) -> None:
-        self.draft.spec = replace(self.draft.spec, norm_output=reading.norm_output)
-        self.draft.layers[0].norm_residual = reading.norm_before_residual
-        self.draft.rotary = self.rotary(reading)
+    def score(self, reading: Reading) -> Score:
+        if reading not in self._scores:
+            self._apply(reading)
+            backend = self.answering.backend(reading.aux_layer_ids)
+            self._scores[reading] = self.answering.score(backend, self.draft)
+            self._apply(self.as_written)
+        return self._scores[reading]
 
+    def _apply(self, reading: Reading) -> None:
+        """Make the draft compute by this reading."""
+        if self.has_flags:
+            self.draft.spec = replace(self.draft.spec, norm_output=reading.norm_output)
+            self.draft.layers[0].norm_residual = reading.norm_before_residual
+        self.draft.rotary = self._written_rotary
+        if reading.target_rope:
+            config = copy.deepcopy(self.draft.config)
+            config.rope_parameters = target_rope(self.subject)
+            self.draft.rotary = Rotary(config)
 
-MEASURED = [setting.check() for setting in ChainProbe.settings]
+    @cached_property
+    def steps(self) -> list[Step]:
+        """The changes from the files' own reading to the best one."""
+        steps: list[Step] = []
+        current = self.as_written
+        while better := self._better(current, [step.setting for step in steps]):
+            steps.append(better)
+            current = better.after
+        return steps
 
+    def _better(self, current: Reading, done: Container[Setting]) -> Step | None:
+        """The change that clearly beats the current reading; None if none does.
 
-@check("acceptance", "behavioural", "a draft that accepts nothing, or far less than in training")
-def accepts_nothing(subject: Subject) -> Iterator[Finding]:
-    probe = subject.probe
-    assert probe is not None
-    score, claim, repaired = probe.best, subject.estimate, " (as repaired)" if probe.steps else ""
-    rounds = f"{score.acceptance.rounds} rounds of {DEPTHS} drafted tokens{repaired}"
-    evidence = f"replay of the files: {score}, {rounds}"
-    if score.first < 0.05:
-        yield error(
-            evidence,
-            "what files do not show: labels or masks shifted, hidden states of another request, "
-            "truncated answers, a leaking mask in training; `fledge data preview` shows what was "
-            "supervised",
-        )
-    elif claim is not None and claim > score.first + 0.25:
-        yield warning(
-            f"{evidence}; training says {claim:.1%} of first tokens are right",
-            "too good to be true: a leaking mask or the training rows themselves; or prompts "
-            "unlike the data: run fledge eval --prompts on held-out chats",
-        )
-    else:
-        yield note(evidence)
+        Two readings may be nearly equal (a state normed where it leaves one depth or where it
+        enters the next), so a later one must beat the earlier one too.
+        """
+        better: Step | None = None
+        for setting in SETTINGS:
+            for other in setting.vary(self, current) if setting not in done else ():
+                score = self.score(other)
+                if not self.score(current).clearly_below(score, setting.gain, setting.depths):
+                    continue
+                if better is None or self.score(better.after).clearly_below(score, 0.05):
+                    better = Step(setting, current, other)
+        return better
+
+    @property
+    def best(self) -> Score:
+        """The score with every setting corrected that decoding found wrong."""
+        return self.score(self.steps[-1].after if self.steps else self.as_written)
+
+    def findings(self, estimate: float | None) -> Iterator[Finding]:
+        """The settings that are wrong, and then what the draft accepts. `estimate` is the share of
+        correct first tokens in training, if recorded."""
+        for setting, before, after in self.steps:
+            yield error(
+                f"{setting.describe(before)}: {self.score(before)}; "
+                f"{setting.describe(after)}: {self.score(after)}",
+                setting.fix,
+                setting.repair(self.subject, after),
+                check=setting.name,
+            )
+        yield replace(self._acceptance(estimate), check="acceptance")
+
+    def _acceptance(self, estimate: float | None) -> Finding:
+        score, repaired = self.best, " (as repaired)" if self.steps else ""
+        rounds = f"{score.acceptance.rounds} rounds of {DEPTHS} drafted tokens{repaired}"
+        evidence = f"replay of the files: {score}, {rounds}"
+        if score.first < 0.05:
+            return error(
+                evidence,
+                "what files do not show: labels or masks shifted, hidden states of another "
+                "request, truncated answers, a leaking mask in training; `fledge data preview` "
+                "shows what was supervised",
+            )
+        if estimate is not None and estimate > score.first + 0.25:
+            return warning(
+                f"{evidence}; training says {estimate:.1%} of first tokens are right",
+                "too good to be true: a leaking mask or the training rows themselves; or prompts "
+                "unlike the data: run fledge eval --prompts on held-out chats",
+            )
+        return note(evidence)

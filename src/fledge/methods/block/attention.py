@@ -6,14 +6,14 @@ up to their own. With a `window`, keys that are `window` or more places before t
 Context tokens have no queries. Rotary positions are applied before attention.
 
 `block_visible` is the rule as a dense matrix, `reference_blocks` the definition based on it. On a
-CPU the context part is computed by `rollout.attention`; on a GPU `triton_attention.py` does both.
+CPU the context part is computed by `rollout.attention`; on a GPU its kernels compute both.
 
 Shapes: N blocks of J queries, T key axis, R query heads that share a key head.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,10 +22,14 @@ from fledge.methods.block.plan import BlockRows
 from fledge.rollout.attention import (
     AttentionKind,
     KeysValues,
+    dense_attention,
     kernel_runs,
     prefix_backward,
     prefix_forward,
 )
+
+if TYPE_CHECKING:
+    from fledge.rollout.attention_triton import Job
 
 
 @dataclass(frozen=True)
@@ -59,8 +63,6 @@ def block_attention(
     if kind == "reference":
         return reference_blocks(q_NJHC, context, own, rows, sight)
     if kernel_runs(q_NJHC, *context, *own):
-        from fledge.methods.block.triton_attention import fused_blocks
-
         return fused_blocks(q_NJHC, context, own, rows, sight, again)
     out: Tensor = _BlockAttention.apply(rows, sight, again, q_NJHC, *context, *own)  # type: ignore[no-untyped-call]
     return out
@@ -86,24 +88,13 @@ def block_visible(rows: BlockRows, num_keys: int, sight: Sight) -> tuple[Tensor,
 def reference_blocks(
     q_NJHC: Tensor, context: KeysValues, own: KeysValues, rows: BlockRows, sight: Sight
 ) -> Tensor:
-    """The definition: all scores side by side, one softmax in fp32."""
-    wide = torch.promote_types(q_NJHC.dtype, torch.float32)
-    heads_per_key = q_NJHC.shape[2] // own[0].shape[2]
-    keys_THC, values_THC = (x.to(wide).repeat_interleave(heads_per_key, dim=1) for x in context)
-    keys_NJHC, values_NJHC = (x.to(wide).repeat_interleave(heads_per_key, dim=2) for x in own)
-    q = q_NJHC.to(wide) * q_NJHC.shape[-1] ** -0.5
-    context_NJT, own_JJ = block_visible(rows, len(keys_THC), sight)
-    before = torch.einsum("njhc,thc->nhjt", q, keys_THC)
-    inside = torch.einsum("njhc,nihc->nhji", q, keys_NJHC)
-    hidden = float("-inf")
-    scores = torch.cat(
-        [before.masked_fill(~context_NJT[:, None], hidden), inside.masked_fill(~own_JJ, hidden)], -1
-    )
-    weights = scores.softmax(dim=-1)
-    num_keys = len(keys_THC)
-    out = torch.einsum("nhjt,thc->njhc", weights[..., :num_keys], values_THC)
-    out = out + torch.einsum("nhji,nihc->njhc", weights[..., num_keys:], values_NJHC)
-    return out.to(q_NJHC.dtype)
+    """The definition, by `block_visible`."""
+    context_NJT, own_JJ = block_visible(rows, len(context[0]), sight)
+    each_NN = torch.eye(len(rows), device=own_JJ.device)
+    own_QQ = torch.kron(each_NN, own_JJ.to(each_NN.dtype)).bool()
+    visible = torch.cat([context_NJT.flatten(0, 1), own_QQ], dim=1)
+    keys, values = (torch.cat([x, y.flatten(0, 1)]) for x, y in zip(context, own, strict=True))
+    return dense_attention(q_NJHC.flatten(0, 1), keys, values, visible).view(q_NJHC.shape)
 
 
 class _BlockAttention(torch.autograd.Function):
@@ -150,6 +141,60 @@ class _BlockAttention(torch.autograd.Function):
         dvalues = torch.einsum("ngrji,njgrc->nigc", weights, dout)
         pairs = zip((dq, dk_TGC, dv_TGC, dkeys, dvalues), inputs, strict=True)
         return None, None, None, *(grad.to(x.dtype) for grad, x in pairs)
+
+
+# --- on a GPU -------------------------------------------------------------------------------------
+
+
+def fused_blocks(
+    q_NJHC: Tensor,
+    context: KeysValues,
+    own: KeysValues,
+    rows: BlockRows,
+    sight: Sight,
+    again: Again | None = None,
+) -> Tensor:
+    """The same on a GPU: queries, and the blocks' own keys, on one flat axis each."""
+    out: Tensor = _FusedBlocks.apply(rows, sight, again, q_NJHC, *context, *own)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _FusedBlocks(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, rows: BlockRows, sight: Sight, again: Again | None, *tensors: Tensor
+    ) -> Tensor:
+        out_QHC, lse_QH = _jobs(rows, sight, *tensors)[0].attend()
+        ctx.rows, ctx.sight = rows, sight
+        keep_inputs(ctx, again, tensors, out_QHC, lse_QH)
+        return out_QHC.view(tensors[0].shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        tensors, out_QHC, lse_QH = kept_inputs(ctx)
+        both, inside = _jobs(ctx.rows, ctx.sight, *tensors)
+        dout_QHC = grads[0].contiguous().flatten(0, 1)
+        dq_QHC, delta_QH = both.query_grad(out_QHC, dout_QHC, lse_QH)
+        context_grads = both.key_grad(dout_QHC, lse_QH, delta_QH)
+        own_grads = inside.key_grad(dout_QHC, lse_QH, delta_QH)
+        flat_grads = (dq_QHC, *context_grads, *own_grads)
+        shaped = (grad.view(x.shape) for grad, x in zip(flat_grads, tensors, strict=True))
+        return None, None, None, *shaped
+
+
+def _jobs(rows: BlockRows, sight: Sight, *tensors: Tensor) -> "tuple[Job, Job]":
+    """The attention of all queries, and their attention to the blocks' own keys alone."""
+    from fledge.rollout.attention_triton import Chain, Job, Own
+
+    q_NJHC, k_TGC, v_TGC, keys_NJGC, values_NJGC = tensors
+    q_QHC, keys, values = (x.flatten(0, 1) for x in (q_NJHC, keys_NJGC, values_NJGC))
+    inside = rows.inside(causal=sight.causal, window=sight.window)
+    no_chain, context_rows = Chain([], []), rows.flat(sight.window)
+    both = Job(q_QHC, k_TGC, v_TGC, context_rows, no_chain, Own(keys, values, inside))
+    return both, Job(q_QHC, keys, values, inside, no_chain)
+
+
+# --- what the backward pass keeps ----------------------------------------------------------------
 
 
 def keep_inputs(

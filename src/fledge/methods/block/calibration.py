@@ -1,4 +1,4 @@
-"""Calibration of a draft's confidence: temperatures by depth, and reliability tables.
+"""Calibration of a draft's confidence: temperatures by depth, and how much they help.
 
 What decides how far a block is worth verifying is the probability that all tokens so far are
 accepted, a running product. So temperatures are fitted depth by depth, each given those before it,
@@ -7,7 +7,7 @@ such that the product is calibrated on held-out texts. Shapes: N slots of a dept
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeGuard
 
@@ -52,33 +52,13 @@ class Sureness:
 
 
 @dataclass(frozen=True)
-class Bin:
-    """The slots whose predicted probability lies in one interval."""
-
-    predicted: float  # their mean probability
-    observed: float  # share of them where all tokens so far were accepted
-    count: int
-
-
-Reliability = list[list[Bin]]  # by depth
-
-
-@dataclass(frozen=True)
 class Calibration:
-    """Temperatures fitted on all texts, and their reliability by two-fold cross-validation."""
+    """Temperatures by depth, fitted on all texts, and how far predicted and observed acceptance are
+    apart: with the draft's own temperatures, and by two-fold cross-validation of fitted ones."""
 
-    temperatures: list[float]  # by depth
-    before: Reliability  # with the draft's previous temperatures
-    after: Reliability  # each half of the texts with the temperatures of the other half
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "temperatures": self.temperatures,
-            "error_before": [calibration_error(table) for table in self.before],
-            "error_after": [calibration_error(table) for table in self.after],
-            "before": [[list(astuple(bin_)) for bin_ in table] for table in self.before],
-            "after": [[list(astuple(bin_)) for bin_ in table] for table in self.after],
-        }
+    temperatures: list[float]
+    error_before: list[float]
+    error_after: list[float]
 
 
 def says_nothing(where: str = "") -> BadInput:
@@ -99,24 +79,23 @@ def calibrate(
     depths: int,
     batch_tokens: int = 8192,
 ) -> Calibration:
-    """Fit temperatures on the target's own texts. Their reliability is cross-validated: every text
-    is judged with temperatures fitted on others, except for a single text."""
+    """Fit temperatures on the target's own texts. Their error is cross-validated: every text is
+    judged with temperatures fitted on others, except for a single text."""
     halves = [
         sureness(target, draft, half, depths=depths, batch_tokens=batch_tokens)
         for half in (texts[::2], texts[1::2])
         if half
     ]
-    fitted = [fit_temperatures(half) for half in halves]
-    whole = Sureness.joined(halves)
-    previous = list(draft.config.confidence_temperatures)
+    whole, previous = Sureness.joined(halves), list(draft.config.confidence_temperatures)
     crossed = Sureness.joined(
-        [half.at(others) for half, others in zip(halves, fitted[::-1], strict=True)]
+        [half.at(fit_temperatures(other)) for half, other in zip(halves, halves[::-1], strict=True)]
     )
     temperatures = fit_temperatures(whole)
+    depths_fitted = range(len(temperatures))
     return Calibration(
         temperatures,
-        [reliability(whole, previous, depth) for depth in range(len(temperatures))],
-        [reliability(crossed, [], depth) for depth in range(len(temperatures))],
+        [calibration_error(whole, previous, depth) for depth in depths_fitted],
+        [calibration_error(crossed, [], depth) for depth in depths_fitted],
     )
 
 
@@ -181,26 +160,17 @@ def chances(found: Sureness, temperatures: Sequence[float]) -> Floats:
     return np.cumprod(_sigmoid(found.at(temperatures).odds_NK), axis=1, dtype=np.float64)
 
 
-def reliability(
+def calibration_error(
     found: Sureness, temperatures: Sequence[float], depth: int, bins: int = 10
-) -> list[Bin]:
-    """Predicted and observed acceptance of the tokens up to one depth; no empty intervals."""
+) -> float:
+    """The mean absolute difference of predicted and observed acceptance of the tokens up to one
+    depth, over slots whose predictions lie in the same interval."""
     chance_N = chances(found, temperatures)[:, depth]
     reached_N = ~np.isnan(chance_N)
     chance_N, stood_N = chance_N[reached_N], found.stood(depth)[reached_N]
-    which_bin_N = np.minimum((chance_N * bins).astype(np.int64), bins - 1)
-    members = [which_bin_N == b for b in range(bins)]
-    return [
-        Bin(float(chance_N[in_N].mean()), float(stood_N[in_N].mean()), int(in_N.sum()))
-        for in_N in members
-        if in_N.any()
-    ]
-
-
-def calibration_error(table: Sequence[Bin]) -> float:
-    """The mean absolute difference of predicted and observed acceptance over slots."""
-    total = sum(bin_.count for bin_ in table)
-    return sum(abs(bin_.predicted - bin_.observed) * bin_.count for bin_ in table) / max(1, total)
+    bin_N = np.minimum((chance_N * bins).astype(np.int64), bins - 1)
+    gap_N = chance_N - stood_N
+    return float(np.abs(np.bincount(bin_N, gap_N)).sum() / max(1, len(chance_N)))
 
 
 def _sigmoid(odds: Floats) -> Floats:

@@ -22,7 +22,7 @@ Read (nothing is judged here):
 
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fledge.formats.codec import (
     AUX_KEY,
@@ -37,16 +37,11 @@ from fledge.formats.codec import (
     taken,
 )
 from fledge.formats.foreign import DraftView
-from fledge.formats.layouts import OURS, AuxPlace, Axes, FileLayout, by_name
+from fledge.formats.layouts import OURS, AuxPlace, FileLayout, by_name
 from fledge.methods.base import Method
 from fledge.methods.block.draft import BlockDraftModel
 from fledge.methods.registry import METHODS
 from fledge.methods.shared.config import PLACEHOLDER_KEY
-
-if TYPE_CHECKING:
-    from fledge.formats.checks.base import Check, Subject
-    from fledge.formats.checks.probe import Answering, Probe
-    from fledge.methods.shared.draft import DraftModel
 
 # --- written --------------------------------------------------------------------------------------
 
@@ -147,21 +142,6 @@ _HEADS = {
 _HEAD_KEYS = (
     "sample_from_anchor", "enable_confidence_head", "confidence_head_with_markov",
 )  # fmt: skip
-_AXES: Axes = {
-    **dict.fromkeys(("embed_tokens.weight", "lm_head.weight"), ("", "hidden")),
-    "fc.weight": ("hidden", ""),  # `aux-layers` compares its width
-    **dict.fromkeys(("hidden_norm.weight", "norm.weight"), ("hidden",)),
-    "d2t": ("draft_vocab",),
-    "t2d": ("",),
-}
-_SPARK_AXES: Axes = {
-    "markov_head.markov_w1.weight": ("vocab", "rank"),
-    "markov_head.markov_w2.weight": ("draft_vocab", "rank"),
-    "confidence_head.proj.weight": ("", ""),
-    "confidence_head.proj.bias": ("",),
-}
-# Checks of EAGLE and P-EAGLE that mean nothing here.
-_NOT_SHARED = {"serving", "embeddings", "head-map", "norm-output", "norm-residual"}
 
 
 class BlockView(DraftView):
@@ -172,7 +152,6 @@ class BlockView(DraftView):
     merges = False  # only EAGLE-1 does
     parallel = False  # only P-EAGLE is
     misnamed = False
-    fuses = False
 
     @classmethod
     def claims(cls, config: Mapping[str, Any], names: Iterable[str]) -> bool:
@@ -184,21 +163,6 @@ class BlockView(DraftView):
         return has_block_size and any(
             name.removeprefix("model.") == "hidden_norm.weight" for name in names
         )
-
-    @staticmethod
-    def checks() -> "dict[str, Check]":
-        from fledge.formats.checks.base import checks_in
-        from fledge.methods.block import checks
-
-        shared = {id: check for id, check in DraftView.checks().items() if id not in _NOT_SHARED}
-        last = shared.pop("acceptance")  # it says what the repairs before it have changed
-        return shared | checks_in(checks) | {"acceptance": last}
-
-    @staticmethod
-    def probe(subject: "Subject", draft: "DraftModel", answering: "Answering") -> "Probe[Any]":
-        from fledge.methods.block.checks import BlockProbe
-
-        return BlockProbe(subject, draft, answering)
 
     def refusals(self) -> Iterator[str]:
         kind = self.setting("markov_head_type", "vanilla")
@@ -228,10 +192,6 @@ class BlockView(DraftView):
         if "projector_type" in self.inner:
             return LAYOUTS["specforge"]
         return LAYOUTS[next((_CLASSES[name] for name in named if _CLASSES.get(name)), "dflash")]
-
-    @property
-    def axes(self) -> Axes:
-        return {**_AXES, **_SPARK_AXES} if self.spark else _AXES
 
     @cached_property
     def layer_extras(self) -> dict[str, bool]:
@@ -297,17 +257,6 @@ class BlockView(DraftView):
         if self._causal is None:  # layers called sliding are causal, those of `use_swa` are not
             return "sliding_attention" not in self.setting("layer_types", [])
         return not self._causal
-
-    @property
-    def flags(self) -> dict[str, bool]:
-        weight, norm = (self.state.get(n) for n in ("confidence_head.proj.weight", "norm.weight"))
-        if not self.spark or self.layout.name == "fledge" or norm is None:
-            return {}
-        if self.setting("use_confidence_head"):  # ModelOpt's, which always reads both
-            return {"use_confidence_head": weight is not None}
-        reads_both = weight is not None and weight.shape[-1] > len(norm)
-        keys = ("enable_confidence_head", "confidence_head_with_markov")
-        return dict(zip(keys, (weight is not None, reads_both), strict=True))
 
     @property
     def first_place(self) -> int:

@@ -24,6 +24,7 @@ class BlockMethod(Method):
         "head_from_target": True,
         "layers_from_target": False,
         "freeze_embeddings": True,
+        "qk_norm": True,
         **WITHOUT_NORMS,
     }
     carries_states = False
@@ -43,8 +44,9 @@ class BlockMethod(Method):
     def draft_settings(self, section: Any, *, tokenizer: Any, vocab_size: int) -> dict[str, Any]:
         from fledge.methods.shared.placeholder import placeholder
 
-        token = placeholder(section.placeholder, tokenizer, vocab_size)
-        return {**section.draft_settings(), **token}
+        settings = self.bench_draft if section is None else section.draft_settings()
+        asked = None if section is None else section.placeholder
+        return {**settings, **placeholder(asked, tokenizer, vocab_size)}
 
     def grow(self, draft: Any, config: "PretrainedConfig") -> "DraftModel | None":
         from fledge.methods.block.draft import grown
@@ -59,12 +61,6 @@ class BlockMethod(Method):
 
     def bench_options(self, **_: Any) -> dict[str, Any]:
         return {"anchors": 512, "gamma": 4.0}
-
-    def bench_draft_settings(self, vocab_size: int, section: Any = None) -> dict[str, Any]:
-        from fledge.methods.shared.placeholder import last_token_as_placeholder
-
-        settings = self.bench_draft if section is None else section.draft_settings()
-        return {**settings, **last_token_as_placeholder(vocab_size)}
 
     def sglang_flags(self, num_draft_tokens: int) -> list[str]:
         return ["--speculative-num-draft-tokens", str(num_draft_tokens + 1)]

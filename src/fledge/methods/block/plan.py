@@ -21,29 +21,16 @@ Blocks are drawn for each document separately, from the seed and the document's 
 what is drawn.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from fledge.core.transfer import send
-from fledge.rollout.plan import (
-    ALIGNED,
-    HeadElements,
-    QueryRows,
-    RolloutPlan,
-    every_slot,
-    filled,
-    lay_out,
-    padded_slots,
-    rounded,
-    supervised_so_far,
-    to_device,
-)
+from fledge.rollout import plan as rollout_plan
+from fledge.rollout.plan import QueryRows, RolloutPlan, lay_out, to_device
 from fledge.rollout.slots import (
     Bools,
     Ints,
@@ -53,11 +40,13 @@ from fledge.rollout.slots import (
     key_axis,
     last_depths,
     rank_in_group,
+    rounded,
     slot_words,
     slots_asked_for,
     supervised_pairs,
 )
 
+SHARED = 4  # elements that ask for one target slot in typical blocks
 ANCHOR_TOKENS = 2048  # `anchors` is the number of blocks per this many tokens of a document
 
 
@@ -90,12 +79,31 @@ class BlockRows:
             place_J = torch.arange(self.size, device=self.slot_N.device)
             slot_NJ = self.slot_N[:, None].expand(-1, self.size)
             first_NJ = self.first_N[:, None].expand(-1, self.size)
+            floor_M = None
             if window is not None:
                 first_NJ = torch.maximum(first_NJ, slot_NJ + 2 + place_J - window)
+                # the first query of a block sees furthest back
+                floor_M = first_NJ[:, :1].expand(-1, self.size).reshape(-1)
             order_M = torch.arange(slot_NJ.numel(), device=place_J.device)
             flat = (slot_NJ.reshape(-1), first_NJ.reshape(-1), order_M)
-            self._flat[window] = QueryRows(*flat, self._sorted_host(window))
+            self._flat[window] = QueryRows(*flat, self._sorted_host(window), floor_M)
         return self._flat[window]
+
+    @cached_property
+    def _inside(self) -> dict[tuple[bool, int | None], QueryRows]:
+        return {}
+
+    def inside(self, *, causal: bool, window: int | None) -> QueryRows:
+        """Every query as a row over the keys of all blocks end to end: it sees those of its own
+        block or, if `causal`, those up to its own."""
+        if (causal, window) not in self._inside:
+            query_M = torch.arange(len(self) * self.size, device=self.slot_N.device)
+            first_M = query_M // self.size * self.size
+            last_M = query_M if causal else first_M + self.size - 1
+            if window is not None:
+                first_M = torch.maximum(first_M, query_M - window + 1)
+            self._inside[causal, window] = QueryRows(last_M, first_M, query_M)
+        return self._inside[causal, window]
 
     def _sorted_host(self, window: int | None) -> tuple[Ints, Ints] | None:
         if self.ends_host is None:
@@ -116,19 +124,6 @@ class BlockRows:
 class BlockPlan(RolloutPlan):
     blocks: BlockRows
     element_P: Tensor  # index of each element among the queries of all blocks end to end
-
-    # --- padded plans: their rows are the blocks, in the same order ------------------------------
-
-    def tensors(self) -> dict[str, Tensor]:
-        return super().tensors() | {"target_X": self.head.target_N}
-
-    def with_tensors(self, given: Mapping[str, Tensor]) -> Self:
-        plan = super().with_tensors(given)
-        return replace(
-            plan,
-            head=replace(plan.head, target_N=given["target_X"]),
-            blocks=BlockRows(given["slot_N"], given["first_N"], self.blocks.size),
-        )
 
 
 def plan_blocks(
@@ -211,34 +206,6 @@ def lay_out_blocks(
     return BlockPlan(**vars(plan), blocks=blocks, element_P=element_P)
 
 
-# --- padded plan ---------------------------------------------------------------------------------
-# Blocks laid out in rounded sizes, so that a step of each size can be recorded (`rollout/plan.py`).
-#
-# The key axis is as long as the batch. The number of blocks is rounded up to a multiple of some
-# quantum; padding blocks sit on a padding slot, a document of its own. The head's elements are
-# all pairs of a block and a depth, block by block; those that are not supervised run as they are,
-# but do not count in the loss (`HeadElements.real_N`).
-#
-# Where an element finds its target must not depend on the batch. All pairs of a target slot and a
-# depth, as in the plain plan, would make the head's work two to three times as much. One slot per
-# element adds no work where the loss reads the text only, but where it reads the target's
-# distributions, each of which is a row of logits, there would be three times as many as needed. So
-# in that case groups of adjacent blocks have their own target slots, every group as many as the one
-# that needs most, in eighths of what it could need.
-#
-# Example: groups of 2 blocks of 3 depths, which start at slots 4, 5 | 7, 20.
-#
-#     block           4          5          7          20
-#     asks for        4  5  6    5  6  7    7  8  9    20 21 22
-#     target slots    4  5  6  7  .  .      7  8  9  20 21 22       6 for each group
-#     target_N        0  1  2    1  2  3    6  7  8    9  10 11
-
-
-# blocks that share target slots: smaller groups differ more; a chunk of the head holds several
-GROUP = 128
-SHARES = 8  # number of sizes that a group may have
-
-
 def lay_out_evenly(
     slots: Slots,
     supervised_SK: Bools,
@@ -248,68 +215,18 @@ def lay_out_evenly(
     share: bool,  # whether blocks share target slots: if the loss reads the target's distributions
     device: torch.device,
 ) -> BlockPlan:
-    """As `lay_out_blocks`, with a number of blocks that is a multiple of `quantum`."""
+    """As `lay_out_blocks` in rounded sizes (see `rollout/plan.py`), with a number of blocks that is
+    a multiple of `quantum`. Padding blocks sit on a padding slot."""
     depths = supervised_SK.shape[1]
     axis = key_axis(slots, last_depths(supervised_SK), depths)
-    size_T = rounded(len(slots.target) + 1, ALIGNED)  # with a padding slot
+    axis = axis._replace(row_slot=np.sort(axis.row_slot), row_key=np.sort(axis.row_key))
     size_N = rounded(len(axis.row_key), quantum)
-    padded = padded_slots(axis, size_T)
-    key, begins = filled(np.sort(axis.row_key), size_N, len(axis.slot)), np.sort(axis.row_slot)
-    real_NK = np.zeros((size_N, depths), dtype=np.bool_)
-    real_NK[: len(begins)] = supervised_SK[begins]
-    asked_NK = filled(begins, size_N, 0)[:, None] + np.arange(depths)
-    group = GROUP if share else 1
-    target, target_NK, spread = targets_by_group(
-        asked_NK, real_NK, group, step=depths * max(1, group // SHARES)
+    shared = SHARED if share else None
+    padded, plan = rollout_plan.lay_out_evenly(
+        supervised_SK, axis, (size_N,) * depths, spare=1, shared=shared, device=device
     )
-    element_NK = np.arange(size_N)[:, None] + np.arange(depths) * size_N
-    depth_NK = np.broadcast_to(np.arange(depths), element_NK.shape)
-    query_NK = np.arange(size_N)[:, None] * place[0] + place[1] + np.arange(depths)
-    real = real_NK.astype(np.int64)
-    arrays = [
-        *(padded.slot, padded.position, padded.first),
-        *(key, padded.first[key], target),
-        *(pairs.reshape(-1) for pairs in (element_NK, depth_NK, target_NK, real)),
-        *(real.T.reshape(-1), supervised_so_far(supervised_SK), query_NK.T.reshape(-1)),
-    ]
-    (
-        slot_T, position_T, first_T, slot_N, first_N, target_M, element_X, depth_X, target_X,
-        real_X, supervised_P, step_valid_K, element_P,
-    ) = to_device(arrays, device)  # fmt: skip
-    arange_N, ends = torch.arange(size_N, device=device), (key, padded.first[key])
-    lowest = np.repeat(np.arange(size_N) // group * spread, depths)
-    return BlockPlan(
-        slot_T=slot_T,
-        span=None,
-        position_T=position_T,
-        every=every_slot(first_T, padded.first),
-        depths=(QueryRows(slot_N, first_N, arange_N, ends),) * depths,
-        counts=(size_N,) * depths,
-        target_M=target_M,
-        head=HeadElements(
-            element_X, depth_X, target_X, lowest, real_X.bool(), (group * depths, spread)
-        ),
-        supervised_P=supervised_P.bool(),
-        step_valid_K=step_valid_K,
-        blocks=BlockRows(slot_N, first_N, place[0], ends),
-        element_P=element_P,
-    )
-
-
-def targets_by_group(
-    asked_NK: Ints, real_NK: Bools, group: int, *, step: int
-) -> tuple[Ints, Ints, int]:
-    """The target slots of all groups end to end, each pair's index among them (any of its group if
-    it is not real), and the number of slots per group, a multiple of `step`."""
-    blocks = len(asked_NK)
-    group_N1 = np.arange(blocks)[:, None] // group
-    width = asked_NK.max() + 1
-    unique, inverse = np.unique((group_N1 * width + asked_NK)[real_NK], return_inverse=True)
-    owner, slot = np.divmod(unique, width)
-    rank = np.arange(len(unique)) - np.searchsorted(owner, owner)
-    spread = rounded(int(rank.max(initial=-1)) + 1, step)
-    target = np.zeros(-(-blocks // group) * spread, dtype=np.int64)
-    target[owner * spread + rank] = slot
-    target_NK = np.broadcast_to(group_N1 * spread, asked_NK.shape).copy()
-    target_NK[real_NK] = (owner * spread + rank)[inverse]
-    return target, target_NK, spread
+    query_KN = np.arange(size_N) * place[0] + place[1] + np.arange(depths)[:, None]
+    element_P = send(torch.from_numpy(query_KN.reshape(-1)), device)
+    rows, ends = plan.depths[0], (padded.row_key, padded.first[padded.row_key])
+    blocks = BlockRows(rows.slot_N, rows.first_N, place[0], ends)
+    return BlockPlan(**vars(plan), blocks=blocks, element_P=element_P)

@@ -65,12 +65,6 @@ class BlockSection(ObjectiveSection):
             "num_aux_hidden_states": self.listened_layers,
         }
 
-    @model_validator(mode="after")
-    def _check_sliding_layers(self) -> "BlockSection":
-        if len(set(self.sliding_layers)) < len(self.sliding_layers):
-            raise ValueError("sliding_layers: each layer once")
-        return self
-
 
 class TextChoice(LossChoice):
     """Cross entropy with the text's own token: answers should be the target's."""

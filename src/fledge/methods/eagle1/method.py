@@ -50,7 +50,7 @@ class Eagle1(Method):
         return 1  # the state after the final norm
 
     def draft_settings(self, section: Any, *, tokenizer: Any, vocab_size: int) -> dict[str, Any]:
-        return self.bench_draft_settings(vocab_size)
+        return {"eagle_version": self.config_version, "num_aux_hidden_states": 1}
 
     def grow(self, draft: "DraftModel", config: "PretrainedConfig") -> "DraftModel | None":
         if not isinstance(draft, self.draft_type()):
@@ -66,9 +66,6 @@ class Eagle1(Method):
 
     def bench_options(self, *, depths: int = 0, **_: Any) -> dict[str, Any]:
         return {"draft_tokens": depths or 5}
-
-    def bench_draft_settings(self, vocab_size: int, section: Any = None) -> dict[str, Any]:
-        return {"eagle_version": self.config_version, "num_aux_hidden_states": 1}
 
 
 class Eagle2(Eagle1):

@@ -146,15 +146,11 @@ def _destinations(layer: DraftLayer) -> Iterator[tuple[str, Tensor]]:
     size = layer.mlp.gate_proj.in_features
     for name in ("q_proj", "k_proj", "v_proj"):
         yield f"self_attn.{name}", getattr(layer.self_attn, name).weight[:, -size:]
-    if layer.self_attn.normed:
-        for name in ("q_norm", "k_norm"):
-            yield f"self_attn.{name}", getattr(layer.self_attn, name).weight
-    yield "self_attn.o_proj", layer.self_attn.o_proj.weight
-    for name in ("gate_proj", "up_proj", "down_proj"):
-        yield f"mlp.{name}", getattr(layer.mlp, name).weight
-    input_norm = layer.hidden_norm if layer.fused else layer.input_layernorm
-    yield "input_layernorm", input_norm.weight
-    yield "post_attention_layernorm", layer.post_attention_layernorm.weight
+    norms = ("self_attn.q_norm", "self_attn.k_norm") if layer.self_attn.normed else ()
+    mlp = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+    for name in (*norms, "self_attn.o_proj", *mlp, "post_attention_layernorm"):
+        yield name, layer.get_parameter(f"{name}.weight")
+    yield "input_layernorm", (layer.hidden_norm if layer.fused else layer.input_layernorm).weight
 
 
 def _weight(layer: nn.Module, name: str) -> Tensor:

@@ -16,26 +16,24 @@ from fledge.methods.losses.registry import loss_of
 from fledge.methods.shared.objective import StepOptions
 from fledge.methods.shared.rollout_objective import RolloutTrainerModule
 from fledge.methods.shared.supervision import VocabularyTensors
-from fledge.methods.shared.unroll import NoisyPlan, dropped, noisy
 from fledge.rollout.attention import AttentionKind
 from fledge.rollout.context import ContextRanks
-from fledge.rollout.plan import plan_rollout
+from fledge.rollout.plan import RolloutPlan, plan_rollout
 from fledge.rollout.slots import RowMasks, check_counts
 
 if TYPE_CHECKING:
     from fledge.core.head import HeadLike
 
 
-class Eagle3TrainerModule(RolloutTrainerModule[NoisyPlan]):
+class Eagle3TrainerModule(RolloutTrainerModule[RolloutPlan]):
     """The draft and its objective; call it with `**batch.to_trainer_inputs()`.
 
     `loss` is a `Loss` or its name in `losses.registry` ("ce", "kl", "hard", ...); `lk_loss_type`
     ("alpha" or "lambda", with `lk_kl_scale` and `lk_kl_decay`) replaces it. `compute_dtype` is the
     dtype of the step's matrix products if it differs from the parameters'. With `depth_keep` < 1,
     training continues a rollout to the next depth with that probability only, weighted so that the
-    expected gradient is that of the full unroll. `feature_dropout` is the share of the target's
-    features that training drops. `compact=False` and `attention="reference"` are the slow
-    implementations that tests compare with.
+    expected gradient is that of the full unroll. `attention="reference"` is the slow definition
+    that tests compare with.
     """
 
     draft_model: LlamaEagle3DraftModel
@@ -54,48 +52,40 @@ class Eagle3TrainerModule(RolloutTrainerModule[NoisyPlan]):
         loss: str | Loss = "ce",
         step_decay: float = 0.8,
         depth_keep: float = 1.0,
-        feature_dropout: float = 0.0,
         compute_dtype: torch.dtype | None = None,
         chunk_rows: int | None = None,
         attention: AttentionKind = "fast",
         context: ContextRanks | None = None,
-        compact: bool = True,
     ) -> None:
         check_counts(ttt_steps=ttt_steps)
         if not 0 < depth_keep <= 1:
             raise ValueError(f"depth_keep: must be in (0, 1], got {depth_keep!r}")
-        if not 0 <= feature_dropout < 1:
-            raise ValueError(f"feature_dropout: must be in [0, 1), got {feature_dropout!r}")
         vocabulary = VocabularyTensors(selected_token_ids, selected_token_mask)
         chosen = loss_of(loss, lk_loss_type, lk_kl_scale, lk_kl_decay)
         options = StepOptions(target_head, compute_dtype, chunk_rows, attention, context)
         super().__init__(draft_model, vocabulary, chosen, options)
         self.depths, self.step_decay = ttt_steps, step_decay
-        self.depth_keep, self.compact = depth_keep, compact
-        self.feature_dropout = feature_dropout
+        self.depth_keep = depth_keep
         draft_model.config.ttt_steps = ttt_steps  # kept in config.json, for use without the run
 
-    def plan(self, masks: RowMasks, seed: int | None = None) -> NoisyPlan:
-        """Plan every supervised element, or with `depth_keep` a sample of them. The sample and the
-        dropped features are drawn from `seed` (None: from torch's generator)."""
-        drops = self.draft_model.training and self.feature_dropout > 0
+    def plan(self, masks: RowMasks, seed: int | None = None) -> RolloutPlan:
+        """Plan every supervised element, or with `depth_keep` a sample of them, drawn from `seed`
+        (None: from torch's generator)."""
         if seed is None:
-            seed = self._sample_seed() if self._depth_keep < 1 or drops else 0
-        plan = plan_rollout(
+            seed = self._sample_seed() if self._depth_keep < 1 else 0
+        return plan_rollout(
             masks,
             num_depths=self.depths,
-            compact=self.compact,
             keep=self._depth_keep,
             seed=seed,
             device=self.selected_token_ids.device,
             ranks=self._ranks,
             quantum=self.quantum if self.draft_model.training else 0,
         )
-        return noisy(plan, masks, seed) if drops else NoisyPlan(**vars(plan))
 
     @property
     def can_be_even(self) -> bool:
-        return self.depth_keep == 1 and self.feature_dropout == 0 and self.context is None
+        return self.depth_keep == 1 and self.context is None
 
     def quantum_for(self, tokens: int, *, sizes: int) -> int:
         """Each token may start a rollout."""
@@ -106,10 +96,8 @@ class Eagle3TrainerModule(RolloutTrainerModule[NoisyPlan]):
         return self.depth_keep if self.draft_model.training else 1.0
 
     def _states(
-        self, plan: NoisyPlan, aux_OD: Tensor, input_ids_L: Tensor, dtype: torch.dtype | None
+        self, plan: RolloutPlan, aux_OD: Tensor, input_ids_L: Tensor, dtype: torch.dtype | None
     ) -> Tensor:
-        if plan.word_O is not None:
-            aux_OD = dropped(aux_OD, plan.word_O, self.feature_dropout)
         states = self.draft_model(
             aux_OD, input_ids_L, plan, compute_dtype=dtype, attention=self.attention
         )

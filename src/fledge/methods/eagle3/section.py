@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from fledge.core.settings import DraftedTokens, PositiveShare, ShareBelowOne
+from fledge.core.settings import DraftedTokens, PositiveShare
 from fledge.methods.section import LossSection
 
 
@@ -20,9 +20,6 @@ class Eagle3Section(LossSection):
 
     depth_keep: PositiveShare = 1.0
     """Probability that a rollout continues to the next step; 0.7 halves the draft's work."""
-
-    feature_dropout: ShareBelowOne = 0.0
-    """Share of the target's features left out in training, drawn anew for every step and slot."""
 
     @property
     def depths(self) -> int:

@@ -9,8 +9,7 @@ Shapes: Q flat axis of a segment, M its chain rows (depths >= 1). With several r
 rows (`rollout.context`), each has its own slots O; on one rank they are the key axis.
 """
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -21,18 +20,18 @@ from transformers import PretrainedConfig
 from fledge.core.errors import BadInput
 from fledge.methods.eagle3.draft import LlamaEagle3DraftModel
 from fledge.methods.peagle.plan import ParallelPlan, Segment
+from fledge.methods.shared.config import PLACEHOLDER_KEY
 from fledge.methods.shared.layer import DeepDraftLayer, LayerWeights
 from fledge.methods.shared.norms import rms_norm
 from fledge.methods.shared.rotary import rope_parameters, rotate
 from fledge.rollout.attention import (
     AttentionKind,
+    Chains,
     KeysValues,
-    chain_backward,
+    attend_chains,
+    dense_attention,
     gathered,
     kernel_runs,
-    merge_chain,
-    prefix_backward,
-    prefix_forward,
     prefix_visible,
 )
 from fledge.rollout.plan import QueryRows
@@ -66,8 +65,7 @@ def parallel_attention(
         from fledge.rollout.attention_triton import fused_parallel
 
         return fused_parallel(q_QHC, prefix, chain, rows, counts, starts_K)
-    out: Tensor = _ParallelAttention.apply(rows, tuple(counts), q_QHC, *prefix, *chain)  # type: ignore[no-untyped-call]
-    return out
+    return attend_chains(q_QHC, prefix, [chain], rows, _own_chains(len(rows), counts))
 
 
 def parallel_visible(rows: QueryRows, counts: Sequence[int], num_keys: int) -> Tensor:
@@ -85,70 +83,24 @@ def parallel_visible(rows: QueryRows, counts: Sequence[int], num_keys: int) -> T
 def reference_parallel(
     q_QHC: Tensor, prefix: KeysValues, chain: KeysValues, rows: QueryRows, counts: Sequence[int]
 ) -> Tensor:
-    """The definition: every query against every key, one softmax in fp32."""
-    wide = torch.promote_types(q_QHC.dtype, torch.float32)
-    keys, values = (
-        torch.cat(pair).to(wide).repeat_interleave(q_QHC.shape[1] // prefix[0].shape[1], dim=1)
-        for pair in zip(prefix, chain, strict=True)
-    )
-    scores = torch.einsum("qhc,uhc->qhu", q_QHC.to(wide), keys) * q_QHC.shape[-1] ** -0.5
-    hidden = ~parallel_visible(rows, counts, len(prefix[0]))
-    weights = scores.masked_fill(hidden[:, None], float("-inf")).softmax(dim=-1)
-    return torch.einsum("qhu,uhc->qhc", weights, values).to(q_QHC.dtype)
+    """The definition, by `parallel_visible`."""
+    keys, values = (torch.cat(pair) for pair in zip(prefix, chain, strict=True))
+    return dense_attention(q_QHC, keys, values, parallel_visible(rows, counts, len(prefix[0])))
 
 
-def _own_chains(num_rows: int, counts: Sequence[int]) -> Iterator[tuple[slice, list[slice]]]:
+def _own_chains(num_rows: int, counts: Sequence[int]) -> Chains:
     """For each depth d: its queries on the Q axis, and its rollouts' chain rows at depths 1..d.
 
     Rollouts are in the same order at every depth, so those that reach depth d come first at each
     shallower depth.
     """
     starts = [sum(counts[:depth]) for depth in range(len(counts))]
-    first = num_rows - sum(counts)
+    first, chains = num_rows - sum(counts), []
     for depth, count in enumerate(counts):
-        if count:
-            begin = first + starts[depth]
-            shallower = [slice(start, start + count) for start in starts[: depth + 1]]
-            yield slice(begin, begin + count), shallower
-
-
-class _ParallelAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: QueryRows, counts: tuple[int, ...], *tensors: Tensor) -> Tensor:
-        q_QHC, k_TGC, v_TGC, keys_MGC, values_MGC = tensors
-        out_QHC, lse_QH = prefix_forward(q_QHC, k_TGC, v_TGC, rows)
-        for part, own_chain in _own_chains(len(rows), counts):
-            out_QHC[part], lse_QH[part] = merge_chain(
-                out_QHC[part],
-                lse_QH[part],
-                q_QHC[part],
-                [keys_MGC[depth] for depth in own_chain],
-                [values_MGC[depth] for depth in own_chain],
-            )
-        out_QHC = out_QHC.to(q_QHC.dtype)
-        ctx.rows, ctx.counts = rows, counts
-        ctx.save_for_backward(*tensors, out_QHC, lse_QH)
-        return out_QHC
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (dout_QHC,) = grads
-        q_QHC, k_TGC, v_TGC, keys_MGC, values_MGC, out_QHC, lse_QH = ctx.saved_tensors
-        delta_QH = (dout_QHC.to(lse_QH.dtype) * out_QHC).sum(-1)
-        dq_QHC, dk_TGC, dv_TGC = prefix_backward(
-            q_QHC, k_TGC, v_TGC, dout_QHC, lse_QH, delta_QH, ctx.rows
-        )
-        dkeys_MGC = torch.zeros_like(keys_MGC, dtype=lse_QH.dtype)
-        dvalues_MGC = torch.zeros_like(dkeys_MGC)
-        for part, own_chain in _own_chains(len(ctx.rows), ctx.counts):
-            row = (dout_QHC[part], lse_QH[part], delta_QH[part])
-            for depth in own_chain:
-                dq, dk, dv = chain_backward(q_QHC[part], keys_MGC[depth], values_MGC[depth], *row)
-                dq_QHC[part] += dq
-                dkeys_MGC[depth] += dk
-                dvalues_MGC[depth] += dv
-        wide = (dq_QHC, dk_TGC, dv_TGC, dkeys_MGC, dvalues_MGC)
-        return (None, None, *(grad.to(q_QHC.dtype) for grad in wide))
+        begin = first + starts[depth]
+        places = [(0, slice(start, start + count)) for start in starts[: depth + 1]]
+        chains.append((slice(begin, begin + count), places))
+    return [chain for chain, count in zip(chains, counts, strict=True) if count]
 
 
 # --- rollout --------------------------------------------------------------------------------------
@@ -301,6 +253,11 @@ def _with_queries(x: Tensor, segment: Segment) -> Tensor:
 # Start a P-EAGLE draft from an EAGLE-3 draft.
 
 
+# Settings that change nothing in the meaning of the tensors that the two drafts have in common.
+_SAME_TENSORS = {"num_hidden_layers", "parallel_drafting", PLACEHOLDER_KEY, "norm_output"}
+_SAME_TENSORS |= {"hidden_act", "initializer_range"}
+
+
 @torch.no_grad()
 def peagle_from_eagle3(
     draft: LlamaEagle3DraftModel, config: PretrainedConfig
@@ -314,21 +271,16 @@ def peagle_from_eagle3(
     new = LlamaEagle3DraftModel(config)
     if not new.spec.parallel_drafting:
         raise ValueError("parallel_drafting: must be set in the config of a P-EAGLE draft")
-    pairs = draft.spec.compared(new.spec)
-    pairs["rope_parameters"] = (rope_parameters(draft.config), rope_parameters(new.config))
-    for name, (old_value, new_value) in pairs.items():
-        if old_value != new_value:
-            raise BadInput(
-                f"the draft to start from has {name} {old_value}, the new one {new_value}",
-                where="draft.init_from",
-                fix=f"use {name} {old_value}",
-            )
+    old = {**vars(draft.spec), "rope_parameters": rope_parameters(draft.config)}
+    given = {**vars(new.spec), "rope_parameters": rope_parameters(new.config)}
+    differing = [name for name in old if name not in _SAME_TENSORS and old[name] != given[name]]
     if len(new.layers) < len(draft.layers):
+        differing.append("num_hidden_layers")
+    for name in differing:
         raise BadInput(
-            f"the draft to start from has {len(draft.layers)} layers, the new one only "
-            f"{len(new.layers)}",
+            f"the draft to start from has {name} {old[name]}, the new one {given[name]}",
             where="draft.init_from",
-            fix=f"use at least {len(draft.layers)} layers",
+            fix=f"use {name} {old[name]}",
         )
     for layer in new.layers[len(draft.layers) :]:
         assert isinstance(layer, DeepDraftLayer)

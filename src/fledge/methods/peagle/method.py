@@ -39,10 +39,8 @@ class Peagle(Eagle3):
     def draft_settings(self, section: Any, *, tokenizer: Any, vocab_size: int) -> dict[str, Any]:
         from fledge.methods.shared.placeholder import placeholder
 
-        return {
-            "parallel_drafting": True,
-            **placeholder(section.placeholder, tokenizer, vocab_size),
-        }
+        asked = None if section is None else section.placeholder
+        return {"parallel_drafting": True, **placeholder(asked, tokenizer, vocab_size)}
 
     def grow(self, draft: Any, config: "PretrainedConfig") -> "DraftModel | None":
         from fledge.methods.peagle.draft import peagle_from_eagle3
@@ -54,18 +52,13 @@ class Peagle(Eagle3):
 
     def reading(self, draft: Any) -> "Reading | None":
         reading = super().reading(draft)
-        if reading is None or draft.spec.norms_inputs:  # which keeps the placeholder's direction
+        if reading is None or draft.spec.fc_norm:  # which keeps the placeholder's direction
             return None
         # the placeholder is read as the target's states are
         return replace(reading, own_MX=draft.mask_hidden.view(1, -1))
 
-    def bench_options(self, *, depths: int = 0, partitions: int = 1, **_: Any) -> dict[str, Any]:
-        return {"num_depths": depths or 8, "sequence_partitions": partitions}
-
-    def bench_draft_settings(self, vocab_size: int, section: Any = None) -> dict[str, Any]:
-        from fledge.methods.shared.placeholder import last_token_as_placeholder
-
-        return {"parallel_drafting": True, **last_token_as_placeholder(vocab_size)}
+    def bench_options(self, *, depths: int = 0, **_: Any) -> dict[str, Any]:
+        return {"num_depths": depths or 8}
 
     def version(self, config: "PretrainedConfig") -> str:
         return self.title

@@ -5,6 +5,8 @@ from EAGLE-3's objective in four points: rollouts are sampled, the draft runs al
 every supervised element is charged (not only covered ones), and weights do not decay with depth.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -30,9 +32,9 @@ class PEagleTrainerModule(RolloutTrainerModule[ParallelPlan]):
     samples the same rollouts every time.
 
     `sequence_partitions` splits a batch into segments that run one after another: same loss, same
-    gradients, less memory, one more forward pass. `max_anchors` caps the rollouts of a row.
-    `balance_depths` gives every depth the same weight instead of every element. Loss, dtype and
-    chunk options are those of `Eagle3TrainerModule`, with KL as the default loss.
+    gradients, less memory, one more forward pass. `balance_depths` gives every depth the same
+    weight instead of every element. Loss, dtype and chunk options are those of
+    `Eagle3TrainerModule`, with KL as the default loss.
     """
 
     draft_model: LlamaEagle3DraftModel
@@ -54,7 +56,6 @@ class PEagleTrainerModule(RolloutTrainerModule[ParallelPlan]):
         lk_kl_decay: float = 3.0,
         loss: str | Loss = "kl",
         balance_depths: bool = False,
-        max_anchors: int | None = None,
         compute_dtype: torch.dtype | None = None,
         chunk_rows: int | None = None,
         attention: AttentionKind = "fast",
@@ -62,8 +63,6 @@ class PEagleTrainerModule(RolloutTrainerModule[ParallelPlan]):
     ) -> None:
         check_cod_options(num_depths, down_sample_ratio, down_sample_ratio_min)
         check_counts(sequence_partitions=sequence_partitions)
-        if max_anchors is not None:
-            check_counts(max_anchors=max_anchors)
         _set_placeholder(draft_model, mask_token_id)
         vocabulary = VocabularyTensors(selected_token_ids, selected_token_mask)
         chosen = loss_of(loss, lk_loss_type, lk_kl_scale, lk_kl_decay)
@@ -72,7 +71,7 @@ class PEagleTrainerModule(RolloutTrainerModule[ParallelPlan]):
         self.depths, self.balance_depths = num_depths, balance_depths
         self.down_sample_ratio = down_sample_ratio
         self.down_sample_ratio_min = down_sample_ratio_min
-        self.sequence_partitions, self.max_anchors = sequence_partitions, max_anchors
+        self.sequence_partitions = sequence_partitions
         trained_with = {
             "num_depths": num_depths,
             "down_sample_ratio": down_sample_ratio,
@@ -90,7 +89,6 @@ class PEagleTrainerModule(RolloutTrainerModule[ParallelPlan]):
             num_depths=self.depths,
             ratio=self.down_sample_ratio,
             ratio_min=self.down_sample_ratio_min,
-            max_anchors=self.max_anchors,
             partitions=self.sequence_partitions,
             seed=self._seed(seed),
             device=self.selected_token_ids.device,
@@ -137,6 +135,6 @@ def _set_placeholder(draft: LlamaEagle3DraftModel, asked: int | None) -> None:
     token_id = config.mask_id if asked is None else asked
     if config.has_mask and config.mask_id != token_id:
         raise ValueError(f"mask_token_id: the draft was trained with {config.mask_id}, got {asked}")
-    changed = config.with_mask(token_id)
+    changed = replace(config, mask_token_id=token_id)
     changed.check()
     draft.spec, draft.config.mask_token_id = changed, token_id

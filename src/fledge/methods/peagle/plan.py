@@ -15,28 +15,21 @@ slots 0..2 and 3..5.
     segment 1   Q = slot 3, slot 4, slot 5, (2, 1)             counts 1, 0
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Self
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from fledge.core.transfer import send
-from fledge.methods.block.plan import targets_by_group
 from fledge.rollout.context import ContextRanks, Gathering, Part, gathering, owners, part_of
 from fledge.rollout.plan import (
-    ALIGNED,
-    HeadElements,
     QueryRows,
     RolloutPlan,
-    filled,
     lay_out,
-    padded_slots,
+    lay_out_evenly,
     query_rows,
-    rounded,
-    supervised_so_far,
     to_device,
 )
 from fledge.rollout.slots import (
@@ -48,6 +41,7 @@ from fledge.rollout.slots import (
     flatten_slots,
     kept_shares,
     key_axis,
+    rounded,
     sample_depths,
 )
 
@@ -74,34 +68,6 @@ class ParallelPlan(RolloutPlan):
         """The segments' last-layer rows end to end -> all depths' rows end to end."""
         return rows_PE if self.element_P is None else rows_PE.index_select(0, self.element_P)
 
-    # --- padded plans: one segment, whose slots are the key axis ---------------------------------
-
-    def tensors(self) -> dict[str, Tensor]:
-        [segment], head = self.segments, self.head
-        return super().tensors() | {
-            "depth_X": head.depth_N, "target_X": head.target_N,
-            "starts_K": segment.starts_K, "chain_position_M": segment.chain_position_M,
-            "every_slot_Q": segment.every.slot_N, "every_first_Q": segment.every.first_N,
-            "every_order_Q": segment.every.order_N,
-            "asking_slot_P": segment.asking.slot_N, "asking_first_P": segment.asking.first_N,
-            "asking_order_P": segment.asking.order_N,
-        }  # fmt: skip
-
-    def with_tensors(self, given: Mapping[str, Tensor]) -> Self:
-        plan, [segment] = super().with_tensors(given), self.segments
-        segment = replace(
-            segment,
-            starts_K=given["starts_K"],
-            chain_position_M=given["chain_position_M"],
-            every=QueryRows(given["every_slot_Q"], given["every_first_Q"], given["every_order_Q"]),
-            anchor_N=given["slot_N"],
-            asking=QueryRows(
-                given["asking_slot_P"], given["asking_first_P"], given["asking_order_P"]
-            ),
-        )
-        head = replace(plan.head, depth_N=given["depth_X"], target_N=given["target_X"])
-        return replace(plan, head=head, segments=(segment,))
-
 
 def plan_parallel(
     masks: RowMasks,
@@ -110,7 +76,6 @@ def plan_parallel(
     ratio: float,
     ratio_min: float,
     seed: int,
-    max_anchors: int | None = None,
     partitions: int = 1,
     device: torch.device | None = None,
     ranks: ContextRanks | None = None,
@@ -126,16 +91,11 @@ def plan_parallel(
         ratio=ratio,
         ratio_min=ratio_min,
         seed=seed,
-        row=np.arange(len(slots.start)) // max(1, masks.loss_mask.shape[1]),
-        max_anchors=max_anchors,
     )
     device = device or masks.loss_mask.device
     if quantum:
-        if ranks is not None or partitions > 1:
-            raise ValueError("quantum: for one segment on one rank")
         shares = kept_shares(num_depths, ratio, ratio_min)
-        limit = None if max_anchors is None else max_anchors * len(masks.loss_mask)
-        return lay_out_evenly(slots, deepest_S, shares, limit=limit, quantum=quantum, device=device)
+        return _lay_out_evenly(slots, deepest_S, shares, quantum=quantum, device=device)
     return lay_out_parallel(
         slots, deepest_S, num_depths, partitions=partitions, device=device, ranks=ranks
     )
@@ -251,14 +211,10 @@ class _Segmenter:
 # --- padded plan ---------------------------------------------------------------------------------
 # P-EAGLE's rollouts in rounded sizes, for steps that are recorded (`rollout/plan.py`).
 #
-# The key axis is as long as the batch. The number of rows of depth 0 is rounded up to a multiple of
-# some quantum, and all other sizes follow from it: of n supervised positions, sampling keeps at
-# most a given share at each depth (`slots.kept_shares`), and every depth has room for that many,
-# rounded up a little.
-#
-# Padding rows sit on a padding slot, a document of its own. Where a depth has more room than
-# rollouts, the next ones are followed a depth further than was sampled: rows that no other row
-# sees, and that do not count in the loss (`HeadElements.real_N`).
+# The number of rows of depth 0 is rounded up to a multiple of some quantum, and the others follow
+# from it: of n supervised positions, sampling keeps at most a given share at each depth
+# (`slots.kept_shares`), and every depth has room for that many, rounded up a little. Where it has
+# more room than rollouts, the next ones are followed a depth further than was sampled.
 #
 # Example: rollouts from slots 4 (to depth 2), 5 (to depth 1) and 6, shares 1, 0.7, 0.49, quantum 4;
 # P is padding, brackets are around what is not real.
@@ -266,107 +222,32 @@ class _Segmenter:
 #     depth 0     4   5   6  (P)         room for 4
 #     depth 1     4   5  (6)             for 2.8: 3, were it not rounded up to a multiple of 16
 #     depth 2     4  (5)                 for 1.96: 2
-#
-# The head's elements are all rows of all depths: the real ones sorted by the slot that they ask
-# for, the others spread evenly between them. As in `block/plan.py`, groups of adjacent elements
-# have their own target slots, every group as many as the one that needs most: a sixteenth more
-# than an average group could need or, in packs of very short answers, half as much again, and so
-# on.
 
-
-GROUP = 2048  # elements that share target slots: smaller groups differ more
-ROOM = 17 / 16  # room for target slots, relative to the need of a group in long documents
 CHAIN_ALIGNED = 16  # rows of a depth: efficient for kernels, and little padding in seven depths
 
 
-def lay_out_evenly(
+def _lay_out_evenly(
     slots: Slots,
     deepest_S: Ints,
     shares: Sequence[float],  # [K] largest share of the supervised positions sampled at a depth
     *,
-    limit: int | None,  # most rows sampled at a depth beyond 0
     quantum: int,
     device: torch.device,
 ) -> ParallelPlan:
-    """As `lay_out_parallel` in one segment, with a number of rows of depth 0 that is
-    a multiple of `quantum`."""
-    supervised_SK, exact = elements_of(slots, deepest_S, len(shares))  # without padding
-    axis = _padded(exact, _counts(len(exact.row_key), shares, limit, quantum), len(slots.target))
-    assert all(rows <= room for rows, room in zip(exact.counts, axis.counts, strict=True))
-    supervised_P = np.concatenate(
-        [
-            filled(supervised_SK[exact.row_slot[:rows], depth].astype(np.int64), room, 0)
-            for depth, (rows, room) in enumerate(zip(exact.counts, axis.counts, strict=True))
-        ]
+    """As `lay_out_parallel` in one segment, with a number of rows of depth 0 that is a multiple of
+    `quantum`."""
+    supervised_SK, exact = elements_of(slots, deepest_S, len(shares))
+    counts = _counts(len(exact.row_key), shares, quantum)
+    assert all(rows <= room for rows, room in zip(exact.counts, counts, strict=True))
+    axis, plan = lay_out_evenly(
+        supervised_SK, exact, counts, spare=1, shared=sum(shares), device=device
     )
-    head, target = _head(axis, supervised_P != 0, sum(shares), device)
-    target_M, slot_T, position_T, supervised, step_valid_K = to_device(
-        [target, axis.slot, axis.position, supervised_P, supervised_so_far(supervised_SK)], device
-    )
-    arange = np.arange(len(axis.slot))
-    rows = query_rows(axis.row_key, axis.first[axis.row_key], device)
     segment, _ = _Segmenter(axis, None, None, device).cut(0, len(axis.slot))
-    return ParallelPlan(
-        slot_T=slot_T,
-        span=None,
-        position_T=position_T,
-        every=query_rows(arange, axis.first, device),
-        depths=(rows,),  # all depths run at once: see the segment
-        counts=axis.counts,
-        target_M=target_M,
-        head=head,
-        supervised_P=supervised.bool(),
-        step_valid_K=step_valid_K,
-        segments=(segment,),
-        element_P=None,
-    )
+    return ParallelPlan(**vars(plan), segments=(segment,), element_P=None)
 
 
-def _counts(rows: int, shares: Sequence[float], limit: int | None, quantum: int) -> tuple[int, ...]:
+def _counts(rows: int, shares: Sequence[float], quantum: int) -> tuple[int, ...]:
     """[K] room for rows, a function of the rounded number of rows of depth 0."""
     most = rounded(rows, quantum)
-    beyond = most if limit is None else min(most, limit)
-    room = (min(int(np.ceil(share * most)), beyond) for share in shares[1:])
+    room = (int(np.ceil(share * most)) for share in shares[1:])
     return (most, *(min(most, rounded(count, CHAIN_ALIGNED)) for count in room))
-
-
-def _padded(exact: KeyAxis, counts: tuple[int, ...], tokens: int) -> KeyAxis:
-    """The axes with at least one padding slot, and padding rows on the first one."""
-    return padded_slots(exact, rounded(tokens + 1, ALIGNED))._replace(
-        row_slot=filled(exact.row_slot, counts[0], 0),
-        row_key=filled(exact.row_key, counts[0], len(exact.slot)),
-        counts=counts,
-    )
-
-
-def _head(
-    axis: KeyAxis, real_P: Bools, depths_a_slot: float, device: torch.device
-) -> tuple[HeadElements, Ints]:
-    """All rows of all depths, and the target slots of their groups."""
-    depth_P = np.repeat(np.arange(len(axis.counts)), axis.counts)
-    asked_P = np.concatenate([axis.row_slot[:n] + depth for depth, n in enumerate(axis.counts)])
-    element, real = _in_order(asked_P, real_P)
-    group = -(-len(element) // -(-len(element) // GROUP))  # all of equal size
-    step = int(np.ceil(ROOM * group / depths_a_slot / 2))  # the usual room is two of these
-    target, target_X1, spread = targets_by_group(
-        asked_P[element, None], real[:, None], group, step=step
-    )
-    element_X, depth_X, target_X, real_X = to_device(
-        [element, depth_P[element], target_X1[:, 0], real.astype(np.int64)], device
-    )
-    lowest = np.arange(len(element)) // group * spread
-    return HeadElements(
-        element_X, depth_X, target_X, lowest, real_X.bool(), (group, spread)
-    ), target
-
-
-def _in_order(asked_P: Ints, real_P: Bools) -> tuple[Ints, Bools]:
-    """The elements, real ones sorted by the slot that they ask for, and which of them are real. The
-    others are spread evenly between them, so that every group has equally many."""
-    ordered, others = np.flatnonzero(real_P), np.flatnonzero(~real_P)
-    ordered = ordered[np.argsort(asked_P[ordered], kind="stable")]
-    real = np.zeros_like(real_P)
-    real[np.arange(len(ordered)) * len(real) // max(1, len(ordered))] = True
-    element = np.empty(len(real), dtype=np.int64)
-    element[real], element[~real] = ordered, others
-    return element, real

@@ -36,9 +36,6 @@ class PeagleSection(LossSection):
     mask_token_id: Count | None = None
     """Token id of the placeholder; null: one that the tokenizer never emits is chosen."""
 
-    max_anchors: PositiveCount | None = None
-    """At most this many rollouts a pack; null: all."""
-
     balance_depths: bool = False
     """Give every depth the same weight instead of every element."""
 

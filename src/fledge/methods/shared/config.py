@@ -6,7 +6,7 @@ bounds of its key in config.json and its default, nothing else repeats them.
 """
 
 import logging
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Self
 
 from transformers import LlamaConfig, PretrainedConfig
@@ -42,16 +42,12 @@ _OTHER_KEYS: dict[str, Expected] = {
     "rope_scaling": Maybe(ROTARY),
     "tie_word_embeddings": FLAG,
 }
-_MOST_LAYERS = 8  # of the drafts in use
 # How many tokens a draft was trained to propose, each in the configs of some methods.
 _DEPTHS_KEYS = ("ttt_steps", "num_depths", "draft_tokens")
 # Of EAGLE-3's own computation: no other family has them.
 EAGLE3_FLAGS = ("fc_norm", "norm_output", "norm_before_residual", "parallel_drafting")
 WITHOUT_NORMS = {"fc_norm": False, "norm_output": False}  # `fixed_draft` of other families
 PLACEHOLDER_KEY = "mask_token_id"
-# Settings that change nothing in the meaning of the tensors that two drafts have in common.
-_SAME_TENSORS = {"num_hidden_layers", "parallel_drafting", PLACEHOLDER_KEY, "norm_output"}
-_SAME_TENSORS |= {"hidden_act", "initializer_range"}
 
 
 def key(bounds: Expected, default: Any = MISSING) -> Any:
@@ -114,7 +110,6 @@ class DraftConfig:
     def of(cls, config: PretrainedConfig) -> Self:
         """Read a config. Missing keys are set to their defaults in it, so that files state them.
         Raises ValueError for settings that a draft cannot have."""
-        cls._warn_of_targets_layers(config)
         defaults = {k.name: k.default for k in fields(cls) if k.default is not MISSING}
         defaults |= {
             "target_hidden_size": config.hidden_size,
@@ -140,20 +135,6 @@ class DraftConfig:
         read = cls(**values)
         read.check()
         return read
-
-    @classmethod
-    def _warn_of_targets_layers(cls, config: PretrainedConfig) -> None:
-        """Warn of a target's config in place of a draft's: nothing else limits the number of
-        layers."""
-        layers, llama = config.num_hidden_layers, vars(LlamaConfig())
-        own = (k.name for k in fields(cls) if k.name not in llama)
-        if layers > (_MOST_LAYERS if any(stated(config, name) is not None for name in own) else 1):
-            log.warning(
-                "a draft of %d layers: is num_hidden_layers its target's? Drafts have 1 to %d "
-                "(fledge.derive_draft_config makes a draft's config from a target's)",
-                layers,
-                _MOST_LAYERS,
-            )
 
     def check(self) -> None:
         """Raise ValueError for settings that a draft cannot have."""
@@ -190,14 +171,6 @@ class DraftConfig:
             if vars(self)[name]:
                 raise ValueError(f"{name}: {family} drafts have none")
 
-    def compared(self, other: Self) -> dict[str, tuple[Any, Any]]:
-        """The values, here and there, of all settings that give the same tensors a meaning."""
-        return {
-            name: (value, vars(other)[name])
-            for name, value in vars(self).items()
-            if name not in _SAME_TENSORS
-        }
-
     @property
     def aux_width(self) -> int:
         """The width of the target's states side by side."""
@@ -207,16 +180,6 @@ class DraftConfig:
     def fc_inputs(self) -> int:
         """The width of the input of fc."""
         return self.aux_width
-
-    @property
-    def norms_inputs(self) -> bool:
-        """Whether the target's states are normed before fc, layer by layer (EAGLE-3.1)."""
-        return self.fc_norm
-
-    @property
-    def extra_norms(self) -> bool:
-        """Whether the draft has a norm of EAGLE-3.1."""
-        return self.norms_inputs or self.norm_output
 
     @property
     def all_tokens(self) -> bool:
@@ -234,10 +197,6 @@ class DraftConfig:
         if self.mask_token_id is None:
             raise ValueError(f"{PLACEHOLDER_KEY}: the draft's config has none")
         return self.mask_token_id
-
-    def with_mask(self, token_id: int) -> Self:
-        """The same with this placeholder."""
-        return replace(self, mask_token_id=token_id)
 
 
 # --- from the target ------------------------------------------------------------------------------

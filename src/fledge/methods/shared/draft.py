@@ -99,18 +99,23 @@ class DraftModel(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> Self:
         """A draft with these weights, in their dtype unless `dtype` is given."""
-        try:
-            with torch.device("meta"):  # check before allocating what the config specifies
-                expected = cls(config).state_dict()
-        except ValueError as error:
-            if isinstance(error, BadInput):
-                raise
-            raise BadInput(first_line(error), where=str(where / CONFIG_NAME)) from error
-        check_tensors(where, want=expected, have=tensors)
+        # check before allocating what the config specifies
+        check_tensors(where, want=cls.expected(config, where=where), have=tensors)
         model = cls(config)
         model.to(dtype or tensors[cls.typical_weight].dtype)
         model.load_state_dict(tensors)
         return model
+
+    @classmethod
+    def expected(cls, config: PretrainedConfig, *, where: Path) -> dict[str, Tensor]:
+        """The tensors of a draft with this config, without values."""
+        try:
+            with torch.device("meta"):
+                return cls(config).state_dict()
+        except ValueError as error:
+            if isinstance(error, BadInput):
+                raise
+            raise BadInput(first_line(error), where=str(where / CONFIG_NAME)) from error
 
     # --- the vocabulary, and weights taken from the target --------------------------------------
 

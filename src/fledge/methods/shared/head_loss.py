@@ -277,7 +277,7 @@ def _score(
     if loss.kernel is not None and kernel_runs(logits_JW, what="head loss"):
         from fledge.kernels.head_rows import fused_rows
 
-        loss_J, correct_J = fused_rows(
+        loss_J, correct_J, _ = fused_rows(
             logits_JW, target.slots_MW, target.slot_J, target.top_J, kind=loss.kernel,
             coefficient_J=coefficient_J, ce_weight_J=weight_J,
         )  # fmt: skip
@@ -333,11 +333,12 @@ def _score_text(
         probs_MW = task.supervision.probs(slots.start, slots.stop).to(wide)
         slot_J = task.elements.target_N[part] - slots.start
     if kernel_runs(logits_JW, what="head loss"):
-        from fledge.kernels.head_rows import fused_text_rows
+        from fledge.kernels.head_rows import fused_rows
 
-        scores = fused_text_rows(
-            logits_JW, probs_MW, slot_J, label_J, coefficient_J,
-            text_weight=task.text_weight, distance_weight=task.distance_weight,
+        scores = fused_rows(
+            logits_JW, probs_MW, slot_J, label_J, kind="hard", coefficient_J=coefficient_J.float(),
+            text_weight=task.text_weight,
+            distance_weight=None if probs_MW is None else task.distance_weight,
         )  # fmt: skip
         return *scores, logits_JW
     probs_JW = None

@@ -46,15 +46,13 @@ def check_placeholder(token_id: int, tokenizer: Any, vocab_size: int) -> int:
 
 def placeholder(asked: int | None, tokenizer: Any, vocab_size: int) -> dict[str, int]:
     """The entry of a draft's config for its placeholder: the id that a recipe asks for or, if it
-    asks for none, one that the tokenizer never emits."""
+    asks for none, one that the tokenizer never emits. Without a tokenizer (random weights), the
+    last id."""
+    if tokenizer is None:
+        return {PLACEHOLDER_KEY: vocab_size - 1}
     if asked is None:
         return {PLACEHOLDER_KEY: choose_placeholder(tokenizer, vocab_size)}
     return {PLACEHOLDER_KEY: check_placeholder(asked, tokenizer, vocab_size)}
-
-
-def last_token_as_placeholder(vocab_size: int) -> dict[str, int]:
-    """The same for random weights, where there is no tokenizer."""
-    return {PLACEHOLDER_KEY: vocab_size - 1}
 
 
 class _Emitted:

@@ -5,6 +5,7 @@ positions other than those in serving looks healthy in training, but none of its
 """
 
 import copy
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -151,29 +152,29 @@ ROPE_LAYERS = {
 }
 
 
+_ROTARY_MODULE = r"((?!.*vis).*\.)?rotary_emb"  # vision towers have their own
+
+
 def draft_rope(text: PretrainedConfig, rope_layers: str | None, name: str) -> dict[str, Any]:
     """The target's rotary settings, if a Llama-style draft can rotate positions the same way."""
 
     def refuse(why: str) -> BadInput:
         return BadInput(f"no draft can be derived: {why}", where=name, fix="use another target")
 
-    if stated(text, "alibi"):
-        raise refuse("its positions are ALiBi, not rotary")
     parameters = stated(text, "rope_parameters") or stated(text, "rope_scaling")
-    if not parameters and stated(text, "rope_theta") is None:
-        raise refuse("it has no rotary positions (absolute or learned ones)")
+    has_none = not parameters and stated(text, "rope_theta") is None
+    if stated(text, "alibi") or has_none:
+        raise refuse("it has no rotary positions (ALiBi, absolute or learned ones)")
     rope = rope_parameters(text)
-    if parameters and all(isinstance(value, Mapping) for value in parameters.values()):
-        first, *others = parameters.values()  # by layer type
-        if rope_layers not in parameters and any(other != first for other in others):
-            raise refuse(
-                f"its layers rotate differently ({', '.join(parameters)}) "
-                "and the registry does not say whose to take"
-            )
+    by_layer = bool(parameters) and all(isinstance(x, Mapping) for x in parameters.values())
+    if by_layer:
+        first, *others = parameters.values()
         rope = dict(parameters.get(rope_layers, first))
         rope.setdefault("rope_type", rope.get("type", "default"))
-    elif stated(text, "rope_local_base_freq") is not None and rope_layers is None:
-        # transformers 4's Gemma-3
+        differ = any(other != first for other in others)
+    else:
+        differ = stated(text, "rope_local_base_freq") is not None  # transformers 4's Gemma-3
+    if differ and (rope_layers is None or (by_layer and rope_layers not in parameters)):
         raise refuse("its layers rotate differently and the registry does not say whose to take")
     kind = rope["rope_type"]
     if rope.get("mrope_section") is not None or kind == "mrope":
@@ -188,67 +189,39 @@ def draft_rope(text: PretrainedConfig, rope_layers: str | None, name: str) -> di
     return rope
 
 
-def verify_rotary(draft_config: PretrainedConfig, target: nn.Module) -> float:
-    """Compare the draft's cos and sin with those of the target's rotary module, from position 0 to
-    the target's maximum; returns the largest difference. The tolerance grows with the angle,
-    because fp32 angles are rounded: at angle a, by about a * 2**-24."""
-    name, rotary = _rotary_module(target)
+@torch.no_grad()
+def verify_rotary(draft_config: PretrainedConfig, target: nn.Module) -> None:
+    """Refuse a draft whose cos and sin differ from those of the target's rotary module, at any of
+    the positions up to the target's maximum. The tolerance grows with the angle, because fp32
+    angles are rounded: at angle a, by about a * 2**-24."""
+    name = type(target).__name__
+    found = (x for path, x in target.named_modules() if re.fullmatch(_ROTARY_MODULE, path))
+    rotary = next(found, None)
+    if rotary is None:
+        what = "no rotary module (rotary_emb) in the target"
+        raise BadInput(what, where=name, fix="its positions cannot be checked: use another target")
     last = draft_config.max_position_embeddings - 1
-    steps = torch.linspace(0, last, 257).round().long()
-    position_T = torch.unique(torch.cat([torch.arange(min(last + 1, 64)), steps]))
+    position_T = torch.unique(torch.linspace(0, last, 257).round().long())
     draft = Rotary(draft_config)
-    cos_sin = _target_cos_sin(rotary, position_T, ROPE_LAYERS.get(type(target).__name__))
-    angle = position_T[:, None].double() * torch.cat([draft.inv_freq, draft.inv_freq]).double()
-    allowed = 1e-5 + angle * 2**-22
-    gap = 0.0
-    for draft_x, target_x in zip(draft(position_T, torch.float32), cos_sin, strict=True):
-        difference = _difference(draft_x.double(), target_x.double())
-        if difference is None or bool((difference > allowed).any()):
+    half = len(draft.inv_freq)
+    allowed = 1e-5 + position_T[:, None].double() * draft.inv_freq.double() * 2**-22
+    tables = _target_tables(rotary, position_T, ROPE_LAYERS.get(name))
+    for ours, theirs in zip(draft(position_T, torch.float32), tables, strict=True):
+        # a table has two copies of every angle, in halves or interleaved, or (gpt-oss) one
+        copies = [theirs[:, :half], theirs[:, ::2]]
+        gaps = [(ours[:, :half] - x).abs() for x in copies if x.shape[1] == half]
+        if theirs.shape[1] not in (half, 2 * half) or not any((g <= allowed).all() for g in gaps):
             raise BadInput(
-                f"the draft's rotary positions differ from the target's {name} "
-                f"(up to position {last})",
-                where=type(target).__name__,
+                f"the draft's rotary positions differ from the target's (up to position {last})",
+                where=name,
                 fix="the draft's config cannot represent this target's positions",
             )
-        gap = max(gap, float(difference.max()))
-    return gap
 
 
-def _difference(draft_x: Tensor, target_x: Tensor) -> Tensor | None:
-    """The absolute difference per angle; None if the shapes differ. Some targets interleave the two
-    copies of an angle instead of storing them in halves."""
-    half = draft_x.shape[-1] // 2
-    if target_x.shape[-1] == half:  # one copy only (gpt-oss)
-        target_x = torch.cat([target_x, target_x], dim=-1)
-    if target_x.shape != draft_x.shape:
-        return None
-    interleaved = torch.cat([target_x[:, ::2], target_x[:, 1::2]], dim=-1)
-    halves, pairs = (draft_x - target_x).abs(), (draft_x - interleaved).abs()
-    return halves if halves.max() <= pairs.max() else pairs
-
-
-def _rotary_module(target: nn.Module) -> tuple[str, nn.Module]:
-    """The language model's rotary module (vision towers have their own)."""
-    for name, module in target.named_modules():
-        parts = name.split(".")
-        if parts[-1] == "rotary_emb" and not any("vis" in part for part in parts):
-            return name, module
-    raise BadInput(
-        "no rotary module (rotary_emb) in the target",
-        where=type(target).__name__,
-        fix="its positions cannot be checked, so no draft is derived from it",
-    )
-
-
-@torch.no_grad()
-def _target_cos_sin(
-    rotary: nn.Module, position_T: Tensor, rope_layers: str | None
-) -> tuple[Tensor, Tensor]:
-    buffer = next(rotary.buffers())
-    x = torch.zeros(1, dtype=torch.float32, device=buffer.device)
-    args: tuple[Any, ...] = (x, position_T[None].to(buffer.device))
+def _target_tables(rotary: nn.Module, position_T: Tensor, layers: str | None) -> list[Tensor]:
+    device = next(rotary.buffers()).device
+    args: tuple[Any, ...] = (torch.zeros(1, device=device), position_T[None].to(device))
     kinds = getattr(rotary, "rope_type", None)
     if isinstance(kinds, dict):  # one set of frequencies per layer type
-        args += (rope_layers or next(iter(kinds)),)
-    cos, sin = rotary(*args)
-    return cos[0].cpu(), sin[0].cpu()
+        args += (layers or next(iter(kinds)),)
+    return [table[0].double().cpu() for table in rotary(*args)]

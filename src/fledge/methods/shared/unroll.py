@@ -191,7 +191,7 @@ class _Step:
 
 
 # --- noise on features ----------------------------------------------------------------------------
-# EAGLE-1 trains with noise on features, EAGLE-3 can (feature dropout).
+# EAGLE-1 trains with noise on features.
 #
 # A slot's noise is a function of the step's seed, of its document's loss mask, of its place in the
 # document and of the channel, and of nothing else: padding, packing, micro-batches, ranks and
@@ -217,12 +217,6 @@ def noisy(plan: RolloutPlan, masks: RowMasks, seed: int) -> NoisyPlan:
     share = plan.share
     word_O = plan.on_key_axis(word_BT) if share is None else share.states(word_BT)
     return NoisyPlan(**vars(plan), word_O=word_O)
-
-
-def dropped(values_TD: Tensor, word_T: Tensor, share: float) -> Tensor:
-    """The values with `share` of them set to zero and the others scaled up (dropout)."""
-    kept_TD = uniform_noise(word_T, values_TD.shape[1], 0.5) >= share - 0.5
-    return torch.where(kept_TD, values_TD / (1 - share), 0.0)
 
 
 def uniform_noise(word_T: Tensor, width: int, bound: float) -> Tensor:

@@ -188,7 +188,7 @@ def draft_without_memory(recipe: Recipe, config: "PretrainedConfig") -> DraftMod
     """The recipe's draft for a target of this config, on the meta device."""
     vocab_size = text_config(config).vocab_size
     size = min(recipe.draft.draft_vocab_size or vocab_size, vocab_size)
-    settings = recipe.method.bench_draft_settings(vocab_size, recipe.objective)
+    settings = recipe.method.draft_settings(recipe.objective, tokenizer=None, vocab_size=vocab_size)
     draft = without_memory(recipe.method, config_of_draft(recipe, config, size, settings))
     if recipe.draft.freeze_embeddings:
         draft.freeze_embeddings()
