@@ -69,14 +69,6 @@ class HiddenTargetRunner(TargetRunner, Protocol):
         """The norm in front of the head, if it is available."""
 
 
-@runtime_checkable
-class ClosableRunner(Protocol):
-    """A runner with resources to release."""
-
-    def close(self) -> None:
-        """Free memory and engine handles."""
-
-
 class RunnerEagle3TargetModel(InProcessTarget):
     """EAGLE-3 target backend that runs the frozen target through a runner.
 
@@ -133,8 +125,9 @@ class RunnerEagle3TargetModel(InProcessTarget):
 
     def close(self) -> None:
         if not self._closed:
-            if isinstance(self.runner, ClosableRunner):
-                self.runner.close()
+            close = getattr(self.runner, "close", None)
+            if close is not None:
+                close()
             del self.runner
             self._info = self.tokenizer = None
         super().close()
@@ -190,11 +183,6 @@ class EngineEagle3TargetModel(RunnerEagle3TargetModel):
     runner_type: ClassVar[Any]  # its `build` starts the engine
 
     @classmethod
-    def _build(cls, model: str | PathLike[str], **options: Any) -> Any:
-        """The runner of an engine that is started, or ready to be started."""
-        return cls.runner_type.build(model, **options)
-
-    @classmethod
     def from_pretrained(
         cls,
         model: str | PathLike[str],
@@ -211,7 +199,7 @@ class EngineEagle3TargetModel(RunnerEagle3TargetModel):
         hidden states."""
         from fledge.models.resolve import local_model
 
-        runner = cls._build(
+        runner = cls.runner_type.build(
             model, dtype=dtype, trust_remote_code=trust_remote_code, **engine_kwargs
         )
         try:
