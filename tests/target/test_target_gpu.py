@@ -49,7 +49,7 @@ def test_whole_packs_are_answered_like_separate_documents(dtype, tolerance, reco
             w, g = getattr(want, name).double(), getattr(got, name).double()
             assert (w - g).norm() < tolerance * w.norm(), name
             assert not g[pack.attention_mask.cuda() == 0].any()  # padding stays empty
-    assert fast._one_row_checked
+    assert fast.try_one_row
     assert bool(fast._recorded[False].sizes) == recorded
     assert "forward" not in model.model.layers[0].__dict__  # the patch is removed
 
