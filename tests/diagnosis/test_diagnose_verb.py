@@ -130,7 +130,7 @@ def test_no_file_makes_it_crash(place, eagle1, tmp_path_factory, data):
     kind = data.draw(st.sampled_from(["eagle3", "peagle", eagle1.name]))
     layouts = ["fledge", "specforge", "speculators", "modelopt"]
     if kind == eagle1.name:
-        layouts = ["fledge", "eagle", "eagle1-sglang"]
+        layouts = ["fledge", "eagle1-sglang"]
     layout = data.draw(st.sampled_from(layouts))
     root = tmp_path_factory.mktemp("junk")
     source = place / kind
