@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 
-from fledge.cli.loading import load_target
+from fledge.cli.loading import target_options
 from fledge.decode.speculative import Generation, SpeculativeDecoder
 from fledge.decode.stops import Stops, eos_token_ids
 from fledge.measure.answers import AnsweredTurn, cached_answers, read_prompts
 from fledge.measure.replay import Text, replay
-from fledge.training.runs import draft_directory, load_draft_beside
+from fledge.training.runs import draft_directory, load_draft_beside, load_target
 
 
 def clock(device: torch.device) -> float:
@@ -89,7 +89,8 @@ def main() -> None:
     options = parser.parse_args()
 
     path = draft_directory(options.draft)
-    target = load_target(path, options.target, "", options.dtype, options.device)
+    loading = target_options(path, "", options.dtype, options.device, trust_remote_code=False)
+    target = load_target(path, options.target, **loading)
     draft = load_draft_beside(target, path)
     prompts = read_prompts(options.prompts, limit=options.limit)
     answers = cached_answers(target, prompts, max_new_tokens=options.max_new_tokens)

@@ -19,7 +19,7 @@ from transformers import LlamaConfig
 from fledge.core.distributed import World, join_world, leave_world
 from fledge.methods.eagle3.draft import LlamaEagle3DraftModel
 from fledge.training.optimizer import make_optimizers
-from fledge.training.sharding import backward, local_tensor, shard_draft, whole
+from fledge.training.sharding import backward, shard_draft, whole
 
 MIB = 2**20
 DRAFT = {"vocab_size": 32000, "draft_vocab_size": 16000}
@@ -42,7 +42,7 @@ def make_draft(hidden: int) -> LlamaEagle3DraftModel:
 
 
 def held(tensors: Any) -> int:
-    return sum(local_tensor(tensor).nbytes for tensor in tensors)
+    return sum(getattr(tensor, "_local_tensor", tensor).nbytes for tensor in tensors)
 
 
 def measure(hidden: int, ranks: int) -> dict[str, float]:

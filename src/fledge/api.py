@@ -120,6 +120,7 @@ class Evaluation:
     answers: "Answers"
     prompts: tuple[str, ...]  # files and sets
     target: Mapping[str, Any]  # weights_fingerprint, dtype, device, aux_layer_ids
+    trained_on: tuple[int | None, ...]  # per draft: answers to prompts of its training rows
 
     @property
     def acceptance_length(self) -> float:
@@ -147,7 +148,10 @@ class Evaluation:
             "cut_answers": sum(turn.finish == "length" for turn in turns),
             "skipped_prompts": self.answers.skipped,
             "target": dict(self.target),
-            "drafts": [report.to_json() for report in self.reports],
+            "drafts": [
+                report.to_json() | {"prompts_trained_on": count}
+                for report, count in zip(self.reports, self.trained_on, strict=True)
+            ],
         }
 
 
@@ -233,7 +237,20 @@ def evaluate_drafts(
             )
             for path, (label, view, draft), count in zip(paths, loaded, counts, strict=True)
         ]
-        return Evaluation(tuple(reports), answers, tuple(names), _facts(backend))
+        trained_on = tuple(_trained_on(path, answers) for path in paths)
+        return Evaluation(tuple(reports), answers, tuple(names), _facts(backend), trained_on)
+
+
+def _trained_on(draft: Path, answers: "Answers") -> int | None:
+    """How many answers are to prompts that a draft was trained on; None if its run is unknown."""
+    import numpy as np
+
+    from fledge.data.rows import digest
+    from fledge.training.runs import trained_prompts
+
+    known = trained_prompts(draft)
+    asked = np.array([digest(np.array(turn.prompt_ids)) for turn in answers.turns], dtype=np.uint64)
+    return None if known is None else int(np.isin(asked, known).sum())
 
 
 def _load_prompts(prompts: Prompts, limit: int | None) -> "tuple[list[str], list[Prompt]]":

@@ -1,19 +1,22 @@
 """Rows that stand twice are counted, never stand on both sides of a split, and are named where the
-user's own held-out rows were trained on."""
+user's own held-out rows or prompts were trained on."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from data.chats import chat, write_jsonl
 from fledge.cli import main
 from fledge.core.errors import BadInput
 from fledge.core.rows import TokenRow
 from fledge.data.rows import digests, repeats, split_rows
+from fledge.training.fit import fit
 from fledge.training.setup import prepare_data, set_up
-from train.tiny import make_chats
+from train.tiny import Notes, make_chats
 
 
 class Rows:
@@ -106,3 +109,22 @@ def test_held_out_rows_that_are_trained_on_are_named(chats, recipe, valid, line)
     expected = [f"{line} also among the training rows"] * bool(line)
     warnings = set_up(recipe(*names)).warnings
     assert [text.partition(":")[0] for text in warnings] == expected
+
+
+def test_eval_names_prompts_that_were_trained_on(run, recipe, chats, tmp_path):
+    training = recipe(f"data.train={chats('train', range(100))}", "training.steps=2")
+    with (trained := set_up(training)).parts.target:
+        assert fit(trained, Notes()).finished
+        train = {row.place.rpartition(":")[2] for row in trained.rows}
+    asked = write_jsonl(tmp_path / "asked.jsonl", [chat(f"count to {i}") for i in range(90, 110)])
+    known = len({str(i + 1) for i in range(90, 100)} & train)
+    assert 5 <= known <= 10
+    command = ["eval", Path(training.run.output_dir), "--prompts", asked, "--max-new-tokens", 4]
+    code, measured, err = run(*command, "--live", 1, "--device", "cpu", "--json")
+    assert code == 0
+    assert measured["drafts"][0]["prompts_trained_on"] == known
+    assert f"was trained on {known} prompts of 20 ({known / 20:.1%})" in err
+    (Path(training.run.output_dir) / "prompts.safetensors").unlink()  # an older run
+    code, measured, err = run(*command, "--live", 1, "--device", "cpu", "--json")
+    assert (code, measured["drafts"][0]["prompts_trained_on"]) == (0, None)
+    assert "trained on" not in err

@@ -86,6 +86,7 @@ FROM_TARGET = ("draft.layers_from_target=true", "layers_from_target: must be fal
         ("dflash", "objective.weights=dpace", "needs the loss text"),
         ("dflash", "objective.block_size=1", "greater than or equal to 2"),
         ("dflash", "target.aux_layer_ids=1,2", "must be five distinct layers"),
+        ("dflash", "draft.qk_norm=false", "must be true for DFlash"),
         ("dflash", "training.context=2", "must be 1: DFlash needs each row on one rank"),
         (
             "eagle1",

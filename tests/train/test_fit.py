@@ -497,18 +497,6 @@ def test_a_parallel_draft_can_start_from_an_eagle3_draft(recipe, tmp_path):
         set_up(recipe(f"draft.init_from={tmp_path / 'grown' / 'best'}", run="back"))
 
 
-def test_the_random_generator_resumes_where_it_was(recipe, monkeypatch, tmp_path):
-    """No training step draws from torch's generator; one that did must resume bitwise too."""
-    real = fit_module.train_step
-
-    def drawing(parts, batch, **more):
-        torch.rand(3)
-        return real(parts, batch, **more)
-
-    monkeypatch.setattr(fit_module, "train_step", drawing)
-    assert_resumes_bitwise(recipe, monkeypatch, tmp_path, after=5)
-
-
 # --- the best checkpoint -------------------------------------------------------------------------
 
 

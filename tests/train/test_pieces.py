@@ -170,17 +170,18 @@ class BlockRows:
 @given(
     rows=st.lists(st.tuples(st.text("a:19é\U0001f600", max_size=3), st.booleans()), max_size=60),
     requested=st.integers(0, 20),
+    drop=st.booleans(),
 )
-def test_held_out_rows_follow_their_definition(rows, requested):
+def test_held_out_rows_follow_their_definition(rows, requested, drop):
     """They are drawn from the sorted places, so that existing runs keep their held-out rows."""
     places, truncated = [place for place, _ in rows], [end for _, end in rows]
     conversations = sorted(set(places))
     order = np.random.default_rng(0).permutation(len(conversations))
     requested = min(requested, max(0, len(conversations) - max(1, len(conversations) // 10)))
     chosen = {conversations[i] for i in order[:requested]}
-    train, held_out = split_rows(BlockRows(places, truncated), requested)
+    train, held_out = split_rows(BlockRows(places, truncated), requested, drop_truncated=drop)
     out = [i for i, place in enumerate(places) if place in chosen]
-    kept = [i for i in range(len(rows)) if i not in out]
+    kept = [i for i in range(len(rows)) if i not in out and not (drop and truncated[i])]
     assert (train._index.tolist(), held_out._index.tolist()) == (kept, out)
     counted = count_supervised(train.flat(), max(1, len(rows)))
     assert counted.tolist() == ([2 * (i in kept) for i in range(len(rows))] or [0])

@@ -12,7 +12,6 @@ from fledge.training import setup as building
 from fledge.training.fit import fit
 from fledge.training.precompute import recipe_job
 from fledge.training.setup import set_up
-from fledge.training.sharding import local_tensor
 from fledge.training.step import train_step
 from ranks import run_ranks
 from train.test_fit import PEAGLE, assert_close_drafts
@@ -53,7 +52,8 @@ def weights_after_ten_steps(recipe):
         norms.append(float(result.grad_norm))
     weights = {name: whole_tensor(p).detach() for name, p in training.draft.named_parameters()}
     moments = [state["exp_avg_sq"] for state in parts.optimizers[0].state.values()]
-    elements = sum(local_tensor(t).numel() for t in [*parts.parameters, *moments])
+    shares = (getattr(t, "_local_tensor", t) for t in [*parts.parameters, *moments])
+    elements = sum(share.numel() for share in shares)
     idle = [rows is None for rows in stream.batch(stream.steps - 1).micro]
     return {n: w.numpy() for n, w in weights.items()}, norms, elements, idle
 

@@ -37,7 +37,7 @@ def test_the_requested_rows_are_held_out_or_refused(count, requested):
             rf"and there are {count}: "
         )
         for split in (lambda: split_rows(distinct(count), requested),
-                      lambda: known.split(requested)):  # fmt: skip
+                      lambda: known.split(requested, drop_truncated=False)):  # fmt: skip
             with pytest.raises(BadInput, match=line + rf"{max(0, left)} would be left"):
                 split()
     else:

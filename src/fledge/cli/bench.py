@@ -17,7 +17,7 @@ from fledge.cli.console import (
     quiet_libraries,
 )
 from fledge.cli.help import VerbGroup, Verbs
-from fledge.cli.loading import load_target
+from fledge.cli.loading import target_options
 from fledge.cli.options import AsJson
 from fledge.core.addresses import server_address
 from fledge.core.errors import BadInput, nearest
@@ -236,6 +236,7 @@ def bench_decode(
     from fledge.training.runs import (
         draft_directory,
         load_draft_beside,
+        load_target,
         trained_tokens,
         with_layers_of,
     )
@@ -245,12 +246,13 @@ def bench_decode(
     rows = read_prompts(prompts or ["mixed"], limit=limit or None)
     paths = dict(zip(shortest_names(drafts), map(draft_directory, drafts), strict=True))
     first = next(iter(paths.values()))
-    named = (target, aux_layers, dtype, device, trust_remote_code)
-    with load_target(first, *named) as backend:
+    loading = target_options(first, aux_layers, dtype, device, trust_remote_code)
+    with load_target(first, target, **loading) as backend:
         tokenizer, model = backend.tokenizer, backend.model
         ids = _encoded(rows, backend, max_new_tokens)
         stops = Stops(max_new_tokens, eos_token_ids(model, tokenizer))
         counts = {name: draft_tokens or trained_tokens(path) for name, path in paths.items()}
+        device_used = backend.get_input_embeddings().weight.device
         pad_id = getattr(tokenizer, "pad_token_id", None) or 0
         ways = ways_of.draftless_ways(model, stops, pad_id=pad_id)
         for name, path in paths.items():
@@ -264,7 +266,7 @@ def bench_decode(
         for size in batch or [1]:
             with progress_bar(f"batch {size}") as show:
                 decoded = ways_of.decode_all(
-                    ways, ids, batch=size, device=model.device, progress=show
+                    ways, ids, batch=size, device=device_used, progress=show
                 )
             figures += [result.to_json(decoded) for result in decoded.values()]
     if as_json:

@@ -10,7 +10,7 @@ from typer import Option
 
 from fledge.cli import options as opt
 from fledge.cli.console import err, in_color, out, print_json, quiet_libraries
-from fledge.cli.loading import load_target
+from fledge.cli.loading import target_options
 from fledge.core.errors import BadInput
 from fledge.core.terminal import MARKS, marked, visible
 
@@ -48,6 +48,7 @@ def chat(
         check_method,
         draft_directory,
         load_draft_beside,
+        load_target,
         trained_tokens,
     )
 
@@ -55,7 +56,8 @@ def chat(
     path = draft_directory(draft)
     check_method(path, method or None)
     with err.waiting("loading the target"):
-        backend = load_target(path, target, "", dtype, device, trust_remote_code)
+        loading = target_options(path, "", dtype, device, trust_remote_code)
+        backend = load_target(path, target, **loading)
         loaded = load_draft_beside(backend, path)
         check_fits(backend, loaded, str(path))
         drafting = {

@@ -90,6 +90,11 @@ def evaluate(
         print_json(measured.to_json())
     else:
         _show_tables(measured.reports, measured.answers)
+    total = len(measured.answers.turns)
+    for report, count in zip(measured.reports, measured.trained_on, strict=True):
+        if count:
+            share = f"{counted(count, 'prompt')} of {total:,} ({count / total:.1%})"
+            err.say(f"{report.name} was trained on {share}: measure on others", "yellow")
     if not measured.agrees:
         err.say("live decoding disagrees with the replay: do not trust these figures", "red")
         raise Exit(1)

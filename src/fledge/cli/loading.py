@@ -33,13 +33,6 @@ def target_options(
     }
 
 
-def load_target(draft: Path, target: str, *typed: Any) -> Any:
-    """`runs.load_target` with `typed`: the arguments of `target_options`."""
-    from fledge.training import runs
-
-    return runs.load_target(draft, target, **target_options(draft, *typed))
-
-
 def parse_dtype(name: str, *, floating: bool = False) -> Any:
     """The torch dtype of this name, or "auto"."""
     import torch

@@ -79,7 +79,9 @@ def show(arguments: _Arguments = None, as_json: _Json = False) -> None:
 
 
 @app.command(epilog="Example: fledge recipe schema > recipe.schema.json")
-def schema() -> None:
+def schema(
+    as_json: Annotated[bool, Option("--json", help="It is always JSON.")] = True,
+) -> None:
     """Print the JSON schema of recipes, for editors and other programs."""
     from fledge.recipe.schema import json_schema
 

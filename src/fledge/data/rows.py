@@ -108,6 +108,21 @@ class RowView(Sequence[TokenRow]):
         """The digest of each row."""
         return digests(self._rows)[self._index]
 
+    def prompts(self) -> NDArray[np.uint64]:
+        """The digests of what precedes each answer, sorted and without repetitions."""
+        wanted, begin = self._wanted(), 0
+        found: set[int] = set()
+        for block in blocks_of(self._rows):
+            supervised_T = block.mask[: block.offsets[-1]] != 0
+            ends = np.flatnonzero(supervised_T[1:] & ~supervised_T[:-1]) + 1
+            row = np.searchsorted(block.offsets, ends, side="right") - 1
+            starts = block.offsets[row]
+            inside = wanted[begin + row] & (starts < ends)
+            pairs = zip(starts[inside].tolist(), ends[inside].tolist(), strict=True)
+            found.update(digest(block.ids[a:b]) for a, b in pairs)
+            begin += len(block)
+        return np.array(sorted(found), dtype=np.uint64)
+
     def _wanted(self) -> NDArray[np.bool_]:
         """Which rows of the data set are in this view."""
         wanted = np.zeros(len(self._rows), dtype=bool)
@@ -125,7 +140,9 @@ class RowView(Sequence[TokenRow]):
             begin += len(block)
 
 
-def split_rows(rows: Rows, held_out: int | None) -> tuple[RowView, RowView]:
+def split_rows(
+    rows: Rows, held_out: int | None, *, drop_truncated: bool = False
+) -> tuple[RowView, RowView]:
     """(training rows, held-out rows). Rows of one conversation stay on one side, as do rows of the
     same tokens, and are counted once. `held_out` None: one in `ONE_IN`, at most `MOST_HELD_OUT`.
 
@@ -140,7 +157,8 @@ def split_rows(rows: Rows, held_out: int | None) -> tuple[RowView, RowView]:
     chosen = np.zeros(count, dtype=bool)
     chosen[order[: _held_out(count, held_out)]] = True
     out = chosen[conversation]
-    return RowView(rows, np.flatnonzero(~out)), RowView(rows, np.flatnonzero(out))
+    keep = ~out & ~_truncated(rows) if drop_truncated else ~out
+    return RowView(rows, np.flatnonzero(keep)), RowView(rows, np.flatnonzero(out))
 
 
 def _conversations(rows: Rows) -> NDArray[np.int64]:
@@ -173,6 +191,11 @@ def _joined(conversation: NDArray[np.int64], row_digests: NDArray[np.uint64]) ->
             return np.unique(joined, return_inverse=True)[1]
 
 
+def _truncated(rows: Rows) -> NDArray[np.bool_]:
+    parts = [block.truncated.to_numpy(zero_copy_only=False) for block in blocks_of(rows)]
+    return np.concatenate([np.zeros(0, dtype=bool), *parts])
+
+
 def _held_out(total: int, requested: int | None) -> int:
     """The number of conversations, out of `total`, that are held out."""
     if requested is None:
@@ -195,10 +218,12 @@ class KnownRows:
     held_out: int  # number of last rows held out of training; 0: undecided
     fingerprint: str
 
-    def split(self, held_out: int | None) -> tuple[RowView, RowView]:
+    def split(self, held_out: int | None, *, drop_truncated: bool) -> tuple[RowView, RowView]:
         """(training rows, held-out rows), as in `split_rows` if it is undecided."""
         if not self.held_out:
-            return split_rows(self.rows, held_out)
+            return split_rows(self.rows, held_out, drop_truncated=drop_truncated)
         index = np.arange(len(self.rows), dtype=np.int64)
         train, held_out_rows = np.split(index, [len(index) - self.held_out])
+        if drop_truncated:
+            train = train[~_truncated(self.rows)[train]]
         return RowView(self.rows, train), RowView(self.rows, held_out_rows)

@@ -78,7 +78,7 @@ def _norm_limits(since: str | None, instead: str) -> tuple[Limit, ...]:
 _NOT_IN_LLAMA = (
     Limit("attention bias", None, "--engine vllm"),
     Limit("mlp bias", None, "--engine vllm"),
-    Limit("q/k norms", None, "--engine vllm"),
+    Limit("q/k norms", None, "train with draft.qk_norm=false, or --engine vllm"),
 )
 ENGINES: dict[EngineName, ServingEngine] = {
     "vllm": ServingEngine(

@@ -49,6 +49,9 @@ class Data(Section):
     mask_reasoning: bool = False
     """Leave the assistant's reasoning out of the supervision."""
 
+    drop_truncated: bool = False
+    """Leave out answers that were cut by a length limit when they were generated."""
+
     max_drop_share: Share = 0.05
     """Stop when more than this share of the rows cannot be used; long rows do not count."""
 
@@ -91,6 +94,9 @@ class Draft(Section):
 
     norm_output: bool = False
     """EAGLE-3.1: feed the normalized state to the next step. Not in SGLang 0.5.9."""
+
+    qk_norm: bool = False
+    """Normalize queries and keys head by head, as Qwen3 does. vLLM only."""
 
     freeze_embeddings: bool = True
     """Keep the target's embeddings; by default false for P-EAGLE. SGLang always uses the

@@ -93,6 +93,7 @@ def config_of_draft(
         intermediate_size=section.intermediate_size,
         fc_norm=section.fc_norm,
         norm_output=section.norm_output,
+        qk_norm=section.qk_norm,
         **settings,
     )
 

@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from fledge.kernels.gate import kernel_runs
 from fledge.target.weights import whole_tensor
 
 # --- muon ----------------------------------------------------------------------------------------
@@ -98,10 +100,12 @@ def _orthogonal(update_MRC: Tensor, group: dict[str, Any]) -> Tensor:
 GUARD_WINDOW = 64  # number of recent gradient norms kept
 GUARD_WARMUP = 16  # good steps needed before a norm can count as a spike
 
+_LARGE = 2**20  # elements above which a tensor is worth its own kernel launch
+
 
 class SkippingAdamW(torch.optim.AdamW):
     """torch's AdamW, with the attributes that its fused kernel reads, as a gradient scaler would
-    set them."""
+    set them. On a GPU, large tensors are updated by fledge's own kernel."""
 
     found_inf: Tensor | None = None  # above 0: the step is skipped
     grad_scale: Tensor | None = None  # what gradients are divided by
@@ -111,6 +115,44 @@ class SkippingAdamW(torch.optim.AdamW):
         on the device already, and so is the learning rate when an update is recorded."""
 
     _cuda_graph_capture_health_check = _accelerator_graph_capture_health_check  # torch < 2.11
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        assert closure is None, "gradients are computed before the step"
+        updated = [p for group in self.param_groups for p in self._update_large(group)]
+        grads = [p.grad for p in updated]
+        for p in updated:
+            p.grad = None  # so that torch skips it
+        super().step()
+        for p, grad in zip(updated, grads, strict=True):
+            p.grad = grad
+
+    def _update_large(self, group: dict[str, Any]) -> list[nn.Parameter]:
+        """Update the parameters that our kernel supports, and return them. A parameter's first step
+        is left to torch, which creates its state."""
+        large = [p for p in group["params"] if self.state.get(p) and _is_large(p, self.state[p])]
+        if large:
+            from fledge.kernels.adamw import adamw
+
+            states = [self.state[p] for p in large]
+            adamw(
+                large,
+                [p.grad for p in large],
+                *([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq", "step")),
+                **{name: group[name] for name in ("lr", "betas", "eps", "weight_decay")},
+                grad_scale=self.grad_scale,
+                found_inf=self.found_inf,
+            )
+        return large
+
+
+def _is_large(p: nn.Parameter, state: dict[str, Tensor]) -> bool:
+    """Whether our kernel updates a parameter. torch updates small ones, which are faster in one
+    fused launch, and sharded ones (DTensor)."""
+    if p.grad is None or p.numel() < _LARGE or isinstance(p, DTensor):
+        return False
+    tensors = (p, p.grad, state["exp_avg"], state["exp_avg_sq"])
+    return all(tensor.is_contiguous() for tensor in tensors) and kernel_runs(p, what="AdamW")
 
 
 Skipping = SkippingAdamW | SkippingMuon

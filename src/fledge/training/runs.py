@@ -7,9 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from fledge.core.errors import BadInput
+from fledge.core.files import atomic_file
+from fledge.core.reading import load_tensors
 from fledge.methods.registry import load_draft, method_of
 from fledge.methods.shared.config import trained_depths
 from fledge.methods.shared.files import CONFIG_NAME, read_config, read_draft_config
@@ -23,6 +27,7 @@ if TYPE_CHECKING:
     from fledge.methods.shared.draft import DraftModel
     from fledge.target.hf.model import HFEagle3TargetModel
 
+PROMPTS_NAME = "prompts.safetensors"
 _DRAFT_TOKENS = 5  # if neither a run nor the config records how many it was trained for
 
 
@@ -66,6 +71,23 @@ def trained_length(draft: Path) -> int | None:
     """The maximum length of the rows that a draft was trained on, if it belongs to a run."""
     recipe = recipe_of(draft)
     return None if recipe is None else recipe.data.max_length
+
+
+def save_prompts(run: Path, digests: NDArray[np.uint64]) -> None:
+    """Keep the digests of the prompts that a run is trained on (`RowView.prompts`)."""
+    from safetensors.numpy import save
+
+    with atomic_file(run / PROMPTS_NAME) as handle:
+        handle.write(save({"digests": digests.view(np.int64)}))
+
+
+def trained_prompts(draft: Path) -> NDArray[np.uint64] | None:
+    """The digests of the prompts that a draft was trained on, if its run kept them."""
+    path = (run_directory(draft) or draft) / PROMPTS_NAME
+    if not path.exists():
+        return None
+    digests: NDArray[np.uint64] = load_tensors(path)["digests"].numpy().astype(np.uint64)
+    return digests
 
 
 def checkpoint_state(draft: Path) -> dict[str, Any] | None:

@@ -19,6 +19,7 @@ from fledge.target.finite_check import NotFinite, module_of, place_of, refusal
 from fledge.training import checkpoint as checkpoints
 from fledge.training import metrics, saving
 from fledge.training.batches import StepBatch
+from fledge.training.runs import save_prompts
 from fledge.training.setup import Training
 from fledge.training.step import StepResult, Sums
 
@@ -248,6 +249,7 @@ def resume(training: Training, observer: Observer) -> tuple[State, Sums]:
     if parts.world.is_main and not training.vocabulary_path.exists():
         training.recipe.write_resolved(directory)
         write_json(directory / MACHINE_NAME, describe_machine())
+        save_prompts(directory, training.rows.prompts())
         training.vocabulary.save(training.vocabulary_path)  # last: the run has started
     parts.world.barrier()
     if checkpoint is None:

@@ -61,6 +61,7 @@ class Training:
     directory: Path
     parts: Parts
     stream: PackStream
+    rows: RowView  # the stream's rows, but reading them does not ask for answers in advance
     held_out: list[TokenBatch]
     draft: DraftModel
     vocabulary: DraftVocabulary
@@ -105,19 +106,19 @@ def split_training(rows: Rows, recipe: Recipe) -> tuple[RowView, RowView]:
     """(training rows, held-out rows) of the recipe's `data.train`."""
     data = recipe.data
     held_out = 0 if data.valid else data.valid_rows
-    return split_rows(rows, held_out)
+    return split_rows(rows, held_out, drop_truncated=data.drop_truncated)
 
 
 def known_data(recipe: Recipe, target: Eagle3TargetBackend) -> tuple[RowView, RowView, str]:
     """Like `prepare_data`, for a target that brings its own rows."""
-    known_rows = target.known_rows()
+    known_rows, data = target.known_rows(), recipe.data
     assert known_rows is not None, f"{type(target).__name__} brings no rows"
     longest = int(known_rows.rows.lengths.max())
     if longest > recipe.packing.tokens:
         what = f"packing.tokens ({recipe.packing.tokens}) is below the longest row of the "
         what += f"{recipe.target.backend} ({longest})"
         raise BadInput(what, where="packing.tokens", fix=f"packing.tokens={longest} or more")
-    train, held_out = known_rows.split(recipe.data.valid_rows)
+    train, held_out = known_rows.split(data.valid_rows, drop_truncated=data.drop_truncated)
     return _not_empty(train), held_out, known_rows.fingerprint
 
 
@@ -205,6 +206,7 @@ def set_up(
                 steps=training.steps,
                 world=world,
             ),
+            rows=rows,
             held_out=batches,
             draft=draft,
             vocabulary=vocabulary,

@@ -102,11 +102,6 @@ def sharded_like(tensor: Tensor, like: Tensor) -> Tensor:
     return torch.empty_like(like).copy_(view)
 
 
-def local_tensor(tensor: Tensor) -> Tensor:
-    """This rank's share of a sharded tensor; other tensors unchanged."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def _policy(compute_dtype: torch.dtype | None, dtype: torch.dtype) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy(
         param_dtype=compute_dtype, reduce_dtype=dtype, cast_forward_inputs=False

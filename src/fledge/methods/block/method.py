@@ -24,6 +24,7 @@ class BlockMethod(Method):
         "head_from_target": True,
         "layers_from_target": False,
         "freeze_embeddings": True,
+        "qk_norm": True,
         **WITHOUT_NORMS,
     }
     carries_states = False
