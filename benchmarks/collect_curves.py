@@ -6,23 +6,23 @@
 
 A curve is a kilobyte: held-out length over steps, the schedule, and what was trained. The check
 cuts each curve at several shares of its run, forecasts its end, and prints two tables: from its own
-curve, and from the other given runs of the same recipe if there are any. `--steps` is for a run
-whose files lack it.
+curve, and from the other given runs of the same recipe if there are any.
 """
 
 import argparse
 import json
+import math
 import re
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from fledge.core.errors import BadInput
 from fledge.methods.registry import METHODS
 from fledge.recipe.schema import RESOLVED_NAME, load_recipe
-from fledge.training.curves import Curve, Kind, Known, read_curve
+from fledge.training.curves import Course, Curve, Kind, Known, read_curve
 from fledge.training.forecast import Estimate, forecast
 
 SHARES = (0.2, 0.4, 0.6, 0.8)
@@ -38,7 +38,7 @@ class Kept:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> "Kept":
-        return cls(Curve.from_json(value), Kind(**value["about"]))
+        return cls(curve_from(value), Kind(**value["about"]))
 
     def to_json(self) -> dict[str, object]:
         return {"about": asdict(self.kind), **compact(self.curve)}
@@ -58,9 +58,28 @@ class Kept:
 
 
 def compact(curve: Curve) -> dict[str, object]:
-    value = curve.to_json()
-    value["measured"] = [[step, round(length, 5), n] for step, length, n in curve.measured]
-    return value
+    course = {k: v for k, v in asdict(curve.course).items() if v != math.inf}
+    measured = [[step, round(length, 5), n] for step, length, n in curve.measured]
+    return {**asdict(curve), "course": course, "measured": measured}
+
+
+def curve_from(value: dict[str, Any]) -> Curve:
+    """Unknown keys are ignored: older versions wrote more."""
+    rest = {k: v for k, v in value.items() if k in Curve.__dataclass_fields__}
+    course = {k: v for k, v in value["course"].items() if k in Course.__dataclass_fields__}
+    measured = tuple((a, b, c) for a, b, c in value["measured"])
+    return Curve(**rest | {"course": Course(**course), "measured": measured})
+
+
+def upto(curve: Curve, share: float) -> Curve:
+    """The curve as it was when this share of the run was done."""
+    step = int(share * curve.course.steps)
+    return replace(
+        curve,
+        measured=tuple(m for m in curve.measured if m[0] <= step),
+        seconds=curve.seconds * min(1.0, step / max(1, curve.step)),
+        step=min(step, curve.step),
+    )
 
 
 def named(*parts: Path | str) -> str:
@@ -81,7 +100,7 @@ def tuned(path: Path, held: dict[str, Any]) -> dict[str, Kept]:
         method = run.get("method") or next(filter(run["name"].startswith, METHODS), None)
         kind = Kind(method or recipe.objective.kind, target, run["name"])
         name = named(path.stem, run["name"], str(run["seed"]))
-        curves[name] = Kept(Curve.from_json(run["course"]), kind)
+        curves[name] = Kept(curve_from(run["course"]), kind)
     return curves
 
 
@@ -89,7 +108,7 @@ def end_of(one: Kept, share: float, others: dict[str, Kept]) -> Estimate | None:
     """The forecast from the first `share` of a run; None if it is too early."""
     known = one.known(others)
     try:
-        return forecast(one.curve.upto(share), known=known).end
+        return forecast(upto(one.curve, share), known=known).end
     except BadInput:
         return None
 
@@ -130,14 +149,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("places", nargs="+", type=Path, help="runs, or curves (.json)")
     parser.add_argument("--out", type=Path, help="where to keep the curves of runs")
-    parser.add_argument("--steps", type=int, default=0)
     args = parser.parse_args()
     runs: dict[str, Kept] = {}
     for place in args.places:
         content = json.loads(place.read_text()) if place.is_file() else None
         if content is None:
             kind = Kind.of(load_recipe(place / RESOLVED_NAME))
-            curves = {named(place): Kept(read_curve(place, steps=args.steps), kind)}
+            curves = {named(place): Kept(read_curve(place), kind)}
         elif "runs" in content:
             curves = tuned(place, content)
         else:

@@ -15,8 +15,8 @@ import collect_curves
 import tune
 import tune_report
 import tune_runs
+from collect_curves import curve_from
 from fledge.recipe.schema import load_recipe
-from fledge.training.curves import Curve
 from fledge.training.fit import evaluate, fit
 from fledge.training.setup import set_up
 from train.tiny import Notes
@@ -126,7 +126,7 @@ def test_a_curve_can_be_forecast(whole, tmp_path, capsys, monkeypatch):
     collect_curves.main()
     assert "| whole_decayed_1 | 20 | " in capsys.readouterr().out
     assert len(list(tmp_path.glob("*.json"))) == 6
-    curve = Curve.from_json(json.loads((tmp_path / "whole_plain_0.json").read_text()))
+    curve = curve_from(json.loads((tmp_path / "whole_plain_0.json").read_text()))
     run = runs_in(whole)[0]
     assert [step for step, *_ in curve.measured] == [4, 8, 12, 16, 20]
     assert curve.measured[-1][1] == pytest.approx(run["lengths"]["held out"], abs=1e-5)

@@ -62,7 +62,6 @@ def test_missing_optional_packages_are_reported(monkeypatch, examined):
     assert parts(facts)["vLLM targets"]["install"] == install_extra("vllm")
     assert "uvicorn, httptools" in parts(facts)["serve-target"]["note"]
     assert not parts(facts)["GGUF targets"]["works"]
-    assert "ensurepip" in parts(facts)["embedded smollm2-135m"]["install"]
 
 
 def test_install_commands_are_printed_unbroken_below_the_table(monkeypatch, fledge):
@@ -88,36 +87,24 @@ def test_a_torch_that_fails_to_import_is_reported(monkeypatch, examined):
     assert "libcudart" in parts(facts)["GPU training"]["note"]
 
 
-def gpu(capability):
-    card = doctor.Gpu("Card", 80 * 2**30, capability)
-    return doctor.Accelerator("", "CUDA 12.8", (card,))
+def gpus(*capabilities):
+    cards = [doctor.Gpu("Card", 80 * 2**30, capability) for capability in capabilities]
+    return doctor.Accelerator("", "CUDA 12.8", tuple(cards))
 
 
 @pytest.mark.parametrize(
     ("capability", "bf16", "fp8"),
-    [("7.5", False, False), ("8.0", True, False), ("8.9", True, True), ("10.0", True, True)],
+    [((7, 5), False, False), ((8, 0), True, False), ((8, 9), True, True), ((10, 0), True, True)],
 )
-def test_precisions_follow_the_capability(capability, bf16, fp8):
-    works = {part.name: part.works for part in doctor.optional_parts(gpu(capability))}
+def test_precisions_follow_the_weakest_gpu(capability, bf16, fp8):
+    parts = doctor.optional_parts(gpus((10, 0), capability))
+    works = {part.name: part.works for part in parts}
     assert works["GPU training"]
     assert (works["bf16 compute"], works["fp8 targets"]) == (bf16, fp8)
 
 
-def test_the_weakest_gpu_decides():
-    mixed = doctor.Accelerator("", "CUDA 12.8", gpu("10.0").gpus + gpu("7.5").gpus)
-    assert mixed.capability == (7, 5)
-
-
-def test_hidden_or_broken_gpus_are_explained(monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    hidden = doctor.optional_parts(doctor.Accelerator("", "CUDA 12.8"))[0]
-    assert "CUDA_VISIBLE_DEVICES=''" in hidden.note
+def test_missing_or_broken_gpus_are_explained():
+    missing = doctor.optional_parts(doctor.Accelerator("", "CUDA 12.8"))[0]
+    assert "nvidia-smi" in missing.note
     broken = doctor.optional_parts(doctor.Accelerator("the GPU does not answer", "CUDA 12.8"))[0]
     assert (broken.works, broken.note) == (False, "the GPU does not answer")
-
-
-def test_offline_flags_are_reported(monkeypatch, examined):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    hub = parts(examined())["models by hub id"]
-    assert not hub["works"]
-    assert "HF_HUB_OFFLINE" in hub["note"]

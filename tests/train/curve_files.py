@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
+from collect_curves import curve_from
 from fledge.training.curves import Course, Curve
 from fledge.training.forecast import length_of
 
@@ -13,7 +14,7 @@ _PLACE = Path(__file__).parent / "curves"
 
 
 def real_curve(name: str) -> Curve:
-    return Curve.from_json(json.loads((_PLACE / f"{name}.json").read_text()))
+    return curve_from(json.loads((_PLACE / f"{name}.json").read_text()))
 
 
 def real_curves() -> dict[str, Curve]:

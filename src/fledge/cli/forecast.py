@@ -26,15 +26,6 @@ def forecast(
             "Default: those of the same recipe beside RUN.",
         ),
     ] = None,
-    stop_below: Annotated[
-        float, Option(min=0.0, help="Percent of the length an hour: less is not worth waiting for.")
-    ] = 1.0,
-    evaluation: Annotated[
-        Path | None, Option("--eval", help="Figures by kind of prompt; default: RUN/eval.json.")
-    ] = None,
-    steps: Annotated[
-        int, Option(min=0, help="Of the run in all, where its files do not say; 0: they do.")
-    ] = 0,
     as_json: AsJson = False,
 ) -> None:
     """Say what acceptance length a run will reach, when to stop it, and what limits it.
@@ -44,17 +35,15 @@ def forecast(
     """
     if not run.is_dir():
         raise BadInput("no such run", where=str(run))
-    from fledge.report.page import EVALUATION_NAME
     from fledge.training.curves import known_runs, read_curve
     from fledge.training.forecast import forecast as forecast_of
-    from fledge.training.limits import limits_of
+    from fledge.training.forecast import limits_of
 
-    curve, known = read_curve(run, steps=steps), known_runs(run, like or ())
     try:
-        ahead = forecast_of(curve, known=known, stop_below=stop_below)
+        ahead = forecast_of(read_curve(run), known=known_runs(run, like or ()))
     except BadInput as error:
-        raise BadInput(error.what, where=str(run), fix=error.fix) from None
-    limits = limits_of(run, ahead, evaluation=evaluation or run / EVALUATION_NAME)
+        raise BadInput(error.what, where=error.where or str(run), fix=error.fix) from None
+    limits = limits_of(run, ahead)
     if as_json:
         print_json({**ahead.to_json(), "limits": [limit._asdict() for limit in limits]})
         return
@@ -84,14 +73,10 @@ def _advice(ahead: "Forecast") -> str:
     """One sentence on when more steps stop helping."""
     if ahead.gain_per_hour is None:
         return "the time of steps was not logged, so the gain per hour is unknown"
-    least, hourly = f"{ahead.stop_below:g} % an hour", f"{ahead.gain_per_hour:.1f} % an hour"
     took = f"{60 * ahead.hours:.0f} minutes" if ahead.hours < 2 else f"{ahead.hours:.1f} hours"
+    gain = f"would gain {ahead.gain:.1f} %, {ahead.gain_per_hour:.1f} % an hour"
     if ahead.finished:
-        verdict = "worth it" if ahead.gain_per_hour >= ahead.stop_below else "not worth it"
-        again = f"as long again ({took}) would gain {ahead.gain:.1f} %, {hourly}"
-        return f"the run is over; {again}: {verdict} at {least}"
-    if ahead.stop_at == ahead.step:
-        return f"stop here: the {took} left gain {ahead.gain:.1f} %, {hourly}, less than {least}"
-    if ahead.stop_at is not None:
-        return f"stop at step {ahead.stop_at:,}: from there on the rest gains less than {least}"
-    return f"worth it to the end: the {took} left gain {ahead.gain:.1f} %, {hourly}"
+        return f"the run is over; as long again ({took}) {gain}"
+    if ahead.stop_at is None:
+        return f"worth it to the end: the {took} left {gain}"
+    return f"stop at step {ahead.stop_at:,}: from there on the rest gains less than 1 % an hour"

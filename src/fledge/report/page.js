@@ -316,7 +316,7 @@ function stopping(f) {
   const gain = `${f.gain.toFixed(1)} % in ${duration(3600 * f.hours).join(" ")}`;
   if (f.finished) return `as long again would gain ${gain}`;
   if (f.stop_at == null) return `the rest gains ${gain}: worth it to the end`;
-  return `the rest gains ${gain}; less than ${f.stop_below} % an hour from step ${f.stop_at.toLocaleString("en")} on: stop there`;
+  return `the rest gains ${gain}; less than 1 % an hour from step ${f.stop_at.toLocaleString("en")} on: stop there`;
 }
 
 function training() {

@@ -20,12 +20,11 @@ from typing import Any
 from fledge import __version__
 from fledge.core.errors import BadInput
 from fledge.core.machine import MACHINE_NAME
-from fledge.core.reading import ListOf, MapOf, Maybe, Table, check, read_bytes, read_json
+from fledge.core.reading import ListOf, Maybe, Table, read_bytes, read_json
 from fledge.methods.registry import METHODS
 from fledge.recipe.yaml_text import parse_yaml
 from fledge.training.curves import CURVES, known_runs, read_curve, read_metrics
-from fledge.training.forecast import forecast
-from fledge.training.limits import limits_of
+from fledge.training.forecast import forecast, limits_of
 
 EVALUATION_NAME = "eval.json"
 MOST_POINTS = 600  # of a curve: more than a screen can show
@@ -47,7 +46,7 @@ def gather(run: Path, evaluation: Path | None = None) -> dict[str, Any]:
         "method": METHODS[kind].title if kind in METHODS else kind,
         "training": _curves(steps),
         "held_out": _held_out(held_out),
-        "forecast": _forecast(run, evaluation),
+        "forecast": _forecast(run),
         "evaluation": None if evaluation is None else _evaluation(evaluation),
         "recipe": recipe,
         "machine": read_json(machine) if machine.is_file() else None,
@@ -55,11 +54,10 @@ def gather(run: Path, evaluation: Path | None = None) -> dict[str, Any]:
 
 
 def _recipe(path: Path) -> dict[str, Any]:
-    """The recipe as written, by any version; checked only to consist of sections."""
+    """The recipe as written, by any version."""
     if not path.is_file():
         return {}
     value, _ = parse_yaml(read_bytes(path, what="the recipe"), where=str(path))
-    check(value or {}, MapOf(Maybe(Table())), where=str(path), what="the recipe")
     return value or {}
 
 
@@ -69,11 +67,11 @@ def _evaluation(path: Path) -> Any:
     return read_json(path, _EVALUATION, what=what, fix=fix)
 
 
-def _forecast(run: Path, evaluation: Path | None) -> dict[str, Any] | None:
+def _forecast(run: Path) -> dict[str, Any] | None:
     """The run's forecast; None if there is too little data or its recipe cannot be read."""
     try:
         ahead = forecast(read_curve(run), known=known_runs(run))
-        limits = limits_of(run, ahead, evaluation=evaluation)
+        limits = limits_of(run, ahead)
     except BadInput:
         return None
     return {

@@ -9,7 +9,7 @@ import hashlib
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +18,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fledge.core.errors import BadInput
-from fledge.core.reading import Expected, ListOf, Maybe, Table, Whole, check, parse_json
 from fledge.recipe.schema import RESOLVED_NAME, Recipe, load_recipe
 from fledge.training.checkpoint import STEPS, read_state
 from fledge.training.optimizer import learning_rate
@@ -33,27 +32,6 @@ _FREE = {
     "training": {"seed", "steps", "epochs", "device", "record_steps"},
     "data": {"workers"},
 }
-
-
-# Including NaN and infinity: a diverged run has gaps in its curves.
-_FIGURE = Expected("a number", lambda value: type(value) in (int, float))
-_FIGURES = ListOf(_FIGURE, most=4096)  # one per depth
-_EVALUATION = Table(
-    optional={
-        **dict.fromkeys(("acceptance_length", "tau"), _FIGURE),
-        **dict.fromkeys(("joint", "conditional"), _FIGURES),
-        "rounds": Whole(),
-    }
-)
-_LINE = Table(
-    {"step": Whole()},
-    optional={
-        **dict.fromkeys((*CURVES, "seconds"), Maybe(_FIGURE)),
-        **dict.fromkeys(("prefix_acceptance", "depth_loss"), _FIGURES),
-        "epoch": Whole(),
-        "evaluation": _EVALUATION,
-    },
-)
 
 
 @dataclass(frozen=True)
@@ -100,28 +78,6 @@ class Curve:
     seconds: float = 0.0  # training time up to `step`
     step: int = 0  # the latest step
 
-    def upto(self, share: float) -> "Curve":
-        """The curve as it was when this share of the run was done."""
-        step = int(share * self.course.steps)
-        return replace(
-            self,
-            measured=tuple(m for m in self.measured if m[0] <= step),
-            seconds=self.seconds * min(1.0, step / max(1, self.step)),
-            step=min(step, self.step),
-        )
-
-    def to_json(self) -> dict[str, Any]:
-        course = {k: v for k, v in asdict(self.course).items() if v != math.inf}
-        return {**asdict(self), "course": course}
-
-    @classmethod
-    def from_json(cls, value: dict[str, Any]) -> "Curve":
-        """Unknown keys are ignored: older versions wrote more."""
-        rest = {k: v for k, v in value.items() if k in cls.__dataclass_fields__}
-        course = {k: v for k, v in value["course"].items() if k in Course.__dataclass_fields__}
-        measured = tuple((a, b, c) for a, b, c in value["measured"])
-        return cls(**rest | {"course": Course(**course), "measured": measured})
-
 
 def read_metrics(run: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """(lines about training steps, lines about evaluations)."""
@@ -131,27 +87,24 @@ def read_metrics(run: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]
     lines: list[dict[str, Any]] = []
     for line in path.read_bytes().splitlines():
         try:
-            value = parse_json(line, Table(), where=str(path))
-        except BadInput:
+            lines.append(json.loads(line))
+        except ValueError:
             break  # an unfinished line: the run is still writing, or was killed
-        check(value, _LINE, where=f"{path}, line {len(lines) + 1}", what="the line")
-        lines.append(value)
     steps = [line for line in lines if "loss" in line]
     return steps, [line for line in lines if "evaluation" in line]
 
 
-def read_curve(run: Path, *, steps: int = 0) -> Curve:
-    """The curve of a run in its directory, finished or not; `steps` is its length if that is not
-    recorded there."""
+def read_curve(run: Path) -> Curve:
+    """The curve of a run in its directory, finished or not."""
     logged, measured = read_metrics(run)
     recipe, state = load_recipe(run / RESOLVED_NAME), dict[str, Any]()
     for path in sorted((run / "checkpoints").glob("step-*")):
         with contextlib.suppress(BadInput):
             state = read_state(path)
-    steps = steps or state.get(STEPS, 0) or recipe.training.steps or 0
+    steps = state.get(STEPS, 0) or recipe.training.steps or 0
     if not steps:
         what = "no checkpoint says how many steps the run will have"
-        raise BadInput(what, where=str(run), fix="wait for the next one, or give --steps")
+        raise BadInput(what, where=str(run), fix="wait for the next one")
     return curve_of(recipe, steps, logged, measured)
 
 
@@ -231,17 +184,9 @@ def known_runs(run: Path, like: Sequence[Path] = ()) -> list[Known]:
 
 
 def _known(run: Path, method: str) -> Known:
-    if not run.is_dir():
-        raise BadInput("no such run", where=str(run))
-    curve, own = read_curve(run), load_recipe(run / RESOLVED_NAME).objective.kind
-    missing, fix = "", "give --like runs that are finished"
-    if own != method:
-        missing = f"a run of another method ('{own}', not '{method}')"
-        fix = "give --like runs of the same method"
-    elif curve.step < curve.course.steps:
-        missing = f"not finished: step {curve.step:,} of {curve.course.steps:,}"
-    elif not curve.measured or not curve.depths:
-        missing = "no held-out evaluation"
-    if missing:
-        raise BadInput(missing, where=str(run), fix=fix)
+    curve = read_curve(run)
+    own = load_recipe(run / RESOLVED_NAME).objective.kind
+    if own != method or curve.step < curve.course.steps or not curve.measured:
+        what = f"not a finished run of the method '{method}' with held-out evaluations"
+        raise BadInput(what, where=str(run))
     return Known(run.absolute().name, curve)

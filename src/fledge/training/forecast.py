@@ -12,21 +12,25 @@ seen in e earlier passes counts e^(-e / REPEATS) of one on new rows. `A` is how 
 decayed from its peak: the immediate gain from annealing.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from fledge.core.errors import BadInput
-from fledge.training.curves import Course, Curve, Floats, Known
+from fledge.data.vocab import DraftVocabulary
+from fledge.training.curves import Course, Curve, Floats, Known, read_metrics
+from fledge.training.drafts import VOCABULARY_NAME
 
 STOP_BELOW = 1.0  # percent per hour
 _HALF_WIDTH = 1.2816  # standard deviations to either side of the mean that cover 80 %
 _LEAST_SHARE, _LEAST_RATE = 0.1, 0.2  # minimum to forecast anything from
 _PIECES = 40  # intervals into which the rest of the run is divided
-_NAMED = 3  # maximum number of known runs named in a line
+_MIN_GAIN = 0.5  # percent; smaller limits are not reported
+_RECENT = 10  # number of training windows that are averaged
 
 BEND = 0.6  # the slope falls by e^-BEND with every e-fold of S, so future gains are bounded
 ANNEAL = 0.25, 0.08  # gain in log-odds from annealing the rate to zero: mean, spread
@@ -61,7 +65,6 @@ class Forecast:
     hours: float  # remaining, or what a finished run took
     gain: float  # percent of the length in these hours: to the end, or if trained as long again
     gain_per_hour: float | None  # None: the time of steps was not logged
-    stop_below: float
     stop_at: int | None  # step from which it gains less per hour; None: worth training to the end
     by: tuple[str, ...] = ()  # names of known runs; none: its own curve
 
@@ -71,17 +74,13 @@ class Forecast:
 
     def by_whom(self) -> str:
         """Names the known runs that it is based on; empty if there are none."""
-        more = "" if len(self.by) <= _NAMED else f" and {len(self.by) - _NAMED} more"
-        return f"by the course of {', '.join(self.by[:_NAMED])}{more}" if self.by else ""
+        return f"by the course of {', '.join(self.by)}" if self.by else ""
 
     def to_json(self) -> dict[str, Any]:
-        by = [{"name": name, "share": 1 / len(self.by)} for name in self.by]
-        return {**asdict(self), "by": by, "finished": self.finished}
+        return {**asdict(self), "finished": self.finished}
 
 
-def forecast(
-    curve: Curve, *, known: Sequence[Known] = (), stop_below: float = STOP_BELOW
-) -> Forecast:
+def forecast(curve: Curve, *, known: Sequence[Known] = ()) -> Forecast:
     """Forecast a run from its curve so far; raises BadInput if that is too short."""
     _check_enough(curve)
     course, step, fit = curve.course, curve.step, Fit(curve)
@@ -101,13 +100,13 @@ def forecast(
     hours = step_hours * (course.steps - (0 if finished else step))
     stop_at = None
     for (begin, before), (until, after) in reversed([] if finished else list(pairwise(path))):
-        if _percent(before, after) >= stop_below * step_hours * (until - begin):
+        if _percent(before, after) >= STOP_BELOW * step_hours * (until - begin):
             break
         stop_at = begin
     return Forecast(
         step=step, steps=course.steps, measured=last, end=end, twice_data=twice_data,
         twice_time=twice_time, path=() if finished else path, hours=hours, gain=gain,
-        gain_per_hour=gain / hours if hours else None, stop_below=stop_below, stop_at=stop_at,
+        gain_per_hour=gain / hours if hours else None, stop_at=stop_at,
         by=tuple(followed.names),
     )  # fmt: skip
 
@@ -135,7 +134,11 @@ def _estimates(odds_at: OddsAt, curve: Curve, course: Course, steps: Any) -> lis
 
 
 def _percent(before: Estimate, after: Estimate) -> float:
-    return 100 * (after.length / before.length - 1)
+    return _gain(after.length, before.length)
+
+
+def _gain(after: float, before: float) -> float:
+    return 100 * (after / before - 1) if before > 0 else 0.0
 
 
 # --- formula --------------------------------------------------------------------------------------
@@ -256,3 +259,58 @@ class Followed:
         middle = np.mean(middles, axis=0)
         variance = np.mean(spreads, axis=0) + np.var(middles, axis=0) + 2 * NOISE**2
         return middle + ANNEAL[0] * annealed, variance
+
+
+# --- limits ---------------------------------------------------------------------------------------
+# What limits a draft's length, as far as its run's files show. Each limit states what the length
+# would gain if it alone were removed, and what to change. The gains do not add up.
+
+
+class Limit(NamedTuple):
+    name: str
+    gain: float  # percent of the length, if the limit were removed
+    says: str
+
+
+def limits_of(run: Path, ahead: Forecast) -> list[Limit]:
+    """The limits of a run that are large enough to report, largest first."""
+    logged, measured = read_metrics(run)
+    end = ahead.end.length
+    data, time = (_gain(more.length, end) for more in (ahead.twice_data, ahead.twice_time))
+    says = f"still learning: {data:+.1f} % from twice the data, {time:+.1f} % from twice the steps"
+    limits = [Limit("training", max(data, time), says)]
+    if measured:
+        limits += _of_run(run, measured[-1]["evaluation"], logged)
+    reported = [limit for limit in limits if limit.gain >= _MIN_GAIN]
+    return sorted(reported, key=lambda limit: -limit.gain)
+
+
+def _of_run(run: Path, last: dict[str, Any], logged: Sequence[dict[str, Any]]) -> Iterator[Limit]:
+    """The limits that the latest evaluation, the log and the vocabulary show."""
+    joint, conditional = last.get("joint", []), last.get("conditional", [])
+    depths = len(joint)
+    if joint and conditional:
+        # Assume twice as many tokens, the additional ones as good as the last of these.
+        added = joint[-1] * sum(conditional[-1] ** k for k in range(1, depths + 1))
+        says = f"all {depths} drafted tokens are accepted in {joint[-1]:.0%} of the rounds"
+        gain = _gain(1 + sum(joint) + added, 1 + sum(joint))
+        yield Limit("depth", gain, f"{says}: train and draft more, up to twice as many")
+    recent = [line["tau"] for line in logged[-_RECENT:] if line.get("tau")]
+    charged = logged and sum(loss > 0 for loss in logged[-1].get("depth_loss", []))
+    # Rows must have been seen twice, and both counts must cover the same depths; EAGLE-1 steps
+    # measure only one token.
+    if recent and any(line.get("epoch") for line in logged) and charged == depths:
+        trained, unseen = float(np.mean(recent)), float(last.get("tau") or 0.0)
+        says = f"from every slot {trained:.2f} on training rows, {unseen:.2f} on held-out ones"
+        yield Limit("data", _gain(trained, unseen), f"{says}: more rows rather than more passes")
+    if depths and (run / VOCABULARY_NAME).is_file():
+        vocabulary = DraftVocabulary.load(run / VOCABULARY_NAME)
+        if 0 < vocabulary.coverage < 1:
+            length = last.get("acceptance_length", 0.0)
+            rate = rate_of(np.array([length], float), depths) / vocabulary.coverage
+            says = (
+                f"{1 - vocabulary.coverage:.2%} of the answers' tokens are outside the draft's "
+                f"{vocabulary.size:,}: a larger draft.draft_vocab_size"
+            )
+            whole = float(length_of(np.minimum(rate, 1.0), depths)[0])
+            yield Limit("vocabulary", _gain(whole, length), says)
