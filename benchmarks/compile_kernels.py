@@ -119,7 +119,9 @@ def attention_calls(channels: int, dtype: torch.dtype) -> Iterator[None]:
     backward(fused_attention(q, k, v, rows, [(chain[0], chain[1])]), [q, k, v, *chain])
     yield
     depths = [ROWS // 2, ROWS // 2]
-    backward(fused_parallel(q, (k, v), (chain[0], chain[1]), rows, depths), [q, k, v, *chain])
+    starts = torch.tensor([0, ROWS // 2, ROWS])
+    out = fused_parallel(q, (k, v), (chain[0], chain[1]), rows, depths, starts)
+    backward(out, [q, k, v, *chain])
     yield
     for size, sight in ((8, Sight()), (16, Sight(causal=True, window=6))):
         blocks = BlockRows(slot_N[:8], torch.zeros_like(slot_N[:8]), size)

@@ -29,20 +29,20 @@ from typing import Any, NoReturn
 import torch
 
 from fledge.core.batch import Eagle3TargetBatch
-from fledge.core.errors import BadInput, explain, in_words
+from fledge.core.errors import BadInput, explain
 from fledge.core.files import check_place
 from fledge.core.head import TargetHead, target_distribution
 from fledge.core.machine import find_device
-from fledge.core.progress import Progress, unwatched
-from fledge.core.terminal import Terminal, VisibleFormatter
+from fledge.core.progress import unwatched
+from fledge.core.terminal import Terminal
 from fledge.recipe.schema import Recipe, load_recipe
 from fledge.target.cache.format import DTYPES, ENCODINGS, OVER_A_VOCABULARY
 from fledge.target.cache.job import CacheOptions, cache_options
-from fledge.target.cache.manifest import MANIFEST, ensure_free, ensure_resumable, existing_shards
+from fledge.target.cache.manifest import ensure_free, ensure_resumable
 from fledge.target.cache.precompute import STOPPED, execute
 from fledge.target.hf.kind import HfTarget
 from fledge.target.kinds import spelt_out, target_config
-from fledge.target.layers import EAGLE3_AUX_LAYERS, longest_text
+from fledge.target.layers import longest_text
 from fledge.training.precompute import cache_dtype, recipe_job, recipe_target
 
 logger = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ def _build_parser() -> argparse.ArgumentParser:
     add("--shard-size", type=int, default=256, help="rows per shard (256)")
     add("--dtype", default="bf16", help="of stored floats: fp32 | bf16 | fp16 | auto (bf16)")
     computed = "of the target's forward: fp32 | bf16 | fp16 | fp8; auto: as it is stored (auto)"
-    add("--target-dtype", default="auto", help=computed)
+    add("--target-dtype", default="auto", choices=_TARGET_DTYPES, metavar="DTYPE", help=computed)
     add("--encoding", help=f"{' | '.join(ENCODINGS)} (hidden; topk with --target-probs-topk)")
     topk = "keep the k largest probabilities (encoding topk); 0: all of them (0)"
     add("--target-probs-topk", type=int, default=0, help=topk)
@@ -94,7 +94,7 @@ def _build_parser() -> argparse.ArgumentParser:
     add("--device", default="auto", help="auto | cpu | cuda | cuda:N (auto)")
     add("--num-workers", type=int, default=0, help="processes that tokenise; 0: one per core")
     add("--trust-remote-code", action="store_true", help="run Python code of the model")
-    add("--log-level", default="INFO", help=f"{' | '.join(_LEVELS)} (INFO)")
+    add("--log-level", type=str.upper, default="INFO", choices=_LEVELS, help="(INFO)")
     return parser
 
 
@@ -109,22 +109,8 @@ def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def _completed(args: argparse.Namespace) -> argparse.Namespace:
-    """The arguments of a caller who has not used the parser, which may be fewer than ours."""
-    required = ("target_model", "input_data", "output_dir")
-    for name in required:
-        if name not in args:
-            raise BadInput("a value is required", where=_flag(name))
-    stand_ins = (word for name in required for word in (_flag(name), "-"))
-    args = argparse.Namespace(**{**vars(_build_parser().parse_args([*stand_ins])), **vars(args)})
-    if isinstance(args.input_data, str):
-        args.input_data = [args.input_data]
-    return args
-
-
 def _validate_args(args: argparse.Namespace) -> None:
     """Reject invalid CLI values before loading any model."""
-    args = _completed(args)
     positive = ("batch_size", "shard_size", "draft_vocab_size")
     rest = ("target_probs_topk", "num_workers", "shuffle_seed")
     smallest = {"seq_length": 2, **dict.fromkeys(positive, 1), **dict.fromkeys(rest, 0)}
@@ -134,24 +120,14 @@ def _validate_args(args: argparse.Namespace) -> None:
             raise BadInput(f"{value} is too small", where=_flag(name), fix=f"at least {least}")
     _options(args, lambda: torch.bfloat16)
     _aux_layer_ids(args)
-    for name, allowed in (("target_dtype", _TARGET_DTYPES), ("log_level", _LEVELS)):
-        value = getattr(args, name)
-        if value not in allowed and str(value).upper() not in allowed:
-            what = f"{value!r} is not a {name.rpartition('_')[2]}"
-            raise BadInput(what, where=_flag(name), fix=", ".join(allowed))
     if args.device != "auto":
-        try:
-            find_device(args.device)
-        except BadInput as error:
-            raise BadInput(error.what, where="--device", fix=error.fix) from error
+        find_device(args.device)
     if args.split not in (None, "train") and any(map(_is_file, args.input_data)):
         what = f"a local file is one split, train, and has no {args.split!r}"
         raise BadInput(what, where="--split", fix="leave it out")
     directory = Path(args.output_dir).expanduser()
     check_place(directory, directory=True)
     ensure_free(directory, resume=args.resume)
-    if not (directory / MANIFEST).exists():
-        _ensure_resume_compatible(str(directory), {}, existing_shards(directory))
 
 
 def _is_file(name: str) -> bool:
@@ -179,13 +155,10 @@ def _aux_layer_ids(args: argparse.Namespace) -> tuple[int, ...] | None:
         return None
     given = ",".join(map(str, args.aux_layer_ids))
     try:
-        ids = tuple(int(text) for text in given.split(","))
+        return tuple(int(text) for text in given.split(","))
     except ValueError:
-        ids = ()
-    if not len(ids) == len(set(ids)) == EAGLE3_AUX_LAYERS or min(ids) < 0:
-        what = f"{given!r} is not {in_words(EAGLE3_AUX_LAYERS)} distinct layers"
-        raise BadInput(what, where="--aux-layer-ids", fix="for example 1,15,28")
-    return ids
+        what, fix = f"{given!r} is not a list of layers", "for example 1,15,28"
+        raise BadInput(what, where="--aux-layer-ids", fix=fix) from None
 
 
 def _compute_target_distribution(
@@ -252,23 +225,20 @@ def _run(args: argparse.Namespace) -> int:
     from fledge.cli.console import progress_bar, quiet_libraries
     from fledge.core.distributed import pick_device
 
-    args = _completed(args)
     _validate_args(args)
-    logging.basicConfig(level=str(args.log_level).upper(), format="%(message)s")
-    for handler in logging.getLogger().handlers:
-        handler.setFormatter(VisibleFormatter("%(message)s"))
+    logging.basicConfig(level=args.log_level, format="%(message)s")
     quiet_libraries()
     device, recipe = pick_device(args.device), _recipe(args)
     options = _options(args, lambda: cache_dtype(recipe, device))
-    directory, seed = Path(args.output_dir).expanduser(), args.shuffle_seed
-    job = recipe_job(recipe, directory, options, _Log(), shuffle_seed=seed)
-    load, shown = partial(recipe_target, recipe, device), logger.isEnabledFor(logging.INFO)
+    directory = Path(args.output_dir).expanduser()
+    shown = logger.isEnabledFor(logging.INFO)
     with progress_bar("asking the target") if shown else nullcontext(unwatched) as bar:
-        done = execute(job, load, device=device, progress=_Log(bar))
+        job = recipe_job(recipe, directory, options, bar, shuffle_seed=args.shuffle_seed)
+        done = execute(job, partial(recipe_target, recipe, device), device=device, progress=bar)
     if not done.complete:
         logger.info("stopped by the quota; --resume continues")
         return STOPPED
-    logger.info("train with target.backend=cache target.cached_target_path=%s", job.directory)
+    logger.info("train with target.backend=cache target.cached_target_path=%s", directory)
     return 0
 
 
@@ -298,19 +268,6 @@ def _recipe(args: argparse.Namespace) -> Recipe:
     return load_recipe(
         None, {"target": section.model_dump(), "data": data, "draft": draft, "packing": packing}
     )
-
-
-class _Log(Progress):
-    """Lines in the log, and reports on a bar."""
-
-    def __init__(self, bar: Progress = unwatched) -> None:
-        self._bar = bar
-
-    def __call__(self, *report: Any, **options: Any) -> None:
-        self._bar(*report, **options)
-
-    def say(self, text: str) -> None:
-        logger.info(text)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

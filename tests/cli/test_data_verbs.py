@@ -44,12 +44,10 @@ def test_a_pipe_shows_supervision_without_colors_and_what_was_left_out(fledge, t
     text = fledge("data", "preview", path, "--model", smollm2).out
     assert "⟦A <b>wren</b>.<|im_end|>⟧" in text
     assert "Once⟦ upon a time.⟧" in text
-    assert "an answer before any question was left out" in " ".join(text.split())
     assert "what is in ⟦⟧ is supervised" in " ".join(text.split())
     prepared = fledge("data", "prepare", path, "--model", smollm2).out
     assert prepared.startswith("2 rows, ")
     assert "0 answers without an end" in " ".join(prepared.split())
-    assert "plain text, without a template" in " ".join(prepared.split())
     one = tmp_path / "one.jsonl"
     one.write_text(json.dumps(CHATS[0]) + "\n")
     assert fledge("data", "prepare", one, "--model", smollm2).out.startswith("1 row, ")

@@ -3,8 +3,6 @@
 import pytest
 
 from fledge.data.conversation import (
-    NO_IMAGES,
-    UNASKED,
     parse_conversation,
     parse_messages,
     plain_text,
@@ -67,10 +65,6 @@ def test_an_answer_before_any_question_is_dropped_but_its_row_is_kept(before):
     for begin in ([], [SYSTEM]):
         parsed = parse_conversation({"messages": [*begin, *before, USER, ANSWER]})
         assert parsed.messages == (*begin, USER, ANSWER)
-        assert parsed.notes == (UNASKED,)
-    row = {"messages": [USER, ANSWER], "images": ["bird.png"]}
-    assert parse_conversation(row).notes == (NO_IMAGES,)
-    assert parse_conversation({**row, "images": []}).notes == ()
 
 
 def test_plain_text_is_a_row_without_a_conversation():

@@ -222,7 +222,7 @@ def test_a_script_without_a_main_guard_gets_an_explanation(smollm2, tmp_path):
 def test_a_missing_part_is_named(prepare, tmp_path):
     rows = prepare(write_jsonl(tmp_path / "a.jsonl", [numbered(1)]))
     part_path(rows.directory, 0).unlink()
-    with pytest.raises(BadInput, match=r"part-00000\.arrow: .* cannot be opened"):
+    with pytest.raises(BadInput, match=r"part-00000\.arrow: cannot be read"):
         TokenRows(rows.directory, 1, rows.drops, rows.fingerprint)
 
 
@@ -273,8 +273,7 @@ def test_few_parts_are_mapped_at_a_time(prepare, tmp_path, monkeypatch):
     """Pages of mapped files count as memory, so only a few parts are mapped at once."""
     path = write_jsonl(tmp_path / "a.jsonl", [numbered(i) for i in range(20)])
     made = prepare(path, rows_per_part=1)
-    size = sum(part_path(made.directory, part).stat().st_size for part in range(20)) / 20
-    monkeypatch.setattr(store, "_MAPPED_BYTES", int(3.5 * size))
+    monkeypatch.setattr(store, "_MAPPED", 3)
     del made
     gc.collect()  # unmaps its parts
     rows = prepare(path, rows_per_part=1)
@@ -284,44 +283,3 @@ def test_few_parts_are_mapped_at_a_time(prepare, tmp_path, monkeypatch):
         assert (rows[i].place, rows[i].input_ids.tolist()) == expected[i]
     mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
     assert sum(name.startswith(str(rows.directory)) for name in mapped) == 3
-    shutil.copy(
-        part_path(rows.directory, 11), tmp_path / "longer"
-    )  # its row number has one more digit, in two places
-    (tmp_path / "longer").replace(part_path(rows.directory, 5))
-    with pytest.raises(BadInput, match=r"part-00005\.arrow: changed while it was in use"):
-        rows[5]
-
-
-def test_parts_with_invalid_content_are_rejected(prepare, tmp_path):
-    """Even with a matching checksum, the content of a file is checked against its record."""
-    import pyarrow as pa
-
-    from fledge.data.store import _SCHEMA, read_record
-    from fledge.data.tokenise import checksum
-
-    rows = prepare(write_jsonl(tmp_path / "a.jsonl", [numbered(1), numbered(2)]))
-    path = part_path(rows.directory, 0)
-    record = json.loads(path.with_suffix(".json").read_text())
-    assert read_record(rows.directory, 0) == record
-
-    def write(batch, **fields):
-        with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, batch.schema) as writer:
-            writer.write_batch(batch)
-        new_record = {**record, "crc32": checksum(path), **fields}
-        path.with_suffix(".json").write_text(json.dumps(new_record))
-        return read_record(rows.directory, 0)
-
-    def columns(ids, mask):
-        return pa.record_batch([ids, mask, ["a", "b"], [False, False]], schema=_SCHEMA)
-
-    assert write(columns([[1, 2], [3]], [[0, 1], [1]])) is not None
-    assert write(columns([[1, 2], [3]], [[0], [1, 1]])) is None  # tokens without a mask
-    assert write(columns([[1, 2], None], [[0, 1], None])) is None
-    assert write(columns([[1, 2], [3]], [[0, 1], [1]]), rows=7) is None
-    assert write(columns([[1, 2], [3]], [[0, 1], [1]]), drops=[]) is None
-    assert write(pa.record_batch({"input_ids": [1, 2]})) is None
-    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, _SCHEMA):
-        pass  # no batch at all
-    new_record = {**record, "crc32": checksum(path)}
-    path.with_suffix(".json").write_text(json.dumps(new_record))
-    assert read_record(rows.directory, 0) is None

@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 from data.chats import chat, write_jsonl
 from fledge.core.errors import BadInput
-from fledge.data.conversation import PAIR, PLAIN_TEXT, UNASKED
 from fledge.data.drops import BadRow, DropReport
-from fledge.data.mask import NO_REASONING, MaskedText
+from fledge.data.mask import MaskedText
 from fledge.data.sources import make_parts
 from fledge.data.tokenise import Encoder, TokeniseOptions, tokenise_part
 
@@ -111,11 +110,10 @@ def test_length_limit(smollm2_tokenizer):
 
 
 def test_a_plain_text_is_supervised_from_its_second_token_on(encoder, smollm2_tokenizer):
-    text, row = one_row(encoder, {"text": "The wren is small.\n\nIt sings."})
+    _, row = one_row(encoder, {"text": "The wren is small.\n\nIt sings."})
     ids = smollm2_tokenizer("The wren is small.\n\nIt sings.")["input_ids"]
     assert row.input_ids.tolist() == ids  # as the tokenizer encodes it
     assert row.loss_mask.tolist() == [0] + [1] * (len(ids) - 1)
-    assert text.notes == (PLAIN_TEXT,)
 
 
 def test_a_plain_text_starts_with_bos_where_the_tokenizer_adds_it(smollm2_tokenizer):
@@ -138,28 +136,16 @@ def test_a_plain_text_starts_with_bos_where_the_tokenizer_adds_it(smollm2_tokeni
         bare.texts(chat("Q", "A"))
 
 
-def test_reasoning_that_the_template_leaves_out_is_noted(encoder):
-    row = chat("Q", "A")
-    row["messages"][1]["reasoning"] = "Because.\nOf that."
-    assert encoder.texts(row)[0].notes == (NO_REASONING,)
-    row["messages"][1]["content"] = "Of that. A"  # as if the template rendered it
-    assert encoder.texts(row)[0].notes == ()
-
-
-def test_notes_about_kept_rows_are_counted(encoder, tmp_path):
+def test_kept_and_dropped_rows_are_counted(encoder, tmp_path):
     good, unasked, text = chat("Q", "A"), chat("Q", "A"), {"text": "Once upon a time."}
     unasked["messages"].insert(0, {"role": "assistant", "content": "Hello!"})
     path = tmp_path / "rows.jsonl"
-    pair = {"prompt": "Q", "response": "A"}
-    rows = [good, unasked, text, unasked, {}, pair]
+    rows = [good, unasked, text, {}, {"prompt": "Q", "response": "A"}]
     write_jsonl(path, rows)
     [part] = make_parts([str(path)])
     tokenized = tokenise_part(part, encoder)
-    assert tokenized.drops.kept == len(tokenized.rows) == 5
-    assert tokenized.drops.notes == {UNASKED: 2, PLAIN_TEXT: 1, PAIR: 1}
-    assert tokenized.drops.noted[UNASKED] == [f"{path}:2", f"{path}:4"]
+    assert tokenized.drops.kept == len(tokenized.rows) == 4
     assert tokenized.drops.counts == {"no messages": 1}
     assert tokenized.rows[1].input_ids.tolist() == tokenized.rows[0].input_ids.tolist()
-    merged = DropReport.merged([tokenized.drops, DropReport.from_json(tokenized.drops.to_json())])
-    assert (merged.kept, merged.notes) == (10, {UNASKED: 4, PLAIN_TEXT: 2, PAIR: 2})
-    assert merged.noted[UNASKED] == [f"{path}:2", f"{path}:4", f"{path}:2"]
+    merged = DropReport.merged([tokenized.drops.to_json()] * 2)
+    assert (merged.kept, merged.counts) == (8, {"no messages": 2})

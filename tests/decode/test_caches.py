@@ -122,7 +122,7 @@ def test_the_cached_draft_matches_the_training_rollout(target, options):
     ids = torch.randint(0, 40, (1, 9))
     ones = torch.ones_like(ids)
     batch = HFEagle3TargetModel(target, AUX).generate_batch(ids, ones, ones)
-    plan = plan_rollout(RowMasks(batch.loss_mask, ones), num_depths=3, compact=False)
+    plan = plan_rollout(RowMasks(ones, ones), num_depths=3)
     with torch.no_grad():
         by_depth = draft.unroll(batch.aux_hidden_states[0], batch.input_ids[0], plan)
         drafter = Chain(draft, DraftShape())

@@ -89,19 +89,6 @@ def test_fast_matches_reference_for_any_documents_rows_and_blocks(
     assert_fast_matches_reference(plan, depth, make_inputs(plan, depth, seed=seed))
 
 
-def test_gradients_match_finite_differences():
-    plan = make_plan([4, 3], 3, supervised=1.1)
-    q, keys, values, chain = make_inputs(plan, 2, channels=2)
-
-    def function(q, keys, values, *flat):
-        pairs = list(zip(flat[::2], flat[1::2], strict=True))
-        return rollout_attention(q, keys, values, plan.depths[2], chain=pairs)
-
-    assert torch.autograd.gradcheck(
-        function, (q, keys, values, *(t for pair in chain for t in pair))
-    )
-
-
 def test_the_definition_matches_a_loop_over_rows():
     """Each row attends to its document's keys up to its anchor, then to its own chain."""
     lengths = [5, 1, 12, 3]
@@ -127,12 +114,3 @@ def test_low_precision_keeps_its_dtype(dtype, tolerance):
     inputs = make_inputs(plan, 2, dtype=dtype)
     assert attend(plan, 2, inputs, "fast")[0].dtype == dtype
     assert_fast_matches_reference(plan, 2, inputs, tolerance=tolerance)
-
-
-def test_large_scores_do_not_overflow():
-    plan = make_plan([40], 3, supervised=1.1)
-    q, keys, values, chain = make_inputs(plan, 2, dtype=torch.float32)
-    huge = (q.detach() * 1e4).requires_grad_()
-    out, grads = attend(plan, 2, (huge, keys, values, chain), "fast")
-    assert out.isfinite().all()
-    assert all(grad.isfinite().all() for grad in grads)

@@ -3,6 +3,8 @@
 This covers what EAGLE-3 never exercises: several rows per anchor, and keys that end with a segment.
 """
 
+from itertools import accumulate
+
 import pytest
 import torch
 
@@ -40,8 +42,11 @@ def make_inputs(counts, *, queries=None, slots=SLOTS, heads=6, groups=2, channel
 
 
 def run(function, inputs, counts):
+    starts = [torch.tensor([0, *accumulate(counts)], device=DEVICE)]
+
     def attend(q, k, v, keys, values):
-        return function(q, (k, v), (keys, values), make_rows(counts), counts)
+        more = starts if function is fused_parallel else []
+        return function(q, (k, v), (keys, values), make_rows(counts), counts, *more)
 
     return results(attend, inputs)
 

@@ -72,7 +72,7 @@ def test_packs_hold_every_text_once_and_whole(lengths, batch_tokens):
     packs = list(packs_of(lengths, batch_tokens))
     pieces = [piece for pack in packs for piece in pack]
     assert sorted(piece.row for piece in pieces) == list(range(len(lengths)))
-    assert all((p.start, p.stop) == (0, lengths[p.row]) for p in pieces)
+    assert all(piece.length == lengths[piece.row] for piece in pieces)
     for pack in packs:
         assert len(pack) == 1 or sum(map(len, pack)) <= max(batch_tokens, *lengths)
 

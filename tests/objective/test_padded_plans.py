@@ -292,7 +292,7 @@ def test_passes_depend_on_sizes_only(name, monkeypatch):
 
     def reference_attention(*args, kind, starts_K):
         shapes.paused = True
-        out = parallel_attention(*args, kind="reference")
+        out = parallel_attention(*args, starts_K=starts_K, kind="reference")
         shapes.paused = False
         assert starts_K.tolist() == [0, *np.cumsum(args[-1])]
         return out

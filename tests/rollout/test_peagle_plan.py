@@ -238,7 +238,9 @@ def check_all_implementations(lengths, deepest, *, num_depths, seed=0):
             brute_force(inputs, queries, every, lambda a: documents[a]), inputs
         )
         for kind in ("fast", "reference"):
-            out = parallel_attention(*inputs, rows, segment.counts, kind=kind)
+            out = parallel_attention(
+                *inputs, rows, segment.counts, starts_K=segment.starts_K, kind=kind
+            )
             assert_same(weighted_gradients(out, inputs), definition)
         assert_same(weighted_gradients(flex(inputs, queries, every, lengths), inputs), definition)
 

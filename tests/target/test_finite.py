@@ -93,7 +93,7 @@ def test_the_lowest_layer_of_the_first_row_is_reported():
 
 def test_the_document_within_a_pack_is_reported():
     rows = [token_row([1] * 3, place="a:1"), token_row([1] * 2, place="b:2")]
-    pack = collate(rows, [(Piece(0, 0, 3), Piece(1, 0, 2))], 8, pad_id=0)
+    pack = collate(rows, [(Piece(0, 3), Piece(1, 2))], 8, pad_id=0)
     for token, place in ((0, "a:1"), (2, "a:1"), (3, "b:2"), (4, "b:2")):
         batch = answer(pack, "hidden", torch.float32)
         batch.aux_hidden_states[0, token, 0] = float("nan")

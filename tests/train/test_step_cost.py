@@ -74,7 +74,7 @@ def random_rows(seed, *, lengths=(157, 61, 9, 83), width=333):
     for length in lengths:
         turns = np.repeat(rng.integers(0, 2, length), rng.integers(1, 40, length))[:length]
         documents.append(TokenRow(rng.integers(0, V, length), turns.astype(np.uint8), "", False))
-    pack = tuple(Piece(row, 0, length) for row, length in enumerate(lengths))
+    pack = tuple(Piece(row, length) for row, length in enumerate(lengths))
     return collate(documents, [pack], width, pad_id=0)
 
 

@@ -30,62 +30,46 @@ Directory = Annotated[
 @app.command(epilog="Example: fledge cache info cache --json")
 def info(directory: Directory, as_json: opt.OutcomeAsJson = False) -> None:
     """Show what a cache holds and its size, finished or not."""
-    from fledge.target.cache.job import readable
+    from rich import filesize
 
     facts = _facts(directory.expanduser())
     if as_json:
         print_json(facts)
         return
     texts = {k: f"{v:,.0f}" if type(v) in (int, float) else str(v) for k, v in facts.items()}
-    out.print(facts_table(texts | {"bytes": readable(facts["bytes"])}))
+    out.print(facts_table(texts | {"bytes": filesize.decimal(facts["bytes"])}))
     if not facts["complete"]:
         out.print("unfinished: run the same precompute with --resume", style="yellow")
 
 
 def _facts(directory: Path) -> dict[str, Any]:
     from fledge.target.cache import manifest as manifests
-    from fledge.target.cache.backend import open_shards
 
     manifest = manifests.read_manifest(directory)
-    existing = sorted(manifests.existing_shards(directory))
-    shards = open_shards(directory, manifest, existing)
-    tokens = sum(int(shard.lengths.sum()) for shard in shards)
-    shard_bytes = sum(shard.path.stat().st_size for shard in shards)
+    shards, wanted = len(manifests.existing_shards(directory)), manifests.shards_of(manifest)
+    plain = ("encoding", "dtype", "rows", "held_out_rows", "aux_layer_ids", "hidden_size")
+    target = manifest[manifests.LATE]
     return {
         "directory": str(directory),
-        "complete": len(existing) == manifests.shards_of(manifest),
+        "complete": shards == wanted,
         "layout": manifest.get("layout", "fledge"),
-        "encoding": manifest["encoding"],
-        "dtype": manifest["dtype"],
-        "rows": manifest["rows"],
-        "held_out_rows": manifest["held_out_rows"],
-        "shards": len(existing),
-        "shards_wanted": manifests.shards_of(manifest),
-        "tokens": tokens,
-        "supervised": sum(int(shard.loss_mask.sum()) for shard in shards),
+        **{name: manifest[name] for name in (*plain, "vocab_size", "top_k")},
+        "shards": shards,
+        "shards_wanted": wanted,
         "bytes": sum(path.stat().st_size for path in directory.rglob("*") if path.is_file()),
-        "bytes_per_token": shard_bytes / max(1, tokens),
-        "aux_layer_ids": manifest["aux_layer_ids"],
-        "hidden_size": manifest["hidden_size"],
-        "vocab_size": manifest["vocab_size"],
         "draft_vocabulary": manifests.vocabulary_size(manifest),
-        "top_k": manifest["top_k"],
-        "weights": manifest[manifests.LATE]["weight_dtypes"],
-        "weights_fingerprint": manifest[manifests.LATE]["weights_fingerprint"],
+        **{name: target[name] for name in ("weight_dtypes", "weights_fingerprint")},
     }
 
 
 @app.command(epilog="Example: fledge cache verify cache")
 def verify(directory: Directory, as_json: opt.OutcomeAsJson = False) -> None:
     """Read every row and compare its checksum; exit code 1 when one is damaged."""
-    from fledge.target.cache.automodel import read_embedding
     from fledge.target.cache.backend import CacheStore
     from fledge.target.cache.manifest import lacks_target, read_target
 
     store = CacheStore(directory.expanduser())
-    if lacks_target(store.directory, store.manifest):
-        read_embedding(store.directory)
-    else:
+    if not lacks_target(store.directory, store.manifest):
         read_target(store.directory, store.manifest)
     damaged = []
     with progress_bar("reading") as show:

@@ -2,8 +2,9 @@
 
 import contextlib
 import copy
+import io
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -69,6 +70,14 @@ def facts_table(facts: Mapping[str, str]) -> Table:
     for name, text in facts.items():
         table.add_row(name.replace("_", " "), text)
     return table
+
+
+def html_page(texts: Iterable[Text]) -> str:
+    """A self-contained page that shows the texts as a terminal would."""
+    page = Console(record=True, file=io.StringIO(), width=120)
+    for text in texts:
+        page.print(text, end="\n\n")
+    return page.export_html()
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 from typer import Argument, Option
 
-from fledge.cli.console import err, facts_table, in_color, out, print_json, progress_bar
+from fledge.cli.console import err, facts_table, html_page, in_color, out, print_json, progress_bar
 from fledge.cli.help import Verbs
 from fledge.cli.options import AsJson, TrustRemoteCode
 from fledge.core.errors import BadInput, nearest
@@ -121,7 +121,7 @@ def prepare(
     tokens, share = counted(rows.tokens, "token"), rows.supervised / rows.tokens
     ends = counted(rows.truncated, "answer")
     out.print(marked(template, counted(len(rows), "row"), again, tokens, share, ends))
-    _print_drops(rows.drops)
+    out.say(rows.drops.line(most=None) or "no row dropped")
     out.say(f"kept in {rows.directory}", style="dim")
 
 
@@ -155,7 +155,7 @@ def preview(
     encoder = Encoder.load(directory, options, trust_remote_code=trust_remote_code)
     rows = list(view.preview_rows(data, encoder, count))
     if html is not None:
-        write_text(html, view.to_html(rows, model))
+        write_text(html, html_page(view.to_terminal(row) for row in rows))
         err.say(f"wrote {html}")
     if as_json:
         print_json([row.to_json() for row in rows])
@@ -201,7 +201,7 @@ def stats(
         print_json(figures)
     else:
         _print_stats(figures)
-        _print_drops(rows.drops)
+        out.say(rows.drops.line(most=None) or "no row dropped")
 
 
 def _print_stats(figures: dict[str, Any]) -> None:
@@ -231,8 +231,3 @@ def _bars(title: str, rows: list[tuple[str, float, str]]) -> None:
     for name, share, label in rows:
         table.add_row(name, Text("█" * round(40 * share), style="green"), label)
     out.print(table)
-
-
-def _print_drops(drops: Any) -> None:
-    for line in drops.lines(most=None) or ["no row dropped"]:
-        out.say(line)

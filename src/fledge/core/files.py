@@ -4,7 +4,6 @@ Every file and directory fledge leaves behind goes through here.
 """
 
 import contextlib
-import errno
 import fcntl
 import json
 import os
@@ -101,46 +100,22 @@ def _remove_abandoned(path: Path, suffix: str) -> None:
 
 
 @contextlib.contextmanager
-def _parents(path: Path) -> Iterator[None]:
-    """Make the directories that `path` will be in; a failure removes those that were not there."""
-    new = [parent for parent in path.parents if not parent.exists()]  # innermost first
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        yield
-    except BaseException:
-        for parent in new:
-            with contextlib.suppress(OSError):  # never made, or another process uses it by now
-                parent.rmdir()
-        raise
-
-
-@contextlib.contextmanager
 def temporary_sibling(path: Path, *, directory: bool) -> Iterator[Path]:
     """A new empty file or directory beside `path`, locked while its writer is running."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     _remove_abandoned(path, ".tmp")
     prefix, suffix = f".{path.name}.", ".tmp"
-    while True:
-        if directory:
-            temporary = Path(tempfile.mkdtemp(suffix, prefix, path.parent))
-        else:
-            descriptor, name = tempfile.mkstemp(suffix, prefix, path.parent)
-            os.close(descriptor)
-            temporary = Path(name)
-        try:
-            fd = os.open(temporary, os.O_RDONLY)
-        except FileNotFoundError:  # another process considered it abandoned before it was locked
-            continue
-        with contextlib.suppress(OSError):  # no locks on this file system: nothing is removed there
-            fcntl.flock(fd, fcntl.LOCK_EX)
-        if temporary.exists():  # else it was removed just before it was locked
-            break
-        os.close(fd)
+    if directory:
+        temporary = Path(tempfile.mkdtemp(suffix, prefix, path.parent))
+    else:
+        descriptor, name = tempfile.mkstemp(suffix, prefix, path.parent)
+        os.close(descriptor)
+        temporary = Path(name)
+    fd = os.open(temporary, os.O_RDONLY)
+    with contextlib.suppress(OSError):  # no locks on this file system: nothing is removed there
+        fcntl.flock(fd, fcntl.LOCK_EX)
     try:
         yield temporary
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            error.filename = str(path)  # the requested path, not the temporary one
-        raise
     finally:
         if directory:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -161,7 +136,7 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
             yield handle
         return
     path = Path(os.path.realpath(path))  # write to a link's target, keep the link
-    with _parents(path), temporary_sibling(path, directory=False) as temporary:
+    with temporary_sibling(path, directory=False) as temporary:
         with temporary.open("wb") as handle:
             yield handle
             handle.flush()
@@ -185,7 +160,7 @@ def write_json(path: Path, value: Any) -> None:
 def atomic_directory(path: Path) -> Iterator[Path]:
     """Fill a temporary sibling directory; on success it becomes `path` (an old one is replaced)."""
     path = Path(os.path.realpath(path))
-    with _parents(path), temporary_sibling(path, directory=True) as temporary:
+    with temporary_sibling(path, directory=True) as temporary:
         yield temporary
         for entry in temporary.rglob("*"):
             entry.chmod((0o777 if entry.is_dir() else 0o666) & ~_UMASK)  # some libraries write 0600

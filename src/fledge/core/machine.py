@@ -28,20 +28,19 @@ def find_device(wanted: "torch.device | str | None" = None) -> "torch.device":
     """The device of that name, refused if unavailable; None: a GPU if any, else the CPU."""
     import torch
 
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
     if not wanted:
         wanted = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(wanted)
     except RuntimeError:
         raise BadInput(f"'{wanted}' is not a device", fix="cpu, cuda or cuda:1") from None
-    if device.type == "cpu":
-        return device
-    if accelerator is None or device.type != accelerator.type:
-        seen = "no GPU" if accelerator is None else f"only {accelerator.type}"
-        raise BadInput(f"{wanted} was asked for, but torch sees {seen}", fix="use cpu")
-    if (device.index or 0) >= (count := torch.accelerator.device_count()):
-        raise BadInput(f"{wanted} was asked for, but the last one is {device.type}:{count - 1}")
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if device.type != "cpu":
+        usable = accelerator is not None and accelerator.type == device.type
+        count = torch.accelerator.device_count() if usable else 0
+        if (device.index or 0) >= count:
+            what = f"{wanted} was asked for, but torch sees {count or 'no'} GPU"
+            raise BadInput(what, fix="use cpu or another one")
     return device
 
 

@@ -35,12 +35,9 @@ class HttpOptions:
 class _Failure(Exception):  # noqa: N818  (caught request by request)
     """One failed attempt. `again`: another may succeed; `hopeless`: else every row will fail."""
 
-    def __init__(
-        self, reason: str, detail: str, *, again: bool, hopeless: bool, wait_s: float | None = None
-    ) -> None:
-        super().__init__(reason)
-        self.bad, self.again, self.hopeless = BadRow(reason, detail), again, hopeless
-        self.wait_s = wait_s
+    def __init__(self, bad: BadRow, *, again: bool, hopeless: bool, wait_s: float = 0.0) -> None:
+        super().__init__(bad.reason)
+        self.bad, self.again, self.hopeless, self.wait_s = bad, again, hopeless, wait_s
 
 
 class ChatServers:
@@ -79,13 +76,7 @@ class ChatServers:
         return names[0]
 
     def run(self, tasks: Iterator[Task], report: Callable[[EndedTask], None]) -> None:
-        try:
-            asyncio.run(self._run(tasks, report))
-        except BaseExceptionGroup as group:  # an error of one worker cancels all
-            errors = [e for e in group.exceptions if isinstance(e, BadInput | OSError)]
-            if not errors:
-                raise
-            raise errors[0] from None
+        asyncio.run(self._run(tasks, report))
 
     async def _run(self, tasks: Iterator[Task], report: Callable[[EndedTask], None]) -> None:
         import httpx
@@ -105,12 +96,8 @@ class ChatServers:
                 except BadRow as bad:
                     report(EndedTask(task, bad))
 
-        async with (
-            httpx.AsyncClient(headers=headers, timeout=None, limits=limits) as client,
-            asyncio.TaskGroup() as group,
-        ):
-            for turn in range(count):
-                group.create_task(work(turn))
+        async with httpx.AsyncClient(headers=headers, timeout=None, limits=limits) as client:
+            await asyncio.gather(*map(work, range(count)))  # the first error ends all
 
     async def _ask(self, client: Any, turn: int, body: dict[str, Any]) -> Reply:
         """Request one answer, with retries; each attempt goes to the next address."""
@@ -120,8 +107,8 @@ class ChatServers:
                 async with asyncio.timeout(self._options.timeout_s):
                     return await self._try(client, url, body)
             except TimeoutError:
-                detail = f"no answer within {self._options.timeout_s:g} s"
-                failure = _Failure("timed out", detail, again=True, hopeless=True)
+                bad = BadRow("timed out", f"no answer within {self._options.timeout_s:g} s")
+                failure = _Failure(bad, again=True, hopeless=True)
             except _Failure as error:
                 failure = error
             if not failure.again or attempt == self._options.retries:
@@ -129,13 +116,11 @@ class ChatServers:
             await asyncio.sleep(self._pause(attempt, failure.wait_s))
         raise AssertionError
 
-    def _pause(self, attempt: int, requested_s: float | None) -> float:
+    def _pause(self, attempt: int, requested_s: float) -> float:
         """The delay that the server requested, else an exponential one; with jitter, so that
         requests that failed together are not retried together."""
-        longest = self._options.max_pause_s
-        if requested_s is not None:
-            return min(requested_s, longest) * random.uniform(1.0, 1.1)
-        return min(float(self._options.pause_s * 2**attempt), longest) * random.uniform(0.5, 1.0)
+        pause_s = requested_s or self._options.pause_s * 2**attempt * random.uniform(0.5, 1.0)
+        return min(pause_s, self._options.max_pause_s)
 
     def _body(self, task: Task) -> dict[str, Any]:
         """The request body for a task's next answer."""
@@ -161,18 +146,14 @@ class ChatServers:
         try:
             answer = await client.post(url, json=body)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            detail = str(error) or type(error).__name__
-            raise _Failure("no connection", detail, again=True, hopeless=True) from None
+            bad = BadRow("no connection", str(error) or type(error).__name__)
+            raise _Failure(bad, again=True, hopeless=True) from None
         status = answer.status_code
         if status != 200:
+            bad = BadRow(f"HTTP {status}", " ".join(answer.text.split())[:200])
             again = status in _RETRIED or status >= 500
-            raise _Failure(
-                f"HTTP {status}",
-                " ".join(answer.text.split())[:200],
-                again=again,
-                hopeless=again or status in _REFUSED,
-                wait_s=retry_after(answer.headers.get("retry-after")),
-            )
+            wait_s = retry_after(answer.headers.get("retry-after"))
+            raise _Failure(bad, again=again, hopeless=again or status in _REFUSED, wait_s=wait_s)
         return _reply(answer.content)
 
 
@@ -186,18 +167,19 @@ def _reply(content: bytes) -> Reply:
         reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
         tokens = int((value.get("usage") or {}).get("completion_tokens") or 0)
     except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise _Failure("malformed answer", str(error)[:80], again=True, hopeless=False) from None
+        bad = BadRow("malformed answer", str(error)[:80])
+        raise _Failure(bad, again=True, hopeless=False) from None
     if finish not in ("stop", "length"):
         raise BadRow("finish_reason", str(finish)[:40])
     return Reply.of(str(text), cut=finish == "length", tokens=tokens, reasoning=str(reasoning))
 
 
-def retry_after(header: str | None) -> float | None:
-    """Seconds to wait according to a Retry-After header."""
+def retry_after(header: str | None) -> float:
+    """Seconds to wait according to a Retry-After header; 0: none, or a date."""
     try:
         return max(0.0, float(header or ""))
-    except ValueError:  # none, or a date
-        return None
+    except ValueError:
+        return 0.0
 
 
 def endpoint(url: str) -> str:

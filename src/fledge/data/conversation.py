@@ -17,13 +17,6 @@ _QUESTIONS = ("instruction", "prompt", "question", "query", "input")  # where th
 _ANSWERS = ("output", "response", "completion", "answer")
 PAIR_KEYS = {*_QUESTIONS, *_ANSWERS}
 _SYSTEM_KEYS = ("system", "system_prompt")  # the second one only beside pairs
-_IMAGE_KEYS = ("images", "image")
-
-# Notes on rows that are kept. They are counted, hence short and constant.
-UNASKED = "an answer before any question was left out"
-NO_IMAGES = "images beside the messages were left out"
-PAIR = "a question and its answer, read as a chat of one turn"
-PLAIN_TEXT = "plain text, without a template: all but its first token is supervised"
 
 _ROLES = {
     **dict.fromkeys(("system", "developer"), "system"),
@@ -43,7 +36,6 @@ class Conversation:
     messages: tuple[Message, ...]
     tools: tuple[dict[str, Any], ...] | None = None
     truncated: bool = False  # the last answer was cut by a length limit: it has no end
-    notes: tuple[str, ...] = ()  # how the row was read, and what was left out of it
 
 
 def plain_text(row: Any) -> str | None:
@@ -120,15 +112,11 @@ def parse_conversation(row: Any) -> Conversation:
     if not messages:
         raise BadRow("no assistant turn")
     is_last = len(messages) == length  # the finish reason is about the row's last message
-    kept = without_unasked(messages)
-    _check_order(kept)
+    messages = without_unasked(messages)
+    _check_order(messages)
     finish = row.get("finish_reason", row.get("finish"))
     cut = (isinstance(finish, str) and finish in _CUT) or row.get("truncated") is True
-    notes = [PAIR] if _is_pair(row) else []
-    notes += [UNASKED] if len(kept) < len(messages) else []
-    notes += [NO_IMAGES] if any(row.get(key) for key in _IMAGE_KEYS) else []
-    tools = parse_tools(row.get("tools"))
-    return Conversation(tuple(kept), tools, cut and is_last, tuple(notes))
+    return Conversation(tuple(messages), parse_tools(row.get("tools")), cut and is_last)
 
 
 def _check_order(messages: list[Message]) -> None:

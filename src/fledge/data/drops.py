@@ -1,9 +1,7 @@
-"""What was dropped, why, and where: a bad row never stops a job and is always reported.
-
-What was left out of rows that were kept is reported, too: their notes."""
+"""What was dropped, why, and where: a bad row never stops a job and is always reported."""
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from fledge.core.errors import BadInput
@@ -15,7 +13,6 @@ EXAMPLES_PER_REASON = 3
 TOO_LONG = "longer than max_length"
 CUT_UNSUPERVISED = "cut before any supervised token"
 _LIMITED = (TOO_LONG, CUT_UNSUPERVISED)
-CUT = "cut to max_length"  # a note: the row is kept
 
 
 class BadRow(Exception):  # noqa: N818  (caught row by row, never shown as a traceback)
@@ -33,8 +30,6 @@ class DropReport:
     kept: int = 0
     counts: dict[str, int] = field(default_factory=dict)
     examples: dict[str, list[str]] = field(default_factory=dict)
-    notes: dict[str, int] = field(default_factory=dict)  # counts of notes on kept rows
-    noted: dict[str, list[str]] = field(default_factory=dict)  # places of the first examples
 
     @property
     def dropped(self) -> int:
@@ -49,41 +44,33 @@ class DropReport:
         """Share of all rows that were dropped."""
         return self.dropped / max(1, self.total)
 
-    def lines(self, *, most: int | None = 3) -> list[str]:
-        """What a command says about its rows; nothing if all were kept as they are."""
-        lines = []
-        if self.counts:
-            what = f"{self.dropped:,} of {counted(self.total, 'row')} dropped"
-            lines.append(f"{what}: {_summary(self.counts, self.examples, most)}")
-        if self.notes:
-            lines.append(f"kept with a note: {_summary(self.notes, self.noted, most)}")
-        return lines
+    def line(self, *, most: int | None = 3) -> str:
+        """What a command says about dropped rows; empty if there are none."""
+        if not self.counts:
+            return ""
+        what = f"{self.dropped:,} of {counted(self.total, 'row')} dropped"
+        return f"{what}: {_summary(self.counts, self.examples, most)}"
 
     def add(self, where: str, bad: BadRow) -> None:
         where = f"{where}: {bad.detail}" if bad.detail else where
-        _count(self.counts, self.examples, bad.reason, 1, [where])
+        self._count(bad.reason, 1, [where])
 
-    def keep(self, where: str, notes: Iterable[str] = ()) -> None:
-        self.kept += 1
-        for note in notes:
-            _count(self.notes, self.noted, note, 1, [where])
+    def _count(self, reason: str, more: int, places: list[str]) -> None:
+        self.counts[reason] = self.counts.get(reason, 0) + more
+        known = self.examples.setdefault(reason, [])
+        known += places[: EXAMPLES_PER_REASON - len(known)]
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, value: dict[str, Any]) -> "DropReport":
-        return cls(**{field.name: value[field.name] for field in fields(cls)})
-
-    @classmethod
-    def merged(cls, parts: Iterable["DropReport"]) -> "DropReport":
+    def merged(cls, parts: Iterable[dict[str, Any]]) -> "DropReport":
+        """The sum of some reports, given as `to_json` returns them."""
         total = cls()
         for part in parts:
-            total.kept += part.kept
-            for reason, count in part.counts.items():
-                _count(total.counts, total.examples, reason, count, part.examples[reason])
-            for note, count in part.notes.items():
-                _count(total.notes, total.noted, note, count, part.noted[note])
+            total.kept += part["kept"]
+            for reason, count in part["counts"].items():
+                total._count(reason, count, part["examples"][reason])
         return total
 
     def check(self, max_share: float) -> None:
@@ -106,11 +93,3 @@ def _summary(counts: dict[str, int], examples: dict[str, list[str]], most: int |
     """The most frequent reasons, each with the place of its first row."""
     frequent = sorted(counts.items(), key=lambda item: -item[1])[:most]
     return ", ".join(f"{n:,} x {reason} (first: {examples[reason][0]})" for reason, n in frequent)
-
-
-def _count(
-    counts: dict[str, int], examples: dict[str, list[str]], key: str, more: int, places: list[str]
-) -> None:
-    counts[key] = counts.get(key, 0) + more
-    kept = examples.setdefault(key, [])
-    kept += places[: EXAMPLES_PER_REASON - len(kept)]

@@ -20,7 +20,7 @@ template has them, narrow the spans further (text inside a turn that the model d
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from fledge.data.conversation import Conversation, Message
 from fledge.data.drops import BadRow
@@ -28,11 +28,9 @@ from fledge.data.template import PROBE, ChatTemplate, Span, shared_prefix
 
 LONGEST_ROW = 1 << 23  # characters; a longer conversation is dropped before it is rendered
 # Every answer is located by rendering the conversation up to it. So that a row takes seconds rather
-# than hours, rows with too many answers, in total or for their length, are dropped:
-MOST_ANSWERS = 1000
+# than hours, rows with too many answers for their length are dropped.
 _MOST_RENDERED = 1 << 28  # characters, summed over all answers
 
-NO_REASONING = "reasoning was left out: the template does not show it"
 # Opening and closing markers of reasoning in common templates.
 _REASONING = [
     ("<think>", "</think>"),
@@ -51,7 +49,6 @@ class MaskedText:
     text: str
     spans: tuple[Span, ...]
     truncated: bool = False
-    notes: tuple[str, ...] = ()  # what was left out of the row
 
     def supervised(self) -> list[str]:
         return [self.text[start:end] for start, end in self.spans]
@@ -66,7 +63,6 @@ class _Turn:
     end: int
     spans: tuple[Span, ...]  # within [start, end), narrowed by tags and masked reasoning
     closing: str  # the end token, which the generated text ends with
-    unreasoned: bool  # the message has reasoning that the template does not show
 
     @property
     def spoken_to(self) -> str:
@@ -91,11 +87,9 @@ def masked_texts(
         for i in turn_indices[:-1]:
             _render_turn(conversation, i, template, mask_reasoning)
         raise
-    unreasoned = last.unreasoned
     shared, turns = [], []  # the last turn's row includes every earlier turn it repeats unchanged
     for i in turn_indices[:-1]:
         turn = _render_turn(conversation, i, template, mask_reasoning)
-        unreasoned |= turn.unreasoned
         if last.full.startswith(turn.spoken_to):
             shared.append(turn.spans)  # without the text: keeping every turn's would be quadratic
         else:
@@ -106,8 +100,7 @@ def masked_texts(
         shared = [turn.spans for turn in turns if row.full.startswith(turn.spoken_to)]
         turns = [turn for turn in turns if not row.full.startswith(turn.spoken_to)]
         rows.append(_assemble(row, shared, template, truncated=False))
-    notes = conversation.notes + ((NO_REASONING,) if unreasoned else ())
-    return [replace(row, notes=notes) for row in rows[::-1]]
+    return rows[::-1]
 
 
 def _check_size(conversation: Conversation, answers: int) -> None:
@@ -116,7 +109,7 @@ def _check_size(conversation: Conversation, answers: int) -> None:
     characters = len(json.dumps(row, ensure_ascii=False))
     if characters > LONGEST_ROW:
         raise BadRow("row is too long", f"more than {LONGEST_ROW:,} characters")
-    if answers > MOST_ANSWERS or answers * characters > _MOST_RENDERED:
+    if answers * characters > _MOST_RENDERED:
         raise BadRow("too many turns", f"{answers:,} answers in {characters:,} characters")
 
 
@@ -158,9 +151,7 @@ def _render_turn(
         spans = [(max(start, a), min(end, b)) for a, b in tags if a < end and b > start]
     if mask_reasoning:
         spans = _subtract(spans, _reasoning_spans(full, start, end))
-    reasoning = messages[-1].get("reasoning_content", "").strip().splitlines()
-    unreasoned = bool(reasoning) and reasoning[-1].strip() not in full[start:end]
-    return _Turn(full, start, end, _merged(spans), turn_end.closing, unreasoned)
+    return _Turn(full, start, end, _merged(spans), turn_end.closing)
 
 
 def _answer_start(

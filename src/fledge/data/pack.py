@@ -13,7 +13,7 @@ width):
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,19 +24,16 @@ from fledge.core.rows import TokenBatch, TokenRow
 WINDOW = 16384  # documents packed together: enough for a tight fit, few enough to stay shuffled
 _PACK_BITS = 32  # low bits of a sort key: free tokens above, pack index below
 
-Overlong = Literal["cut", "drop", "split"]
-
 
 @dataclass(frozen=True)
 class Piece:
-    """Tokens [start, stop) of row `row`: a whole document, unless it was too long for a pack."""
+    """The first `length` tokens of row `row`: all of them, unless it was too long for a pack."""
 
     row: int
-    start: int
-    stop: int
+    length: int
 
     def __len__(self) -> int:
-        return self.stop - self.start
+        return self.length
 
 
 Pack = tuple[Piece, ...]
@@ -45,19 +42,16 @@ Pack = tuple[Piece, ...]
 @dataclass(frozen=True, eq=False)
 class Packs(Sequence[Pack]):
     """Packs in the order in which they are used, built from arrays on access: an epoch of millions
-    of rows takes eight bytes per row, where objects would take hundreds.
+    of rows takes a few bytes per row, where objects would take hundreds.
 
-    The pieces are stored pack by pack; `order_P` is the order in which the packs are used. Where a
-    piece stops follows from the lengths of the rows, which are shared and not copied.
+    The rows are stored pack by pack; `order_P` is the order in which the packs are used.
     """
 
     row_N: NDArray[np.int32]
-    start_N: NDArray[np.int32]
-    first_P: NDArray[np.int64]  # index of each pack's first piece, and the end of the last
+    first_P: NDArray[np.int64]  # index of each pack's first row, and the end of the last
     order_P: NDArray[np.int64]
     lengths: NDArray[np.int64]  # of the rows
     budget: int
-    tokens: int  # real tokens in all packs
 
     def __len__(self) -> int:
         return len(self.order_P)
@@ -66,10 +60,9 @@ class Packs(Sequence[Pack]):
         if isinstance(index, slice):
             return tuple(self[i] for i in range(*index.indices(len(self))))
         pack = self.order_P[index]
-        pieces = slice(self.first_P[pack], self.first_P[pack + 1])
-        row_M, start_M = self.row_N[pieces], self.start_N[pieces].astype(np.int64)
-        stop_M = np.minimum(start_M + self.budget, self.lengths[row_M])
-        return tuple(map(Piece, row_M.tolist(), start_M.tolist(), stop_M.tolist()))
+        row_M = self.row_N[self.first_P[pack] : self.first_P[pack + 1]]
+        length_M = np.minimum(self.budget, self.lengths[row_M])
+        return tuple(map(Piece, row_M.tolist(), length_M.tolist()))
 
 
 @dataclass(frozen=True)
@@ -79,85 +72,50 @@ class Packing:
     packs: Packs
     budget: int
     cut: int = 0  # rows that lost their end
-    dropped: int = 0
-    split: int = 0
 
     @property
     def padding_share(self) -> float:
         total = len(self.packs) * self.budget
-        return 1 - self.packs.tokens / total if total else 0.0
+        tokens = int(np.minimum(self.packs.lengths, self.budget).sum())
+        return 1 - tokens / total if total else 0.0
 
 
 def pack_rows(
-    lengths: NDArray[np.int64] | Sequence[int],
-    budget: int,
-    *,
-    seed: int = 0,
-    epoch: int = 0,
-    overlong: Overlong = "cut",
+    lengths: NDArray[np.int64] | Sequence[int], budget: int, *, seed: int = 0, epoch: int = 0
 ) -> Packing:
-    """Best-fit packing of all rows, shuffled; the same seed and epoch give the same packs."""
+    """Best-fit packing of all rows, shuffled; the same seed and epoch give the same packs. Longer
+    rows are cut."""
     if budget < 1:
         raise BadInput(f"a pack of {budget} tokens holds nothing", fix="give a positive budget")
     sizes = np.asarray(lengths, dtype=np.int64)
     rng = np.random.default_rng([seed, epoch])
     order = rng.permutation(len(sizes))
     windows = [
-        _pack_window(order[begin : begin + WINDOW], sizes, budget, overlong)
+        _pack_window(order[begin : begin + WINDOW], sizes, budget)
         for begin in range(0, len(order), WINDOW)
     ]
-    first_P = np.concatenate([[0], np.cumsum(_concat([w.count_P for w in windows], np.int64))])
+    first_P = np.concatenate([[0], np.cumsum(_concat([counts for _, counts in windows], np.int64))])
     packs = Packs(
-        row_N=_concat([w.row_N for w in windows], np.int32),
-        start_N=_concat([w.start_N for w in windows], np.int32),
+        row_N=_concat([rows for rows, _ in windows], np.int32),
         first_P=first_P,
         order_P=rng.permutation(len(first_P) - 1),
         lengths=sizes,
         budget=budget,
-        tokens=sum(w.tokens for w in windows),
     )
-    too_long = int((sizes > budget).sum())
-    return Packing(
-        packs,
-        budget,
-        cut=too_long if overlong == "cut" else 0,
-        dropped=too_long if overlong == "drop" else 0,
-        split=too_long if overlong == "split" else 0,
-    )
-
-
-@dataclass(frozen=True)
-class _Window:
-    """The pieces of documents that were packed together, pack by pack."""
-
-    row_N: NDArray[np.int32]
-    start_N: NDArray[np.int32]
-    count_P: NDArray[np.int64]  # pieces in each pack
-    tokens: int
+    return Packing(packs, budget, cut=int((sizes > budget).sum()))
 
 
 def _pack_window(
-    rows: NDArray[np.int64], sizes: NDArray[np.int64], budget: int, overlong: Overlong
-) -> _Window:
-    """Place pieces longest first, each into the pack where it leaves the least room."""
-    if overlong == "drop":
-        rows = rows[sizes[rows] <= budget]
-    count_R = -(-sizes[rows] // budget)  # pieces of each row
-    if overlong == "cut":
-        count_R = np.minimum(count_R, 1)
-    row_N = np.repeat(rows, count_R)
-    before_N = np.repeat(np.cumsum(count_R) - count_R, count_R)  # pieces of all earlier rows
-    start_N = budget * (np.arange(len(row_N)) - before_N)
-    size_N = np.minimum(budget, sizes[row_N] - start_N)
+    rows: NDArray[np.int64], sizes: NDArray[np.int64], budget: int
+) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+    """Place rows longest first, each into the pack where it leaves the least room. Returns the rows
+    pack by pack, and how many each pack has."""
+    rows = rows[sizes[rows] > 0]
+    size_N = np.minimum(budget, sizes[rows])
     longest_N = np.argsort(-size_N, kind="stable")
     pack_N = np.array(_best_fit(size_N[longest_N].tolist(), budget), dtype=np.int64)
     by_pack_N = longest_N[np.argsort(pack_N, kind="stable")]
-    return _Window(
-        row_N[by_pack_N].astype(np.int32),
-        start_N[by_pack_N].astype(np.int32),
-        np.bincount(pack_N),
-        int(size_N.sum()),
-    )
+    return rows[by_pack_N].astype(np.int32), np.bincount(pack_N)
 
 
 def _best_fit(sizes: Sequence[int], budget: int) -> list[int]:
@@ -183,7 +141,7 @@ def _concat(arrays: Sequence[NDArray[Any]], dtype: Any) -> NDArray[Any]:
 
 def one_per_row(lengths: Sequence[int], width: int) -> list[Pack]:
     """The packs of a padded batch: one document per row."""
-    return [(Piece(row, 0, min(length, width)),) for row, length in enumerate(lengths)]
+    return [(Piece(row, min(length, width)),) for row, length in enumerate(lengths)]
 
 
 def pad_rows(lengths: NDArray[np.int64], width: int, *, seed: int = 0, epoch: int = 0) -> Packing:
@@ -191,12 +149,10 @@ def pad_rows(lengths: NDArray[np.int64], width: int, *, seed: int = 0, epoch: in
     rows = len(lengths)
     packs = Packs(
         row_N=np.arange(rows, dtype=np.int32),
-        start_N=np.zeros(rows, dtype=np.int32),
         first_P=np.arange(rows + 1),
         order_P=np.random.default_rng([seed, epoch]).permutation(rows),
         lengths=lengths,
         budget=width,
-        tokens=int(np.minimum(lengths, width).sum()),
     )
     return Packing(packs, width)
 
@@ -217,8 +173,8 @@ def collate(rows: Sequence[TokenRow], packs: Sequence[Pack], width: int, pad_id:
         documents = [rows[piece.row] for piece in pack]
         for d, (piece, row) in enumerate(zip(pack, documents, strict=True)):
             n, end = len(piece), offset + len(piece)
-            ids_BT[b, offset:end] = row.input_ids[piece.start : piece.stop]
-            loss_BT[b, offset:end] = row.loss_mask[piece.start : piece.stop]
+            ids_BT[b, offset:end] = row.input_ids[:n]
+            loss_BT[b, offset:end] = row.loss_mask[:n]
             position_BT[b, offset:end] = np.arange(n)
             remaining_BT[b, offset:end] = np.arange(n - 1, -1, -1)
             lens[b, d] = n

@@ -70,7 +70,7 @@ def prepare_rows(
     directory.mkdir(parents=True, exist_ok=True)
     with _locked(directory / ".lock", on_progress):
         records = _fill(directory, parts, load, options, workers, on_progress)
-        drops = DropReport.merged(DropReport.from_json(record["drops"]) for record in records)
+        drops = DropReport.merged(record["drops"] for record in records)
         totals = {name: sum(r[name] for r in records) for name in ("rows", "tokens", "supervised")}
         manifest = {**fields, "parts": len(parts), **totals, "drops": drops.to_json()}
         write_json(directory / "manifest.json", manifest)

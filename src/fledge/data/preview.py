@@ -1,6 +1,5 @@
-"""Conversations with their supervised tokens in color, for the terminal and as an HTML page."""
+"""Conversations with their supervised tokens in color."""
 
-import html
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -27,7 +26,6 @@ class PreviewRow:
     pieces: tuple[tuple[str, bool], ...] = ()  # token text, supervised
     truncated: bool = False
     dropped: str = ""
-    notes: tuple[str, ...] = ()
 
     @property
     def supervised(self) -> int:
@@ -35,16 +33,15 @@ class PreviewRow:
 
     def to_json(self) -> dict[str, Any]:
         tokens = [{"text": text, "supervised": flag} for text, flag in self.pieces]
-        facts = {"truncated": self.truncated, "notes": list(self.notes), "tokens": tokens}
+        facts = {"truncated": self.truncated, "tokens": tokens}
         return {"place": self.place, "dropped": self.dropped or None, **facts}
 
     def title(self) -> str:
         if self.dropped:
             return f"{self.place}  dropped: {self.dropped}"
         cut = ", end missing" if self.truncated else ""
-        notes = "".join(f"; {note}" for note in self.notes)
         tokens = counted(len(self.pieces), "token")
-        return f"{self.place}  {tokens}, {self.supervised:,} supervised{cut}{notes}"
+        return f"{self.place}  {tokens}, {self.supervised:,} supervised{cut}"
 
 
 def preview_rows(data: list[str], encoder: Encoder, count: int) -> Iterator[PreviewRow]:
@@ -54,7 +51,7 @@ def preview_rows(data: list[str], encoder: Encoder, count: int) -> Iterator[Prev
         try:
             for text in encoder.texts(raw):
                 row, pieces = encoder.encode_to_show(text, place)
-                yield PreviewRow(place, tuple(pieces), row.truncated, notes=text.notes)
+                yield PreviewRow(place, tuple(pieces), row.truncated)
         except BadRow as bad:
             reason = f"{bad.reason} ({bad.detail})" if bad.detail else bad.reason
             yield PreviewRow(place, dropped=reason)
@@ -75,44 +72,6 @@ def to_terminal(row: PreviewRow, *, colors: bool = True) -> Text:
         run = visible("".join(piece for piece, _ in group))
         text.append(f"{MARKS[0]}{run}{MARKS[1]}" if supervised else run)
     return text
-
-
-_PAGE = """<!doctype html>
-<html lang="en"><meta charset="utf-8"><title>fledge data preview</title>
-<style>
-:root {{ color-scheme: light dark; }}
-body {{ font: 14px/1.6 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto;
-       padding: 0 1rem; }}
-pre {{ white-space: pre-wrap; overflow-wrap: anywhere; padding: .8rem; border-radius: .4rem;
-      background: color-mix(in srgb, CanvasText 6%, Canvas); }}
-b, i {{ font-weight: inherit; font-style: inherit; color: #062; border-radius: 2px; }}
-b {{ background: #9be8a8; }} i {{ background: #6fd685; }}
-h2 {{ font-size: 1rem; margin: 1.5rem 0 .3rem; }} .dropped {{ color: #c33; }}
-</style>
-<h1>Supervised tokens</h1>
-<p>{summary}</p>
-{rows}
-</html>
-"""
-
-
-def to_html(rows: list[PreviewRow], model: str) -> str:
-    """One self-contained page."""
-    blocks = []
-    for row in rows:
-        mark = ' class="dropped"' if row.dropped else ""
-        blocks.append(f"<h2{mark}>{html.escape(row.title())}</h2>")
-        if row.pieces:
-            tokens = (
-                f"<{'bi'[i % 2]}>{html.escape(text)}</{'bi'[i % 2]}>" if flag else html.escape(text)
-                for i, (text, flag) in enumerate(row.pieces)
-            )
-            blocks.append(f"<pre>{''.join(tokens)}</pre>")
-    summary = (
-        f"Template and tokenizer of <code>{html.escape(model)}</code>. "
-        "<b>Green</b> <i>tokens</i> are supervised; two shades show where tokens meet."
-    )
-    return _PAGE.format(summary=summary, rows="\n".join(blocks))
 
 
 # --- stats ---------------------------------------------------------------------------------------

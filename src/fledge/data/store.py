@@ -4,7 +4,6 @@ A part is `part-00007.arrow` with the rows and `part-00007.json`, written last, 
 and the drop report. A part whose record is missing or does not match is rebuilt.
 """
 
-import os
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -16,14 +15,13 @@ from numpy.typing import NDArray
 
 from fledge.core.errors import BadInput, first_line
 from fledge.core.files import atomic_file, write_json
-from fledge.core.reading import ListOf, MapOf, Table, Text, Whole, open_file, read_json
+from fledge.core.reading import read_json
 from fledge.core.rows import TokenRow
 from fledge.data.drops import DropReport
 from fledge.data.rows import Block
 from fledge.data.tokenise import TokenisedPart, checksum
 
-# Bytes of parts that stay mapped: once read, their pages count as memory of this process.
-_MAPPED_BYTES = 1 << 29
+_MAPPED = 64  # parts that stay mapped: each has an open file
 _SCHEMA = pa.schema(
     [
         ("input_ids", pa.list_(pa.int32())),
@@ -32,17 +30,6 @@ _SCHEMA = pa.schema(
         ("truncated", pa.bool_()),
     ]
 )
-
-_COUNTS, _PLACES = MapOf(Whole()), MapOf(ListOf(Text(), least=1))
-_DROPS = Table(
-    {
-        "kept": Whole(),
-        **dict.fromkeys(("counts", "notes"), _COUNTS),
-        **dict.fromkeys(("examples", "noted"), _PLACES),
-    }
-)
-_FIGURES = dict.fromkeys(("crc32", "rows", "tokens", "supervised"), Whole())
-_RECORD = Table({**_FIGURES, "drops": _DROPS})
 
 
 def part_path(directory: Path, index: int) -> Path:
@@ -70,11 +57,12 @@ def read_record(directory: Path, index: int) -> dict[str, Any] | None:
     """The record of a finished, undamaged part, else None."""
     path = part_path(directory, index)
     try:
-        record: dict[str, Any] = read_json(path.with_suffix(".json"), _RECORD)
-        block = _map_part(path) if record["crc32"] == checksum(path) else None
-    except BadInput:
-        return None
-    return record if block is not None and len(block.offsets) == record["rows"] + 1 else None
+        record: dict[str, Any] = read_json(path.with_suffix(".json"))
+        if record["crc32"] == checksum(path):
+            return record
+    except (BadInput, OSError, KeyError):
+        pass
+    return None
 
 
 class TokenRows(Sequence[TokenRow]):
@@ -84,20 +72,13 @@ class TokenRows(Sequence[TokenRow]):
     def __init__(self, directory: Path, parts: int, drops: DropReport, fingerprint: str) -> None:
         self.directory, self.drops, self.fingerprint = directory, drops, fingerprint
         self._parts = parts
-        size = sum(_size(part_path(directory, part)) for part in range(parts))
-        self._block = lru_cache(maxsize=_MAPPED_BYTES * parts // max(1, size))(self._map)
-        self._first = np.zeros(1, dtype=np.int64)  # first row of each part
-        self.lengths: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
+        self._block = lru_cache(maxsize=_MAPPED)(self._map)
         lengths = [np.diff(block.offsets) for block in self.blocks()]
-        self._first = np.cumsum([0, *map(len, lengths)])
-        self.lengths = np.concatenate([self.lengths, *lengths])
+        self._first = np.cumsum([0, *map(len, lengths)])  # first row of each part
+        self.lengths: NDArray[np.int64] = np.concatenate([np.zeros(0, np.int64), *lengths])
 
     def _map(self, part: int) -> Block:
-        path = part_path(self.directory, part)
-        if not len(self.lengths):  # called from __init__, which reads the lengths
-            return _map_part(path)
-        rows = slice(self._first[part], self._first[part + 1])
-        return _map_part(path, known=self.lengths[rows])
+        return _map_part(part_path(self.directory, part))
 
     def blocks(self) -> Iterator[Block]:
         """The rows, part by part."""
@@ -151,29 +132,17 @@ class TokenRows(Sequence[TokenRow]):
             )
 
 
-def _size(path: Path) -> int:
-    with open_file(path, what="a part of the rows") as handle:
-        return os.fstat(handle.fileno()).st_size
-
-
-def _map_part(path: Path, known: NDArray[np.int64] | None = None) -> Block:
-    """Map a part, and check that its offsets stay within the tokens: a view beyond them would read
-    arbitrary memory. A part whose lengths are `known` was fully checked before, and must still have
-    these lengths."""
+def _map_part(path: Path) -> Block:
     try:
         table = pa.ipc.open_file(pa.memory_map(str(path))).get_batch(0)
-        table.validate(full=known is None)
     except (OSError, ValueError, pa.ArrowException) as error:  # none of them names the file
         what = f"cannot be read ({first_line(error)})"
         raise BadInput(what, where=str(path), fix="run again") from None
-    if table.schema != _SCHEMA or any(column.null_count for column in table.columns):
-        raise BadInput("not rows of tokens", where=str(path), fix="run again")
     ids, mask = table.column("input_ids"), table.column("loss_mask")
-    offsets = ids.offsets.to_numpy().astype(np.int64)
-    values = [column.values.to_numpy(zero_copy_only=True) for column in (ids, mask)]
-    if not np.array_equal(offsets, mask.offsets.to_numpy()):
-        raise BadInput("tokens and mask do not match", where=str(path), fix="run again")
-    if known is not None and not np.array_equal(np.diff(offsets), known):
-        raise BadInput("changed while it was in use", where=str(path), fix="run again")
-    places, truncated = table.column("place"), table.column("truncated")
-    return Block(values[0], values[1], offsets, places, truncated)
+    return Block(
+        ids.values.to_numpy(),
+        mask.values.to_numpy(),
+        ids.offsets.to_numpy().astype(np.int64),
+        table.column("place"),
+        table.column("truncated"),
+    )

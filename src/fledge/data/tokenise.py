@@ -13,8 +13,8 @@ import numpy as np
 
 from fledge.core.errors import BadInput
 from fledge.core.rows import TokenRow
-from fledge.data.conversation import PLAIN_TEXT, parse_conversation, plain_text
-from fledge.data.drops import CUT, CUT_UNSUPERVISED, TOO_LONG, BadRow, DropReport
+from fledge.data.conversation import parse_conversation, plain_text
+from fledge.data.drops import CUT_UNSUPERVISED, TOO_LONG, BadRow, DropReport
 from fledge.data.mask import LONGEST_ROW, MaskedText, masked_texts
 from fledge.data.sources import Part
 from fledge.data.template import ChatTemplate
@@ -102,7 +102,7 @@ class Encoder:
         bos token where the tokenizer adds one."""
         if not text.startswith(self._facts.bos):
             text = self._facts.bos + text
-        return MaskedText(text, ((1, len(text)),), notes=(PLAIN_TEXT,))  # 1: inside the first token
+        return MaskedText(text, ((1, len(text)),))  # 1: inside the first token
 
     def encode(self, texts: Sequence[MaskedText], places: Sequence[str]) -> list[TokenRow]:
         """Tokenize rows; a token is supervised if its whole text lies in a supervised span."""
@@ -169,18 +169,15 @@ def tokenise_part(part: Part, encoder: Encoder) -> TokenisedPart:
     drops = DropReport()
     rows: list[TokenRow] = []
     for texts, places in _batches(part, encoder, drops):
-        notes = {place: text.notes for text, place in zip(texts, places, strict=True)}
         for place, group in itertools.groupby(encoder.encode(texts, places), lambda row: row.place):
-            kept, cut, last = [], set(), None
+            kept, last = [], None
             for row in group:
                 try:
-                    kept.append(fitted := encoder.fit(row))
-                    if len(fitted.input_ids) < len(row.input_ids):
-                        cut.add(CUT)
+                    kept.append(encoder.fit(row))
                 except BadRow as bad:
                     last = bad
             if kept:
-                drops.keep(place, (*notes[place], *cut))
+                drops.kept += 1
                 rows += kept
             elif last is not None:
                 drops.add(place, last)

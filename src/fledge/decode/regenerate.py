@@ -10,7 +10,6 @@ from fledge.data.drops import BadRow
 from fledge.data.template import ChatTemplate
 from fledge.decode.speculative import Generation, SpeculativeDecoder
 from fledge.decode.stops import Stops, eos_token_ids
-from fledge.target.finite_check import NotFinite
 from fledge.target.hf.loading import LoadedModel
 from fledge.target.layers import longest_text
 from fledge.target.weights import tokenizer_fingerprint, weights_fingerprint
@@ -34,8 +33,7 @@ class LocalModel:
         self._longest = longest_text(target.model.config)
         if (new := sampling.max_new_tokens) >= self._longest:
             what = f"{new:,} tokens, but the model takes {self._longest:,} in all"
-            fix = f"leave room for prompts: at most {self._longest // 2:,}, say"
-            raise BadInput(what, where="--max-new-tokens", fix=fix)
+            raise BadInput(what, where="--max-new-tokens", fix="leave room for prompts")
 
     def identity(self) -> dict[str, Any]:
         return {
@@ -79,17 +77,12 @@ class LocalModel:
         return unfinished
 
     def _generate(self, members: list[tuple[Task, list[int]]]) -> list[Generation]:
-        sampling = self._sampling
-        try:
-            return self._decoder.generate(
-                [ids for _, ids in members],
-                self._stops,
-                temperature=sampling.temperature,
-                seed=sampling.seed + members[0][0].number,
-            )
-        except NotFinite as error:  # no answer of this model can be trusted
-            places = ", ".join(task.place for task, _ in members[:3])
-            raise NotFinite(error.what, where=f"the answers to {places}", fix=error.fix) from None
+        return self._decoder.generate(
+            [ids for _, ids in members],
+            self._stops,
+            temperature=self._sampling.temperature,
+            seed=self._sampling.seed + members[0][0].number,
+        )
 
     def _encode(self, task: Task) -> list[int]:
         question = task.dialogue.question

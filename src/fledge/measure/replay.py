@@ -222,7 +222,7 @@ def as_pack(texts: Sequence[Text]) -> TokenBatch:
         ids = np.array([*text.prompt_ids, *text.answer_ids], dtype=np.int32)
         answer = (np.arange(len(ids)) >= len(text.prompt_ids)).astype(np.uint8)
         rows.append(TokenRow(ids, answer, "", truncated=False))
-    pack = tuple(Piece(i, 0, len(text)) for i, text in enumerate(texts))
+    pack = tuple(Piece(i, len(text)) for i, text in enumerate(texts))
     return collate(rows, [pack], sum(map(len, texts)), pad_id=0)
 
 

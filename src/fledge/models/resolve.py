@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fledge.core.errors import BadInput, UntrustedCode, broken_files, first_line, nearest
-from fledge.core.reading import MapOf, Table, Text, read_json
+from fledge.core.reading import read_json
 from fledge.models import embedded, gguf
 
 if TYPE_CHECKING:
@@ -93,13 +93,8 @@ def load_model(
     trust_remote_code: bool = False,
 ) -> Any:
     """The causal language model, in eval mode on `device`; `auto` keeps the stored dtype."""
-    import torch
     from transformers import AutoModelForCausalLM
 
-    if dtype != "auto":
-        dtype = getattr(torch, dtype, dtype) if isinstance(dtype, str) else dtype
-        if not isinstance(dtype, torch.dtype):
-            raise BadInput(f"'{dtype}' is not a dtype", where="dtype", fix="for example bfloat16")
     options = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     directory = local_model(name)
     with _load_errors("model", name):
@@ -167,7 +162,11 @@ def _snapshot(repo: str, *, revision: str | None = None, weights: bool = True) -
             # the library itself does not fall back for a commit hash
             local = snapshot_download(repo, revision=revision, local_files_only=True, **options)
     except errors.LocalEntryNotFoundError as error:
-        raise _offline(name, "it is not on the disk, and the hub cannot be reached") from error
+        fix = "connect once, or copy the model here and give its directory"
+        if os.environ.get("HF_HUB_OFFLINE"):
+            fix = f"unset HF_HUB_OFFLINE to download it; {fix}"
+        what = f"'{name}': it is not on the disk, and the hub cannot be reached"
+        raise BadInput(what, where="model", fix=fix) from error
     except errors.GatedRepoError as error:
         fix = "accept its license on the hub, then log in with 'hf auth login' or set HF_TOKEN"
         raise BadInput(f"'{name}' is gated", where="model", fix=fix) from error
@@ -175,31 +174,4 @@ def _snapshot(repo: str, *, revision: str | None = None, weights: bool = True) -
         what = f"the hub has no '{name}', or failed ({first_line(error)})"
         fix = "check the spelling; for a private model set HF_TOKEN"
         raise BadInput(what, where="model", fix=fix) from error
-    directory = Path(local)
-    _check_snapshot(directory, name, weights=weights)
-    return directory
-
-
-def _offline(name: str, reason: str) -> BadInput:
-    fix = "connect once, or copy the model here and give its directory"
-    if os.environ.get("HF_HUB_OFFLINE"):
-        fix = f"unset HF_HUB_OFFLINE to download it; {fix}"
-    return BadInput(f"'{name}': {reason}", where="model", fix=fix)
-
-
-def _check_snapshot(directory: Path, name: str, *, weights: bool) -> None:
-    """Check that a snapshot is complete: an offline one has only what was fetched before."""
-    if not (directory / "config.json").is_file():
-        fix = "for a GGUF repository download the .gguf file and give its path"
-        raise BadInput(f"'{name}' has no config.json", where="model", fix=fix)
-    if not weights:
-        return
-    index = directory / "model.safetensors.index.json"
-    if index.is_file():
-        kind = Table({"weight_map": MapOf(Text())})
-        contents = read_json(index, kind, what="the index of the weights")
-        needed = sorted(set(contents["weight_map"].values()))
-    else:
-        needed = [file.name for file in directory.glob("*.safetensors")] or ["model.safetensors"]
-    if missing := [file for file in needed if not (directory / file).is_file()]:
-        raise _offline(name, f"the weight file {missing[0]} is missing")
+    return Path(local)

@@ -7,7 +7,6 @@ tensors. Under TRITON_INTERPRET=1 the same code runs on CPU tensors, slowly, for
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -287,14 +286,10 @@ def fused_parallel(
     chain: KeysValues,
     rows: QueryRows,
     counts: Sequence[int],
-    starts_K: Tensor | None = None,  # required in recorded steps, which cannot copy from the host
+    starts_K: Tensor,  # first chain row of each depth, and the end of the last
 ) -> Tensor:
     """P-EAGLE's `parallel_attention` on a GPU."""
     present = [count for count in counts if count]
-    if starts_K is None:
-        starts = torch.tensor([0, *accumulate(counts)])
-        # non-blocking is safe: a tensor this small is copied before the call returns
-        starts_K = starts.to(q_QHC.device, non_blocking=True)
     nested = Nested(starts_K, len(present), max(present, default=0))
     out: Tensor = _FusedAttention.apply(rows, nested, q_QHC, *prefix, *chain)  # type: ignore[no-untyped-call]
     return out

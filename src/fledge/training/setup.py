@@ -152,7 +152,7 @@ def tokenised(names: tuple[str, ...], recipe: Recipe, progress: Progress) -> Tok
         max_drop_share=data.max_drop_share, on_progress=progress,
         trust_remote_code=recipe.target.trust_remote_code,
     )  # fmt: skip
-    for line in rows.drops.lines():
+    if line := rows.drops.line():
         progress.say(line)
     return rows
 

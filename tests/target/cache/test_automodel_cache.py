@@ -223,7 +223,7 @@ def test_info_and_verify_read_automodels_layout(foreign, capsys):
     assert verb("cache", "info", foreign, "--json") == 0
     facts = json.loads(capsys.readouterr().out)
     assert (facts["layout"], facts["encoding"], facts["rows"]) == ("automodel", "probs", 60)
-    assert (facts["tokens"], facts["draft_vocabulary"]) == (1742, 128)
+    assert facts["draft_vocabulary"] == 128
     assert verb("cache", "verify", foreign) == 0
 
 
@@ -233,12 +233,12 @@ def test_info_and_verify_read_automodels_layout(foreign, capsys):
         ("format_version", 3, "AutoModel's cache format 3"),
         ("dtype", "int8", "manifest is damaged"),
         ("selected_token_ids", [1, 2], "sizes contradict"),
-        ("selected_token_ids", [*range(127), 400], "outside the vocabulary of 400"),
+        ("selected_token_ids", [*range(127), 400], "sizes contradict"),
         ("aux_hidden_dim", 97, "sizes contradict"),
         ("draft_vocab_size", 64, "sizes contradict"),
         ("num_samples", 99, "3 of 7 shards are missing|rows in the shards"),
         ("target_probs_topk", 5, "target_probs_values"),
-        ("target_vocab_size", 500, "made from a target of 500 tokens"),
+        ("target_vocab_size", 500, "made from another model"),
     ],
 )
 def test_a_contradictory_manifest_is_refused(foreign, tmp_path, field, value, said):
@@ -254,7 +254,7 @@ def test_a_different_model_is_refused(foreign, tmp_path):
     tensors = load_file(other / "model.safetensors")
     tensors["model.embed_tokens.weight"] *= 2
     save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(BadInput, match="different embeddings"):
+    with pytest.raises(BadInput, match="made from another model"):
         CachedEagle3TargetModel(foreign, model=str(other))
 
 

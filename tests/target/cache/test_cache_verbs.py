@@ -112,9 +112,9 @@ def test_info_and_verify(command, overrides, tmp_path):
     assert command("precompute", *overrides, "-o", cache, "--shard-size", 16)[0] == 0
     facts = json.loads(command("cache", "info", cache, "--json")[1])
     assert facts["complete"]
-    assert facts["tokens"] == 1742
-    assert facts["bytes_per_token"] == pytest.approx(4 * 32 * 4, rel=0.05)
-    assert "bytes per token" in command("cache", "info", cache)[1]
+    assert (facts["rows"], facts["shards"], facts["encoding"]) == (60, 4, "hidden")
+    assert facts["bytes"] == sum(len(data) for data in payload(cache).values())
+    assert "weights fingerprint" in command("cache", "info", cache)[1]
     assert command("cache", "verify", cache)[0] == 0
     break_row(cache, 33)
     code, text, _ = command("cache", "verify", cache, "--json")

@@ -5,8 +5,7 @@ accepted, a running product. So temperatures are fitted depth by depth, each giv
 such that the product is calibrated on held-out texts. Shapes: N slots of a depth.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeGuard
@@ -112,33 +111,27 @@ def sureness(
     selected_W = draft.selected_token_ids
     if draft.confidence_head is None or draft.token_head is None or selected_W is None:
         raise says_nothing()
-    rollouts, parts = MarkovRollouts(draft, depths), []
-    with _all_proposed(draft):
-        for pack in packs_of([len(text) for text in texts], batch_tokens):
-            tokens = as_pack([texts[piece.row] for piece in pack])
-            batch = ask(target, tokens)
-            picks_S = target_picks(batch, tokens, target.info().head, selected_W)
-            accepted_S = accepted_lengths(rollouts, batch, tokens, picks_S).reshape(-1)
-            plan = rollouts.plan(tokens)
-            slot_T = plan.slot_T.cpu().numpy()
-            slot_N = slot_T[plan.depths[0].slot_N.cpu().numpy()]
-            odds_NK = np.full((len(slot_N), depths), np.nan)
-            for depth, inputs_NE in enumerate(rollouts.head_inputs(batch, plan)):
-                odds_N = rollouts.confidence(inputs_NE).double().cpu().numpy()
-                odds_NK[: len(odds_N), depth] = odds_N  # rows of a depth are the first of depth 0
-            parts.append(Sureness(odds_NK, accepted_S[slot_N]))
+    rollouts, parts = _WholeBlocks(draft, depths), []
+    for pack in packs_of([len(text) for text in texts], batch_tokens):
+        tokens = as_pack([texts[piece.row] for piece in pack])
+        batch = ask(target, tokens)
+        picks_S = target_picks(batch, tokens, target.info().head, selected_W)
+        accepted_S = accepted_lengths(rollouts, batch, tokens, picks_S).reshape(-1)
+        plan = rollouts.plan(tokens)
+        slot_T = plan.slot_T.cpu().numpy()
+        slot_N = slot_T[plan.depths[0].slot_N.cpu().numpy()]
+        odds_NK = np.full((len(slot_N), depths), np.nan)
+        for depth, inputs_NE in enumerate(rollouts.head_inputs(batch, plan)):
+            odds_N = rollouts.confidence(inputs_NE).double().cpu().numpy()
+            odds_NK[: len(odds_N), depth] = odds_N  # rows of a depth are the first of depth 0
+        parts.append(Sureness(odds_NK, accepted_S[slot_N]))
     return Sureness.joined(parts)
 
 
-@contextmanager
-def _all_proposed(draft: BlockDraftModel) -> Iterator[None]:
-    """While open, all tokens are proposed, whatever their confidence."""
-    config = draft.config
-    before, config.confidence_threshold = config.confidence_threshold, 0.0
-    try:
-        yield
-    finally:
-        config.confidence_threshold = before
+class _WholeBlocks(MarkovRollouts):
+    """All tokens are proposed, whatever their confidence."""
+
+    cuts = False
 
 
 def fit_temperatures(found: Sureness) -> list[float]:

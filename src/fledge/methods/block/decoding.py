@@ -74,6 +74,8 @@ class MarkovRollouts(BlockRollouts):
     Head inputs hold the state, the features of the previous token, and whether a token is proposed.
     """
 
+    cuts = True  # where the draft is not confident enough
+
     def unroll(self, aux_TD: Tensor, ids_T: Tensor, plan: RolloutPlan) -> Sequence[Tensor]:
         assert isinstance(plan, BlockPlan)
         draft, head = self.draft, self.draft.token_head
@@ -84,7 +86,8 @@ class MarkovRollouts(BlockRollouts):
         for depth, (rows, state_NE) in enumerate(zip(plan.depths, states, strict=True)):
             before_N = ids_T.index_select(0, rows.slot_N + depth)
             features_NR = head.features(before_N, state_NE.dtype)
-            chance = running_chance(draft, state_NE, features_NR, depth, chance)
+            if self.cuts:
+                chance = running_chance(draft, state_NE, features_NR, depth, chance)
             proposed_N = torch.ones_like(state_NE[:, 0])
             if chance is not None:
                 proposed_N = (chance >= draft.config.confidence_threshold).to(state_NE.dtype)

@@ -7,6 +7,7 @@ the loss is divided by the sum of the weights of all elements, over all micro-ba
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import ClassVar, Literal
 
 import torch
@@ -231,28 +232,20 @@ class DFlashTrainerModule(BlockTrainerModule):
         if self.weights == "decay":
             weight_N = torch.where(task.charged_N, coefficient_N, 0.0)
             return self._text_scores(ready, hidden_PE, weight_N)
-        scores = self._text_scores(ready, hidden_PE, total=totals.weight_sum)
-        if totals.weight_sum is not None:
-            return scores
-        total = scores.coefficient_N.sum()  # this batch is the whole step
-        return replace(scores, loss=scores.loss / total.where(total > 0, 1.0))
+        scores = self._text_scores(ready, hidden_PE)
+        total = scores.coefficient_N.sum() if totals.weight_sum is None else totals.weight_sum
+        total = total.where(total > 0, 1.0).to(scores.loss.dtype)
+        return replace(scores, loss=scores.loss / total)
 
     def _text_scores(
         self,
         ready: ReadyBatch[BlockPlan],
         hidden_PE: Tensor,
-        coefficient_N: Tensor | None = None,  # None: D-PACE's
-        total: Tensor | None = None,  # sum of D-PACE's weights over the step
+        coefficient_N: Tensor | None = None,  # None: D-PACE's, not yet divided by their sum
     ) -> HeadLoss:
         plan = ready.plan
         charged_N = self._charged_elements(plan, ready.covered_M)
-
-        def weigh(row_loss_N: Tensor) -> Tensor:
-            weight_N = dpace_weights(plan, row_loss_N, charged_N)
-            if total is None:
-                return weight_N
-            return weight_N / total.where(total > 0, 1.0).to(weight_N.dtype)
-
+        weigh = partial(dpace_weights, plan, charged_N=charged_N)
         return frozen_head_loss(
             hidden_PE,
             self.draft_model.lm_head.weight,

@@ -55,7 +55,7 @@ def parallel_attention(
     rows: QueryRows,
     counts: Sequence[int],  # chain rows at depths 1, 2, ...: nested, see `plan.py`
     *,
-    starts_K: Tensor | None = None,  # first chain row of each depth; None: computed from counts
+    starts_K: Tensor,  # first chain row of each depth, and the end of the last
     kind: AttentionKind = "fast",
 ) -> Tensor:
     """The attention output [Q, H, C], in the dtype of q."""

@@ -6,7 +6,7 @@ Each document is looked up by its tokens, however it is packed; the target itsel
 import hashlib
 import itertools
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -42,19 +42,6 @@ from fledge.target.packing import Documents, find_documents, right_padded
 AnyShard = Shard | PaddedShard
 
 
-def open_shards(
-    directory: Path, manifest: dict[str, Any], numbers: Iterable[int]
-) -> list[AnyShard]:
-    """Open some shards of a cache, in whichever of the two layouts it has."""
-    shape = shape_of(manifest)
-    if manifest.get("layout") != automodel.LAYOUT:
-        paths = (directory / shard_name(number) for number in numbers)
-        return [Shard(path, shape) for path in paths]
-    order_W = automodel.column_order(manifest)
-    paths = (directory / padded_shard_name(number) for number in numbers)
-    return [PaddedShard(path, shape, order_W) for path in paths]
-
-
 class CacheStore:
     """Random access to the rows of a cache, memory-mapped."""
 
@@ -63,7 +50,14 @@ class CacheStore:
         self.manifest = read_manifest(self.directory)
         check_complete(self.directory, self.manifest)
         self.shape = shape_of(self.manifest)
-        self.shards = open_shards(self.directory, self.manifest, range(shards_of(self.manifest)))
+        numbers = range(shards_of(self.manifest))
+        self.shards: list[AnyShard] = []
+        if self.manifest.get("layout") != automodel.LAYOUT:
+            self.shards += [Shard(self.directory / shard_name(n), self.shape) for n in numbers]
+        else:
+            order_W = automodel.column_order(self.manifest)
+            paths = (self.directory / padded_shard_name(number) for number in numbers)
+            self.shards += [PaddedShard(path, self.shape, order_W) for path in paths]
         self._first = np.cumsum([0, *(len(shard) for shard in self.shards)])
         if len(self) != self.manifest["rows"]:
             what = f"{len(self)} rows in the shards, {self.manifest['rows']} in the manifest"

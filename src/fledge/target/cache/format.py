@@ -203,17 +203,12 @@ def from_fp8(states_ND: Tensor, scale_NC: Tensor, dtype: torch.dtype) -> Tensor:
 @torch.no_grad()
 def unsound(stored: dict[str, Tensor], shape: CacheShape) -> tuple[Tensor, Tensor]:
     """bool [N, A] and [M]: which aux layers of which tokens, and which supervised slots, are stored
-    with a value that is not finite."""
+    with a value that is not finite. A chunk with such a value has such a scale."""
+    if shape.encoding == "hidden-fp8":
+        return ~stored["aux_scale"].isfinite(), ~stored["last_scale"][:, 0].isfinite()
+    names = {"hidden": "last_hidden_states", "probs": "target_probs", "topk": "topk_probs"}
     aux_NAD = by_layer(stored["aux_hidden_states"], shape.aux_layers)
-    if shape.encoding != "hidden-fp8":
-        names = {"hidden": "last_hidden_states", "probs": "target_probs", "topk": "topk_probs"}
-        return ~finite_rows(aux_NAD), ~finite_rows(stored[names[shape.encoding]])
-    # an 8-bit float with all bits but the sign is NaN
-    nan_NA, nan_M = (
-        ((states.view(torch.uint8) & 0x7F) == 0x7F).any(-1)
-        for states in (aux_NAD, stored["last_hidden_states"])
-    )
-    return ~stored["aux_scale"].isfinite() | nan_NA, ~stored["last_scale"][:, 0].isfinite() | nan_M
+    return ~finite_rows(aux_NAD), ~finite_rows(stored[names[shape.encoding]])
 
 
 @torch.no_grad()

@@ -10,9 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
+from rich import filesize
 
 from fledge.core.errors import BadInput, nearest
 from fledge.core.rows import TokenRow
@@ -71,20 +72,18 @@ def cache_options(
     """The flags of a command as options; `natural` is the dtype for "auto"."""
     from fledge.target.kinds import spelt_out  # needs pydantic
 
-    if encoding not in ENCODINGS:
-        hint = nearest(encoding, list(ENCODINGS))
-        raise BadInput(f"{encoding!r} is not an encoding", where="--encoding", fix=hint)
+    name = spelt_out(dtype)
+    given = (("--encoding", encoding, ENCODINGS), ("--dtype", name, ("auto", *DTYPES)))
+    for flag, value, valid in given:
+        if value not in valid:
+            raise BadInput(f"{value!r} is unknown", where=flag, fix=nearest(value, list(valid)))
     if (encoding == "topk") != bool(top_k):
         what = f"the topk encoding and {top_k_flag} belong together"
         raise BadInput(what, where="--encoding")
-    name = spelt_out(dtype)
-    if name != "auto" and name not in DTYPES:
-        hint = nearest(dtype, ["auto", *DTYPES])
-        raise BadInput(f"{dtype!r} is not a dtype", where="--dtype", fix=hint)
     if quota_gb is not None and not 0 < quota_gb < 1e9:
         raise BadInput(f"{quota_gb} is not a disk size", where="--quota-gb", fix="500, say")
     return CacheOptions(
-        encoding=encoding,
+        encoding=cast(Encoding, encoding),
         dtype=natural() if name == "auto" else DTYPES[name],
         top_k=top_k or None,
         quota_bytes=None if quota_gb is None else int(quota_gb * 1e9),
@@ -206,9 +205,6 @@ def plan_cache(job: CacheJob) -> CachePlan:
         tokens += sum(len(row.input_ids) for row in rows)
         if index in existing and is_whole_shard(job.shard_path(index), layout):
             done.add(index)
-    if extra := existing - set(range(len(sizes))):
-        what = f"{shard_name(min(extra))} is beyond the {len(sizes)} shards of these rows"
-        raise BadInput(what, where=str(job.directory))
     quota, total = job.options.quota_bytes, itertools.accumulate(sizes)
     allowed = sum(quota is None or n_bytes <= quota for n_bytes in total)
     return CachePlan(tuple(sizes), frozenset(done), allowed, tokens)
@@ -220,29 +216,21 @@ def announce(job: CacheJob, plan: CachePlan) -> str:
     while not existing.exists():
         existing = existing.parent
     free, total = shutil.disk_usage(existing).free, sum(plan.shard_bytes)
-    needed = sum(plan.shard_bytes[i] for i in plan.missing)
+    needed, room = sum(plan.shard_bytes[i] for i in plan.missing), filesize.decimal(free)
     if needed > free:
-        what = f"{readable(needed)} would be written, {readable(free)} are free"
+        what = f"{filesize.decimal(needed)} would be written, {room} are free"
         fix = "use a smaller encoding, fewer rows or another disk"
         raise BadInput(what, where=str(job.directory), fix=fix)
     text = (
         f"{counted(len(job.rows), 'row')}, {counted(plan.tokens, 'token')} as {job.shape.encoding} "
-        f"({job.manifest['dtype']}): {total / plan.tokens:,.0f} bytes a token, {readable(total)} "
-        f"in {counted(len(plan.shard_bytes), 'shard')}; {readable(free)} are free"
+        f"({job.manifest['dtype']}): {total / plan.tokens:,.0f} bytes a token, "
+        f"{filesize.decimal(total)} in {counted(len(plan.shard_bytes), 'shard')}; {room} are free"
     )
     if plan.done:
         text += f"; {counted(len(plan.done), 'shard')} already exist"
     if not plan.complete:
         text += f"; the quota stops it after {counted(plan.allowed, 'shard')}"
     return text
-
-
-def readable(count: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if abs(count) < 1000:
-            return f"{count:,.0f} B" if unit == "B" else f"{count:,.1f} {unit}"
-        count /= 1000
-    return f"{count:,.2f} TB"
 
 
 # --- conversion ----------------------------------------------------------------------------------
@@ -272,15 +260,20 @@ def convert_job(
         raise BadInput("AutoModel's layout keeps probabilities", where="--layout", fix=fix)
     named = model if lacks_target(source.store.directory, old) else None
     files = local_model(named or target_files(source.store.directory), weights=False)
-    vocabulary = _vocabulary_of(source, draft_vocab_size)
-    if vocabulary is None and (draft_vocab_size or over_a_vocabulary):
+    vocabulary, size = source.vocabulary or source.info().suggested, draft_vocab_size
+    if source.vocabulary is not None and size not in (None, source.vocabulary.size):
+        what = f"made for a draft vocabulary of {source.vocabulary.size}, not {size}"
+        raise BadInput(what, where=where, fix="another vocabulary needs a cache of hidden states")
+    if vocabulary is not None and size not in (None, vocabulary.size):
+        vocabulary = None
+    if vocabulary is None and (size or over_a_vocabulary):
         tokenizer = load_tokenizer(str(files), trust_remote_code=trust_remote_code)
         trained = itertools.islice(source.rows(), int(old["rows"] - old["held_out_rows"]))
         counts_V = count_supervised(
             ((row.input_ids, row.loss_mask) for row in trained), source.info().vocab_size
         )
         special_ids = special_token_ids(tokenizer)
-        vocabulary = select_vocabulary(counts_V, draft_vocab_size, special_ids=special_ids)
+        vocabulary = select_vocabulary(counts_V, size, special_ids=special_ids)
     manifest: dict[str, Any] = {
         **{key: value for key, value in old.items() if key not in (LATE, "layout")},
         **encoding_facts(options, vocabulary),
@@ -293,14 +286,3 @@ def convert_job(
         manifest |= {"seq_length": padded_to, "layout": LAYOUT}
     rows = source.rows()
     return CacheJob(directory, rows, manifest, options, vocabulary, files, padded_to=padded_to)
-
-
-def _vocabulary_of(source: CachedEagle3TargetModel, size: int | None) -> DraftVocabulary | None:
-    """The source's own vocabulary, if it has one of the requested size."""
-    required, suggested = source.vocabulary, source.info().suggested
-    if required is not None and size not in (None, required.size):
-        what = f"made for a draft vocabulary of {required.size}, not {size}"
-        fix = "another vocabulary needs a cache of hidden states"
-        raise BadInput(what, where=str(source.store.directory), fix=fix)
-    vocabulary = required or suggested
-    return vocabulary if vocabulary is not None and size in (None, vocabulary.size) else None

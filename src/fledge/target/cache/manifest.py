@@ -248,12 +248,6 @@ def write_head(
     write_json(directory / MANIFEST, manifest)
 
 
-def has_head(directory: Path, model_dir: Path | None) -> bool:
-    """Whether all files of `write_head` exist; their contents are checked when they are read."""
-    copies = (directory / TARGET_FILES / path.name for path in kept_files(model_dir))
-    return all(path.is_file() for path in (directory / TARGET, *copies))
-
-
 def lacks_target(directory: Path, manifest: dict[str, Any]) -> bool:
     """Whether a cache has no files of its target other than AutoModel's embedding."""
     return manifest.get("layout") == automodel.LAYOUT and not (directory / TARGET).exists()

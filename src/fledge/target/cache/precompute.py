@@ -12,13 +12,14 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from rich import filesize
 from safetensors.torch import save
 from torch import Tensor
 
 from fledge.core.claims import Claims
 from fledge.core.distributed import join_world, leave_world
 from fledge.core.errors import BadInput
-from fledge.core.files import atomic_file, removed
+from fledge.core.files import atomic_file
 from fledge.core.progress import Progress, unwatched
 from fledge.core.rows import TokenRow
 from fledge.core.terminal import counted
@@ -32,7 +33,6 @@ from fledge.target.cache.job import (
     CachePlan,
     announce,
     plan_cache,
-    readable,
 )
 from fledge.target.cache.manifest import (
     CLAIMS,
@@ -41,7 +41,6 @@ from fledge.target.cache.manifest import (
     VOCABULARY,
     ensure_resumable,
     existing_shards,
-    has_head,
     target_facts,
     target_tensors,
     write_head,
@@ -186,9 +185,8 @@ def begin_cache(job: CacheJob, target: Eagle3TargetBackend, claims: Claims) -> N
     tensors = target_tensors(info, target.get_input_embeddings().weight)
     manifest = {**job.manifest, LATE: target_facts(info, tensors)}
     with claims.alone("manifest"):
-        existing = existing_shards(job.directory)
-        ensure_resumable(job.directory, manifest, existing)
-        if not existing or not has_head(job.directory, job.model_dir):
+        ensure_resumable(job.directory, manifest, existing_shards(job.directory))
+        if not (job.directory / MANIFEST).exists():  # which is written last
             if job.vocabulary is not None:
                 job.vocabulary.save(job.directory / VOCABULARY)
             if job.padded_to is not None:
@@ -223,12 +221,8 @@ def write_shards(
 
     capture, rows, n_bytes, written = _Capture(job, target), 0, 0, 0
     for name in claims.share(missing, lambda n: job.is_written(missing[n]), waiting=waiting):
-        if not (job.directory / MANIFEST).exists():
-            raise removed(job.directory)
         for batch_rows, batch_bytes in capture.shard(missing[name]):
             rows, n_bytes = rows + batch_rows, n_bytes + batch_bytes
-            progress("writing", rows, len(job.rows), "rows", readable(n_bytes))
+            progress("writing", rows, len(job.rows), "rows", filesize.decimal(n_bytes))
         written += 1
-    if not (job.directory / MANIFEST).exists():
-        raise removed(job.directory)
     return written

@@ -196,8 +196,7 @@ class Shard:
         self.places: list[str] = facts["places"]
         self.truncated: list[bool] = facts["truncated"]
         self.lengths: NDArray[np.int64] = np.diff(self.layout.row_start)
-        self.loss_mask = self._whole("loss_mask")
-        self.keys = self._whole("row_key").reshape(-1, KEY_BYTES)
+        self.keys = self.bytes[slice(*self.layout.extent["row_key"])].reshape(-1, KEY_BYTES)
 
     def __len__(self) -> int:
         return len(self.places)
@@ -210,9 +209,6 @@ class Shard:
         if bool((counts < 0).any()):
             raise ValueError("rows overlap")
         return [int(count) for count in counts]
-
-    def _whole(self, name: str) -> NDArray[np.uint8]:
-        return self.bytes[slice(*self.layout.extent[name])]
 
     def tokens(self, row: int) -> tuple[NDArray[np.int32], NDArray[np.uint8]]:
         return self.payload("input_ids", row).view(np.int32), self.payload("loss_mask", row)

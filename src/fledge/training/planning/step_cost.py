@@ -249,5 +249,5 @@ def typical_rows(
         answer = np.arange(length) >= round(length * (1 - supervised))
         ids = np.zeros(length, np.int32)
         documents.append(TokenRow(ids, answer.astype(np.uint8), "", truncated=False))
-    pack = tuple(Piece(row, 0, length) for row, length in enumerate(lengths))
+    pack = tuple(Piece(row, length) for row, length in enumerate(lengths))
     return collate(documents, [pack] * rows, tokens, pad_id=0)
