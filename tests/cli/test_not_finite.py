@@ -10,7 +10,7 @@ from fledge.training.fit import fit
 from fledge.training.setup import set_up
 from train.tiny import Notes, recipe_for
 
-DAMAGED = "hold NaN: tensor model.layers.1.mlp.down_proj.weight"
+DAMAGED = "hold NaN or infinity: tensor model.layers.1.mlp.down_proj.weight"
 OVERFLOW = "the target's answer is not finite in "
 PROMPTS = '{"messages": [{"role": "user", "content": "count to 3"}]}\n'
 ANSWERS = ["--max-new-tokens", "4", "--device", "cpu"]
@@ -57,6 +57,7 @@ VERBS = {
 TARGETS = {"overflowing": OVERFLOW, "damaged": DAMAGED}
 CASES = [(verb, kind) for verb in VERBS for kind in TARGETS]
 CASES.remove(("serve-target", "overflowing"))  # it answers nothing before it is asked
+CASES.remove(("regenerate", "damaged"))  # it does not look for the cause
 
 
 @pytest.mark.parametrize(("verb", "kind"), CASES)
@@ -129,7 +130,7 @@ def test_nan_in_a_draft_is_reported_as_such(fledge, draft, overflowing_target, t
     (tmp_path / "prompts.jsonl").write_text(PROMPTS)
     command = ["eval", broken, "--prompts", tmp_path / "prompts.jsonl", "--dtype", "float32"]
     ended = fledge(*command, "--target", overflowing_target, *ANSWERS)
-    line = refused(ended, "weights hold NaN", "tensor fc.weight")
+    line = refused(ended, "tensor fc.weight")
     assert "plain layout" not in line
 
 

@@ -69,7 +69,7 @@ def with_nan(model, name):
 def test_a_target_that_computes_nan_is_refused(drafts, method, temperature):
     model = with_nan(make_target(), "model.layers.1.self_attn.v_proj.weight")
     speculative = decoder(model, drafts["trained"] if method else None, method=method)
-    with pytest.raises(NotFinite, match=r"hold NaN: tensor model\.layers\.1\.self_attn\.v_proj"):
+    with pytest.raises(NotFinite, match="or the weights are damaged"):
         speculative.generate([[1, 2], [3]], STOPS, temperature=temperature)
 
 

@@ -34,7 +34,6 @@ PLAIN = st.recursive(
 SPECIAL = {  # fields with constraints beyond their type
     "device": st.sampled_from(["auto", "cpu", "cuda", "cuda:1"]),
     "urls": st.lists(WORDS.map(lambda word: f"http://{word}"), min_size=1, max_size=3),
-    "url": st.none() | WORDS.map(lambda word: f"http://{word}"),
     "trackers": st.lists(st.sampled_from(["wandb", "tensorboard"]), unique=True),
     "max_length": st.integers(1, 4096),
     "tokens": st.integers(4096, 10**6),
@@ -126,10 +125,6 @@ def _fit_to_method(recipe: dict[str, dict[str, Any]]) -> None:
         recipe["training"].pop("context", None)
     if any(number > 1 for number in recipe["target"].get("parallel", {}).values()):
         recipe["target"].pop("keep_states_gb", None)
-    if recipe["target"].get("url"):  # an engine that is already running
-        for key in ("tp_size", "memory_fraction", "engine_args"):
-            recipe["target"].pop(key, None)
-        recipe["target"]["shared_dir"] = "states"
     if recipe["objective"].get("weights") == "dpace":
         recipe["objective"].pop("loss", None)
     if recipe["training"].get("optimizer") == "muon":

@@ -51,7 +51,7 @@ def test_a_number_of_layers_other_than_three_must_be_given(ids):
         HFEagle3TargetModel,
         lambda *a: RunnerEagle3TargetModel(HFTargetRunner(a[0]), a[1]),
     ):
-        with pytest.raises(ValueError, match="aux_layer_ids must be exactly three layers"):
+        with pytest.raises(ValueError, match="aux_layer_ids must be exactly three distinct layers"):
             make(tiny_model("llama"), ids)
     assert len(HFEagle3TargetModel(tiny_model("llama"), num_aux_layers=2).aux_layer_ids) == 2
 

@@ -157,13 +157,13 @@ def test_an_overflow_in_a_local_target_is_reported(make, supervision):
 
 
 @pytest.mark.parametrize("name", ["lm_head.weight", "model.layers.5.mlp.up_proj.weight"])
-@pytest.mark.parametrize(("value", "what"), [(float("nan"), "NaN"), (float("inf"), "infinity")])
-def test_damaged_weights_are_reported_by_name(name, value, what):
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_damaged_weights_are_reported_by_name(name, value):
     model = tiny_model("llama")
     assert bad_weight(model) is None
     model.get_parameter(name).data[2, 3] = value
-    assert bad_weight(model) == (name, what)
-    with pytest.raises(BadInput, match=f"weights of the target hold {what}: tensor {name}"):
+    assert bad_weight(model) == name
+    with pytest.raises(BadInput, match=f"hold NaN or infinity: tensor {name}"):
         HFEagle3TargetModel(model, supervision="hidden")
 
 

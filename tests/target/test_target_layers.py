@@ -51,9 +51,9 @@ def test_default_layers_are_spread_over_the_depth(depth: int, count: int, ids: l
     assert validate_aux_layer_ids(ids, depth, count) == validate_aux_layer_ids(ids, depth, None)
     with pytest.raises(ValueError, match=r"too shallow .* distinct aux_layer_ids"):
         default_aux_layer_ids(4, count + 1)
-    with pytest.raises(ValueError, match="aux_layer_ids must be exactly seven layers"):
+    with pytest.raises(ValueError, match="exactly seven distinct layers"):
         validate_aux_layer_ids(ids, depth, 7)
-    with pytest.raises(ValueError, match="aux_layer_ids must be distinct"):
+    with pytest.raises(ValueError, match="distinct layers"):
         validate_aux_layer_ids([1, 1], depth, None)
 
 

@@ -55,7 +55,6 @@ class Case:
     batch: int = 1
     documents: int = 0  # mean length of packed documents; 0: one document a row
     depths: int = 0
-    layers: int = 0
     supervised: float = 0.6  # share of the tokens
     depth_keep: float = 1.0
     fp8: bool = False
@@ -113,7 +112,7 @@ def build_parts(case: Case, device: torch.device) -> Parts:
         target.model.config,
         architecture="LlamaForCausalLM",
         draft_vocab_size=draft_vocab,
-        num_hidden_layers=case.layers or usual["layers"],
+        num_hidden_layers=usual["layers"],
         **method.draft_settings(None, tokenizer=None, vocab_size=vocab),
     )
     ids = torch.arange(draft_vocab) * (vocab // draft_vocab)

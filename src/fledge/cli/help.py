@@ -2,10 +2,9 @@
 
 Typer's boxes read `[http://...]` as a style and drop it, and truncate long flags at 80 columns.
 Here pages are laid out by click's plain formatter; verbs are listed with their whole first
-paragraph, and examples can be copied: long ones are broken with backslashes, as a shell expects.
+paragraph, and examples are not broken, so that they can be copied.
 """
 
-import textwrap
 from collections.abc import Callable
 from typing import Any
 
@@ -58,10 +57,5 @@ def _write_examples(epilog: str | None, formatter: Any) -> None:
     if not (examples := examples_of(epilog or "")):
         return
     with formatter.section("Example" if len(examples) == 1 else "Examples"):
-        indent = " " * formatter.current_indent
-        for example in examples:
-            lines = textwrap.wrap(
-                example, formatter.width - len(indent) - 2, subsequent_indent="    ",
-                break_long_words=False, break_on_hyphens=False,
-            )  # fmt: skip
-            formatter.write("".join(f"{indent}{line} \\\n" for line in lines)[:-3] + "\n")
+        for example in examples:  # unbroken, so that it can be copied
+            formatter.write(f"  {example}\n")

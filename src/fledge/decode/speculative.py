@@ -210,7 +210,7 @@ class SpeculativeDecoder:
         """The error for non-finite numbers of the target after the known text."""
         known = len(row.prompt_ids) + len(row.token_ids) + len(accepted)
         fault = Fault("logits", number, known - 1)
-        return refusal(fault, dtype=self.target.dtype, model=self.target.model)
+        return refusal(fault, dtype=self.target.dtype)
 
     def _advance(
         self, rows: list[Generation], paths: Sequence[Sequence[int]], aux_BND: Tensor

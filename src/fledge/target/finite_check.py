@@ -122,18 +122,7 @@ def check_answer(target: Eagle3TargetBackend, batch: Eagle3TargetBatch, rows: To
     verdict = inspect(batch, len(target.aux_layer_ids))
     fault = verdict.fault(target.aux_layer_ids)
     if fault is not None:
-        place = place_of(rows, fault)
-        raise refusal(fault, place=place, dtype=verdict.dtype, model=module_of(target))
-
-
-def module_of(target: object) -> nn.Module | None:
-    """The model behind a backend, if it is in this process and can be inspected."""
-    if not isinstance(target, Eagle3TargetBackend):  # any other object with an `answer`
-        return None
-    try:
-        return target.info().module
-    except BadInput:  # `info` is optional for a backend that answers with logits
-        return None
+        raise refusal(fault, place=place_of(rows, fault), dtype=verdict.dtype)
 
 
 def refusal(
@@ -141,14 +130,11 @@ def refusal(
     *,
     dtype: torch.dtype,  # of the target's states
     place: str = "",  # where the row came from
-    model: nn.Module | None = None,
     where: str = "",
 ) -> NotFinite:
     """The error about an answer: its layer, its row, and the probable cause."""
     row = f"row {fault.row} ({place})" if place else f"row {fault.row}"
     seen = f"the target's answer is not finite in {fault.layer}, {row}, token {fault.token}"
-    if model is not None and (tensor := bad_weight(model)) is not None:
-        return bad_weights(*tensor, owner=f"the target ({_name(model)})", where=where, seen=seen)
     name, wider = str(dtype).removeprefix("torch."), _WIDER.get(dtype)
     fix = f"load the target in {wider}" if wider else "check the target's weights and config"
     overflow = f"{name} overflows" if wider else f"its numbers overflow even {name}"
@@ -165,34 +151,26 @@ def place_of(rows: TokenBatch, fault: Fault) -> str:
     return next((place for place, end in zip(places, ends, strict=False) if fault.token < end), "")
 
 
-def bad_weights(name: str, what: str, *, owner: str, where: str = "", seen: str = "") -> NotFinite:
-    """The error about weights that hold NaN or infinity."""
-    line = f"weights of {owner} hold {what}: tensor {name}"
-    line += f" ({seen})" if seen else ""
-    return NotFinite(line, where=where, fix="the files are damaged: fetch or convert them again")
+def bad_weights(name: str, *, owner: str, where: str = "") -> NotFinite:
+    """The error about a tensor that holds NaN or infinity."""
+    what = f"weights of {owner} hold NaN or infinity: tensor {name}"
+    return NotFinite(what, where=where, fix="the files are damaged: fetch or convert them again")
 
 
 @torch.no_grad()
-def bad_weight(model: nn.Module) -> tuple[str, str] | None:
-    """Name of the first tensor of a model that is not finite, and what it holds; None if all are
-    finite."""
-    for name, tensor in model.state_dict().items():
-        if isinstance(tensor, Tensor) and (what := not_numbers(tensor)):
-            return name, what
-    return None
+def bad_weight(model: nn.Module) -> str | None:
+    """Name of the first tensor of a model that is not finite."""
+    tensors = model.state_dict().items()
+    return next((n for n, t in tensors if isinstance(t, Tensor) and not is_finite(t)), None)
 
 
-def not_numbers(tensor: Tensor) -> str:
-    """ "NaN" or "infinity" if a tensor holds it, else an empty string."""
-    for part in stored_tensors(local_part(tensor)):  # each rank checks its own shard
-        # 8-bit and packed parts support no such reductions and hardly hold NaN or infinity
-        plain = part.is_floating_point() and part.itemsize > 1 and part.device.type != "meta"
-        if plain and part.numel():
-            extremes = torch.stack([part.amin(), part.amax()])
-            if not bool(extremes.isfinite().all()):
-                return "NaN" if bool(extremes.isnan().any()) else "infinity"
-    return ""
-
-
-def _name(model: nn.Module) -> str:
-    return getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__
+def is_finite(tensor: Tensor) -> bool:
+    """Whether a weight holds neither NaN nor infinity. Each rank checks its own shard."""
+    parts = stored_tensors(local_part(tensor))
+    # 8-bit and packed parts support no such reductions and hardly hold NaN or infinity
+    plain = [p for p in parts if p.is_floating_point() and p.itemsize > 1 and p.numel()]
+    return all(
+        bool(torch.stack([part.amin(), part.amax()]).isfinite().all())
+        for part in plain
+        if part.device.type != "meta"
+    )

@@ -7,7 +7,7 @@ architectures need no entry here.
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from functools import partial
 from operator import index
 from traceback import clear_frames
@@ -171,12 +171,9 @@ def validate_aux_layer_ids(
         ids = [index(i) for i in given]  # accepts integers of numpy and torch too
     except TypeError:
         raise BadInput(f"aux_layer_ids must be {number}integers, got {aux_layer_ids!r}") from None
-    if any(isinstance(i, bool) for i in given):
-        raise BadInput(f"aux_layer_ids must be integers, got {given}")
-    if not ids or len(ids) != (count or len(ids)):
-        raise BadInput(f"aux_layer_ids must be exactly {number}layers, got {len(ids)}: {ids}")
-    if len(set(ids)) != len(ids):
-        raise BadInput(f"aux_layer_ids must be distinct, got {ids}")
+    alike = len(set(ids)) < len(ids) or any(isinstance(i, bool) for i in given)
+    if not ids or alike or len(ids) != (count or len(ids)):
+        raise BadInput(f"aux_layer_ids must be exactly {number}distinct layers, got {given}")
     # engines give a draft the last state only on its own
     last = depth if count is None or len(ids) == 1 else depth - 1
     if outside := [i for i in ids if not 0 <= i <= last]:
@@ -186,18 +183,13 @@ def validate_aux_layer_ids(
 
 
 def hidden_of(output: Any) -> Tensor:
-    """The hidden states in a decoder layer's output: the output itself if it is a tensor, else a
-    named field, else its first tensor. Gathered if ranks hold a part each."""
-    if isinstance(output, Tensor):
-        return whole_tensor(output)
-    named = dict(output) if isinstance(output, Mapping) else {}  # as transformers' ModelOutput
-    if is_dataclass(output):
-        named = {field.name: getattr(output, field.name) for field in fields(output)}
-    unnamed = output if isinstance(output, tuple | list) else named.values()
-    for value in (named.get("hidden_states"), named.get("last_hidden_state"), *unnamed):
-        if isinstance(value, Tensor):
-            return whole_tensor(value)
-    raise ValueError(f"a decoder layer returned no tensor, but {type(output).__name__}")
+    """The hidden states in a decoder layer's output: a tensor, the first one of a sequence, or
+    `hidden_states`. Gathered if ranks hold a part each."""
+    if isinstance(output, Mapping):
+        output = output["hidden_states"]
+    elif isinstance(output, tuple | list):
+        output = next(value for value in output if isinstance(value, Tensor))
+    return whole_tensor(output if isinstance(output, Tensor) else output.hidden_states)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fledge.core.batch import Supervision
 from fledge.core.errors import BadInput, in_words
 from fledge.core.head import TargetHead
-from fledge.target.base import HeadlessInfo, InputEmbedding, TargetInfo
+from fledge.target.base import InputEmbedding
 from fledge.target.hf.loading import tokenizer_in
 from fledge.target.inprocess import InProcessTarget
 from fledge.target.layers import (
@@ -69,14 +69,6 @@ class HiddenTargetRunner(TargetRunner, Protocol):
         """The norm in front of the head, if it is available."""
 
 
-@runtime_checkable
-class ClosableRunner(Protocol):
-    """A runner with resources to release."""
-
-    def close(self) -> None:
-        """Free memory and engine handles."""
-
-
 class RunnerEagle3TargetModel(InProcessTarget):
     """EAGLE-3 target backend that runs the frozen target through a runner.
 
@@ -122,25 +114,10 @@ class RunnerEagle3TargetModel(InProcessTarget):
         self._check_open()
         return InputEmbedding(self.runner.input_embedding_weight())
 
-    def describe(self) -> TargetInfo | HeadlessInfo:
-        self._check_open()
-        if isinstance(self.runner, HiddenTargetRunner):
-            return self.info()
-        weight_VD = self.runner.input_embedding_weight()
-        return HeadlessInfo(
-            hidden_size=stated(self.runner.model.config, "hidden_size") or weight_VD.shape[1],
-            vocab_size=len(weight_VD),
-            depth=self._depth,
-            tokenizer_fingerprint=self._tokenizer_fingerprint(),
-            **self._about_weights(),
-        )
-
     def _facts(self) -> dict[str, Any]:
         assert isinstance(self.runner, HiddenTargetRunner)
-        return {"final_norm": self.runner.final_norm(), **self._about_weights()}
-
-    def _about_weights(self) -> dict[str, Any]:
         return {
+            "final_norm": self.runner.final_norm(),
             "dtype": self.runner.input_embedding_weight().dtype,
             "weight_dtypes": self._describe_weights(),
             "weights_fingerprint": self._fingerprint_weights(),
@@ -148,8 +125,9 @@ class RunnerEagle3TargetModel(InProcessTarget):
 
     def close(self) -> None:
         if not self._closed:
-            if isinstance(self.runner, ClosableRunner):
-                self.runner.close()
+            close = getattr(self.runner, "close", None)
+            if close is not None:
+                close()
             del self.runner
             self._info = self.tokenizer = None
         super().close()
@@ -205,11 +183,6 @@ class EngineEagle3TargetModel(RunnerEagle3TargetModel):
     runner_type: ClassVar[Any]  # its `build` starts the engine
 
     @classmethod
-    def _build(cls, model: str | PathLike[str], **options: Any) -> Any:
-        """The runner of an engine that is started, or ready to be started."""
-        return cls.runner_type.build(model, **options)
-
-    @classmethod
     def from_pretrained(
         cls,
         model: str | PathLike[str],
@@ -226,7 +199,7 @@ class EngineEagle3TargetModel(RunnerEagle3TargetModel):
         hidden states."""
         from fledge.models.resolve import local_model
 
-        runner = cls._build(
+        runner = cls.runner_type.build(
             model, dtype=dtype, trust_remote_code=trust_remote_code, **engine_kwargs
         )
         try:

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 _COLUMNS = 4096
-_PLAIN_DTYPES = {"float64", "float32", "bfloat16", "float16"}
 
 
 def is_here(tensor: Tensor) -> bool:
@@ -126,26 +125,16 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
     return digest.hexdigest()[:16]
 
 
-def dtype_shares(model: nn.Module) -> dict[str, float]:
-    """Share of the weights' bytes by dtype, largest first; tied weights count once."""
+def describe_weights(model: nn.Module) -> str:
+    """Share of the weights' bytes by dtype, largest first, for logs and manifests: `bfloat16
+    100.0%`. Tied weights count once."""
     sizes: dict[str, int] = {}
     for parameter in model.parameters():
         for part in stored_tensors(parameter):
             name = str(part.dtype).removeprefix("torch.")
             sizes[name] = sizes.get(name, 0) + part.nbytes
-    total = sum(sizes.values())
-    return {name: size / total for name, size in sorted(sizes.items(), key=lambda item: -item[1])}
-
-
-def describe_weights(model: nn.Module, *, stored_as: str | None = None) -> str:
-    """One line for logs and manifests: `bfloat16 100.0%`, or `uint8 80.1%, ... (bitsandbytes)`.
-    `stored_as` is the checkpoint's quantization; a model that runs without it was dequantized."""
-    by_dtype = dtype_shares(model)
-    shares = ", ".join(f"{name} {share:.1%}" for name, share in by_dtype.items())
-    method = quantisation_method(getattr(model, "config", None))
-    if method is not None and not set(by_dtype) <= _PLAIN_DTYPES:  # else it was dequantized
-        return f"{shares} ({method})"
-    return shares if stored_as is None else f"{shares} (dequantised from {stored_as})"
+    total, by_size = sum(sizes.values()), sorted(sizes.items(), key=lambda item: -item[1])
+    return ", ".join(f"{name} {size / total:.1%}" for name, size in by_size)
 
 
 def quantisation_method(config: "PretrainedConfig") -> str | None:

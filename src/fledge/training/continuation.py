@@ -20,7 +20,7 @@ _FREE = (
     "target.token_env", "target.prefetch", "target.timeout_s", "target.retries",
     "target.wait_s", "training.shard", "training.context",
     "training.micro_batch", "training.accumulate", "target.address", "target.workers",
-    "target.worker_cpus", "target.worker_gpus", "target.placement", "target.url:",
+    "target.worker_cpus", "target.worker_gpus", "target.placement",
     "target.shared_dir", "training.record_steps",
 )  # fmt: skip
 

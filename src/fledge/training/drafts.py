@@ -20,7 +20,7 @@ from fledge.methods.shared.draft import DraftModel
 from fledge.methods.shared.rotary import verify_rotary
 from fledge.recipe.schema import Recipe
 from fledge.target.base import Eagle3TargetBackend, InputEmbedding, LayerView
-from fledge.target.finite_check import bad_weights, not_numbers
+from fledge.target.finite_check import bad_weights, is_finite
 from fledge.target.kinds import TargetSection, kind_of, target_config
 from fledge.target.layers import target_depth, validate_aux_layer_ids
 from fledge.training.runs import starting_draft
@@ -68,9 +68,9 @@ def make_draft(
     if info.module is not None:  # a remote target's rotary cannot be checked
         verify_rotary(draft.config, info.module)
     for name, tensor in draft.state_dict().items():
-        if what := not_numbers(tensor):
+        if not is_finite(tensor):
             owner = "it" if start else "the target, which the draft starts from,"
-            raise bad_weights(name, what, owner=owner, where=section.init_from or "")
+            raise bad_weights(name, owner=owner, where=section.init_from or "")
     if section.freeze_embeddings:
         draft.freeze_embeddings()
     if recipe.training.gradient_checkpointing:

@@ -15,7 +15,7 @@ from fledge.core.machine import MACHINE_NAME, describe_machine
 from fledge.core.rows import TokenBatch
 from fledge.core.terminal import counted
 from fledge.recipe.schema import Recipe
-from fledge.target.finite_check import NotFinite, module_of, place_of, refusal
+from fledge.target.finite_check import NotFinite, place_of, refusal
 from fledge.training import checkpoint as checkpoints
 from fledge.training import metrics, saving
 from fledge.training.batches import StepBatch
@@ -341,6 +341,5 @@ def _not_finite(
     for rows, verdict in zip(micro, result.verdicts, strict=True):
         fault = verdict.fault(training.draft.config.aux_layer_ids)
         if fault is not None:
-            place, model = place_of(rows, fault), module_of(training.parts.target)
-            return refusal(fault, dtype=verdict.dtype, place=place, model=model)
+            return refusal(fault, dtype=verdict.dtype, place=place_of(rows, fault))
     return None

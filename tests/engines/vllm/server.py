@@ -98,13 +98,6 @@ def serving(export: Path, target: Path, *flags: str) -> AbstractContextManager[S
     return _running([*command, "--host", "127.0.0.1", "--port", str(port), "--", *flags], port)
 
 
-def serving_model(directory: Path, *flags: str) -> AbstractContextManager[Server]:
-    """Serve a model with vLLM's own command, without fledge."""
-    port = _free_port()
-    command = ["-m", "vllm.entrypoints.openai.api_server", "--model", str(directory)]
-    return _running([*command, "--host", "127.0.0.1", "--port", str(port), *flags], port)
-
-
 def _free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -14,6 +14,7 @@ import torch
 import fledge
 from engines.cases import assert_same_answers, engine_target, make_draft, saved, train
 from fledge.core.batch import Supervision
+from fledge.core.rows import TokenBatch
 from fledge.target.hf.model import HFEagle3TargetModel
 from fledge.target.vllm.runner import VLLMEagle3TargetModel, VLLMTargetRunner
 from target.contract import CHECKS, Case, packed_rows, padded_rows, some_documents
@@ -198,6 +199,48 @@ def test_an_interrupted_batch_does_not_affect_later_ones(engines: Any) -> None:
     assert torch.equal(before.aux_hidden_states, after.aux_hidden_states)
     assert torch.equal(before.last_hidden_states, after.last_hidden_states)
     assert free_pages(runner) == free
+
+
+def long_rows() -> Any:
+    """Three equal prompts, and two that share all but their last tokens with them."""
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(3, 90, (1, 200), generator=generator).repeat(5, 1)
+    ids[3, 150:] = 7
+    ids[4, 199] = 7
+    return ids, torch.ones_like(ids), torch.ones_like(ids)
+
+
+PREFIXES = {"enable_prefix_caching": True, "max_num_batched_tokens": 64, "max_num_seqs": 2}
+
+
+def test_prefix_caching_does_not_shorten_states(engines: Any) -> None:
+    """Repeated and shared prompts, in pieces of 64 tokens, on an engine that caches prefixes."""
+    runner = engines.runner("llama", **PREFIXES)
+    through = VLLMEagle3TargetModel(runner, supervision="hidden")
+    local = HFEagle3TargetModel(engine_target("llama"), supervision="hidden")
+    assert_same_answers(through, local, long_rows(), padded_rows(), long_rows(), tolerance=1e-3)
+    rows = TokenBatch(*long_rows())
+    first, again = through.answer(rows), through.answer(rows)
+    assert torch.equal(first.aux_hidden_states, again.aux_hidden_states)
+    assert cached_tokens(runner, salted=True) == [0, 0, 0]
+    assert max(cached_tokens(runner, salted=False)) >= 128  # control: the cache is on
+
+
+def cached_tokens(runner: VLLMTargetRunner, *, salted: bool) -> list[int]:
+    """How many tokens of a prompt vLLM finds in its cache, in each of three requests."""
+    from vllm import SamplingParams
+    from vllm.inputs import tokens_input
+
+    counts = []
+    for number in range(3):
+        salt = f"another {number}" if salted else None
+        prompt = tokens_input(long_rows()[0][0].tolist(), cache_salt=salt)
+        runner._engine.add_request(f"{salted} {number}", prompt, SamplingParams(max_tokens=1))
+        outputs: list[Any] = []
+        while runner._engine.has_unfinished_requests():
+            outputs += runner._engine.step()
+        counts.append(outputs[-1].num_cached_tokens)
+    return counts
 
 
 def test_from_pretrained_and_close(engines: Any, smollm2: Any, monkeypatch: Any) -> None:

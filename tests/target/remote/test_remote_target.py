@@ -1,22 +1,17 @@
 """The remote backend equals the local one: the contract, bit-for-bit answers, and what is sent."""
 
-import copy
 import json
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from fledge import Eagle3TrainerModule, LlamaEagle3DraftModel
 from fledge.core.batch import Eagle3TargetBatch
-from fledge.core.errors import BadInput
+from fledge.core.head import TargetHead
 from fledge.core.rows import TokenBatch
-from fledge.methods.shared.config import derive_draft_config
 from fledge.target.finite_check import NotFinite
 from fledge.target.hf.model import HFEagle3TargetModel
 from fledge.target.remote.client import RemoteEagle3TargetModel
 from fledge.target.remote.protocol import Question, WireShape, encode_answer
-from fledge.target.runner import RunnerEagle3TargetModel
 from target.contract import (
     CHECKS,
     Case,
@@ -26,7 +21,6 @@ from target.contract import (
     padded_rows,
     some_documents,
 )
-from target.hf_runner import LogitsRunner
 from target.remote.servers import call, question, running, tiny
 from target.tiny_models import overflowing
 
@@ -95,63 +89,10 @@ def test_message_size_stays_within_the_announced_bound():
         input_ids=ids, attention_mask=ids, loss_mask=ids,
     )  # fmt: skip
     question = Question("0" * 32, rows)
-    message = encode_answer(batch, question, head=None)
+    message = encode_answer(batch, question, TargetHead(torch.zeros(2, hidden)))
     assert 4 * 2 * hidden * tokens < message.nbytes <= 34_000 * tokens
     bound = WireShape("hidden", torch.bfloat16, hidden, 3).answer_bytes(tokens, tokens)
     assert message.nbytes <= bound <= message.nbytes + 4096
-
-
-def four_members():
-    """A runner with what the protocol of runners asks for, and nothing else; its `model` has a
-    config and parameters, and is no module."""
-    runner, module = LogitsRunner(copy.deepcopy(tiny())), tiny()
-    runner.model = SimpleNamespace(config=module.config, parameters=module.parameters)
-    return runner
-
-
-def trainer_step(batch):
-    torch.manual_seed(0)
-    ids, mask = draft_vocabulary(tiny())
-    draft = LlamaEagle3DraftModel(derive_draft_config(tiny().config, draft_vocab_size=len(ids)))
-    trainer = Eagle3TrainerModule(
-        draft, selected_token_ids=ids, selected_token_mask=mask, ttt_steps=2
-    )
-    loss = trainer(**batch.to_trainer_inputs()).loss
-    loss.backward()
-    return [loss.detach(), *(p.grad for p in draft.parameters() if p.grad is not None)]
-
-
-def test_a_runner_with_four_members_drops_in():
-    with running(backend=RunnerEagle3TargetModel(four_members())) as started:
-        with remote(started, "probs") as target:
-            weight = target.get_input_embeddings().weight
-            assert torch.equal(weight, tiny().get_input_embeddings().weight)
-            for rows in ROWS.values():
-                here = RunnerEagle3TargetModel(four_members(), supervision="probs")
-                here.set_vocab_mapping(*draft_vocabulary(tiny()))
-                batch, expected = target.generate_batch(*rows), here.generate_batch(*rows)
-                assert_same(batch, expected)
-                logits = RunnerEagle3TargetModel(four_members()).generate_batch(*rows)
-                assert all(map(torch.equal, trainer_step(batch), trainer_step(logits)))
-            with pytest.raises(BadInput, match="does not show its output head"):
-                target.info()
-        with remote(started, "topk", top_k=5) as target:
-            kept = target.generate_batch(*ROWS["packed"]).target_probs.count_nonzero(-1)
-            assert set(kept.flatten().tolist()) == {0, 5}
-        for supervision in ("hidden", "logits"):
-            with pytest.raises(BadInput, match="no hidden states: they answer probs or topk"):
-                remote(started, supervision)
-
-
-def test_probabilities_of_a_four_member_runner_are_rounded_once():
-    """What travels is rounded to the states' precision, never the logits behind it."""
-    with running(backend=RunnerEagle3TargetModel(four_members())) as started:
-        with remote(started, "probs", dtype="bfloat16") as target:
-            batch = target.generate_batch(*ROWS["padded"])
-        with remote(started, "probs") as target:
-            whole = target.generate_batch(*ROWS["padded"])
-        assert torch.equal(batch.aux_hidden_states, whole.aux_hidden_states.bfloat16())
-        assert torch.equal(batch.target_probs, whole.target_probs.bfloat16().float())
 
 
 # --- a target that overflows: one line, no NaN on the wire, no retry -----------------------------

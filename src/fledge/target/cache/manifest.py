@@ -31,7 +31,7 @@ from fledge.core.reading import (
     shown,
 )
 from fledge.core.terminal import counted
-from fledge.target.base import HeadlessInfo, InputEmbedding, TargetInfo
+from fledge.target.base import InputEmbedding, TargetInfo
 from fledge.target.cache import automodel
 from fledge.target.cache.format import DTYPES, ENCODINGS, FORMAT, CacheShape
 from fledge.target.layers import FinalNorm
@@ -200,30 +200,31 @@ def ensure_free(directory: Path, *, resume: bool) -> None:
 # --- the target's own files ----------------------------------------------------------------------
 
 
-def target_facts(info: TargetInfo | HeadlessInfo, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """The manifest's description of a loaded target; a server's may show no head."""
+def target_facts(info: TargetInfo, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """The manifest's description of a loaded target, and a server's."""
     head, norm = info.head, info.final_norm
     plain = ("depth", "weight_dtypes", "weights_fingerprint", "tokenizer_fingerprint", "vocab_size")
     return {
         **{name: getattr(info, name) for name in plain},
         "dtype": dtype_name(info.dtype),
-        "head": head and {"scale": head.scale, "softcap": head.softcap, "divisor": head.divisor},
+        "head": {"scale": head.scale, "softcap": head.softcap, "divisor": head.divisor},
         "final_norm": None if norm is None else [norm.path, norm.kind, norm.eps],
         "crc": {name: _crc(tensor) for name, tensor in sorted(tensors.items())},
     }
 
 
-def target_tensors(info: TargetInfo | HeadlessInfo, embedding_VD: Tensor) -> dict[str, Tensor]:
+def target_tensors(info: TargetInfo, embedding_VD: Tensor) -> dict[str, Tensor]:
     """The embedding and head on the CPU; a tied head is stored only once."""
     head, norm = info.head, info.final_norm
-    tensors: dict[str, Tensor | None] = {"embed_tokens": embedding_VD}
-    if head is not None:
-        norm_D = None if norm is None else norm.weight_D
-        tensors |= {"lm_head": head.weight_VD, "lm_head_bias": head.bias_V, "final_norm": norm_D}
+    tensors = {
+        "embed_tokens": embedding_VD,
+        "lm_head": head.weight_VD,
+        "lm_head_bias": head.bias_V,
+        "final_norm": None if norm is None else norm.weight_D,
+    }
     kept = {n: t.detach().cpu().contiguous() for n, t in tensors.items() if t is not None}
-    embedding_VD, weight_VD = kept["embed_tokens"], kept.get("lm_head")
-    same_dtype = weight_VD is not None and weight_VD.dtype == embedding_VD.dtype
-    if same_dtype and torch.equal(kept["lm_head"], embedding_VD):
+    embedding_VD, weight_VD = kept["embed_tokens"], kept["lm_head"]
+    if weight_VD.dtype == embedding_VD.dtype and torch.equal(weight_VD, embedding_VD):
         del kept["lm_head"]
     return kept
 

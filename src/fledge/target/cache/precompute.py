@@ -46,7 +46,7 @@ from fledge.target.cache.manifest import (
     write_head,
 )
 from fledge.target.cache.shard import ShardWriter, open_shard
-from fledge.target.finite_check import Fault, module_of, refusal
+from fledge.target.finite_check import Fault, refusal
 
 _BAD_TOKENS, _BAD_SLOTS = "bad tokens", "bad slots"  # in addition to the fields of the cache
 _MAX_QUEUED = 3  # batches by which the target may be ahead of the disk
@@ -59,7 +59,7 @@ class _Capture:
     """Asks a target about the rows of a job and writes its answers."""
 
     def __init__(self, job: CacheJob, target: Eagle3TargetBackend) -> None:
-        self.job, self.target, self.model = job, target, module_of(target)
+        self.job, self.target = job, target
         self.vocabulary: tuple[Tensor, Tensor] | None = None  # of the draft: ids [W], mask [V]
         if job.vocabulary is not None and not job.shape.is_hidden:
             ids = torch.from_numpy(job.vocabulary.selected_token_ids)
@@ -119,8 +119,7 @@ class _Capture:
             fault = row_fault(first + row, *bad, job.manifest["aux_layer_ids"])
             if fault is not None:
                 source, where = shard.rows[row].place, str(job.directory)
-                dtype, model = job.shape.dtype, self.model
-                raise refusal(fault, dtype=dtype, place=source, model=model, where=where)
+                raise refusal(fault, dtype=job.shape.dtype, place=source, where=where)
             shard.put(row, {name: part[place] for name, part in parts.items()})
         return len(members), sum(part.nbytes for of_rows in parts.values() for part in of_rows)
 

@@ -10,7 +10,6 @@ no layers, so that only a few tensors of a large target are read. Callers compar
 the engine once.
 """
 
-import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -87,7 +86,7 @@ def read_ends(directory: Path, *, trust_remote_code: bool = False) -> ModelEnds:
 @torch.no_grad()
 def _learn_bare_head(bare: nn.Module, norm: nn.Module, *, where: str) -> TargetHead:
     """The head of a model without layers, whose input must be exactly the norm's output."""
-    few_BT, options = torch.arange(4)[None], accepted_options(bare, use_cache=False)
+    few_BT, options = torch.arange(4)[None], without_cache(bare)
     normed: list[Tensor] = []
     hook = norm.register_forward_hook(lambda _, args, output: normed.append(output))
     try:
@@ -170,6 +169,7 @@ def learn_head(
     """The frozen head, checked against the model, and its input states [few, D] in that check.
     `run_logits` runs the whole model over a few tokens and returns its logits [1, few, V]."""
     module = find_head_module(model)
+    plain = TargetHead(*_linear_of(module, where=where))  # before FSDP2 gathers it for a forward
     inputs: list[Tensor] = []
     hook = module.register_forward_pre_hook(
         lambda _, args: inputs.append(whole_tensor(args[0])), prepend=True
@@ -179,7 +179,6 @@ def learn_head(
     finally:
         hook.remove()
     config = text_config(getattr(model, "config", None))
-    plain = TargetHead(*_linear_of(module, where=where))
     named = replace(
         plain,
         scale=_named(config, _SCALES) or 1.0,
@@ -190,7 +189,7 @@ def learn_head(
     if not (logits_NV.isfinite().all() and named.logits(states_ND).isfinite().all()):
         # an overflow says nothing about the head's arithmetic, and is reported for real answers
         if (tensor := bad_weight(model)) is not None:
-            raise bad_weights(*tensor, owner="the target", where=where)
+            raise bad_weights(tensor, owner="the target", where=where)
         return named, states_ND
     for head in (named, plain):  # MiniCPM3 applies its divisor to the head's input
         expected_NV = head.logits(states_ND).float()
@@ -218,12 +217,10 @@ def _linear_of(head: nn.Module, *, where: str) -> tuple[Tensor, Tensor | None]:
     return whole_tensor(weight), None if bias is None else whole_tensor(bias)
 
 
-def accepted_options(model: nn.Module, **options: Any) -> dict[str, Any]:
-    """The `options` that the model's forward names. Any `**kwargs` take them too if the model is
-    one of transformers; another model may pass them on to a layer that does not know them."""
+def without_cache(model: nn.Module) -> dict[str, Any]:
+    """The options of a forward that returns logits only. A model that is not one of transformers
+    may not know them."""
     from transformers import PreTrainedModel
 
-    parameters = inspect.signature(model.forward).parameters
-    open_ended = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-    any_name = open_ended and isinstance(model, PreTrainedModel)
-    return {name: value for name, value in options.items() if any_name or name in parameters}
+    own = isinstance(model, PreTrainedModel)
+    return {"use_cache": False, "output_hidden_states": False} if own else {}

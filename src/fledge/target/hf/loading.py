@@ -31,7 +31,6 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json"
 class LoadedModel:
     model: nn.Module
     tokenizer: Any  # None if the directory has no readable one
-    stored_as: str | None  # the checkpoint's own quantization method, if any
 
 
 def load_hf_model(
@@ -62,12 +61,11 @@ def load_hf_model(
         config = transformers.AutoConfig.from_pretrained(
             directory, trust_remote_code=trust_remote_code
         )
-        stored_as = quantisation_method(config)
         loader = loader_for(config)
-        if stored_as is not None or quantization_config is not None:
+        if quantisation_method(config) is not None or quantization_config is not None:
             if mesh is not None:
-                what = f"weights quantized by {stored_as or 'this quantization'} cannot be sharded"
                 fix = "take the model in bfloat16, or an engine (target.backend=sglang or vllm)"
+                what = "quantized weights cannot be sharded"
                 raise BadInput(what, where=str(name_or_path), fix=fix)
             options["device_map"] = {"": device}  # quantized weights are packed where they will run
         elif mesh is not None:
@@ -93,7 +91,7 @@ def load_hf_model(
     if "device_map" not in options and mesh is None:
         model = model.to(device)
     tokenizer = tokenizer_in(directory, trust_remote_code=trust_remote_code)
-    return LoadedModel(model, tokenizer, stored_as)
+    return LoadedModel(model, tokenizer)
 
 
 def _class_for(config: "PretrainedConfig", auto: Any) -> Any:

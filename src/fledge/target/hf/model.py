@@ -24,7 +24,7 @@ from fledge.core.machine import find_device
 from fledge.core.rows import TokenBatch, shift_left
 from fledge.target.base import HasWeight, InputEmbedding
 from fledge.target.hf import loading as fp8
-from fledge.target.hf.embedding_and_head import accepted_options, find_head_module, learn_head
+from fledge.target.hf.embedding_and_head import find_head_module, learn_head, without_cache
 from fledge.target.hf.loading import load_hf_model
 from fledge.target.hf.one_row import (
     CompiledLayers,
@@ -101,7 +101,7 @@ class HFEagle3TargetModel(InProcessTarget):
         self.aux_layer_ids = self._validate_aux_layer_ids(candidate_ids)
         self._check_last_state()
         self.model = model.eval().requires_grad_(False)
-        self._options = accepted_options(model, use_cache=False, output_hidden_states=False)
+        self._options = without_cache(model)
         self.overhead_tokens = overhead_in_tokens(model, depth=self._depth)
         self._head_module: nn.Module | None = None
         self._head: TargetHead | None = None
@@ -121,7 +121,6 @@ class HFEagle3TargetModel(InProcessTarget):
         self._recorded = {ends: RecordedSizes[list[Tensor]]() for ends in (False, True)}
         self._stop = False
         self.record_passes = compiles
-        self._stored_as: str | None = None  # quantization of the checkpoint, if any
         if supervision != "logits":
             self._head_of_states()  # reject a head that cannot be represented now, not later
             if self.joins:  # this needs all ranks, and later one of them may ask alone
@@ -167,7 +166,7 @@ class HFEagle3TargetModel(InProcessTarget):
         )
         if dtype == "fp8":
             fp8.convert_linears(loaded.model)
-        target = cls(
+        return cls(
             loaded.model,
             aux_layer_ids,
             along(mesh, "cp"),
@@ -176,20 +175,16 @@ class HFEagle3TargetModel(InProcessTarget):
             compile_layers=compile_layers,
             num_aux_layers=num_aux_layers,
         )
-        target._stored_as = loaded.stored_as
-        return target
 
     def with_layers(self, aux_layer_ids: Sequence[int]) -> "HFEagle3TargetModel":
         """The same model with other aux layers, for another draft. This target closes it."""
         ids = list(aux_layer_ids)
         if ids == self.aux_layer_ids:
             return self
-        other = HFEagle3TargetModel(
+        return HFEagle3TargetModel(
             self.model, ids, self.cp_mesh, supervision=self.supervision, tokenizer=self.tokenizer,
             num_aux_layers=len(ids),
         )  # fmt: skip
-        other._stored_as = self._stored_as
-        return other
 
     def features(self, rows: TokenBatch) -> Eagle3TargetBatch:
         """`answer` with the aux states only, skipping the layers above the last aux layer."""
@@ -232,7 +227,7 @@ class HFEagle3TargetModel(InProcessTarget):
         return {
             "final_norm": describe_final_norm(self.model),
             "dtype": self._state_dtype,
-            "weight_dtypes": describe_weights(self.model, stored_as=self._stored_as),
+            "weight_dtypes": describe_weights(self.model),
             "weights_fingerprint": weights_fingerprint(self.model),
             "module": self.model,
         }

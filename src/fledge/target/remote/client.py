@@ -30,7 +30,6 @@ from fledge.target.packing import find_documents
 from fledge.target.remote.fleet import Fleet, ServerState
 from fledge.target.remote.http import Buffers, Refused, Server, ServerFault, check_token
 from fledge.target.remote.protocol import (
-    WIRE_ENCODINGS,
     Question,
     WireEncoding,
     WireShape,
@@ -84,7 +83,7 @@ class RemoteEagle3TargetModel(Eagle3TargetBackend):
         self._numbers = itertools.count()
         self._threads = ThreadPoolExecutor(max(1, prefetch), thread_name_prefix="fledge-remote")
         self._lock = threading.Lock()
-        self._target: tuple[InputEmbedding, TargetInfo | None] | None = None
+        self._target: tuple[InputEmbedding, TargetInfo] | None = None
         try:
             self.server_info = self._fleet.open()
             self.aux_layer_ids: list[int] = self.server_info["aux_layer_ids"]
@@ -103,13 +102,6 @@ class RemoteEagle3TargetModel(Eagle3TargetBackend):
                     where="target.aux_layer_ids",
                     fix=f"fledge serve-target --aux-layer-ids {','.join(map(str, ids))}",
                 )
-        offered = self.server_info.get("encodings", WIRE_ENCODINGS)
-        if self._encoding not in offered:
-            raise BadInput(
-                f"the servers' target shows no hidden states: they answer {' or '.join(offered)}",
-                where="target.supervision",
-                fix=f"supervision={offered[0]}",
-            )
 
     def get_input_embeddings(self) -> InputEmbedding:
         self._check_open()
@@ -117,13 +109,7 @@ class RemoteEagle3TargetModel(Eagle3TargetBackend):
 
     def info(self) -> TargetInfo:
         self._check_open()
-        info = self._fetch_target()[1]
-        if info is None:
-            raise BadInput(
-                "the servers' target does not show its output head",
-                fix="use probs supervision, which needs no head, in a loop of your own",
-            )
-        return info
+        return self._fetch_target()[1]
 
     def fetch_files(self, directory: Path) -> None:
         """Write the target's config and tokenizer files into `directory`."""
@@ -215,19 +201,15 @@ class RemoteEagle3TargetModel(Eagle3TargetBackend):
 
         return self._fleet.ask(fetch)
 
-    def _fetch_target(self) -> tuple[InputEmbedding, TargetInfo | None]:
-        """The embedding and, if the target shows its head, its info; fetched once."""
+    def _fetch_target(self) -> tuple[InputEmbedding, TargetInfo]:
+        """The embedding and the target's info, fetched once."""
         with self._lock:
             if self._target is None:
                 facts = self.server_info
                 size = facts["hidden_size"]
                 max_bytes = 8 * size * (facts["vocab_size"] + 2) + (1 << 20)
-                tensors = self._get("/v1/embeddings", max_bytes)
-                if facts.get("head", {}) is None:
-                    self._target = InputEmbedding(tensors["embed_tokens"]), None
-                else:
-                    tensors |= self._get("/v1/head", max_bytes)
-                    self._target = assemble_target(tensors, facts, hidden_size=size)
+                tensors = self._get("/v1/embeddings", max_bytes) | self._get("/v1/head", max_bytes)
+                self._target = assemble_target(tensors, facts, hidden_size=size)
             return self._target
 
 

@@ -88,14 +88,13 @@ class Server:
         *,
         token: str | None = None,
         buffers: Buffers | None = None,
-        content_type: str | None = None,
     ) -> None:
         self._idle: list[HTTPConnection] = []
         self._busy: set[HTTPConnection] = set()
         self._lock = threading.Lock()
         self._closed = False
         self._buffers = buffers or Buffers(0)
-        self._headers = {} if content_type is None else {"Content-Type": content_type}
+        self._headers: dict[str, str] = {}
         self._locate(url, token)
 
     def _locate(self, url: str, token: str | None) -> None:
@@ -114,10 +113,10 @@ class Server:
         """Find out where a server is that may move; raises `ServerDown` while it is nowhere."""
 
     def get_json(
-        self, path: str, expected: Expected = OBJECT, *, body: bytes | None = None, timeout_s: float
+        self, path: str, expected: Expected = OBJECT, *, timeout_s: float
     ) -> dict[str, Any]:
         """A reply that is JSON, read as any metadata from an untrusted source is."""
-        reply = bytes(self.exchange(path, body, timeout_s, _SMALL_BYTES, digest=False))
+        reply = bytes(self.exchange(path, None, timeout_s, _SMALL_BYTES, digest=False))
         value: dict[str, Any] = parse_json(reply, expected, where=self.url, what=f"its {path}")
         return value
 

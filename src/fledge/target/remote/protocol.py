@@ -24,7 +24,7 @@ from torch import Tensor
 from fledge.core.batch import Eagle3TargetBatch
 from fledge.core.errors import first_line
 from fledge.core.head import TargetHead
-from fledge.core.reading import Choice, ListOf, Maybe, Table, Whole
+from fledge.core.reading import Table, Whole
 from fledge.core.rows import PACKING_FIELDS, TokenBatch, shift_left
 from fledge.target.base import selection_mask
 from fledge.target.cache.format import DTYPES, CacheShape, Field, decode_states, encode_probs
@@ -44,12 +44,10 @@ IDENTITY = (
 INFO = Table(
     {
         **TARGET_FACTS.fields,
-        "head": Maybe(TARGET_FACTS.fields["head"]),  # none: a target that answers logits only
         "protocol": Whole(),
         "hidden_size": SIZE,
         "aux_layer_ids": AUX_LAYERS,
-    },
-    optional={"encodings": ListOf(Choice(WIRE_ENCODINGS))},
+    }
 )
 
 
@@ -137,8 +135,8 @@ class WireShape(CacheShape):
 
 
 @torch.no_grad()
-def encode_answer(batch: Eagle3TargetBatch, question: Question, head: TargetHead | None) -> Message:
-    """The target's answer (hidden states or logits) as a message in the requested encoding."""
+def encode_answer(batch: Eagle3TargetBatch, question: Question, head: TargetHead) -> Message:
+    """The target's hidden states as a message in the requested encoding."""
     dtype = DTYPES.get(question.dtype, batch.aux_hidden_states.dtype)
     tensors = {"aux_hidden_states": batch.aux_hidden_states.to(dtype)}
     if question.encoding == "hidden":
@@ -147,9 +145,7 @@ def encode_answer(batch: Eagle3TargetBatch, question: Question, head: TargetHead
     else:
         assert question.vocabulary is not None
         ids_W = question.vocabulary.to(batch.loss_mask.device)
-        rows_XV = batch.logits if head is None else head.weight_VD.t()
-        assert rows_XV is not None
-        mask_V = selection_mask(ids_W, rows_XV.shape[-1])
+        mask_V = selection_mask(ids_W, len(head.weight_VD))
         probs_MW, position_M = batch.supervised_probs(head, ids_W, mask_V)
         top_k = question.top_k if question.encoding == "topk" else None
         tensors |= encode_probs(probs_MW, position_M[:, None], dtype, top_k)

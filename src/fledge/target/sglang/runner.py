@@ -348,7 +348,7 @@ class SGLangEagle3TargetModel(EngineEagle3TargetModel):
 
 def find_rows(mask_BT: Tensor) -> list[tuple[int, int]]:
     """The documents as slots [begin, end) of the flattened batch: runs of one number in a row's
-    mask, which may not occur again in that row.
+    mask.
 
     >>> find_rows(torch.tensor([[1, 1, 0], [1, 2, 2]]))
     [(0, 2), (3, 4), (4, 6)]
@@ -357,17 +357,9 @@ def find_rows(mask_BT: Tensor) -> list[tuple[int, int]]:
     edges_BT = torch.ones_like(numbers_BT, dtype=torch.bool)
     edges_BT[:, 1:] = numbers_BT[:, 1:] != numbers_BT[:, :-1]
     begins = edges_BT.flatten().nonzero()[:, 0].tolist()
-    width, flat = numbers_BT.shape[1], numbers_BT.flatten().tolist()
-    rows, seen = [], set()
-    for begin, end in zip(begins, [*begins[1:], len(flat)], strict=True):
-        if flat[begin] == 0:
-            continue
-        document = (begin // width, flat[begin])
-        if document in seen:
-            raise ValueError(f"attention_mask of row {document[0]} has a hole in a document")
-        seen.add(document)
-        rows.append((begin, end))
-    return rows
+    flat = numbers_BT.flatten().tolist()
+    ends = [*begins[1:], len(flat)]
+    return [(begin, end) for begin, end in zip(begins, ends, strict=True) if flat[begin] != 0]
 
 
 def cut_into_extends(lengths: Sequence[int], limits: Limits) -> Iterator[tuple[int, int]]:

@@ -1,16 +1,16 @@
 """A vLLM engine in this process: checks, start, stop, its requests, the files of its connector.
 
-vLLM writes the states itself (`connector`). It is not imported before an engine is built.
+vLLM is not imported before an engine is started.
 """
 
 import fcntl
 import os
+import shutil
 import tempfile
 import uuid
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,6 @@ from fledge.target.packing import right_padded
 # A file holds a request's hidden_states [N, K, D], K captured layers in ascending order, and its
 # token_ids [N]. While it is being written, its writer holds a lock on `NAME.lock` beside it;
 # connectors that move whole files into place need none.
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def take_states(path: Path, tokens: Sequence[int]) -> Tensor | None:
@@ -70,17 +69,9 @@ def _check_states(tensors: dict[str, Tensor], tokens: Sequence[int], *, where: s
     states_NKD, token_ids_N = tensors["hidden_states"], tensors["token_ids"]
     if token_ids_N.tolist() != list(tokens):
         raise BadInput("these are hidden states of other tokens than were asked about", where=where)
-    if states_NKD.ndim != 3 or states_NKD.dtype not in _FLOATS:
-        actual = f"{states_NKD.dtype} {list(states_NKD.shape)}"
-        raise BadInput(
-            f"hidden states should be floats [tokens, layers, width]: {actual}", where=where
-        )
     if len(states_NKD) != len(tokens):
-        raise BadInput(
-            f"vLLM returned the states of {len(states_NKD)} of {len(tokens)} tokens",
-            where=where,
-            fix="start it with --no-enable-prefix-caching",
-        )
+        what = f"vLLM returned the states of {len(states_NKD)} of {len(tokens)} tokens"
+        raise BadInput(what, where=where, fix="start it with --no-enable-prefix-caching")
     return states_NKD
 
 
@@ -111,14 +102,8 @@ class StatesPlace:
 
 
 def _memory_directory() -> Path:
-    try:
-        stats = os.statvfs(_SHARED_MEMORY)
-    except OSError:
-        return Path(tempfile.gettempdir())
-    is_large = stats.f_bavail * stats.f_frsize >= _LARGE_BYTES and os.access(
-        _SHARED_MEMORY, os.W_OK
-    )
-    return _SHARED_MEMORY if is_large else Path(tempfile.gettempdir())
+    large = _SHARED_MEMORY.is_dir() and shutil.disk_usage(_SHARED_MEMORY).free >= _LARGE_BYTES
+    return _SHARED_MEMORY if large else Path(tempfile.gettempdir())
 
 
 _CPU_CACHE_BYTES = 2**30  # by default vLLM would take nearly all memory
@@ -165,6 +150,30 @@ def with_fixed(engine_kwargs: dict[str, Any], fixed: dict[str, Any]) -> dict[str
                 fix=f"leave it out (it is {required!r})",
             )
     return arguments
+
+
+def capture_settings(vllm_ids: Sequence[int], directory: Path) -> dict[str, Any]:
+    """Arguments that make vLLM keep the states of these layers (its own ids), and write them to
+    files in this directory."""
+    from vllm.platforms import current_platform
+
+    connector = {"kv_connector": "ExampleHiddenStatesConnector"}
+    if current_platform.is_cpu():
+        module = "fledge.target.vllm.cpu_connector"
+        connector = {"kv_connector": "CpuHiddenStates", "kv_connector_module_path": module}
+    layers = {"hf_config": {"eagle_aux_hidden_state_layer_ids": list(vllm_ids)}}
+    return {
+        "speculative_config": {
+            "method": "extract_hidden_states",
+            "num_speculative_tokens": 1,
+            "draft_model_config": layers,
+        },
+        "kv_transfer_config": {
+            **connector,
+            "kv_role": "kv_producer",
+            "kv_connector_extra_config": {"shared_storage_path": str(directory)},
+        },
+    }
 
 
 def start(directory: Path, **engine_args: Any) -> Any:
@@ -244,15 +253,6 @@ def check_longest(rows: list[list[int]], max_model_len: int) -> None:
         )
 
 
-@dataclass(frozen=True)
-class Captured:
-    """vLLM's answer about one row."""
-
-    row: int
-    states_NKD: Tensor  # K layers, ascending
-    next_token: int  # vLLM's greedy choice after the row
-
-
 def requests(rows: Sequence[list[int]]) -> Iterator[tuple[int, Any, Any]]:
     """(row, prompt, sampling parameters) of every row that is not empty."""
     from vllm import SamplingParams
@@ -262,25 +262,3 @@ def requests(rows: Sequence[list[int]]) -> Iterator[tuple[int, Any, Any]]:
     for row, tokens in enumerate(rows):
         if tokens:
             yield row, tokens_input(tokens, cache_salt=uuid.uuid4().hex), params
-
-
-def assemble(
-    captured: Iterable[Captured],
-    input_ids: Tensor,
-    order: list[int],
-    head_input: Callable[[Tensor], Tensor],
-) -> tuple[Tensor, Tensor]:
-    """The last hidden states [B, T, D] and, in this order, the aux states [B, T, A * D] of rows."""
-    batch: tuple[Tensor, Tensor] | None = None
-    for one in captured:
-        states_NKD, row, length = one.states_NKD, one.row, len(one.states_NKD)
-        if batch is None:
-            width = states_NKD.shape[-1]
-            hidden_BTD = states_NKD.new_zeros((*input_ids.shape, width))
-            aux_BTD = states_NKD.new_zeros((*input_ids.shape, width * len(order)))
-            batch = hidden_BTD, aux_BTD
-        hidden_BTD[row, :length] = head_input(states_NKD[:, -1])
-        aux_BTD[row, :length] = states_NKD[:, order].flatten(1)
-    if batch is None:
-        raise ValueError("attention_mask marks no token at all")
-    return batch

@@ -1,34 +1,49 @@
 """The target inside vLLM: the draft learns from the very numbers that vLLM will serve.
 
-States leave vLLM through its own connector (`connector`), whether the engine is started here or is
-a running server (`served`). Every row or packed document is one request of a prompt and one token,
-so padding is never computed. An engine started here lives in this process, one at a time.
+vLLM's own `extract_hidden_states` keeps the states of some layers, and its connector writes those
+of each request to a file. Nothing in vLLM is replaced, so this works with any version that has the
+two. vLLM returns its layers' outputs; final norm, head and embedding come from the model's files
+(`read_ends`). Every row or packed document is one request of a prompt and one token, so padding is
+never computed.
+
+Layers: vLLM's id i is the residual stream after i layers, so our layer i is its i + 1, and its id n
+(of n layers) is the final norm's input. States come in ascending order, without duplicates.
+
+    ours, of 8 layers      vLLM captures      places of [6, 0, 7] in a file
+    [6, 0, 7]              1, 7, 8            1, 0, 2; the last hidden state is norm(place 2)
+
+Every request has a unique cache salt: prefix caching, if enabled, finds no match, and so can
+neither shorten a capture nor return states of other layers.
 """
 
+import hashlib
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import count
 from os import PathLike
 from pathlib import Path
-from typing import Any, Self, cast
+from types import SimpleNamespace
+from typing import Any, Self
 
 import torch
+from torch import Tensor
 
-from fledge.core.batch import Eagle3TargetBatch
-from fledge.core.rows import TokenBatch
+from fledge.core.head import TargetHead
+from fledge.core.machine import find_device
+from fledge.models.resolve import local_model
+from fledge.target.hf.embedding_and_head import read_ends
+from fledge.target.layers import FinalNorm, target_depth
 from fledge.target.runner import EngineEagle3TargetModel
 from fledge.target.vllm import engine as engines
-from fledge.target.vllm.connector import ConnectorRunner, connector_settings, layer_settings
-from fledge.target.vllm.engine import Captured, StatesPlace, discard, take_states
-from fledge.target.vllm.served import ServedRunner
+from fledge.target.vllm.engine import StatesPlace, discard, take_states
+from fledge.target.weights import quantisation_method
 
 _WRITTEN_S = 60.0  # how long states may take to appear after their request has finished
 
 
-class VLLMTargetRunner(ConnectorRunner):
-    """vLLM in this process, one engine at a time. It starts in `set_aux_layers`, with any number of
-    layers."""
+class VLLMTargetRunner:
+    """A `HiddenTargetRunner` over vLLM in this process, one engine at a time. It starts in
+    `set_aux_layers`, with any number of layers."""
 
     def __init__(
         self,
@@ -47,11 +62,15 @@ class VLLMTargetRunner(ConnectorRunner):
         arguments.setdefault("enforce_eager", True)  # prompts of any length, each run once
         arguments.setdefault("enable_prefix_caching", False)
         arguments |= {"dtype": engines.vllm_dtype(dtype), "trust_remote_code": trust_remote_code}
-        super().__init__(model, trust_remote_code=trust_remote_code, device=device)
         self._engine_args = arguments
+        self.directory = local_model(str(model))
+        # as stored; in vLLM's precision once the engine has started
+        self._ends = read_ends(self.directory, trust_remote_code=trust_remote_code)
+        self._device = find_device(device)
         self._place = StatesPlace(None if shared_dir is None else Path(shared_dir))
         self._engine: Any = None
-        self._running: list[int] = []  # vLLM's ids of the layers that the engine captures
+        self._ids: list[int] = []  # vLLM's ids of the layers that the engine captures
+        self._order: list[int] = []  # the index of each aux layer in `_ids`
         self._request_numbers = count()
 
     @classmethod
@@ -65,41 +84,52 @@ class VLLMTargetRunner(ConnectorRunner):
         """
         return cls(model, **options)
 
-    def close(self) -> None:
-        self._stop()
-        self._place.remove()
+    @property
+    def model(self) -> Any:
+        """A substitute for the module, which is inside vLLM: its config and embedding only."""
+        return SimpleNamespace(
+            config=self._ends.config, parameters=lambda: [self._ends.embedding_VD]
+        )
 
-    def _stop(self) -> None:
-        if self._engine is not None:
-            self._engine, self._running = None, []
-            engines.stop()
-
-    def _ensure_running(self, vllm_ids: list[int]) -> None:
-        if self._running == vllm_ids:
+    def set_aux_layers(self, aux_layer_ids: list[int]) -> None:
+        depth = target_depth(self._ends.config)
+        ids = sorted({layer_id + 1 for layer_id in aux_layer_ids} | {depth})
+        self._order = [ids.index(layer_id + 1) for layer_id in aux_layer_ids]
+        if ids == self._ids:
             return
         self._stop()
-        from vllm.platforms import current_platform
-
-        capture = {
-            "speculative_config": layer_settings(vllm_ids),
-            "kv_transfer_config": connector_settings(
-                self._place.make(), on_cpu=current_platform.is_cpu()
-            ),
-        }
+        capture = engines.capture_settings(ids, self._place.make())
         arguments = engines.with_fixed(self._engine_args, capture)
-        self._engine = engines.start(self.directory, **arguments)
-        self._running = vllm_ids
+        self._engine, self._ids = engines.start(self.directory, **arguments), ids
+        self._ends = self._ends.to(self._device, self._engine.model_config.dtype)
 
-    def _longest(self) -> int:
-        return cast(int, self._engine.model_config.max_model_len)
+    def forward_eagle3(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
+        states_BTD, aux_BTD = self.forward_eagle3_hidden(input_ids, attention_mask)
+        return self._ends.head.logits(states_BTD), aux_BTD
 
-    def _quantization(self) -> str | None:
-        method = self._engine_args.get("quantization")
-        return super()._quantization() if method is None else str(method)
+    def forward_eagle3_hidden(
+        self, input_ids: Tensor, attention_mask: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        rows = engines.real_tokens(input_ids, attention_mask)
+        engines.check_longest(rows, self._engine.model_config.max_model_len)
+        batch: tuple[Tensor, Tensor] | None = None
+        for row, states_NKD in self._capture(rows):
+            length, _, width = states_NKD.shape
+            states_NKD = states_NKD.to(self._device)
+            if batch is None:
+                hidden_BTD = states_NKD.new_zeros((*input_ids.shape, width))
+                aux_BTD = states_NKD.new_zeros((*input_ids.shape, width * len(self._order)))
+                batch = hidden_BTD, aux_BTD
+            hidden_BTD[row, :length] = self._ends.head_input(states_NKD[:, -1])
+            aux_BTD[row, :length] = states_NKD[:, self._order].flatten(1)
+        if batch is None:
+            raise ValueError("attention_mask marks no token at all")
+        return batch
 
-    def _capture(self, rows: Sequence[list[int]]) -> Iterator[Captured]:
+    def _capture(self, rows: Sequence[list[int]]) -> Iterator[tuple[int, Tensor]]:
+        """The number and states [N, K, D] of every row that is not empty, in order of arrival."""
         waiting: dict[str, int] = {}  # request id -> row
-        written: dict[str, tuple[Path, int]] = {}  # request id -> file, next token
+        written: dict[str, Path] = {}  # request id -> file
         try:
             for row, prompt, params in engines.requests(rows):
                 request_id = str(next(self._request_numbers))
@@ -110,13 +140,13 @@ class VLLMTargetRunner(ConnectorRunner):
                 for output in self._engine.step():
                     if output.finished and output.request_id in waiting:
                         path = Path(output.kv_transfer_params["hidden_states_path"])
-                        written[output.request_id] = path, output.outputs[0].token_ids[0]
+                        written[output.request_id] = path
                 arrived = []
-                for request_id, (path, next_token) in list(written.items()):
+                for request_id, path in list(written.items()):
                     states_NKD = take_states(path, rows[waiting[request_id]])
                     if states_NKD is not None:
                         del written[request_id]
-                        arrived.append(Captured(waiting.pop(request_id), states_NKD, next_token))
+                        arrived.append((waiting.pop(request_id), states_NKD))
                 yield from arrived
                 # a request's states are written in a step after the one that finished it
                 if arrived or self._engine.has_unfinished_requests():
@@ -126,47 +156,50 @@ class VLLMTargetRunner(ConnectorRunner):
         finally:
             if waiting:
                 self._engine.abort_request(list(waiting))
-                for path, _ in written.values():
+                for path in written.values():
                     discard(path)
+
+    def input_embedding_weight(self) -> Tensor:
+        return self._ends.embedding_VD
+
+    def target_head(self) -> TargetHead:
+        return self._ends.head
+
+    def final_norm(self) -> FinalNorm | None:
+        return self._ends.final_norm
+
+    def describe_weights(self) -> str:
+        """The precision of the weights inside vLLM, and how they are quantized, if they are."""
+        name = str(self._ends.embedding_VD.dtype).removeprefix("torch.")
+        method = self._engine_args.get("quantization") or quantisation_method(self._ends.config)
+        return f"{name} 100.0%" if method is None else f"{name} ({method})"
+
+    def weights_fingerprint(self) -> str:
+        """A fingerprint of the files and of how vLLM loads them."""
+        from fledge.target.cache.job import files_fingerprint
+
+        parts = ["vllm", files_fingerprint(self.directory), self.describe_weights()]
+        return hashlib.sha256(" ".join(parts).encode()).hexdigest()[:16]
+
+    def close(self) -> None:
+        self._stop()
+        self._place.remove()
+
+    def _stop(self) -> None:
+        if self._engine is not None:
+            self._engine, self._ids = None, []
+            engines.stop()
 
 
 class VLLMEagle3TargetModel(EngineEagle3TargetModel):
-    """EAGLE-3 target backend on its own vLLM engine, or on a running server.
+    """EAGLE-3 target backend on a vLLM engine. Beside the arguments common to all engines,
+    `from_pretrained` takes those of vLLM's `EngineArgs`."""
 
-    Beside the arguments common to all engines, `from_pretrained` takes `url` and `shared_dir` of a
-    running `vllm serve`, and arguments of vLLM's `EngineArgs`.
-    """
-
-    runner: ConnectorRunner
+    runner: VLLMTargetRunner
     runner_type = VLLMTargetRunner
-    _executor: ThreadPoolExecutor | None = None  # only with a server, which computes meanwhile
-
-    @classmethod
-    def _build(
-        cls, model: str | PathLike[str], *, url: str | None = None, **options: Any
-    ) -> ConnectorRunner:
-        if url is not None:
-            return ServedRunner(model, url=url, **options)
-        return VLLMTargetRunner.build(model, **options)
 
     def _get_ready(self) -> None:
         self.overhead_tokens = 2**40  # padding is never run: as few calls as memory allows
-        if isinstance(self.runner, ServedRunner):
-            self.supports_async, self.prefetch = True, 2
-            # one thread: batches are answered in order, the rows of each concurrently
-            self._executor = ThreadPoolExecutor(1, "fledge-vllm")
-
-    def answer_async(self, rows: TokenBatch) -> Future[Eagle3TargetBatch]:
-        self._check_open()
-        if self._executor is None:
-            return super().answer_async(rows)
-        return self._executor.submit(self.answer, rows)
-
-    def close(self) -> None:
-        if self._executor is not None and not self._closed:
-            self.runner.close()  # ends the answer in progress
-            self._executor.shutdown(cancel_futures=True)
-        super().close()
 
     def _describe_weights(self) -> str:
         return self.runner.describe_weights()

@@ -7,14 +7,13 @@ from typing import Any
 
 import torch
 
-from fledge.core.batch import Eagle3TargetBatch
 from fledge.target.base import Eagle3TargetBackend, check_token_ids
 from fledge.target.cache.format import DTYPES
 from fledge.target.finite_check import check_answer
 from fledge.target.inprocess import InProcessTarget
 from fledge.target.layers import longest_text
 from fledge.target.packing import find_documents
-from fledge.target.remote.protocol import WIRE_ENCODINGS, Question, encode_answer
+from fledge.target.remote.protocol import Question, encode_answer
 from fledge.target.remote.wire import Message, WireError, check_digest, unpack
 from fledge.target.runner import RunnerEagle3TargetModel
 
@@ -22,15 +21,12 @@ _KEPT = 8  # answers kept for ranks that may never ask for them, having asked an
 
 
 class Target:
-    """A backend that answers hidden states or, if it has nothing else, logits, which never leave
-    the server; and the checks on what it is asked."""
+    """A backend that answers hidden states, and the checks on what it is asked."""
 
     def __init__(self, backend: Eagle3TargetBackend, max_tokens: int) -> None:
-        if backend.supervision == "probs":
-            raise ValueError("a server's target answers hidden states or logits, not probs")
-        shows_hidden = backend.supervision == "hidden"
-        self.encodings = [e for e in WIRE_ENCODINGS if shows_hidden or e != "hidden"]
-        self.backend, self.info, self.max_tokens = backend, backend.describe(), max_tokens
+        if backend.supervision != "hidden":
+            raise ValueError(f"a server's target answers hidden states, not {backend.supervision}")
+        self.backend, self.info, self.max_tokens = backend, backend.info(), max_tokens
         self._embedding_rows = len(backend.get_input_embeddings().weight)
         model: Any = self.info.module
         if isinstance(backend, RunnerEagle3TargetModel):
@@ -56,8 +52,6 @@ class Target:
             raise WireError(f"{what} is longer than the target's context, {self._context}")
         if not bool(rows.attention_mask.any()):
             raise WireError("attention_mask marks no token at all")
-        if question.encoding not in self.encodings:
-            raise WireError(f"this target answers {' or '.join(self.encodings)}, no hidden states")
         if question.encoding != "hidden" and ids is not None:
             check_token_ids(ids, self.info.vocab_size)
             if len(set(ids.tolist())) < len(ids):
@@ -68,9 +62,7 @@ class Target:
     def answer(self, question: Question) -> Message:
         """The answer as a message. Raises for NaN and infinity, also where they only result from
         the range of the requested precision."""
-        batch: Eagle3TargetBatch = self.backend.answer(question.rows)
-        if batch.logits is None:  # probabilities are computed before they are rounded
-            batch = batch.to(dtype=DTYPES.get(question.dtype))
+        batch = self.backend.answer(question.rows).to(dtype=DTYPES.get(question.dtype))
         if self._computes:
             check_answer(self.backend, batch, question.rows)
         return encode_answer(batch, question, self.info.head)

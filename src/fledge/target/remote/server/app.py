@@ -8,7 +8,6 @@ import asyncio
 import hmac
 import json
 from collections.abc import Awaitable, Callable, MutableMapping
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -171,7 +170,6 @@ class TargetServer:
             "engine": engine,
             "hidden_size": info.hidden_size,
             "aux_layer_ids": list(self.target.backend.aux_layer_ids),
-            "encodings": self.target.encodings,
             "max_tokens": self.target.max_tokens,
         }
 
@@ -226,8 +224,7 @@ class TargetServer:
             finally:
                 for task in (answer, gone):
                     task.cancel()
-                with suppress(asyncio.CancelledError):
-                    await gone
+                await asyncio.wait({answer, gone})  # it is out of the queue from here on
             await request.reply_message(answer.result())
         finally:
             self.pending -= 1
