@@ -119,12 +119,6 @@ def test_error_messages_are_escaped(place, monkeypatch, capfd, arguments):
     assert written.splitlines()[-1].startswith("fledge: ") or code == 1  # 1: a failed diagnosis
 
 
-def test_recipe_check_as_json_keeps_the_name(place, monkeypatch, capfd):
-    code, written = run(place, monkeypatch, capfd, "recipe", "check", f"{NAME}.yaml", "--json")
-    assert code == 2
-    assert json.loads(written.splitlines()[0])["recipe"] == f"{NAME}.yaml"
-
-
 def test_server_replies_are_escaped(place, monkeypatch, capfd, tmp_path):
     """Every row fails with a hostile error message, which is counted and shown escaped."""
     import threading

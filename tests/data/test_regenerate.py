@@ -358,17 +358,15 @@ def test_a_retry_goes_to_the_next_server(tmp_path):
     assert 0 < len(broken.requests) < 8
 
 
-def test_reasoning_is_kept_beside_the_answer_or_dropped(tmp_path):
+def test_reasoning_is_kept_beside_the_answer(tmp_path):
     data = write(tmp_path / "data.jsonl", [chat("q", "old", "then", "old")])
     server = ChatServer(lambda body, tries: (200, {}, answer("yes", reasoning_content="hm")))
     with server.serving() as url:
         options = {"enable_thinking": True}
         sampling = Sampling(temperature=0.7, seed=3, template_options=options)
         ask(data, tmp_path / "keep.jsonl", url, sampling=sampling)
-        ask(data, tmp_path / "drop.jsonl", url, sampling=Sampling(keep_reasoning=False))
-    [kept], [dropped] = lines(tmp_path / "keep.jsonl"), lines(tmp_path / "drop.jsonl")
+    [kept] = lines(tmp_path / "keep.jsonl")
     assert [m.get("reasoning_content") for m in kept["messages"]] == [None, "hm", None, "hm"]
-    assert not any("reasoning_content" in m for m in dropped["messages"])
     first, second = server.requests[:2]
     assert first["chat_template_kwargs"] == {"enable_thinking": True}
     assert (first["seed"], first["temperature"]) == (3, 0.7)
@@ -497,7 +495,6 @@ def test_the_command_with_a_server(tmp_path, monkeypatch):
         (["--target", "x", "--url", "http://h"], "who answers"),
         (["--url", "h:80"], "is not an address"),
         (["--url", "http://h", "--model", "m", "--extra", "[1]"], "not a JSON object"),
-        (["--url", "http://h", "--reasoning", "maybe"], "keep or drop"),
         (["--url", "http://h", "--template-option", "x"], "NAME=VALUE"),
         (["--target", "x", "--extra", "{}"], "is for servers"),
     ],

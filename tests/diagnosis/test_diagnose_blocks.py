@@ -48,27 +48,24 @@ def test_modelopts_heads_are_found_under_their_names(place, blocks, tmp_path):
     assert_same_files(tmp_path / "ours", blocks["dspark"])
 
 
-@pytest.mark.parametrize("sliding", [
-    {"layer_types": ["full_attention"] * 2, "use_swa": True, "swa_window_size": 9},
-    {"layer_types": ["sliding_attention"] * 2, "use_swa": False, "swa_window_size": 9},
-])  # fmt: skip
-def test_sliding_layers_that_attend_both_ways_are_not_imported(place, blocks, tmp_path, sliding):
-    """vLLM takes `use_swa` for all layers, and `causal` for all layers too."""
+@pytest.mark.parametrize("inner", [{"use_swa": True}, {"causal": False}])
+def test_sliding_layers_that_attend_both_ways_are_not_imported(place, blocks, tmp_path, inner):
     foreign = write_block_as("dflash", blocks["dflash"], tmp_path / "foreign")
     config = json.loads((foreign / "config.json").read_text())
-    config["layer_types"] = sliding["layer_types"][:1] * config["num_hidden_layers"]
-    inner = {key: value for key, value in sliding.items() if key != "layer_types"}
-    for causal in (False, True):
-        config["dflash_config"] |= {**inner, "causal": causal}
-        (foreign / "config.json").write_text(json.dumps(config))
-        if causal:
-            import_draft(foreign, tmp_path / "ours", target=str(place / "target"))
-            ours, _ = files_of(tmp_path / "ours")
-            assert ours["sliding_layers"] == list(range(config["num_hidden_layers"]))
-            assert (ours["causal"], ours["sliding_window"]) == (True, 9)
+    config |= {"layer_types": ["sliding_attention"] * config["num_hidden_layers"]}
+    config |= {"sliding_window": 9, "use_sliding_window": True}
+    target = str(place / "target")
+    for name, changed in (("both_ways", inner), ("causal", {"causal": True})):
+        values = config | {"dflash_config": config["dflash_config"] | changed}
+        (foreign / "config.json").write_text(json.dumps(values))
+        if name == "causal":
+            import_draft(foreign, tmp_path / "ours", target=target)
         else:
             with pytest.raises(BadInput, match="both ways"):
-                import_draft(foreign, tmp_path / "ours", target=str(place / "target"))
+                import_draft(foreign, tmp_path / "ours", target=target)
+    ours, _ = files_of(tmp_path / "ours")
+    assert ours["sliding_layers"] == list(range(config["num_hidden_layers"]))
+    assert (ours["causal"], ours["sliding_window"]) == (True, 9)
 
 
 def test_a_head_that_fledge_does_not_have_is_not_dropped(place, blocks, tmp_path):

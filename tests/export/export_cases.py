@@ -26,7 +26,7 @@ VLLM_ONLY = {
 # what engines would misread is refused
 REFUSED = {
     ("peagle", "sglang"): "--engine vllm serves P-EAGLE",
-    **{(kind, engine): "cannot serve a draft with .* or --engine vllm"
+    **{(kind, engine): "cannot serve a draft with .*--engine vllm"
        for kind in VLLM_ONLY for engine in ("sglang", "speculators")},
     ("dflash, small vocabulary", "sglang"): "reduced head",
     ("dspark, small vocabulary", "sglang"): "reduced head",

@@ -32,6 +32,9 @@ def chat(
     compare: Annotated[
         bool, Option(help="Decode every answer without the draft too: the same text, slower.")
     ] = False,
+    aux_layers: Annotated[
+        str, Option(help="The layers the draft reads, e.g. 1,14,26; default: its own.")
+    ] = "",
     dtype: Annotated[str, Option(help="float32, bfloat16, ...; default: the run's.")] = "",
     device: opt.DeviceOption = "",
     trust_remote_code: opt.TrustRemoteCode = False,
@@ -56,7 +59,7 @@ def chat(
     path = draft_directory(draft)
     check_method(path, method or None)
     with err.waiting("loading the target"):
-        loading = target_options(path, "", dtype, device, trust_remote_code)
+        loading = target_options(path, aux_layers, dtype, device, trust_remote_code)
         backend = load_target(path, target, **loading)
         loaded = load_draft_beside(backend, path)
         check_fits(backend, loaded, str(path))

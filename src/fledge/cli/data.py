@@ -3,8 +3,6 @@
 from pathlib import Path
 from typing import Annotated, Any
 
-from rich.table import Table
-from rich.text import Text
 from typer import Argument, Option
 
 from fledge.cli.console import err, facts_table, html_page, in_color, out, print_json, progress_bar
@@ -205,12 +203,11 @@ def stats(
 
 
 def _print_stats(figures: dict[str, Any]) -> None:
-    count = figures["rows"]
     packing = f"{counted(figures['packs'], 'pack')} of {figures['pack_tokens']:,}, "
     packing += f"{figures['padding_share']:.2%} padding"
     packing += f", {counted(figures['overlong'], 'row')} cut" if figures["overlong"] else ""
     facts = {
-        "rows": f"{count:,}",
+        "rows": f"{figures['rows']:,}",
         "repeated rows": f"{figures['repeated']:,}",
         "tokens": f"{figures['tokens']:,}",
         "supervised": f"{figures['supervised']:,} ({figures['supervised_share']:.1%})",
@@ -218,16 +215,8 @@ def _print_stats(figures: dict[str, Any]) -> None:
         "length": "  ".join(f"{name} {value:,}" for name, value in figures["lengths"].items()),
         "packing": packing,
         "distinct supervised tokens": f"{figures['distinct']:,}",
+        "draft vocabulary covers": "  ".join(
+            f"{n:,} {part:.2%}" for n, part in figures["coverage"]
+        ),
     }
     out.print(facts_table(facts))
-    _bars("length up to", [(f"{b:,}", n / count, f"{n:,}") for b, n in figures["histogram"]])
-    coverage = [(f"{s:,}", share, f"{share:.2%}") for s, share in figures["coverage"]]
-    _bars("draft vocabulary covers", coverage)
-
-
-def _bars(title: str, rows: list[tuple[str, float, str]]) -> None:
-    table = Table(title=title, title_justify="left", show_header=False, box=None)
-    table.add_column(justify="right")
-    for name, share, label in rows:
-        table.add_row(name, Text("█" * round(40 * share), style="green"), label)
-    out.print(table)

@@ -37,9 +37,6 @@ def regenerate(
     max_new_tokens: opt.AnswerTokens = 1024,
     temperature: opt.Temperature = 0.0,
     seed: opt.Seed = 0,
-    reasoning: Annotated[
-        str, Option(help="keep: as reasoning_content of the answer; drop: leave it out.")
-    ] = "keep",
     template_option: Annotated[
         list[str] | None,
         Option(metavar="NAME=VALUE", help="For the chat template: enable_thinking=false."),
@@ -69,13 +66,10 @@ def regenerate(
     from fledge.data.regenerate import check_out
     from fledge.data.regenerate import regenerate as run
 
-    if reasoning not in ("keep", "drop"):
-        raise BadInput(f"no '{reasoning}'", where="--reasoning", fix="keep or drop")
     sampling = Sampling(
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         seed=seed,
-        keep_reasoning=reasoning == "keep",
         template_options=template_variables(template_option),
     )
     check_out(output, sources)

@@ -44,7 +44,7 @@ def serve(
     A wrong method, or P-EAGLE without parallel drafting, gives acceptance 1.0 without a warning.
     The command is for the engine that is installed here, or else for a usual installation.
     """
-    from fledge.formats.engines import ENGINE_MODULES, serve_command, without_repeats
+    from fledge.formats.engines import ENGINE_MODULES, serve_command
     from fledge.formats.export import read_export_record
     from fledge.formats.source import name_for_engines, target_here
 
@@ -63,9 +63,9 @@ def serve(
     is_here = is_installed(module)
     if is_here and module == "vllm":
         command = _for_this_vllm(command, extra_flags)
-    command = without_repeats(command, extra_flags)
     command += ["--trust-remote-code"] if trust_remote_code else []
-    if "--dtype" not in command:
+    command += extra_flags  # of a flag that is given twice, engines take the last value
+    if not any(word.partition("=")[0] == "--dtype" for word in command):
         err.say(f"no --dtype: {module} will choose one (`fledge export` records it)", "yellow")
     if not run or not is_here:
         print_json(command) if as_json else out.plain(shlex.join(command))

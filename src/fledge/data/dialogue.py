@@ -56,8 +56,7 @@ class Reply:
 class Dialogue:
     """The state of a row that is being answered; raises BadRow if it cannot be regenerated."""
 
-    def __init__(self, row: Any, *, keep_reasoning: bool = True) -> None:
-        self._keep_reasoning = keep_reasoning
+    def __init__(self, row: Any) -> None:
         self._remaining = deque(_turns_of(row))
         self.said: list[Message] = []  # the messages so far
         self.tools = parse_tools(row.get("tools"))  # in the prompt; calls are not supported
@@ -81,7 +80,7 @@ class Dialogue:
             turns = sum(message["role"] == "assistant" for message in self.said)
             raise BadRow("empty answer", f"turn {turns + 1}")
         message: Message = {"role": "assistant", "content": reply.text}
-        if reply.reasoning and self._keep_reasoning:
+        if reply.reasoning:
             message["reasoning_content"] = reply.reasoning
         self.tokens += reply.tokens
         self.said = [*self.said, message]
@@ -115,12 +114,11 @@ def _turns_of(row: Any) -> list[Message]:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How answers are sampled, and whether reasoning is kept."""
+    """How answers are sampled."""
 
     max_new_tokens: int = 1024
     temperature: float = 0.0
     seed: int = 0
-    keep_reasoning: bool = True
     template_options: dict[str, Any] = field(default_factory=dict)
 
 

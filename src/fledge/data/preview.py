@@ -96,12 +96,9 @@ def data_stats(rows: TokenRows, vocab_size: int, pack_tokens: int) -> dict[str, 
     """What informs a recipe about prepared rows: lengths, supervision, packing, vocabulary."""
     lengths, packing = rows.lengths, pack_rows(rows.lengths, pack_tokens)
     counts_V = count_supervised(rows.flat(), vocab_size)
-    bounds = [2**k for k in range(5, int(lengths.max()).bit_length() + 1)]
-    binned = np.histogram(lengths, bins=[0, *(bound + 1 for bound in bounds)])[0]
     return {
         **row_figures(rows),
         "lengths": {name: int(np.percentile(lengths, q)) for name, q in _QUANTILES.items()},
-        "histogram": list(zip(bounds, binned.tolist(), strict=True)),  # (upper bound, rows)
         "pack_tokens": pack_tokens,
         "packs": len(packing.packs),
         "padding_share": packing.padding_share,

@@ -97,7 +97,7 @@ def regenerate(
             if job.finished(summary):
                 return summary
             job.record()
-        share = _Share(job, shards, summary, answerer, sampling.keep_reasoning, patience, watch)
+        share = _Share(job, shards, summary, answerer, patience, watch)
         share.work(claims, say)
         with claims.alone("job"):
             job.finish(summary, shards)
@@ -143,7 +143,6 @@ class _Share:
     shards: dict[str, Shard]
     summary: Summary
     answerer: Answerer
-    keep_reasoning: bool
     patience: int
     watch: Watch
 
@@ -214,8 +213,7 @@ class _Share:
                 try:
                     if isinstance(row, BadRow):
                         raise row
-                    dialogue = Dialogue(row, keep_reasoning=self.keep_reasoning)
-                    yield Task(number, place, row, dialogue, name)
+                    yield Task(number, place, row, Dialogue(row), name)
                 except BadRow as bad:
                     original = None if isinstance(row, BadRow) else row
                     self._fail(name, number, place, original, bad)

@@ -7,7 +7,6 @@ credentials themselves (environment, the user's configuration files).
 import contextlib
 import hashlib
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -18,8 +17,6 @@ from fledge.core.errors import BadInput, MissingPackage, first_line
 from fledge.core.files import cache_dir
 
 _ADDRESS = re.compile(r"^[a-z][a-z0-9+.-]*://", re.IGNORECASE)
-# Exceptions of the protocols' packages that are not OSErrors, looked up if a package is loaded.
-_FAILURES = (("aiohttp", "ClientError"), ("botocore.exceptions", "BotoCoreError"))
 # Metadata of a store that changes when the bytes of a file do.
 _VERSIONS = (
     *("ETag", "etag", "blob_id", "generation", "Digest", "Content-MD5", "content_md5", "md5Hash"),
@@ -55,11 +52,7 @@ def _store(address: str) -> Iterator[tuple[Any, str]]:
         what = f"such addresses need a package ({first_line(error)[:120]})"
         fix = "install it beside fledge, or name a local file"
         raise MissingPackage(what, where=where, fix=fix) from None
-    except Exception as error:  # the stores' libraries share no base class; others pass on
-        loaded = ((sys.modules.get(module), name) for module, name in _FAILURES)
-        failures = tuple(getattr(module, name) for module, name in loaded if module is not None)
-        if not isinstance(error, (OSError, ValueError, *failures)):
-            raise
+    except Exception as error:  # noqa: BLE001  (the stores' libraries share no base class)
         what = f"cannot be read ({type(error).__name__}: {first_line(error)[:120]})"
         fix = "check the address, your credentials and the network"
         raise BadInput(what, where=where, fix=fix) from None

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import numpy as np
 import xxhash
@@ -52,17 +52,10 @@ class Block:
         return len(self.offsets) - 1
 
 
-@runtime_checkable
-class InBlocks(Protocol):
-    """Rows that are stored in blocks."""
-
-    def blocks(self) -> Iterator[Block]: ...
-
-
 def blocks_of(rows: Rows) -> Iterator[Block]:
     """All rows in order, some thousands at a time: visiting millions one by one would be slow, and
     keeping them would take too much memory."""
-    if isinstance(rows, InBlocks):
+    if hasattr(rows, "blocks"):  # a prepared data set is stored in blocks
         yield from rows.blocks()
         return
     for begin in range(0, len(rows), _BLOCK):

@@ -67,8 +67,7 @@ def _summary(record: Mapping[str, Any]) -> str:
 
 
 def _versions(record: Mapping[str, Any]) -> str:
-    title, oldest = record["engine_title"], record["oldest_engine_version"]
-    text = f"Written for {title} {record['engine_version']}; loads from {oldest} on."
+    text = f"Written for {record['engine_title']} {record['engine_version']}."
     if record["chosen_aux_layers"]:
         text += " Engines count layers differently: this file is for this engine only;"
         text += " for another one export again."

@@ -3,7 +3,7 @@ started. What they read, file by file, is in `codec`. Nothing here imports an en
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -69,11 +69,6 @@ class ServingEngine:
             if limit.feature in features
             and (limit.since is None or Version(version) < Version(limit.since))
         ]
-
-    def oldest_for(self, features: frozenset[Feature]) -> str:
-        """The oldest version that serves a draft with these features."""
-        since = [limit.since for limit in self.limits if limit.feature in features]
-        return max([self.oldest, *filter(None, since)], key=Version)
 
 
 def _norm_limits(since: str | None, instead: str) -> tuple[Limit, ...]:
@@ -196,15 +191,3 @@ def _identity_flags(name: str, dtype: str) -> list[str]:
     flags = ["--dtype", dtype] if dtype else []
     public = public_name(name).partition("@")[0]
     return [*flags, "--served-model-name", public] if name else flags
-
-
-def without_repeats(command: Sequence[str], given: Sequence[str]) -> list[str]:
-    """The command with the user's flags appended, without those of ours that they override."""
-    overridden = {argument.partition("=")[0] for argument in given if argument.startswith("--")}
-    kept, arguments = [], iter(command)
-    for argument in arguments:
-        if argument in overridden:  # every flag of ours that users may override has a value
-            next(arguments)
-        else:
-            kept.append(argument)
-    return [*kept, *given]

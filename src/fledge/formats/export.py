@@ -265,7 +265,6 @@ class _Job:
             "engine": self.engine.name,
             "engine_title": self.engine.title,
             "engine_version": self.version,
-            "oldest_engine_version": self.engine.oldest_for(self.features),
             "target": dataclasses.asdict(self.target),
             "shape": {name: facts[name] for name in _SHAPE},
             "aux_layer_ids": self.draft.aux_layer_ids,

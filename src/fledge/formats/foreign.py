@@ -202,10 +202,6 @@ class DraftView:
         value = self.flat.get(key)
         return absent if value is None else value
 
-    def setting(self, key: str, absent: Any = None) -> Any:
-        """The value that engines read; some layouts have keys in two places."""
-        return self.get(key, absent)
-
     @property
     def flags(self) -> dict[str, bool]:
         """Flags of optional parts that the files may have, and whether they have their tensors."""

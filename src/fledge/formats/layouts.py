@@ -32,13 +32,11 @@ _OURS = config_keys()
 _AUX = _OURS[OWN_AUX_KEY]
 _THEIRS: dict[Expected, tuple[str, ...]] = {
     Whole(1, 2**40): ("num_depths", "ttt_steps", "draft_tokens", "eagle_version",
-                      "num_target_layers", "swa_window_size"),
+                      "num_target_layers"),
     Whole(0, 2**31): MASK_KEYS[1:],
     Number(0, 1): ("down_sample_ratio", "down_sample_ratio_min"),
     Number(1e-300): ("factor",),
-    Flag(): ("norm_before_fc", "qk_norm", "fc_bias", "is_causal", "is_neox_style",
-             "enable_confidence_head", "confidence_head_with_markov", "use_confidence_head",
-             "sliding_window_non_causal", "use_swa"),
+    Flag(): ("norm_before_fc", "qk_norm", "fc_bias", "is_causal", "use_swa"),
     Text(256): ("model_type", "rope_type", "type", "markov_head_type", "projector_type"),
     ListOf(Text(256), most=2**10): ("architectures", "layer_types"),
     _AUX: (AUX_KEY, "target_layer_ids", "aux_hidden_state_layer_ids"),

@@ -139,9 +139,6 @@ _HEADS = {
     "markov_w": "markov_head.markov_w",
     "confidence_proj.": "confidence_head.proj.",
 }  # ModelOpt
-_HEAD_KEYS = (
-    "sample_from_anchor", "enable_confidence_head", "confidence_head_with_markov",
-)  # fmt: skip
 
 
 class BlockView(DraftView):
@@ -168,17 +165,12 @@ class BlockView(DraftView):
         kind = self.setting("markov_head_type", "vanilla")
         if self.spark and kind != "vanilla":
             yield f"markov_head_type {kind}: only vanilla is supported"
-        if self.setting("is_neox_style", True) is False:
-            yield (
-                "is_neox_style is false: our drafts pair halves of the channels; permute the rows "
-                "of q_proj and k_proj, and their norms"
-            )
         if self.slides_both_ways:
             yield "its sliding layers attend both ways inside a block: ours are causal there"
 
     def own_name(self, name: str) -> str:
-        """As for other drafts; older drafts of SpecForge have their heads under `logit_head`."""
-        name = super().own_name(name).removeprefix("logit_head.")
+        """As for other drafts; ModelOpt has other names for the heads."""
+        name = super().own_name(name)
         theirs = next((prefix for prefix in _HEADS if name.startswith(prefix)), None)
         return name if theirs is None else _HEADS[theirs] + name.removeprefix(theirs)
 
@@ -208,9 +200,7 @@ class BlockView(DraftView):
 
     def path(self, key: str) -> str:
         """The dotted path of a key in the config, whether or not it is set."""
-        if key in self.inner or (self.layout.name == "specforge" and key in _HEAD_KEYS):
-            return f"{INNER_KEY}.{key}"
-        return super().path(key)
+        return f"{INNER_KEY}.{key}" if key in self.inner else super().path(key)
 
     @property
     def spark(self) -> bool:
@@ -246,17 +236,14 @@ class BlockView(DraftView):
         if self.layout.name == "fledge":
             return list(self.get("sliding_layers", []))
         kinds = self.setting("layer_types", [])
-        sliding = [i for i, kind in enumerate(kinds) if kind == "sliding_attention"]
-        return self.layer_numbers if self.setting("use_swa", False) and not sliding else sliding
+        return [i for i, kind in enumerate(kinds) if kind == "sliding_attention"]
 
     @property
     def slides_both_ways(self) -> bool:
         """Whether engines let the slots of sliding layers attend to later slots of their block."""
-        if self.layout.name == "fledge" or not self.sliding_layers:
-            return False
-        if self._causal is None:  # layers called sliding are causal, those of `use_swa` are not
-            return "sliding_attention" not in self.setting("layer_types", [])
-        return not self._causal
+        if self.setting("use_swa"):  # ModelOpt's, for all layers
+            return True
+        return self.layout.name != "fledge" and bool(self.sliding_layers) and self._causal is False
 
     @property
     def first_place(self) -> int:
@@ -265,7 +252,7 @@ class BlockView(DraftView):
     @property
     def method_settings(self) -> dict[str, Any]:
         sliding = self.sliding_layers
-        window = self.setting("swa_window_size", self.setting("sliding_window"))
+        window = self.setting("sliding_window")
         return {
             "block_size": self.setting("block_size"),
             PLACEHOLDER_KEY: self.mask,

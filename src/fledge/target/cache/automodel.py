@@ -214,9 +214,6 @@ class PaddedLayout(Layout):
 
     def __init__(self, shape: CacheShape, rows: Sequence[TokenRow], width: int) -> None:
         self.shape, self.width = shape, width
-        longest = max((len(row.input_ids) for row in rows), default=0)
-        if longest > width:
-            raise BadInput(f"a row of {longest} tokens does not fit into {width}")
         fields = their_fields(shape)
         self._slot_bytes = {
             name: values * dtype.itemsize for name, (dtype, values) in fields.items()
