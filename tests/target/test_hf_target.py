@@ -19,11 +19,13 @@ from contract import (
 )
 from tiny_models import ARCHITECTURES, tiny_model
 from torch import nn
+from torch._dynamo.exc import TorchDynamoException
 
 import fledge
 from fledge.core.head import target_distribution
 from fledge.core.rows import shift_left
 from fledge.target.hf.model import HFEagle3TargetModel
+from fledge.target.hf.one_row import CompiledLayers
 
 
 def whole_forward(model: Any, ids: torch.Tensor, mask: torch.Tensor) -> Any:
@@ -169,6 +171,22 @@ def test_hooks_are_removed_when_the_forward_fails(monkeypatch: pytest.MonkeyPatc
         target.generate_batch(*padded_rows())
     assert hooks_of(model) == 0
     assert "forward" not in model.lm_head.__dict__
+
+
+def test_without_a_compiler_layers_run_uncompiled(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    target = HFEagle3TargetModel(tiny_model("llama"), supervision="hidden")
+    expected = target.generate_batch(*padded_rows()).aux_hidden_states
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise TorchDynamoException("no C compiler")
+
+    monkeypatch.setattr(torch, "compile", lambda forward: fail)
+    monkeypatch.setattr(target, "_compiled", CompiledLayers(target._layers))
+    for _ in range(2):
+        assert torch.equal(target.generate_batch(*padded_rows()).aux_hidden_states, expected)
+    assert caplog.text.count("compilation failed (no C compiler)") == 1
 
 
 def test_model_stays_frozen_and_in_eval_mode() -> None:

@@ -31,6 +31,7 @@ from fledge.target.hf.one_row import (
     WholeRow,
     attends_plainly,
     causal_rows,
+    compile_errors,
     documents_apart,
     kernel_takes,
     needs_no_mask,
@@ -275,20 +276,20 @@ class HFEagle3TargetModel(InProcessTarget):
         # only a pass over the whole batch has the same shape every time and is worth compiling
         if ids.numel() != aux.rows_BT.numel():
             return self._run(ids, mask, group, write)
-        with self._compiled.lent():
-            # where launching kernels takes longer than running them, and the size recurs
-            short = self.record_passes and ids.numel() < 2 * self.overhead_tokens
-            recorded = self._recorded[self._stop]
-            if isinstance(group, WholeRow) and short and recorded.worth_it(ids.numel()):
-                return self._replay(ids, group, write)
+        try:
+            with self._compiled.lent():
+                # where launching kernels takes longer than running them, and the size recurs
+                short = self.record_passes and ids.numel() < 2 * self.overhead_tokens
+                recorded = self._recorded[self._stop]
+                if isinstance(group, WholeRow) and short and recorded.worth_it(ids.numel()):
+                    return self._replay(ids, group, write)
+                return self._run(ids, mask, group, write)
+        except compile_errors() as error:  # no C compiler, for example
+            self._compiled.give_up(error)
             return self._run(ids, mask, group, write)
 
     def _run(
-        self,
-        ids: Tensor,
-        mask: Tensor | None,
-        group: Group | None,
-        write: StatesOf,
+        self, ids: Tensor, mask: Tensor | None, group: Group | None, write: StatesOf
     ) -> Tensor:
         """Run the model's own forward: `write` gets the aux layers' states, the answer is
         returned."""

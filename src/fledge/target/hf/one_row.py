@@ -9,6 +9,7 @@ Only for architectures of transformers that are known to attend causally, with o
 """
 
 import gc
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -18,10 +19,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fledge.core.errors import first_line
 from fledge.rollout.attention import attend_documents, kernel_runs
 from fledge.rollout.plan import to_device
 from fledge.target.packing import Documents, Group
 from fledge.target.weights import local_part
+
+log = logging.getLogger(__name__)
 
 NAME, CAUSAL = "fledge_documents", "fledge_causal"
 # Values of `model_type` whose layers are causal attention, with or without a window, and nothing
@@ -190,3 +194,16 @@ class CompiledLayers:
         if self._needs_collection:  # compiling leaves reference cycles that hold this pass' tensors
             self._needs_collection = False
             gc.collect()
+
+    def give_up(self, error: BaseException) -> None:
+        reason = first_line(error)
+        log.warning("the target's layers run uncompiled: compilation failed (%s)", reason)
+        self._forwards = []
+
+
+def compile_errors() -> tuple[type[BaseException], ...]:
+    """The exceptions that torch raises when compilation fails."""
+    from torch._dynamo.exc import TorchDynamoException
+    from torch._inductor.exc import InductorError
+
+    return TorchDynamoException, InductorError
