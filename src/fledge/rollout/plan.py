@@ -46,6 +46,7 @@ from fledge.rollout.slots import (
     flatten_slots,
     key_axis,
     last_depths,
+    pairs_with_targets,
     rounded,
     spread_evenly,
     supervised_pairs,
@@ -187,10 +188,10 @@ def plan_rollout(
     """Read the masks (the only host sync of a step, and none if they are on the host) and lay out
     the rollout on `device`.
 
-    With `keep` < 1 a rollout continues to the next depth
-    with that probability only, drawn from `seed` and the document's own loss mask. With `ranks`,
-    which all read the same rows, the plan is this rank's part. With `quantum`, sizes are rounded up
-    so that the same few recur (`lay_out_evenly`).
+    With `keep` < 1 a rollout continues to the next depth with that probability only, drawn from
+    `seed` and the document's own loss mask. With `ranks`, which all read the same rows, the plan is
+    this rank's part. With `quantum`, sizes are rounded up so that the same few recur
+    (`lay_out_evenly`).
     """
     slots = flatten_slots(masks)
     asked_SK = supervised_SK = supervised_pairs(slots, num_depths)
@@ -200,10 +201,12 @@ def plan_rollout(
         supervised_SK = asked_SK & (np.arange(num_depths) <= survived_S[:, None])
     axis = key_axis(slots, last_depths(supervised_SK), num_depths)
     if quantum:
-        counts = (rounded(len(axis.row_key), quantum),) * num_depths
+        targets = np.flatnonzero(slots.target)
+        size = rounded(max(len(axis.row_key) + 1, len(targets)), quantum)  # with a padding row
         _, plan = lay_out_evenly(
-            supervised_SK, axis, counts, spare=num_depths, shared=num_depths, device=device
-        )
+            supervised_SK, axis, (size,) * num_depths, spare=num_depths, targets=targets,
+            device=device,
+        )  # fmt: skip
         return plan
     if ranks is None:
         plan = lay_out(slots, supervised_SK, axis, device=device)
@@ -326,11 +329,13 @@ def to_device(arrays: list[Ints], device: torch.device) -> tuple[Tensor, ...]:
 # tokens. The head's elements are all rows of all depths: the real ones sorted by the slot that they
 # ask for, the others spread evenly between them (see `real_N`).
 #
-# Where an element finds its target must not depend on the batch. One slot per element adds no work
-# where the loss reads the text only, but where it reads the target's distributions, each of which
-# is a row of logits, there would be several times as many as needed. So groups of adjacent elements
-# have their own target slots, every group as many as the one that needs most: a sixteenth more than
-# an average group could need or, in packs of very short answers, half as much again, and so on.
+# Where an element finds its target must not depend on the batch. Where all rows go to the last
+# depth (EAGLE-3), the elements are all pairs of a target slot and a depth instead; those that no
+# row asks for refer to a padding row. One slot per element adds no work where the loss reads the
+# text only, but where it reads the target's distributions, each of which is a row of logits, there
+# would be several times as many as needed. So groups of adjacent elements have their own target
+# slots, every group as many as the one that needs most: a sixteenth more than an average group
+# could need or, in packs of very short answers, half as much again, and so on.
 #
 # Example: groups of 6 elements, which ask for the slots 4, 4, 5, 5, 5, 6 | 7, 7, 8, 8, 9, 9.
 #
@@ -348,12 +353,14 @@ def lay_out_evenly(
     counts: tuple[int, ...],  # room for rows at each depth
     *,
     spare: int,
-    shared: float | None,
+    targets: Ints | None = None,
+    shared: float | None = None,
     device: torch.device,
 ) -> tuple[KeyAxis, RolloutPlan]:
     """As `lay_out`, with this many rows; also returns the padded axis. `spare`: padding slots, as
-    many as a padding row reads; `shared`: elements that usually ask for one slot, None if each has
-    a slot of its own."""
+    many as a padding row reads. `targets`: the slots that hold targets, where all rows go to the
+    last depth. Else `shared`: elements that usually ask for one slot, None if each has a slot of
+    its own."""
     size_T, rows = rounded(len(supervised_SK) + spare, ALIGNED), len(exact.row_key)
     axis = exact._replace(
         slot=filled(exact.slot, size_T, 0),
@@ -368,12 +375,17 @@ def lay_out_evenly(
     real_P = np.concatenate(
         [supervised_SK[axis.row_slot[:n], depth] & (np.arange(n) < rows) for depth, n in depths]
     )
-    element, real = spread_evenly(asked_P, real_P)
-    group, step = 1, 1
-    if shared is not None:
-        group = -(-len(element) // -(-len(element) // GROUP))  # all of equal size
-        step = int(np.ceil(ROOM * group / shared / 2))  # the usual room is two of these
-    target, target_X, spread = targets_by_group(asked_P[element], real, group, step=step)
+    if targets is not None:
+        element, real = pairs_with_targets(supervised_SK, axis, targets)
+        group, spread, target = len(counts), 1, filled(targets, counts[0], 0)
+        target_X = np.arange(len(element)) // group
+    else:
+        element, real = spread_evenly(asked_P, real_P)
+        group, step = 1, 1
+        if shared is not None:
+            group = -(-len(element) // -(-len(element) // GROUP))  # all of equal size
+            step = int(np.ceil(ROOM * group / shared / 2))  # the usual room is two of these
+        target, target_X, spread = targets_by_group(asked_P[element], real, group, step=step)
     depth_P, row_first = np.repeat(np.arange(len(counts)), counts), axis.first[axis.row_key]
     order = np.argsort(axis.row_key, kind="stable")
     arrays = [axis.slot, axis.position, axis.first, axis.row_key, row_first, order, target]

@@ -179,6 +179,22 @@ def filled(values: Ints, size: int, with_: int) -> Ints:
     return result
 
 
+def pairs_with_targets(supervised_SK: Bools, axis: KeyAxis, targets: Ints) -> tuple[Ints, Bools]:
+    """For each target slot and depth, the element that asks for it (the last row's, which is
+    padding, if none does), and whether one does; as many target slots as rows."""
+    size, depth = axis.counts[0], np.arange(len(axis.counts))
+    anchor_MK = targets[:, None] - depth
+    asked_MK = supervised_SK[np.maximum(anchor_MK, 0), depth] & (anchor_MK >= 0)
+    row_S = np.full(len(supervised_SK), size - 1, dtype=np.int64)
+    rows = np.flatnonzero(supervised_SK.any(axis=1))
+    row_S[axis.row_slot[: len(rows)]] = np.arange(len(rows))
+    row_MK = np.full((size, len(depth)), size - 1, dtype=np.int64)
+    real_MK = np.zeros(row_MK.shape, dtype=np.bool_)
+    row_MK[: len(targets)] = np.where(asked_MK, row_S[anchor_MK], size - 1)
+    real_MK[: len(targets)] = asked_MK
+    return (depth * size + row_MK).reshape(-1), real_MK.reshape(-1)
+
+
 def spread_evenly(asked_P: Ints, real_P: Bools) -> tuple[Ints, Bools]:
     """The elements, real ones sorted by the slot that they ask for, and which of them are real. The
     others are spread evenly between them, so that every group has equally many."""
