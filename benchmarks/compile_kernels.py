@@ -32,7 +32,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from fledge.kernels import elementwise, head_rows
+from fledge.kernels import adamw, elementwise, head_rows
 from fledge.kernels import gate as tiles
 from fledge.methods.block.attention import Sight, fused_blocks
 from fledge.methods.block.plan import BlockRows
@@ -144,7 +144,7 @@ def head_calls(channels: int, dtype: torch.dtype) -> Iterator[None]:
 
 
 def row_calls(dtype: torch.dtype, width: int = 32_000) -> Iterator[None]:
-    """What does not depend on the head dim: SwiGLU, losses."""
+    """What does not depend on the head dim: SwiGLU, losses, AdamW."""
     gate, up, grad = (torch.zeros(ROWS, 1024, dtype=dtype) for _ in range(3))
     elementwise.gate(gate, up)
     elementwise.gate_backward(gate, up, grad)
@@ -158,6 +158,11 @@ def row_calls(dtype: torch.dtype, width: int = 32_000) -> Iterator[None]:
     text = {"kind": "hard", "coefficient_J": weight, "text_weight": 0.1}
     head_rows.fused_rows(logits, probs, index, index, **text, distance_weight=0.9)
     head_rows.fused_rows(logits, None, None, index, **text)
+    yield
+    param, grad = torch.zeros(4096, dtype=dtype), torch.zeros(4096, dtype=dtype)
+    moments, step = [torch.zeros(4096), torch.zeros(4096)], torch.zeros(())
+    update = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0}
+    adamw.adamw([param], [grad], [moments[0]], [moments[1]], [step], **update)
     yield
 
 
