@@ -25,7 +25,7 @@ import fledge
 from fledge.core.head import target_distribution
 from fledge.core.rows import shift_left
 from fledge.target.hf.model import HFEagle3TargetModel
-from fledge.target.hf.one_row import CompiledLayers
+from fledge.target.layers import CompiledLayers
 
 
 def whole_forward(model: Any, ids: torch.Tensor, mask: torch.Tensor) -> Any:

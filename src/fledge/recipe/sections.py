@@ -114,6 +114,11 @@ class Draft(Section):
     """Draft to start from (a run, a checkpoint, an export for vLLM; `fledge import` converts
     others); its vocabulary map is kept."""
 
+    @property
+    def computation(self) -> dict[str, Any]:
+        """The keys of the draft's config that say what it computes."""
+        return self.model_dump(include={"fc_norm", "norm_output", "qk_norm"})
+
 
 class Training(Section):
     """The optimizer and its schedule."""

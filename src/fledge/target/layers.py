@@ -4,6 +4,8 @@ Works on plain modules (anything with a known attribute path), not on model clas
 architectures need no entry here.
 """
 
+import gc
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -16,9 +18,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from fledge.core.errors import BadInput, in_words
+from fledge.core.errors import BadInput, first_line, in_words
 from fledge.target.packing import Group
 from fledge.target.weights import whole_tensor
+
+log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -278,3 +282,43 @@ class AuxBuffer:
     def result(self) -> Tensor:
         assert self.aux_BTD is not None, "no layer has been captured"
         return self.aux_BTD
+
+
+# --- compiled layers ------------------------------------------------------------------------------
+
+
+class CompiledLayers:
+    """Compiled forwards of some layers, installed only while a pass runs. (Small models are limited
+    by kernel launches instead: see `core/graphs.py`.)"""
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        self._forwards: list[tuple[nn.Module, Any]] = [
+            (layer, torch.compile(layer.forward)) for layer in layers
+        ]
+        self._needs_collection = bool(layers)
+
+    @contextmanager
+    def lent(self) -> Iterator[None]:
+        for layer, forward in self._forwards:
+            layer.forward = forward
+        try:
+            yield
+        finally:
+            for layer, _ in self._forwards:
+                del layer.forward
+        if self._needs_collection:  # compiling leaves reference cycles that hold this pass' tensors
+            self._needs_collection = False
+            gc.collect()
+
+    def give_up(self, error: BaseException) -> None:
+        reason = first_line(error)
+        log.warning("the target's layers run uncompiled: compilation failed (%s)", reason)
+        self._forwards = []
+
+
+def compile_errors() -> tuple[type[BaseException], ...]:
+    """The exceptions that torch raises when compilation fails."""
+    from torch._dynamo.exc import TorchDynamoException
+    from torch._inductor.exc import InductorError
+
+    return TorchDynamoException, InductorError

@@ -91,9 +91,7 @@ def config_of_draft(
         draft_vocab_size=draft_vocab_size,
         num_hidden_layers=section.layers,
         intermediate_size=section.intermediate_size,
-        fc_norm=section.fc_norm,
-        norm_output=section.norm_output,
-        qk_norm=section.qk_norm,
+        **section.computation,
         **settings,
     )
 

@@ -50,7 +50,7 @@ class Eagle3(Method):
 
     def version(self, config: "PretrainedConfig") -> str:
         spec = self.draft_type().config_type.of(config)
-        return "EAGLE-3.1" if spec.fc_norm or spec.norm_output else self.title
+        return "EAGLE-3.1" if spec.extra_norms else self.title
 
 
 EAGLE3 = Eagle3()

@@ -52,7 +52,7 @@ class Peagle(Eagle3):
 
     def reading(self, draft: Any) -> "Reading | None":
         reading = super().reading(draft)
-        if reading is None or draft.spec.fc_norm:  # which keeps the placeholder's direction
+        if reading is None or draft.spec.norms_inputs:  # which keeps the placeholder's direction
             return None
         # the placeholder is read as the target's states are
         return replace(reading, own_MX=draft.mask_hidden.view(1, -1))

@@ -182,6 +182,16 @@ class DraftConfig:
         return self.aux_width
 
     @property
+    def norms_inputs(self) -> bool:
+        """Whether the target's states are normed before fc, layer by layer (EAGLE-3.1)."""
+        return self.fc_norm
+
+    @property
+    def extra_norms(self) -> bool:
+        """Whether the draft has a norm of EAGLE-3.1."""
+        return self.norms_inputs or self.norm_output
+
+    @property
     def all_tokens(self) -> bool:
         """Whether the draft has the target's whole vocabulary."""
         return self.draft_vocab_size == self.vocab_size

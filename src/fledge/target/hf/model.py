@@ -27,11 +27,9 @@ from fledge.target.hf import loading as fp8
 from fledge.target.hf.embedding_and_head import find_head_module, learn_head, without_cache
 from fledge.target.hf.loading import load_hf_model
 from fledge.target.hf.one_row import (
-    CompiledLayers,
     WholeRow,
     attends_plainly,
     causal_rows,
-    compile_errors,
     documents_apart,
     kernel_takes,
     needs_no_mask,
@@ -42,6 +40,8 @@ from fledge.target.inprocess import InProcessTarget, find_rank_groups
 from fledge.target.layers import (
     EAGLE3_AUX_LAYERS,
     AuxBuffer,
+    CompiledLayers,
+    compile_errors,
     default_aux_layer_ids,
     describe_final_norm,
     find_layers,

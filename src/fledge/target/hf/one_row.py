@@ -8,9 +8,7 @@ Only for architectures of transformers that are known to attend causally, with o
 (`attends_plainly`); documents of any other are run as separate rows (`packing`).
 """
 
-import gc
-import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,13 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fledge.core.errors import first_line
 from fledge.rollout.attention import attend_documents, kernel_runs
 from fledge.rollout.plan import to_device
 from fledge.target.packing import Documents, Group
 from fledge.target.weights import local_part
-
-log = logging.getLogger(__name__)
 
 NAME, CAUSAL = "fledge_documents", "fledge_causal"
 # Values of `model_type` whose layers are causal attention, with or without a window, and nothing
@@ -170,40 +165,3 @@ def _attention_configs(model: nn.Module) -> list[Any]:
     """Every config object that the model's modules read their attention implementation from."""
     configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
     return [config for config in configs.values() if hasattr(config, "_attn_implementation")]
-
-
-class CompiledLayers:
-    """Compiled forwards of some layers, installed only while a pass runs. (Small models are limited
-    by kernel launches instead: see `core/graphs.py`.)"""
-
-    def __init__(self, layers: Sequence[nn.Module]) -> None:
-        self._forwards: list[tuple[nn.Module, Any]] = [
-            (layer, torch.compile(layer.forward)) for layer in layers
-        ]
-        self._needs_collection = bool(layers)
-
-    @contextmanager
-    def lent(self) -> Iterator[None]:
-        for layer, forward in self._forwards:
-            layer.forward = forward
-        try:
-            yield
-        finally:
-            for layer, _ in self._forwards:
-                del layer.forward
-        if self._needs_collection:  # compiling leaves reference cycles that hold this pass' tensors
-            self._needs_collection = False
-            gc.collect()
-
-    def give_up(self, error: BaseException) -> None:
-        reason = first_line(error)
-        log.warning("the target's layers run uncompiled: compilation failed (%s)", reason)
-        self._forwards = []
-
-
-def compile_errors() -> tuple[type[BaseException], ...]:
-    """The exceptions that torch raises when compilation fails."""
-    from torch._dynamo.exc import TorchDynamoException
-    from torch._inductor.exc import InductorError
-
-    return TorchDynamoException, InductorError
