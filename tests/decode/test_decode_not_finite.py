@@ -9,6 +9,7 @@ from decode.test_speculative import decoder
 from decode.tiny_decode import STOPS, make_draft, make_target
 from fledge.core.head import NO_TOKEN, likeliest
 from fledge.decode.accept import Chooser, Proposal, judge, judge_drawn, pack_picks, walk
+from fledge.methods.registry import METHODS
 from fledge.target.finite_check import NotFinite
 
 BAD = [float("nan"), float("inf")]
@@ -91,7 +92,7 @@ def test_the_error_names_the_row_and_token_that_overflowed(drafts, asked, answer
     assert alone.token_ids == answers[sound][0]
 
 
-@pytest.mark.parametrize("kind", ["chain", "tree", "parallel"])
+@pytest.mark.parametrize("kind", [*METHODS["eagle3"].strategies, "parallel"])
 def test_a_draft_that_computes_nan_is_never_accepted_and_does_no_harm(target, asked, answers, kind):
     draft = make_draft(target, layers=1, parallel=kind == "parallel")
     draft.lm_head.weight.data.fill_(float("nan"))

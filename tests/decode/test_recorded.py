@@ -14,12 +14,14 @@ from fledge.decode.recorded import Passes, RoundClock, Timing
 from fledge.decode.stops import Stops
 from fledge.decode.strategy import TreeShape
 from fledge.decode.target import CachedTarget
+from fledge.methods.registry import METHODS
 
 pytestmark = pytest.mark.slow
 
 LONG = Stops(30, frozenset({3}))
 BLOCKS = [("dflash trained", "block"), ("dflash causal", "block"), ("dspark", "markov")]
-METHODS = [("trained", "chain"), ("deep", "chain"), ("deep", "tree"), ("parallel", "parallel")]
+WAYS = [("trained", "chain"), ("parallel", "parallel")]
+WAYS += [("deep", way) for way in METHODS["eagle3"].strategies]
 
 
 @pytest.fixture
@@ -47,7 +49,7 @@ def outcomes(generations):
 
 
 @pytest.mark.parametrize("batch", [1, 7])
-@pytest.mark.parametrize(("kind", "method"), [(None, None), *METHODS, *BLOCKS])
+@pytest.mark.parametrize(("kind", "method"), [(None, None), *WAYS, *BLOCKS])
 def test_recorded_rounds_match_unrecorded_rounds(
     narrow, target, draft_of, asked, kind, method, batch
 ):
@@ -68,7 +70,7 @@ def test_recorded_rounds_match_unrecorded_rounds(
     assert unrecorded.passes.learned == []
 
 
-@pytest.mark.parametrize(("kind", "method"), [(None, None), *METHODS[1:]])
+@pytest.mark.parametrize(("kind", "method"), [(None, None), *WAYS[1:]])
 def test_a_repeated_batch_records_nothing_new(narrow, target, drafts, asked, kind, method):
     recording = decoder(target, drafts.get(kind), method=method)
     prompts = sorted(asked[:6], key=len)
@@ -155,7 +157,7 @@ def test_nan_left_in_the_caches_does_not_reach_the_next_text(narrow, target, dra
     assert outcomes(recording.generate(asked[:3], STOPS)) == expected
 
 
-@pytest.mark.parametrize(("kind", "method"), METHODS)
+@pytest.mark.parametrize(("kind", "method"), WAYS)
 def test_recording_in_the_middle_of_a_text_leaves_the_cache_intact(
     narrow, target, drafts, asked, kind, method
 ):

@@ -10,6 +10,7 @@ from fledge.decode import accept
 from fledge.decode.speculative import SpeculativeDecoder
 from fledge.decode.stops import Stops
 from fledge.decode.strategy import TreeShape
+from fledge.methods.registry import METHODS
 
 VOCAB, LENGTH, ROWS, PROMPT = 6, 3, 6000, [2, 4, 1]
 
@@ -21,9 +22,8 @@ def small():
     with torch.no_grad():
         unsure.confidence_head.proj.bias.fill_(0.4)
     return target, {
-        "chain": make_draft(target, width=4, seed=5),
+        **{way: make_draft(target, width=4, seed=5) for way in METHODS["eagle3"].strategies},
         "parallel": make_draft(target, width=4, seed=6, parallel=True),
-        "tree": make_draft(target, width=4, seed=5),
         "block": make_block(target, width=4, seed=5),
         "markov": make_block(target, width=4, seed=5, **SPARK),
         "markov, with a threshold": unsure,
@@ -65,7 +65,8 @@ def p_value(target, draft, method, seed, temperature=1.0):
 
 
 @pytest.mark.parametrize(
-    "kind", ["chain", "parallel", "tree", "block", "markov", "markov, with a threshold"]
+    "kind",
+    [*METHODS["eagle3"].strategies, "parallel", "block", "markov", "markov, with a threshold"],
 )
 def test_texts_follow_the_targets_distribution(small, kind):
     target, drafts = small

@@ -196,7 +196,7 @@ def check_replay(backend, live, asked, *, batch_tokens=90):
     texts = [Text(text.prompt_ids, text.token_ids) for text in generations]
     replayed = replay(
         backend, live.strategy.draft, texts, num_draft_tokens=live.strategy.shape.num_draft_tokens,
-        batch_tokens=batch_tokens,
+        method=live.method, batch_tokens=batch_tokens,
     )  # fmt: skip
     assert [text.rounds for text in replayed] == [text.rounds for text in generations]
     assert sum(text.other_picks for text in replayed) == 0

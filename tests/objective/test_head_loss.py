@@ -29,7 +29,8 @@ KINDS = list(LOSSES)
 
 def make_loss(kind):
     """The loss, with non-default parameters if it has any."""
-    return LkLambda(scale=0.8, decay=1.5) if kind == "lk_lambda" else LOSSES[kind]()
+    parameters = {"lk_lambda": {"scale": 0.8, "decay": 1.5}}
+    return LOSSES[kind](**parameters.get(kind, {}))
 
 
 def make_case(count, *, slots=6, seed=0, dtype=torch.float64):
