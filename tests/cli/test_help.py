@@ -67,3 +67,10 @@ def test_output_options_are_spelled_alike():
                 assert names == set(OUT), path
     for verb in ("precompute", "export", "import", "regenerate", "report", "eval", "demo"):
         assert "-o, --out, --output-dir" in shown((verb,))
+
+
+@pytest.mark.parametrize("option", ["--seq", "--batch"])
+def test_a_number_beyond_all_sizes_is_refused(option):
+    result = CliRunner().invoke(app, ["bench", "train", option, "9" * 20])
+    assert result.exit_code == 2
+    assert f"{'9' * 20} is not a number up to" in result.stderr

@@ -12,10 +12,22 @@ import typer
 import typer.core
 
 _EXAMPLE = "Example: "
+_LARGEST = 2**48  # number of any option but a seed, as in recipes; sizes made of it fit 64 bits
 
 
 class Verb(typer.core.TyperCommand):
-    """A verb with such a help page."""
+    """A verb with such a help page, which accepts no numbers beyond `_LARGEST`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        rest: list[str] = super().parse_args(ctx, args)
+        params: list[Any] = self.params  # Typer's own class or click's, depending on its version
+        for param in params:
+            value = ctx.params.get(param.name) if param.name != "seed" else None
+            for number in value if isinstance(value, list) else (value,):
+                if isinstance(number, int | float) and not number <= _LARGEST:
+                    what = f"{number} is not a number up to {_LARGEST}"
+                    raise typer.BadParameter(what, ctx=ctx, param=param)
+        return rest
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
         _write_examples(self.epilog, formatter)
