@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --quiet --disable-pip-version-check
 READY  := $(VENV)/.ready
 
-.PHONY: help demo test test-slow test-ranks test-cluster test-newcomer test-wheel docs test-trainers test-vllm test-sglang browser lint format clean
+.PHONY: help demo test test-slow test-ranks test-cluster test-newcomer test-wheel docs test-trainers bench-trainers test-vllm test-sglang browser lint format clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -105,6 +105,9 @@ $(TRAINERS)/.ready: pyproject.toml constraints.txt Makefile
 
 test-trainers: $(TRAINERS)/.ready  ## other trainers' own code: their steps against ours, their files and ours
 	@$(TRAINERS)/bin/python $(PYTEST) -m engine tests/trainers tests/export/test_export_speculators.py tests/export/test_export_speculators_blocks.py $(AGAIN)
+
+bench-trainers: $(TRAINERS)/.ready  ## the steps of all trainers on this CPU, in turns: about an hour
+	@PYTHONPATH=src $(TRAINERS)/bin/python benchmarks/bench_trainers.py
 
 # Each SGLang version has an environment of its own (.venv-sglang-059, -0523): their pins disagree.
 SGLANG := 059 0523
