@@ -218,7 +218,7 @@ def automodel(case: Case) -> Step:
         module = eagle.core.Eagle3TrainerModule(model, ttt_steps=DEPTHS["eagle3"], **settings)
     else:
         eagle.peagle_draft._peagle_flex_attention = sdpa
-        eagle.peagle_draft.create_block_mask = mask_only
+        eagle.peagle_draft.create_block_mask = DenseMask
         module = eagle.peagle_trainer.PEagleTrainerModule(
             model, num_depths=DEPTHS["peagle"], mask_token_id=MASK_ID, **settings
         )
@@ -274,7 +274,7 @@ def specforge(case: Case) -> Step:
         draft_peagle.compile_friendly_flex_attention = lambda query, key, value, **rest: sdpa(
             query, key, value, **rest
         )
-        peagle.create_block_mask = mask_only
+        peagle.create_block_mask = DenseMask
     model = network(draft.config).to(draft.dtype)
     model.load_state_dict(state, strict=False)
     model.freeze_embedding()
@@ -335,7 +335,7 @@ def speculators(case: Case) -> Step:
         if case.method == "peagle":
             from speculators.models.peagle import core
 
-            core.create_block_mask = mask_only
+            core.create_block_mask = DenseMask
     layers._attn_implementation = "sdpa"
     config = SpeculatorModelConfig.from_dict(
         {
@@ -386,8 +386,8 @@ def _block_config(draft: Any, **more: Any) -> Any:
     return config
 
 
-class mask_only:  # noqa: N801  (in place of torch's function create_block_mask)
-    """A block mask as SDPA needs it: dense, made once."""
+class DenseMask:
+    """In place of torch's `create_block_mask`: a mask as SDPA needs it, made once."""
 
     def __init__(self, mask_mod: Any, *args: Any, Q_LEN: int, KV_LEN: int, **rest: Any) -> None:
         import torch

@@ -118,7 +118,6 @@ def encode_prompt(messages: Sequence[Message], template: ChatTemplate, tokenizer
 
 
 _IDS, _FINISH = ListOf(Whole(0, 2**31), most=2**31), Choice(get_args(Finish))
-_TEXT = Table({"token_ids": _IDS, "finish": _FINISH})
 _TURN = Table(
     {
         **dict.fromkeys(("name", "group", "category"), Text(2**24)),

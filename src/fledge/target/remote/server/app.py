@@ -145,7 +145,7 @@ class TargetServer:
             await self._routes[request.route](request)
         except _ClientGone:
             return
-        except Exception as error:
+        except Exception as error:  # whatever it is, the client is told
             if request.replied:
                 raise
             status, reason = _verdict(error)
