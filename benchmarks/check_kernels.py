@@ -1,12 +1,14 @@
 """Checks the GPU kernels against the torch path in one training step: loss and every gradient.
 
-    python benchmarks/check_kernels.py
+    python benchmarks/check_kernels.py [--seconds 120]
 
 Errors are ||got - want|| / ||want|| over each parameter's gradient, where `want` is the torch path
 in float64. bfloat16 kernels may be at most twice as far from it as the torch path in bfloat16.
 """
 
+import argparse
 import os
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -37,16 +39,21 @@ class Case:
         )
 
 
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+TOY = [Case("eagle3"), Case("peagle")]
+
+
 def cases() -> Iterator[Case]:
-    for kind in ("eagle3", "peagle"):
-        for heads in ((9, 3, 64), (4, 1, 128), (2, 2, 96), (2, 1, 256)):
-            yield Case(kind, heads)
-        for loss in ("kl", "hard", "alpha", "lambda"):
-            yield Case(kind, loss=loss)
-        for vocab, draft_vocab in ((512, 512), (32_003, 32_001), (262_144, 262_144)):
-            yield Case(kind, vocab=vocab, draft_vocab=draft_vocab)
-        yield Case(kind, vocab=262_144, draft_vocab=32_000, supervised=1.0)
-        yield Case(kind, supervised=0.0)
+    """The methods in turns, so that a run cut short has seen both."""
+    both = ("eagle3", "peagle")
+    for heads in ((9, 3, 64), (4, 1, 128), (2, 2, 96), (2, 1, 256)):
+        yield from (Case(kind, heads) for kind in both)
+    for loss in ("kl", "hard", "alpha", "lambda"):
+        yield from (Case(kind, loss=loss) for kind in both)
+    for vocab, draft_vocab in ((512, 512), (32_003, 32_001), (262_144, 262_144)):
+        yield from (Case(kind, vocab=vocab, draft_vocab=draft_vocab) for kind in both)
+    yield from (Case(kind, vocab=262_144, draft_vocab=32_000, supervised=1.0) for kind in both)
+    yield from (Case(kind, supervised=0.0) for kind in both)
 
 
 def batch(case: Case, width: int, hidden: int) -> dict[str, torch.Tensor]:
@@ -69,7 +76,7 @@ def batch(case: Case, width: int, hidden: int) -> dict[str, torch.Tensor]:
         "seq_lens": torch.tensor(lens),
         "doc_remaining": torch.tensor(remaining),
     }
-    return {name: tensor.cuda() for name, tensor in gpu.items()} | host
+    return {name: tensor.to(DEVICE) for name, tensor in gpu.items()} | host
 
 
 def gradients(case: Case, dtype: torch.dtype, kernels: bool) -> dict[str, torch.Tensor]:
@@ -85,11 +92,11 @@ def gradients(case: Case, dtype: torch.dtype, kernels: bool) -> dict[str, torch.
     )  # fmt: skip
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     draft = LlamaEagle3DraftModel(config).to(wide)
-    draft.cuda()
+    draft.to(DEVICE)
     ids = torch.arange(case.draft_vocab) * (case.vocab // case.draft_vocab)
     mask = torch.zeros(case.vocab, dtype=torch.bool)
     mask[ids] = True
-    head = TargetHead(torch.randn(case.vocab, hidden).cuda().to(wide) * 0.1)
+    head = TargetHead(torch.randn(case.vocab, hidden).to(DEVICE, wide) * 0.1)
     shared = {"selected_token_ids": ids, "selected_token_mask": mask, "target_head": head}
     lk = {"lk_loss_type": case.loss} if case.loss in ("alpha", "lambda") else {"loss": case.loss}
     shared |= {"compute_dtype": dtype, **lk}
@@ -120,8 +127,14 @@ def own_error(case: Case, want: dict[str, torch.Tensor]) -> float:
 
 
 def main() -> None:
-    bad = 0
-    for case in cases():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=1e9, help="no case is begun after them")
+    parser.add_argument("--toy", action="store_true", help="one case on the CPU, without kernels")
+    args = parser.parse_args()
+    bad, begin = 0, time.monotonic()
+    for case in TOY if args.toy else cases():
+        if time.monotonic() - begin > args.seconds:
+            break
         want = gradients(case, torch.float64, kernels=False)
         fp32, name32 = worst(gradients(case, torch.float32, kernels=True), want)
         plain, _ = worst(gradients(case, torch.bfloat16, kernels=False), want)

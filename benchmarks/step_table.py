@@ -1,7 +1,7 @@
 """The table of docs/performance.md: the named steps, one after the other, with the ceiling of the
 same machine in the same run.
 
-    python benchmarks/step_table.py --steps 5 [--memory] [--json]
+    python benchmarks/step_table.py --steps 5 [--memory] [--json] [--toy]
 """
 
 import argparse
@@ -21,18 +21,27 @@ from fledge.training.planning.step_cost import MetaStep, without_memory
 from fledge.training.step import Parts, train_step
 
 PACKED = {"seq": 16_384, "documents": 250}
+SMALL = {"seq": 4096, "documents": 250}
+BLOCKS = "8B, 4 x 2048, 512 blocks of 8 per row, 5 layers"
 CASES = {
     "EAGLE-3, 8B, 4 x 2048": Case("8b", batch=4),
     "the same, fp8 target, depth_keep 0.7": Case("8b", batch=4, fp8=True, depth_keep=0.7),
     "EAGLE-3, 8B, second epoch, states kept": Case("8b", batch=4, kept=True),
     "EAGLE-3, 8B, 1 x 32,768": Case("8b", seq=32_768),
     "EAGLE-3, 1B, 8 x 2048": Case("1b", batch=8),
-    "EAGLE-3, 135M, one pack of 16,384": Case("135m", **PACKED),
-    "EAGLE-3, 135M, second epoch, states kept": Case("135m", kept=True, **PACKED),
     "P-EAGLE, 8B, 2 x 2048, 8 depths, 4 layers": Case("8b", "peagle", batch=2),
-    "DFlash, 8B, 4 x 2048": Case("8b", "dflash", batch=4),
-    "DSpark, 8B, 4 x 2048": Case("8b", "dspark", batch=4),
+    f"DFlash, {BLOCKS}": Case("8b", "dflash", batch=4),
+    f"DSpark, {BLOCKS}": Case("8b", "dspark", batch=4),
 }
+SMALL_CASES = {  # their steps are recorded, which takes more of them to warm up
+    "EAGLE-3, 135M, one pack of 16,384": Case("135m", **PACKED),
+    "the same, a later epoch, states kept on the GPU": Case("135m", kept=True, **PACKED),
+    "EAGLE-3, 135M, one pack of 4,096": Case("135m", **SMALL),
+    "P-EAGLE, 135M, one pack of 4,096": Case("135m", "peagle", **SMALL),
+    "DFlash, 135M, one pack of 4,096": Case("135m", "dflash", **SMALL),
+    "DSpark, 135M, one pack of 4,096": Case("135m", "dspark", **SMALL),
+}
+TOY = {kind: Case("tiny", kind, seq=64) for kind in ("eagle3", "peagle", "dflash", "dspark")}
 COLUMNS = (
     *("step", "tokens/s", "step ms", "target / supervision / forward / backward / update ms"),
     *("slowest ms", "first step s", "above GiB", "share of ceiling"),
@@ -66,9 +75,11 @@ def step_flops(case: Case, parts: Parts, batch: StepBatch) -> float:
     return total
 
 
-def matmul_ceiling(size: int = 8192) -> float:
+def matmul_ceiling(device: torch.device, size: int = 8192) -> float:
     """FLOP/s of one large bf16 product, the best of a few."""
-    left, right = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    if device.type == "cpu":
+        return float("nan")
+    left, right = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     times = []
     for _ in range(10):
@@ -124,7 +135,7 @@ def table_row(figures: dict[str, Any]) -> list[str]:
         " / ".join(f"{ms:,.0f}" for ms in figures["phases_ms"].values()),
         f"{figures['slowest_step_ms']:,.0f}",
         f"{figures['first_step_s']}",
-        f"{figures['peak_above_gib']:.2f}",
+        f"{figures['peak_above_gib'] or float('nan'):.2f}",
         f"{figures['share_of_ceiling']:.0%}",
     ]
 
@@ -135,12 +146,15 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--memory", action="store_true", help="then the lines that hold memory")
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
+    parser.add_argument("--toy", action="store_true", help="tiny shapes on the CPU: is all well?")
     args = parser.parse_args()
-    device, rows, notes = torch.device("cuda"), [], list[str]()
+    device = torch.device("cpu" if args.toy else "cuda")
+    rows, notes = [], list[str]()
     if not args.json:
         print(markdown_line(COLUMNS), markdown_line(["---", "--:", "--:", "---", *["--:"] * 4]),
               sep="\n")  # fmt: skip
-    for name, case in CASES.items():
+    for name, case in TOY.items() if args.toy else (CASES | SMALL_CASES).items():
+        warmup = max(args.warmup, 20) if name in SMALL_CASES else args.warmup
         flops = list[float]()
 
         def look(parts: Parts, batch: StepBatch, case: Case = case) -> None:
@@ -149,9 +163,9 @@ def main() -> None:
                 held = memory_at_peak(parts, batch)
                 notes.extend(f"{gib:7.2f} GiB  {source}" for source, gib in held)
 
-        measured = measure_step(case, device, steps=args.steps, warmup=args.warmup, look=look)
+        measured = measure_step(case, device, steps=args.steps, warmup=warmup, look=look)
         speed = flops[0] / measured.seconds
-        share = {"tflops": speed / 1e12, "share_of_ceiling": speed / matmul_ceiling()}
+        share = {"tflops": speed / 1e12, "share_of_ceiling": speed / matmul_ceiling(device)}
         rows.append({"step": name, **measured.to_json(), **share})
         if not args.json:
             print(markdown_line(table_row(rows[-1])), *notes, sep="\n", flush=True)
