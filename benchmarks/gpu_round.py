@@ -1,9 +1,9 @@
 """Everything that waits for a GPU, in the order of its value, for half an hour on a borrowed one.
 
-    python benchmarks/gpu_round.py --plan                # the calls: what each takes along, and how long it takes
-    python benchmarks/gpu_round.py --pack .carry         # here: packages, models and chats, a folder for each call
-    python benchmarks/gpu_round.py --call tests          # on the machine with the GPU; results go to $OUT
-    python benchmarks/gpu_tables.py                      # here: README and docs, from the calls' result files
+    python benchmarks/gpu_round.py --plan         # the calls, what each takes along, and times
+    python benchmarks/gpu_round.py --pack .carry  # here: what each call takes along, in folders
+    python benchmarks/gpu_round.py --call tests   # on the machine with the GPU; results: $OUT
+    python benchmarks/gpu_tables.py               # here: README and docs, from the results
 
 The borrowed machine has torch and transformers, reaches no network, and takes little data in one
 call; so the calls bring packages and models in pieces, which stay in --state. A call writes one
@@ -32,8 +32,8 @@ MIB = 2**20
 PIECE = 48 * MIB  # of a model; with the sources it stays below the 64 MiB of a call
 LENT_S = 28 * 60  # of half an hour, with a margin
 LOADS = ROOT / ".carry"  # a folder for each call
-START_S = 90  # until a machine answers
-TRANSFER_S = 12  # of a full load
+START_S = 45  # until a machine answers
+TRANSFER_S = 8  # of a full load
 METHODS = ("gpu", "dspark_gpu", "dflash_gpu", "peagle_gpu")
 RACE_STEPS = {"gpu": 3521, "dspark_gpu": 3221, "dflash_gpu": 4311, "peagle_gpu": 3566}
 SETS = ("eval_mt_bench.jsonl", "eval_gsm8k.jsonl", "eval_alpaca.jsonl")
@@ -78,11 +78,10 @@ class Place:
             )
         return done.stdout
 
-    def fledge(self, *words: str, limit_s: float) -> dict[str, Any]:
+    def fledge(self, *words: str, limit_s: float) -> Any:
         """Exit code 1: live decoding disagreed with replay, as the figures say."""
         said = self.run("-m", "fledge", *words, "--json", limit_s=limit_s, fine=(0, 1))
-        figures: dict[str, Any] = json.loads(said)
-        return figures
+        return json.loads(said)
 
 
 class StepFailed(Exception):  # noqa: N818  (an answer about a step)
@@ -164,7 +163,7 @@ def batch_16(place: Place, limit_s: float) -> dict[str, Any]:
     runs = [str(place.state / "runs" / method) for method in METHODS]
     words = ["bench", "decode", *runs, "--prompts", place.data(SETS[0]), "--limit", "16"]
     words += ["--batch", "1", "--batch", "16", "--max-new-tokens", "12" if place.toy else "128"]
-    return place.fledge(*words, limit_s=limit_s)
+    return {"rows": place.fledge(*words, limit_s=limit_s)}
 
 
 def against_peer(place: Place, limit_s: float) -> dict[str, Any]:
@@ -241,10 +240,11 @@ class Call:
     name: str
     load: tuple[str, ...]  # packages, data, or MODEL.PIECE
     steps: tuple[Step, ...] = ()
+    unpack_s: int = 0  # with the last piece, a model is converted
 
     @property
     def seconds(self) -> int:
-        return sum(step.seconds for step in self.steps) + TRANSFER_S
+        return sum(step.seconds for step in self.steps) + TRANSFER_S + self.unpack_s
 
 
 def _qwen(*pieces: int) -> tuple[str, ...]:
@@ -252,14 +252,14 @@ def _qwen(*pieces: int) -> tuple[str, ...]:
 
 
 CALLS = (
-    Call("tests", ("packages", "data"), (Step("gpu_tests", gpu_tests, 130, 260),
-                                         Step("kernel_errors", kernel_errors, 110, 150))),
-    Call("steps", ("smollm2-135m.0",), (Step("step_table", step_table, 240, 500),)),
-    Call("load", ("smollm2-135m.1",)),
-    Call("race", _qwen(0), (Step("race", race, 330, 460), Step("batch_16", batch_16, 40, 70))),
+    Call("tests", ("packages", "data"), (Step("gpu_tests", gpu_tests, 155, 300),
+                                         Step("kernel_errors", kernel_errors, 100, 125))),
+    Call("steps", ("smollm2-135m.0",), (Step("step_table", step_table, 140, 500),)),
+    Call("load", ("smollm2-135m.1",), unpack_s=35),
+    Call("race", _qwen(0), (Step("race", race, 360, 400), Step("batch_16", batch_16, 110, 140))),
     Call("peer", _qwen(1), (Step("against_peer", against_peer, 220, 480),)),
     *(Call(f"load{piece}", _qwen(piece)) for piece in range(2, 9)),
-    Call("second", _qwen(9), (Step("second_target", second_target, 260, 500),)),
+    Call("second", _qwen(9), (Step("second_target", second_target, 250, 500),)),
 )  # fmt: skip
 
 
@@ -270,8 +270,8 @@ def plan() -> Iterator[str]:
         total += call.seconds
         steps = ", ".join(step.name for step in call.steps)
         yield f"{call.name:8} {', '.join(call.load):32} {steps:28} {call.seconds:5} {total:7}"
-    yield f"{total / 60:.1f} minutes, {START_S} s for the machine's start included, of {LENT_S / 60:.0f}"
-    yield "one call: python benchmarks/gpu_round.py --call NAME --commit COMMIT, with carry .carry/NAME"
+    yield f"{total / 60:.1f} minutes of {LENT_S / 60:.0f}, with {START_S} s for the machine's start"
+    yield "one call: python benchmarks/gpu_round.py --call NAME --commit COMMIT; carry .carry/NAME"
 
 
 def call(name: str, place: Place, commit: str) -> bool:
@@ -309,7 +309,7 @@ def _about(commit: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-# --- what the calls bring ---------------------------------------------------------------------------
+# --- what the calls bring -------------------------------------------------------------------------
 
 
 def unpack(load: Path, place: Place) -> None:

@@ -16,7 +16,7 @@ import step_table
 from fledge.core.files import write_text
 
 ROOT = Path(__file__).parents[1]
-PEERS = {  # tokens/s of the best other trainer; GiB above weights and optimizer (docs/performance.md)
+PEERS = {  # tokens/s of the best other trainer; its GiB above weights and optimizer
     "EAGLE-3, 8B, 4 x 2048": ("16,501 (speculators)", "21 and more"),
     "EAGLE-3, 1B, 8 x 2048": ("45,989 (TorchSpec)", "34 and more"),
     "P-EAGLE, 8B, 2 x 2048, 8 depths, 4 layers": ("10,318 (SpecForge)", "15"),
@@ -29,8 +29,11 @@ Figures = dict[str, Any]  # step of the round -> what it measured
 
 def steps(figures: Figures) -> list[str]:
     rows = {row["step"]: row for row in figures["step_table"]["rows"]}
-    lines = ["| | fledge, tokens/s | best other trainer | fledge, GiB above weights and optimizer | other trainers |",
-             "|---|--:|--:|--:|--:|"]  # fmt: skip
+    lines = [
+        "| | fledge, tokens/s | best other trainer "
+        "| fledge, GiB above weights and optimizer | other trainers |",
+        "|---|--:|--:|--:|--:|",
+    ]
     for name, row in rows.items():
         if name in SHOWN:
             speed, memory = PEERS.get(name, ("", ""))
@@ -56,18 +59,23 @@ def small_steps(figures: Figures) -> list[str]:
 
 
 def race(figures: Figures) -> list[str]:
-    columns = "| recipe | steps | MT-bench | GSM8K | Alpaca | one text at a time | 16 together |"
-    lines = [columns, "|---|--:|--:|--:|--:|--:|--:|"]
-    together = figures.get("batch_16", {}).get("rows", [])
-    gains = {(row["way"], row["batch"]): row["against_plain"] for row in together}
+    together = {
+        row["way"]: row for row in figures["batch_16"].get("rows", ()) if row["batch"] == 16
+    }
+    sets = ("mt_bench", "gsm8k", "alpaca")
+    names = ["recipe", "steps", "MT-bench", "GSM8K", "Alpaca", "speed-up, one text at a time"]
+    names += ["16 at a time"] if together else []
+    lines = [step_table.markdown_line(names), "|---|" + "--:|" * (len(names) - 1)]
     for recipe, draft in figures["race"]["recipes"].items():
-        if "error" not in draft:
-            length, live = draft["length"], draft["speed"]["measured_speedup_live_sample"]
-            batch = gains.get((recipe.removeprefix("smollm2_"), 16))
-            cells = [f"`{recipe}`", f"{draft['steps']:,}"]
-            cells += [f"{length[f'eval_{s}']:.2f}" for s in ("mt_bench", "gsm8k", "alpaca")]
-            cells += [f"{live:.2f}" if live else "", f"{batch:.2f}" if batch else ""]
-            lines.append(step_table.markdown_line(cells))
+        if "error" in draft:
+            continue
+        cells = [f"`{recipe}`", f"{draft['steps']:,}"]
+        cells += [f"{draft['length'][f'eval_{name}']:.2f}" for name in sets]
+        cells += [f"{draft['speed']['measured_speedup_live_sample'] or float('nan'):.2f}"]
+        if together:
+            way = together.get(recipe.removeprefix("smollm2_"))
+            cells += [f"{way['against_plain']:.2f}" if way else ""]
+        lines.append(step_table.markdown_line(cells))
     return lines
 
 

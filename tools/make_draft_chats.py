@@ -1,7 +1,7 @@
 """Chats to train a draft on without anybody's data: the target asks itself, and answers.
 
     python tools/make_draft_chats.py --target smollm2-135m --out chats.jsonl --seconds 200 \
-        --exclude eval_mt_bench.jsonl [--also answered.jsonl --without alpaca/ codealpaca/]
+        --exclude eval_mt_bench.jsonl [--also answered.jsonl --without alpaca/]
 
 Questions are what the target writes after the beginning of a user's turn, sampled at temperature 1;
 its answers are greedy. A question that repeats, has no end, or shares eight words in a row with a

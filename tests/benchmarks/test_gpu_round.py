@@ -1,4 +1,4 @@
-"""The prepared GPU round: its plan fits, its calls run with toy shapes, its tables are rewritten."""
+"""The prepared GPU round: its plan fits, its calls run with toy shapes, its tables are renewed."""
 
 import json
 import re
@@ -6,9 +6,11 @@ import shutil
 import tarfile
 from pathlib import Path
 
+import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
+
 import gpu_round
 import gpu_tables
-import pytest
 
 ROOT = Path(__file__).parents[2]
 
@@ -41,9 +43,8 @@ def load(folder: Path) -> None:
         }
         for i in range(30)
     ]
-    files = {"smollm2_chat.jsonl": rows} | dict.fromkeys(
-        gpu_round.SETS, [{"prompt": f"and then {i}?"} for i in range(3)]
-    )
+    asked = [{"prompt": f"and then {i}?"} for i in range(3)]
+    files = {"smollm2_chat.jsonl": rows, **dict.fromkeys(gpu_round.SETS, asked)}
     with tarfile.open(folder / "data.tar.xz", "w:xz") as archive:
         for name, lines in files.items():
             path = folder / name
@@ -55,11 +56,15 @@ def load(folder: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_every_call_of_the_round_runs_with_toy_shapes(tiny_target, tmp_path, monkeypatch):
+    deep = tmp_path / "deep"  # enough layers for the recipes' defaults
+    shutil.copytree(tiny_target, deep)
+    config = LlamaConfig.from_pretrained(deep, num_hidden_layers=12)
+    LlamaForCausalLM(config).save_pretrained(deep)
     monkeypatch.setenv("FLEDGE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setattr(gpu_round, "LOADS", tmp_path / "loads")
     load(tmp_path / "loads" / "tests")
-    here = place(tmp_path, tiny_target)
+    here = place(tmp_path, deep)
     for call in gpu_round.CALLS:
         fine = gpu_round.call(call.name, here, "abc")
         said = (tmp_path / "out" / f"{call.name}.json").read_text() if call.steps else ""
