@@ -16,6 +16,7 @@ import step_table
 from fledge.core.files import write_text
 
 ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "data" / "gpu_round"
 PEERS = {  # tokens/s of the best other trainer; its GiB above weights and optimizer
     "EAGLE-3, 8B, 4 x 2048": ("16,501 (speculators)", "21 and more"),
     "EAGLE-3, 1B, 8 x 2048": ("45,989 (TorchSpec)", "34 and more"),
@@ -120,34 +121,38 @@ def renewed(text: str, name: str, table: list[str]) -> str:
     return "\n".join([before + mark, *table, *lines])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--results", type=Path, default=ROOT / "benchmarks" / "results" / "data" / "gpu_round"
-    )
-    parser.add_argument("--root", type=Path, default=ROOT, help="whose README.md and docs change")
-    args = parser.parse_args()
-    calls = {
-        path.stem: json.loads(path.read_text()) for path in sorted(args.results.glob("*.json"))
-    }
+def pages(root: Path, results: Path) -> Iterator[tuple[Path, str]]:
+    """Each page, as it should be."""
+    files = sorted(results.glob("*.json"))
+    calls = {path.stem: json.loads(path.read_text()) for path in files}
     figures = {name: of for call in calls.values() for name, of in call["steps"].items()}
     made = dict(tables(figures))
-    for page in (args.root / "README.md", args.root / "docs" / "performance.md"):
+    for page in (root / "README.md", root / "docs" / "performance.md"):
         text = page.read_text()
         for name, table in made.items():
             text = renewed(text, name, table)
+        yield page, text
+    yield root / "benchmarks" / "results" / "gpu_round.md", summary(calls, figures, made)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--root", type=Path, default=ROOT, help="whose README.md and docs change")
+    args = parser.parse_args()
+    for page, text in pages(args.root, args.results):
         write_text(page, text)
-    write_text(args.root / "benchmarks" / "results" / "gpu_round.md", summary(calls, figures, made))
 
 
 def summary(calls: dict[str, Any], figures: Figures, made: dict[str, list[str]]) -> str:
     lines = ["# A round on a GPU", ""]
     lines += ["Measured by `benchmarks/gpu_round.py`, written by `benchmarks/gpu_tables.py` from"]
     lines += ["[the calls' files](data/gpu_round)."]
+    lines += [""]
     for name, call in calls.items():
         about = ", ".join(f"{key} {call[key]}" for key in ("device", "torch", "commit", "date"))
         took = (f"{step} {of['seconds_taken']:.0f} s" for step, of in call["steps"].items())
-        lines += ["", f"- `{name}`: {about}; {', '.join(took)}"]
+        lines += [f"- `{name}`: {about}; {', '.join(took)}"]
     for step, of in figures.items():
         if "error" in of:
             lines += [f"- `{step}` failed: {of['error'].splitlines()[0][:200]}"]
