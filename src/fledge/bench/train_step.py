@@ -17,6 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from fledge.core.distributed import World
+from fledge.core.machine import multiplies_bfloat16
 from fledge.core.rows import TokenRow
 from fledge.core.transfer import record_event
 from fledge.data.pack import collate, one_per_row, pack_rows
@@ -100,7 +101,7 @@ def build_target(case: Case, device: torch.device) -> HFEagle3TargetModel:
 
 
 def _dtype(device: torch.device) -> torch.dtype:
-    return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return torch.bfloat16 if multiplies_bfloat16(device) else torch.float32
 
 
 def build_parts(case: Case, device: torch.device) -> Parts:
