@@ -185,6 +185,8 @@ def measure_step(
     batches = build_batches(case, warmup + steps)
     if case.kept:  # the target was asked about all of them before
         parts.target = RememberingTarget(parts.target, 2**62)
+        if parts.objective.reads_target:
+            parts.target.keep_coverage(parts.objective.draft_model.t2d)
         for rows in (rows for batch in batches for rows in batch.micro if rows is not None):
             parts.target.answer(rows)
     built = torch.cuda.memory_allocated() if gpu else 0

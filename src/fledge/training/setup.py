@@ -188,6 +188,8 @@ def set_up(
         draft = make_draft(recipe, target, vocabulary, tokenizer, device)
         world.copy_from_main(draft)
         objective = make_objective(recipe, draft, vocabulary, target, device, world)
+        if objective.reads_target:
+            target.keep_coverage(torch.from_numpy(vocabulary.t2d))
         pad_id = tokenizer.pad_token_id or 0
         batches = held_out_batches(held_out, recipe, pad_id)
         run = Training(
