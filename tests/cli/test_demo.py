@@ -77,7 +77,7 @@ def test_it_trains_in_bfloat16_where_the_cpu_supports_it(fast, tmp_path, monkeyp
     capabilities = {"avx2": True, "avx512_bf16": fast, "amx_bf16": False}
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
     recipe = demo.recipe_for(tmp_path / "chats.jsonl", tmp_path / "run")
-    expected = ("bfloat16", "bfloat16") if fast else ("float32", "auto")
+    expected = ("bfloat16", "bfloat16") if fast else ("float32", "float32")
     assert (recipe.target.dtype, recipe.training.compute_dtype) == expected
     assert recipe.run.output_dir == str(tmp_path / "run")
     recipe.write_resolved(tmp_path / "run")

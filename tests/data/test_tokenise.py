@@ -1,6 +1,9 @@
 """From masked text to tokens, with the real SmolLM2 tokenizer."""
 
 import copy
+import shutil
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -13,6 +16,7 @@ from fledge.data.drops import BadRow, DropReport
 from fledge.data.mask import MaskedText
 from fledge.data.sources import make_parts
 from fledge.data.tokenise import Encoder, TokeniseOptions, tokenise_part
+from fledge.data.tokenizer import TokenizerFacts
 
 
 @pytest.fixture(scope="module")
@@ -149,3 +153,33 @@ def test_kept_and_dropped_rows_are_counted(encoder, tmp_path):
     assert tokenized.rows[1].input_ids.tolist() == tokenized.rows[0].input_ids.tolist()
     merged = DropReport.merged([tokenized.drops.to_json()] * 2)
     assert (merged.kept, merged.counts) == (8, {"no messages": 2})
+
+
+def test_a_tokenizer_is_read_once(tiny_target, tmp_path, monkeypatch):
+    """What is kept equals what was read, for these files only; and torch is not imported again."""
+    monkeypatch.setenv("FLEDGE_CACHE", str(tmp_path / "cache"))
+    model, chats = tmp_path / "model", write_jsonl(tmp_path / "chats.jsonl", [chat("hi", "1 2 3")])
+    shutil.copytree(tiny_target, model)
+    first = TokenizerFacts.load(model)
+    program = (
+        "import sys; from fledge.cli.data import preview; "
+        f"preview([{str(chats)!r}], {str(model)!r}); print('torch' in sys.modules)"
+    )
+    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert shown.stdout.splitlines()[-1] == "False", shown.stderr
+    monkeypatch.setattr(TokenizerFacts, "of", lambda _: pytest.fail("read again"))
+    assert TokenizerFacts.load(model) == first
+    for untold in ({"trust_remote_code": True}, {}):
+        with pytest.raises(pytest.fail.Exception, match="read again"):
+            TokenizerFacts.load(model, **untold)
+        (model / "chat_template.jinja").write_text("another")
+    assert len(list((tmp_path / "cache/tokenizers").iterdir())) == 1
+
+
+def test_damaged_facts_are_read_again(tiny_target, tmp_path, monkeypatch):
+    monkeypatch.setenv("FLEDGE_CACHE", str(tmp_path))
+    facts = TokenizerFacts.load(tiny_target)
+    [kept] = (tmp_path / "tokenizers").iterdir()
+    for damaged in ("", "[]", "{}", kept.read_text()[:50]):
+        kept.write_text(damaged)
+        assert TokenizerFacts.load(tiny_target) == facts

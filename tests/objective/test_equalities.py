@@ -122,6 +122,10 @@ def test_encodings_agree_and_logits_equal_probs_bitwise(name):
     from_probs = run(module, with_probs(hidden, head, *vocabulary()))
     assert_same(from_logits, from_probs, tolerance=0)
     assert_same(from_logits, run(module, hidden), tolerance=2e-6)
+    covered = with_probs(hidden, head, *vocabulary())["position_mask"].bool()  # a target remembers
+    assert_same(run(module, hidden), run(module, hidden | {"covered": covered}), tolerance=0)
+    nothing = module(**hidden, covered=torch.zeros_like(covered), seed=SEED)
+    assert nothing.correct.sum() == 0
 
 
 @ALL_KINDS

@@ -9,8 +9,8 @@ from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig
 
 from fledge import Eagle3TrainerModule, LlamaEagle3DraftModel, PEagleTrainerModule
+from fledge.core import head
 from fledge.core.head import TargetHead
-from fledge.methods.shared import supervision
 
 T, V, W, D, DEPTHS = 1100, 500, 300, 8, 4
 CHUNK = 40
@@ -76,7 +76,8 @@ def record_step(kind=PEagleTrainerModule, *, width=T, hidden=16, mlp=56, **optio
     ],
 )
 def test_no_tensor_is_quadratic_or_vocabulary_wide(monkeypatch, kind, options):
-    monkeypatch.setattr(supervision, "CHUNK_SCORES", CHUNK * V)
+    monkeypatch.setattr(head, "_CACHED_SCORES", CHUNK * V)
+    monkeypatch.setattr(head, "_ROWS", {})
     shapes = record_step(kind, **options)[0].shapes
     long = [s for s in shapes if max(s, default=0) >= T // 2]
     assert not [s for s in long if sum(n >= T // 2 for n in s) >= 2]

@@ -9,6 +9,7 @@ from contract import assert_same
 
 from fledge.data.pack import collate, pack_rows
 from fledge.data.prepare import prepare_rows
+from fledge.target import state_cache
 from fledge.target.hf.model import HFEagle3TargetModel
 from fledge.target.state_cache import RememberingTarget
 
@@ -50,6 +51,33 @@ def test_a_remembering_target_answers_as_the_target_does(counting):
     assert counting.calls == first_epoch_calls  # later epochs did not ask the target
 
 
+def test_coverage_is_kept_with_the_states(counting, monkeypatch):
+    """It is what an objective computes from them, and the whole head is not asked for it again."""
+    remembering = RememberingTarget(counting.target, 2**30)
+    head, member_V = remembering.info().head, torch.arange(400) % 3 > 0
+    remembering.keep_coverage(member_V)
+    for epoch in range(2):
+        for rows in counting.packs(epoch):
+            batch = remembering.answer(rows)
+            expected = member_V[head.logits(batch.last_hidden_states).argmax(-1)]
+            supervised = batch.loss_mask.bool() & (batch.doc_remaining > 0)
+            assert 0 < expected[supervised].sum() < supervised.sum()
+            assert torch.equal(batch.covered[..., 0][supervised], expected[supervised])
+        monkeypatch.setattr(state_cache, "top_tokens", None)
+    for other in (member_V.logical_not(), torch.ones_like(member_V)):  # kept for neither of them
+        remembering.keep_coverage(other)
+        assert remembering.answer(next(counting.packs(0))).covered is None
+
+
+def test_documents_are_told_apart_by_their_masks(counting):
+    remembering = RememberingTarget(counting.target, 2**30)
+    remembering.keep_coverage(torch.arange(400) % 3 > 0)
+    rows = next(counting.packs(0))
+    some = replace(rows, loss_mask=rows.loss_mask * (torch.arange(200) % 2))
+    few, all_of_them = (int(remembering.answer(asked).covered.sum()) for asked in (some, rows))
+    assert few < all_of_them
+
+
 def test_without_room_the_target_is_asked_again_and_bad_rows_are_refused(counting):
     forgetful = RememberingTarget(counting.target, 0)
     batch = next(counting.packs(0))
@@ -89,6 +117,8 @@ def test_a_resumed_target_answers_as_the_uninterrupted_one(tiny_target, tiny_cha
     first = 2 + len(epochs[0])
     cut = {"in the first epoch": first - 3, "between": first, "in the second": first + 4}[stopped]
     whole, resumed = (RememberingTarget(counting.target, room) for _ in range(2))
+    for target in (whole, resumed):
+        target.keep_coverage(torch.arange(400) % 3 > 0)
     for batch in packs[:cut]:
         whole.answer(batch)
     resumed.asked_before(partial(packs.__getitem__, index) for index in range(min(cut, first)))

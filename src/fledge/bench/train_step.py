@@ -17,6 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from fledge.core.distributed import World
+from fledge.core.machine import multiplies_bfloat16
 from fledge.core.rows import TokenRow
 from fledge.core.transfer import record_event
 from fledge.data.pack import collate, one_per_row, pack_rows
@@ -100,7 +101,7 @@ def build_target(case: Case, device: torch.device) -> HFEagle3TargetModel:
 
 
 def _dtype(device: torch.device) -> torch.dtype:
-    return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return torch.bfloat16 if multiplies_bfloat16(device) else torch.float32
 
 
 def build_parts(case: Case, device: torch.device) -> Parts:
@@ -184,6 +185,8 @@ def measure_step(
     batches = build_batches(case, warmup + steps)
     if case.kept:  # the target was asked about all of them before
         parts.target = RememberingTarget(parts.target, 2**62)
+        if parts.objective.reads_target:
+            parts.target.keep_coverage(parts.objective.draft_model.t2d)
         for rows in (rows for batch in batches for rows in batch.micro if rows is not None):
             parts.target.answer(rows)
     built = torch.cuda.memory_allocated() if gpu else 0

@@ -96,17 +96,17 @@ def tell(directory: Path, rows: int) -> bool:
 
 
 def recipe_for(chats: Path, run: Path) -> "Recipe":
-    """The demo's recipe, in bfloat16 where the CPU multiplies it: a quarter less time. An existing
-    run continues in the dtype it was started with."""
+    """The demo's recipe, in bfloat16 where the CPU multiplies it. An existing run continues in the
+    dtypes it was started with."""
     from fledge.demo import RECIPE
     from fledge.recipe.schema import RESOLVED_NAME, load_recipe
 
     overrides = [f"data.train={chats}", f"run.output_dir={run}", "run.name=demo"]
-    fast = multiplies_bfloat16()
+    target, step = ["bfloat16" if multiplies_bfloat16() else "float32"] * 2
     if (run / RESOLVED_NAME).is_file():
-        fast = load_recipe(run / RESOLVED_NAME).training.compute_dtype == "bfloat16"
-    if fast:
-        overrides += ["target.dtype=bfloat16", "training.compute_dtype=bfloat16"]
+        begun = load_recipe(run / RESOLVED_NAME).model_dump()
+        target, step = begun["target"]["dtype"], begun["training"]["compute_dtype"]
+    overrides += [f"target.dtype={target}", f"training.compute_dtype={step}"]
     return load_recipe(RECIPE, overrides)
 
 

@@ -71,6 +71,8 @@ class Eagle3TargetBatch:
     seq_lens: Tensor | None = None  # [B, max_docs], 0-padded; every row sums to T
     doc_remaining: Tensor | None = None  # [B, T], real tokens after the slot in its document
     last_hidden_states: Tensor | None = None  # [B, T, D], the head's input, shifted
+    # [B, T, 1] bool, optional beside them: `position_mask`, of a target that remembers it
+    covered: Tensor | None = None
 
     def __post_init__(self) -> None:
         check_tokens(
@@ -87,8 +89,9 @@ class Eagle3TargetBatch:
             states = getattr(self, name)
             if states is not None:
                 _check_states(name, states, rows_BT)
-        if self.position_mask is not None:
-            check_shape("position_mask", self.position_mask, (*rows_BT, 1))
+        for name in ("position_mask", "covered"):
+            if (mask := getattr(self, name)) is not None:
+                check_shape(name, mask, (*rows_BT, 1))
         if self.last_hidden_states is not None:
             hidden, aux = self.last_hidden_states.shape[-1], self.aux_hidden_states.shape[-1]
             if aux == 0 or aux % hidden:

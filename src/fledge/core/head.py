@@ -92,6 +92,27 @@ def target_distribution_from_hidden(
     return torch.cat([probs for probs, _ in parts]), torch.cat([covered for _, covered in parts])
 
 
+CHUNK_SCORES = 2**26  # elements of a [rows, vocabulary] chunk on a GPU
+_CACHED_SCORES = 2**21  # on a CPU, whose cache then holds them
+_ROWS = {"cpu": 256, "cuda": 2048}  # with fewer a product is bound by reading the head's weights
+
+
+def rows_at_a_time(device: torch.device, width: int) -> int:
+    """How many rows of [rows, vocabulary] are computed at a time."""
+    scores = _CACHED_SCORES if device.type == "cpu" else CHUNK_SCORES
+    return max(_ROWS.get(device.type, 1), scores // width)
+
+
+@torch.no_grad()
+def top_tokens(head: TargetHead, hidden_SD: Tensor, slot_M: Tensor) -> Tensor:
+    """[M] the target's top token at some slots, from their last hidden states."""
+    top = [
+        head.logits(hidden_SD.index_select(0, slot_J)).argmax(dim=-1)
+        for slot_J in torch.split(slot_M, rows_at_a_time(slot_M.device, len(head.weight_VD)))
+    ]
+    return torch.cat(top)
+
+
 # --- picks ---------------------------------------------------------------------------------------
 # The likeliest token of logits, and a placeholder where there is none.
 #

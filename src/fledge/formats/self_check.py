@@ -188,7 +188,7 @@ class DecodingCheck:
     ) -> float:
         """The acceptance length of the files on these packs, as training measures it."""
         assert self.source.recipe is not None
-        dtype = compute_dtype(self.source.recipe, files.device)
+        dtype = compute_dtype(self.source.recipe, files.device, asked.info().dtype)
         rollouts = rollouts_of(files, self.depth, dtype=dtype)
         head, total = asked.info().head.to(files.device), Acceptance.none(self.depth)
         for batch in rows:

@@ -176,8 +176,8 @@ class Training(Section):
     """auto: the rank's GPU when there is one, else the CPU."""
 
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Weights and moments stay float32; auto computes in bfloat16 on GPUs from Ampere on, else in
-    float32."""
+    """Weights and moments stay float32; auto computes in bfloat16 on GPUs from Ampere on, and on
+    CPUs that multiply it if the target does; else in float32."""
 
     gradient_checkpointing: bool = False
     """Recompute activations in the backward: less memory, one more forward."""

@@ -140,6 +140,11 @@ class Eagle3TargetBackend(ABC):
             raise ValueError(f"{what} selected_token_ids, each once")
         self._selected_token_ids, self._selected_token_mask = ids, mask.bool()
 
+    def keep_coverage(self, selected_token_mask: Tensor) -> None:
+        """An objective asks whether the target's top token is in this vocabulary [V]: a target that
+        remembers its answers may remember that too (`covered`)."""
+        self._check_open()
+
     def known_rows(self) -> KnownRows | None:
         """The only rows that it can be asked about, or None if it answers about any rows."""
         return None
@@ -233,6 +238,9 @@ class WrappedTarget(Eagle3TargetBackend):
         self, selected_token_ids: Tensor, selected_token_mask: Tensor | None = None
     ) -> None:
         self.inner.set_vocab_mapping(selected_token_ids, selected_token_mask)
+
+    def keep_coverage(self, selected_token_mask: Tensor) -> None:
+        self.inner.keep_coverage(selected_token_mask)
 
     def known_rows(self) -> KnownRows | None:
         return self.inner.known_rows()

@@ -9,14 +9,17 @@ so it recomputes each document in that same first pack (`asked_before`), and con
 """
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from fledge.core.batch import Eagle3TargetBatch
-from fledge.core.rows import TokenBatch
+from fledge.core.head import top_tokens
+from fledge.core.rows import TokenBatch, shift_left
+from fledge.core.transfer import send
 from fledge.target.base import Eagle3TargetBackend, WrappedTarget
 from fledge.target.hf.model import HFEagle3TargetModel
 from fledge.target.packing import find_documents
@@ -35,14 +38,23 @@ class RememberingTarget(WrappedTarget):
         self.known: dict[bytes, States] = {}
         # what an earlier process had kept, and the pack to recompute it from
         self._lost: dict[bytes, Callable[[], TokenBatch]] = {}
+        self._member_V: Tensor | None = None  # the draft vocabulary whose coverage is kept
+        self._covered: dict[bytes, Tensor] = {}  # [n, 1] bool, by document
 
     @cached_property
     def _device(self) -> torch.device:
         """The device of the answers. Looking it up in a large model takes a millisecond a step."""
         return self.get_input_embeddings().weight.device
 
+    def keep_coverage(self, selected_token_mask: Tensor) -> None:
+        """The whole vocabulary is then swept when a document is kept, and not in every epoch."""
+        self._covered.clear()
+        is_partial = not bool(selected_token_mask.all())
+        self._member_V = selected_token_mask.to(self._device) if is_partial else None
+
     def close(self) -> None:
         self.known.clear()
+        self._covered.clear()
         self._lost.clear()
         super().close()
 
@@ -53,11 +65,10 @@ class RememberingTarget(WrappedTarget):
         if spans is None:  # padded rows are not looked up: packs of one document do the same
             return self.inner.answer(rows)
         if not spans or any(self._is_new(key) for _, key in spans):
-            batch = self.inner.answer(rows)
-            states = self._states(batch)
+            batch = self._ask(rows)
             for span, key in spans:
                 if self._is_new(key) and self._fits(span):
-                    self._keep(key, span, states)
+                    self._keep(key, span, batch)
             return batch
         for _, key in spans:
             if key in self._lost:
@@ -72,7 +83,7 @@ class RememberingTarget(WrappedTarget):
             rows = pack()
             new = [(span, key) for span, key in _spans(rows) or [] if self._is_new(key)]
             if new and not self._slot_bytes:
-                self._states(self.inner.answer(rows))
+                self._ask(rows)
             for span, key in new:
                 if self._is_new(key) and self._fits(span):
                     self._lost[key] = pack
@@ -87,38 +98,60 @@ class RememberingTarget(WrappedTarget):
         self._left -= needed if fits else 0
         return fits
 
-    def _states(self, batch: Eagle3TargetBatch) -> States:
-        """An answer's states, one row for each slot of the flattened batch."""
-        assert batch.last_hidden_states is not None
-        states = batch.aux_hidden_states.flatten(0, 1), batch.last_hidden_states.flatten(0, 1)
-        self._slot_bytes = sum(part[0].nbytes for part in states)
-        return states
+    def _ask(self, rows: TokenBatch) -> Eagle3TargetBatch:
+        """The inner target's answer, with coverage if that is kept."""
+        batch = self.inner.answer(rows)
+        aux_SD, hidden_SD = _states(batch)
+        self._slot_bytes = aux_SD[0].nbytes + hidden_SD[0].nbytes
+        if self._member_V is None:
+            return batch
+        supervised = shift_left(rows.loss_mask).flatten().cpu().nonzero()[:, 0]
+        slot_M = send(supervised, hidden_SD.device)
+        covered_M = self._member_V[top_tokens(self.inner.info().head, hidden_SD, slot_M)]
+        covered_S = covered_M.new_zeros(rows.tokens).index_copy_(0, slot_M, covered_M)
+        return replace(batch, covered=covered_S.view(*rows.shape, 1))
 
-    def _keep(self, key: bytes, span: slice, states: States) -> None:
-        aux_ND, hidden_ND = states
-        self.known[key] = aux_ND[span].clone(), hidden_ND[span].clone()
+    def _keep(self, key: bytes, span: slice, batch: Eagle3TargetBatch) -> None:
+        aux_SD, hidden_SD = _states(batch)
+        self.known[key] = aux_SD[span].clone(), hidden_SD[span].clone()
+        if batch.covered is not None:
+            self._covered[key] = batch.covered.flatten(0, 1)[span].clone()
 
     def _recompute(self, pack: Callable[[], TokenBatch]) -> None:
         """Recompute the documents that were first answered in this pack."""
         rows = pack()
-        states = self._states(self.inner.answer(rows))
+        batch = self._ask(rows)
         for span, key in _spans(rows) or []:
             if self._lost.get(key) is pack:
                 del self._lost[key]
-                self._keep(key, span, states)
+                self._keep(key, span, batch)
 
     def _recall(self, rows: TokenBatch, spans: list[Span]) -> Eagle3TargetBatch:
-        flat = [
-            part.new_zeros((rows.tokens, part.shape[-1]), device=self._device)
-            for part in self.known[spans[0][1]]
-        ]
-        into = [part[span] for span, _ in spans for part in flat]
-        kept = [part for _, key in spans for part in self.known[key]]
-        torch._foreach_copy_(into, kept)  # a few launches
-        aux, hidden = (part.view(*rows.shape, -1) for part in flat)
+        keys = [key for _, key in spans]
+        states = [self.known[key] for key in keys]
+        aux, hidden = (self._gather(rows, spans, parts) for parts in zip(*states, strict=True))
+        covered = None
+        if all(key in self._covered for key in keys):
+            covered = self._gather(rows, spans, [self._covered[key] for key in keys])
         return Eagle3TargetBatch.about(
-            rows, aux_hidden_states=aux, last_hidden_states=hidden, shifted=True
+            rows,
+            aux_hidden_states=aux,
+            last_hidden_states=hidden,
+            covered=covered,
+            shifted=True,
         )
+
+    def _gather(self, rows: TokenBatch, spans: list[Span], parts: Sequence[Tensor]) -> Tensor:
+        """[B, T, ...]: the parts of a batch's documents, each in its place, in a few launches."""
+        flat = parts[0].new_zeros((rows.tokens, parts[0].shape[-1]), device=self._device)
+        torch._foreach_copy_([flat[span] for span, _ in spans], list(parts))
+        return flat.view(*rows.shape, -1)
+
+
+def _states(batch: Eagle3TargetBatch) -> States:
+    """An answer's states, one row for each slot of the flattened batch."""
+    assert batch.last_hidden_states is not None
+    return batch.aux_hidden_states.flatten(0, 1), batch.last_hidden_states.flatten(0, 1)
 
 
 def colocated(target: Eagle3TargetBackend) -> HFEagle3TargetModel | None:
@@ -128,11 +161,12 @@ def colocated(target: Eagle3TargetBackend) -> HFEagle3TargetModel | None:
 
 
 def _spans(rows: TokenBatch) -> list[Span] | None:
-    """The documents of packed rows; None when the rows are padded."""
+    """The documents of packed rows, known by tokens and mask; None when the rows are padded."""
     documents = find_documents(rows)
     if documents is None:
         return None
-    flat = rows.input_ids.flatten().cpu().numpy()
+    text = torch.stack([rows.input_ids, rows.loss_mask.to(rows.input_ids.dtype)], dim=-1)
+    flat = text.flatten(0, 1).cpu().numpy()
     places = zip(documents.starts, documents.lengths, strict=True)
     spans = [slice(start, start + length) for start, length in places]
     return [(s, hashlib.blake2b(flat[s].tobytes(), digest_size=16).digest()) for s in spans]

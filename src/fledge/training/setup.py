@@ -188,6 +188,8 @@ def set_up(
         draft = make_draft(recipe, target, vocabulary, tokenizer, device)
         world.copy_from_main(draft)
         objective = make_objective(recipe, draft, vocabulary, target, device, world)
+        if objective.reads_target:
+            target.keep_coverage(torch.from_numpy(vocabulary.t2d))
         pad_id = tokenizer.pad_token_id or 0
         batches = held_out_batches(held_out, recipe, pad_id)
         run = Training(
@@ -255,12 +257,14 @@ def held_out_batches(rows: RowView, recipe: Recipe, pad_id: int) -> list[TokenBa
     return [collate(rows, [pack], recipe.packing.tokens, pad_id) for pack in packing.packs]
 
 
-def compute_dtype(recipe: Recipe, device: torch.device) -> torch.dtype | None:
-    """The precision in which a recipe's draft computes; None: that of its weights."""
+def compute_dtype(
+    recipe: Recipe, device: torch.device, target_dtype: torch.dtype
+) -> torch.dtype | None:
+    """The precision in which a recipe's draft computes; None: that of its weights. On a CPU, `auto`
+    does not compute in less than the target does."""
     dtype = recipe.training.compute_dtype
-    bfloat16 = dtype == "bfloat16" or (
-        dtype == "auto" and device.type == "cuda" and multiplies_bfloat16(device)
-    )
+    fits = device.type == "cuda" or target_dtype == torch.bfloat16
+    bfloat16 = dtype == "bfloat16" or (dtype == "auto" and fits and multiplies_bfloat16(device))
     return torch.bfloat16 if bfloat16 else None
 
 
@@ -272,11 +276,12 @@ def make_objective(
     device: torch.device,
     world: World,
 ) -> Objective[Any]:
+    info = target.info()
     inputs = TrainerInputs(
         selected_token_ids=torch.from_numpy(vocabulary.selected_token_ids),
         selected_token_mask=torch.from_numpy(vocabulary.t2d),
-        target_head=target.info().head.to(device),
-        compute_dtype=compute_dtype(recipe, device),
+        target_head=info.head.to(device),
+        compute_dtype=compute_dtype(recipe, device, info.dtype),
         context=ContextRanks.of(world),
     )
     return recipe.method.objective(draft, inputs, **recipe.objective.options())

@@ -25,9 +25,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fledge.core.head import CHUNK_SCORES, rows_at_a_time
 from fledge.kernels.gate import kernel_runs
 from fledge.methods.losses.base import Loss, acceptance
-from fledge.methods.shared.supervision import CHUNK_SCORES, Supervision
+from fledge.methods.shared.supervision import Supervision
 from fledge.rollout.plan import HeadElements
 
 
@@ -144,6 +145,8 @@ def _add_product(into_WE: Tensor, dlogits_JW: Tensor, x_JE: Tensor) -> None:
     if into_WE.is_cuda and into_WE.dtype == torch.float32 != x_JE.dtype:
         left_WJ = dlogits_JW.t()
         torch.addmm(into_WE, left_WJ, x_JE, out_dtype=torch.float32, out=into_WE)
+    elif into_WE.dtype == x_JE.dtype:
+        into_WE.addmm_(dlogits_JW.t(), x_JE)
     else:
         into_WE += dlogits_JW.t() @ x_JE
 
@@ -156,6 +159,8 @@ def _wide(hidden_PE: Tensor) -> torch.dtype:
 def _chunk_rows(hidden_PE: Tensor, width: int, *, has_kernel: bool) -> int:
     """As many rows as fit the memory of a chunk: more with the kernel, which makes no fp32 copies
     of the logits."""
+    if hidden_PE.device.type == "cpu":
+        return rows_at_a_time(hidden_PE.device, width)
     fused = has_kernel and kernel_runs(hidden_PE, what="head loss")
     copies_avoided = 4 if fused else 1
     return max(1, copies_avoided * CHUNK_SCORES // width)

@@ -12,11 +12,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fledge.core.head import TargetHead, target_distribution
+from fledge.core.head import TargetHead, rows_at_a_time, target_distribution, top_tokens
 from fledge.methods.shared.config import DraftConfig
 from fledge.rollout.plan import RolloutPlan
-
-CHUNK_SCORES = 2**26  # elements of a [rows, vocabulary] chunk
 
 
 class Supervision(Protocol):
@@ -50,7 +48,9 @@ class LogitsSupervision:
     def coverage(self) -> Tensor:
         top = [
             self.logits_SV.index_select(0, slot_J).argmax(dim=-1)
-            for slot_J in _chunks(self.slot_M, self.logits_SV.shape[-1])
+            for slot_J in torch.split(
+                self.slot_M, rows_at_a_time(self.slot_M.device, self.logits_SV.shape[-1])
+            )
         ]
         return self.vocabulary.member_V[torch.cat(top)]
 
@@ -75,6 +75,7 @@ class HiddenSupervision:
     head: TargetHead
     draft_head: TargetHead  # the head's rows for the draft vocabulary, enough for probabilities
     vocabulary: VocabularyTensors
+    covered_S: Tensor | None = None  # bool, where the target remembers it
 
     @torch.no_grad()
     def probs(self, begin: int, end: int) -> Tensor:
@@ -85,11 +86,9 @@ class HiddenSupervision:
     def coverage(self) -> Tensor:
         if len(self.vocabulary.ids_W) == len(self.vocabulary.member_V):
             return torch.ones_like(self.slot_M, dtype=torch.bool)
-        top = [
-            self.head.logits(self.hidden_SD.index_select(0, slot_J)).argmax(dim=-1)
-            for slot_J in _chunks(self.slot_M, len(self.head.weight_VD))
-        ]
-        return self.vocabulary.member_V[torch.cat(top)]
+        if self.covered_S is not None:
+            return self.covered_S.index_select(0, self.slot_M)
+        return self.vocabulary.member_V[top_tokens(self.head, self.hidden_SD, self.slot_M)]
 
 
 def check_shapes(
@@ -109,6 +108,7 @@ def check_shapes(
         "target_logits": [*rows_BT, len(vocabulary.member_V)],
         "target_probs": [*rows_BT, len(vocabulary.ids_W)],
         "position_mask": [*rows_BT, 1],
+        "covered": [*rows_BT, 1],
     }
     if head is not None:
         shapes["target_last_hidden_states"] = [*rows_BT, head.weight_VD.shape[1]]
@@ -127,6 +127,7 @@ def read_supervision(
     target_probs: Tensor | None = None,  # [B, T, W]
     position_mask: Tensor | None = None,  # [B, T, 1]
     target_last_hidden_states: Tensor | None = None,  # [B, T, D]
+    covered: Tensor | None = None,  # [B, T, 1], if known beside hidden states
 ) -> Supervision:
     """The one encoding that a batch contains."""
     encodings = (target_logits, target_probs, target_last_hidden_states)
@@ -143,14 +144,8 @@ def read_supervision(
         return ProbsSupervision(flat(target_probs), flat(position_mask)[..., 0], slot_M)
     assert target_last_hidden_states is not None
     hidden_SD = flat(target_last_hidden_states)
-    return HiddenSupervision(hidden_SD, slot_M, *heads(hidden_SD.device), vocabulary)
-
-
-def _chunks(slot_M: Tensor, width: int) -> tuple[Tensor, ...]:
-    """Slots in chunks. On a GPU these have enough rows that the product is not bound by reading
-    the head's weights."""
-    rows = max(1, CHUNK_SCORES // width)
-    return torch.split(slot_M, max(rows, 2048) if slot_M.is_cuda else rows)
+    covered_S = None if covered is None else flat(covered)[..., 0]
+    return HiddenSupervision(hidden_SD, slot_M, *heads(hidden_SD.device), vocabulary, covered_S)
 
 
 def head_rows(head: TargetHead, vocabulary: VocabularyTensors) -> TargetHead:

@@ -62,7 +62,7 @@ class HfKind(LoadedKind[HfTarget]):
             section.model,
             aux_layer_ids=section.aux_layer_ids,
             supervision=section.supervision,
-            dtype=_auto_dtype(section, device) if section.dtype == "auto" else section.dtype,
+            dtype=_dtype_name(section, device),
             device=device,
             attn_implementation=section.attn_implementation,
             compile_layers=section.compile,
@@ -72,6 +72,10 @@ class HfKind(LoadedKind[HfTarget]):
         )
         kept = self.kept_bytes(section)
         return RememberingTarget(target, kept) if kept else target
+
+    def dtype(self, section: HfTarget, device: "torch.device") -> "torch.dtype":
+        chosen = section.model_copy(update={"dtype": _dtype_name(section, device)})
+        return super().dtype(chosen, device)
 
     def asked_once(self, section: HfTarget) -> HfTarget:
         """The section without kept states and compilation: batches of a precompute differ in width,
@@ -85,17 +89,20 @@ class HfKind(LoadedKind[HfTarget]):
         return int(section.keep_states_gb * 2**30) if section.supervision == "hidden" else 0
 
 
-def _auto_dtype(section: HfTarget, device: "torch.device") -> str:
-    """As stored, except that a model stored in float32 (a dequantized one) runs in bfloat16 on a
-    GPU that multiplies in it."""
+def _dtype_name(section: HfTarget, device: "torch.device") -> str:
+    """As named; auto: as stored, but a model stored in float32 (a dequantized one) runs in bfloat16
+    where the device multiplies it, and one stored in bfloat16 in float32 on a CPU that does not."""
     import torch
 
     from fledge.core.machine import multiplies_bfloat16
     from fledge.target.kinds import target_config
 
-    stored = getattr(target_config(section), "dtype", None)
-    widened = stored == torch.float32 and device.type == "cuda" and multiplies_bfloat16(device)
-    return "bfloat16" if widened else "auto"
+    stored = getattr(target_config(section), "dtype", None) if section.dtype == "auto" else None
+    if stored == torch.float32 and multiplies_bfloat16(device):
+        return "bfloat16"
+    if stored == torch.bfloat16 and device.type == "cpu" and not multiplies_bfloat16():
+        return "float32"
+    return section.dtype
 
 
 HF = HfKind()

@@ -193,9 +193,8 @@ def predict(training: "Training", begin: float | None = None) -> Prediction:
 
 def step_memory(training: "Training") -> StepMemory:
     """The memory of a step of the run, for any number of ranks."""
-    recipe, on_gpu = training.recipe, training.parts.device.type == "cuda"
+    recipe, dtype = training.recipe, training.parts.objective.compute_dtype or torch.float32
     draft = without_memory(recipe.method, training.draft.config, training.draft)
-    dtype = torch.bfloat16 if on_gpu else torch.float32
     return StepMemory.of(draft, sampled_rows(training), recipe, dtype)
 
 
