@@ -79,7 +79,11 @@ ATTENTION = {"attend": 2, "query_grad": 3, "key_grad": 4}  # products over pairs
 PRODUCTS = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::addmm_": 1}  # first factor
 FREE = {"aten::detach", "aten::lift_fresh", "aten::empty_strided", "aten::_unsafe_view"}
 GATHERS = {"aten::index_select", "aten::index", "aten::embedding"}  # read what they return
-SCATTERS = {"aten::index_copy_", "aten::index_add_", "aten::index_put_"}  # write what they are given
+SCATTERS = {
+    "aten::index_copy_",
+    "aten::index_add_",
+    "aten::index_put_",
+}  # write what they are given
 WRITES = {"aten::copy_", "aten::fill_", "aten::zero_"}
 UPDATED = {"_update": (0, 2, 3), "score_rows": (0,)}  # arguments that a kernel reads and writes
 

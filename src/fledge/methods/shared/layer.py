@@ -362,6 +362,6 @@ def kept_mlps(
 ) -> int:
     """The number of layers whose MLPs, over `rows` rows each, together keep at most `kept_gib` for
     the backward pass. The others should be recomputed: that costs a twentieth of a step's time and
-    saves a third of its memory. Keep the last layers', which the backward pass frees first."""
+    saves a third of its memory. The last layers' are kept, which the backward pass frees first."""
     per_layer = rows * 2 * config.intermediate_size * dtype.itemsize
     return layers if per_layer == 0 else min(layers, int(kept_gib * 2**30 // per_layer))
