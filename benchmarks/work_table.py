@@ -79,9 +79,9 @@ MEMORY = 227 << 10  # shared memory of an H200
 SPARE = 16.0  # GiB that a step may keep
 REASONS = {  # why a phase computes more than LIMIT times the least
     "eagle3 supervision": (
-        "EAGLE-3, supervision: the draft vocabulary's columns are computed twice. Each depth's loss "
-        "is divided by its covered elements, so coverage comes first, and nothing of [slots, W] is "
-        "kept until the loss."
+        "EAGLE-3, supervision: the draft vocabulary's columns are computed twice. Each depth's "
+        "loss is divided by its covered elements, so coverage comes first, and nothing of "
+        "[slots, W] is kept until the loss."
     ),
     "peagle supervision": (
         "P-EAGLE, supervision: the same. One sweep would do, which gains 0.4 % of a step and needs "
@@ -89,7 +89,8 @@ REASONS = {  # why a phase computes more than LIMIT times the least
     ),
     "eagle3 backward": (
         "EAGLE-3, long rows, backward: gradients of queries and of keys are two kernels, with 7 "
-        "products instead of 5. One kernel would need atomics, and results would not be reproducible."
+        "products instead of 5. One kernel would need atomics, and results would not be "
+        "reproducible."
     ),
 }
 ATTENTION = {"attend": 2, "query_grad": 3, "key_grad": 4}  # products over pairs

@@ -159,7 +159,9 @@ class _ParallelStep:
     ) -> None:
         self.model, self.plan, self.kind, self.dtype = model, plan, attention, dtype
         rows = max(len(segment.every) for segment in plan.segments)
-        self.layers = model.step_weights(dtype, rows, kept_gib=KEPT_MLP_GIB)
+        self.layers = model.step_weights(
+            dtype, rows, kept_gib=KEPT_MLP_GIB, used_once=len(plan.segments) == 1
+        )
         self.norm = model.norm_weight(dtype)
 
     def segment(
