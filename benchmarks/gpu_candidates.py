@@ -139,7 +139,7 @@ def trials() -> dict[str, Trial]:
     if TOY:
         sizes = {"peagle": 2, "eagle3": 2, "dflash": 1, "dspark": 1, "eagle3 32k": 1}
         cases = {
-            name: replace(case, shape="tiny", seq=24, batch=sizes[name], depths=min(case.depths, 3))
+            name: replace(case, shape="tiny", seq=16, batch=sizes[name], depths=min(case.depths, 3))
             for name, case in cases.items()
         }
     variants: dict[str, dict[str, Variant]] = {
@@ -301,22 +301,21 @@ def captured_calls(trial: Trial, parts: Parts) -> dict[str, Callable[[], Any]]:
     return {label: calls[label][0] for label in chosen}
 
 
-def timed(call: Callable[[], Any], repeats: int = 1 if TOY else 7) -> float:
-    """Median milliseconds after a warm-up call."""
+def timed(call: Callable[[], Any], repeats: int = 7) -> float:
+    """Median milliseconds after a warm-up call; of one call in toy mode."""
+    if TOY:
+        begin = time.perf_counter()
+        call()
+        return 1e3 * (time.perf_counter() - begin)
     call()
     times = []
     for _ in range(repeats):
-        if TOY:
-            begin = time.perf_counter()
-            call()
-            times.append(1e3 * (time.perf_counter() - begin))
-        else:
-            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            first.record()
-            call()
-            last.record()
-            last.synchronize()
-            times.append(first.elapsed_time(last))
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        first.record()
+        call()
+        last.record()
+        last.synchronize()
+        times.append(first.elapsed_time(last))
     return statistics.median(times)
 
 

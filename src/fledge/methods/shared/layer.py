@@ -188,7 +188,7 @@ class LayerWeights:
         return rms_norm(state_NE, self.state_norm, self.eps)
 
     def project_normed(self, state_NE: Tensor) -> Tensor:
-        """All q, k, v outputs of a state."""
+        """All q, k, v outputs of a state. With `late_qkv`, the norm is not kept either."""
         if self.late_qkv is None:
             return self.project(self.normed(state_NE), None, slice(None))
         return late_linear(state_NE, self.late_qkv, self.state_norm, self.eps)
@@ -198,11 +198,11 @@ class LayerWeights:
         return self.project(context_NE, None, slice(self.q_size, None))
 
     def project(self, normed_NE: Tensor, token_N: Tensor | None, columns: slice) -> Tensor:
-        """Some of the q, k, v outputs (of `late_qkv`: q, or k and v); `token_N` holds the embedding
-        half of all of them."""
+        """All q, k, v outputs, or those of q, or of k and v; `token_N` holds the embedding half of
+        all of them."""
         if self.late_qkv is not None:
-            queries = columns.stop == self.q_size
-            return late_linear(normed_NE, self.late_qkv[:1] if queries else self.late_qkv[1:])
+            begin, end = 1 if columns.start else 0, 1 if columns.stop == self.q_size else 3
+            return late_linear(normed_NE, self.late_qkv[begin:end])
         assert self.state_qkv is not None
         weight = self.state_qkv[columns]
         if token_N is None:
