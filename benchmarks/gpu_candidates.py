@@ -9,6 +9,7 @@ Parts, in the order of their value (the rest is left out once the time is up):
                 turns: median ms, ratio to the step as it is, ms by phase, GiB above the models
     NAME kernels   the kernels that took the most time in one profiled step
     NAME tiles     attention kernels on the very tensors of that step, tile by tile
+    NAME variants  the same with the variants of `attention_variants.py`
     adamw       GB/s of AdamW's kernel by block size and warps, and of the gradient's norm
 
 Ratios below 1 are faster. `frozen embedding` is no candidate, but the bound of what a smaller
@@ -42,11 +43,12 @@ import fledge.methods.block.attention as block_attention
 import fledge.methods.peagle.draft as peagle_draft
 import fledge.methods.shared.unroll as eagle_unroll
 import fledge.rollout.attention as rollout_attention
+from attention_variants import VARIANTS, kernels_of, use
 from fledge.bench.train_step import Case, build_batches, build_parts
 from fledge.kernels import adamw as adamw_kernel
 from fledge.kernels.gate import TILES, TILES_FP32, Tile
 from fledge.methods.peagle.objective import PEagleTrainerModule
-from fledge.methods.shared.unroll import UnrolledDraftModel
+from fledge.methods.shared.draft import DraftModel
 from fledge.rollout.attention_triton import Job
 from fledge.training.step import Parts, train_step
 
@@ -56,6 +58,7 @@ if TOY:
     sys.path.append(str(Path(__file__).parents[1] / "tests"))
     importlib.import_module("interpreted_triton")  # repairs Triton's interpreter
 Variant = Callable[[Parts], AbstractContextManager[Any]]
+KEY_GRAD = dict(TILES["key_grad"])
 KERNELS = ("attend", "query_grad", "key_grad")
 
 
@@ -67,23 +70,17 @@ def as_it_is(_: Parts) -> AbstractContextManager[Any]:
 
 
 def keeping(module: Any, gib: float) -> Variant:
-    """Another limit of kept MLP activations."""
-    return lambda _: patch.object(module, "KEPT_MLP_GIB", gib)
+    """MLP activations up to this limit, however much memory is free."""
 
+    @contextmanager
+    def limited(_: Parts) -> Iterator[None]:
+        with (
+            patch.object(DraftModel, "_spare_gib", lambda _: 0.0),
+            patch.object(module, "KEPT_MLP_GIB", gib),
+        ):
+            yield
 
-def keeping_by_layer(_: Parts) -> AbstractContextManager[Any]:
-    """The same limit, but filled layer by layer, from the last one, instead of all or nothing."""
-    as_before = UnrolledDraftModel.step_weights
-
-    def step_weights(
-        self: UnrolledDraftModel, dtype: torch.dtype, rows: int, *, kept_gib: float
-    ) -> list[Any]:
-        weights = as_before(self, dtype, rows, kept_gib=kept_gib)
-        per_layer = rows * 2 * self.spec.intermediate_size * dtype.itemsize
-        first_kept = len(weights) - int(kept_gib * 2**30 // per_layer)
-        return [replace(layer, recompute_mlp=i < first_kept) for i, layer in enumerate(weights)]
-
-    return patch.object(UnrolledDraftModel, "step_weights", step_weights)
+    return limited
 
 
 def without_coverage(_: Parts) -> AbstractContextManager[Any]:
@@ -132,7 +129,6 @@ class Trial:
 
 
 def trials() -> dict[str, Trial]:
-    keep_all = 64.0
     cases = {
         "peagle": Case("8b", "peagle", batch=2),
         "eagle3": Case("8b", batch=4),
@@ -143,20 +139,20 @@ def trials() -> dict[str, Trial]:
     if TOY:
         sizes = {"peagle": 2, "eagle3": 2, "dflash": 1, "dspark": 1, "eagle3 32k": 1}
         cases = {
-            name: replace(case, shape="tiny", seq=24, batch=sizes[name], depths=min(case.depths, 3))
+            name: replace(case, shape="tiny", seq=16, batch=sizes[name], depths=min(case.depths, 3))
             for name, case in cases.items()
         }
     variants: dict[str, dict[str, Variant]] = {
         "peagle": {
-            "all MLPs kept": keeping(peagle_draft, keep_all),
-            "MLPs kept by layer": keeping_by_layer,
+            "no MLPs kept": keeping(peagle_draft, 0.0),
+            "MLPs kept up to 1.5 GiB": keeping(peagle_draft, 1.5),
             "without coverage": without_coverage,
             "frozen embedding": frozen_embedding,
         },
         "eagle3": {"last MLP on supervised": partial(last_mlp_on_supervised, case=cases["eagle3"])},
         "dflash": {},
         "dspark": {},
-        "eagle3 32k": {"all MLPs kept": keeping(eagle_unroll, keep_all)},
+        "eagle3 32k": {"no MLPs kept": keeping(eagle_unroll, 0.0)},
     }
     return {
         name: Trial(
@@ -285,7 +281,7 @@ def captured_calls(trial: Trial, parts: Parts) -> dict[str, Callable[[], Any]]:
             label = " ".join([kernel, f"{len(job.rows)} x {len(job.k)}", *layout])
             if not layout and kernel != "key_grad":
                 label = f"{kernel} chain {job.depth}"
-            calls[label].append(partial(launch, job, *args))
+            calls[label].append(lambda: getattr(Job, kernel)(job, *args))  # its variant of then
             return launch(job, *args)
 
         return captured
@@ -305,22 +301,21 @@ def captured_calls(trial: Trial, parts: Parts) -> dict[str, Callable[[], Any]]:
     return {label: calls[label][0] for label in chosen}
 
 
-def timed(call: Callable[[], Any], repeats: int = 1 if TOY else 7) -> float:
-    """Median milliseconds after a warm-up call."""
+def timed(call: Callable[[], Any], repeats: int = 7) -> float:
+    """Median milliseconds after a warm-up call; of one call in toy mode."""
+    if TOY:
+        begin = time.perf_counter()
+        call()
+        return 1e3 * (time.perf_counter() - begin)
     call()
     times = []
     for _ in range(repeats):
-        if TOY:
-            begin = time.perf_counter()
-            call()
-            times.append(1e3 * (time.perf_counter() - begin))
-        else:
-            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            first.record()
-            call()
-            last.record()
-            last.synchronize()
-            times.append(first.elapsed_time(last))
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        first.record()
+        call()
+        last.record()
+        last.synchronize()
+        times.append(first.elapsed_time(last))
     return statistics.median(times)
 
 
@@ -347,6 +342,40 @@ def tiles(trial: Trial, parts: Parts, until: float) -> dict[str, Any]:
                     ms = f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"
             table[label]["again" if name in table[label] else name] = ms
     return table
+
+
+def variants(trial: Trial, parts: Parts, until: float) -> dict[str, Any]:
+    """ms of each captured call by variant of its kernel, and the largest difference of its results
+    from those of today, relative to their largest number."""
+    table: dict[str, Any] = {}
+    for label, call in captured_calls(trial, parts).items():
+        wanted = call()
+        line = table[label] = {"as it is": round(timed(call), 4)}
+        for name in VARIANTS:
+            if label.split()[0] not in kernels_of(name) or time.perf_counter() > until:
+                continue
+            try:
+                with use(name):
+                    found = call()
+                    line[name] = round(timed(call), 4)
+                    if name == "rows first":
+                        line[f"{name}, one stage less"] = round(one_stage_less(call), 4)
+                line[f"{name}: difference"] = max(map(difference, found, wanted))
+            except Exception as error:  # noqa: BLE001  (a variant may not compile)
+                line[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"
+        line["again"] = round(timed(call), 4)
+    return table
+
+
+def one_stage_less(call: Callable[[], Any]) -> float:
+    fewer = {width: replace(tile, stages=tile.stages - 1) for width, tile in KEY_GRAD.items()}
+    with patch.dict(TILES["key_grad"], {w: tile for w, tile in fewer.items() if tile.stages}):
+        return timed(call)
+
+
+def difference(found: Tensor, wanted: Tensor) -> float:
+    size = wanted.float().nan_to_num(posinf=0.0, neginf=0.0).abs().max()
+    return float((found.float() - wanted.float()).nan_to_num().abs().max() / size.clamp_min(1e-30))
 
 
 class _WithWarps:
@@ -416,7 +445,9 @@ def main() -> None:
 
     part("adamw", adamw_speed)
     for name, trial in trials().items():
-        if not any(args.only in f"{name}{suffix}" for suffix in ("", " kernels", " tiles")):
+        if not any(
+            args.only in f"{name}{suffix}" for suffix in ("", " kernels", " tiles", " variants")
+        ):
             continue
         if time.perf_counter() > until:
             results[name] = "left out: the time was up"
@@ -426,6 +457,7 @@ def main() -> None:
         if "32k" not in name:
             part(f"{name} kernels", partial(profiled, trial, parts))
         if name != "dspark":
+            part(f"{name} variants", partial(variants, trial, parts, until))
             part(f"{name} tiles", partial(tiles, trial, parts, until))
         del parts
         gc.collect()  # the models are gone when the next ones are built

@@ -54,6 +54,7 @@ def step_flops(case: Case, parts: Parts, batch: StepBatch) -> float:
     nothing."""
     method, draft = METHODS[case.kind], parts.objective.draft_model
     paper = without_memory(method, draft.config, draft)
+    paper._spare_gib = draft._spare_gib  # MLPs that are kept are not computed again
     step = MetaStep(method, paper, objective_options(case))
     target: Any = colocated(parts.target)
     total = 0.0

@@ -9,6 +9,7 @@ from fledge.methods.shared.layer import gated_mlp, kept_mlps
 from fledge.methods.shared.norms import late_linear, rms_norm
 from live_bytes import watch_saved
 from objective.naive_block import make_block_draft
+from objective.naive_eagle3 import make_draft
 
 EPS = 1e-5
 DTYPES = [
@@ -139,3 +140,40 @@ def test_recomputing_gives_the_same_gradients_from_fewer_saved_tensors():
 def test_activations_are_recomputed_only_beyond_the_limit(rows, kept):
     config = LlamaConfig(intermediate_size=4096)  # two products of 4096 bf16 values: 16 KiB per row
     assert kept_mlps(config, rows, torch.bfloat16, layers=1, kept_gib=2.0) == kept
+
+
+@pytest.mark.parametrize("make", [make_block_draft, make_draft])
+def test_the_last_layers_keep_what_fits_the_limit_or_the_free_memory(make, monkeypatch):
+    """A step of 3 layers whose MLPs keep 1 GiB each: a limit, what a GPU has to spare, and how many
+    layers keep theirs. Without gradients nothing is kept, and the GPU is not asked."""
+    draft = make(num_hidden_layers=3).train()
+    rows = 2**30 // (2 * draft.spec.intermediate_size * 4)
+
+    def recomputed(limit):
+        layers = draft.step_weights(torch.float32, rows, kept_gib=limit)
+        return [layer.recompute_mlp for layer in layers]
+
+    for limit, spare, kept in ((0.9, 0, 0), (1.0, 0.5, 1), (1.0, 2.9, 2), (3.0, -1, 3), (0, 8, 3)):
+        monkeypatch.setattr(type(draft), "_spare_gib", lambda _, spare=spare: spare)
+        assert recomputed(limit) == [True] * (3 - kept) + [False] * kept
+    monkeypatch.setattr(type(draft), "_spare_gib", lambda _: pytest.fail("asked"))
+    with torch.no_grad():
+        recomputed(0.0)
+    draft.gradient_checkpointing_enable()
+    assert recomputed(0.0) == [False] * 3
+
+
+def test_spare_memory_is_a_quarter_of_what_stays_free(monkeypatch):
+    draft = make_block_draft(num_hidden_layers=1)
+    assert draft._spare_gib() == 0  # on a CPU
+    trained = sum(p.numel() for p in draft.parameters())
+    gib = 2**30
+    monkeypatch.setattr(type(draft), "device", torch.device("cuda"))
+    for name, value in {
+        "is_current_stream_capturing": False, "mem_get_info": (5 * gib, 80 * gib),
+        "memory_reserved": 9 * gib, "memory_allocated": 6 * gib,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    assert draft._spare_gib() == pytest.approx((8 - 12 * trained / gib) / 4)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert draft._spare_gib() == 0  # a recording must not ask

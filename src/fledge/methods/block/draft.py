@@ -20,7 +20,6 @@ Shapes: N blocks of J slots, T key axis, R rank of the token head.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any, Self, cast
 
@@ -34,13 +33,13 @@ from fledge.methods.block.config import BlockConfig
 from fledge.methods.block.plan import BlockRows
 from fledge.methods.registry import TOKEN_HEADS
 from fledge.methods.shared.draft import DraftModel
-from fledge.methods.shared.layer import DeepDraftLayer, DraftLayer, LayerWeights, kept_mlps, linear
+from fledge.methods.shared.layer import DeepDraftLayer, LayerWeights, linear
 from fledge.methods.shared.norms import rms_norm
 from fledge.methods.shared.rotary import Rotary, Turn, split_heads
 from fledge.rollout.attention import AttentionKind, KeysValues
 from fledge.target.base import Eagle3TargetBackend
 
-KEPT_MLP_GIB = 4.5  # MLP activations kept; the backward pass recomputes the others
+KEPT_MLP_GIB = 4.5  # MLP activations that are kept even if little memory is free
 
 
 class TokenHead(nn.Module, ABC):
@@ -200,17 +199,6 @@ class BlockDraftModel(DraftModel):
 
     # --- computing ------------------------------------------------------------------------------
 
-    def _step_weights(self, dtype: torch.dtype, rows: int) -> list[LayerWeights]:
-        """Weights for a single pass over `rows` rows, per layer."""
-        count = len(self.layers)
-        if self.checkpoints_layers:  # no activations are kept anyway
-            return self.layer_weights(dtype)
-        kept = kept_mlps(self.spec, rows, dtype, layers=count, kept_gib=KEPT_MLP_GIB)
-        return [
-            layer.weights(dtype, recompute_mlp=number < count - kept, used_once=True)
-            for number, layer in enumerate(cast(Iterable[DraftLayer], self.layers))
-        ]
-
     def norm_weight(self, dtype: torch.dtype) -> Tensor:
         return self.norm.weight.to(dtype)
 
@@ -267,7 +255,8 @@ class BlockDraftModel(DraftModel):
         position_NJ = position_N[:, None] + torch.arange(rows.size, device=position_N.device)
         turn = self.rotary(position_NJ.flatten(), dtype)
         state = self.embed(self.block_tokens(newest_N), dtype).flatten(0, 1)
-        weights, sights = self._step_weights(dtype, len(state)), self.sights()
+        sights, kept_gib = self.sights(), KEPT_MLP_GIB
+        weights = self.step_weights(dtype, len(state), kept_gib=kept_gib, used_once=True)
         common = (context_TE, turn_T, turn, rows, attention)
         for number, (layer, sight) in enumerate(zip(weights, sights, strict=True)):
             state = self._run_draft_layer(

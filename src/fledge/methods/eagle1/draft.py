@@ -77,9 +77,9 @@ class LlamaEagle1DraftModel(UnrolledDraftModel):
         return None
 
     def layer_weights(
-        self, dtype: torch.dtype, *, recompute_mlp: bool = False
+        self, dtype: torch.dtype, *, kept: int | None = None, used_once: bool = False
     ) -> list[LayerWeights]:
-        first, *deeper = super().layer_weights(dtype, recompute_mlp=recompute_mlp)
+        first, *deeper = super().layer_weights(dtype, kept=kept, used_once=used_once)
         token_EE, state_EE = self.fc.weight.to(dtype).chunk(2, dim=1)
         bias = None if self.fc.bias is None else self.fc.bias.to(dtype)
         merged = replace(first, token_weight=token_EE, token_bias=bias, merge_EE=state_EE)

@@ -105,8 +105,8 @@ def _own_chains(num_rows: int, counts: Sequence[int]) -> Chains:
 
 # --- rollout --------------------------------------------------------------------------------------
 
-# MLP activations kept; beyond this, the backward pass recomputes them. The gradients of several
-# layers and of the embedding leave less memory than EAGLE-3 has.
+# MLP activations that are kept even if little memory is free. The gradients of several layers and
+# of the embedding leave less than EAGLE-3 has.
 KEPT_MLP_GIB = 1.5
 
 
@@ -159,7 +159,9 @@ class _ParallelStep:
     ) -> None:
         self.model, self.plan, self.kind, self.dtype = model, plan, attention, dtype
         rows = max(len(segment.every) for segment in plan.segments)
-        self.layers = model.step_weights(dtype, rows, kept_gib=KEPT_MLP_GIB)
+        self.layers = model.step_weights(
+            dtype, rows, kept_gib=KEPT_MLP_GIB, used_once=len(plan.segments) == 1
+        )
         self.norm = model.norm_weight(dtype)
 
     def segment(

@@ -6,6 +6,7 @@ A method's own draft model (such as `eagle3/draft.py`) adds the computation.
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Self, cast
 
@@ -24,7 +25,7 @@ from fledge.methods.shared.files import (
     config_json,
     read_draft,
 )
-from fledge.methods.shared.layer import DraftLayer, LayerWeights
+from fledge.methods.shared.layer import DraftLayer, LayerWeights, kept_mlps
 from fledge.target.base import Eagle3TargetBackend, HasWeight, selection_mask
 
 log = logging.getLogger(__name__)
@@ -199,11 +200,39 @@ class DraftModel(nn.Module):
     # --- layers and gradients -------------------------------------------------------------------
 
     def layer_weights(
-        self, dtype: torch.dtype, *, recompute_mlp: bool = False
+        self, dtype: torch.dtype, *, kept: int | None = None, used_once: bool = False
     ) -> list[LayerWeights]:
-        """The weights that a step computes with, per layer."""
-        layers = cast(Iterable[DraftLayer], self.layers)
-        return [layer.weights(dtype, recompute_mlp=recompute_mlp) for layer in layers]
+        """The weights that a step computes with, per layer. The MLPs of the last `kept` layers
+        (None: of all) keep their activations for the backward pass, the others compute them again.
+        `used_once` is for a single pass that is differentiated."""
+        first = 0 if kept is None else len(self.layers) - kept
+        return [
+            layer.weights(dtype, recompute_mlp=number < first, used_once=used_once)
+            for number, layer in enumerate(cast(Iterable[DraftLayer], self.layers))
+        ]
+
+    def step_weights(
+        self, dtype: torch.dtype, rows: int, *, kept_gib: float, used_once: bool = False
+    ) -> list[LayerWeights]:
+        """`layer_weights` for a step of `rows` rows in each layer. Their MLPs keep at most
+        `kept_gib` or, on a GPU, what a step may take of its free memory."""
+        if self.checkpoints_layers:  # no activations are kept anyway
+            return self.layer_weights(dtype)
+        fitting = partial(kept_mlps, self.spec, rows, dtype, layers=len(self.layers))
+        kept = fitting(kept_gib=kept_gib)
+        if kept < len(self.layers) and torch.is_grad_enabled():
+            kept = fitting(kept_gib=max(kept_gib, self._spare_gib()))
+        return self.layer_weights(dtype, kept=kept, used_once=used_once)
+
+    def _spare_gib(self) -> float:
+        """A quarter of the memory that is free on the draft's GPU when all gradients and moments
+        exist. The rest is for other activations, and for memory lost between allocations."""
+        if self.device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+            return 0.0
+        free, _ = torch.cuda.mem_get_info(self.device)
+        free += torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        trained = sum(p.numel() for p in self.parameters() if p.requires_grad)
+        return (free - 12 * trained) / 4 / 2**30
 
     def gradient_checkpointing_enable(
         self, gradient_checkpointing_kwargs: Mapping[str, Any] | None = None

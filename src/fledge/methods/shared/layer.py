@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from fledge.kernels.gate import kernel_runs
 from fledge.methods.shared.config import DraftConfig
-from fledge.methods.shared.norms import Renormed, late_linear, rms_norm
+from fledge.methods.shared.norms import Renormed, late_linear, rms_norm, weight_grad
 
 
 def linear(in_features: int, out_features: int, *, bias: bool = False) -> nn.Linear:
@@ -188,19 +188,21 @@ class LayerWeights:
         return rms_norm(state_NE, self.state_norm, self.eps)
 
     def project_normed(self, state_NE: Tensor) -> Tensor:
-        """All q, k, v outputs of a state."""
+        """All q, k, v outputs of a state. With `late_qkv`, the norm is not kept either."""
         if self.late_qkv is None:
             return self.project(self.normed(state_NE), None, slice(None))
         return late_linear(state_NE, self.late_qkv, self.state_norm, self.eps)
 
     def project_keys(self, context_NE: Tensor) -> Tensor:
         """k and v outputs of context that is not normed and has no queries."""
-        if self.late_qkv is not None:
-            return late_linear(context_NE, self.late_qkv[1:])
         return self.project(context_NE, None, slice(self.q_size, None))
 
     def project(self, normed_NE: Tensor, token_N: Tensor | None, columns: slice) -> Tensor:
-        """Some of the q, k, v outputs; `token_N` holds the embedding half of all of them."""
+        """All q, k, v outputs, or those of q, or of k and v; `token_N` holds the embedding half of
+        all of them."""
+        if self.late_qkv is not None:
+            begin, end = 1 if columns.start else 0, 1 if columns.stop == self.q_size else 3
+            return late_linear(normed_NE, self.late_qkv[begin:end])
         assert self.state_qkv is not None
         weight = self.state_qkv[columns]
         if token_N is None:
@@ -300,22 +302,14 @@ class _GatedMlp(torch.autograd.Function):
             gate_NI, up_NI, dgated_NI, use_up=once or not kept
         )
         del gate_NI, up_NI, kept, dgated_NI
-        ddown_EI = _weight_grad(dout_NE, gated_NI, down_EI.dtype)
+        ddown_EI = weight_grad(dout_NE, gated_NI, down_EI.dtype)
         del gated_NI  # free it for what follows: it is as wide as the others
-        dgate_IE = _weight_grad(dgate_NI, read_NE, gate_IE.dtype)
-        dup_IE = _weight_grad(dup_NI, read_NE, up_IE.dtype)
+        dgate_IE = weight_grad(dgate_NI, read_NE, gate_IE.dtype)
+        dup_IE = weight_grad(dup_NI, read_NE, up_IE.dtype)
         dx_NE = torch.addmm(dgate_NI @ gate_IE.to(dtype), dup_NI, up_IE.to(dtype))
         del dgate_NI, dup_NI
         dinput = (dx_NE, None) if normed is None else normed.back(dx_NE)
         return *dinput, dgate_IE, dup_IE, ddown_EI, None, None, None
-
-
-def _weight_grad(dout_NO: Tensor, x_NI: Tensor, dtype: torch.dtype) -> Tensor:
-    """[O, I] in the weight's precision. On a GPU, float32 sums are not rounded in between."""
-    narrow = x_NI.dtype in (torch.bfloat16, torch.float16)
-    if x_NI.is_cuda and narrow and dtype == torch.float32:
-        return torch.mm(dout_NO.t(), x_NI, out_dtype=dtype)
-    return (dout_NO.t() @ x_NI).to(dtype)
 
 
 def _gate_backward(
@@ -362,6 +356,6 @@ def kept_mlps(
 ) -> int:
     """The number of layers whose MLPs, over `rows` rows each, together keep at most `kept_gib` for
     the backward pass. The others should be recomputed: that costs a twentieth of a step's time and
-    saves a third of its memory. Keep the last layers', which the backward pass frees first."""
+    saves a third of its memory. The last layers' are kept, which the backward pass frees first."""
     per_layer = rows * 2 * config.intermediate_size * dtype.itemsize
     return layers if per_layer == 0 else min(layers, int(kept_gib * 2**30 // per_layer))

@@ -50,7 +50,8 @@ class Renormed:
 #
 # A bf16 step with fp32 master weights would keep a bf16 copy of every weight between its forward
 # and backward pass. These products keep only the masters, which exist anyway, and cast them
-# again. The gradients are those of `F.linear(x, torch.cat([w.to(x.dtype) for w in masters]))`.
+# again. The gradients are those of `F.linear(x, torch.cat([w.to(x.dtype) for w in masters]))`; on a
+# GPU they are not rounded to the dtype of x.
 
 
 def stacked(masters: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
@@ -64,11 +65,18 @@ def stacked(masters: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     return out_OI
 
 
+def weight_grad(dout_NO: Tensor, x_NI: Tensor, dtype: torch.dtype) -> Tensor:
+    """[O, I] in the weight's precision. On a GPU, float32 sums are not rounded in between."""
+    narrow = x_NI.dtype in (torch.bfloat16, torch.float16)
+    if x_NI.is_cuda and narrow and dtype == torch.float32:
+        return torch.mm(dout_NO.t(), x_NI, out_dtype=dtype)
+    return (dout_NO.t() @ x_NI).to(dtype)
+
+
 def master_grads(dout_NO: Tensor, x_NI: Tensor, masters: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The gradient of each master, computed in the dtype of x, then cast to that of the master."""
-    dweight_OI = dout_NO.t() @ x_NI
-    parts = torch.split(dweight_OI, [len(weight) for weight in masters])
-    return tuple(part.to(weight.dtype) for part, weight in zip(parts, masters, strict=True))
+    """The gradient of each master."""
+    dweight_OI = weight_grad(dout_NO, x_NI, masters[0].dtype)
+    return torch.split(dweight_OI, [len(weight) for weight in masters])
 
 
 class _LateLinear(torch.autograd.Function):

@@ -19,14 +19,14 @@ from torch.nn import functional as F
 
 from fledge.core.transfer import send
 from fledge.methods.shared.draft import DraftModel
-from fledge.methods.shared.layer import LayerWeights, kept_mlps
+from fledge.methods.shared.layer import LayerWeights
 from fledge.methods.shared.norms import rms_norm
 from fledge.methods.shared.rotary import Rotary, rotate
 from fledge.rollout.attention import AttentionKind, KeysValues, gathered, rollout_attention
 from fledge.rollout.plan import QueryRows, RolloutPlan
 from fledge.rollout.slots import RowMasks, flatten_slots, slot_words
 
-KEPT_MLP_GIB = 2.5  # MLP activations kept; beyond this, the backward pass recomputes them
+KEPT_MLP_GIB = 2.5  # MLP activations that are kept even if little memory is free
 
 
 class UnrolledDraftModel(DraftModel):
@@ -42,15 +42,6 @@ class UnrolledDraftModel(DraftModel):
     @abstractmethod
     def norm_weight(self, dtype: torch.dtype) -> Tensor | None:
         """[E] weight of the norm before the head; None if there is no norm."""
-
-    def step_weights(self, dtype: torch.dtype, rows: int, *, kept_gib: float) -> list[LayerWeights]:
-        """`layer_weights` for a step of `rows` rows in each layer. Its MLPs keep at most `kept_gib`
-        for the backward pass, or nothing."""
-        rows *= len(self.layers)
-        keep = self.checkpoints_layers or kept_mlps(
-            self.spec, rows, dtype, layers=1, kept_gib=kept_gib
-        )
-        return self.layer_weights(dtype, recompute_mlp=not keep)
 
     def heads(self, x_NX: Tensor) -> Tensor:
         """[N, heads, C]: projections, split into heads."""
