@@ -9,7 +9,8 @@ Parts, in the order of their value (the rest is left out once the time is up):
                 turns: median ms, ratio to the step as it is, ms by phase, GiB above the models
     NAME kernels   the kernels that took the most time in one profiled step
     NAME tiles     attention kernels on the very tensors of that step, tile by tile
-    NAME variants  the same with the variants of `attention_variants.py`
+    NAME variants  the same with the variants of `kernel_variants.py`
+    head variants  the losses of logits, as they are and in a variant
     adamw       GB/s of AdamW's kernel by block size and warps, and of the gradient's norm
 
 Ratios below 1 are faster. `frozen embedding` is no candidate, but the bound of what a smaller
@@ -43,14 +44,15 @@ import fledge.methods.block.attention as block_attention
 import fledge.methods.peagle.draft as peagle_draft
 import fledge.methods.shared.unroll as eagle_unroll
 import fledge.rollout.attention as rollout_attention
-from attention_variants import VARIANTS, kernels_of, use
 from fledge.bench.train_step import Case, build_batches, build_parts
 from fledge.kernels import adamw as adamw_kernel
 from fledge.kernels.gate import TILES, TILES_FP32, Tile
+from fledge.kernels.head_rows import fused_rows
 from fledge.methods.peagle.objective import PEagleTrainerModule
 from fledge.methods.shared.draft import DraftModel
 from fledge.rollout.attention_triton import Job
 from fledge.training.step import Parts, train_step
+from kernel_variants import VARIANTS, kernels_of, use
 
 TOY = "--toy" in sys.argv
 DEVICE = torch.device("cpu" if TOY else "cuda")
@@ -378,6 +380,35 @@ def difference(found: Tensor, wanted: Tensor) -> float:
     return float((found.float() - wanted.float()).nan_to_num().abs().max() / size.clamp_min(1e-30))
 
 
+def head_speed() -> dict[str, Any]:
+    """ms of the losses of logits, as they are and by lanes, at the sizes of a chunk."""
+    table: dict[str, Any] = {}
+    sizes = {"hard": (2048, 128_256), "soft": (8192, 32_000), "kl": (8192, 32_000)}
+    for kind, (rows, width) in sizes.items():
+        rows, width = (8, 4500) if TOY else (rows, width)
+        generator = torch.Generator(DEVICE).manual_seed(0)
+        made = 8 * torch.randn(rows, width, generator=generator, device=DEVICE)
+        logits = made.to(torch.float32 if TOY else torch.bfloat16)
+        probs = torch.softmax(made.flip(0)[: rows // 4], -1)
+        slot = torch.arange(rows, device=DEVICE) // 4
+        given = (probs, slot, probs.argmax(-1)[slot])
+        weight = torch.ones(rows, device=DEVICE)
+
+        def call(kind: str = kind, given: Any = given, logits: Tensor = logits) -> Any:
+            copy = logits.clone()
+            loss, correct, _ = fused_rows(copy, *given, kind=kind, coefficient_J=weight)  # noqa: B023
+            return loss, correct.float(), copy
+
+        wanted, copied = call(), timed(logits.clone)
+        line = table[f"{kind} {rows} x {width}"] = {"as it is": round(timed(call) - copied, 4)}
+        with use("lanes"):
+            found = call()
+            line["lanes"] = round(timed(call) - copied, 4)
+        line["lanes: difference"] = max(map(difference, found, wanted))
+        line["again"] = round(timed(call) - copied, 4)
+    return table
+
+
 class _WithWarps:
     """A kernel that is launched with another number of warps."""
 
@@ -444,6 +475,7 @@ def main() -> None:
                 json.dump(results, file, indent=1)
 
     part("adamw", adamw_speed)
+    part("head variants", head_speed)
     for name, trial in trials().items():
         if not any(
             args.only in f"{name}{suffix}" for suffix in ("", " kernels", " tiles", " variants")

@@ -7,7 +7,8 @@ from pathlib import Path
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks/gpu_candidates.py"
 PARTS = {
-    *("adamw", "peagle", "peagle kernels", "peagle tiles", "eagle3", "eagle3 kernels"),
+    *("adamw", "head variants", "peagle", "peagle kernels", "peagle tiles"),
+    *("eagle3", "eagle3 kernels"),
     *("eagle3 tiles", "dflash", "dflash kernels", "dflash tiles", "dspark", "dspark kernels"),
     *("eagle3 32k", "eagle3 32k tiles", "eagle3 32k variants"),
     *("peagle variants", "eagle3 variants", "dflash variants"),
@@ -26,13 +27,13 @@ def test_every_part_runs(tmp_path):
     assert results["peagle"]["as it is"]["ratio"] == 1
     layouts = {label.split(" ", 1)[0] for label in results["dflash tiles"]}
     assert layouts == {"attend", "query_grad", "key_grad"}
-    for name in ("peagle", "eagle3", "dflash"):
+    for name, count in {"head": 3, "peagle": 7, "eagle3": 7, "dflash": 7}.items():
         differences = [
             value
             for line in results[f"{name} variants"].values()
             for what, value in line.items()
             if what.endswith(": difference")
         ]
-        assert len(differences) >= 7
+        assert len(differences) >= count
         assert max(differences) < 1e-5
     assert any("NESTED" in label for label in results["peagle tiles"])

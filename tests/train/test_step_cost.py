@@ -5,7 +5,6 @@ from types import SimpleNamespace as Namespace
 import numpy as np
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig
 
 from fledge.core.head import TargetHead
@@ -15,7 +14,7 @@ from fledge.methods.base import TrainerInputs
 from fledge.methods.registry import METHODS
 from fledge.rollout import attention
 from fledge.rollout.attention import prefix_visible
-from fledge.training.planning.step_cost import MetaStep, without_memory
+from fledge.training.planning.step_cost import MetaStep, _counter, without_memory
 from live_bytes import watch_saved
 
 V, W, D = 321, 205, 64
@@ -112,8 +111,8 @@ def test_a_step_without_memory_costs_what_a_real_one_does(
         further = {"fc_bias": True} if kind in ("eagle1", "eagle2") else {}
     module, step = make_module(kind, layers, options, **further)
     rows = random_rows(1)
-    products = (torch.ops.aten.mm, torch.ops.aten.addmm)
-    with FlopCounterMode(display=False) as counter:
+    products = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_)
+    with _counter() as counter:
         ready = prepared(module, rows)
         shared = [module.draft_model.lm_head.weight, module.draft_model.embed_tokens.weight]
         batch = [ready.aux_OD, ready.input_ids, ready.supervision.hidden_SD]
@@ -122,9 +121,7 @@ def test_a_step_without_memory_costs_what_a_real_one_does(
         measured = saved.total_bytes + kept_by_nodes(loss)
         loss.backward()
     counts = counter.get_flop_counts()["Global"]
-    # torch's counter misses `addmm_`
-    uncounted = 2 * V * MARKOV_RANK * len(ready.plan.head) if kind == "dspark" else 0
-    real = sum(counts.get(op, 0) for op in products) + uncounted
+    real = sum(counts.get(op, 0) for op in products)
     cost = step.training(rows, seed=3)
     with monkeypatch.context() as patch:
         patch.setattr(attention, "_count_products", lambda *_: None)
