@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+
+from fledge.core.products import linear
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class TargetHead:
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
         """Full-vocabulary logits [N, V] in the head's dtype, with the target's order of ops."""
-        logits_NV = F.linear(hidden_ND.to(self.weight_VD.dtype), self.weight_VD, self.bias_V)
+        logits_NV = linear(hidden_ND.to(self.weight_VD.dtype), self.weight_VD, self.bias_V)
         if self.scale != 1.0:
             logits_NV = logits_NV * self.scale
         if self.divisor != 1.0:

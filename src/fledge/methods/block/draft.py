@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PretrainedConfig
 
+from fledge.core import products
 from fledge.methods.block.attention import Again, Sight, block_attention
 from fledge.methods.block.config import BlockConfig
 from fledge.methods.block.plan import BlockRows
@@ -205,7 +206,7 @@ class BlockDraftModel(DraftModel):
     def project_hidden_states(self, aux: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """[..., K * D] the target's features -> [..., E] the context that all layers read."""
         dtype = dtype or self.dtype
-        state = F.linear(aux.to(dtype), self.fc.weight.to(dtype))
+        state = products.linear(aux.to(dtype), self.fc.weight.to(dtype))
         return rms_norm(state, self.hidden_norm.weight.to(dtype), self.spec.rms_norm_eps)
 
     def context_keys(self, layer: LayerWeights, context_NE: Tensor, turn: Turn) -> KeysValues:

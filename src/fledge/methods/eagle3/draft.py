@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PretrainedConfig
 
+from fledge.core import products
 from fledge.core.errors import BadInput
 from fledge.methods.shared.layer import DraftLayer, linear
 from fledge.methods.shared.norms import rms_norm
@@ -75,7 +76,7 @@ class LlamaEagle3DraftModel(_PeagleDraftMixin):
     def project_hidden_states(self, aux: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """[..., 3 * D] aux states of the target -> [..., E]."""
         dtype = dtype or self.fc.weight.dtype
-        return F.linear(self.fc_inputs(aux.to(dtype)), self.fc.weight.to(dtype))
+        return products.linear(self.fc_inputs(aux.to(dtype)), self.fc.weight.to(dtype))
 
     def fc_inputs(self, aux: Tensor) -> Tensor:
         """[..., 3 * D] aux states as fc reads them: each layer's normed separately if `fc_norm`."""

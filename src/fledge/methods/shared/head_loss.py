@@ -23,9 +23,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from fledge.core.head import CHUNK_SCORES, rows_at_a_time
+from fledge.core.products import add_product, matmul
 from fledge.kernels.gate import kernel_runs
 from fledge.methods.losses.base import Loss, acceptance
 from fledge.methods.shared.supervision import Supervision
@@ -95,21 +95,21 @@ class _SweepHead(torch.autograd.Function):
         for part, slots in elements.chunks(sweep.chunk_rows):
             element_J = elements.element_N[part]
             x_JE = hidden_PE.index_select(0, element_J)
-            logits_JW = F.linear(x_JE, head)
+            logits_JW = matmul(x_JE, head.t())
             if features_NR is not None and token_out is not None:
-                logits_JW.addmm_(features_NR[part], token_out.t())
+                add_product(logits_JW, features_NR[part], token_out.t())
             scored = sweep.score(logits_JW, part, slots, coefficient_N[part])
             row_loss_N[part], correct_N[part], distance_J, dlogits_JW = scored
             if distance_J is not None:
                 distance_N[part] = distance_J
             if dhidden_PE is not None:
-                dhidden_PE.index_copy_(0, element_J, dlogits_JW @ head)
+                dhidden_PE.index_copy_(0, element_J, matmul(dlogits_JW, head))
             if dhead_WE is not None:
                 _add_product(dhead_WE, dlogits_JW, x_JE)
             if dfeatures_NR is not None and token_out is not None:
-                dfeatures_NR[part] = dlogits_JW @ token_out
+                dfeatures_NR[part] = matmul(dlogits_JW, token_out)
             if dout_WR is not None and features_NR is not None:
-                dout_WR += dlogits_JW.t() @ features_NR[part]
+                _add_product(dout_WR, dlogits_JW, features_NR[part])
             del logits_JW, scored, dlogits_JW  # before the next chunk: each takes half a gigabyte
         correct_N &= row_loss_N.isfinite()  # the argmaxes of two NaN rows agree
         if sweep.weigh is not None:
@@ -146,7 +146,7 @@ def _add_product(into_WE: Tensor, dlogits_JW: Tensor, x_JE: Tensor) -> None:
         left_WJ = dlogits_JW.t()
         torch.addmm(into_WE, left_WJ, x_JE, out_dtype=torch.float32, out=into_WE)
     elif into_WE.dtype == x_JE.dtype:
-        into_WE.addmm_(dlogits_JW.t(), x_JE)
+        add_product(into_WE, dlogits_JW.t(), x_JE)
     else:
         into_WE += dlogits_JW.t() @ x_JE
 
@@ -235,7 +235,7 @@ def head_acceptance(hidden_PE: Tensor, head_WE: Tensor, task: HeadTask) -> Tenso
     alpha_N = hidden_PE.new_zeros(len(task.elements), dtype=torch.float64)
     rows = task.rows_of_chunk(hidden_PE, len(head))
     for part, slots in task.elements.chunks(rows):
-        logits_JW = F.linear(hidden_PE.index_select(0, task.elements.element_N[part]), head)
+        logits_JW = matmul(hidden_PE.index_select(0, task.elements.element_N[part]), head.t())
         alpha_N[part] = _alpha(logits_JW, _targets(task, part, slots, _wide(hidden_PE))).double()
     values_2N = torch.stack([alpha_N, torch.ones_like(alpha_N)]) * task.charged_N
     return values_2N.new_zeros(2, task.num_losses).index_add_(1, task.which_loss(), values_2N)

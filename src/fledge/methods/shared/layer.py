@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fledge.core import products
 from fledge.kernels.gate import kernel_runs
 from fledge.methods.shared.config import DraftConfig
 from fledge.methods.shared.norms import Renormed, late_linear, rms_norm, weight_grad
@@ -176,7 +177,7 @@ class LayerWeights:
         if self.token_weight is None:
             return None
         normed_TE = rms_norm(embedding_TE, self.token_norm, self.eps)
-        return F.linear(normed_TE, self.token_weight, self.token_bias)
+        return products.linear(normed_TE, self.token_weight, self.token_bias)
 
     def enter(self, state_NE: Tensor, token_N: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """The state that the layer reads, and the token's part that `project` still has to add."""
@@ -207,8 +208,8 @@ class LayerWeights:
         weight = self.state_qkv[columns]
         if token_N is None:
             bias = self.state_bias
-            return F.linear(normed_NE, weight, None if bias is None else bias[columns])
-        return torch.addmm(token_N[:, columns], normed_NE, weight.t())
+            return products.linear(normed_NE, weight, None if bias is None else bias[columns])
+        return products.linear_onto(token_N[:, columns], normed_NE, weight)
 
     def queries(self, q_NHC: Tensor) -> Tensor:
         """Queries before rotation: normed per head if the draft has q and k norms."""
@@ -227,7 +228,7 @@ class LayerWeights:
     def _out(self, attended_NX: Tensor) -> Tensor:
         if self.late_qkv is not None:
             return late_linear(attended_NX, (self.o,))
-        return F.linear(attended_NX, self.o, self.o_bias)
+        return products.linear(attended_NX, self.o, self.o_bias)
 
     def _mlp(self, state_NE: Tensor) -> Tensor:
         norm, recompute = (self.mlp_norm, self.eps), self.recompute_mlp
@@ -274,7 +275,7 @@ class _GatedMlp(torch.autograd.Function):
     ) -> Tensor:
         ctx.eps, ctx.recompute, dtype = eps, recompute, x_NE.dtype
         read_NE = rms_norm(x_NE, norm_E, eps)
-        gate_NI, up_NI = F.linear(read_NE, gate_IE.to(dtype)), F.linear(read_NE, up_IE.to(dtype))
+        gate_NI, up_NI = (products.matmul(read_NE, w.to(dtype).t()) for w in (gate_IE, up_IE))
         kept = () if recompute else (gate_NI, up_NI)
         # torch holds saved tensors until the backward pass ends; these can be freed during it
         ctx.kept = list(kept) if once else None
@@ -282,8 +283,8 @@ class _GatedMlp(torch.autograd.Function):
         if kernel_runs(gate_NI, what="SwiGLU"):
             from fledge.kernels.elementwise import gate
 
-            return F.linear(gate(gate_NI, up_NI), down_EI.to(dtype))
-        return F.linear(F.silu(gate_NI) * up_NI, down_EI.to(dtype))
+            return products.matmul(gate(gate_NI, up_NI), down_EI.to(dtype).t())
+        return products.matmul(F.silu(gate_NI).mul_(up_NI), down_EI.to(dtype).t())
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -296,8 +297,10 @@ class _GatedMlp(torch.autograd.Function):
                 raise RuntimeError("backward: a second pass is not possible with once=True")
         normed = None if norm_E is None else Renormed(x_NE, norm_E, ctx.eps)
         read_NE, dtype = x_NE if normed is None else normed.out, x_NE.dtype
-        gate_NI, up_NI = kept or (F.linear(read_NE, w.to(dtype)) for w in (gate_IE, up_IE))
-        dgated_NI = dout_NE @ down_EI.to(dtype)
+        gate_NI, up_NI = kept or (
+            products.matmul(read_NE, w.to(dtype).t()) for w in (gate_IE, up_IE)
+        )
+        dgated_NI = products.matmul(dout_NE, down_EI.to(dtype))
         gated_NI, dgate_NI, dup_NI = _gate_backward(
             gate_NI, up_NI, dgated_NI, use_up=once or not kept
         )
@@ -306,7 +309,8 @@ class _GatedMlp(torch.autograd.Function):
         del gated_NI  # free it for what follows: it is as wide as the others
         dgate_IE = weight_grad(dgate_NI, read_NE, gate_IE.dtype)
         dup_IE = weight_grad(dup_NI, read_NE, up_IE.dtype)
-        dx_NE = torch.addmm(dgate_NI @ gate_IE.to(dtype), dup_NI, up_IE.to(dtype))
+        dx_NE = products.matmul(dgate_NI, gate_IE.to(dtype))
+        products.add_product(dx_NE, dup_NI, up_IE.to(dtype))
         del dgate_NI, dup_NI
         dinput = (dx_NE, None) if normed is None else normed.back(dx_NE)
         return *dinput, dgate_IE, dup_IE, ddown_EI, None, None, None

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fledge.core.products import matmul
+
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """RMS norm with statistics in fp32, whatever the dtype; x itself if `weight` is None."""
@@ -70,7 +72,7 @@ def weight_grad(dout_NO: Tensor, x_NI: Tensor, dtype: torch.dtype) -> Tensor:
     narrow = x_NI.dtype in (torch.bfloat16, torch.float16)
     if x_NI.is_cuda and narrow and dtype == torch.float32:
         return torch.mm(dout_NO.t(), x_NI, out_dtype=dtype)
-    return (dout_NO.t() @ x_NI).to(dtype)
+    return matmul(dout_NO.t(), x_NI).to(dtype)
 
 
 def master_grads(dout_NO: Tensor, x_NI: Tensor, masters: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -86,7 +88,7 @@ class _LateLinear(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x_NI, norm_I, *masters)
         ctx.eps = eps
-        return F.linear(rms_norm(x_NI, norm_I, eps), stacked(masters, x_NI.dtype))
+        return matmul(rms_norm(x_NI, norm_I, eps), stacked(masters, x_NI.dtype).t())
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -94,7 +96,7 @@ class _LateLinear(torch.autograd.Function):
         normed = None if norm_I is None else Renormed(x_NI, norm_I, ctx.eps)
         dinput: tuple[Tensor | None, ...] = (None, None)
         if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
-            dread_NI = grads[0] @ stacked(masters, x_NI.dtype)
+            dread_NI = matmul(grads[0], stacked(masters, x_NI.dtype))
             dinput = (dread_NI, None) if normed is None else normed.back(dread_NI)
         read_NI = x_NI if normed is None else normed.out
         return *dinput, None, *master_grads(grads[0], read_NI, masters)
