@@ -217,7 +217,7 @@ class DraftModel(nn.Module):
         """`layer_weights` for a step of `rows` rows in each layer. Their MLPs keep at most
         `kept_gib` or, on a GPU, what a step may take of its free memory."""
         if self.checkpoints_layers:  # no activations are kept anyway
-            return self.layer_weights(dtype)
+            return self.layer_weights(dtype, used_once=used_once)
         fitting = partial(kept_mlps, self.spec, rows, dtype, layers=len(self.layers))
         kept = fitting(kept_gib=kept_gib)
         if kept < len(self.layers) and torch.is_grad_enabled():
