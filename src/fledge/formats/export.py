@@ -30,6 +30,8 @@ from fledge.formats.codec import (
     file_tensors,
 )
 from fledge.formats.engines import ENGINES, check_representable
+from fledge.formats.gguf_layout import DRAFT_NAME, GgufFormat, write_gguf
+from fledge.formats.gguf_tokenizer import tokenizer_keys
 from fledge.formats.reread import TargetSide
 from fledge.formats.self_check import (
     CheckOptions,
@@ -147,6 +149,9 @@ class _Job:
             raise refusal
         self.num_draft_tokens = self.asked_draft_tokens or source.num_draft_tokens
         self._check(trained_embeddings=False)  # fail before anything slow
+        if isinstance(self.layout, GgufFormat):
+            size, trust = draft.config.vocab_size, self.trust_remote_code
+            self.tokenizer = tokenizer_keys(self.target_name, size, trust=trust)
         self.watch("loading the target", 0, 1)
         self.side = TargetSide(self.target.layers)
         self.loaded: HFEagle3TargetModel | None = None
@@ -162,6 +167,8 @@ class _Job:
                 dtype=dtype_for_engines(info.dtype),
             )  # fmt: skip
         self.embeddings = self._settle_embeddings()
+        if self.embeddings == "trained" and isinstance(self.layout, GgufFormat):
+            self.layout = dataclasses.replace(self.layout, ignored=frozenset())
         self.draft = self.method.with_target_rows(self.draft, self.side.head_VE)
         self.features = self._check(trained_embeddings=self.embeddings == "trained")
 
@@ -176,6 +183,8 @@ class _Job:
             )
         if self.engine.name == "speculators" and not public:
             raise BadInput("which target? the format names it", fix="give --target MODEL")
+        if self.engine.name == "llama.cpp" and not name:
+            raise BadInput("which target? its tokenizer goes into the file", fix="give --target")
         try:
             if name:
                 return facts_of_target(name, public, trust_remote_code=trust)
@@ -221,13 +230,21 @@ class _Job:
         facts = draft_facts(self.draft, self.target, num_draft_tokens=self.num_draft_tokens)
         self.watch("writing", 0, 1)
         with atomic_directory(out) as directory:
-            tensors = file_tensors(self.layout, self.draft)
-            save_tensors(directory / WEIGHTS_NAME, tensors, {"format": "pt"})
-            write_json(directory / CONFIG_NAME, config_values(self.layout, facts, self.features))
+            self._write_files(directory, facts)
             record = self._record(facts, self._self_check(directory), directory)
             write_text(directory / CARD_NAME, model_card(record, out.name, self.source.recipe))
             write_json(directory / RECORD_NAME, record)
         return out
+
+    def _write_files(self, directory: Path, facts: dict[str, Any]) -> None:
+        layout, keys = self.layout, config_values(self.layout, facts, self.features)
+        if isinstance(layout, GgufFormat):
+            name = f"{self.method.title} draft for {self.target.name}"
+            path = directory / DRAFT_NAME
+            write_gguf(path, layout, self.draft, keys, self.tokenizer, name=name, types={})
+            return
+        save_tensors(directory / WEIGHTS_NAME, file_tensors(layout, self.draft), {"format": "pt"})
+        write_json(directory / CONFIG_NAME, keys)
 
     def close(self) -> None:
         """Release the target."""
@@ -236,7 +253,9 @@ class _Job:
 
     def _self_check(self, directory: Path) -> SelfCheck:
         self.watch("reading back", 0, 1)
-        check, reread = check_files(directory, self.engine.name, self.draft, self.side)
+        check, reread = check_files(
+            directory, self.engine.name, self.draft, self.side, self.layout
+        )
         source, check.estimate = self.source, self.source.estimate
         if self.loaded is None:
             check.notes.append("exported without the target: nothing was decoded")
@@ -263,6 +282,7 @@ class _Job:
             "method": self.method.own_strategy,
             "format": self.layout.name,
             "engine": self.engine.name,
+            "file": DRAFT_NAME if isinstance(self.layout, GgufFormat) else WEIGHTS_NAME,
             "engine_title": self.engine.title,
             "engine_version": self.version,
             "target": dataclasses.asdict(self.target),

@@ -17,6 +17,7 @@ from transformers import LlamaConfig, PretrainedConfig
 
 from fledge.core.errors import BadInput
 from fledge.core.reading import load_tensors, read_json
+from fledge.formats.reread_gguf import read_gguf
 from fledge.methods.registry import method_of
 from fledge.methods.shared.config import EAGLE3_FLAGS
 from fledge.methods.shared.draft import DraftModel
@@ -30,8 +31,8 @@ _LLAMA = (
 )  # fmt: skip
 _EAGLE1_CLASSES = {"vllm": ["EagleLlamaForCausalLM"], "sglang": ["LlamaForCausalLMEagle"]}
 _BLOCK_CLASSES = {"DFlashDraftModel": "dflash", "Qwen3DSparkModel": "dspark"}
-# Settings of a decoder, which no engine reads from the files.
-_DECODED_WITH = {"confidence_threshold", "confidence_temperatures"}
+# Settings of a decoder or of an untrained draft, which no engine reads from the files.
+_UNREAD = {"confidence_threshold", "confidence_temperatures", "initializer_range"}
 _ALSO_COMPARED = {"max_position_embeddings", "aux_layer_ids", "eagle_version"}
 Values = Mapping[str, Any]
 
@@ -62,6 +63,8 @@ class TargetSide:
 
 def reread(directory: Path, engine: str, target: TargetSide) -> Reread:
     """The draft that `engine` would serve from these files."""
+    if engine == "llama.cpp":
+        return _as_gguf(directory, target)
     values = read_json(directory / "config.json", what="the export's config")
     tensors: dict[str, Tensor] = load_tensors(directory / "model.safetensors", what="the export")
     named, kind = values.get("architectures") or [""], values.get("speculators_model_type")
@@ -79,6 +82,15 @@ def require(holds: bool, key: str) -> None:
     """Refuse an export whose `key` an engine would misread."""
     if not holds:
         raise BadInput(f"self-check: {key} is not what the engine must read", where="config.json")
+
+
+def _as_gguf(directory: Path, target: TargetSide) -> Reread:
+    values, state, unread = read_gguf(directory / "draft.gguf")
+    in_file = "embed_tokens.weight" in state or "block_size" in values
+    state |= {} if in_file else _target_embeddings(target, state)
+    ids = values.pop("aux_layer_ids")
+    require(ids == sorted(set(ids)), "target_layers")
+    return Reread(_config(values, values, ids, **values), state, unread)
 
 
 # --- EAGLE and P-EAGLE ---------------------------------------------------------------------------
@@ -296,7 +308,7 @@ def differing_flags(ours: PretrainedConfig, theirs: PretrainedConfig) -> list[st
     Rotary settings are compared by the frequencies that they result in.
     """
     computed_with = fields(method_of(ours).draft_type().config_type)
-    names = {field.name for field in computed_with} - _DECODED_WITH | _ALSO_COMPARED
+    names = {field.name for field in computed_with} - _UNREAD | _ALSO_COMPARED
     pairs = {name: (vars(ours).get(name), vars(theirs).get(name)) for name in sorted(names)}
     faults = [f"{name}: {own} -> {their}" for name, (own, their) in pairs.items() if own != their]
     (own, own_scale), (their, their_scale) = rotary_frequencies(ours), rotary_frequencies(theirs)

@@ -19,7 +19,7 @@ from fledge.data.template import ChatTemplate
 from fledge.decode.speculative import Generation, SpeculativeDecoder
 from fledge.decode.stops import Stops, eos_token_ids
 from fledge.decode.strategy import DraftShape, choose, rollouts_of
-from fledge.formats.codec import PlainDraft
+from fledge.formats.codec import Format, PlainDraft
 from fledge.formats.reread import Reread, TargetSide, differing_flags, differing_tensors, reread
 from fledge.formats.source import DraftSource
 from fledge.measure.answers import encode_prompt, read_prompts
@@ -90,13 +90,13 @@ class SelfCheck:
 
 
 def check_files(
-    directory: Path, engine: str, draft: PlainDraft, side: TargetSide
+    directory: Path, engine: str, draft: PlainDraft, side: TargetSide, layout: Format | None = None
 ) -> tuple[SelfCheck, Reread]:
-    """The static half of the check: names, values, flags."""
+    """The static half of the check: names, values, flags. `layout`: by default the engine's."""
     served = reread(directory, engine, side)
     expected = dict(draft.tensors)
     if side.embeddings_VE is None:  # the target is not loaded: skip what comes from it
-        shared = method_of(draft.config).formats[engine].ignored
+        shared = (layout or method_of(draft.config).formats[engine]).ignored
         expected = {name: tensor for name, tensor in expected.items() if name not in shared}
     faults = [f"{name}: the engine skips it" for name in served.unread]
     faults += differing_tensors(expected, served.tensors)
