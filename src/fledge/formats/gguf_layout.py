@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from fledge.formats.codec import Facts, Format, PlainDraft, taken
-from fledge.formats.quantise import Blocks, encoded, file_type
+from fledge.formats.quantise import encoded, file_type
 from fledge.methods.shared.rotary import rope_parameters, rotary_frequencies
 
 DRAFT_NAME = "draft.gguf"
@@ -117,7 +117,7 @@ def gguf_tensors(layout: GgufFormat, draft: PlainDraft) -> dict[str, Tensor]:
 
 def _paired(weight_RX: Tensor, head_dim: int) -> Tensor:
     """The rows of each head with channels i and i + half side by side."""
-    heads_H2CX = weight_RX.unflatten(0, (-1, 2, head_dim // 2))
+    heads_H2CX = weight_RX.reshape(-1, 2, head_dim // 2, weight_RX.shape[1])
     return heads_H2CX.transpose(1, 2).reshape(weight_RX.shape)
 
 
@@ -125,7 +125,7 @@ def _frequency_factors(config: PretrainedConfig) -> Tensor:
     """By what the plain angle of each pair of channels is divided."""
     scaled_C, _ = rotary_frequencies(config)
     exponent_C = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
-    plain_C = rope_parameters(config)["rope_theta"] ** -exponent_C
+    plain_C: Tensor = torch.tensor(float(rope_parameters(config)["rope_theta"])).double() ** -exponent_C
     return (plain_C / scaled_C.double()).float()
 
 

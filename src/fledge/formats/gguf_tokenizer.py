@@ -1,4 +1,4 @@
-"""A target's tokenizer as the keys of a GGUF file, which llama.cpp wants in the draft's file too."""
+"""A target's tokenizer as keys of a GGUF file: llama.cpp wants it in the draft's file too."""
 
 import json
 from pathlib import Path

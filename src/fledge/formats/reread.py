@@ -46,10 +46,15 @@ class Reread:
     unread: list[str]  # names in the file that the engine skips
 
     def model(self) -> DraftModel:
-        draft_type, state = method_of(self.config).draft_type(), dict(self.tensors)
-        if getattr(self.config, "block_size", None):  # its head is the target's
-            state.pop("lm_head.weight", None)
+        draft_type = method_of(self.config).draft_type()
+        state = without_head(self.config, self.tensors)
         return draft_type.from_tensors(self.config, state, where=Path("the export"))
+
+
+def without_head(config: PretrainedConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors, but for a head that is the target's."""
+    is_block = getattr(config, "block_size", None)
+    return {name: t for name, t in tensors.items() if not (is_block and name == "lm_head.weight")}
 
 
 @dataclass(frozen=True)

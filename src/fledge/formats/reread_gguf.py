@@ -134,7 +134,7 @@ def _halves(weight_RX: Tensor, head_dim: int) -> Tensor:
 
 def _add_vocabulary(state: dict[str, Tensor], vocab_size: int) -> None:
     ids = state["d2t"]
-    _require(bool((ids[1:] > ids[:-1]).all()) and 0 <= ids[0] and ids[-1] < vocab_size, "d2t")
+    _require(bool((ids.diff() > 0).all() and ids[0] >= 0 and ids[-1] < vocab_size), "d2t")
     state["t2d"] = torch.zeros(vocab_size, dtype=torch.bool)
     state["t2d"][ids] = True
     state["d2t"] = ids - torch.arange(len(ids))
@@ -148,8 +148,9 @@ def _rotary(own: dict[str, Any], factors_C: Tensor | None, head_dim: int) -> dic
         if rope["rope_type"] == "yarn":
             key = "original_max_position_embeddings"
             rope[key] = own["rope.scaling.original_context_length"]
-            for name in {"beta_fast", "beta_slow"} & {k.removeprefix("rope.scaling.yarn_") for k in own}:
-                rope[name] = _short(own[f"rope.scaling.yarn_{name}"])
+            for name in ("beta_fast", "beta_slow"):
+                if (stored := own.get(f"rope.scaling.yarn_{name}")) is not None:
+                    rope[name] = _short(stored)
     if factors_C is not None:
         stated = json.loads(own["rope.fledge"])
         config = LlamaConfig(rope_parameters=stated, head_dim=head_dim)

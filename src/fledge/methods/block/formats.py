@@ -9,8 +9,9 @@ Written:
 
     gguf-dflash, gguf-dspark  one GGUF file                                     llama.cpp
 
-The first four use our tensor names, and omit embedding and head, which are the target's. A draft with a
-reduced vocabulary has its own rows of the head, because no engine takes them from the target.
+The first four use our tensor names. All omit embedding and head, which are the target's. A draft
+with a reduced vocabulary has its own rows of the head, because no engine takes them from the
+target.
 
 Read (nothing is judged here):
 
