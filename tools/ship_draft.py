@@ -1,0 +1,79 @@
+"""Put a trained draft into the package: `python tools/ship_draft.py RUN NAME [EVAL.json ...]`.
+
+Weights in bfloat16, without the embedding where it is the target's; the recipe and the prompts'
+digests of the run; a card with the figures of `fledge eval --out` files. Run it where the run's
+target is at hand.
+"""
+
+import argparse
+import json
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from fledge.core.files import atomic_directory, write_json, write_text
+from fledge.formats.card import portable
+from fledge.methods.shared.files import CONFIG_NAME, WEIGHTS_NAME, read_config, read_draft
+from fledge.models.resolve import local_model
+from fledge.models.shipped import EMBEDDING, HOME
+from fledge.models.weight_files import read_target_tables
+from fledge.recipe.schema import RESOLVED_NAME
+from fledge.recipe.yaml_text import dump_yaml
+from fledge.target.kinds import model_name
+from fledge.training.runs import PROMPTS_NAME, draft_directory, recipe_of, run_directory
+
+
+def ship(run: Path, name: str, evaluations: list[Path]) -> Path:
+    """Write `HOME/name`; an existing one is replaced."""
+    draft, recipe = draft_directory(run), recipe_of(draft_directory(run))
+    assert recipe is not None, f"{run} has no recipe"
+    target = model_name(recipe.target)
+    _, tensors = read_draft(draft)
+    embedding = read_target_tables(local_model(target)).embedding_VD
+    if torch.equal(tensors[EMBEDDING].float(), embedding.float()):
+        del tensors[EMBEDDING]
+    packed = {k: t.bfloat16() if t.is_floating_point() else t for k, t in tensors.items()}
+    with atomic_directory(HOME / name) as directory:
+        save_file(packed, directory / WEIGHTS_NAME, {"format": "pt"})
+        write_json(directory / CONFIG_NAME, read_config(draft) | {"torch_dtype": "bfloat16"})
+        values = portable(recipe.model_dump())
+        write_text(directory / RESOLVED_NAME, dump_yaml(values))
+        prompts = (run_directory(draft) or draft) / PROMPTS_NAME
+        if prompts.exists():
+            shutil.copyfile(prompts, directory / PROMPTS_NAME)
+        rows = [json.loads(path.read_bytes()) for path in evaluations]
+        write_text(directory / "README.md", card(name, target, values, rows))
+    return HOME / name
+
+
+def card(name: str, target: str, recipe: dict, evaluations: list[dict]) -> str:
+    """What it is, how it was made, what it reaches."""
+    figures = [
+        f"| {', '.join(Path(p).stem for p in one['prompts'])} | {one['answers']} "
+        f"| {one['drafts'][0]['acceptance_length']:.3f} |"
+        for one in evaluations
+    ]
+    table = ["| prompts | answers | acceptance length |", "|---|--:|--:|", *figures]
+    return "\n".join(
+        [
+            f"# {name}\n",
+            f"A draft for {target}, which comes with fledge: `fledge chat {target} --draft {name}`. "
+            "Its embedding is the target's and is not in the file.\n",
+            "## Acceptance\n", "By exact replay (`fledge eval`), greedy.\n", *table, "",
+            "## Training\n", "`fledge train recipe.yaml` with this recipe:\n",
+            f"```yaml\n{dump_yaml(recipe)}```\n",
+        ]
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("run", type=Path)
+    parser.add_argument("name")
+    parser.add_argument("evaluations", type=Path, nargs="*", help="files of `fledge eval --out`")
+    given = parser.parse_args()
+    place = ship(given.run, given.name, given.evaluations)
+    size = sum(file.stat().st_size for file in place.iterdir())
+    print(f"{place}: {size / 1e6:.1f} MB")
