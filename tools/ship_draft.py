@@ -1,8 +1,8 @@
 """Put a trained draft into the package: `python tools/ship_draft.py RUN NAME [EVAL.json ...]`.
 
 Weights in bfloat16, without the embedding where it is the target's; the recipe and the prompts'
-digests of the run; a card with the figures of `fledge eval --out` files. Run it where the run's
-target is at hand.
+digests of the run; a card with the figures of `fledge eval --out` files. The card is only written
+once: what a person adds to it stays.
 """
 
 import argparse
@@ -19,21 +19,24 @@ from fledge.methods.shared.files import CONFIG_NAME, WEIGHTS_NAME, read_config, 
 from fledge.models.resolve import local_model
 from fledge.models.shipped import EMBEDDING, HOME
 from fledge.models.weight_files import read_target_tables
-from fledge.recipe.schema import RESOLVED_NAME
+from fledge.recipe.schema import RESOLVED_NAME, Recipe, load_recipe
 from fledge.recipe.yaml_text import dump_yaml
 from fledge.target.kinds import model_name
 from fledge.training.runs import PROMPTS_NAME, draft_directory, recipe_of, run_directory
 
 
-def ship(run: Path, name: str, evaluations: list[Path]) -> Path:
-    """Write `HOME/name`; an existing one is replaced."""
-    draft, recipe = draft_directory(run), recipe_of(draft_directory(run))
-    assert recipe is not None, f"{run} has no recipe"
+def ship(run: Path, name: str, recipe: Recipe | None, evaluations: list[Path]) -> Path:
+    """Write `HOME/name`; an existing one is replaced, but not its card."""
+    draft = draft_directory(run)
+    recipe = recipe or recipe_of(draft)
+    assert recipe is not None, f"{run} has no recipe: give --recipe"
     target = model_name(recipe.target)
     _, tensors = read_draft(draft)
-    embedding = read_target_tables(local_model(target)).embedding_VD
-    if torch.equal(tensors[EMBEDDING].float(), embedding.float()):
+    embedding = read_target_tables(local_model(target)).embedding_VD.float()
+    if EMBEDDING in tensors and torch.equal(tensors[EMBEDDING].float(), embedding):
         del tensors[EMBEDDING]
+    known = HOME / name / "README.md"
+    written = known.read_text() if known.exists() else ""
     packed = {k: t.bfloat16() if t.is_floating_point() else t for k, t in tensors.items()}
     with atomic_directory(HOME / name) as directory:
         save_file(packed, directory / WEIGHTS_NAME, {"format": "pt"})
@@ -44,7 +47,7 @@ def ship(run: Path, name: str, evaluations: list[Path]) -> Path:
         if prompts.exists():
             shutil.copyfile(prompts, directory / PROMPTS_NAME)
         rows = [json.loads(path.read_bytes()) for path in evaluations]
-        write_text(directory / "README.md", card(name, target, values, rows))
+        write_text(directory / "README.md", written or card(name, target, values, rows))
     return HOME / name
 
 
@@ -73,7 +76,9 @@ if __name__ == "__main__":
     parser.add_argument("run", type=Path)
     parser.add_argument("name")
     parser.add_argument("evaluations", type=Path, nargs="*", help="files of `fledge eval --out`")
+    parser.add_argument("--recipe", help="of a draft that is not in its run")
     given = parser.parse_args()
-    place = ship(given.run, given.name, given.evaluations)
+    recipe = load_recipe(given.recipe) if given.recipe else None
+    place = ship(given.run, given.name, recipe, given.evaluations)
     size = sum(file.stat().st_size for file in place.iterdir())
     print(f"{place}: {size / 1e6:.1f} MB")

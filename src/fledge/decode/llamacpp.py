@@ -28,7 +28,7 @@ _TIMEOUT_S = 600.0
 _COUNTER = re.compile(r"^llamacpp:(\w+) (\S+)$", re.MULTILINE)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Answer:
     """A greedy answer; times and counts are llama.cpp's own (`timings`)."""
 
@@ -36,20 +36,24 @@ class Answer:
     text: str
     finish: str  # "eos", "word" (a stop string), "limit"
     seconds: float  # after the first token, which the prompt's pass yields
+    tokens: int
     drafted: int
     accepted: int
-    # (seconds after the first token, tokens by then, accepted by then), event by event
-    moments: list[tuple[float, int, int]] = field(default_factory=list)
+    # of a streamed answer, token by token: its text, and how far ahead the draft wrote it
+    pieces: list[str] = field(default_factory=list)
+    depths: list[int] = field(default_factory=list)
+    # and round by round: (seconds after the first token, tokens by then)
+    moments: list[tuple[float, int]] = field(default_factory=list)
 
     @property
     def tokens_per_s(self) -> float:
-        return (len(self.token_ids) - 1) / self.seconds
+        return (self.tokens - 1) / self.seconds if self.tokens > 1 else 0.0
 
     @property
     def rounds(self) -> int:
-        """Passes of the target after the prompt's. Each adds a token of its own to the accepted
-        ones, which count even where the answer ends before them."""
-        return max(0, len(self.token_ids) - 1 - self.accepted)
+        """Passes of the target after the prompt's: each adds a token of its own to the accepted
+        ones. (Those behind the end of the answer count too.)"""
+        return max(0, self.tokens - 1 - self.accepted)
 
 
 class LlamaServer:
@@ -71,14 +75,17 @@ class LlamaServer:
         context: int = 4096,
         threads: int = 0,
         parallel: int = 1,
+        host: str = "",
+        port: int = 0,
     ) -> "LlamaServer":
         """Start one in this process. `spec_type` is as for `llama-server --spec-type`; `context` is
-        shared by `parallel` requests at a time; 0 threads: one per core."""
+        shared by `parallel` requests at a time; 0 threads: one per core; 0: a free port."""
         engine = llama_cpp()
         params = engine.CommonParams()
         params.model.path, params.n_ctx, params.n_parallel = str(model), context, parallel
         params.cpuparams.n_threads = threads or cpu_cores()
         params.verbosity, params.endpoint_metrics, params.warmup = _ERRORS_ONLY, True, False
+        params.hostnames, params.port = [host or "127.0.0.1"], port
         if draft is not None:
             kind = f"COMMON_SPECULATIVE_TYPE_{spec_type.upper().replace('-', '_')}"
             params.speculative.types = [getattr(engine.common_speculative_type, kind)]
@@ -111,40 +118,30 @@ class LlamaServer:
         prompt_ids: Sequence[int],
         max_new_tokens: int,
         *,
-        stop: Sequence[str] = (),
-        on_text: Callable[[str], None] = lambda text: None,
+        on_token: Callable[[str, int], None] | None = None,
     ) -> Answer:
-        """Answer greedily; `on_text` gets the text as it comes. The prompt is read anew, so that
-        its pass does not depend on what was asked before."""
+        """Answer greedily. The prompt is read anew, so that its pass does not depend on earlier
+        requests. `on_token` gets the text and the depth of each token as it comes; of a character
+        of several tokens, only the last is then in the answer's `token_ids`."""
         body = {
-            "prompt": list(prompt_ids), "n_predict": max_new_tokens, "stop": list(stop),
-            "temperature": 0, "top_k": 1, "cache_prompt": False, "return_tokens": True,
-            "stream": True, "timings_per_token": True,
+            "prompt": list(prompt_ids), "n_predict": max_new_tokens, "temperature": 0, "top_k": 1,
+            "cache_prompt": False, "return_tokens": True,
+            "stream": on_token is not None, "timings_per_token": True,
         }  # fmt: skip
-        token_ids: list[int] = []
-        pieces: list[str] = []
-        moments: list[tuple[float, int, int]] = []
-        event: dict[str, Any] = {}
+        answer = Answer([], "", "", 0.0, 0, 0, 0)
         with self._ask("POST", "/completion", body) as response:
+            if on_token is None:
+                _end(answer, json.load(response))
+                return answer
             for line in response:
-                if not line.startswith(b"data: "):
-                    continue
-                event = json.loads(line.removeprefix(b"data: "))
-                times = event["timings"]
-                if event["stop"]:
-                    break
-                token_ids += event["tokens"]
-                pieces.append(event["content"])
-                done = times["predicted_ms"] / 1e3, len(token_ids)
-                moments.append((*done, times.get("draft_n_accepted", 0)))
-                on_text(event["content"])
-        if not event.get("stop"):
-            raise BadInput(f"the server broke off ({event})", where=self.url)
-        text, times = "".join([*pieces, event["content"]]), event["timings"]
-        return Answer(
-            token_ids, text, event["stop_type"], times["predicted_ms"] / 1e3,
-            times.get("draft_n", 0), times.get("draft_n_accepted", 0), moments,
-        )  # fmt: skip
+                if line.startswith(b"data: "):
+                    event = json.loads(line.removeprefix(b"data: "))
+                    if event["stop"]:
+                        _end(answer, event)
+                        return answer
+                    _add(answer, event)
+                    on_token(answer.pieces[-1], answer.depths[-1])
+        raise BadInput("the server broke off its answer", where=self.url)
 
     def counters(self) -> dict[str, float]:
         """The counters and gauges of `/metrics`, without `llamacpp:`; among them
@@ -175,6 +172,33 @@ class LlamaServer:
             raise BadInput(what, where=self.url, fix="is it running?") from None
         finally:
             connection.close()
+
+
+def _add(answer: Answer, event: dict[str, Any]) -> None:
+    """Add one token of a stream. The counts of a round come with its first token."""
+    times, accepted = event["timings"], event["timings"].get("draft_n_accepted", 0)
+    now_s = times["predicted_ms"] / 1e3
+    if not answer.moments or now_s > answer.moments[-1][0]:
+        answer.depths.append(min(1, accepted - answer.accepted))
+        answer.moments.append((now_s, len(answer.depths)))
+        answer.drafted, answer.accepted = accepted - answer.accepted, accepted  # of the round
+    else:
+        ahead = answer.depths[-1] + 1
+        answer.depths.append(ahead if ahead <= answer.drafted else 0)
+        answer.moments[-1] = (now_s, len(answer.depths))
+    answer.pieces.append(event["content"])
+    answer.token_ids += event["tokens"]
+
+
+def _end(answer: Answer, event: dict[str, Any]) -> None:
+    """Complete an answer from its last event, or from the only one."""
+    times = event["timings"]
+    answer.text = "".join([*answer.pieces, event["content"]])
+    answer.token_ids = answer.token_ids or event["tokens"]
+    answer.finish, answer.tokens = event["stop_type"], times["predicted_n"]
+    answer.seconds = times["predicted_ms"] / 1e3
+    answer.drafted = times.get("draft_n", 0)
+    answer.accepted = times.get("draft_n_accepted", 0)
 
 
 def llama_cpp() -> Any:
