@@ -62,7 +62,7 @@ def card(name: str, target: str, recipe: dict, evaluations: list[dict]) -> str:
     return "\n".join(
         [
             f"# {name}\n",
-            f"A draft for {target}, which comes with fledge: `fledge chat {target} --draft {name}`. "
+            f"Comes with fledge: `fledge chat {target} --draft {name}`.\n",
             "Its embedding is the target's and is not in the file.\n",
             "## Acceptance\n", "By exact replay (`fledge eval`), greedy.\n", *table, "",
             "## Training\n", "`fledge train recipe.yaml` with this recipe:\n",
