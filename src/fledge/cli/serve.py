@@ -76,7 +76,8 @@ def serve(
         num_draft_tokens=draft_tokens or None,
     )  # fmt: skip
     module, extra_flags = ENGINE_MODULES[record["engine"]], more or []
-    is_here = is_installed(module)
+    program_here = pair is not None and shutil.which(command[0]) is not None
+    is_here = is_installed(module) or program_here
     if is_here and module == "vllm":
         command = _for_this_vllm(command, extra_flags)
     command += ["--trust-remote-code"] if trust_remote_code else []
@@ -91,7 +92,7 @@ def serve(
     if not is_here:
         fix = f"{install_packages(module)}, or run the printed command where it is"
         raise BadInput(f"{module} is not installed here", fix=fix)
-    if pair is not None and shutil.which(command[0]) is None:
+    if pair is not None and not program_here:
         if extra_flags:
             what = "needs the llama-server program, which is not here"
             raise BadInput(what, where=shlex.join(extra_flags))

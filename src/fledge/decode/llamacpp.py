@@ -85,6 +85,7 @@ class LlamaServer:
         params.model.path, params.n_ctx, params.n_parallel = str(model), context, parallel
         params.cpuparams.n_threads = threads or cpu_cores()
         params.verbosity, params.endpoint_metrics, params.warmup = _ERRORS_ONLY, True, False
+        params.model_alias = {model.stem}  # what clients and manifests see, not a path
         params.hostnames, params.port = [host or "127.0.0.1"], port
         if draft is not None:
             kind = f"COMMON_SPECULATIVE_TYPE_{spec_type.upper().replace('-', '_')}"
