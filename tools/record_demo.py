@@ -35,11 +35,11 @@ def record(directory: Path, svg: Path) -> None:
     demo.show = framed
     dtype = "bfloat16" if multiplies_bfloat16() else "float32"
     with load_target(draft_directory(run), dtype=dtype) as target:
-        prompts = read_prompts([str(directory / "unseen.jsonl")], limit=1)
+        prompts = read_prompts([str(directory / "unseen.jsonl")])[-1:]
         answers = cached_answers(target, prompts, max_new_tokens=demo._ANSWER_TOKENS, batch=1)
         demo._show_side_by_side(run, target, answers.turns[0])
+    print(terminal.export_text(clear=False))
     terminal.save_svg(str(svg), title="fledge demo")
-    print(terminal.export_text())
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from fledge.models.weight_files import read_target_tables
 from fledge.recipe.schema import load_recipe
 from fledge.training.runs import (
     draft_directory,
+    known_layers,
     load_draft_beside,
     load_target,
     trained_prompts,
@@ -49,12 +50,12 @@ def test_a_shipped_draft_is_the_draft_without_what_its_target_has(ship, trained,
     )
     for name, tensor in found.items():
         expected = whole[name]
-        expected = expected.bfloat16() if expected.is_floating_point() else expected
+        expected = expected.bfloat16().float() if expected.is_floating_point() else expected
         assert torch.equal(tensor, expected), name
-    assert trained_tokens(directory) == trained_tokens(trained) == 3
+    assert trained_tokens(directory) == trained_tokens(trained)
     assert (trained_prompts(directory) == trained_prompts(trained)).all()
     with load_target(directory) as target:  # the target and its layers are known too
-        assert target.aux_layer_ids == load_recipe(directory / "recipe.yaml").target.aux_layer_ids
+        assert tuple(target.aux_layer_ids) == tuple(known_layers(trained / "best"))
         assert load_draft_beside(target, directory).spec.draft_vocab_size > 0
 
 

@@ -157,13 +157,13 @@ def measure_and_show(run: Path, prompts: Path) -> bool:
     if fast:
         out.print(_IN_BFLOAT16, style="dim")
     with load_target(draft_directory(run), dtype="bfloat16" if fast else "float32") as target:
-        _show_side_by_side(run, target, measured.answers.turns[0])
+        _show_side_by_side(run, target, measured.answers.turns[-1])  # an explanation
     return lossless
 
 
 def _show_side_by_side(run: Path, target: "HFEagle3TargetModel", turn: "AnsweredTurn") -> None:
-    """Show the first answer, as above, decoded without a draft, with the one just trained, and with
-    the one that comes with fledge for this target."""
+    """Show an answer decoded without a draft, with the one just trained, and with the one that comes
+    with fledge for this target."""
     from fledge.measure.speed import decode_both
     from fledge.training.runs import draft_directory, load_draft_beside, recipe_of
 

@@ -61,8 +61,8 @@ def gguf_pair(draft: Path, target: str = "", draft_tokens: int = 0) -> Iterator[
 
 
 def exported(draft: Path, target: str = "", place: Path | None = None) -> Path:
-    """An export for llama.cpp: `draft` itself if it is one, else made at `place` (default: where
-    `fledge export` puts it, unless it has been made there before)."""
+    """An export for llama.cpp: `draft` itself if it is one, else made at `place` in q8_0 (default:
+    where `fledge export` puts it, unless it has been made there before)."""
     from fledge.formats.codec import RECORD_NAME
     from fledge.formats.export import export_draft
     from fledge.formats.source import default_out
@@ -72,7 +72,9 @@ def exported(draft: Path, target: str = "", place: Path | None = None) -> Path:
     out = place or default_out(draft, ENGINE)
     if (out / RECORD_NAME).is_file():
         return out
-    return export_draft(draft, out, engine=ENGINE, target=target, without_target=True)
+    return export_draft(
+        draft, out, engine=ENGINE, target=target, without_target=True, quantise="q8_0"
+    )
 
 
 def pair_of(place: Path, draft: Path, target: str, draft_tokens: int) -> Pair:

@@ -88,15 +88,15 @@ def regenerate(
     if target and (extra or model):
         where, fix = "--extra" if extra else "--model", "give --url, or leave it out"
         raise BadInput("is for servers", where=where, fix=fix)
-    ask = {"retries": retries, "timeout": timeout, "extra": extra}
+    ask = partial(_servers, retries=retries, timeout=timeout, extra=extra)
     with ExitStack() as opened:
         if runs_in_llama_cpp(engine):
             server = opened.enter_context(_llama_cpp(target, max_new_tokens, batch))
-            answerer = _servers([server.url], "", sampling, batch, **ask)
+            answerer = ask([server.url], "", sampling, batch)
         elif target:
             answerer = _open_local(target, sampling, batch, dtype, device, trust_remote_code)
         else:
-            answerer = _servers(url, model, sampling, concurrency, **ask)
+            answerer = ask(url, model, sampling, concurrency)
         job = partial(
             run, sources, output.absolute(), answerer, sampling, limit=limit or None,
             patience=max(64, 2 * concurrency),

@@ -39,7 +39,7 @@ class PackedLinears:
     """A model's plain linear layers."""
 
     def __init__(self, model: nn.Module) -> None:
-        linears = [module for module in model.modules() if _is_plain(module)]
+        linears = [m for m in model.modules() if type(m) is nn.Linear and _is_plain(m)]
         weights = {id(linear.weight): linear.weight for linear in linears}
         size = sum(weight.nbytes for weight in weights.values())
         self._linears = linears if size <= _MOST_BYTES else []
@@ -60,16 +60,15 @@ class PackedLinears:
                 del linear.__dict__["forward"]
 
 
-def _is_plain(module: nn.Module) -> bool:
-    """Whether it is a linear layer and nothing more, in a dtype that this CPU multiplies."""
-    if type(module) is not nn.Linear or "forward" in vars(module):
-        return False
-    weight = module.weight
+def _is_plain(linear: nn.Linear) -> bool:
+    """Whether nobody changed it, and this CPU multiplies its dtype."""
+    weight = linear.weight
     fits = weight.dtype == torch.float32 or (
         weight.dtype == torch.bfloat16 and multiplies_bfloat16()
     )
-    here = platform.machine() in _MACHINES and torch.backends.mkldnn.is_available()
-    return fits and here and type(weight.data) is Tensor and weight.device.type == "cpu"
+    here = platform.machine() in _MACHINES and torch._C._has_mkldnn
+    own = "forward" not in vars(linear) and type(weight.data) is Tensor
+    return fits and here and own and weight.device.type == "cpu"
 
 
 def _forward_of(linear: nn.Linear) -> Forward:

@@ -5,17 +5,19 @@ the cache, and is from then on a directory like any other.
 """
 
 import hashlib
+import json
 import shutil
 from pathlib import Path
 
 import yaml
 
+from fledge.core.files import write_json
 from fledge.core.machine import multiplies_bfloat16
 from fledge.models.stored import stored
 
 HOME = Path(__file__).parents[1] / "shipped"
 EMBEDDING = "embed_tokens.weight"
-_WEIGHTS, _RECIPE = "model.safetensors", "recipe.yaml"
+_WEIGHTS, _RECIPE, _CONFIG = "model.safetensors", "recipe.yaml", "config.json"
 
 
 def shipped_drafts() -> list[str]:
@@ -39,10 +41,14 @@ def shipped_directory(name: str) -> Path:
         recipe = yaml.safe_load((source / _RECIPE).read_text())
         recipe["target"]["dtype"] = "bfloat16" if multiplies_bfloat16() else "float32"
         (directory / _RECIPE).write_text(yaml.safe_dump(recipe, sort_keys=False))
-        tensors = load_file(source / _WEIGHTS)
+        # in float32, so that the embedding is exactly the target's
+        packed = load_file(source / _WEIGHTS)
+        tensors = {k: t.float() if t.is_floating_point() else t for k, t in packed.items()}
         if EMBEDDING not in tensors:
             tables = read_target_tables(local_model(recipe["target"]["model"]))
-            tensors[EMBEDDING] = tables.embedding_VD.contiguous()
+            tensors[EMBEDDING] = tables.embedding_VD.float().contiguous()
         save_file(tensors, directory / _WEIGHTS, {"format": "pt"})
+        config = json.loads((source / _CONFIG).read_text())
+        write_json(directory / _CONFIG, {**config, "torch_dtype": "float32"})
 
     return stored(f"draft-v1-{name}-{key}", make, source=name)
