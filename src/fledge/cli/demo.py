@@ -162,8 +162,8 @@ def measure_and_show(run: Path, prompts: Path) -> bool:
 
 
 def _show_side_by_side(run: Path, target: "HFEagle3TargetModel", turn: "AnsweredTurn") -> None:
-    """Show an answer decoded without a draft, with the one just trained, and with the one that comes
-    with fledge for this target."""
+    """Show an answer decoded without a draft, with the one just trained, and with the one that
+    comes with fledge for this target."""
     from fledge.measure.speed import decode_both
     from fledge.training.runs import draft_directory, load_draft_beside, recipe_of
 
