@@ -27,6 +27,7 @@ ENGINES = {
     "vllm",
     "sglang",
     "ray",
+    "xllamacpp",
     "fastapi",
     "uvicorn",
     "wandb",

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -236,6 +237,7 @@ class Server(ChatServer):
         info = {"internal_states": [{"avg_spec_accept_length": 2.75}]}
         self.pages |= {
             "vllm": {"/metrics": self.metrics},
+            "llama.cpp": {"/metrics": self.llama_metrics},
             "sglang 0.5.9": {"/get_server_info": lambda: info},
             "sglang": {"/server_info": lambda: info},
         }.get(kind, {})
@@ -262,6 +264,12 @@ class Server(ChatServer):
             f'vllm:num_requests_running{{engine="0"}} {running}',
         ]
         return "\n".join(lines).encode()
+
+    def llama_metrics(self):
+        """The same counters, without labels and positions."""
+        text = self.metrics().decode().replace("num_requests_running", "requests_processing")
+        lines = [x for x in text.splitlines() if "_pos_" not in x and "_created" not in x]
+        return re.sub(r"\{.*\}", "", "\n".join(lines)).replace("vllm:", "llamacpp:").encode()
 
     def stream(self, body, tries):
         if self.kind == "broken":
@@ -320,7 +328,7 @@ def test_the_requested_concurrency_is_reached():
 
 @pytest.mark.parametrize(
     ("kind", "length"),
-    [("sglang", 2.75), ("sglang 0.5.9", 2.75), ("plain", None)],
+    [("sglang", 2.75), ("sglang 0.5.9", 2.75), ("llama.cpp", 3.0), ("plain", None)],
 )
 def test_acceptance_from_other_engines(kind, length):
     with serving(kind) as server:

@@ -152,3 +152,23 @@ def test_the_first_hour(tmp_path):
         understand(line)
     stray = [path.name for path in newcomer.home.iterdir() if "fledge" in path.name]
     assert not stray, "what fledge keeps lies in ~/.cache"
+
+
+def test_the_first_three_minutes(tmp_path):
+    """From a fresh clone to a chat with the draft that comes with fledge and its speed, and the
+    notebook's first cell; the target's weights included."""
+    newcomer = Newcomer(tmp_path)
+    begin = time.monotonic()
+    for line in readme_commands("Install"):
+        newcomer.type(line)
+    ask = "echo 'Why is the sky blue?' | .venv/bin/fledge chat smollm2-135m"
+    answer = newcomer.type(f"{ask} --draft smollm2-135m-eagle3 --max-new-tokens 48")
+    seconds = time.monotonic() - begin
+    print(f"from the clone to the answer: {seconds:.0f} s")
+    assert re.search(r"\d+ tokens in \d+ rounds, \d\.\d\d a round", answer)
+    assert re.search(r"tokens/s with the draft; [\d.]+ without: \d\.\d\dx", answer)
+    assert seconds < 180
+    notebook = json.loads((ROOT / "docs/quickstart.ipynb").read_text())
+    cell = next(cell for cell in notebook["cells"] if cell["cell_type"] == "code")
+    (newcomer.clone / "cell.py").write_text("".join(cell["source"]))
+    assert "tokens a round" in newcomer.type(".venv/bin/python cell.py")

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fledge.core.progress import Progress, unwatched
+from fledge.decode.llamacpp import LlamaServer
 from fledge.decode.speculative import SpeculativeDecoder
 from fledge.decode.stops import Stops
 from fledge.decode.strategy import fitting
@@ -22,6 +23,7 @@ from fledge.target.hf.model import HFEagle3TargetModel
 
 PLAIN = "plain"  # fledge without a draft: what speed-ups and texts are compared with
 GENERATE = "transformers generate"
+LLAMA_CPP = "llama.cpp"  # without a draft: what its ways with one are compared with
 
 TokenLists = list[list[int]]
 
@@ -45,6 +47,17 @@ def fledge_way(decoder: SpeculativeDecoder, stops: Stops) -> Way:
         # without a draft, every token after the first is a round
         rounds = sum(len(text.rounds) or len(text.token_ids) - 1 for text in texts)
         return Call([text.token_ids for text in texts], decoder.timing.rounds, rounds)
+
+    return decode
+
+
+def llama_cpp_way(server: LlamaServer, stops: Stops) -> Way:
+    """llama.cpp, one text after another."""
+
+    def decode(prompts: TokenLists) -> Call:
+        answers = [server.complete(prompt, stops.max_new_tokens) for prompt in prompts]
+        rounds = sum(answer.rounds for answer in answers)
+        return Call([answer.token_ids for answer in answers], rounds, rounds)
 
     return decode
 
@@ -126,6 +139,8 @@ class Decoded:
     def to_json(self, others: "Mapping[str, Decoded]") -> dict[str, Any]:
         """`others`: all ways at this batch size, by name."""
         plain, generate = others[PLAIN], others[GENERATE]
+        if self.way.startswith(LLAMA_CPP):
+            plain = others[LLAMA_CPP]
         later = self.tokens - len(self.texts)  # first tokens come from the passes over prompts
         pairs = zip(self.texts, plain.texts, strict=True)
         return {

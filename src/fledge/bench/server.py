@@ -2,7 +2,7 @@
 
 httpx is imported by `fledge bench` only. Latencies are taken at the client, from streamed answers:
 time to first token, seconds per token after the first, and the whole request. Acceptance comes from
-the engine: vLLM's counters, read before and after; SGLang's running average.
+the engine: vLLM's or llama.cpp's counters, read before and after; SGLang's running average.
 """
 
 import asyncio
@@ -19,7 +19,11 @@ from fledge.core.errors import BadInput
 
 _PERCENTILES = (50, 90, 99)
 _SETTLE_TRIES, _SETTLE_S = 20, 0.05
-_RUNNING = re.compile(r"^vllm:num_requests_running(?:\{[^}]*\})?\s+(\S+)", re.MULTILINE)
+_RUNNING = re.compile(
+    r"^(?:vllm:num_requests_running|llamacpp:requests_processing)(?:\{[^}]*\})?\s+(\S+)",
+    re.MULTILINE,
+)
+_COUNTING = {"vllm": "vLLM", "llamacpp": "llama.cpp"}  # by the prefix of their counters
 _SAMPLE = re.compile(r"(?P<name>[\w:]+)(\{(?P<labels>[^}]*)\})?\s+(?P<value>\S+)")
 
 
@@ -188,8 +192,8 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
 async def _counters(client: httpx.AsyncClient) -> dict[str, float]:
     """The spec-decode samples of /metrics, summed over engines; empty when it has none.
 
-    vLLM sends an answer a moment before it counts the last round: this waits until it knows of no
-    running request, but not for those of others.
+    An engine sends an answer a moment before it counts the last round: this waits until it knows of
+    no running request, but not for those of others.
     """
     for _ in range(_SETTLE_TRIES):
         response = await client.get("/metrics", follow_redirects=True)
@@ -221,17 +225,19 @@ async def _acceptance(
     client: httpx.AsyncClient, before: dict[str, float]
 ) -> ServerAcceptance | None:
     after = await _counters(client)
-    vllm = "vllm:spec_decode_num"
-    drafts = after.get(f"{vllm}_drafts", 0.0) - before.get(f"{vllm}_drafts", 0.0)
-    if drafts > 0:
+    for prefix, engine in _COUNTING.items():
+        prefix = f"{prefix}:spec_decode_num"
+        drafts = after.get(f"{prefix}_drafts", 0.0) - before.get(f"{prefix}_drafts", 0.0)
+        if drafts <= 0:
+            continue
         grown = {name: value - before.get(name, 0.0) for name, value in after.items()}
-        per_position = f"{vllm}_accepted_tokens_per_pos"
+        per_position = f"{prefix}_accepted_tokens_per_pos"
         positions = sum(name.startswith(f"{per_position}:") for name in grown)
         return ServerAcceptance(
-            length=1 + grown[f"{vllm}_accepted_tokens"] / drafts,
+            length=1 + grown[f"{prefix}_accepted_tokens"] / drafts,
             per_position=[grown[f"{per_position}:{k}"] / drafts for k in range(positions)],
             drafts=int(drafts),
-            source="vLLM's counters over the measured requests",
+            source=f"{engine}'s counters over the measured requests",
         )
     for path in ("/server_info", "/get_server_info"):  # 0.5.9 knows the second only
         response = await client.get(path)

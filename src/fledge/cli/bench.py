@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Annotated, Any
 
 from typer import Argument, Option
@@ -17,6 +18,7 @@ from fledge.cli.console import (
     quiet_libraries,
 )
 from fledge.cli.help import VerbGroup, Verbs
+from fledge.cli.llamacpp import ENGINE, gguf_pair, runs_in_llama_cpp
 from fledge.cli.loading import target_options
 from fledge.cli.options import AsJson
 from fledge.core.addresses import server_address
@@ -204,6 +206,9 @@ DECODE_EXAMPLE = (
 def bench_decode(
     drafts: opt.DraftArguments,
     target: opt.TargetOption = "",
+    engine: Annotated[
+        str, Option(help="llama.cpp: decode in it too, in this process, with a GGUF target.")
+    ] = "",
     prompts: opt.Prompts = None,
     limit: opt.PromptLimit = 16,
     batch: Annotated[
@@ -225,7 +230,8 @@ def bench_decode(
 ) -> None:
     """Decode the same prompts with drafts, by the target alone and by transformers, and compare.
 
-    Tokens per second of whole calls. Texts are compared with those of the target alone.
+    Tokens per second of whole calls. Texts are compared with those of the target alone. With
+    --engine llama.cpp, its texts and speeds are compared with those of llama.cpp alone.
     """
     quiet_libraries()
     from fledge.bench import decode as ways_of
@@ -247,7 +253,9 @@ def bench_decode(
     paths = dict(zip(shortest_names(drafts), map(draft_directory, drafts), strict=True))
     first = next(iter(paths.values()))
     loading = target_options(first, aux_layers, dtype, device, trust_remote_code)
-    with load_target(first, target, **loading) as backend:
+    in_llama_cpp = runs_in_llama_cpp(engine)
+    with ExitStack() as opened:
+        backend = opened.enter_context(load_target(first, target, **loading))
         tokenizer, model = backend.tokenizer, backend.model
         ids = _encoded(rows, backend, max_new_tokens)
         stops = Stops(max_new_tokens, eos_token_ids(model, tokenizer))
@@ -262,6 +270,14 @@ def bench_decode(
             ways |= ways_of.draft_ways(
                 reading, name, draft, stops, num_draft_tokens=counts[name], methods=method or ()
             )
+        if in_llama_cpp:
+            servers: dict[str, Any] = {}
+            for name, path in zip(paths, drafts, strict=True):
+                pair = opened.enter_context(gguf_pair(path, target, draft_tokens))
+                servers.setdefault(ENGINE, pair.serve_plain())
+                servers[f"{ENGINE}, {name}"] = pair.serve()
+            for name, server in servers.items():
+                ways[name] = ways_of.llama_cpp_way(opened.enter_context(server), stops)
         figures = []
         for size in batch or [1]:
             with progress_bar(f"batch {size}") as show:

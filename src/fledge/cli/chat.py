@@ -2,19 +2,25 @@
 
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from itertools import groupby
+from pathlib import Path
 from typing import Annotated, Any
 
 from rich.text import Text
-from typer import Option
+from typer import Argument, Option
 
 from fledge.cli import options as opt
 from fledge.cli.console import err, in_color, out, print_json, quiet_libraries
+from fledge.cli.llamacpp import EngineChat, gguf_pair, runs_in_llama_cpp
 from fledge.cli.loading import target_options
 from fledge.core.errors import BadInput
 from fledge.core.terminal import MARKS, marked, visible
 
-EXAMPLE = "Example: fledge chat runs/my_draft --compare"
+EXAMPLE = (
+    "Example: fledge chat runs/my_draft --compare\n\n"
+    "Example: fledge chat smollm2-135m --draft smollm2-135m-eagle3"
+)
 
 # Accepted at depth 1, 2, ...: the further ahead the token was drafted, the deeper the green.
 SHADES = ("#d9f2e3", "#b5e4cb", "#8bd2b4", "#5fbd9f", "#3aa58d")
@@ -22,8 +28,14 @@ _PROBE_TOKENS = 24  # decoded without the draft, to measure the target's own spe
 
 
 def chat(
-    draft: opt.DraftArgument,
+    draft: Annotated[
+        Path, Argument(metavar="DRAFT", help="A draft, or a run; with --draft, the target.")
+    ],
     target: opt.TargetOption = "",
+    draft_option: Annotated[
+        Path | None, Option("--draft", metavar="DRAFT", help="The draft, after a target's name.")
+    ] = None,
+    engine: opt.EngineOption = "",
     draft_tokens: opt.TrainedTokens = 0,
     method: opt.MethodOption = "",
     max_new_tokens: opt.AnswerTokens = 512,
@@ -46,6 +58,30 @@ def chat(
     go to standard output, figures to standard error. /reset starts a new conversation, /quit ends
     the chat; Ctrl-C stops an answer.
     """
+    quiet_libraries()
+    if draft_option is not None:
+        if target:
+            raise BadInput("is given twice", where="--target", fix="leave it out with --draft")
+        draft, target = draft_option, str(draft)
+    sampling = {"temperature": temperature, "seed": seed}
+    with ExitStack() as opened:
+        if runs_in_llama_cpp(engine):
+            if method or temperature:
+                raise BadInput("not in llama.cpp", where="--method" if method else "--temperature")
+            pair = opened.enter_context(gguf_pair(draft, target, draft_tokens))
+            session: Any = opened.enter_context(EngineChat(pair, max_new_tokens, _write))
+        else:
+            loading = (aux_layers, dtype, device, trust_remote_code)
+            session = _torch_chat(
+                draft, target, method, draft_tokens, loading, sampling, max_new_tokens
+            )
+        _talk(session, compare=compare, as_json=as_json)
+
+
+def _torch_chat(
+    draft: Path, target: str, method: str, draft_tokens: int, loading_words: tuple[Any, ...],
+    sampling: dict[str, Any], max_new_tokens: int,
+) -> "_Chat":  # fmt: skip
     from fledge.measure.evaluation import check_fits
     from fledge.training.runs import (
         check_method,
@@ -55,11 +91,10 @@ def chat(
         trained_tokens,
     )
 
-    quiet_libraries()
     path = draft_directory(draft)
     check_method(path, method or None)
     with err.waiting("loading the target"):
-        loading = target_options(path, aux_layers, dtype, device, trust_remote_code)
+        loading = target_options(path, *loading_words)
         backend = load_target(path, target, **loading)
         loaded = load_draft_beside(backend, path)
         check_fits(backend, loaded, str(path))
@@ -68,8 +103,11 @@ def chat(
             "method": method or None,
             "num_draft_tokens": draft_tokens or trained_tokens(path),
         }
-        sampling = {"temperature": temperature, "seed": seed}
-        session = _Chat(backend, loaded, drafting, sampling, max_new_tokens)
+        return _Chat(backend, loaded, drafting, sampling, max_new_tokens)
+
+
+def _talk(session: Any, *, compare: bool, as_json: bool) -> None:
+    """Answer every line until the user ends the chat."""
     conversation: list[dict[str, str]] = []
     for line in _lines():
         if line == "/quit":

@@ -32,10 +32,10 @@ EXAMPLE = "Example: fledge demo --out demo_out"
 _DRAFT_TOKENS = 3  # the depth that the recipe trains
 _ANSWER_TOKENS = 64
 _IN_BFLOAT16 = (
-    "in bfloat16, which this CPU multiplies: checking several tokens costs about as much as one, "
-    "but rounds otherwise, so a near tie may go either way and the texts may part. In float32, "
-    "above, they are equal."
+    "in bfloat16, which this CPU multiplies: checking several tokens costs about as much as one."
 )
+# The draft that comes with fledge for the demo's target, and how many tokens it drafts on a CPU.
+_SHIPPED, _SHIPPED_FOR, _SHIPPED_TOKENS = "smollm2-135m-eagle3", "smollm2-135m", 4
 _FRAMES_PER_S = 12
 _LONGEST_REPLAY_S = 12.0  # longest replay: slower answers are sped up
 _BAR, _BESIDE_BAR = 24, 56  # widths of the longest bar, and of the other columns
@@ -152,27 +152,34 @@ def measure_and_show(run: Path, prompts: Path) -> bool:
     figures = live.same_texts, live.texts, live.same_rounds, live.rounds
     out.print(marked(f"{mark}: {equal}; {{}} of {{}} rounds as replayed", *figures))
     report.report(run)
-    _heading("5. The speed: one answer, without the draft and with it")
+    _heading("5. The pay-off: one answer, without a draft and with it")
     fast = multiplies_bfloat16()  # then a pass over four tokens takes about as long as over one
     if fast:
         out.print(_IN_BFLOAT16, style="dim")
     with load_target(draft_directory(run), dtype="bfloat16" if fast else "float32") as target:
-        _show_side_by_side(run, target, measured.answers.turns[0])
+        _show_side_by_side(run, target, measured.answers.turns[-1])  # an explanation
     return lossless
 
 
 def _show_side_by_side(run: Path, target: "HFEagle3TargetModel", turn: "AnsweredTurn") -> None:
-    """Show the first answer, as above, decoded without the draft and with it."""
+    """Show an answer decoded without a draft, with the one just trained, and with the one that
+    comes with fledge for this target."""
     from fledge.measure.speed import decode_both
-    from fledge.training.runs import draft_directory, load_draft_beside
+    from fledge.training.runs import draft_directory, load_draft_beside, recipe_of
 
-    draft = load_draft_beside(target, draft_directory(run))
-    lengths = {"num_draft_tokens": _DRAFT_TOKENS, "max_new_tokens": _ANSWER_TOKENS}
+    def decoded(path: Path, tokens: int) -> Any:
+        draft = load_draft_beside(target, path)
+        lengths = {"num_draft_tokens": tokens, "max_new_tokens": _ANSWER_TOKENS}
+        return decode_both(target, draft, turn.prompt_ids, **lengths)
+
+    recipe = recipe_of(run)
+    known = recipe is not None and getattr(recipe.target, "model", "") == _SHIPPED_FOR
     with err.waiting("decoding one answer both ways"):
-        both = decode_both(target, draft, turn.prompt_ids, **lengths)
+        both = decoded(draft_directory(run), _DRAFT_TOKENS)
+        shipped = decoded(draft_directory(Path(_SHIPPED)), _SHIPPED_TOKENS) if known else None
     if both is not None:
         out.print(turn.question, style="bold")
-        show(both)
+        show(both, shipped)
 
 
 def what_next(run: Path) -> None:
@@ -197,9 +204,12 @@ def what_next(run: Path) -> None:
 # what was gained or why not.
 
 
-def show(both: Any, *, sleep: Callable[[float], None] = time.sleep) -> None:
-    """Show both answers, the figures and the verdict. `both` is a `measure.speed.SideBySide`."""
+def show(both: Any, shipped: Any = None, *, sleep: Callable[[float], None] = time.sleep) -> None:
+    """Show both answers, the figures and the verdict; `shipped`: with another draft too. They are
+    `measure.speed.SideBySide`."""
     courses = {"without the draft": both.plain, "with the draft": both.drafted}
+    if shipped is not None:
+        courses[_SHIPPED] = shipped.drafted
     longest = max(course.seconds for course in courses.values())
     if out.is_interactive:
         speed_up = max(1.0, longest / _LONGEST_REPLAY_S)
@@ -216,11 +226,14 @@ def show(both: Any, *, sleep: Callable[[float], None] = time.sleep) -> None:
     for name, course in courses.items():
         bar = "█" * max(1, round(widest * course.seconds / longest))
         table.add_row(
-            name, Text(bar, style="green" if course is both.drafted else "cyan"),
+            name, Text(bar, style="cyan" if course is both.plain else "green"),
             f"{course.seconds:.1f}", f"{course.tokens_per_s:.1f}", f"{course.passes}",
         )  # fmt: skip
     out.print(table)
     out.print(verdict(both))
+    if shipped is not None:
+        out.print(marked("[bold]{}[/], trained longer: ", _SHIPPED), end="")
+        out.print(verdict(shipped))
 
 
 def _columns(courses: dict[str, Any], now_s: float) -> Table:

@@ -87,11 +87,13 @@ def diagnose(
 def _locate(draft: str, target: str) -> tuple[Path, str]:
     """The draft's directory and the target's name, by default the target of its run."""
     from fledge.models.resolve import local_model
+    from fledge.models.shipped import shipped_drafts
     from fledge.target.kinds import model_name
     from fledge.training.runs import draft_directory, recipe_of
 
     path = Path(draft).expanduser()
-    directory = draft_directory(path) if path.is_dir() else local_model(draft)
+    ours = path.is_dir() or draft in shipped_drafts()
+    directory = draft_directory(path) if ours else local_model(draft)
     recipe = None if target else recipe_of(directory)
     name = target or ("" if recipe is None else model_name(recipe.target))
     if not name:

@@ -39,6 +39,7 @@ _PACKAGES = (
 _BY_PACKAGE = {
     "vLLM targets": ("vllm", ("vllm",)),
     "SGLang targets": ("sglang", ("sglang",)),
+    "llama.cpp": ("llama-cpp", ("xllamacpp",)),
     "clusters (Ray)": ("cluster", ("ray",)),
     "serve-target": ("serve", ("uvicorn", "httptools")),
     "tensorboard": ("track", ("tensorboard",)),

@@ -20,7 +20,7 @@ def export(
     source: Annotated[
         Path, Argument(metavar="RUN_OR_CHECKPOINT", help="A run (its best), or a draft.")
     ],
-    engine: Annotated[str, Option(help="vllm, sglang or speculators (the format).")],
+    engine: Annotated[str, Option(help="vllm, sglang, llama.cpp or speculators (the format).")],
     engine_version: Annotated[
         str, Option(help="For example 0.5.9; default: the newest tested one.")
     ] = "",
@@ -33,6 +33,9 @@ def export(
     ] = None,
     overwrite: Annotated[bool, Option("--overwrite", help="Replace an export.")] = False,
     dtype: Annotated[str, Option(help="bfloat16, ...; default: as stored.")] = "",
+    quantise: Annotated[
+        str, Option(help="For llama.cpp: q8_0, q4_k_m, or auto: as small as costs 1 %.")
+    ] = "",
     draft_tokens: opt.TrainedTokens = 0,
     without_target: Annotated[
         bool, Option("--without-target", help="Check the files, decode nothing.")
@@ -69,6 +72,7 @@ def export(
             dtype=parse_dtype(dtype, floating=True) if dtype else None, device=device or None,
             without_target=without_target, check=check, watch=watch,
             trust_remote_code=trust_remote_code, target_name=target_name, overwrite=overwrite,
+            quantise=quantise,
         )  # fmt: skip
     record = read_export_record(written)
     if as_json:

@@ -38,6 +38,9 @@ MethodOption = Annotated[
     Option(help="A strategy of the draft's method: chain, tree, ...; default: as trained."),
 ]
 TrainedTokens = Annotated[int, Option(min=0, help="Tokens drafted per round (k); 0: as trained.")]
+EngineOption = Annotated[
+    str, Option(help="llama.cpp: decode in it, in this process; default: in torch.")
+]
 Prompts = Annotated[
     list[str] | None,
     Option(help="JSONL with `messages` or `prompt`, or the set `mixed`; repeatable."),

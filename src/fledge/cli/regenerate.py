@@ -4,18 +4,25 @@ import importlib.util
 import json
 import os
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Exit, Option
 
 from fledge.cli import options as opt
 from fledge.cli.console import err, out, print_json, progress_bar, quiet_libraries
 from fledge.cli.data import template_variables
+from fledge.cli.llamacpp import runs_in_llama_cpp
 from fledge.core.errors import BadInput
 from fledge.core.install import install_extra
 from fledge.core.terminal import counted
+
+if TYPE_CHECKING:
+    from fledge.decode.llamacpp import LlamaServer
+
+_PROMPT_TOKENS = 2048  # of a conversation so far, in llama.cpp
 
 EXAMPLE = (
     "Example: fledge regenerate chats.jsonl --out answers.jsonl --target smollm2-135m\n\n"
@@ -29,6 +36,9 @@ def regenerate(
     ],
     output: Annotated[Path, Option(*opt.OUT, help="The new data set (.jsonl).")],
     target: Annotated[str, Option(help="Run this model here.")] = "",
+    engine: Annotated[
+        str, Option(help="llama.cpp: run it in llama.cpp, as its GGUF file will be served.")
+    ] = "",
     url: Annotated[
         list[str] | None,
         Option(help="Or ask an OpenAI-compatible server; repeatable, they take turns."),
@@ -75,18 +85,23 @@ def regenerate(
     check_out(output, sources)
     if bool(target) == bool(url):
         raise BadInput("who answers?", fix="give either --target MODEL or --url http://host:port")
-    if target:
-        if extra or model:
-            where, fix = "--extra" if extra else "--model", "give --url, or leave it out"
-            raise BadInput("is for servers", where=where, fix=fix)
-        answerer = _open_local(target, sampling, batch, dtype, device, trust_remote_code)
-    else:
-        answerer = _servers(url, model, sampling, concurrency, retries, timeout, extra)
-    job = partial(
-        run, sources, output.absolute(), answerer, sampling, limit=limit or None,
-        patience=max(64, 2 * concurrency),
-    )  # fmt: skip
-    summary = _with_progress(job)
+    if target and (extra or model):
+        where, fix = "--extra" if extra else "--model", "give --url, or leave it out"
+        raise BadInput("is for servers", where=where, fix=fix)
+    ask = partial(_servers, retries=retries, timeout=timeout, extra=extra)
+    with ExitStack() as opened:
+        if runs_in_llama_cpp(engine):
+            server = opened.enter_context(_llama_cpp(target, max_new_tokens, batch))
+            answerer = ask([server.url], "", sampling, batch)
+        elif target:
+            answerer = _open_local(target, sampling, batch, dtype, device, trust_remote_code)
+        else:
+            answerer = ask(url, model, sampling, concurrency)
+        job = partial(
+            run, sources, output.absolute(), answerer, sampling, limit=limit or None,
+            patience=max(64, 2 * concurrency),
+        )  # fmt: skip
+        summary = _with_progress(job)
     if as_json:
         print_json({"out": str(output), **summary.to_json()})
     else:
@@ -123,9 +138,21 @@ def _open_local(
     return LocalModel(loaded, name, sampling, batch)
 
 
+def _llama_cpp(target: str, max_new_tokens: int, at_a_time: int) -> "LlamaServer":
+    from fledge.decode.llamacpp import LlamaServer
+    from fledge.models.resolve import gguf_file
+
+    if not target:
+        raise BadInput("which model?", where="--engine llama.cpp", fix="give --target MODEL.gguf")
+    with err.waiting("loading the target"):
+        context = at_a_time * (_PROMPT_TOKENS + max_new_tokens)
+        return LlamaServer.start(gguf_file(target), context=context, parallel=at_a_time)
+
+
 def _servers(
-    urls: Any, model: str, sampling: Any, concurrency: int, retries: int, timeout: float, extra: str
-) -> Any:
+    urls: Any, model: str, sampling: Any, concurrency: int, *, retries: int, timeout: float,
+    extra: str,
+) -> Any:  # fmt: skip
     if importlib.util.find_spec("httpx") is None:
         raise BadInput("asking servers needs httpx", fix=install_extra("serve"))
     from fledge.data.chat_servers import ChatServers, HttpOptions

@@ -15,11 +15,14 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from fledge.core.errors import BadInput
+from fledge.decode.packed import PackedLinears
 from fledge.decode.recorded import Passes
 from fledge.target.hf.embedding_and_head import find_head_module
 from fledge.target.hf.one_row import lent_attention
 from fledge.target.layers import find_layers, inner_layers, layer_outputs, text_config
 
+# On a CPU attention rounds alike over so many queries or more, and over multiples of so many keys.
+_EVEN_ROWS, _EVEN_KEYS = 4, 64
 _ATTENTION = ("full_attention", "sliding_attention")
 
 
@@ -165,6 +168,7 @@ class CachedTarget:
         self._layers, self._head = find_layers(model), find_head_module(model)
         self._attention = self._masked_attention()
         self._cache = SlotCache(len(self._layers))
+        self._linears = PackedLinears(model)
 
     def begin(self, prompts: Sequence[Sequence[int]], *, ahead: int = 0) -> PassOutput:
         """Read the prompts; returns logits [B, 1, V] of the next token, aux states left-aligned.
@@ -211,6 +215,13 @@ class CachedTarget:
         `level`: every row ends at `used`, so that the model's own causal mask is right for a chain,
         and attention may run without an explicit one.
         """
+        count = token_BN.shape[1]
+        if level and len(token_BN) == 1 and self._linears.any:
+            # attention too then rounds alike: the output of a token is the same bits, however many
+            # tokens a pass has. What is added comes after the text, and is not read
+            added = max(0, _EVEN_ROWS - count)
+            token_BN = torch.cat([token_BN, token_BN[:, -1:].expand(1, added)], 1)
+            used, level = self.room(-(-(used + added) // _EVEN_KEYS) * _EVEN_KEYS), False
         step_BN = torch.arange(token_BN.shape[1], device=self.device).expand(token_BN.shape)
         length_B1 = length_B[:, None]
         position_BN = length_B1 + (step_BN if layout is None else layout.depth_BN)
@@ -220,7 +231,8 @@ class CachedTarget:
             mask = self._mask(length_B1, position_BN, visible_BNN, used)
         index_BN = None if level else length_B1 + step_BN
         self._cache.aim(index_BN, used=used, count=token_BN.shape[1])
-        return self._forward(token_BN, mask, position_BN)
+        output = self._forward(token_BN, mask, position_BN)
+        return PassOutput(output.logits_BNV[:, :count], output.aux_BND[:, :count])
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep these rows only, moved to the front."""
@@ -267,6 +279,7 @@ class CachedTarget:
         states: dict[int, Tensor] = {}
         with ExitStack() as stack:
             stack.enter_context(self._captured(states))
+            stack.enter_context(self._linears.in_use())
             if mask is not None and self._attention is not None:
                 stack.enter_context(lent_attention(self.model, self._attention))
             output = self.model(

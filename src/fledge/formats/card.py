@@ -100,21 +100,21 @@ def _acceptance(check: Mapping[str, Any]) -> str:
 def _training(record: Mapping[str, Any], recipe: Recipe | None) -> str:
     if recipe is None:
         return "The recipe is not known.\n"
-    data = ", ".join(_portable(list(recipe.data.train))) or "a cache of the target's states"
+    data = ", ".join(portable(list(recipe.data.train))) or "a cache of the target's states"
     checkpoint = "" if record["step"] is None else f" Checkpoint at step {record['step']:,}."
-    values = _portable(recipe.model_dump())
+    values = portable(recipe.model_dump())
     values["target"] = {k: v for k, v in values["target"].items() if k not in _PRIVATE}
     if values["target"].get("model"):
         values["target"]["model"] = record["target"]["name"] or values["target"]["model"]
     return f"Data: {data}.{checkpoint}\n\n```yaml\n{dump_yaml(values)}```\n"
 
 
-def _portable(value: Any) -> Any:
+def portable(value: Any) -> Any:
     """The same value, with every absolute path reduced to its last part."""
     if isinstance(value, dict):
-        return {key: _portable(inner) for key, inner in value.items()}
+        return {key: portable(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(_portable(inner) for inner in value)
+        return type(value)(portable(inner) for inner in value)
     if isinstance(value, str) and (value.startswith("~") or PurePath(value).is_absolute()):
         return PurePath(value).name
     return value

@@ -36,6 +36,7 @@ Feature = Literal[
     "trained embeddings", "chosen aux layers", "last layer", "other width", "partial rotary",
     "yarn attention factor", "fc bias", "attention bias", "mlp bias", "q/k norms",
     "blocks", "causal blocks", "sliding layers", "reduced head", "confidence head",
+    "not three aux layers", "llama3 rotary of blocks",
 ]  # fmt: skip
 Facts = Mapping[str, Any]  # the draft's config, and what `draft_facts` adds
 
@@ -286,6 +287,7 @@ def draft_features(
         "attention bias": config.attention_bias,
         "mlp bias": config.mlp_bias,
         "q/k norms": config.qk_norm,
+        "not three aux layers": len(ids) != 3,
         **method_of(config).export_features(config),
     }
     return frozenset(name for name, enabled in present.items() if enabled)

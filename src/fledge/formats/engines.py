@@ -14,7 +14,7 @@ from fledge.formats.codec import NORM_FLAGS, Feature, Format
 from fledge.methods.registry import METHODS
 from fledge.models.resolve import public_name
 
-EngineName = Literal["vllm", "sglang", "speculators"]
+EngineName = Literal["vllm", "sglang", "speculators", "llama.cpp"]
 
 
 @dataclass(frozen=True)
@@ -114,6 +114,23 @@ ENGINES: dict[EngineName, ServingEngine] = {
             *_NOT_IN_LLAMA,
         ),
     ),
+    # versions: of the package xllamacpp, which names no build of llama.cpp
+    "llama.cpp": ServingEngine(
+        "llama.cpp", "llama.cpp", oldest="2026.10.11549", tested=("2026.10.11549",),
+        limits=(
+            Limit("several layers", None, "train with draft.layers=1, or --engine vllm"),
+            Limit("not three aux layers", None, "--engine vllm"),
+            *_norm_limits(None, "--engine vllm"),
+            Limit("partial rotary", None, "--engine vllm"),
+            Limit("yarn attention factor", None, "--engine vllm"),
+            Limit("llama3 rotary of blocks", None, "--engine vllm"),
+            Limit("causal blocks", None, "--engine vllm"),
+            Limit("sliding layers", None, "--engine vllm: these attend both ways in llama.cpp"),
+            Limit("last layer", None, "train with target.aux_layer_ids below the last layer"),
+            *_NOT_IN_LLAMA,
+        ),
+        mute_targets=("Qwen2ForCausalLM", "Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
+    ),
 }  # fmt: skip
 # vLLM reads the speculators format of P-EAGLE without these two flags.
 SPECULATORS_PEAGLE_LIMITS = _norm_limits(
@@ -141,7 +158,9 @@ def check_representable(
 # --- the command that serves a draft -------------------------------------------------------------
 
 
-ENGINE_MODULES = {"vllm": "vllm", "sglang": "sglang", "speculators": "vllm"}
+ENGINE_MODULES = {
+    "vllm": "vllm", "sglang": "sglang", "speculators": "vllm", "llama.cpp": "xllamacpp",
+}  # fmt: skip
 
 
 def serve_command(
@@ -172,6 +191,14 @@ def serve_command(
             "--speculative-algorithm", method.algorithms["sglang"],
             "--speculative-draft-model-path", directory,
             *method.sglang_flags(depth), *flags,
+        ]  # fmt: skip
+    if record["engine"] == "llama.cpp":
+        return [
+            "llama-server", "-m", target, "-md", f"{directory}/{record['file']}",
+            "--spec-type", method.algorithms["llama.cpp"], "--spec-draft-n-max", str(depth),
+            *([] if host is None else ["--host", host]),
+            *([] if port is None else ["--port", str(port)]),
+            *(["--alias", public_name(named or own_name).partition("@")[0]] if own_name else []),
         ]  # fmt: skip
     as_recorded = num_draft_tokens is None and target == recorded["served_as"]
     if record["engine"] == "speculators" and as_recorded:

@@ -7,6 +7,7 @@ its final name. A failed or killed export leaves nothing that looks like one.
 
 import dataclasses
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,9 @@ from fledge.formats.codec import (
     file_tensors,
 )
 from fledge.formats.engines import ENGINES, check_representable
+from fledge.formats.gguf_layout import DRAFT_NAME, GgufFormat, write_gguf
+from fledge.formats.gguf_tokenizer import tokenizer_keys
+from fledge.formats.quantise import AUTO, KINDS, Choice, choose_types, decoded
 from fledge.formats.reread import TargetSide
 from fledge.formats.self_check import (
     CheckOptions,
@@ -71,6 +75,7 @@ def export_draft(
     trust_remote_code: bool = False,  # run Python code that comes with the target
     target_name: str = "",  # its name in card and config; "": its public name
     overwrite: bool = False,  # replace an existing export
+    quantise: str = "",  # for llama.cpp: q8_0, q4_k_m or auto
 ) -> Path:
     """Write `source` (a run, a checkpoint, a draft) to `out` as `engine` reads it; returns `out`.
 
@@ -89,7 +94,7 @@ def export_draft(
     job = _Job(
         read_source(Path(source)), engine, engine_version, target, dtype, num_draft_tokens,
         without_target, device, check or CheckOptions(), watch or unwatched, trust_remote_code,
-        target_name,
+        target_name, quantise,
     )  # fmt: skip
     try:
         return job.write(out)
@@ -123,6 +128,7 @@ class _Job:
     watch: Watch
     trust_remote_code: bool
     public_name: str
+    quantise: str
 
     def __post_init__(self) -> None:
         source = self.source
@@ -147,6 +153,12 @@ class _Job:
             raise refusal
         self.num_draft_tokens = self.asked_draft_tokens or source.num_draft_tokens
         self._check(trained_embeddings=False)  # fail before anything slow
+        if isinstance(self.layout, GgufFormat):
+            size, trust = draft.config.vocab_size, self.trust_remote_code
+            self.tokenizer = tokenizer_keys(self.target_name, size, trust=trust)
+        elif self.quantise:
+            what = f"{self.engine.title} reads no quantised drafts of ours"
+            raise BadInput(what, where="--quantise", fix="--engine llama.cpp")
         self.watch("loading the target", 0, 1)
         self.side = TargetSide(self.target.layers)
         self.loaded: HFEagle3TargetModel | None = None
@@ -162,8 +174,13 @@ class _Job:
                 dtype=dtype_for_engines(info.dtype),
             )  # fmt: skip
         self.embeddings = self._settle_embeddings()
+        if self.embeddings == "trained" and isinstance(self.layout, GgufFormat):
+            self.layout = dataclasses.replace(self.layout, ignored=frozenset())
         self.draft = self.method.with_target_rows(self.draft, self.side.head_VE)
         self.features = self._check(trained_embeddings=self.embeddings == "trained")
+        self.written, self.choice = self.draft, Choice({})
+        if self.quantise:
+            self._quantise()
 
     def _target_facts(self) -> TargetFacts:
         name, trust = self.target_name, self.trust_remote_code
@@ -176,6 +193,8 @@ class _Job:
             )
         if self.engine.name == "speculators" and not public:
             raise BadInput("which target? the format names it", fix="give --target MODEL")
+        if self.engine.name == "llama.cpp" and not name:
+            raise BadInput("which target? its tokenizer goes into the file", fix="give --target")
         try:
             if name:
                 return facts_of_target(name, public, trust_remote_code=trust)
@@ -209,6 +228,35 @@ class _Job:
             self.draft = dataclasses.replace(self.draft, tensors=tensors)
         return "the target's"
 
+    def _quantise(self) -> None:
+        """Choose the types; from here on the draft is what the quantised file holds."""
+        if self.quantise not in (*KINDS, AUTO):
+            what = f"'{self.quantise}' is not a kind of file that is written"
+            raise BadInput(what, where="--quantise", fix=f"one of {', '.join((*KINDS, AUTO))}")
+        self.written, measure = self.draft.to(torch.float32), None
+        if self.loaded is not None and self.source.estimate is not None:
+            self.watch("lengths of the quantised draft", 0, 1)
+            measure = partial(self._decoding().lengths, self.written)
+        elif self.quantise == AUTO:
+            fix = "export the run, with its target and its data, or give q8_0 or q4_k_m"
+            raise BadInput("auto measures on the run's held-out rows", where="--quantise", fix=fix)
+        self.choice = choose_types(self.written, self.quantise, self._left_out(), measure)
+        self.draft = decoded(self.written, self.choice.types)
+
+    def _left_out(self) -> set[str]:
+        """Tensors that stay as they are in a quantised file, or are not in it."""
+        return {*self.layout.ignored, "confidence_head.proj.weight"}
+
+    def _decoding(self) -> DecodingCheck:
+        # an estimate is only comparable for as many tokens as it was made for
+        unknown = self.source.estimate is None
+        depth = self.num_draft_tokens if unknown else self.source.num_draft_tokens
+        assert self.loaded is not None
+        return DecodingCheck(
+            self.source, self.loaded, self.section, self.check, depth, self.watch,
+            quantised=bool(self.quantise),
+        )  # fmt: skip
+
     def _has_target_embeddings(self) -> bool:
         """Whether the draft embeds tokens as its target does, up to rounding in half precision."""
         draft_VE, target_VE = self.draft.tensors[_EMBEDDINGS].float(), self.side.embeddings_VE
@@ -221,13 +269,22 @@ class _Job:
         facts = draft_facts(self.draft, self.target, num_draft_tokens=self.num_draft_tokens)
         self.watch("writing", 0, 1)
         with atomic_directory(out) as directory:
-            tensors = file_tensors(self.layout, self.draft)
-            save_tensors(directory / WEIGHTS_NAME, tensors, {"format": "pt"})
-            write_json(directory / CONFIG_NAME, config_values(self.layout, facts, self.features))
+            self._write_files(directory, facts)
             record = self._record(facts, self._self_check(directory), directory)
             write_text(directory / CARD_NAME, model_card(record, out.name, self.source.recipe))
             write_json(directory / RECORD_NAME, record)
         return out
+
+    def _write_files(self, directory: Path, facts: dict[str, Any]) -> None:
+        layout, keys = self.layout, config_values(self.layout, facts, self.features)
+        if isinstance(layout, GgufFormat):
+            name = f"{self.method.title} draft for {self.target.name}"
+            path = directory / DRAFT_NAME
+            types = self.choice.types
+            write_gguf(path, layout, self.written, keys, self.tokenizer, name=name, types=types)
+            return
+        save_tensors(directory / WEIGHTS_NAME, file_tensors(layout, self.draft), {"format": "pt"})
+        write_json(directory / CONFIG_NAME, keys)
 
     def close(self) -> None:
         """Release the target."""
@@ -236,17 +293,12 @@ class _Job:
 
     def _self_check(self, directory: Path) -> SelfCheck:
         self.watch("reading back", 0, 1)
-        check, reread = check_files(directory, self.engine.name, self.draft, self.side)
-        source, check.estimate = self.source, self.source.estimate
+        check, reread = check_files(directory, self.engine.name, self.draft, self.side, self.layout)
+        check.estimate = self.source.estimate
         if self.loaded is None:
             check.notes.append("exported without the target: nothing was decoded")
         else:
-            # an estimate is only comparable for as many tokens as it was made for
-            unknown = source.estimate is None
-            depth = self.num_draft_tokens if unknown else source.num_draft_tokens
-            DecodingCheck(source, self.loaded, self.section, self.check, depth, self.watch).run(
-                check, reread
-            )
+            self._decoding().run(check, reread)
         if self.engine.name == "speculators" and "/" not in self.target.served_as:
             check.notes.append(
                 f"the speculators library reads the target where the file says: it will look for"
@@ -263,6 +315,7 @@ class _Job:
             "method": self.method.own_strategy,
             "format": self.layout.name,
             "engine": self.engine.name,
+            "file": DRAFT_NAME if isinstance(self.layout, GgufFormat) else WEIGHTS_NAME,
             "engine_title": self.engine.title,
             "engine_version": self.version,
             "target": dataclasses.asdict(self.target),
@@ -272,7 +325,8 @@ class _Job:
             "embeddings": self.embeddings,
             PLACEHOLDER_KEY: facts[PLACEHOLDER_KEY],
             "num_draft_tokens": self.num_draft_tokens,
-            "dtype": facts["torch_dtype"],
+            "dtype": self.quantise or facts["torch_dtype"],
+            "quantised": dataclasses.asdict(self.choice) if self.quantise else None,
             "step": self.source.step,
             "self_check": dataclasses.asdict(check),
             "checksums": {file.name: checksum(file) for file in sorted(directory.iterdir())},

@@ -17,6 +17,7 @@ from transformers import LlamaConfig, PretrainedConfig
 
 from fledge.core.errors import BadInput
 from fledge.core.reading import load_tensors, read_json
+from fledge.formats.reread_gguf import read_gguf
 from fledge.methods.registry import method_of
 from fledge.methods.shared.config import EAGLE3_FLAGS
 from fledge.methods.shared.draft import DraftModel
@@ -30,8 +31,8 @@ _LLAMA = (
 )  # fmt: skip
 _EAGLE1_CLASSES = {"vllm": ["EagleLlamaForCausalLM"], "sglang": ["LlamaForCausalLMEagle"]}
 _BLOCK_CLASSES = {"DFlashDraftModel": "dflash", "Qwen3DSparkModel": "dspark"}
-# Settings of a decoder, which no engine reads from the files.
-_DECODED_WITH = {"confidence_threshold", "confidence_temperatures"}
+# Settings of a decoder or of an untrained draft, which no engine reads from the files.
+_UNREAD = {"confidence_threshold", "confidence_temperatures", "initializer_range"}
 _ALSO_COMPARED = {"max_position_embeddings", "aux_layer_ids", "eagle_version"}
 Values = Mapping[str, Any]
 
@@ -45,10 +46,15 @@ class Reread:
     unread: list[str]  # names in the file that the engine skips
 
     def model(self) -> DraftModel:
-        draft_type, state = method_of(self.config).draft_type(), dict(self.tensors)
-        if getattr(self.config, "block_size", None):  # its head is the target's
-            state.pop("lm_head.weight", None)
+        draft_type = method_of(self.config).draft_type()
+        state = without_head(self.config, self.tensors)
         return draft_type.from_tensors(self.config, state, where=Path("the export"))
+
+
+def without_head(config: PretrainedConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors, but for a head that is the target's."""
+    is_block = getattr(config, "block_size", None)
+    return {name: t for name, t in tensors.items() if not (is_block and name == "lm_head.weight")}
 
 
 @dataclass(frozen=True)
@@ -62,6 +68,8 @@ class TargetSide:
 
 def reread(directory: Path, engine: str, target: TargetSide) -> Reread:
     """The draft that `engine` would serve from these files."""
+    if engine == "llama.cpp":
+        return _as_gguf(directory, target)
     values = read_json(directory / "config.json", what="the export's config")
     tensors: dict[str, Tensor] = load_tensors(directory / "model.safetensors", what="the export")
     named, kind = values.get("architectures") or [""], values.get("speculators_model_type")
@@ -79,6 +87,15 @@ def require(holds: bool, key: str) -> None:
     """Refuse an export whose `key` an engine would misread."""
     if not holds:
         raise BadInput(f"self-check: {key} is not what the engine must read", where="config.json")
+
+
+def _as_gguf(directory: Path, target: TargetSide) -> Reread:
+    values, state, unread = read_gguf(directory / "draft.gguf")
+    in_file = "embed_tokens.weight" in state or "block_size" in values
+    state |= {} if in_file else _target_embeddings(target, state)
+    ids = values.pop("aux_layer_ids")
+    require(ids == sorted(set(ids)), "target_layers")
+    return Reread(_config(values, values, ids, **values), state, unread)
 
 
 # --- EAGLE and P-EAGLE ---------------------------------------------------------------------------
@@ -296,7 +313,7 @@ def differing_flags(ours: PretrainedConfig, theirs: PretrainedConfig) -> list[st
     Rotary settings are compared by the frequencies that they result in.
     """
     computed_with = fields(method_of(ours).draft_type().config_type)
-    names = {field.name for field in computed_with} - _DECODED_WITH | _ALSO_COMPARED
+    names = {field.name for field in computed_with} - _UNREAD | _ALSO_COMPARED
     pairs = {name: (vars(ours).get(name), vars(theirs).get(name)) for name in sorted(names)}
     faults = [f"{name}: {own} -> {their}" for name, (own, their) in pairs.items() if own != their]
     (own, own_scale), (their, their_scale) = rotary_frequencies(ours), rotary_frequencies(theirs)

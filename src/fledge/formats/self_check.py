@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 from fledge.core.distributed import pick_device
 from fledge.core.errors import BadInput
@@ -19,8 +20,16 @@ from fledge.data.template import ChatTemplate
 from fledge.decode.speculative import Generation, SpeculativeDecoder
 from fledge.decode.stops import Stops, eos_token_ids
 from fledge.decode.strategy import DraftShape, choose, rollouts_of
-from fledge.formats.codec import PlainDraft
-from fledge.formats.reread import Reread, TargetSide, differing_flags, differing_tensors, reread
+from fledge.formats.codec import Format, PlainDraft
+from fledge.formats.quantise import decoded
+from fledge.formats.reread import (
+    Reread,
+    TargetSide,
+    differing_flags,
+    differing_tensors,
+    reread,
+    without_head,
+)
 from fledge.formats.source import DraftSource
 from fledge.measure.answers import encode_prompt, read_prompts
 from fledge.measure.evaluation import check_fits
@@ -90,13 +99,13 @@ class SelfCheck:
 
 
 def check_files(
-    directory: Path, engine: str, draft: PlainDraft, side: TargetSide
+    directory: Path, engine: str, draft: PlainDraft, side: TargetSide, layout: Format | None = None
 ) -> tuple[SelfCheck, Reread]:
-    """The static half of the check: names, values, flags."""
+    """The static half of the check: names, values, flags. `layout`: by default the engine's."""
     served = reread(directory, engine, side)
     expected = dict(draft.tensors)
     if side.embeddings_VE is None:  # the target is not loaded: skip what comes from it
-        shared = method_of(draft.config).formats[engine].ignored
+        shared = (layout or method_of(draft.config).formats[engine]).ignored
         expected = {name: tensor for name, tensor in expected.items() if name not in shared}
     faults = [f"{name}: the engine skips it" for name in served.unread]
     faults += differing_tensors(expected, served.tensors)
@@ -140,11 +149,35 @@ class DecodingCheck:
     options: CheckOptions
     depth: int  # tokens that a round drafts
     watch: Watch
+    quantised: bool = False  # the files hold other numbers than the checkpoint, knowingly
+
+    def lengths(self, draft: PlainDraft, sets: Sequence[Mapping[str, str]]) -> list[float]:
+        """The acceptance lengths on the run's held-out rows with each of some sets of types."""
+        if self.source.recipe is None or self.source.state is None:
+            raise BadInput("it has no run, so there are no held-out rows")
+        model = method_of(draft.config).draft_type().from_tensors(
+            draft.config, without_head(draft.config, draft.tensors), where=self.source.directory
+        )  # fmt: skip
+        model.to(self.target.get_input_embeddings().weight.device).borrow_from(self.target)
+        blocks = {
+            pair: decoded(draft, dict([pair])).tensors[pair[0]]
+            for pair in {pair for types in sets for pair in types.items()}
+        }
+        variants = [
+            {name: blocks[name, types[name]] if name in types else draft.tensors[name]
+             for name in {name for name, _ in blocks}}
+            for types in sets
+        ]  # fmt: skip
+        with ExitStack() as opened:
+            rows, asked = self._held_out(opened)
+            return self._measure(model, rows, asked, variants)
 
     def run(self, check: SelfCheck, served: Reread) -> None:
         """Measure and decode with the files, and add the findings to `check`."""
         files = served.model().to(self.target.get_input_embeddings().weight.device)
         files.borrow_from(self.target)
+        if self.quantised:
+            set_weights(files, served.tensors)  # its head's rows are not quite the target's
         check_fits(self.target, files, "the export")
         rows: list[TokenBatch] = []
         with ExitStack() as opened:
@@ -156,8 +189,9 @@ class DecodingCheck:
                     reason = f"the run's held-out rows were not measured again ({error})"
                     check.notes.append(reason)
             if rows:
-                check.same_rows = self._measure(files, rows, asked)
-        check_same_rows(check)
+                [check.same_rows] = self._measure(files, rows, asked)
+        if not self.quantised:
+            check_same_rows(check)
         check.decoded = self._decode(files, [] if self.options.prompts else rows)
         if rows and not self.options.prompts:
             check_gain(self.source.every_slot_estimate or 1.0, check.decoded, self.options)
@@ -184,18 +218,27 @@ class DecodingCheck:
         return held_out_batches(held_out, recipe, pad_id), asked
 
     def _measure(
-        self, files: DraftModel, rows: Sequence[TokenBatch], asked: Eagle3TargetBackend
-    ) -> float:
-        """The acceptance length of the files on these packs, as training measures it."""
+        self,
+        files: DraftModel,
+        rows: Sequence[TokenBatch],
+        asked: Eagle3TargetBackend,
+        variants: Sequence[Mapping[str, Tensor]] = ({},),
+    ) -> list[float]:
+        """The acceptance length of the files on these packs, as training measures it, with each of
+        some sets of weights."""
         assert self.source.recipe is not None
         dtype = compute_dtype(self.source.recipe, files.device, asked.info().dtype)
-        rollouts = rollouts_of(files, self.depth, dtype=dtype)
-        head, total = asked.info().head.to(files.device), Acceptance.none(self.depth)
+        head, selected_W = asked.info().head.to(files.device), files.selected_token_ids
+        assert selected_W is not None
+        totals = [Acceptance.none(self.depth)] * len(variants)
         for batch in rows:
             answer = checked_answer(asked, batch).to(files.device)
-            picks = target_picks(answer, batch, head, rollouts.selected_token_ids)
-            total += replay_held_out(answer, batch, rollouts, picks)
-        return total.length
+            picks = target_picks(answer, batch, head, selected_W)
+            for i, weights in enumerate(variants):
+                set_weights(files, weights)
+                rollouts = rollouts_of(files, self.depth, dtype=dtype)
+                totals[i] += replay_held_out(answer, batch, rollouts, picks)
+        return [total.length for total in totals]
 
     def _prompts(self, rows: Sequence[TokenBatch]) -> list[list[int]]:
         """The token ids of some prompts, up to the start of the assistant's answer."""
@@ -232,7 +275,7 @@ class DecodingCheck:
         )
         kept = files.config.aux_layer_ids == checkpoint.config.aux_layer_ids
         kept &= torch.equal(files.embed_tokens.weight, checkpoint.embed_tokens.weight)
-        if kept and not same:
+        if kept and not same and not self.quantised:
             what = "self-check: the exported files decode other tokens or rounds than the draft"
             raise BadInput(what, where=str(self.source.directory), fix=_REPORT)
         texts = [Text(generation.prompt_ids, generation.token_ids) for generation in live]
@@ -260,6 +303,15 @@ class DecodingCheck:
             num_draft_tokens=self.depth, method=method_of(draft.config).replayed_strategy,
         )  # fmt: skip
         return decoder.generate(prompts, stops)
+
+
+@torch.no_grad()
+def set_weights(draft: DraftModel, tensors: Mapping[str, Tensor]) -> None:
+    """Replace some of its weights: not in place, since a block draft's head may be the target's."""
+    for name in tensors.keys() & dict(draft.named_parameters()).keys():
+        path, _, last = name.rpartition(".")
+        weight = torch.nn.Parameter(tensors[name].to(draft.device, draft.dtype), False)
+        setattr(draft.get_submodule(path), last, weight)
 
 
 def check_same_rows(check: SelfCheck) -> None:

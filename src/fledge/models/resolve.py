@@ -46,6 +46,16 @@ def local_model(name: str, *, weights: bool = True) -> Path:
     raise BadInput(f"no such model '{name}'", where="model", fix=_name_hint(name))
 
 
+def gguf_file(name: str) -> Path:
+    """The GGUF file of a model that comes as one: what llama.cpp reads."""
+    if name in embedded.MODELS:
+        return embedded.embedded_file(name)
+    path = Path(name).expanduser()
+    if not gguf.is_gguf(path):
+        raise BadInput("llama.cpp reads GGUF files", where=name, fix="give --target MODEL.gguf")
+    return path.resolve()
+
+
 def is_hub_id(name: str) -> bool:
     return _HUB_ID.fullmatch(name) is not None
 

@@ -17,6 +17,7 @@ from fledge.core.reading import load_tensors
 from fledge.methods.registry import load_draft, method_of
 from fledge.methods.shared.config import trained_depths
 from fledge.methods.shared.files import CONFIG_NAME, read_config, read_draft_config
+from fledge.models.shipped import shipped_directory, shipped_drafts
 from fledge.recipe.schema import RESOLVED_NAME, Recipe, load_recipe
 from fledge.target.layers import target_depth
 from fledge.training.checkpoint import STATE_NAME, read_state
@@ -32,11 +33,15 @@ _DRAFT_TOKENS = 5  # if neither a run nor the config records how many it was tra
 
 
 def draft_directory(path: Path) -> Path:
-    """The directory of a draft: the path itself, or the best checkpoint of a run."""
+    """The directory of a draft: the path itself, the best checkpoint of a run, or the draft of that
+    name that comes with fledge."""
     for place in (path, path / "best"):
         if (place / CONFIG_NAME).is_file():
             return place
-    raise BadInput("neither a draft nor a run with a best checkpoint", where=str(path))
+    if str(path) in shipped_drafts():
+        return shipped_directory(str(path))
+    what, known = "neither a draft nor a run with a best checkpoint", ", ".join(shipped_drafts())
+    raise BadInput(what, where=str(path), fix=f"fledge brings {known}" if known else "")
 
 
 def starting_draft(recipe: Recipe) -> Path | None:

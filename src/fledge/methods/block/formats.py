@@ -7,8 +7,11 @@ Written:
     speculators-dflash   the nested config of the speculators package, ids + 1  vLLM, speculators
     speculators-dspark   the same for DSpark
 
-All four use our tensor names, and omit embedding and head, which are the target's. A draft with a
-reduced vocabulary has its own rows of the head, because no engine takes them from the target.
+    gguf-dflash, gguf-dspark  one GGUF file                                     llama.cpp
+
+The first four use our tensor names. All omit embedding and head, which are the target's. A draft
+with a reduced vocabulary has its own rows of the head, because no engine takes them from the
+target.
 
 Read (nothing is judged here):
 
@@ -37,6 +40,7 @@ from fledge.formats.codec import (
     taken,
 )
 from fledge.formats.foreign import DraftView
+from fledge.formats.gguf_layout import RENAMED, GgufFormat, layer_keys
 from fledge.formats.layouts import OURS, AuxPlace, FileLayout, by_name
 from fledge.methods.base import Method
 from fledge.methods.block.draft import BlockDraftModel
@@ -110,6 +114,24 @@ SPECULATORS_DFLASH, SPECULATORS_DSPARK = (
     Format(f"speculators-{kind}", keys, _COUNTED_LAYERS, aux_id_offset=1, always_aux_ids=True)
     for kind, keys in (("dflash", _speculators_dflash), ("dspark", _speculators_dspark))
 )
+
+
+def _gguf_keys(facts: Facts) -> dict[str, Any]:
+    keys = {**layer_keys(facts), **taken(facts, "block_size")}
+    return keys | {"tokenizer.ggml.mask_token_id": facts[PLACEHOLDER_KEY]}
+
+
+def _dspark_gguf(facts: Facts) -> dict[str, Any]:
+    return {**_gguf_keys(facts), **taken(facts, "sample_from_anchor")}
+
+
+DFLASH_GGUF, DSPARK_GGUF = (
+    GgufFormat(
+        f"gguf-{kind}", keys, "target_layers", aux_id_offset=1, always_aux_ids=True,
+        renamed=RENAMED, architecture="dflash",
+    )
+    for kind, keys in (("dflash", _gguf_keys), ("dspark", _dspark_gguf))
+)  # fmt: skip
 
 
 # --- read -----------------------------------------------------------------------------------------

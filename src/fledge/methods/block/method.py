@@ -71,12 +71,17 @@ class BlockMethod(Method):
         return BlockView
 
     def export_features(self, config: "PretrainedConfig") -> "dict[Feature, bool]":
+        from fledge.methods.shared.rotary import rope_parameters
+
         return {
             "blocks": True,
             "causal blocks": config.causal,
             "sliding layers": bool(config.sliding_layers),
             "reduced head": config.draft_vocab_size < config.vocab_size,
             "confidence head": config.confidence_head,
+            "several layers": False,  # it usually has them
+            "not three aux layers": False,
+            "llama3 rotary of blocks": rope_parameters(config)["rope_type"] == "llama3",
             "q/k norms": False,  # it always has them
             "chosen aux layers": False,  # every layout writes them
         }
@@ -121,9 +126,12 @@ class Dflash(BlockMethod):
             "vllm": "fledge.methods.block.formats:DFLASH_FLAT",
             "sglang": "fledge.methods.block.formats:DFLASH_FLAT",
             "speculators": "fledge.methods.block.formats:SPECULATORS_DFLASH",
+            "llama.cpp": "fledge.methods.block.formats:DFLASH_GGUF",
         },
     )
-    algorithms: ClassVar[Mapping[str, str]] = {"vllm": "dflash", "sglang": "DFLASH"}
+    algorithms: ClassVar[Mapping[str, str]] = {
+        "vllm": "dflash", "sglang": "DFLASH", "llama.cpp": "draft-dflash",
+    }  # fmt: skip
 
     def owns(self, config: "PretrainedConfig") -> bool:
         return stated(config, "block_size") is not None
@@ -150,9 +158,12 @@ class Dspark(BlockMethod):
             "vllm": "fledge.methods.block.formats:DSPARK_FLAT",
             "sglang": "fledge.methods.block.formats:DSPARK_FLAT",
             "speculators": "fledge.methods.block.formats:SPECULATORS_DSPARK",
+            "llama.cpp": "fledge.methods.block.formats:DSPARK_GGUF",
         },
     )
-    algorithms: ClassVar[Mapping[str, str]] = {"vllm": "dspark", "sglang": "DSPARK"}
+    algorithms: ClassVar[Mapping[str, str]] = {
+        "vllm": "dspark", "sglang": "DSPARK", "llama.cpp": "draft-dspark",
+    }  # fmt: skip
 
     def owns(self, config: "PretrainedConfig") -> bool:
         return DFLASH.owns(config) and bool(stated(config, "markov_rank"))

@@ -29,8 +29,10 @@ class Eagle3(Method):
     depths_key = "ttt_steps"
     splits_rows = True
     strategies = Registry("strategy", CHAIN | TREE)
-    formats = Registry("engine", FORMATS)
-    algorithms: ClassVar[Mapping[str, str]] = {"vllm": "eagle3", "sglang": "EAGLE3"}
+    formats = Registry("engine", FORMATS | {"llama.cpp": "fledge.formats.gguf_layout:EAGLE3_GGUF"})
+    algorithms: ClassVar[Mapping[str, str]] = {
+        "vllm": "eagle3", "sglang": "EAGLE3", "llama.cpp": "draft-eagle3",
+    }  # fmt: skip
 
     def owns(self, config: "PretrainedConfig") -> bool:
         return True  # the default: no other method claims the config
