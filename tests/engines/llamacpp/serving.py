@@ -36,6 +36,12 @@ class Server:
             reply["tokens"], timings.get("draft_n", 0), timings.get("draft_n_accepted", 0)
         )
 
+    def rounds(self) -> int:
+        """Passes of the target that verified drafted tokens, over all requests."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=60) as reply:
+            lines = dict(line.rsplit(" ", 1) for line in reply.read().decode().splitlines())
+        return int(float(lines["llamacpp:spec_decode_num_drafts_total"]))
+
     def ask(self, path: str, body: Any) -> Any:
         request = urllib.request.Request(
             self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}

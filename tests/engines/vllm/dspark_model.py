@@ -1,4 +1,4 @@
-"""A DSpark draft as vLLM loads and computes it, without the runner, which needs a GPU.
+"""Block drafts as vLLM loads and computes them, without its second runner, which needs a GPU.
 
 Everything else is vLLM's own: config, loader, classes, and the target whose embedding and head the
 draft shares. Only the paged attention kernel is replaced, by one that keeps keys and values as
@@ -43,8 +43,10 @@ class PlainAttention(nn.Module):
 
 
 @contextmanager
-def loaded_dspark(target: Path, speculative: dict[str, Any] | None, place: Path) -> Iterator[Any]:
-    """vLLM's model of a draft; `speculative` is the serve command's config, None where `target` is
+def loaded_block(
+    target: Path, speculative: dict[str, Any] | None, place: Path, *, kind: str = "dspark"
+) -> Iterator[Any]:
+    """vLLM's model of a draft of this kind ("dspark", "dflash"); `speculative` is the serve command's config, None where `target` is
     a draft that names its own target."""
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.distributed import (
@@ -54,6 +56,7 @@ def loaded_dspark(target: Path, speculative: dict[str, Any] | None, place: Path)
     )
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader import get_model
+    from vllm.v1.worker.gpu.spec_decode.dflash.utils import load_dflash_model
     from vllm.v1.worker.gpu.spec_decode.dspark.utils import load_dspark_model
 
     options = {"dtype": "float32", "max_model_len": 128, "max_num_seqs": 1, "enforce_eager": True}
@@ -69,7 +72,8 @@ def loaded_dspark(target: Path, speculative: dict[str, Any] | None, place: Path)
             init_distributed_environment(1, 0, f"file://{place}", 0, "gloo")
             initialize_model_parallel(1, 1)
             try:
-                model = load_dspark_model(get_model(vllm_config=config), config)
+                load = load_dspark_model if kind == "dspark" else load_dflash_model
+                model = load(get_model(vllm_config=config), config)
                 _replace_attention(model)
                 yield model
             finally:
@@ -103,3 +107,30 @@ def draft_block(model: Any, aux_TD: Tensor, newest: int, slots: int) -> dict[str
     names = ("logits", "biases", "confidence", "tokens")
     by_name = zip(names, zip(*rows, strict=True), strict=True)
     return {name: torch.stack(values) for name, values in by_name}
+
+
+@torch.inference_mode()
+def walk_block(model: Any, aux_TD: Tensor, newest: int, slots: int) -> dict[str, Tensor]:
+    """The same for the drafts that walk through candidates: ids, scores, and the greedy walk."""
+    pos_T = torch.arange(len(aux_TD))
+    context_TE = model.combine_hidden_states(aux_TD)
+    model.precompute_and_store_context_kv(context_TE, pos_T, pos_T)
+    mask = model.model.config.dflash_config["mask_token_id"]
+    tokens_J = torch.tensor([newest] + [mask] * (slots - 1))
+    states_KE = model(tokens_J, len(aux_TD) + torch.arange(slots))[1:]
+    values_KC, ids_KC = model.compute_candidates(states_KE)
+    if hasattr(model.model, "lilicorr"):
+        scores = model.model.lilicorr(
+            model.model.embed_input_ids(ids_KC)[None], values_KC[None], states_KE[None],
+            model.model.hidden_norm(context_TE[-1:]), torch.ones(1, dtype=torch.bool),
+        )  # fmt: skip
+    else:
+        newest_1 = torch.tensor([newest])
+        scores = model.model.candidate_selector(
+            ids_KC[None], values_KC[None], states_KE[None], newest_1
+        )
+    index, tokens = 0, []
+    for ids_C, score_CC in zip(ids_KC, scores[0], strict=True):
+        index = int(score_CC[index].argmax())
+        tokens.append(ids_C[index])
+    return {"tokens": torch.stack(tokens), "ids": ids_KC, "scores": scores[0]}

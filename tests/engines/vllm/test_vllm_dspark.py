@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from engines.block_case import CONTROLS, DSPARK, SLOTS, BlockCase, spoiled
-from engines.vllm.dspark_model import draft_block, loaded_dspark
+from engines.vllm.dspark_model import draft_block, loaded_block
 from fledge.formats.engines import serve_command
 from fledge.formats.export import read_export_record
 
@@ -26,7 +26,7 @@ class Case(BlockCase):
         if "--speculative-config" in command:
             speculative = json.loads(command[command.index("--speculative-config") + 1])
             assert speculative["num_speculative_tokens"] == SLOTS
-        with loaded_dspark(Path(command[2]), speculative, place) as model:
+        with loaded_block(Path(command[2]), speculative, place) as model:
             assert type(model).__name__ == "Qwen3DSparkForCausalLM"
             assert model.config.sample_from_anchor is True
             return draft_block(model, self.aux_TD, self.text[-1], SLOTS)

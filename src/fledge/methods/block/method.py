@@ -77,6 +77,9 @@ class BlockMethod(Method):
             "blocks": True,
             "causal blocks": config.causal,
             "sliding layers": bool(config.sliding_layers),
+            # engines' codebooks and candidates are those of the whole vocabulary
+            "reduced candidates": bool(stated(config, "candidate_head"))
+            and config.draft_vocab_size < config.vocab_size,
             "reduced head": config.draft_vocab_size < config.vocab_size,
             "confidence head": config.confidence_head,
             "several layers": False,  # it usually has them
