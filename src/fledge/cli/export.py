@@ -99,9 +99,21 @@ def _show(written: Path, record: dict[str, Any], target: str) -> None:
         lengths.add_row(what, f"{length:.3f}")
     if lengths.row_count:
         out.print(lengths)
+    if (record["quantised"] or {}).get("each"):
+        out.print(_costs(record["quantised"]))
     for note in check["notes"]:
         out.say(note, style="yellow")
     here = name_for_engines(target) if target else target_here(written, record) or "TARGET"
     named = record["target"]["name"] or None
     command = serve_command(record, str(written.absolute()), target=here, named=named)
     out.say(f"serve it: {shlex.join(command)}")
+
+
+def _costs(quantised: dict[str, Any]) -> Any:
+    """What quantising costs on the run's held-out rows, in all and tensor by tensor."""
+    table = plain_table("quantised", "type", "length")
+    table.add_row("nothing", "", f"{quantised['full_length']:.3f}")
+    for name, length in quantised["each"].items():
+        table.add_row(f"{name} alone", quantised["types"][name], f"{length:.3f}")
+    table.add_row("as written", "", f"{quantised['length']:.3f}")
+    return table
