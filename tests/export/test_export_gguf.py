@@ -72,7 +72,11 @@ def test_every_number_is_read_back(kind, tiny_target, tmp_path):
     """The self-check compares tensors bit for bit, and decodes."""
     draft = made(kind, tiny_target, tmp_path / "draft")
     out = exported(draft, tmp_path / "out", tiny_target)
-    assert {file.name for file in out.iterdir()} == {"README.md", "draft.gguf", "fledge_export.json"}
+    assert {file.name for file in out.iterdir()} == {
+        "README.md",
+        "draft.gguf",
+        "fledge_export.json",
+    }
     record = read_export_record(out)
     assert record["self_check"]["decoded"]["same_as_checkpoint"]
     own = "embed_tokens.weight" in reread(out, "llama.cpp", TargetSide(4)).tensors
@@ -122,9 +126,11 @@ def _layout(**changed):
 
 
 def _tensors(change):
-    return lambda path, layout, draft, keys, tokenizer: (
-        layout, PlainDraft(draft.config, {**draft.tensors, **change(draft.tensors)}), keys, tokenizer,
-    )  # fmt: skip
+    def changed(path, layout, draft, keys, tokenizer):
+        tensors = {**draft.tensors, **change(draft.tensors)}
+        return layout, PlainDraft(draft.config, tensors), keys, tokenizer
+
+    return changed
 
 
 WRONG = {

@@ -16,16 +16,16 @@ import torch
 from engines.llamacpp.drafts import (
     DEPTHS,
     KINDS,
-    LAYERS,
     TARGET,
     counted,
     replayed,
     trained,
     write_changed,
 )
-from engines.llamacpp.serving import ENVIRONMENT, Answer, serve
+from engines.llamacpp.serving import ENVIRONMENT, serve
 from engines.llamacpp.target import target_gguf
 from fledge.data.template import ChatTemplate
+from fledge.decode.llamacpp import Answer
 from fledge.formats.export import export_draft
 from fledge.measure.answers import encode_prompt, read_prompts
 from fledge.measure.replay import Replay, Text
@@ -57,8 +57,9 @@ class Place:
         algorithm = METHODS[kind].algorithms["llama.cpp"]
         options = {"draft": str(file), "draft_tokens": DEPTHS, "algorithm": algorithm}
         with serve(target=str(self.target), **options) as server:
-            answers = [server.answer(t.prompt_ids, LIMIT) for t in self.texts[:prompts]]
-            return Served(answers, server.rounds())
+            answers = [server.complete(t.prompt_ids, LIMIT) for t in self.texts[:prompts]]
+            rounds = server.counters()["spec_decode_num_drafts_total"]
+            return Served(answers, int(rounds))
 
     def expected(self, text: Text) -> list[int]:
         answer = list(text.answer_ids[:LIMIT])
@@ -76,7 +77,7 @@ def place(tmp_path_factory: Any) -> Place:
         for prompt in read_prompts(["mixed"], limit=PROMPTS)
     ]
     with serve(target=str(target)) as server:
-        answers = [server.answer(ids, LIMIT + DEPTHS + 1).tokens for ids in prompts]
+        answers = [server.complete(ids, LIMIT + DEPTHS + 1).token_ids for ids in prompts]
     torch_target = HFEagle3TargetModel.from_pretrained(TARGET, num_aux_layers=3, device="cpu")
     texts = [
         Text(ids, continued(torch_target.model, ids, answer))
@@ -124,7 +125,7 @@ def case(place: Place) -> Callable[[str], Case]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_texts_and_rounds_are_those_of_replay(kind: str, place: Place, case: Any) -> None:
     served = place.serve(kind, case(kind).file)
-    assert [a.tokens for a in served.answers] == [place.expected(t) for t in place.texts]
+    assert [a.token_ids for a in served.answers] == [place.expected(t) for t in place.texts]
     expected = [counted(result, LIMIT, place.end) for result in case(kind).replays]
     assert [(a.drafted, a.accepted) for a in served.answers] == [e[1:] for e in expected]
     assert served.rounds == sum(rounds for rounds, _, _ in expected)
@@ -159,7 +160,7 @@ def test_a_wrong_file_is_noticed(control: str, place: Place, case: Any, tmp_path
     wrong = write_changed(directory, tmp_path / "wrong.gguf", **change(directory))
     served = place.serve(kind, wrong, count)
     # whatever is drafted, the text is the target's
-    assert [a.tokens for a in served.answers] == [place.expected(t) for t in place.texts[:count]]
+    assert [a.token_ids for a in served.answers] == [place.expected(t) for t in place.texts[:count]]
     expected = [counted(result, LIMIT, place.end) for result in case(kind).replays[:count]]
     print(control, [a.accepted for a in served.answers], [e[2] for e in expected])
     same = sum(a.accepted == e[2] for a, e in zip(served.answers, expected, strict=True))
