@@ -1,5 +1,5 @@
-"""Drafts as GGUF files: read back by a reader of its own, refused where the format cannot hold them,
-quantised. What a real llama.cpp does with them: tests/engines/llamacpp."""
+"""Drafts as GGUF files: read back by a reader of its own, refused where the format cannot hold
+them, quantised. What a real llama.cpp does with them: tests/engines/llamacpp."""
 
 import dataclasses
 import json

@@ -19,7 +19,7 @@ from fledge.methods.shared.draft import DraftModel
 from fledge.target.hf.model import HFEagle3TargetModel
 
 TARGET, LAYERS = "smollm2-135m", [1, 14, 26]
-WIDTH, DEPTHS = 1500, 4
+WIDTH, DEPTHS = 1500, 3
 _SMALL = {
     "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
     "rms_norm_eps": 1e-5, "max_position_embeddings": 8192,

@@ -1,4 +1,4 @@
-"""A real llama.cpp server in a process of its own: it may abort, and its environment has no torch."""
+"""A real llama.cpp server in a process of its own: it may abort, and there is no torch there."""
 
 import json
 import os

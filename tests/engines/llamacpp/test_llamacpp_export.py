@@ -1,5 +1,5 @@
-"""Exported drafts in a real llama.cpp: texts are the target's own, and every prompt takes the rounds
-that replay counts. Target, draft and caches are in float32, so that both compute the same.
+"""Exported drafts in a real llama.cpp: texts are the target's own, and every prompt takes the
+rounds that replay counts. Target, draft and caches are in float32, so that both compute the same.
 
 The controls change one thing each in a file, as our self-check would not let pass.
 """
