@@ -12,7 +12,7 @@ from typer import Argument, Option
 
 from fledge.cli import options as opt
 from fledge.cli.console import err, in_color, out, print_json, quiet_libraries
-from fledge.cli.llamacpp import EngineChat, gguf_pair, runs_in_llama_cpp
+from fledge.cli.llamacpp import CPU_DRAFT_TOKENS, EngineChat, gguf_pair, runs_in_llama_cpp
 from fledge.cli.loading import target_options
 from fledge.core.errors import BadInput
 from fledge.core.terminal import MARKS, marked, visible
@@ -36,7 +36,9 @@ def chat(
         Path | None, Option("--draft", metavar="DRAFT", help="The draft, after a target's name.")
     ] = None,
     engine: opt.EngineOption = "",
-    draft_tokens: opt.TrainedTokens = 0,
+    draft_tokens: Annotated[
+        int, Option(min=0, help="Tokens drafted per round; 0: as trained, on a CPU at most 3.")
+    ] = 0,
     method: opt.MethodOption = "",
     max_new_tokens: opt.AnswerTokens = 512,
     temperature: opt.Temperature = 0.0,
@@ -101,9 +103,15 @@ def _torch_chat(
         drafting = {
             "aux_layer_ids": backend.aux_layer_ids,
             "method": method or None,
-            "num_draft_tokens": draft_tokens or trained_tokens(path),
+            "num_draft_tokens": draft_tokens or _fewer_on_a_cpu(trained_tokens(path), backend),
         }
         return _Chat(backend, loaded, drafting, sampling, max_new_tokens)
+
+
+def _fewer_on_a_cpu(trained: int, target: Any) -> int:
+    """On a CPU a drafted token costs a twelfth of a step: those far ahead do not pay."""
+    on_cpu = target.get_input_embeddings().weight.device.type == "cpu"
+    return min(trained, CPU_DRAFT_TOKENS) if on_cpu else trained
 
 
 def _talk(session: Any, *, compare: bool, as_json: bool) -> None:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from fledge.decode.llamacpp import LlamaServer
 
 ENGINE = "llama.cpp"
+CPU_DRAFT_TOKENS = 3  # a round by default: also llama.cpp's own default
 
 
 def runs_in_llama_cpp(engine: str) -> bool:
@@ -93,7 +94,7 @@ def pair_of(place: Path, draft: Path, target: str, draft_tokens: int) -> Pair:
         recipe = recipe_of(draft if place == draft else draft_directory(draft))
         target = model_name(recipe.target) if recipe else record["target"]["name"]
     algorithm = METHODS[record["objective"]].algorithms[ENGINE]
-    tokens = draft_tokens or record["num_draft_tokens"]
+    tokens = draft_tokens or min(record["num_draft_tokens"], CPU_DRAFT_TOKENS)
     return Pair(target, gguf_file(target), place / record["file"], algorithm, tokens)
 
 
